@@ -21,7 +21,7 @@ from bench.rig.fleet import picker_up
 from bench.rig.http import ModelServer, model_server
 from bench.rig.parts import fleet_config, plain_envoy
 from bench.rig.report import describe_run, options_parser, percentile, table, write_page
-from picker_fleet.errors import PickerError
+from picker_fleet.domain.errors import PickerError
 from picker_tools.load.generator import Client, Request, flow_header
 from picker_tools.local_fleet.parts import MODES
 

@@ -18,8 +18,8 @@ from bench.rig.fleet import RunningFleet, picker_up
 from bench.rig.passes import SMALL_BYTES, alike, per_s, warmed
 from bench.rig.report import describe_run, interval, options_parser, percentile, table, write_page
 from bench.rig.server import Server, arrival, server
-from picker_fleet.config import parse
-from picker_fleet.replica.live_config import shared_settings
+from picker_fleet.domain.config import parse
+from picker_fleet.fleet.live_config import shared_settings
 from picker_fleet.state.keys import Keys
 from picker_fleet.state.scripts import Library
 from picker_tools.load.generator import Request, send_request

@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from picker_fleet.errors import StartupError
+from picker_fleet.domain.errors import StartupError
 
 _log = logging.getLogger(__name__)
 _PAUSE_S = 1.0  # pause between a failure and the next attempt

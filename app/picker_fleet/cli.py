@@ -12,11 +12,11 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from picker_fleet import version
-from picker_fleet.errors import ConfigError, MissingExtra, PickerError
+from picker_fleet.domain.errors import ConfigError, MissingExtra, PickerError
 
 if TYPE_CHECKING:
-    from picker_fleet.config import Settings
-    from picker_fleet.sections import Discovery
+    from picker_fleet.domain.config import Settings
+    from picker_fleet.domain.sections import Discovery
 
 _COMMANDS = {
     "up": ("picker_tools.local_fleet.up_command", "a whole fleet on this machine until Ctrl-C"),
@@ -24,7 +24,7 @@ _COMMANDS = {
         "picker_fleet.serve",
         "one replica: picker, access log and discovery for Envoy, admin API",
     ),
-    "functions": ("picker_fleet.functions", "load the library of Redis Functions, as a user who may"),
+    "functions": ("picker_fleet.state.functions", "load the library of Redis Functions, as a user who may"),
     "sim": ("picker_tools.simulator.command", "one simulated model server"),
     "envoy-config": ("picker_tools.local_fleet.envoy_command", "Envoy's bootstrap on stdout"),
     "top": ("picker_tools.top.command", "the fleet on a terminal, live"),
@@ -32,7 +32,7 @@ _COMMANDS = {
         "picker_tools.load.command",
         "run a load scenario, check the fleet's promises, write a report",
     ),
-    "import-config": ("picker_fleet.import_config", "the Go picker's EndpointPickerConfig in our terms"),
+    "import-config": ("picker_kubernetes.import_config", "the Go picker's EndpointPickerConfig in our terms"),
     "audit": ("picker_tools.audit.command", "replay the decision log and check what the queue promises"),
 }
 _CHECK_SUMMARY = "validate a configuration"
@@ -117,7 +117,7 @@ def _check(args: argparse.Namespace) -> int:
     `PICKER_…` variables overlay the file, as for a replica.
     """
     # Importing these takes most of a start, and other commands may not need them.
-    from picker_fleet.config import load, pools_of
+    from picker_fleet.domain.config import load, pools_of
 
     try:
         settings = load(args.file, os.environ)

@@ -20,41 +20,43 @@ from picker_fleet.admin.changes import FleetControls
 from picker_fleet.admin.events import Events, SnapshotReader
 from picker_fleet.admin.fleet_state import FleetStateCache
 from picker_fleet.admin.views import FleetLists, FleetView
+from picker_fleet.admission import budget_transfer
+from picker_fleet.admission.failover import FailoverGate
 from picker_fleet.admission.gate import Gate
 from picker_fleet.admission.ledger import Ledger
 from picker_fleet.admission.origins import Origins
+from picker_fleet.admission.outage import unseen_s
 from picker_fleet.admission.shared_gate import ServiceMeter, SharedGate
 from picker_fleet.background import Work, count_failures
-from picker_fleet.config import Settings
+from picker_fleet.domain.budgets import BodyBudget
+from picker_fleet.domain.config import Settings
+from picker_fleet.domain.errors import StartupError
+from picker_fleet.domain.scorer_names import LatencyWeights
+from picker_fleet.domain.sections import Kubernetes as KubernetesPool
 from picker_fleet.endpoints.discovery import serving, source_of
 from picker_fleet.endpoints.scraping import ScrapingTask
 from picker_fleet.endpoints.snapshot import SnapshotCell
-from picker_fleet.errors import StartupError
-from picker_fleet.extproc import budget_transfer, eds
-from picker_fleet.extproc.accesslog import Account
-from picker_fleet.extproc.certificates import Certificates
-from picker_fleet.extproc.context import (
+from picker_fleet.fleet.endpoint_health import Probes
+from picker_fleet.fleet.heartbeat import HeartbeatTrigger, KnownFleet, Membership
+from picker_fleet.fleet.info import ReplicaInfo
+from picker_fleet.grpc.certificates import Certificates
+from picker_fleet.grpc.transport import Handler
+from picker_fleet.ingress.context import (
     AllowedPaths,
-    BodyBudget,
     DrainGate,
     ExchangeContext,
     OpenRequests,
     new_flow_limit,
     read_limit,
 )
-from picker_fleet.extproc.transport import Handler
-from picker_fleet.failover.gate import FailoverGate
-from picker_fleet.failover.outage import unseen_s
-from picker_fleet.intake import Intake, selected_endpoints
-from picker_fleet.replica.endpoint_health import Probes
-from picker_fleet.replica.heartbeat import HeartbeatTrigger, KnownFleet, Membership
-from picker_fleet.replica.info import ReplicaInfo
+from picker_fleet.ingress.ext_proc import eds
+from picker_fleet.ingress.ext_proc.accesslog import Account
+from picker_fleet.ingress.intake import Intake, selected_endpoints
 from picker_fleet.scheduling.chooser import ScoringChooser, SessionTokens, with_in_flight
 from picker_fleet.scheduling.endpoint_history import LatencyTracker, PrefixIndex
 from picker_fleet.scheduling.route_stream import RouteStream
 from picker_fleet.scheduling.scheduler import Scheduler
-from picker_fleet.scheduling.scorers import SCRAPED_SCORERS, LatencyWeights
-from picker_fleet.sections import Kubernetes as KubernetesPool
+from picker_fleet.scheduling.scorers import SCRAPED_SCORERS
 from picker_fleet.state.accounting_token import Keyring
 from picker_fleet.state.connection import FailureDetector, PauseDetector
 from picker_fleet.state.store import Store
@@ -207,7 +209,7 @@ class Pool:
 
 async def _follow_objects(named: KubernetesPool, intake: Intake, membership: Membership, fleet: str) -> None:
     """Keep `intake` up to date with the API server's objectives and model rewrites."""
-    from picker_fleet.replica.inference_objects import InferenceObjects  # needs the extra [kubernetes]
+    from picker_kubernetes.objects import InferenceObjects  # needs the extra [kubernetes]
 
     await InferenceObjects(
         named.pool,

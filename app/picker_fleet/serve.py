@@ -19,30 +19,25 @@ from typing import Any
 
 import uvloop
 
-from picker_fleet import chart_flags
 from picker_fleet.admin import api
 from picker_fleet.admin import server as admin_server
 from picker_fleet.background import Work, count_failures, keep, report_unhandled
-from picker_fleet.config import Settings, load, pools_of
-from picker_fleet.errors import ConfigError
-from picker_fleet.ext_authz.server import CheckServer
-from picker_fleet.extproc import accesslog, eds
-from picker_fleet.extproc.certificates import Certificates
-from picker_fleet.extproc.context import (
-    ByPool,
-    OpenRequests,
-    UploadDeadlines,
-    body_budgets,
-    of_unknown_pool,
-)
-from picker_fleet.extproc.exchange import ExchangeService
-from picker_fleet.extproc.server import Server
-from picker_fleet.extproc.transport import Handler, RpcError, Status, Stream, Streaming
+from picker_fleet.domain.budgets import ByPool, body_budgets
+from picker_fleet.domain.config import Settings, load, pools_of
+from picker_fleet.domain.errors import ConfigError
+from picker_fleet.domain.sections import Tls
+from picker_fleet.domain.units import is_loopback, split_host_port
+from picker_fleet.grpc.certificates import Certificates
+from picker_fleet.grpc.transport import Handler, RpcError, Status, Stream, Streaming
+from picker_fleet.ingress.context import OpenRequests, UploadDeadlines, of_unknown_pool
+from picker_fleet.ingress.ext_proc import accesslog, eds
+from picker_fleet.ingress.ext_proc.exchange import ExchangeService
+from picker_fleet.ingress.ext_proc.server import Server
+from picker_fleet.ingress.http.server import CheckServer
 from picker_fleet.pool import Pool
-from picker_fleet.sections import Tls
 from picker_fleet.telemetry import logs
 from picker_fleet.telemetry.metrics import MetricsPage
-from picker_fleet.units import is_loopback, split_host_port
+from picker_kubernetes import chart_flags
 
 _log = logging.getLogger(__name__)
 

@@ -8,11 +8,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from bench.benefit.engine import KV_SLOTS, Engine, Job
-from picker_fleet.bands import Band
-from picker_fleet.config import EffectiveConfig, parse
-from picker_fleet.errors import RequestError
-from picker_fleet.failover.local_queue import LocalQueue, Waiting, rules_of
-from picker_fleet.request import InferenceRequest, Workload
+from picker_fleet.admission.local_queue import LocalQueue, Waiting, rules_of
+from picker_fleet.domain.bands import Band
+from picker_fleet.domain.config import EffectiveConfig, parse
+from picker_fleet.domain.errors import RequestError
+from picker_fleet.domain.request import InferenceRequest, Workload
 from picker_fleet.scheduling.chooser import with_in_flight
 from picker_fleet.scheduling.scheduler import Scheduler
 from picker_fleet.scheduling.scorers import EndpointState, PickRequest

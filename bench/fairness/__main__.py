@@ -7,7 +7,7 @@ from bench.fairness import report, suite
 from bench.fairness.fleet import RunFailed, running
 from bench.fairness.suite import Plan, Results
 from bench.rig.report import options_parser, write_page
-from picker_fleet.errors import PickerError
+from picker_fleet.domain.errors import PickerError
 
 
 def main() -> int:

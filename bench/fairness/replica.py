@@ -15,11 +15,11 @@ import uvloop
 from bench.fairness.scenarios import Job, Source
 from bench.rig.child import Orders
 from picker_fleet.admission.shared_gate import SharedGate
-from picker_fleet.bands import NAMED
-from picker_fleet.config import parse
-from picker_fleet.errors import PickerError, RequestError, StateUnavailable
+from picker_fleet.domain.bands import NAMED
+from picker_fleet.domain.config import parse
+from picker_fleet.domain.errors import PickerError, RequestError, StateUnavailable
+from picker_fleet.domain.request import Completion, Endpoint, InferenceRequest, Outcome, Workload
 from picker_fleet.pool import assemble
-from picker_fleet.request import Completion, Endpoint, InferenceRequest, Outcome, Workload
 from picker_fleet.state.subscriptions import listen
 
 _AGAIN_S = 0.02  # a refused caller pauses like a client

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from unittest.mock import patch
 
 from bench.rig.report import percentile
+from picker_fleet.domain.request import Band, Endpoint, InferenceRequest, Workload
 from picker_fleet.endpoints.readings import EndpointMetrics, Reading, Readings
 from picker_fleet.endpoints.snapshot import Snapshot, SnapshotCell
-from picker_fleet.request import Band, Endpoint, InferenceRequest, Workload
 from picker_fleet.scheduling import endpoint_states
 from picker_fleet.scheduling.chooser import ScoringChooser, with_in_flight
 from picker_fleet.scheduling.endpoint_history import LatencyTracker, PrefixIndex, block_hashes

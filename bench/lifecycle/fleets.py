@@ -19,7 +19,7 @@ from bench.lifecycle.replay import measure_lifecycle
 from bench.lifecycle.workload import Size, Workload
 from bench.rig.report import table
 from bench.rig.server import NEVER_MS, Server
-from picker_fleet.bands import MOST_PRIORITY
+from picker_fleet.domain.bands import MOST_PRIORITY
 from picker_fleet.state.keys import Keys
 from picker_tools.local_fleet.network import LOOPBACK
 
@@ -39,7 +39,7 @@ _WANTED_ERROR = 0.25
 _SIZES = (10, 100, 1000)
 _RATES = (0, 1_000, 10_000, 100_000)
 _DEADLINE_S = 30.0
-_INFO_EVERY_S = 10  # interval at which an idle replica's info changes (replica/info.py)
+_INFO_EVERY_S = 10  # interval at which an idle replica's info changes (fleet/info.py)
 _SERVED = [[0, f"tenant-{n}", 12.0] for n in range(10)]
 
 
@@ -128,7 +128,7 @@ class _Replicas:
 
 
 def _replica_info(number: int) -> str:
-    """A replica info of usual length, as heartbeats carry it (replica/info.py)."""
+    """A replica info of usual length, as heartbeats carry it (fleet/info.py)."""
     about = {
         "host": f"picker-6d5f7c9b8d-{number:05d}", "version": "0.1.0", "admin": f"http://10.1.0.{number}:9090",
         "grpc": f"10.1.0.{number}:9002", "up_s": 86400.123, "waiting": 3, "degraded": False, "resyncs": 0,

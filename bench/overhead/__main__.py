@@ -21,7 +21,7 @@ from bench.rig.fleet import RunningFleet, picker_up
 from bench.rig.parts import fleet_config, plain_envoy, simulators
 from bench.rig.passes import WrongAnswer
 from bench.rig.report import describe_run, interval, options_parser, table, write_page
-from picker_fleet.errors import PickerError
+from picker_fleet.domain.errors import PickerError
 
 _HOSTS = ("127.0.0.71", "127.0.0.72")
 _MODEL = ("--ttft", "0", "--itl", "2", "--max-num-seqs", "256", "--kv-blocks", "1000000")

@@ -15,7 +15,7 @@ import psutil
 import yaml
 
 from bench.rig.report import cpu_ns, total
-from picker_fleet.errors import StartupError
+from picker_fleet.domain.errors import StartupError
 from picker_tools.local_fleet.processes import Child, picker_command, start_process
 
 _READY_S = 150.0  # suffices for fifty replicas

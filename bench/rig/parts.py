@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from bench.rig.report import cpu_ns
-from picker_fleet.units import split_host_port
+from picker_fleet.domain.units import split_host_port
 from picker_tools.local_fleet.network import LOOPBACK, free_port, get
 from picker_tools.local_fleet.processes import Child, envoy_binary, picker_command
 

@@ -20,7 +20,7 @@ end
 -- Every key of the pool is derived from the declared key, keys[1] = epp:{POOL}:pool. All carry the hash tag
 -- {POOL}, so a Cluster keeps them in one slot. B is the number of a band (lib/bands.lua). L is a flow queue: the flow's
 -- name or, under `fairness: none`, '' for the whole band. Byte 31 joins two names in a key or field; no name
--- can contain it (picker_fleet/units.py), so two pairs of names never make the same key.
+-- can contain it (picker_fleet/domain/units.py), so two pairs of names never make the same key.
 --
 -- key           type    content                                                   removed by
 -- pool          hash    format, counters (packed, lib/pool.lua), settings ...     never (FLUSHALL)

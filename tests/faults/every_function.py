@@ -7,8 +7,8 @@ from typing import Any
 
 from script_fleet import Fleet, ask, until
 
-from picker_fleet.bands import Band
-from picker_fleet.request import Fault, Outcome
+from picker_fleet.domain.bands import Band
+from picker_fleet.domain.request import Fault, Outcome
 from picker_fleet.state.reads import RankRange, Reads
 from picker_fleet.state.store import Store
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from redis.exceptions import RedisError
 from script_fleet import Fleet, Replica, ask, ended, until
 
-from picker_fleet.errors import StateUnavailable
+from picker_fleet.domain.errors import StateUnavailable
 
 LEASE_S = 3.0
 HEARTBEAT_S = 0.5

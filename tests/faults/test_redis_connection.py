@@ -10,8 +10,8 @@ from proxy import LOOPBACK, Proxy
 from redis_servers import Server
 from script_fleet import Fleet, running, until
 
+from picker_fleet.domain.errors import StateUnavailable
 from picker_fleet.endpoints.metrics_channel import MetricsChannel
-from picker_fleet.errors import StateUnavailable
 from picker_fleet.scheduling.endpoint_history import LatencyTracker, PrefixIndex
 from picker_fleet.scheduling.route_stream import RouteStream
 from picker_fleet.state.keys import Keys

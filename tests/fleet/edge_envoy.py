@@ -11,8 +11,8 @@ import httpx
 from fleet_load import at_rest, decisions
 from redis_servers import wait
 
-from picker_fleet import config
-from picker_fleet.units import split_host_port
+from picker_fleet.domain import config
+from picker_fleet.domain.units import split_host_port
 from picker_tools.local_fleet.envoy import build_bootstrap, to_yaml
 from picker_tools.local_fleet.network import LOOPBACK
 from picker_tools.local_fleet.parts import Mode

@@ -27,9 +27,8 @@ from counting_servers import read_request
 from envoy.data.accesslog.v3 import accesslog_pb2
 from envoy.service.accesslog.v3 import als_pb2
 
-from picker_fleet.extproc.accesslog import SERVICE as ACCESS_LOG
-from picker_fleet.extproc.budget_transfer import SERVICE as SHARES
-from picker_fleet.extproc.http2 import (
+from picker_fleet.admission.budget_transfer import SERVICE as SHARES
+from picker_fleet.grpc.http2 import (
     CANCEL,
     CONTINUATION,
     DATA,
@@ -45,7 +44,8 @@ from picker_fleet.extproc.http2 import (
     WINDOW_UPDATE,
     frame,
 )
-from picker_fleet.extproc.server import PROCESS
+from picker_fleet.ingress.ext_proc.accesslog import SERVICE as ACCESS_LOG
+from picker_fleet.ingress.ext_proc.server import PROCESS
 
 MODEL = "llama"  # served by the honest model servers
 TRAP = "trap"  # served by the hostile model servers

@@ -28,8 +28,8 @@ import psutil
 import yaml
 from hostile_attacks import ATTACKER, HONEST, MODEL, TRAP, Target
 
-from picker_fleet.allowlist import FAIRNESS_ID
-from picker_fleet.config import parse
+from picker_fleet.domain.allowlist import FAIRNESS_ID
+from picker_fleet.domain.config import parse
 from picker_tools.load.generator import Answer, Request, open_loop
 from picker_tools.local_fleet.envoy import Envoy
 from picker_tools.local_fleet.parts import Mode, Replica, SimOptions, Simulator, Valkey

@@ -18,8 +18,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from page_server import serving
 from script_fleet import until
 
-from picker_fleet.config import parse
-from picker_fleet.extproc.server import SERVICE
+from picker_fleet.domain.config import parse
+from picker_fleet.ingress.ext_proc.server import SERVICE
 from picker_fleet.serve import Bound, new_incarnation, serve
 
 ASK = json.dumps({"model": "llama", "prompt": "hi"}).encode()

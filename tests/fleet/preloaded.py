@@ -1,7 +1,7 @@
 """Work that the fork server does before it forks fleets: imports, and one Envoy bootstrap (forked_up.py)."""
 
 from picker_fleet import serve  # noqa: F401
-from picker_fleet.config import Settings
+from picker_fleet.domain.config import Settings
 from picker_tools.local_fleet import envoy, up_command  # noqa: F401
 from picker_tools.simulator import command  # noqa: F401
 

@@ -29,10 +29,11 @@ from redis_servers import Server, redis_server
 from time_lapse import NO_LOAD, PROCESS, TimeLapseLoop, at_rest, time_lapse
 
 from picker_fleet import serve
-from picker_fleet.allowlist import FAIRNESS_ID
-from picker_fleet.config import parse
-from picker_fleet.extproc import accesslog, budget_transfer
-from picker_fleet.extproc.exchange import Exchange
+from picker_fleet.admission import budget_transfer
+from picker_fleet.domain.allowlist import FAIRNESS_ID
+from picker_fleet.domain.config import parse
+from picker_fleet.ingress.ext_proc import accesslog
+from picker_fleet.ingress.ext_proc.exchange import Exchange
 from picker_fleet.pool import Pool
 from picker_fleet.state import connection
 

@@ -10,7 +10,7 @@ from own_replica import served
 from redis_servers import Server, redis_server
 from whole_fleet import exact_bounds, running
 
-from picker_fleet.extproc.server import SERVICE
+from picker_fleet.ingress.ext_proc.server import SERVICE
 from picker_tools.load.generator import Request, closed_loop
 
 

@@ -17,7 +17,7 @@ from own_replica import PATIENT_S, Replica, served
 from redis_servers import Server
 from script_fleet import until
 
-from picker_fleet.config import parse
+from picker_fleet.domain.config import parse
 
 MIB = 1024 * 1024
 PEAK_MIB = 400

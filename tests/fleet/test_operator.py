@@ -10,7 +10,7 @@ import pytest
 from admin_calls import paused
 from fleet_load import at_rest, decisions, metric
 
-from picker_fleet.bands import LEAST_PRIORITY, MOST_PRIORITY
+from picker_fleet.domain.bands import LEAST_PRIORITY, MOST_PRIORITY
 from picker_tools.audit.log import Entry
 
 PRIORITIES = (-3, MOST_PRIORITY, 100, LEAST_PRIORITY, 7, 10)

@@ -24,7 +24,7 @@ from page_server import answered, serving
 from picking_table import GROUPS, TABLE, Ask, Case, Server
 from redis_servers import redis_server
 
-from picker_fleet.allowlist import STEERING
+from picker_fleet.domain.allowlist import STEERING
 from picker_fleet.scheduling.endpoint_states import REFRESH_S
 from picker_tools.local_fleet import network
 

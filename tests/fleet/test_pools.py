@@ -20,8 +20,8 @@ from redis_servers import Server, redis_server
 from test_top import screen
 from whole_fleet import Fleet, exact_bounds, running
 
-from picker_fleet.config import parse
-from picker_fleet.units import split_host_port
+from picker_fleet.domain.config import parse
+from picker_fleet.domain.units import split_host_port
 from picker_tools.local_fleet.envoy import build_bootstrap, to_yaml
 from picker_tools.local_fleet.network import LOOPBACK, free_port
 from picker_tools.local_fleet.parts import Mode

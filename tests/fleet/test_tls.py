@@ -13,7 +13,7 @@ from edge_envoy import edge
 from fleet_load import at_rest, complete
 from tls_files import Pair, authority, signed
 
-from picker_fleet.units import split_host_port
+from picker_fleet.domain.units import split_host_port
 from picker_tools.local_fleet.clusters import PickerTls
 from picker_tools.local_fleet.parts import Mode
 

@@ -26,8 +26,8 @@ from page_server import answered, serving
 from timed_server import library_with_time
 
 from picker_fleet import serve
-from picker_fleet.extproc import accesslog
-from picker_fleet.extproc.exchange import Exchange
+from picker_fleet.ingress.ext_proc import accesslog
+from picker_fleet.ingress.ext_proc.exchange import Exchange
 from picker_fleet.pool import Pool
 from picker_fleet.serve import Bound
 from picker_fleet.state import batching, subscriptions

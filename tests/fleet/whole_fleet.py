@@ -33,7 +33,7 @@ READY_S = 90.0
 STOP_S = 30.0
 _POLL_S, _LONGEST_POLL_S = 0.01, 0.1
 _ADMIN_PATIENCE_S = 30.0
-_COUNTED_AFTER_S = 3.0  # `newcomer_s` of failover/gate.py
+_COUNTED_AFTER_S = 3.0  # `newcomer_s` of admission/failover.py
 
 
 class Fleet:

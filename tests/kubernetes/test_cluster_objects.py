@@ -8,8 +8,8 @@ import pytest
 from api_server import NAMESPACE, POOLS, ApiServer
 from seat import APP, Seat, until
 
-from picker_fleet.replica import inference_objects
-from picker_fleet.replica.inference_objects import InferenceObjects
+from picker_kubernetes import objects as inference_objects
+from picker_kubernetes.objects import InferenceObjects
 from picker_tools.local_fleet import network
 
 GROUP = "inference.networking.x-k8s.io"

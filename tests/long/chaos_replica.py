@@ -19,9 +19,9 @@ from bench.fairness.replica import joined
 from bench.fairness.scenarios import Job
 from bench.rig.child import Orders
 from picker_fleet.admission.shared_gate import SharedGate
-from picker_fleet.bands import Bands
-from picker_fleet.errors import RequestError
-from picker_fleet.request import Completion, InferenceRequest, Outcome, Workload
+from picker_fleet.domain.bands import Bands
+from picker_fleet.domain.errors import RequestError
+from picker_fleet.domain.request import Completion, InferenceRequest, Outcome, Workload
 
 POOL = "chaos"
 _LOG_ENTRIES = 4_000_000  # more entries than a run writes

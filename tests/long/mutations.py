@@ -98,32 +98,32 @@ MUTATIONS = (
         "tests/scripts/test_gate.py",
     ),
     Mutation(
-        "each replica uses all that is free", "app/picker_fleet/failover/local_gate.py",
+        "each replica uses all that is free", "app/picker_fleet/admission/local_gate.py",
         "return float(each + (rank < remainder))", "return float(math.floor(free + RESIDUE))",
         "tests/unit/test_local_admission.py",
     ),
     Mutation(
-        "what was placed since the heartbeat counts as free", "app/picker_fleet/failover/gate.py",
+        "what was placed since the heartbeat counts as free", "app/picker_fleet/admission/failover.py",
         "return max(part - stock.placed, 0.0)", "return part", _IN_FAILOVER,
     ),
     Mutation(
-        "an end releases budget each time it is reported", "app/picker_fleet/failover/outage.py",
+        "an end releases budget each time it is reported", "app/picker_fleet/admission/outage.py",
         "            return None\n        withdrawn = completion.id in self._ended",
         "            pass\n        withdrawn = self._ended.get(completion.id, completion) is None",
         "tests/unit/test_local_admission.py",
     ),
     Mutation(
-        "a resync does not wait for the ends of others", "app/picker_fleet/failover/gate.py",
+        "a resync does not wait for the ends of others", "app/picker_fleet/admission/failover.py",
         "            await self.tombstones.wait_for_peers(self._peers.live)\n", "",
         "tests/scripts/test_failover.py",
     ),
     Mutation(
-        "the first replica that resyncs shares at once", "app/picker_fleet/failover/gate.py",
+        "the first replica that resyncs shares at once", "app/picker_fleet/admission/failover.py",
         "        waited_s, straggles =", "        return True\n        waited_s, straggles =",
         "tests/scripts/test_failover.py",
     ),
     Mutation(
-        "a resync that fails keeps what its ends released", "app/picker_fleet/failover/gate.py",
+        "a resync that fails keeps what its ends released", "app/picker_fleet/admission/failover.py",
         "outage.gate.limit_budget(outage.gate.free - resync.released)", "pass", _IN_FAILOVER,
     ),
     Mutation(

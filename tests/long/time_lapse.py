@@ -19,8 +19,8 @@ from redis_servers import redis_server
 from time_lapse import BOUND, HOUR_S, SERVICE_S, Fleet, at_rest, fleet, light_load, time_lapse
 
 from long.findings import Findings
+from picker_fleet.admission import failover as gate
 from picker_fleet.endpoints import scraper
-from picker_fleet.failover import gate
 from picker_fleet.state import connection
 
 _QUARTER_S = 6 * HOUR_S

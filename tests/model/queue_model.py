@@ -10,7 +10,7 @@ from typing import Any
 from model_state import Request
 from pool_model import CHUNK, PoolModel, Reply, first
 
-from picker_fleet.failover.fair_queue import QueueFull
+from picker_fleet.admission.fair_queue import QueueFull
 from picker_fleet.state.connection import smoothed
 
 

@@ -15,11 +15,11 @@ from typing import Any, NamedTuple, cast
 from failover_bench import PULSE, gate_over
 from script_fleet import ask, ended
 
+from picker_fleet.admission.failover import FailoverGate, FailoverState
 from picker_fleet.admission.ledger import Ledger
 from picker_fleet.admission.shared_gate import SharedGate
+from picker_fleet.domain.request import Alive, Endpoint, Outcome
 from picker_fleet.endpoints.snapshot import Snapshot, SnapshotCell
-from picker_fleet.failover.gate import FailoverGate, FailoverState
-from picker_fleet.request import Alive, Endpoint, Outcome
 from picker_fleet.scheduling.chooser import LeastLoadedChooser
 from picker_fleet.state.connection import FailureDetector, PauseDetector
 from picker_fleet.state.store import EndKind, Placed, Renewal, SettleReply, Store, TombstoneReply

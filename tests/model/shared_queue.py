@@ -8,8 +8,8 @@ from typing import Any
 
 from model_state import Moment, Request, Workloads
 
-from picker_fleet.bands import NAMED, Band, Bands, Criticality
-from picker_fleet.failover.fair_queue import BandQueue, Context, FairQueue, Policy
+from picker_fleet.admission.fair_queue import BandQueue, Context, FairQueue, Policy
+from picker_fleet.domain.bands import NAMED, Band, Bands, Criticality
 
 REBASED_AT, REBASED_TO = 2.0**26, 2.0**20
 _NAMES = [each.name for each in fields(Policy)]

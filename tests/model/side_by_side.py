@@ -9,7 +9,7 @@ from pool_model import Reply
 from queue_model import QueueModel
 from script_side import SILENCE_MS, ScriptSide, arguments, plain
 
-from picker_fleet.bands import Band
+from picker_fleet.domain.bands import Band
 
 START_US = 1_750_000_000_000_123
 

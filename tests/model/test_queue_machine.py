@@ -25,7 +25,7 @@ from script_side import SILENCE_MS, ScriptSide
 from shared_queue import named_bands
 from side_by_side import SideBySide
 
-from picker_fleet.bands import LEAST_PRIORITY, MOST_PRIORITY
+from picker_fleet.domain.bands import LEAST_PRIORITY, MOST_PRIORITY
 
 Fields = dict[str, Any]
 Choices = dict[str, list[Any]]

@@ -13,7 +13,7 @@ from returns import ENDPOINT, Pool, World, search, walk
 from script_fleet import SETTINGS
 from script_side import SILENCE_MS, ScriptSide
 
-from picker_fleet.failover.tombstones import Tombstones
+from picker_fleet.admission.tombstones import Tombstones
 from picker_fleet.state.store import SettleReply, name_of
 
 START_US = 1_750_000_000_000_000

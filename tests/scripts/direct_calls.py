@@ -6,7 +6,7 @@ from typing import Any
 import redis
 from script_fleet import settings_with
 
-from picker_fleet.bands import NAMED
+from picker_fleet.domain.bands import NAMED
 from picker_fleet.state.scripts import Library, load_library
 from picker_fleet.state.store import pack_arrival
 

@@ -12,11 +12,11 @@ from redis import exceptions as redis_errors
 from redis.asyncio import Redis
 
 from picker_fleet.admission.shared_gate import SharedGate
-from picker_fleet.bands import NAMED, Band, Bands
-from picker_fleet.config import parse
+from picker_fleet.domain.bands import NAMED, Band, Bands
+from picker_fleet.domain.config import parse
+from picker_fleet.domain.request import Completion, Endpoint, InferenceRequest, Outcome, Placement, Workload
 from picker_fleet.endpoints.snapshot import Snapshot, SnapshotCell
-from picker_fleet.replica.heartbeat import Membership
-from picker_fleet.request import Completion, Endpoint, InferenceRequest, Outcome, Placement, Workload
+from picker_fleet.fleet.heartbeat import Membership
 from picker_fleet.state.accounting_token import Keyring
 from picker_fleet.state.connection import FailureDetector, PauseDetector
 from picker_fleet.state.keys import Keys

@@ -8,7 +8,7 @@ from decision_ledger import order_of
 from direct_calls import ClockedPool
 from script_fleet import OpenFleet, asked
 
-from picker_fleet.errors import InsufficientFlowCapacity, NoEndpoints, TooManyFlows, TotalCapacity
+from picker_fleet.domain.errors import InsufficientFlowCapacity, NoEndpoints, TooManyFlows, TotalCapacity
 from picker_fleet.state.store import name_of
 
 

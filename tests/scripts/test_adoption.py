@@ -6,7 +6,7 @@ import pytest
 from decision_ledger import events_of
 from script_fleet import OpenFleet, asked, waiting
 
-from picker_fleet.errors import ClientGone, ExpiredTtl, RequestIdTaken
+from picker_fleet.domain.errors import ClientGone, ExpiredTtl, RequestIdTaken
 from picker_fleet.state.store import name_of
 
 

@@ -7,7 +7,7 @@ import pytest
 from redis.asyncio import Redis
 from script_fleet import until
 
-from picker_fleet.errors import StateUnavailable
+from picker_fleet.domain.errors import StateUnavailable
 from picker_fleet.state.subscriptions import CommandClient
 
 DEADLINE_S = 5.0

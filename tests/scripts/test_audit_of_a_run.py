@@ -9,9 +9,9 @@ import pytest
 from decision_ledger import events_of
 from script_fleet import Fleet, OpenFleet, Replica, until
 
-from picker_fleet.bands import Band
 from picker_fleet.cli import main
-from picker_fleet.request import Outcome
+from picker_fleet.domain.bands import Band
+from picker_fleet.domain.request import Outcome
 from picker_fleet.state.store import name_of
 from picker_tools.audit.log import Entry, LogStream
 

@@ -7,7 +7,7 @@ import pytest
 import redis
 from direct_calls import DirectPool, arrival
 
-from picker_fleet.bands import Bands
+from picker_fleet.domain.bands import Bands
 from picker_fleet.state import schema
 
 OTHERS = 61  # the most dynamic bands beside the three named ones

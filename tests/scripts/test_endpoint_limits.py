@@ -4,7 +4,7 @@ import asyncio
 
 from script_fleet import OpenFleet, addresses, ask, asked, config, ended, until, until_is
 
-from picker_fleet.request import Endpoint
+from picker_fleet.domain.request import Endpoint
 
 (A,) = addresses(1)
 ROOM = 1000  # stock per endpoint, so large that only the endpoints' limits matter

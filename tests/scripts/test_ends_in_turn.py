@@ -9,8 +9,8 @@ from envoy.data.accesslog.v3 import accesslog_pb2
 from envoy.service.accesslog.v3 import als_pb2
 from script_fleet import DEADLINE_S, SETTLED, OpenFleet, Replica, addresses, ask
 
-from picker_fleet.extproc.accesslog import Account, Collector
-from picker_fleet.request import Outcome, Placement
+from picker_fleet.domain.request import Outcome, Placement
+from picker_fleet.ingress.ext_proc.accesslog import Account, Collector
 from picker_fleet.state import batching
 
 E1, E2 = addresses(2)

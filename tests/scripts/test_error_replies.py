@@ -21,8 +21,8 @@ from redis_servers import LOOPBACK, Server
 from script_backends import real_server
 from script_fleet import Fleet, Replica, addresses, ask, ended, running, until
 
-from picker_fleet.errors import ScriptFailed, WritesRefused
-from picker_fleet.failover.gate import FailoverState
+from picker_fleet.admission.failover import FailoverState
+from picker_fleet.domain.errors import ScriptFailed, WritesRefused
 from picker_fleet.state.connection import FailureDetector
 from picker_fleet.state.error_replies import ERROR_REPLIES, meaning_of
 from picker_fleet.state.store import name_of

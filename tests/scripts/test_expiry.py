@@ -7,7 +7,7 @@ from decision_ledger import events_of
 from proxy import proxy_to
 from script_fleet import OpenFleet, ask, until, waiting
 
-from picker_fleet.errors import DeadlineExceeded, ExpiredTtl
+from picker_fleet.domain.errors import DeadlineExceeded, ExpiredTtl
 
 
 async def test_the_sweep_ends_expired_requests(fleet: OpenFleet) -> None:

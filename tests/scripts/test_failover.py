@@ -8,11 +8,11 @@ import pytest
 from failover_bench import gate_over
 from script_fleet import Fleet, OpenFleet, Replica, addresses, ask, config, ended, until
 
-from picker_fleet.config import parse
-from picker_fleet.errors import StateUnavailable
-from picker_fleet.failover.gate import FailoverState
-from picker_fleet.replica.heartbeat import HeartbeatTrigger, Membership
-from picker_fleet.request import Alive, Endpoint, Placement
+from picker_fleet.admission.failover import FailoverState
+from picker_fleet.domain.config import parse
+from picker_fleet.domain.errors import StateUnavailable
+from picker_fleet.domain.request import Alive, Endpoint, Placement
+from picker_fleet.fleet.heartbeat import HeartbeatTrigger, Membership
 from picker_fleet.state.connection import FailureDetector
 
 (E1,) = addresses(1)

@@ -8,8 +8,8 @@ from decision_ledger import events_of
 from script_fleet import Fleet, OpenFleet, addresses, ask, asked, until, until_is, waiting
 
 from picker_fleet.admission import shared_gate
-from picker_fleet.errors import NoEndpoints
-from picker_fleet.request import Endpoint, Placement
+from picker_fleet.domain.errors import NoEndpoints
+from picker_fleet.domain.request import Endpoint, Placement
 from picker_fleet.state.store import AnyVerdict, Notification, Verdict
 
 E1, E2 = addresses(2)

@@ -7,8 +7,8 @@ from decision_ledger import events_of
 from extproc_client import body, converse, exchange_context, headers, parts
 from script_fleet import OpenFleet, Replica, ended, waiting
 
-from picker_fleet.extproc.codec import WHOLE_BYTES
-from picker_fleet.extproc.exchange import Exchange
+from picker_fleet.ingress.ext_proc.codec import WHOLE_BYTES
+from picker_fleet.ingress.ext_proc.exchange import Exchange
 
 ASK = json.dumps(
     {"model": "llama", "prompt": "x" * WHOLE_BYTES}

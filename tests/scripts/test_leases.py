@@ -6,7 +6,7 @@ import pytest
 from packed import doubles
 from script_fleet import SETTINGS, SETTLED, UNKNOWN_END, OpenFleet, addresses, ask, ended, until, until_is
 
-from picker_fleet.request import Alive, Outcome
+from picker_fleet.domain.request import Alive, Outcome
 from picker_fleet.state import accounting_token
 from picker_fleet.state.accounting_token import Keyring
 from picker_fleet.state.store import name_of

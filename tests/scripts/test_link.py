@@ -7,8 +7,8 @@ from proxy import proxy_to
 from redis_servers import Server
 from script_fleet import DEADLINE_S, SETTLED, UNKNOWN_END, OpenFleet, Replica, addresses, in_turn, until
 
-from picker_fleet.errors import ScriptFailed, StateUnavailable, WritesRefused
-from picker_fleet.request import Outcome
+from picker_fleet.domain.errors import ScriptFailed, StateUnavailable, WritesRefused
+from picker_fleet.domain.request import Outcome
 from picker_fleet.state.store import Placed, name_of
 
 E1 = addresses(1)[0]

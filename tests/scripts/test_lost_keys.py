@@ -11,8 +11,8 @@ from script_fleet import Fleet, OpenFleet, Replica, addresses, ask, config, ende
 from test_schema import documented, matching
 
 from picker_fleet.admission.shared_gate import SharedGate
-from picker_fleet.errors import RequestError
-from picker_fleet.request import Alive, Placement
+from picker_fleet.domain.errors import RequestError
+from picker_fleet.domain.request import Alive, Placement
 
 ENDPOINTS, EACH, CLIENTS = 4, 2, 16
 DRAINED = addresses(ENDPOINTS)[-1]

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from names import NAMES, REQUEST_IDS, distinct
 from script_fleet import UNKNOWN_END, Fleet, OpenFleet, Replica, running
 
-from picker_fleet.bands import Band
-from picker_fleet.request import Outcome
+from picker_fleet.domain.bands import Band
+from picker_fleet.domain.request import Outcome
 from picker_fleet.state.reads import RankRange
 from picker_fleet.state.store import name_of
 

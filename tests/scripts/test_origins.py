@@ -8,9 +8,9 @@ from script_fleet import OpenFleet, Replica, addresses, ask, ended, until
 
 from picker_fleet.admission.origins import FIND_S, Origins
 from picker_fleet.admission.shared_gate import SharedGate
+from picker_fleet.domain.request import Endpoint
 from picker_fleet.endpoints.readings import Readings
 from picker_fleet.endpoints.snapshot import Snapshot
-from picker_fleet.request import Endpoint
 from picker_fleet.scheduling.chooser import ScoringChooser
 from picker_fleet.scheduling.endpoint_history import LatencyTracker, PrefixIndex
 from picker_fleet.state.accounting_token import Keyring

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 import pytest
 from script_fleet import SETTINGS, Fleet, Replica, addresses, running, until
 
-from picker_fleet.replica.heartbeat import acknowledged
-from picker_fleet.request import Endpoint
+from picker_fleet.domain.request import Endpoint
+from picker_fleet.fleet.heartbeat import acknowledged
 from picker_fleet.state.store import Store, name_of
 
 _ROOM = {**SETTINGS, "upper_per": 2, "lower_per": 1}

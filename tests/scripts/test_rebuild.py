@@ -11,8 +11,8 @@ from decision_ledger import events_of, order_of
 from script_fleet import Fleet, OpenFleet, addresses, ask, config, ended, until, until_is
 from timed_server import LEASE_MS, SECOND_MS, SILENCE_MS, TimedPool
 
-from picker_fleet.errors import StateUnavailable
-from picker_fleet.request import Alive, Placement
+from picker_fleet.domain.errors import StateUnavailable
+from picker_fleet.domain.request import Alive, Placement
 from picker_fleet.state import accounting_token
 from picker_fleet.state.store import AnyVerdict
 

@@ -10,8 +10,8 @@ from redis_servers import Server
 from script_backends import real_server
 from script_fleet import Fleet, ask, asked, ended, running, until
 
-from picker_fleet.errors import ExpiredTtl, WritesRefused
-from picker_fleet.failover.gate import FailoverState
+from picker_fleet.admission.failover import FailoverState
+from picker_fleet.domain.errors import ExpiredTtl, WritesRefused
 from picker_fleet.state.connection import FailureDetector
 
 ROOM = 400_000  # bytes for waiting requests

@@ -9,8 +9,8 @@ import pytest
 from decision_ledger import events_of
 from script_fleet import Fleet, OpenFleet, Replica, in_turn
 
-from picker_fleet.errors import ScriptFailed
-from picker_fleet.request import Outcome
+from picker_fleet.domain.errors import ScriptFailed
+from picker_fleet.domain.request import Outcome
 from picker_fleet.state.store import EndKind, SettleReply, name_of
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from script_fleet import Fleet, OpenFleet, addresses, ask
 
+from picker_fleet.domain.request import Endpoint, Fault, Outcome
 from picker_fleet.endpoints.readings import EndpointMetrics, encode_reading
-from picker_fleet.request import Endpoint, Fault, Outcome
 from picker_fleet.state import accounting_token
 from picker_fleet.state.keys import Keys
 

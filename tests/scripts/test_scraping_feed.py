@@ -10,9 +10,9 @@ import pytest
 from redis.asyncio import Redis
 from script_fleet import until
 
+from picker_fleet.domain.errors import StateUnavailable
 from picker_fleet.endpoints.metrics_channel import MetricsChannel
 from picker_fleet.endpoints.readings import EndpointMetrics
-from picker_fleet.errors import StateUnavailable
 from picker_fleet.state.keys import Keys
 
 

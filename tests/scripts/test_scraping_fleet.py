@@ -13,11 +13,11 @@ import pytest_asyncio
 from redis.asyncio import Redis
 from script_fleet import until, until_is
 
+from picker_fleet.domain.request import Endpoint
+from picker_fleet.domain.sections import Scraping
 from picker_fleet.endpoints.readings import EndpointMetrics
 from picker_fleet.endpoints.scraping import Scrapers, ScrapingTask
 from picker_fleet.endpoints.snapshot import Snapshot, SnapshotCell
-from picker_fleet.request import Endpoint
-from picker_fleet.sections import Scraping
 from picker_fleet.state.keys import Keys
 from picker_fleet.telemetry.metrics import Metrics
 from picker_tools.local_fleet.parts import SimOptions, Simulator

@@ -10,7 +10,7 @@ import pytest
 from script_fleet import Fleet, OpenFleet, Replica, until
 
 from picker_fleet.admin.fleet_state import FleetStateCache
-from picker_fleet.request import Outcome
+from picker_fleet.domain.request import Outcome
 from picker_fleet.state.reads import CHUNK, FlowQueueRow, QueueSnapshots, SnapshotTimes
 from picker_fleet.state.store import name_of
 

@@ -8,11 +8,11 @@ from metrics_page import samples
 from packed import doubles
 from script_fleet import SETTLED, Fleet, OpenFleet, Replica, until
 
-from picker_fleet.bands import Band
-from picker_fleet.config import parse
-from picker_fleet.errors import ConfigError
-from picker_fleet.replica import live_config
-from picker_fleet.request import Outcome
+from picker_fleet.domain.bands import Band
+from picker_fleet.domain.config import parse
+from picker_fleet.domain.errors import ConfigError
+from picker_fleet.domain.request import Outcome
+from picker_fleet.fleet import live_config
 from picker_fleet.state.store import name_of
 
 HUGE = 1e308

@@ -8,9 +8,9 @@ from decision_ledger import order_of
 from script_fleet import OpenFleet, addresses, ask, until
 
 from picker_fleet.admin.changes import FleetControls
-from picker_fleet.config import parse
+from picker_fleet.domain.config import parse
+from picker_fleet.domain.request import Endpoint, InferenceRequest
 from picker_fleet.pool import Parts, assemble
-from picker_fleet.request import Endpoint, InferenceRequest
 from picker_fleet.state.store import LiveConfig
 
 

@@ -11,7 +11,7 @@ from script_fleet import Fleet, OpenFleet, Replica, addresses, until
 from picker_fleet.admin import models
 from picker_fleet.admin.fleet_state import MAX_FLOWS, FleetStateCache
 from picker_fleet.admin.views import BadCursor, FleetLists
-from picker_fleet.bands import NAMED, Band
+from picker_fleet.domain.bands import NAMED, Band
 from picker_fleet.scheduling.chooser import LeastLoadedChooser
 from picker_fleet.state.reads import RankRange, group_of
 from picker_fleet.state.store import name_of

@@ -6,7 +6,7 @@ import itertools
 import pytest
 from script_fleet import Fleet, OpenFleet, until
 
-from picker_fleet.request import Outcome
+from picker_fleet.domain.request import Outcome
 from picker_fleet.state.store import name_of
 
 

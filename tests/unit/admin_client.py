@@ -16,8 +16,8 @@ from picker_fleet.admin.models import Endpoint, Health, State
 from picker_fleet.admin.protection import Deadlines, RateLimit
 from picker_fleet.admin.server import serving
 from picker_fleet.admin.views import FleetLists, FleetView
-from picker_fleet.config import Settings
-from picker_fleet.replica.heartbeat import Membership
+from picker_fleet.domain.config import Settings
+from picker_fleet.fleet.heartbeat import Membership
 from picker_fleet.state.store import Store
 from picker_fleet.telemetry.metrics import Metrics, MetricsPage
 

@@ -11,16 +11,17 @@ from typing import Any, NamedTuple, TypeVar
 from background import running
 from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingRequest, ProcessingResponse
 
-from picker_fleet.config import Settings, parse
-from picker_fleet.errors import ShuttingDown
-from picker_fleet.extproc import context
-from picker_fleet.extproc.certificates import Certificates
-from picker_fleet.extproc.context import ByPool, ExchangeContext
-from picker_fleet.extproc.exchange import Exchange
-from picker_fleet.extproc.native import NativeTransport
-from picker_fleet.extproc.transport import GrpcioTransport, Handler, Transport
-from picker_fleet.intake import Intake
-from picker_fleet.request import Alive, Completion, Fault, InferenceRequest, Placement
+from picker_fleet.domain.budgets import ByPool
+from picker_fleet.domain.config import Settings, parse
+from picker_fleet.domain.errors import ShuttingDown
+from picker_fleet.domain.request import Alive, Completion, Fault, InferenceRequest, Placement
+from picker_fleet.grpc.certificates import Certificates
+from picker_fleet.grpc.native import NativeTransport
+from picker_fleet.grpc.transport import GrpcioTransport, Handler, Transport
+from picker_fleet.ingress import context
+from picker_fleet.ingress.context import ExchangeContext
+from picker_fleet.ingress.ext_proc.exchange import Exchange
+from picker_fleet.ingress.intake import Intake
 from picker_fleet.state import accounting_token
 from picker_fleet.state.accounting_token import Keyring
 from picker_fleet.telemetry.logs import DecisionLines

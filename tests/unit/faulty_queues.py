@@ -4,7 +4,7 @@ reports.
 
 from queue_simulator import QueueSimulator, Request
 
-from picker_fleet.failover.fair_queue import BandQueue, FairQueue
+from picker_fleet.admission.fair_queue import BandQueue, FairQueue
 
 Turn = tuple[Request, bool] | None
 

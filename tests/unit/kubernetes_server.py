@@ -14,7 +14,7 @@ from urllib.parse import parse_qsl, urlsplit
 
 import httpx2
 
-from picker_fleet.endpoints.kubernetes_api import Api
+from picker_kubernetes.api import Api
 
 PODS = "/api/v1/namespaces/models/pods"
 POOLS = "/apis/inference.networking.k8s.io/v1/namespaces/models/inferencepools"

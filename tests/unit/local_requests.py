@@ -6,11 +6,11 @@ from typing import Any
 from background import until
 
 from picker_fleet.admission.gate import Wait
-from picker_fleet.bands import Band
-from picker_fleet.config import EffectiveConfig, parse
-from picker_fleet.failover.local_gate import LocalGate
-from picker_fleet.failover.local_queue import Rules, rules_of
-from picker_fleet.request import InferenceRequest, Workload
+from picker_fleet.admission.local_gate import LocalGate
+from picker_fleet.admission.local_queue import Rules, rules_of
+from picker_fleet.domain.bands import Band
+from picker_fleet.domain.config import EffectiveConfig, parse
+from picker_fleet.domain.request import InferenceRequest, Workload
 
 
 def ask(request_id: str = "r", **changes: Any) -> InferenceRequest:

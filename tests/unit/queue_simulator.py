@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
-from picker_fleet.bands import NAMED, Bands
-from picker_fleet.failover.fair_queue import BandQueue, Context, FairQueue, Policy, QueueFull
+from picker_fleet.admission.fair_queue import BandQueue, Context, FairQueue, Policy, QueueFull
+from picker_fleet.domain.bands import NAMED, Bands
 
 START_US = 1_700_000_000_000_000
 POLICY: dict[str, Any] = {

@@ -4,8 +4,8 @@ import asyncio
 from collections.abc import Coroutine, Mapping
 from typing import Any
 
-from picker_fleet.replica.live_config import merged
-from picker_fleet.request import Endpoint, InferenceRequest, Outcome
+from picker_fleet.domain.request import Endpoint, InferenceRequest, Outcome
+from picker_fleet.fleet.live_config import merged
 from picker_fleet.state.pool_state import PoolState
 from picker_fleet.state.store import (
     AnyVerdict,

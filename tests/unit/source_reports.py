@@ -7,8 +7,8 @@ from contextlib import asynccontextmanager
 
 from background import running
 
+from picker_fleet.domain.request import Endpoint
 from picker_fleet.endpoints.discovery import Source
-from picker_fleet.request import Endpoint
 
 
 @asynccontextmanager

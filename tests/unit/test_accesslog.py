@@ -12,9 +12,9 @@ from extproc_client import KnownOrigins, ScriptedGate, serving_on
 from metrics_page import page_of
 from tables import cases
 
-from picker_fleet.extproc import accesslog
-from picker_fleet.extproc.accesslog import Account
-from picker_fleet.request import Alive, Completion, Fault, Outcome
+from picker_fleet.domain.request import Alive, Completion, Fault, Outcome
+from picker_fleet.ingress.ext_proc import accesslog
+from picker_fleet.ingress.ext_proc.accesslog import Account
 from picker_fleet.state import accounting_token
 from picker_fleet.state.accounting_token import Keyring
 from picker_fleet.telemetry.metrics import Metrics

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from picker_fleet.state.primary import Address
+from picker_fleet.domain.redis_address import Address
 
 
 def server(host: str = "h", port: int = 6379, **fields: Any) -> Address:

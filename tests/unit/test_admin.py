@@ -13,7 +13,7 @@ from tables import cases
 from picker_fleet.admin.documents import FOLDER, content_security_policy
 from picker_fleet.admin.protection import Deadlines
 from picker_fleet.admin.server import serving
-from picker_fleet.errors import StartupError, StateUnavailable
+from picker_fleet.domain.errors import StartupError, StateUnavailable
 from picker_fleet.telemetry.metrics import Metrics
 
 HEALTH = {

@@ -24,7 +24,7 @@ from picker_fleet.admin.events import (
 )
 from picker_fleet.admin.server import serving
 from picker_fleet.admin.views import FleetLists, FleetView
-from picker_fleet.errors import StateUnavailable
+from picker_fleet.domain.errors import StateUnavailable
 from picker_fleet.state.reads import Reads
 
 

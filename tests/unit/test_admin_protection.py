@@ -18,10 +18,10 @@ from tls_files import Pair, authority, signed
 
 from picker_fleet.admin.protection import BURST_S, CHANGE_COST, RateLimit, Refused
 from picker_fleet.admin.server import ConnectionLimits, serving
-from picker_fleet.config import parse
-from picker_fleet.extproc import certificates as tls_port
-from picker_fleet.extproc.certificates import Certificates
-from picker_fleet.sections import Tls
+from picker_fleet.domain.config import parse
+from picker_fleet.domain.sections import Tls
+from picker_fleet.grpc import certificates as tls_port
+from picker_fleet.grpc.certificates import Certificates
 from picker_fleet.telemetry.metrics import Metrics
 
 GET = b"GET /healthz HTTP/1.1\r\nhost: localhost\r\n\r\n"

@@ -14,8 +14,8 @@ from scripted_store import ScriptedStore
 from picker_fleet.admin.models import Flows
 from picker_fleet.admin.queue_order import Position, PredictedRequest, count_before, predicted_order
 from picker_fleet.admin.views import BadCursor, FleetLists, decode_cursor, encode_cursor, finite_score
-from picker_fleet.config import parse
-from picker_fleet.errors import StateUnavailable
+from picker_fleet.domain.config import parse
+from picker_fleet.domain.errors import StateUnavailable
 from picker_fleet.state.reads import FlowQueueRow
 from picker_fleet.state.store import EvictReply
 

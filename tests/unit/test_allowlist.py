@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from picker_fleet.allowlist import (
+from picker_fleet.domain.allowlist import (
     FAIRNESS_ID,
     NEVER_TRUSTED,
     OBJECTIVE,
@@ -16,9 +16,9 @@ from picker_fleet.allowlist import (
     trusted,
     untrusted,
 )
-from picker_fleet.config import parse
-from picker_fleet.errors import ConfigError
-from picker_fleet.extproc.context import AllowedPaths
+from picker_fleet.domain.config import parse
+from picker_fleet.domain.errors import ConfigError
+from picker_fleet.ingress.context import AllowedPaths
 
 PATHS, PASSING = AllowedPaths(), AllowedPaths(passes=True)
 

@@ -11,8 +11,8 @@ import pytest
 from queue_simulator import QueueSimulator, Request
 from tables import cases
 
-from picker_fleet.bands import NAMED
 from picker_fleet.cli import main
+from picker_fleet.domain.bands import NAMED
 from picker_tools.audit import measures
 from picker_tools.audit.auditor import Auditor, audit
 from picker_tools.audit.log import Entry, EntryError

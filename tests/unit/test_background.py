@@ -7,7 +7,7 @@ import pytest
 from background import running, until
 
 from picker_fleet import background
-from picker_fleet.errors import StartupError
+from picker_fleet.domain.errors import StartupError
 
 
 @pytest.fixture

@@ -14,9 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tables import cases
 
-from picker_fleet.bodies import decode
-from picker_fleet.errors import BufferFull, PayloadTooLarge, UnsupportedEncoding
-from picker_fleet.extproc.context import BodyBudget, BodyBuffer
+from picker_fleet.domain.budgets import BodyBudget
+from picker_fleet.domain.errors import BufferFull, PayloadTooLarge, UnsupportedEncoding
+from picker_fleet.ingress.bodies import decode
+from picker_fleet.ingress.context import BodyBuffer
 
 LIMIT_BYTES = 4 * 1024 * 1024
 

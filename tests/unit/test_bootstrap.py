@@ -13,7 +13,8 @@ import pytest
 import yaml
 from tables import cases
 
-from picker_fleet import cli, config
+from picker_fleet import cli
+from picker_fleet.domain import config
 from picker_tools.local_fleet.envoy import build_bootstrap, to_yaml
 from picker_tools.local_fleet.parts import MODES, Mode
 from picker_tools.local_fleet.processes import envoy_binary

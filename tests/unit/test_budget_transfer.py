@@ -14,11 +14,11 @@ from background import running, until
 from extproc_client import serving_on
 from local_requests import rules, start, waiting
 
-from picker_fleet.extproc.budget_transfer import SERVICE, GrpcPeers, handlers
-from picker_fleet.extproc.certificates import Certificates
-from picker_fleet.failover.local_gate import LocalGate
-from picker_fleet.failover.peers import BudgetTransfer, OutageCount
-from picker_fleet.sections import Tls
+from picker_fleet.admission.budget_transfer import SERVICE, GrpcPeers, handlers
+from picker_fleet.admission.local_gate import LocalGate
+from picker_fleet.admission.peers import BudgetTransfer, OutageCount
+from picker_fleet.domain.sections import Tls
+from picker_fleet.grpc.certificates import Certificates
 from picker_fleet.state.accounting_token import Keyring
 from picker_fleet.telemetry.metrics import Metrics
 

@@ -20,13 +20,13 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tables import cases
 from tls_files import Pair, authority, signed
 
-from picker_fleet.errors import StartupError
-from picker_fleet.extproc import budget_transfer
-from picker_fleet.extproc import certificates as tls_port
-from picker_fleet.extproc.budget_transfer import GrpcPeers
-from picker_fleet.extproc.certificates import Certificates
-from picker_fleet.extproc.transport import Handler, Health
-from picker_fleet.sections import Tls
+from picker_fleet.admission import budget_transfer
+from picker_fleet.admission.budget_transfer import GrpcPeers
+from picker_fleet.domain.errors import StartupError
+from picker_fleet.domain.sections import Tls
+from picker_fleet.grpc import certificates as tls_port
+from picker_fleet.grpc.certificates import Certificates
+from picker_fleet.grpc.transport import Handler, Health
 from picker_fleet.state.accounting_token import Keyring
 
 PATIENT_S = 30.0

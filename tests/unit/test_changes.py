@@ -21,10 +21,10 @@ from picker_fleet.admin.events import Events
 from picker_fleet.admin.models import Dispatch
 from picker_fleet.admin.protection import Deadlines, Tokens
 from picker_fleet.admin.server import serving
-from picker_fleet.config import Settings, parse
-from picker_fleet.errors import ConfigError, StartupError, StateUnavailable
-from picker_fleet.replica.heartbeat import Membership
-from picker_fleet.replica.live_config import LIVE
+from picker_fleet.domain.config import Settings, parse
+from picker_fleet.domain.errors import ConfigError, StartupError, StateUnavailable
+from picker_fleet.fleet.heartbeat import Membership
+from picker_fleet.fleet.live_config import LIVE
 from picker_fleet.state.store import EvictReply, Store
 
 SECRETIVE = parse(

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from picker_fleet import chart_flags
-from picker_fleet.config import Settings
-from picker_fleet.errors import ConfigError
-from picker_fleet.sections import Tls
+from picker_fleet.domain.config import Settings
+from picker_fleet.domain.errors import ConfigError
+from picker_fleet.domain.sections import Tls
+from picker_kubernetes import chart_flags
 
 # As the inferencepool chart of the Gateway API inference extension v1.5.0 renders it.
 CHART = (

@@ -8,12 +8,12 @@ import pytest
 from local_requests import ask
 from scripted_store import ScriptedStore
 
-from picker_fleet.config import parse
+from picker_fleet.domain.config import parse
+from picker_fleet.domain.request import Completion, Ejection, Endpoint, Outcome
 from picker_fleet.endpoints.readings import EndpointMetrics, Reading, Readings
 from picker_fleet.endpoints.snapshot import Snapshot, SnapshotCell
+from picker_fleet.fleet.endpoint_health import Probes
 from picker_fleet.pool import assemble
-from picker_fleet.replica.endpoint_health import Probes
-from picker_fleet.request import Completion, Ejection, Endpoint, Outcome
 from picker_fleet.scheduling.chooser import LeastLoadedChooser, ScoringChooser, SessionTokens, with_in_flight
 from picker_fleet.scheduling.endpoint_history import LatencyTracker, PrefixIndex
 from picker_fleet.scheduling.route_stream import RouteStream

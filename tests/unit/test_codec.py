@@ -6,9 +6,9 @@ import pytest
 from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingRequest, ProcessingResponse
 from extproc_client import PLACEMENT, given_back, headers, set_headers, whole
 
-from picker_fleet import errors
-from picker_fleet.errors import ExpiredTtl, RequestError
-from picker_fleet.extproc import codec
+from picker_fleet.domain import errors
+from picker_fleet.domain.errors import ExpiredTtl, RequestError
+from picker_fleet.ingress.ext_proc import codec
 
 message = ProcessingResponse.FromString
 HEADER = "10.0.0.1:8000,[fd00::2]:8000"

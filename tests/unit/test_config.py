@@ -9,10 +9,10 @@ import pytest
 from tables import cases
 
 from picker_fleet import cli
-from picker_fleet.bands import Band
-from picker_fleet.config import Settings, load, parse
-from picker_fleet.errors import ConfigError
-from picker_fleet.sections import Tls
+from picker_fleet.domain.bands import Band
+from picker_fleet.domain.config import Settings, load, parse
+from picker_fleet.domain.errors import ConfigError
+from picker_fleet.domain.sections import Tls
 
 # The configuration of the contract, key for key.
 WHOLE = """

@@ -8,7 +8,7 @@ import pytest
 from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingRequest
 from extproc_client import Talk, body, headers, set_headers
 
-from picker_fleet.intake import selected_endpoints
+from picker_fleet.ingress.intake import selected_endpoints
 
 ASK = b'{"model": "m", "prompt": "p"}'
 CHOICE = "test-epp-endpoint-selection"

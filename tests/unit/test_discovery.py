@@ -21,7 +21,9 @@ from background import until
 from source_reports import Lines, watching
 from tables import cases
 
-from picker_fleet.config import parse
+from picker_fleet.domain.config import parse
+from picker_fleet.domain.errors import StartupError
+from picker_fleet.domain.request import Endpoint
 from picker_fleet.endpoints.discovery import (
     FileFault,
     FileSource,
@@ -32,8 +34,6 @@ from picker_fleet.endpoints.discovery import (
     source_of,
 )
 from picker_fleet.endpoints.dns_source import DnsSource
-from picker_fleet.errors import StartupError
-from picker_fleet.request import Endpoint
 
 
 class Reports(asyncio.Queue[tuple[Endpoint, ...]]):

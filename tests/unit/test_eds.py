@@ -13,10 +13,10 @@ from envoy.config.endpoint.v3 import endpoint_pb2
 from envoy.service.discovery.v3 import discovery_pb2
 from extproc_client import serving_on
 
+from picker_fleet.domain.request import Endpoint
 from picker_fleet.endpoints import snapshot as snapshots
 from picker_fleet.endpoints.snapshot import MAX_REMOVED, REMOVED_S, Snapshot, SnapshotCell
-from picker_fleet.extproc import eds
-from picker_fleet.request import Endpoint
+from picker_fleet.ingress.ext_proc import eds
 
 pytestmark = pytest.mark.usefixtures("transport")
 

@@ -14,11 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tables import cases
 
-from picker_fleet import errors
-from picker_fleet.errors import ExpiredTtl, RequestError, StateUnavailable
-from picker_fleet.extproc import codec
-from picker_fleet.extproc.codec import WHOLE_BYTES
-from picker_fleet.request import Outcome
+from picker_fleet.domain import errors
+from picker_fleet.domain.errors import ExpiredTtl, RequestError, StateUnavailable
+from picker_fleet.domain.request import Outcome
+from picker_fleet.ingress.ext_proc import codec
+from picker_fleet.ingress.ext_proc.codec import WHOLE_BYTES
 from picker_fleet.state import accounting_token
 
 ASK = b'{"model": "m", "prompt": "p"}'

@@ -13,8 +13,8 @@ from extproc_client import ScriptedGate, Talk, body, headers, parts
 from hypothesis import given
 from hypothesis import strategies as st
 
-from picker_fleet.errors import ExpiredTtl, NoEndpoints, TooManyFlows
-from picker_fleet.extproc.context import NewFlowLimit
+from picker_fleet.domain.errors import ExpiredTtl, NoEndpoints, TooManyFlows
+from picker_fleet.ingress.context import NewFlowLimit
 
 ASK = b'{"model": "m", "prompt": "p"}'
 LIMIT = 2048

@@ -19,13 +19,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tls_files import authority, signed
 
-from picker_fleet.config import parse
-from picker_fleet.errors import ExpiredTtl
-from picker_fleet.ext_authz.check import CARRIED
-from picker_fleet.ext_authz.server import CheckServer
-from picker_fleet.extproc.certificates import Certificates
-from picker_fleet.extproc.context import STALLED_S, ExchangeContext
-from picker_fleet.sections import Tls
+from picker_fleet.domain.config import parse
+from picker_fleet.domain.errors import ExpiredTtl
+from picker_fleet.domain.sections import Tls
+from picker_fleet.grpc.certificates import Certificates
+from picker_fleet.ingress.context import STALLED_S, ExchangeContext
+from picker_fleet.ingress.http.check import CARRIED
+from picker_fleet.ingress.http.server import CheckServer
 
 
 @dataclass

@@ -20,14 +20,14 @@ from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingRequest, 
 from extproc_client import Counted, ScriptedGate, body, headers, parts, response_body
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from picker_fleet.config import parse
-from picker_fleet.errors import StartupError
-from picker_fleet.extproc.codec import WHOLE_BYTES
-from picker_fleet.extproc.context import MAX_UPLOADS, STALLED_S, ExchangeContext, UploadDeadlines
-from picker_fleet.extproc.exchange import ExchangeService
-from picker_fleet.extproc.server import SERVICE, Server
-from picker_fleet.extproc.transport import Handler, Stream
-from picker_fleet.request import Outcome
+from picker_fleet.domain.config import parse
+from picker_fleet.domain.errors import StartupError
+from picker_fleet.domain.request import Outcome
+from picker_fleet.grpc.transport import Handler, Stream
+from picker_fleet.ingress.context import MAX_UPLOADS, STALLED_S, ExchangeContext, UploadDeadlines
+from picker_fleet.ingress.ext_proc.codec import WHOLE_BYTES
+from picker_fleet.ingress.ext_proc.exchange import ExchangeService
+from picker_fleet.ingress.ext_proc.server import SERVICE, Server
 
 ASK = b'{"model": "m"}'
 SERVING = health_pb2.HealthCheckResponse.SERVING

@@ -11,12 +11,12 @@ from failover_bench import E1, E2, FULL, PULSE, QUEUED, Bench, NoPeers, resyncin
 from metrics_page import samples
 
 from picker_fleet import background
-from picker_fleet.bands import Band
-from picker_fleet.errors import ExpiredTtl, RequestError, RequestIdTaken, StateUnavailable
-from picker_fleet.failover.gate import FailoverGate, FailoverState
-from picker_fleet.failover.outage import unseen_s
-from picker_fleet.failover.peers import OutageCount
-from picker_fleet.request import Alive, Outcome, Placement
+from picker_fleet.admission.failover import FailoverGate, FailoverState
+from picker_fleet.admission.outage import unseen_s
+from picker_fleet.admission.peers import OutageCount
+from picker_fleet.domain.bands import Band
+from picker_fleet.domain.errors import ExpiredTtl, RequestError, RequestIdTaken, StateUnavailable
+from picker_fleet.domain.request import Alive, Outcome, Placement
 from picker_fleet.state import accounting_token
 from picker_fleet.state.store import Notification, Placed, Renewal, Verdict
 

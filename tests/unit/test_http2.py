@@ -18,12 +18,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tables import cases
 
-from picker_fleet.errors import BufferFull
-from picker_fleet.extproc import http2, native
-from picker_fleet.extproc.context import BodyBudget
-from picker_fleet.extproc.http2 import ACK, DATA, END_HEADERS, END_STREAM, HEADERS, PING, SETTINGS, frame
-from picker_fleet.extproc.native import Keepalive, NativeTransport
-from picker_fleet.extproc.transport import Handler, RpcError, Status, Stream
+from picker_fleet.domain.budgets import BodyBudget
+from picker_fleet.domain.errors import BufferFull
+from picker_fleet.grpc import http2, native
+from picker_fleet.grpc.http2 import ACK, DATA, END_HEADERS, END_STREAM, HEADERS, PING, SETTINGS, frame
+from picker_fleet.grpc.native import Keepalive, NativeTransport
+from picker_fleet.grpc.transport import Handler, RpcError, Status, Stream
 
 BUDGET_BYTES = 1024 * 1024
 MESSAGE_BYTES = 4 * 1024 * 1024

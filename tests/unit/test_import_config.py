@@ -9,9 +9,10 @@ import pytest
 import yaml
 from tables import cases
 
-from picker_fleet import cli, import_config
-from picker_fleet.config import parse
-from picker_fleet.errors import ConfigError
+from picker_fleet import cli
+from picker_fleet.domain.config import parse
+from picker_fleet.domain.errors import ConfigError
+from picker_kubernetes import import_config
 
 PAGE = Path(__file__).parents[2] / "docs" / "migration.md"
 HEAD = {"apiVersion": "inference.networking.x-k8s.io/v1alpha1", "kind": "EndpointPickerConfig"}

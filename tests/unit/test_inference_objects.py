@@ -13,11 +13,11 @@ import pytest
 from background import running
 from tables import cases
 
-from picker_fleet.bands import Band
-from picker_fleet.config import parse
-from picker_fleet.endpoints.kubernetes_api import Api
-from picker_fleet.intake import Ask, Intake
-from picker_fleet.replica.inference_objects import (
+from picker_fleet.domain.bands import Band
+from picker_fleet.domain.config import parse
+from picker_fleet.ingress.intake import Ask, Intake
+from picker_kubernetes.api import Api
+from picker_kubernetes.objects import (
     InferenceObjects,
     LiveObjects,
     Objective,

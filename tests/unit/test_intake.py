@@ -15,12 +15,14 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from tables import cases
 
-from picker_fleet import cost
-from picker_fleet.allowlist import Way
-from picker_fleet.bands import Band
-from picker_fleet.config import parse
-from picker_fleet.errors import BadRequest, Unsupported
-from picker_fleet.intake import (
+from picker_fleet.domain.allowlist import Way
+from picker_fleet.domain.bands import Band
+from picker_fleet.domain.config import parse
+from picker_fleet.domain.errors import BadRequest, Unsupported
+from picker_fleet.domain.request import InferenceRequest, Workload
+from picker_fleet.domain.units import MOST_COST
+from picker_fleet.ingress import cost
+from picker_fleet.ingress.intake import (
     HEADERS,
     Ask,
     Body,
@@ -30,9 +32,7 @@ from picker_fleet.intake import (
     read_subset,
     wanted_headers,
 )
-from picker_fleet.request import InferenceRequest, Workload
-from picker_fleet.traffic_split import Split
-from picker_fleet.units import MOST_COST
+from picker_fleet.ingress.traffic_split import Split
 
 SPLIT = {"name": "split", "target_models": [{"name": "split-a"}, {"name": "split-b", "weight": 3}]}
 SETTINGS = parse({

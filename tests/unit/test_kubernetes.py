@@ -13,7 +13,8 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from picker_fleet import chart_flags, config
+from picker_fleet.domain import config
+from picker_kubernetes import chart_flags
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "deploy" / "kubernetes"

@@ -11,12 +11,12 @@ from background import running
 from kubernetes_server import PODS, POOLS, ApiServer, pod, pool
 from source_reports import Lines, watching
 
-from picker_fleet.config import parse
+from picker_fleet.domain.config import parse
+from picker_fleet.domain.errors import ConfigError, StartupError
+from picker_fleet.domain.request import Endpoint
 from picker_fleet.endpoints.discovery import source_of
-from picker_fleet.endpoints.kubernetes_api import Api, Collection, KubernetesFault, Reflector
-from picker_fleet.endpoints.kubernetes_source import KubernetesSource, Pod, PodEndpoints
-from picker_fleet.errors import ConfigError, StartupError
-from picker_fleet.request import Endpoint
+from picker_kubernetes.api import Api, Collection, KubernetesFault, Reflector
+from picker_kubernetes.source import KubernetesSource, Pod, PodEndpoints
 
 
 class Listed:

@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tables import cases
 
-from picker_fleet.config import Settings, parse
-from picker_fleet.errors import ConfigError
-from picker_fleet.replica import live_config
-from picker_fleet.replica.live_config import shared_settings
+from picker_fleet.domain.config import Settings, parse
+from picker_fleet.domain.errors import ConfigError
+from picker_fleet.fleet import live_config
+from picker_fleet.fleet.live_config import shared_settings
 
 CONFIGURED = parse({
     "models": [{"name": "a", "criticality": "Critical"}],

@@ -23,9 +23,9 @@ from hypothesis import strategies as st
 from load_runs import answer, refusal, run, sample
 from tables import cases
 
-from picker_fleet.bands import Band
 from picker_fleet.cli import main
-from picker_fleet.errors import ConfigError
+from picker_fleet.domain.bands import Band
+from picker_fleet.domain.errors import ConfigError
 from picker_tools.load import generator, result
 from picker_tools.load.checks import check_promises
 from picker_tools.load.fleet import OwnFleet, Size, check_url

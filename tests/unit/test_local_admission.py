@@ -12,13 +12,13 @@ from local_requests import ask, rules, start, waiting
 from metrics_page import samples
 
 from picker_fleet.admission.ledger import Ledger, Phase, Running
-from picker_fleet.bands import Band
-from picker_fleet.config import EffectiveConfig, parse
+from picker_fleet.admission.local_gate import LocalBudget, LocalGate, LocalPicker, part_of, pick
+from picker_fleet.admission.local_queue import rules_of
+from picker_fleet.domain.bands import Band
+from picker_fleet.domain.config import EffectiveConfig, parse
+from picker_fleet.domain.errors import ClientGone, DeadlineExceeded, ExpiredTtl, Preempted, TotalCapacity
+from picker_fleet.domain.request import Alive, Completion, Endpoint, Outcome
 from picker_fleet.endpoints.snapshot import Snapshot, SnapshotCell
-from picker_fleet.errors import ClientGone, DeadlineExceeded, ExpiredTtl, Preempted, TotalCapacity
-from picker_fleet.failover.local_gate import LocalBudget, LocalGate, LocalPicker, part_of, pick
-from picker_fleet.failover.local_queue import rules_of
-from picker_fleet.request import Alive, Completion, Endpoint, Outcome
 from picker_fleet.scheduling.chooser import LeastLoadedChooser
 from picker_fleet.state import accounting_token
 from picker_fleet.telemetry.metrics import Metrics

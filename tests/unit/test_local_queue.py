@@ -10,11 +10,11 @@ from hypothesis import given
 from local_requests import ask, rules
 from tables import cases
 
-from picker_fleet import errors
-from picker_fleet.bands import LEAST_PRIORITY, MOST_PRIORITY, NAMED, Band, Bands
-from picker_fleet.config import parse
-from picker_fleet.failover.local_queue import LocalQueue, Waiting
-from picker_fleet.request import Workload
+from picker_fleet.admission.local_queue import LocalQueue, Waiting
+from picker_fleet.domain import errors
+from picker_fleet.domain.bands import LEAST_PRIORITY, MOST_PRIORITY, NAMED, Band, Bands
+from picker_fleet.domain.config import parse
+from picker_fleet.domain.request import Workload
 
 NO_GUARD: dict[str, Any] = {"guard_share": 0}
 

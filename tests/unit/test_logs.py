@@ -12,8 +12,8 @@ import pytest
 from local_requests import ask
 from script_fleet import until
 
+from picker_fleet.domain.request import Endpoint
 from picker_fleet.endpoints.snapshot import Snapshot, SnapshotCell
-from picker_fleet.request import Endpoint
 from picker_fleet.scheduling.chooser import LeastLoadedChooser
 from picker_fleet.telemetry import logs
 from picker_fleet.telemetry.logs import DecisionLines

@@ -13,12 +13,12 @@ from metrics_page import samples
 from scripted_store import POOL, ScriptedStore
 
 from picker_fleet.admission.shared_gate import SharedGate
-from picker_fleet.config import EffectiveConfig, Settings, parse
+from picker_fleet.domain.config import EffectiveConfig, Settings, parse
+from picker_fleet.domain.request import Endpoint
 from picker_fleet.endpoints.snapshot import SnapshotCell
-from picker_fleet.replica.heartbeat import Membership
-from picker_fleet.replica.info import EnvoyLimits
-from picker_fleet.replica.live_config import shared_settings
-from picker_fleet.request import Endpoint
+from picker_fleet.fleet.heartbeat import Membership
+from picker_fleet.fleet.info import EnvoyLimits
+from picker_fleet.fleet.live_config import shared_settings
 from picker_fleet.state.store import Store
 from picker_fleet.telemetry.metrics import Metrics
 

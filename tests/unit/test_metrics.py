@@ -17,9 +17,9 @@ from tables import cases
 from picker_fleet.admin.documents import MAX_METRICS_READS, METRICS_INTERVAL_S, MetricsText
 from picker_fleet.admin.protection import Refused
 from picker_fleet.admission.shared_gate import ServiceMeter
-from picker_fleet.bands import NAMED, Band, Bands
+from picker_fleet.domain.bands import NAMED, Band, Bands
+from picker_fleet.domain.request import Completion, Outcome
 from picker_fleet.endpoints.readings import EndpointMetrics
-from picker_fleet.request import Completion, Outcome
 from picker_fleet.telemetry.metrics import OTHER, Metrics, MetricsPage
 
 STATE = replace(

@@ -11,21 +11,22 @@ import yaml
 from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingResponse
 from picking_table import TABLE
 
-from picker_fleet import cli, errors, intake
+from picker_fleet import cli
 from picker_fleet.admin import api, documents, events, fleet_state, protection
 from picker_fleet.admin.server import LIMITS
 from picker_fleet.admin.views import BadCursor
-from picker_fleet.admission import ledger, shared_gate
-from picker_fleet.config import Settings
+from picker_fleet.admission import ledger, local_gate, shared_gate
+from picker_fleet.admission.failover import FailoverTimes
+from picker_fleet.domain import errors
+from picker_fleet.domain.config import Settings
+from picker_fleet.domain.sections import Model, Section
 from picker_fleet.endpoints import metrics_page as endpoint_page
 from picker_fleet.endpoints import scraper
-from picker_fleet.extproc import codec
-from picker_fleet.failover import local_gate
-from picker_fleet.failover.gate import FailoverTimes
-from picker_fleet.replica import heartbeat
-from picker_fleet.replica.live_config import AFFECTS, LIVE
+from picker_fleet.fleet import heartbeat
+from picker_fleet.fleet.live_config import AFFECTS, LIVE
+from picker_fleet.ingress import intake
+from picker_fleet.ingress.ext_proc import codec
 from picker_fleet.scheduling import endpoint_history as history
-from picker_fleet.sections import Model, Section
 from picker_fleet.state import batching, reads
 from picker_fleet.state.error_replies import ERROR_REPLIES
 from picker_fleet.telemetry import metrics
@@ -110,8 +111,8 @@ def table(section: str) -> list[list[str]]:
 
 
 def faults(of: type[errors.RequestError] = errors.RequestError) -> Iterator[type[errors.RequestError]]:
-    """Every fault that a client can be answered with: those of picker_fleet.errors."""
-    if of.__module__ == "picker_fleet.errors" and of not in (
+    """Every fault that a client can be answered with: those of picker_fleet.domain.errors."""
+    if of.__module__ == "picker_fleet.domain.errors" and of not in (
         errors.Dropped,
         errors.StateFault,
     ):  # names for several

@@ -9,8 +9,8 @@ from local_requests import ask
 from metrics_page import samples
 from scripted_store import POOL
 
+from picker_fleet.domain.request import Band, Completion, Outcome
 from picker_fleet.endpoints.readings import EndpointMetrics, Reading
-from picker_fleet.request import Band, Completion, Outcome
 from picker_fleet.telemetry.metrics import Metrics
 from picker_fleet.telemetry.reference_metrics import ReferenceMetrics
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tables import cases
 
-from picker_fleet.extproc.response import ModelRename, StateIds, UsageReader
+from picker_fleet.ingress.ext_proc.response import ModelRename, StateIds, UsageReader
 
 Counts = tuple[int | None, int | None]
 

@@ -14,10 +14,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from pydantic import ValidationError
 from tables import cases
 
+from picker_fleet.domain.sections import ENGINES, Engine, Scraping
 from picker_fleet.endpoints import metrics_page
 from picker_fleet.endpoints.metrics_page import BadPage, PageReader
 from picker_fleet.endpoints.readings import EndpointMetrics
-from picker_fleet.sections import ENGINES, Engine, Scraping
 
 PAGES = Path(__file__).parents[1] / "data" / "pages"
 SIMPLE = Engine("simple", waiting=("queue",), running=("run",), kv_utilisation=("kv",), adapters=("lora",))

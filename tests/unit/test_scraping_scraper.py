@@ -13,11 +13,11 @@ import pytest
 from background import running, until
 from page_server import PAGE, PageServer, answered, serving
 
+from picker_fleet.domain.errors import StateUnavailable
+from picker_fleet.domain.request import METRICS_PORT, Endpoint
+from picker_fleet.domain.sections import Scraping
 from picker_fleet.endpoints.readings import EndpointMetrics
 from picker_fleet.endpoints.scraper import IntervalPolicy, Scraper, pause_s
-from picker_fleet.errors import StateUnavailable
-from picker_fleet.request import METRICS_PORT, Endpoint
-from picker_fleet.sections import Scraping
 
 INTERVAL_S = 0.02
 

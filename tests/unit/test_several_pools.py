@@ -23,24 +23,17 @@ from tables import cases
 from test_accesslog import FIELDS, Entry, bare, describe
 
 from picker_fleet.cli import main
-from picker_fleet.config import load, parse, pools_of
-from picker_fleet.errors import BufferFull, ConfigError, ShuttingDown
-from picker_fleet.ext_authz.server import CheckServer
-from picker_fleet.extproc import accesslog
-from picker_fleet.extproc.accesslog import Account
-from picker_fleet.extproc.context import (
-    POOL_HEADER,
-    SMALL_BYTES,
-    ByPool,
-    ExchangeContext,
-    UploadDeadlines,
-    body_budgets,
-    of_unknown_pool,
-)
-from picker_fleet.extproc.exchange import ExchangeService
-from picker_fleet.extproc.server import SERVICE, Server
-from picker_fleet.extproc.transport import RpcError, Status, Stream
-from picker_fleet.request import InferenceRequest
+from picker_fleet.domain.budgets import POOL_HEADER, SMALL_BYTES, ByPool, body_budgets
+from picker_fleet.domain.config import load, parse, pools_of
+from picker_fleet.domain.errors import BufferFull, ConfigError, ShuttingDown
+from picker_fleet.domain.request import InferenceRequest
+from picker_fleet.grpc.transport import RpcError, Status, Stream
+from picker_fleet.ingress.context import ExchangeContext, UploadDeadlines, of_unknown_pool
+from picker_fleet.ingress.ext_proc import accesslog
+from picker_fleet.ingress.ext_proc.accesslog import Account
+from picker_fleet.ingress.ext_proc.exchange import ExchangeService
+from picker_fleet.ingress.ext_proc.server import SERVICE, Server
+from picker_fleet.ingress.http.server import CheckServer
 from picker_fleet.state import accounting_token
 from picker_fleet.state.accounting_token import Keyring
 from picker_fleet.telemetry.metrics import Metrics, MetricsPage

@@ -10,11 +10,11 @@ from metrics_page import samples
 from scripted_store import ScriptedStore
 from tables import cases
 
-from picker_fleet import errors
 from picker_fleet.admission.shared_gate import SharedGate
-from picker_fleet.bands import Band
+from picker_fleet.domain import errors
+from picker_fleet.domain.bands import Band
+from picker_fleet.domain.request import Alive, Completion, InferenceRequest, Outcome, Placement
 from picker_fleet.endpoints.snapshot import SnapshotCell
-from picker_fleet.request import Alive, Completion, InferenceRequest, Outcome, Placement
 from picker_fleet.state import accounting_token
 from picker_fleet.state.store import (
     AnyVerdict,

@@ -9,11 +9,11 @@ from background import running, until
 from scripted_store import ScriptedStore, answered
 
 from picker_fleet.admission.ledger import Ledger
-from picker_fleet.errors import StateUnavailable
-from picker_fleet.failover.outage import unseen_s
-from picker_fleet.failover.peers import PeerState
-from picker_fleet.failover.tombstones import Tombstones
-from picker_fleet.request import Completion, Outcome
+from picker_fleet.admission.outage import unseen_s
+from picker_fleet.admission.peers import PeerState
+from picker_fleet.admission.tombstones import Tombstones
+from picker_fleet.domain.errors import StateUnavailable
+from picker_fleet.domain.request import Completion, Outcome
 from picker_fleet.state.store import Store, TombstoneReply
 
 REPORT_S = 5.0

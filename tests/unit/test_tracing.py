@@ -13,11 +13,11 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from scripted_store import answered
 
 from picker_fleet.admission.traced import TracedGate
-from picker_fleet.bands import Band
-from picker_fleet.config import parse
-from picker_fleet.errors import TotalCapacity
-from picker_fleet.intake import HEADERS, Intake, read_body
-from picker_fleet.request import Alive, Completion, InferenceRequest, Outcome, Placement, Workload
+from picker_fleet.domain.bands import Band
+from picker_fleet.domain.config import parse
+from picker_fleet.domain.errors import TotalCapacity
+from picker_fleet.domain.request import Alive, Completion, InferenceRequest, Outcome, Placement, Workload
+from picker_fleet.ingress.intake import HEADERS, Intake, read_body
 from picker_fleet.state import accounting_token
 from picker_fleet.state.accounting_token import Keyring
 from picker_fleet.state.store import EndKind, Placed, Queued, SettleReply

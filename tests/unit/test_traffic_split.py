@@ -9,11 +9,12 @@ from collections import Counter
 
 import pytest
 
-from picker_fleet.config import parse
-from picker_fleet.extproc.context import BodyBudget, OpenRequests
-from picker_fleet.intake import Ask
+from picker_fleet.domain.budgets import BodyBudget
+from picker_fleet.domain.config import parse
+from picker_fleet.ingress.context import OpenRequests
+from picker_fleet.ingress.intake import Ask
+from picker_fleet.ingress.traffic_split import Split, identity_of_body
 from picker_fleet.pool import Pool
-from picker_fleet.traffic_split import Split, identity_of_body
 
 CANARY = Split.of([("stable", 90), ("canary", 10), ("never", 0)])
 KEY = b"the pool's"

@@ -5,7 +5,7 @@ from typing import Any
 
 import yaml
 
-from picker_fleet.config import Settings, load, overlaid, parse
+from picker_fleet.domain.config import Settings, load, overlaid, parse
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"

@@ -29,8 +29,8 @@ from picker_fleet.admin.protection import (
     within,
 )
 from picker_fleet.admin.views import FleetLists, FleetView
-from picker_fleet.config import Settings
-from picker_fleet.sections import Role
+from picker_fleet.domain.config import Settings
+from picker_fleet.domain.sections import Role
 from picker_fleet.telemetry.metrics import PAGE_TYPE, MetricsPage
 
 MAX_ROWS = 200  # a longer page would take the replica and its client too long

@@ -16,12 +16,12 @@ from starlette.requests import ClientDisconnect
 
 from picker_fleet.admin import models
 from picker_fleet.admin.protection import Deadlines, Refused, within
-from picker_fleet.config import Settings
-from picker_fleet.errors import ConfigError, RequestError, StateUnavailable
-from picker_fleet.replica import live_config
-from picker_fleet.replica.heartbeat import Membership
+from picker_fleet.domain.config import Settings
+from picker_fleet.domain.errors import ConfigError, RequestError, StateUnavailable
+from picker_fleet.domain.units import without_secrets
+from picker_fleet.fleet import live_config
+from picker_fleet.fleet.heartbeat import Membership
 from picker_fleet.state.store import EvictReply, MarkReply, Store
-from picker_fleet.units import without_secrets
 
 _MAX_ATTEMPTS = 3
 _MAX_BODY_BYTES = 64 * 1024

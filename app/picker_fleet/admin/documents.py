@@ -21,7 +21,7 @@ from fastapi import FastAPI, Response
 from picker_fleet.admin.models import EXAMPLE_CURSORS
 from picker_fleet.admin.protection import Refused
 from picker_fleet.admin.views import BadCursor
-from picker_fleet.replica.live_config import LIVE
+from picker_fleet.fleet.live_config import LIVE
 from picker_fleet.telemetry.metrics import MetricsPage
 
 FOLDER = Path(__file__).parent / "page"

@@ -19,8 +19,8 @@ from starlette.types import Receive, Scope, Send
 from picker_fleet.admin import models
 from picker_fleet.admin.fleet_state import PAUSE_S
 from picker_fleet.admin.views import FleetLists, FleetView
-from picker_fleet.bands import Bands
-from picker_fleet.errors import RequestError
+from picker_fleet.domain.bands import Bands
+from picker_fleet.domain.errors import RequestError
 from picker_fleet.state.reads import Reads
 
 MAX_LISTENERS = 64

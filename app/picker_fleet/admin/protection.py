@@ -24,11 +24,11 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from picker_fleet.admin.models import Problem
-from picker_fleet.errors import ConfigError, RequestError, StartupError, StateUnavailable
-from picker_fleet.rates import Rates, retry_after_s
-from picker_fleet.replica.live_config import LIVE
-from picker_fleet.sections import Admin, Role
-from picker_fleet.units import bearer_token, is_loopback
+from picker_fleet.domain.errors import ConfigError, RequestError, StartupError, StateUnavailable
+from picker_fleet.domain.rates import Rates, retry_after_s
+from picker_fleet.domain.sections import Admin, Role
+from picker_fleet.domain.units import bearer_token, is_loopback
+from picker_fleet.fleet.live_config import LIVE
 
 BURST_S = 2.0  # a burst may use the calls of this many idle seconds
 CHANGE_COST = 10  # calls that a change counts as: it runs several scripts, and every replica applies it

@@ -13,7 +13,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from picker_fleet.request import largest_claim
+from picker_fleet.domain.request import largest_claim
 from picker_fleet.state.pool_state import PoolState
 from picker_fleet.state.reads import FlowQueueRow, RequestStatus
 

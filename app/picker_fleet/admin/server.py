@@ -17,9 +17,9 @@ import uvicorn
 from fastapi import FastAPI
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from picker_fleet.errors import StartupError
-from picker_fleet.extproc.certificates import Certificates, handshakes
-from picker_fleet.units import split_host_port
+from picker_fleet.domain.errors import StartupError
+from picker_fleet.domain.units import split_host_port
+from picker_fleet.grpc.certificates import Certificates, handshakes
 
 _GRACE_S = 2
 _CHECK_INTERVAL_S = 1.0  # between checks of the connections; also the largest age of an answer's Date

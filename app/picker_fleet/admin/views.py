@@ -25,12 +25,12 @@ from picker_fleet.admin.queue_order import (
     predicted_tag,
     request_status,
 )
-from picker_fleet.bands import Bands
-from picker_fleet.config import Settings
+from picker_fleet.domain.bands import Bands
+from picker_fleet.domain.config import Settings
+from picker_fleet.domain.errors import BadRequest
+from picker_fleet.domain.request import Ejection, Endpoint
 from picker_fleet.endpoints.readings import MetricsCache, Reading
-from picker_fleet.errors import BadRequest
-from picker_fleet.replica.heartbeat import Membership
-from picker_fleet.request import Ejection, Endpoint
+from picker_fleet.fleet.heartbeat import Membership
 from picker_fleet.scheduling.chooser import EndpointChooser
 from picker_fleet.scheduling.endpoint_history import LatencyTracker
 from picker_fleet.state.reads import FlowQueueRow, RankRange, RequestRow, RequestStatus, WorkloadRow

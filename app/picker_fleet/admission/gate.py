@@ -5,7 +5,7 @@ from typing import Protocol
 
 import msgspec
 
-from picker_fleet.errors import (
+from picker_fleet.domain.errors import (
     BandBytes,
     BandCapacity,
     DeadlineExceeded,
@@ -20,7 +20,7 @@ from picker_fleet.errors import (
     TooManyFlows,
     TotalCapacity,
 )
-from picker_fleet.request import Alive, Completion, Fault, InferenceRequest, Placement
+from picker_fleet.domain.request import Alive, Completion, Fault, InferenceRequest, Placement
 from picker_fleet.state.schema import Refusal
 from picker_fleet.state.store import AnyVerdict, Placed, Queued, Refused, Verdict
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from picker_fleet.request import Alive, Completion
+from picker_fleet.domain.request import Alive, Completion
 from picker_fleet.state import accounting_token
 
 MAX_ENTRIES = 50_000  # beyond, the ledger forgets the oldest requests, which end with their leases

@@ -9,11 +9,11 @@ import asyncio
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable
 
-from picker_fleet.errors import StateFault
+from picker_fleet.domain.errors import StateFault
+from picker_fleet.domain.units import has_control
 from picker_fleet.state import accounting_token
 from picker_fleet.state.accounting_token import Keyring
 from picker_fleet.state.store import Store
-from picker_fleet.units import has_control
 
 MAX_ID_BYTES = 256
 _MAX_KNOWN = 50_000

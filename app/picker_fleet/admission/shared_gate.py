@@ -22,8 +22,7 @@ import msgspec
 
 from picker_fleet.admission.gate import Wait, refusal
 from picker_fleet.admission.ledger import Entry, Ledger
-from picker_fleet.endpoints.snapshot import SnapshotCell
-from picker_fleet.errors import (
+from picker_fleet.domain.errors import (
     ClientGone,
     ExpiredTtl,
     NoEndpoints,
@@ -35,7 +34,8 @@ from picker_fleet.errors import (
     StateUnavailable,
     WritesRefused,
 )
-from picker_fleet.request import Alive, Completion, Fault, InferenceRequest, Placement
+from picker_fleet.domain.request import Alive, Completion, Fault, InferenceRequest, Placement
+from picker_fleet.endpoints.snapshot import SnapshotCell
 from picker_fleet.scheduling.chooser import Choice, EndpointChooser, LeastLoadedChooser
 from picker_fleet.state import accounting_token
 from picker_fleet.state.accounting_token import Keyring

@@ -10,8 +10,8 @@ from functools import partial
 from typing import Any
 
 from picker_fleet.admission.gate import Gate
-from picker_fleet.errors import RequestError
-from picker_fleet.request import Alive, Completion, Fault, InferenceRequest, Outcome, Placement
+from picker_fleet.domain.errors import RequestError
+from picker_fleet.domain.request import Alive, Completion, Fault, InferenceRequest, Outcome, Placement
 from picker_fleet.state import accounting_token
 from picker_fleet.state.store import AnyVerdict, SettleReply, Store
 from picker_fleet.telemetry.tracing import Traces

@@ -17,10 +17,10 @@ from typing import Protocol
 from pydantic import TypeAdapter, ValidationError
 from watchfiles import awatch
 
-from picker_fleet.config import YamlFault, read_yaml
-from picker_fleet.errors import MissingExtra, StartupError
-from picker_fleet.request import METRICS_PATH, METRICS_PORT, Endpoint
-from picker_fleet.sections import Discovery, EndpointList, StaticEndpoint
+from picker_fleet.domain.config import YamlFault, read_yaml
+from picker_fleet.domain.errors import MissingExtra, StartupError
+from picker_fleet.domain.request import METRICS_PATH, METRICS_PORT, Endpoint
+from picker_fleet.domain.sections import Discovery, EndpointList, StaticEndpoint
 
 Report = Callable[[tuple[Endpoint, ...]], None]
 
@@ -200,7 +200,7 @@ def source_of(settings: Discovery) -> Source:
         return DnsSource(settings.dns.name, settings.dns.port, interval_s=settings.dns.interval)
     if settings.kubernetes is not None:
         try:
-            from picker_fleet.endpoints.kubernetes_source import KubernetesSource
+            from picker_kubernetes.source import KubernetesSource
         except ImportError as fault:
             raise MissingExtra(
                 f"discovery.kubernetes needs {fault.name or fault}, which is not installed: "

@@ -15,9 +15,9 @@ import dns.asyncresolver
 import dns.exception
 import dns.resolver
 
+from picker_fleet.domain.request import Endpoint
+from picker_fleet.domain.units import endpoint_address
 from picker_fleet.endpoints.discovery import Report
-from picker_fleet.request import Endpoint
-from picker_fleet.units import endpoint_address
 
 _log = logging.getLogger(__name__)
 

@@ -20,6 +20,7 @@ from typing import Any
 
 import orjson
 
+from picker_fleet.domain.errors import StateUnavailable
 from picker_fleet.endpoints.readings import (
     BadReading,
     EndpointMetrics,
@@ -27,7 +28,6 @@ from picker_fleet.endpoints.readings import (
     encode_reading,
     reading_of_json,
 )
-from picker_fleet.errors import StateUnavailable
 from picker_fleet.state import subscriptions
 from picker_fleet.state.keys import Keys
 from picker_fleet.state.subscriptions import CHECK_S, Command, CommandClient

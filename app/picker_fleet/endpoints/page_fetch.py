@@ -18,11 +18,11 @@ from urllib.parse import urlsplit
 
 import httptools
 
-from picker_fleet.errors import PickerError
-from picker_fleet.request import METRICS_PATH, METRICS_PORT, METRICS_SCHEME, Endpoint
-from picker_fleet.sections import Engine, Scraping, url_path
+from picker_fleet.domain.errors import PickerError
+from picker_fleet.domain.request import METRICS_PATH, METRICS_PORT, METRICS_SCHEME, Endpoint
+from picker_fleet.domain.sections import Engine, Scraping, url_path
+from picker_fleet.domain.units import split_host_port
 from picker_fleet.state.primary import raise_if_cancelled
-from picker_fleet.units import split_host_port
 
 _MOST_HEAD_BYTES = 64 * 1024
 _PART_BYTES = 32 * 1024  # bytes of a body handled in one turn of the event loop

@@ -13,7 +13,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from picker_fleet.errors import PickerError
+from picker_fleet.domain.errors import PickerError
 
 NONE: frozenset[str] = frozenset()
 _Count = Annotated[int, Meta(ge=0)]

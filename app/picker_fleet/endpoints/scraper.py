@@ -21,12 +21,12 @@ from typing import Protocol, TypeVar
 import msgspec
 
 from picker_fleet.background import keep
+from picker_fleet.domain.errors import StateUnavailable
+from picker_fleet.domain.request import Endpoint
+from picker_fleet.domain.sections import ENGINES, Engine, Scraping
 from picker_fleet.endpoints.metrics_page import BadPage, PageReader
 from picker_fleet.endpoints.page_fetch import Access, Answer, Connection, FetchError, Page, Place, place_of
 from picker_fleet.endpoints.readings import EndpointMetrics
-from picker_fleet.errors import StateUnavailable
-from picker_fleet.request import Endpoint
-from picker_fleet.sections import ENGINES, Engine, Scraping
 
 PROBE_S = 0.2  # interval of probes or pages of a server
 REST_PROBE_S = 0.5  # the same while no requests are in flight

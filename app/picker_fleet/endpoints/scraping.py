@@ -18,12 +18,12 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from picker_fleet.background import keep
+from picker_fleet.domain.errors import StateUnavailable
+from picker_fleet.domain.sections import Scraping
 from picker_fleet.endpoints.metrics_channel import MetricsChannel
 from picker_fleet.endpoints.readings import EndpointMetrics, MetricsCache
 from picker_fleet.endpoints.scraper import PROBE_S, IntervalPolicy, Meter, Scraper
 from picker_fleet.endpoints.snapshot import SnapshotCell
-from picker_fleet.errors import StateUnavailable
-from picker_fleet.sections import Scraping
 
 
 def assigned_replica(address: str, replicas: Sequence[str]) -> str:

@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final
 
-from picker_fleet.request import Endpoint
+from picker_fleet.domain.request import Endpoint
 
 # How long Envoys list a removed endpoint. A request that was placed there just before the removal reaches
 # Envoy's load balancing within a few milliseconds, on a busy machine within a second.

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 from xxhash import xxh3_64_intdigest
 
+from picker_fleet.domain.request import KEY_MARK, Completion, InferenceRequest, Outcome
+from picker_fleet.domain.scorer_names import DEFAULT_LATENCY_WEIGHTS, IN_FLIGHT, LatencyWeights
 from picker_fleet.endpoints.readings import Readings
 from picker_fleet.endpoints.snapshot import SnapshotCell
-from picker_fleet.request import KEY_MARK, Completion, InferenceRequest, Outcome
 from picker_fleet.scheduling.endpoint_history import LatencyTracker, PrefixIndex
 from picker_fleet.scheduling.endpoint_states import EndpointStates
 from picker_fleet.scheduling.explain import (
@@ -26,13 +27,7 @@ from picker_fleet.scheduling.explain import (
     explain,
 )
 from picker_fleet.scheduling.scheduler import Scheduler
-from picker_fleet.scheduling.scorers import (
-    DEFAULT_LATENCY_WEIGHTS,
-    IN_FLIGHT,
-    EndpointState,
-    LatencyWeights,
-    PickRequest,
-)
+from picker_fleet.scheduling.scorers import EndpointState, PickRequest
 from picker_fleet.state.accounting_token import LENGTH, Keyring
 
 if TYPE_CHECKING:

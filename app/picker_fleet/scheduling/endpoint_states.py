@@ -10,9 +10,9 @@ pick does not depend on the size of the pool (docs/decisions.md, 25).
 import random
 from collections.abc import Callable, Collection, Mapping, Sequence
 
+from picker_fleet.domain.request import Endpoint, InferenceRequest
 from picker_fleet.endpoints.readings import Readings
 from picker_fleet.endpoints.snapshot import Snapshot, SnapshotCell
-from picker_fleet.request import Endpoint, InferenceRequest
 from picker_fleet.scheduling.endpoint_history import LatencyTracker, PrefixIndex
 from picker_fleet.scheduling.scorers import EndpointState
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Final, NamedTuple
 
-from picker_fleet.request import Endpoint
+from picker_fleet.domain.request import Endpoint
 from picker_fleet.scheduling.scheduler import Ranking, apply_filters
 from picker_fleet.scheduling.scorers import EndpointState, PickRequest
 

@@ -25,7 +25,7 @@ from itertools import chain
 from typing import Final
 
 from picker_fleet.background import keep
-from picker_fleet.errors import StateUnavailable
+from picker_fleet.domain.errors import StateUnavailable
 from picker_fleet.scheduling.endpoint_history import HASH_BYTES, LatencyTracker, PrefixIndex
 from picker_fleet.state.primary import raise_if_cancelled
 from picker_fleet.state.subscriptions import Command, CommandClient

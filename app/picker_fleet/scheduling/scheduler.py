@@ -14,14 +14,8 @@ from dataclasses import dataclass
 from heapq import nlargest
 from typing import NamedTuple
 
-from picker_fleet.scheduling.scorers import (
-    IN_FLIGHT,
-    REQUEST_INDEPENDENT_SCORERS,
-    SCORERS,
-    EndpointState,
-    PickRequest,
-    scorer_name,
-)
+from picker_fleet.domain.scorer_names import IN_FLIGHT, scorer_name
+from picker_fleet.scheduling.scorers import REQUEST_INDEPENDENT_SCORERS, SCORERS, EndpointState, PickRequest
 
 _SORT_LIMIT = 100  # up to this many endpoints a full sort is faster than `nlargest`
 

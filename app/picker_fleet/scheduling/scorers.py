@@ -4,19 +4,21 @@
 A scorer is a pure function. It takes the pick request and the candidates and returns one score in [0, 1] for
 each candidate, in the same order; 1 is the best. `Scheduler` adds up the scores by weight.
 
-A new scorer needs one function and one line in `SCORERS`. An endpoint whose metric is unknown gets the mean
-of the known scores, so that it is neither preferred nor avoided. The exception is `latency`, where endpoints
-without statistics are preferred."""
+A new scorer needs one function, one line in `SCORERS` and its name in domain/scorer_names.py. An endpoint
+whose metric is unknown gets the mean of the known scores, so that it is neither preferred nor avoided. The
+exception is `latency`, where endpoints without statistics are preferred."""
 
 import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import msgspec
 from msgspec.structs import force_setattr
+
+from picker_fleet.domain.scorer_names import DEFAULT_LATENCY_WEIGHTS, IN_FLIGHT, SCORER_NAMES, LatencyWeights
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,18 +28,6 @@ class LatencyStats:
     count: int
     mean_s: float
     std_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class LatencyWeights:
-    """Weights of the latency cost (spec 004): `alpha`·mean_s + `beta`·load (in flight) + `gamma`·std_s."""
-
-    alpha: float = 1.0
-    beta: float = 0.5
-    gamma: float = 0.5
-
-
-DEFAULT_LATENCY_WEIGHTS: Final = LatencyWeights()
 
 
 _NO_LABELS: Final[Mapping[str, str]] = MappingProxyType({})
@@ -205,8 +195,6 @@ def random_score(pick: PickRequest, candidates: Sequence[EndpointState]) -> list
     return [draw() for _ in candidates]
 
 
-IN_FLIGHT: Final = "in-flight"
-
 SCORERS: Mapping[str, Scorer] = {
     "queue-depth": queue_depth,
     "kv-cache": kv_cache,
@@ -218,42 +206,12 @@ SCORERS: Mapping[str, Scorer] = {
     "session-affinity": session_affinity,
     "random": random_score,
 }
+assert tuple(SCORERS) == SCORER_NAMES
 
 # Scorers that read metrics scraped from model servers.
 SCRAPED_SCORERS = frozenset({"queue-depth", "kv-cache", "running-requests", "lora-affinity"})
 # Scorers that ignore the request: `Scheduler` caches their scores for the same candidates.
 REQUEST_INDEPENDENT_SCORERS = frozenset({"queue-depth", "kv-cache", "running-requests", IN_FLIGHT})
-
-
-def scorer_name(value: str) -> str:
-    """`value` unchanged, if a scorer has that name.
-
-    Raises:
-        ValueError: no scorer has that name; the message lists the valid names.
-    """
-    if value not in SCORERS:
-        raise ValueError(f"no scorer is named {value[:40]!r}; valid: {', '.join(SCORERS)}")
-    return value
-
-
-def weights_by_name(value: Any) -> dict[Any, Any]:
-    """Scorers and their weights, unchecked, from either form: `[{name, weight}]`, weight 1 by default, or
-    `{name: weight}`.
-
-    Raises:
-        ValueError: `value` has neither form, or lists a scorer twice.
-    """
-    if isinstance(value, Mapping):
-        return dict(value)
-    weights: dict[Any, Any] = {}
-    for entry in value if isinstance(value, list | tuple) else (value,):
-        if not isinstance(entry, Mapping) or not {"name"} <= entry.keys() <= {"name", "weight"}:
-            raise ValueError("must map scorers to weights, or list {name, weight}")
-        name = str(entry["name"])
-        if name in weights:
-            raise ValueError(f"scorer {name[:40]} is named twice")
-        weights[name] = entry.get("weight", 1)
-    return weights
 
 
 def _fewest_first(figures: Sequence[float | None]) -> list[float]:

@@ -18,8 +18,8 @@ import hmac
 import secrets
 from typing import Final
 
-from picker_fleet.bands import Criticality
-from picker_fleet.request import InferenceRequest
+from picker_fleet.domain.bands import Criticality
+from picker_fleet.domain.request import InferenceRequest
 from picker_fleet.state.schema import ACCOUNTING_TOKEN, ADMITTED_ALONE, OTHER_PRIORITY
 
 # Why a token is rejected.

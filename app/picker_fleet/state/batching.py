@@ -36,7 +36,7 @@ import hiredis
 import msgspec
 
 from picker_fleet.background import keep
-from picker_fleet.errors import OtherFormat, ScriptFailed, StateFault, StateUnavailable, WritesRefused
+from picker_fleet.domain.errors import OtherFormat, ScriptFailed, StateFault, StateUnavailable, WritesRefused
 from picker_fleet.state.connection import (
     DOWN,
     LONG_PAUSE_S,

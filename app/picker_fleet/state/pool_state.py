@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
-from picker_fleet.bands import Bands
-from picker_fleet.request import Ejection, Endpoint
+from picker_fleet.domain.bands import Bands
+from picker_fleet.domain.request import Ejection, Endpoint
 from picker_fleet.state.keys import BETWEEN
 from picker_fleet.state.schema import UNPICKABLE
 

@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 import orjson
 
-from picker_fleet.bands import MOST_PRIORITY
-from picker_fleet.errors import StateFault
+from picker_fleet.domain.bands import MOST_PRIORITY
+from picker_fleet.domain.errors import StateFault
 from picker_fleet.state.batching import BatchingClient
 from picker_fleet.state.keys import BETWEEN
 from picker_fleet.state.schema import VIEW_LIMIT

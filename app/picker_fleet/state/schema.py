@@ -11,19 +11,13 @@ import enum
 import re
 import textwrap
 from collections.abc import Iterator, Sequence
-from typing import Literal, get_args
+from typing import get_args
 
-from picker_fleet.units import LEAST_WEIGHT, MOST_COST, MOST_WEIGHT
+from picker_fleet.domain.bands import BandPolicy, Fairness, Ordering, Overload, WaitSignal
+from picker_fleet.domain.units import LEAST_WEIGHT, MOST_COST, MOST_WEIGHT
 
 # The format of a pool's state. A replica neither reads nor changes a pool of another format, or without one.
 FORMAT = 1
-
-# Policies, named as in the configuration.
-Fairness = Literal["weighted-fair", "round-robin", "none"]
-Ordering = Literal["fcfs", "edf", "workload-aware"]
-Overload = Literal["preempt", "reject-noncritical"]
-BandPolicy = Literal["strict", "weighted"]
-WaitSignal = Literal["request", "workload_average"]
 
 
 class Refusal(enum.StrEnum):

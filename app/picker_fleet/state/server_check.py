@@ -1,4 +1,4 @@
-"""Checks whether the Redis server is configured for the shared state; replica/heartbeat.py runs the check.
+"""Checks whether the Redis server is configured for the shared state; fleet/heartbeat.py runs the check.
 
 Each fault is logged when it appears; `epp_redis_unfit` and `/healthz` show it while it lasts. Checks for
 which the Redis user lacks the rights (`+info`, `+function|list`) report no fault.
@@ -10,7 +10,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
 
-from picker_fleet.errors import StateFault
+from picker_fleet.domain.errors import StateFault
 from picker_fleet.state.store import Store
 
 _CHECK_S = 10.0

@@ -1,6 +1,6 @@
 """Typed access to the state in Redis: one method a script. state/reads.py has the admin API's reads.
 
-Admission, failover, replica/ and admin/ call this module. Only state/ names scripts and reads their words;
+Admission, failover, fleet/ and admin/ call this module. Only state/ names scripts and reads their words;
 other code matches the types below. A verdict says how one request goes on: it is the reply to an admission or
 a placement, and a notification brings one to the replica that owns a waiting request. The files in `lua/`
 describe arguments and replies; times are seconds unless named `_ms`."""
@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from picker_fleet.bands import Bands
-from picker_fleet.request import Ejection, Endpoint, Fault, InferenceRequest, Outcome
+from picker_fleet.domain.bands import Bands
+from picker_fleet.domain.request import Ejection, Endpoint, Fault, InferenceRequest, Outcome
 from picker_fleet.state.accounting_token import Keyring
 from picker_fleet.state.batching import BatchingClient, CallMetrics
 from picker_fleet.state.connection import FailureDetector, PauseDetector
@@ -225,7 +225,7 @@ class Rebuilt:
 @dataclass(frozen=True, slots=True)
 class LiveConfig:
     """The live changes in force: the settings they override, and the changes in the operator's words
-    (replica/live_config.py). `version` is '' until the first live change."""
+    (fleet/live_config.py). `version` is '' until the first live change."""
 
     version: str = ""
     overrides: Mapping[str, Any] = field(default_factory=dict)

@@ -13,7 +13,7 @@ from typing import Any
 import hiredis
 from redis import exceptions as redis_errors
 
-from picker_fleet.errors import StateUnavailable
+from picker_fleet.domain.errors import StateUnavailable
 from picker_fleet.state.connection import DOWN, RedisConnection
 from picker_fleet.state.error_replies import Meaning, meaning_of
 from picker_fleet.state.primary import connections, is_replaced, raise_if_cancelled

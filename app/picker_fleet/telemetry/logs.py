@@ -18,8 +18,8 @@ from typing import IO, Final
 
 import orjson
 
-from picker_fleet.errors import NoEndpoints
-from picker_fleet.request import InferenceRequest
+from picker_fleet.domain.errors import NoEndpoints
+from picker_fleet.domain.request import InferenceRequest
 from picker_fleet.scheduling.explain import Explanation
 
 _log = logging.getLogger("picker_fleet.telemetry.decisions")  # the name operators filter by

@@ -19,10 +19,10 @@ from typing import NamedTuple, Protocol
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.utils import floatToGoString
 
-from picker_fleet.bands import NAMED, Band
+from picker_fleet.domain.bands import NAMED, Band
+from picker_fleet.domain.errors import ClientGone
+from picker_fleet.domain.request import Completion, InferenceRequest, Outcome
 from picker_fleet.endpoints.readings import EndpointMetrics
-from picker_fleet.errors import ClientGone
-from picker_fleet.request import Completion, InferenceRequest, Outcome
 from picker_fleet.state.error_replies import NO_ANSWER, Meaning
 from picker_fleet.state.pool_state import PoolState
 
@@ -398,7 +398,7 @@ class Metrics:
         self._paused_s.follow(paused_s)
 
     def failover(self, state: str, cause: str = "") -> None:
-        """Show this replica's failover state (failover/gate.py); a `cause` counts a transition to it."""
+        """Show this replica's failover state (admission/failover.py); a `cause` counts a transition to it."""
         self._failover_state.replace({(side,): float(side == state) for side in _FAILOVER_STATES})
         if cause:
             self._transitions.add((state, cause))

@@ -25,8 +25,8 @@ from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from picker_fleet.request import Completion, InferenceRequest, Placement
-from picker_fleet.sections import Tracing
+from picker_fleet.domain.request import Completion, InferenceRequest, Placement
+from picker_fleet.domain.sections import Tracing
 from picker_fleet.state.store import AnyVerdict, Queued, SettleReply, name_of
 
 _HEADER = "traceparent"

@@ -5,7 +5,7 @@ import sys
 
 from rich.console import Console
 
-from picker_fleet.sections import Redis
+from picker_fleet.domain.sections import Redis
 from picker_tools.audit.auditor import audited
 from picker_tools.audit.log import EntryError, LogUnreadable
 from picker_tools.audit.report import show

@@ -14,9 +14,10 @@ from redis.backoff import NoBackoff
 from redis.maint_notifications import MaintNotificationsConfig
 from redis.retry import Retry
 
-from picker_fleet.errors import PickerError
+from picker_fleet.domain.errors import PickerError
+from picker_fleet.domain.redis_address import Address
 from picker_fleet.state.keys import Keys
-from picker_fleet.state.primary import Address, find_primary
+from picker_fleet.state.primary import find_primary
 
 GUARD = "guard"
 ENDS = frozenset({

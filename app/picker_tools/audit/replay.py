@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from picker_fleet.bands import NAMED
-from picker_fleet.request import largest_claim
+from picker_fleet.domain.bands import NAMED
+from picker_fleet.domain.request import largest_claim
 from picker_tools.audit.log import ENDS, THROTTLING, Entry, EntryError
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from picker_fleet.bands import Band
+from picker_fleet.domain.bands import Band
 from picker_tools.load.generator import Answer, Kind, mean, quantile
 from picker_tools.load.result import (
     SHARED_AGAIN_S,

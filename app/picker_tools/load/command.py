@@ -10,7 +10,7 @@ import uvloop
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from picker_fleet.errors import ConfigError
+from picker_fleet.domain.errors import ConfigError
 from picker_tools.arguments import decimal, whole_number
 from picker_tools.load import fleet as fleets
 from picker_tools.load.checks import check_promises

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from picker_fleet import config
-from picker_fleet.errors import ConfigError
-from picker_fleet.units import is_loopback
+from picker_fleet.domain import config
+from picker_fleet.domain.errors import ConfigError
+from picker_fleet.domain.units import is_loopback
 from picker_tools.load.scenarios import ITL_MS, TTFT_MS, Scenario
 from picker_tools.local_fleet.local_fleet import LocalFleet, UpOptions
 from picker_tools.local_fleet.network import ADMIN_TOKEN, get

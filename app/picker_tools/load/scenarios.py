@@ -13,7 +13,7 @@ from typing import Any
 
 import orjson
 
-from picker_fleet.bands import Band
+from picker_fleet.domain.bands import Band
 from picker_tools.load.generator import Planned, Request
 
 _PROMPT_BYTES = (200, 400)

@@ -10,7 +10,7 @@ from dataclasses import replace
 from random import Random
 from statistics import median
 
-from picker_fleet.errors import StartupError
+from picker_fleet.domain.errors import StartupError
 from picker_tools.load.fleet import OwnFleet, Target
 from picker_tools.load.generator import Client, Load
 from picker_tools.load.result import (

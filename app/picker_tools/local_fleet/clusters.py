@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from ipaddress import ip_address
 from types import MappingProxyType
 
-from picker_fleet.ext_authz.server import HEALTH_PATH
-from picker_fleet.extproc.context import POOL_HEADER
-from picker_fleet.sections import Tls
+from picker_fleet.domain.budgets import POOL_HEADER
+from picker_fleet.domain.sections import Tls
+from picker_fleet.ingress.http.server import HEALTH_PATH
 from picker_tools.local_fleet.envoy_types import (
     address,
     betterproto2,

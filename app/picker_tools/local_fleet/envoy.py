@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from picker_fleet.config import Settings, pools_of
+from picker_fleet.domain.config import Settings, pools_of
 from picker_tools.local_fleet.clusters import (
     PICKER,
     PICKER_HTTP,

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from ipaddress import ip_address
 from pathlib import Path
 
-from picker_fleet import config
-from picker_fleet.allowlist import trusted, trusted_name
-from picker_fleet.errors import ConfigError
-from picker_fleet.units import split_host_port
+from picker_fleet.domain import config
+from picker_fleet.domain.allowlist import trusted, trusted_name
+from picker_fleet.domain.errors import ConfigError
+from picker_fleet.domain.units import split_host_port
 from picker_tools.arguments import whole_number
 from picker_tools.local_fleet.parts import MODES, mode
 

@@ -13,15 +13,21 @@ tokens decide who may do what (docs/admin-api.md).
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from picker_fleet.allowlist import ADMINISTRATION, ANY_METHOD, NOT_LISTED, STEERING, Paths, untrusted
-from picker_fleet.config import Settings, pools_of
-from picker_fleet.ext_authz.check import CARRIED, CLIENT_HEADERS, REFUSAL_HEADERS
-from picker_fleet.ext_authz.server import PREFIX
-from picker_fleet.extproc.accesslog import CONTENT_TYPE, FAULT_TAG, METADATA_HEADERS, RETRY_AFTER, STATE_IDS
-from picker_fleet.extproc.codec import LENGTH_HEADER, SUBSET
-from picker_fleet.extproc.codec import PRESSURE as PRESSURE_HEADER
-from picker_fleet.extproc.context import POOL_HEADER
-from picker_fleet.intake import METHOD, PATH, wanted_headers
+from picker_fleet.domain.allowlist import ADMINISTRATION, ANY_METHOD, NOT_LISTED, STEERING, Paths, untrusted
+from picker_fleet.domain.budgets import POOL_HEADER
+from picker_fleet.domain.config import Settings, pools_of
+from picker_fleet.ingress.ext_proc.accesslog import (
+    CONTENT_TYPE,
+    FAULT_TAG,
+    METADATA_HEADERS,
+    RETRY_AFTER,
+    STATE_IDS,
+)
+from picker_fleet.ingress.ext_proc.codec import LENGTH_HEADER, SUBSET
+from picker_fleet.ingress.ext_proc.codec import PRESSURE as PRESSURE_HEADER
+from picker_fleet.ingress.http.check import CARRIED, CLIENT_HEADERS, REFUSAL_HEADERS
+from picker_fleet.ingress.http.server import PREFIX
+from picker_fleet.ingress.intake import METHOD, PATH, wanted_headers
 from picker_fleet.scheduling.chooser import SESSION_HEADER
 from picker_tools.local_fleet.clusters import (
     DESTINATION_HEADER,

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from picker_fleet import config
-from picker_fleet.errors import StartupError
+from picker_fleet.domain import config
+from picker_fleet.domain.errors import StartupError
 from picker_tools.local_fleet.network import can_connect, ensure_free, get, until
 from picker_tools.local_fleet.parts import (
     Mode,

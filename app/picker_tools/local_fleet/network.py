@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
-from picker_fleet.errors import StartupError
-from picker_fleet.state.primary import Address
+from picker_fleet.domain.errors import StartupError
+from picker_fleet.domain.redis_address import Address
 
 LOOPBACK = "127.0.0.1"
 ADMIN_TOKEN = "PICKER_ADMIN__TOKEN"  # environment variable with the admin API's token

@@ -15,9 +15,9 @@ from urllib.parse import quote
 import msgspec
 import yaml
 
-from picker_fleet.allowlist import FAIRNESS_ID, OBJECTIVE
-from picker_fleet.config import Settings, parse
-from picker_fleet.units import split_host_port
+from picker_fleet.domain.allowlist import FAIRNESS_ID, OBJECTIVE
+from picker_fleet.domain.config import Settings, parse
+from picker_fleet.domain.units import split_host_port
 from picker_tools.local_fleet.network import LOOPBACK, free_port, redis_answers
 from picker_tools.local_fleet.processes import READY_S, Child, picker_command, valkey_binary
 

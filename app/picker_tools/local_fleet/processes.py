@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import IO, Any, Protocol, TypeVar
 
-from picker_fleet.errors import MissingExtra, PickerError, StartupError
+from picker_fleet.domain.errors import MissingExtra, PickerError, StartupError
 from picker_tools.local_fleet import die_with_parent
 
 

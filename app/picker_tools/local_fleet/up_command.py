@@ -5,8 +5,8 @@ import asyncio
 import os
 from pathlib import Path
 
-from picker_fleet import config
-from picker_fleet.allowlist import FAIRNESS_ID, OBJECTIVE
+from picker_fleet.domain import config
+from picker_fleet.domain.allowlist import FAIRNESS_ID, OBJECTIVE
 from picker_tools.arguments import milliseconds, port, whole_number
 from picker_tools.local_fleet.local_fleet import LocalFleet, UpOptions
 from picker_tools.local_fleet.parts import MODES, SimOptions, mode

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
-from picker_fleet.errors import ClientGone
+from picker_fleet.domain.errors import ClientGone
 from picker_tools.simulator.request import ApiError
 
 Scope = MutableMapping[str, Any]

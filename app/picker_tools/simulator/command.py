@@ -12,7 +12,7 @@ from collections.abc import Generator
 import uvicorn
 import uvloop
 
-from picker_fleet.errors import PickerError, StartupError
+from picker_fleet.domain.errors import PickerError, StartupError
 from picker_tools.arguments import decimal, milliseconds, port, whole_number
 from picker_tools.simulator.engine import Limits
 from picker_tools.simulator.server import ModelServer, Profile

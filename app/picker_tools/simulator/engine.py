@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from xxhash import xxh64_digest
 
-from picker_fleet.errors import PickerError
+from picker_fleet.domain.errors import PickerError
 from picker_tools.simulator.request import BYTES_PER_TOKEN
 
 

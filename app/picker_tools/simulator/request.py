@@ -6,7 +6,7 @@ from typing import Any
 
 import orjson
 
-from picker_fleet.errors import PickerError
+from picker_fleet.domain.errors import PickerError
 
 
 class ApiError(PickerError):

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import orjson
 
-from picker_fleet.errors import ClientGone, ConfigError
+from picker_fleet.domain.errors import ClientGone, ConfigError
 from picker_tools.simulator import asgi
 from picker_tools.simulator.answer import Answer, Words
 from picker_tools.simulator.asgi import Receive, Reply, Scope, Send

@@ -10,7 +10,7 @@ from urllib.parse import quote
 import httpx2
 
 from picker_fleet.admin import models
-from picker_fleet.errors import PickerError
+from picker_fleet.domain.errors import PickerError
 
 Event = models.Snapshot | models.Decisions | models.Unavailable
 _EVENTS: dict[bytes, type[Event]] = {

@@ -13,7 +13,7 @@ from envoy.service.accesslog.v3.als_pb2 import StreamAccessLogsMessage
 from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingRequest
 from extproc_client import body, response_body, response_trailers, trailers
 
-from picker_fleet.extproc.accesslog import EXT_AUTHZ, ID_HEADER, TOKEN_HEADER
+from picker_fleet.ingress.ext_proc.accesslog import EXT_AUTHZ, ID_HEADER, TOKEN_HEADER
 
 _NAMES = ("x-workload-context", "x-gateway-inference-fairness-id", "x-gateway-inference-objective",
           "x-llm-d-inference-ttl", "x-gateway-model-name-rewrite", "x-request-id", "content-length",

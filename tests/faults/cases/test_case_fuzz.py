@@ -18,9 +18,9 @@ from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingResponse
 from fault_case import Case
 from mutation import end, end_of_check, entries, exchange, requests
 
-from picker_fleet.extproc import accesslog
-from picker_fleet.extproc.server import SERVICE
-from picker_fleet.units import split_host_port
+from picker_fleet.domain.units import split_host_port
+from picker_fleet.ingress.ext_proc import accesslog
+from picker_fleet.ingress.ext_proc.server import SERVICE
 from picker_tools.load.generator import closed_loop
 
 STREAMS = 40

@@ -1,0 +1,217 @@
+"""Budget transfers between replicas while Redis is unavailable: a small gRPC service beside Envoy's.
+
+Requests and responses are JSON objects. A request has `pool`, `nonce` and `signature`. It is accepted once,
+and only if the fleet's key has signed it for the called replica; an `Ask` that is repeated because its
+response was late gets the same response. Amounts are in the stock's unit.
+
+    Ask    least, most  {"given"}: budget that the called replica gives up, 0 if it has none to spare
+    Count               {"live", "bound", "free", "running"} of `OutageCount`; {} if the replica cannot tell
+    Ended  ids          {"ended"}: the `ids` whose end the replica received before its outage; {} without one
+
+A request also names its pool in metadata (`context.POOL_HEADER`), to reach the handlers of that pool.
+`handlers` serves the requests; failover sends them by `GrpcPeers`.
+"""
+
+import asyncio
+import hashlib
+import secrets
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import asdict
+from typing import Any, Final
+
+import grpc
+import orjson
+
+from picker_fleet.admission.peers import TRANSFER_WAIT_S, OutageCount
+from picker_fleet.domain.budgets import POOL_HEADER
+from picker_fleet.grpc.certificates import Certificates
+from picker_fleet.grpc.tls_call import LONGEST_ANSWER, LONGEST_QUESTION, call
+from picker_fleet.grpc.transport import Handler, Stream
+from picker_fleet.state.accounting_token import Keyring
+
+SERVICE: Final = "picker.fleet.Shares"
+_ASK, _COUNT, _ENDED = (f"/{SERVICE}/{name}" for name in ("Ask", "Count", "Ended"))
+_LONGEST_BYTES = 1024
+_IDS_BYTES = LONGEST_QUESTION - _LONGEST_BYTES  # for the ids of one request; its other fields are short
+_LONGEST_LIST_BYTES = 256 * 1024
+_PURPOSE = "share"
+_NONCES_KEPT = 10_000
+_ASKED_TIMES = 30  # attempts for one transfer while no response arrives
+
+Fields = Mapping[str, Any]
+
+
+def _signed_text(pool: str, to: str, nonce: str, method: str, fields: Fields) -> str:
+    """The text that a request's signature covers. `Ask` keeps an older format than the other methods."""
+    if method == _ASK:
+        return f"{pool}\n{to}\n{float(fields['least'])!r}\n{float(fields['most'])!r}\n{nonce}"
+    ids = hashlib.blake2b("\n".join(fields.get("ids", ())).encode(), digest_size=16).hexdigest()
+    return f"{pool}\n{to}\n{method}\n{ids}\n{nonce}"
+
+
+def _in_parts(names: Iterable[str], most_bytes: int) -> Iterator[list[str]]:
+    """`names` in lists of at most `most_bytes` as JSON each; at least one list."""
+    part: list[str] = []
+    room = most_bytes
+    for name in names:
+        size = len(orjson.dumps(name)) + 1
+        if part and size > room:
+            yield part
+            part, room = [], most_bytes
+        part.append(name)
+        room -= size
+    yield part
+
+
+def handlers(
+    pool: str,
+    transfer: Callable[[float, float], Awaitable[float]],
+    keys: Keyring,
+    own_address: Callable[[], str],
+    *,
+    count: Callable[[], OutageCount | None] = lambda: None,
+    ended_before: Callable[[Collection[str]], list[str] | None] = lambda ids: None,
+) -> Mapping[str, Handler]:
+    """The service's handlers by path. `transfer(least, most)` gives up to `most` of the replica's budget.
+
+    `own_address` is this replica's address as its peers know it, host:port.
+    """
+    seen_nonces: OrderedDict[str, None] = OrderedDict()
+    transfers: OrderedDict[str, asyncio.Task[float]] = OrderedDict()  # by nonce
+
+    def checked(method: str, request: bytes) -> Fields | None:
+        """The fields of a valid request; None for any other."""
+        try:
+            fields: dict[str, Any] = orjson.loads(
+                request[: _LONGEST_LIST_BYTES if method == _ENDED else _LONGEST_BYTES]
+            )
+            nonce = str(fields["nonce"])
+            text = _signed_text(pool, own_address(), nonce, method, fields)
+            fault = keys.fault(_PURPOSE, text, str(fields["signature"]))
+        except (ValueError, TypeError, KeyError, AttributeError):
+            return None
+        if fault or (nonce in seen_nonces and nonce not in transfers):
+            return None
+        seen_nonces[nonce] = None
+        if len(seen_nonces) > _NONCES_KEPT:
+            transfers.pop(seen_nonces.popitem(last=False)[0], None)
+        return fields
+
+    async def ask(stream: Stream) -> bytes:
+        fields = checked(_ASK, await stream.read() or b"")
+        if fields is None or not 0 < float(fields["least"]) <= float(fields["most"]):
+            return orjson.dumps({"given": 0.0})
+        nonce = str(fields["nonce"])
+        if nonce not in transfers:
+            least, most = float(fields["least"]), float(fields["most"])
+            transfers[nonce] = asyncio.ensure_future(transfer(least, most))
+        # The transfer goes on if the caller times out: the caller asks for its result again.
+        return orjson.dumps({"given": await asyncio.shield(transfers[nonce])})
+
+    async def answer_count(stream: Stream) -> bytes:
+        own = count() if checked(_COUNT, await stream.read() or b"") is not None else None
+        return orjson.dumps(asdict(own) if own is not None else {})
+
+    async def answer_ended(stream: Stream) -> bytes:
+        fields = checked(_ENDED, await stream.read() or b"")
+        ended = ended_before(fields["ids"]) if fields is not None else None
+        return orjson.dumps({"ended": ended} if ended is not None else {})
+
+    return {_ASK: ask, _COUNT: answer_count, _ENDED: answer_ended}
+
+
+class GrpcPeers:
+    """`failover.peers.PeerClient` over gRPC; one channel an address, kept until `close`.
+
+    With `certificates` replicas speak TLS, and each call has a connection of its own. A call waits for
+    `margin_s` longer than the peer's own deadline.
+    """
+
+    def __init__(
+        self, pool: str, keys: Keyring, certificates: Certificates | None = None, margin_s: float = 0.5
+    ) -> None:
+        self._timeout_s = TRANSFER_WAIT_S + margin_s
+        self._tls = certificates.client_context if certificates is not None else None
+        self._pool = pool
+        self._keys = keys
+        self._channels: dict[str, grpc.aio.Channel] = {}
+
+    async def ask(self, address: str, least: float, most: float) -> float | None:
+        request = self._request(_ASK, address, {"least": least, "most": most})
+        for _ in range(_ASKED_TIMES):
+            try:
+                answer = await self._answer(_ASK, address, request)
+            except TimeoutError:
+                continue  # the peer may have given budget, and says so when asked again
+            given = answer.get("given") if answer is not None else None
+            if not isinstance(given, int | float):
+                return None
+            return given if 0 <= given <= most else 0.0
+        return None
+
+    async def count(self, address: str) -> OutageCount | None:
+        answer = await self._call(_COUNT, address, {})
+        try:
+            return OutageCount(**answer) if answer else None
+        except TypeError:
+            return None
+
+    async def ended_before(self, address: str, ids: Collection[str]) -> Collection[str] | None:
+        ended: list[str] = []
+        for some in _in_parts(ids, _IDS_BYTES):
+            answer = await self._call(_ENDED, address, {"ids": some})
+            if not answer or not isinstance(answer.get("ended"), list):
+                return None
+            ended += answer["ended"]
+        return ended
+
+    async def _call(self, method: str, address: str, fields: Fields) -> dict[str, Any] | None:
+        """The response to a request that changes nothing; None if no response comes."""
+        try:
+            return await self._answer(method, address, self._request(method, address, fields))
+        except TimeoutError:
+            return None
+
+    def _request(self, method: str, address: str, fields: Fields) -> bytes:
+        nonce = secrets.token_hex(8)
+        text = _signed_text(self._pool, address, nonce, method, fields)
+        signature = self._keys.sign(_PURPOSE, text)
+        return orjson.dumps({"pool": self._pool, **fields, "nonce": nonce, "signature": signature})
+
+    async def _answer(self, method: str, address: str, request: bytes) -> dict[str, Any] | None:
+        """The response; None if the call failed or the response is no JSON object.
+
+        Raises:
+            TimeoutError: the peer may or may not have received the request.
+        """
+        try:
+            answer = orjson.loads(await self._send(method, address, request))
+        except grpc.aio.AioRpcError as error:
+            if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+                raise TimeoutError from error
+            return None
+        except TimeoutError:
+            raise
+        except (OSError, ValueError):
+            return None
+        return answer if isinstance(answer, dict) else None
+
+    async def _send(self, method: str, address: str, request: bytes) -> bytes:
+        if self._tls is not None:
+            return await call(
+                address, method, request, self._tls(), self._timeout_s, {POOL_HEADER: self._pool}
+            )
+        channel = self._channels.get(address)
+        if channel is None:
+            options = (("grpc.max_receive_message_length", LONGEST_ANSWER),)
+            channel = self._channels[address] = grpc.aio.insecure_channel(address, options)
+        named = ((POOL_HEADER, self._pool),)
+        response: bytes = await channel.unary_unary(method)(request, timeout=self._timeout_s, metadata=named)
+        return response
+
+    async def close(self) -> None:
+        """Close every channel; the next call opens a new one."""
+        channels, self._channels = self._channels, {}
+        for channel in channels.values():
+            await channel.close()

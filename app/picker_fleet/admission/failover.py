@@ -1,0 +1,668 @@
+"""The gate that receives every request: it admits through Redis, or, while Redis is unavailable, within this
+replica's share of the bound (G8; docs/redis.md).
+"""
+
+import asyncio
+import enum
+import logging
+import math
+import random
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+from picker_fleet.admission.gate import OutageStatus, Wait
+from picker_fleet.admission.ledger import Phase
+from picker_fleet.admission.local_gate import RESIDUE, LocalGate, LocalPicker
+from picker_fleet.admission.local_queue import rules_of
+from picker_fleet.admission.outage import Outage, Resync, unseen_s
+from picker_fleet.admission.peers import (
+    TRANSFER_WAIT_S,
+    BudgetTransfer,
+    OutageCount,
+    PeerClient,
+    Peers,
+    PeerState,
+    lost_budget,
+)
+from picker_fleet.admission.shared_gate import SharedGate
+from picker_fleet.admission.tombstones import Tombstones
+from picker_fleet.background import Work, keep
+from picker_fleet.domain.config import EffectiveConfig
+from picker_fleet.domain.errors import (
+    ClientGone,
+    RequestIdTaken,
+    ScriptFailed,
+    ShuttingDown,
+    StateFault,
+    StateUnavailable,
+    WritesRefused,
+)
+from picker_fleet.domain.request import CONNECT, Alive, Completion, Fault, InferenceRequest, Placement
+from picker_fleet.endpoints.snapshot import SnapshotCell
+from picker_fleet.scheduling.chooser import EndpointChooser
+from picker_fleet.state import accounting_token
+from picker_fleet.state.connection import FailureDetector
+from picker_fleet.state.store import HeartbeatReply, Store
+from picker_fleet.telemetry.metrics import Metrics
+
+_log = logging.getLogger(__name__)
+_JITTER_S = 0.1  # longest random delay of a resync, so that replicas do not all resync at the same moment
+_TICK_S = 0.2
+_RECOVER_S = 1.0  # pause before each attempt to recover lost budget
+_CLOCK_MARGIN_MS = 1000  # largest difference between two replicas' estimates of Redis's clock
+
+
+@dataclass(frozen=True, slots=True)
+class FailoverTimes:
+    """Time limits in seconds. `newcomer_s`: a replica that joined more recently starts an outage without
+    budget, because its peers may not know it. `peers_wait_s`: a resync waits this long for peers to publish
+    the ends they received. RESYNCING waits `max_resync_s` for all peers to resync, and `straggler_s` for a
+    late peer that is still live.
+    """
+
+    newcomer_s: float = 3.0
+    peers_wait_s: float = 2.0
+    max_resync_s: float = 3.5
+    straggler_s: float = 15.0
+
+
+class FailoverState(enum.Enum):
+    """Whether Redis or this replica decides. The API and the metrics use the same values.
+
+    | state     | event         | next      | action                                                         |
+    |-----------|---------------|-----------|----------------------------------------------------------------|
+    | SHARED    | REDIS_LOST    | LOCAL     | an `Outage` begins; waiting requests move to its queue         |
+    | LOCAL     | REDIS_ANSWERS | RESYNCING | this replica, then its peers, report ends to Redis; then this  |
+    |           |               |           | replica reports its running requests                           |
+    | RESYNCING | REDIS_LOST    | LOCAL     | the budget is limited to this replica's share                  |
+    | RESYNCING | ALL_RESYNCED  | SHARED    | waiting requests join the shared queue; the outage is dropped  |
+
+    LOCAL admits a request if the budget covers its cost. RESYNCING needs both the budget and Redis. The
+    replica reports ends to Redis while RESYNCING and again on the way to SHARED, because another replica may
+    have restored a request whose end it had not received. Any other event changes nothing.
+    """
+
+    SHARED = "shared"
+    LOCAL = "local"
+    RESYNCING = "resyncing"
+
+
+class FailoverEvent(enum.Enum):
+    """REDIS_LOST: Redis refuses connections, probes prove its silence (state/connection.py), or a decision
+    failed. REDIS_ANSWERS: Redis answered enough heartbeats in a row. ALL_RESYNCED: every replica that was
+    live has resynced, or `FailoverTimes` ended the wait.
+    """
+
+    REDIS_LOST = enum.auto()
+    REDIS_ANSWERS = enum.auto()
+    ALL_RESYNCED = enum.auto()
+
+
+_SHARED, _LOCAL, _RESYNCING = FailoverState.SHARED, FailoverState.LOCAL, FailoverState.RESYNCING
+_TRANSITIONS: Mapping[tuple[FailoverState, FailoverEvent], FailoverState] = {
+    (_SHARED, FailoverEvent.REDIS_LOST): _LOCAL,
+    (_LOCAL, FailoverEvent.REDIS_ANSWERS): _RESYNCING,
+    (_RESYNCING, FailoverEvent.REDIS_LOST): _LOCAL,
+    (_RESYNCING, FailoverEvent.ALL_RESYNCED): _SHARED,
+}
+
+
+class Fleet(Protocol):
+    """The fleet as of the last heartbeat."""
+
+    config: EffectiveConfig
+    in_flight: Mapping[str, int]  # requests by endpoint
+
+
+@dataclass(slots=True)
+class _Stock:
+    """The last heartbeat's reply while Redis was in use, and the cost `placed` through Redis since then."""
+
+    pulse: HeartbeatReply
+    seen_s: float
+    placed: float = 0.0
+
+
+class FailoverGate:
+    """Implements `admission.gate.Gate` by the `SharedGate` or the current `Outage`. Uses one event loop.
+
+    `report_s` is the access log's interval between entries of a running request. `heartbeat_now` sends a
+    heartbeat, which also probes Redis; with `full=False` the replica need not read the whole shared state.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        shared: SharedGate,
+        *,
+        replica: str,
+        metrics: Metrics,
+        endpoints: SnapshotCell,
+        chooser: EndpointChooser,
+        failure_detector: FailureDetector,
+        report_s: float,
+        fleet: Fleet,
+        heartbeat_now: Callable[..., None],
+        peer_client: PeerClient,
+        times: FailoverTimes = FailoverTimes(),
+        clock: Callable[[], float] | None = None,
+    ) -> None:
+        self._store, self._shared, self._metrics = store, shared, metrics
+        self._endpoints, self._chooser = endpoints, chooser
+        self._failure_detector, self._report_s, self._fleet = failure_detector, report_s, fleet
+        self._heartbeat_now, self._peer_client = heartbeat_now, peer_client
+        self._times = times
+        self._clock = clock or asyncio.get_running_loop().time
+        self._peers = Peers(replica)
+        self.ledger = shared.ledger
+        self.tombstones = Tombstones(
+            store,
+            replica,
+            self.ledger,
+            may_publish=lambda: self._state is not _LOCAL,
+            may_settle=lambda: not self.degraded,
+            heartbeat_now=heartbeat_now,
+            peers_wait_s=times.peers_wait_s,
+            clock=self._clock,
+        )
+        self._state = _SHARED
+        self._outage: Outage | None = None  # set exactly while the state is not SHARED
+        self._tasks: set[asyncio.Task[None]] = set()  # tasks of the outage
+        self._stock: _Stock | None = None  # None until this replica has joined the pool
+        self._joined_s = 0.0
+        self._ignored_s = -math.inf  # when this replica last ignored a sign of life
+        self._is_shut_down = False
+        self._busy = False  # whether requests were placed or ended since the last tick
+        self._answered_heartbeats = self._failed_heartbeats = 0  # in a row
+        self._prepaid = 0.0  # budget held by requests that entered the shared queue while RESYNCING
+        metrics.failover(self._state.value)
+
+    @property
+    def state(self) -> FailoverState:
+        return self._state
+
+    @property
+    def outage(self) -> Outage | None:
+        """The current outage; None while Redis decides."""
+        return self._outage
+
+    @property
+    def degraded(self) -> bool:
+        """Whether this replica has state that Redis lacks."""
+        return self._outage is not None and not self._outage.resynced
+
+    def status(self) -> OutageStatus | None:
+        """The current outage for the admin API; None while Redis decides."""
+        return self._outage.status(self._state.value, self._report_s) if self._outage is not None else None
+
+    def fill(self) -> float:
+        """The occupied part of the queue, 0 to 1: of the fleet's queue as of the last heartbeat, or of this
+        replica's local queue during an outage."""
+        if self._outage is not None:
+            return self._outage.gate.fill
+        if self._stock is None or not self._stock.pulse.queued:
+            return 0.0
+        capacity = self._fleet.config.settings.fair_request_queue.total_capacity
+        return min(self._stock.pulse.queued / capacity, 1.0)
+
+    # Requests
+
+    async def admit(self, request: InferenceRequest, *, stream_owned: bool, age_s: float = 0.0) -> Placement:
+        # A request with an age has lost an earlier placement; count it as waiting since its arrival.
+        wait = Wait(self._clock() - age_s, queued=age_s > 0)
+        try:
+            placement = None
+            while placement is None:
+                if self._is_shut_down:
+                    raise ShuttingDown()
+                if self._outage is not None:
+                    placement = await self._admit_in_outage(self._outage, request, wait, stream_owned)
+                    continue
+                try:
+                    placement = await self._shared.admit(request, stream_owned=stream_owned, wait=wait)
+                except StateUnavailable as fault:
+                    # After a pause of this process the store drops its pending calls: admit again.
+                    if not self._shared.pause_detector.resumed_recently and not self.redis_lost(
+                        "failed", str(fault)
+                    ):
+                        raise
+                else:
+                    cost = self._cost(request)
+                    if self._stock is not None:
+                        self._stock.placed += cost
+                    self._busy = True
+        except (ClientGone, RequestIdTaken):
+            raise  # do not count this wait: a newer stream continues it, or the client must use another id
+        except BaseException:
+            if wait.queued:
+                waited_s = self._clock() - wait.arrived_s
+                self._metrics.waited(request.model, waited_s, False, request.target_model)
+            raise
+        return placement._replace(waited_s=self._clock() - wait.arrived_s) if wait.queued else placement
+
+    async def _admit_in_outage(
+        self, outage: Outage, request: InferenceRequest, wait: Wait, stream_owned: bool
+    ) -> Placement | None:
+        """Admit within the local budget. Returns None if the state changed: the caller admits again."""
+        if outage.has_another(request):
+            raise RequestIdTaken()
+        cost = outage.gate.charge(self._cost(request))
+        if not await outage.gate.admit(request, cost, wait, alone=self._state is _LOCAL):
+            return None
+        try:
+            if self._state is _LOCAL:
+                fallbacks = self._fleet.config.settings.scheduling.fallbacks
+                picked = outage.picker.pick(request, most=1 + fallbacks)
+                placement = self._shared.placed_elsewhere(request, picked, stream_owned=stream_owned)
+            else:
+                placement = await self._admit_prepaid(request, cost, wait, stream_owned)
+        except StateUnavailable as fault:
+            self._release(cost)
+            self.redis_lost("failed", str(fault))
+            return None
+        except BaseException:
+            self._release(cost)
+            raise
+        if self._outage is not None:  # else the outage ended during the admission
+            self._outage.record_placement(request.id, placement, cost)
+        return placement
+
+    async def _admit_prepaid(
+        self, request: InferenceRequest, cost: float, wait: Wait, stream_owned: bool
+    ) -> Placement:
+        self._prepaid += cost
+        try:
+            placement = await self._shared.admit(request, stream_owned=stream_owned, wait=wait)
+        finally:
+            self._prepaid -= cost
+        if self._stock is not None:
+            self._stock.placed += cost
+        return placement
+
+    def shut_down(self) -> None:
+        self._is_shut_down = True
+        self._shared.shut_down()
+        if self._outage is not None:
+            self._outage.gate.shut_down()
+
+    def _release(self, cost: float) -> None:
+        """Release budget that a request acquired in this outage or an earlier one."""
+        if self._outage is not None:
+            self._outage.gate.release(cost)
+
+    async def route(
+        self, subset: tuple[str, ...] | None, *, origin: str = "", session: str = ""
+    ) -> Placement:
+        return await self._shared.route(subset, origin=origin, session=session)
+
+    async def confirm(self, request_id: str, placement: Placement, age_s: float) -> bool:
+        # No other replica can have the request before the request's lease expires, or while this replica's
+        # own budget covers its cost.
+        outage = self._outage
+        entry = self.ledger.get(request_id)
+        is_local = outage is not None and entry is not None and entry.is_local
+        own = age_s < self._fleet.config.settings.leases.inflight or is_local
+        if self._state is _LOCAL:
+            return own
+        try:
+            if outage is None or not own:
+                return await self._shared.confirm(request_id, placement, age_s)
+            await self._store.renew(request_id, placement.attempt, "", placement.accounting_token)
+        except StateUnavailable as fault:
+            if not self.redis_lost("failed", str(fault)):
+                raise
+        return own
+
+    def withdraw(self, request_id: str, placement: Placement) -> None:
+        if self._outage is not None:
+            self._outage.withdraw(request_id)
+        self._shared.withdraw(request_id, placement)
+
+    def settle(self, completion: Completion) -> None:
+        outage = self._outage
+        if outage is None:
+            self._busy = True
+            if (entry := self._shared.settle(completion)) is not None:
+                self.tombstones.add(entry)
+            return
+        token, entry = self._shared.token_of(completion), self.ledger.get(completion.id)
+        if not token and (entry is None or not (entry.running and entry.journaled)):
+            if self._state is _RESYNCING:
+                self._shared.settle(completion)
+            return  # the request never ran: Envoy also logs refused requests
+        first = outage.end(completion, token)
+        if self._state is _RESYNCING:
+            self._shared.settle(completion)
+        else:
+            self._shared.note_end(completion, token)
+            if first:
+                self._metrics.completed(completion, accounting_token.model_of(token))
+        if (entry := self.ledger.get(completion.id)) is not None:
+            self.tombstones.add(entry)
+
+    def suspect(self, request_id: str) -> None:
+        if self._state is not _LOCAL:
+            self._shared.suspect(request_id)
+
+    def fault(self, fault: Fault) -> None:
+        if self._state is not _LOCAL:
+            self._shared.fault(fault)
+        elif self._outage is not None and fault.why == CONNECT:
+            self._outage.picker.failed(fault.endpoint)
+
+    def renew(self, alive: Alive) -> None:
+        entry = self.ledger.get(alive.id)
+        if entry is not None and entry.phase is Phase.ENDED:
+            alive = alive._replace(accounting_token="")  # a late or repeated entry must restore nothing
+        # A request in an entry written while this process was paused may have ended long ago.
+        if self._shared.pause_detector.resumed_recently:
+            self._ignored_s = self._clock()
+        else:
+            self._note_alive(alive)
+        if self._state is not _LOCAL:
+            self._shared.renew(alive)
+
+    def _note_alive(self, alive: Alive) -> None:
+        """Record that a request is alive, with its cost."""
+        outage, token = self._outage, alive.accounting_token
+        self.ledger.see(alive)
+        if outage is None:
+            return
+        alone_ms = accounting_token.alone_since_ms(token)
+        if token and (alone_ms is None or alone_ms < outage.began_ms + _CLOCK_MARGIN_MS):
+            outage.before[alive.id] = accounting_token.cost_of(token)
+
+    def _cost(self, request: InferenceRequest) -> float:
+        if not self._fleet.config.settings.request_queue_controller.enabled:
+            return 0.0  # without the controller requests take no stock
+        return request.cost + self._shared.answer_tokens if request.learn else request.cost
+
+    async def transfer_budget(self, minimum: float, maximum: float) -> float:
+        """Give a peer between `minimum` and `maximum` of this replica's budget; 0 if less is available."""
+        if self._outage is None:
+            return 0.0
+        return await self._outage.gate.transfer_budget(minimum, maximum, TRANSFER_WAIT_S)
+
+    def outage_count(self) -> OutageCount | None:
+        """For `lost_budget`; None unless this replica knows which requests ran when the outage began."""
+        outage = self._outage
+        if outage is None or outage.resync_attempted or self._state is not _LOCAL:
+            return None
+        # Let each running request give a new sign of life: a replica that left, or an entry that this replica
+        # ignored, may have been the only source about a request.
+        since_s = max(self._peers.left_s, self._joined_s, self._ignored_s)
+        if self._clock() - since_s < unseen_s(self._report_s):
+            return None
+        running = {name: outage.gate.charge(cost) for name, cost in outage.before.items()}
+        return OutageCount(len(self._peers.live), outage.bound, outage.initial_free, running)
+
+    def ended_before(self, ids: Collection[str]) -> list[str] | None:
+        """Those of `ids` whose end this replica received before the outage; None if there is no outage."""
+        if self._outage is None:
+            return None
+        return [request_id for request_id in ids if request_id in self._outage.ended_before]
+
+    # Redis and the other replicas
+
+    def heartbeat_fields(self) -> dict[str, object]:
+        return {"degraded": self.degraded, **self.tombstones.heartbeat_fields()}
+
+    def heartbeat_answered(self, pulse: HeartbeatReply) -> None:
+        if self._state is not _LOCAL and pulse.epoch != "0":
+            now_s = self._clock()
+            self._joined_s = self._joined_s or now_s
+            self._stock = _Stock(pulse, now_s)
+        self._failed_heartbeats = 0
+        self._answered_heartbeats += 1
+        if (
+            self._state is _LOCAL
+            and self._answered_heartbeats >= self._failure_detector.heartbeats_to_recover
+        ):
+            self._transition(FailoverEvent.REDIS_ANSWERS, "answers")
+
+    def heartbeat_missed(self, fault: StateFault) -> None:
+        """A heartbeat failed. After two errors in a row from Redis, go on without Redis."""
+        self._answered_heartbeats = 0
+        self._failed_heartbeats += 1
+        is_answered = isinstance(fault, ScriptFailed | StateUnavailable)
+        if is_answered and self._failed_heartbeats >= 2 and not self._shared.pause_detector.resumed_recently:
+            self.redis_lost("failed", str(fault))
+
+    def redis_lost(self, cause: str, reason: str) -> bool:
+        """Go on without Redis. Returns False if this replica has not joined the pool, and so has no budget.
+        `cause` is the metric's label, `reason` goes to the log."""
+        self._answered_heartbeats = 0
+        if self._stock is None:
+            return False
+        if self._state is not _LOCAL:
+            _log.warning("the shared state is away (%s): admitting within this replica's share", reason)
+        self._transition(FailoverEvent.REDIS_LOST, cause)
+        return True
+
+    def update_peers(self, about: Mapping[str, Mapping[str, object]]) -> None:
+        """Take over the replica info of each live replica: id -> the JSON object of its heartbeat."""
+        replicas = {name: PeerState.read(said) for name, said in about.items()}
+        self._peers.update(replicas, shared=self._outage is None, now_s=self._clock())
+        self.tombstones.update_peers(replicas)
+
+    # Failing over and back. `run` calls the public steps below; tests/model/returns.py calls them in any
+    # order and restores saved states.
+
+    def save(self) -> tuple[Any, ...]:
+        """A comparable copy of the state that decides the gate's next steps, without budget and queue."""
+        return (
+            self._state,
+            self._outage is not None and self._outage.resynced,
+            self.ledger.save(),
+            self.tombstones.save(),
+        )
+
+    def restore(self, saved: tuple[Any, ...]) -> None:
+        state, resynced, ledger, tombstones = saved
+        if state is _SHARED:
+            self._outage = None
+        else:
+            outage = self._outage or self.begin_outage()
+            outage.resync = Resync(self._clock(), done=resynced) if state is _RESYNCING else None
+        self._state = state
+        self.ledger.restore(ledger)
+        self.tombstones.restore(tombstones)
+
+    async def run(self) -> None:
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(keep("failover-watch", self._watch), name="failover-watch")
+                tasks.create_task(keep("tombstones", self.tombstones.run), name="tombstones")
+        finally:
+            self._cancel_tasks()
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(_TICK_S)
+            self._tick()
+
+    def _tick(self) -> None:
+        self._shared.drop_expired()
+        if self._outage is not None:
+            self._heartbeat_now()
+            if self._state is _RESYNCING and self._all_resynced(self._outage):
+                self._transition(FailoverEvent.ALL_RESYNCED, "all-told")
+        elif self._busy:
+            # Refresh the known stock soon after this replica has changed it.
+            self._busy = False
+            self._heartbeat_now(full=False)
+
+    def _transition(self, event: FailoverEvent, cause: str) -> None:
+        before, after = self._state, _TRANSITIONS.get((self._state, event))
+        if after is None:
+            return
+        if before is _SHARED:
+            outage = self.begin_outage()
+            self._start(outage.transfer.run, "budget-transfer")
+            self._start(partial(self._recover_budget, outage), "budget-recovery")
+        elif after is _LOCAL:
+            self.abort_resync()
+        elif after is _RESYNCING:
+            self._start(partial(self._resync, *self.begin_resync()), "resync")
+        else:
+            self.end_outage()
+        self._metrics.failover(after.value, cause)
+
+    def begin_outage(self) -> Outage:
+        now_s, stock = self._clock(), self._stock
+        assert stock is not None
+        pulse, config = stock.pulse, self._fleet.config
+        live = self._peers.count(pulse)
+        newcomer = now_s - self._joined_s < self._times.newcomer_s
+        # Requests still in the shared queue since an earlier outage acquired their cost then, and release
+        # it when they return to the local queue.
+        free = (0.0 if newcomer else self._own_part(stock)) - self._prepaid
+        gate = LocalGate(self._metrics, free, pulse.upper, rules_of(config, live), paused=pulse.paused)
+        picker = LocalPicker(self._chooser, self._endpoints, self._fleet.in_flight, self._clock)
+        transfer = BudgetTransfer(gate, self._peer_client, self._peers.addresses)
+        outage = Outage(
+            gate,
+            picker,
+            transfer,
+            self.ledger,
+            pulse.upper,
+            pulse.upper / live,
+            self._clock,
+            before=self.ledger.costs(now_s - unseen_s(self._report_s)),
+            ended_before=frozenset(entry.id for entry in self.tombstones.ends()),
+            began_ms=self._store.now_ms(),
+        )
+        for request_id in self._store.unsent_ends():
+            entry = self.ledger.get(request_id)
+            if entry is not None and entry.end is not None and not entry.confirmed:
+                cost = self.ledger.finish_locally(entry.end, entry.token)
+                gate.release(gate.charge(cost or 0.0))
+        outage.initial_free = gate.free
+        self._outage = outage
+        self._go_local()
+        return outage
+
+    def _own_part(self, stock: _Stock) -> float:
+        counts_requests = self._fleet.config.settings.request_queue_controller.unit == "requests"
+        part = self._peers.own_part(stock.pulse, counts_requests=counts_requests)
+        return max(part - stock.placed, 0.0)
+
+    def abort_resync(self) -> None:
+        """Redis is lost again: give up any budget that Redis may have granted to other replicas meanwhile."""
+        outage, stock = self._outage, self._stock
+        assert outage is not None
+        assert outage.resync is not None
+        assert stock is not None
+        resync, outage.resync = outage.resync, None
+        if stock.seen_s > resync.began_s:
+            # Other replicas may be SHARED already. The stock includes this replica's ends during the resync.
+            outage.gate.limit_budget(self._own_part(stock) - self._prepaid)
+        else:
+            outage.gate.limit_budget(outage.gate.free - resync.released)
+        self._go_local()
+
+    async def _recover_budget(self, outage: Outage) -> None:
+        """Recover budget that calls in transit held when Redis was lost. Only the replica with the least id
+        does so, once in an outage."""
+        while (others := self._peers.others()) is not None and not outage.resync_attempted:
+            await asyncio.sleep(_RECOVER_S)
+            own = self.outage_count()
+            if own is None:
+                continue
+            lost = await lost_budget(own, outage.ended_before, self._peer_client, others)
+            if lost is None or self.outage_count() is None:
+                continue
+            if self._fleet.config.settings.request_queue_controller.unit == "requests":
+                lost = float(math.floor(lost + RESIDUE))  # a fraction cannot pay for a request
+            if lost > 0:
+                _log.info("%.3g of the bound was on its way when Redis was lost; it is in use again", lost)
+                outage.gate.release(lost)
+            return
+
+    def _go_local(self) -> None:
+        self._state = _LOCAL
+        self._failure_detector.record_failover(self._clock())
+        self._metrics.degraded(True)
+        self._shared.give_up()
+
+    def begin_resync(self) -> tuple[Outage, Resync]:
+        outage = self._outage
+        assert outage is not None
+        self._state, outage.resync = _RESYNCING, Resync(self._clock())
+        outage.resync_attempted = True
+        self.tombstones.begin_resync()
+        return outage, outage.resync
+
+    async def _resync(self, outage: Outage, resync: Resync) -> None:
+        """Report to Redis, which answers again, which requests run; `finish_resync` reports the ends."""
+        if outage.resync is not resync:
+            return  # `keep` repeated this task after a failure, and Redis was lost meanwhile
+        try:
+            await asyncio.sleep(random.random() * _JITTER_S)
+            await self.tombstones.publish()
+            self._heartbeat_now()  # asks the other replicas to publish their ends
+            await self.tombstones.wait_for_peers(self._peers.live)
+            running = await outage.restore_running(self._store, self._report_s)
+        except (StateUnavailable, WritesRefused) as fault:
+            if outage.resync is resync:
+                self.redis_lost("failed", f"it was lost again: {fault}")
+            return
+        if outage.resync is resync:  # otherwise Redis was lost meanwhile, which ended this resync
+            self.finish_resync(outage, resync)
+            _log.info("the shared state is back; told it of %d requests in flight", running)
+
+    def finish_resync(self, outage: Outage, resync: Resync) -> None:
+        """Settle the requests that have ended: Redis now has every request this replica saw in flight."""
+        self._shared.renew_owned_streams()
+        self._tell_ends()
+        resync.done = True
+        self.tombstones.settle_restored()
+        self._heartbeat_now()
+
+    def _tell_ends(self) -> None:
+        """Report to Redis each end that this replica received in the outage."""
+        for entry in self.ledger.journal():
+            if entry.phase is Phase.ENDED and entry.end is not None:
+                self._shared.tell_end(entry.end)
+
+    def _all_resynced(self, outage: Outage) -> bool:
+        """Whether every replica has reported its requests in flight to Redis, or the wait is over."""
+        now_s, resync = self._clock(), outage.resync
+        if resync is None or not resync.done:
+            return False
+        waited_s, straggles = now_s - resync.began_s, self._peers.live_ones(self._straggles)
+        if waited_s >= self._times.max_resync_s:
+            # A live but late replica may still be using its share of the bound: wait longer for it.
+            return not straggles or waited_s >= self._times.straggler_s
+        if now_s - outage.began_s < self._report_s:
+            return False  # a request placed before the outage may not have given a sign of life yet
+        return not straggles and self._peers.all_resynced()
+
+    def _straggles(self, replica: str, said: PeerState) -> bool:
+        """Whether a replica has state that Redis lacks, or has not yet answered this replica's resync: its
+        stored info may date from before the outage."""
+        return said.degraded or not self.tombstones.peers_answered((replica,))
+
+    def end_outage(self) -> None:
+        outage, self._outage = self._outage, None
+        assert outage is not None
+        self._state = _SHARED
+        self._failure_detector.record_recovery(self._clock())
+        self._tell_ends()
+        self.ledger.end_outage()
+        outage.gate.hand_over_waiting()
+        self._cancel_tasks()
+        self._metrics.degraded(False)
+        _log.info("shared operation again, after %.1f s", self._clock() - outage.began_s)
+        self._heartbeat_now()
+
+    def _start(self, work: Work, name: str) -> None:
+        task = asyncio.create_task(keep(name, work), name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _cancel_tasks(self) -> None:
+        for task in self._tasks:
+            task.cancel()

@@ -1,0 +1,375 @@
+"""Admission and endpoint choice by one replica alone, while Redis is unavailable (G8). Uses one event loop.
+
+An `Outage` owns one `LocalGate` and one `LocalPicker`. The gate admits within this replica's `LocalBudget`,
+its share of the bound: starting a request acquires its cost, and the replica that receives the end releases
+the cost. So the sum of costs in flight and free budgets over all replicas never grows (docs/redis.md).
+"""
+
+import asyncio
+import math
+import random
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+
+from picker_fleet.admission.gate import Wait, time_up
+from picker_fleet.admission.local_queue import LocalQueue, Rules, Waiting
+from picker_fleet.domain.errors import (
+    ClientGone,
+    NoEndpoints,
+    Preempted,
+    RequestError,
+    RequestIdTaken,
+    ShuttingDown,
+)
+from picker_fleet.domain.request import InferenceRequest, largest_claim
+from picker_fleet.endpoints.snapshot import SnapshotCell
+from picker_fleet.scheduling.chooser import EndpointChooser
+from picker_fleet.scheduling.explain import live_load_addresses
+from picker_fleet.telemetry.metrics import Metrics
+
+RESIDUE = 1e-9  # tolerance for rounding in sums of fractions
+_FAILED_S = 10.0  # seconds without requests for an endpoint that refused a connection
+
+
+class LocalBudget:
+    """A budget of which `free` remains, in the stock's unit. A negative `free` is a debt, which released
+    amounts pay off first."""
+
+    def __init__(self, free: float) -> None:
+        self.free = free
+
+    def acquire(self, amount: float) -> bool:
+        """Take `amount`; False if less is free. An amount of 0 is granted even in debt."""
+        if amount > 0 and self.free + RESIDUE < amount:
+            return False
+        self.free -= amount
+        return True
+
+    def release(self, amount: float) -> None:
+        self.free += amount
+
+
+def part_of(free: float, *, live: int, rank: int, counts_requests: bool) -> float:
+    """One replica's share of `free` among `live` replicas, `rank` of which have lesser ids.
+
+    If the stock `counts_requests`, shares are whole requests, and the replicas with the least ids get one
+    more each until the remainder is used up. If it counts tokens, all shares are equal.
+    """
+    if free <= 0:
+        return 0.0
+    if not counts_requests:
+        return free / max(live, 1)
+    each, remainder = divmod(math.floor(free + RESIDUE), max(live, 1))
+    return float(each + (rank < remainder))
+
+
+@dataclass(slots=True)
+class _TransferRequest:
+    """A peer's pending request for `minimum` of this replica's budget."""
+
+    minimum: float
+    granted: asyncio.Future[float]
+
+
+class LocalGate:
+    """One replica's budget and queue. `has_waiting` is set while requests wait.
+
+    The budget starts at `free` and never exceeds `bound`, nor does the cost of a request. While `paused`, the
+    gate admits no request. Released budget goes in turn to the local queue and to each peer that waits for a
+    transfer.
+    """
+
+    def __init__(
+        self, metrics: Metrics, free: float, bound: float, rules: Rules, *, paused: bool = False
+    ) -> None:
+        self._metrics = metrics
+        self._loop = asyncio.get_running_loop()
+        self.has_waiting = asyncio.Event()
+        self._budget = LocalBudget(min(free, bound))
+        self._bound, self._largest_claim = bound, largest_claim(rules.claim_share, bound)
+        self._paused = paused
+        self._queue = LocalQueue(rules)
+        self._waiting: dict[str, Waiting] = {}  # by id
+        self._turns: deque[_TransferRequest | None] = deque([None])  # None: the local queue's turn
+
+    @property
+    def free(self) -> float:
+        return self._budget.free
+
+    @property
+    def waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def fill(self) -> float:
+        """The occupied part of the local queue, 0 to 1."""
+        return min(len(self._queue) / self._queue.capacity, 1.0)
+
+    def lengths(self) -> dict[str, int]:
+        return self._queue.lengths()
+
+    def limit_budget(self, maximum: float) -> None:
+        """Reduce the free budget to at most `maximum`, which may be negative; peers may own the rest."""
+        self._budget.release(min(maximum - self._budget.free, 0.0))
+
+    def charge(self, cost: float) -> float:
+        """The amount that a request of `cost` acquires: at most the largest claim, as in the scripts."""
+        return min(cost, self._largest_claim)
+
+    async def admit(self, request: InferenceRequest, cost: float, wait: Wait, *, alone: bool = True) -> bool:
+        """Acquire `cost`, after a wait if need be. Returns False if the shared gate must decide instead.
+
+        If `alone` is False, the caller then asks the shared gate as well, which counts the bypass. Sets
+        `wait.queued` if the request is queued.
+
+        Raises:
+            Dropped: the request was refused or preempted, or it expired.
+            DeadlineExceeded: the client's own deadline passed.
+            ClientGone: a newer stream has taken the request over.
+            RequestIdTaken: another waiting request has the same id.
+        """
+        former = self._waiting.get(request.id)
+        if former is not None and not request.repeats(former.request):
+            raise RequestIdTaken()
+        if former is not None and not former.turn.done():
+            former.turn.set_exception(ClientGone("taken over by a newer stream"))
+        if not self._paused and not len(self._queue) and self._budget.acquire(cost):
+            if alone and not wait.queued:
+                self._metrics.bypassed(request.model, request.target_model)
+            return True
+        if wait.arrived_s + request.ttl_s <= self._loop.time():
+            raise self._time_up(request)
+        waiting = self._enter(request, cost, wait.arrived_s)
+        wait.queued = True
+        return await self._wait(waiting)
+
+    def _enter(self, request: InferenceRequest, cost: float, arrived_s: float) -> Waiting:
+        try:
+            waiting, preempted = self._queue.offer(request, cost, arrived_s)
+        except RequestError as error:
+            self._metrics.push_error(request.model, error.code, request.target_model)
+            raise
+        if preempted is not None:
+            why = Preempted("had to make room for a higher band", retry_after_s=1)
+            self._end_wait(preempted, why)
+            self._metrics.preempted(preempted.request.band)
+        waiting.turn = self._loop.create_future()
+        self._waiting[request.id] = waiting
+        self.has_waiting.set()
+        self._dispatch()
+        return waiting
+
+    async def _wait(self, waiting: Waiting) -> bool:
+        self._metrics.waiting(waiting.request, 1)
+        timer = self._loop.call_at(waiting.deadline_s, self._end_wait, waiting, None)
+        try:
+            return await waiting.turn
+        except asyncio.CancelledError:
+            if _acquired(waiting.turn):
+                self.release(waiting.cost)
+            raise
+        finally:
+            timer.cancel()
+            self._metrics.waiting(waiting.request, -1)
+            self._leave(waiting)
+
+    def release(self, amount: float) -> None:
+        """Add `amount` to the budget, up to the bound, and dispatch."""
+        self._budget.release(min(amount, max(self._bound - self._budget.free, 0.0)))
+        self._dispatch()
+
+    def shortage(self) -> tuple[float, float]:
+        """The budget that the next request lacks, and the cost of all waiting requests; 0 if none waits."""
+        turn = self._queue.turn(self._loop.time())
+        if turn is None:
+            return 0.0, 0.0
+        total = sum(waiting.cost for waiting in self._waiting.values())
+        return max(turn[0].cost - max(self._budget.free, 0.0), 0.0), total
+
+    async def transfer_budget(self, minimum: float, maximum: float, wait_s: float) -> float:
+        """Give budget to a peer. If no request or peer waits here, give up to `maximum` at once; otherwise
+        give `minimum` at the peer's turn. Returns the amount; 0 if the turn does not come within `wait_s`."""
+        self._turns = deque(each for each in self._turns if each is None or not each.granted.done())
+        if not self._waiting and len(self._turns) == 1 and self._budget.free >= minimum:
+            granted = min(maximum, self._budget.free)
+            self._budget.acquire(granted)
+            return granted
+        transfer = _TransferRequest(minimum, self._loop.create_future())
+        self._turns.append(transfer)
+        try:
+            await asyncio.wait((transfer.granted,), timeout=wait_s)
+        except asyncio.CancelledError:
+            if transfer.granted.done():
+                self.release(transfer.minimum)
+            raise
+        finally:
+            transfer.granted.cancel()  # `_dispatch` skips it, unless it was granted already
+            self._dispatch()
+        return transfer.granted.result() if not transfer.granted.cancelled() else 0.0
+
+    def hand_over_waiting(self) -> None:
+        """Send every waiting request to the shared gate, oldest first."""
+        for waiting in self._queue.all():
+            if not waiting.turn.done():
+                waiting.turn.set_result(False)
+
+    def shut_down(self) -> None:
+        for waiting in self._queue.all():
+            self._end_wait(waiting, ShuttingDown())
+
+    def _dispatch(self) -> None:
+        """Give the free budget to the local queue and to waiting peers, in turn."""
+        if self._paused:
+            return
+        unused = 0  # turns in a row that needed no budget
+        while unused < len(self._turns):
+            transfer = self._turns[0]
+            if transfer is None:
+                served = self._serve_one()
+                if served is None:
+                    return  # the local queue's next request needs more than is free
+                self._turns.rotate(-1)
+                unused = 0 if served else unused + 1
+            elif transfer.granted.done():
+                self._turns.popleft()
+            elif not self._budget.acquire(transfer.minimum):
+                return
+            else:
+                self._turns.popleft()
+                transfer.granted.set_result(transfer.minimum)
+                unused = 0
+
+    def _serve_one(self) -> bool | None:
+        """Serve one queued request; False if none waits, None if the next one needs more than is free."""
+        queue, now_s = self._queue, self._loop.time()
+        while (turn := queue.turn(now_s)) is not None:
+            waiting, by_guard = turn
+            if waiting.turn.done():
+                queue.remove(waiting)
+            elif waiting.deadline_s <= now_s:
+                self._end_wait(waiting, None)
+            elif self._budget.acquire(waiting.cost):
+                queue.serve(waiting, by_guard)
+                waiting.turn.set_result(True)
+                self._metrics.dequeued(1, 1)
+                return True
+            else:
+                return None
+        return False
+
+    def _end_wait(self, waiting: Waiting, error: RequestError | None) -> None:
+        """End a request's wait with `error`; None: with the error of an expired request."""
+        self._queue.remove(waiting)
+        if not waiting.turn.done():
+            waiting.turn.set_exception(error or self._time_up(waiting.request))
+
+    def _time_up(self, request: InferenceRequest) -> RequestError:
+        if not request.by_client:
+            self._metrics.expired(request.model, request.target_model)
+        return time_up(request, retry_after_s=1)
+
+    def _leave(self, waiting: Waiting) -> None:
+        self._queue.remove(waiting)
+        if self._waiting.get(waiting.id) is waiting:
+            del self._waiting[waiting.id]
+        if not self._waiting:
+            self.has_waiting.clear()
+
+
+def _acquired(turn: asyncio.Future[bool]) -> bool:
+    return turn.done() and not turn.cancelled() and turn.exception() is None and turn.result()
+
+
+class LocalPicker:
+    """Picks endpoints by the last snapshot and this replica's own counts, because no script is available.
+
+    `load` has the fleet's requests in flight by endpoint, as last read from Redis; the picker adds only this
+    replica's changes.
+    """
+
+    def __init__(
+        self,
+        chooser: EndpointChooser,
+        endpoints: SnapshotCell,
+        load: Mapping[str, int],
+        clock: Callable[[], float],
+    ) -> None:
+        self._chooser, self._endpoints, self._clock = chooser, endpoints, clock
+        self._load = Counter(load)
+        self._failed: dict[str, float] = {}  # endpoint -> time until which it gets no request
+
+    def pick(self, request: InferenceRequest, *, most: int) -> tuple[str, ...]:
+        """At most `most` endpoints for `request`, best first.
+
+        Raises:
+            NoEndpoints: no ready or ejected endpoint may serve the request.
+        """
+        now_s = self._clock()
+        self._failed = {address: until_s for address, until_s in self._failed.items() if until_s > now_s}
+        known = self._endpoints.current.endpoints
+        endpoints = [each for each in known if each.ready]
+        ready = {each.address for each in endpoints}
+        load = self._load
+        full = {each.address for each in endpoints if load[each.address] >= (each.max_inflight or math.inf)}
+        choice = self._chooser.choose(request)
+        picked: tuple[str, ...] = ()
+        ejected = {each.address for each in known if each.ejected and not (each.draining or each.drained)}
+        for able in (ready - self._failed.keys() - full, ready - self._failed.keys(), ready, ejected):
+            picked = picked or pick(
+                choice.candidates,
+                able,
+                load,
+                live_weight=self._chooser.live_weight,
+                most=most,
+                chance=random.random,
+            )
+        if not picked:
+            self._chooser.refused(request, choice)
+            raise NoEndpoints("no endpoint is ready that may serve this request", retry_after_s=1)
+        live = ",".join(
+            str(self._load.get(address, 0)) for address in live_load_addresses(choice.basis, picked)
+        )
+        self._chooser.placed(request, choice, picked, live)
+        return picked
+
+    def began(self, endpoint: str) -> None:
+        self._load[endpoint] += 1
+
+    def ended(self, endpoint: str) -> None:
+        if self._load[endpoint] > 0:
+            self._load[endpoint] -= 1
+
+    def failed(self, endpoint: str) -> None:
+        self._failed[endpoint] = self._clock() + _FAILED_S
+
+
+def pick(
+    candidates: str,
+    ready: Collection[str],
+    load: Mapping[str, int],
+    *,
+    live_weight: float,
+    most: int,
+    chance: Callable[[], float],
+) -> tuple[str, ...]:
+    """Pick up to `most` of `ready`, best first, ties in random order; none if no candidate is ready. Pure.
+
+    `candidates` has the format of `lua/lib/endpoints.lua`: '*', 'a,b' (the least loaded) or 'a=0.7,b=0.5'
+    (scores, minus `live_weight` times the endpoint's load over the largest). `load`: requests in flight.
+    """
+    scores: dict[str, float | None]
+    if candidates == "*":
+        scores = dict.fromkeys(ready)
+    else:
+        listed = (entry.partition("=") for entry in candidates.split(",") if entry)
+        scores = {
+            address: float(score) if score else None for address, _, score in listed if address in ready
+        }
+    top = max((load.get(address, 0) for address in scores), default=0) or 1
+
+    def penalty(address: str) -> float:
+        score, count = scores[address], load.get(address, 0)
+        return float(count) if score is None else live_weight * count / top - score
+
+    return tuple(sorted(scores, key=lambda address: (penalty(address), chance()))[:most])

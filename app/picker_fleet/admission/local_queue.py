@@ -1,0 +1,177 @@
+"""One replica's local queue during an outage: a `FairQueue` within its share of the capacities.
+
+`LocalGate` calls it. It differs from the shared queue: virtual times begin at 0 in each outage; a score uses
+only the request's own wait and criticality, because a workload's rate and average wait are unknown; and it
+throttles no flow queue, so it does not enforce a flow's limit per endpoint.
+"""
+
+import asyncio
+import itertools
+import math
+from dataclasses import dataclass, field, replace
+
+from picker_fleet.admission.fair_queue import Context, FairQueue, Policy, QueueFull, ScoredSet
+from picker_fleet.admission.gate import REFUSALS
+from picker_fleet.domain.bands import Band, Bands
+from picker_fleet.domain.config import EffectiveConfig
+from picker_fleet.domain.request import InferenceRequest
+from picker_fleet.state.schema import Refusal
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """The queueing policy of one replica, and the largest part of the bound that one request may take."""
+
+    policy: Policy
+    claim_share: float
+
+
+def rules_of(effective: EffectiveConfig, live: int) -> Rules:
+    """The rules of one of `live` replicas: each capacity and byte limit is divided by `live`, at least 1."""
+    queue, workloads = effective.settings.fair_request_queue, effective.settings.workloads
+
+    def part(capacity: int) -> int:
+        return max(1, capacity // max(live, 1))
+
+    def part_of(band: Band) -> Band:
+        return replace(
+            band, capacity=band.capacity and part(band.capacity), bytes=band.bytes and part(band.bytes)
+        )
+
+    policy = Policy(
+        total_capacity=part(queue.total_capacity),
+        flow_capacity=part(queue.flow_capacity),
+        max_flows=part(queue.max_flows),
+        fairness=queue.fairness,
+        ordering=queue.ordering,
+        overload=queue.overload,
+        band_policy=queue.band_policy,
+        bands=Bands(map(part_of, queue.bands)),
+        guard_share=queue.guard_share,
+        starvation_ms=(queue.starvation_after or 0.0) * 1000,
+        weights=effective.weights,
+        wait_signal="request",
+        wait_weight=workloads.wait_weight,
+        criticality_weight=workloads.criticality_weight,
+        rate_weight=0.0,
+        wait_cap_ms=workloads.wait_cap * 1000,
+        rate_cap=math.inf,
+    )
+    return Rules(policy, queue.claim_share)
+
+
+class _UnknownWorkloads:
+    def rate_of(self, flow: str, workload: str) -> float:
+        return 0.0
+
+    def wait_ms_of(self, flow: str, workload: str) -> float:
+        return 0.0
+
+
+@dataclass(slots=True, eq=False)
+class Waiting:
+    """A queued request. Times in `_s` are seconds of the caller's clock; fields of `Queueable` have the units
+    given there. The gate sets `turn`: True once the cost is acquired, False to admit by the shared gate."""
+
+    request: InferenceRequest
+    cost: float
+    arrived_s: float
+    deadline_s: float
+    id: str
+    flow: str
+    priority: int
+    weight: float
+    workload: str
+    criticality: int
+    arrived: float
+    deadline_ms: float
+    body_bytes: int
+    due_ms: float = 0.0
+    flow_queue: str = ""
+    queued: bool = False
+    turn: "asyncio.Future[bool]" = field(init=False, repr=False)
+
+    @classmethod
+    def of(cls, r: InferenceRequest, cost: float, arrived_s: float) -> "Waiting":
+        deadline_s = arrived_s + r.ttl_s
+        workload = r.workload.id
+        return cls(
+            r, cost, arrived_s, deadline_s, r.id, r.flow, r.band.priority, r.weight, workload,
+            r.workload.criticality, arrived_s * 1e6, deadline_s * 1000 // 1, r.body_bytes,
+        )  # fmt: skip
+
+
+class LocalQueue:
+    """The waiting requests, and their order. The queue's time never goes back, even if `now_s` does."""
+
+    def __init__(self, rules: Rules) -> None:
+        self._now_us = 0.0
+        context = Context(rules.policy, lambda: self._now_us, _UnknownWorkloads())
+        self._queue: FairQueue[Waiting] = FairQueue(context, itertools.count(1).__next__)
+        self._due: ScoredSet[Waiting] = ScoredSet()  # requests not yet overdue, by `due_ms`
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
+    @property
+    def capacity(self) -> int:
+        return self._queue.policy.total_capacity
+
+    def lengths(self) -> dict[str, int]:
+        bands = self._queue.policy.bands
+        waiting = {bands.of(priority): band.queued for priority, band in self._queue.bands.items()}
+        configured = dict.fromkeys(bands, 0)
+        return {band.name: length for band, length in (configured | waiting).items()}
+
+    def offer(
+        self, request: InferenceRequest, cost: float, arrived_s: float
+    ) -> tuple[Waiting, Waiting | None]:
+        """Queue `request`. Returns its entry, and the entry preempted for it, if any.
+
+        Raises:
+            Saturated, InsufficientFlowCapacity, TooManyFlows, BandCapacity, BandBytes, TotalCapacity: as the
+                shared queue would.
+        """
+        waiting = Waiting.of(request, cost, arrived_s)
+        self._now_us = max(self._now_us, waiting.arrived)
+        try:
+            preempted = self._queue.make_room(waiting)
+        except QueueFull as full:
+            error, why = REFUSALS[Refusal(full.reason)]
+            raise error(why, retry_after_s=1) from None
+        if preempted is not None:
+            self.remove(preempted)
+        self._queue.insert(waiting)
+        self._due.put(waiting, waiting.due_ms, waiting.id)
+        waiting.queued = True
+        return waiting, preempted
+
+    def remove(self, waiting: Waiting) -> None:
+        """Remove a request unserved, if it is still queued; its flow queue is not charged."""
+        if waiting.queued:
+            self._queue.remove(waiting)
+            self._left(waiting)
+
+    def turn(self, now_s: float) -> tuple[Waiting, bool] | None:
+        """The request to serve next, and whether the guard selects it; None if no request waits."""
+        self._now_us = max(self._now_us, now_s * 1e6)
+        while (due := self._due.first()) is not None and due.due_ms * 1000 <= self._now_us:
+            self._due.remove(due)
+            self._queue.mark_overdue(due)
+        return self._queue.next_turn()
+
+    def serve(self, waiting: Waiting, by_guard: bool) -> None:
+        """Remove the request that `turn` returned, and charge its flow queue."""
+        self._queue.serve(waiting, by_guard)
+        self._left(waiting)
+
+    def all(self) -> list[Waiting]:
+        """All waiting requests, oldest first."""
+        return sorted(self._queue.requests(), key=lambda each: each.arrived_s)
+
+    def _left(self, waiting: Waiting) -> None:
+        waiting.queued = False
+        self._due.remove(waiting)
+        self._queue.forget_preemptions()
+        if not len(self):
+            self._queue.forget_finish_tags(at_rest=False)

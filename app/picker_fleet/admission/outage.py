@@ -1,0 +1,155 @@
+"""One outage: the requests, budget and unreported ends of a replica without Redis (G8; docs/redis.md).
+
+`FailoverGate` makes an `Outage` when Redis is lost, and drops it once every replica uses Redis again.
+"""
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from picker_fleet.admission.gate import OutageStatus
+from picker_fleet.admission.ledger import Ledger
+from picker_fleet.admission.local_gate import LocalGate, LocalPicker
+from picker_fleet.admission.peers import BudgetTransfer
+from picker_fleet.domain.errors import ScriptFailed
+from picker_fleet.domain.request import Completion, InferenceRequest, Placement
+from picker_fleet.state import accounting_token
+from picker_fleet.state.store import Store
+
+_REPORT_SLACK_S = 1.0  # how late an access-log entry of a running request may be
+_CHUNK = 512  # renewals in flight at a time; the store sends 16 in a call
+
+
+def unseen_s(report_s: float) -> float:
+    """The silence, in seconds, after which a resync does not restore a request. The access log has an entry
+    of each running request every `report_s`, and the replica that receives the next one restores it."""
+    return report_s + _REPORT_SLACK_S
+
+
+@dataclass(slots=True, eq=False)
+class Resync:
+    """One attempt to report the requests and ends of an outage to Redis, which answers again."""
+
+    began_s: float
+    released: float = 0.0  # budget released by ends received since `began_s`, which Redis receives as well
+    done: bool = False  # Redis has all requests this replica saw in flight; peers may still resync
+
+
+@dataclass(eq=False)
+class Outage:
+    """One replica's state from the loss of Redis until all replicas use Redis again.
+
+    gate: the requests that wait here, and the remaining budget for starting requests.
+    picker: chooses their endpoints, and counts requests by endpoint.
+    transfer: gets budget from the other replicas while requests wait.
+    ledger: its journaled entries were started, seen or ended during the outage; a resync reports each once.
+    bound, share: the fleet's bound of the stock, and this replica's share of the bound.
+    clock: in seconds; `began_ms` is the start of the outage by the clock of the shared state.
+    resync: the current attempt; None while Redis is unavailable.
+    before: id -> cost of the requests known to run when the outage began; `ended_before` has the ids whose
+        end this replica had received by then. `initial_free` is the budget at the start.
+    """
+
+    gate: LocalGate
+    picker: LocalPicker
+    transfer: BudgetTransfer
+    ledger: Ledger
+    bound: float
+    share: float
+    clock: Callable[[], float]
+    before: dict[str, float]
+    ended_before: frozenset[str]
+    began_ms: int
+    resync: Resync | None = None
+    resync_attempted: bool = False
+    placed: int = 0  # requests placed during the outage
+
+    def __post_init__(self) -> None:
+        self.initial_free, self.began_s = self.gate.free, self.clock()
+        self.ledger.begin_outage()
+
+    @property
+    def resynced(self) -> bool:
+        return self.resync is not None and self.resync.done
+
+    def status(self, mode: str, report_s: float) -> OutageStatus:
+        return OutageStatus(
+            mode=mode,
+            since_s=round(self.clock() - self.began_s, 3),
+            bound=self.bound,
+            share=self.share,
+            free=self.gate.free,
+            let_go=self.placed,
+            in_flight=sum(
+                each.attempt is not None for each in self.ledger.in_flight(self.clock() - unseen_s(report_s))
+            ),
+            queued=self.gate.waiting,
+            queue_length=self.gate.lengths(),
+        )
+
+    def has_another(self, request: InferenceRequest) -> bool:
+        """Whether this replica knows another running request with the same id. A request that ran before the
+        outage counts as another: Envoy never repeats a request after it has received the placement."""
+        if not request.digest:
+            return False  # without a digest two requests cannot be distinguished
+        entry = self.ledger.get(request.id)
+        if entry is None or not entry.is_local:
+            seen = entry is not None and entry.running and entry.journaled
+            return request.id in self.before or seen
+        flow, model = accounting_token.flow_of(entry.token), accounting_token.model_of(entry.token)
+        digest = (entry.attempt or "").partition(".")[2]
+        return (flow, model, digest) != (request.flow, request.model, request.digest)
+
+    def record_placement(self, request_id: str, placement: Placement, cost: float) -> None:
+        self.ledger.place_locally(request_id, cost)
+        self.picker.began(placement.endpoints[0])
+        self.placed += 1
+
+    def withdraw(self, request_id: str) -> None:
+        entry = self.ledger.get(request_id)
+        if entry is not None and entry.is_local:
+            self.picker.ended(entry.endpoint)
+            self.gate.release(self.ledger.withdraw(request_id))
+
+    def end(self, completion: Completion, token: str) -> bool:
+        """Account for an end and release its cost; False if the end is known already.
+
+        `token` is the accounting token; '' if none came with the end.
+        """
+        entry = self.ledger.get(completion.id)
+        local = entry is not None and entry.is_local
+        self.picker.ended(
+            entry.endpoint if entry is not None and local else accounting_token.endpoint_of(token)
+        )
+        if completion.failed:
+            self.picker.failed(completion.failed)
+        cost = self.ledger.finish_locally(completion, token)
+        if cost is None:
+            return False
+        released = self.gate.charge(cost)
+        if self.resync is not None:
+            self.resync.released += released
+        self.gate.release(released)
+        return True
+
+    async def restore_running(self, store: Store, report_s: float) -> int:
+        """Report the running requests to the shared state. Returns their number.
+
+        `report_s` is the access log's interval between entries of a running request.
+
+        Raises:
+            StateUnavailable: Redis is lost again.
+            WritesRefused: Redis takes no writes for now.
+        """
+        running = self.ledger.in_flight(self.clock() - unseen_s(report_s))
+        for at in range(0, len(running), _CHUNK):
+            answers = [
+                store.renew(
+                    each.id, each.attempt, each.served, each.accounting_token, self.clock() - each.seen_s
+                )
+                for each in running[at : at + _CHUNK]
+            ]
+            for answer in answers:
+                with contextlib.suppress(ScriptFailed):  # the next sign of life restores that request
+                    await answer
+        return len(running)

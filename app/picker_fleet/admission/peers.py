@@ -1,0 +1,219 @@
+"""The other replicas during an outage: which are live, what each reports, and transfers of their budget.
+
+Envoy's access log goes to any replica, so freed budget collects where ends are received. A replica with
+waiting requests asks every peer for budget, with one call at a time to each. A call without a reply is
+repeated, and the peer repeats its reply, so that a pause of either side loses no budget. The budget of a peer
+that dies stays unused until Redis is back; two replicas never use the same budget.
+"""
+
+import asyncio
+import math
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Protocol
+
+from picker_fleet.admission.local_gate import LocalGate, part_of
+from picker_fleet.state.store import HeartbeatReply
+
+_PAUSE_S = 0.2  # before asking a peer again that had no budget to give
+_IDLE_S = 10.0  # time without waiting requests after which connections to peers are closed
+_COMPARED = 30_000  # most running requests that `lost_budget` compares
+TRANSFER_WAIT_S = 0.5  # how long a peer without free budget waits before it answers
+
+
+@dataclass(frozen=True, slots=True)
+class OutageCount:
+    """A replica's figures at the start of its outage: the number of live replicas, the bound, its own free
+    budget, and id -> cost of the requests that may have been running."""
+
+    live: int
+    bound: float
+    free: float
+    running: Mapping[str, float]
+
+
+class PeerClient(Protocol):
+    """Calls to other replicas (admission/budget_transfer.py)."""
+
+    async def count(self, address: str) -> OutageCount | None:
+        """The `OutageCount` of the replica at `address`; None if the replica has none or does not answer."""
+        ...
+
+    async def ended_before(self, address: str, ids: Collection[str]) -> Collection[str] | None:
+        """Those of `ids` whose end the replica had received before its outage; None as for `count`."""
+        ...
+
+    async def ask(self, address: str, least: float, most: float) -> float | None:
+        """The budget that the replica at `address` gives, 0 if none; None if it does not answer."""
+        ...
+
+    async def close(self) -> None:
+        """Close all connections; `ask` opens them again."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class PeerState:
+    """The fields of a replica's info, published with its heartbeats, that failover needs.
+
+    `degraded`: the replica has state that Redis lacks. `grpc`: the host:port that takes calls for budget; ''
+    if there is none. `resyncs`: how often the replica has begun to resync. `answered`: the peers' resyncs for
+    which it has published all ends received before them.
+    """
+
+    degraded: bool = False
+    grpc: str = ""
+    resyncs: int = 0
+    answered: frozenset[str] = frozenset()
+
+    @classmethod
+    def read(cls, about: Mapping[str, object]) -> "PeerState":
+        """Read the JSON object `about` of docs/redis-schema.md. A field of a wrong type counts as missing."""
+        grpc, resyncs, answered = about.get("grpc"), about.get("resyncs"), about.get("answered")
+        return cls(
+            bool(about.get("degraded")),
+            grpc if isinstance(grpc, str) else "",
+            resyncs if isinstance(resyncs, int) else 0,
+            frozenset(map(str, answered) if isinstance(answered, list | tuple) else ()),
+        )
+
+
+class Peers:
+    """The live replicas. `live` has their sorted ids, including this replica's own id `replica`, as of the
+    last heartbeat while Redis was in use."""
+
+    def __init__(self, replica: str) -> None:
+        self._replica = replica
+        self.live: tuple[str, ...] = ()
+        self.left_s = -math.inf  # when this replica last found that a live replica had left
+        self._states: Mapping[str, PeerState] = {}
+        self._addresses: dict[str, str] = {}
+
+    def update(self, replicas: Mapping[str, PeerState], *, shared: bool, now_s: float) -> None:
+        """Take over the state of each live replica. `live` changes only while Redis is in use (`shared`)."""
+        self._states = replicas
+        if shared:
+            if not replicas.keys() >= set(self.live):
+                self.left_s = now_s
+            self.live = tuple(sorted(replicas))
+        for name, state in replicas.items():
+            if name != self._replica and state.grpc:
+                self._addresses[name] = state.grpc
+
+    def addresses(self) -> list[str]:
+        """The addresses (host:port) of the peers that take calls for budget."""
+        return [self._addresses[name] for name in self.live if name in self._addresses]
+
+    def others(self) -> list[str] | None:
+        """The addresses (host:port) of all peers, if this replica has the least id; None if it does not, or
+        if an address is unknown."""
+        others = [name for name in self.live if name != self._replica]
+        if self.live[:1] != (self._replica,) or not self._addresses.keys() >= set(others):
+            return None
+        return [self._addresses[name] for name in others]
+
+    def all_resynced(self) -> bool:
+        """Whether every replica of `live` reports that Redis has its state."""
+        return all(name in self._states and not self._states[name].degraded for name in self.live)
+
+    def live_ones(self, holds: Callable[[str, PeerState], bool]) -> bool:
+        """Whether `holds` is true for any replica of `live` that still sends heartbeats."""
+        return any(name in self.live and holds(name, said) for name, said in self._states.items())
+
+    def count(self, pulse: HeartbeatReply) -> int:
+        """The number of replicas among which the bound is divided."""
+        return max(len(self.live), pulse.live_replicas, 1)
+
+    def own_part(self, pulse: HeartbeatReply, *, counts_requests: bool) -> float:
+        """This replica's share of the stock that was free at `pulse`; `counts_requests` as in `part_of`."""
+        live = self.count(pulse)
+        rank = self.live.index(self._replica) if self._replica in self.live else live
+        free = pulse.upper - pulse.stock
+        return part_of(free, live=live, rank=rank, counts_requests=counts_requests)
+
+
+async def lost_budget(
+    own: OutageCount, ended_before: Collection[str], client: PeerClient, others: Collection[str]
+) -> float | None:
+    """The part of the bound that is in no replica's budget and that no running request uses: ends and grants
+    in transit held it when Redis was lost. None if one of the `others` has no count, or counts another number
+    of live replicas.
+
+    When the outage began, the bound was the sum of the free budgets, the costs of the running requests, and
+    this part. A request can have been running only if some replica had placed it or seen it alive within an
+    access-log interval, and none had received its end. So the result is never too large (docs/redis.md).
+    """
+    counts = [own, *await asyncio.gather(*(client.count(address) for address in others))]
+    running: dict[str, float] = {}
+    for count in counts:
+        if count is None or count.live != own.live:
+            return None
+        running.update(count.running)
+    if len(running) > _COMPARED:
+        return 0.0  # the lost part of so large a bound is small
+    asked = await asyncio.gather(*(client.ended_before(address, list(running)) for address in others))
+    for ended in (ended_before, *asked):
+        if ended is None:
+            return None
+        for name in ended:
+            running.pop(name, None)
+    bound = min(count.bound for count in counts if count is not None)
+    free = sum(count.free for count in counts if count is not None)
+    return max(bound - free - sum(running.values()), 0.0)
+
+
+class BudgetTransfer:
+    """Gets budget for `gate` from the replicas at `addresses()` while requests of `gate` wait."""
+
+    def __init__(
+        self,
+        gate: LocalGate,
+        client: PeerClient,
+        addresses: Callable[[], list[str]],
+        *,
+        idle_s: float = _IDLE_S,
+    ) -> None:
+        self._gate, self._client, self._addresses = gate, client, addresses
+        self._idle_s = idle_s
+        self._clock = asyncio.get_running_loop().time
+
+    async def run(self) -> None:
+        asking: dict[str, asyncio.Task[None]] = {}
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                while True:
+                    if not await self._needed():
+                        await self._client.close()
+                        continue
+                    for address in self._addresses():
+                        if address not in asking or asking[address].done():
+                            asking[address] = tasks.create_task(self._ask(address))
+                    asking = {address: task for address, task in asking.items() if not task.done()}
+                    if asking:
+                        await asyncio.wait(
+                            asking.values(), return_when=asyncio.FIRST_COMPLETED, timeout=TRANSFER_WAIT_S
+                        )
+                    else:
+                        await asyncio.sleep(_PAUSE_S)
+        finally:
+            await self._client.close()
+
+    async def _needed(self) -> bool:
+        """Wait up to `idle_s` until a request waits in `gate`. Returns whether one waits."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._idle_s):
+                await self._gate.has_waiting.wait()
+        return self._gate.has_waiting.is_set()
+
+    async def _ask(self, address: str) -> None:
+        minimum, maximum = self._gate.shortage()
+        if minimum <= 0:
+            await asyncio.sleep(_PAUSE_S)  # the pool is paused: requests wait although there is budget
+            return
+        began_s = self._clock()
+        granted = await self._client.ask(address, minimum, maximum)
+        if granted:
+            self._gate.release(granted)
+        elif self._clock() - began_s < _PAUSE_S:
+            await asyncio.sleep(_PAUSE_S)  # the peer is unreachable, or has no budget left

@@ -1,0 +1,124 @@
+"""The pools of one process, and the memory that request bodies may take, shared by all of them."""
+
+import asyncio
+import logging
+from collections.abc import Callable, Collection, Mapping
+from typing import Final, Generic, TypeVar
+
+from picker_fleet.domain.errors import BufferFull
+
+SMALL_BYTES = 64 * 1024  # a body up to this size may use the whole budget
+_RESERVED_PART = 32  # 1/32 of the budget is for small bodies only: slow large uploads must not block them
+
+# A proxy names a request's pool in this gRPC metadata key, or in this header of an HTTP check. Only the
+# proxy's configuration can set it (docs/protocol.md).
+POOL_HEADER: Final = "x-picker-pool"
+_TOLD_POOLS = 100  # unknown pool names to log at most
+
+_log = logging.getLogger(__name__)
+_Each = TypeVar("_Each")
+_Other = TypeVar("_Other")
+
+
+class ByPool(Generic[_Each]):
+    """Maps pool names to the objects in `each`; no name means `default`, any other name gives `unknown`."""
+
+    def __init__(self, each: Mapping[str, _Each], default: str, unknown: _Each) -> None:
+        self._each = {**{name.encode(): thing for name, thing in each.items()}, b"": each[default]}
+        self._unknown = unknown
+        self._told: set[bytes] = set()
+
+    def of(self, name: bytes) -> _Each:
+        """The object of the pool `name`; logs unknown names."""
+        found = self._each.get(name)
+        if found is not None:
+            return found
+        if name not in self._told and len(self._told) < _TOLD_POOLS:
+            self._told.add(name)
+            _log.warning("a proxy names a pool that is not served here", extra={"named": repr(name[:64])})
+        return self._unknown
+
+    def where(self, default: str) -> "ByPool[_Each]":
+        """A copy with `default` as the pool of requests that name none; '' keeps the current default."""
+        each = {name.decode(): thing for name, thing in self._each.items()}
+        return ByPool(each, default, self._unknown)
+
+    def each(self, of: "Callable[[_Each], _Other]") -> "ByPool[_Other]":
+        """A copy with each object replaced by `of(object)`."""
+        made = {name.decode(): of(thing) for name, thing in self._each.items()}
+        return ByPool(made, "", of(self._unknown))
+
+    @property
+    def all(self) -> tuple[_Each, ...]:
+        """All distinct objects, the default pool's first, `unknown` included."""
+        things = (self._each[b""], *self._each.values(), self._unknown)
+        return tuple({id(thing): thing for thing in things}.values())
+
+
+class BodyBudget:
+    """Limits the bytes of request bodies that this replica holds to `limit_bytes`.
+
+    A body counts from its first byte until its answer is sent, including the wait in the queue.
+    """
+
+    __slots__ = ("_for_large_bytes", "_limit_bytes", "decoding", "held_bytes")
+
+    def __init__(self, limit_bytes: int) -> None:
+        self.decoding = asyncio.Lock()  # allows one body to be decoded at a time
+        self._limit_bytes = limit_bytes
+        self._for_large_bytes = limit_bytes - limit_bytes // _RESERVED_PART
+        self.held_bytes = 0
+
+    def take(self, size_bytes: int, body_bytes: int) -> None:
+        """Count `size_bytes` more of a body that then has `body_bytes` in all.
+
+        Raises:
+            BufferFull: the budget is used up; nothing is counted.
+        """
+        limit_bytes = self._limit_bytes if body_bytes <= SMALL_BYTES else self._for_large_bytes
+        if self.held_bytes + size_bytes > limit_bytes:
+            raise BufferFull(f"this replica holds as many bytes of bodies as it may ({self._limit_bytes})")
+        self.held_bytes += size_bytes
+
+    def give_back(self, size_bytes: int) -> None:
+        self.held_bytes -= size_bytes
+
+
+class _PoolBudget(BodyBudget):
+    """The budget of one of several pools: `own_bytes` are reserved for this pool; further bytes are borrowed
+    from `shared_bytes`, from which all budgets in `pools` borrow.
+    """
+
+    __slots__ = ("_own_bytes", "_pools", "_shared_bytes")
+
+    def __init__(self, own_bytes: int, shared_bytes: int, pools: "list[_PoolBudget]") -> None:
+        super().__init__(own_bytes + shared_bytes)
+        self._own_bytes, self._shared_bytes, self._pools = own_bytes, shared_bytes, pools
+
+    def take(self, size_bytes: int, body_bytes: int) -> None:
+        """As `BodyBudget.take`."""
+        beyond_bytes = self.held_bytes + size_bytes - self._own_bytes
+        if beyond_bytes > 0:
+            others = sum(each.borrowed_bytes for each in self._pools if each is not self)
+            reserve = self._shared_bytes // _RESERVED_PART if body_bytes > SMALL_BYTES else 0
+            if others + beyond_bytes > self._shared_bytes - reserve:
+                raise BufferFull("this pool holds as many bytes of bodies as it may beside the others")
+        super().take(size_bytes, body_bytes)
+
+    @property
+    def borrowed_bytes(self) -> int:
+        """Bytes held beyond the reserved ones."""
+        return max(self.held_bytes - self._own_bytes, 0)
+
+
+def body_budgets(limit_bytes: int, pools: Collection[str]) -> Mapping[str, BodyBudget]:
+    """A body budget for each of `pools`. Several pools get half of `limit_bytes` reserved in equal parts and
+    borrow from the other half, so no pool can take the bytes that another needs to make progress.
+    """
+    if len(pools) == 1:
+        return {name: BodyBudget(limit_bytes) for name in pools}
+    own_bytes = limit_bytes // (2 * len(pools))
+    budgets: list[_PoolBudget] = []
+    for _ in pools:
+        budgets.append(_PoolBudget(own_bytes, limit_bytes - own_bytes * len(pools), budgets))
+    return dict(zip(pools, budgets, strict=True))

@@ -1,0 +1,230 @@
+"""The domain types of the picker: requests, endpoints, outcomes. Pure: no I/O, no clock, no randomness.
+
+Types that each request instantiates are tuples: creating a frozen dataclass takes three times as long.
+"""
+
+import enum
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Final, NamedTuple
+
+from picker_fleet.domain.bands import Band
+
+KEY_MARK: Final = "="  # prefix of a client's own session key; session tokens never contain it
+_NO_LABELS: Mapping[str, str] = MappingProxyType({})
+
+
+class Workload(NamedTuple):
+    """A request's client workload (spec 001). The `id` '' is an anonymous workload, of one request."""
+
+    id: str
+    criticality: int  # 1 (lowest) to 5
+
+
+class InferenceRequest(NamedTuple):
+    """One request as the gate sees it, in any mode.
+
+    `id` is unique in the pool and safe in a Redis member; `cost` is in the stock's unit (requests: 1).
+    `subset` lists the endpoints (`ip:port`) that may be picked, None for the whole pool.
+    `selector` holds labels that an endpoint must have to be picked.
+    `session` is the client's session token, unchecked, or KEY_MARK and a session key, '' for none. `prefix`
+    has the hashes of the prompt's blocks, empty if no scorer reads them. `limit` bounds the flow's requests
+    in flight on one endpoint (0: no bound). `learn` says that `cost` lacks the answer's tokens, so that the
+    flow's mean is added. `trace` is the request's W3C traceparent, '' without one or without tracing.
+    `by_client` says that `ttl_s` is the client's own deadline. `body_bytes` is the body's length, 0 if
+    unknown. `digest` identifies the body; never show it: whoever knows it could pass for the request.
+    `refers` are the ids of the response and conversation that the request continues, and `origin` is the
+    endpoint that has that state, '' if unknown.
+    """
+
+    id: str
+    model: str
+    target_model: str
+    stream: bool
+    flow: str
+    band: Band
+    weight: float
+    workload: Workload
+    cost: float
+    ttl_s: float
+    subset: tuple[str, ...] | None
+    limit: int = 0
+    learn: bool = False
+    session: str = ""
+    prefix: tuple[bytes, ...] = ()
+    selector: Mapping[str, str] = _NO_LABELS
+    trace: str = ""
+    by_client: bool = False
+    body_bytes: int = 0
+    digest: str = ""
+    refers: tuple[str, ...] = ()
+    origin: str = ""
+
+    def repeats(self, other: "InferenceRequest") -> bool:
+        """Whether this request is a retry of `other`, which has the same id."""
+        return (self.flow, self.model, self.digest) == (other.flow, other.model, other.digest)
+
+
+class Placement(NamedTuple):
+    """The decision for a request: its `endpoints` (`ip:port`, best first), and its accounting token.
+
+    Envoy returns the opaque `accounting_token` in the access log; the token suffices to account for the
+    request after the shared state was lost. `attempt` names the stream that may withdraw the placement, and
+    has the body's digest. `session` is the token that the client is to send with its next request, '' for
+    none. `waited_s` is the time in the queue, None if the request bypassed the queue.
+    """
+
+    endpoints: tuple[str, ...]
+    accounting_token: str
+    attempt: str = ""
+    session: str = ""
+    waited_s: float | None = None
+
+
+class Outcome(enum.StrEnum):
+    """How a request ended; the value is a metric label."""
+
+    COMPLETED = "completed"
+    CLIENT_GONE = "client_gone"
+    UPSTREAM_FAILED = "upstream_failed"
+
+
+class Completion(NamedTuple):
+    """The end of one request, from the end of its stream or from its final access-log entry.
+
+    `duration_s` is the client's whole wait, time in the queue included; `service_s` is the endpoint's part of
+    that, None if unknown. `failed` is an endpoint to which the connection failed, '' if none is known.
+    `accounting_token` is the placement's, '' if Envoy did not return it. `waited_s` is the time in the queue,
+    None if the request bypassed the queue; `target_model` is the variant, set if the request waited. `fault`
+    and `hold_s` describe a bad answer of the serving endpoint, as in `Fault`. `passed_over` is an endpoint
+    that failed an earlier attempt, '' if none is known.
+    """
+
+    id: str
+    outcome: Outcome
+    status: int  # 0: none was sent
+    served: str | None  # ip:port
+    prompt_tokens: int | None
+    completion_tokens: int | None
+    duration_s: float | None
+    first_byte_s: float | None
+    failed: str = ""
+    accounting_token: str = ""
+    service_s: float | None = None
+    waited_s: float | None = None
+    target_model: str = ""
+    fault: str = ""
+    hold_s: float = 0.0
+    passed_over: str = ""
+
+    @property
+    def answered(self) -> bool:
+        """Whether the endpoint answered with success. After a client's own error this is False, too."""
+        return self.outcome is Outcome.COMPLETED and 200 <= self.status < 300 and not self.fault
+
+
+# Values of `Fault.why`; `fault_of` returns further ones.
+FULL: Final = "full"  # the endpoint takes no more requests for now
+CONNECT: Final = "connect"  # the endpoint accepts no connection
+
+
+class Fault(NamedTuple):
+    """A failed attempt of a request on an endpoint. A `FULL` endpoint is full for `hold_s` (0: it gave no
+    time). Without an accounting token the fault counts only while the request runs on that endpoint."""
+
+    id: str
+    endpoint: str
+    why: str
+    accounting_token: str
+    hold_s: float = 0.0
+
+
+class Alive(NamedTuple):
+    """A lease renewal of a request in flight. `accounting_token` can restore a lost record; '' if unknown."""
+
+    id: str
+    served: str | None
+    accounting_token: str
+
+
+def largest_claim(share: float, bound: float) -> float:
+    """The most stock that one request takes under `bound`, as in the scripts: `share` of the bound, but at
+    least 1, or the whole bound if that is below 1."""
+    return max(share * bound, min(1.0, bound))
+
+
+_STREAM = "text/event-stream"
+_REDIRECTS = range(300, 400)  # statuses that no working model server sends
+_EMPTY_STREAM_BYTES = 16  # a stream without an answer is no longer: nothing, or only `data: [DONE]`
+_LONGEST_HOLD_S = 3600.0
+ERROR_IN_200: Final = "error in 200"
+
+
+def fault_of(status: int, body_bytes: int | None = None, error: bool = False, content_type: str = "") -> str:
+    """Classify an endpoint's answer as a value of `Fault.why`; '' for success or a client's error.
+
+    `error` says that the body reports an error that is not the client's. `body_bytes` is the body's length,
+    None if the body is known to have an answer.
+    """
+    if status == 429:
+        return FULL
+    if status >= 500 or status in _REDIRECTS:
+        return str(status)
+    if error:
+        return ERROR_IN_200
+    least = _EMPTY_STREAM_BYTES if content_type.startswith(_STREAM) else 0
+    return "empty" if status == 200 and body_bytes is not None and body_bytes <= least else ""
+
+
+def hold_of(retry_after: str) -> float:
+    """Seconds of a `retry-after` header, at most an hour; 0 if it is empty or a date."""
+    text = retry_after.strip()
+    return min(float(text), _LONGEST_HOLD_S) if text.isascii() and text.isdecimal() else 0.0
+
+
+def finite_number(value: object) -> float | None:
+    """`value` as a finite float if it is a JSON number, else None."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    try:
+        number = float(value)
+    except OverflowError:
+        return None
+    return number if math.isfinite(number) else None
+
+
+# Endpoint labels that override the configured location of the metrics page.
+METRICS_PORT = "picker-fleet/metrics-port"
+METRICS_PATH = "picker-fleet/metrics-path"
+METRICS_SCHEME = "picker-fleet/metrics-scheme"
+
+
+class Ejection(NamedTuple):
+    """Why an endpoint is ejected, and until when (Redis's clock). After that a probe decides."""
+
+    reason: str
+    until_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """One model server. `address` is `ip:port`, IPv6 in brackets.
+
+    `max_inflight` bounds its requests in flight from the whole fleet, None for no bound. The endpoint gets no
+    new requests while it is `draining` (by discovery), `drained` (by an operator), `down` (connections fail)
+    or `ejected` (its answers fail).
+    """
+
+    address: str
+    labels: dict[str, str] = field(default_factory=dict)
+    draining: bool = False
+    drained: bool = False
+    down: bool = False
+    max_inflight: int | None = None
+    ejected: Ejection | None = None
+
+    @property
+    def ready(self) -> bool:
+        return not (self.draining or self.drained or self.down or self.ejected)

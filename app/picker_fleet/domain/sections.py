@@ -1,0 +1,742 @@
+"""The sections of the settings tree, with their defaults and the checks within one section.
+
+Names follow spec 003 where it defines them. `picker_fleet.domain.config` checks constraints between sections.
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from types import MappingProxyType
+from typing import Annotated, Any, Literal, NamedTuple, Self
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+
+from picker_fleet.domain.allowlist import Api, api_of, trusted_name
+from picker_fleet.domain.bands import (
+    NAMED,
+    Band,
+    BandPolicy,
+    Bands,
+    Criticality,
+    Fairness,
+    Ordering,
+    Overload,
+    WaitSignal,
+    nearest,
+)
+from picker_fleet.domain.redis_address import redis_url
+from picker_fleet.domain.scorer_names import DEFAULT_LATENCY_WEIGHTS, scorer_name, weights_by_name
+from picker_fleet.domain.units import (
+    LEAST_WEIGHT,
+    MOST_COST,
+    MOST_WEIGHT,
+    AutoDuration,
+    Count,
+    CriticalityName,
+    Duration,
+    EndpointAddress,
+    FilePath,
+    Flag,
+    HostName,
+    HostPort,
+    Name,
+    Number,
+    Priority,
+    Token,
+    repeated,
+    starting_with,
+)
+
+# Metadata namespaces with a fixed meaning: the picker's own metadata, and the subset hint.
+_OTHER_NAMESPACES = ("picker", "picker.usage", "envoy.lb.subset_hint")
+
+
+def _of_the_protocol(namespace: str) -> str:
+    if namespace in _OTHER_NAMESPACES:
+        raise ValueError(
+            f"{namespace} is used for something else; valid: any but {', '.join(_OTHER_NAMESPACES)}"
+        )
+    return namespace
+
+
+_INTEGER = re.compile(r"[+-]?[0-9]+")
+RedisUrl = Annotated[str, AfterValidator(redis_url)]
+TrustedHeader = Annotated[str, BeforeValidator(trusted_name)]
+MetadataNamespace = Annotated[
+    str, AfterValidator(_of_the_protocol), Field(pattern=r"\A[A-Za-z0-9._-]{1,255}\z")
+]
+# A subdomain name (RFC 1123): the name becomes part of paths on the API server.
+KubernetesName = Annotated[str, Field(pattern=r"\A[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?\z")]
+AllowedPath = Annotated[
+    Api,
+    BeforeValidator(api_of),
+    PlainSerializer(lambda api: f"{api.methods} {api.path}", return_type=str),
+]
+
+
+class Section(BaseModel):
+    """Base of all sections: frozen; an unknown key is an error."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class Redis(Section):
+    url: RedisUrl = "redis://127.0.0.1:6379/0"
+    connect_timeout: Duration = Field(1.0, gt=0)
+    # Redis counts as lost after probes stay unanswered for so long. A busy machine must answer within it.
+    silence: Duration = Field(1.0, ge=0.2)
+
+
+class Tls(Section):
+    """TLS of a port: PEM files, read again when they change. Without `cert` and `key` the replica uses a
+    self-signed certificate. With `client_ca`, clients need a certificate that this CA has signed."""
+
+    cert: FilePath | None = None
+    key: FilePath | None = None
+    client_ca: FilePath | None = None
+
+    @model_validator(mode="after")
+    def _both(self) -> Self:
+        if (self.cert is None) != (self.key is None):
+            raise ValueError("cert and key belong together: give both, or neither for a self-signed one")
+        return self
+
+
+class ExtProc(Section):
+    listen: HostPort = "0.0.0.0:9002"
+    tls: Tls | None = None
+    health_listen: HostPort | None = None  # a further port for gRPC health only, always without TLS
+    transport: Literal["native", "grpcio"] = "native"  # the gRPC implementation (docs/decisions.md, 22)
+    max_body_bytes: Count = Field(8 * 1024 * 1024, ge=1024)
+    max_buffered_bytes: Count = Field(128 * 1024 * 1024, ge=1024)  # limit of all bodies together in a replica
+    body_timeout: Duration = Field(60.0, gt=0)  # for a body to arrive; the wait in the queue does not count
+    # Headers for flow, band or model that Envoy sets or has checked. Those not listed here are ignored.
+    trusted_headers: tuple[TrustedHeader, ...] = ()
+    # Namespace of the metadata with the picked endpoint (spec 002) and with the endpoint that served.
+    metadata_namespace: MetadataNamespace = "envoy.lb"
+    trusted_hops: Count = Field(0, ge=0, le=16)  # proxies before Envoy that append to x-forwarded-for
+    paths: tuple[AllowedPath, ...] = ()  # allowed besides the built-in list (allowlist.APIS)
+    # Requests for other paths: refuse all, or admit all but those that could administer an engine.
+    unknown_paths: Literal["refuse", "pass"] = "refuse"
+    read_rate: Number = Field(100, gt=0, le=1e6)  # reads (kind `read`) a second in each replica
+    drain_grace: Duration = 2.0  # NOT_SERVING is announced this long before new streams are refused
+    drain_timeout: Duration = 60.0  # requests that still wait after it are refused
+    # Test mode, never for production: clients choose endpoints, answers name theirs (docs/conformance.md).
+    conformance: Flag = False
+    # While no replica answers, Envoy refuses requests with 503, or balances them itself without any bound.
+    on_failure: Literal["deny", "balance"] = "deny"
+
+    @model_validator(mode="after")
+    def _a_body_fits(self) -> Self:
+        if self.max_body_bytes > self.max_buffered_bytes:
+            raise ValueError(
+                f"max_body_bytes {self.max_body_bytes} exceeds max_buffered_bytes {self.max_buffered_bytes}"
+            )
+        return self
+
+
+class Http(Section):
+    """Mode `http`: Envoy's ext_authz asks over HTTP. Off without `listen`."""
+
+    listen: HostPort | None = None
+    tls: Tls | None = None
+
+
+Role = Literal["viewer", "operator"]
+
+
+class AdminToken(Section):
+    """A viewer may read, an operator may also change settings. The file is read again when it changes."""
+
+    file: FilePath
+    role: Role
+
+
+class Admin(Section):
+    listen: HostPort = "0.0.0.0:8081"
+    token: Token | None = None
+    token_file: FilePath | None = None  # gives `token` if that is not set; an empty file gives no token
+    tokens: tuple[AdminToken, ...] = Field((), max_length=64)  # further tokens; `token` has the role operator
+    tls: Tls | None = None
+    hosts: tuple[HostName, ...] = ()  # accepted Host names besides loopback and this machine's name
+    rate: float = Field(200, gt=0)  # calls a second from one address; a change counts as ten
+    reference_metrics: bool = False  # also show metrics under the reference picker's names
+
+
+def url_path(path: str) -> str:
+    """Return `path`, or raise ValueError if it is no path of a URL."""
+    if not path.startswith("/") or not path.isascii() or not path.isprintable() or " " in path:
+        raise ValueError(f"{path[:60]!r} is no path of a URL")
+    return path
+
+
+Port = Annotated[Count, Field(ge=1, le=65535)]
+UrlPath = Annotated[str, AfterValidator(url_path)]
+
+
+class StaticEndpoint(Section):
+    address: EndpointAddress
+    labels: dict[str, str] = {}
+    max_inflight: Count | None = Field(None, ge=1, le=1_000_000)  # in flight at once, fleet-wide
+    metrics_port: Port | None = None  # port of the metrics page, if it differs
+    metrics_path: UrlPath | None = None
+
+
+def unlike(endpoints: tuple[StaticEndpoint, ...]) -> tuple[StaticEndpoint, ...]:
+    """Return `endpoints`, or raise ValueError if an address is listed twice."""
+    if twice := repeated(endpoint.address for endpoint in endpoints):
+        raise ValueError(f"{twice[0]} is listed twice")
+    return endpoints
+
+
+EndpointList = Annotated[tuple[StaticEndpoint, ...], AfterValidator(unlike)]
+
+
+class Dns(Section):
+    name: Annotated[str, Field(min_length=1, max_length=253)]
+    port: Port
+    interval: Duration = Field(5.0, ge=0.05)
+
+
+class Kubernetes(Section):
+    """The InferencePool whose pods are the endpoints (inference.networking.k8s.io/v1)."""
+
+    pool: KubernetesName
+    namespace: KubernetesName | None = None  # null: the namespace of the credentials
+
+
+class Discovery(Section):
+    """At most one source of endpoints; without a source the pool has no endpoints."""
+
+    static: EndpointList | None = None
+    file: FilePath | None = None  # relative to the configuration file that names it
+    dns: Dns | None = None
+    kubernetes: Kubernetes | None = None
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        sources = ("static", "file", "dns", "kubernetes")
+        named = [name for name in sources if getattr(self, name) is not None]
+        if len(named) > 1:
+            raise ValueError(f"give one of {', '.join(sources)}; {' and '.join(named)} are set")
+        return self
+
+
+class TargetModel(Section):
+    name: Name
+    weight: Count = Field(1, ge=1)
+
+
+class _Ranked(Section):
+    """A model or objective whose requests get a band, by criticality or by priority."""
+
+    name: Name
+    criticality: CriticalityName = Criticality.DEFAULT
+    priority: Priority | None = None
+
+    @model_validator(mode="after")
+    def _one_band(self) -> Self:
+        if self.priority is not None and "criticality" in self.model_fields_set:
+            raise ValueError("give criticality or priority, not both")
+        return self
+
+    def band(self, bands: Bands) -> Band:
+        """The band of its requests among the configured `bands`."""
+        if self.priority is not None:
+            return bands.of(self.priority)
+        return bands.named(self.criticality)
+
+
+class Model(_Ranked):
+    weight: Number = Field(1.0, ge=LEAST_WEIGHT, le=MOST_WEIGHT)
+    max_inflight_per_endpoint: Count | None = Field(None, ge=1, le=65_535)  # limit of each of its flows
+    max_model_len: Count | None = Field(None, ge=1, le=100_000_000)  # tokens of prompt plus answer
+    target_models: tuple[TargetModel, ...] = ()
+    endpoint_labels: Mapping[Name, str] = Field(default={})  # an endpoint that serves it has them
+
+
+class Objective(_Ranked):
+    weight: Number = Field(1.0, ge=LEAST_WEIGHT, le=MOST_WEIGHT)
+    max_inflight_per_endpoint: Count | None = Field(None, ge=1, le=65_535)  # limit of each of its flows
+
+
+BandWeight = Annotated[Number, Field(ge=LEAST_WEIGHT, le=MOST_WEIGHT)]
+MOST_BAND_BYTES = 2**50  # sums stay exact as doubles in Lua
+_MOST_BANDS = 64  # the limit of lua/lib/bands.lua
+
+
+def _band_name(name: str) -> str:
+    """The canonical spelling of Critical, Default or Sheddable in any case; other names unchanged."""
+    return next((each for each in Criticality if each.lower() == name.lower()), name)
+
+
+class PriorityBand(Section):
+    """A band of the queue. Critical, Default and Sheddable have defaults. Another band takes attributes
+    that are not given from the nearest of these three at or below its priority, or else from the lowest."""
+
+    priority: Priority
+    name: Annotated[Name, Field(max_length=64), AfterValidator(_band_name)] | None = None
+    weight: BandWeight | None = None
+    preemptible: Flag | None = None
+    guaranteed: Flag | None = None
+    capacity: Count | None = Field(None, ge=1)
+    bytes: int | None = Field(None, strict=True, ge=1, le=MOST_BAND_BYTES)  # waiting bodies
+
+    @property
+    def label(self) -> str:
+        return self.name if self.name is not None else str(self.priority)
+
+    def over(self, band: Band) -> Band:
+        """`band` with the attributes given here replaced, name and priority among them."""
+        return replace(band, name=self.label, **self.model_dump(exclude_none=True, exclude={"name"}))
+
+
+def _configured(given: Iterable[PriorityBand]) -> dict[str, Band]:
+    """The bands by name: Critical, Default, Sheddable, then other `given` bands by descending priority."""
+    by_name = {band.label: band for band in given}
+    named = {band.name: by_name.pop(band.name).over(band) if band.name in by_name else band for band in NAMED}
+    others = sorted(by_name.values(), key=lambda band: -band.priority)
+    return named | {band.label: band.over(nearest(named.values(), band.priority)) for band in others}
+
+
+class FairRequestQueue(Section):
+    total_capacity: Count = Field(1000, ge=1)
+    flow_capacity: Count = Field(100, ge=1)
+    max_flows: Count = Field(10_000, ge=1)  # flows with a waiting request, over all bands
+    # The largest part of the bound that one request takes, whatever it claims; only with `unit: tokens`.
+    claim_share: Number = Field(0.25, gt=0, le=1)
+    # How many flows without a configured name one client address may start at one replica.
+    new_flows_per_minute: Count = Field(1000, ge=1, le=1_000_000)
+    queue_ttl: Duration = Field(30.0, gt=0)
+    flow_key: Literal["fairness-id", "model"] = "fairness-id"
+    band_policy: BandPolicy = "strict"
+    # Bands besides Critical, Default and Sheddable, or these with other priorities and attributes. Any other
+    # priority gets a dynamic band while requests have it.
+    priority_bands: tuple[PriorityBand, ...] = Field((), max_length=_MOST_BANDS - len(NAMED))
+    # Weights by band name. A band that is not named keeps its weight.
+    band_weights: dict[str, BandWeight] = Field(default={}, validate_default=True)
+    fairness: Fairness = "weighted-fair"
+    ordering: Ordering = "fcfs"
+    overload: Overload = "preempt"
+    starvation_after: Annotated[Duration, Field(gt=0)] | None = None  # null: half a request's TTL
+    guard_share: Number = Field(0.1, ge=0, lt=1)
+    # Estimate for an answer of unknown length until the flow has had an answer; only with `unit: tokens`.
+    default_answer_tokens: Count = Field(256, ge=1, le=1_000_000)
+    overload_status: Literal[503, 429] = 503
+    # While no endpoint is ready, queue requests up to their TTL, as for a pool that is scaled to zero.
+    queue_without_endpoints: Flag = False
+
+    @field_validator("priority_bands")
+    @classmethod
+    def _bands_once(cls, given: tuple[PriorityBand, ...]) -> tuple[PriorityBand, ...]:
+        if len({band.label for band in given}) < len(given):
+            raise ValueError("a name is given to two bands")
+        if twice := repeated(band.priority for band in _configured(given).values()):
+            raise ValueError(f"priority {twice[0]} is given to two bands")
+        for band in given:
+            if _INTEGER.fullmatch(band.label) and band.label != str(band.priority):
+                raise ValueError(f"the name {band.label} is another priority")
+        return given
+
+    @field_validator("band_weights")
+    @classmethod
+    def _weights_of_bands(cls, given: dict[str, float], info: ValidationInfo) -> dict[str, float]:
+        bands = _configured(info.data.get("priority_bands", ()))
+        weights = {_band_name(name): weight for name, weight in given.items()}
+        for name in weights:
+            if name not in bands:
+                raise ValueError(f"{name[:40]!r} is no band; valid: {', '.join(bands)}")
+        return {name: band.weight for name, band in bands.items()} | weights
+
+    @property
+    def bands(self) -> Bands:
+        found = _configured(self.priority_bands).values()
+        return Bands(replace(band, weight=self.band_weights[band.name]) for band in found)
+
+    @model_validator(mode="after")
+    def _flow_fits(self) -> Self:
+        if self.flow_capacity > self.total_capacity:
+            raise ValueError(
+                f"flow_capacity {self.flow_capacity} exceeds total_capacity {self.total_capacity}"
+            )
+        if self.starvation_after is not None and self.starvation_after > self.queue_ttl:
+            raise ValueError(
+                f"starvation_after {self.starvation_after:g}s exceeds queue_ttl {self.queue_ttl:g}s"
+            )
+        return self
+
+
+class RequestQueueController(Section):
+    """Bounds per ready backend, in `unit`."""
+
+    enabled: Flag = True  # False: requests are placed as they come, without a wait
+    watermark_per_backend: Number = Field(2, gt=0, le=MOST_COST)
+    percentage_deviation_for_bounds: Number = Field(0.1, gt=0, lt=1)
+    lower_bound_per_backend: Number | None = Field(None, ge=0, le=MOST_COST)
+    upper_bound_per_backend: Number | None = Field(None, gt=0, le=MOST_COST)
+    unit: Literal["requests", "tokens"] = "requests"
+    expiry_cleanup_interval: Duration = Field(1.0, gt=0)
+
+    @property
+    def upper_per_backend(self) -> float:
+        if self.upper_bound_per_backend is not None:
+            return self.upper_bound_per_backend
+        return self.watermark_per_backend * (1 + self.percentage_deviation_for_bounds)
+
+    @property
+    def lower_per_backend(self) -> float:
+        if self.lower_bound_per_backend is not None:
+            return self.lower_bound_per_backend
+        return self.watermark_per_backend * (1 - self.percentage_deviation_for_bounds)
+
+    @model_validator(mode="after")
+    def _tokens_are_chosen(self) -> Self:
+        # The default watermark of 2 is sensible in requests, not in tokens.
+        if self.unit == "tokens" and "watermark_per_backend" not in self.model_fields_set:
+            raise ValueError("unit tokens needs watermark_per_backend (and bounds, if set) in tokens")
+        return self
+
+    @model_validator(mode="after")
+    def _band_holds_watermark(self) -> Self:
+        if self.lower_per_backend > self.watermark_per_backend:
+            raise ValueError(
+                f"lower_bound_per_backend {self.lower_per_backend:g} is above "
+                f"watermark_per_backend {self.watermark_per_backend:g}"
+            )
+        if self.upper_per_backend < self.watermark_per_backend:
+            raise ValueError(
+                f"upper_bound_per_backend {self.upper_per_backend:g} is below "
+                f"watermark_per_backend {self.watermark_per_backend:g}"
+            )
+        return self
+
+
+class Workloads(Section):
+    """Workload statistics (spec 001), and the weights and caps of the workload-aware score."""
+
+    wait_weight: Number = Field(0.4, ge=0)
+    criticality_weight: Number = Field(0.4, ge=0)
+    rate_weight: Number = Field(0.2, ge=0)
+    wait_cap: Duration = Field(60.0, gt=0)
+    rate_cap: Number = Field(100, gt=0)  # requests/s
+    rate_window: Duration = Field(60.0, gt=0)
+    ema_alpha: Number = Field(0.2, gt=0, le=1)
+    idle_after: Duration = Field(300.0, gt=0)
+    max_workloads: int = Field(20_000, ge=1)  # requests of further ids count as anonymous
+    wait_signal: WaitSignal = "request"
+
+
+ScorerName = Annotated[str, AfterValidator(scorer_name)]
+ScorerWeight = Annotated[Number, Field(gt=0, le=1e6)]
+
+
+class OutlierDetection(Section):
+    """When to eject an endpoint that fails (docs/picking.md). `retry_budget_percent` configures Envoy."""
+
+    enabled: Flag = True
+    base_ejection_time: Duration = Field(1.0, ge=0.1, le=300)  # doubled each time the endpoint fails again
+    max_ejection_time: Duration = Field(8.0, ge=0.1, le=300)
+    max_ejection_percent: Count = Field(50, ge=0, le=100)  # of ready endpoints
+    retry_budget_percent: Count = Field(20, ge=0, le=100)  # retries, as a part of the requests in flight
+
+    @model_validator(mode="after")
+    def _doubles_up_to_the_longest(self) -> Self:
+        if self.max_ejection_time < self.base_ejection_time:
+            raise ValueError(
+                f"max_ejection_time {self.max_ejection_time:g}s is below "
+                f"base_ejection_time {self.base_ejection_time:g}s"
+            )
+        return self
+
+
+class Latency(Section):
+    """Weights of the scorer `latency` (spec 004): cost = alpha·mean + beta·load + gamma·std."""
+
+    alpha: Number = Field(DEFAULT_LATENCY_WEIGHTS.alpha, ge=0, le=1e6)
+    beta: Number = Field(DEFAULT_LATENCY_WEIGHTS.beta, ge=0, le=1e6)
+    gamma: Number = Field(DEFAULT_LATENCY_WEIGHTS.gamma, ge=0, le=1e6)
+
+    @model_validator(mode="after")
+    def _anything_counts(self) -> Self:
+        if self.alpha == self.beta == self.gamma == 0:
+            raise ValueError("one of alpha, beta and gamma must be above 0, or all endpoints cost the same")
+        return self
+
+
+# Headers and body members that can identify a client's session.
+SessionKey = Literal["session-id", "x-session-affinity", "prompt_cache_key", "user", "metadata.user_id"]
+
+
+class Scheduling(Section):
+    """How an endpoint is chosen. Without scorers: the endpoint with the fewest requests in flight."""
+
+    scorers: Annotated[dict[ScorerName, ScorerWeight], BeforeValidator(weights_by_name)] = {}
+    session_keys: tuple[SessionKey, ...] = ()  # read by the scorer session-affinity besides tokens
+    latency: Latency = Latency()
+    fallbacks: Count = Field(2, ge=0, le=8)
+    adapters: tuple[Name, ...] = ()  # LoRA adapters, besides those that endpoints report
+    endpoint_labels: Mapping[Name, str] = Field(default={})  # labels that every endpoint must have
+
+    @model_validator(mode="after")
+    def _keys_are_scored(self) -> Self:
+        if self.session_keys and "session-affinity" not in self.scorers:
+            raise ValueError("session_keys needs the scorer session-affinity, by which they count")
+        return self
+
+
+class Series(NamedTuple):
+    """A series of a metrics page: only samples with all of `labels` count."""
+
+    name: str
+    labels: frozenset[tuple[str, str]] = frozenset()
+
+
+_SERIES = re.compile(r"([a-zA-Z_:][a-zA-Z0-9_:]*)[ ]*(?:\{(.*)\})?")
+_SELECTED = re.compile(r'[ ]*([a-zA-Z_][a-zA-Z0-9_]*)[ ]*=[ ]*(?:"([^"\\]*)"|([^",{}= ]+))[ ]*(?:,|$)')
+
+
+@lru_cache(maxsize=1000)
+def series_of(text: str) -> Series:
+    """The series that `text` selects: `name` or `name{label="value",...}`; the quotes are optional.
+
+    Raises:
+        ValueError: `text` has another form.
+    """
+    match = _SERIES.fullmatch(text)
+    if match is None:
+        raise ValueError(f"{text[:60]!r} is no name of a Prometheus series")
+    labels, at, selector = set(), 0, match[2] or ""
+    while at < len(selector):
+        label = _SELECTED.match(selector, at)
+        if label is None:
+            raise ValueError(f"{text[:60]!r} selects by no label=value pairs")
+        labels.add((label[1], label[2] if label[2] is not None else label[3]))
+        at = label.end()
+    return Series(match[1], frozenset(labels))
+
+
+# How to combine series that differ in one label. `same`: each series has the whole value; take the highest.
+# `total`: the series whose label is empty has the sum of the others; take that series. Add up series that
+# differ in any other label.
+Aggregation = Literal["same", "total"]
+_RANKS: Mapping[str, Aggregation] = MappingProxyType(
+    {"tp_rank": "same", "pp_rank": "same", "moe_ep_rank": "same"}
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """The series of one engine's metrics page, and the paths that report its state.
+
+    Each figure may have several series; the first that the page has counts. `awake` is 0 while the engine
+    sleeps. `aggregation` says by label how to combine series. `probe_path` is cheap to answer; the status
+    `unready`, 500, 502, 503 or 504 means that the engine takes no requests. If `health_path` is set, only its
+    status means that, and it is asked seldom: SGLang's generates a token. `sleep_path` reports whether the
+    engine sleeps, where the page does not; `models_path` lists usable adapters ('': no such path).
+    """
+
+    name: str
+    waiting: tuple[str, ...] = ()
+    running: tuple[str, ...] = ()
+    kv_utilisation: tuple[str, ...] = ()
+    adapters: tuple[str, ...] = ()
+    awake: tuple[str, ...] = ()
+    aggregation: Mapping[str, Aggregation] = field(default_factory=lambda: _RANKS)
+    path: str = "/metrics"
+    probe_path: str = "/health"
+    unready: int = 503  # HTTP status
+    health_path: str = ""
+    sleep_path: str = ""
+    models_path: str = ""
+
+
+# The order matters: a page with series of several engines belongs to the first of them.
+ENGINES: Mapping[str, Engine] = {
+    engine.name: engine
+    for engine in (
+        Engine(
+            "vllm",
+            waiting=("vllm:num_requests_waiting",),
+            running=("vllm:num_requests_running",),
+            kv_utilisation=("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc"),
+            adapters=("vllm:lora_requests_info",),
+            awake=('vllm:engine_sleep_state{sleep_state="awake"}',),
+            sleep_path="/is_sleeping",
+            models_path="/v1/models",
+        ),
+        Engine(
+            "sglang",
+            waiting=("sglang:num_queue_reqs",),
+            running=("sglang:num_running_reqs",),
+            kv_utilisation=("sglang:token_usage",),
+            aggregation={**_RANKS, "priority": "total"},
+            probe_path="/ping",
+            health_path="/health",
+        ),
+        Engine(
+            "tensorrt-llm",
+            waiting=("trtllm_num_requests_waiting",),
+            running=("trtllm_num_requests_running",),
+            kv_utilisation=("trtllm_kv_cache_utilization",),
+            path="/prometheus/metrics",
+        ),
+        Engine(
+            "triton-tensorrt-llm",
+            waiting=('nv_trt_llm_request_metrics{request_type="waiting"}',),
+            running=('nv_trt_llm_request_metrics{request_type="scheduled"}',),
+            kv_utilisation=('nv_trt_llm_kv_cache_block_metrics{kv_cache_block_type="fraction"}',),
+            probe_path="/v2/health/ready",
+            unready=400,
+        ),
+        Engine(
+            "triton",
+            waiting=("nv_inference_pending_request_count",),
+            probe_path="/v2/health/ready",
+            unready=400,
+        ),
+        Engine("tgi", waiting=("tgi_queue_size",), running=("tgi_batch_current_size",)),
+        Engine(
+            "llama.cpp",
+            waiting=("llamacpp:requests_deferred",),
+            running=("llamacpp:requests_processing",),
+            kv_utilisation=("llamacpp:kv_cache_usage_ratio",),
+        ),
+    )
+}
+_ALSO_CALLED: Mapping[str, str] = {
+    "trtllm": "tensorrt-llm",
+    "trtllm-serve": "tensorrt-llm",
+    "text-generation-inference": "tgi",
+    "llamacpp": "llama.cpp",
+    "llama-cpp": "llama.cpp",
+}
+AUTO = "auto"
+_MEANINGS = ("waiting", "running", "kv_utilisation", "adapters", "awake")
+_PATHS = ("path", "probe_path")
+_ENGINE_LABELS = ("llm-d.ai/engine-type", "inference.networking.k8s.io/engine-type")
+
+
+def _known_engine(name: str) -> Engine | None:
+    name = name.lower()
+    return ENGINES.get(_ALSO_CALLED.get(name, name))
+
+
+Scheme = Literal["http", "https"]
+
+
+class Scraping(Section):
+    """Scraping of metrics pages. `interval: auto` is as short as the use of the figures needs, at most 1 % of
+    the replica's and of the endpoint's time; `stale_after: auto` is 3 intervals."""
+
+    interval: AutoDuration = Field(None, ge=0.01)
+    stale_after: AutoDuration = Field(None, gt=0)
+    engine: str = AUTO
+    engine_label: str = _ENGINE_LABELS[0]  # endpoint label with the engine's name
+    series: Mapping[str, str] = Field(default={})  # figure -> series, overriding the engine's
+    aggregation: Mapping[str, Aggregation | Literal["sum"]] = Field(
+        default={}
+    )  # by label, overriding the engine's
+
+    # How to fetch metrics pages; `port` is needed if it differs from the port of requests.
+    port: Port | None = None
+    scheme: Scheme = "http"
+    probe_scheme: Scheme | None = None  # scheme of probes, sent to the port of requests; null: as `scheme`
+    ca: FilePath | None = None  # CA of the `https` certificates; null: accept any certificate
+    token_file: FilePath | None = None  # bearer token sent with each scrape
+
+    @model_validator(mode="after")
+    def _fresh_between_scrapes(self) -> Self:
+        if self.stale_after and self.interval and self.stale_after < self.interval:
+            raise ValueError("stale_after must be at least interval, or every figure counts as unknown")
+        return self
+
+    @model_validator(mode="after")
+    def _of_a_known_engine(self) -> Self:
+        if self.engine != AUTO and _known_engine(self.engine) is None and not self.series:
+            raise ValueError(
+                f"engine {self.engine!r} is not one of {AUTO}, {', '.join(ENGINES)}, and no series are named"
+            )
+        for meaning, text in self.series.items():
+            if meaning in _PATHS:
+                url_path(text)
+            elif meaning in _MEANINGS:
+                series_of(text)
+            else:
+                raise ValueError(f"{meaning!r} is not one of {', '.join((*_MEANINGS, *_PATHS))}")
+        return self
+
+    def engine_named(self, labels: Mapping[str, str]) -> str:
+        """The engine's name by an endpoint's labels; '' if no label has it."""
+        return next((labels[key] for key in (self.engine_label, *_ENGINE_LABELS) if key in labels), "")
+
+    def engines(self, named: str = "") -> tuple[Engine, ...]:
+        """The candidate engines of an endpoint whose labels name the engine `named`. With several candidates
+        the endpoint's metrics page decides."""
+        labelled, configured = _known_engine(named), _known_engine(self.engine)
+        if labelled is not None and labelled is not configured:
+            # The labels name another engine than the configuration: its `series` do not apply.
+            return (self._own(labelled) if self.engine == AUTO else labelled,)
+        if self.engine != AUTO:
+            return (self._own(configured or Engine(self.engine)),)
+        own = (self._own(Engine("series")),) if self.series else ()
+        return (*map(self._own, ENGINES.values()), *own)
+
+    def _own(self, engine: Engine) -> Engine:
+        """`engine` with the configured series, paths and aggregation. With `engine: auto`, the engine's own
+        series follow the configured ones."""
+        given: dict[str, Any] = {
+            key: text if key in _PATHS else (text, *(getattr(engine, key) if self.engine == AUTO else ()))
+            for key, text in self.series.items()
+        }
+        aggregation = {**engine.aggregation, **self.aggregation}
+        merged = {label: how for label, how in aggregation.items() if how != "sum"}
+        return replace(engine, aggregation=merged, **given)
+
+
+class Leases(Section):
+    """How long a request, replica or grant counts as alive without a sign of life."""
+
+    inflight: Duration = Field(15.0, ge=1)  # must exceed Envoy's access-log flush interval
+    access_log_interval: Duration = Field(5.0, ge=1)
+    replica_silence: Duration = Field(5.0, ge=1)
+    adoption_grace: Duration = Field(3.0, gt=0)
+    heartbeat: Duration = Field(1.0, gt=0)
+
+    @model_validator(mode="after")
+    def _renewed_in_time(self) -> Self:
+        if self.inflight < 2 * self.access_log_interval:
+            raise ValueError(
+                "inflight must be at least twice access_log_interval, or leases of running requests run out"
+            )
+        if self.replica_silence < 2 * self.heartbeat:
+            raise ValueError("replica_silence must be at least twice heartbeat")
+        return self
+
+
+class DecisionLog(Section):
+    enabled: Flag = False
+    max_entries: Count = Field(100_000, ge=100)
+
+
+class Logging(Section):
+    format: Literal["text", "json"] = "text"
+    level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"  # DEBUG writes a line for each decision
+
+
+class Tracing(Section):
+    """OpenTelemetry spans of requests; needs `picker-fleet[tracing]`."""
+
+    enabled: Flag = False
+    endpoint: Annotated[str, AfterValidator(starting_with("http://", "https://"))] = "http://127.0.0.1:4317"
+    sample: Number = Field(0.1, ge=0, le=1)  # share of requests without a traceparent; others follow theirs

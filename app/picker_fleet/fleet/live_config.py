@@ -1,0 +1,353 @@
+"""Live changes of the configuration: the keys that may change, and the resulting settings. Pure.
+
+The shared state stores live changes in two forms. The *changes* use the operator's keys: {`section.key`:
+value}, {`weights.FLOW`: weight}, and one key for each entry of a mapping:
+{`fair_request_queue.band_weights.BAND`: …}, {`fair_request_queue.priority_bands.BAND.ATTRIBUTE`: …},
+{`scheduling.scorers.NAME`: weight}. The *overrides* are the settings that the scripts read in place of the
+published ones. Overrides are always computed from all changes together, so that a conflict between two keys
+is found whichever key changes last. `admin/changes.py` makes changes; `fleet/heartbeat.py` applies them.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from picker_fleet.domain.bands import Band, Criticality
+from picker_fleet.domain.config import EffectiveConfig, Settings, parse
+from picker_fleet.domain.errors import ConfigError
+from picker_fleet.domain.request import finite_number
+from picker_fleet.domain.scorer_names import IN_FLIGHT, scorer_name, weights_by_name
+from picker_fleet.domain.units import LEAST_WEIGHT, MOST_WEIGHT, has_control
+from picker_fleet.scheduling.chooser import with_in_flight
+from picker_fleet.scheduling.scheduler import Scheduler
+from picker_fleet.scheduling.scorers import SCORERS
+
+# Each key that may change live -> the shared settings computed from that key.
+_BOUNDS = ("upper_per", "lower_per")
+AFFECTS: Mapping[str, tuple[str, ...]] = {
+    "fair_request_queue.total_capacity": ("total_capacity",),
+    "fair_request_queue.flow_capacity": ("flow_capacity",),
+    "fair_request_queue.max_flows": ("max_flows",),
+    "fair_request_queue.claim_share": ("claim_share", "largest_claim"),
+    "fair_request_queue.band_policy": ("band_policy",),
+    "fair_request_queue.band_weights": ("band_weights",),
+    "fair_request_queue.priority_bands": ("bands",),
+    "fair_request_queue.fairness": ("fairness",),
+    "fair_request_queue.ordering": ("ordering",),
+    "fair_request_queue.overload": ("overload",),
+    "fair_request_queue.starvation_after": ("starvation_ms",),
+    "fair_request_queue.guard_share": ("guard_share",),
+    "fair_request_queue.queue_without_endpoints": ("queue_unready",),
+    "request_queue_controller.enabled": ("queue_enabled",),
+    "request_queue_controller.watermark_per_backend": _BOUNDS,
+    "request_queue_controller.percentage_deviation_for_bounds": _BOUNDS,
+    "request_queue_controller.lower_bound_per_backend": _BOUNDS,
+    "request_queue_controller.upper_bound_per_backend": _BOUNDS,
+    "workloads.wait_weight": ("wait_weight",),
+    "workloads.criticality_weight": ("criticality_weight",),
+    "workloads.rate_weight": ("rate_weight",),
+    "workloads.wait_cap": ("wait_cap_ms",),
+    "workloads.rate_cap": ("rate_cap",),
+    "workloads.wait_signal": ("wait_signal",),
+    "scheduling.scorers": ("live_weight",),
+    "outlier_detection.enabled": ("eject_ms",),
+    "outlier_detection.base_ejection_time": ("eject_ms",),
+    "outlier_detection.max_ejection_time": ("eject_most_ms",),
+    "outlier_detection.max_ejection_percent": ("eject_percent",),
+}
+LIVE = (*AFFECTS, "weights.FLOW")
+_WEIGHTS = "weights"
+_BAND_WEIGHTS = "fair_request_queue.band_weights"
+_BANDS = "fair_request_queue.priority_bands"
+_BAND_ATTRIBUTES = ("bytes", "capacity", "guaranteed", "preemptible")
+_SCORERS = "scheduling.scorers"
+_BY_NAME = (_BAND_WEIGHTS, _BANDS, _SCORERS)  # mappings whose entries change one by one
+_MOST_SCORER_WEIGHT = 1e6
+_MOST_WEIGHTS = 200  # flows; the scripts read all of their weights again after every change
+_LONGEST_FLOW_BYTES = 256
+_OWN_OVERRIDES = frozenset({"paused"})  # overrides that no configuration key sets
+
+
+def flattened(patch: Mapping[str, Any], bands: Iterable[str] = tuple(Criticality)) -> dict[str, Any]:
+    """Convert a partial settings tree to changes; None undoes a change. `bands` has the configured names.
+
+    Raises:
+        ConfigError: some keys cannot change live; the message has a line for each fault.
+    """
+    changes: dict[str, Any] = {}
+    faults: list[str] = []
+    for section, keys in patch.items():
+        known = section == _WEIGHTS or any(key.startswith(section + ".") for key in AFFECTS)
+        if known and isinstance(keys, dict):
+            for key, value in keys.items():
+                name = f"{section}.{key}"
+                if name == _SCORERS and value is not None:
+                    try:
+                        changes |= _by_name(name, weights_by_name(value), SCORERS)
+                    except ValueError as fault:
+                        faults.append(f"{name}: {fault}")
+                elif name == _BANDS:
+                    faults += _band_faults(value)
+                    changes |= _of_bands(value, bands)
+                else:
+                    known_names = SCORERS if name == _SCORERS else bands
+                    changes |= _by_name(name, value, known_names) if name in _BY_NAME else {name: value}
+        else:
+            faults.append(f"{section}: {'must be an object' if known else 'cannot change live'}")
+    faults += [f"{key}: cannot change live" for key in changes if not _is_live(key)]
+    if faults:
+        raise ConfigError("\n".join(faults))
+    return changes
+
+
+def merged(current: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in {**current, **changes}.items() if value is not None}
+
+
+def applied(settings: Settings, changes: Mapping[str, Any]) -> EffectiveConfig:
+    """Apply `changes` to `settings`.
+
+    Raises:
+        ConfigError: the result is invalid; the lines of the message name the keys.
+    """
+    patch = nested(changes)
+    weights = patch.pop(_WEIGHTS, {})
+    scorers = patch.pop("scheduling", {}).get("scorers", {})
+    faults = [*_weight_faults(weights), *_scorer_faults(scorers)]
+    if faults:
+        raise ConfigError("\n".join(faults))
+    queue = patch.get("fair_request_queue", {})
+    if by_name := queue.pop("priority_bands", {}):
+        queue["priority_bands"] = _bands_with(settings, by_name)
+    if isinstance(by_band := queue.get("band_weights"), Mapping):
+        configured = settings.fair_request_queue.band_weights.items()
+        queue["band_weights"] = {**dict(configured), **by_band}
+    tree = settings.model_dump(exclude_unset=True)
+    for section, keys in patch.items():
+        tree[section] = {**tree.get(section, {}), **keys}
+    if scorers:
+        by_name = settings.scheduling.scorers | scorers
+        named = {name: weight for name, weight in by_name.items() if weight > 0}
+        tree["scheduling"] = {**tree.get("scheduling", {}), "scorers": named}
+    try:
+        return EffectiveConfig(parse(tree), weights)
+    except ConfigError as fault:
+        raise ConfigError(_naming_bands(str(fault), queue.get("priority_bands", ()))) from None
+
+
+def overrides(settings: Settings, changes: Mapping[str, Any]) -> dict[str, object]:
+    """The overrides: the shared settings that the scripts read in place of the published ones.
+
+    Raises:
+        ConfigError: as in `applied`.
+    """
+    effective = applied(settings, changes)
+    shared = shared_settings(effective.settings, effective.weights)
+    names = {name for key in changes for name in AFFECTS.get(_whole(key), ())}
+    if effective.weights:
+        names.add(_WEIGHTS)
+    return {name: shared[name] for name in sorted(names)}
+
+
+def replacing(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
+    """The update that turns overrides `old` into `new` (None removes one); `paused` stays as it is."""
+    gone = old.keys() - new.keys() - _OWN_OVERRIDES
+    return {**new, **dict.fromkeys(sorted(gone))}
+
+
+def nested(changes: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Convert `changes` to the equivalent partial settings tree."""
+    tree: dict[str, dict[str, Any]] = {}
+    # Sort, so that a mapping's own key precedes its entries' keys: `applied` then reports a wrong type there.
+    for key, value in sorted(changes.items()):
+        section, _, name = key.partition(".")
+        keys = tree.setdefault(section, {})
+        if (whole_key := _whole(key)) == _BANDS != key:
+            band, _, attribute = key.removeprefix(f"{_BANDS}.").rpartition(".")
+            keys.setdefault("priority_bands", {}).setdefault(band, {})[attribute] = value
+            continue
+        if whole_key != key:
+            name, _, part = name.partition(".")
+            whole = keys.setdefault(name, {})
+            if isinstance(whole, dict):
+                whole[part] = value
+            continue
+        keys[name] = value
+    return tree
+
+
+def _is_live(key: str) -> bool:
+    return _whole(key) in AFFECTS or key.startswith(_WEIGHTS + ".")
+
+
+def _whole(key: str) -> str:
+    """The configuration key for `key`: the mapping's key if `key` names an entry of a mapping, else `key`."""
+    return next((whole for whole in _BY_NAME if key.startswith(whole + ".")), key)
+
+
+def _by_name(whole: str, weights: Any, names: Iterable[str]) -> dict[str, Any]:
+    """Changes of the single weights under the key `whole`; None undoes the changes for all `names`."""
+    if weights is None:
+        return {f"{whole}.{_part(whole, name)}": None for name in names}
+    if not isinstance(weights, Mapping):
+        return {whole: weights}
+    return {f"{whole}.{_part(whole, name)}": weight for name, weight in weights.items()}
+
+
+def _band_faults(by_name: Any) -> Iterable[str]:
+    """Faults of a patch of bands: wrong types, and attributes that cannot change live."""
+    if not isinstance(by_name, Mapping | None):
+        yield f"{_BANDS}: must be an object of band and attributes"
+        return
+    for band, attributes in (by_name or {}).items():
+        where = f"{_BANDS}.{str(band)[:60]}"
+        if not isinstance(attributes, Mapping | None):
+            yield f"{where}: must be an object of attributes"
+            continue
+        for attribute in attributes or {}:
+            if attribute == "weight":
+                yield f"{where}.weight: is changed as {_BAND_WEIGHTS}.{str(band)[:60]}"
+            elif attribute not in _BAND_ATTRIBUTES:
+                told = ", ".join(_BAND_ATTRIBUTES)
+                yield f"{where}.{str(attribute)[:60]}: cannot change live; of a band may: {told}"
+
+
+def _of_bands(by_name: Any, bands: Iterable[str]) -> dict[str, Any]:
+    """Changes of single band attributes; None undoes the changes of one band, or of all `bands`."""
+    given = dict.fromkeys(bands) if by_name is None else by_name
+    changes: dict[str, Any] = {}
+    for band, attributes in given.items() if isinstance(given, Mapping) else ():
+        own = dict.fromkeys(_BAND_ATTRIBUTES) if attributes is None else attributes
+        if isinstance(own, Mapping):
+            changes |= {f"{_BANDS}.{_named(band)}.{attribute}": value for attribute, value in own.items()}
+    return changes
+
+
+def _bands_with(settings: Settings, by_name: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The configured `priority_bands`, with the changed attributes applied.
+
+    Raises:
+        ConfigError: a name is not that of a configured band.
+    """
+    queue = settings.fair_request_queue
+    given = {band.label: band.model_dump(exclude_unset=True) for band in queue.priority_bands}
+    priorities = {band.name: band.priority for band in queue.bands}
+    for name, attributes in by_name.items():
+        if name not in priorities:
+            known = ", ".join(priorities)
+            raise ConfigError(f"{_BANDS}.{name[:60]}: is no configured band; valid: {known}")
+        given.setdefault(name, {"priority": priorities[name], "name": name}).update(attributes)
+    return list(given.values())
+
+
+def _naming_bands(fault: str, bands: Iterable[Mapping[str, Any]]) -> str:
+    """Replace list indices of `bands` in the message `fault` by the bands' names."""
+    for place, band in enumerate(bands):
+        name = band.get("name", band["priority"])
+        fault = fault.replace(f"{_BANDS}.{place}.", f"{_BANDS}.{name}.")
+    return fault
+
+
+def _part(whole: str, name: object) -> str:
+    return _named(name) if whole == _BAND_WEIGHTS else str(name)
+
+
+def _named(band: object) -> str:
+    """The band's name as the configuration spells it; any other text stays unchanged."""
+    try:
+        return Criticality.parse(band)
+    except ValueError:
+        return str(band)
+
+
+def _weight_faults(weights: Mapping[str, Any]) -> Iterable[str]:
+    if len(weights) > _MOST_WEIGHTS:
+        yield f"weights: at most {_MOST_WEIGHTS} flows can have one of their own (got {len(weights)})"
+    for flow, weight in weights.items():
+        number = finite_number(weight)
+        if not flow.strip() or has_control(flow) or len(flow.encode(errors="replace")) > _LONGEST_FLOW_BYTES:
+            yield f"weights.{flow[:60]}: is no flow's key"
+        elif number is None or not LEAST_WEIGHT <= number <= MOST_WEIGHT:
+            yield f"weights.{flow[:60]}: must be a number from {LEAST_WEIGHT:g} to {MOST_WEIGHT:g}"
+
+
+def _scorer_faults(scorers: Mapping[str, Any]) -> Iterable[str]:
+    for name, weight in scorers.items():
+        key, number = f"{_SCORERS}.{name[:60]}", finite_number(weight)
+        try:
+            scorer_name(name)
+        except ValueError as fault:
+            yield f"{key}: {fault}"
+        if number is None or not 0 <= number <= _MOST_SCORER_WEIGHT:
+            yield f"{key}: must be a number, at most {_MOST_SCORER_WEIGHT:g}; 0 turns it off"
+        elif name == IN_FLIGHT and number == 0:
+            yield f"{key}: must be above 0, or all replicas pick the same endpoint at once"
+
+
+# Smoothing factor of the moving average of a flow's answer lengths; a few dozen answers determine it.
+_ANSWER_ALPHA = 0.2
+
+
+def shared_settings(settings: Settings, weights: Mapping[str, float]) -> dict[str, object]:
+    """The shared settings, with the names of docs/redis-schema.md; durations in ms.
+
+    `weights` has weights of single flows, which replace the weights in their requests.
+    """
+    queue = settings.fair_request_queue
+    by_name = {band.name: band for band in queue.bands}
+    controller, workloads = settings.request_queue_controller, settings.workloads
+    leases, log, outliers = settings.leases, settings.decision_log, settings.outlier_detection
+    return {
+        "upper_per": controller.upper_per_backend,
+        "lower_per": controller.lower_per_backend,
+        "total_capacity": queue.total_capacity,
+        "flow_capacity": queue.flow_capacity,
+        "max_flows": queue.max_flows,
+        # Older versions read this key. Their requests cost 1, and a bound below 1 / claim_share would make
+        # them acquire a fraction.
+        "claim_share": queue.claim_share if controller.unit == "tokens" else 1.0,
+        "largest_claim": queue.claim_share,
+        "lease_ms": leases.inflight * 1000,
+        "silence_ms": leases.replica_silence * 1000,
+        "fallbacks": settings.scheduling.fallbacks,
+        "log_max": log.max_entries if log.enabled else 0,
+        "max_workloads": workloads.max_workloads,
+        "window_ms": workloads.rate_window * 1000,
+        "ema_alpha": workloads.ema_alpha,
+        "guard_share": queue.guard_share,
+        "starvation_ms": _whole_ms(queue.starvation_after),
+        "band_policy": queue.band_policy,
+        # In the order Critical, Default, Sheddable, then the other bands.
+        "band_weights": list(queue.band_weights.values()),
+        "bands": [_shared_band(by_name[name]) for name in queue.band_weights],
+        "fairness": queue.fairness,
+        "ordering": queue.ordering,
+        "wait_signal": workloads.wait_signal,
+        "wait_weight": workloads.wait_weight,
+        "criticality_weight": workloads.criticality_weight,
+        "rate_weight": workloads.rate_weight,
+        "wait_cap_ms": workloads.wait_cap * 1000,
+        "rate_cap": workloads.rate_cap,
+        "overload": queue.overload,
+        "weights": dict(weights),
+        "paused": 0,
+        "queue_enabled": int(controller.enabled),
+        "queue_unready": int(queue.queue_without_endpoints),
+        "live_weight": Scheduler(with_in_flight(settings.scheduling.scorers)).live_weight,
+        "eject_ms": outliers.base_ejection_time * 1000 if outliers.enabled else 0,
+        "eject_most_ms": outliers.max_ejection_time * 1000,
+        "eject_percent": outliers.max_ejection_percent,
+        "default_answer": queue.default_answer_tokens,
+        "answer_alpha": _ANSWER_ALPHA,
+    }
+
+
+def _shared_band(band: Band) -> dict[str, object]:
+    attributes = {"preemptible": band.preemptible, "guaranteed": band.guaranteed}
+    limits = {"capacity": band.capacity, "bytes": band.bytes}
+    given = {name: limit for name, limit in limits.items() if limit is not None}
+    return {"priority": band.priority, **attributes, **given}
+
+
+def _whole_ms(seconds: float | None) -> int:
+    """`seconds` in ms, at least 1; 0 stands for None."""
+    return 0 if seconds is None else max(1, round(seconds * 1000))

@@ -1,0 +1,323 @@
+"""The TLS certificate of a port (`extproc.tls`, `http.tls`), reloaded when its files change.
+
+`serve.py` makes a `Certificates` for each TLS port. Files are checked every `RELOAD_S`: Kubernetes mounts a
+Secret through symbolic links, which file notifications do not follow. New connections get the new
+certificate; open ones keep theirs. Unusable files change nothing and are logged once. Without files the
+replica signs its own certificate, which encrypts but proves nothing: clients must accept any certificate.
+"""
+
+import asyncio
+import logging
+import os
+import ssl
+import subprocess
+import tempfile
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+import grpc
+
+from picker_fleet.domain.errors import StartupError
+from picker_fleet.domain.sections import Tls
+from picker_fleet.domain.units import split_host_port
+
+RELOAD_S: Final = 2.0
+HANDSHAKE_S: Final = 10.0  # time limit of a client's TLS handshake
+SHUTDOWN_S: Final = 5.0
+_HANDSHAKES = 256  # concurrent handshakes on a port
+MAX_TLS_CONNECTIONS: Final = 1024  # on a port: each may take a quarter of a MiB
+_BACKLOG = 1024
+_OPENSSL_S = 30.0
+_DAYS = "3650"
+_SELF_SIGNED = (
+    *("openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes"),
+    *("-days", _DAYS, "-subj", "/CN=picker", "-addext", "subjectAltName=DNS:picker,DNS:localhost"),
+    *("-keyout", "/dev/stdout", "-out", "/dev/stdout"),
+)
+_KEY_BEGINS = b"-----BEGIN PRIVATE KEY-----"
+_CERTIFICATE_BEGINS = b"-----BEGIN CERTIFICATE-----"
+
+_log = logging.getLogger(__name__)
+
+
+class _Files:
+    """The files' contents, in PEM. `client_ca` is empty if clients need no certificate."""
+
+    __slots__ = ("cert", "client_ca", "key")
+
+    def __init__(self, cert: bytes, key: bytes, client_ca: bytes) -> None:
+        self.cert, self.key, self.client_ca = cert, key, client_ca
+
+
+class Certificates:
+    """The certificate and key that are in use, for asyncio's TLS (`context`) and gRPC's (`grpc_credentials`).
+
+    `name` is the section of the configuration, `protocol` the name that ALPN offers.
+    """
+
+    def __init__(self, tls: Tls, name: str, protocol: str) -> None:
+        """Raises StartupError: the files cannot be used."""
+        self._tls, self._name, self._protocol = tls, name, protocol
+        self._seen = self._look()
+        try:
+            self._files = self._read(None)
+            self._current = self._context_of(self._files)
+        except (OSError, ssl.SSLError, ValueError) as fault:
+            raise StartupError(f"{name}: {_reason(fault)}") from fault
+        if tls.cert is None:
+            _log.warning("%s names no certificate: this replica signs one itself, which proves nothing", name)
+        self.version = 1
+
+    @property
+    def context(self) -> ssl.SSLContext:
+        """A new context for one listener, whose handshakes always use the current certificate."""
+        listening = self._context_of(self._files)
+        listening.sni_callback = self._use_current
+        return listening
+
+    def client_context(self) -> ssl.SSLContext:
+        """A context for calls to other replicas: accepts any certificate and offers this replica's."""
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        context.set_alpn_protocols([self._protocol])
+        with _as_file(self._files.cert + b"\n" + self._files.key) as path:
+            context.load_cert_chain(path)
+        return context
+
+    def grpc_credentials(self) -> grpc.ServerCredentials:
+        """Credentials for grpcio, whose handshakes always use the current certificate."""
+        fetched = 0
+
+        def fetch() -> Any:  # called for each handshake, in one of gRPC's threads
+            nonlocal fetched
+            if fetched == self.version:
+                return None  # unchanged
+            fetched = self.version
+            return self._grpc_configuration()
+
+        first = self._grpc_configuration()
+        return grpc.dynamic_ssl_server_credentials(first, fetch, self._tls.client_ca is not None)
+
+    def reload(self) -> bool:
+        """Read the files if they have changed. Returns whether the new ones are in use."""
+        if self._tls.cert is None and self._tls.client_ca is None:
+            return False
+        seen = self._look()
+        if seen == self._seen:
+            return False
+        self._seen = seen
+        try:
+            files = self._read(self._files)
+            current = self._context_of(files)
+        except (OSError, ssl.SSLError, ValueError) as fault:
+            _log.error("%s: the former certificate stays in use: %s", self._name, _reason(fault))
+            return False
+        self._files, self._current = files, current
+        self.version += 1
+        _log.info("%s: a new certificate is in use", self._name)
+        return True
+
+    async def run(self) -> None:
+        """Reload changed files, until cancelled."""
+        while True:
+            await asyncio.sleep(RELOAD_S)
+            self.reload()
+
+    def _use_current(self, connection: Any, server_name: str | None, listening: ssl.SSLContext) -> None:
+        connection.context = self._current
+
+    def _look(self) -> tuple[object, ...]:
+        """The time, inode and size of each file, or its error, by which a change is noticed."""
+        found: list[object] = []
+        for path in (self._tls.cert, self._tls.key, self._tls.client_ca):
+            try:
+                about = os.stat(path) if path is not None else None
+            except OSError as fault:
+                found.append(fault.errno)
+            else:
+                found.append(about and (about.st_mtime_ns, about.st_ino, about.st_size))
+        return tuple(found)
+
+    def _read(self, former: _Files | None) -> _Files:
+        tls = self._tls
+        client_ca = tls.client_ca.read_bytes() if tls.client_ca is not None else b""
+        if tls.cert is not None and tls.key is not None:
+            return _Files(tls.cert.read_bytes(), tls.key.read_bytes(), client_ca)
+        if former is not None:  # keep the self-signed certificate
+            return _Files(former.cert, former.key, client_ca)
+        return _Files(*_self_signed(), client_ca)
+
+    def _context_of(self, files: _Files) -> ssl.SSLContext:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        # A resumed session would not be checked against the current client CA.
+        context.options |= ssl.OP_NO_TICKET
+        context.num_tickets = 0
+        context.set_alpn_protocols([self._protocol])
+        with _as_file(files.cert + b"\n" + files.key) as path:
+            context.load_cert_chain(path, password=_no_password)
+        if self._tls.client_ca is not None:
+            try:
+                context.load_verify_locations(cadata=files.client_ca.decode("ascii"))
+            except (ValueError, ssl.SSLError) as fault:
+                raise ValueError(f"client_ca {self._tls.client_ca} holds no certificate in PEM") from fault
+            context.verify_mode = ssl.CERT_REQUIRED
+        return context
+
+    def _grpc_configuration(self) -> Any:
+        files = self._files
+        return grpc.ssl_server_certificate_configuration(
+            [(files.key, files.cert)], root_certificates=files.client_ca or None
+        )
+
+
+async def serve(
+    protocol: Callable[[], asyncio.Protocol], listen: str, certificates: Certificates | None
+) -> asyncio.Server:
+    """Serve `protocol` at `listen`, with TLS if there are certificates.
+
+    Raises:
+        OSError: the address cannot be bound.
+    """
+    host, port = split_host_port(listen)
+    made = protocol if certificates is None else partial(handshakes(certificates), protocol)
+    return await asyncio.get_running_loop().create_server(made, host.strip("[]"), port, backlog=_BACKLOG)
+
+
+def handshakes(certificates: Certificates) -> Callable[[Callable[[], asyncio.Protocol]], asyncio.Protocol]:
+    """A bounded set of TLS handshakes. Call the result for each new connection, with a factory of the
+    protocol that takes over the connection after the handshake."""
+    context, under_way = certificates.context, OrderedDict[_Handshake, None]()
+    return lambda protocol: _Handshake(protocol, context, under_way)
+
+
+class _Handshake(asyncio.Protocol):
+    """A new connection during its TLS handshake; then the protocol made by `protocol` takes over.
+
+    A handshake takes memory before the client is authenticated. If `others`, the handshakes of the port, are
+    more than `_HANDSHAKES`, the oldest is aborted.
+    """
+
+    def __init__(
+        self,
+        protocol: Callable[[], asyncio.Protocol],
+        context: ssl.SSLContext,
+        others: "OrderedDict[_Handshake, None]",
+    ) -> None:
+        self._protocol, self._context, self._others = protocol, context, others
+        self._early = bytearray()  # raw bytes before TLS reads, then decrypted bytes before the protocol
+        self._came = asyncio.Event()
+        self._lost = False
+        self._transport: Any = None
+        self._task: asyncio.Task[None] | None = None
+
+    def connection_made(self, transport: Any) -> None:
+        self._transport = transport
+        self._others[self] = None
+        if len(self._others) > _HANDSHAKES:
+            self._others.popitem(last=False)[0]._transport.abort()
+        self._task = asyncio.get_running_loop().create_task(self._agree())
+
+    def data_received(self, data: bytes) -> None:
+        self._early += data
+        if not self._came.is_set():
+            self._transport.pause_reading()
+            self._came.set()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._lost = True
+        self._came.set()
+
+    async def _agree(self) -> None:
+        try:
+            async with asyncio.timeout(HANDSHAKE_S):
+                await self._came.wait()
+                transport = None if self._lost else await self._start_tls()
+        except (OSError, ssl.SSLError):
+            transport = None
+        finally:
+            self._others.pop(self, None)
+        if transport is None:  # the handshake failed
+            self._transport.abort()
+            return
+        protocol = self._protocol()
+        protocol.connection_made(transport)
+        transport.set_protocol(protocol)
+        if self._early:
+            protocol.data_received(bytes(self._early))
+        if self._lost:
+            protocol.connection_lost(None)
+
+    async def _start_tls(self) -> Any:
+        first, self._early = bytes(self._early), bytearray()
+        starting = asyncio.create_task(
+            asyncio.get_running_loop().start_tls(
+                self._transport,
+                self,
+                self._context,
+                server_side=True,
+                ssl_handshake_timeout=HANDSHAKE_S,
+                ssl_shutdown_timeout=SHUTDOWN_S,
+            )
+        )
+        try:
+            # After two event-loop steps TLS reads the connection; give it the bytes that arrived before.
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            reader = self._transport.get_protocol()
+            if reader is not self and not starting.done():
+                reader.get_buffer(len(first))[: len(first)] = first
+                reader.buffer_updated(len(first))
+            return await starting
+        finally:
+            starting.cancel()
+
+
+def _no_password() -> bytes:
+    raise ValueError("the key is encrypted; a key without a password is needed")
+
+
+def _reason(fault: Exception) -> str:
+    if isinstance(fault, ssl.SSLError):
+        if fault.reason == "KEY_VALUES_MISMATCH":
+            return "the key is not the certificate's"
+        return f"cert and key hold no certificate and key in PEM: {fault.reason or fault}"
+    if isinstance(fault, OSError) and fault.filename is not None:
+        return f"{fault.filename}: {fault.strerror}"
+    return str(fault)
+
+
+@contextmanager
+def _as_file(text: bytes) -> Iterator[str]:
+    """A path from which `text` can be read; in memory if the system can, since `text` has a key."""
+    if hasattr(os, "memfd_create"):
+        number = os.memfd_create("certificate")
+        try:
+            os.write(number, text)
+            yield f"/proc/self/fd/{number}"
+        finally:
+            os.close(number)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "certificate"
+        path.touch(mode=0o600)
+        path.write_bytes(text)
+        yield str(path)
+
+
+def _self_signed() -> tuple[bytes, bytes]:
+    """A certificate and its key, made by the program openssl."""
+    try:
+        made = subprocess.run(_SELF_SIGNED, capture_output=True, timeout=_OPENSSL_S, check=True).stdout
+    except FileNotFoundError:
+        raise ValueError("without cert and key the program openssl is needed, to sign one") from None
+    except subprocess.SubprocessError as fault:
+        raise ValueError(f"openssl could not sign a certificate: {fault}") from None
+    at = made.index(_CERTIFICATE_BEGINS)
+    key_at = made.index(_KEY_BEGINS)
+    return made[at:key_at] if at < key_at else made[at:], made[key_at:at] if key_at < at else made[key_at:]

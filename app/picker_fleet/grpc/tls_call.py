@@ -1,0 +1,96 @@
+"""One gRPC call to another replica over TLS, without a check of the replica's certificate.
+
+Budget transfers use it: their requests are signed, and grpcio's client always checks certificates, although
+self-signed ones prove nothing. A connection carries one call. The request fits into one frame, so no window
+limits it; the receive window, opened once, limits the response.
+"""
+
+import asyncio
+import ssl
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Final
+
+from picker_fleet.domain.units import split_host_port
+from picker_fleet.grpc.http2 import (
+    ACK,
+    DATA,
+    END_HEADERS,
+    END_STREAM,
+    GOAWAY,
+    HEADERS,
+    PING,
+    PREFACE,
+    RST_STREAM,
+    SETTINGS,
+    WINDOW_UPDATE,
+    frame,
+    literal,
+)
+
+_FRAME_HEADER_BYTES: Final = 9
+LONGEST_QUESTION: Final = 16 * 1024 - 5  # fits in one frame that any peer takes (RFC 9113, 4.2)
+LONGEST_ANSWER: Final = 16 * 1024 * 1024  # the response to `Count` names each running request
+_FIRST_WINDOW: Final = 65_535  # initial window of a connection (RFC 9113, 6.9.2)
+# A window of `LONGEST_ANSWER`: for the stream by SETTINGS_INITIAL_WINDOW_SIZE, for the connection by _MORE.
+_WIDE_SETTINGS: Final = (4).to_bytes(2, "big") + LONGEST_ANSWER.to_bytes(4, "big")
+_MORE: Final = (LONGEST_ANSWER - _FIRST_WINDOW).to_bytes(4, "big")
+
+
+async def call(
+    address: str,
+    path: str,
+    message: bytes,
+    context: ssl.SSLContext,
+    timeout_s: float,
+    metadata: Mapping[str, str] = MappingProxyType({}),
+) -> bytes:
+    """Call the method `path` at `address` with `message`, of at most `LONGEST_QUESTION` bytes. Returns the
+    response; empty if the method answers with an error.
+
+    Raises:
+        OSError: no answer, a TimeoutError included.
+    """
+    host, port = split_host_port(address)
+    async with asyncio.timeout(timeout_s):
+        reader, writer = await asyncio.open_connection(host.strip("[]"), port, ssl=context)
+        try:
+            fields = (
+                (b":method", b"POST"),
+                (b":scheme", b"https"),
+                (b":path", path.encode()),
+                (b":authority", address.encode()),
+                (b"content-type", b"application/grpc"),
+                (b"te", b"trailers"),
+                *((name.encode(), value.encode()) for name, value in metadata.items()),
+            )
+            block = b"".join(literal(*field) for field in fields)
+            body = b"\0" + len(message).to_bytes(4, "big") + message
+            writer.write(PREFACE + frame(SETTINGS, 0, 0, _WIDE_SETTINGS) + frame(WINDOW_UPDATE, 0, 0, _MORE))
+            writer.write(frame(HEADERS, END_HEADERS, 1, block))
+            writer.write(frame(DATA, END_STREAM, 1, body))
+            return await _answer(reader, writer)
+        except asyncio.IncompleteReadError as fault:
+            raise ConnectionError("the connection ended before the answer") from fault
+        finally:
+            writer.transport.abort()
+
+
+async def _answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
+    answer = bytearray()
+    while True:
+        head = await reader.readexactly(_FRAME_HEADER_BYTES)
+        kind, flags, stream_id = head[3], head[4], int.from_bytes(head[5:9], "big")
+        payload = await reader.readexactly(int.from_bytes(head[:3], "big"))
+        if kind in (SETTINGS, PING) and not flags & ACK:
+            writer.write(frame(kind, ACK, 0, payload if kind == PING else b""))
+        elif kind == GOAWAY:
+            raise ConnectionError("the replica ends the connection")
+        elif stream_id == 1 and kind == RST_STREAM:
+            raise ConnectionError("the replica ends the call")
+        elif stream_id == 1 and kind == DATA:
+            answer += payload
+            if len(answer) > LONGEST_ANSWER:
+                raise ConnectionError("the answer is too long")
+        if stream_id == 1 and kind in (HEADERS, DATA) and flags & END_STREAM:
+            return bytes(answer[5:])

@@ -1,0 +1,312 @@
+"""Transports, which carry gRPC streams to handlers: the interface, the health service, and one on grpcio.
+
+The replica's `Server` is the only caller. A handler serves one stream: it receives and sends messages as
+bytes, and returns the last one, which is sent with the stream's end. `native.NativeTransport` is the other
+implementation.
+"""
+
+import asyncio
+import contextlib
+import enum
+import os
+import threading
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+import grpc
+from google.protobuf.message import DecodeError  # type: ignore[import-untyped, unused-ignore]
+from grpc_health.v1 import health_pb2
+
+from picker_fleet.domain.budgets import POOL_HEADER, ByPool
+from picker_fleet.domain.errors import StartupError
+from picker_fleet.grpc.certificates import Certificates
+
+HEALTH: Final = "grpc.health.v1.Health"
+
+_WINDOW_BYTES = 512 * 1024
+_SERVING = health_pb2.HealthCheckResponse.SERVING
+_NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+_SERVICE_UNKNOWN = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
+
+
+class Status(enum.IntEnum):
+    """The gRPC status codes that handlers and transports answer."""
+
+    INVALID_ARGUMENT = 3
+    NOT_FOUND = 5
+    RESOURCE_EXHAUSTED = 8
+    UNIMPLEMENTED = 12
+    INTERNAL = 13
+    UNAVAILABLE = 14
+
+    def __str__(self) -> str:
+        return str(self.value)
+
+
+class RpcError(Exception):
+    """Raised in a handler to end its stream with an error status."""
+
+    def __init__(self, status: Status, why: str) -> None:
+        super().__init__(why)
+        self.status = status
+
+
+class Stream(Protocol):
+    """One gRPC stream, for its handler, which is cancelled if the client resets the stream or disconnects."""
+
+    @property
+    def has_message(self) -> bool:
+        """Whether a message is known to be ready for the next `read`; always False with grpcio."""
+        ...
+
+    async def read(self) -> bytes | None:
+        """The next message; None once the client has ended its side."""
+        ...
+
+    async def read_all(self, take: Callable[[bytes], None]) -> None:
+        """Call `take` with each message on arrival, until the client ends its side."""
+        ...
+
+    async def write(self, message: bytes) -> None:
+        """Send a message; waits while the client's flow control allows none."""
+        ...
+
+    async def relay(self, answer: "Relay") -> bytes | None:
+        """Send the answers that `answer` returns for each message, until it reports the last message or the
+        client ends its side. The last message's last answer is returned instead of sent; None without one."""
+        ...
+
+
+# Takes a message. Returns the answers, and whether this message was the last.
+Relay = Callable[[bytes], tuple[Sequence[bytes], bool]]
+Handler = Callable[[Stream], Awaitable[bytes | None]]
+
+
+class Streaming:
+    """A handler that returns no last message; grpcio needs another kind of method for it."""
+
+    def __init__(self, handler: Callable[[Stream], Awaitable[None]]) -> None:
+        self._handler = handler
+
+    async def __call__(self, stream: Stream) -> bytes | None:
+        await self._handler(stream)
+        return None
+
+
+class Transport(Protocol):
+    """Serves handlers on one address.
+
+    `full` says why new streams are refused; empty while they are taken.
+    """
+
+    @property
+    def full(self) -> str: ...
+
+    async def start(self, listen: str) -> int:
+        """Bind `listen` and serve; the bound port.
+
+        Raises:
+            StartupError: the address cannot be bound.
+        """
+        ...
+
+    def refuse(self, path: str, wanted: bool = True) -> None:
+        """Refuse new streams of `path` from now on, so that the peer sends them elsewhere; with `wanted`
+        False, take them again."""
+        ...
+
+    def streams_by_peer(self) -> Counter[str]:
+        """The number of open streams by peer address; empty if the transport does not know."""
+        ...
+
+    async def stop(self, grace_s: float | None) -> None:
+        """Take no new streams, wait at most `grace_s` for those that are open, and cut the rest."""
+        ...
+
+
+class Health:
+    """The gRPC health service: `Check` and `Watch` of named states."""
+
+    def __init__(self) -> None:
+        self._serving: dict[str, bool] = {}
+        self._changed = asyncio.Event()
+
+    def set(self, names: Sequence[str], serving: bool) -> None:
+        self._serving.update(dict.fromkeys(names, serving))
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def handlers(self) -> Mapping[str, Handler]:
+        return {f"/{HEALTH}/Check": self._check, f"/{HEALTH}/Watch": Streaming(self._watch)}
+
+    async def _check(self, stream: Stream) -> bytes:
+        name = await self._name(stream)
+        if name not in self._serving:
+            raise RpcError(Status.NOT_FOUND, "unknown service")
+        return self._answer(name)
+
+    async def _watch(self, stream: Stream) -> None:
+        name = await self._name(stream)
+        sent = b""
+        while True:
+            answer, changed = self._answer(name), self._changed
+            if answer != sent:
+                await stream.write(answer)
+                sent = answer
+            await changed.wait()
+
+    def _answer(self, name: str) -> bytes:
+        serving = self._serving.get(name)
+        status = _SERVICE_UNKNOWN if serving is None else _SERVING if serving else _NOT_SERVING
+        data: bytes = health_pb2.HealthCheckResponse(status=status).SerializeToString()
+        return data
+
+    async def _name(self, stream: Stream) -> str:
+        try:
+            name: str = health_pb2.HealthCheckRequest.FromString(await stream.read() or b"").service
+        except DecodeError:
+            raise RpcError(Status.INVALID_ARGUMENT, "no HealthCheckRequest") from None
+        return name
+
+
+class _GrpcioStream:
+    """A stream of grpc.aio."""
+
+    __slots__ = ("_context", "write")
+    has_message = False
+
+    def __init__(self, context: Any) -> None:
+        self._context = context
+        self.write = context.write
+
+    async def read(self) -> bytes | None:
+        message = await self._context.read()
+        return None if message is grpc.aio.EOF else message
+
+    async def read_all(self, take: Callable[[bytes], None]) -> None:
+        while (message := await self.read()) is not None:
+            take(message)
+
+    async def relay(self, answer: Relay) -> bytes | None:
+        while (message := await self.read()) is not None:
+            answers, is_last = answer(message)
+            now, last = (answers[:-1], answers[-1:]) if is_last else (answers, ())
+            for each in now:
+                await self.write(each)
+            if is_last:
+                return last[0] if last else None
+        return None
+
+
+class GrpcioTransport:
+    """A transport on grpc.aio; `handlers` are by path.
+
+    A handler that calls `read` and `write` costs about 60 µs less a request than an async generator. Handlers
+    that return a last message are registered as `stream_unary`: gRPC then sends this message with the
+    stream's end, another 60 µs less. In a `stream_unary` method `write` serialises nothing: it takes bytes.
+    """
+
+    full = ""  # grpcio does not expose this
+
+    def __init__(
+        self,
+        handlers: Mapping[str, Handler | ByPool[Handler]],
+        message_bytes: int,
+        certificates: Certificates | None = None,
+    ) -> None:
+        self._certificates = certificates
+        self._server = grpc.aio.server(
+            options=(
+                ("grpc.so_reuseport", 0),  # two replicas on one port are a mistake, not a cluster
+                ("grpc.max_receive_message_length", message_bytes),
+                ("grpc.max_send_message_length", -1),
+                # No budget covers unread data in grpcio, which on a fast network would open windows of
+                # megabytes for each stream. A small window costs one message for each 64 KB.
+                ("grpc.http2.bdp_probe", 0),
+                ("grpc.http2.lookahead_bytes", _WINDOW_BYTES),
+                # Envoy pings idle connections; a strict server would answer with GOAWAY.
+                ("grpc.keepalive_permit_without_calls", 1),
+                ("grpc.http2.max_ping_strikes", 0),
+                # Ping silent peers: the streams of a vanished Envoy would stay open for ever.
+                ("grpc.keepalive_time_ms", 20_000),
+                ("grpc.keepalive_timeout_ms", 10_000),
+            )
+        )
+        self._refused: set[str] = set()
+        by_service: dict[str, dict[str, Any]] = {}
+        for path, handler in handlers.items():
+            _, service, method = path.split("/")
+            methods = by_service.setdefault(service, {})
+            if isinstance(handler.of(b"") if isinstance(handler, ByPool) else handler, Streaming):
+                methods[method] = grpc.stream_stream_rpc_method_handler(self._served(path, handler))
+            else:
+                methods[method] = grpc.stream_unary_rpc_method_handler(self._served(path, handler))
+        services = [grpc.method_handlers_generic_handler(*each) for each in by_service.items()]
+        self._server.add_generic_rpc_handlers(services)
+
+    async def start(self, listen: str) -> int:
+        try:
+            port: int
+            if self._certificates is None:
+                port = self._server.add_insecure_port(listen)
+            else:
+                port = self._server.add_secure_port(listen, self._certificates.grpc_credentials())
+        except RuntimeError as fault:
+            raise StartupError(f"extproc.listen {listen}: cannot be bound; is the port in use?") from fault
+        await self._server.start()
+        _let_loop_run()
+        return port
+
+    def refuse(self, path: str, wanted: bool = True) -> None:
+        """As `Transport.refuse`, with UNAVAILABLE: a grpcio handler cannot choose an HTTP/2 error code."""
+        (self._refused.add if wanted else self._refused.discard)(path)
+
+    def streams_by_peer(self) -> Counter[str]:
+        return Counter()
+
+    async def stop(self, grace_s: float | None) -> None:
+        await self._server.stop(grace_s)
+
+    def _served(
+        self, path: str, found: Handler | ByPool[Handler]
+    ) -> Callable[[Any, Any], Awaitable[bytes | None]]:
+        async def serve(_: Any, context: Any) -> bytes | None:
+            try:
+                if path in self._refused:
+                    raise RpcError(Status.UNAVAILABLE, "this replica is not ready")
+                handler = found.of(_pool(context)) if isinstance(found, ByPool) else found
+                # If there is no last message, the client has all answers or is gone: it ignores an empty one.
+                last = await handler(_GrpcioStream(context))
+                return last if last or isinstance(handler, Streaming) else b""
+            except RpcError as fault:
+                code = next(code for code in grpc.StatusCode if code.value[0] == fault.status)
+                await context.abort(code, str(fault))
+                raise AssertionError("abort raises") from fault
+
+        return serve
+
+
+def _pool(context: Any) -> bytes:
+    """The pool that the client names; empty if it names none."""
+    named = [value for key, value in context.invocation_metadata() or () if key == POOL_HEADER]
+    return named[-1].encode() if named else b""
+
+
+def _let_loop_run() -> None:
+    """Keep gRPC's threads from preempting the event loop's thread when they wake.
+
+    gRPC polls and reads in its own threads, which wake ten times a request. In the batch class (sched(7))
+    they wait for a core, get the same share of it, and find more work at once, while the event loop keeps its
+    CPU caches (docs/decisions.md, 18). Threads that they start inherit the class.
+    """
+    if not hasattr(os, "SCHED_BATCH"):
+        return  # not Linux
+    loop_thread, threads = threading.get_native_id(), []
+    with contextlib.suppress(OSError):  # a sandbox may have no /proc
+        threads = [int(task.name) for task in Path("/proc/self/task").iterdir()]
+    for thread in threads:
+        if thread != loop_thread:
+            with contextlib.suppress(OSError):  # the thread has ended, or a sandbox refuses
+                os.sched_setscheduler(thread, os.SCHED_BATCH, os.sched_param(0))

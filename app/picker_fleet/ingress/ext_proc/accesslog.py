@@ -1,0 +1,370 @@
+"""Envoy's gRPC access log: renewals and completions of requests, with usage and the endpoint that served.
+
+In `lean` and `http` the picker sees nothing of a request after its decision; access-log entries release the
+request's stock (G6) and renew its lease. Each Envoy worker sends batches on one long stream to one replica,
+which handles a stream's entries in order. A malformed entry is counted and dropped; the rest of its batch
+counts (G10). Without the fleet's signature for its request, an entry cannot end, renew or restore a request,
+whoever reaches this port. A stream carries entries of all pools; each pool signs with its own keys, so the
+signature identifies the pool. Served by the replica's gRPC server.
+"""
+
+import contextlib
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+from envoy.data.accesslog.v3 import accesslog_pb2
+from envoy.service.accesslog.v3 import als_pb2
+from google.protobuf.message import DecodeError  # type: ignore[import-untyped, unused-ignore]
+
+from picker_fleet.admission.gate import Gate
+from picker_fleet.admission.origins import Origins
+from picker_fleet.domain.allowlist import has_state
+from picker_fleet.domain.request import CONNECT, FULL, Alive, Completion, Fault, Outcome, fault_of, hold_of
+from picker_fleet.grpc.transport import Handler, Stream
+from picker_fleet.state import accounting_token
+from picker_fleet.state.accounting_token import NO_TOKEN, UNKNOWN_KEY, Keyring
+from picker_fleet.telemetry.metrics import Metrics
+
+SERVICE: Final = "envoy.service.accesslog.v3.AccessLogService"
+SERVED_KEY: Final = "x-gateway-destination-endpoint-served"
+NAMESPACE: Final = "envoy.lb"  # default metadata namespace of `SERVED_KEY`
+
+_log = logging.getLogger(__name__)
+
+_NOT_SET = accesslog_pb2.NotSet
+_PERIODIC = accesslog_pb2.DownstreamPeriodic
+_END = accesslog_pb2.DownstreamEnd
+_ATTEMPT_END = accesslog_pb2.UpstreamEnd  # this project's Envoy logs only failed attempts
+FAULT_TAG: Final = "picker.fault"  # marks a failed attempt of a request that its ext_proc stream settles
+
+_CLIENT_FLAGS = frozenset({"downstream_connection_termination", "downstream_remote_reset"})
+_UPSTREAM_FLAGS = frozenset(
+    {
+        "failed_local_healthcheck",
+        "no_healthy_upstream",
+        "upstream_request_timeout",
+        "local_reset",
+        "upstream_remote_reset",
+        "upstream_connection_failure",
+        "upstream_connection_termination",
+        "upstream_overflow",
+        "upstream_retry_limit_exceeded",
+        "upstream_max_stream_duration_reached",
+        "upstream_protocol_error",
+    }
+)
+# Upstream flags that show an endpoint failing a request that had reached it.
+_FAULT_FLAGS = ("upstream_remote_reset", "upstream_connection_termination", "upstream_protocol_error")
+_RESET = "reset"  # the reason of a fault: the answer was cut off
+RETRY_AFTER: Final = "retry-after"
+CONTENT_TYPE: Final = "content-type"
+_NOTHING: Mapping[str, Any] = {}
+
+# In mode `http` Envoy keeps these headers of the picker's answer as metadata of its ext_authz filter.
+EXT_AUTHZ: Final = "envoy.filters.http.ext_authz"
+ID_HEADER: Final = "x-picker-request-id"
+TOKEN_HEADER: Final = "x-picker-accounting-token"
+WAITED_HEADER: Final = "x-picker-waited"
+TARGET_HEADER: Final = "x-picker-target-model"
+METADATA_HEADERS: Final = (ID_HEADER, TOKEN_HEADER, WAITED_HEADER, TARGET_HEADER)
+TOKEN_MARK: Final = "="  # prefix of names and tokens: a header value loses blanks at its ends
+_LONGEST_ID = 512
+# Metadata keys of an Anthropic answer's prompt tokens: from its usage, or from a stream's first event.
+PROMPT_SOURCES: Final = tuple(
+    tuple(f"{when}{what}" for what in ("prompt_tokens", "cache_read_tokens", "cache_creation_tokens"))
+    for when in ("", "first_")
+)
+STATE_IDS: Final = ("response_id", "conversation_id")  # metadata keys of ids in the Responses API
+_MOST_TOKENS = 1e9
+
+
+class Account(NamedTuple):
+    """The parts of one pool that access-log entries are reported to."""
+
+    gate: Gate
+    metrics: Metrics
+    keys: Keyring
+    origins: Origins
+
+
+def handlers(accounts: Sequence[Account], namespace: str = NAMESPACE) -> Mapping[str, Handler]:
+    """The access-log service, by path. Envoy names the endpoint that served in the metadata `namespace`."""
+    return {f"/{SERVICE}/StreamAccessLogs": Collector(accounts, namespace).collect}
+
+
+class Collector:
+    """Reports the entries of Envoy's access-log streams, in order. For use in one event loop."""
+
+    def __init__(self, accounts: Sequence[Account], namespace: str = NAMESPACE) -> None:
+        self._accounts, self._namespace = accounts, namespace
+
+    async def collect(self, stream: Stream) -> bytes:
+        """Handle the messages of one stream until the stream ends."""
+        await stream.read_all(self.on_message)
+        return b""  # StreamAccessLogsResponse has no fields
+
+    def on_message(self, data: bytes) -> None:
+        """Handle one StreamAccessLogsMessage."""
+        message = _message(data)
+        if message.HasField("http_logs"):
+            take(message.http_logs.log_entry, self._accounts, self._namespace)
+
+
+def _owner(token: str, request_id: str, accounts: Sequence[Account]) -> tuple[Account, str]:
+    """The account of the pool that signed this accounting token, and the token's fault ('' if valid).
+
+    If no pool has signed the token, the first account is returned.
+    """
+    fault = UNKNOWN_KEY
+    for account in accounts:
+        its_fault = accounting_token.fault_of(token, request_id, account.keys)
+        if not its_fault:
+            return account, ""
+        fault = its_fault if fault is UNKNOWN_KEY else fault
+    return accounts[0], fault
+
+
+def take(entries: Any, accounts: Sequence[Account], namespace: str = NAMESPACE) -> None:
+    """Report the HTTPAccessLogEntry messages `entries`, in order, each to the gate of its request's pool."""
+    for entry in entries:
+        try:
+            item = read(entry, namespace)
+        except (ValueError, TypeError, OverflowError):
+            _log.warning("an access-log entry could not be read", exc_info=True)
+            item = None
+        if item is None:
+            accounts[0].metrics.access_log("ignored")
+            continue
+        if isinstance(item, Fault) and not item.accounting_token:
+            for each in accounts:  # no token names the pool; the pool that has the request acts
+                each.gate.fault(item)
+            accounts[0].metrics.access_log("failed")
+            continue
+        account, fault = accounts[0], NO_TOKEN
+        if item.accounting_token:  # without a token the request still waits, or was refused
+            account, fault = _owner(item.accounting_token, item.id, accounts)
+        if fault:
+            account.metrics.access_log_rejected(fault)
+            if fault is NO_TOKEN and isinstance(item, Completion) and item.outcome is Outcome.CLIENT_GONE:
+                # The client left before Envoy had the token, or the entry is forged: report a suspicion.
+                for each in accounts:
+                    each.gate.suspect(item.id)
+            account.metrics.access_log("ignored")
+            continue
+        if has_state(entry.request.path) and not isinstance(item, Fault):
+            account.origins.note(_ids(entry), item.served)
+        if accounting_token.is_read(item.accounting_token):
+            account.metrics.access_log("ignored")
+        elif isinstance(item, Completion):
+            account.gate.settle(item)
+            account.metrics.access_log("ended")
+        elif isinstance(item, Fault):
+            account.gate.fault(item)
+            account.metrics.access_log("failed")
+        else:
+            account.gate.renew(item)
+            account.metrics.access_log("alive")
+
+
+def read(entry: Any, namespace: str = NAMESPACE) -> Completion | Alive | Fault | None:
+    """The renewal, completion or failed attempt in one HTTPAccessLogEntry; None if the entry is none of these
+    or names no request.
+
+    The id and the accounting token come unchecked from the dynamic metadata that the picker wrote. An entry
+    from before the decision has no such metadata: its id is Envoy's `x-request-id`.
+    """
+    common = entry.common_properties
+    kind = common.access_log_type
+    intermediate = kind == _PERIODIC
+    if kind != _END and not intermediate and kind != _ATTEMPT_END:
+        if kind != _NOT_SET:
+            return None
+        intermediate = common.intermediate_log_entry
+    metadata = common.metadata.filter_metadata  # an attempt's entry has none
+    check = metadata.get(EXT_AUTHZ)
+    if check is not None:
+        fields = check.fields
+        request_id, token = _text(fields, ID_HEADER), _text(fields, TOKEN_HEADER).removeprefix(TOKEN_MARK)
+        waited_s, target_model = _wait_of_check(fields)
+    else:
+        picker = _fields(metadata, "picker")
+        request_id, token, waited_s = _text(picker, "id"), _text(picker, "token"), _waited_s(picker)
+        target_model = "" if waited_s is None else _text(picker, "target")
+    request_id = request_id or entry.request.request_id
+    if not request_id or len(request_id) > _LONGEST_ID:
+        return None
+    flags = common.response_flags if common.HasField("response_flags") else None
+    status = entry.response.response_code.value
+    if kind == _ATTEMPT_END or FAULT_TAG in common.custom_tags:
+        return _failed_attempt(entry, flags, status, request_id, token)
+    served = _text(_fields(metadata, namespace), SERVED_KEY) or _address(common)
+    if intermediate:
+        return Alive(request_id, served, token)
+    usage = _fields(metadata, "picker.usage")
+    prompt_tokens, completion_tokens = _counts(usage) if usage else (None, None)
+    duration_s = _seconds(common.time_to_last_downstream_tx_byte)
+    first_byte_s = _seconds(common.time_to_first_downstream_tx_byte)
+    service_s = _between(common.time_to_first_upstream_tx_byte, common.time_to_last_upstream_rx_byte)
+    picked = accounting_token.endpoint_of(token)
+    failed = _failed(flags, served, picked)
+    # If the only attempt went elsewhere, Envoy did not know the picked endpoint yet.
+    passed_over = (
+        picked if served not in (None, picked) and common.upstream_request_attempt_count != 1 else ""
+    )
+    outcome, fault = _outcome(flags, status), ""
+    has_usage = prompt_tokens is not None or completion_tokens is not None
+    is_well = has_usage and status == 200 and outcome is Outcome.COMPLETED
+    if served and not is_well and outcome is not Outcome.CLIENT_GONE and not failed:
+        size = None if has_usage else entry.response.response_body_bytes
+        content_type = entry.response.response_headers.get(CONTENT_TYPE, "")
+        fault = _fault(flags, status, size, _tells_error(usage), content_type)
+    # Arguments by position: keywords take three times as long.
+    return Completion(
+        request_id, outcome, status, served, prompt_tokens, completion_tokens, duration_s,
+        first_byte_s, failed, token, service_s, waited_s, target_model, fault, 0.0, passed_over,
+    )  # fmt: skip
+
+
+def _failed_attempt(entry: Any, flags: Any, status: int, request_id: str, token: str) -> Fault | None:
+    """The endpoint's fault in one attempt; None if the entry shows none."""
+    endpoint = _address(entry.common_properties)
+    if endpoint is None:
+        return None
+    if flags is not None and flags.upstream_connection_failure:
+        return Fault(request_id, endpoint, CONNECT, token)
+    why = _fault(flags, status)
+    if not why:
+        return None
+    return Fault(
+        request_id, endpoint, why, token, hold_of(entry.response.response_headers.get(RETRY_AFTER, ""))
+    )
+
+
+def _fault(flags: Any, status: int, *about: Any) -> str:
+    """As `fault_of`, but 'reset' if Envoy's flags show that the endpoint cut the answer off."""
+    why = fault_of(status, *about)
+    if flags is not None and why != FULL and any(getattr(flags, name) for name in _FAULT_FLAGS):
+        return _RESET
+    return why
+
+
+def _tells_error(usage: Any) -> bool:
+    """Whether the answer's body reports an error that is not the client's (4xx)."""
+    if not usage or "error" not in usage:
+        return False
+    return not 400 <= usage["error_code"].number_value < 500 if "error_code" in usage else True
+
+
+def _ids(entry: Any) -> tuple[str, ...]:
+    """The ids of stored state that Envoy has read in a successful answer."""
+    if not 200 <= entry.response.response_code.value < 300:
+        return ()
+    usage = _fields(entry.common_properties.metadata.filter_metadata, "picker.usage")
+    return tuple(filter(None, (_text(usage, key) for key in STATE_IDS)))
+
+
+def _message(data: bytes) -> Any:
+    """The message in `data`; an empty one if it is malformed, so that the stream goes on."""
+    try:
+        return als_pb2.StreamAccessLogsMessage.FromString(data)
+    except DecodeError:
+        _log.warning("an access-log message could not be decoded", extra={"size_bytes": len(data)})
+        return als_pb2.StreamAccessLogsMessage()
+
+
+def _outcome(flags: Any, status: int) -> Outcome:
+    if flags is not None:
+        names = {field.name for field, _ in flags.ListFields()}
+        if names & _CLIENT_FLAGS:
+            return Outcome.CLIENT_GONE
+        if names & _UPSTREAM_FLAGS:
+            return Outcome.UPSTREAM_FAILED
+    return Outcome.UPSTREAM_FAILED if status >= 500 else Outcome.COMPLETED
+
+
+def _failed(flags: Any, served: str | None, picked: str) -> str:
+    """The picked endpoint if Envoy could not connect to it and used no other; else ''."""
+    is_last = served is None or served == picked
+    return picked if is_last and flags is not None and flags.upstream_connection_failure else ""
+
+
+def _fields(metadata: Any, name: str) -> Any:
+    """The fields of the protobuf Struct `name`; empty if there is none."""
+    struct = metadata.get(name)
+    return _NOTHING if struct is None else struct.fields
+
+
+def _text(fields: Any, key: str) -> str:
+    """The string at `key` of a Struct's fields; '' if there is no key, or no string."""
+    value = fields.get(key)
+    return "" if value is None else value.string_value
+
+
+def _wait_of_check(fields: Any) -> tuple[float | None, str]:
+    """Queue time in seconds and target model, from the check's answer; (None, '') without a wait."""
+    waited = fields.get(WAITED_HEADER)
+    if waited is None:
+        return None, ""
+    waited_s = None
+    with contextlib.suppress(ValueError):
+        seconds = float(waited.string_value)
+        waited_s = seconds if 0 <= seconds < math.inf else None
+    return waited_s, _text(fields, TARGET_HEADER).removeprefix(TOKEN_MARK)
+
+
+def _waited_s(fields: Any) -> float | None:
+    """The time in the queue that the picker recorded; None if the request was not queued."""
+    value = fields.get("waited")
+    if value is None or value.WhichOneof("kind") != "number_value":
+        return None
+    seconds = value.number_value
+    return seconds if 0 <= seconds < math.inf else None
+
+
+def _counts(usage: Any) -> tuple[int | None, int | None]:
+    """The tokens of prompt and answer. Without a total the API may be Anthropic's, which reports a stream's
+    prompt in the first event, and cached tokens separately."""
+    prompt, answer = _tokens(usage, "prompt_tokens"), _tokens(usage, "completion_tokens")
+    total = _tokens(usage, "total_tokens")
+    if total is not None:
+        if prompt is None:
+            prompt = max(total - (answer or 0), 0)
+        return prompt, max(total - prompt, 0) if answer is None else answer
+    # OpenAI's API reports prompt and answer, and nothing else.
+    for source in () if prompt is not None and len(usage) == 2 else PROMPT_SOURCES:
+        told = [count for key in source if (count := _tokens(usage, key)) is not None]
+        if told:
+            prompt = max(prompt or 0, sum(told))
+    return prompt, answer
+
+
+def _tokens(fields: Any, key: str) -> int | None:
+    value = fields.get(key)
+    if value is None:
+        return None
+    number = value.number_value  # 0 also if the value is no number
+    if 0 < number <= _MOST_TOKENS:
+        return int(number)
+    return 0 if number == 0 and value.WhichOneof("kind") == "number_value" else None
+
+
+def _seconds(duration: Any) -> float | None:
+    """A protobuf Duration in seconds; None for 0: no request takes 0 s, so the field is unset."""
+    seconds = duration.seconds + duration.nanos / 1e9
+    return seconds if seconds > 0 else None
+
+
+def _between(first: Any, last: Any) -> float | None:
+    began_s, ended_s = _seconds(first), _seconds(last)
+    return None if began_s is None or ended_s is None else max(ended_s - began_s, 0.0)
+
+
+def _address(common: Any) -> str | None:
+    """`ip:port` of the upstream connection; None if there was none."""
+    socket = common.upstream_remote_address.socket_address
+    if not socket.address or not socket.port_value:
+        return None
+    host = f"[{socket.address}]" if ":" in socket.address else socket.address
+    return f"{host}:{socket.port_value}"

@@ -1,0 +1,142 @@
+"""EDS: Envoy's pool cluster follows the fleet's endpoints (`override_host` picks only hosts Envoy knows).
+
+State-of-the-world xDS, one stream an Envoy. Nothing is sent before the first snapshot: an empty assignment
+from a replica that has just started would tell Envoy that every model server is gone. Delta and fetch calls
+get UNIMPLEMENTED. Served by the replica's gRPC server.
+"""
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from typing import Any, Final
+
+from envoy.config.core.v3 import health_check_pb2
+from envoy.config.endpoint.v3 import endpoint_pb2
+from envoy.service.discovery.v3 import discovery_pb2
+from google.protobuf.message import DecodeError  # type: ignore[import-untyped, unused-ignore]
+
+from picker_fleet.domain.request import Endpoint
+from picker_fleet.domain.units import split_host_port
+from picker_fleet.endpoints.snapshot import Snapshot, SnapshotCell
+from picker_fleet.grpc.transport import Handler, RpcError, Status, Stream, Streaming
+
+SERVICE: Final = "envoy.service.endpoint.v3.EndpointDiscoveryService"
+TYPE_URL: Final = "type.googleapis.com/envoy.config.endpoint.v3.ClusterLoadAssignment"
+STREAM: Final = f"/{SERVICE}/StreamEndpoints"
+CLUSTER: Final = "pool"
+
+_WRITE_S = 10.0  # the replica ends a stream that takes no update for so long
+
+_log = logging.getLogger(__name__)
+
+
+def handlers(cell: SnapshotCell) -> Mapping[str, Handler]:
+    """The endpoint discovery service over `cell`, by path."""
+
+    async def follow(stream: Stream) -> None:
+        await _Subscription(cell, stream).run()
+
+    return {STREAM: Streaming(follow)}
+
+
+def assignment(name: str, snapshot: Snapshot) -> Any:
+    """The ClusterLoadAssignment of cluster `name`: for cluster `pool` the snapshot's endpoints, else none.
+
+    A draining endpoint is listed as DRAINING, as is a removed one at first (`SnapshotCell.listed`): requests
+    placed there before still find it by `override_host`, as do their retries (seen with Envoy 1.40), and no
+    fallback chooses it. An endpoint that is down is UNHEALTHY, so Envoy's own balancing avoids it; a request
+    that names it is still tried there first.
+    """
+    message = endpoint_pb2.ClusterLoadAssignment(cluster_name=name)
+    if name == CLUSTER:
+        locality = message.endpoints.add()
+        for endpoint in snapshot.endpoints:
+            _describe(locality.lb_endpoints.add(), endpoint)
+    return message
+
+
+def _describe(message: Any, endpoint: Endpoint) -> None:
+    host, port = split_host_port(endpoint.address)
+    socket = message.endpoint.address.socket_address
+    socket.address = host
+    socket.port_value = port
+    if endpoint.down:
+        message.health_status = health_check_pb2.UNHEALTHY
+    else:
+        message.health_status = health_check_pb2.HEALTHY if endpoint.ready else health_check_pb2.DRAINING
+
+
+def _request(data: bytes) -> Any:
+    try:
+        return discovery_pb2.DiscoveryRequest.FromString(data)
+    except DecodeError:
+        raise RpcError(Status.INVALID_ARGUMENT, "no DiscoveryRequest") from None
+
+
+class _Subscription:
+    """One Envoy's stream: the names it subscribes to and the last version it was sent."""
+
+    def __init__(self, cell: SnapshotCell, stream: Stream) -> None:
+        self._cell = cell
+        self._stream = stream
+        self._names: tuple[str, ...] | None = None  # None before the first request
+        self._nonce = 0
+        self._sent_version = ""
+
+    async def run(self) -> None:
+        """Serve until Envoy ends the stream or the server stops (which cancels this)."""
+        read = asyncio.ensure_future(self._stream.read())
+        change = asyncio.ensure_future(self._cell.listed_after(""))
+        try:
+            while True:
+                await asyncio.wait((read, change), return_when=asyncio.FIRST_COMPLETED)
+                due = False
+                if change.done():
+                    change = asyncio.ensure_future(self._cell.listed_after(change.result().version))
+                    due = True
+                if read.done():
+                    data = read.result()
+                    if data is None:
+                        return
+                    read = asyncio.ensure_future(self._stream.read())
+                    due = self._on_request(_request(data)) or due
+                if due:
+                    await self._send()
+        finally:
+            self._cell.acknowledge(self, None)
+            read.cancel()
+            change.cancel()
+            await asyncio.wait((read, change), timeout=1)
+
+    def _on_request(self, request: Any) -> bool:
+        """Record a request. Returns whether it changes the subscribed names, and so needs an answer."""
+        if request.type_url and request.type_url != TYPE_URL:
+            raise RpcError(Status.INVALID_ARGUMENT, f"only {TYPE_URL} is served here")
+        if self._nonce and request.response_nonce and request.response_nonce != str(self._nonce):
+            return False  # an older response is acknowledged; Envoy will acknowledge the newer too
+        if request.HasField("error_detail"):
+            # A resend would be refused again; the next snapshot is sent as usual.
+            _log.warning(
+                "Envoy refused the endpoints: %s",
+                request.error_detail.message[:300],
+                extra={"version": self._sent_version, "node": request.node.id},
+            )
+        names = tuple(request.resource_names) or (CLUSTER,)
+        if CLUSTER in names and not request.HasField("error_detail"):
+            self._cell.acknowledge(self, self._sent_version if request.response_nonce else "")
+        asked, self._names = self._names, names
+        return names != asked
+
+    async def _send(self) -> None:
+        snapshot = self._cell.listed()
+        if self._names is None or snapshot.version == "":
+            return
+        self._nonce += 1
+        self._sent_version = snapshot.version
+        response = discovery_pb2.DiscoveryResponse(
+            version_info=snapshot.version, type_url=TYPE_URL, nonce=str(self._nonce)
+        )
+        for name in self._names:
+            response.resources.add().Pack(assignment(name, snapshot))
+        async with asyncio.timeout(_WRITE_S):
+            await self._stream.write(response.SerializeToString())

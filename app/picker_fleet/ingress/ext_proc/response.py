@@ -1,0 +1,613 @@
+"""Passes on a model server's response in `standard` mode, and reads the token usage in it."""
+
+import json
+import re
+import zlib
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, TypedDict
+
+import msgspec
+import orjson
+
+from picker_fleet.domain.request import Completion, Outcome, fault_of, hold_of
+from picker_fleet.ingress.cost import MALFORMED
+from picker_fleet.ingress.ext_proc import codec
+
+_STATUS = ":status"
+_ENCODING = "content-encoding"
+_RETRY_AFTER = "retry-after"
+_CONTENT_TYPE = "content-type"
+_WANTED = frozenset((_STATUS, _ENCODING, _RETRY_AFTER, _CONTENT_TYPE))
+
+_HEAD_BYTES = 4096
+_TAIL_BYTES = 16_384  # kept of the end of a streamed answer
+_WHOLE_BYTES = 65_536  # kept of the end of a plain JSON answer
+_USAGE_BYTES = 4096  # read of a usage object if the answer is not parsed as a whole
+_FEW = 8  # places to search for usage, from the end
+_MOST_INFLATED_BYTES = 2 * 1024 * 1024  # of one chunk; if it yields more, the rest is not read
+_MAX_TOKENS, _MOST_DIGITS = 1e9, 10  # a higher number is no token count and must not be charged
+
+# A string (group 1: its closing quote, unset if cut off), brackets, or the blank line after an event.
+_TOKEN = re.compile(rb'"[^"\\\n]*+(?:\\.[^"\\\n]*+)*+(")?|[{\[]++|[}\]]++|\n(?:\r?\n)++')
+_NO_BRACKETS = re.compile(rb'(?:[^"{}\[\]\n]++|"[^"\\\n]*+(?:\\.[^"\\\n]*+)*+")*+')
+_REST_OF_STRING = re.compile(rb'[^"\\\n]*+(?:\\.[^"\\\n]*+)*+(")?')
+_CUT = (b"", b"\\")  # what follows a string cut off by the chunk's end: nothing, or half an escape
+_MODEL = b'"model"'
+_INNER = (b'"message"', b'"response"')  # events of Anthropic's and the Responses API nest the model in these
+# An error object and its code, if any. Texts never match: quotes in a JSON string are escaped.
+_ERROR = re.compile(r'"error"\s*:\s*(?:"|\{(?:[^{}]*?"code"\s*:\s*"?(\d{3})\b)?)')
+
+
+class ModelRename:
+    """Replaces the model name `target` with the client's name `mine` in an answer that comes in chunks.
+
+    Only the member `model` of an answer, of an event, or of an event's `message` or `response` changes, and
+    only if its value is `target`. Deeper members, texts and all other bytes stay as they are. If a chunk ends
+    in what may be the start of that member, those bytes wait for the next chunk. Events end with a line
+    break, so complete events are never delayed.
+    """
+
+    __slots__ = (
+        *("_depth", "_in_string", "_inner", "_is_value", "_kept_back", "_key", "_mine", "_outer"),
+        *("_events", "_line_ended", "_spellings"),
+    )
+
+    def __init__(self, target: str, mine: str) -> None:
+        self._spellings = (orjson.dumps(target), json.dumps(target).encode())
+        self._mine = json.dumps(mine).encode()
+        self._kept_back = b""
+        self._depth = 0
+        self._outer = self._inner = False  # whether the container at depth 1 or 2 may have the model
+        self._key, self._is_value = b"", False  # the last key in it, and whether the key's value comes next
+        self._in_string = self._line_ended = False
+        self._events: bool | None = None  # False: plain JSON, which may have blank lines
+
+    def push(self, chunk: bytes, *, ended: bool) -> bytes:
+        """Take a chunk. Returns the bytes to send on; with `ended`, all that are left."""
+        data, copied, at = self._kept_back + chunk, 0, 0
+        sent: list[bytes] = []
+        if self._events is None and (begun := data.lstrip()):
+            self._events = begun[:1] not in b"{["
+        if self._line_ended and data.startswith((b"\n", b"\r\n")):
+            self._bracket(b"\n")
+        self._line_ended = data.endswith((b"\n", b"\n\r"))
+        while True:
+            if self._in_string:
+                rest = _REST_OF_STRING.match(data, at)
+                assert rest is not None, "it matches the empty string"
+                at = rest.end()
+                self._in_string = rest[1] is None and data[at : at + 2] in _CUT
+                if self._in_string:
+                    break
+            if not self._is_watched and (skipped := _NO_BRACKETS.match(data, at)) is not None:
+                at = skipped.end()
+            token = _TOKEN.search(data, at)
+            between = data[at : len(data) if token is None else token.start()]
+            if b"," in between:
+                self._key, self._is_value = b"", False
+            elif b":" in between:
+                self._is_value = True
+            if token is None:
+                at = len(data)
+                break
+            start, at = token.span()
+            text = token[0]
+            if text[:1] != b'"':
+                self._bracket(text)
+                continue
+            whole, cut = token[1] is not None, token[1] is None and data[at : at + 2] in _CUT
+            if self._is_watched:
+                is_value = self._is_value and self._key != b""
+                looked_for: tuple[bytes, ...] = (_MODEL, *_INNER)
+                if is_value:
+                    looked_for = self._spellings if self._key == _MODEL else ()
+                if cut and any(name.startswith(text) for name in looked_for):
+                    at = start
+                    break
+                if is_value and whole and text in looked_for:
+                    sent += (data[copied:start], self._mine)
+                    copied = at
+                self._key, self._is_value = (b"" if is_value else text), False
+            if cut:
+                self._in_string = True
+                break
+        if ended:
+            at = len(data)
+        sent.append(data[copied:at])
+        self._kept_back = data[at:]
+        return b"".join(sent)
+
+    @property
+    def _is_watched(self) -> bool:
+        """Whether a member of the current container may be the model, or may contain the model."""
+        return (self._depth == 1 and self._outer) or (self._depth == 2 and self._inner)
+
+    def _bracket(self, text: bytes) -> None:
+        """Track the depth: brackets begin or end containers, and a blank line ends an event."""
+        if text[:1] in b"{[":
+            if self._depth == 0:
+                self._outer = text[:1] == b"{"
+            if self._depth + len(text) >= 2 and self._depth < 2:
+                self._inner = self._depth == 1 and self._outer and text[:1] == b"{" and self._is_value
+                self._inner = self._inner and self._key in _INNER
+            self._depth += len(text)
+        elif text[:1] in b"}]":
+            self._depth = max(self._depth - len(text), 0)
+        elif self._events:
+            self._depth = 0
+        else:
+            return
+        self._key, self._is_value = b"", False
+
+
+class _Members(TypedDict, total=False):
+    """Members of an answer, at any depth, that report token counts or contain them, in the APIs of OpenAI,
+    Anthropic, Cohere, Gemini, Bedrock, TGI, SGLang, Ollama and llama.cpp.
+    """
+
+    usage: msgspec.Raw
+    message: msgspec.Raw
+    response: msgspec.Raw
+    usageMetadata: msgspec.Raw
+    meta_info: msgspec.Raw
+    details: msgspec.Raw
+    meta: msgspec.Raw
+    tokens: msgspec.Raw
+    billed_units: msgspec.Raw
+    prompt_tokens: msgspec.Raw
+    input_tokens: msgspec.Raw
+    inputTokens: msgspec.Raw
+    promptTokenCount: msgspec.Raw
+    prompt_eval_count: msgspec.Raw
+    tokens_evaluated: msgspec.Raw
+    input_length: msgspec.Raw
+    completion_tokens: msgspec.Raw
+    output_tokens: msgspec.Raw
+    outputTokens: msgspec.Raw
+    candidatesTokenCount: msgspec.Raw
+    eval_count: msgspec.Raw
+    tokens_predicted: msgspec.Raw
+    generated_tokens: msgspec.Raw
+    total_tokens: msgspec.Raw
+    totalTokens: msgspec.Raw
+    totalTokenCount: msgspec.Raw
+    cache_read_input_tokens: msgspec.Raw
+    cache_creation_input_tokens: msgspec.Raw
+    cacheReadInputTokens: msgspec.Raw
+    cacheWriteInputTokens: msgspec.Raw
+
+
+# The kinds of the names above, in order: 9 containers of counts, then the counts of each kind.
+_HOLDS, _PROMPT, _COMPLETION, _TOTAL, _CACHED = range(5)
+_KINDS: Final = dict(
+    zip(
+        _Members.__annotations__,
+        (*[_HOLDS] * 9, *[_PROMPT] * 7, *[_COMPLETION] * 7, *[_TOTAL] * 3, *[_CACHED] * 4),
+        strict=True,
+    )
+)
+_MOST_NESTED = 3  # Cohere: {"usage": {"tokens": {…}}}; Responses: {"response": {"usage": {…}}}
+# Member names by which usage is found in a text, the most frequent first.
+_MARKS: Final = tuple(b'"%s"' % name.encode() for name in (
+    "usage", "usageMetadata", "meta_info", "details", "meta", "eval_count", "tokens_predicted",
+))  # fmt: skip
+_members: msgspec.json.Decoder[Mapping[str, msgspec.Raw]] = msgspec.json.Decoder(_Members)
+_list_of_members: msgspec.json.Decoder[list[Mapping[str, msgspec.Raw]]] = msgspec.json.Decoder(list[_Members])
+_PREFIX = json.JSONDecoder()
+
+Counts = tuple[int | None, int | None]  # prompt and completion tokens; None if unknown
+_UNKNOWN: Final[Counts] = (None, None)
+
+
+class UsageReader:
+    """Reads the token counts that an answer reports.
+
+    Keeps the answer's end (and at most one chunk more), which usually has the usage, and its first 4 KiB, for
+    servers that report usage before a long text. Of plain JSON it also keeps the last usage in between. It
+    parses only at the end, so that one token costs the same as ten thousand. It parses the kept bytes at most
+    once; of an answer that was not kept whole, it parses a few places of a few KiB.
+    """
+
+    __slots__ = ("_between", "_chunks", "_head", "_inflate", "_is_json", "_most", "_size", "total")
+
+    def __init__(self) -> None:
+        self.total = 0  # bytes received
+        self._head = self._between = b""
+        self._chunks: deque[bytes] = deque()
+        self._size, self._most = 0, 0
+        self._is_json = False
+        self._inflate: Any = None
+
+    def encoded(self, encoding: bytes) -> None:
+        """Set the answer's content-encoding: gzip and deflate are decoded; others yield no usage."""
+        if encoding.strip().lower() in (b"gzip", b"x-gzip", b"deflate"):
+            self._inflate = zlib.decompressobj(32 + zlib.MAX_WBITS)
+
+    def add(self, chunk: bytes) -> bytes:
+        """Take the next chunk. Returns the decoded chunk."""
+        self.total += len(chunk)
+        if self._inflate is not None:
+            chunk = self._inflated(chunk)
+        if len(self._head) < _HEAD_BYTES:
+            self._head += chunk[: _HEAD_BYTES - len(self._head)]
+            if not self._most and (begun := self._head.lstrip()):
+                self._is_json = begun[:1] in b"{["
+                self._most = _WHOLE_BYTES if self._is_json else _TAIL_BYTES
+        self._chunks.append(chunk)
+        self._size += len(chunk)
+        while self._size - len(self._chunks[0]) >= self._most and len(self._chunks) > 1:
+            passed = self._chunks.popleft()
+            self._size -= len(passed)
+            if self._is_json:
+                window = passed + self._chunks[0][:_USAGE_BYTES]
+                if (at := window.rfind(_MARKS[0])) >= 0:
+                    self._between = window[at : at + _USAGE_BYTES]
+        return chunk
+
+    def tells_error(self) -> bool:
+        """Whether an answer without usage reports an error that is not the client's (4xx)."""
+        tail = b"".join(self._chunks)[-_TAIL_BYTES:].decode(errors="replace")
+        errors = list(_ERROR.finditer(tail))
+        return bool(errors) and not (errors[-1][1] or "").startswith("4")
+
+    def tokens(self) -> Counts:
+        """(prompt, completion) tokens of the answer; of a stream, the highest counts in its events."""
+        kept = b"".join(self._chunks)
+        if self._is_json and (found := _of_answer(kept)) != _UNKNOWN:
+            return found
+        found = _last_in(kept)
+        if b'"message_start"' in self._head:  # Anthropic's API reports the prompt first
+            found = _most(found, _last_in(self._head))
+        for text in (self._between, self._head):
+            if found == _UNKNOWN:
+                found = _last_in(text)
+        return found
+
+    def _inflated(self, chunk: bytes) -> bytes:
+        try:
+            inflated: bytes = self._inflate.decompress(chunk, _MOST_INFLATED_BYTES)
+        except zlib.error:
+            inflated = b""
+        else:
+            if not self._inflate.unconsumed_tail:
+                return inflated
+        self._inflate = _Nothing
+        return inflated
+
+
+class _Nothing:
+    """Stands in for a decoder after a fault or an oversized chunk, and discards the rest."""
+
+    unconsumed_tail = b""
+
+    @staticmethod
+    def decompress(chunk: bytes, most: int) -> bytes:
+        return b""
+
+
+def _last_in(text: bytes) -> Counts:
+    """Token counts in the last events or lines of `text` that have usage, even if they are cut off."""
+    found = _UNKNOWN
+    for mark in _MARKS:
+        if mark is not _MARKS[0]:
+            text = text[-_USAGE_BYTES:]  # servers that use these names put them last
+        at, unreadable = len(text), -1
+        for _ in range(_FEW):
+            at = text.rfind(mark, 0, at)
+            if at < 0:
+                break
+            start = text.rfind(b"\n", 0, at) + 1
+            if start != unreadable:
+                end = text.find(b"\n", at)
+                line = text[start : end if end >= 0 else len(text)].strip().removeprefix(b"data:")
+                counts = _of_members(line)
+                if counts is None:
+                    unreadable = start
+            if start == unreadable:
+                counts = _of_place(text[at : at + _USAGE_BYTES])
+            else:
+                at = start
+            found = _most(found, counts or _UNKNOWN)
+            if found[0] and found[1] is not None:
+                return found
+        if found != _UNKNOWN:
+            return found
+    return found
+
+
+def _of_answer(text: bytes) -> Counts:
+    """Token counts of a whole JSON answer: an object, or a list of objects, whose tokens are added."""
+    if text.lstrip()[:1] != b"[":
+        return _of_members(text) or _UNKNOWN
+    try:
+        answers = [_of_object(each) for each in _list_of_members.decode(text)]
+    except MALFORMED:
+        return _UNKNOWN
+    told = [[count for count in side if count is not None] for side in zip(*answers, strict=True)]
+    prompt, completion = (sum(side) if side else None for side in told or ((), ()))
+    return prompt, completion
+
+
+def _of_members(text: bytes | msgspec.Raw, nested: int = 0) -> Counts | None:
+    """Token counts in the JSON object `text`; None if `text` is no JSON object."""
+    try:
+        return _of_object(_members.decode(text), nested)
+    except MALFORMED:
+        return None
+
+
+def _of_object(members: Mapping[str, msgspec.Raw], nested: int = 0) -> Counts:
+    told: list[int | None] = [None] * 5
+    found = _UNKNOWN
+    for name, text in members.items():
+        kind = _KINDS[name]
+        if kind is _HOLDS:
+            if nested < _MOST_NESTED:
+                found = _most(found, _of_members(text, nested + 1) or _UNKNOWN)
+        elif (count := _count(bytes(text))) is not None:
+            told[kind] = count if (before := told[kind]) is None else before + count
+    _, prompt, completion, total, cached = told
+    if total is not None:
+        prompt = max(total - (completion or 0), 0) if prompt is None else prompt
+        completion = max(total - prompt, 0) if completion is None else completion
+    elif cached is not None:  # Anthropic and Bedrock exclude cached tokens from the prompt
+        prompt = (prompt or 0) + cached
+    return _most(found, (prompt, completion))
+
+
+def _of_place(text: bytes) -> Counts:
+    """Token counts in the JSON member at the beginning of `text`; other text may follow."""
+    name, _, value = text.partition(b":")
+    try:
+        decoded, _ = _PREFIX.raw_decode(value.decode(errors="replace").lstrip())
+        return _of_members(b"{%s:%s}" % (name, orjson.dumps(decoded))) or _UNKNOWN
+    except (ValueError, RecursionError, orjson.JSONEncodeError):
+        return _UNKNOWN
+
+
+def _most(one: Counts, other: Counts) -> Counts:
+    if one == _UNKNOWN:
+        return other
+    if other == _UNKNOWN:
+        return one
+    prompt, completion = (
+        max((count for count in counts if count is not None), default=None)
+        for counts in zip(one, other, strict=True)
+    )
+    return prompt, completion
+
+
+def _count(digits: bytes) -> int | None:
+    if digits.isdigit() and len(digits) <= _MOST_DIGITS and (count := int(digits)) <= _MAX_TOKENS:
+        return count
+    return None
+
+
+class _Named(msgspec.Struct):
+    id: str = ""
+
+
+class _State(msgspec.Struct):
+    """Members of an answer of the Responses API, or of one of its events."""
+
+    id: str = ""
+    conversation: _Named | str | None = None
+    response: "_State | None" = None
+
+    @property
+    def ids(self) -> tuple[str, ...]:
+        if self.response is not None:
+            return self.response.ids
+        conversation = self.conversation.id if isinstance(self.conversation, _Named) else self.conversation
+        return tuple(filter(None, (self.id, conversation)))
+
+
+_state = msgspec.json.Decoder(_State)
+_MOST_STATE_BYTES = 1024 * 1024  # read of an answer, or of its first events, to find ids
+_FIRST_EVENTS = 8
+
+
+class StateIds:
+    """Reads the ids of stored state in an answer: JSON once it has ended, a stream in its first events."""
+
+    __slots__ = ("_events", "_is_json", "_kept", "_size")
+
+    def __init__(self) -> None:
+        self._kept: list[bytes] | None = []  # None once no more is to be read
+        self._is_json: bool | None = None
+        self._size = self._events = 0
+
+    def add(self, chunk: bytes, *, ended: bool) -> tuple[str, ...]:
+        """Take the next chunk. Returns the ids once they are known, else ()."""
+        if self._kept is None:
+            return ()
+        self._kept.append(chunk)
+        self._size += len(chunk)
+        if self._is_json is None and (begun := chunk.lstrip()):
+            self._is_json = begun[:1] == b"{"
+        if self._size > _MOST_STATE_BYTES:
+            self._kept = None
+            return ()
+        if not ended and (self._is_json or b"\n" not in chunk):
+            return ()
+        text = b"".join(self._kept)
+        lines = [text] if self._is_json else text.split(b"\n")
+        self._kept = None if ended else [lines.pop()]
+        for line in lines:
+            if self._is_json or line[:5] == b"data:":
+                self._events += 1
+                ids = _ids_of(line.removeprefix(b"data:"))
+                if ids or self._events == _FIRST_EVENTS:
+                    self._kept = None
+                    return ids
+        return ()
+
+
+def _ids_of(text: bytes) -> tuple[str, ...]:
+    try:
+        return _state.decode(text).ids
+    except MALFORMED:
+        return ()
+
+
+class Response:
+    """Passes on one model server's response and settles its request exactly once (G6).
+
+    `request_id` is '' for a request without admission, which is not settled. `rename` restores the client's
+    model name; None if the name was not changed. `client_headers` are added for the client. Times are counted
+    from `started_s`. Envoy names the endpoint that served in the metadata `namespace`; `tells_served` passes
+    it on to the client, for the conformance suite. `waited_s` and `target_model` go into the completion;
+    `picked` is the chosen endpoint. `note_ids` gets the answer's state ids and the endpoint that served.
+    """
+
+    __slots__ = (
+        "_client_headers",
+        "_clock",
+        "_content_type",
+        "_ends",
+        "_first_byte_s",
+        "_hold_s",
+        "_ids",
+        "_namespace",
+        "_note_ids",
+        "_picked",
+        "_placed_s",
+        "_rename",
+        "_request_id",
+        "_served",
+        "_settle",
+        "_started_s",
+        "_status",
+        "_target_model",
+        "_tells_served",
+        "_usage",
+        "_waited_s",
+        "ended",
+        "streaming",
+    )
+
+    def __init__(
+        self,
+        request_id: str,
+        rename: ModelRename | None,
+        *,
+        settle: Callable[[Completion], object],
+        clock: Callable[[], float],
+        started_s: float,
+        placed_s: float,
+        namespace: str,
+        client_headers: Mapping[str, str],
+        waited_s: float | None = None,
+        target_model: str = "",
+        picked: str = "",
+        tells_served: bool = False,
+        note_ids: Callable[[Sequence[str], str], object] | None = None,
+    ) -> None:
+        self.ended = self.streaming = False
+        self._tells_served = tells_served
+        self._namespace = namespace
+        self._client_headers = client_headers
+        self._waited_s = waited_s
+        self._target_model = target_model
+        self._picked = picked
+        self._request_id = request_id
+        self._rename = rename
+        self._settle = settle
+        self._clock = clock
+        self._started_s = started_s
+        self._placed_s = placed_s
+        self._status = 0
+        self._hold_s, self._content_type = 0.0, b""
+        self._served: str | None = None
+        self._first_byte_s: float | None = None
+        self._usage = UsageReader()
+        self._note_ids = note_ids
+        self._ids = StateIds() if note_ids is not None else None
+
+    def pass_on(self, part: str, message: Any) -> list[bytes]:
+        """Answer one message of the response; `part` names its kind, e.g. `response_body`."""
+        if part == "response_body":
+            return self._chunk(message.response_body)
+        if part == "response_headers":
+            return self._headers(message)
+        rest = self._rename.push(b"", ended=True) if self._rename is not None else b""
+        self._end(Outcome.COMPLETED)
+        trailers = [codec.RESPONSE_TRAILERS]
+        return [codec.response_body(rest, ended=False), *trailers] if rest else trailers
+
+    def cut(self) -> None:
+        """Settle a response whose stream ended early: the client left, or Envoy gave up."""
+        self._end(Outcome.CLIENT_GONE)
+
+    def _headers(self, message: Any) -> list[bytes]:
+        headers = message.response_headers
+        self._first_byte_s = self._clock() - self._started_s
+        found = codec.read_headers(headers, _WANTED)
+        status = found.get(_STATUS, b"")
+        self._status = int(status) if status.isdigit() and len(status) == 3 else 0
+        self._content_type = found.get(_CONTENT_TYPE, b"")
+        if _RETRY_AFTER in found:
+            self._hold_s = hold_of(found[_RETRY_AFTER].decode(errors="replace"))
+        served = codec.read_metadata(message, self._namespace, codec.SERVED)
+        self._served = served if isinstance(served, str) and served else None
+        added = self._client_headers
+        if self._tells_served:
+            named = self._namespace in message.metadata_context.filter_metadata
+            missing = "destination endpoint served metadata" if named else "envoy lb metadata"
+            added = {**added, codec.TEST_SERVED: self._served or f"fail: missing {missing}"}
+        if _ENCODING in found:
+            self._rename = None  # model names cannot be found in compressed text
+            self._usage.encoded(found[_ENCODING])
+        if headers.end_of_stream:
+            self._end(Outcome.COMPLETED)
+        return [codec.response_headers(added, sized=self._rename is None)]
+
+    def _chunk(self, part: Any) -> list[bytes]:
+        body, ended = part.body, part.end_of_stream
+        decoded = self._usage.add(body) if body else b""  # an empty chunk ends most answers
+        if self._ids is not None and (ids := self._ids.add(decoded, ended=ended)) and self._status < 300:
+            assert self._note_ids is not None
+            self._note_ids(ids, self._served or self._picked)
+        if self._rename is not None:
+            body = self._rename.push(body, ended=ended)
+        if ended:
+            self._end(Outcome.COMPLETED)
+        self.streaming = not ended
+        return [codec.response_body(body, ended=ended)]
+
+    def _end(self, outcome: Outcome) -> None:
+        if self.ended:
+            return
+        self.ended = True
+        if not self._request_id:
+            return
+        ended_s = self._clock()
+        prompt_tokens, completion_tokens = self._usage.tokens()
+        fault = ""
+        has_usage = prompt_tokens is not None or completion_tokens is not None
+        if outcome is Outcome.COMPLETED and not (has_usage and self._status == 200):
+            error = not has_usage and self._usage.tells_error()
+            size = None if has_usage else self._usage.total
+            fault = fault_of(self._status, size, error, self._content_type.decode(errors="replace"))
+        # Arguments by position: keywords take three times as long.
+        self._settle(
+            Completion(
+                self._request_id,
+                Outcome.UPSTREAM_FAILED if self._status >= 500 else outcome,
+                self._status,
+                self._served,
+                prompt_tokens,
+                completion_tokens,
+                ended_s - self._started_s,
+                self._first_byte_s,
+                "",
+                "",
+                ended_s - self._placed_s,
+                self._waited_s,
+                self._target_model,
+                fault,
+                self._hold_s,
+                self._picked if self._served not in (None, self._picked) else "",
+            )
+        )

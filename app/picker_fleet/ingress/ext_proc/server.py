@@ -1,0 +1,132 @@
+"""The replica's gRPC server: it serves exchanges, health and Envoy's other services, and drains.
+
+`serve.py` makes and runs the server, on the transport that `extproc.transport` names.
+"""
+
+import asyncio
+import contextlib
+from collections import Counter
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from picker_fleet.domain.budgets import BodyBudget, ByPool
+from picker_fleet.domain.sections import ExtProc
+from picker_fleet.grpc.certificates import Certificates
+from picker_fleet.grpc.native import NativeTransport
+from picker_fleet.grpc.transport import GrpcioTransport, Handler, Health, Transport
+from picker_fleet.ingress.ext_proc.exchange import ExchangeService
+
+SERVICE = "envoy.service.ext_proc.v3.ExternalProcessor"
+PROCESS = f"/{SERVICE}/Process"
+
+# Helm charts of standalone pickers check the last name.
+_READY = ("", SERVICE, "readiness", "inference-extension")
+_ALIVE = ("liveness",)
+
+_MESSAGE_MARGIN_BYTES = 1024 * 1024  # headers and framing around the largest body
+_FLUSH_S = 1.0  # to send decided answers before endless streams (access logs, EDS) are cut
+_STOP_S = 0.25
+
+
+class Server:
+    """Serves exchanges, health and the handlers of `services` on `settings.listen`.
+
+    `own_listeners` are further addresses by pool: requests there that name no pool belong to that pool. Not
+    ready until `set_ready(True)`.
+    """
+
+    def __init__(
+        self,
+        exchanges: ByPool[ExchangeService],
+        settings: ExtProc,
+        services: Mapping[str, Handler | ByPool[Handler]],
+        certificates: Certificates | None = None,
+        own_listeners: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        self._exchanges = exchanges.all
+        self._settings = settings
+        self._health = Health()
+        self._draining = False
+        self._logs = [path for path in services if path.endswith("/StreamAccessLogs")]
+        processes: ByPool[Handler] = exchanges.each(lambda service: service.process)
+        budgets: dict[Handler, BodyBudget] = {service.process: service.bodies for service in self._exchanges}
+        largest = settings.max_body_bytes + _MESSAGE_MARGIN_BYTES
+
+        def transport(pool: str) -> Transport:
+            handlers: dict[str, Handler | ByPool[Handler]] = {
+                PROCESS: processes.where(pool),
+                **self._health.handlers(),
+                **{
+                    path: each.where(pool) if isinstance(each, ByPool) else each
+                    for path, each in services.items()
+                },
+            }
+            if settings.transport == "native":
+                return NativeTransport(handlers, budgets, largest, certificates)
+            return GrpcioTransport(handlers, largest, certificates)
+
+        self._transports = [(settings.listen, transport(""))]
+        self._transports += [(listen, transport(pool)) for pool, listen in own_listeners.items()]
+        self._health_transport: Transport | None = None
+        if settings.health_listen is not None:
+            self._health_transport = NativeTransport(self._health.handlers(), {}, _MESSAGE_MARGIN_BYTES)
+
+    async def start(self) -> int:
+        """Bind and listen; the bound port of `settings.listen`.
+
+        Raises:
+            StartupError: an address cannot be bound.
+        """
+        self.set_ready(False)
+        self._health.set(_ALIVE, True)
+        ports = [await transport.start(listen) for listen, transport in self._transports]
+        if self._health_transport is not None and self._settings.health_listen is not None:
+            await self._health_transport.start(self._settings.health_listen)
+        return ports[0]
+
+    @property
+    def full(self) -> str:
+        """Why new streams are refused; empty while they are taken."""
+        return self._transports[0][1].full
+
+    def set_ready(self, ready: bool) -> None:
+        """Report readiness to Envoy's health checks; a draining server stays not ready. A server that is not
+        ready refuses exchanges and access logs, so that Envoy uses another replica: completions that an
+        unready replica reads release no budget (G8)."""
+        self._health.set(_READY, ready and not self._draining)
+        if not self._draining:
+            for _, transport in self._transports:
+                for path in (PROCESS, *self._logs):
+                    transport.refuse(path, wanted=not ready)
+
+    def streams_by_peer(self) -> Counter[str]:
+        """The number of open streams by peer address, on all listeners."""
+        return sum((transport.streams_by_peer() for _, transport in self._transports), Counter())
+
+    async def drain(self) -> None:
+        """Stop gracefully: report not ready, wait for health checks to notice, let waiting requests finish.
+
+        Takes at most `drain_grace` + `drain_timeout` and about a second; requests still waiting are refused.
+        """
+        self._draining = True
+        self.set_ready(False)
+        await asyncio.sleep(self._settings.drain_grace)
+        for exchanges in self._exchanges:
+            exchanges.drain_gate.close()
+        for _, transport in self._transports:
+            transport.refuse(PROCESS)
+        await self._quiet(self._settings.drain_timeout)
+        for exchanges in self._exchanges:
+            exchanges.drain_gate.shut_down()
+        await self._quiet(_FLUSH_S)
+        await asyncio.gather(*(transport.stop(_STOP_S) for _, transport in self._transports))
+
+    async def stop(self) -> None:
+        await asyncio.gather(*(transport.stop(None) for _, transport in self._transports))
+        if self._health_transport is not None:
+            await self._health_transport.stop(None)
+
+    async def _quiet(self, limit_s: float) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(limit_s):
+                await self._exchanges[0].quiet()  # all pools share one count of open requests

@@ -1,0 +1,384 @@
+"""The Kubernetes API for watchers: credentials, one connection pool, and the reflector.
+
+A `Reflector` keeps a copy of the objects of one collection: it lists once and then watches (in client-go's
+terms). lightkube provides credentials, TLS and the HTTP client; this module decides what to read, when to
+list again and how long to wait before a retry.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import random
+import socket
+from collections.abc import AsyncGenerator, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, Generic, TypeVar
+
+import httpx2
+import msgspec
+from lightkube.config.client_adapter import AsyncClient, ConnectionParams, verify_cluster
+from lightkube.config.kubeconfig import KubeConfig
+from lightkube.config.models import User
+from lightkube.core.exceptions import ConfigError as CredentialsFault
+
+from picker_fleet.domain.errors import StartupError
+
+_log = logging.getLogger(__name__)
+
+_CONNECT_S = 3.0
+_ANSWER_S = 10.0  # timeout of a call, enough for a list of thousands of pods
+_WATCH_S: Final = (300, 600)  # range of the watch timeout asked of the server, as in client-go
+_LATE_S = 30.0  # after its timeout, how long to wait for the server to end a watch
+_RETRY_S: Final = (0.05, 0.5)  # first and longest pause after a fault; each is drawn from its upper half
+_REFUSED_S = 5.0  # longest pause after a response that a retry will hardly change, such as 403
+_ENDED_SOON_S = 1.0  # a watch that ends within this time counts as a fault
+_UNSERVED_S = 30.0  # longest pause after the server did not serve an optional kind
+_RELIST_S = 0.3  # spreads the lists of replicas whose watches expire together over at least this time
+_CONNECTIONS = 8
+# With these options TCP detects a vanished server after 10 s.
+_KEEPALIVE = [
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    *(
+        (socket.IPPROTO_TCP, getattr(socket, option), value)
+        for option, value in (("TCP_KEEPIDLE", 4), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 3))
+        if hasattr(socket, option)
+    ),
+]
+
+
+class Metadata(msgspec.Struct, frozen=True, rename="camel"):
+    """The metadata of any object, without its version, which alone does not count as a change."""
+
+    name: str = ""
+    namespace: str = ""
+    generation: int = 0
+    creation_timestamp: str = ""
+    deletion_timestamp: str | None = None
+    labels: dict[str, str] | None = None
+    annotations: dict[str, str] | None = None
+
+
+class _Version(msgspec.Struct, rename="camel"):
+    name: str = ""
+    resource_version: str = ""
+
+
+class _List(msgspec.Struct):
+    metadata: _Version
+    items: list[msgspec.Raw] | None = None
+
+
+class _Event(msgspec.Struct):
+    type: str
+    object: msgspec.Raw
+
+
+class _Status(msgspec.Struct):
+    """The status of a failed call; also decodes a bookmark, for its version."""
+
+    code: int = 0
+    message: str = ""
+    metadata: _Version | None = None
+
+
+class _Versioned(msgspec.Struct):
+    metadata: _Version
+
+
+class KubernetesFault(Exception):
+    """A call has failed. `code` is the HTTP status, 0 without a response."""
+
+    def __init__(self, code: int, text: str) -> None:
+        super().__init__(f"{code}: {text}" if code else text)
+        self.code = code
+
+
+CONFLICT: Final = 409
+_EXPIRED, _TOO_NEW = 410, 504  # the server no longer knows the resource version, or not yet
+_ANSWERED_FOR_GOOD = range(400, 500)
+
+
+class Api:
+    """One API server with the credentials of this process."""
+
+    def __init__(self, client: httpx2.AsyncClient, namespace: str) -> None:
+        self._client = client
+        self.namespace = namespace  # the default namespace of the credentials
+
+    @classmethod
+    def of_environment(cls) -> "Api":
+        """The API server from `KUBECONFIG`, else from the service account, else from ~/.kube/config.
+
+        Raises:
+            StartupError: there are no credentials, or they are unusable.
+        """
+        try:
+            named = os.environ.get("KUBECONFIG")
+            config = (KubeConfig.from_file(named) if named else KubeConfig.from_env()).get()
+            if config is None:
+                raise CredentialsFault("no context is chosen")
+            if config.user is None:
+                config = config._replace(user=User())
+            context = verify_cluster(config.cluster, config.user or User(), config.abs_file)
+            transport = httpx2.AsyncHTTPTransport(
+                verify=context,
+                limits=httpx2.Limits(max_connections=_CONNECTIONS),
+                socket_options=_KEEPALIVE,
+            )
+            timeout = httpx2.Timeout(_ANSWER_S, connect=_CONNECT_S)
+            connection = ConnectionParams(timeout=timeout)
+            connection.transport = transport  # type: ignore[assignment]  # of both kinds, typed as one
+            client = AsyncClient(config, connection)
+        except (CredentialsFault, OSError, KeyError, ValueError, msgspec.MsgspecError) as fault:
+            raise StartupError(f"no credentials for the Kubernetes API: {fault}") from fault
+        return cls(client, config.namespace)
+
+    async def close(self) -> None:
+        await self._client.aclose()
+
+    async def get(self, path: str, params: Mapping[str, str]) -> bytes:
+        """The body of the response. Raises KubernetesFault."""
+        return await self._call("GET", path, params=params)
+
+    async def apply_status(self, path: str, tree: Mapping[str, Any], *, manager: str, force: bool) -> None:
+        """Apply `tree` to the object's status (server-side apply) as the field manager `manager`. `force`
+        takes over fields that another manager owns.
+
+        Raises:
+            KubernetesFault: as `get`; the code CONFLICT: another manager owns a field with another value.
+        """
+        await self._call(
+            "PATCH",
+            f"{path}/status",
+            params={"fieldManager": manager, "force": "true" if force else "false"},
+            content=msgspec.json.encode(tree),
+            headers={"content-type": "application/apply-patch+yaml"},  # JSON is YAML
+        )
+
+    async def _call(self, method: str, path: str, **options: Any) -> bytes:
+        try:
+            async with asyncio.timeout(_ANSWER_S):
+                answer = await self._client.request(method, path, **options)
+        except (httpx2.HTTPError, OSError, CredentialsFault) as fault:  # TimeoutError is an OSError
+            raise KubernetesFault(0, _text_of(fault)) from fault
+        if answer.status_code != httpx2.codes.OK:
+            raise _refusal(answer.status_code, answer.content)
+        return answer.content
+
+    async def lines(
+        self, path: str, params: Mapping[str, str], limit_s: float
+    ) -> AsyncGenerator[bytes, None]:
+        """The lines of a response that the server streams for at most `limit_s`. The first line is empty and
+        means that the response has begun.
+
+        Raises:
+            KubernetesFault: as `get`, at the start or later.
+        """
+        timeout = httpx2.Timeout(_ANSWER_S, connect=_CONNECT_S, read=None)
+        deadline_s = asyncio.get_running_loop().time() + limit_s
+        rest = b""
+        try:
+            request = self._client.build_request("GET", path, params=params, timeout=timeout)
+            async with asyncio.timeout(_ANSWER_S):
+                answer = await self._client.send(request, stream=True)
+            try:
+                if answer.status_code != httpx2.codes.OK:
+                    raise _refusal(answer.status_code, await answer.aread())
+                yield b""
+                parts = answer.aiter_bytes().__aiter__()
+                while True:
+                    async with asyncio.timeout_at(deadline_s):
+                        part = await anext(parts, None)
+                    if part is None:
+                        return
+                    *whole, rest = (rest + part).split(b"\n")
+                    for line in whole:
+                        yield line
+            finally:
+                await answer.aclose()
+        except (httpx2.HTTPError, OSError, CredentialsFault) as fault:
+            raise KubernetesFault(0, _text_of(fault)) from fault
+
+
+def _text_of(fault: Exception) -> str:
+    return " ".join(str(fault).split())[:200] or type(fault).__name__
+
+
+def _refusal(code: int, body: bytes) -> KubernetesFault:
+    try:
+        text = msgspec.json.decode(body, type=_Status).message
+    except msgspec.MsgspecError:
+        text = body[:200].decode(errors="replace")
+    return KubernetesFault(code, " ".join(text.split())[:300])
+
+
+@dataclass(frozen=True, slots=True)
+class Collection:
+    """A collection to watch: its path, and a selection of its objects. `what` names it in the log.
+
+    `optional`: the API server may not serve this kind of object.
+    """
+
+    what: str
+    path: str
+    labels: Mapping[str, str] | None = None  # labels that objects must have
+    name: str | None = None  # name of the only object
+    optional: bool = False
+
+    @property
+    def params(self) -> dict[str, str]:
+        found = {}
+        if self.labels:
+            found["labelSelector"] = ",".join(f"{key}={value}" for key, value in sorted(self.labels.items()))
+        if self.name is not None:
+            found["fieldSelector"] = f"metadata.name={self.name}"
+        return found
+
+
+Kind = TypeVar("Kind", bound=msgspec.Struct)
+
+
+class Reflector(Generic[Kind]):
+    """Keeps a copy of the objects of a collection, by name.
+
+    Lists once and then watches from the list's version, across the ends of watches and outages of the server.
+    Lists again only when the server no longer knows the version (410), then from the server's cache and not
+    older than `items`. While the server is unreachable `items` stay. `on_change` is called after each change
+    of `items`; an object that cannot be decoded is logged and skipped.
+    """
+
+    def __init__(
+        self,
+        api: Api,
+        collection: Collection,
+        kind: type[Kind],
+        on_change: Callable[[], None],
+        *,
+        draw: Callable[[float, float], float] = random.uniform,
+    ) -> None:
+        self._api, self._collection = api, collection
+        self._decoder = msgspec.json.Decoder(kind)
+        self._on_change, self._draw = on_change, draw
+        self.items: dict[str, Kind] = {}
+        self.listed = False  # whether the first list has succeeded; it may be empty
+        self._version = ""
+        self._pause_s = _RETRY_S[0]
+        self._refused = False  # whether the last fault was a refusal (4xx, except 429)
+        self._logged = ""
+
+    async def run(self) -> None:
+        """Follow the collection until cancelled; retry after faults."""
+        expired = True
+        while True:
+            try:
+                if expired:
+                    await self._list()
+                    expired = False
+                await self._watch()
+            except KubernetesFault as fault:
+                if fault.code == _EXPIRED:
+                    expired = True
+                    _log.info("the watch of %s expired; listing again", self._collection.what)
+                    await asyncio.sleep(self._draw(0, max(_RELIST_S, self._pause_s)))
+                    self._pause_s = min(2 * self._pause_s, _RETRY_S[1])
+                    continue
+                if self._collection.optional and fault.code == httpx2.codes.NOT_FOUND:
+                    self.items, expired, self._version = {}, True, ""
+                    await asyncio.sleep(self._draw(_UNSERVED_S / 2, _UNSERVED_S))
+                    continue
+                self._log_fault(fault)
+                refused = fault.code in _ANSWERED_FOR_GOOD and fault.code != httpx2.codes.TOO_MANY_REQUESTS
+                if refused != self._refused:
+                    # A restarted server refuses every client until it has loaded its access rules.
+                    self._refused, self._pause_s = refused, _RETRY_S[0]
+                pause_s = self._pause_s
+                self._pause_s = min(2 * pause_s, _REFUSED_S if refused else _RETRY_S[1])
+                await asyncio.sleep(self._draw(pause_s / 2, pause_s))
+
+    async def _list(self) -> None:
+        # A list from the server's cache spares etcd; after an expired watch it must not predate `items`.
+        versions = {"resourceVersion": self._version or "0"}
+        if self._version:
+            versions["resourceVersionMatch"] = "NotOlderThan"
+        path, selection = self._collection.path, self._collection.params
+        try:
+            body = await self._api.get(path, selection | versions)
+        except KubernetesFault as fault:
+            if not self._version or fault.code != _TOO_NEW:
+                raise
+            body = await self._api.get(path, selection)  # the server was restored from an older backup
+        try:
+            found = msgspec.json.decode(body, type=_List)
+        except msgspec.MsgspecError as fault:
+            raise KubernetesFault(0, f"no list came: {_text_of(fault)}") from fault
+        items = {}
+        for raw in found.items or ():
+            decoded = self._decoded(raw)
+            if decoded is not None:
+                items[decoded[0]] = decoded[1]
+        self._version = found.metadata.resource_version
+        if not self.listed or items != self.items:
+            self.items, self.listed = items, True
+            self._on_change()
+
+    async def _watch(self) -> None:
+        lasts_s = int(self._draw(*_WATCH_S))
+        params = self._collection.params | {
+            "watch": "1",
+            "allowWatchBookmarks": "true",
+            "resourceVersion": self._version,
+            "timeoutSeconds": str(lasts_s),
+        }
+        begun_s = asyncio.get_running_loop().time()
+        lines = self._api.lines(self._collection.path, params, lasts_s + _LATE_S)
+        async with contextlib.aclosing(lines):
+            async for line in lines:
+                if line:
+                    self._take(line)
+                    self._pause_s = _RETRY_S[0]
+                elif self._logged:
+                    self._logged = ""
+                    _log.info("%s: watched again", self._collection.what)
+        if asyncio.get_running_loop().time() - begun_s < _ENDED_SOON_S:
+            raise KubernetesFault(0, "the watch ended as soon as it began")
+
+    def _take(self, line: bytes) -> None:
+        try:
+            event = msgspec.json.decode(line, type=_Event)
+            if event.type in ("BOOKMARK", "ERROR"):
+                status = msgspec.json.decode(event.object, type=_Status)
+                if event.type == "ERROR":
+                    raise KubernetesFault(status.code, status.message[:300])
+                if status.metadata is not None:
+                    self._version = status.metadata.resource_version or self._version
+                return
+        except msgspec.MsgspecError as fault:
+            raise KubernetesFault(0, f"no watch event came: {_text_of(fault)}") from fault
+        decoded = self._decoded(event.object)
+        if decoded is None:
+            return
+        name, item, version = decoded
+        self._version = version or self._version
+        if event.type == "DELETED":
+            changed = self.items.pop(name, None) is not None
+        else:
+            changed = self.items.get(name) != item
+            self.items[name] = item
+        if changed:
+            self._on_change()
+
+    def _decoded(self, raw: msgspec.Raw) -> tuple[str, Kind, str] | None:
+        try:
+            metadata = msgspec.json.decode(raw, type=_Versioned).metadata
+            return metadata.name, self._decoder.decode(raw), metadata.resource_version
+        except msgspec.MsgspecError as fault:
+            _log.warning("one of %s cannot be read and is passed over: %s", self._collection.what, fault)
+            return None
+
+    def _log_fault(self, fault: KubernetesFault) -> None:
+        """Log a fault once, until another fault or a new watch."""
+        if str(fault) != self._logged:
+            self._logged = str(fault)
+            stays = "what is known stays in use" if self.listed else "nothing is known yet"
+            _log.warning("%s: cannot be watched: %s; %s", self._collection.what, fault, stays)

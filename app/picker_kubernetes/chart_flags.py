@@ -1,0 +1,220 @@
+"""Converts the flags that Helm charts of inference gateways pass to their endpoint picker into settings.
+
+`picker serve` accepts them beside its own flags. With `--pool-name` a replica needs no configuration file: it
+uses the ports and defaults of the reference picker (of the Gateway API inference extension), and reads all
+else from the API server. A reference flag without a counterpart is logged and otherwise ignored.
+"""
+
+import argparse
+import hashlib
+from collections.abc import Mapping, MutableMapping
+from pathlib import Path
+from typing import Any
+
+from picker_fleet.domain.allowlist import FAIRNESS_ID, OBJECTIVE
+from picker_fleet.domain.config import Settings, YamlFault, load, overlaid, read_yaml
+from picker_fleet.domain.errors import ConfigError
+from picker_fleet.domain.sections import series_of
+from picker_kubernetes import import_config
+
+GROUP = "inference.networking.k8s.io"
+_GRPC_PORT, _HEALTH_PORT, _METRICS_PORT = 9002, 9003, 9090
+_TRUE, _FALSE = ("true", "1", "t", "yes"), ("false", "0", "f", "no")
+_OWN_NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
+_POOL_CHARACTERS = 64
+_SERIES_FLAGS = {
+    "total_queued_requests_metric": "waiting",
+    "total_running_requests_metric": "running",
+    "kv_cache_usage_percentage_metric": "kv_utilisation",
+    "lora_info_metric": "adapters",
+}
+
+
+def _boolean(text: str) -> bool:
+    if text.lower() in _TRUE:
+        return True
+    if text.lower() in _FALSE:
+        return False
+    raise argparse.ArgumentTypeError(f"{text!r} is neither true nor false")
+
+
+def _port(text: str) -> int:
+    if not text.isdecimal() or not 0 <= int(text) <= 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} is no port")
+    return int(text)
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group(
+        "in Kubernetes", "flags that gateways' charts pass; with --pool-name no configuration file is needed"
+    )
+    add = group.add_argument
+    add("--pool-name", metavar="NAME", help="the InferencePool whose pods are the endpoints")
+    add(
+        "--pool-namespace",
+        metavar="NAME",
+        help="its namespace (default: $NAMESPACE, else that of the credentials)",
+    )
+    add("--pool-group", metavar="GROUP", help=f"its API group (only {GROUP})")
+    add("--grpc-port", type=_port, metavar="PORT", help=f"of ext_proc (default: {_GRPC_PORT})")
+    add("--grpc-health-port", type=_port, metavar="PORT", help=f"of gRPC health (default: {_HEALTH_PORT})")
+    add(
+        "--metrics-port",
+        type=_port,
+        metavar="PORT",
+        help=f"of metrics and the admin API (default: {_METRICS_PORT})",
+    )
+    for flag, text in (
+        (
+            "--secure-serving",
+            "ext_proc by TLS, with a certificate of its own unless --cert-path has one (default: true)",
+        ),
+        ("--conformance", "the test headers of the conformance suite; never in production"),
+    ):
+        add(flag, type=_boolean, nargs="?", const=True, metavar="BOOL", help=text)
+    add("--cert-path", type=Path, metavar="FOLDER", help="tls.crt and tls.key; they are reloaded")
+    add(
+        "--config-file",
+        type=Path,
+        metavar="FILE",
+        help=f"ours, or an {import_config.KIND}, which is imported",
+    )
+    add("--config-text", metavar="YAML", help="the same as text")
+    add("--kubeconfig", metavar="FILE", help="in place of $KUBECONFIG")
+    for name in ("path", "port", "scheme"):
+        add(f"--model-server-metrics-{name}", metavar=name.upper(), help="of the endpoints' metrics pages")
+    for flag in _SERIES_FLAGS:
+        add(f"--{flag.replace('_', '-')}", metavar="SERIES", help=argparse.SUPPRESS)
+
+
+def given(args: argparse.Namespace) -> bool:
+    """Whether the flags are those of an inference gateway's chart: `--pool-name` is set."""
+    return args.pool_name is not None
+
+
+def settings(args: argparse.Namespace, environ: MutableMapping[str, str]) -> tuple[Settings, list[str]]:
+    """The settings, and remarks for the log. Flags override the environment, which overrides files.
+
+    Raises:
+        ConfigError: as `config.load`, or the flags contradict each other.
+    """
+    if args.kubeconfig:
+        environ["KUBECONFIG"] = args.kubeconfig
+    namespace = args.pool_namespace or environ.get("NAMESPACE") or environ.get("POD_NAMESPACE") or _own()
+    remarks = [
+        f"{flag} is not a flag of this picker and is passed over"
+        for flag in args.unknown
+        if flag.startswith("-")
+    ]
+    if args.pool_group not in (None, GROUP):
+        raise ConfigError(f"--pool-group {args.pool_group[:60]!r}: only pools of {GROUP} are served")
+    foreign: dict[str, Any] = {}
+    own = args.config
+    for tree, where in _foreign_trees(args):
+        if import_config.is_foreign(tree):
+            result = import_config.imported(tree)
+            foreign = result.tree
+            remarks += [f"{where}: {remark}" for remark in result.remarks]
+        elif args.config is None and args.config_file is not None:
+            own = args.config_file
+        else:
+            raise ConfigError(f"{where}: no {import_config.KIND}; our configuration is given by --config")
+    defaults = overlaid(_defaults(args.pool_name, namespace), foreign)
+    found = load(own, environ, defaults=defaults, flags=_flags(args, remarks))
+    trusted = ", ".join(found.extproc.trusted_headers) or "none"
+    remarks.append(
+        f"headers of clients that count: {trusted} (extproc.trusted_headers); the gateway must set them"
+    )
+    return found, remarks
+
+
+def _own() -> str | None:
+    """The namespace of this pod's service account; None outside a pod."""
+    try:
+        return _OWN_NAMESPACE.read_text(encoding="utf-8").strip() or None
+    except OSError:
+        return None
+
+
+def _foreign_trees(args: argparse.Namespace) -> list[tuple[Mapping[str, Any], str]]:
+    found = []
+    for text, where in ((args.config_text, "--config-text"), (args.config_file, "--config-file")):
+        if text is None:
+            continue
+        try:
+            tree = read_yaml(text.read_text(encoding="utf-8") if isinstance(text, Path) else text)
+        except (OSError, UnicodeDecodeError, YamlFault) as fault:
+            raise ConfigError(f"{where}: {fault}") from fault
+        if not isinstance(tree, Mapping):
+            raise ConfigError(f"{where}: the top level must be a mapping")
+        found.append((tree, where))
+    return found
+
+
+def _defaults(pool: str, namespace: str | None) -> dict[str, Any]:
+    """The reference picker's defaults."""
+    return {
+        "pool": _key_of(f"{namespace or 'default'}.{pool}"),
+        "extproc": {
+            "listen": f"0.0.0.0:{_GRPC_PORT}",
+            "health_listen": f"0.0.0.0:{_HEALTH_PORT}",
+            "tls": {},  # gateways connect to their picker by TLS and check no certificate
+            "trusted_headers": [FAIRNESS_ID[0], OBJECTIVE[0]],
+        },
+        "admin": {"listen": f"0.0.0.0:{_METRICS_PORT}", "reference_metrics": True},
+        "discovery": {"kubernetes": {"pool": pool, "namespace": namespace}},
+        "fair_request_queue": {"overload_status": 429},
+        "request_queue_controller": {"watermark_per_backend": 100},
+        "scheduling": {
+            "fallbacks": 0,  # a gateway with an ORIGINAL_DST cluster takes one address
+            "scorers": [
+                {"name": "queue-depth", "weight": 2},
+                {"name": "kv-cache", "weight": 2},
+                {"name": "prefix-affinity", "weight": 3},
+            ],
+        },
+    }
+
+
+def _flags(args: argparse.Namespace, remarks: list[str]) -> dict[str, Any]:
+    extproc: dict[str, Any] = {}
+    tree: dict[str, Any] = {"extproc": extproc}
+    for port, section, key in (
+        (args.grpc_port, "extproc", "listen"),
+        (args.grpc_health_port, "extproc", "health_listen"),
+        (args.metrics_port, "admin", "listen"),
+    ):
+        if port is not None:
+            tree.setdefault(section, {})[key] = f"0.0.0.0:{port}"
+    if args.secure_serving is False:
+        extproc["tls"] = None
+    elif args.cert_path is not None:
+        extproc["tls"] = {"cert": str(args.cert_path / "tls.crt"), "key": str(args.cert_path / "tls.key")}
+    if args.conformance is not None:
+        extproc["conformance"] = args.conformance
+    series = {}
+    for flag, meaning in _SERIES_FLAGS.items():
+        if text := (getattr(args, flag) or "").strip("\"'"):
+            try:
+                series_of(text)
+            except ValueError as fault:
+                remarks.append(f"--{flag.replace('_', '-')}: {fault}")
+            else:
+                series[meaning] = text
+    if args.model_server_metrics_path:
+        series["path"] = args.model_server_metrics_path
+    scraping: dict[str, Any] = {"series": series} if series else {}
+    if args.model_server_metrics_port not in (None, "0"):
+        scraping["port"] = read_yaml(args.model_server_metrics_port)
+    if args.model_server_metrics_scheme:
+        scraping["scheme"] = args.model_server_metrics_scheme
+    if scraping:
+        tree["scraping"] = scraping
+    return tree
+
+
+def _key_of(name: str) -> str:
+    """`name` as a pool name for Redis keys; a long name is cut and gets a hash to stay unique."""
+    if len(name) <= _POOL_CHARACTERS:
+        return name
+    return f"{name[: _POOL_CHARACTERS - 9]}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"

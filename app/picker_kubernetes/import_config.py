@@ -1,0 +1,492 @@
+"""Converts an `EndpointPickerConfig` of llm-d's router: for `picker import-config` and `serve --config-file`.
+
+A key with a counterpart becomes a key of Picker Fleet's configuration; a remark names every other key.
+docs/migration.md documents the mapping.
+"""
+
+import argparse
+import math
+import re
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from picker_fleet.domain.bands import NAMED
+from picker_fleet.domain.config import YamlFault, parse, read_yaml
+from picker_fleet.domain.errors import ConfigError
+from picker_fleet.domain.sections import MOST_BAND_BYTES
+
+KIND = "EndpointPickerConfig"
+
+SCORERS: Mapping[str, str] = {
+    "queue-scorer": "queue-depth",
+    "queue-depth-scorer": "queue-depth",
+    "kv-cache-utilization-scorer": "kv-cache",
+    "running-requests-size-scorer": "running-requests",
+    "load-aware-scorer": "queue-depth",
+    "active-request-scorer": "in-flight",
+    "lora-affinity-scorer": "lora-affinity",
+    "prefix-cache-scorer": "prefix-affinity",
+    "precise-prefix-cache-scorer": "prefix-affinity",
+    "session-affinity-scorer": "session-affinity",
+    "latency-scorer": "latency",
+    "predicted-latency-scorer": "latency",
+    "random-picker": "random",
+}
+# Plugins that need no counterpart, since the picker does their work anyway, and the part that does it.
+BUILT_IN: Mapping[str, str] = {
+    "single-profile-handler": "there is one profile",
+    "max-score-picker": "the best endpoint is picked, ties at random",
+    "metrics-data-source": "pages of the endpoints in use are scraped",
+    "core-metrics-extractor": "scraping.engine and scraping.series",
+    "openai-parser": "bodies of the OpenAI API are read",
+    "anthropic-parser": "bodies of Anthropic's API are read",
+    "vllmhttp-parser": "bodies of vLLM's own API are read",
+    "approx-prefix-cache-producer": "scorer prefix-affinity",
+    "inflight-load-producer": "scorer in-flight",
+    "decode-filter": "endpoints whose role does not decode get no requests",
+    "label-selector-filter": "scheduling.endpoint_labels",
+    "by-label-selector": "scheduling.endpoint_labels",
+    "request-attribute-reporter": "decision lines and metrics",
+    "fcfs-ordering-policy": "fair_request_queue.ordering",
+    "edf-ordering-policy": "fair_request_queue.ordering",
+    "slo-deadline-ordering-policy": "fair_request_queue.ordering",
+    "round-robin-fairness-policy": "fair_request_queue.fairness",
+    "global-strict-fairness-policy": "fair_request_queue.fairness",
+    "utilization-detector": "request_queue_controller",
+    "concurrency-detector": "request_queue_controller",
+    "header-based-testing-filter": "serve --conformance",
+    "destination-endpoint-served-verifier": "serve --conformance",
+}
+# By plugin type: the parameters that are imported, or get a specific remark.
+_PARAMETERS: Mapping[str, tuple[str, ...]] = {
+    "max-score-picker": ("maxNumOfEndpoints",),
+    "random-picker": ("maxNumOfEndpoints",),
+    "weighted-random-picker": ("maxNumOfEndpoints",),
+    "label-selector-filter": ("matchLabels", "matchExpressions"),
+    "by-label-selector": ("matchLabels", "matchExpressions"),
+    "concurrency-detector": ("maxConcurrency", "maxTokenConcurrency", "concurrencyMode", "headroom"),
+    "utilization-detector": ("queueDepthThreshold", "kvCacheUtilThreshold"),
+}
+_PICKERS = ("max-score-picker", "random-picker", "weighted-random-picker")
+_DETECTOR = "utilization-detector"  # the router's default
+_LABEL_FILTERS = ("label-selector-filter", "by-label-selector")
+_ORDERINGS: Mapping[str, str] = {
+    "fcfs-ordering-policy": "fcfs",
+    "edf-ordering-policy": "edf",
+    "slo-deadline-ordering-policy": "edf",
+}
+_FAIRNESS: Mapping[str, str] = {
+    "round-robin-fairness-policy": "round-robin",
+    "global-strict-fairness-policy": "none",
+}
+# By section: the keys that are imported, or get a specific remark.
+_KEYS: Mapping[str, tuple[str, ...]] = {
+    "": (
+        *(
+            "apiVersion",
+            "kind",
+            "metadata",
+            "featureGates",
+            "plugins",
+            "schedulingProfiles",
+            "dataLayer",
+            "data",
+        ),
+        *("saturationDetector", "flowControl", "requestHandler", "parser"),
+    ),
+    "plugins": ("name", "type", "parameters"),
+    "schedulingProfiles": ("name", "plugins"),
+    "schedulingProfiles.plugins": ("pluginRef", "weight"),
+    "dataLayer": ("injectDefaults", "sources"),
+    "dataLayer.sources": ("pluginRef", "extractors"),
+    "dataLayer.sources.extractors": ("pluginRef",),
+    "requestHandler": ("parsers",),
+    "requestHandler.parsers": ("pluginRef",),
+    "saturationDetector": ("pluginRef", "queueDepthThreshold", "kvCacheUtilThreshold"),
+    "flowControl": (
+        *("maxRequests", "maxBytes", "defaultRequestTTL", "noEndpointRequestTTL", "enableEviction"),
+        *("priorityBands", "defaultPriorityBand", "saturationDetector"),
+    ),
+    "flowControl.saturationDetector": ("pluginRef",),
+    "flowControl.priorityBands": (
+        *("priority", "maxRequests", "maxBytes", "orderingPolicyRef", "fairnessPolicyRef"),
+    ),
+    "flowControl.defaultPriorityBand": ("maxRequests", "maxBytes", "orderingPolicyRef", "fairnessPolicyRef"),
+}
+_MOST: Mapping[str, int] = {"maxRequests": 100_000, "maxBytes": MOST_BAND_BYTES}
+# Units of Kubernetes quantities (_UNITS) and of Go durations (_SECONDS).
+_UNITS = {"n": 1e-9, "u": 1e-6, "m": 1e-3, "": 1.0, "k": 1e3} | {
+    f"{prefix}{binary}": float(2 ** (10 * power) if binary else 1000**power)
+    for power, prefix in enumerate("KMGTPE", start=1)
+    for binary in ("", "i")
+}
+_QUANTITY = re.compile(r"\+?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]{1,3}|[numkKMGTPE]i?|)")
+_SECONDS = {"ns": 1e-9, "us": 1e-6, "\u00b5s": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
+_DURATION = re.compile(r"([0-9]+\.?[0-9]*|\.[0-9]+)(ns|us|\u00b5s|ms|s|m|h)")
+
+
+Plugins = Mapping[str, tuple[str, Mapping[str, Any]]]  # name -> type and parameters
+
+
+@dataclass(slots=True)
+class Imported:
+    """The result: `tree` is a Picker Fleet configuration; `remarks` name keys without a counterpart in it."""
+
+    tree: dict[str, Any] = field(default_factory=dict)
+    remarks: list[str] = field(default_factory=list)
+
+    def section(self, name: str) -> dict[str, Any]:
+        found: dict[str, Any] = self.tree.setdefault(name, {})
+        return found
+
+
+def is_foreign(tree: object) -> bool:
+    """Whether `tree` is an EndpointPickerConfig."""
+    return isinstance(tree, Mapping) and tree.get("kind") == KIND
+
+
+def imported(tree: Mapping[str, Any]) -> Imported:
+    """Convert the `EndpointPickerConfig` in `tree`.
+
+    Raises:
+        ConfigError: `tree` is malformed; the message names the key.
+    """
+    if not is_foreign(tree):
+        raise ConfigError(f"kind must be {KIND} (got {str(tree.get('kind'))[:60]!r})")
+    result = Imported()
+    plugins = _plugins(tree, result)
+    _scorers(tree, plugins, result)
+    _saturation(tree, plugins, result)
+    _flow_control(tree, plugins, result)
+    for gate in map(str, _list(tree, "featureGates")):
+        name, _, value = gate.partition("=")
+        if name == "flowControl" and value in ("", "true", "false"):
+            result.section("request_queue_controller")["enabled"] = value != "false"
+        else:
+            result.remarks.append(f"featureGates: {gate} has no counterpart")
+    _name_rest(tree, "", result)
+    for key in ("dataLayer", "data"):
+        layer = _mapping(tree.get(key), key)
+        _name_rest(layer, "dataLayer", result)
+        for source in _mappings(layer, "sources", f"{key}.sources"):
+            _name_rest(source, "dataLayer.sources", result)
+            for extractor in _mappings(source, "extractors", f"{key}.sources.extractors"):
+                _name_rest(extractor, "dataLayer.sources.extractors", result)
+    handler = _mapping(tree.get("requestHandler"), "requestHandler")
+    _name_rest(handler, "requestHandler", result)
+    parsers = _mappings(handler, "parsers", "requestHandler.parsers")
+    for parser in (*parsers, *([_mapping(tree["parser"], "parser")] if tree.get("parser") else ())):
+        _name_rest(parser, "requestHandler.parsers", result)
+        named = str(parser.get("pluginRef"))
+        kind = plugins.get(named, (named, {}))[0]
+        if kind not in BUILT_IN and named not in plugins:
+            result.remarks.append(f"requestHandler.parsers: {kind} has no counterpart")
+    for name, (kind, parameters) in plugins.items():
+        if kind not in SCORERS and kind not in BUILT_IN:
+            result.remarks.append(f"plugins: {name} (type {kind}) has no counterpart")
+        elif told := sorted(map(str, parameters.keys() - set(_PARAMETERS.get(kind, ())))):
+            result.remarks.append(f"plugins: parameters of {name} ({', '.join(told)}) have no counterpart")
+    parse(result.tree)
+    return result
+
+
+def _name_rest(section: Mapping[str, Any], where: str, result: Imported) -> None:
+    """Add a remark for each key of `section` that is not imported."""
+    for key in sorted(map(str, section.keys() - set(_KEYS[where]))):
+        result.remarks.append(f"{where}{'.' if where else ''}{key} has no counterpart")
+
+
+def _mappings(section: Mapping[str, Any], key: str, where: str) -> list[Mapping[str, Any]]:
+    return [_mapping(each, where) for each in _list(section, key)]
+
+
+def _list(tree: Mapping[str, Any], key: str) -> list[Any]:
+    value = tree.get(key)
+    if value is None:
+        return []
+    if not isinstance(value, list):
+        raise ConfigError(f"{key}: must be a list")
+    return value
+
+
+def _mapping(value: object, where: str) -> Mapping[str, Any]:
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{where}: must be an object")
+    return value
+
+
+def _plugins(tree: Mapping[str, Any], result: Imported) -> Plugins:
+    found: dict[str, tuple[str, Mapping[str, Any]]] = {}
+    for number, entry in enumerate(_list(tree, "plugins")):
+        plugin = _mapping(entry, f"plugins.{number}")
+        kind = plugin.get("type")
+        if not isinstance(kind, str) or not kind:
+            raise ConfigError(f"plugins.{number}.type: is missing")
+        name = str(plugin.get("name") or kind)
+        if name in found:
+            raise ConfigError(f"plugins.{number}: the name {name} is there twice")
+        _name_rest(plugin, "plugins", result)
+        found[name] = kind, _mapping(plugin.get("parameters"), f"plugins.{number}.parameters")
+    return found
+
+
+def _scorers(tree: Mapping[str, Any], plugins: Plugins, result: Imported) -> None:
+    profiles = _list(tree, "schedulingProfiles")
+    if len(profiles) > 1:
+        names = ", ".join(str(_mapping(each, "schedulingProfiles").get("name")) for each in profiles[1:])
+        result.remarks.append(f"schedulingProfiles: there is one profile here; {names} are left out")
+    if profiles:
+        first = _mapping(profiles[0], "schedulingProfiles.0")
+        _name_rest(first, "schedulingProfiles", result)
+        references = _mappings(first, "plugins", "schedulingProfiles.0.plugins")
+    else:
+        references = [{"pluginRef": name} for name in plugins]
+    weights: dict[str, float] = {}
+    for reference in references:
+        _name_rest(reference, "schedulingProfiles.plugins", result)
+        name = str(reference.get("pluginRef"))
+        if name not in plugins:
+            raise ConfigError(f"schedulingProfiles.0.plugins: no plugin is named {name[:60]!r}")
+        kind, parameters = plugins[name]
+        scorer = SCORERS.get(kind)
+        if scorer is not None:
+            weight = reference.get("weight", 1)
+            weight = 1 if weight is None else weight
+            if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight < math.inf:
+                raise ConfigError(f"schedulingProfiles.0.plugins: weight of {name[:60]} must be a number")
+            if weight:
+                weights[scorer] = weights.get(scorer, 0) + weight
+        if kind in _LABEL_FILTERS:
+            _select(name, parameters, result)
+        if kind in _PICKERS:
+            most = parameters.get("maxNumOfEndpoints")
+            if isinstance(most, int) and not isinstance(most, bool) and most >= 1:
+                result.section("scheduling")["fallbacks"] = min(most - 1, 8)
+                if most > 1:
+                    result.remarks.append(
+                        f"plugins: maxNumOfEndpoints {most} of {name}: for a gateway that takes one address, "
+                        "as agentgateway, set scheduling.fallbacks 0"
+                    )
+    if weights:
+        result.section("scheduling")["scorers"] = [
+            {"name": name, "weight": weight} for name, weight in weights.items()
+        ]
+
+
+def _select(name: str, parameters: Mapping[str, Any], result: Imported) -> None:
+    """Import a label selector's equality requirements, with a remark for each other expression."""
+    wanted = {str(key): str(value) for key, value in _mapping(parameters.get("matchLabels"), name).items()}
+    for expression in _mappings(parameters, "matchExpressions", f"plugins: {name}.matchExpressions"):
+        values = expression.get("values")
+        if expression.get("operator") == "In" and isinstance(values, list) and len(values) == 1:
+            wanted[str(expression.get("key"))] = str(values[0])
+        else:
+            told = " ".join(str(expression.get(key)) for key in ("key", "operator", "values"))
+            result.remarks.append(f"plugins: matchExpressions of {name}: {told[:80]} has no counterpart")
+    if wanted:
+        result.section("scheduling").setdefault("endpoint_labels", {}).update(wanted)
+
+
+def _saturation(tree: Mapping[str, Any], plugins: Plugins, result: Imported) -> None:
+    control = _mapping(tree.get("flowControl"), "flowControl")
+    detector = _mapping(control.get("saturationDetector"), "flowControl.saturationDetector")
+    _name_rest(detector, "flowControl.saturationDetector", result)
+    if not detector:
+        detector = _mapping(tree.get("saturationDetector"), "saturationDetector")
+        _name_rest(detector, "saturationDetector", result)
+    detectors = {name: each for name, each in plugins.items() if each[0].endswith("-detector")}
+    name = str(detector.get("pluginRef", ""))
+    if name and name not in plugins and name not in BUILT_IN:
+        raise ConfigError(f"saturationDetector.pluginRef: no plugin is named {name[:60]!r}")
+    if not name and detectors and not detector:
+        # Without a reference, the configured utilization detector is in use, or else the first detector.
+        name = next(
+            (each for each, (kind, _) in detectors.items() if kind == _DETECTOR), next(iter(detectors))
+        )
+    for other in detectors.keys() - {name}:
+        result.remarks.append(f"plugins: {other} is not the saturation detector in use, {name or _DETECTOR}")
+    # Earlier versions of the router have the parameters in saturationDetector itself.
+    kind, parameters = plugins.get(name, (name or _DETECTOR, detector if not name else {}))
+    if not detector and not detectors:
+        return
+    bounds = result.section("request_queue_controller")
+    if kind == "concurrency-detector":
+        most = parameters.get("maxConcurrency", 100)
+        if parameters.get("concurrencyMode") == "tokens":
+            bounds["unit"], most = "tokens", parameters.get("maxTokenConcurrency", 1_000_000)
+        if isinstance(most, bool) or not isinstance(most, int | float):
+            raise ConfigError(f"plugins: maxConcurrency of {name[:60]} must be a number")
+        bounds["watermark_per_backend"] = most
+        if parameters.get("headroom"):
+            result.remarks.append(
+                "concurrency-detector: headroom: see request_queue_controller.upper_bound_per_backend"
+            )
+        return
+    if not bounds:
+        del result.tree["request_queue_controller"]
+    told = {
+        key: parameters[key] for key in ("queueDepthThreshold", "kvCacheUtilThreshold") if key in parameters
+    }
+    result.remarks.append(
+        f"{kind}: saturation is the number of requests in flight here, not what pages tell"
+        + (f" ({', '.join(f'{key} {value}' for key, value in told.items())})" if told else "")
+        + "; set request_queue_controller.watermark_per_backend to what an endpoint runs at once"
+    )
+
+
+def _flow_control(tree: Mapping[str, Any], plugins: Plugins, result: Imported) -> None:
+    control = _mapping(tree.get("flowControl"), "flowControl")
+    if not control:
+        return
+    _name_rest(control, "flowControl", result)
+    queue = result.section("fair_request_queue")
+    if total := _limit(control, "flowControl", "maxRequests", result):
+        queue["total_capacity"], queue["flow_capacity"] = total, min(100, total)
+    most_bytes = _limit(control, "flowControl", "maxBytes", result)
+    if most_bytes:
+        result.remarks.append(
+            "flowControl.maxBytes: taken as the limit of each band; there is none of all bands together"
+        )
+    if control.get("defaultRequestTTL") is not None:
+        ttl_s = _duration_s(control["defaultRequestTTL"], "flowControl.defaultRequestTTL")
+        if ttl_s > 0:
+            queue["queue_ttl"] = f"{ttl_s:.9g}s"
+        else:
+            result.remarks.append(
+                "flowControl.defaultRequestTTL 0: nobody waits longer than fair_request_queue.queue_ttl here"
+            )
+    if control.get("noEndpointRequestTTL") is not None:
+        wait_s = _duration_s(control["noEndpointRequestTTL"], "flowControl.noEndpointRequestTTL")
+        queue["queue_without_endpoints"] = True
+        if f"{wait_s:.9g}s" != queue.get("queue_ttl"):
+            result.remarks.append(
+                f"flowControl.noEndpointRequestTTL {wait_s:g}s: with endpoints or without, requests wait for "
+                "fair_request_queue.queue_ttl"
+            )
+    if control.get("enableEviction"):
+        result.remarks.append(
+            "flowControl.enableEviction: waiting requests are evicted (fair_request_queue.overload), running "
+            "ones never"
+        )
+    bands = _mappings(control, "priorityBands", "flowControl.priorityBands")
+    for band in bands:
+        _name_rest(band, "flowControl.priorityBands", result)
+    default = _mapping(control.get("defaultPriorityBand"), "flowControl.defaultPriorityBand")
+    _name_rest(default, "flowControl.defaultPriorityBand", result)
+    for reference, known, key in (
+        ("orderingPolicyRef", _ORDERINGS, "ordering"),
+        ("fairnessPolicyRef", _FAIRNESS, "fairness"),
+    ):
+        named = _named_once(reference, (default, *bands), plugins)
+        policies = sorted({known[kind] for kind in named if kind in known})
+        if policies:
+            queue[key] = policies[0]
+        if len(policies) > 1:
+            result.remarks.append(
+                f"flowControl: {reference}: one policy for all bands here; {policies[0]} is taken"
+            )
+        for kind in named:
+            if kind not in known:
+                result.remarks.append(f"flowControl: {reference} {kind} has no counterpart")
+    if limited := list(_limited_bands(bands, most_bytes, result)):
+        queue["priority_bands"] = limited
+    for key in ("maxRequests", "maxBytes"):
+        if default.get(key) is not None:
+            result.remarks.append(
+                f"flowControl.defaultPriorityBand.{key}: a band that is not configured has the limits of "
+                "the nearest configured one at or below it"
+            )
+    if not queue:
+        del result.tree["fair_request_queue"]
+
+
+def _limited_bands(
+    bands: list[Mapping[str, Any]], most_bytes: int, result: Imported
+) -> Iterator[dict[str, Any]]:
+    """The `bands` with limits, as `priority_bands`; with `most_bytes`, the three named bands, too."""
+    where, names = "flowControl.priorityBands", {each.priority: each.name for each in NAMED}
+    for band in bands:
+        priority = band.get("priority")
+        limits: dict[str, Any] = {
+            "capacity": _limit(band, where, "maxRequests", result),
+            "bytes": _limit(band, where, "maxBytes", result) or most_bytes,
+        }
+        given = {key: limit for key, limit in limits.items() if limit}
+        if isinstance(priority, int) and priority in names:
+            given["name"] = names.pop(priority)
+        if any(limits.values()):
+            yield {"priority": priority, **given}
+    for priority, left in names.items() if most_bytes else ():
+        yield {"priority": priority, "name": left, "bytes": most_bytes}
+
+
+def _named_once(key: str, bands: Iterable[Mapping[str, Any]], plugins: Plugins) -> list[str]:
+    """The types of the plugins that `bands` reference under `key`, without duplicates."""
+    names = dict.fromkeys(str(band[key]) for band in bands if band.get(key))
+    return list(dict.fromkeys(plugins.get(name, (name, {}))[0] for name in names))
+
+
+def _limit(section: Mapping[str, Any], where: str, key: str, result: Imported) -> int:
+    """`maxRequests` or `maxBytes` of a section, capped at the picker's own maximum; 0: no limit."""
+    value, most_here = section.get(key), _MOST[key]
+    if value is None:
+        return 0
+    most = math.ceil(_quantity(value, f"{where}.{key}"))
+    if most > most_here:
+        result.remarks.append(f"{where}.{key} {value}: {most_here} is the most here")
+    return min(most, most_here)
+
+
+def _quantity(value: object, where: str) -> float:
+    """The value of a Kubernetes quantity: 500, "1k", "2Gi", "1e3"."""
+    match = _QUANTITY.fullmatch(str(value).strip())
+    if match is None or not (match[2] in _UNITS or match[2][0] in "eE"):
+        raise ConfigError(f"{where}: {str(value)[:40]!r} is no quantity")
+    if match[2] in _UNITS:
+        return min(float(match[1]) * _UNITS[match[2]], 1e300)
+    return min(float(match[1] + match[2]), 1e300)
+
+
+def _duration_s(value: object, where: str) -> float:
+    """Seconds of a Go duration such as "1m30s", or of a number of seconds."""
+    if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf:
+        return float(value)
+    parts = _DURATION.findall(value) if isinstance(value, str) else []
+    if value != "0" and (not parts or "".join(map("".join, parts)) != value):
+        raise ConfigError(f"{where}: {str(value)[:40]!r} is no duration")
+    return sum(float(number) * _SECONDS[unit] for number, unit in parts)
+
+
+def read(path: Path) -> Imported:
+    """Convert the `EndpointPickerConfig` at `path`. Raises ConfigError; the message names the file."""
+    try:
+        tree = read_yaml(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, YamlFault) as fault:
+        raise ConfigError(f"{path}: {fault}") from fault
+    if not isinstance(tree, Mapping):
+        raise ConfigError(f"{path}: the top level must be a mapping")
+    try:
+        return imported(tree)
+    except ConfigError as fault:
+        raise ConfigError(f"{path}: {fault}") from fault
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("file", type=Path, metavar="FILE", help=f"an {KIND} of the Go picker (YAML)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the converted configuration on stdout, and the remarks on stderr, one a line."""
+    result = read(args.file)
+    print(f"# Imported from {args.file.name}; discovery and redis are to be added.")
+    print(yaml.safe_dump(result.tree, sort_keys=False), end="")
+    for remark in result.remarks:
+        print(f"{args.file}: {remark}", file=sys.stderr)
+    return 0

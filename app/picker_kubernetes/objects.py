@@ -1,0 +1,450 @@
+"""Watches InferenceObjectives and InferenceModelRewrites of the pool in the Kubernetes API server.
+
+A request that names an objective has the objective's priority, any int32 (bands.py). A rewrite replaces the
+model of a request by other models, split by weights (traffic_split.py). Both kinds exist in two API groups,
+and an object in the newer group takes precedence. Each replica logs objects that it cannot use; the leader
+also writes a condition into each object's status, unless another fleet wrote that condition first.
+"""
+
+import asyncio
+import contextlib
+import datetime
+import itertools
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, NamedTuple
+
+import msgspec
+from xxhash import xxh64_hexdigest
+
+from picker_fleet.background import keep
+from picker_fleet.domain.units import has_control
+from picker_fleet.ingress.traffic_split import Split
+from picker_kubernetes.api import (
+    CONFLICT,
+    Api,
+    Collection,
+    KubernetesFault,
+    Metadata,
+    Reflector,
+)
+
+_log = logging.getLogger(__name__)
+
+GROUPS: Final = ("llm-d.ai", "inference.networking.x-k8s.io")  # an object in the first group takes precedence
+_SETTLE_S = 0.05  # collects changes that arrive together
+_LONGEST_NAME = 256  # bytes
+_MOST_WEIGHT = 1_000_000
+POOL_GROUP: Final = "inference.networking.k8s.io"
+# The reason of a condition while the object's pool does not exist; a fleet that serves the pool replaces it.
+_NO_POOL = "PoolNotFound"
+_TAKE_OVER_S = 30.0  # how long a condition's owner may leave a new version of its object without a condition
+_WRITE_S = 1.0  # for writing conditions while other changes wait; a call to a slow API takes up to 10 s
+_MOST_STEPS = 50_000  # of the search for cycles; they take about 20 ms
+
+
+class _PoolRef(msgspec.Struct, frozen=True):
+    name: str = ""
+    kind: str = "InferencePool"
+    group: str = POOL_GROUP
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the reference names the API group `POOL_GROUP`. An empty group means the same."""
+        return self.group in ("", POOL_GROUP)
+
+
+class _Condition(msgspec.Struct, frozen=True, rename="camel"):
+    type: str = ""
+    status: str = ""
+    reason: str = ""
+    message: str = ""
+    observed_generation: int = 0
+    last_transition_time: str = ""
+
+
+class _Status(msgspec.Struct, frozen=True):
+    conditions: list[_Condition] | None = None
+
+
+class _ObjectiveSpec(msgspec.Struct, frozen=True, rename="camel"):
+    pool_ref: _PoolRef = _PoolRef()
+    priority: int = 0
+
+
+class Objective(msgspec.Struct, frozen=True):
+    """The fields read from an InferenceObjective."""
+
+    metadata: Metadata
+    spec: _ObjectiveSpec = _ObjectiveSpec()
+    status: _Status = _Status()
+
+
+class _ModelMatch(msgspec.Struct, frozen=True):
+    value: str = ""
+    type: str = "Exact"
+
+
+class _Match(msgspec.Struct, frozen=True):
+    model: _ModelMatch = _ModelMatch()
+
+
+class _Target(msgspec.Struct, frozen=True, rename="camel"):
+    model_rewrite: str = ""
+    weight: int = 1
+
+
+class _Rule(msgspec.Struct, frozen=True):
+    matches: list[_Match] | None = None
+    targets: list[_Target] | None = None
+
+
+class _RewriteSpec(msgspec.Struct, frozen=True, rename="camel"):
+    pool_ref: _PoolRef = _PoolRef()
+    rules: list[_Rule] | None = None
+
+
+class Rewrite(msgspec.Struct, frozen=True):
+    """The fields read from an InferenceModelRewrite."""
+
+    metadata: Metadata
+    spec: _RewriteSpec = _RewriteSpec()
+    status: _Status = _Status()
+
+
+class _Names(msgspec.Struct):
+    """A list response of the API, of which only the number of items matters."""
+
+    items: list[msgspec.Raw] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LiveObjects:
+    """Priorities and splits computed from the objects. `anything` is the split for models without a rule."""
+
+    priorities: Mapping[str, int] = field(default_factory=dict)  # name of an objective -> priority
+    splits: Mapping[str, Split] = field(default_factory=dict)  # model -> split
+    anything: Split | None = None
+
+
+def objective_fault(objective: Objective) -> str:
+    """Why an objective of this pool cannot be used; '' if it can."""
+    if len(objective.metadata.name.encode()) > _LONGEST_NAME:
+        return "its name is too long"
+    return "" if -(2**31) <= objective.spec.priority < 2**31 else "spec.priority is no int32"
+
+
+def rewrite_fault(rewrite: Rewrite) -> str:
+    """Why a rewrite of this pool cannot be used; '' if it can."""
+    if not rewrite.spec.rules:
+        return "spec.rules is empty: nothing is rewritten"
+    for number, rule in enumerate(rewrite.spec.rules):
+        where = f"spec.rules[{number}]"
+        for match in rule.matches or ():
+            if match.model.type != "Exact":
+                return f"{where}.matches: model type {match.model.type} is unknown; Exact is"
+            if not _is_model(match.model.value):
+                return f"{where}.matches: {match.model.value[:60]!r} is no model's name"
+        targets = rule.targets or ()
+        for target in targets:
+            if not _is_model(target.model_rewrite):
+                return f"{where}.targets: {target.model_rewrite[:60]!r} is no model's name"
+            if not 0 <= target.weight <= _MOST_WEIGHT:
+                return f"{where}.targets: weight {target.weight} is not from 0 to {_MOST_WEIGHT}"
+        if not any(target.weight for target in targets):
+            return f"{where}.targets: no target has a weight above 0: nothing to rewrite to"
+    return ""
+
+
+def cycles(rewrites: Iterable[Rewrite]) -> dict[str, str]:
+    """Find rewrites whose targets lead back to a matched model by way of other rules. Returns name of the
+    rewrite -> the models in the cycle. Such rewrites stay in use, because a target is never rewritten again.
+    The search stops after about `_MOST_STEPS` steps, and then omits the remaining cycles."""
+    rewrites = list(rewrites)
+    targets = _without_ends(
+        {
+            model: [name for name in split.names if name != model]  # a model may keep a share of its requests
+            for model, split in live_objects((), rewrites).splits.items()
+        }
+    )
+    found: dict[str, str] = {}
+    steps = 0
+    for rewrite in rewrites:
+        for match in (match for rule in rewrite.spec.rules or () for match in rule.matches or ()):
+            if match.model.value not in targets or rewrite.metadata.name in found or steps > _MOST_STEPS:
+                continue
+            way, taken = _way_back(match.model.value, targets)
+            steps += taken
+            if way:
+                found[rewrite.metadata.name] = " to ".join(way)[:_LONGEST_NAME]
+    return found
+
+
+def _without_ends(targets: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
+    """`targets` reduced to the models that lead to a cycle, so that the search follows no long chains."""
+    kept = {model: [name for name in names if name in targets] for model, names in targets.items()}
+    left = {model: len(names) for model, names in kept.items()}
+    sources: dict[str, list[str]] = {}
+    for model, names in kept.items():
+        for name in names:
+            sources.setdefault(name, []).append(model)
+    ends = [model for model, count in left.items() if not count]
+    while ends:
+        end = ends.pop()
+        del kept[end]
+        for source in sources.get(end, ()):
+            left[source] -= 1
+            if not left[source]:
+                ends.append(source)
+    return kept
+
+
+def _way_back(model: str, targets: Mapping[str, Sequence[str]]) -> tuple[list[str], int]:
+    """The models on a path from `model` by its targets back to `model`, empty if there is none; and the
+    number of models visited."""
+    came_from, open_ends = {model: ""}, [model]
+    while open_ends:
+        here = open_ends.pop()
+        for target in targets.get(here, ()):
+            if target == model:
+                way = [model]
+                while here:
+                    way.append(here)
+                    here = came_from[here]
+                return way[::-1], len(came_from)
+            if target not in came_from:
+                came_from[target] = here
+                open_ends.append(target)
+    return [], len(came_from)
+
+
+def _is_model(name: str) -> bool:
+    return bool(name.strip()) and len(name.encode()) <= _LONGEST_NAME and not has_control(name)
+
+
+def live_objects(objectives: Iterable[Objective], rewrites: Iterable[Rewrite]) -> LiveObjects:
+    """Compute priorities and splits from usable objects. If two rules match one model, the older object's
+    rule applies; of equally old objects, the lesser name's; within one object, the first rule."""
+    priorities = {each.metadata.name: each.spec.priority for each in objectives}
+    splits: dict[str, Split] = {}
+    anything: Split | None = None
+    for rewrite in sorted(rewrites, key=lambda one: (one.metadata.creation_timestamp, one.metadata.name)):
+        for rule in rewrite.spec.rules or ():
+            split = Split.of((target.model_rewrite, target.weight) for target in rule.targets or ())
+            for match in rule.matches or ():
+                splits.setdefault(match.model.value, split)
+            if not rule.matches and anything is None:
+                anything = split
+    return LiveObjects(priorities, splits, anything)
+
+
+class _Kind(NamedTuple):
+    """One of the two kinds of objects. `condition` is the type of the condition in an object's status."""
+
+    name: str
+    type: type[Objective] | type[Rewrite]
+    condition: str
+    fault_of: Callable[[Any], str]
+
+
+_KINDS: Final = (
+    _Kind("InferenceObjective", Objective, "Ready", objective_fault),
+    _Kind("InferenceModelRewrite", Rewrite, "Accepted", rewrite_fault),
+)
+
+
+class _Sent(NamedTuple):
+    """A condition sent for the object created at `created`. `refused`: another field manager owns it."""
+
+    created: str
+    condition: _Condition
+    at_s: float
+    refused: bool
+
+
+@dataclass(slots=True)
+class _Followed:
+    """An object in the collection at `path`. `fault` says why it cannot be used; `remark` is the last logged
+    message about it. `judged` is set for an object of another pool: generation and pool when last checked."""
+
+    path: str
+    kind: _Kind
+    item: Objective | Rewrite
+    fault: str = ""
+    remark: str = ""
+    judged: tuple[int, str] | None = None
+    sent: _Sent | None = None  # the last condition sent
+
+    @property
+    def name(self) -> str:
+        return self.item.metadata.name
+
+    def log(self, what: str, remark: str) -> None:
+        _log.warning("%ss %s %s: %s", self.kind.name.lower(), self.name, what, remark)
+
+
+class InferenceObjects:
+    """Watches the objects of `pool`, and calls `report` with the result after each change.
+
+    `publishes` returns whether this replica writes conditions. `fleet` is the same text in all replicas of
+    the fleet and, together with their namespace, unique to the fleet.
+    """
+
+    def __init__(
+        self,
+        pool: str,
+        namespace: str | None,
+        *,
+        fleet: str,
+        report: Callable[[LiveObjects], object],
+        publishes: Callable[[], bool],
+        api: Callable[[], Api] = Api.of_environment,
+    ) -> None:
+        self._pool, self._namespace = pool, namespace
+        self._report, self._publishes, self._api_of = report, publishes, api
+        self._changed = asyncio.Event()
+        self._known: dict[tuple[str, str], _Followed] = {}  # by path and name
+        self._pools_path = ""
+        self._fleet, self._manager = fleet, ""
+
+    async def run(self) -> None:
+        """Watch until cancelled. Raises StartupError as KubernetesSource does."""
+        api = self._api_of()
+        namespace = self._namespace or api.namespace
+        self._pools_path = f"/apis/{POOL_GROUP}/v1/namespaces/{namespace}/inferencepools"
+        self._manager = f"picker-fleet-{xxh64_hexdigest(f'{api.namespace} {self._fleet}'.encode())}"
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                reflectors: list[tuple[str, _Kind, Reflector[Any]]] = []
+                for group, kind in itertools.product(GROUPS, _KINDS):
+                    path = f"/apis/{group}/v1alpha2/namespaces/{namespace}/{kind.name.lower()}s"
+                    what = Collection(f"{kind.name}s of {group}", path, optional=True)
+                    reflector: Reflector[Any] = Reflector(api, what, kind.type, self._changed.set)
+                    reflectors.append((path, kind, reflector))
+                    tasks.create_task(keep("kubernetes-watch", reflector.run))
+                while True:
+                    await self._changed.wait()
+                    await asyncio.sleep(_SETTLE_S)  # changes arrive in bursts
+                    self._changed.clear()
+                    self._take(reflectors)
+                    await self._write_conditions(api)
+        finally:
+            with contextlib.suppress(Exception):
+                async with asyncio.timeout(1):
+                    await api.close()
+
+    def _take(self, reflectors: Sequence[tuple[str, _Kind, Reflector[Any]]]) -> None:
+        """Report the priorities and splits of the current objects, and log new faults."""
+        known: dict[tuple[str, str], _Followed] = {}
+        for path, kind, reflector in reflectors:
+            for name, item in reflector.items.items():
+                each = known[path, name] = self._known.get((path, name)) or _Followed(path, kind, item)
+                each.item = item
+        self._known = known
+        own = self._own()
+        for each in own:
+            each.fault = self._fault_of(each)
+        usable = [each.item for each in own if not each.fault]
+        rewrites = [item for item in usable if isinstance(item, Rewrite)]
+        in_cycles = cycles(rewrites)
+        for each in own:
+            cycle = in_cycles.get(each.name, "") if each.kind.type is Rewrite else ""
+            remark = each.fault or (cycle and f"{cycle} is a cycle: a target is not rewritten again")
+            if remark and remark != each.remark:
+                each.log("is not used" if each.fault else "is used", remark)
+            each.remark = remark
+        self._report(live_objects((item for item in usable if isinstance(item, Objective)), rewrites))
+
+    def _fault_of(self, each: _Followed) -> str:
+        kind = each.item.spec.pool_ref.kind
+        if kind != "InferencePool":
+            return f"spec.poolRef.kind is {kind[:60]!r}; InferencePool is known"
+        return each.kind.fault_of(each.item)
+
+    def _own(self) -> list[_Followed]:
+        """The objects of this pool; of objects with one name and kind, the one in the first API group."""
+        found: dict[tuple[str, str], _Followed] = {}
+        for each in self._known.values():
+            found.setdefault((each.kind.name, each.name), each)
+        references = ((each, each.item.spec.pool_ref) for each in found.values())
+        return [each for each, pool in references if pool.is_known and pool.name == self._pool]
+
+    async def _write_conditions(self, api: Api) -> None:
+        """Write the conditions of this pool's objects, then of objects whose pool does not exist. Stops after
+        `_WRITE_S` if objects have changed meanwhile."""
+        clock = asyncio.get_running_loop().time
+        until_s = clock() + _WRITE_S
+        for each in self._own() if self._publishes() else ():
+            reason = "Invalid" if each.fault else "Cycle" if each.remark else "Accepted"
+            await self._write(api, each, not each.fault, reason, each.remark or "in use")
+            if self._changed.is_set() and clock() > until_s:
+                return
+        await self._judge_of_others(api)
+
+    async def _judge_of_others(self, api: Api) -> None:
+        """Report objects whose pool does not exist; an existing pool's own picker reports its objects. Checks
+        each version of an object once: the pool may be created later, with its own picker."""
+        exists: dict[str, bool | None] = {}  # pool -> whether the API has it; None: no answer
+        for each in self._known.values():
+            reference, generation = each.item.spec.pool_ref, each.item.metadata.generation
+            pool = reference.name
+            if not reference.is_known:
+                continue  # another API group: not a pool for this picker
+            if pool == self._pool or each.judged == (generation, pool):
+                continue
+            if pool not in exists:
+                try:
+                    body = await api.get(self._pools_path, {"fieldSelector": f"metadata.name={pool}"})
+                    exists[pool] = bool(msgspec.json.decode(body, type=_Names).items)
+                except (KubernetesFault, msgspec.MsgspecError):
+                    exists[pool] = None
+            if exists[pool] is None:
+                continue  # check again after the next change
+            each.judged = generation, pool
+            if exists[pool]:
+                continue
+            fault = f"spec.poolRef names InferencePool {pool[:60]!r}, which is not there"
+            each.log("is not used", fault)
+            if self._publishes():
+                await self._write(api, each, False, _NO_POOL, fault)
+
+    async def _write(self, api: Api, each: _Followed, is_used: bool, reason: str, message: str) -> None:
+        """Write the object's condition, unless another fleet owns the condition.
+
+        Two fleets that disagree must not replace each other's condition for ever. So each fleet writes a
+        condition once, and the second one leaves it to its owner, the first writer's field manager. If the
+        owner ignores a new version of the object for `_TAKE_OVER_S`, this fleet takes over the condition.
+        """
+        metadata, status = each.item.metadata, "True" if is_used else "False"
+        wanted = _Condition(each.kind.condition, status, reason, message, metadata.generation)
+        conditions = each.item.status.conditions or ()
+        present = next((one for one in conditions if one.type == wanted.type), _Condition())
+        if msgspec.structs.replace(present, last_transition_time="") == wanted:
+            return
+        force = present.reason == _NO_POOL
+        sent, loop = each.sent, asyncio.get_running_loop()
+        if sent is not None and (sent.created, sent.condition) == (metadata.creation_timestamp, wanted):
+            is_late = present.observed_generation < metadata.generation
+            if not (sent.refused and is_late and loop.time() >= sent.at_s + _TAKE_OVER_S):
+                return
+            force = True
+        since = present.last_transition_time if present.status == wanted.status else ""
+        now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+        tree = {
+            "apiVersion": "/".join(each.path.split("/")[2:4]),
+            "kind": each.kind.name,
+            "metadata": {"name": metadata.name},
+            "status": {"conditions": [msgspec.structs.replace(wanted, last_transition_time=since or now)]},
+        }
+        refused = False
+        try:
+            await api.apply_status(f"{each.path}/{metadata.name}", tree, manager=self._manager, force=force)
+        except KubernetesFault as fault:
+            if fault.code != CONFLICT:
+                return  # the API is unreachable; the watch lists all objects again when it answers
+            what = f"{each.kind.name.lower()}s {metadata.name}"
+            _log.info("the condition of %s is left to another writer: %s", what, fault)
+            loop.call_later(_TAKE_OVER_S, self._changed.set)
+            refused = True
+        each.sent = _Sent(metadata.creation_timestamp, wanted, loop.time(), refused)
