@@ -57,7 +57,7 @@ local function merge_signing_keys(kept, offered)
   return text
 end
 
--- Return the key that chooses variants of models (app/picker_fleet/ingress/traffic_split.py): 'TIME:KEY', the first signing key
+-- Return the key that chooses variants of models (ingress/traffic_split.py): 'TIME:KEY', the first signing key
 -- ever offered and the time of the offer. Replicas keep and offer the variant key, and the oldest one wins, so a pool
 -- that was lost gets its own key back even if a new replica reports first.
 local function merge_variant_key(kept, known, fresh)
