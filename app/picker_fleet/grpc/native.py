@@ -157,6 +157,10 @@ class GrpcStream:
                 self._give_credit()
         return message
 
+    def interrupt(self, error: Exception) -> None:
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_exception(error)
+
     async def read_all(self, take: Callable[[bytes], None]) -> None:
         """As `Stream.read_all`, without waking a task for each message. Raises as `read`, and any error of
         `take`."""

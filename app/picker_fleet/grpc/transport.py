@@ -65,6 +65,10 @@ class Stream(Protocol):
         """The next message; None once the client has ended its side."""
         ...
 
+    def interrupt(self, error: Exception) -> None:
+        """Let a pending `read` raise `error`; no effect if none is pending."""
+        ...
+
     async def read_all(self, take: Callable[[bytes], None]) -> None:
         """Call `take` with each message on arrival, until the client ends its side."""
         ...
@@ -174,16 +178,30 @@ class Health:
 class _GrpcioStream:
     """A stream of grpc.aio."""
 
-    __slots__ = ("_context", "write")
+    __slots__ = ("_context", "_interrupted", "write")
     has_message = False
 
     def __init__(self, context: Any) -> None:
         self._context = context
+        self._interrupted: asyncio.Future[None] | None = None
         self.write = context.write
 
     async def read(self) -> bytes | None:
-        message = await self._context.read()
+        self._interrupted = asyncio.get_running_loop().create_future()
+        reading = asyncio.ensure_future(self._context.read())
+        try:
+            await asyncio.wait((reading, self._interrupted), return_when=asyncio.FIRST_COMPLETED)
+            if self._interrupted.done():
+                self._interrupted.result()  # raises
+            message = await reading
+        finally:
+            self._interrupted = None
+            reading.cancel()
         return None if message is grpc.aio.EOF else message
+
+    def interrupt(self, error: Exception) -> None:
+        if self._interrupted is not None and not self._interrupted.done():
+            self._interrupted.set_exception(error)
 
     async def read_all(self, take: Callable[[bytes], None]) -> None:
         while (message := await self.read()) is not None:

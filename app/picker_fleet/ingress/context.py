@@ -9,7 +9,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Protocol
 
 from picker_fleet.admission.gate import Gate
 from picker_fleet.admission.origins import Origins
@@ -30,6 +30,7 @@ from picker_fleet.domain.errors import (
 from picker_fleet.domain.rates import Rates, retry_after_s
 from picker_fleet.domain.request import InferenceRequest, Placement
 from picker_fleet.domain.sections import ExtProc
+from picker_fleet.grpc.transport import Stream
 from picker_fleet.ingress.bodies import decode
 from picker_fleet.ingress.intake import CONTENT_ENCODING, CONTENT_TYPE, REQUEST_ID, Ask, Intake, read_body
 from picker_fleet.telemetry.logs import DecisionLines
@@ -121,6 +122,10 @@ class BodyBuffer:
         return PayloadTooLarge(f"the body is larger than {self._limit_bytes} bytes")
 
 
+class UploadOverdue(Exception):
+    """An upload has stalled or takes too long, or too many others wait."""
+
+
 class Upload(Protocol):
     """A stream that waits for more of its request."""
 
@@ -131,7 +136,7 @@ class Upload(Protocol):
 
 
 class UploadDeadlines:
-    """Ends uploads that stall or take too long, by cancelling the tasks that read them.
+    """Ends uploads that stall or take too long: the pending read of their stream raises UploadOverdue.
 
     Envoy does not report a client that vanishes during its upload, and a deadline in Envoy would include the
     wait in the queue. Without a deadline here such an upload would keep its part of
@@ -152,24 +157,18 @@ class UploadDeadlines:
         self._whole_s = whole_s
         self._stalled_s = min(stalled_s, whole_s)
         self._most = most
-        self._waiting: OrderedDict[Upload, tuple[float, asyncio.Task[Any]]] = OrderedDict()
-        self._ended: set[Upload] = set()
+        self._waiting: OrderedDict[Upload, tuple[float, Stream]] = OrderedDict()
 
-    def wait(self, upload: Upload, task: asyncio.Task[Any]) -> None:
-        """Watch an upload whose `task` is about to read more of the request, and may cancel `task`."""
-        self._waiting[upload] = self._clock(), task
+    def wait(self, upload: Upload, stream: Stream) -> None:
+        """Watch an upload that is about to read more of the request from `stream`."""
+        self._waiting[upload] = self._clock(), stream
         if len(self._waiting) > self._most:
-            self._end(*self._waiting.popitem(last=False))
+            _, (_, longest) = self._waiting.popitem(last=False)
+            longest.interrupt(UploadOverdue())
 
     def received(self, upload: Upload) -> None:
         """Stop watching an upload that has received a message, or has ended."""
         self._waiting.pop(upload, None)
-
-    def has_ended(self, upload: Upload) -> bool:
-        """Whether a deadline or the limit cancelled the upload's task; true for one call only."""
-        ended = upload in self._ended
-        self._ended.discard(upload)
-        return ended
 
     async def run(self) -> None:
         """End overdue uploads, until cancelled."""
@@ -177,14 +176,10 @@ class UploadDeadlines:
             await asyncio.sleep(self._stalled_s / _CHECKS)
             now_s = self._clock()
             silent_since_s, begun_before_s = now_s - self._stalled_s, now_s - self._whole_s
-            for upload, (at_s, task) in list(self._waiting.items()):
+            for upload, (at_s, stream) in list(self._waiting.items()):
                 if at_s < silent_since_s or upload.upload_began_s < begun_before_s:
                     del self._waiting[upload]
-                    self._end(upload, (at_s, task))
-
-    def _end(self, upload: Upload, waiting: tuple[float, asyncio.Task[Any]]) -> None:
-        self._ended.add(upload)
-        waiting[1].cancel()
+                    stream.interrupt(UploadOverdue())
 
 
 class AllowedPaths:

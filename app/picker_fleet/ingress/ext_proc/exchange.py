@@ -33,7 +33,13 @@ from picker_fleet.domain.budgets import BodyBudget
 from picker_fleet.domain.errors import BadRequest, BodyStalled, BufferFull, RequestError, Unsupported
 from picker_fleet.domain.request import InferenceRequest, Placement
 from picker_fleet.grpc.transport import RpcError, Status, Stream
-from picker_fleet.ingress.context import BodyBuffer, DrainGate, ExchangeContext, UploadDeadlines
+from picker_fleet.ingress.context import (
+    BodyBuffer,
+    DrainGate,
+    ExchangeContext,
+    UploadDeadlines,
+    UploadOverdue,
+)
 from picker_fleet.ingress.ext_proc import codec
 from picker_fleet.ingress.ext_proc.response import ModelRename, Response
 from picker_fleet.ingress.intake import (
@@ -569,8 +575,6 @@ class ExchangeService:
     async def process(self, stream: Stream) -> bytes | None:
         """Serve one of Envoy's streams. Returns the last answer, for the transport to send, or None."""
         exchange = Exchange(self._context)
-        task = asyncio.current_task()
-        assert task is not None
         self._context.open_requests.began()
         reading: asyncio.Task[bytes | None] | None = None  # the read that waits for a body's end
         try:
@@ -581,7 +585,7 @@ class ExchangeService:
                 uploading = uploading and exchange.uploading
                 waits = uploading and not stream.has_message
                 if waits:
-                    self._uploads.wait(exchange, task)
+                    self._uploads.wait(exchange, stream)
                 is_late = False
                 try:
                     if reading is not None:
@@ -599,9 +603,7 @@ class ExchangeService:
                     refusal = exchange.abandon(fault)
                     exchange.before_last_write()
                     return refusal
-                except asyncio.CancelledError:
-                    if not self._uploads.has_ended(exchange) or task.uncancel() > 0:
-                        raise  # Envoy ended the stream
+                except UploadOverdue:
                     refusal = exchange.fail_upload()
                     exchange.before_last_write()
                     return refusal
