@@ -182,7 +182,7 @@ class Pool:
         count_failures(parts.metrics.background_failure)
         start(store.run, "redis-link")
         wake_ups = store.keys.wake(self._replica)
-        start(partial(listen, settings.redis.url, wake_ups, parts.shared.on_notification), "wake-ups")
+        start(partial(listen, settings.redis.url, wake_ups, parts.failover.notified), "wake-ups")
         report = serving(settings.scheduling.endpoint_labels, membership.discovered)
         start(partial(self._source.watch, report), "discovery")
         if settings.discovery.kubernetes is not None:
@@ -290,10 +290,6 @@ def assemble(
         pause_detector=pause_detector,
         connect_timeout_s=settings.redis.connect_timeout,
         metrics=metrics,
-        on_notification=lambda notification: shared.on_notification(notification),
-        on_dequeued=lambda attempts, successes: shared.on_dequeued(attempts, successes),
-        on_adopted=metrics.adopted,
-        on_unavailable=lambda cause, why: failover.redis_lost(cause, why),
         signing=signing,
         bands=bands,
     )
@@ -365,6 +361,7 @@ def assemble(
         heartbeat_now=heartbeat_now,
         peer_client=budget_transfer.GrpcPeers(settings.pool, signing, certificates),
     )
+    store.observer = failover
     replica_info = ReplicaInfo(shared, service, clock)
     if settings.admin.reference_metrics:
         named = settings.discovery.kubernetes

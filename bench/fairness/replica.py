@@ -106,7 +106,7 @@ async def joined(job: Job) -> AsyncIterator[SharedGate]:
     async with asyncio.TaskGroup() as tasks:
         works = (
             store.run(),
-            listen(settings.redis.url, store.keys.wake(job.replica), shared.on_notification),
+            listen(settings.redis.url, store.keys.wake(job.replica), shared.notified),
         )
         # The failover gate must run, too: its timer ends waits for a reply of Redis that exceed the TTL (G5).
         running = [tasks.create_task(work) for work in (*works, membership.run(), parts.failover.run())]

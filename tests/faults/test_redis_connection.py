@@ -120,7 +120,9 @@ async def test_a_subscriber_whose_server_vanished_subscribes_again(
 ) -> None:
     received: list[str] = []
     channel = Keys.of(pool).wake("a")
-    listening = listen(between.url, channel, lambda what, request: received.append(request), check_s=SHORT_S)
+    listening = listen(
+        between.url, channel, lambda notification: received.append(notification.request_id), check_s=SHORT_S
+    )
     async with background(listening):
         await until(lambda: redis7.ask("PUBLISH", channel, "granted one"))
         await until(lambda: received == ["one"])

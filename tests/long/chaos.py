@@ -143,8 +143,6 @@ class ChaosRun:
         self._store = Store(
             self._url, pool=POOL, replica="operator", failure_detector=FailureDetector(_CALL_S, _CALL_S),
             pause_detector=PauseDetector(), connect_timeout_s=_CALL_S, metrics=Metrics(),
-            on_notification=lambda notification: None, on_dequeued=lambda tried, done: None,
-            on_adopted=lambda: None, on_unavailable=lambda cause, why: None,
         )  # fmt: skip
 
     async def run(self, requests: int) -> None:

@@ -149,9 +149,9 @@ class Replica:
             url, pool=pool, replica=name, failure_detector=FailureDetector(silence_s, silence_s),
             pause_detector=PatientPauseDetector() if silence_s >= SILENCE_S else PauseDetector(),
             connect_timeout_s=max(1.0, silence_s),  # patient with a busy machine
-            metrics=self.metrics, on_notification=self.on_notification, on_dequeued=self.metrics.dequeued,
-            on_adopted=lambda: None, on_unavailable=lambda cause, why: self.lost.append(cause),
+            metrics=self.metrics,
         )  # fmt: skip
+        self.store.observer = self
         self.gate = SharedGate(
             self.store,
             metrics=self.metrics,
@@ -161,10 +161,16 @@ class Replica:
             keys=self.keys,
         )
 
-    def on_notification(self, notification: Notification) -> None:
+    def dequeued(self, attempts: int, successes: int) -> None:
+        self.metrics.dequeued(attempts, successes)
+
+    def redis_lost(self, cause: str, reason: str) -> None:
+        self.lost.append(cause)
+
+    def notified(self, notification: Notification) -> None:
         self.notifications.append((name_of(notification.verdict), notification.request_id))
         if notification.request_id not in self._by_hand:
-            self.gate.on_notification(notification)
+            self.gate.notified(notification)
 
     async def beat(self, silence_s: float = 60.0) -> HeartbeatReply:
         return await self.store.heartbeat('{"host":"test"}', silence_s)
@@ -352,7 +358,7 @@ async def running(
                 # make up for missed wake-ups.
                 background += [
                     tasks.create_task(
-                        listen(url, fleet.keys.wake(each.name), each.on_notification, check_s=DEADLINE_S)
+                        listen(url, fleet.keys.wake(each.name), each.notified, check_s=DEADLINE_S)
                     )
                     for each in replicas
                 ]

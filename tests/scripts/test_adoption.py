@@ -99,6 +99,19 @@ async def test_an_id_opens_nothing_to_who_brings_another_flow_model_or_body(
         waiter.cancel()
 
 
+async def test_a_stranger_that_comes_before_redis_has_answered_does_not_end_the_wait(
+    fleet: OpenFleet,
+) -> None:
+    async with fleet("a", full=True) as (it, a):
+        waiter = asked(a, "q", **FIRST)
+        await asyncio.sleep(0)
+        with pytest.raises(RequestIdTaken):
+            await asked(a, "q", **(FIRST | {"digest": "of-another"}))
+        await a.settle("runs")
+        assert (await waiter).endpoints
+        await it.ends(a, "q")
+
+
 async def test_who_asks_under_an_id_at_the_same_time_does_not_keep_its_request_out(fleet: OpenFleet) -> None:
     # A stranger's admission is in flight when Envoy's retry of the waiting request reaches that replica.
     async with fleet("a", "b", full=True) as (it, a, b):

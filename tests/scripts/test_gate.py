@@ -125,7 +125,7 @@ async def test_a_grant_that_was_lost_is_asked_for_again(fleet: OpenFleet) -> Non
         await b.settle("runs")
         await b.settle("q")
         # On the notification of its grant, the request is admitted again.
-        a.on_notification(Notification("q", Verdict.GRANTED))
+        a.notified(Notification("q", Verdict.GRANTED))
         assert (await waiter).endpoints == (E1,)
         assert (await it.ledger()).started["q"] == 2
 
@@ -173,7 +173,7 @@ async def test_a_request_that_may_go_anywhere_is_placed_by_the_call_that_grants_
         assert events_of(await it.log(), "q") == ["queued", "granted", "placed"]
         await until_acknowledged(it)
         # A late notification by a heartbeat changes nothing.
-        b.gate.on_notification(Notification("q", Verdict.GRANTED))
+        b.gate.notified(Notification("q", Verdict.GRANTED))
         assert await b.store.return_grant("q") == "foreign"
         assert (await it.counts())[0] == 1
         await it.ends(b, "q")
@@ -217,7 +217,7 @@ async def test_a_client_that_leaves_just_as_it_is_placed_leaves_nothing(
     fleet: OpenFleet, monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
     async with fleet("a", "b", listening=True, full=True) as (it, a, b):
-        task, notified = await waiting(it, b, "q"), b.gate.on_notification
+        task, notified = await waiting(it, b, "q"), b.gate.notified
 
         def leave(notification: Notification) -> bool:
             if when == "before":
@@ -226,7 +226,7 @@ async def test_a_client_that_leaves_just_as_it_is_placed_leaves_nothing(
             task.cancel()
             return is_new
 
-        monkeypatch.setattr(b.gate, "on_notification", leave)
+        monkeypatch.setattr(b.gate, "notified", leave)
         await a.settle("runs")
         await asyncio.wait((task,))
         assert task.cancelled()

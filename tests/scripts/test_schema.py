@@ -146,7 +146,7 @@ async def test_a_run_leaves_only_documented_keys_and_uses_each(fleet: OpenFleet)
             int(await it.now_ms()), waiting=0.0, running=0.0, before=(int(await it.now_ms()) - 1, 0.0)
         )
         await it.redis.hset(it.keys.prefix + "metrics", E1, encode_reading(page, 0))
-        assert (await a.sweep(unseen_s=1.0)).given_up == 1
+        assert (await a.sweep(unseen_s=1.0)).given_up >= 1
         await look()
         # A request may only go to an endpoint that is at its limit.
         await a.publish(Endpoint(E1, max_inflight=1), E2, upper_per=500, guard_share=0)

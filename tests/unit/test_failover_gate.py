@@ -265,7 +265,7 @@ async def test_a_client_that_leaves_as_redis_is_lost_is_not_placed(client_first:
 async def test_a_refused_wait_in_the_shared_queue_counts_once_as_failed(notification: str) -> None:
     bench = Bench()
     task = await bench.wait_in_redis("r")
-    bench.shared.on_notification(Notification("r", Verdict(notification)))
+    bench.shared.notified(Notification("r", Verdict(notification)))
     with pytest.raises(RequestError):
         await task
     assert bench.waits == {"false": 1}
@@ -495,7 +495,7 @@ async def test_a_prepaid_request_that_is_placed_after_the_resync_counts_in_the_n
         bench.tell_peers()
         await until(lambda: bench.gate.state is FailoverState.SHARED)
         bench.store.placing = [Placed((E1,))]
-        bench.shared.on_notification(Notification("waits", Verdict.GRANTED))
+        bench.shared.notified(Notification("waits", Verdict.GRANTED))
         await waiting
         bench.lose_redis()
         assert bench.gate.outage is not None

@@ -68,7 +68,7 @@ class Bench:
         return task
 
     def grant(self) -> None:
-        assert self.gate.on_notification(Notification("r", Verdict.GRANTED))
+        assert self.gate.notified(Notification("r", Verdict.GRANTED))
 
     async def being_placed(self, *placing: AnyVerdict) -> asyncio.Task[Placement]:
         """A request that is granted; the reply to `place` is awaited."""
@@ -112,7 +112,7 @@ async def test_a_queued_request_that_is_removed_is_answered_at_once(
     # The queue takes 9 s to drain.
     bench.gate.retry_after_s = 9
     task = await bench.queued()
-    bench.gate.on_notification(Notification("r", Verdict(notification)))
+    bench.gate.notified(Notification("r", Verdict(notification)))
     with pytest.raises(error) as caught:
         await task
     assert (caught.value.status, caught.value.reason) == (503, reason)
@@ -149,7 +149,7 @@ async def test_a_clients_own_deadline_is_answered_504(bench: Bench, when: str) -
     if when != "admitted":
         await until(lambda: bench.gate.waiting)
         verdict = Verdict.EXPIRED if when == "waiting" else Verdict.GRANTED
-        bench.gate.on_notification(Notification("r", verdict))
+        bench.gate.notified(Notification("r", verdict))
     # It does not count as expired by the queue.
     with pytest.raises(errors.DeadlineExceeded, match=r"deadline of 0\.25 s") as caught:
         await task
@@ -266,9 +266,9 @@ async def test_an_end_that_is_reported_twice_is_counted_once(bench: Bench) -> No
 
 
 def test_a_call_that_dispatches_says_that_requests_wait(bench: Bench) -> None:
-    bench.gate.on_dequeued(1, 0)
+    bench.gate.dequeued(1, 0)
     assert not bench.gate.places_are_awaited
-    bench.gate.on_dequeued(2, 1)
+    bench.gate.dequeued(2, 1)
     assert bench.gate.places_are_awaited
 
 

@@ -32,7 +32,7 @@ NAMES = {
     "buried": "tombstone", "lanes": "flow queues", "victims": "preemption candidates",
     "ahead": "read_ahead", "writes": "write_behind", "later": "defer_write", "born": "epoch",
     "lives": "epoch", "desk": "exchange context", "door": "drain gate", "earn": "release",
-    "spend": "acquire", "expose": "add", "harm": "faults injected", "hear": "on_notification",
+    "spend": "acquire", "expose": "add", "harm": "faults injected", "hear": "notified",
     "held": "stream_owned or orphaned", "introduction": "replica info", "judge": "check",
     "judges": "checks", "lasting": "durable", "lend": "transfer_budget", "news": "notifications",
     "park": "throttle", "recall": "explanation cache", "shield": "remove", "show_out": "cancel_waiters",

@@ -44,7 +44,7 @@ from picker_fleet.endpoints.snapshot import SnapshotCell
 from picker_fleet.scheduling.chooser import EndpointChooser
 from picker_fleet.state import accounting_token
 from picker_fleet.state.connection import FailureDetector
-from picker_fleet.state.store import HeartbeatReply, Store
+from picker_fleet.state.store import HeartbeatReply, Notification, Store
 from picker_fleet.telemetry.metrics import Metrics
 
 _log = logging.getLogger(__name__)
@@ -404,7 +404,13 @@ class FailoverGate:
             return None
         return [request_id for request_id in ids if request_id in self._outage.ended_before]
 
-    # Redis and the other replicas
+    # What Redis and the other replicas tell (state.store.StoreObserver)
+
+    def notified(self, notification: Notification) -> bool:
+        return self._shared.notified(notification)
+
+    def dequeued(self, attempts: int, successes: int) -> None:
+        self._shared.dequeued(attempts, successes)
 
     def heartbeat_fields(self) -> dict[str, object]:
         return {"degraded": self.degraded, **self.tombstones.heartbeat_fields()}

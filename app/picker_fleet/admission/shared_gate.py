@@ -67,6 +67,7 @@ _EXPIRY_ANSWER_S = 0.5
 # Repeat an admission this many times while the replicas rebuild a lost shared state.
 _REBUILD_TRIES = 20
 _REBUILD_PAUSE_S = 0.1
+_ID_CHECK_S = 0.005  # between two checks whether another request with the same id is admitted
 _TAKEN_OVER = "taken over by a newer stream"
 _SUSPECT_TRIES = 4
 _SUSPECT_PAUSE_S = 1.0
@@ -179,17 +180,16 @@ class SharedGate:
         wait = wait or Wait(self._loop.time() - age_s)
         attempt, notification = self._next_attempt(request), self._loop.create_future()
         waiter = Waiter(request, attempt, wait.arrived_s, notification)
-        displaced = self._waiting.get(request.id)
+        while (displaced := self._waiting.get(request.id)) is not None and not request.repeats(
+            displaced.request
+        ):
+            if not displaced.asking:
+                raise RequestIdTaken()
+            await asyncio.sleep(_ID_CHECK_S)  # Redis has yet to decide whether the other request owns the id
         if displaced is not None:
             # Envoy sent the request again over a new stream; the old stream has lost its client.
-            why: RequestError = ClientGone(_TAKEN_OVER)
-            if not request.repeats(displaced.request):
-                why = RequestIdTaken()
-                if not displaced.asking:
-                    raise why  # while the other admission is unanswered, Redis decides who owns the id
-            if not displaced.notification.done():
-                displaced.notification.set_exception(why)
-                displaced.notification.exception()  # mark as retrieved: the displaced task may have ended
+            _fail(displaced.notification, ClientGone(_TAKEN_OVER))
+            displaced.notification.exception()  # mark as retrieved: the displaced task may have ended
         self._waiting[request.id] = waiter
         verdict: AnyVerdict | None = None
         try:
@@ -383,13 +383,13 @@ class SharedGate:
         others = random.sample(ready, min(len(ready), 1 + self._fallbacks))
         return Placement(tuple(dict.fromkeys((*first, *others)))[: 1 + self._fallbacks], "")
 
-    def on_dequeued(self, attempts: int, successes: int) -> None:
+    def dequeued(self, attempts: int, successes: int) -> None:
         """A call of this replica tried to dispatch queued requests of any replica."""
         self._metrics.dequeued(attempts, successes)
         if successes and not self.fleet_queued:
             self.fleet_queued = 1  # a lower bound; the next heartbeat brings the count
 
-    def on_notification(self, notification: Notification) -> bool:
+    def notified(self, notification: Notification) -> bool:
         """Redis granted, placed, expired, preempted or evicted a request. A repeated, late or unknown
         notification changes nothing.
 
@@ -416,7 +416,7 @@ class SharedGate:
         return False
 
     def _on_placed(self, waiter: Waiter, verdict: Placed) -> bool:
-        """Redis granted and placed a request in one call. Returns as `on_notification`."""
+        """Redis granted and placed a request in one call. Returns as `notified`."""
         if not _notify(waiter.notification, verdict):
             return False
         self._acknowledge(waiter.request.id, waiter.attempt)

@@ -390,7 +390,7 @@ class NotificationPoller:
             for notification in await self._store.notifications():
                 # Skip a grant whose placement Redis has yet to answer: it stays in the list until then.
                 if not self._gate.is_placing(notification.request_id):
-                    found += self._gate.on_notification(notification)
+                    found += self._gate.notified(notification)
         return found
 
 

@@ -89,6 +89,8 @@ class CallMetrics(Protocol):
 
     def strays(self, n: int) -> None: ...
 
+    def adopted(self) -> None: ...
+
 
 class Item(msgspec.Struct, eq=False):
     """One submission. `durable`: resent until Redis has accepted it. `tried`: Redis may have received it.

@@ -11,7 +11,7 @@ import json
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from picker_fleet.domain.bands import Bands
 from picker_fleet.domain.request import Ejection, Endpoint, Fault, InferenceRequest, Outcome
@@ -236,12 +236,36 @@ _renewal, _cancelled, _marked = word_of(Renewal), word_of(CancelReply), word_of(
 _fault_noted, _suspicion, _tombstoned = word_of(FaultReply), word_of(SuspicionReply), word_of(TombstoneReply)
 
 
+class StoreObserver(Protocol):
+    """Gets what Redis tells beside the replies to calls."""
+
+    def notified(self, notification: Notification) -> object:
+        """A verdict on a waiting request."""
+        ...
+
+    def dequeued(self, attempts: int, successes: int) -> object:
+        """A call of this replica tried to dispatch queued requests of any replica."""
+        ...
+
+    def redis_lost(self, cause: str, reason: str) -> object:
+        """Redis is unavailable: `cause` is the metric's label."""
+        ...
+
+
+class _Deaf:
+    """The observer before one is set."""
+
+    def notified(self, notification: Notification) -> None: ...
+
+    def dequeued(self, attempts: int, successes: int) -> None: ...
+
+    def redis_lost(self, cause: str, reason: str) -> None: ...
+
+
 class Store:
     """Typed access to one pool's shared state for one replica.
 
-    `on_notification` is called with each notification in a reply; `on_dequeued(attempts, successes)` after a
-    call that dispatched requests; `on_adopted()` for each admission of a request that Redis already knew;
-    `on_unavailable(cause, why)` when Redis becomes unavailable. `reads` serves the admin API;
+    What Redis tells goes to `observer`, which must be set before `run`. `reads` serves the admin API;
     `queue_snapshots` reads all flow queues once for the fleet. Heartbeats keep `signing` in step with the
     fleet's keys. `bands` are the configured bands. Every method raises StateFault: StateUnavailable without
     Redis, other subclasses if Redis answers with an error (state/batching.py).
@@ -257,10 +281,6 @@ class Store:
         pause_detector: PauseDetector,
         connect_timeout_s: float,
         metrics: CallMetrics,
-        on_notification: Callable[[Notification], object],
-        on_dequeued: Callable[[int, int], None],
-        on_adopted: Callable[[], None],
-        on_unavailable: Callable[[str, str], object],
         signing: Keyring | None = None,
         bands: Bands = Bands(),  # noqa: B008 - it only remembers what it has made
     ) -> None:
@@ -272,10 +292,8 @@ class Store:
         self._redis_clock: tuple[str, int, float] | None = None  # epoch, Redis's clock (µs), our clock (s)
         self._read: dict[str, tuple[str, Endpoint]] = {}  # address -> its last JSON, and that JSON parsed
         self._replica = replica
-        self._on_notification = on_notification
-        self._on_dequeued = on_dequeued
-        self._on_adopted = on_adopted
-        self._on_strays = metrics.strays
+        self.observer: StoreObserver = _Deaf()
+        self._metrics = metrics
         self._client = BatchingClient(
             url,
             key=self.keys.pool,
@@ -285,7 +303,7 @@ class Store:
             connect_timeout_s=connect_timeout_s,
             metrics=metrics,
             on_batch=self._take_head,
-            on_unavailable=on_unavailable,
+            on_unavailable=self._unavailable,
         )
         self.reads = Reads(self._client, self.keys.log)
         self.queue_snapshots = QueueSnapshots(self._client, self.reads, self.keys.queue_snapshot)
@@ -321,7 +339,7 @@ class Store:
     def _admitted(self, reply: str) -> AnyVerdict:
         if reply.endswith(_ADOPTED):
             reply = reply.removesuffix(_ADOPTED)
-            self._on_adopted()
+            self._metrics.adopted()
         return parse_verdict(reply)
 
     def place(self, request_id: str, attempt: str, candidates: str) -> asyncio.Future[AnyVerdict]:
@@ -559,16 +577,19 @@ class Store:
         reply = await self._client.call("state", int(silence_s * 1000))
         return parse_pool_state(reply, self._bands)
 
+    def _unavailable(self, cause: str, why: str) -> None:
+        self.observer.redis_lost(cause, why)
+
     def _take_head(self, head: Sequence[Any]) -> None:
         self.epoch = head[0]
         if head[2]:
-            self._on_dequeued(head[2], head[3])
+            self.observer.dequeued(head[2], head[3])
         for item in head[1]:
             what, _, about = item.partition(" ")
             if what == "strays":
-                self._on_strays(int(about))
+                self._metrics.strays(int(about))
             elif (notification := parse_notification(what, about)) is not None:
-                self._on_notification(notification)
+                self.observer.notified(notification)
 
 
 def _milliseconds(seconds: float) -> int:
