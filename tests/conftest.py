@@ -1,4 +1,4 @@
-"""What every test shares."""
+"""Settings and fixtures of all tests."""
 
 import gc
 from collections.abc import Iterator
@@ -8,11 +8,11 @@ import pytest
 from hypothesis import HealthCheck, settings
 from redis_servers import Server, redis_server
 
-# How fast examples come says something about the machine, not about the code.
+# Hypothesis's deadlines and its checks of speed would measure the machine, not the code.
 settings.register_profile("any-machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any-machine")
 
-gc.disable()  # until all is imported, which the garbage collector would scan again and again
+gc.disable()  # until collection ends: each run during imports would scan all modules again
 
 
 def pytest_collection_finish() -> None:
@@ -22,6 +22,6 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture
 def valkey(tmp_path: Path) -> Iterator[Server]:
-    """A Valkey of the test's own, which it may kill, stop and start again."""
+    """A Valkey server of this test alone, which may kill, stop and restart it."""
     with redis_server(tmp_path / "valkey") as server:
         yield server

@@ -1,4 +1,4 @@
-"""The admin API for tests: a replica whose state the test sets, and the API around it on its real server."""
+"""Serves the admin API to tests on its real server, over a replica whose state the test sets."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -22,11 +22,11 @@ from picker_fleet.state.store import Store
 from picker_fleet.telemetry.metrics import Metrics, MetricsPage
 
 STATE: dict[str, Any] = State.model_config["json_schema_extra"]["example"]  # type: ignore[index, call-overload, assignment]
-NO_LISTS = cast(FleetLists, None)  # of tests that ask for none
+NO_LISTS = cast(FleetLists, None)  # for tests that read no lists
 
 
 class View:
-    """A replica whose state, readiness and faults the test sets; without an answer, it never answers."""
+    """A replica whose state, readiness and faults the test sets; if `answer` is None, `state` never ends."""
 
     def __init__(self, answer: dict[str, Any] | Exception | None = STATE) -> None:
         self.components = {"redis": "ok", "grpc": "ok"}
@@ -51,7 +51,7 @@ class View:
 
 
 class CountingMembership:
-    """Counts how often it is to send a heartbeat at once."""
+    """Counts the calls of `heartbeat_now`."""
 
     heartbeats = 0
 
@@ -92,7 +92,7 @@ def api(
 
 @asynccontextmanager
 async def asking(app: FastAPI) -> AsyncIterator[httpx.AsyncClient]:
-    """A client of `app` over a real connection from this machine."""
+    """An HTTP client of `app`, which is served on the loopback."""
     async with (
         serving(app, "127.0.0.1:0") as address,
         httpx.AsyncClient(base_url=f"http://{address}", verify=False, timeout=10) as client,

@@ -1,4 +1,4 @@
-"""What runs beside a test, and waiting for what it does."""
+"""Background tasks of tests, and waiting for a condition."""
 
 import asyncio
 import itertools
@@ -9,7 +9,7 @@ from typing import Any
 
 @asynccontextmanager
 async def running(*works: Coroutine[Any, Any, object]) -> AsyncIterator[None]:
-    """`works` run until the block ends, which cancels them; they must not end by themselves or fail."""
+    """Run `works` as tasks until the block ends, then cancel them; AssertionError if one ended earlier."""
     tasks = [asyncio.create_task(work) for work in works]
     try:
         yield

@@ -1,4 +1,4 @@
-"""Envoy's side of mode `http` by hand: checks, and the connections that carry them."""
+"""Envoy's side of mode `http` for tests: the check requests, and HTTP/1.1 connections to send them on."""
 
 import asyncio
 import contextlib
@@ -22,7 +22,7 @@ class Reply:
 
 
 class Connection:
-    """One connection of Envoy's, by hand."""
+    """A connection from Envoy to the picker, driven by the test."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
@@ -40,7 +40,7 @@ class Connection:
         return Reply(int(first.split()[1]), headers, body)
 
     async def ended(self) -> bytes:
-        """What still comes until the server closes the connection."""
+        """Read until the server closes the connection; b"" if it resets the connection."""
         async with asyncio.timeout(PATIENT_S):
             with contextlib.suppress(ConnectionError):
                 return await self._reader.read()
@@ -59,13 +59,13 @@ class Connection:
 
 
 def check(path: str = "/v1/completions", body: bytes = BODY, method: str = "POST", **headers: str) -> bytes:
-    """A check with the whole body; a header's `_` stands for `-`."""
+    """The bytes of a check that carries the whole body; `_` in the name of a header stands for `-`."""
     own = {"content-length": str(len(body)), "x-request-id": "req-1"}
     return head(f"{method} /check{path}", own, headers) + body
 
 
 def head(line: str, own: dict[str, str], more: dict[str, str]) -> bytes:
-    """A request's line and headers; those without a value are left out."""
+    """The bytes of a request line and its headers; a header with an empty value is left out."""
     named = own | {name.replace("_", "-"): value for name, value in more.items()}
     lines = "".join(f"{name}: {value}\r\n" for name, value in named.items() if value)
     return f"{line} HTTP/1.1\r\nhost: pool\r\n{lines}\r\n".encode()

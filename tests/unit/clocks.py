@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass
 class Clock:
-    """A clock in seconds that stands until a test moves it."""
+    """A clock in seconds that only the test moves."""
 
     now_s: float = 0.0
 

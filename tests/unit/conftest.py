@@ -10,7 +10,7 @@ from source_reports import Lines
 
 @pytest.fixture(params=["grpcio", "native"])
 def transport(request: pytest.FixtureRequest) -> str:
-    """Runs a test once on each transport."""
+    """Runs the test once on each gRPC transport."""
     name = str(request.param)
     choose_transport(name)
     return name
@@ -18,7 +18,7 @@ def transport(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def log() -> Iterator[Lines]:
-    """What `picker_fleet.endpoints` logs."""
+    """The log lines of `picker_fleet.endpoints`."""
     lines = Lines()
     logger = logging.getLogger("picker_fleet.endpoints")
     logger.addHandler(lines)

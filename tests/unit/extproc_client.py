@@ -41,18 +41,18 @@ class ScriptedGate:
         self.asked = asyncio.Event()
         self.admitted: list[tuple[InferenceRequest, bool]] = []
         self.routed: list[tuple[str, ...] | None] = []
-        self.wanted: list[tuple[str, str]] = []  # origin and session of what was routed
+        self.wanted: list[tuple[str, str]] = []  # origin and session of each routed request
         self.cancelled: list[str] = []
         self.ages_s: list[float] = []  # one for each admitted request
         self.confirmed: list[tuple[str, float]] = []
-        self.keeping = True  # leases of placements are still valid
+        self.keeping = True  # the answer of `confirm`: the lease is still valid
         self.placement = PLACEMENT
         self.withdrawn: list[str] = []
         self.settled: list[Completion] = []
         self.renewed: list[Alive] = []
         self.suspected: list[str] = []
         self.faults: list[Fault] = []
-        self.reported: list[Completion | Alive] = []  # what was settled and renewed, in order
+        self.reported: list[Completion | Alive] = []  # calls of `settle` and `renew`, in order
 
     async def admit(self, request: InferenceRequest, *, stream_owned: bool, age_s: float = 0.0) -> Placement:
         self.admitted.append((request, stream_owned))
@@ -107,7 +107,7 @@ class ScriptedGate:
 
 
 class KnownOrigins:
-    """Stands for Origins: `known` is where the state of ids is; `noted` what answers have told."""
+    """Stands for Origins: `known` maps ids to the endpoint with their state; `noted` has calls of `note`."""
 
     def __init__(self) -> None:
         self.known: dict[str, str] = {}
@@ -124,7 +124,7 @@ class KnownOrigins:
 
 
 class Counted:
-    """Stands for Metrics: keeps what was answered."""
+    """Stands for Metrics: records its calls."""
 
     def __init__(self) -> None:
         self.answers: list[tuple[str, str, str]] = []
@@ -154,7 +154,7 @@ def exchange_context(
     clock: Callable[[], float] | None = None,
     origins: KnownOrigins | None = None,
 ) -> ExchangeContext:
-    """A replica's context around `gate`; ids are `made-1`, `made-2`, …, times whole seconds by default."""
+    """A replica's context around `gate`: ids are `made-1`, `made-2`, …; its default clock adds 1 s a read."""
     settings = settings or parse({})
     ids, ticks = itertools.count(1), itertools.count()
     return ExchangeContext(
@@ -179,7 +179,7 @@ _Each = TypeVar("_Each")
 
 
 def of_one_pool(thing: _Each) -> ByPool[_Each]:
-    """The `thing` of a replica that serves one pool, whatever a proxy names."""
+    """Give `thing` to each pool that a proxy names, as in a replica of a single pool."""
     return ByPool({"default": thing}, "default", thing)
 
 
@@ -191,9 +191,9 @@ def headers(
     metadata: Mapping[str, Mapping[str, Any]] | None = None,
     ask: tuple[str | bytes, str | bytes] | None = None,
 ) -> ProcessingRequest:
-    """The first message of an exchange; `mode` is a name of MODES, two body modes, or None for silence.
+    """The first message of an exchange. `mode`: a name in MODES, two body modes, or None: no protocol_config.
 
-    `ask` is method and path: by default the list of models of a request that ends here, else completions.
+    `ask`: method and path; by default GET /v1/models if the request ends here, else POST /v1/completions.
     """
     message = ProcessingRequest(request_headers={"end_of_stream": ended})
     pairs = fields.items() if isinstance(fields, Mapping) else fields
@@ -208,7 +208,7 @@ def headers(
 
 
 def mode_of(message: ProcessingRequest) -> str:
-    """The name of the mode that `message` asks for; '' if there is none."""
+    """The name of the mode that `message` asks for; '' if no mode has its body modes."""
     if not message.HasField("protocol_config"):
         return "standard"
     modes = (message.protocol_config.request_body_mode, message.protocol_config.response_body_mode)
@@ -252,7 +252,7 @@ def describe(message: ProcessingRequest, metadata: Mapping[str, Mapping[str, Any
 
 
 async def converse(exchange: Exchange, *messages: ProcessingRequest) -> list[ProcessingResponse]:
-    """Feed `messages` as the service does, all answers written; stops when the exchange is done."""
+    """Feed `messages` as the service does; return all answers. AssertionError if the exchange ends early."""
     said: list[ProcessingResponse] = []
     for message in messages:
         assert not exchange.done, "Envoy's messages after the end would not be read"
@@ -266,7 +266,7 @@ async def converse(exchange: Exchange, *messages: ProcessingRequest) -> list[Pro
 
 
 class Refusal(NamedTuple):
-    """An immediate response."""
+    """Status, error and headers of an immediate response."""
 
     status: int
     error: dict[str, Any]
@@ -278,7 +278,7 @@ class Refusal(NamedTuple):
 
 
 def refusal(answers: Sequence[ProcessingResponse]) -> Refusal:
-    """The one answer, an immediate one."""
+    """The only answer, which must be an immediate response."""
     assert parts(answers) == ["immediate_response"]
     immediate = answers[0].immediate_response
     error = json.loads(immediate.body)["error"]
@@ -299,7 +299,7 @@ class Talk:
         self.exchange = Exchange(self.here)
 
     def another(self) -> "Talk":
-        """A further exchange of the same replica."""
+        """Another exchange of the same replica."""
         other = copy.copy(self)
         other.exchange = Exchange(self.here)
         return other
@@ -308,13 +308,13 @@ class Talk:
         return await converse(self.exchange, *messages)
 
     async def refused(self, *messages: ProcessingRequest) -> Refusal:
-        """How the last of `messages` is refused; nothing is answered before."""
+        """The refusal that answers the last of `messages`; the others get no answer."""
         answer = refusal(await self.say(*messages))
         assert self.exchange.done
         return answer
 
     async def leave(self, *messages: ProcessingRequest, once: asyncio.Event) -> None:
-        """Say `messages`, and end the stream once that happens."""
+        """Send `messages`; when `once` is set, cancel their handling and end the stream."""
         async with running(self.say(*messages)):
             await once.wait()
         self.close()
@@ -330,25 +330,25 @@ class Talk:
 
 
 def parts(answers: Sequence[ProcessingResponse]) -> list[str]:
-    """Which answers came, in order."""
+    """The kinds of `answers`, in order."""
     return [answer.WhichOneof("response") or "" for answer in answers]
 
 
 def set_headers(mutation: Any) -> dict[str, str]:
-    """What a HeaderMutation sets, all by overwriting."""
+    """The headers that a HeaderMutation sets; each of them must overwrite."""
     options = list(mutation.set_headers)
     assert all(option.append_action == option.OVERWRITE_IF_EXISTS_OR_ADD for option in options)
     return {option.header.key: option.header.raw_value.decode() for option in options}
 
 
 def echoed(answers: Sequence[ProcessingResponse], part: str = "request_body") -> list[Any]:
-    """The StreamedBodyResponses among `answers`, of one direction."""
+    """The StreamedBodyResponses of one direction among `answers`: `request_body` or `response_body`."""
     of_part = [getattr(answer, part).response for answer in answers if answer.WhichOneof("response") == part]
     return [each.body_mutation.streamed_response for each in of_part]
 
 
 def given_back(answers: Sequence[ProcessingResponse]) -> list[tuple[bytes, bool]]:
-    """The request's body as it goes on, and whether it ends there: with the headers' answer, or in chunks."""
+    """The request body that Envoy forwards, as (bytes, is last): with the answer to headers, or in chunks."""
     with_headers = [answer.request_headers.response for answer in answers]
     replaced = [each for each in with_headers if each.status == each.CONTINUE_AND_REPLACE]
     whole = [(each.body_mutation.body, True) for each in replaced]
@@ -356,7 +356,7 @@ def given_back(answers: Sequence[ProcessingResponse]) -> list[tuple[bytes, bool]
 
 
 def whole(answers: Sequence[ProcessingResponse]) -> bytes:
-    """The request's body as it goes on, which must end with its last part."""
+    """The request body that Envoy forwards; only its last part may end the body."""
     given_parts = given_back(answers)
     assert [ended for _, ended in given_parts] == [False] * (len(given_parts) - 1) + [True]
     return b"".join(part for part, _ in given_parts)
@@ -366,7 +366,7 @@ _transports = {"chosen": "grpcio"}
 
 
 def choose_transport(name: str) -> None:
-    """What `serving_on` and `chosen_transport` use from now on."""
+    """Set the gRPC transport of later calls of `serving_on`."""
     _transports["chosen"] = name
 
 
@@ -378,7 +378,7 @@ def chosen_transport() -> str:
 async def serving_on(
     handlers: Mapping[str, Handler], certificates: Certificates | None = None
 ) -> AsyncIterator[str]:
-    """The address where the chosen transport serves `handlers`, by TLS with `certificates`."""
+    """Serve `handlers` on the chosen transport, over TLS if there are `certificates`; yields the address."""
     transport: Transport = GrpcioTransport(handlers, MAX_MESSAGE_BYTES, certificates)
     if chosen_transport() == "native":
         transport = NativeTransport(handlers, {}, MAX_MESSAGE_BYTES, certificates=certificates)

@@ -1,4 +1,4 @@
-"""A gate that goes on without the shared state, over a store that may be away."""
+"""A failover gate for tests, over a store that can become unavailable."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -32,7 +32,7 @@ QUEUED = parse_verdict("queued 30000")
 
 
 class FickleStore(ScriptedStore):
-    """A store that may be `away`: decisions then fail or, if `silent`, never come. `deaf`, renewals fail."""
+    """If `away`, admissions fail; if `silent`, they are never answered; if `deaf`, renewals fail."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class FickleStore(ScriptedStore):
 
 
 class NoPeers:
-    """Whatever a peer is asked, it does not answer."""
+    """A peer client whose calls get no answer."""
 
     async def no_answer(self, *_: object) -> None: ...
 
@@ -79,9 +79,7 @@ def gate_over(
     wait_s: float = 2.0,
     **options: Any,
 ) -> FailoverGate:
-    """A replica's gate, as `picker serve` puts it together but for what moves it by itself; `options` are a
-    `clock` and a `peer_client`.
-    """
+    """A replica's gate, built as in `picker serve` but not running. `options`: `clock`, `peer_client`."""
     fleet = KnownFleet(parse(config or {}))
     fleet.in_flight = {E1: 3, E2: 1}
     return FailoverGate(
@@ -101,8 +99,8 @@ def gate_over(
 
 
 class Bench:
-    """The gate of replica `a` beside `b`, after one heartbeat. `away`, Redis answers no decision; `options`
-    are of `gate_over`, where a resync waits up to `wait_s` for `b`."""
+    """The failover gate of replica `a`, with peer `b`, after one answered heartbeat. If `away`, Redis admits
+    nothing. `options` go to `gate_over`; a resync waits up to `wait_s` for `b`."""
 
     def __init__(
         self,
@@ -111,7 +109,7 @@ class Bench:
         away: bool = False,
         **options: Any,
     ) -> None:
-        self.now_s = 100.0  # of the clock that tells whether the process stood still
+        self.now_s = 100.0  # the pause detector's clock
         self.store, self.metrics, self.cell = FickleStore(), Metrics(), SnapshotCell()
         self.store.away = away
         self.cell.publish(Snapshot("1", (Endpoint(E1), Endpoint(E2))))
@@ -140,30 +138,30 @@ class Bench:
         return asyncio.create_task(self.place(request_id, **changes))
 
     async def wait_here(self, request_id: str = "r", **changes: Any) -> asyncio.Task[Placement]:
-        """A request that waits in the replica's own queue."""
+        """Start a request, and return once it waits in the local queue."""
         queued, task = self.queued, self.start(request_id, **changes)
         await until(lambda: self.queued == queued + 1)
         return task
 
     async def wait_in_redis(self, request_id: str = "r") -> asyncio.Task[Placement]:
-        """A request that waits in the shared queue."""
+        """Start a request, and return once it waits in the shared queue."""
         self.store.admitting = [QUEUED]
         waiting, task = self.shared.waiting, self.start(request_id)
         await until(lambda: self.shared.waiting == waiting + 1)
         return task
 
     def counted(self, name: str, label: str) -> dict[str, float]:
-        """What has been counted of a family, by the value of one of its labels."""
+        """The samples above 0 of metric family `name`, by their value of `label`."""
         found = {key[1:]: n for key, n in samples(self.metrics).items() if key[0] == name and n}
         return {dict(part.split("=") for part in labels)[label]: n for labels, n in found.items()}
 
     @property
     def waits(self) -> dict[str, float]:
-        """How many waits have ended, by their success."""
+        """The number of ended waits, by their label `success`."""
         return self.counted("epp_queue_latency_seconds_count", "success")
 
     def stand_still(self) -> None:
-        """Nothing runs for a while, as between SIGSTOP and SIGCONT."""
+        """Pause the process for 10 s, as between SIGSTOP and SIGCONT."""
         self.now_s += 10.0
         assert self.pause_detector.resumed_recently
 
@@ -171,8 +169,8 @@ class Bench:
         self.pokes += full
 
     def tell_peers(self, answered: Sequence[str] | None = None, **degraded: bool) -> None:
-        """What the live replicas say: those named that they are degraded, and all which returns they have
-        `answered`; None: any."""
+        """Report the live replicas `a` and `b` to the gate, degraded as given. `answered` has the resyncs for
+        which each has published its ends; None: all."""
         told = [f"a:{number}" for number in range(99)] if answered is None else answered
         about = {
             name: {"degraded": degraded.get(name, False), "grpc": name, "answered": told}
@@ -190,12 +188,12 @@ class Bench:
 
     @property
     def queued(self) -> int:
-        """Requests in the replica's own queue."""
+        """The number of requests in the local queue."""
         status = self.gate.status()
         return status.queued if status is not None else 0
 
     def answer_heartbeats(self, pulse: HeartbeatReply = PULSE) -> None:
-        """Redis answers heartbeats until the replica resyncs."""
+        """Answer heartbeats until the replica leaves LOCAL."""
         for _ in range(100):
             if self.gate.state is FailoverState.LOCAL:
                 self.gate.heartbeat_answered(pulse)
@@ -214,7 +212,7 @@ def watched(bench: Bench) -> AbstractAsyncContextManager[None]:
 
 @asynccontextmanager
 async def returned(bench: Bench) -> AsyncIterator[None]:
-    """Redis answers again, and the replica has resynced."""
+    """Let Redis answer again, and run the block once the replica has resynced."""
     async with watched(bench):
         bench.store.away = False
         bench.answer_heartbeats()
@@ -224,7 +222,7 @@ async def returned(bench: Bench) -> AsyncIterator[None]:
 
 @asynccontextmanager
 async def resyncing(bench: Bench) -> AsyncIterator[None]:
-    """Redis answers again and has been told of everything; the other replica has not resynced."""
+    """Run the block in state RESYNCING: this replica has resynced, the other one has not."""
     bench.tell_peers(b=True)
     async with returned(bench):
         assert bench.gate.state is FailoverState.RESYNCING

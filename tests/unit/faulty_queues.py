@@ -1,6 +1,4 @@
-"""Queues that each break one rule and log as if they had not. For the tests of the auditor and of load
-reports.
-"""
+"""Simulated queues that each break one rule and log as if they kept it: input of auditor and load reports."""
 
 from queue_simulator import QueueSimulator, Request
 
@@ -118,7 +116,7 @@ class NeverGuards(QueueSimulator):
 
 
 class LosesGuardCredit(QueueSimulator):
-    """The guard loses what is left of its credit, so it gets less than its share of 0.4."""
+    """Cuts the guard's credit to 1 after each grant, so that the guard gets less than its share of 0.4."""
 
     def __init__(self) -> None:
         super().__init__(guard_share=0.4)

@@ -1,7 +1,7 @@
-"""A small HTTP server that speaks the Kubernetes API's list and watch, for tests of what follows it.
+"""A small HTTP server with the Kubernetes API's list and watch, for tests of the Kubernetes source.
 
-It keeps objects by collection and a history of changes; `expire` forgets the history, `stop` and `start` are
-an outage. Calls are in `calls`, in order.
+The server keeps objects by collection, and a history of changes. `expire` forgets the history; `stop` and
+`start` simulate an outage. `calls` records all calls, in order.
 """
 
 import asyncio
@@ -44,7 +44,7 @@ class ApiServer:
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, str, dict[str, str]]] = []
-        self.refuse: tuple[int, str] | None = None  # status and message of every answer
+        self.refuse: tuple[int, str] | None = None  # the status and message that answer every call, if set
         self._objects: dict[tuple[str, str], dict[str, Any]] = {}
         self._history: list[tuple[int, str, str, dict[str, Any]]] = []  # version, type, path, object
         self._version = 100
@@ -66,7 +66,7 @@ class ApiServer:
         self.port = self._server.sockets[0].getsockname()[1]
 
     async def stop(self) -> None:
-        """Refuse connections and cut those there are."""
+        """Refuse new connections and cut the open ones."""
         assert self._server is not None
         self._server.close()
         await self.cut()
@@ -84,7 +84,7 @@ class ApiServer:
 
     @property
     def kinds(self) -> Counter[str]:
-        """How many lists and watches there were of each collection, as `list pods`."""
+        """The number of list and watch calls by collection, under keys like `list pods`."""
         return Counter(
             f"{'watch' if 'watch' in params else 'list'} {path.rsplit('/', 1)[1]}"
             for method, path, params in self.calls
@@ -100,7 +100,7 @@ class ApiServer:
         self._change("DELETED", path, self._objects[path, name])
 
     def bookmark(self, path: str) -> None:
-        """Tell watchers the version without a change."""
+        """Send watchers a new version without a change of an object."""
         self._change("BOOKMARK", path, {"metadata": {"name": ""}})
 
     async def expire(self) -> None:

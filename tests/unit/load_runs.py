@@ -1,4 +1,4 @@
-"""Results of runs for tests of `picker_tools.load`: a good run, with what a test changes."""
+"""Results of load runs for tests of `picker_tools.load`: a run that keeps all promises, with changes."""
 
 from dataclasses import replace
 from typing import Any
@@ -14,7 +14,7 @@ PER_SOURCE = 40
 
 
 def answer(source: str, number: int = 0, **fields: Any) -> Answer:
-    """A served stream; `fields` replace its own."""
+    """The answer to a served streaming request; `fields` replace its values."""
     good = Answer(
         Request("p", 16, streamed=True), source=source, number=number,
         due_s=0.5 * number, sent_s=0.5 * number, head_s=0.1,
@@ -24,7 +24,7 @@ def answer(source: str, number: int = 0, **fields: Any) -> Answer:
 
 
 def refusal(source: str, number: int = 0, **fields: Any) -> Answer:
-    """A refusal at once because the queue is full."""
+    """An immediate refusal because the queue is full."""
     refused = {"status": 503, "reason": "rejected-saturated", "retry_after": "2", "tokens": None}
     return answer(source, number, **{**refused, "first_s": 0.01, "took_s": 0.01, **fields})
 
@@ -43,7 +43,7 @@ def rest(at_s: float) -> Sample:
 
 
 def run(scenario: str | Scenario = "steady", **fields: Any) -> RunResult:
-    """A good run of 20 s; `fields` replace its own. `sent` follows from the answers."""
+    """A run of 20 s that keeps all promises; `fields` replace its values. By default all get answers."""
     found = SCENARIOS[scenario] if isinstance(scenario, str) else scenario
     answers = tuple(answer(source.name, number) for source in found.sources for number in range(PER_SOURCE))
     good = RunResult(
@@ -67,5 +67,5 @@ def verdict(evidence: RunResult, name: str) -> Promise:
 
 
 def audited(entries: list[dict[str, str]]) -> LogAudit:
-    """A log as the audit finds it."""
+    """The audit of a decision log."""
     return LogAudit(audit(entries))

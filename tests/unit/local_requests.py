@@ -1,4 +1,4 @@
-"""Requests and rules for the tests of admission without shared state."""
+"""Requests and queue rules for tests of local admission, without Redis."""
 
 import asyncio
 from typing import Any
@@ -23,18 +23,18 @@ def ask(request_id: str = "r", **changes: Any) -> InferenceRequest:
 
 
 def rules(live: int = 1, **queue: Any) -> Rules:
-    """Of a configuration with `queue` as its `fair_request_queue`."""
+    """The rules of one of `live` replicas, configured with `queue` as `fair_request_queue`."""
     return rules_of(EffectiveConfig(parse({"fair_request_queue": queue}), {}), live)
 
 
 def start(gate: LocalGate, name: str, since_s: float = 0.0, **changes: Any) -> asyncio.Task[bool]:
-    """A request of cost 1 that asks `gate` for budget, and arrived `since_s` ago."""
+    """Ask `gate` to admit a request of cost 1 that arrived `since_s` ago."""
     wait = Wait(asyncio.get_running_loop().time() - since_s)
     return asyncio.create_task(gate.admit(ask(name, **changes), 1.0, wait))
 
 
 async def waiting(gate: LocalGate, *names: str, **changes: Any) -> list[asyncio.Task[bool]]:
-    """Requests that wait in the queue of `gate`."""
+    """Start requests, and return their tasks once all wait in the queue of `gate`."""
     before = gate.waiting
     tasks = [start(gate, name, **changes) for name in names]
     await until(lambda: gate.waiting == before + len(names))

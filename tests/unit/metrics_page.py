@@ -1,4 +1,4 @@
-"""The metrics page as tests read it."""
+"""Reads the metrics page for tests."""
 
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -6,17 +6,17 @@ from picker_fleet.telemetry.metrics import Metrics, MetricsPage
 
 
 def page_of(metrics: Metrics) -> bytes:
-    """The page's text."""
+    """The metrics page of `metrics`."""
     return b"".join(MetricsPage([metrics]).pieces())
 
 
 def samples(metrics: Metrics) -> dict[tuple[str, ...], float]:
-    """Every sample of the page by (name, label=value…)."""
+    """All samples of the metrics page, by (name, label=value…)."""
     return samples_of(page_of(metrics).decode())
 
 
 def samples_of(page: str) -> dict[tuple[str, ...], float]:
-    """As `samples`, of a page as it is served."""
+    """All samples of the text of a metrics page, by (name, label=value…) without empty labels."""
     found = (sample for family in text_string_to_metric_families(page) for sample in family.samples)
     return {(name, *sorted(f"{key}={of}" for key, of in labels.items() if of)): value
             for name, labels, value, *_ in found}  # fmt: skip

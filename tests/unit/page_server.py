@@ -1,4 +1,4 @@
-"""A model server's metrics page for tests, which counts who asks and misbehaves on demand."""
+"""A model server's metrics page for tests: records its requests, and misbehaves on demand."""
 
 import asyncio
 import contextlib
@@ -13,18 +13,18 @@ PAGE += b'vllm:engine_sleep_state{sleep_state="awake"} 1\n'
 
 
 def answered(body: bytes, *extra: str, status: str = "200 OK") -> bytes:
-    """An HTTP answer with a length."""
+    """An HTTP response with a Content-Length."""
     head = "\r\n".join([f"HTTP/1.1 {status}", f"Content-Length: {len(body)}", *extra])
     return f"{head}\r\n\r\n".encode() + body
 
 
 class PageServer:
-    """Answers every request with `answer`, or leaves that to `act` if there is one."""
+    """Answers every request with `answer`, or calls `act` instead if it is set."""
 
     def __init__(self) -> None:
         self.address = ""
         self.answer = answered(PAGE)
-        self.health: bytes | None = None  # its answer at /health, if that is another
+        self.health: bytes | None = None  # the answer at /health, if it differs from `answer`
         self.act: Callable[[asyncio.StreamWriter], Awaitable[None]] | None = None
         self.requests: list[str] = []
         self.connections = 0

@@ -1,6 +1,6 @@
-"""A simulated shared queue that writes its decision log: the fair queue of an outage (which the model proves
-equal to the scripts') behind a stock, endpoints and limits. Each rule is a method of its own, so that
-`faulty_queues` breaks one rule and nothing else.
+"""A simulated shared queue that writes a decision log. It puts a stock, endpoints and limits before the local
+fair queue, which tests/model proves equal to the queue of the scripts. Each rule is one method, so that each
+class in `faulty_queues` breaks one rule only.
 """
 
 import itertools
@@ -53,7 +53,7 @@ NOBODY = Request("", band=0, cost=0, owner="")
 def raw_entry(
     event: str, r: Request, numbers: Mapping[str, float], fields: Mapping[str, str]
 ) -> dict[str, str]:
-    """`numbers` are the pool's after the event; `fields` are tag, by and note."""
+    """An entry of the decision log. `numbers`: the pool's after the event; `fields`: tag, by and note."""
     own = ("band", "priority", "cost", "weight", "arrived", "deadline_ms", "limit")
     numbers = {**numbers, **{name: getattr(r, name) for name in own}}
     return {
@@ -68,7 +68,7 @@ def raw_entry(
 
 
 class QueueSimulator:
-    """`log` has the entries as the stream holds them. Only `advance_ms` moves the clock."""
+    """`log` has the entries as the Redis stream holds them. Only `advance_ms` moves the clock."""
 
     fair_queue: type[FairQueue[Request]] = FairQueue
 
@@ -92,7 +92,7 @@ class QueueSimulator:
         self.now_us += int(ms * 1000)
 
     def admit(self, name: str, flow: str = "flow", *, ttl_ms: int = 60_000, **fields: Any) -> None:
-        """A request arrives, or a known one is adopted."""
+        """Admit the request `name`, or adopt it if it is known."""
         known = self.requests.get(name)
         if known is not None:
             known.owner = fields.get("owner", known.owner)
@@ -110,7 +110,7 @@ class QueueSimulator:
         self.dispatch()
 
     def admit_many(self, name: str, count: int, flows: int = 1, **fields: Any) -> None:
-        """Requests `name0`, `name1` … of as many flows by turns."""
+        """Admit `count` requests `name0`, `name1`, …, which belong to `flow0`, `flow1`, … in turn."""
         for i in range(count):
             self.admit(f"{name}{i}", f"flow{i % flows}", **fields)
 
@@ -126,7 +126,7 @@ class QueueSimulator:
             change, band = (actual - r.cost) * share / r.cost, self.queue.bands[r.priority]
             if r.flow_queue in band.queues:
                 self.queue.charge(band, r.flow_queue, change)
-            else:  # a flow queue without a tag had none above v
+            else:  # a forgotten finish tag was at most v
                 charged = band.finish.get(r.flow_queue, min(r.tag + share, band.v))
                 band.finish[r.flow_queue] = charged + change
             self.write("corrected", r, tag=self.tag_of(band, r.flow_queue), note=f"{change:.17g}")
@@ -138,7 +138,7 @@ class QueueSimulator:
         self.dispatch()
 
     def orphan(self, name: str) -> None:
-        """The request's replica is silent."""
+        """Orphan a queued request, as if its replica were silent."""
         r = self.requests[name]
         self.queue.remove(r)
         r.state = "orphaned"
@@ -203,13 +203,13 @@ class QueueSimulator:
         return bool(free)
 
     def next_turn(self) -> tuple[Request, bool] | None:
-        """The request to serve next, and whether the guard says so."""
+        """The request to serve next, and whether the guard chose it."""
         return self.queue.next_turn()
 
     def is_late(self, r: Request) -> bool:
         return r.deadline_ms * 1000 <= self.now_us
 
-    # What the rules are applied to.
+    # Transitions that apply the rules.
 
     def tag_of(self, band: BandQueue[Request], name: str) -> float:
         return band.queues[name].tag if name in band.queues else band.finish[name]

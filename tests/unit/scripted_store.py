@@ -32,9 +32,9 @@ POOL = PoolState(
 
 
 class ScriptedStore:
-    """`admitting` and `placing` are the verdicts to come, in order; the others repeat the last.
+    """`admitting` and `placing` hold the next verdicts, in order; the last one repeats.
 
-    Live changes are kept as the scripts keep them: `born` is '0' until something is published, and
+    The store keeps live changes as the scripts do: `epoch` is '0' until the first publication, and
     `lose()` forgets everything.
     """
 
@@ -42,28 +42,28 @@ class ScriptedStore:
         self.connection_epoch = 1
         self.admitting: list[AnyVerdict] = []
         self.placing: list[AnyVerdict] = []
-        self.placed = asyncio.Event()  # set each time a placement has been asked for
-        self.placement = asyncio.Event()  # cleared: placements wait
+        self.placed = asyncio.Event()  # set by each call of `place`
+        self.placement = asyncio.Event()  # while cleared, calls of `place` wait
         self.placement.set()
         self.admitted: list[tuple[InferenceRequest, int]] = []
         self.settled: list[tuple[str, float | None, int | None]] = []
         self.cancelled: list[tuple[str, str]] = []
         self.tombstones: list[str] = []
-        self.answering = True  # ends are taken
+        self.answering = True  # calls of `settle` get an answer
         self.renewing = Renewal.RENEWED
-        self.alive: list[tuple[str, str]] = []  # what was renewed, with accounting tokens
+        self.alive: list[tuple[str, str]] = []  # request id and accounting token of each renewal
         self.evicting = EvictReply.EVICTED
         self.marks: list[tuple[str, str, bool]] = []
         self.epoch, self.version = "0", ""
-        self.heartbeats: list[str] = []  # the replica info of each
-        self.was_known = True  # what the next heartbeat is told
+        self.heartbeats: list[str] = []  # each heartbeat's replica info
+        self.was_known = True  # whether the next heartbeat's reply says so
         self.published: list[dict[str, object]] = []
         self.pool = POOL
         self.overrides: dict[str, Any] = {}
         self.changes: dict[str, Any] = {}
         self.tunings = 0
-        self.noted: list[str] = []  # what operators have changed, the newest first
-        self.meanwhile: tuple[dict[str, Any], dict[str, Any]] | None = None  # a change of another replica
+        self.noted: list[str] = []  # operators' changes, newest first
+        self.meanwhile: tuple[dict[str, Any], dict[str, Any]] | None = None  # a peer's concurrent change
 
     def admit(
         self, request: InferenceRequest, attempt: int, candidates: str, age_s: float = 0.0
@@ -172,7 +172,7 @@ class ScriptedStore:
 
 
 def answered(outcome: Any) -> asyncio.Future[Any]:
-    """An answer that has come, or a failure."""
+    """A future that is done: with the result `outcome`, or with that exception."""
     answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
     if isinstance(outcome, Exception):
         answer.set_exception(outcome)
@@ -182,7 +182,7 @@ def answered(outcome: Any) -> asyncio.Future[Any]:
 
 
 def answers(work: Coroutine[Any, Any, Any]) -> asyncio.Future[Any]:
-    """A future that gets the result of `work`, as the store's futures do; unlike a task it can be ended."""
+    """A future of the result of `work`, like the store's: unlike a task, others can complete it."""
     answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
 
     def done(task: asyncio.Task[Any]) -> None:

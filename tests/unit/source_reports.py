@@ -1,4 +1,4 @@
-"""A source of endpoints that is followed, and what it logs."""
+"""Watches an endpoint source for tests, and receives its log."""
 
 import asyncio
 import logging
@@ -13,13 +13,13 @@ from picker_fleet.endpoints.discovery import Source
 
 @asynccontextmanager
 async def watching(source: Source, report: Callable[[tuple[Endpoint, ...]], None]) -> AsyncIterator[None]:
-    """`source` reports its lists until the block ends."""
+    """Let `source` pass each of its lists to `report` until the block ends."""
     async with running(source.watch(report)):
         yield
 
 
 class Lines(logging.Handler):
-    """Receives the log; `saying` waits for a line with a text in it."""
+    """A log handler; `saying` waits for a line that contains `text`."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A test for each row of a table."""
+"""Parametrises a test by a table of named cases."""
 
 from collections.abc import Mapping
 
