@@ -1,4 +1,4 @@
-"""The auditor: what it parses, that it accepts correct logs and names each broken rule, and its measures."""
+"""The auditor: it parses logs, accepts correct ones and names each broken rule; and the measures of a log."""
 
 import functools
 import itertools
@@ -79,7 +79,7 @@ def violations_of(report: Report) -> list[str]:
 
 
 def audited(log: list[dict[str, str]], settings: str | None = None) -> Report:
-    """The report of a log, which has no violation."""
+    """Audit a log that must have no violation; return the report."""
     report = audit(log, settings)
     assert (violations_of(report), report.violations) == ([], 0)
     return report
@@ -92,9 +92,9 @@ def ids(queue: QueueSimulator, state: str) -> list[str]:
 
 @functools.cache
 def busy_queue(seed: int, steps: int = 300) -> QueueSimulator:
-    """Bands, weights, limits, deadlines, corrections, cancels, adoptions, overdue requests, live changes.
+    """Has bands, weights, limits, deadlines, corrections, cancels, adoptions, overdue requests, live changes.
 
-    Its log is for several tests, which change nothing of it.
+    Several tests share the queue, so they must not change it or its log.
     """
     chance, names = random.Random(seed), itertools.count()
     queue = QueueSimulator(total_capacity=40, starvation_ms=200)
@@ -215,7 +215,7 @@ def test_order_is_not_checked_until_requests_queued_before_its_change_have_left(
         queue.admit(f"old{i}", ttl_ms=60_000 - i)
     queue.change_settings(ordering="edf")
     queue.admit_many("new", 8)
-    # The sweep has not reordered them yet, so they are still served by arrival.
+    # No sweep has reordered the old requests yet, so they are still served by arrival.
     queue.run_dry()
     queue.sweep()
     queue.admit("afterwards")
@@ -249,7 +249,7 @@ def test_changing_the_guard_share_breaks_no_bound(seed: int) -> None:
 
 
 def mixed_load(queue: QueueSimulator) -> None:
-    """All bands, two weights, one limited flow, overdue requests, one past its deadline; all are served."""
+    """All bands, two weights, one limited flow, overdue requests, one past its deadline; all end."""
     for i in range(8):
         queue.admit(f"r{i}", "ab"[i % 2], weight=1 + i % 2, cost=0.25 if i % 3 else 1)
     for i in range(6):
@@ -269,7 +269,7 @@ def mixed_load(queue: QueueSimulator) -> None:
 
 
 def limited(queue: QueueSimulator) -> None:
-    """More requests of a flow than its endpoints may have at once."""
+    """A flow has more requests than its limit allows in flight."""
     for i in range(5):
         queue.admit(f"tight{i}", "tight", limit=1)
     queue.run_dry()
@@ -496,7 +496,7 @@ def test_flows_of_different_bands_are_not_compared() -> None:
 
 
 def test_the_window_is_the_longest_time_in_which_all_flows_wait() -> None:
-    # All wait for one dispatch, then again for three.
+    # Both flows wait during one dispatch, and later during three.
     log = Log().write("queued", "a.0", *names("b", range(9))).write("granted", "a.0")
     log.write("granted", *names("b", range(4))).write("queued", *names("a", range(1, 9)))
     log.write("granted", "a.1", "b.4", "a.2").write("cancelled", *names("b", range(5, 9)))
@@ -509,7 +509,9 @@ def test_the_window_is_the_longest_time_in_which_all_flows_wait() -> None:
     "service follows weights": ({"a": 100, "b": 200}, {"a": 1, "b": 1}, 1, 1),
     "one flow has all service": ({"a": 100}, {"a": 2, "b": 0}, 0.5, 0),
 })  # fmt: skip
-def test_shares(served: dict[str, float], shares: dict[str, float], jain: float, min_by_max: float) -> None:
+def test_shares_follow_from_service_and_weights(
+    served: dict[str, float], shares: dict[str, float], jain: float, min_by_max: float
+) -> None:
     assert measures.normalised(served, {"a": 1, "b": 2}) == shares
     assert (measures.jain(shares.values()), measures.min_by_max(shares.values())) == (jain, min_by_max)
 
@@ -526,7 +528,7 @@ INVERSIONS = {
 
 
 @cases("events, inverted", INVERSIONS)
-def test_inversions_are(events: str, inverted: int) -> None:
+def test_an_inversion_is_a_turn_past_a_waiting_higher_band(events: str, inverted: int) -> None:
     log = Log().write("queued", "a.0", band=0).write("queued", "b.0", "b.1", band=2)
     for event in events.split(", "):
         what, request = event.split()
@@ -536,7 +538,7 @@ def test_inversions_are(events: str, inverted: int) -> None:
 
 
 def test_the_highest_wait_includes_requests_that_expired_or_still_wait() -> None:
-    # One is served after 2 ms, one expires after 3, one still waits after 4.
+    # One request is served after 2 ms, one expires after 3 ms, one still waits after 4 ms.
     log = Log().write("queued", "a.0", "a.1").write("granted", "a.0").write("queued", "a.2")
     log.write("expired", "a.1").write("queued", *names("b", range(3)))
     assert measures.highest_wait_ms(log.entries[:5], "a", source_of) == 3

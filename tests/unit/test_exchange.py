@@ -1,4 +1,4 @@
-"""One exchange with Envoy in every mode, whole and broken: messages in, answers out."""
+"""One ext_proc exchange with Envoy in each mode, valid or invalid: messages in, answers out."""
 
 import asyncio
 import gzip
@@ -23,7 +23,7 @@ from picker_fleet.state import accounting_token
 
 ASK = b'{"model": "m", "prompt": "p"}'
 BIG = json.dumps({"model": "m", "prompt": "x" * 600_000}).encode()
-LONG = json.dumps({"model": "m", "prompt": "x" * WHOLE_BYTES}).encode()  # more than one message gives back
+LONG = json.dumps({"model": "m", "prompt": "x" * WHOLE_BYTES}).encode()  # too long for one message
 DESTINATION = {"x-gateway-destination-endpoint": codec.destinations(PLACEMENT)}
 SPLIT = {"models": [{"name": "m", "target_models": [{"name": "m-v2"}]}]}
 TWO_VARIANTS = {"models": [{"name": "m", "target_models": [{"name": "m"}, {"name": "m-v2"}]}]}
@@ -38,7 +38,7 @@ def asks(mode: str, fields: dict[str, str | bytes] | None = None) -> list[Proces
 
 
 def unended(mode: str, ask: bytes) -> list[ProcessingRequest]:
-    """All bytes of a request whose length is known, without the end of its stream."""
+    """A request whose body is complete by its content-length, but not yet marked as ended."""
     return [headers(mode, {"content-length": str(len(ask))}), body(ask, ended=False)]
 
 
@@ -47,7 +47,7 @@ def chunks(data: bytes, size: int) -> list[bytes]:
 
 
 def ended_with(came: list[bytes], *, trailing: bool = False) -> list[ProcessingRequest]:
-    """The body of an answer in these chunks, which trailers or the last chunk ends."""
+    """The body of an answer in the chunks `came`; the last chunk ends it, or trailers if `trailing`."""
     body = [envoy.response_body(chunk) for chunk in came]
     body[-1].response_body.end_of_stream = not trailing
     return [*body, envoy.response_trailers()] if trailing else body
@@ -61,7 +61,7 @@ async def test_a_request_is_placed_in_every_mode(mode: str) -> None:
     assert set_headers(answers[0].request_headers.response.header_mutation) == DESTINATION
     assert parts(answers) == ["request_headers"] + ["request_body"] * (mode == "standard")
     assert given_back(answers) == [(ASK, True)]
-    # The id is Envoy's where only Envoy can set it. In standard the stream owns the request.
+    # In lean only Envoy can set the id, so its id is used. In standard the stream owns the request.
     request, stream_owned = talk.gate.admitted[0]
     assert request.id == ("made-1" if mode == "standard" else "envoys-id")
     told = {"id": request.id, "token": "ticket-1", "pressure": "0.25"}
@@ -76,7 +76,7 @@ async def test_a_request_is_placed_in_every_mode(mode: str) -> None:
 async def test_a_request_is_costed_in_tokens_in_every_mode(mode: str) -> None:
     talk = Talk(settings={"request_queue_controller": {"unit": "tokens", "watermark_per_backend": 8000}})
     await talk.say(*asks(mode, {"content-length": str(len(ASK))}))
-    # The cost is the prompt's; the answer's part comes from the flow's mean.
+    # The request has the cost of its prompt; the script adds the flow's mean answer.
     request, _ = talk.gate.admitted[0]
     assert (request.cost, request.learn) == (len(ASK) / 4, True)
 
@@ -84,7 +84,7 @@ async def test_a_request_is_costed_in_tokens_in_every_mode(mode: str) -> None:
 @every_mode
 async def test_nothing_is_sent_before_the_whole_body_has_come(mode: str) -> None:
     talk = Talk()
-    # Envoy may still retry elsewhere (G7).
+    # Before an answer Envoy may still retry at another replica (G7).
     sent = [body(chunk, ended=False) for chunk in chunks(BIG, 16_384)]
     assert await talk.say(headers(mode), *sent) == []
     assert talk.gate.admitted == []
@@ -106,7 +106,9 @@ async def test_in_lean_a_body_complete_by_its_length_is_answered_in_one_message_
 
 
 @pytest.mark.parametrize(("spare", "chunks"), [(0, 0), (1, 9)])
-async def test_one_message_carries_at_most_what_every_envoy_buffers(spare: int, chunks: int) -> None:
+async def test_one_message_carries_at_most_the_bytes_that_every_envoy_buffers(
+    spare: int, chunks: int
+) -> None:
     ask = ASK.ljust(WHOLE_BYTES + spare)
     answers = await Talk().say(headers("lean"), body(ask))
     assert parts(answers) == ["request_headers"] + ["request_body"] * chunks
@@ -121,7 +123,7 @@ async def test_a_body_complete_by_its_length_is_placed_before_its_end_arrives(
     talk = Talk()
     # An empty chunk after the whole body changes nothing.
     assert await talk.say(*unended(mode, ask), body(b"", ended=False)) == []
-    # It is placed once, and Envoy has no answer yet.
+    # The request is placed once, and Envoy has no answer yet.
     assert len(talk.gate.admitted) == 1
     answers = await talk.say(body() if end == "an empty chunk" else envoy.trailers())
     assert parts(answers) == ["request_headers"] + ["request_body"] * count * (end == "an empty chunk")
@@ -134,11 +136,11 @@ async def test_a_body_complete_by_its_length_is_placed_before_its_end_arrives(
 async def test_a_lease_is_confirmed_if_the_end_of_its_body_arrives_late(keeping: bool) -> None:
     talk = Talk()
     await talk.say(*unended("lean", LONG))
-    # The end arrives so late that the lease may have expired; nothing renews it before the answer.
+    # The end arrives so late that the lease may have expired; nothing renews the lease before the answer.
     talk.wait_s(3)
     talk.gate.keeping = keeping
     answers = await talk.say(body())
-    # A lost lease: it queues again with its age, and the first placement is withdrawn.
+    # If the lease is lost, the request queues again with its age; the first placement is withdrawn.
     assert talk.gate.confirmed == [("made-1", 4.0)]
     assert [request.id for request, _ in talk.gate.admitted] == ["made-1"] * (1 if keeping else 2)
     assert talk.gate.ages_s == ([0.0] if keeping else [0.0, 6.0])
@@ -149,7 +151,7 @@ async def test_a_lease_is_confirmed_if_the_end_of_its_body_arrives_late(keeping:
 
 
 def endless(begun: asyncio.Event) -> Callable[..., Awaitable[Any]]:
-    """A call that sets `begun`, and has no end."""
+    """A function that sets `begun` and never returns."""
 
     async def call(*_: object) -> None:
         begun.set()
@@ -186,7 +188,7 @@ async def test_a_lease_whose_request_is_not_answered_is_withdrawn(why: str) -> N
 @every_mode
 @pytest.mark.parametrize("ask", [ASK, LONG], ids=["small", "long"])
 async def test_a_body_that_trailers_end_goes_back_once_with_the_headers(mode: str, ask: bytes) -> None:
-    # (in chunks of its own, Envoy's router would send its copy of it besides, as the trailers pass)
+    # If the body came in separate chunks, Envoy's router would also send its own copy with the trailers.
     talk = Talk()
     answers = await talk.say(headers(mode), body(ask, ended=False), envoy.trailers())
     assert parts(answers) == ["request_headers"]
@@ -233,7 +235,7 @@ async def test_a_compressed_body_goes_on_as_it_came_or_renamed_and_decoded(mode:
 @every_mode
 @pytest.mark.parametrize("change", [-1, 12])
 async def test_the_body_counts_and_not_the_length_that_its_header_says(mode: str, change: int) -> None:
-    # As after a filter that has shortened or lengthened the body, and left the header.
+    # An earlier filter has shortened or lengthened the body, but left the header unchanged.
     talk = Talk()
     first, rest = ASK[: len(ASK) - 12], ASK[len(ASK) - 12 :]
     length = len(first) if change > 0 else len(ASK) + 100
@@ -252,7 +254,9 @@ async def test_a_request_without_admission_keeps_its_body(mode: str) -> None:
 
 
 @every_mode
-async def test_a_session_is_admitted_by_its_query_and_its_messages_pass(mode: str) -> None:
+async def test_a_websocket_session_is_admitted_by_the_model_in_its_query_and_its_messages_pass(
+    mode: str,
+) -> None:
     talk = Talk(settings=SEVERAL)
     asked = headers(
         mode if mode == "standard" else (0, 0), {"upgrade": "websocket"}, ask=("GET", "/v1/realtime?model=n")
@@ -273,7 +277,7 @@ async def test_a_session_is_admitted_by_its_query_and_its_messages_pass(mode: st
 
 
 @every_mode
-async def test_a_path_of_no_api_is_admitted_without_a_model_where_it_passes(mode: str) -> None:
+async def test_an_unknown_path_is_admitted_without_a_model_if_unknown_paths_pass(mode: str) -> None:
     talk = Talk(settings={**SEVERAL, "extproc": {"unknown_paths": "pass"}})
     ask = ("POST", "/no/such/path")
     await talk.another().say(headers(mode, ask=ask), body(b"\xff"))
@@ -290,7 +294,7 @@ async def test_a_request_without_body_is_routed_without_admission(mode: str) -> 
     answers = await talk.say(headers(mode, ended=True, metadata=hint))
 
     assert parts(answers) == ["request_headers"]
-    # (named as often as Envoy tries: what is not listed may serve no request that is bound to a subset)
+    # The list repeats for each of Envoy's tries: no unlisted endpoint may serve a request with a subset.
     assert set_headers(answers[0].request_headers.response.header_mutation) == {
         "x-gateway-destination-endpoint": "10.0.0.1:8000,[fd00::2]:8000,10.0.0.1:8000"
     }
@@ -345,7 +349,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("messages", "status", "code", "says"), REFUSED)
-async def test_what_cannot_be_a_request_is_refused_by_name(
+async def test_an_invalid_request_is_refused_with_its_fault(
     messages: list[ProcessingRequest], status: int, code: str, says: str
 ) -> None:
     talk = Talk()
@@ -360,7 +364,7 @@ async def test_what_cannot_be_a_request_is_refused_by_name(
 
 @every_mode
 async def test_reads_are_bounded_in_rate_over_all_exchanges(mode: str) -> None:
-    # One read a second, a burst of two; one has a configured path.
+    # The limit is one read a second, with a burst of two; it also counts reads of configured paths.
     talk = Talk(settings={"extproc": {"read_rate": 1, "paths": ["GET /v1/adapters/{id}"]}})
     for ask in (("GET", "/v1/models"), ("GET", "/v1/adapters/a")):
         assert parts(await talk.another().say(headers(mode, ended=True, ask=ask))) == ["request_headers"]
@@ -398,7 +402,7 @@ async def test_a_subset_hint_reaches_the_gate(hint: object, subset: tuple[str, .
 
 
 @every_mode
-async def test_a_bad_header_is_refused_by_name_where_it_counts(mode: str) -> None:
+async def test_a_malformed_header_is_refused_by_name_if_it_is_trusted(mode: str) -> None:
     bad = asks(mode, {FAIRNESS: b"caf\xe9", "cookie": b"\xff\xfe"})
     talk = Talk()
     await talk.say(*bad)
@@ -411,17 +415,17 @@ async def test_a_bad_header_is_refused_by_name_where_it_counts(mode: str) -> Non
 
 
 class Teapot(RequestError):
-    """A refusal that no part of the picker makes."""
+    """An error that the picker has no rule for."""
 
     status, code = 418, "teapot"
 
 
 REFUSALS = {
-    "no room for it": (errors.TotalCapacity("full"), 503, 429, "1.00"),
-    "its time is up": (ExpiredTtl("late"), 503, 429, "1.00"),
-    "the queue has nothing to do with it": (errors.NoEndpoints("none"), 503, 503, "0.25"),
+    "the queue is full": (errors.TotalCapacity("full"), 503, 429, "1.00"),
+    "the TTL has expired": (ExpiredTtl("late"), 503, 429, "1.00"),
+    "the queue is not the cause": (errors.NoEndpoints("none"), 503, 503, "0.25"),
     "the replica stops": (errors.ShuttingDown(), 503, 503, "0.25"),
-    "an unknown one": (Teapot("tea"), 418, 418, "0.25"),
+    "an unknown error": (Teapot("tea"), 418, 418, "0.25"),
 }
 
 
@@ -432,7 +436,7 @@ async def test_a_refusal_of_the_gate_carries_the_pressure_and_may_be_429_by_conf
 ) -> None:
     refused = await Talk(ScriptedGate(error)).refused(*asks(mode))
     assert (refused.status, refused.headers["x-queue-pressure"]) == (status, pressure)
-    # test_codec.py has all of a refusal.
+    # test_codec.py checks all fields of a refusal.
     assert (refused.code, refused.error["message"]) == (error.code, str(error))
     talk = Talk(ScriptedGate(error), {"fair_request_queue": {"overload_status": 429}})
     assert (await talk.refused(*asks(mode))).status == configured
@@ -453,7 +457,7 @@ async def test_a_defect_is_logged_and_answered_with_500(caplog: pytest.LogCaptur
 async def test_a_placement_whose_answer_was_not_sent_is_withdrawn(mode: str) -> None:
     talk = Talk()
     talk.gate.placement = PLACEMENT._replace(waited_s=2.5)
-    # The stream ends before the answer was written.
+    # The stream ends before the answer is written.
     for message in asks(mode, {"x-request-id": "made-1"}):
         await talk.exchange.receive(message)
     talk.close()
@@ -573,7 +577,7 @@ async def test_a_rewritten_model_goes_out_with_the_right_length(mode: str) -> No
 
 
 async def sent_by_other_replicas(mode: str, ids: Sequence[str], ask: bytes = ASK) -> list[bytes]:
-    """The bodies that model servers get of requests with these ids, each through a replica of its own."""
+    """The forwarded bodies of requests with these ids, each sent through a different replica."""
     asked = ((headers(mode, {"x-request-id": each}), body(ask)) for each in ids)
     return [envoy.whole(await Talk(settings=TWO_VARIANTS).say(*each)) for each in asked]
 
@@ -583,9 +587,9 @@ async def test_a_retry_at_another_replica_is_sent_as_the_same_variant() -> None:
     sent = await sent_by_other_replicas("lean", ids)
     assert {json.loads(each)["model"] for each in sent} == {"m", "m-v2"}
     assert await sent_by_other_replicas("lean", ids) == sent
-    # In `standard` an id may be the client's, so the body decides.
+    # In `standard` a client may set the id, so the body decides the variant.
     assert len(set(await sent_by_other_replicas("standard", ids))) == 1
-    # A body that has been rewritten stays as it is.
+    # A body that already names a variant stays unchanged.
     rewritten = next(each for each in sent if each != ASK)
     assert set(await sent_by_other_replicas("lean", ids, rewritten)) == {rewritten}
 
@@ -593,7 +597,7 @@ async def test_a_retry_at_another_replica_is_sent_as_the_same_variant() -> None:
 async def renamed(
     came: list[bytes], fields: dict[str, str] | None = None, *, trailing: bool = False
 ) -> list[bytes]:
-    """What a client gets of `came`, chunk by chunk, the answer of model m-v2 to a request for m."""
+    """The chunks that a client gets if model m-v2 answers its request for m with the chunks `came`."""
     talk = Talk(settings=SPLIT)
     said = (await talk.say(*asks("standard"), envoy.response_headers(200, fields)))[2:]
     removed = list(said[0].response_headers.response.header_mutation.remove_headers)
@@ -610,14 +614,14 @@ SHOWN = b'data: {"model":"m",%b}\n\ndata: {"model": "m"}\n\n{"model":"m-v22"}' %
 
 
 @given(st.integers(min_value=1, max_value=len(NAMED)), st.booleans())
-async def test_the_client_reads_the_name_it_asked_for(size: int, trailing: bool) -> None:
+async def test_the_client_reads_the_model_name_that_it_requested(size: int, trailing: bool) -> None:
     assert b"".join(await renamed(chunks(NAMED, size), trailing=trailing)) == SHOWN
 
 
-async def test_an_answer_is_renamed_without_delay_and_only_where_it_can_be_read() -> None:
+async def test_an_answer_is_renamed_without_delay_unless_it_is_compressed() -> None:
     event = b'data: {"model":"m-v2"}\n\n'
     assert (await renamed([event, b"end"]))[0] == b'data: {"model":"m"}\n\n'
-    # A name that is cut off at the end is not kept back.
+    # A model name that the end of the answer cuts off is passed on.
     assert b"".join(await renamed([b'{"model":"m-', b""], trailing=True)) == b'{"model":"m-'
     assert await renamed([event], {"content-encoding": "gzip"}) == [event]
 
@@ -639,7 +643,7 @@ async def test_a_client_receives_its_session_token_in_every_mode(mode: str) -> N
     talk = Talk()
     talk.gate.placement = PLACEMENT._replace(session="a-token")
     answers = await talk.say(*asks(mode))
-    # Envoy has it from the metadata, and tells it; in `standard` it may be anyone's Envoy
+    # In lean Envoy copies the token from the metadata to its answer; in `standard` the picker does.
     assert answers[0].dynamic_metadata["picker"]["session"] == "a-token"
     if mode == "standard":
         (answer,) = await talk.say(envoy.response_headers(200))
@@ -647,7 +651,7 @@ async def test_a_client_receives_its_session_token_in_every_mode(mode: str) -> N
         assert set_headers(answer.response_headers.response.header_mutation) == told
 
 
-async def test_the_pressure_is_the_part_of_its_time_that_a_request_has_waited_where_that_is_more() -> None:
+async def test_the_pressure_is_the_larger_of_the_queues_fill_and_the_waited_part_of_the_ttl() -> None:
     # A TTL of 2 s, a wait of 1 s, a queue a quarter full.
     answers = await Talk().say(*asks("lean", {"x-llm-d-inference-ttl": "2"}))
     assert answers[0].dynamic_metadata["picker"]["pressure"] == "0.50"

@@ -1,4 +1,4 @@
-"""The gate that goes on without the shared state: going over, working alone, coming back."""
+"""The failover gate: losing Redis, admitting locally, and resyncing."""
 
 import asyncio
 from collections.abc import Collection
@@ -20,23 +20,23 @@ from picker_fleet.domain.request import Alive, Outcome, Placement
 from picker_fleet.state import accounting_token
 from picker_fleet.state.store import Notification, Placed, Renewal, Verdict
 
-UNSEEN_S = unseen_s(0.0)  # the access log of these replicas gives a sign of life at any moment
-PATIENT_S = 60.0  # a resync lasts until the other replica is back, however slow the machine is
+UNSEEN_S = unseen_s(0.0)  # for an access log that reports running requests at any moment
+PATIENT_S = 60.0  # so long a resync waits for the other replica, however slow the machine is
 
 
 async def test_without_redis_requests_are_placed_within_the_share() -> None:
-    # 6 of 10 are free, for two replicas.
+    # 6 of the bound of 10 are free, 3 for each of two replicas.
     bench = Bench(away=True)
     placed = [await bench.place(str(n)) for n in range(3)]
-    # The three go where the load is least, with fallbacks and accounting tokens.
+    # Each goes to the least loaded endpoint, with a fallback and an accounting token.
     assert bench.gate.state is FailoverState.LOCAL
     assert bench.free == 0.0
     assert placed[0].endpoints == (E2, E1)
     assert {each.endpoints[0] for each in placed} <= {E1, E2}
     assert all(each.accounting_token for each in placed)
-    # The first may have reached Redis, so it is cancelled there.
+    # The first request may have reached Redis, so the replica cancels it there.
     assert bench.store.cancelled == [("0", "cancelled")]
-    # Any end admits the next request.
+    # The end of a request from before the outage also admits the next request.
     waiting = await bench.wait_here("next")
     bench.end("from before", placed[0])
     assert (await waiting).endpoints
@@ -57,23 +57,23 @@ async def test_without_redis_the_id_of_a_request_is_given_to_no_other(stranger: 
             await bench.place(name, **stranger)
     assert not waiting.done()
     assert bench.gate.outage is not None
-    bench.gate.outage.gate.release(1.0)  # it is placed as soon as its task runs
+    bench.gate.outage.gate.release(1.0)  # `waits` is placed as soon as its task runs
     with pytest.raises(RequestIdTaken):
         await bench.place("waits", **stranger)
     await waiting
 
 
 async def test_without_redis_a_disabled_queue_places_everything() -> None:
-    # The share is 3, and the queue is disabled.
+    # This replica's share is 3, and the queue is disabled.
     bench = Bench(config={"request_queue_controller": {"enabled": False}}, away=True)
-    # All are placed, evenly as far as this replica knows.
+    # All are placed, balanced by the load that this replica knows.
     placed = [await bench.place(str(n)) for n in range(20)]
     status = bench.gate.status()
     assert bench.gate.state is FailoverState.LOCAL
     assert status is not None
     assert (status.queued, status.free, status.let_go) == (0, 3.0, 20)
     first = [each.endpoints[0] for each in placed]
-    assert (first.count(E1), first.count(E2)) == (9, 11)  # which had 3 and 1 before
+    assert (first.count(E1), first.count(E2)) == (9, 11)  # E1 had 3 in flight, E2 had 1
     # An end releases nothing, since nothing was acquired.
     bench.end("0", placed[0])
     assert bench.free == 3.0
@@ -112,7 +112,7 @@ async def test_placements_since_the_last_heartbeat_reduce_the_share() -> None:
 async def test_ends_that_redis_has_not_seen_release_budget() -> None:
     bench = Bench(FULL)
     placement = await bench.place("r")
-    # One end has not been sent; the other may have arrived.
+    # One end has not been sent to Redis; the other may have arrived there.
     bench.store.answering = False
     for name in ("r", "sent"):
         bench.end(name, placement)
@@ -123,7 +123,7 @@ async def test_ends_that_redis_has_not_seen_release_budget() -> None:
 
 
 class DirectPeers(NoPeers):
-    """The other replica's gate, asked without a network."""
+    """A peer client that calls the other replica's gate without a network."""
 
     def __init__(self) -> None:
         self.gate: FailoverGate | None = None
@@ -137,24 +137,24 @@ class DirectPeers(NoPeers):
         return self.gate.ended_before(ids) if self.gate is not None else None
 
 
-async def test_the_bound_of_ends_whose_replies_are_lost_is_recovered() -> None:
-    # Ten run, five placed by each of two replicas. Six end, and Redis is lost before it answers for them: two
-    # were received by the replica that placed them, four by the other one.
+async def test_budget_of_ends_that_redis_never_confirmed_is_recovered() -> None:
+    # Each of two replicas has placed five running requests. Six end, and Redis is lost before it confirms the
+    # ends: the replica that placed the request received two of them, the other replica four.
     peers = DirectPeers()
     a, b = Bench(FULL, peer_client=peers), Bench(FULL, replica="b")
     placed = {name: await (a if name < "5" else b).place(name) for name in "0123456789"}
     a.store.answering = b.store.answering = False
     for name, bench in zip("012567", (a, b, b, b, a, a), strict=True):
         bench.end(name, placed[name])
-    # While one replica still reaches Redis, nothing can be said.
+    # While one replica still reaches Redis, no budget is recovered.
     a.gate.redis_lost("refused", "away")
     waiting = [await a.wait_here(f"waiting {n}") for n in range(7)]
     assert a.free == 0.0
     b.gate.redis_lost("refused", "away")
     await until(lambda: a.gate.outage_count() is not None and b.gate.outage_count() is not None)
-    await until(lambda: peers.asked)  # it has no answer yet, and asks again
+    await until(lambda: peers.asked)  # `a` gets no answer yet, and asks again
     peers.gate = b.gate
-    # Six places are in use again; the seventh request waits for the end of one from before.
+    # Six requests take the recovered budget; the seventh waits for a request from before to end.
     await until(lambda: sum(task.done() for task in waiting) == 6)
     assert a.free == 0.0
     b.end("8", placed["8"])
@@ -163,7 +163,7 @@ async def test_the_bound_of_ends_whose_replies_are_lost_is_recovered() -> None:
     await asyncio.gather(*waiting)
 
 
-async def test_nothing_is_recovered_while_what_another_replica_had_placed_may_run_unseen() -> None:
+async def test_after_a_peer_has_left_no_budget_is_recovered_while_its_requests_may_run_unseen() -> None:
     clock = [1.0]
     bench = Bench(FULL, clock=lambda: clock[0])
     clock[0] += 2 * UNSEEN_S
@@ -174,7 +174,7 @@ async def test_nothing_is_recovered_while_what_another_replica_had_placed_may_ru
     assert bench.gate.outage_count() is not None
 
 
-async def test_nothing_is_recovered_until_what_gave_a_sign_of_life_in_a_pause_gives_another() -> None:
+async def test_after_a_renewal_ignored_in_a_pause_no_budget_is_recovered_until_the_next_is_due() -> None:
     clock = [1.0]
     bench = Bench(FULL, clock=lambda: clock[0])
     clock[0] += 2 * UNSEEN_S
@@ -197,13 +197,13 @@ async def test_a_paused_fleet_places_nothing_without_redis() -> None:
 async def test_waiting_requests_move_to_the_local_queue_with_their_age() -> None:
     bench = Bench()
     async with watched(bench):
-        # One waits in the shared queue; the admission of the other is not answered.
+        # One request waits in the shared queue; the other's admission is not answered.
         queued = await bench.wait_in_redis("queued")
         bench.store.silent = True
         asked = bench.start("asked")
         await until(lambda: bench.shared.waiting == 2)
         bench.lose_redis()
-        # Both are placed here, and cancelled in Redis.
+        # Both are placed locally, and cancelled in Redis.
         assert (await queued).endpoints
         assert (await asked).endpoints
     assert sorted(bench.store.cancelled) == [("asked", "cancelled"), ("queued", "cancelled")]
@@ -212,7 +212,7 @@ async def test_waiting_requests_move_to_the_local_queue_with_their_age() -> None
 async def test_an_unanswered_admission_is_refused_when_its_time_is_up() -> None:
     bench = Bench()
     async with watched(bench):
-        # Redis is silent, but not yet proven to be away.
+        # Redis is silent, but not yet for long enough to count as unavailable.
         bench.store.silent = True
         with pytest.raises(ExpiredTtl):
             await bench.place("r", ttl_s=0.1)
@@ -255,7 +255,7 @@ async def test_a_client_that_leaves_as_redis_is_lost_is_not_placed(client_first:
         cancels = [bench.shared.give_up, task.cancel]
         for cancel in reversed(cancels) if client_first else cancels:
             cancel()
-        # The client's cancellation decides, and the request is cancelled in Redis.
+        # The client's cancellation wins, and the request is cancelled in Redis.
         with pytest.raises(asyncio.CancelledError):
             await task
     assert bench.store.cancelled == [("r", "cancelled")]
@@ -280,16 +280,16 @@ async def test_a_wait_in_both_queues_counts_once_by_its_outcome(outcome: Outcome
     bench.store.away = True
     other = bench.start("other")
     await until(lambda: bench.queued == 2)
-    # Its wait is not over, so nothing is counted.
+    # The wait is not over, so nothing is counted.
     assert bench.counted("epp_requests_cancelled_total", "model") == bench.waits == {}
-    # Redis is back and places it.
+    # Redis is back and places the request.
     bench.store.away = False
     bench.store.admitting = [Placed((E1,))]
     async with watched(bench):
         bench.answer_heartbeats()
         placement = await task
         await other
-    # It is no bypass, and its outcome is not known yet.
+    # The request has waited, so it is no bypass; its wait counts once its outcome is known.
     assert bench.counted("epp_bypass_total", "model") == bench.waits == {}
     assert placement.waited_s is not None
     bench.end("r", placement, outcome=outcome, waited_s=placement.waited_s, target_model="m")
@@ -311,13 +311,13 @@ async def test_a_failed_wait_in_the_local_queue_counts_once_as_failed(how: str) 
     other.cancel()
 
 
-async def test_after_a_pause_a_call_that_was_given_up_is_repeated() -> None:
+async def test_after_a_pause_a_failed_call_is_repeated() -> None:
     bench = Bench(away=True)
-    # The process was paused, as between SIGSTOP and SIGCONT, and its call was given up.
+    # The process was paused, as between SIGSTOP and SIGCONT, and its call has failed.
     bench.stand_still()
     asking = bench.start("r")
     await until(lambda: len(bench.store.ages_s) >= 3)
-    # The replica was away, not Redis; so it does not fail over.
+    # The replica was paused and Redis was not lost, so the replica does not fail over.
     assert bench.gate.state is FailoverState.SHARED
     bench.store.away = False
     assert (await asking).endpoints == (E1,)
@@ -326,12 +326,12 @@ async def test_after_a_pause_a_call_that_was_given_up_is_repeated() -> None:
 
 async def test_after_a_pause_an_ended_stream_is_not_admitted() -> None:
     bench = Bench()
-    # Two streams arrive during the pause, and Envoy has given one of them up.
+    # Two streams arrive during the pause, and Envoy has ended one of them.
     bench.stand_still()
     given_up, wanted = (bench.start(name) for name in ("gone", "here"))
     await asyncio.sleep(0)
     given_up.cancel()
-    # Another replica may have its request by now, so it is not admitted.
+    # Another replica may have the ended stream's request by now, so it is not admitted here.
     with pytest.raises(asyncio.CancelledError):
         await given_up
     assert (await wanted).endpoints == (E1,)
@@ -365,7 +365,7 @@ async def test_a_resync_tells_redis_all_that_ran_and_ended() -> None:
         bench.store.away = False
         bench.answer_heartbeats()
         await until(lambda: not bench.gate.degraded)
-        # Redis has a tombstone of each end, and all that runs.
+        # Redis has a tombstone of the end, and all running requests.
         assert bench.store.tombstones == ["over"]
         assert sorted(name for name, _ in bench.store.alive) == ["0", "1", "2", "3", "old"]
         # While the other replica has not resynced, a request needs both the budget and Redis.
@@ -386,7 +386,7 @@ async def test_a_resync_tells_redis_all_that_ran_and_ended() -> None:
 
 async def test_each_bypass_counts_once_in_every_state() -> None:
     bench = Bench(wait_s=PATIENT_S)
-    # One is admitted by Redis, one without it, one while resyncing by the budget and Redis.
+    # One request is admitted by Redis, one locally, one while resyncing by the local budget and Redis.
     await bench.place("shared")
     bench.store.away = True
     await bench.place("alone")
@@ -423,7 +423,7 @@ async def test_budget_released_while_resyncing_is_limited_to_the_share() -> None
         bench.gate.heartbeat_answered(FULL)
         bench.store.away = True
         tasks.append(await bench.wait_here("once more"))
-        # The replica keeps its share of what was free.
+        # The replica keeps its share of the budget that Redis had free: none.
         assert bench.gate.state is FailoverState.LOCAL
         assert bench.free == 0
         tasks[1].cancel()
@@ -443,7 +443,7 @@ async def test_budget_released_before_the_resync_is_done_is_given_up(pulsed: boo
         for n in range(4):
             bench.end(f"theirs {n}", placed)
         assert (bench.gate.degraded, bench.free) == (True, 4)
-        # Redis, which has received them too and given the budget to others, is lost again.
+        # Redis, which has received these ends too and given their budget to others, is lost again.
         if pulsed:
             bench.gate.heartbeat_answered(FULL)
         bench.lose_redis()
@@ -467,14 +467,14 @@ async def test_prepaid_requests_in_the_shared_queue_are_not_placed_twice(shared:
         bench.gate.heartbeat_answered(FULL)
         bench.lose_redis()
         await until(lambda: bench.queued == free)
-        # They have to acquire budget again.
+        # The requests have to acquire budget again.
         assert not any(task.done() for task in waiting)
         assert bench.free == 0
         for task in waiting:
             task.cancel()
 
 
-async def test_what_was_seen_alive_in_an_outage_counts_in_the_next() -> None:
+async def test_requests_seen_alive_in_one_outage_count_as_in_flight_in_the_next() -> None:
     bench = Bench(away=True)
     token = (await bench.place("alone")).accounting_token
     async with returned(bench):
@@ -485,7 +485,7 @@ async def test_what_was_seen_alive_in_an_outage_counts_in_the_next() -> None:
         assert {"alone", "of another"} <= bench.gate.outage.before.keys()
 
 
-async def test_a_prepaid_request_that_is_placed_after_the_resync_counts_in_the_next_outage() -> None:
+async def test_a_prepaid_request_placed_after_the_resync_counts_as_in_flight_in_the_next_outage() -> None:
     bench = Bench(wait_s=PATIENT_S, away=True)
     await bench.place("alone")
     async with resyncing(bench):
@@ -504,7 +504,7 @@ async def test_a_prepaid_request_that_is_placed_after_the_resync_counts_in_the_n
 
 async def test_accounting_token_of_a_local_placement_restores_nothing_once_its_end_is_known() -> None:
     bench = Bench()
-    # One is admitted by Redis, one without it.
+    # One request is admitted by Redis, one locally.
     shared = await bench.place("shared")
     bench.store.away = True
     alone = await bench.place("alone")
@@ -512,7 +512,7 @@ async def test_accounting_token_of_a_local_placement_restores_nothing_once_its_e
     async with returned(bench):
         await until(lambda: bench.gate.state is FailoverState.SHARED)
         bench.store.tombstones.clear()
-        # The end of the second leaves a tombstone, so that no replica restores it.
+        # The end of the local placement leaves a tombstone, so that no replica restores the request.
         bench.end("shared", shared)
         bench.end("alone", alone)
         await until(lambda: bench.store.tombstones == ["alone"])
@@ -554,7 +554,7 @@ async def test_a_task_of_an_outage_that_fails_is_counted_and_begins_again(
     background.count_failures(failed.append)
     bench = Bench(FULL, peer_client=AsyncMock(NoPeers, ask=AsyncMock(side_effect=ZeroDivisionError)))
     bench.lose_redis()
-    await bench.wait_here()  # for which peers are asked for budget
+    await bench.wait_here()  # so that the gate asks peers for budget
     async with running(bench.gate.run()):
         await until(lambda: failed == ["budget-transfer"] * 2)
 
@@ -565,7 +565,7 @@ LEASE_S = 15.0  # as configured by default
 @pytest.mark.parametrize(
     ("answer", "own"), [(Renewal.RENEWED, True), (Renewal.UNKNOWN, False), (Renewal.WAITING, False)]
 )
-async def test_redis_says_whether_a_lease_is_still_its_requests_own(answer: Renewal, own: bool) -> None:
+async def test_redis_decides_whether_a_lease_still_belongs_to_its_request(answer: Renewal, own: bool) -> None:
     bench = Bench()
     placement = await bench.place("r")
     bench.store.renewing = answer
@@ -580,7 +580,7 @@ async def test_without_redis_a_shared_lease_is_valid_until_it_expires(age_s: flo
     placement = await bench.place("r")
     bench.store.deaf = True
     assert await bench.gate.confirm("r", placement, age_s) is (age_s < LEASE_S)
-    # It takes nothing of the local budget: it already counts as in flight.
+    # The lease takes no local budget: its request already counts as in flight.
     assert bench.gate.state is FailoverState.LOCAL
     free = bench.free
     assert await bench.gate.confirm("r", placement, age_s) is (age_s < LEASE_S)
@@ -600,7 +600,7 @@ async def test_a_lease_of_the_local_budget_never_expires() -> None:
     free = bench.free
     assert await bench.gate.confirm("mine", placement, 2 * LEASE_S)
     assert bench.free == free
-    # While resyncing, Redis counts it, and no shared lease that has expired.
+    # While resyncing, a local lease is confirmed and restored in Redis; an expired shared lease is not.
     async with resyncing(bench):
         bench.store.renewing = "unknown"
         bench.store.alive.clear()
