@@ -1,4 +1,4 @@
-"""Changes of the fleet over HTTP: what may change, who may change it, and a problem for each fault."""
+"""Live changes by the admin API: valid changes, permissions, and a problem document for each fault."""
 
 import asyncio
 import json
@@ -70,7 +70,7 @@ async def fleet(store: ScriptedStore) -> AsyncIterator[Fleet]:
 def client_at(
     store: ScriptedStore, host: str, url: str, settings: Settings | None = None
 ) -> httpx.AsyncClient:
-    """A client whose address the server takes for `host`."""
+    """A client that the server sees connect from address `host`."""
     transport = httpx.ASGITransport(api(store=store, settings=settings), client=(host, 4711))
     return httpx.AsyncClient(transport=transport, base_url=url)
 
@@ -161,7 +161,7 @@ async def test_an_endpoint_is_marked_as_drained_and_undrained(fleet: Fleet) -> N
     assert "10.9.9.9:1" in problem(await fleet.http.post("/api/v1/endpoints/10.9.9.9:1/drain"), 404)["detail"]
 
 
-async def test_a_change_to_a_pool_that_nobody_has_published_is_a_503(fleet: Fleet) -> None:
+async def test_a_change_to_an_unpublished_pool_is_a_503(fleet: Fleet) -> None:
     fleet.store.epoch = "0"
     for method, path in (("POST", "/api/v1/pause"), ("PATCH", "/api/v1/config")):
         response = await fleet.http.request(method, path, json={"workloads": {"rate_cap": 5}})
@@ -262,7 +262,7 @@ async def test_a_token_file_counts_as_it_is_now(with_roles: Settings, tmp_path: 
     assert known("alice-s3cret", "alice-new") == [True, False]
     (tmp_path / "alice").write_text("alice-new")
     assert known("alice-s3cret", "alice-new") == [False, True]
-    # Where one is taken away, nobody may do more than before.
+    # If a token file is deleted, nobody gains a right.
     for name in ("alice", "bob"):
         (tmp_path / name).unlink()
     assert known("alice-new", "bob-s3cret", "", "s3cret-!") == [False, False, False, True]
@@ -298,7 +298,7 @@ async def test_an_empty_token_file_is_no_token_until_it_has_one(tmp_path: Path) 
         assert (tokens.find(b"s3cret-!") is not None, tokens.needed) == (found, True)
 
 
-def test_a_file_of_tokens_that_has_none_ends_the_start(tmp_path: Path) -> None:
+def test_a_missing_token_file_prevents_the_start(tmp_path: Path) -> None:
     settings = parse({"admin": {"tokens": [{"file": str(tmp_path / "missing"), "role": "viewer"}]}})
     with pytest.raises(StartupError, match="missing"):
         Tokens(settings.admin)
@@ -328,7 +328,7 @@ async def test_who_changed_what_is_in_the_log_and_in_the_list(
     assert all("bob" in line and "\u202e" not in line for line in lines)
 
 
-async def test_a_change_whose_answer_did_not_come_is_listed_as_unknown(
+async def test_a_change_that_redis_does_not_confirm_is_listed_as_unknown(
     store: ScriptedStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def unavailable(*_: object) -> Any:

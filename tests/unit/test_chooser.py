@@ -1,4 +1,4 @@
-"""What a replica proposes to the script: candidates by score, from what it knows of the endpoints."""
+"""A replica's candidates for the script: endpoints scored by load, prefix, session and latency."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -53,7 +53,7 @@ class Knowledge:
         return Readings(pages, dict(self.readings).__getitem__)
 
     def asked_by(self, token: str) -> str:
-        """Where a request with this session's token goes first; '' if all are alike."""
+        """The endpoint that scores best for a request with this session token; '' if several do."""
         scores = self.choose(session=token)
         best = max(scores.values())
         return next(iter(scores)) if list(scores.values()).count(best) == 1 else ""
@@ -65,7 +65,7 @@ class Knowledge:
         self.readings[address] = Reading(EndpointMetrics(0, **figures), 0.0, known)  # type: ignore[arg-type]
 
     def waiting(self, *requests: float) -> None:
-        """The queues of the model servers A, B, C as they are scraped."""
+        """Set the scraped queue lengths of the model servers A, B, C."""
         for address, queued in zip((A, B, C), requests, strict=False):
             self.scraped(address, waiting=queued)
 
@@ -102,7 +102,7 @@ def test_no_endpoint_is_preferred_for_fresh_figures_while_most_are_stale() -> No
     known.scraped(B, known=False)
     known.scraped(C, known=False)
     assert len(set(known.choose().values())) == 1
-    # But one that is down is not one of the many
+    # Endpoints that are down do not count as stale.
     down = (Endpoint("10.0.0.8:8000", down=True), Endpoint("10.0.0.9:8000", down=True))
     known = Knowledge(Endpoint(A), Endpoint(B), Endpoint(C), *down, queue_depth=3)
     known.waiting(9.0, 0.0)
@@ -115,7 +115,7 @@ def test_the_shortest_queue_comes_first_and_an_unknown_one_is_average() -> None:
     found = known.choose()
     assert list(found) == [B, C, A]
     assert (found[C], found[A]) == (pytest.approx(0.375), 0)
-    # the part of the load in flight is the script's: three quarters are left for the queue
+    # The script adds the score of the load in flight, a quarter: three quarters are left for the queue.
     assert found[B] == pytest.approx(0.75)
 
 
@@ -126,16 +126,16 @@ def test_new_figures_count_after_a_moment_and_new_endpoints_at_once() -> None:
     known.scraped(A, waiting=99.0)
     known.tick()
     assert next(iter(known.choose())) == B
-    # and a new list of endpoints at once
+    # A new list of endpoints counts at once.
     known.cell.publish(Snapshot("2", (Endpoint(A),)))
     assert list(known.choose()) == [A]
 
 
-def test_requests_alike_share_choices_in_which_any_of_the_best_is_first() -> None:
+def test_similar_requests_share_choices_whose_first_endpoint_is_any_of_the_best() -> None:
     known = Knowledge(*map(Endpoint, (A, B, C)), prefix_affinity=1.0)
     orders = {tuple(known.choose()) for _ in range(300)}
     assert {order[0] for order in orders} == {A, B, C}
-    # Whoever has served the prompt differs, and with it the choice; that of the others stays.
+    # A prompt that an endpoint has served gets another choice; other prompts keep theirs.
     known.index.add(B, (b"one", b"two"))
     assert next(iter(known.choose(prefix=(b"one", b"two")))) == B
     assert {tuple(known.choose()) for _ in range(300)} <= orders
@@ -161,7 +161,7 @@ async def test_a_longer_prompt_follows_its_prefix_to_the_same_endpoint() -> None
     choice = known.chooser.choose(asked)
     known.chooser.placed(asked, choice, (B, A), "2,1")
     assert next(iter(known.choose(prefix=(b"block-01", b"block-02", b"block-03")))) == B
-    # and the choice can be explained, until it is forgotten
+    # The choice is explained under the id of its request, and no other id.
     explained = known.chooser.explain("r")
     assert explained is not None
     assert explained.chosen == (B, A)
@@ -198,7 +198,7 @@ async def test_late_routes_to_an_endpoint_that_has_left_are_forgotten() -> None:
 
 
 class Probed:
-    """Probes of endpoints: scrapes that fail as is said, find the endpoint `unready`, or succeed."""
+    """Probes of endpoints that fail with a given fault, find the endpoint `unready`, or succeed."""
 
     def __init__(self, readings: Mapping[str, Reading] | None = None) -> None:
         self.store, self.cell, self.meter = ScriptedStore(), SnapshotCell(), Mock()
@@ -216,7 +216,7 @@ class Probed:
         self.cell.publish(Snapshot(f"down: {down}", tuple(Endpoint(each, down=each in down) for each in of)))
 
     def probe(self, *results: str, address: str = A) -> list[tuple[str, str, bool]]:
-        """All marks so far, after probes with these results; "" is a success."""
+        """Probe `address` with these results ("" is a success); return all marks so far."""
         for result in results:
             if result and result != "unready":
                 self.probes.scrape_failed(address, result, 0.1)
@@ -228,16 +228,16 @@ class Probed:
 async def test_an_endpoint_that_cannot_be_connected_to_is_down_until_three_probes_succeed() -> None:
     probed, down = Probed(), [(A, "down", True)]
     probed.publish(of=(A,))
-    # One that answers badly or late is not down; one that cannot be connected to is
+    # An endpoint that answers badly or late is not down; one that takes no connection is.
     assert probed.probe("status", "timeout", "") == []
     assert probed.probe("connection") == down
-    # Once it is down, it takes three in a row
+    # Once it is down, three probes in a row must succeed.
     probed.publish(A, of=(A,))
     assert probed.probe("", "", "page", "", "") == down
     assert probed.probe("") == [*down, (A, "down", False)]
-    # So does one that answers that it takes no requests, which each such answer confirms.
+    # Each answer that the endpoint takes no requests marks it as down again.
     assert probed.probe("", "", "unready", "", "", "unready")[2:] == down * 2
-    # All is passed on to the meter.
+    # All results are passed on to the meter.
     probed.probes.scrape_published(1, 0.1)
     probed.probes.scrape_unpublished(1)
     probed.probes.scrape_ages(1, {})
@@ -289,11 +289,11 @@ async def test_a_page_that_stands_still_while_requests_run_is_reported_until_it_
     stuck = (A, "stuck", True)
     assert after(0.1) == [stuck]
     assert after(5) == [stuck] * 2
-    # It is ejected: no probe brings it back while it stands still.
+    # Once it is ejected, no probe brings the endpoint back while its page stands still.
     probed.cell.publish(Snapshot("2", (Endpoint(A, ejected=Ejection("stuck", 0)),)))
     probed.probes.probed(A, 200, True)
     assert probed.store.marks[-1] == (A, "ejected", True)
-    # Its clients have left it.
+    # No request runs on the endpoint any more.
     probed.in_flight = {}
     assert after(1)[-1] == (A, "stuck", False)
     probed.probes.probed(A, 200, True)
@@ -309,7 +309,7 @@ def test_the_shown_scores_have_a_part_for_each_scorer_and_a_total() -> None:
     assert found[C]["total"] == pytest.approx(0.75 * found[C]["queue-depth"] + 0.25 * found[C]["in-flight"])
 
 
-def test_a_session_goes_where_its_token_was_given_and_by_no_other() -> None:
+def test_a_session_token_selects_its_endpoint_and_no_other_text_does() -> None:
     addresses = [f"10.0.0.{number}:80" for number in range(1, 5)]
     bench = Knowledge(*map(Endpoint, addresses), session_affinity=4)
     tokens = {address: bench.chooser.session_token(address) for address in addresses}
@@ -318,18 +318,18 @@ def test_a_session_goes_where_its_token_was_given_and_by_no_other() -> None:
     keys = bench.chooser._sessions._keys
     keys.take(" ".join(["0b" * 16, "0a" * 16, keys.offer()]))
     assert bench.asked_by(tokens[addresses[2]]) == addresses[2]
-    # But one of another fleet, a changed one and a made-up one are nobody's
+    # A token of another fleet, a changed token and an invented one select no endpoint.
     foreign = SessionTokens(Keyring(), bench.cell).token_of(addresses[1])
     for token in (foreign, tokens[addresses[1]][:-1] + "g", addresses[1], "alice"):
         assert bench.asked_by(token) == ""
     bench.cell.publish(Snapshot("2", tuple(map(Endpoint, addresses[:2]))))
     bench.tick()
     assert bench.asked_by(tokens[addresses[2]]) == ""
-    # Where no scorer asks for it clients are told no session.
+    # Without the session scorer, clients get no session token.
     assert Knowledge(Endpoint(A), queue_depth=1).chooser.session_token(A) == ""
 
 
-def test_a_key_of_a_session_leads_to_one_endpoint_and_only_a_change_of_that_moves_it() -> None:
+def test_a_session_key_selects_one_endpoint_until_that_endpoint_leaves() -> None:
     bench = Knowledge(*many()[:50], session_affinity=4)
     keys = [f"=user-{number}" for number in range(2000)]
     before = {key: bench.chooser.session_endpoint(key, None) for key in keys}
@@ -341,7 +341,7 @@ def test_a_key_of_a_session_leads_to_one_endpoint_and_only_a_change_of_that_move
     bench.cell.publish(Snapshot("2", many(at_7=Endpoint(gone, draining=True))[:50]))
     after = {key: bench.chooser.session_endpoint(key, None) for key in keys}
     assert {key for key in keys if after[key] != before[key]} == {key for key in keys if before[key] == gone}
-    # Among those of a hint, each key has one, too.
+    # A key also selects one endpoint among those of a subset hint.
     hinted = {bench.chooser.session_endpoint(key, (MANY[1], MANY[2], "9.9.9.9:1")) for key in keys}
     assert hinted == {MANY[1], MANY[2]}
     assert bench.chooser.session_endpoint(keys[0], ()) == ""
@@ -357,7 +357,7 @@ def test_a_request_goes_where_its_state_is_while_that_endpoint_takes_requests(
         known.chooser.use_scheduler(None)
     choose = known.chooser.choose
     assert choose(ask(origin=B)).candidates == choose(ask(origin=B, selector={"gpu": "l4"})).candidates == B
-    # Elsewhere, if it is down, has left, or may not serve it; or if the script knows better.
+    # The state does not decide if its endpoint is down, has left or is not allowed, or if the script chooses.
     for request in (ask(origin=C), ask(origin="9.9.9.9:1"), ask(origin=B, subset=(A, C))):
         plain = choose(request._replace(origin="")).candidates.split("=")[0]
         assert choose(request).candidates.split("=")[0] == plain
@@ -374,7 +374,7 @@ STEADY, QUICK = A, B
 
 
 WEIGHTS: list[tuple[dict[str, float], str]] = [
-    ({}, QUICK),  # 1.0 + 0.5 · 0 against 0.6 + 0.5 · 0.6
+    ({}, QUICK),  # costs: STEADY 1.0 + 0.5 · 0, QUICK 0.6 + 0.5 · 0.6
     ({"gamma": 0}, QUICK),
     ({"gamma": 2}, STEADY),
     ({"alpha": 0, "beta": 0, "gamma": 1}, STEADY),
@@ -400,11 +400,11 @@ MANY = [f"10.0.{n // 250}.{n % 250}:8000" for n in range(300)]
 
 
 def many(**changed: Endpoint) -> list[Endpoint]:
-    """A large pool; `changed` has others in the place of some, as `at_NUMBER`."""
+    """A pool of 300 endpoints, of which `at_N` replaces number N."""
     return [changed.get(f"at_{n}", Endpoint(address)) for n, address in enumerate(MANY)]
 
 
-def test_in_a_large_pool_each_endpoint_is_looked_at_in_its_turn() -> None:
+def test_in_a_large_pool_each_endpoint_is_considered_in_turn() -> None:
     known = Knowledge(*many(), queue_depth=1)
     seen: set[str] = set()
     for _ in range(1500):
@@ -418,7 +418,7 @@ def test_in_a_large_pool_each_endpoint_is_looked_at_in_its_turn() -> None:
 def test_many_picks_at_once_are_spread_over_a_large_pool() -> None:
     known = Knowledge(*many(), queue_depth=1)
     seen: set[str] = set()
-    for _ in range(64 * 100):  # at one moment, so that nothing is read anew
+    for _ in range(64 * 100):  # the clock stands still, so that no reading is renewed
         seen |= known.choose().keys()
     assert len(seen) > 280
 
@@ -428,7 +428,7 @@ def test_as_many_candidates_are_named_as_the_answer_has_endpoints(pool: list[End
     assert len(Knowledge(*pool, queue_depth=1, fallbacks=8).choose()) == 9
 
 
-def test_in_a_large_pool_what_a_request_has_a_reason_to_go_to_is_looked_at() -> None:
+def test_in_a_large_pool_endpoints_with_the_prefix_or_the_adapter_are_considered() -> None:
     known = Knowledge(*many(), prefix_affinity=3, lora_affinity=3, session_affinity=3)
     prompt = (b"one", b"two", b"three")
     known.choose()
@@ -451,18 +451,18 @@ def test_in_a_large_pool_the_only_endpoint_that_a_request_may_go_to_is_found() -
         ),
         queue_depth=1,
     )
-    all_but_one_down = [f"10.9.9.{n}:1" for n in range(100)]
+    unknown_addresses = [f"10.9.9.{n}:1" for n in range(100)]
     for _ in range(20):
         known.tick()
         assert list(known.choose(selector={"gpu": "h100"})) == [MANY[5]]
-        assert list(known.choose(subset=(MANY[6], *all_but_one_down, MANY[200], MANY[7]))) == [MANY[200]]
+        assert list(known.choose(subset=(MANY[6], *unknown_addresses, MANY[200], MANY[7]))) == [MANY[200]]
         assert list(known.choose(subset=tuple(MANY), selector={"zone": "a"})) == [MANY[5]]
         assert known.choose(selector={"zone": "b"}) == known.choose(subset=(MANY[7],)) == {}
-    # A limit of its flow on each endpoint may leave any of them: all are named.
+    # A flow's limit at each endpoint may leave any one of them free, so all are candidates.
     assert len(known.choose(limit=1)) == len(MANY) - 2
 
 
-def test_in_a_large_pool_with_limits_of_endpoints_all_are_looked_at() -> None:
+def test_in_a_large_pool_with_endpoint_limits_all_endpoints_are_considered() -> None:
     known = Knowledge(*many(at_0=Endpoint(MANY[0], max_inflight=3)), queue_depth=1)
     for n, address in enumerate(MANY):
         known.scraped(address, waiting=float(n != 250))

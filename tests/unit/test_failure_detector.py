@@ -27,13 +27,13 @@ class ObservedConnection:
         self.now_s = 100.0
 
     def observe(self, *, awake_s: float = TICK_S, waiting: bool = True, **seen: bool) -> Health:
-        """`seen` says whether something was `received`, and a probe `answered`."""
+        """`seen`: whether data was `received` in this tick, and whether a probe was `answered`."""
         self.now_s += TICK_S
         seen = {"received": False, "answered": False} | seen
         return self.failure_detector.observe(self.now_s, awake_s, waiting=waiting, **seen)
 
     def until_failure(self, *, answered: bool = False, within_s: float = 20.0) -> tuple[Health, float]:
-        """STUCK or UNAVAILABLE, and after how long; HEALTHY if neither comes."""
+        """STUCK or UNAVAILABLE, and the seconds until then; HEALTHY if neither comes in time."""
         began_s = self.now_s
         while self.now_s < began_s + within_s:
             health = self.observe(answered=answered)
@@ -42,7 +42,7 @@ class ObservedConnection:
         return Health.HEALTHY, within_s
 
 
-def test_redis_is_unavailable_after_the_floor_and_a_connection_beside_answered_probes_stuck_before() -> None:
+def test_silence_means_unavailable_after_the_floor_or_stuck_earlier_if_probes_are_answered() -> None:
     health, after_s = ObservedConnection().until_failure()
     assert health is Health.UNAVAILABLE
     assert FLOOR_S <= after_s <= FLOOR_S + 4 * TICK_S
@@ -121,7 +121,7 @@ def test_a_redis_of_constant_delay_causes_one_failover_at_most(delay_s: float) -
 
 
 @given(st.lists(st.floats(0.0, 30.0), min_size=1, max_size=100))
-def test_a_retransmission_timeout_is_that_of_rfc_6298_within_its_limits(replies_s: list[float]) -> None:
+def test_the_retransmission_timeout_follows_rfc_6298_within_its_limits(replies_s: list[float]) -> None:
     limited, free = RetransmissionTimeout(0.1, 7.5), RetransmissionTimeout(0.0, 1000.0)
     assert 0.1 <= limited.timeout_s <= 7.5
     smoothed_s, deviation_s = replies_s[0], replies_s[0] / 2
@@ -156,7 +156,7 @@ def test_time_past_the_expected_tick_is_a_pause() -> None:
     assert time.passes(0.6) == pytest.approx(TICK_S)
     assert time.pause_detector.paused_s == pytest.approx(0.6 - TICK_S)
     assert not time.pause_detector.resumed_recently
-    # One that the kernel reports too counts once.
+    # A pause that the kernel reports too counts once.
     time.passes(TICK_S, closely=True)
     time.delayed_s += 0.5
     assert time.passes(0.6, closely=True) == pytest.approx(TICK_S)
@@ -179,7 +179,7 @@ def test_the_kernels_delay_is_a_pause_from_the_second_close_tick_on() -> None:
     time.passes(TICK_S, closely=True)
     time.delayed_s += 0.07
     assert time.passes(TICK_S, closely=True) == pytest.approx(0.03)
-    # A delay is a difference: after a tick that did not ask the kernel there is none.
+    # The kernel's delay is the difference between two close ticks; another tick between them hides it.
     time.passes(TICK_S)
     time.delayed_s += 5.0
     assert time.passes(TICK_S, closely=True) == pytest.approx(TICK_S)
