@@ -1,4 +1,4 @@
-"""The access log over real gRPC: what each entry reports to the gate, in order."""
+"""The access log over real gRPC: the report of each entry to the gate, in order."""
 
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
@@ -33,14 +33,14 @@ def signed(request_id: str) -> str:
 
 
 def bare(kind: str = "DownstreamEnd", request_id: str = "req-1", status: int = 200, flag: str = "") -> Entry:
-    """An entry as Envoy sends it of a request that was not placed; `flag` is what Envoy says went wrong."""
+    """Envoy's entry for a request that was not placed; `flag` is one of Envoy's response flags."""
     common = {"access_log_type": kind, "response_flags": {flag: True} if flag else None}
     response = {"response_code": {"value": status}}
     return Entry(request={"request_id": request_id}, response=response, common_properties=common)
 
 
 def entry(*details: Any, **more: Any) -> Entry:
-    """The same of one that the picker has placed."""
+    """Envoy's entry for a placed request: as `bare`, with the accounting token."""
     message = bare(*details, **more)
     describe(message, {"picker": {"token": signed(message.request.request_id)}})
     return message
@@ -97,14 +97,14 @@ async def reported(*messages: als_pb2.StreamAccessLogsMessage | bytes) -> list[C
 
 
 async def ended(message: Entry) -> Completion:
-    """The one end that `message` reports."""
+    """The only completion that `message` reports."""
     (completion,) = await reported(batch(message))
     assert isinstance(completion, Completion)
     return completion
 
 
 def taken(*entries: Entry) -> tuple[ScriptedGate, str]:
-    """What the gate is told of `entries`, and the page of metrics after it."""
+    """Take `entries`; return the gate, which records its calls, and the metrics page."""
     gate, metrics = ScriptedGate(), Metrics()
     accesslog.take(entries, [Account(gate, metrics, KEYS, KnownOrigins())])
     return gate, page_of(metrics).decode()
@@ -132,8 +132,8 @@ async def test_a_periodic_entry_renews_the_lease_with_its_accounting_token() -> 
 
 
 @pytest.mark.parametrize("kind", ["UpstreamEnd", "UpstreamPeriodic", "DownstreamStart", "TcpConnectionEnd"])
-async def test_other_kinds_of_entries_are_ignored_as_is_a_periodic_one_of_a_queued_request(kind: str) -> None:
-    # Else each access-log interval would cost Redis one call a waiter.
+async def test_other_types_of_entry_and_periodic_entries_of_queued_requests_are_ignored(kind: str) -> None:
+    # Otherwise each queued request would cost Redis one call in each access-log interval.
     assert await reported(batch(entry(kind), bare("DownstreamPeriodic"))) == []
 
 
@@ -197,8 +197,8 @@ async def test_a_picked_endpoint_that_did_not_serve_is_reported(
     assert (completion.failed, completion.passed_over) == (failed, passed_over)
 
 
-def told(error_code: float | None = None) -> Callable[[Any], None]:
-    """The answer's body tells of an error."""
+def with_error(error_code: float | None = None) -> Callable[[Any], None]:
+    """Let the usage metadata report an error in the answer's body."""
     fields = {"error": True} if error_code is None else {"error": True, "error_code": error_code}
     return lambda message: describe(message, {"picker.usage": fields})
 
@@ -220,9 +220,9 @@ FAULTS: dict[str, tuple[int, int, str, Callable[[Any], None] | None, str]] = {
     "an empty stream": (200, 14, "", is_stream, "empty"),
     "a reset": (200, WHOLE, "upstream_remote_reset", None, "reset"),
     "a client that left": (200, WHOLE, "downstream_connection_termination", None, ""),
-    "an error in the answer": (200, WHOLE, "", told(), "error in 200"),
-    "an error of the client in the answer": (200, WHOLE, "", told(400), ""),
-    "an error of the server in the answer": (200, WHOLE, "", told(503), "error in 200"),
+    "an error in the answer": (200, WHOLE, "", with_error(), "error in 200"),
+    "an error of the client in the answer": (200, WHOLE, "", with_error(400), ""),
+    "an error of the server in the answer": (200, WHOLE, "", with_error(503), "error in 200"),
 }
 
 
@@ -256,7 +256,7 @@ def test_an_attempt_that_failed_is_a_fault_of_its_endpoint(
     message = entry(flag="" if more.isdigit() else more)
     common = message.common_properties
     common.access_log_type = accesslog_pb2.UpstreamEnd
-    common.metadata.filter_metadata.clear()  # Envoy has none there
+    common.metadata.filter_metadata.clear()  # Envoy sends no metadata with this type of entry
     common.upstream_remote_address.socket_address.address = "10.0.0.1"
     common.upstream_remote_address.socket_address.port_value = 8000
     message.request.request_id = "from-envoy"
@@ -363,7 +363,7 @@ def test_a_client_gone_without_an_accounting_token_is_only_suspected() -> None:
     assert (gate.reported, gate.suspected) == ([], ["gone"])
 
 
-def test_ids_of_state_are_noted_with_who_served_but_only_of_answers_that_the_fleet_has_placed() -> None:
+def test_ids_of_state_are_noted_with_their_endpoint_if_the_fleet_signed_the_token() -> None:
     told = {"response_id": "resp_1", "conversation_id": "conv_1"}
     read_token = accounting_token.of_read("read", KEYS)
     entries = []
@@ -389,9 +389,9 @@ def test_ids_of_state_are_noted_with_who_served_but_only_of_answers_that_the_fle
     gate, origins = ScriptedGate(), KnownOrigins()
     accesslog.take(entries, [Account(gate, Metrics(), KEYS, origins)])  # type: ignore[arg-type]
     assert origins.noted == [(("resp_1", "conv_1"), "10.0.0.1:8000")] * 3
-    # But of a server that has not what it was asked for.
+    # A 404 means that the server lacks the state, so no id is noted.
     entries[0].response.response_code.value = 404
     accesslog.take(entries[:1], [Account(ScriptedGate(), Metrics(), KEYS, origins)])  # type: ignore[arg-type]
     assert origins.noted[3:] == [((), "10.0.0.1:8000")]
-    # A read is no request that ends.
+    # The end of a read is not reported to the gate.
     assert [each.id for each in gate.reported] == ["r-1", "r-2", "r-3"]

@@ -1,4 +1,4 @@
-"""`redis.url`: its forms, and the faults of bad ones."""
+"""The valid forms of `redis.url`, and the faults of invalid URLs."""
 
 from typing import Any
 

@@ -46,7 +46,7 @@ async def test_metrics_are_served_as_prometheus_text() -> None:
     assert 'epp_requests_total{code="ok",mode="lean",model="llama"' in response.text
 
 
-async def test_the_state_is_served_whole_with_fields_that_are_not_described() -> None:
+async def test_the_state_is_served_with_all_fields_even_undocumented_ones() -> None:
     state = {**STATE, "paused": True, "added": 1}
     async with asking(api(View(state))) as http:
         response = await http.get("/api/v1/state")
@@ -56,7 +56,7 @@ async def test_the_state_is_served_whole_with_fields_that_are_not_described() ->
 
 UNTOLD = [
     (StateUnavailable("nobody answers"), 503, "state_unavailable", "nobody answers"),
-    (None, 503, "state_unavailable", "did not answer"),  # it never answers
+    (None, 503, "state_unavailable", "did not answer"),  # no answer
     ({"stock": 1}, 500, "internal", ""),
     (RuntimeError("secret of the inside"), 500, "internal", ""),
 ]

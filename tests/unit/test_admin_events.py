@@ -1,4 +1,4 @@
-"""The event stream: one read for all listeners, only while there are any; a slow listener delays no other."""
+"""The event stream: one read for all listeners, only while there is one; a slow listener delays no other."""
 
 import asyncio
 import json
@@ -34,7 +34,7 @@ class Numbered(BaseModel):
 
 
 class CountingSource:
-    """Counts the reads; each returns its number, unless there is a fault."""
+    """Counts its reads; each returns its number, or raises `fault` if set."""
 
     reads, name = 0, "a\nb"
     fault: Exception | None = None
@@ -56,7 +56,7 @@ def source() -> CountingSource:
 
 @pytest.fixture
 async def events(source: CountingSource) -> AsyncIterator[Events]:
-    """Running, with a short interval between two reads."""
+    """A running event stream with a short interval between reads."""
     made = Events(source, interval_s=0.005)
     async with running(made.run()):
         yield made
@@ -75,7 +75,7 @@ async def first(stream: AsyncIterator[bytes], count: int) -> list[bytes]:
 
 async def test_the_state_is_read_only_while_somebody_listens(source: CountingSource) -> None:
     async def reads() -> int:
-        """How often it has been read after a while."""
+        """The number of reads after a while."""
         for _ in range(50):
             await asyncio.sleep(0)
         return source.reads
@@ -125,7 +125,7 @@ async def test_when_the_replica_stops_streams_end_and_none_starts(source: Counti
         await anext(lines)
         async with running(events.run()):
             await until(lambda: source.reads == 1)
-        async with asyncio.timeout(30):  # the server need not be forced
+        async with asyncio.timeout(30):  # the server ends without being forced
             assert [line async for line in lines][-1] == ""
             assert len([each async for each in listener.stream()]) == 2
         assert events.join() is None
@@ -166,7 +166,7 @@ async def test_a_client_that_never_reads_is_dropped(events: Events, source: Coun
 
 
 class LoggedDecisions:
-    """A shared state with a decision log only."""
+    """A shared state that has a decision log only, of `logged` entries."""
 
     logged = 0
 
@@ -187,7 +187,7 @@ class LoggedDecisions:
 
 
 def counted(events: list[Event]) -> tuple[int, int]:
-    """How many decisions these events have, and how many were skipped."""
+    """The number of decisions in `events`, and the number of skipped decisions."""
     decisions = dict(events)["decisions"]
     assert isinstance(decisions, models.Decisions)
     return len(decisions.entries), decisions.skipped
@@ -201,7 +201,7 @@ async def test_each_decision_is_sent_once_and_the_recent_ones_to_a_new_listener(
         shared.logged = logged
         assert counted(await reader.read()) == sent
         assert counted(reader.recent()) == (min(logged, 100), 0)
-    # Those made while nobody listened do not count as skipped.
+    # Decisions made while nobody listened do not count as skipped.
     clock.now_s, shared.logged = 3600.0, 5000
     assert reader.recent() == []
     assert counted(await reader.read()) == (100, 0)

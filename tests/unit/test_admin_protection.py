@@ -31,31 +31,31 @@ STRICT = ConnectionLimits(connections=40, request_s=0.05, stalled_s=0.05, pipeli
 
 
 class Port:
-    """A served API, and raw connections to it, which end with `opened`."""
+    """A served API, and raw connections to it, which `opened` ends."""
 
     def __init__(self, address: str, opened: contextlib.ExitStack) -> None:
         self._address, self._opened = address.split(":"), opened
 
     async def connect(self, data: bytes = b"") -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """A connection on which `data` is sent."""
+        """Open a connection and send `data`."""
         reader, writer = await asyncio.open_connection(*self._address, limit=1024)
-        self._opened.callback(lambda: writer.transport.abort())  # the writer must be kept
+        self._opened.callback(lambda: writer.transport.abort())  # keeps the writer alive
         writer.write(data)
         return reader, writer
 
     async def answer(self, data: bytes) -> bytes:
-        """What the server sends for `data` until it ends the connection."""
+        """Send `data`; return all bytes that the server sends before it ends the connection."""
         return await read_to_end((await self.connect(data))[0])
 
     def connections(self) -> int:
-        """How many connections the server has open, as the kernel reports."""
+        """The number of connections that the server has open, from the kernel."""
         rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()][1:]
         port = f"{int(self._address[1]):04X}"
         return sum(row[1].endswith(f":{port}") and row[3] == "01" for row in rows)
 
 
 async def read_to_end(reader: asyncio.StreamReader) -> bytes:
-    """What is read until the server has ended the connection, which it must."""
+    """Read until the server ends the connection; TimeoutError after 20 s."""
     data = b""
     async with asyncio.timeout(20):
         with contextlib.suppress(ConnectionResetError):
@@ -132,7 +132,7 @@ LARGE = {
 
 
 @pytest.mark.parametrize("data", LARGE.values(), ids=LARGE)
-async def test_a_request_that_is_large_besides_its_body_ends_the_connection(data: bytes) -> None:
+async def test_a_request_with_large_headers_or_framing_ends_the_connection(data: bytes) -> None:
     async with port(ConnectionLimits(request_s=600)) as here:
         answer = await here.answer(data)
         assert answer.count(b"HTTP/1.1 200") <= 2000
@@ -250,7 +250,7 @@ async def test_a_client_above_its_rate_gets_429_and_health_and_metrics_still_ans
 ) -> None:
     settings = parse({"admin": {"rate": 1, "token": "s3cret-!"}})
     async with asking(api(settings=settings, rate_limit=limit)) as client:
-        # Whatever becomes of a call, it counts.
+        # Each call counts, whatever its answer.
         for _ in range(20):
             answer = await client.request(method, path, headers=headers)
         assert problem(answer, 429)["code"] == "too_many_calls"
@@ -280,7 +280,7 @@ async def test_the_port_speaks_tls_with_the_certificate_of_now(tmp_path: Path) -
             writer.transport.abort()
             use(second)
             certificates.reload()
-        # Who does not speak it gets nothing.
+        # A client without TLS gets no answer.
         reader, writer = await asyncio.open_connection(*address.split(":"))
         writer.write(GET)
         assert b"200" not in await read_to_end(reader)

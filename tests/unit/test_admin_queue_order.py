@@ -1,4 +1,4 @@
-"""The predicted dispatch order with the cursors of its pages, and the API's description."""
+"""The predicted dispatch order, the cursors of its pages, and the OpenAPI document."""
 
 import base64
 import functools
@@ -51,7 +51,7 @@ def test_each_request_is_predicted_once_by_group_and_tag(found: list[FlowQueueRo
 
 
 def test_flows_are_predicted_by_their_weights() -> None:
-    gold, iron = flow_queue("gold", share=1 / 3, queued=6), flow_queue("iron", queued=2)  # of weights 3 and 1
+    gold, iron = flow_queue("gold", share=1 / 3, queued=6), flow_queue("iron", queued=2)  # weights 3 and 1
     found = predicted_order([gold, iron, flow_queue("low", group=2, queued=1)], None, 99)
     flows = ["gold", "iron", "gold", "gold", "gold", "iron", "gold", "gold", "low"]
     assert [each.queue.name for each in found] == flows
@@ -128,7 +128,7 @@ UNAVAILABLE = StateUnavailable("the shared state did not answer within 2 s")
 
 
 class NoRows:
-    """Lists that are empty, and check cursors as the real ones do."""
+    """Empty lists that check cursors as FleetLists does."""
 
     async def flows(self, limit: int, cursor: str | None, band: Any) -> Flows:
         decode_cursor(str(cursor), "flows", int, str, str)
@@ -149,7 +149,7 @@ def operations() -> list[tuple[str, str]]:
 
 
 def validate(page: dict[str, Any], schema: dict[str, Any], value: Any) -> None:
-    """The value is valid under the schema, which may refer to the page."""
+    """Assert that `value` is valid under `schema`, which may refer to components of `page`."""
     Draft202012Validator({**schema, "components": page["components"]}).validate(value)
 
 
