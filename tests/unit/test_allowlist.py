@@ -70,7 +70,7 @@ ELSEWHERE = {
     b"CONNECT": [b""],
     b"": [b""],
 }
-# What a server, or a proxy before it, might take for something else.
+# Spellings that a server, or a proxy before it, might read as another path.
 SPELLINGS = {
     b"POST": [
         b"/v1/Completions", b"//v1/completions", b"/v1//completions",
@@ -111,7 +111,7 @@ ADMINISTRATION = [
 
 
 def spellings(path: str) -> list[str]:
-    """Ways in which one of several readers takes a path for `path`."""
+    """Spellings that some server or proxy might read as `path`."""
     first, last = path[1], path.rpartition("/")[2]
     encoded, twice = f"%{ord(first):02x}", f"%25{ord(first):02X}"
     head = path.removesuffix(last)
@@ -142,7 +142,7 @@ def test_no_spelling_of_an_engines_administration_passes(path: str) -> None:
 def test_no_name_of_a_model_leads_out_of_the_list_of_models(name: str) -> None:
     path = f"/v1/models/{name}".encode()
     if PATHS.way(b"GET", path) is not None:
-        # No part could mean a step up, however often a server decodes it.
+        # No segment means `..`, however often a server decodes the path.
         bare = path.partition(b"?")[0].lower().replace(b"%2f", b"/")
         assert b"%" not in re.sub(rb"%(3a|40|2b)", b"", bare)
         assert all(part[:1].isalnum() for part in bare.strip(b"/").split(b"/"))
@@ -175,12 +175,12 @@ def test_a_configuration_adds_paths(entry: str, method: str, path: str, kind: st
 @pytest.mark.parametrize(
     "entry", ["/v1/x", "POST v1/x", "POST /a/../b", "POST /a//b", "post /a", "POST /a%2fb"]
 )
-def test_what_is_no_method_and_path_is_no_entry(entry: str) -> None:
+def test_an_entry_without_a_method_and_a_path_is_refused(entry: str) -> None:
     with pytest.raises(ConfigError, match="no method and path"):
         parse({"extproc": {"paths": [entry]}})
 
 
-def test_a_path_of_no_api_passes_where_the_configuration_says_so() -> None:
+def test_an_unknown_path_passes_if_the_configuration_says_so() -> None:
     way = PASSING.way(b"PATCH", b"/no/such/path")
     assert way is not None
     assert (way.kind, way.is_known) == ("inference", False)
@@ -188,7 +188,7 @@ def test_a_path_of_no_api_passes_where_the_configuration_says_so() -> None:
         assert PASSING.way(b"POST", unclear) is None
 
 
-def test_envoys_routes_take_what_the_picker_takes() -> None:
+def test_envoys_routes_match_the_requests_that_the_picker_accepts() -> None:
     extra = parse({"extproc": {"paths": [entry for entry, *_ in CONFIGURED]}}).extproc.paths
     routes = Paths(extra).routes
     requests = [row[:2] for row in SERVED] + [row[1:3] for row in CONFIGURED]
@@ -205,11 +205,11 @@ def test_envoys_routes_take_what_the_picker_takes() -> None:
 
 
 TRUSTED = [
-    ([], frozenset()),  # by default nothing that steers is taken from a client
+    ([], frozenset()),  # by default no steering header is taken from a client
     ([FAIRNESS_ID[0]], frozenset(FAIRNESS_ID)),
     ([FAIRNESS_ID[1]], frozenset(FAIRNESS_ID)),
     (["X-Gateway-Inference-Fairness-Id"], frozenset(FAIRNESS_ID)),
-    (["x-workload-context"], frozenset()),  # which is kept anyway
+    (["x-workload-context"], frozenset()),  # always kept, so not among the trusted
 ]
 
 
@@ -233,11 +233,11 @@ def test_both_spellings_of_a_header_are_trusted_together(named: list[str], expec
         ("POST", "/v1/conversations", ""),
     ],
 )
-def test_paths_of_the_responses_api_have_state_and_name_it(method: str, path: str, ref: str) -> None:
+def test_paths_of_the_responses_api_have_state_and_its_id(method: str, path: str, ref: str) -> None:
     way = PATHS.way(method.encode(), path.encode())
     assert way is not None
     assert (way.has_state, way.ref) == (True, ref)
-    # A path of the configuration that ends so is no other API.
+    # A configured path with such an ending belongs to the Responses API, too.
     configured = AllowedPaths(
         [api_of("GET /t/{ref}/responses/{ref}"), api_of("DELETE /c/conversations/{x}/items/{id}")]
     )

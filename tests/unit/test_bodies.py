@@ -1,4 +1,4 @@
-"""Compressed bodies: what is decoded, what is refused, and what decoding may cost."""
+"""Compressed bodies: decoding, refusals, and limits on the cost of decoding."""
 
 import asyncio
 import gzip
@@ -39,7 +39,7 @@ PACK: dict[str, Callable[[bytes], bytes]] = {
 
 
 async def decoded(text: bytes, encodings: str, budget: BodyBudget | None = None) -> bytes:
-    """The body, all of which is counted until it is released, and nothing then."""
+    """Decode `text`; assert that the budget counts the body until its release, and no longer."""
     budget = budget or BodyBudget(2 * LIMIT_BYTES)
     held_bytes = budget.held_bytes
     try:
@@ -65,7 +65,7 @@ async def test_two_encodings_are_decoded_in_turn_and_three_are_refused() -> None
         await decoded(text, "gzip, br, zstd")
 
 
-async def test_members_behind_each_other_are_one_body() -> None:
+async def test_concatenated_members_are_one_body() -> None:
     parts = [b"a" * 70_000, b"", b"b"]
     for name in ("gzip", "zstd"):
         assert await decoded(b"".join(map(PACK[name], parts)), name) == b"".join(parts)
@@ -83,7 +83,7 @@ FAULTS = {
 
 
 @cases("name, text, says", FAULTS)
-async def test_what_cannot_be_decoded_is_named(
+async def test_a_body_that_cannot_be_decoded_is_refused_with_its_fault(
     name: str, text: Callable[[Callable[[bytes], bytes]], bytes], says: str
 ) -> None:
     with pytest.raises(UnsupportedEncoding, match=says):
@@ -94,7 +94,7 @@ BOMB = b"\0" * 200_000_000
 
 
 @pytest.mark.parametrize("name", ["gzip", "br", "zstd", "zstd, zstd"])
-async def test_a_bomb_is_refused_early_and_the_loop_goes_on(name: str) -> None:
+async def test_a_decompression_bomb_is_refused_early_and_does_not_block_the_loop(name: str) -> None:
     text = BOMB
     for each in name.split(", "):
         text = PACK[each](text)

@@ -1,4 +1,4 @@
-"""Replicas ask each other for places, over real gRPC."""
+"""Budget transfer between replicas, over real gRPC."""
 
 import asyncio
 import functools
@@ -27,12 +27,12 @@ pytestmark = pytest.mark.usefixtures("transport")
 Transfer = Callable[[float, float], Awaitable[float]]
 METHOD = f"/{SERVICE}/Ask"
 KEYS = Keyring()  # the fleet's
-PATIENT_S = 30.0  # as long as a busy machine may stand still
+PATIENT_S = 30.0  # longer than a busy machine pauses
 
 
 @asynccontextmanager
 async def replica(transfer: Transfer, tls: Certificates | None = None, **answers: Any) -> AsyncIterator[str]:
-    """The address of a replica of pool `p` that answers by `transfer` and `answers` (of `handlers`)."""
+    """Serve pool `p` by `handlers` with `transfer` and `answers`; yields the address of the replica."""
     address = ""
     async with serving_on(handlers("p", transfer, KEYS, lambda: address, **answers), tls) as bound:
         address = bound
@@ -69,19 +69,19 @@ async def test_another_pool_or_a_malformed_request_gets_nothing() -> None:
             assert await raw(address, question) == b'{"given":0.0}', question
 
 
-async def test_only_a_question_that_the_fleet_signed_for_this_replica_gets_places_and_once() -> None:
+async def test_only_a_call_that_the_fleet_signed_for_this_replica_gets_budget_and_only_once() -> None:
     counts = AsyncMock(return_value=2.0)
     async with replica(counts) as address, replica(gives) as other, peers(keys=Keyring()) as strangers:
-        # A client without the fleet's key, and one with it.
+        # Without a signature by the fleet's key a call gets nothing.
         assert await strangers.ask(address, 1.0, 5.0) == 0.0
         unsigned = b'{"pool":"p","least":1.0,"most":5.0,"nonce":"n","signature":""}'
         assert await raw(address, unsigned) == b'{"given":0.0}'
         signature = KEYS.sign("share", f"p\n{address}\n1.0\n5.0\nn")
         question = unsigned.replace(b're":""', f're":"{signature}"'.encode())
-        # A changed request gets nothing, and so does one that is sent to another replica.
+        # A changed call gets nothing, nor does a call that is sent to another replica.
         assert await raw(address, question.replace(b"5.0", b"9.0")) == b'{"given":0.0}'
         assert await raw(other, question) == b'{"given":0.0}'
-        # The intended replica gives once, and says so again to who has missed the answer.
+        # The intended replica gives once, and repeats its answer if the call is repeated.
         assert await raw(address, question) == b'{"given":2.0}'
         assert await raw(address, question) == b'{"given":2.0}'
         counts.assert_awaited_once()
@@ -94,7 +94,7 @@ async def raw(address: str, question: bytes) -> bytes:
         return answer
 
 
-async def test_what_a_late_answer_gives_is_not_lost() -> None:
+async def test_budget_in_a_late_answer_is_not_lost() -> None:
     open_ = asyncio.Event()
 
     async def gives_late(least: float, most: float) -> float:
@@ -124,7 +124,7 @@ async def test_a_peer_that_is_gone_does_not_answer() -> None:
         assert await them.ask(address, 1.0, 5.0) is None
 
 
-async def test_a_count_and_the_ends_of_another_replica_are_for_the_fleet_alone() -> None:
+async def test_only_the_fleet_can_read_the_outage_count_and_the_ends_of_a_replica() -> None:
     own = OutageCount(3, 8.8, 1.0, {"r": 1.0, "s": 2.5})
 
     def ended_before(ids: Collection[str]) -> list[str]:
@@ -147,7 +147,7 @@ async def test_a_count_and_the_ends_of_another_replica_are_for_the_fleet_alone()
 
 
 async def test_over_tls_the_counts_and_ends_of_any_number_of_requests_arrive() -> None:
-    # An answer larger than the window of a new connection, and a question larger than a frame.
+    # The answer exceeds the window of a new connection, and the question exceeds a frame.
     many = {f"{n:036}": 1.0 for n in range(20_000)}
     own = OutageCount(2, 1e6, 1.0, many)
     tls = Certificates(Tls(), "extproc.tls", "h2")
@@ -157,7 +157,7 @@ async def test_over_tls_the_counts_and_ends_of_any_number_of_requests_arrive() -
 
 
 def borrowing(gate: LocalGate, *addresses: str, **options: float) -> AbstractAsyncContextManager[None]:
-    """`gate` asks the replicas at `addresses` for budget."""
+    """Let `gate` ask the replicas at `addresses` for budget until the block ends."""
     them = GrpcPeers("p", KEYS, margin_s=PATIENT_S)
     return running(BudgetTransfer(gate, them, lambda: addresses, **options).run())
 
@@ -170,9 +170,9 @@ async def test_a_waiting_request_is_admitted_with_the_budget_of_another_replica(
         tasks = [start(poor, str(n)) for n in range(3)]
         async with asyncio.timeout(30):
             await asyncio.gather(*tasks[:2])
-        # Two are admitted with the other's budget.
+        # Two requests are admitted with the other replica's budget.
         assert (rich.free, poor.free, poor.waiting) == (0.0, 0.0, 1)
-        # The third is admitted as soon as the other receives an end.
+        # The third is admitted as soon as the other replica receives an end.
         rich.release(1.0)
         async with asyncio.timeout(30):
             assert await tasks[2]
@@ -188,7 +188,7 @@ async def test_connections_to_peers_are_closed_when_no_request_waits() -> None:
         assert await start(poor, "one")
         assert connections() > before
         await until(lambda: connections() == before)
-        # The next request that waits connects again.
+        # For the next waiting request the replica connects again.
         poor.limit_budget(0.0)
         assert await start(poor, "other")
 
