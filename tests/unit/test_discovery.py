@@ -37,7 +37,7 @@ from picker_fleet.endpoints.dns_source import DnsSource
 
 
 class Reports(asyncio.Queue[tuple[Endpoint, ...]]):
-    """A source's lists; `next` waits for one."""
+    """The lists that a source reports; `next` waits for the next one."""
 
     async def next(self) -> list[str]:
         async with asyncio.timeout(20):
@@ -168,7 +168,7 @@ async def test_an_unusable_file_at_the_start_is_named(tmp_path: Path, file: str,
 
 
 def test_a_file_that_does_not_answer_is_named_and_lets_the_process_end(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "endpoints.yaml")  # opening it waits for a writer, as a network file system may hang
+    os.mkfifo(tmp_path / "endpoints.yaml")  # opening waits for a writer, as on a hung network file system
     code = (
         "import asyncio, pathlib, sys; from picker_fleet.endpoints import discovery as it; it._READ_S = 0.1\n"
         "asyncio.run(it.FileSource(pathlib.Path(sys.argv[1])).watch(print))"
@@ -198,10 +198,10 @@ def test_a_wrong_list_is_refused_where_it_is_wrong(text: str, needle: str) -> No
 
 
 class Zone(asyncio.DatagramProtocol):
-    """A name server for one name: `records` by type; None is a server failure, no key is no answer."""
+    """A name server for one name: `records` by type; None is a server failure, no key an empty answer."""
 
     records: Mapping[str, list[str] | None] = {}
-    forgets = 0  # answers about A that have no address
+    forgets = 0  # number of next answers about A that have no address
 
     def connection_made(self, transport: Any) -> None:
         self._transport = transport
@@ -244,7 +244,7 @@ async def test_records_of_both_families_are_followed(zone: Zone) -> None:
         assert await reports.next() == ["10.0.0.1:8000", "10.0.0.2:8000", "[fd00::1]:8000"]
         zone.records = {"A": ["10.0.0.1"]}
         lists = [await reports.next()]
-        while lists[-1] != ["10.0.0.1:8000"]:  # the families are asked apart
+        while lists[-1] != ["10.0.0.1:8000"]:  # each family has its own lookup
             lists.append(await reports.next())
         zone.records = {}
         assert await reports.next() == []
@@ -267,7 +267,7 @@ Records = dict[str, list[str] | None]
 NEITHER: Records = {"A": None, "AAAA": None}
 ONE: tuple[Records, list[str]] = ({"A": ["10.0.0.1"], "AAAA": []}, ["10.0.0.1:8000"])
 OTHER: tuple[Records, list[str]] = ({"A": ["10.0.0.9"]}, ["10.0.0.9:8000"])
-# What the name server answers, and the list that is reported; None is a failure that is logged.
+# Steps of the name server's records and the list reported next; None: a failure is logged instead.
 STEPS: dict[str, tuple[list[tuple[Records, list[str] | None]]]] = {
     "the last good list": ([ONE, (NEITHER, None), OTHER],),
     "the other family, also when it is emptied": (
@@ -281,7 +281,7 @@ STEPS: dict[str, tuple[list[tuple[Records, list[str] | None]]]] = {
 
 
 @cases("steps", STEPS)
-async def test_of_a_failing_name_server_is_kept(
+async def test_while_a_name_server_fails_discovery_keeps(
     zone: Zone, log: Lines, steps: list[tuple[Records, list[str] | None]]
 ) -> None:
     zone.records = steps[0][0]

@@ -1,4 +1,4 @@
-"""EDS over real gRPC: what Envoy receives of the pool, when, and how its acknowledgements count."""
+"""EDS over real gRPC: the endpoints that Envoy receives, pushes of changes, and acknowledgements."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -31,7 +31,7 @@ async def serving(cell: SnapshotCell) -> AsyncIterator[grpc.aio.Channel]:
 
 
 async def subscribe(channel: grpc.aio.Channel, *names: str) -> Any:
-    """A stream of Envoy's that has asked for `names`."""
+    """Open a stream as Envoy does, and ask for the clusters `names`."""
     call = channel.stream_stream(
         f"/{eds.SERVICE}/StreamEndpoints",
         request_serializer=Request.SerializeToString,
@@ -73,7 +73,7 @@ def snapshot(version: str, *addresses: str, draining: str = "") -> Snapshot:
 
 
 def filled(*addresses: str, clock: Clock | None = None) -> SnapshotCell:
-    """With version v1. Time stands still, or is `clock`'s."""
+    """A cell with version v1 of `addresses`. Its time stands still, or is `clock`'s."""
     cell = SnapshotCell(clock or Clock())
     cell.publish(snapshot("v1", *addresses))
     return cell
@@ -121,7 +121,7 @@ async def test_a_rejected_version_is_not_sent_again() -> None:
         first = await call.read()
         await call.write(asking("pool", after=first, error="no such thing"))
         await call.write(asking("pool", after=first, error="no such thing"))
-        await call.write(asking("pool", "more", after=first))  # its response proves that the others were read
+        await call.write(asking("pool", "more", after=first))  # its response proves that both were read
         second = await call.read()
         cell.publish(snapshot("v2", "10.0.0.1:8000", "10.0.0.2:8000"))
         third = await call.read()
@@ -152,7 +152,7 @@ async def test_every_envoy_receives_a_change() -> None:
         assert [read(await call.read()) for call in (one, other)] == [{"pool": healthy}] * 2
 
 
-async def test_what_every_envoy_has_acknowledged_is_known() -> None:
+async def test_the_version_that_every_envoy_has_acknowledged_is_known() -> None:
     cell = filled("10.0.0.1:8000")
     assert cell.acknowledged is None
     async with serving(cell) as channel:
@@ -196,7 +196,7 @@ async def test_a_removed_endpoint_stays_listed_as_draining_for_a_short_time(
 
 
 def listed(cell: SnapshotCell) -> dict[str, bool]:
-    """{address: whether it takes requests} as Envoys list them."""
+    """{address: whether the endpoint takes requests} as sent to Envoy."""
     return {each.address: each.ready for each in cell.listed().endpoints}
 
 

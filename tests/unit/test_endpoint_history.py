@@ -1,4 +1,4 @@
-"""What a replica remembers of endpoints: who served which prompts, and how long completions took."""
+"""A replica's history of endpoints: the prompts that each has served, and the times of completions."""
 
 import gc
 import itertools
@@ -30,7 +30,7 @@ def chat(*said: object, **more: object) -> dict[str, object]:
 
 
 def prompt_of(document: dict[str, object]) -> bytes:
-    """The prompt of `document` as a body."""
+    """The bytes of the prompt of a request with the body `document`."""
     return endpoint_history.prompt_bytes(Body(orjson.dumps(document)).values)
 
 
@@ -67,7 +67,7 @@ def test_different_prompts_differ(one: dict[str, object], other: dict[str, objec
     assert prompt_of(one) != prompt_of(other)
 
 
-def test_a_body_without_a_prompt_has_no_blocks_and_a_strange_one_is_bytes_like_any_other() -> None:
+def test_a_body_without_a_prompt_has_no_blocks_and_a_malformed_prompt_still_has_bytes() -> None:
     for document in ({}, {"prompt": ""}, {"messages": []}, {"prompt": None}):
         assert block_hashes("m", prompt_of(document)) == ()
     for said in ("text", [None, 1, "x", {"content": 5}], [{"role": {}, "content": "x"}]):
@@ -86,13 +86,13 @@ HUGE = [
 
 
 @pytest.mark.parametrize("document", HUGE)
-def test_a_huge_prompt_is_looked_at_up_to_the_cap(document: dict[str, object]) -> None:
+def test_a_huge_prompt_is_read_up_to_the_limit(document: dict[str, object]) -> None:
     prompt = prompt_of(document)
     assert len(prompt) == endpoint_history.MAX_PROMPT_BYTES
     assert len(block_hashes("m", prompt)) == endpoint_history.MAX_PROMPT_BYTES // BLOCK_BYTES
 
 
-def test_only_whole_blocks_count_and_each_has_a_hash_of_its_place_model_and_salt() -> None:
+def test_only_whole_blocks_count_and_their_hashes_differ_by_position_model_and_salt() -> None:
     sizes = (BLOCK_BYTES - 1, 3 * BLOCK_BYTES - 1, 3 * BLOCK_BYTES)
     assert [len(block_hashes("m", b"x" * size)) for size in sizes] == [0, 2, 3]
     prompt = b"x" * (50 * BLOCK_BYTES)
@@ -120,7 +120,7 @@ MARK = {"cache_control": {"type": "ephemeral", "ttl": "1h"}}
 
 
 def marked(said: dict[str, str], first: bool = False) -> dict[str, object]:
-    """A message with Anthropic's mark of the end of a cached prefix."""
+    """A message with Anthropic's mark for the end of a cached prefix."""
     text = {"type": "text", "text": said["content"]}
     return {**said, "content": [{**MARK, **text} if first else {**text, **MARK}]}
 
@@ -136,7 +136,7 @@ def test_anthropics_system_prompt_is_the_beginning_and_its_cache_marks_are_no_pa
     index.add("a", claudes(system, one))
     assert index.match(claudes(system, user("hi")))["a"] >= len(system) // BLOCK_BYTES
     assert index.match(claudes("Another. " * 2400, one)) == {}
-    # As a conversation goes on, its client moves the mark on, and leaves texts without one.
+    # As a conversation goes on, its client moves the mark to later texts and removes earlier marks.
     tools = [{"name": "t", "input_schema": {"p": "q" * 600}}]
     turns = (
         claudes([{**blocks[0], **MARK}], marked(one), tools=[{**tools[0], **MARK}]),
@@ -153,12 +153,14 @@ def served_by(addresses: str, max_size: int) -> st.SearchStrategy[list[tuple[str
 
 
 def links_of(path: list[int]) -> tuple[bytes, ...]:
-    """A chain of hashes, of which chains that begin alike have the same."""
+    """A chain of hashes, one for each step of `path`; paths that begin alike share their first hashes."""
     return tuple(bytes(path[:end]) for end in range(1, len(path) + 1))
 
 
 @given(served_by("abc", max_size=40))
-def test_memory_is_the_latest_and_never_a_chain_without_its_head(served: list[tuple[str, list[int]]]) -> None:
+def test_the_index_keeps_the_latest_blocks_and_whole_beginnings_of_chains(
+    served: list[tuple[str, list[int]]],
+) -> None:
     index = PrefixIndex(per_endpoint=12, in_total=24)
     chains = [(address, links_of(path)) for address, path in served]
     for address, links in chains:
@@ -172,7 +174,7 @@ def test_memory_is_the_latest_and_never_a_chain_without_its_head(served: list[tu
             assert kept == [at < found.get(address, 0) for at in range(len(links))]
 
 
-def test_the_least_recently_served_goes_first() -> None:
+def test_the_least_recently_served_blocks_are_forgotten_first() -> None:
     index = PrefixIndex(per_endpoint=30)
     old, used, new = chain("old", 10), chain("used", 10), chain("new", 15)
     for links in (used, old, used, new):
@@ -180,8 +182,8 @@ def test_the_least_recently_served_goes_first() -> None:
     assert [index.match(links) for links in (new, used, old)] == [{"a": 15}, {"a": 10}, {"a": 5}]
 
 
-def test_endpoints_share_the_whole_and_those_that_are_gone_are_forgotten() -> None:
-    # When the fourth comes, nobody keeps more than 25.
+def test_endpoints_share_the_total_capacity_and_departed_endpoints_are_forgotten() -> None:
+    # With four endpoints each keeps 25 blocks, its share of 100.
     index = PrefixIndex(per_endpoint=60, in_total=100)
     for address in "abcd":
         index.add(address, chain(address, 60))
@@ -190,17 +192,17 @@ def test_endpoints_share_the_whole_and_those_that_are_gone_are_forgotten() -> No
     assert [index.match(chain(address, 60)).get(address) for address in "abcd"] == [None, 25, None, None]
 
 
-def test_the_holders_of_the_longest_part_are_named_first() -> None:
+def test_the_holders_of_the_longest_prefix_are_named_first() -> None:
     index = PrefixIndex()
     shared = chain("chat", 12)
     index.add("short", shared[:3])
-    index.name_holders()  # what it knows by then counts, too
+    index.name_holders()  # blocks added before count, too
     index.add("long", shared)
     index.add("middle", shared[:9])
     index.add("other", chain("other", 5))
     assert index.holders((*shared, b"more"), 8)[0] == "long"
     assert set(index.holders(shared, 8)) == {"long", "middle", "short"}
-    assert index.holders(shared[:9], 1) == ["middle"], "the last one to be given it"
+    assert index.holders(shared[:9], 1) == ["middle"], "the endpoint that got the block last"
     assert index.holders(chain("unknown", 5), 8) == index.holders((), 8) == []
     index.retain({"short", "middle"})
     assert set(index.holders(shared, 8)) == {"middle", "short"}
@@ -257,7 +259,7 @@ def test_what_is_no_time_is_left_out() -> None:
     assert stats_of([float("nan"), float("inf"), -1.0]) is None
 
 
-def test_of_endpoints_the_one_silent_longest_is_forgotten_and_those_that_left() -> None:
+def test_the_endpoint_that_is_silent_longest_and_departed_endpoints_are_forgotten() -> None:
     tracker = endpoint_history.LatencyTracker(max_endpoints=2)
     for address in "abac":
         tracker.add(address, 1.0)

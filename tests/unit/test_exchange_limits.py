@@ -1,4 +1,4 @@
-"""What bounds all exchanges of a replica together: the bytes of bodies, and the flows of a source."""
+"""Limits over all exchanges of a replica: the byte budget of bodies, and the new flows of a source."""
 
 import asyncio
 from collections.abc import Sequence
@@ -38,7 +38,7 @@ LENGTHS = st.sampled_from([None, len(ASK), 600, 1000, 1024, 99999])
 
 @st.composite
 def conversations(draw: st.DrawFn) -> list[ProcessingRequest]:
-    """What Envoy might send in one exchange, in a valid or an invalid order."""
+    """Messages of one exchange, in a valid or an invalid order."""
     length = draw(LENGTHS)
     first = headers(
         draw(st.sampled_from(["standard", "lean", None])),
@@ -109,7 +109,7 @@ async def test_a_body_beyond_the_byte_budget_is_refused_until_others_have_gone(m
     assert int(refused.headers["retry-after"]) >= 1
     assert talk.metrics.answers == [(mode, "", "buffer_full")]
     assert talk.here.bodies.held_bytes == 1400
-    # A body that fits is accepted meanwhile, and any body once the others have gone.
+    # A body that fits is accepted meanwhile; the others are accepted once the waiting requests have gone.
     talk.gate.open.set()
     answers = [await talk.another().say(headers(mode), body(ASK)), *await asyncio.gather(*waiting)]
     answers.append(await talk.another().say(headers(mode), body(ask)))
@@ -128,32 +128,32 @@ def passes(limit: NewFlowLimit, flow: str, source: bytes = HERE) -> bool:
     return True
 
 
-def test_a_source_begins_as_many_flows_as_it_may_and_goes_on_with_them() -> None:
+def test_a_source_may_begin_flows_up_to_its_limit_and_continue_them() -> None:
     clock = Clock()
     limit = NewFlowLimit(3, ["known"], 0, clock)
     assert [passes(limit, f"f{n}") for n in range(5)] == [True] * 3 + [False] * 2
-    # What it has begun goes on, and so do configured flows, and other sources
+    # Flows that the source has begun still pass, and so do configured flows and other sources.
     assert passes(limit, "f1")
     assert passes(limit, "known")
     assert passes(limit, "f3", b"10.0.0.2")
-    assert passes(limit, "f3")  # which is no new one by then
-    # After a minute it may begin more.
+    assert passes(limit, "f3")  # no new flow any more
+    # A source may begin another flow every 20 s.
     clock.now_s += 20.0
     assert [passes(limit, f"later{n}") for n in range(2)] == [True, False]
     with pytest.raises(TooManyFlows, match="more than 3 new flows a minute") as caught:
         limit.check("later1", HERE)
     assert caught.value.retry_after_s == 20
-    # Without a source nothing is limited.
+    # Without a source there is no limit.
     assert all(passes(limit, f"more{n}", b"") for n in range(10))
 
 
 SOURCES = [
     (0, b"10.0.0.1", b"10.0.0.2", False),
-    (0, b"6.6.6.6, 10.0.0.1", b"7.7.7.7,10.0.0.1", True),  # what comes before is the client's own word
+    (0, b"6.6.6.6, 10.0.0.1", b"7.7.7.7,10.0.0.1", True),  # a client can forge the earlier addresses
     (1, b"6.6.6.6, 10.0.0.1, 10.1.1.1", b"6.6.6.6, 10.0.0.2, 10.1.1.1", False),
     (1, b"6.6.6.6, 10.0.0.1, 10.1.1.1", b"7.7.7.7, 10.0.0.1, 10.1.1.2", True),
     (3, b"10.0.0.1, 10.1.1.1", b"10.0.0.1, 10.1.1.2", True),
-    (0, b"2001:db8::1", b"2001:db8::ffff:1", True),  # of one network
+    (0, b"2001:db8::1", b"2001:db8::ffff:1", True),  # one /64 network
     (0, b"2001:db8::1", b"2001:db8:0:1::1", False),
     (0, b"unknown", b"unknown", True),
     (0, b"\xff", b"10.0.0.1", False),
@@ -169,7 +169,7 @@ def test_a_source_is_the_last_address_that_a_trusted_proxy_has_told(
     assert passes(limit, "b", other) is not same
 
 
-def test_names_and_sources_without_end_are_forgotten() -> None:
+def test_the_oldest_of_too_many_flows_and_sources_are_forgotten() -> None:
     limit = NewFlowLimit(1000, ["known"], 0, Clock(), max_flows=100, max_sources=100)
     for n in range(1000):
         assert passes(limit, f"f{n}", b"10.0.%d.%d" % divmod(n, 256))
