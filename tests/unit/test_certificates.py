@@ -1,4 +1,4 @@
-"""TLS of the gRPC port, on both transports: who gets in, and what a new certificate does."""
+"""TLS of the gRPC port on both transports: client authentication, and reloading of certificates."""
 
 import asyncio
 import contextlib
@@ -56,7 +56,7 @@ def certificates(server: Pair | None, client_ca: Path | None = None) -> Certific
 
 @asynccontextmanager
 async def serving(made: Certificates, more: Mapping[str, Handler] = {}) -> AsyncIterator[int]:
-    """The port where the chosen transport serves health, and `more`, by TLS."""
+    """Serve health and `more` over TLS on the chosen transport; yields the port."""
     health = Health()
     health.set(("",), True)
     async with serving_on({**health.handlers(), **more}, made) as address:
@@ -70,15 +70,15 @@ def client_credentials(root: Path, own: Pair | None) -> grpc.ChannelCredentials:
 
 @asynccontextmanager
 async def channel(port: int, root: Path, own: Pair | None = None) -> AsyncIterator[Any]:
-    """The health service as a client sees it that trusts `root`, with its certificate `own`."""
+    """A stub of the health service for a client that trusts `root` and has the certificate `own`."""
     credentials = client_credentials(root, own)
-    options = (("grpc.use_local_subchannel_pool", 1),)  # else two channels share a connection
+    options = (("grpc.use_local_subchannel_pool", 1),)  # otherwise two channels share a connection
     async with grpc.aio.secure_channel(f"127.0.0.1:{port}", credentials, options) as opened:
         yield health_pb2_grpc.HealthStub(opened)
 
 
 async def healthy(stub: Any) -> bool:
-    # A handshake that a busy machine was too slow for is tried again.
+    # `wait_for_ready` repeats a handshake that timed out on a busy machine.
     answer = await stub.Check(health_pb2.HealthCheckRequest(), timeout=PATIENT_S, wait_for_ready=True)
     return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
@@ -96,7 +96,7 @@ async def refused(port: int, root: Path, own: Pair | None = None) -> None:
 
 
 def presented(port: int, newest: ssl.TLSVersion = ssl.TLSVersion.MAXIMUM_SUPPORTED) -> bytes:
-    """The certificate that the port shows, whatever it is, to a client of versions up to `newest`."""
+    """The certificate, unverified, that the port presents to a client of TLS versions up to `newest`."""
     context = ssl.create_default_context()
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     context.set_alpn_protocols(["h2"])
@@ -108,7 +108,7 @@ def presented(port: int, newest: ssl.TLSVersion = ssl.TLSVersion.MAXIMUM_SUPPORT
 
 
 def put(source: Path, target: Path) -> None:
-    """As an operator does: a new file under the same name."""
+    """Replace `target` by a copy of `source` as operators do: atomically, under the same name."""
     shutil.copy(source, target.with_suffix(".new")).replace(target)
 
 
@@ -117,7 +117,7 @@ def replace(old: Pair, new: Pair) -> None:
     put(new.key, old.key)
 
 
-async def test_a_new_certificate_is_for_new_connections_and_ends_none(
+async def test_a_new_certificate_is_used_for_new_connections_and_ends_no_old_one(
     server: Pair, ours: Pair, theirs: Pair, tmp_path: Path
 ) -> None:
     made = certificates(server)
@@ -131,7 +131,7 @@ async def test_a_new_certificate_is_for_new_connections_and_ends_none(
         assert not made.reload()
         await gets_in(port, theirs.cert)
         await refused(port, ours.cert)
-        assert await healthy(before)  # on the connection that it has
+        assert await healthy(before)  # on the old connection
         assert not watch.done()
 
 
@@ -164,7 +164,7 @@ DAMAGE: dict[str, tuple[Callable[[Pair, Pair], object], str]] = {
 
 
 @cases("damage, why", DAMAGE)
-async def test_files_that_cannot_be_used_leave_the_former_certificate(
+async def test_unusable_files_leave_the_former_certificate_in_use(
     server: Pair, ours: Pair, tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: Any, why: str
 ) -> None:
     made = certificates(server)
@@ -201,7 +201,7 @@ async def test_plain_text_is_refused() -> None:
         writer.close()
 
 
-def test_files_that_cannot_be_used_at_the_start_are_told(server: Pair, ours: Pair, tmp_path: Path) -> None:
+def test_unusable_files_prevent_the_start(server: Pair, ours: Pair, tmp_path: Path) -> None:
     for damaged, why in (
         (Tls(cert=server.cert, key=ours.key), "the key is not the certificate's"),
         (Tls(cert=server.cert, key=tmp_path / "none"), "none: No such file"),
@@ -226,7 +226,7 @@ async def test_replicas_ask_each_other_over_tls(server: Pair, ours: Pair, files:
 
 
 class Echo(asyncio.Protocol):
-    """Answers each piece of data with itself."""
+    """Sends all received data back."""
 
     def connection_made(self, transport: Any) -> None:
         self.transport = transport

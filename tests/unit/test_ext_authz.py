@@ -1,4 +1,4 @@
-"""The server of mode `http` over real sockets: checks, refusals, clients that leave, and damaged requests."""
+"""The server of mode `http` over real sockets: checks, refusals, clients that leave, malformed requests."""
 
 import asyncio
 import contextlib
@@ -41,7 +41,7 @@ class Stage:
     connections: list[Connection] = field(default_factory=list)
 
     async def send(self, *chunks: bytes) -> Connection:
-        """A new connection on which `chunks` are sent."""
+        """Open a connection and send `chunks`."""
         connection = Connection(*await asyncio.open_connection("127.0.0.1", self.port))
         self.connections.append(connection)
         connection.send(*chunks)
@@ -54,7 +54,7 @@ class Stage:
         return reply
 
     async def wait(self, ask: bytes) -> Connection:
-        """A connection whose request waits in the queue."""
+        """Open a connection, send the request `ask`, and return once it waits in the queue."""
         self.gate.open.clear()
         self.gate.asked.clear()
         connection = await self.send(ask)
@@ -64,7 +64,7 @@ class Stage:
 
 @contextlib.asynccontextmanager
 async def staged(gate: ScriptedGate | None = None, server: Any = None, **config: Any) -> AsyncIterator[Stage]:
-    """A server with `config`; `server` has options of its own."""
+    """Serve with the configuration `config`; `server` has further arguments of CheckServer."""
     gate, metrics, now_s = gate or ScriptedGate(), Counted(), [0.0]
     context = exchange_context(gate, metrics, parse(config), lambda: now_s[0])
     checks = CheckServer(of_one_pool(context), "127.0.0.1:0", **(server or {}))
@@ -84,7 +84,7 @@ async def stage() -> AsyncIterator[Stage]:
         yield made
 
 
-async def test_a_placement_names_the_endpoints_and_what_the_access_log_brings_back(stage: Stage) -> None:
+async def test_a_placement_names_endpoints_and_the_fields_that_the_access_log_returns(stage: Stage) -> None:
     stage.gate.placement = PLACEMENT._replace(session="session-1", waited_s=1.5)
     reply = await stage.ask(check())
     assert reply.status == 200
@@ -113,7 +113,7 @@ async def test_headers_of_the_request_reach_the_gate() -> None:
     assert request.subset == ("10.0.0.1:8000", "10.0.0.2:8000")
 
 
-async def test_a_refusal_is_what_the_client_gets() -> None:
+async def test_a_client_receives_the_refusal_of_the_gate() -> None:
     async with staged(ScriptedGate(ExpiredTtl("late", retry_after_s=7))) as stage:
         reply = await stage.ask(check())
     assert (CARRIED[503], "expired_ttl") == (reply.status, reply.error)
@@ -166,7 +166,7 @@ async def test_what_may_not_be_asked_is_refused_and_the_server_goes_on(
         await until(lambda: stage.context.bodies.held_bytes == 0)
 
 
-async def test_a_chunked_body_is_bounded_as_it_comes() -> None:
+async def test_a_chunked_body_is_limited_while_it_arrives() -> None:
     async with staged(extproc={"max_body_bytes": 4096}) as stage:
         assert (await stage.ask(CHUNKED + b"%x\r\n%b\r\n0\r\n\r\n" % (len(BODY), BODY))).status == 200
         endless = b"ffffff\r\n" + b"x" * 2_000_000
@@ -176,7 +176,7 @@ async def test_a_chunked_body_is_bounded_as_it_comes() -> None:
         await until(lambda: stage.context.bodies.held_bytes == 0)
 
 
-async def test_a_model_that_is_sent_as_another_is_refused_by_name() -> None:
+async def test_a_model_with_a_different_target_model_is_refused_by_name() -> None:
     models = [{"name": "llama", "target_models": [{"name": "llama-v2", "weight": 1}]}]
     async with staged(models=models) as stage:
         reply = await stage.ask(check())
@@ -211,8 +211,8 @@ async def test_a_request_that_waits_holds_no_bytes_of_its_body(stage: Stage) -> 
     assert (await connection.reply()).status == 200
 
 
-def test_a_connection_carries_one_request_after_the_other_at_once() -> None:
-    """On the replica's own event loop, from a thread that sends the next request when it has the answer."""
+def test_a_connection_carries_one_request_right_after_another() -> None:
+    """On uvloop, as in a replica; a thread sends each request as soon as it has the last answer."""
 
     def ask(port: int) -> None:
         with socket.create_connection(("127.0.0.1", port), timeout=PATIENT_S) as connection:
@@ -257,7 +257,7 @@ async def test_a_second_request_before_the_answer_ends_the_connection(stage: Sta
 HEALTH = b"GET /healthz HTTP/1.1\r\nhost: a\r\n\r\n"
 
 
-async def test_health_follows_readiness_without_which_nothing_is_decided(stage: Stage) -> None:
+async def test_health_follows_readiness_and_an_unready_server_decides_nothing(stage: Stage) -> None:
     assert (await stage.ask(HEALTH)).status == 200
     stage.server.set_ready(False)
     assert (await stage.ask(HEALTH)).status == 503

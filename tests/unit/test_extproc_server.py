@@ -1,4 +1,4 @@
-"""The replica's gRPC server with a real client: exchanges, health, and the way down."""
+"""The replica's gRPC server with a real client: exchanges, health, and drain."""
 
 import asyncio
 import contextlib
@@ -53,7 +53,7 @@ class Replica:
         )()
 
     async def begin(self, *messages: ProcessingRequest) -> Any:
-        """An exchange in which `messages` have been sent."""
+        """Open an exchange and send `messages`."""
         call = self.exchange()
         await talk(call, *messages, answers=0)
         return call
@@ -76,7 +76,7 @@ async def replica(
     most_uploads: int = MAX_UPLOADS,
     **extproc: object,
 ) -> AsyncIterator[Replica]:
-    """A ready replica; `extproc` overrides settings of that section, `clock` the time of its uploads."""
+    """A ready replica; `extproc` overrides settings of that section; `clock` measures its uploads."""
     quick = {"listen": "127.0.0.1:0", "drain_grace": "0s", "drain_timeout": "30s"}
     settings = parse({"extproc": {**quick, "transport": envoy.chosen_transport(), **extproc}})
     gate, metrics = ScriptedGate(), Counted()
@@ -100,7 +100,7 @@ async def fleet(transport: str) -> AsyncIterator[Replica]:
 
 
 class StoppedClock(Clock):
-    """Stands until the test moves it, by `now_s` or `start()`: a host that pauses makes no upload late."""
+    """Stands still until the test sets `now_s` or calls `start()`: a pause of the host delays no upload."""
 
     _running = False
 
@@ -112,7 +112,7 @@ class StoppedClock(Clock):
 
 
 async def talk(call: Any, *messages: ProcessingRequest, answers: int) -> list[ProcessingResponse]:
-    """Send `messages`, read so many answers."""
+    """Send `messages`, then read `answers` answers."""
     async with asyncio.timeout(30):
         for message in messages:
             await call.write(message)
@@ -120,7 +120,7 @@ async def talk(call: Any, *messages: ProcessingRequest, answers: int) -> list[Pr
 
 
 async def rest(call: Any) -> list[ProcessingResponse]:
-    """What still comes until the stream's end."""
+    """The remaining answers of the stream."""
     said = []
     async with asyncio.timeout(30):
         while (answer := await call.read()) is not grpc.aio.EOF:
@@ -187,7 +187,7 @@ async def test_an_upload_that_takes_too_long_is_refused(mode: str) -> None:
                 await call.write(body(b" ", ended=False))
 
         dripping = asyncio.create_task(drip())
-        # What the client reads is a race with its own sends.
+        # Wait for the metric: the client's reads race with its own sends.
         await until(lambda: fleet.metrics.answers == [(mode, "", "body_stalled")])
         dripping.cancel()
         await asyncio.gather(dripping, return_exceptions=True)
@@ -209,7 +209,7 @@ async def test_the_wait_in_the_queue_does_not_count_as_upload_time() -> None:
         long = ASK.ljust(WHOLE_BYTES + 1)
         call = await fleet.begin(headers("lean", {"content-length": str(len(long))}), body(long, ended=False))
         await until(fleet.gate.asked.is_set)
-        other = await fleet.begin(headers("lean"))  # one that is given up meanwhile
+        other = await fleet.begin(headers("lean"))  # this upload times out meanwhile
         await until(lambda: fleet.context.open_requests.count == 2)
         clock.now_s = 1.0
         assert envoy.refusal(await rest(other)).status == 408
@@ -246,7 +246,7 @@ async def test_a_client_that_leaves_cancels_its_queued_request(
 
         call.cancel()
         await until(lambda: fleet.gate.cancelled == ["made-1"])
-        # Metrics and log have 499, a client that left.
+        # Metrics and log have status 499, `client_gone`.
         await until(lambda: fleet.metrics.answers == [(mode, "m", "client_gone")])
         assert (fleet.gate.withdrawn, fleet.gate.settled) == ([], [])
         [line] = [record for record in caplog.records if record.getMessage() == "refused"]
@@ -257,7 +257,7 @@ async def test_a_client_that_leaves_cancels_its_queued_request(
 async def test_a_stream_that_ends_before_its_body_is_not_admitted(fleet: Replica, mode: str) -> None:
     call = await fleet.begin(headers(mode), body(b"{", ended=False))
     await call.done_writing()
-    assert await rest(call) in ([], [ProcessingResponse()])  # grpcio has to answer something
+    assert await rest(call) in ([], [ProcessingResponse()])  # grpcio must send an answer
     assert await call.code() is grpc.StatusCode.OK
     assert (fleet.gate.admitted, fleet.gate.withdrawn, fleet.gate.settled) == ([], [], [])
 
@@ -277,7 +277,7 @@ async def test_a_body_of_32_mib_is_refused_at_its_limit_while_its_client_sends_o
     await until(lambda: fleet.metrics.answers == [(mode, "", "payload_too_large")])
     await pouring
     assert fleet.context.bodies.held_bytes == 0
-    # The connection serves others, whose windows the refused body does not take.
+    # The connection still serves others: the refused body does not take their flow-control window.
     [answer] = await talk(fleet.exchange(), headers("lean"), body(ASK), answers=1)
     assert parts([answer]) == ["request_headers"]
 
@@ -303,7 +303,7 @@ async def test_a_drain_finishes_waiting_requests_and_refuses_new_ones(fleet: Rep
     late = await fleet.begin(headers("lean"))
     await until(lambda: fleet.gate.asked.is_set() and fleet.context.open_requests.count == 2)
 
-    # It first announces that it takes nothing new.
+    # The replica first announces that it takes no new requests.
     watch = fleet.watch("readiness")
     assert (await watch.read()).status == SERVING
     drain = asyncio.create_task(fleet.server.drain())
@@ -312,13 +312,13 @@ async def test_a_drain_finishes_waiting_requests_and_refuses_new_ones(fleet: Rep
     fleet.server.set_ready(True)
     assert await fleet.health("readiness") == NOT_SERVING
 
-    # A new one is refused so that Envoy asks another replica.
+    # A new request is refused so that Envoy asks another replica.
     refused = fleet.exchange()
     async with asyncio.timeout(30):
         assert await refused.code() is grpc.StatusCode.UNAVAILABLE
     assert len(fleet.metrics.answers) == 0
 
-    # The one that had begun is refused with a reason.
+    # A request that had begun its upload is refused with a reason.
     [answer] = await talk(late, body(ASK), answers=1)
     assert envoy.refusal([answer]).status == 503
     assert envoy.refusal([answer]).headers["x-llm-d-request-dropped-reason"] == "rejected-shutting-down"
@@ -380,7 +380,7 @@ async def test_a_malformed_message_ends_its_own_stream_only(
     assert parts(await talk(good, body(ASK), answers=1)) == ["request_headers"]
 
 
-@pytest.mark.parametrize("transport", ["grpcio"], indirect=True)  # the native one starts no threads
+@pytest.mark.parametrize("transport", ["grpcio"], indirect=True)  # the native transport starts no threads
 async def test_grpcio_threads_do_not_preempt_the_event_loop(fleet: Replica) -> None:
     await talk(fleet.exchange(), headers("lean"), body(ASK), answers=1)
     own = threading.get_native_id()
@@ -406,7 +406,7 @@ async def test_unknown_methods_are_unimplemented(fleet: Replica, path: str) -> N
     assert await fleet.health("") == SERVING
 
 
-async def test_a_malformed_question_about_health_is_an_invalid_argument(fleet: Replica) -> None:
+async def test_a_malformed_health_check_is_an_invalid_argument(fleet: Replica) -> None:
     ask = fleet.channel.unary_unary("/grpc.health.v1.Health/Check")
     with pytest.raises(grpc.aio.AioRpcError) as fault:
         await ask(b"\xff\xff", timeout=10)
@@ -421,7 +421,7 @@ async def test_every_watcher_of_health_is_told_of_a_change(fleet: Replica) -> No
 
 
 async def test_open_streams_are_counted_by_the_address_of_their_envoy(fleet: Replica) -> None:
-    native = envoy.chosen_transport() == "native"  # grpcio does not tell
+    native = envoy.chosen_transport() == "native"  # grpcio does not count them
     calls = [await fleet.begin(headers()) for _ in range(3)]
     await until(lambda: fleet.server.streams_by_peer() == ({"127.0.0.1": 3} if native else {}))
     for call in calls:
