@@ -23,7 +23,7 @@ PICKERS = (("127.0.0.1", 9002), ("127.0.0.1", 9003))
 
 
 def built(mode: Mode, settings: dict[str, Any] | None = None, **others: Any) -> dict[str, Any]:
-    """The bootstrap, to be read only: the same is built once."""
+    """The bootstrap of these arguments. Tests share it, so they must not change it."""
     return _built(mode, json.dumps(settings or {}), **{"pickers": PICKERS, **others})
 
 
@@ -34,7 +34,7 @@ def _built(mode: Mode, settings: str, **others: Any) -> dict[str, Any]:
 
 
 def parts(tree: dict[str, Any]) -> dict[str, Any]:
-    """The parts of a bootstrap by short names; `asking` is the filter by which Envoy asks the picker."""
+    """The parts of a bootstrap by short names; `asking` is the filter that calls the picker."""
     resources = tree["staticResources"]
     manager = resources["listeners"][0]["filterChains"][0]["filters"][0]["typedConfig"]
     filters = {each["name"].rpartition(".")[2]: each["typedConfig"] for each in manager["httpFilters"]}
@@ -49,7 +49,7 @@ def parts(tree: dict[str, Any]) -> dict[str, Any]:
 
 
 def at(node: Any, path: str) -> Any:
-    """What `path` leads to, by a key or an index for each step, `*` for each of a list; else None."""
+    """The node at `path`: a key or index for each step, or `*` for all items of a list; None if missing."""
     step, _, rest = path.partition(".")
     if node is None or not path:
         return node
@@ -76,7 +76,7 @@ Command = Callable[..., tuple[str, str]]
 
 @pytest.fixture
 def command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Command:
-    """`picker envoy-config` and what it prints: its output and its errors."""
+    """Runs `picker envoy-config`; returns its output and its error output."""
 
     def run(*arguments: str, config: str = "", status: object = 0) -> tuple[str, str]:
         words = ["envoy-config", *arguments]
@@ -124,7 +124,7 @@ USAGE_FILTERS = ["sse_to_metadata", "json_to_metadata", "ext_proc", "router"]
 
 
 def seen(request_body: str | None, response_headers: str, response_body: str | None) -> dict[str, Any]:
-    """Envoy sends the picker the request's headers and these parts. NONE is the default and left out."""
+    """Envoy sends the picker the request's headers and these parts; None stands for the default, NONE."""
     modes = {"requestHeader": "SEND", "requestBody": request_body}
     modes |= {"responseHeader": response_headers, "responseBody": response_body}
     facts = {f"asking.processingMode.{part}Mode": mode for part, mode in modes.items()}
@@ -132,7 +132,7 @@ def seen(request_body: str | None, response_headers: str, response_body: str | N
 
 
 def timeouts(waits_s: int) -> dict[str, Any]:
-    """Answers may stream without a limit, a request may wait so long; a half-sent request ends soon."""
+    """Answers stream without a limit, a request may queue for `waits_s`, half-sent headers end soon."""
     return {
         "host.routes.0.route.timeout": "0s",
         "host.routes.0.route.idleTimeout": None,
@@ -149,21 +149,21 @@ def timeouts(waits_s: int) -> dict[str, Any]:
 
 
 IN_EVERY_MODE: dict[str, Any] = {
-    # The endpoints come from the replicas, whose own cluster needs no discovery.
+    # The replicas send the endpoints; the cluster of the replicas itself needs no discovery.
     "clusters.pool.type": "EDS",
     f"{SOURCE}.apiType": "GRPC",
     f"{SOURCE}.grpcServices.*.envoyGrpc.clusterName": ["picker"],
     "clusters.picker.type": "STATIC",
-    # The pool follows the picker's order.
+    # Envoy tries the endpoints of the pool in the picker's order.
     f"{POLICY}.overrideHostSources": [{"header": "x-gateway-destination-endpoint"}],
-    # Requests fail without pickers, and a queued one is sent to another replica.
+    # Without pickers requests fail; if a replica fails, Envoy sends its queued requests to another.
     "asking.failureModeAllow": None,
     "asking.statusOnError": {"code": "ServiceUnavailable"},
     f"{RETRY}.numRetries": 3,
     f"{RETRY}.retryHostPredicate.*.name": ["envoy.retry_host_predicates.previous_hosts"],
 }
-# Usage is read where the picker does not see the answer. Session token and pressure are for clients; in
-# `standard` the picker sets them.
+# Envoy reads usage in modes in which the picker does not see the answer. Session token and pressure go to
+# clients; in `standard` the picker sets them.
 IN_ONE_MODE: dict[Mode, dict[str, Any]] = {
     "standard": {
         **seen(DUPLEX, "SEND", DUPLEX),
@@ -187,7 +187,7 @@ IN_ONE_MODE: dict[Mode, dict[str, Any]] = {
 
 
 def facts_of(bootstrap: dict[str, Any], facts: dict[str, Any]) -> dict[str, Any]:
-    """What `bootstrap` has where `facts` say something."""
+    """The values of `bootstrap` at the paths of `facts`."""
     found = parts(bootstrap)
     return {path: at(found, path) for path in facts}
 
@@ -253,7 +253,7 @@ def test_a_dead_replica_is_not_tried_again(mode: Mode) -> None:
     assert (3 / 4) ** (1 + int(retry["hostSelectionRetryMaxAttempts"])) < 1e-3
 
 
-def test_what_is_sent_has_all_that_is_read_and_debug_headers_when_asked() -> None:
+def test_envoy_sends_the_headers_that_the_picker_reads_and_debug_headers_on_demand() -> None:
     http, lean = parts(built("http")), parts(built("lean", debug_headers=True))
     sent = at(http, "asking.allowedHeaders.patterns.*.exact")
     assert "x-request-id" in sent
@@ -291,7 +291,7 @@ def test_steering_headers_are_removed_unless_trusted(mode: Mode) -> None:
     assert names - removed(built(mode, trusted=("x-gateway-inference-objective",))) == objective
 
 
-def test_command_trusts_a_header_in_both_spellings_and_warns_of_it(command: Command) -> None:
+def test_command_trusts_a_header_in_both_spellings_and_warns_about_it(command: Command) -> None:
     plain, _ = command()
     trusting, _ = command("--trust-headers", "X-LLM-D-Inference-Fairness-ID,x-workload-context")
     pair = {"x-gateway-inference-fairness-id", "x-llm-d-inference-fairness-id"}
@@ -314,7 +314,7 @@ def test_command_refuses_bad_arguments(arguments: list[str], command: Command) -
 
 
 @pytest.mark.parametrize("arguments", [["envoy-config"], ["up"], ["load", "noisy-neighbour"]])
-def test_mode_headers_is_refused_with_what_stands_in_for_it(
+def test_mode_headers_is_refused_with_its_replacement(
     arguments: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):
@@ -323,7 +323,7 @@ def test_mode_headers_is_refused_with_what_stands_in_for_it(
 
 
 def test_command_line_does_not_import_envoys_types() -> None:
-    # They cost more than half a second; a replica must not pay it.
+    # Importing these types takes more than half a second, which a replica must not spend.
     program = (
         "import sys, picker_fleet.cli, picker_tools.local_fleet.up_command; "
         "sys.exit(any(name.startswith('envoy_data_plane') for name in sys.modules))"
@@ -339,7 +339,7 @@ def test_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_one_address_may_begin_so_many_requests_a_second(mode: Mode, tmp_path: Path) -> None:
+def test_a_client_rate_limits_the_requests_of_each_address(mode: Mode, tmp_path: Path) -> None:
     limited = built(mode, client_rate=50)
     bucket = at(parts(limited), "filters.local_ratelimit.descriptors.0.tokenBucket")
     assert bucket == {"maxTokens": 100, "tokensPerFill": 50, "fillInterval": "1s"}
@@ -350,7 +350,7 @@ def test_one_address_may_begin_so_many_requests_a_second(mode: Mode, tmp_path: P
 @pytest.mark.parametrize("mode", MODES)
 def test_a_configured_namespace_replaces_the_default_everywhere(mode: Mode) -> None:
     own = built(mode, {"extproc": {"metadata_namespace": "gateway.lb"}}, debug_headers=True)
-    # Everything with the default namespace, except the subset hint's.
+    # The default bootstrap with its namespace replaced, except in the subset hint.
     default = yaml.safe_dump(built(mode, debug_headers=True))
     text, changes = re.subn(r"envoy\.lb(?!\.subset_hint)", "gateway.lb", default)
     assert changes
@@ -362,7 +362,7 @@ def test_mode_http_needs_the_address_of_its_port(command: Command) -> None:
 
 
 @pytest.mark.parametrize("mode", ["lean", "http"])
-def test_envoy_speaks_tls_to_replicas_that_do(mode: str, command: Command) -> None:
+def test_envoy_speaks_tls_to_replicas_that_serve_tls(mode: str, command: Command) -> None:
     config = "extproc: {tls: {}}\nhttp: {listen: 127.0.0.1:9003, tls: {}}\n"
     files = ("--picker-ca", "/ca", "--picker-cert", "/cert", "--picker-key", "/key")
     printed, _ = command("--mode", mode, *files, config=config)
@@ -377,7 +377,7 @@ def test_envoy_speaks_tls_to_replicas_that_do(mode: str, command: Command) -> No
     assert "accepts any certificate" in command("--mode", mode, config=config)[0]
 
 
-def test_files_of_tls_that_make_no_sense_are_refused(command: Command) -> None:
+def test_incomplete_or_unused_tls_files_are_refused(command: Command) -> None:
     assert "belong together" in command("--picker-cert", "/cert", status=2)[1]
     assert "do not speak TLS" in command("--picker-ca", "/ca", status=2)[1]
 
@@ -392,7 +392,7 @@ def test_operators_get_a_listener_of_their_own_only_when_asked(command: Command,
     assert for_operators["address"]["socketAddress"]["portValue"] == 8081
     assert hosts(tree, "picker-admin") == [{"address": "127.0.0.1", "portValue": 8083}]
     assert_envoy_accepts(text, tmp_path)
-    # It speaks TLS where the replicas' admin port does.
+    # Envoy speaks TLS to the replicas' admin port if that port does.
     assert "transportSocket" not in parts(tree)["clusters"]["picker-admin"]
     with_tls = command("--admin-listen", "127.0.0.1:8081", "--picker-ca", "/ca", config="admin: {tls: {}}")[0]
     socket = parts(yaml.safe_load(with_tls))["clusters"]["picker-admin"]["transportSocket"]

@@ -1,4 +1,4 @@
-"""The flags of gateways' charts: what settings they make, and which are passed over."""
+"""The flags of gateways' charts: the settings that they make, and the flags that are ignored."""
 
 import argparse
 from pathlib import Path
@@ -10,7 +10,7 @@ from picker_fleet.domain.errors import ConfigError
 from picker_fleet.domain.sections import Tls
 from picker_kubernetes import chart_flags
 
-# As the inferencepool chart of the Gateway API inference extension v1.5.0 renders it.
+# Flags as the inferencepool chart of the Gateway API inference extension v1.5.0 renders them.
 CHART = (
     *("--pool-name", "llm", "--pool-namespace", "models", "--pool-group", "inference.networking.k8s.io"),
     *("--zap-encoder", "json", "--config-file", "{file}", "--tracing=false", "--metrics-endpoint-auth=false"),
@@ -33,7 +33,7 @@ schedulingProfiles:
 
 
 def made(*words: str, environ: dict[str, str] | None = None) -> tuple[Settings, list[str]]:
-    """Settings and remarks that `words` make."""
+    """The settings and remarks that result from the flags `words`."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--config", type=Path)
     chart_flags.add_flags(parser)
@@ -42,7 +42,7 @@ def made(*words: str, environ: dict[str, str] | None = None) -> tuple[Settings, 
 
 
 def listening(settings: Settings) -> list[str | None]:
-    """Where gRPC, its health and the admin API listen."""
+    """The addresses on which gRPC, its health service and the admin API listen."""
     return [settings.extproc.listen, settings.extproc.health_listen, settings.admin.listen]
 
 
@@ -58,7 +58,7 @@ def test_a_pool_alone_gives_the_ports_and_defaults_of_the_reference() -> None:
     assert "x-gateway-inference-fairness-id, x-gateway-inference-objective" in "\n".join(remarks)
 
 
-def test_what_a_chart_passes_starts_the_picker_and_unknown_flags_are_named(tmp_path: Path) -> None:
+def test_the_flags_of_a_chart_start_the_picker_and_unknown_flags_are_named(tmp_path: Path) -> None:
     (tmp_path / "plugins.yaml").write_text(PLUGINS)
     settings, remarks = made(*(word.format(file=tmp_path / "plugins.yaml") for word in CHART))
     assert settings.scheduling.scorers == {"queue-depth": 5, "prefix-affinity": 1}
@@ -68,7 +68,7 @@ def test_what_a_chart_passes_starts_the_picker_and_unknown_flags_are_named(tmp_p
     assert "json" not in named
 
 
-def test_flags_count_more_than_the_environment_and_that_more_than_defaults() -> None:
+def test_flags_override_the_environment_which_overrides_defaults() -> None:
     ports = ("--grpc-port", "7002", "--grpc-health-port", "7003", "--metrics-port", "7090")
     environ = {
         "NAMESPACE": "other",
@@ -89,7 +89,7 @@ def test_ext_proc_is_served_by_tls_unless_a_flag_says_otherwise(tmp_path: Path) 
     assert given.extproc.tls == Tls(cert=tmp_path / "tls.crt", key=tmp_path / "tls.key")
 
 
-def test_our_own_configuration_may_come_by_either_flag(tmp_path: Path) -> None:
+def test_either_flag_may_name_a_picker_configuration(tmp_path: Path) -> None:
     file = tmp_path / "picker.yaml"
     file.write_text("scheduling: {scorers: []}\ndiscovery: {static: [{address: '10.0.0.1:8000'}]}\n")
     for flag in ("--config", "--config-file"):
@@ -113,7 +113,7 @@ def test_series_are_taken_with_their_labels() -> None:
     assert any("running-requests-metric: 'two words' is no name" in remark for remark in remarks)
 
 
-def test_a_long_name_still_makes_a_key_of_its_own() -> None:
+def test_pools_with_long_names_still_have_different_keys() -> None:
     pools = {made("--pool-name", "a" * 200 + end, "--pool-namespace", "n" * 60)[0].pool for end in "xy"}
     assert len(pools) == 2
     assert all(len(pool) <= 64 for pool in pools)
@@ -129,7 +129,7 @@ BAD_FLAGS = [
 
 
 @pytest.mark.parametrize(("words", "fault"), BAD_FLAGS)
-def test_flags_that_cannot_be_meant_are_faults(words: list[str], fault: str) -> None:
+def test_invalid_flags_are_faults(words: list[str], fault: str) -> None:
     with pytest.raises(ConfigError, match=fault):
         made("--pool-name", "llm", *words)
 

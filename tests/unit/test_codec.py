@@ -1,4 +1,4 @@
-"""The ext_proc messages as Envoy reads them (docs/specification.md, 002)."""
+"""The ext_proc messages, parsed as Envoy does (docs/specification.md, 002)."""
 
 import json
 
@@ -18,7 +18,7 @@ def test_a_placement_names_the_endpoints_in_header_and_metadata_alike() -> None:
     answer = message(codec.placed(PLACEMENT, "id-1", 1234, namespace="envoy.lb", pressure="0.25").message())
 
     common = answer.request_headers.response
-    # A changed body has its new length.
+    # A changed body is sent with its new length.
     assert set_headers(common.header_mutation) == {codec.DESTINATION: HEADER, "content-length": "1234"}
     assert common.clear_route_cache
     metadata = answer.dynamic_metadata

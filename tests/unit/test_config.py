@@ -1,4 +1,4 @@
-"""Configuration: the documented example, clear faults, the environment's overlay, and `picker check`."""
+"""Configuration: the documented example, faults, environment variables, and `picker check`."""
 
 import re
 from dataclasses import replace
@@ -14,7 +14,7 @@ from picker_fleet.domain.config import Settings, load, parse
 from picker_fleet.domain.errors import ConfigError
 from picker_fleet.domain.sections import Tls
 
-# The configuration of the contract, key for key.
+# All keys of the configuration as specified.
 WHOLE = """
 pool: default
 redis: {url: redis://127.0.0.1:6379/0}
@@ -72,7 +72,7 @@ def test_a_custom_engine_is_valid_if_its_series_are_named() -> None:
     assert parse({"scraping": scraping}).scraping.series == scraping["series"]
 
 
-def test_a_redis_url_that_is_incomplete_names_what_is_missing_and_shows_no_password() -> None:
+def test_an_incomplete_redis_url_names_the_missing_part_and_shows_no_password() -> None:
     message = fault({"redis": {"url": "redis+sentinel://:hunter2@h:1"}})
     assert message.startswith("redis.url: the path must name the service")
     assert "hunter2" not in message
@@ -86,7 +86,7 @@ def test_bands_have_their_names_in_json_and_their_default_weights() -> None:
     assert dump["band_weights"] == {"Critical": 5, "Default": 20, "Sheddable": 10}
 
 
-def test_bands_of_other_priorities_have_what_is_given_and_else_what_the_nearest_of_the_three_has() -> None:
+def test_bands_of_other_priorities_inherit_missing_fields_from_the_nearest_named_band() -> None:
     queue = parse({"fair_request_queue": {
         "priority_bands": [
             {"priority": 50, "name": "critical", "weight": 80},
@@ -148,7 +148,7 @@ def critical(count: int) -> list[dict[str, object]]:
 
 
 def test_critical_guarantees_above_the_capacity_are_err_too_many_flows() -> None:
-    # Ten critical flows fit; an eleventh does not.
+    # Three critical flows fit into the capacity; a fourth does not.
     queue = {"total_capacity": 300, "flow_capacity": 100}
     assert len(parse({"models": critical(3), "fair_request_queue": queue}).models) == 3
     message = fault({"models": critical(4), "fair_request_queue": queue})
@@ -156,7 +156,7 @@ def test_critical_guarantees_above_the_capacity_are_err_too_many_flows() -> None
     assert re.match(says, message)
 
 
-def test_a_limit_of_a_flow_without_flows_names_the_model() -> None:
+def test_a_flow_limit_without_fairness_names_the_model() -> None:
     models = [{"name": "a"}, {"name": "b", "max_inflight_per_endpoint": 4}]
     assert parse({"models": models}).models[1].max_inflight_per_endpoint == 4
     message = fault({"models": models, "fair_request_queue": {"fairness": "none"}})
@@ -164,7 +164,7 @@ def test_a_limit_of_a_flow_without_flows_names_the_model() -> None:
     assert "models b " in message
 
 
-# Each key with values that it cannot have. The fault begins with the key.
+# Invalid values of each key. The fault begins with the key.
 WRONG: dict[str, list[Any]] = {
     "fair_request_queue.total_capacity": [True, "5", 5.5, 0, 10**30],
     "fair_request_queue.queue_ttl": ["soon", True, "0s", float("nan"), 10**400],
@@ -216,7 +216,7 @@ REQUIRED = {"models": {"name": "a"}, "objectives": {"name": "a"}, "discovery": {
 
 
 def tree_of(key: str, value: object) -> dict[str, object]:
-    """A configuration in which `key` is `value`; entries of lists have what they must."""
+    """A configuration in which `key` is `value`; list entries also have their required keys."""
     first, *parts = key.split(".")
     for part in reversed(parts):
         entry = {**REQUIRED.get(first, {}), **value} if isinstance(value, dict) else value
@@ -278,7 +278,7 @@ def test_a_fault_has_a_line_of_its_own_and_says_what_would_be_valid() -> None:
     assert message.startswith(f"fair_request_queue.capacity: {valid} total_capacity,")
     message = fault({"scheduling": {"latency": {"delta": 1}}})
     assert message == f"scheduling.latency.delta: {valid} alpha, beta, gamma"
-    # A silence may not outlast a lease.
+    # `redis.silence` must be shorter than a lease.
     assert re.search(r"redis\.silence 8s.*leases\.inflight 15s", fault({"redis": {"silence": "8s"}}))
     lines = fault({"pool": "", "redis": {"url": "http://x"}, "nonsense": 1}).splitlines()
     assert [line.split(":")[0] for line in lines] == ["pool", "redis.url", "nonsense"]
@@ -349,7 +349,7 @@ def test_variables_overlay_the_file(tmp_path: Path) -> None:
     path = written(tmp_path, "pool: one\nredis: {url: redis://a:1}\nadmin:\n")
     variables = {
         "PICKER_REDIS__URL": "redis://b:2",
-        "PICKER_ADMIN__TOKEN": "123456\n",  # text, whatever YAML would make of it; as read from a file
+        "PICKER_ADMIN__TOKEN": "123456\n",  # stays text without its newline, though YAML reads a number
         "PICKER_FAIR_REQUEST_QUEUE__QUEUE_TTL": "5s",
         "PICKER_MODELS": "[{name: llama}]",
         "PATH": "/bin",
@@ -400,7 +400,7 @@ def test_variables_of_kubernetes_services_are_ignored() -> None:
         "PICKER_FLEET_PORT_9002_TCP_ADDR": "10.0.0.9",
     }
     assert load(None, links) == Settings()
-    # But a key that looks like one is a key.
+    # A variable of a key that looks like such a variable still counts.
     dns = load(None, {"PICKER_DISCOVERY__DNS__NAME": "servers", "PICKER_DISCOVERY__DNS__PORT": "9000"})
     assert dns.discovery.dns is not None
     assert dns.discovery.dns.port == 9000
@@ -411,7 +411,7 @@ def test_a_relative_endpoints_file_is_relative_to_the_configuration(tmp_path: Pa
     assert settings.discovery.file == tmp_path / "endpoints.yaml"
 
 
-def test_half_a_pair_is_no_configuration(tmp_path: Path) -> None:
+def test_a_certificate_without_a_key_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"extproc\.tls: .*belong together"):
         parse({"extproc": {"tls": {"cert": "a"}}})
     assert parse({"extproc": {"tls": {}}}).extproc.tls == Tls()

@@ -1,4 +1,4 @@
-"""The test headers of the conformance suite: what they choose and tell, by default nothing."""
+"""The conformance suite's headers choose the endpoint and name the one that served; by default neither."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -17,7 +17,7 @@ POOL = ("10.0.0.1:8000", "10.0.0.1:8001", "10.0.0.2:8000", "[fd00::1]:8000")
 
 
 def conforming() -> Talk:
-    """A talk with a replica under `extproc.conformance`."""
+    """An exchange with a replica that has `extproc.conformance`."""
     talk = Talk(settings={"extproc": {"conformance": True}})
     talk.here = replace(talk.here, selected=lambda choice: selected_endpoints(choice, POOL))
     return talk.another()
@@ -62,7 +62,7 @@ ANSWERS = [
 
 
 @pytest.mark.parametrize(("answer", "told"), ANSWERS)
-async def test_the_answer_tells_who_served(answer: ProcessingRequest, told: str) -> None:
+async def test_the_answer_names_the_endpoint_that_served(answer: ProcessingRequest, told: str) -> None:
     talk = conforming()
     said = await talk.say(*asked({}), answer)
     assert set_headers(said[-1].response_headers.response.header_mutation)[SERVED] == told
@@ -75,7 +75,7 @@ async def test_the_suite_may_ask_for_any_path() -> None:
     assert len(talk.gate.admitted) == 1
 
 
-async def test_by_default_the_headers_mean_nothing() -> None:
+async def test_by_default_the_headers_have_no_effect() -> None:
     talk = Talk()
     said = await talk.say(*asked({CHOICE: "10.0.0.1"}), envoy.response_headers(200, served="10.0.0.1:8000"))
     assert talk.gate.admitted[0][0].subset is None

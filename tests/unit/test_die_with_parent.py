@@ -1,4 +1,4 @@
-"""A process tied to its parent gets its signal when the parent is killed."""
+"""A process that is tied to its parent gets a signal when its parent is killed."""
 
 import os
 import subprocess
