@@ -65,7 +65,7 @@ def full() -> Entry:
     return message
 
 
-def test_who_served_is_read_from_the_configured_namespace() -> None:
+def test_the_serving_endpoint_is_read_from_the_configured_namespace() -> None:
     message = full()
     describe(message, {"gateway.lb": {accesslog.SERVED_KEY: "10.0.0.3:80"}})
     assert accesslog.read(message).served == "10.0.0.1:8000"
@@ -293,7 +293,7 @@ USAGES: dict[str, tuple[dict[str, float], tuple[int | None, int | None]]] = {
 
 
 @cases("usage, expected", USAGES)
-def test_the_usage_that_envoy_has_found_is_added_up(
+def test_usage_counts_from_envoy_are_added_up(
     usage: dict[str, float], expected: tuple[int | None, int | None]
 ) -> None:
     message = entry()

@@ -63,7 +63,7 @@ UNTOLD = [
 
 
 @pytest.mark.parametrize(("answer", "status", "code", "says"), UNTOLD)
-async def test_a_state_that_cannot_be_told_is_a_problem_without_secrets(
+async def test_an_unreadable_state_is_a_problem_document_without_secrets(
     answer: dict[str, Any] | Exception | None, status: int, code: str, says: str
 ) -> None:
     async with asking(api(View(answer), deadlines=Deadlines(read_s=0.05))) as http:

@@ -144,7 +144,7 @@ async def test_one_listener_too_many_is_refused_until_a_client_disconnects(event
         await until(lambda: events.listening == len(listeners))
 
 
-def test_whatever_addresses_take_another_one_gets_a_stream(source: CountingSource) -> None:
+def test_an_address_gets_a_stream_though_others_take_all_streams(source: CountingSource) -> None:
     events = Events(source)
     greedy = [joined(events, "10.0.0.1") for _ in range(MAX_AT_ADDRESS)]
     assert events.join("10.0.0.1") is None

@@ -173,7 +173,7 @@ ANSWERS = [
 
 
 @pytest.mark.parametrize(("method", "path", "headers", "status"), ANSWERS, ids=str)
-async def test_every_answer_says_that_it_is_nothing_else(
+async def test_every_answer_has_the_security_headers(
     method: str, path: str, headers: dict[str, str], status: int
 ) -> None:
     async with asking(api()) as client:
@@ -259,7 +259,7 @@ async def test_a_client_above_its_rate_gets_429_and_health_and_metrics_still_ans
             assert (await client.get(free)).status_code == 200
 
 
-async def test_the_port_speaks_tls_with_the_certificate_of_now(tmp_path: Path) -> None:
+async def test_the_port_speaks_tls_with_the_current_certificate(tmp_path: Path) -> None:
     trusted = authority(tmp_path, "ours")
     first, second = signed(tmp_path, "first", trusted), signed(tmp_path, "second", trusted)
     used = Pair(tmp_path / "used.crt", tmp_path / "used.key")
@@ -287,7 +287,7 @@ async def test_the_port_speaks_tls_with_the_certificate_of_now(tmp_path: Path) -
         writer.transport.abort()
 
 
-async def test_unfinished_handshakes_end_when_others_come(
+async def test_unfinished_handshakes_end_when_others_arrive(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tls_port, "_HANDSHAKES", 8)

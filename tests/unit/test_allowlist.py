@@ -94,7 +94,7 @@ REFUSED = [(method, path) for table in (ELSEWHERE, SPELLINGS) for method in tabl
 
 
 @pytest.mark.parametrize(("method", "path"), REFUSED)
-def test_nothing_else_does_however_it_is_spelt(method: bytes, path: bytes) -> None:
+def test_no_other_path_reaches_a_model_server_in_any_spelling(method: bytes, path: bytes) -> None:
     assert PATHS.way(method, path) is None
 
 

@@ -241,7 +241,9 @@ ROWS = {
 
 
 @cases("mode, settings, facts", ROWS)
-def test_a_setting_gives(mode: Mode, settings: dict[str, Any], facts: dict[str, Any]) -> None:
+def test_a_setting_gives_envoys_bootstrap(
+    mode: Mode, settings: dict[str, Any], facts: dict[str, Any]
+) -> None:
     assert facts_of(built(mode, settings), facts) == facts
 
 

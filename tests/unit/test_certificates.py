@@ -135,7 +135,7 @@ async def test_a_new_certificate_is_used_for_new_connections_and_ends_no_old_one
         assert not watch.done()
 
 
-async def test_only_clients_of_the_authority_get_in_and_not_of_one_that_went(
+async def test_only_clients_of_the_current_authority_are_accepted(
     server: Pair, ours: Pair, theirs: Pair, tmp_path: Path
 ) -> None:
     trusted = tmp_path / "client-ca.crt"

@@ -144,7 +144,7 @@ async def test_pause_lasts_through_other_changes_until_resume(fleet: Fleet) -> N
     assert fleet.store.overrides == {}
 
 
-async def test_an_evicted_request_is_gone_or_the_problem_says_where_it_is(fleet: Fleet) -> None:
+async def test_a_queued_request_is_evicted_and_another_is_a_problem_that_says_why(fleet: Fleet) -> None:
     path = "/api/v1/requests/r-1/evict"
     assert (await fleet.http.post(path)).json() == {"id": "r-1", "result": "evicted"}
     for where, status, detail in (("running", 409, "left the queue"), ("unknown", 404, "no such request")):
@@ -238,7 +238,7 @@ async def test_reads_need_a_viewers_token_and_changes_an_operators(
     assert store.overrides == ({"paused": 1} if changed == 200 else {})
 
 
-async def test_a_refused_call_is_a_line_of_the_log(
+async def test_refused_calls_are_logged(
     store: ScriptedStore, with_roles: Settings, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with client_at(store, "203.0.113.9", "http://picker.example", with_roles) as http:
@@ -251,7 +251,7 @@ async def test_a_refused_call_is_a_line_of_the_log(
     assert "s3cre" not in lines[0]
 
 
-async def test_a_token_file_counts_as_it_is_now(with_roles: Settings, tmp_path: Path) -> None:
+async def test_a_changed_token_file_is_read_again(with_roles: Settings, tmp_path: Path) -> None:
     clock = Clock()
     tokens = Tokens(with_roles.admin, clock)
 
@@ -304,7 +304,7 @@ def test_a_missing_token_file_prevents_the_start(tmp_path: Path) -> None:
         Tokens(settings.admin)
 
 
-async def test_who_changed_what_is_in_the_log_and_in_the_list(
+async def test_each_change_is_logged_and_listed_with_its_operator(
     store: ScriptedStore, with_roles: Settings, caplog: pytest.LogCaptureFixture
 ) -> None:
     headers, weights = {"authorization": "Bearer bob-s3cret"}, {"weights": {"gold": 3}}

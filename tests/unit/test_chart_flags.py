@@ -98,7 +98,7 @@ def test_either_flag_may_name_a_picker_configuration(tmp_path: Path) -> None:
         assert settings.discovery.kubernetes is None, "the file's source replaces the pool"
 
 
-def test_series_are_taken_with_their_labels() -> None:
+def test_series_named_by_flags_keep_their_labels() -> None:
     settings, remarks = made(
         *("--pool-name", "llm", '--total-queued-requests-metric="sglang:num_queue_reqs"'),
         *("--kv-cache-usage-percentage-metric", "blocks{kv_cache_block_type=fraction}"),

@@ -383,7 +383,9 @@ WEIGHTS: list[tuple[dict[str, float], str]] = [
 
 
 @pytest.mark.parametrize(("latency", "first"), WEIGHTS)
-async def test_the_configured_weights_decide(latency: dict[str, float], first: str) -> None:
+async def test_the_configured_latency_weights_decide_the_choice(
+    latency: dict[str, float], first: str
+) -> None:
     scheduling = {"scorers": [{"name": "latency", "weight": 3}], "latency": latency}
     parts = assemble(parse({"scheduling": scheduling}), "replica-1")
     parts.endpoints.publish(Snapshot("1", (Endpoint(STEADY), Endpoint(QUICK))))
@@ -424,7 +426,7 @@ def test_many_picks_at_once_are_spread_over_a_large_pool() -> None:
 
 
 @pytest.mark.parametrize("pool", [many(), many()[:20]], ids=["large", "small"])
-def test_as_many_candidates_are_named_as_the_answer_has_endpoints(pool: list[Endpoint]) -> None:
+def test_there_are_as_many_candidates_as_endpoints_in_an_answer(pool: list[Endpoint]) -> None:
     assert len(Knowledge(*pool, queue_depth=1, fallbacks=8).choose()) == 9
 
 

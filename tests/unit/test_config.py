@@ -248,7 +248,7 @@ UNFITTING: list[tuple[dict[str, object], str]] = [
 
 
 @pytest.mark.parametrize(("tree", "where"), UNFITTING)
-def test_values_that_do_not_fit_each_other_are_one_line_that_names_their_section(
+def test_contradictory_values_are_one_line_that_names_their_section(
     tree: dict[str, object], where: str
 ) -> None:
     message = fault(tree)
@@ -272,7 +272,7 @@ def test_scorers_are_a_list_or_a_mapping() -> None:
         assert parse({"scheduling": {"scorers": form}}).scheduling.scorers == {"kv-cache": 1, "random": 2}
 
 
-def test_a_fault_has_a_line_of_its_own_and_says_what_would_be_valid() -> None:
+def test_each_fault_is_one_line_that_lists_the_valid_values() -> None:
     valid = "unknown key; valid here:"
     message = fault({"fair_request_queue": {"capacity": 3}})
     assert message.startswith(f"fair_request_queue.capacity: {valid} total_capacity,")

@@ -106,7 +106,7 @@ async def test_an_endpoint_has_the_limit_of_its_list_or_file() -> None:
         listed("- {address: '10.0.0.1:8000', max_inflight: none}")
 
 
-async def test_the_entry_of_an_endpoint_says_where_its_page_is() -> None:
+async def test_an_endpoint_entry_may_name_its_metrics_page() -> None:
     entry = {"address": "10.0.0.1:8000", "labels": {"gpu": "a"}, "metrics_port": 9100, "metrics_path": "/m"}
     (endpoint,) = listed(json.dumps([entry]))
     page = {"picker-fleet/metrics-port": "9100", "picker-fleet/metrics-path": "/m"}
@@ -188,7 +188,7 @@ WRONG_LISTS = [
 
 
 @pytest.mark.parametrize(("text", "needle"), WRONG_LISTS)
-def test_a_wrong_list_is_refused_where_it_is_wrong(text: str, needle: str) -> None:
+def test_an_invalid_list_is_refused_with_the_place_of_its_fault(text: str, needle: str) -> None:
     with pytest.raises(FileFault) as caught:
         listed(text)
     assert needle in str(caught.value)
@@ -250,7 +250,7 @@ async def test_records_of_both_families_are_followed(zone: Zone) -> None:
         assert await reports.next() == []
 
 
-async def test_addresses_that_go_away_count_when_two_lookups_lack_them(zone: Zone, log: Lines) -> None:
+async def test_addresses_are_removed_when_two_lookups_lack_them(zone: Zone, log: Lines) -> None:
     zone.records = {"A": ["10.0.0.1"]}
     async with reported(by_dns(zone)) as reports:
         assert await reports.next() == ["10.0.0.1:8000"]

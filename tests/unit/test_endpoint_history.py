@@ -129,7 +129,7 @@ def claudes(system: object, *said: object, **more: object) -> tuple[bytes, ...]:
     return block_hashes("m", prompt_of({"messages": said, "system": system, **more}))
 
 
-def test_anthropics_system_prompt_is_the_beginning_and_its_cache_marks_are_no_part_of_it() -> None:
+def test_anthropics_system_prompt_begins_the_prompt_and_cache_marks_are_ignored() -> None:
     system, one, two = "You are brief. " * 1400, user("one " * 200), user("two " * 200)
     blocks = [{"type": "text", "text": system}]
     index = PrefixIndex()
@@ -241,7 +241,7 @@ times = st.lists(st.floats(min_value=0, max_value=3600), min_size=1, max_size=40
 
 
 @given(times, st.integers(min_value=1, max_value=120))
-def test_statistics_are_those_of_the_window(seconds: list[float], window: int) -> None:
+def test_statistics_cover_the_last_window_of_durations(seconds: list[float], window: int) -> None:
     stats, last = stats_of(seconds, window), seconds[-window:]
     assert stats is not None
     assert stats.count == len(last)
@@ -255,7 +255,7 @@ def test_a_small_spread_on_long_times_is_not_lost() -> None:
     assert stats.std_s == pytest.approx(0.0005, rel=0.01)
 
 
-def test_what_is_no_time_is_left_out() -> None:
+def test_values_that_are_no_durations_are_ignored() -> None:
     assert stats_of([float("nan"), float("inf"), -1.0]) is None
 
 

@@ -205,7 +205,9 @@ SEVERAL = {"models": [{"name": "m"}, {"name": "n"}]}
 
 @every_mode
 @pytest.mark.parametrize("model", ["m", "renamed"])
-async def test_a_compressed_body_goes_on_as_it_came_or_renamed_and_decoded(mode: str, model: str) -> None:
+async def test_a_compressed_body_is_forwarded_as_received_or_decoded_to_rename_its_model(
+    mode: str, model: str
+) -> None:
     settings = {"models": [{"name": "m", "target_models": [{"name": model}]}]}
     talk = Talk(settings=settings)
     packed = gzip.compress(ASK)
@@ -234,7 +236,9 @@ async def test_a_compressed_body_goes_on_as_it_came_or_renamed_and_decoded(mode:
 
 @every_mode
 @pytest.mark.parametrize("change", [-1, 12])
-async def test_the_body_counts_and_not_the_length_that_its_header_says(mode: str, change: int) -> None:
+async def test_the_length_of_the_body_counts_and_not_its_content_length_header(
+    mode: str, change: int
+) -> None:
     # An earlier filter has shortened or lengthened the body, but left the header unchanged.
     talk = Talk()
     first, rest = ASK[: len(ASK) - 12], ASK[len(ASK) - 12 :]
@@ -657,7 +661,7 @@ async def test_the_pressure_is_the_larger_of_the_queues_fill_and_the_waited_part
     assert answers[0].dynamic_metadata["picker"]["pressure"] == "0.50"
 
 
-async def test_a_gateway_s_own_namespace_has_the_destination_and_names_who_served() -> None:
+async def test_a_configured_namespace_has_the_destination_and_names_the_serving_endpoint() -> None:
     talk = Talk(settings={"extproc": {"metadata_namespace": "gateway.lb"}})
     answers = await talk.say(*asks("standard"))
     assert sorted(answers[0].dynamic_metadata) == ["gateway.lb", "picker"]

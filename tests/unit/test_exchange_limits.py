@@ -161,7 +161,7 @@ SOURCES = [
 
 
 @pytest.mark.parametrize(("hops", "one", "other", "same"), SOURCES)
-def test_a_source_is_the_last_address_that_a_trusted_proxy_has_told(
+def test_a_source_is_the_last_address_that_a_trusted_proxy_reports(
     hops: int, one: bytes, other: bytes, same: bool
 ) -> None:
     limit = NewFlowLimit(1, [], hops, Clock())

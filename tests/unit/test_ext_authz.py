@@ -155,7 +155,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("request_bytes", "status", "code"), REFUSED)
-async def test_what_may_not_be_asked_is_refused_and_the_server_goes_on(
+async def test_an_invalid_request_is_refused_and_the_server_continues(
     request_bytes: bytes, status: int, code: str
 ) -> None:
     async with staged(extproc={"max_body_bytes": 4096}) as stage:
@@ -300,7 +300,7 @@ async def test_an_idle_connection_is_closed_in_the_end(stage: Stage) -> None:
     assert await connection.ended() == b""
 
 
-async def test_beyond_the_most_connections_an_idle_one_makes_room_and_no_other(
+async def test_at_the_connection_limit_only_an_idle_connection_makes_room(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async with staged(server={"max_connections": 2}) as stage:
@@ -315,7 +315,7 @@ async def test_beyond_the_most_connections_an_idle_one_makes_room_and_no_other(
     assert len([line for line in caplog.messages if "connections of the http mode's port" in line]) == 1
 
 
-async def test_answers_that_are_not_read_stop_the_reading_and_end_the_connection(stage: Stage) -> None:
+async def test_unread_answers_stop_the_reading_and_end_the_connection(stage: Stage) -> None:
     _, writer = await asyncio.open_connection("127.0.0.1", stage.port, limit=1)
     stage.now_s[0] = 1.0
     with contextlib.suppress(ConnectionError):
@@ -331,7 +331,7 @@ async def test_answers_that_are_not_read_stop_the_reading_and_end_the_connection
 
 @settings(max_examples=25)
 @given(cuts=st.lists(st.integers(0, len(check())), max_size=6))
-async def test_where_a_request_is_cut_changes_nothing(cuts: list[int]) -> None:
+async def test_a_request_may_arrive_in_any_pieces(cuts: list[int]) -> None:
     async with staged() as stage:
         connection = await stage.send()
         for start, end in itertools.pairwise([0, *sorted(cuts), len(check())]):

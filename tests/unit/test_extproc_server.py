@@ -153,9 +153,7 @@ async def test_a_stalled_upload_is_refused_and_its_bytes_are_released(mode: str)
 
 @pytest.mark.parametrize("mode", ["standard", "lean"])
 @pytest.mark.parametrize("ask", [ASK, ASK.ljust(WHOLE_BYTES + 1), b"[1]", b'{"model": '])
-async def test_a_body_that_is_whole_by_its_length_is_answered_though_its_end_does_not_come(
-    mode: str, ask: bytes
-) -> None:
+async def test_a_body_complete_by_its_length_is_answered_without_its_end(mode: str, ask: bytes) -> None:
     async with replica() as fleet:
         fields = {"content-length": str(len(ask))}
         call = await fleet.begin(headers(mode, fields), body(ask, ended=False))
@@ -165,7 +163,7 @@ async def test_a_body_that_is_whole_by_its_length_is_answered_though_its_end_doe
         call.cancel()
 
 
-async def test_of_too_many_half_sent_requests_the_oldest_ends_and_whole_ones_are_served() -> None:
+async def test_the_oldest_of_too_many_half_sent_requests_ends_and_complete_ones_are_served() -> None:
     async with replica(most_uploads=2) as fleet:
         halves = []
         for number in range(4):
@@ -413,7 +411,7 @@ async def test_a_malformed_health_check_is_an_invalid_argument(fleet: Replica) -
     assert fault.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
-async def test_every_watcher_of_health_is_told_of_a_change(fleet: Replica) -> None:
+async def test_every_watch_of_health_receives_a_change(fleet: Replica) -> None:
     watches = [fleet.watch(name) for name in ("", SERVICE, "readiness") * 20]
     assert [(await watch.read()).status for watch in watches] == [SERVING] * 60
     fleet.server.set_ready(False)
@@ -421,7 +419,7 @@ async def test_every_watcher_of_health_is_told_of_a_change(fleet: Replica) -> No
 
 
 async def test_open_streams_are_counted_by_the_address_of_their_envoy(fleet: Replica) -> None:
-    native = envoy.chosen_transport() == "native"  # grpcio does not count them
+    native = envoy.chosen_transport() == "native"  # grpcio does not report addresses
     calls = [await fleet.begin(headers()) for _ in range(3)]
     await until(lambda: fleet.server.streams_by_peer() == ({"127.0.0.1": 3} if native else {}))
     for call in calls:

@@ -162,7 +162,7 @@ def test_time_past_the_expected_tick_is_a_pause() -> None:
     assert time.passes(0.6, closely=True) == pytest.approx(TICK_S)
 
 
-def test_a_long_pause_is_known_before_the_tick_after_it_and_for_a_second() -> None:
+def test_a_long_pause_is_known_before_the_next_tick_and_for_a_second() -> None:
     time = PausedReplica()
     time.now_s += 3.0
     assert time.pause_detector.paused_s == pytest.approx(3.0 - TICK_S)
