@@ -1,6 +1,6 @@
-"""The native transport's HTTP/2: damaged frames, flow control both ways, its byte budget, and the way down.
+"""HTTP/2 of the native gRPC transport: malformed frames, flow control, byte budget, limits and shutdown.
 
-Peers are written frame by frame, so that they can send what no client library would.
+The test peer writes each frame itself, so it can send frames that no client library sends.
 """
 
 import asyncio
@@ -48,13 +48,13 @@ class Frame(NamedTuple):
 
     @property
     def code(self) -> int:
-        """The error code of a reset or a GOAWAY."""
+        """The error code of an RST_STREAM or GOAWAY frame."""
         at = 4 if self.kind == http2.GOAWAY else 0
         return int.from_bytes(self.payload[at : at + 4], "big")
 
 
 class Peer:
-    """One connection, written and read frame by frame."""
+    """A client connection that writes and reads single frames."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
@@ -71,7 +71,7 @@ class Peer:
         return frame(HEADERS, flags, stream, block)
 
     def request(self, stream: int, data: bytes = ASK, flags: int = END_STREAM) -> bytes:
-        """Headers and one frame of data, by default a whole request."""
+        """A HEADERS and a DATA frame; by default they are a whole request."""
         return self.headers(stream) + frame(DATA, flags, stream, data)
 
     async def read(self) -> Frame | None:
@@ -87,7 +87,7 @@ class Peer:
     async def until(self, wanted: Callable[[Frame], object]) -> Frame:
         while True:
             got = await self.read()
-            assert got is not None, "the connection ended before"
+            assert got is not None, "the connection ended before the wanted frame"
             if wanted(got):
                 return got
 
@@ -95,28 +95,28 @@ class Peer:
         return await self.until(lambda got: got.kind == kind)
 
     async def reset(self) -> tuple[int, int]:
-        """Stream and error code of the next reset."""
+        """Stream id and error code of the next RST_STREAM frame."""
         got = await self.next(http2.RST_STREAM)
         return got.stream, got.code
 
     async def served(self) -> int:
-        """The next stream that ends with its trailers."""
+        """The id of the next stream whose trailers arrive."""
         return (await self.until(lambda got: got.kind == HEADERS and got.flags & END_STREAM)).stream
 
     async def ping(self) -> None:
-        """Returns when the server has read all that was sent, and is alive."""
+        """Wait until the server has read everything sent so far and answered a ping."""
         await self.send(PING_FRAME)
         await self.until(lambda got: got.kind == PING and got.flags & ACK)
 
     async def ended(self) -> int:
-        """The error code of the GOAWAY with which the connection ends."""
+        """The error code of the last GOAWAY before the connection closes."""
         last = await self.next(http2.GOAWAY)
         while (got := await self.read()) is not None:
             last = got if got.kind == http2.GOAWAY else last
         return last.code
 
     async def answer(self, stream: int) -> list[Frame]:
-        """The frames of a stream until its end."""
+        """The frames of a stream up to its END_STREAM flag or reset."""
         frames: list[Frame] = []
         while not frames or not (frames[-1].flags & END_STREAM or frames[-1].kind == http2.RST_STREAM):
             frames.append(await self.until(lambda got: got.stream == stream))
@@ -152,12 +152,12 @@ class Server(NamedTuple):
 
 
 async def echo(stream: Stream) -> bytes | None:
-    """Answers the first message with itself, and the end of the stream with nothing."""
+    """Answer with the first message, or with nothing if the stream ends without a message."""
     return await stream.read()
 
 
 class Held:
-    """A handler whose answers wait for `release`; then it echoes as well."""
+    """An echo handler that answers once `release` is set."""
 
     def __init__(self) -> None:
         self.release = asyncio.Event()
@@ -175,14 +175,14 @@ class Held:
 
 
 async def deaf(stream: Stream) -> bytes | None:
-    """Reads nothing and never answers."""
+    """A handler that reads nothing and never answers."""
     await asyncio.Event().wait()
     return None
 
 
 @asynccontextmanager
 async def serving(handler: Handler = echo, **options: Any) -> AsyncIterator[Server]:
-    """A server with `options` of `NativeTransport`."""
+    """Run a `NativeTransport` with `options`; at the end its byte budget must be empty."""
     budget = BodyBudget(BUDGET_BYTES)
     transport = NativeTransport({"/test/Echo": handler}, {handler: budget}, MESSAGE_BYTES, **options)
     port = await transport.start("127.0.0.1:0")
@@ -190,11 +190,11 @@ async def serving(handler: Handler = echo, **options: Any) -> AsyncIterator[Serv
         yield Server(port, transport, budget)
     finally:
         await transport.stop(None)
-    assert budget.held_bytes == 0, "every end of a stream gives back what it took"
+    assert budget.held_bytes == 0, "every ended stream returns its bytes to the budget"
 
 
 async def works(server: Server) -> None:
-    """Others are served as ever."""
+    """Assert that the server answers a request on a new connection."""
     async with server.peer() as peer:
         await peer.send(peer.request(1))
         assert await peer.data(1) == ASK
@@ -209,7 +209,7 @@ async def test_a_request_is_answered_with_its_status_in_the_trailers() -> None:
         assert hpack.Decoder().decode(end.payload) == [("grpc-status", "0")]
 
 
-async def test_a_stream_that_this_side_ends_first_is_reset_without_an_error_and_its_rest_ignored() -> None:
+async def test_a_stream_that_the_server_ends_first_gets_no_error_reset_and_ignores_later_frames() -> None:
     async with serving() as server, server.peer() as peer:
         await peer.send(peer.request(1, flags=0))
         await peer.answer(1)
@@ -271,7 +271,7 @@ async def test_a_connection_that_breaks_the_protocol_ends_with_its_error(code: i
 @pytest.mark.parametrize(
     "first", [b"GET / HTTP/1.1\r\nhost: a\r\n\r\n", http2.PREFACE[:9] + b"x" * 20, http2.PREFACE + PING_FRAME]
 )
-async def test_a_peer_that_speaks_something_else_is_sent_away(first: bytes) -> None:
+async def test_a_connection_that_does_not_begin_with_preface_and_settings_is_closed(first: bytes) -> None:
     async with serving() as server:
         peer = Peer(*await asyncio.open_connection("127.0.0.1", server.port))
         await peer.send(first)
@@ -291,7 +291,7 @@ async def test_a_peer_that_speaks_something_else_is_sent_away(first: bytes) -> N
     "too much window": (FLOW, FIELDS, frame(http2.WINDOW_UPDATE, 0, 1, TOO_MUCH_WINDOW)),
     "a priority over itself": (PROTOCOL, FIELDS, frame(http2.PRIORITY, 0, 1, b"\0\0\0\1\0")),
 })  # fmt: skip
-async def test_a_stream_that_breaks_the_protocol_is_reset_and_no_other(
+async def test_a_protocol_error_in_one_stream_resets_only_that_stream(
     code: int, fields: list[tuple[str, str]], after: bytes
 ) -> None:
     async with serving(Held()) as server, server.peer() as peer:
@@ -308,7 +308,7 @@ async def test_a_stream_that_breaks_the_protocol_is_reset_and_no_other(
     "too large a message": ({}, b"\0\xff\xff\xff\xff", "200", "8"),
     "a message cut by the end of the stream": ({}, b"\0\0\0\0\5ab", "200", "13"),
 })  # fmt: skip
-async def test_what_cannot_be_served_is_answered_with_a_status(
+async def test_an_unsupported_request_is_answered_with_an_error_status(
     changes: dict[str, str], data: bytes, status: str, grpc_status: str | None
 ) -> None:
     async with serving() as server, server.peer() as peer:
@@ -324,7 +324,7 @@ VALID = st.sampled_from([WHOLE, frame(DATA, 0, 1, ASK), frame(DATA, END_STREAM, 
 
 @given(st.lists(st.binary(max_size=40) | FRAMES | VALID, max_size=12), st.integers(1, 30))
 @settings(max_examples=200, deadline=None)
-def test_whatever_comes_no_byte_stays_counted_and_the_next_connection_is_served(
+def test_after_random_frames_the_budget_is_empty_and_a_new_connection_is_served(
     sent: list[bytes], size: int
 ) -> None:
     async def play() -> None:
@@ -349,13 +349,13 @@ async def test_a_message_in_any_number_of_frames_arrives_whole() -> None:
                 assert await peer.data(1) == data
 
 
-async def test_padding_is_no_part_of_a_message() -> None:
+async def test_padding_is_not_part_of_a_message() -> None:
     async with serving() as server, server.peer() as peer:
         await peer.send(peer.request(1, b"\x02" + ASK + b"xx", http2.PADDED | END_STREAM))
         assert await peer.data(1) == ASK
 
 
-async def test_a_reset_or_the_end_of_its_connection_cancels_a_handler() -> None:
+async def test_a_reset_or_a_closed_connection_cancels_the_handler() -> None:
     handler = Held()
     async with serving(handler) as server, server.peer() as peer:
         await peer.send(peer.request(1, flags=0))
@@ -369,7 +369,7 @@ async def test_a_reset_or_the_end_of_its_connection_cancels_a_handler() -> None:
         await until(lambda: handler.cancelled == 2)
 
 
-async def test_unread_messages_close_their_streams_window_and_count_in_the_budget() -> None:
+async def test_unread_messages_close_the_window_of_their_stream_and_count_in_the_budget() -> None:
     reads = asyncio.Semaphore(0)
 
     async def slow(stream: Stream) -> bytes | None:
@@ -385,7 +385,7 @@ async def test_unread_messages_close_their_streams_window_and_count_in_the_budge
         await peer.send(peer.headers(1), *[frame(DATA, 0, 1, piece)] * count)
         kept = count * (size - 5 + native.MESSAGE_COST) - native.FREE_BYTES
         await until(lambda: server.budget.held_bytes == kept)
-        # No more is allowed: the next byte breaks the peer's window.
+        # Once all is read, the window reopens in full; one byte beyond it is a flow-control error.
         for _ in range(count):
             reads.release()
         credit = await peer.until(lambda got: got.kind == http2.WINDOW_UPDATE and got.stream == 1)
@@ -395,7 +395,7 @@ async def test_unread_messages_close_their_streams_window_and_count_in_the_budge
         assert await peer.reset() == (1, FLOW)
 
 
-async def test_bytes_beyond_the_budget_are_not_kept_and_the_handler_says_so() -> None:
+async def test_a_message_beyond_the_budget_is_dropped_and_its_handler_gets_buffer_full() -> None:
     async def patient(stream: Stream) -> bytes | None:
         try:
             return await stream.read()
@@ -403,7 +403,7 @@ async def test_bytes_beyond_the_budget_are_not_kept_and_the_handler_says_so() ->
             return b"full"
 
     async with serving(patient) as server, server.peer(2**24) as peer:
-        # Three streams send parts of messages: more than the budget together.
+        # Three streams send parts of messages, together more than the budget.
         start = b"\0" + MESSAGE_BYTES.to_bytes(4, "big")[:1] + b"\x08\0\0"
         for stream in (1, 3, 5):
             rest = [frame(DATA, 0, stream, b"x" * 16_384)] * (400 * 1024 // 16_384)
@@ -459,13 +459,13 @@ async def test_relayed_answers_come_in_order_and_wait_for_a_client_that_reads_sl
         while not (got := await peer.until(lambda each: each.stream == 1)).flags & END_STREAM:
             if got.kind == DATA:
                 data += got.payload
-                assert answered <= 3 + len(data) // 2010  # the fifth answer waits for room, and all after it
+                assert answered <= 3 + len(data) // 2010  # an answer waits until the client has read more
                 await peer.send(frame(http2.WINDOW_UPDATE, 0, 1, len(got.payload).to_bytes(4, "big")))
     head = b"\0" + (1000).to_bytes(4, "big")
     assert data == b"".join(head + names[at : at + 1] * 1000 for at in range(20) for _ in range(2))
 
 
-async def test_a_relay_ends_with_its_stream_and_with_a_fault() -> None:
+async def test_a_relay_ends_with_its_stream_or_with_an_error_of_its_answer_function() -> None:
     async def relayed(stream: Stream) -> bytes | None:
         def answer(message: bytes) -> tuple[list[bytes], bool]:
             if message == b"?":
@@ -502,13 +502,13 @@ async def test_ten_thousand_streams_wait_on_one_connection() -> None:
             ended.add(await peer.served())
 
 
-async def test_streams_beyond_the_limit_of_all_connections_are_refused_to_go_elsewhere() -> None:
+async def test_streams_beyond_the_limit_over_all_connections_get_refused_stream() -> None:
     async with serving(limits=http2.Limits(streams=2)) as server, server.peer() as one, server.peer() as two:
         await one.send(*(one.headers(stream) for stream in (1, 3, 5)))
         assert await one.reset() == (5, http2.REFUSED_STREAM)
         await two.send(two.headers(1))
         assert await two.reset() == (1, http2.REFUSED_STREAM)
-        # A stream that ends, or is reset, makes room.
+        # A stream that ends or is reset makes room for another.
         await one.send(frame(DATA, END_STREAM, 1, ASK), frame(http2.RST_STREAM, 0, 3, CANCEL))
         await one.answer(1)
         await two.send(two.request(3))
@@ -543,12 +543,12 @@ async def test_a_connection_beyond_the_limit_takes_the_place_of_an_idle_one_and_
     assert len([line for line in caplog.messages if "connections are taken" in line]) == 1
 
 
-async def test_small_unread_messages_count_with_what_they_cost_in_memory() -> None:
+async def test_small_unread_messages_are_charged_their_memory_overhead() -> None:
     async with serving(deaf) as server, server.peer() as peer:
         tiny = b"\0\0\0\0\2hi" * 1000
         await peer.send(peer.request(1, tiny, flags=0))
         await until(lambda: server.budget.held_bytes == 1000 * (2 + native.MESSAGE_COST) - native.FREE_BYTES)
-        # The budget ends long before the stream's window does.
+        # More bytes exhaust the budget before the window; the stream then gives up all its bytes.
         await peer.send(*[frame(DATA, 0, 1, tiny)] * 60)
         await until(lambda: server.budget.held_bytes == 0)
 
@@ -573,7 +573,7 @@ IDLE_FRAMES = {
 
 
 @pytest.mark.parametrize("sent", IDLE_FRAMES.values(), ids=IDLE_FRAMES)
-async def test_frames_that_carry_nothing_cost_their_own_connection(sent: bytes) -> None:
+async def test_a_flood_of_frames_without_content_ends_its_own_connection(sent: bytes) -> None:
     async with serving(Held()) as server, server.peer() as peer:
         rest = frame(http2.CONTINUATION, 0, 3) if sent[3] == HEADERS else sent
         await peer.send(peer.request(1, flags=0), sent, rest * 2500)
@@ -591,7 +591,7 @@ async def test_a_header_table_is_resized_at_most_twice_a_block_and_seldom() -> N
 
 
 def connected(limits: http2.Limits = http2.Limits()) -> tuple[http2.Connection, Mock]:  # noqa: B008
-    """A connection without a socket, whose peer has sent its settings, and what it writes to."""
+    """A connection that has received preface and settings, and the mock transport that it writes to."""
     transport = Mock(spec=asyncio.Transport)
     connection = http2.Connection(lambda path, pool: None, native.GrpcStream, http2.Load(limits))
     connection.connection_made(transport)
@@ -634,14 +634,14 @@ async def test_answers_that_are_not_read_count_in_the_budget_and_have_a_deadline
 
     async with serving(large) as server, server.peer(window=0) as peer:
         await peer.send(peer.request(1), peer.request(3))
-        # The budget has room for one of them.
+        # The budget has room for one of the two answers.
         assert (await peer.fields(3))["grpc-status"] == str(Status.RESOURCE_EXHAUSTED)
         assert server.budget.held_bytes == 5 + size - native.FREE_BYTES
         assert (await peer.fields(1))["grpc-status"] == str(Status.UNAVAILABLE)
         assert server.budget.held_bytes == 0
 
 
-async def test_a_peer_that_reads_no_replies_is_sent_away() -> None:
+async def test_a_peer_that_reads_no_replies_is_disconnected() -> None:
     connection, transport = connected(http2.Limits(unsent_replies=100))
     connection.pause_writing()
     for _ in range(200):
@@ -658,7 +658,7 @@ async def test_a_stop_lets_open_streams_end_and_refuses_new_ones() -> None:
         stopping = asyncio.create_task(server.transport.stop(30))
         first = await peer.next(http2.GOAWAY)
         assert int.from_bytes(first.payload[:4], "big") == 2**31 - 1
-        # One that was on its way is still taken; what comes after the peer knows is refused.
+        # Until the peer answers the ping, new streams are accepted; later ones are refused.
         ping = await peer.next(PING)
         await peer.send(peer.request(3), frame(PING, ACK, 0, ping.payload))
         second = await peer.next(http2.GOAWAY)
@@ -671,7 +671,7 @@ async def test_a_stop_lets_open_streams_end_and_refuses_new_ones() -> None:
         assert await peer.ended() == http2.NO_ERROR
 
 
-async def test_a_refused_path_is_refused_on_every_connection_and_others_go_on() -> None:
+async def test_a_refused_path_gets_no_new_streams_on_any_connection_and_open_ones_finish() -> None:
     handler = Held()
     async with serving(handler) as server, server.peer() as peer:
         await peer.send(peer.request(1))
@@ -685,7 +685,7 @@ async def test_a_refused_path_is_refused_on_every_connection_and_others_go_on() 
         assert await peer.data(1) == ASK
 
 
-# How a peer ends a request that it has just begun: by its reset, or by a fault for which this side resets.
+# Frames with which a peer abandons a request: a reset, or an error that makes the server reset the stream.
 GIVING_UP: dict[str, Callable[[int], bytes]] = {
     "reset": lambda stream: frame(http2.RST_STREAM, 0, stream, CANCEL),
     "an empty window update": lambda stream: frame(http2.WINDOW_UPDATE, 0, stream, b"\0\0\0\0"),
@@ -706,7 +706,7 @@ async def test_requests_that_are_given_up_cost_neither_their_connection_nor_a_ha
                 *(peer.request(each, flags=0) + how(each) for each in range(first, first + 1000, 2))
             )
         await peer.ping()
-        assert handler.waiting <= 500  # those whose reset came in another read
+        assert handler.waiting <= 500  # requests whose reset came in a later read
         handler.release.set()
         assert await peer.served() == 1
 
@@ -736,7 +736,7 @@ async def test_streams_without_a_first_message_have_a_share_and_a_deadline() -> 
     async with serving(limits=limits) as server, server.peer() as one, server.peer() as two:
         await one.send(*(one.headers(stream) for stream in (1, 3, 5, 7)))
         assert await one.reset() == (7, http2.REFUSED_STREAM)
-        # Beyond what all may have the oldest makes room.
+        # Above the limit over all connections, the oldest silent stream is refused.
         await two.send(two.headers(1), two.headers(3))
         assert await one.reset() == (1, http2.REFUSED_STREAM)
         await works(server)
@@ -763,8 +763,8 @@ async def test_no_connection_takes_all_streams_and_a_full_replica_says_so() -> N
         handler.release.set()
 
 
-async def test_a_peer_that_answers_no_ping_is_cut_and_one_that_does_is_not() -> None:
-    # The peer shares this event loop: where the loop stands still for longer, nobody is cut.
+async def test_a_peer_that_answers_no_keepalive_ping_is_disconnected_and_one_that_does_is_not() -> None:
+    # The peer shares this event loop; if the loop pauses for longer than 0.02 s, no peer is cut.
     async with serving(keepalive=Keepalive(0.05, 0.3, 0.02)) as server, server.peer() as silent:
         await silent.next(PING)
         while await silent.read() is not None:
@@ -775,7 +775,7 @@ async def test_a_peer_that_answers_no_ping_is_cut_and_one_that_does_is_not() -> 
                 await alive.send(frame(PING, ACK, 0, ping.payload))
 
 
-async def test_header_tables_that_change_are_followed() -> None:
+async def test_headers_are_decoded_while_the_dynamic_table_changes() -> None:
     async with serving() as server, server.peer() as peer:
         for stream in range(1, 77, 2):
             path = "/test/Echo" if stream % 4 == 1 else "/test/Other"

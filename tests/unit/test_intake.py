@@ -1,4 +1,4 @@
-"""What comes in: bodies, headers and metadata, good and bad (docs/protocol.md; G10)."""
+"""Parsing of request bodies, headers and metadata, valid and malformed (docs/protocol.md; G10)."""
 
 import contextlib
 import itertools
@@ -86,7 +86,7 @@ def test_a_model_asks_for_the_labels_it_is_configured_with() -> None:
     "a text": (', "stream": "true"', False),
     "a number": (', "stream": 1', False),
 })  # fmt: skip
-def test_a_body_tells_model_and_stream(more: str, stream: bool) -> None:
+def test_model_and_stream_flag_are_read_from_the_body(more: str, stream: bool) -> None:
     read = read_body(b' {"model": "m"%s} ' % more.encode())
     assert (read.model, read.stream) == ("m", stream)
 
@@ -105,7 +105,7 @@ URLENCODED = b"application/x-www-form-urlencoded"
 FILE = ('name="file"; filename="a.mp3"', b"\r\n--\0\xff" * 3000)
 TRANSCRIPTION = form(FILE, ('name="model"', b"whisper/\xc3\xbc"), ("name=stream", b"true"))
 OCTETS = b"application/octet-stream"
-# A body, the way that its path is served and its content-type, and what is read of it: model and stream.
+# Body, `Way` of its path and content type; expected model and stream flag.
 OTHERS: dict[str, tuple[bytes, Way, bytes, str, bool]] = {
     "a multipart form": (TRANSCRIPTION, Way("inference", "form"), MULTIPART, "whisper/ü", True),
     "one where JSON is usual": (TRANSCRIPTION, Way("inference"), MULTIPART, "whisper/ü", True),
@@ -161,18 +161,18 @@ def test_a_renamed_form_keeps_everything_else_byte_for_byte() -> None:
         read_body(b"[]").renamed("n")
 
 
-def test_a_body_with_half_an_emoji_is_renamed_as_it_came() -> None:
+def test_renaming_the_model_keeps_a_lone_surrogate_as_it_came() -> None:
     text = b'{"prompt": "\\ud83d \\ud83d\\ude00 \\ude00", "model": "m", "n": 1}'
     assert read_body(text).renamed("t") == text.replace(b'"m"', b'"t"')
 
 
-def test_a_body_with_many_halves_of_emojis_is_refused() -> None:
+def test_a_body_with_more_than_64_lone_surrogates_is_refused() -> None:
     read_body(b'{"prompt": "%s", "model": "m"}' % (b"\\ud83d " * 64))
     with pytest.raises(BadRequest, match="not valid JSON"):
         read_body(b'{"prompt": "%s", "model": "m"}' % (b"\\ud83d " * 65))
 
 
-def test_a_body_without_a_model_gets_one_where_it_must_be_named() -> None:
+def test_renaming_the_model_adds_one_to_a_body_without_a_model() -> None:
     for text, renamed in (
         (b"{}", b'{"model":"t"}'),
         (b' { "a": {"model": 1} }', b' {"model":"t", "a": {"model": 1} }'),
@@ -181,7 +181,7 @@ def test_a_body_without_a_model_gets_one_where_it_must_be_named() -> None:
         assert read_body(text).renamed("t") == renamed
 
 
-def test_a_file_costs_what_speech_costs_and_not_its_length_in_text() -> None:
+def test_an_uploaded_file_is_charged_as_speech_and_not_as_text_of_its_length() -> None:
     upload = form(('name="file"; filename="a.wav"', b"x" * 512_000), ('name="model"', b"m"))
     charge, _ = costed(read_body(upload, Way("inference", "form"), MULTIPART))
     assert 512 <= charge <= 600
@@ -203,7 +203,7 @@ FORM_FAULTS = {
 
 
 @cases("text, content_type, says", FORM_FAULTS)
-def test_a_bad_form_is_named(text: bytes, content_type: bytes, says: str) -> None:
+def test_a_malformed_form_is_refused_with_its_fault(text: bytes, content_type: bytes, says: str) -> None:
     with pytest.raises(BadRequest, match=says):
         read_body(text, Way("inference", "form"), content_type)
 
@@ -220,7 +220,7 @@ def test_any_form_is_read_or_refused(fields: list[tuple[str, bytes]]) -> None:
         assert read.model == (models[0].decode() if models else "")
 
 
-# Settings, a live rewrite of any model, what endpoints report; the model, and what it is sent as.
+# Settings, live rewrite of any model, models of the endpoints; expected model, target and default model.
 ONE_MODEL = {"models": [{"name": "llama"}]}
 UNNAMED = {
     "a default": ({"default_model": "d", **ONE_MODEL}, None, ("x",), ("d", "d", "d")),
@@ -232,7 +232,7 @@ UNNAMED = {
 
 
 @cases("config, rewrite, served, expected", UNNAMED)
-def test_a_request_without_a_model_is_one_for_the_pools_own(
+def test_a_request_without_a_model_gets_the_model_of_its_pool(
     config: Any, rewrite: str | None, served: tuple[str, ...], expected: tuple[str, str, str]
 ) -> None:
     intake = Intake(parse(config), new_id=lambda: "made", variant_key=bytes, served_models=lambda: served)
@@ -244,7 +244,7 @@ def test_a_request_without_a_model_is_one_for_the_pools_own(
 
 
 @pytest.mark.parametrize("served", [(), ("a", "b")])
-def test_a_request_without_a_model_is_refused_where_none_is_its_pools_own(served: tuple[str, ...]) -> None:
+def test_a_request_without_a_model_is_refused_unless_its_pool_has_one(served: tuple[str, ...]) -> None:
     intake = Intake(parse({}), new_id=lambda: "made", variant_key=bytes, served_models=lambda: served)
     with pytest.raises(BadRequest, match="default_model"):
         intake.request(read_body(b"{}"), {}, subset=None, trusted=False)
@@ -252,7 +252,7 @@ def test_a_request_without_a_model_is_refused_where_none_is_its_pools_own(served
     assert intake.request(unknown, {}, subset=None, trusted=False).model == "unnamed"
 
 
-# Short and long bodies.
+# Malformed bodies by name, by the error that names their fault.
 BAD: dict[str, dict[str, bytes]] = {
     "body is empty": {"nothing": b""},
     "not valid JSON": {
@@ -273,7 +273,7 @@ BAD: dict[str, dict[str, bytes]] = {
         **{name[0]: orjson.dumps({"model": name}) for name in ("m" * 257, "é" * 129)},
         "in a long body": b'{"model": "%s"}' % LONG,
     },
-    # Two readers could read it differently.
+    # JSON parsers differ in which of two equal keys they use.
     "the body has model twice": {
         "in escapes": b'{"model": "a", "mod\\u0065l": "b"}',
         "around a long prompt": b'{"model": "a", "prompt": "%s", "model": "b"}' % LONG,
@@ -286,7 +286,7 @@ BAD: dict[str, dict[str, bytes]] = {
 @cases("says, asked", {
     f"{says}: {name}": (says, asked) for says, bodies in BAD.items() for name, asked in bodies.items()
 })  # fmt: skip
-def test_a_bad_body_is_named(says: str, asked: bytes) -> None:
+def test_a_malformed_body_is_refused_with_its_fault(says: str, asked: bytes) -> None:
     with pytest.raises(BadRequest, match=says):
         read_body(asked)
 
@@ -313,7 +313,7 @@ def costed(read: Ask, settings: Any = TOKENS) -> tuple[float, bool]:
     [
         *((given, given) for given in (1, 100, 7.0, 1e6)),
         *((given, 1_000_000) for given in (2**62, 1e300)),
-        ("100", 100),  # engines take a quoted number
+        ("100", 100),  # engines accept a quoted number
         *((given, None) for given in (0, -5, 0.5, True, "many", None, [100])),
     ],
 )
@@ -329,9 +329,9 @@ def test_the_answers_maximum_is_charged_where_it_makes_sense(
         assert costed(read_body(body)) == (length / 4 + (answer or 0), answer is None)
 
 
-# Which of several maxima counts depends on the engine and its API.
+# Engines and APIs differ in which of several maxima they apply.
 @pytest.mark.parametrize("fields", [{"max_tokens": 5, "max_completion_tokens": 9}, {"max_tokens": 9}])
-def test_the_largest_maximum_counts(fields: dict[str, object]) -> None:
+def test_the_largest_of_several_maxima_is_charged(fields: dict[str, object]) -> None:
     body = orjson.dumps({"model": "m", **fields, "max_output_tokens": None, "prompt": "p"})
     assert costed(read_body(body)) == (len(body) / 4 + 9, False)
 
@@ -346,7 +346,7 @@ TEXT = {"role": "user", "content": "p" * 400}
 PNG = {"media_type": "image/png", "data": "iVBO" * 500_000}
 ANTHROPICS_IMAGE = {"type": "image", "source": {"type": "base64", **PNG}}
 PLAIN_TEXT = {"type": "text", "media_type": "text/plain", "data": "p" * 4000}
-# Fields, sequences, tokens (None: as many as bytes / 4 and maxima make).
+# Fields; expected sequences and tokens (None: bytes / 4 + sequences * max_tokens).
 COSTS: dict[str, tuple[dict[str, object], float, float | None]] = {
     "a prompt": ({"prompt": "p" * 400, "max_tokens": 10}, 1, 100 + 10),
     "answers": ({"prompt": "p" * 400, "max_tokens": 10, "n": 64}, 64, 100 + 640),
@@ -401,7 +401,7 @@ DENSE = (b"[", b"[],", b"{},", b'"",', b"1,", b'{"image":1},', b'{"type":"image"
 @pytest.mark.parametrize(
     "name", ["prompt", "input", "messages", "documents", "n", "sampling_params", "options"]
 )
-def test_what_a_request_costs_is_found_in_a_time_that_its_length_bounds(name: str) -> None:
+def test_the_cost_of_a_densely_nested_body_is_computed_in_bounded_time(name: str) -> None:
     for piece in DENSE:
         body = b'{"model":"m","%s":[%s1]}' % (name.encode(), piece * (1_000_000 // len(piece)))
         with contextlib.suppress(BadRequest):
@@ -417,7 +417,7 @@ def test_what_a_request_costs_is_found_in_a_time_that_its_length_bounds(name: st
     "an answer that its model can give": ({"max_tokens": 50}, 4000, 1050, False),
     "a prompt that its model does not take": ({}, 400_000, 2000, True),
 })  # fmt: skip
-def test_a_request_costs_at_most_what_its_model_takes(
+def test_the_cost_of_a_request_is_at_most_the_max_model_len_of_its_model(
     fields: dict[str, object], length: int, cost: float, learns: bool
 ) -> None:
     ask = {"model": "short", **fields, "prompt": ""}
@@ -428,9 +428,7 @@ def test_a_request_costs_at_most_what_its_model_takes(
 @pytest.mark.parametrize(
     ("objective", "limits"), [("", (3, 0)), ("tight", (2, 2)), ("wide", (3, 5)), ("any", (3, 0))]
 )
-def test_of_a_models_and_an_objectives_limit_the_lower_one_counts(
-    objective: str, limits: tuple[int, int]
-) -> None:
+def test_the_lower_limit_of_model_and_objective_is_used(objective: str, limits: tuple[int, int]) -> None:
     headers = {FAIRNESS: "a", **({"x-gateway-inference-objective": objective} if objective else {})}
     found = [asked(headers, model=model, settings=TOKENS) for model in ("limited", "m")]
     assert [(request.flow, request.limit) for request in found] == [("a", limit) for limit in limits]
@@ -459,7 +457,7 @@ spaces = st.text(st.sampled_from(" \t\n\r"), max_size=2)
 def test_a_body_is_read_as_any_reader_reads_it_or_refused_for_a_key_that_comes_twice(
     written: list[tuple[str, bool]], data: st.DataObject
 ) -> None:
-    # Any keys, plain or all in escapes, with any values and spaces between.
+    # Keys are plain or wholly escaped; values and the whitespace between tokens are random.
     members = []
     for key, escaped in written:
         plain = "".join(f"\\u{ord(char):04x}" if ord(char) < 0x10000 else char for char in key)
@@ -468,10 +466,10 @@ def test_a_body_is_read_as_any_reader_reads_it_or_refused_for_a_key_that_comes_t
         members.append("".join((data.draw(spaces), name, data.draw(spaces), ":", data.draw(spaces), value)))
     text = "{" + ",".join(members) + data.draw(spaces) + "}"
     if "NaN" in text or "Infinity" in text:
-        return  # no JSON, whatever Python thinks
+        return  # Python's json writes them, but they are not JSON
     names = [name for name, _ in json.loads(text, object_pairs_hook=list)]
     used = {"model", "stream", "messages"}
-    # Both paths: a small body, and a large one that is not ASCII.
+    # Both parsing paths: a small body, and a large one, which is copied if it is not ASCII.
     bodies = (Body(text.encode()), Body(text.encode(), large_bytes=1))
     twice = {name for name in used if names.count(name) > 1}
     if twice:
@@ -492,7 +490,7 @@ def test_a_body_is_read_as_any_reader_reads_it_or_refused_for_a_key_that_comes_t
             assert json.loads(body.with_model(b'"t"')) == {**whole, "model": "t"}
 
 
-# What a context's id and criticality are taken for; None: not registered.
+# Values of workload_id and criticality, and the values read; None: no workload is registered.
 IDS: list[tuple[object, str | None]] = [
     ("batch", "batch"), ("  batch  ", "batch"), ("b/ü:1", "b/ü:1"), ("x" * 128, "x" * 128),
     *((no_id, None) for no_id in ("", "   ", 7, {"a": {"b": []}})),
@@ -534,7 +532,7 @@ pieces = st.sampled_from(["plain text, ", 'said "so" ', "back\\slash", '\\"', "\
 @given(
     st.lists(st.tuples(pieces, st.integers(1, 3000)), max_size=4), st.permutations(range(5)), st.booleans()
 )
-def test_what_a_long_body_asks_for_is_read_wherever_its_long_strings_are(
+def test_fields_of_a_long_body_are_read_wherever_its_long_strings_are(
     written: list[tuple[str, int]], order: list[int], escaped: bool
 ) -> None:
     prompt = "".join(piece * count for piece, count in written)
@@ -563,7 +561,7 @@ PROMPT_MEMBERS = ("tools", "functions", "instructions", "messages", "prompt", "i
 
 
 @given(st.dictionaries(st.sampled_from(PROMPT_MEMBERS), st.text() | st.lists(st.text()) | st.just("p" * 600)))
-def test_a_small_body_has_the_prompt_hashes_that_it_has_when_it_is_read_whole(
+def test_prompt_hashes_of_a_small_body_are_the_same_on_both_parsing_paths(
     members: dict[str, Any],
 ) -> None:
     text = json.dumps({"model": "m", **members}, ensure_ascii=False).encode()
@@ -578,7 +576,7 @@ def test_a_small_body_has_the_prompt_hashes_that_it_has_when_it_is_read_whole(
     assert small == whole
 
 
-def test_the_prefix_of_a_long_prompt_survives_half_an_emoji() -> None:
+def test_a_lone_surrogate_at_the_end_of_a_long_prompt_keeps_its_prefix_hashes() -> None:
     prefixes = Mock(needs_prefix_hashes=True)
     intake = Intake(SETTINGS, new_id=lambda: "made", variant_key=bytes, prefixes=prefixes)
     same = b"a" * 100_000
@@ -606,7 +604,7 @@ def test_a_fairness_id_is_the_flow(name: str) -> None:
     assert asked({name: "tenant a"}).flow == "tenant a"
     settings = parse({"fair_request_queue": {"flow_key": "model"}})
     assert asked({name: "tenant a"}, settings=settings).flow == "m"
-    # The gateway's spelling goes first.
+    # The x-gateway- header takes precedence over the x-llm-d- header.
     assert asked({FAIRNESS: "a", LLM_D_FAIRNESS: "b"}).flow == "a"
     assert asked({FAIRNESS: "", LLM_D_FAIRNESS: "b"}).flow == "b"
 
@@ -632,7 +630,7 @@ BAD_HEADERS: dict[str, dict[str | bytes, str]] = {
 @pytest.mark.parametrize(
     ("name", "value"), [(name, value) for name in BAD_HEADERS for value in BAD_HEADERS[name]]
 )
-def test_a_bad_header_is_named(name: str, value: str | bytes) -> None:
+def test_a_malformed_header_is_refused_with_its_name_and_fault(name: str, value: str | bytes) -> None:
     with pytest.raises(BadRequest) as caught:
         asked({name: value})
     assert f"header {name}" in str(caught.value)
@@ -665,7 +663,7 @@ NOT_OWN_S: dict[str, dict[str, float]] = {
     "a TTL below a client's": ({TIMEOUT: "9", TTL: "4"}, 4.0, False),
     "a client's below a TTL": ({TIMEOUT: "3", TTL: "4"}, 3.0, True),
 })  # fmt: skip
-def test_a_deadline_shortens_the_ttl_and_a_clients_own_is_known_as_such(
+def test_a_deadline_shortens_the_ttl_and_is_marked_if_the_client_set_it(
     headers: dict[str, str | bytes], expected_s: float, by_client: bool
 ) -> None:
     request = asked(headers)
@@ -695,7 +693,7 @@ def variants(
     trusted: bool = False,
     headers: Mapping[str, bytes] = {},
 ) -> list[str]:
-    """What requests 0, 1, … for a split model, with these prompts and ids, are sent as by a new replica."""
+    """Target models that a new replica chooses for requests 0, 1, … of a split model with these prompts."""
     settings = parse({"models": [SPLIT], "extproc": {"trusted_headers": [LLM_D_FAIRNESS]}})
     made = (f"made-{number}" for number in itertools.count())
     intake = Intake(settings, new_id=made.__next__, variant_key=lambda: key)
@@ -709,31 +707,31 @@ def variants(
     return sent_as
 
 
-def test_where_the_gateway_sets_the_id_the_variant_follows_from_it_alone() -> None:
+def test_the_variant_depends_only_on_an_id_that_the_gateway_sets() -> None:
     ids = {"request_id": lambda number: f"id-{number}", "trusted": True}
     found = variants(1000, **ids)
-    # Within five standard deviations, at any key and for whatever ids.
+    # Within five standard deviations of the binomial distribution.
     assert abs(found.count("split-a") - 250) < 5 * math.sqrt(1000 * 0.25 * 0.75)
-    # A retry at another replica, after an edit of the body: the same.
+    # A retry with an edited body gets the same variant at another replica.
     assert variants(1000, lambda number: f"prompt {number}", **ids) == found
     assert variants(1000, key=b"other", **ids) != found
     assert len(set(variants(100, str, trusted=True))) == 1
 
 
 @pytest.mark.parametrize(("trusted", "request_id"), [(False, "id-{}"), (True, "no id {}"), (True, "")])
-def test_where_it_does_not_the_variant_follows_from_flow_and_body(trusted: bool, request_id: str) -> None:
+def test_without_a_gateway_id_the_variant_depends_on_flow_and_body(trusted: bool, request_id: str) -> None:
     ids = {"request_id": request_id.format, "trusted": trusted}
     found = variants(1000, str, **ids)
     assert abs(found.count("split-a") - 250) < 5 * math.sqrt(1000 * 0.25 * 0.75)
     assert variants(1000, str, **ids) == found
     assert variants(1000, str, **ids, key=b"other") != found
     assert variants(1000, str, **ids, headers={LLM_D_FAIRNESS: b"tenant"}) != found
-    # No id that a client sends leads from one variant to another, nor does the body's size matter.
+    # A client's id does not change the variant of a body; long bodies of one size get either variant.
     assert len(set(variants(100, lambda number: "p" * 10_000, **ids))) == 1
     assert len(set(variants(100, lambda number: f"{number}" + "p" * 10_000, **ids))) == 2
 
 
-def test_the_prefix_of_a_request_is_its_variants() -> None:
+def test_prefix_hashes_are_computed_for_the_target_model() -> None:
     prefixes = Mock(needs_prefix_hashes=True)
     intake = Intake(SETTINGS, new_id=lambda: "made", variant_key=bytes, prefixes=prefixes)
     sent, plain = (
@@ -744,7 +742,7 @@ def test_the_prefix_of_a_request_is_its_variants() -> None:
     assert sent.prefix == plain.prefix != ()
 
 
-def test_a_rewritten_request_is_one_for_the_new_model_in_all_that_it_may_use() -> None:
+def test_a_rewritten_request_gets_all_settings_of_the_new_model() -> None:
     limits = {"criticality": "Sheddable", "weight": 2.0, "max_inflight_per_endpoint": 3}
     big = {"name": "big", **limits, "endpoint_labels": {"gpu": "h100"}, "target_models": [{"name": "big-v2"}]}
     settings = parse({"models": [{"name": "split", "target_models": [{"name": "split-a"}]}, big]})
@@ -755,7 +753,7 @@ def test_a_rewritten_request_is_one_for_the_new_model_in_all_that_it_may_use() -
     assert (rewritten.flow, rewritten.target_model, rewritten.limit) == ("big", "big-v2", 3)
 
 
-def test_headers_that_steer_are_read_only_where_they_are_trusted() -> None:
+def test_headers_that_choose_flow_band_or_model_are_read_only_if_trusted() -> None:
     assert not any("fairness" in name or "objective" in name or "rewrite" in name for name in HEADERS)
     assert wanted_headers(SETTINGS) == HEADERS
     named = parse({"extproc": {"trusted_headers": [LLM_D_FAIRNESS]}})
@@ -763,7 +761,7 @@ def test_headers_that_steer_are_read_only_where_they_are_trusted() -> None:
 
 
 @pytest.mark.parametrize("sent", ["3b5f6ed4-8b41", "A.b_c:d-1"])
-def test_a_request_id_counts_only_where_envoy_sets_it(sent: str) -> None:
+def test_a_request_id_is_used_only_if_envoy_sets_it(sent: str) -> None:
     assert [asked({"x-request-id": sent}, trusted=trusted).id for trusted in (True, False)] == [sent, "made"]
 
 
@@ -795,7 +793,7 @@ REFERRING: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
 
 @pytest.mark.parametrize("prompt", ["p", "p" * 9000, "\u1234\\u0041" * 900], ids=["small", "long", "escaped"])
 @cases("members, expected", REFERRING)
-def test_a_request_of_the_responses_api_names_what_it_goes_on_with(
+def test_a_request_of_the_responses_api_names_the_state_that_it_continues(
     members: dict[str, Any], expected: tuple[str, ...], prompt: str
 ) -> None:
     text = json.dumps({"model": "m", "input": prompt, **members}).encode()

@@ -1,4 +1,4 @@
-"""The scraper against real sockets: what it fetches, what it hands over, and what it does about faults."""
+"""The scraper against real sockets: scrapes, published readings, probes, and faults of servers."""
 
 import asyncio
 import contextlib
@@ -23,7 +23,7 @@ INTERVAL_S = 0.02
 
 
 class Bench:
-    """Three page servers; takes what a scraper of theirs hands over, and counts."""
+    """Three page servers; receives and counts readings, probes and faults of their scraper."""
 
     def __init__(self, servers: list[PageServer]) -> None:
         self.servers, self.server = servers, servers[0]
@@ -31,9 +31,9 @@ class Bench:
         self.newest: dict[str, EndpointMetrics] = {}
         self.worked: Counter[str] = Counter()
         self.probed_at: Counter[str] = Counter()
-        self.unready: Counter[str] = Counter()  # of both, those that found the server unready
+        self.unready: Counter[str] = Counter()  # scrapes and probes that found the server unready
         self.failed: Counter[tuple[str, str]] = Counter()
-        self.refused = self.refusals = 0  # readings, and batches
+        self.refused = self.refusals = 0  # refused readings and batches
         self.refusing = False
 
     async def publish(self, batch: Mapping[str, EndpointMetrics]) -> None:
@@ -72,7 +72,7 @@ class Bench:
         engine: str = "vllm",
         **more: Any,
     ) -> AsyncIterator[Scraper]:
-        """A scraper of `addresses`, by default of the first server; `more` are its parameters."""
+        """Run a scraper of `addresses`, by default of the first server, with parameters `more`."""
         defaults = {
             "pacing": IntervalPolicy(INTERVAL_S, lambda: True), "vary": random.random, "speak_s": 60,
             "deadline_s": 20, "late_s": 0.5,
@@ -95,7 +95,7 @@ async def bench() -> AsyncIterator[Bench]:
         yield Bench([await stack.enter_async_context(serving()) for _ in range(3)])
 
 
-async def test_every_owned_endpoint_is_read_again_and_again(bench: Bench) -> None:
+async def test_every_owned_endpoint_is_scraped_repeatedly_over_one_connection(bench: Bench) -> None:
     addresses = [server.address for server in bench.servers]
     async with bench.scraping(addresses):
         await until(lambda: all(bench.worked[address] >= 4 for address in addresses))
@@ -106,7 +106,7 @@ async def test_every_owned_endpoint_is_read_again_and_again(bench: Bench) -> Non
     assert not bench.failed
 
 
-async def test_what_is_only_for_show_is_handed_over_seldom_and_then_the_newest(bench: Bench) -> None:
+async def test_readings_are_published_only_at_the_publish_interval(bench: Bench) -> None:
     async with bench.scraping(publish_s=60):
         await until(lambda: bool(bench.batches))
         await until(lambda: len(bench.server.requests) >= 10)
@@ -124,7 +124,7 @@ async def test_a_scraper_without_readings_publishes_empty_batches(bench: Bench) 
     assert not any(bench.batches)
 
 
-async def test_a_slow_endpoint_delays_nobody(bench: Bench) -> None:
+async def test_a_slow_endpoint_delays_no_other(bench: Bench) -> None:
     slow, *others = bench.servers
     slow.act = slow.hang
     async with bench.scraping(server.address for server in bench.servers):
@@ -135,7 +135,7 @@ async def test_a_slow_endpoint_delays_nobody(bench: Bench) -> None:
         assert slow.address not in bench.newest
 
 
-async def test_a_process_that_stands_still_is_late_and_silent_after_three_questions(bench: Bench) -> None:
+async def test_a_hanging_server_times_out_twice_and_then_counts_as_silent(bench: Bench) -> None:
     server = bench.server
     server.act = server.hang
     async with bench.scraping(deadline_s=0.05):
@@ -148,7 +148,7 @@ async def test_a_process_that_stands_still_is_late_and_silent_after_three_questi
     assert bench.newest[server.address].failures == 0
 
 
-async def test_an_endpoint_that_does_not_even_refuse_is_one_that_cannot_be_connected_to(bench: Bench) -> None:
+async def test_an_endpoint_that_neither_accepts_nor_refuses_is_a_connection_fault(bench: Bench) -> None:
     with socket.create_server(("127.0.0.1", 0), backlog=0) as full, contextlib.ExitStack() as others:
         for _ in range(8):
             other = others.enter_context(socket.socket())
@@ -160,7 +160,7 @@ async def test_an_endpoint_that_does_not_even_refuse_is_one_that_cannot_be_conne
         assert bench.failed[address, "timeout"] == 1
 
 
-async def test_a_server_that_is_late_now_and_then_is_not_silent(bench: Bench) -> None:
+async def test_a_server_that_times_out_now_and_then_is_not_silent(bench: Bench) -> None:
     slow, endless, _ = bench.servers
 
     async def seldom(writer: asyncio.StreamWriter) -> None:
@@ -188,8 +188,8 @@ async def test_a_paused_replica_counts_no_endpoint_as_silent(bench: Bench) -> No
     assert not bench.failed[server.address, "silent"]
 
 
-async def test_a_bad_answer_is_a_fault_until_a_good_one_comes(bench: Bench) -> None:
-    # test_scraping_page.py has all bad answers.
+async def test_a_malformed_page_is_a_fault_until_a_valid_one_comes(bench: Bench) -> None:
+    # test_scraping_page.py covers all malformed pages.
     server = bench.server
     server.answer = answered(b"vllm:num_requests_waiting x\n")
     async with bench.scraping():
@@ -204,7 +204,7 @@ async def test_a_bad_answer_is_a_fault_until_a_good_one_comes(bench: Bench) -> N
         assert (metrics.failures, metrics.waiting) == (0, 3.0)
 
 
-async def test_an_endpoint_that_comes_up_is_read(bench: Bench) -> None:
+async def test_an_endpoint_is_scraped_once_its_server_starts(bench: Bench) -> None:
     late = PageServer()
     await late.start()
     port = int(late.address.rpartition(":")[2])
@@ -217,7 +217,7 @@ async def test_an_endpoint_that_comes_up_is_read(bench: Bench) -> None:
     late.stop()
 
 
-async def test_what_is_owned_changes_at_once(bench: Bench) -> None:
+async def test_new_targets_are_scraped_and_former_ones_dropped_at_once(bench: Bench) -> None:
     first, second, _ = bench.servers
     first.act = first.hang
     async with bench.scraping([first.address]) as scraper:
@@ -233,7 +233,7 @@ async def test_what_is_owned_changes_at_once(bench: Bench) -> None:
         await until(lambda: bench.worked[first.address] >= 1)
 
 
-async def test_what_redis_does_not_take_is_handed_over_later(bench: Bench) -> None:
+async def test_readings_that_redis_refused_are_published_later(bench: Bench) -> None:
     failing, good, dropped = bench.servers
     failing.answer = answered(b"", status="500 Oops")
     bench.refusing = True
@@ -249,8 +249,8 @@ async def test_what_redis_does_not_take_is_handed_over_later(bench: Bench) -> No
         assert bench.batches[0][failing.address].fault == "answered 500"
 
 
-async def test_a_server_whose_page_is_read_seldom_is_probed_meanwhile(bench: Bench) -> None:
-    # Pages that nobody picks by are read every 5 s.
+async def test_a_server_is_probed_between_rare_scrapes(bench: Bench) -> None:
+    # If no scorer uses the pages, the scrape interval is 5 s.
     server = bench.server
     unused = IntervalPolicy(None, lambda: False)
     async with bench.scraping(deadline_s=0.05, pacing=unused) as scraper:
@@ -259,7 +259,7 @@ async def test_a_server_whose_page_is_read_seldom_is_probed_meanwhile(bench: Ben
         assert (first.interval_ms, first.before) == (5000, None)
         await until(lambda: sum("GET /health " in asked for asked in server.requests) >= 2)
         assert sum("GET /metrics " in asked for asked in server.requests) == 1
-        # Requests there may be gone: the next page comes soon, and tells of the one before.
+        # A suspected server is scraped soon; its reading has time and load of the scrape before.
         scraper.suspect([server.address])
         await until(lambda: bench.newest[server.address].before is not None)
         assert bench.newest[server.address].before == (first.scraped_ms, 5.0)
@@ -270,13 +270,13 @@ async def test_a_server_whose_page_is_read_seldom_is_probed_meanwhile(bench: Ben
 
 
 class Seldom(IntervalPolicy):
-    """Without probes between two pages."""
+    """A pacing without probes between two scrapes."""
 
     def tick_s(self, interval_s: float, targets: int) -> float:
         return interval_s
 
 
-async def test_a_server_that_ends_its_connection_is_looked_at_once(bench: Bench) -> None:
+async def test_a_server_that_closes_its_connection_is_checked_at_once(bench: Bench) -> None:
     server = bench.server
     told_to_end = asyncio.Event()
 
@@ -291,28 +291,28 @@ async def test_a_server_that_ends_its_connection_is_looked_at_once(bench: Bench)
     pacing = Seldom(60.0, lambda: True)
     async with bench.scraping(pacing=pacing, vary=lambda: 0.0):
         await until(lambda: bench.worked[server.address] == 1)
-        # Its next page is due in a minute; that it refuses connections is found now.
+        # The next scrape is due in a minute, but the refused connection is noticed now.
         told_to_end.set()
         await until(lambda: bench.failed[server.address, "connection"] >= 1)
 
 
-async def test_a_server_that_ends_each_connection_is_asked_no_more_often(bench: Bench) -> None:
+async def test_a_server_that_closes_each_connection_is_scraped_no_more_often(bench: Bench) -> None:
     server, clock = bench.server, asyncio.get_running_loop().time
     server.act = server.cut(server.answer)
     async with bench.scraping(pacing=IntervalPolicy(0.05, lambda: True)):
         await until(lambda: bench.worked[server.address] == 1)
         began_s = clock()
-        await until(lambda: bench.worked[server.address] >= 22)  # one of them at once
+        await until(lambda: bench.worked[server.address] >= 22)  # one of them follows at once
         assert clock() - began_s >= 20 * 0.04
     assert not bench.failed
 
 
-async def test_a_server_that_ends_idle_connections_is_never_called_down(bench: Bench) -> None:
+async def test_a_server_that_closes_idle_connections_is_never_reported_down(bench: Bench) -> None:
     server, loop = bench.server, asyncio.get_running_loop()
 
     async def answer_and_end_soon(writer: asyncio.StreamWriter) -> None:
         writer.write(server.answer)
-        loop.call_later(INTERVAL_S, writer.close)  # when the next question comes
+        loop.call_later(INTERVAL_S, writer.close)  # at the time of the next scrape
 
     server.act = answer_and_end_soon
     async with bench.scraping():
@@ -320,7 +320,7 @@ async def test_a_server_that_ends_idle_connections_is_never_called_down(bench: B
     assert not bench.failed
 
 
-async def test_a_health_page_without_end_is_an_answer(bench: Bench) -> None:
+async def test_an_endless_health_page_counts_as_an_answer(bench: Bench) -> None:
     server = bench.server
 
     async def stream(writer: asyncio.StreamWriter) -> None:
@@ -373,7 +373,7 @@ def test_the_pause_after_failures_varies() -> None:
 
 
 def at_paths(server: PageServer, **answers: str) -> None:
-    """Let `server` answer at these paths only; the first word of an answer may be a status."""
+    """Let `server` answer only these paths (`_` for `/` and `.`); an answer begins with its status."""
     found = {path: text.partition(" ") for path, text in answers.items()}
 
     async def act(writer: asyncio.StreamWriter) -> None:
@@ -406,7 +406,7 @@ async def test_each_engine_of_a_pool_is_found_from_its_page_or_its_label(bench: 
         await until(lambda: len(bench.newest) == 3)
         waiting = [bench.newest[server.address].waiting for server in bench.servers]
         assert (waiting, bench.failed) == ([7.0, 5.0, 3.0], {})
-        # Another engine comes in its place.
+        # A server of another engine takes the address.
         at_paths(changing, metrics="200 tgi_queue_size 9\n", health="200")
         await until(lambda: bench.newest[changing.address].waiting == 9.0)
 
@@ -424,7 +424,7 @@ async def test_an_engine_that_sleeps_or_refuses_is_unready_until_it_is_well(
 ) -> None:
     server = bench.server
     at_paths(server, **unready)
-    # The page is read seldom, and still the end of its sleep is noticed soon.
+    # Although scrapes are rare, the end of the sleep is noticed soon.
     async with bench.scraping(pacing=IntervalPolicy(None, lambda: False)):
         await until(lambda: server.address in bench.newest and bench.newest[server.address].unready == why)
         await until(lambda: bench.unready[server.address] >= 2)
@@ -462,7 +462,7 @@ async def test_an_idle_adapter_stays_loaded_until_others_need_its_slot_or_the_en
         for running, idle in (("ab", ""), ("", "ab"), ("c", "b"), ("bd", ""), ("", "bd"), ("e", "d")):
             at_paths(server, metrics=runs(*running), health="200", v1_models="404")
             await known(running, idle)
-    # One that takes over goes by what others have read.
+    # A replica that takes over an endpoint starts from the last reading of the former replica.
     bench.newest.clear()
     last = EndpointMetrics(0, active_adapters=frozenset("c"), idle_adapters=frozenset("d"))
     at_paths(server, metrics=runs(), health="200", v1_models=models)
