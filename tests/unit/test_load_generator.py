@@ -1,4 +1,4 @@
-"""The load generator: its client, its loops, what `picker load` sends, its figures and its report."""
+"""The load generator `picker load`: HTTP client, open and closed loops, planned requests, report."""
 
 import asyncio
 import contextlib
@@ -35,7 +35,7 @@ from picker_tools.load.scenarios import SCENARIOS, Plan, Source, planned, source
 from picker_tools.load.session import kill_moments
 
 
-def test_loopback_targets_are_accepted_and_others_with_an_option() -> None:
+def test_loopback_targets_are_accepted_and_other_targets_need_an_option() -> None:
     for url in ("http://127.0.0.1:8080", "http://localhost:1", "http://[::1]:9", "http://127.9.9.9"):
         assert check_url(url, "--target", allow_remote=False) == url
         assert check_url(f"{url}/", "--target", allow_remote=False) == url
@@ -53,7 +53,7 @@ REFUSED_TARGETS = {
 
 
 @pytest.mark.parametrize(("url", "words"), REFUSED_TARGETS.items(), ids=REFUSED_TARGETS)
-def test_other_targets_are_refused_with_a_reason(url: str, words: str) -> None:
+def test_an_unsuitable_target_is_refused_with_a_reason(url: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         check_url(url, "--target", allow_remote=False)
 
@@ -89,7 +89,7 @@ def test_bad_usage_is_exit_status_2(
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_each_scenario_has_a_configuration_that_is_valid(name: str, tmp_path: Path) -> None:
+def test_each_scenario_has_a_valid_configuration(name: str, tmp_path: Path) -> None:
     scenario = SCENARIOS[name]
     settings = OwnFleet(scenario, Size(3, 4, "lean", 1), tmp_path, print).settings
     assert settings.decision_log.enabled
@@ -101,7 +101,7 @@ def test_each_scenario_has_a_configuration_that_is_valid(name: str, tmp_path: Pa
     assert all(source.ttl_s <= settings.fair_request_queue.queue_ttl for source in scenario.sources)
 
 
-def test_a_sample_of_the_state() -> None:
+def test_a_sample_is_read_from_the_state_page_or_is_none() -> None:
     state = {
         "stock": 3, "bounds": {"lower": 7.2, "upper": 8.8}, "in_flight": {"a": 3}, "leases": 3,
         "queue_length": {"Critical": 1, "Default": 2, "Sheddable": 0}, "replicas": ["x", "y"],
@@ -115,7 +115,7 @@ def test_a_sample_of_the_state() -> None:
 
 
 def sent_by(name: str, **fields: Any) -> list[generator.Planned]:
-    """What a run of the scenario sends where 100 requests a second can be served."""
+    """Planned requests of a scenario against a fleet that can serve 100 requests a second."""
     plan = Plan(SCENARIOS[name], duration_s=10, seed=7, max_requests=100_000)
     return list(planned(replace(plan, **fields), 100.0, "llama"))
 
@@ -123,7 +123,7 @@ def sent_by(name: str, **fields: Any) -> list[generator.Planned]:
 def test_the_same_seed_sends_the_same_requests_at_the_same_times() -> None:
     drawn, again, other = (sent_by("noisy-neighbour", seed=seed) for seed in (7, 7, 8))
     assert drawn == again != other
-    # In order, within the duration, numbered from 0 in each source, each prompt another.
+    # Times are sorted and within the duration; numbers begin at 0 per source; prompts are distinct.
     moments = [each.at_s for each in drawn]
     assert moments == sorted(moments)
     assert 0 < moments[0] < moments[-1] < 10
@@ -158,7 +158,7 @@ def test_each_request_names_its_flow_ttl_and_workload(name: str) -> None:
 @given(seed=st.integers(0, 200), duration_s=st.floats(1, 120), replicas=st.integers(1, 8))
 def test_replicas_are_killed_at_random_moments(seed: int, duration_s: float, replicas: int) -> None:
     moments = kill_moments(duration_s, replicas, seed)
-    # At least once, within the load, and the same for the same seed.
+    # At least one kill, all within the duration, and the same kills for the same seed.
     assert moments
     assert all(0 < at_s < duration_s and 0 <= number < replicas for at_s, number in moments)
     assert moments == kill_moments(duration_s, replicas, seed)
@@ -189,9 +189,9 @@ def whole(body: bytes, status: bytes = b"200 OK", more: bytes = b"") -> bytes:
 async def serving(
     answer: Callable[[int], bytes | None], **options: bool
 ) -> AsyncIterator[tuple[Client, list[int]]]:
-    """A server whose answer to request `n` (from 0) is `answer(n)`. HANG_UP: it hangs up; None: silent.
+    """Serve request `n` (from 0) with `answer(n)`; None sends nothing, a final HANG_UP closes the connection.
 
-    Gives a client of it, and the number of connections as the one entry of a list.
+    Yields a client of the server, and a list whose one entry counts connections.
     """
     numbers, connections = itertools.count(), [0]
 
@@ -262,7 +262,7 @@ async def test_a_second_answer_to_one_request_is_counted_and_its_connection_not_
 
 
 async def test_connections_are_reused_unless_broken() -> None:
-    # The server hangs up after its second answer.
+    # The server closes the connection at the third request.
     replies = [whole(PLAIN), whole(PLAIN), HANG_UP, whole(PLAIN)]
     async with serving(lambda number: replies[number]) as (client, connections):
         kinds = [(await sent(client, streamed=False)).kind for _ in replies]
@@ -270,7 +270,7 @@ async def test_connections_are_reused_unless_broken() -> None:
     assert (kinds, connections) == ([SERVED, SERVED, FAILED, SERVED], [2])
 
 
-async def test_a_silent_or_missing_server_is_a_failure_in_time_and_a_client_that_leaves_is_none() -> None:
+async def test_silent_and_missing_servers_are_failures_and_a_client_that_leaves_is_not() -> None:
     async with serving(lambda _: None) as (client, _):
         answer = await sent(client, within_s=0.05)
         left = await client.send(Request("hi", 2, leaves_s=0.05))
@@ -287,11 +287,11 @@ async def test_an_open_loop_does_not_wait_for_answers() -> None:
         load = Load(client)
         plan = generator.steady(500, lambda _, number: Request(f"{number}", 2))
         running = asyncio.create_task(load.send_open(itertools.islice(plan, 20)))
-        # All are sent though none is answered.
+        # All are sent although none is answered.
         async with asyncio.timeout(30):
             await all_in.wait()
         assert load.open == 20
-        # When the load stops, each has left and is counted once.
+        # When the load stops, each request counts once, as LEFT.
         load.stop()
         await running
     assert load.ended[Kind.LEFT] == load.sent == len(load.history) == 20
@@ -299,7 +299,7 @@ async def test_an_open_loop_does_not_wait_for_answers() -> None:
     assert due_s[:2] == pytest.approx([0, 0.002])
 
 
-async def test_a_closed_loop_sends_as_many_requests_as_it_should_over_as_few_connections() -> None:
+async def test_a_closed_loop_sends_the_given_number_of_requests_over_one_connection_per_client() -> None:
     async with serving(lambda _: whole(PLAIN)) as (client, connections):
         load = Load(client)
         await load.send_closed(3, lambda _, number: Request(f"{number}", 2), requests=40)
@@ -307,7 +307,7 @@ async def test_a_closed_loop_sends_as_many_requests_as_it_should_over_as_few_con
     assert [one.sent_s < two.done_s for one, two in pairwise(load.history)] == [True] * 39
 
 
-async def test_a_closed_loop_ends_with_its_block_and_the_last_answers() -> None:
+async def test_a_closed_loop_ends_with_its_block_after_the_last_answers() -> None:
     async with serving(lambda _: whole(b"{}", b"503 No", FULL)) as (client, connections):
         url = f"http://{client.address}"
         began_s = time.monotonic()
@@ -315,13 +315,13 @@ async def test_a_closed_loop_ends_with_its_block_and_the_last_answers() -> None:
             url, clients=2, make_request=generator.requests_of_flows(2), pause_s=0.02
         ) as load:
             await load.wait_until(lambda: len(load.unserved) >= 10)
-    # Each request has a connection of its own, and a refused client pauses.
+    # Each request uses its own connection, and a client pauses after a refusal.
     assert connections == [len(load.history)] == [load.sent]
     assert time.monotonic() - began_s >= 4 * 0.02
 
 
 @given(seed=st.integers(0, 1000))
-def test_a_mixed_request_fits_into_what_envoy_can_send_again(seed: int) -> None:
+def test_a_mixed_request_is_short_enough_for_envoy_to_retry_it(seed: int) -> None:
     request = generator.mixed_request(random.Random(seed), seed)
     body = request.body()
     assert len(body) <= generator.LONGEST_BODY_BYTES
@@ -390,7 +390,7 @@ def test_a_broken_promise_is_reported_with_its_evidence(
     promises = {each["name"]: each for each in summary["promises"]}
     assert len(promises["no-errors"]["cases"]) == 2
     assert summary["ends"]["503 rejected-saturated"] == 1
-    # The terminal has one line a promise, and then the cases of the broken one.
+    # The terminal shows one line per promise, and the cases of a broken promise.
     show(check_promises(evidence))
     lines = capsys.readouterr().out.splitlines()
     kept = [line.split()[1] for line in lines if line.startswith("held")]
@@ -398,7 +398,7 @@ def test_a_broken_promise_is_reported_with_its_evidence(
     assert any(line.startswith("BROKEN no-errors: every request is served") for line in lines)
 
 
-def test_what_was_asked_while_redis_was_away_is_in_no_fair_share() -> None:
+def test_requests_during_a_redis_outage_are_left_out_of_fair_shares() -> None:
     asked = tuple(each for each in run("demo").answers if each.source == "noisy" or each.number % 4 == 0)
     harmed = run("demo", answers=asked, faults_injected=result.FaultsInjected(outages=[(10.0, 12.0)]))
     logged = tuple(

@@ -1,4 +1,4 @@
-"""Which endpoint comes first and why: scorers alone, filters and weighted scorers together, explanations."""
+"""Choice of endpoints: single scorers, filters, weighted scorers, and explanations."""
 
 import random
 from collections import Counter
@@ -61,7 +61,7 @@ def test_the_scores_of_one_scorer(
 
 
 def latencies(*known: tuple[float | None, float, int], **pick: Any) -> list[float]:
-    """The scores of endpoints by mean latency (None: no statistics), its spread, and requests in flight."""
+    """Scores of endpoints with these mean latencies (None: no statistics), spreads and requests in flight."""
     endpoints = [
         EndpointState("a", latency=None if mean is None else LatencyStats(9, mean, spread), in_flight=load)
         for mean, spread, load in known
@@ -88,7 +88,7 @@ def test_a_stale_endpoint_is_unknown_to_every_scorer() -> None:
         scores = SCORERS[scorer](PickRequest(adapter="a"), [stale, busy, idle])
         assert scores[0] == pytest.approx(0.5)
         assert scores[1] < scores[0] < scores[2]
-    # That it has the adapter is not known: one that has it comes first.
+    # The adapters of a stale endpoint are unknown: a fresh endpoint with the adapter comes first.
     assert SCORERS["lora-affinity"](PickRequest(adapter="a"), [stale, idle]) == [0.8, 1.0]
 
 
@@ -164,19 +164,19 @@ OUTSIDE = {A: "not in the subset hint"}
     "all out": (PLAIN, [at(A, healthy=False), at(B, draining=True)], {A: "unhealthy", B: "draining"}),
     "no such label": (ZONE_B, [at(A)], {A: "label zone is not b"}),
 })  # fmt: skip
-def test_hard_filters_leave_nobody_and_say_why(
+def test_hard_filters_may_exclude_every_endpoint_and_give_the_reasons(
     pick: PickRequest, endpoints: list[EndpointState], reasons: dict[str, str]
 ) -> None:
     ranking = rank(DEFAULT, pick, *endpoints)
     assert (ranking.best, ranking.excluded) == ((), reasons)
 
 
-def test_a_soft_filter_that_leaves_nobody_is_waived() -> None:
+def test_a_soft_filter_that_excludes_every_endpoint_is_waived() -> None:
     # No endpoint has room for the adapter.
     ranking = rank(DEFAULT, SUMMARISE, at(A, active="x y"), at(B, active="x z"))
     assert set(addresses(ranking)) == {A, B}
     assert (ranking.waived, ranking.excluded) == (("adapter",), {})
-    # What a hard filter took is never brought back.
+    # An endpoint that a hard filter excluded stays excluded.
     ranking = rank(DEFAULT, SUMMARISE, at(A, active="sum", draining=True), at(B, active="x y"))
     assert (addresses(ranking), ranking.excluded) == ([B], {A: "draining"})
 
@@ -196,7 +196,7 @@ def test_ties_are_broken_by_chance_alone() -> None:
     assert addresses(rank(DEFAULT, by_chance, at(A), at(B), at(C))) == [B, C, A]
 
 
-def test_only_the_most_wanted_are_listed_best_first() -> None:
+def test_a_limited_ranking_lists_the_best_endpoints_in_order() -> None:
     endpoints = [at(f"10.0.1.{n}:80", n) for n in range(200)]
     best = Scheduler(DEFAULT).rank(PLAIN, endpoints[::-1], limit=3)
     assert addresses(best) == ["10.0.1.0:80", "10.0.1.1:80", "10.0.1.2:80"]
@@ -225,7 +225,7 @@ def test_totals_stay_between_zero_and_one_with_every_scorer() -> None:
         assert all(0.0 <= part <= 1.0 for parts in ranking.parts.values() for part in parts)
 
 
-def test_the_part_of_the_load_in_flight_can_be_taken_out() -> None:
+def test_a_ranking_has_the_base_score_without_the_load_in_flight() -> None:
     scheduler = Scheduler({"in-flight": 1.0, "kv-cache": 3.0})
 
     best = scheduler.rank(PLAIN, [at(A, kv=0.5, in_flight=0), at(B, kv=0.5, in_flight=4)]).best
@@ -248,7 +248,7 @@ def test_an_unknown_scorer_or_an_impossible_weight_is_refused(name: str, weight:
         Scheduler({name: weight})
 
 
-def test_what_is_new_of_the_endpoints_counts_at_once() -> None:
+def test_new_readings_and_subsets_change_the_ranking_at_once() -> None:
     scheduler = Scheduler(DEFAULT)
     only, full = PickRequest(subset=frozenset((A,))), [at(A, 9), at(B, 0)]
     for pick, endpoints, order in (
@@ -280,14 +280,14 @@ def explained(seen: Ranking | LeastLoadedPick, chosen: tuple[str, ...] = (), loa
 def shown(
     address: str, score: float, queue: float, kv: float, in_flight: float, live: float | None
 ) -> object:
-    """A candidate as it is shown; without a part for the live load the final score is the score."""
+    """A candidate of an explanation; `final` equals `score`, or is None if the live load is unknown."""
     return {
         "address": address, "score": score, "parts": {"queue-depth": queue, "kv-cache": kv},
         "in_flight": in_flight, "live": live, "final": score if live is not None else None,
     }  # fmt: skip
 
 
-def test_every_candidate_is_explained_even_those_not_listed() -> None:
+def test_candidates_beyond_the_limit_are_explained_too() -> None:
     found = explained(ranking(), ("b", "a"), "1,")
     candidates = [
         shown("b", 0.85, queue=1.0, kv=0.8, in_flight=0.0, live=1.0),
@@ -321,7 +321,7 @@ def drawn(weights: Mapping[str, float], limit: int) -> Ranking:
     return Scheduler(weights).rank(PickRequest(random=iter([0.1, 0.9, 0.5]).__next__), equal, limit=limit)
 
 
-def test_equals_are_explained_in_the_order_they_were_drawn() -> None:
+def test_candidates_of_equal_score_are_explained_in_the_order_drawn() -> None:
     found = explained(drawn({"kv-cache": 1.0}, 2), ("b", "c"))
     assert [one.address for one in found.candidates] == ["b", "c", "a"]
 
@@ -338,7 +338,7 @@ def pool(*endpoints: Endpoint, candidates: str = "*", **asked: object) -> LeastL
 
 
 def test_without_scorers_the_explanation_says_so() -> None:
-    # With the loads that were seen, what was last known of the others, and who was out.
+    # It has the loads that the script saw, the last known loads of the others, and the exclusions.
     four = [*map(Endpoint, "ab"), Endpoint("c", down=True), Endpoint("d")]
     found = explained(pool(*four), ("b", "a"), "0,2")
     seen = [(one.address, one.score, one.live, one.in_flight) for one in found.candidates]
@@ -348,15 +348,15 @@ def test_without_scorers_the_explanation_says_so() -> None:
     assert found.weights == {}
 
 
-def test_named_candidates_have_the_loads_of_the_named() -> None:
-    # A subset has one name twice.
+def test_the_loads_of_named_candidates_are_matched_by_position() -> None:
+    # The subset names one endpoint twice.
     found = explained(
         pool(*map(Endpoint, "abc"), subset=("c", "a", "c", "b"), candidates="c,a,c,b"), ("b",), "5,,1"
     )
     assert {one.address: one.live for one in found.candidates} == {"b": 1.0, "c": 5.0, "a": None}
 
 
-def test_a_refusal_says_who_was_out_and_why() -> None:
+def test_the_explanation_of_a_refusal_names_each_exclusion_and_its_reason() -> None:
     labelled = (Endpoint("a", drained=True), Endpoint("b", labels={"gpu": "a10"}), Endpoint("c"))
     found = explained(pool(*labelled, subset=("a", "b"), selector={"gpu": "h100"}, candidates=""))
     assert (found.chosen, found.candidates) == ((), ())
