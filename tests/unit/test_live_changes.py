@@ -1,4 +1,4 @@
-"""Live changes: which keys, what follows from them, and the faults between them."""
+"""Live configuration changes: which keys may change, the overrides they cause, and refused changes."""
 
 import contextlib
 import json
@@ -23,11 +23,11 @@ CONFIGURED = parse({
     "request_queue_controller": {"watermark_per_backend": 4},
     "admin": {"token": "t"},
 })  # fmt: skip
-# The three bands as scripts get them.
+# The three named bands as the Lua scripts receive them.
 CRITICAL: dict[str, Any] = {"priority": 10, "preemptible": False, "guaranteed": True}
 DEFAULT: dict[str, Any] = {"priority": 0, "preemptible": True, "guaranteed": False}
 SHEDDABLE: dict[str, Any] = {"priority": -10, "preemptible": True, "guaranteed": False}
-# Everything that may change, each to something new.
+# Every key that may change live, with a new value.
 EVERYTHING: dict[str, dict[str, Any]] = {
     "fair_request_queue": {
         "total_capacity": 900, "flow_capacity": 90, "max_flows": 50, "claim_share": 0.5,
@@ -70,7 +70,7 @@ def fault(patch: Any, settings: Settings = CONFIGURED) -> str:
     return str(caught.value)
 
 
-def test_shared_settings_have_every_name_of_the_scripts() -> None:
+def test_shared_settings_have_every_name_that_the_scripts_read() -> None:
     assert shared_settings(parse({}), {"gold": 3.0}) == {
         "upper_per": pytest.approx(2.2), "lower_per": pytest.approx(1.8), "total_capacity": 1000,
         "flow_capacity": 100, "max_flows": 10_000, "claim_share": 1, "largest_claim": 0.25,
@@ -92,14 +92,14 @@ def test_starvation_ms_is_whole_and_0_only_if_unset(after: str | None, ms: int) 
     assert shared_settings(settings, {})["starvation_ms"] == ms
 
 
-def test_every_live_key_has_its_effect_and_no_other() -> None:
+def test_every_live_key_changes_exactly_its_own_overrides() -> None:
     flat = live_config.flattened(EVERYTHING)
     named = (".Critical", ".prefix-affinity", ".Default.bytes")
     keys = {next((key.removesuffix(each) for each in named if key.endswith(each)), key) for key in flat}
     keys -= {key for key in keys if key.startswith("weights.")}
     assert keys == live_config.AFFECTS.keys()
 
-    # Each override is what a configuration with that change would publish.
+    # The overrides equal the settings that a configuration with these changes would publish.
     assert overridden(EVERYTHING) == {
         "total_capacity": 900, "flow_capacity": 90, "max_flows": 50, "claim_share": 1, "largest_claim": 0.5,
         "band_policy": "weighted", "band_weights": [5, 20, 10],
@@ -124,15 +124,15 @@ def test_both_bounds_follow_the_watermark() -> None:
     assert effective.settings.fair_request_queue.total_capacity == 500
 
 
-def test_the_configured_value_returns_when_a_change_is_taken_back() -> None:
+def test_the_configured_value_returns_when_a_change_is_reverted() -> None:
     changes = live_config.merged({}, {"fair_request_queue.total_capacity": 900, "weights.gold": 3.0})
     old = {**live_config.overrides(CONFIGURED, changes), "paused": 1}
 
-    # One is taken back.
+    # One of the two changes is reverted.
     changes = live_config.merged(changes, {"fair_request_queue.total_capacity": None})
     wanted = live_config.overrides(CONFIGURED, changes)
 
-    # Its override goes, the other's stays, and so does what no key stands for.
+    # Its override is removed; the other override and `paused`, which has no key, stay.
     assert live_config.replacing(old, wanted) == {"weights": {"gold": 3.0}, "total_capacity": None}
     assert live_config.applied(CONFIGURED, changes).settings == CONFIGURED
 
@@ -146,7 +146,7 @@ def test_changing_one_weight_keeps_the_others() -> None:
     for weights, expected in (
         (one, [60, 40, 10]),
         (both, [60, 30, 10]),
-        ((*both, {"Critical": None}), [50, 30, 10]),  # each is taken back by itself, or all
+        ((*both, {"Critical": None}), [50, 30, 10]),  # weights are reverted one by one, or all at once
     ):
         changes = changed(*map(band_weights, weights))
         assert live_config.overrides(configured, changes) == {"band_weights": expected}
@@ -179,19 +179,21 @@ def test_limits_and_attributes_of_bands_change_one_by_one() -> None:
     assert live_config.nested(changes) == priority_bands(
         {"low.est": {"bytes": 2**40}, "Default": {"preemptible": False}, "7": {"guaranteed": True}}
     )
-    # They are in force, and nothing else has changed: neither weights nor names.
+    # The changes are in force; weights and names of bands are as before.
     found = live_config.applied(configured, changes).settings.fair_request_queue.bands
     expected = {band.name: band for band in configured.fair_request_queue.bands}
     expected["low.est"] = replace(expected["low.est"], bytes=2**40)
     expected["Default"] = replace(expected["Default"], preemptible=False)
-    expected["7"] = replace(expected["7"], guaranteed=True, preemptible=False)  # of Default, by default
+    expected["7"] = replace(
+        expected["7"], guaranteed=True, preemptible=False
+    )  # preemptible follows band Default
     assert {band.name: band for band in found} == expected
     assert live_config.overrides(configured, changes) == {"bands": [
         CRITICAL, {**DEFAULT, "preemptible": False}, SHEDDABLE,
         {"priority": 7, "preemptible": False, "guaranteed": True, "capacity": 5},
         {"priority": -50, "preemptible": True, "guaranteed": False, "bytes": 2**40},
     ]}  # fmt: skip
-    # Those of one band are taken back, or all.
+    # The changes of one band can be reverted, or all of them.
     one = changed(*patches, priority_bands({"7": None}), bands=names)
     assert "fair_request_queue.priority_bands.7.guaranteed" not in one
     assert changed(*patches, priority_bands(None), bands=names) == {}
@@ -209,7 +211,7 @@ def test_limits_and_attributes_of_bands_change_one_by_one() -> None:
     "no number": ({"Default": {"capacity": True}}, ".Default.capacity: "),
     "no truth": ({"7": {"guaranteed": "yes"}}, ".7.guaranteed: "),
 })  # fmt: skip
-def test_a_fault_in_a_change_of_bands_is_named(patch: object, says: str) -> None:
+def test_a_refused_change_of_bands_names_its_fault(patch: object, says: str) -> None:
     configured = parse(priority_bands([{"priority": 7}]))
     with pytest.raises(ConfigError, match=f"priority_bands{re.escape(says)}"):
         live_config.applied(configured, live_config.flattened(priority_bands(patch), ("7",)))
@@ -271,10 +273,10 @@ BAD_CHANGES: list[tuple[dict[str, Any], str, str]] = [
 
 
 @pytest.mark.parametrize(("patch", "where", "says"), BAD_CHANGES)
-def test_a_change_that_cannot_be_made_names_its_key(patch: dict[str, Any], where: str, says: str) -> None:
+def test_a_refused_change_names_its_key(patch: dict[str, Any], where: str, says: str) -> None:
     message = fault(patch)
     assert message.startswith(where)
-    assert message.removeprefix(where)[:1] in (":", "x")  # of a long name the beginning is given
+    assert message.removeprefix(where)[:1] in (":", "x")  # a long name is cut
     assert says in message
 
 
@@ -292,7 +294,7 @@ def test_each_fault_of_a_change_has_its_line() -> None:
     "a model's limit": ("models", LIMITED, {"fairness": "none"}, "of models a cannot be kept"),
     "an objective's limit": ("objectives", LIMITED, {"fairness": "none"}, "of objectives a cannot be kept"),
 })  # fmt: skip
-def test_a_change_that_breaks_what_is_configured_names_it(
+def test_a_change_that_contradicts_the_configuration_names_the_conflict(
     section: str, entries: list[dict[str, Any]], queue: dict[str, Any], says: str
 ) -> None:
     assert says in fault({"fair_request_queue": queue}, parse({section: entries}))
@@ -307,7 +309,7 @@ live_keys = st.sampled_from(sorted(live_config.AFFECTS)).map(lambda key: tuple(k
 
 
 @given(st.lists(st.tuples(live_keys, json_values), max_size=4))
-def test_any_change_is_overrides_or_a_named_fault(changes: list[tuple[tuple[str, str], Any]]) -> None:
+def test_any_change_gives_json_overrides_or_a_named_fault(changes: list[tuple[tuple[str, str], Any]]) -> None:
     patch: dict[str, Any] = {}
     for (section, key), value in changes:
         patch.setdefault(section, {})[key] = value

@@ -1,4 +1,4 @@
-"""The documentation beside the code: numbers, settings, faults, alerts, and what it names."""
+"""The documentation agrees with the code: numbers, settings, faults, alerts, links and named files."""
 
 import ast
 import re
@@ -40,14 +40,14 @@ def text_of(name: str) -> str:
 
 
 def lua(path: str, name: str) -> int:
-    """The integer constant of a script."""
+    """The value of an integer constant in a Lua file."""
     found = re.search(rf"^ *local {name} = (\d+)", (ROOT / "lua" / path).read_text(), re.MULTILINE)
     assert found is not None, f"lua/{path} has no {name}"
     return int(found[1])
 
 
 def spaced(number: int) -> str:
-    """As the documentation writes numbers of five digits and more."""
+    """`number` as in the documentation: with spaces between groups of three digits."""
     return f"{number:,}".replace(",", " ")
 
 
@@ -96,7 +96,7 @@ SENTENCES = [
 
 
 @pytest.mark.parametrize(("page", "sentence"), SENTENCES)
-def test_a_number_on_a_page_is_that_of_the_code(page: str, sentence: str) -> None:
+def test_numbers_on_pages_equal_the_constants_in_the_code(page: str, sentence: str) -> None:
     assert sentence in " ".join(text_of(page).split()), f"docs/{page}.md does not say: {sentence}"
 
 
@@ -111,18 +111,18 @@ def table(section: str) -> list[list[str]]:
 
 
 def faults(of: type[errors.RequestError] = errors.RequestError) -> Iterator[type[errors.RequestError]]:
-    """Every fault that a client can be answered with: those of picker_fleet.domain.errors."""
+    """Every fault in picker_fleet.domain.errors that can be a client's answer."""
     if of.__module__ == "picker_fleet.domain.errors" and of not in (
         errors.Dropped,
         errors.StateFault,
-    ):  # names for several
+    ):  # base classes
         yield of
     for one in of.__subclasses__():
         yield from faults(one)
 
 
 @pytest.mark.parametrize("fault", list(faults()), ids=lambda fault: fault.code)
-def test_what_a_client_gets_is_as_the_page_says(fault: type[errors.RequestError]) -> None:
+def test_the_answer_to_each_fault_equals_its_row_on_the_page(fault: type[errors.RequestError]) -> None:
     row = {CODE.findall(cells[0])[0]: cells for cells in table("What clients get")}.get(fault.code)
     assert row is not None, f"docs/errors.md does not tell of {fault.code}"
     refusal = codec.refusal(fault("why"), 503, lambda: 0.0)
@@ -136,12 +136,12 @@ def test_what_a_client_gets_is_as_the_page_says(fault: type[errors.RequestError]
     assert ("retry-after" in headers) == status.startswith(("503", "429"))
 
 
-def test_the_page_tells_of_no_fault_that_is_not_there() -> None:
+def test_the_page_lists_exactly_the_faults_in_the_code() -> None:
     listed = [CODE.findall(cells[0])[0] for cells in table("What clients get")]
     assert sorted(listed) == sorted(fault.code for fault in faults())
 
 
-def test_what_redis_answers_means_what_the_page_says() -> None:
+def test_error_replies_of_redis_have_the_meanings_on_the_page() -> None:
     rows = table("What Redis answers")
     listed = [(prefix, cells[1]) for cells in rows for prefix in re.findall(r"`([^`]+)`", cells[0])]
     assert sorted(listed) == sorted((prefix.strip(), f"`{meaning}`") for prefix, meaning in ERROR_REPLIES)
@@ -156,7 +156,7 @@ def calls(folder: str = ".") -> Iterator[ast.Call]:
 
 
 def admin_codes() -> Iterator[tuple[str, str]]:
-    """Code and status of each fault that the admin API names in its source, and of its parameters."""
+    """Code and status of each fault in the source of the admin API."""
     for call in calls("admin"):
         if getattr(call.func, "id", "") in ("Refused", "_problem"):
             given = [each.value for each in call.args if isinstance(each, ast.Constant)]
@@ -175,11 +175,11 @@ def admin_codes() -> Iterator[tuple[str, str]]:
         yield fault.code, str(fault.status)
 
 
-def test_the_codes_of_the_admin_api_are_those_of_the_page() -> None:
+def test_the_page_lists_exactly_the_codes_of_the_admin_api() -> None:
     listed = {(CODE.findall(cells[0])[0], cells[1]) for cells in table("The admin API")}
     of_parameters = {("bad_limit", "422"), ("bad_band", "422")}
     found = set(admin_codes())
-    assert ("bad_config", "422") in found, "the source is not read as it was meant to be"
+    assert ("bad_config", "422") in found, "no call in the source was recognised"
     assert listed - of_parameters == found
     assert of_parameters <= listed
 
@@ -213,7 +213,7 @@ def anchors(page: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("page", LINKED, ids=lambda page: page.name)
-def test_links_lead_somewhere(page: Path) -> None:
+def test_links_have_existing_targets(page: Path) -> None:
     links = LINK.findall(page.read_text(encoding="utf-8"))
     for target, anchor in (each for each in links if "://" not in each[0]):
         found = (page.parent / target).resolve() if target else page
@@ -236,7 +236,7 @@ def test_files_and_tests_that_a_page_names_exist(page: Path) -> None:
 CITED = re.compile(r'docs/([\w-]+)\.md, "([^"\n]+)"')
 
 
-def test_parts_of_pages_that_the_code_cites_exist() -> None:
+def test_sections_of_pages_that_the_code_cites_exist() -> None:
     sources = [ROOT / "CHANGELOG.md", *(ROOT / "app").rglob("*.py"), *(ROOT / "deploy").rglob("*.yaml")]
     cited = {each for file in sources for each in CITED.findall(file.read_text(encoding="utf-8"))}
     assert len(cited) > 3
@@ -245,13 +245,13 @@ def test_parts_of_pages_that_the_code_cites_exist() -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_settings_that_are_named_exist(page: Path) -> None:
+def test_settings_that_a_page_names_exist(page: Path) -> None:
     named = {key.replace("[]", "") for key in KEY.findall(page.read_text(encoding="utf-8"))}
     assert named
     assert named <= set(keys(Settings))
 
 
-def test_what_tuning_calls_live_may_change_live_and_nothing_else() -> None:
+def test_the_tuning_page_marks_exactly_the_live_keys_as_live() -> None:
     rows = re.findall(r"^\| `([\w.]+)`( \*live\*)? \|", text_of("tuning"), re.MULTILINE)
     rows = [(key, live) for key, live in rows if "." in key and key in set(keys(Settings))]
     assert len(rows) > 10
@@ -266,7 +266,7 @@ def test_every_alert_is_on_the_page_once() -> None:
 
 
 def warnings() -> Iterator[str]:
-    """How each warning or error of a replica's log begins, up to what is filled in."""
+    """The format string of each warning and error that a replica logs."""
     for call in calls():
         if getattr(call.func, "attr", "") not in ("warning", "error", "exception"):
             continue
@@ -306,7 +306,7 @@ ROWS = [line.split("|")[1] for line in text_of("tuning").splitlines() if line.st
 
 
 def tuned() -> list[tuple[str, str]]:
-    """Section and key of each setting that tunes something."""
+    """Section and key of each setting that docs/tuning.md must list."""
     sections = Settings()
     found = [(name, key) for name in TUNED for key in type(getattr(sections, name)).model_fields]
     return found + [("models[]", key) for key in Model.model_fields if key != "name"]
@@ -314,7 +314,7 @@ def tuned() -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize(("section", "key"), tuned())
 def test_a_key_has_a_row_that_says_whether_it_is_live(section: str, key: str) -> None:
-    # The first cell of a row names the section first, and may list keys of it.
+    # The first cell of a row names a section with a key, and may list more keys of that section.
     cell = next((cell for cell in ROWS if f"`{section}." in cell and f"{key}`" in cell), None)
     assert cell is not None, f"docs/tuning.md has no row for {section}.{key}"
     assert ("*live*" in cell) == (f"{section}.{key}" in LIVE)

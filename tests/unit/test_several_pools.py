@@ -1,4 +1,4 @@
-"""What belongs to one of several pools: its settings, requests and their ends, bytes of bodies, metrics."""
+"""A replica with several pools: settings, requests and their ends, byte budgets and metrics per pool."""
 
 import asyncio
 import contextlib
@@ -39,7 +39,7 @@ from picker_fleet.state.accounting_token import Keyring
 from picker_fleet.telemetry.metrics import Metrics, MetricsPage
 from picker_tools.local_fleet import network
 
-NOBODY = "c"
+UNKNOWN_POOL = "c"
 TWO: dict[str, Any] = {
     "pool": "a",
     "fair_request_queue": {"queue_ttl": "9s", "band_weights": {"Critical": 50}},
@@ -52,7 +52,7 @@ TWO: dict[str, Any] = {
 }  # fmt: skip
 
 
-def test_a_pool_has_what_all_share_and_what_its_section_says() -> None:
+def test_a_pool_has_the_shared_settings_and_its_own_section() -> None:
     pools = pools_of(parse(TWO))
     assert list(pools) == ["a", "b"]
     assert {name: pool.pool for name, pool in pools.items()} == {"a": "a", "b": "b"}
@@ -60,7 +60,10 @@ def test_a_pool_has_what_all_share_and_what_its_section_says() -> None:
     assert [pool.fair_request_queue.total_capacity for pool in pools.values()] == [1000, 500]
     a, b = (pool.discovery for pool in pools.values())
     assert (a.dns is not None, a.static) == (True, None)
-    assert (b.dns, len(b.static or ())) == (None, 1)  # a source of discovery replaces the other
+    assert (b.dns, len(b.static or ())) == (
+        None,
+        1,
+    )  # a pool's own source of discovery replaces the shared one
     assert list(pools_of(parse({"pool": "alone"}))) == ["alone"]
     assert list(pools_of(parse({**TWO, "pool": "b"}))) == ["b", "a"]
 
@@ -91,13 +94,13 @@ def test_files_and_variables_reach_a_pools_section(tmp_path: Path) -> None:
     "few bytes": ({"extproc": {"max_buffered_bytes": 9_000_000}}, "more than half of max_buffered_bytes"),
     "too many": ({"pools": {f"p{number}": {} for number in range(33)}}, "pools: "),
 })  # fmt: skip
-def test_a_fault_in_a_section_is_told_with_its_place(changes: Mapping[str, Any], fault: str) -> None:
+def test_a_fault_in_the_section_of_a_pool_names_its_key(changes: Mapping[str, Any], fault: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse({**TWO, **changes})
     assert fault in str(caught.value)
 
 
-def test_a_fault_that_all_pools_share_is_told_once() -> None:
+def test_a_fault_in_shared_settings_is_reported_once() -> None:
     with pytest.raises(ConfigError) as caught:
         parse({**TWO, "redis": {"url": "nonsense"}, "scraping": {"interval": "never"}})
     told = [line.split(":")[0] for line in str(caught.value).splitlines()]
@@ -108,7 +111,7 @@ def test_a_fault_that_all_pools_share_is_told_once() -> None:
 
 
 class Both:
-    """Two pools behind one server: their gates, and how requests reach them."""
+    """Two pools behind one server, with their gates, metrics and contexts."""
 
     def __init__(self) -> None:
         self.gates = {"a": ScriptedGate(), "b": ScriptedGate()}
@@ -137,9 +140,9 @@ async def asks(channel: grpc.aio.Channel, *metadata: tuple[str, str]) -> Process
     call = channel.stream_stream(
         f"/{SERVICE}/Process", ProcessingRequest.SerializeToString, ProcessingResponse.FromString
     )(timeout=30, metadata=metadata)
-    # A client's header of that name is one of its request.
+    # A request header of this name comes from the client and does not choose the pool.
     await call.write(headers("lean", {POOL_HEADER: "b"}))
-    if (POOL_HEADER, NOBODY) not in metadata:  # which is refused by its headers
+    if (POOL_HEADER, UNKNOWN_POOL) not in metadata:  # an unknown pool is refused at the headers
         await call.write(body(BODY))
     return await call.read()
 
@@ -163,16 +166,16 @@ async def test_metadata_of_the_stream_names_the_pool_of_its_request() -> None:
             answer = await asks(channel, *([(POOL_HEADER, name)] if name else []))
             assert answer.WhichOneof("response") == "request_headers"
             assert tuple(both.asked.values()) == counts
-        refused = refusal([await asks(channel, (POOL_HEADER, NOBODY))])
+        refused = refusal([await asks(channel, (POOL_HEADER, UNKNOWN_POOL))])
         assert (refused.status, refused.code) == (404, "unknown_pool")
         assert tuple(both.asked.values()) == (2, 2)
-    # It is counted, among those of the default pool.
+    # The refusal counts in the metrics of the default pool.
     assert [code for _, _, code in both.metrics["a"].answers] == ["ok", "ok", "unknown_pool"]
     assert [code for _, _, code in both.metrics["b"].answers] == ["ok", "ok"]
 
 
 @pytest.mark.usefixtures("transport")
-async def test_a_port_of_a_pool_serves_it_without_a_name_and_services_follow_the_name() -> None:
+async def test_a_pool_is_the_default_on_its_own_port_and_metadata_names_another() -> None:
     async def of(name: bytes, stream: Stream) -> bytes:
         if not name:
             raise RpcError(Status.NOT_FOUND, "no such pool")
@@ -194,7 +197,7 @@ async def test_a_port_of_a_pool_serves_it_without_a_name_and_services_follow_the
                 with pytest.raises(grpc.aio.AioRpcError) as caught:
                     await whose(b"", timeout=30, metadata=((POOL_HEADER, "c"),))
                 assert caught.value.code() is grpc.StatusCode.NOT_FOUND
-        await server.drain()  # of all pools
+        await server.drain()  # drains all pools
         for name in (b"a", b"b"):
             gate = both.contexts.of(name).drain_gate
             with pytest.raises(ShuttingDown):
@@ -212,7 +215,7 @@ async def http_asks(port: int, *requests: bytes) -> list[Reply]:
     return replies
 
 
-async def test_the_header_of_a_check_names_its_pool_and_one_connection_asks_for_several() -> None:
+async def test_a_header_names_the_pool_of_each_check_on_a_connection() -> None:
     both = Both()
     asked = [check(**({POOL_HEADER: pool} if pool != " " else {})) for pool in " bc ab"]
     async with serving(CheckServer(both.contexts, "127.0.0.1:0")) as port:
@@ -233,7 +236,7 @@ def ended(request_id: str, keys: Keyring, kind: str = "DownstreamEnd", signed_fo
     return message
 
 
-def test_an_entry_is_one_of_the_pool_that_has_signed_its_token() -> None:
+def test_an_access_log_entry_belongs_to_the_pool_that_signed_its_token() -> None:
     gates = [ScriptedGate(), ScriptedGate()]
     keys = [Keyring(), Keyring()]
     metrics = [Metrics(), Metrics()]
@@ -242,13 +245,13 @@ def test_an_entry_is_one_of_the_pool_that_has_signed_its_token() -> None:
     gone.common_properties.response_flags.downstream_connection_termination = True
     entries = [
         ended("r-1", keys[1]), ended("r-2", keys[0]), ended("r-3", keys[1], "DownstreamPeriodic"),
-        ended("r-4", Keyring()),  # no pool's
+        ended("r-4", Keyring()),  # signed by no pool
         ended("r-5", keys[1], signed_for="r-1"),  # forged
         gone,
     ]  # fmt: skip
     accesslog.take(entries, accounts)
     assert [[each.id for each in gate.reported] for gate in gates] == [["r-2"], ["r-1", "r-3"]]
-    # Nobody knows whose request it was that has no token: each pool looks.
+    # An entry without a token names no pool: every pool checks its id.
     assert [gate.suspected for gate in gates] == [["gone"], ["gone"]]
     page = samples(metrics[0])
     for reason in ("unknown-key", "bad-signature", "no-token"):
@@ -264,7 +267,7 @@ LIMIT = 64 * SMALL_BYTES
     st.integers(2, 5),
     st.lists(st.tuples(st.integers(0, 4), st.integers(1, 3 * SMALL_BYTES), st.booleans()), max_size=80),
 )
-def test_no_pool_takes_what_another_has_of_its_own(count: int, steps: list[tuple[int, int, bool]]) -> None:
+def test_no_pool_takes_bytes_reserved_for_another(count: int, steps: list[tuple[int, int, bool]]) -> None:
     budgets = list(body_budgets(LIMIT, [str(number) for number in range(count)]).values())
     kept: list[list[int]] = [[] for _ in budgets]
     own = LIMIT // (2 * count)
@@ -277,7 +280,7 @@ def test_no_pool_takes_what_another_has_of_its_own(count: int, steps: list[tuple
         try:
             budget.take(size, size)
         except BufferFull:
-            assert before + size > own, "its own part is always its own"
+            assert before + size > own, "a pool can always use its reserved bytes"
             assert budget.held_bytes == before
         else:
             bodies.append(size)
@@ -285,7 +288,7 @@ def test_no_pool_takes_what_another_has_of_its_own(count: int, steps: list[tuple
         assert [each.held_bytes for each in budgets] == [sum(each) for each in kept]
 
 
-def test_one_pool_may_hold_what_the_others_have_not_of_their_own() -> None:
+def test_one_pool_may_hold_all_bytes_that_are_not_reserved_for_others() -> None:
     a, b = body_budgets(LIMIT, ["a", "b"]).values()
     for _ in range(LIMIT * 3 // 4 // SMALL_BYTES):
         a.take(SMALL_BYTES, SMALL_BYTES)
@@ -295,7 +298,7 @@ def test_one_pool_may_hold_what_the_others_have_not_of_their_own() -> None:
     assert body_budgets(LIMIT, ["alone"])["alone"].held_bytes == 0
 
 
-def test_the_metrics_of_pools_are_on_one_page_told_apart_by_a_label() -> None:
+def test_the_metrics_of_all_pools_are_on_one_page_with_a_pool_label() -> None:
     pools = [Metrics(("llama",), {"pool": name}) for name in "ab"]
     pools[1].answered("lean", "llama", "ok", 0.01)
     page = b"".join(MetricsPage(pools).pieces()).decode()
