@@ -1,4 +1,4 @@
-"""A replica's part of the bound: shared out, spent, earned and lent, it never makes more than the bound."""
+"""Local admission in an outage: budget of each replica, ledger, choice of endpoints, local queue."""
 
 import asyncio
 from collections.abc import Callable, Iterable
@@ -59,7 +59,7 @@ EVENTS = st.lists(st.tuples(st.sampled_from(["place", "end", "transfer", "lose"]
 def test_in_flight_and_free_never_exceed_the_bound_in_any_outage(
     bound: int, before: int, live: int, events: list[tuple[str, int, int]]
 ) -> None:
-    # Some are in flight from before; the replicas divide the rest of the bound.
+    # Some requests are in flight before the outage; the replicas divide the rest of the bound.
     running = [f"before-{n}" for n in range(min(before, bound))]
     budgets = [
         LocalBudget(part_of(bound - len(running), live=live, rank=rank, counts_requests=True))
@@ -67,7 +67,7 @@ def test_in_flight_and_free_never_exceed_the_bound_in_any_outage(
     ]
     ledgers = [in_outage() for _ in range(live)]
     token = accounting_token.write(ask(), E1)
-    # Replicas place, receive ends (also twice), transfer budget, and lose a transfer on the way.
+    # Replicas place requests, receive each end twice, transfer budget, and lose transfers.
     for n, (what, who, which) in enumerate(events):
         one, other = who % live, which % live
         if what == "place" and budgets[one].acquire(1.0):
@@ -123,7 +123,7 @@ def test_an_end_releases_the_cost_of_its_request_once() -> None:
     assert (ledger.in_flight(0.0), ended_in(ledger)) == ([], [*before, "redriven"])
 
 
-def test_the_journal_has_all_that_runs_and_all_that_ended() -> None:
+def test_the_journal_has_all_running_and_all_ended_requests() -> None:
     now_s = 0.0
     ledger = in_outage(lambda: now_s)
     token = accounting_token.write(ask(), E1)
@@ -149,7 +149,7 @@ def test_the_journal_has_all_that_runs_and_all_that_ended() -> None:
     assert ended_in(ledger) == ["over", "over-too"]
 
 
-def test_the_ledger_forgets_old_requests_but_none_that_still_matters() -> None:
+def test_the_ledger_keeps_old_requests_that_are_owned_unconfirmed_or_of_an_outage() -> None:
     now_s = 0.0
     ledger = Ledger(lambda: now_s, keep_s=10.0)
     token = accounting_token.write(ask(), E1)
@@ -180,7 +180,7 @@ def test_a_flood_of_requests_leaves_the_ledger_bounded() -> None:
     assert {entry.id for entry in ledger.owned()} == {"stream"}
 
 
-def test_a_malformed_accounting_token_costs_nothing() -> None:
+def test_a_malformed_accounting_token_has_cost_0() -> None:
     token = accounting_token.write(ask(cost=2.5), E1)
     assert (accounting_token.cost_of(token), accounting_token.model_of(token)) == (2.5, "m")
     for text in ("", "a\tb", "a\tb\tc\tinf\te\tf\tg\th\ti", "a\tb\tc\t-1\te\tf\tg\th\ti", "a\tb\tc\tx"):
@@ -202,22 +202,22 @@ def test_pick_prefers_low_load_and_high_scores() -> None:
 
 
 def test_an_endpoint_below_its_limit_is_picked_first() -> None:
-    # Each endpoint takes one request; one of them has it.
+    # Each endpoint has a limit of one request; E1 is at its limit.
     cell = SnapshotCell()
     cell.publish(Snapshot("1", tuple(Endpoint(each, max_inflight=1) for each in (E1, E2))))
     picker = LocalPicker(LeastLoadedChooser(cell), cell, {E1: 1}, lambda: 0.0)
     assert picker.pick(ask("a"), most=2) == (E2,)
     picker.began(E2)
-    # Where all are at their limits, any is picked: the budget keeps the bound.
+    # If all endpoints are at their limits, any is picked; the budget still keeps the bound.
     assert set(picker.pick(ask("b"), most=2)) == {E1, E2}
 
 
-async def test_no_budget_above_the_bound_is_kept() -> None:
+async def test_the_budget_is_capped_at_the_bound() -> None:
     gate = gate_of(50.0, bound=3.0)
     assert (gate.free, gate.charge(10.0)) == (3.0, 1.0)
     gate.release(5.0)
     assert gate.free == 3.0
-    # Under `unit: tokens` one request takes its share of the bound at most
+    # With `unit: tokens` one request is charged at most `claim_share` (0.25) of the bound.
     settings = parse({"request_queue_controller": {"unit": "tokens", "watermark_per_backend": 1000}})
     gate = LocalGate(Metrics(), 50.0, 1000.0, rules_of(EffectiveConfig(settings, {}), 1))
     assert (gate.charge(1e6), gate.charge(100.0)) == (250.0, 100.0)
@@ -226,7 +226,7 @@ async def test_no_budget_above_the_bound_is_kept() -> None:
 async def test_a_waiting_request_whose_client_leaves_releases_its_budget() -> None:
     gate = gate_of(0.0)
     (task,) = await waiting(gate, "a")
-    # The budget and the cancellation come in the same turn of the loop.
+    # Budget and cancellation arrive in the same iteration of the event loop.
     gate.release(1.0)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -234,13 +234,13 @@ async def test_a_waiting_request_whose_client_leaves_releases_its_budget() -> No
     assert (gate.free, gate.waiting) == (1.0, 0)
 
 
-async def test_a_request_past_its_time_is_refused() -> None:
+async def test_a_request_past_its_ttl_or_deadline_is_refused() -> None:
     metrics = Metrics()
     gate = LocalGate(metrics, 0.0, 100.0, rules())
     for ttl_s, since_s in ((30.0, 31.0), (0.01, 0.0)):
         with pytest.raises(ExpiredTtl) as caught:
             await start(gate, "any", since_s, ttl_s=ttl_s)
-        # a client's own deadline is told apart
+        # A deadline that the client set has its own error.
         with pytest.raises(DeadlineExceeded):
             await start(gate, "own", since_s, ttl_s=ttl_s, by_client=True)
     assert caught.value.retry_after_s == 1
@@ -279,18 +279,18 @@ async def test_waiting_requests_are_handed_over_to_the_shared_gate() -> None:
     assert gate.waiting == 0
 
 
-async def test_released_budget_goes_by_turns_to_peers_and_the_own_queue() -> None:
+async def test_released_budget_alternates_between_peers_and_the_local_queue() -> None:
     gate = gate_of(3.0)
     for least, most, given_, left in ((1.0, 2.0, 2.0, 1.0), (2.0, 5.0, 0.0, 1.0), (1.0, 1.0, 1.0, 0.0)):
         assert (await gate.transfer_budget(least, most, 0.0), gate.free) == (given_, left)
-    # Two others ask for more than there is, while own requests wait.
+    # Two peers ask for more than is free, while requests wait in the local queue.
     own = await waiting(gate, "a", "b", "c")
-    lent = [asyncio.create_task(gate.transfer_budget(1.0, 9.0, 30.0)) for _ in range(2)]
+    transfers = [asyncio.create_task(gate.transfer_budget(1.0, 9.0, 30.0)) for _ in range(2)]
     await asyncio.sleep(0)
     for _ in range(3):
         gate.release(1.0)
-    # Of three released, each of them and the own queue gets one.
-    assert await asyncio.gather(*lent) == [1.0, 1.0]
+    # Of three released, each peer and the local queue get one.
+    assert await asyncio.gather(*transfers) == [1.0, 1.0]
     await until(lambda: gate.waiting == 2)
     gate.release(1.0)
     gate.release(1.0)

@@ -1,4 +1,4 @@
-"""Metrics: names, capped labels, the one text that all readers get, and the service of each flow."""
+"""Metrics: names, capped label values, the page cached for all readers, and the service of each flow."""
 
 import asyncio
 import re
@@ -46,7 +46,7 @@ def test_a_decision_is_counted_by_code_and_mode_with_its_latency() -> None:
     assert page["epp_decision_latency_seconds_sum", "mode=lean"] == pytest.approx(3.003)
 
 
-def test_completions_add_up_and_unknown_figures_are_left_out() -> None:
+def test_completions_are_summed_and_unknown_values_left_out() -> None:
     metrics = Metrics()
     metrics.completed(ENDED, "llama")
     metrics.completed(Completion("r", Outcome.CLIENT_GONE, 200, None, None, None, None, None), "llama")
@@ -81,7 +81,7 @@ def test_a_wait_is_counted_by_the_outcome_of_its_request(
 
 
 WAITS = ask(model="m", target_model="m-v2")
-# Calls of Metrics, and samples after all of them.
+# A method of Metrics, its arguments, and samples expected after all calls.
 QUEUE_EVENTS: list[tuple[str, tuple[Any, ...], dict[str, float]]] = [
     ("waited", ("m", 0.3, True), {"queue_latency_seconds_count model=m success=true": 1}),
     ("waited", ("m", 30, False), {"queue_latency_seconds_count model=m success=false": 1}),
@@ -133,7 +133,7 @@ def test_gauges_follow_the_state_and_series_of_removed_endpoints_end() -> None:
     assert in_flight == {"endpoint=10.0.0.2:8000": 1}
 
 
-def test_pairs_of_names_are_capped_too() -> None:
+def test_pairs_of_model_and_target_model_are_capped_too() -> None:
     metrics = Metrics(models=["llama"])
     for number in range(3000):
         metrics.bypassed(f"made-up-{number % 90}", f"variant-{number}")
@@ -219,7 +219,7 @@ async def test_the_text_is_rendered_in_slices_between_which_the_event_loop_runs(
 
 
 def filled(models: int, statuses: int = 1) -> Metrics:
-    """Metrics after requests of many models that a client invented."""
+    """Metrics after requests for many models whose names a client made up."""
     metrics = Metrics()
     for number in range(models):
         name = f"model-{number}"
@@ -255,13 +255,13 @@ def test_only_changed_series_are_rendered_again() -> None:
     metrics.answered("lean", "model-7", "ok", 0.01, "variant-7")
     again = list(page.pieces())
     written = [new for old, new in zip(pieces, again, strict=True) if new is not old and old[:1] != b"#"]
-    assert len(written) == 2  # the count and the time of a decision
+    assert len(written) == 2  # counter and histogram of the decision
 
 
 def test_a_band_that_is_not_configured_has_series_while_it_is_in_use() -> None:
     bands = Bands([*NAMED, replace(Band.DEFAULT, priority=7, name="seven")])
     metrics = Metrics(bands=bands)
-    # Requests of three bands had to make room; one is configured, one still in use.
+    # Requests of three bands were preempted: band 7 is configured, 100 is in use, -3 is neither.
     for priority in (7, 100, -3):
         metrics.preempted(bands.of(priority))
     metrics.pool(replace(STATE, queue_length={"100": 2, "Critical": 0, "seven": 0}), 8.0, 0.016)
@@ -280,7 +280,7 @@ def test_service_counts_for_ten_whole_seconds() -> None:
     meter = ServiceMeter(clock)
     for band, flow, cost in ((1, "a", 2.0), (1, "a", 1.0), (1, "b", 1.0), (0, "a", 5.0)):
         meter.record(band, flow, cost)
-    # The present second does not count yet.
+    # The current second is not reported yet.
     assert meter.report() == {"priorities": [], "flows": [], "cut": False}
     flows = [(0, "a", 5.0), (1, "a", 3.0), (1, "b", 1.0)]
     for clock.now_s in (1.5, 10.9):
@@ -289,8 +289,8 @@ def test_service_counts_for_ten_whole_seconds() -> None:
     assert meter.report() == {"priorities": [], "flows": [], "cut": False}
 
 
-def test_only_the_busiest_flows_are_told_of_and_bands_of_all() -> None:
-    # More flows than are listed, and names so long that fewer are.
+def test_a_report_lists_the_busiest_flows_and_sums_bands_over_all_flows() -> None:
+    # One meter has more flows than a report lists; the other has long names, so its report lists fewer.
     clock = Clock()
     meter, long = ServiceMeter(clock), ServiceMeter(clock)
     for number in range(7000):
@@ -300,7 +300,7 @@ def test_only_the_busiest_flows_are_told_of_and_bands_of_all() -> None:
     meter.record(2, "flow-77", 10.0)
     clock.now_s += 1
     report = meter.report()
-    # The list is cut and says so; the band has everything.
+    # The list is marked as cut; the sum of the band includes all flows.
     assert report["flows"][0] == (2, "flow-77", 11.0)
     assert (len(report["flows"]), report["cut"]) == (200, True)
     assert report["priorities"] == [(2, 7010.0)]

@@ -1,4 +1,4 @@
-"""The simulated model server from inside: what it parses, its limits, and its pace."""
+"""Internals of the simulated model server: request parsing, engine limits, prefix cache and pace."""
 
 import asyncio
 
@@ -62,13 +62,13 @@ def test_chat_counts_the_text_of_every_message() -> None:
     assert request.finish_reason == "stop"
 
 
-def test_either_name_limits_a_chat_and_the_newer_one_wins() -> None:
+def test_max_completion_tokens_takes_precedence_over_max_tokens_in_a_chat() -> None:
     named = ({"max_tokens": 3}, {"max_completion_tokens": 4}, {"max_completion_tokens": 4, "max_tokens": 9})
     assert [chat(**each).max_tokens for each in (*named, {"max_tokens": None})] == [3, 4, 4, 16]
     assert chat(max_tokens=3).finish_reason == "length"
 
 
-# By what their refusal says: bodies, and keys of one that is good otherwise.
+# By words of the refusal: whole bodies, or keys that spoil an otherwise valid body.
 MALFORMED: dict[str, list[bytes | dict[str, object]]] = {
     "not JSON": [b"", b'{"model": "llama"', b"\xff\xfe", b"[" * 5000],
     "must be a JSON object": [b"[]"],
@@ -115,14 +115,14 @@ def sequence(prompt_tokens: int = 4, max_tokens: int = 4, adapter: str | None = 
 
 
 def engine_with(limits: Limits, *sequences: Sequence) -> tuple[Engine, *tuple[Sequence, ...]]:
-    """An engine to which `sequences` have been submitted, and these."""
+    """An engine with `sequences` submitted in order, followed by the sequences."""
     engine = Engine(limits)
     for one in sequences:
         engine.submit(one)
     return engine, *sequences
 
 
-def test_runs_at_most_max_num_seqs_and_the_rest_in_order_of_arrival() -> None:
+def test_at_most_max_num_seqs_run_and_the_rest_follow_in_order_of_arrival() -> None:
     engine, first, second, third, fourth = engine_with(Limits(max_num_seqs=2), *map(sequence, (4,) * 4))
     assert engine.schedule() == [first, second]
     assert (engine.load().running, engine.load().waiting) == (2, 2)
@@ -133,7 +133,7 @@ def test_runs_at_most_max_num_seqs_and_the_rest_in_order_of_arrival() -> None:
 
 def test_blocks_are_taken_for_prompt_and_generated_tokens_and_returned() -> None:
     engine, one = engine_with(Limits(kv_blocks=10, block_size_tokens=4), sequence(7, 6))
-    # It has two blocks at first; the ninth and the thirteenth token need one more each.
+    # The sequence has two blocks at first; the ninth and the thirteenth token need one more each.
     engine.schedule()
     assert engine.load().kv_usage == pytest.approx(0.2)
     assert engine.grow(one, 1) == 1
@@ -146,7 +146,7 @@ def test_blocks_are_taken_for_prompt_and_generated_tokens_and_returned() -> None
     assert engine.load().kv_usage == 0
 
 
-def test_a_request_whose_blocks_do_not_fit_blocks_those_behind_it() -> None:
+def test_a_request_that_does_not_fit_into_memory_delays_all_requests_behind_it() -> None:
     few = Limits(kv_blocks=4, block_size_tokens=4)
     engine, holder, large, small = engine_with(few, sequence(11, 1), sequence(8), sequence(2))
     assert engine.schedule() == [holder]
@@ -157,14 +157,14 @@ def test_a_request_whose_blocks_do_not_fit_blocks_those_behind_it() -> None:
 
 def test_a_request_that_could_never_fit_is_refused() -> None:
     engine = Engine(Limits(kv_blocks=4, block_size_tokens=4))
-    # Exactly as large as the memory is accepted; one token more is not.
+    # A request exactly as large as the memory is accepted; with one more token it is refused.
     engine.submit(sequence(prompt_tokens=12, max_tokens=4))
     with pytest.raises(ContextTooLong, match="5 KV blocks"):
         engine.submit(sequence(prompt_tokens=12, max_tokens=5))
     assert engine.load().waiting == 1
 
 
-def test_a_request_without_a_lora_slot_is_skipped_by_those_behind_it() -> None:
+def test_requests_overtake_a_request_without_a_lora_slot() -> None:
     wanted = (sequence(adapter=adapter) for adapter in ("a", "b", None, "a"))
     engine, a, b, base, a_again = engine_with(Limits(max_loras=1), *wanted)
     assert engine.schedule() == [a, base, a_again]
@@ -175,7 +175,7 @@ def test_a_request_without_a_lora_slot_is_skipped_by_those_behind_it() -> None:
     assert engine.schedule() == [b]
 
 
-def test_the_newest_is_preempted_when_blocks_run_out_and_comes_back_first() -> None:
+def test_the_newest_request_is_preempted_when_blocks_run_out_and_resumes_first() -> None:
     few = Limits(max_num_seqs=2, kv_blocks=3, block_size_tokens=4)
     engine, old, new, waiting = engine_with(few, *(sequence(3, 6) for _ in range(3)))
     engine.schedule()
@@ -187,15 +187,15 @@ def test_the_newest_is_preempted_when_blocks_run_out_and_comes_back_first() -> N
     assert engine.schedule() == [new, waiting]
 
 
-def test_the_newest_takes_the_free_memory_and_is_then_preempted() -> None:
+def test_the_newest_request_takes_the_free_memory_and_is_then_preempted() -> None:
     few = Limits(kv_blocks=3, block_size_tokens=4)
     engine, old, new = engine_with(few, sequence(7, 1), sequence(2, 9))
     engine.schedule()
-    # It fills its block first and is preempted at the next try.
+    # `new` fills its block first and is preempted when it needs another.
     assert engine.grow(new, 9) == 2
     assert engine.grow(new, 7) == 0
     assert new.phase is Phase.WAITING
-    # It is admitted again only with memory for one more token.
+    # `new` runs again only with memory for one more token.
     assert engine.schedule() == []
     engine.release(old)
     assert engine.schedule() == [new]
@@ -215,7 +215,7 @@ LIMITS = st.builds(
     stride=st.integers(1, 7),
     data=st.data(),
 )
-def test_no_limit_is_passed_and_every_request_ends(
+def test_no_limit_is_exceeded_and_every_request_ends(
     asks: list[tuple[int, int, str | None]], limits: Limits, stride: int, data: st.DataObject
 ) -> None:
     engine, *everyone = engine_with(limits, *(sequence(*ask) for ask in asks))
@@ -283,7 +283,7 @@ async def generate(simulator: Simulator, *, prompt_tokens: int, max_tokens: int,
     with simulator.begin(prompt_tokens=prompt_tokens, max_tokens=max_tokens, adapter=None) as generation:
         while count := await generation.next_tokens(stride):
             tokens += count
-            await asyncio.sleep(0)  # as a write to a client would
+            await asyncio.sleep(0)  # yields to other tasks as a write to a client does
         assert generation.is_over
     return tokens
 
@@ -291,7 +291,7 @@ async def generate(simulator: Simulator, *, prompt_tokens: int, max_tokens: int,
 @pytest.mark.parametrize("itl_s", [0.0, 0.0005])
 @pytest.mark.parametrize("stride", [1, 3, 64])
 async def test_all_requests_get_their_tokens_when_memory_forces_preemption(itl_s: float, stride: int) -> None:
-    # Memory for fewer than two whole requests, and six at once.
+    # Six requests run at once, with memory for fewer than two.
     simulator = Simulator(Limits(kv_blocks=10, block_size_tokens=4), ttft_s=itl_s, itl_s=itl_s)
     asks = (generate(simulator, prompt_tokens=5, max_tokens=30, stride=stride) for _ in range(6))
     assert await asyncio.gather(*asks) == [30] * 6
