@@ -1,4 +1,4 @@
-"""How a metrics page comes: over one kept connection, from whatever serves it."""
+"""Fetching metrics pages: kept connections, encodings, redirects, TLS, labels and faults."""
 
 import asyncio
 import gzip
@@ -63,7 +63,7 @@ LONG = PAGE * 20_000
     "deflate without its header": (encoded(zlib.compress(PAGE, wbits=-15), "deflate"), PAGE, 1),
     "no encoding, by name": (encoded(PAGE, "identity"), PAGE, 1),
 })  # fmt: skip
-async def test_pages_come_over_one_connection_unless_the_server_closes_it(
+async def test_pages_are_fetched_over_one_connection_unless_the_server_closes_it(
     server: PageServer, page: Page, answer: bytes, page_bytes: bytes, connections: int
 ) -> None:
     server.answer = answer
@@ -72,13 +72,13 @@ async def test_pages_come_over_one_connection_unless_the_server_closes_it(
     assert server.requests[0].startswith(f"GET /metrics HTTP/1.1\r\nHost: {server.address}\r\n")
 
 
-async def test_a_page_may_end_with_its_connection(server: PageServer, page: Page) -> None:
+async def test_a_page_without_a_length_ends_with_its_connection(server: PageServer, page: Page) -> None:
     server.act = server.cut(b"HTTP/1.0 200 OK\r\n\r\nabc")
     assert [await fetch(page) for _ in range(2)] == [b"abc"] * 2
     assert server.connections == 2
 
 
-async def test_a_page_comes_from_ipv6() -> None:
+async def test_a_page_is_fetched_over_ipv6() -> None:
     async with serving("::1") as server:
         connection = Connection(server.address)
         assert await fetch(Page(connection, "/metrics", NO_ACCESS)) == PAGE
@@ -102,7 +102,7 @@ def moved(location: str) -> bytes:
 
 
 @pytest.mark.parametrize("location", ["/metrics/", "http://ADDRESS/metrics/"])
-async def test_a_page_that_has_moved_within_its_server_is_read_there_from_then_on(
+async def test_a_redirect_within_the_server_is_followed_and_remembered(
     server: PageServer, page: Page, location: str
 ) -> None:
     async def act(writer: asyncio.StreamWriter) -> None:
@@ -128,7 +128,7 @@ async def test_a_page_that_has_moved_within_its_server_is_read_there_from_then_o
     "no gzip": (encoded(PAGE, "gzip"), "page", "is no gzip"),
     "half a gzip": (encoded(gzip.compress(PAGE)[:-9], "gzip"), "page", "ends before its gzip"),
 })  # fmt: skip
-async def test_a_wrong_answer_is_a_fault_and_the_next_one_is_read(
+async def test_an_unusable_answer_is_a_fault_and_the_next_one_is_read(
     server: PageServer, page: Page, answer: bytes, kind: str, said: str
 ) -> None:
     server.answer = answer.replace(b"ADDRESS", server.address.encode())
@@ -157,7 +157,7 @@ async def test_only_a_new_connection_without_a_byte_says_that_the_server_is_down
     assert raised.value.kind == kind
 
 
-async def test_giving_a_fetch_up_ends_its_connection(server: PageServer, page: Page) -> None:
+async def test_cancelling_a_fetch_closes_its_connection(server: PageServer, page: Page) -> None:
     server.act = server.hang
     task = asyncio.create_task(fetch(page))
     await until(lambda: len(server.requests) == 1)
@@ -169,9 +169,7 @@ async def test_giving_a_fetch_up_ends_its_connection(server: PageServer, page: P
     assert await fetch(page) == PAGE
 
 
-async def test_a_page_that_decodes_without_end_is_read_as_far_as_it_is_wanted(
-    server: PageServer, page: Page
-) -> None:
+async def test_a_gzip_bomb_is_decoded_only_as_far_as_the_reader_wants(server: PageServer, page: Page) -> None:
     server.answer = encoded(gzip.compress(bytes(300_000_000)), "gzip")
     sizes: list[int] = []
     async with asyncio.timeout(20):
@@ -191,7 +189,7 @@ def endpoint(**labels: str) -> Endpoint:
     "labels that say nothing": ({"port": "080000", "path": "m", "scheme": "ftp"}, {},
                                 ("[fd00::1]:8000", "http", "/metrics")),
 })  # fmt: skip
-def test_labels_of_an_endpoint_say_where_its_page_is(
+def test_labels_of_an_endpoint_give_port_scheme_and_path_of_its_page(
     labels: dict[str, str], settings: dict[str, Any], expected: tuple[str, str, str]
 ) -> None:
     place = place_of(endpoint(**labels), (ENGINES["vllm"],), Scraping(**settings))
@@ -199,7 +197,7 @@ def test_labels_of_an_endpoint_say_where_its_page_is(
     assert place.address == "[fd00::1]:8000"
 
 
-async def test_a_page_by_https_needs_the_configured_authority_and_gets_the_token(tmp_path: Path) -> None:
+async def test_https_uses_the_configured_authority_and_sends_the_token(tmp_path: Path) -> None:
     own, other, token = authority(tmp_path, "own"), authority(tmp_path, "other"), tmp_path / "token"
     token.write_text("secret\n")
     tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
@@ -217,7 +215,7 @@ async def test_a_page_by_https_needs_the_configured_authority_and_gets_the_token
         connection.close()
     server.stop()
     assert pages[:2] == [PAGE, PAGE]
-    assert pages[2].startswith(b"page: no TLS: ")  # the server takes connections
+    assert pages[2].startswith(b"page: no TLS: ")  # not `connection`: the server accepts connections
     assert all("\r\nAuthorization: Bearer secret\r\n" in request for request in server.requests)
     token.write_text("two words")
     with pytest.raises(FetchError, match="has no token"):

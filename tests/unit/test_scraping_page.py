@@ -1,4 +1,4 @@
-"""What a metrics page tells, whole or damaged, of a known engine or of one that it shows."""
+"""Parsing of metrics pages, whole or malformed, of a configured engine or one found from the page."""
 
 import math
 import re
@@ -26,7 +26,7 @@ PART = 32 * 1024
 
 
 def fed(text: bytes, engines: Sequence[Engine] = (SIMPLE,), part: int = PART) -> PageReader:
-    """A reader that has read `text` in parts."""
+    """A reader that was fed `text` in parts of `part` bytes."""
     reader = PageReader(engines)
     for at in range(0, len(text), part):
         if not reader.feed(text[at : at + part]):
@@ -85,7 +85,7 @@ def test_a_page_names_the_models_that_its_engine_serves(file: str) -> None:
     assert found == frozenset(MODELS[file].split())
 
 
-def test_a_page_that_names_very_many_models_names_none() -> None:
+def test_model_names_are_ignored_if_a_page_has_more_than_16() -> None:
     assert read("".join(f'queue{{model_name="{number}"}} 1\n' for number in range(17))).models == frozenset()
 
 
@@ -154,7 +154,7 @@ def test_a_page_without_any_figure_is_refused(text: str) -> None:
         read(text)
 
 
-def test_of_many_faults_a_few_are_told() -> None:
+def test_the_remark_names_the_first_three_of_many_faults() -> None:
     told = ["queue has the value b'x'"] * 3 + ["97 more"]
     assert read("run 1\n" + "queue x\n" * 100).remark == "; ".join(told)
 
@@ -165,7 +165,7 @@ def test_a_page_of_any_length_is_read_in_steps_and_its_work_is_bounded() -> None
     assert len(long) > 3_000_000
     reader = fed(long)
     assert reader.result(5) == EndpointMetrics(5, 7.0, 2.0)
-    # Without end: the figures that came are good, except one of which more may come.
+    # Of an endless page, complete values count; a sum is unknown if its series were still arriving.
     endless = b'run 2\nqueue{engine="0"} 3\n' + noise
     reader = PageReader((SIMPLE,))
     assert any(not reader.feed(endless if at == 0 else noise) for at in range(2000))
@@ -286,7 +286,7 @@ def test_configured_series_replace_those_of_a_configured_engine_and_go_before_th
     assert (metrics.waiting, metrics.running) == (4.0, 2.0)
 
 
-def test_how_series_are_one_figure_is_a_setting() -> None:
+def test_the_aggregation_of_series_by_label_is_configurable() -> None:
     text = 'queue{shard="0",tp_rank="0"} 3\nqueue{shard="1",tp_rank="1"} 4\n'
     for aggregation, waiting in (({}, 7.0), ({"shard": "same"}, 4.0), ({"tp_rank": "sum"}, 7.0)):
         settings = Scraping(engine="x", series={"waiting": "queue"}, aggregation=aggregation)
@@ -301,6 +301,6 @@ def test_how_series_are_one_figure_is_a_setting() -> None:
     **{f"a series {name!r}": ({"series": {"waiting": name}}, "no name") for name in ("", "9a")},
     **{f"a path {at!r}": ({"series": {"path": at}}, "no path") for at in ("metrics", "/a b", "/a\r\nX: y")},
 })  # fmt: skip
-def test_what_cannot_be_an_engine_is_a_configuration_error(settings: dict[str, Any], said: str) -> None:
+def test_an_invalid_engine_is_a_configuration_error(settings: dict[str, Any], said: str) -> None:
     with pytest.raises(ValidationError, match=said):
         Scraping(**settings)

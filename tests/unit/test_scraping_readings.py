@@ -1,4 +1,4 @@
-"""Which replica reads which endpoints how often, and readings on the wire and on the cache."""
+"""Which replica scrapes which endpoints how often; readings on the wire and in the cache."""
 
 import dataclasses
 from typing import Any
@@ -44,7 +44,7 @@ def test_a_reading_survives_the_wire(reading: EndpointMetrics, shift_ms: int) ->
     assert decode_reading(encode_reading(reading, shift_ms), -shift_ms) == reading
 
 
-def test_what_is_unknown_takes_no_room_and_a_newer_versions_keys_are_passed_over() -> None:
+def test_unknown_values_are_not_encoded_and_unknown_keys_are_ignored() -> None:
     assert encode_reading(EndpointMetrics(scraped_ms=7, waiting=2.0), 3) == b'{"at":10,"waiting":2.0}'
     assert decode_reading('{"at":1,"speed":9}', 0) == EndpointMetrics(scraped_ms=1)
 
@@ -67,7 +67,7 @@ NO_READINGS = {
 
 
 @pytest.mark.parametrize(("text", "said"), NO_READINGS.items())
-def test_a_text_that_is_no_reading_is_refused_with_a_reason(text: str, said: str) -> None:
+def test_a_malformed_reading_is_refused_with_a_reason(text: str, said: str) -> None:
     with pytest.raises(BadReading, match=said):
         decode_reading(text, 0)
 
@@ -78,14 +78,14 @@ def test_readings_of_a_message_keep_their_age() -> None:
     assert (message.sender, message.readings, message.faults) == ("one", {"a:1": reading_at(4960)}, ())
 
 
-def test_one_bad_reading_leaves_the_others() -> None:
+def test_a_malformed_reading_leaves_the_other_readings_of_its_message() -> None:
     message = decode_message('{"from":"one","sent":5,"readings":{"a:1":{"at":5},"b:1":{"at":"x"}}}', 5)
     assert message.readings.keys() == {"a:1"}
     assert message.faults == ("b:1: not a reading: Expected `int`, got `str` - at `$.at`",)
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"from":1,"sent":1,"readings":{}}', '{"from":"a"}'])
-def test_a_text_that_is_no_message_is_refused(text: str) -> None:
+def test_a_malformed_message_is_refused(text: str) -> None:
     with pytest.raises(BadReading, match="a message"):
         decode_message(text, 0)
 
@@ -114,7 +114,7 @@ def test_a_reading_is_known_until_it_is_stale(cache: MetricsCache, clock: Clock)
         assert (reading.age_s, reading.known, reading.metrics) == (now_s - 100, known, metrics)
 
 
-def test_figures_outlast_a_failed_scrape_until_they_are_stale_and_the_fault_is_shown(
+def test_values_outlast_a_failed_scrape_until_they_are_stale_and_the_fault_is_shown(
     cache: MetricsCache, clock: Clock
 ) -> None:
     worked = reading_at(100_000)
@@ -130,18 +130,18 @@ def test_figures_outlast_a_failed_scrape_until_they_are_stale_and_the_fault_is_s
     assert reading.metrics == EndpointMetrics(100_000, fault="no page", failures=1)
 
 
-def test_an_endpoint_whose_page_has_never_come_is_unknown(cache: MetricsCache) -> None:
+def test_an_endpoint_without_a_successful_scrape_is_unknown(cache: MetricsCache) -> None:
     cache.update({"a:1": EndpointMetrics(100_000, fault="no page", failures=1)})
     assert not cache.snapshot()["a:1"].known
 
 
-def test_an_older_reading_does_not_take_the_place_of_a_newer(cache: MetricsCache, clock: Clock) -> None:
+def test_an_older_reading_does_not_replace_a_newer_one(cache: MetricsCache, clock: Clock) -> None:
     def waiting(scraped_ms: int, amount: float) -> float | None:
         cache.update({"a:1": reading_at(scraped_ms, waiting=amount)})
         return cache.snapshot()["a:1"].metrics.waiting
 
     assert [waiting(*at) for at in ((99_500, 9.0), (99_400, 1.0), (99_500, 3.0))] == [9.0, 9.0, 3.0]
-    # One of the future does not hide those to come.
+    # A reading with a future timestamp does not block later readings.
     assert waiting(3_700_000, 9.0) == 9.0
     assert cache.snapshot()["a:1"].age_s == 0.0
     clock.now_s = 100.5
@@ -164,7 +164,7 @@ def test_every_endpoint_has_exactly_one_owner() -> None:
     assert sorted(address for share in shares for address in share) == sorted(ADDRESSES)
 
 
-def test_a_replica_that_leaves_or_joins_moves_only_its_own() -> None:
+def test_a_replica_that_leaves_or_joins_moves_only_its_own_endpoints() -> None:
     few, all_ = (
         [assigned_replica(address, replicas) for address in ADDRESSES]
         for replicas in (REPLICAS[1:], REPLICAS)
@@ -175,18 +175,18 @@ def test_a_replica_that_leaves_or_joins_moves_only_its_own() -> None:
 
 
 def test_owners_are_the_same_in_every_process() -> None:
-    # A change of the hash would have two versions disagree in one fleet.
+    # If the hash changed, two versions in one fleet would disagree about owners.
     owners = [assigned_replica(address, REPLICAS) for address in ADDRESSES[:4]]
     assert owners == [f"host-0000000{number}" for number in (2, 2, 4, 5)]
 
 
-def test_a_stranger_owns_nothing_and_no_replicas_are_an_error() -> None:
+def test_an_unknown_replica_owns_nothing_and_an_empty_fleet_is_an_error() -> None:
     assert Assignment(REPLICAS).of("stranger", ADDRESSES) == frozenset()
     with pytest.raises(ValueError, match="there are no replicas"):
         assigned_replica("a:1", [])
 
 
-def test_a_live_replica_counts_until_it_is_silent() -> None:
+def test_a_live_replica_is_a_scraper_until_it_is_silent() -> None:
     scrapers = Scrapers("b", 1.0)
     assert scrapers.among(["c", "b", "a"], 8, 0.0) == ("a", "b", "c")
     for moment_s in (0.5, 1.0, 1.5):
@@ -203,7 +203,7 @@ def test_a_replica_that_joins_has_time_to_publish() -> None:
         assert scrapers.among(["b", "c"], 8, moment_s) == alive
 
 
-def test_every_replica_is_live_while_none_publishes() -> None:
+def test_every_replica_is_a_scraper_while_none_publishes() -> None:
     scrapers = Scrapers("b", 1.0)
     scrapers.among(["a", "b"], 8, 0.0)
     scrapers.seen("b", 0.5)
@@ -213,21 +213,21 @@ def test_every_replica_is_live_while_none_publishes() -> None:
     assert scrapers.among(["a", "b"], 8, 60.1) == ("a", "b")
 
 
-def test_this_replica_is_there_if_it_is_live_and_alone_if_nobody_is() -> None:
+def test_without_live_replicas_this_replica_scrapes_alone() -> None:
     scrapers = Scrapers("b", 1.0)
     scrapers.seen("a", 100.0)
     for live, alive in ((["a", "b"], ("a", "b")), (["a"], ("a",)), ([], ("b",))):
         assert scrapers.among(live, 8, 100.0) == alive
 
 
-def test_in_a_large_fleet_some_scrape_and_others_take_their_turn_when_they_fall_silent() -> None:
+def test_a_large_fleet_has_few_scrapers_and_replaces_those_that_fall_silent() -> None:
     live = [f"r{number}" for number in range(100)]
     scrapers = Scrapers("r0", 1.0)
     first = scrapers.among(live, 8, 0.0)
     assert len(first) == 8
     # All replicas agree, whatever the order in which they know the others.
     assert Scrapers("r1", 1.0).among(live[::-1], 8, 0.0) == first
-    # One of them falls silent: another takes its turn, and has its time to publish.
+    # One scraper falls silent: another replica replaces it, and gets time to publish.
     silent, *others = first
     for moment_s in (0.5, 1.0, 1.5, 2.0):
         for each in others:
@@ -236,7 +236,7 @@ def test_in_a_large_fleet_some_scrape_and_others_take_their_turn_when_they_fall_
     assert set(others) < set(second)
     assert len(second) == 8
     assert silent not in second
-    # It publishes again, and has its turn back.
+    # The silent replica publishes again and becomes a scraper again.
     scrapers.seen(silent, 2.1)
     assert scrapers.among(live, 8, 2.1) == first
 
@@ -247,7 +247,7 @@ def test_more_endpoints_have_more_scrapers(endpoints: int, wanted: int) -> None:
 
 
 def cost(page_s: float, probe_s: float = 0.0, read_s: float = 0.0) -> ScrapeCost:
-    """Of pages that came after `page_s` at best, now and then later."""
+    """Costs of a page and a probe that took `page_s` and `probe_s` at best, and longer twice."""
     made = ScrapeCost()
     for late_s in (0.0, 0.5, 2.0):
         made.add_page(page_s + late_s, read_s)
@@ -266,25 +266,25 @@ def cost(page_s: float, probe_s: float = 0.0, read_s: float = 0.0) -> ScrapeCost
     "10 pages of 0.5 ms of this replica": (cost(0.0, read_s=0.0003), 10, True, 0.5),
     "the longest": (cost(2.0), 1, True, 30.0),
 })  # fmt: skip
-def test_the_interval_follows_use_and_cost(
+def test_the_scrape_interval_follows_use_and_cost(
     page: ScrapeCost, owned: int, used: bool, expected_s: float
 ) -> None:
     assert IntervalPolicy(None, lambda: used).interval_s(page, owned) == pytest.approx(expected_s)
 
 
-def test_a_configured_interval_is_kept_whatever_a_page_costs() -> None:
+def test_a_configured_interval_does_not_depend_on_the_cost_of_pages() -> None:
     assert IntervalPolicy(0.05, lambda: False).interval_s(cost(2.0), 100) == 0.05
 
 
-def test_pages_of_suspects_are_read_sooner_at_the_same_share() -> None:
+def test_suspected_endpoints_are_scraped_sooner_within_the_same_share_of_time() -> None:
     unused = IntervalPolicy(None, lambda: False)
     assert unused.interval_s(cost(0.001), 1, suspect=True) == 0.1
     assert unused.interval_s(cost(0.008), 1, suspect=True) == pytest.approx(0.8)
 
 
-def test_signs_of_life_stay_frequent_until_there_are_too_many_endpoints() -> None:
+def test_probes_are_frequent_unless_there_are_very_many_endpoints() -> None:
     pacing = IntervalPolicy(None, lambda: True)
     assert [pacing.tick_s(5.0, owned) for owned in (1, 10, 100)] == [PROBE_S, PROBE_S, pytest.approx(1.0)]
-    assert pacing.tick_s(0.1, 1) == 0.1  # the pages themselves are signs of life
+    assert pacing.tick_s(0.1, 1) == 0.1  # frequent scrapes make probes unnecessary
     at_rest = IntervalPolicy(None, lambda: True, busy=lambda: False)
     assert [at_rest.tick_s(5.0, owned) for owned in (1, 100)] == [REST_PROBE_S, pytest.approx(1.0)]
