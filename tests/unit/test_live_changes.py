@@ -184,9 +184,7 @@ def test_limits_and_attributes_of_bands_change_one_by_one() -> None:
     expected = {band.name: band for band in configured.fair_request_queue.bands}
     expected["low.est"] = replace(expected["low.est"], bytes=2**40)
     expected["Default"] = replace(expected["Default"], preemptible=False)
-    expected["7"] = replace(
-        expected["7"], guaranteed=True, preemptible=False
-    )  # preemptible follows band Default
+    expected["7"] = replace(expected["7"], guaranteed=True, preemptible=False)  # as band Default now
     assert {band.name: band for band in found} == expected
     assert live_config.overrides(configured, changes) == {"bands": [
         CRITICAL, {**DEFAULT, "preemptible": False}, SHEDDABLE,

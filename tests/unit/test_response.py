@@ -1,4 +1,4 @@
-"""What is read of an answer on its way back, and changed: its usage, and its model's name."""
+"""Answers on their way to the client: token usage, ids of stored state, and the restored model name."""
 
 import gzip
 import json
@@ -17,7 +17,7 @@ Counts = tuple[int | None, int | None]
 
 
 def counts(answer: bytes, size: int = 1000, encoding: bytes = b"") -> Counts:
-    """The tokens that are read of `answer`, which comes in chunks of `size`."""
+    """Prompt and answer tokens that are read from `answer` in chunks of `size` bytes."""
     reader = UsageReader()
     if encoding:
         reader.encoded(encoding)
@@ -90,7 +90,7 @@ def test_the_tokens_of_a_stream_are_added_up_in_each_api(answer: bytes, expected
         *((count, None) for count in (1_000_000_001, 10**300, -1, True, "100", 1.5)),
     ],
 )
-def test_a_value_that_is_not_a_token_count_is_unknown(count: object, expected: int | None) -> None:
+def test_an_implausible_token_count_is_unknown(count: object, expected: int | None) -> None:
     answer = {"usage": {"prompt_tokens": 7, "completion_tokens": count}}
     assert counts(json.dumps(answer).encode()) == (7, expected)
 
@@ -120,7 +120,7 @@ def test_no_answer_costs_more_than_its_length(piece: bytes) -> None:
         counts(answer, 16_000)
         assert rename.push(answer, ended=True) == answer
         took_s.append(time.thread_time() - began_s)
-    assert max(took_s) < 0.15  # 64 KB whose cost grows with its square took seconds
+    assert max(took_s) < 0.15  # at quadratic cost, 64 KB take seconds
 
 
 def renamed(answer: bytes, size: int) -> bytes:
@@ -129,7 +129,7 @@ def renamed(answer: bytes, size: int) -> bytes:
     return b"".join([*(rename.push(chunk, ended=False) for chunk in chunks), rename.push(b"", ended=True)])
 
 
-KEPT = b'{"model":"m-v2","a":{"model":"m-v2"},"message":{"model":"m-v2"}}'  # of a tool's input, say
+KEPT = b'{"model":"m-v2","a":{"model":"m-v2"},"message":{"model":"m-v2"}}'  # nested: not renamed
 RENAMED = {  # `@` stands for the name that changes
     "the answer's": b'{"id":"model",\n\n"model" : @, "x": 1}',
     "not of what is in it": b'{"content":[{"type":"tool_use","input":K}],"metadata":K,"model":@}',
@@ -164,7 +164,7 @@ json_values = st.recursive(
     st.integers(1, 30),
     st.booleans(),
 )
-def test_an_answer_is_renamed_as_a_reader_of_json_would(
+def test_renaming_the_text_of_an_answer_equals_renaming_its_parsed_json(
     answer: dict[str, object], size: int, wide: bool
 ) -> None:
     separators = (" , ", " : ") if wide else (",", ":")

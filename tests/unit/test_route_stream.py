@@ -1,4 +1,4 @@
-"""The stream of routes on a real Valkey: replicas that follow it know the same."""
+"""The stream of routes on a real Valkey: replicas that follow the stream have equal indexes."""
 
 import asyncio
 import contextlib
@@ -40,7 +40,7 @@ class Replica:
 
 @contextlib.asynccontextmanager
 async def following(*replicas: Replica, caught_up: bool = True) -> AsyncIterator[None]:
-    """The replicas follow the stream, from when they have caught up with it."""
+    """Run the streams of `replicas`; the block begins once they have caught up, if `caught_up`."""
     async with running(*(replica.routes.run() for replica in replicas)):
         if caught_up:
             await wait_caught_up(*replicas)
@@ -87,7 +87,7 @@ async def fleet(url: str) -> AsyncIterator[Fleet]:
 
 
 @given(st.lists(routes | done), st.integers(min_value=1, max_value=200))
-def test_what_is_packed_is_read_again(records: list[Record], most_bytes: int) -> None:
+def test_packed_records_are_unpacked_unchanged(records: list[Record], most_bytes: int) -> None:
     packed = [pack(record) for record in records]
     entries = list(route_stream.join_records(packed, most_bytes))
 
@@ -96,7 +96,7 @@ def test_what_is_packed_is_read_again(records: list[Record], most_bytes: int) ->
 
 
 @given(st.binary(max_size=60) | routes.map(pack).map(lambda body: body[:-1]))
-def test_what_is_no_entry_is_refused_and_nothing_else(body: bytes) -> None:
+def test_a_malformed_entry_is_refused_and_any_other_packs_to_the_same_bytes(body: bytes) -> None:
     with contextlib.suppress(ValueError):
         assert b"".join(map(pack, unpack(body))) == body
 
@@ -129,7 +129,7 @@ async def test_a_restarted_replica_catches_up(fleet: Fleet) -> None:
     async with following(other):
         async with following(one):
             one.routes.add_route(A, prompt("by one"))
-            assert one.index.match(prompt("by one")) == {A: 4}  # its own at once
+            assert one.index.match(prompt("by one")) == {A: 4}  # a replica knows its own routes at once
             one.routes.add_completion(A, 1.5)
             await until(lambda: other.completions(A) == 1 and len(other.index) == 4)
         other.routes.add_route(B, prompt("by other"))
@@ -145,8 +145,8 @@ async def test_a_restarted_replica_catches_up(fleet: Fleet) -> None:
     assert again.latencies.stats(A) == other.latencies.stats(A)
 
 
-async def test_only_a_bounded_while_back_is_read_and_what_cannot_be_read_is_passed_over(fleet: Fleet) -> None:
-    # An entry of an hour ago and one of now, with rubbish between them.
+async def test_only_recent_entries_are_read_and_malformed_ones_are_skipped(fleet: Fleet) -> None:
+    # One entry is an hour old and one is new, with malformed entries between them.
     now_s, _ = await fleet.client.time()
     await fleet.add(RouteRecord(A, prompt("m")), id=f"{(now_s - 3600) * 1000}-0")
     await fleet.add(b"Rubbish")
@@ -157,7 +157,7 @@ async def test_only_a_bounded_while_back_is_read_and_what_cannot_be_read_is_pass
         assert late.index.match(prompt("m")) == {B: 4}
 
 
-async def test_a_replica_that_falls_behind_reads_on_and_misses_what_was_trimmed(fleet: Fleet) -> None:
+async def test_a_replica_that_falls_behind_reads_on_and_misses_only_trimmed_entries(fleet: Fleet) -> None:
     writer, slow = fleet.replica("writer"), fleet.replica("slow")
     async with following(writer):
         async with following(slow):
@@ -174,7 +174,7 @@ async def test_a_replica_that_falls_behind_reads_on_and_misses_what_was_trimmed(
     assert (slow.completions(A), slow.completions(B), slow.completions(C)) == (1, 0, 1)
 
 
-async def test_a_broken_connection_costs_nothing(fleet: Fleet) -> None:
+async def test_replicas_follow_the_stream_across_broken_connections(fleet: Fleet) -> None:
     one, other = fleet.replica("one"), fleet.replica("other")
     async with following(one, other):
         for n in range(5):
@@ -189,7 +189,7 @@ async def test_a_broken_connection_costs_nothing(fleet: Fleet) -> None:
             assert await fleet.client.client_kill_filter(_type="normal", skipme=True) >= 2
 
 
-async def test_a_stream_that_begins_anew_is_followed(fleet: Fleet) -> None:
+async def test_a_stream_that_was_deleted_and_created_again_is_followed(fleet: Fleet) -> None:
     now_s, _ = await fleet.client.time()
     replica = fleet.replica()
     await fleet.add(CompletionRecord(A, 1.0), id=f"{(now_s + 9000) * 1000}-0")
@@ -239,7 +239,7 @@ async def test_many_routes_make_few_entries_and_the_stream_stays_bounded(fleet: 
     assert await fleet.client.xlen(fleet.stream) <= route_stream.MAX_ENTRIES + 100
 
 
-async def test_a_flood_without_redis_keeps_only_the_latest() -> None:
+async def test_without_redis_only_the_latest_completions_are_kept() -> None:
     replica = Fleet("redis://127.0.0.1:1/0").replica()
     for n in range(5000):
         replica.routes.add_route(A, prompt(str(n), 1))

@@ -60,10 +60,7 @@ def test_a_pool_has_the_shared_settings_and_its_own_section() -> None:
     assert [pool.fair_request_queue.total_capacity for pool in pools.values()] == [1000, 500]
     a, b = (pool.discovery for pool in pools.values())
     assert (a.dns is not None, a.static) == (True, None)
-    assert (b.dns, len(b.static or ())) == (
-        None,
-        1,
-    )  # a pool's own source of discovery replaces the shared one
+    assert (b.dns, len(b.static or ())) == (None, 1)  # its own source replaces the shared one
     assert list(pools_of(parse({"pool": "alone"}))) == ["alone"]
     assert list(pools_of(parse({**TWO, "pool": "b"}))) == ["b", "a"]
 
