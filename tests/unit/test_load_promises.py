@@ -1,4 +1,4 @@
-"""Runs that break one promise each: the check finds it and names the case."""
+"""Checks of `picker load`: for each promise a run that breaks it; the check must name the case."""
 
 from dataclasses import replace
 from typing import Any
@@ -43,7 +43,7 @@ BEFORE = tuple(sample(0.25 * number) for number in range(20))
 
 
 def overload(scenario: str, **waits_s: float) -> RunResult:
-    """A run in which each source's requests wait so long, and all are served."""
+    """A run in which all requests are served, each after the wait of its source in `waits_s`."""
     base = run(scenario)
     dispatches = []
     for each in base.answers:
@@ -62,7 +62,7 @@ def starved(result: RunResult, flow: str) -> RunResult:
     return replace(result, log_audits=(LogAudit(None, kept),))
 
 
-# A promise, a run that breaks it, words that name how.
+# Promise, run that breaks it, words of the evidence.
 FAULTS: list[tuple[str, RunResult, str]] = [
     ("one-answer", first("steady", answer("client-1", fault="no whole answer")), "client-1 #0"),
     ("one-answer", run(sent=161), "161 requests were sent and 160 ended"),
@@ -111,14 +111,14 @@ def test_a_planted_fault_is_found_and_named(name: str, result: RunResult, words:
 
 def test_every_promise_of_a_scenario_has_a_planted_fault() -> None:
     planted = {name for name, _, _ in FAULTS}
-    # Faults of the log are planted below; the first three say whether other promises can be checked.
+    # Faults of the decision log are planted below; the first three only say whether others can be checked.
     spared = {"overloaded", "faults-happened", "load-as-planned", "log", *(f"G{n}" for n in range(1, 7))}
     assert planted | spared >= GENERAL_CHECKS.keys() | SCENARIO_CHECKS.keys()
     assert {name for scenario in SCENARIOS.values() for name in scenario.promises} == SCENARIO_CHECKS.keys()
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_a_good_run_breaks_nothing(name: str) -> None:
+def test_a_good_run_breaks_no_promise(name: str) -> None:
     promises = check_promises(run(name))
     assert [promise for promise in promises if promise.verdict is BROKEN] == []
     assert {promise.name for promise in promises if promise.verdict is KEPT} >= {"one-answer", "at-rest"}
@@ -145,7 +145,7 @@ def simulated(kind: type[QueueSimulator]) -> LogAudit:
     return audited(queue.log)
 
 
-def test_a_log_from_before_an_outage_counts_too() -> None:
+def test_a_decision_log_from_before_an_outage_is_checked_too() -> None:
     good, bad = simulated(QueueSimulator), simulated(OverAdmits)
     assert verdict(run(log_audits=(bad, good)), "G1").verdict is BROKEN
     assert verdict(run(log_audits=(good,)), "G1").verdict is KEPT

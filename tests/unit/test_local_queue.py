@@ -1,4 +1,4 @@
-"""One replica's own queue: who is next, who may wait, who has to make room."""
+"""The local queue of a replica: order of service, limits, preemption."""
 
 import itertools
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ NO_GUARD: dict[str, Any] = {"guard_share": 0}
 
 
 def served(queue: LocalQueue, now_s: float = 0.0) -> Iterator[Waiting]:
-    """What waits, as it is served."""
+    """Serve the queue until it is empty, and yield each request as it is served."""
     while (turn := queue.turn(now_s)) is not None:
         queue.serve(*turn)
         yield turn[0]
@@ -31,14 +31,14 @@ def drain(queue: LocalQueue, now_s: float = 0.0) -> list[str]:
 
 
 def preempted_by(queue: LocalQueue, name: str, **changes: Any) -> str:
-    """The id of the request that makes room for a new one."""
+    """Offer a request to a full queue; the id of the request that it preempts."""
     _, preempted = queue.offer(ask(name, **changes), 1.0, 4.0)
     assert preempted is not None
     return preempted.request.id
 
 
 def test_a_flow_is_served_by_arrival_whatever_the_order_of_queueing() -> None:
-    # They were queued elsewhere before, some longer than others.
+    # The requests waited in the shared queue before, and keep their arrival times.
     queue = LocalQueue(rules())
     for name, arrived_s in (("c", 3.0), ("a", 1.0), ("b", 2.0)):
         queue.offer(ask(name), 1.0, arrived_s)
@@ -48,7 +48,7 @@ def test_a_flow_is_served_by_arrival_whatever_the_order_of_queueing() -> None:
 
 
 PRIORITIES = (-3, 0, LEAST_PRIORITY, 100, 7, MOST_PRIORITY)
-# tests/model has every rule of the order; here each setting reaches it. Requests by id, changes and arrival.
+# tests/model covers the order; here each setting takes effect. Settings; (id, changes, arrival); order.
 ORDERS: dict[str, tuple[dict[str, Any], list[tuple[str, dict[str, Any], float]], str]] = {
     "bands of any priority from high to low": (
         {}, [(str(each), {"band": Bands().of(each)}, 0.0) for each in PRIORITIES],
@@ -81,21 +81,21 @@ def test_the_configured_policy_decides_who_is_next(
 
 
 def with_bands(bands: list[dict[str, Any]], **more: Any) -> tuple[LocalQueue, Bands]:
-    """A replica's queue beside another's, and the bands that are configured."""
+    """The local queue of one of two replicas, and the configured bands."""
     configured = parse({"fair_request_queue": {"priority_bands": bands}}).fair_request_queue.bands
     return LocalQueue(rules(live=2, priority_bands=bands, **more, **NO_GUARD)), configured
 
 
-def test_a_full_band_and_a_band_that_is_not_preemptible_are_kept() -> None:
+def test_a_full_band_refuses_requests_and_an_unpreemptible_band_keeps_its_own() -> None:
     batch = {"priority": -50, "name": "batch", "weight": 1}
     bands = [{"priority": 7, "capacity": 4, "preemptible": False}, batch]
     queue, configured = with_bands(bands, total_capacity=6, flow_capacity=6)
-    # Half of four places are this replica's.
+    # This replica has two of the four places of band 7.
     for n in range(2):
         queue.offer(ask(f"seven {n}", band=configured.of(7)), 1.0, float(n))
     with pytest.raises(errors.BandCapacity):
         queue.offer(ask("no more", band=configured.of(7)), 1.0, 2.0)
-    # The queue of three is full with one of the lowest band, which makes room; the others do not.
+    # This replica has three of six places; only the request of the lowest band can be preempted.
     queue.offer(ask("batch", band=configured.of(-50)), 1.0, 3.0)
     assert preempted_by(queue, "critical", band=Band.CRITICAL) == "batch"
     with pytest.raises(errors.TotalCapacity):
@@ -103,15 +103,15 @@ def test_a_full_band_and_a_band_that_is_not_preemptible_are_kept() -> None:
     assert queue.lengths() == {"Critical": 1, "7": 2, "Default": 0, "Sheddable": 0, "batch": 0}
 
 
-def test_the_bodies_of_a_band_have_their_part_of_its_bytes() -> None:
+def test_the_byte_limit_of_a_band_is_divided_among_replicas() -> None:
     queue, configured = with_bands([{"priority": 0, "name": "Default", "bytes": 1000}])
     band = configured.of(0)
-    # Half of them are this replica's.
+    # This replica has 500 of the 1000 bytes.
     entry, _ = queue.offer(ask("first", band=band, body_bytes=300), 1.0, 0.0)
     with pytest.raises(errors.BandBytes):
         queue.offer(ask("second", band=band, body_bytes=201), 1.0, 1.0)
     queue.offer(ask("second", band=band, body_bytes=200), 1.0, 1.0)
-    # What leaves gives its bytes back, served or not.
+    # A request that leaves returns its bytes, whether it was served or not.
     queue.remove(entry)
     queue.offer(ask("third", band=band, body_bytes=300), 1.0, 2.0)
     assert next(served(queue), None) is not None
@@ -119,7 +119,7 @@ def test_the_bodies_of_a_band_have_their_part_of_its_bytes() -> None:
 
 
 def test_the_guard_serves_overdue_requests_up_to_its_share() -> None:
-    # Sheddable requests have waited past half their TTL beside many critical ones.
+    # 30 sheddable requests have waited for more than half their TTL beside 100 critical ones.
     queue = LocalQueue(rules(guard_share=0.1, flow_capacity=1000))
     for n in range(30):
         queue.offer(ask(f"s{n}", band=Band.SHEDDABLE), 1.0, 0.0)
@@ -130,7 +130,7 @@ def test_the_guard_serves_overdue_requests_up_to_its_share() -> None:
     assert sum(name.startswith("s") for name in found) in (10, 11)
 
 
-def test_who_was_preempted_is_forgotten_once_the_queue_is_no_longer_full() -> None:
+def test_the_order_of_preemption_starts_again_once_the_queue_is_no_longer_full() -> None:
     queue = LocalQueue(rules(total_capacity=2, flow_capacity=2))
     for _ in range(2):
         for flow in ("a", "b"):
@@ -139,7 +139,7 @@ def test_who_was_preempted_is_forgotten_once_the_queue_is_no_longer_full() -> No
         assert drain(queue) == ["high", "b"]
 
 
-def test_a_request_without_room_is_refused_as_by_the_shared_queue() -> None:
+def test_a_full_queue_refuses_with_the_errors_of_the_shared_queue() -> None:
     full = LocalQueue(rules(total_capacity=1, flow_capacity=1))
     tight = LocalQueue(rules(total_capacity=9, flow_capacity=1, max_flows=1))
     picky = LocalQueue(rules(overload="reject-noncritical"))
@@ -158,7 +158,7 @@ def test_a_request_without_room_is_refused_as_by_the_shared_queue() -> None:
     picky.offer(ask("e", band=Band.CRITICAL), 1.0, 0.0)
 
 
-def test_each_replica_has_its_part_of_the_capacities() -> None:
+def test_capacities_are_divided_among_replicas() -> None:
     parts = rules(3, total_capacity=100, flow_capacity=2)
     assert (parts.policy.total_capacity, parts.policy.flow_capacity) == (33, 1)
 

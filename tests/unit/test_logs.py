@@ -1,4 +1,4 @@
-"""Log lines: their format, and what the line of a decision says at each level."""
+"""Log lines: format, rate limits, and the content of decision lines at each level."""
 
 import contextlib
 import io
@@ -23,7 +23,7 @@ A, B, C = (f"10.0.0.{i}:8000" for i in (1, 2, 3))
 
 @contextlib.contextmanager
 def logged(level: str = "INFO") -> Iterator[io.StringIO]:
-    """What a replica logs at this level, and no other handler."""
+    """The log of a replica at `level`; other handlers are removed meanwhile."""
     root = logging.getLogger()
     handlers, root_level = root.handlers[:], root.level
     stream = io.StringIO()
@@ -58,7 +58,7 @@ async def test_a_flood_writes_one_line_a_second_of_each_kind_with_the_number_of_
     assert lines == [("damaged entry 0", None), ("another kind", None), ("damaged entry 1", 499)]
 
 
-def test_a_line_with_values_unknown_to_json_is_written() -> None:
+def test_a_line_with_values_that_json_cannot_encode_is_written() -> None:
     with logged() as stream:
         try:
             raise ValueError("bad \ud800 text\nsecond line")
@@ -69,7 +69,7 @@ def test_a_line_with_values_unknown_to_json_is_written() -> None:
     assert "ValueError" in line["exception"]
 
 
-def test_a_text_line_stays_one_line_with_distinct_fields() -> None:
+def test_a_text_line_is_one_line_with_unambiguous_fields() -> None:
     fields = {"flow": "x y=\n", "request_id": "r-1", "none": ""}
     record = logging.makeLogRecord({"name": "picker_fleet.x", "levelname": "INFO", "msg": "a\nb", **fields})
     line = logs.TextFormatter().format(record)
@@ -104,7 +104,7 @@ def test_decisions_are_explained_at_debug_level_only(level: str) -> None:
     assert explain.mock_calls == [call("r1"), call("r2")]
 
 
-def test_of_many_refusals_a_few_a_second_are_written_and_the_rest_counted() -> None:
+def test_a_few_refusals_a_second_are_logged_and_the_rest_counted() -> None:
     now_s = 0.0
     with logged() as stream:
         decisions = DecisionLines(lambda: now_s)
