@@ -1,4 +1,4 @@
-"""A replica's part in live changes: following them, showing them, and bringing back what was lost."""
+"""Membership of a replica: it follows live changes, shows them, and restores them when Redis loses them."""
 
 import json
 from collections.abc import AsyncIterator
@@ -28,7 +28,7 @@ WIDER = {"request_queue_controller.watermark_per_backend": 10}
 
 
 class Member:
-    """One replica's membership, beating against `store` until left."""
+    """The membership of one replica, with heartbeats to `store`."""
 
     def __init__(self, store: ScriptedStore, settings: Settings) -> None:
         shared, self.metrics = cast(Store, store), Metrics()
@@ -37,7 +37,7 @@ class Member:
         self.membership = Membership(shared, self.gate, settings, **parts, replica_info={"host": "h"})
 
     async def follows(self, condition: Any) -> None:
-        """Beat until `condition` holds."""
+        """Send heartbeats until `condition` holds."""
 
         def beaten() -> bool:
             self.membership.heartbeat_now()
@@ -76,7 +76,7 @@ async def test_a_live_change_of_another_replica_is_followed_and_shown() -> None:
         assert effective.weights == {"gold": 3}
         assert (await one.membership.state()).watermark == 20
 
-        # It is taken back.
+        # The change is reverted.
         await store.set_live_config(dict.fromkeys(store.overrides), dict.fromkeys(store.changes))
         await one.follows(lambda: one.membership.live_config.version == "2")
         assert one.membership.effective == EffectiveConfig(CONFIGURED, {})
@@ -88,10 +88,10 @@ async def test_live_changes_and_a_pause_survive_the_loss_of_the_shared_state(epo
     async with member(store) as one:
         await store.set_live_config({"total_capacity": 2000, "paused": 1}, DEEPER)
         await one.follows(lambda: one.membership.live_config.version == "1")
-        # Redis loses everything, and perhaps a replica that does not know the change publishes first.
+        # Redis loses all data; in one case a replica that does not know the change publishes first.
         store.lose()
         store.epoch = epoch
-        # The replica brings the changes back.
+        # The replica restores the changes.
         await one.follows(lambda: store.overrides)
         assert store.overrides == {"total_capacity": 2000, "paused": 1}
         assert store.changes == DEEPER
@@ -104,30 +104,30 @@ async def test_replica_info_is_sent_again_only_when_it_has_changed_or_may_be_los
         first, *others = store.heartbeats
         assert json.loads(first)["host"] == "h"
         assert set(others) == {""}
-        # The shared state has forgotten this replica, or begins another life.
+        # Redis has lost the record of this replica, or has a new epoch.
         for part, forgotten in (("was_known", False), ("epoch", "another")):
             setattr(store, part, forgotten)
             before = len(store.heartbeats)
             await one.follows(lambda before=before: first in store.heartbeats[before:])
-            assert store.heartbeats[before:].index(first) <= 1  # with the next heartbeat or at once after it
+            assert store.heartbeats[before:].index(first) <= 1  # in the next heartbeat or the one after it
 
 
 def with_change(changes: dict[str, Any], overrides: dict[str, Any]) -> ScriptedStore:
-    """A known pool with a live change."""
+    """A store with an existing pool and a live change."""
     store = ScriptedStore()
     store.epoch, store.version, store.changes, store.overrides = "life", "1", changes, overrides
     return store
 
 
 async def test_overrides_are_computed_again_for_a_new_configuration() -> None:
-    # A live deviation has made bounds of a watermark of 4; a replica with another watermark publishes.
+    # The overridden bounds follow from watermark 4; a replica with watermark 10 publishes.
     deviation = {"request_queue_controller.percentage_deviation_for_bounds": 0.5}
     store = with_change(deviation, {"lower_per": 2.0, "upper_per": 6.0})
     async with member(store, parse({"request_queue_controller": {"watermark_per_backend": 10}})):
         await until(lambda: store.overrides == {"lower_per": 5.0, "upper_per": 15.0})
 
 
-async def test_live_changes_that_do_not_fit_are_ignored() -> None:
+async def test_live_changes_that_contradict_the_configuration_are_ignored() -> None:
     store = with_change({"fair_request_queue.total_capacity": 10}, {"total_capacity": 10})
     async with member(store) as one:
         await one.follows(lambda: one.membership.live_config.version == "1")
@@ -135,7 +135,7 @@ async def test_live_changes_that_do_not_fit_are_ignored() -> None:
         assert store.overrides == {"total_capacity": 10}
 
 
-async def test_requests_that_have_waited_are_told_the_retry_after_of_the_pool() -> None:
+async def test_the_gate_and_the_metrics_follow_the_state_of_the_pool() -> None:
     store = ScriptedStore()
     store.pool = replace(POOL, retry_after_s=7, paused=True, active_flows=3)
     async with member(store) as one:
@@ -151,14 +151,14 @@ async def test_an_envoy_at_its_default_limit_is_told_of_once_when_it_stays_there
     limits = EnvoyLimits(clock)
 
     def look(*streams: int) -> int:
-        """How many warnings there are when replicas have so many streams of one Envoy."""
+        """Number of warnings so far, after each replica reports these streams of one Envoy."""
         limits.look([{"streams": {"10.0.0.1": count, "10.0.0.2": 700}} for count in streams] + [{}])
         return len(caplog.records)
 
     assert look(512, 510) == 0
     clock.now_s += 9
     assert look(512, 510) == 0
-    assert look(512, 400) == 0  # it was not at its limit for a moment
+    assert look(512, 400) == 0  # below the limit for a moment
     clock.now_s += 9
     assert look(1024, 0) == 0
     clock.now_s += 10

@@ -1,4 +1,4 @@
-"""The gate over a scripted store: refusals, waiting, being sent back, and what is charged."""
+"""The shared gate over a scripted store: refusals, waiting, repeated queueing, pauses, settled costs."""
 
 import asyncio
 from typing import Any, cast
@@ -34,7 +34,7 @@ PLACED = Placed((E1,))
 
 
 WAITING = ("epp_queue_length", "model=m", "target_model=m-v2")
-# What counts the requests that leave the queue unserved, with its labels.
+# Counters of requests that leave the queue unserved, with their labels.
 REMOVED = {
     "epp_preemptions_total": ("band=Sheddable",),
     "epp_evictions_total": ("band=Sheddable",),
@@ -60,7 +60,7 @@ class Bench:
         return samples(self.metrics).get(sample, 0.0)
 
     async def queued(self, *placing: AnyVerdict) -> asyncio.Task[Placement]:
-        """A request that waits for its turn; `placing` is what asking for its place will bring."""
+        """A queued request; the store will answer its `place` calls with `placing`."""
         self.store.admitting = [QUEUED]
         self.store.placing = list(placing)
         task = asyncio.create_task(self.gate.admit(ask(), stream_owned=False))
@@ -71,7 +71,7 @@ class Bench:
         assert self.gate.notified(Notification("r", Verdict.GRANTED))
 
     async def being_placed(self, *placing: AnyVerdict) -> asyncio.Task[Placement]:
-        """A request that is granted; the reply to `place` is awaited."""
+        """A granted request that waits for the reply to `place`."""
         task = await self.queued(*placing)
         self.store.placement.clear()
         self.grant()
@@ -124,7 +124,7 @@ async def test_a_queued_request_that_is_removed_is_answered_at_once(
     assert bench.store.cancelled == []
 
 
-async def test_a_stranger_with_the_id_of_a_granted_request_takes_nothing_from_it(bench: Bench) -> None:
+async def test_a_request_of_another_flow_cannot_take_the_id_of_a_granted_request(bench: Bench) -> None:
     task = await bench.queued(GONE)
     bench.grant()
     with pytest.raises(errors.RequestIdTaken):  # before the task has run
@@ -142,7 +142,7 @@ def test_a_malformed_notification_is_ignored(line: str) -> None:
 
 
 @pytest.mark.parametrize("when", ["waiting", "granted", "admitted"])
-async def test_a_clients_own_deadline_is_answered_504(bench: Bench, when: str) -> None:
+async def test_a_deadline_that_the_client_set_is_answered_504(bench: Bench, when: str) -> None:
     bench.store.admitting = [QUEUED if when != "admitted" else parse_verdict("expired")]
     bench.store.placing = [parse_verdict("expired")]
     task = asyncio.create_task(bench.gate.admit(ask(ttl_s=0.25, by_client=True), stream_owned=False))
@@ -150,7 +150,7 @@ async def test_a_clients_own_deadline_is_answered_504(bench: Bench, when: str) -
         await until(lambda: bench.gate.waiting)
         verdict = Verdict.EXPIRED if when == "waiting" else Verdict.GRANTED
         bench.gate.notified(Notification("r", verdict))
-    # It does not count as expired by the queue.
+    # The request does not count as expired in the queue.
     with pytest.raises(errors.DeadlineExceeded, match=r"deadline of 0\.25 s") as caught:
         await task
     assert (caught.value.status, caught.value.reason) == (504, "rejected-context-cancelled")
@@ -162,7 +162,7 @@ async def test_a_request_that_is_queued_again_waits_for_the_next_grant(bench: Be
     bench.grant()
     await until(lambda: bench.store.placing == [PLACED])
 
-    # It is granted again and placed; it was admitted once.
+    # After the second grant the request is placed, without a second admission.
     bench.grant()
     assert (await task).endpoints == (E1,)
     assert len(bench.store.admitted) == 1
@@ -171,7 +171,7 @@ async def test_a_request_that_is_queued_again_waits_for_the_next_grant(bench: Be
 async def test_a_grant_before_the_reply_that_queues_again_is_not_lost(bench: Bench) -> None:
     task = await bench.being_placed(QUEUED, PLACED)
 
-    # The next grant comes together with the reply that queues it again.
+    # The next grant arrives together with the reply that queues the request again.
     bench.store.placement.set()
     bench.grant()
 
@@ -192,10 +192,10 @@ async def test_after_a_pause_an_ended_stream_is_not_admitted_again(bench: Bench)
     bench.gate.pause_detector.mark_resumed()
     bench.grant()
     await bench.store.placed.wait()
-    # Envoy has given the stream up.
+    # Envoy has ended the stream.
     await asyncio.sleep(0)
     task.cancel()
-    # Its request may belong to another stream by now.
+    # Another stream may own the request by now, so this one does not admit it again.
     with pytest.raises(asyncio.CancelledError):
         await task
     assert len(bench.store.admitted) == 1
@@ -204,20 +204,20 @@ async def test_after_a_pause_an_ended_stream_is_not_admitted_again(bench: Bench)
 async def test_after_a_pause_only_streams_that_still_exist_are_registered(bench: Bench) -> None:
     task = await bench.queued()
     bench.gate.pause_detector.mark_resumed()
-    # Envoy gives the stream up before the replica registers it.
-    telling = asyncio.create_task(bench.gate.register_again())
+    # Envoy ends the stream before the replica registers its request again.
+    registering = asyncio.create_task(bench.gate.register_again())
     for _ in range(3):
         await asyncio.sleep(0)
     task.cancel()
-    assert await telling
+    assert await registering
     assert len(bench.store.admitted) == 1
 
 
 async def test_after_a_pause_old_signs_of_life_renew_nothing(bench: Bench) -> None:
-    bench.gate.renew(Alive("before", E1, "ticket"))
+    bench.gate.renew(Alive("before", E1, "token"))
     bench.gate.pause_detector.mark_resumed()
-    bench.gate.renew(Alive("after", E1, "ticket"))
-    assert bench.store.alive == [("before", "ticket")]
+    bench.gate.renew(Alive("after", E1, "token"))
+    assert bench.store.alive == [("before", "token")]
 
 
 async def test_the_older_stream_ends_when_its_placement_is_refused(bench: Bench) -> None:
@@ -265,7 +265,7 @@ async def test_an_end_that_is_reported_twice_is_counted_once(bench: Bench) -> No
     assert bench.count("epp_completions_total", "model=m", "outcome=completed") == 1
 
 
-def test_a_call_that_dispatches_says_that_requests_wait(bench: Bench) -> None:
+def test_a_successful_dispatch_shows_that_requests_wait(bench: Bench) -> None:
     bench.gate.dequeued(1, 0)
     assert not bench.gate.places_are_awaited
     bench.gate.dequeued(2, 1)

@@ -1,4 +1,4 @@
-"""The ends that a replica remembers, whom it tells of them, and for whom it waits."""
+"""Tombstones: a replica keeps ends of requests for peers that resync, and waits for peers when it resyncs."""
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping
@@ -21,8 +21,8 @@ CALM: Mapping[str, Any] = {"degraded": False, "resyncs": 0, "answered": []}
 RESYNCING = {"degraded": True, "resyncs": 1}
 
 
-class Told(ScriptedStore):
-    """A store that says of the ends named in `restored` that they have come back; `away`, it takes none."""
+class TombstoneStore(ScriptedStore):
+    """A store that replies BACK to tombstones of ids in `restored`, and fails while `away` is set."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,22 +36,22 @@ class Told(ScriptedStore):
 
 
 class Bench:
-    """The replica `a` beside `b` and `c`."""
+    """The tombstones of replica `a`, whose peers are `b` and `c`."""
 
     def __init__(self, wait_s: float = 30.0) -> None:
         self.now_s = 100.0
         self.shared = self.free = True
-        self.pokes = 0
-        self.store = Told()
+        self.heartbeats = 0
+        self.store = TombstoneStore()
         self.ledger = Ledger(lambda: self.now_s, 2 * unseen_s(REPORT_S))
         self.ends = Tombstones(
             cast(Store, self.store), "a", self.ledger, may_publish=lambda: self.shared,
-            may_settle=lambda: self.free, heartbeat_now=self._poked, peers_wait_s=wait_s,
+            may_settle=lambda: self.free, heartbeat_now=self._count_heartbeat, peers_wait_s=wait_s,
             clock=lambda: self.now_s,
         )  # fmt: skip
 
-    def _poked(self) -> None:
-        self.pokes += 1
+    def _count_heartbeat(self) -> None:
+        self.heartbeats += 1
 
     def end(self, name: str) -> None:
         """Receive the end of a request."""
@@ -59,43 +59,43 @@ class Bench:
         self.ends.add(self.ledger.finish(end, "token"))
 
     def say(self, **others: Mapping[str, Any]) -> None:
-        """What the heartbeats of the others tell."""
+        """Receive these fields in the heartbeats of the replicas, by name."""
         told = {name: {**CALM, **others.get(name, {})} for name in "abc"}
         self.ends.update_peers({name: PeerState.read(about) for name, about in told.items()})
 
-    async def told_of_return(self) -> None:
-        """`b` resyncs, and has been told of the ends."""
+    async def resync_of_b(self) -> None:
+        """`b` resyncs; wait until `a` has published its ends and asks for a heartbeat."""
         self.say(b=RESYNCING)
-        await until(lambda: self.pokes)
+        await until(lambda: self.heartbeats)
 
 
 @pytest.fixture
 async def bench() -> AsyncIterator[Bench]:
-    """It runs."""
+    """A bench whose tombstones run."""
     made = Bench()
     async with running(made.ends.run()):
         yield made
 
 
-async def test_while_nobody_is_away_ends_cost_redis_nothing_and_are_forgotten_in_time(bench: Bench) -> None:
+async def test_without_an_outage_ends_stay_local_and_are_forgotten_in_time(bench: Bench) -> None:
     bench.end("early")
     bench.say()
     bench.now_s += 2 * unseen_s(REPORT_S) + 0.1
     bench.end("late")
     assert bench.store.tombstones == []
     # Another replica fails over and resyncs: Redis gets the ends that are not too old.
-    await bench.told_of_return()
+    await bench.resync_of_b()
     assert bench.store.tombstones == ["late"]
     assert bench.ends.heartbeat_fields() == {"resyncs": 0, "answered": ["b:1"]}
 
 
-async def test_while_another_is_away_each_end_is_told_at_once_and_once(bench: Bench) -> None:
+async def test_during_the_outage_of_a_peer_each_end_is_stored_in_redis_at_once_and_once(bench: Bench) -> None:
     bench.say(b={"degraded": True})
-    await until(lambda: bench.pokes)
+    await until(lambda: bench.heartbeats)
     bench.end("x")
     assert bench.store.tombstones == ["x"]
     bench.say(b=RESYNCING)
-    await until(lambda: bench.pokes > 1)
+    await until(lambda: bench.heartbeats > 1)
     assert bench.store.tombstones == ["x"]
     # The shared state comes back empty.
     bench.store.epoch = "another life"
@@ -107,14 +107,14 @@ async def test_requests_restored_after_their_end_are_settled_once_the_resync_is_
     bench.free = False
     bench.end("x")
     bench.store.restored = {"x"}
-    await bench.told_of_return()
+    await bench.resync_of_b()
     assert bench.store.settled == []
     bench.ends.settle_restored()
     assert [name for name, _, _ in bench.store.settled] == ["x"]
 
 
-async def test_a_request_restored_by_one_that_has_resynced_already_is_settled(bench: Bench) -> None:
-    # Its end was received here.
+async def test_a_request_restored_by_a_peer_that_has_resynced_already_is_settled(bench: Bench) -> None:
+    # This replica received the end of the request.
     bench.end("x")
     bench.store.restored = {"x"}
     bench.say(b={"resyncs": 1})
@@ -122,7 +122,7 @@ async def test_a_request_restored_by_one_that_has_resynced_already_is_settled(be
     assert [name for name, _, _ in bench.store.settled] == ["x"]
 
 
-async def test_one_that_is_away_itself_answers_nobody_until_it_is_back(bench: Bench) -> None:
+async def test_a_replica_without_redis_answers_no_peer_until_redis_is_back(bench: Bench) -> None:
     bench.shared = False
     bench.end("x")
     bench.say(b=RESYNCING)
@@ -135,7 +135,7 @@ async def test_one_that_is_away_itself_answers_nobody_until_it_is_back(bench: Be
     assert bench.store.tombstones == ["x"]
 
 
-async def test_ends_that_redis_did_not_take_are_told_with_the_next_heartbeat(bench: Bench) -> None:
+async def test_tombstones_that_redis_refused_are_sent_again_with_the_next_heartbeat(bench: Bench) -> None:
     bench.end("x")
     bench.store.away = True
     bench.say(b=RESYNCING)
@@ -146,14 +146,14 @@ async def test_ends_that_redis_did_not_take_are_told_with_the_next_heartbeat(ben
     await until(lambda: bench.ends.heartbeat_fields()["answered"] == ["b:1"])
 
 
-async def test_an_id_that_is_let_go_anew_is_not_told_as_ended(bench: Bench) -> None:
+async def test_an_id_that_is_placed_again_gets_no_tombstone(bench: Bench) -> None:
     bench.end("x")
     bench.ledger.place("x", "2", "token", "10.0.0.1:8000", owned=False)
-    await bench.told_of_return()
+    await bench.resync_of_b()
     assert bench.store.tombstones == []
 
 
-async def test_a_return_waits_until_each_of_the_others_has_told_for_it() -> None:
+async def test_a_resync_waits_until_every_peer_has_answered_it() -> None:
     bench = Bench()
     bench.say()
     bench.ends.begin_resync()
@@ -169,7 +169,7 @@ async def test_a_return_waits_until_each_of_the_others_has_told_for_it() -> None
     await waiting
 
 
-async def test_a_return_does_not_wait_for_ever_nor_for_a_version_that_does_not_answer() -> None:
+async def test_a_resync_waits_neither_for_ever_nor_for_a_version_that_does_not_answer() -> None:
     bench = Bench(wait_s=0.01)
     bench.ends.begin_resync()
     bench.ends.update_peers({"a": PeerState.read(CALM), "b": PeerState()})
