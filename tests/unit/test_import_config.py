@@ -1,4 +1,4 @@
-"""An EndpointPickerConfig in our terms: what has a counterpart, what has none, what is malformed."""
+"""Import of an EndpointPickerConfig: keys with a counterpart, keys without one, malformed files."""
 
 import math
 import re
@@ -52,12 +52,12 @@ def test_scorers_of_the_first_profile_keep_their_weights() -> None:
     ]
 
 
-def test_without_profiles_every_scorer_counts_once() -> None:
+def test_without_profiles_every_scorer_is_imported_once() -> None:
     result = imported(plugins=[{"type": "queue-scorer"}, {"type": "lora-affinity-scorer"}])
     assert [each["name"] for each in result.tree["scheduling"]["scorers"]] == ["queue-depth", "lora-affinity"]
 
 
-def test_flow_control_becomes_the_queue() -> None:
+def test_flow_control_is_imported_as_settings_of_the_queue() -> None:
     fairness = "round-robin-fairness-policy"
     result = imported(
         featureGates=["flowControl", "other"],
@@ -83,7 +83,7 @@ def test_flow_control_becomes_the_queue() -> None:
     assert (queue.ordering, queue.fairness) == ("edf", "round-robin")
     assert settings.request_queue_controller.watermark_per_backend == 40
     assert [queue.bands.of(priority).capacity for priority in (-5, 0, 5)] == [10, 1000, 1000]
-    # The bytes of all bands are the most of each.
+    # flowControl.maxBytes becomes the byte limit of each band without maxBytes of its own.
     sizes = {band.priority: band.bytes for band in queue.bands}
     assert sizes == {10: 2**30, 5: 2**30, 0: 2**20, -5: 2**30, -10: 2**30}
     assert_named(
@@ -116,7 +116,7 @@ def test_a_limit_may_be_any_quantity(text: object, capacity: int) -> None:
     assert ("is the most here" in "".join(result.remarks)) == (text == "1Ti")
 
 
-def test_what_has_no_counterpart_is_named() -> None:
+def test_plugins_and_keys_without_a_counterpart_are_named() -> None:
     result = imported(
         plugins=[{"type": "pd-profile-handler", "name": "pd"}, {"type": "vllmgrpc-parser", "name": "p"}],
         parser={"pluginRef": "p"}, saturationDetector={"queueDepthThreshold": 5}, strange={},
@@ -125,7 +125,7 @@ def test_what_has_no_counterpart_is_named() -> None:
     assert_named(result, *plugins, "queueDepthThreshold 5", "strange")
 
 
-def test_a_configuration_of_v0_10_is_taken_or_named_key_by_key() -> None:
+def test_each_key_of_a_v0_10_configuration_is_imported_or_named() -> None:
     fast = {"matchLabels": {"tier": "fast"}, "matchExpressions": [
         {"key": "gpu", "operator": "In", "values": ["h100"]}, {"key": "old", "operator": "DoesNotExist"},
     ]}  # fmt: skip
@@ -189,21 +189,19 @@ def test_a_configuration_of_v0_10_is_taken_or_named_key_by_key() -> None:
     "no bytes": ({"flowControl": {"priorityBands": [{"maxBytes": "big"}]}},
                  r"priorityBands\.maxBytes: 'big' is no"),
 })  # fmt: skip
-def test_a_malformed_file_is_refused_where_it_is_wrong(more: dict[str, Any], fault: str) -> None:
+def test_a_malformed_file_is_refused_with_the_key_at_fault(more: dict[str, Any], fault: str) -> None:
     with pytest.raises(ConfigError, match=fault):
         imported(**more)
 
 
-def test_keys_that_are_no_text_are_named_like_others() -> None:
+def test_keys_that_are_not_strings_are_named_like_others() -> None:
     scorer = {"type": "queue-scorer", "parameters": {1: 2, "a": 3}}
     remarks = import_config.imported({**HEAD, "plugins": [scorer], 5: "x", "strange": {}}).remarks  # type: ignore[dict-item]
     assert {"5 has no counterpart", "strange has no counterpart"} <= set(remarks)
     assert "plugins: parameters of queue-scorer (1, a) have no counterpart" in remarks
 
 
-def test_the_command_prints_a_configuration_that_is_valid(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_prints_a_valid_configuration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "plugins.yaml"
     file.write_text(yaml.safe_dump({**HEAD, "plugins": [{"type": "queue-scorer"}, {"type": "mystery"}]}))
     assert cli.main(["import-config", str(file)]) == 0

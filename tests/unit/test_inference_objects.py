@@ -1,4 +1,4 @@
-"""What objectives and model rewrites amount to: bands, splits, who wins, and what is a fault."""
+"""InferenceObjectives and InferenceModelRewrites: bands, traffic splits, precedence, cycles and faults."""
 
 import asyncio
 import itertools
@@ -52,14 +52,14 @@ def intake(settings: dict[str, Any] | None = None) -> Intake:
 
 
 def use(gate: Intake, *rewrites: Rewrite, objectives: Sequence[Objective] = ()) -> Intake:
-    """`gate` in a pool with these objects."""
+    """Give `gate` these objects of its pool, and return it."""
     found = live_objects(list(objectives), list(rewrites))
     gate.use_live(found.priorities, found.splits, found.anything)
     return gate
 
 
 def ask(gate: Intake, model: str, **headers: str) -> tuple[str, Band]:
-    """The target model and band of a request whose id the gateway has set, `id-0`, `id-1`, … by default."""
+    """Target model and band of a request; the gateway has set its id, by default `id-0`, `id-1`, …"""
     fields = {name.replace("_", "-"): value.encode() for name, value in headers.items()}
     fields.setdefault("x-request-id", f"id-{next(IDS)}".encode())
     request = gate.request(Ask(model, False, None), fields, subset=None, trusted=True)
@@ -71,7 +71,7 @@ def ask(gate: Intake, model: str, **headers: str) -> tuple[str, Band]:
     (1, "1", Band.DEFAULT), (-1, "-1", Band.SHEDDABLE), (-(2**31), "-2147483648", Band.SHEDDABLE),
     (2**31 - 1, "2147483647", Band.CRITICAL),
 ])  # fmt: skip
-def test_a_priority_has_a_band_of_its_own_like_the_nearest_configured_one(
+def test_a_priority_gets_its_own_band_with_the_attributes_of_the_nearest_band(
     priority: int, name: str, like: Band
 ) -> None:
     trusted = {"trusted_headers": ["x-gateway-inference-objective"]}
@@ -89,7 +89,7 @@ def test_a_split_follows_its_weights_and_an_id_keeps_its_target() -> None:
     targets = Counter(ask(gate, "m")[0] for _ in range(1000))
     assert targets.keys() == {"v1", "v2"}
     assert abs(targets["v2"] - 100) < 5 * math.sqrt(1000 * 0.1 * 0.9)
-    # An id has its target at any replica, and when other objects change.
+    # An id keeps its target at every replica, and when other objects change.
     ids = [f"again-{number}" for number in range(100)]
     given = [ask(gate, "m", x_request_id=each)[0] for each in ids]
     other = use(intake(), split, rewrite("s", "2", rule({"v9": 1}, "n")))
@@ -97,7 +97,7 @@ def test_a_split_follows_its_weights_and_an_id_keeps_its_target() -> None:
     assert ask(gate, "other")[0] == "other"
 
 
-def test_the_older_rule_wins_and_a_rule_without_matches_is_for_the_rest() -> None:
+def test_the_older_rule_wins_and_a_rule_without_matches_applies_to_other_models() -> None:
     old, new = rewrite("z", "1", rule({"old": 1}, "m")), rewrite("a", "2", rule({"new": 1}, "m", "n"))
     rest = rewrite("rest", "3", rule({"rest": 1}))
     gate = use(intake(), new, rest, old)
@@ -111,7 +111,7 @@ def test_the_older_rule_wins_and_a_rule_without_matches_is_for_the_rest() -> Non
     "one of its target": ([rule({"again": 1}, "configured")], "configured"),
     "all of them": ([rule({"live": 1}, "m"), rule({"again": 1}, "live"), rule({"rest": 1})], "live"),
 })  # fmt: skip
-def test_rewrites_count_before_configured_targets_and_no_target_is_rewritten_again(
+def test_rewrites_precede_configured_targets_and_no_target_is_rewritten_again(
     rules: list[dict[str, Any]], target: str
 ) -> None:
     gate = intake({"models": [{"name": "m", "target_models": [{"name": "configured", "weight": 1}]}]})
@@ -121,17 +121,17 @@ def test_rewrites_count_before_configured_targets_and_no_target_is_rewritten_aga
 def test_a_cycle_of_rewrites_is_named() -> None:
     first = rewrite("first", "1", rule({"b": 1, "a": 9}, "a"))
     second = rewrite("second", "2", rule({"c": 1}, "b"))
-    assert cycles([first, second]) == {}, "a share that stays as it is is no cycle"
+    assert cycles([first, second]) == {}, "a model may keep a share of its own requests"
     third = rewrite("third", "3", rule({"x": 1, "a": 1}, "c"), rule({"y": 1}, "z"))
     found = cycles([first, second, third])
     assert found == {"first": "a to b to c to a", "second": "b to c to a to b", "third": "c to a to b to c"}
 
 
-def test_rewrites_that_lead_to_each_other_by_the_thousand_are_looked_through_at_once() -> None:
+def test_the_search_for_cycles_among_thousands_of_rewrites_is_bounded() -> None:
     chain = [rule({f"m{n + 1}": 1}, f"m{n}") for n in range(5000)]
     assert cycles([rewrite("chain", "1", *chain)]) == {}
     ring = [rewrite(f"r{n}", "1", rule({f"m{(n + 1) % 1000}": 1}, f"m{n}")) for n in range(1000)]
-    found = cycles(ring)  # without a limit these take seconds
+    found = cycles(ring)  # takes seconds without the limit of steps
     assert found["r0"].startswith("m0 to m1 to m2")
     assert 10 < len(found) < 100
 
@@ -146,7 +146,7 @@ def test_rewrites_that_lead_to_each_other_by_the_thousand_are_looked_through_at_
     "an unknown match": ([rule({"v": 1}, "m", kind="Regex")], "model type Regex is unknown"),
     "nothing": ([rule({"v": 1}, "m")], ""),
 })  # fmt: skip
-def test_a_rewrite_that_cannot_be_used_says_why(rules: list[dict[str, Any]], fault: str) -> None:
+def test_the_fault_of_an_unusable_rewrite_is_named(rules: list[dict[str, Any]], fault: str) -> None:
     found = rewrite_fault(rewrite("r", "1", *rules))
     assert fault in found
     assert bool(found) == bool(fault)
@@ -158,8 +158,8 @@ def test_a_priority_is_an_int32() -> None:
 
 
 class ObjectsOfTwoPools:
-    """An API server with an objective of pool `own` and 100 of pools that are not there. Questions for pools
-    and writes of conditions wait for `answers`."""
+    """An API server with objectives of pool `own`, and 100 of two pools that do not exist. Reads of pools and
+    writes of conditions wait for `answers`."""
 
     namespace = "models"
 
@@ -184,10 +184,10 @@ class ObjectsOfTwoPools:
                 items = [item("own", 7, "own"), *(item(f"o{n}", 7, f"gone-{n % 2}") for n in range(100))]
             items += [
                 item("both", 2**31 if newer else 5, "own"),  # in both groups, with a fault in the newer one
-                # Of another group: a pool of this name, and one that is not there. Its own picker judges.
+                # Their pools are of another API group, whose own picker validates them.
                 item("of-others", 9, "own", **others),
                 item("also-of-others", 9, "gone-2", **others),
-                item("unnamed", 8, "own", group=""),  # the API's default
+                item("unnamed", 8, "own", group=""),  # an empty group is the default group of the API
             ]
         return msgspec.json.encode({"metadata": {"resourceVersion": "1"}, "items": items})
 
@@ -203,7 +203,7 @@ class ObjectsOfTwoPools:
 
 
 @pytest.mark.parametrize("publishes", [False, True], ids=["reading only", "writing conditions"])
-async def test_this_pools_objects_of_the_newer_group_count_without_waiting_for_others(
+async def test_objects_of_this_pool_take_effect_before_other_pools_have_been_read(
     publishes: bool,
 ) -> None:
     server, reported = ObjectsOfTwoPools(), asyncio.Queue[LiveObjects]()
@@ -216,7 +216,7 @@ async def test_this_pools_objects_of_the_newer_group_count_without_waiting_for_o
             pass
         server.answers.set()
         asked = sorted([await server.asked.get() for _ in range(2)])
-        for _ in range(2):  # once they are judged nobody asks again
+        for _ in range(2):  # each missing pool is read only once
             followed._changed.set()
             await reported.get()
     assert asked == ["metadata.name=gone-0", "metadata.name=gone-1"]
