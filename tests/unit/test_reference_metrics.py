@@ -1,4 +1,4 @@
-"""Metrics under the names of the reference picker: the same figures, from the first reading on."""
+"""Metrics under the names of the llm-d reference picker: same values, present from the first scrape."""
 
 from collections import Counter
 from dataclasses import replace
@@ -31,7 +31,7 @@ def reading(waiting: float, running: float, kv: float, *, known: bool = True) ->
 
 
 class Page:
-    """The metrics of a replica of the pool `llm`."""
+    """The metrics of a replica of pool `llm`."""
 
     def __init__(self) -> None:
         self.metrics = Metrics()
@@ -53,7 +53,7 @@ def page() -> Page:
     return Page()
 
 
-def test_what_waits_and_runs_is_0_before_the_first_request(page: Page) -> None:
+def test_waiting_and_running_requests_are_0_before_the_first_request(page: Page) -> None:
     assert page.values(QUEUE, "inference_pool=llm") == [0, 0]
     assert page.values(RUNNING) == [0, 0]
 
@@ -83,7 +83,7 @@ def test_saturation_and_ready_endpoints_follow_the_pool(page: Page) -> None:
     assert page.values(READY, "name=llm") == [0, 0]
 
 
-def test_averages_are_of_the_endpoints_that_are_known(page: Page) -> None:
+def test_averages_leave_out_endpoints_with_unknown_readings(page: Page) -> None:
     names = tuple(f"{prefix}_average_queue_size" for prefix in ("llm_d_epp", "inference_pool"))
     assert page.values(names, "name=llm") == [None, None]
     page.readings = {"a": reading(2, 4, 0.5), "b": reading(4, 8, 0.7), "c": reading(90, 90, 0.9, known=False)}
@@ -92,7 +92,7 @@ def test_averages_are_of_the_endpoints_that_are_known(page: Page) -> None:
     assert page.values(("llm_d_epp_average_kv_cache_utilization",), "name=llm") == [0.6]
 
 
-def test_flows_cannot_make_series_without_end(page: Page) -> None:
+def test_the_number_of_series_per_flow_is_bounded(page: Page) -> None:
     names = ["\ud800", "x" * 100_000, *(f"flow-{number}" for number in range(3000))]
     for name in names:
         page.metrics.waiting(ask(flow=name), 1)
@@ -107,7 +107,7 @@ def test_flows_cannot_make_series_without_end(page: Page) -> None:
     assert not page.metrics.waiting_requests.keys() - {("new", Band.DEFAULT, "m", "m")}
 
 
-def test_a_client_cannot_make_series_without_end(page: Page) -> None:
+def test_the_number_of_series_per_model_is_bounded(page: Page) -> None:
     page.running.update({f"model-{number}": 1 for number in range(3000)})
     series = page.series(RUNNING[0])
     assert (len(series), series[RUNNING[0], "model_name=other"]) == (1002, 2000)

@@ -1,4 +1,4 @@
-"""The simulated model server from outside: a process, HTTP, the official client."""
+"""The simulated model server as a process, over HTTP and with the official OpenAI client."""
 
 import argparse
 import asyncio
@@ -29,7 +29,7 @@ HI = [{"role": "user", "content": "hi"}]
 
 @contextmanager
 def process(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """A server started on a free port; it and its URL."""
+    """Start a server on a free port; yields the process and its URL."""
     command = [sys.executable, "-c", COMMAND, "--port", "0", *arguments]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None
@@ -41,7 +41,7 @@ def process(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
 
 @asynccontextmanager
 async def sim(*arguments: str) -> AsyncIterator[httpx.AsyncClient]:
-    """A client of a server started with `arguments`."""
+    """Start a server with `arguments`; yields a client of the server."""
     with process(*arguments) as (_, url):
         async with client_of(url) as client:
             yield client
@@ -60,7 +60,7 @@ def official(client: httpx.AsyncClient) -> Any:
 
 
 async def metrics(client: httpx.AsyncClient) -> dict[str, float]:
-    """The page's values by sample name, label values summed up."""
+    """Values of the metrics page by sample name, summed over labels."""
     values = Counter[str]()
     for family in (await families(client)).values():
         for sample in family.samples:
@@ -74,7 +74,7 @@ async def families(client: httpx.AsyncClient) -> dict[str, Any]:
 
 
 async def until_queue(client: httpx.AsyncClient, running: int, waiting: int) -> None:
-    """Wait until the metrics page tells of so many requests."""
+    """Wait until the metrics page shows these numbers of requests."""
     async with asyncio.timeout(30):
         while True:
             page = await metrics(client)
@@ -164,7 +164,7 @@ async def test_answers_have_the_server_s_address_and_the_request_id() -> None:
         assert served_by == {client.base_url.netloc.decode()}
 
 
-async def test_loras_are_models_with_a_limited_number_of_slots() -> None:
+async def test_lora_adapters_are_models_with_a_limited_number_of_slots() -> None:
     async with sim(*AN_HOUR, "--loras", "a,b", "--max-loras", "1") as client:
         listed = (await client.get("/v1/models")).json()["data"]
         cards = {card["id"]: card["parent"] for card in listed}

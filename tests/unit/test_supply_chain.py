@@ -1,4 +1,4 @@
-"""What is installed is what was locked: hashes, and licences that are listed."""
+"""Supply chain: locked packages and installations have hashes, and docs/licences.md lists every licence."""
 
 import re
 import subprocess
