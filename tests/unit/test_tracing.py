@@ -1,4 +1,4 @@
-"""Traces of requests: their spans, parents and attributes; without tracing, nothing of it is imported."""
+"""Traces of requests: spans, parents and attributes; tracing is imported only if it is enabled."""
 
 import asyncio
 import subprocess
@@ -34,7 +34,7 @@ OWN = accounting_token.signed(accounting_token.write(REQUEST, "10.0.0.1:8000"), 
 
 
 class Tracing:
-    """Traces into memory, and a gate around `inner`."""
+    """A traced gate around `inner`, which exports spans to memory."""
 
     def __init__(self, sample: float) -> None:
         self.memory = InMemorySpanExporter()
@@ -71,7 +71,7 @@ def ended(**changes: Any) -> Completion:
 async def settled(traced: Tracing) -> None:
     """Redis answers that request `r-1` has been settled."""
     traced.traces.settled("r-1", answered(SettleReply(EndKind.SETTLED, "llama")))
-    await asyncio.sleep(0)  # the answer's callbacks run in the next turn of the loop
+    await asyncio.sleep(0)  # callbacks of the reply run in the next iteration of the event loop
 
 
 async def test_a_request_with_a_traceparent_continues_that_trace(tracing: Make) -> None:

@@ -1,6 +1,6 @@
-"""Which variant of a model a request is sent as: shares, and what an identity leads to.
+"""Traffic splits: the shares of variants, and the variant that an identity selects.
 
-Which identity a request has: tests/unit/test_intake.py.
+tests/unit/test_intake.py covers which identity a request has.
 """
 
 import math
@@ -35,7 +35,7 @@ def test_shares_keep_within_the_binomial_spread(weights: tuple[int, ...]) -> Non
         assert abs(found[f"v{number}"] - count * share) <= 4.5 * spread + 1e-6
 
 
-def test_new_weights_move_only_the_difference() -> None:
+def test_changed_weights_move_only_the_difference_in_shares() -> None:
     more = Split.of([("stable", 80), ("canary", 20)])
     moves = Counter((CANARY.variant(KEY, each), more.variant(KEY, each)) for each in identities(10_000))
     assert ("canary", "stable") not in moves

@@ -1,7 +1,7 @@
-"""The project speaks the field's language: words that it once had of its own stay gone.
+"""The project uses the standard terms of its field: former private words do not come back.
 
-Each is listed with the standard term that took its place. Exempt are the pages that tell what earlier
-versions called a thing.
+Each word is listed with the standard term that replaced it. Pages that name the terms of earlier versions
+are exempt.
 """
 
 import re
@@ -16,7 +16,7 @@ EXEMPT = (
 )  # fmt: skip
 SUFFIXES = (".py", ".lua", ".md", ".js", ".html", ".css", ".yml", ".yaml", ".toml", ".json")
 
-# In no text at all, in any part of an identifier.
+# Forbidden in code and prose, also as a part of an identifier.
 WORDS = {
     "sturdy": "failover", "crossing": "failover state", "purse": "local budget",
     "borrower": "budget transfer", "homecoming": "resync", "fleetmate": "peer", "fleetmates": "peers",
@@ -27,7 +27,7 @@ WORDS = {
     "witness": "client history",
 }  # fmt: skip
 
-# No name in code. In text they have their meaning in English.
+# Forbidden as names in code. In prose they keep their meaning in English.
 NAMES = {
     "buried": "tombstone", "lanes": "flow queues", "victims": "preemption candidates",
     "ahead": "read_ahead", "writes": "write_behind", "later": "defer_write", "born": "epoch",
@@ -58,26 +58,26 @@ def texts() -> Iterator[tuple[str, str]]:
 
 
 def uses(words: Mapping[str, str], text: str, parts: Callable[[str], Iterable[str]]) -> Iterator[str]:
-    """Line number of each of `words` among the `parts` of a name in `text`, and what to say instead."""
+    """Line number and replacement of each of `words` that is among the `parts` of a name in `text`."""
     for number, line in enumerate(text.splitlines(), 1):
         for name in _IDENTIFIER.findall(line):
             yield from (f"{number}: {part} (say {words[part]})" for part in {*parts(name)} & words.keys())
 
 
 def code_of(name: str, text: str) -> str:
-    """`text` without its strings and comments, in the same lines."""
+    """`text` without strings and comments; line numbers stay the same."""
     code = _STRINGS_AND_COMMENTS[Path(name).suffix].sub(lambda found: "\n" * found[0].count("\n"), text)
     return _FROM_ELSEWHERE.sub("", code)
 
 
-def test_words_that_were_this_projects_own_are_in_no_text() -> None:
+def test_former_private_words_are_in_no_text() -> None:
     def parts(name: str) -> list[str]:
         return [part.lower() for part in _PARTS.findall(name)]
 
     assert [f"{name}:{use}" for name, text in texts() for use in uses(WORDS, text, parts)] == []
 
 
-def test_no_name_in_code_is_one_that_was_this_projects_own() -> None:
+def test_former_private_names_are_not_in_the_code() -> None:
     code = {name: code_of(name, text) for name, text in texts() if name.endswith((".py", ".lua", ".js"))}
     bare = [
         f"{n}:{use}" for n, text in code.items() for use in uses(NAMES, text, lambda name: [name.strip("_")])
@@ -85,5 +85,5 @@ def test_no_name_in_code_is_one_that_was_this_projects_own() -> None:
     assert bare == []
 
 
-def test_names_of_tests_are_sentences() -> None:
+def test_no_test_name_begins_with_given() -> None:
     assert [name for name, text in texts() if "def test_given_" in text] == []

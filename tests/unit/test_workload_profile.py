@@ -1,4 +1,4 @@
-"""The profile in which workloads decide the order: valid alone, in Compose and in the chart."""
+"""The workload-aware profile is valid alone, in Compose and in the Helm chart."""
 
 from pathlib import Path
 from typing import Any
@@ -28,12 +28,12 @@ def orders_by_workload(settings: Settings) -> bool:
 def test_the_profile_alone_is_valid_and_orders_by_workload() -> None:
     settings = load(DEPLOY / "picker-workload-aware.yaml", {})
     assert orders_by_workload(settings)
-    # It has the specification's weights, which are the defaults.
+    # The profile keeps the default weights, which are the specification's.
     assert settings.workloads == parse({}).workloads
 
 
-def test_in_compose_it_stands_where_the_other_configuration_stood() -> None:
-    # The service of both files, merged as Compose does: by the path within the container.
+def test_in_compose_the_profile_replaces_the_mounted_configuration() -> None:
+    # Compose merges the volumes of both files by their path within the container.
     base = tree(ROOT / "docker-compose.yml")["services"]["picker"]["volumes"]
     over = tree(DEPLOY / "compose" / "workload-aware.yml")["services"]
     (mount,) = over["picker"]["volumes"]
@@ -45,12 +45,12 @@ def test_in_compose_it_stands_where_the_other_configuration_stood() -> None:
     assert differing(settings, other) == {"fair_request_queue", "workloads"}
 
 
-def test_in_the_chart_it_changes_the_queue_and_nothing_else() -> None:
+def test_in_the_chart_the_profile_changes_only_the_queue() -> None:
     chart = DEPLOY / "kubernetes" / "chart"
     values = tree(chart / "values.yaml")
     profile = overlaid(
         values, tree(chart / "values-workload-aware.yaml")
-    )  # as Helm merges, but for discovery
+    )  # merges as Helm does, except for discovery
     settings, other = parse(profile["config"]), parse(values["config"])
     assert orders_by_workload(settings)
     assert differing(settings, other) == {"fair_request_queue"}

@@ -1,4 +1,4 @@
-"""Certificates for tests: authorities, and what they have signed, made by openssl."""
+"""Certificates for tests, made by openssl: authorities, and certificates signed by them."""
 
 import subprocess
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ def _openssl(*arguments: str | Path) -> None:
 
 
 def authority(folder: Path, name: str) -> Pair:
-    """A new authority, which is also a server at 127.0.0.1."""
+    """A new authority, whose certificate also serves for a server at 127.0.0.1."""
     made = Pair(folder / f"{name}.crt", folder / f"{name}.key")
     files = ("-keyout", made.key, "-out", made.cert)
     own = ("-subj", f"/CN={name}", "-addext", "subjectAltName=IP:127.0.0.1")
