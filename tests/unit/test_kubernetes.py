@@ -1,4 +1,4 @@
-"""Manifests and chart: valid for Kubernetes, good for the picker, and the same."""
+"""Manifests and Helm chart: valid for Kubernetes, consistent with the settings, equal to each other."""
 
 import argparse
 import re
@@ -19,9 +19,9 @@ from picker_kubernetes import chart_flags
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "deploy" / "kubernetes"
 CHART = FOLDER / "chart"
-# Oldest and newest that the manifests are meant for.
+# Oldest and newest Kubernetes version that the manifests support.
 VERSIONS = ["1.27", kubernetes_validate.latest_version()]
-# What the operator's own definition of a ServiceMonitor requires, and what this project uses of it.
+# Fields of a ServiceMonitor's endpoint that the manifests set, with the types in the operator's definition.
 _ENDPOINT = {"port": str, "path": str, "interval": str, "scrapeTimeout": str}
 
 Tree = dict[str, Any]
@@ -35,7 +35,7 @@ def plain(folder: Path = FOLDER) -> list[Tree]:
 
 @pytest.fixture(scope="module")
 def renderer() -> str:
-    """Helm's own engine, built by the first who asks."""
+    """Path of a program that renders the chart with Helm's engine; built on first use."""
     return output_of("bash", ROOT / ".ci" / "helm-render" / "build").strip()
 
 
@@ -53,7 +53,7 @@ def output_of(*command: str | Path) -> str:
 
 
 def check(trees: list[Tree]) -> None:
-    """Fail on what an API server would refuse."""
+    """Fail if an API server would refuse one of `trees`."""
     for tree in trees:
         if tree["kind"] == "InferencePool":
             continue  # tests/kubernetes applies it
@@ -80,12 +80,12 @@ def container_of(trees: list[Tree]) -> Tree:
 
 
 def settings_of(trees: list[Tree]) -> config.Settings:
-    """What the ConfigMap configures."""
+    """The settings in the ConfigMap."""
     return config.parse(yaml.safe_load(of(trees, "ConfigMap")["data"]["picker.yaml"]))
 
 
 def settings_by(arguments: list[str], **instead: Any) -> config.Settings:
-    """What a container's `arguments` configure, with some replaced."""
+    """The settings from a container's `arguments`; `instead` replaces parsed arguments."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--config", type=Path)
     chart_flags.add_flags(parser)
@@ -117,11 +117,11 @@ def test_every_manifest_is_listed_and_valid() -> None:
     assert kinds == {"Service": 2, **dict.fromkeys(once, 1)}
 
 
-def test_the_parts_fit_each_other() -> None:
+def test_ports_selectors_grace_period_and_policy_agree_with_the_settings() -> None:
     trees = plain()
     settings, pod = settings_of(trees), of(trees, "Deployment")["spec"]["template"]
     ports = {port["name"]: port["containerPort"] for port in container_of(trees)["ports"]}
-    # The ports are those that the replica listens on.
+    # The replica listens on the ports of the container.
     assert settings.extproc.listen == f"0.0.0.0:{ports['grpc']}"
     assert settings.admin.listen == f"0.0.0.0:{ports['admin']}"
     # Selectors match the pods' labels.
@@ -129,10 +129,10 @@ def test_the_parts_fit_each_other() -> None:
     for tree in trees:
         selector = tree.get("spec", {}).get("selector") or tree.get("spec", {}).get("podSelector") or {}
         assert (selector.get("matchLabels", selector)).items() <= labels
-    # Target ports are ports of the pods.
+    # Services target ports of the pods.
     for service in (tree for tree in trees if tree["kind"] == "Service"):
         assert {port["targetPort"] for port in service["spec"]["ports"]} <= ports.keys()
-    # A replica has the time to drain.
+    # The grace period is longer than a drain.
     needs_s = settings.extproc.drain_grace + settings.extproc.drain_timeout
     assert pod["spec"]["terminationGracePeriodSeconds"] > needs_s
     # The policy allows discovery and Redis.
@@ -164,7 +164,7 @@ def test_the_chart_renders_to_the_plain_manifests(renderer: str, tmp_path: Path)
 
 
 def unmarked(trees: list[Tree]) -> list[Tree]:
-    """Without what only a chart's objects have."""
+    """`trees` without the labels and annotations that only the chart sets."""
     for tree in trees:
         for mark in ("app.kubernetes.io/managed-by", "helm.sh/chart"):
             del tree["metadata"]["labels"][mark]
@@ -172,7 +172,7 @@ def unmarked(trees: list[Tree]) -> list[Tree]:
     return trees
 
 
-def test_in_a_gateways_seat_the_parts_fit_each_other() -> None:
+def test_the_manifests_for_an_inference_pool_agree_with_each_other() -> None:
     trees = plain(FOLDER / "inference-pool")
     container = container_of(trees)
     ports = {port["name"]: port["containerPort"] for port in container["ports"]}
@@ -219,7 +219,7 @@ def test_the_chart_follows_its_values(renderer: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(540)
-def test_the_chart_configures_pools_as_the_replica_reads_them(renderer: str, tmp_path: Path) -> None:
+def test_the_chart_configures_several_pools_as_the_replica_reads_them(renderer: str, tmp_path: Path) -> None:
     names = ["llm", "a-pool-of-the-longest-name-that-anybody-has-ever-given-to-a-pool"]
     for first, further in (names, names[::-1]):
         pools = {"name": first, "further": [{"name": further, "port": 9004}]}
@@ -234,7 +234,7 @@ def test_the_chart_configures_pools_as_the_replica_reads_them(renderer: str, tmp
 
 
 def by_name(trees: list[Tree]) -> dict[tuple[str, str], Tree]:
-    """Each object by kind and name; of a ConfigMap what the configuration in it says."""
+    """Objects by kind and name; the YAML texts of a ConfigMap are parsed."""
     found = {(tree["kind"], tree["metadata"]["name"]): tree for tree in trees}
     for tree in trees:
         if tree["kind"] == "ConfigMap":
@@ -243,7 +243,7 @@ def by_name(trees: list[Tree]) -> dict[tuple[str, str], Tree]:
     return found
 
 
-def test_the_image_has_what_a_gateways_seat_needs() -> None:
+def test_the_image_has_the_packages_of_the_extra_kubernetes() -> None:
     """The chart passes --pool-name, so the image needs the packages of the extra `kubernetes`."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extra = {re.split(r"[<>=]", each)[0] for each in project["optional-dependencies"]["kubernetes"]}

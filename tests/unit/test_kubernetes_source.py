@@ -1,4 +1,4 @@
-"""Discovery by Kubernetes: pods and their readiness, edits of the pool, an API server that goes away."""
+"""Discovery from Kubernetes: readiness of pods, edits of the pool, outages of the API server."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -20,7 +20,7 @@ from picker_kubernetes.source import KubernetesSource, Pod, PodEndpoints
 
 
 class Listed:
-    """Receives a source's lists; `becomes` waits until the newest is as wanted."""
+    """Receives the endpoint lists of a source; `becomes` waits for a certain newest list."""
 
     def __init__(self) -> None:
         self.newest: tuple[Endpoint, ...] | None = None
@@ -32,7 +32,7 @@ class Listed:
         self._changed.set()
 
     async def becomes(self, **wanted: str) -> None:
-        """`wanted` is `ready` and `draining`: addresses, apart by spaces."""
+        """Wait for `ready` and `draining` endpoints; each is a text of addresses separated by spaces."""
         ready, draining = wanted.get("ready", "").split(), wanted.get("draining", "").split()
         async with asyncio.timeout(20):
             while self.newest is None or (
@@ -51,7 +51,7 @@ async def server() -> AsyncIterator[ApiServer]:
 
 @asynccontextmanager
 async def following(server: ApiServer, *pods: str) -> AsyncIterator[Listed]:
-    """What is listed of `server`, once that has the pool at port 8000 and `pods` at 10.0.0.1, 10.0.0.2 …"""
+    """Follow `server`; with `pods`, it has the pool at port 8000 and the pods at 10.0.0.1, 10.0.0.2, …"""
     listed = Listed()
     if pods:
         server.put(POOLS, pool(8000))
@@ -103,7 +103,7 @@ async def test_a_new_selector_replaces_the_pods_and_new_ports_their_addresses(se
             await listed.becomes(ready=ready)
 
 
-async def test_an_api_server_that_is_away_changes_nothing_and_is_watched_again_without_a_list(
+async def test_an_unreachable_api_server_changes_nothing_and_the_watch_resumes_without_a_list(
     server: ApiServer, log: Lines
 ) -> None:
     async with following(server, "a") as listed:
@@ -147,7 +147,7 @@ async def test_a_bookmark_moves_the_version_that_the_next_watch_begins_at(server
         assert server.kinds["list pods"] == 1
 
 
-async def test_a_refusal_names_its_reason_and_is_overcome(server: ApiServer, log: Lines) -> None:
+async def test_a_refusal_is_logged_with_its_reason_and_retried(server: ApiServer, log: Lines) -> None:
     server.refuse = (503, "no leader")
     async with following(server) as listed:
         line = await log.saying("InferencePool llm: cannot be watched")
@@ -159,7 +159,7 @@ async def test_a_refusal_names_its_reason_and_is_overcome(server: ApiServer, log
 
 
 @pytest.mark.parametrize(("code", "longest_s"), [(0, 0.5), (503, 0.5), (403, 5.0)])
-async def test_faults_are_waited_out_ever_longer_and_a_new_kind_of_fault_shortly_again(
+async def test_the_pause_after_a_fault_doubles_and_is_short_again_for_a_new_kind_of_fault(
     code: int, longest_s: float
 ) -> None:
     codes = [code] * 12 + [403 if code != 403 else 0]
@@ -186,16 +186,14 @@ async def test_faults_are_waited_out_ever_longer_and_a_new_kind_of_fault_shortly
     assert pauses_s[12] == pytest.approx(0.05)
 
 
-async def test_an_object_that_cannot_be_read_is_named_and_the_others_count(
-    server: ApiServer, log: Lines
-) -> None:
+async def test_an_unreadable_object_is_logged_and_the_others_are_used(server: ApiServer, log: Lines) -> None:
     server.put(PODS, {"metadata": {"name": "b", "labels": {"app": "llm"}}, "status": {"podIP": 7}})
     async with following(server, "a"):
         await log.saying("one of pods of InferencePool llm cannot be read")
 
 
 @pytest.mark.parametrize(("labels", "line"), [({}, "its selector is empty"), (None, "is not there")])
-async def test_a_pool_without_a_selector_or_that_is_not_there_has_no_endpoints(
+async def test_a_missing_pool_or_one_without_a_selector_has_no_endpoints(
     server: ApiServer, log: Lines, labels: dict[str, str] | None, line: str
 ) -> None:
     if labels is not None:
@@ -209,14 +207,14 @@ async def test_a_pool_without_a_selector_or_that_is_not_there_has_no_endpoints(
 
 
 def _pods(**by_name: dict[str, Any]) -> dict[str, Pod]:
-    """Pods by name; a `phase` of one replaces its status's."""
+    """Pods by name; `phase` in a pod's metadata becomes its status phase, by default `Running`."""
     for name, item in by_name.items():
         item["metadata"]["name"] = name
         item["status"]["phase"] = item["metadata"].pop("phase", "Running")
     return msgspec.convert(by_name, dict[str, Pod])
 
 
-def test_a_pod_that_changes_changes_its_endpoints_and_no_others() -> None:
+def test_a_changed_pod_changes_only_its_own_endpoints() -> None:
     known, ports = PodEndpoints(), [8000, 8001]
     pods = _pods(a=pod("", "10.0.0.1"), b=pod("", "10.0.0.2"))
     first = known.of(pods, ports)
@@ -244,7 +242,9 @@ def test_pods_that_do_not_run_have_no_address_or_share_one() -> None:
 
 
 @pytest.mark.parametrize("group", ["llm-d.ai", "inference.networking.k8s.io"])
-def test_a_pod_may_name_those_of_its_ports_that_serve(caplog: pytest.LogCaptureFixture, group: str) -> None:
+def test_an_annotation_of_a_pod_may_select_its_serving_ports(
+    caplog: pytest.LogCaptureFixture, group: str
+) -> None:
     some, none = ({f"{group}/active-ports": ports} for ports in ("8001, x,²,9999", ""))
     some |= {"inference.networking.k8s.io/active-ports": "8001,9999", "picker-fleet/metrics-port": "9100"}
     pods = _pods(a=pod("", "10.0.0.1", annotations=some), b=pod("", "10.0.0.2", annotations=none))
@@ -262,7 +262,7 @@ def test_the_configuration_names_the_pool() -> None:
         parse({"discovery": {"kubernetes": {"pool": "../secrets"}}})
 
 
-async def test_without_credentials_the_fault_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_missing_credentials_are_a_startup_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KUBECONFIG", "/nowhere/config")
     with pytest.raises(StartupError, match=r"no credentials for the Kubernetes API: .*/nowhere/config"):
         await KubernetesSource("llm", None).watch(lambda _: None)
