@@ -481,7 +481,7 @@ async def test_a_relay_ends_with_its_stream_or_with_an_error_of_its_answer_funct
         assert (await peer.fields(3))["grpc-status"] == "5"
 
 
-async def test_a_smaller_window_setting_holds_for_open_streams_too() -> None:
+async def test_a_changed_window_setting_applies_to_open_streams_too() -> None:
     async with serving() as server, server.peer(window=0) as peer:
         await peer.send(peer.request(1))
         await peer.ping()
@@ -694,7 +694,7 @@ GIVING_UP: dict[str, Callable[[int], bytes]] = {
 
 
 @pytest.mark.parametrize("how", GIVING_UP.values(), ids=GIVING_UP)
-async def test_requests_that_are_given_up_cost_neither_their_connection_nor_a_handler(
+async def test_a_flood_of_abandoned_requests_starts_few_handlers_and_keeps_the_connection(
     how: Callable[[int], bytes],
 ) -> None:
     handler = Held()

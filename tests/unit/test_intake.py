@@ -319,7 +319,7 @@ def costed(read: Ask, settings: Any = TOKENS) -> tuple[float, bool]:
 )
 @pytest.mark.parametrize("within", ["", "sampling_params", "parameters", "options", "generationConfig"])
 @pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens", "max_output_tokens", "num_predict"])
-def test_the_answers_maximum_is_charged_where_it_makes_sense(
+def test_the_maximum_of_the_answer_is_charged_if_it_is_valid(
     name: str, within: str, value: object, answer: float | None
 ) -> None:
     fields = {within: {name: value}} if within else {name: value}
@@ -454,7 +454,7 @@ spaces = st.text(st.sampled_from(" \t\n\r"), max_size=2)
 
 
 @given(st.lists(st.tuples(keys, st.booleans()), max_size=6), st.data())
-def test_a_body_is_read_as_any_reader_reads_it_or_refused_for_a_key_that_comes_twice(
+def test_a_body_is_read_as_by_json_loads_or_refused_for_a_repeated_key(
     written: list[tuple[str, bool]], data: st.DataObject
 ) -> None:
     # Keys are plain or wholly escaped; values and the whitespace between tokens are random.
@@ -551,7 +551,7 @@ def test_fields_of_a_long_body_are_read_wherever_its_long_strings_are(
 
 
 @given(st.text() | st.recursive(st.none() | st.booleans() | st.floats() | st.text(), st.lists).map(str))
-def test_any_text_as_workload_header_makes_a_sound_workload(text: str) -> None:
+def test_any_text_as_workload_header_gives_a_valid_workload(text: str) -> None:
     workload = asked({"x-workload-context": text.encode("utf-8", "ignore")}).workload
     assert 1 <= workload.criticality <= 5
     assert len(workload.id.encode()) <= 128

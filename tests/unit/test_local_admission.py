@@ -47,7 +47,7 @@ def test_the_parts_of_all_replicas_add_up_to_what_is_free(places: int, fraction:
     assert sum(tokens) == pytest.approx(places + fraction)
 
 
-def test_nothing_free_gives_no_replica_a_part() -> None:
+def test_no_replica_gets_budget_if_nothing_is_free() -> None:
     for requests in (True, False):
         assert part_of(-3.0, live=3, rank=0, counts_requests=requests) == 0.0
 
@@ -105,7 +105,7 @@ def test_an_end_releases_the_cost_of_its_request_once() -> None:
     # A request that was placed here needs no accounting token.
     place(ledger, "here", token, E2, cost=5.0)
     assert ledger.finish_locally(ended("here"), "") == 5.0
-    # A request that never ran holds nothing.
+    # The end of a request that never ran releases nothing.
     assert ledger.finish_locally(ended("refused"), "") == 0.0
     # A withdrawn request has released its cost.
     place(ledger, "back", token, E2, cost=5.0)

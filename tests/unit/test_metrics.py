@@ -169,7 +169,7 @@ def test_gauges_name_new_endpoints_after_a_thousand_others() -> None:
 
 
 @pytest.mark.parametrize("name", ['a"b\n\\', "\ud800", "x" * 100_000, "", "naïve模型", "\x00"])
-def test_the_text_parses_with_a_hostile_model_name(name: str) -> None:
+def test_the_page_parses_with_a_hostile_model_name(name: str) -> None:
     metrics = Metrics()
     metrics.answered("lean", name, "ok", 0.1)
     assert len(page_of(metrics)) < 50_000
@@ -181,7 +181,7 @@ def test_the_documentation_names_the_same_families() -> None:
     assert found == {name: row.kind for name, row in documented().items()}
 
 
-async def test_the_text_is_rendered_once_a_second_for_all_readers() -> None:
+async def test_the_page_is_rendered_once_a_second_for_all_readers() -> None:
     metrics, clock = Metrics(), Clock()
     pages = MetricsText(MetricsPage([metrics]), clock)
     first = await asyncio.gather(*(pages.read(f"10.0.0.{n}") for n in range(50)))
@@ -207,7 +207,7 @@ async def test_an_address_that_reads_often_waits_for_the_next_rendering() -> Non
     assert [each.code for each in answers if isinstance(each, Refused)] == ["too_many_calls"] * 2
 
 
-async def test_the_text_is_rendered_in_slices_between_which_the_event_loop_runs() -> None:
+async def test_the_page_is_rendered_in_slices_between_which_the_event_loop_runs() -> None:
     metrics, turns = Metrics(), 0
     for number in range(100):
         metrics.answered("lean", f"model-{number}", "ok", 0.01)
@@ -234,7 +234,7 @@ def filled(models: int, statuses: int = 1) -> Metrics:
 
 
 @pytest.mark.parametrize(("models", "statuses"), [(3000, 1), (1000, 30)])
-def test_label_values_that_clients_choose_cannot_make_the_text_large(models: int, statuses: int) -> None:
+def test_label_values_that_clients_choose_cannot_make_the_page_large(models: int, statuses: int) -> None:
     page = page_of(filled(models, statuses)).decode()
     assert len(page) < 12_000_000
     values: dict[str, set[str]] = {}

@@ -181,7 +181,7 @@ def test_a_soft_filter_that_excludes_every_endpoint_is_waived() -> None:
     assert (addresses(ranking), ranking.excluded) == ([B], {A: "draining"})
 
 
-def test_all_stale_are_equal_and_pickable() -> None:
+def test_endpoints_that_are_all_stale_are_equal_and_can_be_picked() -> None:
     endpoints = [at(A, 1, 0.1, stale=True), at(B, 50, 0.9, stale=True), at(C, 0, 0.0, stale=True)]
     pick = PickRequest(random=random.Random(1).random)
 

@@ -63,7 +63,7 @@ def adapters(most: int | None, active: str = "", waiting: str = "") -> dict[str,
         ("llama.cpp-b6500", "llama.cpp", 46.0, 4.0, None, {}),
     )
 })  # fmt: skip
-def test_a_page_tells_its_engine_and_what_it_means(file: str, engine: str, expected: EndpointMetrics) -> None:
+def test_engine_and_values_are_read_from_a_page(file: str, engine: str, expected: EndpointMetrics) -> None:
     text = (PAGES / f"{file}.prom").read_bytes()
     for engines in (ALL, (ENGINES[engine],)):
         for part in (PART, 101):
@@ -139,7 +139,7 @@ def test_utilisation_is_the_highest_share(text: str, share: float | None) -> Non
         'lora{running_lora_adapters="' + "a," * 70_000 + '"} 1\n', "lora names more adapters than are read"
     ),
 })  # fmt: skip
-def test_a_bad_line_is_named_and_costs_no_other_figure(bad: str, said: str) -> None:
+def test_a_malformed_line_is_named_and_leaves_the_other_values(bad: str, said: str) -> None:
     text = f'run 1\n{bad}queue{{a="1"}} 2\nkv 0.5\n'
     metrics = read(text)
     assert (metrics.waiting, metrics.running, metrics.kv_utilisation) == (2.0, 1.0, 0.5)
@@ -149,7 +149,7 @@ def test_a_bad_line_is_named_and_costs_no_other_figure(bad: str, said: str) -> N
 
 
 @pytest.mark.parametrize("text", ["", "<html>not here</html>\n"])
-def test_a_page_without_any_figure_is_refused(text: str) -> None:
+def test_a_page_without_any_known_series_is_refused(text: str) -> None:
     with pytest.raises(BadPage, match="none of the series of simple"):
         read(text)
 

@@ -255,7 +255,7 @@ def test_an_access_log_entry_belongs_to_the_pool_that_signed_its_token() -> None
         assert page["epp_access_log_rejected_total", f"reason={reason}"] == 1
 
 
-# What pools share.
+# Byte budgets, metrics and commands of several pools.
 
 LIMIT = 64 * SMALL_BYTES
 

@@ -213,7 +213,7 @@ async def test_after_a_pause_only_streams_that_still_exist_are_registered(bench:
     assert len(bench.store.admitted) == 1
 
 
-async def test_after_a_pause_old_signs_of_life_renew_nothing(bench: Bench) -> None:
+async def test_after_a_pause_earlier_signs_of_life_renew_no_lease(bench: Bench) -> None:
     bench.gate.renew(Alive("before", E1, "token"))
     bench.gate.pause_detector.mark_resumed()
     bench.gate.renew(Alive("after", E1, "token"))

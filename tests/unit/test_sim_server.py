@@ -155,7 +155,7 @@ async def test_a_disconnect_in_the_middle_of_a_stream_frees_its_slot() -> None:
         await until_queue(client, running=0, waiting=0)
 
 
-async def test_answers_have_the_server_s_address_and_the_request_id() -> None:
+async def test_answers_have_the_address_of_the_server_and_the_request_id() -> None:
     async with sim(*AT_ONCE) as client:
         answer = await client.post("/v1/completions", json=ask(), headers={"x-request-id": "r-1"})
         health = await client.get("/health")
