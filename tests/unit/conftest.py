@@ -18,9 +18,9 @@ def transport(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def log() -> Iterator[Lines]:
-    """The log lines of `picker_fleet.endpoints`."""
+    """The log lines of discovery, the endpoints and Kubernetes."""
     lines = Lines()
-    logger = logging.getLogger("picker_fleet.endpoints")
+    logger = logging.getLogger()
     logger.addHandler(lines)
     yield lines
     logger.removeHandler(lines)
