@@ -106,7 +106,7 @@ async def test_a_listener_that_does_not_read_is_dropped_and_others_continue(even
 
 
 async def test_an_unreachable_state_is_an_event(events: Events, source: CountingSource) -> None:
-    source.fault = StateUnavailable("the shared state cannot be reached: refused")
+    source.fault = StateUnavailable("Redis cannot be reached: refused")
     _, event = await first(joined(events).stream(), 2)
     assert event.startswith(b"event: unavailable\n")
     assert b"refused" in event

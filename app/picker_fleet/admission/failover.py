@@ -443,7 +443,7 @@ class FailoverGate:
         if self._stock is None:
             return False
         if self._state is not _LOCAL:
-            _log.warning("the shared state is away (%s): admitting within this replica's share", reason)
+            _log.warning("Redis unavailable (%s); admitting locally within this replica's share", reason)
         self._transition(FailoverEvent.REDIS_LOST, cause)
         return True
 
@@ -583,7 +583,9 @@ class FailoverGate:
             if self._fleet.config.settings.request_queue_controller.unit == "requests":
                 lost = float(math.floor(lost + RESIDUE))  # a fraction cannot pay for a request
             if lost > 0:
-                _log.info("%.3g of the bound was on its way when Redis was lost; it is in use again", lost)
+                _log.info(
+                    "recovered %.3g of the bound from calls that were in transit when Redis was lost", lost
+                )
                 outage.gate.release(lost)
             return
 
@@ -617,7 +619,7 @@ class FailoverGate:
             return
         if outage.resync is resync:  # otherwise Redis was lost meanwhile, which ended this resync
             self.finish_resync(outage, resync)
-            _log.info("the shared state is back; told it of %d requests in flight", running)
+            _log.info("Redis answers again; reported %d requests in flight to it", running)
 
     def finish_resync(self, outage: Outage, resync: Resync) -> None:
         """Settle the requests that have ended: Redis now has every request this replica saw in flight."""
@@ -661,7 +663,7 @@ class FailoverGate:
         outage.gate.hand_over_waiting()
         self._cancel_tasks()
         self._metrics.degraded(False)
-        _log.info("shared operation again, after %.1f s", self._clock() - outage.began_s)
+        _log.info("resynced with Redis after %.1f s", self._clock() - outage.began_s)
         self._heartbeat_now()
 
     def _start(self, work: Work, name: str) -> None:

@@ -222,7 +222,7 @@ class SharedGate:
         """End every wait with StateUnavailable; Redis receives the cancels when it answers again."""
         for waiter in self._waiting.values():
             if waiter.error is None:
-                waiter.end(StateUnavailable("the shared state is away", retry_after_s=1))
+                waiter.end(StateUnavailable("Redis is unavailable", retry_after_s=1))
 
     def shut_down(self) -> None:
         for waiter in self._waiting.values():
@@ -310,7 +310,7 @@ class SharedGate:
                 return answer
             self._on_unknown_pool()
             await asyncio.sleep(_REBUILD_PAUSE_S)
-        raise StateUnavailable("the shared state is being rebuilt", retry_after_s=1)
+        raise StateUnavailable("the pool's state in Redis is being rebuilt", retry_after_s=1)
 
     def _chosen(
         self, request: InferenceRequest, choice: Choice, verdict: AnyVerdict
@@ -551,7 +551,7 @@ class SharedGate:
             _log.warning("endpoint %s is ejected: %s", fault.endpoint, fault.why)
             self._metrics.endpoint_ejected(fault.endpoint, fault.why)
         elif reply is FaultReply.DOWN:
-            _log.warning("endpoint %s cannot be connected to", fault.endpoint)
+            _log.warning("cannot connect to endpoint %s", fault.endpoint)
 
     def tell_end(self, completion: Completion) -> None:
         """Report an end to Redis; the store keeps the call until Redis takes it."""
@@ -578,7 +578,7 @@ class SharedGate:
         """Mark an endpoint as down: it gets no request until probes succeed."""
         known = next((e for e in self._endpoints.current.endpoints if e.address == address), None)
         if known is not None and not known.down:
-            _log.warning("endpoint %s cannot be connected to", address)
+            _log.warning("cannot connect to endpoint %s", address)
             _ignore_loss(self._store.mark_endpoint(address, "down", True))
 
     def _on_answered_end(

@@ -320,9 +320,9 @@ class Scraper:
         elif reading.remark and (last is None or not last.remark):
             _log.warning("the page of %s is read in part: %s", target.address, reading.remark)
         if reading.unready and not unready:
-            _log.warning("%s takes no requests: %s", target.address, reading.unready)
+            _log.warning("endpoint %s takes no requests: %s", target.address, reading.unready)
         elif unready and not reading.unready:
-            _log.info("%s takes requests again", target.address)
+            _log.info("endpoint %s takes requests again", target.address)
         target.last = reading
         self._pending[target.address] = reading
         self._any_pending.set()

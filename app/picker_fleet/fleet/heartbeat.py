@@ -361,7 +361,7 @@ class Sweeper:
         self._metrics.reclaimed(swept.reclaimed)
         if swept.given_up:
             self._metrics.ghosts(swept.given_up)
-            _log.warning("gave up %d requests that their endpoints do not have", swept.given_up)
+            _log.warning("reclaimed %d requests that their endpoints do not run", swept.given_up)
         if swept.suspects:
             self._on_suspects(swept.suspects)
         return swept
@@ -478,7 +478,11 @@ class Heartbeat:
                 rebuilt = await self._publisher.publish(pulse)
                 if rebuilt is not None and self._epoch:
                     lost = rebuilt.lost or "pool"
-                    _log.error("Redis has lost the key %s: filed %d requests anew", lost, rebuilt.records)
+                    _log.error(
+                        "Redis lost the key %s; rebuilt the pool from %d request records",
+                        lost,
+                        rebuilt.records,
+                    )
             pulse = await self._send()
             if pulse.epoch == _UNKNOWN:
                 self._trigger(full=False)  # the script has not rebuilt the pool completely: publish again
@@ -492,7 +496,7 @@ class Heartbeat:
         if pulse.epoch == _UNKNOWN:
             return
         if self._lost:
-            _log.warning("the shared state may have lost this replica; registering what it holds")
+            _log.warning("Redis may have lost the requests of this replica; registering them again")
             self._lost = not await self._gate.register_again()
         self._epoch = pulse.epoch
         self.joined.set()
@@ -635,7 +639,7 @@ class Membership:
 
     @property
     def unfit(self) -> str:
-        """Why Redis is unfit for the shared state; '' if it is fit."""
+        """Why Redis is not configured for the shared state; '' if it is fit."""
         return self.trouble or "; ".join(self._server_check.faults.values())
 
     @property

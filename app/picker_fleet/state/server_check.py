@@ -92,6 +92,6 @@ class ServerCheck:
     def _report(self, faults: Mapping[str, str]) -> None:
         for kind in faults.keys() - self.faults.keys():
             if kind != "refuses":  # the heartbeat logs refusals
-                _log.warning("Redis is unfit for the shared state: %s", faults[kind])
+                _log.warning("Redis is not configured for the shared state: %s", faults[kind])
         self.faults = faults
         self._on_checked({kind: kind in faults for kind in KINDS})
