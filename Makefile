@@ -59,12 +59,13 @@ redis-test: $(VENV)/.installed ## the scripts' tests, and the model's, on Debian
 kubernetes-test: $(VENV)/.installed ## discovery and manifests against a real API server, built once (about ten minutes)
 	@KUBERNETES_TEST_PARTS="$$(bash .ci/kubernetes)" && export KUBERNETES_TEST_PARTS && $(BIN)/pytest tests/kubernetes $(ARGS)
 
-lint: $(VENV)/.installed ## ruff, mypy --strict, import-linter, luacheck
+lint: $(VENV)/.installed ## ruff, mypy --strict, import-linter, luacheck, the budgets of lines
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
 	bash .ci/luacheck $(BIN)/python
+	$(BIN)/python .ci/budgets
 
 format: $(VENV)/.installed ## apply ruff's formatting and safe fixes
 	$(BIN)/ruff check --fix .
