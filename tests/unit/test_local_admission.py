@@ -171,13 +171,21 @@ def test_the_ledger_keeps_old_requests_that_are_owned_unconfirmed_or_of_an_outag
     assert {entry.id for entry in ledger} == {"stream", "unconfirmed", "newest"}
 
 
-def test_a_flood_of_requests_leaves_the_ledger_bounded() -> None:
-    ledger = Ledger(lambda: 0.0)
+@pytest.mark.parametrize("outage", [False, True])
+def test_a_flood_of_requests_leaves_the_ledger_bounded(outage: bool) -> None:
+    ledger = in_outage() if outage else Ledger(lambda: 0.0)
     ledger.place("stream", "1", "", E1, owned=True)
-    for number in range(60_000):
-        ledger.place(str(number), "1", "", E1, owned=False)
+    for number in range(120_000):
+        ledger.finish(ended(str(number)), "token")
     assert len(ledger) <= 55_001
     assert {entry.id for entry in ledger.owned()} == {"stream"}
+
+
+def test_open_streams_beyond_the_limit_stay_known_at_a_bounded_cost() -> None:
+    ledger = Ledger(lambda: 0.0)
+    for number in range(120_000):  # a search at each would take minutes
+        ledger.place(str(number), "1", "", E1, owned=True)
+    assert len(ledger.owned()) == 120_000
 
 
 def test_a_malformed_accounting_token_has_cost_0() -> None:

@@ -98,8 +98,8 @@ class Running(NamedTuple):
 class Ledger:
     """Entries by request id, the one changed least recently first. One event loop.
 
-    The ledger forgets an entry `keep_s` after its last change, unless its stream is owned, its end is not
-    confirmed or, during an outage, it is journaled.
+    The ledger forgets an entry `keep_s` after its last change, unless its end is not confirmed or, during an
+    outage, it is journaled; and the oldest entries beyond MAX_ENTRIES. It keeps entries with an owned stream.
     """
 
     def __init__(self, clock: Callable[[], float], keep_s: float = 30.0) -> None:
@@ -107,6 +107,7 @@ class Ledger:
         self.keep_s = keep_s
         self._entries: OrderedDict[str, Entry] = OrderedDict()
         self._forget_s = 0.0  # when to search for old entries next
+        self._forget_length = MAX_ENTRIES + _SPARE  # or at how many entries
         self.in_outage = False
 
     def __len__(self) -> int:
@@ -177,6 +178,15 @@ class Ledger:
         self._entries.move_to_end(completion.id)
         self._forget(entry.ended_s)
         return entry
+
+    def confirm(self, entry: Entry) -> bool:
+        """Redis has answered the report of an end, or never will. Returns False if it had before."""
+        if entry.confirmed:
+            return False
+        entry.confirmed = True
+        if not self.in_outage:
+            entry.end = None  # an outage reports each of its ends again on the way back
+        return True
 
     def finish_locally(self, completion: Completion, token: str) -> float | None:
         """As `finish`, in an outage. Returns the cost to release: None if the end is known already, or the
@@ -250,16 +260,20 @@ class Ledger:
         self._entries = OrderedDict((fields[0], Entry(*fields)) for fields in entries)
 
     def _forget(self, now_s: float) -> None:
-        if now_s < self._forget_s and len(self._entries) <= MAX_ENTRIES + _SPARE:
+        is_due = now_s >= self._forget_s and not self.in_outage
+        if not is_due and len(self._entries) < self._forget_length:
             return
         self._forget_s = now_s + _FORGET_S
         beyond = len(self._entries) - MAX_ENTRIES
         for _ in range(len(self._entries)):
             entry = next(iter(self._entries.values()))
-            if max(entry.seen_s, entry.ended_s) >= now_s - self.keep_s and beyond <= 0:
-                return
+            if beyond <= 0 and max(entry.seen_s, entry.ended_s) >= now_s - self.keep_s:
+                break
             del self._entries[entry.id]
-            beyond -= 1
-            if entry.owned or not entry.confirmed or (entry.journaled and beyond < 0):
-                self._entries[entry.id] = entry  # kept: look at it again after all others
-                beyond += 1
+            if entry.owned:
+                entry.seen_s = now_s  # its stream is open
+            if entry.owned or (beyond <= 0 and (entry.journaled or not entry.confirmed)):
+                self._entries[entry.id] = entry  # behind all others
+            else:
+                beyond -= 1
+        self._forget_length = max(len(self._entries), MAX_ENTRIES) + _SPARE

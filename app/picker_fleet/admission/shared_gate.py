@@ -585,10 +585,8 @@ class SharedGate:
         self, completion: Completion, token: str, entry: Entry | None, answer: asyncio.Future[SettleReply]
     ) -> None:
         """Redis has answered the report of an end, or never will. Of two reports the first answer counts."""
-        if entry is not None:
-            if entry.confirmed:
-                return
-            entry.confirmed = True
+        if entry is not None and not self.ledger.confirm(entry):
+            return
         if answer.cancelled() or answer.exception() is not None:
             return
         reply = answer.result()
