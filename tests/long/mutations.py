@@ -107,10 +107,8 @@ MUTATIONS = (
         "return max(part - stock.placed, 0.0)", "return part", _IN_FAILOVER,
     ),
     Mutation(
-        "an end releases budget each time it is reported", "app/picker_fleet/admission/outage.py",
-        "            return None\n        withdrawn = completion.id in self._ended",
-        "            pass\n        withdrawn = self._ended.get(completion.id, completion) is None",
-        "tests/unit/test_local_admission.py",
+        "an end releases budget each time it is reported", "app/picker_fleet/admission/ledger.py",
+        "entry.phase is Phase.ENDED and entry.journaled:", "False:", "tests/unit/test_local_admission.py",
     ),
     Mutation(
         "a resync does not wait for the ends of others", "app/picker_fleet/admission/failover.py",

@@ -15,7 +15,13 @@ from picker_fleet.admission.failover import FailoverGate, FailoverState
 from picker_fleet.admission.outage import unseen_s
 from picker_fleet.admission.peers import OutageCount
 from picker_fleet.domain.bands import Band
-from picker_fleet.domain.errors import ExpiredTtl, RequestError, RequestIdTaken, StateUnavailable
+from picker_fleet.domain.errors import (
+    ExpiredTtl,
+    RequestError,
+    RequestIdTaken,
+    ShuttingDown,
+    StateUnavailable,
+)
 from picker_fleet.domain.request import Alive, Outcome, Placement
 from picker_fleet.state import accounting_token
 from picker_fleet.state.store import Notification, Placed, Renewal, Verdict
@@ -607,3 +613,19 @@ async def test_a_lease_of_the_local_budget_never_expires() -> None:
         assert await bench.gate.confirm("mine", placement, 2 * LEASE_S)
         assert not await bench.gate.confirm("old", placement, 2 * LEASE_S)
         assert bench.store.alive == [("mine", placement.accounting_token), ("old", "")]
+
+
+@pytest.mark.parametrize("redis", ["answers", "is away"])
+async def test_a_shutdown_refuses_the_requests_that_wait_and_all_later_ones(redis: str) -> None:
+    bench = Bench(FULL)
+    if redis == "answers":
+        waiting = await bench.wait_in_redis("r")
+    else:
+        bench.gate.redis_lost("refused", "away")
+        waiting = await bench.wait_here("r")
+    bench.gate.shut_down()
+    for refused in (waiting, bench.start("later")):
+        with pytest.raises(ShuttingDown):
+            await refused
+    assert not waiting.cancelled()
+    assert bench.store.cancelled == ([("r", "cancelled")] if redis == "answers" else [])
