@@ -27,7 +27,7 @@ CONFIG = {
     "request_queue_controller": {"watermark_per_backend": 2},
     "scheduling": {"scorers": [{"name": "queue-depth", "weight": 2}, {"name": "kv-cache", "weight": 2}]},
 }
-WITHIN_S = 75.0
+WITHIN_S = 150.0
 
 
 def targets() -> dict[str, dict[str, Any]]:
@@ -78,7 +78,7 @@ async def load(fleet: Any) -> AsyncIterator[None]:
                 task.cancel()
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(360)
 async def test_every_query_of_rules_and_dashboards_returns_a_number(fleet: Any, tmp_path: Path) -> None:
     options = ("--replicas", "2", "--endpoints", "2", "--sim-ttft", "40", "--sim-itl", "15")
     running = fleet(*options, config=CONFIG)
@@ -98,7 +98,7 @@ async def test_every_query_of_rules_and_dashboards_returns_a_number(fleet: Any, 
         await prometheus.ready()
         async with load(running):
             seen = await ask_all(prometheus, wanted)
-        assert not wanted.keys() - seen.keys()
+        assert sorted(wanted.keys() - seen.keys()) == []
         # A label missing from a series would leave a gap in the panel's legend.
         for where, target in targets().items():
             assert set(re.findall(r"{{\s*(\w+)\s*}}", target.get("legendFormat", ""))) <= seen[where], where
