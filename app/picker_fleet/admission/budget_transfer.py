@@ -8,7 +8,7 @@ response was late gets the same response. Amounts are in the stock's unit.
     Count               {"live", "bound", "free", "running"} of `OutageCount`; {} if the replica cannot tell
     Ended  ids          {"ended"}: the `ids` whose end the replica received before its outage; {} without one
 
-A request also names its pool in metadata (`context.POOL_HEADER`), to reach the handlers of that pool.
+A request also names its pool in metadata (`budgets.POOL_HEADER`), to reach the handlers of that pool.
 `handlers` serves the requests; failover sends them by `GrpcPeers`.
 """
 
@@ -122,7 +122,7 @@ def handlers(
 
 
 class GrpcPeers:
-    """`failover.peers.PeerClient` over gRPC; one channel an address, kept until `close`.
+    """`peers.PeerClient` over gRPC; one channel an address, kept until `close`.
 
     With `certificates` replicas speak TLS, and each call has a connection of its own. A call waits for
     `margin_s` longer than the peer's own deadline.

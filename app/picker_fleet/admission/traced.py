@@ -6,6 +6,7 @@ receives a request's end adds the end's span to the same trace.
 """
 
 import asyncio
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -94,19 +95,21 @@ class TracedStore(Store):
     def admit(
         self, request: InferenceRequest, attempt: str, candidates: str, age_s: float = 0.0
     ) -> asyncio.Future[AnyVerdict]:
-        spans = self._traces.undecided(request.id)
-        span = spans.begin_stage("admit") if spans is not None else None
-        answer = super().admit(request, attempt, candidates, age_s)
-        if spans is not None and span is not None:
-            answer.add_done_callback(partial(spans.end_stage, span))
-        return answer
+        call = partial(super().admit, request, attempt, candidates, age_s)
+        return self._traced(request.id, "admit", call)
 
     def place(self, request_id: str, attempt: str, candidates: str) -> asyncio.Future[AnyVerdict]:
+        return self._traced(request_id, "place", partial(super().place, request_id, attempt, candidates))
+
+    def _traced(
+        self, request_id: str, stage: str, call: Callable[[], asyncio.Future[AnyVerdict]]
+    ) -> asyncio.Future[AnyVerdict]:
         spans = self._traces.undecided(request_id)
-        span = spans.begin_stage("place") if spans is not None else None
-        answer = super().place(request_id, attempt, candidates)
-        if spans is not None and span is not None:
-            answer.add_done_callback(partial(spans.end_stage, span))
+        if spans is None:
+            return call()
+        span = spans.begin_stage(stage)
+        answer = call()
+        answer.add_done_callback(partial(spans.end_stage, span))
         return answer
 
     def acknowledge(self, request_id: str, attempt: str) -> asyncio.Future[str]:

@@ -33,7 +33,7 @@ _PARAMETER = re.compile(rb';[ \t]*([^\s=;"]+)[ \t]*=[ \t]*(?:"((?:[^"\\]|\\.)*)"
 
 
 class Buffer(Protocol):
-    """Collects a body and charges its bytes to a limit and a budget (`extproc.context.BodyBuffer`)."""
+    """Collects a body and charges its bytes to a limit and a budget (`context.BodyBuffer`)."""
 
     def add(self, chunk: bytes) -> None: ...
     def join(self) -> bytes: ...
