@@ -31,13 +31,14 @@ from picker_fleet.background import Work, count_failures
 from picker_fleet.domain.budgets import BodyBudget
 from picker_fleet.domain.config import Settings
 from picker_fleet.domain.errors import StartupError
+from picker_fleet.domain.known_fleet import KnownFleet
 from picker_fleet.domain.scorer_names import LatencyWeights
 from picker_fleet.domain.sections import Kubernetes as KubernetesPool
 from picker_fleet.endpoints.discovery import serving, source_of
 from picker_fleet.endpoints.scraping import ScrapingTask
 from picker_fleet.endpoints.snapshot import SnapshotCell
 from picker_fleet.fleet.endpoint_health import Probes
-from picker_fleet.fleet.heartbeat import HeartbeatTrigger, KnownFleet, Membership
+from picker_fleet.fleet.heartbeat import HeartbeatTrigger, Membership
 from picker_fleet.fleet.info import ReplicaInfo
 from picker_fleet.grpc.certificates import Certificates
 from picker_fleet.grpc.transport import Handler
@@ -182,7 +183,7 @@ class Pool:
         count_failures(parts.metrics.background_failure)
         start(store.run, "redis-link")
         wake_ups = store.keys.wake(self._replica)
-        start(partial(listen, settings.redis.url, wake_ups, parts.failover.notified), "wake-ups")
+        start(partial(listen, settings.redis.url, wake_ups, parts.failover.on_event), "wake-ups")
         report = serving(settings.scheduling.endpoint_labels, membership.discovered)
         start(partial(self._source.watch, report), "discovery")
         if settings.discovery.kubernetes is not None:
@@ -361,7 +362,6 @@ def assemble(
         heartbeat_now=heartbeat_now,
         peer_client=budget_transfer.GrpcPeers(settings.pool, signing, certificates),
     )
-    store.observer = failover
     replica_info = ReplicaInfo(shared, service, clock)
     if settings.admin.reference_metrics:
         named = settings.discovery.kubernetes

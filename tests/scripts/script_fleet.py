@@ -24,7 +24,9 @@ from picker_fleet.state.pool_state import PoolState
 from picker_fleet.state.primary import client
 from picker_fleet.state.store import (
     AnyVerdict,
+    Dispatched,
     EndKind,
+    Event,
     HeartbeatReply,
     Notification,
     SettleReply,
@@ -151,7 +153,7 @@ class Replica:
             connect_timeout_s=max(1.0, silence_s),  # patient with a busy machine
             metrics=self.metrics,
         )  # fmt: skip
-        self.store.observer = self
+        self.store.on_event = self._on_event
         self.gate = SharedGate(
             self.store,
             metrics=self.metrics,
@@ -161,11 +163,13 @@ class Replica:
             keys=self.keys,
         )
 
-    def dequeued(self, attempts: int, successes: int) -> None:
-        self.metrics.dequeued(attempts, successes)
-
-    def redis_lost(self, cause: str, reason: str) -> None:
-        self.lost.append(cause)
+    def _on_event(self, event: Event) -> None:
+        if isinstance(event, Notification):
+            self.notified(event)
+        elif isinstance(event, Dispatched):
+            self.metrics.dequeued(event.attempts, event.successes)
+        else:
+            self.lost.append(event.cause)
 
     def notified(self, notification: Notification) -> None:
         self.notifications.append((name_of(notification.verdict), notification.request_id))

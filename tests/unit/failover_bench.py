@@ -17,9 +17,9 @@ from picker_fleet.admission.outage import unseen_s
 from picker_fleet.admission.shared_gate import SharedGate
 from picker_fleet.domain.config import parse
 from picker_fleet.domain.errors import StateUnavailable
+from picker_fleet.domain.known_fleet import KnownFleet
 from picker_fleet.domain.request import Completion, Endpoint, InferenceRequest, Outcome, Placement
 from picker_fleet.endpoints.snapshot import Snapshot, SnapshotCell
-from picker_fleet.fleet.heartbeat import KnownFleet
 from picker_fleet.scheduling.chooser import LeastLoadedChooser
 from picker_fleet.state.connection import FailureDetector, PauseDetector
 from picker_fleet.state.store import AnyVerdict, HeartbeatReply, Placed, Store, parse_verdict

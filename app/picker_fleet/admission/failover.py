@@ -10,7 +10,7 @@ import random
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from picker_fleet.admission.gate import OutageStatus, Wait
 from picker_fleet.admission.ledger import Phase
@@ -29,7 +29,6 @@ from picker_fleet.admission.peers import (
 from picker_fleet.admission.shared_gate import SharedGate
 from picker_fleet.admission.tombstones import Tombstones
 from picker_fleet.background import Work, keep
-from picker_fleet.domain.config import EffectiveConfig
 from picker_fleet.domain.errors import (
     ClientGone,
     RequestIdTaken,
@@ -39,12 +38,13 @@ from picker_fleet.domain.errors import (
     StateUnavailable,
     WritesRefused,
 )
+from picker_fleet.domain.known_fleet import KnownFleet
 from picker_fleet.domain.request import CONNECT, Alive, Completion, Fault, InferenceRequest, Placement
 from picker_fleet.endpoints.snapshot import SnapshotCell
 from picker_fleet.scheduling.chooser import EndpointChooser
 from picker_fleet.state import accounting_token
 from picker_fleet.state.connection import FailureDetector
-from picker_fleet.state.store import HeartbeatReply, Notification, Store
+from picker_fleet.state.store import Dispatched, Event, HeartbeatReply, Notification, Store
 from picker_fleet.telemetry.metrics import Metrics
 
 _log = logging.getLogger(__name__)
@@ -109,13 +109,6 @@ _TRANSITIONS: Mapping[tuple[FailoverState, FailoverEvent], FailoverState] = {
 }
 
 
-class Fleet(Protocol):
-    """The fleet as of the last heartbeat."""
-
-    config: EffectiveConfig
-    in_flight: Mapping[str, int]  # requests by endpoint
-
-
 @dataclass(slots=True)
 class _Stock:
     """The last heartbeat's reply while Redis was in use, and the cost `placed` through Redis since then."""
@@ -143,13 +136,14 @@ class FailoverGate:
         chooser: EndpointChooser,
         failure_detector: FailureDetector,
         report_s: float,
-        fleet: Fleet,
+        fleet: KnownFleet,
         heartbeat_now: Callable[..., None],
         peer_client: PeerClient,
         times: FailoverTimes = FailoverTimes(),
         clock: Callable[[], float] | None = None,
     ) -> None:
         self._store, self._shared, self._metrics = store, shared, metrics
+        store.on_event = self.on_event
         self._endpoints, self._chooser = endpoints, chooser
         self._failure_detector, self._report_s, self._fleet = failure_detector, report_s, fleet
         self._heartbeat_now, self._peer_client = heartbeat_now, peer_client
@@ -404,13 +398,15 @@ class FailoverGate:
             return None
         return [request_id for request_id in ids if request_id in self._outage.ended_before]
 
-    # What Redis and the other replicas tell (state.store.StoreObserver)
+    # What Redis and the other replicas tell
 
-    def notified(self, notification: Notification) -> bool:
-        return self._shared.notified(notification)
-
-    def dequeued(self, attempts: int, successes: int) -> None:
-        self._shared.dequeued(attempts, successes)
+    def on_event(self, event: Event) -> None:
+        if isinstance(event, Notification):
+            self._shared.notified(event)
+        elif isinstance(event, Dispatched):
+            self._shared.dequeued(event.attempts, event.successes)
+        else:
+            self.redis_lost(event.cause, event.reason)
 
     def heartbeat_fields(self) -> dict[str, object]:
         return {"degraded": self.degraded, **self.tombstones.heartbeat_fields()}
@@ -438,7 +434,7 @@ class FailoverGate:
 
     def redis_lost(self, cause: str, reason: str) -> bool:
         """Go on without Redis. Returns False if this replica has not joined the pool, and so has no budget.
-        `cause` is the metric's label, `reason` goes to the log."""
+        `cause` and `reason` as in `RedisLost`."""
         self._answered_heartbeats = 0
         if self._stock is None:
             return False

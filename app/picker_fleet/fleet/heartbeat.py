@@ -13,13 +13,14 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
+from picker_fleet.admission.failover import FailoverGate
 from picker_fleet.admission.gate import OutageStatus
 from picker_fleet.admission.shared_gate import SharedGate
 from picker_fleet.background import keep
 from picker_fleet.domain.config import EffectiveConfig, Settings
 from picker_fleet.domain.errors import ConfigError, OtherFormat, StateFault, StateUnavailable, WritesRefused
+from picker_fleet.domain.known_fleet import KnownFleet
 from picker_fleet.domain.request import Endpoint
 from picker_fleet.domain.sections import Leases
 from picker_fleet.endpoints.snapshot import Snapshot, SnapshotCell, unmarked
@@ -49,33 +50,6 @@ _MIN_POLL_S = 0.01
 _MAX_POLL_S = 0.1
 _POLL_GROWTH = 1.1
 _SUSPECTS_S = 0.05  # between two sweeps while requests may have ended without a report
-
-
-class Failover(Protocol):
-    """The gate that can work without Redis, and follows the heartbeat (admission/failover.py)."""
-
-    def heartbeat_fields(self) -> Mapping[str, object]:
-        """Fields for the replica info that other replicas read: `degraded`, `resyncs`, `answered`."""
-        ...
-
-    def heartbeat_answered(self, pulse: HeartbeatReply) -> None: ...
-
-    def heartbeat_missed(self, fault: StateFault) -> None: ...
-
-    def update_peers(self, about: Mapping[str, Mapping[str, object]]) -> None: ...
-
-    def status(self) -> OutageStatus | None: ...
-
-
-class KnownFleet:
-    """This replica's knowledge of the fleet as of the last heartbeat. Before the first heartbeat it has only
-    the configuration."""
-
-    def __init__(self, settings: Settings) -> None:
-        self.config = EffectiveConfig(settings, {})  # includes the live changes
-        self.live: Sequence[str] = ()  # ids of the live replicas
-        self.in_flight: Mapping[str, int] = {}  # endpoint -> requests
-        self.busy = False  # whether any request is in flight
 
 
 class HeartbeatTrigger:
@@ -285,7 +259,7 @@ class StateReader:
     """Reads the whole shared state; during an outage it returns the state read last."""
 
     def __init__(
-        self, store: Store, settings: Settings, fleet: KnownFleet, failover: Failover | None
+        self, store: Store, settings: Settings, fleet: KnownFleet, failover: FailoverGate | None
     ) -> None:
         self._store, self._fleet, self._failover = store, fleet, failover
         self._silence_s = settings.leases.replica_silence
@@ -407,7 +381,7 @@ class Heartbeat:
         metrics: Metrics,
         replica_info: Callable[[], Mapping[str, object]],
         fleet: KnownFleet,
-        failover: Failover | None,
+        failover: FailoverGate | None,
         trigger: HeartbeatTrigger,
         publisher: Publisher,
         follower: LiveConfigFollower,
@@ -592,7 +566,7 @@ class Membership:
         replica_info: Mapping[str, object] | Callable[[], Mapping[str, object]],
         heartbeat_now: HeartbeatTrigger | None = None,
         fleet: KnownFleet | None = None,
-        failover: Failover | None = None,
+        failover: FailoverGate | None = None,
         on_config: Callable[[EffectiveConfig], object] = lambda _: None,
         on_suspects: Callable[[Sequence[str]], object] = lambda _: None,
     ) -> None:

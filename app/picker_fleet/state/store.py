@@ -11,7 +11,7 @@ import json
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from picker_fleet.domain.bands import Bands
 from picker_fleet.domain.request import Ejection, Endpoint, Fault, InferenceRequest, Outcome
@@ -236,36 +236,30 @@ _renewal, _cancelled, _marked = word_of(Renewal), word_of(CancelReply), word_of(
 _fault_noted, _suspicion, _tombstoned = word_of(FaultReply), word_of(SuspicionReply), word_of(TombstoneReply)
 
 
-class StoreObserver(Protocol):
-    """Gets what Redis tells beside the replies to calls."""
+@dataclass(slots=True)
+class Dispatched:
+    """A call of this replica tried to dispatch queued requests of any replica."""
 
-    def notified(self, notification: Notification) -> object:
-        """A verdict on a waiting request."""
-        ...
-
-    def dequeued(self, attempts: int, successes: int) -> object:
-        """A call of this replica tried to dispatch queued requests of any replica."""
-        ...
-
-    def redis_lost(self, cause: str, reason: str) -> object:
-        """Redis is unavailable: `cause` is the metric's label."""
-        ...
+    attempts: int
+    successes: int
 
 
-class _Deaf:
-    """The observer before one is set."""
+@dataclass(slots=True)
+class RedisLost:
+    """Redis is unavailable: `cause` is the metric's label, `reason` goes to the log."""
 
-    def notified(self, notification: Notification) -> None: ...
+    cause: str
+    reason: str
 
-    def dequeued(self, attempts: int, successes: int) -> None: ...
 
-    def redis_lost(self, cause: str, reason: str) -> None: ...
+# What Redis tells beside the replies to calls.
+Event = Notification | Dispatched | RedisLost
 
 
 class Store:
     """Typed access to one pool's shared state for one replica.
 
-    What Redis tells goes to `observer`, which must be set before `run`. `reads` serves the admin API;
+    Every event goes to `on_event`, which the store's owner sets before `run`. `reads` serves the admin API;
     `queue_snapshots` reads all flow queues once for the fleet. Heartbeats keep `signing` in step with the
     fleet's keys. `bands` are the configured bands. Every method raises StateFault: StateUnavailable without
     Redis, other subclasses if Redis answers with an error (state/batching.py).
@@ -292,7 +286,7 @@ class Store:
         self._redis_clock: tuple[str, int, float] | None = None  # epoch, Redis's clock (µs), our clock (s)
         self._read: dict[str, tuple[str, Endpoint]] = {}  # address -> its last JSON, and that JSON parsed
         self._replica = replica
-        self.observer: StoreObserver = _Deaf()
+        self.on_event: Callable[[Event], object] = lambda event: None
         self._metrics = metrics
         self._client = BatchingClient(
             url,
@@ -578,18 +572,18 @@ class Store:
         return parse_pool_state(reply, self._bands)
 
     def _unavailable(self, cause: str, why: str) -> None:
-        self.observer.redis_lost(cause, why)
+        self.on_event(RedisLost(cause, why))
 
     def _take_head(self, head: Sequence[Any]) -> None:
         self.epoch = head[0]
         if head[2]:
-            self.observer.dequeued(head[2], head[3])
+            self.on_event(Dispatched(head[2], head[3]))
         for item in head[1]:
             what, _, about = item.partition(" ")
             if what == "strays":
                 self._metrics.strays(int(about))
             elif (notification := parse_notification(what, about)) is not None:
-                self.observer.notified(notification)
+                self.on_event(notification)
 
 
 def _milliseconds(seconds: float) -> int:

@@ -1,0 +1,22 @@
+"""What a replica knows of its fleet. Membership (fleet/heartbeat.py) writes it; the gate, the chooser and the
+scraper read it.
+"""
+
+from collections.abc import Mapping, Sequence
+
+from picker_fleet.domain.config import EffectiveConfig, Settings
+
+
+class KnownFleet:
+    """The fleet as of the last heartbeat; before the first one, only the configuration.
+
+    `config` includes the live changes. `live` has the ids of the live replicas, including this one,
+    `in_flight` the requests by endpoint; `busy` is whether any request is in flight. Writers replace these
+    objects and never change them.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self.config = EffectiveConfig(settings, {})
+        self.live: Sequence[str] = ()
+        self.in_flight: Mapping[str, int] = {}
+        self.busy = False
