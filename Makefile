@@ -115,7 +115,7 @@ faults: $(VENV)/.installed ## the fault suite in full; writes bench/results/faul
 
 lock: $(VENV)/.installed ## write the versions in use, with hashes, to requirements*.lock and deploy/images/*.lock
 	deploy/images/lock.sh $(PYTHON) $(BIN)/pip
-	cd deploy/images && ../../$(BIN)/python licences.py picker.lock edge.lock load.lock > ../../docs/licences.md
+	cd deploy/images && ../../$(BIN)/python licences.py picker.lock edge.lock load.lock > licences.md
 
 clean: ## remove the environment and caches of this checkout
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,6 +1,6 @@
-"""Prints docs/licences.md: the licence of every package that an image has, as the package itself says.
+"""Prints deploy/images/licences.md: the licence of every package of an image, as the package itself says.
 
-    licences.py LOCK… > docs/licences.md
+    licences.py LOCK… > deploy/images/licences.md
 
 Run in an environment that has the packages (`make lock`).
 """

@@ -1,4 +1,4 @@
-"""Supply chain: locked packages and installations have hashes, and docs/licences.md lists every licence."""
+"""Supply chain: locked packages have hashes, and deploy/images/licences.md lists every licence."""
 
 import re
 import subprocess
@@ -31,5 +31,5 @@ def test_the_page_lists_the_licence_of_each_package_of_an_image() -> None:
     written = subprocess.run(
         [sys.executable, "licences.py", *locks], cwd=IMAGES, capture_output=True, text=True, check=True
     ).stdout
-    assert written == (ROOT / "docs" / "licences.md").read_text()
+    assert written == (IMAGES / "licences.md").read_text()
     assert "unknown" not in written
