@@ -7,7 +7,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from picker_tools.audit.log import Entry
-from picker_tools.load.generator import Answer, Request, send_request
+from picker_tools.load.generator import Answer, Load, Request, send_request
 
 
 async def complete(url: str, prompt: str, tokens: int, *, streamed: bool = False) -> Answer:
@@ -25,6 +25,19 @@ async def completed(url: str, count: int, tokens: int = 2) -> list[Answer]:
 async def served_by(url: str, count: int) -> set[str]:
     """The endpoints that serve `count` parallel requests; asserts that all are served."""
     return {answer.endpoint for answer in await completed(url, count)}
+
+
+def one_token(_: object, number: int) -> Request:
+    """Makes requests for one token, for the loops of picker_tools.load.generator."""
+    return Request(f"request {number}", 1)
+
+
+async def answered(load: Load, more: int) -> None:
+    """Wait until `more` further requests of `load` have been answered or have failed; TimeoutError after a
+    minute."""
+    goal = len(load.history) + more
+    async with asyncio.timeout(60):
+        await load.wait_until(lambda: len(load.history) >= goal)
 
 
 class Caller:

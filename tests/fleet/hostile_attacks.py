@@ -23,9 +23,9 @@ from typing import NamedTuple
 
 import grpc
 import hpack
-from counting_servers import read_request
 from envoy.data.accesslog.v3 import accesslog_pb2
 from envoy.service.accesslog.v3 import als_pb2
+from model_servers import http_answer, read_request
 
 from picker_fleet.admission.budget_transfer import SERVICE as SHARES
 from picker_fleet.grpc.http2 import (
@@ -482,7 +482,6 @@ async def _repeat(attack: Attack, target: Target, numbers: Iterator[int], outcom
 
 
 _ANSWER = b'{"id":"x","choices":[],"usage":{"prompt_tokens":-1,"completion_tokens":1e99}}'
-_HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
 _LINE = b'vllm:num_requests_waiting{model_name="%06d"} 1e400\n'
 _PAGE_LINES = 80_000  # 4 MiB
 _PAUSE_S = 0.05
@@ -491,9 +490,9 @@ _PAUSE_S = 0.05
 async def _serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, slow: bool) -> None:
     with contextlib.suppress(OSError, EOFError, asyncio.IncompleteReadError):
         while True:
-            first, _, _ = await read_request(reader)
-            if "/metrics" not in first:
-                writer.write(_HEAD % len(_ANSWER) + _ANSWER)
+            request = await read_request(reader)
+            if "/metrics" not in request.path:
+                writer.write(http_answer(_ANSWER))
                 await writer.drain()
             elif slow:
                 writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 1000000\r\n\r\n")

@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
-from counting_servers import counting_servers
 from fleet_load import at_rest
+from model_servers import counting_servers
 from whole_fleet import Fleet, running
 
 from picker_tools.load.generator import Answer, Request, send_request

@@ -9,7 +9,10 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-from failing_servers import KINDS, Clients, FailingServers, failing_servers
+from fleet_load import answered
+from model_servers import FAILURES, FailingServers, failing_servers, static
+
+from picker_tools.load.generator import Answer, Request, closed_loop, flow_header, requests_of_flows
 
 MODES: dict[str, tuple[str, ...]] = {
     "lean": ("reset", "429", "error in a stream"),
@@ -27,10 +30,9 @@ LOOKED_AT = 200  # requests after a failure over which the test counts errors
 @pytest_asyncio.fixture(params=MODES, loop_scope="function")
 async def here(request: pytest.FixtureRequest, fleet: Any) -> AsyncIterator[tuple[str, FailingServers, Any]]:
     async with failing_servers(4, SERVICE_S) as servers:
-        listed = [{"address": address} for address in servers.addresses]
         started = await asyncio.to_thread(
             fleet, "--endpoints", "0", "--replicas", "2", "--mode", request.param,
-            config={"discovery": {"static": listed}, **CONFIG},
+            config={"discovery": static(servers.addresses), **CONFIG},
         )  # fmt: skip
         yield request.param, servers, started
 
@@ -50,57 +52,60 @@ async def test_a_server_that_fails_is_ejected_and_comes_back_and_no_client_can_e
 
 
 async def _it_fails(fleet: Any, servers: FailingServers, broken: str, name: str) -> None:
-    kind = KINDS[name]
-    async with Clients(fleet.url, 20) as clients:
-        await clients.until_asked(40)
-        servers.failing[broken] = kind
+    failure = FAILURES[name]
+    async with closed_loop(fleet.url, clients=20, make_request=requests_of_flows(20)) as load:
+        await answered(load, 40)
+        servers.failing[broken] = failure
         if name == "429":  # the server is full, not broken
-            await clients.until_asked(LOOKED_AT)
+            await answered(load, LOOKED_AT)
             assert set((await statuses(fleet)).values()) == {"ready"}
         else:
-            out = ("ejected",) if kind.health == 200 else ("ejected", "down")  # a probe may be first
+            out = ("ejected",) if failure.health == 200 else ("ejected", "down")  # a probe may be first
             found = await fleet.eventually(
                 lambda: statuses(fleet), lambda each: each[broken] in out, within_s=10, what=name
             )
             assert list(found.values()).count("ready") == 3, name
-        await clients.until_asked(60)  # ends the requests in flight
+        await answered(load, 60)  # ends the requests in flight
         servers.hits.clear()
-        clients.failed.clear()
-        await clients.until_asked(LOOKED_AT)
+        load.history.clear()
+        await answered(load, LOOKED_AT)
         assert servers.hits[broken] <= 0.02 * servers.hits.total() + 2, (name, servers.hits)
-        if not (kind.cuts and kind.resets):  # Envoy reports those a second later
-            tries = servers.hits[broken] if kind.cuts else 0
-            assert clients.failed.total() <= 0.005 * LOOKED_AT + tries, (name, clients.failed)
+        if not (failure.cuts and failure.resets):  # Envoy reports those a second later
+            tries = servers.hits[broken] if failure.cuts else 0
+            assert len(failed(load.history)) <= 0.005 * LOOKED_AT + tries, (name, failed(load.history))
         # The server recovers and gets requests again.
         del servers.failing[broken]
         servers.hits.clear()
-        await fleet.eventually(
-            lambda: asyncio.sleep(0, servers.hits[broken]), lambda n: n > 20, within_s=15, what=name
-        )
+        await fleet.eventually(lambda: servers.hits[broken] > 20, what=name)
+
+
+def failed(history: list[Answer]) -> list[Answer]:
+    return [answer for answer in history if not answer.served]
+
+
+def _poison(_: object, number: int) -> Request:
+    return Request("poison", 1, headers=flow_header("attacker"))
 
 
 async def _one_flow_makes_engines_fail(fleet: Any, servers: FailingServers) -> None:
     for name in ("500", "error in 200"):
-        servers.poison = KINDS[name]
+        servers.poison = FAILURES[name]
         async with (
-            Clients(fleet.url, 8) as others,
-            Clients(fleet.url, 4, prompt="poison", flow="attacker") as attacker,
+            closed_loop(fleet.url, clients=8, make_request=requests_of_flows(8)) as others,
+            closed_loop(fleet.url, clients=4, make_request=_poison) as attacker,
         ):
             for _ in range(3):
-                await attacker.until_asked(10)
+                await answered(attacker, 10)
                 found = await statuses(fleet)
                 assert set(found.values()) == {"ready"}, (name, found)
-            await others.until_asked(20)
-            assert not others.failed, (name, others.failed)
+            await answered(others, 20)
+            assert failed(others.history) == [], name
 
 
 async def _all_fail(fleet: Any, servers: FailingServers) -> None:
-    servers.failing = dict.fromkeys(servers.addresses, KINDS["503, well by its page"])
-    async with Clients(fleet.url, 4) as clients:
-        await clients.until_asked(60)
+    servers.failing = dict.fromkeys(servers.addresses, FAILURES["503, well by its page"])
+    async with closed_loop(fleet.url, clients=4, make_request=requests_of_flows(4)) as load:
+        await answered(load, 60)
         servers.failing.clear()
-        answered = clients.answered
-        await fleet.eventually(
-            lambda: asyncio.sleep(0, clients.answered - answered),
-            lambda n: n > 20, within_s=15, what="answers",
-        )  # fmt: skip
+        before = load.served
+        await fleet.eventually(lambda: load.served > before + 20, what="answers")

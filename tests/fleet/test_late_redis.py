@@ -6,12 +6,13 @@ from typing import Any
 
 import pytest
 from extproc_client import parts, set_headers
+from fleet_load import one_token
 from own_replica import served
 from redis_servers import Server, redis_server
 from whole_fleet import exact_bounds, running
 
 from picker_fleet.ingress.ext_proc.server import SERVICE
-from picker_tools.load.generator import Request, closed_loop
+from picker_tools.load.generator import closed_loop
 
 
 async def test_a_replica_without_redis_at_its_start_decides_nothing_until_redis_answers_and_then_joins(
@@ -54,7 +55,7 @@ async def test_a_replica_that_restarts_without_redis_costs_no_request(tmp_path: 
             def process() -> Any:
                 return here.state["replicas"][1]["pid"]
 
-            async with closed_loop(here.url, clients=6, make_request=_one_token) as load:
+            async with closed_loop(here.url, clients=6, make_request=one_token) as load:
                 former = process()
                 here.replica(1).terminate()
                 await here.eventually(process, lambda pid: pid != former, within_s=60, what="another process")
@@ -65,7 +66,3 @@ async def test_a_replica_that_restarts_without_redis_costs_no_request(tmp_path: 
             await asyncio.to_thread(valkey.revive)
             for replica in range(3):
                 await here.until_state(replica=replica, within_s=30, degraded=False)
-
-
-def _one_token(_: Any, number: int) -> Request:
-    return Request(f"request {number}", 1)

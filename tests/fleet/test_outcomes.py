@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from counting_servers import counting_servers
 from crowd import http_client
 from edge_envoy import Tree, edge, http_manager
 from fleet_load import Caller, at_rest, decisions, fresh, total
+from model_servers import counting_servers, static
 from redis_servers import Server
 from whole_fleet import exact_bounds, running
 
@@ -101,7 +101,7 @@ async def test_a_wait_across_a_redis_outage_counts_once_and_no_client_counts_as_
 ) -> None:
     async with counting_servers(1, service_s=0.6) as servers:
         config = {
-            "discovery": {"static": [{"address": servers.addresses[0]}]},
+            "discovery": static(servers.addresses),
             "request_queue_controller": exact_bounds(1),
         }
         options = ("--replicas", "1", "--endpoints", "0", "--redis", valkey.url)

@@ -1,9 +1,9 @@
-"""Requests of real engines' clients reach a model server unchanged, in every mode."""
+"""Requests of engines' clients reach a model server unchanged, and its answers are read, in every mode."""
 
 import asyncio
-import contextlib
 import gzip
-from collections.abc import AsyncIterator, Callable
+import json
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,49 +13,49 @@ import httpx
 import pytest
 import pytest_asyncio
 import zstandard
-from counting_servers import read_request
+from crowd import http_client
 from edge_envoy import edge
-from fleet_load import at_rest, counts
+from fleet_load import at_rest, counts, fresh, total
 from http2_client import upload
+from model_servers import COMPLETION, Ends, Received, http_answer, listening, static
 from whole_fleet import running
 
+from picker_tools.local_fleet.parts import MODES
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+JSON, EVENTS = "application/json", "text/event-stream"
 ASK = b'{"model": "llama", "prompt": "x"}'
 ORIGIN = "https://app.example.org"
 CONFIG: dict[str, Any] = {
     "default_model": "llama",
+    "models": [{"name": "big", "target_models": [{"name": "big-v2"}]}],
     "extproc": {"paths": ["POST /team-a/generate"], "unknown_paths": "pass", "max_body_bytes": 4_000_000},
 }
 
 
 class RecordingServer:
-    """A model server that records the last request: first line, headers and body. After an upgrade it echoes
-    everything."""
+    """A model server that records its `last` request and counts `served` ones. Each answer is `answer`, of
+    content type `kind`. After an upgrade it echoes everything."""
 
     def __init__(self) -> None:
-        self.last: tuple[str, dict[str, str], bytes] = ("", {}, b"")
-        self.address = ""
+        self.last: Received
+        self.served = 0
+        self.answer, self.kind = COMPLETION, JSON
 
-    async def handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(OSError, asyncio.IncompleteReadError, asyncio.CancelledError):
-            while await self._one(reader, writer):
-                pass
-        writer.close()
-
-    async def _one(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
-        """Answer one request; return whether the connection stays open."""
-        first, headers, body = await read_request(reader)
-        if first.startswith(("GET /metrics", "GET /prometheus/metrics", "GET /health", "GET /is_sleeping")):
-            writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n")
+    async def serve(self, request: Received, ends: Ends) -> bool:
+        reader, writer = ends
+        if request.headers.get("user-agent") == "picker":  # a scrape or a probe
+            writer.write(http_answer(b""))
             return True
-        self.last = first, headers, body
-        if "upgrade" in headers:
+        self.last = request
+        self.served += 1
+        if "upgrade" in request.headers:
             writer.write(b"HTTP/1.1 101 OK\r\nconnection: upgrade\r\nupgrade: websocket\r\n\r\n")
             while data := await reader.read(65536):
                 writer.write(data)
             return False
-        head = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
-        answer = b'{"usage": {"prompt_tokens": 1, "completion_tokens": 1}}'
-        writer.write(head % len(answer) + (b"" if first.startswith("HEAD") else answer))
+        whole = http_answer(self.answer, kind=self.kind)
+        writer.write(whole.removesuffix(self.answer) if request.method == "HEAD" else whole)
         return True
 
 
@@ -66,21 +66,18 @@ class Behind:
     fleet: Any
     server: RecordingServer
     mode: Any
-    url: str
 
 
-@pytest_asyncio.fixture(params=["lean", "standard", "http"], scope="module", loop_scope="module")
+@pytest_asyncio.fixture(params=MODES, scope="module", loop_scope="module")
 async def behind(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[Behind]:
     server, folder = RecordingServer(), tmp_path_factory.mktemp("clients")
-    listening: Any = await asyncio.start_server(server.handle, "127.0.0.1", 0)
-    async with listening:
-        server.address = f"127.0.0.1:{listening.sockets[0].getsockname()[1]}"
-        config = {"discovery": {"static": [{"address": server.address}]}, **CONFIG}
+    async with listening(server.serve) as address:
+        config = {"discovery": static([address]), **CONFIG}
         options = ("--mode", request.param, "--endpoints", "0", "--replicas", "1")
         async with running(folder, *options, config=config) as fleet:
-            yield Behind(fleet, server, request.param, fleet.url)
+            yield Behind(fleet, server, request.param)
 
 
 def form(**fields: str) -> bytes:
@@ -100,7 +97,6 @@ PACKED: dict[str, Callable[[bytes], bytes]] = {
     "zstd": zstandard.ZstdCompressor().compress,
     "gzip, br": lambda text: brotli.compress(gzip.compress(text)),
 }
-JSON = "application/json"
 # Method, path, content-type, content-encoding, body.
 SERVED: dict[str, tuple[str, str, str, str, bytes]] = {
     "a prefix": ("POST", "/team-a/v1/chat/completions", JSON, "", ASK),
@@ -136,12 +132,11 @@ SERVED: dict[str, tuple[str, str, str, str, bytes]] = {
     "OPTIONS": ("OPTIONS", "/v1/chat/completions", "", "", b""),
     "a path of no API": ("PATCH", "/no/such/api", "text/plain", "", b"x"),
     "a path of no API without a body": ("GET", "/no/such/api", "", "", b""),
-    **{f"{name}": ("POST", "/v1/completions", JSON, name, pack(ASK)) for name, pack in PACKED.items()},
+    **{name: ("POST", "/v1/completions", JSON, name, pack(ASK)) for name, pack in PACKED.items()},
     "a long one in zstd": ("POST", "/v1/completions", JSON, "zstd", PACKED["zstd"](ASK.ljust(3_000_000))),
 }
 
 
-@pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize("name", SERVED)
 async def test_what_clients_send_reaches_a_model_server_as_it_came(behind: Behind, name: str) -> None:
     method, path, content_type, encoding, body = SERVED[name]
@@ -152,12 +147,11 @@ async def test_what_clients_send_reaches_a_model_server_as_it_came(behind: Behin
         )
     assert answer.status_code == 200, answer.text
     assert answer.headers["x-request-id"] == "the client's"
-    first, headers, came = behind.server.last
-    assert first == f"{method} {path.removesuffix('/') or '/'} HTTP/1.1"
-    assert came == body
-    assert headers.get("content-encoding", "") == encoding
+    came = behind.server.last
+    assert (came.method, came.path, came.body) == (method, path.removesuffix("/") or "/", body)
+    assert came.headers.get("content-encoding", "") == encoding
     if body:
-        assert headers.get("content-length") == str(len(body))
+        assert came.headers.get("content-length") == str(len(body))
     await at_rest(behind.fleet)
 
 
@@ -171,7 +165,6 @@ REFUSED: dict[str, tuple[str, str, bytes, int, str]] = {  # path, encoding, body
 }
 
 
-@pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize("name", REFUSED)
 async def test_what_cannot_be_served_is_refused_by_name(behind: Behind, name: str) -> None:
     path, encoding, body, status, says = REFUSED[name]
@@ -183,9 +176,8 @@ async def test_what_cannot_be_served_is_refused_by_name(behind: Behind, name: st
     assert answer.headers["x-request-id"] == "its own"
 
 
-@pytest.mark.asyncio(loop_scope="module")
 async def test_a_client_of_http_1_0_is_served(behind: Behind) -> None:
-    at = httpx.URL(behind.url)
+    at = httpx.URL(behind.fleet.url)
     reader, writer = await asyncio.open_connection(at.host, at.port)
     writer.write(b"POST /v1/completions HTTP/1.0\r\ncontent-length: %d\r\n\r\n%b" % (len(ASK), ASK))
     answer = await asyncio.wait_for(reader.read(), 30)
@@ -194,9 +186,8 @@ async def test_a_client_of_http_1_0_is_served(behind: Behind) -> None:
     assert b"usage" in answer
 
 
-@pytest.mark.asyncio(loop_scope="module")
 async def test_a_web_socket_is_admitted_and_in_flight_as_long_as_it_is_open(behind: Behind) -> None:
-    at = httpx.URL(behind.url)
+    at = httpx.URL(behind.fleet.url)
     reader, writer = await asyncio.open_connection(at.host, at.port)
     writer.write(
         b"GET /v1/realtime?model=llama HTTP/1.1\r\nhost: x\r\nconnection: upgrade\r\nupgrade: websocket\r\n"
@@ -214,23 +205,21 @@ async def test_a_web_socket_is_admitted_and_in_flight_as_long_as_it_is_open(behi
     await at_rest(behind.fleet)
 
 
-@pytest.mark.asyncio(loop_scope="module")
 async def test_a_body_whose_stream_does_not_end_is_answered_at_once(behind: Behind) -> None:
     if behind.mode == "http":
         pytest.skip("Envoy itself waits for the end of the body")
-    async with upload(behind.url) as client:
+    async with upload(behind.fleet.url) as client:
         await client.send_open(ASK, [("content-length", str(len(ASK)))])
         assert await asyncio.wait_for(client.answered(), 5) == "200"
-    assert behind.server.last[2] == ASK
+    assert behind.server.last.body == ASK
     await at_rest(behind.fleet)
 
 
-@pytest.mark.asyncio(loop_scope="module")
 async def test_a_browsers_preflight_is_answered(behind: Behind, tmp_path: Path) -> None:
     if behind.mode == "http":
         pytest.skip("the same filter in each mode")
     with edge(behind.fleet, tmp_path, mode=behind.mode, origins=[ORIGIN]) as envoy:
-        async with httpx.AsyncClient(base_url=envoy.url, trust_env=False) as client:
+        async with http_client(envoy.url) as client:
             asked = {"origin": ORIGIN, "access-control-request-method": "POST"}
             answer = await client.options("/v1/chat/completions", headers=asked)
             assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (200, ORIGIN)
@@ -238,3 +227,125 @@ async def test_a_browsers_preflight_is_answered(behind: Behind, tmp_path: Path) 
             answer = await client.post("/v1/completions", content=ASK, headers={"origin": ORIGIN})
             assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (200, ORIGIN)
         await at_rest(behind.fleet)  # while this Envoy can still report the request's end
+
+
+SMALL = json.dumps({"model": "llama", "prompt": "x"}).encode()
+LARGE = json.dumps({"model": "llama", "prompt": "x" * 3_000_000}).encode()
+
+
+@pytest.mark.parametrize("sized", [False, True], ids=["unsized", "sized"])
+@pytest.mark.parametrize("body", [SMALL, LARGE], ids=["small", "large"])
+async def test_a_body_with_trailers_reaches_its_model_server_once(
+    behind: Behind, body: bytes, sized: bool
+) -> None:
+    if behind.mode == "http":
+        pytest.skip("Envoy itself waits for the trailers")
+    before = behind.server.served
+    async with upload(behind.fleet.url) as client:
+        length = [("content-length", str(len(body)))] if sized else []
+        await client.send(body, length, trailers=[("x-checksum", "7")])
+        assert await client.answered() == "200"
+    assert behind.server.last.body == body
+    assert behind.server.served == before + 1
+    await at_rest(behind.fleet)
+
+
+CLAUDE = {"input_tokens": 150, "cache_read_input_tokens": 700, "cache_creation_input_tokens": 50}
+INPUT = {"usage": {"input_tokens": 1}, "model": "big-v2"}  # input of a tool call, not of the answer
+ANSWERS: dict[str, tuple[str, list[object], tuple[int, int]]] = {
+    "chat": (JSON, [{"usage": {"prompt_tokens": 7, "completion_tokens": 9, "total_tokens": 16}}], (7, 9)),
+    "embeddings": (JSON, [{"data": [], "usage": {"prompt_tokens": 7, "total_tokens": 7}}], (7, 0)),
+    "rerank": (JSON, [{"results": [], "usage": {"total_tokens": 7}}], (7, 0)),
+    "Anthropic": (
+        JSON,
+        [{"content": [{"input": INPUT}], "usage": {**CLAUDE, "output_tokens": 9}}],
+        (900, 9),
+    ),
+    "Anthropic, streamed": (
+        EVENTS,
+        [
+            {
+                "type": "message_start",
+                "message": {"model": "big-v2", "usage": {**CLAUDE, "output_tokens": 1}},
+            },
+            {"type": "content_block_start", "content_block": {"type": "tool_use", "input": INPUT}},
+            {"type": "message_delta", "usage": {"input_tokens": 0, "output_tokens": 9}},
+        ],
+        (900, 9),
+    ),
+    "Ollama": (JSON, [{"done": True, "prompt_eval_count": 7, "eval_count": 9}], (7, 9)),
+    "TGI, streamed": (
+        EVENTS,
+        [{"token": {}}, {"details": {"generated_tokens": 9, "input_length": 7}}],
+        (7, 9),
+    ),
+}
+
+
+TOKENS = ("epp_input_tokens_total", "epp_output_tokens_total")
+
+
+def all_have_ended(page: str) -> bool:
+    return all(total(page, "epp_completions_total", model=name) for name in ANSWERS)
+
+
+def written(kind: str, documents: list[object]) -> bytes:
+    """An answer of content type `kind` with these JSON documents."""
+    if kind == JSON:
+        return json.dumps(documents[0]).encode()
+    return b"".join(b"data: %s\n\n" % json.dumps(each).encode() for each in documents)
+
+
+@pytest.fixture
+def answering(behind: Behind) -> Iterator[Callable[[str], bytes]]:
+    """Sets the model server's answer to one of ANSWERS, and returns its bytes."""
+
+    def answer(name: str) -> bytes:
+        kind, documents, _ = ANSWERS[name]
+        behind.server.answer, behind.server.kind = written(kind, documents), kind
+        return behind.server.answer
+
+    yield answer
+    behind.server.answer, behind.server.kind = COMPLETION, JSON
+
+
+async def test_the_tokens_of_each_apis_answer_are_counted(
+    behind: Behind, answering: Callable[[str], bytes]
+) -> None:
+    here = behind.fleet
+
+    async def page() -> str:
+        return str((await here.admin("/metrics")).text)
+
+    async with here.client() as client:
+        for name in ANSWERS:
+            sent = answering(name)
+            answer = await client.post("/v1/messages", json={"model": name, "messages": []})
+            assert answer.content == sent
+    await here.eventually(page, all_have_ended)
+    after = await fresh(page)
+    for name, (_, _, tokens) in ANSWERS.items():
+        assert tuple(total(after, each, model=name) for each in TOKENS) == tokens, name
+
+
+async def test_a_rename_changes_the_model_alone_in_what_the_server_and_the_client_get(
+    behind: Behind, answering: Callable[[str], bytes]
+) -> None:
+    tool = {"role": "assistant", "content": [{"type": "tool_use", "input": {"model": "big", "m": "big-v2"}}]}
+    ask = {"messages": [tool], "metadata": {"model": "big"}, "tools": [{"input_schema": {"model": "big"}}]}
+    sent = answering("Anthropic, streamed")
+    async with behind.fleet.client() as client:
+        headers = {"accept-encoding": "gzip"}
+        answer = await client.post("/v1/messages", json={**ask, "model": "big"}, headers=headers)
+    if behind.mode == "http":  # mode `http` cannot change a body
+        assert (answer.status_code, answer.json()["type"]) == (500, "error")
+        return
+    assert json.loads(behind.server.last.body) == {**ask, "model": "big-v2"}
+    assert "accept-encoding" not in behind.server.last.headers
+    # Only mode `standard` processes the answer.
+    renamed = sent.replace(b'"model": "big-v2"', b'"model": "big"', 1)
+    assert answer.content == (renamed if behind.mode == "standard" else sent)
+    async with behind.fleet.client() as client:
+        answer = await client.post("/v1/messages", content=b"{", headers={"content-type": "application/json"})
+    assert answer.status_code == 400
+    assert (answer.json()["type"], answer.json()["error"]["type"]) == ("error", "invalid_request_error")

@@ -10,12 +10,12 @@ import httpx
 import pytest
 import pytest_asyncio
 from admin_calls import ask
-from counting_servers import CountingServers, counting_servers
-from fleet_load import at_rest, metric
+from fleet_load import at_rest, metric, one_token
+from model_servers import CountingServers, counting_servers, static
 from redis_servers import Server, redis_server
 from whole_fleet import Fleet, exact_bounds, running
 
-from picker_tools.load.generator import Load, Request, closed_loop
+from picker_tools.load.generator import Load, closed_loop
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 Three = tuple[Fleet, Server, CountingServers]
@@ -30,11 +30,7 @@ PRIORITIES = (7, -3)
 
 def loaded(here: Any, clients: int) -> AbstractAsyncContextManager[Load]:
     """Clients that send the next request after an answer, or REFUSED_S after a refusal."""
-    return closed_loop(here.url, clients=clients, make_request=_one_token, pause_s=REFUSED_S)
-
-
-def _one_token(_: Any, number: int) -> Request:
-    return Request(f"request {number}", 1)
+    return closed_loop(here.url, clients=clients, make_request=one_token, pause_s=REFUSED_S)
 
 
 def statuses(load: Load) -> set[int]:
@@ -56,7 +52,7 @@ async def three(
         async with counting_servers(SERVERS, SERVICE_S) as servers:
             options = ("--mode", request.param, "--endpoints", "0", "--redis", valkey.url, "--no-restart")
             config = {
-                "discovery": {"static": [{"address": address} for address in servers.addresses]},
+                "discovery": static(servers.addresses),
                 # Flow capacity is below the number of clients: the fleet, or a replica alone, refuses some.
                 "fair_request_queue": {"flow_capacity": 6, "guard_share": 0},
                 "request_queue_controller": exact_bounds(EACH),

@@ -12,8 +12,8 @@ from typing import Any
 import httpx
 import pytest
 import pytest_asyncio
-from counting_servers import read_request
 from fleet_load import at_rest
+from model_servers import Ends, Received, http_answer, listening, static
 from whole_fleet import running
 
 SERVERS, CLIENTS = 3, 12
@@ -27,47 +27,38 @@ class StateServer:
     def __init__(self) -> None:
         self.kept: set[str] = set()
         self.sessions: list[str] = []  # `user` field of each request that had one
-        self.address = ""
 
-    async def handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(OSError, asyncio.IncompleteReadError, asyncio.CancelledError):
-            while True:
-                first, _, body = await read_request(reader)
-                method, path, _ = first.split()
-                status, kind, answer = self._answer(method, path, json.loads(body or b"{}"))
-                head = f"HTTP/1.1 {status} X\r\ncontent-type: {kind}\r\ncontent-length: {len(answer)}\r\n\r\n"
-                writer.write(head.encode() + answer)
-        writer.close()
+    async def serve(self, request: Received, ends: Ends) -> bool:
+        _, writer = ends
+        if request.headers.get("user-agent") == "picker":  # a scrape or a probe
+            writer.write(http_answer(b""))
+        else:
+            writer.write(self._answer(request.path, json.loads(request.body or b"{}")))
+        return True
 
-    def _answer(self, method: str, path: str, asked: dict[str, Any]) -> tuple[int, str, bytes]:
-        if path in ("/metrics", "/health"):
-            return 200, "text/plain", b""
+    def _answer(self, path: str, asked: dict[str, Any]) -> bytes:
         self.sessions += [asked["user"]] if "user" in asked else []
         named = NAMED.fullmatch(path)
         conversation = asked.get("conversation")
         conversation = conversation["id"] if isinstance(conversation, dict) else conversation
         needed = {named[2]} if named else {asked.get("previous_response_id"), conversation} - {None}
         if not needed <= self.kept:
-            return 404, "application/json", json.dumps({"error": {"message": f"no {needed}"}}).encode()
+            return http_answer(json.dumps({"error": {"message": f"no {needed}"}}).encode(), 404)
         if named:
-            return 200, "application/json", json.dumps({"id": named[2], "object": "response"}).encode()
+            return http_answer(json.dumps({"id": named[2], "object": "response"}).encode())
         made = f"{'resp' if path.endswith('responses') else 'conv'}_{next(_numbers)}:{id(self):x}"
         self.kept.add(made)
-        answer: dict[str, Any] = {
-            "id": made,
-            "object": "response",
-            "model": "llama",
-            "usage": {"input_tokens": 1},
-        }
+        answer: dict[str, Any] = {"id": made, "object": "response", "model": "llama"}
+        answer["usage"] = {"input_tokens": 1}
         if conversation:
             answer["conversation"] = {"id": conversation}
         if not asked.get("stream"):
-            return 200, "application/json", json.dumps(answer, indent=1).encode()
-        events = ("response.created", "response.in_progress", "response.completed")
-        lines = (
-            f"event: {each}\ndata: {json.dumps({'type': each, 'response': answer})}\n\n" for each in events
-        )
-        return 200, "text/event-stream", "".join(lines).encode()
+            return http_answer(json.dumps(answer, indent=1).encode())
+        events = [
+            f"event: {kind}\ndata: {json.dumps({'type': kind, 'response': answer})}\n\n"
+            for kind in ("response.created", "response.in_progress", "response.completed")
+        ]
+        return http_answer("".join(events).encode(), kind="text/event-stream")
 
 
 @dataclass
@@ -82,12 +73,9 @@ async def behind(
 ) -> AsyncIterator[Behind]:
     servers = [StateServer() for _ in range(SERVERS)]
     async with contextlib.AsyncExitStack() as stack:
-        for server in servers:
-            listening: Any = await asyncio.start_server(server.handle, "127.0.0.1", 0)
-            await stack.enter_async_context(listening)
-            server.address = f"127.0.0.1:{listening.sockets[0].getsockname()[1]}"
+        addresses = [await stack.enter_async_context(listening(server.serve)) for server in servers]
         config = {
-            "discovery": {"static": [{"address": each.address} for each in servers]},
+            "discovery": static(addresses),
             "default_model": "llama",
             "request_queue_controller": {"watermark_per_backend": CLIENTS},
             "scheduling": {"scorers": {"session-affinity": 12}, "session_keys": ["user"]},

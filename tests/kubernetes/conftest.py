@@ -1,11 +1,12 @@
 """A real API server for all tests, and what a cluster runs around it for each."""
 
+import contextlib
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
 from api_server import NAMESPACE, PODS, POOLS, ApiServer, started
-from echo_server import EchoServer
+from echo_server import EchoServers
 from seat import APP, Seat, opened
 
 
@@ -38,10 +39,9 @@ async def bare(empty: ApiServer, tmp_path: Path) -> AsyncIterator[Seat]:
 
 
 @pytest.fixture
-async def servers() -> AsyncIterator[EchoServer]:
-    here = EchoServer()
-    yield here
-    await here.close()
+async def servers() -> AsyncIterator[EchoServers]:
+    async with contextlib.AsyncExitStack() as stack:
+        yield EchoServers(stack)
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ import httpx
 import pytest
 import yaml
 from api_server import NAMESPACE, ApiServer
-from echo_server import EchoServer
+from echo_server import EchoServers
 from seat import READY_S, Route, Seat, echo_over_http2, listens, publish, subset, until
 
 from picker_tools.local_fleet.network import free_port
@@ -55,7 +55,7 @@ class Site:
 
     cluster: ApiServer
     seat: Seat
-    servers: EchoServer
+    servers: EchoServers
 
     @property
     def port(self) -> int:
@@ -104,7 +104,7 @@ class Site:
 
 
 @pytest.fixture
-def site(empty: ApiServer, bare: Seat, servers: EchoServer) -> Site:
+def site(empty: ApiServer, bare: Seat, servers: EchoServers) -> Site:
     return Site(empty, bare, servers)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import yaml
 from api_server import NAMESPACE, ApiServer
-from echo_server import EchoServer
+from echo_server import EchoServers
 from seat import ASK, Picker, Route, Seat
 
 from picker_tools.local_fleet.network import LOOPBACK, free_port
@@ -28,7 +28,7 @@ async def served(gateway: httpx.AsyncClient) -> set[str]:
 
 
 async def test_two_inference_pools_have_their_own_pods_behind_one_fleet(
-    empty: ApiServer, bare: Seat, servers: EchoServer, tmp_path: Path
+    empty: ApiServer, bare: Seat, servers: EchoServers, tmp_path: Path
 ) -> None:
     for name, hosts in HOSTS.items():
         for number, host in enumerate(hosts):

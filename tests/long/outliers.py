@@ -9,12 +9,16 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Sequence
+from contextlib import AbstractAsyncContextManager
 
-from failing_servers import HANGS, KINDS, Clients, FailingServers, Kind, failing_servers
+from fleet_load import answered
+from model_servers import FAILURES, HANGS, FailingServers, Failure, failing_servers, static
 
 from bench.rig.fleet import RunningFleet, picker_up
 from bench.rig.report import table
 from long.findings import Findings
+from picker_tools.load.generator import Load, Request, closed_loop, flow_header, requests_of_flows
+from picker_tools.local_fleet.network import until
 
 _MODES = ("lean", "http", "standard")
 _SERVICE_S = 0.3
@@ -28,7 +32,7 @@ _AT_FIRST_S, _ROLLED_S, _STUCK_S = 1.0, 8.0, 30.0
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--servers", type=int, nargs="*", default=[2, 4, 8])
     parser.add_argument("--modes", nargs="*", choices=_MODES, default=list(_MODES))
-    parser.add_argument("--kinds", nargs="*", choices=sorted(KINDS), default=list(KINDS))
+    parser.add_argument("--kinds", nargs="*", choices=sorted(FAILURES), default=list(FAILURES))
 
 
 def run(options: argparse.Namespace, findings: Findings) -> None:
@@ -45,12 +49,12 @@ async def _pool(mode: str, count: int, kinds: Sequence[str], findings: Findings)
     async with failing_servers(count, _SERVICE_S) as servers, _fleet(mode, servers) as fleet:
         for name in kinds:
             what = f"{mode}, {count} servers, {name}"
-            hits, total, errors, back_s = await _one(fleet, servers, KINDS[name])
+            hits, total, errors, back_s = await _one(fleet, servers, FAILURES[name])
             findings.check(
                 f"{what}: the broken server gets {_MOST_SHARE:.0%} or {_TRIES} tries at most",
                 hits <= max(_MOST_SHARE * total, _TRIES),
             )
-            if not KINDS[name].cuts:
+            if not FAILURES[name].cuts:
                 findings.check(f"{what}: {_MOST_ERRORS:.1%} errors at most", errors <= _MOST_ERRORS)
             findings.check(f"{what}: it is back within {_BACK_S:g} s", back_s <= _BACK_S)
             share = f"{hits} of {total}, {hits / total:.2%}"
@@ -59,67 +63,83 @@ async def _pool(mode: str, count: int, kinds: Sequence[str], findings: Findings)
         findings.check(
             f"{mode}, {count} servers: one that hangs is ejected within {_STUCK_S:g} s", stuck_s <= _STUCK_S
         )
-        servers.poison = KINDS["500"]
+        servers.poison = FAILURES["500"]
         async with (
-            Clients(fleet.url, 20) as others,
-            Clients(fleet.url, 4, prompt="poison", flow="attacker"),
+            _clients(fleet, 20) as others,
+            closed_loop(fleet.url, clients=4, make_request=_poison),
         ):
-            await others.until_asked(100)
-            findings.check(f"{mode}, {count} servers: prompts of one flow harm nobody", not others.failed)
-        servers.failing = dict.fromkeys(servers.addresses, KINDS["503, well by its page"])
-        async with Clients(fleet.url, 20) as clients:
-            await clients.until_asked(200)
+            await answered(others, 100)
+            findings.check(
+                f"{mode}, {count} servers: prompts of one flow harm nobody",
+                len(others.history) == others.served,
+            )
+        servers.failing = dict.fromkeys(servers.addresses, FAILURES["503, well by its page"])
+        async with _clients(fleet, 20) as load:
+            await answered(load, 200)
             servers.failing.clear()
             await asyncio.sleep(_BACK_S)
-            answered = clients.answered
-            await clients.until_asked(20)
+            before = load.served
+            await answered(load, 20)
             findings.check(
-                f"{mode}, {count} servers: a pool in which all fail still tries", clients.answered > answered
+                f"{mode}, {count} servers: a pool in which all fail still tries", load.served > before
             )
     return rows
 
 
-async def _one(fleet: RunningFleet, servers: FailingServers, kind: Kind) -> tuple[int, int, float, float]:
+def _clients(fleet: RunningFleet, count: int) -> AbstractAsyncContextManager[Load]:
+    """Clients of as many flows, each of which sends its next request after an answer."""
+    return closed_loop(fleet.url, clients=count, make_request=requests_of_flows(count))
+
+
+def _poison(_: object, number: int) -> Request:
+    return Request("poison", 1, headers=flow_header("attacker"))
+
+
+async def _one(
+    fleet: RunningFleet, servers: FailingServers, failure: Failure
+) -> tuple[int, int, float, float]:
     """Let one server fail. Returns its requests, all requests, the part of errors, and its time to return."""
     broken = servers.addresses[0]
-    async with Clients(fleet.url, _CLIENTS) as clients:
-        await clients.until_asked(2 * _CLIENTS)
-        servers.failing[broken] = kind
+    async with _clients(fleet, _CLIENTS) as load:
+        await answered(load, 2 * _CLIENTS)
+        servers.failing[broken] = failure
         await asyncio.sleep(_AT_FIRST_S)
         servers.hits.clear()
-        clients.failed.clear()
-        clients.answered = 0
+        load.history.clear()
         await asyncio.sleep(_ROLLED_S)
         hits, total = servers.hits[broken], max(servers.hits.total(), 1)
-        errors = clients.failed.total() / max(clients.asked, 1)
+        errors = sum(not answer.served for answer in load.history) / max(len(load.history), 1)
         del servers.failing[broken]
         servers.hits.clear()
         since_s = time.monotonic()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(2 * _BACK_S):
-                while servers.hits[broken] < 4:  # noqa: ASYNC110 - it is counted by all servers
-                    await asyncio.sleep(0.05)
+
+        async def is_back() -> bool:
+            return servers.hits[broken] >= 4
+
+        await until(is_back, within_s=2 * _BACK_S)
         return hits, total, errors, time.monotonic() - since_s
 
 
 async def _until_stuck(fleet: RunningFleet, servers: FailingServers) -> float:
     """Seconds until a server is ejected that hangs while its health and metrics pages answer."""
     hangs = servers.addresses[0]
-    async with Clients(fleet.url, 20) as clients:
-        await clients.until_asked(20)
+
+    async def is_ejected() -> bool:
+        found = await fleet.read("endpoints")
+        return any(each["address"] == hangs and each["status"] == "ejected" for each in found)
+
+    async with _clients(fleet, 20) as load:
+        await answered(load, 20)
         servers.failing[hangs] = HANGS
         since_s = time.monotonic()
-        while time.monotonic() - since_s < 2 * _STUCK_S:
-            found = await fleet.read("endpoints")
-            if any(each["address"] == hangs and each["status"] == "ejected" for each in found):
-                break
-            await asyncio.sleep(0.2)
+        await until(is_ejected, within_s=2 * _STUCK_S, pause_s=0.2)
         del servers.failing[hangs]
+        load.stop()
         return time.monotonic() - since_s
 
 
 @contextlib.asynccontextmanager
 async def _fleet(mode: str, servers: FailingServers) -> AsyncIterator[RunningFleet]:
-    listed = [{"address": address} for address in servers.addresses]
-    async with picker_up({"discovery": {"static": listed}}, "--endpoints", "0", "--mode", mode) as fleet:
+    config = {"discovery": static(servers.addresses)}
+    async with picker_up(config, "--endpoints", "0", "--mode", mode) as fleet:
         yield fleet

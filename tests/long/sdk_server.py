@@ -10,12 +10,12 @@ import hashlib
 import json
 import re
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import brotli
 import zstandard
-from counting_servers import read_request
+from model_servers import Ends, Received, http_answer, listening
 
 _USAGE = {"prompt_tokens": 7, "completion_tokens": 3, "total_tokens": 10}
 _IN_OUT = {"input_tokens": 7, "output_tokens": 3, "total_tokens": 10}
@@ -163,25 +163,19 @@ class Server:
         self.kept: set[str] = set()
 
     @contextlib.asynccontextmanager
-    async def listening(self) -> Any:
-        server: Any = await asyncio.start_server(self._handle, "127.0.0.1", 0)
-        async with server:
-            self.address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    async def listening(self) -> AsyncIterator["Server"]:
+        async with listening(self._serve) as self.address:
             yield self
-            server.close()
 
-    async def _handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(OSError, asyncio.IncompleteReadError, asyncio.CancelledError):
-            while True:
-                first, headers, body = await read_request(reader)
-                method, path, _ = first.split(" ")
-                if headers.get("user-agent") == "picker":  # a scrape
-                    writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n")
-                    continue
-                request = Request(method, path, headers, body, self.address)
-                self.requests.append(request)
-                await self._answer(request, writer)
-        writer.close()
+    async def _serve(self, received: Received, ends: Ends) -> bool:
+        _, writer = ends
+        if received.headers.get("user-agent") == "picker":  # a scrape or a probe
+            writer.write(http_answer(b""))
+            return True
+        request = Request(*received, self.address)
+        self.requests.append(request)
+        await self._answer(request, writer)
+        return True
 
     async def _answer(self, request: Request, writer: asyncio.StreamWriter) -> None:
         text = request.body

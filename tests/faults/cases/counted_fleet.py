@@ -7,8 +7,8 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from case_fleet import REAP_S
-from counting_servers import CountingServers, counting_servers
 from fleet_load import at_rest, metric
+from model_servers import CountingServers, counting_servers, static
 from whole_fleet import Fleet, exact_bounds
 
 from picker_tools.load.generator import Answer
@@ -35,7 +35,7 @@ async def counted(
     """
     async with counting_servers(servers, service_s) as counting:
         config = {
-            "discovery": {"static": [{"address": address} for address in counting.addresses]},
+            "discovery": static(counting.addresses),
             "request_queue_controller": exact_bounds(each),
             **sections,
         }

@@ -17,8 +17,8 @@ from counted_fleet import (
     counted,
     refused_with_retry_after,
 )
-from counting_servers import CountingServers
 from fault_case import FULL, Case
+from model_servers import CountingServers
 from redis_clustered import Cluster, clustered
 from redis_servers import Server, debian, wait
 from redis_watched import Watched, watched

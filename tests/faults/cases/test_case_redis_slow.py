@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from counted_fleet import REPLICAS, all_at_rest, all_shared, counted, departures, format_ms, quantile
 from fault_case import FULL, Case
-from fleet_load import total
+from fleet_load import answered, one_token, total
 from proxy import Proxy
 from whole_fleet import Fleet
 
-from picker_tools.load.generator import Load, Request, open_loop
+from picker_tools.load.generator import Load, open_loop
 
 pytestmark = pytest.mark.alone
 PER_S = 60.0
@@ -23,15 +23,9 @@ STALL_S, LATE_S = 1.0, 0.05
 MOST_S = 2.5
 
 
-async def _answered(load: Load, count: int) -> None:
-    """Wait until `count` further requests have been answered."""
-    goal = len(load.history) + count
-    await load.wait_until(lambda: len(load.history) >= goal)
-
-
 async def late(between: Proxy, load: Load) -> None:
     between.delay_s = LATE_S
-    await _answered(load, BETWEEN)
+    await answered(load, BETWEEN)
     between.delay_s = 0.0
 
 
@@ -39,13 +33,13 @@ async def stalls(between: Proxy, load: Load) -> None:
     between.stalled = True
     await asyncio.sleep(STALL_S)
     between.stalled = False
-    await _answered(load, BETWEEN)
+    await answered(load, BETWEEN)
 
 
 async def half_open(between: Proxy, load: Load) -> None:
     made = between.connections
     between.strand()
-    await _answered(load, BETWEEN)
+    await answered(load, BETWEEN)
     assert between.connections > made
 
 
@@ -63,10 +57,10 @@ async def test_redis_slow(faulty: Callable[..., Any], case: Case, between: Proxy
     case.describe(f"{what}, {times} times, {BETWEEN} answers apart, at {PER_S:g} requests a second")
     async with counted(faulty, between.url, servers=SERVERS, each=EACH, service_s=0.0) as (here, servers):
         # Requests at a steady rate; first measure their times without the fault.
-        async with open_loop(here.url, PER_S, lambda _, number: Request(f"request {number}", 1)) as load:
-            await _answered(load, 60)  # requests that warm up the fleet
+        async with open_loop(here.url, PER_S, one_token) as load:
+            await answered(load, 60)  # requests that warm up the fleet
             first, quick = len(load.history), await _decisions(here)
-            await _answered(load, well)
+            await answered(load, well)
             usual = sorted(record.took_s for record in load.history[first:])
             # Inject the fault `times` times.
             before, since_s = await _decisions(here), time.monotonic()

@@ -12,7 +12,7 @@ from fault_case import FULL, Case
 from proxy import proxy
 from redis_servers import debian, redis_server
 
-from picker_tools.load.generator import Request, closed_loop
+from picker_tools.load.generator import closed_loop, requests_of_flows
 
 SERVERS, EACH = 2, 3
 BOUND = SERVERS * EACH
@@ -36,7 +36,7 @@ async def test_replies_lost(faulty: Callable[..., Any], case: Case, tmp_path: Pa
         ):
             between.spared = FORMS[form]
             # Three replicas behind one proxy, under load that fills the pool.
-            async with closed_loop(here.url, clients=CLIENTS, make_request=_make_request) as load:
+            async with closed_loop(here.url, clients=CLIENTS, make_request=requests_of_flows(4)) as load:
                 await load.wait_for_served(2 * CLIENTS)
                 for _ in range(losses):
                     # The proxy drops the reply to a script call of any replica, and resets the connection.
@@ -62,8 +62,3 @@ async def test_replies_lost(faulty: Callable[..., Any], case: Case, tmp_path: Pa
             case.report(f"all counts 0 after {time.monotonic() - since:.1f} s")
             # A replica whose message is lost twice serves without Redis for a while.
             await case.check(here, load.history, served_without_redis=form == "in_a_row")
-
-
-def _make_request(dice: random.Random, number: int) -> Request:
-    flow = ("x-gateway-inference-fairness-id", f"flow-{dice.randrange(4)}")
-    return Request(f"request {number}", 1, headers=(flow,))

@@ -5,7 +5,6 @@ short form requires half of the throughput in the better of two turns: a fleet t
 heartbeats only would have a third.
 """
 
-import random
 from collections.abc import Callable
 from statistics import mean
 from typing import Any
@@ -13,9 +12,10 @@ from typing import Any
 import pytest
 from counted_fleet import all_at_rest, counted, quantile
 from fault_case import FULL, Case
+from fleet_load import one_token
 from proxy import Proxy
 
-from picker_tools.load.generator import Answer, Load, Request, closed_loop
+from picker_tools.load.generator import Answer, Load, closed_loop
 
 SERVERS, EACH = 2, 2
 BOUND = SERVERS * EACH
@@ -37,7 +37,7 @@ async def test_every_wakeup_dropped(
     size = {"servers": SERVERS, "each": EACH, "service_s": service_s}
     async with counted(faulty, between.url, **size) as (here, servers):
         # A full pool, and clients that wait.
-        async with closed_loop(here.url, clients=CLIENTS, make_request=_make_request) as load:
+        async with closed_loop(here.url, clients=CLIENTS, make_request=one_token) as load:
             await load.wait_for_served(2 * CLIENTS)
             with_wakeups: list[Stretch] = []
             without_wakeups: list[Stretch] = []
@@ -86,7 +86,3 @@ def _pace_s(stretch: Stretch) -> float:
 
 def _waits(stretches: list[Stretch], service_s: float) -> list[float]:
     return sorted(record.took_s - service_s for stretch in stretches for record in stretch[1:])
-
-
-def _make_request(_: random.Random, number: int) -> Request:
-    return Request(f"request {number}", 1)
