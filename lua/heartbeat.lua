@@ -97,7 +97,7 @@ local function heartbeat(args)
   local was_silent = last <= now_ms - silence_ms
   local is_info_lost = replica_info == '' and read('HEXISTS', key.replica_info, owner) == 0
   local was_known = (was_silent or is_info_lost) and 0 or 1
-  write_now('ZADD', key.replicas, now_ms, owner)
+  defer_write('ZADD', key.replicas, now_ms, owner)
   if replica_info ~= '' then defer_write('HSET', key.replica_info, owner, replica_info) end
   -- A sweep may have begun to scan the replica's requests; after the next silence the scan restarts.
   if was_silent then

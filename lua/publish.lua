@@ -37,11 +37,10 @@ local function publish(args)
     if former[address] ~= description then defer_write('HSET', key.endpoints, address, description) end
     endpoints.add_published(address, draining)
   end
-  flush(key.endpoints)
   for i = 1, #known, 2 do
     local address = known[i]
     if not wanted[address] then
-      write_now('HDEL', key.endpoints, address)
+      defer_write('HDEL', key.endpoints, address)
       endpoints.clear_marks(address)
       endpoints.remove_published(address)
     end

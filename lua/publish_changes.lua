@@ -25,11 +25,11 @@ local function publish_changes(args)
       local address, description = args[at], args[at + 1]
       local was_ready = endpoints.is_ready(address)
       if description == '' then
-        write_now('HDEL', key.endpoints, address)
+        defer_write('HDEL', key.endpoints, address)
         endpoints.clear_marks(address)
         endpoints.remove_published(address)
       else
-        write_now('HSET', key.endpoints, address, description)
+        defer_write('HSET', key.endpoints, address, description)
         endpoints.add_published(address, endpoints.is_draining(description) or marked[address])
       end
       local is_ready = endpoints.is_ready(address)

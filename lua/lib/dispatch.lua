@@ -242,12 +242,11 @@ end
 
 -- Write the call's changes to Redis. From here on nothing is read, and each step may be repeated.
 local function commit()
-  read_ahead.commit()
   record.commit()
   workloads.commit()
   pool.commit()
   endpoints.commit()
-  commit_deferred_writes()
+  commit_writes()
   commit_log()
   notifications.publish()
 end

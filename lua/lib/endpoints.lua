@@ -407,15 +407,15 @@ do -- a chunk may have 200 locals
     if not description then return false end
     local before = endpoints.is_marked(address)
     if on then
-      write_now('HSET', key.marks, joined(what, address), now_ms)
+      defer_write('HSET', key.marks, joined(what, address), now_ms)
     else
-      write_now('HDEL', key.marks, joined(what, address))
+      defer_write('HDEL', key.marks, joined(what, address))
     end
     local after = endpoints.is_marked(address)
     if before == after then return true end
     pool.create()
     local version = tonumber(read('HGET', key.pool, 'marks_version') or 0) or 0
-    write_now('HSET', key.pool, 'marks_version', version + 1)
+    defer_write('HSET', key.pool, 'marks_version', version + 1)
     if endpoints.is_draining(description) then return true end
     set_load(address, load_of(address) + (after and UNPICKABLE or -UNPICKABLE))
     pool.ready = pool.ready + (after and -1 or 1)
@@ -443,7 +443,7 @@ do -- a chunk may have 200 locals
   end
 
   function endpoints.clear_marks(address)
-    for _, what in ipairs(MARKS) do write_now('HDEL', key.marks, joined(what, address)) end
+    for _, what in ipairs(MARKS) do defer_write('HDEL', key.marks, joined(what, address)) end
     endpoints.forget_outlier(address)
   end
 

@@ -132,14 +132,17 @@ do -- a chunk may have 200 locals
 
   -- Store the format number before the first write to the pool's hash. Functions that may create the hash call this.
   function pool.create()
-    if pool.is_new then write_now('HSET', key.pool, 'format', FORMAT) end
+    if not pool.is_new then return end
     pool.is_new = false
+    defer_write('HSET', key.pool, 'format', FORMAT)
+    flush(key.pool)
   end
 
   -- End the epoch, because the key `lost` was lost: set it to 0 until the next publish has rebuilt the pool. While the
   -- epoch is 0, as before the first publish, nothing is admitted.
   function pool.await_rebuild(lost)
-    write_now('HSET', key.pool, 'lost', lost)
+    defer_write('HSET', key.pool, 'lost', lost)
+    flush(key.pool)
     pool.epoch = 0
     pool.commit()
   end

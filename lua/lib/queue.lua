@@ -29,7 +29,7 @@ do
   -- Whether a timer is due. If so, all timers that this call has set are already written to Redis.
   function timers.due()
     if next_ms and now_ms < next_ms then return false end
-    next_ms = math.min(first_ms(read_stored), set_ms)
+    next_ms = math.min(first_ms(redis.call), set_ms)
     if next_ms > now_ms then return false end
     next_ms = first_ms(read)
     return next_ms <= now_ms
@@ -151,13 +151,9 @@ do
       local head = read_head(line)
       was_head = head and head.id == r.id
     end
-    if was_head then
-      read_ahead.remove(line, r.id)
-      local head = read_head(line)
-      if head then index(head, flow_queue) end
-    else
-      write_now('ZREM', line, r.id)
-    end
+    read_ahead.remove(line, r.id)
+    local next_head = was_head and read_head(line)
+    if next_head then index(next_head, flow_queue) end
   end
 
   -- Remove r from the workload-aware index, if it is there.
@@ -192,7 +188,7 @@ do
   end
 
   function order.drop_stray(id, band, flow_queue)
-    for _, part in ipairs({key.growing, key.static}) do write_now('ZREM', part[band][flow_queue], id) end
+    for _, part in ipairs({key.growing, key.static}) do read_ahead.set_score(part[band][flow_queue], id) end
     forget_heads()
   end
 
@@ -408,7 +404,12 @@ do
     end
     if is_aware or pool.refiling == 1 then order.remove(r, flow_queue) end
     timers.stop(id)
-    if pool.overdue > 0 and write_now('ZREM', key.overdue, id) then pool.overdue = pool.overdue - 1 end
+    local overdue_us = pool.overdue > 0 and read('ZSCORE', key.overdue, id)
+    if overdue_us then
+      note_original(key.overdue, id, overdue_us)
+      defer_write('ZREM', key.overdue, id)
+      pool.overdue = pool.overdue - 1
+    end
     count_queued(r, -1)
     return emptied
   end
@@ -426,7 +427,7 @@ do
     local tag = read('ZSCORE', key.flows[band], flow_queue)
     if not tag then
       tag = read('ZSCORE', key.throttled[band], flow_queue)
-      write_now('ZREM', key.throttled[band], flow_queue)
+      defer_write('ZREM', key.throttled[band], flow_queue)
       queue.clear_blockers(band, flow_queue)
     end
     if tag then deactivate(band, flow_queue, tag) end
@@ -506,7 +507,7 @@ do
       drop_stray('ZREM', key.throttled[band], flow_queue)
       return false
     end
-    write_now('ZREM', key.throttled[band], flow_queue)
+    defer_write('ZREM', key.throttled[band], flow_queue)
     tag = math.max(pool[V[band]], tonumber(tag))
     activate(band, flow_queue, tag)
     log_flow_queue('unthrottled', band, flow_queue, tag)

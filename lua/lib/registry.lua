@@ -452,10 +452,10 @@ do
 
   function answers.learn(flow, tokens)
     if learned_by ~= call_number then learned, learned_by, new_flows = {}, call_number, 0 end
-    local text = learned[flow] or read_stored('HGET', key.answers, flow)
+    local text = learned[flow] or redis.call('HGET', key.answers, flow)
     local most = settings.max_workloads
     if not text then
-      if most and read_stored('HLEN', key.answers) + new_flows >= most then return end
+      if most and redis.call('HLEN', key.answers) + new_flows >= most then return end
       new_flows = new_flows + 1
     end
     local mean = text and parse_answer(text)

@@ -18,56 +18,12 @@ local function use_builtins()
 end
 
 -- Every key of the pool is derived from the declared key, keys[1] = epp:{POOL}:pool. All carry the hash tag
--- {POOL}, so a Cluster keeps them in one slot. B is the number of a band (lib/bands.lua). L is a flow queue: the flow's
--- name or, under `fairness: none`, '' for the whole band. Byte 31 joins two names in a key or field; no name
--- can contain it (picker_fleet/domain/units.py), so two pairs of names never make the same key.
---
--- key           type    content                                                   removed by
--- pool          hash    format, counters (packed, lib/pool.lua), settings ...     never (FLUSHALL)
--- requests      hash    request id -> record (lib/registry.lua)                   the request's end
--- inflight      zset    granted or placed request id -> lease expiry, ms          the request's end
--- timers        zset    queued or orphaned id -> when its next event is due, ms   dispatch, the request's end
--- overdue       zset    queued id -> when it became overdue, us                   dispatch, the request's end
--- queue:B:L     zset    ids in a flow queue -> arrival, us; under edf, deadline   Redis, when empty
--- line:B:L<31>W zset    ids of workload W in L -> arrival (workload-aware)        Redis, when empty
--- growing:B:L   zset    heads of lines whose score grows (lib/queue.lua)          Redis, when empty
--- static:B:L    zset    heads of lines whose score does not grow                  Redis, when empty
--- flows:B       zset    backlogged flow queue -> its start tag                    Redis, when empty
--- throttled:B   zset    throttled flow queue -> its start tag                     unthrottle, or emptying
--- blocked:B:E   zset    throttled flow queue that waits for endpoint E -> its tag unthrottle, or emptying
--- blockers      hash    B\31L of such a flow queue -> the endpoints it waits for  unthrottle, or emptying
--- finish:B      zset    idle flow queue -> its last finish tag, while above v     sweep
--- candidates:B  zset    flow queue -> when it was last preempted, us              Redis, when empty
--- preempted:B   zset    the same for idle flow queues, while pool.pressed is 1    sweep
--- limits        hash    limited flow, or flow\31endpoint -> requests in flight    the request's end
--- load          zset    endpoint -> requests in flight (+ UNPICKABLE)             publish, release
--- endpoints     hash    endpoint -> JSON {labels, draining}                       publish
--- marks         hash    drained\31endpoint, down…, ejected… -> since when, ms     undrain, probes, sweep
--- outliers      hash    endpoint that fails or is full -> JSON (lib/outliers.lua) its next answer, sweep
--- metrics       hash    endpoint -> JSON of its last scrape; also a channel       scraping
--- queue_snapshot string snapshot of all flow queues, or the claim to read them    Redis, when old
--- routes        stream  routed and completed requests, for scheduling             its own cap
--- origins       hash    Responses API id -> endpoint that has its state           sweep
--- origin_times  zset    the same id -> when it was last noted, ms                 sweep
--- workloads     hash    workload id -> metrics (lib/registry.lua)                 sweep, when idle
--- flow_workloads hash   flow\31workload id -> the same, under workload-aware     sweep, when idle
--- answers       hash    flow -> mean tokens of its answers, time of the last      sweep, when idle
--- replicas      zset    replica incarnation -> last heartbeat, ms                 sweep
--- replica_info  hash    replica incarnation -> its replica info, JSON             sweep
--- suspects      zset    placed id whose client may have gone -> since when, ms    sweep
--- tombstones    zset    id whose end was reported -> when, ms                     sweep
--- unheard       zset    id reclaimed without a report of its end -> when, ms      its next renewal, sweep
--- ghosts        hash    ghost reclaimed by a page -> time of the page, record     end of another, sweep
--- orphan_cursors hash   silent replica -> cursor of the sweep's scan              sweep, heartbeat
--- inbox:R       hash    request id -> notification for replica R                  place, heartbeat, sweep
--- log           stream  the decision log, when it is on                           its own cap
--- operator_changes stream changes by operators (state/store.py)                   its own cap
--- wake:R        channel notifications of the inbox, as a hint to replica R        (never stored)
+-- {POOL}, so a Cluster keeps them in one slot. docs/redis-schema.md lists the keys. Byte 31 joins two names in a key or
+-- field; no name can contain it (picker_fleet/domain/units.py), so two pairs of names never make the same key.
 local key -- the keys of the pool that this call serves
 local use_keys, joined
 local call_number = 0
-local read, read_stored, flush, defer_write, defer_unlink, write_now, write_values, note_original, undo_writes
-local commit_deferred_writes, reset_storage
+local read, flush, defer_write, defer_unlink, write_values, note_original, undo_writes, commit_writes, reset_storage
 local read_ahead = {}
 do -- a chunk may have 200 locals
   local pools = {} -- declared key -> the keys of its pool
@@ -127,8 +83,8 @@ do -- a chunk may have 200 locals
   local deferred = {} -- key -> its newest deferred command, with n arguments
   local commands, used = {}, 0 -- deferred commands in order; later calls reuse the tables
   local unlinked = {} -- keys to remove at the end of the call
-  local originals = {} -- key -> member or field -> its score or value before this call, false if there was none
-  local present, is_hash = {}, {} -- key -> member or field -> its current score or value; key -> whether it is a hash
+  -- key -> member -> its score before this call; key -> field -> its value before this call; false if there was none
+  local former_scores, former_values = {}, {}
   local fronts = {} -- key -> its front: the members that were read ahead
 
   -- Write the first `n` of `values` to key `name`, in commands of at most AT_MOST values.
@@ -140,60 +96,47 @@ do -- a chunk may have 200 locals
     end
   end
 
-  local function originals_of(name, command)
-    local former = originals[name]
+  local function formers_of(name, is_hash)
+    local all = is_hash and former_values or former_scores
+    local former = all[name]
     if not former then
       former = {}
-      originals[name], present[name], is_hash[name] = former, {}, command == 'HSET' or command == 'HDEL'
+      all[name] = former
     end
-    return former, present[name]
+    return former
   end
 
-  -- Note the score of a member (nil: none) before this call changes the member, so that `undo_writes` can restore it.
-  function note_original(name, member, value)
-    local former, current = originals_of(name)
-    if former[member] == nil then former[member], current[member] = value or false, value or false end
+  -- Note the score of a member (nil: none) before this call changes the member, so that a flush need not read it.
+  function note_original(name, member, score)
+    local former = formers_of(name)
+    if former[member] == nil then former[member] = score or false end
   end
 
   local FIRST_MEMBER = {ZADD = 2, ZREM = 1, HSET = 1, HDEL = 1} -- index of the first member or field
   local EACH = {ZADD = 2, ZREM = 1, HSET = 2, HDEL = 1} -- arguments per member
   local READ = {ZADD = 'ZMSCORE', ZREM = 'ZMSCORE', HSET = 'HMGET', HDEL = 'HMGET'}
-  local function note_originals(command, name, values, n)
-    local former, current = originals_of(name, command)
-    local asked, count = {}, 0
-    for i = FIRST_MEMBER[command], n, EACH[command] do
-      if former[values[i]] == nil then
+  local function note_originals(entry)
+    local command, asked, count = entry.command, {}, 0
+    local former = formers_of(entry.key, READ[command] == 'HMGET')
+    for i = FIRST_MEMBER[command], entry.n, EACH[command] do
+      if former[entry[i]] == nil then
         count = count + 1
-        asked[count] = values[i]
+        asked[count] = entry[i]
       end
     end
     for first = 1, count, AT_MOST do
       local last = math.min(first + AT_MOST - 1, count)
-      local found = redis.call(READ[command], name, unpack(asked, first, last))
-      for i = first, last do
-        former[asked[i]] = found[i - first + 1]
-        current[asked[i]] = found[i - first + 1]
-      end
-    end
-    for i = FIRST_MEMBER[command], n, EACH[command] do
-      current[values[i]] = command == 'ZADD' and values[i - 1] or command == 'HSET' and values[i + 1]
+      local found = redis.call(READ[command], entry.key, unpack(asked, first, last))
+      for i = first, last do former[asked[i]] = found[i - first + 1] end
     end
   end
 
-  local function flush_one(entry)
-    if entry.former then flush_one(entry.former) end
+  local function flush_entry(entry)
+    if entry.former then flush_entry(entry.former) end
     if entry.n > 0 then
-      note_originals(entry.command, entry.key, entry, entry.n)
+      note_originals(entry)
       write_values(entry.command, entry.key, entry, entry.n)
       entry.n = 0
-    end
-  end
-
-  local function flush_deferred(name)
-    local entry = deferred[name]
-    if entry then
-      flush_one(entry)
-      deferred[name] = nil
     end
   end
 
@@ -222,43 +165,58 @@ do -- a chunk may have 200 locals
 
   function defer_unlink(name) unlinked[#unlinked + 1] = name end
 
-  -- Write one member or field at once. Return whether ZREM or HDEL has removed anything.
-  local pair = {} -- reused by each call
-  function write_now(command, name, a, b)
-    flush(name)
-    pair[1], pair[2] = a, b
-    local member = command == 'ZADD' and b or a
-    local current = present[name]
-    local was = current and current[member]
-    -- Most added members are new. Only the score of an existing member is read, to be restored by `undo_writes`.
-    if was == nil and command == 'ZADD' and redis.call('ZADD', name, 'NX', a, b) == 1 then
-      note_original(name, b)
-      present[name][b] = a
-      return true
-    end
-    note_originals(command, name, pair, b and 2 or 1)
-    if was == nil then was = originals[name][member] end
-    if not b and not was then return false end
-    if b then redis.call(command, name, a, b) else redis.call(command, name, a) end
-    return true
-  end
-
   -- Restore the members and fields that a failed call has written. Skip those that cannot be restored.
   function undo_writes()
-    for name, former in pairs(originals) do
-      for member, value in pairs(former) do
-        if is_hash[name] then
-          if value then pcall(redis.call, 'HSET', name, member, value) else pcall(redis.call, 'HDEL', name, member) end
-        elseif value then
-          pcall(redis.call, 'ZADD', name, value, member)
-        else
-          pcall(redis.call, 'ZREM', name, member)
-        end
+    for name, former in pairs(former_scores) do
+      for member, score in pairs(former) do
+        if score then pcall(redis.call, 'ZADD', name, score, member) else pcall(redis.call, 'ZREM', name, member) end
+      end
+    end
+    for name, former in pairs(former_values) do
+      for field, value in pairs(former) do
+        if value then pcall(redis.call, 'HSET', name, field, value) else pcall(redis.call, 'HDEL', name, field) end
       end
     end
   end
 
-  function commit_deferred_writes()
+  -- Read-ahead: the first members of the sorted sets that dispatch serves from the front (flow queues of a band;
+  -- requests, or heads of lines, of a flow queue; requests of a line). A front holds members from index `at` on, and is
+  -- `whole` if the set has no other members. In a front without scores, members before `at` have left. In a front with
+  -- scores, `scores` has the new score of each changed member, or false if the member left.
+  local expected = 1 -- number of requests that this call may serve
+
+  -- Defer the changes of a front.
+  local function defer_front(name, front)
+    local scores = front.scores
+    if not scores then
+      for i = 1, front.at - 1 do defer_write('ZREM', name, front[i]) end
+      return
+    end
+    for member, score in pairs(scores) do
+      if score then defer_write('ZADD', name, score, member) end
+    end
+    for member, score in pairs(scores) do
+      if not score then defer_write('ZREM', name, member) end
+    end
+  end
+
+  -- Forget a front and defer its changes, so that writes deferred afterwards come after these changes.
+  function read_ahead.discard(name)
+    local front = fronts[name]
+    if not front then return end
+    fronts[name] = nil
+    for i = 1, front.scores and #front or 0, 2 do
+      if front.scores[front[i]] ~= nil then note_original(name, front[i], front[i + 1]) end
+    end
+    defer_front(name, front)
+  end
+
+  -- Write all changes. Repeating a commit that failed goes on where it stopped.
+  function commit_writes()
+    for name, front in pairs(fronts) do
+      fronts[name] = nil
+      defer_front(name, front)
+    end
     for i = 1, used do
       local entry = commands[i]
       write_values(entry.command, entry.key, entry, entry.n)
@@ -270,89 +228,23 @@ do -- a chunk may have 200 locals
     end
   end
 
-  -- Read-ahead: the first members of the sorted sets that dispatch serves from the front (flow queues of a band;
-  -- requests, or heads of lines, of a flow queue; requests of a line). A front holds members from index `at` on, and is
-  -- `whole` if the set has no other members.
-  local expected = 1 -- number of requests that this call may serve
-  local moved_members, gone_members, unread_members = {}, {}, {} -- reused by each call
-
-  -- Write the changes of a front. In a front without scores, members before `at` have left, and are removed by rank. In
-  -- a front with scores, `scores` has the new score of each changed member, or false if the member left.
-  local function write_front(name, front)
-    local scores = front.scores
-    if not scores then
-      if front.at > 1 then redis.call('ZREMRANGEBYRANK', name, 0, front.at - 2) end
-      front.at = 1
-      return
-    end
-    local moved, gone = 0, 0
-    for member, score in pairs(scores) do
-      if score then
-        moved_members[moved + 1], moved_members[moved + 2] = score, member
-        moved = moved + 2
-      else
-        gone = gone + 1
-        gone_members[gone] = member
-      end
-    end
-    write_values('ZADD', name, moved_members, moved)
-    write_values('ZREM', name, gone_members, gone)
-  end
-
-  local function note_scored_originals(name, front)
-    local scores, count = front.scores, 0
-    if not next(scores) then return end
-    for i = 1, #front, 2 do
-      if scores[front[i]] ~= nil then note_original(name, front[i], front[i + 1]) end
-    end
-    local former, current = originals_of(name)
-    for member in pairs(scores) do
-      if former[member] == nil then
-        count = count + 1
-        unread_members[count] = member
-      end
-    end
-    if count > 0 then note_originals('ZREM', name, unread_members, count) end
-    for member, score in pairs(scores) do current[member] = score end
-  end
-
-  -- Write a front's changes and forget the front, so that writes deferred afterwards come after these changes.
-  function read_ahead.discard(name)
-    local front = fronts[name]
-    if not front then return end
-    if front.scores then
-      note_scored_originals(name, front)
-    elseif front.at > 1 then
-      note_originals('ZREM', name, front, front.at - 1)
-    end
-    fronts[name] = nil
-    write_front(name, front)
-  end
-
-  function read_ahead.commit()
-    for name, front in pairs(fronts) do
-      write_front(name, front)
-      fronts[name] = nil
-    end
-  end
-
   function read_ahead.expect(count) expected = math.max(count, 1) end -- with 0, read_scored would read the whole set
 
   -- Write the deferred writes and the read-ahead changes of a key.
   function flush(name)
     if fronts[name] then read_ahead.discard(name) end
-    if deferred[name] then flush_deferred(name) end
+    local entry = deferred[name]
+    if entry then
+      flush_entry(entry)
+      deferred[name] = nil
+    end
   end
 
   -- Read key `name`, after flushing this call's writes to the key.
   function read(command, name, ...)
-    if fronts[name] then read_ahead.discard(name) end
-    if deferred[name] then flush_deferred(name) end
+    if fronts[name] or deferred[name] then flush(name) end
     return redis.call(command, name, ...)
   end
-
-  -- Read key `name` without flushing, for a caller that accounts for its own deferred writes.
-  function read_stored(command, name, ...) return redis.call(command, name, ...) end
 
   -- Fronts without scores: members leave from the front. One member too many is read, to know if the front is whole.
   local function read_members(name, more)
@@ -475,7 +367,8 @@ do -- a chunk may have 200 locals
     if used > 100 then commands, deferred = {}, {} end
     used, expected = 0, 1
     if unlinked[1] then unlinked = {} end
-    if next(originals) then originals, present, is_hash = {}, {}, {} end
+    if next(former_scores) then former_scores = {} end
+    if next(former_values) then former_values = {} end
     if next(fronts) then fronts = {} end
   end
 end
@@ -485,5 +378,6 @@ local strays = 0
 local STRAYS = 16 -- most strays that a call drops in one set before it gives up on the set
 local function drop_stray(command, name, member)
   strays = strays + 1
-  write_now(command, name, member)
+  read_ahead.discard(name)
+  defer_write(command, name, member)
 end

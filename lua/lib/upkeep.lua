@@ -74,9 +74,9 @@ do
   -- Remove at most `limit` of the lowest members beyond MOST_IDLE, and return how many. The caller already removes the
   -- first `from` members.
   local function drop_lowest(set, from, limit)
-    local surplus = math.min(read_stored('ZCARD', set) - from - MOST_IDLE, limit)
+    local surplus = math.min(redis.call('ZCARD', set) - from - MOST_IDLE, limit)
     if surplus > 0 then
-      for _, flow_queue in ipairs(read_stored('ZRANGE', set, from, from + surplus - 1)) do
+      for _, flow_queue in ipairs(redis.call('ZRANGE', set, from, from + surplus - 1)) do
         defer_write('ZREM', set, flow_queue)
       end
     end

@@ -1,4 +1,4 @@
-"""The key schema: docs/redis-schema.md, lua/lib/storage.lua and a live server agree."""
+"""The key schema: docs/redis-schema.md and a live server agree."""
 
 import asyncio
 import re
@@ -14,21 +14,12 @@ from picker_fleet.state.keys import Keys
 E1, E2 = addresses(2)
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "redis-schema.md"
-TABLE = ROOT / "lua" / "lib" / "storage.lua"
 PLACES = {"BAND": "[0-9]+", "FLOWQUEUE": "[^\x1f]*", "WORKLOAD": ".+", "REPLICA": "[^:]+", "ENDPOINT": ".+"}
-SHORT = {"B": "BAND", "L": "FLOWQUEUE", "W": "WORKLOAD", "R": "REPLICA", "E": "ENDPOINT"}
 
 
 def documented() -> dict[str, str]:
     """Key pattern without the pool's prefix -> type, as docs/redis-schema.md lists them."""
     return dict(re.findall(r"^\| `epp:\{POOL\}:([^`]+)` \| (\w+) \|", PAGE.read_text(encoding="utf-8"), re.M))
-
-
-def in_scripts() -> dict[str, str]:
-    """Key pattern -> type, as the table in lua/lib/storage.lua lists them."""
-    kinds = "hash|zset|stream|string|channel"
-    rows = re.findall(rf"^-- (\S+) +({kinds}) ", TABLE.read_text(encoding="utf-8"), re.M)
-    return {"".join(SHORT.get(part, part) for part in parts(name)): kind for name, kind in rows}
 
 
 def parts(name: str) -> list[str]:
@@ -59,11 +50,6 @@ async def live(it: Fleet) -> dict[str, str]:
     keys = await it.redis.keys("*")
     assert all(key.startswith(it.keys.prefix) for key in keys), keys
     return {key.removeprefix(it.keys.prefix): await it.redis.type(key) for key in keys}
-
-
-def test_the_page_and_the_scripts_list_the_same_keys() -> None:
-    assert documented() == in_scripts()
-    assert len(documented()) > 10
 
 
 def test_the_keys_that_python_spells_are_documented() -> None:
