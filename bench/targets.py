@@ -63,9 +63,9 @@ class Row:
 
 
 def _scoring_library(library: Library) -> Library:
-    marker = "  -- Index a head by its current score."
+    marker = "  -- Put the head of a line into `growing` or `static` by its current score."
     if library.source.count(marker) != 1:
-        raise RuntimeError("lua/lib/queue.lua has changed: where its score is defined was not found")
+        raise RuntimeError("lua/lib/order.lua has changed: where its score is defined was not found")
     version = f"{library.version}_score"
     source = library.source.replace(library.version, version)
     source = source.replace(marker, f"  function order.whole_score(r) {_SCORE} end\n{marker}")

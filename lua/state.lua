@@ -1,4 +1,4 @@
--- include: queue
+-- include: flows
 -- The counters, bounds, replicas and loads of the pool.
 --
 -- Guarantees: reads only.

@@ -208,9 +208,7 @@ local function refresh_waiting(cursor, limit)
     if r and r.state == STATE_QUEUED then
       if pool.refiling == 1 then
         queue.reorder(r)
-      elseif order.is_indexed(r, queue.flow_queue(r)) then
-        order.refresh(r, queue.flow_queue(r))
-      else
+      elseif not order.refresh(r, queue.flow_queue(r)) then
         pool.note_lost('line')
       end
     end

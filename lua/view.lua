@@ -1,4 +1,4 @@
--- include: queue
+-- include: flows
 -- Reads for the admin API. Rows are text, with fields separated by byte 31, which no field contains.
 --
 -- Guarantees of each function: it only reads, and at most VIEW_LIMIT rows a call, however long the queue is. Of

@@ -1,4 +1,4 @@
--- include: queue endpoints
+-- include: flows endpoints
 -- Transitions of requests that several functions share (placement, end, timers, dispatch), and the begin and end of
 -- every call. If a call fails before it starts to commit, `run` undoes its writes.
 
@@ -16,17 +16,24 @@ local function release(r)
   endpoints.count_flow(r, nil, -1)
 end
 
--- Take stock, endpoint and lease for a placed request whose record was missing.
-local function restore_placed(r)
+-- Take stock, endpoint and lease for a granted or placed request whose record is kept or restored.
+local function restore_running(r)
   if r.band > LAST_NAMED then bands.count_request(r.band, 1) end
   pool.stock = pool.stock + r.taken
-  local endpoint = endpoints.first(r.endpoints)
-  endpoints.reserve(endpoint)
   endpoints.count_flow(r, nil, 1)
-  endpoints.count_flow(r, endpoint, 1)
+  defer_write('ZADD', key.inflight, now_ms + settings.lease_ms, r.id)
+  if r.state == STATE_PLACED then
+    local endpoint = endpoints.first(r.endpoints)
+    endpoints.reserve(endpoint)
+    endpoints.count_flow(r, endpoint, 1)
+  end
+end
+
+-- Restore a placed request whose record was missing.
+local function restore_placed(r)
+  restore_running(r)
   workloads.restored(r.workload)
   tombstones.has_come_back(r.id)
-  defer_write('ZADD', key.inflight, now_ms + settings.lease_ms, r.id)
   record.put(r)
   log_event('restored', r, nil, nil, pool.largest_bound())
 end
@@ -115,7 +122,7 @@ local function place_granted(r, candidates, turn, picks)
   closed = closed or {}
   if #closed == 0 or endpoints.free_slots() > 0 then
     if read('ZSCORE', key.flows[r.band], flow_queue) then queue.throttle(r.band, flow_queue, tag) end
-    queue.wait_for_endpoints(r.band, flow_queue, tag, closed)
+    throttle.wait_for(r.band, flow_queue, tag, closed)
   end
   return 'queued ' .. (r.deadline_ms - now_ms)
 end
@@ -306,6 +313,17 @@ local function column(args, size, n)
   return found, count
 end
 
+-- Drop what this call knows, and the caches of former calls if they are no longer valid.
+local function reset_caches()
+  queue.reset()
+  reset_endpoints()
+  reset_workloads()
+  if not cache_is_valid then
+    timers.forget()
+    order.forget()
+  end
+end
+
 local in_progress = false -- still true if the last call failed
 local function begin(pool_key)
   local failed = in_progress
@@ -313,14 +331,10 @@ local function begin(pool_key)
   use_keys(pool_key)
   reset_storage()
   reset_records()
-  reset_lengths()
   reset_log()
   timers_ran = false
   pool.read(failed)
-  reset_endpoints()
-  timers.reset()
-  order.reset()
-  reset_workloads()
+  reset_caches()
 end
 
 local function perform(act, keys, args)

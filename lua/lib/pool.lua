@@ -114,7 +114,8 @@ do -- a chunk may have 200 locals
       bands.read_bytes(bytes_text, now_us)
     end
     pool.known = pool.epoch ~= 0
-    cache_is_valid = same and endpoints_now == endpoints_version and now_ms - called_ms < REMEMBERED_MS
+    cache_is_valid = same and settings_now == settings_text and endpoints_now == endpoints_version
+      and now_ms - called_ms < REMEMBERED_MS
     called_ms, endpoints_version, unsaved = now_ms, endpoints_now, false
     if text ~= key.counters then
       key.counters = text

@@ -1,4 +1,4 @@
--- include: queue endpoints
+-- include: dispatch
 -- The sweep's maintenance of the queue: tags, preemption history, strays, lost keys. `limit` bounds each step.
 
 local upkeep = {}
@@ -39,18 +39,6 @@ do
     for i = 1, #found, 2 do defer_write('ZADD', set, found[i + 1] - by, found[i]) end
   end
 
-  local function lower_blocked(band, by)
-    local found = read('HGETALL', key.blockers)
-    for i = 1, #found, 2 do
-      local of, flow_queue = string.match(found[i], '^(%d+)\31(.*)$')
-      for address in string.gmatch(of == tostring(band) and found[i + 1] or '', '[^,]+') do
-        local waiting = key.blocked[band][address]
-        local tag = read('ZSCORE', waiting, flow_queue)
-        if tag then defer_write('ZADD', waiting, tag - by, flow_queue) end
-      end
-    end
-  end
-
   function upkeep.rebase_tags(band)
     local by, count = pool[V[band]] - REBASED_TO, 0
     if by < REBASED_AT - REBASED_TO then return end
@@ -58,7 +46,10 @@ do
     for _, set in ipairs(all) do count = count + read('ZCARD', set) end
     if count > MOST_REBASED then return end
     for _, set in ipairs(all) do lower(set, by) end
-    lower_blocked(band, by)
+    throttle.each_waiting(function(of, flow_queue, waiting)
+      local tag = of == band and read('ZSCORE', waiting, flow_queue)
+      if tag then defer_write('ZADD', waiting, tag - by, flow_queue) end
+    end)
     pool[V[band]], pool[NEW[band]] = pool[V[band]] - by, math.max(pool[NEW[band]] - by, 0)
     log_flow_queue('rebased', band, '', by)
   end
@@ -276,13 +267,7 @@ do
       end
       if lost == '' then names[#names + 1] = key.finish[band] end
     end
-    local blockers = read('HGETALL', key.blockers)
-    for i = 1, #blockers, 2 do
-      local band = string.match(blockers[i], '^(%d+)\31')
-      for address in string.gmatch(band and blockers[i + 1] or '', '[^,]+') do
-        names[#names + 1] = key.blocked[tonumber(band)][address]
-      end
-    end
+    throttle.each_waiting(function(_, _, waiting) names[#names + 1] = waiting end)
     for _, name in ipairs({'inflight', 'timers', 'overdue', 'limits', 'load', 'blockers', 'log'}) do
       names[#names + 1] = key[name]
     end
@@ -292,29 +277,18 @@ do
     end
     if too_many then return nil end
     cache_is_valid = false
-    reset_endpoints()
-    timers.reset()
-    order.reset()
-    reset_workloads()
-    reset_lengths()
+    reset_caches()
     return records, lost
   end
 
   local function file(r)
+    if r.state == STATE_GRANTED or r.state == STATE_PLACED then return restore_running(r) end
     if r.band > LAST_NAMED then bands.count_request(r.band, 1) end
     if r.state == STATE_QUEUED then
       queue.insert(r)
       record.put(r) -- queue.insert has changed bytes_epoch
-    elseif r.state == STATE_ORPHANED then
-      timers.set(r.id, math.min(r.deadline_ms, now_ms + settings.lease_ms))
     else
-      defer_write('ZADD', key.inflight, now_ms + settings.lease_ms, r.id)
-      pool.stock = pool.stock + r.taken
-      endpoints.count_flow(r, nil, 1)
-      if r.state == STATE_PLACED then
-        endpoints.reserve(endpoints.first(r.endpoints))
-        endpoints.count_flow(r, endpoints.first(r.endpoints), 1)
-      end
+      timers.set(r.id, math.min(r.deadline_ms, now_ms + settings.lease_ms))
     end
   end
 

@@ -61,7 +61,7 @@ SENTENCES = [
     ("fairness", f"takes {CHUNK} requests a call and at most {WALKS} calls an interval"),
     ("fairness", f"with up to {CHUNK * WALKS} requests waiting"),
     ("fairness", f"files {lua('sweep.lua', 'REFILED')} requests a call anew"),
-    ("fairness", f"the {lua('lib/queue.lua', 'GUARD_LOOKS_AT')} most overdue"),
+    ("fairness", f"the {lua('lib/flows.lua', 'GUARD_LOOKS_AT')} most overdue"),
     ("admin-api", f"No script looks at more than {reads.CHUNK} rows"),
     ("admin-api", f"`limit` is 1 to {api.MAX_LIMIT}"),
     ("admin-api", f"a page has at most {api.MAX_ROWS} rows"),

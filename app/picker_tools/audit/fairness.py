@@ -127,7 +127,7 @@ class TagOrder:
         return None
 
 
-_FREE_STARTS = 100  # as in lua/lib/queue.lua
+_FREE_STARTS = 100  # as in lua/lib/flows.lua
 
 
 class NewFlows:

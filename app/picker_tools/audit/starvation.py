@@ -10,7 +10,7 @@ The guard's share of dispatches is `guard_share`. At every dispatch this module 
   of the share, each dispatch counts with the share at the dispatch before, which the guard had earned.
 
 The guard looks at the 16 requests that are overdue longest and skips throttled flows, as in
-`lua/lib/queue.lua`.
+`lua/lib/flows.lua`.
 """
 
 import bisect
