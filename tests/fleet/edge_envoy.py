@@ -13,7 +13,7 @@ from redis_servers import wait
 
 from picker_fleet.domain import config
 from picker_fleet.domain.units import split_host_port
-from picker_tools.local_fleet.envoy import build_bootstrap, to_yaml
+from picker_tools.local_fleet.bootstrap import build_bootstrap, to_yaml
 from picker_tools.local_fleet.network import LOOPBACK
 from picker_tools.local_fleet.parts import Mode
 from picker_tools.local_fleet.processes import envoy_binary

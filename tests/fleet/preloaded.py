@@ -2,8 +2,8 @@
 
 from picker_fleet import serve  # noqa: F401
 from picker_fleet.domain.config import Settings
-from picker_tools.local_fleet import envoy, up_command  # noqa: F401
+from picker_tools.local_fleet import bootstrap, up_command  # noqa: F401
 from picker_tools.simulator import command  # noqa: F401
 
 _NOWHERE = ("127.0.0.1", 0)
-envoy.build_bootstrap(Settings(), mode="lean", listen=_NOWHERE, admin=_NOWHERE, pickers=[_NOWHERE])
+bootstrap.build_bootstrap(Settings(), mode="lean", listen=_NOWHERE, admin=_NOWHERE, pickers=[_NOWHERE])

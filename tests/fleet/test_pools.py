@@ -22,7 +22,7 @@ from whole_fleet import Fleet, exact_bounds, running
 
 from picker_fleet.domain.config import parse
 from picker_fleet.domain.units import split_host_port
-from picker_tools.local_fleet.envoy import build_bootstrap, to_yaml
+from picker_tools.local_fleet.bootstrap import build_bootstrap, to_yaml
 from picker_tools.local_fleet.network import LOOPBACK, free_port
 from picker_tools.local_fleet.parts import Mode
 from picker_tools.top.command import url_of

@@ -14,7 +14,7 @@ from fleet_load import at_rest, complete
 from tls_files import Pair, authority, signed
 
 from picker_fleet.domain.units import split_host_port
-from picker_tools.local_fleet.clusters import PickerTls
+from picker_tools.local_fleet.bootstrap import PickerTls
 from picker_tools.local_fleet.parts import Mode
 
 CASES = [("lean", "native"), ("lean", "grpcio"), ("standard", "native"), ("http", "native")]

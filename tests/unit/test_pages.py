@@ -30,7 +30,7 @@ from picker_fleet.scheduling import endpoint_history as history
 from picker_fleet.state import batching, reads
 from picker_fleet.state.error_replies import ERROR_REPLIES
 from picker_fleet.telemetry import metrics
-from picker_tools.local_fleet import envoy, listener
+from picker_tools.local_fleet import bootstrap
 
 ROOT = Path(__file__).parents[2]
 
@@ -52,6 +52,7 @@ def spaced(number: int) -> str:
 
 
 CHUNK, WALKS = lua("sweep.lua", "CHUNK"), lua("sweep.lua", "WALKS")
+MANAGER = bootstrap._parts()["manager"]
 LATE_S = shared_gate._EXPIRY_SLACK_S + shared_gate._EXPIRY_ANSWER_S
 SENTENCES = [
     ("architecture", f"one that dies meanwhile is waited for {reads.SnapshotTimes().claim_ms / 1000:g} s"),
@@ -75,8 +76,8 @@ SENTENCES = [
     ("admin-api", f"has read one page {documents.MAX_METRICS_READS} times"),
     ("metrics", f"at most {spaced(metrics._MAX_SERIES)} series ({metrics._MAX_HISTOGRAMS} of a histogram)"),
     ("metrics", f"up to {documents.MAX_METRICS_AGE_S:g} s where making it took"),
-    ("security", f"Half-sent headers end after {listener._HEADERS_S:g} s"),
-    ("security", f"at most {spaced(envoy.MAX_CONNECTIONS)} connections"),
+    ("security", f"Half-sent headers end after {MANAGER['requestHeadersTimeout'].removesuffix('s')} s"),
+    ("security", f"at most {spaced(bootstrap.MAX_CONNECTIONS)} connections"),
     ("security", f"at most {intake.MAX_NAME_BYTES} bytes, no control characters"),
     ("redis", f"are waited for {FailoverTimes().max_resync_s:g} s at most"),
     ("redis", f"it waits {FailoverTimes().peers_wait_s:g} s at most"),

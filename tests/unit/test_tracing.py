@@ -22,7 +22,7 @@ from picker_fleet.state import accounting_token
 from picker_fleet.state.accounting_token import Keyring
 from picker_fleet.state.store import EndKind, Placed, Queued, SettleReply
 from picker_fleet.telemetry.tracing import Traces
-from picker_tools.local_fleet.envoy import build_bootstrap, to_yaml
+from picker_tools.local_fleet.bootstrap import build_bootstrap, to_yaml
 
 TRACE_ID = "4bf92f3577b34da6a3ce929d0e0e4736"
 PARENT = f"00-{TRACE_ID}-00f067aa0ba902b7-01"

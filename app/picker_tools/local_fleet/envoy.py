@@ -1,172 +1,23 @@
-"""Envoy's bootstrap configuration (docs/protocol.md), and Envoy as a part of a local fleet."""
+"""Envoy as a part of a local fleet."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any
-
-import yaml
 
 from picker_fleet.domain.config import Settings, pools_of
-from picker_tools.local_fleet.clusters import (
+from picker_tools.local_fleet.bootstrap import (
+    MAX_HEAP_BYTES,
     PICKER,
     PICKER_HTTP,
+    Host,
     PickerTls,
+    build_bootstrap,
     cluster_of,
-    picker,
-    picker_admin,
-    picker_http,
-    pool,
+    to_yaml,
 )
-from picker_tools.local_fleet.envoy_types import (
-    address,
-    bootstrap_v3,
-    connections_v3,
-    core_v3,
-    fixed_heap_v3,
-    overload_v3,
-    packed,
-    protobuf,
-    seconds,
-)
-from picker_tools.local_fleet.listener import admin_listener, listener
 from picker_tools.local_fleet.network import LOOPBACK, get
 from picker_tools.local_fleet.parts import TRUSTED_HEADERS, Mode
 from picker_tools.local_fleet.processes import READY_S, Child, envoy_binary
-
-_HEAP = "envoy.resource_monitors.fixed_heap"
-_CONNECTIONS = "envoy.resource_monitors.global_downstream_max_connections"
-# Overload actions and the share of the allowed heap at which each starts: return free memory, close idle
-# connections, answer new requests 503, refuse new connections.
-_ACTIONS = {
-    "shrink_heap": 0.8,
-    "close_idle_http_connections": 0.85,
-    "stop_accepting_requests": 0.95,
-    "reject_incoming_connections": 0.98,
-}
-_RUNTIME = {
-    # Begin one request of a connection at a time: a request that its client resets meanwhile never begins.
-    "http.max_requests_per_io_cycle": 1,
-    # The routes' regular expressions exceed Envoy's default limit of 100 instructions.
-    "re2.max_program_size.error_level": 20_000,
-}
-
-
-def overload_manager(*, max_connections: int, max_heap_bytes: int) -> overload_v3.OverloadManager:
-    """Limit client connections to `max_connections` and the heap to about `max_heap_bytes`."""
-    connections = connections_v3.DownstreamConnectionsConfig(
-        max_active_downstream_connections=max_connections
-    )
-    heap = fixed_heap_v3.FixedHeapConfig(max_heap_size_bytes=max_heap_bytes)
-    return overload_v3.OverloadManager(
-        refresh_interval=seconds(0.25),
-        resource_monitors=[
-            overload_v3.ResourceMonitor(name=_HEAP, typed_config=packed(heap)),
-            overload_v3.ResourceMonitor(name=_CONNECTIONS, typed_config=packed(connections)),
-        ],
-        actions=[
-            overload_v3.OverloadAction(
-                name=f"envoy.overload_actions.{action}",
-                triggers=[
-                    overload_v3.Trigger(name=_HEAP, threshold=overload_v3.ThresholdTrigger(value=share))
-                ],
-            )
-            for action, share in _ACTIONS.items()
-        ],
-    )
-
-
-Host = tuple[str, int]
-MAX_CONNECTIONS = 10_000
-MAX_HEAP_BYTES = 1024 * 1024 * 1024
-
-
-def build_bootstrap(
-    settings: Settings,
-    *,
-    mode: Mode,
-    listen: Host,
-    admin: Host,
-    pickers: Sequence[Host],
-    pool_listens: Mapping[str, Host] = MappingProxyType({}),
-    http_pickers: Sequence[Host] = (),
-    admin_listen: Host | None = None,
-    admin_pickers: Sequence[Host] = (),
-    picker_tls: PickerTls | None = None,
-    http_tls: PickerTls | None = None,
-    admin_tls: PickerTls | None = None,
-    trusted: Iterable[str] = (),
-    max_connections: int = MAX_CONNECTIONS,
-    max_heap_bytes: int = MAX_HEAP_BYTES,
-    client_rate: int | None = None,
-    debug_headers: bool = False,
-    origins: Sequence[str] = (),
-) -> dict[str, Any]:
-    """Envoy's bootstrap in the JSON mapping of its protobuf.
-
-    `pool_listens` maps a pool to a further listener whose requests are all for that pool. `pickers` are the
-    replicas' gRPC addresses, `http_pickers` their addresses for mode `http`. `admin` is the address of
-    Envoy's own admin page; `admin_listen` is a listener for the replicas' admin API at `admin_pickers` (None:
-    no listener). `picker_tls`, `http_tls` and `admin_tls` configure TLS to the replicas (None: plain text).
-    `trusted` are the steering headers that clients may set.
-    `max_connections` and `max_heap_bytes` limit all clients together; `client_rate` limits the requests a
-    second from one client address (None: no limit).
-    `debug_headers` adds `x-picker-*` headers that show the picked and the serving endpoint to each answer.
-    `origins` are the web origins whose pages may read answers (`*`: any).
-    Port 0 in `listen` or `admin` means any free port.
-    """
-    pools, namespace = pools_of(settings), settings.extproc.metadata_namespace
-    bootstrap = bootstrap_v3.Bootstrap(
-        node=core_v3.Node(id=f"envoy-{settings.pool}", cluster=settings.pool),  # EDS requires both
-        # Accept health checks even when client connections are at their limit.
-        admin=bootstrap_v3.Admin(address=address(*admin), ignore_global_conn_limit=True),
-        overload_manager=overload_manager(max_connections=max_connections, max_heap_bytes=max_heap_bytes),
-        layered_runtime=bootstrap_v3.LayeredRuntime(
-            layers=[
-                bootstrap_v3.RuntimeLayer(name="picker", static_layer=protobuf.Struct.from_dict(_RUNTIME))
-            ]
-        ),
-        static_resources=bootstrap_v3.BootstrapStaticResources(
-            listeners=[
-                *(
-                    listener(
-                        *(mode, settings, at),
-                        trusted=trusted,
-                        debug_headers=debug_headers,
-                        client_rate=client_rate,
-                        pool=name,
-                        origins=origins,
-                    )
-                    for name, at in ((None, listen), *pool_listens.items())
-                ),
-                *([] if admin_listen is None else [admin_listener(admin_listen)]),
-            ],
-            clusters=[
-                picker(pickers, picker_tls),
-                *([picker_http(http_pickers, http_tls)] if mode == "http" else []),
-                *([] if admin_listen is None else [picker_admin(admin_pickers, admin_tls)]),
-                *(
-                    pool(
-                        namespace,
-                        cluster_of(name, settings.pool),
-                        name if settings.pools else None,
-                        retry_percent=each.outlier_detection.retry_budget_percent,
-                    )
-                    for name, each in pools.items()
-                ),
-            ],
-        ),
-    )
-    tree: dict[str, Any] = bootstrap.to_dict()
-    return tree
-
-
-def to_yaml(bootstrap: Mapping[str, Any]) -> str:
-    """`bootstrap` as YAML, with keys in the order of Envoy's protobuf messages."""
-    text: str = yaml.safe_dump(dict(bootstrap), sort_keys=False, width=110)
-    return text
-
 
 _CONCURRENCY = 2
 

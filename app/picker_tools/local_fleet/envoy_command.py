@@ -13,6 +13,7 @@ from picker_fleet.domain.allowlist import trusted, trusted_name
 from picker_fleet.domain.errors import ConfigError
 from picker_fleet.domain.units import split_host_port
 from picker_tools.arguments import whole_number
+from picker_tools.local_fleet.bootstrap import PickerTls, build_bootstrap, to_yaml
 from picker_tools.local_fleet.parts import MODES, mode
 
 _ORIGIN = re.compile(
@@ -64,12 +65,6 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ConfigError: the configuration cannot be used.
     """
-    from picker_tools.local_fleet.clusters import PickerTls
-    from picker_tools.local_fleet.envoy import (  # slow to import: only for a valid configuration
-        build_bootstrap,
-        to_yaml,
-    )
-
     settings = config.load(args.config, os.environ)
     names = sorted(trusted(args.trust_headers))
     tls = PickerTls(args.picker_ca, args.picker_cert, args.picker_key)

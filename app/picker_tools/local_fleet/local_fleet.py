@@ -5,17 +5,17 @@ the replicas' addresses. They stop in reverse order, so that a stopping part get
 """
 
 import asyncio
-import importlib
 import itertools
 import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from picker_fleet.domain import config
 from picker_fleet.domain.errors import StartupError
+from picker_tools.local_fleet.envoy import Envoy
 from picker_tools.local_fleet.network import can_connect, ensure_free, get, until
 from picker_tools.local_fleet.parts import (
     Mode,
@@ -28,9 +28,6 @@ from picker_tools.local_fleet.parts import (
     write_private,
 )
 from picker_tools.local_fleet.processes import Part, Report, Supervisor, envoy_binary, together
-
-if TYPE_CHECKING:
-    from picker_tools.local_fleet.envoy import Envoy
 
 _SERVES_S = 30.0
 _ENVOY_GRACE_S = 3.0
@@ -95,14 +92,12 @@ class LocalFleet:
             StartupError: a port is in use, or a part did not become ready.
             ConfigError: the configuration is not valid for this fleet.
         """
-        envoy_binary()  # raises MissingExtra before a part starts or Envoy's types are imported
+        envoy_binary()  # raises MissingExtra before a part starts
         ensure_free(self._wanted_ports())
         self._tree()  # raises ConfigError before a part starts
         if self._valkey is None and not await can_connect(self._redis_url):
             raise StartupError("redis: nothing accepts connections at the URL of --redis")
-        # Importing Envoy's types takes a second: import them while the other parts start.
-        imported = asyncio.to_thread(importlib.import_module, "picker_tools.local_fleet.envoy")
-        await together(imported, self._bring_up_pickers())
+        await self._bring_up_pickers()
         await self._bring_up_envoy()
         await self._until_it_serves()
         self._write_state()
@@ -146,7 +141,7 @@ class LocalFleet:
         return self._replicas[0].announced.admin
 
     @property
-    def _started_envoy(self) -> "Envoy":
+    def _started_envoy(self) -> Envoy:
         assert self._envoy is not None
         return self._envoy
 
@@ -189,8 +184,6 @@ class LocalFleet:
             await self._supervisor.bring_up(self._replicas[first : first + _STARTED_TOGETHER])
 
     async def _bring_up_envoy(self) -> None:
-        from picker_tools.local_fleet.envoy import Envoy
-
         self._envoy = Envoy(
             self._settings,
             self._options.mode,

@@ -1,7 +1,4 @@
-"""The parts of a local fleet except Envoy: the embedded Valkey, simulated model servers, and replicas.
-
-This module does not import Envoy's types, which take half a second to load.
-"""
+"""The parts of a local fleet except Envoy: the embedded Valkey, simulated model servers, and replicas."""
 
 import argparse
 import re

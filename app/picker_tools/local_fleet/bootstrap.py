@@ -1,0 +1,513 @@
+"""Envoy's bootstrap configuration, made of the parts in bootstrap.yaml.
+
+The modes (docs/protocol.md): in `standard` Envoy sends the picker requests and answers, in `lean` requests
+only; in `http` it asks by ext_authz instead of ext_proc.
+
+If the fleet serves several pools (docs/protocol.md), a request's host names its pool: Envoy passes the pool
+to the picker as metadata of the matched route.
+
+An optional operators' listener leads to the admin API and dashboard of any ready replica. A fleet whose
+replicas come and go has no other fixed address for them. Envoy checks no access there: the replicas' own
+tokens decide who may do what (docs/admin-api.md).
+"""
+
+import copy
+import functools
+import re
+import socket
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from ipaddress import ip_address
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import yaml
+
+from picker_fleet.domain.allowlist import ADMINISTRATION, ANY_METHOD, NOT_LISTED, STEERING, Paths, untrusted
+from picker_fleet.domain.budgets import POOL_HEADER
+from picker_fleet.domain.config import Settings, pools_of
+from picker_fleet.domain.sections import Tls
+from picker_fleet.ingress.ext_proc.accesslog import (
+    CONTENT_TYPE,
+    FAULT_TAG,
+    METADATA_HEADERS,
+    RETRY_AFTER,
+    STATE_IDS,
+)
+from picker_fleet.ingress.ext_proc.codec import LENGTH_HEADER, SUBSET, SUBSET_HINT
+from picker_fleet.ingress.ext_proc.codec import PRESSURE as PRESSURE_HEADER
+from picker_fleet.ingress.http.check import CARRIED, CLIENT_HEADERS, REFUSAL_HEADERS
+from picker_fleet.ingress.http.server import HEALTH_PATH, PREFIX
+from picker_fleet.ingress.intake import METHOD, PATH, wanted_headers
+from picker_fleet.scheduling.chooser import SESSION_HEADER
+from picker_tools.local_fleet.parts import Mode
+
+Host = tuple[str, int]  # a name or an address, and a port
+Tree = dict[str, Any]
+
+POOL = "pool"  # cluster of the only or default pool; also the resource name in the fleet's EDS
+PICKER = "picker"
+PICKER_HTTP = "picker-http"  # the same replicas, at the port of mode `http`
+MAX_CONNECTIONS = 10_000
+MAX_HEAP_BYTES = 1024 * 1024 * 1024
+
+_DESTINATION_HEADER = "x-gateway-destination-endpoint"
+_HEALTH_SERVICE = "envoy.service.ext_proc.v3.ExternalProcessor"
+# The most that Envoy reads at once; no message to the picker holds a larger part of a body.
+_CHUNK_BYTES = 1024 * 1024
+# Envoy buffers whole bodies for retries (G9), and, outside `standard`, JSON answers to read their usage; it
+# answers 500 in place of a longer answer there.
+_BODY_BYTES = 32 * 1024 * 1024
+_BODY_S = 60.0  # time for a client to send its whole body, and to read the end of its answer
+_SILENT_S = 3600.0  # for a request that transfers no byte in either direction
+_ANSWER_MARGIN_S = 60.0
+
+_NAMES = {
+    "destination_header": _DESTINATION_HEADER,
+    "length_header": LENGTH_HEADER,
+    "pressure_header": PRESSURE_HEADER,
+    "session_header": SESSION_HEADER,
+}
+_VALUE = re.compile(r"\$\{(\w+)\}")
+
+
+@functools.cache
+def _parts() -> Tree:
+    parts: Tree = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+    return parts
+
+
+def _part(name: str, /, **values: Any) -> Tree:
+    """The part `name` of bootstrap.yaml with its `${values}` filled in.
+
+    Raises:
+        KeyError: the part has a `${value}` that is neither in `values` nor a header's name.
+    """
+    part: Tree = _filled(_parts()[name], {**_NAMES, **values})
+    return part
+
+
+def _filled(node: Any, values: Mapping[str, Any]) -> Any:
+    if isinstance(node, dict):
+        pairs = ((key, _filled(value, values)) for key, value in node.items())
+        return {key: value for key, value in pairs if value is not None}
+    if isinstance(node, list):
+        items: list[Any] = []
+        for item in node:
+            filled = _filled(item, values)
+            items += filled if isinstance(filled, list) else [filled]
+        return items
+    if not isinstance(node, str):
+        return node
+    whole = _VALUE.fullmatch(node)
+    if whole:
+        return copy.deepcopy(values[whole[1]])
+    return _VALUE.sub(lambda found: str(values[found[1]]), node)
+
+
+def _seconds(value_s: float) -> str:
+    """A duration in protobuf's JSON form."""
+    return f"{value_s:.12g}s"
+
+
+def _address(host: Host) -> Tree:
+    """A TCP address; with port 0 Envoy takes any free port."""
+    return {"socketAddress": {"address": host[0], "portValue": host[1]}}
+
+
+def _exactly(names: Iterable[str]) -> list[Tree]:
+    return [{"exact": name} for name in sorted(names)]
+
+
+def _added(texts: Mapping[str, str]) -> list[Tree]:
+    """Options that set each header of `texts`; Envoy omits a header whose value is empty."""
+    return [
+        {"header": {"key": key, "value": text}, "appendAction": "OVERWRITE_IF_EXISTS_OR_ADD"}
+        for key, text in texts.items()
+    ]
+
+
+def _pairs(texts: Mapping[str, str]) -> list[Tree] | None:
+    return [{"key": key, "value": text} for key, text in texts.items()] or None
+
+
+def cluster_of(name: str, default: str) -> str:
+    """The cluster of the pool `name`; `default` is the pool of requests that name none."""
+    return POOL if name == default else f"{POOL}-{name}"
+
+
+@dataclass(frozen=True, slots=True)
+class PickerTls:
+    """Files by which Envoy speaks TLS to the replicas. Without `ca` Envoy accepts any certificate; `cert` and
+    `key` are Envoy's own, for replicas that require client certificates."""
+
+    ca: str | None = None
+    cert: str | None = None
+    key: str | None = None
+
+    @classmethod
+    def of_local(cls, tls: Tls | None) -> "PickerTls | None":
+        """For an Envoy on the replicas' machine, which uses their own certificate if they require one."""
+        if tls is None:
+            return None
+        if tls.client_ca is None or tls.cert is None:
+            return cls()
+        return cls(cert=str(tls.cert), key=str(tls.key))
+
+    def socket(self, protocol: str) -> Tree:
+        """The transport socket of a cluster that speaks `protocol`."""
+        own = {"certificateChain": {"filename": self.cert}, "privateKey": {"filename": self.key}}
+        return _part(
+            "tls",
+            protocol=protocol,
+            certificates=[own] if self.cert is not None and self.key is not None else None,
+            validation=None if self.ca is None else {"trustedCa": {"filename": self.ca}},
+        )
+
+
+def build_bootstrap(
+    settings: Settings,
+    *,
+    mode: Mode,
+    listen: Host,
+    admin: Host,
+    pickers: Sequence[Host],
+    pool_listens: Mapping[str, Host] = MappingProxyType({}),
+    http_pickers: Sequence[Host] = (),
+    admin_listen: Host | None = None,
+    admin_pickers: Sequence[Host] = (),
+    picker_tls: PickerTls | None = None,
+    http_tls: PickerTls | None = None,
+    admin_tls: PickerTls | None = None,
+    trusted: Iterable[str] = (),
+    max_connections: int = MAX_CONNECTIONS,
+    max_heap_bytes: int = MAX_HEAP_BYTES,
+    client_rate: int | None = None,
+    debug_headers: bool = False,
+    origins: Sequence[str] = (),
+) -> Tree:
+    """Envoy's bootstrap in the JSON mapping of its protobuf.
+
+    `pool_listens` maps a pool to a further listener whose requests are all for that pool. `pickers` are the
+    replicas' gRPC addresses, `http_pickers` their addresses for mode `http`. `admin` is the address of
+    Envoy's own admin page; `admin_listen` is a listener for the replicas' admin API at `admin_pickers` (None:
+    no listener). `picker_tls`, `http_tls` and `admin_tls` configure TLS to the replicas (None: plain text).
+    `trusted` are the steering headers that clients may set.
+    `max_connections` and `max_heap_bytes` limit all clients together; `client_rate` limits the requests a
+    second from one client address (None: no limit).
+    `debug_headers` adds `x-picker-*` headers that show the picked and the serving endpoint to each answer.
+    `origins` are the web origins whose pages may read answers (`*`: any).
+    Port 0 in `listen` or `admin` means any free port.
+    """
+    manager = _Manager(settings, mode, tuple(trusted), debug_headers, client_rate, origins)
+    listeners = [manager.listener(None, listen)]
+    listeners += [manager.listener(name, at) for name, at in pool_listens.items()]
+    grpc = {"serviceName": _HEALTH_SERVICE}
+    clusters = [_replicas(PICKER, pickers, "h2", picker_tls, grpc_health=grpc)]
+    if mode == "http":
+        health = {"path": HEALTH_PATH.decode()}
+        clusters.append(_replicas(PICKER_HTTP, http_pickers, "http/1.1", http_tls, http_health=health))
+    if admin_listen is not None:
+        listeners.append(_listener("admin", admin_listen, None, _part("admin_manager")))
+        # Envoy skips replicas that are not ready or drain.
+        health = {"path": "/readyz"}
+        clusters.append(_replicas("picker-admin", admin_pickers, "http/1.1", admin_tls, http_health=health))
+    clusters += [_pool(settings, name, each) for name, each in pools_of(settings).items()]
+    return _part(
+        "bootstrap",
+        pool=settings.pool,
+        admin=_address(admin),
+        max_connections=max_connections,
+        max_heap_bytes=max_heap_bytes,
+        listeners=listeners,
+        clusters=clusters,
+    )
+
+
+def to_yaml(bootstrap: Mapping[str, Any]) -> str:
+    text: str = yaml.safe_dump(dict(bootstrap), sort_keys=False, width=110)
+    return text
+
+
+def _replicas(
+    name: str,
+    hosts: Sequence[Host],
+    protocol: str,
+    tls: PickerTls | None,
+    *,
+    grpc_health: Tree | None = None,
+    http_health: Tree | None = None,
+) -> Tree:
+    """The cluster `name`: the replicas' ports `hosts` for `protocol` (in ALPN's terms), and their check."""
+    return _part(
+        "replicas",
+        name=name,
+        discovery="STATIC" if all(_is_ip(host) for host, _ in hosts) else "STRICT_DNS",
+        hosts=[{"endpoint": {"address": _address(host)}} for host in hosts],
+        grpc_health=grpc_health,
+        http_health=http_health,
+        protocol=_part("http2" if protocol == "h2" else "http1"),
+        transport_socket=None if tls is None else tls.socket(protocol),
+    )
+
+
+def _is_ip(host: str) -> bool:
+    try:
+        ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
+def _pool(settings: Settings, name: str, pool: Settings) -> Tree:
+    """The cluster of the pool `name`; `settings` are the fleet's."""
+    option = getattr(socket, "TCP_USER_TIMEOUT", None)  # not every system has it
+    lost = [] if option is None else [_part("lost_data", level=socket.IPPROTO_TCP, name=option)]
+    return _part(
+        "pool",
+        cluster=cluster_of(name, settings.pool),
+        namespace=settings.extproc.metadata_namespace,
+        pool_metadata=_pairs({POOL_HEADER: name} if settings.pools else {}),
+        socket_options=lost,
+        # Retries may be at most this share of active requests.
+        retry_percent=pool.outlier_detection.retry_budget_percent,
+    )
+
+
+def _listener(name: str, listen: Host, buffer_bytes: int | None, manager: Tree) -> Tree:
+    return _part("listener", name=name, address=_address(listen), buffer_bytes=buffer_bytes, manager=manager)
+
+
+@dataclass(frozen=True, slots=True)
+class _Manager:
+    """Makes the listeners for clients; the fields are arguments of `build_bootstrap`."""
+
+    settings: Settings
+    mode: Mode
+    trusted: Sequence[str]
+    debug_headers: bool
+    client_rate: int | None
+    origins: Sequence[str]
+
+    def listener(self, pool: str | None, listen: Host) -> Tree:
+        """The listener at `listen`. All requests are for `pool`; if None, their hosts name the pool."""
+        settings, mode, pools = self.settings, self.mode, pools_of(self.settings)
+        if pool is not None:
+            hosts = [self._host(pools[pool], ("*",))]
+        else:
+            # Match the pool's name, alone or as a first label: `batch`, `batch:8080`, `batch.example.org`.
+            hosts = [
+                self._host(each, ("*",) if name == settings.pool else (name, f"{name}:*", f"{name}.*"))
+                for name, each in pools.items()
+            ]
+        request_s = self._longest_wait_s + _BODY_S
+        flush_interval = _seconds(settings.leases.access_log_interval)
+        manager = _part(
+            "manager",
+            mode=mode,
+            pool=settings.pool,
+            untrusted=[{"remove": name} for name in untrusted(self.trusted)],
+            silent=_seconds(max(_SILENT_S, request_s)),
+            request=_seconds(request_s),
+            flush=_seconds(_BODY_S),
+            hosts=hosts,
+            answer_headers=_added(self._answer_headers()),
+            filters=self._filters(pool),
+            # In `standard` the picker reads the answer, but cannot tell an answer that was cut from a client
+            # that left.
+            access_log=_access_log(_part("only_cut") if mode == "standard" else None),
+            access_log_options=None if mode == "standard" else {"accessLogFlushInterval": flush_interval},
+            carried=[
+                _part("carried", carried=carried, status=status)
+                for status, carried in CARRIED.items()
+                if mode == "http"
+            ],
+        )
+        return _listener(mode if pool is None else f"{mode}-{pool}", listen, _CHUNK_BYTES, manager)
+
+    @property
+    def _longest_wait_s(self) -> float:
+        """The longest time that a request may queue, over all pools."""
+        return max(each.fair_request_queue.queue_ttl for each in pools_of(self.settings).values())
+
+    def _answer_headers(self) -> dict[str, str]:
+        found = {}
+        if self.mode == "lean":
+            # The session token, if the picker issues one (picker_fleet/scheduling/chooser.py), and the queue
+            # pressure. In `standard` the picker itself sets both headers.
+            found[SESSION_HEADER] = "%DYNAMIC_METADATA(picker:session)%"
+            found[PRESSURE_HEADER] = "%DYNAMIC_METADATA(picker:pressure)%"
+        if self.debug_headers:  # the picker's choice, as header and metadata, and the serving endpoint
+            namespace = self.settings.extproc.metadata_namespace
+            found["x-picker-header"] = f"%REQ({_DESTINATION_HEADER})%"
+            found["x-picker-endpoint"] = f"%DYNAMIC_METADATA({namespace}:{_DESTINATION_HEADER})%"
+            found["x-picker-served"] = "%UPSTREAM_REMOTE_ADDRESS%"
+            found["x-picker-request-id"] = "%REQ(x-request-id)%"
+        return found
+
+    def _filters(self, pool: str | None) -> list[Tree]:
+        """The HTTP filters. Requests pass them in this order, answers in reverse."""
+        filters = [_part("cors")] if self.origins else []
+        if self.client_rate is not None:
+            filters.append(_part("local_ratelimit", rate=self.client_rate, burst=2 * self.client_rate))
+        if self.mode != "standard":  # in `standard` the picker itself reads usage in the answer
+            events, answers = (
+                _rules(_USAGE_IN_EVENTS, _IDS_IN_EVENTS),
+                _rules(_USAGE_IN_ANSWER, _IDS_IN_ANSWER),
+            )
+            filters.append(_part("sse_to_metadata", rules=[{"rule": rule} for rule in events]))
+            filters.append(_part("json_to_metadata", rules=answers))
+        filters.append(self._asking(pool))
+        attempts = None if self.mode == "standard" else [_access_log(_part("only_failed_attempts"))]
+        return [*filters, _part("router", attempts=attempts)]
+
+    def _asking(self, pool: str | None) -> Tree:
+        """The filter that calls the picker about requests for `pool`, or for the pools of their routes."""
+        mode, extproc = self.mode, self.settings.extproc
+        naming = {}  # the header or gRPC metadata that names a request's pool
+        if pool is not None or self.settings.pools:
+            naming[POOL_HEADER] = "%METADATA(ROUTE:picker:pool)%" if pool is None else pool
+        read = {name for pair in STEERING for name in pair}  # Envoy or the picker drops the untrusted ones
+        read.update(*(wanted_headers(each) for each in pools_of(self.settings).values()))
+        balances = extproc.on_failure == "balance" or None
+        if mode == "http":
+            return _part(
+                "ext_authz",
+                prefix=PREFIX.decode(),
+                wait=_seconds(self._longest_wait_s + _ANSWER_MARGIN_S),
+                request_headers=_pairs({SUBSET: f"%DYNAMIC_METADATA({SUBSET_HINT}:{SUBSET})%", **naming}),
+                refusal_headers=_exactly(REFUSAL_HEADERS),
+                client_headers=_exactly(CLIENT_HEADERS),
+                metadata_headers=_exactly(METADATA_HEADERS),
+                balances=balances,
+                read_headers=_exactly(read - {METHOD, PATH}),
+                body_bytes=extproc.max_body_bytes + 1,
+            )
+        is_standard, namespace = mode == "standard", extproc.metadata_namespace
+        ext_proc = _part(
+            "ext_proc",
+            pool_metadata=_pairs(naming),
+            balances=balances,
+            namespace=namespace,
+            served_namespace=[namespace] if is_standard else [],  # names the endpoint that served
+            answer="SEND" if is_standard else "SKIP",
+            answer_body="FULL_DUPLEX_STREAMED" if is_standard else None,
+            # Each header costs the picker time. Gateways that use `standard` forward all headers, so this
+            # Envoy does too.
+            forward_rules=None if is_standard else {"allowedHeaders": {"patterns": _exactly(read)}},
+        )
+        return _part("without_own_4xx", filter=ext_proc) if is_standard else ext_proc
+
+    def _host(self, pool: Settings, domains: Sequence[str]) -> Tree:
+        """The virtual host that routes `domains` to `pool`."""
+        cluster = cluster_of(pool.pool, self.settings.pool)
+        # Envoy drops content-length when the picker returns a body: restore it from LENGTH_HEADER.
+        length = _added({"content-length": f"%REQ({LENGTH_HEADER})%"}) if self.mode == "lean" else None
+        any_origin = {"safeRegex": {"regex": ".*"}}
+        origins = [any_origin if origin == "*" else {"exact": origin} for origin in self.origins]
+        return _part(
+            "host",
+            cluster=cluster,
+            domains=list(domains),
+            routes=self._routes(cluster, pool.pool),
+            request_headers=length,
+            body_bytes=max(_BODY_BYTES, self.settings.extproc.max_body_bytes),
+            tries=pool.scheduling.fallbacks,
+            full=[] if self.mode == "standard" else [429],
+            cors_policy=_part("cors_policy", origins=origins) if origins else None,
+        )
+
+    def _routes(self, cluster: str, pool: str) -> list[Tree]:
+        """The routes of the paths that model servers get; other paths get 404, or pass if so configured."""
+        extproc = self.settings.extproc
+        metadata = {"filterMetadata": {"picker": {"pool": pool}}} if self.settings.pools else None
+        plain: Tree = {
+            "cluster": cluster,
+            "metadata": metadata,
+            "rewrite": None,
+            "upgrades": None,
+            "per_filter": None,
+        }
+        routes = []
+        for (methods, is_session), paths in Paths(extproc.paths).routes.items():
+            of_route = dict(plain)
+            if is_session:
+                of_route["upgrades"] = [{"upgradeType": "websocket"}]
+                of_route["per_filter"] = _part("headers_alone") if self.mode == "lean" else None
+            match: Tree = {"safeRegex": {"regex": f"(?:{paths})"}}
+            if methods != ANY_METHOD:
+                any_of = {"safeRegex": {"regex": methods.replace(",", "|")}}
+                match["headers"] = [{"name": ":method", "stringMatch": any_of}]
+            routes.append(_part("route", match=match, **of_route))
+            with_slash = match | {"safeRegex": {"regex": f"(?:{paths})/"}}
+            of_route["rewrite"] = _part("without_final_slash")
+            routes.append(_part("route", match=with_slash, **of_route))
+        if extproc.unknown_paths == "pass":
+            # The picker refuses administrative paths in any spelling. Envoy must, too, while no picker
+            # answers (`extproc.on_failure`); it does not decode paths, so it refuses every unusual spelling.
+            any_spelling = {"safeRegex": {"regex": f"(?i)/(?:{ADMINISTRATION})/*|.*[%;\\\\].*"}}
+            routes.append(_part("not_found", match=any_spelling, not_listed=NOT_LISTED))
+            routes.append(_part("route", match={"prefix": "/"}, **plain))
+        else:
+            routes.append(_part("not_found", match={"prefix": "/"}, not_listed=NOT_LISTED))
+        return routes
+
+
+def _access_log(only: Tree | None) -> Tree:
+    return _part(
+        "access_log",
+        only=only,
+        logged_header=CONTENT_TYPE if only is None else RETRY_AFTER,
+        tags=None if only is None else [{"tag": FAULT_TAG, "literal": {"value": "1"}}],
+    )
+
+
+# Token usage by JSON path: _USAGE covers answers and events of OpenAI, Anthropic, SGLang and TGI. Whole
+# answers add Ollama's fields; events add the Responses API's last event and Anthropic's first event.
+# `accesslog._counts` combines the fields.
+_USAGE = {
+    "prompt_tokens": (
+        "usage.prompt_tokens",
+        "usage.input_tokens",
+        "meta_info.prompt_tokens",
+        "details.input_length",
+    ),
+    "completion_tokens": (
+        *("usage.completion_tokens", "usage.output_tokens", "meta_info.completion_tokens"),
+        "details.generated_tokens",
+    ),
+}
+_USAGE_IN_ANSWER = {
+    "prompt_tokens": (*_USAGE["prompt_tokens"], "prompt_eval_count"),
+    "completion_tokens": (*_USAGE["completion_tokens"], "eval_count"),
+    "total_tokens": ("usage.total_tokens",),
+    "cache_read_tokens": ("usage.cache_read_input_tokens",),
+    "cache_creation_tokens": ("usage.cache_creation_input_tokens",),
+}
+_USAGE_IN_EVENTS = {
+    "prompt_tokens": (*_USAGE["prompt_tokens"], "response.usage.input_tokens"),
+    "completion_tokens": (*_USAGE["completion_tokens"], "response.usage.output_tokens"),
+    "first_prompt_tokens": ("message.usage.input_tokens",),
+    "first_cache_read_tokens": ("message.usage.cache_read_input_tokens",),
+    "first_cache_creation_tokens": ("message.usage.cache_creation_input_tokens",),
+}
+# JSON paths of response and conversation ids in the Responses API (picker_fleet/admission/origins.py).
+_IDS_IN_ANSWER = dict(zip(STATE_IDS, (("id",), ("conversation.id",)), strict=True))
+_IDS_IN_EVENTS = dict(zip(STATE_IDS, (("response.id",), ("response.conversation.id",)), strict=True))
+
+
+def _rules(usage: Mapping[str, Sequence[str]], ids: Mapping[str, Sequence[str]]) -> list[Tree]:
+    """Rules that store the JSON value at each path under its key, if it has the expected type."""
+    numbers = {**usage, "error_code": ("error.code",)}
+    rules = [_rule(path, key, {"type": "NUMBER"}) for key, ways in numbers.items() for path in ways]
+    rules += [_rule(path, key, {"type": "STRING"}) for key, ways in ids.items() for path in ways]
+    # Record only that the answer is an error, not its text, which may be long.
+    return [*rules, *(_rule(f"error.{field}", "error", {"value": True}) for field in ("message", "type"))]
+
+
+def _rule(path: str, key: str, kept: Tree) -> Tree:
+    return {
+        "selectors": [{"key": step} for step in path.split(".")],
+        "onPresent": {"metadataNamespace": "picker.usage", "key": key, **kept},
+    }
