@@ -36,9 +36,8 @@ from picker_fleet.state.store import (
 )
 from picker_fleet.state.subscriptions import listen
 from picker_fleet.telemetry.metrics import Metrics
-from picker_tools.audit.auditor import audit
+from picker_tools.audit.auditor import Report, audit
 from picker_tools.audit.log import Entry
-from picker_tools.audit.report import Report
 
 DEADLINE_S = 30.0  # generous: an event that is later will not come
 SILENCE_S = 5.0

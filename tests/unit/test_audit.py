@@ -14,10 +14,9 @@ from tables import cases
 from picker_fleet.cli import main
 from picker_fleet.domain.bands import NAMED
 from picker_tools.audit import measures
-from picker_tools.audit.auditor import Auditor, audit
+from picker_tools.audit.auditor import Auditor, Report, audit
 from picker_tools.audit.log import Entry, EntryError
 from picker_tools.audit.replay import Rules
-from picker_tools.audit.report import Report
 from picker_tools.local_fleet.network import LOOPBACK, free_port
 
 

@@ -3,16 +3,45 @@
 `picker audit`, the load generator, the fault suite and the tests call it.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 
-from picker_tools.audit.checks import Capacity, Check, Conservation, Deadline, Order
+from picker_tools.audit.checks import Capacity, Check, Conservation, Deadline, Finding, Order
 from picker_tools.audit.fairness import Fairness
 from picker_tools.audit.log import Entry, LogStream, LogUnreadable
 from picker_tools.audit.replay import Replay, Rules
-from picker_tools.audit.report import Finding, Report
 from picker_tools.audit.starvation import Starvation
 
 _CHECKS: tuple[type[Check], ...] = (Capacity, Fairness, Starvation, Order, Deadline, Conservation)
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """The result of an audit of `entries` entries, numbered `first_seq` to `last_seq` (None: no entries),
+    with one finding per promise. `open_at_end` requests had not ended: no violation, as the log goes on.
+    """
+
+    entries: int
+    first_seq: int | None
+    last_seq: int | None
+    open_at_end: int
+    remarks: tuple[str, ...]
+    findings: tuple[Finding, ...]
+
+    @property
+    def violations(self) -> int:
+        return sum(finding.broken for finding in self.findings)
+
+    def of(self, promise: str) -> Finding:
+        """The finding of `promise`: G1 to G6, or log.
+
+        Raises:
+            KeyError: there is no such promise.
+        """
+        for finding in self.findings:
+            if finding.promise == promise:
+                return finding
+        raise KeyError(promise)
 
 
 class Auditor:
@@ -24,16 +53,17 @@ class Auditor:
 
     def __init__(self, settings: str | None = None) -> None:
         self._log = Finding("log", "every entry is there, numbered without a gap")
-        self._findings = [Finding(check.PROMISE, check.TITLE) for check in _CHECKS]
+        self._findings = {check: Finding(check.PROMISE, check.TITLE) for check in _CHECKS}
         self._first: Entry | None = None
         self._from_start = False
         self._newest: Entry | None = None
         self._last: Entry | None = None  # the next entry must follow it without a gap
         self._remarks: list[str] = []
-        self._start(Rules.parse(settings) if settings else None)
+        self._replay = Replay(Rules.parse(settings) if settings else None)
+        self._checks: list[Check] = []  # made at the first entry, which shows whether the log is complete
 
-    def take(self, raw: Mapping[str, str]) -> None:
-        """Check the next entry, given as the fields in the stream.
+    def take(self, raw: Mapping[str, str]) -> Entry:
+        """Check the next entry, given as the fields in the stream. Returns it.
 
         Raises:
             EntryError: the entry cannot be parsed.
@@ -47,18 +77,20 @@ class Auditor:
         step = self._replay.step(entry)
         if self._first is None:
             self._first, self._from_start = entry, self._replay.complete
+        if not self._checks:
+            self._checks = [make(finding, self._replay) for make, finding in self._findings.items()]
         for check in self._checks:
             check.check(step)
         self._replay.advance(step)
         if self._replay.rules is not None and not self._replay.rules.logged:
             self.skip(f"the log was off after entry {entry.seq}")
+        return entry
 
     def skip(self, why: str) -> None:
         """Restart the checks at the next entry. Entries are missing here, which is no violation."""
         self._remarks.append(why)
         self._close()
-        self._last = None
-        self._start(None)
+        self._last, self._replay, self._checks = None, Replay(), []
 
     @property
     def last_seq(self) -> int | None:
@@ -80,14 +112,8 @@ class Auditor:
             last_seq=self._newest.seq if self._newest else None,
             open_at_end=len(self._replay.requests),
             remarks=tuple(remarks),
-            findings=(*self._findings, self._log),
+            findings=(*self._findings.values(), self._log),
         )
-
-    def _start(self, rules: Rules | None) -> None:
-        self._replay = Replay(rules)
-        self._checks = [
-            check(finding, self._replay) for check, finding in zip(_CHECKS, self._findings, strict=True)
-        ]
 
     def _close(self) -> None:
         for check in self._checks:
@@ -108,8 +134,8 @@ def audit(entries: Iterable[Mapping[str, str]], settings: str | None = None) -> 
     return auditor.report()
 
 
-def audited(url: str, pool: str) -> Report:
-    """Check the whole decision log of `pool` in the Redis at `url`.
+def audited(url: str, pool: str, seen: Callable[[Entry], object] = lambda _: None) -> Report:
+    """Check the whole decision log of `pool` in the Redis at `url`, and pass each entry to `seen`.
 
     Raises:
         LogUnreadable: the pool has no decision log, or Redis does not answer.
@@ -121,8 +147,8 @@ def audited(url: str, pool: str) -> Report:
             first = page.entries[0].get("seq", "")
             if page.trimmed and auditor.last_seq is not None and first != str(auditor.last_seq + 1):
                 auditor.skip(f"entries up to {first} were trimmed while the log was read")
-            for entry in page.entries:
-                auditor.take(entry)
+            for raw in page.entries:
+                seen(auditor.take(raw))
         report = auditor.report()
     if not report.entries:
         raise LogUnreadable(f"pool {pool!r} has no decision log (decision_log.enabled)")

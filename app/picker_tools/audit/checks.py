@@ -3,11 +3,38 @@
 import heapq
 import itertools
 from collections import Counter
+from dataclasses import dataclass, field
 from typing import Any
 
 from picker_tools.audit.log import ENDS, GUARD, Entry
 from picker_tools.audit.replay import RUNNING, STATES_BEFORE, Replay, RequestState, Step, largest_bound, same
-from picker_tools.audit.report import Finding
+
+KEPT = 50  # a finding keeps this many violations, and counts all
+
+
+@dataclass(frozen=True, slots=True)
+class Violation:
+    """A broken promise: a description, and the entries that prove it."""
+
+    promise: str
+    what: str
+    evidence: tuple[Entry, ...]
+
+
+@dataclass(slots=True)
+class Finding:
+    """The result for one promise: number, title, how often it was checked and broken."""
+
+    promise: str
+    title: str
+    checked: int = 0
+    broken: int = 0
+    violations: list[Violation] = field(default_factory=list)
+
+    def add(self, what: str, *evidence: Entry) -> None:
+        self.broken += 1
+        if len(self.violations) < KEPT:
+            self.violations.append(Violation(self.promise, what, evidence))
 
 
 class Check:

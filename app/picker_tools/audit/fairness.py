@@ -10,7 +10,7 @@ import heapq
 from collections import defaultdict
 from dataclasses import dataclass
 
-from picker_tools.audit.checks import Check
+from picker_tools.audit.checks import Check, Finding
 from picker_tools.audit.log import GUARD, Entry
 from picker_tools.audit.replay import (
     RUNNING,
@@ -23,7 +23,6 @@ from picker_tools.audit.replay import (
     Step,
     same,
 )
-from picker_tools.audit.report import Finding
 
 
 class VirtualTimes:
@@ -247,25 +246,22 @@ class Fairness(Check):
         super().__init__(finding, replay)
         self._rules: Rules | None = None
         self._had_gap = False  # some entries could not be checked
-        self._new_tag: float | None = None  # of a flow queue not seen before
-        self._virtual_times: VirtualTimes | None = None
-        self._new_flows = NewFlows(None)
+        # The tag of a flow queue not seen before; None: unknown.
+        self._new_tag = 0.0 if replay.complete else None
+        self._virtual_times = VirtualTimes(finding, replay.flow_queues, self._new_tag)
+        self._new_flows = NewFlows(self._new_tag)
         self._tag_order = TagOrder(replay.flow_queues)
         self._services: dict[tuple[int, str], Service] = {}
         self._tag_entries: dict[tuple[int, str], Entry] = {}  # the last entry that showed the tag
 
     def check(self, step: Step) -> None:
         entry, replay = step.entry, self._replay
-        if self._virtual_times is None:
-            self._new_tag = 0.0 if replay.complete else None
-            self._virtual_times = VirtualTimes(self._finding, replay.flow_queues, self._new_tag)
-            self._new_flows = NewFlows(self._new_tag)
         if entry.event == "tuned":
             return
         if entry.event == "rebased" and entry.tag is not None:
-            self._rebase(entry.band, entry.tag, self._virtual_times)
+            self._rebase(entry.band, entry.tag)
         if entry.event == "collected":
-            self._collect(entry.band, self._virtual_times)
+            self._collect(entry.band)
             return
         if not replay.settled or replay.rules is None:
             self._had_gap = True
@@ -401,7 +397,7 @@ class Fairness(Check):
     def _check_service(self, queue: FlowQueue, entry: Entry, v: float | None = None) -> None:
         """Check the flow's service until just before `entry`."""
         service = self._services.get(queue.key)
-        if v is None and self._virtual_times is not None:
+        if v is None:
             v = self._virtual_times.of(queue.band)
         if service is not None and queue.tag is not None and v is not None:
             self._report(queue, service.before(queue.tag, v, queue.largest), entry)
@@ -421,7 +417,7 @@ class Fairness(Check):
             return
         charged = {request.queue_key for request in requests.values() if request.state in RUNNING}
         for each in flow_queues.all():
-            v = self._virtual_times.of(each.band) if self._virtual_times else None
+            v = self._virtual_times.of(each.band)
             # The scripts also drop finish tags that v has passed.
             known = each.tag is not None and v is not None and each.tag <= v
             if each is not queue and not each.waiting and known and each.key not in charged:
@@ -450,13 +446,13 @@ class Fairness(Check):
                 queue = flow_queues.at(request.queue_key)
                 queue.largest = max(queue.largest, rules.share(request.first_entry))
         for queue in [queue for queue in flow_queues.all() if queue.is_servable]:
-            v = self._virtual_times.of(queue.band) if self._virtual_times else None
+            v = self._virtual_times.of(queue.band)
             if v is not None:
                 self._begin_service(queue, entry, v)
 
-    def _collect(self, band: int, times: VirtualTimes) -> None:
+    def _collect(self, band: int) -> None:
         """Reset band number `band`, which is free: the next band with this number begins at 0."""
-        times.collect(band)
+        self._virtual_times.collect(band)
         self._new_flows.collect(band)
         for queue in self._replay.flow_queues.of(band):
             self._services.pop(queue.key, None)
@@ -464,9 +460,9 @@ class Fairness(Check):
             queue.tag = 0.0
         self._tag_order.rebuild(band)
 
-    def _rebase(self, band: int, by: float, times: VirtualTimes) -> None:
+    def _rebase(self, band: int, by: float) -> None:
         """Lower all tags of `band` by `by`; their differences stay the same."""
-        times.rebase(band, by)
+        self._virtual_times.rebase(band, by)
         self._new_flows.rebase(band, by)
         for queue in self._replay.flow_queues.of(band):
             if queue.tag is not None:
@@ -479,8 +475,7 @@ class Fairness(Check):
     def _forget_tags(self) -> None:
         self._new_tag = None
         self._new_flows = NewFlows(None)
-        if self._virtual_times is not None:
-            self._virtual_times.forget_flow_queues()
+        self._virtual_times.forget_flow_queues()
         for queue in self._replay.flow_queues.all():
             queue.tag = None
 

@@ -16,10 +16,9 @@ The guard looks at the 16 requests that are overdue longest and skips throttled 
 import bisect
 import heapq
 
-from picker_tools.audit.checks import Check
+from picker_tools.audit.checks import Check, Finding
 from picker_tools.audit.log import GUARD, THROTTLING, Entry
 from picker_tools.audit.replay import OpenRequest, Replay, Step
-from picker_tools.audit.report import Finding
 
 _LOOKS_AT = 16
 _ROUNDING = 1e-9

@@ -7,9 +7,8 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from picker_tools.audit.auditor import Auditor
-from picker_tools.audit.log import Entry, EntryError, LogStream, LogUnreadable
-from picker_tools.audit.report import Report
+from picker_tools.audit.auditor import Report, audited
+from picker_tools.audit.log import Entry, EntryError, LogUnreadable
 from picker_tools.load.fleet import Target
 from picker_tools.load.generator import Answer
 from picker_tools.load.scenarios import Plan, Scenario, Source
@@ -50,21 +49,17 @@ class LogAudit:
 def read_log(url: str, pool: str = "default") -> LogAudit:
     """Audit the whole decision log in Redis. Blocks: call it in a thread."""
     dispatches: list[Dispatch] = []
+
+    def seen(entry: Entry) -> None:
+        if entry.event in ("granted", "bypassed"):
+            # `arrived` is the time of arrival in µs, or one more than its predecessor if that is larger.
+            wait_s = max(0.0, (entry.time_us - entry.arrived) / 1e6)
+            dispatches.append(Dispatch(entry.time_us / 1e6, entry.flow, entry.workload, wait_s))
+
     try:
-        with LogStream(url, pool) as log:
-            auditor = Auditor(log.settings_throughout())
-            for page in log.pages():
-                for raw in page.entries:
-                    auditor.take(raw)
-                    entry = Entry.parse(raw)
-                    if entry.event in ("granted", "bypassed"):
-                        dispatches.append(_turn(entry))
+        return LogAudit(audited(url, pool, seen), tuple(dispatches))
     except (LogUnreadable, EntryError) as fault:
         return LogAudit(None, why=str(fault))
-    report = auditor.report()
-    if not report.entries:
-        return LogAudit(None, why="the fleet has no decision log (decision_log.enabled)")
-    return LogAudit(report, tuple(dispatches))
 
 
 def violations(log_audits: Sequence[LogAudit], promise: str) -> tuple[int, int, list[str]]:
@@ -80,16 +75,6 @@ def violations(log_audits: Sequence[LogAudit], promise: str) -> tuple[int, int, 
         for violation in finding.violations[:3]:
             cases.append("\n    ".join([violation.what, *map(str, violation.evidence)]))
     return checked, broken, cases
-
-
-def _turn(entry: Entry) -> Dispatch:
-    return Dispatch(
-        at_s=entry.time_us / 1e6,
-        flow=entry.flow,
-        workload=entry.workload,
-        # `arrived` is the time of arrival in µs, or one more than its predecessor if that is larger.
-        wait_s=max(0.0, (entry.time_us - entry.arrived) / 1e6),
-    )
 
 
 @dataclass(frozen=True, slots=True)
