@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tables import cases
 
-from picker_tools.simulator.answer import VOCABULARY, Words
 from picker_tools.simulator.engine import (
     ContextTooLong,
     Engine,
@@ -19,7 +18,7 @@ from picker_tools.simulator.engine import (
     prompt_blocks,
 )
 from picker_tools.simulator.generation import Simulator
-from picker_tools.simulator.request import ApiError, CompletionRequest, parse
+from picker_tools.simulator.openai_api import VOCABULARY, ApiError, CompletionRequest, Words, parse
 
 HI = [{"role": "user", "content": "hi"}]
 

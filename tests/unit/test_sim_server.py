@@ -15,8 +15,8 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from picker_tools.simulator.asgi import MAX_BODY_BYTES
 from picker_tools.simulator.command import add_arguments, run
+from picker_tools.simulator.server import MAX_BODY_BYTES
 
 COMMAND = (
     "import argparse, sys; from picker_tools.simulator.command import add_arguments, run; "

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from xxhash import xxh64_digest
 
 from picker_fleet.domain.errors import PickerError
-from picker_tools.simulator.request import BYTES_PER_TOKEN
+from picker_tools.simulator.openai_api import BYTES_PER_TOKEN
 
 
 def prompt_blocks(prompt: bytes, block_size_tokens: int, adapter: str | None) -> tuple[bytes, ...]:

@@ -10,18 +10,91 @@ import random
 import time
 import uuid
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import orjson
 
 from picker_fleet.domain.errors import ClientGone, ConfigError
-from picker_tools.simulator import asgi
-from picker_tools.simulator.answer import Answer, Words
-from picker_tools.simulator.asgi import Receive, Reply, Scope, Send
 from picker_tools.simulator.engine import ContextTooLong, EngineLoad, Limits, prompt_blocks
 from picker_tools.simulator.generation import Generation, Simulator
-from picker_tools.simulator.request import ApiError, CompletionRequest, parse
+from picker_tools.simulator.openai_api import Answer, ApiError, CompletionRequest, Words, parse
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+
+MAX_BODY_BYTES = 32 * 1024 * 1024
+READ_TIMEOUT_S = 60.0  # for a whole body
+WRITE_TIMEOUT_S = 60.0  # for one write to a client that does not read
+
+JSON = b"application/json"
+EVENTS = b"text/event-stream; charset=utf-8"
+TEXT = b"text/plain; version=0.0.4; charset=utf-8"
+
+
+async def read_body(receive: Receive) -> bytes:
+    """Read the whole body.
+
+    Raises:
+        ApiError: 413 if the body exceeds `MAX_BODY_BYTES`, 408 if it takes longer than `READ_TIMEOUT_S`.
+        ClientGone: the client disconnected first.
+    """
+    body = bytearray()
+    try:
+        async with asyncio.timeout(READ_TIMEOUT_S):
+            while True:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise ClientGone("disconnected before its body was complete")
+                body += message["body"]
+                if len(body) > MAX_BODY_BYTES:
+                    raise ApiError(
+                        f"the body is larger than {MAX_BODY_BYTES} bytes",
+                        status=413,
+                        code="payload_too_large",
+                    )
+                if not message["more_body"]:
+                    return bytes(body)
+    except TimeoutError:
+        raise ApiError("the body did not arrive in time", status=408, code="request_timeout") from None
+
+
+async def watch(receive: Receive) -> None:
+    """Wait for the client to disconnect. Call it once the whole body is read.
+
+    Raises:
+        ClientGone: the client disconnected.
+    """
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    raise ClientGone("disconnected before its answer was complete")
+
+
+class Reply:
+    """Sends the answer to one request. A write longer than `WRITE_TIMEOUT_S` raises TimeoutError."""
+
+    def __init__(self, send: Send, *, served_by: bytes) -> None:
+        self._send = send
+        self._served_by = served_by
+        self.started = False
+
+    async def start(self, status: int, media: bytes, *extra: tuple[bytes, bytes]) -> None:
+        headers = [(b"content-type", media), (b"x-served-by", self._served_by), *extra]
+        self.started = True
+        await self._write({"type": "http.response.start", "status": status, "headers": headers})
+
+    async def body(self, part: bytes, *, more: bool) -> None:
+        await self._write({"type": "http.response.body", "body": part, "more_body": more})
+
+    async def whole(self, status: int, media: bytes, body: bytes, *extra: tuple[bytes, bytes]) -> None:
+        await self.start(status, media, (b"content-length", str(len(body)).encode()), *extra)
+        await self.body(body, more=False)
+
+    async def _write(self, message: MutableMapping[str, Any]) -> None:
+        async with asyncio.timeout(WRITE_TIMEOUT_S):
+            await self._send(message)
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,12 +220,12 @@ class ModelServer:
             # Close the connection: the unread rest of the body must not be parsed as the next request.
             unread = error.status in (408, 413)
             extra = ((b"connection", b"close"),) if unread else ()
-            await reply.whole(error.status, asgi.JSON, error.body, *extra)
+            await reply.whole(error.status, JSON, error.body, *extra)
         except ClientGone:
             pass
         except asyncio.CancelledError:
             if not reply.started:  # the process is stopping; a gateway may retry a 503
-                await reply.whole(503, asgi.JSON, _STOPPING.body)
+                await reply.whole(503, JSON, _STOPPING.body)
             raise
 
     async def _route(self, scope: Scope, receive: Receive, reply: Reply) -> None:
@@ -164,16 +237,16 @@ class ModelServer:
             raise ApiError(f"{path} takes {allowed}", status=405, code="method_not_allowed")
         if path == "/metrics":
             page = self._page.render(self._simulator.load, self._counters, time.time())
-            await reply.whole(200, asgi.TEXT, page)
+            await reply.whole(200, TEXT, page)
         elif path == "/health":
-            await reply.whole(200, asgi.TEXT, b"")
+            await reply.whole(200, TEXT, b"")
         elif path == "/v1/models":
-            await reply.whole(200, asgi.JSON, self._model_list())
+            await reply.whole(200, JSON, self._model_list())
         else:
             await self._complete(scope, receive, reply, chat=path == "/v1/chat/completions")
 
     async def _complete(self, scope: Scope, receive: Receive, reply: Reply, *, chat: bool) -> None:
-        request = parse(await asgi.read_body(receive), chat=chat, models=self._models)
+        request = parse(await read_body(receive), chat=chat, models=self._models)
         if self._failures.random() < self._profile.failure_rate:
             raise ApiError("injected failure", status=500, code="injected_failure", kind="server_error")
         answer = Answer(
@@ -185,7 +258,7 @@ class ModelServer:
             # except* because the task group wraps the watcher's ClientGone.
             try:
                 async with asyncio.TaskGroup() as group:
-                    watcher = group.create_task(asgi.watch(receive))
+                    watcher = group.create_task(watch(receive))
                     if request.stream:
                         await self._stream(request, answer, generation, reply)
                     else:
@@ -214,7 +287,7 @@ class ModelServer:
         stride = 1 if self._profile.itl_ms else BURST_TOKENS
         count = await generation.next_tokens(stride)
         self._counters.prompt_tokens += request.prompt_tokens
-        await reply.start(200, asgi.EVENTS, (b"cache-control", b"no-cache"))
+        await reply.start(200, EVENTS, (b"cache-control", b"no-cache"))
         part = answer.opening
         while True:
             self._counters.generation_tokens += count
@@ -238,7 +311,7 @@ class ModelServer:
         self._counters.prompt_tokens += request.prompt_tokens
         words = Words(seed=self._profile.seed, prompt=request.prompt)
         body = answer.whole(words.take(request.max_tokens), generation.cached_tokens)
-        await reply.whole(200, asgi.JSON, body)
+        await reply.whole(200, JSON, body)
         self._counters.succeeded[request.finish_reason] += 1
 
     def _model_list(self) -> bytes:
