@@ -38,7 +38,7 @@ _COMMANDS = {
 _CHECK_SUMMARY = "validate a configuration"
 
 # By command: the extra that installs packages beyond the product's own dependencies.
-_EXTRAS = {"up": "local", "envoy-config": "tools", "top": "tools", "load": "tools", "audit": "tools"}
+_EXTRAS = {"up": "local", "top": "tools", "load": "tools", "audit": "tools"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -67,7 +67,7 @@ def test_the_wheel_carries_the_scripts(installed: Installed) -> None:
     assert {path.relative_to(installed.scripts) for path in installed.scripts.rglob("*.lua")} == scripts
 
 
-EXTRAS = {"up": "local", "load steady": "tools", "top": "tools", "audit": "tools", "envoy-config": "tools"}
+EXTRAS = {"up": "local", "load steady": "tools", "top": "tools", "audit": "tools"}
 
 
 @pytest.mark.parametrize("command", EXTRAS)
@@ -77,6 +77,11 @@ def test_a_command_without_its_extra_names_it_in_one_line(installed: Installed, 
     assert output.count("\n") == 1
     assert "is not installed" in output
     assert f"pip install 'picker-fleet[{EXTRAS[command]}]'" in output
+
+
+def test_envoys_bootstrap_is_printed_without_any_extra(installed: Installed) -> None:
+    status, output = installed.run(installed.picker, "envoy-config")
+    assert (status, output.splitlines()[0]) == (0, "node:"), output
 
 
 @pytest.mark.parametrize("command", ["serve", "check", "sim"])
