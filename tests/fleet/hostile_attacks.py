@@ -28,7 +28,7 @@ from envoy.service.accesslog.v3 import als_pb2
 from model_servers import http_answer, read_request
 
 from picker_fleet.admission.budget_transfer import SERVICE as SHARES
-from picker_fleet.grpc.http2 import (
+from picker_fleet.grpc.frames import (
     CANCEL,
     CONTINUATION,
     DATA,

@@ -17,10 +17,11 @@ from picker_fleet.domain.errors import ShuttingDown
 from picker_fleet.domain.request import Alive, Completion, Fault, InferenceRequest, Placement
 from picker_fleet.grpc.certificates import Certificates
 from picker_fleet.grpc.native import NativeTransport
-from picker_fleet.grpc.transport import GrpcioTransport, Handler, Transport
+from picker_fleet.grpc.transport import GrpcioTransport, Handler
 from picker_fleet.ingress import context
 from picker_fleet.ingress.context import ExchangeContext
 from picker_fleet.ingress.ext_proc.exchange import Exchange
+from picker_fleet.ingress.ext_proc.server import Transport
 from picker_fleet.ingress.intake import Intake
 from picker_fleet.state import accounting_token
 from picker_fleet.state.accounting_token import Keyring

@@ -1,6 +1,7 @@
-"""`extproc.transport: native`: gRPC on this package's HTTP/2 layer (`http2.py`), without other threads.
+"""gRPC over HTTP/2 (`http2.py`) in the event loop's thread: streams of messages, and their transport.
 
-`server.Server` makes the transport; each connection makes a `GrpcStream` for each request.
+`server.Server` makes the transport (`extproc.transport: native`), and the transport a `GrpcStream` for each
+request.
 """
 
 import asyncio
@@ -13,10 +14,10 @@ from functools import partial
 from typing import NamedTuple
 
 from picker_fleet.background import keep
-from picker_fleet.domain.budgets import BodyBudget, ByPool
+from picker_fleet.domain.budgets import BodyBudget
 from picker_fleet.domain.errors import BufferFull, StartupError
 from picker_fleet.grpc.certificates import MAX_TLS_CONNECTIONS, Certificates, serve
-from picker_fleet.grpc.http2 import (
+from picker_fleet.grpc.frames import (
     CANCEL,
     DATA,
     END_HEADERS,
@@ -24,18 +25,14 @@ from picker_fleet.grpc.http2 import (
     FRAME_BYTES,
     HEADERS,
     NO_ERROR_CODE,
-    OK_BLOCK,
     RST_STREAM,
-    WINDOW_BYTES,
     WINDOW_UPDATE,
-    Connection,
-    Limits,
-    Load,
     frame,
-    literal,
     start_of_frame,
 )
-from picker_fleet.grpc.transport import Handler, Relay, RpcError, Status
+from picker_fleet.grpc.headers import literal
+from picker_fleet.grpc.http2 import WINDOW_BYTES, Connection, Limits, Open, Peers
+from picker_fleet.grpc.transport import ByMetadata, Handler, Relay, RpcError, Status
 
 FREE_BYTES = 4096  # unread bytes per stream not charged to the budget: about the stream's own size
 MESSAGE_COST = 64  # bytes of overhead that a queued message and its frame take in memory
@@ -43,11 +40,14 @@ _CREDIT_BELOW = WINDOW_BYTES // 2  # a stream's window is reopened at or below t
 _OTHERS_BYTES = 64 * 1024 * 1024  # limit of unread bytes of all streams without a budget of their own
 _STEP_S = 0.01
 _CLOSE_S = 0.25
+_CANCEL_S = 5.0  # for cancelled handlers to end
 _WRITE_S = 60.0  # time limit for a peer to open its window
 _OVERDUE_S = 1.0  # between two checks for overdue streams
 
+_OK_BLOCK = b"\x88" + literal(b"content-type", b"application/grpc")  # 0x88: `:status: 200`
 _END_BLOCK = literal(b"grpc-status", b"0")
-_OK = start_of_frame(HEADERS, END_HEADERS, len(OK_BLOCK))
+_BAD_TYPE_BLOCK = b"\x08\x03415"  # `:status: 415`, a literal: an HTTP error for a peer without gRPC
+_OK = start_of_frame(HEADERS, END_HEADERS, len(_OK_BLOCK))
 _END = start_of_frame(HEADERS, END_HEADERS | END_STREAM, len(_END_BLOCK))
 _STOP = start_of_frame(RST_STREAM, 0, 4)
 _DATA = bytes((DATA, 0))  # type and flags of a DATA frame, which follow its size
@@ -56,10 +56,20 @@ _CREDIT = start_of_frame(WINDOW_UPDATE, 0, 4)
 _log = logging.getLogger(__name__)
 
 
-class GrpcStream:
-    """One request's stream, for its handler (`transport.Stream`) and its connection; does the gRPC framing.
+def _status_block(status: Status, why: str) -> bytes:
+    """The header fields of an error status; `why` in printable ASCII, all else percent-encoded."""
+    message = b"".join(
+        bytes((byte,)) if 32 <= byte < 127 and byte != 37 else f"%{byte:02X}".encode()
+        for byte in why.encode()[:400]
+    )
+    return literal(b"grpc-status", str(status).encode()) + literal(b"grpc-message", message)
 
-    `message_bytes` is the largest message that a client may send.
+
+class GrpcStream:
+    """One request's stream, for its handler (`transport.Stream`) and its connection (`http2.Stream`).
+
+    `content_length` is the length that the client announces, -1 if it announces none; `message_bytes` is the
+    largest message that a client may send.
     """
 
     __slots__ = (
@@ -67,60 +77,60 @@ class GrpcStream:
         "_content_length",
         "_counted_bytes",
         "_fault",
+        "_handler",
         "_message_bytes",
         "_messages",
         "_partial",
         "_reader",
         "_received_bytes",
         "_shifted_id",
+        "_sid",
         "_started",
         "_take",
         "_unread_bytes",
+        "_wanted_bytes",
         "_writer",
         "began_s",
         "connection",
-        "handler",
         "id",
         "receive_window",
         "remote_ended",
         "send_window",
-        "sid",
         "task",
     )
 
     def __init__(
         self,
-        connection: "Connection",
+        connection: Connection,
         stream_id: int,
-        send_window: int,
-        content_length: int,
-        budget: BodyBudget,
         handler: Handler,
-        *,
+        budget: BodyBudget,
+        content_length: int,
         message_bytes: int,
     ) -> None:
         self.connection = connection
         self.id = stream_id
-        self.handler = handler
-        self.sid = stream_id.to_bytes(4, "big")
+        self._sid = stream_id.to_bytes(4, "big")
         self._shifted_id = stream_id << 40  # the id at its place in the 14 bytes before a message
+        self._handler = handler
         self._budget = budget
-        self._message_bytes = message_bytes
         self._content_length = content_length
+        self._message_bytes = message_bytes
         self._messages: deque[bytes] = deque()
-        self._partial = bytearray()
+        self._partial = bytearray()  # the beginning of a message
+        self._wanted_bytes = 0  # with so many bytes `_partial` is complete, or its length is known
         self._reader: asyncio.Future[bytes | None] | None = None  # gets a message, or None: look again
         self._take: Callable[[bytes], None] | None = None  # called with each message on arrival
         self._writer: asyncio.Future[None] | None = None
-        self.remote_ended = False
         self._started = False  # the response's headers have been sent
         self._fault: Exception | None = None
-        self._unread_bytes = 0
+        self._unread_bytes = 0  # of whole messages
         self._counted_bytes = 0  # unread bytes charged to the budget
         self._received_bytes = 0
         self.began_s = connection.loop.time()
         self.receive_window = WINDOW_BYTES
-        self.send_window = send_window
+        self.send_window = connection.initial_send_window
+        self.remote_ended = False
         self.task: asyncio.Task[None] | None = None
 
     # Called by the handler.
@@ -150,7 +160,7 @@ class GrpcStream:
                 return handed_over
         message = self._messages.popleft()
         if not self._messages:
-            self._unread_bytes = len(self._partial)
+            self._unread_bytes = 0
             if self._counted_bytes:
                 self._count()
             if self.receive_window <= _CREDIT_BELOW:
@@ -161,33 +171,6 @@ class GrpcStream:
         if self._reader is not None and not self._reader.done():
             self._reader.set_exception(error)
 
-    async def read_all(self, take: Callable[[bytes], None]) -> None:
-        """As `Stream.read_all`, without waking a task for each message. Raises as `read`, and any error of
-        `take`."""
-        self._take = take
-        try:
-            while (message := await self.read()) is not None:
-                take(message)
-        finally:
-            self._take = None
-
-    async def write(self, message: bytes) -> None:
-        """Send one message; returns when the connection has all of its frames."""
-        if not self._write_now(message):
-            await self._write_parts(message)
-
-    def _write_now(self, message: bytes) -> bool:
-        """Send a message as one frame. Returns False if the message is too large or cannot be sent now."""
-        frames = self._in_one_frame(message)
-        if not frames:
-            return False
-        if self._started:
-            self.connection.write(frames)
-        else:
-            self._started = True
-            self.connection.write(b"".join((_OK, self.sid, OK_BLOCK, frames)))
-        return True
-
     async def relay(self, answer: Relay) -> bytes | None:
         """As `Stream.relay`, without waking a task for each message. Raises as `read`, and any error of
         `answer`."""
@@ -197,72 +180,82 @@ class GrpcStream:
         def take(message: bytes) -> None:
             nonlocal is_last
             answers, is_last = answer(message)
-            now = answers[:-1] if is_last else answers
-            for at, each in enumerate(now):
-                if not self._write_now(each):
-                    unsent.extend(now[at:])
-                    break
-            if is_last:
-                unsent.extend(answers[-1:])
+            unsent.extend(answers)
+            while len(unsent) > is_last and self._write_now(unsent[0]):
+                unsent.popleft()
             if unsent or is_last:
                 self._take = None  # queue further messages until the task has sent the rest
-                self._wake_reader()
+                self._wake_reader(b"")
 
         while True:
             while self._messages and not (unsent or is_last):
                 take(await self.read() or b"")
-            while len(unsent) > (1 if is_last else 0):
+            while len(unsent) > is_last:
                 await self.write(unsent.popleft())
             if is_last:
                 return unsent.popleft() if unsent else None
             if not self._messages:
-                if self._fault is not None:
-                    raise self._fault
-                if self.remote_ended:
-                    return None
-                self._take, self._reader = take, self.connection.loop.create_future()
+                self._take = take
                 try:
-                    await self._reader
+                    if await self.read() is None:  # else `take` has stopped
+                        return None
                 finally:
-                    self._take = self._reader = None
+                    self._take = None
 
-    async def serve(self, handler: Handler) -> None:
+    async def write(self, message: bytes) -> None:
+        """Send one message; returns when the connection has all of its frames.
+
+        Raises:
+            RpcError: the peer's windows are closed for too long, or the byte budget is used up meanwhile.
+        """
+        if not self._write_now(message):
+            await self._write_parts(message)
+
+    def _write_now(self, message: bytes) -> bool:
+        """Send a message as one frame. Returns False if the message is too large or cannot be sent now."""
+        frames = self._in_one_frame(message)
+        if frames:
+            self._send(frames)
+        return bool(frames)
+
+    def _send(self, frames: bytes) -> None:
+        """Send the response's headers, unless they have been sent, and `frames`."""
+        if not self._started:
+            self._started = True
+            frames = b"".join((_OK, self._sid, _OK_BLOCK, frames))
+        self.connection.write(frames)
+
+    async def serve(self) -> None:
         """Run the handler and send the end of the stream."""
         try:
-            await self._finish(await handler(self))
+            message = await self._handler(self)
+            frames = b""
+            if message is not None and not (frames := self._in_one_frame(message)):
+                await self._write_parts(message)
+            self._send(b"".join((frames, _END, self._sid, _END_BLOCK)))
+            self._end()
         except asyncio.CancelledError:
-            self.connection.reset(self.id, CANCEL)
+            if self.task is not None:  # the stream is open: its handler has cancelled itself
+                self.task = None
+                self.connection.reset(self.id, CANCEL)
         except RpcError as fault:
             self._fail(fault.status, str(fault))
         except Exception:
             _log.exception("a stream failed")
             self._fail(Status.INTERNAL, "the picker failed on this stream; its log says why")
 
-    async def _finish(self, message: bytes | None) -> None:
-        """Send the last message, if there is one, and the end of the stream."""
-        connection, sid = self.connection, self.sid
-        frames = b""
-        if message is not None:
-            frames = self._in_one_frame(message)
-            if not frames:
-                await self._write_parts(message)
-        if not self._started:
-            frames = b"".join((_OK, sid, OK_BLOCK, frames))
-        if self.remote_ended:
-            connection.write(b"".join((frames, _END, sid, _END_BLOCK)))
-        else:
-            # As gRPC's own servers do: RST_STREAM with NO_ERROR tells the client to stop sending.
-            connection.write(b"".join((frames, _END, sid, _END_BLOCK, _STOP, sid, NO_ERROR_CODE)))
-        connection.forget(self.id, self.remote_ended)
-
     def _fail(self, status: Status, why: str) -> None:
         """End the stream with an error status."""
-        block = literal(b"grpc-status", str(status).encode()) + literal(b"grpc-message", _escaped(why))
-        block = block if self._started else OK_BLOCK + block
-        end = frame(HEADERS, END_HEADERS | END_STREAM, self.id, block)
-        stop = b"" if self.remote_ended else _STOP + self.sid + NO_ERROR_CODE
-        self.connection.write(end + stop)
-        self.connection.forget(self.id, self.remote_ended)
+        block = (b"" if self._started else _OK_BLOCK) + _status_block(status, why)
+        self.connection.write(frame(HEADERS, END_HEADERS | END_STREAM, self.id, block))
+        self._end()
+
+    def _end(self) -> None:
+        """Leave the connection after the end of the response."""
+        if not self.remote_ended:
+            # As gRPC's own servers do: RST_STREAM with NO_ERROR tells the client to stop sending.
+            self.connection.write(b"".join((_STOP, self._sid, NO_ERROR_CODE)))
+        self.connection.finished(self)
 
     def _in_one_frame(self, message: bytes) -> bytes:
         """A message as one frame, deducted from the windows; empty if too large or not to be sent now."""
@@ -280,9 +273,6 @@ class GrpcStream:
         """Send a message in several frames, as the peer's windows allow."""
         connection = self.connection
         rest = memoryview(b"".join((b"\0", len(message).to_bytes(4, "big"), message)))
-        if not self._started:
-            connection.write(_OK + self.sid + OK_BLOCK)
-            self._started = True
         while rest:
             room = min(self.send_window, connection.send_window)
             if room <= 0 or connection.paused:
@@ -295,8 +285,8 @@ class GrpcStream:
             parts: list[bytes | memoryview] = []
             for start in range(0, len(now), FRAME_BYTES):
                 part = now[start : start + FRAME_BYTES]
-                parts += (len(part).to_bytes(3, "big"), _DATA, self.sid, part)
-            connection.write(b"".join(parts))
+                parts += (len(part).to_bytes(3, "big"), _DATA, self._sid, part)
+            self._send(b"".join(parts))
             connection.wake_next()
 
     async def _until_writable(self, unsent_bytes: int) -> None:
@@ -354,54 +344,34 @@ class GrpcStream:
             self._give_credit()
 
     def _take_frame(self, data: bytes, start: int, end: int) -> None:
-        """Take a frame that is not exactly one message."""
+        """Take a frame that is not exactly one message: hand over whole messages, and keep the rest."""
         if self._partial:
-            self._keep_part(data[start:end])
-            if not self._is_decided():
+            self._partial += data[start:end]
+            if len(self._partial) < self._wanted_bytes:
+                self._count()
                 return
             data, self._partial = bytes(self._partial), bytearray()
-            self._unread_bytes -= len(data)
-            if self._counted_bytes:
-                self._count()
             start, end = 0, len(data)
-        start = self._take_messages(data, start, end)
-        if start < end and self._fault is None:
-            self._keep_part(data[start:end])
-
-    def _keep_part(self, part: bytes) -> None:
-        """Keep part of a message until the rest arrives."""
-        self._partial += part
-        self._unread_bytes += len(part)
-        if self._unread_bytes > FREE_BYTES:
-            self._count()
-
-    def _is_decided(self) -> bool:
-        """Whether the partial message is complete, or known to be invalid."""
-        if len(self._partial) < 5:
-            return False
-        whole = 5 + int.from_bytes(self._partial[1:5], "big")
-        return len(self._partial) >= whole or bool(self._partial[0]) or whole > self._message_bytes
-
-    def _take_messages(self, data: bytes, start: int, end: int) -> int:
-        """Deliver or queue the complete messages of `data[start:end]`. Returns where the rest begins."""
+        whole_bytes = 5
         while end - start >= 5:
-            length = int.from_bytes(data[start + 1 : start + 5], "big")
+            whole_bytes = 5 + int.from_bytes(data[start + 1 : start + 5], "big")
             if data[start]:
                 self._fail_reads(RpcError(Status.UNIMPLEMENTED, "compressed messages are not supported"))
-                return end
-            if length + 5 > self._message_bytes:
-                self._fail_reads(
-                    RpcError(Status.RESOURCE_EXHAUSTED, f"a message of {length} bytes is too large")
-                )
-                return end
-            stop = start + 5 + length
-            if stop > end:
+                return
+            if whole_bytes > self._message_bytes:
+                why = f"a message of {whole_bytes - 5} bytes is too large"
+                self._fail_reads(RpcError(Status.RESOURCE_EXHAUSTED, why))
+                return
+            if start + whole_bytes > end:
                 break
-            self._hand_over(data[start + 5 : stop])
-            start = stop
+            self._hand_over(data[start + 5 : start + whole_bytes])
             if self._fault is not None:
-                return end
-        return start
+                return
+            start += whole_bytes
+            whole_bytes = 5
+        self._partial += data[start:end]
+        self._wanted_bytes = whole_bytes
+        self._count()
 
     def _hand_over(self, message: bytes) -> None:
         """Give the handler a message, or queue the message until the handler reads."""
@@ -414,7 +384,7 @@ class GrpcStream:
         reader = self._reader
         if reader is None or self._messages or reader.done():
             if self.task is None and not self._messages:
-                self.connection.load.heard(self)
+                self.connection.peers.heard(self)
             self._messages.append(message)
             self._unread_bytes += len(message) + MESSAGE_COST
             if self._unread_bytes > FREE_BYTES:
@@ -432,25 +402,26 @@ class GrpcStream:
 
     def drop(self) -> None:
         """Free everything that the ended stream holds."""
-        if self._unread_bytes:
-            self._messages.clear()
-            self._partial = bytearray()
-            self._unread_bytes = 0
+        self._messages.clear()
+        self._partial.clear()
+        self._unread_bytes = 0
+        if self._counted_bytes:
             self._count()
 
     def _give_credit(self) -> None:
         """Reopen the window: the handler has read every complete message, so more data may come."""
         if not self.remote_ended and self._fault is None:
             used = WINDOW_BYTES - self.receive_window
-            self.connection.write(_CREDIT + self.sid + used.to_bytes(4, "big"))
+            self.connection.write(_CREDIT + self._sid + used.to_bytes(4, "big"))
             self.receive_window = WINDOW_BYTES
 
     def _count(self) -> None:
         """Charge the unread bytes to the budget, except for `FREE_BYTES` per stream."""
-        more = max(self._unread_bytes - FREE_BYTES, 0) - self._counted_bytes
+        unread_bytes = self._unread_bytes + len(self._partial)
+        more = max(unread_bytes - FREE_BYTES, 0) - self._counted_bytes
         try:
             if more > 0:
-                self._budget.take(more, self._unread_bytes)
+                self._budget.take(more, unread_bytes)
             else:
                 self._budget.give_back(-more)
         except BufferFull as fault:
@@ -464,11 +435,11 @@ class GrpcStream:
             self.drop()
         self._wake_reader()
 
-    def _wake_reader(self) -> None:
+    def _wake_reader(self, result: bytes | None = None) -> None:
         if self.task is None:
-            self.connection.load.heard(self)
+            self.connection.peers.heard(self)
         if self._reader is not None and not self._reader.done():
-            self._reader.set_result(None)
+            self._reader.set_result(result)
 
 
 class Keepalive(NamedTuple):
@@ -489,7 +460,7 @@ class NativeTransport:
 
     def __init__(
         self,
-        handlers: Mapping[str, Handler | ByPool[Handler]],
+        handlers: Mapping[str, Handler | ByMetadata],
         budgets: Mapping[Handler, BodyBudget],
         message_bytes: int,
         certificates: Certificates | None = None,
@@ -499,21 +470,30 @@ class NativeTransport:
         self._certificates, self._keepalive = certificates, keepalive
         self._handlers = {path.encode(): handler for path, handler in handlers.items()}
         self._budgets, self._others = budgets, BodyBudget(_OTHERS_BYTES)
-        self._new_stream = partial(GrpcStream, message_bytes=message_bytes)
+        self._message_bytes = message_bytes
+        self._refused: set[bytes] = set()  # paths
         if certificates is not None:
             limits = replace(limits, connections=min(limits.connections, MAX_TLS_CONNECTIONS))
-        self.load = Load(limits)
-        self._connections = self.load.connections
+        self.peers = Peers(limits)
+        self._connections = self.peers.connections
         self._server: asyncio.Server | None = None
         self._tasks: list[asyncio.Task[None]] = []
 
     @property
     def full(self) -> str:
-        return self.load.full
+        """Why new streams are refused; empty while they are taken."""
+        return self.peers.full
 
     async def start(self, listen: str) -> int:
+        """Bind `listen` and serve; the bound port.
+
+        Raises:
+            StartupError: the address cannot be bound.
+        """
         try:
-            self._server = await serve(self._connection, listen, self._certificates)
+            self._server = await serve(
+                partial(Connection, self._find, self.peers), listen, self._certificates
+            )
         except OSError as fault:
             raise StartupError(f"extproc.listen {listen}: cannot be bound; is the port in use?") from fault
         for name, work in (("keepalive", self._ping_silent_peers), ("overdue", self._end_overdue)):
@@ -522,20 +502,21 @@ class NativeTransport:
         return bound
 
     def streams_by_peer(self) -> Counter[str]:
+        """The number of open streams by peer address."""
         found: Counter[str] = Counter()
-        for connection in self.load.connections:
+        for connection in self._connections:
             address, count = connection.peer
             found[address] += count
         return found
 
     def refuse(self, path: str, wanted: bool = True) -> None:
-        """As `Transport.refuse`, with REFUSED_STREAM: the peer learns that nothing was processed."""
-        handler, refused = self._handlers[path.encode()], self.load.refused
-        handlers = handler.all if isinstance(handler, ByPool) else (handler,)
-        (refused.update if wanted else refused.difference_update)(handlers)
+        """Refuse new streams of `path` with REFUSED_STREAM, so that the peer sends them elsewhere; with
+        `wanted` False, take them again."""
+        (self._refused.add if wanted else self._refused.discard)(path.encode())
 
     async def stop(self, grace_s: float | None) -> None:
-        """As `Transport.stop`. A GOAWAY sends the peers' next streams elsewhere."""
+        """Take no new streams, wait at most `grace_s` for those that are open, and cut the rest. A GOAWAY
+        sends the peers' next streams elsewhere."""
         if self._server is None:
             return
         self._server.close()
@@ -548,8 +529,8 @@ class NativeTransport:
                         await asyncio.sleep(_STEP_S)
         for connection in list(self._connections):
             connection.close()
-        for connection in list(self._connections):
-            await connection.ended()
+        if self.peers.cancelled:
+            await asyncio.wait(self.peers.cancelled, timeout=_CANCEL_S)
         with contextlib.suppress(TimeoutError):  # send the last bytes and close TLS
             async with asyncio.timeout(_CLOSE_S):
                 while self._connections:  # noqa: ASYNC110
@@ -559,21 +540,33 @@ class NativeTransport:
         for task in self._tasks:
             task.cancel()
 
-    def _connection(self) -> Connection:
-        return Connection(self._find, self._new_stream, self.load)
-
     async def _end_overdue(self) -> None:
         while True:
             await asyncio.sleep(_OVERDUE_S)
-            self.load.end_overdue()
+            self.peers.end_overdue()
 
-    def _find(self, path: bytes, pool: bytes) -> tuple[Handler, BodyBudget] | None:
-        """The handler of `path` in `pool`, and its byte budget; None for an unknown path."""
-        found = self._handlers.get(path)
-        if found is None:
+    def _find(self, fields: Mapping[bytes, bytes]) -> Open | bytes:
+        """What opens the streams of requests with these header fields, or the headers to answer them with."""
+        if fields[b":method"] != b"POST" or not fields.get(b"content-type", b"").startswith(
+            b"application/grpc"
+        ):
+            return _BAD_TYPE_BLOCK
+        path = fields[b":path"]
+        handler = self._handlers.get(path)
+        if handler is None:
+            return _OK_BLOCK + _status_block(Status.UNIMPLEMENTED, "unknown method")
+        if isinstance(handler, ByMetadata):
+            handler = handler.choose(fields)
+        length = fields.get(b"content-length")
+        return partial(self._open, path, handler, int(length[:20]) if length else -1)
+
+    def _open(
+        self, path: bytes, handler: Handler, content_length: int, connection: Connection, stream_id: int
+    ) -> GrpcStream | None:
+        if path in self._refused:
             return None
-        handler = found.of(pool) if isinstance(found, ByPool) else found
-        return handler, self._budgets.get(handler, self._others)
+        budget = self._budgets.get(handler, self._others)
+        return GrpcStream(connection, stream_id, handler, budget, content_length, self._message_bytes)
 
     async def _ping_silent_peers(self) -> None:
         """Cut off peers that answer no ping: streams of a vanished peer would stay open for ever."""
@@ -595,11 +588,3 @@ class NativeTransport:
             for connection in silent:
                 if not connection.received:
                     connection.abort()
-
-
-def _escaped(text: str) -> bytes:
-    """A status message for the grpc-message header: printable ASCII, all else percent-encoded."""
-    return b"".join(
-        bytes((byte,)) if 32 <= byte < 127 and byte != 37 else f"%{byte:02X}".encode()
-        for byte in text.encode()[:400]
-    )

@@ -12,29 +12,31 @@ from types import MappingProxyType
 from typing import Final
 
 from picker_fleet.domain.units import split_host_port
-from picker_fleet.grpc.http2 import (
+from picker_fleet.grpc.frames import (
     ACK,
     DATA,
+    DEFAULT_WINDOW,
     END_HEADERS,
     END_STREAM,
     GOAWAY,
+    HEADER_BYTES,
     HEADERS,
+    INITIAL_WINDOW,
     PING,
     PREFACE,
     RST_STREAM,
+    SETTING,
     SETTINGS,
     WINDOW_UPDATE,
     frame,
-    literal,
 )
+from picker_fleet.grpc.headers import literal
 
-_FRAME_HEADER_BYTES: Final = 9
 LONGEST_QUESTION: Final = 16 * 1024 - 5  # fits in one frame that any peer takes (RFC 9113, 4.2)
 LONGEST_ANSWER: Final = 16 * 1024 * 1024  # the response to `Count` names each running request
-_FIRST_WINDOW: Final = 65_535  # initial window of a connection (RFC 9113, 6.9.2)
 # A window of `LONGEST_ANSWER`: for the stream by SETTINGS_INITIAL_WINDOW_SIZE, for the connection by _MORE.
-_WIDE_SETTINGS: Final = (4).to_bytes(2, "big") + LONGEST_ANSWER.to_bytes(4, "big")
-_MORE: Final = (LONGEST_ANSWER - _FIRST_WINDOW).to_bytes(4, "big")
+_WIDE_SETTINGS: Final = SETTING.pack(INITIAL_WINDOW, LONGEST_ANSWER)
+_MORE: Final = (LONGEST_ANSWER - DEFAULT_WINDOW).to_bytes(4, "big")
 
 
 async def call(
@@ -79,7 +81,7 @@ async def call(
 async def _answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
     answer = bytearray()
     while True:
-        head = await reader.readexactly(_FRAME_HEADER_BYTES)
+        head = await reader.readexactly(HEADER_BYTES)
         kind, flags, stream_id = head[3], head[4], int.from_bytes(head[5:9], "big")
         payload = await reader.readexactly(int.from_bytes(head[:3], "big"))
         if kind in (SETTINGS, PING) and not flags & ACK:

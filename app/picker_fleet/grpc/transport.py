@@ -1,8 +1,8 @@
-"""Transports, which carry gRPC streams to handlers: the interface, the health service, and one on grpcio.
+"""What handlers of gRPC streams get and answer, the health service, and a transport on grpcio.
 
-The replica's `Server` is the only caller. A handler serves one stream: it receives and sends messages as
-bytes, and returns the last one, which is sent with the stream's end. `native.NativeTransport` is the other
-implementation.
+A handler serves one stream: it receives and sends messages as bytes, and returns the last one, which is sent
+with the stream's end. The replica's `Server` gives its handlers to `GrpcioTransport` or to
+`native.NativeTransport`, which have the same methods.
 """
 
 import asyncio
@@ -13,13 +13,12 @@ import threading
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 import grpc
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped, unused-ignore]
 from grpc_health.v1 import health_pb2
 
-from picker_fleet.domain.budgets import POOL_HEADER, ByPool
 from picker_fleet.domain.errors import StartupError
 from picker_fleet.grpc.certificates import Certificates
 
@@ -59,28 +58,19 @@ class Stream(Protocol):
     @property
     def has_message(self) -> bool:
         """Whether a message is known to be ready for the next `read`; always False with grpcio."""
-        ...
 
     async def read(self) -> bytes | None:
         """The next message; None once the client has ended its side."""
-        ...
 
     def interrupt(self, error: Exception) -> None:
         """Let a pending `read` raise `error`; no effect if none is pending."""
-        ...
-
-    async def read_all(self, take: Callable[[bytes], None]) -> None:
-        """Call `take` with each message on arrival, until the client ends its side."""
-        ...
 
     async def write(self, message: bytes) -> None:
         """Send a message; waits while the client's flow control allows none."""
-        ...
 
     async def relay(self, answer: "Relay") -> bytes | None:
         """Send the answers that `answer` returns for each message, until it reports the last message or the
         client ends its side. The last message's last answer is returned instead of sent; None without one."""
-        ...
 
 
 # Takes a message. Returns the answers, and whether this message was the last.
@@ -99,35 +89,10 @@ class Streaming:
         return None
 
 
-class Transport(Protocol):
-    """Serves handlers on one address.
+class ByMetadata(NamedTuple):
+    """A method whose handler depends on the metadata of each call: header fields by name."""
 
-    `full` says why new streams are refused; empty while they are taken.
-    """
-
-    @property
-    def full(self) -> str: ...
-
-    async def start(self, listen: str) -> int:
-        """Bind `listen` and serve; the bound port.
-
-        Raises:
-            StartupError: the address cannot be bound.
-        """
-        ...
-
-    def refuse(self, path: str, wanted: bool = True) -> None:
-        """Refuse new streams of `path` from now on, so that the peer sends them elsewhere; with `wanted`
-        False, take them again."""
-        ...
-
-    def streams_by_peer(self) -> Counter[str]:
-        """The number of open streams by peer address; empty if the transport does not know."""
-        ...
-
-    async def stop(self, grace_s: float | None) -> None:
-        """Take no new streams, wait at most `grace_s` for those that are open, and cut the rest."""
-        ...
+    choose: Callable[[Mapping[bytes, bytes]], Handler]
 
 
 class Health:
@@ -203,10 +168,6 @@ class _GrpcioStream:
         if self._interrupted is not None and not self._interrupted.done():
             self._interrupted.set_exception(error)
 
-    async def read_all(self, take: Callable[[bytes], None]) -> None:
-        while (message := await self.read()) is not None:
-            take(message)
-
     async def relay(self, answer: Relay) -> bytes | None:
         while (message := await self.read()) is not None:
             answers, is_last = answer(message)
@@ -226,11 +187,11 @@ class GrpcioTransport:
     stream's end, another 60 µs less. In a `stream_unary` method `write` serialises nothing: it takes bytes.
     """
 
-    full = ""  # grpcio does not expose this
+    full = ""  # as `NativeTransport.full`, which grpcio does not expose
 
     def __init__(
         self,
-        handlers: Mapping[str, Handler | ByPool[Handler]],
+        handlers: Mapping[str, Handler | ByMetadata],
         message_bytes: int,
         certificates: Certificates | None = None,
     ) -> None:
@@ -257,7 +218,7 @@ class GrpcioTransport:
         for path, handler in handlers.items():
             _, service, method = path.split("/")
             methods = by_service.setdefault(service, {})
-            if isinstance(handler.of(b"") if isinstance(handler, ByPool) else handler, Streaming):
+            if isinstance(handler.choose({}) if isinstance(handler, ByMetadata) else handler, Streaming):
                 methods[method] = grpc.stream_stream_rpc_method_handler(self._served(path, handler))
             else:
                 methods[method] = grpc.stream_unary_rpc_method_handler(self._served(path, handler))
@@ -278,23 +239,23 @@ class GrpcioTransport:
         return port
 
     def refuse(self, path: str, wanted: bool = True) -> None:
-        """As `Transport.refuse`, with UNAVAILABLE: a grpcio handler cannot choose an HTTP/2 error code."""
+        """As `NativeTransport.refuse`, with UNAVAILABLE: grpcio chooses the HTTP/2 error code itself."""
         (self._refused.add if wanted else self._refused.discard)(path)
 
     def streams_by_peer(self) -> Counter[str]:
-        return Counter()
+        return Counter()  # grpcio does not expose this
 
     async def stop(self, grace_s: float | None) -> None:
         await self._server.stop(grace_s)
 
     def _served(
-        self, path: str, found: Handler | ByPool[Handler]
+        self, path: str, found: Handler | ByMetadata
     ) -> Callable[[Any, Any], Awaitable[bytes | None]]:
         async def serve(_: Any, context: Any) -> bytes | None:
             try:
                 if path in self._refused:
                     raise RpcError(Status.UNAVAILABLE, "this replica is not ready")
-                handler = found.of(_pool(context)) if isinstance(found, ByPool) else found
+                handler = found.choose(_metadata(context)) if isinstance(found, ByMetadata) else found
                 # If there is no last message, the client has all answers or is gone: it ignores an empty one.
                 last = await handler(_GrpcioStream(context))
                 return last if last or isinstance(handler, Streaming) else b""
@@ -306,10 +267,9 @@ class GrpcioTransport:
         return serve
 
 
-def _pool(context: Any) -> bytes:
-    """The pool that the client names; empty if it names none."""
-    named = [value for key, value in context.invocation_metadata() or () if key == POOL_HEADER]
-    return named[-1].encode() if named else b""
+def _metadata(context: Any) -> Mapping[bytes, bytes]:
+    fields = context.invocation_metadata() or ()
+    return {key.encode(): value.encode() if isinstance(value, str) else value for key, value in fields}
 
 
 def _let_loop_run() -> None:

@@ -102,14 +102,15 @@ class Collector:
 
     async def collect(self, stream: Stream) -> bytes:
         """Handle the messages of one stream until the stream ends."""
-        await stream.read_all(self.on_message)
+        await stream.relay(self.on_message)
         return b""  # StreamAccessLogsResponse has no fields
 
-    def on_message(self, data: bytes) -> None:
-        """Handle one StreamAccessLogsMessage."""
+    def on_message(self, data: bytes) -> tuple[Sequence[bytes], bool]:
+        """Handle one StreamAccessLogsMessage, which has no answer and is never the last."""
         message = _message(data)
         if message.HasField("http_logs"):
             take(message.http_logs.log_entry, self._accounts, self._namespace)
+        return (), False
 
 
 def _owner(token: str, request_id: str, accounts: Sequence[Account]) -> tuple[Account, str]:

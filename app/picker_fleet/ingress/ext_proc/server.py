@@ -9,12 +9,14 @@ from collections import Counter
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from picker_fleet.domain.budgets import BodyBudget, ByPool
+from picker_fleet.domain.budgets import POOL_HEADER, BodyBudget, ByPool
 from picker_fleet.domain.sections import ExtProc
 from picker_fleet.grpc.certificates import Certificates
 from picker_fleet.grpc.native import NativeTransport
-from picker_fleet.grpc.transport import GrpcioTransport, Handler, Health, Transport
+from picker_fleet.grpc.transport import ByMetadata, GrpcioTransport, Handler, Health
 from picker_fleet.ingress.ext_proc.exchange import ExchangeService
+
+Transport = NativeTransport | GrpcioTransport
 
 SERVICE = "envoy.service.ext_proc.v3.ExternalProcessor"
 PROCESS = f"/{SERVICE}/Process"
@@ -53,11 +55,11 @@ class Server:
         largest = settings.max_body_bytes + _MESSAGE_MARGIN_BYTES
 
         def transport(pool: str) -> Transport:
-            handlers: dict[str, Handler | ByPool[Handler]] = {
-                PROCESS: processes.where(pool),
+            handlers: dict[str, Handler | ByMetadata] = {
+                PROCESS: _by_pool(processes.where(pool)),
                 **self._health.handlers(),
                 **{
-                    path: each.where(pool) if isinstance(each, ByPool) else each
+                    path: _by_pool(each.where(pool)) if isinstance(each, ByPool) else each
                     for path, each in services.items()
                 },
             }
@@ -130,3 +132,8 @@ class Server:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(limit_s):
                 await self._exchanges[0].quiet()  # all pools share one count of open requests
+
+
+def _by_pool(handlers: ByPool[Handler]) -> ByMetadata:
+    named = POOL_HEADER.encode()
+    return ByMetadata(lambda metadata: handlers.of(metadata.get(named, b"")))

@@ -1,0 +1,105 @@
+"""Header blocks of HTTP/2: HPACK (RFC 7541), and what makes a request malformed (RFC 9113, 8.2 and 8.3)."""
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Final, Generic, TypeVar
+
+import hpack
+
+LIST_BYTES: Final = 64 * 1024  # limit of one request's headers, decoded
+_CACHED_BLOCKS: Final = 256  # decoded header blocks in the cache; an Envoy sends few kinds
+_CACHED_BYTES: Final = 1024  # largest block in the cache
+
+_HOP_HEADERS = frozenset(
+    (b"connection", b"keep-alive", b"proxy-connection", b"transfer-encoding", b"upgrade")
+)
+_PSEUDO = frozenset((b":method", b":scheme", b":path", b":authority"))
+# Three HPACK table resizes at the start of a block; RFC 7541, 4.2 allows two.
+_RESIZES = re.compile(rb"(?:[\x20-\x3e]|\x3f[\x80-\xff]*[\x00-\x7f]){3}")
+
+_Found = TypeVar("_Found")
+
+
+def literal(name: bytes, value: bytes) -> bytes:
+    """Encode a header field as an HPACK literal without indexing."""
+    return b"\0" + _string(name) + _string(value)
+
+
+def _string(text: bytes) -> bytes:
+    """A string without Huffman coding, after its length: 7 bits, then 7 bits a byte, the lowest first."""
+    size = len(text)
+    if size < 127:
+        return bytes((size,)) + text
+    size -= 127
+    length = bytearray((127,))
+    while size >= 128:
+        length.append(size % 128 + 128)
+        size //= 128
+    length.append(size)
+    return bytes(length) + text
+
+
+def resizes_table(block: bytes) -> bool:
+    """Whether `block` begins with a resize of the header table."""
+    return block[:1] != b"" and 0x20 <= block[0] < 0x40
+
+
+class HeaderReader(Generic[_Found]):
+    """Decodes the header blocks of one connection, and caches what `find` returns for a request's fields.
+
+    An Envoy's requests differ only in their stream id, so their blocks are identical once the headers are
+    in the HPACK table. A block keeps its meaning for as long as the table does not change.
+    """
+
+    def __init__(self, find: Callable[[Mapping[bytes, bytes]], _Found], malformed: _Found) -> None:
+        self.known: dict[bytes, _Found] = {}  # by block
+        self._find, self._malformed = find, malformed
+        self._decoder = hpack.Decoder(max_header_list_size=LIST_BYTES)
+
+    def read(self, block: bytes) -> _Found:
+        """What `find` returns for the fields of an unknown block; `malformed` if they are no request's.
+
+        Raises:
+            ValueError: the block cannot be decoded; the connection's header table is lost.
+        """
+        if _RESIZES.match(block):
+            raise ValueError("a block resizes the header table too often")
+        size, count, newest = self._table()
+        try:
+            fields = _fields(self._decoder.decode(block, raw=True))
+        except Exception as fault:  # a damaged block may raise anything in the decoder
+            raise ValueError("headers cannot be decoded") from fault
+        found = self._malformed if fields is None else self._find(fields)
+        now_size, now_count, now_newest = self._table()
+        if size != now_size or count != now_count or newest is not now_newest:
+            self.known.clear()
+        elif len(self.known) < _CACHED_BLOCKS and len(block) <= _CACHED_BYTES:
+            self.known[block] = found
+        return found
+
+    def _table(self) -> tuple[int, int, object]:
+        """The header table's size, the number of its entries, and the newest entry."""
+        table = self._decoder.header_table
+        entries = table.dynamic_entries
+        return table.maxsize, len(entries), entries[0] if entries else None
+
+
+def _fields(headers: Iterable[Any]) -> Mapping[bytes, bytes] | None:
+    """The last value of each field by name; None if the request is malformed."""
+    found: dict[bytes, bytes] = {}
+    regular = False
+    for name, value in headers:
+        name, value = bytes(name), bytes(value)
+        if name[:1] == b":":
+            if regular or name not in _PSEUDO or name in found:
+                return None
+        else:
+            regular = True
+            if not name or name != name.lower() or name in _HOP_HEADERS:
+                return None
+            if name == b"te" and value != b"trailers":
+                return None
+        found[name] = value
+    length = found.get(b"content-length", b"")
+    complete = found.get(b":path") and found.get(b":method") and found.get(b":scheme")
+    return found if complete and (not length or length.isdigit()) else None
