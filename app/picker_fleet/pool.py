@@ -1,4 +1,4 @@
-"""One pool of a replica: builds its parts and starts their background tasks.
+"""One pool of a replica: builds the tree of its parts and starts their background tasks.
 
 `serve.py` makes a `Pool` for each configured pool, and the servers of the process around the pools. Pools
 share these servers, the budget for request bodies and the event loop, and nothing else.
@@ -9,9 +9,7 @@ import contextvars
 import logging
 import secrets
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import partial
-from types import MappingProxyType
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
@@ -32,9 +30,9 @@ from picker_fleet.domain.budgets import BodyBudget
 from picker_fleet.domain.config import Settings
 from picker_fleet.domain.errors import StartupError
 from picker_fleet.domain.known_fleet import KnownFleet
-from picker_fleet.domain.scorer_names import LatencyWeights
 from picker_fleet.domain.sections import Kubernetes as KubernetesPool
 from picker_fleet.endpoints.discovery import serving, source_of
+from picker_fleet.endpoints.readings import MetricsCache
 from picker_fleet.endpoints.scraping import ScrapingTask
 from picker_fleet.endpoints.snapshot import SnapshotCell
 from picker_fleet.fleet.endpoint_health import Probes
@@ -53,11 +51,8 @@ from picker_fleet.ingress.context import (
 from picker_fleet.ingress.ext_proc import eds
 from picker_fleet.ingress.ext_proc.accesslog import Account
 from picker_fleet.ingress.intake import Intake, selected_endpoints
-from picker_fleet.scheduling.chooser import ScoringChooser, SessionTokens, with_in_flight
-from picker_fleet.scheduling.endpoint_history import LatencyTracker, PrefixIndex
+from picker_fleet.scheduling.chooser import EndpointChooser
 from picker_fleet.scheduling.route_stream import RouteStream
-from picker_fleet.scheduling.scheduler import Scheduler
-from picker_fleet.scheduling.scorers import SCRAPED_SCORERS
 from picker_fleet.state.accounting_token import Keyring
 from picker_fleet.state.connection import FailureDetector, PauseDetector
 from picker_fleet.state.store import Store
@@ -78,13 +73,12 @@ Start = Callable[[Work, str], None]
 
 
 class Pool:
-    """One pool as the servers of the process see it. Create it in the event loop that runs it.
+    """One pool as the servers of the process see it, with all its parts. Create it in the event loop that
+    runs it.
 
-    Servers of requests use `context`, the admin server uses `operated`. `bodies` is the pool's budget for
-    request bodies; `open_requests` counts the process's open requests. `is_alone`: the process has one pool.
-
-    Raises:
-        StartupError: tracing is configured but not installed.
+    The constructor builds the parts from the lowest up; each gets the parts that it calls. Requests call
+    `gate`: `failover`, wrapped for tracing if that is configured. Servers of requests use `context`, the
+    admin server uses `operated`.
     """
 
     def __init__(
@@ -97,13 +91,136 @@ class Pool:
         certificates: Certificates | None = None,
         is_alone: bool = True,
     ) -> None:
-        self.settings = settings
-        self._replica = replica
+        """`bodies` is the pool's budget for request bodies; `open_requests` counts the process's open
+        requests; replicas use `certificates` for TLS between each other; `is_alone`: the process has one
+        pool.
+
+        Raises:
+            StartupError: tracing is configured but not installed.
+        """
+        self.settings, self.replica = settings, replica
         # A process with one pool has no label `pool` in metrics and log lines.
         self._labels = {} if is_alone else {"pool": settings.pool}
-        self.parts = parts = assemble(settings, replica, certificates, self._labels)
-        parts.metrics.follow_bodies(lambda: bodies.held_bytes)
-        clock = asyncio.get_running_loop().time
+        clock, url = asyncio.get_running_loop().time, settings.redis.url
+        bands, fallbacks = settings.fair_request_queue.bands, settings.scheduling.fallbacks
+        report_s = settings.leases.access_log_interval
+
+        # What the replica knows
+        self.fleet, self.heartbeat_now = KnownFleet(settings), HeartbeatTrigger()
+        self.endpoints, self.signing = SnapshotCell(), Keyring()
+        self.readings = MetricsCache(settings.scraping.stale_after, clock)
+        self.metrics = Metrics((model.name for model in settings.models), self._labels, bands)
+        self.metrics.follow_bodies(bodies)
+
+        # Redis
+        self.traces = _tracing(settings, replica)
+        pause_detector = PauseDetector()
+        failure_detector = FailureDetector(settings.redis.silence, settings.leases.inflight / 2)
+        make_store: Callable[..., Store] = Store
+        traced_gate: Callable[[Gate], Gate] | None = None
+        if self.traces is not None:
+            from picker_fleet.admission.traced import TracedGate, TracedStore
+
+            make_store = partial(TracedStore, traces=self.traces)
+            traced_gate = partial(TracedGate, traces=self.traces)
+        self.store = make_store(
+            url,
+            pool=settings.pool,
+            replica=replica,
+            failure_detector=failure_detector,
+            pause_detector=pause_detector,
+            connect_timeout_s=settings.redis.connect_timeout,
+            metrics=self.metrics,
+            signing=self.signing,
+            bands=bands,
+        )
+
+        # Endpoints and their choice
+        self.scraping = ScrapingTask(
+            url,
+            settings.pool,
+            replica,
+            scraping=settings.scraping,
+            heartbeat_s=settings.leases.heartbeat,
+            fleet=self.fleet,
+            endpoints=self.endpoints,
+            readings=self.readings,
+            meter=Probes(self.store, self.endpoints, self.metrics, self.readings, self.fleet, clock),
+        )
+        self.routes = RouteStream(url, stream=self.store.keys.routes, replica=replica)
+        self.chooser = EndpointChooser(
+            self.fleet,
+            self.endpoints,
+            readings=self.readings.snapshot,
+            routes=self.routes,
+            keys=self.signing,
+            clock=clock,
+        )
+        self.metrics.follow_scores(self.chooser.scores)
+
+        # Admission
+        service = ServiceMeter()
+        in_tokens = settings.request_queue_controller.unit == "tokens"
+        self.shared = SharedGate(
+            self.store,
+            metrics=self.metrics,
+            endpoints=self.endpoints,
+            fallbacks=fallbacks,
+            on_unknown_pool=self.heartbeat_now,
+            answer_tokens=settings.fair_request_queue.default_answer_tokens if in_tokens else None,
+            chooser=self.chooser,
+            record_cost=service.record,
+            keys=self.signing,
+            pause_detector=pause_detector,
+            ledger=Ledger(clock, 2 * unseen_s(report_s)),
+        )
+        self.failover = FailoverGate(
+            self.store,
+            self.shared,
+            replica=replica,
+            metrics=self.metrics,
+            endpoints=self.endpoints,
+            chooser=self.chooser,
+            failure_detector=failure_detector,
+            report_s=report_s,
+            fleet=self.fleet,
+            heartbeat_now=self.heartbeat_now,
+            peer_client=budget_transfer.GrpcPeers(settings.pool, self.signing, certificates),
+        )
+        self.gate: Gate = traced_gate(self.failover) if traced_gate else self.failover
+        self.origins = Origins(self.store, self.signing, clock)
+        if settings.admin.reference_metrics:
+            named = settings.discovery.kubernetes
+            reference = ReferenceMetrics(
+                named.pool if named is not None else settings.pool,
+                self.metrics,
+                readings=self.readings.snapshot,
+                running=self.shared.running_by_model,
+            )
+            self.metrics.add(reference.families)
+
+        # The fleet
+        self.replica_info = ReplicaInfo(self.shared, service, clock)
+        self.membership = Membership(
+            self.store,
+            self.shared,
+            settings,
+            endpoints=self.endpoints,
+            metrics=self.metrics,
+            replica_info=self.replica_info,
+            fleet=self.fleet,
+            failover=self.failover,
+            heartbeat_now=self.heartbeat_now,
+            on_config=self.chooser.follow,
+            on_suspects=self.scraping.suspect,
+        )
+        self._source = source_of(settings.discovery)
+
+        # Requests
+        selected = None
+        if settings.extproc.conformance:
+            _log.warning("extproc.conformance is on: any client chooses endpoints")
+            selected = partial(selected_endpoints, self.endpoints)
         self.context = ExchangeContext(
             settings=settings,
             paths=AllowedPaths(settings.extproc.paths, passes=settings.extproc.unknown_paths == "pass"),
@@ -113,61 +230,59 @@ class Pool:
             intake=Intake(
                 settings,
                 new_id=_ids().__next__,
-                variant_key=lambda: parts.signing.variant_key,
-                prefixes=parts.chooser,
-                served_models=lambda: parts.scraping.readings.snapshot().models(),
+                keys=self.signing,
+                prefixes=self.chooser,
+                served_models=self.readings.models,
             ),
-            gate=parts.gate,
-            origins=parts.origins,
-            drain_gate=DrainGate(parts.gate),
+            gate=self.gate,
+            origins=self.origins,
+            drain_gate=DrainGate(self.gate),
             open_requests=open_requests,
-            metrics=parts.metrics,
-            lines=DecisionLines(clock, parts.chooser.explain, **self._labels),
+            metrics=self.metrics,
+            lines=DecisionLines(clock, self.chooser.explain, **self._labels),
             clock=clock,
-            fill=parts.failover.fill,
-            selected=_selected(parts.endpoints) if settings.extproc.conformance else None,
+            fill=self.failover.fill,
+            selected=selected,
         )
-        store, membership = parts.store, parts.membership
-        self._fleet_state = FleetStateCache(store, settings.leases.replica_silence)
+
+        # The admin API
+        self._fleet_state = FleetStateCache(self.store, settings.leases.replica_silence)
         view = FleetView(
-            store,
-            membership,
-            parts.scraping.readings,
-            parts.latencies,
+            self.store,
+            self.membership,
+            self.readings,
+            self.routes.latencies,
             self._fleet_state,
             replica=replica,
             pool=settings.pool,
         )
-        lists = FleetLists(store, membership, self._fleet_state, parts.chooser, replica)
+        lists = FleetLists(self.store, self.membership, self._fleet_state, self.chooser, replica)
         snapshots = SnapshotReader(
             view,
             lists,
-            store.reads,
+            self.store.reads,
             decision_log=settings.decision_log.enabled,
-            bands=settings.fair_request_queue.bands,
+            bands=bands,
         )
-        self.operated = OperatedPool(
-            settings.pool, view, lists, FleetControls(store, membership, settings), Events(snapshots)
-        )
-        self._source = source_of(settings.discovery)
+        controls = FleetControls(self.store, self.membership, settings)
+        self.operated = OperatedPool(settings.pool, view, lists, controls, Events(snapshots))
 
     @property
     def account(self) -> Account:
         """The parts that process the pool's access-log entries."""
-        return Account(self.parts.gate, self.parts.metrics, self.parts.signing, self.parts.origins)
+        return Account(self.gate, self.metrics, self.signing, self.origins)
 
     def services(self) -> Mapping[str, Handler]:
         """The pool's gRPC handlers by path, besides exchanges and access logs."""
-        failover, signing = self.parts.failover, self.parts.signing
         return {
-            **eds.handlers(self.parts.endpoints),
+            **eds.handlers(self.endpoints),
             **budget_transfer.handlers(
                 self.settings.pool,
-                failover.transfer_budget,
-                signing,
-                lambda: self.parts.replica_info.grpc,
-                count=failover.outage_count,
-                ended_before=failover.ended_before,
+                self.failover.transfer_budget,
+                self.signing,
+                self.replica_info.grpc_address,
+                count=self.failover.outage_count,
+                ended_before=self.failover.ended_before,
             ),
         }
 
@@ -178,220 +293,43 @@ class Pool:
     def _start(self, start: Start) -> None:
         if self._labels:
             POOL.set(self.settings.pool)
-        settings, parts = self.settings, self.parts
-        store, membership = parts.store, parts.membership
-        count_failures(parts.metrics.background_failure)
-        start(store.run, "redis-link")
-        wake_ups = store.keys.wake(self._replica)
-        start(partial(listen, settings.redis.url, wake_ups, parts.failover.on_event), "wake-ups")
-        report = serving(settings.scheduling.endpoint_labels, membership.discovered)
+        settings = self.settings
+        count_failures(self.metrics.background_failure)
+        start(self.store.run, "redis-link")
+        wake_ups = self.store.keys.wake(self.replica)
+        start(partial(listen, settings.redis.url, wake_ups, self.failover.on_event), "wake-ups")
+        report = serving(settings.scheduling.endpoint_labels, self.membership.discovered)
         start(partial(self._source.watch, report), "discovery")
         if settings.discovery.kubernetes is not None:
-            at = urlsplit(settings.redis.url)  # user and password are left out below
-            fleet = f"{settings.pool} {at.netloc.rpartition('@')[2]} {at.path}"
-            kubernetes, intake = settings.discovery.kubernetes, self.context.intake
-            start(partial(_follow_objects, kubernetes, intake, membership, fleet), "objects")
-        start(membership.run, "membership")
-        start(parts.failover.run, "redis-watch")
-        start(parts.scraping.run, "scraping")
+            start(partial(self._follow_objects, settings.discovery.kubernetes), "objects")
+        start(self.membership.run, "membership")
+        start(self.failover.run, "redis-watch")
+        start(self.scraping.run, "scraping")
         start(self._fleet_state.run, "fleet-state")
         start(self.operated.events.run, "events")
-        start(parts.follow_routes, "routes")
+        start(self.routes.run, "routes")
+
+    async def _follow_objects(self, named: KubernetesPool) -> None:
+        """Keep the intake up to date with the API server's objectives and model rewrites."""
+        from picker_kubernetes.objects import InferenceObjects  # needs the extra [kubernetes]
+
+        at = urlsplit(self.settings.redis.url)  # user and password are left out below
+        await InferenceObjects(
+            named.pool,
+            named.namespace,
+            fleet=f"{self.settings.pool} {at.netloc.rpartition('@')[2]} {at.path}",
+            report=self.context.intake.use_live,
+            publishes=self.membership.leads,
+        ).run()
 
     async def leave(self) -> None:
         """Report to the fleet that this replica leaves."""
-        await self.parts.membership.leave(_GOODBYE_S)
+        await self.membership.leave(_GOODBYE_S)
 
     async def stop(self) -> None:
         """Send the last spans."""
-        if self.parts.traces is not None:
-            await self.parts.traces.stop(_GOODBYE_S)
-
-
-async def _follow_objects(named: KubernetesPool, intake: Intake, membership: Membership, fleet: str) -> None:
-    """Keep `intake` up to date with the API server's objectives and model rewrites."""
-    from picker_kubernetes.objects import InferenceObjects  # needs the extra [kubernetes]
-
-    await InferenceObjects(
-        named.pool,
-        named.namespace,
-        fleet=fleet,
-        report=lambda found: intake.use_live(found.priorities, found.splits, found.anything),
-        publishes=lambda: membership.pulse is not None and membership.pulse.leader,
-    ).run()
-
-
-def _selected(endpoints: SnapshotCell) -> Callable[[bytes], tuple[str, ...]]:
-    """The parser of the conformance suite's header that selects endpoints."""
-    _log.warning("extproc.conformance is on: any client chooses endpoints")
-    return lambda choice: selected_endpoints(choice, (each.address for each in endpoints.current.endpoints))
-
-
-@dataclass(frozen=True, slots=True)
-class Parts:
-    """The parts of a pool, not yet running. Requests call `gate`: `failover`, wrapped for tracing if that is
-    configured. `failover` calls `shared` while Redis answers. `follow_routes` runs `routes`.
-    """
-
-    metrics: Metrics
-    traces: "Traces | None"
-    endpoints: SnapshotCell
-    store: Store
-    scraping: ScrapingTask
-    latencies: LatencyTracker
-    routes: RouteStream
-    chooser: ScoringChooser
-    shared: SharedGate
-    failover: FailoverGate
-    gate: Gate
-    replica_info: ReplicaInfo
-    membership: Membership
-    signing: Keyring
-    origins: Origins
-
-    async def follow_routes(self) -> None:
-        """Wait until the chooser first needs routes, then share them with other replicas until cancelled."""
-        await self.chooser.routes_needed()
-        await self.routes.run()
-
-
-def assemble(
-    settings: Settings,
-    replica: str,
-    certificates: Certificates | None = None,
-    labels: Mapping[str, str] = MappingProxyType({}),
-) -> Parts:
-    """Build the parts of `replica` and connect them. Call it in the event loop that runs them.
-
-    Replicas use `certificates` for TLS between each other; every metric has `labels`.
-
-    Raises:
-        StartupError: tracing is configured but not installed.
-    """
-    fleet = KnownFleet(settings)
-    heartbeat_now = HeartbeatTrigger()
-    bands = settings.fair_request_queue.bands
-    metrics = Metrics((model.name for model in settings.models), labels, bands)
-    endpoints = SnapshotCell()
-    signing = Keyring()
-    traces = _tracing(settings, replica)
-    pause_detector = PauseDetector()
-    failure_detector = FailureDetector(settings.redis.silence, settings.leases.inflight / 2)
-    make_store: Callable[..., Store] = Store
-    traced_gate: Callable[[Gate], Gate] | None = None
-    if traces is not None:
-        from picker_fleet.admission.traced import TracedGate, TracedStore
-
-        make_store, traced_gate = partial(TracedStore, traces=traces), partial(TracedGate, traces=traces)
-    store: Store = make_store(
-        settings.redis.url,
-        pool=settings.pool,
-        replica=replica,
-        failure_detector=failure_detector,
-        pause_detector=pause_detector,
-        connect_timeout_s=settings.redis.connect_timeout,
-        metrics=metrics,
-        signing=signing,
-        bands=bands,
-    )
-    probes = Probes(
-        store,
-        endpoints,
-        metrics,
-        readings=lambda: scraping.readings.snapshot(),
-        in_flight=lambda: fleet.in_flight,
-        ejected=metrics.endpoint_ejected,
-    )
-    scraping: ScrapingTask = ScrapingTask(
-        settings.redis.url,
-        settings.pool,
-        replica,
-        scraping=settings.scraping,
-        heartbeat_s=settings.leases.heartbeat,
-        picked_by=lambda: not SCRAPED_SCORERS.isdisjoint(fleet.config.settings.scheduling.scorers),
-        busy=lambda: fleet.busy,
-        live=lambda: fleet.live,
-        endpoints=endpoints,
-        meter=probes,
-    )
-    index, latencies = PrefixIndex(), LatencyTracker()
-    clock = asyncio.get_running_loop().time
-    routes = RouteStream(
-        settings.redis.url, stream=store.keys.routes, replica=replica, index=index, latencies=latencies
-    )
-    chooser = ScoringChooser(
-        _scheduler(settings),
-        endpoints,
-        readings=scraping.readings.snapshot,
-        in_flight=partial(getattr, fleet, "in_flight"),
-        index=index,
-        latencies=latencies,
-        routes=routes,
-        clock=clock,
-        adapters=settings.scheduling.adapters,
-        latency_weights=LatencyWeights(**settings.scheduling.latency.model_dump()),
-        sessions=SessionTokens(signing, endpoints),
-        fallbacks=settings.scheduling.fallbacks,
-    )
-    metrics.follow_scores(chooser.scores)
-    in_tokens = settings.request_queue_controller.unit == "tokens"
-    service = ServiceMeter()
-    shared: SharedGate = SharedGate(
-        store,
-        metrics=metrics,
-        endpoints=endpoints,
-        fallbacks=settings.scheduling.fallbacks,
-        on_unknown_pool=heartbeat_now,
-        answer_tokens=settings.fair_request_queue.default_answer_tokens if in_tokens else None,
-        chooser=chooser,
-        record_cost=service.record,
-        keys=signing,
-        pause_detector=pause_detector,
-        ledger=Ledger(clock, 2 * unseen_s(settings.leases.access_log_interval)),
-    )
-    failover: FailoverGate = FailoverGate(
-        store,
-        shared,
-        replica=replica,
-        metrics=metrics,
-        endpoints=endpoints,
-        chooser=chooser,
-        failure_detector=failure_detector,
-        report_s=settings.leases.access_log_interval,
-        fleet=fleet,
-        heartbeat_now=heartbeat_now,
-        peer_client=budget_transfer.GrpcPeers(settings.pool, signing, certificates),
-    )
-    replica_info = ReplicaInfo(shared, service, clock)
-    if settings.admin.reference_metrics:
-        named = settings.discovery.kubernetes
-        metrics.add(
-            ReferenceMetrics(
-                named.pool if named is not None else settings.pool,
-                metrics,
-                readings=scraping.readings.snapshot,
-                running=shared.running_by_model,
-            ).families
-        )
-
-    membership = Membership(
-        store,
-        shared,
-        settings,
-        endpoints=endpoints,
-        metrics=metrics,
-        replica_info=replica_info,
-        fleet=fleet,
-        failover=failover,
-        heartbeat_now=heartbeat_now,
-        on_config=lambda config: chooser.use_scheduler(_scheduler(config.settings)),
-        on_suspects=scraping.suspect,
-    )
-    return Parts(
-        metrics, traces, endpoints, store, scraping, latencies, routes, chooser, shared, failover,
-        traced_gate(failover) if traced_gate else failover, replica_info, membership, signing,
-        Origins(store, signing, clock),
-    )  # fmt: skip
+        if self.traces is not None:
+            await self.traces.stop(_GOODBYE_S)
 
 
 def _ids() -> Iterator[str]:
@@ -402,12 +340,6 @@ def _ids() -> Iterator[str]:
             digits = random[at : at + 32]
             variant = "89ab"[int(digits[16], 16) & 3]
             yield f"{digits[:8]}-{digits[8:12]}-4{digits[13:16]}-{variant}{digits[17:20]}-{digits[20:]}"
-
-
-def _scheduler(settings: Settings) -> Scheduler | None:
-    """The scheduler that ranks endpoints under `settings`; None without scorers."""
-    weights = settings.scheduling.scorers
-    return Scheduler(with_in_flight(weights)) if weights else None
 
 
 def _tracing(settings: Settings, replica: str) -> "Traces | None":

@@ -68,7 +68,7 @@ async def serve(settings: Settings, replica: str, on_bound: Callable[[Bound], No
     uploads = UploadDeadlines(clock, settings.extproc.body_timeout)
     pools = _pools(settings, replica, certificates)
     default = pools[settings.pool]
-    count_failures(default.parts.metrics.background_failure)
+    count_failures(default.metrics.background_failure)
     accounts = [pool.account for pool in pools.values()]
     contexts = ByPool(
         {name: pool.context for name, pool in pools.items()}, settings.pool, of_unknown_pool(default.context)
@@ -91,7 +91,7 @@ async def serve(settings: Settings, replica: str, on_bound: Callable[[Bound], No
         checks = CheckServer(contexts, settings.http.listen, http_certificates)
     try:
         http_port = await checks.start() if checks is not None else 0
-        page = MetricsPage([pool.parts.metrics for pool in pools.values()])
+        page = MetricsPage([pool.metrics for pool in pools.values()])
         operated = [pool.operated for pool in pools.values()]
         api_app = api.create(operated, page, settings, full=lambda: grpc_server.full)
         async with admin_server.serving(
@@ -100,8 +100,8 @@ async def serve(settings: Settings, replica: str, on_bound: Callable[[Bound], No
             host, _ = split_host_port(settings.extproc.listen)
             admin_url = f"{'http' if admin_certificates is None else 'https'}://{admin}"
             for pool in pools.values():
-                pool.parts.replica_info.reached(admin=admin_url, grpc=f"{host}:{port}")
-            default.parts.replica_info.follow_streams(grpc_server.streams_by_peer)
+                pool.replica_info.reached(admin=admin_url, grpc=f"{host}:{port}")
+            default.replica_info.follow_streams(grpc_server.streams_by_peer)
             has_token = settings.admin.token is not None or settings.admin.tokens
             if not has_token and not is_loopback(split_host_port(admin)[0]):
                 _log.warning("no admin.token: a proxy on this machine could change the fleet for anyone")
@@ -172,7 +172,7 @@ def _certificates(tls: Tls | None, name: str, protocol: str) -> Certificates | N
 async def _announce(pools: Iterable[Pool], server: Server, checks: CheckServer | None) -> None:
     """Report ready once this replica has joined each pool, so that it may admit requests."""
     for pool in pools:
-        await pool.parts.membership.known()
+        await pool.membership.known()
     server.set_ready(True)
     if checks is not None:
         checks.set_ready(True)

@@ -285,7 +285,8 @@ class _Followed:
 
 
 class InferenceObjects:
-    """Watches the objects of `pool`, and calls `report` with the result after each change.
+    """Watches the objects of `pool`, and calls `report` with the fields of LiveObjects after
+    each change.
 
     `publishes` returns whether this replica writes conditions. `fleet` is the same text in all replicas of
     the fleet and, together with their namespace, unique to the fleet.
@@ -297,7 +298,7 @@ class InferenceObjects:
         namespace: str | None,
         *,
         fleet: str,
-        report: Callable[[LiveObjects], object],
+        report: Callable[[Mapping[str, int], Mapping[str, Split], Split | None], object],
         publishes: Callable[[], bool],
         api: Callable[[], Api] = Api.of_environment,
     ) -> None:
@@ -354,7 +355,8 @@ class InferenceObjects:
             if remark and remark != each.remark:
                 each.log("is not used" if each.fault else "is used", remark)
             each.remark = remark
-        self._report(live_objects((item for item in usable if isinstance(item, Objective)), rewrites))
+        found = live_objects((item for item in usable if isinstance(item, Objective)), rewrites)
+        self._report(found.priorities, found.splits, found.anything)
 
     def _fault_of(self, each: _Followed) -> str:
         kind = each.item.spec.pool_ref.kind

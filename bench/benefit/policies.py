@@ -13,8 +13,7 @@ from picker_fleet.domain.bands import Band
 from picker_fleet.domain.config import EffectiveConfig, parse
 from picker_fleet.domain.errors import RequestError
 from picker_fleet.domain.request import InferenceRequest, Workload
-from picker_fleet.scheduling.chooser import with_in_flight
-from picker_fleet.scheduling.scheduler import Scheduler
+from picker_fleet.scheduling.scheduler import Scheduler, with_in_flight
 from picker_fleet.scheduling.scorers import EndpointState, PickRequest
 
 RELEASE_S = 0.01

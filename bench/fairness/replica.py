@@ -16,10 +16,12 @@ from bench.fairness.scenarios import Job, Source
 from bench.rig.child import Orders
 from picker_fleet.admission.shared_gate import SharedGate
 from picker_fleet.domain.bands import NAMED
+from picker_fleet.domain.budgets import BodyBudget
 from picker_fleet.domain.config import parse
 from picker_fleet.domain.errors import PickerError, RequestError, StateUnavailable
 from picker_fleet.domain.request import Completion, Endpoint, InferenceRequest, Outcome, Workload
-from picker_fleet.pool import assemble
+from picker_fleet.ingress.context import OpenRequests
+from picker_fleet.pool import Pool
 from picker_fleet.state.subscriptions import listen
 
 _AGAIN_S = 0.02  # a refused caller pauses like a client
@@ -100,16 +102,16 @@ _JOINS_S = 30.0
 async def joined(job: Job) -> AsyncIterator[SharedGate]:
     """Run a replica of the job's pool without its servers; yields its shared gate."""
     settings = parse(job.config)
-    parts = assemble(settings, job.replica)
-    store, shared, membership = parts.store, parts.shared, parts.membership
+    pool = Pool(settings, job.replica, bodies=BodyBudget(0), open_requests=OpenRequests())
+    store, shared, membership = pool.store, pool.shared, pool.membership
     membership.discovered([Endpoint(each.address) for each in settings.discovery.static or ()])
     async with asyncio.TaskGroup() as tasks:
         works = (
             store.run(),
-            listen(settings.redis.url, store.keys.wake(job.replica), shared.notified),
+            listen(settings.redis.url, store.keys.wake(job.replica), pool.failover.on_event),
         )
         # The failover gate must run, too: its timer ends waits for a reply of Redis that exceed the TTL (G5).
-        running = [tasks.create_task(work) for work in (*works, membership.run(), parts.failover.run())]
+        running = [tasks.create_task(work) for work in (*works, membership.run(), pool.failover.run())]
         async with asyncio.timeout(_JOINS_S):
             await membership.known()
         yield shared

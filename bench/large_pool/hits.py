@@ -12,13 +12,16 @@ from dataclasses import dataclass
 from unittest.mock import patch
 
 from bench.rig.report import percentile
+from picker_fleet.domain.config import parse
+from picker_fleet.domain.known_fleet import KnownFleet
 from picker_fleet.domain.request import Band, Endpoint, InferenceRequest, Workload
 from picker_fleet.endpoints.readings import EndpointMetrics, Reading, Readings
 from picker_fleet.endpoints.snapshot import Snapshot, SnapshotCell
 from picker_fleet.scheduling import endpoint_states
-from picker_fleet.scheduling.chooser import ScoringChooser, with_in_flight
-from picker_fleet.scheduling.endpoint_history import LatencyTracker, PrefixIndex, block_hashes
-from picker_fleet.scheduling.scheduler import Scheduler
+from picker_fleet.scheduling.chooser import EndpointChooser
+from picker_fleet.scheduling.endpoint_history import block_hashes
+from picker_fleet.scheduling.route_stream import RouteStream
+from picker_fleet.state.accounting_token import Keyring
 
 _SCORERS = {"queue-depth": 2.0, "kv-cache": 2.0, "prefix-affinity": 3.0}  # as in the chart's flags
 _SYSTEM_PROMPTS, _SYSTEM_BLOCKS = 20, (4, 16)
@@ -72,10 +75,12 @@ class _Chats:
 def _run(size: int) -> Hits:
     dice = random.Random(29)
     addresses = [f"10.{n // 62_500}.{n // 250 % 250}.{n % 250}:8000" for n in range(size)]
-    cell, index, loads, now_s = SnapshotCell(), PrefixIndex(), Counter[str](), 0.0
+    cell, loads, now_s = SnapshotCell(), Counter[str](), 0.0
     cell.publish(Snapshot("1", tuple(map(Endpoint, addresses))))
     seen: dict[str, int] = {}
-    scheduler = Scheduler(with_in_flight(_SCORERS))
+    fleet = KnownFleet(parse({"scheduling": {"scorers": _SCORERS}}))
+    routes = RouteStream("redis://127.0.0.1:1/0", stream="unused", replica="r")
+    index = routes.index
 
     def readings() -> Readings:
         loads = {address: seen.get(address, 0) for address in addresses}
@@ -85,23 +90,17 @@ def _run(size: int) -> Hits:
         }
         return Readings(pages, lambda address: Reading(pages[address], 0.0, known=True))
 
-    chooser = ScoringChooser(
-        scheduler,
-        cell,
-        readings=readings,
-        in_flight=lambda: seen,
-        index=index,
-        latencies=LatencyTracker(),
-        routes=None,
-        clock=lambda: now_s,
+    chooser = EndpointChooser(
+        fleet, cell, readings=readings, routes=routes, keys=Keyring(), clock=lambda: now_s
     )
     chats, running, had, asked = _Chats(dice), deque[str](), 0, 0
     found: list[int] = []
     for number in range(_WARM + _COUNTED):
         if number % _READ_EACH == 0:
-            seen, now_s = dict(loads), now_s + 1.0
+            fleet.in_flight = seen = dict(loads)
+            now_s += 1.0
         prefix = chats.next()
-        chosen = _as_the_script(chooser.choose(_request(prefix)).candidates, loads, scheduler.live_weight)
+        chosen = _as_the_script(chooser.choose(_request(prefix)).candidates, loads, chooser.live_weight)
         if number >= _WARM:
             asked += len(prefix)
             had += index.match(prefix, [chosen]).get(chosen, 0)

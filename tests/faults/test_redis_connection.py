@@ -12,7 +12,6 @@ from script_fleet import Fleet, running, until
 
 from picker_fleet.domain.errors import StateUnavailable
 from picker_fleet.endpoints.metrics_channel import MetricsChannel
-from picker_fleet.scheduling.endpoint_history import LatencyTracker, PrefixIndex
 from picker_fleet.scheduling.route_stream import RouteStream
 from picker_fleet.state.keys import Keys
 from picker_fleet.state.store import name_of
@@ -154,9 +153,8 @@ async def test_an_interruption_is_logged_once_however_many_connections_fail(
 
 async def test_route_and_metrics_streams_notice_that_their_server_vanished(between: Proxy, pool: str) -> None:
     url, clock = between.url, asyncio.get_running_loop().time
-    routes = RouteStream(
-        url, stream=Keys.of(pool).routes, replica="a", index=PrefixIndex(), latencies=LatencyTracker()
-    )
+    routes = RouteStream(url, stream=Keys.of(pool).routes, replica="a")
+    routes.share()
     readings = MetricsChannel(url, pool, "a", now_ms=lambda: int(clock() * 1000), deadline_s=5.0)
     links: list[float] = []
     following = readings.follow(lambda *_: None, on_subscribed=lambda: links.append(clock()), check_s=SHORT_S)

@@ -96,11 +96,11 @@ def test_a_task_that_fails_at_any_of_its_awaits_goes_on(
                 lapse.server.cut_others()
             injector.active = False
             await some.burst(2 * BOUND, SERVICE_S)
-            parts = some.replicas[0].pool.parts
+            pool = some.replicas[0].pool
             await asyncio.sleep(60.0)
-            state = await parts.store.state(60.0)
+            state = await pool.store.state(60.0)
             assert (state.stock, state.queued, state.leases) == (0, 0, 0)
-            failures = samples(parts.metrics)
+            failures = samples(pool.metrics)
         assert injector.places.keys() >= {
             "heartbeat", "sweep", "renewal", "notifications", "redis-monitor", "redis-connection", "wake-ups",
             "discovery", "failover-watch", "tombstones", "scraper", "scrape", "metrics-channel",

@@ -27,7 +27,7 @@ def test_a_fleet_that_queued_once_serves_a_light_load_on(
             await some.burst(3 * BOUND, SERVICE_S)
             # Halved by each of 1200 sweeps, the drain rate would become so small that quotients overflow.
             await light_load(some, 5 * 60.0, every_s=30.0)
-            assert (await some.replicas[0].pool.parts.store.state(60.0)).drain_rate == 0
+            assert (await some.replicas[0].pool.store.state(60.0)).drain_rate == 0
             with redis.Redis.from_url(valkey.url) as client:
                 await at_rest(some, client)
 

@@ -295,7 +295,7 @@ async def fleet(url: str, mode: str, replicas: int, config: Mapping[str, Any]) -
             }
             bound = [await stack.enter_async_context(served_here(tree)) for _ in range(replicas)]
             for pool in made:
-                await pool.parts.membership.known()
+                await pool.membership.known()
             yield Fleet([Replica(*pair) for pair in zip(made, bound, strict=True)], mode)
 
 
@@ -311,19 +311,19 @@ async def at_rest(some: Any, client: redis.Redis, lasts_s: float = 60.0) -> None
     """After `lasts_s`, assert that nothing is counted any more and that every figure is in its range."""
     await asyncio.sleep(lasts_s)
     for replica in some.replicas:
-        parts = replica.pool.parts
-        assert parts.failover.outage is None
-        state = await parts.store.state(60.0)
+        pool = replica.pool
+        assert pool.failover.outage is None
+        state = await pool.store.state(60.0)
         assert (state.stock, state.queued, state.leases, state.overdue) == (0, 0, 0, 0)
         assert set(state.in_flight.values()) <= {0}
         assert set(state.queue_bytes.values()) == {0}
         assert 0 <= state.guard_credit <= 1.1
         assert 0 <= state.drain_rate < 100
         assert 1 <= state.retry_after_s <= 60
-        assert 1 <= parts.shared.retry_after_s <= 60
+        assert 1 <= pool.shared.retry_after_s <= 60
         assert all(0 <= tag < 2**53 for tag in state.virtual_times.values())
         assert len(state.replicas) == len(some.replicas)
-        assert parts.shared.places_are_awaited is False
+        assert pool.shared.places_are_awaited is False
     prefix = "epp:{default}:"
     for name in ("requests", "inflight", "timers", "overdue", "limits", "suspects", "blockers"):
         assert not client.exists(prefix + name), name

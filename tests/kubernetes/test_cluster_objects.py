@@ -152,7 +152,7 @@ class Publisher(InferenceObjects):
     another version might; `looked` counts how often it has looked at them."""
 
     def __init__(self, fleet: str, fault: str = "", pool: str = "llm") -> None:
-        super().__init__(pool, NAMESPACE, fleet=fleet, report=lambda found: None, publishes=lambda: True)
+        super().__init__(pool, NAMESPACE, fleet=fleet, report=lambda *found: None, publishes=lambda: True)
         self._fault, self.looked = fault, 0
 
     def _fault_of(self, _: object) -> str:

@@ -12,6 +12,7 @@ import random
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from typing import Any, NamedTuple, cast
 
+from choosers import chooser_of
 from failover_bench import PULSE, gate_over
 from script_fleet import ask, ended
 
@@ -20,7 +21,6 @@ from picker_fleet.admission.ledger import Ledger
 from picker_fleet.admission.shared_gate import SharedGate
 from picker_fleet.domain.request import Alive, Endpoint, Outcome
 from picker_fleet.endpoints.snapshot import Snapshot, SnapshotCell
-from picker_fleet.scheduling.chooser import LeastLoadedChooser
 from picker_fleet.state.connection import FailureDetector, PauseDetector
 from picker_fleet.state.store import EndKind, Placed, Renewal, SettleReply, Store, TombstoneReply
 from picker_fleet.telemetry.metrics import Metrics
@@ -154,7 +154,7 @@ class World:
         cell.publish(Snapshot("1", (Endpoint(ENDPOINT),)))
         shared = SharedGate(
             store, metrics=metrics, endpoints=cell, fallbacks=0, on_unknown_pool=lambda: None,
-            chooser=LeastLoadedChooser(cell), attempts=itertools.repeat(1),
+            chooser=chooser_of(cell), attempts=itertools.repeat(1),
             pause_detector=PauseDetector(lambda: NOW_S, lambda: 0.0), ledger=Ledger(lambda: NOW_S),
         )  # fmt: skip
         return gate_over(

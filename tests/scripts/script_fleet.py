@@ -6,6 +6,7 @@ import itertools
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from typing import Any
 
+from choosers import chooser_of
 from decision_ledger import Ledger
 from packed import counters
 from redis import exceptions as redis_errors
@@ -159,6 +160,7 @@ class Replica:
             endpoints=self.cell,
             fallbacks=2,
             on_unknown_pool=lambda: self.membership and self.membership.heartbeat_now(),
+            chooser=chooser_of(self.cell),
             keys=self.keys,
         )
 

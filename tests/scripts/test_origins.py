@@ -4,15 +4,13 @@ import asyncio
 import time
 
 import pytest
+from choosers import chooser_of
 from script_fleet import OpenFleet, Replica, addresses, ask, ended, until
 
 from picker_fleet.admission.origins import FIND_S, Origins
 from picker_fleet.admission.shared_gate import SharedGate
 from picker_fleet.domain.request import Endpoint
-from picker_fleet.endpoints.readings import Readings
 from picker_fleet.endpoints.snapshot import Snapshot
-from picker_fleet.scheduling.chooser import ScoringChooser
-from picker_fleet.scheduling.endpoint_history import LatencyTracker, PrefixIndex
 from picker_fleet.state.accounting_token import Keyring
 
 E1, E2 = addresses(2)
@@ -93,16 +91,7 @@ async def test_a_request_waits_for_the_endpoint_that_has_its_state_until_that_ta
             endpoints=a.cell,
             fallbacks=0,
             on_unknown_pool=lambda: None,
-            chooser=ScoringChooser(
-                None,
-                a.cell,
-                readings=lambda: Readings({}, {}.__getitem__),
-                in_flight=dict,
-                index=PrefixIndex(),
-                latencies=LatencyTracker(),
-                routes=None,
-                clock=time.monotonic,
-            ),
+            chooser=chooser_of(a.cell),
         )
 
         async def admitted(name: str) -> tuple[str, ...]:

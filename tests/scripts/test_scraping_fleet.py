@@ -10,12 +10,13 @@ from functools import partial
 
 import pytest
 import pytest_asyncio
+from choosers import fleet_with
 from redis.asyncio import Redis
 from script_fleet import until, until_is
 
 from picker_fleet.domain.request import Endpoint
 from picker_fleet.domain.sections import Scraping
-from picker_fleet.endpoints.readings import EndpointMetrics
+from picker_fleet.endpoints.readings import EndpointMetrics, MetricsCache
 from picker_fleet.endpoints.scraping import Scrapers, ScrapingTask
 from picker_fleet.endpoints.snapshot import Snapshot, SnapshotCell
 from picker_fleet.state.keys import Keys
@@ -53,16 +54,19 @@ class Replica:
     def __init__(self, url: str, pool: str, name: str, endpoints: SnapshotCell, live: list[str]) -> None:
         self.name = name
         self.meter = Meter()
+        fleet = fleet_with("queue-depth")
+        fleet.live = live
+        self.readings = MetricsCache(10.0, asyncio.get_running_loop().time)
         self.task = ScrapingTask(
             url, pool, name, scraping=Scraping(interval=INTERVAL_S, stale_after=10.0),
-            heartbeat_s=HEARTBEAT_S, picked_by=lambda: True, busy=lambda: True, live=lambda: live,
-            endpoints=endpoints, meter=self.meter,
+            heartbeat_s=HEARTBEAT_S, fleet=fleet, endpoints=endpoints, readings=self.readings,
+            meter=self.meter,
         )  # fmt: skip
         self.running = asyncio.create_task(self.task.run())
 
     def knows(self, addresses: Sequence[str]) -> bool:
         """Whether the replica has a fresh reading of exactly these endpoints."""
-        snapshot = self.task.readings.snapshot()
+        snapshot = self.readings.snapshot()
         return snapshot.keys() == set(addresses) and all(one.known for one in snapshot.values())
 
     async def stop(self) -> None:
@@ -175,7 +179,7 @@ async def test_each_endpoint_is_read_by_one_replica_and_known_to_all(scraping: O
         assert all(one.meter.faults.keys() <= {"timeout"} for one in fleet.replicas.values())
         # Every replica has the simulators' metrics.
         for replica in fleet.replicas.values():
-            for reading in replica.task.readings.snapshot().values():
+            for reading in replica.readings.snapshot().values():
                 assert (reading.metrics.waiting, reading.metrics.running) == (0.0, 0.0)
                 assert reading.metrics.kv_utilisation == 0.0
                 assert reading.metrics.max_adapters == 2
@@ -247,7 +251,7 @@ async def test_without_redis_each_replica_still_knows_its_own(pool: str, simulat
     async with running("redis://127.0.0.1:1/0", pool, simulators) as fleet:
         # Each endpoint is known only to the replica that scrapes it.
         def known() -> list[str]:
-            boards = [one.task.readings.snapshot() for one in fleet.replicas.values()]
+            boards = [one.readings.snapshot() for one in fleet.replicas.values()]
             return sorted(address for board in boards for address, one in board.items() if one.known)
 
         await until(lambda: known() == sorted(simulators))

@@ -5,12 +5,12 @@ import contextlib
 from collections.abc import AsyncIterator
 
 from decision_ledger import order_of
+from pools import a_pool
 from script_fleet import OpenFleet, addresses, ask, until
 
 from picker_fleet.admin.changes import FleetControls
-from picker_fleet.domain.config import parse
 from picker_fleet.domain.request import Endpoint, InferenceRequest
-from picker_fleet.pool import Parts, assemble
+from picker_fleet.pool import Pool
 from picker_fleet.state.store import LiveConfig
 
 
@@ -51,18 +51,17 @@ PROMPT = (b"a" * 8, b"b" * 8)
 
 
 @contextlib.asynccontextmanager
-async def replica(url: str, pool: str, name: str) -> AsyncIterator[tuple[Parts, FleetControls]]:
+async def replica(url: str, pool: str, name: str) -> AsyncIterator[tuple[Pool, FleetControls]]:
     """A whole replica without its listeners and its scraping."""
     leases = {"heartbeat": 0.1, "replica_silence": 5}
-    settings = parse({"redis": {"url": url}, "pool": pool, "leases": leases})
-    parts = assemble(settings, name)
-    parts.membership.discovered([Endpoint(address) for address in addresses(3)])
+    whole = a_pool({"redis": {"url": url}, "pool": pool, "leases": leases}, name)
+    whole.membership.discovered([Endpoint(address) for address in addresses(3)])
     async with asyncio.TaskGroup() as tasks:
-        work = (parts.store.run(), parts.membership.run(), parts.follow_routes())
+        work = (whole.store.run(), whole.membership.run(), whole.routes.run())
         running = [tasks.create_task(each) for each in work]
         try:
-            await parts.membership.known()
-            yield parts, FleetControls(parts.store, parts.membership, settings)
+            await whole.membership.known()
+            yield whole, FleetControls(whole.store, whole.membership, whole.settings)
         finally:
             for task in running:
                 task.cancel()

@@ -6,13 +6,13 @@ from collections.abc import AsyncIterator
 from typing import Any, get_args
 
 import pytest
+from choosers import chooser_of
 from script_fleet import Fleet, OpenFleet, Replica, addresses, until
 
 from picker_fleet.admin import models
 from picker_fleet.admin.fleet_state import MAX_FLOWS, FleetStateCache
 from picker_fleet.admin.views import BadCursor, FleetLists
 from picker_fleet.domain.bands import NAMED, Band
-from picker_fleet.scheduling.chooser import LeastLoadedChooser
 from picker_fleet.state.reads import RankRange, group_of
 from picker_fleet.state.store import name_of
 
@@ -212,7 +212,7 @@ CONFIG = {"fair_request_queue": QUEUE, "request_queue_controller": BOUNDS}
 
 
 def lists_of(replica: Replica, max_flows: int = MAX_FLOWS) -> FleetLists:
-    cache, chooser = FleetStateCache(replica.store, 60.0, max_flows), LeastLoadedChooser(replica.cell)
+    cache, chooser = FleetStateCache(replica.store, 60.0, max_flows), chooser_of(replica.cell)
     return FleetLists(replica.store, replica.membership, cache, chooser, replica.name)
 
 

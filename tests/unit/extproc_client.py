@@ -7,6 +7,7 @@ import json
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, NamedTuple, TypeVar
+from unittest.mock import Mock
 
 from background import running
 from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingRequest, ProcessingResponse
@@ -165,7 +166,7 @@ def exchange_context(
         reads=context.read_limit(settings.extproc, lambda: 0.0),
         bodies=context.BodyBudget(settings.extproc.max_buffered_bytes),
         new_flows=context.new_flow_limit(settings, lambda: 0.0),
-        intake=Intake(settings, new_id=lambda: f"made-{next(ids)}", variant_key=lambda: b"the pool's"),
+        intake=Intake(settings, new_id=lambda: f"made-{next(ids)}", keys=Mock(variant_key=b"the pool's")),
         gate=gate,
         origins=origins or KnownOrigins(),  # type: ignore[arg-type]
         drain_gate=context.DrainGate(gate),

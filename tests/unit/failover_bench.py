@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any, cast
 
 from background import running, until
+from choosers import chooser_of
 from local_requests import ask
 from metrics_page import samples
 from scripted_store import ScriptedStore, answered
@@ -20,7 +21,6 @@ from picker_fleet.domain.errors import StateUnavailable
 from picker_fleet.domain.known_fleet import KnownFleet
 from picker_fleet.domain.request import Completion, Endpoint, InferenceRequest, Outcome, Placement
 from picker_fleet.endpoints.snapshot import Snapshot, SnapshotCell
-from picker_fleet.scheduling.chooser import LeastLoadedChooser
 from picker_fleet.state.connection import FailureDetector, PauseDetector
 from picker_fleet.state.store import AnyVerdict, HeartbeatReply, Placed, Store, parse_verdict
 from picker_fleet.telemetry.metrics import Metrics
@@ -88,7 +88,7 @@ def gate_over(
         replica=replica,
         metrics=metrics,
         endpoints=cell,
-        chooser=LeastLoadedChooser(cell),
+        chooser=chooser_of(cell),
         failure_detector=failure_detector,
         report_s=0.0,
         fleet=fleet,
@@ -118,7 +118,7 @@ class Bench:
         self.pause_detector.tick()
         self.shared = SharedGate(
             store, metrics=self.metrics, endpoints=self.cell, fallbacks=1, on_unknown_pool=lambda: None,
-            pause_detector=self.pause_detector,
+            chooser=chooser_of(self.cell), pause_detector=self.pause_detector,
             ledger=Ledger(options.get("clock", asyncio.get_running_loop().time), 2 * unseen_s(0.0)),
         )  # fmt: skip
         self.pokes = 0

@@ -5,19 +5,17 @@ from collections.abc import Mapping
 from unittest.mock import Mock
 
 import pytest
+from choosers import chooser_of, fleet_with
 from local_requests import ask
+from pools import a_pool
 from scripted_store import ScriptedStore
 
-from picker_fleet.domain.config import parse
 from picker_fleet.domain.request import Completion, Ejection, Endpoint, Outcome
 from picker_fleet.endpoints.readings import EndpointMetrics, Reading, Readings
 from picker_fleet.endpoints.snapshot import Snapshot, SnapshotCell
 from picker_fleet.fleet.endpoint_health import Probes
-from picker_fleet.pool import assemble
-from picker_fleet.scheduling.chooser import LeastLoadedChooser, ScoringChooser, SessionTokens, with_in_flight
-from picker_fleet.scheduling.endpoint_history import LatencyTracker, PrefixIndex
+from picker_fleet.scheduling.chooser import SessionTokens
 from picker_fleet.scheduling.route_stream import RouteStream
-from picker_fleet.scheduling.scheduler import Scheduler
 from picker_fleet.state.accounting_token import Keyring
 
 A, B, C = (f"10.0.0.{i}:8000" for i in (1, 2, 3))
@@ -33,19 +31,12 @@ class Knowledge:
         self.cell.publish(Snapshot("1", endpoints))
         self.readings: dict[str, Reading] = {}
         self.now_s = 0.0
-        self.index, self.latencies = PrefixIndex(), LatencyTracker()
-        history = {"index": self.index, "latencies": self.latencies}
-        self.routes = RouteStream("redis://127.0.0.1:1/0", stream="s", replica="r", **history)
-        self.chooser = ScoringChooser(
-            Scheduler(with_in_flight({name.replace("_", "-"): weight for name, weight in scorers.items()})),
-            self.cell,
-            readings=self._readings,
-            in_flight=dict,
-            **history,
-            routes=self.routes,
-            clock=lambda: self.now_s,
-            adapters=adapters,
-            fallbacks=fallbacks,
+        self.routes = RouteStream("redis://127.0.0.1:1/0", stream="s", replica="r")
+        self.index, self.latencies = self.routes.index, self.routes.latencies
+        weights = {name.replace("_", "-"): weight for name, weight in scorers.items()} or {"in-flight": 1.0}
+        self.fleet = fleet_with(scorers=weights, adapters=adapters, fallbacks=fallbacks)
+        self.chooser = chooser_of(
+            self.cell, self.fleet, readings=self._readings, routes=self.routes, clock=lambda: self.now_s
         )
 
     def _readings(self) -> Readings:
@@ -77,7 +68,7 @@ class Knowledge:
 
 
 def test_without_scorers_the_script_has_the_whole_choice() -> None:
-    chooser = LeastLoadedChooser(SnapshotCell())
+    chooser = chooser_of(SnapshotCell())
     assert chooser.choose(ask()).candidates == "*"
     assert chooser.choose(ask(subset=(A, B))).candidates == f"{A},{B}"
     assert chooser.choose(ask(subset=())).candidates == ""
@@ -87,7 +78,7 @@ def test_only_endpoints_with_the_selected_labels_are_candidates() -> None:
     labels = {A: {"gpu": "h100", "zone": "a"}, B: {"gpu": "a10"}, C: {"gpu": "h100", "zone": "b"}}
     labelled = [Endpoint(address, labels=own) for address, own in labels.items()]
     scored = Knowledge(*labelled, queue_depth=1)
-    plain = LeastLoadedChooser(scored.cell)
+    plain = chooser_of(scored.cell)
     assert plain.choose(ask(selector={"gpu": "h100"})).candidates == f"{A},{C}"
     assert plain.choose(ask(selector={"gpu": "h100", "zone": "b"})).candidates == C
     assert plain.choose(ask(selector={"gpu": "h100"}, subset=(A, B))).candidates == A
@@ -172,7 +163,7 @@ async def test_a_longer_prompt_follows_its_prefix_to_the_same_endpoint() -> None
 def test_a_refusal_is_explained_with_scorers_and_without() -> None:
     drained = Endpoint(A, drained=True)
     known = Knowledge(drained, queue_depth=1)
-    plain = LeastLoadedChooser(known.cell, lambda: {A: 1})
+    plain = chooser_of(known.cell, in_flight={A: 1})
     for chooser in (known.chooser, plain):
         chooser.refused(ask(), chooser.choose(ask()))
         explained = chooser.explain("r")
@@ -202,13 +193,14 @@ class Probed:
 
     def __init__(self, readings: Mapping[str, Reading] | None = None) -> None:
         self.store, self.cell, self.meter = ScriptedStore(), SnapshotCell(), Mock()
-        self.now_s, self.in_flight = 0.0, {A: 1}
+        self.now_s, self.fleet = 0.0, fleet_with()
+        self.fleet.in_flight = {A: 1}
         self.probes = Probes(
             self.store,  # type: ignore[arg-type]
             self.cell,
             self.meter,
-            lambda: readings or {},
-            in_flight=lambda: self.in_flight,
+            Mock(snapshot=lambda: readings or {}),
+            self.fleet,
             clock=lambda: self.now_s,
         )
 
@@ -294,7 +286,7 @@ async def test_a_page_that_stands_still_while_requests_run_is_reported_until_it_
     probed.probes.probed(A, 200, True)
     assert probed.store.marks[-1] == (A, "ejected", True)
     # No request runs on the endpoint any more.
-    probed.in_flight = {}
+    probed.fleet.in_flight = {}
     assert after(1)[-1] == (A, "stuck", False)
     probed.probes.probed(A, 200, True)
     assert probed.store.marks[-1] == (A, "ejected", False)
@@ -354,7 +346,7 @@ def test_a_request_goes_where_its_state_is_while_that_endpoint_takes_requests(
     known = Knowledge(Endpoint(A), Endpoint(B, labels={"gpu": "l4"}), Endpoint(C, down=True), **scorers)
     known.waiting(0.0, 9.0, 0.0)
     if not scorers:
-        known.chooser.use_scheduler(None)
+        known.chooser.follow(fleet_with().config)
     choose = known.chooser.choose
     assert choose(ask(origin=B)).candidates == choose(ask(origin=B, selector={"gpu": "l4"})).candidates == B
     # The state does not decide if its endpoint is down, has left or is not allowed, or if the script chooses.
@@ -387,14 +379,14 @@ async def test_the_configured_latency_weights_decide_the_choice(
     latency: dict[str, float], first: str
 ) -> None:
     scheduling = {"scorers": [{"name": "latency", "weight": 3}], "latency": latency}
-    parts = assemble(parse({"scheduling": scheduling}), "replica-1")
-    parts.endpoints.publish(Snapshot("1", (Endpoint(STEADY), Endpoint(QUICK))))
+    pool = a_pool({"scheduling": scheduling})
+    pool.endpoints.publish(Snapshot("1", (Endpoint(STEADY), Endpoint(QUICK))))
     for steady, quick in ((1.0, 0.0), (1.0, 1.2)) * 5:
-        parts.latencies.add(STEADY, steady)
-        parts.latencies.add(QUICK, quick)
-    choice = parts.chooser.choose(ask("r1"))
+        pool.routes.latencies.add(STEADY, steady)
+        pool.routes.latencies.add(QUICK, quick)
+    choice = pool.chooser.choose(ask("r1"))
     assert choice.candidates.split("=")[0] == first
-    scores = parts.chooser.scores()
+    scores = pool.chooser.scores()
     assert max(scores, key=lambda address: scores[address]["latency"]) == first
 
 

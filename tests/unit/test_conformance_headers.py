@@ -2,24 +2,30 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 
 import extproc_client as envoy
 import pytest
 from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingRequest
 from extproc_client import Talk, body, headers, set_headers
 
+from picker_fleet.domain.request import Endpoint
+from picker_fleet.endpoints.snapshot import Snapshot, SnapshotCell
 from picker_fleet.ingress.intake import selected_endpoints
 
 ASK = b'{"model": "m", "prompt": "p"}'
 CHOICE = "test-epp-endpoint-selection"
 SERVED = "x-conformance-test-served-endpoint"
-POOL = ("10.0.0.1:8000", "10.0.0.1:8001", "10.0.0.2:8000", "[fd00::1]:8000")
+POOL = SnapshotCell()
+POOL.publish(
+    Snapshot("1", tuple(map(Endpoint, ("10.0.0.1:8000", "10.0.0.1:8001", "10.0.0.2:8000", "[fd00::1]:8000"))))
+)
 
 
 def conforming() -> Talk:
     """An exchange with a replica that has `extproc.conformance`."""
     talk = Talk(settings={"extproc": {"conformance": True}})
-    talk.here = replace(talk.here, selected=lambda choice: selected_endpoints(choice, POOL))
+    talk.here = replace(talk.here, selected=partial(selected_endpoints, POOL))
     return talk.another()
 
 

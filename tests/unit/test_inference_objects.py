@@ -16,6 +16,7 @@ from tables import cases
 from picker_fleet.domain.bands import Band
 from picker_fleet.domain.config import parse
 from picker_fleet.ingress.intake import Ask, Intake
+from picker_fleet.state.accounting_token import Keyring
 from picker_kubernetes.api import Api
 from picker_kubernetes.objects import (
     InferenceObjects,
@@ -29,6 +30,8 @@ from picker_kubernetes.objects import (
 )
 
 IDS = itertools.count()
+
+KEYS = Keyring()
 
 
 def objective(name: str, priority: int) -> Objective:
@@ -48,7 +51,7 @@ def rule(targets: dict[str, int], *models: str, kind: str = "Exact") -> dict[str
 
 
 def intake(settings: dict[str, Any] | None = None) -> Intake:
-    return Intake(parse(settings or {}), new_id=lambda: "made", variant_key=bytes)
+    return Intake(parse(settings or {}), new_id=lambda: "made", keys=KEYS)
 
 
 def use(gate: Intake, *rewrites: Rewrite, objectives: Sequence[Objective] = ()) -> Intake:
@@ -208,8 +211,8 @@ async def test_objects_of_this_pool_take_effect_before_other_pools_have_been_rea
 ) -> None:
     server, reported = ObjectsOfTwoPools(), asyncio.Queue[LiveObjects]()
     followed = InferenceObjects(
-        "own", None, fleet="test", report=reported.put_nowait, publishes=lambda: publishes,
-        api=lambda: cast(Api, server),
+        "own", None, fleet="test", report=lambda *found: reported.put_nowait(LiveObjects(*found)),
+        publishes=lambda: publishes, api=lambda: cast(Api, server),
     )  # fmt: skip
     async with running(followed.run()), asyncio.timeout(10):
         while (await reported.get()).priorities != {"own": 7, "unnamed": 8}:

@@ -33,6 +33,7 @@ from picker_fleet.ingress.intake import (
     wanted_headers,
 )
 from picker_fleet.ingress.traffic_split import Split
+from picker_fleet.state.accounting_token import Keyring
 
 SPLIT = {"name": "split", "target_models": [{"name": "split-a"}, {"name": "split-b", "weight": 3}]}
 SETTINGS = parse({
@@ -60,7 +61,7 @@ def asked(
     settings: Any = SETTINGS,
 ) -> InferenceRequest:
     raw = {key: value.encode() if isinstance(value, str) else value for key, value in (headers or {}).items()}
-    intake = Intake(settings, new_id=lambda: "made", variant_key=bytes)
+    intake = Intake(settings, new_id=lambda: "made", keys=Keyring())
     return intake.request(ask(model), raw, subset=None, trusted=trusted)
 
 
@@ -235,7 +236,7 @@ UNNAMED = {
 def test_a_request_without_a_model_gets_the_model_of_its_pool(
     config: Any, rewrite: str | None, served: tuple[str, ...], expected: tuple[str, str, str]
 ) -> None:
-    intake = Intake(parse(config), new_id=lambda: "made", variant_key=bytes, served_models=lambda: served)
+    intake = Intake(parse(config), new_id=lambda: "made", keys=Keyring(), served_models=lambda: served)
     if rewrite:
         intake.use_live({}, {}, Split.of([(rewrite, 1)]))
     read = read_body(b'{"prompt": "p"}')
@@ -245,7 +246,7 @@ def test_a_request_without_a_model_gets_the_model_of_its_pool(
 
 @pytest.mark.parametrize("served", [(), ("a", "b")])
 def test_a_request_without_a_model_is_refused_unless_its_pool_has_one(served: tuple[str, ...]) -> None:
-    intake = Intake(parse({}), new_id=lambda: "made", variant_key=bytes, served_models=lambda: served)
+    intake = Intake(parse({}), new_id=lambda: "made", keys=Keyring(), served_models=lambda: served)
     with pytest.raises(BadRequest, match="default_model"):
         intake.request(read_body(b"{}"), {}, subset=None, trusted=False)
     unknown = read_body(b"", Way("inference", is_known=False))
@@ -303,7 +304,7 @@ TOKENS = parse({
 
 
 def costed(read: Ask, settings: Any = TOKENS) -> tuple[float, bool]:
-    intake = Intake(settings, new_id=lambda: "made", variant_key=bytes)
+    intake = Intake(settings, new_id=lambda: "made", keys=Keyring())
     request = intake.request(read, {}, subset=None, trusted=False)
     return request.cost, request.learn
 
@@ -568,7 +569,7 @@ def test_prompt_hashes_of_a_small_body_are_the_same_on_both_parsing_paths(
     simple = read_body(text)
     assume(isinstance(simple.read, bytes))
     prefixes = Mock(needs_prefix_hashes=True)
-    intake = Intake(SETTINGS, new_id=lambda: "made", variant_key=bytes, prefixes=prefixes)
+    intake = Intake(SETTINGS, new_id=lambda: "made", keys=Keyring(), prefixes=prefixes)
     small, whole = (
         intake.request(each, {}, subset=None, trusted=True).prefix
         for each in (simple, simple._replace(read=Body(text)))
@@ -578,7 +579,7 @@ def test_prompt_hashes_of_a_small_body_are_the_same_on_both_parsing_paths(
 
 def test_a_lone_surrogate_at_the_end_of_a_long_prompt_keeps_its_prefix_hashes() -> None:
     prefixes = Mock(needs_prefix_hashes=True)
-    intake = Intake(SETTINGS, new_id=lambda: "made", variant_key=bytes, prefixes=prefixes)
+    intake = Intake(SETTINGS, new_id=lambda: "made", keys=Keyring(), prefixes=prefixes)
     same = b"a" * 100_000
     half, whole, malformed = (
         intake.request(read_body(text % same), {}, subset=None, trusted=True).prefix
@@ -696,7 +697,7 @@ def variants(
     """Target models that a new replica chooses for requests 0, 1, … of a split model with these prompts."""
     settings = parse({"models": [SPLIT], "extproc": {"trusted_headers": [LLM_D_FAIRNESS]}})
     made = (f"made-{number}" for number in itertools.count())
-    intake = Intake(settings, new_id=made.__next__, variant_key=lambda: key)
+    intake = Intake(settings, new_id=made.__next__, keys=Mock(variant_key=key))
     sent_as: list[str] = []
     for number in range(count):
         body = read_body(orjson.dumps({"model": "split", "prompt": of(number)}))
@@ -733,7 +734,7 @@ def test_without_a_gateway_id_the_variant_depends_on_flow_and_body(trusted: bool
 
 def test_prefix_hashes_are_computed_for_the_target_model() -> None:
     prefixes = Mock(needs_prefix_hashes=True)
-    intake = Intake(SETTINGS, new_id=lambda: "made", variant_key=bytes, prefixes=prefixes)
+    intake = Intake(SETTINGS, new_id=lambda: "made", keys=Keyring(), prefixes=prefixes)
     sent, plain = (
         intake.request(Ask(model, False, b'{"prompt": "%s"}' % LONG), {}, subset=None, trusted=False)
         for model in ("split", "split-b")
@@ -823,10 +824,10 @@ def test_a_configured_key_names_a_session(
     assert {"session-id"} == wanted_headers(settings) - wanted_headers(parse({}))
     raw = {name: value.encode() if isinstance(value, str) else value for name, value in headers.items()}
     read = read_body(json.dumps({"model": "m", "prompt": prompt, **members}).encode())
-    intake = Intake(settings, new_id=lambda: "made", variant_key=lambda: b"")
+    intake = Intake(settings, new_id=lambda: "made", keys=Keyring())
     assert intake.request(read, raw, subset=None, trusted=False).session == session
     if headers:
         assert intake.session_of(raw) == session
-    plain = Intake(parse({}), new_id=lambda: "made", variant_key=lambda: b"")
+    plain = Intake(parse({}), new_id=lambda: "made", keys=Keyring())
     raw.pop("x-session-token", None)
     assert plain.request(read, raw, subset=None, trusted=False).session == ""

@@ -7,6 +7,7 @@ from typing import Any
 import hypothesis.strategies as st
 import pytest
 from background import running, until
+from choosers import chooser_of
 from hypothesis import given
 from local_requests import ask, rules, start, waiting
 from metrics_page import samples
@@ -19,7 +20,6 @@ from picker_fleet.domain.config import EffectiveConfig, parse
 from picker_fleet.domain.errors import ClientGone, DeadlineExceeded, ExpiredTtl, Preempted, TotalCapacity
 from picker_fleet.domain.request import Alive, Completion, Endpoint, Outcome
 from picker_fleet.endpoints.snapshot import Snapshot, SnapshotCell
-from picker_fleet.scheduling.chooser import LeastLoadedChooser
 from picker_fleet.state import accounting_token
 from picker_fleet.telemetry.metrics import Metrics
 
@@ -213,7 +213,7 @@ def test_an_endpoint_below_its_limit_is_picked_first() -> None:
     # Each endpoint has a limit of one request; E1 is at its limit.
     cell = SnapshotCell()
     cell.publish(Snapshot("1", tuple(Endpoint(each, max_inflight=1) for each in (E1, E2))))
-    picker = LocalPicker(LeastLoadedChooser(cell), cell, {E1: 1}, lambda: 0.0)
+    picker = LocalPicker(chooser_of(cell), cell, {E1: 1}, lambda: 0.0)
     assert picker.pick(ask("a"), most=2) == (E2,)
     picker.began(E2)
     # If all endpoints are at their limits, any is picked; the budget still keeps the bound.

@@ -9,12 +9,12 @@ from typing import Any
 from unittest.mock import Mock, call
 
 import pytest
+from choosers import chooser_of
 from local_requests import ask
 from script_fleet import until
 
 from picker_fleet.domain.request import Endpoint
 from picker_fleet.endpoints.snapshot import Snapshot, SnapshotCell
-from picker_fleet.scheduling.chooser import LeastLoadedChooser
 from picker_fleet.telemetry import logs
 from picker_fleet.telemetry.logs import DecisionLines
 
@@ -81,7 +81,7 @@ def test_a_text_line_is_one_line_with_unambiguous_fields() -> None:
 def test_decisions_are_explained_at_debug_level_only(level: str) -> None:
     cell = SnapshotCell()
     cell.publish(Snapshot("1", (Endpoint(A), Endpoint(B), Endpoint(C, down=True))))
-    chooser = LeastLoadedChooser(cell, lambda: {B: 2})
+    chooser = chooser_of(cell, in_flight={B: 2})
     placed, refused = ask("r1"), ask("r2", subset=(C,))
     chooser.placed(placed, chooser.choose(placed), (A, B), "0,3")
     chooser.refused(refused, chooser.choose(refused))

@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import pytest
 from background import running, until
+from choosers import chooser_of
 from clocks import Clock
 from metrics_page import samples
 from scripted_store import POOL, ScriptedStore
@@ -33,7 +34,9 @@ class Member:
     def __init__(self, store: ScriptedStore, settings: Settings) -> None:
         shared, self.metrics = cast(Store, store), Metrics()
         parts: Any = {"metrics": self.metrics, "endpoints": SnapshotCell()}
-        self.gate = SharedGate(shared, **parts, fallbacks=1, on_unknown_pool=lambda: None)
+        self.gate = SharedGate(
+            shared, **parts, fallbacks=1, on_unknown_pool=lambda: None, chooser=chooser_of(SnapshotCell())
+        )
         self.membership = Membership(shared, self.gate, settings, **parts, replica_info={"host": "h"})
 
     async def follows(self, condition: Any) -> None:

@@ -14,7 +14,7 @@ from redis.asyncio import Redis
 from redis_servers import Server, redis_server
 
 from picker_fleet.scheduling import route_stream
-from picker_fleet.scheduling.endpoint_history import LatencyTracker, PrefixIndex, block_hashes
+from picker_fleet.scheduling.endpoint_history import block_hashes
 from picker_fleet.scheduling.route_stream import CompletionRecord, Record, RouteRecord, pack, unpack
 
 A, B, C = "10.0.0.1:8000", "10.0.0.2:8000", "[fd00::1]:8000"
@@ -29,9 +29,9 @@ class Replica:
     """One replica's stream with its own index."""
 
     def __init__(self, url: str, stream: str, name: str) -> None:
-        self.index, self.latencies = PrefixIndex(), LatencyTracker()
-        followed: Any = {"index": self.index, "latencies": self.latencies}
-        self.routes = route_stream.RouteStream(url, stream=stream, replica=name, **followed)
+        self.routes = route_stream.RouteStream(url, stream=stream, replica=name)
+        self.index, self.latencies = self.routes.index, self.routes.latencies
+        self.routes.share()
 
     def completions(self, address: str) -> int:
         stats = self.latencies.stats(address)

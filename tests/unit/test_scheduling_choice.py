@@ -10,9 +10,9 @@ import pytest
 from tables import cases
 
 from picker_fleet.domain.request import Endpoint
-from picker_fleet.domain.scorer_names import LatencyWeights
-from picker_fleet.scheduling.chooser import ExplanationCache, session_token_of
-from picker_fleet.scheduling.explain import Explanation, LeastLoadedPick
+from picker_fleet.domain.sections import Latency
+from picker_fleet.scheduling.chooser import session_token_of
+from picker_fleet.scheduling.explain import Explanation, ExplanationCache, LeastLoadedPick
 from picker_fleet.scheduling.scheduler import Ranking, Scheduler
 from picker_fleet.scheduling.scorers import SCORERS, EndpointState, LatencyStats, PickRequest
 
@@ -70,7 +70,7 @@ def latencies(*known: tuple[float | None, float, int], **pick: Any) -> list[floa
 
 
 def test_latency_weighs_mean_load_and_spread() -> None:
-    weights = LatencyWeights(alpha=1.0, beta=2.0, gamma=3.0)
+    weights = Latency(alpha=1.0, beta=2.0, gamma=3.0)
     weighed = latencies((1.0, 0.0, 0), (1.0, 1.0, 1), (5.0, 0.0, 3), latency_weights=weights)  # 1, 6, 11
     assert weighed == [1.0, 0.5, 0.0]
 

@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any
 
 import pytest
+from choosers import fleet_with
 from clocks import Clock
 from hypothesis import given
 from hypothesis import strategies as st
@@ -269,22 +270,24 @@ def cost(page_s: float, probe_s: float = 0.0, read_s: float = 0.0) -> ScrapeCost
 def test_the_scrape_interval_follows_use_and_cost(
     page: ScrapeCost, owned: int, used: bool, expected_s: float
 ) -> None:
-    assert IntervalPolicy(None, lambda: used).interval_s(page, owned) == pytest.approx(expected_s)
+    assert IntervalPolicy(None, fleet_with("queue-depth") if used else fleet_with()).interval_s(
+        page, owned
+    ) == pytest.approx(expected_s)
 
 
 def test_a_configured_interval_does_not_depend_on_the_cost_of_pages() -> None:
-    assert IntervalPolicy(0.05, lambda: False).interval_s(cost(2.0), 100) == 0.05
+    assert IntervalPolicy(0.05, fleet_with()).interval_s(cost(2.0), 100) == 0.05
 
 
 def test_suspected_endpoints_are_scraped_sooner_within_the_same_share_of_time() -> None:
-    unused = IntervalPolicy(None, lambda: False)
+    unused = IntervalPolicy(None, fleet_with())
     assert unused.interval_s(cost(0.001), 1, suspect=True) == 0.1
     assert unused.interval_s(cost(0.008), 1, suspect=True) == pytest.approx(0.8)
 
 
 def test_probes_are_frequent_unless_there_are_very_many_endpoints() -> None:
-    pacing = IntervalPolicy(None, lambda: True)
+    pacing = IntervalPolicy(None, fleet_with("queue-depth"))
     assert [pacing.tick_s(5.0, owned) for owned in (1, 10, 100)] == [PROBE_S, PROBE_S, pytest.approx(1.0)]
     assert pacing.tick_s(0.1, 1) == 0.1  # frequent scrapes make probes unnecessary
-    at_rest = IntervalPolicy(None, lambda: True, busy=lambda: False)
+    at_rest = IntervalPolicy(None, fleet_with("queue-depth", busy=False))
     assert [at_rest.tick_s(5.0, owned) for owned in (1, 100)] == [REST_PROBE_S, pytest.approx(1.0)]

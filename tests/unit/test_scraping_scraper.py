@@ -5,21 +5,23 @@ import contextlib
 import random
 import socket
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 import pytest
 from background import running, until
+from choosers import fleet_with
 from page_server import PAGE, PageServer, answered, serving
 
 from picker_fleet.domain.errors import StateUnavailable
 from picker_fleet.domain.request import METRICS_PORT, Endpoint
 from picker_fleet.domain.sections import Scraping
-from picker_fleet.endpoints.readings import EndpointMetrics
+from picker_fleet.endpoints.readings import EndpointMetrics, MetricsCache
 from picker_fleet.endpoints.scraper import IntervalPolicy, Scraper, pause_s
 
 INTERVAL_S = 0.02
+READING = fleet_with("queue-depth")  # requests are placed by the pages
 
 
 class Bench:
@@ -36,7 +38,7 @@ class Bench:
         self.refused = self.refusals = 0  # refused readings and batches
         self.refusing = False
 
-    async def publish(self, batch: Mapping[str, EndpointMetrics]) -> None:
+    async def publish(self, batch: Mapping[str, EndpointMetrics], suspects: Sequence[str]) -> None:
         if self.refusing:
             raise StateUnavailable("not now")
         self.batches.append(batch)
@@ -68,22 +70,18 @@ class Bench:
         self,
         addresses: Iterable[str] | None = None,
         *,
-        publish_s: float = INTERVAL_S,
         engine: str = "vllm",
         **more: Any,
     ) -> AsyncIterator[Scraper]:
         """Run a scraper of `addresses`, by default of the first server, with parameters `more`."""
         defaults = {
-            "pacing": IntervalPolicy(INTERVAL_S, lambda: True), "vary": random.random, "speak_s": 60,
+            "pacing": IntervalPolicy(INTERVAL_S, READING), "vary": random.random, "speak_s": 60.0,
             "deadline_s": 20, "late_s": 0.5,
+            "readings": MetricsCache(None, asyncio.get_running_loop().time),
         }  # fmt: skip
-        scraper = Scraper(
-            Scraping(engine=engine),
-            publish=self.publish,
-            publish_s=lambda: publish_s,
-            meter=self,
-            **(defaults | more),
-        )
+        scraping = Scraping(engine=engine, stale_after=1.0)
+        scraper = Scraper(scraping, channel=self, meter=self, **(defaults | more))  # type: ignore[arg-type]
+        scraper.speaks = True
         scraper.set_targets(map(Endpoint, [self.server.address] if addresses is None else addresses))
         async with running(scraper.run()):
             yield scraper
@@ -107,7 +105,11 @@ async def test_every_owned_endpoint_is_scraped_repeatedly_over_one_connection(be
 
 
 async def test_readings_are_published_only_at_the_publish_interval(bench: Bench) -> None:
-    async with bench.scraping(publish_s=60):
+    class Rare(IntervalPolicy):
+        def publish_s(self, shown_s: float) -> float:
+            return 60.0
+
+    async with bench.scraping(pacing=Rare(INTERVAL_S, READING)):
         await until(lambda: bool(bench.batches))
         await until(lambda: len(bench.server.requests) >= 10)
         assert len(bench.batches) == 1
@@ -252,7 +254,7 @@ async def test_readings_that_redis_refused_are_published_later(bench: Bench) -> 
 async def test_a_server_is_probed_between_rare_scrapes(bench: Bench) -> None:
     # If no scorer uses the pages, the scrape interval is 5 s.
     server = bench.server
-    unused = IntervalPolicy(None, lambda: False)
+    unused = IntervalPolicy(None, fleet_with())
     async with bench.scraping(deadline_s=0.05, pacing=unused) as scraper:
         await until(lambda: server.address in bench.newest)
         first = bench.newest[server.address]
@@ -288,7 +290,7 @@ async def test_a_server_that_closes_its_connection_is_checked_at_once(bench: Ben
         writer.close()
 
     server.act = answer_and_end
-    pacing = Seldom(60.0, lambda: True)
+    pacing = Seldom(60.0, READING)
     async with bench.scraping(pacing=pacing, vary=lambda: 0.0):
         await until(lambda: bench.worked[server.address] == 1)
         # The next scrape is due in a minute, but the refused connection is noticed now.
@@ -299,7 +301,7 @@ async def test_a_server_that_closes_its_connection_is_checked_at_once(bench: Ben
 async def test_a_server_that_closes_each_connection_is_scraped_no_more_often(bench: Bench) -> None:
     server, clock = bench.server, asyncio.get_running_loop().time
     server.act = server.cut(server.answer)
-    async with bench.scraping(pacing=IntervalPolicy(0.05, lambda: True)):
+    async with bench.scraping(pacing=IntervalPolicy(0.05, READING)):
         await until(lambda: bench.worked[server.address] == 1)
         began_s = clock()
         await until(lambda: bench.worked[server.address] >= 22)  # one of them follows at once
@@ -331,7 +333,7 @@ async def test_an_endless_health_page_counts_as_an_answer(bench: Bench) -> None:
         await server.hang(writer)
 
     server.act = stream
-    async with bench.scraping(pacing=IntervalPolicy(None, lambda: False)):
+    async with bench.scraping(pacing=IntervalPolicy(None, fleet_with())):
         await until(lambda: bench.probed_at[server.address] >= 2)
         server.release()
     assert not bench.failed
@@ -425,7 +427,7 @@ async def test_an_engine_that_sleeps_or_refuses_is_unready_until_it_is_well(
     server = bench.server
     at_paths(server, **unready)
     # Although scrapes are rare, the end of the sleep is noticed soon.
-    async with bench.scraping(pacing=IntervalPolicy(None, lambda: False)):
+    async with bench.scraping(pacing=IntervalPolicy(None, fleet_with())):
         await until(lambda: server.address in bench.newest and bench.newest[server.address].unready == why)
         await until(lambda: bench.unready[server.address] >= 2)
         at_paths(server, **{"is_sleeping": '200 {"is_sleeping": false}', **unready, "health": "200"} | {
@@ -466,5 +468,7 @@ async def test_an_idle_adapter_stays_loaded_until_others_need_its_slot_or_the_en
     bench.newest.clear()
     last = EndpointMetrics(0, active_adapters=frozenset("c"), idle_adapters=frozenset("d"))
     at_paths(server, metrics=runs(), health="200", v1_models=models)
-    async with bench.scraping(last_read=lambda address: last):
+    readings = MetricsCache(None, asyncio.get_running_loop().time)
+    readings.update({server.address: last})
+    async with bench.scraping(readings=readings):
         await known("", "d")

@@ -5,6 +5,7 @@ from typing import Any, cast
 
 import pytest
 from background import until
+from choosers import chooser_of
 from local_requests import ask as any_ask
 from metrics_page import samples
 from scripted_store import ScriptedStore
@@ -53,7 +54,7 @@ class Bench:
         self.store, self.metrics = ScriptedStore(), Metrics()
         self.gate = SharedGate(
             cast(Store, self.store), metrics=self.metrics, endpoints=SnapshotCell(), fallbacks=2,
-            on_unknown_pool=lambda: None, answer_tokens=answer_tokens,
+            on_unknown_pool=lambda: None, chooser=chooser_of(SnapshotCell()), answer_tokens=answer_tokens,
         )  # fmt: skip
 
     def count(self, *sample: str) -> float:

@@ -151,7 +151,7 @@ def test_an_accounting_token_without_a_trace_is_unchanged() -> None:
 
 def test_the_traceparent_is_read_only_with_tracing() -> None:
     by_setting = (parse({"tracing": {"enabled": on}}) for on in (False, True))
-    off, on = (Intake(each, new_id=lambda: "id", variant_key=bytes) for each in by_setting)
+    off, on = (Intake(each, new_id=lambda: "id", keys=Keyring()) for each in by_setting)
     assert (off.headers, on.headers) == (HEADERS, HEADERS | {"traceparent"})
     ask = read_body(b'{"model": "llama"}')
     assert on.request(ask, {"traceparent": PARENT.encode()}, subset=None, trusted=False).trace == PARENT

@@ -50,8 +50,8 @@ async def test_a_pool_chooses_by_the_key_that_its_heartbeats_bring() -> None:
     targets = [{"name": name, "weight": weight} for name, weight in (("stable", 90), ("canary", 10))]
     settings = parse({"models": [{"name": "m", "target_models": targets}]})
     pool = Pool(settings, "r", bodies=BodyBudget(1), open_requests=OpenRequests())
-    pool.parts.signing.take("", "1750000000000:0a")
-    key = pool.parts.signing.variant_key
+    pool.signing.take("", "1750000000000:0a")
+    key = pool.signing.variant_key
     for each in identities(200):
         asked = pool.context.intake.request(
             Ask("m", False, b"{}"), {"x-request-id": each}, subset=None, trusted=True

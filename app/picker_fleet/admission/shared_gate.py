@@ -36,7 +36,7 @@ from picker_fleet.domain.errors import (
 )
 from picker_fleet.domain.request import Alive, Completion, Fault, InferenceRequest, Placement
 from picker_fleet.endpoints.snapshot import SnapshotCell
-from picker_fleet.scheduling.chooser import Choice, EndpointChooser, LeastLoadedChooser
+from picker_fleet.scheduling.chooser import Choice, EndpointChooser
 from picker_fleet.state import accounting_token
 from picker_fleet.state.accounting_token import Keyring
 from picker_fleet.state.connection import PauseDetector
@@ -128,8 +128,8 @@ class SharedGate:
         endpoints: SnapshotCell,
         fallbacks: int,
         on_unknown_pool: Callable[[], object],
+        chooser: EndpointChooser,
         answer_tokens: int | None = None,
-        chooser: EndpointChooser | None = None,
         record_cost: Callable[[int, str, float], object] = lambda priority, flow, cost: None,
         keys: Keyring | None = None,
         pause_detector: PauseDetector | None = None,
@@ -139,7 +139,7 @@ class SharedGate:
         self._store, self._metrics, self._endpoints = store, metrics, endpoints
         self._fallbacks, self._on_unknown_pool = fallbacks, on_unknown_pool
         self._counts_tokens, self.answer_tokens = answer_tokens is not None, answer_tokens or 0
-        self._chooser = chooser or LeastLoadedChooser(endpoints)
+        self._chooser = chooser
         self._record_cost = record_cost
         self._keys = keys or Keyring()
         self.pause_detector = pause_detector or PauseDetector()

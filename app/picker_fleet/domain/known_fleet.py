@@ -5,6 +5,7 @@ scraper read it.
 from collections.abc import Mapping, Sequence
 
 from picker_fleet.domain.config import EffectiveConfig, Settings
+from picker_fleet.domain.scorer_names import SCRAPED_SCORERS
 
 
 class KnownFleet:
@@ -20,3 +21,8 @@ class KnownFleet:
         self.live: Sequence[str] = ()
         self.in_flight: Mapping[str, int] = {}
         self.busy = False
+
+    @property
+    def picks_by_metrics(self) -> bool:
+        """Whether a scorer reads metrics pages of model servers."""
+        return not SCRAPED_SCORERS.isdisjoint(self.config.settings.scheduling.scorers)

@@ -1,7 +1,6 @@
 """The names and weights of scorers in the configuration; scheduling/scorers.py computes the scores."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, Final
 
 IN_FLIGHT: Final = "in-flight"
@@ -18,16 +17,8 @@ SCORER_NAMES: Final = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class LatencyWeights:
-    """Weights of the latency cost (spec 004): `alpha`·mean_s + `beta`·load (in flight) + `gamma`·std_s."""
-
-    alpha: float = 1.0
-    beta: float = 0.5
-    gamma: float = 0.5
-
-
-DEFAULT_LATENCY_WEIGHTS: Final = LatencyWeights()
+# The scorers that read metrics scraped from model servers.
+SCRAPED_SCORERS: Final = frozenset({"queue-depth", "kv-cache", "running-requests", "lora-affinity"})
 
 
 def scorer_name(value: str) -> str:

@@ -36,7 +36,7 @@ from picker_fleet.domain.bands import (
     nearest,
 )
 from picker_fleet.domain.redis_address import redis_url
-from picker_fleet.domain.scorer_names import DEFAULT_LATENCY_WEIGHTS, scorer_name, weights_by_name
+from picker_fleet.domain.scorer_names import scorer_name, weights_by_name
 from picker_fleet.domain.units import (
     LEAST_WEIGHT,
     MOST_COST,
@@ -461,11 +461,12 @@ class OutlierDetection(Section):
 
 
 class Latency(Section):
-    """Weights of the scorer `latency` (spec 004): cost = alpha·mean + beta·load + gamma·std."""
+    """Weights of the scorer `latency` (spec 004): cost = alpha·mean_s + beta·load + gamma·std_s; the load are
+    requests in flight."""
 
-    alpha: Number = Field(DEFAULT_LATENCY_WEIGHTS.alpha, ge=0, le=1e6)
-    beta: Number = Field(DEFAULT_LATENCY_WEIGHTS.beta, ge=0, le=1e6)
-    gamma: Number = Field(DEFAULT_LATENCY_WEIGHTS.gamma, ge=0, le=1e6)
+    alpha: Number = Field(1.0, ge=0, le=1e6)
+    beta: Number = Field(0.5, ge=0, le=1e6)
+    gamma: Number = Field(0.5, ge=0, le=1e6)
 
     @model_validator(mode="after")
     def _anything_counts(self) -> Self:

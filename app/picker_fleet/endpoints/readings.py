@@ -270,6 +270,10 @@ class MetricsCache:
             self._snapshot_s = now_s
         return self._snapshot
 
+    def models(self) -> frozenset[str]:
+        """The models that any endpoint's page names."""
+        return self.snapshot().models()
+
     def ages_s(self) -> dict[str, float]:
         """Address -> age of its last successful scrape; if none succeeded, of its newest reading."""
         now_s = self._clock()

@@ -22,11 +22,13 @@ import msgspec
 
 from picker_fleet.background import keep
 from picker_fleet.domain.errors import StateUnavailable
+from picker_fleet.domain.known_fleet import KnownFleet
 from picker_fleet.domain.request import Endpoint
 from picker_fleet.domain.sections import ENGINES, Engine, Scraping
+from picker_fleet.endpoints.metrics_channel import MetricsChannel
 from picker_fleet.endpoints.metrics_page import BadPage, PageReader
 from picker_fleet.endpoints.page_fetch import Access, Answer, Connection, FetchError, Page, Place, place_of
-from picker_fleet.endpoints.readings import EndpointMetrics
+from picker_fleet.endpoints.readings import EndpointMetrics, MetricsCache
 
 PROBE_S = 0.2  # interval of probes or pages of a server
 REST_PROBE_S = 0.5  # the same while no requests are in flight
@@ -73,32 +75,36 @@ class ScrapeCost:
 
 @dataclass(frozen=True, slots=True)
 class IntervalPolicy:
-    """Computes scrape intervals. `fixed_s` is the configured interval, None for `auto`. `used` returns
-    whether requests are placed by metrics pages, `busy` whether any requests are in flight."""
+    """Computes scrape intervals, by the use that `fleet` makes of metrics pages. `fixed_s` is the configured
+    interval, None for `auto`."""
 
     fixed_s: float | None
-    used: Callable[[], bool]
-    busy: Callable[[], bool] = lambda: True
+    fleet: KnownFleet
 
     def interval_s(self, cost: ScrapeCost, targets: int, *, suspect: bool = False) -> float:
         """Seconds between pages of an endpoint, if this replica scrapes `targets` endpoints. `suspect`:
         requests in flight there may be gone."""
         if self.fixed_s is not None:
             return self.fixed_s
-        wanted_s = _USED_S if self.used() else _SHOWN_S
+        wanted_s = _USED_S if self.fleet.busy and self.fleet.picks_by_metrics else _SHOWN_S
         if suspect:
             wanted_s = min(wanted_s, _SUSPECT_S)
         return min(max(wanted_s, cost.server_s / _SHARE, cost.own_s * targets / _SHARE), _LONGEST_S)
 
     def tick_s(self, interval_s: float, targets: int) -> float:
         """Seconds between requests (probes or pages) to an endpoint whose page is read every `interval_s`."""
-        probe_s = PROBE_S if self.busy() else REST_PROBE_S
+        probe_s = PROBE_S if self.fleet.busy else REST_PROBE_S
         return min(interval_s, max(probe_s, _PROBE_CPU_S * targets / _SHARE))
+
+    def publish_s(self, shown_s: float) -> float:
+        """Seconds between two batches of readings: as often as requests are placed by them, else as views
+        need, every `shown_s`, since each message wakes every replica."""
+        soonest_s = self.fixed_s or PROBE_S / 2
+        return soonest_s if self.fleet.picks_by_metrics else max(soonest_s, shown_s)
 
 
 T = TypeVar("T")
 S = TypeVar("S", bound=msgspec.Struct)
-Publish = Callable[[Mapping[str, EndpointMetrics]], Awaitable[None]]
 
 _UNREACHED = 2  # after this many connect timeouts in a row the endpoint counts as unreachable
 # After this many requests in a row without a byte of response, the process hangs while its kernel accepts
@@ -172,9 +178,11 @@ class Scraper:
     server however seldom the page is read or however the page fails, and once when the server closes an idle
     connection. A request times out after `deadline_s`; a timeout noticed more than `late_s` later means that
     this replica was paused. After each failure the pause before the next request to the endpoint, or for its
-    page, doubles, up to 5 s. `publish` gets the readings in batches, at most one per `publish_s()`; readings
-    for which it raises StateUnavailable go with the next batch, unless newer ones exist. After `speak_s`
-    without readings `publish` gets an empty batch, as a sign of life of this replica.
+    page, doubles, up to 5 s.
+
+    Readings go to `readings`, and in batches to `channel`. A batch that Redis does not accept goes with the
+    next one, except readings with newer ones. While `speaks`, an empty batch is sent after `speak_s` without
+    readings, as a sign of life of this replica.
     """
 
     def __init__(
@@ -182,23 +190,23 @@ class Scraper:
         scraping: Scraping,
         *,
         pacing: IntervalPolicy,
-        publish: Publish,
-        publish_s: Callable[[], float],
+        readings: MetricsCache,
+        channel: MetricsChannel,
         speak_s: float,
         meter: Meter,
         deadline_s: float = _DEADLINE_S,
         late_s: float = _LATE_S,
         vary: Callable[[], float] = random.random,
-        last_read: Callable[[str], EndpointMetrics | None] = lambda address: None,
     ) -> None:
         self._scraping, self._access = scraping, Access(scraping)
         self._engines: dict[str, tuple[Engine, ...]] = {}  # engine name in labels -> candidate engines
-        self._last_read = last_read
         self._pacing = pacing
         self._suspects: dict[str, float] = {}  # address -> end of the suspicion
         self._deadline_s, self._late_s = deadline_s, late_s
-        self._publish = publish
-        self._publish_s, self._speak_s = publish_s, speak_s
+        self._readings, self._channel, self._speak_s = readings, channel, speak_s
+        self._shown_s = min(speak_s, (scraping.stale_after or math.inf) / 2)
+        self.speaks = False
+        self._unsent_suspects: Sequence[str] = ()  # suspects that go to other replicas with the next batch
         self._meter = meter
         self._vary = vary
         self._targets: dict[str, Place] = {}
@@ -233,8 +241,11 @@ class Scraper:
             self._engines[named] = found
         return found
 
-    def suspect(self, addresses: Iterable[str]) -> None:
-        """Read the pages of `addresses` more often for a while: requests in flight there may be gone."""
+    def suspect(self, addresses: Sequence[str], *, notify: bool = False) -> None:
+        """Read the pages of `addresses` more often for a while: requests in flight there may be gone.
+        With `notify` the replicas that scrape the others of `addresses` do so, too."""
+        if notify:
+            self._unsent_suspects = tuple(addresses)
         until_s = asyncio.get_running_loop().time() + _SUSPECTED_S
         self._suspects = {address: until_s for address in addresses if address in self._targets}
 
@@ -262,7 +273,7 @@ class Scraper:
 
     async def _scrape_forever(self, place: Place) -> None:
         clock = asyncio.get_running_loop().time
-        target = _Target(place, self._access, self._last_read(place.address))
+        target = _Target(place, self._access, self._readings.last_read(place.address))
         _, tick_s = self._pace(target)
         due_s = clock() + self._vary() * tick_s
         by_habit_until_s = -math.inf
@@ -473,13 +484,16 @@ class Scraper:
             batch, self._pending = self._pending, {}
             started_s = clock()
             await self._hand_over(batch)
-            await asyncio.sleep(max(0.0, started_s + self._publish_s() - clock()))
+            await asyncio.sleep(max(0.0, started_s + self._pacing.publish_s(self._shown_s) - clock()))
 
     async def _hand_over(self, batch: Mapping[str, EndpointMetrics]) -> None:
         clock = asyncio.get_running_loop().time
         started_s = clock()
+        self._readings.update(batch)
+        suspects, self._unsent_suspects = self._unsent_suspects, ()
         try:
-            await self._publish(batch)
+            if batch or suspects or self.speaks:
+                await self._channel.publish(batch, suspects)
         except StateUnavailable:
             self._meter.scrape_unpublished(len(batch))
             kept = {address: metrics for address, metrics in batch.items() if address in self._targets}

@@ -15,14 +15,15 @@ import contextlib
 import hashlib
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from picker_fleet.background import keep
 from picker_fleet.domain.errors import StateUnavailable
+from picker_fleet.domain.known_fleet import KnownFleet
 from picker_fleet.domain.sections import Scraping
 from picker_fleet.endpoints.metrics_channel import MetricsChannel
 from picker_fleet.endpoints.readings import EndpointMetrics, MetricsCache
-from picker_fleet.endpoints.scraper import PROBE_S, IntervalPolicy, Meter, Scraper
+from picker_fleet.endpoints.scraper import IntervalPolicy, Meter, Scraper
 from picker_fleet.endpoints.snapshot import SnapshotCell
 
 
@@ -125,14 +126,11 @@ _MOST_SCRAPERS = 64
 
 
 class ScrapingTask:
-    """Runs one replica's part of the scraping; `readings` caches all endpoints' readings. One event loop.
+    """Runs one replica's part of the scraping: fills `readings` with all endpoints' readings. One event loop.
 
-    `live` returns the live replicas, including this one; `endpoints` holds the pool's endpoints. The
-    assignment is computed five times per heartbeat, so that others take over the endpoints of a silent
-    replica within one heartbeat. While Redis is unavailable each replica goes on scraping its own endpoints.
-
-    `picked_by` returns whether requests are placed by metrics pages, `busy` whether any are in flight. Unless
-    `picked_by`, readings are published only as often as views need, since each message wakes every replica.
+    `endpoints` holds the pool's endpoints. The assignment is computed five times per heartbeat, so that
+    others take over the endpoints of a silent replica within one heartbeat. While Redis is unavailable each
+    replica goes on scraping its own endpoints.
     """
 
     def __init__(
@@ -143,42 +141,33 @@ class ScrapingTask:
         *,
         scraping: Scraping,
         heartbeat_s: float,
-        picked_by: Callable[[], bool],
-        busy: Callable[[], bool],
-        live: Callable[[], Sequence[str]],
+        fleet: KnownFleet,
         endpoints: SnapshotCell,
+        readings: MetricsCache,
         meter: Meter,
     ) -> None:
         self._clock = asyncio.get_running_loop().time
-        self.readings = MetricsCache(scraping.stale_after, self._clock)
-        self._channel = MetricsChannel(url, pool, replica, now_ms=self.readings.now_ms)
+        self._replica, self._fleet, self._endpoints = replica, fleet, endpoints
+        self._readings, self._meter = readings, meter
+        self._channel = MetricsChannel(url, pool, replica, now_ms=readings.now_ms)
         self._look_s = heartbeat_s / _LOOKS_A_HEARTBEAT
-        self._suspects: Sequence[str] = ()  # published with the next batch
-        soonest_s = scraping.interval or PROBE_S / 2
-        shown_s = min(self._look_s, (scraping.stale_after or math.inf) / 2)
         self._scraper = Scraper(
             scraping,
-            pacing=IntervalPolicy(scraping.interval, lambda: picked_by() and busy(), busy),
-            publish=self._publish,
-            publish_s=lambda: soonest_s if picked_by() else max(soonest_s, shown_s),
+            pacing=IntervalPolicy(scraping.interval, fleet),
+            readings=readings,
+            channel=self._channel,
             speak_s=self._look_s,
             meter=meter,
-            last_read=self.readings.last_read,
         )
-        self._replica = replica
         # The look after another replica's next message detects the silence, still within a heartbeat.
         self._scrapers = Scrapers(replica, self._look_s * _SILENT_LOOKS)
-        self._live = live
-        self._endpoints = endpoints
-        self._meter = meter
         self._assigned_version = ""  # version of the endpoints last assigned
         self._assignment = Assignment(())
 
     def suspect(self, addresses: Sequence[str]) -> None:
         """Have the replicas that scrape `addresses` read their pages soon, since clients of requests in
         flight there may have gone."""
-        self._scraper.suspect(addresses)
-        self._suspects = tuple(addresses)
+        self._scraper.suspect(addresses, notify=True)
 
     async def run(self) -> None:
         """Scrape, publish and subscribe until cancelled. Redis faults are retried, never raised."""
@@ -202,15 +191,9 @@ class ScrapingTask:
         if sender is not None:
             self._scrapers.seen(sender, self._clock())
         if readings:
-            self.readings.update(readings)
+            self._readings.update(readings)
         if suspects:
             self._scraper.suspect(suspects)
-
-    async def _publish(self, batch: Mapping[str, EndpointMetrics]) -> None:
-        self.readings.update(batch)
-        suspects, self._suspects = self._suspects, ()
-        if batch or suspects or self._replica in self._assignment.replicas:
-            await self._channel.publish(batch, suspects)
 
     async def _look_forever(self) -> None:
         while True:
@@ -225,26 +208,27 @@ class ScrapingTask:
         """Assign the current endpoints to the present replicas, and scrape those of this replica."""
         now_s = self._clock()
         snapshot = self._endpoints.current
-        present = self._scrapers.among(self._live(), scrapers_wanted(len(snapshot.endpoints)), now_s)
+        present = self._scrapers.among(self._fleet.live, scrapers_wanted(len(snapshot.endpoints)), now_s)
         if present != self._assignment.replicas:
             self._assignment, self._assigned_version = Assignment(present), ""
+            self._scraper.speaks = self._replica in present
         if snapshot.version != self._assigned_version:
             self._assigned_version = snapshot.version
             mine = self._assignment.of(self._replica, (each.address for each in snapshot.endpoints))
             _log.info("scraping %d of %d endpoints", len(mine), len(snapshot.endpoints))
             self._scraper.set_targets(each for each in snapshot.endpoints if each.address in mine)
-        self._meter.scrape_ages(len(self._scraper.targets), self.readings.ages_s)
+        self._meter.scrape_ages(len(self._scraper.targets), self._readings.ages_s)
 
     async def _forget_gone(self) -> None:
         """Forget endpoints that have left; the replica that would scrape such an endpoint also removes its
         reading from Redis."""
         snapshot = self._endpoints.current
         addresses = frozenset(endpoint.address for endpoint in snapshot.endpoints)
-        gone = self.readings.addresses - addresses
+        gone = self._readings.addresses - addresses
         if not snapshot.version or not gone:
             return
         # Forget endpoints only after Redis has removed their readings, so that a Redis fault is retried.
         mine = Assignment(self._assignment.replicas).of(self._replica, gone)
         with contextlib.suppress(StateUnavailable):
             await self._channel.remove(mine)
-            self.readings.retain(addresses)
+            self._readings.retain(addresses)

@@ -4,10 +4,12 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping
 
-from picker_fleet.endpoints.readings import EndpointMetrics, Reading
-from picker_fleet.endpoints.scraper import SILENCE, Meter
+from picker_fleet.domain.known_fleet import KnownFleet
+from picker_fleet.endpoints.readings import EndpointMetrics, MetricsCache
+from picker_fleet.endpoints.scraper import SILENCE
 from picker_fleet.endpoints.snapshot import SnapshotCell
 from picker_fleet.state.store import MarkReply, Store
+from picker_fleet.telemetry.metrics import Metrics
 
 _WELL_AGAIN = 3  # good answers in a row that remove the mark `down`
 _UNANSWERED = ("timeout", "silent")
@@ -20,29 +22,23 @@ _log = logging.getLogger(__name__)
 
 
 class Probes:
-    """A `Meter` of the scraper that wraps `meter` and marks endpoints. It marks an endpoint down that refuses
+    """The scraper's `Meter`: counts by `metrics`, and marks endpoints. It marks an endpoint down that refuses
     connections, is silent or answers that it takes no requests; each further timeout confirms the mark, and
     three good answers in a row remove it. A probe's status decides whether an ejected endpoint is reinstated.
-    If an endpoint's page stays the same while requests run there, it is reported as stuck, and `ejected` is
-    called if Redis ejects it. `readings` returns the last metrics that any replica scraped; `in_flight`, the
-    fleet's requests by endpoint."""
+    If an endpoint's page stays the same while requests run there, it is reported as stuck. `readings` has the
+    last metrics that any replica scraped."""
 
     def __init__(
         self,
         store: Store,
         endpoints: SnapshotCell,
-        meter: Meter,
-        readings: Callable[[], Mapping[str, Reading]],
-        in_flight: Callable[[], Mapping[str, int]] = dict,
-        ejected: Callable[[str, str], object] = lambda address, why: None,
-        clock: Callable[[], float] | None = None,
+        metrics: Metrics,
+        readings: MetricsCache,
+        fleet: KnownFleet,
+        clock: Callable[[], float],
     ) -> None:
-        self._store = store
-        self._endpoints = endpoints
-        self._meter = meter
-        self._readings, self._in_flight = readings, in_flight
-        self._on_ejected = ejected
-        self._clock = clock or asyncio.get_running_loop().time
+        self._store, self._endpoints, self._metrics = store, endpoints, metrics
+        self._readings, self._fleet, self._clock = readings, fleet, clock
         self._figures: dict[str, tuple[tuple[float | None, ...], float]] = {}  # last figures, and since when
         self._stuck: set[str] = set()
         self._well: dict[str, int] = {}  # endpoint marked down -> good answers in a row
@@ -52,12 +48,12 @@ class Probes:
         self._ejected: frozenset[str] = frozenset()
 
     def scraped(self, address: str, seconds: float, reading: EndpointMetrics) -> None:
-        self._meter.scraped(address, seconds, reading)
+        self._metrics.scraped(address, seconds, reading)
         self._answered(address, reading.unready is None)
         self._watch(address, reading)
 
     def probed(self, address: str, status: int, ready: bool) -> None:
-        self._meter.probed(address, status, ready)
+        self._metrics.probed(address, status, ready)
         self._answered(address, ready)
         if self._is_ejected(address):
             is_well = ready and (200 <= status < 300 or status in _NO_SUCH_PAGE)
@@ -66,7 +62,7 @@ class Probes:
     def _watch(self, address: str, reading: EndpointMetrics) -> None:
         """Report an endpoint as stuck if its page stays the same while requests run there."""
         now_s = self._clock()
-        if not self._in_flight().get(address):
+        if not self._fleet.in_flight.get(address):
             self._moves(address)
             return
         figures = (reading.waiting, reading.running, reading.kv_utilisation)
@@ -98,7 +94,7 @@ class Probes:
             self._mark(address, False)
 
     def scrape_failed(self, address: str, kind: str, seconds: float) -> None:
-        self._meter.scrape_failed(address, kind, seconds)
+        self._metrics.scrape_failed(address, kind, seconds)
         self._well.pop(address, None)
         if kind in _SERVER_FAULTS and self._is_ejected(address):
             self._mark(address, True, "ejected")
@@ -107,13 +103,13 @@ class Probes:
             self._mark(address, True)
 
     def scrape_published(self, readings: int, seconds: float) -> None:
-        self._meter.scrape_published(readings, seconds)
+        self._metrics.scrape_published(readings, seconds)
 
     def scrape_unpublished(self, readings: int) -> None:
-        self._meter.scrape_unpublished(readings)
+        self._metrics.scrape_unpublished(readings)
 
     def scrape_ages(self, owned: int, ages_s: Callable[[], Mapping[str, float]]) -> None:
-        self._meter.scrape_ages(owned, ages_s)
+        self._metrics.scrape_ages(owned, ages_s)
 
     def _is_down(self, address: str) -> bool:
         self._follow()
@@ -136,7 +132,7 @@ class Probes:
     def _most_are_silent(self) -> bool:
         """Whether most endpoints are silent. If so, the cause is the scraping or the load, and marking the
         silent endpoints would leave too few."""
-        readings = self._readings()
+        readings = self._readings.snapshot()
         up = [each.address for each in self._endpoints.current.endpoints if not each.down]
         silent = sum(
             (readings[address].metrics.fault or "").startswith(SILENCE)
@@ -150,6 +146,6 @@ class Probes:
             # Ignore a failed call: the next probe repeats the mark.
             if not done.cancelled() and done.exception() is None and done.result() is MarkReply.EJECTED:
                 _log.warning("endpoint %s is ejected: %s", address, what)
-                self._on_ejected(address, what)
+                self._metrics.endpoint_ejected(address, what)
 
         self._store.mark_endpoint(address, what, on).add_done_callback(marked)

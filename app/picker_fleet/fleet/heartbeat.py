@@ -601,6 +601,10 @@ class Membership:
         """The last heartbeat's reply; None before the first reply, and while the pool has another format."""
         return self._heartbeat.pulse
 
+    def leads(self) -> bool:
+        """Whether this replica is the leader, which writes for the whole fleet."""
+        return self.pulse is not None and self.pulse.leader
+
     @property
     def refusal(self) -> str:
         """Why this replica may not join the pool, and what to do; '' if it may."""

@@ -43,8 +43,7 @@ class ReplicaInfo:
         """Set `by_peer`, which returns the number of open gRPC streams by peer address."""
         self._streams_by_peer = by_peer
 
-    @property
-    def grpc(self) -> str:
+    def grpc_address(self) -> str:
         """The host:port at which other replicas reach this one; '' until it listens."""
         return self._reached.get("grpc", "")
 

@@ -17,8 +17,7 @@ from picker_fleet.domain.errors import ConfigError
 from picker_fleet.domain.request import finite_number
 from picker_fleet.domain.scorer_names import IN_FLIGHT, scorer_name, weights_by_name
 from picker_fleet.domain.units import LEAST_WEIGHT, MOST_WEIGHT, has_control
-from picker_fleet.scheduling.chooser import with_in_flight
-from picker_fleet.scheduling.scheduler import Scheduler
+from picker_fleet.scheduling.scheduler import Scheduler, with_in_flight
 from picker_fleet.scheduling.scorers import SCORERS
 
 # Each key that may change live -> the shared settings computed from that key.

@@ -27,12 +27,14 @@ from picker_fleet.domain.errors import BadRequest
 from picker_fleet.domain.request import KEY_MARK, InferenceRequest, Workload, finite_number
 from picker_fleet.domain.sections import Model, Objective
 from picker_fleet.domain.units import duration_s, endpoint_address, has_control
+from picker_fleet.endpoints.snapshot import SnapshotCell
 from picker_fleet.ingress import cost
 from picker_fleet.ingress.bodies import OtherBody, as_utf8, is_form, read_form
 from picker_fleet.ingress.traffic_split import Split, identity_of_body
 from picker_fleet.scheduling.chooser import SESSION_HEADER as SESSION
 from picker_fleet.scheduling.chooser import session_token_of
 from picker_fleet.scheduling.endpoint_history import PROMPT_MEMBERS, block_hashes, prompt_bytes
+from picker_fleet.state.accounting_token import Keyring
 
 METHOD, PATH = ":method", ":path"
 REQUEST_ID = "x-request-id"
@@ -293,11 +295,11 @@ def read_subset(hint: object) -> tuple[str, ...]:
 _canonical = lru_cache(maxsize=10_000)(endpoint_address)
 
 
-def selected_endpoints(choice: bytes, addresses: Iterable[str]) -> tuple[str, ...]:
-    """The endpoints that the conformance suite's header selects: `ip:port`, or an `ip` of `addresses`."""
+def selected_endpoints(endpoints: SnapshotCell, choice: bytes) -> tuple[str, ...]:
+    """The endpoints that the conformance suite's header selects: `ip:port`, or an `ip` of `endpoints`."""
     parts = [part.strip() for part in choice.decode(errors="replace").split(",")]
     by_host: dict[str, list[str]] = {}
-    for address in addresses:
+    for address in (each.address for each in endpoints.current.endpoints):
         by_host.setdefault(address.rpartition(":")[0].strip("[]"), []).append(address)
     found = [address for part in parts for address in by_host.get(part.strip("[]"), ())]
     return tuple(dict.fromkeys((*found, *read_subset(parts))))
@@ -331,8 +333,8 @@ class _ModelSettings(NamedTuple):
 class Intake:
     """Makes requests from headers and bodies under one configuration.
 
-    `new_id` makes unique ids (UUIDs); `variant_key` returns the key that chooses variants; `prefixes` says
-    whether a scorer reads prompt hashes (None: never); `served_models` lists models that endpoints report.
+    `new_id` makes unique ids (UUIDs); `keys` has the key that chooses variants; `prefixes` says whether a
+    scorer reads prompt hashes (None: never); `served_models` lists models that endpoints report.
     """
 
     def __init__(
@@ -340,7 +342,7 @@ class Intake:
         settings: Settings,
         *,
         new_id: Callable[[], str],
-        variant_key: Callable[[], bytes],
+        keys: Keyring,
         prefixes: PrefixReader | None = None,
         served_models: Callable[[], Collection[str]] = tuple,
     ) -> None:
@@ -348,7 +350,7 @@ class Intake:
         self.headers = wanted_headers(settings)
         self._bands = queue.bands
         self._unranked = (self._bands.named(Criticality.DEFAULT), 1.0)
-        self.new_id, self._variant_key = new_id, variant_key
+        self.new_id, self._keys = new_id, keys
         self._ttl_s = queue.queue_ttl
         self._by_fairness_id = queue.flow_key == "fairness-id"
         self._in_tokens = settings.request_queue_controller.unit == "tokens"
@@ -521,7 +523,7 @@ class Intake:
     def _variant(self, model: str, gateway_id: bytes, flow: str, ask: Ask) -> str:
         """Choose one of the several variants of `model`. `gateway_id` is empty if the gateway has set no id:
         a client could try ids until one leads to the variant that it wants, and keep that id."""
-        split, key = self._split_of(model), self._variant_key()
+        split, key = self._split_of(model), self._keys.variant_key
         assert split is not None, "a model without variants has its target in its settings"
         return split.variant(key, gateway_id or identity_of_body(key, flow, ask.text))
 

@@ -1,23 +1,22 @@
 """Chooses candidate endpoints for a request from what one replica knows.
 
-A chooser passes candidates to the script (`lua/place.lua`), which makes the final choice by the live load. A
-chooser also keeps recent choices for explanations, and issues session tokens for scorer `session-affinity`.
+The script (`lua/place.lua`) makes the final choice among the candidates, by the live load. The chooser also
+keeps recent choices for explanations, and issues session tokens for scorer `session-affinity`.
 """
 
-import asyncio
 import random
 from bisect import bisect
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
+from typing import Final, NamedTuple
 
 from xxhash import xxh3_64_intdigest
 
+from picker_fleet.domain.config import EffectiveConfig
+from picker_fleet.domain.known_fleet import KnownFleet
 from picker_fleet.domain.request import KEY_MARK, Completion, InferenceRequest, Outcome
-from picker_fleet.domain.scorer_names import DEFAULT_LATENCY_WEIGHTS, IN_FLIGHT, LatencyWeights
 from picker_fleet.endpoints.readings import Readings
 from picker_fleet.endpoints.snapshot import SnapshotCell
-from picker_fleet.scheduling.endpoint_history import LatencyTracker, PrefixIndex
 from picker_fleet.scheduling.endpoint_states import EndpointStates
 from picker_fleet.scheduling.explain import (
     ANY_ENDPOINT,
@@ -26,12 +25,10 @@ from picker_fleet.scheduling.explain import (
     PickBasis,
     explain,
 )
-from picker_fleet.scheduling.scheduler import Scheduler
+from picker_fleet.scheduling.route_stream import RouteStream
+from picker_fleet.scheduling.scheduler import Scheduler, with_in_flight
 from picker_fleet.scheduling.scorers import EndpointState, PickRequest
 from picker_fleet.state.accounting_token import LENGTH, Keyring
-
-if TYPE_CHECKING:
-    from picker_fleet.scheduling.route_stream import RouteStream  # imports Redis's client
 
 SESSION_HEADER: Final = "x-session-token"  # in requests and responses
 
@@ -40,7 +37,6 @@ SESSION_HEADER: Final = "x-session-token"  # in requests and responses
 _MAX_SCORED, _MAX_OF_A_SAMPLE = 8, 5
 _DRAWS = 32  # choices kept for similar requests to share; each breaks ties differently
 _ROUTE_SCORERS = frozenset({"prefix-affinity", "latency"})  # need the routes of all replicas
-_IN_FLIGHT_WEIGHT = 1.0  # if the configuration does not name the scorer `in-flight`
 _SESSION_PURPOSE = "session"
 _MAX_TOKENS = 10_000
 _ADDRESS_BYTES = 24  # approximate length of one address in a list of candidates
@@ -51,46 +47,6 @@ class Choice(NamedTuple):
 
     candidates: str
     basis: PickBasis
-
-
-class EndpointChooser(Protocol):
-    """The chooser's interface for admission. `live_weight` is the weight with which the script adds the live
-    load to the candidates' scores."""
-
-    live_weight: float
-
-    def choose(self, request: InferenceRequest) -> Choice:
-        """The candidates for `request`."""
-        ...
-
-    def unscored(self, request: InferenceRequest) -> Choice:
-        """Candidates without scores, so that the script chooses by load, since this replica's readings may be
-        out of date."""
-        ...
-
-    def placed(
-        self, request: InferenceRequest, choice: Choice, endpoints: tuple[str, ...], live: str = ""
-    ) -> None:
-        """Called when `request` was placed on the first of `endpoints`; `live` are the loads that the script
-        compared (lua/place.lua)."""
-
-    def refused(self, request: InferenceRequest, choice: Choice) -> None:
-        """Called when no endpoint could take `request`."""
-
-    def ended(self, completion: Completion) -> None:
-        """Called when a request has ended."""
-
-    def session_token(self, endpoint: str) -> str:
-        """The token for the client of a request that `endpoint` serves; '' if no scorer uses sessions."""
-        ...
-
-    def session_endpoint(self, session: str, subset: tuple[str, ...] | None) -> str:
-        """The endpoint, in `subset`, of a session; '' if it has none, or no scorer uses sessions."""
-        ...
-
-    def explain(self, request_id: str) -> Explanation | None:
-        """Why a recent request was placed on its endpoint, or refused; None if the request is unknown."""
-        ...
 
 
 class ExplanationCache:
@@ -124,70 +80,6 @@ class ExplanationCache:
         """Explain the last choice for `request_id`; None if the choice is no longer kept."""
         found = next((each for each in reversed(self._choices) if each[0] == request_id), None)
         return None if found is None else explain(*found[:-1])
-
-
-class LeastLoadedChooser:
-    """Leaves the choice to the script, which takes the least loaded endpoint of all, or of the subset.
-
-    The script does not know labels: if a request selects by labels, the candidates are the endpoints with
-    these labels. `in_flight` returns the fleet's requests in flight by endpoint as last read; the returned
-    mapping must not change. One event loop.
-    """
-
-    live_weight = 0.0
-
-    def __init__(
-        self,
-        endpoints: SnapshotCell,
-        in_flight: Callable[[], Mapping[str, int]] = dict,
-        explanations: ExplanationCache | None = None,
-    ) -> None:
-        self._endpoints = endpoints
-        self._in_flight = in_flight
-        self._explanations = ExplanationCache() if explanations is None else explanations
-        # The basis shared by requests that any endpoint may serve, until endpoints or loads are read again.
-        self._any = LeastLoadedPick((), {}, None, {}, ANY_ENDPOINT)
-
-    def choose(self, request: InferenceRequest) -> Choice:
-        known, subset, selector = self._endpoints.current.endpoints, request.subset, request.selector
-        if subset is None and not selector:
-            in_flight = self._in_flight()
-            if known is not self._any.endpoints or in_flight is not self._any.in_flight:
-                self._any = LeastLoadedPick(known, in_flight, None, {}, ANY_ENDPOINT)
-            return Choice(ANY_ENDPOINT, self._any)
-        if selector:
-            wanted = selector.items()
-            candidates = ",".join(
-                endpoint.address
-                for endpoint in known
-                if wanted <= endpoint.labels.items() and (subset is None or endpoint.address in subset)
-            )
-        else:
-            candidates = ",".join(subset or ())
-        return Choice(candidates, LeastLoadedPick(known, self._in_flight(), subset, selector, candidates))
-
-    def unscored(self, request: InferenceRequest) -> Choice:
-        return self.choose(request)
-
-    def placed(
-        self, request: InferenceRequest, choice: Choice, endpoints: tuple[str, ...], live: str = ""
-    ) -> None:
-        self._explanations.add(request.id, choice.basis, endpoints, live)
-
-    def refused(self, request: InferenceRequest, choice: Choice) -> None:
-        self._explanations.add(request.id, choice.basis, ())
-
-    def ended(self, completion: Completion) -> None:
-        pass
-
-    def session_token(self, endpoint: str) -> str:
-        return ""
-
-    def session_endpoint(self, session: str, subset: tuple[str, ...] | None) -> str:
-        return ""
-
-    def explain(self, request_id: str) -> Explanation | None:
-        return self._explanations.get(request_id)
 
 
 class SessionTokens:
@@ -275,83 +167,60 @@ def session_token_of(headers: Mapping[str, bytes]) -> str:
     return raw.decode() if len(raw) == LENGTH and raw.isalnum() else ""
 
 
-def with_in_flight(scorers: Mapping[str, float]) -> dict[str, float]:
-    """`scorers` (name -> weight) with the scorer `in-flight` added if missing: without `in-flight` all
-    replicas would pick the same endpoint at once."""
-    return {IN_FLIGHT: _IN_FLIGHT_WEIGHT, **scorers}
+class EndpointChooser:
+    """Names the candidates of a request, by the configured scorers or, without scorers, for the script to
+    choose the endpoint with the least load. One event loop.
 
-
-class ScoringChooser:
-    """Ranks endpoints by the configured scorers, from what this replica knows. One event loop.
-
-    Without a scheduler it leaves the choice to the script, as `LeastLoadedChooser` does. `readings` returns
-    the scraped metrics, `in_flight` the fleet's requests in flight by endpoint as last read. `routes` gets
-    this replica's routes and completions while a scorer needs them from all replicas. `adapters` are names of
-    LoRA adapters that the readings may lack. `latency_weights` is for the scorer `latency`.
-    `needs_prefix_hashes`: whether a scorer needs the hashes of prompts.
+    Scorers read what this replica knows: `fleet` has the requests in flight as last read, `readings` returns
+    the scraped metrics, `routes` has the prefixes and latencies of endpoints, and gets this replica's own.
+    `live_weight` is the weight with which the script adds the live load to the candidates' scores;
+    `needs_prefix_hashes` is whether a scorer reads the hashes of prompts.
     """
 
     def __init__(
         self,
-        scheduler: Scheduler | None,
+        fleet: KnownFleet,
         endpoints: SnapshotCell,
         *,
         readings: Callable[[], Readings],
-        in_flight: Callable[[], Mapping[str, int]],
-        index: PrefixIndex,
-        latencies: LatencyTracker,
-        routes: "RouteStream | None",
+        routes: RouteStream,
+        keys: Keyring,
         clock: Callable[[], float],
-        adapters: Collection[str] = (),
-        latency_weights: LatencyWeights = DEFAULT_LATENCY_WEIGHTS,
-        sessions: SessionTokens | None = None,
-        fallbacks: int = 0,
     ) -> None:
-        self._index, self._fallbacks = index, fallbacks
-        self._latency_weights = latency_weights
-        self._routes = routes
-        self._sessions = sessions or SessionTokens(Keyring(), endpoints)
-        self._session_keys, self._endpoints = SessionKeys(endpoints), endpoints
+        configured = fleet.config.settings.scheduling
+        self._fallbacks, self._latency_weights = configured.fallbacks, configured.latency
+        self._fleet, self._endpoints, self._routes = fleet, endpoints, routes
+        self._sessions, self._session_keys = SessionTokens(keys, endpoints), SessionKeys(endpoints)
         self._explanations = ExplanationCache()
-        self._least_loaded = LeastLoadedChooser(endpoints, in_flight, self._explanations)
-        self._in_flight = in_flight
-        self._routes_needed = asyncio.Event()
         self._states = EndpointStates(
-            endpoints,
-            readings=readings,
-            in_flight=in_flight,
-            latencies=latencies,
-            index=index,
-            clock=clock,
-            adapters=adapters,
+            endpoints, fleet, readings=readings, routes=routes, clock=clock, adapters=configured.adapters
         )
+        # The basis shared by requests that any endpoint may serve, until endpoints or loads are read again.
+        self._any = LeastLoadedPick((), {}, None, {}, ANY_ENDPOINT)
         # Choices made from the states `_drawn_from`, at most `_DRAWS` per kind of request (`_drawn_for`).
         self._drawn: dict[tuple[object, ...], list[Choice]] = {}
         self._drawn_from: Sequence[EndpointState] = ()
-        self.use_scheduler(scheduler)
+        self.follow(fleet.config)
 
-    def use_scheduler(self, scheduler: Scheduler | None) -> None:
-        """Rank by `scheduler` from now on; None leaves the choice to the script."""
-        self._scheduler = scheduler
+    def follow(self, config: EffectiveConfig) -> None:
+        """Choose by the scorers of `config` from now on."""
+        weights = config.settings.scheduling.scorers
+        self._scheduler = Scheduler(with_in_flight(weights)) if weights else None
         self._drawn_from = ()
-        weights = scheduler.weights if scheduler is not None else {}
-        self.live_weight = scheduler.live_weight if scheduler is not None else 0.0
+        self.live_weight = self._scheduler.live_weight if self._scheduler is not None else 0.0
         self.needs_prefix_hashes = "prefix-affinity" in weights
         self._gives_tokens = "session-affinity" in weights
         self._shares_routes = not _ROUTE_SCORERS.isdisjoint(weights)
         self._shares_completions = "latency" in weights
         if self._shares_routes:
-            self._routes_needed.set()
-
-    async def routes_needed(self) -> None:
-        """Wait, without a deadline, until a scorer needs the routes of other replicas."""
-        await self._routes_needed.wait()
+            self._routes.share()
 
     def choose(self, request: InferenceRequest) -> Choice:
+        """The candidates for `request`."""
         if request.origin and self._is_able(request, request.origin):
             known = LeastLoadedPick(
                 self._endpoints.current.endpoints,
-                self._in_flight(),
+                self._fleet.in_flight,
                 (request.origin,),
                 request.selector,
                 request.origin,
@@ -359,7 +228,7 @@ class ScoringChooser:
             )
             return Choice(request.origin, known)
         if self._scheduler is None:
-            return self._least_loaded.choose(request)
+            return self.unscored(request)
         states = self._states
         states.refresh()
         session_endpoint = ""
@@ -373,7 +242,7 @@ class ScoringChooser:
             selector=request.selector,
             session_endpoint=session_endpoint,
             prefix_blocks=len(request.prefix),
-            prefix_matches=self._index.match(request.prefix, among),
+            prefix_matches=self._routes.index.match(request.prefix, among),
             latency_weights=self._latency_weights,
         )
         drawn: list[Choice] = []
@@ -400,6 +269,7 @@ class ScoringChooser:
     def session_endpoint(
         self, session: str, subset: tuple[str, ...] | None, selector: Mapping[str, str] | None = None
     ) -> str:
+        """The endpoint, in `subset`, of a session; '' if it has none, or no scorer uses sessions."""
         if not self._gives_tokens:
             return ""
         if session[0] == KEY_MARK:
@@ -415,22 +285,42 @@ class ScoringChooser:
         return self._drawn.setdefault(likeness, [])
 
     def unscored(self, request: InferenceRequest) -> Choice:
-        return self._least_loaded.choose(request)
+        """Candidates without scores, so that the script chooses by load, since this replica's readings may be
+        out of date. The script does not know labels: if a request selects by labels, the candidates are the
+        endpoints with these labels."""
+        known, in_flight = self._endpoints.current.endpoints, self._fleet.in_flight
+        subset, selector = request.subset, request.selector
+        if subset is None and not selector:
+            if known is not self._any.endpoints or in_flight is not self._any.in_flight:
+                self._any = LeastLoadedPick(known, in_flight, None, {}, ANY_ENDPOINT)
+            return Choice(ANY_ENDPOINT, self._any)
+        if selector:
+            wanted = selector.items()
+            candidates = ",".join(
+                endpoint.address
+                for endpoint in known
+                if wanted <= endpoint.labels.items() and (subset is None or endpoint.address in subset)
+            )
+        else:
+            candidates = ",".join(subset or ())
+        return Choice(candidates, LeastLoadedPick(known, in_flight, subset, selector, candidates))
 
     def placed(
         self, request: InferenceRequest, choice: Choice, endpoints: tuple[str, ...], live: str = ""
     ) -> None:
+        """Note that `request` was placed on the first of `endpoints`; `live` are the loads that the script
+        compared (lua/place.lua)."""
         self._explanations.add(request.id, choice.basis, endpoints, live)
-        if self._routes is not None and self._shares_routes and request.prefix:
+        if self._shares_routes and request.prefix:
             self._routes.add_route(endpoints[0], request.prefix)
 
     def refused(self, request: InferenceRequest, choice: Choice) -> None:
+        """Note that no endpoint could take `request`."""
         self._explanations.add(request.id, choice.basis, ())
 
     def ended(self, completion: Completion) -> None:
-        if not self._shares_completions or self._routes is None:
-            return
-        if completion.outcome is not Outcome.COMPLETED:
+        """Learn the endpoint's latency from the end of a request."""
+        if not self._shares_completions or completion.outcome is not Outcome.COMPLETED:
             return
         if not 200 <= completion.status < 300:
             return  # an error response is quick: its time would distort the endpoint's latency
@@ -440,9 +330,11 @@ class ScoringChooser:
             self._routes.add_completion(completion.served, seconds)
 
     def session_token(self, endpoint: str) -> str:
+        """The token for the client of a request that `endpoint` serves; '' if no scorer uses sessions."""
         return self._sessions.token_of(endpoint) if self._gives_tokens else ""
 
     def explain(self, request_id: str) -> Explanation | None:
+        """Why a recent request was placed on its endpoint, or refused; None if the request is unknown."""
         return self._explanations.get(request_id)
 
     def scores(self) -> Mapping[str, Mapping[str, float]]:

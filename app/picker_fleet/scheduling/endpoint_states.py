@@ -10,10 +10,11 @@ pick does not depend on the size of the pool (docs/decisions.md, 25).
 import random
 from collections.abc import Callable, Collection, Mapping, Sequence
 
+from picker_fleet.domain.known_fleet import KnownFleet
 from picker_fleet.domain.request import Endpoint, InferenceRequest
 from picker_fleet.endpoints.readings import Readings
 from picker_fleet.endpoints.snapshot import Snapshot, SnapshotCell
-from picker_fleet.scheduling.endpoint_history import LatencyTracker, PrefixIndex
+from picker_fleet.scheduling.route_stream import RouteStream
 from picker_fleet.scheduling.scorers import EndpointState
 
 REFRESH_S = 0.1  # the greatest age of a state; endpoints are scraped at this interval
@@ -29,24 +30,23 @@ Selector = frozenset[tuple[str, str]]
 class EndpointStates:
     """The states of all endpoints, at most `REFRESH_S` old after a call of `refresh`. One event loop.
 
-    `readings`, `in_flight` and `latencies` give the data of endpoints by address; `adapters` are names of
-    LoRA adapters that the readings may lack. `refresh` removes endpoints that have left from `index`.
+    `adapters` are names of LoRA adapters that the readings may lack. `refresh` removes endpoints that have
+    left from the index of `routes`.
     """
 
     def __init__(
         self,
         endpoints: SnapshotCell,
+        fleet: KnownFleet,
         *,
         readings: Callable[[], Readings],
-        in_flight: Callable[[], Mapping[str, int]],
-        latencies: LatencyTracker,
-        index: PrefixIndex,
+        routes: RouteStream,
         clock: Callable[[], float],
-        adapters: Collection[str] = (),
+        adapters: Collection[str],
     ) -> None:
-        self._endpoints, self._clock = endpoints, clock
-        self._read_readings, self._read_in_flight = readings, in_flight
-        self._latencies, self._index = latencies, index
+        self._endpoints, self._fleet, self._clock = endpoints, fleet, clock
+        self._read_readings = readings
+        self._latencies, self._index = routes.latencies, routes.index
         self._configured_adapters = frozenset(adapters)
         self.adapters = self._configured_adapters
         # Derived from the endpoint snapshot `_version`.
@@ -80,7 +80,7 @@ class EndpointStates:
             self._take(snapshot)
         self._index.retain(self._by_address.keys())  # routes to endpoints that have left may arrive late
         self._refreshed_s = now_s
-        self._readings, self._in_flight = self._read_readings(), self._read_in_flight()
+        self._readings, self._in_flight = self._read_readings(), self._fleet.in_flight
         self._states = {}
         self._note_adapters()
         drawn = self._draw()

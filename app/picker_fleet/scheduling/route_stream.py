@@ -1,8 +1,9 @@
 """Shares routes and completions between replicas, through a capped Redis stream.
 
-pool.py runs one RouteStream per replica; the chooser adds records. Each replica appends to the stream and
-follows it, on two connections of its own. The stream is a cache, not a ledger: a lost record (trimmed before
-it was read, or not written) costs a cache hit or a latency sample. No request waits for the stream.
+pool.py runs one RouteStream per replica; the chooser adds records and reads the indexes. Each replica
+appends to the stream and follows it, on two connections of its own. The stream is a cache, not a ledger: a
+lost record (trimmed before it was read, or not written) costs a cache hit or a latency sample. No request
+waits for the stream.
 
 A replica applies its own routes at once, and routes of other replicas from the stream. All replicas apply
 completions from the stream, and so in the same order. If a completion cannot be written at the second try,
@@ -70,20 +71,19 @@ Record = RouteRecord | CompletionRecord
 
 
 class RouteStream:
-    """Keeps `index` and `latencies` up to date with the whole fleet's routes and completions. One event loop.
+    """Keeps `index` and `latencies` up to date with the whole fleet's routes and completions, from the first
+    call of `share` on. One event loop.
 
     `stream` is the key (`epp:{POOL}:routes`). `replica` identifies this process, not the host: entries from
     before a restart are read back like another replica's. Call `run` in a task of its own.
     """
 
-    def __init__(
-        self, url: str, *, stream: str, replica: str, index: PrefixIndex, latencies: LatencyTracker
-    ) -> None:
+    def __init__(self, url: str, *, stream: str, replica: str) -> None:
         self._url = url
         self._stream = stream
         self._replica = replica.encode()
-        self._index = index
-        self._latencies = latencies
+        self.index, self.latencies = PrefixIndex(), LatencyTracker()
+        self._shared = asyncio.Event()
         self._routes: deque[bytes] = deque(maxlen=MAX_ROUTES)  # packed records
         self._completions: deque[CompletionRecord] = deque(maxlen=MAX_COMPLETIONS)
         self._is_retry = False  # whether a write of the waiting records has already failed once
@@ -97,10 +97,14 @@ class RouteStream:
         """Completions that wait for the next write, oldest first."""
         return tuple(self._completions)
 
+    def share(self) -> None:
+        """A scorer needs the routes of all replicas: let `run` share them."""
+        self._shared.set()
+
     def add_route(self, address: str, hashes: tuple[bytes, ...]) -> None:
         """Tell the fleet that a prompt with `hashes` was routed to `address`. Returns at once."""
         if hashes:
-            self._index.add(address, hashes)
+            self.index.add(address, hashes)
             self._routes.append(pack(RouteRecord(address, hashes)))
             self._pending.set()
 
@@ -114,7 +118,9 @@ class RouteStream:
         await self._caught_up.wait()
 
     async def run(self) -> None:
-        """Write and follow the stream until cancelled; retry during outages of Redis."""
+        """Wait for `share`, then write and follow the stream until cancelled; retry during outages of
+        Redis."""
+        await self._shared.wait()
         async with asyncio.TaskGroup() as group:
             write = partial(self._repeat, self._write, _CALL_S, "written")
             follow = partial(self._repeat, self._follow, _READ_S, "followed")
@@ -212,9 +218,9 @@ class RouteStream:
     def _apply(self, records: Iterable[Record]) -> None:
         for record in records:
             if isinstance(record, CompletionRecord):
-                self._latencies.add(record.address, record.seconds)
+                self.latencies.add(record.address, record.seconds)
             else:
-                self._index.add(record.address, record.hashes)
+                self.index.add(record.address, record.hashes)
 
 
 def pack(record: Record) -> bytes:

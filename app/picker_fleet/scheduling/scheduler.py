@@ -145,6 +145,12 @@ class Ranking(NamedTuple):
         return len(self.eligible) * (len(self.parts) + 2) + 2 * len(self.excluded) + 1
 
 
+def with_in_flight(scorers: Mapping[str, float]) -> dict[str, float]:
+    """`scorers` (name -> weight) with the scorer `in-flight` added if missing: without `in-flight` all
+    replicas would pick the same endpoint at once."""
+    return {IN_FLIGHT: 1.0, **scorers}
+
+
 class Scheduler:
     """Ranks endpoints by one set of weights (scorer name -> weight, from the configuration).
 

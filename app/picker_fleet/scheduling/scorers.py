@@ -18,7 +18,8 @@ from typing import Final, NamedTuple
 import msgspec
 from msgspec.structs import force_setattr
 
-from picker_fleet.domain.scorer_names import DEFAULT_LATENCY_WEIGHTS, IN_FLIGHT, SCORER_NAMES, LatencyWeights
+from picker_fleet.domain.scorer_names import IN_FLIGHT, SCORER_NAMES
+from picker_fleet.domain.sections import Latency
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +33,7 @@ class LatencyStats:
 
 _NO_LABELS: Final[Mapping[str, str]] = MappingProxyType({})
 _NO_MATCHES: Final[Mapping[str, int]] = MappingProxyType({})
+_LATENCY: Final = Latency()
 
 
 class PickRequest(NamedTuple):
@@ -50,7 +52,7 @@ class PickRequest(NamedTuple):
     session_endpoint: str = ""
     prefix_blocks: int = 0
     prefix_matches: Mapping[str, int] = _NO_MATCHES
-    latency_weights: LatencyWeights = DEFAULT_LATENCY_WEIGHTS
+    latency_weights: Latency = _LATENCY
     random: Callable[[], float] = random.random
 
 
@@ -208,8 +210,6 @@ SCORERS: Mapping[str, Scorer] = {
 }
 assert tuple(SCORERS) == SCORER_NAMES
 
-# Scorers that read metrics scraped from model servers.
-SCRAPED_SCORERS = frozenset({"queue-depth", "kv-cache", "running-requests", "lora-affinity"})
 # Scorers that ignore the request: `Scheduler` caches their scores for the same candidates.
 REQUEST_INDEPENDENT_SCORERS = frozenset({"queue-depth", "kv-cache", "running-requests", IN_FLIGHT})
 

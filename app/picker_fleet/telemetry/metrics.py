@@ -20,6 +20,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, ProcessCol
 from prometheus_client.utils import floatToGoString
 
 from picker_fleet.domain.bands import NAMED, Band
+from picker_fleet.domain.budgets import BodyBudget
 from picker_fleet.domain.errors import ClientGone
 from picker_fleet.domain.request import Completion, InferenceRequest, Outcome
 from picker_fleet.endpoints.readings import EndpointMetrics
@@ -293,9 +294,9 @@ class Metrics:
         if count:
             self.waiting_requests[alike] = count
 
-    def follow_bodies(self, held_bytes: Callable[[], float]) -> None:
-        """Call `held_bytes`, whenever the page is rendered, for the body bytes that this replica holds."""
-        self._bodies.follow(held_bytes)
+    def follow_bodies(self, bodies: BodyBudget) -> None:
+        """Read, whenever the page is rendered, the body bytes that this replica holds."""
+        self._bodies.follow(lambda: bodies.held_bytes)
 
     def preempted(self, band: Band) -> None:
         self._preemptions.add((band.name,))
