@@ -11,8 +11,8 @@ from tables import cases
 
 from picker_fleet.domain.request import Endpoint
 from picker_fleet.domain.sections import Latency
-from picker_fleet.scheduling.chooser import session_token_of
-from picker_fleet.scheduling.explain import Explanation, ExplanationCache, LeastLoadedPick
+from picker_fleet.scheduling.chooser import ExplanationCache, session_token_of
+from picker_fleet.scheduling.explain import Explanation, LeastLoadedPick
 from picker_fleet.scheduling.scheduler import Ranking, Scheduler
 from picker_fleet.scheduling.scorers import SCORERS, EndpointState, LatencyStats, PickRequest
 
