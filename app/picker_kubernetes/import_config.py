@@ -84,39 +84,33 @@ _FAIRNESS: Mapping[str, str] = {
     "round-robin-fairness-policy": "round-robin",
     "global-strict-fairness-policy": "none",
 }
-# By section: the keys that are imported, or get a specific remark.
-_KEYS: Mapping[str, tuple[str, ...]] = {
-    "": (
-        *(
-            "apiVersion",
-            "kind",
-            "metadata",
-            "featureGates",
-            "plugins",
-            "schedulingProfiles",
-            "dataLayer",
-            "data",
+# By section, `[]` after a list: the keys that are imported, or get a specific remark.
+_KEYS: Mapping[str, frozenset[str]] = {
+    where: frozenset(keys.split())
+    for where, keys in {
+        "": (
+            "apiVersion kind metadata featureGates plugins schedulingProfiles dataLayer data "
+            "saturationDetector flowControl requestHandler parser"
         ),
-        *("saturationDetector", "flowControl", "requestHandler", "parser"),
-    ),
-    "plugins": ("name", "type", "parameters"),
-    "schedulingProfiles": ("name", "plugins"),
-    "schedulingProfiles.plugins": ("pluginRef", "weight"),
-    "dataLayer": ("injectDefaults", "sources"),
-    "dataLayer.sources": ("pluginRef", "extractors"),
-    "dataLayer.sources.extractors": ("pluginRef",),
-    "requestHandler": ("parsers",),
-    "requestHandler.parsers": ("pluginRef",),
-    "saturationDetector": ("pluginRef", "queueDepthThreshold", "kvCacheUtilThreshold"),
-    "flowControl": (
-        *("maxRequests", "maxBytes", "defaultRequestTTL", "noEndpointRequestTTL", "enableEviction"),
-        *("priorityBands", "defaultPriorityBand", "saturationDetector"),
-    ),
-    "flowControl.saturationDetector": ("pluginRef",),
-    "flowControl.priorityBands": (
-        *("priority", "maxRequests", "maxBytes", "orderingPolicyRef", "fairnessPolicyRef"),
-    ),
-    "flowControl.defaultPriorityBand": ("maxRequests", "maxBytes", "orderingPolicyRef", "fairnessPolicyRef"),
+        "plugins[]": "name type parameters",
+        "schedulingProfiles[]": "name plugins",
+        "schedulingProfiles[].plugins[]": "pluginRef weight",
+        "dataLayer": "injectDefaults sources",
+        "dataLayer.sources[]": "pluginRef extractors",
+        "dataLayer.sources[].extractors[]": "pluginRef",
+        "data": "injectDefaults sources",
+        "data.sources[]": "pluginRef extractors",
+        "data.sources[].extractors[]": "pluginRef",
+        "requestHandler": "parsers",
+        "requestHandler.parsers[]": "pluginRef",
+        "parser": "pluginRef",
+        "saturationDetector": "pluginRef queueDepthThreshold kvCacheUtilThreshold",
+        "flowControl": "maxRequests maxBytes defaultRequestTTL noEndpointRequestTTL enableEviction "
+        "priorityBands defaultPriorityBand saturationDetector",
+        "flowControl.saturationDetector": "pluginRef",
+        "flowControl.priorityBands[]": "priority maxRequests maxBytes orderingPolicyRef fairnessPolicyRef",
+        "flowControl.defaultPriorityBand": "maxRequests maxBytes orderingPolicyRef fairnessPolicyRef",
+    }.items()
 }
 _MOST: Mapping[str, int] = {"maxRequests": 100_000, "maxBytes": MOST_BAND_BYTES}
 # Units of Kubernetes quantities (_UNITS) and of Go durations (_SECONDS).
@@ -159,7 +153,7 @@ def imported(tree: Mapping[str, Any]) -> Imported:
     if not is_foreign(tree):
         raise ConfigError(f"kind must be {KIND} (got {str(tree.get('kind'))[:60]!r})")
     result = Imported()
-    plugins = _plugins(tree, result)
+    plugins = _plugins(tree)
     _scorers(tree, plugins, result)
     _saturation(tree, plugins, result)
     _flow_control(tree, plugins, result)
@@ -169,36 +163,39 @@ def imported(tree: Mapping[str, Any]) -> Imported:
             result.section("request_queue_controller")["enabled"] = value != "false"
         else:
             result.remarks.append(f"featureGates: {gate} has no counterpart")
-    _name_rest(tree, "", result)
-    for key in ("dataLayer", "data"):
-        layer = _mapping(tree.get(key), key)
-        _name_rest(layer, "dataLayer", result)
-        for source in _mappings(layer, "sources", f"{key}.sources"):
-            _name_rest(source, "dataLayer.sources", result)
-            for extractor in _mappings(source, "extractors", f"{key}.sources.extractors"):
-                _name_rest(extractor, "dataLayer.sources.extractors", result)
     handler = _mapping(tree.get("requestHandler"), "requestHandler")
-    _name_rest(handler, "requestHandler", result)
     parsers = _mappings(handler, "parsers", "requestHandler.parsers")
     for parser in (*parsers, *([_mapping(tree["parser"], "parser")] if tree.get("parser") else ())):
-        _name_rest(parser, "requestHandler.parsers", result)
         named = str(parser.get("pluginRef"))
         kind = plugins.get(named, (named, {}))[0]
         if kind not in BUILT_IN and named not in plugins:
             result.remarks.append(f"requestHandler.parsers: {kind} has no counterpart")
     for name, (kind, parameters) in plugins.items():
-        if kind not in SCORERS and kind not in BUILT_IN:
-            result.remarks.append(f"plugins: {name} (type {kind}) has no counterpart")
-        elif told := sorted(map(str, parameters.keys() - set(_PARAMETERS.get(kind, ())))):
+        where = f"plugins: {name} (type {kind})"
+        if kind not in SCORERS and kind not in BUILT_IN and kind not in _PICKERS:
+            result.remarks.append(f"{where} has no counterpart")
+            continue
+        if kind == "weighted-random-picker":
+            result.remarks.append(f"{where}: the best endpoint is picked here, none by chance")
+        if told := sorted(map(str, parameters.keys() - set(_PARAMETERS.get(kind, ())))):
             result.remarks.append(f"plugins: parameters of {name} ({', '.join(told)}) have no counterpart")
+    _name_rest(tree, "", result)
     parse(result.tree)
     return result
 
 
 def _name_rest(section: Mapping[str, Any], where: str, result: Imported) -> None:
-    """Add a remark for each key of `section` that is not imported."""
-    for key in sorted(map(str, section.keys() - set(_KEYS[where]))):
-        result.remarks.append(f"{where}{'.' if where else ''}{key} has no counterpart")
+    """Add a remark for each key of `section`, and of the sections in it, that is not imported."""
+    path = where.replace("[]", "") + ("." if where else "")
+    for key in sorted(map(str, section.keys() - _KEYS[where])):
+        result.remarks.append(f"{path}{key} has no counterpart")
+    for key, value in section.items():
+        inner = f"{where}.{key}" if where else str(key)
+        if inner in _KEYS:
+            _name_rest(_mapping(value, f"{path}{key}"), inner, result)
+        elif f"{inner}[]" in _KEYS:
+            for each in _mappings(section, key, f"{path}{key}"):
+                _name_rest(each, f"{inner}[]", result)
 
 
 def _mappings(section: Mapping[str, Any], key: str, where: str) -> list[Mapping[str, Any]]:
@@ -222,7 +219,7 @@ def _mapping(value: object, where: str) -> Mapping[str, Any]:
     return value
 
 
-def _plugins(tree: Mapping[str, Any], result: Imported) -> Plugins:
+def _plugins(tree: Mapping[str, Any]) -> Plugins:
     found: dict[str, tuple[str, Mapping[str, Any]]] = {}
     for number, entry in enumerate(_list(tree, "plugins")):
         plugin = _mapping(entry, f"plugins.{number}")
@@ -232,7 +229,6 @@ def _plugins(tree: Mapping[str, Any], result: Imported) -> Plugins:
         name = str(plugin.get("name") or kind)
         if name in found:
             raise ConfigError(f"plugins.{number}: the name {name} is there twice")
-        _name_rest(plugin, "plugins", result)
         found[name] = kind, _mapping(plugin.get("parameters"), f"plugins.{number}.parameters")
     return found
 
@@ -244,13 +240,11 @@ def _scorers(tree: Mapping[str, Any], plugins: Plugins, result: Imported) -> Non
         result.remarks.append(f"schedulingProfiles: there is one profile here; {names} are left out")
     if profiles:
         first = _mapping(profiles[0], "schedulingProfiles.0")
-        _name_rest(first, "schedulingProfiles", result)
         references = _mappings(first, "plugins", "schedulingProfiles.0.plugins")
     else:
         references = [{"pluginRef": name} for name in plugins]
     weights: dict[str, float] = {}
     for reference in references:
-        _name_rest(reference, "schedulingProfiles.plugins", result)
         name = str(reference.get("pluginRef"))
         if name not in plugins:
             raise ConfigError(f"schedulingProfiles.0.plugins: no plugin is named {name[:60]!r}")
@@ -297,10 +291,8 @@ def _select(name: str, parameters: Mapping[str, Any], result: Imported) -> None:
 def _saturation(tree: Mapping[str, Any], plugins: Plugins, result: Imported) -> None:
     control = _mapping(tree.get("flowControl"), "flowControl")
     detector = _mapping(control.get("saturationDetector"), "flowControl.saturationDetector")
-    _name_rest(detector, "flowControl.saturationDetector", result)
     if not detector:
         detector = _mapping(tree.get("saturationDetector"), "saturationDetector")
-        _name_rest(detector, "saturationDetector", result)
     detectors = {name: each for name, each in plugins.items() if each[0].endswith("-detector")}
     name = str(detector.get("pluginRef", ""))
     if name and name not in plugins and name not in BUILT_IN:
@@ -345,7 +337,6 @@ def _flow_control(tree: Mapping[str, Any], plugins: Plugins, result: Imported) -
     control = _mapping(tree.get("flowControl"), "flowControl")
     if not control:
         return
-    _name_rest(control, "flowControl", result)
     queue = result.section("fair_request_queue")
     if total := _limit(control, "flowControl", "maxRequests", result):
         queue["total_capacity"], queue["flow_capacity"] = total, min(100, total)
@@ -376,10 +367,7 @@ def _flow_control(tree: Mapping[str, Any], plugins: Plugins, result: Imported) -
             "ones never"
         )
     bands = _mappings(control, "priorityBands", "flowControl.priorityBands")
-    for band in bands:
-        _name_rest(band, "flowControl.priorityBands", result)
     default = _mapping(control.get("defaultPriorityBand"), "flowControl.defaultPriorityBand")
-    _name_rest(default, "flowControl.defaultPriorityBand", result)
     for reference, known, key in (
         ("orderingPolicyRef", _ORDERINGS, "ordering"),
         ("fairnessPolicyRef", _FAIRNESS, "fairness"),

@@ -168,7 +168,7 @@ def test_each_key_of_a_v0_10_configuration_is_imported_or_named() -> None:
         "metrics-data-source (scheme)", "dataLayer.crossReplica", "dataLayer.discovery", "extractors.y",
         "requestHandler.propagatePriority", "saturationDetector.z", "enableEviction", "noEndpointRequestTTL",
         "bandSelectionPolicyPluginRef", "priorityBands.defaultRequestTTL", "defaultNegativePriorityBand",
-        "weighted-random-picker (type", "vertexai-parser",
+        "weighted-random-picker (type weighted-random-picker): the best", "vertexai-parser",
     )  # fmt: skip
 
 
