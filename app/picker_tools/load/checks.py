@@ -6,9 +6,11 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from math import nan
+from statistics import fmean
 
 from picker_fleet.domain.bands import Band
-from picker_tools.load.generator import Answer, Kind, mean, quantile
+from picker_tools.load.generator import Answer, Kind, quantile
 from picker_tools.load.result import (
     SHARED_AGAIN_S,
     RunResult,
@@ -266,7 +268,7 @@ def waits_less(name: str, than: str) -> Callable[[RunResult], Finding]:
     """Source `name`, which asks for less than its share, waits far less than the source `than`."""
 
     def check(run: RunResult) -> Finding:
-        mine, others = (mean(_lengths(run, _source(run, each))) for each in (name, than))
+        mine, others = (_mean(_lengths(run, _source(run, each))) for each in (name, than))
         if not mine >= 0 or not others > 0:
             return unknown("one of the two was not served")
         text = f"mean waits: {name} {mine:.3f} s, {than} {others:.3f} s"
@@ -412,6 +414,11 @@ SCENARIO_CHECKS: Mapping[str, tuple[str, Callable[[RunResult], Finding]]] = {
 
 def _source(run: RunResult, name: str) -> Source:
     return next(source for source in run.sources if source.name == name)
+
+
+def _mean(values: Sequence[float]) -> float:
+    """The mean of `values`; NaN if `values` is empty."""
+    return fmean(values) if values else nan
 
 
 def _lengths(run: RunResult, source: Source) -> list[float]:

@@ -16,7 +16,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import lru_cache, partial
@@ -49,10 +49,6 @@ class Request:
     headers: tuple[tuple[str, str], ...] = ()
     model: str = "llama"
 
-    @property
-    def path(self) -> str:
-        return "/v1/completions"
-
     def body(self) -> bytes:
         prompt = self.prompt + "x" * self.pad_bytes
         tree = {"model": self.model, "prompt": prompt, "max_tokens": self.tokens, "stream": self.streamed}
@@ -64,7 +60,7 @@ def _encode(request: Request, host: str) -> bytes:
     body = request.body()
     lines = "".join(f"{name}: {value}\r\n" for name, value in request.headers)
     head = (
-        f"POST {request.path} HTTP/1.1\r\nhost: {host}\r\ncontent-type: application/json\r\n"
+        f"POST /v1/completions HTTP/1.1\r\nhost: {host}\r\ncontent-type: application/json\r\n"
         f"{lines}content-length: {len(body)}\r\n\r\n"
     )
     return head.encode() + body
@@ -163,14 +159,11 @@ class _Exchange:
         self.left = False
 
     def end(self, fault: str = "", *, left: bool = False) -> None:
+        """End the exchange if it has not ended. `left`: because the client leaves."""
         if not self.over.done():
             self.last_s = time.monotonic()
             self.fault, self.left = fault, left
             self.over.set_result(None)
-
-    def leave(self) -> None:
-        """End the exchange because the client leaves."""
-        self.end(left=True)
 
     def header(self, name: bytes) -> str:
         return self.headers.get(name, b"").decode("latin-1")
@@ -217,10 +210,10 @@ def _tokens(body: bytes, *, streamed: bool) -> int | None:
 
 
 class _Connection(asyncio.Protocol):
-    """A connection that carries one request at a time; calls `surplus` for each answer beyond the first."""
+    """A connection of `client` that carries one request at a time."""
 
-    def __init__(self, surplus: Callable[[], None]) -> None:
-        self._surplus = surplus
+    def __init__(self, client: "Client") -> None:
+        self._client = client
         self._parser = httptools.HttpResponseParser(self)
         self._transport: asyncio.Transport | None = None
         self._exchange: _Exchange | None = None
@@ -243,14 +236,14 @@ class _Connection(asyncio.Protocol):
 
     def hang_up(self) -> None:
         """Close the connection because the client leaves."""
-        if self._exchange is not None:
-            self._exchange.leave()
-        self.close()
+        self.close("", left=True)
 
-    def close(self, fault: str = "the connection was closed without a whole answer") -> None:
+    def close(
+        self, fault: str = "the connection was closed without a whole answer", *, left: bool = False
+    ) -> None:
         self._closing = True
         if self._exchange is not None:
-            self._exchange.end(fault)
+            self._exchange.end(fault, left=left)
         if self._transport is not None:
             self._transport.abort()
 
@@ -268,7 +261,7 @@ class _Connection(asyncio.Protocol):
 
     def on_message_begin(self) -> None:
         if self._exchange is None or self._began:
-            self._surplus()
+            self._client.surplus_answers += 1
             self._closing = True
         self._began = True
 
@@ -366,10 +359,10 @@ class Client:
         if leaves_s is None:
             timer = loop.call_later(within_s, exchange.end, f"no whole answer within {within_s:g} s")
         else:
-            timer = loop.call_later(leaves_s, exchange.leave)
+            timer = loop.call_later(leaves_s, partial(exchange.end, left=True))
         try:
             if self._hung_up:  # `hang_up` was called during connecting
-                exchange.leave()
+                exchange.end(left=True)
             else:
                 connection.send(request, exchange)
             await exchange.over
@@ -390,14 +383,11 @@ class Client:
         return None
 
     async def _connect(self) -> _Connection:
-        make = partial(_Connection, self._count_surplus)
+        make = partial(_Connection, self)
         async with asyncio.timeout(_CONNECT_S):
             _, connection = await asyncio.get_running_loop().create_connection(make, self._host, self._port)
         self._all.add(connection)
         return connection
-
-    def _count_surplus(self) -> None:
-        self.surplus_answers += 1
 
 
 async def send_request(url: str, request: Request) -> Answer:
@@ -541,21 +531,15 @@ class Load:
     async def stopped_within(self, seconds: float) -> bool:
         """Wait for `seconds`, or until `finish` is called. Returns whether it was called."""
         if seconds > 0 and not self.is_stopped:
-            try:
+            with suppress(TimeoutError):
                 async with asyncio.timeout(seconds):
                     await self._stopping.wait()
-            except TimeoutError:
-                pass
         return self.is_stopped
 
     async def _send(self, planned: Planned) -> Answer:
         self.sent += 1
-        answer = await self._client.send(
-            planned.request,
-            source=planned.source,
-            number=planned.number,
-            due_s=self.began_s + planned.at_s,
-        )
+        due_s, source, number = self.began_s + planned.at_s, planned.source, planned.number
+        answer = await self._client.send(planned.request, source=source, number=number, due_s=due_s)
         self.ended[answer.kind] += 1
         self.history.append(answer)
         self._ended.set()  # wakes all present waiters
@@ -563,8 +547,7 @@ class Load:
         return answer
 
 
-@asynccontextmanager
-async def closed_loop(
+def closed_loop(
     url: str,
     *,
     clients: int,
@@ -572,39 +555,35 @@ async def closed_loop(
     make_request: MakeRequest = mixed_request,
     pause_s: float = _REFUSED_PAUSE_S,
     think_s: float = 0.0,
-) -> AsyncIterator[Load]:
+) -> AbstractAsyncContextManager[Load]:
     """Run `Load.send_closed` with each request on its own connection, until the block ends and each client
     has finished its last request.
     """
-    with Client(url, keep=False) as client:
-        load = Load(client)
-        loop = load.send_closed(clients, make_request, seed=seed, pause_s=pause_s, think_s=think_s)
-        async with _during_block(load, loop):
-            yield load
+    return _during_block(
+        Client(url, keep=False),
+        lambda load: load.send_closed(clients, make_request, seed=seed, pause_s=pause_s, think_s=think_s),
+    )
 
 
-@asynccontextmanager
-async def open_loop(
+def open_loop(
     url: str, per_s: float, make_request: MakeRequest, *, keep: bool = False
-) -> AsyncIterator[Load]:
+) -> AbstractAsyncContextManager[Load]:
     """Send `per_s` requests a second until the block ends, then wait until each has been answered."""
-    with Client(url, keep=keep) as client:
-        load = Load(client)
-        async with _during_block(load, load.send_open(steady(per_s, make_request))):
-            yield load
+    return _during_block(Client(url, keep=keep), lambda load: load.send_open(steady(per_s, make_request)))
 
 
 @asynccontextmanager
-async def _during_block(load: Load, loop: Coroutine[None, None, None]) -> AsyncIterator[None]:
-    async with asyncio.TaskGroup() as tasks:
-        tasks.create_task(loop)
-        try:
-            yield
-        finally:
-            load.finish()
-
-
-QUANTILES = (0.5, 0.9, 0.95, 0.99)
+async def _during_block(
+    client: Client, loop: Callable[[Load], Coroutine[None, None, None]]
+) -> AsyncIterator[Load]:
+    with client:
+        load = Load(client)
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(loop(load))
+            try:
+                yield load
+            finally:
+                load.finish()
 
 
 def quantile(values: Sequence[float], part: float) -> float:
@@ -619,9 +598,5 @@ def quantiles(values: Iterable[float]) -> dict[str, float]:
     ordered = sorted(values)
     if not ordered:
         return {}
-    return {f"p{100 * part:g}": quantile(ordered, part) for part in QUANTILES} | {"max": ordered[-1]}
-
-
-def mean(values: Sequence[float]) -> float:
-    """The mean of `values`; NaN if `values` is empty."""
-    return sum(values) / len(values) if values else math.nan
+    found = {f"p{percent}": quantile(ordered, percent / 100) for percent in (50, 90, 95, 99)}
+    return found | {"max": ordered[-1]}
