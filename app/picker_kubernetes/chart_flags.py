@@ -45,40 +45,23 @@ def _port(text: str) -> int:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group(
-        "in Kubernetes", "flags that gateways' charts pass; with --pool-name no configuration file is needed"
-    )
-    add = group.add_argument
+    about = "flags that gateways' charts pass; with --pool-name no configuration file is needed"
+    add = parser.add_argument_group("in Kubernetes", about).add_argument
     add("--pool-name", metavar="NAME", help="the InferencePool whose pods are the endpoints")
-    add(
-        "--pool-namespace",
-        metavar="NAME",
-        help="its namespace (default: $NAMESPACE, else that of the credentials)",
-    )
+    about = "its namespace (default: $NAMESPACE, else that of the credentials)"
+    add("--pool-namespace", metavar="NAME", help=about)
     add("--pool-group", metavar="GROUP", help=f"its API group (only {GROUP})")
     add("--grpc-port", type=_port, metavar="PORT", help=f"of ext_proc (default: {_GRPC_PORT})")
     add("--grpc-health-port", type=_port, metavar="PORT", help=f"of gRPC health (default: {_HEALTH_PORT})")
-    add(
-        "--metrics-port",
-        type=_port,
-        metavar="PORT",
-        help=f"of metrics and the admin API (default: {_METRICS_PORT})",
-    )
-    for flag, text in (
-        (
-            "--secure-serving",
-            "ext_proc by TLS, with a certificate of its own unless --cert-path has one (default: true)",
-        ),
-        ("--conformance", "the test headers of the conformance suite; never in production"),
-    ):
-        add(flag, type=_boolean, nargs="?", const=True, metavar="BOOL", help=text)
+    about = f"of metrics and the admin API (default: {_METRICS_PORT})"
+    add("--metrics-port", type=_port, metavar="PORT", help=about)
+    about = "ext_proc by TLS, with a certificate of its own unless --cert-path has one (default: true)"
+    add("--secure-serving", type=_boolean, nargs="?", const=True, metavar="BOOL", help=about)
+    about = "the test headers of the conformance suite; never in production"
+    add("--conformance", type=_boolean, nargs="?", const=True, metavar="BOOL", help=about)
     add("--cert-path", type=Path, metavar="FOLDER", help="tls.crt and tls.key; they are reloaded")
-    add(
-        "--config-file",
-        type=Path,
-        metavar="FILE",
-        help=f"ours, or an {import_config.KIND}, which is imported",
-    )
+    about = f"ours, or an {import_config.KIND}, which is imported"
+    add("--config-file", type=Path, metavar="FILE", help=about)
     add("--config-text", metavar="YAML", help="the same as text")
     add("--kubeconfig", metavar="FILE", help="in place of $KUBECONFIG")
     for name in ("path", "port", "scheme"):

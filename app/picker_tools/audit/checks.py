@@ -286,7 +286,7 @@ class Deadline(Check):
 
     def __init__(self, finding: Finding, replay: Replay) -> None:
         super().__init__(finding, replay)
-        self._ends: list[tuple[int, str]] = []  # a heap of deadline_ms and request id
+        self._ends: list[tuple[int, str]] = []  # a heap of deadline_ms and request id, until that time
         self._last: Entry | None = None
 
     def check(self, step: Step) -> None:
@@ -301,7 +301,6 @@ class Deadline(Check):
                 self._finding.add(f"{entry.request} dispatched {late_ms:g} ms past its deadline", entry)
         if step.enters_queue and step.before is RequestState.ABSENT:
             heapq.heappush(self._ends, (entry.deadline_ms, entry.request))
-            self._compact()
         if entry.event in ("expired", "abandoned"):
             self._finding.checked += 1
 
@@ -316,13 +315,6 @@ class Deadline(Check):
             if request and request.state in _WAITING and request.first_entry.deadline_ms == deadline_ms:
                 what = f"is still {request.state.value} {entry.now_ms - deadline_ms} ms past its deadline"
                 self._finding.add(f"{request_id} {what}", request.first_entry, entry)
-
-    def _compact(self) -> None:
-        """Drop the heap items of ended requests once they outnumber the open requests."""
-        requests = self._replay.requests
-        if len(self._ends) > 2 * len(requests) + 64:
-            self._ends = [each for each in self._ends if each[1] in requests]
-            heapq.heapify(self._ends)
 
 
 class Conservation(Check):

@@ -146,16 +146,6 @@ class Size:
     seed: int
 
 
-class LineReport(Report):
-    """Passes the messages of the fleet's processes to `say`, line by line."""
-
-    def __init__(self, say: Callable[[str], None]) -> None:
-        self._print_line, self._console = say, None
-
-    def text(self, text: str) -> None:
-        self._print_line(text)
-
-
 class OwnFleet:
     """A local fleet for one run; start and stop it once. Files and logs of its processes are in `folder`."""
 
@@ -163,7 +153,7 @@ class OwnFleet:
         self._scenario = scenario
         self._size = size
         self._folder = folder
-        self._report = LineReport(say)
+        self._report = Report(say)
         self._state_file = folder / "state.json"
         # The local fleet does not supervise this Valkey, as it would restart the Valkey after `stop_redis`.
         self._valkey = Valkey(folder)

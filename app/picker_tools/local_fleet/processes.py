@@ -11,6 +11,7 @@ import sys
 import tempfile
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import IO, Any, Protocol, TypeVar
@@ -20,11 +21,12 @@ from picker_tools.local_fleet import die_with_parent
 
 
 class Report:
-    """Prints lines to stdout, and flushes each at once."""
+    """Prints lines to stdout, and flushes each at once. With `say`, passes them there instead."""
 
-    def __init__(self) -> None:
+    def __init__(self, say: Callable[[str], None] | None = None) -> None:
+        self._print = say or partial(print, flush=True)
         self._console = None
-        if sys.stdout.isatty():
+        if say is None and sys.stdout.isatty():
             from rich.console import Console
 
             self._console = Console(highlight=False)
@@ -38,7 +40,7 @@ class Report:
     def text(self, text: str) -> None:
         """Print `text` without markup or wrapping, so that users can copy it."""
         if self._console is None:
-            print(text, flush=True)
+            self._print(text)
         else:
             self._console.print(text, markup=False, soft_wrap=True)
 

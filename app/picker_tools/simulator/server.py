@@ -135,48 +135,40 @@ class Counters:
     succeeded: Counter[str] = field(default_factory=Counter)
 
 
-@dataclass(frozen=True, slots=True)
-class MetricsPage:
-    """Renders one server's metrics page without a library, for speed: pickers scrape it often. As in vLLM,
-    adapters appear only with `has_loras`.
-    """
+def _metrics_page(profile: Profile, load: EngineLoad, counters: Counters, now_s: float) -> bytes:
+    """The page in Prometheus' text format, made without a library, for speed: pickers scrape it often.
+    As in vLLM, adapters appear only if the server has any; `now_s`, Unix time, is the value of their
+    series."""
+    model = f'model_name="{_escaped(profile.model)}"'
+    lines: list[str] = []
 
-    model: str
-    limits: Limits
-    has_loras: bool
+    def add(name: str, kind: str, meaning: str, samples: Mapping[str, float]) -> None:
+        lines.append(f"# HELP vllm:{name} {meaning}")
+        lines.append(f"# TYPE vllm:{name} {kind}")
+        lines.extend(f"vllm:{name}{{{labels}}} {value}" for labels, value in samples.items())
 
-    def render(self, load: EngineLoad, counters: Counters, now_s: float) -> bytes:
-        """The page in Prometheus' text format. `now_s`, Unix time, is the value of the LoRA series."""
-        model = f'model_name="{_escaped(self.model)}"'
-        lines: list[str] = []
-
-        def add(name: str, kind: str, meaning: str, samples: Mapping[str, float]) -> None:
-            lines.append(f"# HELP vllm:{name} {meaning}")
-            lines.append(f"# TYPE vllm:{name} {kind}")
-            lines.extend(f"vllm:{name}{{{labels}}} {value}" for labels, value in samples.items())
-
-        add("num_requests_running", "gauge", "Requests in the batch.", {model: load.running})
-        add("num_requests_waiting", "gauge", "Requests waiting for the batch.", {model: load.waiting})
-        add("kv_cache_usage_perc", "gauge", "KV blocks in use; 1 is all.", {model: load.kv_usage})
-        if self.has_loras:
-            adapters = (
-                f'max_lora="{self.limits.max_loras}",'
-                f'running_lora_adapters="{_escaped(",".join(load.running_adapters))}",'
-                f'waiting_lora_adapters="{_escaped(",".join(load.waiting_adapters))}"'
-            )
-            add("lora_requests_info", "gauge", "Adapters; the value is a time.", {adapters: now_s})
-        cache = f'block_size="{self.limits.block_size_tokens}",num_gpu_blocks="{self.limits.kv_blocks}"'
-        add("cache_config_info", "gauge", "The KV cache.", {f"{cache},{model}": 1})
-        add("prefix_cache_queries_total", "counter", "Prompt tokens looked up.", {model: load.queried_tokens})
-        add("prefix_cache_hits_total", "counter", "Prompt tokens that were cached.", {model: load.hit_tokens})
-        add("num_preemptions_total", "counter", "Requests put back to wait.", {model: load.preemptions})
-        add("prompt_tokens_total", "counter", "Prompt tokens computed.", {model: counters.prompt_tokens})
-        add("generation_tokens_total", "counter", "Tokens generated.", {model: counters.generation_tokens})
-        ends = {
-            f'finished_reason="{reason}",{model}': counters.succeeded[reason] for reason in ("length", "stop")
-        }
-        add("request_success_total", "counter", "Finished requests.", ends)
-        return ("\n".join(lines) + "\n").encode()
+    add("num_requests_running", "gauge", "Requests in the batch.", {model: load.running})
+    add("num_requests_waiting", "gauge", "Requests waiting for the batch.", {model: load.waiting})
+    add("kv_cache_usage_perc", "gauge", "KV blocks in use; 1 is all.", {model: load.kv_usage})
+    if profile.loras:
+        adapters = (
+            f'max_lora="{profile.limits.max_loras}",'
+            f'running_lora_adapters="{_escaped(",".join(load.running_adapters))}",'
+            f'waiting_lora_adapters="{_escaped(",".join(load.waiting_adapters))}"'
+        )
+        add("lora_requests_info", "gauge", "Adapters; the value is a time.", {adapters: now_s})
+    cache = f'block_size="{profile.limits.block_size_tokens}",num_gpu_blocks="{profile.limits.kv_blocks}"'
+    add("cache_config_info", "gauge", "The KV cache.", {f"{cache},{model}": 1})
+    add("prefix_cache_queries_total", "counter", "Prompt tokens looked up.", {model: load.queried_tokens})
+    add("prefix_cache_hits_total", "counter", "Prompt tokens that were cached.", {model: load.hit_tokens})
+    add("num_preemptions_total", "counter", "Requests put back to wait.", {model: load.preemptions})
+    add("prompt_tokens_total", "counter", "Prompt tokens computed.", {model: counters.prompt_tokens})
+    add("generation_tokens_total", "counter", "Tokens generated.", {model: counters.generation_tokens})
+    ends = {
+        f'finished_reason="{reason}",{model}': counters.succeeded[reason] for reason in ("length", "stop")
+    }
+    add("request_success_total", "counter", "Finished requests.", ends)
+    return ("\n".join(lines) + "\n").encode()
 
 
 def _escaped(value: str) -> str:
@@ -206,7 +198,6 @@ class ModelServer:
             profile.limits, ttft_s=profile.ttft_ms / 1000, itl_s=profile.itl_ms / 1000
         )
         self._counters = Counters()
-        self._page = MetricsPage(model=profile.model, limits=profile.limits, has_loras=bool(profile.loras))
         self._failures = random.Random(profile.seed)
         self._started_s = int(time.time())
 
@@ -236,7 +227,7 @@ class ModelServer:
         if scope["method"] != allowed:
             raise ApiError(f"{path} takes {allowed}", status=405, code="method_not_allowed")
         if path == "/metrics":
-            page = self._page.render(self._simulator.load, self._counters, time.time())
+            page = _metrics_page(self._profile, self._simulator.load, self._counters, time.time())
             await reply.whole(200, TEXT, page)
         elif path == "/health":
             await reply.whole(200, TEXT, b"")
