@@ -191,13 +191,12 @@ class Pool:
         self.origins = Origins(self.store, self.signing, clock)
         if settings.admin.reference_metrics:
             named = settings.discovery.kubernetes
-            reference = ReferenceMetrics(
+            ReferenceMetrics(
                 named.pool if named is not None else settings.pool,
                 self.metrics,
                 readings=self.readings.snapshot,
                 running=self.shared.running_by_model,
             )
-            self.metrics.add(reference.families)
 
         # The fleet
         self.replica_info = ReplicaInfo(self.shared, service, clock)
@@ -257,15 +256,9 @@ class Pool:
             pool=settings.pool,
         )
         lists = FleetLists(self.store, self.membership, self._fleet_state, self.chooser, replica)
-        snapshots = SnapshotReader(
-            view,
-            lists,
-            self.store.reads,
-            decision_log=settings.decision_log.enabled,
-            bands=bands,
-        )
+        snapshots = SnapshotReader(view, lists, self.store.reads, decision_log=settings.decision_log.enabled)
         controls = FleetControls(self.store, self.membership, settings)
-        self.operated = OperatedPool(settings.pool, view, lists, controls, Events(snapshots))
+        self.operated = OperatedPool(settings.pool, view, lists, controls, Events(snapshots), self.metrics)
 
     @property
     def account(self) -> Account:

@@ -36,7 +36,6 @@ from picker_fleet.ingress.ext_proc.server import Server
 from picker_fleet.ingress.http.server import CheckServer
 from picker_fleet.pool import Pool
 from picker_fleet.telemetry import logs
-from picker_fleet.telemetry.metrics import MetricsPage
 from picker_kubernetes import chart_flags
 
 _log = logging.getLogger(__name__)
@@ -91,9 +90,8 @@ async def serve(settings: Settings, replica: str, on_bound: Callable[[Bound], No
         checks = CheckServer(contexts, settings.http.listen, http_certificates)
     try:
         http_port = await checks.start() if checks is not None else 0
-        page = MetricsPage([pool.metrics for pool in pools.values()])
         operated = [pool.operated for pool in pools.values()]
-        api_app = api.create(operated, page, settings, full=lambda: grpc_server.full)
+        api_app = api.create(operated, settings, full=lambda: grpc_server.full)
         async with admin_server.serving(
             api_app, settings.admin.listen, certificates=admin_certificates
         ) as admin:

@@ -19,7 +19,7 @@ from picker_fleet.admin.views import FleetLists, FleetView
 from picker_fleet.domain.config import Settings
 from picker_fleet.fleet.heartbeat import Membership
 from picker_fleet.state.store import Store
-from picker_fleet.telemetry.metrics import Metrics, MetricsPage
+from picker_fleet.telemetry.metrics import Metrics
 
 STATE: dict[str, Any] = State.model_config["json_schema_extra"]["example"]  # type: ignore[index, call-overload, assignment]
 NO_LISTS = cast(FleetLists, None)  # for tests that read no lists
@@ -84,10 +84,16 @@ def api(
     membership = cast(Membership, CountingMembership())
     controls = FleetControls(cast(Store, store or ScriptedStore()), membership, settings)
     shown = cast(FleetView, view or View())
-    pool = OperatedPool(settings.pool, shown, lists or NO_LISTS, controls, events or Events(NoEvents()))
-    page = MetricsPage([metrics or Metrics()])
+    pool = OperatedPool(
+        settings.pool,
+        shown,
+        lists or NO_LISTS,
+        controls,
+        events or Events(NoEvents()),
+        metrics or Metrics(),
+    )
     deadlines = deadlines or Deadlines()
-    return create([pool], page, settings, deadlines=deadlines, rate_limit=rate_limit, full=lambda: full)
+    return create([pool], settings, deadlines=deadlines, rate_limit=rate_limit, full=lambda: full)
 
 
 @asynccontextmanager

@@ -2,12 +2,13 @@
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from picker_fleet.telemetry.metrics import Metrics, MetricsPage
+from picker_fleet.admin.documents import MetricsText
+from picker_fleet.telemetry.metrics import Metrics
 
 
 def page_of(metrics: Metrics) -> bytes:
     """The metrics page of `metrics`."""
-    return b"".join(MetricsPage([metrics]).pieces())
+    return b"".join(MetricsText([metrics]).pieces())
 
 
 def samples(metrics: Metrics) -> dict[tuple[str, ...], float]:

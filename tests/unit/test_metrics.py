@@ -20,7 +20,7 @@ from picker_fleet.admission.shared_gate import ServiceMeter
 from picker_fleet.domain.bands import NAMED, Band, Bands
 from picker_fleet.domain.request import Completion, Outcome
 from picker_fleet.endpoints.readings import EndpointMetrics
-from picker_fleet.telemetry.metrics import OTHER, Metrics, MetricsPage
+from picker_fleet.telemetry.metrics import OTHER, Metrics
 
 STATE = replace(
     POOL, stock=7, lower=7.2, upper=8.8, ready_backends=4, queue_length={"Critical": 0, "Default": 3},
@@ -183,7 +183,7 @@ def test_the_documentation_names_the_same_families() -> None:
 
 async def test_the_page_is_rendered_once_a_second_for_all_readers() -> None:
     metrics, clock = Metrics(), Clock()
-    pages = MetricsText(MetricsPage([metrics]), clock)
+    pages = MetricsText([metrics], clock)
     first = await asyncio.gather(*(pages.read(f"10.0.0.{n}") for n in range(50)))
     metrics.adopted()
     clock.now_s += METRICS_INTERVAL_S - 0.01
@@ -195,7 +195,7 @@ async def test_the_page_is_rendered_once_a_second_for_all_readers() -> None:
 
 async def test_an_address_that_reads_often_waits_for_the_next_rendering() -> None:
     metrics = Metrics()
-    pages = MetricsText(MetricsPage([metrics]))
+    pages = MetricsText([metrics])
     page = await pages.read("a")
     for _ in range(MAX_METRICS_READS - 1):
         assert await pages.read("a") is page
@@ -211,7 +211,7 @@ async def test_the_page_is_rendered_in_slices_between_which_the_event_loop_runs(
     metrics, turns = Metrics(), 0
     for number in range(100):
         metrics.answered("lean", f"model-{number}", "ok", 0.01)
-    making = asyncio.create_task(MetricsText(MetricsPage([metrics]), slice_s=0.0).read("a"))
+    making = asyncio.create_task(MetricsText([metrics], slice_s=0.0).read("a"))
     while not making.done():
         await asyncio.sleep(0)
         turns += 1
@@ -250,7 +250,7 @@ def test_label_values_that_clients_choose_cannot_make_the_page_large(models: int
 
 def test_only_changed_series_are_rendered_again() -> None:
     metrics = filled(100)
-    page = MetricsPage([metrics])
+    page = MetricsText([metrics])
     pieces = list(page.pieces())
     metrics.answered("lean", "model-7", "ok", 0.01, "variant-7")
     again = list(page.pieces())

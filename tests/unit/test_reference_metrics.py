@@ -38,7 +38,7 @@ class Page:
         self.readings: dict[str, Reading] = {}
         self.running: Counter[str] = Counter()
         live: Any = {"readings": lambda: self.readings, "running": lambda: self.running}
-        self.metrics.add(ReferenceMetrics("llm", self.metrics, **live).families)
+        ReferenceMetrics("llm", self.metrics, **live)
 
     def series(self, name: str) -> dict[tuple[str, ...], float]:
         return {key: value for key, value in samples(self.metrics).items() if key[0] == name}

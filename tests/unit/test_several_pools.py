@@ -22,6 +22,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tables import cases
 from test_accesslog import FIELDS, Entry, bare, describe
 
+from picker_fleet.admin.documents import MetricsText
 from picker_fleet.cli import main
 from picker_fleet.domain.budgets import POOL_HEADER, SMALL_BYTES, ByPool, body_budgets
 from picker_fleet.domain.config import load, parse, pools_of
@@ -36,7 +37,7 @@ from picker_fleet.ingress.ext_proc.server import SERVICE, Server
 from picker_fleet.ingress.http.server import CheckServer
 from picker_fleet.state import accounting_token
 from picker_fleet.state.accounting_token import Keyring
-from picker_fleet.telemetry.metrics import Metrics, MetricsPage
+from picker_fleet.telemetry.metrics import Metrics
 from picker_tools.local_fleet import network
 
 UNKNOWN_POOL = "c"
@@ -298,7 +299,7 @@ def test_one_pool_may_hold_all_bytes_that_are_not_reserved_for_others() -> None:
 def test_the_metrics_of_all_pools_are_on_one_page_with_a_pool_label() -> None:
     pools = [Metrics(("llama",), {"pool": name}) for name in "ab"]
     pools[1].answered("lean", "llama", "ok", 0.01)
-    page = b"".join(MetricsPage(pools).pieces()).decode()
+    page = b"".join(MetricsText(pools).pieces()).decode()
     families = {family.name: family for family in text_string_to_metric_families(page)}
     assert page.count("# TYPE epp_requests_total ") == 1
     assert [sample.labels["pool"] for sample in families["epp_requests"].samples] == ["b"]

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, FastAPI, Path, Query, Request, Response
+from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import AfterValidator, BaseModel
 
 from picker_fleet import version
@@ -20,8 +21,7 @@ from picker_fleet.admin.models import HEALTHY
 from picker_fleet.admin.protection import (
     Access,
     Deadlines,
-    KnownHosts,
-    Limits,
+    Protection,
     RateLimit,
     Refused,
     Tokens,
@@ -31,7 +31,7 @@ from picker_fleet.admin.protection import (
 from picker_fleet.admin.views import FleetLists, FleetView
 from picker_fleet.domain.config import Settings
 from picker_fleet.domain.sections import Role
-from picker_fleet.telemetry.metrics import PAGE_TYPE, MetricsPage
+from picker_fleet.telemetry.metrics import Metrics
 
 MAX_ROWS = 200  # a longer page would take the replica and its client too long
 MAX_LIMIT = 1000
@@ -99,18 +99,18 @@ _WorkloadId = Annotated[str, Path(description="the id that its requests name", e
 
 @dataclass(frozen=True, slots=True)
 class OperatedPool:
-    """One pool's views, controls and events for operators."""
+    """One pool's views, controls, events and metrics for operators."""
 
     name: str
     view: FleetView
     lists: FleetLists
     controls: FleetControls
     events: Events
+    metrics: Metrics
 
 
 def create(
     pools: Sequence[OperatedPool],
-    metrics: MetricsPage,
     settings: Settings,
     *,
     deadlines: Deadlines = Deadlines(),  # noqa: B008 - immutable
@@ -126,10 +126,14 @@ def create(
     names = [pool.name for pool in pools]
     tokens = Tokens(settings.admin)
     app = _app(f"One replica of pool {', '.join(names)}.")
-    app.add_middleware(KnownHosts, names=settings.admin.hosts)
-    app.add_middleware(Limits, calls=rate_limit(settings.admin.rate), health=rate_limit(_HEALTH_RATE))
+    app.add_middleware(
+        Protection,
+        hosts=settings.admin.hosts,
+        calls=rate_limit(settings.admin.rate),
+        health=rate_limit(_HEALTH_RATE),
+    )
     _add_health(app, pools, full)
-    _add_metrics(app, metrics)
+    _add_metrics(app, MetricsText([pool.metrics for pool in pools]))
     _add_pool(app, pools[0], pools, tokens, deadlines)
     if len(pools) > 1:
         for pool in pools:
@@ -222,16 +226,14 @@ def _add_health(app: FastAPI, pools: Sequence[OperatedPool], full: Callable[[], 
         return view.health("ok" if ready else "unready", components)
 
 
-def _add_metrics(app: FastAPI, metrics: MetricsPage) -> None:
-    text = MetricsText(metrics)
-
+def _add_metrics(app: FastAPI, text: MetricsText) -> None:
     @app.get("/metrics", tags=["metrics"], summary="Metrics", response_class=Response, responses=_METRICS)
     async def read(request: Request) -> Response:
         """The Prometheus text: rendered once a second at most, the same for all readers."""
         content = await within(
             2 * MAX_METRICS_AGE_S, text.read(request.client.host if request.client else "")
         )
-        return Response(content, headers={"content-type": PAGE_TYPE})
+        return Response(content, headers={"content-type": CONTENT_TYPE_LATEST})
 
 
 def _add_state(routes: APIRouter, view: FleetView, deadlines: Deadlines) -> None:

@@ -52,7 +52,8 @@ Address = Annotated[
 
 
 class FleetControls:
-    """Reads and makes fleet-wide changes. Each method raises StateUnavailable if Redis cannot be reached."""
+    """Reads and makes fleet-wide changes. Each method raises StateFault if Redis does not answer or
+    refuses the call."""
 
     def __init__(self, store: Store, membership: Membership, settings: Settings) -> None:
         self._store = store

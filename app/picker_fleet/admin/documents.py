@@ -9,7 +9,7 @@ import json
 import re
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from html import escape
 from http import HTTPStatus
 from pathlib import Path
@@ -17,12 +17,13 @@ from typing import Any
 
 import orjson
 from fastapi import FastAPI, Response
+from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 
 from picker_fleet.admin.models import EXAMPLE_CURSORS
 from picker_fleet.admin.protection import Refused
 from picker_fleet.admin.views import BadCursor
 from picker_fleet.fleet.live_config import LIVE
-from picker_fleet.telemetry.metrics import MetricsPage
+from picker_fleet.telemetry.metrics import Metrics
 
 FOLDER = Path(__file__).parent / "page"
 METRICS_INTERVAL_S = 1.0  # shortest time between two renderings of the metrics
@@ -34,32 +35,40 @@ _TYPES = {
     ".html": "text/html; charset=utf-8",
     ".css": "text/css; charset=utf-8",
     ".js": "text/javascript; charset=utf-8",
-    ".json": "application/json",
     ".svg": "image/svg+xml",
-    ".png": "image/png",
-    ".ico": "image/x-icon",
-    ".woff2": "font/woff2",
 }
 _INLINE = re.compile(rb"<(script|style)(?:\s[^>]*)?>(.*?)</\1>", re.DOTALL | re.IGNORECASE)
 
 
 class MetricsText:
-    """The Prometheus text, rendered at most once a second and shared by all readers.
+    """The Prometheus text of a replica: metrics of the process and of its `pools`, rendered at most once a
+    second and shared by all readers.
 
-    Rendering yields to the event loop every `slice_s`, so that decisions are not delayed. `clock` is in
-    seconds.
+    All pools have the same families; with several pools each series has the label `pool`. Rendering yields to
+    the event loop every `slice_s`, so that decisions are not delayed. `clock` is in seconds.
     """
 
     def __init__(
-        self, metrics: MetricsPage, clock: Callable[[], float] = time.monotonic, slice_s: float = 0.001
+        self, pools: Sequence[Metrics], clock: Callable[[], float] = time.monotonic, slice_s: float = 0.001
     ) -> None:
-        self._metrics = metrics
+        self._pools = pools
+        self._process = CollectorRegistry()
+        ProcessCollector(registry=self._process)
         self._clock = clock
         self._slice_s = slice_s
         self._text = b""
         self._good_until_s = float("-inf")
         self._reads = Counter[str]()
         self._rendering: asyncio.Task[None] | None = None
+
+    def pieces(self) -> Iterator[bytes]:
+        """The text, in pieces that take microseconds each to render. A series that changes meanwhile shows
+        its old or its new value."""
+        yield generate_latest(self._process)
+        for same in zip(*(metrics.page.families for metrics in self._pools), strict=True):
+            yield same[0].head
+            for family in same:
+                yield from family.series()
 
     async def read(self, address: str) -> bytes:
         """The current text; the next one if it is too old or `address` has read it MAX_METRICS_READS times.
@@ -84,7 +93,7 @@ class MetricsText:
             await asyncio.sleep(self._good_until_s - self._clock())
             took_s, pieces = 0.0, []
             started_s = self._clock()
-            for piece in self._metrics.pieces():
+            for piece in self.pieces():
                 pieces.append(piece)
                 if (slice_s := self._clock() - started_s) >= self._slice_s:
                     took_s += slice_s

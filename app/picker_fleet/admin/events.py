@@ -58,8 +58,7 @@ class EventSource(Protocol):
 
 
 class SnapshotReader:
-    """Reads snapshots, and decisions if the decision log is on (`decision_log`). `bands` are the configured
-    bands."""
+    """Reads snapshots, and decisions if the decision log is on (`decision_log`)."""
 
     def __init__(
         self,
@@ -68,14 +67,12 @@ class SnapshotReader:
         reads: Reads,
         *,
         decision_log: bool,
-        bands: Bands = Bands(),  # noqa: B008 - it only remembers what it has made
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._view = view
         self._lists = lists
         self._reads = reads
         self._decision_log = decision_log
-        self._bands = bands
         self._clock = clock
         self._decisions: list[models.Decision] | None = None  # from the last read; None before the first
         self._read_at_s = -math.inf
@@ -113,7 +110,8 @@ class SnapshotReader:
         return [Event("decisions", models.Decisions(entries=self._decisions, skipped=0))]
 
     async def _new_decisions(self) -> models.Decisions:
-        found = [_decision(fields, self._bands) for fields in await self._reads.decisions(_MAX_DECISIONS)]
+        bands = self._lists.bands
+        found = [_decision(fields, bands) for fields in await self._reads.decisions(_MAX_DECISIONS)]
         before, self._decisions = self._decisions, found
         last, newest = _newest(before or []), _newest(found)
         if before is None or newest < last:  # the first read, or a new epoch of the pool

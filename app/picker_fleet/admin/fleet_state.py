@@ -10,7 +10,6 @@ import bisect
 import contextlib
 import itertools
 import math
-import operator
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -34,11 +33,6 @@ _REPORTED: Mapping[str, tuple[type, ...]] = {
 # Pause between chunks of background work. A chunk takes about a millisecond. Decisions share the event loop
 # and run in the pauses: a decision of some milliseconds is delayed by at most one chunk, rarely two.
 PAUSE_S = 0.01
-# `itemgetter` reads fields by index in C: properties take ten times as long for a thousand flow queues.
-_GROUP, _QUEUED, _OLDEST_S, _WEIGHT = (
-    operator.itemgetter(FlowQueueRow._fields.index(name))
-    for name in ("group", "queued", "oldest_s", "weight")
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,15 +83,6 @@ class BandQueues:
     queued: int = 0
     weights: float = 0.0
     oldest_s: float | None = None
-
-    @classmethod
-    def of(cls, queues: Sequence[FlowQueueRow]) -> "BandQueues":
-        return cls(
-            tuple(queues),
-            sum(map(_QUEUED, queues)),
-            math.fsum(map(_WEIGHT, queues)),
-            max(map(_OLDEST_S, queues), default=None),
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,10 +151,18 @@ def total(totals: Iterable[tuple[int, int]], priority: int | None = None) -> int
 def _by_band(queues: Sequence[FlowQueueRow]) -> dict[int, BandQueues]:
     """Flow queues by priority, each band's throttled ones last; `queues` must be in dispatch order."""
     bands: dict[int, list[FlowQueueRow]] = {}
-    for _, group in itertools.groupby(queues, _GROUP):
+    for _, group in itertools.groupby(queues, lambda queue: queue.group):
         found = list(group)
         bands.setdefault(found[0].priority, []).extend(found)
-    return {priority: BandQueues.of(found) for priority, found in bands.items()}
+    return {
+        priority: BandQueues(
+            tuple(found),
+            sum(each.queued for each in found),
+            math.fsum(each.weight for each in found),
+            max(each.oldest_s for each in found),
+        )
+        for priority, found in bands.items()
+    }
 
 
 class FleetStateCache:
@@ -182,12 +175,8 @@ class FleetStateCache:
         self._clock = asyncio.get_running_loop().time
         self._reading = asyncio.Lock()
         self._used = asyncio.Event()
-        self._state = FleetState()
+        self.last = FleetState()  # the newest state read
         self._fresh_until = self._good_until = -math.inf
-
-    @property
-    def last(self) -> FleetState:
-        return self._state
 
     async def get(self) -> FleetState:
         """The state, at most a second old. Raises StateFault if it cannot be read."""
@@ -196,7 +185,7 @@ class FleetStateCache:
             async with self._reading:
                 if self._clock() >= self._good_until:
                     await self._read()
-        return self._state
+        return self.last
 
     async def run(self) -> None:
         """Until cancelled, refresh the state of a long queue before clients ask. Faults are ignored here;
@@ -205,7 +194,7 @@ class FleetStateCache:
             await self._used.wait()
             await asyncio.sleep(self._fresh_until - self._clock())
             self._used.clear()
-            if len(self._state.queues) > CHUNK:
+            if len(self.last.queues) > CHUNK:
                 with contextlib.suppress(StateFault):
                     async with self._reading:
                         if self._clock() >= self._fresh_until:
@@ -216,7 +205,7 @@ class FleetStateCache:
             self._max_flows, pause_s=pause_s / 2
         )  # chunks of this read are half as long
         as_of_s = self._clock()
-        self._state = await self._combine(survey.page, pause_s)
+        self.last = await self._combine(survey.page, pause_s)
         self._fresh_until, self._good_until = as_of_s + survey.fresh_s, as_of_s + survey.good_s
 
     async def _combine(self, found: FlowQueuePage, pause_s: float) -> FleetState:

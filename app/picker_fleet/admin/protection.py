@@ -138,61 +138,6 @@ def _problem(request: Request, status: int, code: str, detail: str, **extra: Any
     return JSONResponse(problem.model_dump(), status_code=status, media_type="application/problem+json")
 
 
-class KnownHosts:
-    """ASGI middleware: answers 421 to a read whose Host is unknown, and 400 to any call whose Host is
-    malformed.
-
-    This stops DNS rebinding: if a web page's domain resolves to this replica, the browser sends that domain
-    as Host. Known hosts are the loopback, this machine's name, the address that received the call, and
-    `names`; `*.example` in `names` matches all subdomains. `Access` authorises changes.
-    """
-
-    def __init__(self, app: ASGIApp, names: Iterable[str]) -> None:
-        self._app = app
-        known = [socket.gethostname().lower(), "localhost", *names]
-        self._names = frozenset(name for name in known if not name.startswith("*."))
-        self._suffixes = tuple(name[1:] for name in known if name.startswith("*."))
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] not in _ANY_HOST_PATHS:
-            hosts = [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]
-            given = repr(hosts[0][:80]) if len(hosts) == 1 else f"{len(hosts)} of them"
-            fault = None
-            if any(_hostname(host) is None for host in hosts):
-                fault = Refused(400, "bad_host", f"the Host given ({given}) is malformed")
-            elif scope["method"] in (*_READ_METHODS, "OPTIONS") and not (
-                len(hosts) == 1 and self._is_known(hosts[0], scope)
-            ):
-                detail = f"this replica does not go by the Host given ({given}); admin.hosts lists its names"
-                fault = Refused(421, "unknown_host", detail)
-            if fault is not None:
-                await _http_problem(Request(scope), fault)(scope, receive, send)
-                return
-        await self._app(scope, receive, send)
-
-    def _is_known(self, host_header: str, scope: Scope) -> bool:
-        host = (_hostname(host_header) or "").removesuffix(".")
-        if host in self._names or (self._suffixes and host.endswith(self._suffixes)) or is_loopback(host):
-            return True
-        server = scope.get("server")
-        return server is not None and _same_address(host, server[0])
-
-
-def _hostname(authority: str) -> str | None:
-    """The host in `authority` (`host:port`); '' if it has no host, None if it is malformed."""
-    try:
-        return urlsplit(f"//{authority}").hostname or ""
-    except ValueError:
-        return None
-
-
-def _same_address(one: str, other: str) -> bool:
-    try:
-        return ip_address(one) == ip_address(other)
-    except ValueError:
-        return False
-
-
 class RateLimit:
     """A token bucket for each client address: `per_s` calls a second."""
 
@@ -216,16 +161,25 @@ class RateLimit:
             raise Refused(429, "too_many_calls", f"more than {limit}", retry_after_s=retry_after_s(wait_s))
 
 
-class Limits:
-    """ASGI middleware: counts every call, refused or not, against the rate limit `calls`. `/healthz` and
-    `/readyz` count against `health`; `/metrics` has a limit of its own (documents.py). The middleware also
-    adds security headers to every answer, such as `nosniff` and a content security policy.
+class Protection:
+    """ASGI middleware around every call: a rate limit, a check of its Host, and security headers.
+
+    Every call counts, refused or not, against the rate limit `calls`; `/healthz` and `/readyz` count against
+    `health`, and `/metrics` has a limit of its own (documents.py).
+
+    A read whose Host is unknown gets 421, and any call whose Host is malformed 400. This stops DNS rebinding:
+    if a web page's domain resolves to this replica, the browser sends that domain as Host. Known hosts are
+    the loopback, this machine's name, the address that received the call, and `hosts`; `*.example` in `hosts`
+    matches all subdomains. `Access` authorises changes.
     """
 
-    def __init__(self, app: ASGIApp, calls: RateLimit, health: RateLimit) -> None:
+    def __init__(self, app: ASGIApp, hosts: Iterable[str], calls: RateLimit, health: RateLimit) -> None:
         self._app = app
         self._limits = {"/metrics": None, "/healthz": health, "/readyz": health}
         self._calls = calls
+        known = [socket.gethostname().lower(), "localhost", *hosts]
+        self._names = frozenset(name for name in known if not name.startswith("*."))
+        self._suffixes = tuple(name[1:] for name in known if name.startswith("*."))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def with_headers(message: Message) -> None:
@@ -235,17 +189,49 @@ class Limits:
                 message = {**message, "headers": [*message["headers"], *more]}
             await send(message)
 
-        await self._answer(scope, receive, with_headers)
+        request, answer = Request(scope), self._app
+        try:
+            if (limit := self._limits.get(scope["path"], self._calls)) is not None:
+                await limit(request)
+            if scope["path"] not in _ANY_HOST_PATHS:
+                self._check_host(request)
+        except Refused as fault:
+            answer = _http_problem(request, fault)
+        await answer(scope, receive, with_headers)
 
-    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        limit = self._limits.get(scope["path"], self._calls) if scope["type"] == "http" else None
-        if limit is not None:
-            try:
-                await limit(Request(scope))
-            except Refused as fault:
-                await _http_problem(Request(scope), fault)(scope, receive, send)
-                return
-        await self._app(scope, receive, send)
+    def _check_host(self, request: Request) -> None:
+        hosts = request.headers.getlist("host")
+        names = [_hostname(host) for host in hosts]
+        given = repr(hosts[0][:80]) if len(hosts) == 1 else f"{len(hosts)} of them"
+        if None in names:
+            raise Refused(400, "bad_host", f"the Host given ({given}) is malformed")
+        if request.method in (*_READ_METHODS, "OPTIONS") and not (
+            len(names) == 1 and self._is_known(names[0] or "", request.scope)
+        ):
+            detail = f"this replica does not go by the Host given ({given}); admin.hosts lists its names"
+            raise Refused(421, "unknown_host", detail)
+
+    def _is_known(self, name: str, scope: Scope) -> bool:
+        host = name.removesuffix(".")
+        if host in self._names or (self._suffixes and host.endswith(self._suffixes)) or is_loopback(host):
+            return True
+        server = scope.get("server")
+        return server is not None and _same_address(host, server[0])
+
+
+def _hostname(authority: str) -> str | None:
+    """The host in `authority` (`host:port`); '' if it has no host, None if it is malformed."""
+    try:
+        return urlsplit(f"//{authority}").hostname or ""
+    except ValueError:
+        return None
+
+
+def _same_address(one: str, other: str) -> bool:
+    try:
+        return ip_address(one) == ip_address(other)
+    except ValueError:
+        return False
 
 
 class _Token(NamedTuple):

@@ -8,10 +8,10 @@ import asyncio
 import contextlib
 import socket
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import uvicorn
 from fastapi import FastAPI
@@ -39,28 +39,12 @@ class ConnectionLimits:
 LIMITS = ConnectionLimits()
 
 
-class _Config(uvicorn.Config):
-    """uvicorn's configuration, with limits for each connection and reloadable certificates."""
-
-    def __init__(
-        self, app: Any, limits: ConnectionLimits, certificates: Certificates | None, **options: Any
-    ) -> None:
-        super().__init__(app, http=Connection, **options)
-        self.limits, self._certificates = limits, certificates
-
-    def load(self) -> None:
-        super().load()
-        if self._certificates is not None:
-            agree = handshakes(self._certificates)
-            self.http_protocol_class: Any = lambda **options: agree(partial(Connection, **options))
-
-
 class Connection(HttpToolsProtocol):
-    """A connection that is closed when it exceeds its limits. `_Server` calls `check` once a second."""
+    """A connection that is closed when it exceeds its limits. `_watch` calls `check` once a second."""
 
-    def __init__(self, config: _Config, *args: Any, **kwargs: Any) -> None:
-        super().__init__(config, *args, **kwargs)
-        self._limits = config.limits
+    def __init__(self, *args: Any, limits: ConnectionLimits, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._limits = limits
         self._waits_since_s = self.loop.time()
         self._stalled_since_s: float | None = None
         self._overhead_bytes = 0
@@ -87,8 +71,8 @@ class Connection(HttpToolsProtocol):
         super().connection_made(transport)
         others = [
             each
-            for each in self.connections
-            if isinstance(each, Connection) and each is not self and not each.transport.is_closing()
+            for each in cast("set[Connection]", self.connections)
+            if each is not self and not each.transport.is_closing()
         ]
         if len(others) < self._limits.connections // 2:
             return
@@ -129,40 +113,14 @@ class Connection(HttpToolsProtocol):
         super().on_response_complete()
 
 
-class _Server(uvicorn.Server):
-    """A uvicorn server that leaves signals to the replica and sets `accepting` once it accepts connections.
-
-    The main loop wakes once a second, to check connections and update the Date header, or when `leave` is
-    called; uvicorn's own wakes ten times a second to see whether it should exit.
-    """
-
-    def __init__(self, config: uvicorn.Config) -> None:
-        super().__init__(config)
-        self.accepting = asyncio.Event()
-        self._leaving = asyncio.Event()
-
-    def leave(self) -> None:
-        """Stop the server once all answers are sent or the grace period is over."""
-        self.should_exit = True
-        self._leaving.set()
-
-    async def main_loop(self) -> None:
-        while not await self.on_tick(0):
-            now_s = asyncio.get_running_loop().time()
-            for connection in tuple(self.server_state.connections):
-                if isinstance(connection, Connection):
-                    connection.check(now_s)
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_CHECK_INTERVAL_S):
-                    await self._leaving.wait()
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        self.accepting.set()
+async def _watch(server: uvicorn.Server) -> None:
+    """Check the connections and update the Date header once a second, until cancelled."""
+    while True:
+        await server.on_tick(0)
+        now_s = asyncio.get_running_loop().time()
+        for connection in tuple(cast("set[Connection]", server.server_state.connections)):
+            connection.check(now_s)
+        await asyncio.sleep(_CHECK_INTERVAL_S)
 
 
 @contextlib.asynccontextmanager
@@ -180,10 +138,8 @@ async def serving(
         StartupError: the address cannot be bound.
     """
     bound = _bind(listen)
-    config = _Config(
+    config = uvicorn.Config(
         app,
-        limits,
-        certificates,
         log_config=None,
         access_log=False,
         lifespan="off",
@@ -192,21 +148,25 @@ async def serving(
         proxy_headers=False,  # do not trust X-Forwarded-For
         timeout_graceful_shutdown=_GRACE_S,
     )
-    server = _Server(config)
-    task = asyncio.create_task(server.serve(sockets=[bound]), name="admin-server")
-    accepting = asyncio.create_task(server.accepting.wait())
+    config.load()
+    agree = None if certificates is None else handshakes(certificates)
+
+    def connect(**options: Any) -> asyncio.Protocol:
+        connection = partial(Connection, limits=limits, **options)
+        return connection() if agree is None else agree(connection)
+
+    config.http_protocol_class = cast(Any, connect)
+    # The steps of `uvicorn.Server.serve`, which would also take over the process's signals.
+    server = uvicorn.Server(config)
+    server.lifespan = config.lifespan_class(config)
+    await server.startup(sockets=[bound])
+    watching = asyncio.create_task(_watch(server), name="admin-server")
     try:
-        await asyncio.wait((task, accepting), return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            raise StartupError(f"the admin API at {listen} ended before it accepted: {task.exception()}")
         host, port = bound.getsockname()[:2]
         yield f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     finally:
-        accepting.cancel()
-        server.leave()
-        await asyncio.wait((task,), timeout=_GRACE_S + 2)
-        task.cancel()
-        bound.close()
+        watching.cancel()
+        await server.shutdown(sockets=[bound])
 
 
 def _bind(listen: str) -> socket.socket:

@@ -314,7 +314,7 @@ class FairRequestQueue(Section):
     total_capacity: Count = Field(1000, ge=1)
     flow_capacity: Count = Field(100, ge=1)
     max_flows: Count = Field(10_000, ge=1)  # flows with a waiting request, over all bands
-    # The largest part of the bound that one request takes, whatever it claims; only with `unit: tokens`.
+    # The largest part of the bound that one request takes, whatever it claims; but at least 1.
     claim_share: Number = Field(0.25, gt=0, le=1)
     # How many flows without a configured name one client address may start at one replica.
     new_flows_per_minute: Count = Field(1000, ge=1, le=1_000_000)

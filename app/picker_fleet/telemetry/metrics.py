@@ -1,4 +1,4 @@
-"""The metrics of a replica, and the Prometheus text that shows them.
+"""The metrics of a pool in one replica; admin/documents.py shows them as Prometheus text.
 
 Names follow spec 003, with the prefix `epp_`; further metrics have names that operators expect. Counters,
 histograms and `epp_queue_length` are this replica's own: sum them over the fleet. Gauges of the shared state
@@ -12,11 +12,11 @@ one event loop, find the bucket by bisection, and keep the text of each series u
 
 import itertools
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from types import MappingProxyType
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.utils import floatToGoString
 
 from picker_fleet.domain.bands import NAMED, Band
@@ -27,8 +27,8 @@ from picker_fleet.endpoints.readings import EndpointMetrics
 from picker_fleet.state.error_replies import NO_ANSWER, Meaning
 from picker_fleet.state.pool_state import PoolState
 
-PAGE_TYPE = CONTENT_TYPE_LATEST  # Content-Type of the metrics page
 OTHER = "other"
+_MAX_VALUES = 1000  # of a label, and pairs of two labels
 _MAX_VALUE_CHARS = 128
 # The most series of a family: labels that are capped separately still multiply.
 _MAX_SERIES = 10_000
@@ -78,7 +78,6 @@ _POOL_TOTALS = {
     "guard_dispatches_total": ("guard_dispatches", "Requests dispatched by the starvation guard."),
     "ended_total": ("ended", "Requests in flight that ended, fleet-wide."),
 }
-_STATUS_TEXTS = {0: "0", **{status: str(status) for status in range(100, 600)}}
 
 
 class Waiting(NamedTuple):
@@ -102,113 +101,124 @@ class Metrics:
         labels: Mapping[str, str] = MappingProxyType({}),
         bands: Iterable[Band] = NAMED,
     ) -> None:
-        self.labels = labels
-        self._page = page = Page(labels)
+        self.page = page = Page(labels)
         known = tuple(models)
-        self._model = LabelCap(known=known)
-        self._variant = PairCap(known=((model, target) for model in known for target in ("", model)))
+        self._model = LabelCap(known)
+        self._variant = PairCap((model, target) for model in known for target in ("", model))
         self._endpoint = LabelCap()
 
-        def counters(name: str, help_text: str, labels: tuple[str, ...] = ()) -> Counters:
-            return Counters(page, f"epp_{name}", help_text, labels)
+        counters, gauges = partial(Counters, page), partial(Gauges, page)
+        histograms = partial(Histograms, page)
 
-        def gauges(name: str, help_text: str, labels: tuple[str, ...] = ()) -> Gauges:
-            return Gauges(page, f"epp_{name}", help_text, labels)
-
-        def histograms(
-            name: str, help_text: str, bounds: tuple[float, ...], labels: tuple[str, ...]
-        ) -> Histograms:
-            return Histograms(page, f"epp_{name}", help_text, bounds, labels)
-
-        self.requests = counters("requests", "Decisions sent to Envoy, by code.", (*_MODEL, "code", "mode"))
-        self.refusals = counters("request_errors", "Decisions that were refusals.", (*_MODEL, "code"))
+        self.requests = counters(
+            "epp_requests", "Decisions sent to Envoy, by code.", (*_MODEL, "code", "mode")
+        )
+        self.refusals = counters("epp_request_errors", "Decisions that were refusals.", (*_MODEL, "code"))
         self._decision = histograms(
-            "decision_latency_seconds",
+            "epp_decision_latency_seconds",
             "From a request's first message to its decision.",
             _DECISION,
             ("mode",),
         )
-        self.waits = histograms("queue_latency_seconds", "Time in the queue.", _QUEUE, (*_MODEL, "success"))
-        self._bypasses = counters("bypass", "Requests that bypassed the queue.", _MODEL)
-        self._expired = counters("requests_expired", "Requests dropped past their TTL.", _MODEL)
+        self.waits = histograms(
+            "epp_queue_latency_seconds", "Time in the queue.", _QUEUE, (*_MODEL, "success")
+        )
+        self._bypasses = counters("epp_bypass", "Requests that bypassed the queue.", _MODEL)
+        self._expired = counters("epp_requests_expired", "Requests dropped past their TTL.", _MODEL)
         self._cancelled = counters(
-            "requests_cancelled", "Requests whose client disconnected before the decision.", _MODEL
+            "epp_requests_cancelled", "Requests whose client disconnected before the decision.", _MODEL
         )
-        self._waiting = gauges("queue_length", "Requests of this replica that wait in the queue.", _MODEL)
-        self._bodies = gauges("buffered_bytes", "Bytes of bodies that this replica holds.")
-        self._preemptions = counters("preemptions", "Requests preempted for a higher band.", ("band",))
-        self._evictions = counters("evictions", "Requests an operator took out of the queue.", ("band",))
+        self._waiting = gauges("epp_queue_length", "Requests of this replica that wait in the queue.", _MODEL)
+        self._bodies = gauges("epp_buffered_bytes", "Bytes of bodies that this replica holds.")
+        self._preemptions = counters("epp_preemptions", "Requests preempted for a higher band.", ("band",))
+        self._evictions = counters("epp_evictions", "Requests an operator took out of the queue.", ("band",))
         self._push_errors = counters(
-            "queue_push_errors", "Requests the queue refused.", (*_MODEL, "error_type")
+            "epp_queue_push_errors", "Requests the queue refused.", (*_MODEL, "error_type")
         )
-        self._attempts = counters("popper_dequeue_attempts", "Dispatch attempts.")
-        self._successes = counters("popper_dequeue_successes", "Dispatch attempts that served a request.")
-        self._adopted = counters("adoptions", "Requests adopted from another replica.")
-        self._reclaimed = counters("lease_reclaims", "Requests released because their lease ended.")
+        self._attempts = counters("epp_popper_dequeue_attempts", "Dispatch attempts.")
+        self._successes = counters("epp_popper_dequeue_successes", "Dispatch attempts that served a request.")
+        self._adopted = counters("epp_adoptions", "Requests adopted from another replica.")
+        self._reclaimed = counters("epp_lease_reclaims", "Requests released because their lease ended.")
 
-        self._completions = counters("completions", "Requests that ended, by outcome.", ("model", "outcome"))
-        self._statuses = counters("responses", "Answers by HTTP status, 0 for none.", ("model", "status"))
-        self._tokens_in = counters("input_tokens", "Prompt tokens, as model servers count them.", ("model",))
+        self._completions = counters(
+            "epp_completions", "Requests that ended, by outcome.", ("model", "outcome")
+        )
+        self._statuses = counters("epp_responses", "Answers by HTTP status, 0 for none.", ("model", "status"))
+        self._tokens_in = counters(
+            "epp_input_tokens", "Prompt tokens, as model servers count them.", ("model",)
+        )
         self._tokens_out = counters(
-            "output_tokens", "Completion tokens, as model servers count them.", ("model",)
+            "epp_output_tokens", "Completion tokens, as model servers count them.", ("model",)
         )
-        self.durations = histograms("request_duration_seconds", "Until the last byte.", _DURATION, ("model",))
+        self.durations = histograms(
+            "epp_request_duration_seconds", "Until the last byte.", _DURATION, ("model",)
+        )
         self.first_bytes = histograms(
-            "time_to_first_token_seconds", "Until the answer's first byte.", _FIRST_BYTE, ("model",)
+            "epp_time_to_first_token_seconds", "Until the answer's first byte.", _FIRST_BYTE, ("model",)
         )
 
-        self._entries = counters("access_log_entries", "Access-log entries, by what they report.", ("kind",))
+        self._entries = counters(
+            "epp_access_log_entries", "Access-log entries, by what they report.", ("kind",)
+        )
         self._rejected = counters(
-            "access_log_rejected",
+            "epp_access_log_rejected",
             "Entries without a valid accounting token, by what is wrong.",
             ("reason",),
         )
-        self._calls = histograms("redis_call_seconds", "One batched script call.", _REDIS, ("script",))
-        self._items = histograms("redis_call_items", "Items in one script call.", _ITEMS, ("script",))
+        self._calls = histograms("epp_redis_call_seconds", "One batched script call.", _REDIS, ("script",))
+        self._items = histograms("epp_redis_call_items", "Items in one script call.", _ITEMS, ("script",))
         self._errors = counters(
-            "redis_errors", "Failed script calls, by what Redis answered.", ("script", "kind")
+            "epp_redis_errors", "Failed script calls, by what Redis answered.", ("script", "kind")
         )
 
-        self._failover_state = gauges("failover_state", "1 for the state this replica is in.", ("state",))
+        self._failover_state = gauges("epp_failover_state", "1 for the state this replica is in.", ("state",))
         self._transitions = counters(
-            "failover_transitions", "Changes of the failover state, by cause.", ("to", "cause")
+            "epp_failover_transitions", "Changes of the failover state, by cause.", ("to", "cause")
         )
-        self._paused_s = counters("stood_still_seconds", "Seconds in which this replica did not run.")
-        self._redis_answer_age = gauges("redis_answer_age_seconds", "Time since any answer of Redis.")
+        self._paused_s = counters("epp_stood_still_seconds", "Seconds in which this replica did not run.")
+        self._redis_answer_age = gauges("epp_redis_answer_age_seconds", "Time since any answer of Redis.")
         self._background_failures = counters(
-            "background_failures", "Failures of background tasks, each followed by a new attempt.", ("task",)
+            "epp_background_failures",
+            "Failures of background tasks, each followed by a new attempt.",
+            ("task",),
         )
-        self._strays = counters("strays", "Entries of the shared state without a record, dropped.")
-        self._keys_lost = counters("redis_keys_lost", "Times that Redis had lost keys of the pool.")
-        self._unfit = gauges("redis_unfit", "1 where the server is unfit for the shared state.", ("fault",))
-        self._ghosts = counters("ghosts", "Requests released early: their endpoint no longer had them.")
+        self._strays = counters("epp_strays", "Entries of the shared state without a record, dropped.")
+        self._keys_lost = counters("epp_redis_keys_lost", "Times that Redis had lost keys of the pool.")
+        self._unfit = gauges(
+            "epp_redis_unfit", "1 where the server is unfit for the shared state.", ("fault",)
+        )
+        self._ghosts = counters("epp_ghosts", "Requests released early: their endpoint no longer had them.")
         self._scrapes = counters(
-            "scrapes", "Metrics pages of model servers read, by result.", ("endpoint", "result")
+            "epp_scrapes", "Metrics pages of model servers read, by result.", ("endpoint", "result")
         )
         self._probes = counters(
-            "probes", "Probes that model servers answered, between two scrapes.", ("endpoint",)
+            "epp_probes", "Probes that model servers answered, between two scrapes.", ("endpoint",)
         )
         self._faults = counters(
-            "endpoint_faults",
+            "epp_endpoint_faults",
             "Attempts that failed on an endpoint, or found it full.",
             ("endpoint", "reason"),
         )
         self._ejections = counters(
-            "endpoint_ejections", "Ejections of an endpoint that failed.", ("endpoint", "reason")
+            "epp_endpoint_ejections", "Ejections of an endpoint that failed.", ("endpoint", "reason")
         )
-        self._scrape_s = histograms("scrape_seconds", "Duration of a scrape.", _REDIS, ("result",))
-        self._readings = counters("scrape_readings", "Readings published to the fleet, or lost.", ("result",))
-        self._owned = gauges("scrape_endpoints", "Endpoints that this replica scrapes.")
-        self._ages = gauges("scrape_age_seconds", "Age of an endpoint's last reading.", ("endpoint",))
-        self._scores = gauges("endpoint_score", "Score of an endpoint by scorer.", ("endpoint", "scorer"))
+        self._scrape_s = histograms("epp_scrape_seconds", "Duration of a scrape.", _REDIS, ("result",))
+        self._readings = counters(
+            "epp_scrape_readings", "Readings published to the fleet, or lost.", ("result",)
+        )
+        self._owned = gauges("epp_scrape_endpoints", "Endpoints that this replica scrapes.")
+        self._ages = gauges("epp_scrape_age_seconds", "Age of an endpoint's last reading.", ("endpoint",))
+        self._scores = gauges("epp_endpoint_score", "Score of an endpoint by scorer.", ("endpoint", "scorer"))
 
-        self._pool_gauges = {key: gauges(name, text) for key, (name, text) in _POOL_GAUGES.items()}
-        self._pool_totals = {key: counters(name, text) for key, (name, text) in _POOL_TOTALS.items()}
-        self._band_queues = gauges("band_queue_length", "Queued requests, fleet-wide.", ("band",))
+        self._pool_gauges = {key: gauges(f"epp_{name}", text) for key, (name, text) in _POOL_GAUGES.items()}
+        self._pool_totals = {key: counters(f"epp_{name}", text) for key, (name, text) in _POOL_TOTALS.items()}
+        self._band_queues = gauges("epp_band_queue_length", "Queued requests, fleet-wide.", ("band",))
         self._band_bytes = gauges(
-            "band_queue_bytes", "Bytes of the bodies of queued requests, fleet-wide.", ("band",)
+            "epp_band_queue_bytes", "Bytes of the bodies of queued requests, fleet-wide.", ("band",)
         )
-        self._in_flight = gauges("endpoint_in_flight", "Requests in flight on an endpoint.", ("endpoint",))
+        self._in_flight = gauges(
+            "epp_endpoint_in_flight", "Requests in flight on an endpoint.", ("endpoint",)
+        )
         self._ended_labels: dict[tuple[str, Outcome, int], tuple[Labels, Labels, Labels]] = {}
         self.pool_state: PoolState | None = None  # the newest known state
         self.waiting_requests: dict[Waiting, int] = {}  # of this replica
@@ -252,7 +262,7 @@ class Metrics:
     def _labels_of_end(self, model: str, outcome: Outcome, status: int) -> tuple[Labels, Labels, Labels]:
         """The labels of the series by model, outcome and status; cached, since few combinations occur."""
         name = self._model(model)
-        text = _STATUS_TEXTS.get(status, OTHER)
+        text = str(status) if status == 0 or 100 <= status < 600 else OTHER
         if status == 0 and outcome is Outcome.CLIENT_GONE:
             text = _CLIENT_GONE
         if len(self._ended_labels) >= _MAX_SERIES:
@@ -420,35 +430,6 @@ class Metrics:
 
         self._scores.follow_all(by_endpoint_and_scorer)
 
-    def add(self, families: "Callable[[], Iterable[Family]]") -> None:
-        """Also show the families that `families` returns, called whenever the page is rendered."""
-        self._page.add(families)
-
-    def families(self) -> "Iterator[Family]":
-        """All families, in exposition order."""
-        return self._page.families()
-
-
-class MetricsPage:
-    """The Prometheus text of a replica, of type `PAGE_TYPE`: metrics of the process and of each of its pools.
-
-    All pools have the same families. With several pools, each series has the label `pool`.
-    """
-
-    def __init__(self, pools: Sequence[Metrics]) -> None:
-        self._pools = pools
-        self._process = CollectorRegistry()
-        ProcessCollector(registry=self._process)
-
-    def pieces(self) -> Iterator[bytes]:
-        """The text, in pieces that take microseconds each to render. A series that changes meanwhile shows
-        its old or its new value."""
-        yield generate_latest(self._process)
-        for same in zip(*(metrics.families() for metrics in self._pools), strict=True):
-            yield same[0].head
-            for family in same:
-                yield from family.series()
-
 
 def _class_of(why: str) -> str:
     """The fault's reason as a label with few values: a status becomes its class, such as `5xx`."""
@@ -465,34 +446,6 @@ def _by_endpoint(values: Mapping[str, float]) -> dict[Labels, float]:
     return found
 
 
-class Family(Protocol):
-    """A metric family that renders its part of the metrics page."""
-
-    @property
-    def head(self) -> bytes:
-        """The lines with the family's help and type."""
-        ...
-
-    def series(self) -> Iterator[bytes]:
-        """The text of the series, in pieces that take microseconds each to render."""
-        ...
-
-
-class Page:
-    """Metric families in exposition order, the order in which they were added; each series has `labels`."""
-
-    def __init__(self, labels: Mapping[str, str] = MappingProxyType({})) -> None:
-        self.labels = labels
-        self._sources: list[Callable[[], Iterable[Family]]] = []
-
-    def add(self, families: Callable[[], Iterable[Family]]) -> None:
-        self._sources.append(families)
-
-    def families(self) -> Iterator[Family]:
-        for source in self._sources:
-            yield from source()
-
-
 def label_value(text: str) -> str:
     """`text` as a label value: cut to 128 characters, with characters that UTF-8 cannot encode replaced. One
     bad name must not make the whole page fail."""
@@ -500,14 +453,13 @@ def label_value(text: str) -> str:
 
 
 class LabelCap:
-    """Keeps the first `limit` values of a label; any further value becomes `other`.
+    """Keeps the first 1000 values of a label; any further value becomes `other`.
 
     Clients choose some labels (model names): without a cap they could make the process's memory and metrics
     page arbitrarily large. `known` values keep their names whatever clients send first.
     """
 
-    def __init__(self, limit: int = 1000, known: Iterable[str] = ()) -> None:
-        self._limit = limit
+    def __init__(self, known: Iterable[str] = ()) -> None:
         self._names: dict[str, str] = {}
         for value in known:
             self(value)
@@ -518,7 +470,7 @@ class LabelCap:
         name = self._names.get(value)
         if name is not None:
             return name
-        if len(self._names) >= self._limit:
+        if len(self._names) >= _MAX_VALUES:
             return OTHER
         name = self._names[value] = label_value(value)
         return name
@@ -527,15 +479,14 @@ class LabelCap:
 class PairCap:
     """Caps the values of model and variant, and the pairs of both.
 
-    With separate caps only, a client that chooses both could make a million pairs. After `limit` pairs, new
+    With separate caps only, a client that chooses both could make a million pairs. After 1000 pairs, new
     variants of a model become `other`.
     """
 
-    def __init__(self, limit: int = 1000, known: Iterable[tuple[str, str]] = ()) -> None:
-        self._limit = limit
+    def __init__(self, known: Iterable[tuple[str, str]] = ()) -> None:
         known = tuple(known)
-        self._first = LabelCap(limit, (first for first, _ in known))
-        self._second = LabelCap(limit, ("", *(second for _, second in known)))
+        self._first = LabelCap(first for first, _ in known)
+        self._second = LabelCap(("", *(second for _, second in known)))
         self._pairs: dict[tuple[str, str], tuple[str, str]] = {}
         for first, second in known:
             self._pairs[first, second] = self._first(first), self._second(second)
@@ -547,36 +498,42 @@ class PairCap:
         name = self._first(first)
         if name == OTHER:
             return OTHER, ""
-        if len(self._pairs) >= self._limit:
+        if len(self._pairs) >= _MAX_VALUES:
             return name, OTHER if second else ""
         pair = self._pairs[first, second] = name, self._second(second)
         return pair
 
 
-class _Writer:
-    """Writes the lines of a family. Callers pass label values in the order of `labels`; the text has them
-    sorted by label name."""
+class Page:
+    """The metric families of one pool in exposition order; each series has `labels`."""
 
-    def __init__(
-        self, name: str, kind: str, help_text: str, labels: Labels, constant: Mapping[str, str]
-    ) -> None:
+    def __init__(self, labels: Mapping[str, str]) -> None:
+        self.labels = labels
+        self.families: list[Family] = []
+
+
+class Family:
+    """A metric family, shown on `page` behind the families made before it.
+
+    Callers pass label values in the order of `labels`; the text has them sorted by label name. Each class has
+    `series`, which yields the text in pieces that take microseconds each to render.
+    """
+
+    def __init__(self, page: Page, name: str, kind: str, help_text: str, labels: Labels) -> None:
+        self._page, self._name, self._help, self._labels = page, name, help_text, labels
         self.head = f"# HELP {name} {help_text}\n# TYPE {name} {kind}\n".encode()
-        self._labels = labels
-        self._constant = tuple(constant.items())
+        page.families.append(self)
 
-    def line(self, name: str, values: Labels, value: float) -> str:
+    def series(self) -> Iterator[bytes]:
+        raise NotImplementedError
+
+    def _line(self, name: str, values: Labels, value: float) -> str:
         pairs = ",".join(pair for _, pair in self._pairs(values))
         return f"{name}{{{pairs}}} {_number(value)}\n" if pairs else f"{name} {_number(value)}\n"
 
-    def bucket(self, name: str, values: Labels) -> tuple[str, str]:
-        """The text before and after the upper bound in a bucket's line."""
-        pairs = self._pairs(values)
-        before = "".join(f"{pair}," for label, pair in pairs if label < "le")
-        after = "".join(f",{pair}" for label, pair in pairs if label > "le")
-        return f'{name}_bucket{{{before}le="', f'"{after}}} '
-
     def _pairs(self, values: Labels) -> list[tuple[str, str]]:
-        named = sorted((*zip(self._labels, values, strict=True), *self._constant))
+        """Each label's name, and its text `name="value"`."""
+        named = sorted((*zip(self._labels, values, strict=True), *self._page.labels.items()))
         return [(label, f'{label}="{_escaped(text)}"') for label, text in named]
 
 
@@ -588,20 +545,15 @@ def _escaped(text: str) -> str:
     return text.replace("\\", r"\\").replace("\n", r"\n").replace('"', r"\"")
 
 
-class _Values:
+class _Values(Family):
     """Series of one number each. Keeps the text of a series until its value changes or it is removed."""
 
     _read: Callable[[], dict[Labels, float]] | None = None
 
     def __init__(self, page: Page, name: str, kind: str, help_text: str, labels: Labels) -> None:
-        self._name = name
-        self._writer = _Writer(name, kind, help_text, labels, page.labels)
-        self.head = self._writer.head
-        self._values: dict[Labels, float] = {}
+        super().__init__(page, name, kind, help_text, labels)
+        self._values: dict[Labels, float] = {} if labels else {(): 0.0}
         self._texts: dict[Labels, tuple[float, bytes]] = {}
-        if not labels:
-            self._values[()] = 0.0
-        page.add(lambda: (self,))
 
     def add(self, labels: Labels = (), amount: float = 1) -> None:
         try:
@@ -627,7 +579,7 @@ class _Values:
         for labels, value in list(self._values.items()):
             text = kept.get(labels)
             if text is None or text[0] != value:
-                text = value, self._writer.line(self._name, labels, value).encode()
+                text = value, self._line(self._name, labels, value).encode()
             texts[labels] = text
             yield text[1]
 
@@ -673,21 +625,18 @@ class _Cell:
         self.text: bytes | None = None  # the rendered series; dropped at the next observation
 
 
-class Histograms:
+class Histograms(Family):
     """A histogram family with the ascending upper bounds `bounds`, and the bucket `+Inf`."""
 
     def __init__(
         self, page: Page, name: str, help_text: str, bounds: tuple[float, ...], labels: Labels = ()
     ) -> None:
-        self._name, self._help = name, help_text
-        self._writer = _Writer(name, "histogram", help_text, labels, page.labels)
-        self.head = self._writer.head
+        super().__init__(page, name, "histogram", help_text, labels)
         self._bounds = bounds
         self._size = len(bounds) + 1
         self._edges = (*map(_number, bounds), "+Inf")
         self._cells: dict[Labels, _Cell] = {}
         self._keeps_texts = True
-        page.add(lambda: (self,))
 
     def observe(self, value: float, labels: Labels = ()) -> None:
         cell = self._cells.get(labels)
@@ -699,9 +648,9 @@ class Histograms:
         cell.total += value
         cell.text = None
 
-    def also(self, page: Page, name: str, labels: Labels) -> None:
-        """Also show this histogram on `page`, under another name and with other label names."""
-        copy = Histograms(page, name, self._help, self._bounds, labels)
+    def also(self, name: str, labels: Labels) -> None:
+        """Also show this histogram under another name and with other label names."""
+        copy = Histograms(self._page, name, self._help, self._bounds, labels)
         copy._cells = self._cells
         copy._keeps_texts = False
 
@@ -715,10 +664,14 @@ class Histograms:
             yield cell.text
 
     def _text(self, labels: Labels, cell: _Cell) -> bytes:
-        line = self._writer.line
         counts = list(itertools.accumulate(cell.counts))
-        before, after = self._writer.bucket(self._name, labels)
-        lines = [f"{before}{edge}{after}{count}.0\n" for edge, count in zip(self._edges, counts, strict=True)]
-        lines.append(line(f"{self._name}_count", labels, counts[-1]))
-        lines.append(line(f"{self._name}_sum", labels, cell.total))
+        pairs = self._pairs(labels)
+        before = "".join(f"{pair}," for label, pair in pairs if label < "le")
+        after = "".join(f",{pair}" for label, pair in pairs if label > "le")
+        lines = [
+            f'{self._name}_bucket{{{before}le="{edge}"{after}}} {count}.0\n'
+            for edge, count in zip(self._edges, counts, strict=True)
+        ]
+        lines.append(self._line(f"{self._name}_count", labels, counts[-1]))
+        lines.append(self._line(f"{self._name}_sum", labels, cell.total))
         return "".join(lines).encode()

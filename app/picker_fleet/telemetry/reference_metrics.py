@@ -5,27 +5,19 @@ Values are computed when the page is rendered. Queue sizes and running requests 
 them over the fleet. Metrics of the pool are the same on every replica.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from statistics import fmean
 from typing import Final
 
 from picker_fleet.endpoints.readings import EndpointMetrics, Reading
-from picker_fleet.telemetry.metrics import (
-    OTHER,
-    Counters,
-    Family,
-    Gauges,
-    LabelCap,
-    Labels,
-    Metrics,
-    Page,
-    label_value,
-)
+from picker_fleet.telemetry.metrics import OTHER, Counters, Gauges, LabelCap, Labels, Metrics, label_value
 
 _FLOW_CONTROL: Final = ("llm_d_epp_flow_control", "inference_extension_flow_control")
 _POOL: Final = ("llm_d_epp", "inference_pool")
 _REQUEST: Final = ("llm_d_epp_request", "inference_objective_request")
 _MODEL: Final = ("model_name", "target_model_name")
+_QUEUED: Final = ("fairness_id", "priority", "inference_pool", *_MODEL)
 _MOST_QUEUE_SERIES = 1000
 _AVERAGES: Final[Mapping[str, Callable[[EndpointMetrics], float | None]]] = {
     "average_queue_size": lambda reading: reading.waiting,
@@ -35,7 +27,7 @@ _AVERAGES: Final[Mapping[str, Callable[[EndpointMetrics], float | None]]] = {
 
 
 class ReferenceMetrics:
-    """Metric families of the pool `pool`, to be shown beside those of `Metrics` (`Metrics.add`).
+    """Adds families of the pool `pool` to the page of `metrics`.
 
     `readings` returns each endpoint's newest reading; `running` returns how many answers in flight pass
     through this replica, by model."""
@@ -50,50 +42,55 @@ class ReferenceMetrics:
     ) -> None:
         self._pool, self._metrics = (pool,), metrics
         self._readings, self._running = readings, running
-        self._page = page = Page(metrics.labels)
         self._model = LabelCap()
         self._queue_seen: dict[Labels, float] = {}
         self._running_seen: dict[Labels, float] = {("",): 0.0}
+        page = metrics.page
 
-        def gauges(names: tuple[str, ...], help_text: str, labels: Labels) -> tuple[Gauges, ...]:
-            return tuple(Gauges(page, name, help_text, labels) for name in names)
+        def gauges(
+            names: tuple[str, ...], help_text: str, labels: Labels, read: Callable[[], dict[Labels, float]]
+        ) -> None:
+            for name in names:
+                Gauges(page, name, help_text, labels).follow_all(read)
 
-        self._queue = gauges(
+        gauges(
             tuple(f"{prefix}_queue_size" for prefix in _FLOW_CONTROL),
             "Requests of this replica that wait in the queue.",
-            ("fairness_id", "priority", "inference_pool", "model_name", "target_model_name"),
+            _QUEUED,
+            self._waiting,
         )
-        self._saturation = gauges(
+        gauges(
             tuple(f"{prefix}_pool_saturation" for prefix in _FLOW_CONTROL),
             "The stock as a part of its upper bound.",
             ("inference_pool",),
+            self._saturation,
         )
-        self._requests = gauges(
+        gauges(
             ("llm_d_epp_request_running", "inference_objective_running_requests"),
             "Requests in flight whose answers pass this replica.",
             ("model_name",),
+            self._running_by_model,
         )
-        self._ready = gauges(
+        gauges(
             ("llm_d_epp_ready_endpoints", "inference_pool_ready_pods"),
             "Endpoints that take new requests.",
             ("name",),
+            self._ready,
         )
-        self._averages = {
-            what: gauges(tuple(f"{prefix}_{what}" for prefix in _POOL), "Mean of the endpoints.", ("name",))
-            for what in _AVERAGES
-        }
-
+        for what, amount_of in _AVERAGES.items():
+            names = tuple(f"{prefix}_{what}" for prefix in _POOL)
+            gauges(names, "Mean of the endpoints.", ("name",), partial(self._average, amount_of))
         for prefix in _REQUEST:
             requests = Counters(page, prefix, "Decisions sent to Envoy.", _MODEL)
             requests.follow_all(self._requests_by_model)
-            metrics.durations.also(page, f"{prefix}_duration_seconds", _MODEL[:1])
-            metrics.first_bytes.also(page, f"{prefix}_ttft_seconds", _MODEL[:1])
+            metrics.durations.also(f"{prefix}_duration_seconds", _MODEL[:1])
+            metrics.first_bytes.also(f"{prefix}_ttft_seconds", _MODEL[:1])
         errors = Counters(
             page, f"{_REQUEST[1]}_error", "Decisions that were refusals.", (*_MODEL, "error_code")
         )
         errors.follow_all(lambda: dict(metrics.refusals.values))
         for prefix in _FLOW_CONTROL:
-            metrics.waits.also(page, f"{prefix}_request_queue_duration_seconds", (*_MODEL, "success"))
+            metrics.waits.also(f"{prefix}_request_queue_duration_seconds", (*_MODEL, "success"))
 
     def _requests_by_model(self) -> dict[Labels, float]:
         found: dict[Labels, float] = {}
@@ -101,24 +98,29 @@ class ReferenceMetrics:
             found[model, target] = found.get((model, target), 0.0) + count
         return found
 
-    def families(self) -> Iterator[Family]:
-        """The families with their current values."""
-        _show(self._queue, self._waiting())
-        self._running_seen = dict.fromkeys(self._running_seen, 0.0)
+    def _running_by_model(self) -> dict[Labels, float]:
+        """The requests in flight of each model, and 0 for models that had some before."""
+        found = dict.fromkeys(self._running_seen, 0.0)
         for model, count in self._running().items():
             labels = (self._model(model),)
-            self._running_seen[labels] = self._running_seen.get(labels, 0.0) + count
-        _show(self._requests, self._running_seen)
+            found[labels] = found.get(labels, 0.0) + count
+        self._running_seen = found
+        return found
+
+    def _saturation(self) -> dict[Labels, float]:
         state = self._metrics.pool_state
-        if state is not None:
-            full = state.stock / state.upper if state.upper > 0 else 1.0
-            _show(self._saturation, {self._pool: full})
-            _show(self._ready, {self._pool: float(state.ready_backends)})
+        if state is None:
+            return {}
+        return {self._pool: state.stock / state.upper if state.upper > 0 else 1.0}
+
+    def _ready(self) -> dict[Labels, float]:
+        state = self._metrics.pool_state
+        return {} if state is None else {self._pool: float(state.ready_backends)}
+
+    def _average(self, amount_of: Callable[[EndpointMetrics], float | None]) -> dict[Labels, float]:
         known = [reading.metrics for reading in self._readings().values() if reading.known]
-        for what, amount_of in _AVERAGES.items():
-            amounts = [amount for each in known if (amount := amount_of(each)) is not None]
-            _show(self._averages[what], {self._pool: fmean(amounts)} if amounts else {})
-        return self._page.families()
+        amounts = [amount for each in known if (amount := amount_of(each)) is not None]
+        return {self._pool: fmean(amounts)} if amounts else {}
 
     def _waiting(self) -> dict[Labels, float]:
         """The queue length of each series, and 0 for series that had requests before. Clients name flows and
@@ -137,8 +139,3 @@ class ReferenceMetrics:
             found.setdefault(labels, 0.0)
         self._queue_seen = found
         return found or {("", "", *self._pool, "", ""): 0.0}  # 0 instead of a missing series
-
-
-def _show(families: tuple[Gauges, ...], values: Mapping[Labels, float]) -> None:
-    for family in families:
-        family.replace(dict(values))
