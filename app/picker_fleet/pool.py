@@ -42,7 +42,6 @@ from picker_fleet.grpc.certificates import Certificates
 from picker_fleet.grpc.transport import Handler
 from picker_fleet.ingress.context import (
     AllowedPaths,
-    DrainGate,
     ExchangeContext,
     OpenRequests,
     new_flow_limit,
@@ -235,7 +234,6 @@ class Pool:
             ),
             gate=self.gate,
             origins=self.origins,
-            drain_gate=DrainGate(self.gate),
             open_requests=open_requests,
             metrics=self.metrics,
             lines=DecisionLines(clock, self.chooser.explain, **self._labels),

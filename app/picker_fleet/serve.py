@@ -12,7 +12,7 @@ import secrets
 import signal
 import socket
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from picker_fleet.domain.sections import Tls
 from picker_fleet.domain.units import is_loopback, split_host_port
 from picker_fleet.grpc.certificates import Certificates
 from picker_fleet.grpc.transport import Handler, RpcError, Status, Stream, Streaming
-from picker_fleet.ingress.context import OpenRequests, UploadDeadlines, of_unknown_pool
+from picker_fleet.ingress.context import OpenRequests, UploadDeadlines
 from picker_fleet.ingress.ext_proc import accesslog, eds
 from picker_fleet.ingress.ext_proc.exchange import ExchangeService
 from picker_fleet.ingress.ext_proc.server import Server
@@ -69,9 +69,8 @@ async def serve(settings: Settings, replica: str, on_bound: Callable[[Bound], No
     default = pools[settings.pool]
     count_failures(default.metrics.background_failure)
     accounts = [pool.account for pool in pools.values()]
-    contexts = ByPool(
-        {name: pool.context for name, pool in pools.items()}, settings.pool, of_unknown_pool(default.context)
-    )
+    unknown = replace(default.context, paths=None)  # refuses every request
+    contexts = ByPool({name: pool.context for name, pool in pools.items()}, settings.pool, unknown)
     grpc_server = Server(
         contexts.each(lambda context: ExchangeService(context, uploads)),
         settings.extproc,

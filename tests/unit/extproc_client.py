@@ -169,7 +169,6 @@ def exchange_context(
         intake=Intake(settings, new_id=lambda: f"made-{next(ids)}", keys=Mock(variant_key=b"the pool's")),
         gate=gate,
         origins=origins or KnownOrigins(),  # type: ignore[arg-type]
-        drain_gate=context.DrainGate(gate),
         open_requests=context.OpenRequests(),
         metrics=metrics or Counted(),
         clock=clock or (lambda: float(next(ticks))),
@@ -258,12 +257,11 @@ async def converse(exchange: Exchange, *messages: ProcessingRequest) -> list[Pro
     said: list[ProcessingResponse] = []
     for message in messages:
         assert not exchange.done, "Envoy's messages after the end would not be read"
-        if exchange.streaming:
+        if exchange.answered:
             answers, _ = exchange.pass_on(message.SerializeToString())
             said.extend(map(ProcessingResponse.FromString, answers))
-        elif answers := await exchange.receive(message):
-            said.extend(map(ProcessingResponse.FromString, answers))
-            exchange.before_last_write()
+        else:
+            said.extend(map(ProcessingResponse.FromString, await exchange.receive(message)))
     return said
 
 

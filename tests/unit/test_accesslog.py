@@ -12,6 +12,7 @@ from extproc_client import KnownOrigins, ScriptedGate, serving_on
 from metrics_page import page_of
 from tables import cases
 
+from picker_fleet.domain.allowlist import SERVED as SERVED_KEY
 from picker_fleet.domain.request import Alive, Completion, Fault, Outcome
 from picker_fleet.ingress.ext_proc import accesslog
 from picker_fleet.ingress.ext_proc.accesslog import Account
@@ -56,7 +57,7 @@ def full() -> Entry:
     message = bare(request_id="from-envoy")
     describe(message, {"picker": {"id": "from-picker", "token": signed("from-picker")}})
     describe(message, {"picker.usage": {"prompt_tokens": 7, "completion_tokens": 100}})
-    describe(message, {"envoy.lb": {accesslog.SERVED_KEY: "10.0.0.1:8000"}})
+    describe(message, {"envoy.lb": {SERVED_KEY: "10.0.0.1:8000"}})
     common = message.common_properties
     common.upstream_remote_address.socket_address.address = "10.9.9.9"
     common.upstream_remote_address.socket_address.port_value = 1
@@ -67,7 +68,7 @@ def full() -> Entry:
 
 def test_the_serving_endpoint_is_read_from_the_configured_namespace() -> None:
     message = full()
-    describe(message, {"gateway.lb": {accesslog.SERVED_KEY: "10.0.0.3:80"}})
+    describe(message, {"gateway.lb": {SERVED_KEY: "10.0.0.3:80"}})
     assert accesslog.read(message).served == "10.0.0.1:8000"
     assert accesslog.read(message, "gateway.lb").served == "10.0.0.3:80"
 
@@ -191,7 +192,7 @@ async def test_a_picked_endpoint_that_did_not_serve_is_reported(
 ) -> None:
     message = entry(flag=flag)
     if served:
-        describe(message, {"envoy.lb": {accesslog.SERVED_KEY: served}})
+        describe(message, {"envoy.lb": {SERVED_KEY: served}})
     message.common_properties.upstream_request_attempt_count = attempts
     completion = await ended(message)
     assert (completion.failed, completion.passed_over) == (failed, passed_over)
@@ -231,7 +232,7 @@ async def test_an_end_says_whether_its_endpoint_has_failed(
     status: int, size: int, flag: str, tells: Callable[[Any], None] | None, fault: str
 ) -> None:
     message = entry(flag=flag)
-    describe(message, {"envoy.lb": {accesslog.SERVED_KEY: PICKED}})
+    describe(message, {"envoy.lb": {SERVED_KEY: PICKED}})
     message.response.response_code.value = status
     message.response.response_body_bytes = size
     if tells is not None:
@@ -382,7 +383,7 @@ def test_ids_of_state_are_noted_with_their_endpoint_if_the_fleet_signed_the_toke
             {
                 "picker": {"id": name, "token": token},
                 "picker.usage": told,
-                accesslog.NAMESPACE: {accesslog.SERVED_KEY: "10.0.0.1:8000"},
+                accesslog.NAMESPACE: {SERVED_KEY: "10.0.0.1:8000"},
             },
         )
         entries.append(message)

@@ -7,7 +7,9 @@ from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingRequest, 
 from extproc_client import PLACEMENT, given_back, headers, set_headers, whole
 
 from picker_fleet.domain import errors
+from picker_fleet.domain.allowlist import DESTINATION
 from picker_fleet.domain.errors import ExpiredTtl, RequestError
+from picker_fleet.ingress.context import DROPPED_REASON, refusal
 from picker_fleet.ingress.ext_proc import codec
 
 message = ProcessingResponse.FromString
@@ -15,22 +17,26 @@ HEADER = "10.0.0.1:8000,[fd00::2]:8000"
 
 
 def test_a_placement_names_the_endpoints_in_header_and_metadata_alike() -> None:
-    answer = message(codec.placed(PLACEMENT, "id-1", 1234, namespace="envoy.lb", pressure="0.25").message())
+    answer = message(
+        codec.placed(PLACEMENT, HEADER, "id-1", 1234, namespace="envoy.lb", pressure="0.25").message()
+    )
 
     common = answer.request_headers.response
     # A changed body is sent with its new length.
-    assert set_headers(common.header_mutation) == {codec.DESTINATION: HEADER, "content-length": "1234"}
+    assert set_headers(common.header_mutation) == {DESTINATION: HEADER, "content-length": "1234"}
     assert common.clear_route_cache
     metadata = answer.dynamic_metadata
-    assert dict(metadata["envoy.lb"]) == {codec.DESTINATION: HEADER}
+    assert dict(metadata["envoy.lb"]) == {DESTINATION: HEADER}
     assert dict(metadata["picker"]) == {"id": "id-1", "token": "ticket-1", "pressure": "0.25"}
 
 
 def test_answers_to_the_same_endpoints_do_not_mix() -> None:
-    codec.placed(PLACEMENT, "id-1", 1234, namespace="envoy.lb", pressure="0.25")
-    answer = message(codec.placed(PLACEMENT, "", None, namespace="gateway.lb", pressure="0.50").message())
+    codec.placed(PLACEMENT, HEADER, "id-1", 1234, namespace="envoy.lb", pressure="0.25")
+    answer = message(
+        codec.placed(PLACEMENT, HEADER, "", None, namespace="gateway.lb", pressure="0.50").message()
+    )
 
-    assert set_headers(answer.request_headers.response.header_mutation) == {codec.DESTINATION: HEADER}
+    assert set_headers(answer.request_headers.response.header_mutation) == {DESTINATION: HEADER}
     assert sorted(answer.dynamic_metadata) == ["gateway.lb", "picker"]
     assert dict(answer.dynamic_metadata["picker"]) == {"pressure": "0.50"}
 
@@ -57,13 +63,13 @@ REFUSALS = [
 def test_a_refusal_says_why(
     error: RequestError, overload_status: int, status: int, pressure: str, extra: tuple[str, ...]
 ) -> None:
-    refusal = codec.refusal(error, overload_status, lambda: 0.5)
-    immediate = message(codec.refused(refusal, error.code)).immediate_response
+    refused = refusal(error, overload_status, 0.5)
+    immediate = message(codec.refused(refused, error.code)).immediate_response
     assert immediate.status.code == status
     assert set_headers(immediate.headers) == {
         "content-type": "application/json",
         "x-queue-pressure": pressure,
-        **dict(zip(("retry-after", codec.DROPPED_REASON), extra, strict=False)),
+        **dict(zip(("retry-after", DROPPED_REASON), extra, strict=False)),
     }
     kind = "invalid_request_error" if status < 429 else "overloaded_error"
     shown = {"message": str(error), "type": kind, "code": error.code}
@@ -87,7 +93,7 @@ def test_a_refusal_has_the_shape_of_the_api_that_was_asked(path: bytes, is_anthr
         (errors.PayloadTooLarge("big"), "request_too_large"),
         (ExpiredTtl("late"), "overloaded_error"),
     ):
-        said = json.loads(codec.refusal(error, 503, lambda: 0.5, path).body)
+        said = json.loads(refusal(error, 503, 0.5, path).body)
         shape = {"type": "error", "error": {"type": kind, "message": str(error)}}
         assert (said == shape) == is_anthropics
         assert said["error"]["message"] == str(error)

@@ -17,14 +17,13 @@ from tables import cases
 from picker_fleet.domain import errors
 from picker_fleet.domain.errors import ExpiredTtl, RequestError, StateUnavailable
 from picker_fleet.domain.request import Outcome
-from picker_fleet.ingress.ext_proc import codec
 from picker_fleet.ingress.ext_proc.codec import WHOLE_BYTES
 from picker_fleet.state import accounting_token
 
 ASK = b'{"model": "m", "prompt": "p"}'
 BIG = json.dumps({"model": "m", "prompt": "x" * 600_000}).encode()
 LONG = json.dumps({"model": "m", "prompt": "x" * WHOLE_BYTES}).encode()  # too long for one message
-DESTINATION = {"x-gateway-destination-endpoint": codec.destinations(PLACEMENT)}
+DESTINATION = {"x-gateway-destination-endpoint": ",".join(PLACEMENT.endpoints)}
 SPLIT = {"models": [{"name": "m", "target_models": [{"name": "m-v2"}]}]}
 TWO_VARIANTS = {"models": [{"name": "m", "target_models": [{"name": "m"}, {"name": "m-v2"}]}]}
 FAIRNESS = "x-gateway-inference-fairness-id"

@@ -13,7 +13,7 @@ from extproc_client import ScriptedGate, Talk, body, headers, parts
 from hypothesis import given
 from hypothesis import strategies as st
 
-from picker_fleet.domain.errors import ExpiredTtl, NoEndpoints, TooManyFlows
+from picker_fleet.domain.errors import BodyStalled, ExpiredTtl, NoEndpoints, TooManyFlows
 from picker_fleet.ingress.context import NewFlowLimit
 
 ASK = b'{"model": "m", "prompt": "p"}'
@@ -61,11 +61,9 @@ async def run(talk: Talk, messages: Sequence[ProcessingRequest], leaves: bool) -
                 work.cancel()
             for _ in await work:
                 assert 0 <= talk.here.bodies.held_bytes <= LIMIT
-            exchange.before_last_write()
             await asyncio.sleep(0)
         if exchange.uploading and leaves:
-            exchange.fail_upload()
-            exchange.before_last_write()
+            exchange.refuse(BodyStalled("late"))
     except asyncio.CancelledError:
         pass
     finally:

@@ -25,6 +25,7 @@ from picker_fleet.endpoints import scraper
 from picker_fleet.fleet import heartbeat
 from picker_fleet.fleet.live_config import AFFECTS, LIVE
 from picker_fleet.ingress import intake
+from picker_fleet.ingress.context import DROPPED_REASON, refusal
 from picker_fleet.ingress.ext_proc import codec
 from picker_fleet.scheduling import endpoint_history as history
 from picker_fleet.state import batching, reads
@@ -126,14 +127,14 @@ def faults(of: type[errors.RequestError] = errors.RequestError) -> Iterator[type
 def test_the_answer_to_each_fault_equals_its_row_on_the_page(fault: type[errors.RequestError]) -> None:
     row = {CODE.findall(cells[0])[0]: cells for cells in table("What clients get")}.get(fault.code)
     assert row is not None, f"docs/errors.md does not tell of {fault.code}"
-    refusal = codec.refusal(fault("why"), 503, lambda: 0.0)
-    answer = ProcessingResponse.FromString(codec.refused(refusal, fault.code)).immediate_response
+    refused = refusal(fault("why"), 503, 0.0)
+    answer = ProcessingResponse.FromString(codec.refused(refused, fault.code)).immediate_response
     headers = {option.header.key: option.header.raw_value.decode() for option in answer.headers.set_headers}
     error = orjson.loads(answer.body)["error"]
     _, status, kind, reason, *_ = row
     assert status == f"{int(answer.status.code)}" + ("¹" if issubclass(fault, errors.Dropped) else "")
     assert kind == f"`{error['type']}`"
-    assert reason.strip("`") == headers.get(codec.DROPPED_REASON, "–")
+    assert reason.strip("`") == headers.get(DROPPED_REASON, "–")
     assert ("retry-after" in headers) == status.startswith(("503", "429"))
 
 

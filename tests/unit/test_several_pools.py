@@ -4,9 +4,10 @@ import asyncio
 import contextlib
 import re
 from collections.abc import AsyncIterator, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 from unittest.mock import Mock
 
 import grpc
@@ -27,14 +28,14 @@ from picker_fleet.cli import main
 from picker_fleet.domain.budgets import POOL_HEADER, SMALL_BYTES, ByPool, body_budgets
 from picker_fleet.domain.config import load, parse, pools_of
 from picker_fleet.domain.errors import BufferFull, ConfigError, ShuttingDown
-from picker_fleet.domain.request import InferenceRequest
 from picker_fleet.grpc.transport import RpcError, Status, Stream
-from picker_fleet.ingress.context import ExchangeContext, UploadDeadlines, of_unknown_pool
+from picker_fleet.ingress.context import Decision, ExchangeContext, OpenRequests, UploadDeadlines
 from picker_fleet.ingress.ext_proc import accesslog
 from picker_fleet.ingress.ext_proc.accesslog import Account
 from picker_fleet.ingress.ext_proc.exchange import ExchangeService
 from picker_fleet.ingress.ext_proc.server import SERVICE, Server
 from picker_fleet.ingress.http.server import CheckServer
+from picker_fleet.ingress.intake import read_body
 from picker_fleet.state import accounting_token
 from picker_fleet.state.accounting_token import Keyring
 from picker_fleet.telemetry.metrics import Metrics
@@ -122,7 +123,9 @@ class Both:
             name: exchange_context(gate, self.metrics[name], self.settings, clock)
             for name, gate in self.gates.items()
         }
-        self.contexts: ByPool[ExchangeContext] = ByPool(each, "a", of_unknown_pool(each["a"]))
+        opened = OpenRequests()
+        each = {name: replace(context, open_requests=opened) for name, context in each.items()}
+        self.contexts: ByPool[ExchangeContext] = ByPool(each, "a", replace(each["a"], paths=None))
         self.uploads = UploadDeadlines(clock, 60.0)
 
     def server(self, **more: Any) -> Server:
@@ -197,9 +200,10 @@ async def test_a_pool_is_the_default_on_its_own_port_and_metadata_names_another(
                 assert caught.value.code() is grpc.StatusCode.NOT_FOUND
         await server.drain()  # drains all pools
         for name in (b"a", b"b"):
-            gate = both.contexts.of(name).drain_gate
+            decision = Decision(both.contexts.of(name), "lean")
+            decision.read(read_body(BODY), {}, None, b"")
             with pytest.raises(ShuttingDown):
-                await gate.admit(cast(InferenceRequest, None), stream_owned=False)
+                await decision.admit()
 
 
 async def http_asks(port: int, *requests: bytes) -> list[Reply]:

@@ -319,11 +319,10 @@ REWRITE = ("x-gateway-model-name-rewrite", "x-llm-d-model-name-rewrite")
 STEERING = (FAIRNESS_ID, OBJECTIVE, REWRITE)
 
 # Only the picker and Envoy set these headers; no client's value is ever trusted.
-NEVER_TRUSTED = (
-    "x-gateway-destination-endpoint",
-    "x-gateway-destination-endpoint-subset",
-    "x-gateway-destination-endpoint-served",
-)
+DESTINATION: Final = "x-gateway-destination-endpoint"
+SUBSET: Final = "x-gateway-destination-endpoint-subset"
+SERVED: Final = "x-gateway-destination-endpoint-served"
+NEVER_TRUSTED = (DESTINATION, SUBSET, SERVED)
 # Headers that any client may set: they affect only its own request. Listing them as trusted has no effect.
 ALWAYS_KEPT = (
     "x-workload-context",

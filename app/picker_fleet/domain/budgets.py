@@ -1,11 +1,11 @@
-"""The pools of one process, and the memory that request bodies may take, shared by all of them."""
+"""The pools of one process, and request bodies in the memory that all pools share."""
 
 import asyncio
 import logging
 from collections.abc import Callable, Collection, Mapping
 from typing import Final, Generic, TypeVar
 
-from picker_fleet.domain.errors import BufferFull
+from picker_fleet.domain.errors import BufferFull, PayloadTooLarge
 
 SMALL_BYTES = 64 * 1024  # a body up to this size may use the whole budget
 _RESERVED_PART = 32  # 1/32 of the budget is for small bodies only: slow large uploads must not block them
@@ -82,6 +82,78 @@ class BodyBudget:
 
     def give_back(self, size_bytes: int) -> None:
         self.held_bytes -= size_bytes
+
+
+class BodyBuffer:
+    """The chunks of one request's body, charged to `budget`; a body may have at most `limit_bytes`.
+
+    `content_length` is the header's value, -1 without a valid header.
+    """
+
+    __slots__ = ("_budget", "_chunks", "_counted_bytes", "_limit_bytes", "content_length", "size_bytes")
+
+    def __init__(self, budget: BodyBudget, limit_bytes: int) -> None:
+        self._budget = budget
+        self._limit_bytes = limit_bytes
+        self._chunks: list[bytes] = []
+        self._counted_bytes = 0
+        self.size_bytes = 0
+        self.content_length = -1
+
+    def expect(self, length: bytes) -> None:
+        """Record the content-length header and check it.
+
+        Raises:
+            PayloadTooLarge: the content-length is above the limit.
+        """
+        self.announce(length)
+        if self.content_length > self._limit_bytes:
+            raise self._too_large()
+
+    def announce(self, length: bytes) -> None:
+        """Record the content-length header without checking it: an earlier filter may have changed the
+        body."""
+        if length.isdigit():
+            self.content_length = int(length[:20])
+
+    def keep(self, body: bytes) -> None:
+        """Put back the body that `join` returned; its bytes are still counted."""
+        self._chunks = [body]
+
+    def add(self, chunk: bytes) -> None:
+        """Keep one more chunk.
+
+        Raises:
+            PayloadTooLarge: the body is larger than the limit.
+            BufferFull: the replica's budget is used up.
+        """
+        size_bytes = len(chunk)
+        self.size_bytes += size_bytes
+        if self.size_bytes > self._limit_bytes:
+            raise self._too_large()
+        self._budget.take(size_bytes, self.size_bytes)
+        self._counted_bytes += size_bytes
+        self._chunks.append(chunk)
+
+    def join(self) -> bytes:
+        """Return the whole body and keep no copy; its bytes stay counted until `release`."""
+        chunks, self._chunks = self._chunks, []
+        return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+
+    def release(self) -> None:
+        """Drop the body and give its bytes back to the budget; may be called twice."""
+        if self._counted_bytes:
+            self._budget.give_back(self._counted_bytes)
+            self._counted_bytes = 0
+            self._chunks = []
+
+    def reset(self) -> None:
+        """Drop the body and begin another."""
+        self.release()
+        self.size_bytes, self.content_length = 0, -1
+
+    def _too_large(self) -> PayloadTooLarge:
+        return PayloadTooLarge(f"the body is larger than {self._limit_bytes} bytes")
 
 
 class _PoolBudget(BodyBudget):

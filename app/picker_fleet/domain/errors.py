@@ -61,16 +61,19 @@ class RequestError(PickerError):
     """Ends one request with an answer from the picker.
 
     `code` is the OpenAI-style error code and the metric label; `reason` is the value of
-    `x-llm-d-request-dropped-reason`, None if the protocol defines none.
+    `x-llm-d-request-dropped-reason`, None if the protocol defines none. `is_overload`: the setting
+    `overload_status` replaces the status; `by_queue`: the client's `x-queue-pressure` is 1.00.
     """
 
     status: ClassVar[int] = 500
     code: ClassVar[str] = "internal_error"
     kind: ClassVar[str] = "api_error"
     reason: ClassVar[str | None] = None
+    is_overload: ClassVar[bool] = False
+    by_queue: ClassVar[bool] = False
 
     def __init_subclass__(cls, **attributes: int | str) -> None:
-        """Set class attributes (`status`, `code`, `kind`, `reason`) from the class statement's keywords."""
+        """Set the class attributes above from the class statement's keywords."""
         for name, value in attributes.items():
             setattr(cls, name, value)
 
@@ -169,8 +172,10 @@ class ShuttingDown(
         super().__init__(message)
 
 
-class Dropped(RequestError, status=503, kind=_OVERLOADED, reason="rejected-saturated"):
-    """Refused because of overload; the setting `overload_status` replaces 503."""
+class Dropped(
+    RequestError, status=503, kind=_OVERLOADED, reason="rejected-saturated", is_overload=True, by_queue=True
+):
+    """Refused because of overload."""
 
 
 class Saturated(Dropped, code="saturated"):
@@ -189,7 +194,7 @@ class BandBytes(Dropped, code="band_bytes"):
     """With this body, the band would exceed its limit on waiting bytes."""
 
 
-class TooManyFlows(Dropped, code="too_many_flows"):
+class TooManyFlows(Dropped, code="too_many_flows", by_queue=False):
     """The flow is new, and its client address has started too many flows, or too many flows wait in total."""
 
 

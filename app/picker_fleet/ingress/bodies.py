@@ -9,12 +9,13 @@ import json
 import re
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from typing import Final, NamedTuple, Protocol, TypeVar
+from typing import Final, NamedTuple
 from urllib.parse import quote_plus, unquote_plus
 
 import brotli  # type: ignore[import-untyped, unused-ignore]
 import zstandard
 
+from picker_fleet.domain.budgets import BodyBuffer
 from picker_fleet.domain.errors import BadRequest, Unsupported, UnsupportedEncoding
 
 _MOST_ENCODINGS = 2
@@ -32,20 +33,9 @@ _DISPOSITION = re.compile(rb"(?:^|\r\n)content-disposition[ \t]*:([^\r\n]*)", re
 _PARAMETER = re.compile(rb';[ \t]*([^\s=;"]+)[ \t]*=[ \t]*(?:"((?:[^"\\]|\\.)*)"|([^\s;"]*))')
 
 
-class Buffer(Protocol):
-    """Collects a body and charges its bytes to a limit and a budget (`context.BodyBuffer`)."""
-
-    def add(self, chunk: bytes) -> None: ...
-    def join(self) -> bytes: ...
-    def release(self) -> None: ...
-
-
-_Buffer = TypeVar("_Buffer", bound=Buffer)
-
-
 async def decode(
-    text: bytes, encodings: bytes, new_buffer: Callable[[], _Buffer], turn: asyncio.Lock
-) -> tuple[bytes, _Buffer]:
+    text: bytes, encodings: bytes, new_buffer: Callable[[], BodyBuffer], turn: asyncio.Lock
+) -> tuple[bytes, BodyBuffer]:
     """Decode `text` by its content-encodings. Also returns the buffer that counts the body until its release.
 
     The lock `turn` lets one body be decoded at a time, since a decoder needs memory for its window.
@@ -82,7 +72,7 @@ async def decode(
     return text, buffer
 
 
-async def _decode(name: str, text: bytes, into: Buffer) -> None:
+async def _decode(name: str, text: bytes, into: BodyBuffer) -> None:
     done_bytes = 0
     try:
         for read_bytes, chunk in _DECODERS[name](text):

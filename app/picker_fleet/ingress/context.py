@@ -1,25 +1,27 @@
-"""State that all requests of a pool share, in every mode: client limits, the drain gate, and
-`ExchangeContext`, which holds them for exchanges (exchange.py) and checks (ingress/http/check.py).
-`ByPool` keeps one object for each pool of the replica.
+"""State that all requests of a pool share, in every mode, and `Decision`, which takes one request from its
+headers to its endpoints or its refusal. `ext_proc/` and `http/` translate between Envoy and a `Decision`.
 """
 
 import asyncio
 import ipaddress
-import logging
+import re
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, replace
-from typing import Protocol
+from dataclasses import dataclass
+from itertools import cycle, islice
+from typing import Final, NamedTuple
+
+import orjson
 
 from picker_fleet.admission.gate import Gate
 from picker_fleet.admission.origins import Origins
 from picker_fleet.domain.allowlist import NOT_LISTED, Api, Paths, Way, model_in_query
-from picker_fleet.domain.budgets import BodyBudget
+from picker_fleet.domain.budgets import BodyBudget, BodyBuffer
 from picker_fleet.domain.config import Settings
 from picker_fleet.domain.errors import (
     BadRequest,
     ClientGone,
-    PayloadTooLarge,
+    RequestError,
     RequestIdTaken,
     ShuttingDown,
     TooManyFlows,
@@ -47,92 +49,17 @@ _NETWORK_BITS = 64  # IPv6 prefix that counts as one source: a customer has at l
 _MINUTE_S = 60.0
 _READ_BURST_S = 2.0  # burst of reads, in seconds of `extproc.read_rate`
 
-_log = logging.getLogger(__name__)
-
-
-class BodyBuffer:
-    """The chunks of one request's body, charged to `budget`; a body may have at most `limit_bytes`.
-
-    `content_length` is the header's value, -1 without a valid header.
-    """
-
-    __slots__ = ("_budget", "_chunks", "_counted_bytes", "_limit_bytes", "content_length", "size_bytes")
-
-    def __init__(self, budget: BodyBudget, limit_bytes: int) -> None:
-        self._budget = budget
-        self._limit_bytes = limit_bytes
-        self._chunks: list[bytes] = []
-        self._counted_bytes = 0
-        self.size_bytes = 0
-        self.content_length = -1
-
-    def expect(self, length: bytes) -> None:
-        """Record the content-length header and check it.
-
-        Raises:
-            PayloadTooLarge: the content-length is above the limit.
-        """
-        self.announce(length)
-        if self.content_length > self._limit_bytes:
-            raise self._too_large()
-
-    def announce(self, length: bytes) -> None:
-        """Record the content-length header without checking it: an earlier filter may have changed the
-        body."""
-        if length.isdigit():
-            self.content_length = int(length[:20])
-
-    def keep(self, body: bytes) -> None:
-        """Put back the body that `join` returned; its bytes are still counted."""
-        self._chunks = [body]
-
-    def add(self, chunk: bytes) -> None:
-        """Keep one more chunk.
-
-        Raises:
-            PayloadTooLarge: the body is larger than the limit.
-            BufferFull: the replica's budget is used up.
-        """
-        size_bytes = len(chunk)
-        self.size_bytes += size_bytes
-        if self.size_bytes > self._limit_bytes:
-            raise self._too_large()
-        self._budget.take(size_bytes, self.size_bytes)
-        self._counted_bytes += size_bytes
-        self._chunks.append(chunk)
-
-    def join(self) -> bytes:
-        """Return the whole body and keep no copy; its bytes stay counted until `release`."""
-        chunks, self._chunks = self._chunks, []
-        return chunks[0] if len(chunks) == 1 else b"".join(chunks)
-
-    def release(self) -> None:
-        """Drop the body and give its bytes back to the budget; may be called twice."""
-        if self._counted_bytes:
-            self._budget.give_back(self._counted_bytes)
-            self._counted_bytes = 0
-            self._chunks = []
-
-    def reset(self) -> None:
-        """Drop the body and begin another."""
-        self.release()
-        self.size_bytes, self.content_length = 0, -1
-
-    def _too_large(self) -> PayloadTooLarge:
-        return PayloadTooLarge(f"the body is larger than {self._limit_bytes} bytes")
+PRESSURE: Final = "x-queue-pressure"  # docs/fairness.md, "Backpressure"
+DROPPED_REASON: Final = "x-llm-d-request-dropped-reason"
+_PRESSURE_STEPS = 100
+PRESSURES: Final = tuple(f"{step / _PRESSURE_STEPS:.2f}" for step in range(_PRESSURE_STEPS + 1))
+_RETRY_AFTER_S = 1
+_ANTHROPIC_PATH = re.compile(rb"[^?]*/v1/messages(?:[/?]|$)")
+_ANTHROPIC_KINDS: Final = {404: "not_found_error", 413: "request_too_large", 429: "rate_limit_error"}
 
 
 class UploadOverdue(Exception):
     """An upload has stalled or takes too long, or too many others wait."""
-
-
-class Upload(Protocol):
-    """A stream that waits for more of its request."""
-
-    @property
-    def upload_began_s(self) -> float:
-        """When the request began to arrive, in seconds."""
-        ...
 
 
 class UploadDeadlines:
@@ -157,28 +84,27 @@ class UploadDeadlines:
         self._whole_s = whole_s
         self._stalled_s = min(stalled_s, whole_s)
         self._most = most
-        self._waiting: OrderedDict[Upload, tuple[float, Stream]] = OrderedDict()
+        self._waiting: OrderedDict[Stream, tuple[float, float]] = OrderedDict()  # silent since, began at
 
-    def wait(self, upload: Upload, stream: Stream) -> None:
-        """Watch an upload that is about to read more of the request from `stream`."""
-        self._waiting[upload] = self._clock(), stream
+    def wait(self, stream: Stream, began_s: float) -> None:
+        """Watch an upload that is about to read more of the request, which began to arrive at `began_s`."""
+        self._waiting[stream] = self._clock(), began_s
         if len(self._waiting) > self._most:
-            _, (_, longest) = self._waiting.popitem(last=False)
+            longest, _ = self._waiting.popitem(last=False)
             longest.interrupt(UploadOverdue())
 
-    def received(self, upload: Upload) -> None:
+    def received(self, stream: Stream) -> None:
         """Stop watching an upload that has received a message, or has ended."""
-        self._waiting.pop(upload, None)
+        self._waiting.pop(stream, None)
 
     async def run(self) -> None:
         """End overdue uploads, until cancelled."""
         while True:
             await asyncio.sleep(self._stalled_s / _CHECKS)
             now_s = self._clock()
-            silent_since_s, begun_before_s = now_s - self._stalled_s, now_s - self._whole_s
-            for upload, (at_s, stream) in list(self._waiting.items()):
-                if at_s < silent_since_s or upload.upload_began_s < begun_before_s:
-                    del self._waiting[upload]
+            for stream, (silent_since_s, began_s) in list(self._waiting.items()):
+                if now_s - silent_since_s > self._stalled_s or now_s - began_s > self._whole_s:
+                    del self._waiting[stream]
                     stream.interrupt(UploadOverdue())
 
 
@@ -210,13 +136,6 @@ class AllowedPaths:
             except ValueError as fault:
                 raise BadRequest(f"the query of the path: {fault}") from None
         return way
-
-
-class _NoPaths(AllowedPaths):
-    """The paths of a pool that is not served here: every request is refused."""
-
-    def way(self, method: bytes, path: bytes) -> Way | None:
-        raise UnknownPool("the proxy names a pool that is not served here")
 
 
 class NewFlowLimit:
@@ -289,67 +208,26 @@ def new_flow_limit(settings: Settings, clock: Callable[[], float]) -> NewFlowLim
     return NewFlowLimit(queue.new_flows_per_minute, names, settings.extproc.trusted_hops, clock)
 
 
-class DrainGate:
-    """Guards the admission gate: `close` refuses new requests, `shut_down` waiting ones too."""
-
-    def __init__(self, gate: Gate) -> None:
-        self._gate = gate
-        self._closed = False
-        self._waiting = 0
-
-    @property
-    def waiting(self) -> int:
-        return self._waiting
-
-    @property
-    def closed(self) -> bool:
-        """Whether new requests are refused."""
-        return self._closed
-
-    def close(self) -> None:
-        """Refuse new requests; waiting ones go on waiting."""
-        self._closed = True
-
-    def shut_down(self) -> None:
-        """Refuse all requests, waiting ones included."""
-        self._closed = True
-        self._gate.shut_down()
-
-    async def admit(self, request: InferenceRequest, *, stream_owned: bool, age_s: float = 0.0) -> Placement:
-        """As `Gate.admit`.
-
-        Raises:
-            ShuttingDown: the gate is closed, or the replica stopped while the request waited.
-        """
-        if self._closed:
-            raise ShuttingDown()
-        self._waiting += 1
-        try:
-            return await self._gate.admit(request, stream_owned=stream_owned, age_s=age_s)
-        finally:
-            self._waiting -= 1
-
-
 class OpenRequests:
-    """Counts requests that are being handled, in any mode, so that a drain can wait for them."""
+    """Counts the replica's open requests, in all pools and modes, so that a drain can wait for them.
+
+    `closed`: the replica drains, and refuses new requests; waiting ones go on waiting.
+    """
 
     def __init__(self) -> None:
-        self._count = 0
+        self.count = 0
+        self.closed = False
         self._idle = asyncio.Event()
         self._idle.set()
 
     def began(self) -> None:
-        self._count += 1
+        self.count += 1
         self._idle.clear()
 
     def ended(self) -> None:
-        self._count -= 1
-        if not self._count:
+        self.count -= 1
+        if not self.count:
             self._idle.set()
-
-    @property
-    def count(self) -> int:
-        return self._count
 
     async def none(self) -> None:
         await self._idle.wait()
@@ -357,19 +235,19 @@ class OpenRequests:
 
 @dataclass(frozen=True, slots=True)
 class ExchangeContext:
-    """Objects shared by a pool's requests, made once a pool. `reads` limits requests without admission;
-    `fill` returns the used part of the queue, 0 to 1. `clock` is in seconds; only its differences count.
-    `selected` parses the conformance suite's header of chosen endpoints; None if clients may not choose."""
+    """Objects shared by a pool's requests, made once a pool. `paths` is None for a pool that is not served
+    here. `reads` limits requests without admission; `fill` returns the used part of the queue, 0 to 1.
+    `clock` is in seconds; only its differences count. `selected` parses the conformance suite's header of
+    chosen endpoints; None if clients may not choose."""
 
     settings: Settings
-    paths: AllowedPaths
+    paths: AllowedPaths | None
     reads: Rates
     bodies: BodyBudget
     new_flows: NewFlowLimit
     intake: Intake
     gate: Gate
     origins: Origins
-    drain_gate: DrainGate
     open_requests: OpenRequests
     metrics: Metrics
     lines: DecisionLines
@@ -381,10 +259,13 @@ class ExchangeContext:
         """How a request with this method and path is served. Counts a read towards the read limit.
 
         Raises:
+            UnknownPool: the proxy names a pool that is not served here.
             UnknownPath: the path is not allowed.
             BadRequest: the request lacks the body that its path needs.
             TooManyReads: the replica's limit of reads a second is reached.
         """
+        if self.paths is None:
+            raise UnknownPool("the proxy names a pool that is not served here")
         way = self.paths.way(method, path)
         if way is None:
             if not self.settings.extproc.conformance:
@@ -423,47 +304,192 @@ class ExchangeContext:
             counted.release()
             raise
 
-    async def admit(
-        self, request: InferenceRequest, *, stream_owned: bool, age_s: float = 0.0
-    ) -> tuple[InferenceRequest, Placement]:
-        """As `DrainGate.admit`. If another request has the id, this request gets a new id. A request that
-        refers to stored state goes to the endpoint that has the state."""
+
+class Decision:
+    """One request until Envoy has its endpoints or its refusal. Counts and logs the outcome.
+
+    `mode` is `standard`, `lean` or `http`; in `standard` the request's stream ends the request, else the
+    access log does. `path` selects the format of a refusal.
+
+    `placement` is set from the placement until `placed` or `withdraw`. `request_id` is the id by which the
+    access log reports the request, '' if nothing needs the report. `pressure` is the value of
+    `x-queue-pressure` for the client. Times are in seconds of the context's clock.
+    """
+
+    def __init__(self, context: ExchangeContext, mode: str = "", path: bytes = b"") -> None:
+        self._context = context
+        self.mode, self.path = mode, path
+        self.began_s = context.clock()
+        self.arrived_s = self.placed_s = self.began_s
+        self.model = self.target_model = ""
+        self.request: InferenceRequest | None = None
+        self.request_id = ""
+        self.placement: Placement | None = None
+        self.pressure = ""
+        self._subset: tuple[str, ...] | None = None
+
+    async def route(self, way: Way, headers: Mapping[str, bytes], subset: tuple[str, ...] | None) -> None:
+        """Choose endpoints for a request without admission: first the endpoint that has the named state, or
+        the session's.
+
+        Raises:
+            NoEndpoints: no endpoint is ready, or none of the subset.
+        """
+        context, self._subset = self._context, subset
+        origin = await context.origins.find((way.ref,)) if way.ref else ""
+        session = context.intake.session_of(headers)
+        placement = await context.gate.route(subset, origin=origin, session=session)
+        if way.has_state and self.mode != "standard":  # the access log reports the ids in the answer
+            self.request_id = headers.get(REQUEST_ID, b"").decode("latin-1") or context.intake.new_id()
+            placement = placement._replace(accounting_token=context.origins.read_token(self.request_id))
+        self.placement, self.placed_s = placement, context.clock()
+        self.pressure = pressure(context.fill(), 0.0, 1.0)
+
+    def read(
+        self, ask: Ask, headers: Mapping[str, bytes], subset: tuple[str, ...] | None, forwarded_for: bytes
+    ) -> InferenceRequest:
+        """Make the request from its body and headers; `forwarded_for` is the header x-forwarded-for.
+
+        Raises:
+            BadRequest: a header that the picker reads is malformed; the message names it.
+            TooManyFlows: the flow is new, and its source has reached its limit.
+        """
+        context, self._subset = self._context, subset
+        self.model = ask.model
+        request = context.intake.request(ask, headers, subset=subset, trusted=self.mode != "standard")
+        self.request, self.model, self.target_model = request, request.model, request.target_model
+        context.new_flows.check(request.flow, forwarded_for)
+        self.arrived_s = context.clock()
+        return request
+
+    async def admit(self, age_s: float = 0.0) -> None:
+        """Wait for the request's turn and its endpoints. The request is queued as if it had arrived `age_s`
+        ago. If another request has its id, it gets a new one. A request that refers to stored state goes to
+        the endpoint that has the state.
+
+        Raises:
+            RequestError: as `Gate.admit`, or the replica drains.
+        """
+        context, request = self._context, self.request
+        assert request is not None, "read comes first"
+        if context.open_requests.closed:
+            raise ShuttingDown()
         if request.refers:
-            origin = await self.origins.find(request.refers, request.ttl_s)
-            request = request._replace(refers=(), origin=origin)
+            origin = await context.origins.find(request.refers, request.ttl_s)
+            self.request = request = request._replace(refers=(), origin=origin)
+        owned = self.mode == "standard"
         try:
-            return request, await self.drain_gate.admit(request, stream_owned=stream_owned, age_s=age_s)
+            self.placement = await context.gate.admit(request, stream_owned=owned, age_s=age_s)
         except RequestIdTaken:
-            request = request._replace(id=self.intake.new_id())
-        return request, await self.drain_gate.admit(request, stream_owned=stream_owned, age_s=age_s)
+            self.request = request = request._replace(id=context.intake.new_id())
+            self.placement = await context.gate.admit(request, stream_owned=owned, age_s=age_s)
+        self.request_id, self.placed_s = request.id, context.clock()
+        self.pressure = pressure(context.fill(), self.placed_s - self.arrived_s, request.ttl_s)
 
-    async def route(
-        self, way: Way, headers: Mapping[str, bytes], subset: tuple[str, ...] | None
-    ) -> tuple[str, Placement]:
-        """Choose endpoints for a request without admission, first the endpoint that has the named state, or
-        the session's. Also returns the id by which the access log reports the answer's state ids, else ''."""
-        origin = await self.origins.find((way.ref,)) if way.ref else ""
-        session = self.intake.session_of(headers)
-        placement = await self.gate.route(subset, origin=origin, session=session)
-        if not way.has_state:
-            return "", placement
-        request_id = headers.get(REQUEST_ID, b"").decode("latin-1") or self.intake.new_id()
-        return request_id, placement._replace(accounting_token=self.origins.read_token(request_id))
+    async def confirm(self, age_s: float) -> None:
+        """Make sure that the request still has its placement, made `age_s` seconds ago.
 
-    def tries(self, subset: tuple[str, ...] | None, request: InferenceRequest | None) -> int:
-        """The least number of endpoints that an answer names: Envoy's number of attempts if only some
-        endpoints may serve the request, else 0 (no minimum)."""
-        if subset is None and (request is None or not request.selector):
-            return 0
-        return 1 + self.settings.scheduling.fallbacks
+        Nothing renews a lease before Envoy has the answer, so the lease may have expired. Then the request
+        queues again with its original arrival time (G4).
 
-    def client_left(self, request: InferenceRequest, mode: str, model: str, started_s: float) -> None:
-        """Count and log a request whose client left before the decision; `model` is the requested model."""
-        seconds = self.clock() - started_s
-        self.metrics.client_gone(mode, model, seconds, request.target_model)
-        self.lines.refused(request, ClientGone.code, ClientGone.status, mode, seconds)
+        Raises:
+            RequestError: as `Gate.confirm` and `admit`.
+        """
+        request, placement, gate = self.request, self.placement, self._context.gate
+        if request is None or placement is None or await gate.confirm(request.id, placement, age_s):
+            return
+        gate.withdraw(request.id, placement)
+        self.placement = None
+        await self.admit(self._context.clock() - self.arrived_s)
+
+    def destinations(self, placement: Placement) -> str:
+        """The endpoints as the value of `x-gateway-destination-endpoint`.
+
+        If only some endpoints may serve the request, they are repeated until the value has one for each of
+        Envoy's attempts: after the last, Envoy tries any of the pool.
+        """
+        named = placement.endpoints
+        if self._subset is not None or (self.request is not None and self.request.selector):
+            missing = 1 + self._context.settings.scheduling.fallbacks - len(named)
+            named = (*named, *islice(cycle(named), max(missing, 0)))
+        return ",".join(named)
+
+    def placed(self) -> None:
+        """Count and log the placement: Envoy has it, or gets it now."""
+        context = self._context
+        seconds = context.clock() - self.began_s
+        context.metrics.answered(self.mode, self.model, "ok", seconds, self.target_model)
+        if context.lines.debug:
+            endpoints = self.placement.endpoints if self.placement is not None else ()
+            context.lines.placed(self.request, endpoints, self.mode, seconds)
+
+    def refuse(self, error: RequestError) -> "Refusal":
+        """Count and log a refusal, and withdraw a placement. Returns the answer that the client gets."""
+        self.withdraw()
+        context = self._context
+        overload_status = context.settings.fair_request_queue.overload_status
+        refused = refusal(error, overload_status, context.fill(), self.path)
+        seconds = context.clock() - self.began_s
+        context.metrics.answered(self.mode, self.model, error.code, seconds, self.target_model)
+        context.lines.refused(self.request, error.code, refused.status, self.mode, seconds)
+        return refused
+
+    def client_left(self) -> None:
+        """Count and log that the client left before the decision, and withdraw a placement."""
+        self.withdraw()
+        if self.request is not None:
+            context = self._context
+            seconds = context.clock() - self.began_s
+            context.metrics.client_gone(self.mode, self.model, seconds, self.target_model)
+            context.lines.refused(self.request, ClientGone.code, ClientGone.status, self.mode, seconds)
+
+    def withdraw(self) -> None:
+        """Undo a placement that Envoy cannot have received."""
+        placement, self.placement = self.placement, None
+        if placement is None or self.request is None:
+            return
+        self._context.gate.withdraw(self.request.id, placement)
+        if placement.waited_s is not None:
+            self._context.metrics.waited(self.model, placement.waited_s, False, self.target_model)
 
 
-def of_unknown_pool(context: ExchangeContext) -> ExchangeContext:
-    """A context that refuses every request, for pools not served here; counts in `context`'s metrics."""
-    return replace(context, paths=_NoPaths())
+class Refusal(NamedTuple):
+    """The picker's own answer to a client, for any transport."""
+
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+
+def refusal(error: RequestError, overload_status: int, fill: float, path: bytes = b"") -> Refusal:
+    """The status, headers and body of a refusal. The body has the error format of the API that `path`
+    belongs to, Anthropic's or OpenAI's.
+
+    `overload_status` is the status for requests dropped for overload; `fill` is the queue's used part.
+    """
+    status = overload_status if error.is_overload else error.status
+    headers = {
+        "content-type": "application/json",
+        PRESSURE: PRESSURES[-1] if error.by_queue else pressure(fill, 0.0, 1.0),
+    }
+    if error.retry_after_s is not None or status in (429, 503):
+        headers["retry-after"] = str(_RETRY_AFTER_S if error.retry_after_s is None else error.retry_after_s)
+    if error.reason is not None:
+        headers[DROPPED_REASON] = error.reason
+    if _ANTHROPIC_PATH.match(path):
+        kind = _ANTHROPIC_KINDS.get(status, error.kind)
+        text: dict[str, object] = {"type": "error", "error": {"type": kind, "message": str(error)}}
+    else:
+        text = {"error": {"message": str(error), "type": error.kind, "code": error.code}}
+    return Refusal(status, headers, orjson.dumps(text, option=orjson.OPT_APPEND_NEWLINE))
+
+
+def pressure(fill: float, waited_s: float, ttl_s: float) -> str:
+    """The value of `x-queue-pressure`, `0.00` to `1.00`: how near requests are to a refusal.
+
+    The greater of `fill`, the used part of the queue, and the part of its TTL that the request has waited.
+    Both are known locally, so the value costs no call to Redis.
+    """
+    waited = waited_s / ttl_s
+    greater = fill if fill > waited else waited
+    return PRESSURES[round(greater * _PRESSURE_STEPS)] if greater < 1 else PRESSURES[-1]

@@ -24,10 +24,20 @@ from typing import Any
 
 import yaml
 
-from picker_fleet.domain.allowlist import ADMINISTRATION, ANY_METHOD, NOT_LISTED, STEERING, Paths, untrusted
+from picker_fleet.domain.allowlist import (
+    ADMINISTRATION,
+    ANY_METHOD,
+    DESTINATION,
+    NOT_LISTED,
+    STEERING,
+    SUBSET,
+    Paths,
+    untrusted,
+)
 from picker_fleet.domain.budgets import POOL_HEADER
 from picker_fleet.domain.config import Settings, pools_of
 from picker_fleet.domain.sections import Tls
+from picker_fleet.ingress.context import PRESSURE as PRESSURE_HEADER
 from picker_fleet.ingress.ext_proc.accesslog import (
     CONTENT_TYPE,
     FAULT_TAG,
@@ -35,8 +45,7 @@ from picker_fleet.ingress.ext_proc.accesslog import (
     RETRY_AFTER,
     STATE_IDS,
 )
-from picker_fleet.ingress.ext_proc.codec import LENGTH_HEADER, SUBSET, SUBSET_HINT
-from picker_fleet.ingress.ext_proc.codec import PRESSURE as PRESSURE_HEADER
+from picker_fleet.ingress.ext_proc.codec import LENGTH_HEADER, SUBSET_HINT
 from picker_fleet.ingress.http.check import CARRIED, CLIENT_HEADERS, REFUSAL_HEADERS
 from picker_fleet.ingress.http.server import HEALTH_PATH, PREFIX
 from picker_fleet.ingress.intake import METHOD, PATH, wanted_headers
@@ -52,7 +61,6 @@ PICKER_HTTP = "picker-http"  # the same replicas, at the port of mode `http`
 MAX_CONNECTIONS = 10_000
 MAX_HEAP_BYTES = 1024 * 1024 * 1024
 
-_DESTINATION_HEADER = "x-gateway-destination-endpoint"
 _HEALTH_SERVICE = "envoy.service.ext_proc.v3.ExternalProcessor"
 # The most that Envoy reads at once; no message to the picker holds a larger part of a body.
 _CHUNK_BYTES = 1024 * 1024
@@ -64,7 +72,7 @@ _SILENT_S = 3600.0  # for a request that transfers no byte in either direction
 _ANSWER_MARGIN_S = 60.0
 
 _NAMES = {
-    "destination_header": _DESTINATION_HEADER,
+    "destination_header": DESTINATION,
     "length_header": LENGTH_HEADER,
     "pressure_header": PRESSURE_HEADER,
     "session_header": SESSION_HEADER,
@@ -340,8 +348,8 @@ class _Manager:
             found[PRESSURE_HEADER] = "%DYNAMIC_METADATA(picker:pressure)%"
         if self.debug_headers:  # the picker's choice, as header and metadata, and the serving endpoint
             namespace = self.settings.extproc.metadata_namespace
-            found["x-picker-header"] = f"%REQ({_DESTINATION_HEADER})%"
-            found["x-picker-endpoint"] = f"%DYNAMIC_METADATA({namespace}:{_DESTINATION_HEADER})%"
+            found["x-picker-header"] = f"%REQ({DESTINATION})%"
+            found["x-picker-endpoint"] = f"%DYNAMIC_METADATA({namespace}:{DESTINATION})%"
             found["x-picker-served"] = "%UPSTREAM_REMOTE_ADDRESS%"
             found["x-picker-request-id"] = "%REQ(x-request-id)%"
         return found

@@ -20,7 +20,7 @@ from google.protobuf.message import DecodeError  # type: ignore[import-untyped, 
 
 from picker_fleet.admission.gate import Gate
 from picker_fleet.admission.origins import Origins
-from picker_fleet.domain.allowlist import has_state
+from picker_fleet.domain.allowlist import SERVED, has_state
 from picker_fleet.domain.request import CONNECT, FULL, Alive, Completion, Fault, Outcome, fault_of, hold_of
 from picker_fleet.grpc.transport import Handler, Stream
 from picker_fleet.state import accounting_token
@@ -28,8 +28,7 @@ from picker_fleet.state.accounting_token import NO_TOKEN, UNKNOWN_KEY, Keyring
 from picker_fleet.telemetry.metrics import Metrics
 
 SERVICE: Final = "envoy.service.accesslog.v3.AccessLogService"
-SERVED_KEY: Final = "x-gateway-destination-endpoint-served"
-NAMESPACE: Final = "envoy.lb"  # default metadata namespace of `SERVED_KEY`
+NAMESPACE: Final = "envoy.lb"  # default metadata namespace of `SERVED`
 
 _log = logging.getLogger(__name__)
 
@@ -200,7 +199,7 @@ def read(entry: Any, namespace: str = NAMESPACE) -> Completion | Alive | Fault |
     status = entry.response.response_code.value
     if kind == _ATTEMPT_END or FAULT_TAG in common.custom_tags:
         return _failed_attempt(entry, flags, status, request_id, token)
-    served = _text(_fields(metadata, namespace), SERVED_KEY) or _address(common)
+    served = _text(_fields(metadata, namespace), SERVED) or _address(common)
     if intermediate:
         return Alive(request_id, served, token)
     usage = _fields(metadata, "picker.usage")

@@ -11,27 +11,21 @@ FULL_DUPLEX_STREAMED   NONE                   lean
 NONE                   NONE                   lean, for session requests: headers only
 """
 
-import re
 import struct
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import lru_cache
-from itertools import cycle, islice
 from typing import Any, Final, NamedTuple
 
-import orjson
 from envoy.extensions.filters.http.ext_proc.v3.processing_mode_pb2 import ProcessingMode
 from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingRequest, ProcessingResponse
 
-from picker_fleet.domain.errors import Dropped, RequestError, TooManyFlows, Unsupported
+from picker_fleet.domain.allowlist import DESTINATION
+from picker_fleet.domain.errors import Unsupported
 from picker_fleet.domain.request import Placement
+from picker_fleet.ingress.context import PRESSURES, Refusal
 
-DESTINATION = "x-gateway-destination-endpoint"
-SERVED = "x-gateway-destination-endpoint-served"
-SUBSET = "x-gateway-destination-endpoint-subset"
 TEST_SERVED = "x-conformance-test-served-endpoint"
-DROPPED_REASON = "x-llm-d-request-dropped-reason"
 LENGTH_HEADER: Final = "x-picker-content-length"  # this project's Envoy restores content-length from it
-PRESSURE: Final = "x-queue-pressure"  # docs/fairness.md, "Backpressure"
 
 SUBSET_HINT = "envoy.lb.subset_hint"  # the metadata namespace of `SUBSET`
 # Envoy returns {id, token}, and {waited, target} of a queued request, in the access log, and passes
@@ -40,18 +34,12 @@ PICKER = "picker"
 
 CHUNK_BYTES = 62_000  # Envoy's limit for one body chunk in an ext_proc answer
 WHOLE_BYTES = 512 * 1024  # largest body for one message in `lean`: half of Envoy's default buffer
-_RETRY_AFTER_S = 1
 _OVERWRITE = 2  # HeaderAppendAction.OVERWRITE_IF_EXISTS_OR_ADD
 
 HEADERS_ALONE: Final = "headers alone"  # `lean`, for session requests
 _NONE = ProcessingMode.NONE
 _DUPLEX = ProcessingMode.FULL_DUPLEX_STREAMED
 _MODES = {(_DUPLEX, _DUPLEX): "standard", (_DUPLEX, _NONE): "lean", (_NONE, _NONE): HEADERS_ALONE}
-
-_PRESSURE_STEPS = 100
-_PRESSURES = tuple(f"{step / _PRESSURE_STEPS:.2f}" for step in range(_PRESSURE_STEPS + 1))
-FULL: Final = _PRESSURES[-1]
-
 
 REQUEST_TRAILERS: Final = b"\x2a\x00"  # an empty request_trailers
 RESPONSE_TRAILERS: Final = b"\x32\x00"  # an empty response_trailers
@@ -76,17 +64,6 @@ def mode_of(message: ProcessingRequest) -> str:
             "FULL_DUPLEX_STREAMED is, for both or with NONE for the response"
         )
     return mode
-
-
-def pressure(fill: float, waited_s: float, ttl_s: float) -> str:
-    """The value of `x-queue-pressure`, `0.00` to `1.00`: how near requests are to a refusal.
-
-    The greater of `fill`, the used part of the queue, and the part of its TTL that the request has waited.
-    Both are known locally, so the value costs no call to Redis.
-    """
-    waited = waited_s / ttl_s
-    greater = fill if fill > waited else waited
-    return _PRESSURES[round(greater * _PRESSURE_STEPS)] if greater < 1 else FULL
 
 
 def read_headers(message: Any, wanted: Collection[str]) -> dict[str, bytes]:
@@ -158,7 +135,7 @@ def _text(key: str) -> Callable[[str], bytes]:
 
 
 _ID, _TOKEN, _SESSION, _TARGET = map(_text, ("id", "token", "session", "target"))
-_PRESSURE_ENTRIES: Final = {value: _text("pressure")(value) for value in _PRESSURES}
+_PRESSURE_ENTRIES: Final = {value: _text("pressure")(value) for value in PRESSURES}
 _PICKER_KEY = _field(b"\x0a", PICKER.encode())
 _CLEAR_ROUTE_CACHE = b"\x28\x01"  # CommonResponse.clear_route_cache: true
 _DOUBLE = struct.Struct("<d").pack
@@ -192,21 +169,11 @@ def _headers_alone(set_headers: bytes) -> bytes:
     return _field(b"\x0a", _field(b"\x0a", _field(b"\x12", set_headers) + _CLEAR_ROUTE_CACHE))
 
 
-def destinations(placement: Placement, tries: int = 0) -> str:
-    """The value of `x-gateway-destination-endpoint`, both as header and as dynamic metadata.
-
-    Endpoints are repeated until the value names `tries`: after the last, Envoy tries any of the pool.
-    """
-    missing = tries - len(placement.endpoints)
-    again = islice(cycle(placement.endpoints), missing) if missing > 0 else ()
-    return ",".join((*placement.endpoints, *again))
-
-
 def placed(
     placement: Placement,
+    destinations: str,
     request_id: str,
     content_length: int | None,
-    tries: int = 0,
     target_model: str = "",
     *,
     namespace: str,
@@ -214,14 +181,14 @@ def placed(
     removes: str = "",
     is_our_envoy: bool = False,
 ) -> Placed:
-    """The answer to request headers that sends a request to its endpoints, named in metadata `namespace` too.
+    """The answer to request headers that sends a request to `destinations`, in metadata `namespace`, too.
 
     `request_id` is '' if the access log need not report the request; `content_length` is None to keep the
-    header. `tries` is the least number of endpoints to name, for a request that may go to no other;
-    `target_model` is the model name sent upstream; `pressure` is the client's x-queue-pressure; `removes` is
-    a header not sent upstream. `is_our_envoy`: Envoy restores the content-length from `LENGTH_HEADER`.
+    header; `target_model` is the model name sent upstream; `pressure` is the client's x-queue-pressure;
+    `removes` is a header not sent upstream. `is_our_envoy`: Envoy restores the content-length from
+    `LENGTH_HEADER`.
     """
-    set_headers, destination = _towards(destinations(placement, tries), namespace)
+    set_headers, destination = _towards(destinations, namespace)
     if content_length is not None:
         for name in ("content-length", LENGTH_HEADER) if is_our_envoy else ("content-length",):
             set_headers += _set_header(name, str(content_length))
@@ -318,45 +285,6 @@ def response_headers(added: Mapping[str, str], *, sized: bool) -> bytes:
 def _passed_on(mutation: bytes) -> bytes:
     """The answer to response headers, with the encoded HeaderMutation `mutation`."""
     return _field(b"\x12", _field(b"\x0a", _field(b"\x12", mutation) if mutation else b""))
-
-
-_ANTHROPIC_PATH = re.compile(rb"[^?]*/v1/messages(?:[/?]|$)")
-_ANTHROPIC_KINDS: Final = {404: "not_found_error", 413: "request_too_large", 429: "rate_limit_error"}
-
-
-class Refusal(NamedTuple):
-    """The picker's own answer to a client, for any transport."""
-
-    status: int
-    headers: dict[str, str]
-    body: bytes
-
-
-def refusal(
-    error: RequestError, overload_status: int, fill: Callable[[], float], path: bytes = b""
-) -> Refusal:
-    """The status, headers and body of a refusal. The body has the error format of the API that `path`
-    belongs to, Anthropic's or OpenAI's.
-
-    `overload_status` is the status for requests dropped for overload; `fill` returns the queue's used part.
-    """
-    dropped = isinstance(error, Dropped)
-    status = overload_status if dropped else error.status
-    by_queue = dropped and not isinstance(error, TooManyFlows)
-    headers = {
-        "content-type": "application/json",
-        PRESSURE: FULL if by_queue else pressure(fill(), 0.0, 1.0),
-    }
-    if error.retry_after_s is not None or status in (429, 503):
-        headers["retry-after"] = str(_RETRY_AFTER_S if error.retry_after_s is None else error.retry_after_s)
-    if error.reason is not None:
-        headers[DROPPED_REASON] = error.reason
-    if _ANTHROPIC_PATH.match(path):
-        kind = _ANTHROPIC_KINDS.get(status, error.kind)
-        text: dict[str, object] = {"type": "error", "error": {"type": kind, "message": str(error)}}
-    else:
-        text = {"error": {"message": str(error), "type": error.kind, "code": error.code}}
-    return Refusal(status, headers, orjson.dumps(text, option=orjson.OPT_APPEND_NEWLINE))
 
 
 def refused(refusal: Refusal, code: str) -> bytes:

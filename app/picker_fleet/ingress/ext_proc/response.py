@@ -10,9 +10,12 @@ from typing import Any, Final, TypedDict
 import msgspec
 import orjson
 
+from picker_fleet.domain.allowlist import SERVED
 from picker_fleet.domain.request import Completion, Outcome, fault_of, hold_of
+from picker_fleet.ingress.context import PRESSURE, Decision, ExchangeContext
 from picker_fleet.ingress.cost import MALFORMED
 from picker_fleet.ingress.ext_proc import codec
+from picker_fleet.scheduling.chooser import SESSION_HEADER
 
 _STATUS = ":status"
 _ENCODING = "content-encoding"
@@ -454,69 +457,24 @@ def _ids_of(text: bytes) -> tuple[str, ...]:
 class Response:
     """Passes on one model server's response and settles its request exactly once (G6).
 
-    `request_id` is '' for a request without admission, which is not settled. `rename` restores the client's
-    model name; None if the name was not changed. `client_headers` are added for the client. Times are counted
-    from `started_s`. Envoy names the endpoint that served in the metadata `namespace`; `tells_served` passes
-    it on to the client, for the conformance suite. `waited_s` and `target_model` go into the completion;
-    `picked` is the chosen endpoint. `note_ids` gets the answer's state ids and the endpoint that served.
+    A request that was not admitted, or whose placement was withdrawn, is not settled. `rename` restores the
+    client's model name; None if the name was not changed. `note_ids` gets the answer's state ids and the
+    endpoint that served.
     """
-
-    __slots__ = (
-        "_client_headers",
-        "_clock",
-        "_content_type",
-        "_ends",
-        "_first_byte_s",
-        "_hold_s",
-        "_ids",
-        "_namespace",
-        "_note_ids",
-        "_picked",
-        "_placed_s",
-        "_rename",
-        "_request_id",
-        "_served",
-        "_settle",
-        "_started_s",
-        "_status",
-        "_target_model",
-        "_tells_served",
-        "_usage",
-        "_waited_s",
-        "ended",
-        "streaming",
-    )
 
     def __init__(
         self,
-        request_id: str,
+        context: ExchangeContext,
+        decision: Decision,
         rename: ModelRename | None,
-        *,
-        settle: Callable[[Completion], object],
-        clock: Callable[[], float],
-        started_s: float,
-        placed_s: float,
-        namespace: str,
-        client_headers: Mapping[str, str],
-        waited_s: float | None = None,
-        target_model: str = "",
-        picked: str = "",
-        tells_served: bool = False,
-        note_ids: Callable[[Sequence[str], str], object] | None = None,
+        note_ids: Callable[[Sequence[str], str], object] | None,
     ) -> None:
-        self.ended = self.streaming = False
-        self._tells_served = tells_served
-        self._namespace = namespace
-        self._client_headers = client_headers
-        self._waited_s = waited_s
-        self._target_model = target_model
-        self._picked = picked
-        self._request_id = request_id
+        self.ended = False
+        self._settings = context.settings.extproc
+        self._settle, self._clock = context.gate.settle, context.clock
+        self._decision, self._placement = decision, decision.placement
+        self._picked = "" if self._placement is None else self._placement.endpoints[0]
         self._rename = rename
-        self._settle = settle
-        self._clock = clock
-        self._started_s = started_s
-        self._placed_s = placed_s
         self._status = 0
         self._hold_s, self._content_type = 0.0, b""
         self._served: str | None = None
@@ -542,20 +500,25 @@ class Response:
 
     def _headers(self, message: Any) -> list[bytes]:
         headers = message.response_headers
-        self._first_byte_s = self._clock() - self._started_s
+        self._first_byte_s = self._clock() - self._decision.began_s
         found = codec.read_headers(headers, _WANTED)
         status = found.get(_STATUS, b"")
         self._status = int(status) if status.isdigit() and len(status) == 3 else 0
         self._content_type = found.get(_CONTENT_TYPE, b"")
         if _RETRY_AFTER in found:
             self._hold_s = hold_of(found[_RETRY_AFTER].decode(errors="replace"))
-        served = codec.read_metadata(message, self._namespace, codec.SERVED)
+        # Envoy names the endpoint that served in this namespace.
+        namespace, placement = self._settings.metadata_namespace, self._placement
+        served = codec.read_metadata(message, namespace, SERVED)
         self._served = served if isinstance(served, str) and served else None
-        added = self._client_headers
-        if self._tells_served:
-            named = self._namespace in message.metadata_context.filter_metadata
+        added = {
+            SESSION_HEADER: "" if placement is None else placement.session,
+            PRESSURE: self._decision.pressure,
+        }
+        if self._settings.conformance:
+            named = namespace in message.metadata_context.filter_metadata
             missing = "destination endpoint served metadata" if named else "envoy lb metadata"
-            added = {**added, codec.TEST_SERVED: self._served or f"fail: missing {missing}"}
+            added[codec.TEST_SERVED] = self._served or f"fail: missing {missing}"
         if _ENCODING in found:
             self._rename = None  # model names cannot be found in compressed text
             self._usage.encoded(found[_ENCODING])
@@ -573,14 +536,14 @@ class Response:
             body = self._rename.push(body, ended=ended)
         if ended:
             self._end(Outcome.COMPLETED)
-        self.streaming = not ended
         return [codec.response_body(body, ended=ended)]
 
     def _end(self, outcome: Outcome) -> None:
         if self.ended:
             return
         self.ended = True
-        if not self._request_id:
+        decision, placement = self._decision, self._placement
+        if placement is None or decision.request is None:
             return
         ended_s = self._clock()
         prompt_tokens, completion_tokens = self._usage.tokens()
@@ -590,24 +553,21 @@ class Response:
             error = not has_usage and self._usage.tells_error()
             size = None if has_usage else self._usage.total
             fault = fault_of(self._status, size, error, self._content_type.decode(errors="replace"))
-        # Arguments by position: keywords take three times as long.
         self._settle(
             Completion(
-                self._request_id,
-                Outcome.UPSTREAM_FAILED if self._status >= 500 else outcome,
-                self._status,
-                self._served,
-                prompt_tokens,
-                completion_tokens,
-                ended_s - self._started_s,
-                self._first_byte_s,
-                "",
-                "",
-                ended_s - self._placed_s,
-                self._waited_s,
-                self._target_model,
-                fault,
-                self._hold_s,
-                self._picked if self._served not in (None, self._picked) else "",
+                id=decision.request.id,
+                outcome=Outcome.UPSTREAM_FAILED if self._status >= 500 else outcome,
+                status=self._status,
+                served=self._served,
+                prompt_tokens=prompt_tokens,
+                completion_tokens=completion_tokens,
+                duration_s=ended_s - decision.began_s,
+                first_byte_s=self._first_byte_s,
+                service_s=ended_s - decision.placed_s,
+                waited_s=placement.waited_s,
+                target_model=decision.target_model,
+                fault=fault,
+                hold_s=self._hold_s,
+                passed_over=self._picked if self._served not in (None, self._picked) else "",
             )
         )

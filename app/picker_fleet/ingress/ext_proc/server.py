@@ -46,12 +46,13 @@ class Server:
         own_listeners: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self._exchanges = exchanges.all
+        self._open_requests = self._exchanges[0].context.open_requests  # of all pools
         self._settings = settings
         self._health = Health()
         self._draining = False
         self._logs = [path for path in services if path.endswith("/StreamAccessLogs")]
         processes: ByPool[Handler] = exchanges.each(lambda service: service.process)
-        budgets: dict[Handler, BodyBudget] = {service.process: service.bodies for service in self._exchanges}
+        budgets: dict[Handler, BodyBudget] = {each.process: each.context.bodies for each in self._exchanges}
         largest = settings.max_body_bytes + _MESSAGE_MARGIN_BYTES
 
         def transport(pool: str) -> Transport:
@@ -113,13 +114,12 @@ class Server:
         self._draining = True
         self.set_ready(False)
         await asyncio.sleep(self._settings.drain_grace)
-        for exchanges in self._exchanges:
-            exchanges.drain_gate.close()
+        self._open_requests.closed = True
         for _, transport in self._transports:
             transport.refuse(PROCESS)
         await self._quiet(self._settings.drain_timeout)
         for exchanges in self._exchanges:
-            exchanges.drain_gate.shut_down()
+            exchanges.context.gate.shut_down()
         await self._quiet(_FLUSH_S)
         await asyncio.gather(*(transport.stop(_STOP_S) for _, transport in self._transports))
 
@@ -131,7 +131,7 @@ class Server:
     async def _quiet(self, limit_s: float) -> None:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(limit_s):
-                await self._exchanges[0].quiet()  # all pools share one count of open requests
+                await self._open_requests.none()
 
 
 def _by_pool(handlers: ByPool[Handler]) -> ByMetadata:

@@ -20,11 +20,11 @@ from typing import Final, cast
 
 import httptools
 
+from picker_fleet.domain.allowlist import SUBSET
 from picker_fleet.domain.budgets import POOL_HEADER, ByPool
 from picker_fleet.domain.errors import BadRequest, BodyStalled, RequestError, StartupError
 from picker_fleet.grpc.certificates import MAX_TLS_CONNECTIONS, Certificates, serve
-from picker_fleet.ingress.context import STALLED_S, BodyBuffer, ExchangeContext
-from picker_fleet.ingress.ext_proc import codec
+from picker_fleet.ingress.context import STALLED_S, ExchangeContext
 from picker_fleet.ingress.http.check import Answer, Check
 
 PREFIX: Final = b"/check"  # Envoy puts this before client paths, so clients reach no other path
@@ -64,7 +64,7 @@ class CheckServer:
         self._ready = False
         self.draining = False
         read = {name for context in contexts.all for name in context.intake.headers}
-        self.wanted = _Wanted((*read, POOL_HEADER, codec.SUBSET))
+        self.wanted = _Wanted((*read, POOL_HEADER, SUBSET))
 
     @property
     def ready(self) -> bool:
@@ -179,7 +179,7 @@ class _Connection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._parser = httptools.HttpRequestParser(self)
         self._task: asyncio.Task[None] | None = None
-        self._body = self._new_body()
+        self._body = self._context.new_body()
         self._headers: dict[str, bytes] = {}
         self._url = b""
         self._head_bytes = 0  # parsed bytes outside the body
@@ -339,7 +339,7 @@ class _Connection(asyncio.Protocol):
         elif not url.startswith(PREFIX + b"/"):
             self._arriving = True
             self._refuse(BadRequest("no check: its path does not begin with /check/"))
-        elif self._context.drain_gate.closed or not self._server.is_open:
+        elif self._context.open_requests.closed or not self._server.is_open:
             self._context.open_requests.ended()
             self.close()  # without an answer Envoy knows that nothing was done, and asks another replica
         else:
@@ -359,7 +359,7 @@ class _Connection(asyncio.Protocol):
         finally:
             body.release()
         if self._transport is None or self._transport.is_closing():
-            answer.withdraw()
+            check.withdraw()
             return
         self._task = None  # Envoy's next request can arrive before this task's callbacks run
         self._write_answer(answer, keep=keep)
@@ -405,10 +405,7 @@ class _Connection(asyncio.Protocol):
         context = self._server.contexts.of(pool)
         if context is not self._context:
             self._context = context
-            self._body = self._new_body()
-
-    def _new_body(self) -> BodyBuffer:
-        return BodyBuffer(self._context.bodies, self._context.settings.extproc.max_body_bytes)
+            self._body = context.new_body()
 
 
 def _head_too_large() -> BadRequest:
