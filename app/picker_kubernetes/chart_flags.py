@@ -13,8 +13,8 @@ from typing import Any
 
 from picker_fleet.domain.allowlist import FAIRNESS_ID, OBJECTIVE
 from picker_fleet.domain.config import Settings, YamlFault, load, overlaid, read_yaml
+from picker_fleet.domain.engines import series_of
 from picker_fleet.domain.errors import ConfigError
-from picker_fleet.domain.sections import series_of
 from picker_kubernetes import import_config
 
 GROUP = "inference.networking.k8s.io"

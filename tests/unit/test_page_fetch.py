@@ -14,8 +14,9 @@ from page_server import PAGE, PageServer, answered, serving
 from tables import cases
 from tls_files import authority
 
+from picker_fleet.domain.engines import ENGINES
 from picker_fleet.domain.request import Endpoint
-from picker_fleet.domain.sections import ENGINES, Scraping
+from picker_fleet.domain.sections import Scraping
 from picker_fleet.endpoints.page_fetch import Access, Connection, FetchError, Page, place_of
 
 NO_ACCESS = Access(Scraping())

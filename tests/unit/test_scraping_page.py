@@ -14,7 +14,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from pydantic import ValidationError
 from tables import cases
 
-from picker_fleet.domain.sections import ENGINES, Engine, Scraping
+from picker_fleet.domain.engines import ENGINES, Engine
+from picker_fleet.domain.sections import Scraping
 from picker_fleet.endpoints import metrics_page
 from picker_fleet.endpoints.metrics_page import BadPage, PageReader
 from picker_fleet.endpoints.readings import EndpointMetrics

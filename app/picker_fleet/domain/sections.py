@@ -5,10 +5,8 @@ Names follow spec 003 where it defines them. `picker_fleet.domain.config` checks
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
-from functools import lru_cache
-from types import MappingProxyType
-from typing import Annotated, Any, Literal, NamedTuple, Self
+from dataclasses import replace
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     AfterValidator,
@@ -35,9 +33,11 @@ from picker_fleet.domain.bands import (
     WaitSignal,
     nearest,
 )
+from picker_fleet.domain.engines import ENGINES, Aggregation, Engine, known_engine, series_of
 from picker_fleet.domain.redis_address import redis_url
 from picker_fleet.domain.scorer_names import scorer_name, weights_by_name
 from picker_fleet.domain.units import (
+    AUTO,
     LEAST_WEIGHT,
     MOST_COST,
     MOST_WEIGHT,
@@ -54,8 +54,8 @@ from picker_fleet.domain.units import (
     Number,
     Priority,
     Token,
+    http_url,
     repeated,
-    starting_with,
 )
 
 # Metadata namespaces with a fixed meaning: the picker's own metadata, and the subset hint.
@@ -226,10 +226,10 @@ class Discovery(Section):
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
-        sources = ("static", "file", "dns", "kubernetes")
-        named = [name for name in sources if getattr(self, name) is not None]
+        named = [name for name, value in self if value is not None]
         if len(named) > 1:
-            raise ValueError(f"give one of {', '.join(sources)}; {' and '.join(named)} are set")
+            sources = ", ".join(type(self).model_fields)
+            raise ValueError(f"give one of {sources}; {' and '.join(named)} are set")
         return self
 
 
@@ -238,12 +238,14 @@ class TargetModel(Section):
     weight: Count = Field(1, ge=1)
 
 
-class _Ranked(Section):
-    """A model or objective whose requests get a band, by criticality or by priority."""
+class Objective(Section):
+    """The band, weight and limit of requests, which name the objective."""
 
     name: Name
     criticality: CriticalityName = Criticality.DEFAULT
     priority: Priority | None = None
+    weight: Number = Field(1.0, ge=LEAST_WEIGHT, le=MOST_WEIGHT)
+    max_inflight_per_endpoint: Count | None = Field(None, ge=1, le=65_535)  # limit of each of its flows
 
     @model_validator(mode="after")
     def _one_band(self) -> Self:
@@ -258,17 +260,12 @@ class _Ranked(Section):
         return bands.named(self.criticality)
 
 
-class Model(_Ranked):
-    weight: Number = Field(1.0, ge=LEAST_WEIGHT, le=MOST_WEIGHT)
-    max_inflight_per_endpoint: Count | None = Field(None, ge=1, le=65_535)  # limit of each of its flows
+class Model(Objective):
+    """A model; its band, weight and limit are for requests without an objective."""
+
     max_model_len: Count | None = Field(None, ge=1, le=100_000_000)  # tokens of prompt plus answer
     target_models: tuple[TargetModel, ...] = ()
     endpoint_labels: Mapping[Name, str] = Field(default={})  # an endpoint that serves it has them
-
-
-class Objective(_Ranked):
-    weight: Number = Field(1.0, ge=LEAST_WEIGHT, le=MOST_WEIGHT)
-    max_inflight_per_endpoint: Count | None = Field(None, ge=1, le=65_535)  # limit of each of its flows
 
 
 BandWeight = Annotated[Number, Field(ge=LEAST_WEIGHT, le=MOST_WEIGHT)]
@@ -401,14 +398,10 @@ class RequestQueueController(Section):
         return self.watermark_per_backend * (1 - self.percentage_deviation_for_bounds)
 
     @model_validator(mode="after")
-    def _tokens_are_chosen(self) -> Self:
+    def _bounds_fit(self) -> Self:
         # The default watermark of 2 is sensible in requests, not in tokens.
         if self.unit == "tokens" and "watermark_per_backend" not in self.model_fields_set:
             raise ValueError("unit tokens needs watermark_per_backend (and bounds, if set) in tokens")
-        return self
-
-    @model_validator(mode="after")
-    def _band_holds_watermark(self) -> Self:
         if self.lower_per_backend > self.watermark_per_backend:
             raise ValueError(
                 f"lower_bound_per_backend {self.lower_per_backend:g} is above "
@@ -496,141 +489,9 @@ class Scheduling(Section):
         return self
 
 
-class Series(NamedTuple):
-    """A series of a metrics page: only samples with all of `labels` count."""
-
-    name: str
-    labels: frozenset[tuple[str, str]] = frozenset()
-
-
-_SERIES = re.compile(r"([a-zA-Z_:][a-zA-Z0-9_:]*)[ ]*(?:\{(.*)\})?")
-_SELECTED = re.compile(r'[ ]*([a-zA-Z_][a-zA-Z0-9_]*)[ ]*=[ ]*(?:"([^"\\]*)"|([^",{}= ]+))[ ]*(?:,|$)')
-
-
-@lru_cache(maxsize=1000)
-def series_of(text: str) -> Series:
-    """The series that `text` selects: `name` or `name{label="value",...}`; the quotes are optional.
-
-    Raises:
-        ValueError: `text` has another form.
-    """
-    match = _SERIES.fullmatch(text)
-    if match is None:
-        raise ValueError(f"{text[:60]!r} is no name of a Prometheus series")
-    labels, at, selector = set(), 0, match[2] or ""
-    while at < len(selector):
-        label = _SELECTED.match(selector, at)
-        if label is None:
-            raise ValueError(f"{text[:60]!r} selects by no label=value pairs")
-        labels.add((label[1], label[2] if label[2] is not None else label[3]))
-        at = label.end()
-    return Series(match[1], frozenset(labels))
-
-
-# How to combine series that differ in one label. `same`: each series has the whole value; take the highest.
-# `total`: the series whose label is empty has the sum of the others; take that series. Add up series that
-# differ in any other label.
-Aggregation = Literal["same", "total"]
-_RANKS: Mapping[str, Aggregation] = MappingProxyType(
-    {"tp_rank": "same", "pp_rank": "same", "moe_ep_rank": "same"}
-)
-
-
-@dataclass(frozen=True, slots=True)
-class Engine:
-    """The series of one engine's metrics page, and the paths that report its state.
-
-    Each figure may have several series; the first that the page has counts. `awake` is 0 while the engine
-    sleeps. `aggregation` says by label how to combine series. `probe_path` is cheap to answer; the status
-    `unready`, 500, 502, 503 or 504 means that the engine takes no requests. If `health_path` is set, only its
-    status means that, and it is asked seldom: SGLang's generates a token. `sleep_path` reports whether the
-    engine sleeps, where the page does not; `models_path` lists usable adapters ('': no such path).
-    """
-
-    name: str
-    waiting: tuple[str, ...] = ()
-    running: tuple[str, ...] = ()
-    kv_utilisation: tuple[str, ...] = ()
-    adapters: tuple[str, ...] = ()
-    awake: tuple[str, ...] = ()
-    aggregation: Mapping[str, Aggregation] = field(default_factory=lambda: _RANKS)
-    path: str = "/metrics"
-    probe_path: str = "/health"
-    unready: int = 503  # HTTP status
-    health_path: str = ""
-    sleep_path: str = ""
-    models_path: str = ""
-
-
-# The order matters: a page with series of several engines belongs to the first of them.
-ENGINES: Mapping[str, Engine] = {
-    engine.name: engine
-    for engine in (
-        Engine(
-            "vllm",
-            waiting=("vllm:num_requests_waiting",),
-            running=("vllm:num_requests_running",),
-            kv_utilisation=("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc"),
-            adapters=("vllm:lora_requests_info",),
-            awake=('vllm:engine_sleep_state{sleep_state="awake"}',),
-            sleep_path="/is_sleeping",
-            models_path="/v1/models",
-        ),
-        Engine(
-            "sglang",
-            waiting=("sglang:num_queue_reqs",),
-            running=("sglang:num_running_reqs",),
-            kv_utilisation=("sglang:token_usage",),
-            aggregation={**_RANKS, "priority": "total"},
-            probe_path="/ping",
-            health_path="/health",
-        ),
-        Engine(
-            "tensorrt-llm",
-            waiting=("trtllm_num_requests_waiting",),
-            running=("trtllm_num_requests_running",),
-            kv_utilisation=("trtllm_kv_cache_utilization",),
-            path="/prometheus/metrics",
-        ),
-        Engine(
-            "triton-tensorrt-llm",
-            waiting=('nv_trt_llm_request_metrics{request_type="waiting"}',),
-            running=('nv_trt_llm_request_metrics{request_type="scheduled"}',),
-            kv_utilisation=('nv_trt_llm_kv_cache_block_metrics{kv_cache_block_type="fraction"}',),
-            probe_path="/v2/health/ready",
-            unready=400,
-        ),
-        Engine(
-            "triton",
-            waiting=("nv_inference_pending_request_count",),
-            probe_path="/v2/health/ready",
-            unready=400,
-        ),
-        Engine("tgi", waiting=("tgi_queue_size",), running=("tgi_batch_current_size",)),
-        Engine(
-            "llama.cpp",
-            waiting=("llamacpp:requests_deferred",),
-            running=("llamacpp:requests_processing",),
-            kv_utilisation=("llamacpp:kv_cache_usage_ratio",),
-        ),
-    )
-}
-_ALSO_CALLED: Mapping[str, str] = {
-    "trtllm": "tensorrt-llm",
-    "trtllm-serve": "tensorrt-llm",
-    "text-generation-inference": "tgi",
-    "llamacpp": "llama.cpp",
-    "llama-cpp": "llama.cpp",
-}
-AUTO = "auto"
 _MEANINGS = ("waiting", "running", "kv_utilisation", "adapters", "awake")
 _PATHS = ("path", "probe_path")
 _ENGINE_LABELS = ("llm-d.ai/engine-type", "inference.networking.k8s.io/engine-type")
-
-
-def _known_engine(name: str) -> Engine | None:
-    name = name.lower()
-    return ENGINES.get(_ALSO_CALLED.get(name, name))
 
 
 Scheme = Literal["http", "https"]
@@ -645,9 +506,7 @@ class Scraping(Section):
     engine: str = AUTO
     engine_label: str = _ENGINE_LABELS[0]  # endpoint label with the engine's name
     series: Mapping[str, str] = Field(default={})  # figure -> series, overriding the engine's
-    aggregation: Mapping[str, Aggregation | Literal["sum"]] = Field(
-        default={}
-    )  # by label, overriding the engine's
+    aggregation: Mapping[str, Aggregation | Literal["sum"]] = Field(default={})  # by label, as `series`
 
     # How to fetch metrics pages; `port` is needed if it differs from the port of requests.
     port: Port | None = None
@@ -663,8 +522,8 @@ class Scraping(Section):
         return self
 
     @model_validator(mode="after")
-    def _of_a_known_engine(self) -> Self:
-        if self.engine != AUTO and _known_engine(self.engine) is None and not self.series:
+    def _of_aknown_engine(self) -> Self:
+        if self.engine != AUTO and known_engine(self.engine) is None and not self.series:
             raise ValueError(
                 f"engine {self.engine!r} is not one of {AUTO}, {', '.join(ENGINES)}, and no series are named"
             )
@@ -684,7 +543,7 @@ class Scraping(Section):
     def engines(self, named: str = "") -> tuple[Engine, ...]:
         """The candidate engines of an endpoint whose labels name the engine `named`. With several candidates
         the endpoint's metrics page decides."""
-        labelled, configured = _known_engine(named), _known_engine(self.engine)
+        labelled, configured = known_engine(named), known_engine(self.engine)
         if labelled is not None and labelled is not configured:
             # The labels name another engine than the configuration: its `series` do not apply.
             return (self._own(labelled) if self.engine == AUTO else labelled,)
@@ -739,5 +598,5 @@ class Tracing(Section):
     """OpenTelemetry spans of requests; needs `picker-fleet[tracing]`."""
 
     enabled: Flag = False
-    endpoint: Annotated[str, AfterValidator(starting_with("http://", "https://"))] = "http://127.0.0.1:4317"
+    endpoint: Annotated[str, AfterValidator(http_url)] = "http://127.0.0.1:4317"
     sample: Number = Field(0.1, ge=0, le=1)  # share of requests without a traceparent; others follow theirs

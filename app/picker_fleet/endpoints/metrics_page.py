@@ -15,8 +15,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+from picker_fleet.domain.engines import Aggregation, Engine, series_of
 from picker_fleet.domain.errors import PickerError
-from picker_fleet.domain.sections import Aggregation, Engine, series_of
 from picker_fleet.endpoints.readings import NONE, EndpointMetrics
 
 _LABEL = re.compile(rb'[ \t]*([a-zA-Z_][a-zA-Z0-9_]*)[ \t]*=[ \t]*"((?:[^"\\\n]|\\[^\n])*+)"[ \t]*(?:,|$)')

@@ -21,10 +21,11 @@ from typing import Protocol, TypeVar
 import msgspec
 
 from picker_fleet.background import keep
+from picker_fleet.domain.engines import ENGINES, Engine
 from picker_fleet.domain.errors import StateUnavailable
 from picker_fleet.domain.known_fleet import KnownFleet
 from picker_fleet.domain.request import Endpoint
-from picker_fleet.domain.sections import ENGINES, Engine, Scraping
+from picker_fleet.domain.sections import Scraping
 from picker_fleet.endpoints.metrics_channel import MetricsChannel
 from picker_fleet.endpoints.metrics_page import BadPage, PageReader
 from picker_fleet.endpoints.page_fetch import Access, Answer, Connection, FetchError, Page, Place, place_of

@@ -1,0 +1,145 @@
+"""The engines of model servers: the series of their metrics pages, and the paths that report their state.
+
+The section `scraping` of the configuration chooses and changes them; endpoints/ reads pages by them.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from types import MappingProxyType
+from typing import Literal, NamedTuple
+
+
+class Series(NamedTuple):
+    """A series of a metrics page: only samples with all of `labels` count."""
+
+    name: str
+    labels: frozenset[tuple[str, str]] = frozenset()
+
+
+_SERIES = re.compile(r"([a-zA-Z_:][a-zA-Z0-9_:]*)[ ]*(?:\{(.*)\})?")
+_SELECTED = re.compile(r'[ ]*([a-zA-Z_][a-zA-Z0-9_]*)[ ]*=[ ]*(?:"([^"\\]*)"|([^",{}= ]+))[ ]*(?:,|$)')
+
+
+@lru_cache(maxsize=1000)
+def series_of(text: str) -> Series:
+    """The series that `text` selects: `name` or `name{label="value",...}`; the quotes are optional.
+
+    Raises:
+        ValueError: `text` has another form.
+    """
+    match = _SERIES.fullmatch(text)
+    if match is None:
+        raise ValueError(f"{text[:60]!r} is no name of a Prometheus series")
+    labels, at, selector = set(), 0, match[2] or ""
+    while at < len(selector):
+        label = _SELECTED.match(selector, at)
+        if label is None:
+            raise ValueError(f"{text[:60]!r} selects by no label=value pairs")
+        labels.add((label[1], label[2] if label[2] is not None else label[3]))
+        at = label.end()
+    return Series(match[1], frozenset(labels))
+
+
+# How to combine series that differ in one label. `same`: each series has the whole value; take the highest.
+# `total`: the series whose label is empty has the sum of the others; take that series. Add up series that
+# differ in any other label.
+Aggregation = Literal["same", "total"]
+_RANKS: Mapping[str, Aggregation] = MappingProxyType(
+    {"tp_rank": "same", "pp_rank": "same", "moe_ep_rank": "same"}
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """The series of one engine's metrics page, and the paths that report its state.
+
+    Each figure may have several series; the first that the page has counts. `awake` is 0 while the engine
+    sleeps. `aggregation` says by label how to combine series. `probe_path` is cheap to answer; the status
+    `unready`, 500, 502, 503 or 504 means that the engine takes no requests. If `health_path` is set, only its
+    status means that, and it is asked seldom: SGLang's generates a token. `sleep_path` reports whether the
+    engine sleeps, where the page does not; `models_path` lists usable adapters ('': no such path).
+    """
+
+    name: str
+    waiting: tuple[str, ...] = ()
+    running: tuple[str, ...] = ()
+    kv_utilisation: tuple[str, ...] = ()
+    adapters: tuple[str, ...] = ()
+    awake: tuple[str, ...] = ()
+    aggregation: Mapping[str, Aggregation] = field(default_factory=lambda: _RANKS)
+    path: str = "/metrics"
+    probe_path: str = "/health"
+    unready: int = 503  # HTTP status
+    health_path: str = ""
+    sleep_path: str = ""
+    models_path: str = ""
+
+
+# The order matters: a page with series of several engines belongs to the first of them.
+ENGINES: Mapping[str, Engine] = {
+    engine.name: engine
+    for engine in (
+        Engine(
+            "vllm",
+            waiting=("vllm:num_requests_waiting",),
+            running=("vllm:num_requests_running",),
+            kv_utilisation=("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc"),
+            adapters=("vllm:lora_requests_info",),
+            awake=('vllm:engine_sleep_state{sleep_state="awake"}',),
+            sleep_path="/is_sleeping",
+            models_path="/v1/models",
+        ),
+        Engine(
+            "sglang",
+            waiting=("sglang:num_queue_reqs",),
+            running=("sglang:num_running_reqs",),
+            kv_utilisation=("sglang:token_usage",),
+            aggregation={**_RANKS, "priority": "total"},
+            probe_path="/ping",
+            health_path="/health",
+        ),
+        Engine(
+            "tensorrt-llm",
+            waiting=("trtllm_num_requests_waiting",),
+            running=("trtllm_num_requests_running",),
+            kv_utilisation=("trtllm_kv_cache_utilization",),
+            path="/prometheus/metrics",
+        ),
+        Engine(
+            "triton-tensorrt-llm",
+            waiting=('nv_trt_llm_request_metrics{request_type="waiting"}',),
+            running=('nv_trt_llm_request_metrics{request_type="scheduled"}',),
+            kv_utilisation=('nv_trt_llm_kv_cache_block_metrics{kv_cache_block_type="fraction"}',),
+            probe_path="/v2/health/ready",
+            unready=400,
+        ),
+        Engine(
+            "triton",
+            waiting=("nv_inference_pending_request_count",),
+            probe_path="/v2/health/ready",
+            unready=400,
+        ),
+        Engine("tgi", waiting=("tgi_queue_size",), running=("tgi_batch_current_size",)),
+        Engine(
+            "llama.cpp",
+            waiting=("llamacpp:requests_deferred",),
+            running=("llamacpp:requests_processing",),
+            kv_utilisation=("llamacpp:kv_cache_usage_ratio",),
+        ),
+    )
+}
+_ALSO_CALLED: Mapping[str, str] = {
+    "trtllm": "tensorrt-llm",
+    "trtllm-serve": "tensorrt-llm",
+    "text-generation-inference": "tgi",
+    "llamacpp": "llama.cpp",
+    "llama-cpp": "llama.cpp",
+}
+
+
+def known_engine(name: str) -> Engine | None:
+    """The engine called `name`, in any case and by any of its names; None if there is none."""
+    name = name.lower()
+    return ENGINES.get(_ALSO_CALLED.get(name, name))
