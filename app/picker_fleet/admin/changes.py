@@ -135,15 +135,22 @@ class FleetControls:
         version = await self._tune({"paused": 1 if paused else None}, {})
         return models.Dispatch(paused=paused, tuned_version=version)
 
-    async def evict(self, request_id: str) -> EvictReply:
-        """Take a request out of the queue."""
-        return await self._store.evict(request_id)
+    async def evict(self, request_id: str) -> models.Eviction:
+        """Take a request out of the queue. Raises Refused: 404 or 409, it does not wait there."""
+        result = await self._store.evict(request_id)
+        if result is EvictReply.RUNNING:
+            raise Refused(409, "request_running", "the request has left the queue already")
+        if result is EvictReply.UNKNOWN:
+            raise Refused(404, "unknown_request", "no such request waits")
+        return models.Eviction(id=request_id)
 
-    async def drain(self, address: str, on: bool) -> bool:
-        """Keep new requests from an endpoint, or allow them again; False if there is no such endpoint."""
-        done = await self._store.mark_endpoint(address, "drained", on) is MarkReply.MARKED
+    async def drain(self, address: str, on: bool) -> models.Drained:
+        """Keep new requests from an endpoint, or allow them again. Raises Refused: 404, no such endpoint."""
+        marked = await self._store.mark_endpoint(address, "drained", on)
         self._membership.heartbeat_now()
-        return done
+        if marked is not MarkReply.MARKED:
+            raise Refused(404, "unknown_endpoint", f"no endpoint {address}")
+        return models.Drained(address=address, drained=on)
 
     async def _tune(self, overrides: Mapping[str, Any], changes: Mapping[str, Any]) -> str:
         version = await self._store.set_live_config(overrides, changes)
@@ -171,6 +178,9 @@ def add_routes(
     change the fleet to `changing`."""
     limit_s = deadlines.change_s
 
+    async def made(request: Request, change: Awaitable[_T]) -> _T:
+        return await controls.noted(request, within(limit_s, change))
+
     @reading.get("/config", summary="The configuration in force")
     async def config() -> models.Config:
         """The configuration in force, and the live changes in it."""
@@ -194,17 +204,17 @@ def add_routes(
         """
         patch = await _read_patch(request, deadlines.body_s)
         request.state.detail = orjson.dumps(patch).decode()
-        return await controls.noted(request, within(limit_s, controls.change(patch)))
+        return await made(request, controls.change(patch))
 
     @changing.post("/pause", summary="Stop dispatching")
     async def pause(request: Request) -> models.Dispatch:
         """Stop dispatching: arrivals wait or are refused, running requests finish."""
-        return await controls.noted(request, within(limit_s, controls.pause(True)))
+        return await made(request, controls.pause(True))
 
     @changing.post("/resume", summary="Continue dispatching")
     async def resume(request: Request) -> models.Dispatch:
         """Dispatch requests again, within the bounds."""
-        return await controls.noted(request, within(limit_s, controls.pause(False)))
+        return await made(request, controls.pause(False))
 
     @changing.post(
         "/requests/{request_id:path}/evict",
@@ -213,31 +223,17 @@ def add_routes(
     )
     async def evict(request: Request, request_id: RequestId) -> models.Eviction:
         """Take a request out of the queue; its client is answered at once."""
-
-        async def evicted() -> models.Eviction:
-            result = await within(limit_s, controls.evict(request_id))
-            if result is EvictReply.RUNNING:
-                raise Refused(409, "request_running", "the request has left the queue already")
-            if result is EvictReply.UNKNOWN:
-                raise Refused(404, "unknown_request", "no such request waits")
-            return models.Eviction(id=request_id)
-
-        return await controls.noted(request, evicted())
-
-    async def set_drained(address: str, on: bool) -> models.Drained:
-        if not await within(limit_s, controls.drain(address, on)):
-            raise Refused(404, "unknown_endpoint", f"no endpoint {address}")
-        return models.Drained(address=address, drained=on)
+        return await made(request, controls.evict(request_id))
 
     @changing.post("/endpoints/{address}/drain", summary="Drain an endpoint", responses={404: _PROBLEM})
     async def drain(request: Request, address: Address) -> models.Drained:
         """Send nothing new to an endpoint; requests that run there finish."""
-        return await controls.noted(request, set_drained(address, True))
+        return await made(request, controls.drain(address, True))
 
     @changing.post("/endpoints/{address}/undrain", summary="Undrain an endpoint", responses={404: _PROBLEM})
     async def undrain(request: Request, address: Address) -> models.Drained:
         """Send requests to an endpoint again."""
-        return await controls.noted(request, set_drained(address, False))
+        return await made(request, controls.drain(address, False))
 
 
 async def _read_patch(request: Request, limit_s: float) -> dict[str, Any]:

@@ -137,8 +137,8 @@ class Metrics:
         )
         self._attempts = counters("epp_popper_dequeue_attempts", "Dispatch attempts.")
         self._successes = counters("epp_popper_dequeue_successes", "Dispatch attempts that served a request.")
-        self._adopted = counters("epp_adoptions", "Requests adopted from another replica.")
-        self._reclaimed = counters("epp_lease_reclaims", "Requests released because their lease ended.")
+        self.adopted = counters("epp_adoptions", "Requests adopted from another replica.").count
+        self.reclaimed = counters("epp_lease_reclaims", "Requests released because their lease ended.").count
 
         self._completions = counters(
             "epp_completions", "Requests that ended, by outcome.", ("model", "outcome")
@@ -157,14 +157,14 @@ class Metrics:
             "epp_time_to_first_token_seconds", "Until the answer's first byte.", _FIRST_BYTE, ("model",)
         )
 
-        self._entries = counters(
+        self.access_log = counters(
             "epp_access_log_entries", "Access-log entries, by what they report.", ("kind",)
-        )
-        self._rejected = counters(
+        ).count_one
+        self.access_log_rejected = counters(
             "epp_access_log_rejected",
             "Entries without a valid accounting token, by what is wrong.",
             ("reason",),
-        )
+        ).count_one
         self._calls = histograms("epp_redis_call_seconds", "One batched script call.", _REDIS, ("script",))
         self._items = histograms("epp_redis_call_items", "Items in one script call.", _ITEMS, ("script",))
         self._errors = counters(
@@ -177,17 +177,19 @@ class Metrics:
         )
         self._paused_s = counters("epp_stood_still_seconds", "Seconds in which this replica did not run.")
         self._redis_answer_age = gauges("epp_redis_answer_age_seconds", "Time since any answer of Redis.")
-        self._background_failures = counters(
+        self.background_failure = counters(
             "epp_background_failures",
             "Failures of background tasks, each followed by a new attempt.",
             ("task",),
-        )
-        self._strays = counters("epp_strays", "Entries of the shared state without a record, dropped.")
-        self._keys_lost = counters("epp_redis_keys_lost", "Times that Redis had lost keys of the pool.")
+        ).count_one
+        self.strays = counters("epp_strays", "Entries of the shared state without a record, dropped.").count
+        self.keys_lost = counters("epp_redis_keys_lost", "Times that Redis had lost keys of the pool.").count
         self._unfit = gauges(
             "epp_redis_unfit", "1 where the server is unfit for the shared state.", ("fault",)
         )
-        self._ghosts = counters("epp_ghosts", "Requests released early: their endpoint no longer had them.")
+        self.ghosts = counters(
+            "epp_ghosts", "Requests released early: their endpoint no longer had them."
+        ).count
         self._scrapes = counters(
             "epp_scrapes", "Metrics pages of model servers read, by result.", ("endpoint", "result")
         )
@@ -271,14 +273,6 @@ class Metrics:
         self._ended_labels[model, outcome, status] = labels
         return labels
 
-    def access_log(self, kind: str) -> None:
-        """Count an access-log entry; `kind` is `ended`, `alive`, `failed` or `ignored`."""
-        self._entries.add((kind,))
-
-    def access_log_rejected(self, reason: str) -> None:
-        """Count an entry without a valid accounting token; `reason`: a code of state/accounting_token.py."""
-        self._rejected.add((reason,))
-
     def waited(self, model: str, seconds: float, success: bool, target_model: str = "") -> None:
         """Record a request's wait in the queue once its outcome is known; `success`: answered in full."""
         labels = (*self._variant(model, target_model), "true" if success else "false")
@@ -305,8 +299,8 @@ class Metrics:
             self.waiting_requests[alike] = count
 
     def follow_bodies(self, bodies: BodyBudget) -> None:
-        """Read, whenever the page is rendered, the body bytes that this replica holds."""
-        self._bodies.follow(lambda: bodies.held_bytes)
+        """Show the body bytes that this replica holds, read whenever the page is rendered."""
+        self._bodies.follow_all(lambda: {(): float(bodies.held_bytes)})
 
     def preempted(self, band: Band) -> None:
         self._preemptions.add((band.name,))
@@ -322,27 +316,9 @@ class Metrics:
         self._attempts.add(amount=attempts)
         self._successes.add(amount=successes)
 
-    def adopted(self, n: int = 1) -> None:
-        self._adopted.add(amount=n)
-
-    def reclaimed(self, n: int = 1) -> None:
-        self._reclaimed.add(amount=n)
-
-    def ghosts(self, n: int) -> None:
-        self._ghosts.add(amount=n)
-
-    def background_failure(self, task: str) -> None:
-        self._background_failures.add((task,))
-
-    def keys_lost(self) -> None:
-        self._keys_lost.add()
-
     def redis_unfit(self, faults: Mapping[str, bool]) -> None:
         """Show each fault of state/server_check.py, and whether the Redis server has it."""
         self._unfit.replace({(fault,): float(has_it) for fault, has_it in faults.items()})
-
-    def strays(self, n: int) -> None:
-        self._strays.add(amount=n)
 
     def redis_call(self, script: str, seconds: float, items: int) -> None:
         """Record one answered call of `script` with `items` items."""
@@ -590,6 +566,14 @@ class Counters(_Values):
     def __init__(self, page: Page, name: str, help_text: str, labels: Labels = ()) -> None:
         super().__init__(page, f"{name}_total", "counter", help_text, labels)
 
+    def count(self, n: int = 1) -> None:
+        """Add `n` to the series of a family without labels."""
+        self.add(amount=n)
+
+    def count_one(self, value: str) -> None:
+        """Add 1 to the series with `value` of a family with one label."""
+        self.add((value,))
+
     def follow(self, total: float) -> None:
         """Show a total that another part counts; the total may restart at 0."""
         self._values = {(): total}
@@ -604,10 +588,6 @@ class Gauges(_Values):
 
     def __init__(self, page: Page, name: str, help_text: str, labels: Labels = ()) -> None:
         super().__init__(page, name, "gauge", help_text, labels)
-
-    def follow(self, read: Callable[[], float]) -> None:
-        """Call `read` for the value whenever the page is rendered."""
-        self._read = lambda: {(): read()}
 
     def set(self, value: float) -> None:
         self._values = {(): value}
