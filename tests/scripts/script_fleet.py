@@ -8,6 +8,7 @@ from typing import Any
 
 from choosers import chooser_of
 from decision_ledger import Ledger
+from members import member_of
 from packed import counters
 from redis import exceptions as redis_errors
 from redis.asyncio import Redis
@@ -385,10 +386,7 @@ async def running(
 
 
 def _member(replica: Replica, joined: Mapping[str, Any], endpoints: int) -> Membership:
-    member = Membership(
-        replica.store, replica.gate, parse(joined), endpoints=replica.cell, metrics=replica.metrics,
-        replica_info={"host": "test"},
-    )  # fmt: skip
+    member = member_of(replica.store, replica.gate, parse(joined), replica.cell, replica.metrics)
     member.discovered([Endpoint(address) for address in addresses(endpoints)])
     replica.membership = member
     return member

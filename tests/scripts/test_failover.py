@@ -6,13 +6,14 @@ from contextlib import asynccontextmanager
 
 import pytest
 from failover_bench import gate_over
+from members import member_of
 from script_fleet import Fleet, OpenFleet, Replica, addresses, ask, config, ended, until
 
 from picker_fleet.admission.failover import FailoverState
 from picker_fleet.domain.config import parse
 from picker_fleet.domain.errors import StateUnavailable
 from picker_fleet.domain.request import Alive, Endpoint, Placement
-from picker_fleet.fleet.heartbeat import HeartbeatTrigger, Membership
+from picker_fleet.fleet.heartbeat import HeartbeatTrigger
 from picker_fleet.state.connection import FailureDetector
 
 (E1,) = addresses(1)
@@ -22,17 +23,12 @@ class FailoverReplica:
     """A replica whose gate and membership fail over and return."""
 
     def __init__(self, replica: Replica) -> None:
-        trigger = HeartbeatTrigger()
-        parts, detector = (
-            (replica.store, replica.gate, replica.metrics, replica.cell),
-            FailureDetector(1.0, 8.0),
+        trigger, settings = HeartbeatTrigger(), parse(config(8, "200ms"))
+        store, shared, metrics, cell = replica.store, replica.gate, replica.metrics, replica.cell
+        self.gate = gate_over(store, shared, metrics, cell, FailureDetector(1.0, 8.0), trigger, replica.name)
+        self.membership = member_of(
+            store, shared, settings, cell, metrics, failover=self.gate, heartbeat_now=trigger
         )
-        self.gate = gate_over(*parts, detector, trigger, replica.name)
-        self.membership = Membership(
-            replica.store, replica.gate, parse(config(8, "200ms")), endpoints=replica.cell,
-            metrics=replica.metrics, replica_info=lambda: {"host": "test"}, failover=self.gate,
-            heartbeat_now=trigger,
-        )  # fmt: skip
         self.membership.discovered([Endpoint(E1)])
 
     async def shared(self) -> None:

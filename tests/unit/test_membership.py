@@ -10,6 +10,7 @@ import pytest
 from background import running, until
 from choosers import chooser_of
 from clocks import Clock
+from members import member_of
 from metrics_page import samples
 from scripted_store import POOL, ScriptedStore
 
@@ -17,7 +18,6 @@ from picker_fleet.admission.shared_gate import SharedGate
 from picker_fleet.domain.config import EffectiveConfig, Settings, parse
 from picker_fleet.domain.request import Endpoint
 from picker_fleet.endpoints.snapshot import SnapshotCell
-from picker_fleet.fleet.heartbeat import Membership
 from picker_fleet.fleet.info import EnvoyLimits
 from picker_fleet.fleet.live_config import shared_settings
 from picker_fleet.state.store import Store
@@ -33,11 +33,12 @@ class Member:
 
     def __init__(self, store: ScriptedStore, settings: Settings) -> None:
         shared, self.metrics = cast(Store, store), Metrics()
-        parts: Any = {"metrics": self.metrics, "endpoints": SnapshotCell()}
+        cell = SnapshotCell()
         self.gate = SharedGate(
-            shared, **parts, fallbacks=1, on_unknown_pool=lambda: None, chooser=chooser_of(SnapshotCell())
-        )
-        self.membership = Membership(shared, self.gate, settings, **parts, replica_info={"host": "h"})
+            shared, metrics=self.metrics, endpoints=cell, fallbacks=1, on_unknown_pool=lambda: None,
+            chooser=chooser_of(cell),
+        )  # fmt: skip
+        self.membership = member_of(shared, self.gate, settings, cell, self.metrics)
 
     async def follows(self, condition: Any) -> None:
         """Send heartbeats until `condition` holds."""
@@ -105,7 +106,7 @@ async def test_replica_info_is_sent_again_only_when_it_has_changed_or_may_be_los
     async with member(store) as one:
         await one.follows(lambda: len(store.heartbeats) > 5)
         first, *others = store.heartbeats
-        assert json.loads(first)["host"] == "h"
+        assert json.loads(first)["host"] == "test"
         assert set(others) == {""}
         # Redis has lost the record of this replica, or has a new epoch.
         for part, forgotten in (("was_known", False), ("epoch", "another")):

@@ -1,16 +1,14 @@
 """A replica's membership in the fleet: its heartbeat, and its work for the fleet apart from its requests.
 
-The rest of the replica uses `Membership`, which runs a `Heartbeat`, a `Sweeper`, a `NotificationPoller` and
-the renewal of leases. The heartbeat uses a `Publisher`, a `LiveConfigFollower` and a `StateReader`.
+The rest of the replica uses `Membership`, which sends the heartbeats and runs a `Publisher` (publisher.py), a
+`Sweeper`, a `NotificationPoller` and the renewal of leases.
 """
 
 import asyncio
 import contextlib
-import hashlib
 import json
 import logging
 import math
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -26,22 +24,17 @@ from picker_fleet.domain.sections import Leases
 from picker_fleet.endpoints.snapshot import Snapshot, SnapshotCell, unmarked
 from picker_fleet.fleet import live_config
 from picker_fleet.fleet.info import EnvoyLimits
-from picker_fleet.fleet.live_config import shared_settings
+from picker_fleet.fleet.publisher import UNKNOWN, Publisher
 from picker_fleet.state.pool_state import PoolState, marked
 from picker_fleet.state.server_check import ServerCheck
-from picker_fleet.state.store import HeartbeatReply, LiveConfig, Rebuilt, Store, SweepReply
+from picker_fleet.state.store import HeartbeatReply, LiveConfig, Store, SweepReply
 from picker_fleet.telemetry.metrics import Metrics
 
 _log = logging.getLogger(__name__)
 _RENEWALS = 3  # renewals in one lease, by the replica that owns the request's stream
 _OTHERS_PUBLISH_S = 0.2  # by when another replica should have published a change discovered here
 _LOOKS = 5  # extra heartbeats that check whether another replica has published a change
-_RECENT = 64  # discovered lists that a `Publisher` keeps
-# A new endpoint takes no requests until every Envoy has acknowledged it, or this time has passed: an Envoy
-# answers 503 to a request for an endpoint that it does not know.
-_ACKNOWLEDGE_S = 5.0
 _ACKNOWLEDGED_LOOK_S = 0.1  # between two checks whether Envoys have acknowledged
-_UNKNOWN = "0"  # the epoch of a pool that no replica has published
 
 # A poll is one cheap command. If wake-ups arrive, polls find nothing. If no wake-up arrives, a poll finds a
 # grant within `_MIN_POLL_S` while grants are frequent, and within `_MAX_POLL_S` at worst. The pause between
@@ -74,176 +67,6 @@ class HeartbeatTrigger:
         await self._asked.wait()
 
 
-class Publisher:
-    """Publishes the settings and endpoints of this replica's configuration.
-
-    The leader, the replica with the least id, publishes; while the pool is unknown (start, FLUSHALL) any
-    replica does. An endpoint added later is published as draining until Envoys know it.
-    """
-
-    def __init__(self, store: Store, settings: Settings) -> None:
-        self._store, self._settings = store, settings
-        self._shared = shared_settings(settings, {})
-        self._config_version = _version(self._shared)
-        self._clock = asyncio.get_running_loop().time
-        self._listed: tuple[Endpoint, ...] | None = None  # as discovery reported them
-        self._new: dict[str, float] = {}  # address of an endpoint that Envoys may not know -> since when
-        self._discovered: tuple[Endpoint, ...] | None = None  # as this replica publishes them
-        self._discovered_version = ""
-        self._recent: OrderedDict[str, tuple[Endpoint, ...]] = OrderedDict()  # version -> discovered list
-        self._digests: dict[str, tuple[Endpoint, bytes]] = {}  # by address
-
-    def discovered(self, endpoints: Sequence[Endpoint]) -> None:
-        former, self._listed = self._listed, tuple(sorted(endpoints, key=lambda endpoint: endpoint.address))
-        addresses = {each.address for each in self._listed}
-        if former is not None:
-            takes = {each.address for each in self._listed if not each.draining}
-            self._new |= dict.fromkeys(takes - {each.address for each in former}, self._clock())
-        self._new = {address: since_s for address, since_s in self._new.items() if address in addresses}
-        self._remember(self._listed)  # another replica may publish the list without draining endpoints
-        self._prepare()
-
-    @property
-    def awaits_envoys(self) -> bool:
-        """Whether this replica publishes some new endpoints as draining because Envoys may not know them."""
-        return bool(self._new)
-
-    def acknowledged(self, snapshot: Snapshot, versions: Sequence[str]) -> None:
-        """Stop draining new endpoints that all Envoys know, or that have waited for 5 s. `snapshot` has the
-        published endpoints, `versions` the version that the Envoys of each replica have acknowledged."""
-        is_known = set(versions) <= {unmarked(snapshot.version)}
-        known = {each.address for each in snapshot.endpoints} if is_known else set()
-        # Without versions no Envoy gets its endpoints from the fleet, so none will acknowledge.
-        late_s = self._clock() - _ACKNOWLEDGE_S if versions else math.inf
-        self._no_longer_new(
-            {address for address, since_s in self._new.items() if address in known or since_s <= late_s}
-        )
-
-    def in_force(self, snapshot: Snapshot) -> None:
-        """Stop draining new endpoints that `snapshot`, the published endpoints, does not drain."""
-        self._no_longer_new({each.address for each in snapshot.endpoints if not each.draining})
-
-    def _no_longer_new(self, addresses: set[str]) -> None:
-        if not addresses.isdisjoint(self._new):
-            self._new = {each: since_s for each, since_s in self._new.items() if each not in addresses}
-            self._prepare()
-
-    def _prepare(self) -> None:
-        """Compute the endpoints to publish: the listed ones, with new ones as draining."""
-        assert self._listed is not None
-        self._discovered = tuple(
-            replace(each, draining=True) if each.address in self._new else each for each in self._listed
-        )
-        self._discovered_version = self._remember(self._discovered)
-
-    def _remember(self, endpoints: tuple[Endpoint, ...]) -> str:
-        """Store `endpoints` for `endpoints_of`. Returns their version."""
-        digests = {each.address: (each, self._digest(each)) for each in endpoints}
-        self._digests = digests
-        together = hashlib.blake2b(b"".join(digest for _, digest in digests.values()), digest_size=6)
-        version = together.hexdigest()
-        self._recent[version] = endpoints
-        self._recent.move_to_end(version)
-        if len(self._recent) > _RECENT:
-            self._recent.popitem(last=False)
-        return version
-
-    def _digest(self, endpoint: Endpoint) -> bytes:
-        """A digest of the endpoint's published fields, equal on every replica; cached per address."""
-        known = self._digests.get(endpoint.address)
-        if known is not None and (known[0] is endpoint or known[0] == endpoint):
-            return known[1]
-        facts = [endpoint.address, endpoint.labels, endpoint.draining, endpoint.max_inflight]
-        return hashlib.blake2b(json.dumps(facts, sort_keys=True).encode(), digest_size=16).digest()
-
-    def is_due(self, pulse: HeartbeatReply) -> bool:
-        if self._discovered is None:
-            return False
-        published = pulse.config_version, unmarked(pulse.endpoints_version)
-        differs = published != (self._config_version, self._discovered_version)
-        return pulse.epoch == _UNKNOWN or (pulse.leader and differs)
-
-    def discovered_last(self, version: str) -> bool:
-        """Whether `version`, without its marks, is the version of the last discovered endpoints."""
-        return self._discovered is not None and unmarked(version) == self._discovered_version
-
-    def endpoints_of(self, version: str) -> tuple[Endpoint, ...] | None:
-        """The endpoints of a published version, without marks; None unless discovered here recently."""
-        return self._recent.get(unmarked(version))
-
-    async def publish(self, pulse: HeartbeatReply) -> Rebuilt | None:
-        """Publish the discovered endpoints and the settings; `pulse` has the published versions. Returns the
-        script's report of the rebuilding if the pool was unknown, else None."""
-        if await self._publish_changes(pulse):
-            return None
-        return await self._publish_all()
-
-    async def _publish_changes(self, pulse: HeartbeatReply) -> bool:
-        """Publish only changed endpoints, if possible. Returns False if everything must be published."""
-        assert self._discovered is not None
-        published = self.endpoints_of(pulse.endpoints_version)
-        if published is None or pulse.epoch == _UNKNOWN or pulse.config_version != self._config_version:
-            return False
-        before = {each.address: each for each in published}
-        after = {each.address: each for each in self._discovered}
-        changes: dict[str, Endpoint | None] = dict.fromkeys(before.keys() - after.keys())
-        changes |= {
-            address: each
-            for address, each in after.items()
-            if (former := before.get(address)) is not each and former != each  # `is` is the cheap test
-        }
-        if any(each.max_inflight is not None for some in (before, after) for each in some.values()):
-            return False  # limits are settings, which only `publish` writes
-        former_version = unmarked(pulse.endpoints_version)
-        return await self._store.publish_changes(former_version, self._discovered_version, changes)
-
-    async def _publish_all(self) -> Rebuilt | None:
-        assert self._discovered is not None
-        rebuilt = await self._store.publish(
-            self._shared,
-            self._discovered,
-            config_version=self._config_version,
-            endpoints_version=self._discovered_version,
-        )
-        # The same live change may yield other overrides under this configuration than under the last one.
-        current = await self._store.live_config()
-        with contextlib.suppress(ConfigError):
-            wanted = live_config.overrides(self._settings, current.changes)
-            if current.changes and wanted != {name: current.overrides.get(name) for name in wanted}:
-                await self._store.set_live_config(live_config.replacing(current.overrides, wanted), {})
-        return rebuilt
-
-
-class LiveConfigFollower:
-    """Applies live changes to `fleet.config`, and calls `on_config` with each new configuration."""
-
-    def __init__(
-        self,
-        store: Store,
-        settings: Settings,
-        fleet: KnownFleet,
-        on_config: Callable[[EffectiveConfig], object],
-    ) -> None:
-        self._store, self._settings, self._fleet, self._on_config = store, settings, fleet, on_config
-        self.current = LiveConfig()
-        self._followed = ("", "")  # epoch of the shared state and version of the changes last applied
-
-    async def follow(self, pulse: HeartbeatReply) -> None:
-        """Apply the live changes if they are new; restore them in Redis if the shared state has lost them."""
-        if (pulse.epoch, pulse.tuned_version) == self._followed:
-            return
-        if not pulse.tuned_version and self.current.overrides:
-            await self._store.set_live_config(self.current.overrides, self.current.changes)
-        self.current = await self._store.live_config()
-        self._followed = pulse.epoch, self.current.version
-        try:
-            self._fleet.config = live_config.applied(self._settings, self.current.changes)
-        except ConfigError as fault:
-            _log.warning("live changes do not fit this replica's configuration: %s", fault)
-            self._fleet.config = EffectiveConfig(self._settings, {})
-        self._on_config(self._fleet.config)
-
-
 @dataclass(frozen=True, slots=True)
 class SharedState:
     """The pool's state, with values that depend on this replica's configuration. `queue_fill` is the occupied
@@ -253,51 +76,6 @@ class SharedState:
     watermark: float
     queue_fill: float
     outage: OutageStatus | None = None
-
-
-class StateReader:
-    """Reads the whole shared state; during an outage it returns the state read last."""
-
-    def __init__(
-        self, store: Store, settings: Settings, fleet: KnownFleet, failover: FailoverGate | None
-    ) -> None:
-        self._store, self._fleet, self._failover = store, fleet, failover
-        self._silence_s = settings.leases.replica_silence
-        self._last: SharedState | None = None
-        self._clock = asyncio.get_running_loop().time
-        self._read_s = -math.inf
-
-    @property
-    def age_s(self) -> float:
-        return self._clock() - self._read_s
-
-    def outage(self) -> OutageStatus | None:
-        return self._failover.status() if self._failover is not None else None
-
-    async def read(self) -> SharedState:
-        pool = await self._store.state(self._silence_s)
-        settings = self._fleet.config.settings
-        self._last = SharedState(
-            pool,
-            watermark=settings.request_queue_controller.watermark_per_backend * pool.ready_backends,
-            queue_fill=min(pool.queued / settings.fair_request_queue.total_capacity, 1.0),
-        )
-        self._read_s = self._clock()
-        if self._failover is not None:
-            self._failover.update_peers(pool.about)
-        return self._last
-
-    async def show(self) -> SharedState:
-        """The state now; during an outage the state read last. Raises StateUnavailable."""
-        if (outage := self.outage()) is None:
-            try:
-                return await self.read()
-            except StateUnavailable:
-                if (outage := self.outage()) is None:  # otherwise an outage began during the read
-                    raise
-        if self._last is None:
-            raise StateUnavailable("the shared state has not been read yet", retry_after_s=1)
-        return replace(self._last, outage=outage)
 
 
 class Sweeper:
@@ -368,8 +146,13 @@ class NotificationPoller:
         return found
 
 
-class Heartbeat:
-    """Sends heartbeats, and acts on each reply: publishes, registers again, reads the shared state."""
+class Membership:
+    """This replica as a member of the fleet: sends heartbeats, and acts on each reply: publishes, registers
+    requests again, follows live changes, reads the shared state. One event loop.
+
+    Each heartbeat publishes `replica_info()` as JSON; `heartbeat_now` asks for one at once. `on_config` is
+    called with the configuration and its live changes whenever they change; `on_suspects` as in `Sweeper`.
+    """
 
     def __init__(
         self,
@@ -381,34 +164,144 @@ class Heartbeat:
         metrics: Metrics,
         replica_info: Callable[[], Mapping[str, object]],
         fleet: KnownFleet,
-        failover: FailoverGate | None,
-        trigger: HeartbeatTrigger,
-        publisher: Publisher,
-        follower: LiveConfigFollower,
-        reader: StateReader,
+        heartbeat_now: HeartbeatTrigger,
+        on_config: Callable[[EffectiveConfig], object],
+        on_suspects: Callable[[Sequence[str]], object],
+        failover: FailoverGate | None = None,
     ) -> None:
-        self._store, self._gate, self._leases, self._pool = store, gate, settings.leases, settings.pool
+        self._store, self._gate, self._settings, self._leases = store, gate, settings, settings.leases
         self._endpoints, self._metrics, self._replica_info = endpoints, metrics, replica_info
-        self._fleet, self._failover, self._trigger = fleet, failover, trigger
-        self._publisher, self._follower, self._reader = publisher, follower, reader
+        self._fleet, self.heartbeat_now, self._failover = fleet, heartbeat_now, failover
+        self._on_config = on_config
         self._clock = asyncio.get_running_loop().time
+        self._publisher = Publisher(store, settings)
+        self._sweeper = Sweeper(store, settings, metrics, on_suspects)
+        self._server_check = ServerCheck(store, lambda: self.trouble, metrics.redis_unfit)
         self._envoy_limits = EnvoyLimits(self._clock)
-        self.pulse: HeartbeatReply | None = None  # the last reply
-        self.joined = asyncio.Event()  # set once this replica has joined a known pool
-        self.refusal = ""  # why this replica may not join, and what to do
-        self.trouble = ""  # why the last heartbeat failed; '' if it succeeded
+        # The last reply; None before the first one, and while the pool has another format.
+        self.pulse: HeartbeatReply | None = None
+        self.refusal = ""  # why this replica may not join the pool, and what to do; '' if it may
+        self.live_config = LiveConfig()  # the live changes, as of the last heartbeat
+        self._followed = ("", "")  # epoch of the shared state and version of the changes last applied
+        self._joined = asyncio.Event()  # set once this replica has joined a known pool
+        self._fault = ""  # why the last heartbeat failed; '' if it succeeded
         self._answered_s = -math.inf
         self._left = False
         self._epoch = ""
         self._connection_epoch = 0
         self._stored_info = ""  # the replica info in the shared state; '': unknown
         self._lost = False  # whether the shared state may lack this replica's requests
+        self._state: SharedState | None = None  # read last, at `_read_s`
+        self._read_s = -math.inf
+        self._follow_up: asyncio.TimerHandle | None = None
+        endpoints.on_acknowledged = self._on_acknowledged
+
+    def leads(self) -> bool:
+        """Whether this replica is the leader, which writes for the whole fleet."""
+        return self.pulse is not None and self.pulse.leader
+
+    @property
+    def trouble(self) -> str:
+        """Why the last heartbeat failed although Redis can be reached; '' if it succeeded."""
+        return "" if self._store.fault else self._fault
+
+    @property
+    def unfit(self) -> str:
+        """Why Redis is not configured for the shared state; '' if it is fit."""
+        return self.trouble or "; ".join(self._server_check.faults.values())
+
+    @property
+    def effective(self) -> EffectiveConfig:
+        """The configuration with the live changes applied, as of the last heartbeat."""
+        return self._fleet.config
+
+    @property
+    def status(self) -> str:
+        """`ok`, or that this replica works without the shared state."""
+        outage = self._outage()
+        return "ok" if outage is None else f"{outage.mode}: without the shared state"
+
+    def _outage(self) -> OutageStatus | None:
+        return self._failover.status() if self._failover is not None else None
+
+    async def endpoints(self) -> tuple[Endpoint, ...]:
+        """The pool's endpoints; during an outage as last known. Raises StateUnavailable."""
+        if self._outage() is not None:
+            return self._endpoints.current.endpoints
+        return await self._store.endpoints()
+
+    async def state(self) -> SharedState:
+        """The shared state now; during an outage the state read last. Raises StateUnavailable."""
+        if (outage := self._outage()) is None:
+            try:
+                return await self._read()
+            except StateUnavailable:
+                if (outage := self._outage()) is None:  # otherwise an outage began during the read
+                    raise
+        if self._state is None:
+            raise StateUnavailable("the shared state has not been read yet", retry_after_s=1)
+        return replace(self._state, outage=outage)
+
+    async def known(self) -> None:
+        """Wait until this replica has joined a pool that a replica has published."""
+        await self._joined.wait()
+
+    def discovered(self, endpoints: Sequence[Endpoint]) -> None:
+        """Take the endpoints that discovery reports. The leader publishes them at once; any other replica
+        reads the published ones as soon as the leader should have published the same change."""
+        self._publisher.discovered(endpoints)
+        if self.pulse is None or self.pulse.leader:
+            self.heartbeat_now(full=self.pulse is None)
+        if self._follow_up is not None:
+            self._follow_up.cancel()
+        self._look_later(_LOOKS)
+
+    def _on_acknowledged(self) -> None:
+        self.heartbeat_now(full=False)  # the leader may be waiting for the acknowledgement
+
+    def _look_later(self, looks: int) -> None:
+        after_s = _ACKNOWLEDGED_LOOK_S if self._publisher.awaits_envoys else _OTHERS_PUBLISH_S
+        self._follow_up = asyncio.get_running_loop().call_later(after_s, self._look, looks)
+
+    def _look(self, looks: int) -> None:
+        """Ask for a heartbeat unless the discovered endpoints are the published ones; look again later if the
+        leader or Envoys are late."""
+        self._follow_up = None
+        awaits_envoys = self._publisher.awaits_envoys
+        if awaits_envoys or not self._publisher.discovered_last(self._endpoints.current.version):
+            self.heartbeat_now(full=False)
+            if looks > 1 or awaits_envoys:
+                self._look_later(looks if awaits_envoys else looks - 1)
 
     async def run(self) -> None:
+        """Run all tasks until cancelled. Faults of Redis are retried, never raised."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(keep("heartbeat", self._beat_forever))
+            tasks.create_task(keep("sweep", self._sweeper.run))
+            tasks.create_task(keep("server-check", self._server_check.run))
+            tasks.create_task(keep("renewal", self._renew_leases))
+            tasks.create_task(keep("notifications", NotificationPoller(self._store, self._gate).run))
+
+    async def leave(self, deadline_s: float) -> None:
+        """Leave the pool, so that other replicas need not wait `leases.replica_silence` first."""
+        self._left = True
+        with contextlib.suppress(StateFault, TimeoutError):
+            async with asyncio.timeout(deadline_s):
+                await self._store.leave()
+
+    async def _renew_leases(self) -> None:
+        while True:
+            await asyncio.sleep(self._leases.inflight / _RENEWALS)
+            await self._gate.pause_detector.wait_for_backlog()
+            self._gate.renew_owned_streams()
+
+    # Heartbeats
+
+    async def _beat_forever(self) -> None:
         interval_s = self._leases.heartbeat
         while True:
             began_s = self._clock()
-            full = self._trigger.take()
+            full = self.heartbeat_now.take()
             if self._left:
                 return
             try:
@@ -416,24 +309,21 @@ class Heartbeat:
             except StateFault as fault:
                 if isinstance(fault, OtherFormat):
                     self._stay_out(fault)
-                elif str(fault) != self.trouble and self._reader.outage() is None:
+                elif str(fault) != self._fault and self._outage() is None:
                     _log.warning("a heartbeat failed: %s", fault)
-                self.trouble = str(fault)
+                self._fault = str(fault)
                 if self._failover is not None:
                     self._failover.heartbeat_missed(fault)
             with contextlib.suppress(TimeoutError):
                 # Measure the interval from the last start: a grant whose wake-up was lost waits that long.
                 rest_s = interval_s - (self._clock() - began_s)
                 async with asyncio.timeout(max(rest_s, interval_s / 2)):
-                    await self._trigger.wait()
-
-    def stop(self) -> None:
-        self._left = True
+                    await self.heartbeat_now.wait()
 
     def _stay_out(self, fault: OtherFormat) -> None:
         """Drop all knowledge of the pool: another version of the software wrote it in another format."""
         refusal = (
-            f"{fault}: stop the replicas that use it and delete the keys epp:{{{self._pool}}}:*, "
+            f"{fault}: stop the replicas that use it and delete the keys epp:{{{self._settings.pool}}}:*, "
             "or set another pool (docs/upgrading.md)"
         )
         if refusal != self.refusal:
@@ -443,9 +333,9 @@ class Heartbeat:
 
     async def _beat(self, full: bool) -> None:
         pulse = await self._send()
-        self.refusal = self.trouble = ""
-        if self._publisher.awaits_envoys and (pulse.leader or pulse.epoch == _UNKNOWN):
-            state = await self._reader.read()
+        self.refusal = self._fault = ""
+        if self._publisher.awaits_envoys and (pulse.leader or pulse.epoch == UNKNOWN):
+            state = await self._read()
             self._publisher.acknowledged(self._endpoints.current, acknowledged(state.pool))
         if self._publisher.is_due(pulse):
             with contextlib.suppress(WritesRefused):  # the published state stays valid, and heartbeats go on
@@ -458,8 +348,9 @@ class Heartbeat:
                         rebuilt.records,
                     )
             pulse = await self._send()
-            if pulse.epoch == _UNKNOWN:
-                self._trigger(full=False)  # the script has not rebuilt the pool completely: publish again
+            if pulse.epoch == UNKNOWN:
+                # The script has not rebuilt the pool completely: publish again.
+                self.heartbeat_now(full=False)
         self.pulse = pulse
         self._gate.fleet_queued = pulse.queued
         if self._lost and pulse.epoch != self._epoch:
@@ -467,16 +358,16 @@ class Heartbeat:
         if pulse.endpoints_version != self._endpoints.current.version:
             self._endpoints.publish(Snapshot(pulse.endpoints_version, await self._endpoints_of(pulse)))
             self._publisher.in_force(self._endpoints.current)
-        if pulse.epoch == _UNKNOWN:
+        if pulse.epoch == UNKNOWN:
             return
         if self._lost:
             _log.warning("Redis may have lost the requests of this replica; registering them again")
             self._lost = not await self._gate.register_again()
         self._epoch = pulse.epoch
-        self.joined.set()
-        await self._follower.follow(pulse)
-        if full or self._reader.age_s >= self._leases.heartbeat:
-            await self._read_state()
+        self._joined.set()
+        await self._follow_changes(pulse)
+        if full or self._clock() - self._read_s >= self._leases.heartbeat:
+            await self._follow_state()
 
     async def _endpoints_of(self, pulse: HeartbeatReply) -> tuple[Endpoint, ...]:
         """The published endpoints. If this replica discovered the same list, read only the marks."""
@@ -536,168 +427,44 @@ class Heartbeat:
             if endpoint.drained:
                 await self._store.mark_endpoint(endpoint.address, "drained", True)
 
-    async def _read_state(self) -> None:
-        state = await self._reader.read()
+    async def _follow_changes(self, pulse: HeartbeatReply) -> None:
+        """Apply the live changes if they are new; restore them in Redis if the shared state has lost them."""
+        if (pulse.epoch, pulse.tuned_version) == self._followed:
+            return
+        if not pulse.tuned_version and self.live_config.overrides:
+            await self._store.set_live_config(self.live_config.overrides, self.live_config.changes)
+        self.live_config = await self._store.live_config()
+        self._followed = pulse.epoch, self.live_config.version
+        try:
+            self._fleet.config = live_config.applied(self._settings, self.live_config.changes)
+        except ConfigError as fault:
+            _log.warning("live changes do not fit this replica's configuration: %s", fault)
+            self._fleet.config = EffectiveConfig(self._settings, {})
+        self._on_config(self._fleet.config)
+
+    async def _follow_state(self) -> None:
+        """Read the whole shared state, and pass it to the parts that use it."""
+        state = await self._read()
         pool = state.pool
         self._fleet.live, self._fleet.in_flight = pool.replicas, pool.in_flight
         self._fleet.busy = any(pool.in_flight.values())
         self._metrics.pool(pool, state.watermark, state.queue_fill)
-        if self.pulse is not None and self.pulse.leader:
+        if self.leads():
             self._envoy_limits.look(pool.about.values())
         self._gate.retry_after_s = pool.retry_after_s
 
-
-class Membership:
-    """This replica as a member of the fleet. Uses one event loop.
-
-    Heartbeats publish `replica_info` as JSON; if it is a function, each heartbeat calls it. `heartbeat_now`
-    asks for a heartbeat at once. `on_config` is called with the configuration and its live changes whenever
-    they change; `on_suspects` as in `Sweeper`.
-    """
-
-    def __init__(
-        self,
-        store: Store,
-        gate: SharedGate,
-        settings: Settings,
-        *,
-        endpoints: SnapshotCell,
-        metrics: Metrics,
-        replica_info: Mapping[str, object] | Callable[[], Mapping[str, object]],
-        heartbeat_now: HeartbeatTrigger | None = None,
-        fleet: KnownFleet | None = None,
-        failover: FailoverGate | None = None,
-        on_config: Callable[[EffectiveConfig], object] = lambda _: None,
-        on_suspects: Callable[[Sequence[str]], object] = lambda _: None,
-    ) -> None:
-        self._store, self._gate, self._settings = store, gate, settings
-        self._endpoints = endpoints
-        self._fleet = fleet or KnownFleet(settings)
-        self.heartbeat_now = heartbeat_now or HeartbeatTrigger()
-        self._publisher = Publisher(store, settings)
-        self._follow_up: asyncio.TimerHandle | None = None
-        self._follower = LiveConfigFollower(store, settings, self._fleet, on_config)
-        self._reader = StateReader(store, settings, self._fleet, failover)
-        self._sweeper = Sweeper(store, settings, metrics, on_suspects)
-        endpoints.on_acknowledged = self._on_acknowledged
-        self._heartbeat = Heartbeat(
-            store,
-            gate,
-            settings,
-            endpoints=endpoints,
-            metrics=metrics,
-            replica_info=replica_info if callable(replica_info) else lambda: replica_info,
-            fleet=self._fleet,
-            failover=failover,
-            trigger=self.heartbeat_now,
-            publisher=self._publisher,
-            follower=self._follower,
-            reader=self._reader,
+    async def _read(self) -> SharedState:
+        pool = await self._store.state(self._leases.replica_silence)
+        settings = self._fleet.config.settings
+        self._state = SharedState(
+            pool,
+            watermark=settings.request_queue_controller.watermark_per_backend * pool.ready_backends,
+            queue_fill=min(pool.queued / settings.fair_request_queue.total_capacity, 1.0),
         )
-        self._server_check = ServerCheck(store, lambda: self.trouble, metrics.redis_unfit)
-
-    @property
-    def pulse(self) -> HeartbeatReply | None:
-        """The last heartbeat's reply; None before the first reply, and while the pool has another format."""
-        return self._heartbeat.pulse
-
-    def leads(self) -> bool:
-        """Whether this replica is the leader, which writes for the whole fleet."""
-        return self.pulse is not None and self.pulse.leader
-
-    @property
-    def refusal(self) -> str:
-        """Why this replica may not join the pool, and what to do; '' if it may."""
-        return self._heartbeat.refusal
-
-    @property
-    def trouble(self) -> str:
-        """Why the last heartbeat failed although Redis can be reached; '' if it succeeded."""
-        return "" if self._store.fault else self._heartbeat.trouble
-
-    @property
-    def unfit(self) -> str:
-        """Why Redis is not configured for the shared state; '' if it is fit."""
-        return self.trouble or "; ".join(self._server_check.faults.values())
-
-    @property
-    def live_config(self) -> LiveConfig:
-        """The live changes, as of the last heartbeat."""
-        return self._follower.current
-
-    @property
-    def effective(self) -> EffectiveConfig:
-        """The configuration with the live changes applied, as of the last heartbeat."""
-        return self._fleet.config
-
-    @property
-    def status(self) -> str:
-        """`ok`, or that this replica works without the shared state."""
-        outage = self._reader.outage()
-        return "ok" if outage is None else f"{outage.mode}: without the shared state"
-
-    async def endpoints(self) -> tuple[Endpoint, ...]:
-        """The pool's endpoints; during an outage as last known. Raises StateUnavailable."""
-        if self._reader.outage() is not None:
-            return self._endpoints.current.endpoints
-        return await self._store.endpoints()
-
-    async def state(self) -> SharedState:
-        """The shared state now; during an outage the state read last. Raises StateUnavailable."""
-        return await self._reader.show()
-
-    async def known(self) -> None:
-        """Wait until this replica has joined a pool that a replica has published."""
-        await self._heartbeat.joined.wait()
-
-    def discovered(self, endpoints: Sequence[Endpoint]) -> None:
-        """Take the endpoints that discovery reports. The leader publishes them at once; any other replica
-        reads the published ones as soon as the leader should have published the same change."""
-        self._publisher.discovered(endpoints)
-        if self.pulse is None or self.pulse.leader:
-            self.heartbeat_now(full=self.pulse is None)
-        if self._follow_up is not None:
-            self._follow_up.cancel()
-        self._look_later(_LOOKS)
-
-    def _on_acknowledged(self) -> None:
-        self.heartbeat_now(full=False)  # the leader may be waiting for the acknowledgement
-
-    def _look_later(self, looks: int) -> None:
-        after_s = _ACKNOWLEDGED_LOOK_S if self._publisher.awaits_envoys else _OTHERS_PUBLISH_S
-        self._follow_up = asyncio.get_running_loop().call_later(after_s, self._look, looks)
-
-    def _look(self, looks: int) -> None:
-        """Ask for a heartbeat unless the discovered endpoints are the published ones; look again later if the
-        leader or Envoys are late."""
-        self._follow_up = None
-        awaits_envoys = self._publisher.awaits_envoys
-        if awaits_envoys or not self._publisher.discovered_last(self._endpoints.current.version):
-            self.heartbeat_now(full=False)
-            if looks > 1 or awaits_envoys:
-                self._look_later(looks if awaits_envoys else looks - 1)
-
-    async def run(self) -> None:
-        """Run all tasks until cancelled. Faults of Redis are retried, never raised."""
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(keep("heartbeat", self._heartbeat.run))
-            tasks.create_task(keep("sweep", self._sweeper.run))
-            tasks.create_task(keep("server-check", self._server_check.run))
-            tasks.create_task(keep("renewal", self._renew_leases))
-            tasks.create_task(keep("notifications", NotificationPoller(self._store, self._gate).run))
-
-    async def leave(self, deadline_s: float) -> None:
-        """Leave the pool, so that other replicas need not wait `leases.replica_silence` first."""
-        self._heartbeat.stop()
-        with contextlib.suppress(StateFault, TimeoutError):
-            async with asyncio.timeout(deadline_s):
-                await self._store.leave()
-
-    async def _renew_leases(self) -> None:
-        while True:
-            await asyncio.sleep(self._settings.leases.inflight / _RENEWALS)
-            await self._gate.pause_detector.wait_for_backlog()
-            self._gate.renew_owned_streams()
+        self._read_s = self._clock()
+        if self._failover is not None:
+            self._failover.update_peers(pool.about)
+        return self._state
 
 
 def _unseen_s(leases: Leases) -> float:
@@ -710,7 +477,3 @@ def _unseen_s(leases: Leases) -> float:
 def acknowledged(pool: PoolState) -> Sequence[str]:
     """For each replica that serves Envoys over EDS, the version of the endpoints that all of them have."""
     return [version for about in pool.about.values() if isinstance(version := about.get("eds"), str)]
-
-
-def _version(facts: object) -> str:
-    return hashlib.sha1(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:12]

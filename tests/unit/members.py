@@ -1,0 +1,29 @@
+"""A replica's membership for tests."""
+
+from typing import Any
+
+from picker_fleet.admission.shared_gate import SharedGate
+from picker_fleet.domain.config import Settings
+from picker_fleet.domain.known_fleet import KnownFleet
+from picker_fleet.endpoints.snapshot import SnapshotCell
+from picker_fleet.fleet.heartbeat import HeartbeatTrigger, Membership
+from picker_fleet.state.store import Store
+from picker_fleet.telemetry.metrics import Metrics
+
+
+def member_of(
+    store: Store, gate: SharedGate, settings: Settings, cell: SnapshotCell, metrics: Metrics, **more: Any
+) -> Membership:
+    """A membership whose replica info is `{"host": "test"}`; nothing follows its live changes or suspects."""
+    return Membership(
+        store,
+        gate,
+        settings,
+        endpoints=cell,
+        metrics=metrics,
+        fleet=KnownFleet(settings),
+        replica_info={"host": "test"}.copy,
+        on_config=lambda _: None,
+        on_suspects=lambda _: None,
+        **{"heartbeat_now": HeartbeatTrigger(), **more},
+    )
