@@ -28,11 +28,13 @@ from picker_fleet.domain.bands import Band
 from picker_fleet.domain.errors import ConfigError
 from picker_tools.load import generator, result
 from picker_tools.load.checks import check_promises
-from picker_tools.load.fleet import OwnFleet, Size, check_url
+from picker_tools.load.fleet import OwnFleet, check_url
 from picker_tools.load.generator import Answer, Client, Kind, Load, Request
 from picker_tools.load.report import show, write
 from picker_tools.load.scenarios import SCENARIOS, Plan, Source, planned, source_request
 from picker_tools.load.session import kill_moments
+from picker_tools.local_fleet.local_fleet import UpOptions
+from picker_tools.local_fleet.parts import SimOptions
 
 
 def test_loopback_targets_are_accepted_and_other_targets_need_an_option() -> None:
@@ -91,7 +93,7 @@ def test_bad_usage_is_exit_status_2(
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_each_scenario_has_a_valid_configuration(name: str, tmp_path: Path) -> None:
     scenario = SCENARIOS[name]
-    settings = OwnFleet(scenario, Size(3, 4, "lean", 1), tmp_path, print).settings
+    settings = OwnFleet(scenario, UpOptions(3, 4, "lean", SimOptions()), tmp_path, print).settings
     assert settings.decision_log.enabled
     assert scenario.objectives <= {objective.name for objective in settings.objectives}
     for key, wanted in scenario.needs:

@@ -14,12 +14,13 @@ from picker_fleet.domain.errors import ConfigError
 from picker_tools.arguments import decimal, whole_number
 from picker_tools.load import fleet as fleets
 from picker_tools.load.checks import check_promises
-from picker_tools.load.fleet import OwnFleet, Size, Target
+from picker_tools.load.fleet import OwnFleet, Target
 from picker_tools.load.generator import Kind, Load
 from picker_tools.load.result import RunResult, Sample
-from picker_tools.load.scenarios import SCENARIOS, Plan
+from picker_tools.load.scenarios import ITL_MS, SCENARIOS, TTFT_MS, Plan
 from picker_tools.load.session import Session
-from picker_tools.local_fleet.parts import MODES, mode
+from picker_tools.local_fleet.local_fleet import UpOptions
+from picker_tools.local_fleet.parts import MODES, SimOptions, mode
 from picker_tools.local_fleet.processes import first_error, logs_folder, on_signal
 
 _LINE_EVERY_S = 2.0
@@ -141,12 +142,13 @@ async def _load(
         shown.say(f"{plan.scenario.name}: against the fleet at {found.url}")
         sessions.append(Session(plan, found, None, shown.show, shown.say))
         return await sessions[0].run()
-    size = Size(args.replicas or 3, args.endpoints or 4, args.mode or "lean", args.seed)
+    sim = SimOptions(ttft_ms=TTFT_MS, itl_ms=ITL_MS, seed=args.seed)
+    options = UpOptions(args.replicas or 3, args.endpoints or 4, args.mode or "lean", sim)
     shown.say(
-        f"{plan.scenario.name}: starts a fleet of its own, {size.replicas} replicas and {size.endpoints} "
-        f"simulated model servers, mode {size.mode}"
+        f"{plan.scenario.name}: starts a fleet of its own, {options.replicas} replicas and "
+        f"{options.endpoints} simulated model servers, mode {options.mode}"
     )
-    fleet = OwnFleet(plan.scenario, size, folder, shown.say)
+    fleet = OwnFleet(plan.scenario, options, folder, shown.say)
     try:
         target = await fleet.start()
         shown.say(f"dashboard: {target.admins[0]}")

@@ -5,7 +5,7 @@ import json
 import os
 import signal
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -13,10 +13,10 @@ from urllib.parse import urlsplit
 from picker_fleet.domain import config
 from picker_fleet.domain.errors import ConfigError
 from picker_fleet.domain.units import is_loopback
-from picker_tools.load.scenarios import ITL_MS, TTFT_MS, Scenario
+from picker_tools.load.scenarios import Scenario
 from picker_tools.local_fleet.local_fleet import LocalFleet, UpOptions
 from picker_tools.local_fleet.network import ADMIN_TOKEN, get
-from picker_tools.local_fleet.parts import Mode, SimOptions, Valkey
+from picker_tools.local_fleet.parts import Valkey
 from picker_tools.local_fleet.processes import Report, Supervisor
 
 DEFAULT_URL = "http://127.0.0.1:8080"  # the Envoy that `picker up` starts
@@ -136,25 +136,16 @@ _VALKEY_ATTEMPTS = 3
 _VALKEY_GRACE_S = 4.0
 
 
-@dataclass(frozen=True, slots=True)
-class Size:
-    """Number of replicas and endpoints, mode and random seed of a local fleet."""
-
-    replicas: int
-    endpoints: int
-    mode: Mode
-    seed: int
-
-
 class OwnFleet:
     """A local fleet for one run; start and stop it once. Files and logs of its processes are in `folder`."""
 
-    def __init__(self, scenario: Scenario, size: Size, folder: Path, say: Callable[[str], None]) -> None:
+    def __init__(
+        self, scenario: Scenario, options: UpOptions, folder: Path, say: Callable[[str], None]
+    ) -> None:
         self._scenario = scenario
-        self._size = size
+        self._options = options
         self._folder = folder
         self._report = Report(say)
-        self._state_file = folder / "state.json"
         # The local fleet does not supervise this Valkey, as it would restart the Valkey after `stop_redis`.
         self._valkey = Valkey(folder)
         self._valkeys = Supervisor(folder, self._report)
@@ -177,24 +168,17 @@ class OwnFleet:
             StartupError: a process did not become ready.
         """
         await self._valkeys.bring_up([self._valkey], attempts=_VALKEY_ATTEMPTS)
-        options = UpOptions(
-            replicas=self._size.replicas,
-            endpoints=self._size.endpoints,
-            mode=self._size.mode,
-            redis=self._valkey.url,
-            state_file=self._state_file,
-            sim=SimOptions(ttft_ms=TTFT_MS, itl_ms=ITL_MS, seed=self._size.seed),
-        )
+        options = replace(self._options, redis=self._valkey.url)
         self._fleet = LocalFleet(options, self.settings, self._folder, self._report)
         await self._fleet.start()
-        state = self._state()
+        state = self._fleet.state()
         return Target(
             url=self._fleet.envoy_url,
             model=await self._fleet.model(),
             admins=tuple(replica["admin"] for replica in state["replicas"]),
             endpoints=tuple(endpoint["address"] for endpoint in state["endpoints"]),
             redis=self._valkey.url,
-            mode=self._size.mode,
+            mode=options.mode,
             own=True,
         )
 
@@ -217,9 +201,9 @@ class OwnFleet:
 
     def kill_replica(self, number: int) -> str | None:
         """SIGKILL replica `number` (from 0). Returns its name, or None if it is not running."""
-        pid = int(self._state()["replicas"][number]["pid"])
+        assert self._fleet is not None
         try:
-            os.kill(pid, signal.SIGKILL)
+            os.kill(self._fleet.state()["replicas"][number]["pid"], signal.SIGKILL)
         except ProcessLookupError:
             return None
         return f"replica-{number + 1}"
@@ -231,9 +215,6 @@ class OwnFleet:
     async def start_redis(self) -> None:
         """Start the Valkey again, empty, at the same address. Raises StartupError as `start` does."""
         await self._valkeys.bring_up([self._valkey], attempts=_VALKEY_ATTEMPTS)
-
-    def _state(self) -> Any:
-        return json.loads(self._state_file.read_text(encoding="utf-8"))
 
 
 async def stop_shielded(fleet: OwnFleet) -> None:

@@ -8,7 +8,6 @@ import asyncio
 import itertools
 import json
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,9 +43,9 @@ class UpOptions:
     replicas: int
     endpoints: int
     mode: Mode
-    redis: str | None
-    state_file: Path | None
     sim: SimOptions
+    redis: str | None = None
+    state_file: Path | None = None
     port: int = 0
     admin_port: int = 0
     restart: bool = True
@@ -224,40 +223,36 @@ class LocalFleet:
                 return f"GET {self.envoy_url}/v1/models answered {answer}"
         return None
 
+    def state(self) -> dict[str, Any]:
+        """The addresses and process ids of the started parts, as in the state file."""
+        return {
+            "envoy": self._started_envoy.url,
+            "envoy_admin": self._started_envoy.admin,
+            "redis": self._redis_url,
+            "replicas": [
+                {
+                    "id": replica.announced.id,
+                    "pid": self._supervisor.pid(replica),
+                    "grpc": replica.announced.grpc,
+                    "admin": replica.announced.admin,
+                    **({} if replica.announced.http is None else {"http": replica.announced.http}),
+                }
+                for replica in self._replicas
+            ],
+            "endpoints": [
+                {
+                    "pid": self._supervisor.pid(simulator),
+                    "address": simulator.address,
+                    **({"pool": name} if self._settings.pools else {}),
+                }
+                for name, simulators in self._simulators_of.items()
+                for simulator in simulators
+            ],
+        }
+
     def _write_state(self) -> None:
-        if self._options.state_file is None:
-            return
-        _replace_file(
-            self._options.state_file,
-            {
-                "envoy": self._started_envoy.url,
-                "envoy_admin": self._started_envoy.admin,
-                "redis": self._redis_url,
-                "replicas": [
-                    {
-                        "id": replica.announced.id,
-                        "pid": self._supervisor.pid(replica),
-                        "grpc": replica.announced.grpc,
-                        "admin": replica.announced.admin,
-                        **({} if replica.announced.http is None else {"http": replica.announced.http}),
-                    }
-                    for replica in self._replicas
-                ],
-                "endpoints": [
-                    {
-                        "pid": self._supervisor.pid(simulator),
-                        "address": simulator.address,
-                        **({"pool": name} if self._settings.pools else {}),
-                    }
-                    for name, simulators in self._simulators_of.items()
-                    for simulator in simulators
-                ],
-            },
-        )
-
-
-def _replace_file(path: Path, state: Mapping[str, Any]) -> None:
-    """Write `state` as JSON to `path` atomically."""
-    draft = path.with_name(f"{path.name}.{os.getpid()}.new")
-    write_private(draft, json.dumps(state, indent=2) + "\n")
-    draft.replace(path)
+        path = self._options.state_file
+        if path is not None:
+            draft = path.with_name(f"{path.name}.{os.getpid()}.new")
+            write_private(draft, json.dumps(self.state(), indent=2) + "\n")
+            draft.replace(path)  # readers see the whole state or the former one

@@ -70,18 +70,12 @@ def first_error() -> Iterator[None]:
     try:
         yield
     except BaseExceptionGroup as faults:
-        expected = next((fault for fault in _leaves(faults) if isinstance(fault, PickerError)), None)
+        expected: BaseException | None = faults.subgroup(PickerError)
+        while isinstance(expected, BaseExceptionGroup):
+            expected = expected.exceptions[0]
         if expected is None:
             raise
         raise expected from None
-
-
-def _leaves(faults: BaseExceptionGroup[BaseException]) -> Iterable[BaseException]:
-    for fault in faults.exceptions:
-        if isinstance(fault, BaseExceptionGroup):
-            yield from _leaves(fault)
-        else:
-            yield fault
 
 
 @contextmanager
