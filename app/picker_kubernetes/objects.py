@@ -13,6 +13,7 @@ import itertools
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from graphlib import CycleError, TopologicalSorter
 from typing import Any, Final, NamedTuple
 
 import msgspec
@@ -183,21 +184,18 @@ def cycles(rewrites: Iterable[Rewrite]) -> dict[str, str]:
 
 def _without_ends(targets: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
     """`targets` reduced to the models that lead to a cycle, so that the search follows no long chains."""
-    kept = {model: [name for name in names if name in targets] for model, names in targets.items()}
-    left = {model: len(names) for model, names in kept.items()}
-    sources: dict[str, list[str]] = {}
-    for model, names in kept.items():
-        for name in names:
-            sources.setdefault(name, []).append(model)
-    ends = [model for model, count in left.items() if not count]
-    while ends:
-        end = ends.pop()
-        del kept[end]
-        for source in sources.get(end, ()):
-            left[source] -= 1
-            if not left[source]:
-                ends.append(source)
-    return kept
+    sorter = TopologicalSorter(targets)
+    with contextlib.suppress(CycleError):  # the sorter still gives all models that lead to no cycle
+        sorter.prepare()
+    ends: set[str] = set()
+    while ready := sorter.get_ready():
+        ends.update(ready)
+        sorter.done(*ready)
+    return {
+        model: [name for name in names if name not in ends]
+        for model, names in targets.items()
+        if model not in ends
+    }
 
 
 def _way_back(model: str, targets: Mapping[str, Sequence[str]]) -> tuple[list[str], int]:
