@@ -360,10 +360,8 @@ class _Manager:
         if self.client_rate is not None:
             filters.append(_part("local_ratelimit", rate=self.client_rate, burst=2 * self.client_rate))
         if self.mode != "standard":  # in `standard` the picker itself reads usage in the answer
-            events, answers = (
-                _rules(_USAGE_IN_EVENTS, _IDS_IN_EVENTS),
-                _rules(_USAGE_IN_ANSWER, _IDS_IN_ANSWER),
-            )
+            events = _rules("usage_in_events", ("response.id", "response.conversation.id"))
+            answers = _rules("usage_in_answer", ("id", "conversation.id"))
             filters.append(_part("sse_to_metadata", rules=[{"rule": rule} for rule in events]))
             filters.append(_part("json_to_metadata", rules=answers))
         filters.append(self._asking(pool))
@@ -471,45 +469,12 @@ def _access_log(only: Tree | None) -> Tree:
     )
 
 
-# Token usage by JSON path: _USAGE covers answers and events of OpenAI, Anthropic, SGLang and TGI. Whole
-# answers add Ollama's fields; events add the Responses API's last event and Anthropic's first event.
-# `accesslog._counts` combines the fields.
-_USAGE = {
-    "prompt_tokens": (
-        "usage.prompt_tokens",
-        "usage.input_tokens",
-        "meta_info.prompt_tokens",
-        "details.input_length",
-    ),
-    "completion_tokens": (
-        *("usage.completion_tokens", "usage.output_tokens", "meta_info.completion_tokens"),
-        "details.generated_tokens",
-    ),
-}
-_USAGE_IN_ANSWER = {
-    "prompt_tokens": (*_USAGE["prompt_tokens"], "prompt_eval_count"),
-    "completion_tokens": (*_USAGE["completion_tokens"], "eval_count"),
-    "total_tokens": ("usage.total_tokens",),
-    "cache_read_tokens": ("usage.cache_read_input_tokens",),
-    "cache_creation_tokens": ("usage.cache_creation_input_tokens",),
-}
-_USAGE_IN_EVENTS = {
-    "prompt_tokens": (*_USAGE["prompt_tokens"], "response.usage.input_tokens"),
-    "completion_tokens": (*_USAGE["completion_tokens"], "response.usage.output_tokens"),
-    "first_prompt_tokens": ("message.usage.input_tokens",),
-    "first_cache_read_tokens": ("message.usage.cache_read_input_tokens",),
-    "first_cache_creation_tokens": ("message.usage.cache_creation_input_tokens",),
-}
-# JSON paths of response and conversation ids in the Responses API (picker_fleet/admission/origins.py).
-_IDS_IN_ANSWER = dict(zip(STATE_IDS, (("id",), ("conversation.id",)), strict=True))
-_IDS_IN_EVENTS = dict(zip(STATE_IDS, (("response.id",), ("response.conversation.id",)), strict=True))
-
-
-def _rules(usage: Mapping[str, Sequence[str]], ids: Mapping[str, Sequence[str]]) -> list[Tree]:
-    """Rules that store the JSON value at each path under its key, if it has the expected type."""
-    numbers = {**usage, "error_code": ("error.code",)}
-    rules = [_rule(path, key, {"type": "NUMBER"}) for key, ways in numbers.items() for path in ways]
-    rules += [_rule(path, key, {"type": "STRING"}) for key, ways in ids.items() for path in ways]
+def _rules(usage: str, ids: Sequence[str]) -> list[Tree]:
+    """Rules that store the JSON value at each path of the part `usage`, and at `ids`, the paths of STATE_IDS
+    (picker_fleet/admission/origins.py), if it has the expected type."""
+    numbers = _part(usage).items()
+    rules = [_rule(path, key, {"type": "NUMBER"}) for key, paths in numbers for path in paths]
+    rules += [_rule(path, key, {"type": "STRING"}) for key, path in zip(STATE_IDS, ids, strict=True)]
     # Record only that the answer is an error, not its text, which may be long.
     return [*rules, *(_rule(f"error.{field}", "error", {"value": True}) for field in ("message", "type"))]
 
