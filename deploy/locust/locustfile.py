@@ -13,6 +13,7 @@ from random import Random
 
 from locust import FastHttpUser, task
 
+from picker_tools.load.generator import PATH
 from picker_tools.load.scenarios import SCENARIOS, Scenario, source_request
 
 _PAUSE_S = 1.0  # mean, between the answer and the next request
@@ -38,7 +39,7 @@ class ScenarioUser(FastHttpUser):
         source = _chance.choices(sources, [each.load for each in sources])[0]
         request = source_request(source, _MODEL, next(_numbers), _chance.randrange(2**32))
         with self.client.post(
-            request.path,
+            PATH,
             name=source.name,
             data=request.body(),
             headers={**dict(request.headers), "content-type": "application/json"},

@@ -26,6 +26,7 @@ from urllib.parse import urlsplit
 import httptools
 import orjson
 
+PATH = "/v1/completions"
 LONGEST_BODY_BYTES = 60_000  # Envoy can retry requests up to this size on another replica
 HANGS_S = 90.0  # an answer that takes longer hangs
 _CONNECT_S = 5.0
@@ -60,7 +61,7 @@ def _encode(request: Request, host: str) -> bytes:
     body = request.body()
     lines = "".join(f"{name}: {value}\r\n" for name, value in request.headers)
     head = (
-        f"POST /v1/completions HTTP/1.1\r\nhost: {host}\r\ncontent-type: application/json\r\n"
+        f"POST {PATH} HTTP/1.1\r\nhost: {host}\r\ncontent-type: application/json\r\n"
         f"{lines}content-length: {len(body)}\r\n\r\n"
     )
     return head.encode() + body
