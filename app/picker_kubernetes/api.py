@@ -13,7 +13,7 @@ import random
 import socket
 from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Final, Generic, TypeVar
+from typing import Any, Final, Generic, Self, TypeVar
 
 import httpx2
 import msgspec
@@ -134,8 +134,13 @@ class Api:
             raise StartupError(f"no credentials for the Kubernetes API: {fault}") from fault
         return cls(client, config.namespace)
 
-    async def close(self) -> None:
-        await self._client.aclose()
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        with contextlib.suppress(Exception):
+            async with asyncio.timeout(1):
+                await self._client.aclose()
 
     async def get(self, path: str, params: Mapping[str, str]) -> bytes:
         """The body of the response. Raises KubernetesFault."""

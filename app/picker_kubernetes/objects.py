@@ -309,29 +309,23 @@ class InferenceObjects:
 
     async def run(self) -> None:
         """Watch until cancelled. Raises StartupError as KubernetesSource does."""
-        api = self._api_of()
-        namespace = self._namespace or api.namespace
-        self._pools_path = f"/apis/{POOL_GROUP}/v1/namespaces/{namespace}/inferencepools"
-        self._manager = f"picker-fleet-{xxh64_hexdigest(f'{api.namespace} {self._fleet}'.encode())}"
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                reflectors: list[tuple[str, _Kind, Reflector[Any]]] = []
-                for group, kind in itertools.product(GROUPS, _KINDS):
-                    path = f"/apis/{group}/v1alpha2/namespaces/{namespace}/{kind.name.lower()}s"
-                    what = Collection(f"{kind.name}s of {group}", path, optional=True)
-                    reflector: Reflector[Any] = Reflector(api, what, kind.type, self._changed.set)
-                    reflectors.append((path, kind, reflector))
-                    tasks.create_task(keep("kubernetes-watch", reflector.run))
-                while True:
-                    await self._changed.wait()
-                    await asyncio.sleep(_SETTLE_S)  # changes arrive in bursts
-                    self._changed.clear()
-                    self._take(reflectors)
-                    await self._write_conditions(api)
-        finally:
-            with contextlib.suppress(Exception):
-                async with asyncio.timeout(1):
-                    await api.close()
+        async with self._api_of() as api, asyncio.TaskGroup() as tasks:
+            namespace = self._namespace or api.namespace
+            self._pools_path = f"/apis/{POOL_GROUP}/v1/namespaces/{namespace}/inferencepools"
+            self._manager = f"picker-fleet-{xxh64_hexdigest(f'{api.namespace} {self._fleet}'.encode())}"
+            reflectors: list[tuple[str, _Kind, Reflector[Any]]] = []
+            for group, kind in itertools.product(GROUPS, _KINDS):
+                path = f"/apis/{group}/v1alpha2/namespaces/{namespace}/{kind.name.lower()}s"
+                what = Collection(f"{kind.name}s of {group}", path, optional=True)
+                reflector: Reflector[Any] = Reflector(api, what, kind.type, self._changed.set)
+                reflectors.append((path, kind, reflector))
+                tasks.create_task(keep("kubernetes-watch", reflector.run))
+            while True:
+                await self._changed.wait()
+                await asyncio.sleep(_SETTLE_S)  # changes arrive in bursts
+                self._changed.clear()
+                self._take(reflectors)
+                await self._write_conditions(api)
 
     def _take(self, reflectors: Sequence[tuple[str, _Kind, Reflector[Any]]]) -> None:
         """Report the priorities and splits of the current objects, and log new faults."""

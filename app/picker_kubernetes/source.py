@@ -5,7 +5,6 @@ if it is not ready or is being deleted. Requests in flight on a pod that is no l
 """
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -171,14 +170,8 @@ class KubernetesSource:
         Raises:
             StartupError: there are no credentials for an API server.
         """
-        api = self._api_of()
-        try:
-            async with asyncio.TaskGroup() as group:
-                await self._follow(api, report, group)
-        finally:
-            with contextlib.suppress(Exception):
-                async with asyncio.timeout(1):
-                    await api.close()
+        async with self._api_of() as api, asyncio.TaskGroup() as group:
+            await self._follow(api, report, group)
 
     async def _follow(self, api: Api, report: Report, group: asyncio.TaskGroup) -> None:
         namespace = self._namespace or api.namespace

@@ -201,7 +201,10 @@ class ObjectsOfTwoPools:
     async def apply_status(self, *_: object, **__: object) -> None:
         await self.answers.wait()
 
-    async def close(self) -> None:
+    async def __aenter__(self) -> "ObjectsOfTwoPools":
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
         pass
 
 
