@@ -6,6 +6,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 from math import nan
 from statistics import fmean
 
@@ -149,24 +150,20 @@ def load_as_planned(run: RunResult) -> Finding:
     return kept_unless([], text)
 
 
-def audited(promise: str) -> Callable[[RunResult], Finding]:
-    """A check by the audit of the decision log: G1 to G6, or `log`."""
-
-    def check(run: RunResult) -> Finding:
-        if not any(log_audit.report for log_audit in run.log_audits):
-            why = next(
-                (log_audit.why for log_audit in run.log_audits if log_audit.why),
-                "the log of a fleet that was found is for `picker audit`",
-            )
-            return unknown(why)
-        checked, broken, cases = violations(run.log_audits, promise)
-        finding = kept_unless(cases, f"{checked} checks, {broken} broken")
-        missing = [log_audit.why for log_audit in run.log_audits if not log_audit.report]
-        if missing and not broken:
-            return unknown(f"a part of the log could not be read: {missing[0]}")
-        return finding if checked or broken else unknown("the log had nothing to check")
-
-    return check
+def audited(promise: str, run: RunResult) -> Finding:
+    """The audit of the decision log for `promise`: G1 to G6, or `log`."""
+    if not any(log_audit.report for log_audit in run.log_audits):
+        why = next(
+            (log_audit.why for log_audit in run.log_audits if log_audit.why),
+            "the log of a fleet that was found is for `picker audit`",
+        )
+        return unknown(why)
+    checked, broken, cases = violations(run.log_audits, promise)
+    finding = kept_unless(cases, f"{checked} checks, {broken} broken")
+    missing = [log_audit.why for log_audit in run.log_audits if not log_audit.report]
+    if missing and not broken:
+        return unknown(f"a part of the log could not be read: {missing[0]}")
+    return finding if checked or broken else unknown("the log had nothing to check")
 
 
 AUDITED: Mapping[str, str] = {
@@ -185,24 +182,20 @@ GENERAL_CHECKS: Mapping[str, tuple[str, Callable[[RunResult], Finding]]] = {
     "deadline": ("who is refused, hears so within 1 s of the TTL", deadline_kept),
     "at-rest": ("after the load every count is exactly 0", at_rest),
     "stock-in-bounds": ("stock is never seen above its upper bound", stock_in_bounds),
-    **{name: (says, audited(name)) for name, says in AUDITED.items()},
+    **{name: (says, partial(audited, name)) for name, says in AUDITED.items()},
     "load-as-planned": ("the load generator kept its own times", load_as_planned),
 }
 
 
-def _first_tokens_within(limit_s: float) -> Callable[[RunResult], Finding]:
+def _first_tokens_within(limit_s: float, run: RunResult) -> Finding:
     """The 95th percentile of the served streams' times to the first token is at most `limit_s`."""
-
-    def check(run: RunResult) -> Finding:
-        streams = (each for each in run.answers if each.served and each.request.streamed)
-        times_s = sorted(each.first_s for each in streams if each.first_s is not None)
-        if len(times_s) < _FEW:
-            return unknown(f"{len(times_s)} answers are too few")
-        p95_s = quantile(times_s, 0.95)
-        text = f"p95 of {len(times_s)} answers is {p95_s:.3f} s"
-        return kept_unless([] if p95_s <= limit_s else [f"{p95_s:.3f} s is above {limit_s:g} s"], text)
-
-    return check
+    streams = (each for each in run.answers if each.served and each.request.streamed)
+    times_s = sorted(each.first_s for each in streams if each.first_s is not None)
+    if len(times_s) < _FEW:
+        return unknown(f"{len(times_s)} answers are too few")
+    p95_s = quantile(times_s, 0.95)
+    text = f"p95 of {len(times_s)} answers is {p95_s:.3f} s"
+    return kept_unless([] if p95_s <= limit_s else [f"{p95_s:.3f} s is above {limit_s:g} s"], text)
 
 
 def _overlaps_outage(run: RunResult, answer: Answer) -> bool:
@@ -249,48 +242,36 @@ def overloaded(run: RunResult) -> Finding:
     )
 
 
-def keeps_share(name: str) -> Callable[[RunResult], Finding]:
+def keeps_share(name: str, run: RunResult) -> Finding:
     """Source `name` gets about its fair share."""
-
-    def check(run: RunResult) -> Finding:
-        service, total = run.service(), sum(run.service().values())
-        flow = _source(run, name).flow
-        due = fair(run.sources, run.demand(), total).get(flow, 0.0)
-        if due <= 0:
-            return unknown(f"{name} asked for nothing")
-        text = f"{name} had {service[flow] / total:.1%} of the service; its fair share was {due / total:.1%}"
-        return kept_if(service[flow] >= _NEAR * due - _EDGE, text)
-
-    return check
+    service, total = run.service(), sum(run.service().values())
+    flow = _source(run, name).flow
+    due = fair(run.sources, run.demand(), total).get(flow, 0.0)
+    if due <= 0:
+        return unknown(f"{name} asked for nothing")
+    text = f"{name} had {service[flow] / total:.1%} of the service; its fair share was {due / total:.1%}"
+    return kept_if(service[flow] >= _NEAR * due - _EDGE, text)
 
 
-def waits_less(name: str, than: str) -> Callable[[RunResult], Finding]:
+def waits_less(name: str, than: str, run: RunResult) -> Finding:
     """Source `name`, which asks for less than its share, waits far less than the source `than`."""
-
-    def check(run: RunResult) -> Finding:
-        mine, others = (_mean(_lengths(run, _source(run, each))) for each in (name, than))
-        if not mine >= 0 or not others > 0:
-            return unknown("one of the two was not served")
-        text = f"mean waits: {name} {mine:.3f} s, {than} {others:.3f} s"
-        queue = overloaded(run)
-        if queue.verdict is not Verdict.KEPT:
-            return unknown(queue.evidence)
-        return kept_if(mine <= _SHORTER * others, text)
-
-    return check
+    mine, others = (_mean(_lengths(run, _source(run, each))) for each in (name, than))
+    if not mine >= 0 or not others > 0:
+        return unknown("one of the two was not served")
+    text = f"mean waits: {name} {mine:.3f} s, {than} {others:.3f} s"
+    queue = overloaded(run)
+    if queue.verdict is not Verdict.KEPT:
+        return unknown(queue.evidence)
+    return kept_if(mine <= _SHORTER * others, text)
 
 
-def not_refused(name: str) -> Callable[[RunResult], Finding]:
+def not_refused(name: str, run: RunResult) -> Finding:
     """Every request of source `name` is served, while others are refused."""
-
-    def check(run: RunResult) -> Finding:
-        mine = [answer for answer in run.answers_of(_source(run, name)) if not answer.left]
-        bad = [answer for answer in mine if not answer.served]
-        others = sum(each.kind is Kind.REFUSED and each.source != name for each in run.answers)
-        text = f"{len(mine)} {name} requests, {len(bad)} not served; {others} of others were refused"
-        return kept_unless(bad, text) if mine else unknown(f"no {name} requests")
-
-    return check
+    mine = [answer for answer in run.answers_of(_source(run, name)) if not answer.left]
+    bad = [answer for answer in mine if not answer.served]
+    others = sum(each.kind is Kind.REFUSED and each.source != name for each in run.answers)
+    text = f"{len(mine)} {name} requests, {len(bad)} not served; {others} of others were refused"
+    return kept_unless(bad, text) if mine else unknown(f"no {name} requests")
 
 
 def low_not_starved(run: RunResult) -> Finding:
@@ -390,17 +371,23 @@ SCENARIO_CHECKS: Mapping[str, tuple[str, Callable[[RunResult], Finding]]] = {
     "only-overload-errors": ("no request fails; what cannot be served is refused", only_overload),
     "nothing-expires": ("no request waits past its TTL", nothing_expires),
     "overloaded": ("the load was more than the fleet could serve", overloaded),
-    "quiet-share": ("the quiet client has what it asks for, up to its fair share", keeps_share("quiet")),
-    "quiet-wait": ("the quiet client does not wait for the noisy one", waits_less("quiet", "noisy")),
-    "quiet-not-refused": ("the quiet client is never refused", not_refused("quiet")),
+    "quiet-share": (
+        "the quiet client has what it asks for, up to its fair share",
+        partial(keeps_share, "quiet"),
+    ),
+    "quiet-wait": (
+        "the quiet client does not wait for the noisy one",
+        partial(waits_less, "quiet", "noisy"),
+    ),
+    "quiet-not-refused": ("the quiet client is never refused", partial(not_refused, "quiet")),
     "low-not-starved": ("who is let in at the lowest rank is served within its TTL", low_not_starved),
     "urgent-first": (
         "of one flow, the workload of the highest criticality waits far less",
-        waits_less("urgent", "busy-1"),
+        partial(waits_less, "urgent", "busy-1"),
     ),
     "seldom-first": (
         "of workloads alike in criticality, one that asks seldom waits far less",
-        waits_less("quiet", "busy-1"),
+        partial(waits_less, "quiet", "busy-1"),
     ),
     "faults-happened": ("the fleet was harmed as planned", faults_were_injected),
     "outage-serves": ("without Redis the fleet goes on serving (G8)", outage_serves),
@@ -431,7 +418,7 @@ def check_promises(run: RunResult) -> tuple[Promise, ...]:
     plan = run.plan
     if plan.slo_ttft_p95_s is not None:
         says = f"95 % of first tokens come within {plan.slo_ttft_p95_s:g} s"
-        wanted.append(("slo-ttft", says, _first_tokens_within(plan.slo_ttft_p95_s)))
+        wanted.append(("slo-ttft", says, partial(_first_tokens_within, plan.slo_ttft_p95_s)))
     wanted += [(name, *check) for name, check in GENERAL_CHECKS.items()]
     promises = []
     for name, says, check in wanted:
