@@ -22,6 +22,7 @@ from admin_calls import waiting
 from textual.widgets import DataTable, Sparkline
 
 from picker_fleet.admin import models
+from picker_fleet.admin.examples import EXAMPLES
 from picker_tools.local_fleet.processes import picker_command
 from picker_tools.top import client
 from picker_tools.top.client import AdminClient, AdminError
@@ -60,7 +61,7 @@ async def screen(url: str, *, token: str = "", size: tuple[int, int] = (200, 40)
 
 
 def example(model: Any, **other: Any) -> Any:
-    return {**model.model_config["json_schema_extra"]["example"], **other}
+    return {**EXAMPLES[model.__name__], **other}
 
 
 class Api:

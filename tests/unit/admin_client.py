@@ -12,6 +12,7 @@ from scripted_store import ScriptedStore
 from picker_fleet.admin.api import OperatedPool, create
 from picker_fleet.admin.changes import FleetControls
 from picker_fleet.admin.events import Event, Events
+from picker_fleet.admin.examples import EXAMPLES
 from picker_fleet.admin.models import Endpoint, Health, State
 from picker_fleet.admin.protection import Deadlines, RateLimit
 from picker_fleet.admin.server import serving
@@ -21,7 +22,7 @@ from picker_fleet.fleet.heartbeat import Membership
 from picker_fleet.state.store import Store
 from picker_fleet.telemetry.metrics import Metrics
 
-STATE: dict[str, Any] = State.model_config["json_schema_extra"]["example"]  # type: ignore[index, call-overload, assignment]
+STATE: dict[str, Any] = EXAMPLES["State"]
 NO_LISTS = cast(FleetLists, None)  # for tests that read no lists
 
 

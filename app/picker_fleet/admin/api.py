@@ -17,7 +17,7 @@ from picker_fleet.admin import changes, documents, models
 from picker_fleet.admin.changes import FleetControls, RequestId
 from picker_fleet.admin.documents import MAX_METRICS_AGE_S, MetricsText
 from picker_fleet.admin.events import Events, EventStream
-from picker_fleet.admin.models import HEALTHY
+from picker_fleet.admin.examples import HEALTHY
 from picker_fleet.admin.protection import (
     Access,
     Deadlines,

@@ -11,7 +11,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from html import escape
-from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +18,8 @@ import orjson
 from fastapi import FastAPI, Response
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 
-from picker_fleet.admin.models import EXAMPLE_CURSORS
+from picker_fleet.admin import examples
 from picker_fleet.admin.protection import Refused
-from picker_fleet.admin.views import BadCursor
-from picker_fleet.fleet.live_config import LIVE
 from picker_fleet.telemetry.metrics import Metrics
 
 FOLDER = Path(__file__).parent / "page"
@@ -153,7 +150,7 @@ def add_dashboard(app: FastAPI) -> None:
 def add_api_description(app: FastAPI) -> None:
     """Serve the OpenAPI document at `/openapi.json`, and as a self-contained HTML page at `/docs`. The first
     call to either generates both."""
-    _add_examples(app)
+    examples.add(app)
     written: list[tuple[bytes, bytes]] = []
 
     async def texts() -> tuple[bytes, bytes]:
@@ -176,99 +173,6 @@ def add_api_description(app: FastAPI) -> None:
 def _describe(app: FastAPI) -> tuple[bytes, bytes]:
     document = app.openapi()
     return orjson.dumps(document), _html(document).encode()
-
-
-# Examples in the OpenAPI document; tests/unit/test_admin_queue_order.py compares them with real answers.
-
-_JSON, _PROBLEM = "application/json", "application/problem+json"
-# Code and detail of the example by (status, path); path '' is the default for other paths.
-_FAULTS: dict[tuple[str, str], tuple[str, str]] = {
-    ("400", ""): ("bad_cursor", str(BadCursor())),
-    ("400", "/api/v1/config"): ("bad_request", "the body must be a JSON object of sections"),
-    ("401", ""): ("token_needed", "a bearer token of this fleet is needed"),
-    ("403", ""): (
-        "not_local",
-        "without an admin.token in the configuration only this machine may make changes",
-    ),
-    ("404", "/api/v1/flows/{flow}"): (
-        "unknown_flow",
-        "no request of this flow waits, and none was served lately",
-    ),
-    ("404", "/api/v1/workloads/{workload_id}"): (
-        "unknown_workload",
-        "no such workload has sent a request lately",
-    ),
-    ("404", "/api/v1/requests/{request_id}"): (
-        "unknown_request",
-        "neither the pool nor this replica knows of the request",
-    ),
-    ("404", "/api/v1/requests/{request_id}/evict"): ("unknown_request", "no such request waits"),
-    ("404", ""): ("unknown_endpoint", "no endpoint 10.0.0.1:8000"),
-    ("408", ""): ("body_too_slow", "the body did not come within 5 s"),
-    ("409", ""): ("request_running", "the request has left the queue already"),
-    ("413", ""): ("body_too_large", "the body is larger than 65536 bytes"),
-    ("422", ""): ("bad_limit", "query.limit: Input should be greater than or equal to 1"),
-    ("422", "/api/v1/config"): (
-        "bad_config",
-        "fair_request_queue.total_capacity: Input should be greater than or equal to 1 (got '0')",
-    ),
-    ("429", ""): ("too_many_calls", "more than 200 calls a second from one client (a change counts as 10)"),
-    ("500", ""): ("internal_error", "the replica failed to answer: KeyError"),
-    ("503", ""): ("state_unavailable", "the shared state did not answer within 2 s"),
-    ("503", "/api/v1/events"): (
-        "too_many_listeners",
-        "this replica has as many listeners, or as many of this address, as it takes; ask another",
-    ),
-}
-# The details of these faults do not begin with the method and path.
-_WITHOUT_CALL = ("bad_cursor", "bad_limit", "bad_config", "internal_error", "state_unavailable")
-
-
-def _add_examples(app: FastAPI) -> None:
-    """Add an example of each parameter and each fault to the OpenAPI document; faults are problem
-    documents."""
-    openapi = app.openapi
-
-    def with_examples() -> dict[str, Any]:
-        if app.openapi_schema is None:
-            for path, methods in openapi()["paths"].items():
-                for method, call in methods.items():
-                    parameters = call.get("parameters", ())
-                    for parameter in parameters:
-                        # Some tools look for an example only beside the schema, not in it.
-                        if parameter["name"] == "cursor":  # each list accepts only its own cursors
-                            parameter["example"] = EXAMPLE_CURSORS[path.rpartition("/")[2]]
-                        else:
-                            parameter["example"] = parameter["schema"]["examples"][0]
-                    instance = path.format(**{each["name"]: each["example"] for each in parameters})
-                    for status, response in call["responses"].items():
-                        content = response.get("content", {})
-                        schema = content.get(_JSON, {}).get("schema", {})
-                        if schema.get("$ref", "").endswith("/Problem"):
-                            example = _problem(status, method.upper(), path, instance)
-                            content[_PROBLEM] = {**content.pop(_JSON), "example": example}
-        return openapi()
-
-    app.openapi = with_examples  # type: ignore[method-assign]
-
-
-def _problem(status: str, method: str, path: str, instance: str) -> dict[str, Any]:
-    """An example problem document for a call of `instance`; the status `default` is shown as 500."""
-    status = "500" if status == "default" else status
-    code, text = _FAULTS.get((status, path)) or _FAULTS[status, ""]
-    document: dict[str, Any] = {
-        "type": "about:blank",
-        "title": HTTPStatus(int(status)).phrase,
-        "status": int(status),
-        "code": code,
-        "detail": text if code in _WITHOUT_CALL else f"{method} {instance}: {text}",
-        "instance": instance,
-    }
-    if status == "422":
-        document["faults"] = [text]
-    if code == "bad_config":
-        document["live"] = list(LIVE)
-    return document
 
 
 # The OpenAPI document as HTML

@@ -1,7 +1,5 @@
-"""Response models of the admin API, described by its OpenAPI document; the views (views.py) build them.
-
-tests/unit/test_admin_queue_order.py compares the example of each model with real answers. Ages and durations
-are in seconds.
+"""Response models of the admin API, described by its OpenAPI document; the views (views.py) build them, and
+examples.py has an example of each. Ages and durations are in seconds.
 """
 
 from datetime import datetime
@@ -9,92 +7,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-EXAMPLE_CURSORS = {  # keyed by list
-    "flows": "WyJmbG93cyIsMjE0NzQ4MzY0NywiNDEuNSIsImdvbGQiXQ",
-    "queue": "WyJxdWV1ZSIsMjE0NzQ4MzY0NywiNDEuNSIsImdvbGQiXQ",
-    "inflight": "WyJpbmZsaWdodCIsIjE3NjcyMjU2MTIzNDUuMCIsIjRmMWQtOWMiXQ",
-    "workloads": "WyJ3b3JrbG9hZHMiLCI2NCIsMF0",
-}
 Rounded = Annotated[float, AfterValidator(lambda value: round(value, 6))]
 NextCursor = Annotated[str | None, Field(description="where the next page begins; null on the last")]
-
-_BANDS: list[dict[str, Any]] = [
-    {
-        "band": band, "priority": priority, "queued": queued, "queued_bytes": 900 * queued,
-        "virtual_time": at, "active_flows": 1, "oldest_s": age, "weight": weight, "capacity": 500,
-        "bytes": 256 * 1024 * 1024,
-    }
-    for band, priority, queued, at, age, weight in (
-        ("Critical", 10, 1, 0.0, 0.1, 70), ("Default", 0, 3, 41.5, 0.6, 20),
-        ("Sheddable", -10, 12, 18.0, 4.0, 10),
-    )
-]  # fmt: skip
-_STATE: dict[str, Any] = {
-    "pool": "default", "replica": "r-3f9c", "degraded": False, "stock": 7,
-    "bounds": {"lower": 7.2, "watermark": 8.0, "upper": 8.8}, "ready_backends": 4,
-    "queue_length": {"Critical": 1, "Default": 3, "Sheddable": 12},
-    "queue_bytes": {"Critical": 900, "Default": 2700, "Sheddable": 10800}, "active_flows": 3,
-    "virtual_times": {"Critical": 0.0, "Default": 41.5, "Sheddable": 18.0},
-    "replicas": ["r-3f9c", "r-77a0", "r-b1de"],
-    "in_flight": {"10.0.0.1:8000": 2, "10.0.0.2:8000": 2, "10.0.0.3:8000": 3},
-    "paused": False, "tuned_version": "2", "unit": "requests", "queue_enabled": True, "bands": _BANDS,
-    "queued": 16, "queue_fill": 0.016, "overdue": 2, "dispatched_total": 120431,
-    "guard_dispatches_total": 96, "ended_total": 130210, "drain_rate": 41.2, "pool_age_s": 86400.0,
-    "now_us": 1767225612000000,
-}  # fmt: skip
-_CONFIG: dict[str, Any] = {
-    "config": {"pool": "default", "fair_request_queue": {"total_capacity": 2000, "flow_capacity": 100}},
-    "weights": {"gold": 3.0},
-    "changes": {"fair_request_queue": {"total_capacity": 2000}, "weights": {"gold": 3.0}},
-    "paused": False, "tuned_version": "2", "live": ["fair_request_queue.total_capacity", "weights.FLOW"],
-}  # fmt: skip
-_CHANGE: dict[str, Any] = {
-    "at": 1767225600.5, "by": "alice", "address": "10.0.0.9", "change": "PATCH /api/v1/config",
-    "detail": '{"weights":{"gold":3.0}}', "outcome": "made",
-}  # fmt: skip
-_ENDPOINT: dict[str, Any] = {
-    "address": "10.0.0.1:8000", "labels": {"zone": "a"}, "status": "down", "in_flight": 2, "max_inflight": 8,
-    "waiting": 0.0,
-    "running": 2.0, "kv_utilisation": 0.31, "adapters": ["sql"], "waiting_adapters": [], "max_adapters": 4,
-    "latency_mean_s": 1.9, "latency_std_s": 0.4, "scraped_s_ago": 0.06,
-    "scrape_fault": "no connection: Connection refused",
-    "scrape_remark": "line 12: not a number",
-    "unready": "asleep", "ejected": {"reason": "503", "until": "2026-01-01T00:00:08Z"},
-}  # fmt: skip
-_FLOW: dict[str, Any] = {
-    "flow": "gold", "band": "Default", "queued": 12, "oldest_s": 3.4, "start_tag": 41.5, "weight": 3.0,
-    "throttled": False, "in_flight": 4, "served_cost_per_s": 7.2, "share": 0.74, "fair_share": 0.75,
-}  # fmt: skip
-_REQUEST: dict[str, Any] = {
-    "id": "4f1d-9c", "state": "queued", "flow": "gold", "band": "Default", "workload": "chat",
-    "model": "llama", "criticality": 3, "cost": 1.0, "age_s": 3.4, "owner": "r-77a0",
-}  # fmt: skip
-_QUEUED: dict[str, Any] = {
-    **_REQUEST, "position": 1, "deadline_in_s": 26.6, "overdue": False, "overdue_in_s": 11.6,
-    "score": {"wait": 0.02, "criticality": 0.24, "rate": -0.01, "total": 0.25}, "start_tag": 41.5,
-}  # fmt: skip
-_RUNNING: dict[str, Any] = {
-    **_REQUEST, "state": "placed", "endpoint": "10.0.0.1:8000", "fallbacks": ["10.0.0.2:8000"],
-    "lease_in_s": 12.1,
-}  # fmt: skip
-_WORKLOAD: dict[str, Any] = {
-    "id": "chat", "total": 1290, "active": 14, "dispatched": 1281, "rate": 4.7, "average_wait_s": 0.8,
-    "last_request_s_ago": 0.1, "score": {"wait": 0.0, "criticality": 0.24, "rate": -0.0094, "total": 0.23},
-}  # fmt: skip
-_REPLICA: dict[str, Any] = {
-    "id": "r-3f9c", "live": True, "heartbeat_s_ago": 0.4, "host": "node-1", "degraded": False, "waiting": 5,
-    "admin": "http://node-1:8081", "grpc": "node-1:9002", "version": "0.1.0", "started_s_ago": 3600.0,
-    "this": True,
-}  # fmt: skip
-_ORDER = "in dispatch order: flows by start tag; band after band; in a flow by arrival"
-HEALTHY: dict[str, Any] = {
-    "status": "ok", "replica": "r-3f9c", "pool": "default",
-    "components": {"redis": "ok", "endpoints": "ok", "grpc": "ok"},
-}  # fmt: skip
-
-
-def _example(value: Any) -> ConfigDict:
-    return ConfigDict(json_schema_extra={"example": value})
 
 
 class _Open(BaseModel):
@@ -106,8 +20,6 @@ class _Open(BaseModel):
 class Bounds(BaseModel):
     """The whole fleet's bounds of the stock, in its unit (requests or tokens)."""
 
-    model_config = _example(_STATE["bounds"])
-
     lower: float = Field(description="dispatch runs while the stock is below it")
     watermark: float = Field(description="the target of the stock")
     upper: float = Field(description="the stock is never above it")
@@ -115,8 +27,6 @@ class Bounds(BaseModel):
 
 class BandState(BaseModel):
     """One band of the queue."""
-
-    model_config = _example(_BANDS[1])
 
     band: str = Field(description="the band's name; its priority in decimal where it has no other")
     priority: int = Field(description="the highest is served first")
@@ -134,8 +44,6 @@ class BandState(BaseModel):
 
 class State(_Open):
     """The shared state as this replica reads it now; further keys may be added."""
-
-    model_config = _example(_STATE)
 
     pool: str = Field(description="names the keyspace in Redis")
     replica: str = Field(description="the replica that answered")
@@ -168,8 +76,6 @@ class State(_Open):
 class Config(BaseModel):
     """The configuration in force: the answering replica's own with the fleet's live changes applied."""
 
-    model_config = _example(_CONFIG)
-
     config: dict[str, Any] = Field(description="every section; durations in seconds, secrets left out")
     weights: dict[str, float] = Field(description="weights of single flows, in place of their requests'")
     changes: dict[str, Any] = Field(description="the live changes, in the form of a PATCH")
@@ -180,8 +86,6 @@ class Config(BaseModel):
 
 class Change(BaseModel):
     """What an operator has changed."""
-
-    model_config = _example(_CHANGE)
 
     at: float = Field(description="Unix time in seconds, of the replica that was asked")
     by: str = Field(description="the name of the token's file, `admin.token`, or the address")
@@ -194,15 +98,11 @@ class Change(BaseModel):
 class Changes(BaseModel):
     """What operators have changed, the newest first."""
 
-    model_config = _example({"changes": [_CHANGE]})
-
     changes: list[Change] = Field(description="at most 200")
 
 
 class Dispatch(BaseModel):
     """Whether the fleet dispatches."""
-
-    model_config = _example({"paused": True, "tuned_version": "3"})
 
     paused: bool = Field(description="nothing is dispatched and nothing bypasses the queue")
     tuned_version: str = Field(description="of the live changes, this one included")
@@ -211,16 +111,12 @@ class Dispatch(BaseModel):
 class Eviction(BaseModel):
     """A request that has left the queue; its client is answered with the reason `evicted-queue-pressure`."""
 
-    model_config = _example({"id": "4f1d-9c", "result": "evicted"})
-
     id: str = Field(description="the request's id")
     result: Literal["evicted"] = Field("evicted", description="always this: anything else is a problem")
 
 
 class Drained(BaseModel):
     """Whether an operator keeps new requests from an endpoint."""
-
-    model_config = _example({"address": "10.0.0.1:8000", "drained": True})
 
     address: str = Field(description="ip:port, IPv6 in brackets")
     drained: bool = Field(description="it gets no new requests")
@@ -229,16 +125,12 @@ class Drained(BaseModel):
 class Ejected(BaseModel):
     """Why an endpoint is ejected. After `until` a probe decides."""
 
-    model_config = _example({"reason": "503", "until": "2026-01-01T00:00:08Z"})
-
     reason: str = Field(description="a status, or `reset`, `empty`, `error in 200`, `stuck`")
     until: datetime = Field(description="when it may be tried again")
 
 
 class Endpoint(BaseModel):
     """A model server, as all replicas see it."""
-
-    model_config = _example(_ENDPOINT)
 
     address: str = Field(description="ip:port, IPv6 in brackets")
     labels: dict[str, str] = Field(description="as discovery gives them")
@@ -270,8 +162,6 @@ class Endpoint(BaseModel):
 class Health(_Open):
     """A replica's health by component: `ok`, or what is wrong with it."""
 
-    model_config = _example(HEALTHY)
-
     status: str = Field(description="`ok`, or `degraded` (healthz) or `unready` (readyz)")
     components: dict[str, str] = Field(description="each part: `ok`, or what is wrong with it")
     replica: str = Field(description="the replica that answered")
@@ -280,8 +170,6 @@ class Health(_Open):
 
 class Pool(_Open):
     """A pool that this replica serves."""
-
-    model_config = _example({"name": "default", "default": True, "ready": True, "path": "/"})
 
     name: str = Field(description="its name")
     default: bool = Field(description="whether it takes the requests that name no pool")
@@ -292,24 +180,11 @@ class Pool(_Open):
 class Pools(_Open):
     """The pools of this replica, the default one first."""
 
-    model_config = _example({"pools": [Pool.model_config["json_schema_extra"]["example"]]})  # type: ignore[index]
-
     pools: list[Pool] = Field(description="each with its path")
 
 
 class Problem(_Open):
     """A fault as RFC 9457 defines it; `application/problem+json`."""
-
-    model_config = _example(
-        {
-            "type": "about:blank",
-            "title": "Not Found",
-            "status": 404,
-            "code": "unknown_path",
-            "detail": "GET /api/v1/nonsense: Not Found",
-            "instance": "/api/v1/nonsense",
-        },
-    )
 
     type: str = Field("about:blank", description="always this: `code` distinguishes faults")
     title: str = Field(description="the status in words")
@@ -321,8 +196,6 @@ class Problem(_Open):
 
 class Flow(_Open):
     """A flow that waits, in one band."""
-
-    model_config = _example(_FLOW)
 
     flow: str = Field(description="the fairness id, else the model; '' under `fairness: none`")
     band: str = Field(description="where these of its requests wait")
@@ -346,8 +219,6 @@ class Flow(_Open):
 class Flows(_Open):
     """A page of flows: band by band by start tag, then the throttled ones."""
 
-    model_config = _example({"flows": [_FLOW], "total": 1, "cursor": EXAMPLE_CURSORS["flows"]})
-
     flows: list[Flow] = Field(description="in the order in which they are served")
     total: int = Field(description="on all pages")
     cursor: NextCursor
@@ -355,16 +226,6 @@ class Flows(_Open):
 
 class FlowDetail(_Open):
     """One flow, in every band where it waits."""
-
-    model_config = _example(
-        {
-            "flow": "gold",
-            "bands": [_FLOW],
-            "served_cost_per_s": {"Critical": 0.0, "Default": 7.2, "Sheddable": 0.0},
-            "weight_override": 3.0,
-            "flow_capacity": 100,
-        }
-    )
 
     flow: str = Field(description="its name")
     bands: list[Flow] = Field(description="where it waits, band by band")
@@ -375,8 +236,6 @@ class FlowDetail(_Open):
 
 class Score(BaseModel):
     """Parts of a request's score under `ordering: workload-aware`; null: it depends on the request."""
-
-    model_config = _example(_QUEUED["score"])
 
     wait: Rounded | None = Field(description="for its wait")
     criticality: Rounded | None = Field(description="for its criticality")
@@ -399,8 +258,6 @@ class _Request(_Open):
 class Queued(_Request):
     """A request that waits."""
 
-    model_config = _example(_QUEUED)
-
     state: Literal["queued", "orphaned"] = Field(
         description="`orphaned`: its replica is silent; it waits for adoption"
     )
@@ -415,10 +272,6 @@ class Queued(_Request):
 class Queue(_Open):
     """A page of waiting requests, in the order that `order` describes."""
 
-    model_config = _example(
-        {"requests": [_QUEUED], "total": 1, "cursor": EXAMPLE_CURSORS["queue"], "order": _ORDER}
-    )
-
     requests: list[Queued] = Field(description="in the order that `order` describes")
     total: int = Field(description="on all pages")
     cursor: NextCursor
@@ -427,8 +280,6 @@ class Queue(_Open):
 
 class Running(_Request):
     """A request in flight."""
-
-    model_config = _example(_RUNNING)
 
     state: Literal["granted", "placed", "queued", "orphaned"] = Field(
         description="`granted`: its turn has come, its endpoint is being chosen"
@@ -441,8 +292,6 @@ class Running(_Request):
 class Inflight(_Open):
     """A page of requests in flight, in the order in which their leases end."""
 
-    model_config = _example({"requests": [_RUNNING], "total": 1, "cursor": EXAMPLE_CURSORS["inflight"]})
-
     requests: list[Running] = Field(description="in the order in which their leases end")
     total: int = Field(description="on all pages")
     cursor: NextCursor
@@ -450,15 +299,6 @@ class Inflight(_Open):
 
 class RequestStatus(_Open):
     """Where one request is and why, with the fields of `queue` or `inflight` for it."""
-
-    model_config = _example(
-        {
-            **_QUEUED,
-            "position": 4,
-            "why": "flow gold has 3 requests before it; the stock (8) is at its bounds (7.2 to 8.8)",
-            "explanation": {"request_id": "4f1d-9c", "chosen": [], "candidates": [], "excluded": {}},
-        }
-    )
 
     id: str = Field(description="as it was asked for")
     state: Literal["queued", "orphaned", "granted", "placed", "unknown-to-the-pool"] = Field(
@@ -473,8 +313,6 @@ class RequestStatus(_Open):
 class Workload(_Open):
     """A workload that its requests name."""
 
-    model_config = _example(_WORKLOAD)
-
     id: str = Field(description="as its requests name it")
     total: int = Field(description="requests so far")
     active: int = Field(description="of these, not ended")
@@ -488,8 +326,6 @@ class Workload(_Open):
 class Workloads(_Open):
     """A page of workloads, in no order."""
 
-    model_config = _example({"workloads": [_WORKLOAD], "total": 1, "cursor": EXAMPLE_CURSORS["workloads"]})
-
     workloads: list[Workload] = Field(description="in no order")
     total: int = Field(description="on all pages")
     cursor: NextCursor
@@ -497,8 +333,6 @@ class Workloads(_Open):
 
 class Replica(_Open):
     """A replica, as its last heartbeat reported it; null: not reported."""
-
-    model_config = _example(_REPLICA)
 
     id: str = Field(description="a new one at each start")
     live: bool = Field(description="its heartbeat is younger than `leases.replica_silence`")
@@ -515,8 +349,6 @@ class Replica(_Open):
 
 class Replicas(_Open):
     """All known replicas; a silent one until its requests have been swept."""
-
-    model_config = _example({"replicas": [_REPLICA]})
 
     replicas: list[Replica] = Field(description="live ones first")
 

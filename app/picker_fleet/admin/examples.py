@@ -1,0 +1,228 @@
+"""Examples in the OpenAPI document, of models, parameters and faults.
+
+tests/unit/test_admin_queue_order.py compares them with the models and with real answers.
+"""
+
+from http import HTTPStatus
+from typing import Any
+
+from fastapi import FastAPI
+
+from picker_fleet.admin.views import BadCursor
+from picker_fleet.fleet.live_config import LIVE
+
+_CURSORS = {  # by list
+    "flows": "WyJmbG93cyIsMjE0NzQ4MzY0NywiNDEuNSIsImdvbGQiXQ",
+    "queue": "WyJxdWV1ZSIsMjE0NzQ4MzY0NywiNDEuNSIsImdvbGQiXQ",
+    "inflight": "WyJpbmZsaWdodCIsIjE3NjcyMjU2MTIzNDUuMCIsIjRmMWQtOWMiXQ",
+    "workloads": "WyJ3b3JrbG9hZHMiLCI2NCIsMF0",
+}
+_BANDS: list[dict[str, Any]] = [
+    {
+        "band": band, "priority": priority, "queued": queued, "queued_bytes": 900 * queued,
+        "virtual_time": at, "active_flows": 1, "oldest_s": age, "weight": weight, "capacity": 500,
+        "bytes": 256 * 1024 * 1024,
+    }
+    for band, priority, queued, at, age, weight in (
+        ("Critical", 10, 1, 0.0, 0.1, 70), ("Default", 0, 3, 41.5, 0.6, 20),
+        ("Sheddable", -10, 12, 18.0, 4.0, 10),
+    )
+]  # fmt: skip
+_STATE: dict[str, Any] = {
+    "pool": "default", "replica": "r-3f9c", "degraded": False, "stock": 7,
+    "bounds": {"lower": 7.2, "watermark": 8.0, "upper": 8.8}, "ready_backends": 4,
+    "queue_length": {"Critical": 1, "Default": 3, "Sheddable": 12},
+    "queue_bytes": {"Critical": 900, "Default": 2700, "Sheddable": 10800}, "active_flows": 3,
+    "virtual_times": {"Critical": 0.0, "Default": 41.5, "Sheddable": 18.0},
+    "replicas": ["r-3f9c", "r-77a0", "r-b1de"],
+    "in_flight": {"10.0.0.1:8000": 2, "10.0.0.2:8000": 2, "10.0.0.3:8000": 3},
+    "paused": False, "tuned_version": "2", "unit": "requests", "queue_enabled": True, "bands": _BANDS,
+    "queued": 16, "queue_fill": 0.016, "overdue": 2, "dispatched_total": 120431,
+    "guard_dispatches_total": 96, "ended_total": 130210, "drain_rate": 41.2, "pool_age_s": 86400.0,
+    "now_us": 1767225612000000,
+}  # fmt: skip
+_CONFIG: dict[str, Any] = {
+    "config": {"pool": "default", "fair_request_queue": {"total_capacity": 2000, "flow_capacity": 100}},
+    "weights": {"gold": 3.0},
+    "changes": {"fair_request_queue": {"total_capacity": 2000}, "weights": {"gold": 3.0}},
+    "paused": False, "tuned_version": "2", "live": ["fair_request_queue.total_capacity", "weights.FLOW"],
+}  # fmt: skip
+_CHANGE: dict[str, Any] = {
+    "at": 1767225600.5, "by": "alice", "address": "10.0.0.9", "change": "PATCH /api/v1/config",
+    "detail": '{"weights":{"gold":3.0}}', "outcome": "made",
+}  # fmt: skip
+_ENDPOINT: dict[str, Any] = {
+    "address": "10.0.0.1:8000", "labels": {"zone": "a"}, "status": "down", "in_flight": 2, "max_inflight": 8,
+    "waiting": 0.0,
+    "running": 2.0, "kv_utilisation": 0.31, "adapters": ["sql"], "waiting_adapters": [], "max_adapters": 4,
+    "latency_mean_s": 1.9, "latency_std_s": 0.4, "scraped_s_ago": 0.06,
+    "scrape_fault": "no connection: Connection refused",
+    "scrape_remark": "line 12: not a number",
+    "unready": "asleep", "ejected": {"reason": "503", "until": "2026-01-01T00:00:08Z"},
+}  # fmt: skip
+_FLOW: dict[str, Any] = {
+    "flow": "gold", "band": "Default", "queued": 12, "oldest_s": 3.4, "start_tag": 41.5, "weight": 3.0,
+    "throttled": False, "in_flight": 4, "served_cost_per_s": 7.2, "share": 0.74, "fair_share": 0.75,
+}  # fmt: skip
+_REQUEST: dict[str, Any] = {
+    "id": "4f1d-9c", "state": "queued", "flow": "gold", "band": "Default", "workload": "chat",
+    "model": "llama", "criticality": 3, "cost": 1.0, "age_s": 3.4, "owner": "r-77a0",
+}  # fmt: skip
+_QUEUED: dict[str, Any] = {
+    **_REQUEST, "position": 1, "deadline_in_s": 26.6, "overdue": False, "overdue_in_s": 11.6,
+    "score": {"wait": 0.02, "criticality": 0.24, "rate": -0.01, "total": 0.25}, "start_tag": 41.5,
+}  # fmt: skip
+_RUNNING: dict[str, Any] = {
+    **_REQUEST, "state": "placed", "endpoint": "10.0.0.1:8000", "fallbacks": ["10.0.0.2:8000"],
+    "lease_in_s": 12.1,
+}  # fmt: skip
+_WORKLOAD: dict[str, Any] = {
+    "id": "chat", "total": 1290, "active": 14, "dispatched": 1281, "rate": 4.7, "average_wait_s": 0.8,
+    "last_request_s_ago": 0.1, "score": {"wait": 0.0, "criticality": 0.24, "rate": -0.0094, "total": 0.23},
+}  # fmt: skip
+_REPLICA: dict[str, Any] = {
+    "id": "r-3f9c", "live": True, "heartbeat_s_ago": 0.4, "host": "node-1", "degraded": False, "waiting": 5,
+    "admin": "http://node-1:8081", "grpc": "node-1:9002", "version": "0.1.0", "started_s_ago": 3600.0,
+    "this": True,
+}  # fmt: skip
+_ORDER = "in dispatch order: flows by start tag; band after band; in a flow by arrival"
+HEALTHY: dict[str, Any] = {
+    "status": "ok", "replica": "r-3f9c", "pool": "default",
+    "components": {"redis": "ok", "endpoints": "ok", "grpc": "ok"},
+}  # fmt: skip
+_POOL = {"name": "default", "default": True, "ready": True, "path": "/"}
+
+# By model (models.py).
+EXAMPLES: dict[str, Any] = {
+    "Bounds": _STATE["bounds"],
+    "BandState": _BANDS[1],
+    "State": _STATE,
+    "Config": _CONFIG,
+    "Change": _CHANGE,
+    "Changes": {"changes": [_CHANGE]},
+    "Dispatch": {"paused": True, "tuned_version": "3"},
+    "Eviction": {"id": "4f1d-9c", "result": "evicted"},
+    "Drained": {"address": "10.0.0.1:8000", "drained": True},
+    "Ejected": _ENDPOINT["ejected"],
+    "Endpoint": _ENDPOINT,
+    "Health": HEALTHY,
+    "Pool": _POOL,
+    "Pools": {"pools": [_POOL]},
+    "Problem": {
+        "type": "about:blank", "title": "Not Found", "status": 404, "code": "unknown_path",
+        "detail": "GET /api/v1/nonsense: Not Found", "instance": "/api/v1/nonsense",
+    },
+    "Flow": _FLOW,
+    "Flows": {"flows": [_FLOW], "total": 1, "cursor": _CURSORS["flows"]},
+    "FlowDetail": {
+        "flow": "gold", "bands": [_FLOW], "weight_override": 3.0, "flow_capacity": 100,
+        "served_cost_per_s": {"Critical": 0.0, "Default": 7.2, "Sheddable": 0.0},
+    },
+    "Score": _QUEUED["score"],
+    "Queued": _QUEUED,
+    "Queue": {"requests": [_QUEUED], "total": 1, "cursor": _CURSORS["queue"], "order": _ORDER},
+    "Running": _RUNNING,
+    "Inflight": {"requests": [_RUNNING], "total": 1, "cursor": _CURSORS["inflight"]},
+    "RequestStatus": {
+        **_QUEUED, "position": 4,
+        "why": "flow gold has 3 requests before it; the stock (8) is at its bounds (7.2 to 8.8)",
+        "explanation": {"request_id": "4f1d-9c", "chosen": [], "candidates": [], "excluded": {}},
+    },
+    "Workload": _WORKLOAD,
+    "Workloads": {"workloads": [_WORKLOAD], "total": 1, "cursor": _CURSORS["workloads"]},
+    "Replica": _REPLICA,
+    "Replicas": {"replicas": [_REPLICA]},
+}  # fmt: skip
+
+_JSON, _PROBLEM = "application/json", "application/problem+json"
+# Code and detail of the example by (status, path); path '' is the default for other paths.
+_FAULTS: dict[tuple[str, str], tuple[str, str]] = {
+    ("400", ""): ("bad_cursor", str(BadCursor())),
+    ("400", "/api/v1/config"): ("bad_request", "the body must be a JSON object of sections"),
+    ("401", ""): ("token_needed", "a bearer token of this fleet is needed"),
+    ("403", ""): (
+        "not_local",
+        "without an admin.token in the configuration only this machine may make changes",
+    ),
+    ("404", "/api/v1/flows/{flow}"): (
+        "unknown_flow",
+        "no request of this flow waits, and none was served lately",
+    ),
+    ("404", "/api/v1/workloads/{workload_id}"): (
+        "unknown_workload",
+        "no such workload has sent a request lately",
+    ),
+    ("404", "/api/v1/requests/{request_id}"): (
+        "unknown_request",
+        "neither the pool nor this replica knows of the request",
+    ),
+    ("404", "/api/v1/requests/{request_id}/evict"): ("unknown_request", "no such request waits"),
+    ("404", ""): ("unknown_endpoint", "no endpoint 10.0.0.1:8000"),
+    ("408", ""): ("body_too_slow", "the body did not come within 5 s"),
+    ("409", ""): ("request_running", "the request has left the queue already"),
+    ("413", ""): ("body_too_large", "the body is larger than 65536 bytes"),
+    ("422", ""): ("bad_limit", "query.limit: Input should be greater than or equal to 1"),
+    ("422", "/api/v1/config"): (
+        "bad_config",
+        "fair_request_queue.total_capacity: Input should be greater than or equal to 1 (got '0')",
+    ),
+    ("429", ""): ("too_many_calls", "more than 200 calls a second from one client (a change counts as 10)"),
+    ("500", ""): ("internal_error", "the replica failed to answer: KeyError"),
+    ("503", ""): ("state_unavailable", "the shared state did not answer within 2 s"),
+    ("503", "/api/v1/events"): (
+        "too_many_listeners",
+        "this replica has as many listeners, or as many of this address, as it takes; ask another",
+    ),
+}
+# The details of these faults do not begin with the method and path.
+_WITHOUT_CALL = ("bad_cursor", "bad_limit", "bad_config", "internal_error", "state_unavailable")
+
+
+def add(app: FastAPI) -> None:
+    """Add an example of each model, parameter and fault to the OpenAPI document of `app`; faults are problem
+    documents."""
+    openapi = app.openapi
+
+    def with_examples() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            document = openapi()
+            for name, schema in document["components"]["schemas"].items():
+                schema["example"] = EXAMPLES[name]
+            for path, methods in document["paths"].items():
+                for method, call in methods.items():
+                    parameters = call.get("parameters", ())
+                    for parameter in parameters:
+                        # Some tools look for an example only beside the schema, not in it.
+                        if parameter["name"] == "cursor":  # each list accepts only its own cursors
+                            parameter["example"] = _CURSORS[path.rpartition("/")[2]]
+                        else:
+                            parameter["example"] = parameter["schema"]["examples"][0]
+                    instance = path.format(**{each["name"]: each["example"] for each in parameters})
+                    for status, response in call["responses"].items():
+                        content = response.get("content", {})
+                        schema = content.get(_JSON, {}).get("schema", {})
+                        if schema.get("$ref", "").endswith("/Problem"):
+                            example = _problem(status, method.upper(), path, instance)
+                            content[_PROBLEM] = {**content.pop(_JSON), "example": example}
+        return openapi()
+
+    app.openapi = with_examples  # type: ignore[method-assign]
+
+
+def _problem(status: str, method: str, path: str, instance: str) -> dict[str, Any]:
+    """An example problem document for a call of `instance`; the status `default` is shown as 500."""
+    status = "500" if status == "default" else status
+    code, text = _FAULTS.get((status, path)) or _FAULTS[status, ""]
+    document: dict[str, Any] = {
+        "type": "about:blank",
+        "title": HTTPStatus(int(status)).phrase,
+        "status": int(status),
+        "code": code,
+        "detail": text if code in _WITHOUT_CALL else f"{method} {instance}: {text}",
+        "instance": instance,
+    }
+    if status == "422":
+        document["faults"] = [text]
+    if code == "bad_config":
+        document["live"] = list(LIVE)
+    return document
