@@ -30,20 +30,12 @@ local function publish(args)
   local former = {}
   for i = 1, #known, 2 do former[known[i]] = known[i + 1] end
   for at = FIRST_ENDPOINT, #args, 2 do
-    local address, description = args[at], args[at + 1]
-    local draining = endpoints.is_draining(description) or marked[address]
+    local address = args[at]
     wanted[address] = true
-    if not draining then ready = ready + 1 end
-    if former[address] ~= description then defer_write('HSET', key.endpoints, address, description) end
-    endpoints.add_published(address, draining)
+    if endpoints.publish(address, args[at + 1], former[address], marked) then ready = ready + 1 end
   end
-  for i = 1, #known, 2 do
-    local address = known[i]
-    if not wanted[address] then
-      defer_write('HDEL', key.endpoints, address)
-      endpoints.clear_marks(address)
-      endpoints.remove_published(address)
-    end
+  for address in pairs(former) do
+    if not wanted[address] then endpoints.publish(address, '') end
   end
 
   -- Other listed endpoints are unpublished: they keep their load, but take no new requests.

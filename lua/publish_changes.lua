@@ -22,17 +22,8 @@ local function publish_changes(args)
     for at = FIRST_CHANGE, #args, 2 do addresses[#addresses + 1] = args[at] end
     endpoints.prefetch(addresses, #addresses)
     for at = FIRST_CHANGE, #args, 2 do
-      local address, description = args[at], args[at + 1]
-      local was_ready = endpoints.is_ready(address)
-      if description == '' then
-        defer_write('HDEL', key.endpoints, address)
-        endpoints.clear_marks(address)
-        endpoints.remove_published(address)
-      else
-        defer_write('HSET', key.endpoints, address, description)
-        endpoints.add_published(address, endpoints.is_draining(description) or marked[address])
-      end
-      local is_ready = endpoints.is_ready(address)
+      local was_ready = endpoints.is_ready(args[at])
+      local is_ready = endpoints.publish(args[at], args[at + 1], nil, marked)
       if was_ready ~= is_ready then pool.ready = pool.ready + (is_ready and 1 or -1) end
     end
     defer_write('HSET', key.pool, 'endpoints_version', args[3])

@@ -92,7 +92,7 @@ do -- a chunk may have 200 locals
   end
 
   -- List a published endpoint; its requests in flight stay counted.
-  function endpoints.add_published(address, draining)
+  local function add_published(address, draining)
     local load, count = load_of(address), endpoints.in_flight(address)
     local listed_load = draining and count + UNPICKABLE or count
     if listed_load ~= load then set_load(address, listed_load) end
@@ -101,7 +101,7 @@ do -- a chunk may have 200 locals
   -- Whether an endpoint's JSON description says `draining`.
   endpoints.is_draining = memoized(function(description) return cjson.decode(description).draining == true end)
 
-  -- Stop new requests to an endpoint that is no longer published; forget the endpoint when its last request ends.
+  -- Stop new requests to an unpublished endpoint; forget the endpoint when its last request ends.
   function endpoints.remove_published(address)
     local load = load_of(address)
     if load <= 0 or load == UNPICKABLE then
@@ -442,9 +442,19 @@ do -- a chunk may have 200 locals
     return found
   end
 
-  function endpoints.clear_marks(address)
-    for _, what in ipairs(MARKS) do defer_write('HDEL', key.marks, joined(what, address)) end
-    endpoints.forget_outlier(address)
+  -- Publish an endpoint with its JSON description, or with '' end its publication. `former`: the description published
+  -- so far, if known; `marked`: the marked addresses. Return whether the endpoint takes new requests.
+  function endpoints.publish(address, description, former, marked)
+    if description == '' then
+      defer_write('HDEL', key.endpoints, address)
+      for _, what in ipairs(MARKS) do defer_write('HDEL', key.marks, joined(what, address)) end
+      endpoints.forget_outlier(address)
+      endpoints.remove_published(address)
+      return false
+    end
+    if description ~= former then defer_write('HSET', key.endpoints, address, description) end
+    add_published(address, endpoints.is_draining(description) or marked[address])
+    return endpoints.is_ready(address)
   end
 
   -- Remove strays, and `down` marks that no replica has confirmed for `down_ms`: the next request tries the endpoint.

@@ -22,7 +22,7 @@ from picker_fleet.admission.shared_gate import SharedGate
 from picker_fleet.domain.request import Alive, Endpoint, Outcome
 from picker_fleet.endpoints.snapshot import Snapshot, SnapshotCell
 from picker_fleet.state.connection import FailureDetector, PauseDetector
-from picker_fleet.state.store import EndKind, Placed, Renewal, SettleReply, Store, TombstoneReply
+from picker_fleet.state.store import Placed, SettleReply, Store
 from picker_fleet.telemetry.metrics import Metrics
 
 REQUEST, ENDPOINT = "x", "10.0.0.1:8000"
@@ -67,7 +67,7 @@ class Pool:
 
     def tombstone(self, request_id: str, ago_s: float = 0.0) -> Done:
         self.tombstones.add(request_id)
-        reply = TombstoneReply.BACK if self.counted.get(request_id) else TombstoneReply.STORED
+        reply = "back" if self.counted.get(request_id) else "stored"
         return self._answer("tombstone", (request_id,), reply)
 
     def now_ms(self) -> int:
@@ -78,15 +78,15 @@ class Pool:
     ) -> Done:
         args = request_id, "" if attempt is None else attempt, served, accounting_token
         if request_id in self.counted:
-            return self._answer("renew", args, Renewal.RENEWED)
+            return self._answer("renew", args, "renewed")
         if not accounting_token or request_id in self.tombstones:
-            return self._answer("renew", args, Renewal.UNKNOWN)
+            return self._answer("renew", args, "unknown")
         self.counted[request_id] = True
-        return self._answer("renew", args, Renewal.RESTORED)
+        return self._answer("renew", args, "restored")
 
     def settle(self, request_id: str, outcome: Outcome, *_: float | None, **how: bool) -> Done:
         known = self.counted.pop(request_id, None) is not None
-        reply = SettleReply(EndKind.SETTLED if known else EndKind.UNKNOWN)
+        reply = SettleReply("settled" if known else "unknown")
         return self._answer("settle", (request_id, outcome.value), reply)
 
     def unsent_ends(self) -> list[str]:

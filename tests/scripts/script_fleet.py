@@ -27,7 +27,6 @@ from picker_fleet.state.primary import client
 from picker_fleet.state.store import (
     AnyVerdict,
     Dispatched,
-    EndKind,
     Event,
     HeartbeatReply,
     Notification,
@@ -54,7 +53,7 @@ SETTINGS: Mapping[str, Any] = {
 }  # fmt: skip
 _COUNTED = itertools.count(1)
 
-SETTLED, UNKNOWN_END = SettleReply(EndKind.SETTLED, "llama"), SettleReply(EndKind.UNKNOWN)
+SETTLED, UNKNOWN_END = SettleReply("settled", "llama"), SettleReply("unknown")
 
 
 def config(watermark: float, heartbeat: str = "50ms", **sections: Any) -> dict[str, Any]:

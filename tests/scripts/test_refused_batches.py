@@ -11,7 +11,7 @@ from script_fleet import Fleet, OpenFleet, Replica, in_turn
 
 from picker_fleet.domain.errors import ScriptFailed
 from picker_fleet.domain.request import Outcome
-from picker_fleet.state.store import EndKind, SettleReply, name_of
+from picker_fleet.state.store import SettleReply, name_of
 
 
 async def in_one_message(*calls: Any) -> Sequence[Any]:
@@ -76,7 +76,7 @@ async def test_an_end_takes_effect_although_its_admission_was_sent_again(valkey_
     ("how", "args", "answer"),
     [
         ("cancel", (1, "cancelled"), "ended"),
-        ("settle", (Outcome.CLIENT_GONE,), SettleReply(EndKind.LEFT, "llama")),
+        ("settle", (Outcome.CLIENT_GONE,), SettleReply("left", "llama")),
     ],
     ids=["cancel", "settle"],
 )

@@ -9,18 +9,12 @@ from picker_fleet.fleet.live_config import merged
 from picker_fleet.state.pool_state import PoolState
 from picker_fleet.state.store import (
     AnyVerdict,
-    CancelReply,
-    EndKind,
     EvictReply,
     HeartbeatReply,
     LiveConfig,
-    MarkReply,
     Notification,
-    Renewal,
     SettleReply,
-    SuspicionReply,
     SweepReply,
-    TombstoneReply,
 )
 
 POOL = PoolState(
@@ -50,9 +44,9 @@ class ScriptedStore:
         self.cancelled: list[tuple[str, str]] = []
         self.tombstones: list[str] = []
         self.answering = True  # calls of `settle` get an answer
-        self.renewing = Renewal.RENEWED
+        self.renewing = "renewed"
         self.alive: list[tuple[str, str]] = []  # request id and accounting token of each renewal
-        self.evicting = EvictReply.EVICTED
+        self.evicting = "evicted"
         self.marks: list[tuple[str, str, bool]] = []
         self.epoch, self.version = "0", ""
         self.heartbeats: list[str] = []  # each heartbeat's replica info
@@ -85,24 +79,24 @@ class ScriptedStore:
     ) -> asyncio.Future[Any]:  # fmt: skip
         self.settled.append((request_id, actual, answer_tokens))
         return (
-            answered(SettleReply(EndKind.SETTLED, "m"))
+            answered(SettleReply("settled", "m"))
             if self.answering
             else asyncio.get_running_loop().create_future()
         )
 
     def tombstone(self, request_id: str, ago_s: float = 0.0) -> asyncio.Future[Any]:
         self.tombstones.append(request_id)
-        return answered(TombstoneReply.STORED)
+        return answered("stored")
 
     def now_ms(self) -> int:
         return 0
 
     def report_client_gone(self, request_id: str) -> asyncio.Future[Any]:
-        return answered(SuspicionReply.UNKNOWN)
+        return answered("unknown")
 
     def cancel(self, request_id: str, attempt: int, why: str) -> asyncio.Future[Any]:
         self.cancelled.append((request_id, why))
-        return answered(CancelReply.ENDED)
+        return answered("ended")
 
     async def note_change(self, text: str) -> None:
         self.noted.insert(0, text)
@@ -115,7 +109,7 @@ class ScriptedStore:
 
     def return_grant(self, request_id: str) -> asyncio.Future[Any]:
         self.cancelled.append((request_id, "unclaimed"))
-        return answered(CancelReply.ENDED)
+        return answered("ended")
 
     def renew(
         self, request_id: str, attempt: int | None, served: str, accounting_token: str, ago_s: float = 0.0
@@ -152,7 +146,7 @@ class ScriptedStore:
 
     def mark_endpoint(self, address: str, what: str, on: bool) -> asyncio.Future[Any]:
         self.marks.append((address, what, on))
-        return answered(MarkReply.MARKED if address == "10.0.0.1:8000" else MarkReply.UNKNOWN)
+        return answered("marked" if address == "10.0.0.1:8000" else "unknown")
 
     async def evict(self, request_id: str) -> EvictReply:
         return self.evicting

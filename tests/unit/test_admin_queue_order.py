@@ -17,7 +17,6 @@ from picker_fleet.admin.views import BadCursor, FleetLists, decode_cursor, encod
 from picker_fleet.domain.config import parse
 from picker_fleet.domain.errors import StateUnavailable
 from picker_fleet.state.reads import FlowQueueRow
-from picker_fleet.state.store import EvictReply
 
 SHARES = st.sampled_from([0.1, 1 / 3, 0.5, 1.0, 2.0, 7.0])
 FLOWS = ("", "a", "b", "c", "d")
@@ -230,7 +229,7 @@ async def test_a_provoked_fault_is_answered_as_in_its_example(
     method: str, path: str, status: int, asked: str, more: dict[str, Any]
 ) -> None:
     store, view = ScriptedStore(), View()
-    store.evicting = EvictReply(more.pop("store", "evicted"))
+    store.evicting = more.pop("store", "evicted")
     view.answer = more.pop("view", view.answer)
     admin = {"token": more.pop("token", None)}
     app = api(view, store, parse({"admin": admin}), lists=cast(FleetLists, NoRows()))

@@ -25,7 +25,7 @@ from picker_fleet.domain.config import Settings, parse
 from picker_fleet.domain.errors import ConfigError, StartupError, StateUnavailable
 from picker_fleet.fleet.heartbeat import Membership
 from picker_fleet.fleet.live_config import LIVE
-from picker_fleet.state.store import EvictReply, Store
+from picker_fleet.state.store import Store
 
 SECRETIVE = parse(
     {
@@ -148,7 +148,7 @@ async def test_a_queued_request_is_evicted_and_another_is_a_problem_that_says_wh
     path = "/api/v1/requests/r-1/evict"
     assert (await fleet.http.post(path)).json() == {"id": "r-1", "result": "evicted"}
     for where, status, detail in (("running", 409, "left the queue"), ("unknown", 404, "no such request")):
-        fleet.store.evicting = EvictReply(where)
+        fleet.store.evicting = where
         assert detail in problem(await fleet.http.post(path), status)["detail"]
 
 
@@ -311,7 +311,7 @@ async def test_each_change_is_logged_and_listed_with_its_operator(
     async with client_at(store, "203.0.113.9", "http://picker.example", with_roles) as http:
         await http.patch("/api/v1/config", json=weights, headers=headers)
         await http.post("/api/v1/requests/r%E2%80%AE1/evict", headers=headers)
-        store.evicting = EvictReply.UNKNOWN
+        store.evicting = "unknown"
         await http.post("/api/v1/requests/r2/evict", headers=headers)  # changes nothing
         await http.patch("/api/v1/config", json={"nonsense": 1}, headers=headers)
         listed = (await http.get("/api/v1/changes", headers=headers)).json()["changes"]

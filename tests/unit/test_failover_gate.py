@@ -568,9 +568,7 @@ async def test_a_task_of_an_outage_that_fails_is_counted_and_begins_again(
 LEASE_S = 15.0  # as configured by default
 
 
-@pytest.mark.parametrize(
-    ("answer", "own"), [(Renewal.RENEWED, True), (Renewal.UNKNOWN, False), (Renewal.WAITING, False)]
-)
+@pytest.mark.parametrize(("answer", "own"), [("renewed", True), ("unknown", False), ("waiting", False)])
 async def test_redis_decides_whether_a_lease_still_belongs_to_its_request(answer: Renewal, own: bool) -> None:
     bench = Bench()
     placement = await bench.place("r")

@@ -14,7 +14,7 @@ from picker_fleet.admission.peers import PeerState
 from picker_fleet.admission.tombstones import Tombstones
 from picker_fleet.domain.errors import StateUnavailable
 from picker_fleet.domain.request import Completion, Outcome
-from picker_fleet.state.store import Store, TombstoneReply
+from picker_fleet.state.store import Store
 
 REPORT_S = 5.0
 CALM: Mapping[str, Any] = {"degraded": False, "resyncs": 0, "answered": []}
@@ -31,7 +31,7 @@ class TombstoneStore(ScriptedStore):
 
     def tombstone(self, request_id: str, ago_s: float = 0.0) -> asyncio.Future[str]:
         super().tombstone(request_id, ago_s)
-        verdict = TombstoneReply.BACK if request_id in self.restored else TombstoneReply.STORED
+        verdict = "back" if request_id in self.restored else "stored"
         return answered(StateUnavailable("away") if self.away else verdict)
 
 

@@ -20,7 +20,7 @@ from picker_fleet.domain.request import Alive, Completion, InferenceRequest, Out
 from picker_fleet.ingress.intake import HEADERS, Intake, read_body
 from picker_fleet.state import accounting_token
 from picker_fleet.state.accounting_token import Keyring
-from picker_fleet.state.store import EndKind, Placed, Queued, SettleReply
+from picker_fleet.state.store import Placed, Queued, SettleReply
 from picker_fleet.telemetry.tracing import Traces
 from picker_tools.local_fleet.bootstrap import build_bootstrap, to_yaml
 
@@ -70,7 +70,7 @@ def ended(**changes: Any) -> Completion:
 
 async def settled(traced: Tracing) -> None:
     """Redis answers that request `r-1` has been settled."""
-    traced.traces.settled("r-1", answered(SettleReply(EndKind.SETTLED, "llama")))
+    traced.traces.settled("r-1", answered(SettleReply("settled", "llama")))
     await asyncio.sleep(0)  # callbacks of the reply run in the next iteration of the event loop
 
 

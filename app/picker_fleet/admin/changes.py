@@ -21,7 +21,7 @@ from picker_fleet.domain.errors import ConfigError, RequestError, StateUnavailab
 from picker_fleet.domain.units import without_secrets
 from picker_fleet.fleet import live_config
 from picker_fleet.fleet.heartbeat import Membership
-from picker_fleet.state.store import EvictReply, MarkReply, Store
+from picker_fleet.state.store import EvictReply, Store
 
 _MAX_ATTEMPTS = 3
 _MAX_BODY_BYTES = 64 * 1024
@@ -138,9 +138,9 @@ class FleetControls:
     async def evict(self, request_id: str) -> models.Eviction:
         """Take a request out of the queue. Raises Refused: 404 or 409, it does not wait there."""
         result = await self._store.evict(request_id)
-        if result is EvictReply.RUNNING:
+        if result == "running":
             raise Refused(409, "request_running", "the request has left the queue already")
-        if result is EvictReply.UNKNOWN:
+        if result == "unknown":
             raise Refused(404, "unknown_request", "no such request waits")
         return models.Eviction(id=request_id)
 
@@ -148,7 +148,7 @@ class FleetControls:
         """Keep new requests from an endpoint, or allow them again. Raises Refused: 404, no such endpoint."""
         marked = await self._store.mark_endpoint(address, "drained", on)
         self._membership.heartbeat_now()
-        if marked is not MarkReply.MARKED:
+        if marked != "marked":
             raise Refused(404, "unknown_endpoint", f"no endpoint {address}")
         return models.Drained(address=address, drained=on)
 

@@ -43,8 +43,6 @@ from picker_fleet.state.connection import PauseDetector
 from picker_fleet.state.schema import Refusal
 from picker_fleet.state.store import (
     AnyVerdict,
-    CancelReply,
-    EndKind,
     FaultReply,
     Notification,
     Placed,
@@ -366,7 +364,7 @@ class SharedGate:
         # The store sends the expiry to Redis even if the answer is late.
         expiry = self._store.cancel(waiter.request.id, waiter.attempt, "expired")
         await asyncio.wait((expiry,), timeout=_EXPIRY_ANSWER_S)
-        is_granted = expiry.done() and expiry.exception() is None and expiry.result() is CancelReply.GRANTED
+        is_granted = expiry.done() and expiry.exception() is None and expiry.result() == "granted"
         return Verdict.GRANTED if is_granted else Verdict.EXPIRED
 
     async def route(
@@ -502,7 +500,7 @@ class SharedGate:
 
     async def confirm(self, request_id: str, placement: Placement, age_s: float) -> bool:
         # Send no accounting token: another request may have the stock of this one, so never restore it (G1).
-        return await self._store.renew(request_id, placement.attempt, "", "") is Renewal.RENEWED
+        return await self._store.renew(request_id, placement.attempt, "", "") == "renewed"
 
     def withdraw(self, request_id: str, placement: Placement) -> None:
         self.ledger.withdraw(request_id)
@@ -544,13 +542,13 @@ class SharedGate:
         if answer.cancelled() or answer.exception() is not None:
             return
         reply = answer.result()
-        if reply is FaultReply.UNKNOWN:
+        if reply == "unknown":
             return
         self._metrics.endpoint_fault(fault.endpoint, fault.why)
-        if reply is FaultReply.EJECTED:
+        if reply == "ejected":
             _log.warning("endpoint %s is ejected: %s", fault.endpoint, fault.why)
             self._metrics.endpoint_ejected(fault.endpoint, fault.why)
-        elif reply is FaultReply.DOWN:
+        elif reply == "down":
             _log.warning("cannot connect to endpoint %s", fault.endpoint)
 
     def tell_end(self, completion: Completion) -> None:
@@ -590,11 +588,11 @@ class SharedGate:
         if answer.cancelled() or answer.exception() is not None:
             return
         reply = answer.result()
-        if reply.kind is EndKind.SETTLED:
+        if reply.kind == "settled":
             self._metrics.completed(completion, reply.model)
             if accounting_token.is_alone(token):  # a replica that saw the request alive must not restore it
                 self._tombstone(completion)
-        elif reply.kind is EndKind.UNKNOWN and token:
+        elif reply.kind == "unknown" and token:
             # The request was placed without Redis, or Redis lost its record, or its lease has expired.
             self._metrics.completed(completion, accounting_token.model_of(token))
             if completion.accounting_token:  # the replica that placed the request may not learn of the end
@@ -606,7 +604,7 @@ class SharedGate:
 
         def told(answer: asyncio.Future[SuspicionReply]) -> None:
             lost = answer.cancelled() or answer.exception() is not None
-            if not lost and answer.result() is SuspicionReply.WAITING and tries > 1:
+            if not lost and answer.result() == "waiting" and tries > 1:
                 self._loop.call_later(_SUSPECT_PAUSE_S, self.suspect, request_id, tries - 1)
 
         self._store.report_client_gone(request_id).add_done_callback(told)
@@ -614,7 +612,7 @@ class SharedGate:
     def _tombstone(self, completion: Completion) -> None:
         def written(answer: asyncio.Future[TombstoneReply]) -> None:
             lost = answer.cancelled() or answer.exception() is not None
-            if not lost and answer.result() is TombstoneReply.BACK:
+            if not lost and answer.result() == "back":
                 self.tell_end(completion)  # another replica restored the request: settle it
 
         self._store.tombstone(completion.id).add_done_callback(written)

@@ -137,7 +137,7 @@ class Tombstones:
             answers = [self._publish_end(entry) for entry in chunk]
             for entry, answer in zip(chunk, answers, strict=True):
                 with contextlib.suppress(ScriptFailed):  # the failure concerns this end only
-                    if await answer is TombstoneReply.BACK:
+                    if await answer == "back":
                         entry.restored = True
         self._published_epoch = epoch
 

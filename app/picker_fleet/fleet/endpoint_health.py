@@ -144,7 +144,7 @@ class Probes:
     def _mark(self, address: str, on: bool, what: str = "down") -> None:
         def marked(done: asyncio.Future[MarkReply]) -> None:
             # Ignore a failed call: the next probe repeats the mark.
-            if not done.cancelled() and done.exception() is None and done.result() is MarkReply.EJECTED:
+            if not done.cancelled() and done.exception() is None and done.result() == "ejected":
                 _log.warning("endpoint %s is ejected: %s", address, what)
                 self._metrics.endpoint_ejected(address, what)
 

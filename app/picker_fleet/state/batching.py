@@ -26,7 +26,6 @@ Items, calls and messages are msgspec structs, which are faster to construct tha
 """
 
 import asyncio
-import enum
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
@@ -233,38 +232,22 @@ class DelayedCalls:
             self._on_due(calls)
 
 
-class MessageState(enum.Enum):
-    """The state of a message in flight, which ends when every call is answered or the message is dropped.
-
-    SENT ──── some calls must be retried ────▶ RETRYING ◀─┐ again, as often as needed
-      │                                           │  └────┘
-      └── connection lost ──▶ RESENT ◀── connection lost
-                                │ ▲ └─ retries its calls, and stays RESENT
-                                │ └─
-                                └── connection lost ──▶ dropped
-
-    SENT, RETRYING and RESENT are dropped when Redis is unavailable, or when this replica was paused for long.
-    When a message is dropped, durable items are pending again, views too unless Redis is unavailable, and all
-    other items fail with StateUnavailable. A RESENT message carries the unanswered calls of all messages that
-    were in flight, on a new connection.
-    """
-
-    SENT = enum.auto()
-    RETRYING = enum.auto()
-    RESENT = enum.auto()
-
-
 class Message(msgspec.Struct, eq=False):
-    """Calls that are written together and answered in order.
+    """Calls that are written together and answered in order, until each is answered or the message dropped.
 
     `sent_s` is event-loop time; `paused_s` is the pause detector's total at `sent_s`. `exclusive`: while the
-    message is in flight, only messages of decisions (admit, place) may be sent."""
+    message is in flight, only messages of decisions (admit, place) may be sent. `resent`: the message carries
+    the unanswered calls of a lost connection; if its own connection is lost, too, it is dropped.
+
+    All messages are dropped when Redis is unavailable, or when this replica was paused for long. Then durable
+    items are pending again, views too unless Redis is unavailable, and all other items fail with
+    StateUnavailable."""
 
     calls: list[Call]
     sent_s: float
     paused_s: float
     exclusive: bool
-    state: MessageState = MessageState.SENT
+    resent: bool = False
     awaiting: deque[Call] = msgspec.field(default_factory=deque)  # calls without a reply yet, in order
     retry: list[Call] = msgspec.field(default_factory=list)  # calls to write again, in order
     library_missing: bool = False
@@ -288,8 +271,6 @@ class Message(msgspec.Struct, eq=False):
     def begin_retry(self, load: Call | None, others: Iterable["Message"]) -> None:
         """Await `load`, then the calls in `retry`, then once more every end of this message and of `others`,
         the messages in flight."""
-        if self.state is MessageState.SENT:
-            self.state = MessageState.RETRYING
         self.awaiting = deque(self.retry)
         if load is not None:
             self.loads += 1
@@ -474,9 +455,9 @@ class BatchingClient:
         self.connection_epoch += 1
         self._open, self._connected_s = True, self._loop.time()
         unanswered = [call for message in self._in_flight for call in message.unanswered]
-        if unanswered and not any(message.state is MessageState.RESENT for message in self._in_flight):
+        if unanswered and not any(message.resent for message in self._in_flight):
             self._in_flight.clear()
-            self._send(unanswered, state=MessageState.RESENT)
+            self._send(unanswered, resent=True)
         else:
             self._pending.put_back(self._drop(), self._fault, views=True)
             # Send the ends only after the new server's first reply: if a server stays silent, it is unknown
@@ -519,12 +500,10 @@ class BatchingClient:
         if calls:
             self._send(calls, exclusive=exclusive)
 
-    def _send(
-        self, calls: list[Call], *, exclusive: bool = True, state: MessageState = MessageState.SENT
-    ) -> None:
+    def _send(self, calls: list[Call], *, exclusive: bool = True, resent: bool = False) -> None:
         now_s = self._loop.time()
         paused_s = self._pause_detector.paused_until(now_s)
-        self._in_flight.append(Message(calls, now_s, paused_s, exclusive, state))
+        self._in_flight.append(Message(calls, now_s, paused_s, exclusive, resent))
         self._write(calls)
 
     def _write(self, calls: Iterable[Call]) -> None:

@@ -1,5 +1,5 @@
-"""The only place in Python that spells Redis keys. `lua/lib/storage.lua` has the whole table, with each
-key's type and what removes it; docs/redis-schema.md has the same list for operators."""
+"""The only place in Python that spells Redis keys. docs/redis-schema.md lists all keys, with the type of each
+and what removes it; `lua/lib/storage.lua` spells them for the scripts."""
 
 BETWEEN = "\x1f"  # joins two names in a key, a field or a row; no name can contain it (units.py)
 

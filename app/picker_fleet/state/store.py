@@ -11,7 +11,7 @@ import json
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Literal, cast
 
 from picker_fleet.domain.bands import Bands
 from picker_fleet.domain.request import Ejection, Endpoint, Fault, InferenceRequest, Outcome
@@ -34,7 +34,6 @@ _PACKED_NUMBERS = struct.Struct(f"<{len(ARRIVAL_NUMBERS)}d")
 _KEPT_CHANGES = 200
 _ANSWERED = "answered"  # the outcome `completed`, and the request's endpoint is healthy
 _ADOPTED = " adopted"  # follows the verdict on a request that Redis already knew
-_Word = TypeVar("_Word", bound=enum.StrEnum)
 
 
 @dataclass(slots=True)  # not frozen: each request makes one, and a frozen dataclass takes three times as long
@@ -118,70 +117,28 @@ def parse_notification(what: str, about: str) -> Notification | None:
     return Notification(about, verdict) if verdict is not None else None
 
 
-class Renewal(enum.StrEnum):
-    RENEWED = "renewed"
-    RESTORED = "restored"
-    WAITING = "waiting"  # queued: not in flight
-    UNKNOWN = "unknown"
-
-
-class FaultReply(enum.StrEnum):
-    EJECTED = "ejected"  # by this fault
-    DOWN = "down"  # by this fault
-    NOTED = "noted"
-    UNKNOWN = "unknown"
-
-
-class TombstoneReply(enum.StrEnum):
-    STORED = "stored"
-    BACK = "back"  # stored, but the request had been restored and counts
-
-
-class SuspicionReply(enum.StrEnum):
-    SUSPECTED = "suspected"
-    WAITING = "waiting"
-    UNKNOWN = "unknown"
-
-
-class CancelReply(enum.StrEnum):
-    ENDED = "ended"
-    GRANTED = "granted"
-    FOREIGN = "foreign"
-    UNKNOWN = "unknown"
-
-
-class MarkReply(enum.StrEnum):
-    MARKED = "marked"
-    EJECTED = "ejected"
-    UNKNOWN = "unknown"
-
-
-class EvictReply(enum.StrEnum):
-    EVICTED = "evicted"
-    RUNNING = "running"  # too late
-    UNKNOWN = "unknown"
-
-
-class EndKind(enum.StrEnum):
-    SETTLED = "settled"
-    LEFT = "left"  # the request was queued
-    UNKNOWN = "unknown"
+# The scripts' words; the headers of the scripts explain them.
+Renewal = Literal["renewed", "restored", "waiting", "unknown"]
+FaultReply = Literal["ejected", "down", "noted", "unknown"]
+TombstoneReply = Literal["stored", "back"]
+SuspicionReply = Literal["suspected", "waiting", "unknown"]
+CancelReply = Literal["ended", "granted", "foreign", "unknown"]
+MarkReply = Literal["marked", "ejected", "unknown"]
+EvictReply = Literal["evicted", "running", "unknown"]
+EndKind = Literal["settled", "left", "unknown"]
 
 
 @dataclass(slots=True)
 class SettleReply:
+    """`left`: the request was queued. `model`: of a known request."""
+
     kind: EndKind
-    model: str = ""  # of a known request
+    model: str = ""
 
 
 def parse_settled(reply: str) -> SettleReply:
     kind, _, model = reply.partition(" ")
-    return SettleReply(EndKind(kind), model)
-
-
-def word_of(words: type[_Word]) -> Callable[[str], _Word]:
-    """A parser of replies of one word. Raises KeyError for a word that no script gives."""
-    return {word.value: word for word in words}.__getitem__
+    return SettleReply(cast(EndKind, kind), model)
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,10 +187,6 @@ class LiveConfig:
     version: str = ""
     overrides: Mapping[str, Any] = field(default_factory=dict)
     changes: Mapping[str, Any] = field(default_factory=dict)
-
-
-_renewal, _cancelled, _marked = word_of(Renewal), word_of(CancelReply), word_of(MarkReply)
-_fault_noted, _suspicion, _tombstoned = word_of(FaultReply), word_of(SuspicionReply), word_of(TombstoneReply)
 
 
 @dataclass(slots=True)
@@ -367,11 +320,11 @@ class Store:
     def report_fault(self, fault: Fault, flow: str) -> asyncio.Future[FaultReply]:
         """Report a failed attempt. `flow` is the request's flow, '' if unknown."""
         args = (fault.id, fault.endpoint, flow, fault.why, _milliseconds(fault.hold_s))
-        return self._client.submit("report_fault", args, _fault_noted)
+        return self._client.submit("report_fault", args)
 
     def tombstone(self, request_id: str, ago_s: float = 0.0) -> asyncio.Future[TombstoneReply]:
         """Store that the request ended `ago_s` ago; no renewal that saw it alive before then restores it."""
-        return self._client.submit("tombstone", (request_id, _milliseconds(ago_s)), _tombstoned)
+        return self._client.submit("tombstone", (request_id, _milliseconds(ago_s)))
 
     def note_origin(self, state_id: str, endpoint: str) -> asyncio.Future[str]:
         """noted: `endpoint` has the state of an id of the Responses API. Repeated until Redis accepts it."""
@@ -385,15 +338,15 @@ class Store:
     def report_client_gone(self, request_id: str) -> asyncio.Future[SuspicionReply]:
         """The client may have gone. If the request is placed, the sweep checks the endpoint's next metrics
         pages."""
-        return self._client.submit("report_client_gone", (request_id,), _suspicion)
+        return self._client.submit("report_client_gone", (request_id,))
 
     def cancel(self, request_id: str, attempt: str, why: str) -> asyncio.Future[CancelReply]:
         """`why`: cancelled, expired, withdrawn. Repeated until Redis accepts it."""
-        return self._client.submit("cancel", (request_id, attempt, why), _cancelled, durable=True)
+        return self._client.submit("cancel", (request_id, attempt, why), durable=True)
 
     def return_grant(self, request_id: str) -> asyncio.Future[CancelReply]:
         """Give back a grant without a stream. If lost, the grant is repeated."""
-        return self._client.submit("cancel", (request_id, "", "unclaimed"), _cancelled)
+        return self._client.submit("cancel", (request_id, "", "unclaimed"))
 
     def renew(
         self, request_id: str, attempt: str | None, served: str, accounting_token: str, ago_s: float = 0.0
@@ -401,7 +354,7 @@ class Store:
         """The request was last seen alive `ago_s` ago. `attempt` is None if an access log reports it."""
         mine = "" if attempt is None else attempt
         args = (request_id, mine, served, accounting_token, _milliseconds(ago_s))
-        return self._client.submit("renew", args, _renewal)
+        return self._client.submit("renew", args)
 
     async def heartbeat(self, about: str, silence_s: float) -> HeartbeatReply:
         """Report that this replica is alive. `about` is its replica info (JSON); '': unchanged."""
@@ -528,13 +481,13 @@ class Store:
         """`what`: `drained` or `down`: the endpoint takes no new requests;
         `ejected`: a probe found the ejected endpoint unhealthy (`on`) or healthy; `stuck`: the endpoint's
         metrics page does not change while requests run there."""
-        return self._client.submit("mark_endpoint", (address, what, int(on)), _marked)
+        return self._client.submit("mark_endpoint", (address, what, int(on)))
 
     async def evict(self, request_id: str) -> EvictReply:
         """Take a request out of the queue."""
         reply = await self._client.call("evict", self._replica, request_id)
         self._take_head(reply)
-        return EvictReply(reply[4])
+        return cast(EvictReply, reply[4])
 
     async def sweep(self, *, interval_s: float, grace_s: float, idle_s: float, unseen_s: float) -> SweepReply:
         times = (int(seconds * 1000) for seconds in (interval_s, grace_s, idle_s, unseen_s))

@@ -182,5 +182,5 @@ def _end_settle(span: Span, answer: "asyncio.Future[SettleReply]") -> None:
     if answer.cancelled() or answer.exception() is not None:
         span.set_status(Status(StatusCode.ERROR, "the shared state did not settle it"))
     else:
-        span.set_attribute("picker.verdict", answer.result().kind.value)
+        span.set_attribute("picker.verdict", answer.result().kind)
     span.end()
