@@ -29,7 +29,7 @@ end
 local function adopt(r, arrival, turn, picks)
   local old_owner, old_attempt, attempt = r.owner, r.attempt, arrival.attempt
   r.owner, r.attempt = notifications.caller, attempt
-  if r.state == STATE_QUEUED or r.state == STATE_ORPHANED then
+  if record.is_waiting(r) then
     if r.deadline_ms <= now_ms then
       finish_request(r, 'expired')
       return 'expired'

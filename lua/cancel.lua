@@ -23,7 +23,7 @@ local function cancel(args)
       why = 'withdrawn'
     elseif r.owner ~= notifications.caller or r.attempt ~= attempt then
       return 'foreign'
-    elseif why == 'expired' and (r.state == STATE_GRANTED or r.state == STATE_PLACED) then
+    elseif why == 'expired' and not record.is_waiting(r) then
       return 'granted'
     end
     finish_request(r, why)

@@ -12,7 +12,7 @@ local function evict(args)
   return for_each_item(args, 1, function(_, id)
     local r = record.read(id)
     if not r then return 'unknown' end
-    if r.state ~= STATE_QUEUED and r.state ~= STATE_ORPHANED then return 'running' end
+    if not record.is_waiting(r) then return 'running' end
     end_and_notify(r, NOTIFY_EVICTED)
     return 'evicted'
   end)

@@ -22,7 +22,7 @@ local function place(args)
     local r = record.read(id)
     if not r or r.owner ~= notifications.caller or r.attempt ~= attempt then return 'gone' end
     local turn = now_us + at
-    if r.state ~= STATE_GRANTED and r.state ~= STATE_PLACED then return 'gone' end
+    if record.is_waiting(r) then return 'gone' end
     defer_write('ZADD', key.inflight, now_ms + settings.lease_ms, id)
     if r.state == STATE_GRANTED then return place_granted(r, candidates, turn, picks) end
     local former = r.endpoints

@@ -58,8 +58,5 @@ local function publish(args)
   endpoints.try_ejected()
   pool.update_bounds()
   if is_new then upkeep.file_records(records, lost) end
-  local head = finish_call()
-  head[5], head[6], head[7], head[8], head[9] = exact(pool.upper), exact(pool.lower), pool.ready,
-    is_new and #records or -1, lost
-  return head
+  return finish_call({exact(pool.upper), exact(pool.lower), pool.ready, is_new and #records or -1, lost})
 end

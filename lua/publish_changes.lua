@@ -30,7 +30,5 @@ local function publish_changes(args)
     endpoints.try_ejected()
     pool.update_bounds()
   end
-  local head = finish_call()
-  head[5] = changed
-  return head
+  return finish_call({changed})
 end

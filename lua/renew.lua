@@ -82,7 +82,7 @@ local function renew(args)
   return for_each_item(args, ITEM.renew, function(_, id, attempt, served, token, ago_ms)
     local r = record.read(id)
     if not r then return restore(id, attempt, served, token, ago_ms) end
-    if r.state == STATE_QUEUED or r.state == STATE_ORPHANED then return 'waiting' end
+    if record.is_waiting(r) then return 'waiting' end
     defer_write('ZADD', key.inflight, now_ms + settings.lease_ms, id)
     if r.state == STATE_PLACED then move(r, served) end
     return 'renewed'

@@ -57,7 +57,7 @@ local function settle(args)
     local r = record.read(id)
     if has_ghosts then tombstones.forget_ghost(id) end
     if not r then return 'unknown' end
-    if r.state == STATE_QUEUED or r.state == STATE_ORPHANED then
+    if record.is_waiting(r) then
       finish_request(r, 'cancelled')
       return 'left ' .. r.model
     end

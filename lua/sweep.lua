@@ -28,8 +28,6 @@ local MOST_RECENT = 1000 -- requests counted by endpoint; if there are more, gho
 local ORIGIN_MS = 86400000 -- how long an id of the Responses API is remembered after it was last noted
 local PRESSED = 0.9 -- fraction of total_capacity; with fewer queued requests the preemption times are reset
 
-local function is_running(r) return r and (r.state == STATE_PLACED or r.state == STATE_GRANTED) end
-
 -- Reclaim a request whose end was not reported. If the request still runs, its next renewal restores it.
 local function reclaim(r, note)
   if r.state == STATE_PLACED then tombstones.give_up(r.id) end
@@ -44,7 +42,7 @@ local function reclaim_expired_leases(limit)
     record.prefetch(ids, #ids)
     for _, id in ipairs(ids) do
       local r = record.read(id)
-      if is_running(r) then
+      if r and not record.is_waiting(r) then
         reclaim(r)
         reaped = reaped + 1
       else
@@ -127,7 +125,7 @@ local function reclaim_ghosts(unseen_ms, limit)
   record.prefetch(ids, #ids)
   for _, one in ipairs(found) do
     one.r = record.read(one.id)
-    if not is_running(one.r) then
+    if not one.r or record.is_waiting(one.r) then
       drop_stray('ZREM', key.inflight, one.id)
       defer_write('ZREM', key.suspects, one.id)
     elseif one.r.state == STATE_PLACED then
@@ -190,9 +188,10 @@ local function orphan_silent_replica(grace_ms, limit)
   return false
 end
 
--- Scan a chunk of `hash` and drop the entries that are idle according to `kind`. Return the cursor for the next call.
+-- Scan a chunk of `hash` from `cursor` (false: the start) and drop the entries that are idle according to `kind`.
+-- Return the cursor for the next call.
 local function forget_idle(hash, cursor, kind, idle_ms)
-  local scan = read('HSCAN', hash, cursor, 'COUNT', 2 * CHUNK)
+  local scan = read('HSCAN', hash, cursor or '0', 'COUNT', 2 * CHUNK)
   for i = 1, #scan[2], 2 do
     if kind.idle(scan[2][i + 1], idle_ms) then kind.drop(scan[2][i]) end
   end
@@ -235,11 +234,12 @@ local function sweep(args)
   local owner, interval_ms, grace_ms, idle_ms = args[1], tonumber(args[2]), tonumber(args[3]), tonumber(args[4])
   local unseen_ms = tonumber(args[5])
   reset_notifications(owner)
-  local state = read('HMGET', key.pool, 'swept_ms', 'sweep_more', 'workload_cursor', 'answer_cursor', 'walk',
-    'walks', 'swept_dispatches', 'flow_workload_cursor')
-  local swept_ms = tonumber(state[1] or 0)
+  local swept_ms, was_more, workload_cursor, flow_workload_cursor, answer_cursor, walked, walks, swept_dispatches =
+    unpack(read('HMGET', key.pool, 'swept_ms', 'sweep_more', 'workload_cursor', 'flow_workload_cursor', 'answer_cursor',
+      'walk', 'walks', 'swept_dispatches'))
+  swept_ms = tonumber(swept_ms or 0)
   local fresh = now_ms - swept_ms >= interval_ms or swept_ms > now_ms
-  if not pool.known or not (fresh or state[2] == '1') then
+  if not pool.known or not (fresh or was_more == '1') then
     return {exact(pool.epoch), {}, 0, 0, 0, 0, 0, 0, 0, {}}
   end
   local lost = fresh and upkeep.find_lost_key()
@@ -254,8 +254,7 @@ local function sweep(args)
   if ran + reaped < CHUNK then ghosts, suspects = reclaim_ghosts(unseen_ms, CHUNK - ran - reaped) end
   local left = CHUNK - ran - reaped - ghosts
   if left == 0 or orphan_silent_replica(grace_ms, left) then more = true end
-  local walks = fresh and 0 or tonumber(state[6] or 0)
-  local walked = state[5] or '0'
+  walks, walked = fresh and 0 or tonumber(walks or 0), walked or '0'
   if pool.refiling == 1 or (settings.ordering == ORDERING_WORKLOAD_AWARE and (fresh or walked ~= '0')) then
     if left > 0 then walked, walks = refresh_waiting(walked, left), walks + 1 end
     if walked ~= '0' and (pool.refiling == 1 or walks < WALKS) then more = true end
@@ -296,16 +295,14 @@ local function sweep(args)
     endpoints.expire_down_marks(DOWN_MS)
     outliers.sweep()
     upkeep.add_preemption_candidates(LIGHT)
-    measure_rate(swept_ms, tonumber(state[7] or 0))
+    measure_rate(swept_ms, tonumber(swept_dispatches or 0))
     defer_write('HSET', key.pool, 'swept_ms', now_ms)
     defer_write('HSET', key.pool, 'swept_dispatches', pool.dispatches)
   end
   local positions = {sweep_more = (more or #suspects > 0) and 1 or 0, walk = walked, walks = walks,
-    workload_cursor = forget_idle(key.workloads, state[3] or '0', workloads.by_id, idle_ms),
-    flow_workload_cursor = forget_idle(key.flow_workloads, state[8] or '0', workloads.by_flow, idle_ms),
-    answer_cursor = forget_idle(key.answers, state[4] or '0', answers, idle_ms)}
+    workload_cursor = forget_idle(key.workloads, workload_cursor, workloads.by_id, idle_ms),
+    flow_workload_cursor = forget_idle(key.flow_workloads, flow_workload_cursor, workloads.by_flow, idle_ms),
+    answer_cursor = forget_idle(key.answers, answer_cursor, answers, idle_ms)}
   for field, value in pairs(positions) do defer_write('HSET', key.pool, field, value) end
-  local head = finish_call()
-  head[5], head[6], head[7], head[8], head[9], head[10] = 1, expired, reaped, more and 1 or 0, ghosts, suspects
-  return head
+  return finish_call({1, expired, reaped, more and 1 or 0, ghosts, suspects})
 end

@@ -64,6 +64,14 @@ end
 -- The key of a band's ordered (`throttled` 0) or throttled (1) flow queues.
 function view.flow_queues(band, throttled) return (throttled == 0 and key.flows or key.throttled)[band] end
 
+-- Append the row of one flow queue in a band, if requests wait there.
+function view.add_flow_queue(reply, band, flow_queue)
+  for throttled = 0, 1 do
+    local tag = read('ZSCORE', view.flow_queues(band, throttled), flow_queue)
+    if tag then view.add_flow_queues(reply, band, throttled, {flow_queue, tag}) end
+  end
+end
+
 local function score_parts(r)
   if settings.ordering ~= ORDERING_WORKLOAD_AWARE then return '', '', '' end
   local waited = (now_us - r.arrived) / 1000
@@ -84,8 +92,7 @@ end
 
 function view.workload(id, text)
   local w = parse_workload(id, text)
-  return string.format(WORKLOAD_ROW, id, w[1], w[2], w[3], w[4], w[5],
-    workloads.rate(id))
+  return string.format(WORKLOAD_ROW, id, w[1], w[2], w[3], w[4], w[5], workloads.rate(id))
 end
 
 -- A page of flow queues: the ordered ones band by band, by start tag; then the throttled ones in the same way.
@@ -123,12 +130,7 @@ end
 -- Returns {now_us, flow queue row...}
 local function view_flow(args)
   local reply = {exact(now_us)}
-  for throttled = 0, 1 do
-    for _, band in ipairs(BANDS) do
-      local tag = read('ZSCORE', view.flow_queues(band, throttled), args[1])
-      if tag then view.add_flow_queues(reply, band, throttled, {args[1], tag}) end
-    end
-  end
+  for _, band in ipairs(BANDS) do view.add_flow_queue(reply, band, args[1]) end
   return reply
 end
 
@@ -196,16 +198,9 @@ local function view_request(args)
   local overdue = read('ZRANK', key.overdue, id) or ''
   local rank, queue_rows = '', {}
   if r.state == STATE_QUEUED then
-    for _, flow_queue in ipairs({queue.flow_queue(r), queue.flow_queue(r) == '' and r.flow or ''}) do
-      local found = read('ZRANK', key.queue[r.band][flow_queue], id)
-      if found and rank == '' then
-        rank = found
-        for throttled = 0, 1 do
-          local tag = read('ZSCORE', view.flow_queues(r.band, throttled), flow_queue)
-          if tag then view.add_flow_queues(queue_rows, r.band, throttled, {flow_queue, tag}) end
-        end
-      end
-    end
+    local flow_queue = queue.current_flow_queue(r)
+    rank = read('ZRANK', key.queue[r.band][flow_queue], id) or ''
+    if rank ~= '' then view.add_flow_queue(queue_rows, r.band, flow_queue) end
   end
   return {exact(now_us), view.request(r, overdue ~= ''), rank, queue_rows[1] or '', overdue,
     read('ZSCORE', key.inflight, id) or ''}

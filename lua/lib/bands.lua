@@ -170,10 +170,11 @@ do -- a chunk may have 200 locals
         pool[NEW[band]], pool[BAND_TAG[band]])
     end
     local text = table.concat(lines, '\n')
-    return text ~= stored and text or nil
+    if text == stored then return nil end
+    stored = text
+    return text
   end
 
-  function bands.written(text) stored = text end
   local function priority_in_use(i) return PRIORITY[BANDS[i]] end
   local function make(priority)
     local band = LAST_NAMED + 1

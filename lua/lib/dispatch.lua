@@ -57,7 +57,7 @@ local function finish_request(r, event, note)
     local endpoint = endpoints.first(r.endpoints)
     if endpoints.has_free_slot(endpoint) then queue.endpoint_has_room(endpoint) end
   end
-  if r.limit > 0 and (state == STATE_GRANTED or state == STATE_PLACED) then
+  if r.limit > 0 and not record.is_waiting(r) then
     for _, band in ipairs(BANDS) do queue.unthrottle(band, queue.flow_queue(r)) end
   end
 end
@@ -142,7 +142,7 @@ local function run_timers(limit)
     record.prefetch(ids, found)
     for i, id in ipairs(ids) do
       local r = record.read(id)
-      if not r or (r.state ~= STATE_QUEUED and r.state ~= STATE_ORPHANED) then
+      if not (r and record.is_waiting(r)) then
         drop_stray('ZREM', key.timers, id)
       else
         ran = ran + 1
@@ -318,6 +318,7 @@ local function reset_caches()
   queue.reset()
   reset_endpoints()
   reset_workloads()
+  answers.reset()
   if not cache_is_valid then
     timers.forget()
     order.forget()

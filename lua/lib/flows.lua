@@ -78,7 +78,7 @@ do
   function queue.clamp_cost(cost) return clamp(cost, 0, MOST_COST) end
 
   -- The flow queue that holds r. While requests are moved to a new order, the previous policy's may still hold r.
-  local function current_flow_queue(r)
+  function queue.current_flow_queue(r)
     local flow_queue, flow_queues = queue.flow_queue(r), key.queue[r.band]
     if pool.refiling == 0 or read('ZSCORE', flow_queues[flow_queue], r.id) then return flow_queue end
     local other = flow_queue == '' and r.flow or ''
@@ -215,7 +215,7 @@ do
 
   -- Remove r from the queue unserved; the tag of its flow queue does not change.
   function queue.remove(r)
-    local flow_queue = current_flow_queue(r)
+    local flow_queue = queue.current_flow_queue(r)
     if take_out(r, flow_queue) then empty(r.band, flow_queue) end
   end
 
@@ -231,7 +231,7 @@ do
   -- Remove r from the queue and charge its share to its flow queue, whose start tag is `tag`. A turn of flow queue
   -- `turn_of` moves v to `tag`; if the starvation guard serves r (`turn_of` nil), v stays. Return the share.
   function queue.serve(r, tag, turn_of)
-    local flow_queue, band, share = turn_of or current_flow_queue(r), r.band, queue.share(r)
+    local flow_queue, band, share = turn_of or queue.current_flow_queue(r), r.band, queue.share(r)
     local emptied = take_out(r, flow_queue)
     if turn_of and tag > pool[V[band]] then pool[V[band]] = tag end
     if emptied then
@@ -302,7 +302,7 @@ do
 
   -- Move r to its position under the policy in force. Called by the sweep.
   function queue.reorder(r)
-    local flow_queue = current_flow_queue(r)
+    local flow_queue = queue.current_flow_queue(r)
     if flow_queue ~= queue.flow_queue(r) then
       queue.remove(r)
       queue.insert(r)
@@ -388,7 +388,7 @@ do
     for _, id in ipairs(read('ZRANGE', key.overdue, 0, GUARD_LOOKS_AT - 1)) do
       local r = record.read(id)
       if r and r.state == STATE_QUEUED then
-        local tag = read('ZSCORE', key.flows[r.band], current_flow_queue(r))
+        local tag = read('ZSCORE', key.flows[r.band], queue.current_flow_queue(r))
         if tag then return id, tonumber(tag) end
       else
         drop_stray('ZREM', key.overdue, id)

@@ -65,7 +65,6 @@ local cache_is_valid
 local REMEMBERED_MS = 1000
 do -- a chunk may have 200 locals
   local counters_text, saved = nil, {} -- the counters as last read or written: packed; in the order of COUNTERS
-  local unsaved = false -- whether counters_text is not written yet
   local MOVED = 1
   while COUNTERS[MOVED] ~= 'moved' do MOVED = MOVED + 1 end
   -- The first BUSY counters change with each request. The others are packed (calm_text) only when one of them changes.
@@ -116,7 +115,7 @@ do -- a chunk may have 200 locals
     pool.known = pool.epoch ~= 0
     cache_is_valid = same and settings_now == settings_text and endpoints_now == endpoints_version
       and now_ms - called_ms < REMEMBERED_MS
-    called_ms, endpoints_version, unsaved = now_ms, endpoints_now, false
+    called_ms, endpoints_version = now_ms, endpoints_now
     if text ~= key.counters then
       key.counters = text
       pool.note_possible_loss()
@@ -143,45 +142,37 @@ do -- a chunk may have 200 locals
   -- epoch is 0, as before the first publish, nothing is admitted.
   function pool.await_rebuild(lost)
     defer_write('HSET', key.pool, 'lost', lost)
-    flush(key.pool)
     pool.epoch = 0
     pool.commit()
+    flush(key.pool)
   end
 
+  -- Defer the write of what this call has changed in the pool's hash.
   function pool.commit()
     if not pool.known then return end
-    local counters, names, values, changed = pool, COUNTERS, saved, 0
-    local bands_text = bands.change()
-    if bands_text then
-      redis.call('HSET', key.pool, 'bands', bands_text)
-      bands.written(bands_text)
-      pool.touched = true
-    end
-    for i = 1, #names do
-      local number = counters[names[i]]
-      if number ~= values[i] then values[i], changed = number, i end
-    end
-    local touched, clock_text = pool.touched, clock_change()
+    local bands_text, clock_text = bands.change(), clock_change()
+    local touched, changed = pool.touched or bands_text or clock_text, 0
     pool.touched = false -- a repeated commit must not count `moved` again
-    if changed == 0 and not unsaved then
-      if not (touched or clock_text) then return end
-      counters.moved, changed = counters.moved + 1, MOVED -- makes other libraries drop their caches
-      values[MOVED] = counters.moved
+    for i = 1, #COUNTERS do
+      local number = pool[COUNTERS[i]]
+      if number ~= saved[i] then saved[i], changed = number, i end
     end
-    unsaved = true
-    if changed > BUSY then calm_text = struct.pack(CALM_FORMAT, unpack(values, BUSY + 1, #names)) .. added end
-    counters_text = struct.pack(BUSY_FORMAT, unpack(values, 1, BUSY)) .. calm_text
+    if changed == 0 then
+      if not touched then return end
+      pool.moved, changed = pool.moved + 1, MOVED -- makes other libraries drop their caches
+      saved[MOVED] = pool.moved
+    end
+    if changed > BUSY then calm_text = struct.pack(CALM_FORMAT, unpack(saved, BUSY + 1, #COUNTERS)) .. added end
+    counters_text = struct.pack(BUSY_FORMAT, unpack(saved, 1, BUSY)) .. calm_text
+    key.counters = counters_text
+    defer_write('HSET', key.pool, 'counters', counters_text)
+    if bands_text then defer_write('HSET', key.pool, 'bands', bands_text) end
+    if clock_text then defer_write('HSET', key.pool, 'clock', clock_text) end
     if bands.keeps_bytes then
       local bytes_text = bands.bytes_text()
-      redis.call('HSET', key.pool, 'counters', counters_text, 'waiting_bytes', bytes_text)
-      if clock_text then redis.call('HSET', key.pool, 'clock', clock_text) end
+      defer_write('HSET', key.pool, 'waiting_bytes', bytes_text)
       bands.keeps_bytes = bytes_text ~= ''
-    elseif clock_text then
-      redis.call('HSET', key.pool, 'counters', counters_text, 'clock', clock_text)
-    else
-      redis.call('HSET', key.pool, 'counters', counters_text)
     end
-    unsaved, key.counters = false, counters_text
   end
 end
 

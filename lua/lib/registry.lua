@@ -67,6 +67,9 @@ do -- a chunk may have 200 locals
   record.NO_DEADLINE = 0
   function record.is_restored(r) return r.deadline_ms == record.NO_DEADLINE end
 
+  -- Whether r is queued or orphaned; otherwise it is granted or placed.
+  function record.is_waiting(r) return r.state == STATE_QUEUED or r.state == STATE_ORPHANED end
+
   -- Let `record.read` find r in this call, without writing r.
   function record.know(r) known[r.id] = r end
 
@@ -448,10 +451,12 @@ do
     return text and parse_answer(text) or settings.default_answer
   end
 
-  local learned, learned_by, new_flows -- flow -> entry changed by a call; that call; its count of new flows
+  local learned, new_flows = {}, 0 -- flow -> the entry that this call has changed; the number of new flows
+  function answers.reset()
+    if next(learned) then learned, new_flows = {}, 0 end
+  end
 
   function answers.learn(flow, tokens)
-    if learned_by ~= call_number then learned, learned_by, new_flows = {}, call_number, 0 end
     local text = learned[flow] or redis.call('HGET', key.answers, flow)
     local most = settings.max_workloads
     if not text then

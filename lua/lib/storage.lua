@@ -22,7 +22,6 @@ end
 -- field; no name can contain it (picker_fleet/domain/units.py), so two pairs of names never make the same key.
 local key -- the keys of the pool that this call serves
 local use_keys, joined
-local call_number = 0
 local read, flush, defer_write, defer_unlink, write_values, note_original, undo_writes, commit_writes, reset_storage
 local read_ahead = {}
 do -- a chunk may have 200 locals
@@ -362,7 +361,6 @@ do -- a chunk may have 200 locals
   end
 
   function reset_storage()
-    call_number = call_number + 1
     for i = 1, used do deferred[commands[i].key] = nil end
     if used > 100 then commands, deferred = {}, {} end
     used, expected = 0, 1

@@ -282,7 +282,7 @@ do
   end
 
   local function file(r)
-    if r.state == STATE_GRANTED or r.state == STATE_PLACED then return restore_running(r) end
+    if not record.is_waiting(r) then return restore_running(r) end
     if r.band > LAST_NAMED then bands.count_request(r.band, 1) end
     if r.state == STATE_QUEUED then
       queue.insert(r)

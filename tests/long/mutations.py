@@ -45,7 +45,7 @@ MUTATIONS = (
     ),
     Mutation(
         "an adoption places a waiting request beyond the bound", "lua/admit.lua",
-        "  if r.state == STATE_QUEUED or r.state == STATE_ORPHANED then\n    if r.deadline",
+        "  if record.is_waiting(r) then\n    if r.deadline",
         "  if r.state == STATE_ORPHANED then\n    if r.deadline", _RULES,
     ),
     Mutation(
