@@ -45,7 +45,7 @@ def quiet() -> Iterator[None]:
 def word(answer: Any) -> str:
     """The first word of a script's reply that `answer` was parsed from."""
     if isinstance(answer, SettleReply):
-        return answer.kind.value
+        return answer.kind
     return answer if isinstance(answer, str) else name_of(answer)
 
 
