@@ -21,7 +21,7 @@ from picker_fleet.domain.errors import ConfigError, RequestError, StateUnavailab
 from picker_fleet.domain.units import without_secrets
 from picker_fleet.fleet import live_config
 from picker_fleet.fleet.heartbeat import Membership
-from picker_fleet.state.store import EvictReply, Store
+from picker_fleet.state.store import Store
 
 _MAX_ATTEMPTS = 3
 _MAX_BODY_BYTES = 64 * 1024
