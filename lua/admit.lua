@@ -183,7 +183,7 @@ local function admit(args)
         workloads.arrived(r.flow, r.workload), pool.next_arrival_us(r.age_ms), 0, '', 0, -1
       r.age_ms = math.floor(r.age_ms)
       if r.learn == 1 then r.cost = r.cost + answers.mean(r.flow) end
-      r.cost = queue.clamp_cost(r.cost)
+      r.cost = bands.clamp_cost(r.cost)
       replies[i] = arrive(r, turn, count)
       if r.state == 'new' then -- refused or expired
         workloads.refused(r.flow, r.workload)

@@ -19,7 +19,7 @@ local function mark_endpoint(args)
       if outliers.stuck(address, on == '1') then return 'ejected' end
       done = true
     else
-      done = endpoints.mark(what, on == '1', address)
+      done = marks.set(what, on == '1', address)
     end
     return done and 'marked' or 'unknown'
   end)

@@ -23,7 +23,7 @@ local function publish(args)
     finish_call()
     return {'0', {}, 0, 0, '0', '0', 0, -1, ''}
   end
-  local wanted, ready, marked, addresses = {}, 0, endpoints.marked(), {}
+  local wanted, ready, marked, addresses = {}, 0, marks.all(), {}
   for at = FIRST_ENDPOINT, #args, 2 do addresses[#addresses + 1] = args[at] end
   endpoints.prefetch(addresses, #addresses)
   local known = read('HGETALL', key.endpoints)
@@ -32,15 +32,15 @@ local function publish(args)
   for at = FIRST_ENDPOINT, #args, 2 do
     local address = args[at]
     wanted[address] = true
-    if endpoints.publish(address, args[at + 1], former[address], marked) then ready = ready + 1 end
+    if marks.publish(address, args[at + 1], former[address], marked) then ready = ready + 1 end
   end
   for address in pairs(former) do
-    if not wanted[address] then endpoints.publish(address, '') end
+    if not wanted[address] then marks.publish(address, '') end
   end
 
   -- Other listed endpoints are unpublished: they keep their load, but take no new requests.
   for _, address in ipairs(read('ZRANGE', key.load, 0, -1)) do
-    if not (wanted[address] or former[address]) then endpoints.remove_published(address) end
+    if not (wanted[address] or former[address]) then marks.unpublish(address) end
   end
   local is_new = not pool.known
   if is_new then
@@ -53,10 +53,10 @@ local function publish(args)
   defer_write('HSET', key.pool, 'endpoints_version', args[3])
   defer_write('HSET', key.pool, 'base', args[4])
   put_settings(cjson.decode(args[4]), overrides and cjson.decode(overrides) or {})
-  endpoints.update_caps()
+  marks.update_caps()
   pool.ready = ready
-  endpoints.try_ejected()
-  pool.update_bounds()
+  marks.try_ejected()
+  marks.update_bounds()
   if is_new then upkeep.file_records(records, lost) end
   return finish_call({exact(pool.upper), exact(pool.lower), pool.ready, is_new and #records or -1, lost})
 end

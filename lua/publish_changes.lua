@@ -18,17 +18,17 @@ local function publish_changes(args)
   reset_notifications(args[1])
   local changed = pool.known and read('HGET', key.pool, 'endpoints_version') == args[2] and 1 or 0
   if changed == 1 then
-    local marked, addresses = endpoints.marked(), {}
+    local marked, addresses = marks.all(), {}
     for at = FIRST_CHANGE, #args, 2 do addresses[#addresses + 1] = args[at] end
     endpoints.prefetch(addresses, #addresses)
     for at = FIRST_CHANGE, #args, 2 do
       local was_ready = endpoints.is_ready(args[at])
-      local is_ready = endpoints.publish(args[at], args[at + 1], nil, marked)
+      local is_ready = marks.publish(args[at], args[at + 1], nil, marked)
       if was_ready ~= is_ready then pool.ready = pool.ready + (is_ready and 1 or -1) end
     end
     defer_write('HSET', key.pool, 'endpoints_version', args[3])
-    endpoints.try_ejected()
-    pool.update_bounds()
+    marks.try_ejected()
+    marks.update_bounds()
   end
   return finish_call({changed})
 end

@@ -52,7 +52,7 @@ local function restore(id, attempt, served, token, ago_ms)
   if not (pool.known and fields and (attempt ~= '' or may_lack(id, fields.alone_ms))) then return 'unknown' end
   local weight = number_up_to(fields.weight, MOST)
   local cost = number_up_to(fields.cost, MOST)
-  cost = cost and queue.clamp_cost(cost)
+  cost = cost and bands.clamp_cost(cost)
   local criticality, limit = number_up_to(fields.criticality, 5), number_up_to(fields.limit, HIGHEST_LIMIT)
   local endpoint = is_address(served) and endpoints.is_known(served) and served or fields.endpoint
   if not (weight and cost and criticality and limit and limit % 1 == 0
@@ -66,7 +66,7 @@ local function restore(id, attempt, served, token, ago_ms)
   r.state, r.owner, r.attempt, r.flow, r.workload, r.model = STATE_PLACED, notifications.caller, attempt, fields.flow,
     fields.workload, fields.model
   r.band, r.weight, r.cost, r.criticality, r.limit, r.endpoints = band, weight, cost, criticality, limit, endpoint
-  r.taken = pool.stock_for(cost, pool.largest_bound())
+  r.taken = pool.stock_for(cost, marks.largest_bound())
   r.arrived, r.deadline_ms, r.tag, r.bytes = now_us, record.NO_DEADLINE, -1, 0
   restore_placed(r)
   return 'restored'

@@ -26,7 +26,7 @@ local function report_fault(args)
     if why == 'full' then
       outliers.full(address, is_here and not following and 1 or 0, tonumber(hold_ms) or 0)
     elseif why == 'connect' then
-      return is_here and endpoints.is_ready(address) and endpoints.mark('down', true, address) and 'down' or 'noted'
+      return is_here and endpoints.is_ready(address) and marks.set('down', true, address) and 'down' or 'noted'
     elseif outliers.failed(address, id, r and r.flow or flow, why) then
       return 'ejected'
     end

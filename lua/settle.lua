@@ -15,7 +15,7 @@ local function correct_charge(r, actual)
   -- A bypassed request has no tag (-1) and was charged nothing. Other tags may be below 0 too, since a refund under one
   -- policy may exceed the charge under another.
   if r.tag == -1 or not actual then return end
-  actual = queue.clamp_cost(actual)
+  actual = bands.clamp_cost(actual)
   if actual == r.cost or r.cost == 0 then return end -- a free request stays free
   queue.charge_band(r, actual - r.cost)
   if settings.fairness ~= FAIRNESS_WEIGHTED_FAIR then return end

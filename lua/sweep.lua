@@ -216,10 +216,23 @@ local function refresh_waiting(cursor, limit)
   return scan[1]
 end
 
--- Measure how fast the queue drains, for Retry-After.
+-- End the epoch, because the key `lost` was lost: set it to 0 until the next publish has rebuilt the pool. While the
+-- epoch is 0, as before the first publish, nothing is admitted.
+local function await_rebuild(lost)
+  defer_write('HSET', key.pool, 'lost', lost)
+  pool.epoch = 0
+  pool.commit()
+  flush(key.pool)
+end
+
+-- Measure pool.rate, dispatches per second since the last sweep, for Retry-After. While requests wait, a known rate
+-- does not fall to 0, which means unknown.
 local function measure_rate(swept_ms, dispatches)
   if swept_ms == 0 or now_ms <= swept_ms then return end -- the first sweep, or the clock was set back
-  pool.measure_rate(math.max(0, pool.dispatches - dispatches) * 1000 / (now_ms - swept_ms))
+  local measured = math.max(0, pool.dispatches - dispatches) * 1000 / (now_ms - swept_ms)
+  local rate = pool.rate == 0 and measured or pool.smoothed(pool.rate, measured, 0.5)
+  if rate == 0 and pool.rate > 0 and pool.queued > 0 then rate = SMALLEST end
+  pool.rate = rate
 end
 
 -- Lower times that are too far in the future, as if written now: the former primary's clock may have been ahead.
@@ -244,7 +257,7 @@ local function sweep(args)
   end
   local lost = fresh and upkeep.find_lost_key()
   if lost then
-    pool.await_rebuild(lost)
+    await_rebuild(lost)
     return {'0', {}, 0, 0, 1, 0, 0, 0, 0, {}}
   end
   local more = false
@@ -292,7 +305,7 @@ local function sweep(args)
   if fresh then
     clamp_future(key.replicas, 0)
     clamp_future(key.inflight, settings.lease_ms)
-    endpoints.expire_down_marks(DOWN_MS)
+    marks.expire(DOWN_MS)
     outliers.sweep()
     upkeep.add_preemption_candidates(LIGHT)
     measure_rate(swept_ms, tonumber(swept_dispatches or 0))

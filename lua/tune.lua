@@ -29,8 +29,8 @@ local function tune(args)
     version = (tonumber(read('HGET', key.pool, 'tuned_version') or 0) or 0) + 1
     defer_write('HSET', key.pool, 'tuned_version', version)
     put_settings(cjson.decode(read('HGET', key.pool, 'base')), overrides)
-    endpoints.update_caps()
-    pool.update_bounds()
+    marks.update_caps()
+    marks.update_bounds()
   end
   return finish_call({tostring(version)})
 end

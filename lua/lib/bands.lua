@@ -57,6 +57,8 @@ do -- a chunk may have 200 locals
     return number > most and most or least -- NaN: the least
   end
 
+  function bands.clamp_cost(cost) return bands.clamp(cost, 0, MOST_COST) end
+
   local function take_attributes(band, i)
     local attributes = configured[i]
     BAND_WEIGHT[band] = bands.clamp(weights[i] or 1, LEAST_WEIGHT, MOST_WEIGHT)

@@ -61,6 +61,7 @@ do -- a chunk may have 200 locals
     end
     return loads[address]
   end
+  endpoints.load = load_of
 
   -- The number of requests in flight on an endpoint, whether or not it takes new requests.
   function endpoints.in_flight(address)
@@ -72,7 +73,7 @@ do -- a chunk may have 200 locals
   function endpoints.is_known(address) return load_of(address) >= 0 end
 
   -- Set the load of an endpoint that begins or ceases to take new requests. The window is then out of date.
-  local function set_load(address, load)
+  function endpoints.set_load(address, load)
     loads[address], changed_loads[address] = load, true
     window, all_counted = nil, nil
   end
@@ -91,25 +92,8 @@ do -- a chunk may have 200 locals
     loads[address], changed_loads[address] = load, true
   end
 
-  -- List a published endpoint; its requests in flight stay counted.
-  local function add_published(address, draining)
-    local load, count = load_of(address), endpoints.in_flight(address)
-    local listed_load = draining and count + UNPICKABLE or count
-    if listed_load ~= load then set_load(address, listed_load) end
-  end
-
   -- Whether an endpoint's JSON description says `draining`.
   endpoints.is_draining = memoized(function(description) return cjson.decode(description).draining == true end)
-
-  -- Stop new requests to an unpublished endpoint; forget the endpoint when its last request ends.
-  function endpoints.remove_published(address)
-    local load = load_of(address)
-    if load <= 0 or load == UNPICKABLE then
-      set_load(address, -1)
-    elseif load < UNPICKABLE then
-      set_load(address, load + UNPICKABLE)
-    end
-  end
 
   local function is_pickable(load) return load >= 0 and load < UNPICKABLE end
   local function is_less_loaded(a, b) return loads[a] < loads[b] end
@@ -213,12 +197,6 @@ do -- a chunk may have 200 locals
       end
     end
     return left - (read('ZCARD', key.inflight) - placed)
-  end
-
-  -- Whether an endpoint has a limit, takes new requests and is below the limit.
-  function endpoints.has_free_slot(address)
-    local cap, load = endpoints.caps[address], load_of(address)
-    return cap and is_pickable(load) and load < cap
   end
 
   -- Split the endpoints of `among` that take new requests into those below their limit and those at their limit.
@@ -337,9 +315,6 @@ do -- a chunk may have 200 locals
     return table.concat(best, ',', 1, kept), loads_seen(named, among, costs, kept), best[1]
   end
 
-  -- Reasons why a published endpoint takes no new requests: drained by an operator, down, or ejected.
-  local MARKS = {'drained', 'down', 'ejected'}
-
   -- Like `choose`; but if none of the named candidates is eligible, and no limit is the cause, choose among those that
   -- are only ejected.
   function endpoints.pick(r, candidates, turn, picks)
@@ -359,119 +334,6 @@ do -- a chunk may have 200 locals
 
   function endpoints.has_mark(what, address) return read('HEXISTS', key.marks, joined(what, address)) == 1 end
   function endpoints.is_ejected(address) return endpoints.has_mark('ejected', address) end
-
-  -- Read the entries of endpoints that fail or are full, by address (lib/outliers.lua). Without any, this costs a call
-  -- one comparison.
-  function endpoints.read_outliers()
-    endpoints.caps, endpoints.outliers = settings.caps, {}
-    if pool.outliers == 0 then return end
-    local found = redis.call('HGETALL', key.outliers)
-    for i = 1, #found, 2 do
-      local known, entry = pcall(cjson.decode, found[i + 1])
-      if known and type(entry) == 'table' and type(entry.by) == 'table' then endpoints.outliers[found[i]] = entry end
-    end
-    endpoints.update_caps()
-  end
-
-  function endpoints.forget_outlier(address)
-    if not endpoints.outliers[address] then return end
-    endpoints.outliers[address], pool.outliers = nil, pool.outliers - 1
-    pool.touched = true
-    defer_write('HDEL', key.outliers, address)
-  end
-
-  function endpoints.update_caps()
-    endpoints.caps = settings.caps
-    for address, entry in pairs(endpoints.outliers) do
-      local is_over = entry.cap and entry.cap_until <= now_ms
-      if entry.cap and (not is_over or entry.fulls) then
-        if endpoints.caps == settings.caps then
-          endpoints.caps = {}
-          for each, cap in pairs(settings.caps or {}) do endpoints.caps[each] = cap end
-        end
-        local cap = is_over and entry.cap + 1 or entry.cap -- one request tries an endpoint that was full
-        endpoints.caps[address] = math.min(cap, endpoints.caps[address] or cap)
-      end
-    end
-  end
-  function endpoints.is_marked(address)
-    for _, what in ipairs(MARKS) do
-      if endpoints.has_mark(what, address) then return true end
-    end
-    return false
-  end
-
-  -- Set or remove a mark. Return whether the endpoint is published.
-  function endpoints.mark(what, on, address)
-    local description = read('HGET', key.endpoints, address)
-    if not description then return false end
-    local before = endpoints.is_marked(address)
-    if on then
-      defer_write('HSET', key.marks, joined(what, address), now_ms)
-    else
-      defer_write('HDEL', key.marks, joined(what, address))
-    end
-    local after = endpoints.is_marked(address)
-    if before == after then return true end
-    pool.create()
-    local version = tonumber(read('HGET', key.pool, 'marks_version') or 0) or 0
-    defer_write('HSET', key.pool, 'marks_version', version + 1)
-    if endpoints.is_draining(description) then return true end
-    set_load(address, load_of(address) + (after and UNPICKABLE or -UNPICKABLE))
-    pool.ready = pool.ready + (after and -1 or 1)
-    endpoints.try_ejected()
-    pool.update_bounds()
-    return true
-  end
-
-  -- If no endpoint is ready, end all ejections.
-  function endpoints.try_ejected()
-    if pool.ready > 0 or pool.outliers == 0 then return end
-    for address in pairs(endpoints.outliers) do
-      if endpoints.is_ejected(address) then endpoints.mark('ejected', false, address) end
-    end
-  end
-
-  -- The marked addresses, as a set.
-  function endpoints.marked()
-    local found = {}
-    for _, mark in ipairs(read('HKEYS', key.marks)) do
-      local address = string.match(mark, '\31(.*)$')
-      if address then found[address] = true else drop_stray('HDEL', key.marks, mark) end
-    end
-    return found
-  end
-
-  -- Publish an endpoint with its JSON description, or with '' end its publication. `former`: the description published
-  -- so far, if known; `marked`: the marked addresses. Return whether the endpoint takes new requests.
-  function endpoints.publish(address, description, former, marked)
-    if description == '' then
-      defer_write('HDEL', key.endpoints, address)
-      for _, what in ipairs(MARKS) do defer_write('HDEL', key.marks, joined(what, address)) end
-      endpoints.forget_outlier(address)
-      endpoints.remove_published(address)
-      return false
-    end
-    if description ~= former then defer_write('HSET', key.endpoints, address, description) end
-    add_published(address, endpoints.is_draining(description) or marked[address])
-    return endpoints.is_ready(address)
-  end
-
-  -- Remove strays, and `down` marks that no replica has confirmed for `down_ms`: the next request tries the endpoint.
-  function endpoints.expire_down_marks(down_ms)
-    local marks = read('HGETALL', key.marks)
-    for i = 1, #marks, 2 do
-      local what, address = string.match(marks[i], '^(%l+)\31(.*)$')
-      local since_ms = tonumber(marks[i + 1])
-      if not since_ms or read('HEXISTS', key.endpoints, address or '') == 0 then
-        drop_stray('HDEL', key.marks, marks[i])
-      elseif what == 'ejected' and not endpoints.outliers[address] then
-        endpoints.mark('ejected', false, address) -- the entry that explains the ejection was lost
-      elseif what == 'down' and now_ms - since_ms > down_ms then
-        endpoints.mark('down', false, address)
-      end
-    end
-  end
 
   -- Whether r's flow is at its limit in total, over all ready endpoints. The total counts granted requests too, which
   -- will each need a slot; the counts per endpoint, only placed requests.
@@ -507,7 +369,7 @@ do -- a chunk may have 200 locals
 
   function endpoints.have_changed() return next(changed_loads) ~= nil end
   function reset_endpoints()
-    endpoints.read_outliers()
+    endpoints.caps, endpoints.outliers = settings.caps, {}
     all_counted = nil
     for address in pairs(changed_loads) do changed_loads[address] = nil end
     if next(limit_counts) then limit_counts, changed_limits = {}, {} end

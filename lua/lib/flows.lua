@@ -1,30 +1,8 @@
 -- include: order throttle
 -- The queue: bands; in each band, flow queues ordered by start tag; in each flow queue, requests in the order of
--- lib/order.lua. Also the timers of waiting requests and the preemption candidates.
--- Takes fronts and writes from lib/storage.lua, bands from lib/bands.lua, records from lib/registry.lua, `order` and
--- `throttle`. Gives `timers`, `preemption` and `queue`.
---
--- Timers: when the next event of each waiting request is due. Between calls this library keeps a lower bound of the
--- earliest due time, and does not ask Redis before that.
-
-local timers = {}
-do
-  local next_ms -- due time of the earliest timer, or less; nil: unknown
-  function timers.forget() next_ms = nil end
-  function timers.set(id, due_ms)
-    if next_ms and due_ms < next_ms then next_ms = due_ms end
-    defer_write('ZADD', key.timers, due_ms, id)
-  end
-
-  function timers.stop(id) defer_write('ZREM', key.timers, id) end
-
-  -- Whether a timer is due.
-  function timers.due()
-    if next_ms and now_ms < next_ms then return false end
-    next_ms = tonumber(read('ZRANGE', key.timers, 0, 0, 'WITHSCORES')[2] or math.huge)
-    return next_ms <= now_ms
-  end
-end
+-- lib/order.lua. Also the preemption candidates, and the change of settings, which may change the order.
+-- Takes fronts from lib/fronts.lua, bands from lib/bands.lua, records and timers from lib/registry.lua, `order` and
+-- `throttle`. Gives `preemption`, `queue` and `put_settings`.
 
 -- The preemption candidates when the queue is full: the backlogged flow queues of each preemptible band, ordered by
 -- the time of their last preemption. While pool.pressed is 1, `preempted` keeps the last preemption times of flow
@@ -62,7 +40,7 @@ end
 -- Start-time fair queueing (Goyal, Vin, Cheng, 1996; for several servers: Jin, Chase, Kaur, SFQ(D), 2004): a flow queue
 -- that becomes backlogged starts at S = max(v, F); serving it sets v = S and F = S + share. Tags belong to flow queues,
 -- not to requests, so a request that leaves unserved leaves no gap. docs/fairness.md has the proofs.
-local queue = {flow_queue = order.flow_queue}
+local queue = {flow_queue = order.flow_queue, has_lengths = false}
 do
   local clamp = bands.clamp
 
@@ -70,12 +48,11 @@ do
   -- clamped to numbers that the sums bear.
   function queue.share(r)
     if settings.fairness == FAIRNESS_ROUND_ROBIN then return 1 end
-    local cost = clamp(r.cost, 0, MOST_COST)
+    local cost = bands.clamp_cost(r.cost)
     if settings.fairness == FAIRNESS_NONE then return cost end
     return cost / clamp(settings.weights[r.flow] or r.weight, LEAST_WEIGHT, MOST_WEIGHT)
   end
 
-  function queue.clamp_cost(cost) return clamp(cost, 0, MOST_COST) end
 
   -- The flow queue that holds r. While requests are moved to a new order, the previous policy's may still hold r.
   function queue.current_flow_queue(r)
@@ -87,17 +64,14 @@ do
 
   local lengths = {} -- key of the requests of a flow queue -> their number, as far as this call knows it
   local ordered = {} -- the same key -> true if the flow queue is known to be ordered or throttled
-  function queue.reset()
-    if next(lengths) then lengths = {} end
-    if next(ordered) then ordered = {} end
-  end
+  function queue.reset() lengths, ordered, queue.has_lengths = {}, {}, false end
 
   function queue.length(band, flow_queue)
     local requests = key.queue[band][flow_queue]
     local length = lengths[requests]
     if not length then
       length = read('ZCARD', requests)
-      lengths[requests] = length
+      lengths[requests], queue.has_lengths = length, true
     end
     return length
   end
@@ -396,4 +370,26 @@ do
       end
     end
   end
+end
+
+-- Put settings in force: the published configuration `base`, overlaid by the live changes `overrides`.
+local function put_settings(base, overrides)
+  local changed = false
+  for name, value in pairs(overrides) do base[name] = value end
+  -- The settings that decide the order of requests.
+  for _, name in ipairs({'fairness', 'ordering', 'wait_signal', 'wait_weight', 'criticality_weight', 'rate_weight',
+    'wait_cap_ms', 'rate_cap'}) do
+    changed = changed or settings[name] ~= base[name]
+  end
+  local text = cjson.encode(base)
+  if base.log_max == 0 then log_change('tuned', text) end -- the log ends with this entry
+  settings, settings_text = base, nil
+  bands.configure(settings)
+  defer_write('HSET', key.pool, 'settings', text)
+  pool.touched = true
+  if changed and pool.queued > 0 then -- the sweep moves all waiting requests to their new positions, chunk by chunk
+    pool.refiling = 1
+    defer_write('HSET', key.pool, 'walk', '0')
+  end
+  log_change('tuned', text)
 end

@@ -1,7 +1,7 @@
--- include: registry
+-- include: fronts registry
 -- The order of requests within a flow queue. The sorted set queue:B:L holds all its requests: by deadline under edf,
 -- else by arrival. Under workload-aware a separate index decides.
--- Takes fronts and writes from lib/storage.lua, records and rates from lib/registry.lua. Gives `order`.
+-- Takes fronts from lib/fronts.lua, records and rates from lib/registry.lua. Gives `order`.
 --
 -- workload-aware (spec 001): score = wait_weight * min(wait / wait_cap, 1) + g, highest first, where
 -- g = criticality_weight * criticality / 5 - rate_weight * min(rate / rate_cap, 1). The requests of a workload in a

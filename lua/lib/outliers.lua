@@ -30,14 +30,14 @@ do
     end
     pool.touched = true
     defer_write('HSET', key.outliers, address, cjson.encode(entry))
-    endpoints.update_caps()
+    marks.update_caps()
   end
 
   local function entry_of(address) return endpoints.outliers[address] or {by = {}, times = 0, at = now_ms, why = ''} end
 
   local function drop(address)
-    endpoints.forget_outlier(address)
-    endpoints.update_caps()
+    marks.forget_outlier(address)
+    marks.update_caps()
   end
 
   -- Whether every request in flight is of `flow`, judged by the LOOKED_AT requests with the latest leases.
@@ -84,7 +84,7 @@ do
     entry.until_ms = now_ms + math.min(settings.eject_ms * 2 ^ math.min(entry.times - 1, 30), settings.eject_most_ms)
     entry.why, entry.seen_ms, entry.trial, entry.cap, entry.stuck_ms, entry.fulls = why, nil, nil, nil, nil, nil
     put(address, entry)
-    endpoints.mark('ejected', true, address)
+    marks.set('ejected', true, address)
     return true
   end
 
@@ -93,7 +93,7 @@ do
     entry.trial, entry.cap = 1, endpoints.in_flight(address) + 1
     entry.cap_until = now_ms + (entry.why == 'stuck' and STUCK_TRIAL_MS or TRIAL_MS)
     put(address, entry)
-    endpoints.mark('ejected', false, address)
+    marks.set('ejected', false, address)
   end
 
   -- Count the failure of a request on an endpoint, once. A request that fails on two endpoints counts against neither:
@@ -109,7 +109,7 @@ do
           if endpoints.is_ejected(other) and entry.why ~= 'stuck' and not is_failing(entry) then
             entry.times = math.max(entry.times - 1, 0)
             put(other, entry)
-            endpoints.mark('ejected', false, other)
+            marks.set('ejected', false, other)
           end
           return
         end

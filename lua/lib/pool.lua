@@ -138,15 +138,6 @@ do -- a chunk may have 200 locals
     flush(key.pool)
   end
 
-  -- End the epoch, because the key `lost` was lost: set it to 0 until the next publish has rebuilt the pool. While the
-  -- epoch is 0, as before the first publish, nothing is admitted.
-  function pool.await_rebuild(lost)
-    defer_write('HSET', key.pool, 'lost', lost)
-    pool.epoch = 0
-    pool.commit()
-    flush(key.pool)
-  end
-
   -- Defer the write of what this call has changed in the pool's hash.
   function pool.commit()
     if not pool.known then return end
@@ -205,40 +196,17 @@ function pool.stock_for(cost, most)
   return cost < claim and cost or claim
 end
 
--- Bounds are configured per ready endpoint. Nine digits undo binary rounding: 20 times 1.15 is 23, not 22.999...
-function pool.update_bounds()
-  local function scaled(bound) return tonumber(string.format('%.9g', bound * pool.ready)) end
-  pool.upper = scaled(settings.upper_per)
-  pool.lower = math.max(scaled(settings.lower_per), 1e-9) -- with 0, an empty pool still admits one
+-- An exponential moving average. Below SMALLEST it is 0: quotients of ever smaller averages would overflow.
+local SMALLEST, MOST_RETRY_S = 1e-9, 60
+function pool.smoothed(mean, figure, alpha)
+  local found = alpha * figure + (1 - alpha) * mean
+  return found < SMALLEST and 0 or found
 end
 
--- The upper bound if all published endpoints were ready. It limits the stock that a restored request takes.
-function pool.largest_bound()
-  return math.max(pool.upper, settings.upper_per * math.max(read('HLEN', key.endpoints), 1))
-end
-
-do -- a chunk may have 200 locals
-  local SMALLEST, MOST_RETRY_S = 1e-9, 60
-
-  -- An exponential moving average. Below SMALLEST it is 0: quotients of ever smaller averages would overflow.
-  function pool.smoothed(mean, figure, alpha)
-    local found = alpha * figure + (1 - alpha) * mean
-    return found < SMALLEST and 0 or found
-  end
-
-  -- Update pool.rate, dispatches per second, by the rate measured between two sweeps. While requests wait, a known rate
-  -- does not fall to 0, which means unknown.
-  function pool.measure_rate(measured)
-    local rate = pool.rate == 0 and measured or pool.smoothed(pool.rate, measured, 0.5)
-    if rate == 0 and pool.rate > 0 and pool.queued > 0 then rate = SMALLEST end
-    pool.rate = rate
-  end
-
-  -- The Retry-After of a refused client: the estimated time until the queue has drained, 1 to MOST_RETRY_S seconds.
-  function pool.retry_after_s()
-    if pool.rate == 0 then return 1 end
-    return math.max(1, math.min(MOST_RETRY_S, math.ceil((pool.queued + 1) / pool.rate)))
-  end
+-- The Retry-After of a refused client: the estimated time until the queue has drained, 1 to MOST_RETRY_S seconds.
+function pool.retry_after_s()
+  if pool.rate == 0 then return 1 end
+  return math.max(1, math.min(MOST_RETRY_S, math.ceil((pool.queued + 1) / pool.rate)))
 end
 
 -- The arrival number: time of arrival in us. Unique, except for a request that is registered again with its age.
@@ -344,29 +312,4 @@ local function reset_notifications(caller)
   notifications.caller = caller
   if notifications.for_caller[1] then notifications.for_caller = {} end
   if next(notifications.for_others) then notifications.for_others = {} end
-end
-
--- The order of requests has changed: let the sweep move all waiting requests to their new positions, chunk by chunk.
-function pool.file_anew()
-  pool.refiling = 1
-  defer_write('HSET', key.pool, 'walk', '0')
-end
-
--- Put settings in force: the published configuration `base`, overlaid by the live changes `overrides`.
-local function put_settings(base, overrides)
-  local changed = false
-  for name, value in pairs(overrides) do base[name] = value end
-  -- The settings that decide the order of requests.
-  for _, name in ipairs({'fairness', 'ordering', 'wait_signal', 'wait_weight', 'criticality_weight', 'rate_weight',
-    'wait_cap_ms', 'rate_cap'}) do
-    changed = changed or settings[name] ~= base[name]
-  end
-  local text = cjson.encode(base)
-  if base.log_max == 0 then log_change('tuned', text) end -- the log ends with this entry
-  settings, settings_text = base, nil
-  bands.configure(settings)
-  defer_write('HSET', key.pool, 'settings', text)
-  pool.touched = true
-  if changed and pool.queued > 0 then pool.file_anew() end
-  log_change('tuned', text)
 end

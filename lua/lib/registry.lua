@@ -1,5 +1,7 @@
 -- include: pool
--- Stored state of requests (records, tombstones), of workloads, and of the answer lengths of each flow.
+-- The records of requests and the timers of waiting ones; the registry of workloads.
+-- Takes reads and writes from lib/storage.lua, bands from lib/bands.lua, settings and counters from lib/pool.lua. Gives
+-- `record`, `timers`, `workloads` and `parse_workload`.
 --
 -- A record is one request, packed. Its state is queued, orphaned (its replica is silent; stored as `held`), granted or
 -- placed. Replicas refuse control characters in fields, so no field ends a packed string early. There may be millions
@@ -116,96 +118,25 @@ do -- a chunk may have 200 locals
   end
 end
 
--- Drop at most `most` ids from the zset `set` of id -> time, ms: ids older than `life_ms`, and ids beyond the latest
--- LIMIT. Also drop their fields of `hash`, if given. Return whether there may be more to drop.
-local drop_old
+-- Timers: when the next event of each waiting request is due. Between calls this library keeps a lower bound of the
+-- earliest due time, and does not ask Redis before that.
+
+local timers = {}
 do
-  local LIMIT = 100000
-  function drop_old(set, life_ms, most, hash)
-    local count = read('ZCARD', set)
-    if count == 0 then return false end
-    local over = read('ZCOUNT', set, '-inf', now_ms - life_ms)
-    local leaving = math.min(math.max(over, count - LIMIT), most)
-    if leaving > 0 then
-      for _, id in ipairs(read('ZRANGE', set, 0, leaving - 1)) do
-        defer_write('ZREM', set, id)
-        if hash then defer_write('HDEL', hash, id) end
-      end
-    end
-    return leaving == most
-  end
-end
-
--- Tombstones: requests whose end was reported while some replica was without Redis. A replica that missed the end still
--- has the request in its journal, and must not restore it (renew). `unheard`: requests in flight that were reclaimed
--- without a report of their end; they may still run, and are then restored by their next renewal. Scores are times, ms.
-local tombstones = {}
-do
-  local LATE_MS = 2000 -- error of a replica's time of an admission or a renewal, at most
-  local GIVEN_UP_MS = 3600000 -- how long a reclaimed request may be restored
-  local MOST_GHOSTS = 100
-  function tombstones.put(id, ended_ms)
-    defer_write('ZADD', key.tombstones, ended_ms, id)
-    defer_write('ZREM', key.unheard, id)
+  local next_ms -- due time of the earliest timer, or less; nil: unknown
+  function timers.forget() next_ms = nil end
+  function timers.set(id, due_ms)
+    if next_ms and due_ms < next_ms then next_ms = due_ms end
+    defer_write('ZADD', key.timers, due_ms, id)
   end
 
-  function tombstones.give_up(id) defer_write('ZADD', key.unheard, now_ms, id) end
-  function tombstones.was_given_up(id)
-    return read('ZSCORE', key.unheard, id)
-  end
+  function timers.stop(id) defer_write('ZREM', key.timers, id) end
 
-  function tombstones.has_come_back(id)
-    defer_write('ZREM', key.unheard, id)
-    tombstones.forget_ghost(id)
-  end
-
-  -- Whether a tombstone forbids to restore the request. `seen_ms`: when the caller, which admitted the request, last
-  -- saw it alive; if later than the end, it is a new request with the same id. nil: the report comes from an access
-  -- log, maybe with an old accounting token.
-  function tombstones.covers(id, seen_ms)
-    local ended_ms = tonumber(read('ZSCORE', key.tombstones, id) or nil)
-    return ended_ms and not (seen_ms and ended_ms <= seen_ms - LATE_MS)
-  end
-
-  -- A metrics page shows how many requests have ended, but not which. So a request that the sweep has reclaimed by a
-  -- page may still run, while another of its endpoint has ended unreported because its replica is stopped. `settle`
-  -- restores the ghost from its record when that end comes. `page_ms`: the time of the page.
-  function tombstones.put_ghost(r, page_ms)
-    if read('HLEN', key.ghosts) < MOST_GHOSTS then
-      defer_write('HSET', key.ghosts, r.id, struct.pack('d', page_ms) .. pack_record(r))
-    end
-  end
-
-  function tombstones.has_ghosts() return read('HLEN', key.ghosts) > 0 end
-  function tombstones.forget_ghost(id) defer_write('HDEL', key.ghosts, id) end
-
-  local function parse_ghost(id, text)
-    local page_ms, at = struct.unpack('d', text)
-    local r = record.new(id)
-    unpack_record(r, string.sub(text, at))
-    return page_ms, r
-  end
-
-  -- A ghost for which `is_mistaken(page_ms, record)`, or nil. Also drop ghosts that are old or damaged.
-  function tombstones.find_ghost(is_mistaken)
-    local found = read('HGETALL', key.ghosts)
-    for i = 1, #found, 2 do
-      local known, page_ms, r = pcall(parse_ghost, found[i], found[i + 1])
-      if not known or page_ms < now_ms - settings.lease_ms or record.read(r.id) then
-        tombstones.forget_ghost(found[i])
-      elseif is_mistaken(page_ms, r) then
-        tombstones.forget_ghost(r.id)
-        return r
-      end
-    end
-  end
-
-  -- For the sweep: drop at most `most` old ids each of `tombstones` and `unheard`, and old ghosts. Return whether more
-  -- may be left.
-  function tombstones.expire(most)
-    tombstones.find_ghost(function() return false end)
-    local more = drop_old(key.tombstones, settings.lease_ms + LONGER_MS, most)
-    return drop_old(key.unheard, GIVEN_UP_MS, most) or more
+  -- Whether a timer is due.
+  function timers.due()
+    if next_ms and now_ms < next_ms then return false end
+    next_ms = tonumber(read('ZRANGE', key.timers, 0, 0, 'WITHSCORES')[2] or math.huge)
+    return next_ms <= now_ms
   end
 end
 
@@ -433,45 +364,5 @@ do
     by_id.reset()
     by_flow.reset()
     slot = nil
-  end
-end
-
--- The mean length of each flow's answers, in tokens: the estimate for requests that set no maximum.
-local answers = {}
-do
-  -- Return the mean and the time of the last answer; nil if the entry is damaged, which counts as a stray.
-  local function parse_answer(text)
-    local known, mean, last_ms = pcall(struct.unpack, 'dd', text)
-    if known and mean == mean and mean >= 0 then return mean, last_ms end
-    strays = strays + 1
-  end
-
-  function answers.mean(flow)
-    local text = read('HGET', key.answers, flow)
-    return text and parse_answer(text) or settings.default_answer
-  end
-
-  local learned, new_flows = {}, 0 -- flow -> the entry that this call has changed; the number of new flows
-  function answers.reset()
-    if next(learned) then learned, new_flows = {}, 0 end
-  end
-
-  function answers.learn(flow, tokens)
-    local text = learned[flow] or redis.call('HGET', key.answers, flow)
-    local most = settings.max_workloads
-    if not text then
-      if most and redis.call('HLEN', key.answers) + new_flows >= most then return end
-      new_flows = new_flows + 1
-    end
-    local mean = text and parse_answer(text)
-    mean = mean and pool.smoothed(mean, tokens, settings.answer_alpha) or tokens
-    learned[flow] = struct.pack('dd', mean, now_ms)
-    defer_write('HSET', key.answers, flow, learned[flow])
-  end
-
-  function answers.drop(flow) defer_write('HDEL', key.answers, flow) end
-  function answers.idle(text, idle_ms)
-    local mean, last_ms = parse_answer(text)
-    return not mean or now_ms - last_ms > idle_ms
   end
 end

@@ -1,9 +1,8 @@
 -- The keys of a pool, and how a call reads and writes them. Counters, records, workloads and loads are cached by the
 -- files that own them.
 --
--- Write-behind: `defer_write` keeps a write until the end of the call. One command then carries all values of a key,
--- and a call that fails earlier has written nothing. Read-ahead: the first members of the sorted sets that dispatch
--- serves are read once and changed in memory. `read` first flushes the deferred writes and read-ahead changes of its
+-- `defer_write` keeps a write until the end of the call. One command then carries all values of a key, and a call that
+-- fails earlier has written nothing. `read` first flushes what was deferred or changed ahead (lib/fronts.lua) for its
 -- key, so a call always sees its own writes. If a call fails, `undo_writes` restores the former values of flushed keys.
 
 -- Lua and Redis functions as locals: Redis guards the globals, so a lookup there takes three steps. While a library
@@ -23,7 +22,8 @@ end
 local key -- the keys of the pool that this call serves
 local use_keys, joined
 local read, flush, defer_write, defer_unlink, write_values, note_original, undo_writes, commit_writes, reset_storage
-local read_ahead = {}
+local read_ahead = {} -- lib/fronts.lua
+local fronts = {} -- key -> its front: the members that were read ahead
 do -- a chunk may have 200 locals
   local pools = {} -- declared key -> the keys of its pool
   -- A table of ending -> `prefix` .. ending. It caches MOST_NAMES names: to make a name costs twenty lookups.
@@ -84,7 +84,6 @@ do -- a chunk may have 200 locals
   local unlinked = {} -- keys to remove at the end of the call
   -- key -> member -> its score before this call; key -> field -> its value before this call; false if there was none
   local former_scores, former_values = {}, {}
-  local fronts = {} -- key -> its front: the members that were read ahead
 
   -- Write the first `n` of `values` to key `name`, in commands of at most AT_MOST values.
   function write_values(command, name, values, n)
@@ -178,44 +177,9 @@ do -- a chunk may have 200 locals
     end
   end
 
-  -- Read-ahead: the first members of the sorted sets that dispatch serves from the front (flow queues of a band;
-  -- requests, or heads of lines, of a flow queue; requests of a line). A front holds members from index `at` on, and is
-  -- `whole` if the set has no other members. In a front without scores, members before `at` have left. In a front with
-  -- scores, `scores` has the new score of each changed member, or false if the member left.
-  local expected = 1 -- number of requests that this call may serve
-
-  -- Defer the changes of a front.
-  local function defer_front(name, front)
-    local scores = front.scores
-    if not scores then
-      for i = 1, front.at - 1 do defer_write('ZREM', name, front[i]) end
-      return
-    end
-    for member, score in pairs(scores) do
-      if score then defer_write('ZADD', name, score, member) end
-    end
-    for member, score in pairs(scores) do
-      if not score then defer_write('ZREM', name, member) end
-    end
-  end
-
-  -- Forget a front and defer its changes, so that writes deferred afterwards come after these changes.
-  function read_ahead.discard(name)
-    local front = fronts[name]
-    if not front then return end
-    fronts[name] = nil
-    for i = 1, front.scores and #front or 0, 2 do
-      if front.scores[front[i]] ~= nil then note_original(name, front[i], front[i + 1]) end
-    end
-    defer_front(name, front)
-  end
-
   -- Write all changes. Repeating a commit that failed goes on where it stopped.
   function commit_writes()
-    for name, front in pairs(fronts) do
-      fronts[name] = nil
-      defer_front(name, front)
-    end
+    for name in pairs(fronts) do read_ahead.discard(name, true) end
     for i = 1, used do
       local entry = commands[i]
       write_values(entry.command, entry.key, entry, entry.n)
@@ -226,8 +190,6 @@ do -- a chunk may have 200 locals
       unlinked[i] = nil
     end
   end
-
-  function read_ahead.expect(count) expected = math.max(count, 1) end -- with 0, read_scored would read the whole set
 
   -- Write the deferred writes and the read-ahead changes of a key.
   function flush(name)
@@ -245,125 +207,10 @@ do -- a chunk may have 200 locals
     return redis.call(command, name, ...)
   end
 
-  -- Fronts without scores: members leave from the front. One member too many is read, to know if the front is whole.
-  local function read_members(name, more)
-    local front = read('ZRANGE', name, 0, more)
-    front.at, front.whole = 1, #front <= more
-    fronts[name] = front
-    return front
-  end
-
-  -- The first member, or nil.
-  function read_ahead.first_member(name)
-    local front = fronts[name]
-    local member = front and front[front.at]
-    if member or (front and front.whole) then return member end
-    return read_members(name, 1)[1]
-  end
-
-  -- The second member, or nil.
-  function read_ahead.second_member(name)
-    local front = fronts[name]
-    if not (front and (front.whole or front[front.at + 1])) then front = read_members(name, 1) end
-    return front[front.at + 1]
-  end
-
-  -- Append the first `count` members to `found`.
-  function read_ahead.first_members(name, count, found)
-    local front, known = read_members(name, count), #found
-    for i = 1, math.min(count, #front) do found[known + i] = front[i] end
-  end
-
-  -- Remove a member. Return whether the set is now empty; nil if unknown.
-  function read_ahead.remove(name, member)
-    local front = fronts[name]
-    if front and front[front.at] == member then
-      local at = front.at + 1
-      front.at = at
-      if front[at] then return false end
-      return front.whole or nil
-    end
-    read_ahead.discard(name)
-    defer_write('ZREM', name, member)
-    return nil
-  end
-
-  -- Fronts with scores: `scores` has the new score of each changed member, false if it left. Changed members that are
-  -- part of the front are in `back`, in order from `first` to `last`; equal scores are ordered by member, as in Redis.
-  local function precedes(score, member, other_score, other)
-    return score < other_score or (score == other_score and member < other)
-  end
-
-  local function read_scored(name)
-    local front = read('ZRANGE', name, 0, expected - 1, 'WITHSCORES')
-    local count = #front
-    for i = 2, count, 2 do front[i] = tonumber(front[i]) end
-    front.at, front.whole, front.end_member, front.end_score = 1, count < 2 * expected, front[count - 1], front[count]
-    front.back, front.scores, front.first, front.last = {}, {}, 1, 0
-    fronts[name] = front
-    return front
-  end
-
-  -- The front as it was read: member, score, member, score ... The caller must not change it.
-  function read_ahead.scored_front(name)
-    local front = fronts[name]
-    if front and (front.whole or front[front.at] or front.back[front.first]) then return front end
-    return read_scored(name)
-  end
-
-  -- The first member and its score, or nil.
-  function read_ahead.first_scored(name)
-    local front = fronts[name]
-    if not (front and front[front.at]) then front = read_ahead.scored_front(name) end
-    local at, other = front.at, front.back[front.first]
-    local member, score = front[at], front[at + 1]
-    if not other then return member, score end
-    local other_score = front.scores[other]
-    if member and precedes(score, member, other_score, other) then return member, score end
-    return other, other_score
-  end
-
-  local function take_from_back(front, member)
-    local back, last = front.back, front.last
-    for i = front.first, last do
-      if back[i] == member then
-        for following = i, last do back[following] = back[following + 1] end
-        front.last = last - 1
-        return
-      end
-    end
-  end
-
-  -- Set the score of a member, new or not; nil removes the member.
-  function read_ahead.set_score(name, member, score)
-    local front = fronts[name]
-    if not front then
-      if score then defer_write('ZADD', name, score, member) else defer_write('ZREM', name, member) end
-      return
-    end
-    local scores, back, at = front.scores, front.back, front.at
-    if back[front.first] == member then
-      front.first = front.first + 1
-    elseif scores[member] then
-      take_from_back(front, member)
-    end
-    scores[member] = score or false
-    while front[at] and scores[front[at]] ~= nil do at = at + 2 end
-    front.at = at
-    if not score or not (front.whole or precedes(score, member, front.end_score, front.end_member)) then return end
-    local first, last = front.first, front.last
-    local i = last
-    while i >= first and precedes(score, member, scores[back[i]], back[i]) do
-      back[i + 1] = back[i]
-      i = i - 1
-    end
-    back[i + 1], front.last = member, last + 1
-  end
-
   function reset_storage()
     for i = 1, used do deferred[commands[i].key] = nil end
     if used > 100 then commands, deferred = {}, {} end
-    used, expected = 0, 1
+    used = 0
     if unlinked[1] then unlinked = {} end
     if next(former_scores) then former_scores = {} end
     if next(former_values) then former_values = {} end

@@ -172,7 +172,7 @@ do
     local closed = read('ZRANGEBYSCORE', key.load, UNPICKABLE, '+inf', 'LIMIT', 0, MOST_LOOKED_AT)
     for _, address in ipairs(closed) do
       local description = read('HGET', key.endpoints, address)
-      if description and not endpoints.is_draining(description) and not endpoints.is_marked(address) then
+      if description and not endpoints.is_draining(description) and not marks.is_marked(address) then
         return true
       end
     end

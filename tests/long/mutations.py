@@ -89,7 +89,7 @@ MUTATIONS = (
         "tests/scripts/test_adoption.py",
     ),
     Mutation(
-        "a restored request takes no stock", "lua/lib/dispatch.lua",
+        "a restored request takes no stock", "lua/lib/ends.lua",
         "  pool.stock = pool.stock + r.taken\n", "", _LEASES,
     ),
     Mutation(

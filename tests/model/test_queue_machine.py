@@ -44,7 +44,7 @@ UNSEEN_MS = 10**9  # ghosts are never found, as this test reads no metrics pages
 EXAMPLES = os.environ.get("PICKER_MODEL_EXAMPLES", "")
 FEW = {"valkey": 100, "fakeredis": 10}  # fakeredis takes ten times as long, and runs all of test_rules.py
 STEPS = 50
-TO_SETTLE = 3_601_000_000  # us: longer than all timeouts here, and than GIVEN_UP_MS of lua/lib/registry.lua
+TO_SETTLE = 3_601_000_000  # us: longer than all timeouts here, and than GIVEN_UP_MS of lua/lib/tombstones.lua
 
 BASE: Fields = {
     "upper_per": 2, "lower_per": 1, "total_capacity": 9, "flow_capacity": 5, "lease_ms": 5000,

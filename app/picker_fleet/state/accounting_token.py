@@ -170,30 +170,31 @@ def alone_since_ms(token: str) -> int | None:
 
 def flow_of(token: str) -> str:
     """The flow in an accounting token; '' if `token` is malformed."""
-    fields = token.split("\t")
-    return fields[_FLOW] if len(fields) > _ENDPOINT else ""
+    return _field(token, _FLOW)
 
 
 def endpoint_of(token: str) -> str:
     """The endpoint in an accounting token; '' if `token` is malformed."""
-    fields = token.split("\t")
-    return fields[_ENDPOINT] if len(fields) > _ENDPOINT else ""
+    return _field(token, _ENDPOINT)
 
 
 def model_of(token: str) -> str:
     """The model that the client asked for; '' if `token` is malformed."""
-    fields = token.split("\t")
-    return fields[_MODEL] if len(fields) > _MODEL else ""
+    return _field(token, _MODEL)
 
 
 def cost_of(token: str) -> float:
     """The cost of the request, in the stock's unit; 0 if `token` is malformed."""
-    fields = token.split("\t")
     try:
-        cost = float(fields[_COST])
-    except (IndexError, ValueError):
+        cost = float(_field(token, _COST))
+    except ValueError:
         return 0.0
     return cost if 0.0 <= cost < float("inf") else 0.0
+
+
+def _field(token: str, at: int) -> str:
+    fields = token.split("\t")
+    return fields[at] if len(fields) >= _FIELDS else ""
 
 
 def with_trace(token: str, parent: str) -> str:

@@ -1,0 +1,89 @@
+-- include: flows marks tombstones
+-- The ends of requests, and their returns: what a request takes is given back once, or taken again from its record.
+-- Takes the queue from lib/flows.lua, loads from lib/endpoints.lua, records from lib/registry.lua, `tombstones`. Gives
+-- the functions below.
+
+-- Whether an endpoint has a limit, takes new requests and is below the limit.
+local function has_free_slot(address)
+  local cap = endpoints.caps[address]
+  return cap and endpoints.is_ready(address) and endpoints.load(address) < cap
+end
+
+local function leave_endpoint(r, listed)
+  local endpoint = endpoints.first(listed)
+  endpoints.release(endpoint)
+  endpoints.count_flow(r, endpoint, -1)
+end
+
+-- Give back the stock, the endpoint and the lease of a granted or placed request.
+local function release(r)
+  defer_write('ZREM', key.inflight, r.id)
+  pool.release(r.taken)
+  if r.state == STATE_PLACED then leave_endpoint(r, r.endpoints) else notifications.withdraw(r.owner, r.id) end
+  endpoints.count_flow(r, nil, -1)
+end
+
+-- Take stock, endpoint and lease for a granted or placed request whose record is kept or restored.
+local function restore_running(r)
+  if r.band > LAST_NAMED then bands.count_request(r.band, 1) end
+  pool.stock = pool.stock + r.taken
+  endpoints.count_flow(r, nil, 1)
+  defer_write('ZADD', key.inflight, now_ms + settings.lease_ms, r.id)
+  if r.state == STATE_PLACED then
+    local endpoint = endpoints.first(r.endpoints)
+    endpoints.reserve(endpoint)
+    endpoints.count_flow(r, endpoint, 1)
+  end
+end
+
+-- Restore a placed request whose record was missing.
+local function restore_placed(r)
+  restore_running(r)
+  workloads.restored(r.workload)
+  tombstones.has_come_back(r.id)
+  record.put(r)
+  log_event('restored', r, nil, nil, marks.largest_bound())
+end
+
+-- End a request in any state: remove its record, and give back, exactly once, everything that the request takes.
+local function finish_request(r, event, note)
+  local state = r.state
+  if state == STATE_QUEUED then
+    queue.remove(r)
+  elseif state == STATE_ORPHANED then
+    timers.stop(r.id)
+  else
+    release(r)
+  end
+  record.remove(r)
+  if r.band > LAST_NAMED then bands.count_request(r.band, -1) end
+  workloads.ended(r.workload)
+  pool.ended = pool.ended + 1
+  if settings.log_max > 0 then log_event(event, r, nil, nil, note) end
+  if state == STATE_PLACED and endpoints.caps then
+    local endpoint = endpoints.first(r.endpoints)
+    if has_free_slot(endpoint) then queue.endpoint_has_room(endpoint) end
+  end
+  if r.limit > 0 and not record.is_waiting(r) then
+    for _, band in ipairs(BANDS) do queue.unthrottle(band, queue.flow_queue(r)) end
+  end
+end
+
+-- Count a placed request on `endpoint`, to which Envoy has sent it; `listed` becomes its list of endpoints.
+local function move_placed(r, endpoint, listed)
+  local old = endpoints.first(r.endpoints)
+  endpoints.release(old)
+  endpoints.reserve(endpoint)
+  endpoints.count_flow(r, old, -1)
+  endpoints.count_flow(r, endpoint, 1)
+  if endpoints.caps and has_free_slot(old) then queue.endpoint_has_room(old) end
+  r.endpoints = listed
+  record.put(r)
+  log_event('moved', r)
+end
+
+-- End a queued request and notify its owner: 'expired', 'preempted' or 'evicted'.
+local function end_and_notify(r, event)
+  finish_request(r, event)
+  notifications.add(r.owner, r.id, event)
+end

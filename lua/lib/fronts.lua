@@ -1,0 +1,149 @@
+-- include: storage
+-- Read-ahead: the first members of the sorted sets that dispatch serves from the front (flow queues of a band;
+-- requests, or heads of lines, of a flow queue; requests of a line). A front holds members from index `at` on, and is
+-- `whole` if the set has no other members. In a front without scores, members before `at` have left. In a front with
+-- scores, `scores` has the new score of each changed member, or false if the member left.
+-- Takes reads and writes from lib/storage.lua. Gives `read_ahead`.
+
+do -- a chunk may have 200 locals
+  local expected = 1 -- number of requests that this call may serve
+
+  -- Forget a front and defer its changes, so that writes deferred afterwards come after these changes. `is_last`: the
+  -- call cannot fail any more, so no score need be noted.
+  function read_ahead.discard(name, is_last)
+    local front = fronts[name]
+    if not front then return end
+    fronts[name] = nil
+    local scores = front.scores
+    if not scores then
+      for i = 1, front.at - 1 do defer_write('ZREM', name, front[i]) end
+      return
+    end
+    for i = 1, is_last and 0 or #front, 2 do
+      if scores[front[i]] ~= nil then note_original(name, front[i], front[i + 1]) end
+    end
+    for member, score in pairs(scores) do
+      if score then defer_write('ZADD', name, score, member) end
+    end
+    for member, score in pairs(scores) do
+      if not score then defer_write('ZREM', name, member) end
+    end
+  end
+
+  function read_ahead.expect(count) expected = math.max(count, 1) end -- with 0, read_scored would read the whole set
+
+  -- Fronts without scores: members leave from the front. One member too many is read, to know if the front is whole.
+  local function read_members(name, more)
+    local front = read('ZRANGE', name, 0, more)
+    front.at, front.whole = 1, #front <= more
+    fronts[name] = front
+    return front
+  end
+
+  -- The first member, or nil.
+  function read_ahead.first_member(name)
+    local front = fronts[name]
+    local member = front and front[front.at]
+    if member or (front and front.whole) then return member end
+    return read_members(name, 1)[1]
+  end
+
+  -- The second member, or nil.
+  function read_ahead.second_member(name)
+    local front = fronts[name]
+    if not (front and (front.whole or front[front.at + 1])) then front = read_members(name, 1) end
+    return front[front.at + 1]
+  end
+
+  -- Append the first `count` members to `found`.
+  function read_ahead.first_members(name, count, found)
+    local front, known = read_members(name, count), #found
+    for i = 1, math.min(count, #front) do found[known + i] = front[i] end
+  end
+
+  -- Remove a member. Return whether the set is now empty; nil if unknown.
+  function read_ahead.remove(name, member)
+    local front = fronts[name]
+    if front and front[front.at] == member then
+      local at = front.at + 1
+      front.at = at
+      if front[at] then return false end
+      return front.whole or nil
+    end
+    read_ahead.discard(name)
+    defer_write('ZREM', name, member)
+    return nil
+  end
+
+  -- Fronts with scores: `scores` has the new score of each changed member, false if it left. Changed members that are
+  -- part of the front are in `back`, in order from `first` to `last`; equal scores are ordered by member, as in Redis.
+  local function precedes(score, member, other_score, other)
+    return score < other_score or (score == other_score and member < other)
+  end
+
+  local function read_scored(name)
+    local front = read('ZRANGE', name, 0, expected - 1, 'WITHSCORES')
+    local count = #front
+    for i = 2, count, 2 do front[i] = tonumber(front[i]) end
+    front.at, front.whole, front.end_member, front.end_score = 1, count < 2 * expected, front[count - 1], front[count]
+    front.back, front.scores, front.first, front.last = {}, {}, 1, 0
+    fronts[name] = front
+    return front
+  end
+
+  -- The front as it was read: member, score, member, score ... The caller must not change it.
+  function read_ahead.scored_front(name)
+    local front = fronts[name]
+    if front and (front.whole or front[front.at] or front.back[front.first]) then return front end
+    return read_scored(name)
+  end
+
+  -- The first member and its score, or nil.
+  function read_ahead.first_scored(name)
+    local front = fronts[name]
+    if not (front and front[front.at]) then front = read_ahead.scored_front(name) end
+    local at, other = front.at, front.back[front.first]
+    local member, score = front[at], front[at + 1]
+    if not other then return member, score end
+    local other_score = front.scores[other]
+    if member and precedes(score, member, other_score, other) then return member, score end
+    return other, other_score
+  end
+
+  local function take_from_back(front, member)
+    local back, last = front.back, front.last
+    for i = front.first, last do
+      if back[i] == member then
+        for following = i, last do back[following] = back[following + 1] end
+        front.last = last - 1
+        return
+      end
+    end
+  end
+
+  -- Set the score of a member, new or not; nil removes the member.
+  function read_ahead.set_score(name, member, score)
+    local front = fronts[name]
+    if not front then
+      if score then defer_write('ZADD', name, score, member) else defer_write('ZREM', name, member) end
+      return
+    end
+    local scores, back, at = front.scores, front.back, front.at
+    if back[front.first] == member then
+      front.first = front.first + 1
+    elseif scores[member] then
+      take_from_back(front, member)
+    end
+    scores[member] = score or false
+    while front[at] and scores[front[at]] ~= nil do at = at + 2 end
+    front.at = at
+    if not score or not (front.whole or precedes(score, member, front.end_score, front.end_member)) then return end
+    local first, last = front.first, front.last
+    local i = last
+    while i >= first and precedes(score, member, scores[back[i]], back[i]) do
+      back[i + 1] = back[i]
+      i = i - 1
+    end
+    back[i + 1], front.last = member, last + 1
+  end
+end

@@ -1,0 +1,150 @@
+-- include: endpoints
+-- Which endpoints take new requests: published ones that neither drain nor have a mark. A mark says why a published
+-- endpoint takes none: `drained` by an operator, `down`, or `ejected` (lib/outliers.lua).
+-- Also what follows from them: the limits of endpoints that fail or are full, and the bounds of the stock.
+-- Takes loads and outlier entries from lib/endpoints.lua, counters from lib/pool.lua. Gives `marks`.
+
+local marks = {}
+do
+  local MARKS = {'drained', 'down', 'ejected'}
+
+  -- List a published endpoint; its requests in flight stay counted.
+  local function add_published(address, draining)
+    local load, count = endpoints.load(address), endpoints.in_flight(address)
+    local listed_load = draining and count + UNPICKABLE or count
+    if listed_load ~= load then endpoints.set_load(address, listed_load) end
+  end
+
+  -- Stop new requests to an unpublished endpoint; forget the endpoint when its last request ends.
+  function marks.unpublish(address)
+    local load = endpoints.load(address)
+    if load <= 0 or load == UNPICKABLE then
+      endpoints.set_load(address, -1)
+    elseif load < UNPICKABLE then
+      endpoints.set_load(address, load + UNPICKABLE)
+    end
+  end
+
+  function marks.is_marked(address)
+    for _, what in ipairs(MARKS) do
+      if endpoints.has_mark(what, address) then return true end
+    end
+    return false
+  end
+
+  -- Set or remove a mark. Return whether the endpoint is published.
+  function marks.set(what, on, address)
+    local description = read('HGET', key.endpoints, address)
+    if not description then return false end
+    local before = marks.is_marked(address)
+    if on then
+      defer_write('HSET', key.marks, joined(what, address), now_ms)
+    else
+      defer_write('HDEL', key.marks, joined(what, address))
+    end
+    local after = marks.is_marked(address)
+    if before == after then return true end
+    pool.create()
+    local version = tonumber(read('HGET', key.pool, 'marks_version') or 0) or 0
+    defer_write('HSET', key.pool, 'marks_version', version + 1)
+    if endpoints.is_draining(description) then return true end
+    endpoints.set_load(address, endpoints.load(address) + (after and UNPICKABLE or -UNPICKABLE))
+    pool.ready = pool.ready + (after and -1 or 1)
+    marks.try_ejected()
+    marks.update_bounds()
+    return true
+  end
+
+  -- If no endpoint is ready, end all ejections.
+  function marks.try_ejected()
+    if pool.ready > 0 or pool.outliers == 0 then return end
+    for address in pairs(endpoints.outliers) do
+      if endpoints.is_ejected(address) then marks.set('ejected', false, address) end
+    end
+  end
+
+  -- The marked addresses, as a set.
+  function marks.all()
+    local found = {}
+    for _, mark in ipairs(read('HKEYS', key.marks)) do
+      local address = string.match(mark, '\31(.*)$')
+      if address then found[address] = true else drop_stray('HDEL', key.marks, mark) end
+    end
+    return found
+  end
+
+  -- Publish an endpoint with its JSON description, or with '' end its publication. `former`: the description published
+  -- so far, if known; `marked`: the marked addresses. Return whether the endpoint takes new requests.
+  function marks.publish(address, description, former, marked)
+    if description == '' then
+      defer_write('HDEL', key.endpoints, address)
+      for _, what in ipairs(MARKS) do defer_write('HDEL', key.marks, joined(what, address)) end
+      marks.forget_outlier(address)
+      marks.unpublish(address)
+      return false
+    end
+    if description ~= former then defer_write('HSET', key.endpoints, address, description) end
+    add_published(address, endpoints.is_draining(description) or marked[address])
+    return endpoints.is_ready(address)
+  end
+
+  -- Remove strays, and `down` marks that no replica has confirmed for `down_ms`: the next request tries the endpoint.
+  function marks.expire(down_ms)
+    local found = read('HGETALL', key.marks)
+    for i = 1, #found, 2 do
+      local what, address = string.match(found[i], '^(%l+)\31(.*)$')
+      local since_ms = tonumber(found[i + 1])
+      if not since_ms or read('HEXISTS', key.endpoints, address or '') == 0 then
+        drop_stray('HDEL', key.marks, found[i])
+      elseif what == 'ejected' and not endpoints.outliers[address] then
+        marks.set('ejected', false, address) -- the entry that explains the ejection was lost
+      elseif what == 'down' and now_ms - since_ms > down_ms then
+        marks.set('down', false, address)
+      end
+    end
+  end
+
+  -- Read the entries of endpoints that fail or are full, by address (lib/outliers.lua).
+  function marks.read_outliers()
+    local found = redis.call('HGETALL', key.outliers)
+    for i = 1, #found, 2 do
+      local known, entry = pcall(cjson.decode, found[i + 1])
+      if known and type(entry) == 'table' and type(entry.by) == 'table' then endpoints.outliers[found[i]] = entry end
+    end
+    marks.update_caps()
+  end
+
+  function marks.forget_outlier(address)
+    if not endpoints.outliers[address] then return end
+    endpoints.outliers[address], pool.outliers = nil, pool.outliers - 1
+    pool.touched = true
+    defer_write('HDEL', key.outliers, address)
+  end
+
+  function marks.update_caps()
+    endpoints.caps = settings.caps
+    for address, entry in pairs(endpoints.outliers) do
+      local is_over = entry.cap and entry.cap_until <= now_ms
+      if entry.cap and (not is_over or entry.fulls) then
+        if endpoints.caps == settings.caps then
+          endpoints.caps = {}
+          for each, cap in pairs(settings.caps or {}) do endpoints.caps[each] = cap end
+        end
+        local cap = is_over and entry.cap + 1 or entry.cap -- one request tries an endpoint that was full
+        endpoints.caps[address] = math.min(cap, endpoints.caps[address] or cap)
+      end
+    end
+  end
+
+  -- Bounds are configured per ready endpoint. Nine digits undo binary rounding: 20 times 1.15 is 23, not 22.999...
+  function marks.update_bounds()
+    local function scaled(bound) return tonumber(string.format('%.9g', bound * pool.ready)) end
+    pool.upper = scaled(settings.upper_per)
+    pool.lower = math.max(scaled(settings.lower_per), 1e-9) -- with 0, an empty pool still admits one
+  end
+
+  -- The upper bound if all published endpoints were ready. It limits the stock that a restored request takes.
+  function marks.largest_bound()
+    return math.max(pool.upper, settings.upper_per * math.max(read('HLEN', key.endpoints), 1))
+  end
+end
