@@ -322,14 +322,6 @@ class Client:
         for connection in list(self._all):
             connection.hang_up()
 
-    async def get(self, path: str, *, within_s: float, token: str = "") -> tuple[int, bytes] | None:
-        """GET `path` with the bearer `token`, if given. Returns status and body; None without an answer."""
-        exchange = _Exchange()
-        bearer = f"authorization: Bearer {token}\r\n" if token else ""
-        request = f"GET {path} HTTP/1.1\r\nhost: {self.address}\r\n{bearer}\r\n".encode()
-        await self._exchange(request, exchange, within_s)
-        return None if exchange.fault or exchange.left else (exchange.status, b"".join(exchange.parts))
-
     async def send(
         self,
         request: Request,
@@ -344,28 +336,27 @@ class Client:
         Closes the connection after `within_s`, or when the client leaves.
         """
         exchange = _Exchange()  # starts the clock, so times include connecting
-        await self._exchange(_encode(request, self.address), exchange, within_s, request.leaves_s)
+        await self._exchange(request, exchange, within_s)
         return exchange.answer(request, source, number, due_s, exact=self._exact)
 
-    async def _exchange(
-        self, request: bytes, exchange: _Exchange, within_s: float, leaves_s: float | None = None
-    ) -> None:
-        """Send `request` and wait for the end of `exchange`; the client leaves after `leaves_s`."""
+    async def _exchange(self, request: Request, exchange: _Exchange, within_s: float) -> None:
+        """Send `request` and wait for the end of `exchange`."""
+        encoded = _encode(request, self.address)
         try:
             connection = self._idle_connection() or await self._connect()
         except (OSError, TimeoutError) as fault:
             exchange.end(f"no connection: {str(fault) or f'not within {_CONNECT_S:g} s'}")
             return
         loop = asyncio.get_running_loop()
-        if leaves_s is None:
+        if request.leaves_s is None:
             timer = loop.call_later(within_s, exchange.end, f"no whole answer within {within_s:g} s")
         else:
-            timer = loop.call_later(leaves_s, partial(exchange.end, left=True))
+            timer = loop.call_later(request.leaves_s, partial(exchange.end, left=True))
         try:
             if self._hung_up:  # `hang_up` was called during connecting
                 exchange.end(left=True)
             else:
-                connection.send(request, exchange)
+                connection.send(encoded, exchange)
             await exchange.over
         finally:
             timer.cancel()

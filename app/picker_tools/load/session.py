@@ -1,6 +1,7 @@
 """One run: sends the load, injects the scenario's faults, and samples the fleet until it is at rest."""
 
 import asyncio
+import itertools
 import math
 import os
 import re
@@ -22,7 +23,7 @@ from picker_tools.load.result import (
     read_log,
 )
 from picker_tools.load.scenarios import ANSWER_S, Fault, Plan, planned, source_request
-from picker_tools.local_fleet.network import ADMIN_TOKEN, until
+from picker_tools.local_fleet.network import ADMIN_TOKEN, get, until
 
 # The mean time between kills, and the least time as a part of it, so that the fleet recovers in between.
 _KILL_EVERY_S, _LEAST_PART = 5.0, 0.5
@@ -44,7 +45,6 @@ def kill_moments(duration_s: float, replicas: int, seed: int) -> list[tuple[floa
 
 
 INTERVAL_S = 0.25
-_CALL_S = 1.0
 _ON_ENDPOINT = re.compile(rb"^vllm:num_requests_(?:running|waiting)(?:\{[^}]*\})? ([0-9.e+]+)$", re.MULTILINE)
 
 
@@ -52,46 +52,37 @@ class Sampler:
     """Samples the fleet every INTERVAL_S: one of `admins`, in turn, and all `endpoints` at once."""
 
     def __init__(self, admins: Sequence[str], endpoints: Sequence[str], now_s: Callable[[], float]) -> None:
-        self._admins = [Client(url) for url in admins]
-        self._endpoints = [Client(f"http://{address}") for address in endpoints]
+        self._admins = itertools.cycle(admins)
+        self._replicas = len(admins)
+        self._endpoints = endpoints
         self._now_s = now_s
-        self._turn = 0
         self.samples: list[Sample] = []
         self.endpoint_samples: list[EndpointSample] = []
 
     async def run(self) -> None:
         """Take samples until cancelled."""
-        try:
-            while True:
-                next_s = self._now_s() + INTERVAL_S
-                async with asyncio.TaskGroup() as tasks:
-                    tasks.create_task(self.take_sample())
-                    tasks.create_task(self._sample_endpoints())
-                await asyncio.sleep(max(0.0, next_s - self._now_s()))
-        finally:
-            self.close()
+        while True:
+            next_s = self._now_s() + INTERVAL_S
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self.take_sample())
+                tasks.create_task(self._sample_endpoints())
+            await asyncio.sleep(max(0.0, next_s - self._now_s()))
 
     async def take_sample(self) -> Sample | None:
         """Take a sample; None if no replica answers."""
-        for _ in self._admins:
-            client = self._admins[self._turn % len(self._admins)]
-            self._turn += 1
-            reply = await client.get("/api/v1/state", within_s=_CALL_S, token=os.environ.get(ADMIN_TOKEN, ""))
-            sample = Sample.read(self._now_s(), reply[1]) if reply and reply[0] == 200 else None
+        for admin in itertools.islice(self._admins, self._replicas):
+            reply = await get(f"{admin}/api/v1/state", os.environ.get(ADMIN_TOKEN, ""))
+            sample = Sample.read(self._now_s(), reply.body) if reply and reply.status == 200 else None
             if sample is not None:
                 self.samples.append(sample)
                 return sample
         return None
 
-    def close(self) -> None:
-        for client in (*self._admins, *self._endpoints):
-            client.hang_up()
-
     async def _sample_endpoints(self) -> None:
         if not self._endpoints:
             return
-        replies = (client.get("/metrics", within_s=_CALL_S) for client in self._endpoints)
-        pages = [reply[1] for reply in await asyncio.gather(*replies) if reply and reply[0] == 200]
+        replies = await asyncio.gather(*(get(f"http://{each}/metrics") for each in self._endpoints))
+        pages = [reply.body for reply in replies if reply and reply.status == 200]
         requests = sum(int(float(count)) for page in pages for count in _ON_ENDPOINT.findall(page))
         self.endpoint_samples.append(EndpointSample(self._now_s(), requests, len(pages)))
 
@@ -191,9 +182,7 @@ class Session:
             per = self._fleet.settings.request_queue_controller.lower_per_backend
             return math.ceil(per * len(self._target.endpoints)) / ANSWER_S
         answer_s = await self._probe()
-        sampler = Sampler(self._target.admins, (), lambda: 0.0)
-        state = await sampler.take_sample()
-        sampler.close()
+        state = await Sampler(self._target.admins, (), lambda: 0.0).take_sample()
         if state is None or state.lower <= 0:
             raise StartupError(
                 "what the fleet can serve is not known without its admin API: "
