@@ -39,7 +39,7 @@ UNREADABLE: list[tuple[str, str | None, str]] = [
     ("band", "", "entry 2: band is ''"),
     ("event", "dreamt", "entry 2: event is 'dreamt'"),
     ("seq", "x" * 1000, f"entry {'x' * 20}: seq is {'x' * 80!r}"),
-    ("flow", None, "entry 2: flow is missing"),
+    *((field, None, f"entry 2: {field} is missing") for field in ("flow", "tag", "bytes")),
 ]
 
 
@@ -446,7 +446,7 @@ class Log:
                     seq=len(self.entries) + 1, time_us=now_us, event=event, request=request,
                     flow=source_of(request), band=band, priority=NAMED[band].priority, workload="", cost=1,
                     weight=weight, arrived=arrived, deadline_ms=0, due_ms=None, limit=0, tag=None, v=0, by=by,
-                    owner="", endpoint="", stock=0, queued=0, upper=100, lower=100, note="",
+                    owner="", endpoint="", stock=0, queued=0, upper=100, lower=100, note="", body_bytes=0,
                 )
             )  # fmt: skip
         return self

@@ -5,10 +5,12 @@ the entries (docs/redis-schema.md).
 """
 
 import asyncio
-from collections.abc import Callable, Iterator, Mapping
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
+import msgspec
 import redis
 from redis.backoff import NoBackoff
 from redis.maint_notifications import MaintNotificationsConfig
@@ -31,12 +33,14 @@ EVENTS = ENDS | THROTTLING | {
 }  # fmt: skip
 
 
+_FIELD = re.compile(r"(?:\$\.|field `)(\w+)")  # in msgspec's message of a fault
+
+
 class EntryError(ValueError):
     """An entry cannot be parsed; the message names the entry and the field."""
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
+class Entry(msgspec.Struct, frozen=True):
     """A decision. `stock`, `queued`, `v`, `upper` and `lower` are the values after the decision.
 
     `band` is the number of a band; another band may get the number once the band is `collected`. `priority`
@@ -70,7 +74,7 @@ class Entry:
     upper: float
     lower: float
     note: str
-    body_bytes: int = 0
+    body_bytes: int = msgspec.field(name="bytes")
 
     @classmethod
     def parse(cls, raw: Mapping[str, str]) -> "Entry":
@@ -79,20 +83,15 @@ class Entry:
         Raises:
             EntryError: a field is missing or not a number, or the event is unknown.
         """
-        field = ""
+        absent = {field: None for field in ("tag", "due_ms") if raw.get(field) == ""}
         try:
-            values: dict[str, Any] = {}
-            for field, read in _READ.items():
-                values[field] = read(raw[field])
-            field = "bytes"
-            values["body_bytes"] = int(raw[field])
-            field = "event"
-            if raw[field] not in EVENTS:
-                raise ValueError("unknown event")
-        except (KeyError, IndexError, ValueError):
-            found = repr(raw[field][:80]) if field in raw else "missing"
-            raise EntryError(f"entry {raw.get('seq', '?')[:20]}: {field} is {found}") from None
-        return cls(**values)
+            entry = msgspec.convert({**raw, **absent}, cls, strict=False)
+        except msgspec.ValidationError as fault:
+            named = _FIELD.search(str(fault))
+            raise _unreadable(raw, named[1] if named else "") from None
+        if entry.event not in EVENTS:
+            raise _unreadable(raw, "event")
+        return entry
 
     @property
     def now_ms(self) -> int:
@@ -117,20 +116,9 @@ class Entry:
         return " ".join(about)
 
 
-def _optional_float(text: str) -> float | None:
-    return float(text) if text else None
-
-
-def _optional_int(text: str) -> int | None:
-    return int(text) if text else None
-
-
-_READ: Mapping[str, Callable[[str], Any]] = {
-    "seq": int, "time_us": int, "event": str, "request": str, "flow": str, "band": int, "priority": int,
-    "workload": str, "cost": float, "weight": float, "arrived": int, "deadline_ms": int,
-    "due_ms": _optional_int, "limit": int, "tag": _optional_float, "v": float, "by": str, "owner": str,
-    "endpoint": str, "stock": float, "queued": int, "upper": float, "lower": float, "note": str,
-}  # fmt: skip
+def _unreadable(raw: Mapping[str, str], field: str) -> EntryError:
+    found = repr(raw[field][:80]) if field in raw else "missing"
+    return EntryError(f"entry {raw.get('seq', '?')[:20]}: {field} is {found}")
 
 
 PAGE = 1000  # entries per call to Redis
