@@ -49,7 +49,8 @@ from picker_fleet.ingress.context import (
 )
 from picker_fleet.ingress.ext_proc import eds
 from picker_fleet.ingress.ext_proc.accesslog import Account
-from picker_fleet.ingress.intake import Intake, selected_endpoints
+from picker_fleet.ingress.headers import selected_endpoints
+from picker_fleet.ingress.intake import Intake
 from picker_fleet.scheduling.chooser import EndpointChooser
 from picker_fleet.scheduling.route_stream import RouteStream
 from picker_fleet.state.accounting_token import Keyring

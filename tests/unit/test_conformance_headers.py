@@ -11,7 +11,7 @@ from extproc_client import Talk, body, headers, set_headers
 
 from picker_fleet.domain.request import Endpoint
 from picker_fleet.endpoints.snapshot import Snapshot, SnapshotCell
-from picker_fleet.ingress.intake import selected_endpoints
+from picker_fleet.ingress.headers import selected_endpoints
 
 ASK = b'{"model": "m", "prompt": "p"}'
 CHOICE = "test-epp-endpoint-selection"

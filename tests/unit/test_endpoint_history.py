@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from picker_fleet.ingress.intake import Body
+from picker_fleet.ingress.json_body import Body
 from picker_fleet.scheduling import endpoint_history
 from picker_fleet.scheduling.endpoint_history import BLOCK_BYTES, LatencyWindow, PrefixIndex, block_hashes
 from picker_fleet.scheduling.scorers import LatencyStats

@@ -22,16 +22,9 @@ from picker_fleet.domain.errors import BadRequest, Unsupported
 from picker_fleet.domain.request import InferenceRequest, Workload
 from picker_fleet.domain.units import MOST_COST
 from picker_fleet.ingress import cost
-from picker_fleet.ingress.intake import (
-    HEADERS,
-    Ask,
-    Body,
-    Intake,
-    _name_fault,
-    read_body,
-    read_subset,
-    wanted_headers,
-)
+from picker_fleet.ingress.headers import HEADERS, read_subset, wanted_headers
+from picker_fleet.ingress.intake import Ask, Intake, _name_fault, read_body
+from picker_fleet.ingress.json_body import Body
 from picker_fleet.ingress.traffic_split import Split
 from picker_fleet.state.accounting_token import Keyring
 
@@ -542,10 +535,7 @@ def test_fields_of_a_long_body_are_read_wherever_its_long_strings_are(
     body = json.dumps(whole, ensure_ascii=escaped).encode()
     read = read_body(body)
     assert (read.model, read.stream, read.body_bytes) == ("m", True, len(body))
-    assert (
-        cost.tokens(read.text, read.body_bytes, read.members, math.inf, 0, is_one=False)[0]
-        == len(body) / 4 + 7
-    )
+    assert cost.tokens(read.text, read.body_bytes, read.members, math.inf, 0)[0] == len(body) / 4 + 7
     assert read.body is not None
     assert json.loads(bytes(read.body.values["prompt"])) == prompt
     assert json.loads(read.renamed("other")) == {**whole, "model": "other"}
@@ -735,11 +725,13 @@ def test_without_a_gateway_id_the_variant_depends_on_flow_and_body(trusted: bool
 def test_prefix_hashes_are_computed_for_the_target_model() -> None:
     prefixes = Mock(needs_prefix_hashes=True)
     intake = Intake(SETTINGS, new_id=lambda: "made", keys=Keyring(), prefixes=prefixes)
-    sent, plain = (
-        intake.request(Ask(model, False, b'{"prompt": "%s"}' % LONG), {}, subset=None, trusted=False)
-        for model in ("split", "split-b")
-    )
-    assert sent.target_model == "split-b"
+
+    def asking(model: str) -> InferenceRequest:
+        return intake.request(Ask(model, False, b'{"prompt": "%s"}' % LONG), {}, subset=None, trusted=False)
+
+    sent = asking("split")
+    plain = asking(sent.target_model)
+    assert plain.model == plain.target_model == sent.target_model
     assert sent.prefix == plain.prefix != ()
 
 

@@ -24,7 +24,7 @@ from picker_fleet.endpoints import metrics_page as endpoint_page
 from picker_fleet.endpoints import scraper
 from picker_fleet.fleet import heartbeat
 from picker_fleet.fleet.live_config import AFFECTS, LIVE
-from picker_fleet.ingress import intake
+from picker_fleet.ingress import json_body
 from picker_fleet.ingress.context import DROPPED_REASON, refusal
 from picker_fleet.ingress.ext_proc import codec
 from picker_fleet.scheduling import endpoint_history as history
@@ -79,7 +79,7 @@ SENTENCES = [
     ("metrics", f"up to {documents.MAX_METRICS_AGE_S:g} s where making it took"),
     ("security", f"Half-sent headers end after {MANAGER['requestHeadersTimeout'].removesuffix('s')} s"),
     ("security", f"at most {spaced(bootstrap.MAX_CONNECTIONS)} connections"),
-    ("security", f"at most {intake.MAX_NAME_BYTES} bytes, no control characters"),
+    ("security", f"at most {json_body.MAX_NAME_BYTES} bytes, no control characters"),
     ("redis", f"are waited for {FailoverTimes().max_resync_s:g} s at most"),
     ("redis", f"it waits {FailoverTimes().peers_wait_s:g} s at most"),
     ("redis", f"{spaced(ledger.MAX_ENTRIES)} requests, running or ended, are remembered"),

@@ -17,7 +17,8 @@ from picker_fleet.domain.bands import Band
 from picker_fleet.domain.config import parse
 from picker_fleet.domain.errors import TotalCapacity
 from picker_fleet.domain.request import Alive, Completion, InferenceRequest, Outcome, Placement, Workload
-from picker_fleet.ingress.intake import HEADERS, Intake, read_body
+from picker_fleet.ingress.headers import HEADERS
+from picker_fleet.ingress.intake import Intake, read_body
 from picker_fleet.state import accounting_token
 from picker_fleet.state.accounting_token import Keyring
 from picker_fleet.state.store import Placed, Queued, SettleReply

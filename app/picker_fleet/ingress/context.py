@@ -34,7 +34,8 @@ from picker_fleet.domain.request import InferenceRequest, Placement
 from picker_fleet.domain.sections import ExtProc
 from picker_fleet.grpc.transport import Stream
 from picker_fleet.ingress.bodies import decode
-from picker_fleet.ingress.intake import CONTENT_ENCODING, CONTENT_TYPE, REQUEST_ID, Ask, Intake, read_body
+from picker_fleet.ingress.headers import CONTENT_ENCODING, CONTENT_TYPE, REQUEST_ID
+from picker_fleet.ingress.intake import Ask, Intake, read_body
 from picker_fleet.telemetry.logs import DecisionLines
 from picker_fleet.telemetry.metrics import Metrics
 

@@ -3,8 +3,7 @@
 An engine runs one sequence for each answer to each prompt of a request. Members with prompts or numbers of
 answers count on all paths: an engine ignores a member that it does not know, but the picker charges for it.
 The cost is a client's claim: a request takes at most a share of the stock's bound, the model's
-`max_model_len` bounds the cost, and `settle` corrects the cost where the engine reports its usage. Called for
-requests that are not one prompt for one answer, and for all requests if the stock counts tokens.
+`max_model_len` bounds the cost, and `settle` corrects the cost where the engine reports its usage.
 """
 
 import re
@@ -34,6 +33,7 @@ _MORE_PROMPTS: Final = (
     *("prompts", "inputs", "texts", "text", "text_1", "text_2", "queries", "documents"),
     *("input_ids", "prompt_ids", "prompt_token_ids", "token_ids", "tokens"),
 )
+_ALL_PROMPTS: Final = (*PROMPTS, *_MORE_PROMPTS)
 _OBJECTS_ARE_PROMPTS: Final = ("documents", "queries")  # in other lists, objects are parts of one prompt
 SEVERAL: Final = frozenset((*_ANSWERS, *_SECTIONS, *_MORE_PROMPTS))  # in requests for several sequences
 
@@ -65,36 +65,41 @@ Members = Mapping[str, Any]  # a body's members, each decoded or a JSON text (ms
 def sequences(members: Members) -> int:
     """The number of sequences that an engine runs: prompts times answers per prompt, 1 to 1 000 000."""
     prompts = 1
-    for name in (*PROMPTS, *_MORE_PROMPTS):
-        if name in members and (text := _json(members[name]))[:1] == b"[":
+    for name in _ALL_PROMPTS:
+        if name in members and (text := _list(name, members[name])):
             prompts = max(prompts, _prompts_in(text, objects=name in _OBJECTS_ARE_PROMPTS))
     return int(min(prompts * max(1.0, _largest(members, _ANSWERS)), _MOST_SEQUENCES))
 
 
-def tokens(
-    body: bytes, size_bytes: int, members: Members, most: float, default: float, *, is_one: bool
-) -> tuple[float, bool]:
+def tokens(body: bytes, size_bytes: int, members: Members, most: float, default: float) -> tuple[float, bool]:
     """The cost in tokens of a request, and whether the cost lacks the answer's tokens, for which the caller
     adds the flow's mean. `body` is b'' if only `size_bytes` is known.
 
     `most` bounds the tokens of prompt plus answer in each sequence; `default` is the assumed length of each
-    of several answers of unknown length. `is_one` says that the request is one sequence.
+    of several answers of unknown length.
     """
-    if is_one:
-        count, answer = 1, _largest_in(members, MAX_ANSWER)
-    else:
-        count, answer = sequences(members), _largest(members, MAX_ANSWER)
-    answer = min(answer, _MOST_ANSWER_TOKENS)
-    prompt = _prompt_tokens(body, size_bytes, members, is_one=is_one)
+    count = sequences(members)
+    answer = min(_largest(members, MAX_ANSWER), _MOST_ANSWER_TOKENS)
+    prompt = _prompt_tokens(body, size_bytes, members)
     if answer < 1 and count == 1:
         return min(prompt, most), True
     return min(prompt + count * (int(answer) if answer >= 1 else default), count * most, MOST_COST), False
 
 
-def _prompt_tokens(body: bytes, size_bytes: int, members: Members, *, is_one: bool) -> float:
+def _list(name: str, value: object) -> bytes:
+    """The JSON text of the member `name` if it is a list of prompts or of numbers, else b''."""
+    if type(value) is str:
+        return b""
+    if type(value) is list and value and type(value[0]) is dict and name not in _OBJECTS_ARE_PROMPTS:
+        return b""  # the messages of one prompt
+    text = _json(value)
+    return text if text[:1] == b"[" else b""
+
+
+def _prompt_tokens(body: bytes, size_bytes: int, members: Members) -> float:
     found = 0.0
-    for name in () if is_one else (*PROMPTS, *_MORE_PROMPTS):
-        if name in members and _NUMBERS.match(text := _json(members[name])):
+    for name in _ALL_PROMPTS:
+        if name in members and _NUMBERS.match(text := _list(name, members[name])):
             size_bytes -= len(text)
             found += text.count(b",") + 1
     if _may_have_media(body, members):
@@ -114,9 +119,8 @@ def _may_have_media(body: bytes, members: Members) -> bool:
     return False
 
 
-def _largest(members: Members, names: Iterable[str]) -> float:
+def _largest(members: Members, names: tuple[str, ...]) -> float:
     """The largest number under any of `names`, in `members` or in their sections; 0 if there is none."""
-    names = tuple(names)
     found = _largest_in(members, names)
     for section in _SECTIONS:
         if section in members:

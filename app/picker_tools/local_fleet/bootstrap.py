@@ -46,9 +46,9 @@ from picker_fleet.ingress.ext_proc.accesslog import (
     STATE_IDS,
 )
 from picker_fleet.ingress.ext_proc.codec import LENGTH_HEADER, SUBSET_HINT
+from picker_fleet.ingress.headers import METHOD, PATH, wanted_headers
 from picker_fleet.ingress.http.check import CARRIED, CLIENT_HEADERS, REFUSAL_HEADERS
 from picker_fleet.ingress.http.server import HEALTH_PATH, PREFIX
-from picker_fleet.ingress.intake import METHOD, PATH, wanted_headers
 from picker_fleet.scheduling.chooser import SESSION_HEADER
 from picker_tools.local_fleet.parts import Mode
 

@@ -35,7 +35,7 @@ from picker_fleet.grpc.transport import RpcError, Status, Stream
 from picker_fleet.ingress.context import Decision, ExchangeContext, UploadDeadlines, UploadOverdue
 from picker_fleet.ingress.ext_proc import codec
 from picker_fleet.ingress.ext_proc.response import ModelRename, Response
-from picker_fleet.ingress.intake import (
+from picker_fleet.ingress.headers import (
     CONTENT_ENCODING,
     CONTENT_LENGTH,
     CONTENT_TYPE,
@@ -43,11 +43,9 @@ from picker_fleet.ingress.intake import (
     METHOD,
     PATH,
     TEST_SELECTION,
-    Ask,
-    bodiless,
-    read_body,
     read_subset,
 )
+from picker_fleet.ingress.intake import Ask, bodiless, read_body
 
 END_S = 0.1  # to wait for end_of_stream once all bytes of the content-length have arrived
 CONFIRM_AFTER_S = 1.0  # an older placement is confirmed before Envoy is answered; shorter than any lease

@@ -21,15 +21,14 @@ from picker_fleet.ingress.ext_proc.accesslog import (
     TOKEN_MARK,
     WAITED_HEADER,
 )
-from picker_fleet.ingress.intake import (
+from picker_fleet.ingress.headers import (
     CONTENT_ENCODING,
     CONTENT_TYPE,
     FORWARDED_FOR,
     ROUTE_TIMEOUT,
-    bodiless,
-    read_body,
     read_subset,
 )
+from picker_fleet.ingress.intake import bodiless, read_body
 from picker_fleet.scheduling.chooser import SESSION_HEADER
 
 MODE: Final = "http"

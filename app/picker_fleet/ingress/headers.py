@@ -1,0 +1,178 @@
+"""The request headers that the picker reads, and what each means (docs/protocol.md). Called by intake.
+
+Both spellings of a header count, the gateway's first. A malformed header raises a `BadRequest` that names it
+(G10), except for a malformed workload context, which makes an anonymous workload of criticality 3
+(docs/specification.md).
+"""
+
+import math
+import re
+from collections.abc import Mapping
+from contextlib import suppress
+from functools import lru_cache
+
+import orjson
+
+from picker_fleet.domain import allowlist
+from picker_fleet.domain.config import Settings
+from picker_fleet.domain.errors import BadRequest
+from picker_fleet.domain.request import Workload, finite_number
+from picker_fleet.domain.units import duration_s, endpoint_address, has_control
+from picker_fleet.endpoints.snapshot import SnapshotCell
+from picker_fleet.scheduling.chooser import SESSION_HEADER
+
+METHOD, PATH = ":method", ":path"
+REQUEST_ID = "x-request-id"
+CONTENT_LENGTH = "content-length"
+CONTENT_TYPE, CONTENT_ENCODING = "content-type", "content-encoding"
+OF_BODY = (CONTENT_LENGTH, CONTENT_TYPE, CONTENT_ENCODING)
+FORWARDED_FOR = "x-forwarded-for"
+TTL = "x-llm-d-inference-ttl"
+# Headers with a client's own deadline. ROUTE_TIMEOUT is set by another Envoy before this one; an Envoy
+# passes it on only from internal peers.
+REQUEST_TIMEOUT = "x-request-timeout"
+GRPC_TIMEOUT = "grpc-timeout"
+ROUTE_TIMEOUT = "x-envoy-expected-rq-timeout-ms"
+DEADLINES = (REQUEST_TIMEOUT, GRPC_TIMEOUT, ROUTE_TIMEOUT)
+WORKLOAD = "x-workload-context"
+SESSION_HEADERS = frozenset(("session-id", "x-session-affinity"))
+TRACE = "traceparent"
+TEST_SELECTION = "test-epp-endpoint-selection"  # sent by the conformance suite
+HEADERS = frozenset(
+    (METHOD, PATH, FORWARDED_FOR, REQUEST_ID, WORKLOAD, TTL, *DEADLINES, SESSION_HEADER, *OF_BODY)
+)
+TIMES = frozenset((TTL, *DEADLINES))
+
+MAX_WORKLOAD_ID_BYTES = 128
+_SHORT_CONTEXT = 512  # characters; longer workload contexts are not cached
+DEFAULT_CRITICALITY = 3
+ANONYMOUS = Workload("", DEFAULT_CRITICALITY)
+_MIN_TTL_S = 0.001
+
+_GRPC_TIMEOUT = re.compile(r"([0-9]{1,8})([HMSmun])")  # the gRPC protocol's TimeoutValue and TimeoutUnit
+_GRPC_UNIT_S = {"H": 3600.0, "M": 60.0, "S": 1.0, "m": 1e-3, "u": 1e-6, "n": 1e-9}
+_WHOLE_MS = re.compile(r"[0-9]{1,15}")
+
+
+def read_subset(hint: object) -> tuple[str, ...]:
+    """Endpoints (`ip:port`, canonical) of a subset hint: a list or a comma-separated string.
+
+    Entries that are no addresses are left out; a hint of another type gives no endpoints.
+    """
+    entries = hint.split(",") if isinstance(hint, str) else hint if isinstance(hint, list | tuple) else ()
+    found: list[str] = []
+    for entry in entries:
+        with suppress(ValueError):
+            found.append(_canonical(str(entry).strip()))
+    return tuple(found)
+
+
+# A gateway's hints repeat the same endpoints, hundreds in each request.
+_canonical = lru_cache(maxsize=10_000)(endpoint_address)
+
+
+def selected_endpoints(endpoints: SnapshotCell, choice: bytes) -> tuple[str, ...]:
+    """The endpoints that the conformance suite's header selects: `ip:port`, or an `ip` of `endpoints`."""
+    parts = [part.strip() for part in choice.decode(errors="replace").split(",")]
+    by_host: dict[str, list[str]] = {}
+    for address in (each.address for each in endpoints.current.endpoints):
+        by_host.setdefault(address.rpartition(":")[0].strip("[]"), []).append(address)
+    found = [address for part in parts for address in by_host.get(part.strip("[]"), ())]
+    return tuple(dict.fromkeys((*found, *read_subset(parts))))
+
+
+def wanted_headers(settings: Settings) -> frozenset[str]:
+    """The lower-case names of the headers that the picker reads under `settings`."""
+    traces = {TRACE} if settings.tracing.enabled else frozenset()
+    tests = {TEST_SELECTION} if settings.extproc.conformance else frozenset()
+    keys = {key for key in settings.scheduling.session_keys if key in SESSION_HEADERS}
+    return HEADERS | allowlist.trusted(settings.extproc.trusted_headers) | keys | traces | tests
+
+
+def ttl_of(headers: Mapping[str, bytes], most_s: float) -> tuple[float, bool]:
+    """The seconds that a request may wait, at most `most_s`, and whether the client's own deadline sets them.
+
+    Raises:
+        BadRequest: a header is malformed; the message names it.
+    """
+    text = text_of(headers, TTL)
+    ttl_s = min(max(_duration_s(TTL, text), _MIN_TTL_S), most_s) if text else most_s
+    deadline_s = _deadline_s(headers)
+    return (deadline_s, True) if deadline_s <= ttl_s else (ttl_s, False)
+
+
+def _deadline_s(headers: Mapping[str, bytes]) -> float:
+    """Seconds until the earliest of the client's own deadlines; infinite without any.
+
+    `x-request-timeout` is in seconds or a duration such as `500ms`; `grpc-timeout` has gRPC's format; the
+    route timeout is in milliseconds, and 0 means no timeout.
+    """
+    deadline_s = math.inf
+    if text := text_of(headers, REQUEST_TIMEOUT):
+        deadline_s = _duration_s(REQUEST_TIMEOUT, text)
+    if text := text_of(headers, GRPC_TIMEOUT):
+        match = _GRPC_TIMEOUT.fullmatch(text)
+        if match is None:
+            raise BadRequest(
+                f"header {GRPC_TIMEOUT}: {text[:40]!r} is no gRPC timeout: write 500m, 30S or 5M"
+            )
+        deadline_s = min(deadline_s, int(match[1]) * _GRPC_UNIT_S[match[2]])
+    if text := text_of(headers, ROUTE_TIMEOUT):
+        if not _WHOLE_MS.fullmatch(text):
+            raise BadRequest(f"header {ROUTE_TIMEOUT}: {text[:40]!r} is no number of milliseconds")
+        deadline_s = min(deadline_s, int(text) / 1000 or math.inf)
+    return max(deadline_s, _MIN_TTL_S)
+
+
+def _duration_s(name: str, text: str) -> float:
+    try:
+        seconds = duration_s(text)
+    except ValueError as fault:
+        raise BadRequest(f"header {name}: {fault}") from None
+    if seconds <= 0:
+        raise BadRequest(f"header {name}: must be above zero")
+    return seconds
+
+
+def workload_of(headers: Mapping[str, bytes]) -> Workload:
+    """The workload that the headers name; an anonymous one without a context.
+
+    Raises:
+        BadRequest: the context is not valid UTF-8.
+    """
+    context = text_of(headers, WORKLOAD)
+    if not context:
+        return ANONYMOUS
+    return _short_context(context) if len(context) <= _SHORT_CONTEXT else _workload(context)
+
+
+def _workload(text: str) -> Workload:
+    """The workload of the header value `text`; a malformed text makes an anonymous workload."""
+    try:
+        context = orjson.loads(text)
+    except orjson.JSONDecodeError:
+        return ANONYMOUS
+    if not isinstance(context, dict):
+        return ANONYMOUS
+    number = finite_number(context.get("criticality"))
+    criticality = DEFAULT_CRITICALITY if number is None else int(min(max(number, 1), 5))
+    name = context.get("workload_id")
+    stripped = name.strip() if isinstance(name, str) else ""
+    if not stripped or len(stripped.encode()) > MAX_WORKLOAD_ID_BYTES or has_control(stripped):
+        return Workload("", criticality)
+    return Workload(stripped, criticality)
+
+
+_short_context = lru_cache(maxsize=4096)(_workload)  # requests of one workload send the same context
+
+
+def text_of(headers: Mapping[str, bytes], *names: str) -> str:
+    """The value of the first non-empty header of `names`; '' if all are empty."""
+    for name in names:
+        raw = headers.get(name)
+        if raw:
+            try:
+                return raw.decode()
+            except UnicodeDecodeError:
+                raise BadRequest(f"header {name} is not valid UTF-8") from None
+    return ""
