@@ -82,7 +82,7 @@ class Auditor:
         for check in self._checks:
             check.check(step)
         self._replay.advance(step)
-        if self._replay.rules is not None and not self._replay.rules.logged:
+        if self._replay.rules is not None and not self._replay.rules.log_max:
             self.skip(f"the log was off after entry {entry.seq}")
         return entry
 

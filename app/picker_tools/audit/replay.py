@@ -6,20 +6,19 @@ once the last of these requests has left.
 """
 
 import enum
-import json
 import math
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 from picker_fleet.domain.bands import NAMED
 from picker_fleet.domain.request import largest_claim
 from picker_tools.audit.log import ENDS, THROTTLING, Entry, EntryError
 
 
-@dataclass(frozen=True, slots=True)
-class BandLimits:
+class BandLimits(msgspec.Struct, frozen=True):
     """The most requests, and the most bytes of request bodies, that may wait in the band of `priority`."""
 
     priority: int
@@ -27,9 +26,11 @@ class BandLimits:
     bytes: float = math.inf
 
 
-@dataclass(frozen=True, slots=True)
-class Rules:
-    """The settings of order and capacity from a `tuned` entry (docs/redis-schema.md, `base`)."""
+class Rules(msgspec.Struct, frozen=True):
+    """The settings of order and capacity from a `tuned` entry (docs/redis-schema.md, `base`).
+
+    Missing settings have the defaults of the scripts.
+    """
 
     fairness: str = "weighted-fair"
     ordering: str = "fcfs"
@@ -37,40 +38,28 @@ class Rules:
     guard_share: float = 0.0
     starvation_ms: int = 0  # 0: half of the request's TTL
     upper_per: float = 0.0
-    weights: Mapping[str, float] = field(default_factory=dict)
-    caps: Mapping[str, int] = field(default_factory=dict)  # of endpoints that have a limit
+    weights: dict[str, float] = {}
+    caps: dict[str, int] = {}  # of endpoints that have a limit
     bands: tuple[BandLimits, ...] = tuple(BandLimits(band.priority) for band in NAMED)  # named bands first
     paused: bool = False
-    claim_share: float = 1.0  # the largest part of the upper bound that one request takes
-    queues: bool = True  # False: the queue is switched off, and requests take no stock
-    logged: bool = True  # False: the decision log is off from this entry on
+    # The largest part of the upper bound that one request takes.
+    claim_share: float = msgspec.field(default=1.0, name="largest_claim")
+    queues: bool = msgspec.field(default=True, name="queue_enabled")  # if off, requests take no stock
+    log_max: float = 1  # 0: the decision log is off from this entry on
 
     @classmethod
     def parse(cls, note: str) -> "Rules":
-        """Parse the settings in `note`, a JSON object. Missing settings get the defaults of the scripts.
+        """Parse the settings in `note`, a JSON object.
 
         Raises:
             EntryError: `note` is no JSON object, or a value has the wrong type.
         """
         try:
-            settings: dict[str, Any] = json.loads(note)
-            return cls(
-                fairness=str(settings.get("fairness", "weighted-fair")),
-                ordering=str(settings.get("ordering", "fcfs")),
-                band_policy=str(settings.get("band_policy", "strict")),
-                guard_share=float(settings.get("guard_share", 0)),
-                starvation_ms=int(settings.get("starvation_ms", 0)),
-                upper_per=float(settings.get("upper_per", 0)),
-                # Lua may encode an empty table as an empty list.
-                weights={flow: float(weight) for flow, weight in dict(settings.get("weights") or {}).items()},
-                caps={address: int(most) for address, most in dict(settings.get("caps") or {}).items()},
-                bands=_bands_of(settings),
-                paused=settings.get("paused") == 1,
-                claim_share=float(settings.get("largest_claim", settings.get("claim_share", 1))),
-                queues=settings.get("queue_enabled", 1) != 0,
-                logged=settings.get("log_max", 1) != 0,
-            )
-        except (AttributeError, KeyError, TypeError, ValueError) as fault:
+            settings = msgspec.json.decode(note, type=dict[str, Any])
+            # Lua may encode an empty table as an empty list.
+            given = {name: value for name, value in settings.items() if value not in ([], None)}
+            return msgspec.convert({"largest_claim": given.get("claim_share", 1), **given}, cls, strict=False)
+        except msgspec.MsgspecError as fault:
             raise EntryError(f"settings cannot be read: {fault}") from None
 
     def flow_key(self, flow: str) -> str:
@@ -105,17 +94,6 @@ class Rules:
     def orders_like(self, other: "Rules | None") -> bool:
         """Whether waiting requests have the same flow queues and order under `other`."""
         return other is not None and (self.fairness, self.ordering) == (other.fairness, other.ordering)
-
-
-def _bands_of(settings: Mapping[str, Any]) -> tuple[BandLimits, ...]:
-    """The configured bands; the named bands if the settings have none."""
-    given = settings.get("bands") or [{"priority": band.priority} for band in NAMED]
-    return tuple(
-        BandLimits(
-            int(band["priority"]), float(band.get("capacity", math.inf)), float(band.get("bytes", math.inf))
-        )
-        for band in given
-    )
 
 
 class RequestState(enum.StrEnum):
