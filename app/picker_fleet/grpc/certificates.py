@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import grpc
 
@@ -32,31 +32,28 @@ _HANDSHAKES = 256  # concurrent handshakes on a port
 MAX_TLS_CONNECTIONS: Final = 1024  # on a port: each may take a quarter of a MiB
 _BACKLOG = 1024
 _OPENSSL_S = 30.0
-_DAYS = "3650"
 _SELF_SIGNED = (
     *("openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes"),
-    *("-days", _DAYS, "-subj", "/CN=picker", "-addext", "subjectAltName=DNS:picker,DNS:localhost"),
+    *("-days", "3650", "-subj", "/CN=picker", "-addext", "subjectAltName=DNS:picker,DNS:localhost"),
     *("-keyout", "/dev/stdout", "-out", "/dev/stdout"),
 )
-_KEY_BEGINS = b"-----BEGIN PRIVATE KEY-----"
-_CERTIFICATE_BEGINS = b"-----BEGIN CERTIFICATE-----"
 
 _log = logging.getLogger(__name__)
 
 
-class _Files:
+class _Files(NamedTuple):
     """The files' contents, in PEM. `client_ca` is empty if clients need no certificate."""
 
-    __slots__ = ("cert", "client_ca", "key")
-
-    def __init__(self, cert: bytes, key: bytes, client_ca: bytes) -> None:
-        self.cert, self.key, self.client_ca = cert, key, client_ca
+    cert: bytes
+    key: bytes
+    client_ca: bytes
 
 
 class Certificates:
     """The certificate and key that are in use, for asyncio's TLS (`context`) and gRPC's (`grpc_credentials`).
 
-    `name` is the section of the configuration, `protocol` the name that ALPN offers.
+    New files replace `context`, so each handshake takes it anew. `name` is the section of the configuration,
+    `protocol` the name that ALPN offers.
     """
 
     def __init__(self, tls: Tls, name: str, protocol: str) -> None:
@@ -65,19 +62,12 @@ class Certificates:
         self._seen = self._look()
         try:
             self._files = self._read(None)
-            self._current = self._context_of(self._files)
+            self.context = self._context_of(self._files)
         except (OSError, ssl.SSLError, ValueError) as fault:
             raise StartupError(f"{name}: {_reason(fault)}") from fault
         if tls.cert is None:
             _log.warning("%s names no certificate: this replica signs one itself, which proves nothing", name)
         self.version = 1
-
-    @property
-    def context(self) -> ssl.SSLContext:
-        """A new context for one listener, whose handshakes always use the current certificate."""
-        listening = self._context_of(self._files)
-        listening.sni_callback = self._use_current
-        return listening
 
     def client_context(self) -> ssl.SSLContext:
         """A context for calls to other replicas: accepts any certificate and offers this replica's."""
@@ -113,11 +103,11 @@ class Certificates:
         self._seen = seen
         try:
             files = self._read(self._files)
-            current = self._context_of(files)
+            context = self._context_of(files)
         except (OSError, ssl.SSLError, ValueError) as fault:
             _log.error("%s: the former certificate stays in use: %s", self._name, _reason(fault))
             return False
-        self._files, self._current = files, current
+        self._files, self.context = files, context
         self.version += 1
         _log.info("%s: a new certificate is in use", self._name)
         return True
@@ -127,9 +117,6 @@ class Certificates:
         while True:
             await asyncio.sleep(RELOAD_S)
             self.reload()
-
-    def _use_current(self, connection: Any, server_name: str | None, listening: ssl.SSLContext) -> None:
-        connection.context = self._current
 
     def _look(self) -> tuple[object, ...]:
         """The time, inode and size of each file, or its error, by which a change is noticed."""
@@ -149,8 +136,9 @@ class Certificates:
         if tls.cert is not None and tls.key is not None:
             return _Files(tls.cert.read_bytes(), tls.key.read_bytes(), client_ca)
         if former is not None:  # keep the self-signed certificate
-            return _Files(former.cert, former.key, client_ca)
-        return _Files(*_self_signed(), client_ca)
+            return former._replace(client_ca=client_ca)
+        both = _self_signed()
+        return _Files(both, both, client_ca)
 
     def _context_of(self, files: _Files) -> ssl.SSLContext:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -192,8 +180,8 @@ async def serve(
 def handshakes(certificates: Certificates) -> Callable[[Callable[[], asyncio.Protocol]], asyncio.Protocol]:
     """A bounded set of TLS handshakes. Call the result for each new connection, with a factory of the
     protocol that takes over the connection after the handshake."""
-    context, under_way = certificates.context, OrderedDict[_Handshake, None]()
-    return lambda protocol: _Handshake(protocol, context, under_way)
+    under_way = OrderedDict[_Handshake, None]()
+    return lambda protocol: _Handshake(protocol, certificates, under_way)
 
 
 class _Handshake(asyncio.Protocol):
@@ -206,10 +194,10 @@ class _Handshake(asyncio.Protocol):
     def __init__(
         self,
         protocol: Callable[[], asyncio.Protocol],
-        context: ssl.SSLContext,
+        certificates: Certificates,
         others: "OrderedDict[_Handshake, None]",
     ) -> None:
-        self._protocol, self._context, self._others = protocol, context, others
+        self._protocol, self._certificates, self._others = protocol, certificates, others
         self._early = bytearray()  # raw bytes before TLS reads, then decrypted bytes before the protocol
         self._came = asyncio.Event()
         self._lost = False
@@ -259,7 +247,7 @@ class _Handshake(asyncio.Protocol):
             asyncio.get_running_loop().start_tls(
                 self._transport,
                 self,
-                self._context,
+                self._certificates.context,
                 server_side=True,
                 ssl_handshake_timeout=HANDSHAKE_S,
                 ssl_shutdown_timeout=SHUTDOWN_S,
@@ -310,14 +298,11 @@ def _as_file(text: bytes) -> Iterator[str]:
         yield str(path)
 
 
-def _self_signed() -> tuple[bytes, bytes]:
-    """A certificate and its key, made by the program openssl."""
+def _self_signed() -> bytes:
+    """A certificate and its key in one PEM text, made by the program openssl."""
     try:
-        made = subprocess.run(_SELF_SIGNED, capture_output=True, timeout=_OPENSSL_S, check=True).stdout
+        return subprocess.run(_SELF_SIGNED, capture_output=True, timeout=_OPENSSL_S, check=True).stdout
     except FileNotFoundError:
         raise ValueError("without cert and key the program openssl is needed, to sign one") from None
     except subprocess.SubprocessError as fault:
         raise ValueError(f"openssl could not sign a certificate: {fault}") from None
-    at = made.index(_CERTIFICATE_BEGINS)
-    key_at = made.index(_KEY_BEGINS)
-    return made[at:key_at] if at < key_at else made[at:], made[key_at:at] if key_at < at else made[key_at:]

@@ -21,47 +21,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
-from picker_fleet.grpc.frames import (
-    ACK,
-    COMPRESSION_ERROR,
-    CONTINUATION,
-    DATA,
-    DEFAULT_WINDOW,
-    ENABLE_PUSH,
-    END_HEADERS,
-    END_STREAM,
-    ENHANCE_YOUR_CALM,
-    FLOW_CONTROL_ERROR,
-    FRAME_BYTES,
-    FRAME_SIZE_ERROR,
-    GOAWAY,
-    HEADER,
-    HEADER_BYTES,
-    HEADERS,
-    INITIAL_WINDOW,
-    INTERNAL_ERROR,
-    LAST_STREAM,
-    MAX_FRAME,
-    MAX_LIST,
-    MAX_STREAMS,
-    MAX_WINDOW,
-    NO_ERROR,
-    PADDED,
-    PING,
-    PREFACE,
-    PRIORITISED,
-    PRIORITY,
-    PROTOCOL_ERROR,
-    PUSH_PROMISE,
-    REFUSED_STREAM,
-    RST_STREAM,
-    SETTING,
-    SETTINGS,
-    STREAM_CLOSED,
-    WINDOW_UPDATE,
-    ConnectionFault,
-    frame,
-)  # fmt: skip
+from picker_fleet.grpc import frames
+from picker_fleet.grpc.frames import ConnectionFault, frame
 from picker_fleet.grpc.headers import LIST_BYTES, HeaderReader, resizes_table
 
 WINDOW_BYTES: Final = 512 * 1024  # receive window of a stream
@@ -219,7 +180,7 @@ class Peers:
         """Refuse streams whose first message is overdue; cut connections whose peers have stopped reading."""
         now_s = self._loop.time()
         while self._silent and (stream := next(iter(self._silent))).began_s < now_s - self.limits.silent_s:
-            stream.connection.reset(stream.id, REFUSED_STREAM)
+            stream.connection.reset(stream.id, frames.REFUSED_STREAM)
         while self._stuck and next(iter(self._stuck.values())) < now_s - _STUCK_S:
             self._stuck.popitem(last=False)[0].abort()
 
@@ -232,7 +193,7 @@ class Peers:
         stream.connection.silent += 1
         if len(self._silent) > self.limits.silent:
             oldest = next(iter(self._silent))
-            oldest.connection.reset(oldest.id, REFUSED_STREAM)
+            oldest.connection.reset(oldest.id, frames.REFUSED_STREAM)
 
     def heard(self, stream: Stream) -> None:
         """Queue a stream's handler to start: the first message or the end of the stream has arrived."""
@@ -297,8 +258,8 @@ class Connection(asyncio.Protocol):
         self.peers, self._limits = peers, peers.limits
         self.loop = asyncio.get_running_loop()
         self.silent = 0  # streams without a first message
-        self.send_window = DEFAULT_WINDOW
-        self.initial_send_window = DEFAULT_WINDOW  # of new streams
+        self.send_window = frames.DEFAULT_WINDOW
+        self.initial_send_window = frames.DEFAULT_WINDOW  # of new streams
         self.paused = False  # the peer does not read
         # Streams whose handlers wait for the connection's window, in order of waiting.
         self.blocked: OrderedDict[int, Stream] = OrderedDict()
@@ -311,7 +272,7 @@ class Connection(asyncio.Protocol):
         self._streams: dict[int, Stream] = {}
         self._ended: OrderedDict[int, None] = OrderedDict()
         self._last_id = 0
-        self._refuse_after = LAST_STREAM
+        self._refuse_after = frames.LAST_STREAM
         self._arrived_bytes = 0  # DATA bytes since the connection's window was last opened
         self._headers: HeaderReader[Open | bytes] = HeaderReader(find, malformed=b"")
         self._block: bytearray | None = None  # headers that CONTINUATION frames have yet to complete
@@ -341,11 +302,14 @@ class Connection(asyncio.Protocol):
             self.abort()
             return
         transport.set_write_buffer_limits(high=_WRITE_BUFFER)
-        settings = (
-            (MAX_STREAMS, self._limits.streams), (INITIAL_WINDOW, WINDOW_BYTES), (MAX_LIST, LIST_BYTES)
-        )  # fmt: skip
-        self.write(frame(SETTINGS, 0, 0, b"".join(SETTING.pack(*pair) for pair in settings)))
-        self._open_window(_CONNECTION_WINDOW - DEFAULT_WINDOW)
+        settings = {
+            frames.MAX_STREAMS: self._limits.streams,
+            frames.INITIAL_WINDOW: WINDOW_BYTES,
+            frames.MAX_LIST: LIST_BYTES,
+        }
+        payload = b"".join(frames.SETTING.pack(*setting) for setting in settings.items())
+        self.write(frame(frames.SETTINGS, 0, 0, payload))
+        self._open_window(_CONNECTION_WINDOW - frames.DEFAULT_WINDOW)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._closed = True
@@ -394,45 +358,45 @@ class Connection(asyncio.Protocol):
         try:
             at = 0
             if not self._settled:
-                if data[: len(PREFACE)] != PREFACE[: len(data)]:
-                    raise ConnectionFault(PROTOCOL_ERROR, "this is not HTTP/2")
-                if len(data) < len(PREFACE) + HEADER_BYTES:
+                if data[: len(frames.PREFACE)] != frames.PREFACE[: len(data)]:
+                    raise ConnectionFault(frames.PROTOCOL_ERROR, "this is not HTTP/2")
+                if len(data) < len(frames.PREFACE) + frames.HEADER_BYTES:
                     self._tail = data
                     return
-                at = len(PREFACE)
-                if data[at + 3] != SETTINGS or data[at + 4] & ACK:
-                    raise ConnectionFault(PROTOCOL_ERROR, "settings come first")
+                at = len(frames.PREFACE)
+                if data[at + 3] != frames.SETTINGS or data[at + 4] & frames.ACK:
+                    raise ConnectionFault(frames.PROTOCOL_ERROR, "settings come first")
                 self._settled = True
             self._tail = data[self._read_frames(data, at) :]
         except ConnectionFault as fault:
             self.close(fault.code, str(fault))
         except Exception:
             _log.exception("a connection failed")
-            self.close(INTERNAL_ERROR, "the server failed on this connection; its log says why")
+            self.close(frames.INTERNAL_ERROR, "the server failed on this connection; its log says why")
 
     def _read_frames(self, data: bytes, at: int) -> int:
         """Read the frames of `data` from `at` on. Returns where the rest begins."""
         peers, end, arrived = self.peers, len(data), 0
-        while end - at >= HEADER_BYTES:
+        while end - at >= frames.HEADER_BYTES:
             if peers.frames_left <= 0:
                 self._waiting = True
                 self._transport.pause_reading()
                 peers.wait(self)
                 break
             peers.frames_left -= 1
-            high, low, kind, flags, stream_id = HEADER.unpack_from(data, at)
+            high, low, kind, flags, stream_id = frames.HEADER.unpack_from(data, at)
             size = high << 16 | low
-            if size > FRAME_BYTES:
-                raise ConnectionFault(FRAME_SIZE_ERROR, "a frame is too large")
-            start = at + HEADER_BYTES
+            if size > frames.FRAME_BYTES:
+                raise ConnectionFault(frames.FRAME_SIZE_ERROR, "a frame is too large")
+            start = at + frames.HEADER_BYTES
             if start + size > end:
                 break
             at = start + size
-            if kind == DATA and self._block is None:
+            if kind == frames.DATA and self._block is None:
                 arrived += size
-                self._on_data(flags, stream_id & LAST_STREAM, data, start, at)
+                self._on_data(flags, stream_id & frames.LAST_STREAM, data, start, at)
             else:
-                self._on_frame(kind, flags, stream_id & LAST_STREAM, data, start, at)
+                self._on_frame(kind, flags, stream_id & frames.LAST_STREAM, data, start, at)
         self._arrived_bytes += arrived
         if self._arrived_bytes >= _CONNECTION_WINDOW // 2:
             self._open_window(self._arrived_bytes)
@@ -441,14 +405,14 @@ class Connection(asyncio.Protocol):
 
     def _open_window(self, more: int) -> None:
         """Open the connection's receive window by `more` bytes."""
-        self.write(frame(WINDOW_UPDATE, 0, 0, more.to_bytes(4, "big")))
+        self.write(frame(frames.WINDOW_UPDATE, 0, 0, more.to_bytes(4, "big")))
 
     # Called by handlers, the transport and `peers`.
 
     @property
     def drained(self) -> bool:
         """After `drain`: whether the peer has read the GOAWAY and no stream is open."""
-        return self._closed or (self._refuse_after != LAST_STREAM and not self._streams)
+        return self._closed or (self._refuse_after != frames.LAST_STREAM and not self._streams)
 
     def write(self, data: bytes) -> None:
         """Send `data` with all other data of this event-loop step, since system calls cost most."""
@@ -468,19 +432,19 @@ class Connection(asyncio.Protocol):
             self._transport.write(data)
 
     def ping(self) -> None:
-        self.write(frame(PING, 0, 0, b"picker\0\0"))
+        self.write(frame(frames.PING, 0, 0, b"picker\0\0"))
 
     def drain(self) -> None:
         """Announce by GOAWAY that new streams will soon be refused; open streams are still served.
 
-        The peer's answer to the ping shows that it has read the GOAWAY. Streams opened after that are
+        The peer's answer to the ping shows that it has read the frames.GOAWAY. Streams opened after that are
         refused, so that the peer sends them elsewhere.
         """
         self._draining = True
-        self._go_away(LAST_STREAM, NO_ERROR)
+        self._go_away(frames.LAST_STREAM, frames.NO_ERROR)
         self.ping()
 
-    def close(self, code: int = NO_ERROR, why: str = "") -> None:
+    def close(self, code: int = frames.NO_ERROR, why: str = "") -> None:
         """End the connection and everything on it."""
         if self._closed:
             return
@@ -492,7 +456,9 @@ class Connection(asyncio.Protocol):
         self._cut = self.loop.call_later(_CLOSE_S, self._transport.abort)  # the peer may not read
 
     def _go_away(self, last_id: int, code: int, why: str = "") -> None:
-        self.write(frame(GOAWAY, 0, 0, last_id.to_bytes(4, "big") + code.to_bytes(4, "big") + why.encode()))
+        self.write(
+            frame(frames.GOAWAY, 0, 0, last_id.to_bytes(4, "big") + code.to_bytes(4, "big") + why.encode())
+        )
 
     def abort(self) -> None:
         """Cut the connection without a GOAWAY."""
@@ -508,7 +474,7 @@ class Connection(asyncio.Protocol):
 
     def reset(self, stream_id: int, code: int) -> None:
         """End a stream. REFUSED_STREAM says that it is unprocessed: the peer may send it elsewhere."""
-        self.write(frame(RST_STREAM, 0, stream_id, code.to_bytes(4, "big")))
+        self.write(frame(frames.RST_STREAM, 0, stream_id, code.to_bytes(4, "big")))
         self._ignore(stream_id)
         self._cancel(stream_id)
 
@@ -542,7 +508,7 @@ class Connection(asyncio.Protocol):
 
     def _fault(self, stream_id: int, code: int) -> None:
         """End a stream on which the peer broke the protocol."""
-        self._reply(frame(RST_STREAM, 0, stream_id, code.to_bytes(4, "big")))
+        self._reply(frame(frames.RST_STREAM, 0, stream_id, code.to_bytes(4, "big")))
         self._cancel(stream_id)
 
     def _reply(self, data: bytes) -> None:
@@ -550,32 +516,33 @@ class Connection(asyncio.Protocol):
         if self.paused:
             self._unsent_replies += 1
             if self._unsent_replies > self._limits.unsent_replies:
-                raise ConnectionFault(ENHANCE_YOUR_CALM, "the peer does not read")
+                raise ConnectionFault(frames.ENHANCE_YOUR_CALM, "the peer does not read")
         self.write(data)
 
     # Frames.
 
     def _on_frame(self, kind: int, flags: int, stream_id: int, data: bytes, start: int, end: int) -> None:
-        if self._block is not None and (kind != CONTINUATION or stream_id != self._block_of[1]):
-            raise ConnectionFault(PROTOCOL_ERROR, "headers are not complete")
-        if kind == HEADERS:
+        if self._block is not None and (kind != frames.CONTINUATION or stream_id != self._block_of[1]):
+            raise ConnectionFault(frames.PROTOCOL_ERROR, "headers are not complete")
+        if kind == frames.HEADERS:
             self._on_headers(flags, stream_id, data, start, end)
-        elif kind == WINDOW_UPDATE:
+        elif kind == frames.WINDOW_UPDATE:
             self._on_window_update(stream_id, data[start:end])
-        elif kind == RST_STREAM:
+        elif kind == frames.RST_STREAM:
             self._on_reset(stream_id, end - start)
-        elif kind == PING:
+        elif kind == frames.PING:
             self._on_ping(flags, stream_id, data[start:end])
-        elif kind == SETTINGS:
+        elif kind == frames.SETTINGS:
             self._on_settings(flags, stream_id, data[start:end])
-        elif kind == CONTINUATION:
+        elif kind == frames.CONTINUATION:
             self._on_continuation(flags, data[start:end])
-        elif kind == PRIORITY:
+        elif kind == frames.PRIORITY:
             self._on_priority(stream_id, end - start)
-        elif kind == PUSH_PROMISE:
-            raise ConnectionFault(PROTOCOL_ERROR, "a client pushes nothing")
-        elif kind == GOAWAY and (stream_id or end - start < 8):
-            raise ConnectionFault(PROTOCOL_ERROR if stream_id else FRAME_SIZE_ERROR, "a malformed GOAWAY")
+        elif kind == frames.PUSH_PROMISE:
+            raise ConnectionFault(frames.PROTOCOL_ERROR, "a client pushes nothing")
+        elif kind == frames.GOAWAY:
+            self._count_idle(1)
+            _check("a GOAWAY", stream_id, end - start >= 8)
         else:
             self._count_idle(1)
 
@@ -588,59 +555,59 @@ class Connection(asyncio.Protocol):
         more = _PER_STREAM * self._begun + self._sent_bytes // _BYTES_SENT + _PER_S * age_s
         self._idle_allowed = self._limits.idle_frames + more
         if self._idle_frames > self._idle_allowed:
-            raise ConnectionFault(ENHANCE_YOUR_CALM, "too many frames carry nothing")
+            raise ConnectionFault(frames.ENHANCE_YOUR_CALM, "too many frames carry nothing")
 
     def _on_data(self, flags: int, stream_id: int, data: bytes, start: int, end: int) -> None:
         stream = self._streams.get(stream_id)
         if stream is None or stream.remote_ended:
             if stream_id == 0 or stream_id > self._last_id:
-                raise ConnectionFault(PROTOCOL_ERROR, "data of a stream that is not open")
+                raise ConnectionFault(frames.PROTOCOL_ERROR, "data of a stream that is not open")
             if stream_id not in self._ended:
                 self._count_idle(1)
-                self._fault(stream_id, STREAM_CLOSED)
+                self._fault(stream_id, frames.STREAM_CLOSED)
             return
         stream.receive_window -= end - start
         if stream.receive_window < 0:
-            self._fault(stream_id, FLOW_CONTROL_ERROR)
+            self._fault(stream_id, frames.FLOW_CONTROL_ERROR)
             return
-        if flags & PADDED:
+        if flags & frames.PADDED:
             start, end = self._without_padding(data, start, end)
         if start < end:
             stream.receive(data, start, end)
-        elif not flags & END_STREAM:
+        elif not flags & frames.END_STREAM:
             self._count_idle(1)
-        if flags & END_STREAM and not stream.end_remote():
-            self._fault(stream_id, PROTOCOL_ERROR)
+        if flags & frames.END_STREAM and not stream.end_remote():
+            self._fault(stream_id, frames.PROTOCOL_ERROR)
 
     def _without_padding(self, data: bytes, start: int, end: int) -> tuple[int, int]:
         """Where the content of the padded payload `data[start:end]` begins and ends."""
         padding = data[start] if start < end else 0
         if start + 1 + padding > end:
-            raise ConnectionFault(PROTOCOL_ERROR, "more padding than content")
+            raise ConnectionFault(frames.PROTOCOL_ERROR, "more padding than content")
         return start + 1, end - padding
 
     def _on_headers(self, flags: int, stream_id: int, data: bytes, start: int, end: int) -> None:
         if not stream_id & 1:
-            raise ConnectionFault(PROTOCOL_ERROR, "a client's streams have odd ids")
-        if flags & PADDED:
+            raise ConnectionFault(frames.PROTOCOL_ERROR, "a client's streams have odd ids")
+        if flags & frames.PADDED:
             start, end = self._without_padding(data, start, end)
-        if flags & PRIORITISED:
+        if flags & frames.PRIORITISED:
             start += 5  # a priority, which has no effect since RFC 9113
             if start > end:
-                raise ConnectionFault(PROTOCOL_ERROR, "a priority is cut")
-        if flags & END_HEADERS:
+                raise ConnectionFault(frames.PROTOCOL_ERROR, "a priority is cut")
+        if flags & frames.END_HEADERS:
             self._on_block(flags, stream_id, data[start:end])
         else:
             self._block, self._block_of = bytearray(data[start:end]), (flags, stream_id)
 
     def _on_continuation(self, flags: int, payload: bytes) -> None:
         if self._block is None:
-            raise ConnectionFault(PROTOCOL_ERROR, "nothing to continue")
+            raise ConnectionFault(frames.PROTOCOL_ERROR, "nothing to continue")
         self._count_idle(1)
         self._block += payload
         if len(self._block) > _BLOCK_BYTES:
-            raise ConnectionFault(ENHANCE_YOUR_CALM, "headers are too large")
-        if flags & END_HEADERS:
+            raise ConnectionFault(frames.ENHANCE_YOUR_CALM, "headers are too large")
+        if flags & frames.END_HEADERS:
             block, self._block = bytes(self._block), None
             self._on_block(*self._block_of, block)
 
@@ -666,14 +633,14 @@ class Connection(asyncio.Protocol):
         ):
             stream = found(self, stream_id)
         if stream is None:
-            self.reset(stream_id, REFUSED_STREAM)
+            self.reset(stream_id, frames.REFUSED_STREAM)
             return
         if not self._streams:
             peers.busy(self)
         self._streams[stream_id] = stream
         peers.begin(stream)
-        if flags & END_STREAM and not stream.end_remote():
-            self._fault(stream_id, PROTOCOL_ERROR)
+        if flags & frames.END_STREAM and not stream.end_remote():
+            self._fault(stream_id, frames.PROTOCOL_ERROR)
 
     def _read_block(self, block: bytes) -> Open | bytes:
         self.peers.frames_left -= _DECODE_COST + len(block) // _DECODE_BYTES
@@ -682,32 +649,32 @@ class Connection(asyncio.Protocol):
         try:
             return self._headers.read(block)
         except ValueError as fault:
-            raise ConnectionFault(COMPRESSION_ERROR, str(fault)) from fault
+            raise ConnectionFault(frames.COMPRESSION_ERROR, str(fault)) from fault
 
     def _answer(self, flags: int, stream_id: int, block: bytes) -> None:
         """Answer a request that gets no stream: with the headers `block`, or if malformed with a reset."""
         if not block:
-            self._fault(stream_id, PROTOCOL_ERROR)
+            self._fault(stream_id, frames.PROTOCOL_ERROR)
             return
-        self.write(frame(HEADERS, END_HEADERS | END_STREAM, stream_id, block))
-        if not flags & END_STREAM:
-            self.reset(stream_id, NO_ERROR)
+        self.write(frame(frames.HEADERS, frames.END_HEADERS | frames.END_STREAM, stream_id, block))
+        if not flags & frames.END_STREAM:
+            self.reset(stream_id, frames.NO_ERROR)
 
     def _on_trailers(self, flags: int, stream_id: int) -> None:
         stream = self._streams.get(stream_id)
         if stream is None:
             if stream_id not in self._ended:
-                raise ConnectionFault(STREAM_CLOSED, "headers of a closed stream")
+                raise ConnectionFault(frames.STREAM_CLOSED, "headers of a closed stream")
         elif stream.remote_ended:
-            self._fault(stream_id, STREAM_CLOSED)
-        elif not flags & END_STREAM or not stream.end_remote():
-            self._fault(stream_id, PROTOCOL_ERROR)
+            self._fault(stream_id, frames.STREAM_CLOSED)
+        elif not flags & frames.END_STREAM or not stream.end_remote():
+            self._fault(stream_id, frames.PROTOCOL_ERROR)
 
     def _on_reset(self, stream_id: int, size: int) -> None:
         if size != 4:
-            raise ConnectionFault(FRAME_SIZE_ERROR, "a malformed reset")
+            raise ConnectionFault(frames.FRAME_SIZE_ERROR, "a malformed reset")
         if stream_id == 0 or stream_id > self._last_id:
-            raise ConnectionFault(PROTOCOL_ERROR, "a reset of a stream that is not open")
+            raise ConnectionFault(frames.PROTOCOL_ERROR, "a reset of a stream that is not open")
         if stream_id in self._streams:
             self._cancel(stream_id)
         else:
@@ -715,62 +682,72 @@ class Connection(asyncio.Protocol):
 
     def _on_window_update(self, stream_id: int, payload: bytes) -> None:
         if len(payload) != 4:
-            raise ConnectionFault(FRAME_SIZE_ERROR, "a malformed window update")
+            raise ConnectionFault(frames.FRAME_SIZE_ERROR, "a malformed window update")
         self._count_idle(1)
-        more = int.from_bytes(payload, "big") & MAX_WINDOW
+        more = int.from_bytes(payload, "big") & frames.MAX_WINDOW
         if stream_id == 0:
             self.send_window += more
-            if more == 0 or self.send_window > MAX_WINDOW:
-                raise ConnectionFault(FLOW_CONTROL_ERROR if more else PROTOCOL_ERROR, "a wrong window update")
+            if more == 0 or self.send_window > frames.MAX_WINDOW:
+                raise ConnectionFault(
+                    frames.FLOW_CONTROL_ERROR if more else frames.PROTOCOL_ERROR, "a wrong window update"
+                )
             self.wake_next()
             return
         stream = self._streams.get(stream_id)
         if stream is None:
             if stream_id > self._last_id:
-                raise ConnectionFault(PROTOCOL_ERROR, "a window of a stream that is not open")
+                raise ConnectionFault(frames.PROTOCOL_ERROR, "a window of a stream that is not open")
             return
         stream.send_window += more
-        if more == 0 or stream.send_window > MAX_WINDOW:
-            self._fault(stream_id, FLOW_CONTROL_ERROR if more else PROTOCOL_ERROR)
+        if more == 0 or stream.send_window > frames.MAX_WINDOW:
+            self._fault(stream_id, frames.FLOW_CONTROL_ERROR if more else frames.PROTOCOL_ERROR)
         else:
             stream.wake_writer()
 
     def _on_ping(self, flags: int, stream_id: int, payload: bytes) -> None:
-        if stream_id or len(payload) != 8:
-            raise ConnectionFault(PROTOCOL_ERROR if stream_id else FRAME_SIZE_ERROR, "a malformed ping")
+        _check("a ping", stream_id, len(payload) == 8)
         self._count_idle(1)
-        if not flags & ACK:
-            self._reply(frame(PING, ACK, 0, payload))
-        elif self._draining and self._refuse_after == LAST_STREAM:
+        if not flags & frames.ACK:
+            self._reply(frame(frames.PING, frames.ACK, 0, payload))
+        elif self._draining and self._refuse_after == frames.LAST_STREAM:
             self._refuse_after = self._last_id
-            self._go_away(self._last_id, NO_ERROR)
+            self._go_away(self._last_id, frames.NO_ERROR)
 
     def _on_settings(self, flags: int, stream_id: int, payload: bytes) -> None:
-        if stream_id or len(payload) % 6 or (flags & ACK and payload):
-            raise ConnectionFault(PROTOCOL_ERROR if stream_id else FRAME_SIZE_ERROR, "malformed settings")
+        _check("settings", stream_id, len(payload) % 6 == 0 and not (flags & frames.ACK and payload))
         self._count_idle(_SETTINGS_COST)
-        if flags & ACK:
+        if flags & frames.ACK:
             return
         window = self.initial_send_window
-        for name, value in SETTING.iter_unpack(payload):
-            if name == INITIAL_WINDOW:
-                if value > MAX_WINDOW:
-                    raise ConnectionFault(FLOW_CONTROL_ERROR, "a window is too large")
+        for name, value in frames.SETTING.iter_unpack(payload):
+            if name == frames.INITIAL_WINDOW:
                 window = value
-            elif (name == ENABLE_PUSH and value > 1) or (name == MAX_FRAME and not 16_384 <= value < 2**24):
-                raise ConnectionFault(PROTOCOL_ERROR, "a setting is out of range")
+            elif (name == frames.ENABLE_PUSH and value > 1) or (
+                name == frames.MAX_FRAME and not frames.FRAME_BYTES <= value < 2**24
+            ):
+                raise ConnectionFault(frames.PROTOCOL_ERROR, "a setting is out of range")
+        if window > frames.MAX_WINDOW:
+            raise ConnectionFault(frames.FLOW_CONTROL_ERROR, "a window is too large")
         if window != self.initial_send_window:
             more, self.initial_send_window = window - self.initial_send_window, window
             for stream in self._streams.values():
                 stream.send_window += more
-                if stream.send_window > MAX_WINDOW:
-                    raise ConnectionFault(FLOW_CONTROL_ERROR, "a window is too large")
+                if stream.send_window > frames.MAX_WINDOW:
+                    raise ConnectionFault(frames.FLOW_CONTROL_ERROR, "a window is too large")
                 stream.wake_writer()
-        self._reply(frame(SETTINGS, ACK, 0))
+        self._reply(frame(frames.SETTINGS, frames.ACK, 0))
 
     def _on_priority(self, stream_id: int, size: int) -> None:
         if stream_id == 0:
-            raise ConnectionFault(PROTOCOL_ERROR, "a priority of no stream")
+            raise ConnectionFault(frames.PROTOCOL_ERROR, "a priority of no stream")
         self._count_idle(1)
         if size != 5:
-            self._fault(stream_id, FRAME_SIZE_ERROR)
+            self._fault(stream_id, frames.FRAME_SIZE_ERROR)
+
+
+def _check(what: str, stream_id: int, right_size: bool) -> None:
+    """Check a frame that concerns the whole connection."""
+    if stream_id:
+        raise ConnectionFault(frames.PROTOCOL_ERROR, f"{what} of a stream")
+    if not right_size:
+        raise ConnectionFault(frames.FRAME_SIZE_ERROR, f"{what} of a wrong size")

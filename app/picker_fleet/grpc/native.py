@@ -16,20 +16,9 @@ from typing import NamedTuple
 from picker_fleet.background import keep
 from picker_fleet.domain.budgets import BodyBudget
 from picker_fleet.domain.errors import BufferFull, StartupError
+from picker_fleet.grpc import frames
 from picker_fleet.grpc.certificates import MAX_TLS_CONNECTIONS, Certificates, serve
-from picker_fleet.grpc.frames import (
-    CANCEL,
-    DATA,
-    END_HEADERS,
-    END_STREAM,
-    FRAME_BYTES,
-    HEADERS,
-    NO_ERROR_CODE,
-    RST_STREAM,
-    WINDOW_UPDATE,
-    frame,
-    start_of_frame,
-)
+from picker_fleet.grpc.frames import frame, start_of_frame
 from picker_fleet.grpc.headers import literal
 from picker_fleet.grpc.http2 import WINDOW_BYTES, Connection, Limits, Open, Peers
 from picker_fleet.grpc.transport import ByMetadata, Handler, Relay, RpcError, Status
@@ -47,11 +36,11 @@ _OVERDUE_S = 1.0  # between two checks for overdue streams
 _OK_BLOCK = b"\x88" + literal(b"content-type", b"application/grpc")  # 0x88: `:status: 200`
 _END_BLOCK = literal(b"grpc-status", b"0")
 _BAD_TYPE_BLOCK = b"\x08\x03415"  # `:status: 415`, a literal: an HTTP error for a peer without gRPC
-_OK = start_of_frame(HEADERS, END_HEADERS, len(_OK_BLOCK))
-_END = start_of_frame(HEADERS, END_HEADERS | END_STREAM, len(_END_BLOCK))
-_STOP = start_of_frame(RST_STREAM, 0, 4)
-_DATA = bytes((DATA, 0))  # type and flags of a DATA frame, which follow its size
-_CREDIT = start_of_frame(WINDOW_UPDATE, 0, 4)
+_OK = start_of_frame(frames.HEADERS, frames.END_HEADERS, len(_OK_BLOCK))
+_END = start_of_frame(frames.HEADERS, frames.END_HEADERS | frames.END_STREAM, len(_END_BLOCK))
+_STOP = start_of_frame(frames.RST_STREAM, 0, 4)
+_DATA = bytes((frames.DATA, 0))  # type and flags of a DATA frame, which follow its size
+_CREDIT = start_of_frame(frames.WINDOW_UPDATE, 0, 4)
 
 _log = logging.getLogger(__name__)
 
@@ -213,31 +202,31 @@ class GrpcStream:
 
     def _write_now(self, message: bytes) -> bool:
         """Send a message as one frame. Returns False if the message is too large or cannot be sent now."""
-        frames = self._in_one_frame(message)
-        if frames:
-            self._send(frames)
-        return bool(frames)
+        data = self._in_one_frame(message)
+        if data:
+            self._send(data)
+        return bool(data)
 
-    def _send(self, frames: bytes) -> None:
-        """Send the response's headers, unless they have been sent, and `frames`."""
+    def _send(self, data: bytes) -> None:
+        """Send the frames `data`, after the response's headers if these have not been sent."""
         if not self._started:
             self._started = True
-            frames = b"".join((_OK, self._sid, _OK_BLOCK, frames))
-        self.connection.write(frames)
+            data = b"".join((_OK, self._sid, _OK_BLOCK, data))
+        self.connection.write(data)
 
     async def serve(self) -> None:
         """Run the handler and send the end of the stream."""
         try:
             message = await self._handler(self)
-            frames = b""
-            if message is not None and not (frames := self._in_one_frame(message)):
+            data = b""
+            if message is not None and not (data := self._in_one_frame(message)):
                 await self._write_parts(message)
-            self._send(b"".join((frames, _END, self._sid, _END_BLOCK)))
+            self._send(b"".join((data, _END, self._sid, _END_BLOCK)))
             self._end()
         except asyncio.CancelledError:
             if self.task is not None:  # the stream is open: its handler has cancelled itself
                 self.task = None
-                self.connection.reset(self.id, CANCEL)
+                self.connection.reset(self.id, frames.CANCEL)
         except RpcError as fault:
             self._fail(fault.status, str(fault))
         except Exception:
@@ -247,14 +236,14 @@ class GrpcStream:
     def _fail(self, status: Status, why: str) -> None:
         """End the stream with an error status."""
         block = (b"" if self._started else _OK_BLOCK) + _status_block(status, why)
-        self.connection.write(frame(HEADERS, END_HEADERS | END_STREAM, self.id, block))
+        self.connection.write(frame(frames.HEADERS, frames.END_HEADERS | frames.END_STREAM, self.id, block))
         self._end()
 
     def _end(self) -> None:
         """Leave the connection after the end of the response."""
         if not self.remote_ended:
             # As gRPC's own servers do: RST_STREAM with NO_ERROR tells the client to stop sending.
-            self.connection.write(b"".join((_STOP, self._sid, NO_ERROR_CODE)))
+            self.connection.write(b"".join((_STOP, self._sid, frames.NO_ERROR_CODE)))
         self.connection.finished(self)
 
     def _in_one_frame(self, message: bytes) -> bytes:
@@ -262,7 +251,7 @@ class GrpcStream:
         connection = self.connection
         size = len(message) + 5
         window = connection.send_window
-        if size > window or size > self.send_window or size > FRAME_BYTES or connection.paused:
+        if size > window or size > self.send_window or size > frames.FRAME_BYTES or connection.paused:
             return b""
         connection.send_window = window - size
         self.send_window -= size
@@ -283,8 +272,8 @@ class GrpcStream:
             self.send_window -= len(now)
             connection.send_window -= len(now)
             parts: list[bytes | memoryview] = []
-            for start in range(0, len(now), FRAME_BYTES):
-                part = now[start : start + FRAME_BYTES]
+            for start in range(0, len(now), frames.FRAME_BYTES):
+                part = now[start : start + frames.FRAME_BYTES]
                 parts += (len(part).to_bytes(3, "big"), _DATA, self._sid, part)
             self._send(b"".join(parts))
             connection.wake_next()

@@ -12,31 +12,15 @@ from types import MappingProxyType
 from typing import Final
 
 from picker_fleet.domain.units import split_host_port
-from picker_fleet.grpc.frames import (
-    ACK,
-    DATA,
-    DEFAULT_WINDOW,
-    END_HEADERS,
-    END_STREAM,
-    GOAWAY,
-    HEADER_BYTES,
-    HEADERS,
-    INITIAL_WINDOW,
-    PING,
-    PREFACE,
-    RST_STREAM,
-    SETTING,
-    SETTINGS,
-    WINDOW_UPDATE,
-    frame,
-)
+from picker_fleet.grpc import frames
+from picker_fleet.grpc.frames import frame
 from picker_fleet.grpc.headers import literal
 
 LONGEST_QUESTION: Final = 16 * 1024 - 5  # fits in one frame that any peer takes (RFC 9113, 4.2)
 LONGEST_ANSWER: Final = 16 * 1024 * 1024  # the response to `Count` names each running request
 # A window of `LONGEST_ANSWER`: for the stream by SETTINGS_INITIAL_WINDOW_SIZE, for the connection by _MORE.
-_WIDE_SETTINGS: Final = SETTING.pack(INITIAL_WINDOW, LONGEST_ANSWER)
-_MORE: Final = (LONGEST_ANSWER - DEFAULT_WINDOW).to_bytes(4, "big")
+_WIDE_SETTINGS: Final = frames.SETTING.pack(frames.INITIAL_WINDOW, LONGEST_ANSWER)
+_MORE: Final = (LONGEST_ANSWER - frames.DEFAULT_WINDOW).to_bytes(4, "big")
 
 
 async def call(
@@ -68,9 +52,13 @@ async def call(
             )
             block = b"".join(literal(*field) for field in fields)
             body = b"\0" + len(message).to_bytes(4, "big") + message
-            writer.write(PREFACE + frame(SETTINGS, 0, 0, _WIDE_SETTINGS) + frame(WINDOW_UPDATE, 0, 0, _MORE))
-            writer.write(frame(HEADERS, END_HEADERS, 1, block))
-            writer.write(frame(DATA, END_STREAM, 1, body))
+            writer.write(
+                frames.PREFACE
+                + frame(frames.SETTINGS, 0, 0, _WIDE_SETTINGS)
+                + frame(frames.WINDOW_UPDATE, 0, 0, _MORE)
+            )
+            writer.write(frame(frames.HEADERS, frames.END_HEADERS, 1, block))
+            writer.write(frame(frames.DATA, frames.END_STREAM, 1, body))
             return await _answer(reader, writer)
         except asyncio.IncompleteReadError as fault:
             raise ConnectionError("the connection ended before the answer") from fault
@@ -81,18 +69,18 @@ async def call(
 async def _answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
     answer = bytearray()
     while True:
-        head = await reader.readexactly(HEADER_BYTES)
+        head = await reader.readexactly(frames.HEADER_BYTES)
         kind, flags, stream_id = head[3], head[4], int.from_bytes(head[5:9], "big")
         payload = await reader.readexactly(int.from_bytes(head[:3], "big"))
-        if kind in (SETTINGS, PING) and not flags & ACK:
-            writer.write(frame(kind, ACK, 0, payload if kind == PING else b""))
-        elif kind == GOAWAY:
+        if kind in (frames.SETTINGS, frames.PING) and not flags & frames.ACK:
+            writer.write(frame(kind, frames.ACK, 0, payload if kind == frames.PING else b""))
+        elif kind == frames.GOAWAY:
             raise ConnectionError("the replica ends the connection")
-        elif stream_id == 1 and kind == RST_STREAM:
+        elif stream_id == 1 and kind == frames.RST_STREAM:
             raise ConnectionError("the replica ends the call")
-        elif stream_id == 1 and kind == DATA:
+        elif stream_id == 1 and kind == frames.DATA:
             answer += payload
             if len(answer) > LONGEST_ANSWER:
                 raise ConnectionError("the answer is too long")
-        if stream_id == 1 and kind in (HEADERS, DATA) and flags & END_STREAM:
+        if stream_id == 1 and kind in (frames.HEADERS, frames.DATA) and flags & frames.END_STREAM:
             return bytes(answer[5:])
