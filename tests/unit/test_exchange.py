@@ -532,6 +532,15 @@ async def test_standard_reads_whether_the_endpoint_has_failed(
     assert (completion.fault, completion.passed_over) == (fault, picked if served else "")
 
 
+async def test_a_request_whose_response_no_longer_fits_is_settled_and_not_withdrawn() -> None:
+    talk = Talk()
+    await talk.say(*asks("standard"))
+    talk.exchange.refuse(errors.BufferFull("full"))
+    talk.close()
+    assert [completion.outcome for completion in talk.gate.settled] == [Outcome.CLIENT_GONE]
+    assert talk.gate.withdrawn == []
+
+
 BEGUN = [envoy.response_headers(200), envoy.response_body(b"a")]
 ENDS = {
     "without a body": ([envoy.response_headers(204, ended=True)], Outcome.COMPLETED, 204),

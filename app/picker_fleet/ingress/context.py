@@ -416,13 +416,15 @@ class Decision:
         return ",".join(named)
 
     def placed(self) -> None:
-        """Count and log the placement: Envoy has it, or gets it now."""
+        """Count and log the placement, which Envoy gets now. Nothing happens without one."""
+        placement, self.placement = self.placement, None
+        if placement is None:
+            return
         context = self._context
         seconds = context.clock() - self.began_s
         context.metrics.answered(self.mode, self.model, "ok", seconds, self.target_model)
         if context.lines.debug:
-            endpoints = self.placement.endpoints if self.placement is not None else ()
-            context.lines.placed(self.request, endpoints, self.mode, seconds)
+            context.lines.placed(self.request, placement.endpoints, self.mode, seconds)
 
     def refuse(self, error: RequestError) -> "Refusal":
         """Count and log a refusal, and withdraw a placement. Returns the answer that the client gets."""

@@ -171,6 +171,8 @@ class Exchange:
 
     def refuse(self, error: RequestError) -> bytes:
         """End the exchange with a refusal, and release everything. Returns the answer to Envoy."""
+        if self._response is not None:
+            self._response.cut()
         self._end(_DONE)
         return codec.refused(self._decision.refuse(error), error.code)
 
@@ -357,11 +359,11 @@ class Exchange:
             for chunk in () if body is None else codec.request_body(body):
                 yield last
                 last = chunk
-        decision.placed()
         if decision.mode == "standard":
             self._respond(forwarded.rename)
         else:
             self._end(_DONE)
+        decision.placed()
         yield last
 
     def _respond(self, rename: ModelRename | None) -> None:

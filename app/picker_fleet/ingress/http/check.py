@@ -51,11 +51,14 @@ class Answer(NamedTuple):
 
 
 class Check:
-    """One check; call `decide` once, with the whole request. `url` is the URL that Envoy requests."""
+    """One check; call `decide` once, with the whole request. `url` is the URL that Envoy requests.
+
+    When the answer is written, call `decision.placed`; if it cannot reach Envoy, `decision.client_left`.
+    """
 
     def __init__(self, context: ExchangeContext, url: bytes = b"") -> None:
         self._context = context
-        self._decision = Decision(context, MODE, url)
+        self.decision = Decision(context, MODE, url)
 
     async def decide(self, method: bytes, path: bytes, headers: dict[str, bytes], body: BodyBuffer) -> Answer:
         """Admit and place the request; a refusal is an answer, too. `body` is released before a wait.
@@ -63,7 +66,7 @@ class Check:
         Raises:
             CancelledError: the client left while the request waited.
         """
-        context, decision = self._context, self._decision
+        context, decision = self._context, self.decision
         try:
             way = context.way(method, path, has_body=body.size_bytes > 0)
             subset = _subset(headers)
@@ -92,7 +95,6 @@ class Check:
                 del ask
                 body.release()  # a waiting request holds no body bytes
                 await decision.admit()
-            decision.placed()
             return self._placed()
         except RequestError as error:
             return self.refuse(error)
@@ -105,16 +107,12 @@ class Check:
 
     def refuse(self, error: RequestError) -> Answer:
         """Record a refusal. Returns the answer that the client gets."""
-        refusal = self._decision.refuse(error)
+        refusal = self.decision.refuse(error)
         lines = "".join([f"{name}: {value}\r\n" for name, value in refusal.headers.items()])
         return Answer(CARRIED.get(refusal.status, refusal.status), lines, refusal.body)
 
-    def withdraw(self) -> None:
-        """Withdraw a placement, since its answer cannot reach Envoy."""
-        self._decision.withdraw()
-
     def _placed(self) -> Answer:
-        decision, request, placement = self._decision, self._decision.request, self._decision.placement
+        decision, request, placement = self.decision, self.decision.request, self.decision.placement
         assert placement is not None, "the request is placed"
         lines = f"{DESTINATION}: {decision.destinations(placement)}\r\n{PRESSURE}: {decision.pressure}\r\n"
         if decision.request_id:

@@ -359,9 +359,11 @@ class _Connection(asyncio.Protocol):
         finally:
             body.release()
         if self._transport is None or self._transport.is_closing():
-            check.withdraw()
+            if answer.status == 200:
+                check.decision.client_left()
             return
         self._task = None  # Envoy's next request can arrive before this task's callbacks run
+        check.decision.placed()
         self._write_answer(answer, keep=keep)
 
     def _checked(self, task: asyncio.Task[None]) -> None:
