@@ -36,18 +36,18 @@ do
   function marks.set(what, on, address)
     local description = read('HGET', key.endpoints, address)
     if not description then return false end
-    local before = marks.is_marked(address)
+    local had, before = endpoints.has_mark(what, address), marks.is_marked(address)
     if on then
       defer_write('HSET', key.marks, joined(what, address), now_ms)
     else
       defer_write('HDEL', key.marks, joined(what, address))
     end
-    local after = marks.is_marked(address)
-    if before == after then return true end
+    if had == on then return true end
     pool.create()
     local version = tonumber(read('HGET', key.pool, 'marks_version') or 0) or 0
     defer_write('HSET', key.pool, 'marks_version', version + 1)
-    if endpoints.is_draining(description) then return true end
+    local after = marks.is_marked(address)
+    if before == after or endpoints.is_draining(description) then return true end
     endpoints.set_load(address, endpoints.load(address) + (after and UNPICKABLE or -UNPICKABLE))
     pool.ready = pool.ready + (after and -1 or 1)
     marks.try_ejected()

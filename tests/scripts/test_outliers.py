@@ -240,3 +240,23 @@ def test_the_counter_of_outliers_is_set_right_when_they_are_lost(it: FailingPool
         it.call("sweep", "a", 0, 3000, 60_000, 6000)
     assert it.ejected == set()
     assert it.takes(E1)
+
+
+@pytest.mark.parametrize("second", ["down", "drained"])
+def test_replicas_learn_of_each_mark_of_an_ejected_endpoint(it: FailingPool, second: str) -> None:
+    def version() -> int:
+        return int(it.client.hget(f"{it.prefix}pool", "marks_version") or 0)
+
+    it.fails(E1, "x")
+    it.fails(E1, "y")
+    assert it.ejected == {E1}
+    ejected = version()
+    it.call("mark_endpoint", "a", E1, second, 1)
+    assert version() == ejected + 1
+    it.call("mark_endpoint", "a", E1, second, 1)
+    assert version() == ejected + 1, "a mark that is only confirmed changes nothing"
+    it.passes(1500)
+    it.probed(E1, well=True)
+    assert (it.ejected, version()) == (set(), ejected + 2)
+    it.call("mark_endpoint", "a", E1, second, 0)
+    assert version() == ejected + 3
