@@ -1,6 +1,7 @@
 """Placed requests whose end was not reported are reclaimed when their endpoint no longer runs them."""
 
 import pytest
+from msgspec.structs import replace
 from script_fleet import SETTINGS, UNKNOWN_END, Fleet, OpenFleet, Replica, addresses, ask
 
 from picker_fleet.endpoints.readings import EndpointMetrics, encode_reading
@@ -32,8 +33,9 @@ async def report(
 ) -> None:
     """Store the endpoint's last page, with `running` requests; `before`: age and load of the previous one."""
     now_ms = int(await fleet.now_ms())
-    former = None if before is None else (now_ms - int(before[0] * 1000), float(before[1]))
-    page = EndpointMetrics(now_ms - int(ago_s * 1000), waiting=0.0, running=float(running), before=former)
+    page = EndpointMetrics(now_ms - int(ago_s * 1000), waiting=0.0, running=float(running))
+    if before is not None:
+        page = replace(page, before_ms=now_ms - int(before[0] * 1000), before_load=float(before[1]))
     await fleet.redis.hset(fleet.keys.prefix + "metrics", E1, encode_reading(page, 0))
 
 

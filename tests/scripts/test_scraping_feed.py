@@ -3,10 +3,10 @@
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 from redis.asyncio import Redis
 from script_fleet import until
 
@@ -82,13 +82,13 @@ async def pair(redis_url: str, pool: str) -> AsyncIterator[Pair]:
 
 def reading(scraped_ms: int) -> EndpointMetrics:
     return EndpointMetrics(
-        scraped_ms, waiting=3.0, interval_ms=100, before=(scraped_ms - 100, 2.0), kv_utilisation=0.25,
-        max_adapters=2, active_adapters=frozenset({"a"}),
+        scraped_ms, waiting=3.0, interval_ms=100, before_ms=scraped_ms - 100, before_load=2.0,
+        kv_utilisation=0.25, max_adapters=2, active_adapters=frozenset({"a"}),
     )  # fmt: skip
 
 
 def without_times(it: EndpointMetrics) -> EndpointMetrics:
-    return replace(it, scraped_ms=0, before=None)
+    return replace(it, scraped_ms=0, before_ms=None)
 
 
 async def test_a_follower_receives_readings_on_its_own_clock(pair: Pair) -> None:

@@ -1,6 +1,5 @@
 """Which replica scrapes which endpoints how often; readings on the wire and in the cache."""
 
-import dataclasses
 from typing import Any
 
 import pytest
@@ -8,6 +7,7 @@ from choosers import fleet_with
 from clocks import Clock
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from tables import cases
 
 from picker_fleet.endpoints.metrics_channel import decode_message, encode_message
@@ -37,7 +37,7 @@ FIGURES = st.builds(
 def readings(draw: st.DrawFn) -> EndpointMetrics:
     fault = draw(st.none() | st.text(st.characters(codec="utf-8")))
     failures = 0 if fault is None else draw(st.integers(1, 1000))
-    return dataclasses.replace(draw(FIGURES), fault=fault, failures=failures)
+    return replace(draw(FIGURES), fault=fault, failures=failures)
 
 
 @given(readings(), st.integers(0, 2**41))
@@ -124,7 +124,7 @@ def test_values_outlast_a_failed_scrape_until_they_are_stale_and_the_fault_is_sh
     cache.update({"a:1": EndpointMetrics(100_500, fault="no page", failures=1)})
     reading = cache.snapshot()["a:1"]
     assert (reading.known, reading.age_s) == (True, pytest.approx(0.9))
-    assert reading.metrics == dataclasses.replace(worked, fault="no page", failures=1)
+    assert reading.metrics == replace(worked, fault="no page", failures=1)
     clock.now_s = 101.1
     reading = cache.snapshot()["a:1"]
     assert not reading.known

@@ -258,13 +258,14 @@ async def test_a_server_is_probed_between_rare_scrapes(bench: Bench) -> None:
     async with bench.scraping(deadline_s=0.05, pacing=unused) as scraper:
         await until(lambda: server.address in bench.newest)
         first = bench.newest[server.address]
-        assert (first.interval_ms, first.before) == (5000, None)
+        assert (first.interval_ms, first.before_ms) == (5000, None)
         await until(lambda: sum("GET /health " in asked for asked in server.requests) >= 2)
         assert sum("GET /metrics " in asked for asked in server.requests) == 1
         # A suspected server is scraped soon; its reading has time and load of the scrape before.
         scraper.suspect([server.address])
-        await until(lambda: bench.newest[server.address].before is not None)
-        assert bench.newest[server.address].before == (first.scraped_ms, 5.0)
+        await until(lambda: bench.newest[server.address].before_ms is not None)
+        second = bench.newest[server.address]
+        assert (second.before_ms, second.before_load) == (first.scraped_ms, 5.0)
         server.act = server.hang
         await until(lambda: bench.failed[server.address, "silent"] >= 1)
         server.release()

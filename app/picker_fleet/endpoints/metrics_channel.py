@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import orjson
+import msgspec
 
 from picker_fleet.domain.errors import StateUnavailable
 from picker_fleet.endpoints.readings import (
@@ -26,7 +26,6 @@ from picker_fleet.endpoints.readings import (
     EndpointMetrics,
     decode_reading,
     encode_reading,
-    reading_of_json,
 )
 from picker_fleet.state import subscriptions
 from picker_fleet.state.keys import Keys
@@ -43,20 +42,24 @@ class Message:
     faults: tuple[str, ...] = ()
 
 
+class _Wire(msgspec.Struct, omit_defaults=True):
+    sender: str = msgspec.field(name="from")
+    sent: int
+    readings: dict[str, msgspec.Raw]
+    suspects: list[str] = []
+
+
 def message_head(sender: str) -> bytes:
     """The bytes with which each message of `sender`, and no other message, begins."""
-    return orjson.dumps({"from": sender})[:-1] + b","
+    return msgspec.json.encode({"from": sender})[:-1] + b","
 
 
 def encode_message(
     sender: str, sent_ms: int, readings: Mapping[str, bytes], suspects: Sequence[str] = ()
 ) -> bytes:
     """Encode a message; `readings` maps addresses to encoded readings."""
-    parts = {address: orjson.Fragment(reading) for address, reading in readings.items()}
-    message: dict[str, object] = {"from": sender, "sent": sent_ms, "readings": parts}
-    if suspects:
-        message["suspects"] = list(suspects)
-    return orjson.dumps(message)
+    parts = {address: msgspec.Raw(reading) for address, reading in readings.items()}
+    return msgspec.json.encode(_Wire(sender, sent_ms, parts, list(suspects)))
 
 
 def decode_message(text: bytes | str, received_ms: int) -> Message:
@@ -66,25 +69,17 @@ def decode_message(text: bytes | str, received_ms: int) -> Message:
         BadReading: `text` is not a message.
     """
     try:
-        message = orjson.loads(text)
-    except orjson.JSONDecodeError as fault:
-        raise BadReading(f"a message is no JSON: {fault}") from None
-    match message:
-        case {"from": str(sender), "sent": int(sent_ms), "readings": dict(readings)}:
-            pass
-        case _:
-            raise BadReading("a message has no sender, time or readings")
+        message = msgspec.json.decode(text, type=_Wire)
+    except msgspec.DecodeError as fault:
+        raise BadReading(f"not a message: {fault}") from None
     read: dict[str, EndpointMetrics] = {}
     faults: list[str] = []
-    for address, reading in readings.items():
+    for address, reading in message.readings.items():
         try:
-            read[address] = reading_of_json(reading, received_ms - sent_ms)
+            read[address] = decode_reading(reading, received_ms - message.sent)
         except BadReading as fault:
             faults.append(f"{address}: {fault}")
-    suspects = message.get("suspects", [])
-    if not (isinstance(suspects, list) and all(isinstance(each, str) for each in suspects)):
-        suspects, faults = [], [*faults, "suspects are no list of addresses"]
-    return Message(sender, read, tuple(suspects), tuple(faults))
+    return Message(message.sender, read, tuple(message.suspects), tuple(faults))
 
 
 _log = logging.getLogger(__name__)

@@ -5,17 +5,19 @@ A reading has a time in milliseconds: of the replica's own monotonic clock in me
 wire. Adding `shift_ms` converts from one clock to the other; clocks of two replicas are never compared.
 """
 
-import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated
 
 import msgspec
 from msgspec import Meta
+from msgspec.structs import replace
 
 from picker_fleet.domain.errors import PickerError
 
 NONE: frozenset[str] = frozenset()
+_ADAPTERS = ("active_adapters", "waiting_adapters", "idle_adapters")
+_SETS = (*_ADAPTERS, "models")
 _Count = Annotated[int, Meta(ge=0)]
 _Amount = Annotated[float, Meta(ge=0)]
 
@@ -24,8 +26,19 @@ class BadReading(PickerError):
     """A text is not a valid encoded reading; the message says why."""
 
 
-@dataclass(frozen=True, slots=True)
-class EndpointMetrics:
+class EndpointMetrics(
+    msgspec.Struct,
+    frozen=True,
+    omit_defaults=True,
+    rename={
+        "scraped_ms": "at",
+        "kv_utilisation": "kv",
+        "active_adapters": "active",
+        "idle_adapters": "idle",
+        "interval_ms": "every",
+        "before_ms": "before",
+    },
+):
     """An endpoint's load according to its metrics page (docs/protocol.md).
 
     None means unknown: not on the page, not a number, or the scrape failed. `fault` is the reason why the
@@ -35,25 +48,28 @@ class EndpointMetrics:
     requests, `waiting` with waiting requests only, `idle` loaded but without requests; `max_adapters` can be
     active at once. `models` come from the labels of the series, without adapters.
 
-    `interval_ms` is the endpoint's current scrape interval, None if unknown. `before` is the time (ms) and
-    load of the previous page; None after a failed scrape.
+    `interval_ms` is the endpoint's current scrape interval, None if unknown. `before_ms` and `before_load`
+    are time and load of the previous page; None after a failed scrape.
+
+    As JSON a reading has no unknown or empty fields; keys of newer versions are ignored.
     """
 
-    scraped_ms: int
-    waiting: float | None = None
-    running: float | None = None
-    kv_utilisation: float | None = None
-    max_adapters: int | None = None
+    scraped_ms: _Count
+    waiting: _Amount | None = None
+    running: _Amount | None = None
+    kv_utilisation: Annotated[float, Meta(ge=0, le=1)] | None = None
+    max_adapters: _Count | None = None
     active_adapters: frozenset[str] = NONE
     waiting_adapters: frozenset[str] = NONE
     idle_adapters: frozenset[str] = NONE
     models: frozenset[str] = NONE
     fault: str | None = None
-    failures: int = 0
+    failures: _Count = 0
     remark: str | None = None
     unready: str | None = None
-    interval_ms: int | None = None
-    before: tuple[int, float] | None = None
+    interval_ms: _Count | None = None
+    before_ms: _Count | None = None
+    before_load: _Amount | None = None
 
     @property
     def load(self) -> float | None:
@@ -62,96 +78,36 @@ class EndpointMetrics:
 
     def without_amounts(self) -> "EndpointMetrics":
         """A copy without loads and adapters."""
-        kept = ("models", "fault", "failures", "remark", "unready", "interval_ms", "before")
-        return EndpointMetrics(self.scraped_ms, **{name: getattr(self, name) for name in kept})
+        adapters = dict.fromkeys(_ADAPTERS, NONE)
+        amounts = dict.fromkeys(("waiting", "running", "kv_utilisation", "max_adapters"))
+        return replace(self, **adapters, **amounts)
 
 
-class _Wire(msgspec.Struct, omit_defaults=True):
-    """A reading as a JSON object, without unknown or empty fields. Keys of newer versions are ignored."""
-
-    at: _Count
-    waiting: _Amount | None = None
-    running: _Amount | None = None
-    kv: Annotated[float, Meta(ge=0, le=1)] | None = None
-    max_adapters: _Count | None = None
-    active: list[str] = []
-    waiting_adapters: list[str] = []
-    idle: list[str] = []
-    models: list[str] = []
-    fault: str | None = None
-    failures: _Count = 0
-    remark: str | None = None
-    unready: str | None = None
-    every: _Count | None = None
-    before: _Count | None = None
-    before_load: _Amount | None = None
+def _shifted(metrics: EndpointMetrics, shift_ms: int) -> EndpointMetrics:
+    """A copy with `shift_ms` added to its times."""
+    before_ms = None if metrics.before_ms is None else metrics.before_ms + shift_ms
+    return replace(metrics, scraped_ms=metrics.scraped_ms + shift_ms, before_ms=before_ms)
 
 
 def encode_reading(metrics: EndpointMetrics, shift_ms: int) -> bytes:
-    """Encode a reading as JSON, without unknown or empty fields; `at` is `scraped_ms` + `shift_ms`."""
-    before_ms, before_load = (None, None) if metrics.before is None else metrics.before
-    return msgspec.json.encode(
-        _Wire(
-            at=metrics.scraped_ms + shift_ms,
-            waiting=metrics.waiting,
-            running=metrics.running,
-            kv=metrics.kv_utilisation,
-            max_adapters=metrics.max_adapters,
-            active=sorted(metrics.active_adapters),
-            waiting_adapters=sorted(metrics.waiting_adapters),
-            idle=sorted(metrics.idle_adapters),
-            models=sorted(metrics.models),
-            fault=metrics.fault,
-            failures=metrics.failures,
-            remark=metrics.remark,
-            unready=metrics.unready,
-            every=metrics.interval_ms,
-            before=None if before_ms is None else before_ms + shift_ms,
-            before_load=before_load,
-        )
-    )
+    """Encode a reading as JSON; adds `shift_ms` to its times."""
+    # msgspec omits a set only if it is the default object.
+    sets = {name: getattr(metrics, name) or NONE for name in _SETS}
+    return msgspec.json.encode(replace(_shifted(metrics, shift_ms), **sets), order="deterministic")
 
 
-def decode_reading(text: bytes | str, shift_ms: int) -> EndpointMetrics:
+def decode_reading(text: bytes | str | msgspec.Raw, shift_ms: int) -> EndpointMetrics:
     """Decode the reading in `text`; adds `shift_ms` to its times.
 
     Raises:
         BadReading: not JSON, not an object, or a value of the wrong kind.
     """
     try:
-        return reading_of_json(msgspec.json.decode(text), shift_ms)
-    except msgspec.DecodeError as fault:
-        raise BadReading(f"a reading is no JSON: {fault}") from None
-
-
-def reading_of_json(fields: object, shift_ms: int) -> EndpointMetrics:
-    """As `decode_reading`, from parsed JSON.
-
-    Raises:
-        BadReading: not an object, or a value of the wrong kind.
-    """
-    try:
-        wire = msgspec.convert(fields, _Wire)
+        return _shifted(msgspec.json.decode(text, type=EndpointMetrics), shift_ms)
     except msgspec.ValidationError as fault:
         raise BadReading(f"not a reading: {fault}") from None
-    before, load = wire.before, wire.before_load or 0.0
-    return EndpointMetrics(
-        scraped_ms=wire.at + shift_ms,
-        waiting=wire.waiting,
-        running=wire.running,
-        kv_utilisation=wire.kv,
-        max_adapters=wire.max_adapters,
-        active_adapters=frozenset(wire.active),
-        waiting_adapters=frozenset(wire.waiting_adapters),
-        idle_adapters=frozenset(wire.idle),
-        models=frozenset(wire.models),
-        fault=wire.fault,
-        failures=wire.failures,
-        remark=wire.remark,
-        unready=wire.unready,
-        interval_ms=wire.every,
-        before=None if before is None else (before + shift_ms, load),
-    )
+    except msgspec.DecodeError as fault:
+        raise BadReading(f"a reading is no JSON: {fault}") from None
 
 
 _GRAIN_S = 0.01
@@ -239,7 +195,7 @@ class MetricsCache:
             if metrics.scraped_ms > now_ms:
                 # Redis's clock was set back, or another server took over. Kept, a time in the future would
                 # hide all newer readings.
-                metrics = dataclasses.replace(metrics, scraped_ms=now_ms)
+                metrics = replace(metrics, scraped_ms=now_ms)
             newest = self._newest.get(address)
             if newest is None or metrics.scraped_ms >= newest.scraped_ms:
                 self._newest[address] = metrics
@@ -283,9 +239,7 @@ class MetricsCache:
     def _reading(self, worked: EndpointMetrics | None, newest: EndpointMetrics, now_s: float) -> Reading:
         metrics = worked = worked or newest
         if newest.fault is not None:
-            metrics = dataclasses.replace(
-                worked, fault=newest.fault, failures=newest.failures, unready=newest.unready
-            )
+            metrics = replace(worked, fault=newest.fault, failures=newest.failures, unready=newest.unready)
         age_s = max(0.0, now_s - worked.scraped_ms / 1000)
         if age_s <= self._stale_s(worked):
             return Reading(metrics, age_s, known=worked.fault is None)

@@ -8,7 +8,6 @@ a server has stopped answering.
 
 import asyncio
 import contextlib
-import dataclasses
 import logging
 import math
 import random
@@ -19,6 +18,7 @@ from functools import partial
 from typing import Protocol, TypeVar
 
 import msgspec
+from msgspec.structs import replace
 
 from picker_fleet.background import keep
 from picker_fleet.domain.engines import ENGINES, Engine
@@ -324,7 +324,7 @@ class Scraper:
             if target.unready == unready:
                 return
             reading = last or EndpointMetrics(scraped_ms=int(now_s * 1000))
-        reading = dataclasses.replace(reading, unready=target.unready)
+        reading = replace(reading, unready=target.unready)
         if failures == 0 and reading.failures:
             _log.warning("scraping %s fails: %s", target.address, reading.fault)
         elif failures and not reading.failures:
@@ -378,11 +378,13 @@ class Scraper:
             target.models_s = clock()
             await self._ask_models(target)
             metrics = target.with_idle_adapters(metrics)
-        metrics = dataclasses.replace(metrics, unready=target.unready)
+        metrics = replace(metrics, unready=target.unready)
         self._meter.scraped(target.address, clock() - started_s, metrics)
         last = target.last
-        before = (last.scraped_ms, last.load) if last is not None and last.load is not None else None
-        return dataclasses.replace(metrics, interval_ms=round(interval_s * 1000), before=before)
+        metrics = replace(metrics, interval_ms=round(interval_s * 1000))
+        if last is None or last.load is None:
+            return metrics
+        return replace(metrics, before_ms=last.scraped_ms, before_load=last.load)
 
     async def _probe(self, target: "_Target") -> EndpointMetrics | None:
         """Probe the server. Returns None if it answered, otherwise a reading with the fault."""
@@ -607,7 +609,7 @@ class _Target:
                 room -= 1
                 kept.append(name)
         self._loaded = dict.fromkeys(reversed(kept))
-        return dataclasses.replace(metrics, idle_adapters=frozenset(kept) - metrics.active_adapters)
+        return replace(metrics, idle_adapters=frozenset(kept) - metrics.active_adapters)
 
     def close(self) -> None:
         self.server.close()
