@@ -176,7 +176,7 @@ async def test_only_successful_completions_are_shared_without_their_wait_in_the_
     good = Completion("r", Outcome.COMPLETED, 200, A, 1, 1, 20.0, 19.6, service_s=0.5)
     for other in ({}, {"outcome": Outcome.UPSTREAM_FAILED}, {"served": None}, {"status": 404}, {"status": 0}):
         known.chooser.ended(good._replace(**other))
-    assert [done.seconds for done in known.routes.unwritten_completions] == [0.5]
+    assert [done.seconds for done in known.routes._completions] == [0.5]
 
 
 async def test_late_routes_to_an_endpoint_that_has_left_are_forgotten() -> None:

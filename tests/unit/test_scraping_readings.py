@@ -11,6 +11,7 @@ from msgspec.structs import replace
 from tables import cases
 
 from picker_fleet.endpoints.metrics_channel import decode_message, encode_message
+from picker_fleet.endpoints.pacing import PROBE_S, REST_PROBE_S, IntervalPolicy, ScrapeCost
 from picker_fleet.endpoints.readings import (
     BadReading,
     EndpointMetrics,
@@ -18,7 +19,6 @@ from picker_fleet.endpoints.readings import (
     decode_reading,
     encode_reading,
 )
-from picker_fleet.endpoints.scraper import PROBE_S, REST_PROBE_S, IntervalPolicy, ScrapeCost
 from picker_fleet.endpoints.scraping import Assignment, Scrapers, assigned_replica, scrapers_wanted
 
 AMOUNTS = st.none() | st.floats(0, 1e12)

@@ -11,9 +11,9 @@ import math
 import ssl
 import time
 import zlib
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
-from typing import Final, Protocol, Self, cast
+from typing import Final, Self, cast
 from urllib.parse import urlsplit
 
 import httptools
@@ -149,7 +149,7 @@ class Connection:
         self.peer = split_host_port(address)
         self.scheme = "http" if tls is None else "https"
         self._tls = tls
-        self._exchange: _Exchange | None = None
+        self._exchange: Exchange | None = None
         self.unreached = 0  # failed attempts to connect, in a row
         self.unanswered = 0  # requests, in a row, without a byte of response
         self.lost = asyncio.Event()
@@ -159,8 +159,8 @@ class Connection:
             "User-Agent: picker\r\n"
         ).encode("ascii")
 
-    async def ask(self, path: str, header: bytes = b"") -> "Answer":
-        """Send GET `path`. Returns the response, of any status, when its head has arrived. There is no
+    async def ask(self, path: str, header: bytes = b"") -> "Exchange":
+        """Send GET `path`. Returns when the head of the response, of any status, has arrived. There is no
         timeout: the caller sets the deadline.
 
         Raises:
@@ -179,7 +179,7 @@ class Connection:
         self.unanswered = 0
         return exchange
 
-    async def _sent(self, request: bytes) -> "_Exchange":
+    async def _sent(self, request: bytes) -> "Exchange":
         """Send `request`. Returns the exchange when the head of the response has arrived."""
         exchange = self._exchange
         if exchange is not None and exchange.usable:
@@ -198,11 +198,11 @@ class Connection:
         if exchange is not None:
             exchange.abort()
 
-    async def _connect(self) -> "_Exchange":
+    async def _connect(self) -> "Exchange":
         self.close()
         context = self._tls() if self._tls is not None else None
         loop = asyncio.get_running_loop()
-        made = _Exchange(loop, self.lost.set)
+        made = Exchange(loop, self.lost.set)
         # Set before connecting, so that `close` also ends a connection whose making was cancelled.
         self._exchange = made
         self.unreached += 1
@@ -261,7 +261,7 @@ class Page:
                     return True
             return True
 
-    def _moved_to(self, answer: "Answer") -> str:
+    def _moved_to(self, answer: "Exchange") -> str:
         """The path that a redirect leads to. Raises FetchError if it leads to another server."""
         location = answer.headers.get(b"location", b"").decode("latin-1")
         try:
@@ -305,32 +305,13 @@ async def _decoded(parts: AsyncIterator[bytes], encoding: str) -> AsyncIterator[
         raise FetchError("page", f"the page ends before its {encoding} does")
 
 
-class Answer(Protocol):
-    """A response, for use in a `with`, which closes the connection unless the whole body has arrived.
+class Exchange(asyncio.Protocol):
+    """One connection: writes requests and parses responses, one at a time.
 
-    `headers` has only the headers that the scraper needs, by lower-case name.
+    `status` and `headers` are the response's, once its head has arrived; of the headers only those that the
+    scraper needs, by lower-case name. Use it in a `with`, which closes the connection unless the whole body
+    has arrived.
     """
-
-    status: int
-
-    @property
-    def headers(self) -> Mapping[bytes, bytes]: ...
-
-    def __enter__(self) -> Self: ...
-
-    def __exit__(self, *fault: object) -> None: ...
-
-    def parts(self) -> AsyncIterator[bytes]:
-        """The body as it arrives, in parts of at most `_PART_BYTES`, one per turn of the event loop.
-
-        Raises:
-            FetchError: the body is truncated or malformed.
-        """
-        ...
-
-
-class _Exchange(asyncio.Protocol):
-    """The protocol of one connection: writes requests and parses responses, one at a time."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, on_idle_loss: Callable[[], None]) -> None:
         self._loop = loop
@@ -368,6 +349,11 @@ class _Exchange(asyncio.Protocol):
             self.abort()
 
     async def parts(self) -> AsyncIterator[bytes]:
+        """The body as it arrives, in parts of at most `_PART_BYTES`, one per turn of the event loop.
+
+        Raises:
+            FetchError: the body is truncated or malformed.
+        """
         while True:
             body = b"".join(self._parts)
             self._parts.clear()

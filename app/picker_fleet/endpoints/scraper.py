@@ -1,9 +1,7 @@
-"""Fetches the metrics pages of this replica's endpoints, each at its own interval.
+"""Fetches the metrics pages of this replica's endpoints, each at its own interval (pacing.py).
 
-A page is read no more often than its metrics are used, and costs at most 1 % of the server's and of this
-replica's time (a page takes a real vLLM 8 ms in the process that streams its answers). `scraping.interval:
-auto` keeps to both limits. Probes, requests for a path that costs the server almost nothing, find out whether
-a server has stopped answering.
+Probes, requests for a path that costs the server almost nothing, find out whether a server has stopped
+answering.
 """
 
 import asyncio
@@ -11,9 +9,7 @@ import contextlib
 import logging
 import math
 import random
-from collections import deque
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, TypeVar
 
@@ -23,87 +19,16 @@ from msgspec.structs import replace
 from picker_fleet.background import keep
 from picker_fleet.domain.engines import ENGINES, Engine
 from picker_fleet.domain.errors import StateUnavailable
-from picker_fleet.domain.known_fleet import KnownFleet
 from picker_fleet.domain.request import Endpoint
 from picker_fleet.domain.sections import Scraping
 from picker_fleet.endpoints.metrics_channel import MetricsChannel
 from picker_fleet.endpoints.metrics_page import BadPage, PageReader
-from picker_fleet.endpoints.page_fetch import Access, Answer, Connection, FetchError, Page, Place, place_of
+from picker_fleet.endpoints.pacing import IntervalPolicy, ScrapeCost, pause_s
+from picker_fleet.endpoints.page_fetch import Access, Connection, Exchange, FetchError, Page, Place, place_of
 from picker_fleet.endpoints.readings import EndpointMetrics, MetricsCache
 
-PROBE_S = 0.2  # interval of probes or pages of a server
-REST_PROBE_S = 0.5  # the same while no requests are in flight
-_USED_S = 0.1  # interval of pages while requests are placed by their metrics
 _HEALTH_S = 1.0  # longest interval of probes, however often pages are read
 _SELDOM_S = 5.0  # interval of requests for a health path that is expensive for the server
-_SHOWN_S = 5.0  # interval of pages while only views and health use their metrics
-_SUSPECT_S = 0.1  # interval of pages while requests in flight at the endpoint may be gone
-_LONGEST_S = 30.0
-_SHARE = 0.01  # largest part of the server's and of this replica's time
-_FETCH_CPU_S = 0.0002  # CPU of this replica to fetch a page, without reading it
-_PROBE_CPU_S = 0.0001
-_KEPT = 8
-
-
-class ScrapeCost:
-    """The cost of an endpoint's page, in seconds: the minimum of the last few, which had to wait least."""
-
-    def __init__(self) -> None:
-        self._pages: deque[float] = deque(maxlen=_KEPT)
-        self._probes: deque[float] = deque(maxlen=_KEPT)
-        self._read_s: deque[float] = deque(maxlen=_KEPT)
-
-    def add_page(self, answered_s: float, read_s: float) -> None:
-        """Record a page: `answered_s` from request to response, `read_s` of this replica's CPU to read it."""
-        self._pages.append(answered_s)
-        self._read_s.append(read_s)
-
-    def add_probe(self, answered_s: float) -> None:
-        self._probes.append(answered_s)
-
-    @property
-    def server_s(self) -> float:
-        """The server's time for a page: how much longer a page takes than a probe; 0 if unknown."""
-        if not self._pages:
-            return 0.0
-        return max(0.0, min(self._pages) - min(self._probes, default=0.0))
-
-    @property
-    def own_s(self) -> float:
-        """This replica's CPU time for one page."""
-        return _FETCH_CPU_S + min(self._read_s, default=0.0)
-
-
-@dataclass(frozen=True, slots=True)
-class IntervalPolicy:
-    """Computes scrape intervals, by the use that `fleet` makes of metrics pages. `fixed_s` is the configured
-    interval, None for `auto`."""
-
-    fixed_s: float | None
-    fleet: KnownFleet
-
-    def interval_s(self, cost: ScrapeCost, targets: int, *, suspect: bool = False) -> float:
-        """Seconds between pages of an endpoint, if this replica scrapes `targets` endpoints. `suspect`:
-        requests in flight there may be gone."""
-        if self.fixed_s is not None:
-            return self.fixed_s
-        wanted_s = _USED_S if self.fleet.busy and self.fleet.picks_by_metrics else _SHOWN_S
-        if suspect:
-            wanted_s = min(wanted_s, _SUSPECT_S)
-        return min(max(wanted_s, cost.server_s / _SHARE, cost.own_s * targets / _SHARE), _LONGEST_S)
-
-    def tick_s(self, interval_s: float, targets: int) -> float:
-        """Seconds between requests (probes or pages) to an endpoint whose page is read every `interval_s`."""
-        probe_s = PROBE_S if self.fleet.busy else REST_PROBE_S
-        return min(interval_s, max(probe_s, _PROBE_CPU_S * targets / _SHARE))
-
-    def publish_s(self, shown_s: float) -> float:
-        """Seconds between two batches of readings: as often as requests are placed by them, else as views
-        need, every `shown_s`, since each message wakes every replica."""
-        soonest_s = self.fixed_s or PROBE_S / 2
-        return soonest_s if self.fleet.picks_by_metrics else max(soonest_s, shown_s)
-
-
 T = TypeVar("T")
 S = TypeVar("S", bound=msgspec.Struct)
 
@@ -116,12 +41,10 @@ _UNREACHED = 2  # after this many connect timeouts in a row the endpoint counts 
 # are as late, and new requests are better sent elsewhere until it answers again.
 _SILENT = 3
 SILENCE = "no page within"  # how the fault of an unanswered request begins
-_LONGEST_PAUSE_S = 5.0
 _DEADLINE_S = 1.0
 _RETRY_S = 0.05  # base of the pause after a fault, which doubles
 _SUSPECTED_S = 3.0  # how long one call of `suspect` has effect
 _LATE_S = 0.5  # a timeout noticed this much after its deadline means that this replica was paused
-_DOUBLINGS = 30  # far beyond the longest pause, without overflow
 # After a server has closed an idle connection and then answered, further closes start no request for so long.
 _HABIT_S = 10.0
 _BODY_S = 0.25  # time limit for the body of a probe's response
@@ -162,15 +85,6 @@ class Meter(Protocol):
         """Set the number of endpoints that this replica scrapes, and the age of each known reading."""
 
 
-def pause_s(failures: int, interval_s: float, variation: float) -> float:
-    """The pause before the next request to an endpoint after `failures` in a row: doubles, up to 5 s.
-
-    `variation`, 0 to 1, shortens the pause by up to a quarter, so that retries do not come all at once.
-    """
-    doubled_s = interval_s * 2.0 ** min(failures, _DOUBLINGS)
-    return min(doubled_s, _LONGEST_PAUSE_S) * (1 - variation / 4)
-
-
 class Scraper:
     """Scrapes a set of endpoints, which `set_targets` changes, at the intervals of `pacing`. One event loop.
 
@@ -200,6 +114,7 @@ class Scraper:
         vary: Callable[[], float] = random.random,
     ) -> None:
         self._scraping, self._access = scraping, Access(scraping)
+        self._clock = asyncio.get_running_loop().time
         self._engines: dict[str, tuple[Engine, ...]] = {}  # engine name in labels -> candidate engines
         self._pacing = pacing
         self._suspects: dict[str, float] = {}  # address -> end of the suspicion
@@ -247,7 +162,7 @@ class Scraper:
         With `notify` the replicas that scrape the others of `addresses` do so, too."""
         if notify:
             self._unsent_suspects = tuple(addresses)
-        until_s = asyncio.get_running_loop().time() + _SUSPECTED_S
+        until_s = self._clock() + _SUSPECTED_S
         self._suspects = {address: until_s for address in addresses if address in self._targets}
 
     async def run(self) -> None:
@@ -273,22 +188,21 @@ class Scraper:
                 self._tasks[address] = place, self._group.create_task(work, name=f"scrape-{address}")
 
     async def _scrape_forever(self, place: Place) -> None:
-        clock = asyncio.get_running_loop().time
         target = _Target(place, self._access, self._readings.last_read(place.address))
         _, tick_s = self._pace(target)
-        due_s = clock() + self._vary() * tick_s
+        due_s = self._clock() + self._vary() * tick_s
         by_habit_until_s = -math.inf
         try:
             while True:
-                if clock() < by_habit_until_s:
+                if self._clock() < by_habit_until_s:
                     target.server.lost.clear()
-                    await asyncio.sleep(due_s - clock())
+                    await asyncio.sleep(due_s - self._clock())
                     woken = False
                 else:
                     woken = await _until(due_s, target.server.lost)
                 interval_s, tick_s = self._pace(target)
                 await self._look(target, interval_s, tick_s)
-                now_s = clock()
+                now_s = self._clock()
                 if target.missed:
                     due_s = now_s + pause_s(target.missed, min(tick_s, _RETRY_S), self._vary())
                 elif woken:
@@ -301,14 +215,14 @@ class Scraper:
 
     def _pace(self, target: "_Target") -> tuple[float, float]:
         """Seconds between pages of an endpoint, and between requests (probes or pages) to it."""
-        suspect = target.asleep or self._suspects.get(target.address, 0.0) > asyncio.get_running_loop().time()
+        suspect = target.asleep or self._clock() < self._suspects.get(target.address, 0.0)
         interval_s = self._pacing.interval_s(target.cost, len(self._targets), suspect=suspect)
         return interval_s, self._pacing.tick_s(interval_s, len(self._targets))
 
     async def _look(self, target: "_Target", interval_s: float, tick_s: float) -> None:
         """Scrape the page if it is due, otherwise probe the server; queue the new reading, if any, to be
         published."""
-        now_s = asyncio.get_running_loop().time()
+        now_s = self._clock()
         failures, last = target.failures, target.last
         unready = last.unready if last is not None else None
         due_s = target.paged_s + (target.pause_s or interval_s)
@@ -340,9 +254,8 @@ class Scraper:
         self._any_pending.set()
 
     async def _scrape(self, target: "_Target", interval_s: float) -> EndpointMetrics:
-        clock = asyncio.get_running_loop().time
         # The reading gets the time of the request, since the page cannot be older.
-        started_s = target.paged_s = clock()
+        started_s = target.paged_s = self._clock()
         started_ms = int(started_s * 1000)
 
         async def read_page() -> EndpointMetrics:
@@ -351,9 +264,9 @@ class Scraper:
             for page in target.pages:
                 reader = PageReader(target.engines)
                 try:
-                    asked_s = clock()
+                    asked_s = self._clock()
                     await page.read(reader.feed)
-                    answered_s = clock() - asked_s - reader.cpu_s
+                    answered_s = self._clock() - asked_s - reader.cpu_s
                     metrics = reader.result(started_ms)
                 except (FetchError, BadPage) as raised:
                     fault = fault or raised
@@ -374,12 +287,16 @@ class Scraper:
         if target.asks_sleep:
             await self._ask_sleep(target)
         metrics = target.with_idle_adapters(metrics)
-        if metrics.idle_adapters and target.engine.models_path and clock() - target.models_s >= _MODELS_S:
-            target.models_s = clock()
+        if (
+            metrics.idle_adapters
+            and target.engine.models_path
+            and self._clock() - target.models_s >= _MODELS_S
+        ):
+            target.models_s = self._clock()
             await self._ask_models(target)
             metrics = target.with_idle_adapters(metrics)
         metrics = replace(metrics, unready=target.unready)
-        self._meter.scraped(target.address, clock() - started_s, metrics)
+        self._meter.scraped(target.address, self._clock() - started_s, metrics)
         last = target.last
         metrics = replace(metrics, interval_ms=round(interval_s * 1000))
         if last is None or last.load is None:
@@ -388,8 +305,7 @@ class Scraper:
 
     async def _probe(self, target: "_Target") -> EndpointMetrics | None:
         """Probe the server. Returns None if it answered, otherwise a reading with the fault."""
-        clock = asyncio.get_running_loop().time
-        started_s = target.probed_s = clock()
+        started_s = target.probed_s = self._clock()
 
         async def ask() -> int:
             path, engine = target.engine.probe_path, target.engine
@@ -414,7 +330,7 @@ class Scraper:
         if target.missed and target.bad_pages <= 1:
             target.pause_s, target.paged_s = 0.0, -math.inf  # the server had failed, not the page: read it
         target.missed = 0
-        target.cost.add_probe(clock() - started_s)
+        target.cost.add_probe(self._clock() - started_s)
         self._meter.probed(target.address, status, target.unready is None)
         return None
 
@@ -453,13 +369,12 @@ class Scraper:
         question: Callable[[], Awaitable[T]],
     ) -> T | EndpointMetrics:
         """The result of `question` within the deadline, otherwise a reading with the endpoint's fault."""
-        clock = asyncio.get_running_loop().time
         try:
             async with asyncio.timeout(self._deadline_s):
                 return await question()
         except TimeoutError:
             # A vanished host refuses no connection: only timeouts show it. A pause here may cause one, too.
-            if clock() - started_s > self._deadline_s + self._late_s:
+            if self._clock() - started_s > self._deadline_s + self._late_s:
                 connection.unanswered = 0  # this replica was paused: it could not have read a response
             kind = "silent" if connection.unanswered >= _SILENT else "timeout"
             kind = "connection" if connection.unreached >= _UNREACHED else kind
@@ -474,24 +389,22 @@ class Scraper:
             target.missed += 1
         if kind == "connection":
             target.restarted()
-        self._meter.scrape_failed(target.address, kind, clock() - started_s)
+        self._meter.scrape_failed(target.address, kind, self._clock() - started_s)
         return EndpointMetrics(scraped_ms=int(started_s * 1000), fault=why, failures=target.failures + 1)
 
     async def _publish_forever(self) -> None:
-        clock = asyncio.get_running_loop().time
         while True:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._speak_s):
                     await self._any_pending.wait()
             self._any_pending.clear()
             batch, self._pending = self._pending, {}
-            started_s = clock()
+            started_s = self._clock()
             await self._hand_over(batch)
-            await asyncio.sleep(max(0.0, started_s + self._pacing.publish_s(self._shown_s) - clock()))
+            await asyncio.sleep(max(0.0, started_s + self._pacing.publish_s(self._shown_s) - self._clock()))
 
     async def _hand_over(self, batch: Mapping[str, EndpointMetrics]) -> None:
-        clock = asyncio.get_running_loop().time
-        started_s = clock()
+        started_s = self._clock()
         self._readings.update(batch)
         suspects, self._unsent_suspects = self._unsent_suspects, ()
         try:
@@ -504,7 +417,7 @@ class Scraper:
             if kept:
                 self._any_pending.set()
         else:
-            self._meter.scrape_published(len(batch), clock() - started_s)
+            self._meter.scrape_published(len(batch), self._clock() - started_s)
 
 
 class _Sleep(msgspec.Struct):
@@ -616,7 +529,7 @@ class _Target:
         self.paged.close()
 
 
-async def _pass_over(answer: Answer) -> None:
+async def _pass_over(answer: Exchange) -> None:
     """Read and discard a short body, so that the connection can be kept. Give up on a long or late body."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(_BODY_S):

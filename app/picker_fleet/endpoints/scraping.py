@@ -22,8 +22,9 @@ from picker_fleet.domain.errors import StateUnavailable
 from picker_fleet.domain.known_fleet import KnownFleet
 from picker_fleet.domain.sections import Scraping
 from picker_fleet.endpoints.metrics_channel import MetricsChannel
+from picker_fleet.endpoints.pacing import IntervalPolicy
 from picker_fleet.endpoints.readings import EndpointMetrics, MetricsCache
-from picker_fleet.endpoints.scraper import IntervalPolicy, Meter, Scraper
+from picker_fleet.endpoints.scraper import Meter, Scraper
 from picker_fleet.endpoints.snapshot import SnapshotCell
 
 

@@ -92,11 +92,6 @@ class RouteStream:
         self._resumed = False  # whether the next read may simply continue after `_last_id`
         self._caught_up = asyncio.Event()
 
-    @property
-    def unwritten_completions(self) -> tuple[CompletionRecord, ...]:
-        """Completions that wait for the next write, oldest first."""
-        return tuple(self._completions)
-
     def share(self) -> None:
         """A scorer needs the routes of all replicas: let `run` share them."""
         self._shared.set()

@@ -8,7 +8,6 @@ A new scorer needs one function, one line in `SCORERS` and its name in domain/sc
 whose metric is unknown gets the mean of the known scores, so that it is neither preferred nor avoided. The
 exception is `latency`, where endpoints without statistics are preferred."""
 
-import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +15,6 @@ from types import MappingProxyType
 from typing import Final, NamedTuple
 
 import msgspec
-from msgspec.structs import force_setattr
 
 from picker_fleet.domain.scorer_names import IN_FLIGHT, SCORER_NAMES
 from picker_fleet.domain.sections import Latency
@@ -60,10 +58,9 @@ class EndpointState(msgspec.Struct, frozen=True):
     """The state of one endpoint (`address`: `ip:port`) at the time of a pick.
 
     Scraped, None if unknown: `waiting` and `running` requests, `kv_utilisation` (0 to 1), `max_adapters`
-    (slots for LoRA adapters, shared by running and waiting adapters; idle adapters give up their slots). The
-    constructor drops all scraped metrics of a `stale` endpoint, and metrics that are not finite. From the
-    fleet: requests `in_flight` as last read (the script that reserves has the live number), and `latency` of
-    the last completions, None without completions.
+    (slots for LoRA adapters, shared by running and waiting adapters; idle adapters give up their slots). Of a
+    `stale` endpoint they are all unknown. From the fleet: requests `in_flight` as last read (the script that
+    reserves has the live number), and `latency` of the last completions, None without completions.
 
     A struct: large pools have thousands, and a frozen dataclass takes several times as long to make.
     """
@@ -89,18 +86,6 @@ class EndpointState(msgspec.Struct, frozen=True):
         if self.max_adapters is None:
             return False
         return len(self.active_adapters) + len(self.waiting_adapters) < self.max_adapters
-
-    def __post_init__(self) -> None:
-        if self.stale:
-            for name in ("waiting", "running", "kv_utilisation", "max_adapters"):
-                force_setattr(self, name, None)
-            for name in ("active_adapters", "waiting_adapters", "idle_adapters"):
-                force_setattr(self, name, frozenset())
-            return
-        for name in ("waiting", "running", "kv_utilisation"):
-            figure = getattr(self, name)
-            if figure is not None and not math.isfinite(figure):
-                force_setattr(self, name, None)
 
 
 Scorer = Callable[[PickRequest, Sequence[EndpointState]], list[float]]
@@ -131,8 +116,8 @@ def kv_cache(pick: PickRequest, candidates: Sequence[EndpointState]) -> list[flo
     """Score the free share of the KV cache; the mean if unknown."""
     return _with_means(
         [
-            None if used is None else 1.0 - used if 0.0 <= used <= 1.0 else float(used < 0.0)
-            for used in [candidate.kv_utilisation for candidate in candidates]
+            None if candidate.kv_utilisation is None else 1.0 - candidate.kv_utilisation
+            for candidate in candidates
         ]
     )
 
@@ -183,8 +168,7 @@ def prefix_affinity(pick: PickRequest, candidates: Sequence[EndpointState]) -> l
     blocks, matches = pick.prefix_blocks, pick.prefix_matches
     if not blocks or not matches:
         return [0.0] * len(candidates)
-    served = [matches.get(candidate.address, 0) / blocks for candidate in candidates]
-    return [min(1.0, share) for share in served] if max(served, default=0.0) > 1.0 else served
+    return [matches.get(candidate.address, 0) / blocks for candidate in candidates]
 
 
 def session_affinity(pick: PickRequest, candidates: Sequence[EndpointState]) -> list[float]:
