@@ -21,7 +21,7 @@ from picker_fleet.domain import errors
 from picker_fleet.domain.config import Settings
 from picker_fleet.domain.sections import Model, Section
 from picker_fleet.endpoints import metrics_page as endpoint_page
-from picker_fleet.endpoints import scraper
+from picker_fleet.endpoints import pacing
 from picker_fleet.fleet import heartbeat
 from picker_fleet.fleet.live_config import AFFECTS, LIVE
 from picker_fleet.ingress import json_body
@@ -87,7 +87,7 @@ SENTENCES = [
     ("operations", f"waiting requests poll, {heartbeat._MAX_POLL_S:g} s later"),
     ("errors", f"is asked once more after {batching._DENIED_RETRY_S * 1000:g} ms"),
     ("picking",
-     f"each endpoint is probed every {scraper.PROBE_S:g} s, and every {scraper.REST_PROBE_S:g} s at rest"),
+     f"each endpoint is probed every {pacing.PROBE_S:g} s, and every {pacing.REST_PROBE_S:g} s at rest"),
     ("picking", f"a bound of work ({endpoint_page._MOST_WORK // 2**20} MiB"),
     ("picking", f"blocks of {history.BLOCK_BYTES} bytes, the first {history.MAX_PROMPT_BYTES // 1024} KB"),
     ("picking",
