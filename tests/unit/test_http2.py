@@ -22,7 +22,7 @@ from picker_fleet.domain.budgets import BodyBudget
 from picker_fleet.domain.errors import BufferFull
 from picker_fleet.grpc import frames, http2, native
 from picker_fleet.grpc.frames import ACK, DATA, END_HEADERS, END_STREAM, HEADERS, PING, SETTINGS, frame
-from picker_fleet.grpc.native import Keepalive, NativeTransport
+from picker_fleet.grpc.native import NativeTransport
 from picker_fleet.grpc.transport import Handler, RpcError, Status, Stream
 
 BUDGET_BYTES = 1024 * 1024
@@ -768,7 +768,8 @@ async def test_no_connection_takes_all_streams_and_a_full_replica_says_so() -> N
 
 async def test_a_peer_that_answers_no_keepalive_ping_is_disconnected_and_one_that_does_is_not() -> None:
     # The peer shares this event loop; if the loop pauses for longer than 0.02 s, no peer is cut.
-    async with serving(keepalive=Keepalive(0.05, 0.3, 0.02)) as server, server.peer() as silent:
+    limits = http2.Limits(silence_s=0.05, answer_s=0.3, pause_s=0.02)
+    async with serving(limits=limits) as server, server.peer() as silent:
         await silent.next(PING)
         while await silent.read() is not None:
             pass

@@ -87,6 +87,9 @@ class Limits:
     `unsent_replies` replies wait for a peer that does not read. A connection may send `idle_frames` frames
     that carry nothing, and more as it ages, opens streams and is sent data.
 
+    A peer that sent nothing for `silence_s` is pinged and has `answer_s` to answer. If the wait takes
+    `pause_s` longer than that, this process was paused, and the peer is not cut off.
+
     One step of the event loop reads `step_frames` frames and starts `step_starts` handlers at most.
     """
 
@@ -97,6 +100,9 @@ class Limits:
     silent_s: float = 10.0
     unsent_replies: int = 10_000
     idle_frames: int = 2000
+    silence_s: float = 20.0
+    answer_s: float = 10.0
+    pause_s: float = 1.0
     step_frames: int = 512
     step_starts: int = 32
 

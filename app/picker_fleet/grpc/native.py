@@ -11,7 +11,6 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
 
 from picker_fleet.background import keep
 from picker_fleet.domain.budgets import BodyBudget
@@ -431,15 +430,6 @@ class GrpcStream:
             self._reader.set_result(result)
 
 
-class Keepalive(NamedTuple):
-    """A peer that sent nothing for `silence_s` is pinged and has `answer_s` to answer. If the wait takes
-    `pause_s` longer than that, this process was paused, and the peer is not cut off."""
-
-    silence_s: float = 20.0
-    answer_s: float = 10.0
-    pause_s: float = 1.0
-
-
 class NativeTransport:
     """Serves gRPC. `handlers` are by path; `budgets`, by handler, limit the data not read yet.
 
@@ -454,9 +444,8 @@ class NativeTransport:
         message_bytes: int,
         certificates: Certificates | None = None,
         limits: Limits = Limits(),  # noqa: B008 - it is frozen
-        keepalive: Keepalive = Keepalive(),  # noqa: B008
     ) -> None:
-        self._certificates, self._keepalive = certificates, keepalive
+        self._certificates = certificates
         self._handlers = {path.encode(): handler for path, handler in handlers.items()}
         self._budgets, self._others = budgets, BodyBudget(_OTHERS_BYTES)
         self._message_bytes = message_bytes
@@ -546,24 +535,23 @@ class NativeTransport:
             return _OK_BLOCK + _status_block(Status.UNIMPLEMENTED, "unknown method")
         if isinstance(handler, ByMetadata):
             handler = handler.choose(fields)
-        length = fields.get(b"content-length")
-        return partial(self._open, path, handler, int(length[:20]) if length else -1)
-
-    def _open(
-        self, path: bytes, handler: Handler, content_length: int, connection: Connection, stream_id: int
-    ) -> GrpcStream | None:
-        if path in self._refused:
-            return None
         budget = self._budgets.get(handler, self._others)
-        return GrpcStream(connection, stream_id, handler, budget, content_length, self._message_bytes)
+        length = int(fields.get(b"content-length", b"")[:20] or -1)
+
+        def opened(connection: Connection, stream_id: int) -> GrpcStream | None:
+            if path in self._refused:
+                return None
+            return GrpcStream(connection, stream_id, handler, budget, length, self._message_bytes)
+
+        return opened
 
     async def _ping_silent_peers(self) -> None:
         """Cut off peers that answer no ping: streams of a vanished peer would stay open for ever."""
-        silence_s, answer_s, pause_s = self._keepalive
+        limits = self.peers.limits
         while True:
             for connection in self._connections:
                 connection.received = False
-            await asyncio.sleep(silence_s)
+            await asyncio.sleep(limits.silence_s)
             silent = [connection for connection in self._connections if not connection.received]
             for connection in silent:
                 connection.ping()
@@ -571,8 +559,8 @@ class NativeTransport:
                 continue
             clock = asyncio.get_running_loop().time
             pinged_s = clock()
-            await asyncio.sleep(answer_s)
-            if clock() - pinged_s > answer_s + pause_s:
+            await asyncio.sleep(limits.answer_s)
+            if clock() - pinged_s > limits.answer_s + limits.pause_s:
                 continue  # answers may have arrived during the pause, unread
             for connection in silent:
                 if not connection.received:
