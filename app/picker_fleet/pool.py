@@ -19,12 +19,10 @@ from picker_fleet.admin.events import Events, SnapshotReader
 from picker_fleet.admin.fleet_state import FleetStateCache
 from picker_fleet.admin.views import FleetLists, FleetView
 from picker_fleet.admission import budget_transfer
-from picker_fleet.admission.failover import FailoverGate
-from picker_fleet.admission.gate import Gate
-from picker_fleet.admission.ledger import Ledger
+from picker_fleet.admission.admission import Admission
+from picker_fleet.admission.failover import FailoverTimes
+from picker_fleet.admission.ledger import ServiceMeter
 from picker_fleet.admission.origins import Origins
-from picker_fleet.admission.outage import unseen_s
-from picker_fleet.admission.shared_gate import ServiceMeter, SharedGate
 from picker_fleet.background import Work, count_failures
 from picker_fleet.domain.budgets import BodyBudget
 from picker_fleet.domain.config import Settings
@@ -53,6 +51,7 @@ from picker_fleet.ingress.headers import selected_endpoints
 from picker_fleet.ingress.intake import Intake
 from picker_fleet.scheduling.chooser import EndpointChooser
 from picker_fleet.scheduling.route_stream import RouteStream
+from picker_fleet.scheduling.router import Router
 from picker_fleet.state.accounting_token import Keyring
 from picker_fleet.state.connection import FailureDetector, PauseDetector
 from picker_fleet.state.store import Store
@@ -76,9 +75,8 @@ class Pool:
     """One pool as the servers of the process see it, with all its parts. Create it in the event loop that
     runs it.
 
-    The constructor builds the parts from the lowest up; each gets the parts that it calls. Requests call
-    `gate`: `failover`, wrapped for tracing if that is configured. Servers of requests use `context`, the
-    admin server uses `operated`.
+    The constructor builds the parts from the lowest up; each gets the parts that it calls. Servers
+    of requests use `context`, the admin server uses `operated`.
     """
 
     def __init__(
@@ -102,8 +100,7 @@ class Pool:
         # A process with one pool has no label `pool` in metrics and log lines.
         self._labels = {} if is_alone else {"pool": settings.pool}
         clock, url = asyncio.get_running_loop().time, settings.redis.url
-        bands, fallbacks = settings.fair_request_queue.bands, settings.scheduling.fallbacks
-        report_s = settings.leases.access_log_interval
+        bands = settings.fair_request_queue.bands
 
         # What the replica knows
         self.fleet, self.heartbeat_now = KnownFleet(settings), HeartbeatTrigger()
@@ -116,14 +113,7 @@ class Pool:
         self.traces = _tracing(settings, replica)
         pause_detector = PauseDetector()
         failure_detector = FailureDetector(settings.redis.silence, settings.leases.inflight / 2)
-        make_store: Callable[..., Store] = Store
-        traced_gate: Callable[[Gate], Gate] | None = None
-        if self.traces is not None:
-            from picker_fleet.admission.traced import TracedGate, TracedStore
-
-            make_store = partial(TracedStore, traces=self.traces)
-            traced_gate = partial(TracedGate, traces=self.traces)
-        self.store = make_store(
+        self.store = Store(
             url,
             pool=settings.pool,
             replica=replica,
@@ -160,34 +150,22 @@ class Pool:
 
         # Admission
         service = ServiceMeter()
-        in_tokens = settings.request_queue_controller.unit == "tokens"
-        self.shared = SharedGate(
+        self.admission = Admission(
             self.store,
-            metrics=self.metrics,
-            endpoints=self.endpoints,
-            fallbacks=fallbacks,
-            on_unknown_pool=self.heartbeat_now,
-            answer_tokens=settings.fair_request_queue.default_answer_tokens if in_tokens else None,
-            chooser=self.chooser,
-            record_cost=service.record,
-            keys=self.signing,
-            pause_detector=pause_detector,
-            ledger=Ledger(clock, 2 * unseen_s(report_s)),
-        )
-        self.failover = FailoverGate(
-            self.store,
-            self.shared,
             replica=replica,
+            fleet=self.fleet,
             metrics=self.metrics,
             endpoints=self.endpoints,
             chooser=self.chooser,
+            keys=self.signing,
             failure_detector=failure_detector,
-            report_s=report_s,
-            fleet=self.fleet,
+            pause_detector=pause_detector,
             heartbeat_now=self.heartbeat_now,
             peer_client=budget_transfer.GrpcPeers(settings.pool, self.signing, certificates),
+            times=FailoverTimes(settings.leases.access_log_interval),
+            record_cost=service.record,
+            traces=self.traces,
         )
-        self.gate: Gate = traced_gate(self.failover) if traced_gate else self.failover
         self.origins = Origins(self.store, self.signing, clock)
         if settings.admin.reference_metrics:
             named = settings.discovery.kubernetes
@@ -195,20 +173,20 @@ class Pool:
                 named.pool if named is not None else settings.pool,
                 self.metrics,
                 readings=self.readings.snapshot,
-                running=self.shared.running_by_model,
+                running=self.admission.ledger.running_by_model,
             )
 
         # The fleet
-        self.replica_info = ReplicaInfo(self.shared, service, clock)
+        self.replica_info = ReplicaInfo(self.admission.queue, service, clock)
         self.membership = Membership(
             self.store,
-            self.shared,
+            self.admission.queue,
             settings,
             endpoints=self.endpoints,
             metrics=self.metrics,
             replica_info=self.replica_info,
             fleet=self.fleet,
-            failover=self.failover,
+            failover=self.admission.failover,
             heartbeat_now=self.heartbeat_now,
             on_config=self.chooser.follow,
             on_suspects=self.scraping.suspect,
@@ -233,13 +211,14 @@ class Pool:
                 prefixes=self.chooser,
                 served_models=self.readings.models,
             ),
-            gate=self.gate,
+            gate=self.admission,
+            router=Router(self.endpoints, self.chooser, settings.scheduling.fallbacks),
             origins=self.origins,
             open_requests=open_requests,
             metrics=self.metrics,
             lines=DecisionLines(clock, self.chooser.explain, **self._labels),
             clock=clock,
-            fill=self.failover.fill,
+            fill=self.admission.fill,
             selected=selected,
         )
 
@@ -262,19 +241,20 @@ class Pool:
     @property
     def account(self) -> Account:
         """The parts that process the pool's access-log entries."""
-        return Account(self.gate, self.metrics, self.signing, self.origins)
+        return Account(self.admission, self.metrics, self.signing, self.origins)
 
     def services(self) -> Mapping[str, Handler]:
         """The pool's gRPC handlers by path, besides exchanges and access logs."""
+        failover = self.admission.failover
         return {
             **eds.handlers(self.endpoints),
             **budget_transfer.handlers(
                 self.settings.pool,
-                self.failover.transfer_budget,
+                failover.transfer_budget,
                 self.signing,
                 self.replica_info.grpc_address,
-                count=self.failover.outage_count,
-                ended_before=self.failover.ended_before,
+                count=failover.outage_count,
+                ended_before=failover.ended_before,
             ),
         }
 
@@ -289,13 +269,13 @@ class Pool:
         count_failures(self.metrics.background_failure)
         start(self.store.run, "redis-link")
         wake_ups = self.store.keys.wake(self.replica)
-        start(partial(listen, settings.redis.url, wake_ups, self.failover.on_event), "wake-ups")
+        start(partial(listen, settings.redis.url, wake_ups, self.admission.failover.on_event), "wake-ups")
         report = serving(settings.scheduling.endpoint_labels, self.membership.discovered)
         start(partial(self._source.watch, report), "discovery")
         if settings.discovery.kubernetes is not None:
             start(partial(self._follow_objects, settings.discovery.kubernetes), "objects")
         start(self.membership.run, "membership")
-        start(self.failover.run, "redis-watch")
+        start(self.admission.failover.run, "redis-watch")
         start(self.scraping.run, "scraping")
         start(self._fleet_state.run, "fleet-state")
         start(self.operated.events.run, "events")

@@ -14,7 +14,7 @@ import uvloop
 
 from bench.fairness.scenarios import Job, Source
 from bench.rig.child import Orders
-from picker_fleet.admission.shared_gate import SharedGate
+from picker_fleet.admission.admission import Admission
 from picker_fleet.domain.bands import NAMED
 from picker_fleet.domain.budgets import BodyBudget
 from picker_fleet.domain.config import parse
@@ -33,7 +33,7 @@ class Clients:
     """All clients of `source` at this replica. The same seed yields the same requests in the same order."""
 
     def __init__(
-        self, gate: SharedGate, source: Source, replica: str, *, service_ms: Sequence[float], seed: str
+        self, gate: Admission, source: Source, replica: str, *, service_ms: Sequence[float], seed: str
     ) -> None:
         self._gate = gate
         self._source = source
@@ -99,22 +99,22 @@ _JOINS_S = 30.0
 
 
 @contextlib.asynccontextmanager
-async def joined(job: Job) -> AsyncIterator[SharedGate]:
-    """Run a replica of the job's pool without its servers; yields its shared gate."""
+async def joined(job: Job) -> AsyncIterator[Admission]:
+    """Run a replica of the job's pool without its servers; yields its admission."""
     settings = parse(job.config)
     pool = Pool(settings, job.replica, bodies=BodyBudget(0), open_requests=OpenRequests())
-    store, shared, membership = pool.store, pool.shared, pool.membership
+    store, admission, membership = pool.store, pool.admission, pool.membership
     membership.discovered([Endpoint(each.address) for each in settings.discovery.static or ()])
     async with asyncio.TaskGroup() as tasks:
         works = (
             store.run(),
-            listen(settings.redis.url, store.keys.wake(job.replica), pool.failover.on_event),
+            listen(settings.redis.url, store.keys.wake(job.replica), admission.failover.on_event),
         )
-        # The failover gate must run, too: its timer ends waits for a reply of Redis that exceed the TTL (G5).
-        running = [tasks.create_task(work) for work in (*works, membership.run(), pool.failover.run())]
+        # Failover must run, too: its timer ends waits for a reply of Redis that exceed the TTL (G5).
+        running = [tasks.create_task(work) for work in (*works, membership.run(), admission.failover.run())]
         async with asyncio.timeout(_JOINS_S):
             await membership.known()
-        yield shared
+        yield admission
         for task in running:
             task.cancel()
 

@@ -326,7 +326,8 @@ class World:
     def _most_running(self, count: int) -> int:
         """The bound (G1, G8). Doubled if a new primary lacks the last writes, or from when only some replicas
         have left Redis until all use it again and the bound holds (docs/redis.md, limits)."""
-        uses = {each.pool.failover.outage is None for each in self.nodes if not each.dead.is_set()}
+        live = (each.pool for each in self.nodes if not each.dead.is_set())
+        uses = {pool.admission.failover.outage is None for pool in live}
         self._apart = len(uses) == 2 or (self._apart and (False in uses or count > BOUND))
         kinds = self.schedule.kinds
         return BOUND * (2 if kinds & LOSING_WRITES or (self._apart and kinds & APART) else 1)

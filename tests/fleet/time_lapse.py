@@ -312,7 +312,7 @@ async def at_rest(some: Any, client: redis.Redis, lasts_s: float = 60.0) -> None
     await asyncio.sleep(lasts_s)
     for replica in some.replicas:
         pool = replica.pool
-        assert pool.failover.outage is None
+        assert pool.admission.failover.outage is None
         state = await pool.store.state(60.0)
         assert (state.stock, state.queued, state.leases, state.overdue) == (0, 0, 0, 0)
         assert set(state.in_flight.values()) <= {0}
@@ -320,10 +320,10 @@ async def at_rest(some: Any, client: redis.Redis, lasts_s: float = 60.0) -> None
         assert 0 <= state.guard_credit <= 1.1
         assert 0 <= state.drain_rate < 100
         assert 1 <= state.retry_after_s <= 60
-        assert 1 <= pool.shared.retry_after_s <= 60
+        assert 1 <= pool.admission.queue.retry_after_s <= 60
         assert all(0 <= tag < 2**53 for tag in state.virtual_times.values())
         assert len(state.replicas) == len(some.replicas)
-        assert pool.shared.places_are_awaited is False
+        assert pool.admission.queue.places_are_awaited is False
     prefix = "epp:{default}:"
     for name in ("requests", "inflight", "timers", "overdue", "limits", "suspects", "blockers"):
         assert not client.exists(prefix + name), name

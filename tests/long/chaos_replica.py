@@ -18,7 +18,7 @@ import uvloop
 from bench.fairness.replica import joined
 from bench.fairness.scenarios import Job
 from bench.rig.child import Orders
-from picker_fleet.admission.shared_gate import SharedGate
+from picker_fleet.admission.admission import Admission
 from picker_fleet.domain.bands import Bands
 from picker_fleet.domain.errors import RequestError
 from picker_fleet.domain.request import Completion, InferenceRequest, Outcome, Workload
@@ -122,7 +122,7 @@ def call_of(request_id: str) -> Call:
     )
 
 
-async def _served(gate: SharedGate, request_id: str) -> bool:
+async def _served(gate: Admission, request_id: str) -> bool:
     """Send the request. Returns whether it was served."""
     call = call_of(request_id)
     try:
@@ -137,7 +137,7 @@ async def _served(gate: SharedGate, request_id: str) -> bool:
     return True
 
 
-async def _client(gate: SharedGate, ids: Iterator[str], ending: asyncio.Event) -> None:
+async def _client(gate: Admission, ids: Iterator[str], ending: asyncio.Event) -> None:
     while not ending.is_set():
         if not await _served(gate, next(ids)):
             await asyncio.sleep(_AGAIN_S)

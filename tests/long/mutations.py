@@ -104,7 +104,7 @@ MUTATIONS = (
     ),
     Mutation(
         "what was placed since the heartbeat counts as free", "app/picker_fleet/admission/failover.py",
-        "return max(part - stock.placed, 0.0)", "return part", _IN_FAILOVER,
+        "return max(part - self.placed, 0.0)", "return part", _IN_FAILOVER,
     ),
     Mutation(
         "an end releases budget each time it is reported", "app/picker_fleet/admission/ledger.py",

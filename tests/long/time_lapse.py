@@ -19,7 +19,7 @@ from redis_servers import redis_server
 from time_lapse import BOUND, HOUR_S, SERVICE_S, Fleet, at_rest, fleet, light_load, time_lapse
 
 from long.findings import Findings
-from picker_fleet.admission import failover as gate
+from picker_fleet.admission import failover
 from picker_fleet.endpoints import scraper
 from picker_fleet.state import connection
 
@@ -34,7 +34,7 @@ _INTERVALS: dict[str, Any] = {
     "redis": {"silence": "12s"},
     "scraping": {"interval": "60s"},
 }  # fmt: skip
-_FIXED = (connection, "TICK_S"), (gate, "_TICK_S"), (scraper, "PROBE_S"), (scraper, "REST_PROBE_S")
+_FIXED = (connection, "TICK_S"), (failover, "_TICK_S"), (scraper, "PROBE_S"), (scraper, "REST_PROBE_S")
 _SLACK_BYTES = 4 * 1024 * 1024
 
 

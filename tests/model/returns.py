@@ -1,6 +1,6 @@
 """Searches all orders in which replicas may lose Redis and resync while one request runs and ends.
 
-The replicas are the product's `FailoverGate` with journal, tombstones and resync. `Pool` answers their calls
+The replicas are the product's `Admission` with journal, tombstones and resync. `Pool` answers their calls
 at once; it models `lua/tombstone.lua`, `renew.lua`, `settle.lua` and `admit.lua` for one request. A test
 replays the calls in `Pool.asked` on a server. The clock stands still, so that access-log entries never become
 too old: correctness must not depend on their age.
@@ -12,16 +12,14 @@ import random
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from typing import Any, NamedTuple, cast
 
-from choosers import chooser_of
-from failover_bench import PULSE, gate_over
+from failover_bench import PULSE, admission_over
 from script_fleet import ask, ended
 
-from picker_fleet.admission.failover import FailoverGate, FailoverState
-from picker_fleet.admission.ledger import Ledger
-from picker_fleet.admission.shared_gate import SharedGate
+from picker_fleet.admission.admission import Admission
+from picker_fleet.admission.failover import FailoverState
 from picker_fleet.domain.request import Alive, Endpoint, Outcome
 from picker_fleet.endpoints.snapshot import Snapshot, SnapshotCell
-from picker_fleet.state.connection import FailureDetector, PauseDetector
+from picker_fleet.state.connection import PauseDetector
 from picker_fleet.state.store import Placed, SettleReply, Store
 from picker_fleet.telemetry.metrics import Metrics
 
@@ -143,30 +141,26 @@ class World:
         self._gates = [self._gate(name) for name in self.names]
         for who, gate in enumerate(self._gates):
             self._beat(who)
-            gate.heartbeat_answered(PULSE)
+            gate.failover.heartbeat_answered(PULSE)
         self.accounting_token = _run(self._gates[0].admit(ask(REQUEST), stream_owned=False)).accounting_token
         self.pool.counted.clear()
         self.pool.asked.clear()
         self._start = self.state()
 
-    def _gate(self, name: str) -> FailoverGate:
-        cell, metrics, store = SnapshotCell(), Metrics(), cast(Store, self.pool)
+    def _gate(self, name: str) -> Admission:
+        cell = SnapshotCell()
         cell.publish(Snapshot("1", (Endpoint(ENDPOINT),)))
-        shared = SharedGate(
-            store, metrics=metrics, endpoints=cell, fallbacks=0, on_unknown_pool=lambda: None,
-            chooser=chooser_of(cell), attempts=itertools.repeat(1),
-            pause_detector=PauseDetector(lambda: NOW_S, lambda: 0.0), ledger=Ledger(lambda: NOW_S),
+        return admission_over(
+            cast(Store, self.pool), Metrics(), cell, replica=name, clock=lambda: NOW_S,
+            attempts=itertools.repeat(1), pause_detector=PauseDetector(lambda: NOW_S, lambda: 0.0),
         )  # fmt: skip
-        return gate_over(
-            store, shared, metrics, cell, FailureDetector(1.0, 8.0), replica=name, clock=lambda: NOW_S
-        )
 
     # The possible next steps, and their execution
 
     def steps(self) -> Iterator[Step]:
         if self.request == _OVER and not self._remembered:
             return
-        local = [gate.state is FailoverState.LOCAL for gate in self._gates]
+        local = [gate.failover.state is FailoverState.LOCAL for gate in self._gates]
         if self._losses >= self.pool.life:
             yield Step("lose")
         for who, gate in enumerate(self._gates):
@@ -177,29 +171,29 @@ class World:
                 yield Step("end", who)
                 if self._signs < self._most_signs:
                     yield Step("renew", who)
-            if gate.state is FailoverState.LOCAL:
+            if gate.failover.state is FailoverState.LOCAL:
                 yield Step("return" if self._whole else "resync", who)
                 continue
             if self._outs[who] < self._most_outs:
                 yield Step("leave", who)
             if not self._whole:
                 yield Step("beat", who)
-            if gate.state is FailoverState.SHARED:
+            if gate.failover.state is FailoverState.SHARED:
                 continue
-            if not gate.degraded:
+            if not gate.failover.degraded:
                 # Skip: a resync before the request exists would only lead back to the initial state.
                 if self.request != _UNSENT:
                     yield Step("finish", who)
             elif not self._reported[who]:
                 yield Step("report", who)
-            elif not self.patient or any(local) or gate.tombstones.peers_answered(self.names):
+            elif not self.patient or any(local) or gate.failover.tombstones.peers_answered(self.names):
                 yield Step("restore", who)
 
     def take(self, step: Step) -> None:
         gate, who = self._gates[step.who], step.who
         if step.what == "start":
-            if gate.outage is not None:
-                gate.outage.gate.release(1.0)  # the budget is another model's subject
+            if gate.failover.outage is not None:
+                gate.failover.outage.gate.release(1.0)  # the budget is another model's subject
             _run(gate.admit(ask(REQUEST), stream_owned=False))
             self.request = _RUNS
         elif step.what == "renew":
@@ -211,16 +205,16 @@ class World:
         elif step.what == "leave":
             self._outs[who] += 1
             self._said[who] = _Said.of(gate)
-            gate.abort_resync() if gate.outage is not None else gate.begin_outage()
+            gate.failover.abort_resync() if gate.failover.outage is not None else gate.failover.begin_outage()
         elif step.what == "resync":
             self._reported[who], self._said[who] = False, None
-            gate.begin_resync()
+            gate.failover.begin_resync()
         elif step.what == "report":
-            _run(gate.tombstones.publish())
+            _run(gate.failover.tombstones.publish())
             self._reported[who] = True
         elif step.what == "restore":
-            _run(gate.outage.restore_running(cast(Store, self.pool), _ANY_TIME_S))
-            gate.finish_resync(gate.outage, gate.outage.resync)
+            _run(gate.failover.outage.restore_running(cast(Store, self.pool), _ANY_TIME_S))
+            gate.failover.finish_resync(gate.failover.outage, gate.failover.outage.resync)
         elif step.what == "return":
             for what in ("resync", "report"):
                 self.take(Step(what, who))
@@ -228,7 +222,7 @@ class World:
             self.take(Step("restore", who))
             self._beat_all()
         elif step.what == "finish":
-            gate.end_outage()
+            gate.failover.end_outage()
         elif step.what == "beat":
             self._beat(who)
         else:
@@ -236,7 +230,7 @@ class World:
 
     def _beat_all(self) -> None:
         for who, gate in enumerate(self._gates):
-            if gate.state is not FailoverState.LOCAL:
+            if gate.failover.state is not FailoverState.LOCAL:
                 self._beat(who)
 
     def _beat(self, who: int) -> None:
@@ -246,9 +240,9 @@ class World:
             for name, said, gate in zip(self.names, self._said, self._gates, strict=True)
         }
         gate = self._gates[who]
-        gate.update_peers({**about, self.names[who]: _Said()})
-        if gate.tombstones.is_due:
-            _run(gate.tombstones.answer_peers())
+        gate.failover.update_peers({**about, self.names[who]: _Said()})
+        if gate.failover.tombstones.is_due:
+            _run(gate.failover.tombstones.answer_peers())
 
     # The invariants
 
@@ -261,7 +255,7 @@ class World:
 
     @property
     def all_back(self) -> bool:
-        return all(gate.state is FailoverState.SHARED for gate in self._gates)
+        return all(gate.failover.state is FailoverState.SHARED for gate in self._gates)
 
     def at_rest(self) -> None:
         """Let every replica send heartbeats until no info changes; a running request renews its lease."""
@@ -283,9 +277,9 @@ class World:
         """The present state. `before`: the former state, if since then only replica `who` made a step."""
         pool = self.pool
         if before is None:
-            gates = tuple(gate.save() for gate in self._gates)
+            gates = tuple(gate.failover.save() for gate in self._gates)
         else:
-            gates = (*before.gates[:who], self._gates[who].save(), *before.gates[who + 1 :])
+            gates = (*before.gates[:who], self._gates[who].failover.save(), *before.gates[who + 1 :])
         return State(
             self.request, self._signs, tuple(self._outs), tuple(self._reported), tuple(pool.counted.items()),
             frozenset(pool.tombstones), pool.life, tuple(self._said), gates,
@@ -299,7 +293,7 @@ class World:
         self.pool.life, self._said = state.life, list(state.said)
         for who, (gate, saved) in enumerate(zip(self._gates, state.gates, strict=True)):
             if since is None or since.gates[who] is not saved:
-                gate.restore(saved)
+                gate.failover.restore(saved)
 
     def restart(self) -> None:
         self.go_to(self._start)
@@ -360,8 +354,8 @@ class _Said(dict[str, Any]):
     """A replica's info; immutable."""
 
     @classmethod
-    def of(cls, gate: FailoverGate) -> "_Said":
-        fields = gate.heartbeat_fields().items()
+    def of(cls, gate: Admission) -> "_Said":
+        fields = gate.failover.heartbeat_fields().items()
         return cls({key: tuple(value) if isinstance(value, list) else value for key, value in fields})
 
     def __hash__(self) -> int:  # type: ignore[override]

@@ -8,17 +8,18 @@ from typing import Any
 
 from choosers import chooser_of
 from decision_ledger import Ledger
+from failover_bench import admission_over
 from members import member_of
 from packed import counters
 from redis import exceptions as redis_errors
 from redis.asyncio import Redis
 
-from picker_fleet.admission.shared_gate import SharedGate
 from picker_fleet.domain.bands import NAMED, Band, Bands
 from picker_fleet.domain.config import parse
 from picker_fleet.domain.request import Completion, Endpoint, InferenceRequest, Outcome, Placement, Workload
 from picker_fleet.endpoints.snapshot import Snapshot, SnapshotCell
 from picker_fleet.fleet.heartbeat import Membership
+from picker_fleet.scheduling.router import Router
 from picker_fleet.state.accounting_token import Keyring
 from picker_fleet.state.connection import FailureDetector, PauseDetector
 from picker_fleet.state.keys import Keys
@@ -153,16 +154,22 @@ class Replica:
             connect_timeout_s=max(1.0, silence_s),  # patient with a busy machine
             metrics=self.metrics,
         )  # fmt: skip
-        self.store.on_event = self._on_event
-        self.gate = SharedGate(
-            self.store,
-            metrics=self.metrics,
-            endpoints=self.cell,
-            fallbacks=2,
-            on_unknown_pool=lambda: self.membership and self.membership.heartbeat_now(),
-            chooser=chooser_of(self.cell),
-            keys=self.keys,
+        self.gate = admission_over(
+            self.store, self.metrics, self.cell, replica=name, keys=self.keys, heartbeat_now=self._beat_now
         )
+        self.store.on_event = self._on_event
+
+    def _beat_now(self, **how: bool) -> None:
+        if self.membership is not None:
+            self.membership.heartbeat_now(**how)
+
+    def fails_over(self) -> None:
+        """Let the gate follow what Redis tells. Before this call it never leaves Redis."""
+        self.store.on_event = self.gate.failover.on_event
+
+    def route(self, subset: tuple[str, ...] | None, **first: str) -> tuple[str, ...]:
+        """The endpoints of a request without admission, with two fallbacks."""
+        return Router(self.cell, chooser_of(self.cell), 2).route(subset, **first).endpoints
 
     def _on_event(self, event: Event) -> None:
         if isinstance(event, Notification):
@@ -175,7 +182,7 @@ class Replica:
     def notified(self, notification: Notification) -> None:
         self.notifications.append((name_of(notification.verdict), notification.request_id))
         if notification.request_id not in self._by_hand:
-            self.gate.notified(notification)
+            self.gate.queue.notified(notification)
 
     async def beat(self, silence_s: float = 60.0) -> HeartbeatReply:
         return await self.store.heartbeat('{"host":"test"}', silence_s)
@@ -385,7 +392,7 @@ async def running(
 
 
 def _member(replica: Replica, joined: Mapping[str, Any], endpoints: int) -> Membership:
-    member = member_of(replica.store, replica.gate, parse(joined), replica.cell, replica.metrics)
+    member = member_of(replica.store, replica.gate.queue, parse(joined), replica.cell, replica.metrics)
     member.discovered([Endpoint(address) for address in addresses(endpoints)])
     replica.membership = member
     return member

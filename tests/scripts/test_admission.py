@@ -28,7 +28,7 @@ async def test_the_gate_names_each_refusal(fleet: OpenFleet) -> None:
         await a.publish()
         with pytest.raises(NoEndpoints):
             await asked(a, "n0", flow="n")
-        assert a.gate.waiting == 0
+        assert a.gate.queue.waiting == 0
 
 
 async def test_before_anything_is_published_the_pool_is_unknown(fleet: OpenFleet) -> None:

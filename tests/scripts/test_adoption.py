@@ -47,7 +47,7 @@ async def test_a_newer_stream_of_the_same_request_takes_over_its_wait(fleet: Ope
         # The first stream has no client any more, and the second gets the grant.
         with pytest.raises(ClientGone):
             await first
-        assert a.gate.waiting == 1
+        assert a.gate.queue.waiting == 1
         await a.settle("runs")
         assert (await second).endpoints == ("10.0.0.1:8000",)
         await it.ends(a, "q")

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 from decision_ledger import events_of
-from failover_bench import gate_over
 from metrics_page import samples
 from proxy import proxy_to
 from redis.asyncio import Redis
@@ -23,7 +22,6 @@ from script_fleet import Fleet, Replica, addresses, ask, ended, running, until
 
 from picker_fleet.admission.failover import FailoverState
 from picker_fleet.domain.errors import ScriptFailed, WritesRefused
-from picker_fleet.state.connection import FailureDetector
 from picker_fleet.state.error_replies import ERROR_REPLIES, meaning_of
 from picker_fleet.state.store import name_of
 
@@ -47,17 +45,17 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 class Watched:
-    """A replica with a failover gate, one request in flight and one waiting."""
+    """A replica with failover, one request in flight and one waiting."""
 
     def __init__(self, fleet: Fleet, replica: Replica) -> None:
         self.fleet, self.replica = fleet, replica
-        detector = FailureDetector(5.0, 5.0)  # long enough that nothing here counts as silence
-        self.gate = gate_over(replica.store, replica.gate, replica.metrics, replica.cell, detector)
+        self.gate = replica.gate
+        replica.fails_over()
         self.waiting: asyncio.Task[Any]
 
     async def begin(self) -> None:
-        self.gate.update_peers({"a": {"degraded": False}})
-        self.gate.heartbeat_answered(await self.replica.beat())
+        self.gate.failover.update_peers({"a": {"degraded": False}})
+        self.gate.failover.heartbeat_answered(await self.replica.beat())
         await self.gate.admit(ask("runs"), stream_owned=False)
         self.waiting = asyncio.create_task(self.gate.admit(ask("waits"), stream_owned=False))
         await self.fleet.until_queued(1)
@@ -133,7 +131,7 @@ async def test_a_call_is_sent_once_more_after_an_error_that_everyone_gets_for_a_
         async with arriving(it, "new", "other"):
             # The arrival waits in the shared queue, behind the earlier request.
             await it.fleet.until_queued(2)
-            assert it.gate.state is FailoverState.SHARED
+            assert it.gate.failover.state is FailoverState.SHARED
         await it.ends()
 
 
@@ -146,7 +144,7 @@ async def test_an_error_that_everyone_gets_and_that_lasts_is_an_outage(
         between.refuse(f"{error} for good")
         async with arriving(it, "new"):
             # The replica fails over to its local queue.
-            await until(lambda: it.gate.state is FailoverState.LOCAL)
+            await until(lambda: it.gate.failover.state is FailoverState.LOCAL)
             assert it.errors(KINDS[error]) == 2
         between.refuse("", times=0)
 
@@ -186,7 +184,7 @@ async def test_a_redis_that_takes_no_writes_refuses_only_new_requests(
                 with pytest.raises(WritesRefused, match=why) as refused:
                     await it.gate.admit(ask(f"new{number}"), stream_owned=False)
                 assert (refused.value.status, refused.value.retry_after_s) == (503, 1)
-            assert it.gate.state is FailoverState.SHARED
+            assert it.gate.failover.state is FailoverState.SHARED
             assert it.errors("full") == 3
             # A refused request needs no cancel.
             assert it.errors("full", "cancel") == 0
@@ -208,11 +206,11 @@ async def test_an_error_for_one_request_fails_it_alone(
                 await it.gate.admit(ask(name, flow=flow), stream_owned=False)
             assert refused.value.status == 500
         # Only that request fails; others are queued.
-        assert it.gate.state is FailoverState.SHARED
+        assert it.gate.failover.state is FailoverState.SHARED
         assert it.errors("item") == 20
         async with arriving(it, "other"):
-            await until(lambda: it.replica.gate.waiting == 2)
-            assert it.gate.state is FailoverState.SHARED
+            await until(lambda: it.replica.gate.queue.waiting == 2)
+            assert it.gate.failover.state is FailoverState.SHARED
         # The log names the request, in few, short and complete lines.
         lines = [record.getMessage() for record in caplog.records if "admit" in record.getMessage()]
         assert 1 <= len(lines) <= 20
@@ -255,7 +253,7 @@ async def test_a_real_server_that_keeps_answering_everyone_with_an_error_is_an_o
             async with busy(redis) if why == "BUSY" else refusing(redis, why):
                 # When an arrival gets the error, the replica and its waiting requests go local.
                 async with arriving(it, "new"):
-                    await until(lambda: it.gate.state is FailoverState.LOCAL)
+                    await until(lambda: it.gate.failover.state is FailoverState.LOCAL)
                     assert it.errors(REFUSING[why][0]) >= 1
                 await given_up(it.waiting)
             # The connection recovers as soon as the server does.

@@ -41,7 +41,7 @@ async def test_a_waiter_gets_its_answer_when_its_time_is_up(fleet: OpenFleet) ->
         assert events_of(await it.log(), "q") == ["queued", "expired"]
         await a.settle("runs")
         assert await it.at_rest()
-        assert a.gate.waiting == 0
+        assert a.gate.queue.waiting == 0
 
 
 async def test_a_waiter_gets_its_answer_though_redis_has_gone(fleet: OpenFleet, redis_url: str) -> None:

@@ -5,7 +5,6 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
-from failover_bench import gate_over
 from members import member_of
 from script_fleet import Fleet, OpenFleet, Replica, addresses, ask, config, ended, until
 
@@ -13,8 +12,6 @@ from picker_fleet.admission.failover import FailoverState
 from picker_fleet.domain.config import parse
 from picker_fleet.domain.errors import StateUnavailable
 from picker_fleet.domain.request import Alive, Endpoint, Placement
-from picker_fleet.fleet.heartbeat import HeartbeatTrigger
-from picker_fleet.state.connection import FailureDetector
 
 (E1,) = addresses(1)
 
@@ -23,20 +20,20 @@ class FailoverReplica:
     """A replica whose gate and membership fail over and return."""
 
     def __init__(self, replica: Replica) -> None:
-        trigger, settings = HeartbeatTrigger(), parse(config(8, "200ms"))
-        store, shared, metrics, cell = replica.store, replica.gate, replica.metrics, replica.cell
-        self.gate = gate_over(store, shared, metrics, cell, FailureDetector(1.0, 8.0), trigger, replica.name)
-        self.membership = member_of(
-            store, shared, settings, cell, metrics, failover=self.gate, heartbeat_now=trigger
-        )
+        self.gate = replica.gate
+        replica.fails_over()
+        self.membership = replica.membership = member_of(
+            replica.store, self.gate.queue, parse(config(8, "200ms")), replica.cell, replica.metrics,
+            failover=self.gate.failover,
+        )  # fmt: skip
         self.membership.discovered([Endpoint(E1)])
 
     async def shared(self) -> None:
         """Wait until this replica is back in the shared state."""
-        await until(lambda: self.gate.state is FailoverState.SHARED)
+        await until(lambda: self.gate.failover.state is FailoverState.SHARED)
 
     def leave(self) -> None:
-        self.gate.redis_lost("silence", "the test says so")
+        self.gate.failover.redis_lost("silence", "the test says so")
 
     async def start_locally(self, request_id: str) -> Placement:
         return await self.gate.admit(ask(request_id), stream_owned=False)
@@ -50,10 +47,10 @@ async def failover_replicas(it: Fleet) -> AsyncIterator[list[FailoverReplica]]:
     """Run the fleet's replicas with failover; yield when all know each other."""
     those = [FailoverReplica(replica) for replica in it.replicas]
     async with asyncio.TaskGroup() as tasks:
-        works = [work for one in those for work in (one.gate.run(), one.membership.run())]
+        works = [work for one in those for work in (one.gate.failover.run(), one.membership.run())]
         background = [tasks.create_task(work) for work in works]
         try:
-            await until(lambda: all(len(one.gate._peers.live) == len(those) for one in those))
+            await until(lambda: all(len(one.gate.failover._peers.live) == len(those) for one in those))
             yield those
         finally:
             for task in background:
@@ -123,14 +120,14 @@ async def test_no_replica_decides_with_redis_alone_while_another_that_redis_list
         monkeypatch.setattr(it.replicas[1].store, "heartbeat", unanswered)
         for each in (one, late):
             each.leave()
-        await until(lambda: one.gate.outage is None or _resyncs_for(one, 2.5))
-        assert one.gate.state is FailoverState.RESYNCING
+        await until(lambda: one.gate.failover.outage is None or _resyncs_for(one, 2.5))
+        assert one.gate.failover.state is FailoverState.RESYNCING
         monkeypatch.setattr(it.replicas[1].store, "heartbeat", heartbeat)
         await asyncio.gather(one.shared(), late.shared())
 
 
 def _resyncs_for(replica: FailoverReplica, seconds: float) -> bool:
-    outage = replica.gate.outage
+    outage = replica.gate.failover.outage
     assert outage is not None
     return outage.resync is not None and outage.clock() - outage.resync.began_s > seconds
 

@@ -1,4 +1,4 @@
-"""The shared gate: wake-ups, cancellation in every phase, withdrawal, and routing without admission."""
+"""Admission through Redis: wake-ups, cancellation in every phase, withdrawal; routing without admission."""
 
 import asyncio
 from typing import Any
@@ -7,7 +7,6 @@ import pytest
 from decision_ledger import events_of
 from script_fleet import Fleet, OpenFleet, addresses, ask, asked, until, until_is, waiting
 
-from picker_fleet.admission import shared_gate
 from picker_fleet.domain.errors import NoEndpoints
 from picker_fleet.domain.request import Endpoint, Placement
 from picker_fleet.state.store import AnyVerdict, Notification, Verdict
@@ -137,11 +136,11 @@ async def test_a_request_that_ends_with_its_headers_gets_an_endpoint_without_adm
     async with fleet("a", full=True) as (it, a):
         await a.publish(E1, Endpoint(E2, draining=True))
         # Such a request gets a ready endpoint of its subset and takes no stock.
-        assert (await a.gate.route(None)).endpoints == (E1,)
-        assert (await a.gate.route((E1, E2))).endpoints == (E1,)
+        assert a.route(None) == (E1,)
+        assert a.route((E1, E2)) == (E1,)
         for subset in ((), (E2,)):
             with pytest.raises(NoEndpoints):
-                await a.gate.route(subset)
+                a.route(subset)
         assert (await it.counts())[0] == 1
 
 
@@ -169,11 +168,11 @@ async def test_a_request_that_may_go_anywhere_is_placed_by_the_call_that_grants_
         await a.settle("runs")
         # The grant places the request, and its replica acknowledges.
         assert (await waiter).endpoints == (E1,)
-        assert b.gate.waiting == 0
+        assert b.gate.queue.waiting == 0
         assert events_of(await it.log(), "q") == ["queued", "granted", "placed"]
         await until_acknowledged(it)
         # A late notification by a heartbeat changes nothing.
-        b.gate.notified(Notification("q", Verdict.GRANTED))
+        b.gate.queue.notified(Notification("q", Verdict.GRANTED))
         assert await b.store.return_grant("q") == "foreign"
         assert (await it.counts())[0] == 1
         await it.ends(b, "q")
@@ -198,12 +197,12 @@ async def test_a_placement_whose_acknowledgement_is_on_its_way_is_not_given_back
         await it.ends(b, "q")
 
 
-async def test_where_many_placements_are_not_acknowledged_the_next_one_asks_for_its_place(
+async def test_after_a_pause_a_replica_asks_for_the_place_of_a_request_that_its_grant_placed(
     fleet: OpenFleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shared_gate, "_MAX_UNACKNOWLEDGED", 0)
     async with fleet("a", "b", listening=True, full=True) as (it, a, b):
         waiter = await waiting(it, b, "q")
+        b.gate.queue.pause_detector.mark_resumed()
         monkeypatch.setattr(b.store, "acknowledge", None)  # the test fails if it is called
         await a.settle("runs")
         assert (await waiter).endpoints == (E1,)
@@ -217,7 +216,7 @@ async def test_a_client_that_leaves_just_as_it_is_placed_leaves_nothing(
     fleet: OpenFleet, monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
     async with fleet("a", "b", listening=True, full=True) as (it, a, b):
-        task, notified = await waiting(it, b, "q"), b.gate.notified
+        task, notified = await waiting(it, b, "q"), b.gate.queue.notified
 
         def leave(notification: Notification) -> bool:
             if when == "before":
@@ -226,7 +225,7 @@ async def test_a_client_that_leaves_just_as_it_is_placed_leaves_nothing(
             task.cancel()
             return is_new
 
-        monkeypatch.setattr(b.gate, "notified", leave)
+        monkeypatch.setattr(b.gate.queue, "notified", leave)
         await a.settle("runs")
         await asyncio.wait((task,))
         assert task.cancelled()

@@ -40,14 +40,14 @@ async def test_the_gate_renews_the_streams_that_its_replica_holds(fleet: OpenFle
         await a.gate.admit(ask("silent"), stream_owned=False)
         await a.publish(E1, upper_per=3, lease_ms=60_000)
         # The replica renews its own streams and passes on an access-log entry.
-        a.gate.renew_owned_streams()
+        a.gate.queue.renew_owned_streams()
         a.gate.renew(Alive("logged", E1, logged.accounting_token))
         await it.after(110)
         await a.sweep()
         # Only the unreported request is reclaimed; a withdrawn one is not renewed any more.
         assert sorted(await it.redis.hkeys(it.keys.prefix + "requests")) == ["logged", "streamed"]
         a.gate.withdraw("streamed", stream)
-        a.gate.renew_owned_streams()
+        a.gate.queue.renew_owned_streams()
         await until_is(it.counts, ONE_RUNS)
 
 
@@ -212,7 +212,7 @@ async def test_a_restored_request_of_an_owned_stream_can_be_withdrawn(fleet: Ope
         await it.redis.flushall()
         await a.publish(E1)
         # After a renewal has restored it, a withdrawal leaves nothing.
-        a.gate.renew_owned_streams()
+        a.gate.queue.renew_owned_streams()
         await until_is(it.counts, ONE_RUNS)
         a.gate.withdraw("r", placement)
         await until(it.at_rest)

@@ -10,7 +10,7 @@ from metrics_page import samples
 from script_fleet import Fleet, OpenFleet, Replica, addresses, ask, config, ended, until
 from test_schema import documented, matching
 
-from picker_fleet.admission.shared_gate import SharedGate
+from picker_fleet.admission.admission import Admission
 from picker_fleet.domain.errors import RequestError
 from picker_fleet.domain.request import Alive, Placement
 
@@ -87,7 +87,7 @@ class Load:
                 del self.running[name]
             self.served += 1
 
-    def _gate_of(self, name: str) -> SharedGate:
+    def _gate_of(self, name: str) -> Admission:
         """The gate that the request's client uses and that gets the request's access-log entries."""
         return self.fleet.replicas[int(name.split("-")[0]) % len(self.fleet.replicas)].gate
 

@@ -4,11 +4,9 @@ import asyncio
 import time
 
 import pytest
-from choosers import chooser_of
 from script_fleet import OpenFleet, Replica, addresses, ask, ended, until
 
 from picker_fleet.admission.origins import FIND_S, Origins
-from picker_fleet.admission.shared_gate import SharedGate
 from picker_fleet.domain.request import Endpoint
 from picker_fleet.endpoints.snapshot import Snapshot
 from picker_fleet.state.accounting_token import Keyring
@@ -75,24 +73,16 @@ async def test_a_request_goes_on_where_its_state_is_while_that_endpoint_takes_re
         # Reads go to a draining endpoint as well, because no other endpoint has the state.
         for endpoints in ((E1, E2), (E1, Endpoint(E2, draining=True))):
             await a.publish(*endpoints)
-            assert (await a.gate.route(None, origin=E2)).endpoints == (E2, E1)
+            assert a.route(None, origin=E2) == (E2, E1)
         await a.publish(E1, Endpoint(E2, down=True))
-        assert (await a.gate.route(None, origin=E2)).endpoints == (E1,)
-        assert (await a.gate.route((E1,), origin=E2)).endpoints == (E1,)
+        assert a.route(None, origin=E2) == (E1,)
+        assert a.route((E1,), origin=E2) == (E1,)
 
 
 async def test_a_request_waits_for_the_endpoint_that_has_its_state_until_that_takes_no_requests(
     fleet: OpenFleet,
 ) -> None:
     async with fleet("a", listening=True, endpoints=2) as (it, a):
-        a.gate = SharedGate(
-            a.store,
-            metrics=a.metrics,
-            endpoints=a.cell,
-            fallbacks=0,
-            on_unknown_pool=lambda: None,
-            chooser=chooser_of(a.cell),
-        )
 
         async def admitted(name: str) -> tuple[str, ...]:
             request = ask(name, origin=E1, ttl_s=60.0)

@@ -90,7 +90,7 @@ async def test_streams_are_registered_before_waiters_when_redis_is_slow(fleet: O
         await asyncio.sleep(0.02)
         asked = asyncio.create_task(a.store.notifications())
         await asyncio.sleep(0)
-        assert await a.gate.register_again()
+        assert await a.gate.queue.register_again()
         await asyncio.gather(busy, asked)
         # The waiting requests are queued again.
         assert await it.counts() == (4, 5, [2, 2])

@@ -5,14 +5,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from failover_bench import gate_over
 from redis_servers import Server
 from script_backends import real_server
 from script_fleet import Fleet, ask, asked, ended, running, until
 
 from picker_fleet.admission.failover import FailoverState
 from picker_fleet.domain.errors import ExpiredTtl, WritesRefused
-from picker_fleet.state.connection import FailureDetector
 
 ROOM = 400_000  # bytes for waiting requests
 
@@ -29,8 +27,8 @@ class Clients:
     def __init__(self, fleet: Fleet) -> None:
         self.fleet = fleet
         (a,) = fleet.replicas
-        self.replica, detector = a, FailureDetector(5.0, 5.0)
-        self.gate = gate_over(a.store, a.gate, a.metrics, a.cell, detector)
+        self.replica, self.gate = a, a.gate
+        a.fails_over()
         self.running: list[str] = []
         self.tasks: list[asyncio.Task[Any]] = []
 
@@ -54,7 +52,7 @@ class Clients:
 
     async def serve(self) -> None:
         """End requests until none is in flight or waiting."""
-        while self.running or self.replica.gate.waiting:
+        while self.running or self.replica.gate.queue.waiting:
             for name in self.running:
                 await self.replica.store.renew(name, None, "", "")
                 self.gate.settle(ended(name))
@@ -67,15 +65,15 @@ async def test_a_full_redis_refuses_new_requests_while_the_fleet_drains(server: 
     async with running(server.url, pool, "a", upper_per=2, listening=True, log_max=0) as it:
         clients = Clients(it)
         a, gate = clients.replica, clients.gate
-        gate.update_peers({"a": {"degraded": False}})
-        gate.heartbeat_answered(await a.beat())
+        gate.failover.update_peers({"a": {"degraded": False}})
+        gate.failover.heartbeat_answered(await a.beat())
         # Requests fill the server's memory.
         await clients.ask("runs first")
         base = (await it.redis.info("memory"))["used_memory"]
         await it.redis.config_set("maxmemory", base + ROOM)
         refused = await clients.fill()
         assert (refused.status, refused.retry_after_s) == (503, 1)
-        waiting = a.gate.waiting
+        waiting = a.gate.queue.waiting
         assert waiting > 20
         # From now on the server has no memory left at all.
         await it.redis.config_set("maxmemory", 1)
@@ -86,7 +84,7 @@ async def test_a_full_redis_refuses_new_requests_while_the_fleet_drains(server: 
             assert await a.store.mark_endpoint("10.0.0.1:8000", "down", on) == "marked"
         await a.store.set_live_config({"paused": None}, {"paused": None})
         clients.tasks[-1].cancel()
-        await until(lambda: a.gate.waiting == waiting - 1)
+        await until(lambda: a.gate.queue.waiting == waiting - 1)
         # Requests in flight end, and waiting ones are served.
         await asyncio.wait_for(clients.serve(), 60)
         *served, _ = clients.tasks
@@ -95,7 +93,7 @@ async def test_a_full_redis_refuses_new_requests_while_the_fleet_drains(server: 
         # New requests are still refused, by a replica that stays in the shared state.
         with pytest.raises(WritesRefused):
             await clients.ask("new")
-        assert gate.state is FailoverState.SHARED
+        assert gate.failover.state is FailoverState.SHARED
         # With memory available, admission resumes.
         await it.redis.config_set("maxmemory", 0)
         await clients.ask("new")
@@ -108,7 +106,7 @@ async def test_a_request_that_waits_in_a_full_redis_expires_in_time(server: Serv
         # A request waits on a server that has run out of memory since.
         await a.gate.admit(ask("runs"), stream_owned=False)
         waits = asked(a, "waits", ttl_s=0.2)
-        await until(lambda: a.gate.waiting == 1 or waits.done())
+        await until(lambda: a.gate.queue.waiting == 1 or waits.done())
         await it.redis.config_set("maxmemory", 1)
         # At its TTL the request is answered.
         with pytest.raises(ExpiredTtl):

@@ -73,9 +73,7 @@ class ScriptedGate:
         self.error = ShuttingDown()
         self.open.set()
 
-    async def route(
-        self, subset: tuple[str, ...] | None, *, origin: str = "", session: str = ""
-    ) -> Placement:
+    def route(self, subset: tuple[str, ...] | None, *, origin: str = "", session: str = "") -> Placement:
         self.routed.append(subset)
         self.wanted.append((origin, session))
         if self.error is not None:
@@ -168,6 +166,7 @@ def exchange_context(
         new_flows=context.new_flow_limit(settings, lambda: 0.0),
         intake=Intake(settings, new_id=lambda: f"made-{next(ids)}", keys=Mock(variant_key=b"the pool's")),
         gate=gate,
+        router=gate,  # type: ignore[arg-type]
         origins=origins or KnownOrigins(),  # type: ignore[arg-type]
         open_requests=context.OpenRequests(),
         metrics=metrics or Counted(),

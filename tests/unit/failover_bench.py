@@ -1,7 +1,7 @@
-"""A failover gate for tests, over a store that can become unavailable."""
+"""Admission for tests, over a store that can become unavailable."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
 from typing import Any, cast
@@ -12,15 +12,14 @@ from local_requests import ask
 from metrics_page import samples
 from scripted_store import ScriptedStore, answered
 
-from picker_fleet.admission.failover import FailoverGate, FailoverState, FailoverTimes
-from picker_fleet.admission.ledger import Ledger
-from picker_fleet.admission.outage import unseen_s
-from picker_fleet.admission.shared_gate import SharedGate
+from picker_fleet.admission.admission import Admission
+from picker_fleet.admission.failover import FailoverState, FailoverTimes
 from picker_fleet.domain.config import parse
 from picker_fleet.domain.errors import StateUnavailable
 from picker_fleet.domain.known_fleet import KnownFleet
 from picker_fleet.domain.request import Completion, Endpoint, InferenceRequest, Outcome, Placement
 from picker_fleet.endpoints.snapshot import Snapshot, SnapshotCell
+from picker_fleet.state.accounting_token import Keyring
 from picker_fleet.state.connection import FailureDetector, PauseDetector
 from picker_fleet.state.store import AnyVerdict, HeartbeatReply, Placed, Store, parse_verdict
 from picker_fleet.telemetry.metrics import Metrics
@@ -67,40 +66,36 @@ class NoPeers:
     ask = count = ended_before = close = no_answer
 
 
-def gate_over(
+def admission_over(
     store: Store,
-    shared: SharedGate,
     metrics: Metrics,
     cell: SnapshotCell,
-    failure_detector: FailureDetector,
-    heartbeat_now: Callable[..., None] = lambda **_: None,
+    *,
     replica: str = "a",
     config: Mapping[str, Any] | None = None,
     wait_s: float = 2.0,
     **options: Any,
-) -> FailoverGate:
-    """A replica's gate, built as in `picker serve` but not running. `options`: `clock`, `peer_client`."""
+) -> Admission:
+    """A replica's admission, built as in `picker serve` but not running. `options` replace arguments."""
     fleet = KnownFleet(parse(config or {}))
     fleet.in_flight = {E1: 3, E2: 1}
-    return FailoverGate(
-        store,
-        shared,
-        replica=replica,
-        metrics=metrics,
-        endpoints=cell,
-        chooser=chooser_of(cell),
-        failure_detector=failure_detector,
-        report_s=0.0,
-        fleet=fleet,
-        heartbeat_now=heartbeat_now,
-        times=FailoverTimes(newcomer_s=0.0, peers_wait_s=wait_s, max_resync_s=wait_s),
-        **{"peer_client": NoPeers(), **options},
+    parts: dict[str, Any] = {
+        "chooser": chooser_of(cell),
+        "keys": Keyring(),
+        "failure_detector": FailureDetector(1.0, 8.0),
+        "pause_detector": PauseDetector(),
+        "heartbeat_now": lambda **_: None,
+        "peer_client": NoPeers(),
+    }
+    times = FailoverTimes(report_s=0.0, newcomer_s=0.0, peers_wait_s=wait_s, max_resync_s=wait_s)
+    return Admission(
+        store, replica=replica, fleet=fleet, metrics=metrics, endpoints=cell, times=times, **(parts | options)
     )
 
 
 class Bench:
-    """The failover gate of replica `a`, with peer `b`, after one answered heartbeat. If `away`, Redis admits
-    nothing. `options` go to `gate_over`; a resync waits up to `wait_s` for `b`."""
+    """The admission of replica `a`, with peer `b`, after one answered heartbeat. If `away`, Redis admits
+    nothing. `options` go to `admission_over`; a resync waits up to `wait_s` for `b`."""
 
     def __init__(
         self,
@@ -116,19 +111,14 @@ class Bench:
         store = cast(Store, self.store)
         self.pause_detector = PauseDetector(lambda: self.now_s, lambda: 0.0)
         self.pause_detector.tick()
-        self.shared = SharedGate(
-            store, metrics=self.metrics, endpoints=self.cell, fallbacks=1, on_unknown_pool=lambda: None,
-            chooser=chooser_of(self.cell), pause_detector=self.pause_detector,
-            ledger=Ledger(options.get("clock", asyncio.get_running_loop().time), 2 * unseen_s(0.0)),
-        )  # fmt: skip
         self.pokes = 0
-        self.gate = gate_over(
-            store, self.shared, self.metrics, self.cell, FailureDetector(1.0, 8.0), self._poked,
-            config=config, **options,
+        self.gate = admission_over(
+            store, self.metrics, self.cell, config=config, pause_detector=self.pause_detector,
+            heartbeat_now=self._poked, **options,
         )  # fmt: skip
         if pulse is not None:
             self.tell_peers()
-            self.gate.heartbeat_answered(pulse)
+            self.gate.failover.heartbeat_answered(pulse)
 
     async def place(self, request_id: str = "r", *, stream_owned: bool = False, **changes: Any) -> Placement:
         return await self.gate.admit(ask(request_id, **changes), stream_owned=stream_owned)
@@ -146,8 +136,8 @@ class Bench:
     async def wait_in_redis(self, request_id: str = "r") -> asyncio.Task[Placement]:
         """Start a request, and return once it waits in the shared queue."""
         self.store.admitting = [QUEUED]
-        waiting, task = self.shared.waiting, self.start(request_id)
-        await until(lambda: self.shared.waiting == waiting + 1)
+        waiting, task = self.gate.queue.waiting, self.start(request_id)
+        await until(lambda: self.gate.queue.waiting == waiting + 1)
         return task
 
     def counted(self, name: str, label: str) -> dict[str, float]:
@@ -176,7 +166,7 @@ class Bench:
             name: {"degraded": degraded.get(name, False), "grpc": name, "answered": told}
             for name in ("a", "b")
         }
-        self.gate.update_peers(about)
+        self.gate.failover.update_peers(about)
 
     def end(self, request_id: str, placement: Placement | None = None, **changes: Any) -> None:
         token = placement.accounting_token if placement is not None else ""
@@ -184,30 +174,30 @@ class Bench:
         self.gate.settle(end._replace(**changes))
 
     def lose_redis(self) -> None:
-        self.gate.redis_lost("silence", "no answer in time")
+        self.gate.failover.redis_lost("silence", "no answer in time")
 
     @property
     def queued(self) -> int:
         """The number of requests in the local queue."""
-        status = self.gate.status()
+        status = self.gate.failover.status()
         return status.queued if status is not None else 0
 
     def answer_heartbeats(self, pulse: HeartbeatReply = PULSE) -> None:
         """Answer heartbeats until the replica leaves LOCAL."""
         for _ in range(100):
-            if self.gate.state is FailoverState.LOCAL:
-                self.gate.heartbeat_answered(pulse)
-        assert self.gate.state is not FailoverState.LOCAL
+            if self.gate.failover.state is FailoverState.LOCAL:
+                self.gate.failover.heartbeat_answered(pulse)
+        assert self.gate.failover.state is not FailoverState.LOCAL
 
     @property
     def free(self) -> float:
-        status = self.gate.status()
+        status = self.gate.failover.status()
         assert status is not None
         return status.free
 
 
 def watched(bench: Bench) -> AbstractAsyncContextManager[None]:
-    return running(bench.gate.run())
+    return running(bench.gate.failover.run())
 
 
 @asynccontextmanager
@@ -216,7 +206,7 @@ async def returned(bench: Bench) -> AsyncIterator[None]:
     async with watched(bench):
         bench.store.away = False
         bench.answer_heartbeats()
-        await until(lambda: not bench.gate.degraded)
+        await until(lambda: not bench.gate.failover.degraded)
         yield
 
 
@@ -225,5 +215,5 @@ async def resyncing(bench: Bench) -> AsyncIterator[None]:
     """Run the block in state RESYNCING: this replica has resynced, the other one has not."""
     bench.tell_peers(b=True)
     async with returned(bench):
-        assert bench.gate.state is FailoverState.RESYNCING
+        assert bench.gate.failover.state is FailoverState.RESYNCING
         yield

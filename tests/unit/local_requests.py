@@ -5,9 +5,9 @@ from typing import Any
 
 from background import until
 
-from picker_fleet.admission.gate import Wait
 from picker_fleet.admission.local_gate import LocalGate
 from picker_fleet.admission.local_queue import Rules, rules_of
+from picker_fleet.admission.waits import Wait
 from picker_fleet.domain.bands import Band
 from picker_fleet.domain.config import EffectiveConfig, parse
 from picker_fleet.domain.request import InferenceRequest, Workload

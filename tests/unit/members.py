@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from picker_fleet.admission.shared_gate import SharedGate
+from picker_fleet.admission.shared_queue import SharedQueue
 from picker_fleet.domain.config import Settings
 from picker_fleet.domain.known_fleet import KnownFleet
 from picker_fleet.endpoints.snapshot import SnapshotCell
@@ -12,12 +12,12 @@ from picker_fleet.telemetry.metrics import Metrics
 
 
 def member_of(
-    store: Store, gate: SharedGate, settings: Settings, cell: SnapshotCell, metrics: Metrics, **more: Any
+    store: Store, queue: SharedQueue, settings: Settings, cell: SnapshotCell, metrics: Metrics, **more: Any
 ) -> Membership:
     """A membership whose replica info is `{"host": "test"}`; nothing follows its live changes or suspects."""
     return Membership(
         store,
-        gate,
+        queue,
         settings,
         endpoints=cell,
         metrics=metrics,

@@ -1,4 +1,4 @@
-"""The failover gate: losing Redis, admitting locally, and resyncing."""
+"""Admission with failover: losing Redis, admitting locally, and resyncing."""
 
 import asyncio
 from collections.abc import Collection
@@ -11,7 +11,8 @@ from failover_bench import E1, E2, FULL, PULSE, QUEUED, Bench, NoPeers, resyncin
 from metrics_page import samples
 
 from picker_fleet import background
-from picker_fleet.admission.failover import FailoverGate, FailoverState
+from picker_fleet.admission.admission import Admission
+from picker_fleet.admission.failover import FailoverState
 from picker_fleet.admission.outage import unseen_s
 from picker_fleet.admission.peers import OutageCount
 from picker_fleet.domain.bands import Band
@@ -35,7 +36,7 @@ async def test_without_redis_requests_are_placed_within_the_share() -> None:
     bench = Bench(away=True)
     placed = [await bench.place(str(n)) for n in range(3)]
     # Each goes to the least loaded endpoint, with a fallback and an accounting token.
-    assert bench.gate.state is FailoverState.LOCAL
+    assert bench.gate.failover.state is FailoverState.LOCAL
     assert bench.free == 0.0
     assert placed[0].endpoints == (E2, E1)
     assert {each.endpoints[0] for each in placed} <= {E1, E2}
@@ -62,8 +63,8 @@ async def test_without_redis_the_id_of_a_request_is_given_to_no_other(stranger: 
         with pytest.raises(RequestIdTaken):
             await bench.place(name, **stranger)
     assert not waiting.done()
-    assert bench.gate.outage is not None
-    bench.gate.outage.gate.release(1.0)  # `waits` is placed as soon as its task runs
+    assert bench.gate.failover.outage is not None
+    bench.gate.failover.outage.gate.release(1.0)  # `waits` is placed as soon as its task runs
     with pytest.raises(RequestIdTaken):
         await bench.place("waits", **stranger)
     await waiting
@@ -74,8 +75,8 @@ async def test_without_redis_a_disabled_queue_places_everything() -> None:
     bench = Bench(config={"request_queue_controller": {"enabled": False}}, away=True)
     # All are placed, balanced by the load that this replica knows.
     placed = [await bench.place(str(n)) for n in range(20)]
-    status = bench.gate.status()
-    assert bench.gate.state is FailoverState.LOCAL
+    status = bench.gate.failover.status()
+    assert bench.gate.failover.state is FailoverState.LOCAL
     assert status is not None
     assert (status.queued, status.free, status.let_go) == (0, 3.0, 20)
     first = [each.endpoints[0] for each in placed]
@@ -100,10 +101,10 @@ async def test_a_replica_that_has_never_joined_refuses_and_stays_shared() -> Non
     bench = Bench(pulse=None, away=True)
     with pytest.raises(StateUnavailable):
         await bench.place()
-    assert bench.gate.status() is None
-    bench.gate.redis_lost("refused", "not there yet")
-    bench.gate.heartbeat_answered(PULSE)
-    assert bench.gate.state is FailoverState.SHARED
+    assert bench.gate.failover.status() is None
+    bench.gate.failover.redis_lost("refused", "not there yet")
+    bench.gate.failover.heartbeat_answered(PULSE)
+    assert bench.gate.failover.state is FailoverState.SHARED
 
 
 async def test_placements_since_the_last_heartbeat_reduce_the_share() -> None:
@@ -125,22 +126,22 @@ async def test_ends_that_redis_has_not_seen_release_budget() -> None:
     bench.store.unsent, bench.store.away = ["r"], True
     await bench.place("alone")
     assert bench.free == 0.0
-    assert bench.gate.status().let_go == 1  # type: ignore[union-attr]
+    assert bench.gate.failover.status().let_go == 1  # type: ignore[union-attr]
 
 
 class DirectPeers(NoPeers):
     """A peer client that calls the other replica's gate without a network."""
 
     def __init__(self) -> None:
-        self.gate: FailoverGate | None = None
+        self.gate: Admission | None = None
         self.asked = 0
 
     async def count(self, address: str) -> OutageCount | None:
         self.asked += 1
-        return self.gate.outage_count() if self.gate is not None else None
+        return self.gate.failover.outage_count() if self.gate is not None else None
 
     async def ended_before(self, address: str, ids: Collection[str]) -> Collection[str] | None:
-        return self.gate.ended_before(ids) if self.gate is not None else None
+        return self.gate.failover.ended_before(ids) if self.gate is not None else None
 
 
 async def test_budget_of_ends_that_redis_never_confirmed_is_recovered() -> None:
@@ -153,11 +154,13 @@ async def test_budget_of_ends_that_redis_never_confirmed_is_recovered() -> None:
     for name, bench in zip("012567", (a, b, b, b, a, a), strict=True):
         bench.end(name, placed[name])
     # While one replica still reaches Redis, no budget is recovered.
-    a.gate.redis_lost("refused", "away")
+    a.gate.failover.redis_lost("refused", "away")
     waiting = [await a.wait_here(f"waiting {n}") for n in range(7)]
     assert a.free == 0.0
-    b.gate.redis_lost("refused", "away")
-    await until(lambda: a.gate.outage_count() is not None and b.gate.outage_count() is not None)
+    b.gate.failover.redis_lost("refused", "away")
+    await until(
+        lambda: a.gate.failover.outage_count() is not None and b.gate.failover.outage_count() is not None
+    )
     await until(lambda: peers.asked)  # `a` gets no answer yet, and asks again
     peers.gate = b.gate
     # Six requests take the recovered budget; the seventh waits for a request from before to end.
@@ -173,11 +176,11 @@ async def test_after_a_peer_has_left_no_budget_is_recovered_while_its_requests_m
     clock = [1.0]
     bench = Bench(FULL, clock=lambda: clock[0])
     clock[0] += 2 * UNSEEN_S
-    bench.gate.update_peers({"a": {"grpc": "a"}})
-    bench.gate.redis_lost("refused", "away")
-    assert bench.gate.outage_count() is None
+    bench.gate.failover.update_peers({"a": {"grpc": "a"}})
+    bench.gate.failover.redis_lost("refused", "away")
+    assert bench.gate.failover.outage_count() is None
     clock[0] += UNSEEN_S
-    assert bench.gate.outage_count() is not None
+    assert bench.gate.failover.outage_count() is not None
 
 
 async def test_after_a_renewal_ignored_in_a_pause_no_budget_is_recovered_until_the_next_is_due() -> None:
@@ -186,10 +189,10 @@ async def test_after_a_renewal_ignored_in_a_pause_no_budget_is_recovered_until_t
     clock[0] += 2 * UNSEEN_S
     bench.stand_still()
     bench.gate.renew(Alive("runs", E1, "token"))
-    bench.gate.redis_lost("refused", "away")
-    assert bench.gate.outage_count() is None
+    bench.gate.failover.redis_lost("refused", "away")
+    assert bench.gate.failover.outage_count() is None
     clock[0] += UNSEEN_S
-    assert bench.gate.outage_count() is not None
+    assert bench.gate.failover.outage_count() is not None
 
 
 async def test_a_paused_fleet_places_nothing_without_redis() -> None:
@@ -207,7 +210,7 @@ async def test_waiting_requests_move_to_the_local_queue_with_their_age() -> None
         queued = await bench.wait_in_redis("queued")
         bench.store.silent = True
         asked = bench.start("asked")
-        await until(lambda: bench.shared.waiting == 2)
+        await until(lambda: bench.gate.queue.waiting == 2)
         bench.lose_redis()
         # Both are placed locally, and cancelled in Redis.
         assert (await queued).endpoints
@@ -222,7 +225,7 @@ async def test_an_unanswered_admission_is_refused_when_its_time_is_up() -> None:
         bench.store.silent = True
         with pytest.raises(ExpiredTtl):
             await bench.place("r", ttl_s=0.1)
-        assert bench.gate.state is FailoverState.SHARED
+        assert bench.gate.failover.state is FailoverState.SHARED
     assert bench.store.cancelled == [("r", "cancelled")]
 
 
@@ -233,11 +236,11 @@ async def test_repeated_failovers_need_more_answered_heartbeats() -> None:
         for _ in range(6):
             bench.lose_redis()
             beats = 0
-            while bench.gate.state is FailoverState.LOCAL:
-                bench.gate.heartbeat_answered(PULSE)
+            while bench.gate.failover.state is FailoverState.LOCAL:
+                bench.gate.failover.heartbeat_answered(PULSE)
                 beats += 1
             wanted.append(beats)
-            await until(lambda: bench.gate.state is FailoverState.SHARED)
+            await until(lambda: bench.gate.failover.state is FailoverState.SHARED)
     assert wanted == [2, 4, 8, 16, 16, 16]
     to = {"local": 6, "resyncing": 6, "shared": 6}
     assert bench.counted("epp_failover_transitions_total", "to") == to
@@ -246,11 +249,11 @@ async def test_repeated_failovers_need_more_answered_heartbeats() -> None:
 
 async def test_answered_heartbeats_count_in_a_row() -> None:
     bench = Bench(wait_s=PATIENT_S)
-    bench.gate.redis_lost("refused", "refused")
-    bench.gate.heartbeat_answered(PULSE)
-    bench.gate.heartbeat_missed(StateUnavailable("away"))
-    bench.gate.heartbeat_answered(PULSE)
-    assert bench.gate.state is FailoverState.LOCAL
+    bench.gate.failover.redis_lost("refused", "refused")
+    bench.gate.failover.heartbeat_answered(PULSE)
+    bench.gate.failover.heartbeat_missed(StateUnavailable("away"))
+    bench.gate.failover.heartbeat_answered(PULSE)
+    assert bench.gate.failover.state is FailoverState.LOCAL
 
 
 @pytest.mark.parametrize("client_first", [False, True])
@@ -258,7 +261,7 @@ async def test_a_client_that_leaves_as_redis_is_lost_is_not_placed(client_first:
     bench = Bench()
     async with watched(bench):
         task = await bench.wait_in_redis("r")
-        cancels = [bench.shared.give_up, task.cancel]
+        cancels = [bench.gate.queue.give_up, task.cancel]
         for cancel in reversed(cancels) if client_first else cancels:
             cancel()
         # The client's cancellation wins, and the request is cancelled in Redis.
@@ -271,7 +274,7 @@ async def test_a_client_that_leaves_as_redis_is_lost_is_not_placed(client_first:
 async def test_a_refused_wait_in_the_shared_queue_counts_once_as_failed(notification: str) -> None:
     bench = Bench()
     task = await bench.wait_in_redis("r")
-    bench.shared.notified(Notification("r", Verdict(notification)))
+    bench.gate.queue.notified(Notification("r", Verdict(notification)))
     with pytest.raises(RequestError):
         await task
     assert bench.waits == {"false": 1}
@@ -324,10 +327,10 @@ async def test_after_a_pause_a_failed_call_is_repeated() -> None:
     asking = bench.start("r")
     await until(lambda: len(bench.store.ages_s) >= 3)
     # The replica was paused and Redis was not lost, so the replica does not fail over.
-    assert bench.gate.state is FailoverState.SHARED
+    assert bench.gate.failover.state is FailoverState.SHARED
     bench.store.away = False
     assert (await asking).endpoints == (E1,)
-    assert bench.gate.state is FailoverState.SHARED
+    assert bench.gate.failover.state is FailoverState.SHARED
 
 
 async def test_after_a_pause_an_ended_stream_is_not_admitted() -> None:
@@ -354,7 +357,7 @@ async def test_after_a_pause_a_resyncing_replica_goes_local_when_redis_is_lost()
         bench.stand_still()
         bench.store.away = True
         assert (await bench.place("s")).endpoints
-        assert bench.gate.state is FailoverState.LOCAL
+        assert bench.gate.failover.state is FailoverState.LOCAL
 
 
 async def test_a_resync_tells_redis_all_that_ran_and_ended() -> None:
@@ -370,12 +373,12 @@ async def test_a_resync_tells_redis_all_that_ran_and_ended() -> None:
         # Redis answers probes again.
         bench.store.away = False
         bench.answer_heartbeats()
-        await until(lambda: not bench.gate.degraded)
+        await until(lambda: not bench.gate.failover.degraded)
         # Redis has a tombstone of the end, and all running requests.
         assert bench.store.tombstones == ["over"]
         assert sorted(name for name, _ in bench.store.alive) == ["0", "1", "2", "3", "old"]
         # While the other replica has not resynced, a request needs both the budget and Redis.
-        assert bench.gate.state is FailoverState.RESYNCING
+        assert bench.gate.failover.state is FailoverState.RESYNCING
         assert not waiting.done()
         bench.end("0", placed[0])
         await waiting
@@ -383,7 +386,7 @@ async def test_a_resync_tells_redis_all_that_ran_and_ended() -> None:
         assert [name for name, _, _ in bench.store.settled] == ["over", "0"]
         # When every replica has resynced, Redis decides alone.
         bench.tell_peers()
-        await until(lambda: bench.gate.status() is None)
+        await until(lambda: bench.gate.failover.status() is None)
     assert [name for name, _, _ in bench.store.settled] == ["over", "0", "over", "0"]
     assert samples(bench.metrics)[("epp_degraded",)] == 0
     bench.end("1", placed[1])
@@ -398,7 +401,7 @@ async def test_each_bypass_counts_once_in_every_state() -> None:
     await bench.place("alone")
     async with resyncing(bench):
         await bench.place("both")
-        assert bench.gate.state is FailoverState.RESYNCING
+        assert bench.gate.failover.state is FailoverState.RESYNCING
     assert bench.counted("epp_bypass_total", "model") == {"m": 3}
 
 
@@ -410,7 +413,7 @@ async def test_losing_redis_while_resyncing_goes_local_again() -> None:
         # The next decision fails; the request keeps the budget it has acquired.
         bench.store.away = True
         assert (await bench.place("b")).endpoints
-        assert bench.gate.state is FailoverState.LOCAL
+        assert bench.gate.failover.state is FailoverState.LOCAL
         assert bench.free == free - 1
 
 
@@ -426,11 +429,11 @@ async def test_budget_released_while_resyncing_is_limited_to_the_share() -> None
             bench.end(f"theirs {n}", placed)
         assert bench.free == 8
         # Redis, which has given that budget to others, is lost again.
-        bench.gate.heartbeat_answered(FULL)
+        bench.gate.failover.heartbeat_answered(FULL)
         bench.store.away = True
         tasks.append(await bench.wait_here("once more"))
         # The replica keeps its share of the budget that Redis had free: none.
-        assert bench.gate.state is FailoverState.LOCAL
+        assert bench.gate.failover.state is FailoverState.LOCAL
         assert bench.free == 0
         tasks[1].cancel()
     await asyncio.wait(tasks)
@@ -445,13 +448,13 @@ async def test_budget_released_before_the_resync_is_done_is_given_up(pulsed: boo
     bench.tell_peers(b=True, answered=())
     async with watched(bench):
         bench.answer_heartbeats(FULL)
-        await until(lambda: bench.gate.state is FailoverState.RESYNCING)
+        await until(lambda: bench.gate.failover.state is FailoverState.RESYNCING)
         for n in range(4):
             bench.end(f"theirs {n}", placed)
-        assert (bench.gate.degraded, bench.free) == (True, 4)
+        assert (bench.gate.failover.degraded, bench.free) == (True, 4)
         # Redis, which has received these ends too and given their budget to others, is lost again.
         if pulsed:
-            bench.gate.heartbeat_answered(FULL)
+            bench.gate.failover.heartbeat_answered(FULL)
         bench.lose_redis()
         assert bench.free == 0
 
@@ -465,12 +468,12 @@ async def test_prepaid_requests_in_the_shared_queue_are_not_placed_twice(shared:
         bench.store.admitting = [QUEUED]
         free = int(bench.free)
         waiting = [bench.start(f"w{n}") for n in range(free)]
-        await until(lambda: bench.shared.waiting == free > 0)
+        await until(lambda: bench.gate.queue.waiting == free > 0)
         if shared:
             bench.tell_peers()
-            await until(lambda: bench.gate.state is FailoverState.SHARED)
+            await until(lambda: bench.gate.failover.state is FailoverState.SHARED)
         # Redis, in which others have filled the stock, is lost again.
-        bench.gate.heartbeat_answered(FULL)
+        bench.gate.failover.heartbeat_answered(FULL)
         bench.lose_redis()
         await until(lambda: bench.queued == free)
         # The requests have to acquire budget again.
@@ -485,10 +488,10 @@ async def test_requests_seen_alive_in_one_outage_count_as_in_flight_in_the_next(
     token = (await bench.place("alone")).accounting_token
     async with returned(bench):
         bench.gate.renew(Alive("of another", E1, token))
-        await until(lambda: bench.gate.state is FailoverState.SHARED)
+        await until(lambda: bench.gate.failover.state is FailoverState.SHARED)
         bench.lose_redis()
-        assert bench.gate.outage is not None
-        assert {"alone", "of another"} <= bench.gate.outage.before.keys()
+        assert bench.gate.failover.outage is not None
+        assert {"alone", "of another"} <= bench.gate.failover.outage.before.keys()
 
 
 async def test_a_prepaid_request_placed_after_the_resync_counts_as_in_flight_in_the_next_outage() -> None:
@@ -497,15 +500,15 @@ async def test_a_prepaid_request_placed_after_the_resync_counts_as_in_flight_in_
     async with resyncing(bench):
         bench.store.admitting = [QUEUED]
         waiting = bench.start("waits")
-        await until(lambda: bench.shared.waiting)
+        await until(lambda: bench.gate.queue.waiting)
         bench.tell_peers()
-        await until(lambda: bench.gate.state is FailoverState.SHARED)
+        await until(lambda: bench.gate.failover.state is FailoverState.SHARED)
         bench.store.placing = [Placed((E1,))]
-        bench.shared.notified(Notification("waits", Verdict.GRANTED))
+        bench.gate.queue.notified(Notification("waits", Verdict.GRANTED))
         await waiting
         bench.lose_redis()
-        assert bench.gate.outage is not None
-        assert "waits" in bench.gate.outage.before
+        assert bench.gate.failover.outage is not None
+        assert "waits" in bench.gate.failover.outage.before
 
 
 async def test_accounting_token_of_a_local_placement_restores_nothing_once_its_end_is_known() -> None:
@@ -516,7 +519,7 @@ async def test_accounting_token_of_a_local_placement_restores_nothing_once_its_e
     alone = await bench.place("alone")
     assert [accounting_token.is_alone(each.accounting_token) for each in (shared, alone)] == [False, True]
     async with returned(bench):
-        await until(lambda: bench.gate.state is FailoverState.SHARED)
+        await until(lambda: bench.gate.failover.state is FailoverState.SHARED)
         bench.store.tombstones.clear()
         # The end of the local placement leaves a tombstone, so that no replica restores the request.
         bench.end("shared", shared)
@@ -561,7 +564,7 @@ async def test_a_task_of_an_outage_that_fails_is_counted_and_begins_again(
     bench = Bench(FULL, peer_client=AsyncMock(NoPeers, ask=AsyncMock(side_effect=ZeroDivisionError)))
     bench.lose_redis()
     await bench.wait_here()  # so that the gate asks peers for budget
-    async with running(bench.gate.run()):
+    async with running(bench.gate.failover.run()):
         await until(lambda: failed == ["budget-transfer"] * 2)
 
 
@@ -585,7 +588,7 @@ async def test_without_redis_a_shared_lease_is_valid_until_it_expires(age_s: flo
     bench.store.deaf = True
     assert await bench.gate.confirm("r", placement, age_s) is (age_s < LEASE_S)
     # The lease takes no local budget: its request already counts as in flight.
-    assert bench.gate.state is FailoverState.LOCAL
+    assert bench.gate.failover.state is FailoverState.LOCAL
     free = bench.free
     assert await bench.gate.confirm("r", placement, age_s) is (age_s < LEASE_S)
     assert bench.free == free
@@ -619,7 +622,7 @@ async def test_a_shutdown_refuses_the_requests_that_wait_and_all_later_ones(redi
     if redis == "answers":
         waiting = await bench.wait_in_redis("r")
     else:
-        bench.gate.redis_lost("refused", "away")
+        bench.gate.failover.redis_lost("refused", "away")
         waiting = await bench.wait_here("r")
     bench.gate.shut_down()
     for refused in (waiting, bench.start("later")):

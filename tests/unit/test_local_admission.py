@@ -12,7 +12,7 @@ from hypothesis import given
 from local_requests import ask, rules, start, waiting
 from metrics_page import samples
 
-from picker_fleet.admission.ledger import Ledger, Phase, Running
+from picker_fleet.admission.ledger import Ledger, Phase, Running, released_by_end
 from picker_fleet.admission.local_gate import LocalBudget, LocalGate, LocalPicker, part_of, pick
 from picker_fleet.admission.local_queue import rules_of
 from picker_fleet.domain.bands import Band
@@ -76,7 +76,7 @@ def test_in_flight_and_free_never_exceed_the_bound_in_any_outage(
         elif what == "end" and running:
             name = running.pop(which % len(running))
             for _ in range(2):
-                budgets[one].release(ledgers[one].finish_locally(ended(name, token), token) or 0.0)
+                budgets[one].release(end(ledgers[one], name, token) or 0.0)
         elif what in ("transfer", "lose") and budgets[other].acquire(1.0) and what == "transfer":
             budgets[one].release(1.0)
         assert len(running) + sum(budget.free for budget in budgets) <= bound
@@ -95,31 +95,44 @@ def place(ledger: Ledger, name: str, token: str, endpoint: str = E1, *, cost: fl
     ledger.place_locally(name, cost)
 
 
+def end(ledger: Ledger, name: str, token: str) -> float | None:
+    """End a request. Returns the cost that the end releases."""
+    released = released_by_end(ledger.get(name), token)
+    ledger.finish(ended(name, token), token)
+    return released
+
+
+def withdraw(ledger: Ledger, name: str) -> None:
+    entry = ledger.get(name)
+    assert entry is not None
+    ledger.withdraw(entry)
+
+
 def ended_in(ledger: Ledger) -> list[str]:
     return [entry.id for entry in ledger.journal() if entry.phase is Phase.ENDED]
 
 
 def test_an_end_releases_the_cost_of_its_request_once() -> None:
     ledger, token = in_outage(), accounting_token.write(ask(cost=7.0), E1)
-    assert [ledger.finish_locally(ended("before"), token) for _ in range(2)] == [7.0, None]
+    assert [end(ledger, "before", token) for _ in range(2)] == [7.0, None]
     # A request that was placed here needs no accounting token.
     place(ledger, "here", token, E2, cost=5.0)
-    assert ledger.finish_locally(ended("here"), "") == 5.0
+    assert end(ledger, "here", "") == 5.0
     # The end of a request that never ran releases nothing.
-    assert ledger.finish_locally(ended("refused"), "") == 0.0
+    assert end(ledger, "refused", "") == 0.0
     # A withdrawn request has released its cost.
     place(ledger, "back", token, E2, cost=5.0)
-    assert ledger.withdraw("back") == 5.0
-    assert ledger.finish_locally(ended("back"), token) is None
+    withdraw(ledger, "back")
+    assert end(ledger, "back", token) is None
     assert ledger.in_flight(0.0) == []
     # Another replica places a request that was withdrawn here.
     place(ledger, "redriven", token)
-    ledger.withdraw("redriven")
+    withdraw(ledger, "redriven")
     before = ended_in(ledger)
     assert (ledger.in_flight(0.0), "redriven" in before) == ([], False)
     ledger.see(Alive("redriven", E2, token))
     assert ids(ledger.in_flight(0.0)) == ["redriven"]
-    assert ledger.finish_locally(ended("redriven"), token) is None
+    assert end(ledger, "redriven", token) is None
     assert (ledger.in_flight(0.0), ended_in(ledger)) == ([], [*before, "redriven"])
 
 
@@ -137,8 +150,8 @@ def test_the_journal_has_all_running_and_all_ended_requests() -> None:
     for name in ("theirs", "over-too", "mine"):
         ledger.see(Alive(name, E3, token))
     ledger.see(Alive("no-token", E3, ""))
-    ledger.finish_locally(ended("over"), token)
-    ledger.finish_locally(ended("over-too"), token)
+    end(ledger, "over", token)
+    end(ledger, "over-too", token)
     ledger.see(Alive("over-too", E3, token))  # a late sign of life
     # Another replica may have received the end of a request without a recent sign of life.
     assert ledger.in_flight(7.0) == [
@@ -279,7 +292,7 @@ async def test_a_newer_stream_ends_the_older_one() -> None:
     assert gate.waiting == 0
 
 
-async def test_waiting_requests_are_handed_over_to_the_shared_gate() -> None:
+async def test_waiting_requests_are_handed_over_to_the_shared_queue() -> None:
     gate = gate_of(0.0)
     tasks = await waiting(gate, "a", "b", "c")
     gate.hand_over_waiting()

@@ -8,13 +8,12 @@ from typing import Any, cast
 
 import pytest
 from background import running, until
-from choosers import chooser_of
 from clocks import Clock
+from failover_bench import admission_over
 from members import member_of
 from metrics_page import samples
 from scripted_store import POOL, ScriptedStore
 
-from picker_fleet.admission.shared_gate import SharedGate
 from picker_fleet.domain.config import EffectiveConfig, Settings, parse
 from picker_fleet.domain.request import Endpoint
 from picker_fleet.endpoints.snapshot import SnapshotCell
@@ -34,11 +33,8 @@ class Member:
     def __init__(self, store: ScriptedStore, settings: Settings) -> None:
         shared, self.metrics = cast(Store, store), Metrics()
         cell = SnapshotCell()
-        self.gate = SharedGate(
-            shared, metrics=self.metrics, endpoints=cell, fallbacks=1, on_unknown_pool=lambda: None,
-            chooser=chooser_of(cell),
-        )  # fmt: skip
-        self.membership = member_of(shared, self.gate, settings, cell, self.metrics)
+        self.gate = admission_over(shared, self.metrics, cell)
+        self.membership = member_of(shared, self.gate.queue, settings, cell, self.metrics)
 
     async def follows(self, condition: Any) -> None:
         """Send heartbeats until `condition` holds."""
@@ -144,7 +140,7 @@ async def test_the_gate_and_the_metrics_follow_the_state_of_the_pool() -> None:
     store.pool = replace(POOL, retry_after_s=7, paused=True, active_flows=3)
     async with member(store) as one:
         await one.follows(lambda: samples(one.metrics)["epp_active_flows",] == 3)
-        await until(lambda: one.gate.retry_after_s == 7)
+        await until(lambda: one.gate.queue.retry_after_s == 7)
         assert samples(one.metrics)["epp_paused",] == 1
 
 

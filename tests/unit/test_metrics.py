@@ -16,7 +16,7 @@ from tables import cases
 
 from picker_fleet.admin.documents import MAX_METRICS_READS, METRICS_INTERVAL_S, MetricsText
 from picker_fleet.admin.protection import Refused
-from picker_fleet.admission.shared_gate import ServiceMeter
+from picker_fleet.admission.ledger import ServiceMeter
 from picker_fleet.domain.bands import NAMED, Band, Bands
 from picker_fleet.domain.request import Completion, Outcome
 from picker_fleet.endpoints.readings import EndpointMetrics

@@ -15,7 +15,7 @@ from picker_fleet import cli
 from picker_fleet.admin import api, documents, events, fleet_state, protection
 from picker_fleet.admin.server import LIMITS
 from picker_fleet.admin.views import BadCursor
-from picker_fleet.admission import ledger, local_gate, shared_gate
+from picker_fleet.admission import ledger, local_gate, shared_queue
 from picker_fleet.admission.failover import FailoverTimes
 from picker_fleet.domain import errors
 from picker_fleet.domain.config import Settings
@@ -54,7 +54,7 @@ def spaced(number: int) -> str:
 
 CHUNK, WALKS = lua("sweep.lua", "CHUNK"), lua("sweep.lua", "WALKS")
 MANAGER = bootstrap._parts()["manager"]
-LATE_S = shared_gate._EXPIRY_SLACK_S + shared_gate._EXPIRY_ANSWER_S
+LATE_S = shared_queue._EXPIRY_SLACK_S + shared_queue._EXPIRY_ANSWER_S
 SENTENCES = [
     ("architecture", f"one that dies meanwhile is waited for {reads.SnapshotTimes().claim_ms / 1000:g} s"),
     ("architecture", f"within its TTL and {LATE_S:g} s"),
@@ -80,8 +80,8 @@ SENTENCES = [
     ("security", f"Half-sent headers end after {MANAGER['requestHeadersTimeout'].removesuffix('s')} s"),
     ("security", f"at most {spaced(bootstrap.MAX_CONNECTIONS)} connections"),
     ("security", f"at most {json_body.MAX_NAME_BYTES} bytes, no control characters"),
-    ("redis", f"are waited for {FailoverTimes().max_resync_s:g} s at most"),
-    ("redis", f"it waits {FailoverTimes().peers_wait_s:g} s at most"),
+    ("redis", f"are waited for {FailoverTimes(0.0).max_resync_s:g} s at most"),
+    ("redis", f"it waits {FailoverTimes(0.0).peers_wait_s:g} s at most"),
     ("redis", f"{spaced(ledger.MAX_ENTRIES)} requests, running or ended, are remembered"),
     ("redis", f"is left alone for {local_gate._FAILED_S:g} s"),
     ("operations", f"waiting requests poll, {heartbeat._MAX_POLL_S:g} s later"),

@@ -1,17 +1,16 @@
-"""The shared gate over a scripted store: refusals, waiting, repeated queueing, pauses, settled costs."""
+"""Admission over a scripted store: refusals, waiting, repeated queueing, pauses, settled costs."""
 
 import asyncio
 from typing import Any, cast
 
 import pytest
 from background import until
-from choosers import chooser_of
+from failover_bench import admission_over
 from local_requests import ask as any_ask
 from metrics_page import samples
 from scripted_store import ScriptedStore
 from tables import cases
 
-from picker_fleet.admission.shared_gate import SharedGate
 from picker_fleet.domain import errors
 from picker_fleet.domain.bands import Band
 from picker_fleet.domain.request import Alive, Completion, InferenceRequest, Outcome, Placement
@@ -52,10 +51,12 @@ class Bench:
 
     def __init__(self, answer_tokens: int | None = None) -> None:
         self.store, self.metrics = ScriptedStore(), Metrics()
-        self.gate = SharedGate(
-            cast(Store, self.store), metrics=self.metrics, endpoints=SnapshotCell(), fallbacks=2,
-            on_unknown_pool=lambda: None, chooser=chooser_of(SnapshotCell()), answer_tokens=answer_tokens,
-        )  # fmt: skip
+        tokens = {
+            "request_queue_controller": {"unit": "tokens", "watermark_per_backend": 4096},
+            "fair_request_queue": {"default_answer_tokens": answer_tokens},
+        }
+        config = tokens if answer_tokens is not None else {}
+        self.gate = admission_over(cast(Store, self.store), self.metrics, SnapshotCell(), config=config)
 
     def count(self, *sample: str) -> float:
         return samples(self.metrics).get(sample, 0.0)
@@ -69,7 +70,7 @@ class Bench:
         return task
 
     def grant(self) -> None:
-        assert self.gate.notified(Notification("r", Verdict.GRANTED))
+        assert self.gate.queue.notified(Notification("r", Verdict.GRANTED))
 
     async def being_placed(self, *placing: AnyVerdict) -> asyncio.Task[Placement]:
         """A granted request that waits for the reply to `place`."""
@@ -111,9 +112,9 @@ async def test_a_queued_request_that_is_removed_is_answered_at_once(
     bench: Bench, notification: str, error: type[errors.Dropped], reason: str, counter: str
 ) -> None:
     # The queue takes 9 s to drain.
-    bench.gate.retry_after_s = 9
+    bench.gate.queue.retry_after_s = 9
     task = await bench.queued()
-    bench.gate.notified(Notification("r", Verdict(notification)))
+    bench.gate.queue.notified(Notification("r", Verdict(notification)))
     with pytest.raises(error) as caught:
         await task
     assert (caught.value.status, caught.value.reason) == (503, reason)
@@ -148,9 +149,9 @@ async def test_a_deadline_that_the_client_set_is_answered_504(bench: Bench, when
     bench.store.placing = [parse_verdict("expired")]
     task = asyncio.create_task(bench.gate.admit(ask(ttl_s=0.25, by_client=True), stream_owned=False))
     if when != "admitted":
-        await until(lambda: bench.gate.waiting)
+        await until(lambda: bench.gate.queue.waiting)
         verdict = Verdict.EXPIRED if when == "waiting" else Verdict.GRANTED
-        bench.gate.notified(Notification("r", verdict))
+        bench.gate.queue.notified(Notification("r", verdict))
     # The request does not count as expired in the queue.
     with pytest.raises(errors.DeadlineExceeded, match=r"deadline of 0\.25 s") as caught:
         await task
@@ -181,7 +182,7 @@ async def test_a_grant_before_the_reply_that_queues_again_is_not_lost(bench: Ben
 
 async def test_a_request_that_is_being_placed_is_not_registered_again(bench: Bench) -> None:
     task = await bench.being_placed(PLACED)
-    assert await bench.gate.register_again()
+    assert await bench.gate.queue.register_again()
     assert len(bench.store.admitted) == 1
     bench.store.placement.set()
     await task
@@ -190,7 +191,7 @@ async def test_a_request_that_is_being_placed_is_not_registered_again(bench: Ben
 async def test_after_a_pause_an_ended_stream_is_not_admitted_again(bench: Bench) -> None:
     # During the pause another replica has taken the grant.
     task = await bench.queued(GONE)
-    bench.gate.pause_detector.mark_resumed()
+    bench.gate.queue.pause_detector.mark_resumed()
     bench.grant()
     await bench.store.placed.wait()
     # Envoy has ended the stream.
@@ -204,9 +205,9 @@ async def test_after_a_pause_an_ended_stream_is_not_admitted_again(bench: Bench)
 
 async def test_after_a_pause_only_streams_that_still_exist_are_registered(bench: Bench) -> None:
     task = await bench.queued()
-    bench.gate.pause_detector.mark_resumed()
+    bench.gate.queue.pause_detector.mark_resumed()
     # Envoy ends the stream before the replica registers its request again.
-    registering = asyncio.create_task(bench.gate.register_again())
+    registering = asyncio.create_task(bench.gate.queue.register_again())
     for _ in range(3):
         await asyncio.sleep(0)
     task.cancel()
@@ -216,7 +217,7 @@ async def test_after_a_pause_only_streams_that_still_exist_are_registered(bench:
 
 async def test_after_a_pause_earlier_signs_of_life_renew_no_lease(bench: Bench) -> None:
     bench.gate.renew(Alive("before", E1, "token"))
-    bench.gate.pause_detector.mark_resumed()
+    bench.gate.queue.pause_detector.mark_resumed()
     bench.gate.renew(Alive("after", E1, "token"))
     assert bench.store.alive == [("before", "token")]
 
@@ -267,10 +268,10 @@ async def test_an_end_that_is_reported_twice_is_counted_once(bench: Bench) -> No
 
 
 def test_a_successful_dispatch_shows_that_requests_wait(bench: Bench) -> None:
-    bench.gate.dequeued(1, 0)
-    assert not bench.gate.places_are_awaited
-    bench.gate.dequeued(2, 1)
-    assert bench.gate.places_are_awaited
+    bench.gate.queue.dequeued(1, 0)
+    assert not bench.gate.queue.places_are_awaited
+    bench.gate.queue.dequeued(2, 1)
+    assert bench.gate.queue.places_are_awaited
 
 
 async def test_accounting_token_adds_the_default_answer_to_a_cost_that_lacks_it() -> None:

@@ -4,24 +4,25 @@ import asyncio
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import pytest
-from extproc_client import PLACEMENT, ScriptedGate
+from failover_bench import admission_over
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-from scripted_store import answered
+from scripted_store import ScriptedStore, answered
 
-from picker_fleet.admission.traced import TracedGate
 from picker_fleet.domain.bands import Band
 from picker_fleet.domain.config import parse
 from picker_fleet.domain.errors import TotalCapacity
 from picker_fleet.domain.request import Alive, Completion, InferenceRequest, Outcome, Placement, Workload
+from picker_fleet.endpoints.snapshot import SnapshotCell
 from picker_fleet.ingress.headers import HEADERS
 from picker_fleet.ingress.intake import Intake, read_body
 from picker_fleet.state import accounting_token
 from picker_fleet.state.accounting_token import Keyring
-from picker_fleet.state.store import Placed, Queued, SettleReply
+from picker_fleet.state.store import Placed, Queued, Store, parse_verdict
+from picker_fleet.telemetry.metrics import Metrics
 from picker_fleet.telemetry.tracing import Traces
 from picker_tools.local_fleet.bootstrap import build_bootstrap, to_yaml
 
@@ -31,21 +32,25 @@ NOT_SAMPLED = PARENT[:-2] + "00"
 REQUEST = InferenceRequest(
     "r-1", "llama", "llama", False, "f", Band.DEFAULT, 1.0, Workload("w", 3), 1.0, 30.0, None
 )
-OWN = accounting_token.signed(accounting_token.write(REQUEST, "10.0.0.1:8000"), REQUEST.id, Keyring())
+E1 = "10.0.0.1:8000"
+OWN = accounting_token.signed(accounting_token.write(REQUEST, E1), REQUEST.id, Keyring())
 
 
 class Tracing:
-    """A traced gate around `inner`, which exports spans to memory."""
+    """A replica's admission over a scripted store. It exports spans to memory."""
 
     def __init__(self, sample: float) -> None:
         self.memory = InMemorySpanExporter()
         self.traces = Traces(SimpleSpanProcessor(self.memory), sample=sample, replica="r", pool="p")
-        self.inner = ScriptedGate()
-        self.inner.placement = PLACEMENT._replace(accounting_token=OWN)
-        self.gate = TracedGate(self.inner, self.traces)
+        self.store = ScriptedStore()
+        self.store.admitting = [Placed((E1,))]
+        self.gate = admission_over(cast(Store, self.store), Metrics(), SnapshotCell(), traces=self.traces)
 
     def spans(self) -> dict[str, Any]:
         return {span.name: span for span in self.memory.get_finished_spans()}
+
+    def named(self, name: str) -> list[Any]:
+        return [span for span in self.memory.get_finished_spans() if span.name == name]
 
 
 Make = Callable[..., Tracing]
@@ -69,17 +74,11 @@ def ended(**changes: Any) -> Completion:
     return completion._replace(**changes)
 
 
-async def settled(traced: Tracing) -> None:
-    """Redis answers that request `r-1` has been settled."""
-    traced.traces.settled("r-1", answered(SettleReply("settled", "llama")))
-    await asyncio.sleep(0)  # callbacks of the reply run in the next iteration of the event loop
-
-
 async def test_a_request_with_a_traceparent_continues_that_trace(tracing: Make) -> None:
     traced = tracing(sample=0.0)
     for request in (REQUEST._replace(trace=PARENT), REQUEST._replace(trace=NOT_SAMPLED), REQUEST):
         await traced.gate.admit(request, stream_owned=False)
-    (span,) = traced.memory.get_finished_spans()
+    (span,) = traced.named("decide")
     assert f"{span.context.trace_id:032x}" == TRACE_ID
     assert f"{span.parent.span_id:016x}" == "00f067aa0ba902b7"
     assert span.attributes["picker.endpoint"] == "10.0.0.1:8000"
@@ -90,7 +89,7 @@ async def test_a_request_with_a_traceparent_continues_that_trace(tracing: Make) 
 async def test_a_malformed_traceparent_counts_as_none(tracing: Make, parent: str) -> None:
     traced = tracing()
     await traced.gate.admit(REQUEST._replace(trace=parent), stream_owned=False)
-    (span,) = traced.memory.get_finished_spans()
+    (span,) = traced.named("decide")
     assert span.parent is None
 
 
@@ -100,8 +99,10 @@ async def test_the_accounting_token_carries_the_trace_to_the_replica_that_settle
     decide = placing.spans()["decide"]
     settling.gate.renew(Alive("r-1", None, placement.accounting_token))
     settling.gate.settle(ended(accounting_token=placement.accounting_token))
-    await settled(settling)
-    assert [each.accounting_token for each in settling.inner.reported] == [OWN, OWN]
+    await asyncio.sleep(0)  # callbacks of the reply run in the next iteration of the event loop
+    own, _ = accounting_token.split_trace(placement.accounting_token)
+    assert settling.store.alive == [("r-1", own)]
+    assert [entry.token for entry in settling.gate.ledger] == [own]
     span = settling.spans()["settle"]
     assert span.context.trace_id == decide.context.trace_id
     assert span.parent.span_id == decide.context.span_id
@@ -113,21 +114,21 @@ async def test_an_owned_stream_needs_no_accounting_token(tracing: Make) -> None:
     traced = tracing()
     await traced.gate.admit(REQUEST, stream_owned=True)
     traced.gate.settle(ended())
-    await settled(traced)
+    await asyncio.sleep(0)  # callbacks of the reply run in the next iteration of the event loop
     spans = traced.spans()
     assert spans["settle"].parent.span_id == spans["decide"].context.span_id
-    assert not traced.gate._traceparents
+    assert [entry.traceparent for entry in traced.gate.ledger] == [""]
     assert not traced.traces._settling
 
 
 async def test_a_refusal_ends_the_trace_with_its_code(tracing: Make) -> None:
     traced = tracing()
-    traced.inner.error = TotalCapacity("full")
+    traced.store.admitting = [parse_verdict("refused total-capacity 60")]
     with pytest.raises(TotalCapacity):
         await traced.gate.admit(REQUEST, stream_owned=False)
     span = traced.spans()["decide"]
     assert span.status.description == "total_capacity"
-    assert traced.traces.undecided("r-1") is None
+    assert not traced.traces._undecided
 
 
 async def test_the_stages_of_a_queued_request_are_its_children(tracing: Make) -> None:
@@ -165,8 +166,7 @@ def test_tracing_is_not_imported_while_it_is_off() -> None:
     )
     modules = done.stdout.split()
     assert "picker_fleet.serve" in modules
-    own = ("picker_fleet.telemetry.tracing", "picker_fleet.admission.traced")
-    unwanted = ("opentelemetry.sdk.trace", "opentelemetry.exporter", *own)
+    unwanted = ("opentelemetry.sdk.trace", "opentelemetry.exporter", "picker_fleet.telemetry.tracing")
     assert not [name for name in modules if name.startswith(unwanted)]
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import orjson
 
-from picker_fleet.admission.shared_gate import METER_WINDOW_S
+from picker_fleet.admission.ledger import METER_WINDOW_S
 from picker_fleet.domain.errors import StateFault
 from picker_fleet.state.reads import CHUNK, THROTTLED, FlowQueuePage, FlowQueueRow, ReplicaRow, group_of
 from picker_fleet.state.store import Store

@@ -1,6 +1,4 @@
-"""The gate that receives every request: it admits through Redis, or, while Redis is unavailable, within this
-replica's share of the bound (G8; docs/redis.md).
-"""
+"""Failing over to local admission while Redis is unavailable, and back (G8; docs/redis.md)."""
 
 import asyncio
 import enum
@@ -12,11 +10,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from picker_fleet.admission.gate import OutageStatus, Wait
-from picker_fleet.admission.ledger import Phase
+from picker_fleet.admission.ledger import Ledger, Phase
 from picker_fleet.admission.local_gate import RESIDUE, LocalGate, LocalPicker
 from picker_fleet.admission.local_queue import rules_of
-from picker_fleet.admission.outage import Outage, Resync, unseen_s
+from picker_fleet.admission.outage import Outage, OutageStatus, Resync, unseen_s
 from picker_fleet.admission.peers import (
     TRANSFER_WAIT_S,
     BudgetTransfer,
@@ -26,20 +23,12 @@ from picker_fleet.admission.peers import (
     PeerState,
     lost_budget,
 )
-from picker_fleet.admission.shared_gate import SharedGate
+from picker_fleet.admission.reports import Reports
+from picker_fleet.admission.shared_queue import SharedQueue
 from picker_fleet.admission.tombstones import Tombstones
 from picker_fleet.background import Work, keep
-from picker_fleet.domain.errors import (
-    ClientGone,
-    RequestIdTaken,
-    ScriptFailed,
-    ShuttingDown,
-    StateFault,
-    StateUnavailable,
-    WritesRefused,
-)
+from picker_fleet.domain.errors import ScriptFailed, StateFault, StateUnavailable, WritesRefused
 from picker_fleet.domain.known_fleet import KnownFleet
-from picker_fleet.domain.request import CONNECT, Alive, Completion, Fault, InferenceRequest, Placement
 from picker_fleet.endpoints.snapshot import SnapshotCell
 from picker_fleet.scheduling.chooser import EndpointChooser
 from picker_fleet.state import accounting_token
@@ -51,7 +40,6 @@ _log = logging.getLogger(__name__)
 _JITTER_S = 0.1  # longest random delay of a resync, so that replicas do not all resync at the same moment
 _TICK_S = 0.2
 _RECOVER_S = 1.0  # pause before each attempt to recover lost budget
-_CLOCK_MARGIN_MS = 1000  # largest difference between two replicas' estimates of Redis's clock
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +47,11 @@ class FailoverTimes:
     """Time limits in seconds. `newcomer_s`: a replica that joined more recently starts an outage without
     budget, because its peers may not know it. `peers_wait_s`: a resync waits this long for peers to publish
     the ends they received. RESYNCING waits `max_resync_s` for all peers to resync, and `straggler_s` for a
-    late peer that is still live.
+    late peer that is still live. `report_s` is the access log's interval between entries of a running
+    request.
     """
 
+    report_s: float
     newcomer_s: float = 3.0
     peers_wait_s: float = 2.0
     max_resync_s: float = 3.5
@@ -110,301 +100,111 @@ _TRANSITIONS: Mapping[tuple[FailoverState, FailoverEvent], FailoverState] = {
 
 
 @dataclass(slots=True)
-class _Stock:
-    """The last heartbeat's reply while Redis was in use, and the cost `placed` through Redis since then."""
+class Stock:
+    """The last heartbeat's reply while Redis was in use."""
 
     pulse: HeartbeatReply
     seen_s: float
-    placed: float = 0.0
 
 
-class FailoverGate:
-    """Implements `admission.gate.Gate` by the `SharedGate` or the current `Outage`. Uses one event loop.
+class Failover:
+    """Decides whether requests are admitted through Redis or in an `Outage`. Uses one event loop.
 
-    `report_s` is the access log's interval between entries of a running request. `heartbeat_now` sends a
-    heartbeat, which also probes Redis; with `full=False` the replica need not read the whole shared state.
+    `heartbeat_now` sends a heartbeat, which also probes Redis; with `full=False` the replica need not read
+    the whole shared state. `outage`: the current one; None while Redis decides. `Admission` keeps the counts
+    among the attributes.
     """
 
     def __init__(
         self,
         store: Store,
-        shared: SharedGate,
+        ledger: Ledger,
+        queue: SharedQueue,
+        reports: Reports,
         *,
         replica: str,
         metrics: Metrics,
         endpoints: SnapshotCell,
         chooser: EndpointChooser,
         failure_detector: FailureDetector,
-        report_s: float,
         fleet: KnownFleet,
         heartbeat_now: Callable[..., None],
         peer_client: PeerClient,
-        times: FailoverTimes = FailoverTimes(),
-        clock: Callable[[], float] | None = None,
+        times: FailoverTimes,
+        clock: Callable[[], float],
     ) -> None:
-        self._store, self._shared, self._metrics = store, shared, metrics
+        self._store, self.ledger, self._queue, self._reports = store, ledger, queue, reports
+        self._metrics, self._endpoints, self._chooser = metrics, endpoints, chooser
+        self._failure_detector, self._fleet = failure_detector, fleet
         store.on_event = self.on_event
-        self._endpoints, self._chooser = endpoints, chooser
-        self._failure_detector, self._report_s, self._fleet = failure_detector, report_s, fleet
         self._heartbeat_now, self._peer_client = heartbeat_now, peer_client
-        self._times = times
-        self._clock = clock or asyncio.get_running_loop().time
+        self._times, self._clock = times, clock
         self._peers = Peers(replica)
-        self.ledger = shared.ledger
         self.tombstones = Tombstones(
             store,
             replica,
-            self.ledger,
-            may_publish=lambda: self._state is not _LOCAL,
+            ledger,
+            may_publish=lambda: self.state is not _LOCAL,
             may_settle=lambda: not self.degraded,
             heartbeat_now=heartbeat_now,
             peers_wait_s=times.peers_wait_s,
-            clock=self._clock,
+            clock=clock,
         )
-        self._state = _SHARED
-        self._outage: Outage | None = None  # set exactly while the state is not SHARED
+        self.state = _SHARED
+        self.outage: Outage | None = None  # set exactly while the state is not SHARED
+        self.placed = 0.0  # the cost placed through Redis since the last heartbeat
+        self.prepaid = 0.0  # budget held by requests that entered the shared queue while RESYNCING
+        self.is_busy = False  # whether requests were placed or ended since the last tick
+        self.ignored_s = -math.inf  # when this replica last ignored a sign of life
         self._tasks: set[asyncio.Task[None]] = set()  # tasks of the outage
-        self._stock: _Stock | None = None  # None until this replica has joined the pool
+        self.stock: Stock | None = None  # None until this replica has joined the pool
         self._joined_s = 0.0
-        self._ignored_s = -math.inf  # when this replica last ignored a sign of life
-        self._is_shut_down = False
-        self._busy = False  # whether requests were placed or ended since the last tick
         self._answered_heartbeats = self._failed_heartbeats = 0  # in a row
-        self._prepaid = 0.0  # budget held by requests that entered the shared queue while RESYNCING
-        metrics.failover(self._state.value)
-
-    @property
-    def state(self) -> FailoverState:
-        return self._state
-
-    @property
-    def outage(self) -> Outage | None:
-        """The current outage; None while Redis decides."""
-        return self._outage
+        metrics.failover(self.state.value)
 
     @property
     def degraded(self) -> bool:
         """Whether this replica has state that Redis lacks."""
-        return self._outage is not None and not self._outage.resynced
+        return self.outage is not None and not self.outage.resynced
 
     def status(self) -> OutageStatus | None:
         """The current outage for the admin API; None while Redis decides."""
-        return self._outage.status(self._state.value, self._report_s) if self._outage is not None else None
+        return self.outage.status(self.state.value, self._times.report_s) if self.outage is not None else None
 
-    def fill(self) -> float:
-        """The occupied part of the queue, 0 to 1: of the fleet's queue as of the last heartbeat, or of this
-        replica's local queue during an outage."""
-        if self._outage is not None:
-            return self._outage.gate.fill
-        if self._stock is None or not self._stock.pulse.queued:
-            return 0.0
-        capacity = self._fleet.config.settings.fair_request_queue.total_capacity
-        return min(self._stock.pulse.queued / capacity, 1.0)
-
-    # Requests
-
-    async def admit(self, request: InferenceRequest, *, stream_owned: bool, age_s: float = 0.0) -> Placement:
-        # A request with an age has lost an earlier placement; count it as waiting since its arrival.
-        wait = Wait(self._clock() - age_s, queued=age_s > 0)
-        try:
-            placement = None
-            while placement is None:
-                if self._is_shut_down:
-                    raise ShuttingDown()
-                if self._outage is not None:
-                    placement = await self._admit_in_outage(self._outage, request, wait, stream_owned)
-                    continue
-                try:
-                    placement = await self._shared.admit(request, stream_owned=stream_owned, wait=wait)
-                except StateUnavailable as fault:
-                    # After a pause of this process the store drops its pending calls: admit again.
-                    if not self._shared.pause_detector.resumed_recently and not self.redis_lost(
-                        "failed", str(fault)
-                    ):
-                        raise
-                else:
-                    cost = self._cost(request)
-                    if self._stock is not None:
-                        self._stock.placed += cost
-                    self._busy = True
-        except (ClientGone, RequestIdTaken):
-            raise  # do not count this wait: a newer stream continues it, or the client must use another id
-        except BaseException:
-            if wait.queued:
-                waited_s = self._clock() - wait.arrived_s
-                self._metrics.waited(request.model, waited_s, False, request.target_model)
-            raise
-        return placement._replace(waited_s=self._clock() - wait.arrived_s) if wait.queued else placement
-
-    async def _admit_in_outage(
-        self, outage: Outage, request: InferenceRequest, wait: Wait, stream_owned: bool
-    ) -> Placement | None:
-        """Admit within the local budget. Returns None if the state changed: the caller admits again."""
-        if outage.has_another(request):
-            raise RequestIdTaken()
-        cost = outage.gate.charge(self._cost(request))
-        if not await outage.gate.admit(request, cost, wait, alone=self._state is _LOCAL):
-            return None
-        try:
-            if self._state is _LOCAL:
-                fallbacks = self._fleet.config.settings.scheduling.fallbacks
-                picked = outage.picker.pick(request, most=1 + fallbacks)
-                placement = self._shared.placed_elsewhere(request, picked, stream_owned=stream_owned)
-            else:
-                placement = await self._admit_prepaid(request, cost, wait, stream_owned)
-        except StateUnavailable as fault:
-            self._release(cost)
-            self.redis_lost("failed", str(fault))
-            return None
-        except BaseException:
-            self._release(cost)
-            raise
-        if self._outage is not None:  # else the outage ended during the admission
-            self._outage.record_placement(request.id, placement, cost)
-        return placement
-
-    async def _admit_prepaid(
-        self, request: InferenceRequest, cost: float, wait: Wait, stream_owned: bool
-    ) -> Placement:
-        self._prepaid += cost
-        try:
-            placement = await self._shared.admit(request, stream_owned=stream_owned, wait=wait)
-        finally:
-            self._prepaid -= cost
-        if self._stock is not None:
-            self._stock.placed += cost
-        return placement
-
-    def shut_down(self) -> None:
-        self._is_shut_down = True
-        self._shared.shut_down()
-        if self._outage is not None:
-            self._outage.gate.shut_down()
-
-    def _release(self, cost: float) -> None:
-        """Release budget that a request acquired in this outage or an earlier one."""
-        if self._outage is not None:
-            self._outage.gate.release(cost)
-
-    async def route(
-        self, subset: tuple[str, ...] | None, *, origin: str = "", session: str = ""
-    ) -> Placement:
-        return await self._shared.route(subset, origin=origin, session=session)
-
-    async def confirm(self, request_id: str, placement: Placement, age_s: float) -> bool:
-        # No other replica can have the request before the request's lease expires, or while this replica's
-        # own budget covers its cost.
-        outage = self._outage
-        entry = self.ledger.get(request_id)
-        is_local = outage is not None and entry is not None and entry.is_local
-        own = age_s < self._fleet.config.settings.leases.inflight or is_local
-        if self._state is _LOCAL:
-            return own
-        try:
-            if outage is None or not own:
-                return await self._shared.confirm(request_id, placement, age_s)
-            await self._store.renew(request_id, placement.attempt, "", placement.accounting_token)
-        except StateUnavailable as fault:
-            if not self.redis_lost("failed", str(fault)):
-                raise
-        return own
-
-    def withdraw(self, request_id: str, placement: Placement) -> None:
-        if self._outage is not None:
-            self._outage.withdraw(request_id)
-        self._shared.withdraw(request_id, placement)
-
-    def settle(self, completion: Completion) -> None:
-        outage = self._outage
-        if outage is None:
-            self._busy = True
-            if (entry := self._shared.settle(completion)) is not None:
-                self.tombstones.add(entry)
-            return
-        token, entry = self._shared.token_of(completion), self.ledger.get(completion.id)
-        if not token and (entry is None or not (entry.running and entry.journaled)):
-            if self._state is _RESYNCING:
-                self._shared.settle(completion)
-            return  # the request never ran: Envoy also logs refused requests
-        first = outage.end(completion, token)
-        if self._state is _RESYNCING:
-            self._shared.settle(completion)
-        else:
-            self._shared.note_end(completion, token)
-            if first:
-                self._metrics.completed(completion, accounting_token.model_of(token))
-        if (entry := self.ledger.get(completion.id)) is not None:
-            self.tombstones.add(entry)
-
-    def suspect(self, request_id: str) -> None:
-        if self._state is not _LOCAL:
-            self._shared.suspect(request_id)
-
-    def fault(self, fault: Fault) -> None:
-        if self._state is not _LOCAL:
-            self._shared.fault(fault)
-        elif self._outage is not None and fault.why == CONNECT:
-            self._outage.picker.failed(fault.endpoint)
-
-    def renew(self, alive: Alive) -> None:
-        entry = self.ledger.get(alive.id)
-        if entry is not None and entry.phase is Phase.ENDED:
-            alive = alive._replace(accounting_token="")  # a late or repeated entry must restore nothing
-        # A request in an entry written while this process was paused may have ended long ago.
-        if self._shared.pause_detector.resumed_recently:
-            self._ignored_s = self._clock()
-        else:
-            self._note_alive(alive)
-        if self._state is not _LOCAL:
-            self._shared.renew(alive)
-
-    def _note_alive(self, alive: Alive) -> None:
-        """Record that a request is alive, with its cost."""
-        outage, token = self._outage, alive.accounting_token
-        self.ledger.see(alive)
-        if outage is None:
-            return
-        alone_ms = accounting_token.alone_since_ms(token)
-        if token and (alone_ms is None or alone_ms < outage.began_ms + _CLOCK_MARGIN_MS):
-            outage.before[alive.id] = accounting_token.cost_of(token)
-
-    def _cost(self, request: InferenceRequest) -> float:
-        if not self._fleet.config.settings.request_queue_controller.enabled:
-            return 0.0  # without the controller requests take no stock
-        return request.cost + self._shared.answer_tokens if request.learn else request.cost
+    # What the other replicas ask
 
     async def transfer_budget(self, minimum: float, maximum: float) -> float:
         """Give a peer between `minimum` and `maximum` of this replica's budget; 0 if less is available."""
-        if self._outage is None:
+        if self.outage is None:
             return 0.0
-        return await self._outage.gate.transfer_budget(minimum, maximum, TRANSFER_WAIT_S)
+        return await self.outage.gate.transfer_budget(minimum, maximum, TRANSFER_WAIT_S)
 
     def outage_count(self) -> OutageCount | None:
         """For `lost_budget`; None unless this replica knows which requests ran when the outage began."""
-        outage = self._outage
-        if outage is None or outage.resync_attempted or self._state is not _LOCAL:
+        outage = self.outage
+        if outage is None or outage.resync_attempted or self.state is not _LOCAL:
             return None
         # Let each running request give a new sign of life: a replica that left, or an entry that this replica
         # ignored, may have been the only source about a request.
-        since_s = max(self._peers.left_s, self._joined_s, self._ignored_s)
-        if self._clock() - since_s < unseen_s(self._report_s):
+        since_s = max(self._peers.left_s, self._joined_s, self.ignored_s)
+        if self._clock() - since_s < unseen_s(self._times.report_s):
             return None
         running = {name: outage.gate.charge(cost) for name, cost in outage.before.items()}
         return OutageCount(len(self._peers.live), outage.bound, outage.initial_free, running)
 
     def ended_before(self, ids: Collection[str]) -> list[str] | None:
         """Those of `ids` whose end this replica received before the outage; None if there is no outage."""
-        if self._outage is None:
+        if self.outage is None:
             return None
-        return [request_id for request_id in ids if request_id in self._outage.ended_before]
+        return [request_id for request_id in ids if request_id in self.outage.ended_before]
 
     # What Redis and the other replicas tell
 
     def on_event(self, event: Event) -> None:
         if isinstance(event, Notification):
-            self._shared.notified(event)
+            self._queue.notified(event)
         elif isinstance(event, Dispatched):
-            self._shared.dequeued(event.attempts, event.successes)
+            self._queue.dequeued(event.attempts, event.successes)
         else:
             self.redis_lost(event.cause, event.reason)
 
@@ -412,16 +212,13 @@ class FailoverGate:
         return {"degraded": self.degraded, **self.tombstones.heartbeat_fields()}
 
     def heartbeat_answered(self, pulse: HeartbeatReply) -> None:
-        if self._state is not _LOCAL and pulse.epoch != "0":
+        if self.state is not _LOCAL and pulse.epoch != "0":
             now_s = self._clock()
             self._joined_s = self._joined_s or now_s
-            self._stock = _Stock(pulse, now_s)
+            self.stock, self.placed = Stock(pulse, now_s), 0.0
         self._failed_heartbeats = 0
         self._answered_heartbeats += 1
-        if (
-            self._state is _LOCAL
-            and self._answered_heartbeats >= self._failure_detector.heartbeats_to_recover
-        ):
+        if self.state is _LOCAL and self._answered_heartbeats >= self._failure_detector.heartbeats_to_recover:
             self._transition(FailoverEvent.REDIS_ANSWERS, "answers")
 
     def heartbeat_missed(self, fault: StateFault) -> None:
@@ -429,16 +226,16 @@ class FailoverGate:
         self._answered_heartbeats = 0
         self._failed_heartbeats += 1
         is_answered = isinstance(fault, ScriptFailed | StateUnavailable)
-        if is_answered and self._failed_heartbeats >= 2 and not self._shared.pause_detector.resumed_recently:
+        if is_answered and self._failed_heartbeats >= 2 and not self._queue.pause_detector.resumed_recently:
             self.redis_lost("failed", str(fault))
 
     def redis_lost(self, cause: str, reason: str) -> bool:
         """Go on without Redis. Returns False if this replica has not joined the pool, and so has no budget.
         `cause` and `reason` as in `RedisLost`."""
         self._answered_heartbeats = 0
-        if self._stock is None:
+        if self.stock is None:
             return False
-        if self._state is not _LOCAL:
+        if self.state is not _LOCAL:
             _log.warning("Redis unavailable (%s); admitting locally within this replica's share", reason)
         self._transition(FailoverEvent.REDIS_LOST, cause)
         return True
@@ -446,7 +243,7 @@ class FailoverGate:
     def update_peers(self, about: Mapping[str, Mapping[str, object]]) -> None:
         """Take over the replica info of each live replica: id -> the JSON object of its heartbeat."""
         replicas = {name: PeerState.read(said) for name, said in about.items()}
-        self._peers.update(replicas, shared=self._outage is None, now_s=self._clock())
+        self._peers.update(replicas, shared=self.outage is None, now_s=self._clock())
         self.tombstones.update_peers(replicas)
 
     # Failing over and back. `run` calls the public steps below; tests/model/returns.py calls them in any
@@ -455,8 +252,8 @@ class FailoverGate:
     def save(self) -> tuple[Any, ...]:
         """A comparable copy of the state that decides the gate's next steps, without budget and queue."""
         return (
-            self._state,
-            self._outage is not None and self._outage.resynced,
+            self.state,
+            self.outage is not None and self.outage.resynced,
             self.ledger.save(),
             self.tombstones.save(),
         )
@@ -464,11 +261,11 @@ class FailoverGate:
     def restore(self, saved: tuple[Any, ...]) -> None:
         state, resynced, ledger, tombstones = saved
         if state is _SHARED:
-            self._outage = None
+            self.outage = None
         else:
-            outage = self._outage or self.begin_outage()
+            outage = self.outage or self.begin_outage()
             outage.resync = Resync(self._clock(), done=resynced) if state is _RESYNCING else None
-        self._state = state
+        self.state = state
         self.ledger.restore(ledger)
         self.tombstones.restore(tombstones)
 
@@ -486,18 +283,18 @@ class FailoverGate:
             self._tick()
 
     def _tick(self) -> None:
-        self._shared.drop_expired()
-        if self._outage is not None:
+        self._queue.drop_expired()
+        if self.outage is not None:
             self._heartbeat_now()
-            if self._state is _RESYNCING and self._all_resynced(self._outage):
+            if self.state is _RESYNCING and self._all_resynced(self.outage):
                 self._transition(FailoverEvent.ALL_RESYNCED, "all-told")
-        elif self._busy:
+        elif self.is_busy:
             # Refresh the known stock soon after this replica has changed it.
-            self._busy = False
+            self.is_busy = False
             self._heartbeat_now(full=False)
 
     def _transition(self, event: FailoverEvent, cause: str) -> None:
-        before, after = self._state, _TRANSITIONS.get((self._state, event))
+        before, after = self.state, _TRANSITIONS.get((self.state, event))
         if after is None:
             return
         if before is _SHARED:
@@ -513,14 +310,14 @@ class FailoverGate:
         self._metrics.failover(after.value, cause)
 
     def begin_outage(self) -> Outage:
-        now_s, stock = self._clock(), self._stock
+        now_s, stock = self._clock(), self.stock
         assert stock is not None
         pulse, config = stock.pulse, self._fleet.config
         live = self._peers.count(pulse)
         newcomer = now_s - self._joined_s < self._times.newcomer_s
         # Requests still in the shared queue since an earlier outage acquired their cost then, and release
         # it when they return to the local queue.
-        free = (0.0 if newcomer else self._own_part(stock)) - self._prepaid
+        free = (0.0 if newcomer else self._own_part(stock)) - self.prepaid
         gate = LocalGate(self._metrics, free, pulse.upper, rules_of(config, live), paused=pulse.paused)
         picker = LocalPicker(self._chooser, self._endpoints, self._fleet.in_flight, self._clock)
         transfer = BudgetTransfer(gate, self._peer_client, self._peers.addresses)
@@ -532,35 +329,35 @@ class FailoverGate:
             pulse.upper,
             pulse.upper / live,
             self._clock,
-            before=self.ledger.costs(now_s - unseen_s(self._report_s)),
+            before=self.ledger.costs(now_s - unseen_s(self._times.report_s)),
             ended_before=frozenset(entry.id for entry in self.tombstones.ends()),
             began_ms=self._store.now_ms(),
         )
         for request_id in self._store.unsent_ends():
             entry = self.ledger.get(request_id)
             if entry is not None and entry.end is not None and not entry.confirmed:
-                cost = self.ledger.finish_locally(entry.end, entry.token)
-                gate.release(gate.charge(cost or 0.0))
+                gate.release(gate.charge(accounting_token.cost_of(entry.token)))
+                self.ledger.finish(entry.end, entry.token)
         outage.initial_free = gate.free
-        self._outage = outage
+        self.outage = outage
         self._go_local()
         return outage
 
-    def _own_part(self, stock: _Stock) -> float:
+    def _own_part(self, stock: Stock) -> float:
         counts_requests = self._fleet.config.settings.request_queue_controller.unit == "requests"
         part = self._peers.own_part(stock.pulse, counts_requests=counts_requests)
-        return max(part - stock.placed, 0.0)
+        return max(part - self.placed, 0.0)
 
     def abort_resync(self) -> None:
         """Redis is lost again: give up any budget that Redis may have granted to other replicas meanwhile."""
-        outage, stock = self._outage, self._stock
+        outage, stock = self.outage, self.stock
         assert outage is not None
         assert outage.resync is not None
         assert stock is not None
         resync, outage.resync = outage.resync, None
         if stock.seen_s > resync.began_s:
             # Other replicas may be SHARED already. The stock includes this replica's ends during the resync.
-            outage.gate.limit_budget(self._own_part(stock) - self._prepaid)
+            outage.gate.limit_budget(self._own_part(stock) - self.prepaid)
         else:
             outage.gate.limit_budget(outage.gate.free - resync.released)
         self._go_local()
@@ -586,15 +383,15 @@ class FailoverGate:
             return
 
     def _go_local(self) -> None:
-        self._state = _LOCAL
+        self.state = _LOCAL
         self._failure_detector.record_failover(self._clock())
         self._metrics.degraded(True)
-        self._shared.give_up()
+        self._queue.give_up()
 
     def begin_resync(self) -> tuple[Outage, Resync]:
-        outage = self._outage
+        outage = self.outage
         assert outage is not None
-        self._state, outage.resync = _RESYNCING, Resync(self._clock())
+        self.state, outage.resync = _RESYNCING, Resync(self._clock())
         outage.resync_attempted = True
         self.tombstones.begin_resync()
         return outage, outage.resync
@@ -608,7 +405,7 @@ class FailoverGate:
             await self.tombstones.publish()
             self._heartbeat_now()  # asks the other replicas to publish their ends
             await self.tombstones.wait_for_peers(self._peers.live)
-            running = await outage.restore_running(self._store, self._report_s)
+            running = await outage.restore_running(self._store, self._times.report_s)
         except (StateUnavailable, WritesRefused) as fault:
             if outage.resync is resync:
                 self.redis_lost("failed", f"it was lost again: {fault}")
@@ -619,7 +416,7 @@ class FailoverGate:
 
     def finish_resync(self, outage: Outage, resync: Resync) -> None:
         """Settle the requests that have ended: Redis now has every request this replica saw in flight."""
-        self._shared.renew_owned_streams()
+        self._queue.renew_owned_streams()
         self._tell_ends()
         resync.done = True
         self.tombstones.settle_restored()
@@ -629,7 +426,7 @@ class FailoverGate:
         """Report to Redis each end that this replica received in the outage."""
         for entry in self.ledger.journal():
             if entry.phase is Phase.ENDED and entry.end is not None:
-                self._shared.tell_end(entry.end)
+                self._reports.tell_end(entry.end)
 
     def _all_resynced(self, outage: Outage) -> bool:
         """Whether every replica has reported its requests in flight to Redis, or the wait is over."""
@@ -640,7 +437,7 @@ class FailoverGate:
         if waited_s >= self._times.max_resync_s:
             # A live but late replica may still be using its share of the bound: wait longer for it.
             return not straggles or waited_s >= self._times.straggler_s
-        if now_s - outage.began_s < self._report_s:
+        if now_s - outage.began_s < self._times.report_s:
             return False  # a request placed before the outage may not have given a sign of life yet
         return not straggles and self._peers.all_resynced()
 
@@ -650,9 +447,9 @@ class FailoverGate:
         return said.degraded or not self.tombstones.peers_answered((replica,))
 
     def end_outage(self) -> None:
-        outage, self._outage = self._outage, None
+        outage, self.outage = self.outage, None
         assert outage is not None
-        self._state = _SHARED
+        self.state = _SHARED
         self._failure_detector.record_recovery(self._clock())
         self._tell_ends()
         self.ledger.end_outage()

@@ -1,13 +1,15 @@
 """The ledger: what one replica knows of each request in flight and of each request that ended recently.
 
-`SharedGate` and `FailoverGate` write it. The journal of an outage, the tombstones and the leases to renew are
+`Admission` writes it. The journal of an outage, the tombstones and the leases to renew are
 queries on it. It holds plain data: `save` copies all of it.
+`ServiceMeter` adds up the costs of the requests that the replica has placed.
 """
 
 import enum
-from collections import OrderedDict
+import time
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 import msgspec
 
@@ -17,6 +19,10 @@ from picker_fleet.state import accounting_token
 MAX_ENTRIES = 50_000  # beyond, the ledger forgets the oldest requests, which end with their leases
 _SPARE = 5_000  # entries beyond MAX_ENTRIES before the ledger forgets any, so that it searches seldom
 _FORGET_S = 1.0  # between two searches for old entries
+METER_WINDOW_S = 10  # whole seconds before the current one
+_MAX_METERED_FLOWS = 5000  # in each second
+_MAX_LISTED = 200  # flows in a report
+_MAX_LISTED_BYTES = 16_000  # of the flow names in a report, approximately
 
 
 class Phase(enum.Enum):
@@ -44,12 +50,13 @@ class Entry(msgspec.Struct, eq=False):
     """One request. Times are seconds of the ledger's clock.
 
     attempt: None unless this replica placed the request. owned: this replica has its stream, and alone renews
-    its lease. token: its accounting token; '' if unknown. endpoint: where this replica placed it; served:
-    where an access log reports it. local_cost: the budget that it holds, if it was placed in the present
-    outage. seen_s: its last sign of life or its placement. journaled: it was placed or seen, or it ended, in
-    the present outage. withdrawn: this replica withdrew it. end: reported to Redis until `confirmed`.
-    published: the epoch of the shared state that has its tombstone. restored: another replica restored it
-    after its end.
+    its lease. token: its accounting token; '' if unknown. traceparent: the parent of later spans, if it is
+    traced and owned. unacknowledged: its attempt if its grant placed it, until Redis has the acknowledgement.
+    endpoint: where this replica placed it; served: where an access log reports it. local_cost: the budget
+    that it holds, if it was placed in the present outage. seen_s: its last sign of life or its placement.
+    journaled: it was placed or seen, or it ended, in the present outage. withdrawn: this replica withdrew it.
+    end: reported to Redis until `confirmed`. published: the epoch of the shared state that has its tombstone.
+    restored: another replica restored it after its end.
     """
 
     id: str
@@ -57,6 +64,8 @@ class Entry(msgspec.Struct, eq=False):
     attempt: str | None = None
     owned: bool = False
     token: str = ""
+    traceparent: str = ""
+    unacknowledged: str = ""
     endpoint: str = ""
     served: str = ""
     local_cost: float | None = None
@@ -82,6 +91,19 @@ class Entry(msgspec.Struct, eq=False):
     def cost(self) -> float:
         """The request's cost, in the stock's unit."""
         return self.local_cost if self.local_cost is not None else accounting_token.cost_of(self.token)
+
+
+def released_by_end(entry: Entry | None, token: str) -> float | None:
+    """The cost that the end of a request releases in an outage: None if the end is known already, or the
+    request was withdrawn here, which released its cost.
+
+    `entry`: before the end; None if the request is unknown. `token`: its accounting token; '' if unknown.
+    """
+    if entry is not None and entry.phase is Phase.ENDED and entry.journaled:
+        return None
+    if entry is None or not (entry.withdrawn or entry.is_local):
+        return accounting_token.cost_of(token)
+    return None if entry.withdrawn else entry.cost
 
 
 class Running(NamedTuple):
@@ -121,32 +143,28 @@ class Ledger:
 
     # Events
 
-    def place(self, request_id: str, attempt: str, token: str, endpoint: str, *, owned: bool) -> None:
+    def place(self, request_id: str, attempt: str, token: str, endpoint: str, *, owned: bool) -> Entry:
         """This replica has placed a request."""
         self._entries.pop(request_id, None)
         now_s = self._clock()
-        self._entries[request_id] = Entry(
-            request_id, Phase.PLACED, attempt, owned, token, endpoint, seen_s=now_s
+        entry = self._entries[request_id] = Entry(
+            request_id, Phase.PLACED, attempt, owned, token, endpoint=endpoint, seen_s=now_s
         )
         self._forget(now_s)
+        return entry
 
     def place_locally(self, request_id: str, cost: float) -> None:
         """The request, which was just placed, holds `cost` of the local budget."""
         entry = self._entries[request_id]
         entry.local_cost, entry.journaled = cost, True
 
-    def withdraw(self, request_id: str) -> float:
-        """A placement never reached Envoy. Returns the budget that it held."""
-        entry = self._entries.get(request_id)
-        if entry is None:
-            return 0.0
+    def withdraw(self, entry: Entry) -> None:
+        """A placement never reached Envoy."""
         entry.owned = False
         if entry.is_local:
             entry.phase, entry.withdrawn, entry.attempt = Phase.WITHDRAWN, True, None
-            return entry.cost
-        if entry.running and not entry.journaled:
-            del self._entries[request_id]
-        return 0.0
+        elif entry.running and not entry.journaled:
+            del self._entries[entry.id]
 
     def see(self, alive: Alive) -> None:
         """An access log reports that a request runs. Without an accounting token it changes nothing."""
@@ -166,15 +184,19 @@ class Ledger:
         self._entries.move_to_end(alive.id)
         self._forget(entry.seen_s)
 
-    def finish(self, completion: Completion, token: str) -> Entry:
-        """A request has ended; `token` is its accounting token, '' if unknown. Redis has to confirm it."""
+    def finish(self, completion: Completion, token: str, *, is_reported: bool = True) -> Entry:
+        """A request has ended; `token` is its accounting token, '' if unknown. `is_reported`: a report to
+        Redis is on its way, which Redis has to confirm."""
         entry = self._entries.get(completion.id)
         if entry is None:
             entry = self._entries[completion.id] = Entry(completion.id, Phase.ENDED)
-        entry.phase, entry.owned, entry.end, entry.confirmed = Phase.ENDED, False, completion, False
+        entry.phase, entry.owned, entry.end, entry.confirmed = Phase.ENDED, False, completion, not is_reported
         entry.token = token or entry.token
         entry.attempt, entry.endpoint, entry.served, entry.seen_s = None, "", "", 0.0
+        entry.traceparent = entry.unacknowledged = ""
         entry.ended_s, entry.published = self._clock(), ""
+        if self.in_outage:
+            entry.journaled, entry.local_cost = True, None
         self._entries.move_to_end(completion.id)
         self._forget(entry.ended_s)
         return entry
@@ -187,17 +209,6 @@ class Ledger:
         if not self.in_outage:
             entry.end = None  # an outage reports each of its ends again on the way back
         return True
-
-    def finish_locally(self, completion: Completion, token: str) -> float | None:
-        """As `finish`, in an outage. Returns the cost to release: None if the end is known already, or the
-        request was withdrawn here, which released its cost."""
-        entry = self._entries.get(completion.id)
-        if entry is not None and entry.phase is Phase.ENDED and entry.journaled:
-            return None
-        cost = entry.cost if entry is not None and entry.is_local else accounting_token.cost_of(token)
-        entry = self.finish(completion, token)
-        entry.journaled, entry.local_cost = True, None
-        return None if entry.withdrawn else cost
 
     def begin_outage(self) -> None:
         self.in_outage = True
@@ -217,6 +228,10 @@ class Ledger:
     def owned(self) -> list[Entry]:
         """The requests whose streams this replica owns."""
         return [entry for entry in self._entries.values() if entry.owned]
+
+    def running_by_model(self) -> Counter[str]:
+        """The number of placed requests whose streams this replica owns, by the model in the request."""
+        return Counter(accounting_token.model_of(entry.token) for entry in self.owned())
 
     def journal(self) -> list[Entry]:
         """The requests that were placed or seen, or that ended, in the present outage."""
@@ -277,3 +292,65 @@ class Ledger:
             else:
                 beyond -= 1
         self._forget_length = max(len(self._entries), MAX_ENTRIES) + _SPARE
+
+
+class ServiceReport(TypedDict):
+    """Costs placed in the last ten whole seconds, as the replica info carries them (docs/redis-schema.md)."""
+
+    priorities: list[tuple[int, float]]  # priority and cost of each band
+    flows: list[tuple[int, str, float]]  # priority, name and cost of the busiest flows
+    cut: bool  # whether `flows` omits some flows
+
+
+class ServiceMeter:
+    """Sums the costs of placed requests by band and flow, in bounded memory.
+
+    After 5000 flows in one second, a further flow counts for its band only.
+    """
+
+    def __init__(self, clock_s: Callable[[], float] = time.monotonic) -> None:
+        self._clock_s = clock_s
+        self._seconds: deque[tuple[int, dict[tuple[int, str], float], dict[int, float]]] = deque()
+        self._reported: tuple[int, ServiceReport] | None = None  # the last report's second, and the report
+
+    def record(self, priority: int, flow: str, cost: float) -> None:
+        second = int(self._clock_s())
+        if not self._seconds or self._seconds[-1][0] != second:
+            self._seconds.append((second, {}, {}))
+            self._forget(second)
+        _, flows, bands = self._seconds[-1]
+        bands[priority] = bands.get(priority, 0.0) + cost
+        key = priority, flow
+        if key in flows or len(flows) < _MAX_METERED_FLOWS:
+            flows[key] = flows.get(key, 0.0) + cost
+
+    def report(self) -> ServiceReport:
+        """The report, computed at most once a second. Callers must not change it."""
+        second = int(self._clock_s())
+        if self._reported is None or self._reported[0] != second:
+            self._reported = second, self._add_up(second)
+        return self._reported[1]
+
+    def _add_up(self, second: int) -> ServiceReport:
+        self._forget(second)
+        bands: Counter[int] = Counter()
+        flows: Counter[tuple[int, str]] = Counter()
+        for begun, costs, totals in self._seconds:
+            if begun != second:
+                flows.update(costs)
+                bands.update(totals)
+        listed: list[tuple[int, str, float]] = []
+        room = _MAX_LISTED_BYTES
+        for (priority, flow), cost in flows.most_common(_MAX_LISTED):
+            room -= len(flow) + 16
+            if room < 0:
+                break
+            listed.append((priority, flow, round(cost, 3)))
+        of_bands: list[tuple[int, float]] = [
+            (priority, round(cost, 3)) for priority, cost in sorted(bands.items())
+        ]
+        return {"priorities": of_bands, "flows": listed, "cut": len(listed) < len(flows)}
+
+    def _forget(self, second: int) -> None:
+        while self._seconds and self._seconds[0][0] < second - METER_WINDOW_S:
+            self._seconds.popleft()

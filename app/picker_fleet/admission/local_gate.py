@@ -12,8 +12,8 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
-from picker_fleet.admission.gate import Wait, time_up
 from picker_fleet.admission.local_queue import LocalQueue, Rules, Waiting
+from picker_fleet.admission.waits import Wait, time_up
 from picker_fleet.domain.errors import (
     ClientGone,
     NoEndpoints,
@@ -118,9 +118,9 @@ class LocalGate:
         return min(cost, self._largest_claim)
 
     async def admit(self, request: InferenceRequest, cost: float, wait: Wait, *, alone: bool = True) -> bool:
-        """Acquire `cost`, after a wait if need be. Returns False if the shared gate must decide instead.
+        """Acquire `cost`, after a wait if need be. Returns False if the shared queue must decide instead.
 
-        If `alone` is False, the caller then asks the shared gate as well, which counts the bypass. Sets
+        If `alone` is False, the caller then asks the shared queue as well, which counts the bypass. Sets
         `wait.queued` if the request is queued.
 
         Raises:
@@ -209,7 +209,7 @@ class LocalGate:
         return transfer.granted.result() if not transfer.granted.cancelled() else 0.0
 
     def hand_over_waiting(self) -> None:
-        """Send every waiting request to the shared gate, oldest first."""
+        """Send every waiting request to the shared queue, oldest first."""
         for waiting in self._queue.all():
             if not waiting.turn.done():
                 waiting.turn.set_result(False)

@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass, field, replace
 
 from picker_fleet.admission.fair_queue import Context, FairQueue, Policy, QueueFull, ScoredSet
-from picker_fleet.admission.gate import REFUSALS
+from picker_fleet.admission.waits import REFUSALS
 from picker_fleet.domain.bands import Band, Bands
 from picker_fleet.domain.config import EffectiveConfig
 from picker_fleet.domain.request import InferenceRequest
@@ -71,7 +71,7 @@ class _UnknownWorkloads:
 @dataclass(slots=True, eq=False)
 class Waiting:
     """A queued request. Times in `_s` are seconds of the caller's clock; fields of `Queueable` have the units
-    given there. The gate sets `turn`: True once the cost is acquired, False to admit by the shared gate."""
+    given there. The gate sets `turn`: True once the cost is acquired, False to admit by the shared queue."""
 
     request: InferenceRequest
     cost: float

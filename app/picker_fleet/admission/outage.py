@@ -1,22 +1,22 @@
 """One outage: the requests, budget and unreported ends of a replica without Redis (G8; docs/redis.md).
 
-`FailoverGate` makes an `Outage` when Redis is lost, and drops it once every replica uses Redis again.
+`Failover` makes an `Outage` when Redis is lost, and drops it once every replica uses Redis again.
 """
 
 import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from picker_fleet.admission.gate import OutageStatus
-from picker_fleet.admission.ledger import Ledger
+from picker_fleet.admission.ledger import Entry, Ledger, released_by_end
 from picker_fleet.admission.local_gate import LocalGate, LocalPicker
 from picker_fleet.admission.peers import BudgetTransfer
 from picker_fleet.domain.errors import ScriptFailed
-from picker_fleet.domain.request import Completion, InferenceRequest, Placement
+from picker_fleet.domain.request import Alive, Completion, InferenceRequest, Placement
 from picker_fleet.state import accounting_token
 from picker_fleet.state.store import Store
 
 _REPORT_SLACK_S = 1.0  # how late an access-log entry of a running request may be
+_CLOCK_MARGIN_MS = 1000  # largest difference between two replicas' estimates of Redis's clock
 _CHUNK = 512  # renewals in flight at a time; the store sends 16 in a call
 
 
@@ -24,6 +24,26 @@ def unseen_s(report_s: float) -> float:
     """The silence, in seconds, after which a resync does not restore a request. The access log has an entry
     of each running request every `report_s`, and the replica that receives the next one restores it."""
     return report_s + _REPORT_SLACK_S
+
+
+@dataclass(frozen=True, slots=True)
+class OutageStatus:
+    """An outage as the admin API shows it. Amounts are in the stock's unit.
+
+    `mode` is the FailoverState; `bound` is the fleet's bound, and `share` this replica's share of it.
+    `in_flight` counts the requests placed here that were placed or seen alive within an access-log interval
+    and a second, and whose end this replica has not received. Another replica may have received the end.
+    """
+
+    mode: str
+    since_s: float
+    bound: float
+    share: float
+    free: float
+    let_go: int  # requests placed here
+    in_flight: int
+    queued: int
+    queue_length: dict[str, int]  # band name -> queued requests
 
 
 @dataclass(slots=True, eq=False)
@@ -105,25 +125,27 @@ class Outage:
         self.picker.began(placement.endpoints[0])
         self.placed += 1
 
-    def withdraw(self, request_id: str) -> None:
-        entry = self.ledger.get(request_id)
-        if entry is not None and entry.is_local:
-            self.picker.ended(entry.endpoint)
-            self.gate.release(self.ledger.withdraw(request_id))
+    def withdraw(self, entry: Entry) -> None:
+        """A placement of this outage never reached Envoy: release its cost."""
+        self.picker.ended(entry.endpoint)
+        self.gate.release(entry.cost)
 
-    def end(self, completion: Completion, token: str) -> bool:
-        """Account for an end and release its cost; False if the end is known already.
+    def see(self, alive: Alive) -> None:
+        """An access log reports that a request runs: note its cost if it ran before the outage."""
+        alone_ms = accounting_token.alone_since_ms(alive.accounting_token)
+        if alive.accounting_token and (alone_ms is None or alone_ms < self.began_ms + _CLOCK_MARGIN_MS):
+            self.before[alive.id] = accounting_token.cost_of(alive.accounting_token)
 
-        `token` is the accounting token; '' if none came with the end.
-        """
-        entry = self.ledger.get(completion.id)
-        local = entry is not None and entry.is_local
+    def end(self, entry: Entry | None, completion: Completion, token: str) -> bool:
+        """Account for an end, of which the ledger's `entry` does not know yet. Returns False if this replica
+        has accounted for it before. `token` as for `released_by_end`."""
+        is_local = entry is not None and entry.is_local
         self.picker.ended(
-            entry.endpoint if entry is not None and local else accounting_token.endpoint_of(token)
+            entry.endpoint if entry is not None and is_local else accounting_token.endpoint_of(token)
         )
         if completion.failed:
             self.picker.failed(completion.failed)
-        cost = self.ledger.finish_locally(completion, token)
+        cost = released_by_end(entry, token)
         if cost is None:
             return False
         released = self.gate.charge(cost)

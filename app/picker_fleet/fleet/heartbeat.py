@@ -12,9 +12,9 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from picker_fleet.admission.failover import FailoverGate
-from picker_fleet.admission.gate import OutageStatus
-from picker_fleet.admission.shared_gate import SharedGate
+from picker_fleet.admission.failover import Failover
+from picker_fleet.admission.outage import OutageStatus
+from picker_fleet.admission.shared_queue import SharedQueue
 from picker_fleet.background import keep
 from picker_fleet.domain.config import EffectiveConfig, Settings
 from picker_fleet.domain.errors import ConfigError, OtherFormat, StateFault, StateUnavailable, WritesRefused
@@ -120,17 +120,17 @@ class Sweeper:
 
 
 class NotificationPoller:
-    """Polls this replica's notifications while requests of `gate` wait, in case a wake-up is lost. A poll
+    """Polls this replica's notifications while requests of `queue` wait, in case a wake-up is lost. A poll
     leaves them in Redis; the heartbeat removes them."""
 
-    def __init__(self, store: Store, gate: SharedGate) -> None:
+    def __init__(self, store: Store, queue: SharedQueue) -> None:
         self._store = store
-        self._gate = gate
+        self._queue = queue
 
     async def run(self) -> None:
         pause_s = _MAX_POLL_S
         while True:
-            await self._gate.any_waiting()
+            await self._queue.any_waiting()
             await asyncio.sleep(pause_s)
             found = await self._poll()
             pause_s = _MIN_POLL_S if found else min(_POLL_GROWTH * pause_s, _MAX_POLL_S)
@@ -141,8 +141,8 @@ class NotificationPoller:
         with contextlib.suppress(StateFault):
             for notification in await self._store.notifications():
                 # Skip a grant whose placement Redis has yet to answer: it stays in the list until then.
-                if not self._gate.is_placing(notification.request_id):
-                    found += self._gate.notified(notification)
+                if not self._queue.is_placing(notification.request_id):
+                    found += self._queue.notified(notification)
         return found
 
 
@@ -157,7 +157,7 @@ class Membership:
     def __init__(
         self,
         store: Store,
-        gate: SharedGate,
+        queue: SharedQueue,
         settings: Settings,
         *,
         endpoints: SnapshotCell,
@@ -167,9 +167,9 @@ class Membership:
         heartbeat_now: HeartbeatTrigger,
         on_config: Callable[[EffectiveConfig], object],
         on_suspects: Callable[[Sequence[str]], object],
-        failover: FailoverGate | None = None,
+        failover: Failover | None = None,
     ) -> None:
-        self._store, self._gate, self._settings, self._leases = store, gate, settings, settings.leases
+        self._store, self._queue, self._settings, self._leases = store, queue, settings, settings.leases
         self._endpoints, self._metrics, self._replica_info = endpoints, metrics, replica_info
         self._fleet, self.heartbeat_now, self._failover = fleet, heartbeat_now, failover
         self._on_config = on_config
@@ -280,7 +280,7 @@ class Membership:
             tasks.create_task(keep("sweep", self._sweeper.run))
             tasks.create_task(keep("server-check", self._server_check.run))
             tasks.create_task(keep("renewal", self._renew_leases))
-            tasks.create_task(keep("notifications", NotificationPoller(self._store, self._gate).run))
+            tasks.create_task(keep("notifications", NotificationPoller(self._store, self._queue).run))
 
     async def leave(self, deadline_s: float) -> None:
         """Leave the pool, so that other replicas need not wait `leases.replica_silence` first."""
@@ -292,8 +292,8 @@ class Membership:
     async def _renew_leases(self) -> None:
         while True:
             await asyncio.sleep(self._leases.inflight / _RENEWALS)
-            await self._gate.pause_detector.wait_for_backlog()
-            self._gate.renew_owned_streams()
+            await self._queue.pause_detector.wait_for_backlog()
+            self._queue.renew_owned_streams()
 
     # Heartbeats
 
@@ -352,7 +352,7 @@ class Membership:
                 # The script has not rebuilt the pool completely: publish again.
                 self.heartbeat_now(full=False)
         self.pulse = pulse
-        self._gate.fleet_queued = pulse.queued
+        self._queue.fleet_queued = pulse.queued
         if self._lost and pulse.epoch != self._epoch:
             await self._drain_again()
         if pulse.endpoints_version != self._endpoints.current.version:
@@ -362,7 +362,7 @@ class Membership:
             return
         if self._lost:
             _log.warning("Redis may have lost the requests of this replica; registering them again")
-            self._lost = not await self._gate.register_again()
+            self._lost = not await self._queue.register_again()
         self._epoch = pulse.epoch
         self._joined.set()
         await self._follow_changes(pulse)
@@ -451,7 +451,7 @@ class Membership:
         self._metrics.pool(pool, state.watermark, state.queue_fill)
         if self.leads():
             self._envoy_limits.look(pool.about.values())
-        self._gate.retry_after_s = pool.retry_after_s
+        self._queue.retry_after_s = pool.retry_after_s
 
     async def _read(self) -> SharedState:
         pool = await self._store.state(self._leases.replica_silence)

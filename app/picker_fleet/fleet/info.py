@@ -6,7 +6,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 
 from picker_fleet import version
-from picker_fleet.admission.shared_gate import ServiceMeter, SharedGate
+from picker_fleet.admission.ledger import ServiceMeter
+from picker_fleet.admission.shared_queue import SharedQueue
 from picker_fleet.domain.units import is_loopback
 
 _log = logging.getLogger(__name__)
@@ -25,8 +26,8 @@ _ELSEWHERE = ("192.0.2.1", 9)  # a documentation address (RFC 5737), which no ho
 class ReplicaInfo:
     """A call returns the JSON object `about` of docs/redis-schema.md."""
 
-    def __init__(self, gate: SharedGate, service: ServiceMeter, clock_s: Callable[[], float]) -> None:
-        self._gate = gate
+    def __init__(self, queue: SharedQueue, service: ServiceMeter, clock_s: Callable[[], float]) -> None:
+        self._queue = queue
         self._service = service
         self._clock_s = clock_s
         self._started_s = clock_s()
@@ -53,7 +54,7 @@ class ReplicaInfo:
             "version": version(),
             **self._reached,
             "up_s": _UP_STEP_S * int((self._clock_s() - self._started_s) / _UP_STEP_S),
-            "waiting": self._gate.waiting,
+            "waiting": self._queue.waiting,
             **({"streams": many} if (many := self._many_streams()) else {}),
             "served": self._service.report(),
         }

@@ -13,7 +13,7 @@ from typing import Final, NamedTuple
 
 import orjson
 
-from picker_fleet.admission.gate import Gate
+from picker_fleet.admission.admission import Admission
 from picker_fleet.admission.origins import Origins
 from picker_fleet.domain.allowlist import NOT_LISTED, Api, Paths, Way, model_in_query
 from picker_fleet.domain.budgets import BodyBudget, BodyBuffer
@@ -36,6 +36,7 @@ from picker_fleet.grpc.transport import Stream
 from picker_fleet.ingress.bodies import decode
 from picker_fleet.ingress.headers import CONTENT_ENCODING, CONTENT_TYPE, REQUEST_ID
 from picker_fleet.ingress.intake import Ask, Intake, read_body
+from picker_fleet.scheduling.router import Router
 from picker_fleet.telemetry.logs import DecisionLines
 from picker_fleet.telemetry.metrics import Metrics
 
@@ -247,7 +248,8 @@ class ExchangeContext:
     bodies: BodyBudget
     new_flows: NewFlowLimit
     intake: Intake
-    gate: Gate
+    gate: Admission
+    router: Router
     origins: Origins
     open_requests: OpenRequests
     metrics: Metrics
@@ -339,7 +341,7 @@ class Decision:
         context, self._subset = self._context, subset
         origin = await context.origins.find((way.ref,)) if way.ref else ""
         session = context.intake.session_of(headers)
-        placement = await context.gate.route(subset, origin=origin, session=session)
+        placement = context.router.route(subset, origin=origin, session=session)
         if way.has_state and self.mode != "standard":  # the access log reports the ids in the answer
             self.request_id = headers.get(REQUEST_ID, b"").decode("latin-1") or context.intake.new_id()
             placement = placement._replace(accounting_token=context.origins.read_token(self.request_id))
@@ -369,7 +371,7 @@ class Decision:
         the endpoint that has the state.
 
         Raises:
-            RequestError: as `Gate.admit`, or the replica drains.
+            RequestError: as `Admission.admit`, or the replica drains.
         """
         context, request = self._context, self.request
         assert request is not None, "read comes first"
@@ -394,7 +396,7 @@ class Decision:
         queues again with its original arrival time (G4).
 
         Raises:
-            RequestError: as `Gate.confirm` and `admit`.
+            RequestError: as `Admission.confirm` and `admit`.
         """
         request, placement, gate = self.request, self.placement, self._context.gate
         if request is None or placement is None or await gate.confirm(request.id, placement, age_s):

@@ -1,5 +1,5 @@
-"""OpenTelemetry traces of requests, sent over OTLP to a collector. admission/traced.py uses this module,
-which is imported only if tracing is configured.
+"""OpenTelemetry traces of requests, sent over OTLP to a collector. `admission` uses this module, which
+is imported only if tracing is configured.
 
     decide ─┬─ admit      the admit script
             ├─ wait       the wait in the queue; one more span if the request is requeued
@@ -14,6 +14,7 @@ import asyncio
 import contextlib
 import threading
 from collections import OrderedDict
+from functools import partial
 
 from opentelemetry import trace
 from opentelemetry.context import Context
@@ -36,11 +37,15 @@ _W3C = TraceContextTextMapPropagator()
 
 
 class DecisionSpans:
-    """The spans of one request between its arrival and its decision."""
+    """The spans of one request between its arrival and its decision; `undecided` has them meanwhile."""
 
-    def __init__(self, tracer: trace.Tracer, root: Span) -> None:
+    def __init__(
+        self, tracer: trace.Tracer, root: Span, undecided: "dict[str, DecisionSpans]", request_id: str
+    ) -> None:
         self._tracer = tracer
         self._root = root
+        self._undecided, self._request_id = undecided, request_id
+        undecided[request_id] = self
         self._context = trace.set_span_in_context(root, Context())
         self._wait: Span | None = None
 
@@ -66,7 +71,10 @@ class DecisionSpans:
         span.end()
 
     def end(self, placement: Placement | None, fault: str = "") -> None:
-        """End the decision's span with the endpoint of `placement`, or with the error `fault`."""
+        """End the decision's span with the endpoint of `placement`, or with the error `fault`. A newer stream
+        of the same request keeps its own spans."""
+        if self._undecided.get(self._request_id) is self:
+            del self._undecided[self._request_id]
         self._end_wait()
         if placement is not None:
             self._root.set_attribute("picker.endpoint", placement.endpoints[0])
@@ -122,17 +130,19 @@ class Traces:
         )
         if not root.is_recording():
             return None
-        spans = self._undecided[request.id] = DecisionSpans(self._tracer, root)
-        return spans
+        return DecisionSpans(self._tracer, root, self._undecided, request.id)
 
-    def undecided(self, request_id: str) -> DecisionSpans | None:
-        """The spans of a request that has no decision yet."""
-        return self._undecided.get(request_id)
+    def stage(self, request_id: str, name: str, answer: "asyncio.Future[AnyVerdict]") -> None:
+        """Redis has been asked to admit or to place a request: trace the stage until its `answer`."""
+        if (spans := self._undecided.get(request_id)) is not None:
+            answer.add_done_callback(partial(spans.end_stage, spans.begin_stage(name)))
 
-    def decided(self, request_id: str, spans: DecisionSpans) -> None:
-        """Forget the spans of a decided request; a newer stream of the same request keeps its own."""
-        if self._undecided.get(request_id) is spans:
-            del self._undecided[request_id]
+    def placed_by_grant(self, request_id: str) -> None:
+        """A script granted and placed a request in one step: the stage has no length."""
+        if (spans := self._undecided.get(request_id)) is not None:
+            span = spans.begin_stage("place")
+            span.set_attribute("picker.verdict", "placed")
+            span.end()
 
     def settling(self, parent: str, completion: Completion) -> None:
         """Start the span of a request's end, as a child of the decision's traceparent `parent`."""

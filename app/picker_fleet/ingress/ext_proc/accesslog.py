@@ -18,7 +18,7 @@ from envoy.data.accesslog.v3 import accesslog_pb2
 from envoy.service.accesslog.v3 import als_pb2
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped, unused-ignore]
 
-from picker_fleet.admission.gate import Gate
+from picker_fleet.admission.admission import Admission
 from picker_fleet.admission.origins import Origins
 from picker_fleet.domain.allowlist import SERVED, has_state
 from picker_fleet.domain.request import CONNECT, FULL, Alive, Completion, Fault, Outcome, fault_of, hold_of
@@ -82,7 +82,7 @@ _MOST_TOKENS = 1e9
 class Account(NamedTuple):
     """The parts of one pool that access-log entries are reported to."""
 
-    gate: Gate
+    gate: Admission
     metrics: Metrics
     keys: Keyring
     origins: Origins

@@ -1,4 +1,4 @@
-"""The gate that admits through Redis: all replicas share one queue and one stock.
+"""Admission through Redis: all replicas share one queue and one stock.
 
 `admit` places a request or queues it. A queued request waits for its grant, which arrives in the reply to any
 call, by a wake-up, or with a heartbeat. If any endpoint will do, the granting script also places the request,
@@ -9,19 +9,14 @@ took the request over. Only a stream with the same flow, model and body digest m
 """
 
 import asyncio
-import itertools
-import logging
-import random
-import time
-from collections import Counter, deque
 from collections.abc import Callable, Iterator
-from functools import partial
-from typing import Any, TypedDict
+from typing import TYPE_CHECKING
 
 import msgspec
 
-from picker_fleet.admission.gate import Wait, refusal
-from picker_fleet.admission.ledger import Entry, Ledger
+from picker_fleet.admission.ledger import Ledger
+from picker_fleet.admission.reports import ignore_loss
+from picker_fleet.admission.waits import Wait, refusal
 from picker_fleet.domain.errors import (
     ClientGone,
     ExpiredTtl,
@@ -34,30 +29,25 @@ from picker_fleet.domain.errors import (
     StateUnavailable,
     WritesRefused,
 )
-from picker_fleet.domain.request import Alive, Completion, Fault, InferenceRequest, Placement
-from picker_fleet.endpoints.snapshot import SnapshotCell
+from picker_fleet.domain.request import InferenceRequest
 from picker_fleet.scheduling.chooser import Choice, EndpointChooser
-from picker_fleet.state import accounting_token
-from picker_fleet.state.accounting_token import Keyring
 from picker_fleet.state.connection import PauseDetector
 from picker_fleet.state.schema import Refusal
 from picker_fleet.state.store import (
     AnyVerdict,
-    FaultReply,
     Notification,
     Placed,
     Queued,
     Refused,
     Renewal,
-    SettleReply,
     Store,
-    SuspicionReply,
-    TombstoneReply,
     Verdict,
 )
 from picker_fleet.telemetry.metrics import Metrics
 
-_log = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    from picker_fleet.telemetry.tracing import Traces
+
 # Redis decides when a queued request expires; this replica's own timer fires later, if no notification came.
 _EXPIRY_SLACK_S = 0.05
 # Answer an expired request within this time, even if Redis does not answer (G5).
@@ -67,28 +57,25 @@ _REBUILD_TRIES = 20
 _REBUILD_PAUSE_S = 0.1
 _ID_CHECK_S = 0.005  # between two checks whether another request with the same id is admitted
 _TAKEN_OVER = "taken over by a newer stream"
-_SUSPECT_TRIES = 4
-_SUSPECT_PAUSE_S = 1.0
-METER_WINDOW_S = 10  # whole seconds before the current one
-_MAX_UNACKNOWLEDGED = 10_000  # beyond, the replica asks for each placement, which needs no acknowledgement
-_MAX_METERED_FLOWS = 5000  # in each second
-_MAX_LISTED = 200  # flows in a report
-_MAX_LISTED_BYTES = 16_000  # of the flow names in a report, approximately
+_YOUNG_S = 0.001  # a request younger than this arrives with age 0
 
 
 class Waiter(msgspec.Struct, eq=False):
     """A request between its admission and its placement. `notification` resolves to the queue's verdict.
 
     `asking`: Redis has not answered the admission yet. `placing`: the request is granted, and Redis has not
-    answered the placement yet. `error`: why the wait ends without a verdict.
+    answered the placement yet. `unacknowledged`: its grant placed it, and Redis may lack the
+    acknowledgement. `error`: why the wait ends without a verdict. `endpoints`: where it is placed.
     """
 
     request: InferenceRequest
     attempt: str
-    arrived_s: float  # event-loop time
+    arrived_s: float
     notification: asyncio.Future[AnyVerdict]
     asking: bool = True
     placing: bool = False
+    unacknowledged: bool = False
+    endpoints: tuple[str, ...] = ()
     awaited: asyncio.Future[AnyVerdict] | None = None
     error: RequestError | None = None
 
@@ -109,48 +96,35 @@ class Waiter(msgspec.Struct, eq=False):
             self.awaited.set_exception(error)
 
 
-class SharedGate:
-    """Implements `admission.gate.Gate` by `Store`. Uses one event loop.
+class SharedQueue:
+    """The requests that this replica has in the queue of Redis. Uses one event loop.
 
-    `answer_tokens` is the default cost of an answer if the stock counts tokens, None if it counts requests.
-    `retry_after_s` is the Retry-After of requests refused after a wait. The gate calls `on_unknown_pool` when
-    the shared state has lost the pool, and `record_cost(priority, flow, cost)` for each placement. Each
-    admission, and each placement without Redis, takes the next number of `attempts`, by default 1, 2, …
+    `retry_after_s` is the Retry-After of requests refused after a wait. The queue calls `on_unknown_pool`
+    when the shared state has lost the pool.
     """
 
     def __init__(
         self,
         store: Store,
+        ledger: Ledger,
         *,
         metrics: Metrics,
-        endpoints: SnapshotCell,
-        fallbacks: int,
-        on_unknown_pool: Callable[[], object],
         chooser: EndpointChooser,
-        answer_tokens: int | None = None,
-        record_cost: Callable[[int, str, float], object] = lambda priority, flow, cost: None,
-        keys: Keyring | None = None,
-        pause_detector: PauseDetector | None = None,
-        attempts: Iterator[int] | None = None,
-        ledger: Ledger | None = None,
+        pause_detector: PauseDetector,
+        on_unknown_pool: Callable[[], object],
+        clock: Callable[[], float],
+        attempts: Iterator[int],
+        traces: "Traces | None" = None,
     ) -> None:
-        self._store, self._metrics, self._endpoints = store, metrics, endpoints
-        self._fallbacks, self._on_unknown_pool = fallbacks, on_unknown_pool
-        self._counts_tokens, self.answer_tokens = answer_tokens is not None, answer_tokens or 0
-        self._chooser = chooser
-        self._record_cost = record_cost
-        self._keys = keys or Keyring()
-        self.pause_detector = pause_detector or PauseDetector()
+        self._store, self._ledger, self._metrics, self._chooser = store, ledger, metrics, chooser
+        self.pause_detector, self._on_unknown_pool, self._clock = pause_detector, on_unknown_pool, clock
+        self._attempts, self._traces = attempts, traces
         self.retry_after_s = 1
         self.fleet_queued = 0  # the fleet's queued requests, as of the last heartbeat or dispatch
         self._queued = 0  # this replica's queued requests, a subset of `_waiting`
-        self._attempts = attempts or itertools.count(1)
         self._waiting: dict[str, Waiter] = {}
         self._any_waiting = asyncio.Event()
-        # Request id -> attempt of a request that its grant placed, until Redis has the acknowledgement.
-        self._unacknowledged: dict[str, str] = {}
         self._loop = asyncio.get_running_loop()
-        self.ledger = Ledger(self._loop.time) if ledger is None else ledger
 
     @property
     def waiting(self) -> int:
@@ -162,22 +136,23 @@ class SharedGate:
         replicas' requests count as of the last heartbeat or dispatch."""
         return self._queued > 0 or self.fleet_queued > 0
 
-    def running_by_model(self) -> Counter[str]:
-        """The number of placed requests whose streams this replica owns, by the model in the request."""
-        return Counter(accounting_token.model_of(entry.token) for entry in self.ledger.owned())
-
     async def any_waiting(self) -> None:
         if not self._waiting:
             self._any_waiting.clear()
         await self._any_waiting.wait()
 
-    async def admit(
-        self, request: InferenceRequest, *, stream_owned: bool, age_s: float = 0.0, wait: Wait | None = None
-    ) -> Placement:
-        """Implement `Gate.admit`; set `wait.queued` if Redis queues the request."""
-        wait = wait or Wait(self._loop.time() - age_s)
-        attempt, notification = self._next_attempt(request), self._loop.create_future()
-        waiter = Waiter(request, attempt, wait.arrived_s, notification)
+    def new_waiter(self, request: InferenceRequest, wait: Wait) -> Waiter:
+        attempt = f"{next(self._attempts)}.{request.digest}"
+        return Waiter(request, attempt, wait.arrived_s, self._loop.create_future())
+
+    async def admit(self, request: InferenceRequest, wait: Wait) -> Waiter:
+        """Wait until Redis has placed the request; set `wait.queued` if Redis queues it. Cancelling the call
+        withdraws the request.
+
+        Raises:
+            RequestError: the request is refused, expired, preempted or evicted, or Redis is unreachable.
+        """
+        waiter = self.new_waiter(request, wait)
         while (displaced := self._waiting.get(request.id)) is not None and not request.repeats(
             displaced.request
         ):
@@ -194,9 +169,9 @@ class SharedGate:
             verdict = await self._admit_known(waiter)
             if isinstance(verdict, Queued):
                 wait.queued = True
-                placed = await self._queue(waiter, verdict)
+                waiter.endpoints = await self._queue(waiter, verdict)
             else:
-                placed = verdict
+                waiter.endpoints = verdict.endpoints
                 if not wait.queued:
                     self._metrics.bypassed(request.model, request.target_model)
         except (asyncio.CancelledError, RequestError) as fault:
@@ -206,15 +181,15 @@ class SharedGate:
                 fault, asyncio.CancelledError | StateFault | RequestIdTaken
             )
             if may_count and (verdict is not None or not isinstance(fault, WritesRefused)):
-                self._cancel(request.id, waiter.attempt, "cancelled")
+                self.cancel(request.id, waiter.attempt, "cancelled")
             raise
         finally:
             if self._waiting.get(request.id) is waiter:
                 del self._waiting[request.id]
-        return self._placement(request, waiter.attempt, placed.endpoints, stream_owned)
+        return waiter
 
-    def _next_attempt(self, request: InferenceRequest) -> str:
-        return f"{next(self._attempts)}.{request.digest}"
+    def cancel(self, request_id: str, attempt: str, why: str) -> None:
+        ignore_loss(self._store.cancel(request_id, attempt, why))
 
     def give_up(self) -> None:
         """End every wait with StateUnavailable; Redis receives the cancels when it answers again."""
@@ -229,7 +204,7 @@ class SharedGate:
     def drop_expired(self) -> None:
         """End each wait for an answer of Redis that exceeds the request's TTL (G5). Waits in the queue have
         their own timer."""
-        now_s = self._loop.time()
+        now_s = self._clock()
         for waiter in self._waiting.values():
             asking = waiter.asking or waiter.placing
             if asking and now_s > waiter.arrived_s + waiter.request.ttl_s and waiter.error is None:
@@ -237,14 +212,14 @@ class SharedGate:
                 assert error is not None
                 waiter.end(error)
 
-    async def _queue(self, waiter: Waiter, verdict: Queued) -> Placed:
+    async def _queue(self, waiter: Waiter, verdict: Queued) -> tuple[str, ...]:
         """Count the request as queued until it is placed; raise every refusal."""
         request, waiter.asking = waiter.request, False
         self._metrics.waiting(request, 1)
         self._any_waiting.set()
         self._queued += 1
         try:
-            return await self._wait(waiter, verdict)
+            return (await self._wait(waiter, verdict)).endpoints
         finally:
             self._queued -= 1
             self._metrics.waiting(request, -1)
@@ -274,7 +249,10 @@ class SharedGate:
         waiter.notification, waiter.placing = self._loop.create_future(), True
         try:
             choice = self._chooser.choose(request)
-            answer = await waiter.until(self._store.place(request.id, waiter.attempt, choice.candidates))
+            placement = self._store.place(request.id, waiter.attempt, choice.candidates)
+            if self._traces is not None:
+                self._traces.stage(request.id, "place", placement)
+            answer = await waiter.until(placement)
         finally:
             waiter.placing = False
         if self._is_worth_another(request, choice, answer):
@@ -293,22 +271,25 @@ class SharedGate:
         # During a pause Envoy may have closed this stream and sent its request to another replica.
         await self.pause_detector.wait_for_backlog()
         for _ in range(_REBUILD_TRIES):
-            age_s = self._loop.time() - waiter.arrived_s
             choice = self._chooser.choose(request)
-            verdict = await waiter.until(
-                self._store.admit(request, waiter.attempt, choice.candidates, age_s if age_s > 0.001 else 0.0)
-            )
+            verdict = await waiter.until(self._ask(waiter, choice, self._clock()))
             if self._is_worth_another(request, choice, verdict):
                 choice = self._chooser.unscored(request)
-                age_s = self._loop.time() - waiter.arrived_s
-                verdict = await waiter.until(
-                    self._store.admit(request, waiter.attempt, choice.candidates, age_s)
-                )
+                verdict = await waiter.until(self._ask(waiter, choice, self._clock()))
             if (answer := self._chosen(request, choice, verdict)) is not None:
                 return answer
             self._on_unknown_pool()
             await asyncio.sleep(_REBUILD_PAUSE_S)
         raise StateUnavailable("the pool's state in Redis is being rebuilt", retry_after_s=1)
+
+    def _ask(self, waiter: Waiter, choice: Choice, now_s: float) -> asyncio.Future[AnyVerdict]:
+        """Ask Redis to admit a request with its age at `now_s`."""
+        age_s = now_s - waiter.arrived_s
+        age_s = age_s if age_s > _YOUNG_S else 0.0
+        answer = self._store.admit(waiter.request, waiter.attempt, choice.candidates, age_s)
+        if self._traces is not None:
+            self._traces.stage(waiter.request.id, "admit", answer)
+        return answer
 
     def _chosen(
         self, request: InferenceRequest, choice: Choice, verdict: AnyVerdict
@@ -367,20 +348,6 @@ class SharedGate:
         is_granted = expiry.done() and expiry.exception() is None and expiry.result() == "granted"
         return Verdict.GRANTED if is_granted else Verdict.EXPIRED
 
-    async def route(
-        self, subset: tuple[str, ...] | None, *, origin: str = "", session: str = ""
-    ) -> Placement:
-        allowed = [e for e in self._endpoints.current.endpoints if subset is None or e.address in subset]
-        ready = [e.address for e in allowed if e.ready]
-        first = [e.address for e in allowed if e.address == origin and not e.down]
-        if session and not first:
-            preferred = self._chooser.session_endpoint(session, subset)
-            first = [address for address in ready if address == preferred]
-        if not ready and not first:
-            raise NoEndpoints("no endpoint is ready that may serve this request", retry_after_s=1)
-        others = random.sample(ready, min(len(ready), 1 + self._fallbacks))
-        return Placement(tuple(dict.fromkeys((*first, *others)))[: 1 + self._fallbacks], "")
-
     def dequeued(self, attempts: int, successes: int) -> None:
         """A call of this replica tried to dispatch queued requests of any replica."""
         self._metrics.dequeued(attempts, successes)
@@ -401,36 +368,39 @@ class SharedGate:
                 waiter is not None
                 and waiter.attempt == notification.attempt
                 and not self.pause_detector.resumed_recently  # else another replica may have the request
-                and len(self._unacknowledged) < _MAX_UNACKNOWLEDGED
             ):
                 return self._on_placed(waiter, verdict)
             verdict = Verdict.GRANTED  # ask `place.lua`, as for any grant
         if waiter is not None:
             return _notify(waiter.notification, verdict)
-        entry = self.ledger.get(request_id)
-        owned = entry is not None and entry.owned
-        if verdict is Verdict.GRANTED and not owned and request_id not in self._unacknowledged:
-            _ignore_loss(self._store.return_grant(request_id))
+        entry = self._ledger.get(request_id)
+        runs = entry is not None and (entry.owned or bool(entry.unacknowledged))
+        if verdict is Verdict.GRANTED and not runs:
+            ignore_loss(self._store.return_grant(request_id))
         return False
 
     def _on_placed(self, waiter: Waiter, verdict: Placed) -> bool:
         """Redis granted and placed a request in one call. Returns as `notified`."""
         if not _notify(waiter.notification, verdict):
             return False
-        self._acknowledge(waiter.request.id, waiter.attempt)
+        self._acknowledge(waiter)
         self._chosen(waiter.request, self._chooser.unscored(waiter.request), verdict)
         return True
 
-    def _acknowledge(self, request_id: str, attempt: str) -> None:
+    def _acknowledge(self, waiter: Waiter) -> None:
         """Acknowledge a placement; until Redis has this call, it may repeat the notification."""
+        request_id, waiter.unacknowledged = waiter.request.id, True
 
         def taken(answer: asyncio.Future[str]) -> None:
-            if self._unacknowledged.get(request_id) == attempt:
-                del self._unacknowledged[request_id]
+            waiter.unacknowledged = False
+            entry = self._ledger.get(request_id)
+            if entry is not None and entry.unacknowledged == waiter.attempt:
+                entry.unacknowledged = ""
 
-        self._unacknowledged[request_id] = attempt
-        answer = self._store.acknowledge(request_id, attempt)
-        _ignore_loss(answer)
+        if self._traces is not None:
+            self._traces.placed_by_grant(request_id)
+        answer = self._store.acknowledge(request_id, waiter.attempt)
+        ignore_loss(answer)
         answer.add_done_callback(taken)
 
     def is_placing(self, request_id: str) -> bool:
@@ -451,7 +421,7 @@ class SharedGate:
             return False
         waiters = sorted(self._waiting.values(), key=lambda waiter: waiter.arrived_s)
         # Read the clock once: a pause of the process between two readings would reverse the requests' order.
-        now_s = self._loop.time()
+        now_s = self._clock()
         async with asyncio.TaskGroup() as tasks:
             registered = [tasks.create_task(self._register_waiter(waiter, now_s)) for waiter in waiters]
         return all(task.result() for task in registered)
@@ -459,11 +429,9 @@ class SharedGate:
     async def _register_waiter(self, waiter: Waiter, now_s: float) -> bool:
         if waiter.notification.done() or waiter.placing:
             return True
-        age_s = now_s - waiter.arrived_s
         choice = self._chooser.choose(waiter.request)
         try:
-            answer = await self._store.admit(waiter.request, waiter.attempt, choice.candidates, age_s)
-            verdict = self._chosen(waiter.request, choice, answer)
+            verdict = self._chosen(waiter.request, choice, await self._ask(waiter, choice, now_s))
         except (StateUnavailable, WritesRefused):
             return False
         except RequestError as error:
@@ -475,227 +443,15 @@ class SharedGate:
             _notify(waiter.notification, verdict)
         return verdict is not None
 
-    # Placed requests
-
-    def placed_elsewhere(
-        self, request: InferenceRequest, endpoints: tuple[str, ...], *, stream_owned: bool
-    ) -> Placement:
-        """Make the placement of a request that this replica admitted without Redis."""
-        attempt = self._next_attempt(request)
-        return self._placement(request, attempt, endpoints, stream_owned, self._store.now_ms())
-
-    def _placement(
-        self,
-        request: InferenceRequest,
-        attempt: str,
-        endpoints: tuple[str, ...],
-        stream_owned: bool,
-        alone_ms: int | None = None,
-    ) -> Placement:
-        self._record_cost(request.band.priority, request.flow, request.cost)
-        written = accounting_token.write(request, endpoints[0], self.answer_tokens, alone_ms)
-        token = accounting_token.signed(written, request.id, self._keys)
-        self.ledger.place(request.id, attempt, token, endpoints[0], owned=stream_owned)
-        return Placement(endpoints, token, attempt, self._chooser.session_token(endpoints[0]))
-
-    async def confirm(self, request_id: str, placement: Placement, age_s: float) -> bool:
-        # Send no accounting token: another request may have the stock of this one, so never restore it (G1).
-        return await self._store.renew(request_id, placement.attempt, "", "") == "renewed"
-
-    def withdraw(self, request_id: str, placement: Placement) -> None:
-        self.ledger.withdraw(request_id)
-        self._cancel(request_id, placement.attempt, "withdrawn")
-
-    def settle(self, completion: Completion) -> Entry | None:
-        """Implement `Gate.settle`. Returns the request's entry; None if the request was never placed."""
-        token = self.token_of(completion)
-        entry = self.ledger.finish(completion, token) if token else None
-        self.note_end(completion, token)
-        answered = partial(self._on_answered_end, completion, token, entry)
-        self._tell_end(completion).add_done_callback(answered)
-        return entry
-
-    def token_of(self, completion: Completion) -> str:
-        """The accounting token that came with an end; else of the stream, if it is owned; else ''."""
-        entry = self.ledger.get(completion.id)
-        return completion.accounting_token or (entry.token if entry is not None and entry.owned else "")
-
-    def note_end(self, completion: Completion, token: str) -> None:
-        """Learn from an end: times and failures of endpoints."""
-        if token:  # otherwise the request was never placed
-            self._chooser.ended(completion)
-        if completion.failed:
-            self._note_failed(completion.failed)
-        if not (completion.fault or completion.passed_over):
-            return
-        if token and completion.fault:
-            endpoint = completion.served or accounting_token.endpoint_of(token)
-            self.fault(Fault(completion.id, endpoint, completion.fault, token, completion.hold_s))
-        if token and completion.passed_over:
-            self.fault(Fault(completion.id, completion.passed_over, "retried", token))
-
-    def fault(self, fault: Fault) -> None:
-        flow = accounting_token.flow_of(fault.accounting_token)
-        self._store.report_fault(fault, flow).add_done_callback(partial(self._on_fault, fault))
-
-    def _on_fault(self, fault: Fault, answer: asyncio.Future[FaultReply]) -> None:
-        if answer.cancelled() or answer.exception() is not None:
-            return
-        reply = answer.result()
-        if reply == "unknown":
-            return
-        self._metrics.endpoint_fault(fault.endpoint, fault.why)
-        if reply == "ejected":
-            _log.warning("endpoint %s is ejected: %s", fault.endpoint, fault.why)
-            self._metrics.endpoint_ejected(fault.endpoint, fault.why)
-        elif reply == "down":
-            _log.warning("cannot connect to endpoint %s", fault.endpoint)
-
-    def tell_end(self, completion: Completion) -> None:
-        """Report an end to Redis; the store keeps the call until Redis takes it."""
-        _ignore_loss(self._tell_end(completion))
-
-    def _tell_end(self, completion: Completion) -> asyncio.Future[SettleReply]:
-        actual = answer_tokens = None
-        if self._counts_tokens:
-            answer_tokens = completion.completion_tokens
-            if answer_tokens is not None and completion.prompt_tokens is not None:
-                actual = float(completion.prompt_tokens + answer_tokens)
-        if actual is None and 400 <= completion.status < 500:
-            actual = 1.0  # the engine refused the request, so it used none of the tokens it was charged
-        return self._store.settle(
-            completion.id,
-            completion.outcome,
-            actual,
-            answer_tokens,
-            answered=completion.answered,
-            urgent=self.places_are_awaited,
-        )
-
-    def _note_failed(self, address: str) -> None:
-        """Mark an endpoint as down: it gets no request until probes succeed."""
-        known = next((e for e in self._endpoints.current.endpoints if e.address == address), None)
-        if known is not None and not known.down:
-            _log.warning("cannot connect to endpoint %s", address)
-            _ignore_loss(self._store.mark_endpoint(address, "down", True))
-
-    def _on_answered_end(
-        self, completion: Completion, token: str, entry: Entry | None, answer: asyncio.Future[SettleReply]
-    ) -> None:
-        """Redis has answered the report of an end, or never will. Of two reports the first answer counts."""
-        if entry is not None and not self.ledger.confirm(entry):
-            return
-        if answer.cancelled() or answer.exception() is not None:
-            return
-        reply = answer.result()
-        if reply.kind == "settled":
-            self._metrics.completed(completion, reply.model)
-            if accounting_token.is_alone(token):  # a replica that saw the request alive must not restore it
-                self._tombstone(completion)
-        elif reply.kind == "unknown" and token:
-            # The request was placed without Redis, or Redis lost its record, or its lease has expired.
-            self._metrics.completed(completion, accounting_token.model_of(token))
-            if completion.accounting_token:  # the replica that placed the request may not learn of the end
-                self._tombstone(completion)
-
-    def suspect(self, request_id: str, tries: int = _SUSPECT_TRIES) -> None:
-        """Implement `Gate.suspect`. Report a waiting request again later: its owner may still place it before
-        learning that the client has gone."""
-
-        def told(answer: asyncio.Future[SuspicionReply]) -> None:
-            lost = answer.cancelled() or answer.exception() is not None
-            if not lost and answer.result() == "waiting" and tries > 1:
-                self._loop.call_later(_SUSPECT_PAUSE_S, self.suspect, request_id, tries - 1)
-
-        self._store.report_client_gone(request_id).add_done_callback(told)
-
-    def _tombstone(self, completion: Completion) -> None:
-        def written(answer: asyncio.Future[TombstoneReply]) -> None:
-            lost = answer.cancelled() or answer.exception() is not None
-            if not lost and answer.result() == "back":
-                self.tell_end(completion)  # another replica restored the request: settle it
-
-        self._store.tombstone(completion.id).add_done_callback(written)
-
-    def renew(self, alive: Alive) -> None:
-        # An entry that this process read late does not show that the request still runs.
-        if not self.pause_detector.resumed_recently:
-            _ignore_loss(self._store.renew(alive.id, None, alive.served or "", alive.accounting_token))
-
     def renew_owned_streams(self) -> list[asyncio.Future[Renewal]]:
         """Renew the lease of every owned stream. The caller need not await the answers."""
         answers = [
             self._store.renew(entry.id, entry.attempt, entry.endpoint, entry.token)
-            for entry in self.ledger.owned()
+            for entry in self._ledger.owned()
         ]
         for answer in answers:
-            _ignore_loss(answer)
+            ignore_loss(answer)
         return answers
-
-    def _cancel(self, request_id: str, attempt: str, why: str) -> None:
-        _ignore_loss(self._store.cancel(request_id, attempt, why))
-
-
-class ServiceReport(TypedDict):
-    """Costs placed in the last ten whole seconds, as the replica info carries them (docs/redis-schema.md)."""
-
-    priorities: list[tuple[int, float]]  # priority and cost of each band
-    flows: list[tuple[int, str, float]]  # priority, name and cost of the busiest flows
-    cut: bool  # whether `flows` omits some flows
-
-
-class ServiceMeter:
-    """Sums the costs of placed requests by band and flow, in bounded memory.
-
-    After 5000 flows in one second, a further flow counts for its band only.
-    """
-
-    def __init__(self, clock_s: Callable[[], float] = time.monotonic) -> None:
-        self._clock_s = clock_s
-        self._seconds: deque[tuple[int, dict[tuple[int, str], float], dict[int, float]]] = deque()
-        self._reported: tuple[int, ServiceReport] | None = None  # the last report's second, and the report
-
-    def record(self, priority: int, flow: str, cost: float) -> None:
-        second = int(self._clock_s())
-        if not self._seconds or self._seconds[-1][0] != second:
-            self._seconds.append((second, {}, {}))
-            self._forget(second)
-        _, flows, bands = self._seconds[-1]
-        bands[priority] = bands.get(priority, 0.0) + cost
-        key = priority, flow
-        if key in flows or len(flows) < _MAX_METERED_FLOWS:
-            flows[key] = flows.get(key, 0.0) + cost
-
-    def report(self) -> ServiceReport:
-        """The report, computed at most once a second. Callers must not change it."""
-        second = int(self._clock_s())
-        if self._reported is None or self._reported[0] != second:
-            self._reported = second, self._add_up(second)
-        return self._reported[1]
-
-    def _add_up(self, second: int) -> ServiceReport:
-        self._forget(second)
-        bands: Counter[int] = Counter()
-        flows: Counter[tuple[int, str]] = Counter()
-        for begun, costs, totals in self._seconds:
-            if begun != second:
-                flows.update(costs)
-                bands.update(totals)
-        listed: list[tuple[int, str, float]] = []
-        room = _MAX_LISTED_BYTES
-        for (priority, flow), cost in flows.most_common(_MAX_LISTED):
-            room -= len(flow) + 16
-            if room < 0:
-                break
-            listed.append((priority, flow, round(cost, 3)))
-        of_bands: list[tuple[int, float]] = [
-            (priority, round(cost, 3)) for priority, cost in sorted(bands.items())
-        ]
-        return {"priorities": of_bands, "flows": listed, "cut": len(listed) < len(flows)}
-
-    def _forget(self, second: int) -> None:
-        while self._seconds and self._seconds[0][0] < second - METER_WINDOW_S:
-            self._seconds.popleft()
 
 
 def _notify(notification: asyncio.Future[AnyVerdict], verdict: AnyVerdict) -> bool:
@@ -709,8 +465,3 @@ def _notify(notification: asyncio.Future[AnyVerdict], verdict: AnyVerdict) -> bo
 def _fail(notification: asyncio.Future[AnyVerdict], error: Exception) -> None:
     if not notification.done():
         notification.set_exception(error)
-
-
-def _ignore_loss(answer: asyncio.Future[Any]) -> None:
-    """Ignore the failure of a call that a lease or a repetition makes up for."""
-    answer.add_done_callback(lambda done: done.cancelled() or done.exception())

@@ -1,0 +1,354 @@
+"""Admission: the one object that the servers of requests call.
+
+While Redis answers, a request waits in the shared queue. During an outage it waits in this replica's local
+queue and is placed within this replica's share of the bound (G8; docs/redis.md).
+"""
+
+import asyncio
+import itertools
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+from picker_fleet.admission.failover import Failover, FailoverState, FailoverTimes
+from picker_fleet.admission.ledger import Entry, Ledger, Phase
+from picker_fleet.admission.outage import Outage, unseen_s
+from picker_fleet.admission.peers import PeerClient
+from picker_fleet.admission.reports import Reports
+from picker_fleet.admission.shared_queue import SharedQueue, Waiter
+from picker_fleet.admission.waits import Wait
+from picker_fleet.domain.errors import (
+    ClientGone,
+    RequestError,
+    RequestIdTaken,
+    ShuttingDown,
+    StateUnavailable,
+)
+from picker_fleet.domain.known_fleet import KnownFleet
+from picker_fleet.domain.request import CONNECT, Alive, Completion, Fault, InferenceRequest, Placement
+from picker_fleet.endpoints.snapshot import SnapshotCell
+from picker_fleet.scheduling.chooser import EndpointChooser
+from picker_fleet.state import accounting_token
+from picker_fleet.state.accounting_token import Keyring
+from picker_fleet.state.connection import FailureDetector, PauseDetector
+from picker_fleet.state.store import Store
+from picker_fleet.telemetry.metrics import Metrics
+
+if TYPE_CHECKING:
+    from picker_fleet.telemetry.tracing import Traces
+
+
+class Admission:
+    """Admits, places and accounts for requests. Uses one event loop.
+
+    Servers of requests call its methods. The fleet's side uses two parts: `queue`, the requests that wait in
+    Redis, and `failover`, which follows heartbeats and the other replicas. Each placement calls
+    `record_cost(priority, flow, cost)`, and takes the next number of `attempts`, by default 1, 2, …
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        *,
+        replica: str,
+        fleet: KnownFleet,
+        metrics: Metrics,
+        endpoints: SnapshotCell,
+        chooser: EndpointChooser,
+        keys: Keyring,
+        failure_detector: FailureDetector,
+        pause_detector: PauseDetector,
+        heartbeat_now: Callable[..., None],
+        peer_client: PeerClient,
+        times: FailoverTimes,
+        record_cost: Callable[[int, str, float], object] = lambda priority, flow, cost: None,
+        traces: "Traces | None" = None,
+        clock: Callable[[], float] | None = None,
+        attempts: Iterator[int] | None = None,
+    ) -> None:
+        self._store, self._fleet, self._metrics, self._chooser = store, fleet, metrics, chooser
+        self._keys, self._record_cost, self._traces = keys, record_cost, traces
+        self._pause_detector = pause_detector
+        self._clock = clock or asyncio.get_running_loop().time
+        self._is_shut_down = False
+        settings = fleet.config.settings
+        in_tokens = settings.request_queue_controller.unit == "tokens"
+        self._answer_tokens = settings.fair_request_queue.default_answer_tokens if in_tokens else 0
+        self.ledger = Ledger(self._clock, 2 * unseen_s(times.report_s))
+        self.queue = SharedQueue(
+            store,
+            self.ledger,
+            metrics=metrics,
+            chooser=chooser,
+            pause_detector=pause_detector,
+            on_unknown_pool=heartbeat_now,
+            clock=self._clock,
+            attempts=attempts or itertools.count(1),
+            traces=traces,
+        )
+        self._reports = Reports(
+            store,
+            self.ledger,
+            metrics=metrics,
+            endpoints=endpoints,
+            chooser=chooser,
+            counts_tokens=in_tokens,
+            are_places_awaited=lambda: self.queue.places_are_awaited,
+            traces=traces,
+        )
+        self.failover = Failover(
+            store,
+            self.ledger,
+            self.queue,
+            self._reports,
+            replica=replica,
+            metrics=metrics,
+            endpoints=endpoints,
+            chooser=chooser,
+            failure_detector=failure_detector,
+            fleet=fleet,
+            heartbeat_now=heartbeat_now,
+            peer_client=peer_client,
+            times=times,
+            clock=self._clock,
+        )
+
+    async def admit(self, request: InferenceRequest, *, stream_owned: bool, age_s: float = 0.0) -> Placement:
+        """Wait for the request's turn and its endpoints. The request is queued as if it had arrived `age_s`
+        ago.
+
+        `stream_owned`: this replica has the request's stream until the request ends (`standard`), so it
+        renews the lease until `settle` or `withdraw`; otherwise access-log entries renew it. Cancelling the
+        call withdraws the request.
+
+        Raises:
+            RequestError: the request is refused, expired, preempted or evicted, or Redis is unreachable.
+        """
+        spans = self._traces.begin(request) if self._traces is not None else None
+        # A request with an age has lost an earlier placement; count it as waiting since its arrival.
+        wait = Wait(self._clock() - age_s, queued=age_s > 0)
+        try:
+            placement = await self._place(request, wait, stream_owned)
+        except BaseException as error:
+            # A newer stream continues the wait that ClientGone ends; after RequestIdTaken the request gets
+            # another id and waits on.
+            if wait.queued and not isinstance(error, ClientGone | RequestIdTaken):
+                waited_s = self._clock() - wait.arrived_s
+                self._metrics.waited(request.model, waited_s, False, request.target_model)
+            if spans is not None:
+                spans.end(None, error.code if isinstance(error, RequestError) else "cancelled")
+            raise
+        if wait.queued:
+            placement = placement._replace(waited_s=self._clock() - wait.arrived_s)
+        if spans is None:
+            return placement
+        spans.end(placement)
+        entry = self.ledger.get(request.id)
+        if stream_owned and entry is not None:
+            entry.traceparent = spans.parent
+        token = accounting_token.with_trace(placement.accounting_token, spans.parent)
+        return placement._replace(accounting_token=token)
+
+    async def confirm(self, request_id: str, placement: Placement, age_s: float) -> bool:
+        """Whether the request still has its placement, made `age_s` ago; if so, restart its lease.
+
+        For a request without an owned stream whose placement Envoy does not have yet: no access-log entry
+        renews its lease.
+
+        Raises:
+            StateUnavailable: Redis does not answer.
+        """
+        # No other replica can have the request before the request's lease expires, or while this replica's
+        # own budget covers its cost.
+        outage, entry = self.failover.outage, self.ledger.get(request_id)
+        is_local = outage is not None and entry is not None and entry.is_local
+        own = age_s < self._fleet.config.settings.leases.inflight or is_local
+        if self.failover.state is FailoverState.LOCAL:
+            return own
+        try:
+            if outage is None or not own:
+                # Send no accounting token: another request may have the stock of this one, so never restore
+                # it (G1).
+                answer = await self._store.renew(request_id, placement.attempt, "", "")
+                return answer == "renewed"
+            token = self._own_token(placement.accounting_token)
+            await self._store.renew(request_id, placement.attempt, "", token)
+        except StateUnavailable as fault:
+            if not self.failover.redis_lost("failed", str(fault)):
+                raise
+        return own
+
+    def withdraw(self, request_id: str, placement: Placement) -> None:
+        """Undo a placement that never reached Envoy. Returns at once."""
+        entry, outage = self.ledger.get(request_id), self.failover.outage
+        if entry is not None:
+            if outage is not None and entry.is_local:
+                outage.withdraw(entry)
+            self.ledger.withdraw(entry)
+        self.queue.cancel(request_id, placement.attempt, "withdrawn")
+
+    def settle(self, completion: Completion) -> None:
+        """Account for a request's end. Returns at once; the next message to Redis carries the end, ahead of
+        later admissions. Idempotent."""
+        entry, outage = self.ledger.get(completion.id), self.failover.outage
+        if self._traces is not None:
+            completion = self._trace_end(self._traces, completion, entry)
+        # The token came with the end; else it is the stream's, if this replica owns the stream.
+        token = completion.accounting_token or (entry.token if entry is not None and entry.owned else "")
+        is_local = self.failover.state is FailoverState.LOCAL
+        ran, is_new = bool(token), True
+        if outage is None:
+            self.failover.is_busy = True
+        elif ran or (entry is not None and entry.running and entry.journaled):
+            ran, is_new = True, outage.end(entry, completion, token)
+        elif is_local:
+            return  # the request never ran: Envoy also logs refused requests
+        entry = self.ledger.finish(completion, token, is_reported=not is_local) if ran else None
+        if is_local:
+            self._reports.note_end(completion, token)
+            if is_new:
+                self._metrics.completed(completion, accounting_token.model_of(token))
+        else:
+            self._reports.settle(completion, token, entry)
+        if entry is not None:
+            self.failover.tombstones.add(entry)
+
+    def suspect(self, request_id: str) -> None:
+        """An access-log entry without an accounting token says that the request has ended. The next metrics
+        pages of its endpoint decide. Returns at once."""
+        if self.failover.state is not FailoverState.LOCAL:
+            self._reports.suspect(request_id)
+
+    def fault(self, fault: Fault) -> None:
+        """An attempt of a request failed, or its endpoint is full. Returns at once; idempotent."""
+        outage = self.failover.outage
+        if self.failover.state is not FailoverState.LOCAL:
+            self._reports.fault(fault._replace(accounting_token=self._own_token(fault.accounting_token)))
+        elif outage is not None and fault.why == CONNECT:
+            outage.picker.failed(fault.endpoint)
+
+    def renew(self, alive: Alive) -> None:
+        """Renew a request's lease. Returns at once; the next message to Redis carries the renewal."""
+        if self._traces is not None:
+            alive = alive._replace(accounting_token=self._own_token(alive.accounting_token))
+        entry = self.ledger.get(alive.id)
+        if entry is not None and entry.phase is Phase.ENDED:
+            alive = alive._replace(accounting_token="")  # a late or repeated entry must restore nothing
+        # A request in an entry written while this process was paused may have ended long ago.
+        if self._pause_detector.resumed_recently:
+            self.failover.ignored_s = self._clock()
+            return
+        self.ledger.see(alive)
+        if self.failover.outage is not None:
+            self.failover.outage.see(alive)
+        if self.failover.state is not FailoverState.LOCAL:
+            self._reports.renew(alive)
+
+    def fill(self) -> float:
+        """The occupied part of the queue, 0 to 1: of the fleet's queue as of the last heartbeat, or of this
+        replica's local queue during an outage."""
+        if self.failover.outage is not None:
+            return self.failover.outage.gate.fill
+        if self.failover.stock is None or not self.failover.stock.pulse.queued:
+            return 0.0
+        capacity = self._fleet.config.settings.fair_request_queue.total_capacity
+        return min(self.failover.stock.pulse.queued / capacity, 1.0)
+
+    def shut_down(self) -> None:
+        """Refuse every waiting request and every later one with ShuttingDown."""
+        self._is_shut_down = True
+        self.queue.shut_down()
+        if self.failover.outage is not None:
+            self.failover.outage.gate.shut_down()
+
+    async def _place(self, request: InferenceRequest, wait: Wait, stream_owned: bool) -> Placement:
+        """Admit through Redis or within the local budget, and again if Redis is lost or returns meanwhile."""
+        failover = self.failover
+        while not self._is_shut_down:
+            if failover.outage is not None:
+                placement = await self._place_in_outage(failover.outage, request, wait, stream_owned)
+                if placement is not None:
+                    return placement
+                continue
+            try:
+                waiter = await self.queue.admit(request, wait)
+            except StateUnavailable as fault:
+                # After a pause of this process the store drops its pending calls: admit again.
+                if not self._pause_detector.resumed_recently and not failover.redis_lost(
+                    "failed", str(fault)
+                ):
+                    raise
+            else:
+                failover.is_busy, failover.placed = True, failover.placed + self._cost(request)
+                return self._placement(request, waiter, stream_owned)
+        raise ShuttingDown()
+
+    async def _place_in_outage(
+        self, outage: Outage, request: InferenceRequest, wait: Wait, stream_owned: bool
+    ) -> Placement | None:
+        """Admit within the local budget. Returns None if the state changed: the caller admits again."""
+        failover = self.failover
+        if outage.has_another(request):
+            raise RequestIdTaken()
+        cost = outage.gate.charge(self._cost(request))
+        is_local = failover.state is FailoverState.LOCAL
+        if not await outage.gate.admit(request, cost, wait, alone=is_local):
+            return None
+        try:
+            if failover.state is FailoverState.LOCAL:
+                most = 1 + self._fleet.config.settings.scheduling.fallbacks
+                waiter = self.queue.new_waiter(request, wait)
+                waiter.endpoints = outage.picker.pick(request, most=most)
+                placement = self._placement(request, waiter, stream_owned, self._store.now_ms())
+            else:
+                waiter = await self._wait_prepaid(request, cost, wait)
+                placement = self._placement(request, waiter, stream_owned)
+        except BaseException as error:
+            if failover.outage is not None:  # the budget may come from an earlier outage
+                failover.outage.gate.release(cost)
+            if not isinstance(error, StateUnavailable):
+                raise
+            failover.redis_lost("failed", str(error))
+            return None
+        if failover.outage is not None:  # else the outage ended during the admission
+            failover.outage.record_placement(request.id, placement, cost)
+        return placement
+
+    async def _wait_prepaid(self, request: InferenceRequest, cost: float, wait: Wait) -> Waiter:
+        """Admit through Redis a request that holds `cost` of the local budget."""
+        self.failover.prepaid += cost
+        try:
+            waiter = await self.queue.admit(request, wait)
+        finally:
+            self.failover.prepaid -= cost
+        self.failover.placed += cost
+        return waiter
+
+    def _cost(self, request: InferenceRequest) -> float:
+        if not self._fleet.config.settings.request_queue_controller.enabled:
+            return 0.0  # without the controller requests take no stock
+        return request.cost + self._answer_tokens if request.learn else request.cost
+
+    def _placement(
+        self, request: InferenceRequest, placed: Waiter, stream_owned: bool, alone_ms: int | None = None
+    ) -> Placement:
+        """Record a placement; `alone_ms` is the time by Redis's clock if it was made without Redis."""
+        self._record_cost(request.band.priority, request.flow, request.cost)
+        endpoint = placed.endpoints[0]
+        written = accounting_token.write(request, endpoint, self._answer_tokens, alone_ms)
+        token = accounting_token.signed(written, request.id, self._keys)
+        entry = self.ledger.place(request.id, placed.attempt, token, endpoint, owned=stream_owned)
+        entry.unacknowledged = placed.attempt if placed.unacknowledged else ""
+        return Placement(placed.endpoints, token, placed.attempt, self._chooser.session_token(endpoint))
+
+    def _own_token(self, token: str) -> str:
+        """`token` as the fleet signed it, without a traceparent."""
+        return accounting_token.split_trace(token)[0] if self._traces is not None else token
+
+    def _trace_end(self, traces: "Traces", completion: Completion, entry: Entry | None) -> Completion:
+        """Begin the span of an end. Returns the completion with the accounting token as signed."""
+        own, parent = accounting_token.split_trace(completion.accounting_token)
+        if not parent and entry is not None and entry.owned:
+            parent = entry.traceparent
+        if parent:
+            traces.settling(parent, completion)
+        return completion._replace(accounting_token=own)

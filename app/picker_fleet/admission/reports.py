@@ -1,0 +1,169 @@
+"""What this replica reports to Redis of placed requests: ends, faults of endpoints, signs of life.
+
+Each call returns at once. The store repeats the report of an end until Redis takes it; a lease or a later
+report makes up for any other that is lost.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from picker_fleet.admission.ledger import Entry, Ledger
+from picker_fleet.domain.request import Alive, Completion, Fault
+from picker_fleet.endpoints.snapshot import SnapshotCell
+from picker_fleet.scheduling.chooser import EndpointChooser
+from picker_fleet.state import accounting_token
+from picker_fleet.state.store import (
+    FaultReply,
+    SettleReply,
+    Store,
+    SuspicionReply,
+    TombstoneReply,
+)
+from picker_fleet.telemetry.metrics import Metrics
+
+if TYPE_CHECKING:
+    from picker_fleet.telemetry.tracing import Traces
+
+_log = logging.getLogger(__name__)
+_SUSPECT_TRIES = 4
+_SUSPECT_PAUSE_S = 1.0
+
+
+def ignore_loss(answer: asyncio.Future[Any]) -> None:
+    """Ignore the failure of a call that a lease or a repetition makes up for."""
+    answer.add_done_callback(lambda done: done.cancelled() or done.exception())
+
+
+class Reports:
+    """Sends the reports of one replica. `are_places_awaited` returns whether Redis must hear of each end
+    soon. If the stock `counts_tokens`, an end reports the tokens used."""
+
+    def __init__(
+        self,
+        store: Store,
+        ledger: Ledger,
+        *,
+        metrics: Metrics,
+        endpoints: SnapshotCell,
+        chooser: EndpointChooser,
+        counts_tokens: bool,
+        are_places_awaited: Callable[[], bool],
+        traces: "Traces | None" = None,
+    ) -> None:
+        self._store, self._ledger, self._metrics = store, ledger, metrics
+        self._endpoints, self._chooser = endpoints, chooser
+        self._counts_tokens, self._are_places_awaited = counts_tokens, are_places_awaited
+        self._traces = traces
+
+    def settle(self, completion: Completion, token: str, entry: Entry | None) -> None:
+        """A request has ended; `token` is its accounting token, '' if none is known. `entry`: None if the
+        request was never placed."""
+        self.note_end(completion, token)
+        answered = partial(self._on_answered_end, completion, token, entry)
+        self._tell_end(completion).add_done_callback(answered)
+
+    def note_end(self, completion: Completion, token: str) -> None:
+        """Learn from an end: times and failures of endpoints."""
+        if token:  # otherwise the request was never placed
+            self._chooser.ended(completion)
+        if completion.failed:
+            self._note_failed(completion.failed)
+        if not (completion.fault or completion.passed_over):
+            return
+        if token and completion.fault:
+            endpoint = completion.served or accounting_token.endpoint_of(token)
+            self.fault(Fault(completion.id, endpoint, completion.fault, token, completion.hold_s))
+        if token and completion.passed_over:
+            self.fault(Fault(completion.id, completion.passed_over, "retried", token))
+
+    def fault(self, fault: Fault) -> None:
+        flow = accounting_token.flow_of(fault.accounting_token)
+        self._store.report_fault(fault, flow).add_done_callback(partial(self._on_fault, fault))
+
+    def _on_fault(self, fault: Fault, answer: asyncio.Future[FaultReply]) -> None:
+        if answer.cancelled() or answer.exception() is not None:
+            return
+        reply = answer.result()
+        if reply == "unknown":
+            return
+        self._metrics.endpoint_fault(fault.endpoint, fault.why)
+        if reply == "ejected":
+            _log.warning("endpoint %s is ejected: %s", fault.endpoint, fault.why)
+            self._metrics.endpoint_ejected(fault.endpoint, fault.why)
+        elif reply == "down":
+            _log.warning("cannot connect to endpoint %s", fault.endpoint)
+
+    def tell_end(self, completion: Completion) -> None:
+        """Report an end to Redis; the store keeps the call until Redis takes it."""
+        ignore_loss(self._tell_end(completion))
+
+    def _tell_end(self, completion: Completion) -> asyncio.Future[SettleReply]:
+        actual = answer_tokens = None
+        if self._counts_tokens:
+            answer_tokens = completion.completion_tokens
+            if answer_tokens is not None and completion.prompt_tokens is not None:
+                actual = float(completion.prompt_tokens + answer_tokens)
+        if actual is None and 400 <= completion.status < 500:
+            actual = 1.0  # the engine refused the request, so it used none of the tokens it was charged
+        answer = self._store.settle(
+            completion.id,
+            completion.outcome,
+            actual,
+            answer_tokens,
+            answered=completion.answered,
+            urgent=self._are_places_awaited(),
+        )
+        if self._traces is not None:
+            self._traces.settled(completion.id, answer)
+        return answer
+
+    def _note_failed(self, address: str) -> None:
+        """Mark an endpoint as down: it gets no request until probes succeed."""
+        known = next((e for e in self._endpoints.current.endpoints if e.address == address), None)
+        if known is not None and not known.down:
+            _log.warning("cannot connect to endpoint %s", address)
+            ignore_loss(self._store.mark_endpoint(address, "down", True))
+
+    def _on_answered_end(
+        self, completion: Completion, token: str, entry: Entry | None, answer: asyncio.Future[SettleReply]
+    ) -> None:
+        """Redis has answered the report of an end, or never will. Of two reports the first answer counts."""
+        if entry is not None and not self._ledger.confirm(entry):
+            return
+        if answer.cancelled() or answer.exception() is not None:
+            return
+        reply = answer.result()
+        if reply.kind == "settled":
+            self._metrics.completed(completion, reply.model)
+            if accounting_token.is_alone(token):  # a replica that saw the request alive must not restore it
+                self._tombstone(completion)
+        elif reply.kind == "unknown" and token:
+            # The request was placed without Redis, or Redis lost its record, or its lease has expired.
+            self._metrics.completed(completion, accounting_token.model_of(token))
+            if completion.accounting_token:  # the replica that placed the request may not learn of the end
+                self._tombstone(completion)
+
+    def suspect(self, request_id: str, tries: int = _SUSPECT_TRIES) -> None:
+        """The request may have ended: its client has gone. Report a waiting request again later: its owner
+        may still place it before learning that the client has gone."""
+
+        def told(answer: asyncio.Future[SuspicionReply]) -> None:
+            lost = answer.cancelled() or answer.exception() is not None
+            if not lost and answer.result() == "waiting" and tries > 1:
+                asyncio.get_running_loop().call_later(_SUSPECT_PAUSE_S, self.suspect, request_id, tries - 1)
+
+        self._store.report_client_gone(request_id).add_done_callback(told)
+
+    def _tombstone(self, completion: Completion) -> None:
+        def written(answer: asyncio.Future[TombstoneReply]) -> None:
+            lost = answer.cancelled() or answer.exception() is not None
+            if not lost and answer.result() == "back":
+                self.tell_end(completion)  # another replica restored the request: settle it
+
+        self._store.tombstone(completion.id).add_done_callback(written)
+
+    def renew(self, alive: Alive) -> None:
+        ignore_loss(self._store.renew(alive.id, None, alive.served or "", alive.accounting_token))
