@@ -36,6 +36,15 @@ PAUSE_S = 0.01
 
 
 @dataclass(frozen=True, slots=True)
+class Served:
+    """The cost served a second. `truncated`: some replica served more flows than it reported."""
+
+    flows: Mapping[tuple[int, str], float] = field(default_factory=dict)  # by priority and flow
+    bands: Mapping[int, float] = field(default_factory=dict)  # by priority
+    truncated: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class ReplicaReport:
     """The report in a replica's last heartbeat. A field is None if it is missing or has a wrong type."""
 
@@ -48,9 +57,7 @@ class ReplicaReport:
     grpc: str | None = None
     version: str | None = None
     up_s: float | None = None
-    served: Mapping[tuple[int, str], float] = field(default_factory=dict)  # cost/s by priority and flow
-    served_bands: Mapping[int, float] = field(default_factory=dict)  # cost/s by priority
-    served_truncated: bool = False
+    served: Served = Served()
 
     @classmethod
     def parse(cls, row: ReplicaRow) -> "ReplicaReport":
@@ -60,19 +67,18 @@ class ReplicaReport:
                 part = orjson.loads(line)
                 report |= part if isinstance(part, dict) else {}
         fields = {name: report[name] for name, types in _REPORTED.items() if type(report.get(name)) in types}
-        return cls(row.id, row.heartbeat_s_ago, **fields, **_served(report))
+        return cls(row.id, row.heartbeat_s_ago, **fields, served=_served(report))
 
 
-def _served(report: Mapping[str, Any]) -> dict[str, Any]:
-    """The `ServiceMeter` part of a report: cost a second by flow and by band, and whether the list of flows
-    is truncated."""
+def _served(report: Mapping[str, Any]) -> Served:
+    """The `ServiceMeter` part of a report; nothing if it is damaged."""
     try:
         served = report["served"]
         bands = {int(each): float(cost) / METER_WINDOW_S for each, cost in served["priorities"]}
         flows = {(int(each), str(flow)): float(cost) / METER_WINDOW_S for each, flow, cost in served["flows"]}
-        return {"served": flows, "served_bands": bands, "served_truncated": bool(served["cut"])}
+        return Served(flows, bands, bool(served["cut"]))
     except (KeyError, TypeError, ValueError):
-        return {}
+        return Served()
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,9 +100,7 @@ class FleetState:
     totals: tuple[tuple[int, int], ...] = ()  # (group, number of its flow queues), for groups in use
     complete: bool = True
     replicas: tuple[ReplicaReport, ...] = ()
-    served: Mapping[tuple[int, str], float] = field(default_factory=dict)  # cost/s by priority and flow
-    served_bands: Mapping[int, float] = field(default_factory=dict)  # cost/s by priority
-    served_truncated: bool = False  # some replica served more flows than it reported
+    served: Served = Served()  # by the live replicas
     bands: Mapping[int, BandQueues] = field(default_factory=dict)  # bands with waiting requests, by priority
 
     def band(self, priority: int) -> BandQueues:
@@ -108,8 +112,8 @@ class FleetState:
 
     def served_per_s(self, priority: int, flow: str) -> float | None:
         """Cost served a second for the flow; None if some replica truncated its report."""
-        found = self.served.get((priority, flow))
-        return found if found is not None or self.served_truncated else 0.0
+        found = self.served.flows.get((priority, flow))
+        return found if found is not None or self.served.truncated else 0.0
 
     def page(
         self, limit: int, group: int, after: tuple[str, str] | None, priority: int | None
@@ -210,24 +214,20 @@ class FleetStateCache:
 
     async def _combine(self, found: FlowQueuePage, pause_s: float) -> FleetState:
         replicas = []
-        served: Counter[tuple[int, str]] = Counter()
-        served_bands: Counter[int] = Counter()
-        truncated = False
+        flows, bands, truncated = Counter[tuple[int, str]](), Counter[int](), False
         for row in await self._store.reads.replicas():
             replica = ReplicaReport.parse(row)
             replicas.append(replica)
             if replica.heartbeat_s_ago < self._silence_s:
-                served.update(replica.served)
-                served_bands.update(replica.served_bands)
-                truncated = truncated or replica.served_truncated
+                flows.update(replica.served.flows)
+                bands.update(replica.served.bands)
+                truncated = truncated or replica.served.truncated
                 await asyncio.sleep(pause_s)
         return FleetState(
             tuple(found.queues),
             found.totals,
             total(found.totals) < self._max_flows,
             tuple(replicas),
-            served,
-            served_bands,
-            truncated,
+            Served(flows, bands, truncated),
             _by_band(found.queues),
         )

@@ -46,7 +46,6 @@ _EVERY_ANSWER = (
     (b"content-security-policy", b"default-src 'none'; base-uri 'none'; frame-ancestors 'none'"),
     (b"cache-control", b"no-store"),
 )  # headers added to every answer that does not set them itself
-_PHRASES = {status.value: status.phrase for status in HTTPStatus}
 _CODES = {
     400: "bad_request",
     401: "token_needed",
@@ -131,10 +130,8 @@ def _http_problem(request: Request, fault: HTTPException) -> JSONResponse:
 
 
 def _problem(request: Request, status: int, code: str, detail: str, **extra: Any) -> JSONResponse:
-    title = _PHRASES.get(status, "Refused")
-    problem = Problem(
-        title=title, status=status, code=code, detail=detail, instance=request.scope["path"], **extra
-    )
+    title, instance = HTTPStatus(status).phrase, request.scope["path"]
+    problem = Problem(title=title, status=status, code=code, detail=detail, instance=instance, **extra)
     return JSONResponse(problem.model_dump(), status_code=status, media_type="application/problem+json")
 
 

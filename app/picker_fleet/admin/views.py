@@ -6,14 +6,15 @@ stream (events.py) call them.
 """
 
 import base64
-import binascii
+import contextlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
-from typing import Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import orjson
+from pydantic import AfterValidator, Field, TypeAdapter
 
 from picker_fleet.admin import models
 from picker_fleet.admin.fleet_state import MAX_FLOWS, FleetState, FleetStateCache, ReplicaReport, total
@@ -37,6 +38,7 @@ from picker_fleet.state.reads import FlowQueueRow, RankRange, RequestRow, Reques
 from picker_fleet.state.store import Store
 
 _Row = TypeVar("_Row")
+_Parts = TypeVar("_Parts")
 _MAX_CURSOR_CHARS = 4096
 _MAX_SCANNED_WORKLOADS = 200  # `busiest` reads at most this many workloads
 _FLOW_ORDER = "in dispatch order: flows by start tag, each request at its predicted start tag"
@@ -74,31 +76,36 @@ def encode_cursor(name: str, *parts: str | int | float) -> str:
     return base64.urlsafe_b64encode(orjson.dumps([name, *parts])).rstrip(b"=").decode()
 
 
-def decode_cursor(text: str, name: str, *types: type) -> list[str | int | float]:
-    """The parts of a cursor. Raises BadCursor if a type differs from `types`, or an int is negative."""
-    if len(text) > _MAX_CURSOR_CHARS:
-        raise BadCursor
-    try:
-        packed = base64.b64decode(text.encode() + b"=" * (-len(text) % 4), altchars=b"-_", validate=True)
-        parts = orjson.loads(packed)
-    except (binascii.Error, ValueError):  # UnicodeError and orjson.JSONDecodeError are ValueErrors
-        raise BadCursor from None
-    if not isinstance(parts, list) or len(parts) != len(types) + 1 or parts[0] != name:
-        raise BadCursor
-    for part, of_type in zip(parts[1:], types, strict=True):
-        if type(part) is not of_type or (isinstance(part, int) and not 0 <= part < 2**63):
-            raise BadCursor
-    return parts[1:]
-
-
-def finite_score(text: object) -> str:
-    """`text`, stripped, if it is a finite number as Redis writes scores. Raises BadCursor otherwise."""
-    try:
-        if isinstance(text, str) and text.isascii() and math.isfinite(float(text)) and "_" not in text:
-            return text.strip()
-    except ValueError:
-        pass
+def decode_cursor(text: str, form: TypeAdapter[_Parts]) -> _Parts:
+    """The name of the list, and the parts. Raises BadCursor if `text` is no cursor of this `form`."""
+    with contextlib.suppress(ValueError):  # base64, Unicode, JSON, and the form
+        if len(text) <= _MAX_CURSOR_CHARS:
+            packed = text.encode() + b"=" * (-len(text) % 4)
+            return form.validate_json(base64.b64decode(packed, altchars=b"-_", validate=True))
     raise BadCursor
+
+
+def finite_score(text: str) -> str:
+    """`text`, stripped. Raises ValueError unless it is a finite number as Redis writes scores."""
+    if not text.isascii() or "_" in text or not math.isfinite(float(text)):
+        raise ValueError("no finite number")
+    return text.strip()
+
+
+# The cursors of each list.
+_Index = Annotated[int, Field(strict=True, ge=0, lt=2**63)]
+_Score = Annotated[str, AfterValidator(finite_score)]
+OF_FLOWS = TypeAdapter(tuple[Literal["flows"], _Index, _Score, str])
+OF_QUEUE = TypeAdapter(tuple[Literal["queue"], _Index, _Score, str])
+OF_IN_FLIGHT = TypeAdapter(tuple[Literal["inflight"], _Score, str])
+# A cursor of SCAN, and how many rows to skip there.
+OF_WORKLOADS = TypeAdapter(
+    tuple[
+        Literal["workloads"],
+        Annotated[int, Field(ge=0, lt=2**64)],
+        Annotated[int, Field(strict=True, ge=0, le=10_000)],
+    ]
+)
 
 
 def _page(
@@ -282,8 +289,8 @@ class FleetLists:
         priority = self.priority_of(band)
         group, after = 0, None
         if cursor is not None:
-            cursor_group, tag, name = decode_cursor(cursor, "flows", int, str, str)
-            group, after = int(cursor_group), (finite_score(tag), str(name))
+            _, group, tag, name = decode_cursor(cursor, OF_FLOWS)
+            after = tag, name
         fleet = await self._cache.get()
         queues, totals = fleet.page(limit + 1, group, after, priority), fleet.totals
         if queues is None:
@@ -300,7 +307,9 @@ class FleetLists:
         queues = await self._store.reads.flow_queue(name)
         fleet = await self._cache.get()
         bands = self.bands
-        priorities = {band.priority for band in bands} | {each for each, flow in fleet.served if flow == name}
+        priorities = {band.priority for band in bands} | {
+            each for each, flow in fleet.served.flows if flow == name
+        }
         served = {
             bands.of(each).name: round(fleet.served_per_s(each, name) or 0.0, 6)
             for each in sorted(priorities, reverse=True)
@@ -319,8 +328,8 @@ class FleetLists:
     async def queue(self, limit: int, cursor: str | None, band: str | None, flow: str | None) -> models.Queue:
         priority, after = self.priority_of(band), None
         if cursor is not None:
-            group, tag, name = decode_cursor(cursor, "queue", int, str, str)
-            after = Position(int(group), float(finite_score(tag)), str(name))
+            _, group, tag, name = decode_cursor(cursor, OF_QUEUE)
+            after = Position(group, float(tag), name)
         queues: Sequence[FlowQueueRow]
         if flow is None:
             fleet = await self._cache.get()
@@ -346,8 +355,8 @@ class FleetLists:
     async def in_flight(self, limit: int, cursor: str | None) -> models.Inflight:
         after = None
         if cursor is not None:
-            lease_ms, request_id = decode_cursor(cursor, "inflight", str, str)
-            after = (finite_score(lease_ms), str(request_id))
+            _, lease_ms, request_id = decode_cursor(cursor, OF_IN_FLIGHT)
+            after = lease_ms, request_id
         found, total = await self._store.reads.in_flight(limit + 1, after)
         page, following = _page("inflight", found, limit, lambda last: (last.lease_ms, last.entry.id))
         bands = self.bands
@@ -402,10 +411,8 @@ class FleetLists:
     async def workloads(self, limit: int, cursor: str | None) -> models.Workloads:
         start: tuple[str, int] = ("0", 0)
         if cursor is not None:
-            scan, skip = decode_cursor(cursor, "workloads", str, int)
-            if not str(scan).isascii() or not str(scan).isdigit() or int(scan) >= 2**64 or int(skip) > 10_000:
-                raise BadCursor
-            start = (str(scan), int(skip))
+            _, scan, skip = decode_cursor(cursor, OF_WORKLOADS)
+            start = (str(scan), skip)
         found, total, following = await self._store.reads.workloads(limit, *start)
         return models.Workloads(
             workloads=[self._workload(row) for row in found],
@@ -490,7 +497,7 @@ def _flow(
     """`weights` is the sum over the band's waiting flows; `even` means that the fairness policy ignores
     weights (`round-robin`)."""
     served = fleet.served_per_s(queue.priority, queue.name)
-    all_served = fleet.served_bands.get(queue.priority)
+    all_served = fleet.served.bands.get(queue.priority)
     return models.Flow(
         flow=queue.name,
         band=band,
