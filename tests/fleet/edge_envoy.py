@@ -53,6 +53,7 @@ def edge(
     *,
     mode: Mode = "lean",
     edit: Callable[[Tree], None] = lambda tree: None,
+    settings: Tree | None = None,
     **options: Any,
 ) -> Iterator[Edge]:
     """Run an Envoy in front of the replicas of `fleet`. `options` go to `build_bootstrap`; `edit` changes the
@@ -60,7 +61,7 @@ def edge(
     """
     replicas = fleet.state["replicas"]
     tree = build_bootstrap(
-        config.parse({}),
+        config.parse(settings or {}),
         mode=mode,
         listen=(LOOPBACK, 0),
         admin=(LOOPBACK, 0),

@@ -74,9 +74,10 @@ async def test_an_envoy_that_checks_the_replicas_gets_in_with_its_certificate(
     fleet: Any, tmp_path: Path
 ) -> None:
     files = Certificates(tmp_path)
-    here = fleet("--replicas", "1", "--endpoints", "1", config={"extproc": {"tls": files.tls}})
+    settings = {"extproc": {"tls": files.tls}}
+    here = fleet("--replicas", "1", "--endpoints", "1", config=settings)
     checking = PickerTls(str(files.authority.cert), str(files.envoy.cert), str(files.envoy.key))
-    with edge(here, tmp_path / "edge", picker_tls=checking) as running:
+    with edge(here, tmp_path / "edge", settings=settings, tls=checking) as running:
         assert (await complete(running.url, "hi", 3)).served
         await at_rest(here)  # a killed Envoy would not report the request's end
 

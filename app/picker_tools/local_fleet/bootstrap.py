@@ -155,10 +155,8 @@ class PickerTls:
     key: str | None = None
 
     @classmethod
-    def of_local(cls, tls: Tls | None) -> "PickerTls | None":
+    def of_local(cls, tls: Tls) -> "PickerTls":
         """For an Envoy on the replicas' machine, which uses their own certificate if they require one."""
-        if tls is None:
-            return None
         if tls.client_ca is None or tls.cert is None:
             return cls()
         return cls(cert=str(tls.cert), key=str(tls.key))
@@ -185,9 +183,7 @@ def build_bootstrap(
     http_pickers: Sequence[Host] = (),
     admin_listen: Host | None = None,
     admin_pickers: Sequence[Host] = (),
-    picker_tls: PickerTls | None = None,
-    http_tls: PickerTls | None = None,
-    admin_tls: PickerTls | None = None,
+    tls: PickerTls | None = None,
     trusted: Iterable[str] = (),
     max_connections: int = MAX_CONNECTIONS,
     max_heap_bytes: int = MAX_HEAP_BYTES,
@@ -200,7 +196,7 @@ def build_bootstrap(
     `pool_listens` maps a pool to a further listener whose requests are all for that pool. `pickers` are the
     replicas' gRPC addresses, `http_pickers` their addresses for mode `http`. `admin` is the address of
     Envoy's own admin page; `admin_listen` is a listener for the replicas' admin API at `admin_pickers` (None:
-    no listener). `picker_tls`, `http_tls` and `admin_tls` configure TLS to the replicas (None: plain text).
+    no listener). `tls` are the files for ports that speak TLS by `settings` (None: the replicas' own files).
     `trusted` are the steering headers that clients may set.
     `max_connections` and `max_heap_bytes` limit all clients together; `client_rate` limits the requests a
     second from one client address (None: no limit).
@@ -208,19 +204,23 @@ def build_bootstrap(
     `origins` are the web origins whose pages may read answers (`*`: any).
     Port 0 in `listen` or `admin` means any free port.
     """
+
+    def files(serving: Tls | None) -> PickerTls | None:
+        return None if serving is None else tls or PickerTls.of_local(serving)
+
     manager = _Manager(settings, mode, tuple(trusted), debug_headers, client_rate, origins)
     listeners = [manager.listener(None, listen)]
     listeners += [manager.listener(name, at) for name, at in pool_listens.items()]
     grpc = {"serviceName": _HEALTH_SERVICE}
-    clusters = [_replicas(PICKER, pickers, "h2", picker_tls, grpc_health=grpc)]
+    clusters = [_replicas(PICKER, pickers, "h2", files(settings.extproc.tls), grpc_health=grpc)]
     if mode == "http":
-        health = {"path": HEALTH_PATH.decode()}
-        clusters.append(_replicas(PICKER_HTTP, http_pickers, "http/1.1", http_tls, http_health=health))
+        own, health = files(settings.http.tls), {"path": HEALTH_PATH.decode()}
+        clusters.append(_replicas(PICKER_HTTP, http_pickers, "http/1.1", own, http_health=health))
     if admin_listen is not None:
         listeners.append(_listener("admin", admin_listen, None, _part("admin_manager")))
         # Envoy skips replicas that are not ready or drain.
-        health = {"path": "/readyz"}
-        clusters.append(_replicas("picker-admin", admin_pickers, "http/1.1", admin_tls, http_health=health))
+        own, health = files(settings.admin.tls), {"path": "/readyz"}
+        clusters.append(_replicas("picker-admin", admin_pickers, "http/1.1", own, http_health=health))
     clusters += [_pool(settings, name, each) for name, each in pools_of(settings).items()]
     return _part(
         "bootstrap",

@@ -70,11 +70,11 @@ def run(args: argparse.Namespace) -> int:
     tls = PickerTls(args.picker_ca, args.picker_cert, args.picker_key)
     if (tls.cert is None) != (tls.key is None):
         raise ConfigError("--picker-cert and --picker-key belong together")
-    picker_tls = tls if settings.extproc.tls is not None else None
-    http_tls = tls if settings.http.tls is not None else None
-    admin_tls = tls if settings.admin.tls is not None and args.admin_listen is not None else None
-    speaks_tls = picker_tls or admin_tls or (http_tls if args.mode == "http" else None)
-    if tls != PickerTls() and speaks_tls is None:
+    used = [settings.extproc.tls]
+    used += [settings.http.tls] if args.mode == "http" else []
+    used += [settings.admin.tls] if args.admin_listen is not None else []
+    speaks_tls = any(each is not None for each in used)
+    if tls != PickerTls() and not speaks_tls:
         raise ConfigError("--picker-ca, --picker-cert: the replicas do not speak TLS; extproc.tls makes them")
     bootstrap = build_bootstrap(
         settings,
@@ -86,9 +86,7 @@ def run(args: argparse.Namespace) -> int:
         http_pickers=_http_pickers(args, settings) if args.mode == "http" else (),
         admin_listen=args.admin_listen,
         admin_pickers=args.picker_admin or [_here(settings.admin.listen)],
-        picker_tls=picker_tls,
-        http_tls=http_tls,
-        admin_tls=admin_tls,
+        tls=tls,
         trusted=names,
         max_connections=args.max_connections,
         max_heap_bytes=args.max_heap_mib * 1024 * 1024,
@@ -96,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
         debug_headers=args.debug_headers,
         origins=args.cors,
     )
-    unproven = _UNPROVEN if speaks_tls is not None and tls.ca is None else ""
+    unproven = _UNPROVEN if speaks_tls and tls.ca is None else ""
     sys.stdout.write(_warning(names) + unproven + to_yaml(bootstrap))
     return 0
 
