@@ -17,9 +17,8 @@ from functools import partial
 
 import uvloop
 
-from bench.rig.fleet import picker_up
+from bench.rig.fleet import fleet_config, picker_up, plain_envoy
 from bench.rig.http import ModelServer, model_server
-from bench.rig.parts import fleet_config, plain_envoy
 from bench.rig.report import describe_run, options_parser, percentile, table, write_page
 from picker_fleet.domain.errors import PickerError
 from picker_tools.load.generator import Client, Request, flow_header
@@ -134,11 +133,9 @@ async def measure(rounds: int, modes: Sequence[str], replicas: Sequence[int]) ->
     for number in range(rounds):
         print(f"round {number + 1} of {rounds}", file=sys.stderr)
         times = Times()
-        async with (
-            model_server(partial(_ModelServer, times)) as address,
-            plain_envoy([address]) as envoy,
-        ):
-            found["none"].append(await _reading(envoy.url, times, refill=False))
+        async with model_server(partial(_ModelServer, times)) as address:
+            with plain_envoy([address]) as envoy:
+                found["none"].append(await _reading(envoy.url, times, refill=False))
         for mode, count in variants:
             times = Times()
             options = ("--replicas", str(count), "--endpoints", "0", "--mode", mode)

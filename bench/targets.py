@@ -136,7 +136,7 @@ async def _concurrent(fleet: RunningFleet) -> Row:
     records = await asyncio.gather(*(send_request(fleet.url, one) for _ in range(_CONCURRENT)))
     served = sum(record.served for record in records)
     await fleet.wait_for_rest(30)
-    found = await fleet.read("workloads/concurrent")
+    found = await fleet.get("workloads/concurrent")
     counted = f"counted {found['total']} in all, {found['active']} active, {found['dispatched']} dispatched"
     return Row(
         f"{_CONCURRENT} concurrent updates of a workload",

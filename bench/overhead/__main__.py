@@ -6,7 +6,6 @@ change made a request more expensive; it only prints.
 """
 
 import contextlib
-import os
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -15,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import uvloop
+from model_servers import simulators
 
 from bench.overhead.measure import CASES, HEAD, Readings, Target
-from bench.rig.fleet import RunningFleet, picker_up
-from bench.rig.parts import fleet_config, plain_envoy, simulators
+from bench.rig.fleet import RunningFleet, fleet_config, picker_up, plain_envoy
 from bench.rig.passes import WrongAnswer
 from bench.rig.report import describe_run, interval, options_parser, table, write_page
 from picker_fleet.domain.errors import PickerError
@@ -55,11 +54,8 @@ def _fleet(
 ) -> contextlib.AbstractAsyncContextManager[RunningFleet]:
     """Run one replica in `mode`, of this version or of the version in `checkout`."""
     options = ("--replicas", "1", "--endpoints", "0", "--mode", mode)
-    how: dict[str, Any] = {}
-    if checkout is not None:
-        how["command"] = (sys.executable, "-P", "-m", "picker_fleet.cli", "up")
-        how["environment"] = {**os.environ, "PYTHONPATH": str(checkout / "app")}
-    return picker_up(fleet_config(endpoints, scorers=_SCORERS), *options, **how)
+    environment = {"PYTHONPATH": str(checkout / "app")} if checkout is not None else None
+    return picker_up(fleet_config(endpoints, scorers=_SCORERS), *options, environment=environment)
 
 
 def _other(mode: str) -> str:
@@ -68,11 +64,12 @@ def _other(mode: str) -> str:
 
 async def _measure(rounds: int, modes: Sequence[str], checkout: Path | None) -> Readings:
     found = Readings()
-    async with simulators(_HOSTS, *_MODEL) as endpoints:
+    async with simulators(_HOSTS, *_MODEL) as servers:
+        endpoints = list(servers)
         for number in range(rounds):
             print(f"round {number + 1} of {rounds}", flush=True)
             async with AsyncExitStack() as stack:
-                targets: dict[str, Target] = {_NONE: await stack.enter_async_context(plain_envoy(endpoints))}
+                targets: dict[str, Target] = {_NONE: stack.enter_context(plain_envoy(endpoints))}
                 for mode in modes:
                     targets[mode] = await stack.enter_async_context(_fleet(mode, endpoints, None))
                     if checkout is not None:
@@ -93,7 +90,7 @@ async def _measure_beside_go(rounds: int, go: str) -> tuple[Readings, dict[str, 
     async with AsyncExitStack() as outer:
         folder = Path(outer.enter_context(tempfile.TemporaryDirectory()))
         cluster = outer.enter_context(started(folder / "cluster"))
-        endpoints = await outer.enter_async_context(simulators(_HOSTS, *_MODEL))
+        endpoints = list(await outer.enter_async_context(simulators(_HOSTS, *_MODEL)))
         put_pods(cluster, endpoints, "two")
         seat = await outer.enter_async_context(opened(folder / "servers"))
         put_pods(cluster, await hundred_endpoints(seat), "hundred")
@@ -102,7 +99,7 @@ async def _measure_beside_go(rounds: int, go: str) -> tuple[Readings, dict[str, 
             async with AsyncExitStack() as stack:
                 own = folder / str(number)
                 targets: dict[str, Target] = {
-                    _NONE: await stack.enter_async_context(plain_envoy(endpoints)),
+                    _NONE: stack.enter_context(plain_envoy(endpoints)),
                     GO: await stack.enter_async_context(behind_gateway(cluster, own / "go", "two", go)),
                     OURS: await stack.enter_async_context(behind_gateway(cluster, own / "ours", "two")),
                 }

@@ -1,88 +1,56 @@
-"""Starts a fleet with `picker up` for a bench or a long test, waits until it is ready, and stops it."""
+"""What benches and long tests run with `picker up`, and measure: a fleet, or an Envoy without a picker."""
 
 import asyncio
 import contextlib
-import json
-import os
 import tempfile
-from collections.abc import AsyncIterator, Mapping, Sequence
-from functools import cached_property
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
 import psutil
 import yaml
+from crowd import http_client
+from edge_envoy import started
+from fleet_load import metric, total
+from whole_fleet import Fleet, exact_bounds, running
 
-from bench.rig.report import cpu_ns, total
-from picker_fleet.domain.errors import StartupError
-from picker_tools.local_fleet.processes import Child, picker_command, start_process
+from bench.rig.report import cpu_ns
+from picker_fleet.domain.units import split_host_port
+from picker_tools.local_fleet.network import LOOPBACK
 
-_READY_S = 150.0  # suffices for fifty replicas
-_STOP_S = 60.0
-_CALL_S = 120.0
-_FOLLOWED_S, _POLL_S = 30.0, 0.1
+PLENTY = 100_000
+_FOLLOWED_S = 30.0
+_THREADS = 2  # of Envoy, as `picker up` starts it
 
 
-class RunningFleet:
-    """A running fleet: its state file, its processes, and its replicas' admin APIs, read with `client`."""
-
-    def __init__(self, state_file: Path, child: Child, client: httpx.AsyncClient) -> None:
-        self.state_file, self.child, self.client = state_file, child, client
-
-    @cached_property
-    def parts(self) -> dict[str, Any]:
-        return dict(json.loads(self.state_file.read_text(encoding="utf-8")))
-
-    @property
-    def url(self) -> str:
-        """The URL of the fleet's Envoy, to which clients send requests."""
-        return str(self.parts["envoy"])
-
-    @property
-    def redis_url(self) -> str:
-        return str(self.parts["redis"])
-
-    @property
-    def admins(self) -> list[str]:
-        """The admin API's URL of each replica."""
-        return [str(replica["admin"]) for replica in self.parts["replicas"]]
+class RunningFleet(Fleet):
+    """A running fleet with the figures that benches and long tests read."""
 
     @property
     def endpoints(self) -> list[str]:
         """`ip:port` of each simulator."""
-        return [str(endpoint["address"]) for endpoint in self.parts["endpoints"]]
+        return [str(endpoint["address"]) for endpoint in self.state["endpoints"]]
 
     @property
     def replicas(self) -> list[psutil.Process]:
-        return [psutil.Process(replica["pid"]) for replica in self.parts["replicas"]]
-
-    def process(self, program: str) -> psutil.Process:
-        """The fleet's only process with `program` in its name: `envoy`, or `server` for Valkey or Redis."""
-        children = psutil.Process(self.child.pid).children(recursive=True)
-        (found,) = (child for child in children if program in child.name())
-        return found
+        return [psutil.Process(replica["pid"]) for replica in self.state["replicas"]]
 
     def cpu_us(self) -> tuple[float, float, float]:
         """CPU time in µs of the replicas, Valkey and Envoy since they started."""
         replicas, valkey, envoy = (
             cpu_ns(process.pid for process in processes) / 1000
-            for processes in (self.replicas, [self.process("server")], [self.process("envoy")])
+            for processes in (self.replicas, [self.child("valkey-server")], [self.child("envoy")])
         )
         return replicas, valkey, envoy
 
-    async def read(self, page: str) -> Any:
-        """GET `page` from the first replica's admin API."""
-        return (await self.client.get(f"{self.admins[0]}/api/v1/{page}")).json()
-
     async def counted(self, series: str, **labels: str) -> float:
         """The sum of a counter over all replicas."""
-        pages = [(await self.client.get(f"{admin}/metrics")).text for admin in self.admins]
-        return sum(total(page, series, **labels) for page in pages)
+        return await metric(self, series, **labels)
 
     async def drift(self) -> int:
         """Differences between the fleet's and the simulators' in-flight counts, plus all other counts."""
-        state = await self.read("state")
+        state = await self.get("state")
         pages = zip(self.endpoints, await self._simulator_pages(), strict=True)
         differences = sum(abs(state["in_flight"].get(address, 0) - _busy(page)) for address, page in pages)
         return int(differences + state["stock"] + state["queued"] + state["leases"])
@@ -96,8 +64,9 @@ class RunningFleet:
         return int(sum(total(page, "vllm:request_success_total") for page in await self._simulator_pages()))
 
     async def _simulator_pages(self) -> list[str]:
-        calls = [self.client.get(f"http://{address}/metrics") for address in self.endpoints]
-        return [answer.text for answer in await asyncio.gather(*calls)]
+        async with http_client() as client:
+            calls = [client.get(f"http://{address}/metrics") for address in self.endpoints]
+            return [answer.text for answer in await asyncio.gather(*calls)]
 
     async def wait_for_rest(self, within_s: float) -> None:
         """Wait until no request is in flight and all counts agree. Raises TimeoutError."""
@@ -106,20 +75,16 @@ class RunningFleet:
                 await asyncio.sleep(0.2)
 
     async def change(self, tree: dict[str, Any]) -> None:
-        """Change the live configuration, and wait until all replicas have the change.
-
-        Raises:
-            httpx.HTTPError: the fleet refused the change, or a replica did not answer.
-            TimeoutError: a replica did not get the change in time.
-        """
-        answer = await self.client.patch(f"{self.admins[0]}/api/v1/config", json=tree)
-        wanted = answer.raise_for_status().json()["tuned_version"]
-        async with asyncio.timeout(_FOLLOWED_S):
-            for admin in self.admins:
-                version = None
-                while version != wanted:
-                    await asyncio.sleep(_POLL_S)
-                    version = (await self.client.get(f"{admin}/api/v1/config")).json()["tuned_version"]
+        """Change the live configuration, and wait until all replicas have the change."""
+        wanted = (await self.patch(tree))["tuned_version"]
+        for replica in range(len(self.replicas)):
+            await self.until(
+                "config",
+                lambda config: config["tuned_version"] == wanted,
+                replica=replica,
+                within_s=_FOLLOWED_S,
+                what=f"version {wanted}",
+            )
 
 
 def _busy(page: str) -> int:
@@ -130,34 +95,72 @@ def _busy(page: str) -> int:
 async def picker_up(
     config: Mapping[str, Any],
     *options: str,
-    command: Sequence[str] = picker_command("up"),
-    environment: Mapping[str, str] = os.environ,
-) -> AsyncIterator[RunningFleet]:
-    """Run `picker up` with `config` and `options` on free ports until the block ends; yields the ready fleet.
-
-    `command`: the command line of another version's `picker up`.
-
-    Raises:
-        StartupError: the fleet did not become ready, or failed at its end; with the end of its output.
+    environment: Mapping[str, str] | None = None,
+    kind: type[RunningFleet] = RunningFleet,
+) -> AsyncIterator[Any]:
+    """Run `picker up` with `config` and `options` until the block ends; yields the ready fleet. It writes no
+    decision log, unless `config` enables one. `environment`: additional variables; a PYTHONPATH with the
+    folder `app` of another checkout runs that version.
     """
+    quiet = {"decision_log": {"enabled": False}, **config}
     with tempfile.TemporaryDirectory(prefix="picker-bench-") as name:
-        file, state_file, log = (Path(name) / each for each in ("picker.yaml", "state.json", "up.log"))
-        file.write_text(yaml.safe_dump(dict(config)), encoding="utf-8")
-        arguments = ("--port", "0", "--config", str(file), "--state-file", str(state_file), *options)
-        environment = {**environment, "TMPDIR": name}
-        with log.open("wb") as output:
-            process = await start_process((*command, *arguments), output, environment)
-        child = Child("picker up", log, process, 0)
+        how = {"environment": environment, "kind": kind, "spawned": True}
+        async with running(Path(name), *options, config=quiet, **how) as fleet:
+            yield fleet
 
-        async def ready() -> bool:
-            return state_file.exists()
 
-        try:
-            await child.until(ready, within_s=_READY_S, what="its state file")
-            limits = httpx.Limits(max_connections=None)
-            async with httpx.AsyncClient(trust_env=False, timeout=_CALL_S, limits=limits) as client:
-                yield RunningFleet(state_file, child, client)
-        finally:
-            await child.stop(_STOP_S)
-        if (how := await child.ended()) != "exited with 0":
-            raise StartupError(child.fault(how))
+def fleet_config(
+    endpoints: Sequence[str], *, bound: int = PLENTY, scorers: Sequence[str] = ()
+) -> dict[str, Any]:
+    """The configuration of a fleet with `endpoints`, each bounded to `bound` requests."""
+    return {
+        "discovery": {"static": [{"address": address} for address in endpoints]},
+        "request_queue_controller": exact_bounds(bound),
+        "fair_request_queue": {"total_capacity": PLENTY, "flow_capacity": PLENTY},
+        "scheduling": {"scorers": [{"name": name} for name in scorers]},
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class PlainEnvoy:
+    """An Envoy that balances load without a picker, as a target of a bench."""
+
+    url: str
+    pid: int
+
+    def cpu_us(self) -> tuple[float, float, float]:
+        """CPU time in µs of replicas and Valkey, which are absent, and of Envoy."""
+        return 0.0, 0.0, cpu_ns([self.pid]) / 1000
+
+
+@contextlib.contextmanager
+def plain_envoy(endpoints: Sequence[str]) -> Iterator[PlainEnvoy]:
+    """Run an Envoy that balances load over `endpoints` without a picker."""
+    kinds = "type.googleapis.com/envoy.extensions.filters"
+    router = {"name": "router", "typed_config": {"@type": f"{kinds}.http.router.v3.Router"}}
+    route = {"match": {"prefix": "/"}, "route": {"cluster": "pool", "timeout": "60s"}}
+    manager = {
+        "@type": f"{kinds}.network.http_connection_manager.v3.HttpConnectionManager",
+        "stat_prefix": "plain",
+        "http_filters": [router],
+        "route_config": {"virtual_hosts": [{"name": "all", "domains": ["*"], "routes": [route]}]},
+    }
+    chain = {"filters": [{"name": "http", "typed_config": manager}]}
+    hosts = [{"endpoint": {"address": _address(*split_host_port(each))}} for each in endpoints]
+    assignment = {"cluster_name": "pool", "endpoints": [{"lb_endpoints": hosts}]}
+    tree = {
+        "admin": {"address": _address(LOOPBACK, 0)},
+        "static_resources": {
+            "listeners": [{"address": _address(LOOPBACK, 0), "filter_chains": [chain]}],
+            "clusters": [{"name": "pool", "lb_policy": "LEAST_REQUEST", "load_assignment": assignment}],
+        },
+    }
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        started(yaml.safe_dump(tree), Path(folder), threads=_THREADS) as envoy,
+    ):
+        yield PlainEnvoy(envoy.url, envoy.pid)
+
+
+def _address(host: str, port: int) -> dict[str, Any]:
+    return {"socket_address": {"address": host, "port_value": port}}

@@ -4,7 +4,6 @@ import argparse
 import math
 import os
 import platform
-import re
 import statistics
 import time
 from collections.abc import Iterable, Sequence
@@ -61,13 +60,6 @@ def write_page(file: Path, text: str) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(text, encoding="utf-8")
     print(text)
-
-
-def total(page: str, series: str, **labels: str) -> float:
-    """The sum of the samples of `series` with these labels on a metrics page; 0 if there are none."""
-    wanted = [f'{key}="{value}"' for key, value in labels.items()]
-    lines = [line for line in page.splitlines() if re.match(rf"{series}[{{ ]", line)]
-    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if all(each in line for each in wanted))
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

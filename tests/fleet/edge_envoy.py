@@ -1,10 +1,11 @@
 """A second Envoy in front of a running fleet, with the bootstrap that `picker envoy-config` prints."""
 
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import httpx
@@ -24,8 +25,9 @@ Tree = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """A running Envoy: the URL of its admin interface, and its listener's port on the loopback."""
+    """A running Envoy: its process, its admin interface's URL, and its listener's port on the loopback."""
 
+    pid: int
     admin: str
     port: int
 
@@ -53,41 +55,48 @@ def edge(
     *,
     mode: Mode = "lean",
     edit: Callable[[Tree], None] = lambda tree: None,
-    settings: Tree | None = None,
+    settings: Mapping[str, Any] = MappingProxyType({}),
     **options: Any,
 ) -> Iterator[Edge]:
     """Run an Envoy in front of the replicas of `fleet`. `options` go to `build_bootstrap`; `edit` changes the
     bootstrap. Mode `http` needs a fleet that serves it.
     """
-    replicas = fleet.state["replicas"]
-    tree = build_bootstrap(
-        config.parse(settings or {}),
-        mode=mode,
-        listen=(LOOPBACK, 0),
-        admin=(LOOPBACK, 0),
-        pickers=[split_host_port(replica["grpc"]) for replica in replicas],
-        http_pickers=[split_host_port(replica["http"]) for replica in replicas if mode == "http"],
-        **{"trusted": (), "debug_headers": True, **options},
-    )
+    tree = bootstrap(fleet, mode, settings, **{"trusted": (), "debug_headers": True, **options})
     edit(tree)
     with started(to_yaml(tree), folder) as running:
         yield running
 
 
+def bootstrap(
+    fleet: Any, mode: Mode, settings: Mapping[str, Any] = MappingProxyType({}), **options: Any
+) -> Tree:
+    """The bootstrap of an Envoy on free ports, in front of the replicas of `fleet` with these `settings`."""
+    replicas = fleet.state["replicas"]
+    return build_bootstrap(
+        config.parse(settings),
+        mode=mode,
+        listen=(LOOPBACK, 0),
+        admin=(LOOPBACK, 0),
+        pickers=[split_host_port(replica["grpc"]) for replica in replicas],
+        http_pickers=[split_host_port(replica["http"]) for replica in replicas if mode == "http"],
+        **options,
+    )
+
+
 @contextmanager
-def started(bootstrap: str, folder: Path) -> Iterator[Edge]:
+def started(bootstrap: str, folder: Path, *, threads: int = 1) -> Iterator[Edge]:
     """Run Envoy with this bootstrap; yield when it serves."""
     folder.mkdir(exist_ok=True)
     file, address, log = folder / "envoy.yaml", folder / "admin-address", folder / "envoy.log"
     file.write_text(bootstrap)
     command = [envoy_binary(), "--config-path", str(file), "--admin-address-path", str(address)]
-    command += ["--concurrency", "1", "--disable-hot-restart", "--log-level", "warning"]
+    command += ["--concurrency", str(threads), "--disable-hot-restart", "--log-level", "warning"]
     with log.open("wb") as out:
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=out)
 
     def running() -> Edge | None:
         assert process.poll() is None, log.read_text(errors="replace")
-        return _running(address)
+        return _running(process.pid, address)
 
     try:
         yield wait(running, "an Envoy that serves", _READY_S)
@@ -96,7 +105,7 @@ def started(bootstrap: str, folder: Path) -> Iterator[Edge]:
         process.wait()
 
 
-def _running(address: Path) -> Edge | None:
+def _running(pid: int, address: Path) -> Edge | None:
     """The Envoy whose admin address `address` holds; None until pickers are healthy and endpoints known."""
     if not address.exists() or ":" not in address.read_text():
         return None
@@ -112,4 +121,4 @@ def _running(address: Path) -> Edge | None:
     pickers = [each["health_status"] for each in hosts.get("picker", [])]
     if not hosts.get("pool") or any("failed_active_health_check" in health for health in pickers):
         return None
-    return Edge(admin, int(bound["local_address"]["socket_address"]["port_value"]))
+    return Edge(pid, admin, int(bound["local_address"]["socket_address"]["port_value"]))

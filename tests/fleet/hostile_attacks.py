@@ -4,8 +4,8 @@
 JSON) until stdin ends, then prints one line of JSON that counts outcomes: a status code, or `ended` where the
 fleet closed the connection. Each attack repeats at a rate that one attacker on the same machine can sustain.
 
-`hostile_attacks.py serve big|slow` is a model server whose metrics page is oversized (`big`) or arrives one
-byte at a time (`slow`). Both give complete, useless answers to requests.
+`hostile_attacks.py serve big|slow ADDRESS` is a model server whose metrics page is oversized (`big`) or
+arrives one byte at a time (`slow`). Both give complete, useless answers to requests.
 """
 
 import asyncio
@@ -28,6 +28,7 @@ from envoy.service.accesslog.v3 import als_pb2
 from model_servers import http_answer, read_request
 
 from picker_fleet.admission.budget_transfer import SERVICE as SHARES
+from picker_fleet.domain.units import split_host_port
 from picker_fleet.grpc.frames import (
     CANCEL,
     CONTINUATION,
@@ -509,10 +510,8 @@ async def _serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, slo
     writer.close()
 
 
-async def _serve_until_killed(slow: bool) -> None:
-    server = await asyncio.start_server(lambda *ends: _serve(*ends, slow), "127.0.0.1", 0)
-    host, port = server.sockets[0].getsockname()
-    print(f"listening on http://{host}:{port}", flush=True)
+async def _serve_until_killed(slow: bool, address: str) -> None:
+    server = await asyncio.start_server(lambda *ends: _serve(*ends, slow), *split_host_port(address))
     await server.serve_forever()
 
 
@@ -540,4 +539,4 @@ if __name__ == "__main__":
         asyncio.run(_attack_until_eof(Target(envoy, tuple(grpc_ports), tuple(admin)), sys.argv[3]))
     else:
         with contextlib.suppress(KeyboardInterrupt):
-            asyncio.run(_serve_until_killed(sys.argv[2] == "slow"))
+            asyncio.run(_serve_until_killed(sys.argv[2] == "slow", sys.argv[3]))

@@ -1,8 +1,8 @@
 """A fleet under every attack of docs/security.md at once, while honest clients send requests.
 
 tests/fleet/test_hostile.py runs it for seconds, `make hostile` (tests/long/hostile.py) for minutes. The fleet
-is Valkey, replicas, simulators, two hostile model servers, and Envoy with the bootstrap of `picker
-envoy-config`, where the API key selects the flow (deploy/examples); attackers have a valid key.
+is that of `picker up` with two hostile model servers beside simulators, and another Envoy, where the API key
+selects the flow (deploy/examples); attackers have a valid key.
 """
 
 import asyncio
@@ -18,7 +18,6 @@ import tempfile
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +25,16 @@ import hostile_attacks
 import httpx
 import psutil
 import yaml
+from edge_envoy import bootstrap, started
 from hostile_attacks import ATTACKER, HONEST, MODEL, TRAP, Target
+from model_servers import process_at, simulators
+from whole_fleet import running
 
 from picker_fleet.domain.allowlist import FAIRNESS_ID
-from picker_fleet.domain.config import parse
 from picker_tools.load.generator import Answer, Request, open_loop
-from picker_tools.local_fleet.envoy import Envoy
-from picker_tools.local_fleet.parts import Mode, Replica, SimOptions, Simulator, Valkey
-from picker_tools.local_fleet.processes import Report, Supervisor
+from picker_tools.local_fleet.envoy import to_yaml
+from picker_tools.local_fleet.network import LOOPBACK, free_port
+from picker_tools.local_fleet.parts import Mode
 
 MIB = 1024 * 1024
 # Memory limits of deploy/kubernetes and docker-compose.yml.
@@ -41,9 +42,6 @@ LIMITS_MIB = {"replica": 512, "envoy": 512, "valkey": 640, "endpoint": 256}
 
 _ATTACKS = hostile_attacks.__file__
 _EXAMPLE = Path(__file__).parents[2] / "deploy" / "examples" / "api_key.py"
-_GRACE_S = 10.0
-_READY_S = 60.0
-_LOOK_S = 0.05
 _HEAP_BYTES = 400 * MIB
 _CONFIG: dict[str, Any] = {
     "extproc": {"trusted_headers": [FAIRNESS_ID[0]]},
@@ -57,25 +55,13 @@ _CONFIG: dict[str, Any] = {
 }
 
 
-class _Hostile(Simulator):
-    """A hostile model server, `big` or `slow`."""
-
-    def __init__(self, number: int, kind: str) -> None:
-        super().__init__(number, SimOptions(), ())
-        self.name = f"hostile-{kind}"
-        self._kind = kind
-
-    def command(self) -> list[str]:
-        return [sys.executable, _ATTACKS, "serve", self._kind]
-
-
 def _flow_by_api_key(keys: Path, bootstrap: str) -> str:
     """Edit Envoy's bootstrap so that a client's API key selects its flow."""
     table = {hashlib.sha256(key.encode()).hexdigest(): key for key in (HONEST, ATTACKER)}
     keys.write_text(yaml.safe_dump(table))
     command = [sys.executable, str(_EXAMPLE), str(keys)]
-    how: dict[str, Any] = {"capture_output": True, "text": True, "timeout": _READY_S, "check": True}
-    return subprocess.run(command, input=bootstrap, **how).stdout
+    done = subprocess.run(command, input=bootstrap, capture_output=True, text=True, check=True)
+    return done.stdout
 
 
 def limit_mib(name: str) -> int | None:
@@ -94,57 +80,38 @@ def _peak_bytes(pid: int) -> int:
 
 @contextlib.asynccontextmanager
 async def _running_fleet(
-    replicas: int, simulators: int, mode: Mode
+    replicas: int, servers: int, mode: Mode
 ) -> AsyncIterator[tuple[Target, dict[str, int]]]:
-    """Run the fleet within the block. Yields the addresses for attackers, and the process ids by name.
-
-    Raises:
-            StartupError: a process did not start, or ended within the block.
-    """
-    with tempfile.TemporaryDirectory(prefix="hostile-") as name:
-        folder = Path(name)
-        supervisor = Supervisor(folder, Report())
-        valkey = Valkey(folder)
-        options = SimOptions(ttft_ms=40, itl_ms=10, max_num_seqs=32)
-        servers = [Simulator(number, options, (MODEL,)) for number in range(1, simulators + 1)]
-        hostile = [_Hostile(number, kind) for number, kind in enumerate(("big", "slow"), 1)]
-        parts: list[Any] = [valkey, *servers, *hostile]
-        try:
-            await supervisor.bring_up([valkey], attempts=3)
-            await supervisor.bring_up([*servers, *hostile])
-            endpoints = [
-                {"address": each.address, "labels": {"kind": kind}}
-                for kind, group in (("good", servers), ("bad", hostile))
-                for each in group
-            ]
-            tree = {**_CONFIG, "redis": {"url": valkey.url}, "discovery": {"static": endpoints}}
-            http = mode == "http"
-            pickers = [
-                Replica(number, 0, folder, lambda: tree, http=http) for number in range(1, replicas + 1)
-            ]
-            parts = [*pickers, *parts]
-            await supervisor.bring_up(pickers)
-            hosts = [each.host for each in pickers]
-            envoy = Envoy(
-                parse(tree), mode, 0, hosts, folder,
-                http_pickers=[each.http_host for each in pickers] if http else (),
-                trusted=(), max_heap_bytes=_HEAP_BYTES, edit=partial(_flow_by_api_key, folder / "keys.yaml"),
-            )  # fmt: skip
-            parts = [envoy, *parts]
-            await supervisor.bring_up([envoy])
-            async with asyncio.timeout(_READY_S):
-                while await envoy.missing(len(endpoints)) is not None:
-                    supervisor.check()
-                    await asyncio.sleep(_LOOK_S)
-            target = Target(
-                envoy.url.removeprefix("http://"),
-                tuple(each.announced.grpc for each in pickers),
-                tuple(each.announced.admin.removeprefix("http://") for each in pickers),
-            )
-            yield target, {part.name: supervisor.pid(part) for part in parts}
-            supervisor.check()
-        finally:
-            await supervisor.stop(parts, _GRACE_S)
+    """Run the fleet within the block. Yields the addresses for attackers, and the process ids by name."""
+    async with contextlib.AsyncExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="hostile-")))
+        hosts = [f"127.0.0.{number}" for number in range(81, 81 + servers)]
+        quick = ("--ttft", "40", "--itl", "10", "--max-num-seqs", "32", "--model", MODEL)
+        honest = await stack.enter_async_context(simulators(hosts, *quick))
+        hostile = {}
+        for kind in ("big", "slow"):
+            address = f"{LOOPBACK}:{free_port()}"
+            command = [sys.executable, _ATTACKS, "serve", kind, address]
+            hostile[address] = await stack.enter_async_context(process_at(f"http://{address}/", command))
+        endpoints = [
+            {"address": address, "labels": {"kind": kind}}
+            for kind, addresses in (("good", honest), ("bad", hostile))
+            for address in addresses
+        ]
+        config = {**_CONFIG, "discovery": {"static": endpoints}}
+        options = ("--replicas", str(replicas), "--endpoints", "0", "--mode", mode)
+        fleet = await stack.enter_async_context(running(folder, *options, config=config, spawned=True))
+        plain = to_yaml(bootstrap(fleet, mode, config, max_heap_bytes=_HEAP_BYTES))
+        envoy = stack.enter_context(started(_flow_by_api_key(folder / "keys.yaml", plain), folder / "edge"))
+        parts = fleet.state["replicas"]
+        target = Target(
+            f"{LOOPBACK}:{envoy.port}",
+            tuple(part["grpc"] for part in parts),
+            tuple(part["admin"].removeprefix("http://") for part in parts),
+        )
+        pids = {f"replica-{number}": int(part["pid"]) for number, part in enumerate(parts, 1)}
+        pids |= {f"endpoint-{number}": each.pid for number, each in enumerate(honest.values(), 1)}
+        yield target, {**pids, "envoy": envoy.pid, "valkey": fleet.child("valkey-server").pid}
 
 
 _TOKENS = 16
@@ -254,7 +221,7 @@ class HostileReport:
 async def attack_fleet(
     *,
     replicas: int,
-    simulators: int,
+    servers: int,
     per_s: float,
     calm_s: float,
     hostile_s: float,
@@ -264,7 +231,7 @@ async def attack_fleet(
     """Send `per_s` honest requests a second, and half as many by HTTP/2: `calm_s` seconds without attacks,
     `hostile_s` beside the attacks whose names contain `only`, then `calm_s` as the control."""
     report = HostileReport()
-    async with _running_fleet(replicas, simulators, mode) as (target, pids):
+    async with _running_fleet(replicas, servers, mode) as (target, pids):
         before_s = _cpu_s(pids)
         await _calm(target, report.calm, per_s, calm_s)
         calm_cores = (_cpu_s(pids) - before_s) / calm_s if calm_s else 0.0

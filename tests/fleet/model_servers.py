@@ -1,13 +1,20 @@
-"""Model servers in the test's own process: what they share, those that count requests, those that fail."""
+"""Model servers for tests and benches.
+
+In the test's own process: `listening` runs any, `counting_servers` count requests, `failing_servers` fail. In
+processes of their own: `simulators`.
+"""
 
 import asyncio
 import contextlib
 import json
+import tempfile
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
-from picker_tools.local_fleet.network import LOOPBACK
+from picker_tools.local_fleet.network import LOOPBACK, free_port, get
+from picker_tools.local_fleet.processes import Child, picker_command
 
 
 class Received(NamedTuple):
@@ -214,3 +221,36 @@ async def failing_servers(count: int, service_s: float) -> AsyncIterator[Failing
 def static(addresses: list[str]) -> dict[str, Any]:
     """The configuration's section `discovery` with these endpoints."""
     return {"static": [{"address": address} for address in addresses]}
+
+
+_READY_S, _GRACE_S = 60.0, 10.0
+
+
+@contextlib.asynccontextmanager
+async def process_at(url: str, command: Sequence[str]) -> AsyncIterator[Child]:
+    """Run a process until the block ends, once `url` answers 200. StartupError if it does not start."""
+    with tempfile.TemporaryDirectory() as folder:
+        child = await Child.start(command[0], command, Path(folder) / "log")
+
+        async def answers() -> bool:
+            reply = await get(url)
+            return reply is not None and reply.status == 200
+
+        try:
+            await child.until(answers, within_s=_READY_S, what=f"an answer of {url}")
+            yield child
+        finally:
+            await child.stop(_GRACE_S)
+
+
+@contextlib.asynccontextmanager
+async def simulators(hosts: Sequence[str], *options: str) -> AsyncIterator[dict[str, Child]]:
+    """Run a `picker sim` at each loopback address in `hosts`, all on one port; yields them by `ip:port`."""
+    port = free_port()
+    running: dict[str, Child] = {}
+    async with contextlib.AsyncExitStack() as stack:
+        for host in hosts:
+            command = picker_command("sim", "--host", host, "--port", str(port), *options)
+            started = process_at(f"http://{host}:{port}/metrics", command)
+            running[f"{host}:{port}"] = await stack.enter_async_context(started)
+        yield running

@@ -14,15 +14,13 @@ import httpx
 import pytest
 import pytest_asyncio
 from crowd import http_client
-from edge_envoy import Edge, Tree, started
+from edge_envoy import Edge, bootstrap, started
 from fleet_load import metric
 from redis_servers import Server, redis_server
 from test_top import screen
 from whole_fleet import Fleet, exact_bounds, running
 
-from picker_fleet.domain.config import parse
-from picker_fleet.domain.units import split_host_port
-from picker_tools.local_fleet.bootstrap import build_bootstrap, to_yaml
+from picker_tools.local_fleet.bootstrap import to_yaml
 from picker_tools.local_fleet.network import LOOPBACK, free_port
 from picker_tools.local_fleet.parts import Mode
 from picker_tools.top.command import url_of
@@ -83,17 +81,8 @@ async def ask(client: httpx.AsyncClient, pool: str = "", **headers: str) -> Answ
 def envoy(here: Fleet, folder: Path, mode: Mode) -> Iterator[tuple[Edge, dict[str, str]]]:
     """Run a second Envoy: on its first listener the host selects the pool. Yields it and the URLs of a
     listener for `batch` and of a listener for a pool that does not exist."""
-    replicas = here.state["replicas"]
     listens = {"batch": (LOOPBACK, free_port()), "nobody": (LOOPBACK, free_port())}
-    tree: Tree = build_bootstrap(
-        parse(CONFIG),
-        mode=mode,
-        listen=(LOOPBACK, 0),
-        admin=(LOOPBACK, 0),
-        pickers=[split_host_port(each["grpc"]) for each in replicas],
-        http_pickers=[split_host_port(each["http"]) for each in replicas],
-        pool_listens={"batch": listens["batch"]},
-    )
+    tree = bootstrap(here, mode, CONFIG, pool_listens={"batch": listens["batch"]})
     of_batch = tree["staticResources"]["listeners"][1]
     foreign = json.loads(json.dumps(copy.deepcopy(of_batch)).replace('"value": "batch"', '"value": "nobody"'))
     assert foreign != of_batch

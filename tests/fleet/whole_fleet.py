@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import audited_log
 import httpx
@@ -315,9 +315,19 @@ def says_unavailable(answer: Any) -> bool:
     return answer.status_code == 503 and answer.json().get("code") == "state_unavailable"
 
 
-def started(folder: Path, options: tuple[str, ...], config: dict[str, Any] | None, **more: Any) -> Fleet:
+Kind = TypeVar("Kind", bound=Fleet)
+
+
+def started(
+    folder: Path,
+    options: tuple[str, ...],
+    config: dict[str, Any] | None,
+    *,
+    kind: type[Kind] = Fleet,  # type: ignore[assignment]
+    **more: Any,
+) -> Kind:
     """Start a fleet and wait until it is ready; `more` are further arguments of `Fleet`."""
-    fleet = Fleet(folder, options, config, **more)
+    fleet = kind(folder, options, config, **more)
     try:
         fleet.wait_line("dashboard:")
     except BaseException:
@@ -327,8 +337,9 @@ def started(folder: Path, options: tuple[str, ...], config: dict[str, Any] | Non
 
 
 @contextlib.asynccontextmanager
-async def running(folder: Path, *options: str, config: dict[str, Any], **more: Any) -> AsyncIterator[Fleet]:
-    """Start a fleet, yield it when ready, then stop and check it, without blocking the event loop."""
+async def running(folder: Path, *options: str, config: dict[str, Any], **more: Any) -> AsyncIterator[Any]:
+    """Start a fleet, yield it when ready, then stop and check it, without blocking the event loop. `more` are
+    further arguments of `started`."""
     here = await asyncio.to_thread(lambda: started(folder, options, config, **more))
     try:
         yield here

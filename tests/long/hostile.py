@@ -25,7 +25,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace, findings: Findings) -> None:
     times = {"calm_s": options.calm_minutes * 60, "hostile_s": options.minutes * 60}
-    fleet = {"replicas": 3, "simulators": 4, "per_s": 15.0, "mode": options.mode, "only": options.only}
+    fleet = {"replicas": 3, "servers": 4, "per_s": 15.0, "mode": options.mode, "only": options.only}
     report = asyncio.run(attack_fleet(**fleet, **times))
     ratio = percentile(report.hostile.last_s, 0.99) / percentile(report.control.last_s, 0.99)
     faults = report.faults()

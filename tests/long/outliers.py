@@ -125,7 +125,7 @@ async def _until_stuck(fleet: RunningFleet, servers: FailingServers) -> float:
     hangs = servers.addresses[0]
 
     async def is_ejected() -> bool:
-        found = await fleet.read("endpoints")
+        found = await fleet.get("endpoints")
         return any(each["address"] == hangs and each["status"] == "ejected" for each in found)
 
     async with _clients(fleet, 20) as load:

@@ -96,7 +96,7 @@ async def _run(seed: int | None, lasts_s: float) -> _Run:
         before = await _departures(fleet)
         highest: list[int] = []
         processes = {f"replica {n}": process for n, process in enumerate(fleet.replicas)}
-        processes["valkey"] = fleet.process("server")
+        processes["valkey"] = fleet.child("valkey-server")
         async with contextlib.AsyncExitStack() as stack:
             looking = asyncio.create_task(_look(fleet, highest))
             began_s = time.monotonic()

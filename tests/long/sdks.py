@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from crowd import http_client
 
 from bench.rig.fleet import RunningFleet, picker_up
 from long.environments import InstallFault, cache_folder, environment
@@ -107,7 +108,7 @@ async def _all_calls(options: argparse.Namespace, findings: Findings) -> None:
 
 
 async def _at_rest(fleet: RunningFleet) -> bool:
-    state = await fleet.read("state")
+    state = await fleet.get("state")
     return not any((*state["in_flight"].values(), state["queued"], state["leases"]))
 
 
@@ -185,8 +186,9 @@ async def _replayed(request: Request, fleet: RunningFleet) -> list[str]:
     for url in (f"http://{request.address}", fleet.url):
         content = request.body or None
         asked = httpx.Request(request.method, url + request.path, headers=headers, content=content)
-        answer = await fleet.client.send(asked, stream=True)
-        body = b"".join([each async for each in answer.aiter_raw()])
+        async with http_client() as client:
+            answer = await client.send(asked, stream=True)
+            body = b"".join([each async for each in answer.aiter_raw()])
         kept = {name: value for name, value in answer.headers.items() if name not in _ADDED_TO_ANSWERS}
         answers.append(kept | {":status": answer.status_code, "body": body})
     return _unlike("the answer has", *answers)

@@ -122,11 +122,10 @@ async def _soak(mode: str, lasts_s: float) -> tuple[list[_Reading], dict[str, in
     readings: list[_Reading] = []
     counts = Counter[str]()
     parts = max(_PAUSES, round(lasts_s / _READ_EVERY_S))
-    paths = os.pathsep.join([str(_INSIDE), os.environ.get("PYTHONPATH", "")])
-    watched = {**os.environ, "PYTHONPATH": paths}
+    watched = {"PYTHONPATH": os.pathsep.join([str(_INSIDE), os.environ.get("PYTHONPATH", "")])}
     async with (
         picker_up(_CONFIG, *_OPTIONS, "--mode", mode, environment=watched) as fleet,
-        Redis.from_url(fleet.redis_url, socket_timeout=_CALL_S) as redis,
+        Redis.from_url(fleet.state["redis"], socket_timeout=_CALL_S) as redis,
     ):
         async with closed_loop(fleet.url, clients=4, make_request=_long_request) as load:
             await load.wait_for_served(_FILLING)
@@ -153,7 +152,7 @@ async def _read(fleet: RunningFleet, redis: Redis, at_s: float, served: int) -> 
         at_s,
         max(replica.memory_info().rss for replica in replicas),
         max(objects),
-        fleet.process("envoy").memory_info().rss,
+        fleet.child("envoy").memory_info().rss,
         int((await redis.info("memory"))["used_memory"]),
         int(await redis.dbsize()),
         sum(replica.num_fds() for replica in replicas),

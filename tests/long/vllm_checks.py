@@ -15,13 +15,14 @@ from typing import Any
 
 import httpx
 import yaml
+from crowd import http_client
 
 from bench.rig.fleet import RunningFleet, picker_up
 from long.vllm_servers import ADAPTERS, BASE, MAX_TOKENS, PLACES, Server
 from picker_tools.local_fleet.network import until
 
 _COMPLETIONS = "/v1/completions"
-_WAIT_S = 30.0
+_CALL_S, _WAIT_S = 120.0, 30.0
 _SERVED = "x-picker-served"
 _LONG = 1900  # tokens of an answer that outlasts a check
 # Range of the lengths of a load's answers. Answers of equal length would end together, and a metrics page
@@ -37,23 +38,22 @@ class Failed(Exception):
 
 
 class Fleet(RunningFleet):
-    """A fleet of `picker up` in front of `servers`."""
+    """A fleet of `picker up` in front of `servers`, with a `client` of both."""
 
-    def __init__(self, servers: list[Server], running: RunningFleet) -> None:
-        super().__init__(running.state_file, running.child, running.client)
-        self.servers = servers
+    servers: list[Server]
+    client: httpx.AsyncClient
 
     async def ask(self, prompt: str, *, model: str = BASE, tokens: int = 4, **more: Any) -> httpx.Response:
         return await self.client.post(self.url + _COMPLETIONS, json=body(prompt, model, tokens, **more))
 
-    async def endpoint(self, server: Server) -> list[dict[str, Any]]:
+    async def views_of(self, server: Server) -> list[dict[str, Any]]:
         """The view that each replica's admin API gives of a server."""
-        pages = [(await self.client.get(f"{admin}/api/v1/endpoints")).json() for admin in self.admins]
+        pages = [await self.get("endpoints", replica) for replica in range(len(self.replicas))]
         return [next((row for row in rows if row["address"] == server.address), {}) for rows in pages]
 
     async def in_flight(self) -> dict[str, int]:
         """The number of requests in flight by endpoint, for endpoints that have any."""
-        return {place: count for place, count in (await self.read("state"))["in_flight"].items() if count}
+        return {place: count for place, count in (await self.get("state"))["in_flight"].items() if count}
 
     async def weigh(self, **weights: float) -> None:
         """Give the named scorers these weights, and 0 to all others of the configuration."""
@@ -93,7 +93,7 @@ def text(length: int, chance: random.Random = random.Random()) -> str:  # noqa: 
 
 @contextlib.asynccontextmanager
 async def fleet_up(servers: list[Server], mode: str, folder: Path) -> AsyncIterator[Fleet]:
-    """Run a fleet of two replicas in `mode` until the block ends. Raises StartupError like `picker_up`."""
+    """Run a fleet of two replicas in `mode` until the block ends."""
     endpoints = folder / f"endpoints-{mode}.yaml"
     addresses = [{"address": server.address} for server in servers]
     endpoints.write_text(yaml.safe_dump(addresses), encoding="utf-8")
@@ -105,14 +105,14 @@ async def fleet_up(servers: list[Server], mode: str, folder: Path) -> AsyncItera
         "fair_request_queue": {"queue_ttl": "60s"},
     }
     options = ("--replicas", "2", "--endpoints", "0", "--mode", mode, "--debug-headers")
-    async with picker_up(config, *options) as running:
-        fleet = Fleet(servers, running)
+    async with picker_up(config, *options, kind=Fleet) as fleet, http_client(timeout=_CALL_S) as fleet.client:
+        fleet.servers = servers
         await _until("every endpoint is ready", lambda: _all_ready(fleet))
         yield fleet
 
 
 async def _all_ready(fleet: Fleet) -> bool:
-    rows = [row for server in fleet.servers for row in await fleet.endpoint(server)]
+    rows = [row for server in fleet.servers for row in await fleet.views_of(server)]
     return all(row.get("status") == "ready" and row.get("scraped_s_ago") is not None for row in rows)
 
 
@@ -163,11 +163,11 @@ async def _goes_elsewhere(
     await fleet.weigh(**{scorer: 3.0})
 
     async def known() -> bool:
-        return min(float(row.get(figure) or 0) for row in await fleet.endpoint(busy)) >= least
+        return min(float(row.get(figure) or 0) for row in await fleet.views_of(busy)) >= least
 
     async with _busy(fleet, busy, load):
         await _until(f"the picker sees {figure} of the loaded vLLM", known)
-        seen = float((await fleet.endpoint(busy))[0][figure])
+        seen = float((await fleet.views_of(busy))[0][figure])
         went = await fleet.served_by([text(20) for _ in range(_FEW)])
         if went != [other.address] * _FEW:
             raise Failed(f"{went.count(busy.address)} went to the loaded one; {await _known_of(fleet)}")
@@ -177,7 +177,7 @@ async def _goes_elsewhere(
 async def _known_of(fleet: Fleet) -> str:
     """The picker's present view of its endpoints, for the message of a failed check."""
     names = ("waiting", "running", "kv_utilisation", "adapters", "scraped_s_ago", "scrape_fault")
-    rows = [row for server in fleet.servers for row in await fleet.endpoint(server)]
+    rows = [row for server in fleet.servers for row in await fleet.views_of(server)]
     return "known now: " + "; ".join(str({name: row.get(name) for name in names}) for row in rows)
 
 
@@ -185,7 +185,7 @@ async def _spread(fleet: Fleet) -> str:
     """The control: check that the picker chooses both servers when idle."""
 
     async def idle() -> bool:
-        rows = [row for server in fleet.servers for row in await fleet.endpoint(server)]
+        rows = [row for server in fleet.servers for row in await fleet.views_of(server)]
         return all(row["waiting"] == 0 and row["kv_utilisation"] == 0 for row in rows)
 
     await _until("the load on the server is gone", idle)
@@ -341,7 +341,7 @@ async def adapters_are_read(fleet: Fleet) -> str:
         pairs = list(zip(fleet.servers, adapters, strict=True))
 
         async def known(pairs: list[tuple[Server, str]] = pairs) -> bool:
-            rows = [(row, adapter) for server, adapter in pairs for row in await fleet.endpoint(server)]
+            rows = [(row, adapter) for server, adapter in pairs for row in await fleet.views_of(server)]
             return all(row.get("adapters") == [adapter] for row, adapter in rows)
 
         async with contextlib.AsyncExitStack() as loads:

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
+from fleet_load import total
 
-from bench.rig.report import total
 from long.environments import environment
 from picker_tools.local_fleet import die_with_parent
 from picker_tools.local_fleet.network import LOOPBACK, free_port
