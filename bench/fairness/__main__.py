@@ -2,12 +2,85 @@
 
 import asyncio
 import sys
+from collections.abc import Sequence
 
-from bench.fairness import report, suite
+from bench.fairness import suite
 from bench.fairness.fleet import RunFailed, running
-from bench.fairness.suite import Plan, Results
-from bench.rig.report import options_parser, write_page
+from bench.fairness.readings import Weights
+from bench.fairness.scenarios import WEIGHTS
+from bench.fairness.suite import GUARD_SHARE, Claim, Plan, Results
+from bench.rig.report import describe_run, options_parser, table, write_page
 from picker_fleet.domain.errors import PickerError
+
+_HOW = """\
+Replicas are processes of their own (store, gate, membership, wake-ups, as in production) on one Valkey; each
+has the clients of some flows, and with enough replicas no two flows share one. A model server is a wait of
+4–30 ms between placement and settlement. Everything is read from the decision log that the scripts write.
+Bounds are equal (no hysteresis), so that stock stays at them. The seed decides costs, service times and
+arrivals; the interleaving of processes is the machine's. The worst of all runs decides on a claim. The
+control gives each replica a queue of its own and its part of the bounds, as independent pickers have.
+
+- **Trickle.** A bulk flow and a trickle of equal weight arrive at random, together twice what is served; the
+  bulk's queue is 200 long and refuses the rest.
+- **Criticality 1.** One flow, workload-aware order. Criticality-5 requests of 40 workloads keep 8 in flight
+  and about 90 waiting; a criticality-1 workload asks for less than the guard's share ({share:g}) of
+  dispatches. TTL 30 s and the wait's cap of 60 s are scaled to {ttl:g} s and {cap:g} s; a request is overdue
+  at half its TTL.
+- **Strict bands.** Critical arrives at random at 0.3 of what can be served, Default at 0.55, Sheddable always
+  waits. A dispatch is an inversion if a request of a higher band waited at that moment; dispatches of the
+  guard are left out.
+- **Tokens.** Two flows of equal weight; the stock counts tokens (20 000). Estimates are the real number times
+  a random factor between 0.25 and 4 (even in its logarithm), corrected when a request ends."""
+
+_WEIGHTS = """\
+Four flows, always backlogged, of weights 1, 2, 4 and 1; 16 in flight. The last spreads its requests over 50
+workload ids; the first has the same weight and one id. A share is weight-normalised service while all are
+backlogged, 1 being a fair one. A gap of two flows' weight-normalised service beyond c_f/w_f + c_g/w_g over
+any interval in which both were backlogged is a violation of G2."""
+
+_SPLIT = """\
+A flow is a fairness id: a client that may choose several has several flows. With 50 fairness ids of weight 1
+each in place of one, the fourth flow's part of all service is {taken:.1%} where one id is due {due:.1%}. The
+gateway must therefore set the fairness id from who the client is; workload ids may be the client's own."""
+
+
+def _page(command: str, plan: Plan, results: Results, checked: Sequence[Claim]) -> str:
+    """The whole result page."""
+    claims = (
+        [each.what, _figure(each.measured), f"{each.sign} {each.limit:g}", "yes" if each.met else "**no**"]
+        for each in checked
+    )
+    shares = [
+        [name, str(replicas), *_weights([run for run in runs if run.replicas == replicas])]
+        for name, runs in (("one queue", results.weights), ("one a replica", results.control))
+        for replicas in plan.replicas
+    ]
+    flows = [f"{name} ({weight:g})" for name, weight in WEIGHTS.items()]
+    due = WEIGHTS["split"] / sum(WEIGHTS.values())
+    parts = [
+        "# One queue for the whole fleet: is it fair?",
+        f"{describe_run(command)} Seeds {', '.join(map(str, plan.seeds))}.",
+        table(["claim", "measured", "limit", "met"], claims),
+        "## How it is measured",
+        _HOW.format(share=GUARD_SHARE, ttl=plan.ttl_s, cap=2 * plan.ttl_s),
+        "## Weights",
+        _WEIGHTS,
+        table(["queues", "replicas", *flows, "Jain", "min/max", "violations"], shares),
+        _SPLIT.format(taken=results.split_part, due=due),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _weights(runs: Sequence[Weights]) -> list[str]:
+    """The range of each flow's share, of Jain's index and of min/max; and the number of violations."""
+    found = [[run.shares[name] for run in runs] for name in WEIGHTS]
+    found += [[run.jain for run in runs], [run.min_by_max for run in runs]]
+    spans = [f"{min(each):.3f}–{max(each):.3f}" for each in found]
+    return [*spans, str(sum(run.violations for run in runs))]
+
+
+def _figure(number: float) -> str:
+    return f"{number:g}" if number == int(number) else f"{number:.4f}"
 
 
 def main() -> int:
@@ -24,7 +97,7 @@ def main() -> int:
     claims = suite.claims(results)
     command = " ".join(["python -m bench.fairness", *sys.argv[1:]])
     page = options.out / ("fairness-quick.md" if options.quick else "fairness.md")
-    write_page(page, report.markdown(command, plan, results, claims))
+    write_page(page, _page(command, plan, results, claims))
     return 0 if all(claim.met for claim in claims) else 1
 
 

@@ -31,6 +31,20 @@ _TRIES = 3  # another process may take the chosen port before the server binds i
 _IN_MEMORY = ("--save", "", "--appendonly", "no")
 
 
+_SAVE = """
+local saved = {}
+for _, key in ipairs(redis.call('KEYS', ARGV[1])) do
+  saved[#saved + 1] = key
+  saved[#saved + 1] = redis.call('DUMP', key)
+end
+return saved
+"""
+_PUT_BACK = """
+for _, key in ipairs(redis.call('KEYS', ARGV[1])) do redis.call('DEL', key) end
+for i = 2, #ARGV, 2 do redis.call('RESTORE', ARGV[i], 0, ARGV[i + 1]) end
+"""
+
+
 def debian(name: str) -> str:
     """Path of a Debian program. AssertionError naming the package if it is not installed."""
     found = shutil.which(name)
@@ -79,6 +93,10 @@ class Server:
         with self.client() as client:
             client.set_response_callback(str(command[0]), lambda reply, **_: reply)
             return client.execute_command(*command)
+
+    def save(self, pattern: str) -> tuple[Any, ...]:
+        """The arguments of an EVAL that puts all keys of this pattern back into their present state."""
+        return (_PUT_BACK, 0, pattern, *self.ask("EVAL", _SAVE, 0, pattern))
 
     def info(self, section: str) -> dict[str, str]:
         lines = self.ask("INFO", section).decode().splitlines()

@@ -5,40 +5,25 @@ transaction. The epoch of the shared state stays the same: only the reconnection
 """
 
 import asyncio
-from typing import Any
+from collections.abc import Callable
 
 from fault_load import JOINED, LEASE_S, UPPER, admit_all, loaded, rests_within_a_lease, settle_all
 from redis_servers import Server
 from script_fleet import Fleet, running, until
 
-_SAVE = """
-local saved = {}
-for _, key in ipairs(redis.call('KEYS', ARGV[1])) do
-  saved[#saved + 1] = key
-  saved[#saved + 1] = redis.call('DUMP', key)
-end
-return saved
-"""
-_PUT_BACK = """
-for _, key in ipairs(redis.call('KEYS', ARGV[1])) do redis.call('DEL', key) end
-for i = 2, #ARGV, 2 do redis.call('RESTORE', ARGV[i], 0, ARGV[i + 1]) end
-"""
 
+def snapshot_of(server: Server, fleet: Fleet) -> Callable[[], None]:
+    """Save the fleet's pool. Returns a function that restores it and closes every connection."""
+    saved = server.save(fleet.keys.prefix.replace("{", "\\{") + "*")
 
-class Snapshot:
-    """All keys of a pool at one moment."""
-
-    def __init__(self, server: Server, fleet: Fleet) -> None:
-        self._server = server
-        self._pattern = fleet.keys.prefix.replace("{", "\\{") + "*"
-        self._saved: list[Any] = server.ask("EVAL", _SAVE, 0, self._pattern)
-
-    def restore(self) -> None:
-        with self._server.client() as client, client.pipeline(transaction=True) as both:
-            both.eval(_PUT_BACK, 0, self._pattern, *self._saved)
+    def restore() -> None:
+        with server.client() as client, client.pipeline(transaction=True) as both:
+            both.eval(*saved)
             both.execute_command("CLIENT", "KILL", "TYPE", "normal")
             both.execute_command("CLIENT", "KILL", "TYPE", "pubsub")
             both.execute()
+
+    return restore
 
 
 async def test_lost_writes_are_repeated(redis7: Server, pool: str) -> None:
@@ -49,13 +34,13 @@ async def test_lost_writes_are_repeated(redis7: Server, pool: str) -> None:
             await admit_all(a, *(f"runs{number}" for number in range(UPPER)))
             waits = tasks.create_task(admit_all(b, "waits"))
             await it.until_queued(1)
-            snapshot = Snapshot(redis7, it)
+            restore = snapshot_of(redis7, it)
             # One request ends, the waiting one is placed, another arrives; the new primary lacks all three.
             settle_all(a, "runs0")
             await waits
             lost = tasks.create_task(admit_all(a, "lost"))
             await it.until_queued(1)
-            snapshot.restore()
+            restore()
             # Lost requests are queued again, running ones are counted, and the bound still holds.
             async with asyncio.timeout(LEASE_S + 5):
                 await it.until_queued(2)
@@ -72,11 +57,11 @@ async def test_running_requests_are_counted_again_and_no_more_is_admitted_than_w
 ) -> None:
     async with running(redis7.url, pool, "a", "b", joined=JOINED, listening=True) as it:
         a, b = it.replicas
-        snapshot = Snapshot(redis7, it)
+        restore = snapshot_of(redis7, it)
         # The stock is full; the new primary has no record of these requests.
         old = [f"old{number}" for number in range(UPPER)]
         await admit_all(a, *old)
-        snapshot.restore()
+        restore()
         # More requests arrive than fit.
         new = [f"new{number}" for number in range(3 * UPPER)]
         more = [asyncio.create_task(admit_all(b, name)) for name in new]
@@ -98,10 +83,10 @@ async def test_over_admission_is_at_most_what_was_lost(redis7: Server, pool: str
         async with loaded(it, clients=40) as load:
             for _ in range(3):
                 await load.served_more(50)
-                snapshot = Snapshot(redis7, it)
+                restore = snapshot_of(redis7, it)
                 await load.served_more(30)
                 # Lose the last writes, three times in all.
-                snapshot.restore()
+                restore()
         # Every request is answered. The new primary may not know a running request until the next heartbeat.
         assert load.highest <= 2 * UPPER
         await rests_within_a_lease(it)

@@ -72,11 +72,15 @@ class Stack:
         waits_for = {service: self._services[service].get("depends_on", {}) for service in self._scale}
         for needs in waits_for.values():
             assert {each["condition"] for each in needs.values()} <= {"service_healthy"}
-        for service in TopologicalSorter(waits_for).static_order():
-            for container in self.of(service):
+        order = TopologicalSorter(waits_for)
+        order.prepare()
+        while services := order.get_ready():
+            containers = [container for service in services for container in self.of(service)]
+            for container in containers:
                 self._start(container)
-            for container in self.of(service):
+            for container in containers:
                 self._until_healthy(container)
+            order.done(*services)
 
     def stop(self) -> dict[str, int]:
         """Stop all processes in reverse order, as Docker does; return exit codes by folder name."""

@@ -196,23 +196,23 @@ TABLE = (
     Case("a label, its endpoint drained", _LABELLED, NO_ENDPOINT, Ask("biggest"), drained="C"),
     # Affinity
     Case(
-        *("a session whose endpoint is outside the subset goes elsewhere", _TWO, "A"),
+        "a session whose endpoint is outside the subset goes elsewhere", _TWO, "A",
         Ask(same_session=True, subset=["A"]),
         before=_ON_B,
     ),
     Case("a session stays", _TWO, "B.*", Ask(same_session=True), before=_ON_B),
     Case(
-        *("a prompt goes where its beginning went", (_vllm(9, 0.5), _vllm(0, 0.5)), "AB"),
+        "a prompt goes where its beginning went", (_vllm(9, 0.5), _vllm(0, 0.5)), "AB",
         Ask(prompt=f"{_LONG} And then?"),
         before=_SERVED_BY_A,
     ),
     Case(
-        *("no prefix is shared with another model", (_vllm(9, 0.5), _vllm(0, 0.4)), "BA"),
+        "no prefix is shared with another model", (_vllm(9, 0.5), _vllm(0, 0.4)), "BA",
         Ask("other", _LONG),
         before=_SERVED_BY_A,
     ),
     Case(
-        *("no prefix is shared with another tenant's salt", (_vllm(8, 0.5), _vllm(0, 0.4)), "BA"),
+        "no prefix is shared with another tenant's salt", (_vllm(8, 0.5), _vllm(0, 0.4)), "BA",
         Ask(prompt=_LONG, salt="mine"),
         before=_SERVED_BY_A,
     ),

@@ -21,12 +21,11 @@ from typing import Any, NamedTuple
 import audited_log
 import pytest
 from envoy.data.accesslog.v3 import accesslog_pb2
-from envoy.service.accesslog.v3 import als_pb2
 from extproc_client import body, converse, headers, response_body, response_headers
 from page_server import PageServer, answered, serving
 from proxy import Proxy, proxy
 from redis_servers import Server, redis_server
-from time_lapse import NO_LOAD, PROCESS, TimeLapseLoop, at_rest, time_lapse
+from time_lapse import NO_LOAD, PROCESS, TimeLapseLoop, at_rest, entry_of, message_of, noted_pools, time_lapse
 
 from picker_fleet import serve
 from picker_fleet.admission import budget_transfer
@@ -286,10 +285,7 @@ class World:
 
     async def _logs(self, answers: Sequence[Any], record: Record, seconds: float) -> None:
         """Send the request's access-log entries as Envoy does: each to any replica."""
-        metadata = next(answer.dynamic_metadata for answer in answers if answer.HasField("dynamic_metadata"))
-        entry = accesslog_pb2.HTTPAccessLogEntry(request={"request_id": record.id})
-        for name, value in metadata.fields.items():
-            entry.common_properties.metadata.filter_metadata[name].CopyFrom(value.struct_value)
+        entry = entry_of(record.id, answers)
         while seconds > REPORT_S:
             await asyncio.sleep(REPORT_S)
             seconds -= REPORT_S
@@ -304,7 +300,7 @@ class World:
 
     def _report(self, entry: Any, kind: str, node: Node | None = None) -> None:
         entry.common_properties.access_log_type = kind
-        data = als_pb2.StreamAccessLogsMessage(http_logs={"log_entry": [entry]}).SerializeToString()
+        data = message_of(entry)
         node = node or self.any_node()
 
         async def received() -> None:
@@ -468,10 +464,10 @@ async def _fail_over(world: World, node: Node, fault: Fault) -> Steps:
     """A new primary takes over that lacks the last writes."""
     if world.loop.server.away:
         return
-    saved = world.valkey.ask("EVAL", _SAVE, 0)
+    saved = world.valkey.save("epp:*")
     yield
     if not world.loop.server.away:
-        world.valkey.ask("EVAL", _PUT_BACK, 0, *saved)
+        world.valkey.ask("EVAL", *saved)
         world.loop.server.cut_others()
 
 
@@ -505,18 +501,6 @@ async def _hostile(world: World, node: Node, fault: Fault) -> Steps:
     yield
 
 
-_SAVE = """
-local saved = {}
-for _, key in ipairs(redis.call('KEYS', 'epp:*')) do
-  saved[#saved + 1] = key
-  saved[#saved + 1] = redis.call('DUMP', key)
-end
-return saved
-"""
-_PUT_BACK = """
-for _, key in ipairs(redis.call('KEYS', 'epp:*')) do redis.call('DEL', key) end
-for i = 1, #ARGV, 2 do redis.call('RESTORE', ARGV[i], 0, ARGV[i + 1]) end
-"""
 KINDS: dict[str, Callable[[World, Node, Fault], Any]] = {
     "kill": _kill,
     "stop": _stop,
@@ -544,12 +528,10 @@ APART = {"partition", "stall", "cut", "disk full"}  # only some replicas notice 
 def _patched(world: list[World]) -> Iterator[pytest.MonkeyPatch]:
     """Give each `Node` its pool; replicas call each other within this process."""
 
-    class Made(Pool):
-        def __init__(self, *args: Any, **options: Any) -> None:
-            super().__init__(*args, **options)
-            node = _NODE.get()
-            assert node is not None
-            node.pool = self
+    def note(pool: Pool) -> None:
+        node = _NODE.get()
+        assert node is not None
+        node.pool = pool
 
     class Said:
         def __init__(self, data: bytes) -> None:
@@ -566,8 +548,7 @@ def _patched(world: list[World]) -> Iterator[pytest.MonkeyPatch]:
             answer: bytes = await node.do(node.services[method](Said(request)))  # type: ignore[operator, arg-type]
             return answer
 
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(serve, "Pool", Made)
+    with pytest.MonkeyPatch.context() as patched, noted_pools(note):
         patched.setattr(secrets, "token_hex", lambda size: random.randbytes(size).hex())
         patched.setattr(connection.KernelDelay, "read", lambda self: 0.0)  # no test-machine delays
         patched.setattr(budget_transfer.GrpcPeers, "_send", send)

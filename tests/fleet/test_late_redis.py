@@ -41,7 +41,7 @@ async def test_a_replica_without_redis_at_its_start_decides_nothing_until_redis_
         assert await replica.stopped() == 0
 
 
-@pytest.mark.parametrize("mode", ["lean", "standard", "http"])
+@pytest.mark.parametrize("mode", ["lean", "http"])
 async def test_a_replica_that_restarts_without_redis_costs_no_request(tmp_path: Path, mode: str) -> None:
     options = ("--mode", mode, "--sim-ttft", "20", "--sim-itl", "1")
     config = {"request_queue_controller": exact_bounds(30), "extproc": {"drain_grace": "1s"}}

@@ -109,7 +109,9 @@ async def test_without_redis_a_replica_serves_any_priority_in_its_order(three: T
         async def waits() -> list[list[int]]:
             return [await waiting(here, replica) for replica in range(3)]
 
-        await here.eventually(waits, lambda found: any(map(all, found)), what="both in one queue")
+        await here.eventually(
+            waits, lambda found: any(all(counts) for counts in found), what="both in one queue"
+        )
         looks = 0
         for replica in range(3):
             before = await waiting(here, replica)

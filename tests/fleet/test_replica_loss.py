@@ -22,10 +22,10 @@ async def test_a_killed_replicas_100_queued_and_20_streaming_requests_are_all_se
     if mode == "lean":  # only `lean` can rename a model
         targets = [{"name": "llama", "weight": 9}, {"name": "canary", "weight": 1}]
         config["models"] = [{"name": "llama", "target_models": targets}]
-    here = fleet("--no-restart", "--mode", mode, "--sim-ttft", "10", "--sim-itl", "10", config=config)
+    here = fleet("--no-restart", "--mode", mode, "--sim-ttft", "10", "--sim-itl", "20", config=config)
     async with asyncio.TaskGroup() as tasks:
         streams = [
-            tasks.create_task(complete(here.url, f"stream {i}", 1200, streamed=True)) for i in range(20)
+            tasks.create_task(complete(here.url, f"stream {i}", 400, streamed=True)) for i in range(20)
         ]
         await here.until_state(stock=20)
         queued = [tasks.create_task(complete(here.url, f"queued {i}", 3)) for i in range(100)]
@@ -52,7 +52,7 @@ async def test_a_stopped_replica_finishes_its_queued_requests_and_exits_with_0(f
     options = ("--endpoints", "1", "--sim-ttft", "400", "--sim-itl", "1")
     here = fleet("--no-restart", "--mode", mode, *options, config=config)
     async with asyncio.TaskGroup() as tasks:
-        queued = [tasks.create_task(complete(here.url, f"queued {i}", 3)) for i in range(20)]
+        queued = [tasks.create_task(complete(here.url, f"queued {i}", 3)) for i in range(10)]
         await here.until("state", lambda state: state["queued"] >= 5, what="a queue")
         here.replica(1).terminate()
     assert [task.result() for task in queued if not task.result().served] == []

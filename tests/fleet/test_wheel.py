@@ -24,7 +24,9 @@ class Installed:
         environment, wheels = folder / "venv", folder / "wheels"
         self.python, self.picker = environment / "bin" / "python", str(environment / "bin" / "picker")
         pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
-        subprocess.run([*pip, "wheel", "--no-deps", "--wheel-dir", wheels, ROOT], check=True)
+        subprocess.run(
+            [*pip, "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", wheels, ROOT], check=True
+        )
         (wheel,) = wheels.glob("picker_fleet-*.whl")
         subprocess.run([sys.executable, "-m", "venv", "--without-pip", environment], check=True)
         # With hashes in the constraints, pip would also require a hash of the wheel.

@@ -12,8 +12,9 @@ import itertools
 import random
 import selectors
 import socket
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
+from unittest import mock
 
 import pytest
 import redis
@@ -204,11 +205,7 @@ class Replica:
         exchange = Exchange(self.pool.context)
         said = await converse(exchange, headers("lean", {"x-request-id": request_id}), body(BODY))
         exchange.close()
-        metadata = next(answer.dynamic_metadata for answer in said if answer.HasField("dynamic_metadata"))
-        entry = accesslog_pb2.HTTPAccessLogEntry(request={"request_id": request_id})
-        for name, value in metadata.fields.items():
-            entry.common_properties.metadata.filter_metadata[name].CopyFrom(value.struct_value)
-        await self._runs(entry, seconds)
+        await self._runs(entry_of(request_id, said), seconds)
 
     async def standard(self, request_id: str, seconds: float) -> None:
         exchange = Exchange(self.pool.context)
@@ -245,8 +242,21 @@ class Replica:
         self._report(entry)
 
     def _report(self, entry: Any) -> None:
-        message = als_pb2.StreamAccessLogsMessage(http_logs={"log_entry": [entry]})
-        self._log.on_message(message.SerializeToString())
+        self._log.on_message(message_of(entry))
+
+
+def entry_of(request_id: str, answers: Iterable[Any]) -> accesslog_pb2.HTTPAccessLogEntry:
+    """Envoy's access-log entry of a request, with the dynamic metadata of the replica's answers."""
+    metadata = next(answer.dynamic_metadata for answer in answers if answer.HasField("dynamic_metadata"))
+    entry = accesslog_pb2.HTTPAccessLogEntry(request={"request_id": request_id})
+    for name, value in metadata.fields.items():
+        entry.common_properties.metadata.filter_metadata[name].CopyFrom(value.struct_value)
+    return entry
+
+
+def message_of(entry: Any) -> bytes:
+    """A message of Envoy's access log with this entry."""
+    return als_pb2.StreamAccessLogsMessage(http_logs={"log_entry": [entry]}).SerializeToString()
 
 
 class Fleet:
@@ -269,18 +279,24 @@ class Fleet:
                 tasks.create_task(self.ask(seconds))
 
 
+@contextlib.contextmanager
+def noted_pools(note: Callable[[Pool], None]) -> Iterator[None]:
+    """Within the block, pass the pool of each replica that starts to `note`."""
+
+    class Noted(Pool):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            note(self)
+
+    with mock.patch.object(serve, "Pool", Noted):
+        yield
+
+
 @contextlib.asynccontextmanager
 async def fleet(url: str, mode: str, replicas: int, config: Mapping[str, Any]) -> AsyncIterator[Fleet]:
     """`replicas` replicas in front of two model servers; fails if a replica ends by itself."""
     made: list[Pool] = []
-
-    class Made(Pool):
-        def __init__(self, *args: Any, **options: Any) -> None:
-            super().__init__(*args, **options)
-            made.append(self)
-
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(serve, "Pool", Made)
+    with noted_pools(made.append):
         async with contextlib.AsyncExitStack() as stack:
             pages = [await stack.enter_async_context(serving()) for _ in range(2)]
             for page in pages:

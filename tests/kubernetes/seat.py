@@ -21,6 +21,7 @@ from typing import Any
 import httpx
 import yaml
 from api_server import ApiServer
+from fleet_load import total
 from google.protobuf.struct_pb2 import ListValue, Value
 from redis_servers import Server, redis_server
 
@@ -268,12 +269,6 @@ def _end_of(log: Path | None) -> str:
     return log.read_text(errors="replace")[-3000:] if log else ""
 
 
-def _sum_of(page: str, name: str) -> float:
-    """The sum of a metric's series on a page."""
-    lines = [line.rsplit(" ", 1) for line in page.splitlines() if not line.startswith("#")]
-    return sum(float(value) for series, value in lines if series.partition("{")[0] == name)
-
-
 @dataclass(slots=True)
 class Picker:
     """A replica by the flags of a chart; no file of its own."""
@@ -300,7 +295,7 @@ class Picker:
 
     async def figure(self, name: str) -> float:
         """The sum of a metric of this replica."""
-        return _sum_of((await self.admin.get("/metrics")).text, name)
+        return total((await self.admin.get("/metrics")).text, name)
 
     async def ended(self) -> None:
         """Wait until its process has ended well."""
@@ -444,7 +439,7 @@ class Seat:
         """The requests that a model server has ended."""
         async with httpx.AsyncClient(trust_env=False) as client:
             page = (await client.get(f"http://{address}:{self.port}/metrics")).text
-        return _sum_of(page, "vllm:request_success_total")
+        return total(page, "vllm:request_success_total")
 
     async def everywhere(self, condition: Callable[[dict[str, str]], bool], what: str) -> None:
         """Wait until the endpoints of every replica are as `condition` wants them."""

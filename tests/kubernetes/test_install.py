@@ -118,25 +118,6 @@ def test_helm_installs_upgrades_rolls_back_and_leaves_nothing(
 
 
 @pytest.mark.parametrize("folder", [FOLDER, FOLDER / "inference-pool"], ids=["dns", "inference-pool"])
-def test_plain_manifests_are_applied_changed_and_deleted(namespace: ApiServer, folder: Path) -> None:
-    before = set(namespace.objects(NAMESPACE))
-    trees = plain(folder)
-    assert trees[0]["kind"] == "Namespace"
-    namespace.create_all(trees)
-    first = deployment(namespace)["metadata"]["generation"]
-    namespace.create_all(trees)
-    assert deployment(namespace)["metadata"]["generation"] == first, "applied again, nothing changes"
-    changed = next(tree for tree in trees if tree["kind"] == "Deployment")
-    container_of(changed)["image"] = "picker-fleet:0.2.0"
-    namespace.apply(changed)
-    assert image(namespace) == "picker-fleet:0.2.0"
-    assert deployment(namespace)["metadata"]["generation"] == first + 1
-    for tree in trees[1:]:
-        namespace.call("DELETE", f"{namespace.path_of(tree)}/{tree['metadata']['name']}")
-    assert set(namespace.objects(NAMESPACE)) == before
-
-
-@pytest.mark.parametrize("folder", [FOLDER, FOLDER / "inference-pool"], ids=["dns", "inference-pool"])
 def test_kubectl_applies_the_kustomization_and_deletes_it(namespace: ApiServer, folder: Path) -> None:
     applied = kubectl(namespace, "apply", "-k", str(folder))
     assert len(applied.splitlines()) == len(plain(folder))

@@ -1,8 +1,7 @@
 """A fleet with model servers in the test's process, which counts requests in flight exactly."""
 
 import asyncio
-import math
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -11,7 +10,7 @@ from fleet_load import at_rest, metric
 from model_servers import CountingServers, counting_servers, static
 from whole_fleet import Fleet, exact_bounds
 
-from picker_tools.load.generator import Answer
+from picker_tools.load.generator import Answer, quantile
 
 REPLICAS = (0, 1, 2)
 LEASE_S = 15.0  # `leases.inflight`
@@ -78,8 +77,3 @@ def format_ms(times_s: Iterable[float]) -> str:
         return "none"
     median_s, p99_s = quantile(ordered, 0.5), quantile(ordered, 0.99)
     return f"p50 {median_s * 1000:.0f}, p99 {p99_s * 1000:.0f}, max {ordered[-1] * 1000:.0f} ms"
-
-
-def quantile(ordered: Sequence[float], share: float) -> float:
-    """The smallest value of `ordered` that a share of at least `share` of the values does not exceed."""
-    return ordered[max(math.ceil(share * len(ordered)) - 1, 0)]

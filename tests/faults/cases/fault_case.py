@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from case_fleet import log_of
-from history import HistoryCheck, check_history, save_run
+from history import HistoryCheck, check_history
 from whole_fleet import Fleet
 
 from picker_tools.load.generator import Answer, Load
@@ -41,19 +41,8 @@ class Case:
         return full if FULL else short
 
     async def check(self, fleet: Fleet, history: Sequence[Answer] = (), **rules: Any) -> HistoryCheck:
-        """Run `check_history` on the clients' answers and the fleet's log; assert that it finds no fault.
-
-        The full form saves both in bench/results/faults/, replacing the last run, and renames a run with
-        faults so that later runs keep it.
-        """
-        log = await log_of(fleet)
-        if FULL:
-            folder = RESULTS / "faults" / self.name.replace("[", "-").rstrip("]")
-            found = save_run(folder, history, log, **rules).check()
-            if found.faults:
-                folder.rename(folder.with_name(f"{folder.name}-{datetime.now(UTC):%Y-%m-%dT%H.%M.%S}"))
-        else:
-            found = check_history(history, log, **rules)
+        """Run `check_history` on the clients' answers and the fleet's log; assert that it finds no fault."""
+        found = check_history(history, await log_of(fleet), **rules)
         self.report(f"G1–G6 over {found.entries} log entries")
         assert found.faults == ()
         return found

@@ -1,23 +1,12 @@
-"""Checks the answers of clients offline against the decision log (G6).
+"""Checks the answers of a `Load`'s clients against the decision log (G6)."""
 
-The fault suite and the long tests use it: `check_history` finds every answer of a `Load`'s clients that the
-log does not explain. `python tests/faults/cases/history.py FOLDER` checks a saved run again: exit status 0 if
-no rule is broken, 1 if one is, 2 if the run cannot be read.
-"""
-
-import argparse
-import gzip
-import json
-import sys
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from picker_tools.audit.auditor import audit
 from picker_tools.audit.log import ENDS
-from picker_tools.load.generator import Answer, Request
+from picker_tools.load.generator import Answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,67 +92,3 @@ def check_history(
         len(log),
         max((float(entry["stock"]) for entry in log), default=0.0),
     )
-
-
-_HISTORY, _LOG, _RULES = "history.jsonl.gz", "log.jsonl.gz", "rules.json"
-
-
-@dataclass(frozen=True, slots=True)
-class SavedRun:
-    """A saved run in `folder`: the clients' answers, the log's entries, and `check_history`'s rules."""
-
-    folder: Path
-
-    def check(self) -> HistoryCheck:
-        """Check the saved run, without any other data.
-
-        Raises:
-            OSError: a file is missing or cannot be read.
-                ValueError, KeyError, TypeError: a file's content is not as `save_run` writes it.
-        """
-        rules = json.loads((self.folder / _RULES).read_text(encoding="utf-8"))
-        history = [_answer(row) for row in _lines(self.folder / _HISTORY)]
-        return check_history(history, list(_lines(self.folder / _LOG)), **rules)
-
-
-def save_run(
-    folder: Path, history: Iterable[Answer], log: Iterable[Mapping[str, str]], **rules: Any
-) -> SavedRun:
-    """Save a run in `folder`, replacing an earlier one. `rules` are `check_history`'s options."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, rows in ((_HISTORY, map(asdict, history)), (_LOG, map(dict, log))):
-        with gzip.open(folder / name, "wt", compresslevel=3, encoding="utf-8") as lines:
-            lines.writelines(json.dumps(row, separators=(",", ":")) + "\n" for row in rows)
-    (folder / _RULES).write_text(json.dumps(rules) + "\n", encoding="utf-8")
-    return SavedRun(folder)
-
-
-def _lines(file: Path) -> Iterator[dict[str, Any]]:
-    with gzip.open(file, "rt", encoding="utf-8") as lines:
-        yield from map(json.loads, lines)
-
-
-def _answer(row: dict[str, Any]) -> Answer:
-    request = row.pop("request")
-    headers = tuple((name, value) for name, value in request.pop("headers"))
-    return Answer(Request(**request, headers=headers), **row)
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="history.py")
-    parser.add_argument("folder", type=Path, help="such as bench/results/faults/replica_killed")
-    folder = parser.parse_args().folder
-    try:
-        found = SavedRun(folder).check()
-    except (OSError, ValueError, KeyError, TypeError) as fault:
-        print(f"{folder} cannot be read: {fault!r}", file=sys.stderr)
-        return 2
-    ends = ", ".join(f"{count} {end}" for end, count in found.ends.most_common())
-    print(f"{found.entries} entries; answers that clients were served: {ends or 'none'}")
-    print(*found.faults, sep="\n", end="\n" if found.faults else "")
-    print(f"{len(found.faults)} rules broken")
-    return 1 if found.faults else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

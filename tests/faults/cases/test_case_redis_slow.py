@@ -6,13 +6,13 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
-from counted_fleet import REPLICAS, all_at_rest, all_shared, counted, departures, format_ms, quantile
+from counted_fleet import REPLICAS, all_at_rest, all_shared, counted, departures, format_ms
 from fault_case import FULL, Case
 from fleet_load import answered, one_token, total
 from proxy import Proxy
 from whole_fleet import Fleet
 
-from picker_tools.load.generator import Load, open_loop
+from picker_tools.load.generator import Load, open_loop, quantile
 
 pytestmark = pytest.mark.alone
 PER_S = 60.0

@@ -20,7 +20,7 @@ OPTIONS = ("--sim-ttft", TTFT_MS, "--sim-itl", "5")
 ENDS = ("completed", "reclaimed")
 
 
-@pytest.mark.short_form("lean", "http")
+@pytest.mark.short_form("http")  # tests/fleet/test_replica_loss.py kills one in `lean`
 async def test_replica_killed(faulty: Callable[..., Any], case: Case) -> None:
     kills = case.size(3, 20)
     case.describe(f"SIGKILL of a replica, {kills} times, at random moments")

@@ -10,12 +10,12 @@ from statistics import mean
 from typing import Any
 
 import pytest
-from counted_fleet import all_at_rest, counted, quantile
+from counted_fleet import all_at_rest, counted
 from fault_case import FULL, Case
 from fleet_load import one_token
 from proxy import Proxy
 
-from picker_tools.load.generator import Answer, Load, closed_loop
+from picker_tools.load.generator import Answer, Load, closed_loop, quantile
 
 SERVERS, EACH = 2, 2
 BOUND = SERVERS * EACH

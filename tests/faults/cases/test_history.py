@@ -1,17 +1,12 @@
 """`check_history` finds each kind of fault."""
 
-import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-import history
 import pytest
 from history import check_history
 from queue_simulator import Request as Simulated
 from queue_simulator import raw_entry
-from tables import cases
 
 from picker_tools.load.generator import Answer, Request
 
@@ -70,32 +65,8 @@ def test_a_second_end_by_a_stopped_replica_is_allowed_only_with_may_resume() -> 
     assert faults([served()], [], log_lost=True) == []
 
 
-@pytest.mark.parametrize("ends", [("completed",), ("completed", "completed"), ("reclaimed",)])
-def test_a_saved_run_is_checked_like_the_run_itself(tmp_path: Path, ends: tuple[str, ...]) -> None:
-    headers = (("a", "b"), ("c", "d"))
-    request = Request("p ü", 2, streamed=True, pad_bytes=3, leaves_s=0.5, headers=headers)
-    answers = [replace(served(), request=request), replace(served(""), status=503)]
-    rules = {"may_end": ("completed", "reclaimed")}
-    written = history.save_run(tmp_path / "run", answers, lifecycle_log(*ends), **rules)
-    assert written.check() == check_history(answers, lifecycle_log(*ends), **rules)
-
-
 def test_excepted_promises_are_not_checked() -> None:
     log = [entry(number, "bypassed", f"r{number}", stock=number) for number in range(1, 6)]
     log += [entry(5 + number, "completed", f"r{number}", stock=5 - number) for number in range(1, 6)]
     assert {fault[:2] for fault in check_history([], log).faults} == {"G1"}
     assert check_history([], log, except_promises=("G1",)).faults == ()
-
-
-EXITS = {"no fault": (("completed",), 0), "a fault": (("completed", "completed"), 1), "no run": ((), 2)}
-
-
-@cases("ends, code", EXITS)
-def test_the_command_exits_with_what_it_finds(
-    tmp_path: Path, ends: tuple[str, ...], code: int, monkeypatch: Any, capsys: Any
-) -> None:
-    if ends:
-        history.save_run(tmp_path, [served()], lifecycle_log(*ends))
-    monkeypatch.setattr(sys, "argv", ["history.py", str(tmp_path)])
-    assert history.main() == code
-    assert ("rules broken" in capsys.readouterr().out) is bool(ends)
