@@ -30,6 +30,7 @@ FILE = ROOT / "docker-compose.yml"
 TOKEN = "the-token-of-the-test"
 _HEALTHY_S = 120.0  # enough for a busy machine
 _STOP_S = 30.0
+_POLL_S = 0.2  # a health check is a process, which takes CPU that the service could use
 
 
 @dataclass(slots=True)
@@ -142,6 +143,7 @@ class Stack:
             assert container.process.poll() is None, f"{container.service} ended:\n{container.output}"
             seen = f"{done.stderr.decode(errors='replace')[-500:]}\n{container.output}"
             assert time.monotonic() < deadline_s, f"{container.service} is not healthy:\n{seen}"
+            time.sleep(_POLL_S)
 
     @property
     def _path(self) -> str:

@@ -18,7 +18,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import audited_log
 import pytest
 from envoy.data.accesslog.v3 import accesslog_pb2
 from extproc_client import body, converse, headers, response_body, response_headers
@@ -26,6 +25,7 @@ from page_server import PageServer, answered, serving
 from proxy import Proxy, proxy
 from redis_servers import Server, redis_server
 from time_lapse import NO_LOAD, PROCESS, TimeLapseLoop, at_rest, entry_of, message_of, noted_pools, time_lapse
+from whole_fleet import assert_no_violation
 
 from picker_fleet import serve
 from picker_fleet.admission import budget_transfer
@@ -581,7 +581,7 @@ def failure(schedule: Schedule) -> str:
                 world.check_history()
                 with valkey.client() as client:
                     await at_rest(world, client, lasts_s=_REST_S)
-                audited_log.assert_no_violation(valkey.url, str(schedule))
+                assert_no_violation(valkey.url, str(schedule))
 
         try:
             loop.run_until_complete(asyncio.wait_for(life(), _RUN_S))

@@ -5,10 +5,10 @@ import re
 from pathlib import Path
 from typing import Any
 
-import audited_log
 from fleet_load import completed, counts
 from redis_servers import LOOPBACK, debian, redis_server
 from tls_files import authority
+from whole_fleet import assert_no_violation
 
 import picker_fleet
 from picker_fleet.cli import main
@@ -35,7 +35,7 @@ async def test_a_fleet_with_the_documented_rights_serves_over_tls(fleet: Any, tm
         await completed(here.url, 60, tokens=5)
         await here.until("state", lambda state: not any(counts(state)), what="rest")
         assert server.ask("EXISTS", "epp:{default}:routes", "epp:{default}:metrics") == 2
-        audited_log.assert_no_violation(f"rediss://auditor:secret@{place}", "a fleet of the least rights")
+        assert_no_violation(f"rediss://auditor:secret@{place}", "a fleet of the least rights")
         # The picker user may be denied FUNCTION LIST, which a replica tries once per connection.
         denied = {entry[entry.index(b"object") + 1] for entry in server.ask("ACL", "LOG")}
         assert denied <= {b"function|list"}

@@ -17,7 +17,6 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-import audited_log
 import httpx
 import psutil
 import pytest
@@ -28,12 +27,17 @@ from forked_up import ForkedUp
 
 from picker_fleet.state import primary
 from picker_fleet.state.keys import Keys
+from picker_tools.audit.auditor import audited
 
 READY_S = 90.0
 STOP_S = 30.0
 _POLL_S, _LONGEST_POLL_S = 0.01, 0.1
 _ADMIN_PATIENCE_S = 30.0
 _COUNTED_AFTER_S = 3.0  # `newcomer_s` of admission/failover.py
+_WHOLE_LOG = {
+    "PICKER_DECISION_LOG__ENABLED": "true",
+    "PICKER_DECISION_LOG__MAX_ENTRIES": "3000000",  # more than any test writes, so that nothing is trimmed
+}
 
 
 class Fleet:
@@ -64,7 +68,7 @@ class Fleet:
         # No client sends requests when a fleet ends, so its replicas need no long drain grace.
         given = config or {}
         grace = {} if "drain_grace" in given.get("extproc", {}) else {"PICKER_EXTPROC__DRAIN_GRACE": "100ms"}
-        log = audited_log.environment(given)
+        log = {} if "decision_log" in given else _WHOLE_LOG
         self._pools = tuple(given.get("pools", ("default",)))
         is_logged = given.get("decision_log", {}).get("enabled", True)
         self._audit_due = is_logged and not unaudited
@@ -224,7 +228,7 @@ class Fleet:
     def audit(self) -> None:
         """Audit the decision log: it must be complete and keep every guarantee."""
         for pool in self._pools:
-            audited_log.assert_no_violation(self.state["redis"], self._name, pool)
+            assert_no_violation(self.state["redis"], self._name, pool)
 
     def stop(self) -> None:
         """Send SIGINT; assert that the log passes the audit, the exit status is 0, and no child remains."""
@@ -273,6 +277,26 @@ class Fleet:
                 self._line_read.notify_all()
         with self._line_read:
             self._line_read.notify_all()
+
+
+def assert_no_violation(redis_url: str, fleet_name: str, pool: str = "default") -> None:
+    """Audit the decision log of `pool` in Redis.
+
+    Raises:
+        AssertionError: the log violates a guarantee (the message shows where), or its start is missing.
+        LogUnreadable: there is no log, or Redis does not answer.
+    """
+    report = audited(redis_url, pool)
+    problems = [
+        "\n    ".join([f"{violation.promise}: {violation.what}", *map(str, violation.evidence)])
+        for finding in report.findings
+        for violation in finding.violations
+    ]
+    if report.first_seq != 1:
+        problems.append(f"log: it begins at entry {report.first_seq}")
+    log = f"{report.entries} entries of the decision log of {fleet_name}, pool {pool}"
+    what = f"{report.violations} violations in {log}"
+    assert not problems, "\n".join([what, *report.remarks, *problems])
 
 
 def _spawned(arguments: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[str]:

@@ -50,7 +50,8 @@ FAULTS: dict[str, tuple[str, Callable[[Proxy, Load], Awaitable[None]]]] = {
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+# Short of the full suite, tests/faults/test_redis_connection.py and the schedules have the other faults.
+@pytest.mark.parametrize("fault", FAULTS if FULL else ["stalls"])
 async def test_redis_slow(faulty: Callable[..., Any], case: Case, between: Proxy, fault: str) -> None:
     what, inject = FAULTS[fault]
     well, times = case.size(60, 1200), case.size(1, 20)
