@@ -43,7 +43,7 @@ redis.register_function{function_name='%s', callback=function(keys, args)
   return run(function(args)
     local requests, sum = {}, 0
     for n = 1, tonumber(args[3]) do
-      requests[n] = {workload = 'workload-' .. n, criticality = 3, arrived = now_us - n * 1000}
+      requests[n] = {flow = 'flow', workload = 'workload-' .. n, criticality = 3, arrived = now_us - n * 1000}
     end
     for n = 1, tonumber(args[1]) do
       local r = requests[n %% #requests + 1]

@@ -32,7 +32,7 @@ from whole_fleet import running
 
 from picker_fleet.domain.allowlist import FAIRNESS_ID
 from picker_tools.load.generator import Answer, Request, open_loop
-from picker_tools.local_fleet.envoy import to_yaml
+from picker_tools.local_fleet.bootstrap import to_yaml
 from picker_tools.local_fleet.network import LOOPBACK, free_port
 from picker_tools.local_fleet.parts import Mode
 
