@@ -1,4 +1,4 @@
-"""What benches and long tests run with `picker up`, and measure: a fleet, or an Envoy without a picker."""
+"""A fleet of `picker up`, or an Envoy without a picker, for benches and long tests to measure."""
 
 import asyncio
 import contextlib

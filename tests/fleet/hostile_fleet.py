@@ -1,7 +1,7 @@
 """A fleet under every attack of docs/security.md at once, while honest clients send requests.
 
-tests/fleet/test_hostile.py runs it for seconds, `make hostile` (tests/long/hostile.py) for minutes. The fleet
-is that of `picker up` with two hostile model servers beside simulators, and another Envoy, where the API key
+tests/fleet/test_hostile.py runs it for seconds, `make hostile` (tests/long/hostile.py) for minutes. `picker
+up` runs the fleet, with two hostile model servers beside simulators, and another Envoy, where the API key
 selects the flow (deploy/examples); attackers have a valid key.
 """
 

@@ -63,7 +63,7 @@ Serve = Callable[[Received, Ends], Awaitable[bool]]
 @contextlib.asynccontextmanager
 async def listening(serve: Serve, host: str = LOOPBACK, port: int = 0) -> AsyncIterator[str]:
     """Run a server, by default on a free port of the loopback; yields its address. It passes each request to
-    `serve`, and closes the connection if that returns False. The end of the block cancels what runs."""
+    `serve`, and closes the connection if that returns False. The end of the block cancels open requests."""
     handlers: set[asyncio.Task[None]] = set()
 
     async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

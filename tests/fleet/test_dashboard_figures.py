@@ -104,7 +104,7 @@ def lacking(shot: dict[str, Any]) -> set[str]:
     return {name for name, has in there.items() if not has}
 
 
-async def test_every_figure_of_a_snapshot_is_that_of_the_api_at_the_same_moment(
+async def test_every_figure_of_a_snapshot_equals_the_apis_at_the_same_moment(
     here: Any, dashboard: Any
 ) -> None:
     address = here.state["endpoints"][2]["address"]
@@ -126,7 +126,7 @@ async def test_every_figure_of_a_snapshot_is_that_of_the_api_at_the_same_moment(
         await page.until("/requests? waits?:/.test(document.getElementById('why').textContent)")
 
 
-async def test_every_figure_of_the_queue_is_that_of_an_answer_of_the_api(here: Any, dashboard: Any) -> None:
+async def test_every_figure_of_the_queue_equals_an_answer_of_the_api(here: Any, dashboard: Any) -> None:
     async with load(here), dashboard(here) as page:
         answers: list[Any] = []  # answers about the queue that this page receives
         page.page.on("response", lambda each: "/api/v1/queue" in each.url and answers.append(each))

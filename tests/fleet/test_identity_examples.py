@@ -70,7 +70,7 @@ async def assert_admitted(fleet: Any, url: str, headers: Headers, flow: str, **h
     assert (await admitted(fleet))[-1] == (flow, 0)
 
 
-async def test_the_flow_of_an_api_key_is_that_of_its_hash_in_the_table(here: Any, tmp_path: Path) -> None:
+async def test_an_api_key_has_the_flow_of_its_hash_in_the_table(here: Any, tmp_path: Path) -> None:
     # Key lengths around the block size of SHA-256; the table has only hashes.
     sizes = (5, 55, 56, 63, 64, 119, 512)
     keys = {f"flow {size} – {size}": f"k{size}-".ljust(size, "y") for size in sizes}

@@ -1,7 +1,7 @@
 """Changes of a cluster under load, and how long each takes until clients see it.
 
-What is measured is what the model servers see, so that any picker can be measured: a pod is out once its
-server is asked for nothing more. `make long ARGS=cluster-changes` runs the same beside the Go picker.
+The model servers' view is measured, so that any picker can be: a pod is out once its server gets no further
+request. `make long ARGS=cluster-changes` runs the same beside the Go picker.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ from picker_tools.load.generator import Load
 HOSTS = ("127.0.0.61", "127.0.0.62", "127.0.0.63")
 OTHER_HOST = "127.0.0.64"
 OTHER_APP = {"app": "next"}
-_QUIET_S = 1.5  # a server that is asked for nothing for so long is out
+_QUIET_S = 1.5  # a server without a request for so long is out
 _LOOK_S = 0.02
 
 
@@ -31,7 +31,7 @@ class Found:
 
 
 async def started(cluster: ApiServer, seat: Seat) -> None:
-    """Model servers as ready pods, and one more of another selector."""
+    """Start model servers as ready pods, and a further one that another selector selects."""
     for number, host in enumerate(HOSTS, 1):
         await seat.start_pod(cluster, f"p{number}", host, APP)
     await seat.start_pod(cluster, "q", OTHER_HOST, OTHER_APP)
@@ -45,7 +45,7 @@ async def change_everything(cluster: ApiServer, seat: Seat, away_s: float) -> Fo
     unready, ready = (partial(cluster.set_ready, "p1", first, ready=is_ready) for is_ready in (False, True))
 
     async def measure(what: str, change: Callable[[], None], *seen: Awaitable[float]) -> None:
-        """How long it takes from the beginning of `change` until all of `seen`."""
+        """Measure the time from the beginning of `change` until all of `seen`."""
         began_s = time.monotonic()
         await asyncio.to_thread(change)
         found.seconds[what] = max(await asyncio.gather(*seen)) - began_s
@@ -90,11 +90,12 @@ async def change_everything(cluster: ApiServer, seat: Seat, away_s: float) -> Fo
 
 
 async def until_out(seat: Seat, load: Load, host: str) -> float:
-    """When a server ended its last request, by the clock of `time.monotonic`; others serve meanwhile."""
+    """Wait until a server gets no further request while others serve. Returns the time (monotonic) of the end
+    of its last request."""
     last, last_s, end_s = await seat.received(host), time.monotonic(), time.monotonic() + READY_S
     served = load.served
     while time.monotonic() < last_s + _QUIET_S or load.served < served + 50:
-        assert time.monotonic() < end_s, f"{host} is still asked; errors: {load.unserved[:3]}"
+        assert time.monotonic() < end_s, f"{host} still gets requests; errors: {load.unserved[:3]}"
         await asyncio.sleep(_LOOK_S)
         if (now := await seat.received(host)) != last:
             last, last_s, served = now, time.monotonic(), load.served
@@ -102,9 +103,9 @@ async def until_out(seat: Seat, load: Load, host: str) -> float:
 
 
 async def until_in(seat: Seat, host: str) -> float:
-    """When a server has ended a request more."""
+    """Wait until a server has ended one more request. Returns the time (monotonic)."""
     before, end_s = await seat.received(host), time.monotonic() + READY_S
     while await seat.received(host) == before:
-        assert time.monotonic() < end_s, f"{host} is asked for nothing"
+        assert time.monotonic() < end_s, f"{host} gets no request"
         await asyncio.sleep(_LOOK_S)
     return time.monotonic()

@@ -1,4 +1,4 @@
-"""A real API server for all tests, and what a cluster runs around it for each."""
+"""A real API server for all tests, and pickers, a gateway and model servers for each."""
 
 import contextlib
 from collections.abc import AsyncIterator, Iterator

@@ -1,4 +1,4 @@
-"""What a cluster runs around an API server: pickers by the flags of a chart, a gateway, model servers, load.
+"""Runs pickers by the flags of a chart, a gateway and model servers around an API server, and their load.
 
 The gateway is an Envoy as implementations of inference gateways configure it: ext_proc in `standard`, and
 the endpoint by the header (`ORIGINAL_DST`), without fallbacks. It tells the picker who served, and which
@@ -43,7 +43,7 @@ Tree = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """What a gateway does for a pool."""
+    """A gateway's share of requests for the pool of these pickers."""
 
     pickers: Sequence[int]  # ports of the loopback
     weight: int = 1
@@ -190,7 +190,7 @@ def _assignment(name: str, hosts: Sequence[tuple[str, int]]) -> Tree:
 
 
 def publish(discovery: Path, pickers: Sequence[int]) -> None:
-    """Have gateways that read the file `discovery` take the pickers at these ports."""
+    """Write the pickers at these ports to the file `discovery`, which gateways read."""
     kind = "type.googleapis.com/envoy.config.endpoint.v3.ClusterLoadAssignment"
     new = discovery.with_suffix(".new")
     hosts = [(LOOPBACK, port) for port in pickers]
@@ -245,9 +245,10 @@ async def until(
     what: str = "",
     log: Path | None = None,
 ) -> Any:
-    """The first result of `look` that `holds`; a server that cannot be reached yet is looked at again.
+    """Call `look` until `holds` accepts the result; return that result. Retries while a server cannot be
+    reached.
 
-    AssertionError past READY_S, with what was seen last and the end of `log`.
+    AssertionError after READY_S, with the last result and the end of `log`.
     """
     last: Any = None
 
@@ -298,7 +299,7 @@ class Picker:
         return total((await self.admin.get("/metrics")).text, name)
 
     async def ended(self) -> None:
-        """Wait until its process has ended well."""
+        """Wait until its process has ended with exit status 0."""
         assert await asyncio.to_thread(self.process.wait, READY_S) == 0, _end_of(self.log)
 
 
@@ -328,7 +329,7 @@ class Seat:
         return process
 
     async def start_model(self, address: str, *options: str, port: int | None = None) -> None:
-        """A simulator at `address` of the loopback; its requests take about 20 ms."""
+        """Start a simulator at `address` of the loopback; its requests take about 20 ms."""
         quick = ("--ttft", "10", "--itl", "3", "--max-num-seqs", "64")
         at = port or self.port
         self._models[f"{address}:{at}"] = self.spawn(
@@ -340,7 +341,7 @@ class Seat:
     async def start_pod(
         self, cluster: ApiServer, name: str, address: str, labels: Mapping[str, str] = APP
     ) -> None:
-        """A simulator at `address`, which is a ready pod."""
+        """Start a simulator at `address`, and create a ready pod for it."""
         await self.start_model(address)
         cluster.put_pod(name, address, labels)
 
@@ -357,7 +358,7 @@ class Seat:
         *flags: str,
         launch: Callable[..., list[str]] = picker_command,
     ) -> Picker:
-        """A replica; `launch` makes the command of its arguments."""
+        """Start a replica; `launch` makes the command line of its arguments."""
         grpc, health, metrics = free_port(), free_port(), free_port()
         number = self._started
         self._started += 1
@@ -375,7 +376,7 @@ class Seat:
         return picker
 
     async def replace_pickers(self, config: str, kubeconfig: Path, pool: str, namespace: str) -> None:
-        """End all replicas; as many others, with this configuration, serve behind a new gateway."""
+        """Replace all replicas by as many with this configuration, behind a new gateway."""
         file = self.folder / "picker.yaml"
         file.write_text(config)
         former, self.pickers = self.pickers, []
@@ -426,23 +427,23 @@ class Seat:
         return await self.gateway.post("/v1/completions", content=body, headers=headers or {})
 
     async def until_answered(self, status: int) -> None:
-        """Wait until a request is answered so."""
+        """Wait until a request is answered with `status`."""
         await until(self.ask, lambda answer: answer.status_code == status, what=f"an answer {status}")
 
     def load(self, clients: int = 8, tokens: int = 4) -> AbstractAsyncContextManager[Load]:
-        """Closed loops of `clients` while the context is open."""
+        """Send requests in closed loops of `clients` within the block."""
         assert self.gateway is not None
         url = str(self.gateway.base_url).rstrip("/")
         return closed_loop(url, clients=clients, make_request=lambda _, __: Request("hi", tokens))
 
     async def received(self, address: str) -> float:
-        """The requests that a model server has ended."""
+        """The number of requests that a model server has ended."""
         async with httpx.AsyncClient(trust_env=False) as client:
             page = (await client.get(f"http://{address}:{self.port}/metrics")).text
         return total(page, "vllm:request_success_total")
 
     async def everywhere(self, condition: Callable[[dict[str, str]], bool], what: str) -> None:
-        """Wait until the endpoints of every replica are as `condition` wants them."""
+        """Wait until `condition` holds for the endpoints of every replica, by address."""
 
         async def endpoints() -> list[dict[str, str]]:
             return [await picker.endpoints() for picker in self.pickers]
@@ -468,7 +469,7 @@ async def listens(host: str, port: int) -> bool:
 
 @contextlib.asynccontextmanager
 async def opened(folder: Path) -> AsyncIterator[Seat]:
-    """A seat that has a Redis, and no pickers and gateway yet. All of it ends with the block."""
+    """A seat with a Redis, without pickers and gateway at first. All its processes end with the block."""
     with redis_server(folder / "valkey") as valkey:
         here = Seat(folder, valkey, free_port(), tls=True)
         try:

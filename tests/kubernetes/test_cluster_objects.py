@@ -124,13 +124,13 @@ async def test_a_port_that_no_server_has_is_named_in_the_log_and_others_serve(
     empty: ApiServer, seat: Seat
 ) -> None:
     await seat.start_pod(empty, "only", HOST)
-    nobody = network.free_port()
-    empty.put_pool("llm", [nobody, seat.port], APP)
+    unused = network.free_port()
+    empty.put_pool("llm", [unused, seat.port], APP)
     await seat.everywhere(
-        lambda found: found == {f"{HOST}:{seat.port}": "ready", f"{HOST}:{nobody}": "down"},
-        "the port of nobody is down",
+        lambda found: found == {f"{HOST}:{seat.port}": "ready", f"{HOST}:{unused}": "down"},
+        "the unused port is down",
     )
-    assert any(f"scraping {HOST}:{nobody} fails" in picker.log.read_text() for picker in seat.pickers)
+    assert any(f"scraping {HOST}:{unused} fails" in picker.log.read_text() for picker in seat.pickers)
     assert [(await seat.ask()).status_code for _ in range(20)] == [200] * 20
 
 
@@ -148,8 +148,8 @@ async def test_the_api_server_refuses_an_empty_selector_and_service_goes_on(
 
 
 class Publisher(InferenceObjects):
-    """The replica of a fleet that writes conditions. `fault` is what it finds in every object of its pool, as
-    another version might; `looked` counts how often it has looked at them."""
+    """The replica of a fleet that writes conditions. It finds `fault` in every object of its pool, as another
+    version might. `looked` counts its looks at them."""
 
     def __init__(self, fleet: str, fault: str = "", pool: str = "llm") -> None:
         super().__init__(pool, NAMESPACE, fleet=fleet, report=lambda *found: None, publishes=lambda: True)

@@ -1,6 +1,6 @@
-"""What the extension's conformance suite asks of an endpoint picker: see docs/conformance.md.
+"""The requirements of the extension's conformance suite for an endpoint picker: see docs/conformance.md.
 
-The servers are of the kind that the suite has: they answer any path and have no metrics page.
+The servers are like the suite's: they answer any path and have no metrics page.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ HOSTS = ("127.0.0.41", "127.0.0.42", "127.0.0.43")
 OTHER_HOSTS = ("127.0.0.44", "127.0.0.45", "127.0.0.46")
 APP, OTHER_APP = {"app": "primary"}, {"app": "secondary"}
 REQUESTS, AT_ONCE = 100, 10
-# How the suite runs its picker: flags besides pool and ports, configuration, rights to list and watch.
+# The suite's picker: flags besides pool and ports, configuration, rights to list and watch.
 SUITE_FLAGS = ("--v", "4", "--config-file", "{file}")
 SUITE_PLUGINS = {
     "apiVersion": "inference.networking.x-k8s.io/v1alpha1",
@@ -51,7 +51,7 @@ def addresses(hosts: Sequence[str], ports: Sequence[int]) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """A cluster, what runs around it, and servers."""
+    """A cluster, the pickers and gateways around it, and servers."""
 
     cluster: ApiServer
     seat: Seat
@@ -69,7 +69,7 @@ class Site:
     def put_pool(
         self, hosts: Sequence[str], ports: Sequence[int], name: str, labels: Mapping[str, str]
     ) -> None:
-        """A pool of pods at `hosts`."""
+        """Create a pool with pods at `hosts`."""
         for number, host in enumerate(hosts):
             self.cluster.put_pod(f"{name}-{number}", host, labels)
         self.cluster.put_pool(name, ports, labels)
@@ -82,7 +82,7 @@ class Site:
         labels: Mapping[str, str] = APP,
         replicas: int = 2,
     ) -> list[int]:
-        """The ports of `replicas` pickers that know a pool of pods at `hosts`."""
+        """Start `replicas` pickers, which know a pool of pods at `hosts`. Returns their ports."""
         ports = ports or [self.port]
         self.put_pool(hosts, ports, name, labels)
         config = self.cluster.kubeconfig("admin")
@@ -97,7 +97,7 @@ class Site:
     async def gateway(
         self, hosts: Sequence[str] = HOSTS, ports: Sequence[int] = (), **how: Any
     ) -> httpx.AsyncClient:
-        """A gateway before pickers of a pool of servers at `hosts`."""
+        """Start servers at `hosts`, the pickers of their pool, and a gateway in front."""
         await self.listen(hosts, ports or [self.port])
         await self.pickers(hosts, ports, **how)
         return await self.seat.start_gateway()
@@ -115,7 +115,7 @@ async def ask(gateway: httpx.AsyncClient, headers: Mapping[str, str] | None = No
 async def served(
     gateway: httpx.AsyncClient, headers: Mapping[str, str], requests: int = REQUESTS
 ) -> Counter[str]:
-    """Who answered `requests` requests, none of which may fail."""
+    """Send `requests` requests, none of which may fail. Returns the number of answers of each server."""
     places = asyncio.Semaphore(AT_ONCE)
 
     async def one() -> str:
@@ -201,7 +201,7 @@ async def test_the_gateways_subset_hint_is_obeyed_strictly(site: Site) -> None:
         assert (await ask(gateway, nothing)).status_code == 503
     assert (await gateway.get("/any", headers=subset(third))).headers["x-served-by"] == third
     assert (await gateway.get("/any", headers=subset())).status_code == 503
-    # What is not ready is not eligible, even if the hint has nothing else.
+    # An endpoint that is not ready is not eligible, even if the hint names no other.
     site.cluster.set_ready("primary-0", HOSTS[0], ready=False)
     await site.seat.everywhere(lambda found: found[first] != "ready", "the first one drains")
     assert (await ask(gateway, subset(first))).status_code == 503
@@ -236,7 +236,7 @@ async def test_a_gateway_that_fails_open_serves_on_without_pickers_and_follows_t
         assert (await served(gateway, chosen, 5)).keys() == {first}
 
     async def answers() -> list[tuple[int, str | None]]:
-        """The status, and who the picker says has served, by each gateway."""
+        """The status, and the serving endpoint that the picker reports, by gateway."""
         both = [await ask(gateway, chosen) for gateway in (opening, closing)]
         return [(answer.status_code, answer.headers.get(TOLD)) for answer in both]
 

@@ -46,12 +46,12 @@ def namespace(fresh: ApiServer) -> Iterator[ApiServer]:
 
 
 def helm(server: ApiServer, *words: str) -> str:
-    """What helm prints, as an administrator."""
+    """Run helm as an administrator; return its output."""
     return run(server, built()[1], "--namespace", NAMESPACE, *words)
 
 
 def kubectl(server: ApiServer, *words: str) -> str:
-    """What kubectl prints, as an administrator."""
+    """Run kubectl as an administrator; return its output."""
     return run(server, built()[2], *words)
 
 

@@ -21,7 +21,7 @@ async def until_ready(picker: Picker, port: int, name: str, hosts: Sequence[str]
 
 
 async def served(gateway: httpx.AsyncClient) -> set[str]:
-    """The hosts that answer 20 requests, none of which may fail."""
+    """Send 20 requests, none of which may fail. Returns the hosts that answered."""
     answers = [await gateway.post("/v1/completions", json=ASK) for _ in range(20)]
     assert [answer.text for answer in answers if answer.status_code != 200] == []
     return {answer.headers["x-served-by"].split(":")[0] for answer in answers}
@@ -41,7 +41,7 @@ async def test_two_inference_pools_have_their_own_pods_behind_one_fleet(
         return {"discovery": {"kubernetes": {"pool": pool, "namespace": NAMESPACE}}}
 
     for number, port in enumerate(own_ports):
-        # One whose InferencePool nobody has made has no endpoints, and keeps no replica from being ready.
+        # A pool without an InferencePool has no endpoints; its replicas are ready nevertheless.
         pools = {"chat": None, "batch": {**discovered("batch"), "listen": f"{LOOPBACK}:{port}"}}
         pools["absent"] = discovered("absent")
         file = tmp_path / f"pools-{number}.yaml"
@@ -58,7 +58,7 @@ async def test_two_inference_pools_have_their_own_pods_behind_one_fleet(
     assert await served(chat) == set(HOSTS["chat"])
     assert await served(batch_gateway) == set(HOSTS["batch"])
 
-    # What happens to the pods of one pool is nothing to the other.
+    # A change of one pool's pods does not affect the other.
     empty.set_ready("batch-0", HOSTS["batch"][0], ready=False)
     for picker in bare.pickers:
         await until_ready(picker, bare.port, "batch", HOSTS["batch"][1:])

@@ -78,7 +78,7 @@ def check_history(
             resumed += 1
             ends[request] = proper
         if not ends[request]:
-            faults.append(f"{request} was served and the log knows no end of it")
+            faults.append(f"{request} was served and has no end in the log")
         elif len(ends[request]) > 1 or ends[request][-1] not in may_end:
             steps = [
                 f"{entry['event']} at {entry['time_us']}" for entry in log if entry["request"] == request

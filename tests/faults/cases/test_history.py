@@ -39,7 +39,7 @@ def faults(answers: Sequence[Answer], log: Sequence[Mapping[str, str]], **option
 
 
 FAULTY = [
-    ([served()], [], "knows no end"),
+    ([served()], [], "has no end"),
     ([served()], lifecycle_log("completed", "completed"), "ended as"),
     ([served()], lifecycle_log("cancelled"), "ended as"),
     ([served(), served()], lifecycle_log("completed"), "as another does"),
