@@ -26,6 +26,7 @@ from picker_fleet.admin.protection import (
     Refused,
     Tokens,
     add_problem_documents,
+    address_of,
     within,
 )
 from picker_fleet.admin.views import FleetLists, FleetView
@@ -230,9 +231,7 @@ def _add_metrics(app: FastAPI, text: MetricsText) -> None:
     @app.get("/metrics", tags=["metrics"], summary="Metrics", response_class=Response, responses=_METRICS)
     async def read(request: Request) -> Response:
         """The Prometheus text: rendered once a second at most, the same for all readers."""
-        content = await within(
-            2 * MAX_METRICS_AGE_S, text.read(request.client.host if request.client else "")
-        )
+        content = await within(2 * MAX_METRICS_AGE_S, text.read(address_of(request)))
         return Response(content, headers={"content-type": CONTENT_TYPE_LATEST})
 
 
@@ -330,7 +329,7 @@ def _add_events(routes: APIRouter, events: Events) -> None:
     @routes.get("/events", summary="Snapshots, each second", response_class=Response, responses=_EVENTS)
     async def stream(request: Request) -> EventStream:
         """Snapshots and decisions as they are made, until the client disconnects."""
-        listener = events.join(request.client.host if request.client else "")
+        listener = events.join(address_of(request))
         if listener is None:
             detail = (
                 "this replica has as many listeners, or as many of this address, as it takes; ask another"

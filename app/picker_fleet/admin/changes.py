@@ -15,7 +15,7 @@ from fastapi import APIRouter, HTTPException, Path, Request
 from starlette.requests import ClientDisconnect
 
 from picker_fleet.admin import models
-from picker_fleet.admin.protection import Deadlines, Refused, within
+from picker_fleet.admin.protection import Deadlines, Refused, address_of, within
 from picker_fleet.domain.config import Settings
 from picker_fleet.domain.errors import ConfigError, RequestError, StateUnavailable
 from picker_fleet.domain.units import without_secrets
@@ -114,10 +114,9 @@ class FleetControls:
         return made
 
     async def _note(self, request: Request, outcome: str) -> None:
-        caller, path = request.state.caller, request.scope["path"]
-        address = request.client.host if request.client is not None else ""
+        caller, address = request.state.caller, address_of(request)
         detail = getattr(request.state, "detail", "")[:_MOST_DETAIL]
-        what = f"{request.method} {path}"
+        what = f"{request.method} {request.scope['path']}"
         _log.warning("change by %s from %s: %a %a: %s", caller, address, what, detail, outcome)
         change = models.Change(
             at=time.time(), by=caller, address=address, change=what, detail=detail, outcome=outcome

@@ -78,6 +78,11 @@ async def within(limit_s: float, answer: Awaitable[_T]) -> _T:
         raise StateUnavailable(f"the shared state did not answer within {limit_s:g} s") from None
 
 
+def address_of(request: Request) -> str:
+    """The client's address; '' if the server does not know it."""
+    return request.client.host if request.client is not None else ""
+
+
 class Refused(HTTPException):
     """A call is refused; `code` names the reason."""
 
@@ -150,8 +155,7 @@ class RateLimit:
 
     async def __call__(self, request: Request) -> None:
         """Return if the client is within its rate; otherwise raise Refused 429 after a delay."""
-        host = request.client.host if request.client is not None else ""
-        wait_s = self._rates.take(host, 1 if request.method in _READ_METHODS else CHANGE_COST)
+        wait_s = self._rates.take(address_of(request), 1 if request.method in _READ_METHODS else CHANGE_COST)
         if wait_s:
             await self._sleep(_REFUSAL_DELAY_S)
             limit = f"{self._per_s:g} calls a second from one client (a change counts as {CHANGE_COST})"
@@ -312,7 +316,7 @@ class Access:
     ) -> None:
         """Return if the call is allowed; otherwise raise HTTPException 401 (no valid token) or 403 (the
         token's role is too low, or the client is not on this machine)."""
-        request.state.caller = address = request.client.host if request.client is not None else ""
+        request.state.caller = address = address_of(request)
         request.state.may_go_on = lambda: True
         fault: HTTPException | None = None
         if self._tokens.needed:
@@ -340,9 +344,7 @@ class Access:
 def _is_local(request: Request) -> bool:
     """Whether the caller is a process on this machine, and neither a proxy nor a browser that shows a foreign
     web page."""
-    if request.client is None or not is_loopback(request.client.host):
-        return False
-    if any(name in request.headers for name in _PROXY_HEADERS):
+    if not is_loopback(address_of(request)) or any(name in request.headers for name in _PROXY_HEADERS):
         return False
     # A foreign web page can make a local browser send this call; Host or Origin then names that page.
     authority, origin = request.headers.get("host", ""), request.headers.get("origin")

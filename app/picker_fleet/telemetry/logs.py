@@ -125,9 +125,8 @@ class OneASecond(logging.Filter):
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
         self._clock = clock
-        self._kinds: dict[
-            tuple[str, object], tuple[float, int]
-        ] = {}  # time of the last line, records dropped since
+        # By kind: the time of the last line, and how many records were dropped since.
+        self._kinds: dict[tuple[str, object], tuple[float, int]] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:
         if record.levelno < logging.INFO or record.name == _log.name:
@@ -148,9 +147,8 @@ class OneASecond(logging.Filter):
 
     def _repeat_later(self, record: logging.LogRecord) -> None:
         """Write `record` after a second, unless a further line of its kind was written."""
-        with contextlib.suppress(
-            RuntimeError
-        ):  # outside an event loop only the next line of the kind has the count
+        # Outside an event loop only the next line of the kind has the count.
+        with contextlib.suppress(RuntimeError):
             asyncio.get_running_loop().call_later(1.0, self._repeat, record)
 
     def _repeat(self, record: logging.LogRecord) -> None:
