@@ -104,7 +104,9 @@ class Pool:
 
         # What the replica knows
         self.fleet, self.heartbeat_now = KnownFleet(settings), HeartbeatTrigger()
-        self.endpoints, self.signing = SnapshotCell(), Keyring()
+        # The leader may be waiting for Envoys to acknowledge the endpoints.
+        self.endpoints = SnapshotCell(on_acknowledged=partial(self.heartbeat_now, full=False))
+        self.signing = Keyring()
         self.readings = MetricsCache(settings.scraping.stale_after, clock)
         self.metrics = Metrics((model.name for model in settings.models), self._labels, bands)
         self.metrics.follow_bodies(bodies)

@@ -157,7 +157,7 @@ async def test_route_and_metrics_streams_notice_that_their_server_vanished(betwe
     routes.share()
     readings = MetricsChannel(url, pool, "a", now_ms=lambda: int(clock() * 1000), deadline_s=5.0)
     links: list[float] = []
-    following = readings.follow(lambda *_: None, on_subscribed=lambda: links.append(clock()), check_s=SHORT_S)
+    following = readings.follow(lambda sender, *_: sender or links.append(clock()), check_s=SHORT_S)
     async with background(routes.run(), following):
         await routes.caught_up()
         await until(lambda: links)

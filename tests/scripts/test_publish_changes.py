@@ -7,7 +7,7 @@ import pytest
 from script_fleet import SETTINGS, Fleet, Replica, addresses, running, until
 
 from picker_fleet.domain.request import Endpoint
-from picker_fleet.fleet.heartbeat import acknowledged
+from picker_fleet.fleet.publisher import acknowledged
 from picker_fleet.state.store import Store, name_of
 
 _ROOM = {**SETTINGS, "upper_per": 2, "lower_per": 1}

@@ -31,9 +31,7 @@ class Follower:
         self.suspects += suspects
         self.batches.append((sender, readings))
         self.readings.update(readings)
-
-    def link(self) -> None:
-        self.links += 1
+        self.links += sender is None
 
 
 @asynccontextmanager
@@ -51,7 +49,7 @@ async def opened(
 async def following(channel: MetricsChannel) -> AsyncIterator[Follower]:
     """A follower of `channel` that has caught up."""
     follower = Follower()
-    task = asyncio.create_task(channel.follow(follower.take, on_subscribed=follower.link, check_s=10))
+    task = asyncio.create_task(channel.follow(follower.take, check_s=10))
     try:
         await until(lambda: follower.links == 1)
         yield follower

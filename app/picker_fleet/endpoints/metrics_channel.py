@@ -151,21 +151,17 @@ class MetricsChannel:
         self,
         on_readings: Callable[[str | None, Mapping[str, EndpointMetrics], Sequence[str]], None],
         *,
-        on_subscribed: Callable[[], None],
         check_s: float = CHECK_S,
     ) -> None:
-        """Pass readings to `on_readings` until cancelled: stored readings (sender None), and messages with
-        their suspects. For this replica's own messages only the sender is passed on.
-
-        Reconnects after a fault (state/subscriptions.py). After each SUBSCRIBE the stored readings are read,
-        and then `on_subscribed` is called.
+        """Pass readings to `on_readings` until cancelled: messages with their sender and suspects, and the
+        stored readings with sender None after each SUBSCRIBE. For this replica's own messages only the sender
+        is passed on. Reconnects after a fault (state/subscriptions.py).
         """
 
         async def catch_up() -> None:
             # Read the stored readings after SUBSCRIBE, so that no message in between is missed.
             on_readings(None, await self.stored(), ())
             self._fault_logged = False
-            on_subscribed()
 
         def take(text: bytes) -> None:
             if text.startswith(self._own):

@@ -16,6 +16,7 @@ import hashlib
 import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 
 from picker_fleet.background import keep
 from picker_fleet.domain.errors import StateUnavailable
@@ -29,13 +30,7 @@ from picker_fleet.endpoints.snapshot import SnapshotCell
 
 
 def assigned_replica(address: str, replicas: Sequence[str]) -> str:
-    """The replica that scrapes `address`; the order of `replicas` does not matter.
-
-    Raises:
-        ValueError: `replicas` is empty.
-    """
-    if not replicas:
-        raise ValueError("no replica can own an endpoint: there are no replicas")
+    """The replica that scrapes `address`; the order of `replicas`, at least one, does not matter."""
     return max(replicas, key=lambda replica: (_weight(address, replica), replica))
 
 
@@ -172,24 +167,22 @@ class ScrapingTask:
 
     async def run(self) -> None:
         """Scrape, publish and subscribe until cancelled. Redis faults are retried, never raised."""
+        follow = partial(self._channel.follow, self._on_readings)
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(keep("scraper", self._scraper.run), name="scraper")
-                tasks.create_task(keep("metrics-channel", self._follow), name="metrics-channel")
+                tasks.create_task(keep("metrics-channel", follow), name="metrics-channel")
                 tasks.create_task(keep("scraping-assignment", self._look_forever), name="scraping-assignment")
         finally:
             with contextlib.suppress(Exception):
                 await asyncio.shield(self._channel.close())
 
-    async def _follow(self) -> None:
-        await self._channel.follow(
-            self._on_readings, on_subscribed=lambda: self._scrapers.on_subscribed(self._clock())
-        )
-
     def _on_readings(
         self, sender: str | None, readings: Mapping[str, EndpointMetrics], suspects: Sequence[str]
     ) -> None:
-        if sender is not None:
+        if sender is None:
+            self._scrapers.on_subscribed(self._clock())
+        else:
             self._scrapers.seen(sender, self._clock())
         if readings:
             self._readings.update(readings)

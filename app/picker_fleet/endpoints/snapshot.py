@@ -30,13 +30,16 @@ class SnapshotCell:
     `on_acknowledged` is called after each change of `acknowledged`. `clock` is in seconds.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.monotonic,
+        on_acknowledged: Callable[[], object] = lambda: None,
+    ) -> None:
+        self._clock, self._on_acknowledged = clock, on_acknowledged
         self.current = Snapshot(version="", endpoints=())  # set by `publish` alone
         self._changed = asyncio.Event()
         self._removed: dict[str, float] = {}  # address of a removed endpoint -> listed until; oldest first
         self._acknowledged: dict[object, str] = {}  # Envoy that follows this replica -> its version
-        self.on_acknowledged: Callable[[], object] = lambda: None
 
     def acknowledge(self, envoy: object, version: str | None) -> None:
         """Note that `envoy`, which follows this replica, has the endpoints of `version` ('': none yet); with
@@ -47,7 +50,7 @@ class SnapshotCell:
         else:
             self._acknowledged[envoy] = unmarked(version)
         if self.acknowledged != before:
-            self.on_acknowledged()
+            self._on_acknowledged()
 
     @property
     def acknowledged(self) -> str | None:

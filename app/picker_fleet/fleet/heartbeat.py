@@ -194,7 +194,6 @@ class Membership:
         self._state: SharedState | None = None  # read last, at `_read_s`
         self._read_s = -math.inf
         self._follow_up: asyncio.TimerHandle | None = None
-        endpoints.on_acknowledged = self._on_acknowledged
 
     def leads(self) -> bool:
         """Whether this replica is the leader, which writes for the whole fleet."""
@@ -255,9 +254,6 @@ class Membership:
         if self._follow_up is not None:
             self._follow_up.cancel()
         self._look_later(_LOOKS)
-
-    def _on_acknowledged(self) -> None:
-        self.heartbeat_now(full=False)  # the leader may be waiting for the acknowledgement
 
     def _look_later(self, looks: int) -> None:
         after_s = _ACKNOWLEDGED_LOOK_S if self._publisher.awaits_envoys else _OTHERS_PUBLISH_S
@@ -336,7 +332,7 @@ class Membership:
         self.refusal = self._fault = ""
         if self._publisher.awaits_envoys and (pulse.leader or pulse.epoch == UNKNOWN):
             state = await self._read()
-            self._publisher.acknowledged(self._endpoints.current, acknowledged(state.pool))
+            self._publisher.acknowledged(self._endpoints.current, state.pool)
         if self._publisher.is_due(pulse):
             with contextlib.suppress(WritesRefused):  # the published state stays valid, and heartbeats go on
                 rebuilt = await self._publisher.publish(pulse)
@@ -472,8 +468,3 @@ def _unseen_s(leases: Leases) -> float:
     signs of life, and a margin for a busy machine."""
     interval_s = max(leases.access_log_interval, leases.inflight / _RENEWALS)
     return interval_s + max(1.0, interval_s / 4)
-
-
-def acknowledged(pool: PoolState) -> Sequence[str]:
-    """For each replica that serves Envoys over EDS, the version of the endpoints that all of them have."""
-    return [version for about in pool.about.values() if isinstance(version := about.get("eds"), str)]

@@ -14,6 +14,7 @@ from picker_fleet.domain.errors import ConfigError
 from picker_fleet.domain.request import Endpoint
 from picker_fleet.endpoints.snapshot import Snapshot, unmarked
 from picker_fleet.fleet import live_config
+from picker_fleet.state.pool_state import PoolState
 from picker_fleet.state.store import HeartbeatReply, Rebuilt, Store
 
 _RECENT = 64  # discovered lists that a `Publisher` keeps
@@ -58,9 +59,10 @@ class Publisher:
         """Whether this replica publishes some new endpoints as draining because Envoys may not know them."""
         return bool(self._new)
 
-    def acknowledged(self, snapshot: Snapshot, versions: Sequence[str]) -> None:
+    def acknowledged(self, snapshot: Snapshot, pool: PoolState) -> None:
         """Stop draining new endpoints that all Envoys know, or that have waited for 5 s. `snapshot` has the
-        published endpoints, `versions` the version that the Envoys of each replica have acknowledged."""
+        published endpoints, `pool` what the Envoys of each replica have acknowledged."""
+        versions = acknowledged(pool)
         is_known = set(versions) <= {unmarked(snapshot.version)}
         known = {each.address for each in snapshot.endpoints} if is_known else set()
         # Without versions no Envoy gets its endpoints from the fleet, so none will acknowledge.
@@ -162,3 +164,8 @@ class Publisher:
             if current.changes and wanted != {name: current.overrides.get(name) for name in wanted}:
                 await self._store.set_live_config(live_config.replacing(current.overrides, wanted), {})
         return rebuilt
+
+
+def acknowledged(pool: PoolState) -> Sequence[str]:
+    """For each replica that serves Envoys over EDS, the version of the endpoints that all of them have."""
+    return [version for about in pool.about.values() if isinstance(version := about.get("eds"), str)]
