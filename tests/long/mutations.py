@@ -35,7 +35,7 @@ class Mutation(NamedTuple):
 _RULES, _LEASES, _IN_FAILOVER = (
     "tests/model/test_rules.py",
     "tests/scripts/test_leases.py",
-    "tests/unit/test_failover_gate.py",
+    "tests/unit/test_outages.py",
 )
 MUTATIONS = (
     Mutation(

@@ -12,7 +12,7 @@ import random
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from typing import Any, NamedTuple, cast
 
-from failover_bench import PULSE, admission_over
+from admission_bench import PULSE, admission_over
 from script_fleet import ask, ended
 
 from picker_fleet.admission.admission import Admission

@@ -6,9 +6,9 @@ import itertools
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from typing import Any
 
+from admission_bench import admission_over
 from choosers import chooser_of
 from decision_ledger import Ledger
-from failover_bench import admission_over
 from members import member_of
 from packed import counters
 from redis import exceptions as redis_errors

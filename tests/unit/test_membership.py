@@ -7,9 +7,9 @@ from dataclasses import replace
 from typing import Any, cast
 
 import pytest
+from admission_bench import admission_over
 from background import running, until
 from clocks import Clock
-from failover_bench import admission_over
 from members import member_of
 from metrics_page import samples
 from scripted_store import POOL, ScriptedStore

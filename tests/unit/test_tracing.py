@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import pytest
-from failover_bench import admission_over
+from admission_bench import admission_over
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from scripted_store import ScriptedStore, answered

@@ -299,7 +299,8 @@ class Failover:
             return
         if before is _SHARED:
             outage = self.begin_outage()
-            self._start(outage.transfer.run, "budget-transfer")
+            transfer = BudgetTransfer(outage.gate, self._peer_client, self._peers.addresses)
+            self._start(transfer.run, "budget-transfer")
             self._start(partial(self._recover_budget, outage), "budget-recovery")
         elif after is _LOCAL:
             self.abort_resync()
@@ -320,11 +321,9 @@ class Failover:
         free = (0.0 if newcomer else self._own_part(stock)) - self.prepaid
         gate = LocalGate(self._metrics, free, pulse.upper, rules_of(config, live), paused=pulse.paused)
         picker = LocalPicker(self._chooser, self._endpoints, self._fleet.in_flight, self._clock)
-        transfer = BudgetTransfer(gate, self._peer_client, self._peers.addresses)
         outage = Outage(
             gate,
             picker,
-            transfer,
             self.ledger,
             pulse.upper,
             pulse.upper / live,

@@ -9,7 +9,7 @@ import enum
 import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, TypedDict
+from typing import Any, TypedDict
 
 import msgspec
 
@@ -104,17 +104,6 @@ def released_by_end(entry: Entry | None, token: str) -> float | None:
     if entry is None or not (entry.withdrawn or entry.is_local):
         return accounting_token.cost_of(token)
     return None if entry.withdrawn else entry.cost
-
-
-class Running(NamedTuple):
-    """A request in flight, as a resync reports it to Redis. `attempt` is None unless this replica placed the
-    request. `seen_s` is the time of its last sign of life or, without one, of its placement."""
-
-    id: str
-    attempt: str | None
-    served: str
-    accounting_token: str
-    seen_s: float
 
 
 class Ledger:
@@ -237,17 +226,13 @@ class Ledger:
         """The requests that were placed or seen, or that ended, in the present outage."""
         return [entry for entry in self._entries.values() if entry.journaled]
 
-    def in_flight(self, since_s: float) -> list[Running]:
+    def in_flight(self, since_s: float) -> list[Entry]:
         """The journal's requests that are presumed running: placed here or seen since `since_s`.
 
         Longer-silent requests may have ended at another replica. If such a request runs, the replica that
         receives its next sign of life restores it.
         """
-        return [
-            Running(entry.id, entry.attempt, entry.served, entry.token, entry.seen_s)
-            for entry in self.journal()
-            if entry.running and entry.seen_s >= since_s
-        ]
+        return [entry for entry in self.journal() if entry.running and entry.seen_s >= since_s]
 
     def ended_since(self, since_s: float) -> list[Entry]:
         """The requests with an accounting token whose end was received since `since_s`."""

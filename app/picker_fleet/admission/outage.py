@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 from picker_fleet.admission.ledger import Entry, Ledger, released_by_end
 from picker_fleet.admission.local_gate import LocalGate, LocalPicker
-from picker_fleet.admission.peers import BudgetTransfer
 from picker_fleet.domain.errors import ScriptFailed
 from picker_fleet.domain.request import Alive, Completion, InferenceRequest, Placement
 from picker_fleet.state import accounting_token
@@ -61,7 +60,6 @@ class Outage:
 
     gate: the requests that wait here, and the remaining budget for starting requests.
     picker: chooses their endpoints, and counts requests by endpoint.
-    transfer: gets budget from the other replicas while requests wait.
     ledger: its journaled entries were started, seen or ended during the outage; a resync reports each once.
     bound, share: the fleet's bound of the stock, and this replica's share of the bound.
     clock: in seconds; `began_ms` is the start of the outage by the clock of the shared state.
@@ -72,7 +70,6 @@ class Outage:
 
     gate: LocalGate
     picker: LocalPicker
-    transfer: BudgetTransfer
     ledger: Ledger
     bound: float
     share: float
@@ -80,12 +77,13 @@ class Outage:
     before: dict[str, float]
     ended_before: frozenset[str]
     began_ms: int
+    initial_free: float = 0.0
     resync: Resync | None = None
     resync_attempted: bool = False
     placed: int = 0  # requests placed during the outage
 
     def __post_init__(self) -> None:
-        self.initial_free, self.began_s = self.gate.free, self.clock()
+        self.began_s = self.clock()
         self.ledger.begin_outage()
 
     @property
@@ -166,10 +164,9 @@ class Outage:
         running = self.ledger.in_flight(self.clock() - unseen_s(report_s))
         for at in range(0, len(running), _CHUNK):
             answers = [
-                store.renew(
-                    each.id, each.attempt, each.served, each.accounting_token, self.clock() - each.seen_s
-                )
+                store.renew(each.id, each.attempt, each.served, each.token, self.clock() - each.seen_s)
                 for each in running[at : at + _CHUNK]
+                if each.running  # otherwise it ended during the resync
             ]
             for answer in answers:
                 with contextlib.suppress(ScriptFailed):  # the next sign of life restores that request

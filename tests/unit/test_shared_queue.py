@@ -4,8 +4,8 @@ import asyncio
 from typing import Any, cast
 
 import pytest
+from admission_bench import admission_over
 from background import until
-from failover_bench import admission_over
 from local_requests import ask as any_ask
 from metrics_page import samples
 from scripted_store import ScriptedStore

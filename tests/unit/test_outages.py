@@ -6,8 +6,8 @@ from dataclasses import replace
 from unittest.mock import AsyncMock
 
 import pytest
+from admission_bench import E1, E2, FULL, PULSE, QUEUED, Bench, NoPeers, resyncing, returned, watched
 from background import running, until
-from failover_bench import E1, E2, FULL, PULSE, QUEUED, Bench, NoPeers, resyncing, returned, watched
 from metrics_page import samples
 
 from picker_fleet import background
