@@ -4,10 +4,11 @@ import asyncio
 import json
 import signal
 import subprocess
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import h11
+import httpx
 import psutil
 import pytest
 
@@ -88,47 +89,32 @@ async def test_http_client_gets_a_completion(any_mode: Any) -> None:
     assert set(picked) <= addresses
 
 
-async def asked(url: str, words: int, pieces: int, *, sized: bool, trailer: bool = False) -> tuple[int, Any]:
-    """Send a prompt of `words` in `pieces`; return the answer's status and body."""
-    host, _, port = url.removeprefix("http://").partition(":")
+async def asked(client: httpx.AsyncClient, words: int, pieces: int, *, sized: bool) -> httpx.Response:
+    """The answer to a prompt of `words` sent in `pieces`, with a content-length if `sized`, else chunked."""
     body = json.dumps({"model": "llama", "prompt": "word " * words, "max_tokens": 2}).encode()
-    framing = ("content-length", str(len(body))) if sized else ("transfer-encoding", "chunked")
-    fields = [("host", "fleet"), ("content-type", "application/json"), framing]
-    client, size = h11.Connection(h11.CLIENT), -(-len(body) // pieces)
-    reader, writer = await asyncio.open_connection(host, int(port))
-    async with asyncio.timeout(30):
-        for event in (
-            h11.Request(method="POST", target="/v1/completions", headers=fields),
-            *(h11.Data(data=body[at : at + size]) for at in range(0, len(body), size)),
-            h11.EndOfMessage(headers=[("x-trailer", "yes")] if trailer else []),
-        ):
-            writer.write(client.send(event) or b"")
-            await writer.drain()
+    size = -(-len(body) // pieces)
+
+    async def parts() -> AsyncIterator[bytes]:
+        for at in range(0, len(body), size):
+            yield body[at : at + size]
             await asyncio.sleep(0.02)  # so that the picker gets each piece as its own message
-        status, said = 0, b""
-        while not isinstance(event := client.next_event(), h11.EndOfMessage):
-            if event is h11.NEED_DATA:
-                client.receive_data(await reader.read(65_536))
-            elif isinstance(event, h11.Response):
-                status = event.status_code
-            elif isinstance(event, h11.Data):
-                said += event.data
-    writer.close()
-    return status, json.loads(said)
+
+    headers = {"content-type": "application/json", **({"content-length": str(len(body))} if sized else {})}
+    return await client.post("/v1/completions", content=parts(), headers=headers)
 
 
 @pytest.mark.parametrize("words", [10, 20_000, 150_000])
 async def test_bodies_arrive_whole_in_every_framing(any_mode: Any, words: int) -> None:
-    # Whole or in pieces, with or without a content-length, and with trailers.
-    forms = ((1, True, False), (3, True, False), (3, False, False), (3, False, True))
-    answers = [
-        await asked(any_mode.url, words, pieces, sized=sized, trailer=trailer)
-        for pieces, sized, trailer in forms
-    ]
+    # With trailers: tests/fleet/test_real_clients.py
+    async with any_mode.client() as client:
+        answers = [
+            await asked(client, words, pieces, sized=sized)
+            for pieces, sized in ((1, True), (3, True), (1, False), (3, False))
+        ]
     # The model server read the same prompt each time.
-    assert [status for status, _ in answers] == [200] * 4
-    assert len({said["usage"]["prompt_tokens"] for _, said in answers}) == 1
-    assert answers[0][1]["usage"]["prompt_tokens"] >= words
+    assert [answer.status_code for answer in answers] == [200] * 4
+    (tokens,) = {answer.json()["usage"]["prompt_tokens"] for answer in answers}
+    assert tokens >= words
 
 
 async def test_openai_client_gets_answers_streamed_and_not(any_mode: Any) -> None:

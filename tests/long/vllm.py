@@ -19,6 +19,7 @@ from typing import Any
 import httpx
 import yaml
 from crowd import http_client
+from fleet_load import metric
 
 from bench.rig.fleet import RunningFleet, picker_up
 from long.findings import Findings
@@ -246,7 +247,7 @@ async def prefix_hits_rise(fleet: Fleet) -> str:
 
 async def _tokens(fleet: Fleet) -> list[float]:
     """The prompt and completion tokens that the fleet has counted."""
-    return [await fleet.counted(f"epp_{what}_tokens_total") for what in ("input", "output")]
+    return [await metric(fleet, f"epp_{what}_tokens_total") for what in ("input", "output")]
 
 
 async def _charged(fleet: Fleet, *, streamed: bool) -> str:
@@ -273,7 +274,7 @@ async def errors_pass(fleet: Fleet) -> str:
     """Errors of vLLM reach the client unchanged, and the fleet counts them."""
     seen = []
     for prompt, model, status in ((text(MAX_TOKENS + 50), BASE, 400), (text(20), "unknown", 404)):
-        before = await fleet.counted("epp_responses_total", status=str(status))
+        before = await metric(fleet, "epp_responses_total", status=str(status))
         through = await fleet.ask(prompt, model=model)
         url = f"http://{fleet.servers[0].address}{_COMPLETIONS}"
         direct = await fleet.client.post(url, json=body(prompt, model, 4))
@@ -283,7 +284,7 @@ async def errors_pass(fleet: Fleet) -> str:
             raise Failed(f"vLLM answered {through.status_code}, {status} was expected")
 
         async def counted(before: float = before, status: int = status) -> bool:
-            return await fleet.counted("epp_responses_total", status=str(status)) == before + 1
+            return await metric(fleet, "epp_responses_total", status=str(status)) == before + 1
 
         await _until(f"the {status} is counted", counted)
         seen.append(f"{status}")
