@@ -118,14 +118,8 @@ def run(args: argparse.Namespace) -> int:
 
 async def _run(args: argparse.Namespace, plan: Plan, folder: Path, shown: ProgressView) -> RunResult | None:
     """Run the load. Returns None if the run was interrupted before the load began."""
-    sessions: list[Session] = []
-
-    def interrupt() -> None:
-        if not any(session.stop() for session in sessions):
-            work.cancel()
-
-    work = asyncio.create_task(_load(args, plan, folder, shown, sessions))
-    on_signal(interrupt)
+    work = asyncio.create_task(_load(args, plan, folder, shown))
+    on_signal(work.cancel)
     try:
         with first_error():
             return await work
@@ -133,15 +127,21 @@ async def _run(args: argparse.Namespace, plan: Plan, folder: Path, shown: Progre
         return None
 
 
-async def _load(
-    args: argparse.Namespace, plan: Plan, folder: Path, shown: ProgressView, sessions: list[Session]
-) -> RunResult:
-    """Find or start the fleet, then add a session to `sessions` and run it."""
+async def _load(args: argparse.Namespace, plan: Plan, folder: Path, shown: ProgressView) -> RunResult:
+    """Find or start the fleet, then run a session with it. A signal cancels this until the load begins, and
+    then ends the load."""
+    work = asyncio.current_task()
+    assert work is not None
+
+    async def run(target: Target, fleet: OwnFleet | None) -> RunResult:
+        session = Session(plan, target, fleet, shown.show, shown.say)
+        on_signal(lambda: session.stop() or work.cancel())
+        return await session.run()
+
     found = await _found(args, plan)
     if found is not None:
         shown.say(f"{plan.scenario.name}: against the fleet at {found.url}")
-        sessions.append(Session(plan, found, None, shown.show, shown.say))
-        return await sessions[0].run()
+        return await run(found, None)
     sim = SimOptions(ttft_ms=TTFT_MS, itl_ms=ITL_MS, seed=args.seed)
     options = UpOptions(args.replicas or 3, args.endpoints or 4, args.mode or "lean", sim)
     shown.say(
@@ -154,8 +154,7 @@ async def _load(
         shown.say(f"dashboard: {target.admins[0]}")
         async with asyncio.TaskGroup() as tasks:
             watching = tasks.create_task(fleet.watch())
-            sessions.append(Session(plan, target, fleet, shown.show, shown.say))
-            evidence = await sessions[0].run()
+            evidence = await run(target, fleet)
             watching.cancel()
         return evidence
     finally:
