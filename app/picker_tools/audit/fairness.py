@@ -24,45 +24,69 @@ from picker_tools.audit.replay import (
     same,
 )
 
+_FREE_STARTS = 100  # as in lua/lib/queue.lua
 
-class VirtualTimes:
-    """The virtual time of each band.
+
+class Bands:
+    """The virtual time of each band, the order of its flow queues, and what its new flows are charged.
 
     A dispatch moves a band's virtual time up to the served start tag. While a band is idle, its virtual time
     may move to the highest finish tag. A rebase lowers it together with all tags. Nothing else moves it.
+
+    Flows that become backlogged and owe nothing for earlier service start at v. Each band charges them
+    together like one flow of weight 1; when too many have started, further flows start one share later
+    (docs/fairness.md, "Flows").
     """
 
     def __init__(self, finding: Finding, flow_queues: FlowQueues, first: float | None) -> None:
-        """`first`: the initial virtual time of each band; None: take the first logged value."""
+        """`first`: the initial virtual time and charge of each band; None: unknown. Then the first logged
+        virtual time is taken, and either start tag of a new flow is accepted."""
         self._finding = finding
         self._flow_queues = flow_queues
-        self._first = first
-        self._v: dict[int, float | None] = {}
+        self._first_v = self._first_charge = first
         self._knows_all = first is not None  # every flow queue was seen
+        self._v: dict[int, float | None] = {}
+        self._charged: dict[int, float | None] = {}
         self._idle: dict[int, bool] = {}  # whether nothing has waited or run since the band's last entry
+        # Flow queues by start tag: heaps that drop outdated items when they reach the top.
+        self._heaps: defaultdict[int, list[tuple[float, str]]] = defaultdict(list)
+
+    def v(self, band: int) -> float | None:
+        return self._v.get(band, self._first_v)
 
     def forget_flow_queues(self) -> None:
-        """From now on flow queues may have tags that the log has not shown."""
+        """From now on flow queues may have tags, and bands charges, that the log has not shown."""
         self._knows_all = False
-
-    def of(self, band: int) -> float | None:
-        return self._v.get(band, self._first)
+        self._first_charge = None
+        self._charged.clear()
 
     def collect(self, band: int) -> None:
-        self._v[band], self._idle[band] = 0.0, False
+        """Reset band number `band`, which is free: the next band with this number begins at 0."""
+        self._v[band], self._charged[band], self._idle[band] = 0.0, 0.0, False
+        for queue in self._flow_queues.of(band):
+            queue.tag = 0.0
+        self._reorder(band)
+
+    def rebase(self, band: int, by: float) -> None:
+        """Lower all tags of `band` by `by`; their differences stay the same."""
+        v, charged = self.v(band), self._charged.get(band, self._first_charge)
+        self._v[band] = None if v is None else v - by
+        self._charged[band] = None if charged is None else max(charged - by, 0.0)
+        for queue in self._flow_queues.of(band):
+            if queue.tag is not None:
+                queue.tag -= by
+        self._reorder(band)
 
     def accept(self, entry: Entry) -> None:
         """Take the virtual time of `entry` without checking it."""
         self._v[entry.band] = entry.v
-        self._record_idle(entry)
-
-    def rebase(self, band: int, by: float) -> None:
-        before = self.of(band)
-        self._v[band] = None if before is None else before - by
+        idle = entry.stock == 0 and entry.queued == 0
+        for band in {*self._v, entry.band}:
+            self._idle[band] = idle or (self._idle.get(band, False) and band != entry.band)
 
     def check(self, entry: Entry) -> float:
         """Check the virtual time of `entry`. Returns the virtual time before its decision."""
-        before = self.of(entry.band)
+        before = self.v(entry.band)
         idle = self._idle.get(entry.band, False)
         self.accept(entry)
         if before is None:
@@ -78,23 +102,16 @@ class VirtualTimes:
             )
         return entry.v
 
-    def _is_highest(self, entry: Entry) -> bool:
-        """Whether the virtual time of `entry` is the band's highest tag, as after the band was idle."""
-        tags = [queue.tag for queue in self._flow_queues.of(entry.band) if queue.tag is not None]
-        return not self._knows_all or same(max(tags, default=0.0), entry.v)
-
-    def _record_idle(self, entry: Entry) -> None:
-        idle = entry.stock == 0 and entry.queued == 0
-        for band in {*self._v, entry.band}:
-            self._idle[band] = idle or (self._idle.get(band, False) and band != entry.band)
-
-
-class TagOrder:
-    """The flow queues of each band by start tag: a heap that drops outdated items when they reach the top."""
-
-    def __init__(self, flow_queues: FlowQueues) -> None:
-        self._flow_queues = flow_queues
-        self._heaps: defaultdict[int, list[tuple[float, str]]] = defaultdict(list)
+    def start(self, band: int, v: float, share: float, shown: float | None) -> float:
+        """The start tag of a new flow whose next request costs `share`; `shown` is the logged start tag."""
+        charged = self._charged.get(band, self._first_charge)
+        if charged is None:
+            return v + share if shown is not None and same(shown, v + share) else v
+        charged_to = max(charged, v)
+        if charged_to - v >= _FREE_STARTS * share:
+            return v + share
+        self._charged[band] = charged_to + share
+        return v
 
     def push(self, queue: FlowQueue) -> None:
         """Record that `queue` has a new tag, or has become servable again."""
@@ -103,13 +120,7 @@ class TagOrder:
         heap = self._heaps[queue.band]
         heapq.heappush(heap, (queue.tag, queue.name))
         if len(heap) > 4 * len(self._flow_queues) + 64:
-            self.rebuild(queue.band)
-
-    def rebuild(self, band: int) -> None:
-        """Order all flow queues of `band` by their present tags."""
-        heap = self._heaps[band]
-        heap[:] = [(each.tag, each.name) for each in self._flow_queues.of(band) if each.tag is not None]
-        heapq.heapify(heap)
+            self._reorder(queue.band)
 
     def earlier_than(self, queue: FlowQueue, tag: float) -> FlowQueue | None:
         """The servable flow queue that precedes `queue` with start tag `tag`; None if there is none."""
@@ -125,39 +136,16 @@ class TagOrder:
             return first
         return None
 
+    def _is_highest(self, entry: Entry) -> bool:
+        """Whether the virtual time of `entry` is the band's highest tag, as after the band was idle."""
+        tags = [queue.tag for queue in self._flow_queues.of(entry.band) if queue.tag is not None]
+        return not self._knows_all or same(max(tags, default=0.0), entry.v)
 
-_FREE_STARTS = 100  # as in lua/lib/flows.lua
-
-
-class NewFlows:
-    """Computes the start tag of flows that become backlogged and owe nothing for earlier service.
-
-    Such flows start at v. Each band charges them together like one flow of weight 1; when too many have
-    started, further flows start one share later (docs/fairness.md, "Flows").
-    """
-
-    def __init__(self, first: float | None) -> None:
-        """`first`: the initial charge of each band; None: unknown, so either start tag is accepted."""
-        self._first = first
-        self._charged: dict[int, float | None] = {}
-
-    def collect(self, band: int) -> None:
-        self._charged[band] = 0.0
-
-    def rebase(self, band: int, by: float) -> None:
-        charged = self._charged.get(band, self._first)
-        self._charged[band] = None if charged is None else max(charged - by, 0.0)
-
-    def start(self, band: int, v: float, share: float, shown: float | None) -> float:
-        """The start tag of a flow whose next request costs `share`; `shown` is the logged start tag."""
-        charged = self._charged.get(band, self._first)
-        if charged is None:
-            return v + share if shown is not None and same(shown, v + share) else v
-        charged_to = max(charged, v)
-        if charged_to - v >= _FREE_STARTS * share:
-            return v + share
-        self._charged[band] = charged_to + share
-        return v
+    def _reorder(self, band: int) -> None:
+        """Order all flow queues of `band` by their present tags."""
+        heap = self._heaps[band]
+        heap[:] = [(each.tag, each.name) for each in self._flow_queues.of(band) if each.tag is not None]
+        heapq.heapify(heap)
 
 
 ROUNDING = 1e-9  # tolerance for rounding errors of sums, relative to their size
@@ -248,9 +236,7 @@ class Fairness(Check):
         self._had_gap = False  # some entries could not be checked
         # The tag of a flow queue not seen before; None: unknown.
         self._new_tag = 0.0 if replay.complete else None
-        self._virtual_times = VirtualTimes(finding, replay.flow_queues, self._new_tag)
-        self._new_flows = NewFlows(self._new_tag)
-        self._tag_order = TagOrder(replay.flow_queues)
+        self._bands = Bands(finding, replay.flow_queues, self._new_tag)
         self._services: dict[tuple[int, str], Service] = {}
         self._tag_entries: dict[tuple[int, str], Entry] = {}  # the last entry that showed the tag
 
@@ -266,7 +252,7 @@ class Fairness(Check):
         if not replay.settled or replay.rules is None:
             self._had_gap = True
             self._services.clear()
-            self._virtual_times.accept(entry)
+            self._bands.accept(entry)
             return
         if self._had_gap:
             self._had_gap = False
@@ -274,7 +260,7 @@ class Fairness(Check):
         if replay.rules != self._rules:
             self._rules = replay.rules
             self._restart(entry, replay.rules)
-        self._check(step, self._virtual_times.check(entry), replay.rules)
+        self._check(step, self._bands.check(entry), replay.rules)
 
     def close(self) -> None:
         """Check the service of every flow that is still backlogged."""
@@ -321,7 +307,7 @@ class Fairness(Check):
             return
         self._check_service(queue, entry, v)
         self._expect(queue, queue.tag, entry)
-        first = None if entry.by == GUARD else self._tag_order.earlier_than(queue, entry.tag)
+        first = None if entry.by == GUARD else self._bands.earlier_than(queue, entry.tag)
         if first is not None:
             what = (
                 f"flow {queue.name!r} served at tag {entry.tag:g} while {first.name!r} waits at {first.tag:g}"
@@ -341,7 +327,7 @@ class Fairness(Check):
         if not queue.waiting and queue.tag is not None and queue.tag <= v:
             uncharged = share if entry.event == "requeued" else 0.0
             shown = None if entry.tag is None else entry.tag + uncharged
-            start = self._new_flows.start(queue.band, v, share, shown)
+            start = self._bands.start(queue.band, v, share, shown)
         if entry.event == "requeued":  # the request returns to its position and its charge is refunded
             self._adjust(queue, None if start is None else start - share, -share, entry, v)
             if not queue.waiting:
@@ -388,7 +374,7 @@ class Fairness(Check):
     def _set_tag(self, queue: FlowQueue, tag: float, entry: Entry) -> None:
         queue.tag = tag
         self._tag_entries[queue.key] = entry
-        self._tag_order.push(queue)
+        self._bands.push(queue)
 
     def _begin_service(self, queue: FlowQueue, entry: Entry, v: float) -> None:
         if queue.tag is not None:
@@ -398,7 +384,7 @@ class Fairness(Check):
         """Check the flow's service until just before `entry`."""
         service = self._services.get(queue.key)
         if v is None:
-            v = self._virtual_times.of(queue.band)
+            v = self._bands.v(queue.band)
         if service is not None and queue.tag is not None and v is not None:
             self._report(queue, service.before(queue.tag, v, queue.largest), entry)
 
@@ -417,7 +403,7 @@ class Fairness(Check):
             return
         charged = {request.queue_key for request in requests.values() if request.state in RUNNING}
         for each in flow_queues.all():
-            v = self._virtual_times.of(each.band)
+            v = self._bands.v(each.band)
             # The scripts also drop finish tags that v has passed.
             known = each.tag is not None and v is not None and each.tag <= v
             if each is not queue and not each.waiting and known and each.key not in charged:
@@ -446,36 +432,25 @@ class Fairness(Check):
                 queue = flow_queues.at(request.queue_key)
                 queue.largest = max(queue.largest, rules.share(request.first_entry))
         for queue in [queue for queue in flow_queues.all() if queue.is_servable]:
-            v = self._virtual_times.of(queue.band)
+            v = self._bands.v(queue.band)
             if v is not None:
                 self._begin_service(queue, entry, v)
 
     def _collect(self, band: int) -> None:
-        """Reset band number `band`, which is free: the next band with this number begins at 0."""
-        self._virtual_times.collect(band)
-        self._new_flows.collect(band)
+        self._bands.collect(band)
         for queue in self._replay.flow_queues.of(band):
             self._services.pop(queue.key, None)
             self._tag_entries.pop(queue.key, None)
-            queue.tag = 0.0
-        self._tag_order.rebuild(band)
 
     def _rebase(self, band: int, by: float) -> None:
-        """Lower all tags of `band` by `by`; their differences stay the same."""
-        self._virtual_times.rebase(band, by)
-        self._new_flows.rebase(band, by)
-        for queue in self._replay.flow_queues.of(band):
-            if queue.tag is not None:
-                queue.tag -= by
-        self._tag_order.rebuild(band)
+        self._bands.rebase(band, by)
         for (number, _), service in self._services.items():
             if number == band:
                 service.rebase(by)
 
     def _forget_tags(self) -> None:
         self._new_tag = None
-        self._new_flows = NewFlows(None)
-        self._virtual_times.forget_flow_queues()
+        self._bands.forget_flow_queues()
         for queue in self._replay.flow_queues.all():
             queue.tag = None
 
