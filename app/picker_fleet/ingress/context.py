@@ -35,7 +35,7 @@ from picker_fleet.domain.sections import ExtProc
 from picker_fleet.grpc.transport import Stream
 from picker_fleet.ingress.bodies import decode
 from picker_fleet.ingress.headers import CONTENT_ENCODING, CONTENT_TYPE, REQUEST_ID
-from picker_fleet.ingress.intake import Ask, Intake, read_body
+from picker_fleet.ingress.intake import Ask, Intake, bodiless, read_body
 from picker_fleet.scheduling.router import Router
 from picker_fleet.telemetry.logs import DecisionLines
 from picker_fleet.telemetry.metrics import Metrics
@@ -289,17 +289,22 @@ class ExchangeContext:
         """A buffer for one body, or for its decoded form; each is charged to the budget."""
         return BodyBuffer(self.bodies, self.settings.extproc.max_body_bytes)
 
-    async def decoded_ask(
-        self, body: bytes, headers: Mapping[str, bytes], way: Way
-    ) -> tuple[Ask, BodyBuffer]:
-        """Decode and parse a request's encoded body. Returns the parsed request and the buffer that charges
-        the decoded body to the budget; release the buffer when the decoded body is dropped.
+    async def ask(
+        self, body: bytes | None, headers: Mapping[str, bytes], way: Way
+    ) -> tuple[Ask, BodyBuffer | None]:
+        """Parse a request's body, None without one. Also returns the buffer that charges a decoded body to
+        the budget, None if it is not encoded; release the buffer when the parsed request is dropped.
 
         Raises:
             UnsupportedEncoding, PayloadTooLarge, BufferFull: the body cannot be decoded, or grows too large.
             BadRequest: the body is malformed; the message names the fault.
         """
-        encodings, content_type = headers[CONTENT_ENCODING], headers.get(CONTENT_TYPE, b"")
+        if body is None:
+            return bodiless(way), None
+        content_type = headers.get(CONTENT_TYPE, b"")
+        if CONTENT_ENCODING not in headers:
+            return read_body(body, way, content_type), None
+        encodings = headers[CONTENT_ENCODING]
         decoded, counted = await decode(body, encodings, self.new_body, self.bodies.decoding)
         try:
             return read_body(decoded, way, content_type), counted
@@ -350,8 +355,9 @@ class Decision:
 
     def read(
         self, ask: Ask, headers: Mapping[str, bytes], subset: tuple[str, ...] | None, forwarded_for: bytes
-    ) -> InferenceRequest:
-        """Make the request from its body and headers; `forwarded_for` is the header x-forwarded-for.
+    ) -> bool:
+        """Make the request from its body and headers; `forwarded_for` is the header x-forwarded-for. Returns
+        whether the body must name another model, the `target_model`.
 
         Raises:
             BadRequest: a header that the picker reads is malformed; the message names it.
@@ -363,7 +369,8 @@ class Decision:
         self.request, self.model, self.target_model = request, request.model, request.target_model
         context.new_flows.check(request.flow, forwarded_for)
         self.arrived_s = context.clock()
-        return request
+        asked = ask.model or context.intake.default_model
+        return request.target_model != asked and (ask.model != "" or ask.needs_model)
 
     async def admit(self, age_s: float = 0.0) -> None:
         """Wait for the request's turn and its endpoints. The request is queued as if it had arrived `age_s`

@@ -38,14 +38,12 @@ from picker_fleet.ingress.ext_proc.response import ModelRename, Response
 from picker_fleet.ingress.headers import (
     CONTENT_ENCODING,
     CONTENT_LENGTH,
-    CONTENT_TYPE,
     FORWARDED_FOR,
     METHOD,
     PATH,
     TEST_SELECTION,
     read_subset,
 )
-from picker_fleet.ingress.intake import Ask, bodiless, read_body
 
 END_S = 0.1  # to wait for end_of_stream once all bytes of the content-length have arrived
 CONFIRM_AFTER_S = 1.0  # an older placement is confirmed before Envoy is answered; shorter than any lease
@@ -154,7 +152,9 @@ class Exchange:
                     return await self._answer_body()
                 return ()
             if self._step is _OPEN and part == "request_headers":
-                return () if self._begin(message) else await self._answer_bodiless()
+                if self._begin(message):
+                    return ()
+                return self._answers(await self._place(None), in_one=False)
             if self._step is _RESPONSE:
                 return self._pass_on(part, message)
             if self._step is _BODY and part == "request_trailers":
@@ -255,15 +255,6 @@ class Exchange:
 
     # Placement.
 
-    async def _answer_bodiless(self) -> Iterable[bytes]:
-        """Place a request by its headers alone. Returns the answer."""
-        if self._way.kind == "read":
-            await self._decision.route(self._way, self._headers, self._subset)
-            forwarded = _Forwarded()
-        else:
-            forwarded = await self._place_ask(bodiless(self._way), None)
-        return self._answers(forwarded, in_one=False)
-
     async def _place_early(self) -> bool:
         """Place a request before Envoy signals the end of its body. Returns whether to answer at once.
 
@@ -275,40 +266,32 @@ class Exchange:
         body = self._body.join()
         if body[-1:] == b"}" or body.rstrip(_SPACES)[-1:] == b"}":
             try:
-                self._forwarded = await self._place_body(body)
+                self._forwarded = await self._place(body)
                 return self._in_one_message(len(body))
             except BadRequest:
                 pass  # perhaps incomplete: an earlier filter may have lengthened the body
         self._body.keep(body)
         return False
 
-    async def _place_body(self, body: bytes) -> _Forwarded:
-        """Place the request whose whole body is `body`."""
+    async def _place(self, body: bytes | None) -> _Forwarded:
+        """Place the request whose whole body is `body`, None without one."""
+        decision = self._decision
         if self._way.kind == "read":
-            await self._decision.route(self._way, self._headers, self._subset)
+            await decision.route(self._way, self._headers, self._subset)
             return _Forwarded(body)
-        if CONTENT_ENCODING in self._headers:
-            ask, self._decoded = await self._context.decoded_ask(body, self._headers, self._way)
-        else:
-            ask = read_body(body, self._way, self._headers.get(CONTENT_TYPE, b""))
-        return await self._place_ask(ask, body)
-
-    async def _place_ask(self, ask: Ask, body: bytes | None) -> _Forwarded:
-        """Place the request `ask`, which was parsed from `body`."""
-        request = self._decision.read(ask, self._headers, self._subset, self._forwarded_for)
-        sent_model = ask.model or self._context.intake.default_model
+        ask, self._decoded = await self._context.ask(body, self._headers, self._way)
         length = rename = None
         is_decoded = False
-        if request.target_model != sent_model and (ask.model or ask.needs_model):
-            body = ask.renamed(request.target_model)
+        if decision.read(ask, self._headers, self._subset, self._forwarded_for):
+            body = ask.renamed(decision.target_model)
             length, is_decoded = len(body), self._decoded is not None
-            rename = ModelRename(request.target_model, ask.model) if ask.model else None
+            rename = ModelRename(decision.target_model, ask.model) if ask.model else None
         elif self._decoded is not None:
             self._decoded.release()
         del ask  # free the parsed body before the request waits
         if length is None and body is not None and self._body.content_length not in (-1, len(body)):
             length = len(body)
-        await self._decision.admit()
+        await decision.admit()
         return _Forwarded(body, length, is_decoded, rename)
 
     async def _answer_body(self, *, trailers: bool = False) -> Iterable[bytes]:
@@ -320,7 +303,7 @@ class Exchange:
         """
         decision, forwarded = self._decision, self._forwarded
         if forwarded is None:
-            forwarded = await self._place_body(self._body.join())
+            forwarded = await self._place(self._body.join())
         if decision.mode != "standard":
             age_s = self._context.clock() - decision.placed_s
             if age_s > CONFIRM_AFTER_S:

@@ -51,11 +51,6 @@ class ModelRename:
     break, so complete events are never delayed.
     """
 
-    __slots__ = (
-        *("_depth", "_in_string", "_inner", "_is_value", "_kept_back", "_key", "_mine", "_outer"),
-        *("_events", "_line_ended", "_spellings"),
-    )
-
     def __init__(self, target: str, mine: str) -> None:
         self._spellings = (orjson.dumps(target), json.dumps(target).encode())
         self._mine = json.dumps(mine).encode()
@@ -212,25 +207,24 @@ class UsageReader:
     once; of an answer that was not kept whole, it parses a few places of a few KiB.
     """
 
-    __slots__ = ("_between", "_chunks", "_head", "_inflate", "_is_json", "_most", "_size", "total")
-
     def __init__(self) -> None:
         self.total = 0  # bytes received
         self._head = self._between = b""
         self._chunks: deque[bytes] = deque()
         self._size, self._most = 0, 0
-        self._is_json = False
+        self._is_json = self._is_encoded = False
         self._inflate: Any = None
 
     def encoded(self, encoding: bytes) -> None:
         """Set the answer's content-encoding: gzip and deflate are decoded; others yield no usage."""
         if encoding.strip().lower() in (b"gzip", b"x-gzip", b"deflate"):
+            self._is_encoded = True
             self._inflate = zlib.decompressobj(32 + zlib.MAX_WBITS)
 
     def add(self, chunk: bytes) -> bytes:
         """Take the next chunk. Returns the decoded chunk."""
         self.total += len(chunk)
-        if self._inflate is not None:
+        if self._is_encoded:
             chunk = self._inflated(chunk)
         if len(self._head) < _HEAD_BYTES:
             self._head += chunk[: _HEAD_BYTES - len(self._head)]
@@ -268,25 +262,17 @@ class UsageReader:
         return found
 
     def _inflated(self, chunk: bytes) -> bytes:
+        """The decoded chunk; empty after a fault or a chunk that yields too much."""
+        if self._inflate is None:
+            return b""
         try:
             inflated: bytes = self._inflate.decompress(chunk, _MOST_INFLATED_BYTES)
         except zlib.error:
-            inflated = b""
-        else:
-            if not self._inflate.unconsumed_tail:
-                return inflated
-        self._inflate = _Nothing
+            self._inflate = None
+            return b""
+        if self._inflate.unconsumed_tail:
+            self._inflate = None
         return inflated
-
-
-class _Nothing:
-    """Stands in for a decoder after a fault or an oversized chunk, and discards the rest."""
-
-    unconsumed_tail = b""
-
-    @staticmethod
-    def decompress(chunk: bytes, most: int) -> bytes:
-        return b""
 
 
 def _last_in(text: bytes) -> Counts:
@@ -413,8 +399,6 @@ _FIRST_EVENTS = 8
 
 class StateIds:
     """Reads the ids of stored state in an answer: JSON once it has ended, a stream in its first events."""
-
-    __slots__ = ("_events", "_is_json", "_kept", "_size")
 
     def __init__(self) -> None:
         self._kept: list[bytes] | None = []  # None once no more is to be read

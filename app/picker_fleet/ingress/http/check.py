@@ -22,13 +22,10 @@ from picker_fleet.ingress.ext_proc.accesslog import (
     WAITED_HEADER,
 )
 from picker_fleet.ingress.headers import (
-    CONTENT_ENCODING,
-    CONTENT_TYPE,
     FORWARDED_FOR,
     ROUTE_TIMEOUT,
     read_subset,
 )
-from picker_fleet.ingress.intake import bodiless, read_body
 from picker_fleet.scheduling.chooser import SESSION_HEADER
 
 MODE: Final = "http"
@@ -73,26 +70,20 @@ class Check:
             if way.kind == "read":
                 await decision.route(way, headers, subset)
             else:
-                decoded = None
-                if not body.size_bytes:
-                    ask = bodiless(way)
-                elif CONTENT_ENCODING in headers:
-                    ask, decoded = await context.decoded_ask(body.join(), headers, way)
-                else:
-                    ask = read_body(body.join(), way, headers.get(CONTENT_TYPE, b""))
+                whole = body.join() if body.size_bytes else None
+                ask, decoded = await context.ask(whole, headers, way)
                 try:
                     headers.pop(ROUTE_TIMEOUT, None)  # Envoy's timeout of this check, not of the request
-                    request = decision.read(ask, headers, subset, headers.pop(FORWARDED_FOR, b""))
-                    sent = ask.model or context.intake.default_model
-                    if request.target_model != sent and (ask.model or ask.needs_model):
+                    if decision.read(ask, headers, subset, headers.pop(FORWARDED_FOR, b"")):
+                        asked = ask.model or context.intake.default_model or "(none)"
                         raise Unsupported(
-                            f"http mode cannot send model {sent or '(none)'} as {request.target_model}; "
+                            f"http mode cannot send model {asked} as {decision.target_model}; "
                             "lean and standard can"
                         )
                 finally:
                     if decoded is not None:
                         decoded.release()
-                del ask
+                del ask, whole
                 body.release()  # a waiting request holds no body bytes
                 await decision.admit()
             return self._placed()
