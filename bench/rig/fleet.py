@@ -12,7 +12,7 @@ import psutil
 import yaml
 from crowd import http_client
 from edge_envoy import started
-from fleet_load import total
+from fleet_load import metric, total
 from whole_fleet import Fleet, exact_bounds, running
 
 from bench.rig.report import cpu_ns
@@ -44,12 +44,20 @@ class RunningFleet(Fleet):
         )
         return replicas, valkey, envoy
 
+    async def counted(self, series: str, **labels: str) -> float:
+        """The sum of a counter over all replicas."""
+        return await metric(self, series, **labels)
+
     async def drift(self) -> int:
         """Differences between the fleet's and the simulators' in-flight counts, plus all other counts."""
         state = await self.get("state")
         pages = zip(self.endpoints, await self._simulator_pages(), strict=True)
         differences = sum(abs(state["in_flight"].get(address, 0) - _busy(page)) for address, page in pages)
         return int(differences + state["stock"] + state["queued"] + state["leases"])
+
+    async def at_model_servers(self) -> int:
+        """Requests running or waiting at the simulators, by their metrics pages."""
+        return sum(map(_busy, await self._simulator_pages()))
 
     async def finished(self) -> int:
         """Finished requests, by the simulators' metrics pages."""

@@ -6,6 +6,7 @@
     hostile          every attack at once for ten minutes, honest clients beside them
     mutations        which test or schedule finds each fault that is put into the code
     outliers         servers that fail in every way, in every mode and pools of 2, 4 and 8
+    pulses           replicas and Valkey stopped and continued at random
     sdks             calls of official SDKs, through the fleet and without it (installs 400 MB once)
     soak             an hour of steady load: memory, keys, drift
     time-lapse       a week of a fleet's life on a clock that jumps

@@ -1,0 +1,169 @@
+"""Replicas and Valkey stopped and continued at random under load, as on a host whose cores are busy.
+
+Two replicas, two simulators, Envoy in `lean`, a Valkey, and clients that ask again at once. Each process is
+stopped (SIGSTOP) for 50 to 600 ms, after a pause of 0.1 to 1.5 s since its last stop ended. The first run, to
+compare with, stops nothing.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import random
+import time
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass
+from statistics import mean
+
+import psutil
+
+from bench.rig.fleet import RunningFleet, picker_up
+from bench.rig.report import percentile, table
+from long.findings import Findings
+from picker_tools.load.generator import Request, closed_loop
+
+_PAUSE_S = (0.1, 1.5)  # time between two stops of a process
+_STOP_S = (0.05, 0.6)
+_CLIENTS, _TOKENS = 24, 16
+_WARM_S, _REST_S, _LOOK_S = 3.0, 2.0, 0.1
+_OPTIONS = ("--replicas", "2", "--endpoints", "2", "--sim-ttft", "150", "--sim-itl", "2")
+_CONFIG = {
+    "request_queue_controller": {"watermark_per_backend": 6},
+    "fair_request_queue": {"flow_capacity": 500},
+}
+_MOST_AT_ENGINES = 1.2 * 13.2  # the bound: 2 endpoints x watermark 6 x 1.1
+_LONGEST_S, _P99_S = 3.0, 2.0
+_LEAST, _LEAST_MEAN = 0.45, 0.5  # least throughput of a run, and of all on average, relative to the calm run
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("seeds", nargs="*", type=int, default=[1, 2, 3, 4, 5], help="(1 to 5)")
+    parser.add_argument("--seconds", type=float, default=40.0, help="of a run")
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """Figures of a run. `rate`: answers a second. `failed`: unserved requests of clients that waited.
+
+    `most_at_engines`: highest number of requests at the engines, by their metrics pages. `left_over`: the
+    fleet's counts two seconds after the last answer. `departures`: how often replicas switched to local
+    admission. `stopped_s`: mean total time for which a process was stopped. Times are in seconds.
+    """
+
+    rate: float
+    failed: int
+    median_s: float
+    p99_s: float
+    longest_s: float
+    most_at_engines: int
+    left_over: int
+    departures: int
+    stopped_s: float
+
+
+def run(options: argparse.Namespace, findings: Findings) -> None:
+    calm = asyncio.run(_run(None, options.seconds))
+    rows, parts = [_row("calm", calm, calm)], []
+    for seed in options.seeds:
+        found = asyncio.run(_run(seed, options.seconds))
+        rows.append(_row(str(seed), found, calm))
+        parts.append(found.rate / calm.rate)
+        for what, holds in {
+            f"no client waits longer than {_LONGEST_S:g} s": found.longest_s <= _LONGEST_S,
+            f"p99 is at most {_P99_S:g} s": found.p99_s <= _P99_S,
+            f"at least {_LEAST:g} of the calm throughput": parts[-1] >= _LEAST,
+            "no request fails": not found.failed,
+            f"at most {_MOST_AT_ENGINES:.1f} are at the engines": found.most_at_engines <= _MOST_AT_ENGINES,
+            "the counts are 0 two seconds after the last answer": not found.left_over,
+        }.items():
+            findings.check(f"seed {seed}: {what}", holds)
+    least = f"the runs have {_LEAST_MEAN:g} of the calm throughput on average"
+    findings.check(least, mean(parts) >= _LEAST_MEAN, f"{mean(parts):.2f}")
+    head = ["seed", "answers/s", "of calm", "failed", "median s", "p99 s", "longest s", "at the engines"]
+    findings.add(table([*head, "left over", "replicas left", "stopped s, mean"], rows))
+
+
+def _row(name: str, run: _Run, calm: _Run) -> list[str]:
+    times = [f"{each:.2f}" for each in (run.rate / calm.rate, run.median_s, run.p99_s, run.longest_s)]
+    counts = [str(each) for each in (run.most_at_engines, run.left_over, run.departures)]
+    return [name, f"{run.rate:.1f}", times[0], str(run.failed), *times[1:], *counts, f"{run.stopped_s:.1f}"]
+
+
+async def _run(seed: int | None, lasts_s: float) -> _Run:
+    """Make one run on a new fleet; without a `seed` no process is stopped."""
+    async with picker_up(_CONFIG, *_OPTIONS) as fleet:
+        async with closed_loop(fleet.url, clients=_CLIENTS, make_request=_make_request):
+            await asyncio.sleep(_WARM_S)
+        before = await _departures(fleet)
+        highest: list[int] = []
+        processes = {f"replica {n}": process for n, process in enumerate(fleet.replicas)}
+        processes["valkey"] = fleet.child("valkey-server")
+        async with contextlib.AsyncExitStack() as stack:
+            looking = asyncio.create_task(_look(fleet, highest))
+            began_s = time.monotonic()
+            async with closed_loop(fleet.url, clients=_CLIENTS, make_request=_make_request) as load:
+                stopped_s: Mapping[str, float] = {"nobody": 0.0}
+                if seed is not None:
+                    stopped_s = await stack.enter_async_context(_pulses(seed, processes))
+                await asyncio.sleep(lasts_s)
+                await stack.aclose()
+            looking.cancel()
+            await asyncio.wait((looking,))
+        await asyncio.sleep(_REST_S)
+        left_over = await fleet.drift()
+        departures = await _departures(fleet) - before
+    within = [record for record in load.history if record.done_s < began_s + lasts_s]
+    waited_s = [record.took_s for record in load.history]
+    return _Run(
+        sum(record.served for record in within) / lasts_s,
+        len(load.unserved),
+        percentile(waited_s, 0.5),
+        percentile(waited_s, 0.99),
+        max(waited_s),
+        max(highest),
+        left_over,
+        departures,
+        mean(stopped_s.values()),
+    )
+
+
+@contextlib.asynccontextmanager
+async def _pulses(seed: int, processes: Mapping[str, psutil.Process]) -> AsyncIterator[dict[str, float]]:
+    """Stop and continue `processes` until the block ends; afterwards all run. Yields the seconds for which
+    each was stopped so far. `seed` and a process's name determine its pauses and stops."""
+    stopped_s = dict.fromkeys(processes, 0.0)
+
+    async def pulse(name: str, process: psutil.Process) -> None:
+        dice = random.Random(f"{seed} {name}")
+        try:
+            while True:
+                await asyncio.sleep(dice.uniform(*_PAUSE_S))
+                lasts_s = dice.uniform(*_STOP_S)
+                process.suspend()
+                await asyncio.sleep(lasts_s)
+                process.resume()
+                stopped_s[name] += lasts_s
+        finally:
+            process.resume()
+
+    async with asyncio.TaskGroup() as tasks:
+        running = [tasks.create_task(pulse(*each)) for each in processes.items()]
+        try:
+            yield stopped_s
+        finally:
+            for task in running:
+                task.cancel()
+
+
+async def _look(fleet: RunningFleet, highest: list[int]) -> None:
+    while True:
+        highest.append(await fleet.at_model_servers())
+        await asyncio.sleep(_LOOK_S)
+
+
+async def _departures(fleet: RunningFleet) -> int:
+    """The number of times that replicas switched from the shared queue to local admission."""
+    return int(await fleet.counted("epp_failover_transitions_total", to="local"))
+
+
+def _make_request(dice: random.Random, number: int) -> Request:
+    return Request(f"request {number} ", _TOKENS, streamed=number % 2 == 0)
