@@ -17,11 +17,12 @@ import httpx
 import pytest
 import yaml
 from crowd import http_client
-from edge_envoy import Edge, admitted, started
+from edge_envoy import Edge, admitted, bootstrap, started
 from tls_files import Pair, authority, signed
 
+from picker_tools.local_fleet.bootstrap import to_yaml
+
 EXAMPLES = Path(__file__).parents[2] / "deploy" / "examples"
-ENVOY_CONFIG = ("-m", "picker_fleet.cli", "envoy-config")
 Headers = list[tuple[str, str]]
 ASK = {"model": "llama", "prompt": "x", "max_tokens": 1}
 # Headers with which a client could try to claim another flow.
@@ -43,12 +44,9 @@ def here(shared_fleet: Any) -> Any:
 
 @contextmanager
 def example(fleet: Any, folder: Path, name: str, *arguments: str) -> Iterator[Edge]:
-    """Run an Envoy with the bootstrap that `picker envoy-config` and then the example print."""
-    listen = ("--listen", "127.0.0.1:0", "--envoy-admin", "127.0.0.1:0")
-    pickers = [each for replica in fleet.state["replicas"] for each in ("--picker", replica["grpc"])]
-    plain = run([*ENVOY_CONFIG, *listen, *pickers])
-    bootstrap = run([str(EXAMPLES / name), *arguments], plain)
-    with started(bootstrap, folder / "envoy") as running:
+    """Run an Envoy with the bootstrap of `picker envoy-config` as the example changes it."""
+    plain = to_yaml(bootstrap(fleet, "lean"))
+    with started(run([str(EXAMPLES / name), *arguments], plain), folder / "envoy") as running:
         yield running
 
 
@@ -166,9 +164,9 @@ def test_a_bootstrap_that_lets_clients_set_their_flow_is_refused(tmp_path: Path)
     table = tmp_path / "keys.yaml"
     table.write_text(yaml.safe_dump({"ab" * 32: "flow"}))
     trusted = ("--trust-headers", "x-llm-d-inference-fairness-id")
-    bootstrap = run([*ENVOY_CONFIG, *trusted])
+    trusting = run(["-m", "picker_fleet.cli", "envoy-config", *trusted])
     done = subprocess.run(
-        [sys.executable, EXAMPLES / "api_key.py", table], input=bootstrap, capture_output=True, text=True
+        [sys.executable, EXAMPLES / "api_key.py", table], input=trusting, capture_output=True, text=True
     )
     assert (done.returncode, done.stdout) == (1, "")
     assert "without --trust-headers" in done.stderr

@@ -21,9 +21,9 @@ SMALL = ("--replicas", "1", "--endpoints", "1")
 
 @pytest.fixture(params=["standard", "lean"], scope="module")
 def any_mode(request: pytest.FixtureRequest, shared_fleet: Any) -> Any:
-    """A fleet of the default size in each mode, with debug headers."""
-    quick = ("--sim-ttft", "1", "--sim-itl", "1")
-    return shared_fleet("--mode", request.param, "--debug-headers", *quick, spawned=True)
+    """A fleet of the default size in each mode, with debug headers; one is started as by a user."""
+    quick = ("--mode", request.param, "--debug-headers", "--sim-ttft", "1", "--sim-itl", "1")
+    return shared_fleet(*quick, spawned=request.param == "lean")
 
 
 async def test_state_file_names_every_part(any_mode: Any) -> None:
