@@ -62,19 +62,16 @@ from picker_fleet.domain.units import (
 _OTHER_NAMESPACES = ("picker", "picker.usage", "envoy.lb.subset_hint")
 
 
-def _of_the_protocol(namespace: str) -> str:
+def _unused_elsewhere(namespace: str) -> str:
     if namespace in _OTHER_NAMESPACES:
-        raise ValueError(
-            f"{namespace} is used for something else; valid: any but {', '.join(_OTHER_NAMESPACES)}"
-        )
+        others = ", ".join(_OTHER_NAMESPACES)
+        raise ValueError(f"{namespace} is used for something else; valid: any but {others}")
     return namespace
 
 
 _INTEGER = re.compile(r"[+-]?[0-9]+")
-RedisUrl = Annotated[str, AfterValidator(redis_url)]
-TrustedHeader = Annotated[str, BeforeValidator(trusted_name)]
 MetadataNamespace = Annotated[
-    str, AfterValidator(_of_the_protocol), Field(pattern=r"\A[A-Za-z0-9._-]{1,255}\z")
+    str, AfterValidator(_unused_elsewhere), Field(pattern=r"\A[A-Za-z0-9._-]{1,255}\z")
 ]
 # A subdomain name (RFC 1123): the name becomes part of paths on the API server.
 KubernetesName = Annotated[str, Field(pattern=r"\A[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?\z")]
@@ -92,7 +89,7 @@ class Section(BaseModel):
 
 
 class Redis(Section):
-    url: RedisUrl = "redis://127.0.0.1:6379/0"
+    url: Annotated[str, AfterValidator(redis_url)] = "redis://127.0.0.1:6379/0"
     connect_timeout: Duration = Field(1.0, gt=0)
     # Redis counts as lost after probes stay unanswered for so long. A busy machine must answer within it.
     silence: Duration = Field(1.0, ge=0.2)
@@ -122,7 +119,7 @@ class ExtProc(Section):
     max_buffered_bytes: Count = Field(128 * 1024 * 1024, ge=1024)  # limit of all bodies together in a replica
     body_timeout: Duration = Field(60.0, gt=0)  # for a body to arrive; the wait in the queue does not count
     # Headers for flow, band or model that Envoy sets or has checked. Those not listed here are ignored.
-    trusted_headers: tuple[TrustedHeader, ...] = ()
+    trusted_headers: tuple[Annotated[str, BeforeValidator(trusted_name)], ...] = ()
     # Namespace of the metadata with the picked endpoint (spec 002) and with the endpoint that served.
     metadata_namespace: MetadataNamespace = "envoy.lb"
     trusted_hops: Count = Field(0, ge=0, le=16)  # proxies before Envoy that append to x-forwarded-for
