@@ -214,7 +214,7 @@ class World:
             self._reported[who] = True
         elif step.what == "restore":
             _run(gate.failover.outage.restore_running(cast(Store, self.pool), _ANY_TIME_S))
-            gate.failover.finish_resync(gate.failover.outage, gate.failover.outage.resync)
+            gate.failover.finish_resync(gate.failover.outage.resync)
         elif step.what == "return":
             for what in ("resync", "report"):
                 self.take(Step(what, who))

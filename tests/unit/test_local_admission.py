@@ -13,7 +13,7 @@ from local_requests import ask, rules, start, waiting
 from metrics_page import samples
 
 from picker_fleet.admission.ledger import Ledger, Phase, released_by_end
-from picker_fleet.admission.local_gate import LocalBudget, LocalGate, LocalPicker, part_of, pick
+from picker_fleet.admission.local_gate import LocalGate, LocalPicker, part_of, pick
 from picker_fleet.admission.local_queue import rules_of
 from picker_fleet.domain.bands import Band
 from picker_fleet.domain.config import EffectiveConfig, parse
@@ -24,6 +24,7 @@ from picker_fleet.state import accounting_token
 from picker_fleet.telemetry.metrics import Metrics
 
 E1, E2, E3 = "10.0.0.1:8000", "10.0.0.2:8000", "10.0.0.3:8000"
+METRICS = Metrics()
 
 
 def ended(request_id: str, token: str = "") -> Completion:
@@ -56,31 +57,31 @@ EVENTS = st.lists(st.tuples(st.sampled_from(["place", "end", "transfer", "lose"]
 
 
 @given(st.integers(1, 30), st.integers(0, 30), st.integers(1, 5), EVENTS)
-def test_in_flight_and_free_never_exceed_the_bound_in_any_outage(
+async def test_in_flight_and_free_never_exceed_the_bound_in_any_outage(
     bound: int, before: int, live: int, events: list[tuple[str, int, int]]
 ) -> None:
     # Some requests are in flight before the outage; the replicas divide the rest of the bound.
     running = [f"before-{n}" for n in range(min(before, bound))]
-    budgets = [
-        LocalBudget(part_of(bound - len(running), live=live, rank=rank, counts_requests=True))
-        for rank in range(live)
+    shares = [
+        part_of(bound - len(running), live=live, rank=rank, counts_requests=True) for rank in range(live)
     ]
+    gates = [LocalGate(METRICS, share, bound, rules()) for share in shares]
     ledgers = [in_outage() for _ in range(live)]
     token = accounting_token.write(ask(), E1)
     # Replicas place requests, receive each end twice, transfer budget, and lose transfers.
     for n, (what, who, which) in enumerate(events):
         one, other = who % live, which % live
-        if what == "place" and budgets[one].acquire(1.0):
+        if what == "place" and gates[one].acquire(1.0):
             running.append(str(n))
             place(ledgers[one], str(n), token, cost=1.0)
         elif what == "end" and running:
             name = running.pop(which % len(running))
             for _ in range(2):
-                budgets[one].release(end(ledgers[one], name, token) or 0.0)
-        elif what in ("transfer", "lose") and budgets[other].acquire(1.0) and what == "transfer":
-            budgets[one].release(1.0)
-        assert len(running) + sum(budget.free for budget in budgets) <= bound
-        assert all(budget.free >= 0 for budget in budgets)
+                gates[one].release(end(ledgers[one], name, token) or 0.0)
+        elif what in ("transfer", "lose") and gates[other].acquire(1.0) and what == "transfer":
+            gates[one].release(1.0)
+        assert len(running) + sum(gate.free for gate in gates) <= bound
+        assert all(gate.free >= 0 for gate in gates)
 
 
 def in_outage(clock: Callable[[], float] = lambda: 0.0) -> Ledger:

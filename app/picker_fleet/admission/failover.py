@@ -410,10 +410,10 @@ class Failover:
                 self.redis_lost("failed", f"it was lost again: {fault}")
             return
         if outage.resync is resync:  # otherwise Redis was lost meanwhile, which ended this resync
-            self.finish_resync(outage, resync)
+            self.finish_resync(resync)
             _log.info("Redis answers again; reported %d requests in flight to it", running)
 
-    def finish_resync(self, outage: Outage, resync: Resync) -> None:
+    def finish_resync(self, resync: Resync) -> None:
         """Settle the requests that have ended: Redis now has every request this replica saw in flight."""
         self._queue.renew_owned_streams()
         self._tell_ends()

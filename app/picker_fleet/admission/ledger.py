@@ -1,8 +1,9 @@
 """The ledger: what one replica knows of each request in flight and of each request that ended recently.
 
-`Admission` writes it. The journal of an outage, the tombstones and the leases to renew are
-queries on it. It holds plain data: `save` copies all of it.
-`ServiceMeter` adds up the costs of the requests that the replica has placed.
+`Admission` writes it. The journal of an outage, the tombstones and the leases to renew are queries on it. It
+holds plain data: `save` copies all of it. Waiting requests are in the queues, which hold the futures that end
+their waits; the ledger may have an earlier placement or end of the same id. `ServiceMeter` adds up the costs
+of the requests that this replica has placed.
 """
 
 import enum

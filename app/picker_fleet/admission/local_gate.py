@@ -1,6 +1,6 @@
 """Admission and endpoint choice by one replica alone, while Redis is unavailable (G8). Uses one event loop.
 
-An `Outage` owns one `LocalGate` and one `LocalPicker`. The gate admits within this replica's `LocalBudget`,
+An `Outage` owns one `LocalGate` and one `LocalPicker`. The gate admits within this replica's budget,
 its share of the bound: starting a request acquires its cost, and the replica that receives the end releases
 the cost. So the sum of costs in flight and free budgets over all replicas never grows (docs/redis.md).
 """
@@ -32,24 +32,6 @@ RESIDUE = 1e-9  # tolerance for rounding in sums of fractions
 _FAILED_S = 10.0  # seconds without requests for an endpoint that refused a connection
 
 
-class LocalBudget:
-    """A budget of which `free` remains, in the stock's unit. A negative `free` is a debt, which released
-    amounts pay off first."""
-
-    def __init__(self, free: float) -> None:
-        self.free = free
-
-    def acquire(self, amount: float) -> bool:
-        """Take `amount`; False if less is free. An amount of 0 is granted even in debt."""
-        if amount > 0 and self.free + RESIDUE < amount:
-            return False
-        self.free -= amount
-        return True
-
-    def release(self, amount: float) -> None:
-        self.free += amount
-
-
 def part_of(free: float, *, live: int, rank: int, counts_requests: bool) -> float:
     """One replica's share of `free` among `live` replicas, `rank` of which have lesser ids.
 
@@ -75,7 +57,8 @@ class _TransferRequest:
 class LocalGate:
     """One replica's budget and queue. `has_waiting` is set while requests wait.
 
-    The budget starts at `free` and never exceeds `bound`, nor does the cost of a request. While `paused`, the
+    `free` is the remaining budget, in the stock's unit. It never exceeds `bound`, nor does the cost of a
+    request. A negative `free` is a debt, which released amounts pay off first. While `paused`, the
     gate admits no request. Released budget goes in turn to the local queue and to each peer that waits for a
     transfer.
     """
@@ -86,16 +69,12 @@ class LocalGate:
         self._metrics = metrics
         self._loop = asyncio.get_running_loop()
         self.has_waiting = asyncio.Event()
-        self._budget = LocalBudget(min(free, bound))
+        self.free = min(free, bound)
         self._bound, self._largest_claim = bound, largest_claim(rules.claim_share, bound)
         self._paused = paused
         self._queue = LocalQueue(rules)
         self._waiting: dict[str, Waiting] = {}  # by id
         self._turns: deque[_TransferRequest | None] = deque([None])  # None: the local queue's turn
-
-    @property
-    def free(self) -> float:
-        return self._budget.free
 
     @property
     def waiting(self) -> int:
@@ -111,7 +90,7 @@ class LocalGate:
 
     def limit_budget(self, maximum: float) -> None:
         """Reduce the free budget to at most `maximum`, which may be negative; peers may own the rest."""
-        self._budget.release(min(maximum - self._budget.free, 0.0))
+        self.free = min(self.free, maximum)
 
     def charge(self, cost: float) -> float:
         """The amount that a request of `cost` acquires: at most the largest claim, as in the scripts."""
@@ -134,7 +113,7 @@ class LocalGate:
             raise RequestIdTaken()
         if former is not None and not former.turn.done():
             former.turn.set_exception(ClientGone("taken over by a newer stream"))
-        if not self._paused and not len(self._queue) and self._budget.acquire(cost):
+        if not self._paused and not len(self._queue) and self.acquire(cost):
             if alone and not wait.queued:
                 self._metrics.bypassed(request.model, request.target_model)
             return True
@@ -174,9 +153,16 @@ class LocalGate:
             self._metrics.waiting(waiting.request, -1)
             self._leave(waiting)
 
+    def acquire(self, amount: float) -> bool:
+        """Take `amount` of the budget; False if less is free. An amount of 0 is granted even in debt."""
+        if amount > 0 and self.free + RESIDUE < amount:
+            return False
+        self.free -= amount
+        return True
+
     def release(self, amount: float) -> None:
         """Add `amount` to the budget, up to the bound, and dispatch."""
-        self._budget.release(min(amount, max(self._bound - self._budget.free, 0.0)))
+        self.free += min(amount, max(self._bound - self.free, 0.0))
         self._dispatch()
 
     def shortage(self) -> tuple[float, float]:
@@ -185,15 +171,15 @@ class LocalGate:
         if turn is None:
             return 0.0, 0.0
         total = sum(waiting.cost for waiting in self._waiting.values())
-        return max(turn[0].cost - max(self._budget.free, 0.0), 0.0), total
+        return max(turn[0].cost - max(self.free, 0.0), 0.0), total
 
     async def transfer_budget(self, minimum: float, maximum: float, wait_s: float) -> float:
         """Give budget to a peer. If no request or peer waits here, give up to `maximum` at once; otherwise
         give `minimum` at the peer's turn. Returns the amount; 0 if the turn does not come within `wait_s`."""
         self._turns = deque(each for each in self._turns if each is None or not each.granted.done())
-        if not self._waiting and len(self._turns) == 1 and self._budget.free >= minimum:
-            granted = min(maximum, self._budget.free)
-            self._budget.acquire(granted)
+        if not self._waiting and len(self._turns) == 1 and self.free >= minimum:
+            granted = min(maximum, self.free)
+            self.acquire(granted)
             return granted
         transfer = _TransferRequest(minimum, self._loop.create_future())
         self._turns.append(transfer)
@@ -233,7 +219,7 @@ class LocalGate:
                 unused = 0 if served else unused + 1
             elif transfer.granted.done():
                 self._turns.popleft()
-            elif not self._budget.acquire(transfer.minimum):
+            elif not self.acquire(transfer.minimum):
                 return
             else:
                 self._turns.popleft()
@@ -249,7 +235,7 @@ class LocalGate:
                 queue.remove(waiting)
             elif waiting.deadline_s <= now_s:
                 self._end_wait(waiting, None)
-            elif self._budget.acquire(waiting.cost):
+            elif self.acquire(waiting.cost):
                 queue.serve(waiting, by_guard)
                 waiting.turn.set_result(True)
                 self._metrics.dequeued(1, 1)

@@ -380,28 +380,25 @@ class SharedQueue:
         return False
 
     def _on_placed(self, waiter: Waiter, verdict: Placed) -> bool:
-        """Redis granted and placed a request in one call. Returns as `notified`."""
+        """Redis granted and placed a request in one call: acknowledge it. Until Redis has the
+        acknowledgement, it may repeat the notification. Returns as `notified`."""
         if not _notify(waiter.notification, verdict):
             return False
-        self._acknowledge(waiter)
-        self._chosen(waiter.request, self._chooser.unscored(waiter.request), verdict)
-        return True
-
-    def _acknowledge(self, waiter: Waiter) -> None:
-        """Acknowledge a placement; until Redis has this call, it may repeat the notification."""
-        request_id, waiter.unacknowledged = waiter.request.id, True
+        request, attempt, waiter.unacknowledged = waiter.request, waiter.attempt, True
 
         def taken(answer: asyncio.Future[str]) -> None:
             waiter.unacknowledged = False
-            entry = self._ledger.get(request_id)
-            if entry is not None and entry.unacknowledged == waiter.attempt:
+            entry = self._ledger.get(request.id)
+            if entry is not None and entry.unacknowledged == attempt:
                 entry.unacknowledged = ""
 
         if self._traces is not None:
-            self._traces.placed_by_grant(request_id)
-        answer = self._store.acknowledge(request_id, waiter.attempt)
+            self._traces.placed_by_grant(request.id)
+        answer = self._store.acknowledge(request.id, attempt)
         ignore_loss(answer)
         answer.add_done_callback(taken)
+        self._chosen(request, self._chooser.unscored(request), verdict)
+        return True
 
     def is_placing(self, request_id: str) -> bool:
         """Whether Redis has yet to answer the placement of a granted request."""
