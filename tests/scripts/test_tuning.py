@@ -84,16 +84,16 @@ async def test_scorers_changed_through_one_replica_rank_at_every_other_with_what
         await until(lambda: a.chooser.needs_prefix_hashes and b.chooser.needs_prefix_hashes)
         # The other replica knows the first one's routes, without a restart.
         await asyncio.gather(a.routes.caught_up(), b.routes.caught_up())
-        placement = await a.failover.admit(prompted("r2"), stream_owned=False)
+        placement = await a.admission.admit(prompted("r2"), stream_owned=False)
 
         has_it = f"{placement.endpoints[0]}=0.9000,"
         await until(lambda: b.chooser.choose(prompted("r3")).candidates.startswith(has_it))
         for number in range(8):
-            same = await b.failover.admit(prompted(f"r4-{number}"), stream_owned=False)
+            same = await b.admission.admit(prompted(f"r4-{number}"), stream_owned=False)
             assert same.endpoints[0] == placement.endpoints[0]
-            b.failover.withdraw(f"r4-{number}", same)
+            b.admission.withdraw(f"r4-{number}", same)
         # Weight 0 disables the scorer for all replicas.
         await others.change({"scheduling": {"scorers": {"prefix-affinity": 0}}})
         await until(lambda: not (a.chooser.needs_prefix_hashes or b.chooser.needs_prefix_hashes))
         assert b.chooser.choose(prompted("r5")).candidates == "*"
-        a.failover.withdraw("r2", placement)
+        a.admission.withdraw("r2", placement)
