@@ -16,6 +16,6 @@ local function tombstone(args)
   return for_each_item(args, ITEM.tombstone, function(_, id, ago_ms)
     tombstones.put(id, now_ms - tonumber(ago_ms))
     local r = record.read(id)
-    return r and record.is_restored(r) and 'back' or 'stored'
+    return r and r.deadline_ms == record.NO_DEADLINE and 'back' or 'stored'
   end)
 end

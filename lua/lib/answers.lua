@@ -1,5 +1,7 @@
--- include: registry
+-- include: pool
 -- The mean length of each flow's answers, in tokens: the estimate for requests that set no maximum.
+-- Takes reads and writes from lib/storage.lua, settings from lib/pool.lua. Gives `answers`.
+
 local answers = {has_learned = false}
 do
   -- Return the mean and the time of the last answer; nil if the entry is damaged, which counts as a stray.

@@ -10,6 +10,7 @@
 -- The waiting request bodies of each band are counted, in bytes, in the field `waiting_bytes`, which is written with
 -- the counters. If the field is lost, the counts restart at 0 in a new epoch. A request that leaves subtracts its bytes
 -- only if they were added in the current epoch.
+-- Takes keys from lib/storage.lua, names from the schema. Gives `bands`, the tables below, and `pool`, still empty.
 
 local pool = {} -- counters (lib/pool.lua)
 -- Tables by band number: names of counters (to format a name costs as much as a command), then attributes. A number

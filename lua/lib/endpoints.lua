@@ -3,7 +3,8 @@
 -- flight, plus UNPICKABLE if it takes no new requests (draining, marked, or unpublished while requests still run).
 -- `limits` counts the requests in flight of flows that have a limit per endpoint. `endpoints.caps` is endpoint ->
 -- limit, nil if no endpoint has a limit: the configured limits, and the temporary limits of endpoints that are full or
--- on trial (lib/outliers.lua).
+-- on trial (lib/marks.lua).
+-- Takes reads and writes from lib/storage.lua, settings from lib/pool.lua. Gives `endpoints`.
 
 -- ANY: `candidates` of a request that accepts any endpoint; counts_flows: whether a flow has had a limit so far
 local endpoints = {ANY = '*', counts_flows = false}

@@ -1,7 +1,9 @@
 -- include: dispatch
 -- Outlier ejection: for a while the whole fleet sends no new request to an endpoint that fails. An endpoint that
--- answers 429 takes one new request for each that it ends. Included by the functions that report failures and answers,
--- and by the sweep.
+-- answers 429 takes one new request for each that it ends.
+-- Takes loads from lib/endpoints.lua, marks and limits from lib/marks.lua, records from lib/registry.lua. Gives
+-- `outliers` to the functions that report failures and answers, and to the sweep.
+--
 -- An entry of `outliers`, JSON: by: {id, flow} of the endpoint's failures since its last answer, oldest first, with
 -- flow '' if the request also failed on another endpoint; elsewhere: 1 once another endpoint has since answered one of
 -- these flows; at, why: time and reason of the last fault; times: ejections in a row; until_ms: end of the last

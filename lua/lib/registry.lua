@@ -3,7 +3,7 @@
 -- Takes reads and writes from lib/storage.lua, bands from lib/bands.lua, settings and counters from lib/pool.lua. Gives
 -- `record`, `timers`, `workloads` and `parse_workload`.
 --
--- A record is one request, packed. Its state is queued, orphaned (its replica is silent; stored as `held`), granted or
+-- A record is one request, packed. Its state is queued, orphaned (its replica is silent), granted or
 -- placed. Replicas refuse control characters in fields, so no field ends a packed string early. There may be millions
 -- of waiting requests, so their records leave out endpoints, stock and tag. A call reads each record once.
 
@@ -65,9 +65,7 @@ do -- a chunk may have 200 locals
     if r == nil then return record.from_scan(id, redis.call('HGET', key.requests, id)) end
   end
 
-  -- Requests that were restored from their accounting token have no deadline; all others have one.
-  record.NO_DEADLINE = 0
-  function record.is_restored(r) return r.deadline_ms == record.NO_DEADLINE end
+  record.NO_DEADLINE = 0 -- of a request that was restored from its accounting token; all others have a deadline
 
   -- Whether r is queued or orphaned; otherwise it is granted or placed.
   function record.is_waiting(r) return r.state == STATE_QUEUED or r.state == STATE_ORPHANED end
@@ -76,17 +74,12 @@ do -- a chunk may have 200 locals
   function record.know(r) known[r.id] = r end
 
   -- `put` and `remove` are written when the call commits, with the record as it is then.
-  function record.put(r)
-    local id = r.id
-    known[id], changed_count = r, changed_count + 1
-    changed_ids[changed_count] = id
+  local function change(id, r)
+    changed_count = changed_count + 1
+    known[id], changed_ids[changed_count] = r, id
   end
-
-  function record.remove(r)
-    local id = r.id
-    known[id], changed_count = false, changed_count + 1
-    changed_ids[changed_count] = id
-  end
+  function record.put(r) change(r.id, r) end
+  function record.remove(r) change(r.id, false) end
 
   local packed, removed = {}, {} -- id, text, id, text ...; ids. Reused by each call
   function record.commit()

@@ -1,5 +1,5 @@
--- The keys of a pool, and how a call reads and writes them. Counters, records, workloads and loads are cached by the
--- files that own them.
+-- The keys of a pool, and how a call reads and writes them. Other files cache counters, records, workloads and loads.
+-- Takes Redis's functions. Gives `key`, `read`, `flush`, `defer_write`, `drop_stray` and the other names below.
 --
 -- `defer_write` keeps a write until the end of the call. One command then carries all values of a key, and a call that
 -- fails earlier has written nothing. `read` first flushes what was deferred or changed ahead (lib/fronts.lua) for its

@@ -1,4 +1,7 @@
 -- include: registry
+-- What a call remembers of requests without a record: ended ones, and ones that may still run.
+-- Takes records from lib/registry.lua, the clock from lib/pool.lua. Gives `tombstones`, and `drop_old` to the sweep.
+
 -- Drop at most `most` ids from the zset `set` of id -> time, ms: ids older than `life_ms`, and ids beyond the latest
 -- LIMIT. Also drop their fields of `hash`, if given. Return whether there may be more to drop.
 local drop_old

@@ -1,5 +1,7 @@
 -- include: dispatch
 -- The sweep's maintenance of the queue: tags, preemption history, strays, lost keys. `limit` bounds each step.
+-- Takes the queue from lib/flows.lua, records from lib/registry.lua, `throttle`, `marks` and `restore_running`. Gives
+-- `upkeep` to the sweep and to publish.
 
 local upkeep = {}
 do
