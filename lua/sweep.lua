@@ -277,7 +277,6 @@ local function sweep(args)
       queue.unthrottle(band, flow_queue)
     end
     upkeep.drop_stray_flow_queues(band, CHUNK)
-    if fresh then upkeep.heal_tags(band) end
     if upkeep.drop_finish_tags(band, LIGHT) then more = true end
   end
   if fresh then

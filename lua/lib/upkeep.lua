@@ -5,32 +5,6 @@
 
 local upkeep = {}
 do
-  local MOST_TAG = 2 ^ 62
-  local HEALED = 100 -- unsound tags replaced per set and call
-  local function is_sound(tag) return tag > -MOST_TAG and tag < MOST_TAG end
-
-  -- Replace unsound tags (not finite, or beyond MOST_TAG, which years of use do not reach) by v or, if v is unsound, by
-  -- the band's lowest sound tag.
-  function upkeep.heal_tags(band)
-    local flows = key.flows[band]
-    local least = read('ZRANGEBYSCORE', flows, '(' .. exact(-MOST_TAG), '(' .. exact(MOST_TAG), 'WITHSCORES',
-      'LIMIT', 0, 1)
-    local level = tonumber(least[2] or 0)
-    if is_sound(pool[V[band]]) then level = pool[V[band]] else pool[V[band]] = level end
-    if not is_sound(pool[NEW[band]]) then pool[NEW[band]] = level end
-    if not (is_sound(pool[BAND_TAG[band]]) and is_sound(pool.bv)) then
-      pool.bv = 0
-      for _, each in ipairs(BANDS) do pool[BAND_TAG[each]] = 0 end
-    end
-    for _, set in ipairs({flows, key.throttled[band], key.finish[band]}) do
-      for _, range in ipairs({{exact(MOST_TAG), '+inf'}, {'-inf', exact(-MOST_TAG)}}) do
-        for _, flow_queue in ipairs(read('ZRANGEBYSCORE', set, range[1], range[2], 'LIMIT', 0, HEALED)) do
-          defer_write('ZADD', set, level, flow_queue)
-        end
-      end
-    end
-  end
-
   -- Tags only grow, and so does the rounding error of their sums. When v passes REBASED_AT, all tags of the band are
   -- lowered by the same amount, which keeps their order. Records of running requests keep their higher tags; the
   -- `floor` of `queue.correct` allows for that.

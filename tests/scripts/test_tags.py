@@ -58,23 +58,6 @@ async def test_tags_stay_finite_and_flows_take_turns_beside_a_weight_out_of_boun
         assert await tags_are_finite(it)
 
 
-async def test_the_sweep_heals_infinite_tags_so_that_flows_take_turns_again(fleet: OpenFleet) -> None:
-    async with fleet("a", full=True) as (it, a):
-        for number in range(2):
-            for flow in ("a", "z"):
-                await a.admit(f"{flow} {number}", flow=flow)
-        # Infinite tags, as a weight of 1e-308 left them; with these, flows are served by name.
-        for kind in ("flows:1", "finish:1"):
-            await it.redis.zadd(it.keys.prefix + kind, {"a": math.inf, "z": math.inf, "idle": -math.inf})
-        await it.redis.zrem(it.keys.prefix + "flows:1", "idle")
-        # A sweep repairs the tags.
-        await a.sweep()
-        # The flows take turns.
-        await a.settle("runs")
-        assert await serve(it, 4, swept=True) == ["a 0", "z 0", "a 1", "z 1"]
-        assert await tags_are_finite(it)
-
-
 async def test_the_sweep_rebases_tags_so_that_heavy_flows_have_their_shares_again(fleet: OpenFleet) -> None:
     async with fleet("a", full=True) as (it, a):
         # The lightest possible flow with the most expensive requests; one of them still waits.
