@@ -75,19 +75,6 @@ def test_either_version_expires_a_request_that_the_other_queued(server: Versions
     assert server.requests() == {b"runs"}
 
 
-def test_a_timer_before_the_remembered_one_is_not_missed(server: Versions) -> None:
-    # A waiting request has the earliest timer that the library knows.
-    server.publish("a:1", version="1", upper_per=1)
-    server.admit("runs")
-    assert server.admit("patient", ttl_ms=60_000)[0] == "queued"
-    # A request with a shorter TTL arrives, and that TTL passes.
-    assert server.admit("hasty", ttl_ms=40)[0] == "queued"
-    server.passes(41)
-    server.admit("runs")
-    # The new request has expired, and the other one still waits.
-    assert server.requests() == {b"runs", b"patient"}
-
-
 def test_loads_and_counts_stay_exact_with_more_names_than_are_kept(server: Versions) -> None:
     server.publish("a:1", "b:1", version="1", upper_per=100)
     # Each request names other unknown endpoints as candidates.
