@@ -143,7 +143,7 @@ class Pool:
         self.chooser = EndpointChooser(
             self.fleet,
             self.endpoints,
-            readings=self.readings.snapshot,
+            readings=self.readings,
             routes=self.routes,
             keys=self.signing,
             clock=clock,

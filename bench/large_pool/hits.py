@@ -9,7 +9,7 @@ import random
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 from bench.rig.report import percentile
 from picker_fleet.domain.config import parse
@@ -91,7 +91,7 @@ def _run(size: int) -> Hits:
         return Readings(pages, lambda address: Reading(pages[address], 0.0, known=True))
 
     chooser = EndpointChooser(
-        fleet, cell, readings=readings, routes=routes, keys=Keyring(), clock=lambda: now_s
+        fleet, cell, readings=Mock(snapshot=readings), routes=routes, keys=Keyring(), clock=lambda: now_s
     )
     chats, running, had, asked = _Chats(dice), deque[str](), 0, 0
     found: list[int] = []

@@ -5,7 +5,7 @@ from typing import Any
 
 from picker_fleet.domain.config import parse
 from picker_fleet.domain.known_fleet import KnownFleet
-from picker_fleet.endpoints.readings import Readings
+from picker_fleet.endpoints.readings import MetricsCache
 from picker_fleet.endpoints.snapshot import SnapshotCell
 from picker_fleet.scheduling.chooser import EndpointChooser
 from picker_fleet.scheduling.route_stream import RouteStream
@@ -19,16 +19,12 @@ def fleet_with(*scorers: str, busy: bool = True, **scheduling: Any) -> KnownFlee
     return fleet
 
 
-def no_readings() -> Readings:
-    return Readings({}, {}.__getitem__)
-
-
 def chooser_of(
     cell: SnapshotCell,
     fleet: KnownFleet | None = None,
     *,
     in_flight: Mapping[str, int] | None = None,
-    readings: Callable[[], Readings] = no_readings,
+    readings: MetricsCache | None = None,
     keys: Keyring | None = None,
     routes: RouteStream | None = None,
     clock: Callable[[], float] = lambda: 0.0,
@@ -36,5 +32,6 @@ def chooser_of(
     """A chooser over the endpoints in `cell`; by default without scorers. Its clock stands still."""
     fleet = fleet or fleet_with()
     fleet.in_flight = in_flight or {}
+    readings = readings or MetricsCache(None, clock)
     routes = routes or RouteStream("redis://127.0.0.1:1/0", stream="s", replica="r")
     return EndpointChooser(fleet, cell, readings=readings, routes=routes, keys=keys or Keyring(), clock=clock)

@@ -36,7 +36,11 @@ class Knowledge:
         weights = {name.replace("_", "-"): weight for name, weight in scorers.items()} or {"in-flight": 1.0}
         self.fleet = fleet_with(scorers=weights, adapters=adapters, fallbacks=fallbacks)
         self.chooser = chooser_of(
-            self.cell, self.fleet, readings=self._readings, routes=self.routes, clock=lambda: self.now_s
+            self.cell,
+            self.fleet,
+            readings=Mock(snapshot=self._readings),
+            routes=self.routes,
+            clock=lambda: self.now_s,
         )
 
     def _readings(self) -> Readings:

@@ -15,7 +15,7 @@ from xxhash import xxh3_64_intdigest
 from picker_fleet.domain.config import EffectiveConfig
 from picker_fleet.domain.known_fleet import KnownFleet
 from picker_fleet.domain.request import KEY_MARK, Completion, InferenceRequest, Outcome
-from picker_fleet.endpoints.readings import Readings
+from picker_fleet.endpoints.readings import MetricsCache
 from picker_fleet.endpoints.snapshot import SnapshotCell
 from picker_fleet.scheduling.endpoint_states import EndpointStates
 from picker_fleet.scheduling.explain import (
@@ -171,7 +171,7 @@ class EndpointChooser:
     """Names the candidates of a request, by the configured scorers or, without scorers, for the script to
     choose the endpoint with the least load. One event loop.
 
-    Scorers read what this replica knows: `fleet` has the requests in flight as last read, `readings` returns
+    Scorers read what this replica knows: `fleet` has the requests in flight as last read, `readings` has
     the scraped metrics, `routes` has the prefixes and latencies of endpoints, and gets this replica's own.
     `live_weight` is the weight with which the script adds the live load to the candidates' scores;
     `needs_prefix_hashes` is whether a scorer reads the hashes of prompts.
@@ -182,7 +182,7 @@ class EndpointChooser:
         fleet: KnownFleet,
         endpoints: SnapshotCell,
         *,
-        readings: Callable[[], Readings],
+        readings: MetricsCache,
         routes: RouteStream,
         keys: Keyring,
         clock: Callable[[], float],

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 from picker_fleet.domain.known_fleet import KnownFleet
 from picker_fleet.domain.request import Endpoint, InferenceRequest
-from picker_fleet.endpoints.readings import Readings
+from picker_fleet.endpoints.readings import MetricsCache
 from picker_fleet.endpoints.snapshot import Snapshot, SnapshotCell
 from picker_fleet.scheduling.route_stream import RouteStream
 from picker_fleet.scheduling.scorers import EndpointState
@@ -39,13 +39,13 @@ class EndpointStates:
         endpoints: SnapshotCell,
         fleet: KnownFleet,
         *,
-        readings: Callable[[], Readings],
+        readings: MetricsCache,
         routes: RouteStream,
         clock: Callable[[], float],
         adapters: Collection[str],
     ) -> None:
         self._endpoints, self._fleet, self._clock = endpoints, fleet, clock
-        self._read_readings = readings
+        self._cache = readings
         self._latencies, self._index = routes.latencies, routes.index
         self._configured_adapters = frozenset(adapters)
         self.adapters = self._configured_adapters
@@ -58,7 +58,7 @@ class EndpointStates:
         self.samples = False  # whether picks look at a sample only
         # Read at `_refreshed_s`.
         self._refreshed_s = -REFRESH_S
-        self._readings = readings()
+        self._readings = readings.snapshot()
         self._in_flight: Mapping[str, int] = {}
         self._running_adapters: dict[str, list[str]] = {}  # adapter -> addresses
         self._compare_loads = True
@@ -80,7 +80,7 @@ class EndpointStates:
             self._take(snapshot)
         self._index.retain(self._by_address.keys())  # routes to endpoints that have left may arrive late
         self._refreshed_s = now_s
-        self._readings, self._in_flight = self._read_readings(), self._fleet.in_flight
+        self._readings, self._in_flight = self._cache.snapshot(), self._fleet.in_flight
         self._states = {}
         self._note_adapters()
         drawn = self._draw()
