@@ -1,7 +1,9 @@
 """A replica's membership for tests."""
 
 from typing import Any
+from unittest.mock import Mock
 
+from picker_fleet.admission.failover import Failover
 from picker_fleet.admission.shared_queue import SharedQueue
 from picker_fleet.domain.config import Settings
 from picker_fleet.domain.known_fleet import KnownFleet
@@ -9,6 +11,12 @@ from picker_fleet.endpoints.snapshot import SnapshotCell
 from picker_fleet.fleet.heartbeat import HeartbeatTrigger, Membership
 from picker_fleet.state.store import Store
 from picker_fleet.telemetry.metrics import Metrics
+
+
+def stays_shared() -> Mock:
+    """A failover that never leaves Redis."""
+    fields = {"heartbeat_fields.return_value": {"degraded": False}}
+    return Mock(spec=Failover, **{"status.return_value": None, **fields})
 
 
 def member_of(
@@ -25,5 +33,5 @@ def member_of(
         replica_info={"host": "test"}.copy,
         on_config=lambda _: None,
         on_suspects=lambda _: None,
-        **{"heartbeat_now": HeartbeatTrigger(), **more},
+        **{"heartbeat_now": HeartbeatTrigger(), "failover": stays_shared(), **more},
     )

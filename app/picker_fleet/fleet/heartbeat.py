@@ -164,10 +164,10 @@ class Membership:
         metrics: Metrics,
         replica_info: Callable[[], Mapping[str, object]],
         fleet: KnownFleet,
+        failover: Failover,
         heartbeat_now: HeartbeatTrigger,
         on_config: Callable[[EffectiveConfig], object],
         on_suspects: Callable[[Sequence[str]], object],
-        failover: Failover | None = None,
     ) -> None:
         self._store, self._queue, self._settings, self._leases = store, queue, settings, settings.leases
         self._endpoints, self._metrics, self._replica_info = endpoints, metrics, replica_info
@@ -217,25 +217,22 @@ class Membership:
     @property
     def status(self) -> str:
         """`ok`, or that this replica works without the shared state."""
-        outage = self._outage()
+        outage = self._failover.status()
         return "ok" if outage is None else f"{outage.mode}: without the shared state"
-
-    def _outage(self) -> OutageStatus | None:
-        return self._failover.status() if self._failover is not None else None
 
     async def endpoints(self) -> tuple[Endpoint, ...]:
         """The pool's endpoints; during an outage as last known. Raises StateUnavailable."""
-        if self._outage() is not None:
+        if self._failover.status() is not None:
             return self._endpoints.current.endpoints
         return await self._store.endpoints()
 
     async def state(self) -> SharedState:
         """The shared state now; during an outage the state read last. Raises StateUnavailable."""
-        if (outage := self._outage()) is None:
+        if (outage := self._failover.status()) is None:
             try:
                 return await self._read()
             except StateUnavailable:
-                if (outage := self._outage()) is None:  # otherwise an outage began during the read
+                if (outage := self._failover.status()) is None:  # otherwise an outage began during the read
                     raise
         if self._state is None:
             raise StateUnavailable("the shared state has not been read yet", retry_after_s=1)
@@ -305,11 +302,10 @@ class Membership:
             except StateFault as fault:
                 if isinstance(fault, OtherFormat):
                     self._stay_out(fault)
-                elif str(fault) != self._fault and self._outage() is None:
+                elif str(fault) != self._fault and self._failover.status() is None:
                     _log.warning("a heartbeat failed: %s", fault)
                 self._fault = str(fault)
-                if self._failover is not None:
-                    self._failover.heartbeat_missed(fault)
+                self._failover.heartbeat_missed(fault)
             with contextlib.suppress(TimeoutError):
                 # Measure the interval from the last start: a grant whose wake-up was lost waits that long.
                 rest_s = interval_s - (self._clock() - began_s)
@@ -390,14 +386,13 @@ class Membership:
     async def _call(self, info: str) -> HeartbeatReply:
         pulse = await self._store.heartbeat(info, self._leases.replica_silence)
         self._lost = self._lost or self._may_be_lost(pulse)
-        if self._failover is not None:
-            self._failover.heartbeat_answered(pulse)
+        self._failover.heartbeat_answered(pulse)
         return pulse
 
     def _info(self) -> str:
         about = dict(self._replica_info())
         served = about.pop("served", None)
-        about |= self._failover.heartbeat_fields() if self._failover is not None else {"degraded": False}
+        about |= self._failover.heartbeat_fields()
         if (acknowledged := self._endpoints.acknowledged) is not None:
             about["eds"] = acknowledged
         parts = [about] if served is None else [about, {"served": served}]
@@ -458,8 +453,7 @@ class Membership:
             queue_fill=min(pool.queued / settings.fair_request_queue.total_capacity, 1.0),
         )
         self._read_s = self._clock()
-        if self._failover is not None:
-            self._failover.update_peers(pool.about)
+        self._failover.update_peers(pool.about)
         return self._state
 
 
