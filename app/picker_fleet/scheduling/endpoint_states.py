@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 from picker_fleet.domain.known_fleet import KnownFleet
 from picker_fleet.domain.request import Endpoint, InferenceRequest
-from picker_fleet.endpoints.readings import MetricsCache
+from picker_fleet.endpoints.readings import EndpointMetrics, MetricsCache
 from picker_fleet.endpoints.snapshot import Snapshot, SnapshotCell
 from picker_fleet.scheduling.route_stream import RouteStream
 from picker_fleet.scheduling.scorers import EndpointState
@@ -23,6 +23,8 @@ SAMPLED = 16
 _PICKS_OF_A_SAMPLE = 64  # more picks would crowd the sampled endpoints while others are idle
 _NAMED = 8  # endpoints added for a pick by its prompt, and by its adapter
 _MOST_SELECTORS = 64  # label selectors whose endpoints are cached
+
+_UNKNOWN = EndpointMetrics(0)  # of an endpoint without a fresh reading
 
 Selector = frozenset[tuple[str, str]]
 
@@ -181,21 +183,21 @@ class EndpointStates:
         if state is not None:
             return state
         endpoint, reading = self._by_address[address], self._readings.get(address)
-        metrics = reading.metrics if reading is not None and reading.known else None
-        loads = metrics if self._compare_loads else None
+        metrics = reading.metrics if reading is not None and reading.known else _UNKNOWN
+        loads = metrics if self._compare_loads else _UNKNOWN
         state = self._states[address] = EndpointState(
             address,
             labels=endpoint.labels,
             draining=endpoint.draining or endpoint.drained,
             healthy=not (endpoint.down or endpoint.ejected),
-            waiting=loads.waiting if loads else None,
-            running=loads.running if loads else None,
-            kv_utilisation=loads.kv_utilisation if loads else None,
-            max_adapters=metrics.max_adapters if metrics else None,
-            active_adapters=metrics.active_adapters if metrics else frozenset(),
-            waiting_adapters=metrics.waiting_adapters if metrics else frozenset(),
-            idle_adapters=metrics.idle_adapters if metrics else frozenset(),
-            stale=metrics is None,
+            waiting=loads.waiting,
+            running=loads.running,
+            kv_utilisation=loads.kv_utilisation,
+            max_adapters=metrics.max_adapters,
+            active_adapters=metrics.active_adapters,
+            waiting_adapters=metrics.waiting_adapters,
+            idle_adapters=metrics.idle_adapters,
+            stale=metrics is _UNKNOWN,
             in_flight=float(self._in_flight.get(address, 0)),
             latency=self._latencies.stats(address),
         )
