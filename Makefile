@@ -95,7 +95,7 @@ bench-targets: $(VENV)/.installed ## workload-aware beside fcfs, by the targets 
 bench-large-pool: $(VENV)/.installed ## what 1000 pods of an InferencePool cost, beside 10 (ARGS='--only pick')
 	$(BENCH).large_pool $(ARGS)
 
-long: $(VENV)/.installed ## a long test: chaos, soak, pulses, cluster-changes, … (ARGS='soak --minutes 2')
+long: $(VENV)/.installed ## a long test: chaos, soak, pulses, cluster-changes, load-tools, … (ARGS='soak --minutes 2')
 	@$(LONG) $(ARGS)
 
 chaos: $(VENV)/.installed ## long test: audit 200 000 requests among kills and changes; 500 schedules of faults; 2000 random runs

@@ -4,6 +4,7 @@
     cluster-changes  how soon changes of a cluster are in force, on a real API server
     compose          the real Dockerfile and compose file on Docker or podman, under load
     hostile          every attack at once for ten minutes, honest clients beside them
+    load-tools       Locust, GuideLLM, AIPerf, inference-perf on a running fleet (installs 7 GB once)
     mutations        which test or schedule finds each fault that is put into the code
     outliers         servers that fail in every way, in every mode and pools of 2, 4 and 8
     pulses           replicas and Valkey stopped and continued at random

@@ -1,6 +1,7 @@
 """Makes virtual environments for other programs once, in the user's cache folder, never in `.venv`."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -22,6 +23,7 @@ def environment(
     version: str,
     packages: Sequence[str],
     *,
+    python: str = sys.executable,
     overrides: Sequence[str] = (),
     finish: Callable[[Path], None] = lambda _: None,
 ) -> Path:
@@ -37,7 +39,7 @@ def environment(
         return folder
     shutil.rmtree(folder, ignore_errors=True)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    _run(sys.executable, "-m", "venv", str(folder))
+    _run(python, "-m", "venv", str(folder))
     _run(str(own), "-m", "pip", "install", "--quiet", "uv")
     override = folder / "override.txt"
     override.write_text("".join(f"{each}\n" for each in overrides), encoding="utf-8")
@@ -48,6 +50,28 @@ def environment(
     finish(next(folder.glob("lib/python3*/site-packages")))
     done.touch()
     return folder
+
+
+def find_python(minor: int) -> str:
+    """Find a Python 3 of at least this minor version: this one, on the PATH or in pyenv. Or InstallFault."""
+    names = (*(f"python3.{number}" for number in range(minor, minor + 4)), "python3")
+    pyenv = Path(os.environ.get("PYENV_ROOT") or Path.home() / ".pyenv") / "versions"
+    places = [sys.executable, *filter(None, map(shutil.which, names))]
+    places += sorted(map(str, pyenv.glob("3.*/bin/python3")))
+    for each in places:
+        if _minor_version(each) >= minor:
+            return each
+    raise InstallFault(f"Python 3.{minor} is needed, and none is on the PATH or in pyenv")
+
+
+def _minor_version(python: str) -> int:
+    """The minor version of `python`; -1 if it does not run, like some of pyenv's shims on the PATH."""
+    try:
+        done = subprocess.run([python, "--version"], capture_output=True, text=True, check=False, timeout=20)
+    except (OSError, subprocess.TimeoutExpired):
+        return -1
+    version = re.match(r"Python 3\.(\d+)", done.stdout)
+    return int(version[1]) if done.returncode == 0 and version else -1
 
 
 def _run(*words: str) -> None:
