@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from picker_fleet.admission import gate
+from picker_fleet.admission import waits
 from picker_fleet.state import schema, store
 from picker_fleet.state.scripts import NAMES, load_library
 
@@ -26,7 +26,7 @@ def test_a_changed_source_changes_the_version_of_the_library() -> None:
 
 
 def test_every_refusal_of_the_scripts_has_an_error_for_its_client() -> None:
-    assert set(gate.REFUSALS) == set(schema.Refusal)
+    assert set(waits.REFUSALS) == set(schema.Refusal)
 
 
 def test_an_arrival_is_packed_as_nul_terminated_texts_and_then_doubles() -> None:
