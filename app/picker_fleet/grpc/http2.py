@@ -443,7 +443,7 @@ class Connection(asyncio.Protocol):
     def drain(self) -> None:
         """Announce by GOAWAY that new streams will soon be refused; open streams are still served.
 
-        The peer's answer to the ping shows that it has read the frames.GOAWAY. Streams opened after that are
+        The peer's answer to the ping shows that it has read the GOAWAY. Streams opened after that are
         refused, so that the peer sends them elsewhere.
         """
         self._draining = True
