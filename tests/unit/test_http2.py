@@ -22,6 +22,7 @@ from picker_fleet.domain.budgets import BodyBudget
 from picker_fleet.domain.errors import BufferFull
 from picker_fleet.grpc import frames, http2, native
 from picker_fleet.grpc.frames import ACK, DATA, END_HEADERS, END_STREAM, HEADERS, PING, SETTINGS, frame
+from picker_fleet.grpc.headers import literal
 from picker_fleet.grpc.native import NativeTransport
 from picker_fleet.grpc.transport import Handler, RpcError, Status, Stream
 
@@ -338,14 +339,27 @@ def test_after_random_frames_the_budget_is_empty_and_a_new_connection_is_served(
     asyncio.run(play())
 
 
-async def test_a_message_in_any_number_of_frames_arrives_whole() -> None:
-    async with serving() as server:
+async def test_a_message_in_any_number_of_frames_arrives_whole_and_uncharged() -> None:
+    reading = 0
+
+    async def second(stream: Stream) -> bytes | None:
+        nonlocal reading
+        await stream.read()
+        reading += 1
+        message = await stream.read()
+        assert server.budget.held_bytes == 0
+        return message
+
+    async with serving(second) as server:
         message = bytes(range(256)) * 40
         data = b"\0" + len(message).to_bytes(4, "big") + message
-        for size in (1, 4, 5, 6, 1000, 16_384):
+        for times, size in enumerate((1, 4, 5, 6, 1000, 16_384)):
             async with server.peer(2**24) as peer:
-                pieces = [frame(DATA, 0, 1, data[at : at + size]) for at in range(0, len(data), size)]
-                await peer.send(peer.headers(1), *pieces)
+                await peer.send(peer.request(1, flags=0))
+                await until(lambda times=times: reading == times + 1)
+                await peer.send(
+                    *(frame(DATA, 0, 1, data[at : at + size]) for at in range(0, len(data), size))
+                )
                 assert await peer.data(1) == data
 
 
@@ -367,6 +381,16 @@ async def test_a_reset_or_a_closed_connection_cancels_the_handler() -> None:
         await until(lambda: handler.waiting == 2)
         peer.cut()
         await until(lambda: handler.cancelled == 2)
+
+
+async def test_a_handler_that_cancels_itself_resets_its_stream() -> None:
+    async def gives_up(stream: Stream) -> bytes | None:
+        raise asyncio.CancelledError
+
+    async with serving(gives_up) as server, server.peer() as peer:
+        await peer.send(peer.request(1, flags=0))
+        assert await peer.reset() == (1, frames.CANCEL)
+        await peer.ping()
 
 
 async def test_unread_messages_close_the_window_of_their_stream_and_count_in_the_budget() -> None:
@@ -451,9 +475,10 @@ async def test_relayed_answers_come_in_order_and_wait_for_a_client_that_reads_sl
 
     names = b"abcdefghijklmnopqrstuvwxyz"
     async with serving(relayed) as server, server.peer(window=5000) as peer:
-        await peer.send(peer.headers(1))
-        for at in range(20):
-            await peer.send(frame(DATA, 0, 1, b"\0\0\0\0\1" + names[at : at + 1]))
+        sent = [frame(DATA, 0, 1, b"\0\0\0\0\1" + names[at : at + 1]) for at in range(20)]
+        await peer.send(peer.headers(1), sent[0])
+        await until(lambda: answered == 1)  # the handler waits in `relay` for the others
+        await peer.send(*sent[1:])
         await until(lambda: answered == 3)
         data = b""
         while not (got := await peer.until(lambda each: each.stream == 1)).flags & END_STREAM:
@@ -789,3 +814,20 @@ async def test_headers_are_decoded_while_the_dynamic_table_changes() -> None:
             await peer.send(peer.headers(stream, list(fields.items())), frame(DATA, 0, stream, ASK))
             answer = await peer.answer(stream)
             assert (ASK in [got.payload for got in answer]) is (path == "/test/Echo")
+
+
+async def test_a_block_that_is_repeated_after_a_change_of_the_table_is_decoded_anew() -> None:
+    def block(path: bytes) -> bytes:
+        return b"\x83\x86" + path + literal(b"content-type", b"application/grpc")  # POST, http
+
+    def added(path: bytes) -> bytes:
+        return b"\x44" + bytes((len(path),)) + path  # `:path`, added to the table
+
+    newest = b"\xbe"  # the table's newest entry
+    async with serving() as server, server.peer() as peer:
+        statuses = []
+        for at, path in enumerate((added(b"/test/Echo"), newest, added(b"/test/Other"), newest)):
+            sent = frame(HEADERS, END_HEADERS, 2 * at + 1, block(path))
+            await peer.send(sent, frame(DATA, END_STREAM, 2 * at + 1, ASK))
+            statuses.append((await peer.fields(2 * at + 1))["grpc-status"])
+        assert statuses == ["0", "0", "12", "12"]
