@@ -28,13 +28,13 @@ _log = logging.getLogger(__name__)
 
 _CONNECT_S = 3.0
 _ANSWER_S = 10.0  # timeout of a call, enough for a list of thousands of pods
-_WATCH_S: Final = (300, 600)  # range of the watch timeout asked of the server, as in client-go
-_LATE_S = 30.0  # after its timeout, how long to wait for the server to end a watch
-_RETRY_S: Final = (0.05, 0.5)  # first and longest pause after a fault; each is drawn from its upper half
+_WATCH_S: Final = (300, 600)  # the server gets a random watch timeout in this range, as in client-go
+_LATE_S = 30.0  # time for the server to end a watch after the timeout of the watch
+_RETRY_S: Final = (0.05, 0.5)  # first and longest pause before a retry; jitter shortens each by up to half
 _REFUSED_S = 5.0  # longest pause after a response that a retry will hardly change, such as 403
 _ENDED_SOON_S = 1.0  # a watch that ends within this time counts as a fault
-_UNSERVED_S = 30.0  # longest pause after the server did not serve an optional kind
-_RELIST_S = 0.3  # spreads the lists of replicas whose watches expire together over at least this time
+_UNSERVED_S = 30.0  # longest pause before asking again for an optional kind that the server lacks
+_RELIST_S = 0.3  # replicas whose watches expire together list again at random times within this range
 _CONNECTIONS = 8
 # With these options TCP detects a vanished server after 10 s.
 _KEEPALIVE = [
@@ -48,7 +48,7 @@ _KEEPALIVE = [
 
 
 class Metadata(msgspec.Struct, frozen=True, rename="camel"):
-    """The metadata of any object, without its version, which alone does not count as a change."""
+    """An object's metadata, except `resourceVersion`: a new version alone does not count as a change."""
 
     name: str = ""
     namespace: str = ""
@@ -75,7 +75,7 @@ class _Event(msgspec.Struct):
 
 
 class _Status(msgspec.Struct):
-    """The status of a failed call; also decodes a bookmark, for its version."""
+    """The API's `Status` of a failed call; also decodes the resource version of a bookmark event."""
 
     code: int = 0
     message: str = ""
@@ -87,7 +87,7 @@ class _Versioned(msgspec.Struct):
 
 
 class KubernetesFault(Exception):
-    """A call has failed. `code` is the HTTP status, 0 without a response."""
+    """A call to the API server failed. `code` is the HTTP status; 0: no response came."""
 
     def __init__(self, code: int, text: str) -> None:
         super().__init__(f"{code}: {text}" if code else text)
@@ -95,7 +95,7 @@ class KubernetesFault(Exception):
 
 
 CONFLICT: Final = 409
-_EXPIRED, _TOO_NEW = 410, 504  # the server no longer knows the resource version, or not yet
+_EXPIRED, _TOO_NEW = 410, 504  # the server dropped the resource version, or has not reached it yet
 _ANSWERED_FOR_GOOD = range(400, 500)
 
 
@@ -117,7 +117,7 @@ class Api:
             named = os.environ.get("KUBECONFIG")
             config = (KubeConfig.from_file(named) if named else KubeConfig.from_env()).get()
             if config is None:
-                raise CredentialsFault("no context is chosen")
+                raise CredentialsFault("the kubeconfig has no current context")
             if config.user is None:
                 config = config._replace(user=User())
             context = verify_cluster(config.cluster, config.user or User(), config.abs_file)
@@ -151,7 +151,7 @@ class Api:
         takes over fields that another manager owns.
 
         Raises:
-            KubernetesFault: as `get`; the code CONFLICT: another manager owns a field with another value.
+            KubernetesFault: the call failed. Code CONFLICT: another manager owns a field with another value.
         """
         await self._call(
             "PATCH",
@@ -174,11 +174,11 @@ class Api:
     async def lines(
         self, path: str, params: Mapping[str, str], limit_s: float
     ) -> AsyncGenerator[bytes, None]:
-        """The lines of a response that the server streams for at most `limit_s`. The first line is empty and
-        means that the response has begun.
+        """The lines of a response that the server streams for at most `limit_s`. Yields an
+        empty line first, when the response begins.
 
         Raises:
-            KubernetesFault: as `get`, at the start or later.
+            KubernetesFault: the call failed, at its start or later.
         """
         timeout = httpx2.Timeout(_ANSWER_S, connect=_CONNECT_S, read=None)
         deadline_s = asyncio.get_running_loop().time() + limit_s
@@ -220,7 +220,7 @@ def _refusal(code: int, body: bytes) -> KubernetesFault:
 
 @dataclass(frozen=True, slots=True)
 class Collection:
-    """A collection to watch: its path, and a selection of its objects. `what` names it in the log.
+    """A collection of objects to watch, narrowed by `labels` and `name`. `what` names it in the log.
 
     `optional`: the API server may not serve this kind of object.
     """
@@ -228,7 +228,7 @@ class Collection:
     what: str
     path: str
     labels: Mapping[str, str] | None = None  # labels that objects must have
-    name: str | None = None  # name of the only object
+    name: str | None = None  # watch only the object of this name
     optional: bool = False
 
     @property
@@ -247,10 +247,10 @@ Kind = TypeVar("Kind", bound=msgspec.Struct)
 class Reflector(Generic[Kind]):
     """Keeps a copy of the objects of a collection, by name.
 
-    Lists once and then watches from the list's version, across the ends of watches and outages of the server.
-    Lists again only when the server no longer knows the version (410), then from the server's cache and not
-    older than `items`. While the server is unreachable `items` stay. `on_change` is called after each change
-    of `items`; an object that cannot be decoded is logged and skipped.
+    Lists the objects once, then watches from the list's version through watch timeouts and server outages.
+    Lists again only if the server has dropped the version (410), and then accepts no list older than `items`.
+    Keeps `items` while the server is unreachable. Calls `on_change` after each change of `items`. Logs and
+    skips an object that cannot be decoded.
     """
 
     def __init__(
@@ -302,7 +302,7 @@ class Reflector(Generic[Kind]):
                 await asyncio.sleep(self._draw(pause_s / 2, pause_s))
 
     async def _list(self) -> None:
-        # A list from the server's cache spares etcd; after an expired watch it must not predate `items`.
+        # Version 0 lists from the server's cache, to spare etcd; a relist must not be older than `items`.
         versions = {"resourceVersion": self._version or "0"}
         if self._version:
             versions["resourceVersionMatch"] = "NotOlderThan"
@@ -316,7 +316,7 @@ class Reflector(Generic[Kind]):
         try:
             found = msgspec.json.decode(body, type=_List)
         except msgspec.MsgspecError as fault:
-            raise KubernetesFault(0, f"no list came: {_text_of(fault)}") from fault
+            raise KubernetesFault(0, f"the response is not a list: {_text_of(fault)}") from fault
         items = {}
         for raw in found.items or ():
             decoded = self._decoded(raw)
@@ -344,7 +344,7 @@ class Reflector(Generic[Kind]):
                     self._pause_s = _RETRY_S[0]
                 elif self._logged:
                     self._logged = ""
-                    _log.info("%s: watched again", self._collection.what)
+                    _log.info("watching %s again", self._collection.what)
         if asyncio.get_running_loop().time() - begun_s < _ENDED_SOON_S:
             raise KubernetesFault(0, "the watch ended as soon as it began")
 
@@ -359,7 +359,7 @@ class Reflector(Generic[Kind]):
                     self._version = status.metadata.resource_version or self._version
                 return
         except msgspec.MsgspecError as fault:
-            raise KubernetesFault(0, f"no watch event came: {_text_of(fault)}") from fault
+            raise KubernetesFault(0, f"the line is not a watch event: {_text_of(fault)}") from fault
         decoded = self._decoded(event.object)
         if decoded is None:
             return
@@ -378,12 +378,12 @@ class Reflector(Generic[Kind]):
             metadata = msgspec.json.decode(raw, type=_Versioned).metadata
             return metadata.name, self._decoder.decode(raw), metadata.resource_version
         except msgspec.MsgspecError as fault:
-            _log.warning("one of %s cannot be read and is passed over: %s", self._collection.what, fault)
+            _log.warning("skipping one of %s that cannot be decoded: %s", self._collection.what, fault)
             return None
 
     def _log_fault(self, fault: KubernetesFault) -> None:
-        """Log a fault once, until another fault or a new watch."""
+        """Log a fault, unless the last logged fault was the same and no watch has succeeded since."""
         if str(fault) != self._logged:
             self._logged = str(fault)
-            stays = "what is known stays in use" if self.listed else "nothing is known yet"
-            _log.warning("%s: cannot be watched: %s; %s", self._collection.what, fault, stays)
+            stays = "keeping the last known objects" if self.listed else "no list has succeeded yet"
+            _log.warning("cannot watch %s: %s; %s", self._collection.what, fault, stays)

@@ -48,30 +48,30 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     about = "flags that gateways' charts pass; with --pool-name no configuration file is needed"
     add = parser.add_argument_group("in Kubernetes", about).add_argument
     add("--pool-name", metavar="NAME", help="the InferencePool whose pods are the endpoints")
-    about = "its namespace (default: $NAMESPACE, else that of the credentials)"
+    about = "the pool's namespace (default: $NAMESPACE, else the namespace of the credentials)"
     add("--pool-namespace", metavar="NAME", help=about)
-    add("--pool-group", metavar="GROUP", help=f"its API group (only {GROUP})")
-    add("--grpc-port", type=_port, metavar="PORT", help=f"of ext_proc (default: {_GRPC_PORT})")
-    add("--grpc-health-port", type=_port, metavar="PORT", help=f"of gRPC health (default: {_HEALTH_PORT})")
-    about = f"of metrics and the admin API (default: {_METRICS_PORT})"
+    add("--pool-group", metavar="GROUP", help=f"the pool's API group; must be {GROUP}")
+    add("--grpc-port", type=_port, metavar="PORT", help=f"port of ext_proc (default: {_GRPC_PORT})")
+    add("--grpc-health-port", type=_port, metavar="PORT", help=f"health port (default: {_HEALTH_PORT})")
+    about = f"port of metrics and the admin API (default: {_METRICS_PORT})"
     add("--metrics-port", type=_port, metavar="PORT", help=about)
-    about = "ext_proc by TLS, with a certificate of its own unless --cert-path has one (default: true)"
+    about = "serve ext_proc over TLS, self-signed unless --cert-path is set (default: true)"
     add("--secure-serving", type=_boolean, nargs="?", const=True, metavar="BOOL", help=about)
-    about = "the test headers of the conformance suite; never in production"
+    about = "obey the test headers of the conformance suite; never in production"
     add("--conformance", type=_boolean, nargs="?", const=True, metavar="BOOL", help=about)
-    add("--cert-path", type=Path, metavar="FOLDER", help="tls.crt and tls.key; they are reloaded")
-    about = f"ours, or an {import_config.KIND}, which is imported"
+    add("--cert-path", type=Path, metavar="FOLDER", help="has tls.crt and tls.key, reloaded on change")
+    about = f"a Picker Fleet configuration, or an {import_config.KIND} to import"
     add("--config-file", type=Path, metavar="FILE", help=about)
-    add("--config-text", metavar="YAML", help="the same as text")
-    add("--kubeconfig", metavar="FILE", help="in place of $KUBECONFIG")
+    add("--config-text", metavar="YAML", help=f"an {import_config.KIND} to import")
+    add("--kubeconfig", metavar="FILE", help="credentials, in place of $KUBECONFIG")
     for name in ("path", "port", "scheme"):
-        add(f"--model-server-metrics-{name}", metavar=name.upper(), help="of the endpoints' metrics pages")
+        add(f"--model-server-metrics-{name}", metavar=name.upper(), help=f"{name} of the metrics pages")
     for flag in _SERIES_FLAGS:
         add(f"--{flag.replace('_', '-')}", metavar="SERIES", help=argparse.SUPPRESS)
 
 
 def given(args: argparse.Namespace) -> bool:
-    """Whether the flags are those of an inference gateway's chart: `--pool-name` is set."""
+    """Whether an inference gateway's chart passed the flags: such a chart sets `--pool-name`."""
     return args.pool_name is not None
 
 
@@ -79,15 +79,13 @@ def settings(args: argparse.Namespace, environ: MutableMapping[str, str]) -> tup
     """The settings, and remarks for the log. Flags override the environment, which overrides files.
 
     Raises:
-        ConfigError: as `config.load`, or the flags contradict each other.
+        ConfigError: the configuration is invalid, or the flags contradict each other.
     """
     if args.kubeconfig:
         environ["KUBECONFIG"] = args.kubeconfig
     namespace = args.pool_namespace or environ.get("NAMESPACE") or environ.get("POD_NAMESPACE") or _own()
     remarks = [
-        f"{flag} is not a flag of this picker and is passed over"
-        for flag in args.unknown
-        if flag.startswith("-")
+        f"ignoring {flag}: this picker has no such flag" for flag in args.unknown if flag.startswith("-")
     ]
     if args.pool_group not in (None, GROUP):
         raise ConfigError(f"--pool-group {args.pool_group[:60]!r}: only pools of {GROUP} are served")
@@ -101,13 +99,11 @@ def settings(args: argparse.Namespace, environ: MutableMapping[str, str]) -> tup
         elif args.config is None and args.config_file is not None:
             own = args.config_file
         else:
-            raise ConfigError(f"{where}: no {import_config.KIND}; our configuration is given by --config")
+            raise ConfigError(f"{where}: not an {import_config.KIND}; --config takes other configurations")
     defaults = overlaid(_defaults(args.pool_name, namespace), foreign)
     found = load(own, environ, defaults=defaults, flags=_flags(args, remarks))
     trusted = ", ".join(found.extproc.trusted_headers) or "none"
-    remarks.append(
-        f"headers of clients that count: {trusted} (extproc.trusted_headers); the gateway must set them"
-    )
+    remarks.append(f"trusted client headers: {trusted} (extproc.trusted_headers); the gateway must set them")
     return found, remarks
 
 
@@ -197,7 +193,7 @@ def _flags(args: argparse.Namespace, remarks: list[str]) -> dict[str, Any]:
 
 
 def _key_of(name: str) -> str:
-    """`name` as a pool name for Redis keys; a long name is cut and gets a hash to stay unique."""
+    """The pool's name in Redis keys: `name`; of a long name, the beginning and a hash."""
     if len(name) <= _POOL_CHARACTERS:
         return name
     return f"{name[: _POOL_CHARACTERS - 9]}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"

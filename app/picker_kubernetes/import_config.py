@@ -37,7 +37,7 @@ SCORERS: Mapping[str, str] = {
     "predicted-latency-scorer": "latency",
     "random-picker": "random",
 }
-# Plugins that need no counterpart, since the picker does their work anyway, and the part that does it.
+# Plugin types that are not imported -> the setting or behaviour of this picker that replaces them.
 BUILT_IN: Mapping[str, str] = {
     "single-profile-handler": "there is one profile",
     "max-score-picker": "the best endpoint is picked, ties at random",
@@ -62,7 +62,7 @@ BUILT_IN: Mapping[str, str] = {
     "header-based-testing-filter": "serve --conformance",
     "destination-endpoint-served-verifier": "serve --conformance",
 }
-# By plugin type: the parameters that are imported, or get a specific remark.
+# Plugin type -> parameters that are imported or have a remark of their own.
 _PARAMETERS: Mapping[str, tuple[str, ...]] = {
     "max-score-picker": ("maxNumOfEndpoints",),
     "random-picker": ("maxNumOfEndpoints",),
@@ -84,7 +84,7 @@ _FAIRNESS: Mapping[str, str] = {
     "round-robin-fairness-policy": "round-robin",
     "global-strict-fairness-policy": "none",
 }
-# By section, `[]` after a list: the keys that are imported, or get a specific remark.
+# Section (`[]` follows a list) -> keys that are imported or have a remark of their own.
 _KEYS: Mapping[str, frozenset[str]] = {
     where: frozenset(keys.split())
     for where, keys in {
@@ -176,7 +176,7 @@ def imported(tree: Mapping[str, Any]) -> Imported:
             result.remarks.append(f"{where} has no counterpart")
             continue
         if kind == "weighted-random-picker":
-            result.remarks.append(f"{where}: the best endpoint is picked here, none by chance")
+            result.remarks.append(f"{where}: this picker picks the best endpoint, not a random one")
         if told := sorted(map(str, parameters.keys() - set(_PARAMETERS.get(kind, ())))):
             result.remarks.append(f"plugins: parameters of {name} ({', '.join(told)}) have no counterpart")
     _name_rest(tree, "", result)
@@ -228,7 +228,7 @@ def _plugins(tree: Mapping[str, Any]) -> Plugins:
             raise ConfigError(f"plugins.{number}.type: is missing")
         name = str(plugin.get("name") or kind)
         if name in found:
-            raise ConfigError(f"plugins.{number}: the name {name} is there twice")
+            raise ConfigError(f"plugins.{number}: two plugins are named {name}")
         found[name] = kind, _mapping(plugin.get("parameters"), f"plugins.{number}.parameters")
     return found
 
@@ -237,7 +237,7 @@ def _scorers(tree: Mapping[str, Any], plugins: Plugins, result: Imported) -> Non
     profiles = _list(tree, "schedulingProfiles")
     if len(profiles) > 1:
         names = ", ".join(str(_mapping(each, "schedulingProfiles").get("name")) for each in profiles[1:])
-        result.remarks.append(f"schedulingProfiles: there is one profile here; {names} are left out")
+        result.remarks.append(f"schedulingProfiles: this picker has one profile; not imported: {names}")
     if profiles:
         first = _mapping(profiles[0], "schedulingProfiles.0")
         references = _mappings(first, "plugins", "schedulingProfiles.0.plugins")
@@ -266,7 +266,7 @@ def _scorers(tree: Mapping[str, Any], plugins: Plugins, result: Imported) -> Non
                 if most > 1:
                     result.remarks.append(
                         f"plugins: maxNumOfEndpoints {most} of {name}: for a gateway that takes one address, "
-                        "as agentgateway, set scheduling.fallbacks 0"
+                        "such as agentgateway, set scheduling.fallbacks 0"
                     )
     if weights:
         result.section("scheduling")["scorers"] = [
@@ -303,7 +303,7 @@ def _saturation(tree: Mapping[str, Any], plugins: Plugins, result: Imported) -> 
             (each for each, (kind, _) in detectors.items() if kind == _DETECTOR), next(iter(detectors))
         )
     for other in detectors.keys() - {name}:
-        result.remarks.append(f"plugins: {other} is not the saturation detector in use, {name or _DETECTOR}")
+        result.remarks.append(f"plugins: {other} is not imported: {name or _DETECTOR} is the detector in use")
     # Earlier versions of the router have the parameters in saturationDetector itself.
     kind, parameters = plugins.get(name, (name or _DETECTOR, detector if not name else {}))
     if not detector and not detectors:
@@ -327,9 +327,9 @@ def _saturation(tree: Mapping[str, Any], plugins: Plugins, result: Imported) -> 
         key: parameters[key] for key in ("queueDepthThreshold", "kvCacheUtilThreshold") if key in parameters
     }
     result.remarks.append(
-        f"{kind}: saturation is the number of requests in flight here, not what pages tell"
+        f"{kind}: this picker measures saturation by requests in flight, not by metrics pages"
         + (f" ({', '.join(f'{key} {value}' for key, value in told.items())})" if told else "")
-        + "; set request_queue_controller.watermark_per_backend to what an endpoint runs at once"
+        + "; set request_queue_controller.watermark_per_backend to the requests that an endpoint runs at once"
     )
 
 
@@ -343,7 +343,7 @@ def _flow_control(tree: Mapping[str, Any], plugins: Plugins, result: Imported) -
     most_bytes = _limit(control, "flowControl", "maxBytes", result)
     if most_bytes:
         result.remarks.append(
-            "flowControl.maxBytes: taken as the limit of each band; there is none of all bands together"
+            "flowControl.maxBytes: imported as the limit of each band; bands have no common limit here"
         )
     if control.get("defaultRequestTTL") is not None:
         ttl_s = _duration_s(control["defaultRequestTTL"], "flowControl.defaultRequestTTL")
@@ -351,20 +351,20 @@ def _flow_control(tree: Mapping[str, Any], plugins: Plugins, result: Imported) -
             queue["queue_ttl"] = f"{ttl_s:.9g}s"
         else:
             result.remarks.append(
-                "flowControl.defaultRequestTTL 0: nobody waits longer than fair_request_queue.queue_ttl here"
+                "flowControl.defaultRequestTTL 0: every request has a TTL here, fair_request_queue.queue_ttl"
             )
     if control.get("noEndpointRequestTTL") is not None:
         wait_s = _duration_s(control["noEndpointRequestTTL"], "flowControl.noEndpointRequestTTL")
         queue["queue_without_endpoints"] = True
         if f"{wait_s:.9g}s" != queue.get("queue_ttl"):
             result.remarks.append(
-                f"flowControl.noEndpointRequestTTL {wait_s:g}s: with endpoints or without, requests wait for "
-                "fair_request_queue.queue_ttl"
+                f"flowControl.noEndpointRequestTTL {wait_s:g}s: requests wait for at most "
+                "fair_request_queue.queue_ttl, with endpoints or without"
             )
     if control.get("enableEviction"):
         result.remarks.append(
-            "flowControl.enableEviction: waiting requests are evicted (fair_request_queue.overload), running "
-            "ones never"
+            "flowControl.enableEviction: the picker evicts only waiting requests, never running ones "
+            "(fair_request_queue.overload)"
         )
     bands = _mappings(control, "priorityBands", "flowControl.priorityBands")
     default = _mapping(control.get("defaultPriorityBand"), "flowControl.defaultPriorityBand")
@@ -378,7 +378,7 @@ def _flow_control(tree: Mapping[str, Any], plugins: Plugins, result: Imported) -
             queue[key] = policies[0]
         if len(policies) > 1:
             result.remarks.append(
-                f"flowControl: {reference}: one policy for all bands here; {policies[0]} is taken"
+                f"flowControl: {reference}: all bands have one policy here; imported {policies[0]}"
             )
         for kind in named:
             if kind not in known:
@@ -388,8 +388,8 @@ def _flow_control(tree: Mapping[str, Any], plugins: Plugins, result: Imported) -
     for key in ("maxRequests", "maxBytes"):
         if default.get(key) is not None:
             result.remarks.append(
-                f"flowControl.defaultPriorityBand.{key}: a band that is not configured has the limits of "
-                "the nearest configured one at or below it"
+                f"flowControl.defaultPriorityBand.{key}: an unconfigured band has the limits of the "
+                "nearest configured band at or below it"
             )
     if not queue:
         del result.tree["fair_request_queue"]
@@ -428,7 +428,7 @@ def _limit(section: Mapping[str, Any], where: str, key: str, result: Imported) -
         return 0
     most = math.ceil(_quantity(value, f"{where}.{key}"))
     if most > most_here:
-        result.remarks.append(f"{where}.{key} {value}: {most_here} is the most here")
+        result.remarks.append(f"{where}.{key} {value}: {most_here} is the maximum here")
     return min(most, most_here)
 
 
@@ -473,7 +473,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the converted configuration on stdout, and the remarks on stderr, one a line."""
     result = read(args.file)
-    print(f"# Imported from {args.file.name}; discovery and redis are to be added.")
+    print(f"# Imported from {args.file.name}; add discovery and redis.")
     print(yaml.safe_dump(result.tree, sort_keys=False), end="")
     for remark in result.remarks:
         print(f"{args.file}: {remark}", file=sys.stderr)

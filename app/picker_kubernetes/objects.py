@@ -38,11 +38,11 @@ _SETTLE_S = 0.05  # collects changes that arrive together
 _LONGEST_NAME = 256  # bytes
 _MOST_WEIGHT = 1_000_000
 POOL_GROUP: Final = "inference.networking.k8s.io"
-# The reason of a condition while the object's pool does not exist; a fleet that serves the pool replaces it.
+# Reason of the condition on an object whose pool does not exist; a fleet that serves the pool overwrites it.
 _NO_POOL = "PoolNotFound"
-_TAKE_OVER_S = 30.0  # how long a condition's owner may leave a new version of its object without a condition
-_WRITE_S = 1.0  # for writing conditions while other changes wait; a call to a slow API takes up to 10 s
-_MOST_STEPS = 50_000  # of the search for cycles; they take about 20 ms
+_TAKE_OVER_S = 30.0  # time for a condition's owner to update it for a new version of the object
+_WRITE_S = 1.0  # for writing conditions once other changes wait; one call to a slow API takes up to 10 s
+_MOST_STEPS = 50_000  # of the search for cycles; so many steps take about 20 ms
 
 
 class _PoolRef(msgspec.Struct, frozen=True):
@@ -52,7 +52,7 @@ class _PoolRef(msgspec.Struct, frozen=True):
 
     @property
     def is_known(self) -> bool:
-        """Whether the reference names the API group `POOL_GROUP`. An empty group means the same."""
+        """Whether the referenced pool is in the API group `POOL_GROUP`, which an empty group also means."""
         return self.group in ("", POOL_GROUP)
 
 
@@ -115,14 +115,14 @@ class Rewrite(msgspec.Struct, frozen=True):
 
 
 class _Names(msgspec.Struct):
-    """A list response of the API, of which only the number of items matters."""
+    """A list response of the API; only the number of its items is used."""
 
     items: list[msgspec.Raw] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class LiveObjects:
-    """Priorities and splits computed from the objects. `anything` is the split for models without a rule."""
+    """Priorities and splits computed from the objects. `anything`: the split of models without a rule."""
 
     priorities: Mapping[str, int] = field(default_factory=dict)  # name of an objective -> priority
     splits: Mapping[str, Split] = field(default_factory=dict)  # model -> split
@@ -144,7 +144,7 @@ def rewrite_fault(rewrite: Rewrite) -> str:
         where = f"spec.rules[{number}]"
         for match in rule.matches or ():
             if match.model.type != "Exact":
-                return f"{where}.matches: model type {match.model.type} is unknown; Exact is"
+                return f"{where}.matches: model type {match.model.type} is not supported; use Exact"
             if not _is_model(match.model.value):
                 return f"{where}.matches: {match.model.value[:60]!r} is no model's name"
         targets = rule.targets or ()
@@ -154,7 +154,7 @@ def rewrite_fault(rewrite: Rewrite) -> str:
             if not 0 <= target.weight <= _MOST_WEIGHT:
                 return f"{where}.targets: weight {target.weight} is not from 0 to {_MOST_WEIGHT}"
         if not any(target.weight for target in targets):
-            return f"{where}.targets: no target has a weight above 0: nothing to rewrite to"
+            return f"{where}.targets: no target has a weight above 0"
     return ""
 
 
@@ -253,7 +253,7 @@ _KINDS: Final = (
 
 
 class _Sent(NamedTuple):
-    """A condition sent for the object created at `created`. `refused`: another field manager owns it."""
+    """A condition sent for the object created at `created`. `refused`: another manager owns the condition."""
 
     created: str
     condition: _Condition
@@ -264,7 +264,7 @@ class _Sent(NamedTuple):
 @dataclass(slots=True)
 class _Followed:
     """An object in the collection at `path`. `fault` says why it cannot be used; `remark` is the last logged
-    message about it. `judged` is set for an object of another pool: generation and pool when last checked."""
+    message about the object. `judged`: generation and pool, if another, when the pool was last looked up."""
 
     path: str
     kind: _Kind
@@ -308,7 +308,7 @@ class InferenceObjects:
         self._fleet, self._manager = fleet, ""
 
     async def run(self) -> None:
-        """Watch until cancelled. Raises StartupError as KubernetesSource does."""
+        """Watch until cancelled. Raises StartupError if there are no credentials for an API server."""
         async with self._api_of() as api, asyncio.TaskGroup() as tasks:
             namespace = self._namespace or api.namespace
             self._pools_path = f"/apis/{POOL_GROUP}/v1/namespaces/{namespace}/inferencepools"
@@ -343,7 +343,9 @@ class InferenceObjects:
         in_cycles = cycles(rewrites)
         for each in own:
             cycle = in_cycles.get(each.name, "") if each.kind.type is Rewrite else ""
-            remark = each.fault or (cycle and f"{cycle} is a cycle: a target is not rewritten again")
+            remark = each.fault or (
+                cycle and f"rules form a cycle ({cycle}); targets are not rewritten again"
+            )
             if remark and remark != each.remark:
                 each.log("is not used" if each.fault else "is used", remark)
             each.remark = remark
@@ -353,7 +355,7 @@ class InferenceObjects:
     def _fault_of(self, each: _Followed) -> str:
         kind = each.item.spec.pool_ref.kind
         if kind != "InferencePool":
-            return f"spec.poolRef.kind is {kind[:60]!r}; InferencePool is known"
+            return f"spec.poolRef.kind is {kind[:60]!r}, not InferencePool"
         return each.kind.fault_of(each.item)
 
     def _own(self) -> list[_Followed]:
@@ -377,14 +379,14 @@ class InferenceObjects:
         await self._judge_of_others(api)
 
     async def _judge_of_others(self, api: Api) -> None:
-        """Report objects whose pool does not exist; an existing pool's own picker reports its objects. Checks
-        each version of an object once: the pool may be created later, with its own picker."""
-        exists: dict[str, bool | None] = {}  # pool -> whether the API has it; None: no answer
+        """Write a condition to objects whose pool does not exist; an existing pool's picker writes its own.
+        Check each version of an object once: if the pool is created later, that pool's picker takes over."""
+        exists: dict[str, bool | None] = {}  # whether the pool exists; None: the API did not answer
         for each in self._known.values():
             reference, generation = each.item.spec.pool_ref, each.item.metadata.generation
             pool = reference.name
             if not reference.is_known:
-                continue  # another API group: not a pool for this picker
+                continue  # this picker knows no pools of other API groups
             if pool == self._pool or each.judged == (generation, pool):
                 continue
             if pool not in exists:
@@ -398,7 +400,7 @@ class InferenceObjects:
             each.judged = generation, pool
             if exists[pool]:
                 continue
-            fault = f"spec.poolRef names InferencePool {pool[:60]!r}, which is not there"
+            fault = f"spec.poolRef names InferencePool {pool[:60]!r}, which does not exist"
             each.log("is not used", fault)
             if self._publishes():
                 await self._write(api, each, False, _NO_POOL, fault)
@@ -438,7 +440,7 @@ class InferenceObjects:
             if fault.code != CONFLICT:
                 return  # the API is unreachable; the watch lists all objects again when it answers
             what = f"{each.kind.name.lower()}s {metadata.name}"
-            _log.info("the condition of %s is left to another writer: %s", what, fault)
+            _log.info("another field manager owns the condition of %s; leaving it: %s", what, fault)
             loop.call_later(_TAKE_OVER_S, self._changed.set)
             refused = True
         each.sent = _Sent(metadata.creation_timestamp, wanted, loop.time(), refused)

@@ -1,7 +1,7 @@
 """Endpoints from Kubernetes: the pods that one InferencePool selects, on each of its target ports.
 
-The InferencePool is of inference.networking.k8s.io/v1. Running pods with an address are listed; a pod drains
-if it is not ready or is being deleted. Requests in flight on a pod that is no longer listed still count.
+The InferencePool is of inference.networking.k8s.io/v1. Each running pod with an address is
+listed; it drains while not ready or being deleted. Requests in flight on a pod that has gone still count.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ _log = logging.getLogger(__name__)
 POD_LABEL = "picker-fleet/pod"
 NAMESPACE_LABEL = "picker-fleet/namespace"
 PORT_RANK_LABEL = "picker-fleet/port-rank"
-# Annotations with the ports on which a pod serves; the first one present counts.
+# Annotations with the ports on which a pod serves; the first that a pod has applies.
 _ACTIVE_PORTS = ("llm-d.ai/active-ports", "inference.networking.k8s.io/active-ports")
 _METRICS = (METRICS_PORT, METRICS_PATH, METRICS_SCHEME)  # names of labels or annotations
 _SETTLE_S = 0.25  # pause between updates: many pods change together; the first change is reported at once
@@ -48,7 +48,7 @@ class _PoolSpec(msgspec.Struct, frozen=True, rename="camel"):
 
 
 class Pool(msgspec.Struct, frozen=True):
-    """The fields of an InferencePool that are read."""
+    """The fields read from an InferencePool."""
 
     metadata: Metadata
     spec: _PoolSpec = _PoolSpec()
@@ -66,7 +66,7 @@ class _PodStatus(msgspec.Struct, frozen=True):
 
 
 class Pod(msgspec.Struct, frozen=True):
-    """The fields of a pod that are read."""
+    """The fields read from a pod."""
 
     metadata: Metadata
     status: _PodStatus = _PodStatus()
@@ -114,7 +114,7 @@ def _endpoints(pod: Pod, ports: Sequence[int]) -> Iterator[Endpoint]:
     named, active = _active_ports(pod)
     if active is not None and not active <= set(ports):
         _log.warning(
-            "pod %s: its annotation %s names ports that are no target ports of the pool: %s",
+            "pod %s: annotation %s names ports that are not target ports of the pool: %s",
             pod.metadata.name,
             named,
             ", ".join(map(str, sorted(active - set(ports)))),
@@ -165,7 +165,7 @@ class KubernetesSource:
         self._logged = ""
 
     async def watch(self, report: Report) -> None:
-        """As Source.watch; reports nothing until the pool and its pods are known.
+        """Implements Source.watch. Reports nothing until the pool and its pods are known.
 
         Raises:
             StartupError: there are no credentials for an API server.
@@ -180,7 +180,7 @@ class KubernetesSource:
         pools = Reflector(api, collection, Pool, self._changed.set)
         group.create_task(keep("kubernetes-watch", pools.run))
         pods: _Selected | None = None
-        following: _Selected | None = None  # lists the pods of a new selector
+        following: _Selected | None = None  # the pods of a new selector, until they are listed
         reported: tuple[Endpoint, ...] | None = None
         pod_endpoints = PodEndpoints()
         while True:
@@ -233,13 +233,13 @@ class KubernetesSource:
         """Log the pool's settings, once per change."""
         level = logging.WARNING
         if pool is None:
-            text = "is not there; it has no endpoints"
+            text = "does not exist, so there are no endpoints"
         elif not pool.spec.selector.match_labels:
             text = "selects no pods: its selector is empty"
         else:
             spec, level = pool.spec, logging.INFO
             ports = ", ".join(str(port.number) for port in spec.target_ports) or "none"
-            kept = f"failureMode {spec.endpoint_picker_ref.failure_mode} (kept by the gateway)"
+            kept = f"failureMode {spec.endpoint_picker_ref.failure_mode} (applied by the gateway)"
             text = f"target ports {ports}, appProtocol {spec.app_protocol}, {kept}"
         if text != self._logged:
             self._logged = text

@@ -63,9 +63,9 @@ def test_the_flags_of_a_chart_start_the_picker_and_unknown_flags_are_named(tmp_p
     settings, remarks = made(*(word.format(file=tmp_path / "plugins.yaml") for word in CHART))
     assert settings.scheduling.scorers == {"queue-depth": 5, "prefix-affinity": 1}
     named = "\n".join(remarks)
-    flags = ("--zap-encoder", "--v ", "--ha-enable-leader-election")
+    flags = ("--zap-encoder", "--v:", "--ha-enable-leader-election")
     assert [text for text in (*flags, "made-up-scorer", "lruCapacityPerServer") if text not in named] == []
-    assert "json" not in named
+    assert "json" not in named, "the value of --zap-encoder"
 
 
 def test_flags_override_the_environment_which_overrides_defaults() -> None:
@@ -122,7 +122,7 @@ def test_pools_with_long_names_still_have_different_keys() -> None:
 BAD_FLAGS = [
     (["--pool-group", "inference.networking.x-k8s.io"], "--pool-group"),
     (["--config-text", "[]"], "--config-text: the top level must be a mapping"),
-    (["--config-text", "kind: Other"], "--config-text: no EndpointPickerConfig"),
+    (["--config-text", "kind: Other"], "--config-text: not an EndpointPickerConfig"),
     (["--config-file", "/nowhere"], "--config-file: "),
     (["--pool-namespace", "A/B"], r"discovery\.kubernetes\.namespace"),
 ]

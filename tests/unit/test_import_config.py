@@ -46,9 +46,9 @@ def test_scorers_of_the_first_profile_keep_their_weights() -> None:
     )  # fmt: skip
     assert result.tree["scheduling"] == {"fallbacks": 2, "scorers": [{"name": "queue-depth", "weight": 2.5}]}
     assert result.remarks == [
-        "schedulingProfiles: there is one profile here; prefill are left out",
-        "plugins: maxNumOfEndpoints 3 of max-score-picker: for a gateway that takes one address, as "
-        "agentgateway, set scheduling.fallbacks 0",
+        "schedulingProfiles: this picker has one profile; not imported: prefill",
+        "plugins: maxNumOfEndpoints 3 of max-score-picker: for a gateway that takes one address, such "
+        "as agentgateway, set scheduling.fallbacks 0",
     ]
 
 
@@ -113,7 +113,7 @@ def test_zero_sets_no_limit() -> None:
 def test_a_limit_may_be_any_quantity(text: object, capacity: int) -> None:
     result = imported(flowControl={"maxRequests": text})
     assert parse(result.tree).fair_request_queue.total_capacity == capacity
-    assert ("is the most here" in "".join(result.remarks)) == (text == "1Ti")
+    assert ("is the maximum here" in "".join(result.remarks)) == (text == "1Ti")
 
 
 def test_plugins_and_keys_without_a_counterpart_are_named() -> None:
@@ -164,11 +164,11 @@ def test_each_key_of_a_v0_10_configuration_is_imported_or_named() -> None:
     assert settings.fair_request_queue.queue_without_endpoints
     assert_named(
         result, "haPopulateNonLeaderDatastore", "old DoesNotExist", "of busy (x)", "plugins.stage",
-        "utilization-detector is not", "schedulingProfiles.stage", "schedulingProfiles.plugins.mode",
+        "utilization-detector is not imported", "schedulingProfiles.stage", "schedulingProfiles.plugins.mode",
         "metrics-data-source (scheme)", "dataLayer.crossReplica", "dataLayer.discovery", "extractors.y",
         "requestHandler.propagatePriority", "saturationDetector.z", "enableEviction", "noEndpointRequestTTL",
         "bandSelectionPolicyPluginRef", "priorityBands.defaultRequestTTL", "defaultNegativePriorityBand",
-        "weighted-random-picker (type weighted-random-picker): the best", "vertexai-parser",
+        "weighted-random-picker (type weighted-random-picker): this picker picks the best", "vertexai-parser",
     )  # fmt: skip
 
 
@@ -177,7 +177,7 @@ def test_each_key_of_a_v0_10_configuration_is_imported_or_named() -> None:
     "another kind": ({"kind": "Other"}, "kind must be"),
     "no list": ({"plugins": {}}, "plugins: must be a list"),
     "no type": ({"plugins": [{"name": "a"}]}, r"plugins\.0\.type: is missing"),
-    "one name twice": ({"plugins": [{"type": "a"}, {"type": "a"}]}, "there twice"),
+    "one name twice": ({"plugins": [{"type": "a"}, {"type": "a"}]}, "two plugins are named a"),
     "no such plugin": ({"plugins": [], "schedulingProfiles": [{"plugins": [{"pluginRef": "x"}]}]},
                        "no plugin is named"),
     **{f"a quantity {each}": ({"flowControl": {"maxRequests": each}},

@@ -141,12 +141,12 @@ def test_the_search_for_cycles_among_thousands_of_rewrites_is_bounded() -> None:
 
 @cases("rules, fault", {
     "no rule": ([], "spec.rules is empty"),
-    "no target": ([{"targets": []}], "nothing to rewrite to"),
-    "no weight": ([rule({"v": 0}, "m")], "nothing to rewrite to"),
+    "no target": ([{"targets": []}], "no target has a weight above 0"),
+    "no weight": ([rule({"v": 0}, "m")], "no target has a weight above 0"),
     "a target without a name": ([rule({"": 1}, "m")], "is no model's name"),
     "a model without a name": ([rule({"v": 1}, " ")], "is no model's name"),
     "a negative weight": ([rule({"v": -1}, "m")], "weight -1"),
-    "an unknown match": ([rule({"v": 1}, "m", kind="Regex")], "model type Regex is unknown"),
+    "an unknown match": ([rule({"v": 1}, "m", kind="Regex")], "model type Regex is not supported"),
     "nothing": ([rule({"v": 1}, "m")], ""),
 })  # fmt: skip
 def test_the_fault_of_an_unusable_rewrite_is_named(rules: list[dict[str, Any]], fault: str) -> None:

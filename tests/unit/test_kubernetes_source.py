@@ -109,7 +109,7 @@ async def test_an_unreachable_api_server_changes_nothing_and_the_watch_resumes_w
     async with following(server, "a") as listed:
         known = listed.lists
         await server.stop()
-        assert "what is known stays in use" in await log.saying("cannot be watched")
+        assert "keeping the last known objects" in await log.saying("cannot watch")
         server.put(PODS, pod("b", "10.0.0.2"))
         assert listed.lists == known
         await server.start()
@@ -150,8 +150,8 @@ async def test_a_bookmark_moves_the_version_that_the_next_watch_begins_at(server
 async def test_a_refusal_is_logged_with_its_reason_and_retried(server: ApiServer, log: Lines) -> None:
     server.refuse = (503, "no leader")
     async with following(server) as listed:
-        line = await log.saying("InferencePool llm: cannot be watched")
-        assert "503: no leader; nothing is known yet" in line
+        line = await log.saying("cannot watch InferencePool llm")
+        assert "503: no leader; no list has succeeded yet" in line
         server.put(POOLS, pool(8000))
         server.put(PODS, pod("a", "10.0.0.1"))
         server.refuse = None
@@ -189,11 +189,11 @@ async def test_the_pause_after_a_fault_doubles_and_is_short_again_for_a_new_kind
 async def test_an_unreadable_object_is_logged_and_the_others_are_used(server: ApiServer, log: Lines) -> None:
     server.put(PODS, {"metadata": {"name": "b", "labels": {"app": "llm"}}, "status": {"podIP": 7}})
     async with following(server, "a"):
-        await log.saying("one of pods of InferencePool llm cannot be read")
+        await log.saying("skipping one of pods of InferencePool llm")
 
 
-@pytest.mark.parametrize(("labels", "line"), [({}, "its selector is empty"), (None, "is not there")])
-async def test_a_missing_pool_or_one_without_a_selector_has_no_endpoints(
+@pytest.mark.parametrize(("labels", "line"), [({}, "its selector is empty"), (None, "does not exist")])
+async def test_a_missing_pool_or_a_pool_without_a_selector_has_no_endpoints(
     server: ApiServer, log: Lines, labels: dict[str, str] | None, line: str
 ) -> None:
     if labels is not None:
@@ -226,7 +226,7 @@ def test_a_changed_pod_changes_only_its_own_endpoints() -> None:
     assert known.of({}, ports) == ()
 
 
-def test_pods_that_do_not_run_have_no_address_or_share_one() -> None:
+def test_only_running_pods_with_an_address_are_listed_and_each_address_once() -> None:
     pods = _pods(
         pending=pod("", "", phase="Pending"),
         failed=pod("", "10.0.0.1", phase="Failed"),
@@ -251,8 +251,8 @@ def test_an_annotation_of_a_pod_may_select_its_serving_ports(
     (found,) = PodEndpoints().of(pods, [8000, 8001])
     assert (found.address, found.labels["picker-fleet/port-rank"]) == ("10.0.0.1:8001", "1")
     assert found.labels["picker-fleet/metrics-port"] == "9100"
-    assert f"pod a: its annotation {group}/active-ports names" in caplog.text
-    assert caplog.text.rstrip().endswith("no target ports of the pool: 9999")
+    assert f"pod a: annotation {group}/active-ports names" in caplog.text
+    assert caplog.text.rstrip().endswith("not target ports of the pool: 9999")
 
 
 def test_the_configuration_names_the_pool() -> None:
