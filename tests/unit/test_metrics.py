@@ -115,16 +115,22 @@ def test_queue_events_have_the_specified_names() -> None:
     assert {name: page[tuple(f"epp_{name}".split())] for name in expected} == expected
 
 
+def test_a_replica_is_degraded_until_it_is_shared_again_whatever_its_heartbeats_read() -> None:
+    metrics = Metrics()
+    for state, degraded in (("local", 1), ("resyncing", 1), ("shared", 0)):
+        metrics.failover(state, "silence")
+        metrics.pool(STATE, 8.0, 0.016)
+        assert samples(metrics)["epp_degraded",] == degraded, state
+
+
 def test_gauges_follow_the_state_and_series_of_removed_endpoints_end() -> None:
     metrics = Metrics()
     metrics.pool(STATE, 8.0, 0.016)
-    metrics.degraded(True)
-    assert samples(metrics)["epp_degraded",] == 1
     metrics.pool(replace(STATE, in_flight={"10.0.0.2:8000": 1}), 8.0, 0.016)
     page = samples(metrics)
     gauges = {
         "stock_level": 7, "upper_bound": pytest.approx(8.8), "lower_bound": pytest.approx(7.2),
-        "watermark": 8, "paused": 1, "live_replicas": 2, "degraded": 0, "overdue_requests": 1, "leases": 7,
+        "watermark": 8, "paused": 1, "live_replicas": 2, "overdue_requests": 1, "leases": 7,
         "dispatches_total": 50, "guard_dispatches_total": 5, "ended_total": 43,
     }  # fmt: skip
     assert {name: page[f"epp_{name}",] for name in gauges} == gauges

@@ -384,7 +384,6 @@ class Failover:
     def _go_local(self) -> None:
         self.state = _LOCAL
         self._failure_detector.record_failover(self._clock())
-        self._metrics.degraded(True)
         self._queue.give_up()
 
     def begin_resync(self) -> tuple[Outage, Resync]:
@@ -454,7 +453,6 @@ class Failover:
         self.ledger.end_outage()
         outage.gate.hand_over_waiting()
         self._cancel_tasks()
-        self._metrics.degraded(False)
         _log.info("resynced with Redis after %.1f s", self._clock() - outage.began_s)
         self._heartbeat_now()
 

@@ -71,7 +71,6 @@ _POOL_GAUGES = {
     "ready_backends": ("ready_backends", "Endpoints that take new requests."),
     "replicas": ("live_replicas", "Replicas that send heartbeats."),
     "paused": ("paused", "1 while dispatch is paused, fleet-wide."),
-    "degraded": ("degraded", "1 while this replica works without the shared state."),
 }
 _POOL_TOTALS = {
     "dispatched_total": ("dispatches", "Requests dispatched from the queue, fleet-wide."),
@@ -171,6 +170,7 @@ class Metrics:
             "epp_redis_errors", "Failed script calls, by what Redis answered.", ("script", "kind")
         )
 
+        self._degraded = gauges("epp_degraded", "1 while this replica works without the shared state.")
         self._failover_state = gauges("epp_failover_state", "1 for the state this replica is in.", ("state",))
         self._transitions = counters(
             "epp_failover_transitions", "Changes of the failover state, by cause.", ("to", "cause")
@@ -366,7 +366,6 @@ class Metrics:
             "watermark": watermark,
             "queue_fill": queue_fill,
             "replicas": len(state.replicas),
-            "degraded": False,
         }
         for key, gauge in self._pool_gauges.items():
             gauge.set(float(others[key] if key in others else getattr(state, key)))
@@ -387,11 +386,9 @@ class Metrics:
     def failover(self, state: str, cause: str = "") -> None:
         """Show this replica's failover state (admission/failover.py); a `cause` counts a transition to it."""
         self._failover_state.replace({(side,): float(side == state) for side in _FAILOVER_STATES})
+        self._degraded.set(float(state != "shared"))
         if cause:
             self._transitions.add((state, cause))
-
-    def degraded(self, on: bool) -> None:
-        self._pool_gauges["degraded"].set(float(on))
 
     def follow_scores(self, scores: Callable[[], Mapping[str, Mapping[str, float]]]) -> None:
         """Call `scores`, whenever the page is rendered, for `ip:port` -> scorer -> score in [0, 1]."""
