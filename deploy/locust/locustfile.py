@@ -51,7 +51,7 @@ class ScenarioUser(FastHttpUser):
             elif response.status_code != 200:
                 response.failure(f"status {response.status_code}: {(response.text or '')[:100]}")
             elif request.streamed and "data: [DONE]" not in response.text[-100:]:
-                response.failure("a stream that ended without [DONE]")
+                response.failure("the stream ended without [DONE]")
             else:
                 response.success()
 

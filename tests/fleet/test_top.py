@@ -204,7 +204,7 @@ async def test_each_view_shows_its_rows_and_client_names_are_escaped(api: Api) -
             ("3", ("10.0.0.1:8000", "down", "31%", "1.9 s", "sql")),
             ("4", ("r-3f9c", "live", "silent", "http://node-1:8081")),
             ("5", ("4f1d-9c", f"a/{ESCAPED}", "26.6 s", "0.25", "r-77a0", "2 of 5 000")),
-            ("7", ("in flight 7 to 7 of 8.8, below it waiting, at most 16",)),
+            ("7", ("in flight 7 to 7 of 8.8, lower chart: waiting, at most 16",)),
         ):
             await top.press(key)
             text = await top.shows("7 of 8.8 requests", "Default 3", "oldest 4.0 s", "0 of 1 ready", *parts)

@@ -66,7 +66,7 @@ def starved(result: RunResult, flow: str) -> RunResult:
 FAULTS: list[tuple[str, RunResult, str]] = [
     ("one-answer", first("steady", answer("client-1", fault="no whole answer")), "client-1 #0"),
     ("one-answer", run(sent=161), "161 requests were sent and 160 ended"),
-    ("one-answer", run(surplus_answers=1), "1 answers came beyond"),
+    ("one-answer", run(surplus_answers=1), "1 surplus answers came"),
     ("refusals-explained", first("steady", refusal("client-1", reason="")), "reason none"),
     ("refusals-explained", first("steady", refusal("client-1", retry_after="")), "retry-after none"),
     ("deadline", first("steady", refusal("client-1", **LATE)), "after 31.500 s"),
@@ -88,13 +88,13 @@ FAULTS: list[tuple[str, RunResult, str]] = [
     ("seldom-first", overload("workload-aware", quiet=1.0, busy_1=2.0), "quiet 1.000 s, busy-1 2.000 s"),
     ("only-overload-errors", first("redis-outage", answer("client-1", status=500)), "500"),
     ("outage-serves", refused_in_outage(), "0.0 requests a second were served without"),
-    ("outage-serves", refused_in_outage(but=14), "before it went"),  # one in three seconds is too few
+    ("outage-serves", refused_in_outage(but=14), "before the outage"),  # one in three seconds is too few
     ("outage-bound", outage(endpoint_samples=(EndpointSample(6.0, 8, 4), EndpointSample(7.0, 9, 4))),
      "at 7.00 s: 9"),
     ("outage-bound", outage(samples=BEFORE, endpoint_samples=(EndpointSample(11.0, 12, 4),)),
      "at 11.00 s: 12"),
     ("shared-again", outage(samples=(*BEFORE, *AWAY)), "no sample after"),
-    ("shared-again", outage(samples=(*BEFORE, *AWAY, sample(16.0))), "shared again 6.00 s"),
+    ("shared-again", outage(samples=(*BEFORE, *AWAY, sample(16.0))), "shared the queue 6.00 s"),
     ("shared-again", outage(samples=(*BEFORE, *(replace(each, replicas=2) for each in BACK))),
      "no sample after"),
 ]  # fmt: skip
@@ -162,12 +162,12 @@ NOT_PROVABLE: dict[str, tuple[str, RunResult]] = {
     "nothing was refused late": ("deadline", run()),
     "no samples at rest": ("at-rest", run(samples=())),
     "no samples of the stock": ("stock-in-bounds", run(samples=())),
-    "nobody waited": ("overloaded", run("noisy-neighbour")),
-    "nobody quiet waited": ("quiet-wait", run("noisy-neighbour")),
-    "nobody quiet asked": ("quiet-not-refused", run("noisy-neighbour", answers=(answer("noisy"),))),
+    "no request waited": ("overloaded", run("noisy-neighbour")),
+    "no request of the quiet client waited": ("quiet-wait", run("noisy-neighbour")),
+    "the quiet client was idle": ("quiet-not-refused", run("noisy-neighbour", answers=(answer("noisy"),))),
     "no replica crashed": ("faults-happened", run("replica-crash")),
-    "Redis was not away": ("outage-serves", run("redis-outage")),
-    "endpoints were not seen": ("outage-bound", outage()),
+    "Redis was never down": ("outage-serves", run("redis-outage")),
+    "no sample of the endpoints": ("outage-bound", outage()),
     "Redis did not come back": (
         "shared-again", run("redis-outage", faults_injected=FaultsInjected(outages=[(5.0, None)]))),
     "sent late": ("load-as-planned", run(answers=[replace(each, due_s=-1.0) for each in run().answers])),

@@ -328,4 +328,4 @@ def test_commands_know_the_pools_of_a_configuration(
     assert [each["name"] for each in tree["listeners"]] == ["lean", "lean-b"]
     assert [each["name"] for each in tree["clusters"]] == ["picker", "pool", "pool-b"]
     assert main([*listen, "c=127.0.0.1:8090"]) == 2
-    assert "--pool-listen c: not one of pools of the configuration (a, b)" in capsys.readouterr().err
+    assert "--pool-listen c: the configuration has no such pool, only a, b" in capsys.readouterr().err

@@ -18,7 +18,7 @@ _CHECKS: tuple[type[Check], ...] = (Capacity, Fairness, Starvation, Order, Deadl
 @dataclass(frozen=True, slots=True)
 class Report:
     """The result of an audit of `entries` entries, numbered `first_seq` to `last_seq` (None: no entries),
-    with one finding per promise. `open_at_end` requests had not ended: no violation, as the log goes on.
+    with one finding per promise. `open_at_end`: requests that had not ended yet, which is no violation.
     """
 
     entries: int
@@ -52,12 +52,12 @@ class Auditor:
     """
 
     def __init__(self, settings: str | None = None) -> None:
-        self._log = Finding("log", "every entry is there, numbered without a gap")
+        self._log = Finding("log", "the numbers of the entries have no gap")
         self._findings = {check: Finding(check.PROMISE, check.TITLE) for check in _CHECKS}
         self._first: Entry | None = None
         self._from_start = False
         self._newest: Entry | None = None
-        self._last: Entry | None = None  # the next entry must follow it without a gap
+        self._last: Entry | None = None  # the entry that the next one must follow without a gap
         self._remarks: list[str] = []
         self._replay = Replay(Rules.parse(settings) if settings else None)
         self._checks: list[Check] = []  # made at the first entry, which shows whether the log is complete
@@ -104,7 +104,7 @@ class Auditor:
             remarks.insert(0, f"begins at entry {self._first.seq}: requests that began before are ignored")
         if self._first is not None and not self._replay.settled:
             remarks.append(
-                "flow queues and order were not known at the end: G2, G3 and G4 are checked only in part"
+                "flow queues and order are unknown at the end: G2, G3 and G4 are only partly checked"
             )
         return Report(
             entries=self._log.checked,

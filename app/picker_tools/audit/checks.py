@@ -61,8 +61,8 @@ class Capacity(Check):
     """Checks G1 whenever a request takes stock or an endpoint: no other event raises these counts, so the
     bounds hold at all times.
 
-    Requests that are restored, or that Envoy moved to a fallback, run already: the check counts them without
-    checking a limit. The same goes for requests that return to the queue.
+    The check counts requests that are restored, that Envoy moved to a fallback, or that return to the queue,
+    but checks no limit for them: they were admitted before.
     """
 
     PROMISE = "G1"
@@ -181,7 +181,7 @@ class Order(Check):
     """
 
     PROMISE = "G4"
-    TITLE = "a flow's requests in order, bands by rank"
+    TITLE = "requests in order within a flow, bands in order of priority"
 
     def __init__(self, finding: Finding, replay: Replay) -> None:
         super().__init__(finding, replay)
@@ -277,16 +277,16 @@ _WAITING = (RequestState.QUEUED, RequestState.ORPHANED)
 
 
 class Deadline(Check):
-    """Checks G5. A request is late if it still waits after a decision more than a second past its deadline.
-    Only a decision can expire a request.
+    """Checks G5. A request breaks it that is dispatched after its deadline, or still waits after a decision
+    more than a second past its deadline. Only a decision can expire a request.
     """
 
     PROMISE = "G5"
-    TITLE = "nothing past its deadline is dispatched or left waiting"
+    TITLE = "no request is dispatched, or left waiting, past its deadline"
 
     def __init__(self, finding: Finding, replay: Replay) -> None:
         super().__init__(finding, replay)
-        self._ends: list[tuple[int, str]] = []  # a heap of deadline_ms and request id, until that time
+        self._ends: list[tuple[int, str]] = []  # a heap of deadline_ms and id of requests not yet past it
         self._last: Entry | None = None
 
     def check(self, step: Step) -> None:
@@ -318,8 +318,8 @@ class Deadline(Check):
 
 
 class Conservation(Check):
-    """Checks G6 at every entry. Stock and queue length follow from the entry before. The check reports a
-    wrong number once, and continues with the logged number.
+    """Checks G6 at every entry: stock and queue length must follow from the entry before. The check reports
+    a wrong number once, and continues with the logged number.
     """
 
     PROMISE = "G6"
@@ -362,10 +362,10 @@ class Conservation(Check):
         entry, replay = step.entry, self._replay
         stock, queued = replay.stock_after(step), replay.queued_after(step)
         if stock is not None and not same(stock, entry.stock):
-            what = f"stock is {entry.stock:.17g} where {stock:.17g} follows"
+            what = f"stock is {entry.stock:.17g}, expected {stock:.17g}"
             self._finding.add(what, *self._with_previous(entry))
         if queued is not None and queued != entry.queued:
-            self._finding.add(f"{entry.queued} are queued where {queued} follow", *self._with_previous(entry))
+            self._finding.add(f"{entry.queued} are queued, expected {queued}", *self._with_previous(entry))
 
     def _check_largest_bound(self, entry: Entry) -> None:
         """Check that a restored request was limited by the upper bound of all endpoints, ready or not."""
@@ -385,7 +385,7 @@ class Conservation(Check):
         waiting = replay.waiting + step.enters_queue - step.leaves_queue
         if running == 0:
             if entry.stock not in (0, self._left_over):
-                what = f"nothing runs, and the stock is {entry.stock:.17g}"
+                what = f"no request runs, but the stock is {entry.stock:.17g}"
                 self._finding.add(what, *self._with_previous(entry))
             self._left_over = entry.stock
         elif entry.stock == 0:
@@ -397,6 +397,6 @@ class Conservation(Check):
         for request_id, request in list(self._replay.requests.items()):
             costs_nothing = request.state in RUNNING and not request.stock_taken
             if request_id != entry.request and request.state in states and not costs_nothing:
-                what = f"was {request.state.value} and is lost: its count is 0, and it has not ended"
+                what = f"was {request.state.value} and is lost: it never ended, but the pool counts 0"
                 self._finding.add(f"request {request_id} {what}", request.charge_entry, entry)
                 self._replay.lose(request_id)

@@ -13,7 +13,7 @@ from picker_tools.audit.log import EntryError, LogUnreadable
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--redis", metavar="URL", default=Redis().url, help="where the log is (%(default)s)")
-    parser.add_argument("--pool", metavar="NAME", default="default", help="whose log (%(default)s)")
+    parser.add_argument("--pool", metavar="NAME", default="default", help="its log (default: %(default)s)")
 
 
 def run(args: argparse.Namespace) -> int:

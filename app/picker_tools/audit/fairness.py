@@ -24,14 +24,14 @@ from picker_tools.audit.replay import (
     same,
 )
 
-_FREE_STARTS = 100  # as in lua/lib/queue.lua
+_FREE_STARTS = 100  # NEWCOMERS in lua/lib/flows.lua
 
 
 class Bands:
-    """The virtual time of each band, the order of its flow queues, and what its new flows are charged.
+    """The virtual time of each band, the order of its flow queues, and the charge of its new flows.
 
     A dispatch moves a band's virtual time up to the served start tag. While a band is idle, its virtual time
-    may move to the highest finish tag. A rebase lowers it together with all tags. Nothing else moves it.
+    may move to the highest finish tag. A rebase lowers virtual time and tags alike. Nothing else moves it.
 
     Flows that become backlogged and owe nothing for earlier service start at v. Each band charges them
     together like one flow of weight 1; when too many have started, further flows start one share later
@@ -39,8 +39,8 @@ class Bands:
     """
 
     def __init__(self, finding: Finding, flow_queues: FlowQueues, first: float | None) -> None:
-        """`first`: the initial virtual time and charge of each band; None: unknown. Then the first logged
-        virtual time is taken, and either start tag of a new flow is accepted."""
+        """`first`: the initial virtual time and charge of each band. None: unknown, so the check takes the
+        first logged virtual time, and accepts either start tag of a new flow."""
         self._finding = finding
         self._flow_queues = flow_queues
         self._first_v = self._first_charge = first
@@ -55,7 +55,7 @@ class Bands:
         return self._v.get(band, self._first_v)
 
     def forget_flow_queues(self) -> None:
-        """From now on flow queues may have tags, and bands charges, that the log has not shown."""
+        """Treat charges as unknown: flow queues and bands may have tags and charges that no entry showed."""
         self._knows_all = False
         self._first_charge = None
         self._charged.clear()
@@ -97,9 +97,7 @@ class Bands:
         if same(after, entry.v):
             return before
         if not (idle and entry.v > before and self._is_highest(entry)):
-            self._finding.add(
-                f"virtual time of band {entry.band} is {entry.v:g} where {after:g} follows", entry
-            )
+            self._finding.add(f"virtual time of band {entry.band} is {entry.v:g}, expected {after:g}", entry)
         return entry.v
 
     def start(self, band: int, v: float, share: float, shown: float | None) -> float:
@@ -137,7 +135,7 @@ class Bands:
         return None
 
     def _is_highest(self, entry: Entry) -> bool:
-        """Whether the virtual time of `entry` is the band's highest tag, as after the band was idle."""
+        """Whether the virtual time of `entry` is the band's highest tag; True if not all tags are known."""
         tags = [queue.tag for queue in self._flow_queues.of(entry.band) if queue.tag is not None]
         return not self._knows_all or same(max(tags, default=0.0), entry.v)
 
@@ -194,13 +192,13 @@ class Service:
         return self._check_service(tag, v, largest)
 
     def serve(self, share: float, tag: float, v: float, largest: float) -> str:
-        """Record a dispatch of `share` that moved the tag to `tag`. Returns as `before`."""
+        """Record a dispatch of `share` that moved the tag to `tag`. Returns the violation, or ''."""
         self.served += share
         self.claim = min(self.claim, max(0.0, v - tag))
         return self._check_service(tag, v, largest)
 
     def correct(self, change: float, tag: float, v: float, largest: float) -> str:
-        """Record a correction of the flow's charge by `change`. Returns as `before`."""
+        """Record a correction of the flow's charge by `change`. Returns the violation, or ''."""
         self.served += change
         self.claim = max(0.0, v - tag)
         return self._check_service(tag, v, largest)
@@ -228,7 +226,7 @@ class Fairness(Check):
     """
 
     PROMISE = "G2"
-    TITLE = "turns by least tag, service within the bound of fair queueing"
+    TITLE = "the least start tag is next; service is within the bound of fair queueing"
 
     def __init__(self, finding: Finding, replay: Replay) -> None:
         super().__init__(finding, replay)
@@ -299,11 +297,11 @@ class Fairness(Check):
         share = rules.share(entry)
         queue.largest = max(queue.largest, share)
         if entry.note and not same(_number(entry.note), share):
-            self._finding.add(f"flow {queue.name!r} charged {entry.note} where its share is {share:g}", entry)
+            self._finding.add(f"flow {queue.name!r} charged {entry.note}, but its share is {share:g}", entry)
         if queue.throttled:
             self._finding.add(f"throttled flow {queue.name!r} served", *self._evidence(queue, entry))
         if entry.tag is None:
-            self._finding.add("a grant that shows no tag", entry)
+            self._finding.add("the grant shows no tag", entry)
             return
         self._check_service(queue, entry, v)
         self._expect(queue, queue.tag, entry)
@@ -338,7 +336,7 @@ class Fairness(Check):
             self._expect(queue, start, entry)
             self._begin_service(queue, entry, v)
         elif entry.tag is not None:
-            what = f"flow {queue.name!r} gets a new start tag while {queue.waiting} of it wait"
+            what = f"flow {queue.name!r} gets a new start tag while {queue.waiting} requests wait"
             self._finding.add(what, *self._evidence(queue, entry))
 
     def _correct(self, entry: Entry, request: OpenRequest | None, v: float, rules: Rules) -> None:
@@ -366,7 +364,7 @@ class Fairness(Check):
         if entry.tag is None:
             return
         if tag is not None and not same(tag, entry.tag):
-            what = f"tag of flow {queue.name!r} is {entry.tag:.12g} where {tag:.12g} follows"
+            what = f"tag of flow {queue.name!r} is {entry.tag:.12g}, expected {tag:.12g}"
             self._finding.add(what, *self._evidence(queue, entry))
             self._services.pop(queue.key, None)
         self._set_tag(queue, entry.tag, entry)

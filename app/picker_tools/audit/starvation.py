@@ -7,7 +7,7 @@ The guard's share of dispatches is `guard_share`. At every dispatch this module 
   of them, it makes at least ⌊share·n⌋ − 1.
 - A request with k others overdue for longer is served, or ends, within ⌈(k + 1)/share⌉ dispatches at which
   the guard sees an overdue request. The count restarts when the throttling of its flow ends. After a change
-  of the share, each dispatch counts with the share at the dispatch before, which the guard had earned.
+  of the share, each dispatch counts with the share in force at the dispatch before.
 
 The guard looks at the 16 requests that are overdue longest and skips throttled flows, as in
 `lua/lib/flows.lua`.
@@ -28,7 +28,7 @@ _Key = tuple[int, str]  # due time (µs, the last three digits from the arrival)
 
 class Starvation(Check):
     PROMISE = "G3"
-    TITLE = "what is overdue has the guard's share, longest first"
+    TITLE = "overdue requests get the guard's share, longest overdue first"
 
     def __init__(self, finding: Finding, replay: Replay) -> None:
         super().__init__(finding, replay)
@@ -174,7 +174,7 @@ class Starvation(Check):
 
     def _check_choice(self, entry: Entry, first: str | None, share: float) -> None:
         if share == 0:
-            self._finding.add("a dispatch by the guard, which has no share", entry)
+            self._finding.add("the guard dispatched, but its share is 0", entry)
         key = self._keys.get(entry.request)
         at = bisect.bisect_left(self._overdue, key) if key else 0
         if key is None or self._overdue[at : at + 1] != [key]:
@@ -190,5 +190,5 @@ class Starvation(Check):
             request = self._replay.requests.get(request_id)
             if request is not None and self._limits.get(request_id) == limit:
                 del self._limits[request_id]
-                what = f"{request_id} is overdue and was not served within the dispatches it takes"
+                what = f"{request_id} is overdue and was not served within the promised number of dispatches"
                 self._finding.add(what, request.first_entry, entry)

@@ -1,4 +1,4 @@
-"""Checks a run against the fleet's promises: general ones, and those of the run's scenario. Pure.
+"""Checks whether a run kept the fleet's general promises and the promises of its scenario. Pure.
 
 `picker load` calls `check_promises`.
 """
@@ -54,7 +54,7 @@ def kept_unless(cases: Sequence[object], evidence: str) -> Finding:
     """The finding that the promise is kept if `cases`, its violations, is empty."""
     if not cases:
         return Finding(Verdict.KEPT, evidence)
-    return Finding(Verdict.BROKEN, f"{evidence}; {len(cases)} against it", tuple(map(str, cases[:MAX_CASES])))
+    return Finding(Verdict.BROKEN, f"{evidence}; {len(cases)} violations", tuple(map(str, cases[:MAX_CASES])))
 
 
 def kept_if(kept: bool, evidence: str) -> Finding:
@@ -77,7 +77,7 @@ def one_answer(run: RunResult) -> Finding:
     if run.sent != len(run.answers):
         cases.append(f"{run.sent} requests were sent and {len(run.answers)} ended")
     if run.surplus_answers:
-        cases.append(f"{run.surplus_answers} answers came beyond one a request")
+        cases.append(f"{run.surplus_answers} surplus answers came, beyond one a request")
     left = sum(answer.left for answer in run.answers)
     return kept_unless(
         cases, f"{run.sent} requests, {len(run.answers) - left} answers" + (f", {left} left" if left else "")
@@ -103,7 +103,7 @@ def deadline_kept(run: RunResult) -> Finding:
     late = [answer for answer in refused if answer.took_s > ttl_s[answer.source] + _LATE_S]
     waits = max((answer.took_s for answer in refused), default=0.0)
     if not refused:
-        return unknown("every request was served; whether past its TTL, the decision log tells (G5)")
+        return unknown("every request was served; the audit of the decision log checks TTLs (G5)")
     expired = sum(answer.reason == EXPIRED for answer in refused)
     return kept_unless(late, f"{expired} expired; the longest time to a refusal was {waits:.2f} s")
 
@@ -112,7 +112,7 @@ def at_rest(run: RunResult) -> Finding:
     if not run.samples:
         return unknown("no admin address is known")
     if run.rest is not None:
-        return kept_unless([], f"seen {run.rest.at_s:.1f} s after the load began")
+        return kept_unless([], f"all counts were 0 at {run.rest.at_s:.1f} s")
     last = run.samples[-1]
     counts = f"stock {last.stock:g}, queued {last.total_queued}, leases {last.leases}, {dict(last.in_flight)}"
     return kept_unless([counts], f"not all counts were 0 within {run.rest_within_s:g} s of the last answer")
@@ -121,7 +121,7 @@ def at_rest(run: RunResult) -> Finding:
 def stock_in_bounds(run: RunResult) -> Finding:
     samples = [each for each in run.samples if not run.disturbed(each.at_s, RECOUNTED_S)]
     if not samples:
-        return unknown("the shared state was not seen")
+        return unknown("no sample shows the shared state")
     over = [
         f"at {each.at_s:.2f} s: {each.stock:g} of {each.upper:g}"
         for each in samples
@@ -130,7 +130,7 @@ def stock_in_bounds(run: RunResult) -> Finding:
     highest = max(samples, key=lambda each: each.stock)
     left_out = [each.stock for each in run.samples if run.disturbed(each.at_s, RECOUNTED_S)]
     also = (
-        f"; {len(left_out)} while Redis was away and just after are left out, the highest {max(left_out):g}"
+        f"; left out {len(left_out)} during and just after the outage, the highest {max(left_out):g}"
         if left_out
         else ""
     )
@@ -146,7 +146,7 @@ def load_as_planned(run: RunResult) -> Finding:
     p99_s = quantile(late, 0.99)
     text = f"requests went out {1000 * p99_s:.0f} ms late (p99), {1000 * late[-1]:.0f} ms at most"
     if p99_s > _LATENESS_S:
-        return unknown(f"{text}: this machine was too busy for the load, so waits are in part its own")
+        return unknown(f"{text}: the load generator was too slow, which adds to the waits")
     return kept_unless([], text)
 
 
@@ -155,7 +155,7 @@ def audited(promise: str, run: RunResult) -> Finding:
     if not any(log_audit.report for log_audit in run.log_audits):
         why = next(
             (log_audit.why for log_audit in run.log_audits if log_audit.why),
-            "the log of a fleet that was found is for `picker audit`",
+            "this run did not start the fleet; audit its log by `picker audit`",
         )
         return unknown(why)
     checked, broken, cases = violations(run.log_audits, promise)
@@ -169,21 +169,21 @@ def audited(promise: str, run: RunResult) -> Finding:
 AUDITED: Mapping[str, str] = {
     "G1": "the decision log: stock and limits",
     "G2": "the decision log: service in proportion to weights",
-    "G3": "the decision log: what is overdue has the guard's share",
+    "G3": "the decision log: overdue requests get the guard's share",
     "G4": "the decision log: order within a flow",
-    "G5": "the decision log: nothing past its TTL is dispatched",
+    "G5": "the decision log: no request past its TTL is dispatched",
     "G6": "the decision log: each request ends once, counts add up",
     "log": "the decision log has no gap",
 }
 
 GENERAL_CHECKS: Mapping[str, tuple[str, Callable[[RunResult], Finding]]] = {
-    "one-answer": ("each request has exactly one answer, and a whole one", one_answer),
+    "one-answer": ("each request has exactly one answer, and a complete one", one_answer),
     "refusals-explained": ("each refusal has a reason and a retry-after", refusals_explained),
-    "deadline": ("who is refused, hears so within 1 s of the TTL", deadline_kept),
+    "deadline": ("a refused client hears within 1 s of its TTL", deadline_kept),
     "at-rest": ("after the load every count is exactly 0", at_rest),
     "stock-in-bounds": ("stock is never seen above its upper bound", stock_in_bounds),
     **{name: (says, partial(audited, name)) for name, says in AUDITED.items()},
-    "load-as-planned": ("the load generator kept its own times", load_as_planned),
+    "load-as-planned": ("the load generator sends each request on time", load_as_planned),
 }
 
 
@@ -202,17 +202,17 @@ def _overlaps_outage(run: RunResult, answer: Answer) -> bool:
     return run.disturbed(answer.sent_s + answer.took_s, RECOUNTED_S)
 
 
-_NEAR = 0.9  # a flow must get this part of its fair share,
-_EDGE = 3  # less this many requests, which may be waiting when counting begins or ends
+_NEAR = 0.9  # a flow must get this part of its fair share, within _EDGE
+_EDGE = 3  # requests that may be missing, since some wait when counting begins or ends
 _SHORTER = 0.25  # a client within its share waits at most this part of the other client's mean wait
 _AT_ONCE_S = 1.0  # a refusal after this time means that the request was admitted and then preempted
 _GOES_ON = 0.5  # without Redis the fleet keeps this part of its throughput (G8)
-_OVER_S = 1.0  # calls in flight have failed this long after Redis becomes unavailable
+_OVER_S = 1.0  # after this time of an outage, all calls to Redis in flight have failed
 
 
 def no_errors(run: RunResult) -> Finding:
     if run.scenario.fault.kills_replicas and run.target.mode == "standard":
-        return unknown("in standard mode the answers that a killed replica passes on are cut (G7)")
+        return unknown("in standard mode a killed replica cuts the answers that pass through it (G7)")
     answers = [answer for answer in run.answers if not answer.left]
     bad = [answer for answer in answers if not answer.served]
     return kept_unless(bad, f"{len(answers) - len(bad)} of {len(answers)} requests were served")
@@ -234,12 +234,10 @@ def overloaded(run: RunResult) -> Finding:
     half_s = run.plan.duration_s / 2
     seen = [each for each in run.samples if half_s <= each.at_s <= run.plan.duration_s]
     if not seen:
-        return unknown("the queue was not seen")
+        return unknown("no sample shows the queue")
     waiting = sum(each.total_queued > 0 for each in seen) / len(seen)
     text = f"requests waited in {waiting:.0%} of the samples of the second half"
-    return (
-        kept_unless([], text) if waiting >= 0.5 else unknown(f"{text}: what depends on a queue says little")
-    )
+    return kept_unless([], text) if waiting >= 0.5 else unknown(f"{text}, too few to compare waits")
 
 
 def keeps_share(name: str, run: RunResult) -> Finding:
@@ -248,7 +246,7 @@ def keeps_share(name: str, run: RunResult) -> Finding:
     flow = _source(run, name).flow
     due = fair(run.sources, run.demand(), total).get(flow, 0.0)
     if due <= 0:
-        return unknown(f"{name} asked for nothing")
+        return unknown(f"{name} sent no request")
     text = f"{name} had {service[flow] / total:.1%} of the service; its fair share was {due / total:.1%}"
     return kept_if(service[flow] >= _NEAR * due - _EDGE, text)
 
@@ -257,7 +255,7 @@ def waits_less(name: str, than: str, run: RunResult) -> Finding:
     """Source `name`, which asks for less than its share, waits far less than the source `than`."""
     mine, others = (_mean(_lengths(run, _source(run, each))) for each in (name, than))
     if not mine >= 0 or not others > 0:
-        return unknown("one of the two was not served")
+        return unknown(f"{name} or {than} was not served")
     text = f"mean waits: {name} {mine:.3f} s, {than} {others:.3f} s"
     queue = overloaded(run)
     if queue.verdict is not Verdict.KEPT:
@@ -270,7 +268,7 @@ def not_refused(name: str, run: RunResult) -> Finding:
     mine = [answer for answer in run.answers_of(_source(run, name)) if not answer.left]
     bad = [answer for answer in mine if not answer.served]
     others = sum(each.kind is Kind.REFUSED and each.source != name for each in run.answers)
-    text = f"{len(mine)} {name} requests, {len(bad)} not served; {others} of others were refused"
+    text = f"{len(mine)} {name} requests, {len(bad)} not served; {others} requests of others refused"
     return kept_unless(bad, text) if mine else unknown(f"no {name} requests")
 
 
@@ -299,9 +297,9 @@ def faults_were_injected(run: RunResult) -> Finding:
     kills, outages = run.faults_injected.kills, run.faults_injected.outages
     happened = [f"{name} killed at {at_s:.1f} s" for at_s, name in kills]
     happened += [
-        f"Redis away from {a:.1f} s to {'the end' if b is None else f'{b:.1f} s'}" for a, b in outages
+        f"Redis down from {a:.1f} s to {'the end' if b is None else f'{b:.1f} s'}" for a, b in outages
     ]
-    return kept_unless([], "; ".join(happened)) if happened else unknown("nothing was done to the fleet")
+    return kept_unless([], "; ".join(happened)) if happened else unknown("no fault was injected")
 
 
 def outage_serves(run: RunResult) -> Finding:
@@ -310,13 +308,13 @@ def outage_serves(run: RunResult) -> Finding:
     began_s, end_s = run.outage
     before = _served_per_s(run, 0.0, began_s)
     if not before:
-        return unknown("nothing was served before Redis went away")
+        return unknown("nothing was served before the outage")
     away = _served_per_s(run, began_s + _OVER_S, end_s)
     if away is None:
-        return unknown("nothing was sent while Redis was away")
+        return unknown("nothing was sent during the outage")
     return kept_if(
         away >= _GOES_ON * before,
-        f"{away:.1f} requests a second were served without Redis, {before:.1f} before it went",
+        f"{away:.1f} requests a second were served without Redis, {before:.1f} before the outage",
     )
 
 
@@ -341,7 +339,7 @@ def outage_bound(run: RunResult) -> Finding:
         if began_s <= each.at_s <= end_s + RECOUNTED_S and each.answered == every > 0
     ]
     if before is None or not seen:
-        return unknown("the bound or the endpoints were not seen")
+        return unknown("no sample shows the bound or the endpoints")
     over = [f"at {each.at_s:.2f} s: {each.requests}" for each in seen if each.requests > int(before.upper)]
     highest = max(each.requests for each in seen)
     return kept_unless(
@@ -359,20 +357,20 @@ def shared_again(run: RunResult) -> Finding:
         each for each in run.samples if each.at_s > back_s and not each.degraded and each.replicas >= wanted
     ]
     if not seen:
-        return kept_if(False, f"no sample after {back_s:.1f} s shows {wanted} replicas that share")
+        return kept_if(False, f"no sample after {back_s:.1f} s shows {wanted} replicas that share the queue")
     return kept_if(
         seen[0].at_s - back_s <= SHARED_AGAIN_S,
-        f"{wanted} replicas shared again {seen[0].at_s - back_s:.2f} s after Redis was back",
+        f"{wanted} replicas shared the queue {seen[0].at_s - back_s:.2f} s after Redis was back",
     )
 
 
 SCENARIO_CHECKS: Mapping[str, tuple[str, Callable[[RunResult], Finding]]] = {
     "no-errors": ("every request is served", no_errors),
-    "only-overload-errors": ("no request fails; what cannot be served is refused", only_overload),
+    "only-overload-errors": ("no request fails; a request beyond the capacity is refused", only_overload),
     "nothing-expires": ("no request waits past its TTL", nothing_expires),
     "overloaded": ("the load was more than the fleet could serve", overloaded),
     "quiet-share": (
-        "the quiet client has what it asks for, up to its fair share",
+        "the quiet client gets its demand, up to its fair share",
         partial(keeps_share, "quiet"),
     ),
     "quiet-wait": (
@@ -380,22 +378,22 @@ SCENARIO_CHECKS: Mapping[str, tuple[str, Callable[[RunResult], Finding]]] = {
         partial(waits_less, "quiet", "noisy"),
     ),
     "quiet-not-refused": ("the quiet client is never refused", partial(not_refused, "quiet")),
-    "low-not-starved": ("who is let in at the lowest rank is served within its TTL", low_not_starved),
+    "low-not-starved": ("admitted requests of the lowest rank are served within their TTL", low_not_starved),
     "urgent-first": (
-        "of one flow, the workload of the highest criticality waits far less",
+        "within a flow, the workload of the highest criticality waits far less",
         partial(waits_less, "urgent", "busy-1"),
     ),
     "seldom-first": (
-        "of workloads alike in criticality, one that asks seldom waits far less",
+        "of workloads of equal criticality, one with few requests waits far less",
         partial(waits_less, "quiet", "busy-1"),
     ),
-    "faults-happened": ("the fleet was harmed as planned", faults_were_injected),
+    "faults-happened": ("the planned faults were injected", faults_were_injected),
     "outage-serves": ("without Redis the fleet goes on serving (G8)", outage_serves),
     "outage-bound": (
-        "without Redis, and just after, no more are in flight than the last upper bound (G8)",
+        "during and just after an outage, requests in flight stay within the last bound (G8)",
         outage_bound,
     ),
-    "shared-again": ("within 5 s of Redis's return the fleet shares again (G8)", shared_again),
+    "shared-again": ("within 5 s of Redis's return the replicas share the queue again (G8)", shared_again),
 }
 
 

@@ -65,21 +65,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     lines = "\n".join(f"  {scenario.name:<18} {scenario.summary}" for scenario in SCENARIOS.values())
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.epilog = f"scenarios:\n{lines}\n\nexit status: 0 promises held, 1 one is broken, 2 bad usage"
+    parser.epilog = f"scenarios:\n{lines}\n\nexit status: 0 promises held, 1 a promise broken, 2 bad usage"
     add("scenario", choices=SCENARIOS, metavar="SCENARIO", help=", ".join(SCENARIOS))
     add("--target", metavar="URL", help=f"a fleet's Envoy (default: {fleets.DEFAULT_URL} if it answers)")
-    add("--admin", metavar="URL", help="the admin API of a replica of it, to see stock and queue")
-    add("--state-file", type=Path, metavar="FILE", help="what its `picker up --state-file` has written")
-    add("--allow-remote", action="store_true", help="a target that is not on this machine's loopback")
-    add("--own", action="store_true", help="a fleet of its own, whatever runs")
-    add("--replicas", type=whole_number(1), metavar="N", help="of its own fleet (default: 3)")
-    add("--endpoints", type=whole_number(1), metavar="N", help="of its own fleet (default: 4)")
-    add("--mode", type=mode, choices=MODES, help="of its own fleet (default: lean)")
+    add("--admin", metavar="URL", help="the admin API of one of its replicas, for stock and queue")
+    add("--state-file", type=Path, metavar="FILE", help="the state file that its `picker up` wrote")
+    add("--allow-remote", action="store_true", help="permit a target that is not on this machine's loopback")
+    add("--own", action="store_true", help="start a fleet, even if one runs")
+    add("--replicas", type=whole_number(1), metavar="N", help="of the fleet to start (default: 3)")
+    add("--endpoints", type=whole_number(1), metavar="N", help="of the fleet to start (default: 4)")
+    add("--mode", type=mode, choices=MODES, help="of the fleet to start (default: lean)")
     add("--duration", type=_SECONDS, metavar="S", help=f"seconds of arrivals, at most {_LONGEST_S:g}")
-    about = "requests a second in all (default: by what the fleet can serve)"
+    about = "requests a second of all sources (default: by the fleet's capacity)"
     add("--rate", type=decimal("rate", 10_000), metavar="N", help=about)
     most = whole_number(1, _MAX_REQUESTS)
-    add("--max-requests", type=most, default=20_000, metavar="N", help="stop there (%(default)s)")
+    add("--max-requests", type=most, default=20_000, metavar="N", help="stop after N (%(default)s)")
     add("--seed", type=int, default=1, metavar="N", help="of arrivals, prompts and faults (%(default)s)")
     add("--slo-ttft", type=_SECONDS, metavar="S", help="promise: 95 %% of first tokens within S seconds")
     add("--report", type=Path, metavar="DIR", help="where the report goes (default: load-reports/SCENARIO)")
@@ -168,17 +168,17 @@ async def _found(args: argparse.Namespace, plan: Plan) -> Target | None:
     given = args.target or args.state_file
     if own and (given or args.admin):
         raise ConfigError(
-            "--own, --replicas, --endpoints and --mode are for a fleet of its own; "
-            "--target, --state-file and --admin for one that runs"
+            "--own, --replicas, --endpoints and --mode start a fleet; "
+            "--target, --state-file and --admin use a running fleet"
         )
     if plan.scenario.own_fleet_only and (given or args.admin):
         raise ConfigError(
-            f"{plan.scenario.name} has to {plan.scenario.fault}, and does so to a fleet of its own only: "
-            "leave --target, --state-file and --admin out"
+            f"{plan.scenario.name} has to {plan.scenario.fault}, safe only in a fleet that it starts: "
+            "omit --target, --state-file and --admin"
         )
     if plan.scenario.own_fleet_only or own or not (given or await fleets.default_fleet_answers()):
         if args.admin:
-            raise ConfigError("--admin needs --target: the Envoy of the fleet that the load is to go to")
+            raise ConfigError("--admin needs --target, the URL of the fleet's Envoy")
         return None
     url, admin, allow = args.target, args.admin, args.allow_remote
     if url is None and args.state_file is not None:

@@ -56,7 +56,7 @@ def check_url(url: str, option: str, *, allow_remote: bool) -> str:
     if not allow_remote and not (parts.hostname == "localhost" or is_loopback(parts.hostname)):
         raise ConfigError(
             f"{option}: {parts.hostname} is not this machine's loopback. A load can harm the users of that "
-            "fleet; if it is yours to load, say so with --allow-remote"
+            "fleet; --allow-remote permits it"
         )
     return f"http://{parts.netloc}"
 
@@ -127,7 +127,7 @@ def _read_state(path: Path) -> Mapping[str, Any]:
     except (OSError, ValueError) as fault:
         raise ConfigError(f"--state-file: {path} cannot be read: {fault}") from None
     if not isinstance(state, dict) or "envoy" not in state:
-        raise ConfigError(f"--state-file: {path} is not what `picker up --state-file` writes")
+        raise ConfigError(f"--state-file: {path} is not a state file of `picker up`")
     return state
 
 
@@ -156,7 +156,7 @@ class OwnFleet:
         """The settings of its replicas, without addresses."""
         tree: dict[str, Any] = {
             "decision_log": {"enabled": True, "max_entries": _LOG_ENTRIES},
-            "extproc": {"drain_grace": "100ms"},  # the load has ended before the fleet stops
+            "extproc": {"drain_grace": "100ms"},  # when the fleet stops, no request is left to drain
             **self._scenario.config,
         }
         return config.parse(tree)

@@ -28,7 +28,7 @@ import orjson
 
 PATH = "/v1/completions"
 LONGEST_BODY_BYTES = 60_000  # Envoy can retry requests up to this size on another replica
-HANGS_S = 90.0  # an answer that takes longer hangs
+HANGS_S = 90.0  # the client gives up an answer that takes longer
 _CONNECT_S = 5.0
 _SERVED_WITHIN_S = 120.0
 _REFUSED_PAUSE_S = 0.05
@@ -177,9 +177,9 @@ class _Exchange:
         if self.status == 200 and not fault and not self.left:
             tokens = _tokens(body, streamed=request.streamed)
             if request.streamed and not body.rstrip().endswith(_DONE):
-                fault = "a stream that ended without [DONE]"
+                fault = "the stream ended without [DONE]"
             elif exact and tokens != request.tokens:
-                fault = f"{tokens} tokens of {request.tokens} came"
+                fault = f"the answer has {tokens} of {request.tokens} tokens"
         sent_s = self.sent_s
         return Answer(
             request,
@@ -396,7 +396,7 @@ MakeRequest = Callable[[random.Random, int], Request]
 
 
 def mixed_request(dice: random.Random, number: int) -> Request:
-    """A random request: a short or medium answer, half of them streamed, six flows, a few large bodies."""
+    """A random request of one of six flows: a short answer, half of them streamed; a few large bodies."""
     return Request(
         prompt=f"request {number} ",
         tokens=dice.choice((1, 3, 10, 30)),

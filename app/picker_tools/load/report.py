@@ -242,14 +242,14 @@ def _shares(axes: Axes, run: RunResult) -> None:
     found = flow_shares(run)
     places = range(len(found))
     axes.barh([place - 0.2 for place in places], [each["served"] for each in found.values()], 0.36,
-              color=_SOURCES[0], label="had")  # fmt: skip
+              color=_SOURCES[0], label="received")  # fmt: skip
     axes.barh([place + 0.2 for place in places], [each["fair"] for each in found.values()], 0.36,
-              color=_DUE, label="was due")  # fmt: skip
+              color=_DUE, label="fair share")  # fmt: skip
     axes.set_yticks(list(places), list(found))
     axes.invert_yaxis()
     axes.grid(visible=False, axis="y")
     axes.xaxis.set_major_formatter(lambda part, _: f"{part:.0%}")
-    axes.set_title("Share of the service, and the fair share of it")
+    axes.set_title("Share of the service, received and fair")
     _legend(axes)
 
 
@@ -272,7 +272,7 @@ def _over_time(axes: Axes, run: RunResult, title: str) -> None:
         axes.axvline(at_s, color=_FAULT, ls="--", lw=1, label=None if number else "replica killed")
     for number, (began_s, ended_s) in enumerate(run.faults_injected.outages):
         end_s = run.plan.duration_s if ended_s is None else ended_s
-        axes.axvspan(began_s, end_s, color=_FAULT, alpha=0.15, lw=0, label=None if number else "Redis away")
+        axes.axvspan(began_s, end_s, color=_FAULT, alpha=0.15, lw=0, label=None if number else "Redis down")
     axes.set_xlabel("seconds")
     axes.set_xlim(left=0)
     axes.set_ylim(bottom=0)

@@ -122,7 +122,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class EndpointSample:
-    """The requests running and waiting at the `answered` endpoints that answered, by their metrics pages."""
+    """Requests that run and wait, from the metrics pages of the `answered` endpoints that answered."""
 
     at_s: float
     requests: int
@@ -237,7 +237,7 @@ class RunResult:
         )
 
     def _is_settled(self, at_s: float) -> bool:
-        """Whether the load was steady and the queue shared. The decision log omits service without Redis."""
+        """Whether at `at_s` load was steady and the queue shared: the decision log omits local dispatches."""
         is_steady = _SETTLING * self.plan.duration_s <= at_s <= self.plan.duration_s
         return is_steady and not self.disturbed(at_s, SHARED_AGAIN_S)
 

@@ -119,21 +119,21 @@ def _in_shared_flow(name: str, load: float, criticality: int, ttl_s: float = 30.
 _ALL = (
     Scenario(
         name="steady",
-        summary="Four clients of equal weight ask for 70 % of what the fleet can serve.",
+        summary="Four clients of equal weight ask for 70 % of the fleet's capacity.",
         sources=_alike(0.175),
         promises=("no-errors", "nothing-expires"),
     ),
     Scenario(
         name="noisy-neighbour",
-        summary="One client asks for 150 % of what can be served, a quiet one of the same weight for 20 %.",
+        summary="A noisy client asks for 150 % of the capacity, a quiet one of equal weight for 20 %.",
         sources=_NOISY_AND_QUIET,
         promises=("overloaded", "quiet-share", "quiet-wait", "quiet-not-refused"),
     ),
     Scenario(
         name="starvation",
         summary=(
-            "Criticality-5 workloads fill one flow; a criticality-1 workload shares it, and a Sheddable one "
-            "waits below them. Together these are within the guard's tenth of the service."
+            "Criticality-5 workloads overload one flow, which a criticality-1 workload shares; a Sheddable "
+            "flow waits in a lower band. The guard's tenth of the service covers the two low demands."
         ),
         sources=(
             _in_shared_flow("urgent-1", 0.7, 5),
@@ -151,8 +151,8 @@ _ALL = (
     Scenario(
         name="workload-aware",
         summary=(
-            "Four workloads of one flow ask for 130 % of what can be served: two busy ones of criticality 3, "
-            "one of criticality 5, and one of 3 that asks seldom. Only the workload score tells them apart."
+            "Four workloads of one flow ask for 130 % of the capacity: two busy ones of criticality 3, one "
+            "of criticality 5, and a quiet one of criticality 3. Only the workload score ranks them."
         ),
         sources=(
             _in_shared_flow("urgent", 0.3, 5),
@@ -170,14 +170,14 @@ _ALL = (
     ),
     Scenario(
         name="replica-crash",
-        summary="Replicas are killed (SIGKILL) at random moments; 80 % of what can be served is asked for.",
+        summary="Replicas die (SIGKILL) at random moments, while clients ask for 80 % of the capacity.",
         sources=_alike(0.2),
         promises=("faults-happened", "no-errors", "nothing-expires"),
         fault=Fault.KILL_REPLICAS,
     ),
     Scenario(
         name="redis-outage",
-        summary="Redis is gone for a third of the run and comes back empty, while 80 % is asked for.",
+        summary="Redis is down for a third of the run and restarts empty, at a load of 80 % of the capacity.",
         sources=_alike(0.2),
         promises=_OUTAGE_PROMISES,
         duration_s=24.0,
@@ -186,7 +186,7 @@ _ALL = (
     Scenario(
         name="demo",
         summary=(
-            "One client asks for 150 % of what can be served, a quiet one of the same weight for 20 %; a "
+            "A noisy client asks for 150 % of the capacity, a quiet one of equal weight for 20 %; a "
             "replica is killed, and later Redis."
         ),
         sources=_NOISY_AND_QUIET,

@@ -25,9 +25,9 @@ from picker_tools.load.result import (
 from picker_tools.load.scenarios import ANSWER_S, Fault, Plan, planned, source_request
 from picker_tools.local_fleet.network import ADMIN_TOKEN, get, until
 
-# The mean time between kills, and the least time as a part of it, so that the fleet recovers in between.
+# Mean time between kills, and the least time as a fraction of the mean, so that the fleet can recover.
 _KILL_EVERY_S, _LEAST_PART = 5.0, 0.5
-# Start and length of the outage as parts of the duration: alone, and after the kill of a replica.
+# Start and length of an outage as fractions of the duration: alone, and after the kill of a replica.
 _OUTAGE_AT, _OUTAGE_FOR = 0.3, 1 / 3
 _FIRST_KILL_AT, _LATER_OUTAGE_AT, _LATER_OUTAGE_FOR = 0.25, 0.5, 1 / 5
 
@@ -173,7 +173,7 @@ class Session:
 
     async def _capacity_per_s(self) -> float:
         """The requests a second that the fleet can serve. Dispatch stops once stock reaches the lower bound,
-        so that many requests run at once.
+        so at most that many requests run at once.
         """
         plan = self._plan
         if plan.rate_per_s is not None:
@@ -185,7 +185,7 @@ class Session:
         state = await Sampler(self._target.admins, (), lambda: 0.0).take_sample()
         if state is None or state.lower <= 0:
             raise StartupError(
-                "what the fleet can serve is not known without its admin API: "
+                "the fleet's capacity is unknown without its admin API: "
                 "give --admin URL, --state-file FILE or --rate N"
             )
         return math.ceil(state.lower) / answer_s
@@ -198,7 +198,7 @@ class Session:
                 request = source_request(source, self._target.model, -1 - number, self._plan.seed)
                 answer = await client.send(request, within_s=_PROBE_S)
                 if not answer.served:
-                    raise StartupError(f"a first request of {source.name}: {answer.outcome} {answer.text}")
+                    raise StartupError(f"a probe request of {source.name}: {answer.outcome} {answer.text}")
                 times.append(answer.took_s)
         return median(times)
 
@@ -231,14 +231,14 @@ class Session:
         began_s = load.now_s
         await self._fleet.stop_redis()
         faults_injected.outages.append((began_s, None))
-        what = "kill -9 of Redis: each replica serves alone, within its part of the bound"
+        what = "kill -9 of Redis: each replica admits alone, within its share of the bound"
         self._say(f"{load.now_s:5.1f} s  {what}")
         try:
             await asyncio.sleep(began_s + lasts_s - load.now_s)
         finally:
             await self._fleet.start_redis()
         faults_injected.outages[-1] = (began_s, load.now_s)
-        what = "Redis is back, empty: the replicas fill it with what runs and waits"
+        what = "Redis is back, empty: replicas restore running and waiting requests"
         self._say(f"{load.now_s:5.1f} s  {what}")
 
     async def _show_on(self, load: Load, sampler: Sampler) -> None:

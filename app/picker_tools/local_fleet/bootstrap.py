@@ -64,11 +64,11 @@ MAX_HEAP_BYTES = 1024 * 1024 * 1024
 _HEALTH_SERVICE = "envoy.service.ext_proc.v3.ExternalProcessor"
 # The most that Envoy reads at once; no message to the picker holds a larger part of a body.
 _CHUNK_BYTES = 1024 * 1024
-# Envoy buffers whole bodies for retries (G9), and, outside `standard`, JSON answers to read their usage; it
-# answers 500 in place of a longer answer there.
+# Envoy buffers request bodies of this size for retries (G9), and outside `standard` JSON answers, to read
+# their usage; there it answers 500 in place of a longer JSON answer.
 _BODY_BYTES = 32 * 1024 * 1024
 _BODY_S = 60.0  # time for a client to send its whole body, and to read the end of its answer
-_SILENT_S = 3600.0  # for a request that transfers no byte in either direction
+_SILENT_S = 3600.0  # timeout of a request that transfers no byte in either direction
 _ANSWER_MARGIN_S = 60.0
 
 _NAMES = {
@@ -322,8 +322,8 @@ class _Manager:
             hosts=hosts,
             answer_headers=_added(self._answer_headers()),
             filters=self._filters(pool),
-            # In `standard` the picker reads the answer, but cannot tell an answer that was cut from a client
-            # that left.
+            # In `standard` the picker reads the answer, but cannot tell whether the endpoint cut it off or
+            # the client left.
             access_log=_access_log(_part("only_cut") if mode == "standard" else None),
             access_log_options=None if mode == "standard" else {"accessLogFlushInterval": flush_interval},
             carried=[
@@ -374,7 +374,7 @@ class _Manager:
         naming = {}  # the header or gRPC metadata that names a request's pool
         if pool is not None or self.settings.pools:
             naming[POOL_HEADER] = "%METADATA(ROUTE:picker:pool)%" if pool is None else pool
-        read = {name for pair in STEERING for name in pair}  # Envoy or the picker drops the untrusted ones
+        read = {name for pair in STEERING for name in pair}  # Envoy or the picker drops untrusted ones
         read.update(*(wanted_headers(each) for each in pools_of(self.settings).values()))
         balances = extproc.on_failure == "balance" or None
         if mode == "http":
@@ -470,8 +470,8 @@ def _access_log(only: Tree | None) -> Tree:
 
 
 def _rules(usage: str, ids: Sequence[str]) -> list[Tree]:
-    """Rules that store the JSON value at each path of the part `usage`, and at `ids`, the paths of STATE_IDS
-    (picker_fleet/admission/origins.py), if it has the expected type."""
+    """Rules that store JSON values of the expected type in metadata: at each path in the part `usage`, and
+    at `ids`, the paths of the STATE_IDS (picker_fleet/ingress/ext_proc/accesslog.py)."""
     numbers = _part(usage).items()
     rules = [_rule(path, key, {"type": "NUMBER"}) for key, paths in numbers for path in paths]
     rules += [_rule(path, key, {"type": "STRING"}) for key, path in zip(STATE_IDS, ids, strict=True)]

@@ -92,10 +92,10 @@ class Envoy:
 
     async def missing(self, endpoints: int | None) -> str | None:
         """Why Envoy cannot serve yet: replicas are not healthy, or a pool has not `endpoints` model servers
-        (None: any number will do). Returns None once Envoy can serve."""
+        (None: any number). Returns None once Envoy can serve."""
         live = await get(f"{self.admin}/ready")
         if live is None or live.status != 200:
-            return "Envoy waits for a replica to tell it the endpoints"
+            return "Envoy waits for a replica to send it the endpoints"
         reply = await get(f"{self.admin}/clusters?format=json")
         clusters = {
             cluster.get("name"): cluster.get("host_statuses", [])
@@ -113,7 +113,7 @@ class Envoy:
             cluster = cluster_of(name, self._settings.pool)
             known = len(clusters.get(cluster, []))
             if endpoints is not None and known != endpoints:
-                return f"Envoy was told of {known} of {endpoints} endpoints ({cluster})"
+                return f"Envoy knows {known} of {endpoints} endpoints ({cluster})"
         return None
 
     async def _look_admin(self) -> int | None:

@@ -23,30 +23,30 @@ _ORIGIN = re.compile(
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    about = "how Envoy asks the pickers (default: %(default)s)"
+    about = "how Envoy calls the pickers (default: %(default)s)"
     add("--mode", type=mode, choices=MODES, default="lean", help=about)
     add("--config", type=Path, metavar="FILE", help="the replicas' configuration")
     add("--listen", type=_host_port, default=("0.0.0.0", 8080), metavar="HOST:PORT", help="for clients")
-    about = "for clients of one of several pools; at --listen the host of a request names its pool"
+    about = "for clients of one of several pools; at --listen a request's host names its pool"
     add("--pool-listen", type=_pool_listen, action="append", default=[], metavar="NAME=HOST:PORT", help=about)
     add("--envoy-admin", type=_host_port, default=("127.0.0.1", 9901), metavar="HOST:PORT")
     replicas = {
         "--picker": "a replica's gRPC address or a name that resolves to all; may be repeated",
-        "--picker-http": "the same at the port of mode http (default: http.listen of the configuration)",
-        "--picker-admin": "the same at that of the admin API (default: admin.listen of the configuration)",
+        "--picker-http": "a replica's address for mode http (default: http.listen of the configuration)",
+        "--picker-admin": "a replica's admin API (default: admin.listen of the configuration)",
     }
     for flag, what in replicas.items():
         add(flag, type=_host_port, action="append", metavar="HOST:PORT", help=what)
     about = "for operators: the admin API and dashboard of any ready replica (default: no such listener)"
     add("--admin-listen", type=_host_port, metavar="HOST:PORT", help=about)
-    whose = {"ca": "authority of the replicas' certificates", "cert": "its own certificate", "key": "its key"}
+    whose = {"ca": "authority of the replicas' certificates", "cert": "Envoy's certificate", "key": "its key"}
     for name, what in whose.items():
-        about = f"where replicas speak TLS: {what}, as a path that Envoy reads"
+        about = f"if replicas speak TLS: {what}, as a path that Envoy reads"
         add(f"--picker-{name}", metavar="FILE", help=about)
     about = "steering headers that clients may set (default: none; Envoy removes them)"
     add("--trust-headers", type=_headers, action="extend", default=[], metavar="NAME,…", help=about)
     limits = {
-        "--max-connections": (10_000, "of clients"),
+        "--max-connections": (10_000, "connections of all clients"),
         "--max-heap-mib": (1024, "memory past which Envoy refuses requests; below its container's limit"),
     }
     for flag, (default, what) in limits.items():
@@ -54,9 +54,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         add(flag, type=whole_number(1, 10_000_000), default=default, metavar="N", help=about)
     about = "requests a second that one client address may begin (default: any number)"
     add("--client-rate", type=whole_number(1, 1_000_000), metavar="N", help=about)
-    about = "of web pages that may use this listener, `*` for any (default: none)"
+    about = "origin of web pages that may use this listener, `*` for any (default: none)"
     add("--cors", type=_origin, action="append", default=[], metavar="ORIGIN", help=about)
-    add("--debug-headers", action="store_true", help="answers show what was picked and who served")
+    add("--debug-headers", action="store_true", help="name the picked and the serving endpoint in answers")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
     used += [settings.admin.tls] if args.admin_listen is not None else []
     speaks_tls = any(each is not None for each in used)
     if tls != PickerTls() and not speaks_tls:
-        raise ConfigError("--picker-ca, --picker-cert: the replicas do not speak TLS; extproc.tls makes them")
+        raise ConfigError("--picker-ca, --picker-cert: the replicas do not speak TLS; set extproc.tls")
     bootstrap = build_bootstrap(
         settings,
         mode=args.mode,
@@ -109,9 +109,9 @@ def _warning(names: Sequence[str]) -> str:
         return ""
     return (
         "# WARNING: any client of this listener may set the headers below, and so choose its own share\n"
-        "# and rank. Right only where every client is trusted, or a gateway in front sets them itself.\n"
+        "# and rank. Trust them only if all clients are trusted, or a gateway in front sets them.\n"
         f"# Trusted: {', '.join(names)}\n"
-        "# The replicas count them if extproc.trusted_headers names them too.\n"
+        "# The replicas use these headers only if extproc.trusted_headers names them too.\n"
     )
 
 
@@ -120,7 +120,7 @@ def _pool_listens(args: argparse.Namespace, settings: config.Settings) -> dict[s
     unknown = sorted(listens.keys() - settings.pools.keys())
     if unknown:
         served = ", ".join(settings.pools) or "none"
-        raise ConfigError(f"--pool-listen {unknown[0]}: not one of pools of the configuration ({served})")
+        raise ConfigError(f"--pool-listen {unknown[0]}: the configuration has no such pool, only {served}")
     return listens
 
 

@@ -32,7 +32,7 @@ _SERVES_S = 30.0
 _ENVOY_GRACE_S = 3.0
 _REPLICA_GRACE_S = 10.0  # replicas leave the pool; without Envoy they have no requests to finish
 _REST_GRACE_S = 4.0
-_STARTED_TOGETHER = 10  # replicas; if more start together, some are too slow and fail
+_STARTED_TOGETHER = 10  # so many replicas; if more start together, some are too slow and fail
 _VALKEY_ATTEMPTS = 3  # another process may take the chosen port before Valkey does
 
 
@@ -255,4 +255,4 @@ class LocalFleet:
         if path is not None:
             draft = path.with_name(f"{path.name}.{os.getpid()}.new")
             write_private(draft, json.dumps(self.state(), indent=2) + "\n")
-            draft.replace(path)  # readers see the whole state or the former one
+            draft.replace(path)  # readers see the new file or the former, never a part

@@ -67,8 +67,8 @@ class Reply:
 
 
 async def get(url: str, token: str = "") -> Reply | None:
-    """The reply to GET `url` (http://host:port/path), sent with the bearer `token` unless that is empty; None
-    if no reply comes within a second."""
+    """The reply to GET `url` (http://host:port/path), with the bearer `token` if it is not empty; None if no
+    reply comes within a second."""
     return await asyncio.to_thread(_get, url, token)
 
 

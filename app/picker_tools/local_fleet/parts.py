@@ -26,7 +26,7 @@ MODES: tuple[Mode, ...] = get_args(Mode)
 def mode(text: str) -> str:
     """The argparse `type` of a mode; rejects the removed mode `headers`. `choices=MODES` checks the rest."""
     if text == "headers":
-        raise argparse.ArgumentTypeError("there is no mode headers; use http, which costs less and does more")
+        raise argparse.ArgumentTypeError("mode headers was removed; use http, which costs less and does more")
     return text
 
 

@@ -157,7 +157,7 @@ class Child:
         return self._process.returncode is None
 
     async def ended(self) -> str:
-        """Wait until the process has ended; return how, in words."""
+        """Wait until the process has ended; return its exit code or signal in words."""
         return _in_words(await self._process.wait())
 
     def check(self) -> None:

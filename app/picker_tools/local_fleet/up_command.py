@@ -16,19 +16,19 @@ from picker_tools.local_fleet.processes import Report, logs_folder, on_signal
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--replicas", type=whole_number(1), default=3, metavar="N", help="pickers (default: %(default)s)")
-    about = "simulated model servers (default: %(default)s); 0: the discovery of --config"
+    about = "simulated model servers (default: %(default)s); 0: use the discovery of --config"
     add("--endpoints", type=whole_number(0), default=4, metavar="N", help=about)
     about = "serve these pools, the first by default; each gets --endpoints (default: those of --config)"
     add("--pools", type=_pools, metavar="NAME,…", help=about)
-    about = "how Envoy asks the pickers (default: %(default)s)"
+    about = "how Envoy calls the pickers (default: %(default)s)"
     add("--mode", type=mode, choices=MODES, default="lean", help=about)
-    add("--redis", metavar="URL", help="use this one instead of an embedded Valkey")
+    add("--redis", metavar="URL", help="use this Redis instead of an embedded Valkey")
     add("--port", type=port, default=8080, metavar="N", help="Envoy's; 0: free ports everywhere")
-    add("--admin-port", type=port, default=8081, metavar="N", help="the first replica's; others follow")
+    add("--admin-port", type=port, default=8081, metavar="N", help="the first replica's; others: next ports")
     add("--config", type=Path, metavar="FILE", help="the replicas' configuration")
     add("--state-file", type=Path, metavar="FILE", help="written once the fleet is ready")
-    add("--no-restart", dest="restart", action="store_false", help="leave what dies dead")
-    add("--debug-headers", action="store_true", help="answers show what was picked and who served")
+    add("--no-restart", dest="restart", action="store_false", help="do not restart parts that end")
+    add("--debug-headers", action="store_true", help="name the picked and the serving endpoint in answers")
     add("--sim-ttft", type=milliseconds, metavar="MS", help="simulators' time to first token")
     add("--sim-itl", type=milliseconds, metavar="MS", help="simulators' time from token to token")
     add("--seed", type=int, metavar="N", help="of the simulators")
@@ -83,7 +83,7 @@ async def _run(fleet: LocalFleet, report: Report, folder: Path) -> None:
         f"the fleet is ready after {loop.time() - since:.1f} s; logs in {folder}; Ctrl-C ends it\n"
         f"try:\n  curl {fleet.envoy_url}/v1/completions -H 'content-type: application/json' -d '{body}'\n"
         f"trusted: clients may name their flow ({FAIRNESS_ID[0]}), objective ({OBJECTIVE[0]})\n"
-        f"  and workload (x-workload-context); an Envoy for others' clients trusts none with the first two\n"
+        f"  and workload (x-workload-context); elsewhere, let no untrusted client name flow or objective\n"
         f"dashboard: {fleet.dashboard}"
     )
     for pool in fleet.other_pools:

@@ -88,21 +88,21 @@ def _allow_many_files() -> None:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     own, limits = Profile(), Limits()
     add = parser.add_argument
-    add("--port", type=port, required=True, help="0 picks a free one")
+    add("--port", type=port, required=True, help="0: any free port")
     add("--host", default="127.0.0.1")
     add("--model", default=own.model, metavar="NAME", help="base model (default: %(default)s)")
     add("--ttft", type=milliseconds, default=own.ttft_ms, metavar="MS", help="admission to first token")
     add("--itl", type=milliseconds, default=own.itl_ms, metavar="MS", help="token to token")
     add("--max-num-seqs", type=_COUNT, default=limits.max_num_seqs, metavar="N", help="requests run at once")
     add("--kv-blocks", type=_COUNT, default=limits.kv_blocks, metavar="N", help="blocks of the KV cache")
-    add("--loras", type=_names, default=(), metavar="A,B", help="adapters, asked for as models")
+    add("--loras", type=_names, default=(), metavar="A,B", help="adapters, which requests name as models")
     add("--max-loras", type=_COUNT, default=None, metavar="N", help="adapters run at once (default: all)")
     add(
         "--failure-rate",
         type=_SHARE,
         default=own.failure_rate,
         metavar="P",
-        help="answered 500, 0 to 1",
+        help="share of requests answered 500, 0 to 1",
     )
     add("--seed", type=int, default=own.seed, metavar="N", help="of words and failures")
 

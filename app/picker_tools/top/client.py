@@ -22,7 +22,7 @@ _SILENCE_S = 4.0  # a snapshot comes every second
 
 
 class AdminError(PickerError):
-    """The API is unreachable or refuses a call; the message contains the API's own, if it sent one."""
+    """The API is unreachable or refused a call; the message includes the API's message, if any."""
 
 
 class AdminClient:
@@ -30,7 +30,7 @@ class AdminClient:
     `https`, the file `ca` has the trusted authorities; by default the client trusts those of the machine.
 
     Every method raises AdminError if the API is unreachable, is silent for 4 s, refuses the call, or sends an
-    answer that cannot be parsed. Unless the API refused it, a change may have been made nevertheless.
+    answer that cannot be parsed. Unless the API refused a change, the change may have been made.
     """
 
     def __init__(self, url: str, token: str | None = None, ca: Path | None = None) -> None:

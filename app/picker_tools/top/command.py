@@ -179,8 +179,8 @@ def head(snapshot: models.Snapshot, error: str) -> Text:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--admin", metavar="URL", default="http://127.0.0.1:8081", help="a replica's (default: %(default)s)")
-    add("--pool", metavar="NAME", help="of a fleet with several (default: that of requests that name none)")
+    add("--admin", metavar="URL", default="http://127.0.0.1:8081", help="of a replica (default: %(default)s)")
+    add("--pool", metavar="NAME", help="one of several pools (default: the pool of requests that name none)")
     add("--admin-ca", type=Path, metavar="FILE", help="the authorities of an https URL's certificate (PEM)")
     parser.epilog = "Where the fleet has tokens, give one in PICKER_ADMIN__TOKEN; changes need an operator's."
 
@@ -306,14 +306,14 @@ class Top(App[None]):
             # Two leading values fix each chart's scale: 0 to the upper bound, and 0 to at least 1.
             self._lines[0].data, self._lines[1].data = [0.0, bound, *in_flight], [0.0, 1.0, *waiting]
             note = f"in flight {number(min(in_flight))} to {number(max(in_flight))} of {number(bound)}, "
-            note += f"below it waiting, at most {number(max(waiting))}"
+            note += f"lower chart: waiting, at most {number(max(waiting))}"
         self._note.update(note)
 
     def _fill(self) -> str:
         """Fill the view's table, keeping the cursor on its row. Returns the note with the number of rows."""
         table, columns, rows = self._tables[self.view], VIEWS[self.view], self._rows[self.view]
         if self.view == "log" and self._shown and table.cursor_row:
-            return "held; with the cursor on the first row the log goes on"
+            return "paused; move the cursor to the first row to follow the log"
         chosen, at, offset = identity(self._chosen()), table.cursor_row, table.scroll_offset
         self._shown = sorted(rows, key=columns[self._sorter - 1].rank) if self._sorter else rows
         table.clear()
