@@ -3,8 +3,8 @@
 --
 -- Guarantees: the stock never exceeds the upper bound (G1). A request with a known id keeps its position, grant or
 -- endpoint and changes its owner, so repeating a call changes nothing (G6, G7). An arrival is adopted only if flow,
--- model and body are the same too: the id alone is no proof. A refused or expired request leaves nothing under its id:
--- sent twice, it counts twice among the arrivals of its workload.
+-- model and body are the same too: the id alone is no proof. A refused or expired request leaves no record: if sent
+-- twice, it counts as two arrivals of its workload.
 --
 -- keys[1] epp:{POOL}:pool
 -- args[1] the calling replica; then each request, packed (picker_fleet/state/schema.py): texts, each ended by byte 0:
@@ -109,7 +109,7 @@ local function bypass(r, turn, picks)
   return reply
 end
 
-local last_left_ms, last_queued -- most TTLs are equal, and to format a number takes as long as a command
+local last_left_ms, last_queued -- most TTLs are equal, and formatting a number takes as long as a command
 local function queued_for(left_ms)
   if left_ms ~= last_left_ms then last_left_ms, last_queued = left_ms, 'queued ' .. left_ms end
   return last_queued
@@ -125,7 +125,7 @@ local function arrive(r, turn, picks)
   r.deadline_ms = now_ms + left_ms
   local reply = pool.queued == 0 and pool.ready > 0 and bypass(r, turn, picks)
   if reply then return reply end
-  -- With the queue off, a request that only a limit stops is refused instead of queued.
+  -- If the queue is off, refuse a request that a limit prevents from starting.
   if settings.queue_enabled == 0 and settings.paused ~= 1 and pool.queued == 0 then
     return refuse(r, REFUSED_SATURATED)
   end
@@ -136,7 +136,7 @@ local function arrive(r, turn, picks)
     return refuse(r, REFUSED_INSUFFICIENT_FLOW_CAPACITY)
   end
 
-  -- There are at most as many flows as queued requests, so a queue shorter than max_flows needs no count of flows.
+  -- Each flow queue holds a request, so count the flow queues only if max_flows requests are queued.
   if pool.queued >= (settings.max_flows or math.huge) and not GUARANTEED[band]
     and queue.count_flow_queues() >= settings.max_flows and queue.length(band, queue.flow_queue(r)) == 0 then
     return refuse(r, REFUSED_TOO_MANY_FLOWS)

@@ -2,9 +2,9 @@
 -- A replica reports that it is alive, and reads the state of the fleet: the pool's epoch, which replica publishes, the
 -- bounds, and the notifications that a lost wake-up has left in its inbox.
 --
--- Guarantees: a notification other than a grant is in the reply of exactly one heartbeat, even if a wake-up or another
--- reply brought it before; but in none if a new request has its id. A grant is repeated until its request is placed; if
--- the grant itself placed the request, until the replica acknowledges the endpoint.
+-- Guarantees: exactly one heartbeat's reply has each notification other than a grant, even if the replica had it before
+-- by a wake-up or another reply; none has it if a new request uses the id. Replies repeat a grant until its request is
+-- placed, or until the replica acknowledges the endpoint if the grant placed the request.
 --
 -- keys[1] epp:{POOL}:pool
 -- args[1] the calling replica
@@ -99,10 +99,10 @@ local function heartbeat(args)
   local was_known = (was_silent or is_info_lost) and 0 or 1
   defer_write('ZADD', key.replicas, now_ms, owner)
   if replica_info ~= '' then defer_write('HSET', key.replica_info, owner, replica_info) end
-  -- A sweep may have begun to scan the replica's requests; after the next silence the scan restarts.
+  -- Drop the cursor of a sweep that has begun to orphan the replica's requests: the next scan must start anew.
   if was_silent then
     defer_write('HDEL', key.orphan_cursors, owner)
-    if args[6] then pool.note_possible_loss() end -- not a new replica: it may know lost records
+    if args[6] then pool.note_possible_loss() end -- the replica is not new: it may report lost records
   end
   local members = live_replicas(was_silent, silence_ms)
   local versions = read('HMGET', key.pool, 'config_version', 'endpoints_version', 'tuned_version',

@@ -2,10 +2,10 @@
 -- Renew the leases of running requests. A request whose record is lost (FLUSHALL, or its lease ended while no replica
 -- could report) is restored to the stock from its accounting token.
 --
--- Guarantees: a renewed request is not reclaimed, and is counted on the endpoint that serves it. An ended request
--- is not restored while its tombstone lasts; a later request with the same id is, if the caller admitted it. A token
--- restores no more stock than an admission takes, and only on an endpoint that the pool knows (G1). A token from an
--- access log proves less, since a client may have copied it: it restores a request only while the pool may lack its
+-- Guarantees: a renewed request is not reclaimed, and is counted on the endpoint that serves it. An ended request is
+-- not restored while its tombstone lasts; a later request with the same id is restored if the caller admitted it. A
+-- token restores no more stock than an admission takes, and only on an endpoint that the pool knows (G1). A token from
+-- an access log proves less, since a client may have copied it: it restores a request only while the pool may lack its
 -- record (pool.may_lack_records), or if the request was reclaimed without a report of its end, or for the length of a
 -- lease after an admission without Redis.
 --

@@ -24,8 +24,8 @@ local function correct_charge(r, actual)
   log_event('corrected', r, queue.correct(r, queue.flow_queue(r), change, r.tag + share), nil, change)
 end
 
--- The ghost that the sweep has reclaimed in place of `r`, or nil: the page that lacked a request of the endpoint is
--- newer than r's last sign of life, so it lacked r.
+-- Return the running request that the sweep reclaimed in place of `r`, or nil. The metrics page that counted one
+-- request too few is newer than r's last sign of life, so r may be the request that had ended.
 local function ghost_in_place_of(r)
   local address = endpoints.first(r.endpoints)
   local seen_ms = tonumber(read('ZSCORE', key.inflight, r.id) or 0) - settings.lease_ms

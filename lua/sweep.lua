@@ -18,11 +18,11 @@
 -- Limits of one call.
 local CHUNK = 32 -- requests that a call ends, orphans or reads
 local REFILED = 16 -- requests that a call moves to a new order; each costs a removal and an insertion
-local LIGHT = 500 -- entries of one kind that a call drops
+local LIGHT = 500 -- old entries that a call drops of each kind
 local WALKS = 150 -- calls per interval that continue the scan of waiting requests
 local DOWN_MS = 10000 -- a `down` mark that no replica has confirmed for so long is removed
--- Longest time from the placement of a request until its endpoint's metrics page counts the request. It is shorter if
--- Envoy reports the client gone: only a forged report concerns a request that is still on its way.
+-- Longest time from the placement of a request until its endpoint's metrics page counts the request. Shorter if Envoy
+-- reports the client gone, since Envoy reports no request that it still sends.
 local TRANSIT_MS, REPORTED_TRANSIT_MS = 1000, 100
 local MOST_RECENT = 1000 -- requests counted by endpoint; if there are more, ghosts end with their lease
 local ORIGIN_MS = 86400000 -- how long an id of the Responses API is remembered after it was last noted
@@ -181,7 +181,7 @@ local function orphan_silent_replica(grace_ms, limit)
   defer_write('HDEL', key.replica_info, silent)
   defer_write('HDEL', key.orphan_cursors, silent)
   local inbox = read('HGETALL', key.inbox[silent])
-  for i = 1, #inbox, 2 do -- Envoy never heard of a placement that the replica has not acknowledged
+  for i = 1, #inbox, 2 do -- Envoy has no placement that the replica has not acknowledged
     if string.find(inbox[i + 1], '^' .. NOTIFY_PLACED) then defer_write('ZADD', key.suspects, now_ms, inbox[i]) end
   end
   defer_unlink(key.inbox[silent]) -- also drops notifications of this call
@@ -235,7 +235,7 @@ local function measure_rate(swept_ms, dispatches)
   pool.rate = rate
 end
 
--- Lower times that are too far in the future, as if written now: the former primary's clock may have been ahead.
+-- Lower times in the future to the time that a write now would have: the former primary's clock may have been ahead.
 local AHEAD_MS = 1000
 local function clamp_future(moments, life_ms)
   local latest = now_ms + life_ms

@@ -1,8 +1,8 @@
 -- include: flows
 -- Reads for the admin API. Rows are text, with fields separated by byte 31, which no field contains.
 --
--- Guarantees of each function: it only reads, and at most VIEW_LIMIT rows a call, however long the queue is. Of
--- consecutive pages, exactly one has a member whose score does not change meanwhile.
+-- Guarantees of each function: it only reads, and at most VIEW_LIMIT rows a call, however long the queue is. A member
+-- whose score does not change meanwhile is on exactly one of consecutive pages.
 --
 -- All functions: keys[1] epp:{POOL}:pool
 --

@@ -1,15 +1,15 @@
 -- include: storage schema
 -- The bands of the queue. Each has a priority, any int32. By default the band of the highest priority that has waiting
--- requests is served first; under the band policy `weighted`, bands share.
+-- requests is served first; under the band policy `weighted`, each band gets service in proportion to its weight.
 -- Records and keys hold the number of a band, which fits in a byte. 0 to 2 are the named bands: Critical, Default and
--- Sheddable, whatever their priorities. From 3 on are dynamic bands: `bands.of` makes one when a request of another
--- priority arrives, and the sweep collects the band when none of its requests waits or runs. A dynamic band has the
--- attributes of the nearest configured band at or below its priority, or else of the lowest configured band. While all
--- numbers are in use, a request of yet another priority joins the nearest band.
+-- Sheddable, whatever their priorities. Numbers from 3 are dynamic bands: `bands.of` creates a band when a request of a
+-- new priority arrives, and the sweep removes the band when none of its requests waits or runs. A dynamic band has the
+-- attributes of the nearest configured band at or below its priority, or else of the lowest configured band. If all
+-- numbers are in use, a request of a new priority joins the nearest band.
 --
--- The waiting request bodies of each band are counted, in bytes, in the field `waiting_bytes`, which is written with
--- the counters. If the field is lost, the counts restart at 0 in a new epoch. A request that leaves subtracts its bytes
--- only if they were added in the current epoch.
+-- The field `waiting_bytes`, written with the counters, has the total size of each band's waiting request bodies. If
+-- the field is lost, the sizes restart at 0 in a new epoch. A request that leaves the queue subtracts its body's size
+-- only if it was added in the current epoch.
 -- Takes keys from lib/storage.lua, names from the schema. Gives `bands`, the tables below, and `pool`, still empty.
 
 local pool = {} -- counters (lib/pool.lua)
@@ -37,11 +37,11 @@ do -- a chunk may have 200 locals
 
   local bytes, byte_limits = {}, {} -- band number -> bytes of its waiting bodies, and their limit
   local bytes_epoch = 0
-  local bytes_text -- `bytes` as stored in Redis; nil: to be formatted, which takes longer than counting
+  local bytes_text -- the text of `bytes` for Redis; nil: the commit formats it again
   local configured, weights = DEFAULTS, {} -- configured bands, and their weights; the three named bands come first
   local band_of = {} -- priority -> number
   local others, stored = {}, '' -- the numbers of the dynamic bands; the field `bands` as stored in Redis
-  -- The index of the highest of `count` priorities at or below `priority`; if there is none, of the lowest.
+  -- Return the index of the highest of `count` priorities that is at most `priority`; if all are higher, of the lowest.
   local function nearest(priority, count, priority_of)
     local found, lowest
     for i = 1, count do
@@ -190,10 +190,10 @@ do -- a chunk may have 200 locals
     return band
   end
 
-  -- The band of a priority. If it has none, make a dynamic band.
+  -- Return the number of the band with this priority; create a dynamic band if there is none.
   function bands.of(priority) return band_of[priority] or make(priority) end
 
-  -- The band of a priority; nil if it has none.
+  -- Return the number of the band with this priority, or nil.
   function bands.find(priority) return band_of[priority] end
 
   -- Count a request that enters (1) or leaves (-1) a dynamic band.
@@ -202,7 +202,7 @@ do -- a chunk may have 200 locals
     pool[name] = math.max(pool[name] + change, 0)
   end
 
-  -- The dynamic bands without requests whose tag is not ahead of bv; in an idle pool, all without requests.
+  -- Return the dynamic bands without requests whose tag is at most bv. In an idle pool ignore the tags.
   function bands.idle()
     local idle = {}
     local at_rest = pool.queued == 0 and pool.stock == 0

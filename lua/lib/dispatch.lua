@@ -1,6 +1,6 @@
 -- include: ends answers
--- How every call begins and ends: due timers, dispatch, commit; and the placement of a request. If a call fails before
--- it starts to commit, `run` undoes its writes.
+-- Begins and ends every script call: due timers, dispatch, commit. Also places requests. If a call fails before it
+-- starts to commit, `run` undoes its writes.
 -- Takes the queue from lib/flows.lua, the choice of an endpoint from lib/endpoints.lua, ends from lib/ends.lua. Gives
 -- `place_request`, `place_granted`, `run_timers`, `finish_call`, `for_each_item`, `column` and `run`.
 
@@ -139,7 +139,7 @@ local function dispatch()
   if settings.queue_enabled == 0 then lower = math.huge end
   local room = math.min(counters.queued, math.ceil(lower - counters.stock), DISPATCH_LIMIT)
   if room > 0 then
-    -- Estimate: as many requests fit as have ended in this call. Exact only if all cost the same.
+    -- Estimate: one request fits for each that this call has ended. Exact if all costs are equal.
     queue.prefetch(math.min(room, counters.ended - counters.ended_before))
   end
   local places = room > 0 and endpoints.caps and endpoints.free_slots() or math.huge
@@ -182,7 +182,7 @@ local function commit()
 end
 
 local committing = false
--- Commit again after a write failed and others were done. Skip a command that fails twice; raise its error at the end.
+-- Repeat a commit in which a write failed. Skip a command that fails twice; raise its error at the end.
 local function commit_again()
   local server, failed = redis, nil
   redis = {call = function(...)
@@ -222,7 +222,7 @@ local function for_each_item(args, size, answer)
   return finish_call(replies)
 end
 
--- The n-th argument of each item, without empty ones, and their number. The next call reuses the returned table.
+-- Return the n-th argument of each item, without empty arguments, and their count. The next call reuses the table.
 local column_found = {}
 local function column(args, size, n)
   local found, count = column_found, 0
@@ -236,7 +236,7 @@ local function column(args, size, n)
   return found, count
 end
 
--- Drop what this call knows, and the caches of former calls if they are no longer valid.
+-- Reset the tables of a single call, and the caches kept between calls if they are no longer valid.
 local function reset_caches()
   if queue.has_lengths then queue.reset() end
   if answers.has_learned then answers.reset() end

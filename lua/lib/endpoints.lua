@@ -6,7 +6,7 @@
 -- on trial (lib/marks.lua).
 -- Takes reads and writes from lib/storage.lua, settings from lib/pool.lua. Gives `endpoints`.
 
--- ANY: `candidates` of a request that accepts any endpoint; counts_flows: whether a flow has had a limit so far
+-- ANY: `candidates` of a request that accepts any endpoint; counts_flows: whether this library has seen a flow limit
 local endpoints = {ANY = '*', counts_flows = false}
 local reset_endpoints
 do -- a chunk may have 200 locals
@@ -17,9 +17,9 @@ do -- a chunk may have 200 locals
   local all_counted -- the result of `counted` in this call
   local window, window_left -- the least loaded endpoints, and the number of choices for which they suffice
   local READ_AT_ONCE = 2000 -- unpack() puts its values on a stack of limited depth
-  local SMALL = 8 -- least size to read; a smaller window has all endpoints, and suffices for any number of choices
+  local SMALL = 8 -- fewest endpoints to read; a smaller window has all endpoints, enough for any choices
 
-  -- Wrap `make`, a function of a text, so that its results are cached: the same texts recur.
+  -- Return a function that caches the results of `make`, a function of a text.
   local function memoized(make)
     local results, known = {}, 0
     return function(text)
@@ -99,8 +99,8 @@ do -- a chunk may have 200 locals
   local function is_pickable(load) return load >= 0 and load < UNPICKABLE end
   local function is_less_loaded(a, b) return loads[a] < loads[b] end
 
-  -- Read the window for `picks` requests: the `picks` + `want` least loaded endpoints, which include the best of each
-  -- request. Endpoints whose load this call has changed are merged in, since Redis has their former loads.
+  -- Read the `picks` + `want` least loaded endpoints into `window`: enough for `picks` requests that need `want`
+  -- endpoints each. Merge the endpoints whose load this call has changed, since Redis has only their former loads.
   local function read_window(picks, want)
     local most = math.max(math.max(picks, 1) + want, SMALL)
     local changed, changed_count, own = changed_loads, 0, {}
@@ -132,7 +132,7 @@ do -- a chunk may have 200 locals
     loads_known, window_left = loads_known + count, count < SMALL and math.huge or most - want
   end
 
-  -- Field of `limits` -> requests in flight of a limited flow, as far as this call knows it; the fields that changed.
+  -- Field of `limits` -> requests in flight of a limited flow, cached during a call; the fields that it changed.
   local limit_counts, changed_limits = {}, {}
   local function flow_counts(fields)
     local counts, asked = {}, {}
@@ -183,8 +183,8 @@ do -- a chunk may have 200 locals
     return all
   end
 
-  -- The number of requests that may be granted until every endpoint that takes new requests is at its limit. A granted
-  -- request that is not placed yet will need a slot too. Called only if endpoints have limits.
+  -- Return how many more requests may be granted before every ready endpoint is at its limit. A granted request that is
+  -- not placed yet also takes a slot. Called only if endpoints have limits.
   function endpoints.free_slots()
     local caps, left, placed = endpoints.caps, 0, 0
     for _, address in ipairs(endpoints.counted()) do
@@ -213,7 +213,7 @@ do -- a chunk may have 200 locals
     return free, closed
   end
 
-  -- The ready endpoints of `among` on which the flow of r is below its limit; and whether any of `among` is ready.
+  -- Return the ready endpoints of `among` where r's flow is below its limit, and whether any of `among` is ready.
   local function below_limit(r, among)
     local able, fields, free = {}, {}, {}
     for _, address in ipairs(among) do
@@ -316,8 +316,8 @@ do -- a chunk may have 200 locals
     return table.concat(best, ',', 1, kept), loads_seen(named, among, costs, kept), best[1]
   end
 
-  -- Like `choose`; but if none of the named candidates is eligible, and no limit is the cause, choose among those that
-  -- are only ejected.
+  -- Like `choose`; but if no named candidate takes new requests, and no limit is the cause, choose among the candidates
+  -- that only an ejection excludes.
   function endpoints.pick(r, candidates, turn, picks)
     local picked, seen, first = choose(r, candidates, turn, picks)
     if picked or seen or candidates == endpoints.ANY or pool.outliers == 0 then return picked, seen, first end
@@ -336,8 +336,8 @@ do -- a chunk may have 200 locals
   function endpoints.has_mark(what, address) return read('HEXISTS', key.marks, joined(what, address)) == 1 end
   function endpoints.is_ejected(address) return endpoints.has_mark('ejected', address) end
 
-  -- Whether r's flow is at its limit in total, over all ready endpoints. The total counts granted requests too, which
-  -- will each need a slot; the counts per endpoint, only placed requests.
+  -- Whether r's flow has as many requests in flight as its limit allows on all ready endpoints together. This count
+  -- includes granted requests, which are not placed yet; the counts per endpoint do not.
   function endpoints.flow_at_limit(r)
     return r.limit > 0 and flow_counts({r.flow})[1] >= r.limit * pool.ready
   end

@@ -1,5 +1,5 @@
 -- include: flows marks tombstones
--- The ends of requests, and their returns: what a request takes is given back once, or taken again from its record.
+-- End requests: release the stock, endpoint and lease of each exactly once. Restore requests: acquire these again.
 -- Takes the queue from lib/flows.lua, loads from lib/endpoints.lua, records from lib/registry.lua, `tombstones`. Gives
 -- the functions below.
 
@@ -15,7 +15,7 @@ local function leave_endpoint(r, listed)
   endpoints.count_flow(r, endpoint, -1)
 end
 
--- Give back the stock, the endpoint and the lease of a granted or placed request.
+-- Release the stock, the endpoint and the lease of a granted or placed request.
 local function release(r)
   defer_write('ZREM', key.inflight, r.id)
   pool.release(r.taken)
@@ -23,7 +23,7 @@ local function release(r)
   endpoints.count_flow(r, nil, -1)
 end
 
--- Take stock, endpoint and lease for a granted or placed request whose record is kept or restored.
+-- Acquire stock, endpoint and lease for a granted or placed request whose record is kept or restored.
 local function restore_running(r)
   if r.band > LAST_NAMED then bands.count_request(r.band, 1) end
   pool.stock = pool.stock + r.taken
@@ -45,7 +45,7 @@ local function restore_placed(r)
   log_event('restored', r, nil, nil, marks.largest_bound())
 end
 
--- End a request in any state: remove its record, and give back, exactly once, everything that the request takes.
+-- End a request in any state: remove its record and its queue position, or release its stock, endpoint and lease.
 local function finish_request(r, event, note)
   local state = r.state
   if state == STATE_QUEUED then
@@ -69,7 +69,7 @@ local function finish_request(r, event, note)
   end
 end
 
--- Count a placed request on `endpoint`, to which Envoy has sent it; `listed` becomes its list of endpoints.
+-- Move a placed request to the load of `endpoint`, where Envoy has sent it. `listed`: the request's new endpoints.
 local function move_placed(r, endpoint, listed)
   local old = endpoints.first(r.endpoints)
   endpoints.release(old)

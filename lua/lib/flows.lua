@@ -1,6 +1,6 @@
 -- include: order throttle
 -- The queue: bands; in each band, flow queues ordered by start tag; in each flow queue, requests in the order of
--- lib/order.lua. Also the preemption candidates, and the change of settings, which may change the order.
+-- lib/order.lua. Also chooses preemption candidates, and applies new settings, which may change the order.
 -- Takes fronts from lib/fronts.lua, bands from lib/bands.lua, records and timers from lib/registry.lua, `order` and
 -- `throttle`. Gives `preemption`, `queue` and `put_settings`.
 
@@ -44,8 +44,8 @@ local queue = {flow_queue = order.flow_queue, has_lengths = false}
 do
   local clamp = bands.clamp
 
-  -- The share that serving r adds to its flow queue's tag. A damaged record may hold any weight or cost, so both are
-  -- clamped to numbers that the sums bear.
+  -- Return the share by which serving r raises its flow queue's tag. A damaged record may hold any weight or cost:
+  -- clamp them, so that tags stay finite.
   function queue.share(r)
     if settings.fairness == FAIRNESS_ROUND_ROBIN then return 1 end
     local cost = bands.clamp_cost(r.cost)
@@ -54,7 +54,7 @@ do
   end
 
 
-  -- The flow queue that holds r. While requests are moved to a new order, the previous policy's may still hold r.
+  -- Return the flow queue that holds r: after a change of `fairness`, the former one until the sweep has moved r.
   function queue.current_flow_queue(r)
     local flow_queue, flow_queues = queue.flow_queue(r), key.queue[r.band]
     if pool.refiling == 0 or read('ZSCORE', flow_queues[flow_queue], r.id) then return flow_queue end
@@ -62,7 +62,7 @@ do
     return read('ZSCORE', flow_queues[other], r.id) and other or flow_queue
   end
 
-  local lengths = {} -- key of the requests of a flow queue -> their number, as far as this call knows it
+  local lengths = {} -- key of a flow queue -> number of its requests, cached during a call
   local ordered = {} -- the same key -> true if the flow queue is known to be ordered or throttled
   function queue.reset() lengths, ordered, queue.has_lengths = {}, {}, false end
 
@@ -118,7 +118,7 @@ do
     return v
   end
 
-  -- Put a backlogged flow queue in order. A band without ordered flow queues does not catch up on missed turns.
+  -- Put a backlogged flow queue in its band's order. A band whose order was empty does not catch up on missed turns.
   local function activate(band, flow_queue, tag)
     local flows, name = key.flows[band], BAND_TAG[band]
     if pool[name] < pool.bv and read('ZCARD', flows) == 0 then pool[name] = pool.bv end
@@ -132,7 +132,7 @@ do
     local requests = key.queue[band][flow_queue]
     local length = queue.length(band, flow_queue)
     local is_ordered = length > 0 and (ordered[requests] or read('ZSCORE', key.flows[band], flow_queue)
-      or read('ZSCORE', key.throttled[band], flow_queue)) -- false with a length: the flow queue has only strays
+      or read('ZSCORE', key.throttled[band], flow_queue)) -- false although length > 0: only strays
     ordered[requests] = true
     read_ahead.discard(requests)
     defer_write('ZADD', requests, order.score(r), r.id)
@@ -162,7 +162,7 @@ do
   local function take_out(r, flow_queue)
     local id, band = r.id, r.band
     local requests, is_aware = key.queue[band][flow_queue], settings.ordering == ORDERING_WORKLOAD_AWARE
-    if is_aware then queue.length(band, flow_queue) end -- r is rarely first, so read_ahead.remove cannot tell
+    if is_aware then queue.length(band, flow_queue) end -- if r is not first, read_ahead.remove returns nil
     local emptied, left = read_ahead.remove(requests, id), lengths[requests]
     if left then
       lengths[requests], emptied = left - 1, left == 1
@@ -181,13 +181,13 @@ do
     return emptied
   end
 
-  -- A flow queue has lost its last request unserved: keep its tag.
+  -- The last request of a flow queue left unserved: store the flow queue's tag as its finish tag.
   local function empty(band, flow_queue)
     local tag = read('ZSCORE', key.flows[band], flow_queue) or throttle.remove(band, flow_queue)
     if tag then deactivate(band, flow_queue, tag) end
   end
 
-  -- Remove r from the queue unserved; the tag of its flow queue does not change.
+  -- Remove r from the queue without serving r; the tag of the flow queue stays the same.
   function queue.remove(r)
     local flow_queue = queue.current_flow_queue(r)
     if take_out(r, flow_queue) then empty(r.band, flow_queue) end
@@ -301,7 +301,7 @@ do
     return by_tag
   end
 
-  -- An endpoint at its limit has room again: put the first flow queue that waits for the endpoint back in order.
+  -- An endpoint is below its limit again: put the first flow queue that waits for the endpoint back in order.
   function queue.endpoint_has_room(address)
     for _, band in ipairs(bands_in_order()) do
       for _ = 1, STRAYS do

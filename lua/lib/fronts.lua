@@ -8,8 +8,8 @@
 do -- a chunk may have 200 locals
   local expected = 1 -- number of requests that this call may serve
 
-  -- Forget a front and defer its changes, so that writes deferred afterwards come after these changes. `is_last`: the
-  -- call cannot fail any more, so no score need be noted.
+  -- Forget a front and defer its changes, so that later writes come after these changes. `is_last`: the call can no
+  -- longer fail, so former scores are not needed.
   function read_ahead.discard(name, is_last)
     local front = fronts[name]
     if not front then return end
@@ -30,9 +30,9 @@ do -- a chunk may have 200 locals
     end
   end
 
-  function read_ahead.expect(count) expected = math.max(count, 1) end -- with 0, read_scored would read the whole set
+  function read_ahead.expect(count) expected = math.max(count, 1) end -- 0 would make read_scored read the whole set
 
-  -- Fronts without scores: members leave from the front. One member too many is read, to know if the front is whole.
+  -- Read the first `more` + 1 members, without scores; the extra member shows whether the set has more.
   local function read_members(name, more)
     local front = read('ZRANGE', name, 0, more)
     front.at, front.whole = 1, #front <= more

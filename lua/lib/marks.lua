@@ -1,7 +1,7 @@
 -- include: endpoints
--- Which endpoints take new requests: published ones that neither drain nor have a mark. A mark says why a published
--- endpoint takes none: `drained` by an operator, `down`, or `ejected` (lib/outliers.lua).
--- Also what follows from them: the limits of endpoints that fail or are full, and the bounds of the stock.
+-- Marks of endpoints. An endpoint takes new requests if it is published, not draining, and has none of the marks
+-- `drained` (by an operator), `down` and `ejected` (lib/outliers.lua).
+-- Also computes the limits of failing or full endpoints, and the bounds of the stock.
 -- Takes loads and outlier entries from lib/endpoints.lua, counters from lib/pool.lua. Gives `marks`.
 
 local marks = {}
@@ -73,8 +73,8 @@ do
     return found
   end
 
-  -- Publish an endpoint with its JSON description, or with '' end its publication. `former`: the description published
-  -- so far, if known; `marked`: the marked addresses. Return whether the endpoint takes new requests.
+  -- Publish an endpoint with its JSON description; '' unpublishes it. `former`: the description published so far, if
+  -- known; `marked`: the marked addresses. Return whether the endpoint takes new requests.
   function marks.publish(address, description, former, marked)
     if description == '' then
       defer_write('HDEL', key.endpoints, address)
@@ -88,7 +88,7 @@ do
     return endpoints.is_ready(address)
   end
 
-  -- Remove strays, and `down` marks that no replica has confirmed for `down_ms`: the next request tries the endpoint.
+  -- Remove marks of unpublished endpoints, and `down` marks that no replica has confirmed for `down_ms`.
   function marks.expire(down_ms)
     local found = read('HGETALL', key.marks)
     for i = 1, #found, 2 do
@@ -97,14 +97,14 @@ do
       if not since_ms or read('HEXISTS', key.endpoints, address or '') == 0 then
         drop_stray('HDEL', key.marks, found[i])
       elseif what == 'ejected' and not endpoints.outliers[address] then
-        marks.set('ejected', false, address) -- the entry that explains the ejection was lost
+        marks.set('ejected', false, address) -- the endpoint's entry in `outliers` was lost
       elseif what == 'down' and now_ms - since_ms > down_ms then
         marks.set('down', false, address)
       end
     end
   end
 
-  -- Read the entries of endpoints that fail or are full, by address (lib/outliers.lua).
+  -- Read the entry of each failing or full endpoint from the hash `outliers` (lib/outliers.lua).
   function marks.read_outliers()
     local found = redis.call('HGETALL', key.outliers)
     for i = 1, #found, 2 do
@@ -140,7 +140,7 @@ do
   function marks.update_bounds()
     local function scaled(bound) return tonumber(string.format('%.9g', bound * pool.ready)) end
     pool.upper = scaled(settings.upper_per)
-    pool.lower = math.max(scaled(settings.lower_per), 1e-9) -- with 0, an empty pool still admits one
+    pool.lower = math.max(scaled(settings.lower_per), 1e-9) -- with a bound of 0, an idle pool still starts one request
   end
 
   -- The upper bound if all published endpoints were ready. It limits the stock that a restored request takes.

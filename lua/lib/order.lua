@@ -1,6 +1,6 @@
 -- include: fronts registry
--- The order of requests within a flow queue. The sorted set queue:B:L holds all its requests: by deadline under edf,
--- else by arrival. Under workload-aware a separate index decides.
+-- The order of requests within a flow queue. The sorted set queue:B:L holds all requests of flow queue L in band B: by
+-- deadline under edf, else by arrival. Under workload-aware the index described below decides.
 -- Takes fronts from lib/fronts.lua, records and rates from lib/registry.lua. Gives `order`.
 --
 -- workload-aware (spec 001): score = wait_weight * min(wait / wait_cap, 1) + g, highest first, where
@@ -50,7 +50,7 @@ do
     end
   end
 
-  -- Cache the heads of lines between calls while only this library changes the pool: each arrival needs a head.
+  -- Cache the head of each line between calls, while only this library changes the pool: each arrival needs it.
   local MOST_HEADS = 256
   local heads, known_heads = {}, 0 -- line -> the fields of its head that `index` needs
   function order.forget() heads, known_heads = {}, 0 end
@@ -76,7 +76,7 @@ do
     keep_head(line, nil)
   end
 
-  -- The score of r in its flow queue. Under edf, the arrival's part below 1 ms breaks ties between deadlines (ms).
+  -- The score of r in its flow queue. Under edf, the last three digits of the arrival (us) order equal deadlines (ms).
   function order.score(r)
     if settings.ordering == ORDERING_EDF then return r.deadline_ms * 1000 + r.arrived % 1000 end
     return r.arrived
@@ -115,7 +115,7 @@ do
     if r.workload ~= '' then leave(key.line(r.band, flow_queue, r.workload), r, flow_queue) end
   end
 
-  -- Return the id that the flow queue serves next; nil if its requests are not indexed yet after a change of ordering.
+  -- Return the id that the flow queue serves next; nil if the sweep has not indexed its requests under a new ordering.
   -- A call moves at most MOST_CAPPED heads past wait_cap to `static`, then serves its first; the next call continues.
   local MOST_CAPPED = 256
   function order.head(band, flow_queue)

@@ -1,6 +1,6 @@
 -- include: dispatch
--- Outlier ejection: for a while the whole fleet sends no new request to an endpoint that fails. An endpoint that
--- answers 429 takes one new request for each that it ends.
+-- Outlier ejection: for some time the whole fleet sends no new request to a failing endpoint. An endpoint that answers
+-- 429 is limited for some time to its number of requests in flight.
 -- Takes loads from lib/endpoints.lua, marks and limits from lib/marks.lua, records from lib/registry.lua. Gives
 -- `outliers` to the functions that report failures and answers, and to the sweep.
 --
@@ -14,15 +14,15 @@
 local outliers = {}
 do
   local MOST_FAILURES = 8 -- failures that an entry keeps
-  -- Failures in a row of a single flow that eject, if all requests in flight are of that flow and others answer it.
+  -- Failures in a row that eject an endpoint if all requests in flight are of one flow, which other endpoints answer.
   local MOST_ALONE = 5
   local LOOKED_AT = 32 -- requests in flight that has_pool_alone reads
-  -- A trial whose request has not failed for so long has passed. An endpoint that was stuck has to answer instead.
+  -- A trial passes if its request is answered or has not failed for this long (second value: after `stuck`).
   local TRIAL_MS, STUCK_TRIAL_MS = 15000, 3600000
-  local FULL_MS, LEAST_FULL_MS, MOST_FULL_MS = 1000, 100, 60000 -- duration of `full` by default; its bounds
+  local FULL_MS, LEAST_FULL_MS, MOST_FULL_MS = 1000, 100, 60000 -- how long `full` lasts: default, least, most
   local STUCK_MS = 10000 -- an endpoint is ejected if its metrics page is unchanged for so long while others answer
-  local UNSEEN_MS = 10000 -- an ejection ends so long after until_ms and after the last probe that failed
-  local KEPT_MS = 60000 -- how long an entry without effect is kept
+  local UNSEEN_MS = 10000 -- without probes an ejection ends so long after until_ms and the last failed probe
+  local KEPT_MS = 60000 -- how long to keep an entry that neither ejects nor limits its endpoint
 
   local function is_on() return (settings.eject_ms or 0) > 0 end
 
@@ -42,7 +42,7 @@ do
     marks.update_caps()
   end
 
-  -- Whether every request in flight is of `flow`, judged by the LOOKED_AT requests with the latest leases.
+  -- Whether every request in flight belongs to `flow`. Checks only the LOOKED_AT requests with the latest leases.
   local function has_pool_alone(flow)
     local ids = read('ZREVRANGE', key.inflight, 0, LOOKED_AT - 1)
     record.prefetch(ids, #ids)
@@ -53,8 +53,8 @@ do
     return true
   end
 
-  -- Whether an endpoint's failures justify an ejection: they are of two flows, so that no one client can eject it, or
-  -- at least MOST_ALONE are of the only flow in flight, which another endpoint has answered.
+  -- Whether an endpoint's failures justify an ejection: two flows had failures, so that no single client can eject it;
+  -- or the only flow in flight had MOST_ALONE failures, and another endpoint has answered that flow.
   local function is_failing(entry)
     local first, count
     for _, failure in ipairs(entry.by) do
@@ -118,7 +118,7 @@ do
       end
     end
     local entry = entry_of(address)
-    if not endpoints.is_ready(address) then return end -- the request was placed earlier
+    if not endpoints.is_ready(address) then return end -- the request was placed before the endpoint was closed
     table.insert(entry.by, {id, flow})
     if #entry.by > MOST_FAILURES then
       local at = 1 -- drop the oldest failure of this flow or of no flow; else the oldest
@@ -149,8 +149,8 @@ do
     if says_nothing then drop(address) else put(address, entry) end
   end
 
-  -- An endpoint is full: for `hold_ms` (0: unknown) limit it to its requests in flight, less `mine`, which are ending.
-  -- Afterwards the limit is one higher, so that one request tries it. The time doubles until the endpoint answers.
+  -- Limit a full endpoint for `hold_ms` (0: unknown) to its requests in flight, less the `mine` it just refused. Then
+  -- raise the limit by one, as a trial. The time doubles until the endpoint answers.
   function outliers.full(address, mine, hold_ms)
     if not (is_on() and endpoints.is_known(address)) then return end
     local entry = entry_of(address)

@@ -57,10 +57,10 @@ do
 end
 -- [/clock]
 
--- The pool's counters: read once a call, written once if they changed. All are packed as doubles in one field, at a
--- tenth of the cost of a field each; bands.lua packs the counters of dynamic bands in another field. Also the settings,
--- decoded only if they changed. A pool whose format number differs or is missing fails the call at once.
-local settings, settings_text -- kept from the last call: a library outlives its calls
+-- The pool's counters: read once a call, written once if they changed. One field holds all of them, packed as doubles,
+-- at a tenth of the cost of a field for each; bands.lua packs the counters of dynamic bands in another field. Settings
+-- are decoded only if they changed. A pool whose format number differs or is missing fails the call at once.
+local settings, settings_text -- kept between calls
 -- Whether this library's caches are valid: no other library has changed the counters or published endpoints since the
 -- last call. Each call that changes settings, endpoints, loads or the clock changes a counter (`pool.touched`). The
 -- caches are valid for REMEMBERED_MS at most, since a demoted primary misses changes.
@@ -72,8 +72,8 @@ do -- a chunk may have 200 locals
   while COUNTERS[MOVED] ~= 'moved' do MOVED = MOVED + 1 end
   -- The first BUSY counters change with each request. The others are packed (calm_text) only when one of them changes.
   local BUSY = 8
-  local calm_text, added = nil, '' -- added: packed counters at the end that only a later version knows
-  local BUSY_FORMAT, CALM_FORMAT -- made by the first call: a library has no `string` while it loads
+  local calm_text, added = nil, '' -- added: counters of a later version, packed
+  local BUSY_FORMAT, CALM_FORMAT -- set by the first call: `string` is missing while Redis loads the library
   local called_ms, endpoints_version, read_key = 0, nil, nil
   local NO_SETTINGS = {
     total_capacity = 0, flow_capacity = 0, lease_ms = 0, silence_ms = 0, fallbacks = 0, log_max = 0,
@@ -141,7 +141,7 @@ do -- a chunk may have 200 locals
     flush(key.pool)
   end
 
-  -- Defer the write of what this call has changed in the pool's hash.
+  -- Defer writing the fields of the pool's hash that this call has changed.
   function pool.commit()
     if not pool.known then return end
     local bands_text, clock_text = bands.change(), clock_change()
@@ -170,10 +170,10 @@ do -- a chunk may have 200 locals
   end
 end
 
--- Records of running requests may be missing if this server did not make the last change itself (its data was lost, it
--- restarted, or it was not the primary), or if a replica was away and has come back. Replicas report running requests
--- again, at the latest with their next renewal; then no record is missing any more.
-local LONGER_MS = 10000 -- how long after the end of a lease an outage journal may still report its request
+-- Records of running requests may be missing if this Redis server did not make the last change itself (its data was
+-- lost, it restarted, or it was not the primary), or if a silent replica has returned. Replicas report every running
+-- request again, at the latest with its next renewal, which restores the missing records.
+local LONGER_MS = 10000 -- after the end of a lease, how long an outage journal may report its request
 function pool.note_possible_loss() key.lacks_ms = now_ms end
 function pool.may_lack_records() return now_ms - key.lacks_ms < settings.lease_ms + LONGER_MS end
 
@@ -182,7 +182,7 @@ function pool.note_lost(name)
   if pool.known then defer_write('HSET', key.pool, 'lost', name) end
 end
 
--- Return `taken` to the stock. Sums of fractions leave a residue, which must not count as a request.
+-- Subtract `taken` from the stock. Sums of fractions leave a residue, which must not count as a request.
 local RESIDUE = 1e-6
 function pool.release(taken)
   local left = pool.stock - taken
@@ -191,7 +191,7 @@ end
 
 -- The stock that a request takes under the bound `most`: its cost, at most the fraction `largest_claim` of the bound,
 -- since a client may claim any number of sequences or tokens. The limit is at least 1, or the bound if that is below 1.
--- With the queue off a request takes nothing: requests are placed as they arrive.
+-- If the queue is off, requests are placed as they arrive and take no stock.
 function pool.stock_for(cost, most)
   if settings.queue_enabled == 0 then return 0 end
   local claim = most * (settings.largest_claim or settings.claim_share or 1)
@@ -268,8 +268,8 @@ local function log_flow_queue(event, band, flow_queue, tag)
   log_event(event, subject, tag)
 end
 
--- Notifications for the replicas that own requests. They stay in a replica's inbox until the replica takes them, and
--- are published as a wake-up, a hint. The calling replica gets its notifications in the reply, not by wake-up.
+-- Notifications for the replicas that own requests. A notification stays in the replica's inbox until the replica takes
+-- it; a wake-up, which may be lost, announces it. The reply to the calling replica has its notifications.
 local notifications = {}
 local function notify(owner, line)
   if owner == notifications.caller then
@@ -282,7 +282,7 @@ local function notify(owner, line)
 end
 
 function notifications.add(owner, id, what)
-  -- A silent replica that the sweep has forgotten would never empty its inbox. Grants go to live replicas only.
+  -- A replica that the sweep has removed would never empty its inbox. Only live replicas get grants.
   if what == NOTIFY_GRANTED or read('ZSCORE', key.replicas, owner) then
     defer_write('HSET', key.inbox[owner], id, what)
   end

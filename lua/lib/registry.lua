@@ -4,14 +4,14 @@
 -- `record`, `timers`, `workloads` and `parse_workload`.
 --
 -- A record is one request, packed. Its state is queued, orphaned (its replica is silent), granted or
--- placed. Replicas refuse control characters in fields, so no field ends a packed string early. There may be millions
--- of waiting requests, so their records leave out endpoints, stock and tag. A call reads each record once.
+-- placed. Replicas refuse control characters in fields, so no field ends a packed string early. Millions of requests
+-- may wait, so the record of a waiting request has no endpoints, stock or tag. A call reads each record once.
 
 local record = {}
 local reset_records
 do -- a chunk may have 200 locals
   local known = {} -- id -> record, or false if there is none
-  local tables, used = {}, 0 -- reused by later calls: making them anew would be a call's largest cost
+  local tables, used = {}, 0 -- reused by later calls: new tables would be a call's largest cost
   local changed_ids, changed_count = {}, 0
 
   function record.new(id)
@@ -111,8 +111,8 @@ do -- a chunk may have 200 locals
   end
 end
 
--- Timers: when the next event of each waiting request is due. Between calls this library keeps a lower bound of the
--- earliest due time, and does not ask Redis before that.
+-- Timers: when each waiting request becomes overdue or expires. Between calls this library caches a lower bound of the
+-- earliest due time, and reads no timers before that.
 
 local timers = {}
 do
@@ -250,7 +250,7 @@ do
     by_flow.prefetch(names, count)
   end
 
-  local slot -- number of the current sixth of a rate window; nil until this call needs it
+  local slot -- number of the current sixth of a rate window, computed once a call
 
   -- Shift the counts of arrivals so that the newest belongs to the current slot.
   local function slide(w)

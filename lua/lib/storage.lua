@@ -1,12 +1,12 @@
 -- The keys of a pool, and how a call reads and writes them. Other files cache counters, records, workloads and loads.
 -- Takes Redis's functions. Gives `key`, `read`, `flush`, `defer_write`, `drop_stray` and the other names below.
 --
--- `defer_write` keeps a write until the end of the call. One command then carries all values of a key, and a call that
--- fails earlier has written nothing. `read` first flushes what was deferred or changed ahead (lib/fronts.lua) for its
--- key, so a call always sees its own writes. If a call fails, `undo_writes` restores the former values of flushed keys.
+-- `defer_write` buffers a write until the end of the script call. One command then writes all values of a key, and a
+-- call that fails earlier has written nothing. `read` first writes the buffered changes of its key, so a call sees its
+-- own writes. If a call fails, `undo_writes` restores the former values of flushed keys.
 
--- Lua and Redis functions as locals: Redis guards the globals, so a lookup there takes three steps. While a library
--- loads, only `redis` exists, so the first call fetches the others.
+-- Copy global functions to locals: in a Redis library a lookup of a global takes three steps. While Redis loads the
+-- library, only the global `redis` exists, so the first call copies the other functions.
 local function builtins()
   return redis, struct, string, table, math, ipairs, pairs, tonumber, unpack, pcall, next
 end
@@ -26,7 +26,7 @@ local read_ahead = {} -- lib/fronts.lua
 local fronts = {} -- key -> its front: the members that were read ahead
 do -- a chunk may have 200 locals
   local pools = {} -- declared key -> the keys of its pool
-  -- A table of ending -> `prefix` .. ending. It caches MOST_NAMES names: to make a name costs twenty lookups.
+  -- Return a table of ending -> `prefix` .. ending that caches MOST_NAMES names: making a name costs twenty lookups.
   local MOST_NAMES = 256
   local function names_with_prefix(prefix)
     local kept = 0
@@ -41,7 +41,7 @@ do -- a chunk may have 200 locals
     end})
   end
 
-  -- A table of band -> `make`(band), filled on first use.
+  -- Return a table of band -> `make`(band) that calls `make` at the first use of a band.
   local function by_band(make)
     return setmetatable({}, {__index = function(made, band)
       made[band] = make(band)
@@ -82,7 +82,7 @@ do -- a chunk may have 200 locals
   local deferred = {} -- key -> its newest deferred command, with n arguments
   local commands, used = {}, 0 -- deferred commands in order; later calls reuse the tables
   local unlinked = {} -- keys to remove at the end of the call
-  -- key -> member -> its score before this call; key -> field -> its value before this call; false if there was none
+  -- For undo_writes: key -> member -> score, and key -> field -> value, before this call; false if there was none
   local former_scores, former_values = {}, {}
 
   -- Write the first `n` of `values` to key `name`, in commands of at most AT_MOST values.
@@ -104,7 +104,7 @@ do -- a chunk may have 200 locals
     return former
   end
 
-  -- Note the score of a member (nil: none) before this call changes the member, so that a flush need not read it.
+  -- Store the score of a member (nil: none) before this call changes it, so that `flush` need not read the score.
   function note_original(name, member, score)
     local former = formers_of(name)
     if former[member] == nil then former[member] = score or false end
@@ -163,7 +163,7 @@ do -- a chunk may have 200 locals
 
   function defer_unlink(name) unlinked[#unlinked + 1] = name end
 
-  -- Restore the members and fields that a failed call has written. Skip those that cannot be restored.
+  -- Restore the members and fields that a failed call has written. Skip a member or field that Redis cannot restore.
   function undo_writes()
     for name, former in pairs(former_scores) do
       for member, score in pairs(former) do
@@ -177,7 +177,7 @@ do -- a chunk may have 200 locals
     end
   end
 
-  -- Write all changes. Repeating a commit that failed goes on where it stopped.
+  -- Write all buffered changes. If a commit fails, the next commit continues after the last successful write.
   function commit_writes()
     for name in pairs(fronts) do read_ahead.discard(name, true) end
     for i = 1, used do

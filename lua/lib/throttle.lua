@@ -1,12 +1,12 @@
 -- include: pool
--- The throttled flow queues of each band: out of order because their flow, or every endpoint that their next request
--- may use, is at its limit. `throttled:B` holds their start tags. Of those that wait for room on endpoints, `blockers`
--- has the endpoints, and `blocked:B:E` has the flow queues that wait for endpoint E.
+-- The throttled flow queues of each band: not served, because their flow, or every endpoint that their next request may
+-- use, is at its limit. `throttled:B` holds the start tags of band B. `blockers` has the endpoints on which a flow
+-- queue waits for room; `blocked:B:E` has the flow queues that wait for endpoint E.
 -- Takes reads, writes and keys from lib/storage.lua, and the log from lib/pool.lua. Gives `throttle`.
 
 local throttle = {}
 do
-  local MOST_BLOCKERS = 16 -- endpoints that one call notes for a flow queue; the sweep also unthrottles
+  local MOST_BLOCKERS = 16 -- most endpoints that a call notes for a flow queue; the sweep also unthrottles it
   function throttle.add(band, flow_queue, tag)
     defer_write('ZADD', key.throttled[band], tag, flow_queue)
     log_flow_queue('throttled', band, flow_queue, tag)
@@ -40,7 +40,7 @@ do
     defer_write('HSET', key.blockers, name, table.concat(added, ','))
   end
 
-  -- The key of the flow queues that wait for an endpoint, and its first member; nil if none waits.
+  -- Return the key of the flow queues that wait for an endpoint, and the first of these (nil if there is none).
   function throttle.first_waiting(band, address)
     local waiting = key.blocked[band][address]
     return waiting, read('ZRANGE', waiting, 0, 0)[1]

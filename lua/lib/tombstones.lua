@@ -1,5 +1,5 @@
 -- include: registry
--- What a call remembers of requests without a record: ended ones, and ones that may still run.
+-- Request ids kept without a record: of ended requests, and of reclaimed requests that may still run.
 -- Takes records from lib/registry.lua, the clock from lib/pool.lua. Gives `tombstones`, and `drop_old` to the sweep.
 
 -- Drop at most `most` ids from the zset `set` of id -> time, ms: ids older than `life_ms`, and ids beyond the latest
@@ -27,7 +27,7 @@ end
 -- without a report of their end; they may still run, and are then restored by their next renewal. Scores are times, ms.
 local tombstones = {}
 do
-  local LATE_MS = 2000 -- error of a replica's time of an admission or a renewal, at most
+  local LATE_MS = 2000 -- largest error of the time that a replica reports for an admission or renewal
   local GIVEN_UP_MS = 3600000 -- how long a reclaimed request may be restored
   local MOST_GHOSTS = 100
   function tombstones.put(id, ended_ms)
@@ -45,16 +45,16 @@ do
     tombstones.forget_ghost(id)
   end
 
-  -- Whether a tombstone forbids to restore the request. `seen_ms`: when the caller, which admitted the request, last
-  -- saw it alive; if later than the end, it is a new request with the same id. nil: the report comes from an access
-  -- log, maybe with an old accounting token.
+  -- Whether a tombstone forbids restoring the request. `seen_ms`: when the caller, which admitted the request, last saw
+  -- it alive; if later than the end, a new request has the same id. nil: an access log, perhaps with an old accounting
+  -- token, reports the request.
   function tombstones.covers(id, seen_ms)
     local ended_ms = tonumber(read('ZSCORE', key.tombstones, id) or nil)
     return ended_ms and not (seen_ms and ended_ms <= seen_ms - LATE_MS)
   end
 
-  -- A metrics page shows how many requests have ended, but not which. So a request that the sweep has reclaimed by a
-  -- page may still run, while another of its endpoint has ended unreported because its replica is stopped. `settle`
+  -- A metrics page shows how many requests have ended, but not which. So the sweep may reclaim a request that still
+  -- runs, while another request on that endpoint has ended, and its replica is suspended and cannot report it. `settle`
   -- restores the ghost from its record when that end comes. `page_ms`: the time of the page.
   function tombstones.put_ghost(r, page_ms)
     if read('HLEN', key.ghosts) < MOST_GHOSTS then
@@ -72,7 +72,7 @@ do
     return page_ms, r
   end
 
-  -- A ghost for which `is_mistaken(page_ms, record)`, or nil. Also drop ghosts that are old or damaged.
+  -- Return a ghost for which `is_mistaken(page_ms, record)` holds, or nil. Also drop old and damaged ghosts.
   function tombstones.find_ghost(is_mistaken)
     local found = read('HGETALL', key.ghosts)
     for i = 1, #found, 2 do

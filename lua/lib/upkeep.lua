@@ -37,7 +37,7 @@ do
     for _, band in ipairs(BANDS) do pool[BAND_TAG[band]] = pool[BAND_TAG[band]] - by end
   end
 
-  local MOST_IDLE = 10000 -- finish tags, and preemption times, that are kept for each band
+  local MOST_IDLE = 10000 -- finish tags kept for each band; the same limit for preemption times
   -- Remove at most `limit` of the lowest members beyond MOST_IDLE, and return how many. The caller already removes the
   -- first `from` members.
   local function drop_lowest(set, from, limit)
@@ -50,8 +50,8 @@ do
     return surplus
   end
 
-  -- Drop finish tags at or below v, which have no effect. In an idle pool v first moves to the highest finish tag: no
-  -- flow has to wait for another. If too many finish tags remain, drop the lowest; each is at most one charge above v.
+  -- Drop finish tags at or below v, which have no effect. In an idle pool v first moves to the highest finish tag, so
+  -- that all flows start equal. If too many finish tags remain, drop the lowest; each is at most one charge above v.
   -- Also drop surplus preemption times. Return whether more may be left.
   function upkeep.drop_finish_tags(band, limit)
     local v, finish = pool[V[band]], key.finish[band]
@@ -83,7 +83,7 @@ do
     return more
   end
 
-  -- Add missing preemption candidates: flow queues from before Critical became preemptible, or all if the set was lost.
+  -- Add missing preemption candidates: the set was lost, or a band became preemptible while requests waited in it.
   function upkeep.add_preemption_candidates(limit)
     for _, band in ipairs(BANDS) do
       local candidates, flows = key.candidates[band], key.flows[band]
@@ -119,11 +119,11 @@ do
   end
 end
 
--- Recovery after a key of the pool was lost: evicted, or deleted by hand. The sweep detects the loss by counts that do
--- not agree, and ends the epoch. The next publish rebuilds every key that derives from the records of requests. Then
+-- Recovery after a key of the pool was lost: evicted, or deleted by hand. The sweep detects the loss, since counts then
+-- disagree, and ends the epoch. The next publish rebuilds every key that derives from the records of requests. Then
 -- replicas register their requests again, as after a FLUSHALL, which restores lost records, too.
 do
-  local MOST_FILED = 10000 -- records; if there are more, a call drops so many, and replicas register requests again
+  local MOST_FILED = 10000 -- records; of more, a call drops this many, and replicas register their requests again
   local MOST_LOOKED_AT = 1000 -- flow queues, endpoints, running requests; if there are more, they are not counted
   local LAST_BAND = 63
 
@@ -170,8 +170,8 @@ do
     return false
   end
 
-  -- Called if there are more or fewer records than leases and timers. Return which of these three keys was lost, by
-  -- comparison with the counters; nil if the counters have no surplus, since the difference is then strays.
+  -- Called if there are more or fewer records than leases and timers. Compare these three keys with the counters and
+  -- return the lost key; nil if the counters are not higher: then strays cause the difference.
   local function lost_of_requests()
     local queued, stock = 0, 0
     for _, set in ipairs({key.timers, key.inflight}) do
