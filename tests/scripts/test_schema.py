@@ -127,14 +127,9 @@ async def test_a_run_leaves_only_documented_keys_and_uses_each(fleet: OpenFleet)
         # A metrics page lacks a request.
         await a.admit("ghost", candidates=E1)
         await a.place("ghost", candidates=E1)
-        await it.redis.zadd(it.keys.prefix + "inflight", {"ghost": await it.now_ms() + 30_000})
-        page = EndpointMetrics(
-            int(await it.now_ms()),
-            waiting=0.0,
-            running=0.0,
-            before_ms=int(await it.now_ms()) - 1,
-            before_load=0.0,
-        )
+        now_ms = int(await it.now_ms())  # read once: the sweep ignores a page older than its predecessor
+        await it.redis.zadd(it.keys.prefix + "inflight", {"ghost": now_ms + 30_000})
+        page = EndpointMetrics(now_ms, waiting=0.0, running=0.0, before_ms=now_ms - 1, before_load=0.0)
         await it.redis.hset(it.keys.prefix + "metrics", E1, encode_reading(page, 0))
         assert (await a.sweep(unseen_s=1.0)).given_up >= 1
         await look()
