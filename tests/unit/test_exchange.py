@@ -179,7 +179,7 @@ async def test_a_lease_whose_request_is_not_answered_is_withdrawn(why: str) -> N
     elif why == "a longer body":
         refused = await talk.refused(body(b"more"))
         assert refused.status == 400
-        assert "behind its JSON object" in refused.error["message"]
+        assert "after its JSON object" in refused.error["message"]
     talk.close()
     assert talk.gate.withdrawn == ["made-1"]
 

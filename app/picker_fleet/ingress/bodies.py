@@ -19,7 +19,7 @@ from picker_fleet.domain.budgets import BodyBuffer
 from picker_fleet.domain.errors import BadRequest, Unsupported, UnsupportedEncoding
 
 _MOST_ENCODINGS = 2
-_STEP_BYTES = 256 * 1024  # read or decoded before the event loop runs other tasks
+_STEP_BYTES = 256 * 1024  # bytes to read or decode before letting the event loop run other tasks
 _SLICE_BYTES = 16 * 1024
 _ZSTD_SLICE_BYTES = 256  # four bytes can expand to 128 KiB, and the decoder has no output limit
 _ZSTD_WINDOW_BYTES = 8 * 1024 * 1024  # the largest window that RFC 9659 allows for HTTP
@@ -115,7 +115,7 @@ def _gunzipped(text: bytes) -> _Steps:
 
 
 def _deflated(text: bytes) -> _Steps:
-    """Inflate with zlib's header, which RFC 9110 requires, or without, as many clients send it."""
+    """Inflate `text` with a zlib header, as RFC 9110 requires, or without it, as many clients send it."""
     has_head = len(text) >= 2 and text[0] & 15 == 8 and int.from_bytes(text[:2], "big") % 31 == 0
     return _inflated(text, zlib.MAX_WBITS if has_head else -zlib.MAX_WBITS)
 
@@ -251,7 +251,7 @@ def _multipart(text: bytes, content_type: bytes) -> Iterator[tuple[str, int, int
     while not text.startswith(b"--", at):
         head = text.find(b"\r\n", at, at + 64)
         if head < 0 or text[at:head].strip(b" \t"):
-            raise BadRequest("the form is malformed behind a boundary")
+            raise BadRequest("the form is malformed after a boundary")
         if text.startswith(b"\r\n", head + 2):
             start = head + 4
         else:

@@ -1,5 +1,5 @@
-"""State that all requests of a pool share, in every mode, and `Decision`, which takes one request from its
-headers to its endpoints or its refusal. `ext_proc/` and `http/` translate between Envoy and a `Decision`.
+"""The state that all requests of a pool share, in every mode, and `Decision`, which takes one request from
+its headers to its endpoints or refusal. `ext_proc/` and `http/` translate between Envoy and a `Decision`.
 """
 
 import asyncio
@@ -40,13 +40,13 @@ from picker_fleet.scheduling.router import Router
 from picker_fleet.telemetry.logs import DecisionLines
 from picker_fleet.telemetry.metrics import Metrics
 
-STALLED_S = 30.0  # the longest silence within an upload
-MAX_UPLOADS = 2048  # uploads that may wait for more of their request
+STALLED_S = 30.0  # an upload that sends nothing for this long is ended
+MAX_UPLOADS = 2048  # incomplete uploads at once; one more ends the upload that has been silent for longest
 _CHECKS = 6  # checks of upload deadlines per STALLED_S
 
 _MAX_SOURCES = 10_000
 _MAX_PATHS = 4096  # cached path lookups
-_MAX_FLOWS = 16_384  # known flows kept; a flow dropped from them counts as new again
+_MAX_FLOWS = 16_384  # flows remembered; a forgotten flow counts as new again
 _NETWORK_BITS = 64  # IPv6 prefix that counts as one source: a customer has at least a /64
 _MINUTE_S = 60.0
 _READ_BURST_S = 2.0  # burst of reads, in seconds of `extproc.read_rate`
@@ -61,7 +61,7 @@ _ANTHROPIC_KINDS: Final = {404: "not_found_error", 413: "request_too_large", 429
 
 
 class UploadOverdue(Exception):
-    """An upload has stalled or takes too long, or too many others wait."""
+    """An upload has stalled, takes too long, or is ended because too many uploads are incomplete."""
 
 
 class UploadDeadlines:
@@ -71,8 +71,8 @@ class UploadDeadlines:
     wait in the queue. Without a deadline here such an upload would keep its part of
     `extproc.max_buffered_bytes` for ever and delay every drain.
 
-    `clock` is in seconds. An upload ends after `stalled_s` without a message, or when it has taken `whole_s`
-    in all. If more than `most` uploads wait, the one that has waited longest ends.
+    `clock` is in seconds. An upload ends after `stalled_s` without a message, or `whole_s` after it began. If
+    more than `most` uploads wait for messages, the upload that has waited longest ends.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class UploadDeadlines:
         self._whole_s = whole_s
         self._stalled_s = min(stalled_s, whole_s)
         self._most = most
-        self._waiting: OrderedDict[Stream, tuple[float, float]] = OrderedDict()  # silent since, began at
+        self._waiting: OrderedDict[Stream, tuple[float, float]] = OrderedDict()  # waiting since, began at
 
     def wait(self, stream: Stream, began_s: float) -> None:
         """Watch an upload that is about to read more of the request, which began to arrive at `began_s`."""
@@ -111,7 +111,7 @@ class UploadDeadlines:
 
 
 class AllowedPaths:
-    """Finds how a request is served by its method and path, and caches the result in a dictionary."""
+    """Looks up by method and path how to serve a request, and caches the result."""
 
     def __init__(self, configured: Iterable[Api] = (), *, passes: bool = False) -> None:
         self._paths = Paths(configured, passes=passes)
@@ -213,7 +213,7 @@ def new_flow_limit(settings: Settings, clock: Callable[[], float]) -> NewFlowLim
 class OpenRequests:
     """Counts the replica's open requests, in all pools and modes, so that a drain can wait for them.
 
-    `closed`: the replica drains, and refuses new requests; waiting ones go on waiting.
+    `closed`: the replica drains and refuses new requests; queued requests keep waiting.
     """
 
     def __init__(self) -> None:
@@ -237,10 +237,10 @@ class OpenRequests:
 
 @dataclass(frozen=True, slots=True)
 class ExchangeContext:
-    """Objects shared by a pool's requests, made once a pool. `paths` is None for a pool that is not served
-    here. `reads` limits requests without admission; `fill` returns the used part of the queue, 0 to 1.
-    `clock` is in seconds; only its differences count. `selected` parses the conformance suite's header of
-    chosen endpoints; None if clients may not choose."""
+    """The objects that all requests of a pool share. `paths` is None for a pool that this replica does not
+    serve. `reads` limits requests without admission; `fill` returns the used part of the queue, 0 to 1.
+    `clock` is in seconds from any origin. `selected` parses the header by which the conformance suite chooses
+    endpoints; None if clients may not choose."""
 
     settings: Settings
     paths: AllowedPaths | None
@@ -286,14 +286,14 @@ class ExchangeContext:
         return way
 
     def new_body(self) -> BodyBuffer:
-        """A buffer for one body, or for its decoded form; each is charged to the budget."""
+        """A buffer for one body, as received or as decoded; its bytes are charged to the budget."""
         return BodyBuffer(self.bodies, self.settings.extproc.max_body_bytes)
 
     async def ask(
         self, body: bytes | None, headers: Mapping[str, bytes], way: Way
     ) -> tuple[Ask, BodyBuffer | None]:
-        """Parse a request's body, None without one. Also returns the buffer that charges a decoded body to
-        the budget, None if it is not encoded; release the buffer when the parsed request is dropped.
+        """Parse a request's `body` (None: no body). Also returns the buffer that charges a decoded body to
+        the budget, None if the body was not encoded; release it when the parsed request is dropped.
 
         Raises:
             UnsupportedEncoding, PayloadTooLarge, BufferFull: the body cannot be decoded, or grows too large.
@@ -314,14 +314,14 @@ class ExchangeContext:
 
 
 class Decision:
-    """One request until Envoy has its endpoints or its refusal. Counts and logs the outcome.
+    """Follows one request until Envoy gets its endpoints or its refusal; counts and logs the outcome.
 
-    `mode` is `standard`, `lean` or `http`; in `standard` the request's stream ends the request, else the
-    access log does. `path` selects the format of a refusal.
+    `mode` is `standard`, `lean` or `http`. In `standard` the end of the request's stream settles the request;
+    in the other modes its access-log entry does. `path` selects the format of a refusal.
 
-    `placement` is set from the placement until `placed` or `withdraw`. `request_id` is the id by which the
-    access log reports the request, '' if nothing needs the report. `pressure` is the value of
-    `x-queue-pressure` for the client. Times are in seconds of the context's clock.
+    `placement` is set until `placed` or `withdraw` is called. `request_id` is the request's id in the access
+    log, '' if the picker needs no entry about it. `pressure` is the value of `x-queue-pressure` for the
+    client. Times are in seconds of the context's clock.
     """
 
     def __init__(self, context: ExchangeContext, mode: str = "", path: bytes = b"") -> None:
@@ -337,8 +337,8 @@ class Decision:
         self._subset: tuple[str, ...] | None = None
 
     async def route(self, way: Way, headers: Mapping[str, bytes], subset: tuple[str, ...] | None) -> None:
-        """Choose endpoints for a request without admission: first the endpoint that has the named state, or
-        the session's.
+        """Choose endpoints for a request without admission. The endpoint that stores the state which the
+        request names comes first, or else the endpoint of its session.
 
         Raises:
             NoEndpoints: no endpoint is ready, or none of the subset.
@@ -357,7 +357,7 @@ class Decision:
         self, ask: Ask, headers: Mapping[str, bytes], subset: tuple[str, ...] | None, forwarded_for: bytes
     ) -> bool:
         """Make the request from its body and headers; `forwarded_for` is the header x-forwarded-for. Returns
-        whether the body must name another model, the `target_model`.
+        whether the model in the body must be replaced by `target_model`.
 
         Raises:
             BadRequest: a header that the picker reads is malformed; the message names it.
@@ -374,8 +374,8 @@ class Decision:
 
     async def admit(self, age_s: float = 0.0) -> None:
         """Wait for the request's turn and its endpoints. The request is queued as if it had arrived `age_s`
-        ago. If another request has its id, it gets a new one. A request that refers to stored state goes to
-        the endpoint that has the state.
+        ago. If another request has the same id, this request gets a new id. A request that refers to stored
+        state goes to the endpoint that has the state.
 
         Raises:
             RequestError: as `Admission.admit`, or the replica drains.
@@ -415,8 +415,8 @@ class Decision:
     def destinations(self, placement: Placement) -> str:
         """The endpoints as the value of `x-gateway-destination-endpoint`.
 
-        If only some endpoints may serve the request, they are repeated until the value has one for each of
-        Envoy's attempts: after the last, Envoy tries any of the pool.
+        If a subset or labels restrict the request, its endpoints are repeated until the value has one for
+        each of Envoy's attempts: after the last, Envoy would try any endpoint of the pool.
         """
         named = placement.endpoints
         if self._subset is not None or (self.request is not None and self.request.selector):
@@ -425,7 +425,7 @@ class Decision:
         return ",".join(named)
 
     def placed(self) -> None:
-        """Count and log the placement, which Envoy gets now. Nothing happens without one."""
+        """Count and log the placement, which Envoy gets now; do nothing without a placement."""
         placement, self.placement = self.placement, None
         if placement is None:
             return
@@ -436,7 +436,7 @@ class Decision:
             context.lines.placed(self.request, placement.endpoints, self.mode, seconds)
 
     def refuse(self, error: RequestError) -> "Refusal":
-        """Count and log a refusal, and withdraw a placement. Returns the answer that the client gets."""
+        """Count and log a refusal, and withdraw any placement. Returns the answer that the client gets."""
         self.withdraw()
         context = self._context
         overload_status = context.settings.fair_request_queue.overload_status
@@ -447,7 +447,7 @@ class Decision:
         return refused
 
     def client_left(self) -> None:
-        """Count and log that the client left before the decision, and withdraw a placement."""
+        """Count and log that the client left before the decision, and withdraw any placement."""
         self.withdraw()
         if self.request is not None:
             context = self._context
@@ -466,7 +466,7 @@ class Decision:
 
 
 class Refusal(NamedTuple):
-    """The picker's own answer to a client, for any transport."""
+    """An error answer that the picker itself gives to a client, in any mode."""
 
     status: int
     headers: dict[str, str]

@@ -35,7 +35,7 @@ _MORE_PROMPTS: Final = (
 )
 _ALL_PROMPTS: Final = (*PROMPTS, *_MORE_PROMPTS)
 _OBJECTS_ARE_PROMPTS: Final = ("documents", "queries")  # in other lists, objects are parts of one prompt
-SEVERAL: Final = frozenset((*_ANSWERS, *_SECTIONS, *_MORE_PROMPTS))  # in requests for several sequences
+SEVERAL: Final = frozenset((*_ANSWERS, *_SECTIONS, *_MORE_PROMPTS))  # members that may ask for more sequences
 
 _MOST_SEQUENCES = 1_000_000
 _MOST_ANSWER_TOKENS = 1_000_000
@@ -45,8 +45,8 @@ _LONGEST_SECTION_BYTES = 64 * 1024
 
 # A token is about four bytes of a JSON body, its field names included.
 _BYTES_A_TOKEN = 4
-# An image costs an engine one token a patch, whatever its size in bytes; audio and video cost tokens by their
-# length.
+# An image costs an engine a token per patch, whatever its size in bytes; audio and video cost tokens in
+# proportion to their length.
 _MEDIA_TOKENS = 1500
 _MEDIA_BYTES_A_TOKEN = 1000
 _MOST_OBJECTS = 10_000  # bodies with more objects are not searched for media
@@ -72,8 +72,8 @@ def sequences(members: Members) -> int:
 
 
 def tokens(body: bytes, size_bytes: int, members: Members, most: float, default: float) -> tuple[float, bool]:
-    """The cost in tokens of a request, and whether the cost lacks the answer's tokens, for which the caller
-    adds the flow's mean. `body` is b'' if only `size_bytes` is known.
+    """The cost of a request in tokens, and whether it lacks the answer's tokens; then the scripts add the
+    mean answer of the flow. `body` is b'' if only `size_bytes` is known.
 
     `most` bounds the tokens of prompt plus answer in each sequence; `default` is the assumed length of each
     of several answers of unknown length.

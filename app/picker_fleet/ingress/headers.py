@@ -1,8 +1,8 @@
-"""The request headers that the picker reads, and what each means (docs/protocol.md). Called by intake.
+"""Parses the request headers that the picker reads (docs/protocol.md). Called by intake.
 
-Both spellings of a header count, the gateway's first. A malformed header raises a `BadRequest` that names it
-(G10), except for a malformed workload context, which makes an anonymous workload of criticality 3
-(docs/specification.md).
+If a request has both `x-gateway-…` and `x-llm-d-…` of a header, the first counts. A malformed header raises a
+`BadRequest` that names it (G10), except for a malformed workload context, which makes an anonymous workload
+of criticality 3 (docs/specification.md).
 """
 
 import math
@@ -135,7 +135,7 @@ def _duration_s(name: str, text: str) -> float:
 
 
 def workload_of(headers: Mapping[str, bytes]) -> Workload:
-    """The workload that the headers name; an anonymous one without a context.
+    """The workload that the headers name; an anonymous workload if they have no workload context.
 
     Raises:
         BadRequest: the context is not valid UTF-8.

@@ -1,8 +1,8 @@
 """Turns headers and a body into an `InferenceRequest`. Pure: ids and random numbers are injected.
 
-Called for each request. `headers` has what the headers mean, `json_body` reads JSON bodies that are too large
-or unusual to be decoded whole here, and `bodies` those that are not plain JSON. A malformed body or header
-raises a `BadRequest` that names it (G10).
+Called for each request. `headers` parses the headers, `json_body` reads JSON bodies that are too large or
+unusual to be decoded whole here, and `bodies` reads bodies that are not plain JSON. A malformed body or
+header raises a `BadRequest` that names it (G10).
 """
 
 import math
@@ -56,7 +56,7 @@ _NAMES = frozenset((*FAIRNESS_ID, *OBJECTIVE, *REWRITE))
 _MAX_MODEL_SETTINGS = 1000  # cached pairs of model and objective
 _FILE_BYTES_A_TEXT_BYTE = 250  # a token is about 1000 bytes of audio, or 4 bytes of text
 
-UNNAMED = "unnamed"  # the model of a request that needs no model
+UNNAMED = "unnamed"  # the model name of a request that names no model and needs none
 _NO_NAMES = (b"null", b'""')
 _JSON_TYPE = b"application/json"
 # Content types under which clients send JSON, curl's default among them; servers may read it as JSON or not.
@@ -77,7 +77,7 @@ _TRUSTED_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 class Ask(NamedTuple):
     """The model, stream flag, size and state ids that a request's body gives.
 
-    `model` is '' if the body names none; `needs_model` is False for a path of no known API. `read` is the
+    `model` is '' if the body names none; `needs_model` is False on a path of no known API. `read` is the
     parsed body, or the bytes of a simple body (`_simple_members`), whose `members` are decoded. `body_bytes`
     counts the whole body, `file_bytes` its files. `refers` are the ids of state that the request continues.
     """
@@ -163,7 +163,7 @@ def bodiless(way: Way) -> Ask:
 
 def _read_otherwise(text: bytes, way: Way, content_type: bytes, fault: BadRequest) -> Ask:
     """Parse a body that is not a JSON object in UTF-8; raise `fault` unless its model may be elsewhere.
-    A body that a server could read as an object is read as one: the server could take its model from it."""
+    If a model server could read the body as an object, and so take its model from it, do so here, too."""
     plain = as_utf8(text)
     whole = without_half_pairs(plain)
     if whole != text:
@@ -364,7 +364,7 @@ class Intake:
         return session_token_of(headers) or self._session_key(headers, _NO_MEMBERS)
 
     def _session_key(self, headers: Mapping[str, bytes], members: cost.Members) -> str:
-        """The first configured session key that the request has, after KEY_MARK; '' without any."""
+        """KEY_MARK and the first configured session key that the request has; '' if it has none."""
         for name in self._session_keys:
             if name in SESSION_HEADERS:
                 key = headers.get(name, b"")[: _MOST_KEY_CHARS + 1].decode(errors="replace")
@@ -397,7 +397,7 @@ class Intake:
         return model
 
     def _cost(self, ask: Ask, model: str) -> tuple[float, bool]:
-        """The cost of `ask` in the stock's unit, and whether it lacks the answer's tokens."""
+        """The cost of `ask` in the stock's unit, and whether that cost lacks the answer's tokens."""
         if not self._in_tokens:
             return 1.0 if _is_one_sequence(ask.members) else float(cost.sequences(ask.members)), False
         size_bytes = ask.body_bytes
@@ -409,7 +409,7 @@ class Intake:
     def _settings_of(self, model: str, objective: str) -> _ModelSettings:
         ranks, name = (self._objectives, objective) if objective else (self._models, model)
         band, weight = ranks.get(name, self._unranked)
-        # In flight per flow and endpoint: the lower of the model's and the objective's limit (0: none).
+        # Requests in flight per flow and endpoint: the lower limit of model and objective (0: no limit).
         limits = (self._limits.get(model, 0), self._objective_limits.get(objective, 0) if objective else 0)
         split = self._split_of(model)
         names = (model,) if split is None else split.names
@@ -438,7 +438,7 @@ class Intake:
 
 
 def _is_one_sequence(members: cost.Members) -> bool:
-    """Whether `members` surely ask for one answer to one prompt, a text or messages; else `cost` counts."""
+    """Whether `members` certainly ask for one answer to one prompt; if not, `cost.sequences` must count."""
     if not cost.SEVERAL.isdisjoint(members):
         return False
     for name in cost.PROMPTS:

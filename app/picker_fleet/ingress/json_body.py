@@ -27,8 +27,8 @@ SMALL_BYTES = 4096  # decode only smaller bodies whole: objects may take thirty 
 
 _SALT_BYTES = 1024
 _BACKSLASH = ord("\\")
-_FEW_MARKS = 32  # quotation marks that are examined in any body
-_BYTES_A_MARK = 512  # the least average distance of further quotation marks that are examined
+_FEW_MARKS = 32  # quotation marks to examine in every body
+_BYTES_A_MARK = 512  # examine more quotation marks only while their mean distance is above this
 _PLACEHOLDER = b"x" * (LONGEST_NAME + 1)  # replaces a long string; no valid name is so long
 _ASCII_ONLY = bytes(range(128)) + b"?" * 128
 _KEY = re.compile(rb'[ \t\n\r]*[{,][ \t\n\r]*"[^"\\]*(?:\\.[^"\\]*)*"[ \t\n\r]*:[ \t\n\r]*')
@@ -72,8 +72,8 @@ _decoder = msgspec.json.Decoder(dict[type(_NTH[0]), msgspec.Raw])  # type: ignor
 def without_long_strings(text: bytes) -> bytes:
     """The JSON `text` with its long strings replaced by a placeholder; `text` itself if it has none.
 
-    Intake needs only the short values. A parser takes 250 µs for 400 KB of prompt, the search for the end of
-    that string 4 µs. Examining a quotation mark takes about as long as parsing 500 bytes, so where marks are
+    Intake needs only the short values. A parser takes 250 µs for a prompt of 400 KB; finding the end of that
+    string takes 4 µs. Examining a quotation mark takes about as long as parsing 500 bytes, so if marks are
     denser than that, the rest of the text is kept.
     """
     kept: list[bytes] = []
@@ -93,7 +93,7 @@ def without_long_strings(text: bytes) -> bytes:
 
 
 def without_half_pairs(text: bytes) -> bytes:
-    """JSON `text` with at most `_MOST_HALF_PAIRS` lone surrogates replaced by U+FFFD; as long as before."""
+    """JSON `text` with the first `_MOST_HALF_PAIRS` lone surrogates replaced by U+FFFD; same length."""
     if b"\\u" not in text or b"\0" in text:
         return text
     plain = text.replace(rb"\\", b"\0\0")
@@ -117,9 +117,9 @@ class Body:
 
     The decoder reports each key of the outermost object in order and returns each value as its raw bytes;
     nested values are validated and skipped, so parsing takes about the body's size in memory at any depth. A
-    body with a used key twice is refused: a server that takes the other value could run another model. A body
-    of `large_bytes` or more is parsed from an ASCII-only copy: one other character can make Python store a
-    huge key with four bytes a character.
+    body that repeats a key which the picker reads is refused: a server that takes the other value could run
+    another model. A body of `large_bytes` or more is parsed from an ASCII-only copy: a single non-ASCII
+    character can make Python store a huge key with four bytes a character.
     """
 
     __slots__ = ("_keys", "_large_bytes", "_texts", "_values", "text")
@@ -133,7 +133,7 @@ class Body:
         """The JSON text of each key's value. Strings in it may be invalid UTF-8; the reader checks.
 
         Raises:
-            BadRequest: the body is no JSON object, has too many keys, or has a used key twice.
+            BadRequest: the body is no JSON object, has too many keys, or repeats a key that the picker reads.
         """
         if self._values is None:
             self._values = self._read(self.text)

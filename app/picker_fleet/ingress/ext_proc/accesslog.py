@@ -143,7 +143,7 @@ def take(entries: Any, accounts: Sequence[Account], namespace: str = NAMESPACE) 
             accounts[0].metrics.access_log("failed")
             continue
         account, fault = accounts[0], NO_TOKEN
-        if item.accounting_token:  # without a token the request still waits, or was refused
+        if item.accounting_token:  # an entry without a token is about a request that waits or was refused
             account, fault = _owner(item.accounting_token, item.id, accounts)
         if fault:
             account.metrics.access_log_rejected(fault)
@@ -243,7 +243,7 @@ def _failed_attempt(entry: Any, flags: Any, status: int, request_id: str, token:
 
 
 def _fault(flags: Any, status: int, *about: Any) -> str:
-    """As `fault_of`, but 'reset' if Envoy's flags show that the endpoint cut the answer off."""
+    """The result of `fault_of`, but 'reset' if Envoy's flags show that the endpoint cut the answer off."""
     why = fault_of(status, *about)
     if flags is not None and why != FULL and any(getattr(flags, name) for name in _FAULT_FLAGS):
         return _RESET
@@ -251,7 +251,7 @@ def _fault(flags: Any, status: int, *about: Any) -> str:
 
 
 def _tells_error(usage: Any) -> bool:
-    """Whether the answer's body reports an error that is not the client's (4xx)."""
+    """Whether the answer's body reports an error other than a client error (4xx)."""
     if not usage or "error" not in usage:
         return False
     return not 400 <= usage["error_code"].number_value < 500 if "error_code" in usage else True
@@ -285,7 +285,7 @@ def _outcome(flags: Any, status: int) -> Outcome:
 
 
 def _failed(flags: Any, served: str | None, picked: str) -> str:
-    """The picked endpoint if Envoy could not connect to it and used no other; else ''."""
+    """The picked endpoint if Envoy could not connect to it and used no other endpoint; else ''."""
     is_last = served is None or served == picked
     return picked if is_last and flags is not None and flags.upstream_connection_failure else ""
 
@@ -303,7 +303,7 @@ def _text(fields: Any, key: str) -> str:
 
 
 def _wait_of_check(fields: Any) -> tuple[float | None, str]:
-    """Queue time in seconds and target model, from the check's answer; (None, '') without a wait."""
+    """Seconds in the queue and target model, from the check's answer; (None, '') if it was not queued."""
     waited = fields.get(WAITED_HEADER)
     if waited is None:
         return None, ""
@@ -332,7 +332,7 @@ def _counts(usage: Any) -> tuple[int | None, int | None]:
         if prompt is None:
             prompt = max(total - (answer or 0), 0)
         return prompt, max(total - prompt, 0) if answer is None else answer
-    # OpenAI's API reports prompt and answer, and nothing else.
+    # Skip the search if there are only a prompt and an answer count, as in OpenAI's API.
     for source in () if prompt is not None and len(usage) == 2 else PROMPT_SOURCES:
         told = [count for key in source if (count := _tokens(usage, key)) is not None]
         if told:

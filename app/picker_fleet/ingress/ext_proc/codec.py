@@ -28,8 +28,8 @@ TEST_SERVED = "x-conformance-test-served-endpoint"
 LENGTH_HEADER: Final = "x-picker-content-length"  # this project's Envoy restores content-length from it
 
 SUBSET_HINT = "envoy.lb.subset_hint"  # the metadata namespace of `SUBSET`
-# Envoy returns {id, token}, and {waited, target} of a queued request, in the access log, and passes
-# {session, pressure} on to the client.
+# Namespace of the picker's metadata. Envoy returns {id, token}, and {waited, target} of a queued request, in
+# the access log, and sends {session, pressure} to the client.
 PICKER = "picker"
 
 CHUNK_BYTES = 62_000  # Envoy's limit for one body chunk in an ext_proc answer
@@ -181,7 +181,7 @@ def placed(
     removes: str = "",
     is_our_envoy: bool = False,
 ) -> Placed:
-    """The answer to request headers that sends a request to `destinations`, in metadata `namespace`, too.
+    """The answer to request headers that names `destinations` in a header and in the metadata `namespace`.
 
     `request_id` is '' if the access log need not report the request; `content_length` is None to keep the
     header; `target_model` is the model name sent upstream; `pressure` is the client's x-queue-pressure;
@@ -227,7 +227,7 @@ def _set_header(key: str, value: str) -> bytes:
     return _field(b"\x0a", _field(b"\x0a", header) + bytes((0x18, _OVERWRITE)))
 
 
-# Removes accept-encoding from a renamed request: the model can be renamed back only in a plain answer.
+# Removes accept-encoding: the client's model name can be restored only in an uncompressed answer.
 _PLAIN_ANSWER = _field(b"\x12", b"accept-encoding")
 
 
@@ -271,9 +271,9 @@ def _before_chunk(part: bytes, length: int, ended: bool) -> bytes:
 
 
 def response_headers(added: Mapping[str, str], *, sized: bool) -> bytes:
-    """Pass on a model server's response headers, with those `added` for the client unless empty.
+    """Pass on a model server's response headers, plus the headers in `added` that are not empty.
 
-    Without `sized`, the content-length is removed, since the body's length will change.
+    Unless `sized`, the content-length is removed, since the body's length will change.
     """
     mutation = b"".join(_set_header(name, value) for name, value in added.items() if value)
     if not sized:

@@ -1,8 +1,8 @@
-"""EDS: Envoy's pool cluster follows the fleet's endpoints (`override_host` picks only hosts Envoy knows).
+"""EDS: sends the fleet's endpoints to Envoy's cluster `pool` (`override_host` picks only hosts Envoy knows).
 
-State-of-the-world xDS, one stream an Envoy. Nothing is sent before the first snapshot: an empty assignment
-from a replica that has just started would tell Envoy that every model server is gone. Delta and fetch calls
-get UNIMPLEMENTED. Served by the replica's gRPC server.
+Each Envoy opens one state-of-the-world xDS stream. Nothing is sent before the first snapshot: an empty
+assignment from a replica that has just started would tell Envoy that every model server is gone. Delta and
+fetch calls get UNIMPLEMENTED. Served by the replica's gRPC server.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ TYPE_URL: Final = "type.googleapis.com/envoy.config.endpoint.v3.ClusterLoadAssig
 STREAM: Final = f"/{SERVICE}/StreamEndpoints"
 CLUSTER: Final = "pool"
 
-_WRITE_S = 10.0  # the replica ends a stream that takes no update for so long
+_WRITE_S = 10.0  # a stream ends if Envoy does not accept an update within this time
 
 _log = logging.getLogger(__name__)
 

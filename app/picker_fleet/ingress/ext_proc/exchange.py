@@ -64,8 +64,8 @@ _OPEN, _BODY, _RESPONSE, _DONE = Step  # reading a member through its class take
 
 
 class _Forwarded(NamedTuple):
-    """The body that a placed request is sent with, None without one. `length` is the new content-length, None
-    to keep the header; `is_decoded`: the body goes without its content-encoding."""
+    """The body to send a placed request with (None: no body). `length` is the new content-length, None to
+    keep the header; `is_decoded`: the content-encoding is removed."""
 
     body: bytes | None = None
     length: int | None = None
@@ -96,12 +96,12 @@ class Exchange:
 
     @property
     def done(self) -> bool:
-        """Whether no more messages are to be read, and no more answers to be written after this one."""
+        """Whether the exchange reads no more messages and writes no more answers after the current one."""
         return self._step is _DONE
 
     @property
     def uploading(self) -> bool:
-        """Whether the exchange waits for more of the request, and for nothing else."""
+        """Whether the exchange is waiting for the rest of the request from Envoy."""
         return self._step is _BODY or self._step is _OPEN
 
     @property
@@ -124,7 +124,7 @@ class Exchange:
         return await self.receive(_END)
 
     def pass_on(self, data: bytes) -> tuple[Sequence[bytes], bool]:
-        """Answer Envoy's next message of a response. Returns the answers, and whether that was all.
+        """Answer Envoy's next message of a response. Returns the answers, and whether the exchange is done.
 
         Raises:
             RpcError: `data` is not a ProcessingRequest.
@@ -236,7 +236,7 @@ class Exchange:
         if chunk and self._forwarded is None:
             self._body.add(chunk)
         elif chunk.strip(_SPACES):  # already placed, so the JSON object was complete
-            raise BadRequest("the body goes on behind its JSON object")
+            raise BadRequest("the body has more text after its JSON object")
         return bool(part.end_of_stream)
 
     def _unexpected(self, part: str | None, message: ProcessingRequest) -> Sequence[bytes]:
@@ -274,7 +274,7 @@ class Exchange:
         return False
 
     async def _place(self, body: bytes | None) -> _Forwarded:
-        """Place the request whose whole body is `body`, None without one."""
+        """Place the request whose whole body is `body` (None: it has no body)."""
         decision = self._decision
         if self._way.kind == "read":
             await decision.route(self._way, self._headers, self._subset)
@@ -314,13 +314,13 @@ class Exchange:
     # Answers.
 
     def _in_one_message(self, size_bytes: int) -> bool:
-        """Whether headers and body go back in one message, so that neither is lost alone
+        """Whether headers and body go back in one message, so that Envoy gets both or neither
         (docs/decisions.md, 15). Only in `lean`, where this project configures Envoy."""
         return self._decision.mode == "lean" and size_bytes <= codec.WHOLE_BYTES
 
     def _answers(self, forwarded: _Forwarded, *, in_one: bool) -> Iterator[bytes]:
-        """The answer for the placed request, in one message or in several. The placement counts just before
-        the last: Envoy may end the stream on it before its write returns."""
+        """The answer for the placed request, in one message or in several. The placement is counted just
+        before the last message: Envoy may end the stream before the write of that message returns."""
         decision, (body, length, is_decoded, _) = self._decision, forwarded
         placement, request = decision.placement, decision.request
         assert placement is not None, "the request is placed"
@@ -350,7 +350,7 @@ class Exchange:
         yield last
 
     def _respond(self, rename: ModelRename | None) -> None:
-        """Expect the response, whose model `rename` changes back."""
+        """Begin to handle the response, in which `rename` restores the client's model name."""
         context = self._context
         note_ids = context.origins.note if self._way.has_state else None
         self._response = Response(context, self._decision, rename, note_ids)
@@ -367,7 +367,7 @@ class Exchange:
             return [codec.streamed_request(chunk.body, ended=chunk.end_of_stream)]
         if part == "request_trailers":
             return [codec.REQUEST_TRAILERS]  # the request was answered before its trailers arrived
-        return ()  # more of a request that is already answered
+        return ()  # ignore further messages of a request that is already answered
 
 
 _READ = Way("read")

@@ -1,4 +1,4 @@
-"""Passes on a model server's response in `standard` mode, and reads the token usage in it."""
+"""Forwards a model server's response to the client in `standard` mode, and reads its token usage."""
 
 import json
 import re
@@ -24,21 +24,21 @@ _CONTENT_TYPE = "content-type"
 _WANTED = frozenset((_STATUS, _ENCODING, _RETRY_AFTER, _CONTENT_TYPE))
 
 _HEAD_BYTES = 4096
-_TAIL_BYTES = 16_384  # kept of the end of a streamed answer
-_WHOLE_BYTES = 65_536  # kept of the end of a plain JSON answer
-_USAGE_BYTES = 4096  # read of a usage object if the answer is not parsed as a whole
-_FEW = 8  # places to search for usage, from the end
-_MOST_INFLATED_BYTES = 2 * 1024 * 1024  # of one chunk; if it yields more, the rest is not read
-_MAX_TOKENS, _MOST_DIGITS = 1e9, 10  # a higher number is no token count and must not be charged
+_TAIL_BYTES = 16_384  # bytes kept from the end of a streamed answer
+_WHOLE_BYTES = 65_536  # bytes kept from the end of a plain JSON answer
+_USAGE_BYTES = 4096  # bytes read of each usage object in an answer that was not kept whole
+_FEW = 8  # usage members to try, last first
+_MOST_INFLATED_BYTES = 2 * 1024 * 1024  # if a chunk decompresses to more, stop reading usage
+_MAX_TOKENS, _MOST_DIGITS = 1e9, 10  # ignore higher numbers: they cannot be token counts
 
 # A string (group 1: its closing quote, unset if cut off), brackets, or the blank line after an event.
 _TOKEN = re.compile(rb'"[^"\\\n]*+(?:\\.[^"\\\n]*+)*+(")?|[{\[]++|[}\]]++|\n(?:\r?\n)++')
 _NO_BRACKETS = re.compile(rb'(?:[^"{}\[\]\n]++|"[^"\\\n]*+(?:\\.[^"\\\n]*+)*+")*+')
 _REST_OF_STRING = re.compile(rb'[^"\\\n]*+(?:\\.[^"\\\n]*+)*+(")?')
-_CUT = (b"", b"\\")  # what follows a string cut off by the chunk's end: nothing, or half an escape
+_CUT = (b"", b"\\")  # the rest of a chunk that ends within a string: nothing, or half an escape
 _MODEL = b'"model"'
 _INNER = (b'"message"', b'"response"')  # events of Anthropic's and the Responses API nest the model in these
-# An error object and its code, if any. Texts never match: quotes in a JSON string are escaped.
+# Matches an error member and captures its numeric code. Texts never match: JSON escapes their quotes.
 _ERROR = re.compile(r'"error"\s*:\s*(?:"|\{(?:[^{}]*?"code"\s*:\s*"?(\d{3})\b)?)')
 
 
@@ -46,9 +46,9 @@ class ModelRename:
     """Replaces the model name `target` with the client's name `mine` in an answer that comes in chunks.
 
     Only the member `model` of an answer, of an event, or of an event's `message` or `response` changes, and
-    only if its value is `target`. Deeper members, texts and all other bytes stay as they are. If a chunk ends
-    in what may be the start of that member, those bytes wait for the next chunk. Events end with a line
-    break, so complete events are never delayed.
+    only if its value is `target`. Deeper members, texts and all other bytes stay as they are. If the end of a
+    chunk may be the start of that member, those bytes are held back until the next chunk. Events end with a
+    line break, so complete events are never delayed.
     """
 
     def __init__(self, target: str, mine: str) -> None:
@@ -57,12 +57,12 @@ class ModelRename:
         self._kept_back = b""
         self._depth = 0
         self._outer = self._inner = False  # whether the container at depth 1 or 2 may have the model
-        self._key, self._is_value = b"", False  # the last key in it, and whether the key's value comes next
+        self._key, self._is_value = b"", False  # the container's last key, and whether its value comes next
         self._in_string = self._line_ended = False
         self._events: bool | None = None  # False: plain JSON, which may have blank lines
 
     def push(self, chunk: bytes, *, ended: bool) -> bytes:
-        """Take a chunk. Returns the bytes to send on; with `ended`, all that are left."""
+        """Take a chunk. Returns the bytes to forward: if `ended`, also all bytes that were held back."""
         data, copied, at = self._kept_back + chunk, 0, 0
         sent: list[bytes] = []
         if self._events is None and (begun := data.lstrip()):
@@ -186,7 +186,7 @@ _KINDS: Final = dict(
     )
 )
 _MOST_NESTED = 3  # Cohere: {"usage": {"tokens": {…}}}; Responses: {"response": {"usage": {…}}}
-# Member names by which usage is found in a text, the most frequent first.
+# Member names to search a text for to find usage, the most frequent first.
 _MARKS: Final = tuple(b'"%s"' % name.encode() for name in (
     "usage", "usageMetadata", "meta_info", "details", "meta", "eval_count", "tokens_predicted",
 ))  # fmt: skip
@@ -203,8 +203,8 @@ class UsageReader:
 
     Keeps the answer's end (and at most one chunk more), which usually has the usage, and its first 4 KiB, for
     servers that report usage before a long text. Of plain JSON it also keeps the last usage in between. It
-    parses only at the end, so that one token costs the same as ten thousand. It parses the kept bytes at most
-    once; of an answer that was not kept whole, it parses a few places of a few KiB.
+    parses only after the end, at most once, so the cost does not grow with the number of chunks. If it has
+    not kept the whole answer, it parses only a few excerpts of a few KiB.
     """
 
     def __init__(self) -> None:
@@ -243,7 +243,7 @@ class UsageReader:
         return chunk
 
     def tells_error(self) -> bool:
-        """Whether an answer without usage reports an error that is not the client's (4xx)."""
+        """Whether an answer without usage reports an error other than a client error (4xx)."""
         tail = b"".join(self._chunks)[-_TAIL_BYTES:].decode(errors="replace")
         errors = list(_ERROR.finditer(tail))
         return bool(errors) and not (errors[-1][1] or "").startswith("4")
@@ -306,7 +306,7 @@ def _last_in(text: bytes) -> Counts:
 
 
 def _of_answer(text: bytes) -> Counts:
-    """Token counts of a whole JSON answer: an object, or a list of objects, whose tokens are added."""
+    """Token counts of a whole JSON answer: an object, or a list of objects, whose counts are summed."""
     if text.lstrip()[:1] != b"[":
         return _of_members(text) or _UNKNOWN
     try:
@@ -393,15 +393,15 @@ class _State(msgspec.Struct):
 
 
 _state = msgspec.json.Decoder(_State)
-_MOST_STATE_BYTES = 1024 * 1024  # read of an answer, or of its first events, to find ids
+_MOST_STATE_BYTES = 1024 * 1024  # bytes of an answer, or of its first events, to search for ids
 _FIRST_EVENTS = 8
 
 
 class StateIds:
-    """Reads the ids of stored state in an answer: JSON once it has ended, a stream in its first events."""
+    """Reads the ids of stored state: in a JSON answer after its end, in a stream from its first events."""
 
     def __init__(self) -> None:
-        self._kept: list[bytes] | None = []  # None once no more is to be read
+        self._kept: list[bytes] | None = []  # None once the search has ended
         self._is_json: bool | None = None
         self._size = self._events = 0
 
@@ -439,11 +439,11 @@ def _ids_of(text: bytes) -> tuple[str, ...]:
 
 
 class Response:
-    """Passes on one model server's response and settles its request exactly once (G6).
+    """Forwards one model server's response and settles its request exactly once (G6).
 
     A request that was not admitted, or whose placement was withdrawn, is not settled. `rename` restores the
-    client's model name; None if the name was not changed. `note_ids` gets the answer's state ids and the
-    endpoint that served.
+    client's model name; None if the name was not changed. `note_ids` is called with the answer's state ids
+    and the endpoint that served it.
     """
 
     def __init__(

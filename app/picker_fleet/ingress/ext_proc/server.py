@@ -26,7 +26,7 @@ _READY = ("", SERVICE, "readiness", "inference-extension")
 _ALIVE = ("liveness",)
 
 _MESSAGE_MARGIN_BYTES = 1024 * 1024  # headers and framing around the largest body
-_FLUSH_S = 1.0  # to send decided answers before endless streams (access logs, EDS) are cut
+_FLUSH_S = 1.0  # time to send pending answers before the access-log and EDS streams, which never end, are cut
 _STOP_S = 0.25
 
 
@@ -75,7 +75,7 @@ class Server:
             self._health_transport = NativeTransport(self._health.handlers(), {}, _MESSAGE_MARGIN_BYTES)
 
     async def start(self) -> int:
-        """Bind and listen; the bound port of `settings.listen`.
+        """Bind and listen. Returns the bound port of `settings.listen`.
 
         Raises:
             StartupError: an address cannot be bound.
@@ -89,7 +89,7 @@ class Server:
 
     @property
     def full(self) -> str:
-        """Why new streams are refused; empty while they are taken."""
+        """Why the server refuses new streams; empty while it accepts them."""
         return self._transports[0][1].full
 
     def set_ready(self, ready: bool) -> None:

@@ -1,4 +1,4 @@
-"""One check of a request over HTTP, as Envoy's `ext_authz` filter asks for it.
+"""Decides on one request that Envoy's `ext_authz` filter asks about over HTTP.
 
 Envoy's request (mode `http`) has the client's method, path and body, and the headers that the picker reads.
 The answer is 200 with the endpoint and the fields that the access log returns (docs/protocol.md), or the
@@ -58,7 +58,7 @@ class Check:
         self.decision = Decision(context, MODE, url)
 
     async def decide(self, method: bytes, path: bytes, headers: dict[str, bytes], body: BodyBuffer) -> Answer:
-        """Admit and place the request; a refusal is an answer, too. `body` is released before a wait.
+        """Admit and place the request, or refuse it. `body` is released before the request waits.
 
         Raises:
             CancelledError: the client left while the request waited.

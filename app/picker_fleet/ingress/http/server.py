@@ -42,7 +42,7 @@ _log = logging.getLogger(__name__)
 
 
 class CheckServer:
-    """Serves checks of all pools on `http.listen`; not ready until `set_ready(True)`."""
+    """Serves the checks of all pools on `http.listen`; not ready until `set_ready(True)` is called."""
 
     def __init__(
         self,
@@ -73,11 +73,11 @@ class CheckServer:
 
     @property
     def is_open(self) -> bool:
-        """Whether the server can decide: it is ready, or was before it drained."""
+        """Whether the server answers checks: it is ready, or was ready before it began to drain."""
         return self._ready
 
     async def start(self) -> int:
-        """Bind and listen; the bound port.
+        """Bind and listen. Returns the bound port.
 
         Raises:
             StartupError: the address cannot be bound.
@@ -116,7 +116,7 @@ class CheckServer:
             connection.close()
 
     def opened(self, connection: "_Connection") -> bool:
-        """Add a connection; at the limit it replaces an idle one. Returns False if none is idle."""
+        """Add a connection; at the limit it replaces an idle connection. Returns False if none is idle."""
         if len(self._connections) >= self._max_connections:
             self._warn_of_full()
             if not self._idle:
@@ -185,7 +185,7 @@ class _Connection(asyncio.Protocol):
         self._head_bytes = 0  # parsed bytes outside the body
         self._rest_bytes = 0  # received bytes outside the body
         self._in_head = self._arriving = False
-        self._unread_s = 0.0  # since when the peer reads no answers; 0 while it reads
+        self._unread_s = 0.0  # when the peer stopped reading answers; 0 while it reads
         self._began_s = self._last_byte_s = self._context.clock()
         self._failed: RequestError | None = None
         self._refused: RequestError | None = None  # to send once the whole request has arrived
@@ -291,7 +291,7 @@ class _Connection(asyncio.Protocol):
             self._headers.setdefault(known, value)
 
     def _check_head(self) -> None:
-        """Refuse a head or trailers that have ended; `data_received` limits unfinished ones."""
+        """Refuse complete headers or trailers that are too large; `data_received` limits incomplete ones."""
         if self._head_bytes > _MAX_HEAD_BYTES:
             self._fail(_head_too_large())
 
