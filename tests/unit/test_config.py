@@ -284,7 +284,7 @@ def test_each_fault_is_one_line_that_lists_the_valid_values() -> None:
     assert [line.split(":")[0] for line in lines] == ["pool", "redis.url", "nonsense"]
     headers = fault({"extproc": {"trusted_headers": ["x-gateway-destination-endpoint", "x-request-id"]}})
     assert ["is never taken from a client" in line for line in headers.splitlines()] == [True, False]
-    assert ["is no header that steers" in line for line in headers.splitlines()] == [False, True]
+    assert ["is not a steering header" in line for line in headers.splitlines()] == [False, True]
     assert headers.count("valid: x-gateway-inference-fairness-id") == 2
     assert "is no method and path" in fault({"extproc": {"paths": ["/v1/classify"]}})
     sizes = {"max_body_bytes": 4096, "max_buffered_bytes": 2048}

@@ -81,8 +81,8 @@ def test_files_and_variables_reach_a_pools_section(tmp_path: Path) -> None:
 @cases("changes, fault", {
     "no such pool": ({"pool": "c"}, "pool c is not one of pools, which are a, b"),
     "two sections of all": ({"pools": {"a": {"redis": {}, "extproc": {}}}},
-                            "pools.a: redis, extproc: of the whole process"),
-    "a name": ({"pools": {"a": {"pool": "x"}}}, "pools.a: pool: of the whole process"),
+                            "pools.a: redis, extproc: must be set at the top level"),
+    "a name": ({"pools": {"a": {"pool": "x"}}}, "pools.a: pool: must be set at the top level"),
     "no key": ({"pools": {"a": {"nonsense": 1}}}, "pools.a.nonsense: unknown key; valid here: discovery, "),
     "a number": ({"pools": {"a": 3}}, "pools.a: Input should be a valid dictionary"),
     "a slash": ({"pools": {"a/b": {}}}, "pools.a/b."),

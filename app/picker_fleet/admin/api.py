@@ -44,7 +44,7 @@ _UNREADY_EXAMPLE = {**HEALTHY, "status": "unready", "components": {"redis": "no 
 _UNREADY: _Responses = {
     503: {
         "model": models.Health,
-        "description": "it is to get no traffic; `components` says why",
+        "description": "the replica must get no traffic; `components` says why",
         "content": {"application/json": {"example": _UNREADY_EXAMPLE}},
     }
 }
@@ -59,7 +59,7 @@ _METRICS: _Responses = {
     200: _text(
         "text/plain",
         "the Prometheus text format",
-        "# HELP epp_stock_level What is in flight, fleet-wide, in the stock's unit.\n"
+        "# HELP epp_stock_level Requests or tokens in flight, fleet-wide.\n"
         "# TYPE epp_stock_level gauge\nepp_stock_level 7.0\n",
     )
 }
@@ -70,7 +70,7 @@ _EVENTS: _Responses = {
         " replicas), `decisions` (while the decision log is on) and `unavailable`, each second.",
         'event: snapshot\ndata: {"at": 1767225600.5, "flows": [], "flows_total": 0}\n\n',
     ),
-    503: {**_PROBLEM, "description": "`too_many_listeners`: to this replica, or at the client's address"},
+    503: {**_PROBLEM, "description": "`too_many_listeners`: on this replica, or from the client's address"},
 }
 _UNREACHABLE: _Responses = {
     503: {**_PROBLEM, "description": "`state_unavailable`: the shared state does not answer"}
@@ -80,7 +80,7 @@ _PAGED: _Responses = {
     422: {**_PROBLEM, "description": "`bad_limit`, `bad_band`: names what would be valid"},
     **_UNREACHABLE,
 }
-_UNKNOWN: _Responses = {404: {**_PROBLEM, "description": "it is not known"}}
+_UNKNOWN: _Responses = {404: {**_PROBLEM, "description": "the object that the path names is unknown"}}
 
 _Limit = Annotated[
     int,
@@ -95,7 +95,7 @@ _OnlyBand = Annotated[
 ]
 _OnlyFlow = Annotated[str | None, Query(description="only this flow", examples=["gold"])]
 _FlowName = Annotated[str, Path(description="the flow's name: a fairness id, or a model", examples=["gold"])]
-_WorkloadId = Annotated[str, Path(description="the id that its requests name", examples=["chat"])]
+_WorkloadId = Annotated[str, Path(description="the workload's id", examples=["chat"])]
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +209,7 @@ def _add_health(app: FastAPI, pools: Sequence[OperatedPool], full: Callable[[], 
 
     @app.get("/healthz", tags=["health"], summary="Is the process alive?")
     async def healthz() -> models.Health:
-        """Whether the process is alive: 200 while its event loop runs, whatever its components do."""
+        """Whether the process is alive: 200 while its event loop runs, even if a component has failed."""
         ready, components = health()
         status = "ok" if ready and set(components.values()) <= {"ok"} else "degraded"
         return view.health(status, components)
@@ -221,7 +221,7 @@ def _add_health(app: FastAPI, pools: Sequence[OperatedPool], full: Callable[[], 
         responses=_UNREADY,
     )
     async def readyz(response: Response) -> models.Health:
-        """Whether this replica should get traffic: 200 or 503, with what is wrong by component."""
+        """Whether this replica should get traffic: 200 or 503, with the fault of each component."""
         ready, components = health()
         response.status_code = 200 if ready else 503
         return view.health("ok" if ready else "unready", components)
@@ -245,7 +245,7 @@ def _add_state(routes: APIRouter, view: FleetView, deadlines: Deadlines) -> None
 
     @routes.get("/endpoints", summary="Endpoints")
     async def endpoints() -> list[models.Endpoint]:
-        """Every endpoint with its status, its requests in flight, and figures of its own metrics page."""
+        """Every endpoint with its status, its requests in flight, and values from its metrics page."""
         return await within(limit_s, view.endpoints())
 
 
@@ -261,14 +261,13 @@ def _add_lists(routes: APIRouter, lists: FleetLists, deadlines: Deadlines) -> No
     async def flows(limit: _Limit = 100, cursor: _Cursor = None, band: _OnlyBand = None) -> Response:
         """Flows that wait, in the order in which they are served, then those at their limit.
 
-        Start tags grow while flows are served: over all pages, a flow that moves may appear twice, and none
-        is left out.
+        Start tags grow while flows are served, so a flow may appear on two pages, but no flow is left out.
         """
         return _json(await within(limit_s, lists.flows(limit, cursor, band)))
 
     @routes.get("/flows/{flow:path}", summary="One flow", responses=_UNKNOWN)
     async def flow(flow: _FlowName) -> models.FlowDetail:
-        """One flow; its name may contain any character, `/` too."""
+        """One flow; its name may contain any character, even `/`."""
         found = await within(limit_s, lists.flow(flow))
         if found is None:
             raise Refused(404, "unknown_flow", "no request of this flow waits, and none was served lately")
@@ -278,7 +277,7 @@ def _add_lists(routes: APIRouter, lists: FleetLists, deadlines: Deadlines) -> No
     async def queue(
         limit: _Limit = 100, cursor: _Cursor = None, band: _OnlyBand = None, flow: _OnlyFlow = None
     ) -> Response:
-        """Waiting requests in the predicted dispatch order; `order` says how far the prediction goes."""
+        """Waiting requests in the predicted dispatch order; `order` describes that order and its limits."""
         return _json(await within(limit_s, lists.queue(limit, cursor, band, flow)))
 
     @routes.get("/inflight", summary="Requests in flight", response_model=models.Inflight, responses=_PAGED)
@@ -331,9 +330,7 @@ def _add_events(routes: APIRouter, events: Events) -> None:
         """Snapshots and decisions as they are made, until the client disconnects."""
         listener = events.join(address_of(request))
         if listener is None:
-            detail = (
-                "this replica has as many listeners, or as many of this address, as it takes; ask another"
-            )
+            detail = "this replica takes no more listeners, or no more from this address; ask another replica"
             raise Refused(503, "too_many_listeners", detail)
         return EventStream(events, listener, request.state.may_go_on)
 

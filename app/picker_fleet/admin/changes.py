@@ -68,7 +68,7 @@ class FleetControls:
             effective = live_config.applied(self._settings, tuned.changes)
             settings, weights = effective.settings, dict(effective.weights)
         except ConfigError:
-            pass  # the changes do not fit this replica's configuration; `changes` lists them
+            pass  # this replica's configuration does not allow the live changes; `changes` lists them
         return models.Config(
             config=_without_secrets(settings.model_dump(mode="json")),
             weights=weights,
@@ -98,8 +98,8 @@ class FleetControls:
         return await self.config()
 
     async def noted(self, request: Request, change: Awaitable[_T]) -> _T:
-        """Make a change, and record the operator in the log and in `changes`. A refused change is not
-        recorded. If Redis does not reply, it may have made the change: the record says `unknown`.
+        """Make a change, and record it with its operator in the log and in `changes`. A refused change is not
+        recorded. If Redis does not reply, the change may have been made: the record says `unknown`.
         """
         outcome = "unknown"
         try:
@@ -135,16 +135,16 @@ class FleetControls:
         return models.Dispatch(paused=paused, tuned_version=version)
 
     async def evict(self, request_id: str) -> models.Eviction:
-        """Take a request out of the queue. Raises Refused: 404 or 409, it does not wait there."""
+        """Take a request out of the queue. Raises Refused: 404 unknown, or 409 no longer in the queue."""
         result = await self._store.evict(request_id)
         if result == "running":
-            raise Refused(409, "request_running", "the request has left the queue already")
+            raise Refused(409, "request_running", "the request has already left the queue")
         if result == "unknown":
             raise Refused(404, "unknown_request", "no such request waits")
         return models.Eviction(id=request_id)
 
     async def drain(self, address: str, on: bool) -> models.Drained:
-        """Keep new requests from an endpoint, or allow them again. Raises Refused: 404, no such endpoint."""
+        """Send an endpoint no new requests, or send them again. Raises Refused: 404, no such endpoint."""
         marked = await self._store.mark_endpoint(address, "drained", on)
         self._membership.heartbeat_now()
         if marked != "marked":
@@ -187,7 +187,7 @@ def add_routes(
 
     @reading.get("/changes", summary="Who changed what")
     async def listed() -> models.Changes:
-        """What operators have changed, the newest first; the shared state keeps the last 200."""
+        """The changes that operators have made, the newest first; the shared state keeps the last 200."""
         return await within(limit_s, controls.changes())
 
     @changing.patch(
@@ -199,7 +199,7 @@ def add_routes(
     async def change(request: Request) -> models.Config:
         """Change bounds, capacities, policies or weights for the whole fleet, while requests wait.
 
-        The body is a partial settings tree; null reverts a change. All of it takes effect, or nothing.
+        The body is a partial settings tree; null reverts a change. The whole body takes effect, or nothing.
         """
         patch = await _read_patch(request, deadlines.body_s)
         request.state.detail = orjson.dumps(patch).decode()
@@ -226,7 +226,7 @@ def add_routes(
 
     @changing.post("/endpoints/{address}/drain", summary="Drain an endpoint", responses={404: _PROBLEM})
     async def drain(request: Request, address: Address) -> models.Drained:
-        """Send nothing new to an endpoint; requests that run there finish."""
+        """Send no new requests to an endpoint; requests that run there finish."""
         return await made(request, controls.drain(address, True))
 
     @changing.post("/endpoints/{address}/undrain", summary="Undrain an endpoint", responses={404: _PROBLEM})

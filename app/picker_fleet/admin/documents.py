@@ -24,7 +24,7 @@ from picker_fleet.telemetry.metrics import Metrics
 
 FOLDER = Path(__file__).parent / "page"
 METRICS_INTERVAL_S = 1.0  # shortest time between two renderings of the metrics
-MAX_METRICS_READS = 8  # reads of one rendering by one address, whose next read waits for a new one
+MAX_METRICS_READS = 8  # reads of one rendering by an address; its next read waits for a new rendering
 MAX_METRICS_AGE_S = 4.0
 _METRICS_LOAD = 0.05  # largest share of the event loop's time for rendering, unless the text gets too old
 _INDEX = "index.html"
@@ -68,7 +68,7 @@ class MetricsText:
                 yield from family.series()
 
     async def read(self, address: str) -> bytes:
-        """The current text; the next one if it is too old or `address` has read it MAX_METRICS_READS times.
+        """The current text; a new text if that is too old or `address` has read it MAX_METRICS_READS times.
 
         Raises:
             Refused: 429, too many readers at `address` wait for the next text.
@@ -79,7 +79,7 @@ class MetricsText:
             await asyncio.shield(self._rendering)
             if self._reads[address] >= MAX_METRICS_READS:
                 detail = (
-                    f"one address may read a page {MAX_METRICS_READS} times, and the next comes in a second"
+                    f"one address may read a page {MAX_METRICS_READS} times; a new page comes in a second"
                 )
                 raise Refused(429, "too_many_calls", detail, retry_after_s=1)
         self._reads[address] += 1

@@ -159,7 +159,7 @@ class Listener:
             self._unread.put_nowait(data)
 
     async def stream(self) -> AsyncIterator[bytes]:
-        """Yield the bytes to send until the stream ends; a comment after `ping_s` without an event."""
+        """Yield the bytes to send until the stream ends; after `ping_s` without an event, yield a comment."""
         yield _GREETING
         while True:
             try:
@@ -190,8 +190,8 @@ class Events:
     def join(self, address: str = "") -> Listener | None:
         """Add a listener; None if its address has MAX_AT_ADDRESS listeners, or the replica is stopping.
 
-        At MAX_LISTENERS, drop the newest listener of the address with the most, if that address still has at
-        least as many as `address` afterwards; otherwise return None.
+        At MAX_LISTENERS, find the address with the most listeners, and drop its newest if it then still has
+        at least as many as `address` with the new listener; otherwise return None.
         """
         counts = Counter(each.address for each in self._listeners)
         if self._closed or counts[address] >= MAX_AT_ADDRESS:

@@ -159,7 +159,7 @@ _FAULTS: dict[tuple[str, str], tuple[str, str]] = {
     ("404", "/api/v1/requests/{request_id}/evict"): ("unknown_request", "no such request waits"),
     ("404", ""): ("unknown_endpoint", "no endpoint 10.0.0.1:8000"),
     ("408", ""): ("body_too_slow", "the body did not come within 5 s"),
-    ("409", ""): ("request_running", "the request has left the queue already"),
+    ("409", ""): ("request_running", "the request has already left the queue"),
     ("413", ""): ("body_too_large", "the body is larger than 65536 bytes"),
     ("422", ""): ("bad_limit", "query.limit: Input should be greater than or equal to 1"),
     ("422", "/api/v1/config"): (
@@ -171,7 +171,7 @@ _FAULTS: dict[tuple[str, str], tuple[str, str]] = {
     ("503", ""): ("state_unavailable", "the shared state did not answer within 2 s"),
     ("503", "/api/v1/events"): (
         "too_many_listeners",
-        "this replica has as many listeners, or as many of this address, as it takes; ask another",
+        "this replica takes no more listeners, or no more from this address; ask another replica",
     ),
 }
 # The details of these faults do not begin with the method and path.

@@ -30,14 +30,14 @@ _REPORTED: Mapping[str, tuple[type, ...]] = {
     "waiting": (int,),
     "up_s": (int, float),
 }
-# Pause between chunks of background work. A chunk takes about a millisecond. Decisions share the event loop
-# and run in the pauses: a decision of some milliseconds is delayed by at most one chunk, rarely two.
+# Pause between chunks of background work. A chunk takes about a millisecond. Decisions run in the pauses, in
+# the same event loop: a chunk, rarely two, delays a decision of some milliseconds.
 PAUSE_S = 0.01
 
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """The cost served a second. `truncated`: some replica served more flows than it reported."""
+    """The cost of the requests served a second. `truncated`: a replica did not report all of its flows."""
 
     flows: Mapping[tuple[int, str], float] = field(default_factory=dict)  # by priority and flow
     bands: Mapping[int, float] = field(default_factory=dict)  # by priority
@@ -207,7 +207,7 @@ class FleetStateCache:
     async def _read(self, pause_s: float = 0.0) -> None:
         survey = await self._store.queue_snapshots.read(
             self._max_flows, pause_s=pause_s / 2
-        )  # chunks of this read are half as long
+        )  # a chunk of this read takes half as long as other chunks
         as_of_s = self._clock()
         self.last = await self._combine(survey.page, pause_s)
         self._fresh_until, self._good_until = as_of_s + survey.fresh_s, as_of_s + survey.good_s

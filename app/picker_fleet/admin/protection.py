@@ -1,6 +1,6 @@
-"""Protection of the admin API, installed by `api.create`: each client has a rate limit; each call must name a
-known Host, carry a token of the required role, and end by a deadline. Every fault is answered with a problem
-document (RFC 9457) that has a `code` for programs.
+"""Protects the admin API: each client has a rate limit, and each call needs a known Host, a token of the
+required role, and an answer within a deadline. Every fault is answered with a problem document (RFC 9457)
+that has a `code` for programs. `api.create` installs the protection.
 """
 
 import asyncio
@@ -209,7 +209,7 @@ class Protection:
         if request.method in (*_READ_METHODS, "OPTIONS") and not (
             len(names) == 1 and self._is_known(names[0] or "", request.scope)
         ):
-            detail = f"this replica does not go by the Host given ({given}); admin.hosts lists its names"
+            detail = f"the Host given ({given}) is no name of this replica; add it to admin.hosts"
             raise Refused(421, "unknown_host", detail)
 
     def _is_known(self, name: str, scope: Scope) -> bool:
@@ -327,7 +327,7 @@ class Access:
                 challenge = {"www-authenticate": 'Bearer realm="picker"'}
                 fault = HTTPException(401, "a bearer token of this fleet is needed", challenge)
             elif self._role == "operator" and token.role != "operator":
-                fault = Refused(403, "operator_needed", f"token {token.name} may read, and change nothing")
+                fault = Refused(403, "operator_needed", f"token {token.name} may only read, not make changes")
             else:
                 request.state.caller = token.name
                 request.state.may_go_on = lambda: self._tokens.find(given) is not None
@@ -342,8 +342,8 @@ class Access:
 
 
 def _is_local(request: Request) -> bool:
-    """Whether the caller is a process on this machine, and neither a proxy nor a browser that shows a foreign
-    web page."""
+    """Whether the caller is a process on this machine, but no proxy and no browser that shows a foreign web
+    page."""
     if not is_loopback(address_of(request)) or any(name in request.headers for name in _PROXY_HEADERS):
         return False
     # A foreign web page can make a local browser send this call; Host or Origin then names that page.

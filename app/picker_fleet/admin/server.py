@@ -81,7 +81,7 @@ class Connection(HttpToolsProtocol):
             others = [each for each in others if each._host == host]
         elif len(others) < self._limits.connections:
             return
-        # Make room: abort the connection that has waited longest for its client; if none waits, this one.
+        # Make room: abort the connection that has waited longest for its client, or this one if none waits.
         idle = [each for each in others if each._waits_for_client or each._stalled_since_s is not None]
         (min(idle, key=lambda each: each._waits_since_s) if idle else self).transport.abort()
 

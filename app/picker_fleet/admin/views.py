@@ -49,7 +49,7 @@ _BAND_ORDER = {
 _ORDER_IN_FLOW = {
     "fcfs": "in a flow by arrival",
     "edf": "in a flow by deadline",
-    "workload-aware": "in a flow by arrival, and those on one page by score",
+    "workload-aware": "in a flow by arrival, and its requests on one page by score",
 }
 
 
@@ -67,7 +67,7 @@ class BadCursor(BadRequest):
 
     def __init__(self) -> None:
         super().__init__(
-            "cursor: not one that this list gave; take `cursor` of the page before, or leave it out"
+            "cursor: this list did not return it; use `cursor` of the previous page, or leave it out"
         )
 
 
@@ -77,7 +77,7 @@ def encode_cursor(name: str, *parts: str | int | float) -> str:
 
 
 def decode_cursor(text: str, form: TypeAdapter[_Parts]) -> _Parts:
-    """The name of the list, and the parts. Raises BadCursor if `text` is no cursor of this `form`."""
+    """The name and parts that `encode_cursor` got. Raises BadCursor if `text` does not have this `form`."""
     with contextlib.suppress(ValueError):  # base64, Unicode, JSON, and the form
         if len(text) <= _MAX_CURSOR_CHARS:
             packed = text.encode() + b"=" * (-len(text) % 4)
@@ -98,7 +98,7 @@ _Score = Annotated[str, AfterValidator(finite_score)]
 OF_FLOWS = TypeAdapter(tuple[Literal["flows"], _Index, _Score, str])
 OF_QUEUE = TypeAdapter(tuple[Literal["queue"], _Index, _Score, str])
 OF_IN_FLIGHT = TypeAdapter(tuple[Literal["inflight"], _Score, str])
-# A cursor of SCAN, and how many rows to skip there.
+# A cursor of Redis's SCAN, and the number of rows to skip from there.
 OF_WORKLOADS = TypeAdapter(
     tuple[
         Literal["workloads"],
@@ -271,7 +271,7 @@ class FleetLists:
         return self._membership.effective.settings.fair_request_queue.bands
 
     def priority_of(self, band: str | None) -> int | None:
-        """The priority of the band that a client names; None, for all bands, if the client names none.
+        """The priority of the band that a client names; None (all bands) if `band` is None.
 
         Raises:
             BadBand: `band` is neither the name of a configured band nor a priority.

@@ -26,7 +26,7 @@ _PREFIX = f"(?:/{_SEGMENT})*"
 _MOST_SEGMENTS = 32
 _MOST_QUERY_FIELDS = 64
 _MAX_PATH_BYTES = 2048
-NOT_LISTED = "no model server is asked this: not a method and path of the list"  # the refusal's message
+NOT_LISTED = "this method and path are not on the list of allowed paths"  # the refusal's message
 _ENTRY = re.compile(
     r"(\*|[A-Z]+(?:,[A-Z]+)*) "
     r"(/|(?:/(?:[A-Za-z0-9_~:@+=-]|\{[a-z]+\})(?:[A-Za-z0-9._~:@+=-]|\{[a-z]+\})*)+/?)"
@@ -66,8 +66,7 @@ class Api(NamedTuple):
 
     @property
     def regex(self) -> str:
-        """The regex for a whole path without its query and trailing slash; RE2 and Python read the regex
-        alike."""
+        """The regex for a whole path without its query and trailing slash, for both RE2 and Python."""
         return self.end if self.is_whole else _PREFIX + self.end
 
     def takes(self, method: str) -> bool:
@@ -157,7 +156,7 @@ _MOST_DECODINGS = 4
 
 def _resolved(path: str) -> tuple[str, bool] | None:
     """Normalise `path` as a server may: decoded, in lower case, without empty and dot segments, parameters
-    and the first slash; and say whether all servers read it so. None if it is percent-encoded too often."""
+    and the first slash. Also returns whether all servers agree. None if it is percent-encoded too often."""
     for _ in range(_MOST_DECODINGS):
         decoded = unquote(path, "latin-1")
         if decoded == path:
@@ -346,7 +345,7 @@ def trusted_name(value: object) -> str:
     name = value.strip().lower() if isinstance(value, str) else ""
     if name not in _TRUSTABLE:
         valid = ", ".join(spelling for pair in STEERING for spelling in pair)
-        why = "is never taken from a client" if name in NEVER_TRUSTED else "is no header that steers"
+        why = "is never taken from a client" if name in NEVER_TRUSTED else "is not a steering header"
         raise ValueError(f"{str(value)[:60]!r} {why}; valid: {valid}")
     return name
 

@@ -20,7 +20,7 @@ WaitSignal = Literal["request", "workload_average"]
 
 LEAST_PRIORITY, MOST_PRIORITY = -(2**31), 2**31 - 1
 _INTEGER = re.compile(r"[+-]?[0-9]{1,10}")
-_MOST_REMEMBERED = 1000  # cached bands: objectives may bring new priorities for years
+_MOST_REMEMBERED = 1000  # cached bands: new objectives may use new priorities without end
 
 
 class Criticality(enum.StrEnum):
@@ -35,7 +35,7 @@ class Criticality(enum.StrEnum):
         """The criticality named `value`, in any case.
 
         Raises:
-            ValueError: `value` names none.
+            ValueError: `value` names no criticality.
         """
         try:
             return cls(str(value).capitalize())
@@ -80,7 +80,7 @@ NAMED = (Band.CRITICAL, Band.DEFAULT, Band.SHEDDABLE)
 
 
 class Bands:
-    """The band of any priority. `configured` includes the three named bands, without duplicates."""
+    """Finds the band of any priority. `configured` includes the three named bands, without duplicates."""
 
     def __init__(self, configured: Iterable[Band] = NAMED) -> None:
         self._configured = tuple(sorted(configured, key=lambda band: -band.priority))

@@ -21,7 +21,7 @@ _Other = TypeVar("_Other")
 
 
 class ByPool(Generic[_Each]):
-    """Maps pool names to the objects in `each`; no name means `default`, any other name gives `unknown`."""
+    """Maps pool names to the objects in `each`: an empty name to the pool `default`, others to `unknown`."""
 
     def __init__(self, each: Mapping[str, _Each], default: str, unknown: _Each) -> None:
         self._each = {**{name.encode(): thing for name, thing in each.items()}, b"": each[default]}
@@ -77,7 +77,7 @@ class BodyBudget:
         """
         limit_bytes = self._limit_bytes if body_bytes <= SMALL_BYTES else self._for_large_bytes
         if self.held_bytes + size_bytes > limit_bytes:
-            raise BufferFull(f"this replica holds as many bytes of bodies as it may ({self._limit_bytes})")
+            raise BufferFull(f"this replica's {self._limit_bytes} bytes for request bodies are used up")
         self.held_bytes += size_bytes
 
     def give_back(self, size_bytes: int) -> None:
@@ -174,7 +174,7 @@ class _PoolBudget(BodyBudget):
             others = sum(each.borrowed_bytes for each in self._pools if each is not self)
             reserve = self._shared_bytes // _RESERVED_PART if body_bytes > SMALL_BYTES else 0
             if others + beyond_bytes > self._shared_bytes - reserve:
-                raise BufferFull("this pool holds as many bytes of bodies as it may beside the others")
+                raise BufferFull("this pool's share of the replica's bytes for request bodies is used up")
         super().take(size_bytes, body_bytes)
 
     @property

@@ -28,7 +28,7 @@ Loc = tuple[str | int, ...]
 
 # Keys of the whole process, which a pool cannot override.
 OF_PROCESS: Final = ("pool", "pools", "redis", "extproc", "http", "admin", "leases", "logging", "tracing")
-MAX_POOLS: Final = 32  # each pool has its own Redis connections, and work to do without load
+MAX_POOLS: Final = 32  # each pool has its own Redis connections, and background work even without load
 # The keys whose values are file paths.
 _FILES: Final = (
     ("discovery", "file"),
@@ -55,7 +55,7 @@ def _whole_pool(section: object) -> object:
     foreign = [key for key in section if key in OF_PROCESS]
     if foreign:
         raise ValueError(
-            f"{', '.join(foreign)}: of the whole process, and not of one pool; give it at the top level"
+            f"{', '.join(foreign)}: must be set at the top level, for the whole process, not for one pool"
         )
     return overlaid(section.shared, section)
 
@@ -132,7 +132,7 @@ class Settings(Section):
 
     @model_validator(mode="after")
     def _guarantees_fit(self) -> Self:
-        # Each flow of a guaranteed band is promised `flow_capacity` places in the queue (spec 003).
+        # The queue guarantees each flow of a guaranteed band `flow_capacity` places (spec 003).
         queue = self.fair_request_queue
         bands = queue.bands
         critical = sum(model.band(bands).guaranteed for model in self.models)
@@ -159,7 +159,7 @@ class Settings(Section):
 
     @model_validator(mode="after")
     def _silence_within_leases(self) -> Self:
-        # A lease must outlive the silence, so that a grant answered late still belongs to its request.
+        # A lease must outlast `redis.silence`: a grant that Redis answers late still belongs to its request.
         silence_s, lease_s = self.redis.silence, self.leases.inflight
         if silence_s > lease_s / 2:
             raise ValueError(
@@ -181,7 +181,7 @@ class PoolSettings(Settings):
 
     @property
     def own(self) -> dict[str, Any]:
-        """The tree of the keys that were set, without those of the whole process."""
+        """The settings that were given for this pool, without keys of the whole process."""
         return self.model_dump(exclude_unset=True, exclude={*OF_PROCESS, "listen"})
 
 
@@ -189,7 +189,7 @@ Settings.model_rebuild()
 
 
 def pools_of(settings: Settings) -> dict[str, Settings]:
-    """The settings of each pool by name; first the pool of requests that name none."""
+    """The settings of each pool by name, the default pool first."""
     if not settings.pools:
         return {settings.pool: settings}
     trees = {
@@ -203,7 +203,7 @@ def pools_of(settings: Settings) -> dict[str, Settings]:
 
 @dataclass(frozen=True, slots=True)
 class EffectiveConfig:
-    """The configuration with live changes applied, and the weights of single flows."""
+    """The configuration with live changes applied, and the live weights of flows by name."""
 
     settings: Settings
     weights: Mapping[str, float]
@@ -352,7 +352,7 @@ def _explain(error: Any, variables: Mapping[Loc, str]) -> str:
     else:
         text = error["msg"].removeprefix("Value error, ")
         given = error["input"]
-        # Don't show a value in a section's place, which may be a secret, or a whole section, which is long.
+        # Do not show a whole section, which is long, or a value given in its place, which may be a secret.
         shows = not isinstance(given, dict | list | tuple) and _section(loc) is None and not _is_secret(loc)
         if error["type"] != "missing" and shows:
             text += f" (got {without_secrets(str(given))[:60]!r})"

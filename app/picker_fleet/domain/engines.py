@@ -1,6 +1,6 @@
 """The engines of model servers: the series of their metrics pages, and the paths that report their state.
 
-The section `scraping` of the configuration chooses and changes them; endpoints/ reads pages by them.
+The configuration's section `scraping` selects an engine and overrides its series; endpoints/ reads the pages.
 """
 
 import re
@@ -55,11 +55,11 @@ _RANKS: Mapping[str, Aggregation] = MappingProxyType(
 class Engine:
     """The series of one engine's metrics page, and the paths that report its state.
 
-    Each figure may have several series; the first that the page has counts. `awake` is 0 while the engine
+    Each metric may have several series; the first one on the page counts. `awake` is 0 while the engine
     sleeps. `aggregation` says by label how to combine series. `probe_path` is cheap to answer; the status
     `unready`, 500, 502, 503 or 504 means that the engine takes no requests. If `health_path` is set, only its
-    status means that, and it is asked seldom: SGLang's generates a token. `sleep_path` reports whether the
-    engine sleeps, where the page does not; `models_path` lists usable adapters ('': no such path).
+    status means that; it is requested seldom, since SGLang generates a token for it. `sleep_path` reports
+    whether the engine sleeps if the page does not; `models_path` lists usable adapters ('': no such path).
     """
 
     name: str
@@ -77,7 +77,7 @@ class Engine:
     models_path: str = ""
 
 
-# The order matters: a page with series of several engines belongs to the first of them.
+# The order matters: if a page has equally many metrics of several engines, the first engine counts.
 ENGINES: Mapping[str, Engine] = {
     engine.name: engine
     for engine in (

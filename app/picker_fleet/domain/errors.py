@@ -1,4 +1,4 @@
-"""Every error that the fleet raises on purpose, with its HTTP status, metric label and dropped reason.
+"""All errors that this project defines, with HTTP status, metric label and dropped reason.
 
     PickerError
     ├── ConfigError              an unusable configuration
@@ -42,7 +42,7 @@ _INVALID, _OVERLOADED = "invalid_request_error", "overloaded_error"  # kinds
 
 
 class PickerError(Exception):
-    """Base of everything raised on purpose."""
+    """Base of all errors that this project defines."""
 
 
 class ConfigError(PickerError):
@@ -148,7 +148,7 @@ class StateFault(RequestError):
 
 
 class StateUnavailable(StateFault, status=503, code="state_unavailable", kind=_OVERLOADED):
-    """No answer in time, or an error that every call would get: the replica goes on without Redis (G8)."""
+    """Redis did not answer in time, or fails every call: the replica continues without Redis (G8)."""
 
 
 class WritesRefused(StateFault, status=503, code="writes_refused", kind=_OVERLOADED):

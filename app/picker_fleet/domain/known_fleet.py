@@ -1,5 +1,5 @@
-"""What a replica knows of its fleet. Membership (fleet/heartbeat.py) writes it; the gate, the chooser and the
-scraper read it.
+"""A replica's view of its fleet. Membership (fleet/heartbeat.py) updates the view; the gate, the chooser and
+the scraper read it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,9 +11,9 @@ from picker_fleet.domain.scorer_names import SCRAPED_SCORERS
 class KnownFleet:
     """The fleet as of the last heartbeat; before the first one, only the configuration.
 
-    `config` includes the live changes. `live` has the ids of the live replicas, including this one,
-    `in_flight` the requests by endpoint; `busy` is whether any request is in flight. Writers replace these
-    objects and never change them.
+    `config` includes the live changes. `live` has the ids of the live replicas, including this one;
+    `in_flight` maps endpoints to their numbers of requests; `busy` is True while any request is in flight.
+    Membership replaces these objects and never changes them.
     """
 
     def __init__(self, settings: Settings) -> None:

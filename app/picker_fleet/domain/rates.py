@@ -23,7 +23,7 @@ class Rates:
         self._burst = burst
         self._most_keys = most_keys
         self._clock = clock
-        self._left: OrderedDict[str, tuple[float, float]] = OrderedDict()  # tokens left, at what time
+        self._left: OrderedDict[str, tuple[float, float]] = OrderedDict()  # tokens left, and when
 
     def take(self, key: str = "", cost: float = 1.0) -> float:
         """Take `cost` tokens of `key` and return 0; or return the seconds until it has enough tokens."""

@@ -150,8 +150,8 @@ class Alive(NamedTuple):
 
 
 def largest_claim(share: float, bound: float) -> float:
-    """The most stock that one request takes under `bound`, as in the scripts: `share` of the bound, but at
-    least 1, or the whole bound if that is below 1."""
+    """The most stock that one request takes under `bound`: `share` of the bound, but at least 1, or the whole
+    bound if that is below 1. The scripts compute the same."""
     return max(share * bound, min(1.0, bound))
 
 
@@ -202,7 +202,7 @@ METRICS_SCHEME = "picker-fleet/metrics-scheme"
 
 
 class Ejection(NamedTuple):
-    """Why an endpoint is ejected, and until when (Redis's clock). After that a probe decides."""
+    """Why an endpoint is ejected, and until when (Redis's clock). Then a probe decides on its return."""
 
     reason: str
     until_ms: int

@@ -91,7 +91,7 @@ class Section(BaseModel):
 class Redis(Section):
     url: Annotated[str, AfterValidator(redis_url)] = "redis://127.0.0.1:6379/0"
     connect_timeout: Duration = Field(1.0, gt=0)
-    # Redis counts as lost after probes stay unanswered for so long. A busy machine must answer within it.
+    # Redis counts as lost once it has not answered probes for this long. A busy Redis must answer sooner.
     silence: Duration = Field(1.0, ge=0.2)
 
 
@@ -116,22 +116,22 @@ class ExtProc(Section):
     health_listen: HostPort | None = None  # a further port for gRPC health only, always without TLS
     transport: Literal["native", "grpcio"] = "native"  # the gRPC implementation (docs/decisions.md, 22)
     max_body_bytes: Count = Field(8 * 1024 * 1024, ge=1024)
-    max_buffered_bytes: Count = Field(128 * 1024 * 1024, ge=1024)  # limit of all bodies together in a replica
-    body_timeout: Duration = Field(60.0, gt=0)  # for a body to arrive; the wait in the queue does not count
-    # Headers for flow, band or model that Envoy sets or has checked. Those not listed here are ignored.
+    max_buffered_bytes: Count = Field(128 * 1024 * 1024, ge=1024)  # of all bodies that a replica holds
+    body_timeout: Duration = Field(60.0, gt=0)  # time for a body to arrive, without the wait in the queue
+    # Trusted headers for flow, band or model: Envoy sets or checks them. Other such headers are ignored.
     trusted_headers: tuple[Annotated[str, BeforeValidator(trusted_name)], ...] = ()
     # Namespace of the metadata with the picked endpoint (spec 002) and with the endpoint that served.
     metadata_namespace: MetadataNamespace = "envoy.lb"
     trusted_hops: Count = Field(0, ge=0, le=16)  # proxies before Envoy that append to x-forwarded-for
     paths: tuple[AllowedPath, ...] = ()  # allowed besides the built-in list (allowlist.APIS)
-    # Requests for other paths: refuse all, or admit all but those that could administer an engine.
+    # For unlisted paths: refuse all requests, or pass all except those that could administer an engine.
     unknown_paths: Literal["refuse", "pass"] = "refuse"
     read_rate: Number = Field(100, gt=0, le=1e6)  # reads (kind `read`) a second in each replica
-    drain_grace: Duration = 2.0  # NOT_SERVING is announced this long before new streams are refused
-    drain_timeout: Duration = 60.0  # requests that still wait after it are refused
-    # Test mode, never for production: clients choose endpoints, answers name theirs (docs/conformance.md).
+    drain_grace: Duration = 2.0  # a draining replica reports NOT_SERVING this long before it refuses streams
+    drain_timeout: Duration = 60.0  # requests that still wait after this time are refused
+    # Test mode, never for production: clients may choose endpoints (docs/conformance.md).
     conformance: Flag = False
-    # While no replica answers, Envoy refuses requests with 503, or balances them itself without any bound.
+    # If no replica answers, Envoy refuses requests with 503 (deny), or balances them unbounded (balance).
     on_failure: Literal["deny", "balance"] = "deny"
 
     @model_validator(mode="after")
@@ -185,7 +185,7 @@ UrlPath = Annotated[str, AfterValidator(url_path)]
 class StaticEndpoint(Section):
     address: EndpointAddress
     labels: dict[str, str] = {}
-    max_inflight: Count | None = Field(None, ge=1, le=1_000_000)  # in flight at once, fleet-wide
+    max_inflight: Count | None = Field(None, ge=1, le=1_000_000)  # requests in flight, fleet-wide
     metrics_port: Port | None = None  # port of the metrics page, if it differs
     metrics_path: UrlPath | None = None
 
@@ -236,13 +236,13 @@ class TargetModel(Section):
 
 
 class Objective(Section):
-    """The band, weight and limit of requests, which name the objective."""
+    """The band, weight and limit of the requests that name this objective in a header."""
 
     name: Name
     criticality: CriticalityName = Criticality.DEFAULT
     priority: Priority | None = None
     weight: Number = Field(1.0, ge=LEAST_WEIGHT, le=MOST_WEIGHT)
-    max_inflight_per_endpoint: Count | None = Field(None, ge=1, le=65_535)  # limit of each of its flows
+    max_inflight_per_endpoint: Count | None = Field(None, ge=1, le=65_535)  # limit for each flow
 
     @model_validator(mode="after")
     def _one_band(self) -> Self:
@@ -251,18 +251,18 @@ class Objective(Section):
         return self
 
     def band(self, bands: Bands) -> Band:
-        """The band of its requests among the configured `bands`."""
+        """The band, among the configured `bands`, of requests with this objective."""
         if self.priority is not None:
             return bands.of(self.priority)
         return bands.named(self.criticality)
 
 
 class Model(Objective):
-    """A model; its band, weight and limit are for requests without an objective."""
+    """A model; its band, weight and limit apply to requests without an objective."""
 
     max_model_len: Count | None = Field(None, ge=1, le=100_000_000)  # tokens of prompt plus answer
     target_models: tuple[TargetModel, ...] = ()
-    endpoint_labels: Mapping[Name, str] = Field(default={})  # an endpoint that serves it has them
+    endpoint_labels: Mapping[Name, str] = Field(default={})  # labels of the endpoints that serve the model
 
 
 BandWeight = Annotated[Number, Field(ge=LEAST_WEIGHT, le=MOST_WEIGHT)]
@@ -276,8 +276,8 @@ def _band_name(name: str) -> str:
 
 
 class PriorityBand(Section):
-    """A band of the queue. Critical, Default and Sheddable have defaults. Another band takes attributes
-    that are not given from the nearest of these three at or below its priority, or else from the lowest."""
+    """A band of the queue. Critical, Default and Sheddable have defaults. Any other band inherits attributes
+    that are not set from the nearest of these three at or below its priority, or else from the lowest."""
 
     priority: Priority
     name: Annotated[Name, Field(max_length=64), AfterValidator(_band_name)] | None = None
@@ -285,14 +285,14 @@ class PriorityBand(Section):
     preemptible: Flag | None = None
     guaranteed: Flag | None = None
     capacity: Count | None = Field(None, ge=1)
-    bytes: int | None = Field(None, strict=True, ge=1, le=MOST_BAND_BYTES)  # waiting bodies
+    bytes: int | None = Field(None, strict=True, ge=1, le=MOST_BAND_BYTES)  # limit for waiting bodies
 
     @property
     def label(self) -> str:
         return self.name if self.name is not None else str(self.priority)
 
     def over(self, band: Band) -> Band:
-        """`band` with the attributes given here replaced, name and priority among them."""
+        """A copy of `band` with the attributes that this section sets, including name and priority."""
         return replace(band, name=self.label, **self.model_dump(exclude_none=True, exclude={"name"}))
 
 
@@ -308,27 +308,27 @@ class FairRequestQueue(Section):
     total_capacity: Count = Field(1000, ge=1)
     flow_capacity: Count = Field(100, ge=1)
     max_flows: Count = Field(10_000, ge=1)  # flows with a waiting request, over all bands
-    # The largest part of the bound that one request takes, whatever it claims; but at least 1.
+    # The largest share of the stock's bound that one request takes, whatever its cost; at least 1 unit.
     claim_share: Number = Field(0.25, gt=0, le=1)
-    # How many flows without a configured name one client address may start at one replica.
+    # How many flows without a configured name one client address may start at each replica.
     new_flows_per_minute: Count = Field(1000, ge=1, le=1_000_000)
     queue_ttl: Duration = Field(30.0, gt=0)
     flow_key: Literal["fairness-id", "model"] = "fairness-id"
     band_policy: BandPolicy = "strict"
-    # Bands besides Critical, Default and Sheddable, or these with other priorities and attributes. Any other
-    # priority gets a dynamic band while requests have it.
+    # Bands besides Critical, Default and Sheddable, or changes to these three. Any other priority gets a
+    # dynamic band while requests have that priority.
     priority_bands: tuple[PriorityBand, ...] = Field((), max_length=_MOST_BANDS - len(NAMED))
-    # Weights by band name. A band that is not named keeps its weight.
+    # Weights by band name. A band that is not listed keeps its weight.
     band_weights: dict[str, BandWeight] = Field(default={}, validate_default=True)
     fairness: Fairness = "weighted-fair"
     ordering: Ordering = "fcfs"
     overload: Overload = "preempt"
     starvation_after: Annotated[Duration, Field(gt=0)] | None = None  # null: half a request's TTL
     guard_share: Number = Field(0.1, ge=0, lt=1)
-    # Estimate for an answer of unknown length until the flow has had an answer; only with `unit: tokens`.
+    # Assumed length of an answer until the flow has completed a request; only with `unit: tokens`.
     default_answer_tokens: Count = Field(256, ge=1, le=1_000_000)
     overload_status: Literal[503, 429] = 503
-    # While no endpoint is ready, queue requests up to their TTL, as for a pool that is scaled to zero.
+    # If no endpoint is ready, queue requests until their TTL, for example in a pool that is scaled to zero.
     queue_without_endpoints: Flag = False
 
     @field_validator("priority_bands")
@@ -372,9 +372,9 @@ class FairRequestQueue(Section):
 
 
 class RequestQueueController(Section):
-    """Bounds per ready backend, in `unit`."""
+    """The stock's bounds for each ready endpoint, in `unit`."""
 
-    enabled: Flag = True  # False: requests are placed as they come, without a wait
+    enabled: Flag = True  # False: requests are placed on arrival and never queued
     watermark_per_backend: Number = Field(2, gt=0, le=MOST_COST)
     percentage_deviation_for_bounds: Number = Field(0.1, gt=0, lt=1)
     lower_bound_per_backend: Number | None = Field(None, ge=0, le=MOST_COST)
@@ -423,7 +423,7 @@ class Workloads(Section):
     rate_window: Duration = Field(60.0, gt=0)
     ema_alpha: Number = Field(0.2, gt=0, le=1)
     idle_after: Duration = Field(300.0, gt=0)
-    max_workloads: int = Field(20_000, ge=1)  # requests of further ids count as anonymous
+    max_workloads: int = Field(20_000, ge=1)  # requests that name further workloads are anonymous
     wait_signal: WaitSignal = "request"
 
 
@@ -451,8 +451,8 @@ class OutlierDetection(Section):
 
 
 class Latency(Section):
-    """Weights of the scorer `latency` (spec 004): cost = alpha·mean_s + beta·load + gamma·std_s; the load are
-    requests in flight."""
+    """Weights of the scorer `latency` (spec 004): cost = alpha·mean_s + beta·load + gamma·std_s, where `load`
+    is the number of requests in flight."""
 
     alpha: Number = Field(1.0, ge=0, le=1e6)
     beta: Number = Field(0.5, ge=0, le=1e6)
@@ -473,7 +473,7 @@ class Scheduling(Section):
     """How an endpoint is chosen. Without scorers: the endpoint with the fewest requests in flight."""
 
     scorers: Annotated[dict[ScorerName, ScorerWeight], BeforeValidator(weights_by_name)] = {}
-    session_keys: tuple[SessionKey, ...] = ()  # read by the scorer session-affinity besides tokens
+    session_keys: tuple[SessionKey, ...] = ()  # for the scorer session-affinity, besides session tokens
     latency: Latency = Latency()
     fallbacks: Count = Field(2, ge=0, le=8)
     adapters: tuple[Name, ...] = ()  # LoRA adapters, besides those that endpoints report
@@ -495,20 +495,20 @@ Scheme = Literal["http", "https"]
 
 
 class Scraping(Section):
-    """Scraping of metrics pages. `interval: auto` is as short as the use of the figures needs, at most 1 % of
-    the replica's and of the endpoint's time; `stale_after: auto` is 3 intervals."""
+    """Scraping of metrics pages. `interval: auto` scrapes as often as the metrics are used, within 1 % of the
+    replica's and of the endpoint's time; `stale_after: auto` is 3 intervals."""
 
     interval: AutoDuration = Field(None, ge=0.01)
     stale_after: AutoDuration = Field(None, gt=0)
     engine: str = AUTO
     engine_label: str = _ENGINE_LABELS[0]  # endpoint label with the engine's name
-    series: Mapping[str, str] = Field(default={})  # figure -> series, overriding the engine's
-    aggregation: Mapping[str, Aggregation | Literal["sum"]] = Field(default={})  # by label, as `series`
+    series: Mapping[str, str] = Field(default={})  # metric -> series; overrides the engine's
+    aggregation: Mapping[str, Aggregation | Literal["sum"]] = Field(default={})  # by label; as `series`
 
     # How to fetch metrics pages; `port` is needed if it differs from the port of requests.
     port: Port | None = None
     scheme: Scheme = "http"
-    probe_scheme: Scheme | None = None  # scheme of probes, sent to the port of requests; null: as `scheme`
+    probe_scheme: Scheme | None = None  # scheme of probes, which go to the port of requests; null: `scheme`
     ca: FilePath | None = None  # CA of the `https` certificates; null: accept any certificate
     token_file: FilePath | None = None  # bearer token sent with each scrape
 
@@ -534,7 +534,7 @@ class Scraping(Section):
         return self
 
     def engine_named(self, labels: Mapping[str, str]) -> str:
-        """The engine's name by an endpoint's labels; '' if no label has it."""
+        """The engine name in an endpoint's `labels`; '' if no label names an engine."""
         return next((labels[key] for key in (self.engine_label, *_ENGINE_LABELS) if key in labels), "")
 
     def engines(self, named: str = "") -> tuple[Engine, ...]:
@@ -596,4 +596,4 @@ class Tracing(Section):
 
     enabled: Flag = False
     endpoint: Annotated[str, AfterValidator(http_url)] = "http://127.0.0.1:4317"
-    sample: Number = Field(0.1, ge=0, le=1)  # share of requests without a traceparent; others follow theirs
+    sample: Number = Field(0.1, ge=0, le=1)  # sampled share of requests without a traceparent

@@ -26,7 +26,7 @@ def duration_s(value: object) -> float:
     """Seconds in `value`: a number of seconds or a string such as `500ms`, `30s`, `5m`.
 
     Raises:
-        ValueError: `value` is neither, is negative, is not finite, or is longer than a year.
+        ValueError: `value` has another form, is negative or not finite, or is longer than a year.
     """
     seconds: float
     if isinstance(value, int | float) and not isinstance(value, bool):
@@ -38,7 +38,7 @@ def duration_s(value: object) -> float:
         seconds = float(match[1]) * _UNIT_S[match[2]]
     else:
         raise ValueError("a duration such as 30s or 500ms is needed")
-    if not 0 <= seconds <= _LONGEST_S:  # NaN is neither
+    if not 0 <= seconds <= _LONGEST_S:  # also rejects NaN
         raise ValueError("a duration must be finite, not negative, and at most a year")
     return float(seconds)
 
@@ -89,7 +89,7 @@ def host_name(value: object) -> str:
     except ValueError:
         pass
     if not isinstance(value, str) or not _HOST.fullmatch(text) or ".." in text:
-        raise ValueError(f"{str(value)[:60]!r} is no host's name (without a port); *.NAME is all below it")
+        raise ValueError(f"{str(value)[:60]!r} is no host name (without a port) or *.NAME for its subdomains")
     return text
 
 

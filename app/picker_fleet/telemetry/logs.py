@@ -25,9 +25,9 @@ from picker_fleet.scheduling.explain import Explanation
 _log = logging.getLogger("picker_fleet.telemetry.decisions")  # the name operators filter by
 POOL: Final = ContextVar("pool", default="")  # the pool of the running task, if the process serves several
 _MAX_KINDS = 1000
-_REFUSALS_PER_S = 5  # lines for each code; a flood of refusals must not become a flood of lines
+_REFUSALS_PER_S = 5  # lines for each code, so that a flood of refusals does not flood the log
 
-# The fields that every record has; any other field was passed as `extra`.
+# The fields that every log record has; any other field was passed as `extra`.
 _OWN = frozenset(logging.makeLogRecord({}).__dict__) | {"message", "asctime", "taskName"}
 
 
@@ -117,15 +117,15 @@ def setup(
 class OneASecond(logging.Filter):
     """Passes one record of each kind a second, so that no peer can cause a flood of lines.
 
-    A kind is a logger and a message before formatting. The field `left_out` counts the records dropped since
+    A kind is a pair of logger and unformatted message. The field `left_out` counts the records dropped since
     the last line of the kind; if no further record comes, the first dropped one is written a second later.
-    `clock` is in seconds. Records below INFO always pass, and decision lines, which `DecisionLines` limits.
+    `clock` is in seconds. Records below INFO and decision lines, which `DecisionLines` limits, always pass.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
         self._clock = clock
-        # By kind: the time of the last line, and how many records were dropped since.
+        # By kind: the time of the last line, and the number of records dropped since then.
         self._kinds: dict[tuple[str, object], tuple[float, int]] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:
@@ -147,7 +147,7 @@ class OneASecond(logging.Filter):
 
     def _repeat_later(self, record: logging.LogRecord) -> None:
         """Write `record` after a second, unless a further line of its kind was written."""
-        # Outside an event loop only the next line of the kind has the count.
+        # Without an event loop there is no timer: the next line of the kind reports the count.
         with contextlib.suppress(RuntimeError):
             asyncio.get_running_loop().call_later(1.0, self._repeat, record)
 
@@ -161,7 +161,7 @@ class DecisionLines:
     """Writes a line for each decision: placements at debug level, refusals at info level, limited by code.
 
     Call `placed` only if `debug`. `explain`, called at debug level only, returns how a request's endpoint was
-    chosen. `clock` is in seconds. Each line has the fields of `whose`. For use in one event loop.
+    chosen. `clock` is in seconds. Each line has the fields `whose`. For use in one event loop.
     """
 
     def __init__(
@@ -181,14 +181,14 @@ class DecisionLines:
     def placed(
         self, request: InferenceRequest | None, endpoints: Sequence[str], mode: str, seconds: float
     ) -> None:
-        """Write that a request goes to the first of `endpoints`; `request` is None for reads (GET)."""
+        """Log that a request goes to the first of `endpoints`; `request` is None for reads (GET)."""
         fields = {**self._whose, **_fields(request, "ok", mode, seconds), "endpoints": ",".join(endpoints)}
         _log.debug("placed", extra={**fields, **self._explanation(request)})
 
     def refused(
         self, request: InferenceRequest | None, code: str, status: int, mode: str, seconds: float
     ) -> None:
-        """Write that a request was refused with `code` and the HTTP `status`, or that its client disconnected
+        """Log that a request was refused with `code` and the HTTP `status`, or that its client disconnected
         first (`client_gone`, 499); `request` is None if it could not be parsed."""
         second = int(self._clock())
         if second != self._second:

@@ -28,9 +28,9 @@ from picker_fleet.state.error_replies import NO_ANSWER, Meaning
 from picker_fleet.state.pool_state import PoolState
 
 OTHER = "other"
-_MAX_VALUES = 1000  # of a label, and pairs of two labels
+_MAX_VALUES = 1000  # different values of a label, and different pairs of values of two labels
 _MAX_VALUE_CHARS = 128
-# The most series of a family: labels that are capped separately still multiply.
+# The most series of a family: even with capped labels, the number of combinations can be large.
 _MAX_SERIES = 10_000
 _MAX_HISTOGRAMS = 2_500
 
@@ -60,10 +60,10 @@ _TRANSITIONS = (
 )
 # Fields of the shared state: each has the name of its metric, and the help text.
 _POOL_GAUGES = {
-    "stock": ("stock_level", "What is in flight, fleet-wide, in the stock's unit."),
-    "lower": ("lower_bound", "The stock below which requests are dispatched."),
+    "stock": ("stock_level", "Requests or tokens in flight, fleet-wide."),
+    "lower": ("lower_bound", "While the stock is below this bound, requests are dispatched."),
     "watermark": ("watermark", "The target of the stock."),
-    "upper": ("upper_bound", "The stock is never above it."),
+    "upper": ("upper_bound", "The stock never exceeds this bound."),
     "queue_fill": ("queue_fill", "The part of the queue's total capacity in use."),
     "active_flows": ("active_flows", "Flows with a queued request."),
     "overdue": ("overdue_requests", "Queued requests past their starvation threshold."),
@@ -115,7 +115,7 @@ class Metrics:
         self.refusals = counters("epp_request_errors", "Decisions that were refusals.", (*_MODEL, "code"))
         self._decision = histograms(
             "epp_decision_latency_seconds",
-            "From a request's first message to its decision.",
+            "Time from a request's first message to its decision.",
             _DECISION,
             ("mode",),
         )
@@ -142,7 +142,7 @@ class Metrics:
         self._completions = counters(
             "epp_completions", "Requests that ended, by outcome.", ("model", "outcome")
         )
-        self._statuses = counters("epp_responses", "Answers by HTTP status, 0 for none.", ("model", "status"))
+        self._statuses = counters("epp_responses", "Answers by HTTP status, or 0.", ("model", "status"))
         self._tokens_in = counters(
             "epp_input_tokens", "Prompt tokens, as model servers count them.", ("model",)
         )
@@ -150,10 +150,10 @@ class Metrics:
             "epp_output_tokens", "Completion tokens, as model servers count them.", ("model",)
         )
         self.durations = histograms(
-            "epp_request_duration_seconds", "Until the last byte.", _DURATION, ("model",)
+            "epp_request_duration_seconds", "Time until the last byte of the answer.", _DURATION, ("model",)
         )
         self.first_bytes = histograms(
-            "epp_time_to_first_token_seconds", "Until the answer's first byte.", _FIRST_BYTE, ("model",)
+            "epp_time_to_first_token_seconds", "Time until the answer's first byte.", _FIRST_BYTE, ("model",)
         )
 
         self.access_log = counters(
@@ -161,31 +161,31 @@ class Metrics:
         ).count_one
         self.access_log_rejected = counters(
             "epp_access_log_rejected",
-            "Entries without a valid accounting token, by what is wrong.",
+            "Access-log entries without a valid accounting token, by fault.",
             ("reason",),
         ).count_one
-        self._calls = histograms("epp_redis_call_seconds", "One batched script call.", _REDIS, ("script",))
+        self._calls = histograms("epp_redis_call_seconds", "Time of one script call.", _REDIS, ("script",))
         self._items = histograms("epp_redis_call_items", "Items in one script call.", _ITEMS, ("script",))
         self._errors = counters(
-            "epp_redis_errors", "Failed script calls, by what Redis answered.", ("script", "kind")
+            "epp_redis_errors", "Failed script calls, by kind of failure.", ("script", "kind")
         )
 
         self._degraded = gauges("epp_degraded", "1 while this replica works without the shared state.")
-        self._failover_state = gauges("epp_failover_state", "1 for the state this replica is in.", ("state",))
+        self._failover_state = gauges("epp_failover_state", "1 for this replica's current state.", ("state",))
         self._transitions = counters(
             "epp_failover_transitions", "Changes of the failover state, by cause.", ("to", "cause")
         )
         self._paused_s = counters("epp_stood_still_seconds", "Seconds in which this replica did not run.")
-        self._redis_answer_age = gauges("epp_redis_answer_age_seconds", "Time since any answer of Redis.")
+        self._redis_answer_age = gauges("epp_redis_answer_age_seconds", "Time since Redis last answered.")
         self.background_failure = counters(
             "epp_background_failures",
             "Failures of background tasks, each followed by a new attempt.",
             ("task",),
         ).count_one
-        self.strays = counters("epp_strays", "Entries of the shared state without a record, dropped.").count
-        self.keys_lost = counters("epp_redis_keys_lost", "Times that Redis had lost keys of the pool.").count
+        self.strays = counters("epp_strays", "Dropped entries of requests without a record.").count
+        self.keys_lost = counters("epp_redis_keys_lost", "How often Redis had lost keys of the pool.").count
         self._unfit = gauges(
-            "epp_redis_unfit", "1 where the server is unfit for the shared state.", ("fault",)
+            "epp_redis_unfit", "1 for each fault that makes the Redis server unfit.", ("fault",)
         )
         self.ghosts = counters(
             "epp_ghosts", "Requests released early: their endpoint no longer had them."
@@ -274,7 +274,7 @@ class Metrics:
         return labels
 
     def waited(self, model: str, seconds: float, success: bool, target_model: str = "") -> None:
-        """Record a request's wait in the queue once its outcome is known; `success`: answered in full."""
+        """Record a request's time in the queue once its outcome is known; `success`: answered in full."""
         labels = (*self._variant(model, target_model), "true" if success else "false")
         self.waits.observe(seconds, labels)
 
@@ -291,7 +291,7 @@ class Metrics:
         self._statuses.add((self._model(model), _CLIENT_GONE))
 
     def waiting(self, request: InferenceRequest, change: int) -> None:
-        """Add `change` (or subtract, if negative) requests like `request` that wait for this replica."""
+        """Change by `change` the number of this replica's waiting requests that are like `request`."""
         self._waiting.add(self._variant(request.model, request.target_model), change)
         alike = Waiting(request.flow, request.band, request.model, request.target_model)
         count = self.waiting_requests.pop(alike, 0) + change
@@ -317,7 +317,7 @@ class Metrics:
         self._successes.add(amount=successes)
 
     def redis_unfit(self, faults: Mapping[str, bool]) -> None:
-        """Show each fault of state/server_check.py, and whether the Redis server has it."""
+        """Show for each fault that state/server_check.py looks for whether the Redis server has it."""
         self._unfit.replace({(fault,): float(has_it) for fault, has_it in faults.items()})
 
     def redis_call(self, script: str, seconds: float, items: int) -> None:
@@ -379,7 +379,7 @@ class Metrics:
         self._in_flight.follow_all(lambda: _by_endpoint(state.in_flight))
 
     def redis_silence(self, seconds: float, paused_s: float) -> None:
-        """Redis last answered `seconds` ago; this replica's pauses add up to `paused_s`."""
+        """Show the `seconds` since Redis last answered, and the total time that this replica was paused."""
         self._redis_answer_age.set(seconds)
         self._paused_s.follow(paused_s)
 
@@ -486,7 +486,7 @@ class Page:
 
 
 class Family:
-    """A metric family, shown on `page` behind the families made before it.
+    """A metric family, shown on `page` after the families made earlier.
 
     Callers pass label values in the order of `labels`; the text has them sorted by label name. Each class has
     `series`, which yields the text in pieces that take microseconds each to render.
@@ -537,7 +537,7 @@ class _Values(Family):
             self._values[labels] = self._values.get(labels, 0.0) + amount
 
     def follow_all(self, read: Callable[[], dict[Labels, float]]) -> None:
-        """Call `read` for all series whenever the page is rendered; in between they cost nothing."""
+        """Read all series from `read` whenever the page is rendered; no other update is needed."""
         self._read = read
 
     @property

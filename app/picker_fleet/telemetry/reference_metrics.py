@@ -61,13 +61,13 @@ class ReferenceMetrics:
         )
         gauges(
             tuple(f"{prefix}_pool_saturation" for prefix in _FLOW_CONTROL),
-            "The stock as a part of its upper bound.",
+            "The stock as a fraction of its upper bound.",
             ("inference_pool",),
             self._saturation,
         )
         gauges(
             ("llm_d_epp_request_running", "inference_objective_running_requests"),
-            "Requests in flight whose answers pass this replica.",
+            "Requests in flight whose answers pass through this replica.",
             ("model_name",),
             self._running_by_model,
         )
@@ -79,7 +79,7 @@ class ReferenceMetrics:
         )
         for what, amount_of in _AVERAGES.items():
             names = tuple(f"{prefix}_{what}" for prefix in _POOL)
-            gauges(names, "Mean of the endpoints.", ("name",), partial(self._average, amount_of))
+            gauges(names, "Mean over the endpoints.", ("name",), partial(self._average, amount_of))
         for prefix in _REQUEST:
             requests = Counters(page, prefix, "Decisions sent to Envoy.", _MODEL)
             requests.follow_all(self._requests_by_model)

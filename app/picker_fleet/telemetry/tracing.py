@@ -37,7 +37,7 @@ _W3C = TraceContextTextMapPropagator()
 
 
 class DecisionSpans:
-    """The spans of one request between its arrival and its decision; `undecided` has them meanwhile."""
+    """The spans of one request from its arrival to its decision; until then `undecided` has them by id."""
 
     def __init__(
         self, tracer: trace.Tracer, root: Span, undecided: "dict[str, DecisionSpans]", request_id: str
@@ -133,12 +133,12 @@ class Traces:
         return DecisionSpans(self._tracer, root, self._undecided, request.id)
 
     def stage(self, request_id: str, name: str, answer: "asyncio.Future[AnyVerdict]") -> None:
-        """Redis has been asked to admit or to place a request: trace the stage until its `answer`."""
+        """Trace a stage, `admit` or `place`, from the call to Redis until its `answer`."""
         if (spans := self._undecided.get(request_id)) is not None:
             answer.add_done_callback(partial(spans.end_stage, spans.begin_stage(name)))
 
     def placed_by_grant(self, request_id: str) -> None:
-        """A script granted and placed a request in one step: the stage has no length."""
+        """Add a `place` span without length: a script granted and placed the request in one step."""
         if (spans := self._undecided.get(request_id)) is not None:
             span = spans.begin_stage("place")
             span.set_attribute("picker.verdict", "placed")
@@ -190,7 +190,7 @@ def _context_of(parent: str) -> Context:
 
 def _end_settle(span: Span, answer: "asyncio.Future[SettleReply]") -> None:
     if answer.cancelled() or answer.exception() is not None:
-        span.set_status(Status(StatusCode.ERROR, "the shared state did not settle it"))
+        span.set_status(Status(StatusCode.ERROR, "the call to settle the request failed"))
     else:
         span.set_attribute("picker.verdict", answer.result().kind)
     span.end()
