@@ -248,7 +248,7 @@ def test_changing_the_guard_share_breaks_no_bound(seed: int) -> None:
 
 
 def mixed_load(queue: QueueSimulator) -> None:
-    """All bands, two weights, one limited flow, overdue requests, one past its deadline; all end."""
+    """All bands, two weights, a limited flow, overdue requests, a request past its deadline; all end."""
     for i in range(8):
         queue.admit(f"r{i}", "ab"[i % 2], weight=1 + i % 2, cost=0.25 if i % 3 else 1)
     for i in range(6):
@@ -292,7 +292,7 @@ def ignored_band_limits(queue: QueueSimulator) -> None:
 
 
 def blocked_head(queue: QueueSimulator) -> None:
-    """The first request in the queue does not fit; a later one would."""
+    """The first request in the queue does not fit, but a later request would."""
     for name, cost in (("runs", 3), ("large", 2), ("small", 1)):
         queue.admit(name, cost=cost)
     queue.run_dry()
@@ -375,7 +375,7 @@ def test_the_same_loads_on_a_correct_queue_show_no_violation(
     load(queue)
     report = audited(queue.log)
     assert (report.first_seq, report.last_seq, report.remarks) == (1, len(queue.log), ())
-    assert report.open_at_end == len(queue.requests) == 0
+    assert (report.open_at_end, len(queue.requests)) == (0, 0)
     assert all(finding.checked for finding in report.findings if load is mixed_load)
 
 
@@ -419,7 +419,7 @@ def test_a_missing_entry_is_the_only_violation_and_the_rest_is_checked() -> None
     assert report.remarks[0] == "entries between 20 and 22 are missing"
 
 
-def test_one_wrong_stock_is_reported_at_its_own_entry_and_the_next_only() -> None:
+def test_a_wrong_stock_is_reported_only_at_its_entry_and_the_next_entry() -> None:
     queue = QueueSimulator()
     mixed_load(queue)
     at = next(i for i, entry in enumerate(queue.log) if entry["event"] == "placed")
@@ -484,7 +484,7 @@ def test_service_while_the_other_flow_is_idle_makes_no_gap() -> None:
     log = Log().write("queued", *names("a", range(9))).write("granted", *names("a", range(3)))
     log.write("queued", "b.0").write("granted", "b.0").write("granted", *names("a", range(3, 8)))
     (gap,) = measures.gaps(log.entries)
-    # Only one dispatch happens while both wait.
+    # Only one dispatch happens while both flows wait.
     assert gap.widest == 1
 
 
@@ -518,11 +518,11 @@ def test_shares_follow_from_service_and_weights(
 # `a` waits in a higher band than `b`.
 INVERSIONS = {
     "a turn past a higher band": ("granted b.0, granted a.0, granted b.1", 1),
-    "none by the guard past a higher band": ("guard b.0, granted a.0, granted b.1", 0),
-    "none past orphaned requests, which wait again once adopted": (
+    "no inversion by the guard": ("guard b.0, granted a.0, granted b.1", 0),
+    "no inversion past an orphaned request until it is adopted": (
         "orphaned a.0, granted b.0, adopted a.0, granted b.1", 1
     ),
-    "none past a running request that is adopted": ("granted a.0, adopted a.0, granted b.0", 0),
+    "no inversion past a running request that is adopted": ("granted a.0, adopted a.0, granted b.0", 0),
 }  # fmt: skip
 
 
@@ -537,7 +537,7 @@ def test_an_inversion_is_a_turn_past_a_waiting_higher_band(events: str, inverted
 
 
 def test_the_highest_wait_includes_requests_that_expired_or_still_wait() -> None:
-    # One request is served after 2 ms, one expires after 3 ms, one still waits after 4 ms.
+    # One request is served after 2 ms, another expires after 3 ms, a third still waits after 4 ms.
     log = Log().write("queued", "a.0", "a.1").write("granted", "a.0").write("queued", "a.2")
     log.write("expired", "a.1").write("queued", *names("b", range(3)))
     assert measures.highest_wait_ms(log.entries[:5], "a", source_of) == 3

@@ -71,7 +71,7 @@ class Knowledge:
         return {address: float(score) for address, score in pairs}
 
 
-def test_without_scorers_the_script_has_the_whole_choice() -> None:
+def test_without_scorers_the_script_chooses_among_all_allowed_endpoints() -> None:
     chooser = chooser_of(SnapshotCell())
     assert chooser.choose(ask()).candidates == "*"
     assert chooser.choose(ask(subset=(A, B))).candidates == f"{A},{B}"
@@ -104,17 +104,17 @@ def test_no_endpoint_is_preferred_for_fresh_figures_while_most_are_stale() -> No
     assert list(known.choose()) == [B, C, A]
 
 
-def test_the_shortest_queue_comes_first_and_an_unknown_one_is_average() -> None:
+def test_the_shortest_queue_comes_first_and_an_unknown_queue_counts_as_average() -> None:
     known = Knowledge(Endpoint(A), Endpoint(B), Endpoint(C), queue_depth=3)
     known.waiting(5.0, 1.0)
     found = known.choose()
     assert list(found) == [B, C, A]
     assert (found[C], found[A]) == (pytest.approx(0.375), 0)
-    # The script adds the score of the load in flight, a quarter: three quarters are left for the queue.
+    # The script adds a quarter for the load in flight, so the queue's score weighs three quarters.
     assert found[B] == pytest.approx(0.75)
 
 
-def test_new_figures_count_after_a_moment_and_new_endpoints_at_once() -> None:
+def test_new_readings_are_used_within_a_second_and_new_endpoints_at_once() -> None:
     known = Knowledge(Endpoint(A), Endpoint(B), queue_depth=1)
     known.waiting(0.0, 9.0)
     assert next(iter(known.choose())) == A
@@ -126,7 +126,7 @@ def test_new_figures_count_after_a_moment_and_new_endpoints_at_once() -> None:
     assert list(known.choose()) == [A]
 
 
-def test_similar_requests_share_choices_whose_first_endpoint_is_any_of_the_best() -> None:
+def test_similar_requests_share_cached_choices_that_begin_with_each_of_the_best_endpoints() -> None:
     known = Knowledge(*map(Endpoint, (A, B, C)), prefix_affinity=1.0)
     orders = {tuple(known.choose()) for _ in range(300)}
     assert {order[0] for order in orders} == {A, B, C}
@@ -156,7 +156,7 @@ async def test_a_longer_prompt_follows_its_prefix_to_the_same_endpoint() -> None
     choice = known.chooser.choose(asked)
     known.chooser.placed(asked, choice, (B, A), "2,1")
     assert next(iter(known.choose(prefix=(b"block-01", b"block-02", b"block-03")))) == B
-    # The choice is explained under the id of its request, and no other id.
+    # The choice is explained under the id of its request and under no other id.
     explained = known.chooser.explain("r")
     assert explained is not None
     assert explained.chosen == (B, A)
@@ -224,7 +224,7 @@ class Probed:
 async def test_an_endpoint_that_cannot_be_connected_to_is_down_until_three_probes_succeed() -> None:
     probed, down = Probed(), [(A, "down", True)]
     probed.publish(of=(A,))
-    # An endpoint that answers badly or late is not down; one that takes no connection is.
+    # An endpoint that answers badly or late is not down; an endpoint that takes no connection is.
     assert probed.probe("status", "timeout", "") == []
     assert probed.probe("connection") == down
     # Once it is down, three probes in a row must succeed.
@@ -271,7 +271,7 @@ async def test_the_status_of_a_probe_decides_whether_an_ejected_endpoint_comes_b
     assert probed.store.marks == [(A, "ejected", not is_well)]
 
 
-async def test_a_page_that_stands_still_while_requests_run_is_reported_until_it_moves() -> None:
+async def test_an_unchanged_page_is_reported_as_stuck_while_requests_run() -> None:
     probed = Probed()
     probed.publish(of=(A,))
     page = EndpointMetrics(0, waiting=1.0, running=2.0, kv_utilisation=0.5)
@@ -281,15 +281,16 @@ async def test_a_page_that_stands_still_while_requests_run_is_reported_until_it_
         probed.probes.scraped(A, 0.1, page)
         return probed.store.marks
 
-    assert after(0) == after(4.9) == []
+    assert after(0) == []
+    assert after(4.9) == []
     stuck = (A, "stuck", True)
     assert after(0.1) == [stuck]
     assert after(5) == [stuck] * 2
-    # Once it is ejected, no probe brings the endpoint back while its page stands still.
+    # While its page stands still, no probe brings the ejected endpoint back.
     probed.cell.publish(Snapshot("2", (Endpoint(A, ejected=Ejection("stuck", 0)),)))
     probed.probes.probed(A, 200, True)
     assert probed.store.marks[-1] == (A, "ejected", True)
-    # No request runs on the endpoint any more.
+    # Once no request runs on the endpoint, its page is no longer stuck.
     probed.fleet.in_flight = {}
     assert after(1)[-1] == (A, "stuck", False)
     probed.probes.probed(A, 200, True)
@@ -353,7 +354,7 @@ def test_a_request_goes_where_its_state_is_while_that_endpoint_takes_requests(
         known.chooser.follow(fleet_with().config)
     choose = known.chooser.choose
     assert choose(ask(origin=B)).candidates == choose(ask(origin=B, selector={"gpu": "l4"})).candidates == B
-    # The state does not decide if its endpoint is down, has left or is not allowed, or if the script chooses.
+    # The state is ignored if its endpoint is down, has left or is not allowed, or if the script chooses.
     for request in (ask(origin=C), ask(origin="9.9.9.9:1"), ask(origin=B, subset=(A, C))):
         plain = choose(request._replace(origin="")).candidates.split("=")[0]
         assert choose(request).candidates.split("=")[0] == plain
@@ -422,7 +423,7 @@ def test_many_picks_at_once_are_spread_over_a_large_pool() -> None:
 
 
 @pytest.mark.parametrize("pool", [many(), many()[:20]], ids=["large", "small"])
-def test_there_are_as_many_candidates_as_endpoints_in_an_answer(pool: list[Endpoint]) -> None:
+def test_there_is_one_candidate_for_the_pick_and_one_for_each_fallback(pool: list[Endpoint]) -> None:
     assert len(Knowledge(*pool, queue_depth=1, fallbacks=8).choose()) == 9
 
 
@@ -440,7 +441,7 @@ def test_in_a_large_pool_endpoints_with_the_prefix_or_the_adapter_are_considered
         assert next(iter(known.choose(target_model="tuned"))) == MANY[123]
 
 
-def test_in_a_large_pool_the_only_endpoint_that_a_request_may_go_to_is_found() -> None:
+def test_in_a_large_pool_the_only_allowed_endpoint_is_found() -> None:
     known = Knowledge(
         *many(
             at_5=Endpoint(MANY[5], labels={"gpu": "h100", "zone": "a"}),

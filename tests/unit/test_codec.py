@@ -95,7 +95,7 @@ def test_a_refusal_has_the_shape_of_the_api_that_was_asked(path: bytes, is_anthr
     ):
         said = json.loads(refusal(error, 503, 0.5, path).body)
         shape = {"type": "error", "error": {"type": kind, "message": str(error)}}
-        assert (said == shape) == is_anthropics
+        assert (said == shape) is is_anthropics
         assert said["error"]["message"] == str(error)
 
 

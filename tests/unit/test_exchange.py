@@ -37,7 +37,7 @@ def asks(mode: str, fields: dict[str, str | bytes] | None = None) -> list[Proces
 
 
 def unended(mode: str, ask: bytes) -> list[ProcessingRequest]:
-    """A request whose body is complete by its content-length, but not yet marked as ended."""
+    """A request whose body has its full content-length, but is not yet marked as ended."""
     return [headers(mode, {"content-length": str(len(ask))}), body(ask, ended=False)]
 
 
@@ -65,7 +65,7 @@ async def test_a_request_is_placed_in_every_mode(mode: str) -> None:
     assert request.id == ("made-1" if mode == "standard" else "envoys-id")
     told = {"id": request.id, "token": "ticket-1", "pressure": "0.25"}
     assert dict(answers[0].dynamic_metadata["picker"]) == told
-    assert stream_owned == (not talk.exchange.done) == (mode == "standard")
+    assert (stream_owned, talk.exchange.done) == ((True, False) if mode == "standard" else (False, True))
     assert talk.metrics.answers == [(mode, "m", "ok")]
     talk.close()
     assert talk.gate.withdrawn == []
@@ -120,7 +120,7 @@ async def test_a_body_complete_by_its_length_is_placed_before_its_end_arrives(
     mode: str, ask: bytes, count: int, end: str
 ) -> None:
     talk = Talk()
-    # An empty chunk after the whole body changes nothing.
+    # An empty chunk after the whole body does not end the body.
     assert await talk.say(*unended(mode, ask), body(b"", ended=False)) == []
     # The request is placed once, and Envoy has no answer yet.
     assert len(talk.gate.admitted) == 1
@@ -192,7 +192,7 @@ async def test_a_body_that_trailers_end_goes_back_once_with_the_headers(mode: st
     answers = await talk.say(headers(mode), body(ask, ended=False), envoy.trailers())
     assert parts(answers) == ["request_headers"]
     assert given_back(answers) == [(ask, True)]
-    # In standard the response phases follow.
+    # In `standard` Envoy still sends the response to the picker.
     assert talk.exchange.done == (mode == "lean")
     if mode == "standard":
         await talk.say(envoy.response_headers(200, ended=True))
@@ -389,15 +389,15 @@ async def test_an_envoy_that_forwards_no_path_is_refused_with_the_setting_to_cha
 
 
 HINTS = {
-    "none": (None, None),
-    "an empty one": ([], ()),
-    "one with nonsense": (["10.0.0.1:8000", "nonsense"], ("10.0.0.1:8000",)),
-    "text": ("10.0.0.1:80", ("10.0.0.1:80",)),
+    "no hint": (None, None),
+    "an empty hint": ([], ()),
+    "a hint with a malformed address": (["10.0.0.1:8000", "nonsense"], ("10.0.0.1:8000",)),
+    "a hint as text": ("10.0.0.1:80", ("10.0.0.1:80",)),
 }
 
 
 @cases("hint, subset", HINTS)
-async def test_a_subset_hint_reaches_the_gate(hint: object, subset: tuple[str, ...] | None) -> None:
+async def test_the_gate_gets_the_subset_hint(hint: object, subset: tuple[str, ...] | None) -> None:
     talk, key = Talk(), "x-gateway-destination-endpoint-subset"
     metadata = {"envoy.lb.subset_hint": {key: hint}} if hint is not None else {}
     await talk.say(headers("lean", metadata=metadata), body(ASK))
@@ -457,7 +457,7 @@ async def test_a_defect_is_logged_and_answered_with_500(caplog: pytest.LogCaptur
 
 
 @pytest.mark.parametrize(("mode", "count"), [("standard", 2), ("lean", 1)])
-async def test_a_placement_is_withdrawn_unless_its_last_answer_is_given_out(mode: str, count: int) -> None:
+async def test_a_placement_is_withdrawn_unless_envoy_gets_its_last_message(mode: str, count: int) -> None:
     for given_out in range(count + 1):
         talk = Talk()
         talk.gate.placement = PLACEMENT._replace(waited_s=2.5)
@@ -514,13 +514,13 @@ async def test_standard_passes_the_answer_on_and_accounts_for_it(answer: bytes, 
 ERROR = b'{"error": {"message": "dead", "type": "InternalServerError", "code": 500}}'
 SAID = {
     "an answer": (200, b'{"choices": [], "usage": {"prompt_tokens": 1}}', "", ""),
-    "an answer about an error": (200, b'{"choices": [{"text": "{\\"error\\": {}}"}]}', "", ""),
+    "an answer whose text is an error": (200, b'{"choices": [{"text": "{\\"error\\": {}}"}]}', "", ""),
     "an error in a 200": (200, ERROR, "", "error in 200"),
-    "an error of the client in a 200": (200, ERROR.replace(b"500", b"400"), "", ""),
+    "a client error in a 200": (200, ERROR.replace(b"500", b"400"), "", ""),
     "an empty answer": (200, b"", "", "empty"),
-    "a status": (503, ERROR, "", "503"),
-    "full": (429, ERROR, "", "full"),
-    "a fallback": (200, b'{"choices": [], "usage": {"prompt_tokens": 1}}', "10.0.0.9:8000", ""),
+    "an error status": (503, ERROR, "", "503"),
+    "a full endpoint": (429, ERROR, "", "full"),
+    "an answer of a fallback": (200, b'{"choices": [], "usage": {"prompt_tokens": 1}}', "10.0.0.9:8000", ""),
 }
 
 
@@ -687,7 +687,7 @@ async def test_a_configured_namespace_has_the_destination_and_names_the_serving_
 
 
 @every_mode
-async def test_a_request_that_names_state_goes_to_the_endpoint_that_has_it(mode: str) -> None:
+async def test_a_request_that_names_stored_state_goes_to_the_endpoint_that_has_the_state(mode: str) -> None:
     origins = envoy.KnownOrigins()
     origins.known = {"resp_1": "10.0.0.2:8000", "conv_1": "10.0.0.3:8000"}
     talk = Talk(origins=origins)

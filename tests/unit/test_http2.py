@@ -232,13 +232,13 @@ TOO_MUCH_WINDOW = b"\x7f\xff\xff\xff"
     "an even stream": (PROTOCOL, frame(HEADERS, END_HEADERS, 2, b"\x82")),
     "headers of stream 0": (PROTOCOL, frame(HEADERS, END_HEADERS, 0, b"\x82")),
     "bad HPACK": (HPACK, frame(HEADERS, END_HEADERS, 1, b"\xff" * 20)),
-    "no such entry": (HPACK, frame(HEADERS, END_HEADERS, 1, b"\xfe")),
+    "an unknown HPACK index": (HPACK, frame(HEADERS, END_HEADERS, 1, b"\xfe")),
     "cut HPACK": (HPACK, frame(HEADERS, END_HEADERS, 1, b"\x00\x7f")),
     "padding over headers": (PROTOCOL, frame(HEADERS, frames.PADDED, 1, b"\x09ab")),
     "no padding length": (PROTOCOL, frame(HEADERS, frames.PADDED, 1, b"")),
     "a cut priority": (PROTOCOL, frame(HEADERS, frames.PRIORITISED, 1, b"\0")),
     "cut headers": (PROTOCOL, frame(HEADERS, 0, 1, b"\x82") + PING_FRAME),
-    "nothing to continue": (PROTOCOL, frame(frames.CONTINUATION, 0, 1, b"")),
+    "a continuation without headers": (PROTOCOL, frame(frames.CONTINUATION, 0, 1, b"")),
     "endless headers": (CALM, frame(HEADERS, 0, 1) + frame(frames.CONTINUATION, 0, 1, b"\x82" * 16_384) * 3),
     "padding over data": (PROTOCOL, WHOLE + frame(DATA, frames.PADDED, 1, b"\x09ab")),
     "a large frame": (SIZE, frame(DATA, 0, 1, b"x" * 16_385)),
@@ -246,17 +246,17 @@ TOO_MUCH_WINDOW = b"\x7f\xff\xff\xff"
     "a short ping": (SIZE, frame(PING, 0, 0, b"1")),
     "a ping of a stream": (PROTOCOL, frame(PING, 0, 1, b"12345678")),
     "cut settings": (SIZE, frame(SETTINGS, 0, 0, b"1")),
-    "a filled ACK": (SIZE, frame(SETTINGS, ACK, 0, b"123456")),
+    "a settings ACK with content": (SIZE, frame(SETTINGS, ACK, 0, b"123456")),
     "settings of a stream": (PROTOCOL, frame(SETTINGS, 0, 3)),
     "a bad setting": (PROTOCOL, frame(SETTINGS, 0, 0, struct.pack(">HL", 2, 2))),
     "a huge window": (FLOW, window_setting(2**31)),
-    "no window": (PROTOCOL, frame(frames.WINDOW_UPDATE, 0, 0, b"\0\0\0\0")),
+    "a window update of 0": (PROTOCOL, frame(frames.WINDOW_UPDATE, 0, 0, b"\0\0\0\0")),
     "a cut window": (SIZE, frame(frames.WINDOW_UPDATE, 0, 0, b"\0")),
     "too much window": (FLOW, frame(frames.WINDOW_UPDATE, 0, 0, TOO_MUCH_WINDOW)),
-    "an idle window": (PROTOCOL, frame(frames.WINDOW_UPDATE, 0, 5, b"\0\0\0\1")),
-    "an idle reset": (PROTOCOL, frame(frames.RST_STREAM, 0, 5, b"\0\0\0\1")),
+    "a window update of an idle stream": (PROTOCOL, frame(frames.WINDOW_UPDATE, 0, 5, b"\0\0\0\1")),
+    "a reset of an idle stream": (PROTOCOL, frame(frames.RST_STREAM, 0, 5, b"\0\0\0\1")),
     "a cut reset": (SIZE, frame(frames.RST_STREAM, 0, 1, b"\0")),
-    "a priority of nothing": (PROTOCOL, frame(frames.PRIORITY, 0, 0, b"12345")),
+    "a priority of stream 0": (PROTOCOL, frame(frames.PRIORITY, 0, 0, b"12345")),
     "a cut GOAWAY": (SIZE, frame(frames.GOAWAY, 0, 0, b"1")),
     "a closed stream": (frames.STREAM_CLOSED, WHOLE + RESET_OF_1 + WHOLE),
 })  # fmt: skip
@@ -288,7 +288,7 @@ async def test_a_connection_that_does_not_begin_with_preface_and_settings_is_clo
     "a header of the connection": (PROTOCOL, [*FIELDS, ("connection", "close")], b""),
     "another length": (PROTOCOL, [*FIELDS, ("content-length", "9")], frame(DATA, END_STREAM, 1, ASK)),
     "trailers that do not end the stream": (PROTOCOL, FIELDS, WHOLE),
-    "no window": (PROTOCOL, FIELDS, frame(frames.WINDOW_UPDATE, 0, 1, b"\0\0\0\0")),
+    "a window update of 0": (PROTOCOL, FIELDS, frame(frames.WINDOW_UPDATE, 0, 1, b"\0\0\0\0")),
     "too much window": (FLOW, FIELDS, frame(frames.WINDOW_UPDATE, 0, 1, TOO_MUCH_WINDOW)),
     "a cut priority": (SIZE, FIELDS, frame(frames.PRIORITY, 0, 1, b"\0\0\0\1")),
 })  # fmt: skip
@@ -533,14 +533,14 @@ async def test_streams_beyond_the_limit_over_all_connections_get_refused_stream(
         assert await one.reset() == (5, frames.REFUSED_STREAM)
         await two.send(two.headers(1))
         assert await two.reset() == (1, frames.REFUSED_STREAM)
-        # A stream that ends or is reset makes room for another.
+        # A stream that ends or is reset makes room for a new stream.
         await one.send(frame(DATA, END_STREAM, 1, ASK), frame(frames.RST_STREAM, 0, 3, CANCEL))
         await one.answer(1)
         await two.send(two.request(3))
         assert await two.data(3) == ASK
 
 
-async def test_a_connection_beyond_the_limit_takes_the_place_of_an_idle_one_and_of_no_other(
+async def test_a_connection_beyond_the_limit_replaces_only_an_idle_connection(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     handler = Held()
@@ -573,7 +573,7 @@ async def test_small_unread_messages_are_charged_their_memory_overhead() -> None
         tiny = b"\0\0\0\0\2hi" * 1000
         await peer.send(peer.request(1, tiny, flags=0))
         await until(lambda: server.budget.held_bytes == 1000 * (2 + native.MESSAGE_COST) - native.FREE_BYTES)
-        # More bytes exhaust the budget before the window; the stream then gives up all its bytes.
+        # More bytes exhaust the budget before the window; the stream then releases all its bytes.
         await peer.send(*[frame(DATA, 0, 1, tiny)] * 60)
         await until(lambda: server.budget.held_bytes == 0)
 
@@ -584,7 +584,7 @@ RESIZED = b"\x20\x3f\xe1\x1f" + hpack.Encoder().encode(FIELDS)
 IDLE_FRAMES = {
     "settings": window_setting(1),
     "pings": PING_FRAME,
-    "answers to no ping": frame(PING, ACK, 0, b"12345678"),
+    "unsolicited ping ACKs": frame(PING, ACK, 0, b"12345678"),
     "priorities": frame(frames.PRIORITY, 0, 1, b"\0\0\0\3\0"),
     "window updates": frame(frames.WINDOW_UPDATE, 0, 0, b"\0\0\0\1"),
     "window updates of a stream": frame(frames.WINDOW_UPDATE, 0, 1, b"\0\0\0\1"),
@@ -605,7 +605,7 @@ async def test_a_flood_of_frames_without_content_ends_its_own_connection(sent: b
         assert await peer.ended() == CALM
 
 
-async def test_a_header_table_is_resized_at_most_twice_a_block_and_seldom() -> None:
+async def test_too_many_resizes_of_the_header_table_end_the_connection() -> None:
     async with serving() as server:
         async with server.peer() as peer:
             await peer.send(*(frame(HEADERS, END_HEADERS, stream, RESIZED) for stream in range(1, 300, 2)))
@@ -696,7 +696,7 @@ async def test_a_stop_lets_open_streams_end_and_refuses_new_ones() -> None:
         assert await peer.ended() == frames.NO_ERROR
 
 
-async def test_a_refused_path_gets_no_new_streams_on_any_connection_and_open_ones_finish() -> None:
+async def test_a_refused_path_gets_no_new_stream_on_any_connection_and_open_streams_finish() -> None:
     handler = Held()
     async with serving(handler) as server, server.peer() as peer:
         await peer.send(peer.request(1))
@@ -706,7 +706,7 @@ async def test_a_refused_path_gets_no_new_streams_on_any_connection_and_open_one
             for late, stream in ((peer, 3), (other, 1)):
                 await late.send(late.request(stream, flags=0))
                 assert await late.reset() == (stream, frames.REFUSED_STREAM)
-                # Data that the peer sent before it knew are no frames without content.
+                # Data that the peer sent before it read the reset does not count as a flood of empty frames.
                 await late.send(*[frame(DATA, 0, stream, ASK)] * 2500)
                 await late.ping()
         handler.release.set()
@@ -734,12 +734,12 @@ async def test_a_flood_of_abandoned_requests_starts_few_handlers_and_keeps_the_c
                 *(peer.request(each, flags=0) + how(each) for each in range(first, first + 1000, 2))
             )
         await peer.ping()
-        assert handler.waiting <= 500  # requests whose reset came in a later read
+        assert handler.waiting <= 500  # only requests whose reset came in a later read start a handler
         handler.release.set()
         assert await peer.served() == 1
 
 
-async def test_no_peer_reads_or_starts_more_in_a_step_than_the_budget_allows() -> None:
+async def test_each_step_of_the_event_loop_starts_a_limited_number_of_requests() -> None:
     handler = Held()
     limits = http2.Limits(step_frames=10, step_starts=3)
     async with serving(handler, limits=limits) as server, server.peer() as greedy, server.peer() as modest:
@@ -759,7 +759,7 @@ async def test_no_peer_reads_or_starts_more_in_a_step_than_the_budget_allows() -
         assert await modest.data(1) == ASK
 
 
-async def test_streams_without_a_first_message_have_a_share_and_a_deadline() -> None:
+async def test_streams_without_a_first_message_are_limited_in_number_and_time() -> None:
     limits = http2.Limits(streams=12, silent=4, silent_here=3, silent_s=1.0)
     async with serving(limits=limits) as server, server.peer() as one, server.peer() as two:
         await one.send(*(one.headers(stream) for stream in (1, 3, 5, 7)))
@@ -773,7 +773,7 @@ async def test_streams_without_a_first_message_have_a_share_and_a_deadline() -> 
         assert await one.data(9) == ASK
 
 
-async def test_no_connection_takes_all_streams_and_a_full_replica_says_so() -> None:
+async def test_one_connection_cannot_take_all_streams_and_a_full_replica_reports_the_limit() -> None:
     handler = Held()
     async with (
         serving(handler, limits=http2.Limits(streams=9)) as server,
@@ -791,7 +791,7 @@ async def test_no_connection_takes_all_streams_and_a_full_replica_says_so() -> N
         handler.release.set()
 
 
-async def test_a_peer_that_answers_no_keepalive_ping_is_disconnected_and_one_that_does_is_not() -> None:
+async def test_a_peer_is_disconnected_unless_it_answers_keepalive_pings() -> None:
     # The peer shares this event loop; if the loop pauses for longer than 0.02 s, no peer is cut.
     limits = http2.Limits(silence_s=0.05, answer_s=0.3, pause_s=0.02)
     async with serving(limits=limits) as server, server.peer() as silent:
@@ -816,7 +816,7 @@ async def test_headers_are_decoded_while_the_dynamic_table_changes() -> None:
             assert (ASK in [got.payload for got in answer]) is (path == "/test/Echo")
 
 
-async def test_a_block_that_is_repeated_after_a_change_of_the_table_is_decoded_anew() -> None:
+async def test_a_header_block_repeated_after_a_change_of_the_dynamic_table_is_decoded_anew() -> None:
     def block(path: bytes) -> bytes:
         return b"\x83\x86" + path + literal(b"content-type", b"application/grpc")  # POST, http
 

@@ -68,7 +68,7 @@ def test_a_bare_request_has_the_defaults() -> None:
     )  # fmt: skip
 
 
-def test_a_model_asks_for_the_labels_it_is_configured_with() -> None:
+def test_a_request_selects_endpoints_by_the_labels_configured_for_its_model() -> None:
     settings = parse({"models": [{"name": "big", "endpoint_labels": {"gpu": "h100"}}]})
     assert asked(model="big", settings=settings).selector == {"gpu": "h100"}
     assert asked(settings=settings).selector == {}
@@ -99,12 +99,12 @@ URLENCODED = b"application/x-www-form-urlencoded"
 FILE = ('name="file"; filename="a.mp3"', b"\r\n--\0\xff" * 3000)
 TRANSCRIPTION = form(FILE, ('name="model"', b"whisper/\xc3\xbc"), ("name=stream", b"true"))
 OCTETS = b"application/octet-stream"
-# Body, `Way` of its path and content type; expected model and stream flag.
+# Case -> body, `Way` of the path, content type; expected model and stream flag.
 OTHERS: dict[str, tuple[bytes, Way, bytes, str, bool]] = {
     "a multipart form": (TRANSCRIPTION, Way("inference", "form"), MULTIPART, "whisper/ü", True),
-    "one where JSON is usual": (TRANSCRIPTION, Way("inference"), MULTIPART, "whisper/ü", True),
-    "one with a preamble": (form(FILE, head=b"x\r\n"), Way("inference", "form"), MULTIPART, "", False),
-    "one whose path names the model": (form(FILE), Way("inference", "form", "w"), MULTIPART, "w", False),
+    "a form at a path for JSON": (TRANSCRIPTION, Way("inference"), MULTIPART, "whisper/ü", True),
+    "a form with a preamble": (form(FILE, head=b"x\r\n"), Way("inference", "form"), MULTIPART, "", False),
+    "a form and a path with a model": (form(FILE), Way("inference", "form", "w"), MULTIPART, "w", False),
     "an urlencoded form": (b"model=m%2Fx+y&stream=1", Way("inference", "form"), URLENCODED, "m/x y", True),
     "JSON for a form": (b'{"model": "m"}', Way("inference", "form"), b"application/json", "m", False),
     "JSON by curl": (b'{"model": "m"}', Way("inference"), URLENCODED, "m", False),
@@ -124,7 +124,7 @@ OTHERS: dict[str, tuple[bytes, Way, bytes, str, bool]] = {
             "UTF-32": '{"model": "m", "stream": true}'.encode("utf-32-be"),
             "half an emoji": b'{"model": "m", "stream": true, "n": "\\ud83d \\\\\\ude00 \\ud83d\\ude00"}',
             "half an emoji in bytes": b'{"model": "m", "stream": true, "prompt": "\xed\xa0\xbd"}',
-            "NULs behind it": b'{"model": "m", "stream": true}\n\0\0',
+            "NULs after the object": b'{"model": "m", "stream": true}\n\0\0',
         }.items()
     },
     **{
@@ -166,7 +166,7 @@ def test_a_body_with_more_than_64_lone_surrogates_is_refused() -> None:
         read_body(b'{"prompt": "%s", "model": "m"}' % (b"\\ud83d " * 65))
 
 
-def test_renaming_the_model_adds_one_to_a_body_without_a_model() -> None:
+def test_renaming_adds_the_model_to_a_body_that_has_none() -> None:
     for text, renamed in (
         (b"{}", b'{"model":"t"}'),
         (b' { "a": {"model": 1} }', b' {"model":"t", "a": {"model": 1} }'),
@@ -214,14 +214,14 @@ def test_any_form_is_read_or_refused(fields: list[tuple[str, bytes]]) -> None:
         assert read.model == (models[0].decode() if models else "")
 
 
-# Settings, live rewrite of any model, models of the endpoints; expected model, target and default model.
+# Case -> settings, live rewrite of any model, endpoints' models; expected model, target, default model.
 ONE_MODEL = {"models": [{"name": "llama"}]}
 UNNAMED = {
     "a default": ({"default_model": "d", **ONE_MODEL}, None, ("x",), ("d", "d", "d")),
     "a default that is rewritten": ({"default_model": "d"}, "v2", (), ("d", "v2", "d")),
     "a rewrite of any model": (ONE_MODEL, "v2", (), ("v2", "v2", "")),
-    "the only configured one": (ONE_MODEL, None, ("x",), ("llama", "llama", "llama")),
-    "the only one that endpoints report": ({}, None, ("x",), ("x", "x", "x")),
+    "the only configured model": (ONE_MODEL, None, ("x",), ("llama", "llama", "llama")),
+    "the only model that endpoints report": ({}, None, ("x",), ("x", "x", "x")),
 }
 
 
@@ -246,7 +246,7 @@ def test_a_request_without_a_model_is_refused_unless_its_pool_has_one(served: tu
     assert intake.request(unknown, {}, subset=None, trusted=False).model == "unnamed"
 
 
-# Malformed bodies by name, by the error that names their fault.
+# Error message -> case -> malformed body.
 BAD: dict[str, dict[str, bytes]] = {
     "body is empty": {"nothing": b""},
     "not valid JSON": {
@@ -267,7 +267,7 @@ BAD: dict[str, dict[str, bytes]] = {
         **{name[0]: orjson.dumps({"model": name}) for name in ("m" * 257, "é" * 129)},
         "in a long body": b'{"model": "%s"}' % LONG,
     },
-    # JSON parsers differ in which of two equal keys they use.
+    # JSON parsers differ in which value of a repeated key they use.
     "the body has model twice": {
         "in escapes": b'{"model": "a", "mod\\u0065l": "b"}',
         "around a long prompt": b'{"model": "a", "prompt": "%s", "model": "b"}' % LONG,
@@ -340,7 +340,7 @@ TEXT = {"role": "user", "content": "p" * 400}
 PNG = {"media_type": "image/png", "data": "iVBO" * 500_000}
 ANTHROPICS_IMAGE = {"type": "image", "source": {"type": "base64", **PNG}}
 PLAIN_TEXT = {"type": "text", "media_type": "text/plain", "data": "p" * 4000}
-# Fields; expected sequences and tokens (None: bytes / 4 + sequences * max_tokens).
+# Case -> fields; expected sequences and tokens (None: bytes / 4 + sequences * max_tokens).
 COSTS: dict[str, tuple[dict[str, object], float, float | None]] = {
     "a prompt": ({"prompt": "p" * 400, "max_tokens": 10}, 1, 100 + 10),
     "answers": ({"prompt": "p" * 400, "max_tokens": 10, "n": 64}, 64, 100 + 640),
@@ -463,7 +463,7 @@ def test_a_body_is_read_as_by_json_loads_or_refused_for_a_repeated_key(
         return  # Python's json writes them, but they are not JSON
     names = [name for name, _ in json.loads(text, object_pairs_hook=list)]
     used = {"model", "stream", "messages"}
-    # Both parsing paths: a small body, and a large one, which is copied if it is not ASCII.
+    # A small and a large body are parsed differently; a large body that is not ASCII is copied.
     bodies = (Body(text.encode()), Body(text.encode(), large_bytes=1))
     twice = {name for name in used if names.count(name) > 1}
     if twice:
@@ -484,7 +484,7 @@ def test_a_body_is_read_as_by_json_loads_or_refused_for_a_repeated_key(
             assert json.loads(body.with_model(b'"t"')) == {**whole, "model": "t"}
 
 
-# Values of workload_id and criticality, and the values read; None: no workload is registered.
+# Values of workload_id and criticality -> the values read; None: no workload is registered.
 IDS: list[tuple[object, str | None]] = [
     ("batch", "batch"), ("  batch  ", "batch"), ("b/ü:1", "b/ü:1"), ("x" * 128, "x" * 128),
     *((no_id, None) for no_id in ("", "   ", 7, {"a": {"b": []}})),
@@ -526,7 +526,7 @@ pieces = st.sampled_from(["plain text, ", 'said "so" ', "back\\slash", '\\"', "\
 @given(
     st.lists(st.tuples(pieces, st.integers(1, 3000)), max_size=4), st.permutations(range(5)), st.booleans()
 )
-def test_fields_of_a_long_body_are_read_wherever_its_long_strings_are(
+def test_fields_before_and_after_long_strings_of_a_body_are_read(
     written: list[tuple[str, int]], order: list[int], escaped: bool
 ) -> None:
     prompt = "".join(piece * count for piece, count in written)
@@ -579,7 +579,8 @@ def test_a_lone_surrogate_at_the_end_of_a_long_prompt_keeps_its_prefix_hashes() 
             b'{"model": "m", "prompt": "%s\\q"}',
         )
     )
-    assert half[:-1] == whole[: len(half) - 1] != ()
+    assert len(half) > 1
+    assert half[:-1] == whole[: len(half) - 1]
     assert malformed == ()
 
 
@@ -650,9 +651,9 @@ NOT_OWN_S: dict[str, dict[str, float]] = {
         for name, texts in table.items()
         for text, expected_s in texts.items()
     },
-    "the least of a client's": ({TIMEOUT: "9", GRPC_TIMEOUT: "8S", ENVOYS_TIMEOUT: "7000"}, 7.0, True),
-    "a TTL below a client's": ({TIMEOUT: "9", TTL: "4"}, 4.0, False),
-    "a client's below a TTL": ({TIMEOUT: "3", TTL: "4"}, 3.0, True),
+    "a client's least deadline": ({TIMEOUT: "9", GRPC_TIMEOUT: "8S", ENVOYS_TIMEOUT: "7000"}, 7.0, True),
+    "a TTL below a client's deadline": ({TIMEOUT: "9", TTL: "4"}, 4.0, False),
+    "a client's deadline below a TTL": ({TIMEOUT: "3", TTL: "4"}, 3.0, True),
 })  # fmt: skip
 def test_a_deadline_shortens_the_ttl_and_is_marked_if_the_client_set_it(
     headers: dict[str, str | bytes], expected_s: float, by_client: bool
@@ -693,7 +694,7 @@ def variants(
         body = read_body(orjson.dumps({"model": "split", "prompt": of(number)}))
         fields = {"x-request-id": request_id(number).encode(), **headers}
         request = intake.request(body, fields, subset=None, trusted=trusted)
-        assert request.model == request.flow == "split" or headers
+        assert headers or (request.model, request.flow) == ("split", "split")
         sent_as.append(request.target_model)
     return sent_as
 
@@ -717,7 +718,7 @@ def test_without_a_gateway_id_the_variant_depends_on_flow_and_body(trusted: bool
     assert variants(1000, str, **ids) == found
     assert variants(1000, str, **ids, key=b"other") != found
     assert variants(1000, str, **ids, headers={LLM_D_FAIRNESS: b"tenant"}) != found
-    # A client's id does not change the variant of a body; long bodies of one size get either variant.
+    # A client's id does not change a body's variant; different long bodies of one size may differ in variant.
     assert len(set(variants(100, lambda number: "p" * 10_000, **ids))) == 1
     assert len(set(variants(100, lambda number: f"{number}" + "p" * 10_000, **ids))) == 2
 
@@ -731,8 +732,9 @@ def test_prefix_hashes_are_computed_for_the_target_model() -> None:
 
     sent = asking("split")
     plain = asking(sent.target_model)
-    assert plain.model == plain.target_model == sent.target_model
-    assert sent.prefix == plain.prefix != ()
+    assert (plain.model, plain.target_model) == (sent.target_model, sent.target_model)
+    assert sent.prefix
+    assert sent.prefix == plain.prefix
 
 
 def test_a_rewritten_request_gets_all_settings_of_the_new_model() -> None:
@@ -776,9 +778,9 @@ STATE = Way("inference", has_state=True)
 REFERRING: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "a response": ({"previous_response_id": "resp_1"}, ("resp_1",)),
     "a conversation": ({"conversation": "conv_1"}, ("conv_1",)),
-    "its object": ({"conversation": {"id": "conv_1", "x": 1}}, ("conv_1",)),
+    "an object with its id": ({"conversation": {"id": "conv_1", "x": 1}}, ("conv_1",)),
     "byte for byte": ({"previous_response_id": 'é"\\ '}, ('é"\\ ',)),
-    "none": ({"previous_response_id": None, "conversation": None}, ()),
+    "null ids": ({"previous_response_id": None, "conversation": None}, ()),
     "no ids": ({"previous_response_id": 7, "conversation": ["c"]}, ()),
     "too long": ({"previous_response_id": "x" * 600, "conversation": {"id": "y" * 9000}}, ()),
 }
@@ -798,11 +800,11 @@ KEYED = ["session-id", "prompt_cache_key", "metadata.user_id", "user"]
 SESSIONS: dict[str, tuple[dict[str, str | bytes], dict[str, Any], str]] = {
     "a header": ({"session-id": "s 1"}, {"user": "u"}, "=s 1"),
     "not configured": ({"x-session-affinity": "s"}, {}, ""),
-    "the first of two": ({}, {"user": "u", "prompt_cache_key": "k"}, "=k"),
-    "a nested one": ({}, {"metadata": {"user_id": "é"}, "user": "u"}, "=é"),
+    "the first of two keys": ({}, {"user": "u", "prompt_cache_key": "k"}, "=k"),
+    "a nested key": ({}, {"metadata": {"user_id": "é"}, "user": "u"}, "=é"),
     "no text": ({}, {"metadata": [1], "user": 7, "prompt_cache_key": None}, ""),
     "too long": ({"session-id": "s" * 513}, {"user": "u" * 9000}, ""),
-    "a token comes first": ({"x-session-token": "a" * 28, "session-id": "s"}, {}, "a" * 28),
+    "a session token precedes keys": ({"x-session-token": "a" * 28, "session-id": "s"}, {}, "a" * 28),
 }
 
 

@@ -288,14 +288,14 @@ async def test_an_open_loop_does_not_wait_for_answers() -> None:
         load = Load(client)
         plan = generator.steady(500, lambda _, number: Request(f"{number}", 2))
         running = asyncio.create_task(load.send_open(itertools.islice(plan, 20)))
-        # All are sent although none is answered.
+        # All requests are sent although none is answered.
         async with asyncio.timeout(30):
             await all_in.wait()
         assert load.open == 20
         # When the load stops, each request counts once, as LEFT.
         load.stop()
         await running
-    assert load.ended[Kind.LEFT] == load.sent == len(load.history) == 20
+    assert (load.ended[Kind.LEFT], load.sent, len(load.history)) == (20, 20, 20)
     due_s = sorted(each.due_s - load.began_s for each in load.history)
     assert due_s[:2] == pytest.approx([0, 0.002])
 
@@ -317,7 +317,7 @@ async def test_a_closed_loop_ends_with_its_block_after_the_last_answers() -> Non
         ) as load:
             await load.wait_until(lambda: len(load.unserved) >= 10)
     # Each request uses its own connection, and a client pauses after a refusal.
-    assert connections == [len(load.history)] == [load.sent]
+    assert (connections, load.sent) == ([len(load.history)], len(load.history))
     assert time.monotonic() - began_s >= 4 * 0.02
 
 

@@ -40,7 +40,7 @@ def gate_of(free: float, bound: float = 100.0, **queue: Any) -> LocalGate:
 
 
 @given(st.integers(0, 200), st.floats(0, 0.99), st.integers(1, 20))
-def test_the_parts_of_all_replicas_add_up_to_what_is_free(places: int, fraction: float, live: int) -> None:
+def test_the_shares_of_all_replicas_add_up_to_the_budget(places: int, fraction: float, live: int) -> None:
     parts = [part_of(places + fraction, live=live, rank=rank, counts_requests=True) for rank in range(live)]
     assert sum(parts) == places
     assert max(parts) - min(parts) <= 1
@@ -48,7 +48,7 @@ def test_the_parts_of_all_replicas_add_up_to_what_is_free(places: int, fraction:
     assert sum(tokens) == pytest.approx(places + fraction)
 
 
-def test_no_replica_gets_budget_if_nothing_is_free() -> None:
+def test_no_replica_gets_budget_if_the_stock_is_full() -> None:
     for requests in (True, False):
         assert part_of(-3.0, live=3, rank=0, counts_requests=requests) == 0.0
 
@@ -195,7 +195,7 @@ def test_a_flood_of_requests_leaves_the_ledger_bounded(outage: bool) -> None:
     assert {entry.id for entry in ledger.owned()} == {"stream"}
 
 
-def test_open_streams_beyond_the_limit_stay_known_at_a_bounded_cost() -> None:
+def test_the_ledger_keeps_open_streams_beyond_its_limit_at_a_bounded_cost() -> None:
     ledger = Ledger(lambda: 0.0)
     for number in range(120_000):  # a search at each would take minutes
         ledger.place(str(number), "1", "", E1, owned=True)
@@ -230,7 +230,7 @@ def test_an_endpoint_below_its_limit_is_picked_first() -> None:
     picker = LocalPicker(chooser_of(cell), cell, {E1: 1}, lambda: 0.0)
     assert picker.pick(ask("a"), most=2) == (E2,)
     picker.began(E2)
-    # If all endpoints are at their limits, any is picked; the budget still keeps the bound.
+    # If all endpoints are at their limits, any endpoint is picked; the budget still keeps the bound.
     assert set(picker.pick(ask("b"), most=2)) == {E1, E2}
 
 
@@ -311,7 +311,7 @@ async def test_released_budget_alternates_between_peers_and_the_local_queue() ->
     await asyncio.sleep(0)
     for _ in range(3):
         gate.release(1.0)
-    # Of three released, each peer and the local queue get one.
+    # Of three released units, each peer and the local queue get one.
     assert await asyncio.gather(*transfers) == [1.0, 1.0]
     await until(lambda: gate.waiting == 2)
     gate.release(1.0)

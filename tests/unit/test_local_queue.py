@@ -185,6 +185,6 @@ def test_no_request_is_lost_or_served_twice(steps: list[tuple[str, int]]) -> Non
         elif what == "leave" and inside:
             name = sorted(inside)[pick % len(inside)]
             queue.remove(inside.pop(name))
-        assert len(queue) == len(inside) == sum(queue.lengths().values())
+        assert (len(queue), sum(queue.lengths().values())) == (len(inside), len(inside))
         assert {each.request.id for each in queue.all()} == set(inside)
     assert set(drain(queue, 1000.0)) == set(inside)

@@ -281,7 +281,7 @@ def test_a_band_that_is_not_configured_has_series_while_it_is_in_use() -> None:
     assert page["epp_preemptions_total", "band=100"] == 1
 
 
-def test_service_counts_for_ten_whole_seconds() -> None:
+def test_a_report_of_service_covers_the_last_ten_whole_seconds() -> None:
     clock = Clock()
     meter = ServiceMeter(clock)
     for band, flow, cost in ((1, "a", 2.0), (1, "a", 1.0), (1, "b", 1.0), (0, "a", 5.0)):

@@ -27,15 +27,15 @@ from picker_fleet.domain.request import Alive, Outcome, Placement
 from picker_fleet.state import accounting_token
 from picker_fleet.state.store import Notification, Placed, Renewal, Verdict
 
-UNSEEN_S = unseen_s(0.0)  # for an access log that reports running requests at any moment
-PATIENT_S = 60.0  # so long a resync waits for the other replica, however slow the machine is
+UNSEEN_S = unseen_s(0.0)  # with an access-log interval of 0 s
+PATIENT_S = 60.0  # a resync waits this long for the other replica: enough on a slow machine
 
 
 async def test_without_redis_requests_are_placed_within_the_share() -> None:
     # 6 of the bound of 10 are free, 3 for each of two replicas.
     bench = Bench(away=True)
     placed = [await bench.place(str(n)) for n in range(3)]
-    # Each goes to the least loaded endpoint, with a fallback and an accounting token.
+    # Each request goes to the least loaded endpoint, with a fallback and an accounting token.
     assert bench.gate.failover.state is FailoverState.LOCAL
     assert bench.free == 0.0
     assert placed[0].endpoints == (E2, E1)
@@ -51,7 +51,7 @@ async def test_without_redis_requests_are_placed_within_the_share() -> None:
 
 
 @pytest.mark.parametrize("stranger", [{"digest": "y"}, {"flow": "g", "digest": "x"}], ids=str)
-async def test_without_redis_the_id_of_a_request_is_given_to_no_other(stranger: dict[str, str]) -> None:
+async def test_without_redis_no_other_request_can_take_a_known_id(stranger: dict[str, str]) -> None:
     bench = Bench()
     bench.store.admitting = [Placed((E1,))]
     await bench.place("before", digest="x")
@@ -71,9 +71,9 @@ async def test_without_redis_the_id_of_a_request_is_given_to_no_other(stranger: 
 
 
 async def test_without_redis_a_disabled_queue_places_everything() -> None:
-    # This replica's share is 3, and the queue is disabled.
+    # The queue is disabled; this replica's share of the bound is 3.
     bench = Bench(config={"request_queue_controller": {"enabled": False}}, away=True)
-    # All are placed, balanced by the load that this replica knows.
+    # All requests are placed, balanced by the load that this replica knows.
     placed = [await bench.place(str(n)) for n in range(20)]
     status = bench.gate.failover.status()
     assert bench.gate.failover.state is FailoverState.LOCAL
@@ -183,7 +183,7 @@ async def test_after_a_peer_has_left_no_budget_is_recovered_while_its_requests_m
     assert bench.gate.failover.outage_count() is not None
 
 
-async def test_after_a_renewal_ignored_in_a_pause_no_budget_is_recovered_until_the_next_is_due() -> None:
+async def test_after_a_renewal_ignored_in_a_pause_no_budget_is_recovered_before_the_next_renewal() -> None:
     clock = [1.0]
     bench = Bench(FULL, clock=lambda: clock[0])
     clock[0] += 2 * UNSEEN_S
@@ -206,13 +206,13 @@ async def test_a_paused_fleet_places_nothing_without_redis() -> None:
 async def test_waiting_requests_move_to_the_local_queue_with_their_age() -> None:
     bench = Bench()
     async with watched(bench):
-        # One request waits in the shared queue; the other's admission is not answered.
+        # One request waits in the shared queue; Redis does not answer the admission of the other request.
         queued = await bench.wait_in_redis("queued")
         bench.store.silent = True
         asked = bench.start("asked")
         await until(lambda: bench.gate.queue.waiting == 2)
         bench.lose_redis()
-        # Both are placed locally, and cancelled in Redis.
+        # Both requests are placed locally, and cancelled in Redis.
         assert (await queued).endpoints
         assert (await asked).endpoints
     assert sorted(bench.store.cancelled) == [("asked", "cancelled"), ("queued", "cancelled")]
@@ -247,7 +247,7 @@ async def test_repeated_failovers_need_more_answered_heartbeats() -> None:
     assert bench.counted("epp_failover_transitions_total", "cause")["silence"] == 6
 
 
-async def test_answered_heartbeats_count_in_a_row() -> None:
+async def test_a_missed_heartbeat_restarts_the_count_of_answered_heartbeats() -> None:
     bench = Bench(wait_s=PATIENT_S)
     bench.gate.failover.redis_lost("refused", "refused")
     bench.gate.failover.heartbeat_answered(PULSE)
@@ -289,7 +289,7 @@ async def test_a_wait_in_both_queues_counts_once_by_its_outcome(outcome: Outcome
     bench.store.away = True
     other = bench.start("other")
     await until(lambda: bench.queued == 2)
-    # The wait is not over, so nothing is counted.
+    # The request still waits, so no outcome is counted.
     assert bench.counted("epp_requests_cancelled_total", "model") == bench.waits == {}
     # Redis is back and places the request.
     bench.store.away = False
@@ -298,7 +298,7 @@ async def test_a_wait_in_both_queues_counts_once_by_its_outcome(outcome: Outcome
         bench.answer_heartbeats()
         placement = await task
         await other
-    # The request has waited, so it is no bypass; its wait counts once its outcome is known.
+    # A request that has waited is no bypass; its wait counts once its outcome is known.
     assert bench.counted("epp_bypass_total", "model") == bench.waits == {}
     assert placement.waited_s is not None
     bench.end("r", placement, outcome=outcome, waited_s=placement.waited_s, target_model="m")
@@ -360,7 +360,7 @@ async def test_after_a_pause_a_resyncing_replica_goes_local_when_redis_is_lost()
         assert bench.gate.failover.state is FailoverState.LOCAL
 
 
-async def test_a_resync_tells_redis_all_that_ran_and_ended() -> None:
+async def test_a_resync_reports_all_running_and_ended_requests_to_redis() -> None:
     bench = Bench(away=True)
     placed = [await bench.place(str(n)) for n in range(3)]
     bench.end("over", placed[0])
@@ -395,7 +395,7 @@ async def test_a_resync_tells_redis_all_that_ran_and_ended() -> None:
 
 async def test_each_bypass_counts_once_in_every_state() -> None:
     bench = Bench(wait_s=PATIENT_S)
-    # One request is admitted by Redis, one locally, one while resyncing by the local budget and Redis.
+    # Redis admits one request, the local budget another, and while resyncing both admit the third.
     await bench.place("shared")
     bench.store.away = True
     await bench.place("alone")
@@ -428,7 +428,7 @@ async def test_budget_released_while_resyncing_is_limited_to_the_share() -> None
         for n in range(8):
             bench.end(f"theirs {n}", placed)
         assert bench.free == 8
-        # Redis, which has given that budget to others, is lost again.
+        # Redis has given that budget to other replicas, and is lost again.
         bench.gate.failover.heartbeat_answered(FULL)
         bench.store.away = True
         tasks.append(await bench.wait_here("once more"))
@@ -452,7 +452,7 @@ async def test_budget_released_before_the_resync_is_done_is_given_up(pulsed: boo
         for n in range(4):
             bench.end(f"theirs {n}", placed)
         assert (bench.gate.failover.degraded, bench.free) == (True, 4)
-        # Redis, which has received these ends too and given their budget to others, is lost again.
+        # Redis has received these ends too, given their budget to other replicas, and is lost again.
         if pulsed:
             bench.gate.failover.heartbeat_answered(FULL)
         bench.lose_redis()
@@ -460,8 +460,8 @@ async def test_budget_released_before_the_resync_is_done_is_given_up(pulsed: boo
 
 
 @pytest.mark.parametrize("shared", [False, True])
-async def test_prepaid_requests_in_the_shared_queue_are_not_placed_twice(shared: bool) -> None:
-    # While resyncing, the whole budget is acquired by requests that wait in the shared queue.
+async def test_budget_taken_while_resyncing_must_be_taken_again_in_the_next_outage(shared: bool) -> None:
+    # While resyncing, requests that wait in the shared queue have acquired the whole local budget.
     bench = Bench(wait_s=PATIENT_S, away=True)
     await bench.place("alone")
     async with resyncing(bench):
@@ -472,7 +472,7 @@ async def test_prepaid_requests_in_the_shared_queue_are_not_placed_twice(shared:
         if shared:
             bench.tell_peers()
             await until(lambda: bench.gate.failover.state is FailoverState.SHARED)
-        # Redis, in which others have filled the stock, is lost again.
+        # Other replicas have filled the stock in Redis, which is lost again.
         bench.gate.failover.heartbeat_answered(FULL)
         bench.lose_redis()
         await until(lambda: bench.queued == free)
@@ -494,7 +494,7 @@ async def test_requests_seen_alive_in_one_outage_count_as_in_flight_in_the_next(
         assert {"alone", "of another"} <= bench.gate.failover.outage.before.keys()
 
 
-async def test_a_prepaid_request_placed_after_the_resync_counts_as_in_flight_in_the_next_outage() -> None:
+async def test_a_request_that_queued_while_resyncing_and_ran_counts_as_in_flight_in_the_next_outage() -> None:
     bench = Bench(wait_s=PATIENT_S, away=True)
     await bench.place("alone")
     async with resyncing(bench):
@@ -513,7 +513,7 @@ async def test_a_prepaid_request_placed_after_the_resync_counts_as_in_flight_in_
 
 async def test_accounting_token_of_a_local_placement_restores_nothing_once_its_end_is_known() -> None:
     bench = Bench()
-    # One request is admitted by Redis, one locally.
+    # Redis admits one request, the local budget another.
     shared = await bench.place("shared")
     bench.store.away = True
     alone = await bench.place("alone")
@@ -617,7 +617,7 @@ async def test_a_lease_of_the_local_budget_never_expires() -> None:
 
 
 @pytest.mark.parametrize("redis", ["answers", "is away"])
-async def test_a_shutdown_refuses_the_requests_that_wait_and_all_later_ones(redis: str) -> None:
+async def test_a_shutdown_refuses_waiting_and_later_requests(redis: str) -> None:
     bench = Bench(FULL)
     if redis == "answers":
         waiting = await bench.wait_in_redis("r")

@@ -37,19 +37,19 @@ SEVERAL = PickRequest(prefix_blocks=8, prefix_matches={"10.0.0.0:80": 8, "10.0.0
         for figures, expected in (((0, 5, 10), [1.0, 0.5, 0.0]), ((7, 7), [1.0, 1.0]), ((3,), [1.0]))
     },
     "an unknown queue is average": ("queue-depth", PLAIN, row("waiting", 0, None, 10, 10), [1, 1 / 3, 0, 0]),
-    "even beside one alone": ("queue-depth", PLAIN, row("waiting", 4, None), [1.0, 1.0]),
-    "of unknown queues all are": ("queue-depth", PLAIN, row("waiting", None, None), [0.0, 0.0]),
+    "an unknown queue beside a known queue": ("queue-depth", PLAIN, row("waiting", 4, None), [1.0, 1.0]),
+    "unknown queues all score 0": ("queue-depth", PLAIN, row("waiting", None, None), [0.0, 0.0]),
     "free KV cache": (
         "kv-cache", PLAIN, row("kv_utilisation", 0.0, 0.25, 1.0, None), [1.0, 0.75, 0.0, 1.75 / 3]),
     "the part of the prompt served before": (
         "prefix-affinity", SEVERAL, row("waiting", 0, 0, 0), [1.0, 0.25, 0.0]),
     "no prompt": ("prefix-affinity", PLAIN, row("waiting", 0), [0.0]),
-    "a session where it was served": (
+    "the endpoint of a session": (
         "session-affinity", PickRequest(session_endpoint="10.0.0.2:80"), row("waiting", 0, 0, 0), [0, 0, 1]),
     "no session": ("session-affinity", PLAIN, row("waiting", 0, 0), [0.0, 0.0]),
-    "chance for each": (
+    "a random score": (
         "random", PickRequest(random=iter([0.1, 0.7]).__next__), row("waiting", 0, 0), [0.1, 0.7]),
-    **{f"{scorer}: nobody": (scorer, PickRequest(adapter="a", session_endpoint="s", prefix_blocks=1), [], [])
+    **{f"{scorer}: empty": (scorer, PickRequest(adapter="a", session_endpoint="s", prefix_blocks=1), [], [])
        for scorer in SCORERS},
 })  # fmt: skip
 def test_the_scores_of_one_scorer(
@@ -73,7 +73,7 @@ def test_latency_weighs_mean_load_and_spread() -> None:
     assert weighed == [1.0, 0.5, 0.0]
 
 
-def test_latency_explores_what_has_no_statistics_first_but_not_with_everything() -> None:
+def test_latency_prefers_an_idle_endpoint_without_statistics_but_not_a_busy_one() -> None:
     assert latencies((1.0, 0.0, 0), (None, 0.0, 0), (2.0, 0.0, 0)) == [0.5, 1.0, 0.0]
     assert latencies((1.0, 0.0, 0), (None, 0.0, 4), (2.0, 0.0, 0)) == [1.0, 0.0, 0.0]
     assert latencies((None, 0.0, 0), (None, 0.0, 0)) == [1.0, 1.0]
@@ -97,13 +97,13 @@ def test_lora_affinity_prefers_running_then_free_then_waiting() -> None:
 
 
 @cases("token, expected", {
-    "one of ours": (b" 0123456789abcdef0123456789ab ", "0123456789abcdef0123456789ab"),
+    "a well-formed token": (b" 0123456789abcdef0123456789ab ", "0123456789abcdef0123456789ab"),
     "a short one": (b"alice", ""),
     "no text": (b"\xff" * 28, ""),
     "a long one": (b"x" * 257, ""),
     "none": (None, ""),
 })  # fmt: skip
-def test_a_session_token_is_read_only_where_it_can_be_one(token: bytes | None, expected: str) -> None:
+def test_only_text_in_the_form_of_a_session_token_is_read_as_one(token: bytes | None, expected: str) -> None:
     assert session_token_of({} if token is None else {"x-session-token": token}) == expected
 
 
@@ -139,13 +139,13 @@ ZONE_B = PickRequest(selector={"zone": "b"})
 
 # tests/fleet/picking_table.py has the order by load, adapters, subsets and labels.
 @cases("pick, endpoints, expected", {
-    "a free slot and much less KV over the adapter": (
+    "a free slot and a much emptier KV cache precede a loaded adapter": (
         SUMMARISE, [at(A, 2, 0.1, active="foo"), at(B, 2, 0.8, active="sum", slots=8)], A),
     "adapter affinity over KV where only it and a slot can serve": (
         SUMMARISE,
         [at(A, 10, 0.2, active="foo bar"), at(B, 10, 0.85, active="sum foo"), at(C, 10, 0.9, active="foo")],
         B),
-    "unknown slots may serve, full ones not": (
+    "unknown slots may be free, full slots are not": (
         SUMMARISE, [at(A, active="foo bar"), at(B, 40, 0.9, slots=None)], B),
 })  # fmt: skip
 def test_the_first_choice(pick: PickRequest, endpoints: list[EndpointState], expected: str) -> None:
@@ -156,10 +156,10 @@ OUTSIDE = {A: "not in the subset hint"}
 
 
 @cases("pick, endpoints, reasons", {
-    "no endpoint": (PLAIN, [], {}),
+    "no endpoints": (PLAIN, [], {}),
     "the empty subset": (PickRequest(subset=frozenset()), [at(A)], OUTSIDE),
     "an unknown subset": (PickRequest(subset=frozenset((B,))), [at(A)], OUTSIDE),
-    "all out": (PLAIN, [at(A, healthy=False), at(B, draining=True)], {A: "unhealthy", B: "draining"}),
+    "none in service": (PLAIN, [at(A, healthy=False), at(B, draining=True)], {A: "unhealthy", B: "draining"}),
     "no such label": (ZONE_B, [at(A)], {A: "label zone is not b"}),
 })  # fmt: skip
 def test_hard_filters_may_exclude_every_endpoint_and_give_the_reasons(
@@ -179,7 +179,7 @@ def test_a_soft_filter_that_excludes_every_endpoint_is_waived() -> None:
     assert (addresses(ranking), ranking.excluded) == ([B], {A: "draining"})
 
 
-def test_endpoints_that_are_all_stale_are_equal_and_can_be_picked() -> None:
+def test_if_all_endpoints_are_stale_their_scores_are_equal_and_each_can_be_picked() -> None:
     endpoints = [EndpointState(address, stale=True) for address in (A, B, C)]
     pick = PickRequest(random=random.Random(1).random)
 
@@ -234,7 +234,7 @@ def test_a_ranking_has_the_base_score_without_the_load_in_flight() -> None:
     assert [(one.address, one.score, one.base) for one in best] == [(A, 0.625, 0.375), (B, 0.375, 0.375)]
 
 
-def test_without_scorers_all_are_equal() -> None:
+def test_without_scorers_all_endpoints_have_equal_scores() -> None:
     assert [one.score for one in rank({}, PLAIN, at(A, 3), at(B)).best] == [0.0, 0.0]
     assert [one.score for one in rank({"kv-cache": 0.0}, PLAIN, at(A, 3), at(B)).best] == [0.0, 0.0]
 
@@ -294,9 +294,9 @@ def test_candidates_beyond_the_limit_are_explained_too() -> None:
 
 
 @cases("limits, asked, kept", {
-    "one comes again": ({"max_choices": 3}, "123425", "245"),
-    "a ranking has 15 figures": ({"max_values": 30}, "123", "23"),
-    "one too large alone": ({"max_values": 1}, "1", "1"),
+    "a repeated request is the newest": ({"max_choices": 3}, "123425", "245"),
+    "two rankings of 15 figures fit": ({"max_values": 30}, "123", "23"),
+    "a ranking above the limit is kept alone": ({"max_values": 1}, "1", "1"),
 })  # fmt: skip
 def test_the_last_explanations_are_kept(limits: dict[str, int], asked: str, kept: str) -> None:
     cache = ExplanationCache(**limits)

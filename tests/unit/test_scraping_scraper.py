@@ -163,7 +163,7 @@ async def test_an_endpoint_that_neither_accepts_nor_refuses_is_a_connection_faul
         assert bench.failed[address, "timeout"] == 1
 
 
-async def test_a_server_that_times_out_now_and_then_is_not_silent(bench: Bench) -> None:
+async def test_a_server_that_sometimes_times_out_does_not_count_as_silent(bench: Bench) -> None:
     slow, endless, _ = bench.servers
 
     async def seldom(writer: asyncio.StreamWriter) -> None:
@@ -262,7 +262,7 @@ async def test_a_server_is_probed_between_rare_scrapes(bench: Bench) -> None:
         assert (first.interval_ms, first.before_ms) == (5000, None)
         await until(lambda: sum("GET /health " in asked for asked in server.requests) >= 2)
         assert sum("GET /metrics " in asked for asked in server.requests) == 1
-        # A suspected server is scraped soon; its reading has time and load of the scrape before.
+        # A suspected server is scraped soon; its reading has time and load of the previous scrape.
         scraper.suspect([server.address])
         await until(lambda: bench.newest[server.address].before_ms is not None)
         second = bench.newest[server.address]
@@ -306,7 +306,7 @@ async def test_a_server_that_closes_each_connection_is_scraped_no_more_often(ben
     async with bench.scraping(pacing=IntervalPolicy(0.05, READING)):
         await until(lambda: bench.worked[server.address] == 1)
         began_s = clock()
-        await until(lambda: bench.worked[server.address] >= 22)  # one of them follows at once
+        await until(lambda: bench.worked[server.address] >= 22)  # the second scrape follows at once
         assert clock() - began_s >= 20 * 0.04
     assert not bench.failed
 
@@ -341,7 +341,7 @@ async def test_an_endless_health_page_counts_as_an_answer(bench: Bench) -> None:
     assert not bench.failed
 
 
-async def test_a_server_whose_page_fails_is_probed_as_before(bench: Bench) -> None:
+async def test_a_server_whose_metrics_page_fails_is_still_probed(bench: Bench) -> None:
     server = bench.server
     server.answer = answered(b"", status="404 Not Found")
     async with bench.scraping():
@@ -351,7 +351,7 @@ async def test_a_server_whose_page_fails_is_probed_as_before(bench: Bench) -> No
     assert {kind for _, kind in bench.failed} == {"status"}
 
 
-async def test_a_page_on_another_port_says_nothing_about_its_server(bench: Bench) -> None:
+async def test_a_metrics_page_on_another_port_does_not_show_whether_the_server_is_down(bench: Bench) -> None:
     server, metrics, _ = bench.servers
     port = metrics.address.rpartition(":")[2]
     async with bench.scraping([]) as scraper:
@@ -423,12 +423,12 @@ async def test_each_engine_of_a_pool_is_found_from_its_page_or_its_label(bench: 
         ({"metrics": VLLM_LINES, "health": "503"}, "GET /health answered 503"),
     ],
 )
-async def test_an_engine_that_sleeps_or_refuses_is_unready_until_it_is_well(
+async def test_an_engine_that_sleeps_or_fails_its_health_check_is_unready_until_it_recovers(
     bench: Bench, unready: dict[str, str], why: str
 ) -> None:
     server = bench.server
     at_paths(server, **unready)
-    # Although scrapes are rare, the end of the sleep is noticed soon.
+    # Scrapes are rare, but a probe notices the end of the sleep soon.
     async with bench.scraping(pacing=IntervalPolicy(None, fleet_with())):
         await until(lambda: server.address in bench.newest and bench.newest[server.address].unready == why)
         await until(lambda: bench.unready[server.address] >= 2)
@@ -443,7 +443,7 @@ async def test_an_engine_that_sleeps_or_refuses_is_unready_until_it_is_well(
         assert not bench.failed
 
 
-async def test_an_idle_adapter_stays_loaded_until_others_need_its_slot_or_the_engine_has_it_no_more(
+async def test_an_idle_adapter_counts_as_loaded_until_its_slot_is_needed_or_the_engine_drops_it(
     bench: Bench,
 ) -> None:
     server, models = bench.server, '200 {"data": [{"id": "base"}, {"id": "b"}, {"id": "d"}]}'
