@@ -14,14 +14,14 @@ _POOLS = itertools.count(1)
 
 @pytest.fixture(scope="session")
 def redis7(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Debian's Redis. The tests fail if it is not installed."""
+    """Debian's Redis. Tests that use it fail if it is not installed."""
     with redis_server(tmp_path_factory.mktemp("redis7"), binary=debian("redis-server")) as server:
         yield server
 
 
 @pytest.fixture
 async def between(redis7: Server) -> AsyncIterator[Proxy]:
-    """A proxy in front of Debian's Redis, which can inject faults."""
+    """A proxy that injects faults in front of Debian's Redis."""
     async with proxy(redis7.port) as it:
         yield it
 

@@ -22,7 +22,7 @@ _NUMBERS = itertools.count(1)
 
 
 async def use_everything(fleet: Fleet, store: Store) -> None:
-    """Make every call of `store`, the first of the fleet's two replicas, then wait for the fleet's rest."""
+    """Make every call of `store`, the store of the first of two replicas, then wait for zero counts."""
     me, other = fleet.replicas
     assert store is me.store
     for policy in POLICIES:
@@ -47,7 +47,7 @@ async def use_everything(fleet: Fleet, store: Store) -> None:
 
 
 async def _many_notifications(fleet: Fleet) -> None:
-    """Leave more notifications than a heartbeat returns, and read them all."""
+    """Store more notifications than one heartbeat returns, and send heartbeats until all are read."""
     me, _ = fleet.replicas
     notifications = {f"gone-{n}": "evicted" for n in range(300)}
     await fleet.redis.hset(fleet.keys.inbox(me.name), mapping=notifications)
@@ -56,7 +56,7 @@ async def _many_notifications(fleet: Fleet) -> None:
 
 
 async def _flows_without_end(fleet: Fleet) -> None:
-    """Sweep a pool that remembers too many idle flows while a request is in flight."""
+    """Sweep a pool with more idle flows than it may keep, while a request is in flight."""
     me, _ = fleet.replicas
     name = f"r{next(_NUMBERS)}"
     await me.admit(name)
@@ -67,7 +67,7 @@ async def _flows_without_end(fleet: Fleet) -> None:
 
 
 async def _reads(reads: Reads, request_id: str) -> None:
-    """Read every list of the admin API, also from a page cursor whose flow or request has left."""
+    """Read every list of the admin API, also with page cursors that name an ended flow or request."""
     await reads.flow_queues(10)
     await reads.flow_queues(10, behind=("1", "gone"))
     await reads.flow_queue("low")
@@ -82,7 +82,7 @@ async def _reads(reads: Reads, request_id: str) -> None:
 
 
 async def _requests(fleet: Fleet) -> None:
-    """Requests of every kind and every outcome, on two endpoints with room for one request each."""
+    """Run requests of every kind to every outcome, on two endpoints with room for one request each."""
     me, other = fleet.replicas
     names = [f"r{next(_NUMBERS)}" for _ in range(9)]
     kinds: tuple[dict[str, Any], ...] = (

@@ -1,4 +1,4 @@
-"""Load on the replicas' gates while a test injects faults."""
+"""Clients that admit and settle requests at the replicas' gates while a test injects faults."""
 
 import asyncio
 import itertools
@@ -27,7 +27,7 @@ JOINED = {
     "decision_log": {"enabled": True},
 }  # fmt: skip
 UPPER = 4  # upper bound of one endpoint, in requests
-MACHINE_S = 9.0  # extra wait for a stalled machine
+MACHINE_S = 9.0  # extra wait because the test machine is busy
 HANGS_S = 30.0  # a request that takes longer counts as hung
 _SERVICE_S = 0.02
 _PAUSE_S = 0.05
@@ -36,7 +36,7 @@ _NUMBERS = itertools.count(1)
 
 @dataclass(slots=True)
 class Load:
-    """Counts of the clients' requests; `running` are placed and not yet settled."""
+    """Counts of the clients' requests: `running` (placed, not settled), its maximum `highest`, and others."""
 
     running: int = 0
     highest: int = 0
@@ -45,7 +45,7 @@ class Load:
     placed: list[str] = field(default_factory=list)
 
     async def request(self, replica: Replica, request_id: str, service_s: float) -> None:
-        """Admit one request, serve it and settle it. TimeoutError if its admission hangs."""
+        """Admit a request, settle it after `service_s`. TimeoutError if admission takes over HANGS_S."""
         try:
             async with asyncio.timeout(HANGS_S):
                 await replica.gate.admit(ask(request_id), stream_owned=True)
@@ -69,7 +69,7 @@ class Load:
 
 @asynccontextmanager
 async def loaded(fleet: Fleet, *, clients: int = 16, service_s: float = _SERVICE_S) -> AsyncIterator[Load]:
-    """A closed loop of clients, spread over the replicas; on leaving, each client finishes its request."""
+    """Run a closed loop of clients, spread over the replicas. At the end each client finishes its request."""
     load, stopping = Load(), asyncio.Event()
 
     async def client(replica: Replica) -> None:
@@ -86,7 +86,7 @@ async def loaded(fleet: Fleet, *, clients: int = 16, service_s: float = _SERVICE
 
 
 async def serve(fleet: Fleet, count: int) -> Load:
-    """Serve `count` requests and wait until the fleet is at rest; assert that none is refused."""
+    """Serve at least `count` requests, assert that none is refused, and wait until every count is 0."""
     async with loaded(fleet) as load:
         await load.served_more(count)
     assert load.refused == 0
@@ -111,7 +111,7 @@ async def rests_within_a_lease(fleet: Fleet) -> None:
 
 
 async def _rests(fleet: Fleet) -> bool:
-    """`Fleet.at_rest`; False while Redis is unavailable."""
+    """Whether every count is 0; false while Redis is unavailable."""
     try:
         return await fleet.at_rest()
     except (StateUnavailable, RedisError):

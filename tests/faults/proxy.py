@@ -2,20 +2,20 @@
 
 Its attributes and methods take effect at once, on old and new connections:
 
-        async with proxy(port) as between:      # clients connect to between.port
-            between.delay_s = 0.05              # replies arrive this many seconds later
-            between.stalled = True              # both directions stall; no data is lost
+    async with proxy(port) as between:      # clients connect to between.port
+        between.delay_s = 0.05              # replies arrive this many seconds later
+        between.stalled = True              # both directions stall; no data is lost
         between.hold(True)                  # replies wait until hold(False) or pass_one(); requests pass
-            between.vanished = True             # half-open: drops data in both directions, closes nothing
+        between.vanished = True             # half-open: drops data in both directions, closes nothing
         between.refusing = True             # new connections are closed at once
-            between.lose_replies = 3            # drop each of the next replies and reset its connection,
-                                                # after the server has executed the command
-            between.lose_script_replies = 3     # the same for replies to script calls, on connections that
-                                                # have already delivered `spared` such replies
-            between.refuse("OOM full", times=3) # answer 3 commands (None: all) with this error
-            between.drop_messages = True        # drop published messages only
-            between.cut()                       # reset every connection
-            between.strand()                    # make every open connection half-open for good; new ones work
+        between.lose_replies = 3            # drop each of the next replies and reset its connection,
+                                            # after the server has executed the command
+        between.lose_script_replies = 3     # the same for replies to script calls, on connections that
+                                            # have already delivered `spared` such replies
+        between.refuse("OOM full", times=3) # answer 3 commands (None: all) with this error
+        between.drop_messages = True        # drop published messages only
+        between.cut()                       # reset every connection
+        between.strand()                    # make every open connection half-open for good; new ones work
 """
 
 import asyncio
@@ -36,7 +36,7 @@ _MESSAGES = (b"message", b"pmessage", b"smessage")
 
 
 class Proxy:
-    """Counts dropped replies (`lost`), dropped messages (`dropped`), and `connections` accepted so far."""
+    """Counts replies dropped (`lost`), published messages dropped (`dropped`), and `connections` accepted."""
 
     def __init__(self, port: int) -> None:
         self._target = port
@@ -77,7 +77,7 @@ class Proxy:
         self._passes_one = True
 
     async def passing(self) -> None:
-        """Wait until a reply may pass."""
+        """Wait until the proxy may forward a held reply."""
         await self.replies_flow.wait()
         if self._passes_one:
             self.hold(True)
@@ -110,7 +110,7 @@ class Proxy:
                 self._links.add(link)
                 await link.carry()
         except asyncio.CancelledError:
-            pass  # the proxy is being closed, and no other task waits for this one
+            pass  # the proxy is closing; no other task awaits this task
         finally:
             self._tasks.discard(task)
             if link is not None:
@@ -145,7 +145,7 @@ class _Link:
         self._server[1].transport.abort()
 
     async def carry(self) -> None:
-        """Forward data until either side closes, then close the other."""
+        """Forward data in both directions until client or server closes its connection."""
         ways = {asyncio.ensure_future(self._requests()), asyncio.ensure_future(self._replies())}
         try:
             await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
@@ -169,7 +169,7 @@ class _Link:
         await self._stay_if_vanished()
 
     async def _replies(self) -> None:
-        """Delay each chunk by `delay_s` without changing order or spacing; delays do not add up."""
+        """Forward each chunk `delay_s` after it arrives, so order and spacing of chunks stay the same."""
         reader, loop = self._server[0], asyncio.get_running_loop()
         late: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue()
         passing = asyncio.ensure_future(self._pass(late))
@@ -210,12 +210,12 @@ class _Link:
             late.task_done()
 
     async def _stay_if_vanished(self) -> None:
-        """Keep the connection open: a peer that has vanished does not close it either."""
+        """If the peer has vanished, wait forever: a vanished peer never closes its connection."""
         if self._gone:
             await asyncio.Event().wait()
 
     def _without_messages(self, data: bytes) -> bytes:
-        """The complete replies to a subscriber, without published messages if `drop_messages` is set."""
+        """Parse the replies to a subscriber, and drop published messages if `drop_messages` is set."""
         self._replies_read.feed(data)
         passed = []
         while (reply := self._replies_read.gets()) is not False:

@@ -1,4 +1,4 @@
-"""A Redis Cluster of six nodes, with Valkey or Redis."""
+"""Starts a Redis Cluster of six nodes, of Valkey or Redis."""
 
 import contextlib
 from collections.abc import Iterator, Sequence
@@ -16,7 +16,7 @@ SLOTS = 16384
 
 @dataclass(slots=True)
 class Cluster:
-    """Three primaries with a replica each."""
+    """Three primaries, each with one replica."""
 
     servers: list[Server]
 
@@ -25,7 +25,7 @@ class Cluster:
         return f"redis+cluster://{hosts(self.servers)}"
 
     def owner(self, pool: str, *, but: Sequence[Server] = ()) -> Server | None:
-        """The node that serves the slot of `pool`, as most nodes report; nodes in `but` are not asked."""
+        """The node that most nodes name as owner of the pool's slot; nodes in `but` have no vote."""
         slot = key_slot(Keys.of(pool).pool.encode())
         seen = []
         for server in self.servers:
@@ -36,7 +36,7 @@ class Cluster:
         return next((server for server in self.servers if server.port == port and server not in but), None)
 
     def is_whole(self) -> bool:
-        """Whether every node sees three primaries with a replica each."""
+        """Whether every node sees three primaries, each with one replica."""
         return all(map(_is_whole, self.servers))
 
     def pools(self) -> list[str]:
@@ -53,7 +53,7 @@ class Cluster:
 
 @contextlib.contextmanager
 def clustered(folder: Path, binary: str = "", *, silence_ms: int = SILENCE_MS) -> Iterator[Cluster]:
-    """Start six nodes; the Cluster serves every slot."""
+    """Start six nodes, and yield once the Cluster serves every slot."""
     with contextlib.ExitStack() as stack:
         servers = []
         for number in range(6):
@@ -78,7 +78,7 @@ def _join(servers: list[Server]) -> None:
     for primary, replica in zip(primaries, replicas, strict=True):
         replica.ask("CLUSTER", "REPLICATE", primary.ask("CLUSTER", "MYID"))
     for replica in replicas:
-        wait(replica.follows, "a replica in step")
+        wait(replica.follows, "a replica in sync")
     for server in servers:
         wait(lambda server=server: _is_whole(server), "a whole Cluster")
 

@@ -1,4 +1,4 @@
-"""Valkey or Redis as a real process, in memory only, optionally with TLS. A test may kill and restart it.
+"""Runs Valkey or Redis as a process, without persistence, optionally with TLS. Tests may kill and restart it.
 
 `redis_watched.py` adds Sentinels, and `redis_clustered.py` forms a Cluster.
 """
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from tls_files import Pair
 
 READY_S = 30.0
-SILENCE_MS = 1500  # Sentinels and Clusters replace a primary that is silent for this long
+SILENCE_MS = 1500  # Sentinels and Clusters replace a primary after this silence
 PATIENT_MS = 15_000  # for tests that kill no server: a stalled primary must not be replaced
 REPLACED_S = 60.0  # time for a failover: a failed election is repeated after 10 s
 _POLL_S = 0.02
@@ -46,7 +46,7 @@ for i = 2, #ARGV, 2 do redis.call('RESTORE', ARGV[i], 0, ARGV[i + 1]) end
 
 
 def debian(name: str) -> str:
-    """Path of a Debian program. AssertionError naming the package if it is not installed."""
+    """Path of a Debian program. Raises AssertionError with the package's name if it is not installed."""
     found = shutil.which(name)
     assert found, f"{name} is missing: install Debian's {name}"
     return found
@@ -70,9 +70,9 @@ def wait(condition: Callable[[], Any], what: str, within_s: float = READY_S) -> 
 
 @dataclass(slots=True)
 class Server:
-    """A running server; `options` are redis-py's, for a user with all permissions.
+    """A running Redis or Valkey. `options`: redis-py's connection options for a user with all permissions.
 
-    `folder` and `command` restart the server; empty if it is never restarted.
+    `folder` and `command`: `revive` starts the server with them; empty if no test restarts it.
     """
 
     port: int
@@ -95,7 +95,7 @@ class Server:
             return client.execute_command(*command)
 
     def save(self, pattern: str) -> tuple[Any, ...]:
-        """The arguments of an EVAL that puts all keys of this pattern back into their present state."""
+        """Arguments of an EVAL that later restores all keys that match `pattern` to their present state."""
         return (_PUT_BACK, 0, pattern, *self.ask("EVAL", _SAVE, 0, pattern))
 
     def info(self, section: str) -> dict[str, str]:
@@ -103,13 +103,13 @@ class Server:
         return dict(line.split(":", 1) for line in lines if ":" in line)
 
     def follows(self, primary: int | None = None) -> bool:
-        """Whether this server is a replica in sync with its primary, or with the one at port `primary`."""
+        """Whether this server is a replica in sync with its primary (at port `primary`, if given)."""
         seen = self.info("replication")
         of_it = primary is None or seen.get("master_port") == str(primary)
         return of_it and seen.get("master_link_status") == "up"
 
     def began(self) -> str:
-        """`yes` if the server answers, `no` if its process has ended, otherwise empty."""
+        """Whether the server has started: `yes` if it answers, `no` if its process has ended, else empty."""
         if self.process.poll() is not None:
             return "no"
         return "yes" if self.ask("PING") else ""
@@ -122,7 +122,7 @@ class Server:
     def revive(self) -> None:
         """Restart the server, empty, with the same command and port; wait until it answers."""
         self.process = begun(self.folder, self.command)
-        assert wait(self.began, f"an answer of {self.command[0]}") == "yes", "it did not come back"
+        assert wait(self.began, f"an answer of {self.command[0]}") == "yes", "the server did not restart"
 
     def freeze(self) -> None:
         self.process.send_signal(signal.SIGSTOP)
@@ -135,8 +135,8 @@ class Server:
 def redis_server(
     folder: Path, *options: str, binary: str = "", tls: "Pair | None" = None, **asking: Any
 ) -> Iterator[Server]:
-    """A server started with `options`, Valkey by default; it answers. With `tls` it accepts TLS only, from
-    clients with the same certificate. `asking`: redis-py's connection options."""
+    """Start a server (Valkey by default) with `options`, and wait until it answers. With `tls` it takes only
+    TLS, from clients with the same certificate. `asking`: redis-py's connection options."""
     folder.mkdir(parents=True, exist_ok=True)
     binary = binary or valkey_binary()
     if tls is not None:

@@ -1,4 +1,4 @@
-"""A Redis primary and replica under three Sentinels, which replace a failed primary."""
+"""Starts a Redis primary, its replica, and three Sentinels that replace a failed primary."""
 
 import contextlib
 from collections.abc import Iterator
@@ -31,7 +31,7 @@ class Watched:
         return next(server for server in self.servers if server.port == port)
 
     def is_whole(self) -> bool:
-        """Whether the primary has a replica in sync, and all Sentinels know both."""
+        """Whether the replica is in sync with the primary, and every Sentinel knows primary and replica."""
         return self.replica().follows() and all(map(_sees_all, self.sentinels))
 
     def replica(self) -> Server:
@@ -40,14 +40,14 @@ class Watched:
 
 @contextlib.contextmanager
 def watched(folder: Path, *options: str, silence_ms: int = SILENCE_MS) -> Iterator[Watched]:
-    """Start a primary, a replica in sync, and Sentinels that know both. `options` are for the two servers."""
+    """Start a primary, its replica and three Sentinels. `options`: for primary and replica."""
     server, sentinel = debian("redis-server"), debian("redis-sentinel")
     fast = ("--repl-diskless-sync-delay", "0", "--repl-timeout", "5", *options)
     with contextlib.ExitStack() as stack:
         first = stack.enter_context(redis_server(folder / "0", *fast, binary=server))
         of_first = ("--replicaof", f"{LOOPBACK} {first.port}")
         second = stack.enter_context(redis_server(folder / "1", *fast, *of_first, binary=server))
-        wait(second.follows, "a replica in step")
+        wait(second.follows, "a replica in sync")
         sentinels = [
             stack.enter_context(_sentinel(sentinel, folder / f"sentinel-{number}", first.port, silence_ms))
             for number in range(3)

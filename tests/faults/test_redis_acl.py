@@ -1,4 +1,4 @@
-"""The Redis users documented in docs/redis.md have the permissions they need, and no others."""
+"""The Redis users in docs/redis.md have exactly the permissions that they need."""
 
 import asyncio
 import re
@@ -27,7 +27,7 @@ SECRET = "p@ss"
 
 @pytest.fixture
 def restricted(redis7: Server) -> str:
-    """URL of the documented picker user. The loader user has loaded the library; the ACL log is empty."""
+    """Redis URL of the documented picker user; the loader user has loaded the function library."""
     for name, rules in (PICKER, LOADER, AUDITOR):
         redis7.ask("ACL", "SETUSER", name, "reset", "on", f">{SECRET}", *rules.split())
     redis7.ask("FUNCTION", "FLUSH")
@@ -49,7 +49,7 @@ def denied(server: Server) -> list[Any]:
     return [entry[entry.index(b"object") + 1] for entry in server.ask("ACL", "LOG")]
 
 
-def test_the_page_allows_each_command_of_the_scripts_and_no_other() -> None:
+def test_the_documented_picker_user_may_run_exactly_the_commands_in_use() -> None:
     allowed = {word[1:] for word in PICKER[1].split() if word.startswith("+")}
     besides = {
         *("fcall", "info", "ping", "select", "cluster|slots", "subscribe", "xread", "xrevrange"),
@@ -58,21 +58,21 @@ def test_the_page_allows_each_command_of_the_scripts_and_no_other() -> None:
     assert of_the_scripts() | besides == allowed
 
 
-async def test_every_function_runs_as_that_user(redis7: Server, restricted: str, pool: str) -> None:
+async def test_the_picker_user_may_call_every_function(redis7: Server, restricted: str, pool: str) -> None:
     redis7.ask("CONFIG", "RESETSTAT")
     async with running(redis7.url, pool, "a", "b", through={"a": restricted}, silence_s=5.0) as it:
         # Redis denies none of the replica's commands.
         await use_everything(it, it.replicas[0].store)
         assert denied(redis7) == []
-    # The calls included every command of the scripts.
+    # `use_everything` ran every command that the scripts call.
     ran = {line.removeprefix("cmdstat_") for line in redis7.info("commandstats")}
     assert of_the_scripts() <= ran
 
 
-async def test_a_user_who_may_not_write_the_queue_snapshot_reads_the_queues_itself(
+async def test_a_replica_that_may_not_store_the_queue_snapshot_reads_every_flow_queue(
     redis7: Server, restricted: str, pool: str
 ) -> None:
-    # The picker user as an earlier version of the page documented it.
+    # The picker user has the permissions that an earlier version of docs/redis.md listed.
     redis7.ask("ACL", "SETUSER", PICKER[0], "-get", "-set", "-pttl")
     through = {"a": restricted}
     async with running(redis7.url, pool, "a", "b", through=through, silence_s=5.0, upper_per=1) as it:
@@ -80,7 +80,7 @@ async def test_a_user_who_may_not_write_the_queue_snapshot_reads_the_queues_itse
         assert name_of(await b.admit("runs")) == "placed"
         for number in range(9):
             await b.admit(f"q{number}", flow=f"f{number}")
-        # The replica still gets all flow queues.
+        # The replica still reads all flow queues.
         found = await a.store.queue_snapshots.read(100)
         assert len(found.page.queues) == 9
         assert denied(redis7) == [b"set"]
@@ -96,14 +96,14 @@ async def test_a_user_who_may_not_write_the_queue_snapshot_reads_the_queues_itse
         ("HGETALL", "another:key"), ("PUBLISH", "another", "text"), ("DEL", "session:1"),
     ],
 )  # fmt: skip
-def test_that_user_may_do_nothing_else(redis7: Server, restricted: str, command: tuple[str, ...]) -> None:
+def test_other_commands_and_keys_are_denied(
+    redis7: Server, restricted: str, command: tuple[str, ...]
+) -> None:
     with redis.Redis.from_url(restricted, protocol=2) as client, pytest.raises(NoPermissionError):
         client.execute_command(*command)
 
 
-async def test_a_library_that_somebody_has_changed_is_loaded_again_where_replicas_may(
-    redis7: Server, pool: str
-) -> None:
+async def test_a_replica_that_may_load_functions_reloads_a_changed_library(redis7: Server, pool: str) -> None:
     async with running(redis7.url, pool, "a") as it:
         store = it.replicas[0].store
         redis7.ask("FUNCTION", "LOAD", "REPLACE", f"{load_library().source}-- changed\n")
@@ -115,7 +115,7 @@ async def test_a_library_that_somebody_has_changed_is_loaded_again_where_replica
         assert await store.library_is_intact()
 
 
-def test_the_auditor_may_not_write(redis7: Server, restricted: str) -> None:
+def test_the_documented_auditor_user_may_not_write(redis7: Server, restricted: str) -> None:
     url = restricted.replace(PICKER[0], AUDITOR[0], 1)
     with redis.Redis.from_url(url, protocol=2) as client:
         for command in (("XADD", Keys.of("p").log, "*", "a", "b"), ("HSET", Keys.of("p").pool, "a", "b")):

@@ -1,7 +1,7 @@
-"""A new primary lacks the last writes of the former one, as an asynchronous replica may.
+"""A promoted Redis replica lacks the last writes of the old primary, because replication is asynchronous.
 
-The tests use one server: they restore the pool to an earlier moment and close every connection in the same
-transaction. The epoch of the shared state stays the same: only the reconnection tells replicas of the change.
+The tests simulate this on one server: one transaction restores an earlier state of the pool and closes every
+connection. The epoch of the shared state does not change: replicas notice only that they must reconnect.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ def snapshot_of(server: Server, fleet: Fleet) -> Callable[[], None]:
     return restore
 
 
-async def test_lost_writes_are_repeated(redis7: Server, pool: str) -> None:
+async def test_replicas_repeat_writes_that_the_new_primary_lacks(redis7: Server, pool: str) -> None:
     async with running(redis7.url, pool, "a", "b", joined=JOINED, listening=True) as it:
         a, b = it.replicas
         async with asyncio.TaskGroup() as tasks:
@@ -35,13 +35,13 @@ async def test_lost_writes_are_repeated(redis7: Server, pool: str) -> None:
             waits = tasks.create_task(admit_all(b, "waits"))
             await it.until_queued(1)
             restore = snapshot_of(redis7, it)
-            # One request ends, the waiting one is placed, another arrives; the new primary lacks all three.
+            # After the snapshot one request ends, the waiting request is placed, and a third request arrives.
             settle_all(a, "runs0")
             await waits
             lost = tasks.create_task(admit_all(a, "lost"))
             await it.until_queued(1)
             restore()
-            # Lost requests are queued again, running ones are counted, and the bound still holds.
+            # Replicas queue the lost request again and report the running requests; the bound holds.
             async with asyncio.timeout(LEASE_S + 5):
                 await it.until_queued(2)
                 assert not lost.done()
@@ -52,21 +52,21 @@ async def test_lost_writes_are_repeated(redis7: Server, pool: str) -> None:
         await rests_within_a_lease(it)
 
 
-async def test_running_requests_are_counted_again_and_no_more_is_admitted_than_was_lost(
+async def test_running_requests_are_counted_again_after_a_failover_lost_them(
     redis7: Server, pool: str
 ) -> None:
     async with running(redis7.url, pool, "a", "b", joined=JOINED, listening=True) as it:
         a, b = it.replicas
         restore = snapshot_of(redis7, it)
-        # The stock is full; the new primary has no record of these requests.
+        # Requests fill the stock; the restored state has no record of them.
         old = [f"old{number}" for number in range(UPPER)]
         await admit_all(a, *old)
         restore()
-        # More requests arrive than fit.
+        # More requests arrive than the bound allows.
         new = [f"new{number}" for number in range(3 * UPPER)]
         more = [asyncio.create_task(admit_all(b, name)) for name in new]
         await until(lambda: _counts(it, 3 * UPPER + UPPER))
-        # Every running request is counted: at most twice the bound.
+        # Every running request is counted, and at most twice the bound is in flight.
         placed = [task for task in more if task.done()]
         assert len(placed) <= UPPER
         assert (await it.counts())[0] == UPPER + len(placed)
@@ -78,21 +78,21 @@ async def test_running_requests_are_counted_again_and_no_more_is_admitted_than_w
         await rests_within_a_lease(it)
 
 
-async def test_over_admission_is_at_most_what_was_lost(redis7: Server, pool: str) -> None:
+async def test_lost_writes_over_admit_at_most_one_bound_of_requests(redis7: Server, pool: str) -> None:
     async with running(redis7.url, pool, "a", "b", "c", joined=JOINED, listening=True) as it:
         async with loaded(it, clients=40) as load:
             for _ in range(3):
                 await load.served_more(50)
                 restore = snapshot_of(redis7, it)
                 await load.served_more(30)
-                # Lose the last writes, three times in all.
+                # Lose the last writes.
                 restore()
-        # Every request is answered. The new primary may not know a running request until the next heartbeat.
+        # The restored state may lack running requests until the next heartbeat reports them.
         assert load.highest <= 2 * UPPER
         await rests_within_a_lease(it)
 
 
 async def _counts(fleet: Fleet, count: int) -> bool:
-    """Whether `count` requests are in flight or wait."""
+    """Whether exactly `count` requests are in flight or queued."""
     stock, queued, _ = await fleet.counts()
     return stock + queued == count

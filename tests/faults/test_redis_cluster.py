@@ -1,6 +1,6 @@
-"""A Redis Cluster: pools spread over its slots, and a slot owner that hands over to its replica.
+"""A Redis Cluster stores pools in different slots, and a primary hands its slots over to its replica.
 
-(An owner that dies: tests/faults/cases/test_case_failover.py)
+tests/faults/cases/test_case_failover.py kills a primary.
 """
 
 import asyncio
@@ -20,8 +20,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         yield it
 
 
-async def test_pools_lie_where_their_slots_are(cluster: Cluster) -> None:
-    # One pool for each primary; each fleet is configured with the same single node.
+async def test_each_pool_is_stored_on_the_primary_that_owns_its_slot(cluster: Cluster) -> None:
+    # Each primary owns one of the pools; the URL of each fleet names the same single node.
     pools = await asyncio.to_thread(cluster.pools)
     url = f"redis+cluster://127.0.0.1:{cluster.servers[4].port}"
     async with AsyncExitStack() as stack:
@@ -31,7 +31,7 @@ async def test_pools_lie_where_their_slots_are(cluster: Cluster) -> None:
         ]
         for fleet in fleets:
             assert (await serve(fleet, 50)).highest == UPPER
-        # Each pool is stored on its owner only, and each owner has the library.
+        # Each pool is stored on the owner of its slot, and each owner has exactly one library.
         for pool, fleet in zip(pools, fleets, strict=True):
             owner = await asyncio.to_thread(cluster.owner, pool)
             assert owner is not None
@@ -39,20 +39,20 @@ async def test_pools_lie_where_their_slots_are(cluster: Cluster) -> None:
             assert len(owner.ask("FUNCTION", "LIST")) == 1
 
 
-async def test_an_owner_that_hands_over_costs_no_client_an_error(cluster: Cluster, pool: str) -> None:
+async def test_a_cluster_failover_by_an_operator_refuses_no_request(cluster: Cluster, pool: str) -> None:
     async with running(cluster.url, pool, "a", "b", joined=JOINED, listening=True) as it:
         async with loaded(it) as load:
             await load.served_more(100)
             owner = cluster.owner(pool)
             assert owner is not None
             heir = next(server for server in cluster.servers if server.follows(owner.port))
-            # The owner's replica takes over gracefully (CLUSTER FAILOVER), so the former owner answers MOVED.
+            # The owner's replica takes over the slot (CLUSTER FAILOVER), and the former owner answers MOVED.
             await asyncio.to_thread(heir.ask, "CLUSTER", "FAILOVER")
             await asyncio.to_thread(
                 wait, lambda: cluster.owner(pool) not in (None, owner), "another owner", REPLACED_S
             )
             await load.served_more(200)
-        # No request is lost, and no client gets an error.
+        # No request is refused, and the bound holds.
         assert load.refused == 0
         assert load.highest == UPPER
         await rests_within_a_lease(it)

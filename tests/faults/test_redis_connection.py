@@ -28,7 +28,7 @@ async def hasty(redis7: Server, between: Proxy, pool: str) -> AsyncIterator[Flee
         yield it
 
 
-async def test_stalls_leave_nothing_behind(hasty: Fleet, between: Proxy) -> None:
+async def test_every_count_returns_to_zero_after_redis_stalls(hasty: Fleet, between: Proxy) -> None:
     # The connections of replica `a` stall for longer than `redis.silence`.
     a = hasty.replicas[0]
     async with loaded(hasty) as load:
@@ -39,7 +39,7 @@ async def test_stalls_leave_nothing_behind(hasty: Fleet, between: Proxy) -> None
             await until(lambda lost=lost: len(a.lost) > lost)
             between.stalled = False
         await load.served_more(20)
-    # Each stall is detected as silence; a late message takes stock for at most one lease.
+    # The replica detects each stall as silence. A late message takes stock for at most one lease.
     assert set(a.lost) == {"silence"}
     assert load.highest <= UPPER
     await rests_within_a_lease(hasty)
@@ -48,7 +48,7 @@ async def test_stalls_leave_nothing_behind(hasty: Fleet, between: Proxy) -> None
 async def test_a_grant_whose_wake_up_was_lost_does_not_wait_for_the_heartbeat(
     between: Proxy, pool: str
 ) -> None:
-    # Replica `b` only waits, gets no wake-up, and sends a heartbeat every 30 s.
+    # A request waits at replica `b`, which gets no wake-ups and sends a heartbeat every 30 s.
     between.drop_messages = True
     slow = {**JOINED, "leases": {"heartbeat": "30s", "replica_silence": "60s"}}
     async with running(between.url, pool, "a", "b", joined=slow, listening=True) as it:
@@ -56,7 +56,7 @@ async def test_a_grant_whose_wake_up_was_lost_does_not_wait_for_the_heartbeat(
         await admit_all(a, *(f"runs{number}" for number in range(UPPER)))
         waiting = asyncio.create_task(admit_all(b, "waits"))
         await it.until_queued(1)
-        # When there is room, the request is placed without a wake-up.
+        # Once the bound has room, the request is placed without a wake-up.
         settle_all(a, "runs0")
         async with asyncio.timeout(15):
             await waiting
@@ -66,13 +66,13 @@ async def test_a_grant_whose_wake_up_was_lost_does_not_wait_for_the_heartbeat(
         await rests_within_a_lease(it)
 
 
-async def test_a_stuck_connection_is_replaced_and_redis_is_not_away(patient: Fleet, between: Proxy) -> None:
+async def test_a_half_open_connection_is_replaced_without_a_failover(patient: Fleet, between: Proxy) -> None:
     # The replica's connection is half-open, while new connections work.
     (a,) = patient.replicas
     await a.admit("before")
     epoch = a.store.connection_epoch
     between.strand()
-    # The replica gets its answer long before the silence would be proven.
+    # The replica gets its answer long before `redis.silence` has passed.
     async with asyncio.timeout(HANGS_S):
         assert name_of(await a.admit("stuck")) == "placed"
     assert a.store.connection_epoch == epoch + 1
@@ -81,7 +81,7 @@ async def test_a_stuck_connection_is_replaced_and_redis_is_not_away(patient: Fle
     assert await patient.at_rest()
 
 
-async def test_connections_that_are_closed_at_once_count_as_refused(patient: Fleet, between: Proxy) -> None:
+async def test_a_replica_declares_redis_lost_if_new_connections_close(patient: Fleet, between: Proxy) -> None:
     # The replica's connection breaks; the proxy closes every new one, as for a dead server.
     (a,) = patient.replicas
     between.refusing = True
@@ -97,10 +97,10 @@ async def test_connections_that_are_closed_at_once_count_as_refused(patient: Fle
     assert await patient.at_rest()
 
 
-async def test_calls_wait_for_a_stall_that_is_shorter_than_the_silence(
+async def test_calls_wait_while_redis_stalls_for_less_than_the_silence_limit(
     patient: Fleet, between: Proxy
 ) -> None:
-    # Redis stalls on old and new connections.
+    # Redis stalls on existing and new connections.
     (a,) = patient.replicas
     made, between.stalled = between.connections, True
     asked = asyncio.create_task(a.admit("r"))
@@ -114,7 +114,7 @@ async def test_calls_wait_for_a_stall_that_is_shorter_than_the_silence(
     assert await patient.at_rest()
 
 
-async def test_a_subscriber_whose_server_vanished_subscribes_again(
+async def test_a_subscriber_resubscribes_after_its_server_vanished(
     redis7: Server, between: Proxy, pool: str
 ) -> None:
     received: list[str] = []
@@ -134,7 +134,7 @@ async def test_a_subscriber_whose_server_vanished_subscribes_again(
         await until(lambda: redis7.ask("PUBLISH", channel, "granted two") and received[-1] == "two")
 
 
-async def test_an_interruption_is_logged_once_however_many_connections_fail(
+async def test_interrupted_wake_ups_are_logged_once_despite_many_failed_connections(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     attempts = 0
@@ -151,7 +151,7 @@ async def test_an_interruption_is_logged_once_however_many_connections_fail(
     assert [record.getMessage().split(":")[0] for record in caplog.records] == ["wake-ups interrupted"]
 
 
-async def test_route_and_metrics_streams_notice_that_their_server_vanished(between: Proxy, pool: str) -> None:
+async def test_route_and_metrics_streams_reconnect_after_redis_vanished(between: Proxy, pool: str) -> None:
     url, clock = between.url, asyncio.get_running_loop().time
     routes = RouteStream(url, stream=Keys.of(pool).routes, replica="a")
     routes.share()

@@ -1,4 +1,4 @@
-"""An operator makes the Sentinels replace the primary. (Killed primary: cases/test_case_failover.py)"""
+"""An operator makes Sentinels replace the primary. (cases/test_case_failover.py kills a primary.)"""
 
 import asyncio
 from pathlib import Path
@@ -9,14 +9,13 @@ from redis_watched import SERVICE, watched
 from script_fleet import ask, running, until
 
 
-async def test_a_primary_made_a_replica_by_an_operator_costs_no_count(tmp_path: Path, pool: str) -> None:
-    # A fleet under load on a Redis with Sentinels.
+async def test_counts_return_to_zero_after_a_manual_sentinel_failover(tmp_path: Path, pool: str) -> None:
     with watched(tmp_path, silence_ms=PATIENT_MS) as redis:
         async with running(redis.url, pool, "a", "b", joined=JOINED, listening=True) as it:
             async with loaded(it) as load:
                 await load.served_more(50)
                 former = redis.primary()
-                # The Sentinels promote the replica; the former primary stays up.
+                # The Sentinels promote the replica; the former primary keeps running.
                 await asyncio.to_thread(redis.sentinels[0].ask, "SENTINEL", "FAILOVER", SERVICE)
                 await asyncio.to_thread(wait, lambda: redis.primary() is not former, "a change", REPLACED_S)
                 await load.served_more(100)
@@ -25,14 +24,14 @@ async def test_a_primary_made_a_replica_by_an_operator_costs_no_count(tmp_path: 
             assert redis.primary().ask("EXISTS", it.keys.pool) == 1
 
 
-async def test_replicas_leave_a_primary_that_lives_on_after_sentinels_name_another(
+async def test_replicas_leave_a_running_primary_once_sentinels_name_another(
     tmp_path: Path, pool: str
 ) -> None:
     with watched(tmp_path, silence_ms=PATIENT_MS) as redis:
         async with running(redis.url, pool, "a", "b", joined=JOINED, listening=True, checked=False) as it:
             await serve(it, 20)
             former, other = redis.primary(), redis.replica()
-            # The former primary is not demoted: it takes writes and keeps its connections.
+            # The former primary is not demoted: it accepts writes and keeps its connections.
             other.ask("REPLICAOF", "NO", "ONE")
             for sentinel in redis.sentinels:
                 sentinel.ask("SENTINEL", "REMOVE", SERVICE)

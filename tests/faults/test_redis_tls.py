@@ -1,4 +1,4 @@
-"""TLS to Redis: a fleet serves over TLS, and a wrong certificate gives a clear error."""
+"""A fleet serves with TLS to Redis, and reports a wrong certificate with a clear error."""
 
 import asyncio
 from collections.abc import Iterator
@@ -38,7 +38,7 @@ async def until_fault(url: str, pool: str, error: str) -> None:
 
 
 @pytest.mark.parametrize("case", ["unknown authority", "no certificate", "no such file"])
-async def test_what_is_wrong_with_a_certificate_is_told(
+async def test_a_replica_reports_why_tls_to_redis_failed(
     secure: Server, vouched: Pair, pool: str, tmp_path: Path, case: str
 ) -> None:
     other = await asyncio.to_thread(authority, tmp_path, "other")
@@ -52,10 +52,10 @@ async def test_what_is_wrong_with_a_certificate_is_told(
     await until_fault(url, pool, error)
 
 
-async def test_a_name_that_the_certificate_lacks_is_refused_unless_it_need_not_match(
+async def test_a_host_name_that_the_certificate_lacks_is_refused_unless_the_check_is_off(
     secure: Server, vouched: Pair, pool: str
 ) -> None:
-    # The certificate is for an IP address, and the URL has a host name.
+    # The certificate names an IP address, but the URL has a host name.
     named = url_of(secure, vouched).replace(LOOPBACK, "localhost")
     await until_fault(named, pool, "ostname mismatch")
     # With ssl_check_hostname off, the replica serves.

@@ -1,4 +1,4 @@
-"""Configuration of the fault suite's fleets, and reads of everything that counts requests."""
+"""The configuration of the fault suite's fleets, and helpers that read every count of requests."""
 
 import asyncio
 import os
@@ -17,7 +17,7 @@ from picker_tools.load.generator import Answer, Request, send_request
 
 LEASE_S = 3.0
 SWEEP_S = 1.0  # `request_queue_controller.expiry_cleanup_interval`: a sweep ends expired leases
-MACHINE_S = 6.0  # extra wait for a busy machine; the fleet itself may not take longer
+MACHINE_S = 6.0  # extra wait because the test machine is busy
 REAP_S = SWEEP_S + MACHINE_S
 TERMS = f"lease {LEASE_S:g} s, a sweep each {SWEEP_S:g} s"
 KEYS = Keys.of("default")
@@ -34,7 +34,6 @@ def config(
         },
         "request_queue_controller": exact_bounds(per_endpoint),
         "fair_request_queue": {"total_capacity": 20_000, "flow_capacity": 20_000, "queue_ttl": "60s"},
-        
         **sections,
     }  # fmt: skip
 
@@ -51,7 +50,7 @@ async def log_of(fleet: Fleet) -> list[dict[str, str]]:
 
 
 async def model_servers(fleet: Fleet) -> list[int]:
-    """Running and waiting requests by each simulator's own metrics page; -1 for one that does not answer."""
+    """Running and waiting requests on each simulator's metrics page; -1 if the simulator does not answer."""
 
     async def busy(address: str) -> int:
         try:
@@ -66,9 +65,9 @@ async def model_servers(fleet: Fleet) -> list[int]:
 
 
 async def rests(fleet: Fleet, within_s: float = LEASE_S + REAP_S) -> None:
-    """Wait until every count of the scripts, the replicas and the simulators is exactly 0.
+    """Wait until every count of requests in Redis, the replicas and the simulators is exactly 0.
 
-    The default time is a lease, a sweep and MACHINE_S.
+    The default `within_s` is a lease, a sweep and MACHINE_S.
     """
     end_s = time.monotonic() + within_s
     await at_rest(fleet, within_s=within_s)
@@ -104,7 +103,7 @@ def cluster_of(mode: str) -> str:
 
 
 async def _healthy(fleet: Fleet) -> int:
-    """Number of replicas that Envoy considers healthy: the minimum over the replica ports that it uses."""
+    """Number of replicas that Envoy considers healthy: the minimum over Envoy's clusters of pickers."""
     lines = (await fleet.envoy_admin("/stats?filter=cluster.picker.*membership_healthy")).text.splitlines()
     return min(int(line.rsplit(" ", 1)[1]) for line in lines)
 
@@ -115,7 +114,7 @@ def sent(fleet: Fleet, prompt: str, tokens: int, **how: Any) -> "asyncio.Task[An
 
 
 async def replace(fleet: Fleet, part: str, index: int, number: signal.Signals = signal.SIGKILL) -> None:
-    """Signal one process of the `replicas` or `endpoints`; return when the supervisor has replaced it."""
+    """Send signal `number` to one process of `part` (`replicas` or `endpoints`); wait for its replacement."""
 
     def pid() -> int:
         return int(fleet.state[part][index]["pid"])

@@ -25,8 +25,8 @@ def pytest_runtest_makereport(item: pytest.Item) -> Any:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Choose the modes of a case: under `make faults` `lean` and `http`; in the short form those of its mark
-    `short_form`, or `lean` without that mark.
+    """Choose the modes of a case. `make faults` runs `lean` and `http`; the short form runs the modes in the
+    mark `short_form`, or only `lean` if the case has no such mark.
     """
     if "mode" in metafunc.fixturenames:
         short = metafunc.definition.get_closest_marker("short_form")
@@ -48,10 +48,9 @@ def case(request: pytest.FixtureRequest, mode: str) -> Iterator[Case]:
 
 @pytest.fixture
 def faulty(case: Case, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Fleet]]:
-    """`faulty(*options, config=None, environment=None, unaudited="")` starts a fleet for one test in the
-    case's mode.
+    """`faulty(*options, config=None, environment=None, unaudited="")` starts a fleet in the case's mode.
 
-    The fleet ends before the row is written, so that a fleet that does not end well fails its case.
+    The fleet is stopped before the case's row is written: if stopping fails, so does the case.
     """
     try:
         with fleets(tmp_path_factory, "--debug-headers", "--mode", case.mode) as start:
@@ -69,7 +68,7 @@ async def between(valkey: Server) -> AsyncIterator[Proxy]:
 
 
 class TwoVersions:
-    """A checkout with a copy of the `lua` folder: replicas started after `change` have another library."""
+    """A copy of the `lua` folder beside the app: replicas that start after `change` load another library."""
 
     def __init__(self, folder: Path) -> None:
         (folder / "app").symlink_to(_PROJECT / "app")
@@ -78,7 +77,7 @@ class TwoVersions:
         self.environment = {"PYTHONPATH": str(folder / "app")}
 
     def change(self, comment: str) -> None:
-        """Append `comment` to a script, which changes the library's hash and so all its function names."""
+        """Append `comment` to a script; this changes the library's hash and so the names of its functions."""
         with self._file.open("a", encoding="utf-8") as script:
             script.write(f"-- {comment}\n")
 

@@ -1,4 +1,4 @@
-"""A fleet with model servers in the test's process, which counts requests in flight exactly."""
+"""A fleet whose model servers run in the test's process and count requests in flight exactly."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable
@@ -27,10 +27,10 @@ async def counted(
     service_s: float,
     **sections: dict[str, Any],
 ) -> AsyncIterator[tuple[Fleet, CountingServers]]:
-    """Start three replicas on the Redis at `redis_url`, and `servers` model servers that take `service_s`.
+    """Start three replicas on the Redis at `redis_url`, and `servers` model servers that need `service_s`.
 
-    The bound is `each` requests per server; other settings have their defaults, except `sections`. The fleet
-    ends with the block, while its Redis still runs.
+    The bound is `each` requests per server; `sections` overrides other settings. The fleet is stopped at the
+    end of the block, while Redis still runs.
     """
     async with counting_servers(servers, service_s) as counting:
         config = {
@@ -56,14 +56,14 @@ async def departures(here: Fleet) -> int:
 
 
 async def all_at_rest(here: Fleet, servers: CountingServers) -> None:
-    """Wait until every count of each replica is exactly 0; assert the same of the model servers."""
+    """Wait until every count of each replica is exactly 0; assert that no model server runs a request."""
     for replica in REPLICAS:
         await at_rest(here, replica, within_s=REST_S)
     assert servers.in_flight == 0
 
 
 def refused_with_retry_after(history: Iterable[Answer]) -> list[Answer]:
-    """The refused answers; asserts that each failure is a 503 with a retry-after of at least 1 s."""
+    """The answers to unserved requests; asserts that each is a 503 with a retry-after of at least 1 s."""
     failed = [record for record in history if record.unserved]
     assert [record for record in failed if record.status != 503 or not record.retry_after] == []
     assert all(int(record.retry_after) >= 1 for record in failed)

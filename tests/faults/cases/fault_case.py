@@ -14,14 +14,14 @@ from whole_fleet import Fleet
 from picker_tools.load.generator import Answer, Load
 
 FULL = os.environ.get("FAULT_SUITE") == "full"
-# Time to first token of model servers in cases that need a full pool at any rate of requests. Answers of the
-# short form take about three times as long, because it runs beside other tests.
+# Simulated time to first token (ms) where the load must fill the pool. The short form makes answers about
+# three times as long, because other tests slow its clients.
 TTFT_MS = "20" if FULL else "150"
 RESULTS = Path(__file__).parents[3] / "bench" / "results"
 
 
 class Case:
-    """One row of the table: `fault`, and the figures added by `report`."""
+    """One row of the table of results: `fault`, and the figures that the test adds by `report`."""
 
     def __init__(self, name: str, mode: str) -> None:
         self.mode = mode  # the mode of Envoy
@@ -41,7 +41,7 @@ class Case:
         return full if FULL else short
 
     async def check(self, fleet: Fleet, history: Sequence[Answer] = (), **rules: Any) -> HistoryCheck:
-        """Run `check_history` on the clients' answers and the fleet's log; assert that it finds no fault."""
+        """Assert that `check_history` finds no fault in the clients' answers and the decision log."""
         found = check_history(history, await log_of(fleet), **rules)
         self.report(f"G1–G6 over {found.entries} log entries")
         assert found.faults == ()
@@ -70,9 +70,9 @@ class Case:
 
 _PAGE = """# The fault suite
 
-Written by `make faults`, a row a case, each as it was last run; a row says in which form. Real
-processes: Envoy, Valkey, three replicas and simulated model servers on one machine with two cores;
-the load is that machine's average at the case's end.
+`make faults` writes this page: one row for the last run of each case, in its full or short form.
+Each case runs Envoy, Valkey, three replicas and simulated model servers on one machine with two
+cores; `load` is the machine's load average at the end of the case.
 
 | fault | what was seen | passed | form | run | load |
 |---|---|---|---|---|---|

@@ -11,9 +11,9 @@ from picker_tools.load.generator import Answer
 
 @dataclass(frozen=True, slots=True)
 class HistoryCheck:
-    """`faults`: descriptions of broken rules. `ends`: ends of served requests in the log, by event.
+    """`faults`: the broken rules, as text. `ends`: number of served requests by the event that ended them.
 
-    `resumed`: served requests that a stopped replica ended as well. `entries` is the log's length.
+    `resumed`: number of served requests that a stopped replica ended, too. `entries`: length of the log.
     """
 
     faults: tuple[str, ...]
@@ -36,16 +36,15 @@ def check_history(
     except_promises: Sequence[str] = (),
     served_without_redis: bool = False,
 ) -> HistoryCheck:
-    """Check a run; the fleet must be at rest after it.
+    """Compare the clients' answers with the decision log of a run after which every count was 0.
 
-    Every served answer belongs to a request in the log that ended once, with an event of `may_end`; no two
-    answers name the same request; and the log keeps G1 to G6.
+    Each served answer must name a different request, which ended once in the log, with an event of `may_end`.
+    The log must keep the promises G1 to G6.
 
-    `log_lost`: the log was deleted during the run, so it may lack requests. `may_resume`: requests of a
-    stopped replica may be abandoned, or lose a grant to its lease, before Envoy sends them to another; once
-    the replica continues, it may admit and cancel requests that have ended elsewhere. `except_promises`:
-    promises (`G1`) that the fault inevitably breaks. `served_without_redis`: replicas served without Redis
-    for a while, so the log does not say how requests ended.
+    `log_lost`: the log was deleted during the run, so it may lack requests. `may_resume`: the requests of a
+    stopped replica may be abandoned or reclaimed before Envoy sends them to another; the replica may later
+    admit and cancel requests that have ended elsewhere. `except_promises`: promises (as `G1`) that the fault
+    must break. `served_without_redis`: replicas served without Redis, so the log lacks the ends of requests.
     """
     report = audit(log)
     faults = [
@@ -69,7 +68,9 @@ def check_history(
             continue
         request = record.request_id
         if not request or request in seen:
-            faults.append(f"an answer names request {request!r}, as another does or none")
+            faults.append(
+                f"two answers name request {request!r}" if request else "an answer names no request"
+            )
         seen.add(request)
         if served_without_redis or (log_lost and not ends[request]):
             continue

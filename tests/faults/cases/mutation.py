@@ -1,5 +1,5 @@
-"""Damaged messages generated from a seed: ext_proc and access-log streams that no Envoy sends, and requests
-to the port of mode `http` that no proxy sends.
+"""Generates damaged messages from a seed: ext_proc and access-log messages that Envoy never sends, and
+requests to the port of mode `http` that no proxy sends.
 """
 
 import json
@@ -29,7 +29,7 @@ _NUMBERS = (0, 1, -1, 2**31, 2**53 + 1, float("nan"), float("inf"), 1e308, -1e30
 
 
 def exchange(dice: random.Random, name: str) -> list[bytes]:
-    """The messages of one ext_proc stream, some of them damaged; its request has the id `name`."""
+    """The messages of one ext_proc stream, sometimes damaged or out of order, for request `name`."""
     messages = [_headers(dice, name), *_bodies(dice)]
     if dice.random() < 0.1:
         messages.append(_part(dice))
@@ -39,7 +39,7 @@ def exchange(dice: random.Random, name: str) -> list[bytes]:
 
 
 def entries(dice: random.Random, names: Sequence[str]) -> bytes:
-    """One access-log message, with entries about requests in `names` and about unknown ones."""
+    """One access-log message with entries about requests in `names` and about unknown requests."""
     message = StreamAccessLogsMessage()
     for _ in range(dice.randrange(4)):
         message.http_logs.log_entry.append(_entry(dice, dice.choice([*names, "nobody", ""])))
@@ -47,12 +47,12 @@ def entries(dice: random.Random, names: Sequence[str]) -> bytes:
 
 
 def end(name: str) -> HTTPAccessLogEntry:
-    """Envoy's final access-log entry for request `name`, which ended well."""
+    """Envoy's final access-log entry for request `name`, which completed with status 200."""
     return _end("picker", {"id": name})
 
 
 def end_of_check(name: str, token: str) -> HTTPAccessLogEntry:
-    """As `end` in mode `http`, for a request with accounting token `token`."""
+    """Envoy's final access-log entry in mode `http`, for request `name` with accounting token `token`."""
     return _end(EXT_AUTHZ, {ID_HEADER: name, TOKEN_HEADER: token})
 
 
@@ -65,9 +65,7 @@ def _end(namespace: str, fields: dict[str, str]) -> HTTPAccessLogEntry:
 
 
 def requests(dice: random.Random, name: str) -> list[tuple[bytes, bool]]:
-    """The data that one connection to the port of mode `http` sends, in parts; each part with whether it is a
-    complete request.
-    """
+    """What one connection sends to the port of mode `http`: (data, whether it is a complete request)."""
     found = []
     for number in range(dice.randrange(1, 4)):
         text = b"".join(message.request_body.body for message in _bodies(dice))
@@ -113,7 +111,7 @@ def _bodies(dice: random.Random) -> list[ProcessingRequest]:
 
 
 def _part(dice: random.Random) -> ProcessingRequest:
-    """A message that is out of order, or empty."""
+    """An ext_proc message that belongs to no request phase, or an empty message."""
     status = ProcessingRequest()
     status.response_headers.headers.headers.add(key=":status", raw_value=dice.choice(_VALUES))
     data = response_body(b"data: " + dice.choice(_VALUES))

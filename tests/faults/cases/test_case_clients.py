@@ -23,7 +23,7 @@ async def test_stream_outlives_its_lease(faulty: Callable[..., Any], case: Case)
     lease_s = case.size(3, 2)  # longer than an access-log interval of 1 s
     times = case.size(2, 10)
     case.describe(f"a stream {times} times longer than its lease")
-    # The streams run many times as long as a lease, beside other load.
+    # Streams last many times as long as a lease, while other clients send requests.
     options = ("--sim-ttft", "20", "--sim-itl", f"{ITL_S * 1000:g}")
     here = faulty(*options, config=config(lease_s=lease_s))
     tokens = int(times * lease_s / ITL_S)
@@ -31,17 +31,17 @@ async def test_stream_outlives_its_lease(faulty: Callable[..., Any], case: Case)
         asked = [sent(here, f"long {n}", tokens, streamed=True) for n in range(6)]
         streams = await asyncio.gather(*asked)
     await rests(here)
-    # Each stream is complete, and none loses its lease.
+    # Each stream is complete, and no lease expires.
     lasted_s = min(stream.done_s - stream.sent_s for stream in streams)
     assert [stream for stream in streams if not stream.served] == []
     assert lasted_s >= times * lease_s
     case.report(f"6 streams of {lasted_s:.0f} s, lease {lease_s:g} s")
     found = await case.check(here, [*streams, *load.history])
-    case.report(f"{found.ends['reclaimed']} reaped")
+    case.report(f"{found.ends['reclaimed']} leases expired")
     case.all_served(load)
 
 
-@pytest.mark.short_form("http")  # tests/fleet/test_disconnects.py: each mode
+@pytest.mark.short_form("http")  # tests/fleet/test_disconnects.py tests each mode
 async def test_clients_leave(faulty: Callable[..., Any], case: Case) -> None:
     count = case.size(200, 10_000)
     case.describe(f"{count} clients leave at random phases")
@@ -56,7 +56,7 @@ async def test_clients_leave(faulty: Callable[..., Any], case: Case) -> None:
         await load.wait_until(lambda: _left(load) >= count)
     since = time.monotonic()
     await rests(here, within_s=5.0)
-    # Every count is 0 long before a lease could end, and no connection is left.
+    # Every count is 0 long before a lease could expire, and no connection stays open.
     case.report(f"{_left(load)} left; all counts 0 after {time.monotonic() - since:.1f} s")
     assert _left(load) >= count
     case.all_served(load)
@@ -73,20 +73,20 @@ async def test_clients_leave(faulty: Callable[..., Any], case: Case) -> None:
 async def test_clients_leave_before_envoy_reads_the_answer(faulty: Callable[..., Any], case: Case) -> None:
     times = case.size(1, 10)
     case.describe(f"clients leave before Envoy has read the picker's answer, {times} times")
-    # Requests wait in a paused fleet.
+    # Requests wait because admission is paused.
     here = faulty("--sim-ttft", "20", "--sim-itl", "10", config=config(lease_s=30))
     for _ in range(times):
         await here.post("pause")
         callers = [await Caller.ask(here.url, 20) for _ in range(3)]
         await here.until_state(queued=3)
-        # Clients leave and requests are placed while Envoy is stopped, so its access log has no tokens.
+        # While Envoy is stopped, clients leave and requests are placed; Envoy's access log gets no tokens.
         with suspended(here.child("envoy")):
             for caller in callers:
                 await caller.leave()
             await here.post("resume")
             await here.until_state(queued=0)
         since = time.monotonic()
-        # The requests are released long before their leases end, because their endpoints do not run them.
+        # The requests are released long before their leases expire, because no endpoint runs them.
         await rests(here, within_s=15.0)
         case.report(f"all counts 0 after {time.monotonic() - since:.1f} s, lease 30 s")
     await case.check(here)
@@ -103,7 +103,7 @@ async def test_envoy_killed(faulty: Callable[..., Any], case: Case) -> None:
         await here.until_state(stock=16, queued=24)
         here.child("envoy").kill()
         since = time.monotonic()
-        # The expiring leases and one sweep release what Envoy's requests held.
+        # Once the leases of the killed Envoy's requests have expired, a sweep releases the requests.
         await rests(here)
         longest_s = max(longest_s, time.monotonic() - since)
         assert not any(record.served for record in await asyncio.gather(*streams))
@@ -128,8 +128,8 @@ def _left(load: Load) -> int:
 
 
 async def _open(here: Any, mode: str) -> dict[str, int]:
-    """Envoy's open connections and requests, by counter; and the replicas' open files, without those of
-    connections that Envoy keeps to them.
+    """Envoy's open connections and requests, by counter, and the number of files that replicas have open,
+    except connections from Envoy.
     """
     pickers = f"cluster.{cluster_of(mode)}"
     names = (f"http.{mode}.downstream_cx_active", f"{pickers}.upstream_rq_active")

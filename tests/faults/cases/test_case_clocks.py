@@ -1,7 +1,6 @@
-"""Replica clocks that are minutes off change no decision: only Redis's clock counts.
+"""Wrong wall clocks on replicas change no decision: the scripts use only Redis's clock.
 
-libfaketime gives each replica process its own wall clock; monotonic clocks are unchanged, as on a machine
-with a wrong clock.
+libfaketime shifts the wall clock of each replica process, and leaves its monotonic clock unchanged.
 """
 
 import asyncio
@@ -36,7 +35,7 @@ if "serve" in line and "LD_PRELOAD" not in os.environ:
 
 @pytest.fixture
 def wrong_clocks(tmp_path: Path) -> dict[str, str]:
-    """The environment of a fleet whose replicas' clocks are off by OFFSETS_S."""
+    """Environment variables that shift the replicas' wall clocks by OFFSETS_S."""
     found = [library for library in _LIBRARIES if Path(library).exists()]
     assert found, "libfaketime is missing: install Debian's libfaketime"
     (tmp_path / "sitecustomize.py").write_text(SITE.replace("@", found[0]), encoding="utf-8")
@@ -44,18 +43,18 @@ def wrong_clocks(tmp_path: Path) -> dict[str, str]:
     return {"PYTHONPATH": os.pathsep.join([str(tmp_path), project])}
 
 
-async def test_clocks_apart(faulty: Callable[..., Any], case: Case, wrong_clocks: dict[str, str]) -> None:
+async def test_wrong_clocks(faulty: Callable[..., Any], case: Case, wrong_clocks: dict[str, str]) -> None:
     count = case.size(16, 60)
-    case.describe("replica clocks +5 min, −5 min and right")
-    # One fleet with right clocks, and one whose replicas' clocks are off.
+    case.describe("replica clocks 5 min fast, 5 min slow and right")
+    # The replicas of one fleet have right clocks, the replicas of the other have wrong clocks.
     options = ("--endpoints", "1", "--sim-ttft", "5", "--sim-itl", "10")
     right = faulty(*options, config=config(lease_s=15, per_endpoint=1))
     wrong = faulty(*options, config=config(lease_s=15, per_endpoint=1), environment=wrong_clocks)
     off_s = [await _offset_s(wrong, replica) for replica in range(3)]
     assert [round(seconds / 60) for seconds in off_s] == [5, -5, 0]
-    # Both fleets get the same requests, one after the other, behind one long answer.
+    # Each fleet gets the same requests in the same order; they queue behind one long answer.
     both = await asyncio.gather(_decisions(right, count), _decisions(wrong, count))
-    # Both make the same decisions, on any replica: the order of grants, and which requests expire.
+    # Both fleets grant requests in the same order, and the same requests expire.
     assert both[0] == both[1]
     served = [what for what, _ in both[0]].count("granted")
     expired = [what for what, _ in both[0]].count("expired")
@@ -64,7 +63,7 @@ async def test_clocks_apart(faulty: Callable[..., Any], case: Case, wrong_clocks
 
 
 async def _decisions(fleet: Any, count: int) -> list[tuple[str, int]]:
-    """(event, request number) of the grants in order, then of the expiries."""
+    """Pairs of event and request number: all grants in order, then all expiries in order."""
     blocking = sent(fleet, "blocking", 100_000, streamed=True, leaves_s=60.0)
     await fleet.until_state(stock=1, queued=0)
     waiting: list[asyncio.Task[Answer]] = []
@@ -97,6 +96,6 @@ async def _until_logged(fleet: Any, event: str, count: int) -> None:
 
 
 async def _offset_s(fleet: Any, replica: int) -> int:
-    """Seconds by which a replica's wall clock differs from the test's, by the date header of its answers."""
+    """Seconds by which a replica's wall clock is ahead of the test's, from the date header of an answer."""
     date = (await fleet.admin("/healthz", replica)).headers["date"]
     return round(email.utils.parsedate_to_datetime(date).timestamp() - time.time())

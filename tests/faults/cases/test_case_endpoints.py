@@ -1,4 +1,4 @@
-"""Model servers are killed repeatedly: before the first byte, and during the answer (G6, G9)."""
+"""Model servers are killed repeatedly, before the first byte of their answers and during them (G6, G9)."""
 
 import asyncio
 import random
@@ -18,7 +18,7 @@ ENDS = ("completed", "upstream_failed")
 async def test_endpoint_killed_before_first_byte(faulty: Callable[..., Any], case: Case) -> None:
     kills = case.size(2, 20)
     case.describe(f"an endpoint killed before the first byte, {kills} times")
-    # The first byte comes with the whole answer, so every kill is before it.
+    # Answers are not streamed, so every kill comes before the first byte of an answer.
     here = faulty("--sim-ttft", "100", "--sim-itl", "5", config=config())
     load = await _killed_amid_load(here, kills, _plain, seed=2)
     case.all_served(load)
@@ -28,12 +28,14 @@ async def test_endpoint_killed_before_first_byte(faulty: Callable[..., Any], cas
 
 async def test_endpoint_killed_amid_answers(faulty: Callable[..., Any], case: Case) -> None:
     kills = case.size(2, 20)
-    case.describe(f"an endpoint killed amid its answers, {kills} times")
+    case.describe(f"an endpoint killed during its answers, {kills} times")
     here = faulty("--sim-ttft", "10", "--sim-itl", "20", config=config())
     load = await _killed_amid_load(here, kills, _streamed, seed=3)
-    # Only answers that had begun are cut: per kill, at most the bound of one endpoint.
+    # Only answers that had begun are cut; each kill cuts at most an endpoint's bound of requests.
     cut = [record for record in load.unserved if record.status == 200]
-    case.report(f"{len(cut)} begun answers cut in {kills} kills, {len(load.unserved) - len(cut)} others")
+    case.report(
+        f"{len(cut)} begun answers cut in {kills} kills, other errors {len(load.unserved) - len(cut)}"
+    )
     assert [record for record in load.unserved if record.status != 200] == []
     assert len(cut) <= 4 * kills
     # The cut requests are released, and no count is negative.
@@ -43,8 +45,8 @@ async def test_endpoint_killed_amid_answers(faulty: Callable[..., Any], case: Ca
 
 async def test_endpoint_flaps(faulty: Callable[..., Any], case: Case) -> None:
     flaps = case.size(3, 30)
-    case.describe(f"an endpoint that dies as soon as it is back, {flaps} times")
-    # The state is polled under load throughout.
+    case.describe(f"an endpoint killed as soon as it has restarted, {flaps} times")
+    # Under load, read the state every 50 ms and remember the lowest count.
     here = faulty("--sim-ttft", TTFT_MS, "--sim-itl", "5", config=config())
     lowest = 0.0
     done = asyncio.Event()
@@ -63,7 +65,7 @@ async def test_endpoint_flaps(faulty: Callable[..., Any], case: Case) -> None:
                 await replace(here, "endpoints", 0)
             await load.wait_for_served(30)
         done.set()
-    # No client gets an error, and no count is ever below 0.
+    # No client gets an error, and no count is ever negative.
     await rests(here)
     log = await log_of(here)
     lowest = min(lowest, *(min(float(entry["stock"]), int(entry["queued"])) for entry in log))
@@ -74,7 +76,7 @@ async def test_endpoint_flaps(faulty: Callable[..., Any], case: Case) -> None:
 
 
 async def _killed_amid_load(here: Any, kills: int, make_request: MakeRequest, seed: int) -> Load:
-    """Load during which a random one of the four endpoints is killed and restarted, `kills` times."""
+    """Run load, and `kills` times kill a random one of the four endpoints, which is restarted."""
     dice = random.Random(seed)
     async with closed_loop(here.url, clients=30, make_request=make_request) as load:
         for _ in range(kills):

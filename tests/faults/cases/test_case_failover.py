@@ -27,11 +27,11 @@ from picker_tools.load.generator import closed_loop, requests_of_flows
 
 SERVERS, EACH = 4, 3
 BOUND = SERVERS * EACH
-MOST = 2 * BOUND  # the lost writes may concern all requests in flight
+MOST = 2 * BOUND  # the new server may know none of the requests in flight
 CLIENTS = 40
 SERVICE_S = 0.4
 LOOKS, LOOK_S = 10, 0.03
-IN_STEP_S = 60.0  # for a former primary to get in sync; Sentinels delay a second failover too
+IN_STEP_S = 60.0  # for a former primary to get in sync; Sentinels also delay a second failover
 KINDS = {
     "sentinel": ("Sentinels, Redis 7: the primary", lambda folder: watched(folder)),
     "cluster": ("Cluster of six: the slot's owner", lambda folder: clustered(folder)),
@@ -44,7 +44,7 @@ KINDS = {
 
 @dataclass(slots=True)
 class Seen:
-    """Per kill: the most requests in flight before and after it, and seconds from the kill to each event."""
+    """For each kill: peaks of requests in flight before and after, and seconds from kill to each event."""
 
     before: list[int] = field(default_factory=list)
     replaced_s: list[float] = field(default_factory=list)
@@ -54,21 +54,21 @@ class Seen:
 
 
 @pytest.mark.parametrize("kind", KINDS if FULL else ["sentinel", "cluster"])
-async def test_redis_moves(faulty: Callable[..., Any], case: Case, tmp_path: Path, kind: str) -> None:
+async def test_primary_killed(faulty: Callable[..., Any], case: Case, tmp_path: Path, kind: str) -> None:
     kills, seen = case.size(1, 5), Seen()
     what, starting = KINDS[kind]
     case.describe(f"{what} killed under load, {kills} times")
     with starting(tmp_path) as redis:
         size = {"servers": SERVERS, "each": EACH, "service_s": SERVICE_S}
         async with counted(faulty, redis.url, **size) as (here, servers):
-            # Three replicas under load that fills the pool.
+            # The load fills the pool of three replicas.
             async with closed_loop(here.url, clients=CLIENTS, make_request=requests_of_flows(3)) as load:
                 for number in range(kills):
                     await load.wait_for_served(2 * BOUND)
                     await here.eventually(lambda: _full(here, servers), within_s=60, what="a full pool")
                     seen.before.append(servers.peak)
                     servers.forget_peak()
-                    # The server with the shared state dies, and another takes its place.
+                    # Kill the Redis server that has the shared state; its replica is promoted.
                     former = await asyncio.to_thread(_serving, redis)
                     await asyncio.to_thread(former.kill)
                     # Within a lease and one sweep all replicas share the queue and count running requests.
@@ -77,24 +77,24 @@ async def test_redis_moves(faulty: Callable[..., Any], case: Case, tmp_path: Pat
                     seen.peaks.append(servers.peak)
                     if number == kills - 1:
                         break
-                    # The former server returns as a replica of the new one.
+                    # Restart the killed server; it becomes a replica of the new primary.
                     await asyncio.to_thread(former.revive)
-                    await asyncio.to_thread(wait, redis.is_whole, "the former one in step", IN_STEP_S)
+                    await asyncio.to_thread(wait, redis.is_whole, "the old primary in sync", IN_STEP_S)
             since = time.monotonic()
             await all_at_rest(here, servers)
             rested_s = time.monotonic() - since
             await case.check(here, load.history, served_without_redis=True)
-    # Over-admission is at most the number of requests in flight when the server died.
-    case.report(f"highest in flight {_joined(seen.before)} before, {_joined(seen.peaks)} since")
-    case.report(f"bound {BOUND}, stated {MOST}")
+    # Over-admission is at most the number of requests in flight when the server was killed.
+    case.report(f"highest in flight {_joined(seen.before)} before, {_joined(seen.peaks)} after")
+    case.report(f"bound {BOUND}, limit during a failover {MOST}")
     assert max(seen.peaks) <= MOST
-    # Every refusal has a retry-after, and no client gets another's answer.
+    # Every refusal has a retry-after, and no two clients get the same answer.
     refused = refused_with_retry_after(load.history)
     case.report(f"{len(refused)} of {len(load.history)} requests answered 503, no other error")
     case.report(
         f"another server after {_joined(seen.replaced_s)} s, "
         f"all replicas shared after {_joined(seen.shared_s)} s, "
-        f"counts agree with what runs after {_joined(seen.agreed_s)} s (lease {LEASE_S:g} s)"
+        f"counts agree with the model servers after {_joined(seen.agreed_s)} s (lease {LEASE_S:g} s)"
     )
     case.report(f"all counts 0 {rested_s:.1f} s after the last answer")
 
@@ -122,10 +122,10 @@ async def _converge(
 
 
 async def _full(here: Any, servers: CountingServers) -> bool:
-    """Whether more than half of the bound is in flight, never more than it, and every replica counts right.
+    """Whether requests in flight are above half of the bound and within it, and all replicas count right.
 
-    On a slow machine the start of all clients may look like a slow Redis, so that each replica serves from
-    its own budget (docs/redis.md).
+    On a slow machine Redis may seem slow while all clients start, so that replicas fail over to their local
+    budgets (docs/redis.md).
     """
     servers.forget_peak()
     counted_right = await _miscounted(here, servers) == 0
@@ -133,10 +133,10 @@ async def _full(here: Any, servers: CountingServers) -> bool:
 
 
 async def _miscounted(here: Any, servers: CountingServers) -> float:
-    """The stock, as replicas report it in turn, minus the requests in flight at the model servers.
+    """The stock that replicas report, minus the requests in flight at the model servers.
 
-    A request counts from before it is sent until after it has ended, so the stock may be higher for a moment
-    but never lower. So the minimum of several readings is the error.
+    Redis counts a request before it is sent and until after it has ended, so the stock may be too high for a
+    moment, but never too low: the minimum of several readings is the error.
     """
     found: list[float] = []
     for look in range(LOOKS):
@@ -148,14 +148,13 @@ async def _miscounted(here: Any, servers: CountingServers) -> float:
 
 
 def _serving(redis: Watched | Cluster, former: Server | None = None) -> Server:
-    """The server with the fleet's state; `former` until another has taken its place."""
+    """The Redis server that has the fleet's state; `former` until another server has been promoted."""
     if isinstance(redis, Watched):
         return redis.primary()
     found = redis.owner("default", but=[former] if former else [])
-    assert found or former, "nobody owns the slot"
+    assert found or former, "no node owns the pool's slot"
     return found or former
 
 
 def _joined(figures: Iterable[float]) -> str:
-    """The figures of all kills as text."""
     return ", ".join(f"{figure:.1f}".removesuffix(".0") for figure in figures)

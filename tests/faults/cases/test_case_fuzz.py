@@ -1,4 +1,4 @@
-"""Many damaged messages to a replica's ports for Envoy: no crash, no leak, an answer to each stream (G10)."""
+"""A replica that gets many damaged messages does not crash or leak, and answers each stream (G10)."""
 
 import asyncio
 import random
@@ -27,7 +27,7 @@ STREAMS = 40
 HANGS_S = 60.0
 SEED = 20
 MOST_GROWTH = 40 * 1024 * 1024
-LEAVES_S = 0.5  # an incomplete request is answered after a longer stall
+LEAVES_S = 0.5  # the client of an incomplete request leaves before the replica's timeout answers
 TRUE_ENDS = 0.7  # share of placed requests that get a true end; leases end the others
 
 
@@ -40,8 +40,7 @@ KINDS = {
 async def test_fuzz(faulty: Callable[..., Any], case: Case) -> None:
     count = case.size(2000, 100_000)
     case.describe(f"{count} mutated {KINDS[case.mode]}")
-    # A fleet with one replica that is warmed up.
-    # A request that is placed and never settled counts for a lease.
+    # Warm up a replica. The bound is large: a placed request without an end counts until its lease ends.
     here = faulty("--sim-ttft", "5", "--sim-itl", "1", config=config(per_endpoint=2000))
     replica = here.state["replicas"][0]
     async with grpc.aio.insecure_channel(replica["grpc"]) as channel:
@@ -54,7 +53,7 @@ async def test_fuzz(faulty: Callable[..., Any], case: Case) -> None:
     # Every stream is answered or closed.
     case.report(f"{fuzz.sent} messages in {fuzz.streams} streams: {dict(sorted(fuzz.ends.items()))}")
     assert fuzz.ends["hangs"] == 0
-    # The replica is still the same process and ready, has not grown much, and has logged no unexpected error.
+    # The replica has not restarted, is ready, uses little more memory, and has logged no unexpected error.
     growth = process.memory_info().rss - before
     case.report(f"memory of the replica {growth / 2**20:+.1f} MiB after the first fifth")
     assert here.state["replicas"][0]["pid"] == process.pid
@@ -63,7 +62,7 @@ async def test_fuzz(faulty: Callable[..., Any], case: Case) -> None:
     unforeseen = _errors(here)
     case.report(f"{len(unforeseen)} unforeseen errors in its log")
     assert unforeseen == []
-    # Nothing is left behind: other requests are served, and every count is 0.
+    # The replica serves other requests, and then every count of requests is 0.
     async with closed_loop(here.url, clients=10) as load:
         await load.wait_for_served(30)
     assert load.unserved == []
@@ -71,13 +70,14 @@ async def test_fuzz(faulty: Callable[..., Any], case: Case) -> None:
 
 
 class Fuzz(ABC):
-    """Counts sent messages and streams, and the streams' ends by status, or as `hangs`. One stream in five is
-    an access-log stream.
+    """Sends damaged messages on many streams; one stream in five is an access-log stream.
+
+    Counts messages (`sent`), `streams`, and their `ends` by status; `hangs` are streams without an answer.
     """
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self._reports = channel.stream_unary(f"/{accesslog.SERVICE}/StreamAccessLogs")
-        self._placed: dict[str, HTTPAccessLogEntry] = {}  # true ends that are not yet reported, by request
+        self._placed: dict[str, HTTPAccessLogEntry] = {}  # by request: valid end entries, not yet sent
         self.dice = random.Random(SEED)
         self.sent = 0
         self.streams = 0
@@ -98,10 +98,10 @@ class Fuzz(ABC):
 
     @abstractmethod
     async def ask(self) -> None:
-        """Run one stream or connection with requests to its end."""
+        """Send damaged requests on one new stream or connection, and read the answers."""
 
     def placed(self, name: str, end: HTTPAccessLogEntry) -> None:
-        """Note that request `name` was placed and that `end` is its true end."""
+        """Note that request `name` was placed; usually a later access-log stream sends its `end`."""
         if self.dice.random() < TRUE_ENDS:
             self._placed[name] = end
 
@@ -117,7 +117,7 @@ class Fuzz(ABC):
 
     @asynccontextmanager
     async def patience(self) -> AsyncIterator[None]:
-        """Count a failed call by its status, and a call without an answer as `hangs`."""
+        """Count a failed gRPC call by its status, and a call without an answer as `hangs`."""
         try:
             async with asyncio.timeout(HANGS_S):
                 yield
@@ -147,7 +147,7 @@ class HttpFuzz(Fuzz):
             writer.transport.abort()
 
     async def _answer(self, reader: asyncio.StreamReader, patience_s: float, is_whole: bool) -> bool:
-        """Read the answer; false if the connection has ended or no answer comes."""
+        """Read one HTTP answer. False if the connection carries no further request."""
         try:
             async with asyncio.timeout(patience_s):
                 head = await reader.readuntil(b"\r\n\r\n")
@@ -199,7 +199,7 @@ class GrpcFuzz(Fuzz):
 
 
 def _errors(here: Any) -> list[str]:
-    """Lines of the replica's log that are errors, or that are no log lines."""
+    """Lines of the replica's log with level ERROR or without a log line's format."""
     found = re.search(r"logs in (\S+);", here.output)
     assert found is not None
     log = (Path(found[1]) / "replica-1.log").read_text(encoding="utf-8", errors="replace")

@@ -18,16 +18,16 @@ EVERY_S = 0.1
 
 async def test_scripts_flushed(faulty: Callable[..., Any], case: Case) -> None:
     flushes = case.size(30, 600)
-    case.describe(f"FUNCTION FLUSH and SCRIPT FLUSH each 100 ms, {flushes} times")
+    case.describe(f"FUNCTION FLUSH and SCRIPT FLUSH every 100 ms, {flushes} times")
     here = faulty(*OPTIONS, config=config())
     async with here.redis() as redis, closed_loop(here.url, clients=30) as load:
         await load.wait_for_served(30)
-        # Delete the scripts ten times a second.
+        # Delete the function library and all scripts ten times a second.
         for _ in range(flushes):
             await redis.function_flush()
             await redis.script_flush()
             await asyncio.sleep(EVERY_S)
-    # No client gets an error, and no guarantee is broken.
+    # No client gets an error, and the decision log breaks no promise.
     case.all_served(load)
     await rests(here)
     await case.check(here, load.history)
@@ -37,7 +37,7 @@ async def test_scripts_flushed(faulty: Callable[..., Any], case: Case) -> None:
 async def test_everything_flushed(faulty: Callable[..., Any], case: Case) -> None:
     flushes = case.size(1, 15)
     case.describe(f"FLUSHALL under load, {flushes} times")
-    # Load beside streams that run throughout.
+    # Long streams run while other clients send short requests.
     here = faulty(*OPTIONS, config=config())
     histories: list[Answer] = []
     rebuilt_s: list[float] = []
@@ -48,19 +48,19 @@ async def test_everything_flushed(faulty: Callable[..., Any], case: Case) -> Non
             running = await here.eventually(lambda: _longest(redis), what="the streams' leases")
             await redis.flushall()
             since = time.monotonic()
-            # Every stream is counted again within a lease and one sweep.
+            # Redis counts every stream again within a lease and one sweep.
             await here.eventually(
                 lambda: _placed(redis), running.issubset, within_s=LEASE_S + REAP_S, what="a rebuilt state"
             )
             rebuilt_s.append(time.monotonic() - since)
             histories += await asyncio.gather(*streams)
-    case.report(f"all that ran counted again within {max(rebuilt_s):.1f} s ({TERMS})")
+    case.report(f"all running requests counted again within {max(rebuilt_s):.1f} s ({TERMS})")
     failed = [*load.unserved, *(record for record in histories if not record.served)]
     case.report(f"{len(failed)} errors in {len(load.history) + len(histories)} requests")
     assert failed == []
     await rests(here)
     found = await case.check(here, [*load.history, *histories], log_lost=True)
-    case.report(f"highest stock {found.highest_stock:g} of 16 after the last one")
+    case.report(f"highest stock {found.highest_stock:g} of 16 after the last FLUSHALL")
 
 
 async def _placed(redis: Any) -> set[bytes]:
@@ -68,7 +68,7 @@ async def _placed(redis: Any) -> set[bytes]:
 
 
 async def _longest(redis: Any) -> set[bytes]:
-    """Ids of the six streams once all are placed; they are in no named flow."""
+    """Ids of the six long streams once all are placed, else empty. Only their flow has no `flow-` name."""
     records = await redis.hgetall(KEYS.prefix + "requests")
     placed = await _placed(redis)
     found = {request for request, record in records.items() if request in placed and b"flow-" not in record}

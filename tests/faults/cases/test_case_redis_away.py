@@ -1,4 +1,4 @@
-"""Redis is unavailable under load for a while, and returns empty or unchanged (G8)."""
+"""Redis is unavailable under load for a minute, and comes back empty or unchanged (G8)."""
 
 import asyncio
 import time
@@ -21,12 +21,12 @@ SERVERS, EACH = 4, 3
 BOUND = SERVERS * EACH
 CLIENTS = 40
 SERVICE_S = 0.4
-# Capacity and TTL are too small for the clients, so that both kinds of refusal occur.
+# Queue capacity and TTL are so small that some requests are refused as saturated and some expire.
 TTL_S = 0.6
 ROOM = {"total_capacity": 18, "flow_capacity": 18, "queue_ttl": f"{TTL_S:g}s"}
 REFUSED_WITHIN_S = 1.0  # after the TTL
 PAUSE_S = 0.25
-SHARED_S = 5.0  # time limit for shared operation after Redis answers
+SHARED_S = 5.0  # all replicas use the shared queue this soon after Redis answers
 LOSSES: dict[str, tuple[str, Callable[[Server], None], Callable[[Server], None]]] = {
     "killed": ("SIGKILL of Redis, back empty", Server.kill, Server.revive),
     "stopped": ("SIGSTOP of Redis, then SIGCONT", Server.freeze, Server.thaw),
@@ -40,14 +40,14 @@ async def test_redis_away(faulty: Callable[..., Any], case: Case, valkey: Server
     case.describe(f"{fault} after {away_s} s")
     size = {"servers": SERVERS, "each": EACH, "service_s": SERVICE_S}
     async with counted(faulty, valkey.url, **size, fair_request_queue=ROOM) as (here, servers):
-        # There are more clients than places in the queue.
+        # The clients outnumber the queue's capacity.
         async with closed_loop(
             here.url, clients=CLIENTS, make_request=requests_of_flows(3), pause_s=PAUSE_S
         ) as load:
             await load.wait_for_served(2 * BOUND)
             began_s = time.monotonic()
             await asyncio.sleep(beside_s)
-            # Redis is unavailable for a while, and answers again.
+            # Redis becomes unavailable, and answers again after `away_s`.
             lost_s, before = time.monotonic(), servers.peak
             lose(valkey)
             servers.forget_peak()
@@ -60,25 +60,25 @@ async def test_redis_away(faulty: Callable[..., Any], case: Case, valkey: Server
             await asyncio.sleep(beside_s)
             await load.wait_for_served(2 * BOUND)
             ended_s = time.monotonic()
-        # Never more requests than the bound are in flight.
+        # Requests in flight never exceed the bound.
         peaks = before, meanwhile, servers.peak
         case.report(
-            f"highest in flight {peaks[0]} before, {peaks[1]} meanwhile, {peaks[2]} after, of {BOUND}"
+            f"highest in flight {peaks[0]} before, {peaks[1]} in the outage, {peaks[2]} after, of {BOUND}"
         )
         assert max(peaks) <= BOUND
         # Every refusal has a retry-after.
         refused_with_retry_after(load.history)
         case.report(
             f"answers a second {_rate(load.history, began_s, lost_s)} before, "
-            f"{_rate(load.history, lost_s, back_s)} meanwhile, {_rate(load.history, back_s, ended_s)} after"
+            f"{_rate(load.history, lost_s, back_s)} in outage, {_rate(load.history, back_s, ended_s)} after"
         )
-        case.report(_refusals("meanwhile", load.history, lost_s, back_s))
+        case.report(_refusals("in the outage", load.history, lost_s, back_s))
         case.report(_refusals("before", load.history, began_s, lost_s))
         assert any(record.served for record in load.history if lost_s < record.sent_s < back_s)
         expired = [record for record in load.history if record.reason == "rejected-ttl-expired"]
         assert expired
         assert max(record.took_s for record in expired) <= TTL_S + REFUSED_WITHIN_S
-        # All replicas use the shared queue again, and all counts end at exactly 0.
+        # All replicas use the shared queue again, and then every count returns to 0.
         case.report(f"all shared again {shared_s:.1f} s after Redis answered")
         assert shared_s <= SHARED_S
         await all_at_rest(here, servers)
@@ -90,7 +90,7 @@ def _rate(history: list[Answer], from_s: float, to_s: float) -> str:
 
 
 def _refusals(when: str, history: list[Answer], from_s: float, to_s: float) -> str:
-    """How soon the requests sent in this interval were refused, by reason."""
+    """Text: for each reason, how many requests sent in the interval were refused, and after how long."""
     kinds: dict[str, list[float]] = defaultdict(list)
     for record in history:
         if record.unserved and from_s <= record.sent_s < to_s:

@@ -1,4 +1,4 @@
-"""Redis is slow, stalls, or is silent on some connections: decisions wait, and no replica fails over."""
+"""While Redis is slow, stalls or has half-open connections, decisions wait and no replica fails over."""
 
 import asyncio
 import time
@@ -17,9 +17,9 @@ from picker_tools.load.generator import Load, open_loop, quantile
 pytestmark = pytest.mark.alone
 PER_S = 60.0
 SERVERS, EACH = 4, 200.0  # so large that no request queues
-BETWEEN = 120  # answers from one fault to the next
+BETWEEN = 120  # answers between two faults
 STALL_S, LATE_S = 1.0, 0.05
-# Limit for 99 % of decisions: `redis.silence` (1 s) and margin; a bucket bound of the replicas' histogram.
+# 99 % of decisions take at most this (`redis.silence` is 1 s); it must be a bucket bound of the histogram.
 MOST_S = 2.5
 
 
@@ -50,14 +50,14 @@ FAULTS: dict[str, tuple[str, Callable[[Proxy, Load], Awaitable[None]]]] = {
 }
 
 
-# Short of the full suite, tests/faults/test_redis_connection.py and the schedules have the other faults.
+# In the short form, test_redis_connection.py and the fault schedules inject the other faults.
 @pytest.mark.parametrize("fault", FAULTS if FULL else ["stalls"])
 async def test_redis_slow(faulty: Callable[..., Any], case: Case, between: Proxy, fault: str) -> None:
     what, inject = FAULTS[fault]
     well, times = case.size(60, 1200), case.size(1, 20)
     case.describe(f"{what}, {times} times, {BETWEEN} answers apart, at {PER_S:g} requests a second")
     async with counted(faulty, between.url, servers=SERVERS, each=EACH, service_s=0.0) as (here, servers):
-        # Requests at a steady rate; first measure their times without the fault.
+        # At a steady rate of requests, first measure their times without the fault.
         async with open_loop(here.url, PER_S, one_token) as load:
             await answered(load, 60)  # requests that warm up the fleet
             first, quick = len(load.history), await _decisions(here)
@@ -72,26 +72,26 @@ async def test_redis_slow(faulty: Callable[..., Any], case: Case, between: Proxy
         # Each request is answered without an error.
         failed = [record for record in load.history if not record.served]
         case.report(f"{len(failed)} of {len(load.history)} answers not 200")
-        # Decisions are in time by the replicas' own measurements.
+        # The replicas' histograms show that decisions are in time.
         median_s = quantile(usual, 0.5)
         slow, decided = after[0] - before[0], after[1] - before[1]
         case.report(f"{slow} of {decided} decisions took longer than {MOST_S * 1000:.0f} ms")
-        case.report(f"without the fault {before[0] - quick[0]} of {before[1] - quick[1]}")
+        case.report(f"without the fault: {before[0] - quick[0]} of {before[1] - quick[1]}")
         case.report(f"whole requests {format_ms(ill)}, without the fault {format_ms(usual)}")
-        case.report(f"less its median {format_ms(took_s - median_s for took_s in ill)}")
+        case.report(f"whole requests minus usual median {format_ms(took_s - median_s for took_s in ill)}")
         alone = await departures(here)
-        case.report(f"replicas went by themselves {alone} times")
+        case.report(f"replicas failed over {alone} times")
         assert failed == []
         assert alone == 0
         assert slow <= decided * 0.01 or not FULL
-        # After the fault the counts are exact.
+        # After the faults every count returns to 0, and the bound was never exceeded.
         await here.eventually(lambda: all_shared(here), within_s=30, what="shared operation")
         await all_at_rest(here, servers)
         assert servers.peak <= SERVERS * EACH
 
 
 async def _decisions(here: Fleet) -> tuple[int, int]:
-    """Decisions slower than `MOST_S`, and all decisions so far, by the histograms of all replicas."""
+    """From all replicas' histograms: the number of decisions slower than `MOST_S`, and of all decisions."""
     pages = [(await here.admin("/metrics", replica)).text for replica in REPLICAS]
     name = "epp_decision_latency_seconds"
     assert all(f'le="{MOST_S:g}"' in page for page in pages)

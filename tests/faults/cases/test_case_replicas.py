@@ -1,4 +1,4 @@
-"""Replicas are killed, stopped and replaced under load, and no client notices (G1, G4, G6, G7)."""
+"""Replicas are killed, stopped and replaced under load, and no client gets an error (G1, G4, G6, G7)."""
 
 import asyncio
 import random
@@ -20,42 +20,42 @@ OPTIONS = ("--sim-ttft", TTFT_MS, "--sim-itl", "5")
 ENDS = ("completed", "reclaimed")
 
 
-@pytest.mark.short_form("http")  # tests/fleet/test_replica_loss.py kills one in `lean`
+@pytest.mark.short_form("http")  # tests/fleet/test_replica_loss.py kills a replica in `lean`
 async def test_replica_killed(faulty: Callable[..., Any], case: Case) -> None:
     kills = case.size(3, 20)
     case.describe(f"SIGKILL of a replica, {kills} times, at random moments")
-    # Three replicas under load, with streams and bodies up to 60 KB.
+    # The load on three replicas has streamed answers and bodies up to 60 KB.
     here, dice = faulty(*OPTIONS, config=config()), random.Random(11)
     async with closed_loop(here.url, clients=CLIENTS) as load:
         for _ in range(kills):
             await load.wait_for_served(dice.randrange(20, 120))
-            # A replica is killed, and the supervisor starts another.
+            # Kill a replica; the supervisor starts another.
             await ready(here)
             here.replica(dice.randrange(3)).kill()
         await load.wait_for_served(50)
     case.all_served(load)
-    # The counts are exact within a lease and one sweep.
+    # All counts return to 0 within a lease and one sweep.
     since = time.monotonic()
     await rests(here)
     rested_s = time.monotonic() - since
-    # The log keeps every guarantee: order, bounds, one end each.
-    # A request whose end only the killed replica has received ends with its lease.
+    # The decision log breaks no promise. If only the killed replica received the end of a request, the
+    # request's lease ends it.
     case.report(f"all counts 0 after {rested_s:.1f} s ({TERMS})")
     found = await case.check(here, load.history, may_end=ENDS)
-    case.report(f"{found.ends['reclaimed']} ended by their lease")
+    case.report(f"{found.ends['reclaimed']} requests ended by their lease")
 
 
 @pytest.mark.short_form("http")
 async def test_replica_stopped_beyond_its_lease(faulty: Callable[..., Any], case: Case) -> None:
     stops, lease_s = case.size(1, 10), float(case.size(5, 10))
     case.describe(f"SIGSTOP of a replica beyond its lease, then SIGCONT, {stops} times")
-    # Three replicas under load that fills the pool.
+    # The load fills the pool of three replicas.
     here, dice, highest = faulty(*OPTIONS, config=config(lease_s=lease_s)), random.Random(5), 0
     async with closed_loop(here.url, clients=CLIENTS) as load:
         for _ in range(stops):
             await load.wait_for_served(dice.randrange(30, 90))
             await ready(here)
-            # A replica is stopped for longer than every lease it knows of, and then continues.
+            # A replica is stopped for longer than the lease of every request it owns, and then continues.
             with suspended(here.replica(dice.randrange(3))):
                 until_s = time.monotonic() + lease_s + 1
                 while time.monotonic() < until_s:
@@ -65,10 +65,10 @@ async def test_replica_stopped_beyond_its_lease(faulty: Callable[..., Any], case
                 highest = max(highest, sum(await model_servers(here)))
                 await asyncio.sleep(0.02)
     await rests(here, lease_s + REAP_S)
-    # Its stale grants admit nothing, by the log and by the model servers' counts.
+    # The stopped replica's stale grants admit no request beyond the bound of 16.
     case.report(f"{len(load.unserved)} client errors in {len(load.history)}, {highest} at the model servers")
     found = await case.check(here, load.history, may_end=ENDS, may_resume=True)
-    case.report(f"{found.resumed} requests were admitted twice: a stopped replica had ended them, too")
+    case.report(f"{found.resumed} requests were admitted twice: a stopped replica had also ended them")
     case.report(f"highest stock {found.highest_stock:g} of 16")
     assert found.highest_stock <= 16
     assert highest <= 16
@@ -80,7 +80,7 @@ async def test_rolling_restart_with_another_library(
 ) -> None:
     rounds = case.size(1, 4)
     case.describe(f"rolling restart, old and new script versions together, {rounds} × 3 replicas")
-    # Three replicas of one version under load.
+    # Three replicas run one version of the scripts under load.
     graceful = config(extproc={"drain_grace": "1s"})
     here = faulty(*OPTIONS, config=graceful, environment=two_versions.environment)
     async with closed_loop(here.url, clients=CLIENTS) as load:
@@ -94,7 +94,7 @@ async def test_rolling_restart_with_another_library(
                 await load.wait_for_served(30)
         async with here.redis() as client:
             libraries = len(await client.function_list())
-    # Both versions run side by side, and no client gets an error.
+    # Old and new scripts run side by side, and no client gets an error.
     case.report(f"{libraries} libraries loaded")
     assert libraries == rounds + 1
     case.all_served(load)
@@ -104,7 +104,7 @@ async def test_rolling_restart_with_another_library(
 
 async def test_all_replicas_down_denies(faulty: Callable[..., Any], case: Case) -> None:
     case.describe("all replicas down, `extproc.on_failure: deny`")
-    # The fleet does not restart replicas.
+    # `--no-restart`: the supervisor does not restart killed replicas.
     here = faulty("--no-restart", *OPTIONS, config=config())
     statuses = await _without_replicas(here, case, 503)
     case.report(f"answers then {statuses}")
@@ -114,17 +114,17 @@ async def test_all_replicas_down_denies(faulty: Callable[..., Any], case: Case) 
 @pytest.mark.short_form("http")
 async def test_all_replicas_down_balances(faulty: Callable[..., Any], case: Case) -> None:
     case.describe("all replicas down, `extproc.on_failure: balance`")
-    # Envoy may route without pickers, and the fleet does not restart replicas.
+    # Envoy may route without pickers, and the supervisor does not restart them.
     here = faulty("--no-restart", *OPTIONS, config=config(extproc={"on_failure": "balance"}))
     statuses = await _without_replicas(here, case, 200)
-    # Once Envoy sees no healthy replica, it balances each request itself.
+    # Once Envoy sees no healthy replica, Envoy chooses the endpoints itself.
     case.report(f"answers then {statuses}")
     assert statuses == {200: 60}
 
 
 async def _without_replicas(here: Any, case: Case, settled: int) -> dict[int, int]:
-    """Kill all replicas under load, and wait for the first answer with status `settled` given without a
-    replica; return the statuses of 60 later requests, every third with a body of 60 KB.
+    """Kill all replicas under load. Once Envoy, without a healthy replica, answers with status `settled`,
+    return the statuses of 60 more requests; every third has a body of 60 KB.
     """
     async with closed_loop(here.url, clients=8) as load:
         await load.wait_for_served(30)

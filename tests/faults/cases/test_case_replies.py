@@ -1,4 +1,4 @@
-"""Replies of Redis to any replica are lost repeatedly, after the script ran: nothing counts twice (G6)."""
+"""Redis's replies to script calls are lost repeatedly, after the script ran: no request counts twice (G6)."""
 
 import random
 import time
@@ -18,15 +18,15 @@ SERVERS, EACH = 2, 3
 BOUND = SERVERS * EACH
 CLIENTS = 24
 SERVICE_S = 0.02
-BETWEEN = 3  # most answers from one loss to the next
-SPARED = 20  # replies that a connection delivers first, so that a message and its retry are not both lost
+BETWEEN = 3  # at most this many answers between two lost replies
+SPARED = 20  # replies that a new connection delivers first, so that the reply to a retry is not lost
 FORMS = {"valkey": SPARED, "redis_7": SPARED, "in_a_row": 0} if FULL else {"valkey": SPARED}
 
 
 @pytest.mark.parametrize("form", FORMS)
 async def test_replies_lost(faulty: Callable[..., Any], case: Case, tmp_path: Path, form: str) -> None:
     losses, dice = case.size(30, 300), random.Random(8)
-    how = {"valkey": "Valkey", "redis_7": "Redis 7", "in_a_row": "the same message's again, too"}[form]
+    how = {"valkey": "Valkey", "redis_7": "Redis 7", "in_a_row": "also the reply to a retry"}[form]
     case.describe(f"{losses} replies lost after the script ran, three replicas, {how}")
     binary = debian("redis-server") if form == "redis_7" else ""
     with redis_server(tmp_path / "redis", binary=binary) as redis:
@@ -35,7 +35,7 @@ async def test_replies_lost(faulty: Callable[..., Any], case: Case, tmp_path: Pa
             counted(faulty, between.url, servers=SERVERS, each=EACH, service_s=SERVICE_S) as (here, servers),
         ):
             between.spared = FORMS[form]
-            # Three replicas behind one proxy, under load that fills the pool.
+            # Three replicas reach Redis through one proxy, and the load fills the pool.
             async with closed_loop(here.url, clients=CLIENTS, make_request=requests_of_flows(4)) as load:
                 await load.wait_for_served(2 * CLIENTS)
                 for _ in range(losses):
@@ -46,19 +46,19 @@ async def test_replies_lost(faulty: Callable[..., Any], case: Case, tmp_path: Pa
                     )
                     await load.wait_for_served(dice.randint(1, BETWEEN))
                 await load.wait_for_served(2 * CLIENTS)
-            # No client gets an error, and the bound holds, also inside the model servers.
+            # No client gets an error other than 503, and the model servers never exceed the bound.
             case.report(f"{between.lost} replies lost, {between.connections} connections made")
             assert between.lost == losses
             refused = refused_with_retry_after(load.history)
             case.report(f"{len(refused)} of {len(load.history)} requests refused (503), no other error")
             alone = await departures(here)
-            case.report(f"replicas went by themselves {alone} times")
+            case.report(f"replicas failed over {alone} times")
             case.report(f"highest in flight {servers.peak} of {BOUND}")
-            # A replica that fails over alone admits its share of the free budget beside the others' bound.
+            # If one replica fails over alone, its local budget adds to the bound that the others still share.
             assert BOUND <= servers.peak <= (2 * BOUND if form == "in_a_row" else BOUND)
-            # The counts are exact, and each request starts once and ends once.
+            # Every count returns to 0, and each request starts once and ends once.
             since = time.monotonic()
             await all_at_rest(here, servers)
             case.report(f"all counts 0 after {time.monotonic() - since:.1f} s")
-            # A replica whose message is lost twice serves without Redis for a while.
+            # If the replies to a call and its retry are lost, the replica serves without Redis for a while.
             await case.check(here, load.history, served_without_redis=form == "in_a_row")

@@ -13,26 +13,26 @@ from picker_tools.load.generator import Answer, flow_header
 DISPATCHES = 60
 MOST_RATIO = 1.25
 PATIENCE_S = 900.0
-ARRIVING = 200  # most clients that have sent a request and are not queued yet
+ARRIVING = 200  # at most this many requests are sent and not yet queued
 FEW_WORKERS_FILES = 15_000
 SPARE_FILES = 1000
 
 
 async def test_one_slot_freed_at_a_time(faulty: Callable[..., Any], case: Case) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    # In mode `http` Envoy has two connections for each waiting request.
+    # In mode `http` each waiting request takes two connections of Envoy.
     most = (hard - SPARE_FILES) // 2 if case.mode == "http" else 10_000
     few, many = case.size(50, 1000), min(case.size(300, 10_000), most)
     case.describe(f"{many} waiters, one slot freed at a time")
     files = hard if case.mode == "http" else min(hard, FEW_WORKERS_FILES)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, files), hard))
-    # One request at a time. Sweeps, which scan all waiting requests, are postponed.
+    # The bound is one request. Sweeps are rare, because they scan all waiting requests.
     slow = config(per_endpoint=1)
     slow["fair_request_queue"]["queue_ttl"] = "10m"
     slow["request_queue_controller"]["expiry_cleanup_interval"] = "1m"
     here = faulty("--endpoints", "1", "--sim-ttft", "50", "--sim-itl", "5", config=slow)
     costs = [await _calls_a_wakeup(here, few), await _calls_a_wakeup(here, many)]
-    # Each wake-up costs Redis about the same number of calls for few and for many waiting requests.
+    # A wake-up costs Redis about as many calls with many waiting requests as with few.
     costs_text = " and ".join(f"{calls:.1f} calls, {commands:.1f} commands" for calls, commands in costs)
     ratio = costs[1][0] / costs[0][0]
     case.report(f"a wake-up costs {costs_text} at {few} and {many} waiters: ratio {ratio:.2f}")
@@ -42,7 +42,7 @@ async def test_one_slot_freed_at_a_time(faulty: Callable[..., Any], case: Case) 
 
 
 async def _calls_a_wakeup(here: Any, waiters: int) -> tuple[float, float]:
-    """Script calls, and all commands, per dispatched request, while `waiters` requests wait."""
+    """Script calls and Redis commands per dispatched request, while `waiters` requests wait."""
     tasks: list[asyncio.Task[Answer]] = []
 
     blocking = sent(here, "hold", 100_000, streamed=True, leaves_s=PATIENCE_S)
@@ -63,7 +63,7 @@ async def _calls_a_wakeup(here: Any, waiters: int) -> tuple[float, float]:
         lambda: sum(task.done() for task in tasks), lambda done: done >= most, within_s=60, what="dispatches"
     )
     after = await _spent(here)
-    # Nothing is in flight when the clients leave: what only its lease can end would wait for a late sweep.
+    # Let requests in flight end before the clients leave: a lost end would wait for one of the rare sweeps.
     await here.post("pause")
     await here.until_state(stock=0)
     for task in tasks:
@@ -75,7 +75,7 @@ async def _calls_a_wakeup(here: Any, waiters: int) -> tuple[float, float]:
 
 
 async def _spent(here: Any) -> tuple[int, int, int]:
-    """Script calls, all commands, and dispatches so far; without commands of periodic background tasks."""
+    """Script calls, Redis commands and dispatches so far, without those of periodic background tasks."""
     async with here.redis() as client:
         stats = await client.info("commandstats")
         dispatched = (await here.get("state"))["dispatched_total"]

@@ -1,8 +1,7 @@
-"""All wake-ups are lost: every request is still served, and about as soon.
+"""While all wake-ups are lost, every request is still served, at nearly the same throughput.
 
-Stretches with and without wake-ups alternate on the same fleet, so that a busy machine slows both. The
-short form requires half of the throughput in the better of two turns: a fleet that got its grants by
-heartbeats only would have a third.
+Stretches with and without wake-ups alternate on one fleet, so that a busy machine slows them alike. The short
+form requires half of the throughput in the better of two turns; grants by heartbeats alone reach a third.
 """
 
 from collections.abc import Callable
@@ -21,9 +20,9 @@ SERVERS, EACH = 2, 2
 BOUND = SERVERS * EACH
 CLIENTS = 16
 HEARTBEAT_S = 1.0  # `leases.heartbeat`
-LEAST_RATIO = 0.9  # for answers that take a second
+LEAST_RATIO = 0.9  # of throughput without wake-ups, for answers that take a second
 SHORT_RATIO = 0.5
-# Rounds of one stretch by service time; a round is as many answers as the bound.
+# Service time in seconds → rounds of one stretch; in a round the full pool answers once (BOUND answers).
 ROUNDS = {1.0: 10, 0.2: 40, 0.02: 150}
 
 
@@ -36,7 +35,7 @@ async def test_every_wakeup_dropped(
     case.describe(f"every wake-up dropped, answers of {service_s * 1000:.0f} ms, pool full")
     size = {"servers": SERVERS, "each": EACH, "service_s": service_s}
     async with counted(faulty, between.url, **size) as (here, servers):
-        # A full pool, and clients that wait.
+        # The clients outnumber the bound, so requests wait.
         async with closed_loop(here.url, clients=CLIENTS, make_request=one_token) as load:
             await load.wait_for_served(2 * CLIENTS)
             with_wakeups: list[Stretch] = []
@@ -47,33 +46,35 @@ async def test_every_wakeup_dropped(
                 with_wakeups.append(await _stretch(load, count))
                 between.drop_messages = True
                 without_wakeups.append(await _stretch(load, count))
-        # No request is refused, each is served, and the bound holds.
+        # Every request is served, and the bound holds.
         case.report(f"{between.dropped} wake-ups dropped")
         assert between.dropped > 0
         assert load.unserved == []
         assert servers.peak == BOUND
-        # The throughput is nearly the same.
+        # The throughput without wake-ups is nearly the same.
         with_s, without_s = (mean(map(_pace_s, each)) for each in (with_wakeups, without_wakeups))
-        case.report(f"{1 / with_s:.1f} answers a second with, {1 / without_s:.1f} without")
+        case.report(f"{1 / with_s:.1f} answers a second with wake-ups, {1 / without_s:.1f} without")
         ratio = with_s / without_s
         each = [_pace_s(a) / _pace_s(b) for a, b in zip(with_wakeups, without_wakeups, strict=True)]
         case.report(f"ratio {ratio:.2f} (turn by turn {', '.join(f'{one:.2f}' for one in each)})")
         assert ratio >= LEAST_RATIO or service_s < 1 or not FULL
         assert max(each) >= SHORT_RATIO
-        # No request waits a heartbeat longer.
+        # Without wake-ups requests wait less than a heartbeat longer.
         waits, longer = _waits(with_wakeups, service_s), _waits(without_wakeups, service_s)
         extra = [quantile(longer, share) - quantile(waits, share) for share in (0.5, 0.99)]
-        case.report(f"wait longer by {extra[0] * 1000:.0f} ms (median), {extra[1] * 1000:.0f} ms (p99)")
+        case.report(
+            f"requests wait longer by {extra[0] * 1000:.0f} ms (median), {extra[1] * 1000:.0f} ms (p99)"
+        )
         assert (max(extra) if FULL else extra[0]) <= HEARTBEAT_S
         await all_at_rest(here, servers)
         await case.check(here, load.history)
 
 
-Stretch = list[Answer]  # consecutive answers from first to last, both included
+Stretch = list[Answer]  # consecutive answers
 
 
 async def _stretch(load: Load, count: int) -> Stretch:
-    """`count` answers and the one before them, after all earlier requests have been answered."""
+    """The next `count` answers and the answer before, after all requests of the last stretch have ended."""
     await load.wait_for_served(2 * CLIENTS)
     first = len(load.history)
     await load.wait_for_served(count)

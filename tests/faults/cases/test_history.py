@@ -1,4 +1,4 @@
-"""`check_history` finds each kind of fault."""
+"""`check_history` finds each kind of disagreement between clients' answers and the decision log."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -33,7 +33,7 @@ def served(request: str = "r1") -> Answer:
 
 
 def faults(answers: Sequence[Answer], log: Sequence[Mapping[str, str]], **options: Any) -> list[str]:
-    """The faults that `check_history` finds, without those of the audit, which has its own tests."""
+    """The faults that `check_history` itself finds, without the faults that `audit` finds."""
     found = check_history(answers, log, **options).faults
     return [fault for fault in found if not fault.startswith(("G", "log"))]
 
@@ -42,14 +42,14 @@ FAULTY = [
     ([served()], [], "has no end"),
     ([served()], lifecycle_log("completed", "completed"), "ended as"),
     ([served()], lifecycle_log("cancelled"), "ended as"),
-    ([served(), served()], lifecycle_log("completed"), "as another does"),
-    ([served("")], lifecycle_log("completed"), "or none"),
+    ([served(), served()], lifecycle_log("completed"), "two answers name"),
+    ([served("")], lifecycle_log("completed"), "names no request"),
     ([], lifecycle_log("completed")[:1], "never ended"),
 ]
 
 
 @pytest.mark.parametrize(("answers", "log", "what"), FAULTY)
-def test_each_fault_is_found(answers: list[Answer], log: list[Mapping[str, str]], what: str) -> None:
+def test_each_kind_of_fault_is_found(answers: list[Answer], log: list[Mapping[str, str]], what: str) -> None:
     found = faults(answers, log)
     assert any(what in fault for fault in found), found
 
@@ -60,12 +60,12 @@ def test_a_second_end_by_a_stopped_replica_is_allowed_only_with_may_resume() -> 
     assert faults([served()], log) != []
     assert faults([served()], log, may_resume=True) == []
     assert check_history([served()], log, may_resume=True).resumed == 1
-    # Two valid ends are always a fault; a lost log may lack a request.
+    # Two valid ends of one request are always a fault. A log that was deleted may lack a request.
     assert faults([served()], lifecycle_log("completed", "completed"), may_resume=True) != []
     assert faults([served()], [], log_lost=True) == []
 
 
-def test_excepted_promises_are_not_checked() -> None:
+def test_check_history_skips_the_promises_in_except_promises() -> None:
     log = [entry(number, "bypassed", f"r{number}", stock=number) for number in range(1, 6)]
     log += [entry(5 + number, "completed", f"r{number}", stock=5 - number) for number in range(1, 6)]
     assert {fault[:2] for fault in check_history([], log).faults} == {"G1"}
