@@ -160,7 +160,7 @@ class Failure(NamedTuple):
 
 FAILURES: Mapping[str, Failure] = {
     "500": Failure(http_answer(_ERROR, 500)),
-    "503, well by its page": Failure(http_answer(_ERROR, 503), health=200),
+    "503 with a healthy page": Failure(http_answer(_ERROR, 503), health=200),
     "307": Failure(http_answer(b"", 307, headers="location: http://127.0.0.1:1/\r\n")),
     "429": Failure(http_answer(_ERROR, 429, headers="retry-after: 1\r\n"), health=200),
     "reset": Failure(b"", resets=True),

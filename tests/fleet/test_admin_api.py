@@ -30,14 +30,14 @@ async def all_pages(fleet: Any, path: str, rows: str, replica: int, limit: int) 
         cursor = f"&cursor={page['cursor']}"
 
 
-async def test_every_replica_lists_the_queue_in_the_order_in_which_it_is_served(fleet: Any) -> None:
+async def test_every_replica_lists_the_queue_in_dispatch_order(fleet: Any) -> None:
     here = fleet(*SLOW, config={"objectives": OBJECTIVES, "fair_request_queue": {"guard_share": 0}})
     asked = [(HARD_NAME, "iron", "w 1"), ("b", "iron", "w/2")] * 4 + [("g", "gold", "w 1")] * 3
     async with paused(here) as send:
         waiting = []
         for count, (flow, objective, workload) in enumerate(asked, 1):
             waiting.append(send(flow, objective=objective, workload=workload))
-            await here.until_state(queued=count)  # fixes the order of arrival
+            await here.until_state(queued=count)  # so that requests arrive in this order
         lists = [await all_pages(here, "queue", "requests", replica, 1 + replica) for replica in range(3)]
         order = [each["id"] for each in lists[0]]
         assert [[each["id"] for each in one] for one in lists] == [order] * 3
@@ -74,7 +74,7 @@ async def test_every_replica_lists_the_queue_in_the_order_in_which_it_is_served(
         await here.until(
             "replicas",
             lambda found: sum(each["waiting"] for each in found["replicas"]) == 11,
-            what="11 waiting requests in the heartbeats",
+            what="heartbeats that report 11 waiting requests",
         )
         last = await here.get(f"requests/{order[-1]}", 2)
         assert (last["state"], last["position"]) == ("queued", 11)
@@ -86,8 +86,8 @@ async def test_every_replica_lists_the_queue_in_the_order_in_which_it_is_served(
     await at_rest(here)
 
 
-async def test_under_load_shares_follow_the_weights_and_lists_agree_with_metrics(fleet: Any) -> None:
-    # Long answers, so that the bound makes requests wait even if the machine is busy.
+async def test_under_load_flows_share_service_by_weight_and_metrics_count_each_dispatch(fleet: Any) -> None:
+    # Answers take long, so requests queue at the bound even if the machine is busy.
     slower = ("--no-restart", "--endpoints", "1", "--sim-ttft", "150", "--sim-itl", "5")
     here = fleet(*slower, config={"objectives": [{**each, "criticality": "Default"} for each in OBJECTIVES]})
     async with here.client() as client, asyncio.TaskGroup() as tasks:
@@ -107,7 +107,7 @@ async def test_under_load_shares_follow_the_weights_and_lists_agree_with_metrics
             "flows",
             lambda found: len(shares(found)) == 2 and abs(shares(found).get("rich", 0) - 0.75) < 0.15,
             within_s=90.0,
-            what="a steady service",
+            what="service in the ratio of the weights",
         )
         flows = {each["flow"]: each for each in found["flows"]}
         assert flows["rich"]["fair_share"] == 0.75
@@ -128,13 +128,13 @@ async def test_under_load_shares_follow_the_weights_and_lists_agree_with_metrics
 
     dequeued = partial(metric, here, "epp_popper_dequeue_successes_total")
     total = state["dispatched_total"]
-    await here.eventually(dequeued, lambda count: count == total, what="metrics pages with every dispatch")
+    await here.eventually(dequeued, lambda count: count == total, what="a counted dequeue of each dispatch")
     for path, rows in (("flows", "flows"), ("queue", "requests"), ("inflight", "requests")):
         page = await here.get(path)
         assert (page[rows], page["total"], page["cursor"]) == ([], 0, None)
 
 
-async def test_events_have_every_decision_once_and_end_with_the_replica(fleet: Any) -> None:
+async def test_the_event_stream_has_every_decision_once_and_ends_when_its_replica_stops(fleet: Any) -> None:
     here = fleet(*SLOW, config={"objectives": OBJECTIVES})
     async with (
         here.client() as client,
@@ -154,7 +154,7 @@ async def test_events_have_every_decision_once_and_end_with_the_replica(fleet: A
                     State.model_validate(data["state"])
                     assert data["workloads_total"] == len(data["workloads"])
                     assert data.keys() >= {"at", "flows", "flows_total", "endpoints", "replicas"}
-                elif name != "unavailable":  # a read timed out; the next event has its decisions
+                elif name != "unavailable":  # reading Redis timed out; the next event has the decisions
                     assert (name, data["skipped"]) == ("decisions", 0)
                     entries += data["entries"]
                 if snapshots and len(entries) >= len(log):
@@ -165,4 +165,4 @@ async def test_events_have_every_decision_once_and_end_with_the_replica(fleet: A
         replica.terminate()
         async for _ in first:
             pass
-        await here.eventually(lambda: not replica.is_running(), within_s=10, what="the replica's end")
+        await here.eventually(lambda: not replica.is_running(), within_s=10, what="the replica's exit")

@@ -1,4 +1,4 @@
-"""Random calls of the admin API, generated from its OpenAPI document, while requests wait and run."""
+"""Sends the admin API random calls, generated from its OpenAPI document, while requests wait and run."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -10,8 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from whole_fleet import says_unavailable
 
 CONFIG = {"admin": {"rate": 1e6}, "fair_request_queue": {"ordering": "workload-aware"}}
-EXAMPLES = 15  # for each operation
-MAX_ATTEMPTS = 5  # for one case, if the machine pauses for longer than the API waits for Redis
+EXAMPLES = 15  # random calls of each operation
+MAX_ATTEMPTS = 5  # of one call, while the API answers that Redis timed out
 
 
 @pytest.fixture
@@ -30,13 +30,13 @@ async def busy(fleet: Any) -> AsyncIterator[Any]:
         await asyncio.gather(*asked, return_exceptions=True)
 
 
-async def test_no_call_fails_and_every_answer_is_as_described(busy: Any) -> None:
+async def test_no_call_fails_and_every_answer_conforms_to_the_openapi_document(busy: Any) -> None:
     described = (await busy.admin("/openapi.json")).json()
 
     async def listed() -> Any:  # the list may be up to a second older than the queue
         return (await busy.get("queue"))["requests"]
 
-    waiting = (await busy.eventually(listed, what="the list"))[0]["id"]
+    waiting = (await busy.eventually(listed, what="a queued request in the list"))[0]["id"]
     del described["paths"]["/api/v1/events"]
     tried = await asyncio.to_thread(_fuzz, described, busy.admin_url())
     assert tried.keys() == {
@@ -48,10 +48,10 @@ async def test_no_call_fails_and_every_answer_is_as_described(busy: Any) -> None
 
 
 def _fuzz(described: dict[str, Any], base: str) -> dict[str, int]:
-    """Call every operation with random arguments; return the number of calls of each. Raises AssertionError
+    """Call every operation with random arguments; return how often each was called. Raises AssertionError
     or schemathesis's error for a wrong answer, or if Redis times out MAX_ATTEMPTS times in a row.
     """
-    # Imported here because the import takes more than a second, which other tests avoid.
+    # Imported here because the import takes more than a second: other tests do not need it.
     import schemathesis
     from schemathesis.checks import not_a_server_error
     from schemathesis.specs.openapi import checks

@@ -18,11 +18,11 @@ Place = tuple[str, int]
 
 
 class Injected(Exception):
-    """The exception raised in background tasks."""
+    """The exception that `Injector` raises in background tasks."""
 
 
 class Injector:
-    """A task factory: each task run by `background.keep` fails once at each picker line where it awaits."""
+    """A task factory: each task of `background.keep` fails once at every picker_fleet line that awaits."""
 
     def __init__(self) -> None:
         self.places: dict[str, set[Place]] = defaultdict(set)
@@ -62,10 +62,10 @@ class Injector:
 
 
 def _waits_at(coroutine: Any) -> tuple[str, Place | None]:
-    """The innermost kept task, and the picker line where it awaits.
+    """The name of the innermost task of `background.keep`, and the picker_fleet line where that task awaits.
 
-    No line for the pause after a failure, nor where asyncio would not clean up: a TaskGroup that waits for
-    its tasks, or a connection that is being made.
+    The line is None in the pause after a failure, and where asyncio would not clean up after an exception: in
+    a TaskGroup that waits for its tasks, and while a connection is made.
     """
     name, place, each = "", None, coroutine
     while isinstance(each, types.CoroutineType):
@@ -80,7 +80,7 @@ def _waits_at(coroutine: Any) -> tuple[str, Place | None]:
     return name, place
 
 
-def test_a_task_that_fails_at_any_of_its_awaits_goes_on(
+def test_a_background_task_that_fails_at_any_await_is_run_again(
     valkey: Server, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     injector = Injector()

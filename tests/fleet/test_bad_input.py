@@ -13,18 +13,18 @@ HUGE = b'{"model": "llama", "prompt": "' + b"x" * 20_000_000 + b'"}'
 
 ASK = json.dumps(GOOD).encode()
 WORKLOAD, FAIRNESS = "x-workload-context", "x-gateway-inference-fairness-id"
-REFUSED: dict[str, tuple[bytes, dict[str, bytes], str]] = {  # body, headers, and a word of the refusal
-    "cut off": (b'{"model":', {}, "JSON"),
-    "no JSON": (b"not json", {}, "JSON"),
-    "no UTF-8": (b"\xff\xfe\x00", {}, "JSON"),
-    "model no string": (b'{"model": 7, "prompt": "x"}', {}, "model"),
-    "model blank": (b'{"model": " ", "prompt": "x"}', {}, "model"),
+REFUSED: dict[str, tuple[bytes, dict[str, bytes], str]] = {  # body, headers, and a word in the error message
+    "truncated JSON": (b'{"model":', {}, "JSON"),
+    "not JSON": (b"not json", {}, "JSON"),
+    "not UTF-8": (b"\xff\xfe\x00", {}, "JSON"),
+    "model not a string": (b'{"model": 7, "prompt": "x"}', {}, "model"),
+    "blank model": (b'{"model": " ", "prompt": "x"}', {}, "model"),
     "model with a control character": (b'{"model": "a\\u001fb", "prompt": "x"}', {}, "model"),
-    "no object": (b'["model"]', {}, ""),
-    "workload no UTF-8": (ASK, {WORKLOAD: b"\xff\xfe"}, WORKLOAD),
-    "flow no UTF-8": (ASK, {FAIRNESS: b"\xff\xfe"}, FAIRNESS),
+    "not an object": (b'["model"]', {}, ""),
+    "workload not UTF-8": (ASK, {WORKLOAD: b"\xff\xfe"}, WORKLOAD),
+    "flow not UTF-8": (ASK, {FAIRNESS: b"\xff\xfe"}, FAIRNESS),
     "flow of 300 characters": (ASK, {FAIRNESS: b"f" * 300}, FAIRNESS),
-    "TTL no duration": (ASK, {"x-llm-d-inference-ttl": b"soon"}, "x-llm-d-inference-ttl"),
+    "TTL not a duration": (ASK, {"x-llm-d-inference-ttl": b"soon"}, "x-llm-d-inference-ttl"),
 }
 WORKLOADS = {
     "long id": b'{"workload_id": "' + b"w" * 40_000 + b'"}',
@@ -33,7 +33,7 @@ WORKLOADS = {
     "criticality NaN": b'{"workload_id": "w", "criticality": NaN}',
     "criticality 9e99": b'{"workload_id": "w", "criticality": 9e99}',
     "criticality a string": b'{"workload_id": "w", "criticality": "5"}',
-    "broken": b"[1, 2",
+    "malformed JSON": b"[1, 2",
 }
 
 
@@ -49,7 +49,7 @@ async def assert_serves(fleet: Any) -> None:
 
 
 @pytest.mark.parametrize("name", REFUSED)
-async def test_bad_input_is_refused_by_name_and_the_next_request_is_served(small: Any, name: str) -> None:
+async def test_bad_input_is_refused_with_a_reason_and_the_next_request_served(small: Any, name: str) -> None:
     body, headers, named = REFUSED[name]
     async with small.client() as client:
         answer = await client.post("/v1/completions", content=body, headers={**JSON, **headers})
@@ -58,21 +58,19 @@ async def test_bad_input_is_refused_by_name_and_the_next_request_is_served(small
     await assert_serves(small)
 
 
-async def test_a_request_without_a_model_is_one_for_the_only_model_that_the_endpoints_pages_name(
-    small: Any,
-) -> None:
+async def test_a_request_without_a_model_is_placed_if_the_metrics_pages_name_one_model(small: Any) -> None:
     async with small.client() as client:
         for body in ({"prompt": "x", "max_tokens": 1}, {**GOOD, "model": None}, {**GOOD, "model": ""}):
 
             async def placed(body: object = body) -> bool:
                 answer = await client.post("/v1/completions", json=body)
-                return "default_model" not in answer.text  # the simulator itself requires a model
+                return "default_model" not in answer.text  # only the picker's refusal names this setting
 
-            await small.eventually(placed, bool, what="the endpoints' pages")
+            await small.eventually(placed, bool, what="the model's name from a metrics page")
     await assert_serves(small)
 
 
-async def test_a_body_of_20_mb_is_refused_before_all_of_it_is_received(small: Any) -> None:
+async def test_a_body_of_20_mb_is_refused_before_it_is_fully_received(small: Any) -> None:
     status, body = await post_while_reading(small.url, HUGE)
     assert status == 413, body
     assert "larger" in json.loads(body)["error"]["message"]
@@ -88,7 +86,7 @@ async def test_a_request_with_a_hostile_workload_is_served_as_anonymous(small: A
     await assert_serves(small)
 
 
-async def test_envoy_itself_refuses_a_workload_of_1_mb(small: Any) -> None:
+async def test_envoy_itself_refuses_a_workload_header_of_1_mb(small: Any) -> None:
     workload = b'{"workload_id": "' + b"w" * 1_000_000 + b'"}'
     try:
         status, _ = await post_while_reading(small.url, ASK, workload)

@@ -1,4 +1,4 @@
-"""The list of endpoints changes while requests wait and run: Envoy only gets endpoints that it knows."""
+"""The list of endpoints changes while requests wait and run: replicas pick only endpoints that Envoy has."""
 
 import asyncio
 import itertools
@@ -25,7 +25,7 @@ async def ask(here: Fleet, number: int) -> Answer:
 
 
 @pytest.mark.parametrize("mode", ["lean", "standard", "http"])
-async def test_requests_that_wait_for_a_new_endpoint_leave_when_envoy_knows_it(
+async def test_requests_queued_without_endpoints_are_served_once_envoy_knows_a_new_endpoint(
     tmp_path: Path, mode: str
 ) -> None:
     async with counting_servers(3, 0.05) as servers:

@@ -1,4 +1,4 @@
-"""docker-compose.yml as Docker Compose reads it, and its services run as local processes."""
+"""Checks docker-compose.yml as Docker Compose parses it, and runs its services as local processes."""
 
 import asyncio
 import re
@@ -21,14 +21,14 @@ ASK = {"model": "llama", "prompt": "Tell me of queues.", "max_tokens": 4}
 def services() -> dict[str, Any]:
     """The services in the output of `docker-compose config`."""
     compose = shutil.which("docker-compose")
-    assert compose is not None, "docker-compose is missing: Debian has a package of it (.ci/packages)"
+    assert compose is not None, "docker-compose is missing: .ci/packages installs its Debian package"
     done = subprocess.run([compose, "config"], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = yaml.safe_load(done.stdout)["services"]
     return found
 
 
-def test_every_service_is_confined_limited_and_has_a_health_check(services: dict[str, Any]) -> None:
+def test_every_service_is_unprivileged_and_has_limits_and_a_health_check(services: dict[str, Any]) -> None:
     assert services.keys() == {"redis", "picker", "simulator", "envoy", "prometheus", "grafana", "locust"}
     for name, service in services.items():
         assert service["read_only"] is True, name
@@ -95,7 +95,7 @@ async def _operators_reach_the_fleet(client: httpx.AsyncClient, admin: str) -> N
 
 
 @pytest.mark.timeout(240)
-async def test_the_services_serve_with_their_own_commands_and_survive_a_lost_replica(tmp_path: Path) -> None:
+async def test_the_services_of_compose_serve_requests_and_survive_a_killed_replica(tmp_path: Path) -> None:
     stack = Stack(tmp_path, {"redis": 1, "simulator": 3, "picker": 2, "envoy": 1, "locust": 1})
     try:
         await asyncio.to_thread(stack.start)

@@ -1,4 +1,4 @@
-"""The dashboard of a real fleet in a real browser: it agrees with the API, and its buttons work."""
+"""A real browser shows the dashboard of a real fleet: the page agrees with the API, and its buttons work."""
 
 from collections.abc import AsyncIterator
 from typing import Any
@@ -15,12 +15,12 @@ CONFIG = {
     "objectives": [{"name": "gold", "criticality": "Critical"}],
     "fair_request_queue": {"flow_capacity": 500, "queue_ttl": "60s"},
 }
-pytestmark = pytest.mark.asyncio(loop_scope="module")  # the event loop of the browser
+pytestmark = pytest.mark.asyncio(loop_scope="module")  # the browser belongs to one event loop
 XSS = "<img src=x onerror=window.owned=1>"
 
 
 async def switch(page: Dashboard, to: str, outcome: str) -> None:
-    """Press the button that pauses or resumes dispatch, and confirm the question."""
+    """Press the button that pauses or resumes dispatch, confirm, and wait for the page to say `outcome`."""
     await page.page.click("#pause")
     await page.confirm(to)
     await page.says("#toast", outcome)
@@ -41,7 +41,7 @@ async def page(here: Any, dashboard: Any) -> AsyncIterator[Dashboard]:
         assert not (await here.get("state"))["paused"]
 
 
-async def test_the_queue_is_shown_as_every_replica_reports_it(here: Any, dashboard: Any) -> None:
+async def test_the_page_of_one_replica_shows_the_queue_that_others_report(here: Any, dashboard: Any) -> None:
     async with waiting(here, *["gold"] * 3, "silver"), dashboard(here, replica=2) as page:
         await page.says("#why", "paused by an operator: 4 requests wait")
         listed = (await here.get("flows"))["flows"]
@@ -60,7 +60,7 @@ async def test_the_queue_is_shown_as_every_replica_reports_it(here: Any, dashboa
         await page.says("#lookup-answer", "silver")
 
 
-async def test_pause_and_resume_ask_first_and_work(here: Any, page: Dashboard) -> None:
+async def test_pause_and_resume_ask_for_confirmation_and_take_effect(here: Any, page: Dashboard) -> None:
     await page.page.click("#pause")
     await page.confirm("Cancel")
     assert not (await here.get("state"))["paused"]
@@ -71,7 +71,7 @@ async def test_pause_and_resume_ask_first_and_work(here: Any, page: Dashboard) -
     assert not (await here.get("state", 1))["paused"]
 
 
-async def test_drain_and_undrain_work(here: Any, page: Dashboard) -> None:
+async def test_the_drain_and_undrain_buttons_change_an_endpoints_status(here: Any, page: Dashboard) -> None:
     address = here.state["endpoints"][0]["address"]
     for action, outcome in (("Drain", "gets nothing new"), ("Undrain", "takes requests again")):
         await page.page.get_by_role("button", name=f"{action} {address}", exact=True).click()
@@ -81,7 +81,7 @@ async def test_drain_and_undrain_work(here: Any, page: Dashboard) -> None:
     await page.page.get_by_role("button", name=f"Drain {address}", exact=True).wait_for()
 
 
-async def test_evict_works_and_a_refusal_is_shown_with_the_text_of_the_api(here: Any, dashboard: Any) -> None:
+async def test_the_evict_button_evicts_and_a_refusal_shows_the_apis_text(here: Any, dashboard: Any) -> None:
     async with waiting(here, "keep", "drop"), dashboard(here) as page:
         await page.row("queue", "drop").get_by_role("button", name="Evict").click()
         await page.confirm("Evict")
@@ -96,7 +96,7 @@ async def test_evict_works_and_a_refusal_is_shown_with_the_text_of_the_api(here:
         await page.says("#toast", "no such request waits")
 
 
-async def test_the_keyboard_is_enough(page: Dashboard) -> None:
+async def test_dispatch_can_be_paused_and_resumed_by_keyboard_alone(page: Dashboard) -> None:
     async def press(*names: str) -> None:
         for name in names:
             await page.page.keyboard.press(name)
@@ -131,7 +131,7 @@ CLICKS = """const [pause, question, yes] = ['pause', 'confirm', 'confirm-yes'].m
   (id) => document.getElementById(id));"""
 
 
-async def test_a_question_asked_again_at_once_gets_its_own_answer(page: Dashboard) -> None:
+async def test_a_confirmation_dialog_that_is_reopened_at_once_works(page: Dashboard) -> None:
     await page.page.evaluate(f"{CLICKS} pause.click(); question.close(); pause.click()")
     await page.confirm("Pause")
     await page.says("#toast", "stopped dispatching")
@@ -139,7 +139,7 @@ async def test_a_question_asked_again_at_once_gets_its_own_answer(page: Dashboar
     await switch(page, "Resume", "dispatches again")
 
 
-async def test_a_confirmed_change_is_made_though_another_question_follows_at_once(page: Dashboard) -> None:
+async def test_a_confirmed_change_is_made_even_if_another_dialog_opens_at_once(page: Dashboard) -> None:
     await page.page.evaluate(f"{CLICKS} pause.click(); yes.click(); pause.click()")
     await page.says("#toast", "stopped dispatching")
     await page.confirm("Cancel")
@@ -147,7 +147,7 @@ async def test_a_confirmed_change_is_made_though_another_question_follows_at_onc
     await switch(page, "Resume", "dispatches again")
 
 
-async def test_a_pressed_button_gets_its_click_though_a_row_above_is_removed(page: Dashboard) -> None:
+async def test_a_button_keeps_its_click_when_a_table_row_above_is_removed(page: Dashboard) -> None:
     answer = await page.page.evaluate(
         """async () => {
           const { Rows, el } = await import(`${location.origin}/static/dom.js`);
@@ -166,7 +166,6 @@ async def test_a_pressed_button_gets_its_click_though_a_row_above_is_removed(pag
           });
           watch.observe(body, { childList: true });
           const kept = body.lastElementChild;
-          // When the first of them leaves
           rows.show(["b", "c", "d"]);
           await Promise.resolve();
           table.remove();
@@ -193,7 +192,7 @@ async def test_names_that_clients_choose_are_shown_as_text(here: Any, dashboard:
         assert await page.page.evaluate("window.owned") is None
 
 
-async def test_a_narrow_screen_needs_no_sideways_scrolling(here: Any, dashboard: Any) -> None:
+async def test_a_narrow_screen_needs_no_horizontal_scrolling(here: Any, dashboard: Any) -> None:
     long = "a-flow-with-a-name-that-no-phone-has-room-for-" * 4
     for width in (390, 1280):
         size = {"width": width, "height": 844}
@@ -227,17 +226,16 @@ async def test_the_first_fifty_flows_are_shown_and_the_rest_counted(here: Any, d
         assert len(seen) == len(set(seen)) == 60
 
 
-async def test_the_page_is_stale_while_its_replica_is_silent(here: Any, page: Dashboard) -> None:
-    page.allowed.append("status of 503")  # answers a read in flight when the replica is stopped
+async def test_the_page_says_stale_while_its_replica_is_suspended(here: Any, page: Dashboard) -> None:
+    page.allowed.append("status of 503")  # the answer to a read in flight when the replica stops
     await page.says("#connection", "live")
     with suspended(here.replica(0)):
         await page.says("#connection", "stale since")
     await page.says("#connection", "live")
 
 
-async def test_a_page_reconnects_to_the_next_replica_at_its_address(here: Any, page: Dashboard) -> None:
-    # The browser's error depends on the moment of the kill; a new replica answers 503 until Redis first
-    # answers.
+async def test_a_page_reconnects_when_its_replica_restarts_at_its_address(here: Any, page: Dashboard) -> None:
+    # The browser's error depends on when the kill comes. A new replica answers 503 until it reaches Redis.
     page.allowed += ["net::ERR_", "status of 503"]
     before = await page.text("#replica")
     here.replica(0).kill()
@@ -245,15 +243,15 @@ async def test_a_page_reconnects_to_the_next_replica_at_its_address(here: Any, p
     await page.says("#connection", "live")
 
 
-async def test_a_fleet_without_redis_is_shown_as_such_until_it_is_back(here: Any, page: Dashboard) -> None:
-    page.allowed.append("status of 503")  # answers reads of the queue while Redis is down
+async def test_the_page_shows_an_alarm_while_redis_is_suspended(here: Any, page: Dashboard) -> None:
+    page.allowed.append("status of 503")  # the answer to reads of the queue while Redis is down
     with suspended(here.child("valkey-server")):
         await page.until("document.getElementById('why').dataset.level === 'bad'")
     await page.until("document.getElementById('why').dataset.level === 'calm'")
     await page.says("#connection", "live")
 
 
-async def test_decisions_appear_as_they_are_made_and_can_be_put_on_hold(here: Any, page: Dashboard) -> None:
+async def test_new_decisions_appear_live_unless_the_list_is_put_on_hold(here: Any, page: Dashboard) -> None:
     async with here.client() as client:
         assert (await ask(client, "seen")).status_code == 200
         await page.says("#rows-decisions", "seen")
@@ -267,7 +265,7 @@ async def test_decisions_appear_as_they_are_made_and_can_be_put_on_hold(here: An
         await page.says("#rows-decisions", "unseen")
 
 
-async def test_charts_have_captions_with_their_figures(here: Any, dashboard: Any) -> None:
+async def test_chart_captions_give_the_current_figures(here: Any, dashboard: Any) -> None:
     async with waiting(here, "one", "two"), dashboard(here) as page:
         await page.says("#text-queued", "2 requests now")
         await page.says("#text-stock", "never above 4.4")
@@ -276,7 +274,7 @@ async def test_charts_have_captions_with_their_figures(here: Any, dashboard: Any
 
 @pytest.fixture(scope="module")
 def guarded(shared_fleet: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A fleet whose admin API requires tokens, without a decision log. It replaces the fleet of `here`."""
+    """A fleet whose admin API requires tokens, without a decision log. Its start ends the fleet of `here`."""
     file = tmp_path_factory.mktemp("tokens") / "alice"
     file.write_text("may-look")
     admin = {"token": "open-sesame", "tokens": [{"file": str(file), "role": "viewer"}]}
@@ -284,7 +282,7 @@ def guarded(shared_fleet: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
     return shared_fleet(*SLOW, "--replicas", "1", config=config)
 
 
-async def test_a_token_is_asked_for_until_it_is_right_and_another_one_if_it_may_not_change_anything(
+async def test_the_page_asks_again_after_an_invalid_token_and_after_a_change_with_a_viewers_token(
     guarded: Any, dashboard: Any
 ) -> None:
     async with dashboard(guarded, tokens=("wrong", "may-look")) as page:

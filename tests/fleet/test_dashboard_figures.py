@@ -32,7 +32,7 @@ CONFIG = {
 }
 pytestmark = [
     pytest.mark.timeout(300),  # a fleet, a browser and the load share the machine
-    pytest.mark.asyncio(loop_scope="module"),  # the event loop of the browser
+    pytest.mark.asyncio(loop_scope="module"),  # the browser belongs to one event loop
 ]
 FLOWS = (
     ("one", "gold", "llama"),
@@ -56,7 +56,7 @@ def here(shared_fleet: Any) -> Any:
 
 @asynccontextmanager
 async def load(fleet: Any) -> AsyncIterator[None]:
-    """Clients of four flows that send a request after each answer; leaving the block waits for rest."""
+    """Clients of four flows send a request after each answer; the block's end waits until all have ended."""
     done = asyncio.Event()
 
     async def client_of(http: httpx.AsyncClient, flow: str, objective: str, model: str) -> None:
@@ -76,7 +76,7 @@ async def load(fleet: Any) -> AsyncIterator[None]:
 
 @asynccontextmanager
 async def drained(fleet: Any, address: str) -> AsyncIterator[None]:
-    """Within the block, an operator has drained this endpoint."""
+    """Drain this endpoint within the block."""
     await fleet.post(f"endpoints/{address}/drain")
     try:
         yield
@@ -99,12 +99,12 @@ def lacking(shot: dict[str, Any]) -> set[str]:
         "adapters": any(each["adapters"] for each in shot["endpoints"]),
         "latency": any(each.get("latency_std_s") for each in shot["endpoints"]),
         "a drained endpoint": any(each["status"] == "drained" for each in shot["endpoints"]),
-        "what replicas hold": any(each["waiting"] for each in shot["replicas"]),
+        "a replica's waiting requests": any(each["waiting"] for each in shot["replicas"]),
     }
     return {name for name, has in there.items() if not has}
 
 
-async def test_every_figure_of_a_snapshot_equals_the_apis_at_the_same_moment(
+async def test_every_figure_on_the_page_equals_the_api_snapshot_of_the_same_time(
     here: Any, dashboard: Any
 ) -> None:
     address = here.state["endpoints"][2]["address"]
@@ -126,9 +126,9 @@ async def test_every_figure_of_a_snapshot_equals_the_apis_at_the_same_moment(
         await page.until("/requests? waits?:/.test(document.getElementById('why').textContent)")
 
 
-async def test_every_figure_of_the_queue_equals_an_answer_of_the_api(here: Any, dashboard: Any) -> None:
+async def test_every_figure_in_the_queue_table_equals_an_api_answer(here: Any, dashboard: Any) -> None:
     async with load(here), dashboard(here) as page:
-        answers: list[Any] = []  # answers about the queue that this page receives
+        answers: list[Any] = []  # the API's answers to this page's reads of the queue
         page.page.on("response", lambda each: "/api/v1/queue" in each.url and answers.append(each))
         await page.page.locator("#queue").scroll_into_view_if_needed()
         seen: set[str] = set()

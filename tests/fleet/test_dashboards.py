@@ -1,4 +1,4 @@
-"""Queries of the Grafana dashboards and rules, and the table of metrics, against a fleet under load."""
+"""Checks the queries of Grafana's dashboards and rules, and the table of metrics, on a fleet under load."""
 
 import asyncio
 import contextlib
@@ -46,7 +46,7 @@ def queries() -> dict[str, str]:
 
 @contextlib.asynccontextmanager
 async def load(fleet: Any) -> AsyncIterator[None]:
-    """Send more load than the fleet can take: requests are served, expired, preempted, refused, abandoned."""
+    """Overload the fleet: requests are served, expire, are preempted or refused, or their clients leave."""
 
     async def ask(client: Any, headers: dict[str, str]) -> None:
         while True:
@@ -92,7 +92,7 @@ async def test_every_query_of_rules_and_dashboards_returns_a_number(fleet: Any, 
     wanted = queries() | {f"rule {name}": name for name in rules("record")}
     for alert, expression in rules("alert").items():
         wanted |= {f"{alert} reads {name}": name for name in metric_names(expression)}
-    wanted["every part is read"] = "min(up) == 1"
+    wanted["every target is up"] = "min(up) == 1"
     assert len(wanted) > 80
     try:
         await prometheus.ready()
@@ -117,7 +117,7 @@ async def test_every_query_of_rules_and_dashboards_returns_a_number(fleet: Any, 
 
 
 async def ask_all(prometheus: Prometheus, wanted: dict[str, str]) -> dict[str, set[str]]:
-    """The labels common to the series of each query of `wanted` that returned a number within WITHIN_S."""
+    """For each query that returns a number within WITHIN_S: the labels that all series of its answer have."""
     seen: dict[str, set[str]] = {}
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(WITHIN_S):
@@ -130,7 +130,7 @@ async def ask_all(prometheus: Prometheus, wanted: dict[str, str]) -> dict[str, s
     return seen
 
 
-def test_every_query_asks_the_data_source_that_grafana_is_given() -> None:
+def test_every_panel_queries_the_provisioned_data_source() -> None:
     given = yaml.safe_load((GRAFANA / "provisioning" / "datasources" / "prometheus.yml").read_text())
     known = {(each["type"], each["uid"]) for each in given["datasources"]}
     assert {(each["datasource"]["type"], each["datasource"]["uid"]) for each in targets().values()} == known

@@ -1,6 +1,6 @@
-"""A client that leaves, in any phase and any mode, releases everything its request used (G6).
+"""When a client leaves, in any phase and any mode, everything that its request holds is released (G6).
 
-A lease lasts 15 s. An earlier release is due to the client's disconnect.
+A lease lasts 15 s, so the disconnect, not the lease's end, causes a release within SOON_S.
 """
 
 from functools import partial
@@ -49,7 +49,7 @@ async def test_clients_that_leave_the_queue_make_room_for_the_rest(slow: Any) ->
     await at_rest(slow, within_s=SOON_S)
 
 
-async def test_a_client_that_leaves_while_it_is_placed_is_cancelled(slow: Any) -> None:
+async def test_a_request_is_cancelled_if_its_client_leaves_during_placement(slow: Any) -> None:
     async def events_of_one() -> list[str]:
         before = len(await decisions(slow))
         calls, resets = await calls_of_replicas(slow)
@@ -57,14 +57,14 @@ async def test_a_client_that_leaves_while_it_is_placed_is_cancelled(slow: Any) -
         with suspended(slow.child("valkey-server")):  # so the replica's admission gets no reply
             caller = await Caller.ask(slow.url, tokens=1000)
             seen = partial(slow.eventually, lambda: calls_of_replicas(slow))
-            await seen(lambda now: now[0] > calls, what="the request at a replica")
+            await seen(lambda now: now[0] > calls, what="Envoy's call to a replica")
             await caller.leave()
-            await seen(lambda now: now[1] > resets, what="the end of the replica's stream")
+            await seen(lambda now: now[1] > resets, what="Envoy's reset of its call")
         await at_rest(slow, within_s=SOON_S)
         return [entry.event for entry in (await decisions(slow))[before:]]
 
-    # A replica that sees the disconnect before it admits logs no entry; one that sees it after the reply ends
-    # a running request. So the test repeats until the log shows a cancelled placement.
+    # A disconnect before the admission leaves no log entry; a disconnect after Redis's reply ends a running
+    # request. So the test repeats until the log shows a cancelled placement.
     seen: list[list[str]] = []
     while PLACED_AND_CANCELLED not in seen:
         assert len(seen) < TRIES, seen
@@ -73,7 +73,7 @@ async def test_a_client_that_leaves_while_it_is_placed_is_cancelled(slow: Any) -
 
 
 async def calls_of_replicas(fleet: Any) -> tuple[int, int]:
-    """Envoy's calls to replicas, and how many of them it reset (HTTP/1.1: by closing the connection)."""
+    """How many calls Envoy has made to replicas, and how many Envoy has reset (HTTP/1.1: closed)."""
     lines = (await fleet.envoy_admin("/stats?filter=^cluster.picker.*upstream_(rq|cx)_")).text.splitlines()
     found = dict(line.removeprefix("cluster.").rsplit(": ", 1) for line in lines)
     cluster, reset = "picker", "rq_tx_reset"

@@ -17,14 +17,14 @@ from picker_tools.load.generator import Answer, Request, closed_loop, flow_heade
 MODES: dict[str, tuple[str, ...]] = {
     "lean": ("reset", "429", "error in a stream"),
     "http": ("307",),
-    "standard": ("503, well by its page", "reset after the head"),
+    "standard": ("503 with a healthy page", "reset after the head"),
 }
 CONFIG = {
     "request_queue_controller": {"watermark_per_backend": 4},
     "outlier_detection": {"max_ejection_time": "2s"},
 }
 SERVICE_S = 0.1  # 160 requests a second: more would only cost CPU
-LOOKED_AT = 200  # requests after a failure over which the test counts errors
+LOOKED_AT = 200  # the test counts errors in this many requests after a failure
 
 
 @pytest_asyncio.fixture(params=MODES, loop_scope="function")
@@ -41,7 +41,7 @@ async def statuses(fleet: Any) -> dict[str, str]:
     return {each["address"]: each["status"] for each in await fleet.get("endpoints")}
 
 
-async def test_a_server_that_fails_is_ejected_and_comes_back_and_no_client_can_eject_one(here: Any) -> None:
+async def test_a_failing_server_is_ejected_until_it_recovers_and_no_client_can_eject_one(here: Any) -> None:
     mode, servers, fleet = here
     broken = servers.addresses[0]
     for name in MODES[mode]:
@@ -60,23 +60,23 @@ async def _it_fails(fleet: Any, servers: FailingServers, broken: str, name: str)
             await answered(load, LOOKED_AT)
             assert set((await statuses(fleet)).values()) == {"ready"}
         else:
-            out = ("ejected",) if failure.health == 200 else ("ejected", "down")  # a probe may be first
+            out = ("ejected",) if failure.health == 200 else ("ejected", "down")  # `down`: a probe came first
             found = await fleet.eventually(
                 lambda: statuses(fleet), lambda each: each[broken] in out, within_s=10, what=name
             )
             assert list(found.values()).count("ready") == 3, name
-        await answered(load, 60)  # ends the requests in flight
+        await answered(load, 60)  # requests that were in flight have ended
         servers.hits.clear()
         load.history.clear()
         await answered(load, LOOKED_AT)
         assert servers.hits[broken] <= 0.02 * servers.hits.total() + 2, (name, servers.hits)
-        if not (failure.cuts and failure.resets):  # Envoy reports those a second later
+        if not (failure.cuts and failure.resets):  # Envoy reports a reset answer a second later
             tries = servers.hits[broken] if failure.cuts else 0
             assert len(failed(load.history)) <= 0.005 * LOOKED_AT + tries, (name, failed(load.history))
         # The server recovers and gets requests again.
         del servers.failing[broken]
         servers.hits.clear()
-        await fleet.eventually(lambda: servers.hits[broken] > 20, what=name)
+        await fleet.eventually(lambda: servers.hits[broken] > 20, what=f"recovery: {name}")
 
 
 def failed(history: list[Answer]) -> list[Answer]:
@@ -103,7 +103,7 @@ async def _one_flow_makes_engines_fail(fleet: Any, servers: FailingServers) -> N
 
 
 async def _all_fail(fleet: Any, servers: FailingServers) -> None:
-    servers.failing = dict.fromkeys(servers.addresses, FAILURES["503, well by its page"])
+    servers.failing = dict.fromkeys(servers.addresses, FAILURES["503 with a healthy page"])
     async with closed_loop(fleet.url, clients=4, make_request=requests_of_flows(4)) as load:
         await answered(load, 60)
         servers.failing.clear()

@@ -1,6 +1,6 @@
 """A model server hangs or is drained: the next best endpoints serve its clients (G9).
 
-(A server that dies: test_one_queue.py)
+test_one_queue.py tests a server that dies.
 """
 
 import asyncio
@@ -25,14 +25,14 @@ async def test_an_endpoint_that_hangs_is_down_until_it_answers_again(here: Any) 
 
     with suspended(here.endpoint(0)):
         # No request is sent: scraping alone marks the endpoint as down, for every replica.
-        await here.eventually(seen, lambda each: each == {"down"}, within_s=60, what="the mark")
+        await here.eventually(seen, lambda each: each == {"down"}, within_s=60, what="status down")
         assert stopped not in await served_by(here.url, 12)
-    await here.eventually(seen, lambda each: each == {"ready"}, within_s=60, what="its return")
+    await here.eventually(seen, lambda each: each == {"ready"}, within_s=60, what="status ready")
     await here.eventually(
         lambda: served_by(here.url, 8),
         lambda by: stopped in by,
         within_s=60,
-        what="a request that it serves",
+        what="a request served by the resumed endpoint",
     )
     await at_rest(here)
 

@@ -1,4 +1,4 @@
-"""A real replica (`picker serve`) without permission to load the library into Redis (docs/redis.md, ACL)."""
+"""A real replica (`picker serve`) whose Redis user may not load the Lua library (docs/redis.md, ACL)."""
 
 import asyncio
 import re
@@ -26,7 +26,7 @@ async def until_said(replica: Replica, page: str, words: str) -> None:
     """Wait until the `redis` component of this admin page contains `words`."""
 
     async def is_said() -> bool:
-        found = (await replica.admin.get(page)).json()  # or a refusal for too many calls
+        found = (await replica.admin.get(page)).json()  # or an error for too many calls
         return words in found.get("components", {}).get("redis", "")
 
     await until(is_said)
@@ -36,7 +36,7 @@ async def degraded(replica: Replica) -> bool:
     return bool((await replica.admin.get("/api/v1/state")).json()["degraded"])
 
 
-async def test_a_replica_that_may_not_load_the_library_names_it_and_returns_when_another_user_has_loaded_it(
+async def test_a_replica_that_may_not_load_the_library_reports_it_and_serves_once_another_user_loads_it(
     tmp_path: Path,
 ) -> None:
     users = [
@@ -50,16 +50,16 @@ async def test_a_replica_that_may_not_load_the_library_names_it_and_returns_when
         log.open("wb") as lines,
     ):
         async with served(url(server, "picker"), tmp_path, stderr=lines) as replica:
-            # At its start the replica reports the missing library, and decides nothing.
+            # Without the library, the replica says which command loads it, and refuses every stream.
             await until_said(replica, "/readyz", "picker functions load")
             assert await replica.hands_on()
             await until(lambda: "picker functions load" in log.read_text())
             assert await asyncio.to_thread(main, ["functions", "load", "--redis", url(server, "loader")]) == 0
             await replica.ready()
-            # The replica also reports an eviction policy.
+            # The replica also warns that Redis's eviction policy can lose keys.
             await until_said(replica, "/healthz", "allkeys-lru evicts keys")
             assert "allkeys-lru evicts keys" in log.read_text()
-            # A restart loses the library: the replica serves without Redis until the library is loaded.
+            # Redis restarts without the library: the replica admits locally until the library is loaded.
             server.kill()
             await asyncio.to_thread(server.revive)
             await until_said(replica, "/healthz", "picker functions load")

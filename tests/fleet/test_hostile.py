@@ -35,7 +35,7 @@ ALLOWED_OUTCOMES = {
 
 
 @pytest.mark.parametrize("mode", MODES)
-async def test_honest_clients_are_served_beside_every_attack_and_no_process_grows_past_its_limit(
+async def test_honest_clients_are_served_during_every_attack_and_no_process_exceeds_its_memory_limit(
     mode: Mode,
 ) -> None:
     report = await attack_fleet(replicas=2, servers=2, per_s=10, calm_s=0, hostile_s=5, mode=mode)

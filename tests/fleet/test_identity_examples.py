@@ -44,7 +44,7 @@ def here(shared_fleet: Any) -> Any:
 
 @contextmanager
 def example(fleet: Any, folder: Path, name: str, *arguments: str) -> Iterator[Edge]:
-    """Run an Envoy with the bootstrap of `picker envoy-config` as the example changes it."""
+    """Run an Envoy with the bootstrap of `picker envoy-config`, edited by the example `name`."""
     plain = to_yaml(bootstrap(fleet, "lean"))
     with started(run([str(EXAMPLES / name), *arguments], plain), folder / "envoy") as running:
         yield running
@@ -68,7 +68,7 @@ async def assert_admitted(fleet: Any, url: str, headers: Headers, flow: str, **h
     assert (await admitted(fleet))[-1] == (flow, 0)
 
 
-async def test_an_api_key_has_the_flow_of_its_hash_in_the_table(here: Any, tmp_path: Path) -> None:
+async def test_an_api_key_gets_the_flow_that_the_table_has_for_its_hash(here: Any, tmp_path: Path) -> None:
     # Key lengths around the block size of SHA-256; the table has only hashes.
     sizes = (5, 55, 56, 63, 64, 119, 512)
     keys = {f"flow {size} – {size}": f"k{size}-".ljust(size, "y") for size in sizes}
@@ -98,7 +98,7 @@ def b64(data: bytes) -> str:
 
 
 def token(secret: bytes = SECRET, **claims: Any) -> tuple[str, str]:
-    """The authorization header with a JWT of these claims; a claim of None is left out."""
+    """The authorization header with a JWT; `claims` replace default claims, and None removes a claim."""
     expires = time.time() + 600
     usual = {"iss": "https://login.example.org", "aud": "inference", "sub": "team-b", "exp": expires}
     body = {name: value for name, value in {**usual, **claims}.items() if value is not None}
@@ -106,7 +106,7 @@ def token(secret: bytes = SECRET, **claims: Any) -> tuple[str, str]:
     return ("authorization", f"Bearer {signed}.{b64(hmac.digest(secret, signed.encode(), 'sha256'))}")
 
 
-async def test_the_flow_of_a_token_is_its_claim(here: Any, tmp_path: Path) -> None:
+async def test_a_requests_flow_is_the_sub_claim_of_its_jwt(here: Any, tmp_path: Path) -> None:
     jwks = tmp_path / "jwks.json"
     jwks.write_text(json.dumps({"keys": [{"kty": "oct", "alg": "HS256", "kid": "1", "k": b64(SECRET)}]}))
     options = ("--issuer", "https://login.example.org", "--audience", "inference", "--jwks", str(jwks))
@@ -128,7 +128,7 @@ async def test_the_flow_of_a_token_is_its_claim(here: Any, tmp_path: Path) -> No
         assert len(await admitted(here)) == before
 
 
-async def test_the_flow_of_a_certificate_is_its_uri(here: Any, tmp_path: Path) -> None:
+async def test_a_requests_flow_is_the_uri_in_the_clients_certificate(here: Any, tmp_path: Path) -> None:
     ours, stranger = authority(tmp_path, "ours"), authority(tmp_path, "stranger")
     server = signed(tmp_path, "server", ours)
     files = ("--certificate", str(server.cert), "--key", str(server.key), "--client-ca", str(ours.cert))

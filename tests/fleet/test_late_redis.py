@@ -15,7 +15,7 @@ from picker_fleet.ingress.ext_proc.server import SERVICE
 from picker_tools.load.generator import closed_loop
 
 
-async def test_a_replica_without_redis_at_its_start_decides_nothing_until_redis_answers_and_then_joins(
+async def test_a_replica_that_starts_without_redis_refuses_every_stream_until_redis_answers(
     valkey: Server, tmp_path: Path
 ) -> None:
     valkey.kill()
@@ -27,7 +27,7 @@ async def test_a_replica_without_redis_at_its_start_decides_nothing_until_redis_
         assert unready.json()["components"]["redis"] != "ok"
         health = [await replica.health(name) for name in ("", SERVICE, "readiness", "liveness")]
         assert health == ["NOT_SERVING"] * 3 + ["SERVING"]
-        # The replica knows no bound, so it decides nothing.
+        # The replica does not know the pool's bound, so it refuses the stream.
         assert await replica.hands_on()
         await asyncio.to_thread(valkey.revive)
         await replica.ready()
@@ -42,7 +42,7 @@ async def test_a_replica_without_redis_at_its_start_decides_nothing_until_redis_
 
 
 @pytest.mark.parametrize("mode", ["lean", "http"])
-async def test_a_replica_that_restarts_without_redis_costs_no_request(tmp_path: Path, mode: str) -> None:
+async def test_no_request_fails_if_a_replica_restarts_while_redis_is_down(tmp_path: Path, mode: str) -> None:
     options = ("--mode", mode, "--sim-ttft", "20", "--sim-itl", "1")
     config = {"request_queue_controller": exact_bounds(30), "extproc": {"drain_grace": "1s"}}
     with redis_server(tmp_path / "valkey") as valkey:
@@ -58,9 +58,9 @@ async def test_a_replica_that_restarts_without_redis_costs_no_request(tmp_path: 
             async with closed_loop(here.url, clients=6, make_request=one_token) as load:
                 former = process()
                 here.replica(1).terminate()
-                await here.eventually(process, lambda pid: pid != former, within_s=60, what="another process")
+                await here.eventually(process, lambda pid: pid != former, within_s=60, what="a new process")
                 served = len(load.history)
-                await here.eventually(lambda: len(load.history) > served + 100, within_s=60, what="service")
+                await here.eventually(lambda: len(load.history) > served + 100, within_s=60, what="answers")
                 assert (await here.admin("/readyz", 1)).status_code == 503
             assert {record.status for record in load.history} == {200}
             await asyncio.to_thread(valkey.revive)

@@ -45,10 +45,10 @@ def here(shared_fleet: Any) -> Any:
     return shared_fleet("--replicas", "1", "--endpoints", "2")
 
 
-def test_a_scenario_keeps_its_promises_on_a_fleet_of_its_own(tmp_path: Path) -> None:
+def test_a_scenario_started_with_own_runs_its_fleet_and_keeps_every_promise(tmp_path: Path) -> None:
     size = ("--own", "--replicas", "2", "--endpoints", "2", "--duration", "2")
     status, said = load("noisy-neighbour", *size, report=tmp_path)
-    # The command starts a fleet, and all promises hold, including those checked in the decision log.
+    # Every promise holds, also the guarantees that are checked in the decision log.
     found = verdicts(tmp_path)
     assert status == 0, said
     kept = ("quiet-not-refused", "one-answer", "at-rest", "G1", "G2", "G6")
@@ -68,15 +68,14 @@ def test_no_client_notices_killed_replicas(tmp_path: Path) -> None:
     assert (status, unserved) == (0, 0), said
 
 
-def test_a_broken_promise_is_exit_status_1(here: Any, tmp_path: Path) -> None:
+def test_a_broken_promise_ends_with_exit_status_1(here: Any, tmp_path: Path) -> None:
     # The SLO demands first tokens sooner than the model servers can produce them.
     where = ("--state-file", str(here.state_file), "--duration", "2")
     status, said = load("steady", *where, "--slo-ttft", "0.005", report=tmp_path)
-    # The report names the broken promise with the measured value.
     assert status == 1, said
     assert "BROKEN slo-ttft: 95 % of first tokens come within 0.005 s" in said
     found = verdicts(tmp_path)
-    # Only the SLO is broken: without it, the same load breaks no promise.
+    # Only the SLO is broken; the same load keeps every other promise.
     assert [name for name, verdict in found.items() if verdict == "broken"] == ["slo-ttft"]
     assert found["no-errors"] == found["one-answer"] == found["at-rest"] == "held"
 
@@ -87,8 +86,7 @@ def test_a_fleet_that_is_not_configured_for_a_scenario_is_refused(here: Any, tmp
     assert "needs a fleet with an objective 'sheddable', fair_request_queue.ordering: workload-aware" in said
 
 
-def test_an_interrupt_ends_with_a_report(here: Any, tmp_path: Path) -> None:
-    # A load that would run for minutes.
+def test_an_interrupted_load_still_writes_its_report(here: Any, tmp_path: Path) -> None:
     where = ("--state-file", str(here.state_file), "--duration", "300", "--report", str(tmp_path))
     command = picker_command("load", "steady", *where)
     with subprocess.Popen(command, stdout=PIPE, stderr=STDOUT, text=True, cwd=ROOT) as process:
@@ -96,12 +94,12 @@ def test_an_interrupt_ends_with_a_report(here: Any, tmp_path: Path) -> None:
         deadline.start()
         assert process.stdout is not None
         while "served 0" in (line := process.stdout.readline()) or " sent " not in line:
-            assert line, "it ended by itself"
+            assert line, "`picker load` ended before the interrupt"
         process.send_signal(signal.SIGINT)
         said = process.stdout.read()
         status = process.wait()
         deadline.cancel()
-    # The report covers the requests sent so far.
+    # The report covers the requests sent before the interrupt.
     assert status == 130, said
     summary = summary_of(tmp_path)
     assert summary["interrupted"] is True
@@ -109,7 +107,7 @@ def test_an_interrupt_ends_with_a_report(here: Any, tmp_path: Path) -> None:
     assert "broken" not in verdicts(tmp_path).values()
 
 
-def test_locust_runs_the_same_scenarios(here: Any, tmp_path: Path) -> None:
+def test_locust_runs_the_scenarios_of_picker_load(here: Any, tmp_path: Path) -> None:
     # Locust runs two scenarios for 4 seconds, without its web page.
     file = ROOT / "deploy" / "locust" / "locustfile.py"
     status, said = run(

@@ -1,4 +1,4 @@
-"""A replica that reads bodies stays within the memory limit of the Kubernetes manifests."""
+"""A replica that buffers large bodies stays within the memory limit of the Kubernetes manifests."""
 
 import asyncio
 import contextlib
@@ -39,11 +39,11 @@ def limit_mib() -> int:
 
 @contextlib.asynccontextmanager
 async def limited(redis_url: str, folder: Path, *, requests_at_once: int) -> AsyncIterator[Replica]:
-    """A replica with the memory limit of the manifests and room for `requests_at_once`; others queue."""
+    """A replica with the manifests' memory limit; `requests_at_once` may be in flight, others queue."""
     limit_bytes = limit_mib() * MIB
 
     def limit() -> None:
-        resource.setrlimit(resource.RLIMIT_STACK, (MIB, MIB))  # RLIMIT_DATA counts whole stacks
+        resource.setrlimit(resource.RLIMIT_STACK, (MIB, MIB))  # RLIMIT_DATA counts each thread's whole stack
         resource.setrlimit(resource.RLIMIT_DATA, (limit_bytes, limit_bytes))
 
     config = {
@@ -79,7 +79,7 @@ async def at_rest(replica: Replica) -> None:
 
 
 async def talk(replica: Replica, text: bytes, mode: str, *, trailed: bool = False) -> None:
-    """Send a request until the replica stops reading it, and read the whole decision."""
+    """Send a request until the replica stops reading, and read the replica's whole answer."""
     call = replica.exchange()
     sending = asyncio.create_task(_send(call, text, mode, trailed=trailed))
     try:
@@ -143,7 +143,7 @@ async def test_a_replica_under_64_hostile_bodies_at_once_stays_under_400_mib(
         assert codes.keys() == {"code=ok", "code=bad_request", "code=buffer_full"}
 
 
-async def test_forty_large_queued_bodies_take_no_more_memory_than_their_bound_allows(
+async def test_forty_large_queued_bodies_stay_within_max_buffered_bytes(
     valkey: Server, tmp_path: Path
 ) -> None:
     async with limited(valkey.url, tmp_path, requests_at_once=1) as replica:
@@ -161,7 +161,7 @@ async def test_forty_large_queued_bodies_take_no_more_memory_than_their_bound_al
             return queued + refused == len(waiting)
 
         await until(each_waits_or_is_refused, PATIENT_S)
-        # The heap may retain the size of the bodies once more.
+        # The heap may take twice the size of the bodies.
         assert 4 <= queued <= BOUND // len(text)
         assert await buffered(replica) == queued * len(text)
         assert mib(replica, "VmRSS") < idle_mib + 2 * BOUND / MIB

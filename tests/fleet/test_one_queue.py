@@ -1,4 +1,4 @@
-"""One stock and one queue behind three replicas, with real processes."""
+"""Three replicas, each a real process, share one bound and one queue."""
 
 import asyncio
 from collections import Counter
@@ -27,7 +27,7 @@ async def test_300_parallel_requests_never_exceed_the_bound(here: Any) -> None:
     served = Counter(answer.endpoint for answer in answers)
     assert len(served) == 4
     assert min(served.values()) >= 2  # a stalled endpoint may get only its first requests
-    # The requests placed before any request ended went to the endpoints with the fewest in flight.
+    # Before the first request ends, each placement goes to an endpoint with the fewest requests in flight.
     events = [entry.event for entry in log]
     first = Counter(entry.endpoint for entry in log[: events.index("completed")] if entry.endpoint)
     assert max(first.values()) - min(first[endpoint] for endpoint in served) <= 1
@@ -44,16 +44,16 @@ async def test_a_dead_endpoint_fails_no_request_and_is_down_for_every_replica(he
     await at_rest(here)
 
     async def status() -> str:
-        assert (await complete(here.url, "meets it", 2)).served
+        assert (await complete(here.url, "tries the dead endpoint", 2)).served
         return str(await here.endpoint_status(dead, 1))
 
-    await here.eventually(status, lambda found: found == "down", what="the mark")
+    await here.eventually(status, lambda found: found == "down", what="status down at another replica")
     assert (await here.get("state", 2))["ready_backends"] == 3
     assert dead not in await served_by(here.url, 12)
     await at_rest(here)
 
 
-async def test_a_full_queue_refuses_and_a_request_past_its_ttl_is_never_placed(fleet: Any) -> None:
+async def test_a_full_queue_refuses_requests_and_a_request_past_its_ttl_is_never_placed(fleet: Any) -> None:
     room = {"total_capacity": 1, "flow_capacity": 1, "overload_status": 429, "queue_ttl": "3s"}
     config = {"fair_request_queue": room}
     here = fleet("--endpoints", "1", "--sim-ttft", "10", "--sim-itl", "0", config=config)

@@ -1,4 +1,4 @@
-"""An operator pauses, reconfigures and evicts in a running fleet; preemption; bands of any priority."""
+"""In a running fleet an operator pauses, reconfigures and evicts, and the queue serves by priority."""
 
 import asyncio
 import re
@@ -16,7 +16,6 @@ from picker_tools.audit.log import Entry
 PRIORITIES = (-3, MOST_PRIORITY, 100, LEAST_PRIORITY, 7, 10)
 ROOM = 100  # capacity of the queue, in requests
 CONFIG = {
-    
     "objectives": [
         {"name": "gold", "criticality": "Critical"},
         {"name": "scrap", "criticality": "Sheddable"},
@@ -40,7 +39,7 @@ def here(shared_fleet: Any) -> Any:
 
 
 async def logged(fleet: Any, since: int) -> list[Entry]:
-    """The decision log from entry `since` on, read when the fleet is at rest, so every request has ended."""
+    """Wait until every request has ended; return the decision log from entry `since` on."""
     await at_rest(fleet)
     return (await decisions(fleet))[since:]
 
@@ -49,7 +48,7 @@ def granted(log: list[Entry]) -> list[int]:
     return [entry.priority for entry in log if entry.event == "granted"]
 
 
-async def test_each_change_may_be_made_through_another_replica(here: Any) -> None:
+async def test_an_operator_may_send_each_change_to_a_different_replica(here: Any) -> None:
     since = len(await decisions(here))
     async with paused(here) as send:
         asked = [send() for _ in range(6)]
@@ -74,7 +73,7 @@ async def test_each_change_may_be_made_through_another_replica(here: Any) -> Non
     await here.patch({"request_queue_controller": {"watermark_per_backend": 1}})
 
 
-async def test_the_preempted_client_is_answered_at_once(here: Any) -> None:
+async def test_the_client_of_a_preempted_request_is_answered_at_once(here: Any) -> None:
     since = len(await decisions(here))
     await here.patch({"fair_request_queue": {"total_capacity": 3, "flow_capacity": 3}})
     async with paused(here) as send:
@@ -94,20 +93,20 @@ async def test_the_preempted_client_is_answered_at_once(here: Any) -> None:
 
 
 async def metric_bands(here: Any) -> set[str]:
-    """The bands that have a series of queue lengths."""
+    """The bands whose queue length is on the metrics page."""
     return set(
         re.findall(r'^epp_band_queue_length{.*band="(\w+)"', (await here.admin("/metrics")).text, re.M)
     )
 
 
-async def test_objectives_of_any_priority_are_served_in_its_order(here: Any) -> None:
+async def test_requests_are_served_by_the_priority_of_their_objective(here: Any) -> None:
     since = len(await decisions(here))
     async with paused(here) as send:
-        # While dispatch is paused, two requests of each priority arrive, in no order of priority.
+        # While dispatch is paused, two requests of each priority arrive in mixed order.
         asked = [send(objective=f"p{each}") for each in PRIORITIES * 2]
-        asked.append(send(objective="nobody has made this one"))
+        asked.append(send(objective="an unknown objective"))
         await here.until_state(queued=len(asked))
-        # Every replica reports the bands in use with their priorities; the lists accept their names.
+        # Every replica reports the bands in use with their priorities, and filters lists by a band's name.
         expected = sorted((*PRIORITIES, 0, -10), reverse=True)
         state = await here.get("state", 1)
         assert [each["priority"] for each in state["bands"]] == expected
@@ -117,21 +116,21 @@ async def test_objectives_of_any_priority_are_served_in_its_order(here: Any) -> 
         assert (await here.get(f"flows?band={LEAST_PRIORITY}"))["flows"][0]["band"] == str(LEAST_PRIORITY)
 
         length = partial(metric, here, "epp_band_queue_length", 0, band="100")
-        await here.eventually(length, lambda count: count == 2, what="the metric of a band that was made")
+        await here.eventually(length, lambda count: count == 2, what="the queue length of band 100")
         await here.post("resume", replica=2)
-    # All requests are answered, those of the highest priority first.
+    # All requests are served, the highest priority first.
     assert {task.result().status_code for task in asked} == {200}
     order = granted(await logged(here, since))
     assert order == sorted(order, reverse=True)
     assert Counter(order) == Counter((*PRIORITIES * 2, 0))
 
-    # Bands without configuration disappear when empty, with their series.
+    # When a band that is not configured becomes empty, the band and its series disappear.
     configured = ["Critical", "seven", "Default", "Sheddable"]
     await here.until(
         "state",
         lambda state: [each["band"] for each in state["bands"]] == configured,
-        what="collected bands",
+        what="only configured bands",
     )
     await here.eventually(
-        lambda: metric_bands(here), lambda bands: bands == set(configured), what="only series of these bands"
+        lambda: metric_bands(here), lambda bands: bands == set(configured), what="only their series"
     )

@@ -14,7 +14,7 @@ from picker_fleet.state.keys import Keys
 POOL = Keys.of("default").pool
 
 
-async def test_a_replica_stays_unready_while_its_pool_has_another_format_and_joins_once_that_is_gone(
+async def test_a_replica_joins_a_pool_of_another_format_only_after_its_keys_are_deleted(
     valkey: Server, tmp_path: Path
 ) -> None:
     config = {"leases": {"heartbeat": "50ms"}}

@@ -19,7 +19,7 @@ Key = tuple[str, str, str]
 
 
 async def assert_counts(fleet: Any, waits: int, expected: dict[Key, float]) -> None:
-    """Wait until `waits` waits are counted; then assert that counters have the `expected` sums by label."""
+    """Wait until the metrics count `waits` queued requests; assert each counter's `expected` sum by label."""
 
     async def page() -> str:
         return str((await fleet.admin("/metrics")).text)
@@ -31,8 +31,8 @@ async def assert_counts(fleet: Any, waits: int, expected: dict[Key, float]) -> N
     assert total(final, name) == waits
 
 
-@pytest.mark.parametrize("mode", ["lean", "http", "standard"])  # the last fleet serves the next test
-async def test_each_end_of_a_wait_has_its_own_status_reason_and_counter(mode: str, shared_fleet: Any) -> None:
+@pytest.mark.parametrize("mode", ["lean", "http", "standard"])  # the next test uses the last of these fleets
+async def test_each_exit_from_the_queue_has_its_own_status_and_counter(mode: str, shared_fleet: Any) -> None:
     here = shared_fleet("--mode", mode, *SMALL)
     await here.post("pause")
     async with here.client() as client:
@@ -77,7 +77,7 @@ async def test_each_end_of_a_wait_has_its_own_status_reason_and_counter(mode: st
     await assert_counts(here, 7, expected)
 
 
-async def test_the_route_timeout_of_another_envoy_is_the_clients_deadline(
+async def test_the_route_timeout_of_a_trusted_envoy_is_the_requests_deadline(
     shared_fleet: Any, tmp_path: Path
 ) -> None:
     here = shared_fleet("--mode", "standard", *SMALL)
@@ -96,7 +96,7 @@ async def test_the_route_timeout_of_another_envoy_is_the_clients_deadline(
     await at_rest(here)
 
 
-async def test_a_wait_across_a_redis_outage_counts_once_and_no_client_counts_as_gone(
+async def test_a_request_queued_through_a_redis_outage_is_counted_once_and_as_served(
     valkey: Server, tmp_path: Path
 ) -> None:
     async with counting_servers(1, service_s=0.6) as servers:
@@ -107,14 +107,14 @@ async def test_a_wait_across_a_redis_outage_counts_once_and_no_client_counts_as_
         options = ("--replicas", "1", "--endpoints", "0", "--redis", valkey.url)
         folder = tmp_path / "fleet"
         folder.mkdir()
-        async with running(folder, *options, config=config, unaudited="Redis is lost") as here:
+        async with running(folder, *options, config=config, unaudited="the log is lost with Redis") as here:
             async with here.client() as client, asyncio.TaskGroup() as tasks:
                 asked = [tasks.create_task(client.post("/v1/completions", json=BODY)) for _ in range(9)]
                 await here.until_state(queued=8)
                 valkey.kill()
                 await here.until_state(degraded=True)
                 await servers.until_served(2)
-                await asyncio.to_thread(valkey.revive)  # empty, while some requests still wait
+                await asyncio.to_thread(valkey.revive)  # Redis returns empty while requests still wait
                 await here.until_state(degraded=False)
             assert [task.result().status_code for task in asked] == [200] * 9
             expected = {

@@ -1,4 +1,4 @@
-"""Picking by scores in a whole fleet: replicas share scraped metrics and routes."""
+"""A whole fleet picks by scores: its replicas share scraped metrics and the routes of prompts."""
 
 from functools import partial
 from typing import Any
@@ -25,18 +25,18 @@ def scored(shared_fleet: Any) -> Any:
     return shared_fleet("--sim-ttft", "5", "--sim-itl", "1", config=CONFIG)
 
 
-async def test_every_replica_knows_what_one_of_them_scrapes(scored: Any) -> None:
+async def test_each_endpoint_is_scraped_by_one_replica_and_every_replica_has_its_metrics(scored: Any) -> None:
     async def waiting() -> list[Any]:
         pages = [await scored.get("endpoints", replica) for replica in range(3)]
         return [each["waiting"] for page in pages for each in page]  # None while the metrics are stale
 
-    await scored.eventually(waiting, lambda found: found == [0] * 12, what="the figures")
+    await scored.eventually(waiting, lambda found: found == [0] * 12, what="fresh metrics")
 
     scrapers = partial(metric, scored, "epp_scrape_endpoints")
     await scored.eventually(scrapers, lambda count: count == 4, what="one scraper for each endpoint")
 
 
-async def test_a_prompt_goes_where_its_prefix_went_through_any_replica(scored: Any) -> None:
+async def test_prompts_with_a_common_prefix_go_to_one_endpoint_through_any_replica(scored: Any) -> None:
     before = await routes(scored)
     first = await complete(scored.url, LONG, 2)
     assert first.served
@@ -46,7 +46,7 @@ async def test_a_prompt_goes_where_its_prefix_went_through_any_replica(scored: A
     await at_rest(scored)
 
 
-async def test_a_session_token_leads_to_the_same_endpoint(scored: Any) -> None:
+async def test_requests_with_one_session_token_go_to_the_same_endpoint(scored: Any) -> None:
     ask = {"model": "llama", "prompt": "Hello.", "max_tokens": 1}
     async with scored.client() as client:
         # The fleet ignores a token that it has not signed.
@@ -60,7 +60,7 @@ async def test_a_session_token_leads_to_the_same_endpoint(scored: Any) -> None:
     await at_rest(scored)
 
 
-async def test_a_choice_is_explained_by_the_replica_that_made_it(scored: Any) -> None:
+async def test_the_replica_that_chose_an_endpoint_explains_the_choice(scored: Any) -> None:
     await at_rest(scored)
     answer = await complete(scored.url, f"Explain this. {LONG}", 2)
     *_, entry = await entries(scored, "bypassed")
@@ -70,7 +70,7 @@ async def test_a_choice_is_explained_by_the_replica_that_made_it(scored: Any) ->
     assert explained["chosen"][0] == answer.endpoint
     assert set(explained["candidates"][0]["parts"]) == {"in-flight", *WEIGHTS}
     assert len(explained["candidates"]) == 4
-    # The chosen endpoint has the highest sum of its score and the live load found by the script.
+    # The chosen endpoint has the highest final score, which includes the live load found by the script.
     assert [one["live"] for one in explained["candidates"]] == [0, 0, 0, 0]
     final = {one["address"]: one["final"] for one in explained["candidates"]}
     assert final[answer.endpoint] >= max(final.values()) - 0.0002  # scores are rounded for the script

@@ -1,6 +1,6 @@
-"""Runs the picking table: metrics pages and hints in, endpoints or a refusal out, with a real Valkey.
+"""Runs each case of `picking_table.TABLE`: a request must get the case's endpoints or its refusal.
 
-Each case is a row of `picking_table.TABLE`. The model servers are small HTTP servers with a metrics page.
+The replica uses a real Valkey. The model servers are small HTTP servers with a metrics page.
 """
 
 import asyncio
@@ -118,7 +118,7 @@ class PickingReplica:
                 pass
 
     def _address(self, name: str) -> str:
-        """The address of the server with letter `name`; `name` itself if it is no letter."""
+        """The address of the server with letter `name`; `name` itself if it is not a letter."""
         return self._addresses[ord(name) - ord("A")] if len(name) == 1 else name
 
     def _in_hint(self, hint: object) -> object:
@@ -212,7 +212,7 @@ async def picking_replica(redis_url: str, folder: Path, group: str) -> AsyncIter
         http_client(at.admin) as admin,
     ):
         replica = PickingReplica(channel, admin, file)
-        servers.push_async_callback(replica.aclose)  # runs after the replica, their client, has stopped
+        servers.push_async_callback(replica.aclose)  # the servers stop after the replica, which scrapes them
         await replica.ready()
         yield replica
 
@@ -227,7 +227,7 @@ def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 async def replica_of(
     redis_url: str, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[Callable[[str], Awaitable[PickingReplica]]]:
-    """Makes a group's replica and stops the former; pytest orders the cases by group."""
+    """Starts the replica of a group and stops the previous one; pytest orders the cases by group."""
     running: dict[str, PickingReplica] = {}
     async with contextlib.AsyncExitStack() as stack:
 

@@ -42,7 +42,7 @@ Two = tuple[Fleet, Server]
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def two(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Two]:
-    """Two replicas that serve both pools, an endpoint for each pool, and Redis; tests leave all at rest."""
+    """Two replicas that serve both pools, an endpoint for each pool, and Redis; every test ends at rest."""
     folder = tmp_path_factory.mktemp("two")
     with redis_server(folder / "valkey") as valkey:
         sims = ("--endpoints", "1", "--sim-ttft", "5", "--sim-itl", "1")
@@ -79,8 +79,8 @@ async def ask(client: httpx.AsyncClient, pool: str = "", **headers: str) -> Answ
 
 @contextmanager
 def envoy(here: Fleet, folder: Path, mode: Mode) -> Iterator[tuple[Edge, dict[str, str]]]:
-    """Run a second Envoy: on its first listener the host selects the pool. Yields it and the URLs of a
-    listener for `batch` and of a listener for a pool that does not exist."""
+    """Run a second Envoy, whose first listener selects the pool by host. Yields the Envoy, and the URLs of a
+    listener for pool `batch` and of a listener for pool `nobody`, which does not exist."""
     listens = {"batch": (LOOPBACK, free_port()), "nobody": (LOOPBACK, free_port())}
     tree = bootstrap(here, mode, CONFIG, pool_listens={"batch": listens["batch"]})
     of_batch = tree["staticResources"]["listeners"][1]
@@ -94,7 +94,7 @@ def envoy(here: Fleet, folder: Path, mode: Mode) -> Iterator[tuple[Edge, dict[st
 
 
 @pytest.mark.parametrize("mode", ["lean", "http"])
-async def test_route_and_listener_choose_the_pool_and_no_client_does(
+async def test_envoys_route_or_listener_chooses_the_pool_and_no_client_does(
     two: Two, tmp_path: Path, mode: Mode
 ) -> None:
     here, _ = two
@@ -107,8 +107,8 @@ async def test_route_and_listener_choose_the_pool_and_no_client_does(
                 (batch, "batch", {}),
                 (batch, "batch:8080", {}),
                 (batch, "batch.example.org", {}),
-                (default, "", {"x_picker_pool": "batch"}),  # a client's header
-                (batch, "batch", {"x_picker_pool": "default"}),  # contradicts the route
+                (default, "", {"x_picker_pool": "batch"}),  # a client's header is ignored
+                (batch, "batch", {"x_picker_pool": "default"}),  # also against the route
             ):
                 assert (await ask(client, name, **headers)).endpoint == endpoint, (name, headers)
         async with http_client(listeners["batch"]) as client:
@@ -127,7 +127,7 @@ async def test_route_and_listener_choose_the_pool_and_no_client_does(
     await here.eventually(refusals, what="the refusals of the unknown pool")
 
 
-async def test_a_full_queue_of_one_pool_refuses_its_own_requests_alone(two: Two) -> None:
+async def test_a_full_queue_refuses_only_requests_of_its_own_pool(two: Two) -> None:
     here, _ = two
     before = await here.get("state", pool="batch")
     await here.post("pause")  # pauses the default pool
@@ -137,7 +137,7 @@ async def test_a_full_queue_of_one_pool_refuses_its_own_requests_alone(two: Two)
         refused = await ask(client)
         assert refused.status == 503
         assert json.loads(refused.text)["error"]["code"] in ("insufficient_flow_capacity", "total_capacity")
-        # The other pool is unaffected: its bound and queue are unchanged, and it serves requests.
+        # Pool `batch` keeps its bounds and its empty queue, and serves requests.
         answers = await asyncio.gather(*(ask(client, "batch") for _ in range(2 * PLACES)))
         assert {(each.status, each.endpoint) for each in answers} == {(200, endpoint_of(here, "batch"))}
         now = await here.get("state", pool="batch")
@@ -202,7 +202,7 @@ async def test_the_dashboard_and_top_show_the_chosen_pool(two: Two, dashboard: A
             await top.shows(endpoints[pool])
 
 
-async def test_both_pools_are_served_without_redis_and_return_to_it(two: Two) -> None:
+async def test_both_pools_are_served_during_a_redis_outage_and_return_to_redis(two: Two) -> None:
     here, valkey = two
     await here.until_counted()
     valkey.freeze()

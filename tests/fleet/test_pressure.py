@@ -1,6 +1,6 @@
-"""Every answer reports how full the queue is, through a real Envoy in each mode.
+"""Through a real Envoy, every answer says how full the queue is, in modes `lean` and `standard`.
 
-The fleet uses a configured metadata namespace.
+The fleet sets `extproc.metadata_namespace`.
 """
 
 import asyncio
@@ -21,9 +21,7 @@ CONFIG = {
 
 
 @pytest.mark.parametrize("mode", ["lean", "standard"])
-async def test_every_answer_has_the_fill_of_the_queue_before_and_when_it_refuses(
-    fleet: Any, mode: str
-) -> None:
+async def test_every_answer_and_every_refusal_says_how_full_the_queue_is(fleet: Any, mode: str) -> None:
     here = fleet("--mode", mode, "--debug-headers", *SLOW, config=CONFIG)
     async with here.client() as client, asyncio.TaskGroup() as clients:
 
@@ -37,7 +35,7 @@ async def test_every_answer_has_the_fill_of_the_queue_before_and_when_it_refuses
         running = await Caller.ask(here.url, tokens=1000)
         assert b"200 OK" in await running.first_bytes()
         waiting = [clients.create_task(ask(client)) for _ in range(2)]
-        await here.eventually(models, lambda each: each.headers[HEADER] == "0.50", what="half a queue")
+        await here.eventually(models, lambda each: each.headers[HEADER] == "0.50", what="a half-full queue")
         waiting += [clients.create_task(ask(client)) for _ in range(2)]
         await here.until_state(queued=4)
         refused = await ask(client)

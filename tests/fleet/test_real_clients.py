@@ -1,4 +1,4 @@
-"""Requests of engines' clients reach a model server unchanged, and its answers are read, in every mode."""
+"""In every mode, requests of many APIs reach a model server unchanged, and tokens in answers are counted."""
 
 import asyncio
 import gzip
@@ -34,8 +34,8 @@ CONFIG: dict[str, Any] = {
 
 
 class RecordingServer:
-    """A model server that records its `last` request and counts `served` ones. Each answer is `answer`, of
-    content type `kind`. After an upgrade it echoes everything."""
+    """A model server that keeps the `last` request and counts requests in `served`. It answers `answer`, of
+    content type `kind`. After an upgrade the server echoes all bytes."""
 
     def __init__(self) -> None:
         self.last: Received
@@ -99,7 +99,7 @@ PACKED: dict[str, Callable[[bytes], bytes]] = {
 }
 # Method, path, content-type, content-encoding, body.
 SERVED: dict[str, tuple[str, str, str, str, bytes]] = {
-    "a prefix": ("POST", "/team-a/v1/chat/completions", JSON, "", ASK),
+    "a path with a prefix": ("POST", "/team-a/v1/chat/completions", JSON, "", ASK),
     "an Azure deployment": (
         "POST",
         "/openai/deployments/llama/chat/completions?api-version=1",
@@ -108,7 +108,7 @@ SERVED: dict[str, tuple[str, str, str, str, bytes]] = {
         b"{}",
     ),
     "a trailing slash": ("POST", "/v1/completions/", JSON, "", ASK),
-    "a configured prefix of a short path": ("POST", "/team-a/generate", JSON, "", b'{"text": "x"}'),
+    "a configured path": ("POST", "/team-a/generate", JSON, "", b'{"text": "x"}'),
     "SGLang": ("PUT", "/v1/rerank", JSON, "", ASK),
     "TGI": ("POST", "/", JSON, "", b'{"inputs": "x"}'),
     "Triton": ("POST", "/v2/models/llama/infer", "application/octet-stream", "", b'{"inputs": []}\xff\0'),
@@ -130,15 +130,15 @@ SERVED: dict[str, tuple[str, str, str, str, bytes]] = {
     "a cancel without a body": ("POST", "/v1/responses/resp_1/cancel", "", "", b""),
     "HEAD": ("HEAD", "/v1/models", "", "", b""),
     "OPTIONS": ("OPTIONS", "/v1/chat/completions", "", "", b""),
-    "a path of no API": ("PATCH", "/no/such/api", "text/plain", "", b"x"),
-    "a path of no API without a body": ("GET", "/no/such/api", "", "", b""),
+    "an unknown path": ("PATCH", "/no/such/api", "text/plain", "", b"x"),
+    "an unknown path without a body": ("GET", "/no/such/api", "", "", b""),
     **{name: ("POST", "/v1/completions", JSON, name, pack(ASK)) for name, pack in PACKED.items()},
-    "a long one in zstd": ("POST", "/v1/completions", JSON, "zstd", PACKED["zstd"](ASK.ljust(3_000_000))),
+    "a long body in zstd": ("POST", "/v1/completions", JSON, "zstd", PACKED["zstd"](ASK.ljust(3_000_000))),
 }
 
 
 @pytest.mark.parametrize("name", SERVED)
-async def test_what_clients_send_reaches_a_model_server_as_it_came(behind: Behind, name: str) -> None:
+async def test_each_request_reaches_a_model_server_unchanged(behind: Behind, name: str) -> None:
     method, path, content_type, encoding, body = SERVED[name]
     fields = {"content-type": content_type, "content-encoding": encoding, "x-request-id": "the client's"}
     async with behind.fleet.client() as client:
@@ -158,15 +158,15 @@ async def test_what_clients_send_reaches_a_model_server_as_it_came(behind: Behin
 REFUSED: dict[str, tuple[str, str, bytes, int, str]] = {  # path, encoding, body, status, text of the refusal
     "an unknown encoding": ("/v1/completions", "lzma", ASK, 415, "lzma"),
     "a damaged body": ("/v1/completions", "gzip", ASK, 415, "gzip"),
-    "a bomb": ("/v1/completions", "gzip", gzip.compress(bytes(50_000_000)), 413, "4000000"),
-    "administration": ("/team-a/Sleep/", "", ASK, 404, ""),
-    "encoded administration": ("/v1/%73leep", "", ASK, 404, ""),
-    "administration of Triton": ("/v2/repository/models/m/load", "", b"{}", 404, ""),
+    "a decompression bomb": ("/v1/completions", "gzip", gzip.compress(bytes(50_000_000)), 413, "4000000"),
+    "an admin path": ("/team-a/Sleep/", "", ASK, 404, ""),
+    "an encoded admin path": ("/v1/%73leep", "", ASK, 404, ""),
+    "an admin path of Triton": ("/v2/repository/models/m/load", "", b"{}", 404, ""),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
-async def test_what_cannot_be_served_is_refused_by_name(behind: Behind, name: str) -> None:
+async def test_a_request_that_cannot_be_served_is_refused_with_its_reason(behind: Behind, name: str) -> None:
     path, encoding, body, status, says = REFUSED[name]
     fields = {"content-encoding": encoding} if encoding else {}
     async with behind.fleet.client() as client:
@@ -186,7 +186,7 @@ async def test_a_client_of_http_1_0_is_served(behind: Behind) -> None:
     assert b"usage" in answer
 
 
-async def test_a_web_socket_is_admitted_and_in_flight_as_long_as_it_is_open(behind: Behind) -> None:
+async def test_a_web_socket_is_in_flight_until_it_is_closed(behind: Behind) -> None:
     at = httpx.URL(behind.fleet.url)
     reader, writer = await asyncio.open_connection(at.host, at.port)
     writer.write(
@@ -205,9 +205,9 @@ async def test_a_web_socket_is_admitted_and_in_flight_as_long_as_it_is_open(behi
     await at_rest(behind.fleet)
 
 
-async def test_a_body_whose_stream_does_not_end_is_answered_at_once(behind: Behind) -> None:
+async def test_a_request_of_known_length_is_answered_before_its_stream_ends(behind: Behind) -> None:
     if behind.mode == "http":
-        pytest.skip("Envoy itself waits for the end of the body")
+        pytest.skip("in mode `http` Envoy waits for the end of the body")
     async with upload(behind.fleet.url) as client:
         await client.send_open(ASK, [("content-length", str(len(ASK)))])
         assert await asyncio.wait_for(client.answered(), 5) == "200"
@@ -215,9 +215,9 @@ async def test_a_body_whose_stream_does_not_end_is_answered_at_once(behind: Behi
     await at_rest(behind.fleet)
 
 
-async def test_a_browsers_preflight_is_answered(behind: Behind, tmp_path: Path) -> None:
+async def test_envoy_answers_a_browsers_cors_preflight(behind: Behind, tmp_path: Path) -> None:
     if behind.mode == "http":
-        pytest.skip("the same filter in each mode")
+        pytest.skip("mode `http` has the same CORS filter")
     with edge(behind.fleet, tmp_path, mode=behind.mode, origins=[ORIGIN]) as envoy:
         async with http_client(envoy.url) as client:
             asked = {"origin": ORIGIN, "access-control-request-method": "POST"}
@@ -239,7 +239,7 @@ async def test_a_body_with_trailers_reaches_its_model_server_once(
     behind: Behind, body: bytes, sized: bool
 ) -> None:
     if behind.mode == "http":
-        pytest.skip("Envoy itself waits for the trailers")
+        pytest.skip("in mode `http` Envoy waits for the trailers")
     before = behind.server.served
     async with upload(behind.fleet.url) as client:
         length = [("content-length", str(len(body)))] if sized else []
@@ -251,7 +251,7 @@ async def test_a_body_with_trailers_reaches_its_model_server_once(
 
 
 CLAUDE = {"input_tokens": 150, "cache_read_input_tokens": 700, "cache_creation_input_tokens": 50}
-INPUT = {"usage": {"input_tokens": 1}, "model": "big-v2"}  # input of a tool call, not of the answer
+INPUT = {"usage": {"input_tokens": 1}, "model": "big-v2"}  # a tool call's input, not the answer's usage
 ANSWERS: dict[str, tuple[str, list[object], tuple[int, int]]] = {
     "chat": (JSON, [{"usage": {"prompt_tokens": 7, "completion_tokens": 9, "total_tokens": 16}}], (7, 9)),
     "embeddings": (JSON, [{"data": [], "usage": {"prompt_tokens": 7, "total_tokens": 7}}], (7, 0)),
@@ -328,7 +328,7 @@ async def test_the_tokens_of_each_apis_answer_are_counted(
         assert tuple(total(after, each, model=name) for each in TOKENS) == tokens, name
 
 
-async def test_a_rename_changes_the_model_alone_in_what_the_server_and_the_client_get(
+async def test_a_rename_changes_only_the_model_name_in_the_request_and_the_answer(
     behind: Behind, answering: Callable[[str], bytes]
 ) -> None:
     tool = {"role": "assistant", "content": [{"type": "tool_use", "input": {"model": "big", "m": "big-v2"}}]}

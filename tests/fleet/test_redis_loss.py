@@ -53,7 +53,7 @@ async def three(
             options = ("--mode", request.param, "--endpoints", "0", "--redis", valkey.url, "--no-restart")
             config = {
                 "discovery": static(servers.addresses),
-                # Flow capacity is below the number of clients: the fleet, or a replica alone, refuses some.
+                # Flow capacity is below the number of clients: some are refused, with and without Redis.
                 "fair_request_queue": {"flow_capacity": 6, "guard_share": 0},
                 "request_queue_controller": exact_bounds(EACH),
                 "objectives": [{"name": f"p{each}", "priority": each} for each in PRIORITIES],
@@ -98,7 +98,7 @@ def ask_all(tasks: asyncio.TaskGroup, client: httpx.AsyncClient) -> list[asyncio
 
 
 @pytest.mark.parametrize("three", ["lean"], indirect=True)
-async def test_without_redis_a_replica_serves_any_priority_in_its_order(three: Three) -> None:
+async def test_without_redis_a_replica_serves_its_local_queue_by_priority(three: Three) -> None:
     here, valkey, servers = three
     valkey.kill()
     await until_degraded(here, True)
@@ -110,7 +110,7 @@ async def test_without_redis_a_replica_serves_any_priority_in_its_order(three: T
             return [await waiting(here, replica) for replica in range(3)]
 
         await here.eventually(
-            waits, lambda found: any(all(counts) for counts in found), what="both in one queue"
+            waits, lambda found: any(all(counts) for counts in found), what="two priorities in one queue"
         )
         looks = 0
         for replica in range(3):
@@ -118,7 +118,7 @@ async def test_without_redis_a_replica_serves_any_priority_in_its_order(three: T
             while min(before) > 0:
                 await asyncio.sleep(0.01)  # the admin API allows 200 calls a second
                 now = await waiting(here, replica)
-                assert now[0] == 0 or now[1] >= before[1], "the lower is served while the higher waits"
+                assert now[0] == 0 or now[1] >= before[1], "a low priority is served while a higher waits"
                 before, looks = now, looks + 1
         assert looks
     assert {task.result().status_code for task in asked} == {200}

@@ -14,8 +14,8 @@ import picker_fleet
 from picker_fleet.cli import main
 
 
-async def test_a_fleet_with_the_documented_rights_serves_over_tls(fleet: Any, tmp_path: Path) -> None:
-    # The server accepts TLS only; its users have the permissions of docs/redis.md, one to load the library.
+async def test_a_fleet_with_the_documented_acl_serves_over_tls(fleet: Any, tmp_path: Path) -> None:
+    # Redis accepts only TLS; its users picker, loader and auditor have the permissions of docs/redis.md.
     page = (Path(picker_fleet.__file__).parents[2] / "docs/redis.md").read_text()
     users = dict(re.findall(r"^user (\w+) on >PASSWORD (.*(?:epp:|function\|load).*)$", page, re.MULTILINE))
     files = authority(tmp_path, "certificate")
@@ -30,13 +30,13 @@ async def test_a_fleet_with_the_documented_rights_serves_over_tls(fleet: Any, tm
         here = fleet(
             *("--redis", f"rediss://picker:secret@{place}", "--sim-ttft", "20", "--sim-itl", "2"),
             config={"fair_request_queue": {"flow_capacity": 1000}, "scheduling": {"scorers": scorers}},
-            unaudited="its user may not read the log; the auditor does below",
+            unaudited="the picker user may not read the log; the auditor reads it below",
         )
         await completed(here.url, 60, tokens=5)
         await here.until("state", lambda state: not any(counts(state)), what="rest")
         assert server.ask("EXISTS", "epp:{default}:routes", "epp:{default}:metrics") == 2
-        assert_no_violation(f"rediss://auditor:secret@{place}", "a fleet of the least rights")
-        # The picker user may be denied FUNCTION LIST, which a replica tries once per connection.
+        assert_no_violation(f"rediss://auditor:secret@{place}", "a fleet with the documented ACL")
+        # Redis may deny only FUNCTION LIST, which a replica tries once per connection.
         denied = {entry[entry.index(b"object") + 1] for entry in server.ask("ACL", "LOG")}
         assert denied <= {b"function|list"}
         here.stop()

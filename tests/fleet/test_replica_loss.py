@@ -19,7 +19,7 @@ async def test_a_killed_replicas_100_queued_and_20_streaming_requests_are_all_se
 ) -> None:
     # Exactly 20 requests may be in flight, so the streams fill the pool.
     config: dict[str, Any] = {**BASE, "request_queue_controller": exact_bounds(5)}
-    if mode == "lean":  # only `lean` can rename a model
+    if mode == "lean":  # mode `http` cannot rename a model
         targets = [{"name": "llama", "weight": 9}, {"name": "canary", "weight": 1}]
         config["models"] = [{"name": "llama", "target_models": targets}]
     here = fleet("--no-restart", "--mode", mode, "--sim-ttft", "10", "--sim-itl", "20", config=config)
@@ -34,10 +34,10 @@ async def test_a_killed_replicas_100_queued_and_20_streaming_requests_are_all_se
     answers = [task.result() for task in (*streams, *queued)]
     assert [answer for answer in answers if not answer.served] == []
     if mode == "lean":
-        # Five standard deviations. tests/unit/test_exchange.py checks that a retry keeps its variant.
+        # Within 5 standard deviations. tests/unit/test_exchange.py tests that a retry keeps its variant.
         assert abs(sum('"canary"' in answer.text for answer in answers) - 12) < 5 * math.sqrt(120 * 0.1 * 0.9)
     await at_rest(here, within_s=LEASE_S + 5)
-    # The killed replica's queued requests were adopted in their positions: grants follow arrivals.
+    # Other replicas adopt the killed replica's queued requests in their positions: grants follow arrivals.
     log = await decisions(here)
     queued_ones = [entry for entry in log if entry.event == "queued"]
     arrived = [entry.request for entry in sorted(queued_ones, key=lambda entry: entry.arrived)]
@@ -47,7 +47,7 @@ async def test_a_killed_replicas_100_queued_and_20_streaming_requests_are_all_se
 
 
 @pytest.mark.parametrize("mode", ["lean", "http"])
-async def test_a_stopped_replica_finishes_its_queued_requests_and_exits_with_0(fleet: Any, mode: str) -> None:
+async def test_a_terminated_replica_serves_its_queued_requests_and_exits_0(fleet: Any, mode: str) -> None:
     config = {**BASE, "request_queue_controller": {"watermark_per_backend": 1}}
     options = ("--endpoints", "1", "--sim-ttft", "400", "--sim-itl", "1")
     here = fleet("--no-restart", "--mode", mode, *options, config=config)

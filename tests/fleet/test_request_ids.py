@@ -1,4 +1,4 @@
-"""Callers of a real replica who know the ids of other clients' requests."""
+"""A client that knows the id of another client's request cannot use it at a real replica."""
 
 import asyncio
 import json
@@ -26,13 +26,13 @@ async def ask(channel: grpc.aio.Channel, request_id: str, content: bytes) -> Any
 
 
 async def placed(stream: Any) -> tuple[str, str]:
-    """Id and accounting token that Envoy receives."""
+    """The request id and the accounting token in the replica's answer to Envoy."""
     answer = await stream.read()
     fields = answer.dynamic_metadata.fields["picker"].struct_value.fields
     return fields["id"].string_value, fields["token"].string_value
 
 
-async def test_the_id_of_a_request_gives_a_stranger_neither_its_place_nor_its_token(valkey: Server) -> None:
+async def test_a_client_that_sends_anothers_request_id_gets_its_own_id_and_token(valkey: Server) -> None:
     async with serving() as page:
         endpoints = {"static": [{"address": page.address}]}
         bounds = {"watermark_per_backend": 10}
@@ -65,7 +65,7 @@ async def test_the_id_of_a_request_gives_a_stranger_neither_its_place_nor_its_to
                 other, others = await placed(each)
                 assert other != "known"
                 assert others != token
-            # Mode `http` gives the stranger neither of them either.
+            # In mode `http`, too, the stranger gets its own id and token.
             assert bound.http is not None
             http = Connection(*await asyncio.open_connection(*bound.http.split(":")))
             http.send(check(body=OTHER_BODY, x_request_id="known"))
@@ -74,5 +74,5 @@ async def test_the_id_of_a_request_gives_a_stranger_neither_its_place_nor_its_to
             assert answer.headers["x-picker-request-id"] not in ("", "known")
             assert answer.headers["x-picker-accounting-token"] != f"={token}"
             await http.close()
-            # Envoy retries the first request.
+            # When Envoy retries the first request, the retry keeps the id and the token.
             assert await placed(await ask(channel, "known", BODY)) == ("known", token)

@@ -1,4 +1,4 @@
-"""State of the Responses API: a request that names an id reaches the server that created it."""
+"""State of the Responses API: a request that names an id reaches the server that created the id."""
 
 import asyncio
 import contextlib
@@ -22,7 +22,7 @@ _numbers = itertools.count(1)
 
 
 class StateServer:
-    """A model server that remembers the ids that it created, and answers 404 for all others."""
+    """A model server that remembers the ids that it created, and answers 404 to requests for other ids."""
 
     def __init__(self) -> None:
         self.kept: set[str] = set()
@@ -95,7 +95,7 @@ def made_id(answer: httpx.Response) -> str:
 
 @pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize("streams", [False, True])
-async def test_a_request_that_names_an_id_reaches_the_server_that_made_it(
+async def test_a_request_that_names_an_id_reaches_the_server_that_created_the_id(
     behind: Behind, streams: bool
 ) -> None:
     async def talk() -> None:
@@ -117,7 +117,7 @@ async def test_a_request_that_names_an_id_reaches_the_server_that_made_it(
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_an_id_that_nobody_made_is_answered_by_a_server(behind: Behind) -> None:
+async def test_a_model_server_answers_a_request_that_names_an_unknown_id(behind: Behind) -> None:
     async with behind.fleet.client() as client:
         for answer in (
             await client.get("/v1/responses/resp_unknown"),
@@ -127,7 +127,7 @@ async def test_an_id_that_nobody_made_is_answered_by_a_server(behind: Behind) ->
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_a_configured_key_keeps_its_requests_together(behind: Behind) -> None:
+async def test_requests_with_the_same_session_key_go_to_one_server(behind: Behind) -> None:
     async with behind.fleet.client() as client:
         for user in [f"user-{number}" for number in range(8)] * 3:
             made_id(await client.post("/v1/responses", json={"input": "Hi", "user": user}))

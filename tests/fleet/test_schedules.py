@@ -7,20 +7,20 @@ _SEEDS = (0, 5, 6, 10, 15, 18, 20, 24, 58, 126)
 
 
 @pytest.mark.parametrize("seed", _SEEDS)
-def test_every_promise_holds_under_a_schedule_of_faults(seed: int) -> None:
+def test_every_guarantee_holds_under_a_schedule_of_faults(seed: int) -> None:
     assert not report(Schedule.of(seed))
 
 
-def test_the_seeds_of_this_file_meet_every_kind_of_fault() -> None:
+def test_the_seeds_of_this_file_cover_every_kind_of_fault() -> None:
     assert set.union(*(Schedule.of(seed).kinds for seed in _SEEDS)) == set(KINDS)
 
 
-def test_a_failing_schedule_keeps_only_the_faults_that_it_needs() -> None:
+def test_the_smallest_schedule_has_only_the_faults_that_cause_the_failure() -> None:
     kinds = ["cut", "kill", "slow", "stop"]
     whole = Schedule(1, "lean", tuple(Fault(float(at), kind, 0, 1.0) for at, kind in enumerate(kinds)))
     assert smallest(whole, lambda some: {"kill", "stop"} <= some.kinds).kinds == {"kill", "stop"}
 
 
-def test_a_bound_that_is_not_kept_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_schedule_in_which_the_bound_is_exceeded_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(World, "_most_running", lambda self, count: BOUND - 1)
     assert "G1, G8: 6 run" in failure(Schedule(1, "lean", ()))

@@ -19,13 +19,13 @@ def lapse(valkey: Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[TimeLapse
 
 
 @pytest.mark.parametrize(("mode", "replicas"), [("lean", 3), ("standard", 1), ("http", 1)])
-def test_a_fleet_that_queued_once_serves_a_light_load_on(
+def test_a_fleet_serves_a_light_load_long_after_its_queue_has_emptied(
     mode: str, replicas: int, valkey: Server, lapse: TimeLapseLoop, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def life() -> None:
         async with fleet(valkey.url, mode, replicas, SWEPT_OFTEN) as some:
             await some.burst(3 * BOUND, SERVICE_S)
-            # Halved by each of 1200 sweeps, the drain rate would become so small that quotients overflow.
+            # If each of 1200 sweeps halved the drain rate, divisions by that rate would overflow.
             await light_load(some, 5 * 60.0, every_s=30.0)
             assert (await some.replicas[0].pool.store.state(60.0)).drain_rate == 0
             with redis.Redis.from_url(valkey.url) as client:

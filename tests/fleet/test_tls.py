@@ -48,7 +48,7 @@ def presented(address: str, own: Pair) -> bytes:
 
 
 @pytest.mark.parametrize(("mode", "transport"), CASES)
-async def test_a_fleet_serves_over_tls_while_its_certificates_change(
+async def test_a_fleet_serves_over_tls_while_its_certificates_are_replaced(
     fleet: Any, tmp_path: Path, mode: Mode, transport: str
 ) -> None:
     files = Certificates(tmp_path)
@@ -70,7 +70,7 @@ async def test_a_fleet_serves_over_tls_while_its_certificates_change(
     await at_rest(here)
 
 
-async def test_an_envoy_that_checks_the_replicas_gets_in_with_its_certificate(
+async def test_an_envoy_that_verifies_replicas_connects_with_its_client_certificate(
     fleet: Any, tmp_path: Path
 ) -> None:
     files = Certificates(tmp_path)
@@ -82,7 +82,7 @@ async def test_an_envoy_that_checks_the_replicas_gets_in_with_its_certificate(
         await at_rest(here)  # a killed Envoy would not report the request's end
 
 
-async def test_a_fleet_without_files_signs_its_certificates_itself(fleet: Any) -> None:
+async def test_a_fleet_without_certificate_files_uses_self_signed_certificates(fleet: Any) -> None:
     here = fleet("--replicas", "2", "--endpoints", "1", config={"extproc": {"tls": {}}})
     assert (await complete(here.url, "hi", 3)).served
     await at_rest(here)

@@ -1,4 +1,4 @@
-"""`picker top` on a real fleet, on a terminal, and on a fake admin API whose figures the tests set."""
+"""`picker top` with a real fleet, in a real terminal, and with a fake admin API whose figures tests set."""
 
 import argparse
 import asyncio
@@ -65,7 +65,7 @@ def example(model: Any, **other: Any) -> Any:
 
 
 class Api:
-    """A fake admin API: the documented example figures and a flow with a hostile name; tests change them."""
+    """A fake admin API: serves the documented examples and a flow with a hostile name."""
 
     url = "http://127.0.0.1:0"
 
@@ -103,7 +103,7 @@ class Api:
             status, body = self.refusals.get(path, (200, page))
             writer.write(f"HTTP/1.1 {status} X\r\nconnection: close\r\n\r\n".encode())
             while path == "events" and status == 200:
-                decisions = {"entries": self.decisions, "skipped": 0}  # resent, as after a lost connection
+                decisions = {"entries": self.decisions, "skipped": 0}  # repeated, as after a reconnect
                 for name, data in (("snapshot", self.snapshot), ("decisions", decisions)):
                     text = json.dumps(data, ensure_ascii=False)  # the real API does not escape U+2028 either
                     writer.write(b"" if self.silent else f"event: {name}\ndata: {text}\n\n".encode())
@@ -130,7 +130,7 @@ def column(top: Screen, view: str, at: int) -> list[str]:
     return [str(table.get_row_at(row)[at]) for row in range(table.row_count)]
 
 
-async def test_keys_drain_pause_and_evict_and_a_killed_replica_comes_back(fleet: Any) -> None:
+async def test_keys_drain_pause_and_evict_and_a_killed_replica_makes_the_screen_stale(fleet: Any) -> None:
     here = fleet("--replicas", "2", "--endpoints", "2", config={"fair_request_queue": {"queue_ttl": "60s"}})
     async with screen(here.admin_url()) as top:
         address = (await here.get("endpoints"))[0]["address"]
@@ -161,7 +161,7 @@ async def test_keys_drain_pause_and_evict_and_a_killed_replica_comes_back(fleet:
 
 
 @pytest.mark.parametrize("way", [b"q", b"\x03", signal.SIGTERM])
-def test_the_terminal_is_restored_on_leaving(way: bytes | signal.Signals) -> None:
+def test_the_terminal_is_restored_on_exit(way: bytes | signal.Signals) -> None:
     master, slave = pty.openpty()
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
     before, seen = termios.tcgetattr(slave), b""
@@ -173,7 +173,7 @@ def test_the_terminal_is_restored_on_leaving(way: bytes | signal.Signals) -> Non
             os.write(master, way)
         else:
             process.send_signal(way)
-        while b"\x1b[?1049l" not in seen:  # the terminal's main screen is back
+        while b"\x1b[?1049l" not in seen:  # restores the terminal's main screen
             seen += os.read(master, 65536)
         assert process.wait(15) == (0 if isinstance(way, bytes) else 143)
     assert termios.tcgetattr(slave) == before
@@ -181,7 +181,7 @@ def test_the_terminal_is_restored_on_leaving(way: bytes | signal.Signals) -> Non
     os.close(slave)
 
 
-async def test_a_request_is_evicted_by_its_hostile_id_with_the_token_once_that_is_confirmed(api: Api) -> None:
+async def test_the_eviction_of_a_hostile_id_is_sent_with_the_token_only_after_confirmation(api: Api) -> None:
     async with screen(api.url, token="secret") as top:
         await top.press("5")
         await top.shows(f"a/{ESCAPED}")
@@ -220,7 +220,7 @@ async def test_a_narrow_terminal_shows_every_view_a_pause_and_an_outage(api: Api
             await top.shows("PAUSED", "WITHOUT REDIS", "2 live", "q quit")
 
 
-async def test_an_api_that_is_away_is_named_until_it_is_back(
+async def test_an_unreachable_api_is_named_until_it_answers(
     api: Api, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(client, "_SILENCE_S", 1.0)
@@ -243,7 +243,7 @@ async def test_an_api_that_is_away_is_named_until_it_is_back(
         await top.shows("this is not a picker's admin API")
 
 
-async def test_the_cursor_stays_on_its_row_and_s_sorts(api: Api) -> None:
+async def test_the_cursor_stays_on_its_row_and_the_key_s_changes_the_order(api: Api) -> None:
     async with screen(api.url) as top:
         await top.press("5")
         await top.shows("4f1d-9c")
@@ -255,7 +255,7 @@ async def test_the_cursor_stays_on_its_row_and_s_sorts(api: Api) -> None:
         assert column(top, "flows", 2) == ["90", "12"]
 
 
-async def test_the_log_shows_the_newest_decision_first_while_the_cursor_is_there(api: Api) -> None:
+async def test_the_log_shows_new_decisions_only_while_the_cursor_is_on_the_first_row(api: Api) -> None:
     async with screen(api.url) as top:
         await top.press("6")
         await top.shows("decision_log.enabled turns it on")
@@ -269,12 +269,12 @@ async def test_the_log_shows_the_newest_decision_first_while_the_cursor_is_there
         await top.shows("expired", "3 of 3")
 
 
-def test_without_a_terminal_it_ends_with_a_clear_error() -> None:
+def test_picker_top_without_a_terminal_ends_with_a_clear_error() -> None:
     with pytest.raises(AdminError, match="needs a terminal"):
         run(argparse.Namespace(admin="http://127.0.0.1:1", pool=None))
 
 
-def test_figures_are_formatted() -> None:
+def test_numbers_durations_and_percentages_are_formatted() -> None:
     assert [number(value) for value in (7.25, 12400.0, None, float("nan"))] == ["7.25", "12 400", "-", "-"]
     text = [seconds(value) for value in (0.04, 59.97, 3599.7, 11400, -2, None)]
     assert text == ["40 ms", "1 m 00 s", "1 h 00 m", "3 h 10 m", "-2.0 s", "-"]

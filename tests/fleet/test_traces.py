@@ -1,4 +1,4 @@
-"""Traces and decision lines of a whole fleet: spans over real OTLP, and a replica's log lines."""
+"""A whole fleet exports spans over real OTLP and logs a line for each decision."""
 
 import asyncio
 import json
@@ -32,7 +32,7 @@ def config(collector: Collector, sample: float = 0.0) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("mode", ["lean", "standard"])
-async def test_a_clients_trace_covers_the_queue_and_the_end_of_the_request(
+async def test_a_clients_trace_has_spans_of_the_admission_the_wait_and_the_end(
     fleet: Any, collector: Collector, mode: str
 ) -> None:
     options = ("--replicas", "2", "--endpoints", "1", "--mode", mode, "--sim-itl", "5")
@@ -57,7 +57,7 @@ async def test_a_clients_trace_covers_the_queue_and_the_end_of_the_request(
         spans_by_trace,
         lambda found: sum({"decide", "settle"} <= each.keys() for each in found.values()) >= REQUESTS,
         within_s=30.0,
-        what="every request's last span",
+        what="the settle span of every request",
     )
     assert found.keys() == set(traces)
     for spans in found.values():
@@ -71,7 +71,7 @@ async def test_a_clients_trace_covers_the_queue_and_the_end_of_the_request(
     assert any(span.name == "wait" for span in collector.spans)
 
 
-async def test_while_the_collector_is_away_requests_are_served_and_each_decision_has_a_log_line(
+async def test_while_the_collector_is_down_requests_are_served_and_each_decision_has_a_log_line(
     fleet: Any, collector: Collector
 ) -> None:
     await collector.stop()
@@ -91,7 +91,7 @@ async def test_while_the_collector_is_away_requests_are_served_and_each_decision
         return {line["decision"]: line for line in parsed}
 
     found = await running.eventually(
-        lines, lambda found: found.get("ok", {}).get("flow") == "tenant-7", what="the last line"
+        lines, lambda found: found.get("ok", {}).get("flow") == "tenant-7", what="the last decision"
     )
     assert (found["ok"]["level"], found["ok"]["band"]) == ("debug", "Sheddable")
     assert found["ok"]["endpoints"] == running.state["endpoints"][0]["address"]

@@ -1,4 +1,4 @@
-"""Headers, paths and connections of hostile clients, behind an Envoy set up by `picker envoy-config`."""
+"""Hostile clients attack an Envoy configured by `picker envoy-config`, by headers, paths and connections."""
 
 import asyncio
 import json
@@ -56,7 +56,7 @@ def strangers(mode: Mode, here: Any, tmp_path_factory: pytest.TempPathFactory) -
         yield running
 
 
-async def test_claims_in_headers_and_trailers_have_no_effect(here: Any, strangers: Edge) -> None:
+async def test_identity_claims_in_headers_and_trailers_have_no_effect(here: Any, strangers: Edge) -> None:
     body = json.dumps(ASK).encode()
     claims = "".join(f"{name}: {value}\r\n" for name, value in CLAIMS)
     head = (
@@ -74,7 +74,7 @@ async def test_claims_in_headers_and_trailers_have_no_effect(here: Any, stranger
     assert (await admitted(here))[-1] == ("llama", 0)
 
 
-async def test_trailers_over_http_2_have_no_effect_either(here: Any, strangers: Edge) -> None:
+async def test_identity_claims_in_http_2_trailers_have_no_effect(here: Any, strangers: Edge) -> None:
     before = len(await decisions(here))
     claims = [(name.lower(), value) for name, value in CLAIMS]
     async with upload(strangers.url) as client:
@@ -84,7 +84,7 @@ async def test_trailers_over_http_2_have_no_effect_either(here: Any, strangers: 
     assert len(await decisions(here)) > before
 
 
-async def test_an_envoy_that_trusts_a_header_passes_both_its_spellings_and_nothing_else(
+async def test_envoy_passes_the_headers_that_it_trusts_and_removes_other_claims(
     here: Any, tmp_path: Path
 ) -> None:
     with edge(here, tmp_path, trusted=(GATEWAY, OTHER)) as running:
@@ -132,7 +132,7 @@ def request(method: str, path: str, *, body: bytes | None = None) -> bytes:
     return f"{head}content-length: {len(body)}\r\n\r\n".encode() + body
 
 
-async def test_envoy_passes_only_listed_paths_in_any_spelling(here: Any, strangers: Edge) -> None:
+async def test_envoy_passes_only_listed_paths_however_a_path_is_spelled(here: Any, strangers: Edge) -> None:
     for method, path in SERVED:
         assert (await exchange(strangers.url, request(method, path))).startswith(b"HTTP/1.1 200"), path
     await at_rest(here)
@@ -140,7 +140,7 @@ async def test_envoy_passes_only_listed_paths_in_any_spelling(here: Any, strange
     # In parallel: Envoy keeps a refused client's connection open for a second.
     answers = await asyncio.gather(*(exchange(strangers.url, request(*each)) for each in NOT_SERVED))
     for (_, path), answer in zip(NOT_SERVED, answers, strict=True):
-        # Envoy answers in the format of all refusals, or closes the connection if the request is not HTTP.
+        # Envoy refuses in the fleet's error format, or closes the connection if the request is not HTTP.
         refusals = (b"HTTP/1.1 404", b"HTTP/1.1 400")
         assert answer.startswith(refusals) or (answer == b"" and path.startswith("\\")), (path, answer)
         assert b"x-served-by" not in answer, path
@@ -221,7 +221,7 @@ async def test_connections_beyond_the_limit_are_closed_and_envoys_health_check_p
         writer.close()
 
 
-@pytest.mark.parametrize("mode", MODES)  # last: its fleet replaces the fleet of `here`
+@pytest.mark.parametrize("mode", MODES)  # the last test: it ends the fleet of `here`
 async def test_a_client_that_invents_models_is_refused_despite_a_forged_forwarded_for(
     shared_fleet: Any, tmp_path: Path, mode: Mode
 ) -> None:
@@ -234,6 +234,6 @@ async def test_a_client_that_invents_models_is_refused_despite_a_forged_forwarde
                 forged = {"x-forwarded-for": f"10.0.0.{n}"}
                 answer = await client.post("/v1/completions", json=ask, headers=forged)
                 codes.append(answer.json()["error"]["code"])
-    # Few of the requests reach a model server, which has no such model.
+    # The model server, which few of the requests reach, does not know the models.
     assert codes.count("too_many_flows") >= 6, codes
     assert set(codes) <= {"model_not_found", "too_many_flows"}

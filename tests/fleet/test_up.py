@@ -21,12 +21,12 @@ SMALL = ("--replicas", "1", "--endpoints", "1")
 
 @pytest.fixture(params=["standard", "lean"], scope="module")
 def any_mode(request: pytest.FixtureRequest, shared_fleet: Any) -> Any:
-    """A fleet of the default size in each mode, with debug headers; one is started as by a user."""
+    """A fleet of the default size with debug headers; in mode `lean` it is started as a user starts it."""
     quick = ("--mode", request.param, "--debug-headers", "--sim-ttft", "1", "--sim-itl", "1")
     return shared_fleet(*quick, spawned=request.param == "lean")
 
 
-async def test_state_file_names_every_part(any_mode: Any) -> None:
+async def test_the_state_file_names_every_process(any_mode: Any) -> None:
     state = any_mode.state
     assert len(state["replicas"]) == 3
     assert len(state["endpoints"]) == 4
@@ -45,7 +45,7 @@ async def test_state_file_names_every_part(any_mode: Any) -> None:
     assert [file.stat().st_mode & 0o077 for file in private] == [0] * len(private)
 
 
-async def test_replicas_ask_the_embedded_valkey_over_its_socket(any_mode: Any) -> None:
+async def test_replicas_reach_the_embedded_valkey_over_its_unix_socket(any_mode: Any) -> None:
     url = (await any_mode.admin("/api/v1/config")).json()["config"]["redis"]["url"]
     # The state file has Redis's port, but the replica uses a socket of the same server.
     assert any_mode.state["redis"].startswith("redis://127.0.0.1:")
@@ -54,13 +54,13 @@ async def test_replicas_ask_the_embedded_valkey_over_its_socket(any_mode: Any) -
         assert (await here.info("server"))["run_id"] == (await there.info("server"))["run_id"]
 
 
-def test_valkey_in_a_too_deep_folder_uses_its_port(tmp_path: Path) -> None:
+def test_valkey_uses_its_port_if_its_unix_socket_path_would_be_too_long(tmp_path: Path) -> None:
     valkey = Valkey(tmp_path / ("deep" * 30))
     assert valkey.socket_url == valkey.url
     assert "--unixsocket" not in valkey.command()
 
 
-def test_output_has_a_line_a_part_and_a_request_to_try(any_mode: Any) -> None:
+def test_the_output_has_a_line_for_each_process_and_a_working_curl_command(any_mode: Any) -> None:
     output = any_mode.output
     # Each process has a line that says it is ready.
     names = [line.split()[1] for line in output.splitlines() if line.startswith("ready ")]
@@ -68,7 +68,6 @@ def test_output_has_a_line_a_part_and_a_request_to_try(any_mode: Any) -> None:
     numbered = [f"{part}-{number}" for part, count in parts.items() for number in range(1, count + 1)]
     assert sorted(names) == sorted(["valkey", *numbered, "envoy"])
     assert f"dashboard: {any_mode.admin_url()}" in output
-    # The printed curl command works.
     command = next(line.strip() for line in output.splitlines() if line.strip().startswith("curl "))
     said = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60, check=True)
     assert '"text_completion"' in said.stdout
@@ -105,19 +104,19 @@ async def asked(client: httpx.AsyncClient, words: int, pieces: int, *, sized: bo
 
 @pytest.mark.parametrize("words", [10, 20_000, 150_000])
 async def test_bodies_arrive_whole_in_every_framing(any_mode: Any, words: int) -> None:
-    # With trailers: tests/fleet/test_real_clients.py
+    # tests/fleet/test_real_clients.py sends bodies with trailers.
     async with any_mode.client() as client:
         answers = [
             await asked(client, words, pieces, sized=sized)
             for pieces, sized in ((1, True), (3, True), (1, False), (3, False))
         ]
-    # The model server read the same prompt each time.
+    # The model server reads the same prompt each time.
     assert [answer.status_code for answer in answers] == [200] * 4
     (tokens,) = {answer.json()["usage"]["prompt_tokens"] for answer in answers}
     assert tokens >= words
 
 
-async def test_openai_client_gets_answers_streamed_and_not(any_mode: Any) -> None:
+async def test_the_openai_client_gets_the_same_answer_streamed_and_whole(any_mode: Any) -> None:
     import openai  # the import takes half a second
 
     ask: Any = {"model": "llama", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 8}
@@ -127,7 +126,7 @@ async def test_openai_client_gets_answers_streamed_and_not(any_mode: Any) -> Non
         usage = {"include_usage": True}
         stream = await client.chat.completions.create(**ask, stream=True, stream_options=usage)
         chunks = [chunk async for chunk in stream]
-    # Both answers have the same text and their usage.
+    # Both answers have the same text, and each has its usage.
     text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
     usages = [chunk.usage for chunk in chunks if chunk.usage]
     assert whole.choices[0].message.content == text
@@ -136,11 +135,11 @@ async def test_openai_client_gets_answers_streamed_and_not(any_mode: Any) -> Non
     assert usages[-1].completion_tokens == 8
 
 
-async def test_replica_that_dies_comes_back(fleet: Any) -> None:
+async def test_a_replica_that_dies_is_started_again(fleet: Any) -> None:
     own = fleet("--replicas", "2", "--endpoints", "1", "--sim-ttft", "1", "--sim-itl", "1")
     before = own.state["replicas"][0]
     own.replica(0).kill()
-    # Clients notice nothing, and the replica comes back at the same addresses.
+    # No client sees an error, and the replica returns at the same addresses.
     own.wait_line("DOWN  replica-1    was killed by SIGKILL")
 
     async with own.client() as client:
@@ -154,8 +153,8 @@ async def test_replica_that_dies_comes_back(fleet: Any) -> None:
     )
 
 
-async def test_terminate_leaves_no_process(fleet: Any) -> None:
-    own = fleet(*SMALL, unaudited="its Valkey ends with it", spawned=True)
+async def test_sigterm_leaves_no_process(fleet: Any) -> None:
+    own = fleet(*SMALL, unaudited="Valkey ends with the fleet", spawned=True)
     children = own.children()
     assert len(children) == 4  # Valkey, simulator, replica, Envoy
     own.process.send_signal(signal.SIGTERM)
@@ -163,7 +162,7 @@ async def test_terminate_leaves_no_process(fleet: Any) -> None:
     assert not any(child.is_running() for child in children)
 
 
-async def test_killed_outright_leaves_no_process(fleet: Any) -> None:
+async def test_sigkill_leaves_no_process(fleet: Any) -> None:
     own = fleet(*SMALL, spawned=True)
     children = own.children()
     own.kill()

@@ -59,7 +59,7 @@ def test_a_port_that_cannot_be_used_is_named(taken_port: int, envoy: str, admin:
         ),
     ],
 )
-def test_part_that_fails_is_named_with_the_end_of_its_log(
+def test_a_process_that_fails_is_named_with_the_end_of_its_log(
     tmp_path: Path, endpoints: str, text: str, part: str, said: str
 ) -> None:
     config = tmp_path / "picker.yaml"
@@ -76,14 +76,14 @@ def test_part_that_fails_is_named_with_the_end_of_its_log(
     assert (folder / f"{part}.log").exists()
 
 
-def test_unreachable_redis_is_told() -> None:
+def test_an_unreachable_redis_is_reported() -> None:
     said = up(*SMALL, "--port", "0", "--redis", f"redis://:secret@127.0.0.1:{free_port()}/0")
     assert said.returncode == 1
     assert said.stderr.startswith("redis: nothing accepts connections")
     assert "secret" not in said.stderr
 
 
-def test_bad_configuration_is_told_before_anything_starts(
+def test_a_bad_configuration_is_reported_before_anything_starts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = tmp_path / "picker.yaml"
@@ -98,7 +98,7 @@ def test_bad_configuration_is_told_before_anything_starts(
     "options",
     [["--replicas", "0"], ["--endpoints", "-1"], ["--port", "70000"], ["--mode", "fat"], ["--sim-itl", "x"]],
 )
-def test_bad_options_are_told(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_bad_option_is_reported(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         cli.main(["up", *options])
     assert options[0] in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""The wheel, installed into its own virtual environment, as a replica has it in production."""
+"""Installs the wheel into its own virtual environment, as in production, and runs its commands there."""
 
 import os
 import re
@@ -64,7 +64,7 @@ async def test_a_replica_from_the_wheel_decides_and_drains_without_any_extra(
         assert await replica.stopped() == 0
 
 
-def test_the_wheel_carries_the_scripts(installed: Installed) -> None:
+def test_the_wheel_contains_every_lua_file(installed: Installed) -> None:
     scripts = {path.relative_to(ROOT / "lua") for path in (ROOT / "lua").rglob("*.lua")}
     assert {path.relative_to(installed.scripts) for path in installed.scripts.rglob("*.lua")} == scripts
 
@@ -73,7 +73,7 @@ EXTRAS = {"up": "local", "load steady": "tools", "top": "tools", "audit": "tools
 
 
 @pytest.mark.parametrize("command", EXTRAS)
-def test_a_command_without_its_extra_names_it_in_one_line(installed: Installed, command: str) -> None:
+def test_a_command_names_its_missing_extra_in_one_line(installed: Installed, command: str) -> None:
     status, output = installed.run(installed.picker, *command.split())
     assert status == 2, output
     assert output.count("\n") == 1
@@ -81,7 +81,7 @@ def test_a_command_without_its_extra_names_it_in_one_line(installed: Installed, 
     assert f"pip install 'picker-fleet[{EXTRAS[command]}]'" in output
 
 
-def test_envoys_bootstrap_is_printed_without_any_extra(installed: Installed) -> None:
+def test_envoy_config_works_without_any_extra(installed: Installed) -> None:
     status, output = installed.run(installed.picker, "envoy-config")
     assert (status, output.splitlines()[0]) == (0, "node:"), output
 

@@ -73,7 +73,7 @@ async def _pool(mode: str, count: int, kinds: Sequence[str], findings: Findings)
                 f"{mode}, {count} servers: prompts of one flow harm nobody",
                 len(others.history) == others.served,
             )
-        servers.failing = dict.fromkeys(servers.addresses, FAILURES["503, well by its page"])
+        servers.failing = dict.fromkeys(servers.addresses, FAILURES["503 with a healthy page"])
         async with _clients(fleet, 20) as load:
             await answered(load, 200)
             servers.failing.clear()
