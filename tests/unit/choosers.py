@@ -13,7 +13,7 @@ from picker_fleet.state.accounting_token import Keyring
 
 
 def fleet_with(*scorers: str, busy: bool = True, **scheduling: Any) -> KnownFleet:
-    """The fleet as a replica knows it that is configured with `scorers` of weight 1, and `scheduling`."""
+    """A replica's view of its fleet, configured with `scorers` of weight 1 and with `scheduling`."""
     fleet = KnownFleet(parse({"scheduling": {"scorers": dict.fromkeys(scorers, 1), **scheduling}}))
     fleet.busy = busy
     return fleet

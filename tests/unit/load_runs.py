@@ -43,7 +43,7 @@ def rest(at_s: float) -> Sample:
 
 
 def run(scenario: str | Scenario = "steady", **fields: Any) -> RunResult:
-    """A run of 20 s that keeps all promises; `fields` replace its values. By default all get answers."""
+    """A run of 20 s that keeps all promises; `fields` replace its values. By default all are served."""
     found = SCENARIOS[scenario] if isinstance(scenario, str) else scenario
     answers = tuple(answer(source.name, number) for source in found.sources for number in range(PER_SOURCE))
     good = RunResult(

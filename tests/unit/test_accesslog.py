@@ -117,7 +117,7 @@ BARE_END = Completion("req-1", Outcome.COMPLETED, 200, *[None] * 5, accounting_t
 async def test_a_final_entry_settles_its_request_with_all_its_fields() -> None:
     end = Completion("from-picker", Outcome.COMPLETED, 200, "10.0.0.1:8000", 7, 100, 3.5, 0.25)
     assert await reported(batch(full())) == [end._replace(accounting_token=signed("from-picker"))]
-    # Without an id from the picker Envoy's request id counts.
+    # Without an id from the picker, Envoy's request id identifies the request.
     assert await reported(batch(entry())) == [BARE_END]
 
 
@@ -125,7 +125,7 @@ async def test_a_periodic_entry_renews_the_lease_with_its_accounting_token() -> 
     message = full()
     message.common_properties.access_log_type = accesslog_pb2.DownstreamPeriodic
     assert await reported(batch(message)) == [Alive("from-picker", "10.0.0.1:8000", signed("from-picker"))]
-    # Without an entry type the intermediate flag decides.
+    # Without an entry type, the flag for intermediate entries decides.
     alive = entry("NotSet")
     alive.common_properties.intermediate_log_entry = True
     items = await reported(batch(alive, entry("NotSet")))
@@ -156,7 +156,7 @@ async def test_flags_and_status_decide_the_outcome(flag: str, status: int, outco
     assert (completion.outcome, completion.status) == (outcome, status)
 
 
-async def test_without_served_metadata_the_upstream_address_counts() -> None:
+async def test_without_served_metadata_the_upstream_address_names_the_serving_endpoint() -> None:
     message = entry()
     socket = message.common_properties.upstream_remote_address.socket_address
     socket.address, socket.port_value = "fd00::1", 8000
@@ -176,13 +176,13 @@ async def test_service_time_excludes_the_wait_in_the_queue() -> None:
 
 PICKED, UNCONNECTED = "10.0.0.1:8000", "upstream_connection_failure"
 SERVED = {
-    "the picked one served": (PICKED, "", 1, "", ""),
-    "Envoy went on to a fallback": ("10.0.0.2:8000", "", 2, "", PICKED),
-    "Envoy went on and does not count": ("10.0.0.2:8000", "", 0, "", PICKED),
-    "Envoy did not know the picked one": ("10.0.0.2:8000", "", 1, "", ""),
-    "the picked one could not be connected to": (PICKED, UNCONNECTED, 1, PICKED, ""),
-    "none could be connected to": ("", UNCONNECTED, 0, PICKED, ""),
-    "none served": ("", "", 0, "", ""),
+    "the picked endpoint served": (PICKED, "", 1, "", ""),
+    "a fallback served": ("10.0.0.2:8000", "", 2, "", PICKED),
+    "a fallback served, without a count of attempts": ("10.0.0.2:8000", "", 0, "", PICKED),
+    "Envoy did not know the picked endpoint": ("10.0.0.2:8000", "", 1, "", ""),
+    "the picked endpoint accepted no connection": (PICKED, UNCONNECTED, 1, PICKED, ""),
+    "no endpoint accepted a connection": ("", UNCONNECTED, 0, PICKED, ""),
+    "no endpoint served": ("", "", 0, "", ""),
 }
 
 
@@ -210,12 +210,12 @@ def is_stream(message: Any) -> None:
 
 WHOLE = 300  # bytes
 FAULTS: dict[str, tuple[int, int, str, Callable[[Any], None] | None, str]] = {
-    "well": (200, WHOLE, "", None, ""),
+    "a good answer": (200, WHOLE, "", None, ""),
     "an error of the server": (500, WHOLE, "", None, "500"),
     "a redirect": (307, 0, "", None, "307"),
-    "full": (429, WHOLE, "", None, "full"),
+    "a full endpoint": (429, WHOLE, "", None, "full"),
     "a client's fault": (422, WHOLE, "", None, ""),
-    "nothing to say": (204, 0, "", None, ""),
+    "an answer without content": (204, 0, "", None, ""),
     "a short answer": (200, 14, "", None, ""),
     "an empty answer": (200, 0, "", None, "empty"),
     "an empty stream": (200, 14, "", is_stream, "empty"),
@@ -228,7 +228,7 @@ FAULTS: dict[str, tuple[int, int, str, Callable[[Any], None] | None, str]] = {
 
 
 @cases("status, size, flag, tells, fault", FAULTS)
-async def test_an_end_says_whether_its_endpoint_has_failed(
+async def test_the_end_of_a_request_shows_whether_its_endpoint_failed(
     status: int, size: int, flag: str, tells: Callable[[Any], None] | None, fault: str
 ) -> None:
     message = entry(flag=flag)
@@ -244,14 +244,14 @@ async def test_an_end_says_whether_its_endpoint_has_failed(
 
 ATTEMPTS = {
     "a status": (503, "", "503", 0.0),
-    "full for a while": (429, "7", "full", 7.0),
+    "a full endpoint with retry-after": (429, "7", "full", 7.0),
     "no connection": (0, "upstream_connection_failure", "connect", 0.0),
-    "cut": (0, "upstream_connection_termination", "reset", 0.0),
+    "a cut connection": (0, "upstream_connection_termination", "reset", 0.0),
 }
 
 
 @cases("status, more, why, hold_s", ATTEMPTS)
-def test_an_attempt_that_failed_is_a_fault_of_its_endpoint(
+def test_a_failed_attempt_is_reported_as_a_fault_of_its_endpoint(
     status: int, more: str, why: str, hold_s: float
 ) -> None:
     message = entry(flag="" if more.isdigit() else more)
@@ -279,17 +279,17 @@ async def test_invalid_values_count_as_unknown(prompt: object, completion: objec
 
 ANTHROPICS = {"prompt_tokens": 150, "cache_read_tokens": 700, "cache_creation_tokens": 50}
 USAGES: dict[str, tuple[dict[str, float], tuple[int | None, int | None]]] = {
-    "OpenAI's": ({"prompt_tokens": 7, "completion_tokens": 9, "total_tokens": 16}, (7, 9)),
-    "with a cached part within": (
+    "OpenAI's usage": ({"prompt_tokens": 7, "completion_tokens": 9, "total_tokens": 16}, (7, 9)),
+    "OpenAI's with cached tokens": (
         {"prompt_tokens": 7, "completion_tokens": 9, "total_tokens": 16, "cache_read_tokens": 5}, (7, 9)),
-    "of embeddings": ({"prompt_tokens": 7, "total_tokens": 7}, (7, 0)),
+    "usage of embeddings": ({"prompt_tokens": 7, "total_tokens": 7}, (7, 0)),
     "a total alone": ({"total_tokens": 7}, (7, 0)),
     "Anthropic's": ({**ANTHROPICS, "completion_tokens": 9}, (900, 9)),
     "Anthropic's stream": (
         {f"first_{name}": count for name, count in ANTHROPICS.items()} | {"completion_tokens": 9}, (900, 9)),
     "Anthropic's stream with 0 at its end": (
         {"first_prompt_tokens": 900, "prompt_tokens": 0, "completion_tokens": 9}, (900, 9)),
-    "an answer's alone": ({"completion_tokens": 9}, (None, 9)),
+    "answer tokens alone": ({"completion_tokens": 9}, (None, 9)),
 }  # fmt: skip
 
 
@@ -305,12 +305,12 @@ def test_usage_counts_from_envoy_are_added_up(
 
 
 INVALID: dict[str, tuple[dict[str, object], str]] = {
-    "another's": ({"token": signed("another request's")}, "bad-signature"),
-    "a changed one": ({"token": signed("req-1").replace("1.0\t1.0", "1.0\t1e12")}, "bad-signature"),
-    "a stranger's": ({"token": accounting_token.signed(FIELDS, "req-1", Keyring())}, "unknown-key"),
-    "an unsigned one": ({"token": FIELDS}, "unsigned"),
-    "no text": ({"id": 7, "token": [1]}, "no-token"),
-    "nothing": ({}, "no-token"),
+    "another request's token": ({"token": signed("another request's")}, "bad-signature"),
+    "a changed token": ({"token": signed("req-1").replace("1.0\t1.0", "1.0\t1e12")}, "bad-signature"),
+    "another fleet's token": ({"token": accounting_token.signed(FIELDS, "req-1", Keyring())}, "unknown-key"),
+    "an unsigned token": ({"token": FIELDS}, "unsigned"),
+    "a token that is no text": ({"id": 7, "token": [1]}, "no-token"),
+    "no token": ({}, "no-token"),
 }
 
 
@@ -334,7 +334,8 @@ def test_accounting_tokens_stay_valid_over_key_rotations() -> None:
     announced = accounting_token.signed(FIELDS, "r", keys)
     keys.take(f"{'0c' * 16} {'0b' * 16} {'0a' * 16}")
     # A new key signs only after a whole period in which every replica learned it.
-    assert first == announced != accounting_token.signed(FIELDS, "r", keys)
+    assert announced == first
+    assert accounting_token.signed(FIELDS, "r", keys) != first
     newcomer.take(keys.offer().split(" ", 1)[1])
     traced = accounting_token.with_trace(first, "00-trace")
     for token in (first, traced, accounting_token.signed(FIELDS, "r", keys)):
@@ -364,7 +365,7 @@ def test_a_client_gone_without_an_accounting_token_is_only_suspected() -> None:
     assert (gate.reported, gate.suspected) == ([], ["gone"])
 
 
-def test_ids_of_state_are_noted_with_their_endpoint_if_the_fleet_signed_the_token() -> None:
+def test_ids_of_stored_state_are_noted_with_their_endpoint_if_the_fleet_signed_the_token() -> None:
     told = {"response_id": "resp_1", "conversation_id": "conv_1"}
     read_token = accounting_token.of_read("read", KEYS)
     entries = []
@@ -394,5 +395,5 @@ def test_ids_of_state_are_noted_with_their_endpoint_if_the_fleet_signed_the_toke
     entries[0].response.response_code.value = 404
     accesslog.take(entries[:1], [Account(ScriptedGate(), Metrics(), KEYS, origins)])  # type: ignore[arg-type]
     assert origins.noted[3:] == [((), "10.0.0.1:8000")]
-    # The end of a read is not reported to the gate.
+    # The gate gets no report of the end of a read.
     assert [each.id for each in gate.reported] == ["r-1", "r-2", "r-3"]

@@ -113,7 +113,7 @@ async def test_the_dashboard_is_served_with_a_policy_that_allows_its_own_files_o
             problem(await http.get(f"/static/{name}"), 404)
 
 
-def test_the_policy_allows_inline_scripts_and_styles_by_their_hash() -> None:
+def test_the_content_security_policy_allows_inline_scripts_and_styles_by_hash() -> None:
     page = b"<style>p{}</style><script type='module'>go()</script><script src='/static/a.js'></script>"
     policy = content_security_policy(page)
     script, style = (base64.b64encode(hashlib.sha256(text).digest()).decode() for text in (b"go()", b"p{}"))

@@ -105,7 +105,7 @@ async def test_a_listener_that_does_not_read_is_dropped_and_others_continue(even
     assert not quick.dropped.is_set()
 
 
-async def test_an_unreachable_state_is_an_event(events: Events, source: CountingSource) -> None:
+async def test_an_unreachable_state_is_sent_as_an_event(events: Events, source: CountingSource) -> None:
     source.fault = StateUnavailable("Redis cannot be reached: refused")
     _, event = await first(joined(events).stream(), 2)
     assert event.startswith(b"event: unavailable\n")
@@ -118,14 +118,14 @@ async def test_a_comment_keeps_a_silent_connection_open() -> None:
 
 
 async def test_when_the_replica_stops_streams_end_and_none_starts(source: CountingSource) -> None:
-    events = Events(source, interval_s=3600.0)  # one read
+    events = Events(source, interval_s=3600.0)  # the test sees one read
     listener = joined(events)
     async with asking(api(events=events)) as http, http.stream("GET", "/api/v1/events") as response:
         lines = response.aiter_lines()
         await anext(lines)
         async with running(events.run()):
             await until(lambda: source.reads == 1)
-        async with asyncio.timeout(30):  # the server ends without being forced
+        async with asyncio.timeout(30):  # the server stops by itself
             assert [line async for line in lines][-1] == ""
             assert len([each async for each in listener.stream()]) == 2
         assert events.join() is None

@@ -111,7 +111,7 @@ async def test_a_client_that_does_not_read_its_answers_is_disconnected() -> None
         await until(lambda: not here.connections())
 
 
-async def test_the_connection_that_waits_longest_makes_room_and_an_event_stream_is_kept() -> None:
+async def test_at_the_connection_limit_the_longest_idle_connection_closes_and_event_streams_stay() -> None:
     async with port(ConnectionLimits(connections=4)) as here:
         listener, _ = await here.connect(b"GET /api/v1/events HTTP/1.1\r\nhost: localhost\r\n\r\n")
         assert await listener.readline() == b"HTTP/1.1 200 OK\r\n"
@@ -149,7 +149,7 @@ OTHER_NAMES = [
 
 
 @pytest.mark.parametrize("host", [*OWN_NAMES, *OTHER_NAMES])
-async def test_reads_are_answered_under_the_replicas_own_names_only(host: str) -> None:
+async def test_a_read_is_answered_only_if_its_host_is_a_name_of_the_replica(host: str) -> None:
     known = host in OWN_NAMES
     settings = parse({"admin": {"hosts": ["Picker.inference.svc", "*.ops.example.org"]}})
     async with asking(api(settings=settings)) as client:

@@ -139,7 +139,7 @@ def test_no_spelling_of_an_engines_administration_passes(path: str) -> None:
 
 
 @given(st.text(st.sampled_from("/.%2eEfF;\\am?#\x00"), max_size=40))
-def test_no_name_of_a_model_leads_out_of_the_list_of_models(name: str) -> None:
+def test_a_model_name_cannot_lead_out_of_the_path_of_models(name: str) -> None:
     path = f"/v1/models/{name}".encode()
     if PATHS.way(b"GET", path) is not None:
         # No segment means `..`, however often a server decodes the path.

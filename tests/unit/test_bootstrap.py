@@ -203,7 +203,7 @@ ACCESS_LOG = {
     "manager.accessLogOptions": {"accessLogFlushInterval": "3s"},
     "manager.accessLog.*.name": ["envoy.access_loggers.http_grpc"],
 }
-# Envoy ends each try after the longest pause between two tries.
+# Envoy uses the longest pause between two tries also as the timeout of each try.
 UNTIL_QUEUED = {"service.serverUri.timeout": "7260s", f"{RETRY}.retryBackOff.maxInterval": "7260s"}
 LIMIT = {"asking.withRequestBody": {"maxRequestBytes": 5001, "allowPartialMessage": True}}
 UNDER_SETTINGS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
@@ -211,8 +211,8 @@ UNDER_SETTINGS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "balance": (" ".join(MODES), {"extproc": {"on_failure": "balance"}}, {"asking.failureModeAllow": True}),
     "only stalled requests time out": ("standard lean http", TWO_HOURS, timeouts(7200)),
     "checks wait as long as a request may queue": ("http", TWO_HOURS, UNTIL_QUEUED),
-    "an access log with its interval": ("lean http", THREE_SECONDS, ACCESS_LOG),
-    "an access log of cut answers alone": (
+    "the access log has its interval": ("lean http", THREE_SECONDS, ACCESS_LOG),
+    "the access log has only cut answers": (
         "standard",
         THREE_SECONDS,
         {"manager.accessLog.0.filter.responseFlagFilter.flags": ["UC", "UR", "UPE"]},
@@ -222,11 +222,11 @@ UNDER_SETTINGS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"outlier_detection": {"retry_budget_percent": 35}},
         {"clusters.pool.circuitBreakers.thresholds.0.retryBudget.budgetPercent.value": 35},
     ),
-    "whole bodies up to the limit": ("http", {"extproc": {"max_body_bytes": 5000}}, LIMIT),
-    "no other try after a 429": ("standard", {}, {RETRIED: REDIRECTS}),
-    "another try after a 429": ("lean http", {}, {RETRIED: [*REDIRECTS, 429]}),
+    "one byte more than the limit is buffered": ("http", {"extproc": {"max_body_bytes": 5000}}, LIMIT),
+    "a 429 is not retried": ("standard", {}, {RETRIED: REDIRECTS}),
+    "a 429 is retried": ("lean http", {}, {RETRIED: [*REDIRECTS, 429]}),
     **{
-        f"a try for each of {n} fallbacks": (
+        f"one retry for each of {n} fallbacks": (
             "lean", {"scheduling": {"fallbacks": n}}, {"host.retryPolicy.numRetries": n}
         )
         for n in (0, 2, 8)
@@ -240,17 +240,17 @@ ROWS = {
 
 
 @cases("mode, settings, facts", ROWS)
-def test_a_setting_gives_envoys_bootstrap(
+def test_a_setting_takes_effect_in_envoys_bootstrap(
     mode: Mode, settings: dict[str, Any], facts: dict[str, Any]
 ) -> None:
     assert facts_of(built(mode, settings), facts) == facts
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_dead_replica_is_not_tried_again(mode: Mode) -> None:
+def test_retries_avoid_a_dead_replica(mode: Mode) -> None:
     retry = parts(built(mode))["service"]["retryPolicy"]
     assert {"reset", "connect-failure"} <= set(retry["retryOn"].split(","))
-    # A dead replica has the fewest streams: of two, balancing draws it three times in four.
+    # A dead replica has the fewest streams: of two replicas, Envoy draws it three times in four.
     assert (3 / 4) ** (1 + int(retry["hostSelectionRetryMaxAttempts"])) < 1e-3
 
 
@@ -265,7 +265,7 @@ def test_envoy_sends_the_headers_that_the_picker_reads_and_debug_headers_on_dema
     assert shown >= {"x-picker-header", "x-picker-endpoint", "x-picker-served"}
 
 
-def test_pickers_by_name_are_resolved() -> None:
+def test_replicas_given_by_host_name_are_resolved_by_dns() -> None:
     tree = built("lean", pickers=(("picker.example.internal", 9002),))
     assert at(parts(tree), "clusters.picker.type") == "STRICT_DNS"
 

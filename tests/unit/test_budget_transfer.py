@@ -26,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("transport")
 
 Transfer = Callable[[float, float], Awaitable[float]]
 METHOD = f"/{SERVICE}/Ask"
-KEYS = Keyring()  # the fleet's
+KEYS = Keyring()  # the keys of the fleet
 PATIENT_S = 30.0  # longer than a busy machine pauses
 
 
@@ -54,13 +54,13 @@ async def gives(least: float, most: float) -> float:
     return min(most, 2.0)
 
 
-async def test_a_replica_with_free_budget_gives_some() -> None:
+async def test_a_replica_with_free_budget_transfers_some_to_a_peer() -> None:
     async with replica(gives) as address, peers() as them:
         assert await them.ask(address, 1.0, 5.0) == 2.0
         assert await them.ask(address, 1.0, 1.0) == 1.0
 
 
-async def test_another_pool_or_a_malformed_request_gets_nothing() -> None:
+async def test_another_pool_or_a_malformed_request_gets_no_budget() -> None:
     async with replica(gives) as address, peers("other") as strangers:
         assert await strangers.ask(address, 1.0, 5.0) == 0.0
         amounts = (b'-1, "most": 2', b'3, "most": 2', b'"x", "most": 2', b'NaN, "most": NaN')
@@ -72,16 +72,16 @@ async def test_another_pool_or_a_malformed_request_gets_nothing() -> None:
 async def test_only_a_call_that_the_fleet_signed_for_this_replica_gets_budget_and_only_once() -> None:
     counts = AsyncMock(return_value=2.0)
     async with replica(counts) as address, replica(gives) as other, peers(keys=Keyring()) as strangers:
-        # Without a signature by the fleet's key a call gets nothing.
+        # A call without a signature by the fleet's key gets no budget.
         assert await strangers.ask(address, 1.0, 5.0) == 0.0
         unsigned = b'{"pool":"p","least":1.0,"most":5.0,"nonce":"n","signature":""}'
         assert await raw(address, unsigned) == b'{"given":0.0}'
         signature = KEYS.sign("share", f"p\n{address}\n1.0\n5.0\nn")
         question = unsigned.replace(b're":""', f're":"{signature}"'.encode())
-        # A changed call gets nothing, nor does a call that is sent to another replica.
+        # A changed call gets no budget, nor does a call that is sent to another replica.
         assert await raw(address, question.replace(b"5.0", b"9.0")) == b'{"given":0.0}'
         assert await raw(other, question) == b'{"given":0.0}'
-        # The intended replica gives once, and repeats its answer if the call is repeated.
+        # The intended replica transfers budget once, and repeats its answer if the call is repeated.
         assert await raw(address, question) == b'{"given":2.0}'
         assert await raw(address, question) == b'{"given":2.0}'
         counts.assert_awaited_once()
@@ -112,12 +112,12 @@ async def test_budget_in_a_late_answer_is_not_lost() -> None:
 
 
 @pytest.mark.parametrize("said", [-1.0, 7.0, float("nan")])
-async def test_an_impossible_answer_is_ignored(said: float) -> None:
+async def test_an_impossible_amount_of_budget_is_ignored(said: float) -> None:
     async with replica(AsyncMock(return_value=said)) as address, peers() as them:
         assert not await them.ask(address, 1.0, 5.0)
 
 
-async def test_a_peer_that_is_gone_does_not_answer() -> None:
+async def test_asking_an_unreachable_peer_for_budget_returns_none() -> None:
     async with replica(gives) as address:
         pass
     async with peers() as them:
@@ -141,7 +141,7 @@ async def test_only_the_fleet_can_read_the_outage_count_and_the_ends_of_a_replic
         assert await strangers.ended_before(address, ["r"]) is None
         many = [f"{n:036}" for n in range(30_000)]
         assert await them.ended_before(address, many) == many
-    async with replica(gives) as address, peers() as them:  # without an outage
+    async with replica(gives) as address, peers() as them:  # this replica has no outage
         assert await them.count(address) is None
         assert await them.ended_before(address, ["r"]) is None
 
@@ -193,7 +193,7 @@ async def test_connections_to_peers_are_closed_when_no_request_waits() -> None:
         assert await start(poor, "other")
 
 
-async def test_without_peers_requests_wait_for_the_own_budget() -> None:
+async def test_without_peers_requests_wait_for_local_budget() -> None:
     gate = LocalGate(Metrics(), 0.0, 10.0, rules())
     async with borrowing(gate):
         (task,) = await waiting(gate, "r")

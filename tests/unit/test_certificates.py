@@ -236,7 +236,7 @@ class Echo(asyncio.Protocol):
 
 
 @pytest.mark.parametrize("run", [asyncio.run, uvloop.run])
-def test_unfinished_handshakes_are_bounded_and_keep_no_client_out(
+def test_unfinished_tls_handshakes_are_bounded_and_lock_out_no_client(
     run: Callable[[Any], Any], server: Pair, ours: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tls_port, "_HANDSHAKES", 8)

@@ -134,7 +134,7 @@ async def test_a_body_that_never_ends_is_a_408(store: ScriptedStore) -> None:
     assert b"application/problem+json" in answer
 
 
-async def test_pause_lasts_through_other_changes_until_resume(fleet: Fleet) -> None:
+async def test_a_pause_stays_in_force_through_other_changes_until_resume(fleet: Fleet) -> None:
     assert (await fleet.http.post("/api/v1/pause")).json() == {"paused": True, "tuned_version": "1"}
     for cap in (5, None):
         response = await fleet.http.patch("/api/v1/config", json={"workloads": {"rate_cap": cap}})
@@ -144,7 +144,7 @@ async def test_pause_lasts_through_other_changes_until_resume(fleet: Fleet) -> N
     assert fleet.store.overrides == {}
 
 
-async def test_a_queued_request_is_evicted_and_another_is_a_problem_that_says_why(fleet: Fleet) -> None:
+async def test_only_a_queued_request_is_evicted_and_a_problem_explains_other_cases(fleet: Fleet) -> None:
     path = "/api/v1/requests/r-1/evict"
     assert (await fleet.http.post(path)).json() == {"id": "r-1", "result": "evicted"}
     for where, status, detail in (("running", 409, "left the queue"), ("unknown", 404, "no such request")):
@@ -212,11 +212,11 @@ def with_roles(tmp_path: Path) -> Settings:
 
 OPEN = ["/healthz", "/readyz", "/metrics", "/", "/static/api.js", "/openapi.json"]
 ROLES = {
-    "none": ("", 401, 401),
-    "a wrong one": ("alice-s3cre", 401, 401),
-    "a viewer's": ("alice-s3cret", 200, 403),
-    "an operator's": ("bob-s3cret", 200, 200),
-    "the fleet's own": ("s3cret-!", 200, 200),
+    "no token": ("", 401, 401),
+    "a wrong token": ("alice-s3cre", 401, 401),
+    "a viewer's token": ("alice-s3cret", 200, 403),
+    "an operator's token": ("bob-s3cret", 200, 200),
+    "the token of admin.token": ("s3cret-!", 200, 200),
 }
 
 
@@ -353,10 +353,10 @@ LOCAL = "127.0.0.1"
 ELSEWHERE: dict[str, tuple[str, dict[str, str]]] = {
     **{address: (address, {}) for address in ("203.0.113.9", "::ffff:203.0.113.9", "not-an-address")},
     "through a proxy": (LOCAL, {"x-forwarded-for": "127.0.0.1"}),
-    "through a proxy that says so otherwise": (LOCAL, {"forwarded": "for=203.0.113.9"}),
+    "through a proxy that sends Forwarded": (LOCAL, {"forwarded": "for=203.0.113.9"}),
     "under another name": (LOCAL, {"host": "rebound.example"}),
     "from a page of another host": (LOCAL, {"origin": "http://evil.example"}),
-    "from a page of no host": (LOCAL, {"origin": "null"}),
+    "from a page without a host": (LOCAL, {"origin": "null"}),
     "from a page of a malformed host": (LOCAL, {"origin": "http://["}),
 }
 

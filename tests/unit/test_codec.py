@@ -30,7 +30,7 @@ def test_a_placement_names_the_endpoints_in_header_and_metadata_alike() -> None:
     assert dict(metadata["picker"]) == {"id": "id-1", "token": "ticket-1", "pressure": "0.25"}
 
 
-def test_answers_to_the_same_endpoints_do_not_mix() -> None:
+def test_answers_with_equal_endpoints_share_no_other_field() -> None:
     codec.placed(PLACEMENT, HEADER, "id-1", 1234, namespace="envoy.lb", pressure="0.25")
     answer = message(
         codec.placed(PLACEMENT, HEADER, "", None, namespace="gateway.lb", pressure="0.50").message()
@@ -60,7 +60,7 @@ REFUSALS = [
 
 
 @pytest.mark.parametrize(("error", "overload_status", "status", "pressure", "extra"), REFUSALS)
-def test_a_refusal_says_why(
+def test_a_refusal_has_status_headers_and_body_of_its_error(
     error: RequestError, overload_status: int, status: int, pressure: str, extra: tuple[str, ...]
 ) -> None:
     refused = refusal(error, overload_status, 0.5)

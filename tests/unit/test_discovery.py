@@ -201,7 +201,7 @@ class Zone(asyncio.DatagramProtocol):
     """A name server for one name: `records` by type; None is a server failure, no key an empty answer."""
 
     records: Mapping[str, list[str] | None] = {}
-    forgets = 0  # number of next answers about A that have no address
+    forgets = 0  # how many of the next answers to A queries have no address
 
     def connection_made(self, transport: Any) -> None:
         self._transport = transport

@@ -43,7 +43,7 @@ def user(text: str) -> dict[str, str]:
 
 
 @given(MESSAGES, MESSAGES)
-def test_a_longer_chat_begins_with_the_shorter_one(said: list[object], more: list[object]) -> None:
+def test_a_continued_chat_begins_with_its_earlier_prompt(said: list[object], more: list[object]) -> None:
     shorter, longer = prompt_of(chat(*said)), prompt_of(chat(*said, *more))
 
     assert longer.startswith(shorter)
@@ -63,7 +63,7 @@ DIFFERENT = [
 
 
 @pytest.mark.parametrize(("one", "other"), DIFFERENT)
-def test_different_prompts_differ(one: dict[str, object], other: dict[str, object]) -> None:
+def test_different_prompts_have_different_bytes(one: dict[str, object], other: dict[str, object]) -> None:
     assert prompt_of(one) != prompt_of(other)
 
 
@@ -104,7 +104,7 @@ def chain(name: str, length: int) -> tuple[bytes, ...]:
     return block_hashes(name, b"x" * (BLOCK_BYTES * length))
 
 
-def test_a_match_is_the_common_beginning() -> None:
+def test_a_match_counts_the_common_leading_blocks() -> None:
     index = PrefixIndex()
     first = hashes_of(SYSTEM, user("one " * 200))
     index.add("a", first)
@@ -183,7 +183,7 @@ def test_the_least_recently_served_blocks_are_forgotten_first() -> None:
 
 
 def test_endpoints_share_the_total_capacity_and_departed_endpoints_are_forgotten() -> None:
-    # With four endpoints each keeps 25 blocks, its share of 100.
+    # Each of four endpoints keeps 25 blocks, its share of 100.
     index = PrefixIndex(per_endpoint=60, in_total=100)
     for address in "abcd":
         index.add(address, chain(address, 60))
@@ -196,14 +196,14 @@ def test_the_holders_of_the_longest_prefix_are_named_first() -> None:
     index = PrefixIndex()
     shared = chain("chat", 12)
     index.add("short", shared[:3])
-    index.name_holders()  # blocks added before count, too
+    index.name_holders()  # includes blocks that were added before
     index.add("long", shared)
     index.add("middle", shared[:9])
     index.add("other", chain("other", 5))
     assert index.holders((*shared, b"more"), 8)[0] == "long"
     assert set(index.holders(shared, 8)) == {"long", "middle", "short"}
     assert index.holders(shared[:9], 1) == ["middle"], "the endpoint that got the block last"
-    assert index.holders(chain("unknown", 5), 8) == index.holders((), 8) == []
+    assert (index.holders(chain("unknown", 5), 8), index.holders((), 8)) == ([], [])
     index.retain({"short", "middle"})
     assert set(index.holders(shared, 8)) == {"middle", "short"}
     assert index.match(shared, ["short", "unknown"]) == {"short": 3}

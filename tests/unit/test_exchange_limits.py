@@ -92,7 +92,7 @@ async def test_no_bytes_are_counted_after_all_exchanges_have_ended(
 
 
 @pytest.mark.parametrize("mode", ["standard", "lean"])
-async def test_a_body_beyond_the_byte_budget_is_refused_until_others_have_gone(mode: str) -> None:
+async def test_a_body_beyond_the_byte_budget_is_refused_until_other_bodies_are_released(mode: str) -> None:
     # Two waiting requests take two thirds of the budget.
     talk, ask = Talk(settings=SMALL), ASK.ljust(700)
     talk.gate.open.clear()
@@ -107,7 +107,7 @@ async def test_a_body_beyond_the_byte_budget_is_refused_until_others_have_gone(m
     assert int(refused.headers["retry-after"]) >= 1
     assert talk.metrics.answers == [(mode, "", "buffer_full")]
     assert talk.here.bodies.held_bytes == 1400
-    # A body that fits is accepted meanwhile; the others are accepted once the waiting requests have gone.
+    # A body that fits is accepted at once; larger bodies are accepted once the waiting requests have gone.
     talk.gate.open.set()
     answers = [await talk.another().say(headers(mode), body(ASK)), *await asyncio.gather(*waiting)]
     answers.append(await talk.another().say(headers(mode), body(ask)))
@@ -134,7 +134,7 @@ def test_a_source_may_begin_flows_up_to_its_limit_and_continue_them() -> None:
     assert passes(limit, "f1")
     assert passes(limit, "known")
     assert passes(limit, "f3", b"10.0.0.2")
-    assert passes(limit, "f3")  # no new flow any more
+    assert passes(limit, "f3")  # the other source has begun it
     # A source may begin another flow every 20 s.
     clock.now_s += 20.0
     assert [passes(limit, f"later{n}") for n in range(2)] == [True, False]

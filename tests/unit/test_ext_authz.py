@@ -190,7 +190,7 @@ async def test_a_head_request_gets_no_body_with_a_refusal(stage: Stage) -> None:
     assert (await connection.ended()).endswith(b"\r\n\r\n")
 
 
-async def test_reads_go_through_without_admission_and_are_limited() -> None:
+async def test_reads_pass_without_admission_and_are_rate_limited() -> None:
     async with staged(extproc={"read_rate": 1}) as stage:
         replies = [await stage.ask(check("/v1/models", b"", "GET")) for _ in range(3)]
         assert stage.gate.admitted == []
@@ -229,7 +229,7 @@ def test_a_connection_carries_one_request_right_after_another() -> None:
     uvloop.run(main())
 
 
-async def test_a_draining_server_leaves_new_checks_to_another_and_answers_those_that_wait(
+async def test_a_draining_server_refuses_new_checks_and_answers_waiting_checks(
     stage: Stage,
 ) -> None:
     waiting = await stage.wait(check())
@@ -256,7 +256,7 @@ async def test_a_second_request_before_the_answer_ends_the_connection(stage: Sta
 HEALTH = b"GET /healthz HTTP/1.1\r\nhost: a\r\n\r\n"
 
 
-async def test_health_follows_readiness_and_an_unready_server_decides_nothing(stage: Stage) -> None:
+async def test_health_follows_readiness_and_an_unready_server_closes_the_connection(stage: Stage) -> None:
     assert (await stage.ask(HEALTH)).status == 200
     stage.server.set_ready(False)
     assert (await stage.ask(HEALTH)).status == 503
@@ -291,7 +291,7 @@ async def test_a_request_that_stalls_is_ended(stage: Stage, part: bytes) -> None
     await until(lambda: stage.context.bodies.held_bytes == 0)
 
 
-async def test_an_idle_connection_is_closed_in_the_end(stage: Stage) -> None:
+async def test_an_idle_connection_is_closed_after_its_timeout(stage: Stage) -> None:
     connection = await stage.send(check())
     await connection.reply()
     stage.now_s[0] = 1000.0
@@ -314,7 +314,7 @@ async def test_at_the_connection_limit_only_an_idle_connection_makes_room(
     assert len([line for line in caplog.messages if "connections of the http mode's port" in line]) == 1
 
 
-async def test_unread_answers_stop_the_reading_and_end_the_connection(stage: Stage) -> None:
+async def test_a_connection_with_unread_answers_is_no_longer_read_and_then_closed(stage: Stage) -> None:
     _, writer = await asyncio.open_connection("127.0.0.1", stage.port, limit=1)
     stage.now_s[0] = 1.0
     with contextlib.suppress(ConnectionError):

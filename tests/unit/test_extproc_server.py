@@ -128,7 +128,7 @@ async def rest(call: Any) -> list[ProcessingResponse]:
     return said
 
 
-async def test_standard_lasts_as_long_as_the_answer(fleet: Replica) -> None:
+async def test_in_standard_a_stream_lasts_until_the_answer_has_ended(fleet: Replica) -> None:
     call = fleet.exchange()
     await talk(call, headers("standard"), body(ASK), answers=2)
     answer = [envoy.response_headers(), response_body(b"a"), response_body(b"b", ended=True)]
@@ -244,7 +244,7 @@ async def test_a_client_that_leaves_cancels_its_queued_request(
 
         call.cancel()
         await until(lambda: fleet.gate.cancelled == ["made-1"])
-        # Metrics and log have status 499, `client_gone`.
+        # Metrics and log record status 499 and code `client_gone`.
         await until(lambda: fleet.metrics.answers == [(mode, "m", "client_gone")])
         assert (fleet.gate.withdrawn, fleet.gate.settled) == ([], [])
         [line] = [record for record in caplog.records if record.getMessage() == "refused"]
@@ -306,7 +306,7 @@ async def test_a_drain_finishes_waiting_requests_and_refuses_new_ones(fleet: Rep
     assert (await watch.read()).status == SERVING
     drain = asyncio.create_task(fleet.server.drain())
     assert (await watch.read()).status == NOT_SERVING
-    # A ready pool does not make it ready again.
+    # A pool that becomes ready does not make the draining replica ready.
     fleet.server.set_ready(True)
     assert await fleet.health("readiness") == NOT_SERVING
 

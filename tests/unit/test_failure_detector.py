@@ -51,7 +51,7 @@ def test_silence_means_unavailable_after_the_floor_or_stuck_earlier_if_probes_ar
     assert after_s < FLOOR_S
 
 
-def test_neither_replies_nor_idleness_nor_pauses_of_this_replica_are_silence() -> None:
+def test_replies_idleness_and_pauses_of_this_replica_do_not_count_as_silence() -> None:
     connection = ObservedConnection()
     for _ in range(500):
         assert Health.UNAVAILABLE not in [connection.observe() for _ in range(10)]

@@ -108,11 +108,11 @@ def test_the_older_rule_wins_and_a_rule_without_matches_applies_to_other_models(
 
 
 @cases("rules, target", {
-    "none": ([], "configured"),
-    "its own": ([rule({"live": 1}, "m")], "live"),
-    "one for all": ([rule({"rest": 1})], "rest"),
-    "one of its target": ([rule({"again": 1}, "configured")], "configured"),
-    "all of them": ([rule({"live": 1}, "m"), rule({"again": 1}, "live"), rule({"rest": 1})], "live"),
+    "no rule": ([], "configured"),
+    "a rule for the model": ([rule({"live": 1}, "m")], "live"),
+    "a rule for all models": ([rule({"rest": 1})], "rest"),
+    "a rule for the configured target": ([rule({"again": 1}, "configured")], "configured"),
+    "all of these rules": ([rule({"live": 1}, "m"), rule({"again": 1}, "live"), rule({"rest": 1})], "live"),
 })  # fmt: skip
 def test_rewrites_precede_configured_targets_and_no_target_is_rewritten_again(
     rules: list[dict[str, Any]], target: str
@@ -147,7 +147,7 @@ def test_the_search_for_cycles_among_thousands_of_rewrites_is_bounded() -> None:
     "a model without a name": ([rule({"v": 1}, " ")], "is no model's name"),
     "a negative weight": ([rule({"v": -1}, "m")], "weight -1"),
     "an unknown match": ([rule({"v": 1}, "m", kind="Regex")], "model type Regex is not supported"),
-    "nothing": ([rule({"v": 1}, "m")], ""),
+    "a valid rule": ([rule({"v": 1}, "m")], ""),
 })  # fmt: skip
 def test_the_fault_of_an_unusable_rewrite_is_named(rules: list[dict[str, Any]], fault: str) -> None:
     found = rewrite_fault(rewrite("r", "1", *rules))
@@ -186,8 +186,8 @@ class ObjectsOfTwoPools:
             if newer:
                 items = [item("own", 7, "own"), *(item(f"o{n}", 7, f"gone-{n % 2}") for n in range(100))]
             items += [
-                item("both", 2**31 if newer else 5, "own"),  # in both groups, with a fault in the newer one
-                # Their pools are of another API group, whose own picker validates them.
+                item("both", 2**31 if newer else 5, "own"),  # in both groups, invalid in the newer group
+                # The pools of these two are of another API group, whose own picker checks them.
                 item("of-others", 9, "own", **others),
                 item("also-of-others", 9, "gone-2", **others),
                 item("unnamed", 8, "own", group=""),  # an empty group is the default group of the API

@@ -117,7 +117,7 @@ async def test_an_unreachable_api_server_changes_nothing_and_the_watch_resumes_w
         assert server.kinds["list pods"] == server.kinds["list inferencepools"] == 1
 
 
-async def test_an_expired_watch_lists_once_more_and_never_goes_back_in_time(server: ApiServer) -> None:
+async def test_an_expired_watch_lists_again_and_accepts_no_older_list(server: ApiServer) -> None:
     async with following(server, "a") as listed:
         server.delete(PODS, "a")
         server.put(PODS, pod("b", "10.0.0.2"))
@@ -130,7 +130,7 @@ async def test_an_expired_watch_lists_once_more_and_never_goes_back_in_time(serv
         assert [each["resourceVersionMatch"] for each in again] == ["NotOlderThan"]
 
 
-async def test_a_bookmark_moves_the_version_that_the_next_watch_begins_at(server: ApiServer) -> None:
+async def test_the_next_watch_begins_at_the_version_of_the_last_bookmark(server: ApiServer) -> None:
     async with following(server, "a") as listed:
         for _ in range(5):
             server.put("/elsewhere", pod("x", "10.9.9.9"))

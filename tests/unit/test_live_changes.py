@@ -112,7 +112,7 @@ def test_every_live_key_changes_exactly_its_own_overrides() -> None:
     }  # fmt: skip
 
 
-def test_flattened_changes_are_nested_again_as_they_were() -> None:
+def test_nesting_flattened_changes_restores_them() -> None:
     assert live_config.nested(live_config.flattened(EVERYTHING)) == EVERYTHING
 
 
@@ -132,7 +132,7 @@ def test_the_configured_value_returns_when_a_change_is_reverted() -> None:
     changes = live_config.merged(changes, {"fair_request_queue.total_capacity": None})
     wanted = live_config.overrides(CONFIGURED, changes)
 
-    # Its override is removed; the other override and `paused`, which has no key, stay.
+    # The override of that change is removed; the other override stays, and `paused`, which has no key.
     assert live_config.replacing(old, wanted) == {"weights": {"gold": 3.0}, "total_capacity": None}
     assert live_config.applied(CONFIGURED, changes).settings == CONFIGURED
 
@@ -184,14 +184,14 @@ def test_limits_and_attributes_of_bands_change_one_by_one() -> None:
     expected = {band.name: band for band in configured.fair_request_queue.bands}
     expected["low.est"] = replace(expected["low.est"], bytes=2**40)
     expected["Default"] = replace(expected["Default"], preemptible=False)
-    expected["7"] = replace(expected["7"], guaranteed=True, preemptible=False)  # as band Default now
+    expected["7"] = replace(expected["7"], guaranteed=True, preemptible=False)  # inherits from Default
     assert {band.name: band for band in found} == expected
     assert live_config.overrides(configured, changes) == {"bands": [
         CRITICAL, {**DEFAULT, "preemptible": False}, SHEDDABLE,
         {"priority": 7, "preemptible": False, "guaranteed": True, "capacity": 5},
         {"priority": -50, "preemptible": True, "guaranteed": False, "bytes": 2**40},
     ]}  # fmt: skip
-    # The changes of one band can be reverted, or all of them.
+    # The changes of one band can be reverted, or of all bands.
     one = changed(*patches, priority_bands({"7": None}), bands=names)
     assert "fair_request_queue.priority_bands.7.guaranteed" not in one
     assert changed(*patches, priority_bands(None), bands=names) == {}
@@ -207,7 +207,7 @@ def test_limits_and_attributes_of_bands_change_one_by_one() -> None:
     "no bytes": ({"7": {"bytes": 0}}, ".7.bytes: "),
     "bytes in text": ({"Default": {"bytes": "1Gi"}}, ".Default.bytes: "),
     "no number": ({"Default": {"capacity": True}}, ".Default.capacity: "),
-    "no truth": ({"7": {"guaranteed": "yes"}}, ".7.guaranteed: "),
+    "no boolean": ({"7": {"guaranteed": "yes"}}, ".7.guaranteed: "),
 })  # fmt: skip
 def test_a_refused_change_of_bands_names_its_fault(patch: object, says: str) -> None:
     configured = parse(priority_bands([{"priority": 7}]))

@@ -62,7 +62,7 @@ def starved(result: RunResult, flow: str) -> RunResult:
     return replace(result, log_audits=(LogAudit(None, kept),))
 
 
-# Promise, run that breaks it, words of the evidence.
+# Promise, a run that breaks the promise, words of the evidence.
 FAULTS: list[tuple[str, RunResult, str]] = [
     ("one-answer", first("steady", answer("client-1", fault="no whole answer")), "client-1 #0"),
     ("one-answer", run(sent=161), "161 requests were sent and 160 ended"),
@@ -103,15 +103,15 @@ FAULTS: list[tuple[str, RunResult, str]] = [
 @pytest.mark.parametrize(
     ("name", "result", "words"), FAULTS, ids=[f"{name}: {words}" for name, _, words in FAULTS]
 )
-def test_a_planted_fault_is_found_and_named(name: str, result: RunResult, words: str) -> None:
+def test_a_run_that_breaks_a_promise_is_found_with_its_case(name: str, result: RunResult, words: str) -> None:
     found = verdict(result, name)
     assert found.verdict is BROKEN
     assert words in "\n".join([found.evidence, *found.cases])
 
 
-def test_every_promise_of_a_scenario_has_a_planted_fault() -> None:
+def test_every_promise_of_a_scenario_has_a_run_that_breaks_it() -> None:
     planted = {name for name, _, _ in FAULTS}
-    # Faults of the decision log are planted below; the first three only say whether others can be checked.
+    # A test below breaks the decision log; the first three only show whether other promises can be checked.
     spared = {"overloaded", "faults-happened", "load-as-planned", "log", *(f"G{n}" for n in range(1, 7))}
     assert planted | spared >= GENERAL_CHECKS.keys() | SCENARIO_CHECKS.keys()
     assert {name for scenario in SCENARIOS.values() for name in scenario.promises} == SCENARIO_CHECKS.keys()

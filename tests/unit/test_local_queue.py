@@ -48,7 +48,7 @@ def test_a_flow_is_served_by_arrival_whatever_the_order_of_queueing() -> None:
 
 
 PRIORITIES = (-3, 0, LEAST_PRIORITY, 100, 7, MOST_PRIORITY)
-# tests/model covers the order; here each setting takes effect. Settings; (id, changes, arrival); order.
+# tests/model covers the order; these cases show each setting. Settings; (id, changes, arrival); order.
 ORDERS: dict[str, tuple[dict[str, Any], list[tuple[str, dict[str, Any], float]], str]] = {
     "bands of any priority from high to low": (
         {}, [(str(each), {"band": Bands().of(each)}, 0.0) for each in PRIORITIES],
@@ -90,12 +90,12 @@ def test_a_full_band_refuses_requests_and_an_unpreemptible_band_keeps_its_own() 
     batch = {"priority": -50, "name": "batch", "weight": 1}
     bands = [{"priority": 7, "capacity": 4, "preemptible": False}, batch]
     queue, configured = with_bands(bands, total_capacity=6, flow_capacity=6)
-    # This replica has two of the four places of band 7.
+    # This replica's share of band 7 is two of four requests.
     for n in range(2):
         queue.offer(ask(f"seven {n}", band=configured.of(7)), 1.0, float(n))
     with pytest.raises(errors.BandCapacity):
         queue.offer(ask("no more", band=configured.of(7)), 1.0, 2.0)
-    # This replica has three of six places; only the request of the lowest band can be preempted.
+    # This replica's share is three of six requests; only the request of the lowest band can be preempted.
     queue.offer(ask("batch", band=configured.of(-50)), 1.0, 3.0)
     assert preempted_by(queue, "critical", band=Band.CRITICAL) == "batch"
     with pytest.raises(errors.TotalCapacity):
@@ -106,12 +106,12 @@ def test_a_full_band_refuses_requests_and_an_unpreemptible_band_keeps_its_own() 
 def test_the_byte_limit_of_a_band_is_divided_among_replicas() -> None:
     queue, configured = with_bands([{"priority": 0, "name": "Default", "bytes": 1000}])
     band = configured.of(0)
-    # This replica has 500 of the 1000 bytes.
+    # This replica's share is 500 of 1000 bytes.
     entry, _ = queue.offer(ask("first", band=band, body_bytes=300), 1.0, 0.0)
     with pytest.raises(errors.BandBytes):
         queue.offer(ask("second", band=band, body_bytes=201), 1.0, 1.0)
     queue.offer(ask("second", band=band, body_bytes=200), 1.0, 1.0)
-    # A request that leaves returns its bytes, whether it was served or not.
+    # A request that leaves the queue releases its bytes, whether it was served or not.
     queue.remove(entry)
     queue.offer(ask("third", band=band, body_bytes=300), 1.0, 2.0)
     assert next(served(queue), None) is not None

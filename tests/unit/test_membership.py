@@ -144,7 +144,7 @@ async def test_the_gate_and_the_metrics_follow_the_state_of_the_pool() -> None:
         assert samples(one.metrics)["epp_paused",] == 1
 
 
-async def test_an_envoy_that_stays_at_its_default_limit_is_warned_of_once(
+async def test_one_warning_names_an_envoy_that_stays_at_its_default_stream_limit(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     clock = Clock()

@@ -62,7 +62,7 @@ LONG = PAGE * 20_000
     "gzip": (encoded(gzip.compress(LONG), "gzip"), LONG, 1),
     "deflate": (encoded(zlib.compress(PAGE), "Deflate"), PAGE, 1),
     "deflate without its header": (encoded(zlib.compress(PAGE, wbits=-15), "deflate"), PAGE, 1),
-    "no encoding, by name": (encoded(PAGE, "identity"), PAGE, 1),
+    "the encoding identity": (encoded(PAGE, "identity"), PAGE, 1),
 })  # fmt: skip
 async def test_pages_are_fetched_over_one_connection_unless_the_server_closes_it(
     server: PageServer, page: Page, answer: bytes, page_bytes: bytes, connections: int
@@ -127,7 +127,7 @@ async def test_a_redirect_within_the_server_is_followed_and_remembered(
     "a bad chunk": (CHUNKED[: CHUNKED.index(b"3\r")] + b"xyz\r\n", "page", "no HTTP answer"),
     "another encoding": (encoded(PAGE, "br"), "page", "encoded as 'br'; gzip and deflate are known"),
     "no gzip": (encoded(PAGE, "gzip"), "page", "is no gzip"),
-    "half a gzip": (encoded(gzip.compress(PAGE)[:-9], "gzip"), "page", "ends before its gzip"),
+    "a cut gzip": (encoded(gzip.compress(PAGE)[:-9], "gzip"), "page", "ends before its gzip"),
 })  # fmt: skip
 async def test_an_unusable_answer_is_a_fault_and_the_next_one_is_read(
     server: PageServer, page: Page, answer: bytes, kind: str, said: str
@@ -141,12 +141,12 @@ async def test_an_unusable_answer_is_a_fault_and_the_next_one_is_read(
 
 
 @cases("part, kind, said", {
-    "not a byte": (b"", "connection", "closed without an answer"),
-    "half a head": (b"HTTP/1.1 200 OK\r\nContent-Le", "page", "before the page was complete"),
-    "half a page": (answered(PAGE)[:-1], "page", "before the page was complete"),
+    "no byte": (b"", "connection", "closed without an answer"),
+    "a part of the head": (b"HTTP/1.1 200 OK\r\nContent-Le", "page", "before the page was complete"),
+    "a part of the page": (answered(PAGE)[:-1], "page", "before the page was complete"),
     "no server": (None, "connection", "no connection"),
 })  # fmt: skip
-async def test_only_a_new_connection_without_a_byte_says_that_the_server_is_down(
+async def test_a_server_is_down_only_if_a_new_connection_fails_or_brings_no_byte(
     server: PageServer, page: Page, part: bytes | None, kind: str, said: str
 ) -> None:
     if part is None:
@@ -187,7 +187,7 @@ def endpoint(**labels: str) -> Endpoint:
     "a port for all": ({}, {"port": 9100, "scheme": "https"}, ("[fd00::1]:9100", "https", "/metrics")),
     "labels": ({"port": "9101", "path": "/m", "scheme": "https"}, {"port": 9100},
                ("[fd00::1]:9101", "https", "/m")),
-    "labels that say nothing": ({"port": "080000", "path": "m", "scheme": "ftp"}, {},
+    "labels with invalid values": ({"port": "080000", "path": "m", "scheme": "ftp"}, {},
                                 ("[fd00::1]:8000", "http", "/metrics")),
 })  # fmt: skip
 def test_labels_of_an_endpoint_give_port_scheme_and_path_of_its_page(

@@ -101,7 +101,7 @@ def test_a_malformed_entry_is_refused_and_any_other_packs_to_the_same_bytes(body
         assert b"".join(map(pack, unpack(body))) == body
 
 
-async def test_three_followers_agree(fleet: Fleet) -> None:
+async def test_three_replicas_that_follow_the_stream_have_equal_indexes(fleet: Fleet) -> None:
     replicas = [fleet.replica(f"r{n}") for n in range(3)]
     async with following(*replicas):
         for n, replica in enumerate(replicas):
@@ -202,7 +202,7 @@ async def test_a_stream_that_was_deleted_and_created_again_is_followed(fleet: Fl
         await until(lambda: replica.completions(B) == 1)
 
 
-async def test_without_redis_a_replica_learns_alone_and_joins_by_itself(valkey: Server) -> None:
+async def test_without_redis_a_replica_learns_its_routes_and_later_joins_the_stream(valkey: Server) -> None:
     valkey.kill()
     one, other = map(Fleet(valkey.url).replica, ("one", "other"))
     async with following(one, other, caught_up=False):

@@ -1,4 +1,4 @@
-"""Parsing of metrics pages, whole or malformed, of a configured engine or one found from the page."""
+"""Parsing of metrics pages, whole or malformed, of a configured engine or one that the page shows."""
 
 import math
 import re
@@ -118,10 +118,10 @@ def test_a_line_is_read_by_the_rules_of_the_format(text: str, waiting: float | N
 
 @cases("text, share", {
     "a share": ("kv 0.5\n", 0.5),
-    "hardly more than all": ("kv 1.0000001\n", 1.0),
-    "of several the highest": ('kv{e="0"} 0.2\nkv{e="1"} 0.9\n', 0.9),
-    "no share above 1": ("run 1\nkv 87\n", None),
-    "none below 0": ("run 1\nkv -1\n", None),
+    "a share just above 1": ("kv 1.0000001\n", 1.0),
+    "the highest of several": ('kv{e="0"} 0.2\nkv{e="1"} 0.9\n', 0.9),
+    "a value above 1": ("run 1\nkv 87\n", None),
+    "a value below 0": ("run 1\nkv -1\n", None),
 })  # fmt: skip
 def test_utilisation_is_the_highest_share(text: str, share: float | None) -> None:
     assert read(text).kv_utilisation == share
@@ -187,11 +187,11 @@ def lora(running: str, waiting: str, value: float, **labels: str) -> str:
 
 
 @cases("lines, active, waiting", {
-    "the latest, in any order": (lora("x", "", 1) + lora("a", "b", 9) + lora("y", "", 0.5), "a", "b"),
-    "of each engine the latest": (
+    "the latest sample only": (lora("x", "", 1) + lora("a", "b", 9) + lora("y", "", 0.5), "a", "b"),
+    "the latest sample of each engine": (
         lora("a", "", 5, engine="0") + lora("x", "", 1, engine="1") + lora("b", "", 4, engine="1"), "a b", ""
     ),
-    "running and waiting: once": (lora("a,b", "b,c", 1), "a b", "c"),
+    "an adapter that runs and waits": (lora("a,b", "b,c", 1), "a b", "c"),
     "a value that is no time": (lora("a", "", 1) + lora("b", "", math.nan), "a", ""),
     "escapes": (lora('a, b\\"c\\\\d', "", 1), 'a b"c\\d', ""),
     "more label sets than there are names": (
@@ -263,12 +263,12 @@ SGLANG = {"inference.networking.k8s.io/engine-type": "SGLang"}
     "found from the page": ({}, {}, list(ENGINES)),
     "a label": ({}, TRTLLM, ["tensorrt-llm"]),
     "another label": ({}, SGLANG, ["sglang"]),
-    "a label of one's own, before others": ({"engine_label": "e"}, TRTLLM | {"e": "vllm"}, ["vllm"]),
-    "a label that names none": ({}, {"llm-d.ai/engine-type": "acme"}, list(ENGINES)),
+    "a configured label": ({"engine_label": "e"}, TRTLLM | {"e": "vllm"}, ["vllm"]),
+    "an unknown engine in a label": ({}, {"llm-d.ai/engine-type": "acme"}, list(ENGINES)),
     "a configured engine": ({"engine": "sglang"}, {}, ["sglang"]),
-    "a label before the configured engine": ({"engine": "sglang"}, TRTLLM, ["tensorrt-llm"]),
-    "series of one's own": ({"engine": "acme", "series": {"waiting": "q"}}, {}, ["acme"]),
-    "series besides those that are known": ({"series": {"waiting": "q"}}, {}, [*ENGINES, "series"]),
+    "a label and a configured engine": ({"engine": "sglang"}, TRTLLM, ["tensorrt-llm"]),
+    "configured series alone": ({"engine": "acme", "series": {"waiting": "q"}}, {}, ["acme"]),
+    "series besides known engines": ({"series": {"waiting": "q"}}, {}, [*ENGINES, "series"]),
 })  # fmt: skip
 def test_an_engine_is_known_by_label_by_configuration_or_from_the_page(
     settings: dict[str, Any], labels: dict[str, str], engines: list[str]
@@ -277,7 +277,7 @@ def test_an_engine_is_known_by_label_by_configuration_or_from_the_page(
     assert [each.name for each in scraping.engines(scraping.engine_named(labels))] == engines
 
 
-def test_configured_series_replace_those_of_a_configured_engine_and_go_before_those_found() -> None:
+def test_configured_series_replace_series_of_a_configured_engine_and_precede_found_engines() -> None:
     own = {"waiting": 'q{kind="waiting"}', "path": "/stats"}
     (engine,) = Scraping(engine="vllm", series=own).engines()
     assert (engine.waiting, engine.path) == ((own["waiting"],), "/stats")

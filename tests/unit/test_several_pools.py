@@ -62,12 +62,12 @@ def test_a_pool_has_the_shared_settings_and_its_own_section() -> None:
     assert [pool.fair_request_queue.total_capacity for pool in pools.values()] == [1000, 500]
     a, b = (pool.discovery for pool in pools.values())
     assert (a.dns is not None, a.static) == (True, None)
-    assert (b.dns, len(b.static or ())) == (None, 1)  # its own source replaces the shared one
+    assert (b.dns, len(b.static or ())) == (None, 1)  # the pool's own source replaces the shared source
     assert list(pools_of(parse({"pool": "alone"}))) == ["alone"]
     assert list(pools_of(parse({**TWO, "pool": "b"}))) == ["b", "a"]
 
 
-def test_files_and_variables_reach_a_pools_section(tmp_path: Path) -> None:
+def test_paths_and_environment_variables_apply_in_the_section_of_a_pool(tmp_path: Path) -> None:
     file = tmp_path / "picker.yaml"
     file.write_text("pool: a\npools:\n  a:\n  b: {discovery: {file: b.yaml}}\n")
     variable = "PICKER_POOLS__A__FAIR_REQUEST_QUEUE__TOTAL_CAPACITY"
@@ -80,14 +80,14 @@ def test_files_and_variables_reach_a_pools_section(tmp_path: Path) -> None:
 
 @cases("changes, fault", {
     "no such pool": ({"pool": "c"}, "pool c is not one of pools, which are a, b"),
-    "two sections of all": ({"pools": {"a": {"redis": {}, "extproc": {}}}},
+    "sections of the process": ({"pools": {"a": {"redis": {}, "extproc": {}}}},
                             "pools.a: redis, extproc: must be set at the top level"),
-    "a name": ({"pools": {"a": {"pool": "x"}}}, "pools.a: pool: must be set at the top level"),
-    "no key": ({"pools": {"a": {"nonsense": 1}}}, "pools.a.nonsense: unknown key; valid here: discovery, "),
+    "the key pool": ({"pools": {"a": {"pool": "x"}}}, "pools.a: pool: must be set at the top level"),
+    "bad key": ({"pools": {"a": {"nonsense": 1}}}, "pools.a.nonsense: unknown key; valid here: discovery, "),
     "a number": ({"pools": {"a": 3}}, "pools.a: Input should be a valid dictionary"),
-    "a slash": ({"pools": {"a/b": {}}}, "pools.a/b."),
-    "dots": ({"pool": "..", "pools": {"..": {}}}, "a name needs more than dots"),
-    "two cases": ({"pools": {"a": {}, "A": {}}}, "two names differ in upper and lower case only"),
+    "a name with a slash": ({"pools": {"a/b": {}}}, "pools.a/b."),
+    "a name of dots": ({"pool": "..", "pools": {"..": {}}}, "a name needs more than dots"),
+    "names in two cases": ({"pools": {"a": {}, "A": {}}}, "two names differ in upper and lower case only"),
     "a limit": ({"pools": {"a": {"fair_request_queue": {"flow_capacity": 5000}}}},
                 "pools.a.fair_request_queue: "),
     "few bytes": ({"extproc": {"max_buffered_bytes": 9_000_000}}, "more than half of max_buffered_bytes"),
@@ -104,9 +104,6 @@ def test_a_fault_in_shared_settings_is_reported_once() -> None:
         parse({**TWO, "redis": {"url": "nonsense"}, "scraping": {"interval": "never"}})
     told = [line.split(":")[0] for line in str(caught.value).splitlines()]
     assert told == ["redis.url", "scraping.interval"]
-
-
-# The replica's ports.
 
 
 class Both:
@@ -141,7 +138,7 @@ async def asks(channel: grpc.aio.Channel, *metadata: tuple[str, str]) -> Process
     call = channel.stream_stream(
         f"/{SERVICE}/Process", ProcessingRequest.SerializeToString, ProcessingResponse.FromString
     )(timeout=30, metadata=metadata)
-    # A request header of this name comes from the client and does not choose the pool.
+    # A client can set this request header, so the header does not choose the pool.
     await call.write(headers("lean", {POOL_HEADER: "b"}))
     if (POOL_HEADER, UNKNOWN_POOL) not in metadata:  # an unknown pool is refused at the headers
         await call.write(body(BODY))
@@ -176,7 +173,7 @@ async def test_metadata_of_the_stream_names_the_pool_of_its_request() -> None:
 
 
 @pytest.mark.usefixtures("transport")
-async def test_a_pool_is_the_default_on_its_own_port_and_metadata_names_another() -> None:
+async def test_a_pool_is_the_default_on_its_own_port_and_metadata_can_name_another_pool() -> None:
     async def of(name: bytes, stream: Stream) -> bytes:
         if not name:
             raise RpcError(Status.NOT_FOUND, "no such pool")
@@ -219,16 +216,13 @@ async def http_asks(port: int, *requests: bytes) -> list[Reply]:
 
 async def test_a_header_names_the_pool_of_each_check_on_a_connection() -> None:
     both = Both()
-    asked = [check(**({POOL_HEADER: pool} if pool != " " else {})) for pool in " bc ab"]
+    asked = [check(**({POOL_HEADER: pool} if pool else {})) for pool in ("", "b", "c", "", "a", "b")]
     async with serving(CheckServer(both.contexts, "127.0.0.1:0")) as port:
         answers = await http_asks(port, *asked)
     assert [reply.status for reply in answers] == [200, 200, 404, 200, 200, 200]
     assert answers[2].error == "unknown_pool"
     assert both.asked == {"a": 3, "b": 2}
     assert {context.bodies.held_bytes for context in (both.contexts.of(b"a"), both.contexts.of(b"b"))} == {0}
-
-
-# Ends of requests.
 
 
 def ended(request_id: str, keys: Keyring, kind: str = "DownstreamEnd", signed_for: str = "") -> Entry:
@@ -259,8 +253,6 @@ def test_an_access_log_entry_belongs_to_the_pool_that_signed_its_token() -> None
     for reason in ("unknown-key", "bad-signature", "no-token"):
         assert page["epp_access_log_rejected_total", f"reason={reason}"] == 1
 
-
-# Byte budgets, metrics and commands of several pools.
 
 LIMIT = 64 * SMALL_BYTES
 

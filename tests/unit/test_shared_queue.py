@@ -170,7 +170,7 @@ async def test_a_request_that_is_queued_again_waits_for_the_next_grant(bench: Be
     assert len(bench.store.admitted) == 1
 
 
-async def test_a_grant_before_the_reply_that_queues_again_is_not_lost(bench: Bench) -> None:
+async def test_a_grant_that_arrives_with_the_reply_that_queues_again_is_not_lost(bench: Bench) -> None:
     task = await bench.being_placed(QUEUED, PLACED)
 
     # The next grant arrives together with the reply that queues the request again.
@@ -197,7 +197,7 @@ async def test_after_a_pause_an_ended_stream_is_not_admitted_again(bench: Bench)
     # Envoy has ended the stream.
     await asyncio.sleep(0)
     task.cancel()
-    # Another stream may own the request by now, so this one does not admit it again.
+    # Another stream may own the request by now, so this stream does not admit the request again.
     with pytest.raises(asyncio.CancelledError):
         await task
     assert len(bench.store.admitted) == 1
@@ -215,17 +215,17 @@ async def test_after_a_pause_only_streams_that_still_exist_are_registered(bench:
     assert len(bench.store.admitted) == 1
 
 
-async def test_after_a_pause_earlier_signs_of_life_renew_no_lease(bench: Bench) -> None:
+async def test_signs_of_life_that_are_read_just_after_a_pause_renew_no_lease(bench: Bench) -> None:
     bench.gate.renew(Alive("before", E1, "token"))
     bench.gate.queue.pause_detector.mark_resumed()
     bench.gate.renew(Alive("after", E1, "token"))
     assert bench.store.alive == [("before", "token")]
 
 
-async def test_the_older_stream_ends_when_its_placement_is_refused(bench: Bench) -> None:
+async def test_an_older_stream_ends_when_its_request_is_queued_again_for_a_newer_stream(bench: Bench) -> None:
     older = await bench.being_placed(QUEUED, PLACED)
 
-    # Envoy sends the request again on a newer stream; the older one is queued again.
+    # Envoy sends the request again on a newer stream; Redis queues the older stream's request again.
     newer = asyncio.create_task(bench.gate.admit(ask(), stream_owned=False))
     await until(lambda: len(bench.store.admitted) == 2)
     bench.store.placement.set()

@@ -83,13 +83,13 @@ async def test_without_an_outage_ends_stay_local_and_are_forgotten_in_time(bench
     bench.now_s += 2 * unseen_s(REPORT_S) + 0.1
     bench.end("late")
     assert bench.store.tombstones == []
-    # Another replica fails over and resyncs: Redis gets the ends that are not too old.
+    # A peer fails over and resyncs: this replica stores its recent ends in Redis.
     await bench.resync_of_b()
     assert bench.store.tombstones == ["late"]
     assert bench.ends.heartbeat_fields() == {"resyncs": 0, "answered": ["b:1"]}
 
 
-async def test_during_the_outage_of_a_peer_each_end_is_stored_in_redis_at_once_and_once(bench: Bench) -> None:
+async def test_during_the_outage_of_a_peer_each_end_is_stored_in_redis_once_and_at_once(bench: Bench) -> None:
     bench.say(b={"degraded": True})
     await until(lambda: bench.heartbeats)
     bench.end("x")
@@ -169,7 +169,7 @@ async def test_a_resync_waits_until_every_peer_has_answered_it() -> None:
     await waiting
 
 
-async def test_a_resync_waits_neither_for_ever_nor_for_a_version_that_does_not_answer() -> None:
+async def test_a_resync_waits_neither_for_ever_nor_for_a_peer_whose_version_does_not_answer() -> None:
     bench = Bench(wait_s=0.01)
     bench.ends.begin_resync()
     bench.ends.update_peers({"a": PeerState.read(CALM), "b": PeerState()})

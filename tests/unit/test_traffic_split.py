@@ -42,11 +42,11 @@ def test_changed_weights_move_only_the_difference_in_shares() -> None:
     assert abs(moves["stable", "canary"] - 1000) < 5 * math.sqrt(10_000 * 0.1 * 0.9)
 
 
-def test_the_key_seeds_the_hash_of_a_body_too() -> None:
+def test_the_variant_of_a_body_depends_on_the_key() -> None:
     assert len({identity_of_body(bytes([seed]) * 16, "tenant", b"body") for seed in range(20)}) == 20
 
 
-async def test_a_pool_chooses_by_the_key_that_its_heartbeats_bring() -> None:
+async def test_a_pool_chooses_variants_by_the_key_from_its_heartbeats() -> None:
     targets = [{"name": name, "weight": weight} for name, weight in (("stable", 90), ("canary", 10))]
     settings = parse({"models": [{"name": "m", "target_models": targets}]})
     pool = Pool(settings, "r", bodies=BodyBudget(1), open_requests=OpenRequests())
