@@ -1,4 +1,4 @@
-"""Admission: the one object that the servers of requests call.
+"""Admits, places and accounts for requests; the servers of ext_proc and of mode `http` call it.
 
 While Redis answers, a request waits in the shared queue. During an outage it waits in this replica's local
 queue and is placed within this replica's share of the bound (G8; docs/redis.md).
@@ -40,9 +40,9 @@ if TYPE_CHECKING:
 class Admission:
     """Admits, places and accounts for requests. Uses one event loop.
 
-    Servers of requests call its methods. The fleet's side uses two parts: `queue`, the requests that wait in
-    Redis, and `failover`, which follows heartbeats and the other replicas. Each placement calls
-    `record_cost(priority, flow, cost)`, and takes the next number of `attempts`, by default 1, 2, …
+    `Membership` (fleet/) uses two of its parts: `queue`, the requests that wait in Redis, and `failover`.
+    Each placement calls `record_cost(priority, flow, cost)`, and takes the next number of `attempts`, by
+    default 1, 2, …
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class Admission:
             RequestError: the request is refused, expired, preempted or evicted, or Redis is unreachable.
         """
         spans = self._traces.begin(request) if self._traces is not None else None
-        # A request with an age has lost an earlier placement; count it as waiting since its arrival.
+        # A request with an age has lost an earlier placement: count its wait from its arrival.
         wait = Wait(self._clock() - age_s, queued=age_s > 0)
         try:
             placement = await self._place(request, wait, stream_owned)
@@ -192,7 +192,7 @@ class Admission:
         entry, outage = self.ledger.get(completion.id), self.failover.outage
         if self._traces is not None:
             completion = self._trace_end(self._traces, completion, entry)
-        # The token came with the end; else it is the stream's, if this replica owns the stream.
+        # Use the accounting token that came with the end or, without one, the owned stream's token.
         token = completion.accounting_token or (entry.token if entry is not None and entry.owned else "")
         is_local = self.failover.state is FailoverState.LOCAL
         ran, is_new = bool(token), True
@@ -213,8 +213,8 @@ class Admission:
             self.failover.tombstones.add(entry)
 
     def suspect(self, request_id: str) -> None:
-        """An access-log entry without an accounting token says that the request has ended. The next metrics
-        pages of its endpoint decide. Returns at once."""
+        """An access-log entry without an accounting token says that the request has ended; the next metrics
+        pages of its endpoint decide whether it has. Returns at once."""
         if self.failover.state is not FailoverState.LOCAL:
             self._reports.suspect(request_id)
 
@@ -303,7 +303,7 @@ class Admission:
                 waiter = await self._wait_prepaid(request, cost, wait)
                 placement = self._placement(request, waiter, stream_owned)
         except BaseException as error:
-            if failover.outage is not None:  # the budget may come from an earlier outage
+            if failover.outage is not None:  # release in the present outage, even if it began later
                 failover.outage.gate.release(cost)
             if not isinstance(error, StateUnavailable):
                 raise

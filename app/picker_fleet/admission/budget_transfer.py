@@ -5,7 +5,7 @@ and only if the fleet's key has signed it for the called replica; an `Ask` that 
 response was late gets the same response. Amounts are in the stock's unit.
 
     Ask    least, most  {"given"}: budget that the called replica gives up, 0 if it has none to spare
-    Count               {"live", "bound", "free", "running"} of `OutageCount`; {} if the replica cannot tell
+    Count               {"live", "bound", "free", "running"} of `OutageCount`; {} if the replica has none
     Ended  ids          {"ended"}: the `ids` whose end the replica received before its outage; {} without one
 
 A request also names its pool in metadata (`budgets.POOL_HEADER`), to reach the handlers of that pool.
@@ -51,7 +51,7 @@ def _signed_text(pool: str, to: str, nonce: str, method: str, fields: Fields) ->
 
 
 def _in_parts(names: Iterable[str], most_bytes: int) -> Iterator[list[str]]:
-    """`names` in lists of at most `most_bytes` as JSON each; at least one list."""
+    """Split `names` into lists whose JSON has at most `most_bytes` each; yields at least one list."""
     part: list[str] = []
     room = most_bytes
     for name in names:
@@ -143,7 +143,7 @@ class GrpcPeers:
             try:
                 answer = await self._answer(_ASK, address, request)
             except TimeoutError:
-                continue  # the peer may have given budget, and says so when asked again
+                continue  # the peer may have given budget: ask again for the result
             given = answer.get("given") if answer is not None else None
             if not isinstance(given, int | float):
                 return None

@@ -1,4 +1,4 @@
-"""Failing over to local admission while Redis is unavailable, and back (G8; docs/redis.md)."""
+"""Fails over to local admission while Redis is unavailable, and back to Redis (G8; docs/redis.md)."""
 
 import asyncio
 import enum
@@ -171,7 +171,7 @@ class Failover:
         """The current outage for the admin API; None while Redis decides."""
         return self.outage.status(self.state.value, self._times.report_s) if self.outage is not None else None
 
-    # What the other replicas ask
+    # Calls from peers
 
     async def transfer_budget(self, minimum: float, maximum: float) -> float:
         """Give a peer between `minimum` and `maximum` of this replica's budget; 0 if less is available."""
@@ -184,8 +184,8 @@ class Failover:
         outage = self.outage
         if outage is None or outage.resync_attempted or self.state is not _LOCAL:
             return None
-        # Let each running request give a new sign of life: a replica that left, or an entry that this replica
-        # ignored, may have been the only source about a request.
+        # Wait until each running request has given a new sign of life: only a replica that has left, or an
+        # access-log entry that this replica ignored, may have reported it.
         since_s = max(self._peers.left_s, self._joined_s, self.ignored_s)
         if self._clock() - since_s < unseen_s(self._times.report_s):
             return None
@@ -193,12 +193,12 @@ class Failover:
         return OutageCount(len(self._peers.live), outage.bound, outage.initial_free, running)
 
     def ended_before(self, ids: Collection[str]) -> list[str] | None:
-        """Those of `ids` whose end this replica received before the outage; None if there is no outage."""
+        """The members of `ids` whose end this replica received before the outage; None without an outage."""
         if self.outage is None:
             return None
         return [request_id for request_id in ids if request_id in self.outage.ended_before]
 
-    # What Redis and the other replicas tell
+    # Events from Redis, and replies to heartbeats
 
     def on_event(self, event: Event) -> None:
         if isinstance(event, Notification):
@@ -250,7 +250,7 @@ class Failover:
     # order and restores saved states.
 
     def save(self) -> tuple[Any, ...]:
-        """A comparable copy of the state that decides the gate's next steps, without budget and queue."""
+        """A copy of the state that decides the next transitions; without budget and queue."""
         return (
             self.state,
             self.outage is not None and self.outage.resynced,
@@ -395,7 +395,7 @@ class Failover:
         return outage, outage.resync
 
     async def _resync(self, outage: Outage, resync: Resync) -> None:
-        """Report to Redis, which answers again, which requests run; `finish_resync` reports the ends."""
+        """Report the requests in flight to Redis, which answers again; `finish_resync` reports the ends."""
         if outage.resync is not resync:
             return  # `keep` repeated this task after a failure, and Redis was lost meanwhile
         try:
@@ -406,7 +406,7 @@ class Failover:
             running = await outage.restore_running(self._store, self._times.report_s)
         except (StateUnavailable, WritesRefused) as fault:
             if outage.resync is resync:
-                self.redis_lost("failed", f"it was lost again: {fault}")
+                self.redis_lost("failed", f"lost again during the resync: {fault}")
             return
         if outage.resync is resync:  # otherwise Redis was lost meanwhile, which ended this resync
             self.finish_resync(resync)

@@ -2,7 +2,7 @@
 
 `local_queue.py` uses it for the local queue of an outage. The reference model in tests/model, which tests
 compare with the Lua scripts call by call, extends it with features that only the shared queue has:
-throttling, corrections and rebased tags. So that comparison tests the local queue as well.
+throttling, corrections and rebased tags. So the same comparison tests the local queue.
 
 The order: while the guard has credit, the most overdue request comes first. Otherwise the band comes first
 (`strict`: the highest; `weighted`: the least tag), then its flow queue with the least start tag, ties by
@@ -287,7 +287,7 @@ class FairQueue(Generic[R]):
         self._context, self._next_number = context, next_number
         self.bands: dict[int, BandQueue[R]] = {}  # by priority, the highest first
         self.bv = 0.0  # virtual time across bands
-        self.credit = 1.0  # the guard's
+        self.credit = 1.0  # of the starvation guard
         self.overdue: ScoredSet[R] = ScoredSet()
         self._queued = 0
         self._preempts = False  # whether any band has a preemption history
@@ -320,7 +320,7 @@ class FairQueue(Generic[R]):
         return len(queue.requests) if queue is not None else 0
 
     def share(self, r: R) -> float:
-        """By how much serving r moves the tag of its flow queue."""
+        """The share of r: serving r raises the tag of its flow queue by this amount."""
         if self.policy.fairness == "round-robin":
             return 1.0
         if self.policy.fairness == "none":
@@ -413,7 +413,7 @@ class FairQueue(Generic[R]):
             self.bands[r.priority].tag += cost / self.policy.bands.of(r.priority).weight
 
     def mark_overdue(self, r: R) -> None:
-        """Let the guard serve r; requests due in the same ms are in the order of their arrival."""
+        """Let the guard serve r. Requests that become overdue in the same ms keep their arrival order."""
         self.overdue.put(r, r.due_ms * 1000 + r.arrived % 1000, r.id)
 
     def next_turn(self) -> tuple[R, bool] | None:

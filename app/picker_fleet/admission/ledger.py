@@ -1,9 +1,9 @@
-"""The ledger: what one replica knows of each request in flight and of each request that ended recently.
+"""The ledger: one replica's entries of requests in flight and of requests that ended recently.
 
-`Admission` writes it. The journal of an outage, the tombstones and the leases to renew are queries on it. It
-holds plain data: `save` copies all of it. Waiting requests are in the queues, which hold the futures that end
-their waits; the ledger may have an earlier placement or end of the same id. `ServiceMeter` adds up the costs
-of the requests that this replica has placed.
+`Admission` writes it. The journal of an outage, the tombstones and the leases to renew are queries on the
+ledger. It holds plain data, which `save` copies. Waiting requests are in the queues, which hold the futures
+that end their waits; the ledger may have an earlier placement or end of the same id. `ServiceMeter` adds up
+the costs of the requests that this replica has placed.
 """
 
 import enum
@@ -17,9 +17,9 @@ import msgspec
 from picker_fleet.domain.request import Alive, Completion
 from picker_fleet.state import accounting_token
 
-MAX_ENTRIES = 50_000  # beyond, the ledger forgets the oldest requests, which end with their leases
-_SPARE = 5_000  # entries beyond MAX_ENTRIES before the ledger forgets any, so that it searches seldom
-_FORGET_S = 1.0  # between two searches for old entries
+MAX_ENTRIES = 50_000  # the ledger forgets the oldest entries beyond; those requests end with their leases
+_SPARE = 5_000  # surplus entries that make the ledger forget, so that it searches seldom
+_FORGET_S = 1.0  # interval of searches for old entries
 METER_WINDOW_S = 10  # whole seconds before the current one
 _MAX_METERED_FLOWS = 5000  # in each second
 _MAX_LISTED = 200  # flows in a report
@@ -27,7 +27,7 @@ _MAX_LISTED_BYTES = 16_000  # of the flow names in a report, approximately
 
 
 class Phase(enum.Enum):
-    """What happened to a request last, as far as this replica knows.
+    """The last event of a request that this replica knows of.
 
     | phase     | event    | next      |                                                                     |
     |-----------|----------|-----------|---------------------------------------------------------------------|
@@ -36,7 +36,7 @@ class Phase(enum.Enum):
     | (unknown) | end      | ENDED     |                                                                     |
     | PLACED    | withdraw | WITHDRAWN | the placement never reached Envoy, which may send it elsewhere      |
     | PLACED    | see      | SEEN      | unless this replica owns its stream or placed it without Redis      |
-    | WITHDRAWN | see      | SEEN      | its end releases no budget here: the withdrawal has                 |
+    | WITHDRAWN | see      | SEEN      | the withdrawal has released its budget, so its end releases none    |
     | any       | place    | PLACED    | a new request with the id, or Envoy's retry                         |
     | any       | end      | ENDED     | further ends and late signs of life change nothing                  |
     """
@@ -192,19 +192,19 @@ class Ledger:
         return entry
 
     def confirm(self, entry: Entry) -> bool:
-        """Redis has answered the report of an end, or never will. Returns False if it had before."""
+        """Redis has answered the report of an end, or never will. Returns False if confirmed before."""
         if entry.confirmed:
             return False
         entry.confirmed = True
         if not self.in_outage:
-            entry.end = None  # an outage reports each of its ends again on the way back
+            entry.end = None  # a resync reports each end of its outage again
         return True
 
     def begin_outage(self) -> None:
         self.in_outage = True
 
     def end_outage(self) -> None:
-        """The journal is over. Requests that may still run count as seen now."""
+        """Empty the journal. Requests that may still run count as seen now."""
         self.in_outage, now_s = False, self._clock()
         for entry in self._entries.values():
             if entry.journaled:
@@ -252,7 +252,7 @@ class Ledger:
         }
 
     def save(self) -> tuple[Any, ...]:
-        """A comparable copy of the entries, without requests that only `costs` tells of."""
+        """Copy the entries, to compare or restore, without running requests that only `costs` reads."""
         kept = (each for each in self if each.owned or each.journaled or not each.running)
         return self.in_outage, tuple(msgspec.structs.astuple(entry) for entry in kept)
 
@@ -281,7 +281,7 @@ class Ledger:
 
 
 class ServiceReport(TypedDict):
-    """Costs placed in the last ten whole seconds, as the replica info carries them (docs/redis-schema.md)."""
+    """Sums of the costs placed in the last ten whole seconds, for the replica info (docs/redis-schema.md)."""
 
     priorities: list[tuple[int, float]]  # priority and cost of each band
     flows: list[tuple[int, str, float]]  # priority, name and cost of the busiest flows

@@ -57,8 +57,8 @@ class _TransferRequest:
 class LocalGate:
     """One replica's budget and queue. `has_waiting` is set while requests wait.
 
-    `free` is the remaining budget, in the stock's unit. It never exceeds `bound`, nor does the cost of a
-    request. A negative `free` is a debt, which released amounts pay off first. While `paused`, the
+    `free` is the remaining budget, in the stock's unit. Neither `free` nor the cost of a request exceeds
+    `bound`. A negative `free` is a debt, which released budget pays off first. While `paused`, the
     gate admits no request. Released budget goes in turn to the local queue and to each peer that waits for a
     transfer.
     """
@@ -130,7 +130,7 @@ class LocalGate:
             self._metrics.push_error(request.model, error.code, request.target_model)
             raise
         if preempted is not None:
-            why = Preempted("had to make room for a higher band", retry_after_s=1)
+            why = Preempted("preempted by a request of a higher band", retry_after_s=1)
             self._end_wait(preempted, why)
             self._metrics.preempted(preempted.request.band)
         waiting.turn = self._loop.create_future()

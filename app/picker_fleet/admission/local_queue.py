@@ -147,7 +147,7 @@ class LocalQueue:
         return waiting, preempted
 
     def remove(self, waiting: Waiting) -> None:
-        """Remove a request unserved, if it is still queued; its flow queue is not charged."""
+        """Remove a request, if it is still queued, without charging its flow queue."""
         if waiting.queued:
             self._queue.remove(waiting)
             self._left(waiting)

@@ -65,7 +65,7 @@ class Outage:
     clock: in seconds; `began_ms` is the start of the outage by the clock of the shared state.
     resync: the current attempt; None while Redis is unavailable.
     before: id -> cost of the requests known to run when the outage began; `ended_before` has the ids whose
-        end this replica had received by then. `initial_free` is the budget at the start.
+        end this replica received before the outage. `initial_free` is the budget at the start.
     """
 
     gate: LocalGate
@@ -135,8 +135,8 @@ class Outage:
             self.before[alive.id] = accounting_token.cost_of(alive.accounting_token)
 
     def end(self, entry: Entry | None, completion: Completion, token: str) -> bool:
-        """Account for an end, of which the ledger's `entry` does not know yet. Returns False if this replica
-        has accounted for it before. `token` as for `released_by_end`."""
+        """Account for an end that is not yet in the ledger's `entry`. Returns False if this replica has
+        accounted for it before. `token` as for `released_by_end`."""
         is_local = entry is not None and entry.is_local
         self.picker.ended(
             entry.endpoint if entry is not None and is_local else accounting_token.endpoint_of(token)

@@ -1,4 +1,4 @@
-"""The other replicas during an outage: which are live, what each reports, and transfers of their budget.
+"""Peers in an outage: the live replicas, their published states, and transfers of budget from them.
 
 Envoy's access log goes to any replica, so freed budget collects where ends are received. A replica with
 waiting requests asks every peer for budget, with one call at a time to each. A call without a reply is
@@ -41,7 +41,7 @@ class PeerClient(Protocol):
         ...
 
     async def ended_before(self, address: str, ids: Collection[str]) -> Collection[str] | None:
-        """Those of `ids` whose end the replica had received before its outage; None as for `count`."""
+        """The members of `ids` whose end the replica received before its outage; None as for `count`."""
         ...
 
     async def ask(self, address: str, least: float, most: float) -> float | None:

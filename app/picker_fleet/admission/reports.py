@@ -1,7 +1,7 @@
-"""What this replica reports to Redis of placed requests: ends, faults of endpoints, signs of life.
+"""Reports placed requests to Redis: their ends, faults of their endpoints, their signs of life.
 
 Each call returns at once. The store repeats the report of an end until Redis takes it; a lease or a later
-report makes up for any other that is lost.
+report makes up for any other lost report.
 """
 
 import asyncio
@@ -38,8 +38,8 @@ def ignore_loss(answer: asyncio.Future[Any]) -> None:
 
 
 class Reports:
-    """Sends the reports of one replica. `are_places_awaited` returns whether Redis must hear of each end
-    soon. If the stock `counts_tokens`, an end reports the tokens used."""
+    """Sends the reports of one replica. `are_places_awaited` returns whether requests wait, so that Redis
+    must get each end soon. If the stock `counts_tokens`, an end reports the tokens used."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class Reports:
         self._tell_end(completion).add_done_callback(answered)
 
     def note_end(self, completion: Completion, token: str) -> None:
-        """Learn from an end: times and failures of endpoints."""
+        """Record the latency and failures of endpoints from a request's end."""
         if token:  # otherwise the request was never placed
             self._chooser.ended(completion)
         if completion.failed:
@@ -130,7 +130,7 @@ class Reports:
     def _on_answered_end(
         self, completion: Completion, token: str, entry: Entry | None, answer: asyncio.Future[SettleReply]
     ) -> None:
-        """Redis has answered the report of an end, or never will. Of two reports the first answer counts."""
+        """Redis has answered the report of an end, or never will. Only the first answer counts."""
         if entry is not None and not self._ledger.confirm(entry):
             return
         if answer.cancelled() or answer.exception() is not None:

@@ -5,7 +5,7 @@ call, by a wake-up, or with a heartbeat. If any endpoint will do, the granting s
 and the replica acknowledges the placement. Otherwise the replica then asks for a placement, and the script
 may queue the request again. A replica that owns a stream renews its request's lease until the request ends.
 `attempt` numbers the streams of a request, so that a late call of a dead stream never affects the stream that
-took the request over. Only a stream with the same flow, model and body digest may; `attempt` has the digest.
+took the request over. Streams with another flow, model or body digest (in `attempt`) may not take it over.
 """
 
 import asyncio
@@ -55,7 +55,7 @@ _EXPIRY_ANSWER_S = 0.5
 # Repeat an admission this many times while the replicas rebuild a lost shared state.
 _REBUILD_TRIES = 20
 _REBUILD_PAUSE_S = 0.1
-_ID_CHECK_S = 0.005  # between two checks whether another request with the same id is admitted
+_ID_CHECK_S = 0.005  # interval of checks whether another request with the same id is admitted
 _TAKEN_OVER = "taken over by a newer stream"
 _YOUNG_S = 0.001  # a request younger than this arrives with age 0
 
@@ -97,7 +97,7 @@ class Waiter(msgspec.Struct, eq=False):
 
 
 class SharedQueue:
-    """The requests that this replica has in the queue of Redis. Uses one event loop.
+    """This replica's requests in the shared queue. Uses one event loop.
 
     `retry_after_s` is the Retry-After of requests refused after a wait. The queue calls `on_unknown_pool`
     when the shared state has lost the pool.
@@ -132,8 +132,8 @@ class SharedQueue:
 
     @property
     def places_are_awaited(self) -> bool:
-        """Whether any request of the fleet is queued, so that Redis must hear of each end soon. Other
-        replicas' requests count as of the last heartbeat or dispatch."""
+        """Whether any request of the fleet is queued, so that Redis must get each end soon. Other replicas'
+        requests count as of the last heartbeat or dispatch."""
         return self._queued > 0 or self.fleet_queued > 0
 
     async def any_waiting(self) -> None:
@@ -175,8 +175,8 @@ class SharedQueue:
                 if not wait.queued:
                     self._metrics.bypassed(request.model, request.target_model)
         except (asyncio.CancelledError, RequestError) as fault:
-            # Undo the admission in case it reached Redis. If Redis refused the request, or the call for lack
-            # of memory, it changed nothing.
+            # Undo the admission in case it reached Redis. Redis changed nothing if it refused the request, or
+            # the call for lack of memory.
             may_count = waiter.error is not None or isinstance(
                 fault, asyncio.CancelledError | StateFault | RequestIdTaken
             )

@@ -3,9 +3,9 @@ requests (G6, G8; docs/redis.md, "The way back").
 
 A replica that was without Redis restores, when it resyncs, the requests it saw running recently. Another
 replica may have received the end of such a request since then. So every replica remembers each end for longer
-than a sign of life counts. When a heartbeat shows that a peer is degraded, the replica publishes these ends
-to Redis as tombstones, and each further end at once. The resyncing replica waits until its peers confirm in
-their heartbeats that they have published their ends.
+than a resync looks back for signs of life. When a heartbeat shows that a peer is degraded, the replica
+publishes these ends to Redis as tombstones, and each further end at once. The resyncing replica waits until
+its peers confirm in their heartbeats that they have published their ends.
 """
 
 import asyncio
@@ -26,8 +26,7 @@ _UNPUBLISHED = ""
 class Tombstones:
     """Publishes the ends received by `replica`. Uses one event loop.
 
-    The gate's `ledger` has the ends received recently, each with the epoch of the shared state that has its
-    tombstone.
+    `ledger` has the recent ends, each with the epoch of the shared state that has its tombstone.
     `may_publish` returns whether Redis is in use; `may_settle`, whether Redis also has every request that
     this replica placed during the outage. `heartbeat_now` sends a heartbeat at once.
     """
@@ -76,7 +75,7 @@ class Tombstones:
         return self._due.is_set()
 
     def ends(self) -> list[Entry]:
-        """The requests that ended recently: longer ago than any sign of life that still counts."""
+        """The requests that ended within `keep_s`, for longer than a resync looks back for signs of life."""
         return self._ledger.ended_since(self._clock() - self._ledger.keep_s)
 
     def add(self, entry: Entry) -> None:

@@ -27,11 +27,11 @@ REFUSALS: dict[Refusal, tuple[type[RequestError], str]] = {
     Refusal.SATURATED: (Saturated, "the fleet is saturated, and this request may not wait"),
     Refusal.INSUFFICIENT_FLOW_CAPACITY: (
         InsufficientFlowCapacity,
-        "this flow's part of the queue is full",
+        "this flow has reached its capacity in the queue",
     ),
-    Refusal.TOO_MANY_FLOWS: (TooManyFlows, "too many other flows wait"),
+    Refusal.TOO_MANY_FLOWS: (TooManyFlows, "the queue has reached its maximum number of flows"),
     Refusal.BAND_CAPACITY: (BandCapacity, "the queue of this band is full"),
-    Refusal.BAND_BYTES: (BandBytes, "the bodies that wait in this band have as many bytes as they may"),
+    Refusal.BAND_BYTES: (BandBytes, "the request bodies queued in this band have reached its byte limit"),
     Refusal.TOTAL_CAPACITY: (TotalCapacity, "the queue is full"),
 }
 
@@ -67,7 +67,7 @@ def refusal(verdict: AnyVerdict, request: InferenceRequest, retry_after_s: int) 
         case Verdict.EXPIRED:
             return time_up(request, retry_after_s)
         case Verdict.PREEMPTED:
-            return Preempted("taken out of the queue to make room", retry_after_s=retry_after_s)
+            return Preempted("preempted by a request of a higher band", retry_after_s=retry_after_s)
         case Verdict.FOREIGN:
             return RequestIdTaken()
         case Verdict.EVICTED:

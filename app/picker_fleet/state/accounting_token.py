@@ -29,7 +29,7 @@ UNKNOWN_KEY: Final = "unknown-key"
 BAD_SIGNATURE: Final = "bad-signature"
 
 _KEY_BYTES = 16
-_NAME = 4  # characters of a key's name, which tells the key to check a signature with
+_NAME = 4  # characters of a key's name, with which each signature begins
 LENGTH: Final = _NAME + 24  # characters of a signature
 
 _PURPOSE = "accounting-token"
@@ -41,7 +41,7 @@ _FIELDS = len(ACCOUNTING_TOKEN)  # without the time, the priority, the signature
 
 
 class Keyring:
-    """The fleet's keys that this replica knows; a key of its own until the first heartbeat.
+    """The fleet's keys that this replica knows; until the first heartbeat, a random key of its own.
 
     `variant_key` chooses model variants (traffic_split.py); it stays the same when signing keys change.
     `version` grows with each change of the keys.

@@ -73,8 +73,8 @@ _RECONNECT_PAUSE_S = 0.05
 _UNREACHABLE = "Redis cannot be reached: {}"
 _LIBRARY_MISSING = "ERR Function not found"
 _MAX_LOADS = 5  # loads of the library per message; beyond that, something keeps flushing the library
-_FOLLOW_S = 2.0  # how often Sentinels or a Cluster are asked for the primary
-_LOAD_AGAIN_S = 1.0  # after Redis refused the library
+_FOLLOW_S = 2.0  # interval of asking the Sentinels or the Cluster for the primary
+_LOAD_AGAIN_S = 1.0  # pause before loading a refused library again
 _DENIED_RETRY_S = 0.05
 _DURABLE_RETRY_S = 0.5
 
@@ -93,7 +93,7 @@ class CallMetrics(Protocol):
 
 class Item(msgspec.Struct, eq=False):
     """One submission. `durable`: resent until Redis has accepted it. `tried`: Redis may have received it.
-    `parse` makes the answer of the reply."""
+    `parse` converts the reply into the answer."""
 
     args: tuple[Argument, ...]
     answer: asyncio.Future[Any]
@@ -366,7 +366,7 @@ class BatchingClient:
         """
         answer: asyncio.Future[Any] = self._loop.create_future()
         if durable and self._pending.count(name) >= MAX_DURABLE:
-            answer.set_exception(StateUnavailable("too much waits for the shared state to return"))
+            answer.set_exception(StateUnavailable("too many reports wait for Redis to answer again"))
             return answer
         self._pending.add(name, Item(args, answer, durable, parse))
         may_wait = name in _DELAYED or (name == "settle" and self._note_end() and not urgent)
@@ -395,7 +395,7 @@ class BatchingClient:
         return answer
 
     async def run(self) -> None:
-        """Keep the connection until cancelled; then fail every unanswered item."""
+        """Keep a connection to Redis open until cancelled; then fail every unanswered item."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(keep("redis-monitor", self._monitor.run), name="redis-monitor")
@@ -519,7 +519,7 @@ class BatchingClient:
         if now_s - message.sent_s > LONG_PAUSE_S and self._paused_s(message, now_s) > LONG_PAUSE_S:
             # Leases may have ended in the pause, so requests granted here may belong to another replica now.
             self._pause_detector.mark_resumed()
-            why = "this replica stood still"
+            why = "this replica was paused"
             self._count_errors()
             self._pending.put_back(self._drop(), why, views=True)
             self._lose(why)

@@ -7,12 +7,12 @@ connection, and a pause of this replica itself.
 - ConnectionMonitor runs both detectors for state/batching.py: it ticks, and probes on other connections.
 
 Silence is time in which something waits for Redis and nothing is read from the connection; any reply ends a
-silence, so a slow Redis that answers is waited for. Redis is SUSPECT when a silence outlasts the
+silence, so the replica waits for a slow Redis that answers. Redis is SUSPECT when a silence outlasts the
 retransmission timeout of RFC 6298 (SRTT + 4 RTTVAR of its replies). The monitor then probes Redis on other
 connections. If Redis answers probes, the connection is STUCK and is replaced. If all probes stay unanswered
 for `unavailable_after_s`, Redis is UNAVAILABLE. `unavailable_after_s` is the longer of `floor_s` and the
-retransmission timeout; it doubles, up to `ceiling_s`, with each failover within `CALM_S` of a recovery. So do
-the answered heartbeats in a row that recovery needs, from 2 to 16. So a slow Redis causes no flapping."""
+retransmission timeout; it doubles, up to `ceiling_s`, with each failover within `CALM_S` of a recovery. So
+does the number of answered heartbeats that recovery needs (2 to 16). So a slow Redis causes no flapping."""
 
 import asyncio
 import contextlib

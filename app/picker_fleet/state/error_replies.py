@@ -49,7 +49,7 @@ ERROR_REPLIES = (
     ("WRONGPASS ", "elsewhere"),
     ("DENIED ", "elsewhere"),
     ("ERR max number of clients", "elsewhere"),
-    # The primary, but it does not run this call for this user or at all.
+    # This server is the primary, but does not run this call at all, or not for this user.
     ("BUSY ", "denied"),
     ("NOPERM ", "denied"),
     ("ERR ACL failure in script", "denied"),
@@ -58,14 +58,14 @@ ERROR_REPLIES = (
     ("ERR unknown subcommand", "denied"),
     ("ERR Unknown Redis command called from script", "denied"),
     ("ERR This Redis command is not allowed from script", "denied"),
-    ("ERR Function not found", "denied"),  # and loading the library fails
-    # The primary, but it accepts no writes that need memory, or no writes at all.
+    ("ERR Function not found", "denied"),  # the library is missing and cannot be loaded
+    # This server is the primary, but accepts no writes that need memory, or no writes at all.
     ("OOM ", "full"),
     ("MISCONF ", "full"),
-    # The scripts of this project answer any call with it.
+    # The reply of this project's scripts to any call on a pool of another format.
     (OTHER_FORMAT, "format"),
 )
-NO_ANSWER = "no-answer"  # counted in the metrics beside the meanings of error replies
+NO_ANSWER = "no-answer"  # the metrics' label for a call without a reply
 
 
 # The prefixes that servers and proxies put before the cause, such as
@@ -110,7 +110,7 @@ def _first(error: str, table: Iterable[tuple[str, str]]) -> str:
 
 
 def other_format(error: str) -> str:
-    """An error reply that begins with OTHER_FORMAT, in words."""
+    """Describe an error reply that begins with OTHER_FORMAT."""
     found = error.removeprefix(OTHER_FORMAT).split(" ")[0][:_MAX_LOGGED_CHARS]
     state = "no format number" if found == "none" else f"format {found}"
     return f"the pool in Redis has {state}, and this version reads and writes format {FORMAT}"

@@ -1,7 +1,7 @@
 """The command `picker functions load`: loads the library of Redis Functions (docs/redis.md).
 
 It runs as a Redis user with the right to load, so that replicas need no such right. With `--keep` it runs
-beside Redis and loads the library again whenever that is missing or changed: after a restart without
+beside Redis and loads the library again whenever the library is missing or changed: after a restart without
 persistence, or a failover.
 """
 
@@ -29,12 +29,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--config", type=Path, metavar="FILE", help="configuration; its redis.url and pools are used"
     )
     parser.add_argument(
-        "--redis", metavar="URL", help="in place of the configuration's; default $PICKER_REDIS__URL"
+        "--redis", metavar="URL", help="overrides the configuration's redis.url; default $PICKER_REDIS__URL"
     )
     parser.add_argument(
-        "--pool", default="default", help="decides the node of a Cluster, where no file is given"
+        "--pool", default="default", help="without --config: the pool whose Cluster node gets the library"
     )
-    parser.add_argument("--keep", action="store_true", help="go on, and load it again whenever it is missing")
+    parser.add_argument("--keep", action="store_true", help="keep running; reload a missing library")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -21,7 +21,7 @@ MAX_REPLICAS = 256
 THROTTLED = 2**32  # added to a flow queue's group while the flow is throttled
 _MAX_SCANS = 10  # most calls for one page of workloads
 _SHARED_PART = 0.7  # part of its maximum age for which a snapshot is shared; then a replica reads a new one
-_POLL_S = 0.02  # how often a waiting replica looks for the snapshot that another replica reads
+_POLL_S = 0.02  # interval at which a replica looks for the snapshot that another replica is making
 _PARSED_AT_ONCE = 250  # queues of a shared snapshot parsed between two pauses
 
 
@@ -373,7 +373,7 @@ class QueueSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class SnapshotTimes:
-    """`claim_ms`: how long replicas wait for the one that reads; after that, another replica reads, too.
+    """`claim_ms`: how long replicas wait for the replica that reads; then another replica reads, too.
 
     The maximum age of a snapshot of n queues is the lesser of `max_age_s` and n · `max_age_per_queue_s`:
     few queues are quick to read."""

@@ -1,4 +1,4 @@
-"""Defines all that Python and Lua share: states, modes, refusals, notifications, layouts.
+"""Defines the names and layouts that Python and Lua share: states, modes, refusals, records, rows.
 
 The loader (state/scripts.py) adds `lua_source()` to the library when it assembles it: constants become locals
 of the library, layouts become functions that pack and unpack. Script calls pay nothing for it.

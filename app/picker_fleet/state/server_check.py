@@ -78,7 +78,7 @@ class ServerCheck:
                 await self._store.load_library()
                 self._changed_s = asyncio.get_running_loop().time()
         if asyncio.get_running_loop().time() - self._changed_s < _CHANGED_S:
-            return {"library_changed": "somebody had changed the library; it is loaded again"}
+            return {"library_changed": "another client had changed the library; it is loaded again"}
         return {}
 
     @contextlib.contextmanager

@@ -1,9 +1,9 @@
 """Typed access to the state in Redis: one method a script. state/reads.py has the admin API's reads.
 
 Admission, failover, fleet/ and admin/ call this module. Only state/ names scripts and reads their words;
-other code matches the types below. A verdict says how one request goes on: it is the reply to an admission or
-a placement, and a notification brings one to the replica that owns a waiting request. The files in `lua/`
-describe arguments and replies; times are seconds unless named `_ms`."""
+other code matches the types below. A verdict says how one request goes on: an admission or a placement
+returns a verdict, and a notification brings a verdict to the replica that owns a waiting request. The files
+in `lua/` describe arguments and replies; times are seconds unless named `_ms`."""
 
 import asyncio
 import enum
@@ -117,7 +117,7 @@ def parse_notification(what: str, about: str) -> Notification | None:
     return Notification(about, verdict) if verdict is not None else None
 
 
-# The scripts' words; the headers of the scripts explain them.
+# The replies of the scripts; the scripts' headers explain each.
 Renewal = Literal["renewed", "restored", "waiting", "unknown"]
 FaultReply = Literal["ejected", "down", "noted", "unknown"]
 TombstoneReply = Literal["stored", "back"]
@@ -130,7 +130,7 @@ EndKind = Literal["settled", "left", "unknown"]
 
 @dataclass(slots=True)
 class SettleReply:
-    """`left`: the request was queued. `model`: of a known request."""
+    """`left`: the request was queued. `model`: the request's model; '' if Redis did not know the request."""
 
     kind: EndKind
     model: str = ""
@@ -205,7 +205,7 @@ class RedisLost:
     reason: str
 
 
-# What Redis tells beside the replies to calls.
+# Events that replies and channels of Redis bring.
 Event = Notification | Dispatched | RedisLost
 
 
@@ -236,7 +236,7 @@ class Store:
         self._bands = bands
         self.epoch = "0"
         self._clock = asyncio.get_running_loop().time
-        self._redis_clock: tuple[str, int, float] | None = None  # epoch, Redis's clock (µs), our clock (s)
+        self._redis_clock: tuple[str, int, float] | None = None  # epoch, Redis's clock (µs), own clock (s)
         self._read: dict[str, tuple[str, Endpoint]] = {}  # address -> its last JSON, and that JSON parsed
         self._replica = replica
         self.on_event: Callable[[Event], object] = lambda event: None
@@ -327,7 +327,7 @@ class Store:
         return self._client.submit("tombstone", (request_id, _milliseconds(ago_s)))
 
     def note_origin(self, state_id: str, endpoint: str) -> asyncio.Future[str]:
-        """noted: `endpoint` has the state of an id of the Responses API. Repeated until Redis accepts it."""
+        """Store that `endpoint` has the state of an id (Responses API). Repeated until Redis accepts it."""
         return self._client.submit("note_origin", (state_id, endpoint), durable=True)
 
     async def origins(self, ids: Sequence[str]) -> list[str | None]:
@@ -345,13 +345,13 @@ class Store:
         return self._client.submit("cancel", (request_id, attempt, why), durable=True)
 
     def return_grant(self, request_id: str) -> asyncio.Future[CancelReply]:
-        """Give back a grant without a stream. If lost, the grant is repeated."""
+        """Give back a grant without a stream. If this call is lost, Redis repeats the grant."""
         return self._client.submit("cancel", (request_id, "", "unclaimed"))
 
     def renew(
         self, request_id: str, attempt: str | None, served: str, accounting_token: str, ago_s: float = 0.0
     ) -> asyncio.Future[Renewal]:
-        """The request was last seen alive `ago_s` ago. `attempt` is None if an access log reports it."""
+        """Renew a request's lease: it ran `ago_s` ago. `attempt` is None if an access log reports this."""
         mine = "" if attempt is None else attempt
         args = (request_id, mine, served, accounting_token, _milliseconds(ago_s))
         return self._client.submit("renew", args)
@@ -388,7 +388,7 @@ class Store:
         return int(clock[1]) // 1000 if clock else 0
 
     async def notifications(self) -> list[Notification]:
-        """The notifications in this replica's inbox, a Placed one as GRANTED. They stay."""
+        """Read this replica's inbox without removing notifications; a Placed notification becomes GRANTED."""
         flat = await self._client.command("HGETALL", self.keys.inbox(self._replica))
         pairs = zip(flat[::2], flat[1::2], strict=True)
         found = (
@@ -402,7 +402,7 @@ class Store:
         return str(await self._client.command("INFO", "memory", "replication"))
 
     async def library_is_intact(self) -> bool:
-        """Whether the server's library of this version has our source; True if the server has none."""
+        """Whether the server's library of this version has the right source, or the server has no library."""
         listed = await self._client.command(
             "FUNCTION", "LIST", "LIBRARYNAME", self._client.library.name, "WITHCODE"
         )
@@ -412,7 +412,7 @@ class Store:
         await self._client.command("FUNCTION", "LOAD", "REPLACE", self._client.library.source)
 
     async def leave(self) -> None:
-        """Remove this replica from the live ones; the sweep orphans the queued requests that it leaves."""
+        """Remove this replica from the live replicas; the sweep orphans its queued requests."""
         await self._client.command("ZADD", self.keys.replicas, "XX", 0, self._replica)
 
     async def publish(

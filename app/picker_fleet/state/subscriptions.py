@@ -40,7 +40,7 @@ async def follow(
     """Pass each message of `channel` to `on_message` until cancelled, reconnecting as needed.
 
     The connection is pinged every `check_s`, to detect a server that has vanished. `on_subscribed` is awaited
-    after each SUBSCRIBE, so that it can read the state that missed messages told of; if it raises
+    after each SUBSCRIBE, so that it can read the changes that missed messages announced; if it raises
     StateUnavailable, the connection is made again. `what` names the messages in the log. Each interruption
     logs one line, however many attempts to reconnect fail."""
     interrupted = False
