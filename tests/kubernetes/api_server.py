@@ -1,4 +1,4 @@
-"""A real Kubernetes API server on Debian's etcd, without a kubelet: tests write the status of pods."""
+"""A real Kubernetes API server on Debian's etcd. No kubelet runs: tests write the status of pods."""
 
 import base64
 import json
@@ -32,7 +32,7 @@ rules: [{level: Metadata}]
 
 
 def built() -> tuple[str, str, str, Path]:
-    """The API server, helm, kubectl, and the folder of the CRDs, as .ci/kubernetes builds them."""
+    """Paths of the API server, helm, kubectl and the folder of CRDs, which .ci/kubernetes builds."""
     if not (lines := os.environ.get("KUBERNETES_TEST_PARTS", "")):
         made = subprocess.run(["bash", ROOT / ".ci" / "kubernetes"], capture_output=True, text=True)
         assert made.returncode == 0, made.stderr[-3000:]
@@ -42,7 +42,7 @@ def built() -> tuple[str, str, str, Path]:
 
 
 class ApiServer:
-    """etcd and kube-apiserver in `folder`. `api` calls as an administrator; the audit log has every call."""
+    """etcd and kube-apiserver in `folder`. `api`: an administrator's client. The audit log has every call."""
 
     def __init__(self, folder: Path, binary: str, crds: Path) -> None:
         self.folder, self._binary, self._crds = folder, binary, crds
@@ -53,7 +53,7 @@ class ApiServer:
         self.api = httpx.Client(base_url=self.url, headers=headers, verify=False, timeout=30, trust_env=False)
 
     def start(self) -> None:
-        """Start both, and bring the CRDs and the namespace in."""
+        """Start etcd and the API server, and create the CRDs and the namespace."""
         self.folder.mkdir(parents=True, exist_ok=True)
         self._run("openssl", "genrsa", "-out", "sa.key", "2048")
         self._run(
@@ -78,11 +78,11 @@ class ApiServer:
         self.wait_for(POOLS)
 
     def wait_for(self, path: str) -> None:
-        """Wait until a collection is served."""
+        """Wait until the API server serves the collection at `path`."""
         self._until(lambda: self.api.get(path).status_code == 200, f"{path} is served")
 
     def start_api(self) -> None:
-        """Start the API server alone; returns once it is ready."""
+        """Start the API server, without etcd, and wait until it is ready."""
         self._spawn(
             "apiserver",
             *(self._binary, f"--etcd-servers={self._etcd_url}", "--service-cluster-ip-range=10.0.0.0/24"),
@@ -96,7 +96,7 @@ class ApiServer:
         self._until(lambda: self.api.get("/readyz").text == "ok", "the API server is ready")
 
     def kill_api(self) -> None:
-        """Kill the API server; etcd goes on."""
+        """Kill the API server; etcd keeps running."""
         server = self._processes.pop("apiserver")
         server.kill()
         server.wait()
@@ -108,7 +108,7 @@ class ApiServer:
         self.api.close()
 
     def kubeconfig(self, name: str, token: str = TOKEN) -> Path:
-        """A kubeconfig file for who has `token`."""
+        """Write a kubeconfig file with `token`, and return its path."""
         certificate = base64.b64encode((self.folder / "api.crt").read_bytes()).decode()
         file = self.folder / f"{name}.kubeconfig"
         parts = {
@@ -122,13 +122,13 @@ class ApiServer:
         return file
 
     def token_of(self, account: str, namespace: str = NAMESPACE) -> str:
-        """A token of a service account."""
+        """Create a token for a service account."""
         path = f"/api/v1/namespaces/{namespace}/serviceaccounts/{account}/token"
         tree = {"apiVersion": "authentication.k8s.io/v1", "kind": "TokenRequest", "spec": {}}
         return str(self.call("POST", path, tree)["status"]["token"])
 
     def call(self, method: str, path: str, tree: Tree | None = None, kind: str = "application/json") -> Tree:
-        """The answer, which must be a good one."""
+        """Make an API call, assert its success, and return the answer's JSON."""
         content = None if tree is None else json.dumps(tree)
         answer = self.api.request(method, path, content=content, headers={"content-type": kind})
         assert answer.is_success, f"{method} {path}: {answer.status_code} {answer.text[:1000]}"
@@ -140,13 +140,13 @@ class ApiServer:
             self.apply(tree)
 
     def apply(self, tree: Tree) -> Tree:
-        """Server-side apply; a field that the API does not have is an error."""
+        """Apply `tree` on the server. A field that the API does not know is an error."""
         query = "fieldManager=tests&force=true&fieldValidation=Strict"
         path = f"{self.path_of(tree)}/{tree['metadata']['name']}?{query}"
         return self.call("PATCH", path, tree, "application/apply-patch+yaml")
 
     def path_of(self, tree: Tree) -> str:
-        """The path of the collection that an object belongs to, as the server's discovery says."""
+        """The path of an object's collection, from the API server's discovery documents."""
         version = tree["apiVersion"]
         base = f"/apis/{version}" if "/" in version else f"/api/{version}"
         for resource in self.call("GET", base)["resources"]:
@@ -157,7 +157,7 @@ class ApiServer:
         raise AssertionError(f"{version} has no {tree['kind']}")
 
     def objects(self, namespace: str) -> list[str]:
-        """The path of every object in a namespace but events."""
+        """The paths of all objects in a namespace, except events."""
         groups = self.call("GET", "/apis")["groups"]
         bases = ["/api/v1", *(f"/apis/{group['preferredVersion']['groupVersion']}" for group in groups)]
         paths = [
@@ -171,19 +171,17 @@ class ApiServer:
         ]
 
     def compact(self) -> None:
-        """Have etcd forget every revision but the newest."""
+        """Compact etcd, so that it keeps only the newest revision."""
         with httpx.Client(base_url=self._etcd_url, trust_env=False) as etcd:
             status = etcd.post("/v3/kv/range", json={"key": "AA=="}).json()
             answer = etcd.post("/v3/kv/compaction", json={"revision": status["header"]["revision"]})
             assert answer.is_success, answer.text
 
     def calls(self, user: str | None = None) -> list[Tree]:
-        """The audited calls, of one user if one is named."""
+        """The calls in the audit log; if `user` is given, only that user's calls."""
         lines = (self.folder / "audit.log").read_text().splitlines()
         found = [json.loads(line) for line in lines if line.endswith("}")]
         return [each for each in found if user is None or each["user"].get("username") == user]
-
-    # Objects of the tests.
 
     def put(
         self,
@@ -195,7 +193,7 @@ class ApiServer:
         labels: Any = None,
         **fields: Any,
     ) -> None:
-        """Create an object, or change it; `fields` are those beside its metadata."""
+        """Create or update an object; `fields`: its top-level fields except `metadata`."""
         about = {"name": name, "namespace": namespace, "labels": labels or {}}
         self.apply({"apiVersion": version, "kind": kind, "metadata": about, **fields})
 
@@ -211,7 +209,7 @@ class ApiServer:
         self.put("inference.networking.k8s.io/v1", "InferencePool", name, spec=spec)
 
     def put_account(self, name: str, rules: Iterable[Tree]) -> Path:
-        """A service account with the rights of `rules`, a Role's; a kubeconfig file for it."""
+        """Create a service account and a Role with `rules` for it; return its kubeconfig file."""
         role = "rbac.authorization.k8s.io"
         self.put("v1", "ServiceAccount", name)
         self.put(f"{role}/v1", "Role", name, rules=list(rules))
@@ -225,7 +223,7 @@ class ApiServer:
     def put_pod(
         self, name: str, address: str, labels: Mapping[str, str], *, namespace: str = NAMESPACE
     ) -> None:
-        """A running and ready pod at `address`."""
+        """Create a running and ready pod at `address`."""
         spec = {"nodeName": "node", "containers": [{"name": "server", "image": "server"}]}
         self.put("v1", "Pod", name, namespace, labels=dict(labels), spec=spec)
         self.set_ready(name, address, ready=True, namespace=namespace)
@@ -241,7 +239,7 @@ class ApiServer:
         self.call("PATCH", path, {"status": status}, "application/merge-patch+json")
 
     def delete_pod(self, name: str, *, grace_s: int) -> None:
-        """Without a kubelet a pod with a grace period stays terminating until it is deleted without one."""
+        """Delete a pod. Without a kubelet the pod stays terminating until it is deleted with `grace_s` 0."""
         self.call("DELETE", f"{PODS}/{name}", {"gracePeriodSeconds": grace_s})
 
     @property
@@ -264,12 +262,12 @@ class ApiServer:
                 if condition():
                     return
             time.sleep(0.1)
-        raise AssertionError(f"{what}: not within {READY_S:g} s")
+        raise AssertionError(f"timed out after {READY_S:g} s: {what}")
 
 
 @contextmanager
 def started(folder: Path) -> Iterator[ApiServer]:
-    """An API server in `folder`, which ends with the block."""
+    """Run an API server in `folder` until the block ends."""
     binary, _, _, crds = built()
     server = ApiServer(folder, binary, crds)
     try:

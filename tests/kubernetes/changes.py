@@ -1,7 +1,7 @@
-"""Changes of a cluster under load, and how long each takes until clients see it.
+"""Changes pods, pools and the API server under load, and measures how soon each change takes effect.
 
-The model servers' view is measured, so that any picker can be: a pod is out once its server gets no further
-request. `make long ARGS=cluster-changes` runs the same beside the Go picker.
+The times come from the model servers, so that every picker can be measured: a pod is out once its server gets
+no further request. `make long ARGS=cluster-changes` measures this picker and the Go picker.
 """
 
 import asyncio
@@ -18,34 +18,34 @@ from picker_tools.load.generator import Load
 HOSTS = ("127.0.0.61", "127.0.0.62", "127.0.0.63")
 OTHER_HOST = "127.0.0.64"
 OTHER_APP = {"app": "next"}
-_QUIET_S = 1.5  # a server without a request for so long is out
+_QUIET_S = 1.5  # a server counts as out after this time without a request
 _LOOK_S = 0.02
 
 
 @dataclass(slots=True)
 class Found:
-    """Seconds from each change until it was in force, and every answer that was an error."""
+    """Seconds from each change until it took effect, and a text for each failed request."""
 
     seconds: dict[str, float] = field(default_factory=dict)
     errors: list[str] = field(default_factory=list)
 
 
 async def started(cluster: ApiServer, seat: Seat) -> None:
-    """Start model servers as ready pods, and a further one that another selector selects."""
+    """Start three ready pods with labels `APP`, and one with `OTHER_APP`, each with a model server."""
     for number, host in enumerate(HOSTS, 1):
         await seat.start_pod(cluster, f"p{number}", host, APP)
     await seat.start_pod(cluster, "q", OTHER_HOST, OTHER_APP)
 
 
 async def change_everything(cluster: ApiServer, seat: Seat, away_s: float) -> Found:
-    """Pods turn unready, come back and are deleted; the API server is killed for `away_s`, and again while
-    all versions expire; the pool is edited."""
+    """Make a pod unready and ready, delete a pod, kill the API server for `away_s`, expire all watches,
+    change the pool's selector, and measure each change."""
     found = Found()
     first, second, third = HOSTS
     unready, ready = (partial(cluster.set_ready, "p1", first, ready=is_ready) for is_ready in (False, True))
 
     async def measure(what: str, change: Callable[[], None], *seen: Awaitable[float]) -> None:
-        """Measure the time from the beginning of `change` until all of `seen`."""
+        """Run `change`, and note the seconds from its start until all of `seen` have happened."""
         began_s = time.monotonic()
         await asyncio.to_thread(change)
         found.seconds[what] = max(await asyncio.gather(*seen)) - began_s
@@ -62,13 +62,13 @@ async def change_everything(cluster: ApiServer, seat: Seat, away_s: float) -> Fo
         await asyncio.to_thread(cluster.kill_api)
         await load.wait_for_served(100)
         await asyncio.sleep(away_s)
-        await asyncio.to_thread(cluster.start_api)  # it is ready
+        await asyncio.to_thread(cluster.start_api)  # returns when ready
         what = "a change is seen after the API server came back"
         await measure(what, unready, until_out(seat, load, first))
         await asyncio.to_thread(ready)
         await until_in(seat, first)
 
-        for number in range(20):  # versions that no watch has seen
+        for number in range(20):  # resource versions that no watch has seen
             cluster.put("v1", "ConfigMap", f"unrelated-{number}")
         for step in (cluster.kill_api, cluster.compact, cluster.start_api):
             await asyncio.to_thread(step)
@@ -90,8 +90,8 @@ async def change_everything(cluster: ApiServer, seat: Seat, away_s: float) -> Fo
 
 
 async def until_out(seat: Seat, load: Load, host: str) -> float:
-    """Wait until a server gets no further request while others serve. Returns the time (monotonic) of the end
-    of its last request."""
+    """Wait until the server at `host` gets no further request while others serve. Returns the monotonic time
+    at which its last request was seen to end."""
     last, last_s, end_s = await seat.received(host), time.monotonic(), time.monotonic() + READY_S
     served = load.served
     while time.monotonic() < last_s + _QUIET_S or load.served < served + 50:
@@ -103,7 +103,7 @@ async def until_out(seat: Seat, load: Load, host: str) -> float:
 
 
 async def until_in(seat: Seat, host: str) -> float:
-    """Wait until a server has ended one more request. Returns the time (monotonic)."""
+    """Wait until the server at `host` has completed one more request. Returns the monotonic time."""
     before, end_s = await seat.received(host), time.monotonic() + READY_S
     while await seat.received(host) == before:
         assert time.monotonic() < end_s, f"{host} gets no request"

@@ -1,4 +1,4 @@
-"""A real API server for all tests, and pickers, a gateway and model servers for each."""
+"""Fixtures: one real API server for all tests; pickers, a gateway and model servers for each test."""
 
 import contextlib
 from collections.abc import AsyncIterator, Iterator
@@ -12,14 +12,14 @@ from seat import APP, Seat, opened
 
 @pytest.fixture(scope="session")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiServer]:
-    """One API server; a test that kills it starts it again."""
+    """One API server for all tests; a test that kills the server must restart it."""
     with started(tmp_path_factory.mktemp("cluster")) as server:
         yield server
 
 
 @pytest.fixture
 def empty(cluster: ApiServer) -> ApiServer:
-    """The API server without pods, pools, objectives and rewrites."""
+    """The API server after all pods, pools, objectives and model rewrites have been deleted."""
     for kind in ("inferenceobjectives", "inferencemodelrewrites"):
         path = f"/apis/inference.networking.x-k8s.io/v1alpha2/namespaces/{NAMESPACE}/{kind}"
         for each in cluster.call("GET", path)["items"]:
@@ -33,7 +33,7 @@ def empty(cluster: ApiServer) -> ApiServer:
 
 @pytest.fixture
 async def bare(empty: ApiServer, tmp_path: Path) -> AsyncIterator[Seat]:
-    """A seat without pools, pickers and gateway."""
+    """A `Seat` without pickers and gateway, on an API server without pools."""
     async with opened(tmp_path) as here:
         yield here
 
@@ -46,7 +46,7 @@ async def servers() -> AsyncIterator[EchoServers]:
 
 @pytest.fixture
 async def seat(empty: ApiServer, tmp_path: Path) -> AsyncIterator[Seat]:
-    """Two pickers in the namespace's pool `llm` of no pods yet, behind a gateway."""
+    """A `Seat` with two pickers for the pool `llm`, which has no pods yet, and a gateway."""
     async with opened(tmp_path) as here:
         empty.put_pool("llm", [here.port], APP)
         for _ in range(2):

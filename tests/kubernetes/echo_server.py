@@ -1,4 +1,4 @@
-"""Servers that answer any path and method, as the conformance suite's do, and have no metrics page."""
+"""Servers that, like the conformance suite's, answer every path and method and have no metrics page."""
 
 import contextlib
 import json
@@ -7,8 +7,8 @@ from model_servers import Ends, Received, http_answer, listening
 
 
 class EchoServers:
-    """Servers that echo the headers of requests in JSON, and say which address got them. They end with
-    `stack`."""
+    """HTTP servers that return each request's path and headers as JSON, and their address in a header. The
+    servers stop when `stack` closes."""
 
     def __init__(self, stack: contextlib.AsyncExitStack) -> None:
         self._stack = stack

@@ -1,9 +1,9 @@
-"""Runs pickers by the flags of a chart, a gateway and model servers around an API server, and their load.
+"""Runs pickers with a chart's flags, a gateway and simulators around a Kubernetes API server, and their load.
 
-The gateway is an Envoy as implementations of inference gateways configure it: ext_proc in `standard`, and
-the endpoint by the header (`ORIGINAL_DST`), without fallbacks. It tells the picker who served, and which
-endpoints may be picked where a request has the header `SUBSET_HEADER`. The model servers are simulators at
-addresses of the loopback, all on one port, as pods are.
+The gateway is an Envoy configured as inference gateways do it: ext_proc in `standard`, and requests go to the
+endpoint in the header (`ORIGINAL_DST`), without fallbacks. The gateway reports the serving endpoint to the
+picker, and passes the subset hint of requests with the header `SUBSET_HEADER`. Simulators listen at different
+loopback addresses on one port, as pods do.
 """
 
 import asyncio
@@ -43,14 +43,14 @@ Tree = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """A gateway's share of requests for the pool of these pickers."""
+    """The gateway sends requests to these pickers in proportion to `weight`."""
 
-    pickers: Sequence[int]  # ports of the loopback
+    pickers: Sequence[int]  # loopback ports
     weight: int = 1
 
 
 def subset(*addresses: str) -> dict[str, str]:
-    """The request header of which the gateway makes the hint that only `addresses` may be picked: a list."""
+    """A request header that the gateway turns into the subset hint for endpoints at `addresses`."""
     value = Value(list_value=ListValue(values=[Value(string_value=each) for each in addresses]))
     return {SUBSET_HEADER: base64.b64encode(value.SerializeToString()).decode()}
 
@@ -65,11 +65,11 @@ def bootstrap(
     http2: bool = False,
     discovery: Path | None = None,
 ) -> Tree:
-    """An Envoy on `listen`. Requests are split over `routes` by weight. The pickers of the first one are read
-    from the file `discovery` if there is one, and their health is not checked then.
+    """Configuration of an Envoy that listens at port `listen` and splits requests over `routes` by weight.
 
-    Where no picker can be asked they are refused, or go to the addresses `fail_open` in turn. Model servers
-    are asked by HTTP/2 if `http2`.
+    `discovery`: Envoy reads the pickers of the first route from this file, and does not check their health.
+    `fail_open`: without a picker, requests go to these addresses in turn; if empty, Envoy refuses them.
+    `http2`: Envoy sends requests to model servers over HTTP/2.
     """
     split = [_split(number, route.weight) for number, route in enumerate(routes)]
     served = {"header": {"key": _SERVED_HEADER, "value": "%UPSTREAM_REMOTE_ADDRESS%"}}
@@ -105,12 +105,12 @@ def bootstrap(
 
 
 def _typed(name: str, kind: str, **fields: Any) -> Tree:
-    """An extension of Envoy's and its configuration; `kind` is the type below envoy.extensions."""
+    """The configuration of an Envoy extension; `kind` is its type's name below `envoy.extensions`."""
     return {"name": name, "typed_config": {"@type": f"type.googleapis.com/envoy.extensions.{kind}", **fields}}
 
 
 def _processor(*, fails_open: bool) -> Tree:
-    """The filter that asks pickers, all parts of a request and of its answer."""
+    """The ext_proc filter; it sends headers, body and trailers of requests and responses to a picker."""
     modes = {"header": "SEND", "body": "FULL_DUPLEX_STREAMED", "trailer": "SEND"}
     sides = ("request", "response")
     return _typed(
@@ -127,7 +127,7 @@ def _processor(*, fails_open: bool) -> Tree:
 
 
 def _split(number: int, weight: int) -> Tree:
-    """The share of the requests for which the pickers of this number are asked."""
+    """A weighted cluster that sends its requests through the pickers of route `number`."""
     overrides = {"grpc_service": {"envoy_grpc": {"cluster_name": f"picker-{number}"}}}
     asking = _typed("", "filters.http.ext_proc.v3.ExtProcPerRoute", overrides=overrides)
     per_filter = {_EXT_PROC: asking["typed_config"]}
@@ -135,14 +135,14 @@ def _split(number: int, weight: int) -> Tree:
 
 
 def _header_to_metadata(rules: str, header: str, namespace: str, key: str, **how: str) -> Tree:
-    """A filter that moves a header into the metadata."""
+    """A filter that moves a header into dynamic metadata."""
     place = {"metadata_namespace": namespace, "key": key, **how}
     rule = {"header": header, "remove": True, "on_header_present": place}
     return _typed(rules, "filters.http.header_to_metadata.v3.Config", **{rules: [rule]})
 
 
 def _listener(name: str, host: str, port: int, filters: Sequence[Tree], of_host: Tree, **more: str) -> Tree:
-    """A listener of HTTP with `filters` and the routes of a virtual host; `more` is the manager's."""
+    """An HTTP listener with `filters` and one virtual host; `more`: fields of the connection manager."""
     manager = _typed(
         "envoy.filters.network.http_connection_manager",
         "filters.network.http_connection_manager.v3.HttpConnectionManager",
@@ -179,7 +179,7 @@ def _picker_cluster(number: int, pickers: Sequence[int], *, tls: bool) -> Tree:
 
 
 def _static(name: str, hosts: Sequence[tuple[str, int]]) -> Tree:
-    """A cluster of these hosts."""
+    """A static Envoy cluster of `hosts`."""
     assignment = _assignment(name, hosts)
     return {"name": name, "type": "STATIC", "connect_timeout": "2s", "load_assignment": assignment}
 
@@ -190,7 +190,7 @@ def _assignment(name: str, hosts: Sequence[tuple[str, int]]) -> Tree:
 
 
 def publish(discovery: Path, pickers: Sequence[int]) -> None:
-    """Write the pickers at these ports to the file `discovery`, which gateways read."""
+    """Write the pickers' ports to the file `discovery`, which gateways read."""
     kind = "type.googleapis.com/envoy.config.endpoint.v3.ClusterLoadAssignment"
     new = discovery.with_suffix(".new")
     hosts = [(LOOPBACK, port) for port in pickers]
@@ -209,7 +209,7 @@ def _original_destination() -> Tree:
 
 
 def _failing_open(hosts: Sequence[tuple[str, int]]) -> Tree:
-    """The endpoint by the header, any of `hosts` without it."""
+    """A cluster that routes to the endpoint in the header, or without the header to `hosts` in turn."""
 
     def policy(name: str, kind: str, **fields: Any) -> Tree:
         kind = f"load_balancing_policies.{name}.v3.{kind}"
@@ -224,7 +224,7 @@ def _failing_open(hosts: Sequence[tuple[str, int]]) -> Tree:
 
 
 def echo_over_http2(hosts: Sequence[tuple[str, int]]) -> Tree:
-    """An Envoy that answers any request at `hosts`, by cleartext HTTP/2 only."""
+    """Configuration of an Envoy that answers every request at `hosts`, over cleartext HTTP/2 only."""
     routes = [{"match": {"prefix": "/"}, "direct_response": {"status": 200}}]
     listeners = []
     for host, port in hosts:
@@ -245,10 +245,9 @@ async def until(
     what: str = "",
     log: Path | None = None,
 ) -> Any:
-    """Call `look` until `holds` accepts the result; return that result. Retries while a server cannot be
-    reached.
+    """Call `look` until `holds` accepts its result, and return the result. Connection errors are retried.
 
-    AssertionError after READY_S, with the last result and the end of `log`.
+    Raises AssertionError after READY_S, with the last result and the end of `log`.
     """
     last: Any = None
 
@@ -262,7 +261,7 @@ async def until(
         return [last] if holds(last) else None
 
     if not await network.until(found, within_s=READY_S):
-        raise AssertionError(f"{what} did not come; last seen: {last!r}\n{_end_of(log)}")
+        raise AssertionError(f"timed out waiting for {what}; last result: {last!r}\n{_end_of(log)}")
     return last
 
 
@@ -272,7 +271,7 @@ def _end_of(log: Path | None) -> str:
 
 @dataclass(slots=True)
 class Picker:
-    """A replica by the flags of a chart; no file of its own."""
+    """A replica started with a chart's flags."""
 
     process: "subprocess.Popen[bytes]"
     grpc: int
@@ -281,13 +280,13 @@ class Picker:
     log: Path
 
     async def endpoints(self, pool: str = "") -> dict[str, str]:
-        """The state of each endpoint of a pool, the first one by default, by its address."""
+        """The status of each endpoint of `pool` (by default the first pool), by address."""
         page = await self.admin.get(f"{f'/pools/{pool}' if pool else ''}/api/v1/endpoints")
         page.raise_for_status()
         return {each["address"]: each["status"] for each in page.json()}
 
     async def until_ready(self, *addresses: str, pool: str = "") -> None:
-        """Wait until these endpoints of a pool, and no others, are ready."""
+        """Wait until exactly the endpoints at `addresses` are ready in `pool`."""
 
         async def ready() -> set[str]:
             return {address for address, status in (await self.endpoints(pool)).items() if status == "ready"}
@@ -295,17 +294,17 @@ class Picker:
         await until(ready, lambda found: found == set(addresses), what=f"{pool} {addresses}", log=self.log)
 
     async def figure(self, name: str) -> float:
-        """The sum of a metric of this replica."""
+        """The sum of all series of one metric on this replica's metrics page."""
         return total((await self.admin.get("/metrics")).text, name)
 
     async def ended(self) -> None:
-        """Wait until its process has ended with exit status 0."""
+        """Wait until the replica's process has exited, and assert exit status 0."""
         assert await asyncio.to_thread(self.process.wait, READY_S) == 0, _end_of(self.log)
 
 
 @dataclass(slots=True)
 class Seat:
-    """Everything around one API server."""
+    """The Redis, pickers, gateways and model servers around one Kubernetes API server."""
 
     folder: Path
     redis: Server
@@ -329,7 +328,7 @@ class Seat:
         return process
 
     async def start_model(self, address: str, *options: str, port: int | None = None) -> None:
-        """Start a simulator at `address` of the loopback; its requests take about 20 ms."""
+        """Start a simulator at the loopback address `address`; by default a request takes about 20 ms."""
         quick = ("--ttft", "10", "--itl", "3", "--max-num-seqs", "64")
         at = port or self.port
         self._models[f"{address}:{at}"] = self.spawn(
@@ -358,7 +357,7 @@ class Seat:
         *flags: str,
         launch: Callable[..., list[str]] = picker_command,
     ) -> Picker:
-        """Start a replica; `launch` makes the command line of its arguments."""
+        """Start a replica; `launch` turns its arguments into a command line."""
         grpc, health, metrics = free_port(), free_port(), free_port()
         number = self._started
         self._started += 1
@@ -376,7 +375,7 @@ class Seat:
         return picker
 
     async def replace_pickers(self, config: str, kubeconfig: Path, pool: str, namespace: str) -> None:
-        """Replace all replicas by as many with this configuration, behind a new gateway."""
+        """Restart every replica with the configuration `config`, and start a new gateway."""
         file = self.folder / "picker.yaml"
         file.write_text(config)
         former, self.pickers = self.pickers, []
@@ -394,7 +393,7 @@ class Seat:
         await until(status, lambda found: found == 200, what="a ready replica", log=picker.log)
 
     async def start_gateway(self, routes: Sequence[Route] | None = None, **how: Any) -> httpx.AsyncClient:
-        """As `bootstrap`; by default all pickers serve one pool. Returns once it takes all for healthy."""
+        """Start an Envoy with `bootstrap`'s options, and wait until it considers all its pickers healthy."""
         listen, admin = free_port(), free_port()
         routes = routes or [Route([picker.grpc for picker in self.pickers])]
         tree = bootstrap(listen, admin, routes, tls=self.tls, **how)
@@ -431,19 +430,19 @@ class Seat:
         await until(self.ask, lambda answer: answer.status_code == status, what=f"an answer {status}")
 
     def load(self, clients: int = 8, tokens: int = 4) -> AbstractAsyncContextManager[Load]:
-        """Send requests in closed loops of `clients` within the block."""
+        """While the block runs, `clients` clients send one request after the other."""
         assert self.gateway is not None
         url = str(self.gateway.base_url).rstrip("/")
         return closed_loop(url, clients=clients, make_request=lambda _, __: Request("hi", tokens))
 
     async def received(self, address: str) -> float:
-        """The number of requests that a model server has ended."""
+        """The number of requests that the model server at `address` has completed."""
         async with httpx.AsyncClient(trust_env=False) as client:
             page = (await client.get(f"http://{address}:{self.port}/metrics")).text
         return total(page, "vllm:request_success_total")
 
     async def everywhere(self, condition: Callable[[dict[str, str]], bool], what: str) -> None:
-        """Wait until `condition` holds for the endpoints of every replica, by address."""
+        """Wait until `condition` accepts every replica's endpoints (address → status)."""
 
         async def endpoints() -> list[dict[str, str]]:
             return [await picker.endpoints() for picker in self.pickers]
@@ -469,7 +468,7 @@ async def listens(host: str, port: int) -> bool:
 
 @contextlib.asynccontextmanager
 async def opened(folder: Path) -> AsyncIterator[Seat]:
-    """A seat with a Redis, without pickers and gateway at first. All its processes end with the block."""
+    """A `Seat` with a Redis, but no pickers or gateway yet. The end of the block kills all processes."""
     with redis_server(folder / "valkey") as valkey:
         here = Seat(folder, valkey, free_port(), tls=True)
         try:

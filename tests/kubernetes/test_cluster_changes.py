@@ -1,4 +1,4 @@
-"""Changes of a cluster under load: no client sees an error, and every replica follows."""
+"""While a Kubernetes cluster changes under load, no client gets an error, and every replica follows."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -10,10 +10,10 @@ from seat import APP, Seat
 POOL_GROUP = "inference.networking.k8s.io"
 OBJECT_GROUPS = ["llm-d.ai", "inference.networking.x-k8s.io"]
 OBJECTS = ["inferenceobjectives", "inferencemodelrewrites"]
-AWAY_S = 30.0  # how long the API server is gone
+AWAY_S = 30.0  # time for which the API server is down
 
 
-async def test_no_client_sees_an_error_while_a_cluster_changes_in_every_way(
+async def test_no_client_gets_an_error_while_pods_pools_and_api_server_change(
     empty: ApiServer, seat: Seat, record_property: Callable[[str, object], None]
 ) -> None:
     await started(empty, seat)
@@ -27,12 +27,12 @@ async def test_no_client_sees_an_error_while_a_cluster_changes_in_every_way(
     for picker in seat.pickers:
         assert "expired; listing again" in picker.log.read_text()
         assert (await picker.admin.get("/readyz")).status_code == 200
-    # The first selector again: its pods serve.
+    # With the first selector again, its pods serve.
     empty.put_pool("llm", [seat.port], APP)
     await seat.until_answered(200)
 
 
-async def test_a_replica_lists_and_watches_the_pool_and_its_pods_and_asks_nothing_else(
+async def test_a_replica_only_lists_and_watches_its_pool_pods_and_objects(
     empty: ApiServer, seat: Seat
 ) -> None:
     verbs = ["list", "watch"]
@@ -56,7 +56,7 @@ async def test_a_replica_lists_and_watches_the_pool_and_its_pods_and_asks_nothin
         (each["objectRef"].get("apiGroup") == OBJECT_GROUPS[0], each["responseStatus"]["code"])
         for each in calls
     }
-    assert answers == {(False, 200), (True, 404)}, "llm-d.ai is not served here"
+    assert answers == {(False, 200), (True, 404)}, "the API server does not serve the group llm-d.ai"
     begun = Counter(
         (each["verb"], each["requestURI"].partition("?")[0])
         for each in calls

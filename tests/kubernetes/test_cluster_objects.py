@@ -1,4 +1,4 @@
-"""Objectives and model rewrites of the API server: in force without restart, faults told in their status."""
+"""Replicas apply objectives and model rewrites without restart, and report faults in the objects' status."""
 
 import asyncio
 from collections import Counter
@@ -25,7 +25,7 @@ def put_objective(cluster: ApiServer, name: str, priority: int, pool: str = "llm
 
 
 def put_rewrite(cluster: ApiServer, name: str, model: str, *targets: dict[str, Any]) -> None:
-    """A rewrite of `model` to the model of each target, by weight."""
+    """Create a model rewrite that splits requests for `model` over the models of `targets` by weight."""
     rules = [{"matches": [{"model": {"value": model}}], "targets": list(targets)}]
     put(cluster, "InferenceModelRewrite", name, {"rules": rules})
 
@@ -35,7 +35,7 @@ def to(model: str, **weight: int) -> dict[str, Any]:
 
 
 async def condition(cluster: ApiServer, kind: str, name: str, status: str) -> str:
-    """The message of the condition of an object, `kind` as in its path, once it has `status`."""
+    """Wait until an object has a condition with `status`; return its message. `kind`: as in the API path."""
     path = f"/apis/{GROUP}/v1alpha2/namespaces/{NAMESPACE}/{kind}/{name}"
 
     async def written() -> str | None:
@@ -45,7 +45,7 @@ async def condition(cluster: ApiServer, kind: str, name: str, status: str) -> st
     return str(await until(written, what=f"{status} for {name}"))
 
 
-async def test_an_objective_decides_the_band_of_its_requests(empty: ApiServer, seat: Seat) -> None:
+async def test_an_inference_objective_sets_the_band_of_its_requests(empty: ApiServer, seat: Seat) -> None:
     put_objective(empty, "urgent", 7)
     put_objective(empty, "batch", -1)
     assert await condition(empty, "inferenceobjectives", "urgent", "True") == "in use"
@@ -61,7 +61,7 @@ async def test_an_objective_decides_the_band_of_its_requests(empty: ApiServer, s
         return {band["band"]: band["queued"] for band in state["bands"] if band["queued"]}
 
     await until(waiting, lambda found: found == {"7": 2, "Default": 1, "-1": 1}, what="each in its band")
-    # Another priority counts for what comes from then on.
+    # A changed priority applies to later requests.
     put_objective(empty, "urgent", 20)
 
     async def one_more() -> dict[str, int]:
@@ -74,7 +74,7 @@ async def test_an_objective_decides_the_band_of_its_requests(empty: ApiServer, s
     assert {answer.status_code for answer in await asyncio.gather(*asks)} == {200}
 
 
-async def test_a_rewrite_splits_the_requests_for_a_model(empty: ApiServer, seat: Seat) -> None:
+async def test_a_model_rewrite_splits_requests_by_weight(empty: ApiServer, seat: Seat) -> None:
     await seat.start_pod(empty, "only", HOST)
     put_rewrite(empty, "canary", "llama", to("v1", weight=9), to("v2", weight=1))
     assert await condition(empty, "inferencemodelrewrites", "canary", "True") == "in use"
@@ -84,14 +84,14 @@ async def test_a_rewrite_splits_the_requests_for_a_model(empty: ApiServer, seat:
     for _ in range(60):
         answer = await seat.ask()
         sent[next(name for name in ("v1", "v2") if name in answer.text)] += 1
-    # The replicas together are within one of the exact share before and after these.
+    # Before and after the 60 requests, the fleet's split is within one request of the exact share.
     assert abs(sent["v2"] - 6) <= 2
 
     put_rewrite(empty, "canary", "llama", to("llama"))
     await seat.until_answered(200)
 
 
-async def test_a_fault_is_named_in_the_log_and_in_a_condition_and_service_goes_on(
+async def test_faulty_objects_are_reported_in_log_and_condition_while_requests_are_served(
     empty: ApiServer, seat: Seat
 ) -> None:
     await seat.start_pod(empty, "only", HOST)
@@ -120,7 +120,7 @@ async def test_a_fault_is_named_in_the_log_and_in_a_condition_and_service_goes_o
     await seat.until_answered(200)
 
 
-async def test_a_port_that_no_server_has_is_named_in_the_log_and_others_serve(
+async def test_a_target_port_without_a_server_is_logged_and_other_ports_serve(
     empty: ApiServer, seat: Seat
 ) -> None:
     await seat.start_pod(empty, "only", HOST)
@@ -134,7 +134,7 @@ async def test_a_port_that_no_server_has_is_named_in_the_log_and_others_serve(
     assert [(await seat.ask()).status_code for _ in range(20)] == [200] * 20
 
 
-async def test_the_api_server_refuses_an_empty_selector_and_service_goes_on(
+async def test_the_api_server_rejects_an_empty_selector_and_the_pool_still_serves(
     empty: ApiServer, seat: Seat
 ) -> None:
     await seat.start_pod(empty, "only", HOST)
@@ -148,8 +148,8 @@ async def test_the_api_server_refuses_an_empty_selector_and_service_goes_on(
 
 
 class Publisher(InferenceObjects):
-    """The replica of a fleet that writes conditions. It finds `fault` in every object of its pool, as another
-    version might. `looked` counts its looks at them."""
+    """The replica that writes a fleet's conditions, and reports `fault` for each object of its pool. `looked`
+    counts how often the replica has checked all objects."""
 
     def __init__(self, fleet: str, fault: str = "", pool: str = "llm") -> None:
         super().__init__(pool, NAMESPACE, fleet=fleet, report=lambda *found: None, publishes=lambda: True)
@@ -163,7 +163,7 @@ class Publisher(InferenceObjects):
         self.looked += 1
 
     async def look_again(self) -> None:
-        """Look at everything once more, as after any change."""
+        """Check all objects once more, as after a change."""
         before = self.looked
 
         async def looked() -> int:
@@ -173,7 +173,7 @@ class Publisher(InferenceObjects):
         await until(looked, lambda count: count > before, what="another look")
 
 
-async def test_two_fleets_on_one_pool_do_not_replace_each_others_conditions(
+async def test_two_fleets_of_one_pool_do_not_overwrite_each_others_conditions(
     empty: ApiServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("KUBECONFIG", str(empty.kubeconfig("admin")))
@@ -185,21 +185,21 @@ async def test_two_fleets_on_one_pool_do_not_replace_each_others_conditions(
         running = tasks.create_task(first.run())
         assert await condition(empty, "inferenceobjectives", "o", "True") == "in use"
         further = tasks.create_task(second.run())
-        # However often both look, and whichever comes first: nothing is written any more.
+        # When both fleets check the object again, neither writes a condition.
         version = empty.call("GET", path)["metadata"]["resourceVersion"]
         for _ in range(5):
             await second.look_again()
             await first.look_again()
         assert empty.call("GET", path)["metadata"]["resourceVersion"] == version
-        # A new version of the object is judged by the owner of the condition,
+        # The fleet that wrote the condition updates it for a new version of the object.
         put_objective(empty, "o", 2)
 
         async def judged() -> tuple[int, str]:
             (one,) = empty.call("GET", path)["status"]["conditions"]
             return one["observedGeneration"], one["message"]
 
-        await until(judged, lambda found: found == (2, "in use"), what="the owner's judgement")
-        # and by the other one once that has gone.
+        await until(judged, lambda found: found == (2, "in use"), what="a condition of the first fleet")
+        # Once the first fleet has stopped, the second fleet writes the condition.
         running.cancel()
         await asyncio.wait([running])
         monkeypatch.setattr(inference_objects, "_TAKE_OVER_S", 0.3)
@@ -208,7 +208,7 @@ async def test_two_fleets_on_one_pool_do_not_replace_each_others_conditions(
         further.cancel()
 
 
-async def test_the_condition_of_an_object_whose_pool_was_not_there_is_replaced_once_it_is(
+async def test_the_condition_of_an_object_without_a_pool_is_replaced_once_the_pool_exists(
     empty: ApiServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("KUBECONFIG", str(empty.kubeconfig("admin")))

@@ -1,6 +1,6 @@
-"""The requirements of the extension's conformance suite for an endpoint picker: see docs/conformance.md.
+"""Tests what the Gateway API Inference Extension's conformance suite requires of an endpoint picker.
 
-The servers are like the suite's: they answer any path and have no metrics page.
+docs/conformance.md lists them. As in the suite, the servers answer every path and have no metrics page.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ HOSTS = ("127.0.0.41", "127.0.0.42", "127.0.0.43")
 OTHER_HOSTS = ("127.0.0.44", "127.0.0.45", "127.0.0.46")
 APP, OTHER_APP = {"app": "primary"}, {"app": "secondary"}
 REQUESTS, AT_ONCE = 100, 10
-# The suite's picker: flags besides pool and ports, configuration, rights to list and watch.
+# The conformance suite starts its picker with these flags, configuration and rights to list and watch.
 SUITE_FLAGS = ("--v", "4", "--config-file", "{file}")
 SUITE_PLUGINS = {
     "apiVersion": "inference.networking.x-k8s.io/v1alpha1",
@@ -51,7 +51,7 @@ def addresses(hosts: Sequence[str], ports: Sequence[int]) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """A cluster, the pickers and gateways around it, and servers."""
+    """A Kubernetes API server, pickers and gateways around it, and echo servers in place of model servers."""
 
     cluster: ApiServer
     seat: Seat
@@ -82,7 +82,7 @@ class Site:
         labels: Mapping[str, str] = APP,
         replicas: int = 2,
     ) -> list[int]:
-        """Start `replicas` pickers, which know a pool of pods at `hosts`. Returns their ports."""
+        """Create a pool with pods at `hosts`, and start its pickers. Returns the pickers' ports."""
         ports = ports or [self.port]
         self.put_pool(hosts, ports, name, labels)
         config = self.cluster.kubeconfig("admin")
@@ -97,7 +97,7 @@ class Site:
     async def gateway(
         self, hosts: Sequence[str] = HOSTS, ports: Sequence[int] = (), **how: Any
     ) -> httpx.AsyncClient:
-        """Start servers at `hosts`, the pickers of their pool, and a gateway in front."""
+        """Start echo servers at `hosts`, a pool of them with its pickers, and a gateway."""
         await self.listen(hosts, ports or [self.port])
         await self.pickers(hosts, ports, **how)
         return await self.seat.start_gateway()
@@ -115,7 +115,7 @@ async def ask(gateway: httpx.AsyncClient, headers: Mapping[str, str] | None = No
 async def served(
     gateway: httpx.AsyncClient, headers: Mapping[str, str], requests: int = REQUESTS
 ) -> Counter[str]:
-    """Send `requests` requests, none of which may fail. Returns the number of answers of each server."""
+    """Send `requests` requests, and assert that none fails. Returns the number of answers by server."""
     places = asyncio.Semaphore(AT_ONCE)
 
     async def one() -> str:
@@ -128,23 +128,23 @@ async def served(
     return Counter(await asyncio.gather(*(one() for _ in range(requests))))
 
 
-async def test_all_requests_reach_only_the_pods_that_the_header_selects(site: Site) -> None:
+async def test_requests_reach_only_the_pods_that_their_header_selects(site: Site) -> None:
     gateway = await site.gateway()
     for chosen in ([HOSTS[2]], [HOSTS[0], HOSTS[1]], list(HOSTS)):
         found = await served(gateway, {CHOICE: ",".join(chosen)})
         assert found.keys() == set(addresses(chosen, [site.port]))
-    # Names of headers have no case, and an unknown address is not replaced by another.
+    # Header names are case-insensitive. If the header selects an unknown address, the request is refused.
     assert (await served(gateway, {CHOICE.upper(): HOSTS[1]}, 5)).keys() == {f"{HOSTS[1]}:{site.port}"}
     assert (await ask(gateway, {CHOICE: "127.0.0.99"})).status_code == 503
 
 
-async def test_flags_configuration_and_rights_of_the_suite_are_enough(site: Site) -> None:
+async def test_a_picker_serves_with_the_flags_and_rights_that_the_suite_gives(site: Site) -> None:
     await site.listen(HOSTS, [site.port])
     site.put_pool(HOSTS, [site.port], "primary", APP)
     file = site.seat.folder / "conformance-plugins.yaml"
     file.write_text(yaml.safe_dump(SUITE_PLUGINS))
     flags = (*(flag.format(file=file) for flag in SUITE_FLAGS), "--conformance")
-    # The suite gives its picker no right to write statuses, and none on llm-d.ai.
+    # The suite's picker may neither write statuses nor read the API group llm-d.ai.
     verbs = ["get", "list", "watch"]
     rules = [
         {"apiGroups": [group], "resources": what, "verbs": verbs} for group, what in SUITE_RIGHTS.items()
@@ -163,7 +163,7 @@ async def test_flags_configuration_and_rights_of_the_suite_are_enough(site: Site
     assert (await served(gateway, {}, 60)).keys() == wanted
 
 
-async def test_a_request_without_a_body_is_placed_and_the_model_server_sees_where(site: Site) -> None:
+async def test_a_request_without_a_body_is_placed_and_carries_the_endpoint_header(site: Site) -> None:
     gateway = await site.gateway(HOSTS[:2], replicas=1)
     answer = await gateway.get("/primary-gateway-test", headers={CHOICE: HOSTS[1]})
     assert answer.status_code == 200, answer.text
@@ -172,7 +172,7 @@ async def test_a_request_without_a_body_is_placed_and_the_model_server_sees_wher
     assert seen["x-gateway-destination-endpoint"] == f"{HOSTS[1]}:{site.port}"
 
 
-async def test_each_target_port_of_a_pod_is_an_endpoint_of_its_own(site: Site) -> None:
+async def test_each_target_port_of_a_pod_is_a_separate_endpoint(site: Site) -> None:
     ports = [free_port() for _ in range(3)]
     gateway = await site.gateway(HOSTS, ports)
     first, second, third = ([f"{host}:{port}" for port in ports] for host in HOSTS)
@@ -192,7 +192,7 @@ async def test_a_pool_may_have_eight_target_ports(site: Site) -> None:
         assert (await served(gateway, {CHOICE: address}, 1)).keys() == {address}
 
 
-async def test_the_gateways_subset_hint_is_obeyed_strictly(site: Site) -> None:
+async def test_a_request_goes_only_to_endpoints_in_its_subset_hint(site: Site) -> None:
     first, second, third = addresses(HOSTS, [site.port])
     gateway = await site.gateway()
     assert (await served(gateway, subset(first))).keys() == {first}
@@ -201,14 +201,14 @@ async def test_the_gateways_subset_hint_is_obeyed_strictly(site: Site) -> None:
         assert (await ask(gateway, nothing)).status_code == 503
     assert (await gateway.get("/any", headers=subset(third))).headers["x-served-by"] == third
     assert (await gateway.get("/any", headers=subset())).status_code == 503
-    # An endpoint that is not ready is not eligible, even if the hint names no other.
+    # The picker refuses a request whose subset hint names only an endpoint that is not ready.
     site.cluster.set_ready("primary-0", HOSTS[0], ready=False)
-    await site.seat.everywhere(lambda found: found[first] != "ready", "the first one drains")
+    await site.seat.everywhere(lambda found: found[first] != "ready", "the unready endpoint leaves")
     assert (await ask(gateway, subset(first))).status_code == 503
     assert (await served(gateway, subset(first, second), 20)).keys() == {second}
 
 
-async def test_requests_are_split_over_two_pools_and_stay_within_them(site: Site) -> None:
+async def test_requests_split_by_weight_over_two_pools_stay_in_their_pool(site: Site) -> None:
     await site.listen((*HOSTS, *OTHER_HOSTS), [site.port])
     one = await site.pickers()
     two = await site.pickers(OTHER_HOSTS, name="secondary", labels=OTHER_APP, replicas=1)
@@ -216,14 +216,14 @@ async def test_requests_are_split_over_two_pools_and_stay_within_them(site: Site
     found = await served(gateway, {CHOICE: ",".join((*HOSTS, *OTHER_HOSTS))}, 200)
     shares = [sum(found[each] for each in addresses(hosts, [site.port])) for hosts in (HOSTS, OTHER_HOSTS)]
     assert sum(shares) == 200
-    assert 120 <= shares[0] <= 160, "70 % of 200, within the suite's tolerance"
-    # Each pool's picker knows its own endpoints only.
+    assert 120 <= shares[0] <= 160, "the first pool gets 70 % of 200 requests, within the suite's tolerance"
+    # A picker chooses only endpoints of its own pool.
     alone = await site.seat.start_gateway([Route(two)])
     assert (await served(alone, {}, 30)).keys() <= set(addresses(OTHER_HOSTS, [site.port]))
     assert (await ask(alone, {CHOICE: HOSTS[0]})).status_code == 503
 
 
-async def test_a_gateway_that_fails_open_serves_on_without_pickers_and_follows_them_again(site: Site) -> None:
+async def test_only_a_gateway_that_fails_open_serves_without_pickers(site: Site) -> None:
     await site.listen(HOSTS, [site.port])
     pickers = await site.pickers()
     discovery = site.seat.folder / "pickers.json"
@@ -236,22 +236,22 @@ async def test_a_gateway_that_fails_open_serves_on_without_pickers_and_follows_t
         assert (await served(gateway, chosen, 5)).keys() == {first}
 
     async def answers() -> list[tuple[int, str | None]]:
-        """The status, and the serving endpoint that the picker reports, by gateway."""
+        """For each gateway: the answer's status, and the serving endpoint that the picker reports."""
         both = [await ask(gateway, chosen) for gateway in (opening, closing)]
         return [(answer.status_code, answer.headers.get(TOLD)) for answer in both]
 
     publish(discovery, [])  # the pickers' Service has no endpoints
-    await until(answers, lambda both: both[0] == (200, None) and both[1][0] == 500, what="an end of picking")
+    await until(answers, lambda both: both[0] == (200, None) and both[1][0] == 500, what="lost pickers")
     alone = [await ask(opening, chosen) for _ in range(30)]
     assert {answer.status_code for answer in alone} == {200}
     assert {answer.headers["x-served-by"] for answer in alone} == set(addresses(HOSTS, [site.port]))
     publish(discovery, pickers)
-    await until(answers, lambda both: [told for _, told in both] == [first] * 2, what="picking")
+    await until(answers, lambda both: [told for _, told in both] == [first] * 2, what="pickers in use")
     for gateway in (opening, closing):
         assert (await served(gateway, chosen, 20)).keys() == {first}
 
 
-async def test_a_pool_of_servers_that_speak_only_cleartext_http2_is_served(site: Site) -> None:
+async def test_model_servers_that_speak_only_cleartext_http2_get_requests(site: Site) -> None:
     site.seat.spawn_envoy("echo", echo_over_http2([(host, site.port) for host in HOSTS[:2]]))
     for host in HOSTS[:2]:
         await until(partial(listens, host, site.port), what=f"the server at {host}")
@@ -262,7 +262,7 @@ async def test_a_pool_of_servers_that_speak_only_cleartext_http2_is_served(site:
     assert (await served(gateway, {}, 40)).keys() == set(addresses(HOSTS[:2], [site.port]))
 
 
-async def test_a_pool_that_selects_no_pod_is_refused_until_one_comes(site: Site) -> None:
+async def test_requests_to_a_pool_without_pods_are_refused_until_a_pod_is_ready(site: Site) -> None:
     await site.listen(HOSTS[:1], [site.port])
     gateway = await site.gateway((), replicas=1)
     assert (await ask(gateway)).status_code == 503

@@ -1,4 +1,4 @@
-"""Chart and plain manifests against a real API server: install, upgrade, roll-back, uninstall, rights."""
+"""Installs, upgrades, rolls back and removes the chart and the plain manifests on a real API server."""
 
 import subprocess
 from collections.abc import AsyncIterator, Iterator
@@ -25,7 +25,7 @@ Tree = dict[str, Any]
 
 @pytest.fixture(scope="module")
 def fresh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiServer]:
-    """An API server of this module's own, which serves objectives and rewrites of both groups."""
+    """An API server for this module, which serves objectives and model rewrites in both API groups."""
     _, _, _, crds = built()
     with started(tmp_path_factory.mktemp("install")) as server:
         for kind in OBJECTS:
@@ -38,7 +38,7 @@ def fresh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiServer]:
 
 @pytest.fixture
 def namespace(fresh: ApiServer) -> Iterator[ApiServer]:
-    """The API server with an empty namespace for the fleet; a test must leave it empty."""
+    """The API server with the fleet's namespace; after the test every object in the namespace is deleted."""
     fresh.put_namespace(NAMESPACE)
     yield fresh
     for path in fresh.objects(NAMESPACE):
@@ -75,7 +75,7 @@ def rendered(server: ApiServer, *words: str) -> list[Tree]:
 
 
 def plain(folder: Path) -> list[Tree]:
-    """The manifests that a kustomization lists."""
+    """The manifests that the kustomization in `folder` lists."""
     names = yaml.safe_load((folder / "kustomization.yaml").read_text())["resources"]
     return [tree for name in names for tree in yaml.safe_load_all((folder / name).read_text()) if tree]
 
@@ -98,13 +98,13 @@ def names(trees: list[Tree]) -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("values", [(), ("--values", str(SEAT_VALUES))], ids=["dns", "inference-pool"])
-def test_helm_installs_upgrades_rolls_back_and_leaves_nothing(
+def test_helm_installs_upgrades_rolls_back_and_uninstalls_the_chart(
     namespace: ApiServer, values: tuple[str, ...]
 ) -> None:
     before = set(namespace.objects(NAMESPACE))
     helm(namespace, "install", RELEASE, str(CHART), *values)
     installed = set(namespace.objects(NAMESPACE)) - before
-    assert len(installed) == len(rendered(namespace, *values)) + 1, "helm's own record of the release"
+    assert len(installed) == len(rendered(namespace, *values)) + 1, "one more: the release record"
     assert image(namespace) == "picker-fleet:0.1.0"
     helm(namespace, "upgrade", RELEASE, str(CHART), *values, "--set", "image.tag=0.2.0,maxUnavailable=2")
     assert image(namespace) == "picker-fleet:0.2.0"
@@ -118,13 +118,13 @@ def test_helm_installs_upgrades_rolls_back_and_leaves_nothing(
 
 
 @pytest.mark.parametrize("folder", [FOLDER, FOLDER / "inference-pool"], ids=["dns", "inference-pool"])
-def test_kubectl_applies_the_kustomization_and_deletes_it(namespace: ApiServer, folder: Path) -> None:
+def test_kubectl_applies_and_deletes_the_kustomization(namespace: ApiServer, folder: Path) -> None:
     applied = kubectl(namespace, "apply", "-k", str(folder))
     assert len(applied.splitlines()) == len(plain(folder))
     assert image(namespace) == "picker-fleet:0.1.0"
     first = deployment(namespace)["metadata"]["generation"]
     kubectl(namespace, "apply", "-k", str(folder))
-    assert deployment(namespace)["metadata"]["generation"] == first, "applied again, nothing changes"
+    assert deployment(namespace)["metadata"]["generation"] == first, "a second apply changes nothing"
     others = [tree for tree in plain(folder) if tree["kind"] != "Namespace"]
     for tree in others:
         name = f"{tree['kind']}/{tree['metadata']['name']}"
@@ -133,7 +133,7 @@ def test_kubectl_applies_the_kustomization_and_deletes_it(namespace: ApiServer, 
     assert not [path for path in found if path.endswith(f"/{RELEASE}")]
 
 
-def test_what_helm_renders_is_applied_by_the_server_and_is_what_the_plain_manifests_say(
+def test_the_chart_and_the_plain_manifests_create_the_same_deployment(
     namespace: ApiServer,
 ) -> None:
     for words, folder in (((), FOLDER), (("--values", str(SEAT_VALUES)), FOLDER / "inference-pool")):
@@ -144,12 +144,12 @@ def test_what_helm_renders_is_applied_by_the_server_and_is_what_the_plain_manife
         specs = [deployment(namespace)["spec"]]
         namespace.create_all(by_hand)
         specs.append(deployment(namespace)["spec"])
-        for spec in specs:  # the same but for a chart's mark of the configuration
+        for spec in specs:  # only the chart annotates the pods, with a hash of the configuration
             spec["template"]["metadata"].pop("annotations", None)
         assert specs[0] == specs[1]
 
 
-def test_the_chart_gives_each_further_pool_a_port_for_ext_proc(namespace: ApiServer, tmp_path: Path) -> None:
+def test_the_chart_gives_each_further_pool_an_ext_proc_port(namespace: ApiServer, tmp_path: Path) -> None:
     further = [
         {"name": "batch", "port": 9004, "selector": {"app": "batch"}, "targetPorts": [8001]},
         {"name": "night", "port": 9005, "selector": {"app": "night"}, "failureMode": "FailOpen"},
@@ -164,7 +164,7 @@ def test_the_chart_gives_each_further_pool_a_port_for_ext_proc(namespace: ApiSer
     assert {name: ref["port"]["number"] for name, ref in asked_at.items()} == wanted
     assert [ref["failureMode"] for ref in asked_at.values()] == ["FailClose", "FailClose", "FailOpen"]
     assert [pool["targetPorts"][0]["number"] for pool in pools.values()] == [8000, 8001, 8000]
-    # The pool's port leads through Service, NetworkPolicy and container to where the replica listens.
+    # Service, NetworkPolicy and container pass each pool's port on to the port where the replica listens.
     (service,) = (tree for tree in trees if tree["metadata"]["name"] == asked_at["llm"]["name"])
     container = container_of(deployment(namespace))
     listens = {each["name"]: each["containerPort"] for each in container["ports"]}
@@ -181,7 +181,7 @@ def test_the_chart_gives_each_further_pool_a_port_for_ext_proc(namespace: ApiSer
     assert {name.split(".")[0] for name in sections} == {NAMESPACE}
 
 
-def test_the_examples_are_what_the_api_takes(namespace: ApiServer) -> None:
+def test_the_api_server_accepts_each_example_manifest(namespace: ApiServer) -> None:
     for file in sorted((FOLDER / "examples").glob("*.yaml")):
         namespace.create_all(yaml.safe_load_all(file.read_text()))
 
@@ -192,7 +192,7 @@ async def seat(namespace: ApiServer, tmp_path: Path) -> AsyncIterator[Seat]:
         yield here
 
 
-async def test_a_replica_uses_every_right_that_the_chart_grants_and_needs_no_other(
+async def test_a_replica_uses_exactly_the_rights_that_the_chart_grants(
     namespace: ApiServer, seat: Seat
 ) -> None:
     further = f"name=batch,inferencePool.further[0].port={network.free_port()}"
@@ -205,7 +205,7 @@ async def test_a_replica_uses_every_right_that_the_chart_grants_and_needs_no_oth
     (rules,) = (tree["rules"] for tree in trees if tree["kind"] == "Role")
     each_of = ("apiGroups", "resources", "verbs")
     granted = {right for rule in rules for right in product(*(rule[name] for name in each_of))}
-    # The replica that the Deployment runs: its flags, its configuration, its account.
+    # Start a replica with the Deployment's pool, configuration and service account.
     container = container_of(next(tree for tree in trees if tree["kind"] == "Deployment"))
     pool = container["args"][container["args"].index("--pool-name") + 1]
     file = seat.folder / "picker.yaml"

@@ -1,4 +1,4 @@
-"""Replicas are replaced one by one under load, as a Deployment does it: no client sees an error."""
+"""Replicas are replaced one by one under load, as a Deployment does, and no client gets an error."""
 
 import asyncio
 
@@ -6,11 +6,11 @@ from api_server import NAMESPACE, ApiServer
 from seat import Seat, publish, until
 
 HOSTS = ("127.0.0.51", "127.0.0.52")
-LONG_TOKENS = 400  # of an answer that takes about 1.2 s
-LATE_REQUESTS = 20  # that are served before the gateway hears that a replica ends
+LONG_TOKENS = 400  # an answer of this length takes about 1.2 s
+LATE_REQUESTS = 20  # served between a replica's SIGTERM and the gateway's update
 
 
-async def test_a_rolling_update_of_the_replicas_loses_no_request(empty: ApiServer, seat: Seat) -> None:
+async def test_a_rolling_update_of_the_replicas_fails_no_request(empty: ApiServer, seat: Seat) -> None:
     for number, host in enumerate(HOSTS):
         await seat.start_pod(empty, f"p{number}", host)
     wanted = {f"{host}:{seat.port}" for host in HOSTS}
@@ -43,7 +43,7 @@ async def test_a_rolling_update_of_the_replicas_loses_no_request(empty: ApiServe
             seat.pickers.remove(old)
             await progress(20)
         assert [picker.process.poll() for picker in serving] == [None, None]
-        await until(running, lambda count: count > 0, what="dashboards that see requests run")
+        await until(running, lambda count: count > 0, what="metrics that count running requests")
     assert short.unserved == []
     assert long.unserved == []
-    await until(running, lambda count: count == 0, what="dashboards that see none run")
+    await until(running, lambda count: count == 0, what="metrics that count no running request")

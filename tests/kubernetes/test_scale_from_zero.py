@@ -1,4 +1,4 @@
-"""A pool of no ready pod: requests wait for the first one, and an autoscaler sees them."""
+"""In a pool without ready pods, requests wait for the first pod, and metrics show them to an autoscaler."""
 
 import asyncio
 import time
@@ -10,10 +10,10 @@ from seat import APP, Seat, until
 HOST = "127.0.0.21"
 
 
-async def test_requests_wait_for_the_first_ready_pod(
+async def test_requests_wait_until_the_first_pod_is_ready(
     empty: ApiServer, seat: Seat, record_property: Callable[[str, object], None]
 ) -> None:
-    assert (await seat.ask()).status_code == 503, "by default an empty pool refuses"
+    assert (await seat.ask()).status_code == 503, "by default a pool without endpoints refuses requests"
     queueing = "fair_request_queue: {queue_without_endpoints: true, queue_ttl: 60s}"
     await seat.replace_pickers(queueing, empty.kubeconfig("admin"), "llm", NAMESPACE)
 
@@ -25,7 +25,7 @@ async def test_requests_wait_for_the_first_ready_pod(
         assert "epp_queue_length" in (await picker.admin.get("/metrics")).text
 
     waiting = [asyncio.create_task(seat.ask()) for _ in range(40)]
-    await until(demand, lambda count: count == len(waiting), what="all in the queue")
+    await until(demand, lambda count: count == len(waiting), what="all requests in the queue")
     reference = [await picker.figure("llm_d_epp_flow_control_queue_size") for picker in seat.pickers]
     assert sum(reference) == len(waiting)
     await seat.start_model(HOST)

@@ -1,4 +1,4 @@
-"""One fleet that serves two InferencePools, each at a port of its own: a gateway can name nothing else."""
+"""One fleet serves two InferencePools, each at its own port; an InferencePool names its picker by port."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,18 +16,18 @@ HOSTS = {"chat": ("127.0.0.51", "127.0.0.52"), "batch": ("127.0.0.53", "127.0.0.
 
 
 async def until_ready(picker: Picker, port: int, name: str, hosts: Sequence[str]) -> None:
-    """Wait until the pool's endpoints that take requests are at `hosts`."""
+    """Wait until exactly the endpoints at `hosts` are ready in pool `name`."""
     await picker.until_ready(*(f"{host}:{port}" for host in hosts), pool=f"{NAMESPACE}.{name}")
 
 
 async def served(gateway: httpx.AsyncClient) -> set[str]:
-    """Send 20 requests, none of which may fail. Returns the hosts that answered."""
+    """Send 20 requests, and assert that none fails. Returns the hosts that answered."""
     answers = [await gateway.post("/v1/completions", json=ASK) for _ in range(20)]
     assert [answer.text for answer in answers if answer.status_code != 200] == []
     return {answer.headers["x-served-by"].split(":")[0] for answer in answers}
 
 
-async def test_two_inference_pools_have_their_own_pods_behind_one_fleet(
+async def test_one_fleet_sends_each_inference_pools_requests_to_its_own_pods(
     empty: ApiServer, bare: Seat, servers: EchoServers, tmp_path: Path
 ) -> None:
     for name, hosts in HOSTS.items():
@@ -41,7 +41,7 @@ async def test_two_inference_pools_have_their_own_pods_behind_one_fleet(
         return {"discovery": {"kubernetes": {"pool": pool, "namespace": NAMESPACE}}}
 
     for number, port in enumerate(own_ports):
-        # A pool without an InferencePool has no endpoints; its replicas are ready nevertheless.
+        # The pool `absent` has no InferencePool, so no endpoints; the replicas become ready nevertheless.
         pools = {"chat": None, "batch": {**discovered("batch"), "listen": f"{LOOPBACK}:{port}"}}
         pools["absent"] = discovered("absent")
         file = tmp_path / f"pools-{number}.yaml"
@@ -58,7 +58,7 @@ async def test_two_inference_pools_have_their_own_pods_behind_one_fleet(
     assert await served(chat) == set(HOSTS["chat"])
     assert await served(batch_gateway) == set(HOSTS["batch"])
 
-    # A change of one pool's pods does not affect the other.
+    # A change of the pods of pool `batch` does not affect pool `chat`.
     empty.set_ready("batch-0", HOSTS["batch"][0], ready=False)
     for picker in bare.pickers:
         await until_ready(picker, bare.port, "batch", HOSTS["batch"][1:])
