@@ -34,7 +34,7 @@ PLACEMENT = Placement(endpoints=("10.0.0.1:8000", "[fd00::2]:8000"), accounting_
 
 
 class ScriptedGate:
-    """Places every request at `placement`, or refuses with `error`, or waits while `shut`."""
+    """Places every request at `placement`, or refuses with `error`; waits while `open` is not set."""
 
     def __init__(self, error: BaseException | None = None) -> None:
         self.error = error
@@ -45,7 +45,7 @@ class ScriptedGate:
         self.routed: list[tuple[str, ...] | None] = []
         self.wanted: list[tuple[str, str]] = []  # origin and session of each routed request
         self.cancelled: list[str] = []
-        self.ages_s: list[float] = []  # one for each admitted request
+        self.ages_s: list[float] = []  # the age of each admitted request
         self.confirmed: list[tuple[str, float]] = []
         self.keeping = True  # the answer of `confirm`: the lease is still valid
         self.placement = PLACEMENT

@@ -86,7 +86,7 @@ class QueueSimulator:
             self.queue.band(band.priority)
         self.write("tuned", note=json.dumps(self.settings))
 
-    # Calls from outside.
+    # Methods that tests call.
 
     def advance_ms(self, ms: float) -> None:
         self.now_us += int(ms * 1000)
@@ -162,7 +162,7 @@ class QueueSimulator:
             self.place_granted()
             self.settle(next(r.id for r in self.requests.values() if r.state == "placed"))
 
-    # The rules.
+    # The rules, each of which a class in `faulty_queues` may break.
 
     @property
     def policy(self) -> Policy:

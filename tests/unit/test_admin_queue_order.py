@@ -58,7 +58,7 @@ def test_flows_are_predicted_by_their_weights() -> None:
 
 
 @given(queues(), st.integers(1, 5))
-def test_pages_continue_where_the_last_one_ended(found: list[FlowQueueRow], size: int) -> None:
+def test_each_page_continues_where_the_previous_page_ended(found: list[FlowQueueRow], size: int) -> None:
     whole = keys_of(predicted_order(found, None, 10_000))
     read: list[tuple[int, str, int]] = []
     after: Position | None = None
@@ -101,7 +101,7 @@ def test_a_cursor_returns_its_parts(number: int, tag: float, text: str) -> None:
 
 
 @given(st.text(max_size=60))
-def test_any_other_text_is_a_bad_cursor(text: str) -> None:
+def test_arbitrary_text_is_a_bad_cursor(text: str) -> None:
     with pytest.raises(BadCursor, match="leave it out"):
         decode_cursor(text, views.OF_FLOWS)
 

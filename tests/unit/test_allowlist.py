@@ -209,7 +209,7 @@ TRUSTED = [
     ([FAIRNESS_ID[0]], frozenset(FAIRNESS_ID)),
     ([FAIRNESS_ID[1]], frozenset(FAIRNESS_ID)),
     (["X-Gateway-Inference-Fairness-Id"], frozenset(FAIRNESS_ID)),
-    (["x-workload-context"], frozenset()),  # always kept, so not among the trusted
+    (["x-workload-context"], frozenset()),  # never removed, so trust does not apply
 ]
 
 

@@ -75,9 +75,9 @@ async def test_concatenated_members_are_one_body() -> None:
 
 FAULTS = {
     **{f"cut {name}": (name, lambda pack: pack(b"abc" * 100)[:-1], name) for name in ("gzip", "br", "zstd")},
-    **{f"{name} of another kind": (name, lambda _: b"{no}", name) for name in ("gzip", "deflate", "zstd")},
-    "junk behind it": ("br", lambda pack: pack(b"abc") + b"x", "br"),
-    "an unknown one": ("compress", lambda _: b"abc", "'compress' is not supported; gzip"),
+    **{f"{name} of other bytes": (name, lambda _: b"{no}", name) for name in ("gzip", "deflate", "zstd")},
+    "bytes after the end": ("br", lambda pack: pack(b"abc") + b"x", "br"),
+    "an unknown encoding": ("compress", lambda _: b"abc", "'compress' is not supported; gzip"),
     "a dictionary": ("deflate", lambda _: b"\x78\xbb\0\0\0\1", "deflate"),
 }
 

@@ -123,7 +123,7 @@ USAGE_FILTERS = ["sse_to_metadata", "json_to_metadata", "ext_proc", "router"]
 
 
 def seen(request_body: str | None, response_headers: str, response_body: str | None) -> dict[str, Any]:
-    """Envoy sends the picker the request's headers and these parts; None stands for the default, NONE."""
+    """Facts if Envoy sends the picker the request's headers and these parts; None: by default, not sent."""
     modes = {"requestHeader": "SEND", "requestBody": request_body}
     modes |= {"responseHeader": response_headers, "responseBody": response_body}
     facts = {f"asking.processingMode.{part}Mode": mode for part, mode in modes.items()}
@@ -131,7 +131,7 @@ def seen(request_body: str | None, response_headers: str, response_body: str | N
 
 
 def timeouts(waits_s: int) -> dict[str, Any]:
-    """Answers stream without a limit, a request may queue for `waits_s`, half-sent headers end soon."""
+    """Timeouts if a request may queue for `waits_s`: none for answers, a short one for half-sent headers."""
     return {
         "host.routes.0.route.timeout": "0s",
         "host.routes.0.route.idleTimeout": None,

@@ -51,10 +51,7 @@ async def reported(source: Source) -> AsyncIterator[Reports]:
         yield reports
 
 
-# --- static
-
-
-async def test_a_static_list_is_reported_once_and_without_discovery_an_empty_one() -> None:
+async def test_a_static_list_is_reported_once_and_without_discovery_an_empty_list() -> None:
     settings = parse({"discovery": {"static": [{"address": "10.0.0.1:8000", "labels": {"gpu": "a"}}]}})
     async with reported(source_of(settings.discovery)) as reports:
         assert await reports.next() == ["10.0.0.1:8000"]
@@ -69,9 +66,6 @@ KINDS = {"file": ({"file": "e.yaml"}, FileSource), "dns": ({"dns": {"name": "m",
 @cases("source, kind", KINDS)
 def test_the_configuration_chooses_the_source(source: dict[str, object], kind: type[Source]) -> None:
     assert isinstance(source_of(parse({"discovery": source}).discovery), kind)
-
-
-# --- file
 
 
 def entries(*addresses: str) -> str:
@@ -194,9 +188,6 @@ def test_an_invalid_list_is_refused_with_the_place_of_its_fault(text: str, needl
     assert needle in str(caught.value)
 
 
-# --- dns
-
-
 class Zone(asyncio.DatagramProtocol):
     """A name server for one name: `records` by type; None is a server failure, no key an empty answer."""
 
@@ -267,21 +258,21 @@ Records = dict[str, list[str] | None]
 NEITHER: Records = {"A": None, "AAAA": None}
 ONE: tuple[Records, list[str]] = ({"A": ["10.0.0.1"], "AAAA": []}, ["10.0.0.1:8000"])
 OTHER: tuple[Records, list[str]] = ({"A": ["10.0.0.9"]}, ["10.0.0.9:8000"])
-# Steps of the name server's records and the list reported next; None: a failure is logged instead.
+# Steps: the name server's records, then the list reported next; None: a failure is logged instead.
 STEPS: dict[str, tuple[list[tuple[Records, list[str] | None]]]] = {
-    "the last good list": ([ONE, (NEITHER, None), OTHER],),
-    "the other family, also when it is emptied": (
+    "the last good list stays": ([ONE, (NEITHER, None), OTHER],),
+    "the other family is followed": (
         [({"A": ["10.0.0.1"], "AAAA": None}, ["10.0.0.1:8000"]), ({"A": [], "AAAA": None}, [])],
     ),
-    "nothing at the start while one family fails and the other is empty": (
+    "no list at the start while one family fails and the other is empty": (
         [({"A": None, "AAAA": []}, None), ONE],
     ),
-    "nothing at the start while both fail": ([(NEITHER, None), ONE],),
+    "no list at the start while both families fail": ([(NEITHER, None), ONE],),
 }  # fmt: skip
 
 
 @cases("steps", STEPS)
-async def test_while_a_name_server_fails_discovery_keeps(
+async def test_discovery_while_a_name_server_fails(
     zone: Zone, log: Lines, steps: list[tuple[Records, list[str] | None]]
 ) -> None:
     zone.records = steps[0][0]
@@ -296,7 +287,7 @@ async def test_while_a_name_server_fails_discovery_keeps(
 
 
 @pytest.mark.parametrize(("name", "address"), [("127.0.0.1", "127.0.0.1:8000"), ("::1", "[::1]:8000")])
-async def test_an_address_in_place_of_a_name_is_the_endpoint(name: str, address: str) -> None:
+async def test_an_address_given_as_the_dns_name_becomes_the_endpoint(name: str, address: str) -> None:
     async with reported(DnsSource(name, 8000)) as reports:
         assert await reports.next() == [address]
 

@@ -121,7 +121,7 @@ async def test_a_rejected_version_is_not_sent_again() -> None:
         first = await call.read()
         await call.write(asking("pool", after=first, error="no such thing"))
         await call.write(asking("pool", after=first, error="no such thing"))
-        await call.write(asking("pool", "more", after=first))  # its response proves that both were read
+        await call.write(asking("pool", "more", after=first))  # its response shows that both were read
         second = await call.read()
         cell.publish(snapshot("v2", "10.0.0.1:8000", "10.0.0.2:8000"))
         third = await call.read()
@@ -189,7 +189,8 @@ async def test_a_removed_endpoint_stays_listed_as_draining_for_a_short_time(
         clock.now_s = 0.05
         third = await call.read()
         assert read(third)["pool"] == {}
-        assert third.version_info == "v2" != second.version_info
+        assert third.version_info == "v2"
+        assert second.version_info != "v2"
         await call.write(asking("pool", "more", after=third))
         await call.read()
         assert cell.acknowledged == "v2"
@@ -200,7 +201,7 @@ def listed(cell: SnapshotCell) -> dict[str, bool]:
     return {each.address: each.ready for each in cell.listed().endpoints}
 
 
-def test_each_removed_endpoint_has_its_own_time_and_its_return_ends_it() -> None:
+def test_each_removed_endpoint_stays_listed_for_its_own_time_or_until_it_returns() -> None:
     clock = Clock()
     cell = filled("a:1", "b:1", "c:1", clock=clock)
     versions = [cell.listed().version]
@@ -220,7 +221,7 @@ def test_each_removed_endpoint_has_its_own_time_and_its_return_ends_it() -> None
     assert len(set(versions)) == len(versions)
 
 
-def test_no_more_removed_endpoints_are_listed_than_the_bound() -> None:
+def test_the_number_of_removed_endpoints_that_stay_listed_is_bounded() -> None:
     addresses = [f"e{number}:1" for number in range(MAX_REMOVED + 1)]
     cell = filled(*addresses)
     cell.publish(snapshot("v2"))

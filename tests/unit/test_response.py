@@ -48,11 +48,11 @@ ANSWERS: dict[str, tuple[object, Counts]] = {
     "Gemini": ({"usageMetadata": {"promptTokenCount": 7, "candidatesTokenCount": 9}}, (7, 9)),
     "TGI": ([{"details": {"generated_tokens": 9, "input_length": 7, "tokens": [{}] * 3000}}], (7, 9)),
     "SGLang, two prompts": ([{"meta_info": {"prompt_tokens": 3, "completion_tokens": 4}}] * 2, (6, 8)),
-    "long after it": ({"a": LONG, **OPENAI, "prompt_logprobs": LONG}, (7, 9)),
-    "long before and after": ({"a": LONG[:9000], **OPENAI, "b": LONG[:40_000]}, (7, 9)),
-    "a tool's input has one": ({**OPENAI, "content": [{"type": "tool_use", "input": FALSE}]}, (7, 9)),
-    "in a string": ({"text": json.dumps(FALSE), **OPENAI}, (7, 9)),
-    "none": ({"choices": [{"message": {"content": "usage"}}]}, (None, None)),
+    "long text after the usage": ({"a": LONG, **OPENAI, "prompt_logprobs": LONG}, (7, 9)),
+    "long text around the usage": ({"a": LONG[:9000], **OPENAI, "b": LONG[:40_000]}, (7, 9)),
+    "a usage in a tool's input": ({**OPENAI, "content": [{"type": "tool_use", "input": FALSE}]}, (7, 9)),
+    "a usage in a string": ({"text": json.dumps(FALSE), **OPENAI}, (7, 9)),
+    "no usage": ({"choices": [{"message": {"content": "usage"}}]}, (None, None)),
 }  # fmt: skip
 
 
@@ -131,20 +131,20 @@ def renamed(answer: bytes, size: int) -> bytes:
 
 KEPT = b'{"model":"m-v2","a":{"model":"m-v2"},"message":{"model":"m-v2"}}'  # nested: not renamed
 RENAMED = {  # `@` stands for the name that changes
-    "the answer's": b'{"id":"model",\n\n"model" : @, "x": 1}',
-    "not of what is in it": b'{"content":[{"type":"tool_use","input":K}],"metadata":K,"model":@}',
-    "not in text": b'{"text":"\\\\\"model\":\"m-v2\"","\"model\"":"m-v2","model":@}',
+    "the model of the answer": b'{"id":"model",\n\n"model" : @, "x": 1}',
+    "not the model of a nested object": b'{"content":[{"type":"tool_use","input":K}],"metadata":K,"model":@}',
+    "not a model in text": b'{"text":"\\\\\"model\":\"m-v2\"","\"model\"":"m-v2","model":@}',
     "an event's message": b'data: {"type":"message_start","message":{"content":[K],"model":@}}\n\n',
     "an event's response": b'data: {"response":{"tools":[K],"model": @},"item":K}\n\ndata: {"a":K}\n\n',
     "a value, not a key": b'{"a":"model","b":"m-v2","c":["model","m-v2"],"model":1,"d":"m-v2"}',
-    "each line's": b'{"model":@,"n":1}\n{"model":@}\n',
+    "the model of each line": b'{"model":@,"n":1}\n{"model":@}\n',
     "behind a damaged event": b': it "s\n\ndata: {"a":[\n\ndata: {"model":@}\n\n',
     "another model": b'{"model":"m-v22"}{"model":"m-v',
 }  # fmt: skip
 
 
 @cases("text", {name: (text,) for name, text in RENAMED.items()})
-def test_only_the_models_own_member_is_renamed_however_the_answer_is_cut(text: bytes) -> None:
+def test_only_the_model_of_an_answer_is_renamed_however_its_chunks_are_cut(text: bytes) -> None:
     answer = text.replace(b"K", KEPT)
     for size in range(1, len(answer) + 1):
         assert renamed(answer.replace(b"@", b'"m-v2"'), size) == answer.replace(b"@", b'"m"')
@@ -180,25 +180,25 @@ CREATED = {"type": "response.created", "response": MADE}
 STATES: dict[str, tuple[bytes, tuple[str, ...]]] = {
     "an answer": (json.dumps(MADE, indent=1).encode(), ("resp_1",)),
     "behind long members": (json.dumps({"instructions": LONG, **MADE}).encode(), ("resp_1",)),
-    "of a conversation": (json.dumps({**MADE, "conversation": {"id": "c"}}).encode(), ("resp_1", "c")),
-    "its id alone": (json.dumps({**MADE, "conversation": "c"}).encode(), ("resp_1", "c")),
-    "escaped": (b' {"id": "resp_\\u00e4"}', ("resp_ä",)),
+    "in a conversation": (json.dumps({**MADE, "conversation": {"id": "c"}}).encode(), ("resp_1", "c")),
+    "a conversation by its id": (json.dumps({**MADE, "conversation": "c"}).encode(), ("resp_1", "c")),
+    "an escaped id": (b' {"id": "resp_\\u00e4"}', ("resp_ä",)),
     "events": (events(CREATED, TEXT, TEXT), ("resp_1",)),
     "a long first event": (events({**CREATED, "response": {"instructions": LONG, **MADE}}), ("resp_1",)),
     "events without a blank": (b"data:%s\r\n\r\n" % json.dumps(CREATED).encode(), ("resp_1",)),
     "a last event without its end": (events(TEXT) + b"data: %s" % json.dumps(CREATED).encode(), ("resp_1",)),
     "no id among the first events": (events(*[TEXT] * 9, CREATED), ()),
     "an error": (b'{"error": {"message": "no"}}', ()),
-    "an id that is none": (b'{"id": 7}', ()),
+    "an id that is no text": (b'{"id": 7}', ()),
     "no JSON": (b"x" * 5000, ()),
-    "nothing": (b"", ()),
+    "an empty answer": (b"", ()),
     "too long": (json.dumps({"instructions": LONG * 12, **MADE}).encode(), ()),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("size", [1, 1000, 10**7])
 @cases("answer, expected", STATES)
-def test_the_ids_of_an_answers_state_are_read_however_it_is_cut(
+def test_the_ids_of_stored_state_are_read_however_the_answer_is_cut(
     answer: bytes, expected: tuple[str, ...], size: int
 ) -> None:
     if size == 1 and len(answer) > 10_000:

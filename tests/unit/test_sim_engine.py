@@ -48,7 +48,7 @@ IDS = [([1, 2, 3], 3), ([[4, 5]], 2), ([7], 1)]
 
 
 @pytest.mark.parametrize(("prompt", "tokens"), [*PROMPTS, *IDS], ids=lambda value: str(value)[:20])
-def test_prompt_tokens_follow_its_bytes_or_ids(prompt: object, tokens: int) -> None:
+def test_prompt_tokens_are_counted_from_bytes_or_token_ids(prompt: object, tokens: int) -> None:
     assert completion(prompt=prompt).prompt_tokens == tokens
 
 
@@ -67,7 +67,7 @@ def test_max_completion_tokens_takes_precedence_over_max_tokens_in_a_chat() -> N
     assert chat(max_tokens=3).finish_reason == "length"
 
 
-# By words of the refusal: whole bodies, or keys that spoil an otherwise valid body.
+# Words of the refusal -> malformed bodies, or keys that make a valid body malformed.
 MALFORMED: dict[str, list[bytes | dict[str, object]]] = {
     "not JSON": [b"", b'{"model": "llama"', b"\xff\xfe", b"[" * 5000],
     "must be a JSON object": [b"[]"],
@@ -186,7 +186,7 @@ def test_the_newest_request_is_preempted_when_blocks_run_out_and_resumes_first()
     assert engine.schedule() == [new, waiting]
 
 
-def test_the_newest_request_takes_the_free_memory_and_is_then_preempted() -> None:
+def test_the_newest_request_takes_the_free_blocks_and_is_then_preempted() -> None:
     few = Limits(kv_blocks=3, block_size_tokens=4)
     engine, old, new = engine_with(few, sequence(7, 1), sequence(2, 9))
     engine.schedule()
@@ -265,7 +265,7 @@ def test_the_prefix_cache_drops_the_least_recently_used_blocks() -> None:
 
 
 def test_blocks_of_a_prompt_are_chained_and_leave_its_last_token_out() -> None:
-    # Blocks of two tokens, eight bytes.
+    # Each block has two tokens, which are eight bytes.
     def blocks(text: str, adapter: str | None = None) -> tuple[bytes, ...]:
         return prompt_blocks(text.encode(), 2, adapter)
 

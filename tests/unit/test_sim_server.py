@@ -120,7 +120,7 @@ async def test_the_official_client_gets_streams_of_one_event_a_token(pace: tuple
         assert events[-1].usage == whole.usage
 
 
-async def test_a_streamed_chat_has_usage_on_its_last_choice_without_asking() -> None:
+async def test_a_streamed_chat_has_usage_on_its_last_choice_by_default() -> None:
     async with sim(*AT_ONCE) as client, official(client) as api:
         stream = await api.chat.completions.create(model="llama", messages=HI, stream=True, max_tokens=4)
         events = [event async for event in stream]
@@ -132,7 +132,7 @@ async def test_a_streamed_chat_has_usage_on_its_last_choice_without_asking() -> 
 
 async def test_beyond_max_num_seqs_requests_wait_and_disconnects_free_their_slot() -> None:
     async with sim(*AN_HOUR, "--max-num-seqs", "2", "--kv-blocks", "100") as client:
-        # Five requests, streamed and not, for two slots.
+        # Five requests, some of them streamed, compete for two slots.
         responses = [
             asyncio.create_task(client.post("/v1/completions", json=ask(stream=bool(number % 2))))
             for number in range(5)

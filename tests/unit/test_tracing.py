@@ -131,7 +131,7 @@ async def test_a_refusal_ends_the_trace_with_its_code(tracing: Make) -> None:
     assert not traced.traces._undecided
 
 
-async def test_the_stages_of_a_queued_request_are_its_children(tracing: Make) -> None:
+async def test_the_stages_of_a_queued_request_are_child_spans(tracing: Make) -> None:
     traced = tracing()
     live = traced.traces.begin(REQUEST)
     assert live is not None
