@@ -44,7 +44,7 @@ async def paused(fleet: Any) -> AsyncIterator[Callable[..., "asyncio.Task[httpx.
 
 @asynccontextmanager
 async def waiting(fleet: Any, *flows: str, **fields: str) -> AsyncIterator[None]:
-    """Pause `fleet` with one queued request per flow, sent with `fields` of `ask`; then resume until rest."""
+    """Pause `fleet` and queue a request of each flow, with `fields` of `ask`; resume when the block ends."""
     async with paused(fleet) as send:
         for flow in flows:
             send(flow, **fields)

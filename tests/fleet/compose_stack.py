@@ -3,9 +3,9 @@
 Each process runs its service's command with the service's environment only. Container specifics become local:
 
 - every container has an address in 127.0.0.0/8, which replaces `0.0.0.0` and `127.0.0.1`;
-- `service:port` becomes the addresses of the service's containers, repeating an option before it; in
+- `service:port` becomes the addresses of the service's containers, an option before it is repeated; in
   configuration files DNS discovery becomes the static list that DNS would return;
-- mounted files are copied to a folder of the test, folders are the project's own, a secret is `TOKEN`;
+- mounted files are copied to the container's folder, folders are mounted in place, a secret is `TOKEN`;
 - `picker`, `envoy`, `locust` and `python` come from this environment; `redis-server` is Valkey's, with the
   address to bind added (in a container it binds all addresses).
 """

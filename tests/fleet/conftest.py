@@ -1,8 +1,8 @@
 """Whole fleets for tests: `picker up` as users run it, and fixtures to inspect it.
 
-`fleet` starts fleets for one test; `shared_fleet` gives the same fleet to every test that asks with the same
-arguments, one after the other, and keeps one alive at a time. When a fleet ends, its decision log must pass
-the audit, its exit status must be 0, and no process may be left.
+`fleet` starts fleets for one test; `shared_fleet` gives the same fleet to all tests that pass the same
+arguments, and keeps one fleet alive at a time. When a fleet ends, its decision log must pass the audit, its
+exit status must be 0, and no process may be left.
 """
 
 import json
@@ -29,7 +29,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Starter]:
 
 @pytest.fixture(scope="session")
 def shared_fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Starter]:
-    """`shared_fleet(*options, config=None, spawned=False)`: as `fleet`, but shared by equal arguments.
+    """`shared_fleet(*options, config=None, spawned=False)`: as `fleet`, but tests share it.
 
     For tests that leave the fleet unchanged. A fixture that passes parameters to `shared_fleet` has module
     scope, so that pytest groups tests by parameter and each fleet starts once.

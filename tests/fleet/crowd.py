@@ -1,4 +1,4 @@
-"""HTTP clients for tests: one that is cheap to create, and a transport for many parallel requests."""
+"""HTTP for tests: clients that are cheap to create, and a transport for many parallel requests."""
 
 from typing import Any
 

@@ -40,7 +40,7 @@ async def browser() -> AsyncIterator[Browser]:
 
 
 class Dashboard:
-    """One open page. `allowed` are parts of console messages that the test provokes and the check ignores."""
+    """One open page. `check` ignores console messages that contain a text in `allowed`."""
 
     def __init__(self, page: Page, url: str) -> None:
         self.page = page
@@ -60,7 +60,7 @@ class Dashboard:
     async def until(self, condition: str, argument: Any = None) -> None:
         """Wait until a JavaScript expression, which may take `argument`, is true.
 
-        Polled from Python: the browser's own wait evaluates text in the page, which the page's policy bans.
+        Polls from Python: Playwright's own wait evaluates text in the page, which the page's policy forbids.
         """
         async with asyncio.timeout(PATIENCE_MS / 1000):
             while True:
@@ -91,7 +91,7 @@ class Dashboard:
 
     def check(self) -> None:
         foreign = [url for url in self.requested if not url.startswith((self.url, "data:"))]
-        assert foreign == [], f"the page called elsewhere: {foreign}"
+        assert foreign == [], f"the page sent requests to other servers: {foreign}"
         rest = [fault for fault in self.faults if not any(part in fault for part in self.allowed)]
         assert rest == [], f"the page had errors: {rest}"
 
@@ -100,7 +100,7 @@ class Dashboard:
 async def opened(
     chromium: Browser, fleet: Any, replica: int = 0, *, tokens: Sequence[str] = (), **options: Any
 ) -> AsyncIterator[Dashboard]:
-    """Open a replica's dashboard in its own window and wait for figures; `options` are of the browser's page.
+    """Open a replica's dashboard in its own window and wait for figures; `options` go to `new_page`.
 
     The dashboard asks for a token; the test enters `tokens` in order, and only the last is valid.
     """
@@ -120,7 +120,7 @@ async def opened(
 
 
 class Snapshots:
-    """Snapshots, by time, of a second listener on the replica's event stream; the page gets the same ones."""
+    """The snapshots, by time, of a replica's event stream; the dashboard gets the same snapshots."""
 
     def __init__(self) -> None:
         self.by_time: dict[float, dict[str, Any]] = {}

@@ -106,7 +106,7 @@ def started(bootstrap: str, folder: Path, *, threads: int = 1) -> Iterator[Edge]
 
 
 def _running(pid: int, address: Path) -> Edge | None:
-    """The Envoy whose admin address `address` holds; None until pickers are healthy and endpoints known."""
+    """The Envoy with its admin address in `address`; None until pickers are healthy and it has endpoints."""
     if not address.exists() or ":" not in address.read_text():
         return None
     admin = f"http://{address.read_text().strip()}"

@@ -28,7 +28,7 @@ async def served_by(url: str, count: int) -> set[str]:
 
 
 def one_token(_: object, number: int) -> Request:
-    """Makes requests for one token, for the loops of picker_tools.load.generator."""
+    """Make a request for one token; for the loops of picker_tools.load.generator."""
     return Request(f"request {number}", 1)
 
 
@@ -92,7 +92,7 @@ async def exchange(url: str, data: bytes) -> bytes:
 
 
 async def post_while_reading(url: str, body: bytes, workload: bytes = b"{}") -> tuple[int, bytes]:
-    """Status and body of an answer that may precede the end of the request (httpx would read it too late)."""
+    """Status and body of an answer that may come before all of `body` is sent (httpx reads only then)."""
     at = urlsplit(url)
     reader, writer = await asyncio.open_connection(at.hostname, at.port)
     head = f"POST /v1/completions HTTP/1.1\r\nhost: {at.netloc}\r\ncontent-type: application/json\r\n"
@@ -153,7 +153,7 @@ async def metric(fleet: Any, name: str, *replicas: int, **labels: str) -> float:
 
 
 def total(page: str, name: str, **labels: str) -> float:
-    """As `metric`, for one metrics page."""
+    """The sum of a metric's series with these labels, on one metrics page."""
     wanted = [f'{label}="{value}"' for label, value in labels.items()]
     lines = [line for line in page.splitlines() if line.startswith((f"{name} ", f"{name}{{"))]
     return sum(float(line.rsplit(" ", 1)[1]) for line in lines if all(each in line for each in wanted))

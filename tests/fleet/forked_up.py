@@ -1,9 +1,9 @@
 """`picker up` and its child processes, forked from a process that has already imported their modules.
 
-Imports and Envoy's first bootstrap take two of the three CPU seconds of a fleet's start. Here the fork server
-of `multiprocessing` does both once (preloaded.py), and each fleet is a fork of it. Replicas and model servers
-are forks of their `picker up`: children that die with it, each with its own session and log. Programs other
-than Python are executed, and so is everything if the kernel has no pidfd.
+Imports and Envoy's first bootstrap take two of the three CPU seconds of a fleet's start. The fork server of
+`multiprocessing` does this work once (preloaded.py), and each `picker up` is a fork of this server. Replicas
+and model servers are forks of their `picker up` and die with it; each has its own session and log. Programs
+other than Python are executed; without pidfd in the kernel, all programs are.
 tests/fleet/test_up.py starts `picker up` as users do.
 """
 
@@ -66,7 +66,7 @@ class ForkedUp:
 def _fork_server() -> multiprocessing.context.ForkServerContext:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["preloaded"])
-    # The fork server finds modules only through its environment.
+    # The fork server finds modules only through PYTHONPATH.
     found = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
     with mock.patch.dict(os.environ, PYTHONPATH=found.rstrip(os.pathsep)):
         forkserver.ensure_running()

@@ -5,7 +5,7 @@ JSON) until stdin ends, then prints one line of JSON that counts outcomes: a sta
 fleet closed the connection. Each attack repeats at a rate that one attacker on the same machine can sustain.
 
 `hostile_attacks.py serve big|slow ADDRESS` is a model server whose metrics page is oversized (`big`) or
-arrives one byte at a time (`slow`). Both give complete, useless answers to requests.
+arrives one byte at a time (`slow`). Both answer requests with valid JSON that has no completion.
 """
 
 import asyncio
@@ -70,7 +70,7 @@ Try = Callable[[Target, int], Awaitable[str]]
 
 
 class Attack(NamedTuple):
-    """`at_once` loops of `attempt`, started every `every_s`, or later if the previous attempt still runs."""
+    """`at_once` loops that each start `attempt` every `every_s`, or later while the previous one runs."""
 
     name: str
     attempt: Try
@@ -462,7 +462,7 @@ ATTACKS = (
     Attack("paths that are not inference, guessed keys", _path, 0.1),
     Attack("readers of the admin ports", _read, 0.0, at_once=8),
 )
-_LEAST_PAUSE_S = 0.05  # pause between two attempts of one loop, for the latency of a network
+_LEAST_PAUSE_S = 0.05  # between two attempts of one loop: stands for network latency
 
 
 async def _repeat(attack: Attack, target: Target, numbers: Iterator[int], outcomes: Counter[str]) -> None:

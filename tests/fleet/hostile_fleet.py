@@ -1,8 +1,8 @@
-"""A fleet under every attack of docs/security.md at once, while honest clients send requests.
+"""Runs every attack of docs/security.md on a fleet at once, while honest clients send requests.
 
-tests/fleet/test_hostile.py runs it for seconds, `make hostile` (tests/long/hostile.py) for minutes. `picker
-up` runs the fleet, with two hostile model servers beside simulators, and another Envoy, where the API key
-selects the flow (deploy/examples); attackers have a valid key.
+tests/fleet/test_hostile.py attacks for seconds, `make hostile` (tests/long/hostile.py) for minutes. `picker
+up` runs the fleet, whose model servers are simulators and two hostile servers. A second Envoy selects the
+flow by API key (deploy/examples); attackers have a valid key.
 """
 
 import asyncio
@@ -191,8 +191,8 @@ _RESTS_S = 40.0  # longer than a lease and than the wait for a client's body
 
 @dataclass(slots=True)
 class HostileReport:
-    """The results of one run. `burnt`: CPU cores that the attack cost attackers and fleet. `control`: honest
-    clients beside processes that burn as many cores. `left`: the fleet's counts after the attack.
+    """Results of honest clients before the attack (`calm`), during it (`hostile`), and beside processes that
+    burn the same CPU (`control`). `burnt`: CPU cores that the attack costs. `left`: counts after the attack.
     """
 
     calm: ClientTimes = field(default_factory=ClientTimes)
@@ -204,7 +204,7 @@ class HostileReport:
     left: dict[str, float] = field(default_factory=dict)
 
     def faults(self) -> list[str]:
-        """Failed requests, memory above its limit, counts above 0 at rest; latency is not checked here."""
+        """Lists failed requests, memory above its limit, counts above 0 at rest; latency is not checked."""
         found = [f"calm: {failed}" for failed in self.calm.failed + self.control.failed]
         found += [f"under attack: {failed}" for failed in self.hostile.failed]
         for name, peak in self.peaks_mib.items():
@@ -212,7 +212,7 @@ class HostileReport:
             if not peak:
                 found.append(f"{name} has ended")
             elif limit is not None and peak > limit:
-                found.append(f"{name} took {peak:.0f} MiB; it may have {limit}")
+                found.append(f"{name} used {peak:.0f} MiB; its limit is {limit}")
         found += [f"{name} is {count:g} at rest" for name, count in self.left.items() if count]
         found += [f"never attempted: {name}" for name, outcomes in self.outcomes.items() if not outcomes]
         return found
@@ -228,8 +228,8 @@ async def attack_fleet(
     mode: Mode,
     only: str = "",
 ) -> HostileReport:
-    """Send `per_s` honest requests a second, and half as many by HTTP/2: `calm_s` seconds without attacks,
-    `hostile_s` beside the attacks whose names contain `only`, then `calm_s` as the control."""
+    """Send `per_s` honest requests a second by HTTP/1.1 and `per_s` / 2 by HTTP/2: `calm_s` seconds before,
+    and `hostile_s` during the attacks whose names contain `only`, then `calm_s` as the control."""
     report = HostileReport()
     async with _running_fleet(replicas, servers, mode) as (target, pids):
         before_s = _cpu_s(pids)
@@ -299,7 +299,7 @@ async def _burning(cores: float) -> AsyncIterator[None]:
 
 
 async def _left(target: Target) -> dict[str, float]:
-    """The fleet's counts once all are 0, or after _RESTS_S."""
+    """Read the fleet's counts until all are 0 or _RESTS_S have passed; return the last."""
     async with httpx.AsyncClient(trust_env=False, timeout=_CALL_S) as client:
         clock = asyncio.get_running_loop().time
         until_s = clock() + _RESTS_S

@@ -1,4 +1,4 @@
-"""One HTTP/2 request on a connection of its own, with any headers and trailers."""
+"""Sends one HTTP/2 request with any headers and trailers, on its own connection."""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
@@ -59,7 +59,7 @@ class Upload:
                 self._status = dict(event.headers)[":status"]
             if isinstance(event, h2.events.StreamReset):
                 self._over = True
-                if event.error_code or not self._status:  # else: no more of the request is needed
+                if event.error_code or not self._status:  # else: Envoy needs no more of the body
                     self._status = f"reset {event.error_code}"
             self._over = self._over or isinstance(event, h2.events.StreamEnded)
         await self._flush()

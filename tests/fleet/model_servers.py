@@ -1,7 +1,7 @@
 """Model servers for tests and benches.
 
-In the test's own process: `listening` runs any, `counting_servers` count requests, `failing_servers` fail. In
-processes of their own: `simulators`.
+`listening` runs any server in the test's process, `counting_servers` count requests there, `failing_servers`
+fail there; `simulators` run in separate processes.
 """
 
 import asyncio
@@ -55,15 +55,15 @@ def http_answer(
 COMPLETION = json.dumps(
     {"choices": [{"text": "ok"}], "usage": {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}}
 ).encode()
-_LIMIT_BYTES = 1 << 20  # of a request's headers
+_LIMIT_BYTES = 1 << 20  # limit of a request's headers
 Ends = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 Serve = Callable[[Received, Ends], Awaitable[bool]]
 
 
 @contextlib.asynccontextmanager
 async def listening(serve: Serve, host: str = LOOPBACK, port: int = 0) -> AsyncIterator[str]:
-    """Run a server, by default on a free port of the loopback; yields its address. It passes each request to
-    `serve`, and closes the connection if that returns False. The end of the block cancels open requests."""
+    """Run a server, by default on a free port of the loopback; yields its address. The server passes requests
+    to `serve`, and closes the connection if `serve` returns False. The block's end cancels open requests."""
     handlers: set[asyncio.Task[None]] = set()
 
     async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -90,7 +90,7 @@ async def listening(serve: Serve, host: str = LOOPBACK, port: int = 0) -> AsyncI
 
 
 class CountingServers:
-    """Count `in_flight` over all servers, and its `peak` since `forget_peak`. A request takes `service_s`."""
+    """Servers that count requests `in_flight` and the `peak` since `forget_peak`; each takes `service_s`."""
 
     def __init__(self, service_s: float) -> None:
         self.service_s = service_s

@@ -70,7 +70,7 @@ class Replica:
         await until(both, PATIENT_S)
 
     async def hands_on(self) -> bool:
-        """Whether the replica refuses a request's stream (UNAVAILABLE), so that Envoy tries another one."""
+        """Whether the replica refuses a stream (UNAVAILABLE), so that Envoy tries another replica."""
         return bool(await self.exchange().code() is grpc.StatusCode.UNAVAILABLE)
 
     async def decide(self) -> ProcessingResponse:

@@ -209,7 +209,7 @@ def queue(rows: Sequence[Row], answer: Thing) -> bool:
         count(position, request["position"], 0)
         assert (flow, band, owner) == (request["flow"], request["band"], request["owner"])
         if not _is_duration(age.removesuffix(" overdue"), request["age_s"]):
-            return False  # the same requests at another moment
+            return False  # the answer lists the same requests at another time
         assert age.endswith(" overdue") == request["overdue"]
         duration(deadline, request["deadline_in_s"])
         count(cost, request["cost"])

@@ -137,7 +137,7 @@ _NODE: contextvars.ContextVar[Node | None] = contextvars.ContextVar("_NODE", def
 
 @dataclass(slots=True)
 class Record:
-    """One client's view of its request. No answers: the client left."""
+    """One client's view of its request. `answers` is empty if the client has left."""
 
     id: str
     flow: str
@@ -229,7 +229,7 @@ class World:
     async def ask(
         self, record: Record, seconds: float, leaves_s: float | None = None, said: bytes = b""
     ) -> None:
-        """Send one request; whenever the replica that has it dies, Envoy retries on another."""
+        """Send one request; whenever its replica dies before the answer, Envoy retries at another."""
         self.history.append(record)
         while True:
             node = self.any_node()
@@ -317,11 +317,11 @@ class World:
         self._show()
         count = len(self.running.keys() - self.unseen)
         if count > (most := self._most_running(count)):
-            self.wrong.append(f"G1, G8: {count} run at {self.loop.time():.2f} s, of {most}")
+            self.wrong.append(f"G1, G8: {count} run at {self.loop.time():.2f} s, at most {most} may")
 
     def _most_running(self, count: int) -> int:
-        """The bound (G1, G8). Doubled if a new primary lacks the last writes, or from when only some replicas
-        have left Redis until all use it again and the bound holds (docs/redis.md, limits)."""
+        """The bound (G1, G8), doubled if a new primary lacks the last writes, or while only some replicas use
+        Redis and afterwards until the bound holds again (docs/redis.md, limits)."""
         live = (each.pool for each in self.nodes if not each.dead.is_set())
         uses = {pool.admission.failover.outage is None for pool in live}
         self._apart = len(uses) == 2 or (self._apart and (False in uses or count > BOUND))
@@ -350,7 +350,7 @@ class World:
     async def _fault(self, fault: Fault) -> None:
         await asyncio.sleep(max(fault.at_s - self.loop.time(), 0.0))
         if fault.kind not in HARMLESS:
-            # A replica that loses Redis knows the stock as of its last heartbeat (docs/redis.md, limits).
+            # A replica that loses Redis does not know the last placements of others (docs/redis.md, limits).
             second_ago_s = self.loop.time() - 1.0
             self.unseen |= {name for name, (began_s, _) in self.running.items() if began_s > second_ago_s}
         begin_and_end = KINDS[fault.kind](self, self.nodes[fault.replica], fault)
@@ -369,7 +369,7 @@ class World:
             if not each.answers or not each.honest:
                 continue
             if each.answers[0] not in (200, 503):
-                self.wrong.append(f"G10: {each}: an error that it did not make")
+                self.wrong.append(f"G10: {each}: an error though the request is valid")
             if undisturbed and each.answers != [200] and not self._expired_in_a_stop(each):
                 self.wrong.append(f"G7: {each}: refused")
             is_late = each.answered_s - each.asked_s > _ANSWERED_S
@@ -377,8 +377,8 @@ class World:
                 self.wrong.append(f"G5: {each}: answered late")
 
     def _expired_in_a_stop(self, record: Record) -> bool:
-        """Whether the request was refused at the end of its TTL, and a replica was silent meanwhile: it was
-        queued again with its age, and its flow's turn came too late."""
+        """Whether the request expired and a replica was silent meanwhile: the request was queued again with
+        its age, and its flow's turn came too late."""
         silent = any(
             fault.kind == "stop"
             and fault.lasts_s > SILENCE_S
@@ -526,7 +526,7 @@ APART = {"partition", "stall", "cut", "disk full"}  # only some replicas notice 
 
 @contextlib.contextmanager
 def _patched(world: list[World]) -> Iterator[pytest.MonkeyPatch]:
-    """Give each `Node` its pool; replicas call each other within this process."""
+    """Within the block, each `Node` gets its pool, and replicas call each other without a network."""
 
     def note(pool: Pool) -> None:
         node = _NODE.get()
@@ -550,13 +550,13 @@ def _patched(world: list[World]) -> Iterator[pytest.MonkeyPatch]:
 
     with pytest.MonkeyPatch.context() as patched, noted_pools(note):
         patched.setattr(secrets, "token_hex", lambda size: random.randbytes(size).hex())
-        patched.setattr(connection.KernelDelay, "read", lambda self: 0.0)  # no test-machine delays
+        patched.setattr(connection.KernelDelay, "read", lambda self: 0.0)  # ignores this machine's delays
         patched.setattr(budget_transfer.GrpcPeers, "_send", send)
         yield patched
 
 
 def failure(schedule: Schedule) -> str:
-    """Run `schedule`; return the guarantees that it breaks and how, or an empty text."""
+    """Run `schedule`; return which guarantees it breaks and how, or an empty text."""
     worlds: list[World] = []
     random.seed(schedule.seed)
     with (
@@ -594,7 +594,7 @@ def failure(schedule: Schedule) -> str:
 
 
 def smallest(schedule: Schedule, fails: Callable[[Schedule], object] = failure) -> Schedule:
-    """`schedule`, which fails, without the faults that are not needed for the failure."""
+    """The failing `schedule` without the faults that the failure does not need."""
     for fault in schedule.faults:
         fewer = schedule._replace(faults=tuple(each for each in schedule.faults if each is not fault))
         if fails(fewer):

@@ -1,7 +1,7 @@
-"""Whole replicas on a simulated clock, which they share with Valkey and which skips idle time.
+"""Runs whole replicas and their Valkey on one simulated clock, which skips idle time.
 
-A day takes minutes, and a busy machine changes nothing: simulated time stands still while anything is
-computed, sent or awaited. The replicas run in this process (`picker_fleet.serve`); the tests act as Envoy.
+A simulated day takes minutes. A busy machine changes no result: simulated time stands still while a replica
+computes, sends or awaits data. The replicas run in this process (`picker_fleet.serve`); tests act as Envoy.
 """
 
 import asyncio
@@ -47,7 +47,7 @@ class Server:
     """A blocking connection to a Valkey with a simulated clock.
 
     `away`: Valkey is down, and nothing is sent. Valkey's clock is `step_s` ahead of the loop's. `refuses`
-    names a setting that is 1 so that Valkey refuses writes; empty if it accepts them.
+    names the setting that, at 1, makes Valkey refuse writes; empty while Valkey accepts writes.
     """
 
     def __init__(self, host: str, port: int) -> None:
@@ -61,7 +61,7 @@ class Server:
         self.away = False
 
     def catch_up(self) -> None:
-        """Wait until Valkey has answered everything sent before: it serves its connections in turn."""
+        """Wait until Valkey has answered all earlier commands: Valkey serves its connections in turn."""
         for _ in range(0 if self.away else 2):
             self._ask(b"PING\r\n")
 
@@ -94,11 +94,11 @@ class Server:
 
 
 PROCESS: contextvars.ContextVar[str] = contextvars.ContextVar("PROCESS", default="")
-"""The process that a task stands for; tasks inherit it."""
+"""The name of the simulated process that runs a task; a new task inherits the name."""
 
 
 class _Ready(collections.deque[asyncio.Handle]):
-    """A loop's queue of ready callbacks; holds back those of a stopped process until it continues."""
+    """A loop's queue of ready callbacks; callbacks of a stopped process wait until the process continues."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -125,7 +125,7 @@ class _JumpingSelector(selectors.EpollSelector):
         found, stopped = sorted(super().select(timeout), key=lambda event: event[0].fd), self.ready.stopped
         if not stopped:
             return found
-        # A descriptor belongs to the process that reads it, or else to the one that writes it.
+        # A file descriptor belongs to the process that reads it, or, without a reader, to its writer.
         return [
             each for each in found if self.ready.process(each[0].data[0] or each[0].data[1]) not in stopped
         ]
@@ -133,7 +133,7 @@ class _JumpingSelector(selectors.EpollSelector):
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         if timeout is not None and timeout <= 0:
             return []  # ready callbacks run first
-        self._server.catch_up()  # makes the events and their order independent of speed
+        self._server.catch_up()  # makes events and their order independent of speed
         found = self._events(0)
         if found:
             return found
@@ -195,7 +195,7 @@ def time_lapse(url: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[TimeLapseL
 
 
 class Replica:
-    """A replica, driven as Envoy would."""
+    """A replica, and for each mode a method that sends a request as Envoy does."""
 
     def __init__(self, pool: Pool, bound: Bound) -> None:
         self.pool, self.bound = pool, bound
@@ -301,7 +301,7 @@ async def fleet(url: str, mode: str, replicas: int, config: Mapping[str, Any]) -
             pages = [await stack.enter_async_context(serving()) for _ in range(2)]
             for page in pages:
                 page.answer = answered(NO_LOAD)
-                page.requests = collections.deque(maxlen=1)  # else it would keep a week's requests
+                page.requests = collections.deque(maxlen=1)  # keeps one request, not a week of them
             tree = {
                 "extproc": {"drain_grace": "0s"},
                 "discovery": {"static": [{"address": page.address} for page in pages]},
@@ -324,7 +324,7 @@ async def light_load(some: Fleet, seconds: float, every_s: float) -> None:
 
 
 async def at_rest(some: Any, client: redis.Redis, lasts_s: float = 60.0) -> None:
-    """After `lasts_s`, assert that nothing is counted any more and that every figure is in its range."""
+    """After `lasts_s`, assert that every count is 0 and every other figure in its range."""
     await asyncio.sleep(lasts_s)
     for replica in some.replicas:
         pool = replica.pool

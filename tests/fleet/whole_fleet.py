@@ -1,6 +1,6 @@
 """Runs `picker up` for tests, and reads its state.
 
-When a fleet ends, its decision log must keep every guarantee, its exit status be 0, and no process remain.
+When a fleet ends, its decision log must show no violation, its exit status be 0, and no process remain.
 """
 
 import asyncio
@@ -162,7 +162,7 @@ class Fleet:
         holds: Callable[[Any], object] = bool,
         *,
         within_s: float = 15.0,
-        what: str = "it",
+        what: str = "the result",
     ) -> Any:
         """Call `look`, which may be asynchronous, until `holds` accepts the result; return that result. The
         pauses grow, because each call costs CPU that the fleet could use."""
@@ -245,7 +245,7 @@ class Fleet:
                 self.discard()
         _, alive = psutil.wait_procs(children, timeout=0)
         assert code == 0, self.output
-        assert not alive, f"left behind: {[child.cmdline() for child in alive]}"
+        assert not alive, f"still running: {[child.cmdline() for child in alive]}"
 
     def _audit_once(self) -> None:
         due, self._audit_due = self._audit_due, False
@@ -392,4 +392,4 @@ def stop_all(fleets: list[Fleet]) -> None:
         except Exception as fault:
             faults.append(fault)
     if faults:
-        raise ExceptionGroup("fleets that did not end well", faults)
+        raise ExceptionGroup("fleets that ended with a fault", faults)
