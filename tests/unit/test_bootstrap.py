@@ -155,7 +155,7 @@ IN_EVERY_MODE: dict[str, Any] = {
     "clusters.picker.type": "STATIC",
     # Envoy tries the endpoints of the pool in the picker's order.
     f"{POLICY}.overrideHostSources": [{"header": "x-gateway-destination-endpoint"}],
-    # Without pickers requests fail; if a replica fails, Envoy sends its queued requests to another.
+    # Without pickers requests fail; if a replica fails, Envoy sends its queued requests to another one.
     "asking.failureModeAllow": None,
     "asking.statusOnError": {"code": "ServiceUnavailable"},
     f"{RETRY}.numRetries": 3,

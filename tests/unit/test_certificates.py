@@ -221,7 +221,7 @@ async def test_replicas_ask_each_other_over_tls(server: Pair, ours: Pair, files:
         peers = GrpcPeers("p", keys, made)
         assert await peers.ask(address, 1.0, 5.0) == 2.0
         assert await GrpcPeers("p", Keyring(), made).ask(address, 1.0, 5.0) == 0.0  # not signed by the fleet
-        assert await GrpcPeers("p", keys).ask(address, 1.0, 5.0) is None  # plain text
+        assert await GrpcPeers("p", keys).ask(address, 1.0, 5.0) is None  # this client speaks plain text
     assert await peers.ask(address, 1.0, 5.0) is None
 
 

@@ -262,7 +262,7 @@ async def test_a_changed_token_file_is_read_again(with_roles: Settings, tmp_path
     assert known("alice-s3cret", "alice-new") == [True, False]
     (tmp_path / "alice").write_text("alice-new")
     assert known("alice-s3cret", "alice-new") == [False, True]
-    # If a token file is deleted, nobody gains a right.
+    # If a token file is deleted, no caller gains a right.
     for name in ("alice", "bob"):
         (tmp_path / name).unlink()
     assert known("alice-new", "bob-s3cret", "", "s3cret-!") == [False, False, False, True]

@@ -163,7 +163,7 @@ async def test_budget_of_ends_that_redis_never_confirmed_is_recovered() -> None:
     )
     await until(lambda: peers.asked)  # `a` gets no answer yet, and asks again
     peers.gate = b.gate
-    # Six requests take the recovered budget; the seventh waits for a request from before to end.
+    # Six requests take the recovered budget; the seventh waits until a request from before the outage ends.
     await until(lambda: sum(task.done() for task in waiting) == 6)
     assert a.free == 0.0
     b.end("8", placed["8"])

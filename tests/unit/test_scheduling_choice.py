@@ -329,7 +329,7 @@ def pool(*endpoints: Endpoint, candidates: str = "*", **asked: object) -> LeastL
 
 
 def test_without_scorers_the_explanation_says_so() -> None:
-    # It has the loads that the script saw, the last known loads of the others, and the exclusions.
+    # It lists the loads that the script saw, the last known loads of the others, and the exclusions.
     four = [*map(Endpoint, "ab"), Endpoint("c", down=True), Endpoint("d")]
     found = explained(pool(*four), ("b", "a"), "0,2")
     seen = [(one.address, one.score, one.live, one.in_flight) for one in found.candidates]

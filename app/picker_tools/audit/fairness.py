@@ -44,7 +44,7 @@ class Bands:
         self._finding = finding
         self._flow_queues = flow_queues
         self._first_v = self._first_charge = first
-        self._knows_all = first is not None  # every flow queue was seen
+        self._knows_all = first is not None  # whether the log has shown every flow queue
         self._v: dict[int, float | None] = {}
         self._charged: dict[int, float | None] = {}
         self._idle: dict[int, bool] = {}  # whether nothing has waited or run since the band's last entry
