@@ -1,4 +1,4 @@
-"""A pool for hand-written tests, on the scripts and the model at once; each call compares their states."""
+"""A pool for hand-written tests. Each call runs the script and its model, and compares their states."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -16,8 +16,8 @@ KEPT = {"pool", "endpoints", "load", "log", "replica_info", "replicas", "workloa
 
 
 def arrivals(text: str) -> list[Arrival]:
-    """Parse arrivals like 'x1 cost=2, x2, y1 band=0, z priority=7': ids, each with its non-default fields. An
-    id without its digits names the flow: x1 and x2 are of flow x."""
+    """Parse arrivals like 'x1 cost=2, x2, y1 band=0, z priority=7': each id with the fields that differ from
+    the defaults. The id without its digits names the flow: x1 and x2 belong to flow x."""
     found = []
     for each in filter(None, text.split(",")):
         name, *fields = each.split()

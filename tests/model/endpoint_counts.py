@@ -9,13 +9,12 @@ CLOSED = 1e9  # the scripts add this to the count of an endpoint that takes no n
 
 
 class EndpointCounts:
-    """The endpoints. Draining or removed ones take no new requests; removed ones are forgotten when idle."""
+    """The endpoints. Draining and removed endpoints take no new requests; idle removed ones are forgotten."""
 
     def __init__(self) -> None:
         self.counts: dict[str, int] = {}
-        self.marks: dict[
-            tuple[str, str], int
-        ] = {}  # drained, down or ejected, and endpoint -> since when, ms
+        # (drained, down or ejected; endpoint) -> when the mark was set, ms
+        self.marks: dict[tuple[str, str], int] = {}
         self.marks_version = 0
         self.listed: set[str] = set()
         self._draining: set[str] = set()
@@ -126,7 +125,7 @@ def read_candidates(text: str) -> tuple[list[str] | None, dict[str, float]]:
 
 
 def burdens(counts: Mapping[str, int], scores: Mapping[str, float], live_weight: float) -> dict[str, float]:
-    """The burden of each endpoint, least is best: its load in flight; with scores, weighted load - score."""
+    """Each endpoint's burden: its requests in flight; with scores, weighted load - score. Least is best."""
     if not scores:
         return {address: float(count) for address, count in counts.items()}
     most = max([1, *counts.values()])

@@ -22,8 +22,8 @@ class Entry:
     trial: bool = False
     cap: int | None = None
     cap_until_ms: int = 0
-    fulls: int = 0  # number of successive times that it was full
-    elsewhere: bool = False  # another endpoint has answered one of its flows since
+    fulls: int = 0  # how often the endpoint was full without an answer in between
+    elsewhere: bool = False  # another endpoint has since answered a flow that failed here
 
     def flows(self) -> list[str]:
         return [flow for _, flow in self.by if flow]
@@ -43,12 +43,12 @@ class Outliers(dict[str, Entry]):
         self._moment = moment
 
     def caps(self) -> dict[str, int]:
-        """The present limits of endpoints that have one."""
+        """The present limit of each endpoint that has a limit."""
         caps = dict(self._moment.settings.get("caps") or {})
         for address, entry in self.items():
             over = entry.cap_until_ms <= self._moment.now_ms
             if entry.cap is not None and (not over or entry.fulls):
-                cap = entry.cap + over  # after a full endpoint's hold, one more request may try it
+                cap = entry.cap + over  # after its hold a full endpoint may get one trial request
                 caps[address] = min(cap, caps.get(address, cap))
         return caps
 

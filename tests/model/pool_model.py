@@ -1,4 +1,4 @@
-"""The base of the model: the pool's counts, and the transitions of requests that several calls share."""
+"""The base of the model: the pool's counts, and the changes of a request that several calls make."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -112,7 +112,7 @@ class PoolModel:
             self._notifications.append(f"placed {r.attempt} {reply.removeprefix('placed ')} {r.id}")
 
     def _is_untaken(self, r: Request) -> bool:
-        """Whether r is granted, or was placed by its grant and its replica has not acknowledged that."""
+        """Whether r is granted, or was placed by its grant without an acknowledgement by its replica."""
         note = self.inboxes.get(r.owner, {}).get(r.id)
         return r.state == "granted" or (r.state == "placed" and note == f"placed {r.attempt}")
 
@@ -162,7 +162,7 @@ class PoolModel:
 
     @property
     def queues(self) -> bool:
-        """Whether the queue is switched on."""
+        """Whether the queue is enabled."""
         return bool(self.moment.settings.get("queue_enabled", 1))
 
     def share_of_stock(self, r: Request) -> float:
@@ -190,7 +190,7 @@ class PoolModel:
             self.queue.endpoint_has_room(address)
 
     def _place(self, r: Request, candidates: str) -> tuple[str | None, bool, list[str]]:
-        """Place r. Returns the reply or None, whether only a limit prevents it, and endpoints at caps."""
+        """Place r. Returns the reply or None, whether only a limit prevents it, and the full endpoints."""
         named, scores = read_candidates(candidates)
         counts, limited, closed = self.endpoints.options(r, named, self._caps)
         if not counts:
@@ -250,12 +250,12 @@ class PoolModel:
                 self.queue.unthrottle(priority, self.queue.name_of(r))
 
     def _turn_away(self, r: Request, event: str) -> None:
-        """End a waiting request without its client's wish, and notify its owner."""
+        """End a waiting request that its client has not cancelled, and notify its owner."""
         self._finish(r, event)
         self._notify(r, event)
 
     def _orphan(self, r: Request, until_ms: int) -> None:
-        """Orphan a request of a silent replica: it leaves the order until another replica adopts it."""
+        """Orphan a request of a silent replica: remove it from the queue until another replica adopts it."""
         self.queue.remove(r)
         r.state, r.timer_ms = "orphaned", min(r.deadline_ms, until_ms)
         self._log("orphaned", r.id)
@@ -280,7 +280,7 @@ class PoolModel:
     # Serving
 
     def _dispatch(self) -> tuple[int, int]:
-        """Serve while stock is below the lower bound, never beyond the upper. Returns attempts, served."""
+        """Grant while stock is below the lower bound, never past the upper. Returns (attempts, grants)."""
         if not self._timed:
             self._run_timers(TIMERS_LIMIT)
         s = self.moment.settings
@@ -349,7 +349,7 @@ class PoolModel:
         self.refiling = False
 
     def _expire_down_marks(self) -> None:
-        """Remove down marks that were not confirmed in time: the next request tries the endpoint."""
+        """Remove down marks that no replica has confirmed for DOWN_MS."""
         for (what, address), since_ms in list(self.endpoints.marks.items()):
             if what == "down" and self.moment.now_ms - since_ms > DOWN_MS:
                 self._mark("down", False, address)

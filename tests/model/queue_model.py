@@ -1,4 +1,4 @@
-"""A model of the shared queue's rules in plain Python, which tests compare with the scripts call by call.
+"""A model of the shared queue in plain Python. Tests compare it with the Lua scripts call by call.
 
 Each public method of `QueueModel` models one script of `lua/`. `moment.now_us` is the clock.
 """
@@ -40,12 +40,12 @@ Batch = Callable[["QueueModel", str, Iterable[tuple[Any, ...]]], Reply]
 
 
 def of_each(answer: Callable[..., str]) -> Batch:
-    """Make a batch call of a method that answers one item."""
+    """Turn a method that answers one item into a call that answers a batch."""
     return lambda model, caller, items: model._batch(caller, items, lambda item: answer(model, *item))
 
 
 class QueueModel(PoolModel):
-    """The scripts' calls. Like the scripts, a batch answers each item with a text."""
+    """One method for each script. Like a script, a batch call answers each item with a text."""
 
     def admit(self, caller: str, items: Iterable[Arrival]) -> Reply:
         if not self._base:
@@ -189,7 +189,7 @@ class QueueModel(PoolModel):
         reply = self._conclude([int(was_known), int(caller == min(live)), len(live), *versions])
         reply.notifications = kept + reply.notifications
         reply.answers += [self.stock, len(self.queue), self.upper, self.lower, self.endpoints.ready]
-        # The model offers no signing keys, so the reply has none; then the time.
+        # An empty text stands for the signing keys, which the model lacks; the time follows.
         reply.answers += [self.moment.settings["paused"], "", self.moment.now_us, ""]
         return reply
 
@@ -200,7 +200,7 @@ class QueueModel(PoolModel):
         settings: Mapping[str, Any],
         draining: Mapping[str, bool],
     ) -> Reply:
-        """Publish settings and endpoints. The model never loses a key, so no record is filed again."""
+        """Publish settings and endpoints. The model never loses a key, so it has nothing to rebuild."""
         self._begin(caller)
         self.endpoints.publish(draining)
         for address in self.outliers.keys() - draining.keys():
@@ -224,8 +224,8 @@ class QueueModel(PoolModel):
         return self._conclude([self.tuned])
 
     def sweep(self, caller: str, interval_ms: int, grace_ms: int, idle_ms: int, unseen_ms: int) -> Reply:
-        """Answers: whether it ran, expired, reclaimed, whether there is more, no ghosts, and the endpoints
-        of suspects."""
+        """Answers: whether the sweep ran, expired, reclaimed, whether there is more work, 0 ghosts, and the
+        endpoints of suspects."""
         self._begin(caller)
         fresh = self.moment.now_ms - self._swept_ms >= interval_ms
         if not fresh and not (self._more or self._suspected):
@@ -253,7 +253,7 @@ class QueueModel(PoolModel):
         return self._conclude([1, expired, reclaimed, int(self._more), 0, self._suspected])
 
     def _endpoints_of_suspects(self, limit: int) -> list[str]:
-        """Endpoints of the placed suspects that were not renewed since; forget the other suspects."""
+        """Return the endpoints of suspects that are placed and not renewed since; forget other suspects."""
         found: list[str] = []
         oldest = sorted(self.suspects, key=lambda id: (self.suspects[id], id.encode()))
         for id in oldest[:limit]:
@@ -310,7 +310,7 @@ class QueueModel(PoolModel):
         return reply
 
     def _full(self, r: Request) -> str | None:
-        """The refusal of r if the queue has no room, else None. May preempt another request."""
+        """Return the refusal of r if the queue has no room, else None. May preempt another request."""
         s = self.moment.settings
         if not self.queues and not s["paused"] and not len(self.queue):
             return self._refuse(r, "saturated")
@@ -355,7 +355,7 @@ class QueueModel(PoolModel):
         self.inboxes.get(old_owner, {}).pop(r.id, None)
         if r.state == "placed":
             if (old_owner, old_attempt) != (r.owner, r.attempt):
-                # Neither stream may cancel it, as Envoy may still listen to either: clear the number.
+                # Envoy may still listen to either stream, so neither may cancel: clear the attempt number.
                 r.attempt = "".join(item.attempt.partition(".")[1:])
             return f"placed {r.endpoints} adopted"
         reply = self._place_granted(r, item.candidates)

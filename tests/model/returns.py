@@ -41,7 +41,7 @@ class Done(asyncio.Future[Any]):
 
 
 class Pool:
-    """A model of the shared state with its records of requests. `asked` records all calls and answers."""
+    """A model of the shared state in Redis. `asked` records all calls with their answers."""
 
     def __init__(self) -> None:
         self.counted: dict[str, bool] = {}  # running request -> whether it was restored
@@ -181,7 +181,7 @@ class World:
             if gate.failover.state is FailoverState.SHARED:
                 continue
             if not gate.failover.degraded:
-                # Skip: a resync before the request exists would only lead back to the initial state.
+                # A resync before the request exists only leads back to the initial state: skip it.
                 if self.request != _UNSENT:
                     yield Step("finish", who)
             elif not self._reported[who]:
@@ -193,7 +193,7 @@ class World:
         gate, who = self._gates[step.who], step.who
         if step.what == "start":
             if gate.failover.outage is not None:
-                gate.failover.outage.gate.release(1.0)  # the budget is another model's subject
+                gate.failover.outage.gate.release(1.0)  # this search does not limit the budget
             _run(gate.admit(ask(REQUEST), stream_owned=False))
             self.request = _RUNS
         elif step.what == "renew":
@@ -265,11 +265,11 @@ class World:
             self._gates[0].renew(Alive(REQUEST, ENDPOINT, self.accounting_token))
 
     def fault(self) -> str:
-        """A description of the wrong count; '' if the count is right."""
+        """Describe a wrong count of the request; '' if the count is right."""
         counted, runs = REQUEST in self.pool.counted, self.request == _RUNS
         if counted == runs:
             return ""
-        return "it runs, and does not count" if runs else "it counts, and has ended"
+        return "a running request is not counted" if runs else "an ended request is counted"
 
     # Saving and restoring the state
 
@@ -351,7 +351,7 @@ def _way(reached: Mapping[State, tuple[State, Step] | None], state: State) -> st
 
 
 class _Said(dict[str, Any]):
-    """A replica's info; immutable."""
+    """The info that a replica last sent to its peers; immutable."""
 
     @classmethod
     def of(cls, gate: Admission) -> "_Said":
@@ -368,4 +368,4 @@ def _run(work: Coroutine[Any, Any, Any]) -> Any:
         work.send(None)
     except StopIteration as done:
         return done.value
-    raise AssertionError("it waits")
+    raise AssertionError("the coroutine has suspended")

@@ -1,4 +1,4 @@
-"""The model's queue: the local fair queue of an outage, extended by the shared queue's own rules."""
+"""The model's queue: the product's local FairQueue, extended by the rules that only the shared queue has."""
 
 import math
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
@@ -57,7 +57,7 @@ class SharedQueue(FairQueue[Request]):
         super().__init__(self._rules, next_arrival)
         self._make_named()
         self._log = log
-        self.credit = 0.0  # the first publish sets 1
+        self.credit = 0.0  # the first publish sets it to 1
         # (priority, throttled flow queue) -> endpoint that it waits for -> its tag at that time
         self._blocked: dict[tuple[int, str], dict[str, float]] = {}
 
@@ -66,7 +66,7 @@ class SharedQueue(FairQueue[Request]):
         self._make_named()
 
     def collect(self, in_use: Container[int], at_rest: bool) -> None:
-        """Forget bands that are not named, have no waiting or running request, and owe no turns."""
+        """Forget each unnamed band without waiting or running requests, unless its tag is ahead of `bv`."""
         named = {band.priority for band in self.policy.bands if band.is_named}
         for priority, band in list(self.bands.items()):
             owes = band.tag > self.bv and not at_rest
@@ -89,7 +89,7 @@ class SharedQueue(FairQueue[Request]):
             self._blocked.pop((r.priority, r.flow_queue), None)
 
     def correct(self, r: Request, change: float, floor: float) -> None:
-        """Correct the charge of r's flow queue by `change`; `floor` is its tag if the queue keeps none."""
+        """Add `change` to the tag of r's flow queue. Without a tag, start from `floor`, or `v` if lower."""
         band, name = self.bands[r.priority], self.name_of(r)
         if name in band.queues:
             self.charge(band, name, change)
@@ -100,7 +100,7 @@ class SharedQueue(FairQueue[Request]):
         return r.flow_queue not in self.bands[r.priority].turns
 
     def throttle(self, r: Request) -> None:
-        """Throttle r's flow queue, whose flow is at its limit: it takes no turns, and keeps its tag."""
+        """Throttle r's flow queue, because its flow is at its limit: it gets no turns and keeps its tag."""
         self.bands[r.priority].turns.remove(r.flow_queue)
         self._log("throttled", r.flow_queue)
 
@@ -123,7 +123,7 @@ class SharedQueue(FairQueue[Request]):
                 return
 
     def unthrottle(self, priority: int, name: str) -> None:
-        """Let a flow queue take turns again, without a claim to missed turns."""
+        """Let a flow queue take turns again. It does not catch up on missed turns."""
         band = self.bands[priority]
         if name in band.queues and name not in band.turns:
             self._blocked.pop((priority, name), None)
@@ -140,7 +140,7 @@ class SharedQueue(FairQueue[Request]):
                 self.unthrottle(priority, name)
 
     def reorder(self, policy_changed: bool, scan_order: Sequence[str]) -> None:
-        """The sweep's scan: move each request to its position under the policy in force and present rates.
+        """The sweep's scan: move each request to its position under the present policy and arrival rates.
 
         The first request that enters a flow queue determines its start tag, so `scan_order` must have the ids
         of all requests in the order of the scan.

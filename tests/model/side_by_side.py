@@ -1,4 +1,4 @@
-"""Makes each call on the scripts and on the model; any difference raises an AssertionError with both."""
+"""Makes each call on the scripts and on the model; a difference raises an AssertionError with both."""
 
 import math
 from collections.abc import Sequence
@@ -109,7 +109,7 @@ class SideBySide:
         return orders
 
     def _choose(self, id: str, burdens: dict[str, float]) -> str:
-        """Return the script's choice after checking that it has the least burdens, best first."""
+        """Return the endpoints that the script chose; assert that they have the least burdens, best first."""
         assert id in self._placed, f"{id} may go to {burdens}, but the script did not place it"
         chosen = self._placed[id].split(",")
         want = min(self.model.moment.settings["fallbacks"] + 1, len(burdens))

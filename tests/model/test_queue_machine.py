@@ -38,7 +38,7 @@ FAR = 1e7  # a unit of cost so large that tags are soon rebased
 PRIORITIES = (*[0] * 6, *[10] * 2, *[-10] * 2, 100, 7, 7, -3, LEAST_PRIORITY, MOST_PRIORITY)
 LIMITS = {"four": 1, "half": 1}
 WORKLOADS = ("w1", "w2", "w3")
-SPELLED = (*WEIGHTS, *WORKLOADS)  # each run draws other names for these
+SPELLED = (*WEIGHTS, *WORKLOADS)  # names that each run replaces by random names
 GRACE_MS, IDLE_MS = 2000, 20_000
 UNSEEN_MS = 10**9  # ghosts are never found, as this test reads no metrics pages of endpoints
 EXAMPLES = os.environ.get("PICKER_MODEL_EXAMPLES", "")
@@ -55,7 +55,7 @@ BASE: Fields = {
     "weights": {}, "paused": 0, "default_answer": 3, "answer_alpha": 0.3, "live_weight": 0.5,
     "eject_ms": 1000, "eject_most_ms": 4000, "eject_percent": 50,
 }  # fmt: skip
-# With BASE few requests run and many wait; with these bounds the endpoints' loads come to differ more.
+# Under BASE few requests run and many wait. These bounds let more run, so that endpoints' loads differ more.
 ROOMY = {"upper_per": 4, "lower_per": 3}
 # One call of the sweep surely scans this many requests. At REFILED (16) the scan may stop before some empty
 # buckets (it depends on the server's hash seed) and report more; the model has no partial scans.
@@ -149,7 +149,7 @@ batches = st.lists(arrivals, min_size=1, max_size=4)
 
 
 def with_some(*states: str) -> Callable[[Any], bool]:
-    """A rule's precondition: there are requests in one of `states`."""
+    """A rule's precondition: some request is in one of `states`."""
     return lambda machine: any(r.state in states for r in machine.model.requests.values())
 
 
@@ -179,7 +179,7 @@ class QueueMachine(RuleBasedStateMachine):
         self.call(*call)
 
     def those(self, numbers: list[int], *states: str) -> list[Request]:
-        """The known requests in `states` (default: any) that the numbers select; each once."""
+        """The known requests that `numbers` select, each once; only those in `states`, if given."""
         known = [r for r in self.model.requests.values() if not states or r.state in states]
         return list({r.id: r for r in (known[n % len(known)] for n in numbers if known)}.values())
 
@@ -364,7 +364,7 @@ class QueueMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not self.both.agree or not self.model.moment.settings:
             return
-        # When all requests end and time passes
+        # All requests end, and time passes.
         self.publish(("open", "open", "away"))
         self.call("mark_endpoint", "a", [(address, what, 0) for what, address in self.model.endpoints.marks])
         self.change_policy("a", dict.fromkeys(LIVE | BANDS | POLICY))
@@ -385,9 +385,8 @@ class QueueMachine(RuleBasedStateMachine):
 
 @pytest.mark.timeout(7200 if EXAMPLES else 600)
 def test_the_scripts_do_what_the_model_does(side: ScriptSide) -> None:
-    # A pool on a separate server, and its model.
     machine = type("Machine", (QueueMachine,), {"side": side})
-    # Random calls on both never show a difference.
+    # SideBySide raises an AssertionError at the first difference.
     run_state_machine_as_test(
         machine,
         settings=settings(

@@ -1,4 +1,4 @@
-"""A request that one replica started in an outage, and whose end another reported, stays ended (G6, G8)."""
+"""A request that one replica starts in an outage stays ended once a peer has reported its end (G6, G8)."""
 
 import json
 import logging
@@ -43,7 +43,7 @@ def quiet() -> Iterator[None]:
 
 
 def word(answer: Any) -> str:
-    """The first word of a script's reply that `answer` was parsed from."""
+    """The first word of the script's reply from which the store made `answer`."""
     if isinstance(answer, SettleReply):
         return answer.kind
     return answer if isinstance(answer, str) else name_of(answer)
@@ -51,7 +51,7 @@ def word(answer: Any) -> str:
 
 @pytest.mark.parametrize(("replicas", "how"), CASES)
 @pytest.mark.timeout(3600)
-async def test_in_every_order_of_outages_the_requests_that_count_at_the_end_are_those_that_run(
+async def test_after_every_order_of_outages_exactly_the_running_requests_are_counted(
     replicas: int, how: dict[str, Any]
 ) -> None:
     states, fault = search(World(replicas, **{"outs": 1, **how}))
@@ -59,20 +59,16 @@ async def test_in_every_order_of_outages_the_requests_that_count_at_the_end_are_
     assert states > 1000
 
 
-async def test_the_search_finds_a_ghost_when_replicas_forget_their_ends(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    # Replicas report each completion once, and do not remember it.
+async def test_the_search_finds_a_ghost_without_tombstones(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Replicas report each completion once, and keep no tombstone.
     monkeypatch.setattr(Tombstones, "add", lambda self, request_id: None)
-    # In some order of outages and resyncs, a request that has ended is counted as running.
+    # Then in some order of outages and resyncs an ended request is counted as running.
     _, fault = search(World(2, outs=1))
-    assert fault.endswith("it counts, and has ended")
+    assert fault.endswith("an ended request is counted")
 
 
 @pytest.mark.parametrize("replicas", [2, 3])
-async def test_over_two_outages_each_the_scripts_answer_as_the_search_assumes(
-    replicas: int, side: ScriptSide
-) -> None:
+async def test_the_scripts_answer_as_the_searched_model_does(replicas: int, side: ScriptSide) -> None:
     world = World(replicas, outs=2, signs=2, patient=False, losses=1)
     chance = random.Random(replicas)
     for number in range(WALKS):

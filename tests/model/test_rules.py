@@ -9,7 +9,7 @@ from script_side import ScriptSide
 from shared_queue import named_bands
 
 CASES = dict[str, Any]
-TWO: CASES = {"endpoints": 2, "upper_per": 9}  # bounds that leave much room
+TWO: CASES = {"endpoints": 2, "upper_per": 9}  # high bounds: nothing waits for stock
 THREE: CASES = {**TWO, "endpoints": 3}
 CAPPED: CASES = {**TWO, "caps": {"e1": 1}}
 BY_WORKLOAD: CASES = {"ordering": "workload-aware"}
@@ -24,103 +24,104 @@ FULL, SATURATED, NO_BYTES_LEFT, NO_ENDPOINT = (
 )
 # Settings, earlier arrivals, the next arrival, its answer.
 ANSWERS: dict[str, tuple[CASES, str, str, str]] = {
-    "below the bound it is placed at once": ({"upper_per": 2}, "r1", "r2", "placed e1 1"),
-    "at the bound it is queued for what is left of its TTL": (
+    "below the bound an arrival is placed at once": ({"upper_per": 2}, "r1", "r2", "placed e1 1"),
+    "at the bound an arrival is queued for the rest of its TTL": (
         {}, "runs", "r ttl_ms=30000 age_ms=2000", "queued 28000"),
-    "as old as it may get, it has expired": ({}, "", "late ttl_ms=1000 age_ms=1000", "expired"),
-    "it waits for room for all of its cost": ({"upper_per": 4}, "r1 cost=3", "r2 cost=2", QUEUED),
-    "nothing bypasses a queue": ({"upper_per": 4}, "r1 cost=3, r2 cost=2", "r3", QUEUED),
-    "it takes no more than its share of the stock": (
+    "a request as old as its TTL has expired": ({}, "", "late ttl_ms=1000 age_ms=1000", "expired"),
+    "a request waits until its whole cost fits": ({"upper_per": 4}, "r1 cost=3", "r2 cost=2", QUEUED),
+    "no arrival bypasses a waiting request": ({"upper_per": 4}, "r1 cost=3, r2 cost=2", "r3", QUEUED),
+    "a request takes at most claim_share of the stock": (
         {"upper_per": 1000, "claim_share": 0.25}, "r1 cost=1000000.0", "r2 cost=750", "placed e1 1"),
-    "a batch takes no more than its share of the places": (
+    "costly requests take at most largest_claim of the stock each": (
         {"upper_per": 8, "largest_claim": 0.25}, "r1 cost=6400, r2 cost=64, r3 cost=3", "r4", "placed e1 3"),
-    "a batch takes one place of two": (
+    "a costly request takes one of two places": (
         {"upper_per": 2, "largest_claim": 0.25}, "r1 cost=64", "r2", "placed e1 1"),
-    "two batches take two places": (
+    "two costly requests take both of two places": (
         {"upper_per": 2, "largest_claim": 0.25}, "r1 cost=64, r2 cost=64", "r3", QUEUED),
-    "a flow has its part of the queue": (
+    "a flow at flow_capacity is refused": (
         {"flow_capacity": 2}, "runs, x0, x1", "x2", "refused insufficient-flow-capacity 1"),
-    "the queue has its capacity": ({"total_capacity": 2}, "runs, x0, y0", "z0", FULL),
-    "the queue's capacity holds for a flow with places left": (
+    "at total_capacity an arrival is refused": ({"total_capacity": 2}, "runs, x0, y0", "z0", FULL),
+    "at total_capacity a flow below flow_capacity is refused too": (
         {"total_capacity": 3, "flow_capacity": 2}, "runs, x0, x1, y0", "y1", FULL),
-    "under no fairness no flow has a part": (
+    "under fairness none flow_capacity does not apply": (
         {"flow_capacity": 2, "fairness": "none"}, "runs, x1, x2", "x3", QUEUED),
-    "so many flows may wait": ({"max_flows": 2}, "runs, x0, y0, x1", "z0", "refused too-many-flows 1"),
-    "so many flows may wait in all bands": (
+    "max_flows refuses a new flow": ({"max_flows": 2}, "runs, x0, y0, x1", "z0", "refused too-many-flows 1"),
+    "max_flows counts the flow queues of all bands": (
         {"max_flows": 2}, "runs, x0, y0, x1", "x2 band=2", "refused too-many-flows 1"),
-    "a flow that waits already may bring more": ({"max_flows": 2}, "runs, x0, y0", "x1", QUEUED),
-    "critical flows have their places": ({"max_flows": 2}, "runs, x0, y0, x1", "c band=0", QUEUED),
-    "nothing of its own band makes way": ({"total_capacity": 2}, "runs, c1 band=0, d1", "e1", FULL),
-    "nothing critical makes way": ({"total_capacity": 2}, "runs, c1 band=0, c2 band=0", "d1 band=0", FULL),
-    "where only critical requests queue others are refused": (ONLY_CRITICAL, "runs", "d1", SATURATED),
-    "where only critical requests queue they do": (ONLY_CRITICAL, "runs", "c1 band=0", QUEUED),
-    "where only critical requests queue nothing makes way": (
+    "at max_flows a waiting flow may queue more": ({"max_flows": 2}, "runs, x0, y0", "x1", QUEUED),
+    "max_flows does not limit critical flows": ({"max_flows": 2}, "runs, x0, y0, x1", "c band=0", QUEUED),
+    "a request never preempts its own band": ({"total_capacity": 2}, "runs, c1 band=0, d1", "e1", FULL),
+    "critical requests do not preempt critical ones": (
+        {"total_capacity": 2}, "runs, c1 band=0, c2 band=0", "d1 band=0", FULL),
+    "under reject-noncritical a default request is refused": (ONLY_CRITICAL, "runs", "d1", SATURATED),
+    "under reject-noncritical a critical request is queued": (ONLY_CRITICAL, "runs", "c1 band=0", QUEUED),
+    "under reject-noncritical a full queue refuses critical requests": (
         {**ONLY_CRITICAL, "total_capacity": 1}, "runs, c1 band=0", "c2 band=0", FULL),
-    "a guaranteed band's flows have their places": (
+    "max_flows does not limit flows of a guaranteed band": (
         {**BANDED, "max_flows": 2}, "runs, x0, y0, x1", "g priority=7", QUEUED),
-    "where only critical requests queue a guaranteed band's do": (
+    "under reject-noncritical a guaranteed band's request is queued": (
         {**ONLY_CRITICAL, **BANDED}, "runs", "g priority=7", QUEUED),
-    "a made band has the attributes of the nearest one below": (
+    "a dynamic band has the attributes of the nearest lower band": (
         {**ONLY_CRITICAL, **BANDED}, "runs", "g priority=9", QUEUED),
     "a band above Critical is like Critical": (ONLY_CRITICAL, "runs", "u priority=100", QUEUED),
     "a band between Default and Critical is like Default": (ONLY_CRITICAL, "runs", "g priority=7", SATURATED),
     "a band below Sheddable is like Sheddable": (ONLY_CRITICAL, "runs", "l priority=-2147483648", SATURATED),
-    "a band has its capacity": (
+    "a band at its capacity refuses": (
         BANDED, "runs, g0 priority=7, g1 priority=7", "g2 priority=7", "refused band-capacity 1"),
-    "a band has its bytes": (
+    "a body beyond its band's byte limit is refused": (
         BANDED, "runs, b0 priority=-50 body_bytes=600", "b1 priority=-50 body_bytes=401", NO_BYTES_LEFT),
-    "its bytes may be used to the last": (
+    "a body that exactly reaches its band's byte limit is queued": (
         BANDED, "runs, b0 priority=-50 body_bytes=600", "b1 priority=-50 body_bytes=400", QUEUED),
-    "a body that is larger than its band's bytes may not wait": (
+    "a body larger than its band's byte limit is not queued": (
         BANDED, "runs", "b priority=-50 body_bytes=1001", NO_BYTES_LEFT),
-    "it is placed where there is room": (BANDED, "", "b priority=-50 body_bytes=1001", "placed e1 0"),
-    "a body of unknown length may wait in a band without a byte left": (
+    "below the bound a large body is placed": (BANDED, "", "b priority=-50 body_bytes=1001", "placed e1 0"),
+    "a body of unknown length is queued at its band's byte limit": (
         BANDED, "runs, b0 priority=-50 body_bytes=1000", "b1 priority=-50", QUEUED),
-    "a made band has the bytes of the nearest one below": (
+    "a dynamic band has the byte limit of the nearest lower band": (
         BANDED, "runs, b0 priority=-20 body_bytes=600", "b1 priority=-20 body_bytes=600", NO_BYTES_LEFT),
-    "a band below all has the bytes of the lowest": (
+    "a dynamic band below all others has the lowest one's byte limit": (
         BANDED, "runs, b0 priority=-60 body_bytes=600", "b1 priority=-60 body_bytes=600", NO_BYTES_LEFT),
-    "a full band keeps none out of the others": (
+    "a full band does not limit other bands": (
         BANDED, "runs, g0 priority=7, g1 priority=7", "h priority=6", QUEUED),
-    "what is not preemptible makes no way": (
+    "a band that is not preemptible is not preempted": (
         {**BANDED, "total_capacity": 2}, "runs, g0 priority=7, g1 priority=7", "c band=0", FULL),
-    "while the pool is paused all wait": ({"paused": 1}, "", "r", QUEUED),
-    "the endpoint with the fewest in flight is first": (TWO, "r1 candidates=e1", "r2", "placed e2,e1 0,1"),
-    "there are as many fallbacks as configured": (
+    "a paused pool queues every arrival": ({"paused": 1}, "", "r", QUEUED),
+    "the endpoint with the fewest in flight comes first": (TWO, "r1 candidates=e1", "r2", "placed e2,e1 0,1"),
+    "an answer has the configured number of fallbacks": (
         {**THREE, "fallbacks": 1}, "r1 candidates=e1, r2 candidates=e2", "r3", "placed e3,e1 0,1"),
-    "there are as many fallbacks as endpoints": (
+    "an answer names each endpoint once": (
         {**TWO, "fallbacks": 8}, "r1 candidates=e2", "r2 candidates=e2+e1+e2", "placed e1,e2 1,0"),
-    "a subset is kept to": (TWO, "r1 candidates=e2", "r2 candidates=e2", "placed e2 1"),
-    "what exists of a subset serves": (TWO, "", "r candidates=away+e2", "placed e2 ,0"),
+    "a request stays within its subset": (TWO, "r1 candidates=e2", "r2 candidates=e2", "placed e2 1"),
+    "unknown endpoints of a subset are ignored": (TWO, "", "r candidates=away+e2", "placed e2 ,0"),
     "a subset of unknown endpoints is refused": ({}, "", "r candidates=away", NO_ENDPOINT),
     "an empty subset is refused": ({}, "", "r candidates=", NO_ENDPOINT),
-    "scores decide": (TWO, "", "r candidates=e1=0.2+e2=0.5", "placed e2,e1 0,0"),
-    "live load has its part beside scores": (
+    "of idle endpoints the highest score wins": (TWO, "", "r candidates=e1=0.2+e2=0.5", "placed e2,e1 0,0"),
+    "live load is weighed against scores": (
         TWO, "r1 candidates=e2", "r2 candidates=e1=0.2+e2=0.5", "placed e1,e2 0,1"),
-    "an endpoint at a flow's limit takes no more of it": (
+    "a request waits for an endpoint at its flow's limit": (
         TWO, "x1 candidates=e2 limit=1", "x2 candidates=e2 limit=1", QUEUED),
     "a flow at its limit on every endpoint waits": (TWO, "x1 limit=1, x2 limit=1", "x3 limit=1", QUEUED),
-    "one at a flow's limit is no candidate": (
+    "an endpoint at the flow's limit is no candidate": (
         THREE, "x1 candidates=e2 limit=1", "x2 candidates=e1=0.1+e2=0.9 limit=1", "placed e1 0,"),
-    "one at a flow's limit does not scale the load of others": (
+    "an endpoint at the flow's limit does not affect the others' scores": (
         THREE, "y1 candidates=e2, y2 candidates=e1, x1 candidates=e1 limit=1",
         "x2 candidates=e1=0.9+e2=0.3+e3=0 limit=1", "placed e3,e2 ,1,0"),
     "no score outweighs an endpoint's own limit": (
         CAPPED, "r1 candidates=e1=100+e2=0", "r2 candidates=e1=100+e2=0", "placed e2 ,0"),
     "a request for an endpoint at its own limit waits": (
         CAPPED, "r1 candidates=e1", "r2 candidates=e1", QUEUED),
-    "without a queue the bounds are not asked": ({"queue_enabled": 0}, "r1, r2", "r3 cost=9", "placed e1 2"),
-    "without a queue it is refused where all are at their limits": (
+    "with the queue disabled no bound applies": ({"queue_enabled": 0}, "r1, r2", "r3 cost=9", "placed e1 2"),
+    "with the queue disabled a request is refused if all endpoints are full": (
         {"queue_enabled": 0, "caps": {"e1": 1}}, "r1", "r2", SATURATED),
-    "without a queue a pause holds it as well": ({"queue_enabled": 0, "paused": 1}, "", "r", QUEUED),
+    "with the queue disabled a pause still queues": ({"queue_enabled": 0, "paused": 1}, "", "r", QUEUED),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("case", ANSWERS)
-def test_an_arrival_has_the_answer_that_the_state_of_the_pool_calls_for(side: ScriptSide, case: str) -> None:
+def test_an_arrival_gets_the_answer_that_settings_and_state_require(side: ScriptSide, case: str) -> None:
     settings, known, arrival, answer = ANSWERS[case]
     pool = holding(side, known, **settings)
-    # A refused arrival leaves no trace: repeat it.
+    # A refused arrival changes no state: repeat it.
     for _ in range(2 if answer.startswith("refused") else 1):
         assert pool.admit(arrival) == [answer]
 
@@ -133,7 +134,7 @@ def test_without_a_ready_endpoint_a_request_is_refused(side: ScriptSide, drainin
     assert pool.is_at_rest()
 
 
-def test_where_the_pool_may_be_empty_requests_wait_for_its_first_endpoint(side: ScriptSide) -> None:
+def test_with_queue_unready_requests_wait_for_the_first_endpoint(side: ScriptSide) -> None:
     pool = Pool(side, queue_unready=1)
     pool.publish({"e1": True})
     assert pool.admit("r1, r2 cost=5") == ["queued 10000", "queued 10000"]
@@ -142,59 +143,59 @@ def test_where_the_pool_may_be_empty_requests_wait_for_its_first_endpoint(side: 
 
 
 WEIGHTED: CASES = {"band_policy": "weighted", "guard_share": 0}
-# Settings, requests waiting behind one that fills the pool, their order of service (or its beginning).
+# Settings; the requests that wait behind a running one; the order in which they are served, or its beginning.
 ORDERS: dict[str, tuple[CASES, str, str]] = {
-    "a flow's requests by arrival": ({}, "x2, x0, x1", "x2 x0 x1"),
-    "flows by turns": ({}, "x0, x1, x2, y0, y1", "x0 y0 x1 y1 x2"),
-    "a lower band where the higher ones are empty": ({}, "s band=2, d1, c band=0, d2", "c d1 d2 s"),
-    "bands of any priority in its order": (
+    "requests of one flow are served by arrival": ({}, "x2, x0, x1", "x2 x0 x1"),
+    "flows take turns": ({}, "x0, x1, x2, y0, y1", "x0 y0 x1 y1 x2"),
+    "a lower band is served once the higher bands are empty": ({}, "s band=2, d1, c band=0, d2", "c d1 d2 s"),
+    "bands are served by priority": (
         {}, "m priority=-2147483648, h priority=2147483647, c band=0, n priority=-3, s priority=7, d",
         "h c s d n m"),
-    "bands of other priorities by the weights of the nearest": (
+    "dynamic bands have the weights of the nearest configured bands": (
         WEIGHTED, many("c{n} priority=99, d{n} priority=7, s{n} priority=-3", 8),
         "c0 d0 s0 c1 c2 c3 d1 c4 c5 c6"),
-    "configured bands by their own weights": (
+    "further configured bands have their own weights": (
         {**WEIGHTED, **BANDED, "band_weights": [20, 10, 1, 9, 70]},
         many("g{n} priority=6, b{n} priority=-50, d{n} priority=10", 8),
         "d0 g0 b0 b1 b2 b3 d1 b4 b5 b6"),
-    "a flow's name in two bands is two flows": ({}, "low flow=f band=2, high flow=f band=0", "high low"),
-    "bands by their weights": (
+    "a flow name in two bands means two flows": ({}, "low flow=f band=2, high flow=f band=0", "high low"),
+    "under band policy weighted bands are served by weight": (
         WEIGHTED, many("c{n} band=0, d{n}, s{n} band=2", 8), "c0 d0 s0 c1 c2 c3 d1 c4 c5 c6"),
-    "one request of each flow a round, whatever it costs": (
+    "under round-robin each flow gets one request a round at any cost": (
         {"fairness": "round-robin", "upper_per": 100, "lower_per": 1},
         "x1 cost=9 weight=5, x2 cost=9, y1, y2, z1", "x1 y1 z1 x2 y2"),
-    "all flows as one": ({"fairness": "none"}, "x1, x2, x3, y1, x4", "x1 x2 x3 y1 x4"),
-    "the earliest deadline": (
+    "without fairness flows share one queue": ({"fairness": "none"}, "x1, x2, x3, y1, x4", "x1 x2 x3 y1 x4"),
+    "under edf the earliest deadline is first": (
         {"ordering": "edf"}, "late ttl_ms=50000 flow=f, soon ttl_ms=20000 flow=f, middle ttl_ms=30000 flow=f",
         "soon middle late"),
-    "overdue ones out of turn": ({"starvation_ms": 1}, "s band=2 age_ms=5, c band=0", "s c"),
-    "overdue by default after half of the TTL": (
+    "an overdue request is served out of turn": ({"starvation_ms": 1}, "s band=2 age_ms=5, c band=0", "s c"),
+    "by default a request is overdue after half of its TTL": (
         {}, "l band=2 ttl_ms=60000, s band=2 ttl_ms=10000 age_ms=6000, c band=0", "s c l"),
-    "nobody out of turn without a share": (
+    "with guard_share 0 no request is served out of turn": (
         {"starvation_ms": 1, "guard_share": 0}, "s band=2 age_ms=5, c band=0", "c s"),
-    "the higher criticality, a workload's requests in their order": (
+    "the higher criticality is first, each workload by arrival": (
         {**BY_WORKLOAD, "rate_weight": 0},
         "l1 workload=low criticality=1 flow=f, l2 workload=low criticality=5 flow=f, "
         "h1 workload=high criticality=4 flow=f, h2 workload=high criticality=4 flow=f", "h1 h2 l1 l2"),
-    "who asks seldom": (
+    "the workload with the lower arrival rate is first": (
         {**BY_WORKLOAD, "window_ms": 1000, "rate_cap": 10},
         many("o{n} workload=often flow=f", 8) + ", once workload=once flow=f", "once"),
-    "the more critical, once both have waited to the cap": (
+    "at the wait cap the more critical request is first": (
         {**BY_WORKLOAD, "wait_cap_ms": 50},
         "old workload=old criticality=2 age_ms=120 flow=f, young workload=new criticality=4 age_ms=60 flow=f",
         "young old"),
-    "the longer wait below the cap": (
+    "below the wait cap the longer wait is first": (
         BY_WORKLOAD,
         "old criticality=2 age_ms=60000 ttl_ms=90000 flow=f, young criticality=5 ttl_ms=90000 flow=f",
         "old young"),
-    "whose workload has waited on average": (
+    "the workload with the longer average wait is first": (
         {**BY_WORKLOAD, "wait_signal": "workload_average", "wait_cap_ms": 1000},
         "new workload=new age_ms=500 flow=f, again workload=waited flow=f", "again new"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("case", ORDERS)
-def test_what_waits_is_served_in_the_order_of_the_policy(side: ScriptSide, case: str) -> None:
+def test_waiting_requests_are_served_in_the_order_of_the_policy(side: ScriptSide, case: str) -> None:
     settings, waiting, order = ORDERS[case]
     pool = Pool(side, **settings)
     pool.admit(f"runs flow=other workload=waited age_ms=900 cost={settings.get('upper_per', 1)}")
@@ -212,7 +213,7 @@ def test_what_waits_is_served_in_the_order_of_the_policy(side: ScriptSide, case:
     ],
     ids=["weights 1:2:4", "weights and costs", "equals"],
 )
-def test_flows_are_served_by_their_weights_to_one_request_of_each(
+def test_service_by_weight_of_two_flows_differs_by_at_most_one_request_of_each(
     side: ScriptSide, weights: dict[str, float], costs: dict[str, float]
 ) -> None:
     pool = holding(side, "runs cost=2", upper_per=2, lower_per=0.25)
@@ -238,20 +239,20 @@ def test_a_flow_that_was_idle_has_no_credit(side: ScriptSide) -> None:
     assert pool.serve() == ["y0", "x8", "y1", "x9", "y2", "x10", "y3", "x11"]
 
 
-def test_a_flow_that_comes_back_still_owes_for_its_service(side: ScriptSide) -> None:
+def test_a_flow_that_comes_back_starts_at_its_last_finish_tag(side: ScriptSide) -> None:
     pool = holding(side, "runs cost=5", "x0 cost=5, " + many("y{n}", 8), upper_per=5, lower_per=0.5)
     assert pool.serve(1) == ["x0"]
     pool.admit("x1")
     assert pool.serve() == ["y0", "y1", "y2", "y3", "y4", "x1", "y5", "y6", "y7"]
 
 
-def test_a_weight_that_is_changed_counts_for_what_already_waits(side: ScriptSide) -> None:
+def test_a_changed_weight_applies_to_waiting_requests(side: ScriptSide) -> None:
     pool = full(side, many("x{n}, y{n}", 9), guard_share=0)
     pool.tune(weights={"y": 3})
     assert sum(name.startswith("y") for name in pool.serve(12)) == 9
 
 
-def test_a_paused_pool_queues_and_expires_but_serves_nobody(side: ScriptSide) -> None:
+def test_a_paused_pool_queues_and_expires_requests_but_serves_none(side: ScriptSide) -> None:
     pool = Pool(side)
     pool.tune(paused=1)
     pool.admit("brief ttl_ms=20, waits")
@@ -262,7 +263,7 @@ def test_a_paused_pool_queues_and_expires_but_serves_nobody(side: ScriptSide) ->
     assert pool.granted == ["waits"]
 
 
-def test_a_request_that_leaves_the_queue_leaves_no_gap(side: ScriptSide) -> None:
+def test_a_cancelled_request_costs_its_flow_no_turn(side: ScriptSide) -> None:
     pool = full(side, "x0, x1, x2, y0, y1, y2")
     assert pool.cancel("x1") == "ended"
     assert pool.serve() == ["x0", "y0", "x2", "y1", "y2"]
@@ -288,14 +289,14 @@ def test_the_queue_is_served_only_below_the_lower_bound(side: ScriptSide) -> Non
     assert pool.end("r3") == ["waits"]
 
 
-def test_many_claims_of_all_the_stock_run_by_fours_and_leave_the_others_their_turns(side: ScriptSide) -> None:
+def test_requests_that_claim_the_whole_stock_run_four_at_a_time_and_starve_no_flow(side: ScriptSide) -> None:
     pool = holding(side, many("greedy{n} cost=1000000", 6), upper_per=1000, claim_share=0.25)
     pool.admit(many("honest{n} cost=20", 20))
     assert pool.counts() == (1000, 22, [4])
     assert pool.end("greedy0", "greedy1") == ["greedy4", *(f"honest{n}" for n in range(12))]
 
 
-def test_fractions_of_costs_leave_nothing_of_the_stock(side: ScriptSide) -> None:
+def test_fractional_costs_leave_no_residue_in_the_stock(side: ScriptSide) -> None:
     pool = holding(side, ", ".join(f"r{n} cost={0.1 + n / 3}" for n in range(10)), upper_per=1000)
     for n in (3, 7, 1, 9, 0, 5, 2, 8, 6, 4):
         pool.end(f"r{n}")
@@ -311,20 +312,20 @@ def test_queued_requests_are_served_when_an_endpoint_returns(side: ScriptSide) -
     assert pool.place("waits") == "placed e2"
 
 
-def test_an_endpoint_may_be_chosen_by_the_call_that_publishes_it(side: ScriptSide) -> None:
+def test_publishing_an_endpoint_places_a_waiting_request_on_it(side: ScriptSide) -> None:
     pool = full(side, "r2, waits", upper_per=2, fallbacks=1)
     pool.publish({"e1": False, "e2": False})
     assert pool.place("waits") == "placed e2,e1"
 
 
-def test_the_endpoint_where_a_request_ends_takes_the_next_although_many_have_as_few(side: ScriptSide) -> None:
+def test_waiting_requests_go_to_the_endpoints_where_requests_have_ended(side: ScriptSide) -> None:
     pool = holding(side, many("r{n}", 30), "waits1, waits2", endpoints=30)
     freed = {endpoint_of(pool, "r15"), endpoint_of(pool, "r29")}
     assert pool.end("r29", "r15") == ["waits1", "waits2"]
     assert {endpoint_of(pool, "waits1"), endpoint_of(pool, "waits2")} == freed
 
 
-def test_an_endpoint_that_leaves_keeps_its_count_until_its_last_request_ends(side: ScriptSide) -> None:
+def test_a_removed_endpoint_keeps_its_count_until_its_last_request_ends(side: ScriptSide) -> None:
     pool = holding(side, "r1 candidates=e1, r2 candidates=e1", endpoints=2, upper_per=5)
     pool.publish({"e2": False})
     assert pool.admit("r3, r4 candidates=e1") == ["placed e2 0", "refused no-endpoints 1"]
@@ -337,7 +338,7 @@ def test_an_endpoint_that_leaves_keeps_its_count_until_its_last_request_ends(sid
     assert pool.model.endpoints.counts == {"e2": 1}
 
 
-def test_a_draining_endpoint_counts_for_no_bound_and_keeps_what_it_has(side: ScriptSide) -> None:
+def test_a_draining_endpoint_raises_no_bound_and_keeps_its_requests(side: ScriptSide) -> None:
     pool = holding(side, "r1 candidates=e1, r2 candidates=e2", endpoints=2, upper_per=2)
     pool.publish({"e1": True, "e2": False})
     assert pool.admit("waits") == ["queued 10000"]
@@ -348,7 +349,7 @@ def test_a_draining_endpoint_counts_for_no_bound_and_keeps_what_it_has(side: Scr
 
 
 @pytest.mark.parametrize("what", ["drained", "down"])
-def test_nothing_new_goes_to_a_marked_endpoint_at_any_replica(side: ScriptSide, what: str) -> None:
+def test_no_replica_places_new_requests_on_a_marked_endpoint(side: ScriptSide, what: str) -> None:
     pool = holding(side, "runs candidates=e1", endpoints=2, upper_per=2)
     assert pool.mark("e1", what) == "marked"
     assert pool.admit("r1, r2", by="b") == ["placed e2 0", "queued 10000"]
@@ -370,7 +371,7 @@ def test_a_higher_band_preempts_the_newest_of_the_flow_preempted_longest_ago(sid
     assert sorted(pool.told["b"]) == [f"preempted {name}" for name in ("x2", "x3", "y2", "y3")]
 
 
-def test_the_lowest_preemptible_band_below_makes_room(side: ScriptSide) -> None:
+def test_the_lowest_preemptible_band_is_preempted_first(side: ScriptSide) -> None:
     pool = full(side, total_capacity=6)
     pool.admit("m priority=-99, n priority=-3, s priority=7, h priority=100, d, c band=0", by="b")
     pool.admit("u1 priority=50, u2 priority=50, u3 priority=50, u4 priority=50")
@@ -382,7 +383,7 @@ def test_the_lowest_preemptible_band_below_makes_room(side: ScriptSide) -> None:
     assert pool.is_at_rest()
 
 
-def test_a_band_lasts_as_long_as_one_of_its_requests_and_is_made_again(side: ScriptSide) -> None:
+def test_a_dynamic_band_is_collected_without_requests_and_created_again(side: ScriptSide) -> None:
     pool = Pool(side)
     # A band is kept while one of its requests runs; bands of refused requests are collected.
     pool.admit("runs priority=7")
@@ -403,16 +404,16 @@ def test_a_band_lasts_as_long_as_one_of_its_requests_and_is_made_again(side: Scr
     assert pool.is_at_rest()
 
 
-def test_a_weighted_band_that_took_its_turns_comes_back_without_a_claim(side: ScriptSide) -> None:
+def test_a_weighted_band_that_was_empty_does_not_catch_up_on_missed_turns(side: ScriptSide) -> None:
     pool = Pool(side, **WEIGHTED, **BANDED, band_weights=[70, 20, 10, 10, 1], upper_per=2)
-    # Given a busy band, and a band of little weight that is empty at each sweep
+    # A busy band competes with a band of little weight, which is empty at each sweep.
     pool.admit("runs1, runs2, " + many("d{n}", 100))
     for n in range(12):
         pool.admit(f"b{n} priority=-50")
         pool.serve(2)
         pool.end(*(r.id for r in pool.model.in_flight() if r.priority == -50))
         pool.sweep()
-    # The band of little weight is served by its weight, and not first each time it comes back.
+    # The band of little weight gets turns by its weight, and not the first turn each time it comes back.
     of_band = [name for name in pool.granted if name.startswith("b")]
     assert 1 <= len(of_band) <= len(pool.granted) / 21 + 1
     pool.serve()
@@ -420,7 +421,7 @@ def test_a_weighted_band_that_took_its_turns_comes_back_without_a_claim(side: Sc
     assert pool.is_at_rest()
 
 
-def test_a_flow_that_was_preempted_empty_is_not_the_next_when_it_comes_back(side: ScriptSide) -> None:
+def test_a_flow_emptied_by_preemption_is_preempted_last_when_it_comes_back(side: ScriptSide) -> None:
     pool = full(side, "x band=2, y band=2, z band=2", "c1 band=0", total_capacity=3)
     pool.cancel("c1")
     pool.admit("x2 band=2, c2 band=0, c3 band=0, c4 band=0")
@@ -430,7 +431,7 @@ def test_a_flow_that_was_preempted_empty_is_not_the_next_when_it_comes_back(side
     assert pool.is_at_rest()
 
 
-def test_a_notification_does_not_end_the_next_request_of_its_id(side: ScriptSide) -> None:
+def test_an_old_notification_does_not_end_a_new_request_with_its_id(side: ScriptSide) -> None:
     pool = full(side, "q")
     # The replica learns of the eviction from its own call; the notification is also in its inbox.
     pool.call("evict", [("q",)])
@@ -450,7 +451,7 @@ def test_a_notification_does_not_end_a_request_that_its_replica_adopts(side: Scr
     assert pool.told == {"a": ["evicted q"], "b": []}
 
 
-def test_a_critical_flow_gets_its_places_however_full_the_queue_is(side: ScriptSide) -> None:
+def test_a_critical_flow_may_queue_flow_capacity_requests_in_a_full_queue(side: ScriptSide) -> None:
     pool = full(side, many("c{n} band=0, d{n}", 3), total_capacity=6, flow_capacity=3)
     assert pool.admit(many("e{n} band=0", 4)) == [QUEUED] * 3 + ["refused insufficient-flow-capacity 1"]
     assert pool.those("preempted") == ["d2", "d1", "d0"]
@@ -469,7 +470,7 @@ def test_retry_after_is_the_time_the_queue_takes_to_drain(side: ScriptSide) -> N
     assert pool.admit("late") == ["refused total-capacity 6"]
 
 
-def test_the_drain_rate_of_a_pool_without_a_queue_falls_to_zero(side: ScriptSide) -> None:
+def test_the_drain_rate_of_a_pool_with_an_empty_queue_falls_to_zero(side: ScriptSide) -> None:
     pool = holding(side, "p1", "p2")
     pool.sweep()
     pool.passes(1000)
@@ -484,7 +485,7 @@ def test_the_drain_rate_of_a_pool_without_a_queue_falls_to_zero(side: ScriptSide
     assert pool.admit("late") == [FULL]
 
 
-def test_a_queue_that_stands_still_asks_for_the_longest_retry_after(side: ScriptSide) -> None:
+def test_a_queue_that_does_not_drain_gives_the_longest_retry_after(side: ScriptSide) -> None:
     pool = holding(side, "p1", "p2, p3")
     pool.sweep()
     pool.passes(1)
@@ -496,14 +497,14 @@ def test_a_queue_that_stands_still_asks_for_the_longest_retry_after(side: Script
     assert pool.admit("late") == ["refused total-capacity 60"]
 
 
-def test_a_flow_at_its_limit_is_passed_over_until_one_of_it_ends(side: ScriptSide) -> None:
+def test_a_flow_at_its_limit_is_throttled_until_one_of_its_requests_ends(side: ScriptSide) -> None:
     pool = holding(side, "p1 limit=1, p2 limit=1", "p3 limit=1, q1", endpoints=2, upper_per=4)
     assert pool.events[-3:] == ["throttled p ", "granted q1 turn", "placed q1 "]
     assert pool.end("p1") == ["p3"]
     assert "unthrottled p " in pool.events
 
 
-def test_a_grant_without_a_place_below_the_limit_is_put_back_uncharged(side: ScriptSide) -> None:
+def test_a_grant_whose_endpoint_is_at_the_flows_limit_is_requeued_uncharged(side: ScriptSide) -> None:
     pool = holding(side, "p1 limit=1 candidates=e1", endpoints=2, upper_per=4)
     pool.tune(paused=1)
     pool.admit("p2 limit=1 workload=w candidates=e1")
@@ -522,14 +523,14 @@ def test_a_grant_without_a_place_below_the_limit_is_put_back_uncharged(side: Scr
     assert pool.is_at_rest()
 
 
-def test_a_request_for_a_full_endpoint_waits_and_blocks_nobody(side: ScriptSide) -> None:
+def test_a_request_for_a_full_endpoint_waits_and_blocks_no_other(side: ScriptSide) -> None:
     pool = Pool(side, endpoints=2, upper_per=99, caps={"e1": 1})
     pool.admit("first candidates=e1")
     for names, candidates, answer in (("x2 y1", "e1", QUEUED), ("z1 z2", "*", "placed e2")):
         for name in names.split():
             pool.admit(f"{name} candidates={candidates}")
             assert pool.place(name, candidates) == answer
-    # When `first` ends, only the request that has waited longest for e1 is granted.
+    # When `first` ends, dispatch grants only the request that has waited longest for e1.
     assert pool.end("first") == ["x2"]
     assert pool.place("x2", "e1") == "placed e1 0"
     assert pool.end("x2") == ["y1"]
@@ -538,7 +539,7 @@ def test_a_request_for_a_full_endpoint_waits_and_blocks_nobody(side: ScriptSide)
     assert pool.is_at_rest()
 
 
-def test_a_grant_that_is_not_placed_yet_counts_against_the_limits(side: ScriptSide) -> None:
+def test_a_grant_that_is_not_placed_yet_counts_against_endpoint_limits(side: ScriptSide) -> None:
     pool = full(side, endpoints=2, upper_per=99, caps={"e1": 1, "e2": 1})
     pool.tune(paused=1)
     pool.admit("granted candidates=e1+e2")
@@ -549,7 +550,7 @@ def test_a_grant_that_is_not_placed_yet_counts_against_the_limits(side: ScriptSi
     assert pool.counts()[1:] == (1, [1, 1])
 
 
-def test_a_limit_that_is_lowered_or_lifted_holds_from_the_next_decision_on(side: ScriptSide) -> None:
+def test_a_changed_endpoint_limit_applies_from_the_next_decision(side: ScriptSide) -> None:
     pool = holding(side, "r0, r1, r2", upper_per=99, caps={"e1": 3})
     pool.publish({"e1": False}, caps={"e1": 2})
     assert pool.admit("waits") == ["queued 10000"]
@@ -558,7 +559,7 @@ def test_a_limit_that_is_lowered_or_lifted_holds_from_the_next_decision_on(side:
     assert pool.granted == ["waits"]
 
 
-def test_real_costs_correct_what_a_flow_was_charged(side: ScriptSide) -> None:
+def test_the_actual_cost_corrects_the_charge_of_a_flow(side: ScriptSide) -> None:
     pool = full(side, many("dear{n}, cheap{n}", 12))
     order = pool.serve(1)
     for _ in range(10):
@@ -567,7 +568,7 @@ def test_real_costs_correct_what_a_flow_was_charged(side: ScriptSide) -> None:
     assert "".join(name[0] for name in order) == "cdccccdcccc"
 
 
-def test_a_charge_below_nothing_is_corrected_like_any_other(side: ScriptSide) -> None:
+def test_a_negative_tag_is_corrected_like_any_other(side: ScriptSide) -> None:
     pool = holding(side, "runs cost=10", upper_per=10, lower_per=1, fairness="round-robin", guard_share=0)
     pool.admit("x1 cost=10, x2 cost=10, x3 cost=10")
     pool.serve(1)
@@ -579,7 +580,7 @@ def test_a_charge_below_nothing_is_corrected_like_any_other(side: ScriptSide) ->
     assert pool.those("corrected") == ["x1", "x2"]
 
 
-def test_the_cost_of_an_answer_is_learned(side: ScriptSide) -> None:
+def test_the_cost_of_an_answer_is_learned_from_earlier_answers(side: ScriptSide) -> None:
     pool = holding(side, "runs, f1, f2, f3 learn=1", upper_per=1000, default_answer=10, answer_alpha=0.5)
     pool.end("f1", tokens=40)
     pool.end("f2", tokens=20)
@@ -601,7 +602,7 @@ def test_a_request_past_its_time_to_live_is_not_dispatched(side: ScriptSide) -> 
     assert sorted(pool.told["b"]) == sorted(f"expired short{n}" for n in range(30))
 
 
-def test_a_grant_past_its_time_to_live_does_not_go_back_to_the_queue(side: ScriptSide) -> None:
+def test_a_grant_past_its_ttl_expires_instead_of_being_requeued(side: ScriptSide) -> None:
     pool = Pool(side, endpoints=2, upper_per=4)
     pool.admit("p1 limit=1 candidates=e1, p2 limit=1 ttl_ms=50 candidates=e1")
     assert pool.granted == ["p2"]
@@ -609,7 +610,7 @@ def test_a_grant_past_its_time_to_live_does_not_go_back_to_the_queue(side: Scrip
     assert pool.place("p2", "e1") == "expired"
 
 
-def test_an_expiry_does_not_take_back_a_grant_given_in_time(side: ScriptSide) -> None:
+def test_an_expiry_does_not_end_a_request_granted_in_time(side: ScriptSide) -> None:
     pool = full(side, "q candidates=e1")
     pool.end("runs")
     assert pool.cancel("q", "expired") == "granted"
@@ -618,14 +619,14 @@ def test_an_expiry_does_not_take_back_a_grant_given_in_time(side: ScriptSide) ->
     assert pool.counts() == (1, 0, [1])
 
 
-def test_a_request_nobody_reports_is_reclaimed_and_a_renewed_one_is_not(side: ScriptSide) -> None:
+def test_a_request_without_renewals_is_reclaimed_and_a_renewed_one_is_not(side: ScriptSide) -> None:
     pool = holding(side, "silent, alive workload=w", "waits candidates=e1", upper_per=2, lease_ms=50)
     pool.passes(40)
     pool.call("renew", [("alive", "", "", None)])
     pool.passes(20)
     assert pool.sweep()[:4] == [1, 0, 1, 0]
     assert pool.of("silent") == ["bypassed", "reclaimed"]
-    # The waiting request is granted. A grant that is not placed is also reclaimed, and cannot be placed then.
+    # The waiting request is granted. A grant that is never placed is reclaimed too, and `place` then fails.
     assert pool.granted == ["waits"]
     pool.passes(60)
     pool.sweep()
@@ -633,7 +634,7 @@ def test_a_request_nobody_reports_is_reclaimed_and_a_renewed_one_is_not(side: Sc
     assert pool.counts() == (0, 0, [0])
 
 
-def test_a_request_whose_replica_is_silent_is_granted_to_the_one_that_brings_it(side: ScriptSide) -> None:
+def test_a_request_of_a_silent_replica_is_granted_to_the_replica_that_adopts_it(side: ScriptSide) -> None:
     pool = full(side, lease_ms=900_000)
     pool.admit("orphan flow=f ttl_ms=900000", by="b")
     pool.admit("alive flow=f ttl_ms=900000")
@@ -646,7 +647,7 @@ def test_a_request_whose_replica_is_silent_is_granted_to_the_one_that_brings_it(
     assert pool.serve() == ["orphan", "alive"]
 
 
-def test_nothing_is_granted_to_a_silent_replica_before_a_sweep_either(side: ScriptSide) -> None:
+def test_dispatch_orphans_requests_of_a_silent_replica_without_a_sweep(side: ScriptSide) -> None:
     pool = full(side, lease_ms=900_000)
     pool.admit("orphan flow=f ttl_ms=900000", by="b")
     pool.admit("alive flow=f ttl_ms=900000")
@@ -656,7 +657,7 @@ def test_nothing_is_granted_to_a_silent_replica_before_a_sweep_either(side: Scri
     assert pool.of("orphan") == ["queued", "orphaned"]
 
 
-def test_a_stream_that_was_given_up_cancels_nothing_at_its_own_replica_either(side: ScriptSide) -> None:
+def test_a_superseded_stream_cannot_cancel_the_request_at_the_same_replica(side: ScriptSide) -> None:
     pool = full(side, "q attempt=1.x")
     pool.admit("q attempt=2.x")
     assert pool.call("cancel", [("q", "1.x", "cancelled")]).answers == ["foreign"]
@@ -671,12 +672,12 @@ def acknowledged(pool: Pool, name: str, attempt: str = "1", by: str = "a") -> bo
     return str(pool.call("acknowledge", [(name, attempt)], by=by).answers[0]) == "taken"
 
 
-def test_a_request_for_which_any_endpoint_will_do_is_placed_when_it_is_granted(side: ScriptSide) -> None:
+def test_a_request_for_any_endpoint_is_placed_by_its_grant(side: ScriptSide) -> None:
     pool = full(side)
     pool.admit("q1", by="b")
     pool.admit("q2")
     pool.end("runs")
-    # The owner is notified with each heartbeat until it acknowledges the place with the right attempt.
+    # Each heartbeat notifies the owner until the owner acknowledges the placement with the right attempt.
     assert pool.of("q1") == ["queued", "granted", "placed"]
     pool.beat("b")
     assert not acknowledged(pool, "q1", by="a")
@@ -688,7 +689,7 @@ def test_a_request_for_which_any_endpoint_will_do_is_placed_when_it_is_granted(s
     pool.beat("b")
     assert pool.told["b"] == ["granted q1"] * 2
     assert pool.cancel("q1", "unclaimed", by="b") == "foreign"
-    # A replica whose own call grants its request finds the place in the reply.
+    # If a replica's own call grants its request, the reply has the placement.
     pool.end("q1")
     assert pool.told["a"] == ["placed 1 e1 0 q2"]
     assert pool.cancel("q2", "unclaimed") == "ended"
@@ -696,26 +697,24 @@ def test_a_request_for_which_any_endpoint_will_do_is_placed_when_it_is_granted(s
 
 
 @pytest.mark.parametrize("what", ["drained", "down"])
-def test_a_request_leaves_a_closed_endpoint_unless_its_replica_knows_its_place(
-    side: ScriptSide, what: str
-) -> None:
+def test_a_placement_leaves_a_marked_endpoint_unless_acknowledged(side: ScriptSide, what: str) -> None:
     pool = Pool(side, endpoints=2, upper_per=2)
     pool.admit("r1 candidates=e1, r2 candidates=e2, r3 candidates=e2, r4 candidates=e1")
     pool.admit("q limit=1")
     pool.end("r1")
     assert endpoint_of(pool, "q") == "e1"
     pool.mark("e1", what)
-    # Its replica missed the notification, and calls `place`.
+    # The replica has missed the notification of its placement and calls `place`.
     assert pool.place("q") == "placed e2 2"
     assert pool.counts() == (4, 0, [1, 3])
-    # Now the replica knows the place, so the request stays on e2.
+    # Now the replica knows the placement, so the request stays on e2.
     pool.mark("e2", what)
     assert pool.place("q") == "placed e2"
     pool.end("q", "r2", "r3", "r4")
     assert pool.counts() == (0, 0, [0, 0])
 
 
-def test_a_request_stays_at_a_closed_endpoint_where_no_other_takes_it(side: ScriptSide) -> None:
+def test_a_placement_stays_on_a_marked_endpoint_if_no_other_is_open(side: ScriptSide) -> None:
     pool = full(side, "q")
     pool.end("runs")
     pool.mark("e1", "drained")
@@ -723,7 +722,7 @@ def test_a_request_stays_at_a_closed_endpoint_where_no_other_takes_it(side: Scri
     assert pool.counts() == (1, 0, [1])
 
 
-def test_a_request_that_cannot_be_placed_when_it_is_granted_asks_for_its_place(side: ScriptSide) -> None:
+def test_a_request_that_its_grant_could_not_place_is_requeued_by_place(side: ScriptSide) -> None:
     pool = Pool(side, endpoints=2, upper_per=9, caps={"e2": 1})
     pool.admit("p1 limit=1 candidates=e1, y1 candidates=e2")
     pool.tune(paused=1)
@@ -731,27 +730,27 @@ def test_a_request_that_cannot_be_placed_when_it_is_granted_asks_for_its_place(s
     pool.tune(paused=None)
     assert pool.of("p2") == ["queued", "granted"]
     assert pool.place("p2") == "queued 10000"
-    # The next grant places it.
+    # The next grant places the request.
     assert pool.end("y1") == ["p2"]
     assert pool.of("p2")[-3:] == ["requeued", "granted", "placed"]
 
 
-def test_an_adopted_request_keeps_its_place_and_belongs_to_its_adopter(side: ScriptSide) -> None:
+def test_an_adopted_request_keeps_its_position_and_belongs_to_its_adopter(side: ScriptSide) -> None:
     pool = full(side, "q0, q1, q2")
     assert pool.admit("q1, q0 candidates=e1", by="b") == ["queued 10000 adopted"] * 2
-    assert pool.cancel("q0") == pool.cancel("q0", "expired") == "foreign"
+    assert [pool.cancel("q0"), pool.cancel("q0", "expired")] == ["foreign"] * 2
     assert pool.end("runs") == ["q0"]
     # A granted request is placed for its adopter, and its former owner cannot place it.
     assert pool.admit("q0") == ["placed e1 0 adopted"]
     assert pool.place("q0", by="b") == "gone"
     # A placed request stays, and neither replica can cancel it: Envoy may listen to either stream.
     assert pool.admit("q0", by="b") == ["placed e1 adopted"]
-    assert pool.cancel("q0", by="a") == pool.cancel("q0", by="b") == "foreign"
+    assert [pool.cancel("q0", by=by) for by in "ab"] == ["foreign"] * 2
     assert pool.serve() == ["q1", "q2"]
 
 
 @pytest.mark.parametrize("state", ["queued", "orphaned", "granted", "placed"])
-def test_an_id_alone_adopts_nothing(side: ScriptSide, state: str) -> None:
+def test_an_id_alone_does_not_adopt_a_request(side: ScriptSide, state: str) -> None:
     pool = full(side, "q attempt=1.x candidates=e1 ttl_ms=900000", silence_ms=SILENT_MS)
     if state == "orphaned":
         pool.passes(SILENT_MS)
@@ -769,7 +768,7 @@ def test_an_id_alone_adopts_nothing(side: ScriptSide, state: str) -> None:
     assert [pool.admit("q attempt=2.x", by=by)[0].split()[-1] for by in "bab"] == ["adopted"] * 3
 
 
-def test_an_adopted_request_past_its_time_has_expired(side: ScriptSide) -> None:
+def test_an_adopted_request_past_its_ttl_expires(side: ScriptSide) -> None:
     pool = full(side, "q ttl_ms=50")
     pool.passes(60)
     assert pool.admit("q", by="b") == ["expired"]
@@ -803,14 +802,14 @@ def workload_of(pool: Pool, name: str = "w") -> tuple[int, int, int]:
     return it.total, it.active, it.dispatched
 
 
-def test_a_workloads_requests_are_counted_through_their_lives(side: ScriptSide) -> None:
+def test_the_counts_of_a_workload_follow_each_of_its_requests(side: ScriptSide) -> None:
     pool = holding(side, "r1 workload=w", flow_capacity=2)
     pool.admit("r2 workload=w", by="b")
     pool.admit("r3 workload=w")
     assert workload_of(pool) == (3, 3, 1)
     pool.admit("r2 workload=w")  # adopted, not counted again
     assert workload_of(pool) == (3, 3, 1)
-    # A request ends, and the next is served; one is cancelled; one of a full flow is refused, but counted.
+    # r1 ends and r2 is granted; r3 is cancelled; a request of a full flow is refused but counts.
     pool.end("r1")
     pool.cancel("r3")
     assert pool.admit("r4 workload=w flow=r limit=0, r5 workload=w, r6 workload=w")[-1].startswith("refused")
@@ -820,21 +819,19 @@ def test_a_workloads_requests_are_counted_through_their_lives(side: ScriptSide) 
 
 
 @pytest.mark.parametrize("reason", ["full", "too old", "no endpoints"])
-def test_a_request_that_is_turned_away_counts_as_an_arrival_and_is_not_active(
-    side: ScriptSide, reason: str
-) -> None:
+def test_a_rejected_request_counts_as_an_arrival_and_not_as_active(side: ScriptSide, reason: str) -> None:
     pool = holding(side, "runs workload=w", total_capacity=0)
     if reason == "no endpoints":
         pool.publish({})
     late = " ttl_ms=1 age_ms=2" if reason == "too old" else ""
     for number in range(1, 4):
-        (answer,) = pool.admit(f"more workload=w{late}")  # a refused request leaves only its arrival
+        (answer,) = pool.admit(f"more workload=w{late}")  # a rejected request only counts as an arrival
         assert answer.split()[0] == ("expired" if late else "refused")
         assert workload_of(pool) == (1 + number, 1, 1)
         assert sum(pool.model.workloads.arrivals("w")) == 1 + number
 
 
-def test_requests_that_are_refused_push_a_workload_behind(side: ScriptSide) -> None:
+def test_refused_requests_lower_the_score_of_their_workload(side: ScriptSide) -> None:
     rates = {"rate_weight": 0.9, "rate_cap": 0.1, "guard_share": 0}
     waiting = "greedy flow=f workload=greedy, modest flow=f workload=modest"
     pool = full(side, waiting, total_capacity=2, **BY_WORKLOAD, **rates)
@@ -851,7 +848,7 @@ def test_requests_that_are_refused_push_a_workload_behind(side: ScriptSide) -> N
     ],
     ids=["rate", "average wait"],
 )
-def test_another_flow_that_names_a_workload_changes_no_order_but_its_own(
+def test_a_workload_id_used_by_another_flow_does_not_change_a_flows_order(
     side: ScriptSide, signal: dict[str, Any], waiting: str
 ) -> None:
     pool = Pool(side, **BY_WORKLOAD, guard_share=0, **signal)
@@ -865,7 +862,7 @@ def test_another_flow_that_names_a_workload_changes_no_order_but_its_own(
     assert workload_of(pool, "shared")[0] == 6
 
 
-def test_the_average_wait_follows_new_waits_by_a_fifth(side: ScriptSide) -> None:
+def test_the_average_wait_moves_by_a_fifth_towards_each_new_wait(side: ScriptSide) -> None:
     pool = Pool(side, upper_per=2)
     average = pool.model.workloads.wait_ms
     pool.admit("r1 workload=w age_ms=2500")
@@ -894,7 +891,7 @@ def test_arrivals_are_counted_by_sixths_of_a_sliding_window(side: ScriptSide) ->
     assert pool.model.workloads.rate("w") == 0
 
 
-# Specification 001: average wait, requests in the window of 60 s, criticality, score; it rounds waits.
+# Examples of specification 001: average wait (ms, rounded), requests within 60 s, criticality, score.
 SPECIFIED = {
     "batch-job-123": (2360, 2, 4, 0.3355),
     "interactive-user-456": (800, 150, 5, 0.4002),

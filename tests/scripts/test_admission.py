@@ -12,7 +12,7 @@ from picker_fleet.domain.errors import InsufficientFlowCapacity, NoEndpoints, To
 from picker_fleet.state.store import name_of
 
 
-async def test_the_gate_names_each_refusal(fleet: OpenFleet) -> None:
+async def test_each_exceeded_limit_raises_its_documented_error(fleet: OpenFleet) -> None:
     # A queue with room for one request per flow and two in all, and a full stock.
     async with fleet("a", total_capacity=2, flow_capacity=1, max_flows=2, full=True) as (_, a):
         await a.admit("x0", flow="x")
@@ -31,7 +31,7 @@ async def test_the_gate_names_each_refusal(fleet: OpenFleet) -> None:
         assert a.gate.queue.waiting == 0
 
 
-async def test_before_anything_is_published_the_pool_is_unknown(fleet: OpenFleet) -> None:
+async def test_an_admission_before_the_first_publish_is_answered_unknown_pool(fleet: OpenFleet) -> None:
     # Nothing is published yet: an admission is answered `unknown-pool`, and the replica must publish.
     async with fleet("a") as (it, a):
         await it.redis.delete(*await it.redis.keys(it.keys.prefix + "*"))
@@ -41,7 +41,7 @@ async def test_before_anything_is_published_the_pool_is_unknown(fleet: OpenFleet
         assert not (await a.sweep()).ran
 
 
-async def test_the_queue_goes_off_and_on_while_requests_wait(fleet: OpenFleet) -> None:
+async def test_the_queue_can_be_disabled_and_enabled_while_requests_wait(fleet: OpenFleet) -> None:
     # A full stock, and more waiting requests than one call dispatches.
     async with fleet("a", upper_per=1) as (it, a):
         for i in range(60):
@@ -74,9 +74,7 @@ async def test_requests_registered_again_in_one_message_keep_their_order(fleet: 
         assert order_of(await it.log()) == ["z", "a"]
 
 
-def test_a_call_moves_a_bounded_number_of_requests_that_have_waited_to_the_cap(
-    client: redis.Redis, pool: str
-) -> None:
+def test_a_call_moves_at_most_256_requests_that_reached_the_wait_cap(client: redis.Redis, pool: str) -> None:
     direct = ClockedPool(client, pool)
     direct.publish("e:1", upper_per=1, ordering="workload-aware", wait_cap_ms=5000)
     direct.call("heartbeat", "a", "{}", 60_000)

@@ -10,7 +10,7 @@ from picker_fleet.domain.errors import ClientGone, ExpiredTtl, RequestIdTaken
 from picker_fleet.state.store import name_of
 
 
-async def test_more_waiting_requests_than_one_sweep_scans_are_all_orphaned(fleet: OpenFleet) -> None:
+async def test_repeated_sweeps_orphan_all_waiting_requests_of_a_silent_replica(fleet: OpenFleet) -> None:
     # 250 requests wait at a replica that falls silent, and ten at another replica are queued among them.
     async with fleet("a", "b", full=True) as (it, a, b):
         await asyncio.gather(*(a.admit(f"q{i}") for i in range(125)))
@@ -27,7 +27,7 @@ async def test_more_waiting_requests_than_one_sweep_scans_are_all_orphaned(fleet
         assert expected.items() <= last.items()
 
 
-async def test_a_replica_that_comes_back_learns_that_it_was_away(fleet: OpenFleet) -> None:
+async def test_a_heartbeat_of_a_silent_replica_stops_the_orphaning_of_its_requests(fleet: OpenFleet) -> None:
     # A replica has left with requests waiting, and a sweep has orphaned only some of them.
     async with fleet("a", "b", full=True) as (it, a, b):
         await asyncio.gather(*(a.admit(f"q{i}") for i in range(120)))
@@ -40,7 +40,7 @@ async def test_a_replica_that_comes_back_learns_that_it_was_away(fleet: OpenFlee
         assert (await a.beat()).was_known
 
 
-async def test_a_newer_stream_of_the_same_request_takes_over_its_wait(fleet: OpenFleet) -> None:
+async def test_a_retry_on_a_new_stream_takes_over_the_queued_request(fleet: OpenFleet) -> None:
     # A waiting request arrives again at the same replica over a new stream.
     async with fleet("a", full=True) as (it, a):
         first, second = await waiting(it, a, "q"), asked(a, "q")
@@ -54,7 +54,7 @@ async def test_a_newer_stream_of_the_same_request_takes_over_its_wait(fleet: Ope
         assert (await it.ledger()).started["q"] == 1
 
 
-async def test_an_old_owner_whose_time_is_up_leaves_the_adopter_alone(fleet: OpenFleet) -> None:
+async def test_the_expiry_timer_of_a_former_owner_does_not_end_an_adopted_request(fleet: OpenFleet) -> None:
     # Another replica has adopted the waiter's request.
     async with fleet("a", "b", full=True) as (it, a, b):
         waiter = await waiting(it, a, "q", ttl_s=0.8)
@@ -72,7 +72,7 @@ STRANGERS: list[dict[str, str]] = [{"flow": "other"}, {"model": "other"}, {"dige
 
 
 @pytest.mark.parametrize("stranger", STRANGERS, ids=str)
-async def test_an_id_opens_nothing_to_who_brings_another_flow_model_or_body(
+async def test_a_request_with_a_known_id_but_another_flow_model_or_body_is_refused(
     fleet: OpenFleet, stranger: dict[str, str]
 ) -> None:
     async with fleet("a", "b", full=True) as (it, a, b):
@@ -99,9 +99,7 @@ async def test_an_id_opens_nothing_to_who_brings_another_flow_model_or_body(
         waiter.cancel()
 
 
-async def test_a_stranger_that_comes_before_redis_has_answered_does_not_end_the_wait(
-    fleet: OpenFleet,
-) -> None:
+async def test_a_refused_request_with_the_same_id_cancels_no_admission_in_flight(fleet: OpenFleet) -> None:
     async with fleet("a", full=True) as (it, a):
         waiter = asked(a, "q", **FIRST)
         await asyncio.sleep(0)
@@ -112,7 +110,7 @@ async def test_a_stranger_that_comes_before_redis_has_answered_does_not_end_the_
         await it.ends(a, "q")
 
 
-async def test_who_asks_under_an_id_at_the_same_time_does_not_keep_its_request_out(fleet: OpenFleet) -> None:
+async def test_a_concurrent_request_with_the_same_id_does_not_block_a_retry(fleet: OpenFleet) -> None:
     # A stranger's admission is in flight when Envoy's retry of the waiting request reaches that replica.
     async with fleet("a", "b", full=True) as (it, a, b):
         waiter = await waiting(it, a, "q", **FIRST)

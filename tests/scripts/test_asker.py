@@ -68,7 +68,7 @@ async def test_a_cancelled_caller_leaves_no_reply_to_the_next(asker: CommandClie
         await slow
 
 
-async def test_a_server_that_is_no_primary_is_replaced(asker: CommandClient, valkey_url: str) -> None:
+async def test_a_connection_to_a_non_primary_is_replaced(asker: CommandClient, valkey_url: str) -> None:
     # The connection leads to a server that has become a replica.
     known = (await asker.execute([("CLIENT", "ID")]))[0]
     async with Redis.from_url(valkey_url) as redis:

@@ -133,7 +133,9 @@ RUNS = [*((policy, 1.0) for policy in POLICIES), ("weighted-fair, fcfs", 1e7)]
 
 
 @pytest.mark.parametrize(("policy", "unit"), RUNS)
-async def test_a_run_keeps_every_promise(valkey_fleet: OpenFleet, policy: str, unit: float) -> None:
+async def test_the_audit_of_a_run_finds_no_violation(
+    valkey_fleet: OpenFleet, policy: str, unit: float
+) -> None:
     # Three replicas, a full queue, overdue requests and wrong cost estimates.
     settings = {
         "total_capacity": 60, "flow_capacity": 40, "upper_per": 3 * unit, "starvation_ms": 5,
@@ -194,7 +196,7 @@ async def test_requests_of_a_dead_replica_are_adopted(valkey_fleet: OpenFleet) -
         assert {"orphaned", "adopted"} <= {entry.event for entry in await it.log()}
 
 
-async def test_a_capped_log_is_audited_from_its_first_entry(valkey_fleet: OpenFleet, valkey_url: str) -> None:
+async def test_the_audit_of_a_trimmed_log_has_no_finding(valkey_fleet: OpenFleet, valkey_url: str) -> None:
     # The first part of a run's log has been trimmed.
     async with valkey_fleet("a", "b", endpoints=2, total_capacity=60) as it:
         storm = Storm(it, seed=5)
@@ -205,7 +207,7 @@ async def test_a_capped_log_is_audited_from_its_first_entry(valkey_fleet: OpenFl
         assert main(["audit", "--redis", valkey_url, "--pool", it.pool]) == 0
 
 
-async def test_the_command_reports_a_violation_and_its_evidence(
+async def test_picker_audit_reports_a_violation_with_its_log_entry(
     valkey_fleet: OpenFleet, valkey_url: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     # A log in which a request ends twice.
@@ -221,7 +223,7 @@ async def test_the_command_reports_a_violation_and_its_evidence(
         assert f"#{int(last['seq']) + 1} " in shown
 
 
-async def test_a_pool_without_a_log_is_exit_code_2(
+async def test_picker_audit_exits_with_2_if_the_pool_has_no_decision_log(
     valkey_fleet: OpenFleet, valkey_url: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     async with valkey_fleet("a", log_max=0) as it:
@@ -230,9 +232,7 @@ async def test_a_pool_without_a_log_is_exit_code_2(
         assert f"pool '{it.pool}' has no decision log" in capsys.readouterr().err
 
 
-async def test_entries_trimmed_while_the_log_is_read_are_reported(
-    valkey_fleet: OpenFleet, valkey_url: str
-) -> None:
+async def test_entries_trimmed_during_a_read_are_reported(valkey_fleet: OpenFleet, valkey_url: str) -> None:
     # A log of several pages; the first one has been read.
     async with valkey_fleet("a") as (it, a):
         for i in range(40):

@@ -55,7 +55,7 @@ def fill(pool: DirectPool, **of_request: Any) -> None:
     pool.admit("runs", **of_request)
 
 
-def test_as_many_bands_as_fit_are_made_and_others_wait_in_the_nearest(full: DirectPool) -> None:
+def test_once_64_bands_exist_a_new_priority_waits_in_the_nearest_band(full: DirectPool) -> None:
     # All band numbers are in use.
     priorities = range(1000, 1000 + 10 * OTHERS, 10)
     queue(full, priorities)
@@ -75,7 +75,7 @@ def test_as_many_bands_as_fit_are_made_and_others_wait_in_the_nearest(full: Dire
     assert 1005 in lengths_of(full)
 
 
-def test_a_library_that_was_just_loaded_finds_the_bands(full: DirectPool) -> None:
+def test_a_newly_loaded_library_reads_the_bands_from_redis(full: DirectPool) -> None:
     queue(full, (7, 7 - 10))
     # As after a server restart, the library has no cached state.
     full.load(full.library)
@@ -84,7 +84,7 @@ def test_a_library_that_was_just_loaded_finds_the_bands(full: DirectPool) -> Non
     assert lengths_of(full)[7] == 0
 
 
-def test_a_call_that_fails_leaves_no_band(full: DirectPool) -> None:
+def test_a_failed_call_creates_no_band(full: DirectPool) -> None:
     # A batch with a new priority fails.
     with pytest.raises(redis.ResponseError):
         full.call("admit", "a", arrival("x", priority=7), b"damaged")
@@ -94,7 +94,7 @@ def test_a_call_that_fails_leaves_no_band(full: DirectPool) -> None:
 
 
 @pytest.mark.parametrize("priority", [7, -(2**31), 2**31 - 1])
-def test_a_request_is_restored_in_the_band_of_its_token(full: DirectPool, priority: int) -> None:
+def test_a_request_is_restored_in_the_band_of_its_accounting_token(full: DirectPool, priority: int) -> None:
     band = Bands().of(priority)
     token = TOKEN.format(number=list(Bands()).index(Bands().find(band.criticality)), priority=priority)
     full.call("renew", "a", "lost", "1", "", token, 0)
@@ -111,14 +111,14 @@ TOKEN = "f\t{number}\t1\t1\tw\t3\tm\ta:1\t0\tpriority={priority}"
 
 
 @pytest.mark.parametrize("priority", [2**31, -(2**31) - 1, "7.5", "", "x"])
-def test_a_token_of_no_priority_restores_nothing(full: DirectPool, priority: object) -> None:
+def test_a_token_with_an_invalid_priority_restores_nothing(full: DirectPool, priority: object) -> None:
     known = len(full.requests())
     reply = full.call("renew", "a", "lost", "1", "", TOKEN.format(number=9, priority=priority), 0)
     assert reply[4] == b"unknown"
     assert len(full.requests()) == known
 
 
-def test_the_three_may_have_other_priorities_while_requests_wait(full: DirectPool) -> None:
+def test_the_named_bands_can_change_priority_while_requests_wait(full: DirectPool) -> None:
     queue(full, (10, 0, 5))
     assert list(lengths_of(full)) == [10, 5, 0, -10]
     lower = [{"priority": each, "preemptible": True} for each in (5, -10)]
@@ -140,7 +140,7 @@ def counted_anew(pool: DirectPool) -> dict[int, int]:
     return bytes_of(pool)
 
 
-def test_the_bytes_of_bodies_outlive_a_restart_of_the_server(full: DirectPool) -> None:
+def test_counts_of_waiting_body_bytes_survive_a_server_restart(full: DirectPool) -> None:
     for name, priority, size in (("a", 0, 900), ("b", 0, 50), ("c", 7, 2**40), ("d", -10, 0)):
         full.admit(name, priority=priority, body_bytes=size, candidates="a:1")
     # A record stores sizes in four bytes, so larger ones are capped.
@@ -154,9 +154,7 @@ def test_the_bytes_of_bodies_outlive_a_restart_of_the_server(full: DirectPool) -
     assert full.client.hget(f"{full.prefix}pool", "waiting_bytes") == b""
 
 
-def test_after_a_loss_of_the_state_requests_that_come_again_are_counted_whatever_their_age(
-    full: DirectPool,
-) -> None:
+def test_body_bytes_of_requests_registered_again_after_a_flush_are_counted(full: DirectPool) -> None:
     full.admit("waits", body_bytes=900)
     full.clear()
     fill(full, age_ms=9000)
@@ -166,7 +164,7 @@ def test_after_a_loss_of_the_state_requests_that_come_again_are_counted_whatever
     assert bytes_of(full) == {}
 
 
-def test_only_the_limit_that_is_in_force_counts(full: DirectPool) -> None:
+def test_a_changed_byte_limit_of_a_band_applies_to_new_requests_only(full: DirectPool) -> None:
     limited = [{"priority": 10}, {"priority": 0, "bytes": 1000}, {"priority": -10}]
     # Bodies that waited before a limit was set count towards it.
     full.admit("a", body_bytes=900)

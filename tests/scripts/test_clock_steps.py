@@ -17,7 +17,7 @@ STEPS = st.sampled_from([HOUR_MS, -HOUR_MS, 600_000, -600_000, 3_000, -3_000])
 
 @given(steps=st.lists(st.tuples(st.integers(0, 40), STEPS), max_size=6))
 @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
-def test_nothing_ends_early_or_late_when_the_clock_steps_by_an_hour(
+def test_leases_and_ttls_end_on_time_although_redis_time_steps_by_an_hour(
     client: redis.Redis, steps: list[tuple[int, int]]
 ) -> None:
     server = TimedPool(client, f"steps-{next(EXAMPLES)}")
@@ -54,7 +54,7 @@ def server(client: redis.Redis, pool: str) -> TimedPool:
     return TimedPool(client, pool)
 
 
-def test_a_heartbeat_adds_the_time_in_which_nobody_called(server: TimedPool) -> None:
+def test_a_heartbeat_advances_the_pools_clock_by_the_time_without_calls(server: TimedPool) -> None:
     # A request waits behind others, and no call is made for ten seconds.
     for name in ("one", "two"):
         server.admit(name)

@@ -21,7 +21,7 @@ async def test_equal_endpoints_take_turns(fleet: OpenFleet) -> None:
         assert seen == {E1, E2, E3, E4}
 
 
-async def test_the_pool_lists_what_was_published(fleet: OpenFleet) -> None:
+async def test_replicas_read_the_published_endpoints(fleet: OpenFleet) -> None:
     async with fleet("a") as (_, a):
         # Replicas read the published endpoints with labels and draining state, ordered by address.
         endpoints = (Endpoint(E1, labels={"zone": "ü"}), Endpoint("[::1]:8000", draining=True))
@@ -42,7 +42,7 @@ async def test_equal_scores_spread_requests_of_all_replicas_evenly(fleet: OpenFl
         assert set((await it.state()).in_flight.values()) == {125}
 
 
-async def test_a_drained_endpoint_does_not_scale_the_load_of_others(fleet: OpenFleet) -> None:
+async def test_the_load_of_a_drained_endpoint_does_not_affect_the_choice(fleet: OpenFleet) -> None:
     # The most loaded endpoint drains; of the others, the one with the better score has one request.
     async with fleet("a", endpoints=3, upper_per=10, live_weight=0.5) as (_, a):
         for name, where in (("busy", E2), ("other", E1), ("another", E1)):
@@ -55,7 +55,7 @@ async def test_a_drained_endpoint_does_not_scale_the_load_of_others(fleet: OpenF
 
 
 @pytest.mark.parametrize("what", ["drained", "down"])
-async def test_a_mark_outlives_publishing_and_goes_with_its_endpoint(fleet: OpenFleet, what: str) -> None:
+async def test_a_mark_lasts_until_its_endpoint_is_removed(fleet: OpenFleet, what: str) -> None:
     # An endpoint with a mark.
     async with fleet("a", endpoints=2, upper_per=5) as (it, a):
         await a.store.mark_endpoint(E1, what, True)

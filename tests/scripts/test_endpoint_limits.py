@@ -10,7 +10,7 @@ from picker_fleet.domain.request import Endpoint
 ROOM = 1000  # stock per endpoint, so large that only the endpoints' limits matter
 
 
-async def test_of_a_hundred_at_once_exactly_five_are_placed(fleet: OpenFleet) -> None:
+async def test_of_100_concurrent_requests_exactly_5_run_on_an_endpoint_with_limit_5(fleet: OpenFleet) -> None:
     # Two replicas, and a stock far above the only endpoint's limit of 5.
     async with fleet("a", "b", upper_per=ROOM, listening=True) as it:
         await it.replicas[0].publish(Endpoint(A, max_inflight=5), upper_per=ROOM)

@@ -36,7 +36,7 @@ def logged_end(replica: Replica, request_id: str, placement: Placement) -> None:
     Collector([account]).on_message(message.SerializeToString())
 
 
-async def test_a_client_that_asks_again_at_once_finds_its_last_request_ended(fleet: OpenFleet) -> None:
+async def test_an_end_is_counted_before_an_admission_of_the_same_loop_turn(fleet: OpenFleet) -> None:
     # Two endpoints serve one request each: another client's, and this client's last one.
     async with fleet("a", endpoints=2, upper_per=1) as (it, a):
         other = await a.gate.admit(ask("other"), stream_owned=False)
@@ -56,7 +56,7 @@ async def test_a_client_that_asks_again_at_once_finds_its_last_request_ended(fle
         await it.ends(a, "other", "again")
 
 
-async def test_an_end_leaves_with_its_turn_and_those_behind_it_in_one_message(
+async def test_ends_are_sent_when_the_loop_turn_ends_and_later_ends_in_one_message(
     fleet: OpenFleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with fleet("a", upper_per=8) as (it, a):

@@ -117,12 +117,12 @@ WRAPPED = {
 
 
 @pytest.mark.parametrize("error", WRAPPED)
-def test_an_error_is_read_by_its_cause_and_never_by_a_text_of_a_client(error: str) -> None:
+def test_an_error_reply_is_classified_by_its_code_and_never_by_a_clients_text(error: str) -> None:
     assert meaning_of(error).value == WRAPPED[error]
 
 
 @pytest.mark.parametrize("error", SENT_AGAIN)
-async def test_a_call_is_sent_once_more_after_an_error_that_everyone_gets_for_a_moment(
+async def test_a_call_is_repeated_after_a_passing_server_error(
     valkey_url: str, pool: str, error: str
 ) -> None:
     async with proxy_to(valkey_url) as between, watched(valkey_url, pool, between.url) as it:
@@ -136,7 +136,7 @@ async def test_a_call_is_sent_once_more_after_an_error_that_everyone_gets_for_a_
 
 
 @pytest.mark.parametrize("error", SENT_AGAIN)
-async def test_an_error_that_everyone_gets_and_that_lasts_is_an_outage(
+async def test_a_lasting_server_error_makes_the_replica_fail_over(
     valkey_url: str, pool: str, error: str
 ) -> None:
     async with proxy_to(valkey_url) as between, watched(valkey_url, pool, between.url) as it:
@@ -173,9 +173,7 @@ async def unsaved(redis: Redis, folder: Path) -> AsyncIterator[None]:
 
 
 @pytest.mark.parametrize("why", ["OOM", "MISCONF"])
-async def test_a_redis_that_takes_no_writes_refuses_only_new_requests(
-    server: Server, pool: str, why: str
-) -> None:
+async def test_while_redis_refuses_writes_only_new_requests_fail(server: Server, pool: str, why: str) -> None:
     async with watched(server.url, pool) as it:
         # Redis accepts no writes.
         async with refusing(it.fleet.redis, why) if why == "OOM" else unsaved(it.fleet.redis, server.folder):
@@ -192,7 +190,7 @@ async def test_a_redis_that_takes_no_writes_refuses_only_new_requests(
         await it.ends()
 
 
-async def test_an_error_for_one_request_fails_it_alone(
+async def test_a_script_error_fails_only_the_request_that_causes_it(
     valkey_url: str, pool: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.ERROR, "picker_fleet.state.batching")
@@ -243,7 +241,7 @@ async def busy(redis: Redis) -> AsyncIterator[None]:
 
 
 @pytest.mark.parametrize("why", [why for why, (kind, *_) in REFUSING.items() if kind != "full"])
-async def test_a_real_server_that_keeps_answering_everyone_with_an_error_is_an_outage(
+async def test_a_lasting_error_of_a_real_server_makes_the_replica_fail_over(
     server: Server, pool: str, why: str
 ) -> None:
     async with Redis.from_url(server.url) as redis:

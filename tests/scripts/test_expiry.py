@@ -27,7 +27,7 @@ async def test_the_sweep_ends_expired_requests(fleet: OpenFleet) -> None:
         assert not await it.has("inbox:b")
 
 
-async def test_a_waiter_gets_its_answer_when_its_time_is_up(fleet: OpenFleet) -> None:
+async def test_a_waiting_request_is_answered_at_its_ttl(fleet: OpenFleet) -> None:
     # A full stock, and no replica sweeps.
     async with fleet("a", full=True) as (it, a):
         # A request that waits past its TTL is answered and leaves the queue.
@@ -44,7 +44,9 @@ async def test_a_waiter_gets_its_answer_when_its_time_is_up(fleet: OpenFleet) ->
         assert a.gate.queue.waiting == 0
 
 
-async def test_a_waiter_gets_its_answer_though_redis_has_gone(fleet: OpenFleet, redis_url: str) -> None:
+async def test_a_waiting_request_is_answered_at_its_ttl_while_redis_does_not_reply(
+    fleet: OpenFleet, redis_url: str
+) -> None:
     # A waiter whose replica gets no more replies from Redis.
     async with (
         proxy_to(redis_url) as between,
@@ -62,7 +64,7 @@ async def test_a_waiter_gets_its_answer_though_redis_has_gone(fleet: OpenFleet, 
         await until(it.at_rest)
 
 
-async def test_a_grant_that_comes_with_the_last_tick_is_taken(fleet: OpenFleet) -> None:
+async def test_the_expiry_timer_finds_a_grant_that_the_replica_has_missed(fleet: OpenFleet) -> None:
     # A waiter whose replica receives no wake-ups.
     async with fleet("a", "b", full=True) as (it, a, b):
         waiter = await waiting(it, a, "q", ttl_s=0.8)

@@ -80,7 +80,7 @@ def prepare(library: FailingPool, ordering: str) -> None:
 
 @pytest.mark.parametrize("ordering", ["fcfs", "workload-aware"])
 @pytest.mark.parametrize("name", CALLS)
-def test_a_call_that_fails_anywhere_and_is_repeated_leaves_the_same_state_as_one_that_succeeds(
+def test_a_call_that_failed_at_any_redis_command_has_its_usual_effect_when_repeated(
     client: redis.Redis, pool: str, name: str, ordering: str
 ) -> None:
     # The state after an undisturbed call.
@@ -111,7 +111,7 @@ def test_a_call_that_fails_anywhere_and_is_repeated_leaves_the_same_state_as_one
     assert failures > 0
 
 
-def test_the_call_after_one_that_failed_halfway_sees_what_redis_has(direct: DirectPool) -> None:
+def test_a_call_after_a_failed_batch_reads_the_counts_stored_in_redis(direct: DirectPool) -> None:
     # Two requests in flight.
     direct.publish("e", upper_per=2)
     assert [direct.admit(name)[0] for name in ("a", "b")] == ["placed", "placed"]

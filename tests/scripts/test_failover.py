@@ -86,7 +86,7 @@ async def test_a_returning_replica_does_not_restore_requests_whose_end_others_re
 
 
 @pytest.mark.parametrize("empty", [False, True])
-async def test_an_end_reported_to_a_replica_that_is_away_counts_when_it_returns(
+async def test_an_end_reported_to_a_replica_without_redis_counts_after_its_resync(
     valkey_fleet: OpenFleet, empty: bool
 ) -> None:
     async with valkey_fleet("a", "b") as it, failover_replicas(it) as (one, other):
@@ -107,7 +107,7 @@ async def test_an_end_reported_to_a_replica_that_is_away_counts_when_it_returns(
         await until(it.at_rest)
 
 
-async def test_no_replica_decides_with_redis_alone_while_another_that_redis_lists_is_late(
+async def test_a_replica_keeps_resyncing_while_a_peer_that_redis_lists_has_no_replies(
     valkey_fleet: OpenFleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Both have lost Redis, and one has had no reply since, so Redis has only its old state.

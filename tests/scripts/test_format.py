@@ -41,7 +41,7 @@ def test_every_function_refuses_a_pool_of_another_format_and_changes_nothing(
     assert dump(direct) == before
 
 
-def test_a_library_that_has_used_a_pool_refuses_it_once_it_has_another_format(direct: DirectPool) -> None:
+def test_a_library_refuses_a_pool_whose_format_changed_since_its_last_call(direct: DirectPool) -> None:
     direct.publish("a:1")
     direct.admit("runs")
     direct.clear()
@@ -77,7 +77,7 @@ WRITING: dict[str, tuple[Any, ...]] = {
 
 @pytest.mark.parametrize("lost", ["the pool's hash", "everything"])
 @pytest.mark.parametrize("name", WRITING)
-def test_no_call_makes_a_pool_without_its_number(direct: DirectPool, name: str, lost: str) -> None:
+def test_no_call_creates_a_pool_without_a_format_number(direct: DirectPool, name: str, lost: str) -> None:
     # A pool in use loses its hash or all keys, and is rebuilt.
     direct.publish("a:1", upper_per=1)
     direct.client.hset(f"{direct.prefix}endpoints", "b:1", DRAINING)
@@ -97,12 +97,12 @@ def test_no_call_makes_a_pool_without_its_number(direct: DirectPool, name: str, 
     assert direct.admit("again")[0] in ("placed", "queued")
 
 
-def test_every_function_that_writes_is_among_them() -> None:
+def test_the_list_of_writing_functions_is_complete() -> None:
     reading = {name for name in NAMES if name.startswith(("view_", "state"))}
     assert set(WRITING) | reading | {"publish", "claim_queue_snapshot"} == set(NAMES)
 
 
-async def test_a_replica_leaves_a_pool_that_comes_back_with_another_format_and_joins_again_after_it(
+async def test_a_replica_leaves_a_pool_whose_format_changes_and_joins_again_once_it_is_deleted(
     valkey_fleet: OpenFleet, pool: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with valkey_fleet("a", joined=config(2, pool=pool), checked=False) as (it, a):
@@ -245,7 +245,7 @@ def test_every_count_ends_at_0_when_two_libraries_of_one_format_serve_a_pool(
     assert set(state[10][4::5]) == {b"0"}  # bytes of waiting bodies
 
 
-def test_a_library_keeps_what_another_of_its_format_has_added(client: redis.Redis, pool: str) -> None:
+def test_a_library_keeps_counters_and_fields_added_by_a_newer_library(client: redis.Redis, pool: str) -> None:
     beside = Beside(client, pool, with_an_addition())
     for number in range(6):
         beside.bring(number % 2, f"one {number}")

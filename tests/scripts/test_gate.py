@@ -36,7 +36,7 @@ async def test_the_heartbeat_delivers_a_grant_whose_wake_up_was_lost(fleet: Open
         assert not await it.has("inbox:b")
 
 
-async def test_a_client_that_leaves_during_its_admission_leaves_nothing(fleet: OpenFleet) -> None:
+async def test_a_client_that_disconnects_during_admission_leaves_no_state(fleet: OpenFleet) -> None:
     # An admission has been sent, and its reply cannot have been read yet.
     async with fleet("a") as (it, a):
         task = asked(a, "q")
@@ -48,7 +48,7 @@ async def test_a_client_that_leaves_during_its_admission_leaves_nothing(fleet: O
         assert events_of(await it.log(), "q") == ["bypassed", "cancelled"]
 
 
-async def test_a_client_that_is_reported_gone_from_the_queue_is_suspected_once_its_request_is_placed(
+async def test_a_request_whose_client_is_reported_gone_becomes_a_suspect_once_placed(
     fleet: OpenFleet,
 ) -> None:
     # Envoy's access log tells one replica that the client has left, before the slow owner knows.
@@ -62,7 +62,7 @@ async def test_a_client_that_is_reported_gone_from_the_queue_is_suspected_once_i
         await until(lambda: it.has("suspects"))
 
 
-async def test_a_client_that_leaves_the_queue_frees_its_place_at_once(fleet: OpenFleet) -> None:
+async def test_a_request_whose_client_disconnects_leaves_the_queue_at_once(fleet: OpenFleet) -> None:
     # Two waiting requests, one behind the other.
     async with fleet("a", "b", full=True) as (it, a, b):
         task = await waiting(it, a, "q")
@@ -77,7 +77,7 @@ async def test_a_client_that_leaves_the_queue_frees_its_place_at_once(fleet: Ope
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-async def test_a_client_that_leaves_while_being_placed_leaves_nothing(
+async def test_a_client_that_disconnects_during_placement_leaves_no_state(
     fleet: OpenFleet, monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
     # A granted request whose place call stops before it is sent, or before its reply is read.
@@ -106,7 +106,7 @@ async def test_a_client_that_leaves_while_being_placed_leaves_nothing(
         assert not await it.has("inbox:a")
 
 
-async def test_a_withdrawn_placement_is_given_back(fleet: OpenFleet) -> None:
+async def test_a_withdrawn_placement_is_released_once(fleet: OpenFleet) -> None:
     # A placement that never reaches Envoy is withdrawn, and released only once.
     async with fleet("a") as (it, a):
         placement = await a.gate.admit(ask("r"), stream_owned=True)
@@ -117,7 +117,7 @@ async def test_a_withdrawn_placement_is_given_back(fleet: OpenFleet) -> None:
         assert events_of(await it.log(), "r") == ["bypassed", "withdrawn"]
 
 
-async def test_a_grant_that_was_lost_is_asked_for_again(fleet: OpenFleet) -> None:
+async def test_a_waiting_request_whose_granted_record_is_lost_is_admitted_again(fleet: OpenFleet) -> None:
     # A waiter's granted request is removed before it is placed.
     async with fleet("a", "b", full=True) as (it, a, b):
         waiter = await waiting(it, a, "q")
@@ -129,9 +129,7 @@ async def test_a_grant_that_was_lost_is_asked_for_again(fleet: OpenFleet) -> Non
         assert (await it.ledger()).started["q"] == 2
 
 
-async def test_a_request_that_ends_with_its_headers_gets_an_endpoint_without_admission(
-    fleet: OpenFleet,
-) -> None:
+async def test_a_request_without_a_body_gets_an_endpoint_without_admission(fleet: OpenFleet) -> None:
     # A full stock, and an endpoint that drains.
     async with fleet("a", full=True) as (it, a):
         await a.publish(E1, Endpoint(E2, draining=True))
@@ -145,7 +143,7 @@ async def test_a_request_that_ends_with_its_headers_gets_an_endpoint_without_adm
 
 
 @pytest.mark.parametrize("candidates", [E1, "*"], ids=["granted", "placed"])
-async def test_a_grant_that_nobody_waits_for_is_given_back_at_once(fleet: OpenFleet, candidates: str) -> None:
+async def test_a_replica_returns_a_grant_for_an_unknown_request(fleet: OpenFleet, candidates: str) -> None:
     # Redis has a queued request of replica b that b does not know, and another behind it.
     async with fleet("a", "b", listening=True, full=True) as (it, a, b):
         await b.store.admit(ask("unknown"), "1", candidates)
@@ -158,7 +156,7 @@ async def test_a_grant_that_nobody_waits_for_is_given_back_at_once(fleet: OpenFl
         await it.ends(b, "q")
 
 
-async def test_a_request_that_may_go_anywhere_is_placed_by_the_call_that_grants_it(
+async def test_a_request_for_any_endpoint_is_placed_by_the_call_that_grants_it(
     fleet: OpenFleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with fleet("a", "b", listening=True, full=True) as (it, a, b):
@@ -178,7 +176,7 @@ async def test_a_request_that_may_go_anywhere_is_placed_by_the_call_that_grants_
         await it.ends(b, "q")
 
 
-async def test_a_placement_whose_acknowledgement_is_on_its_way_is_not_given_back(
+async def test_a_placement_is_not_returned_while_its_acknowledgement_is_in_flight(
     fleet: OpenFleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with fleet("a", "b", listening=True, full=True) as (it, a, b):
@@ -197,7 +195,7 @@ async def test_a_placement_whose_acknowledgement_is_on_its_way_is_not_given_back
         await it.ends(b, "q")
 
 
-async def test_after_a_pause_a_replica_asks_for_the_place_of_a_request_that_its_grant_placed(
+async def test_after_a_pause_a_replica_calls_place_for_a_request_that_its_grant_placed(
     fleet: OpenFleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with fleet("a", "b", listening=True, full=True) as (it, a, b):
@@ -212,7 +210,7 @@ async def test_after_a_pause_a_replica_asks_for_the_place_of_a_request_that_its_
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-async def test_a_client_that_leaves_just_as_it_is_placed_leaves_nothing(
+async def test_a_client_that_disconnects_when_its_grant_arrives_leaves_no_state(
     fleet: OpenFleet, monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
     async with fleet("a", "b", listening=True, full=True) as (it, a, b):
@@ -235,7 +233,7 @@ async def test_a_client_that_leaves_just_as_it_is_placed_leaves_nothing(
 
 
 @pytest.mark.parametrize("what", ["drained", "down"])
-async def test_a_request_whose_endpoint_is_closed_before_it_is_notified_goes_to_another(
+async def test_a_placement_moves_if_its_endpoint_is_marked_before_the_owner_is_notified(
     fleet: OpenFleet, what: str
 ) -> None:
     # Replica `b` receives no wake-ups.

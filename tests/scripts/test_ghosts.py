@@ -39,7 +39,7 @@ async def report(
     await fleet.redis.hset(fleet.keys.prefix + "metrics", E1, encode_reading(page, 0))
 
 
-async def test_as_many_ghosts_are_given_up_as_two_newer_pages_lack_oldest_first(fleet: OpenFleet) -> None:
+async def test_a_sweep_reclaims_the_oldest_requests_that_both_newer_pages_lack(fleet: OpenFleet) -> None:
     names = [f"r{i}" for i in range(6)]
     async with fleet("a", upper_per=10) as (it, a):
         for name in names:
@@ -67,7 +67,7 @@ async def test_as_many_ghosts_are_given_up_as_two_newer_pages_lack_oldest_first(
         assert (await a.sweep(unseen_s=UNSEEN_S)).given_up == 0
 
 
-async def test_a_live_request_is_never_given_up_for_one_placed_since_the_page(fleet: OpenFleet) -> None:
+async def test_a_request_placed_after_the_pages_makes_no_running_request_a_ghost(fleet: OpenFleet) -> None:
     async with fleet("a", upper_per=10) as (it, a):
         await a.admit("alive")
         await seen(it, "alive", ago_s=10)  # the access log is late, but the pages show it
@@ -77,7 +77,7 @@ async def test_a_live_request_is_never_given_up_for_one_placed_since_the_page(fl
         assert await counted(it) == {"alive", "new"}
 
 
-async def test_no_request_is_given_up_for_empty_pages_or_pages_of_another_clock(fleet: OpenFleet) -> None:
+async def test_invalid_pages_and_pages_from_the_future_make_no_request_a_ghost(fleet: OpenFleet) -> None:
     async with fleet("a", upper_per=10) as (it, a):
         await a.admit("r")
         await seen(it, "r", ago_s=10)
@@ -93,7 +93,7 @@ async def test_no_request_is_given_up_for_empty_pages_or_pages_of_another_clock(
         assert (await a.sweep(unseen_s=UNSEEN_S)).suspects == ()
 
 
-async def test_a_suspect_is_given_up_once_a_newer_page_lacks_it(fleet: OpenFleet) -> None:
+async def test_a_suspect_is_reclaimed_once_a_newer_page_lacks_it(fleet: OpenFleet) -> None:
     async with fleet("a", upper_per=1) as (it, a):
         # A report without an accounting token says that the client of a placed request has gone.
         assert await a.store.report_client_gone("r") == "unknown"
@@ -115,7 +115,7 @@ async def test_a_suspect_is_given_up_once_a_newer_page_lacks_it(fleet: OpenFleet
         assert not await it.has("suspects")
 
 
-async def test_a_suspect_that_is_renewed_is_no_suspect_any_more(fleet: OpenFleet) -> None:
+async def test_a_renewed_request_is_no_longer_a_suspect(fleet: OpenFleet) -> None:
     async with fleet("a", upper_per=10) as (it, a):
         await a.admit("r")
         await a.store.report_client_gone("r")
@@ -137,7 +137,7 @@ async def test_a_suspect_that_is_renewed_is_no_suspect_any_more(fleet: OpenFleet
         (["settle y", "settle x"], {"new"}),
     ],
 )
-async def test_the_end_that_a_page_showed_restores_the_request_reclaimed_in_its_place(
+async def test_a_late_end_restores_the_request_that_was_reclaimed_in_its_place(
     fleet: OpenFleet, calls: list[str], stays: set[str]
 ) -> None:
     async with fleet("a", upper_per=2) as (it, a):
@@ -162,9 +162,7 @@ async def test_the_end_that_a_page_showed_restores_the_request_reclaimed_in_its_
         assert not await it.has("ghosts")
 
 
-async def test_a_placement_that_a_silent_replica_never_took_is_given_up_before_a_running_request(
-    fleet: OpenFleet,
-) -> None:
+async def test_an_unacknowledged_placement_of_a_silent_replica_is_reclaimed_first(fleet: OpenFleet) -> None:
     async with fleet("a", "b", upper_per=2) as (it, a, b):
         await a.admit("first")
         await a.admit("runs")

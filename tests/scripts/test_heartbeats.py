@@ -35,7 +35,7 @@ def test_heartbeats_of_an_unchanged_fleet_read_the_other_replicas_once_a_second(
     assert beating.client.info("commandstats")["cmdstat_zrangebyscore"]["calls"] == 1
 
 
-def test_the_first_by_name_publishes_as_soon_as_others_leave_fall_silent_or_join(beating: Beating) -> None:
+def test_the_live_replica_with_the_lowest_name_publishes(beating: Beating) -> None:
     for name in ("b", "c", "d"):
         beating.beat(name)
     assert [beating.beat(name) for name in "bcd"] == [(1, 3), (0, 3), (0, 3)]
@@ -50,7 +50,7 @@ def test_the_first_by_name_publishes_as_soon_as_others_leave_fall_silent_or_join
     assert beating.beat("d") == (0, 2)
 
 
-def test_a_replica_of_another_version_is_seen_within_a_second(beating: Beating) -> None:
+def test_a_replica_that_no_call_has_reported_is_seen_within_a_second(beating: Beating) -> None:
     beating.beat("b")
     beating.beat("c")
     # The number of replicas stays the same, and no call reports the change.
@@ -60,7 +60,7 @@ def test_a_replica_of_another_version_is_seen_within_a_second(beating: Beating) 
     assert beating.beat("b") == (0, 2)
 
 
-def test_a_heartbeat_without_replica_info_keeps_what_there_is(beating: Beating) -> None:
+def test_a_heartbeat_without_replica_info_keeps_the_stored_info(beating: Beating) -> None:
     beating.beat("a", '{"host":"h"}')
     beating.beat("a")
     assert beating.call("view_replicas", 10)[3] == b'{"host":"h"}'

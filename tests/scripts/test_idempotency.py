@@ -90,7 +90,7 @@ async def test_a_repeated_call_changes_nothing(fleet: OpenFleet, name: str) -> N
 
 
 @pytest.mark.parametrize("name", CALLS)
-async def test_a_reply_lost_on_the_way_costs_nothing(
+async def test_a_call_whose_reply_is_lost_takes_effect_once(
     fleet: OpenFleet, redis_url: str, pool: str, name: str
 ) -> None:
     # The effect of the call without faults.

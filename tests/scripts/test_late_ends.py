@@ -24,7 +24,7 @@ async def whole_but_open(replica: Replica, times_s: list[float]) -> Exchange:
     return exchange
 
 
-async def test_a_late_end_keeps_its_place_before_later_arrivals(fleet: OpenFleet) -> None:
+async def test_a_request_keeps_its_placement_until_its_late_end_of_stream(fleet: OpenFleet) -> None:
     # A full pool: a complete body without its end of stream, and a request that waits behind it.
     async with fleet("a", upper_per=1) as (it, a):
         times_s = [0.0]
@@ -44,7 +44,7 @@ async def test_a_late_end_keeps_its_place_before_later_arrivals(fleet: OpenFleet
         await it.ends(a, "second")
 
 
-async def test_a_late_end_whose_placement_is_lost_waits_at_its_old_place(fleet: OpenFleet) -> None:
+async def test_a_request_reclaimed_before_its_late_end_of_stream_is_queued_by_age(fleet: OpenFleet) -> None:
     # A placement is reclaimed before its body's end of stream; the first waiting request gets the capacity.
     async with fleet("a", upper_per=1, lease_ms=1) as (it, a):
         times_s = [0.0]

@@ -16,7 +16,7 @@ ONE_RUNS = (1, 0, [1])
 MOST_TOMBSTONES = 100_000
 
 
-async def test_the_sweep_does_a_bounded_amount_at_a_time(fleet: OpenFleet) -> None:
+async def test_a_sweep_reclaims_at_most_32_requests(fleet: OpenFleet) -> None:
     # The leases of 50 requests have expired.
     async with fleet("a", "b", upper_per=200, lease_ms=50) as (it, a, b):
         await asyncio.gather(*(a.admit(f"r{i}") for i in range(50)))
@@ -32,7 +32,7 @@ async def test_the_sweep_does_a_bounded_amount_at_a_time(fleet: OpenFleet) -> No
         assert await it.at_rest()
 
 
-async def test_the_gate_renews_the_streams_that_its_replica_holds(fleet: OpenFleet) -> None:
+async def test_a_replica_renews_the_leases_of_its_own_streams(fleet: OpenFleet) -> None:
     # A stream that its replica owns, a request in the access log, and an unreported one; short leases.
     async with fleet("a", upper_per=3, lease_ms=100) as (it, a):
         stream = await a.gate.admit(ask("streamed"), stream_owned=True)
@@ -52,9 +52,7 @@ async def test_the_gate_renews_the_streams_that_its_replica_holds(fleet: OpenFle
 
 
 @pytest.mark.parametrize("candidates", ["*", E1])
-async def test_a_grant_that_is_taken_up_after_its_lease_begins_a_new_one(
-    fleet: OpenFleet, candidates: str
-) -> None:
+async def test_placing_a_grant_after_its_lease_starts_a_new_lease(fleet: OpenFleet, candidates: str) -> None:
     # One request waits and is granted; with candidates `*` the grant also places it.
     async with fleet("a", upper_per=1, lease_ms=100) as (it, a):
         await a.admit("first")
@@ -138,7 +136,7 @@ async def test_a_tombstone_stops_only_requests_seen_before_the_end(
         assert await it.at_rest()
 
 
-async def test_tombstones_are_bounded_in_number_and_leave_a_few_at_a_time(fleet: OpenFleet) -> None:
+async def test_a_sweep_deletes_at_most_500_tombstones_beyond_the_limit(fleet: OpenFleet) -> None:
     async with fleet("a") as (it, a):
         tombstones = it.keys.prefix + "tombstones"
         now_ms = await it.now_ms()
@@ -152,7 +150,7 @@ async def test_tombstones_are_bounded_in_number_and_leave_a_few_at_a_time(fleet:
         assert await it.redis.zrange(tombstones, 0, 0) == ["r600"]
 
 
-async def test_a_replica_cut_off_alone_does_not_restore_requests_that_ended(fleet: OpenFleet) -> None:
+async def test_a_request_started_without_redis_is_not_restored_after_its_end(fleet: OpenFleet) -> None:
     # A replica started a request without the shared state; another replica receives its end.
     async with fleet("a", "b") as (it, a, b):
         token = accounting_token.write(ask("r"), E1)
@@ -175,7 +173,7 @@ async def test_a_replica_cut_off_alone_does_not_restore_requests_that_ended(flee
 @pytest.mark.parametrize(
     ("claimed", "unready", "taken"), [(1.0, 0, 1.0), (7.0, 0, 4.0), (1e12, 0, 4.0), (7.0, 2, 4.0)]
 )
-async def test_an_accounting_token_restores_no_more_than_an_admission_gives(
+async def test_a_restored_request_takes_no_more_stock_than_an_admitted_one(
     fleet: OpenFleet, claimed: float, unready: int, taken: float
 ) -> None:
     # The bound is four, even while endpoints are down.
@@ -191,7 +189,7 @@ async def test_an_accounting_token_restores_no_more_than_an_admission_gives(
         assert await it.at_rest()
 
 
-async def test_an_accounting_token_counts_only_where_the_pool_has_an_endpoint(fleet: OpenFleet) -> None:
+async def test_an_accounting_token_for_an_unknown_endpoint_restores_nothing(fleet: OpenFleet) -> None:
     async with fleet("a", endpoints=1) as (it, a):
         nowhere = "192.0.2.7:80"
         # Tokens for an endpoint that the pool does not have restore nothing.
@@ -275,9 +273,7 @@ async def test_the_fleet_shares_its_signing_keys_and_replicas_restore_them(fleet
         assert len(await keys()) == 9
 
 
-async def test_the_fleet_shares_a_key_for_variants_that_outlives_signing_keys_and_the_shared_state(
-    fleet: OpenFleet,
-) -> None:
+async def test_replicas_keep_their_common_variant_key_over_rotations_and_a_flush(fleet: OpenFleet) -> None:
     async with fleet("a", "b") as (it, a, b):
         keyrings = [each.store._signing for each in (a, b)]
         key = keyrings[0].variant_key
@@ -309,7 +305,7 @@ async def test_the_fleet_shares_a_key_for_variants_that_outlives_signing_keys_an
         assert [each.variant_key for each in (*keyrings, stranger)] == [key, key, key]
 
 
-async def test_an_invalid_serving_endpoint_moves_nothing(fleet: OpenFleet) -> None:
+async def test_a_report_of_an_invalid_serving_endpoint_moves_no_request(fleet: OpenFleet) -> None:
     # One request in flight, and one whose record is lost.
     async with fleet("a") as (it, a):
         await a.admit("r")

@@ -14,7 +14,7 @@ from picker_fleet.state.store import Placed, name_of
 E1 = addresses(1)[0]
 
 
-async def test_hundreds_of_items_in_one_turn_are_each_answered(fleet: OpenFleet) -> None:
+async def test_more_items_than_a_call_carries_are_each_answered_in_order(fleet: OpenFleet) -> None:
     # More items than one call carries.
     async with fleet("a", upper_per=150) as (it, a):
         # They are submitted in one loop turn: each gets its own answer, in order.
@@ -29,7 +29,7 @@ async def test_hundreds_of_items_in_one_turn_are_each_answered(fleet: OpenFleet)
 # The tests of a lost library need Valkey: fakeredis closes the connection with every error reply.
 
 
-async def test_a_script_cache_flushed_before_every_call_costs_no_error(valkey_fleet: OpenFleet) -> None:
+async def test_a_library_flushed_before_every_call_is_loaded_again(valkey_fleet: OpenFleet) -> None:
     # The server loses its library before every call.
     async with valkey_fleet("a", "b", upper_per=1) as (it, a, b):
         calls = (
@@ -45,7 +45,7 @@ async def test_a_script_cache_flushed_before_every_call_costs_no_error(valkey_fl
         assert (await it.ledger()).ends == {"completed": 1, "withdrawn": 1}
 
 
-async def test_several_forgotten_scripts_in_one_message_keep_their_order(valkey_fleet: OpenFleet) -> None:
+async def test_calls_in_one_message_keep_their_order_if_the_library_is_lost(valkey_fleet: OpenFleet) -> None:
     # One request in flight, one granted, one queued.
     async with valkey_fleet("a", endpoints=2, upper_per=1) as (it, a):
         for name in ("runs", "ends", "granted", "queued"):
@@ -64,7 +64,7 @@ async def test_several_forgotten_scripts_in_one_message_keep_their_order(valkey_
         assert ("placed", "queued") in a.notifications
 
 
-async def test_a_call_that_redis_refuses_fails_and_the_next_does_not(valkey_fleet: OpenFleet) -> None:
+async def test_a_script_error_fails_its_call_and_not_the_next(valkey_fleet: OpenFleet) -> None:
     # The pool key has the wrong type.
     async with valkey_fleet("a") as (it, a):
         kept = await it.redis.dump(it.keys.pool)
@@ -77,7 +77,7 @@ async def test_a_call_that_redis_refuses_fails_and_the_next_does_not(valkey_flee
         assert name_of(await a.admit("r")) == "placed"
 
 
-async def test_a_server_that_starts_after_the_replica_is_found(pool: str, valkey: Server) -> None:
+async def test_a_replica_connects_to_a_server_that_starts_later(pool: str, valkey: Server) -> None:
     # A replica whose Redis is not running.
     valkey.kill()
     a = Replica(valkey.url, pool, "a", silence_s=2.0)
@@ -97,7 +97,7 @@ async def test_a_server_that_starts_after_the_replica_is_found(pool: str, valkey
         running.cancel()
 
 
-async def test_a_silent_server_costs_each_call_its_deadline_and_no_settlement(
+async def test_with_a_silent_server_calls_time_out_and_ends_are_kept(
     fleet: OpenFleet, redis_url: str
 ) -> None:
     async with (
@@ -158,7 +158,7 @@ async def test_an_end_is_kept_until_redis_takes_writes(valkey_url: str, valkey_f
         assert await it.at_rest()
 
 
-async def test_a_new_connection_is_noticed_without_a_call(valkey_fleet: OpenFleet) -> None:
+async def test_a_cut_idle_connection_is_replaced_without_a_call(valkey_fleet: OpenFleet) -> None:
     # A connection without calls.
     async with valkey_fleet("a") as (it, a):
         link = a.store._client
@@ -177,7 +177,7 @@ async def sleep_while_in_flight(replica: Replica) -> None:
     link._in_flight[0].paused_s -= 10
 
 
-async def test_a_reply_read_after_a_sleep_grants_nothing(valkey_fleet: OpenFleet) -> None:
+async def test_a_reply_read_after_a_pause_is_ignored(valkey_fleet: OpenFleet) -> None:
     # An admission is in flight when its process pauses.
     async with valkey_fleet("a", upper_per=1) as (it, a):
         admission = asyncio.ensure_future(a.admit("r1"))
@@ -192,7 +192,7 @@ async def test_a_reply_read_after_a_sleep_grants_nothing(valkey_fleet: OpenFleet
         assert await it.at_rest()
 
 
-async def test_a_view_whose_reply_is_read_after_a_sleep_is_asked_again(valkey_fleet: OpenFleet) -> None:
+async def test_a_view_is_read_again_if_its_reply_is_read_after_a_pause(valkey_fleet: OpenFleet) -> None:
     # An operator's read is in flight when the replica pauses.
     async with valkey_fleet("a") as (_, a):
         link = a.store._client
@@ -205,9 +205,7 @@ async def test_a_view_whose_reply_is_read_after_a_sleep_is_asked_again(valkey_fl
         assert link.connection_epoch > epoch
 
 
-async def test_an_end_in_flight_may_have_arrived_and_one_not_sent_cannot(
-    fleet: OpenFleet, redis_url: str
-) -> None:
+async def test_unsent_ends_lack_ends_that_may_have_reached_redis(fleet: OpenFleet, redis_url: str) -> None:
     async with (
         proxy_to(redis_url) as between,
         fleet("a", through={"a": between.url}, silence_s=1.0) as (it, a),

@@ -19,9 +19,7 @@ def origins(replica: Replica) -> Origins:
     return Origins(replica.store, replica.keys, time.monotonic)
 
 
-async def test_an_id_is_found_at_any_replica_and_belongs_to_the_endpoint_that_was_named_last(
-    fleet: OpenFleet,
-) -> None:
+async def test_every_replica_finds_the_endpoint_that_was_noted_last_for_an_id(fleet: OpenFleet) -> None:
     async with fleet("a", "b", endpoints=2) as (it, a, b):
         one, other = origins(a), origins(b)
         one.note(("resp_1", "conv_1", "", "x\x1fy", "x" * 257), E2)
@@ -33,9 +31,7 @@ async def test_an_id_is_found_at_any_replica_and_belongs_to_the_endpoint_that_wa
         assert await it.redis.zcard(it.keys.prefix + "origin_times") == 2
 
 
-async def test_an_id_whose_answer_is_told_late_is_waited_for_and_one_that_nobody_made_not_for_long(
-    fleet: OpenFleet,
-) -> None:
+async def test_find_waits_a_short_time_for_an_id_that_is_noted_late(fleet: OpenFleet) -> None:
     async with fleet("a", "b") as (_, a, b):
         finding = asyncio.create_task(origins(b).find(("resp_1",)))
         await asyncio.sleep(0.02)
@@ -49,7 +45,7 @@ async def test_an_id_whose_answer_is_told_late_is_waited_for_and_one_that_nobody
         assert await origins(b).find(("", "x" * 300)) == ""
 
 
-async def test_ids_are_bounded_in_number_and_time_and_a_lost_part_is_forgotten(fleet: OpenFleet) -> None:
+async def test_the_sweep_bounds_the_age_and_number_of_ids(fleet: OpenFleet) -> None:
     async with fleet("a") as (it, a):
         times = it.keys.prefix + "origin_times"
         now_ms = int(await it.now_ms())
@@ -66,9 +62,7 @@ async def test_ids_are_bounded_in_number_and_time_and_a_lost_part_is_forgotten(f
         assert not await it.has("origins")
 
 
-async def test_a_request_goes_on_where_its_state_is_while_that_endpoint_takes_requests(
-    fleet: OpenFleet,
-) -> None:
+async def test_a_read_is_routed_to_the_endpoint_with_its_state_unless_it_is_down(fleet: OpenFleet) -> None:
     async with fleet("a", endpoints=2) as (_, a):
         # Reads go to a draining endpoint as well, because no other endpoint has the state.
         for endpoints in ((E1, E2), (E1, Endpoint(E2, draining=True))):
@@ -79,9 +73,7 @@ async def test_a_request_goes_on_where_its_state_is_while_that_endpoint_takes_re
         assert a.route((E1,), origin=E2) == (E1,)
 
 
-async def test_a_request_waits_for_the_endpoint_that_has_its_state_until_that_takes_no_requests(
-    fleet: OpenFleet,
-) -> None:
+async def test_a_request_waits_for_the_full_endpoint_with_its_state_unless_down(fleet: OpenFleet) -> None:
     async with fleet("a", listening=True, endpoints=2) as (it, a):
 
         async def admitted(name: str) -> tuple[str, ...]:
@@ -103,7 +95,7 @@ async def test_a_request_waits_for_the_endpoint_that_has_its_state_until_that_ta
         await it.ends(a, "second", "third")
 
 
-async def test_while_redis_is_away_a_replica_knows_what_it_has_seen_itself() -> None:
+async def test_without_redis_a_replica_finds_the_ids_that_it_has_noted_itself() -> None:
     told: list[tuple[str, str]] = []
 
     class Away:
@@ -121,7 +113,7 @@ async def test_while_redis_is_away_a_replica_knows_what_it_has_seen_itself() -> 
 
 
 @pytest.mark.parametrize("lost", ["origins", "origin_times"])
-async def test_a_lost_key_costs_no_more_than_what_it_held(fleet: OpenFleet, lost: str) -> None:
+async def test_if_one_of_two_keys_is_lost_the_sweep_deletes_the_other(fleet: OpenFleet, lost: str) -> None:
     async with fleet("a") as (it, a):
         origins(a).note(("resp_1",), E1)
         await until(lambda: it.redis.hlen(it.keys.origins))

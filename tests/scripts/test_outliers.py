@@ -65,7 +65,7 @@ def it(client: redis.Redis, pool: str) -> FailingPool:
     return FailingPool(client, pool)
 
 
-def test_failures_of_two_flows_eject_an_endpoint_at_once_and_everywhere(it: FailingPool) -> None:
+def test_failures_of_two_flows_eject_an_endpoint_at_once(it: FailingPool) -> None:
     assert it.fails(E1, "x") == "noted"
     assert it.fails(E1, "y") == "ejected"
     assert it.ejected == {E1}
@@ -74,13 +74,13 @@ def test_failures_of_two_flows_eject_an_endpoint_at_once_and_everywhere(it: Fail
     assert it.admit("only", candidates=E1)[:2] == ["placed", E1]
 
 
-def test_failures_of_one_flow_alone_eject_nobody_while_others_run(it: FailingPool) -> None:
+def test_failures_of_one_flow_eject_no_endpoint_while_other_flows_run(it: FailingPool) -> None:
     it.place(E4, flow="other")
     assert {it.fails(E1, "x") for _ in range(50)} == {"noted"}
     assert it.ejected == set()
 
 
-def test_the_only_flow_of_a_pool_ejects_by_five_failures_while_others_answer_it(it: FailingPool) -> None:
+def test_five_failures_of_the_only_flow_eject_an_endpoint_if_another_answers_it(it: FailingPool) -> None:
     assert {it.fails(E1, "x") for _ in range(9)} == {"noted"}
     it.answers(E1)
     assert it.fails(E1, "x") == "noted"
@@ -88,7 +88,7 @@ def test_the_only_flow_of_a_pool_ejects_by_five_failures_while_others_answer_it(
     assert [it.fails(E1, "x") for _ in range(4)] == [*["noted"] * 3, "ejected"]
 
 
-def test_an_answer_forgets_the_failures_before_it(it: FailingPool) -> None:
+def test_an_answer_resets_the_failures_of_its_endpoint(it: FailingPool) -> None:
     it.fails(E1, "x")
     it.answers(E1)
     assert it.fails(E1, "y") == "noted"
@@ -96,7 +96,7 @@ def test_an_answer_forgets_the_failures_before_it(it: FailingPool) -> None:
     assert it.client.exists(f"{it.prefix}outliers") == 0
 
 
-def test_a_request_that_fails_on_two_endpoints_counts_against_neither(it: FailingPool) -> None:
+def test_a_request_that_fails_on_two_endpoints_ejects_neither_endpoint(it: FailingPool) -> None:
     # Envoy tries the next endpoint each time; the request counts at the endpoint of the current attempt.
     for flow in "xyz":
         request_id = it.place(E1, E2, E3, flow=flow)
@@ -115,7 +115,7 @@ def test_a_request_that_fails_on_two_endpoints_counts_against_neither(it: Failin
     assert it.ejected == set()
 
 
-def test_ejections_double_up_to_the_longest_and_end_by_a_probe_and_one_request(it: FailingPool) -> None:
+def test_ejections_double_in_length_and_end_after_a_probe_and_a_trial_request(it: FailingPool) -> None:
     it.fails(E1, "x")
     it.fails(E1, "y")
     for seconds in (1, 2, 4, 8, 8):
@@ -148,7 +148,7 @@ def test_ejections_double_up_to_the_longest_and_end_by_a_probe_and_one_request(i
 @pytest.mark.parametrize(
     ("percent", "endpoints", "most"), [(50, 4, 2), (50, 3, 1), (50, 2, 1), (50, 1, 0), (100, 4, 3), (0, 4, 0)]
 )
-def test_at_most_a_part_of_the_pool_is_ejected(
+def test_at_most_the_configured_share_of_the_pool_is_ejected(
     it: FailingPool, percent: int, endpoints: int, most: int
 ) -> None:
     listed = (E1, E2, E3, E4)[:endpoints]
@@ -163,7 +163,7 @@ def test_at_most_a_part_of_the_pool_is_ejected(
     assert it.admit("goes on")[0] == "placed"
 
 
-def test_ejected_endpoints_are_tried_where_no_other_is_ready(it: FailingPool) -> None:
+def test_ejected_endpoints_get_requests_if_no_other_endpoint_is_ready(it: FailingPool) -> None:
     for flow in "xy":
         it.fails(E1, flow)
     for address in (E2, E3, E4):
@@ -171,7 +171,7 @@ def test_ejected_endpoints_are_tried_where_no_other_is_ready(it: FailingPool) ->
     assert it.admit("r")[:2] == ["placed", E1]
 
 
-def test_a_full_endpoint_gets_a_request_for_each_that_it_ends_until_its_time_is_over(it: FailingPool) -> None:
+def test_a_full_endpoint_gets_one_request_for_each_end_until_its_hold_is_over(it: FailingPool) -> None:
     running = [it.place(E1) for _ in range(2)]
     refused = it.place(E1, E2)
     it.fault(refused, E1, "full", 3000)
@@ -205,7 +205,7 @@ def test_a_full_endpoint_gets_a_request_for_each_that_it_ends_until_its_time_is_
     assert it.admit("waits", flow="w")[0] == "queued"
 
 
-def test_an_ejection_that_no_probe_confirms_ends_by_the_sweep(it: FailingPool) -> None:
+def test_the_sweep_ends_an_ejection_that_no_probe_confirms(it: FailingPool) -> None:
     for flow in "xy":
         it.fails(E1, flow)
     sweep = ("a", 0, 3000, 60_000, 6000)
@@ -231,7 +231,7 @@ def test_an_endpoint_that_stands_still_while_others_answer_is_ejected(it: Failin
     assert stuck(0, others_answer=True) == "ejected"
 
 
-def test_the_counter_of_outliers_is_set_right_when_they_are_lost(it: FailingPool) -> None:
+def test_the_sweep_ends_ejections_whose_outlier_records_are_lost(it: FailingPool) -> None:
     for flow in "xy":
         it.fails(E1, flow)
     it.client.delete(f"{it.prefix}outliers")
@@ -243,7 +243,7 @@ def test_the_counter_of_outliers_is_set_right_when_they_are_lost(it: FailingPool
 
 
 @pytest.mark.parametrize("second", ["down", "drained"])
-def test_replicas_learn_of_each_mark_of_an_ejected_endpoint(it: FailingPool, second: str) -> None:
+def test_each_new_mark_of_an_ejected_endpoint_raises_marks_version(it: FailingPool, second: str) -> None:
     def version() -> int:
         return int(it.client.hget(f"{it.prefix}pool", "marks_version") or 0)
 

@@ -27,7 +27,7 @@ async def what_is_published(fleet: Fleet) -> tuple[object, ...]:
     return (*kept, marks, version, state.ready_backends, state.upper, state.in_flight)
 
 
-async def test_changes_leave_the_pool_as_the_whole_list_does(valkey_url: str, pool: str) -> None:
+async def test_publishing_changes_equals_publishing_the_whole_list(valkey_url: str, pool: str) -> None:
     dice, names = random.Random(7), addresses(6)
     async with (
         running(valkey_url, pool, "a", endpoints=0) as (by_changes, a),
@@ -60,9 +60,7 @@ async def test_changes_leave_the_pool_as_the_whole_list_does(valkey_url: str, po
             await each.settle(*(f"r{number}" for number in range(80)))
 
 
-async def test_changes_from_another_version_than_the_published_one_do_nothing(
-    valkey_url: str, pool: str
-) -> None:
+async def test_changes_relative_to_another_version_are_ignored(valkey_url: str, pool: str) -> None:
     async with running(valkey_url, pool, "a", endpoints=0) as (it, a):
         first, second = addresses(2)
         await publish(a, {first: Endpoint(first)}, "v1")
@@ -71,9 +69,7 @@ async def test_changes_from_another_version_than_the_published_one_do_nothing(
         assert await what_is_published(it) == before
 
 
-async def test_a_request_that_waits_goes_out_with_the_endpoint_that_a_change_brings(
-    valkey_url: str, pool: str
-) -> None:
+async def test_a_waiting_request_is_placed_when_a_change_adds_an_endpoint(valkey_url: str, pool: str) -> None:
     async with running(valkey_url, pool, "a", endpoints=0, queue_unready=1) as (it, a):
         (first,) = addresses(1)
         version = (await it.dump())["pool"]["endpoints_version"]
@@ -85,7 +81,7 @@ async def test_a_request_that_waits_goes_out_with_the_endpoint_that_a_change_bri
         await a.settle("waits")
 
 
-async def test_replicas_that_discover_the_same_publish_what_changed_and_read_no_list(
+async def test_replicas_with_equal_discovery_publish_changes_and_read_no_endpoint_list(
     valkey_url: str, pool: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names = addresses(4)
@@ -122,9 +118,7 @@ async def test_replicas_that_discover_the_same_publish_what_changed_and_read_no_
         assert (await it.state()).ready_backends == 0
 
 
-async def test_a_new_endpoint_takes_requests_when_every_envoy_of_the_fleet_has_it(
-    valkey_url: str, pool: str
-) -> None:
+async def test_a_new_endpoint_opens_once_every_envoy_has_acknowledged_it(valkey_url: str, pool: str) -> None:
     known, new = map(Endpoint, addresses(2))
     async with running(valkey_url, pool, "a", "b", endpoints=1, joined={}) as (it, a, b):
 

@@ -78,7 +78,7 @@ async def test_a_pause_between_two_registrations_does_not_reverse_their_order(
         assert order_of(await it.log()) == [f"q{i}" for i in range(5)]
 
 
-async def test_streams_are_registered_before_waiters_when_redis_is_slow(fleet: OpenFleet) -> None:
+async def test_streams_are_registered_before_waiting_requests_when_redis_is_slow(fleet: OpenFleet) -> None:
     # A replica has four streams and five waiting requests; the state is lost and published again.
     async with fleet("a", endpoints=2) as (it, a):
         _, waiting = await filled(it, 4, 5)
@@ -98,7 +98,7 @@ async def test_streams_are_registered_before_waiters_when_redis_is_slow(fleet: O
             task.cancel()
 
 
-async def test_an_arrival_finds_the_state_lost_and_has_it_rebuilt(fleet: OpenFleet) -> None:
+async def test_an_arrival_after_a_flush_makes_its_replica_publish_at_once(fleet: OpenFleet) -> None:
     # The state is lost between two heartbeats, which are two seconds apart.
     async with fleet("a", endpoints=2, joined=SLOW) as (it, a):
         await it.redis.flushall()
@@ -107,7 +107,7 @@ async def test_an_arrival_finds_the_state_lost_and_has_it_rebuilt(fleet: OpenFle
         assert (await it.counts())[0] == 1
 
 
-async def test_access_log_entries_restore_requests_of_no_replica(fleet: OpenFleet) -> None:
+async def test_an_access_log_entry_restores_a_request_that_no_replica_owns(fleet: OpenFleet) -> None:
     # A stream that no replica owns, and a lost state.
     async with fleet("a", "b", endpoints=2, joined=CONFIG) as (it, a, b):
         placement = await a.gate.admit(ask("r", workload="w"), stream_owned=False)
@@ -121,7 +121,7 @@ async def test_access_log_entries_restore_requests_of_no_replica(fleet: OpenFlee
         await it.ends(a, "r")
 
 
-async def test_waiters_that_could_not_be_registered_are_registered_with_the_next_beat(
+async def test_a_later_heartbeat_registers_waiting_requests_whose_registration_failed(
     fleet: OpenFleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The first attempts to register the waiting requests after a flush fail.
@@ -146,7 +146,7 @@ async def test_waiters_that_could_not_be_registered_are_registered_with_the_next
         await all_served(it, 2, waiting)
 
 
-async def test_a_replica_that_was_away_too_long_registers_its_requests(fleet: OpenFleet) -> None:
+async def test_a_replica_that_counted_as_silent_registers_its_requests_again(fleet: OpenFleet) -> None:
     # A replica with a stream and a waiting request counts as silent.
     async with fleet("a", endpoints=1, joined=CONFIG) as (it, _):
         _, (waiter,) = await filled(it, 2, 1)
@@ -161,7 +161,7 @@ async def test_a_replica_that_was_away_too_long_registers_its_requests(fleet: Op
         assert waiter.result().endpoints == addresses(1)
 
 
-async def test_the_least_replica_publishes_and_the_others_follow(fleet: OpenFleet) -> None:
+async def test_only_the_replica_with_the_lowest_name_publishes(fleet: OpenFleet) -> None:
     # Two replicas with the same configuration.
     async with fleet("a", "b", endpoints=2, joined=CONFIG) as (_, a, b):
         await until(lambda: len(b.cell.current.endpoints) == 2)
@@ -200,7 +200,7 @@ def settled(server: TimedPool) -> bool:
     return server.report("nobody", TOKEN) == "unknown"
 
 
-def test_an_accounting_token_of_an_ended_request_restores_nothing_in_a_calm_fleet(server: TimedPool) -> None:
+def test_an_accounting_token_of_an_ended_request_restores_nothing_without_a_loss(server: TimedPool) -> None:
     # A request that has ended, and its accounting token.
     server.admit("r")
     assert server.report("r", TOKEN) == "renewed"
@@ -213,7 +213,7 @@ def test_an_accounting_token_of_an_ended_request_restores_nothing_in_a_calm_flee
     assert server.report("r", TOKEN, attempt="1") == "restored"
 
 
-def test_a_request_given_up_unreported_is_restored_by_its_renewal_and_ends_once(server: TimedPool) -> None:
+def test_a_request_reclaimed_without_reports_is_restored_by_a_late_renewal(server: TimedPool) -> None:
     server.admit("r")
     # No report of the request came for a whole lease.
     server.calm(LEASE_MS + SECOND_MS)
@@ -226,7 +226,7 @@ def test_a_request_given_up_unreported_is_restored_by_its_renewal_and_ends_once(
     assert server.report("r", TOKEN) == "unknown"
 
 
-def test_a_request_given_up_is_forgotten_at_its_end_and_after_an_hour(server: TimedPool) -> None:
+def test_a_reclaimed_request_can_be_restored_until_its_end_or_for_an_hour(server: TimedPool) -> None:
     for name in ("ends", "stays"):
         server.admit(name)
     server.calm(LEASE_MS + SECOND_MS)
@@ -262,7 +262,7 @@ def fail_over(server: TimedPool) -> None:
 
 
 @pytest.mark.parametrize("happen", [lose_everything, fail_over])
-def test_after_a_loss_running_requests_are_restored_for_a_lease(
+def test_after_a_loss_running_requests_can_be_restored_for_a_limited_time(
     server: TimedPool, happen: Callable[[TimedPool], None]
 ) -> None:
     for name in ("r", "late"):
@@ -275,7 +275,7 @@ def test_after_a_loss_running_requests_are_restored_for_a_lease(
     assert server.report("late", TOKEN) == "unknown"
 
 
-def test_when_a_replica_returns_its_renewals_restore_requests(server: TimedPool) -> None:
+def test_after_a_silence_of_the_whole_fleet_renewals_restore_requests(server: TimedPool) -> None:
     # The fleet's only replica could not reach the server for longer than the silence limit.
     server.passes(2 * SILENCE_MS)
     server.beat()

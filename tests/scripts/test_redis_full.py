@@ -61,7 +61,7 @@ class Clients:
             await asyncio.sleep(0)
 
 
-async def test_a_full_redis_refuses_new_requests_while_the_fleet_drains(server: Server, pool: str) -> None:
+async def test_a_full_redis_refuses_new_requests_and_serves_admitted_ones(server: Server, pool: str) -> None:
     async with running(server.url, pool, "a", upper_per=2, listening=True, log_max=0) as it:
         clients = Clients(it)
         a, gate = clients.replica, clients.gate
@@ -101,7 +101,7 @@ async def test_a_full_redis_refuses_new_requests_while_the_fleet_drains(server: 
         await until(it.at_rest)
 
 
-async def test_a_request_that_waits_in_a_full_redis_expires_in_time(server: Server, pool: str) -> None:
+async def test_a_request_that_waits_in_a_full_redis_expires_at_its_ttl(server: Server, pool: str) -> None:
     async with running(server.url, pool, "a", upper_per=1, listening=True) as (it, a):
         # A request waits on a server that has run out of memory since.
         await a.gate.admit(ask("runs"), stream_owned=False)

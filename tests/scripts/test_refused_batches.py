@@ -39,7 +39,7 @@ async def served(replica: Replica, *request_ids: str) -> None:
         await replica.settle(request_id)
 
 
-async def test_arrivals_beside_one_whose_flow_is_broken_are_queued(valkey_fleet: OpenFleet) -> None:
+async def test_a_batch_queues_all_arrivals_except_those_of_a_broken_flow(valkey_fleet: OpenFleet) -> None:
     # A full stock, and a flow whose queue key has the wrong type.
     async with valkey_fleet("a", full=True) as (it, a):
         async with broken(it):
@@ -59,7 +59,7 @@ async def test_arrivals_beside_one_whose_flow_is_broken_are_queued(valkey_fleet:
         assert await it.at_rest()
 
 
-async def test_an_end_takes_effect_although_its_admission_was_sent_again(valkey_fleet: OpenFleet) -> None:
+async def test_a_cancel_takes_effect_although_its_admission_was_sent_again(valkey_fleet: OpenFleet) -> None:
     # A broken flow.
     async with valkey_fleet("a", full=True) as (it, a):
         async with broken(it):
@@ -80,7 +80,7 @@ async def test_an_end_takes_effect_although_its_admission_was_sent_again(valkey_
     ],
     ids=["cancel", "settle"],
 )
-async def test_requests_leave_the_queue_beside_one_whose_flow_is_broken(
+async def test_a_broken_flow_does_not_keep_other_requests_in_the_queue(
     valkey_fleet: OpenFleet, how: str, args: tuple[Any, ...], answer: object
 ) -> None:
     # Two requests of a good flow wait, and one of a flow that breaks afterwards.
@@ -114,7 +114,7 @@ async def test_an_admission_that_failed_halfway_does_not_stop_the_queue(valkey_f
         assert await it.at_rest()
 
 
-async def test_a_batch_refused_for_one_item_costs_each_a_second_call_at_most(valkey_fleet: OpenFleet) -> None:
+async def test_the_items_of_a_failed_batch_are_sent_again_once_each(valkey_fleet: OpenFleet) -> None:
     # A broken flow.
     async with valkey_fleet("a", full=True) as (it, a), broken(it):
         await it.redis.config_resetstat()

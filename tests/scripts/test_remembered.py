@@ -75,7 +75,7 @@ def test_either_version_expires_a_request_that_the_other_queued(server: Versions
     assert server.requests() == {b"runs"}
 
 
-def test_loads_and_counts_stay_exact_with_more_names_than_are_kept(server: Versions) -> None:
+def test_loads_stay_exact_with_more_names_than_the_library_caches(server: Versions) -> None:
     server.publish("a:1", "b:1", version="1", upper_per=100)
     # Each request names other unknown endpoints as candidates.
     for number in range(30):
@@ -89,7 +89,7 @@ def test_loads_and_counts_stay_exact_with_more_names_than_are_kept(server: Versi
     assert server.loads() == {"a:1": 0, "b:1": 0}
 
 
-def test_the_next_call_follows_a_setting_that_another_version_changed(server: Versions) -> None:
+def test_the_next_call_applies_a_setting_that_another_version_changed(server: Versions) -> None:
     # A version has cached the settings, and no cached count changes.
     server.live_through("x", "y")
     for fallbacks in (0, 1):
@@ -99,7 +99,7 @@ def test_the_next_call_follows_a_setting_that_another_version_changed(server: Ve
         assert len(server.admit(f"r{fallbacks}")[1].split(",")) == 1 + fallbacks
 
 
-def test_an_endpoint_that_takes_requests_again_is_picked(server: Versions) -> None:
+def test_an_endpoint_is_picked_again_after_its_down_mark_is_removed(server: Versions) -> None:
     names = [f"{letter}:1" for letter in "abcdefgh"]
     server.publish(*names, version="1", upper_per=1, lower_per=1)
     server.call("heartbeat", "a", "{}", 60_000)

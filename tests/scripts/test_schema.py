@@ -62,7 +62,7 @@ def test_the_keys_that_python_spells_are_documented() -> None:
         assert matching(key.removeprefix("epp:{p}:")), key
 
 
-async def test_a_run_leaves_only_documented_keys_and_uses_each(fleet: OpenFleet) -> None:
+async def test_every_key_of_a_run_is_documented_and_every_documented_key_is_used(fleet: OpenFleet) -> None:
     async with fleet("a", "b") as (it, a, b):
         await it.redis.flushall()
         seen: dict[str, str] = {}

@@ -102,7 +102,7 @@ async def test_a_follower_receives_readings_on_its_own_clock(pair: Pair) -> None
     assert follower.suspects == ["b:1"]
 
 
-async def test_a_new_follower_catches_up_with_ages_by_redis_clock(pair: Pair) -> None:
+async def test_a_new_follower_gets_the_stored_readings_aged_by_the_clock_of_redis(pair: Pair) -> None:
     # Two batches are published while there is no follower.
     one, two = pair
     await one.publish({"a:1": reading(999_000), "b:1": reading(999_000)})
@@ -119,7 +119,7 @@ async def test_a_new_follower_catches_up_with_ages_by_redis_clock(pair: Pair) ->
     assert without_times(follower.readings["a:1"]) == without_times(reading(0))
 
 
-async def test_a_follower_receives_its_own_messages_empty(pair: Pair) -> None:
+async def test_a_follower_receives_its_own_messages_without_readings(pair: Pair) -> None:
     one, _ = pair
     async with following(one) as follower:
         await one.publish({"a:1": reading(999_000)})
@@ -127,14 +127,14 @@ async def test_a_follower_receives_its_own_messages_empty(pair: Pair) -> None:
     assert not follower.readings
 
 
-async def test_an_empty_batch_is_a_sign_of_life(pair: Pair) -> None:
+async def test_followers_receive_an_empty_batch_as_a_sign_of_life(pair: Pair) -> None:
     one, two = pair
     async with following(two) as follower:
         await one.publish({})
         await until(lambda: ("one", {}) in follower.batches)
 
 
-async def test_removed_readings_are_gone(pair: Pair) -> None:
+async def test_removed_readings_are_no_longer_stored(pair: Pair) -> None:
     # Two readings are stored, and one is removed.
     one, two = pair
     await one.publish({"a:1": reading(999_000), "b:1": reading(999_000)})
@@ -153,7 +153,7 @@ async def test_pools_do_not_receive_each_others_readings(redis_url: str, pair: P
     assert follower.readings.keys() == {"a:1"}
 
 
-async def test_unreadable_readings_are_left_out(redis_url: str, pool: str, pair: Pair) -> None:
+async def test_unreadable_readings_are_ignored(redis_url: str, pool: str, pair: Pair) -> None:
     # Foreign writers put unreadable data into the hash and the channel.
     one, two = pair
     name = Keys.of(pool).prefix + "metrics"
@@ -170,7 +170,7 @@ async def test_unreadable_readings_are_left_out(redis_url: str, pool: str, pair:
     assert follower.links == 1
 
 
-async def test_a_lost_connection_is_made_again_and_caught_up(valkey_url: str, pool: str) -> None:
+async def test_a_follower_reconnects_and_gets_the_readings_that_it_missed(valkey_url: str, pool: str) -> None:
     # A follower is connected.
     async with (
         two_replicas(valkey_url, pool) as (one, two),
@@ -185,7 +185,7 @@ async def test_a_lost_connection_is_made_again_and_caught_up(valkey_url: str, po
         assert follower.readings.keys() == {"a:1"}
 
 
-async def test_a_redis_that_does_not_answer_is_unavailable_and_then_used_again(
+async def test_publishing_fails_in_time_while_redis_is_silent_and_recovers(
     valkey_url: str, pool: str
 ) -> None:
     # Redis stops replying.
@@ -212,7 +212,7 @@ async def persist(call: Callable[[], Awaitable[Any]]) -> Any:
                 return await call()
 
 
-async def test_no_redis_at_all_is_unavailable(pool: str) -> None:
+async def test_calls_without_a_redis_server_raise_state_unavailable(pool: str) -> None:
     channel = MetricsChannel("redis://127.0.0.1:1/0", pool, "one", now_ms=lambda: 0)
     for call in (channel.publish({}), channel.remove(["a:1"]), channel.stored()):
         with pytest.raises(StateUnavailable, match="Redis took no metrics"):

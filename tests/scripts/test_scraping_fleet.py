@@ -161,7 +161,7 @@ def scraping(valkey_url: str, pool: str, simulators: list[str]) -> OpenScraping:
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
-async def test_each_endpoint_is_read_by_one_replica_and_known_to_all(scraping: OpenScraping) -> None:
+async def test_each_endpoint_is_scraped_by_one_replica_and_known_to_all(scraping: OpenScraping) -> None:
     # Three replicas and four endpoints.
     async with scraping() as fleet:
         await fleet.settled()
@@ -203,7 +203,7 @@ async def test_endpoints_of_a_silent_replica_are_scraped_by_the_others(scraping:
             assert after[address] == names or names == {lost_name}
 
 
-async def test_in_a_large_fleet_some_replicas_publish_and_all_know(scraping: OpenScraping) -> None:
+async def test_in_a_large_fleet_some_replicas_scrape_and_all_get_the_readings(scraping: OpenScraping) -> None:
     names = [f"replica-{number}" for number in range(12)]
     expected = set(Scrapers(names[0], 1.0).among(names, 8, 0.0))
     async with (
@@ -226,7 +226,7 @@ async def test_in_a_large_fleet_some_replicas_publish_and_all_know(scraping: Ope
         await fleet.settled()
 
 
-async def test_endpoints_that_leave_are_forgotten_and_new_ones_are_read(scraping: OpenScraping) -> None:
+async def test_removed_endpoints_are_forgotten_and_new_ones_are_scraped(scraping: OpenScraping) -> None:
     # A fleet that knows three of four endpoints.
     async with scraping() as fleet, Redis.from_url(fleet.url) as redis:
         known = fleet.addresses
@@ -239,14 +239,14 @@ async def test_endpoints_that_leave_are_forgotten_and_new_ones_are_read(scraping
         await fleet.until_stored(redis)
 
 
-async def test_a_flushed_redis_is_filled_again(scraping: OpenScraping) -> None:
+async def test_readings_deleted_from_redis_are_stored_again(scraping: OpenScraping) -> None:
     async with scraping() as fleet, Redis.from_url(fleet.url) as redis:
         await fleet.settled()
         await redis.delete(fleet.key)
         await fleet.until_stored(redis)
 
 
-async def test_without_redis_each_replica_still_knows_its_own(pool: str, simulators: list[str]) -> None:
+async def test_without_redis_each_replica_has_its_own_readings(pool: str, simulators: list[str]) -> None:
     # Replicas scrape without access to Redis.
     async with running("redis://127.0.0.1:1/0", pool, simulators) as fleet:
         # Each endpoint is known only to the replica that scrapes it.
@@ -257,7 +257,9 @@ async def test_without_redis_each_replica_still_knows_its_own(pool: str, simulat
         await until(lambda: known() == sorted(simulators))
 
 
-async def test_a_replica_stops_at_any_moment(valkey_url: str, pool: str, simulators: list[str]) -> None:
+async def test_a_scraping_task_can_be_cancelled_at_any_moment(
+    valkey_url: str, pool: str, simulators: list[str]
+) -> None:
     # Replicas are stopped at different moments, mostly while they connect.
     cell = SnapshotCell()
     cell.publish(listed(simulators))

@@ -24,7 +24,7 @@ async def granted_flow(it: Fleet, received: dict[str, Replica]) -> str:
 
 
 @pytest.mark.parametrize("replicas", [1, 2, 4, 8])
-async def test_weights_four_to_one_hold_though_each_replica_receives_one_flow_and_then_the_other(
+async def test_weights_four_to_one_hold_although_each_replica_receives_one_flow_at_a_time(
     fleet: OpenFleet, replicas: int
 ) -> None:
     async with fleet(*"abcdefgh"[:replicas], upper_per=1, lower_per=1) as it:

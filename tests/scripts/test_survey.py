@@ -75,7 +75,7 @@ async def test_a_snapshot_that_one_replica_has_read_serves_the_others(valkey_fle
         assert 0 < await it.redis.pttl(it.keys.queue_snapshot) <= FOREVER_MS
 
 
-async def test_of_many_concurrent_readers_one_reads(valkey_fleet: OpenFleet) -> None:
+async def test_of_five_concurrent_readers_one_reads_for_all(valkey_fleet: OpenFleet) -> None:
     async with valkey_fleet(*"abcde", upper_per=1) as it:
         without_end(it)
         await wait_in_line(it)
@@ -95,7 +95,7 @@ async def test_a_replica_that_dies_while_it_reads_does_not_block_the_others(valk
             assert len(queues) == FLOWS
 
 
-async def test_an_old_snapshot_of_the_flow_queues_is_read_again(valkey_fleet: OpenFleet) -> None:
+async def test_an_expired_snapshot_is_read_again(valkey_fleet: OpenFleet) -> None:
     async with valkey_fleet("a", "b", upper_per=1) as (it, a, b):
         await wait_in_line(it)
         await queues_of(a)
@@ -107,7 +107,7 @@ async def test_an_old_snapshot_of_the_flow_queues_is_read_again(valkey_fleet: Op
         await until(seen)
 
 
-async def test_a_few_flow_queues_are_read_each_time(valkey_fleet: OpenFleet) -> None:
+async def test_a_few_flow_queues_are_read_without_a_snapshot(valkey_fleet: OpenFleet) -> None:
     async with valkey_fleet("a", "b", upper_per=1) as (it, a, b):
         without_end(it)
         # With few flow queues each replica reads for itself, so both see a new request at once, and leave no
@@ -138,7 +138,7 @@ async def test_a_snapshot_of_another_version_or_a_damaged_one_is_ignored(valkey_
             assert await it.redis.get(it.keys.queue_snapshot) == other
 
 
-async def test_nothing_is_read_while_nobody_asks(valkey_fleet: OpenFleet) -> None:
+async def test_the_fleet_state_cache_reads_nothing_while_no_operator_asks(valkey_fleet: OpenFleet) -> None:
     async with valkey_fleet("a", upper_per=1) as (it, a):
         await wait_in_line(it)
         async with watched(a) as cache:

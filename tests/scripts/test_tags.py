@@ -89,7 +89,7 @@ def test_weights_out_of_bounds_are_refused_in_the_configuration_and_live(weight:
         live_config.applied(parse({}), {"weights.gold": weight})
 
 
-def test_bounds_beyond_what_the_stock_can_count_are_refused() -> None:
+def test_a_watermark_too_large_for_the_stock_is_refused() -> None:
     with pytest.raises(ConfigError, match="watermark_per_backend"):
         parse({"request_queue_controller": {"watermark_per_backend": 1e10}})
 
@@ -147,7 +147,7 @@ async def test_requests_are_served_expire_and_end_despite_strays_in_a_sorted_set
 
 
 @pytest.mark.parametrize("kind", ["inflight", "timers", "flows:1", "queue:1:flow", "candidates:1"])
-async def test_strays_are_counted(valkey_fleet: OpenFleet, kind: str) -> None:
+async def test_a_metric_counts_dropped_strays(valkey_fleet: OpenFleet, kind: str) -> None:
     async with valkey_fleet("a", upper_per=1, lower_per=1, total_capacity=1) as (it, a):
         await a.admit("first")
         await a.admit("waits", band=1)
@@ -162,7 +162,7 @@ async def test_strays_are_counted(valkey_fleet: OpenFleet, kind: str) -> None:
         assert samples(a.metrics)["epp_strays_total",] >= 3
 
 
-async def test_flows_that_another_version_has_queued_are_preempted_too(fleet: OpenFleet) -> None:
+async def test_flows_missing_from_the_preemption_candidates_are_preempted_too(fleet: OpenFleet) -> None:
     # The set of preemption candidates has a drained flow queue, and lacks two that wait.
     async with fleet("a", total_capacity=3, full=True) as (it, a):
         for name in ("x", "y", "z"):

@@ -14,7 +14,7 @@ from picker_fleet.pool import Pool
 from picker_fleet.state.store import LiveConfig
 
 
-async def test_a_raised_bound_dispatches_at_once(fleet: OpenFleet) -> None:
+async def test_a_raised_bound_dispatches_a_waiting_request_at_once(fleet: OpenFleet) -> None:
     async with fleet("a", "b", full=True) as (it, a, b):
         await a.admit("waits")
         raised = {"upper_per": 2, "lower_per": 2}
@@ -29,7 +29,7 @@ async def test_a_raised_bound_dispatches_at_once(fleet: OpenFleet) -> None:
         assert await b.store.live_config() == LiveConfig("2")
 
 
-async def test_room_without_an_end_is_filled_reading_a_few_flows_and_not_all(valkey_fleet: OpenFleet) -> None:
+async def test_after_a_raised_bound_dispatch_reads_only_the_first_flows(valkey_fleet: OpenFleet) -> None:
     async with valkey_fleet("a", full=True) as (it, a):
         # Many flows wait.
         for i in range(100):
@@ -71,9 +71,7 @@ def prompted(request_id: str) -> InferenceRequest:
     return ask(request_id)._replace(prefix=PROMPT)
 
 
-async def test_scorers_changed_through_one_replica_rank_at_every_other_with_what_all_have_routed(
-    valkey_url: str, pool: str
-) -> None:
+async def test_a_scorer_added_live_uses_the_routes_of_all_replicas(valkey_url: str, pool: str) -> None:
     async with replica(valkey_url, pool, "a") as (a, controls), replica(valkey_url, pool, "b") as (b, others):
         # A fleet without scorers needs no prompt hashes, and picks the endpoint with the fewest in flight.
         assert a.chooser.choose(prompted("r1")).candidates == "*"

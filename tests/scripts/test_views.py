@@ -27,7 +27,7 @@ async def queued_behind_one(it: Fleet, *requests: tuple[str, str, int]) -> None:
         assert name_of(await a.admit(request_id, flow=flow, band=band)) == "queued"
 
 
-async def test_flow_queues_come_by_band_and_start_tag_then_the_throttled_ones(fleet: OpenFleet) -> None:
+async def test_flow_queues_are_listed_by_band_and_start_tag_throttled_ones_last(fleet: OpenFleet) -> None:
     # Flows wait in three bands; one flow has been served, and one is at its limit.
     async with fleet("a", upper_per=1) as (it, a):
         waiting = ("d1", "served", 1), ("d2", "served", 1), ("d3", "new", 1), ("s", "low", 2)
@@ -71,7 +71,7 @@ async def test_a_flow_queue_has_its_tag_length_age_weight_and_share(fleet: OpenF
 
 
 @pytest.mark.parametrize("ordering", ["fcfs", "edf", "workload-aware"])
-async def test_stretches_of_flow_queues_have_their_requests_in_order(fleet: OpenFleet, ordering: str) -> None:
+async def test_ranges_of_flow_queues_list_their_requests_in_order(fleet: OpenFleet, ordering: str) -> None:
     # Two flow queues, one of them longer than a call may read.
     async with fleet("a", ordering=ordering, full=True) as (_, a):
         # The order by arrival is also the order by deadline.
@@ -113,7 +113,7 @@ async def test_an_overdue_request_is_marked(fleet: OpenFleet) -> None:
         assert (early.id, early.overdue) == ("early", False)
 
 
-async def test_requests_in_flight_come_by_their_leases_in_pages(fleet: OpenFleet) -> None:
+async def test_requests_in_flight_are_listed_in_pages_by_lease(fleet: OpenFleet) -> None:
     # 230 requests in flight, two of them granted but not yet placed.
     async with fleet("a", upper_per=230) as (_, a):
         await asyncio.gather(*(a.admit(f"r{i:03d}") for i in range(230)))
@@ -137,7 +137,7 @@ async def test_requests_in_flight_come_by_their_leases_in_pages(fleet: OpenFleet
         assert [each.lease_ms for each in seen] == sorted(each.lease_ms for each in seen)
 
 
-async def test_a_request_is_found_wherever_it_is(fleet: OpenFleet) -> None:
+async def test_a_request_is_found_in_every_state(fleet: OpenFleet) -> None:
     async with fleet("a", "b", upper_per=1, starvation_ms=1) as (it, a, b):
         await queued_behind_one(it, ("first", "f", 1), ("second", "f", 1))
         # Queued: with rank, flow queue, and rank among the overdue requests.
@@ -157,7 +157,7 @@ async def test_a_request_is_found_wherever_it_is(fleet: OpenFleet) -> None:
         assert await a.store.reads.request("runs") is None
 
 
-async def test_workloads_come_in_pages_and_one_by_one(fleet: OpenFleet) -> None:
+async def test_workloads_are_read_in_pages_and_one_by_one(fleet: OpenFleet) -> None:
     # 230 workloads.
     async with fleet("a", upper_per=1000) as (_, a):
         await asyncio.gather(*(a.admit(f"r{i}", workload=f"w{i % 230}") for i in range(460)))
@@ -191,7 +191,7 @@ async def test_replicas_and_decisions_are_listed(fleet: OpenFleet) -> None:
         assert [each["event"] for each in await a.store.reads.decisions(50)][-1] == "bypassed"
 
 
-async def test_reading_writes_nothing_and_needs_no_pool(fleet: OpenFleet) -> None:
+async def test_reads_of_an_empty_redis_return_nothing_and_write_nothing(fleet: OpenFleet) -> None:
     # An empty Redis.
     async with fleet("a") as (it, a):
         await it.redis.flushall()
@@ -246,7 +246,7 @@ async def listed(
 
 
 @pytest.mark.parametrize("limit", [7, 150, 500])
-async def test_a_long_queue_comes_whole_in_pages_in_the_order_of_positions(
+async def test_pages_list_a_long_queue_completely_and_in_order_of_position(
     valkey_fleet: OpenFleet, limit: int
 ) -> None:
     # 1500 requests of 45 flows with weights 1 to 3, in three bands.
@@ -274,7 +274,7 @@ async def test_a_long_queue_comes_whole_in_pages_in_the_order_of_positions(
 
 
 @pytest.mark.parametrize("ordering", ["fcfs", "workload-aware"])
-async def test_pages_are_of_the_shape_that_is_described(valkey_fleet: OpenFleet, ordering: str) -> None:
+async def test_each_page_has_exactly_the_fields_of_its_model(valkey_fleet: OpenFleet, ordering: str) -> None:
     # Requests in flight and waiting, with and without workloads and flow limits.
     joined = {**CONFIG, "fair_request_queue": {**QUEUE, "ordering": ordering}}
     async with valkey_fleet("a", joined=joined) as (_, a):
@@ -298,7 +298,7 @@ async def test_pages_are_of_the_shape_that_is_described(valkey_fleet: OpenFleet,
                 assert set(each) == set((model if each is page else row).model_fields)
 
 
-async def test_reasons_name_why_a_request_waits(valkey_fleet: OpenFleet) -> None:
+async def test_the_view_of_a_request_says_why_it_waits(valkey_fleet: OpenFleet) -> None:
     two = [(name, "gold", Band.DEFAULT) for name in ("q1", "q2")]
     async with listed(valkey_fleet, *two) as (a, lists):
 
@@ -326,7 +326,7 @@ async def test_a_cursor_of_another_list_is_refused(valkey_fleet: OpenFleet) -> N
                 await call
 
 
-async def test_more_flows_than_are_read_are_still_listed(valkey_fleet: OpenFleet) -> None:
+async def test_more_flows_than_max_flows_are_still_listed(valkey_fleet: OpenFleet) -> None:
     async with listed(valkey_fleet, *((f"q{i:02d}", f"f{i:02d}", Band.DEFAULT) for i in range(25))) as (a, _):
         lists = lists_of(a, max_flows=10)
         # Pages list all flows; figures that would need all flows at once are None.
@@ -335,7 +335,7 @@ async def test_more_flows_than_are_read_are_still_listed(valkey_fleet: OpenFleet
         assert {each["fair_share"] for each in flows} == {None}
 
 
-async def test_service_is_reported_by_heartbeats_and_added_up(valkey_fleet: OpenFleet) -> None:
+async def test_the_service_of_a_flow_is_the_sum_of_the_replicas_reports(valkey_fleet: OpenFleet) -> None:
     async with listed(valkey_fleet, ("q1", "gold", Band.DEFAULT)) as (a, lists):
         served = '{"host":"h","up_s":5,"served":{"priorities":[[0,%d]],"flows":[[0,"gold",%d]],"cut":false}}'
         nonsense = '{"served": {"priorities": "x"}, "up_s": "long"}'

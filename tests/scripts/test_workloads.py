@@ -29,7 +29,7 @@ async def test_an_idle_workload_is_forgotten_and_a_busy_one_is_not(fleet: OpenFl
         await until(forgotten)
 
 
-async def test_an_anonymous_request_leaves_no_entry(fleet: OpenFleet) -> None:
+async def test_a_request_without_a_workload_id_is_not_registered(fleet: OpenFleet) -> None:
     # Requests without a workload run, wait and end: the registry stays empty.
     async with fleet("a", full=True) as (it, a):
         await a.admit("waits")
@@ -43,9 +43,7 @@ async def registered(it: Fleet) -> list[str]:
 
 
 @pytest.mark.parametrize("at_once", [False, True], ids=["one by one", "in one batch"])
-async def test_workloads_beyond_the_most_are_served_and_leave_nothing(
-    fleet: OpenFleet, at_once: bool
-) -> None:
+async def test_workloads_beyond_the_limit_are_not_registered(fleet: OpenFleet, at_once: bool) -> None:
     # Room for all requests, and a registry for two workloads.
     async with fleet("a", upper_per=100, max_workloads=2) as (it, a):
         # Three workloads arrive, two of them twice.
@@ -58,9 +56,7 @@ async def test_workloads_beyond_the_most_are_served_and_leave_nothing(
         assert await registered(it) == ["w1", "w2"]
 
 
-async def test_refused_requests_of_new_workloads_fill_no_more_than_half_of_the_registry(
-    fleet: OpenFleet,
-) -> None:
+async def test_refused_requests_of_new_workloads_fill_at_most_half_of_the_registry(fleet: OpenFleet) -> None:
     # No room in the queue, and a registry for four workloads.
     async with fleet("a", upper_per=1, total_capacity=0, max_workloads=4) as (it, a):
         await a.admit("runs", workload="served")
@@ -77,7 +73,7 @@ async def test_refused_requests_of_new_workloads_fill_no_more_than_half_of_the_r
         assert await registered(it) == ["late-0", "late-1", "new-0", "served"]
 
 
-async def test_requests_of_an_unregistered_workload_are_ordered_like_anonymous_ones(fleet: OpenFleet) -> None:
+async def test_requests_of_unregistered_workloads_are_ordered_like_anonymous_ones(fleet: OpenFleet) -> None:
     # A full registry, and capacity for one request.
     async with fleet("a", upper_per=1, ordering="workload-aware", max_workloads=1) as (it, a):
         await a.admit("runs", workload="known")
@@ -95,7 +91,7 @@ async def test_requests_of_an_unregistered_workload_are_ordered_like_anonymous_o
             assert await it.redis.keys(f"{it.keys.prefix}{kind}*") == []
 
 
-async def test_means_of_answers_are_kept_of_no_more_flows_than_workloads(fleet: OpenFleet) -> None:
+async def test_mean_answer_tokens_are_kept_for_at_most_max_workloads_flows(fleet: OpenFleet) -> None:
     async with fleet("a", upper_per=100, max_workloads=2) as (it, a):
         for n in range(5):
             await a.admit(f"r{n}", flow=f"flow{n}")
@@ -103,7 +99,7 @@ async def test_means_of_answers_are_kept_of_no_more_flows_than_workloads(fleet: 
         assert await it.redis.hlen(it.keys.prefix + "answers") == 2
 
 
-async def test_finish_tags_of_flows_that_come_once_are_bounded(fleet: OpenFleet) -> None:
+async def test_at_most_10000_finish_tags_of_idle_flows_are_kept(fleet: OpenFleet) -> None:
     # A pool that is never at rest, and more idle flow queues with tags above the virtual time than are kept.
     async with fleet("a", full=True) as (it, a):
         await a.admit("waits")
@@ -118,7 +114,7 @@ async def test_finish_tags_of_flows_that_come_once_are_bounded(fleet: OpenFleet)
         assert (await it.redis.zrange(finish, 0, 0)) == ["once-2500"]
 
 
-async def test_a_client_with_a_new_flow_for_each_request_does_not_starve_the_others(fleet: OpenFleet) -> None:
+async def test_a_client_with_a_new_flow_for_each_request_starves_no_other_flow(fleet: OpenFleet) -> None:
     # Capacity for one request, a flow with five requests, and twenty waiting requests of one flow each.
     async with fleet("a", upper_per=1, guard_share=0, log_max=0) as (_, a):
         await a.admit("runs", flow="z-steady")
