@@ -1,4 +1,4 @@
-"""A Lua library in which one chosen `redis.call` fails, and dumps of all that a pool holds."""
+"""A Lua library in which one chosen `redis.call` fails, and dumps of all keys of a pool."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

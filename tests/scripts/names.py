@@ -1,4 +1,4 @@
-"""Strategies for names as clients and operators may choose them, with every allowed character."""
+"""Hypothesis strategies for names that clients and operators choose, with every allowed character."""
 
 from hypothesis import strategies as st
 

@@ -41,7 +41,7 @@ from picker_fleet.telemetry.metrics import Metrics
 from picker_tools.audit.auditor import Report, audit
 from picker_tools.audit.log import Entry
 
-DEADLINE_S = 30.0  # generous: an event that is later will not come
+DEADLINE_S = 30.0  # generous: an event that takes longer never comes
 SILENCE_S = 5.0
 SETTINGS: Mapping[str, Any] = {
     "upper_per": 2, "lower_per": 2, "total_capacity": 1000, "flow_capacity": 1000, "lease_ms": 60_000,
@@ -111,7 +111,7 @@ async def until(condition: Callable[[], Any], within_s: float = DEADLINE_S) -> A
         if found:
             return found
         await asyncio.sleep(0.005)
-    raise AssertionError(f"never became true: {condition}") from fault
+    raise AssertionError(f"not true within {within_s} s: {condition}") from fault
 
 
 async def until_is(call: Callable[[], Awaitable[Any]], wanted: Any) -> None:
@@ -129,7 +129,7 @@ async def in_turn(call: Callable[..., Awaitable[Any]], *args: Any) -> Any:
 
 
 class PatientPauseDetector(PauseDetector):
-    """Never reports a pause, so that a reply counts even if a busy machine reads it late."""
+    """Never reports a pause, so that replies count even if a busy machine reads them late."""
 
     def paused_until(self, now_s: float) -> float:
         return 0.0
@@ -164,7 +164,7 @@ class Replica:
             self.membership.heartbeat_now(**how)
 
     def fails_over(self) -> None:
-        """Let the gate follow what Redis tells. Before this call it never leaves Redis."""
+        """Let the gate react to the store's events. Before this call the gate never fails over."""
         self.store.on_event = self.gate.failover.on_event
 
     def route(self, subset: tuple[str, ...] | None, **first: str) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ from picker_fleet.state.store import name_of
 
 
 async def test_each_exceeded_limit_raises_its_documented_error(fleet: OpenFleet) -> None:
-    # A queue with room for one request per flow and two in all, and a full stock.
+    # The stock is full. The queue has room for one request per flow and two in all.
     async with fleet("a", total_capacity=2, flow_capacity=1, max_flows=2, full=True) as (_, a):
         await a.admit("x0", flow="x")
         # The gate raises the documented error for each limit that is exceeded.
@@ -42,7 +42,7 @@ async def test_an_admission_before_the_first_publish_is_answered_unknown_pool(fl
 
 
 async def test_the_queue_can_be_disabled_and_enabled_while_requests_wait(fleet: OpenFleet) -> None:
-    # A full stock, and more waiting requests than one call dispatches.
+    # The stock is full, and more requests wait than one call dispatches.
     async with fleet("a", upper_per=1) as (it, a):
         for i in range(60):
             await a.admit(f"r{i}")
@@ -82,7 +82,7 @@ def test_a_call_moves_at_most_256_requests_that_reached_the_wait_cap(client: red
         direct.admit(f"r{number}", workload="", criticality=4 if number == 100 else 3)
     assert client.zcard(f"{direct.prefix}growing:1:flow") == 299
     direct.passes(6000)
-    # The call grants the best of the requests that it has moved; the next call moves the rest.
+    # The call moves 256 requests and grants the most critical one; the next call moves the others.
     direct.settle("r0")
     assert client.zcard(f"{direct.prefix}growing:1:flow") == 299 - 256
     assert client.hkeys(f"{direct.prefix}inbox:a") == [b"r100"]

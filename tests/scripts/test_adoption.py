@@ -33,7 +33,7 @@ async def test_a_heartbeat_of_a_silent_replica_stops_the_orphaning_of_its_reques
         await asyncio.gather(*(a.admit(f"q{i}") for i in range(120)))
         await a.store.leave()
         assert (await b.sweep()).more
-        # Its next heartbeat tells the replica so and stops the orphaning; it may admit its requests again.
+        # The replica's next heartbeat reports this and stops the orphaning; it may admit requests again.
         assert not (await a.beat()).was_known
         assert not await it.has("orphan_cursors")
         assert name_of(await a.admit("q0")) == "queued"
@@ -44,7 +44,7 @@ async def test_a_retry_on_a_new_stream_takes_over_the_queued_request(fleet: Open
     # A waiting request arrives again at the same replica over a new stream.
     async with fleet("a", full=True) as (it, a):
         first, second = await waiting(it, a, "q"), asked(a, "q")
-        # The first stream has no client any more, and the second gets the grant.
+        # The first stream ends with ClientGone, and the second stream gets the grant.
         with pytest.raises(ClientGone):
             await first
         assert a.gate.queue.waiting == 1
@@ -59,7 +59,7 @@ async def test_the_expiry_timer_of_a_former_owner_does_not_end_an_adopted_reques
     async with fleet("a", "b", full=True) as (it, a, b):
         waiter = await waiting(it, a, "q", ttl_s=0.8)
         await b.admit("q", "99.")
-        # When the waiter's own timer expires, its client gets an answer; the request stays with the adopter.
+        # At the TTL the former owner answers its client; the request stays with the adopter.
         with pytest.raises(ExpiredTtl):
             await waiter
         assert events_of(await it.log(), "q")[:2] == ["queued", "adopted"]
@@ -83,16 +83,16 @@ async def test_a_request_with_a_known_id_but_another_flow_model_or_body_is_refus
                 with pytest.raises(RequestIdTaken):
                     await asked(replica, "q", **(FIRST | stranger))
 
-        # While the request waits, a stranger is refused at both replicas and does not take over its stream.
+        # While the request waits, both replicas refuse a different request with its id.
         await is_refused_everywhere()
         assert not waiter.done()
-        # A retry by Envoy adopts the request all the same.
+        # A retry by Envoy still adopts the request.
         retry = asked(b, "q", **FIRST)
         await it.until_logged("adopted", "q")
         await a.settle("runs")
         await b.beat()
         placed = await retry
-        # While the request is in flight, only a further retry gets its token.
+        # While the request is in flight, only a further retry gets its accounting token.
         await is_refused_everywhere()
         assert (await asked(b, "q", **FIRST)).accounting_token == placed.accounting_token
         assert events_of(await it.log(), "q") == ["queued", "adopted", "granted", "placed", "adopted"]
@@ -111,7 +111,7 @@ async def test_a_refused_request_with_the_same_id_cancels_no_admission_in_flight
 
 
 async def test_a_concurrent_request_with_the_same_id_does_not_block_a_retry(fleet: OpenFleet) -> None:
-    # A stranger's admission is in flight when Envoy's retry of the waiting request reaches that replica.
+    # A different request's admission with the same id is in flight when Envoy's retry arrives.
     async with fleet("a", "b", full=True) as (it, a, b):
         waiter = await waiting(it, a, "q", **FIRST)
         stranger = asked(b, "q", **(FIRST | {"digest": "of-another"}))

@@ -26,7 +26,6 @@ async def test_replies_come_in_the_order_of_the_commands(asker: CommandClient) -
 
 
 async def test_concurrent_callers_get_their_own_replies(asker: CommandClient) -> None:
-    # 50 concurrent callers each get their own replies.
     asked = [[("ECHO", str(number)), ("ECHO", f"{number} again")] for number in range(50)]
     answers = await asyncio.gather(*map(asker.execute, asked))
     assert answers == [[reply.encode() for _, reply in commands] for commands in asked]
@@ -40,11 +39,11 @@ async def test_an_error_reply_is_raised_and_leaves_no_reply_to_the_next_caller(a
 
 
 async def test_a_closed_connection_is_replaced(asker: CommandClient, valkey_url: str) -> None:
-    # The server has closed the connection.
+    # The server closes the connection.
     known = (await asker.execute([("CLIENT", "ID")]))[0]
     async with Redis.from_url(valkey_url) as redis:
         await redis.client_kill_filter(_id=known)
-    # A later call uses a new connection: the first one, or the next if the first finds the old one closed.
+    # The next call may fail because the old connection is closed; the call after it uses a new connection.
     try:
         again = await asker.execute([("CLIENT", "ID")])
     except StateUnavailable:
@@ -53,7 +52,7 @@ async def test_a_closed_connection_is_replaced(asker: CommandClient, valkey_url:
 
 
 async def test_a_cancelled_caller_leaves_no_reply_to_the_next(asker: CommandClient, valkey_url: str) -> None:
-    # A caller waits for a reply that does not come.
+    # A caller waits for a reply that never comes.
     slow = asyncio.create_task(asker.execute([("BLPOP", "nothing", 0)]))
     async with Redis.from_url(valkey_url) as redis:
 

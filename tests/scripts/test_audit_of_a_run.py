@@ -26,8 +26,8 @@ POLICIES: Mapping[str, Mapping[str, Any]] = {
 
 
 class Storm:
-    """Random load: requests of all kinds arrive, are disturbed and end at several replicas. Seeded, but the
-    server decides the order of concurrent calls. Costs are in `unit`s.
+    """Random load: requests arrive at several replicas, are cancelled, evicted or retried, and end. The load
+    is seeded, but the server decides the order of concurrent calls. `unit` multiplies each cost.
     """
 
     def __init__(self, fleet: Fleet, seed: int, unit: float = 1.0) -> None:
@@ -37,12 +37,12 @@ class Storm:
         self._flows: dict[str, str] = {}
         self._count = 0
         self._log_read = "-"  # id of the last entry read
-        self._happened: set[str] = set()  # every event, and the mechanisms that granted requests
+        self._happened: set[str] = set()  # events, and causes of grants, so far
         self._last: dict[str, str] = {}  # last event by request id
 
     async def blow(self, steps: int, until_seen: Collection[str] = ()) -> None:
-        """Make `steps` steps, then more until `until_seen` has happened: events, and mechanisms that granted
-        requests ("turn", "guard")."""
+        """Take `steps` steps, then more until the log has all of `until_seen`: events, and causes of grants
+        ("turn" or "guard")."""
         for step in range(1000):
             await self._read_log()
             if step >= steps and set(until_seen) <= self._happened:
@@ -54,7 +54,7 @@ class Storm:
             await asyncio.gather(*map(self._settle, await self._some("placed", 2)))
             for request in await self._some("queued", 2):
                 await self._disturb(request)
-        raise AssertionError(f"not all of {until_seen} happened")
+        raise AssertionError(f"the log lacks some of {until_seen}")
 
     async def let_one_expire(self) -> None:
         """Queue a request, and pause dispatch until the request expires."""
@@ -136,23 +136,15 @@ RUNS = [*((policy, 1.0) for policy in POLICIES), ("weighted-fair, fcfs", 1e7)]
 async def test_the_audit_of_a_run_finds_no_violation(
     valkey_fleet: OpenFleet, policy: str, unit: float
 ) -> None:
-    # Three replicas, a full queue, overdue requests and wrong cost estimates.
+    # Three replicas run with a full queue, overdue requests and wrong cost estimates.
     settings = {
         "total_capacity": 60, "flow_capacity": 40, "upper_per": 3 * unit, "starvation_ms": 5,
         "guard_share": 0.2, **POLICIES[policy],
     }  # fmt: skip
     async with valkey_fleet("a", "b", "c", endpoints=2, **settings) as it:
         storm = Storm(it, 11, unit)
-        rare = {
-            "granted",
-            "bypassed",
-            "expired",
-            "cancelled",
-            "evicted",
-            "adopted",
-            "throttled",
-            "unthrottled",
-        }
+        ends = {"expired", "cancelled", "evicted"}
+        rare = ends | {"granted", "bypassed", "adopted", "throttled", "unthrottled"}
         await storm.let_one_expire()
         await storm.blow(60, until_seen={*rare, "guard"})
         # Bounds, weights and the order change while requests wait.
@@ -162,9 +154,8 @@ async def test_the_audit_of_a_run_finds_no_violation(
         await it.replicas[1].store.set_live_config({"ordering": "fcfs", "fairness": "weighted-fair"}, {})
         await storm.blow(20)
         await storm.calm()
-        # Audit the decision log.
         report, log = await it.audit(), await it.log()
-        # Every event happened, and no guarantee was broken.
+        # Every event has happened, and the audit of the decision log finds no violation.
         seen = {entry.event for entry in log}
         assert rare <= seen
         assert ("rebased" in seen) is (unit > 1)  # only large tags are rebased
@@ -192,12 +183,12 @@ async def test_requests_of_a_dead_replica_are_adopted(valkey_fleet: OpenFleet) -
         for i in range(3):
             await b.place(f"left{i}")
             await b.settle(f"left{i}")
-        # The decision log, which is audited at the end, has both events.
+        # The log has orphaned and adopted requests; the fleet audits it when it closes.
         assert {"orphaned", "adopted"} <= {entry.event for entry in await it.log()}
 
 
 async def test_the_audit_of_a_trimmed_log_has_no_finding(valkey_fleet: OpenFleet, valkey_url: str) -> None:
-    # The first part of a run's log has been trimmed.
+    # Redis has trimmed the first part of a run's log.
     async with valkey_fleet("a", "b", endpoints=2, total_capacity=60) as it:
         storm = Storm(it, seed=5)
         await storm.blow(30)
@@ -210,7 +201,7 @@ async def test_the_audit_of_a_trimmed_log_has_no_finding(valkey_fleet: OpenFleet
 async def test_picker_audit_reports_a_violation_with_its_log_entry(
     valkey_fleet: OpenFleet, valkey_url: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    # A log in which a request ends twice.
+    # The log says that a request ended twice.
     async with valkey_fleet("a", checked=False) as (it, a):
         await a.admit("r")
         await a.settle("r")
@@ -233,13 +224,13 @@ async def test_picker_audit_exits_with_2_if_the_pool_has_no_decision_log(
 
 
 async def test_entries_trimmed_during_a_read_are_reported(valkey_fleet: OpenFleet, valkey_url: str) -> None:
-    # A log of several pages; the first one has been read.
+    # The log has several pages, and the first page has been read.
     async with valkey_fleet("a") as (it, a):
         for i in range(40):
             await a.admit(f"r{i}")
         with LogStream(valkey_url, it.pool, page=10) as log:
             pages = log.pages()
             assert not next(pages).trimmed
-            # If the cap trims entries that were not yet read, only the page after the gap reports it.
+            # If unread entries are trimmed, only the page after the gap reports the gap.
             await it.redis.xtrim(it.keys.log, maxlen=20, approximate=False)
             assert [page.trimmed for page in pages] == [True, False]

@@ -10,7 +10,7 @@ from direct_calls import DirectPool, arrival
 from picker_fleet.domain.bands import Bands
 from picker_fleet.state import schema
 
-OTHERS = 61  # the most dynamic bands beside the three named ones
+OTHERS = 61  # most dynamic bands; the three named bands come on top
 
 
 def lengths_of(pool: DirectPool) -> dict[int, int]:
@@ -20,13 +20,13 @@ def lengths_of(pool: DirectPool) -> dict[int, int]:
 
 
 def bytes_of(pool: DirectPool) -> dict[int, int]:
-    """Bytes of waiting bodies by priority, for each band that has any."""
+    """Bytes of the waiting requests' bodies by priority, for each band with any."""
     bands = pool.call("state", 60_000)[10]
     return {each: int(n) for each, n in zip(bands[::5], bands[4::5], strict=True) if int(n)}
 
 
 def end_all(pool: DirectPool) -> None:
-    """End all requests, also those that are granted meanwhile."""
+    """End all requests, including requests that are granted meanwhile."""
     while requests := pool.requests():
         for request in requests:
             pool.settle(request.decode())
@@ -77,7 +77,7 @@ def test_once_64_bands_exist_a_new_priority_waits_in_the_nearest_band(full: Dire
 
 def test_a_newly_loaded_library_reads_the_bands_from_redis(full: DirectPool) -> None:
     queue(full, (7, 7 - 10))
-    # As after a server restart, the library has no cached state.
+    # A newly loaded library has no cached state, as after a restart of the server.
     full.load(full.library)
     assert lengths_of(full) == {10: 0, 7: 1, 0: 0, -3: 1, -10: 0}
     full.settle("runs")
@@ -123,7 +123,7 @@ def test_the_named_bands_can_change_priority_while_requests_wait(full: DirectPoo
     assert list(lengths_of(full)) == [10, 5, 0, -10]
     lower = [{"priority": each, "preemptible": True} for each in (5, -10)]
     full.publish("a:1", upper_per=1, bands=[{"priority": 50, "guaranteed": True}, *lower])
-    # Waiting requests stay in their named bands; a dynamic band whose priority a named band takes is drained.
+    # Waiting requests stay in their bands. Default has priority 5 now, so the dynamic band 5 only drains.
     assert set(lengths_of(full)) == {50, 5, -10}
     assert sum(full.call("state", 60_000)[10][3::5]) == 3
     full.admit("new", priority=5)
@@ -135,7 +135,7 @@ def test_the_named_bands_can_change_priority_while_requests_wait(full: DirectPoo
 
 
 def counted_anew(pool: DirectPool) -> dict[int, int]:
-    """Bytes of waiting bodies as a newly loaded library reads them."""
+    """Bytes of the waiting requests' bodies, as a newly loaded library reads them."""
     pool.load(pool.library)
     return bytes_of(pool)
 
@@ -145,7 +145,7 @@ def test_counts_of_waiting_body_bytes_survive_a_server_restart(full: DirectPool)
         full.admit(name, priority=priority, body_bytes=size, candidates="a:1")
     # A record stores sizes in four bytes, so larger ones are capped.
     assert counted_anew(full) == {0: 950, 7: schema.MOST_BYTES}
-    # The body of a granted request no longer counts.
+    # The body of a granted request does not count.
     full.settle("runs")
     assert full.client.hgetall(f"{full.prefix}inbox:a") == {b"c": b"granted"}
     assert counted_anew(full) == {0: 950}

@@ -55,12 +55,12 @@ def server(client: redis.Redis, pool: str) -> TimedPool:
 
 
 def test_a_heartbeat_advances_the_pools_clock_by_the_time_without_calls(server: TimedPool) -> None:
-    # A request waits behind others, and no call is made for ten seconds.
+    # A request waits, and no script is called for ten seconds.
     for name in ("one", "two"):
         server.admit(name)
     assert server.admit("waits", ttl_ms=TTL_MS) == ["queued", str(TTL_MS)]
     server.passes(10_000)
-    # The pool's clock has stood still for other calls; a heartbeat advances it by the elapsed time.
+    # A sweep leaves the pool's clock where it stopped; a heartbeat advances it by the elapsed time.
     server.sweep()
     assert server.knows("waits")
     server.beat()
@@ -75,11 +75,11 @@ def test_times_from_the_future_are_clamped_so_that_a_replica_and_a_lease_still_e
     server.client.zadd(f"{server.prefix}inflight", {"runs": later_ms + LEASE_MS})
     server.client.hset(f"{server.prefix}pool", "swept_ms", later_ms)
     assert server.beat()[6] == 2  # live replicas
-    # Two leases' and silences' time passes, and more.
+    # A lease and a silence limit pass.
     for _ in range(4 * (LEASE_MS + SILENCE_MS) // SECOND_MS):
         server.passes(250)
         server.beat()
         server.sweep()
-    # The replica and the request have ended, after a silence and a lease.
+    # The replica counts as silent, and the sweep has reclaimed the request.
     assert server.beat()[6] == 1
     assert server.stock() == 0

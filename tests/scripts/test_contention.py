@@ -8,7 +8,7 @@ from script_fleet import OpenFleet, ask, config, ended, until
 
 
 async def test_three_hundred_requests_on_three_replicas_share_eight_places(valkey_fleet: OpenFleet) -> None:
-    # Three replicas and four endpoints with a watermark of 2. fakeredis closes connections under this load.
+    # Four endpoints with a watermark of 2. Valkey only: fakeredis closes connections under this load.
     joined = config(2, "100ms", fair_request_queue={"flow_capacity": 300})
     async with valkey_fleet("a", "b", "c", endpoints=4, joined=joined, listening=True) as it:
         chance = random.Random(7)

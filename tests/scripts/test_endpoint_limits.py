@@ -1,4 +1,4 @@
-"""An endpoint's own limit (`discovery.static[].max_inflight`) is kept and does not affect the others."""
+"""An endpoint's own limit (`discovery.static[].max_inflight`) is never exceeded and does not limit others."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""When an end reaches Redis: ahead of the next admission in its message, or when the loop's turn is over."""
+"""An end is sent to Redis ahead of the next admission, or when the event loop's turn is over."""
 
 import asyncio
 from unittest.mock import Mock
@@ -18,7 +18,7 @@ E1, E2 = addresses(2)
 
 @pytest.fixture(autouse=True)
 def long_delay(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make batching delays longer than a test, and let a few ends at once count as frequent."""
+    """Delay batches for longer than a test, and treat a few ends at once as frequent ends."""
     monkeypatch.setattr(batching, "_BATCH_DELAY_S", 60.0)
     monkeypatch.setattr(batching, "_END_ALPHA", 0.5)
 
@@ -37,17 +37,17 @@ def logged_end(replica: Replica, request_id: str, placement: Placement) -> None:
 
 
 async def test_an_end_is_counted_before_an_admission_of_the_same_loop_turn(fleet: OpenFleet) -> None:
-    # Two endpoints serve one request each: another client's, and this client's last one.
+    # Two endpoints run one request each: `other` of another client, and `last` of this client.
     async with fleet("a", endpoints=2, upper_per=1) as (it, a):
         other = await a.gate.admit(ask("other"), stream_owned=False)
         last = await a.gate.admit(ask("last"), stream_owned=False)
         assert {other.endpoints[0], last.endpoints[0]} == {E1, E2}
-        # The last request ends and the next arrives in the same loop turn: the next one gets its place.
+        # `last` ends and `following` arrives in the same loop turn: `following` gets the freed endpoint.
         logged_end(a, "last", last)
         following = await a.gate.admit(ask("following"), stream_owned=False)
         assert following.endpoints[0] == last.endpoints[0]
         assert events_of(await it.log(), "following") == ["bypassed"]
-        # The same holds if the end is read after the next request, within one loop turn.
+        # The same holds if the replica reads the end after the arrival, within one loop turn.
         again = asyncio.create_task(a.gate.admit(ask("again"), stream_owned=False))
         await asyncio.sleep(0)
         logged_end(a, "following", following)
@@ -65,7 +65,7 @@ async def test_ends_are_sent_when_the_loop_turn_ends_and_later_ends_in_one_messa
             await a.admit(name)
         messages: list[int] = []  # number of items in each message
         monkeypatch.setattr(a.metrics, "redis_call", lambda script, took_s, items: messages.append(items))
-        # After a time without ends, two requests end in one turn, and four while those two are in flight.
+        # Two requests end in one loop turn, after none for a while; four end while that message is in flight.
         ends = [a.store.settle(name, Outcome.COMPLETED) for name in names[:2]]
         await asyncio.sleep(0)
         ends += [a.store.settle(name, Outcome.COMPLETED) for name in names[2:6]]

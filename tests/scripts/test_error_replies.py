@@ -1,6 +1,6 @@
 """How a replica treats each error of Redis: the rows of docs/errors.md.
 
-Uses a real server for errors that a real server can be made to give."""
+Real servers give the errors that a test can provoke; a proxy gives the others."""
 
 import asyncio
 import contextlib
@@ -27,10 +27,10 @@ from picker_fleet.state.store import name_of
 
 KINDS = {prefix.strip(): meaning for prefix, meaning in ERROR_REPLIES}
 SENT_AGAIN = [error for error, kind in KINDS.items() if kind in ("elsewhere", "denied")]
-REFUSING = {  # kind of error; commands that make a real server give it, and that end it
+REFUSING = {  # error -> its kind; the command that provokes it on a real server; the command that ends it
     "OOM": ("full", "CONFIG SET maxmemory 1", "CONFIG SET maxmemory 0"),
     "NOPERM": ("denied", "ACL SETUSER picker -fcall", "ACL SETUSER picker +@all"),
-    "a right that scripts lack": ("denied", "ACL SETUSER picker -hmget", "ACL SETUSER picker +@all"),
+    "NOPERM within a script": ("denied", "ACL SETUSER picker -hmget", "ACL SETUSER picker +@all"),
     "BUSY": ("denied", "", ""),  # another client's script runs endlessly
     "READONLY": ("elsewhere", f"REPLICAOF {LOOPBACK} 1", "REPLICAOF NO ONE"),
     "NOREPLICAS": ("elsewhere", "CONFIG SET min-replicas-to-write 1", "CONFIG SET min-replicas-to-write 0"),
@@ -64,9 +64,9 @@ class Watched:
         return samples(self.replica.metrics)["epp_redis_errors_total", f"kind={kind}", f"script={script}"]
 
     async def ends(self) -> None:
-        """The waiting request is served from its position in the queue, and nothing is left."""
+        """Assert that the waiting request has kept its position; end all requests; all counts become 0."""
         first, *others = events_of(await self.fleet.log(), "waits")
-        # Queued once; over a new connection the call may have been sent twice and adopted the request.
+        # The request is queued once. If a new connection sent its admission again, that one adopted it.
         assert first == "queued"
         assert set(others) <= {"adopted"}
         self.gate.settle(ended("runs"))
@@ -126,7 +126,7 @@ async def test_a_call_is_repeated_after_a_passing_server_error(
     valkey_url: str, pool: str, error: str
 ) -> None:
     async with proxy_to(valkey_url) as between, watched(valkey_url, pool, between.url) as it:
-        # An arrival gets the error once.
+        # The admission gets the error once.
         between.refuse(f"{error} for a moment", times=1)
         async with arriving(it, "new", "other"):
             # The arrival waits in the shared queue, behind the earlier request.
@@ -184,7 +184,7 @@ async def test_while_redis_refuses_writes_only_new_requests_fail(server: Server,
                 assert (refused.value.status, refused.value.retry_after_s) == (503, 1)
             assert it.gate.failover.state is FailoverState.SHARED
             assert it.errors("full") == 3
-            # A refused request needs no cancel.
+            # The replica sends no cancel for a refused request.
             assert it.errors("full", "cancel") == 0
         # The waiting request is still served.
         await it.ends()
@@ -195,10 +195,10 @@ async def test_a_script_error_fails_only_the_request_that_causes_it(
 ) -> None:
     caplog.set_level(logging.ERROR, "picker_fleet.state.batching")
     async with watched(valkey_url, pool) as it:
-        # A foreign key of the wrong type stands in place of a flow queue.
+        # The key of a flow queue holds a string instead of a sorted set.
         name, flow = "ba\nd" + "x" * 300, "bad"
         await it.fleet.redis.set(it.fleet.keys.prefix + "queue:1:bad", "text")
-        # A request of this flow arrives again and again.
+        # A request of this flow arrives twenty times.
         for _ in range(20):
             with pytest.raises(ScriptFailed) as refused:
                 await it.gate.admit(ask(name, flow=flow), stream_owned=False)
@@ -249,7 +249,7 @@ async def test_a_lasting_error_of_a_real_server_makes_the_replica_fail_over(
         user = server.url.replace("//", "//picker:secret@")
         async with watched(server.url, pool, user, listening=False) as it:
             async with busy(redis) if why == "BUSY" else refusing(redis, why):
-                # When an arrival gets the error, the replica and its waiting requests go local.
+                # After the error the replica decides locally about new and waiting requests.
                 async with arriving(it, "new"):
                     await until(lambda: it.gate.failover.state is FailoverState.LOCAL)
                     assert it.errors(REFUSING[why][0]) >= 1

@@ -11,7 +11,7 @@ from picker_fleet.domain.errors import DeadlineExceeded, ExpiredTtl
 
 
 async def test_the_sweep_ends_expired_requests(fleet: OpenFleet) -> None:
-    # 50 expired requests of one replica, and no capacity.
+    # 50 requests of one replica expire while the stock is full.
     async with fleet("a", "b", full=True) as (it, a, b):
         await asyncio.gather(*(b.admit(f"q{i}", ttl_s=0.6) for i in range(50)))
         await it.after(650)
@@ -21,20 +21,20 @@ async def test_the_sweep_ends_expired_requests(fleet: OpenFleet) -> None:
         assert await it.queued() == 18
         swept = await a.sweep()
         assert (swept.expired, swept.more) == (18, False)
-        # The owner is notified of each with its next heartbeat.
+        # The owner's next heartbeat brings a notification of each expired request.
         await b.beat()
         assert sorted(b.notifications) == sorted(("expired", f"q{i}") for i in range(50))
         assert not await it.has("inbox:b")
 
 
 async def test_a_waiting_request_is_answered_at_its_ttl(fleet: OpenFleet) -> None:
-    # A full stock, and no replica sweeps.
+    # The stock is full, and no replica sweeps.
     async with fleet("a", full=True) as (it, a):
         # A request that waits past its TTL is answered and leaves the queue.
         with pytest.raises(ExpiredTtl) as answer:
             await a.gate.admit(ask("q", ttl_s=0.1), stream_owned=False)
         assert (answer.value.status, answer.value.reason) == (503, "rejected-ttl-expired")
-        # If the client set the deadline, the answer says so.
+        # If the client set the deadline, the answer is 504.
         with pytest.raises(DeadlineExceeded) as raised:
             await a.gate.admit(ask("own", ttl_s=0.1)._replace(by_client=True), stream_owned=False)
         assert raised.value.status == 504
@@ -47,7 +47,7 @@ async def test_a_waiting_request_is_answered_at_its_ttl(fleet: OpenFleet) -> Non
 async def test_a_waiting_request_is_answered_at_its_ttl_while_redis_does_not_reply(
     fleet: OpenFleet, redis_url: str
 ) -> None:
-    # A waiter whose replica gets no more replies from Redis.
+    # A request waits at a replica that then gets no more replies from Redis.
     async with (
         proxy_to(redis_url) as between,
         fleet("a", "b", full=True, through={"a": between.url}, silence_s=0.75) as (it, a, b),
@@ -55,7 +55,7 @@ async def test_a_waiting_request_is_answered_at_its_ttl_while_redis_does_not_rep
         waiter = await waiting(it, a, "q", ttl_s=0.3)
         await until(lambda: not a.store._client._in_flight)  # the replica knows that the request waits
         between.vanished = True
-        # At its TTL the request is answered; Redis is told when it is back.
+        # At its TTL the request is answered; Redis learns of the expiry when it replies again.
         with pytest.raises(ExpiredTtl):
             await waiter
         between.vanished = False
@@ -65,11 +65,11 @@ async def test_a_waiting_request_is_answered_at_its_ttl_while_redis_does_not_rep
 
 
 async def test_the_expiry_timer_finds_a_grant_that_the_replica_has_missed(fleet: OpenFleet) -> None:
-    # A waiter whose replica receives no wake-ups.
+    # The request's replica receives no wake-ups.
     async with fleet("a", "b", full=True) as (it, a, b):
         waiter = await waiting(it, a, "q", ttl_s=0.8)
         # The grant comes before the TTL, but the replica does not learn of it.
         await b.settle("runs")
-        # The waiter's own timer finds the grant.
+        # The expiry timer of the waiting request finds the grant.
         assert (await waiter).endpoints == ("10.0.0.1:8000",)
         assert events_of(await it.log(), "q") == ["queued", "granted", "placed"]

@@ -83,7 +83,7 @@ def prepare(library: FailingPool, ordering: str) -> None:
 def test_a_call_that_failed_at_any_redis_command_has_its_usual_effect_when_repeated(
     client: redis.Redis, pool: str, name: str, ordering: str
 ) -> None:
-    # The state after an undisturbed call.
+    # Record the state after a call without failures.
     library = FailingPool(client, pool)
     prepare(library, ordering)
     if name == "next sweep":
@@ -102,17 +102,17 @@ def test_a_call_that_failed_at_any_redis_command_has_its_usual_effect_when_repea
         try:
             library.call(script, *args)
         except redis.ResponseError:
-            # The failed call left no trace.
+            # The failed call has changed nothing.
             assert library.everything() == at_first, number
             failures += 1
             library.call(script, *args)
-        # The state is the same after the repetition, which the script does itself if a final write failed.
+        # The repeated call gives the same state. If a final write failed, the script repeated it itself.
         assert library.everything() == due, number
     assert failures > 0
 
 
 def test_a_call_after_a_failed_batch_reads_the_counts_stored_in_redis(direct: DirectPool) -> None:
-    # Two requests in flight.
+    # Two requests are in flight.
     direct.publish("e", upper_per=2)
     assert [direct.admit(name)[0] for name in ("a", "b")] == ["placed", "placed"]
     registered = direct.client.hget(f"{direct.prefix}workloads", "w")

@@ -1,4 +1,4 @@
-"""Replicas lose Redis and return, with a real server: ended requests are not restored (G6, G8)."""
+"""Replicas lose a real Redis and resync: they restore no request that has ended (G6, G8)."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -17,7 +17,7 @@ from picker_fleet.domain.request import Alive, Endpoint, Placement
 
 
 class FailoverReplica:
-    """A replica whose gate and membership fail over and return."""
+    """A replica whose gate and membership fail over and resync."""
 
     def __init__(self, replica: Replica) -> None:
         self.gate = replica.gate
@@ -63,14 +63,14 @@ async def test_a_returning_replica_does_not_restore_requests_whose_end_others_re
 ) -> None:
     async with valkey_fleet(*names) as it, failover_replicas(it) as (away, here, *others):
         for number in range(2):
-            # Two requests are placed by Redis, one by a replica that has lost Redis.
+            # Redis places two requests; a replica that has lost Redis places a third one locally.
             kept, gone, alone = (f"{what}-{number}" for what in ("kept", "gone", "alone"))
             placements = {kept: await here.start_locally(kept), gone: await away.start_locally(gone)}
             away.leave()
             placements[alone] = await away.start_locally(alone)
             for name, placement in placements.items():
                 away.gate.renew(Alive(name, E1, placement.accounting_token))
-            # Replicas that still have Redis receive a renewal of the local request, and then two ends.
+            # Replicas with Redis receive a renewal of the third request, and then the ends of two.
             here.gate.renew(Alive(alone, E1, placements[alone].accounting_token))
             await until(lambda those={kept, gone, alone}: _in_flight(it, those))
             for name in (alone, gone):
@@ -90,7 +90,7 @@ async def test_an_end_reported_to_a_replica_without_redis_counts_after_its_resyn
     valkey_fleet: OpenFleet, empty: bool
 ) -> None:
     async with valkey_fleet("a", "b") as it, failover_replicas(it) as (one, other):
-        # Both replicas have lost Redis; one receives the end of a request that the other placed.
+        # Both replicas have lost Redis; `other` receives the end of a request that `one` placed.
         other.leave()
         one.leave()
         placement = await one.start_locally("x")
@@ -98,7 +98,7 @@ async def test_an_end_reported_to_a_replica_without_redis_counts_after_its_resyn
         other.end("x", placement)
         if empty:
             await it.redis.flushall()
-        # Both return, and one of them fails over once more.
+        # Both replicas resync, and `one` fails over once more.
         await one.shared()
         one.leave()
         await asyncio.gather(one.shared(), other.shared())
@@ -110,7 +110,7 @@ async def test_an_end_reported_to_a_replica_without_redis_counts_after_its_resyn
 async def test_a_replica_keeps_resyncing_while_a_peer_that_redis_lists_has_no_replies(
     valkey_fleet: OpenFleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Both have lost Redis, and one has had no reply since, so Redis has only its old state.
+    # Both replicas lose Redis. `late` gets no replies, so Redis has its state from before the outage.
     async with valkey_fleet("a", "b") as it, failover_replicas(it) as (one, late):
         heartbeat = it.replicas[1].store.heartbeat
 

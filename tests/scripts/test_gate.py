@@ -30,7 +30,7 @@ async def test_the_heartbeat_delivers_a_grant_whose_wake_up_was_lost(fleet: Open
         waiter = await waiting(it, b, "q")
         await a.settle("runs")
         assert b.notifications == []
-        # Its heartbeat delivers the grant: the waiter is placed, and the inbox is empty.
+        # The heartbeat of `b` delivers the grant: the request is placed, and the inbox is empty.
         await b.beat()
         assert (await waiter).endpoints == (E1,)
         assert not await it.has("inbox:b")
@@ -41,7 +41,7 @@ async def test_a_client_that_disconnects_during_admission_leaves_no_state(fleet:
     async with fleet("a") as (it, a):
         task = asked(a, "q")
         await asyncio.sleep(0)
-        # The client leaves: the cancel follows the admission.
+        # The client disconnects: the cancel follows the admission.
         await cancel(task)
         await a.beat()
         await until(it.at_rest)
@@ -51,7 +51,7 @@ async def test_a_client_that_disconnects_during_admission_leaves_no_state(fleet:
 async def test_a_request_whose_client_is_reported_gone_becomes_a_suspect_once_placed(
     fleet: OpenFleet,
 ) -> None:
-    # Envoy's access log tells one replica that the client has left, before the slow owner knows.
+    # An access-log entry tells `a` that the client has gone, before the owner `b` notices.
     async with fleet("a", "b", full=True) as (it, a, b):
         waiter = await waiting(it, b, "q")
         a.gate.suspect("q")
@@ -63,11 +63,11 @@ async def test_a_request_whose_client_is_reported_gone_becomes_a_suspect_once_pl
 
 
 async def test_a_request_whose_client_disconnects_leaves_the_queue_at_once(fleet: OpenFleet) -> None:
-    # Two waiting requests, one behind the other.
+    # Two requests wait, one behind the other.
     async with fleet("a", "b", full=True) as (it, a, b):
         task = await waiting(it, a, "q")
         behind = await waiting(it, a, "behind")
-        # The first client leaves, and the other is served.
+        # The client of the first request disconnects, and the second request is served.
         await cancel(task)
         await a.beat()
         await b.settle("runs")
@@ -80,7 +80,7 @@ async def test_a_request_whose_client_disconnects_leaves_the_queue_at_once(fleet
 async def test_a_client_that_disconnects_during_placement_leaves_no_state(
     fleet: OpenFleet, monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
-    # A granted request whose place call stops before it is sent, or before its reply is read.
+    # The request is granted; its `place` call stops before it is sent, or before its reply is read.
     async with fleet("a", upper_per=1) as (it, a):
         placing = asyncio.Event()
         real = a.store.place
@@ -97,7 +97,7 @@ async def test_a_client_that_disconnects_during_placement_leaves_no_state(
         task = await waiting(it, a, "q", subset=(E1,))  # with candidates `*` the grant would place it
         await a.settle("runs")
         await placing.wait()
-        # The client leaves, and everything that the request held is released.
+        # The client disconnects, and its request's stock and endpoint are released.
         await cancel(task)
         await a.beat()
         assert await it.at_rest()
@@ -118,7 +118,7 @@ async def test_a_withdrawn_placement_is_released_once(fleet: OpenFleet) -> None:
 
 
 async def test_a_waiting_request_whose_granted_record_is_lost_is_admitted_again(fleet: OpenFleet) -> None:
-    # A waiter's granted request is removed before it is placed.
+    # The record of a granted request is removed before the request is placed.
     async with fleet("a", "b", full=True) as (it, a, b):
         waiter = await waiting(it, a, "q")
         await b.settle("runs")
@@ -130,10 +130,10 @@ async def test_a_waiting_request_whose_granted_record_is_lost_is_admitted_again(
 
 
 async def test_a_request_without_a_body_gets_an_endpoint_without_admission(fleet: OpenFleet) -> None:
-    # A full stock, and an endpoint that drains.
+    # The stock is full, and E2 drains.
     async with fleet("a", full=True) as (it, a):
         await a.publish(E1, Endpoint(E2, draining=True))
-        # Such a request gets a ready endpoint of its subset and takes no stock.
+        # `route` picks a ready endpoint of the subset and takes no stock.
         assert a.route(None) == (E1,)
         assert a.route((E1, E2)) == (E1,)
         for subset in ((), (E2,)):
@@ -144,11 +144,11 @@ async def test_a_request_without_a_body_gets_an_endpoint_without_admission(fleet
 
 @pytest.mark.parametrize("candidates", [E1, "*"], ids=["granted", "placed"])
 async def test_a_replica_returns_a_grant_for_an_unknown_request(fleet: OpenFleet, candidates: str) -> None:
-    # Redis has a queued request of replica b that b does not know, and another behind it.
+    # Redis has a queued request of `b` that `b` does not know, and another request behind it.
     async with fleet("a", "b", listening=True, full=True) as (it, a, b):
         await b.store.admit(ask("unknown"), "1", candidates)
         waiter = await waiting(it, b, "q")
-        # When the unknown request is granted, b returns the grant, and the next one is served.
+        # `b` returns the grant of the unknown request, and the next request is served.
         await a.settle("runs")
         assert (await waiter).endpoints == (E1,)
         placed = ["placed"] if candidates == "*" else []
@@ -164,12 +164,12 @@ async def test_a_request_for_any_endpoint_is_placed_by_the_call_that_grants_it(
         monkeypatch.setattr(b.store, "place", None)  # the test fails if it is called
         # Another replica frees capacity.
         await a.settle("runs")
-        # The grant places the request, and its replica acknowledges.
+        # The grant places the request, and its replica acknowledges the placement.
         assert (await waiter).endpoints == (E1,)
         assert b.gate.queue.waiting == 0
         assert events_of(await it.log(), "q") == ["queued", "granted", "placed"]
         await until_acknowledged(it)
-        # A late notification by a heartbeat changes nothing.
+        # A late notification of the same grant changes nothing.
         b.gate.queue.notified(Notification("q", Verdict.GRANTED))
         assert await b.store.return_grant("q") == "foreign"
         assert (await it.counts())[0] == 1

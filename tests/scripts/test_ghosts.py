@@ -53,7 +53,7 @@ async def test_a_sweep_reclaims_the_oldest_requests_that_both_newer_pages_lack(f
             await report(it, 3, before=before)
             assert await found(a, UNSEEN_S) == (0, (E1,))
 
-        # The older page has 4 of 6 requests, the newer one 3: two are missing from both.
+        # Of 6 requests the older page counts 4 and the newer page 3, so both pages lack two requests.
         await report(it, 3, before=(1.0, 4))
         swept = await a.sweep(unseen_s=UNSEEN_S)
         assert (swept.given_up, swept.reclaimed) == (2, 0)
@@ -70,7 +70,7 @@ async def test_a_sweep_reclaims_the_oldest_requests_that_both_newer_pages_lack(f
 async def test_a_request_placed_after_the_pages_makes_no_running_request_a_ghost(fleet: OpenFleet) -> None:
     async with fleet("a", upper_per=10) as (it, a):
         await a.admit("alive")
-        await seen(it, "alive", ago_s=10)  # the access log is late, but the pages show it
+        await seen(it, "alive", ago_s=10)  # its renewal is late, but the pages count the request
         await report(it, 1, before=(0.5, 1))
         await a.admit("new")  # after the pages
         assert await found(a, UNSEEN_S) == (0, (E1,))
@@ -104,7 +104,7 @@ async def test_a_suspect_is_reclaimed_once_a_newer_page_lacks_it(fleet: OpenFlee
         assert await a.store.report_client_gone("r") == "suspected"
         await it.redis.zadd(it.keys.prefix + "suspects", {"long over": 1})
         await seen(it, "r", ago_s=3)
-        # The last page is too old, may have been scraped before the report, or follows one that may show it.
+        # The page is older than the request, or only 50 ms newer, or follows a page that counts the request.
         for ago_s, before in ((3.5, (4.0, 0)), (2.95, (4.0, 0)), (2.0, (2.5, 1))):
             await report(it, 0, ago_s=ago_s, before=before)
             assert await found(a) == (0, (E1,))
@@ -132,7 +132,7 @@ async def test_a_renewed_request_is_no_longer_a_suspect(fleet: OpenFleet) -> Non
     [
         (["settle y"], {"x", "new"}),  # the page showed the end of y
         (["settle x", "settle y"], {"new"}),  # both had ended
-        (["renew y", "settle y"], {"new"}),  # y ran after the page, so the page showed the end of x
+        (["renew y", "settle y"], {"new"}),  # y ran after the page, so the page lacked x, which had ended
         (["renew x", "settle y"], {"x", "new"}),  # x has come back by itself
         (["settle y", "settle x"], {"new"}),
     ],
@@ -167,7 +167,7 @@ async def test_an_unacknowledged_placement_of_a_silent_replica_is_reclaimed_firs
         await a.admit("first")
         await a.admit("runs")
         await b.admit("never taken")
-        await a.settle("first")  # grants and places the request of b, which stands still
+        await a.settle("first")  # grants and places the request of b, which does not acknowledge
         assert await counted(it) == {"runs", "never taken"}
         silent_ms = await it.now_ms() - SETTINGS["silence_ms"] - 1
         (name,) = [n for n in await it.redis.zrange(it.keys.prefix + "replicas", 0, -1) if n.startswith("b")]

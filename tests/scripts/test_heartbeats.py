@@ -1,4 +1,4 @@
-"""What heartbeats report of the other replicas, and what that costs Redis."""
+"""Heartbeats report the live replicas and who publishes, with few reads of Redis."""
 
 import pytest
 import redis
@@ -53,7 +53,7 @@ def test_the_live_replica_with_the_lowest_name_publishes(beating: Beating) -> No
 def test_a_replica_that_no_call_has_reported_is_seen_within_a_second(beating: Beating) -> None:
     beating.beat("b")
     beating.beat("c")
-    # The number of replicas stays the same, and no call reports the change.
+    # Another library version replaces `c` by `a`: the number of replicas stays the same.
     beating.client.zrem(f"{beating.prefix}replicas", "c")
     beating.client.zadd(f"{beating.prefix}replicas", {"a": START_MS})
     beating.passes(1000)

@@ -51,7 +51,7 @@ CALLS: dict[str, Call] = {
     "state": lambda a: a.store.state(60),
     "endpoints": lambda a: a.store.endpoints(),
 }
-# A rejected request leaves no record: repeated, it counts once more in its workload's arrivals.
+# A rejected request has no record, so its repetition counts as another arrival of its workload.
 TURNED_AWAY = frozenset(("admit, expired", "admit, refused"))
 
 
@@ -76,7 +76,6 @@ async def one_of_each(fleet: OpenFleet, **options: object) -> AsyncIterator[Flee
 @pytest.mark.parametrize("name", CALLS)
 async def test_a_repeated_call_changes_nothing(fleet: OpenFleet, name: str) -> None:
     async with one_of_each(fleet) as (it, a):
-        # The first call.
         await CALLS[name](a)
         before = await it.dump()
         # The repeated call leaves every key unchanged.
@@ -93,7 +92,7 @@ async def test_a_repeated_call_changes_nothing(fleet: OpenFleet, name: str) -> N
 async def test_a_call_whose_reply_is_lost_takes_effect_once(
     fleet: OpenFleet, redis_url: str, pool: str, name: str
 ) -> None:
-    # The effect of the call without faults.
+    # Record the state after the call without a fault.
     async with one_of_each(fleet) as (it, a):
         await CALLS[name](a)
         expected = await it.dump()
@@ -127,7 +126,7 @@ def _counts(dump: dict[str, Any]) -> dict[str, Any]:
 
 
 async def test_a_request_whose_grant_reply_was_lost_is_placed_once(fleet: OpenFleet, redis_url: str) -> None:
-    # A queued request whose owner loses the reply that brought the grant.
+    # The owner of a queued request loses the reply that brings the grant.
     async with proxy_to(redis_url) as between, fleet("a", full=True, through={"a": between.url}) as (it, a):
         await a.admit("waits")
         between.lose_replies = 1

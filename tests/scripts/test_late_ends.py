@@ -1,4 +1,4 @@
-"""A body whose end of stream comes long after its last byte, in a full pool: its request keeps its place."""
+"""In a full pool a request keeps its place if its body's end of stream comes long after the last byte."""
 
 import asyncio
 import json
@@ -25,7 +25,7 @@ async def whole_but_open(replica: Replica, times_s: list[float]) -> Exchange:
 
 
 async def test_a_request_keeps_its_placement_until_its_late_end_of_stream(fleet: OpenFleet) -> None:
-    # A full pool: a complete body without its end of stream, and a request that waits behind it.
+    # A request whose body has no end of stream yet fills the pool, and a second request waits.
     async with fleet("a", upper_per=1) as (it, a):
         times_s = [0.0]
         exchange = await whole_but_open(a, times_s)
@@ -33,7 +33,7 @@ async def test_a_request_keeps_its_placement_until_its_late_end_of_stream(fleet:
         # The end of stream comes much later.
         times_s.append(20.0)
         answers = await converse(exchange, body())
-        # Envoy gets the original placement, which the request kept all the time; nothing is counted twice.
+        # Envoy gets the original placement, which the request has kept; nothing is counted twice.
         assert parts(answers) == ["request_headers"] + ["request_body"] * 9
         assert not second.done()
         assert events_of(await it.log(), "made-1") == ["bypassed"]
@@ -45,7 +45,7 @@ async def test_a_request_keeps_its_placement_until_its_late_end_of_stream(fleet:
 
 
 async def test_a_request_reclaimed_before_its_late_end_of_stream_is_queued_by_age(fleet: OpenFleet) -> None:
-    # A placement is reclaimed before its body's end of stream; the first waiting request gets the capacity.
+    # The placement is reclaimed before the end of stream, and the first waiting request is granted.
     async with fleet("a", upper_per=1, lease_ms=1) as (it, a):
         times_s = [0.0]
         exchange = await whole_but_open(a, times_s)
@@ -60,7 +60,7 @@ async def test_a_request_reclaimed_before_its_late_end_of_stream_is_queued_by_ag
         times_s.append(20.0)
         answers = asyncio.create_task(converse(exchange, body()))
         await it.until_logged("queued", "made-1")
-        # Its request is queued by its age, before the second one.
+        # Its request is queued by its age, ahead of `second`.
         a.gate.settle(ended("first"))
         assert parts(await answers) == ["request_headers"] + ["request_body"] * 9
         assert not second.done()

@@ -33,7 +33,7 @@ async def test_a_sweep_reclaims_at_most_32_requests(fleet: OpenFleet) -> None:
 
 
 async def test_a_replica_renews_the_leases_of_its_own_streams(fleet: OpenFleet) -> None:
-    # A stream that its replica owns, a request in the access log, and an unreported one; short leases.
+    # Three requests have short leases: an owned stream, a request in the access log, an unreported one.
     async with fleet("a", upper_per=3, lease_ms=100) as (it, a):
         stream = await a.gate.admit(ask("streamed"), stream_owned=True)
         logged = await a.gate.admit(ask("logged"), stream_owned=False)
@@ -44,7 +44,7 @@ async def test_a_replica_renews_the_leases_of_its_own_streams(fleet: OpenFleet) 
         a.gate.renew(Alive("logged", E1, logged.accounting_token))
         await it.after(110)
         await a.sweep()
-        # Only the unreported request is reclaimed; a withdrawn one is not renewed any more.
+        # Only the unreported request is reclaimed. After a withdrawal the replica renews a stream no more.
         assert sorted(await it.redis.hkeys(it.keys.prefix + "requests")) == ["logged", "streamed"]
         a.gate.withdraw("streamed", stream)
         a.gate.queue.renew_owned_streams()
@@ -58,7 +58,7 @@ async def test_placing_a_grant_after_its_lease_starts_a_new_lease(fleet: OpenFle
         await a.admit("first")
         assert name_of(await a.admit("second", candidates=candidates)) == "queued"
         await a.settle("first")
-        # The replica was stopped for longer than the lease, and asks for the place before the sweep.
+        # The replica pauses for longer than the lease, and calls `place` before a sweep.
         await it.after(110)
         assert name_of(await a.place("second", candidates=candidates)) == "placed"
         # The sweep does not reclaim the request.
@@ -116,7 +116,7 @@ async def test_a_replica_that_missed_an_end_does_not_restore_the_request(fleet: 
 
 @pytest.mark.parametrize(
     ("ended_s", "seen_s", "answer"),
-    # Seen before its end; seen by a possibly newer stream; a later request with the same id.
+    # Last seen before the end; within 2 s (LATE_MS) of it; later: a new request with the same id.
     [(5, 5.1, "unknown"), (5, 4, "unknown"), (5, 1, "restored"), (5, 0, "restored"), (0, 0, "unknown")],
 )
 async def test_a_tombstone_stops_only_requests_seen_before_the_end(
@@ -151,12 +151,12 @@ async def test_a_sweep_deletes_at_most_500_tombstones_beyond_the_limit(fleet: Op
 
 
 async def test_a_request_started_without_redis_is_not_restored_after_its_end(fleet: OpenFleet) -> None:
-    # A replica started a request without the shared state; another replica receives its end.
+    # A replica has started a request without Redis; another replica receives the request's end.
     async with fleet("a", "b") as (it, a, b):
         token = accounting_token.write(ask("r"), E1)
         b.gate.settle(ended("r")._replace(accounting_token=token))
         await until(lambda: it.redis.zscore(it.keys.prefix + "tombstones", "r"))
-        # The replica that started it returns, and restores nothing.
+        # The replica that started the request renews it, and restores nothing.
         assert await a.store.renew("r", 1, "", token) == "unknown"
         # The end of a refused request leaves no trace.
         b.gate.settle(ended("refused"))
@@ -204,12 +204,12 @@ async def test_an_accounting_token_for_an_unknown_endpoint_restores_nothing(flee
 
 
 async def test_a_restored_request_of_an_owned_stream_can_be_withdrawn(fleet: OpenFleet) -> None:
-    # An owned stream whose record is lost.
+    # The record of an owned stream is lost.
     async with fleet("a") as (it, a):
         placement = await a.gate.admit(ask("r"), stream_owned=True)
         await it.redis.flushall()
         await a.publish(E1)
-        # After a renewal has restored it, a withdrawal leaves nothing.
+        # A renewal restores the record; a withdrawal then releases everything.
         a.gate.queue.renew_owned_streams()
         await until_is(it.counts, ONE_RUNS)
         a.gate.withdraw("r", placement)
@@ -248,7 +248,7 @@ async def test_the_fleet_shares_its_signing_keys_and_replicas_restore_them(fleet
         async def keys() -> list[str]:
             return (await it.redis.hget(it.keys.pool, "signing_keys")).split()
 
-        # Two replicas have sent heartbeats: the fleet's key is the one that the first of them offered.
+        # Two replicas have sent heartbeats: the key that the first replica offered is the fleet's key.
         since_ms, *first = await keys()
         assert len(first) == 1
         text = a.store._signing.sign("p", "text")
@@ -259,7 +259,7 @@ async def test_the_fleet_shares_its_signing_keys_and_replicas_restore_them(fleet
         _, *second = await keys()
         assert second[1:] == first
         assert b.store._signing.sign("p", "text") == text
-        # All keys are lost, and a stranger's heartbeat comes first: the others' keys are restored by theirs.
+        # Redis is flushed. A new replica's heartbeat comes first; later heartbeats restore the former keys.
         await it.redis.flushall()
         await a.store._client.call("heartbeat", "c", "{}", 60_000, Keyring().offer())
         await b.beat()
@@ -286,7 +286,7 @@ async def test_replicas_keep_their_common_variant_key_over_rotations_and_a_flush
             await b.beat()
             _, *signing = (await it.redis.hget(it.keys.pool, "signing_keys")).split()
         assert [each.variant_key for each in keyrings] == [key, key]
-        # All is lost, and a stranger's heartbeat comes first: later it gets the others' variant key.
+        # Redis is flushed, and a new replica's heartbeat comes first: later it gets the fleet's variant key.
         await it.redis.flushall()
         stranger = Keyring()
         assert stranger.variant_key not in (key, Keyring().variant_key)

@@ -15,9 +15,8 @@ E1 = addresses(1)[0]
 
 
 async def test_more_items_than_a_call_carries_are_each_answered_in_order(fleet: OpenFleet) -> None:
-    # More items than one call carries.
     async with fleet("a", upper_per=150) as (it, a):
-        # They are submitted in one loop turn: each gets its own answer, in order.
+        # 200 calls of one loop turn each get their own answer, in order.
         verdicts = await asyncio.gather(*(a.admit(f"r{i}") for i in range(200)))
         assert [name_of(verdict) for verdict in verdicts] == ["placed"] * 150 + ["queued"] * 50
         replies = await a.settle(*(f"r{i}" for i in range(200)), "nobody")
@@ -46,7 +45,7 @@ async def test_a_library_flushed_before_every_call_is_loaded_again(valkey_fleet:
 
 
 async def test_calls_in_one_message_keep_their_order_if_the_library_is_lost(valkey_fleet: OpenFleet) -> None:
-    # One request in flight, one granted, one queued.
+    # One request is in flight, one granted, one queued.
     async with valkey_fleet("a", endpoints=2, upper_per=1) as (it, a):
         for name in ("runs", "ends", "granted", "queued"):
             await a.admit(name)
@@ -104,10 +103,10 @@ async def test_with_a_silent_server_calls_time_out_and_ends_are_kept(
         proxy_to(redis_url) as between,
         fleet("a", "b", upper_per=1, through={"a": between.url}, silence_s=1.0) as (it, a, b),
     ):
-        # A request in flight, and a connection that accepts everything and never replies.
+        # A request is in flight, and the connection accepts everything and never replies.
         await a.admit("r1")
         between.vanished = True
-        # Each call fails in time, but the settlement waits.
+        # Each call fails in time, but the end of the request is kept.
         settled = a.store.settle("r1", Outcome.COMPLETED)
         for _ in range(2):
             for call in (asyncio.create_task(a.beat()), asyncio.create_task(a.admit("r2"))):
@@ -117,7 +116,7 @@ async def test_with_a_silent_server_calls_time_out_and_ends_are_kept(
         assert not settled.done()
         # The failed calls changed nothing; other replicas are served.
         assert name_of(await b.admit("r3")) == "queued"
-        # When the server replies again, the settlement is delivered, and the freed capacity is granted.
+        # When the server replies again, it receives the end and grants the next request.
         between.vanished = False
         assert await settled == SETTLED
         await b.beat()
@@ -159,11 +158,10 @@ async def test_an_end_is_kept_until_redis_takes_writes(valkey_url: str, valkey_f
 
 
 async def test_a_cut_idle_connection_is_replaced_without_a_call(valkey_fleet: OpenFleet) -> None:
-    # A connection without calls.
     async with valkey_fleet("a") as (it, a):
         link = a.store._client
         epoch = link.connection_epoch
-        # After it is cut, it recovers without a call.
+        # The server cuts an idle connection; the replica connects again without a call.
         await it.redis.client_kill_filter(skipme=True)
         await until(lambda: link.connection_epoch > epoch and link.fault is None)
 
@@ -183,7 +181,7 @@ async def test_a_reply_read_after_a_pause_is_ignored(valkey_fleet: OpenFleet) ->
         admission = asyncio.ensure_future(a.admit("r1"))
         # After the pause the process reads the reply before its own timer has run.
         await sleep_while_in_flight(a)
-        # The reply is ignored, because the grant may belong to another replica by now.
+        # The replica ignores the reply, because another replica may have adopted the request.
         with pytest.raises(StateUnavailable):
             await admission
         # Calls succeed on a new connection.

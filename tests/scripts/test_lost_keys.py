@@ -31,7 +31,7 @@ CONFIG = config(
 )
 SERVICE_S = 5.0
 KEYS = [name for name, kind in documented().items() if kind != "channel"]
-# The loss of these keys is detected, because counts or operators depend on them; the others are only hints.
+# The loss of these keys is detected, because counts or operators depend on them; the other keys are hints.
 FOUND = {
     "pool", "requests", "inflight", "timers", "queue:BAND:FLOWQUEUE", "line:BAND:FLOWQUEUE<31>WORKLOAD",
     "flows:BAND", "limits", "load", "endpoints", "marks", "replicas", "replica_info",

@@ -48,7 +48,7 @@ def test_all_scripts_accept_every_name(valkey_url: str, **drawn: Any) -> None:
 async def _use_all_scripts(
     fleet: OpenFleet, flows: list[str], workloads: list[str], replica: str, ids: list[str], fairness: str
 ) -> None:
-    # Requests of every pair of flow and workload, behind one in flight.
+    # Requests of every pair of flow and workload wait behind a running request.
     async with fleet(replica, upper_per=1, ordering="workload-aware", fairness=fairness) as (it, one):
         store, pairs = one.store, list(itertools.product(flows, workloads))
         await one.admit("runs:", flow=flows[0], workload=workloads[0], limit=9)

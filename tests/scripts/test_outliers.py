@@ -119,7 +119,7 @@ def test_ejections_double_in_length_and_end_after_a_probe_and_a_trial_request(it
     it.fails(E1, "x")
     it.fails(E1, "y")
     for seconds in (1, 2, 4, 8, 8):
-        # A probe before the end of the ejection has no effect; a failed one prolongs the ejection.
+        # A probe before the end of the ejection has no effect; a failed probe prolongs the ejection.
         it.passes(seconds * 1000 - 1)
         it.probed(E1, well=True)
         assert it.ejected == {E1}
@@ -182,7 +182,7 @@ def test_a_full_endpoint_gets_one_request_for_each_end_until_its_hold_is_over(it
     assert not it.takes(E1)
     it.passes(3000)
     assert it.takes(E1)
-    # An endpoint that is full again without an answer in between is held twice as long; one request tries it.
+    # An endpoint that is full again without an answer in between is held twice as long, up to 8 s.
     it.call("settle", "a", running.pop(), "client_gone", "", "")
     for hold_ms in (1000, 2000, 4000, 8000, 8000):
         it.fault(it.place(E2, E1, flow="y"), E2, "full")
@@ -254,7 +254,7 @@ def test_each_new_mark_of_an_ejected_endpoint_raises_marks_version(it: FailingPo
     it.call("mark_endpoint", "a", E1, second, 1)
     assert version() == ejected + 1
     it.call("mark_endpoint", "a", E1, second, 1)
-    assert version() == ejected + 1, "a mark that is only confirmed changes nothing"
+    assert version() == ejected + 1, "confirming a mark must not raise the version"
     it.passes(1500)
     it.probed(E1, well=True)
     assert (it.ejected, version()) == (set(), ejected + 2)

@@ -47,7 +47,7 @@ async def test_publishing_changes_equals_publishing_the_whole_list(valkey_url: s
             await publish(b, wanted, f"v{number}")
             former = wanted
             assert await what_is_published(by_changes) == await what_is_published(by_lists)
-            # Requests and marks come in between: counts outlive a publication.
+            # Between publications requests arrive and endpoints are marked, in both pools alike.
             target, mark, on = dice.choice(names), dice.choice(("drained", "down")), dice.random() < 0.5
             placed = []
             for each in (a, b):
@@ -143,7 +143,7 @@ async def test_a_new_endpoint_opens_once_every_envoy_has_acknowledged_it(valkey_
         b.cell.acknowledge("envoy", newest(b)[0])
         for each in (a, b):
             await until(lambda each=each: newest(each)[1] == [True, True])
-        # After a loss of the pool its endpoints do not count as new.
+        # After a flush the published endpoints do not count as new.
         await it.redis.flushall()
 
         async def all_ready() -> bool:

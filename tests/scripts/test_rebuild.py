@@ -1,4 +1,4 @@
-"""A shared state lost under running replicas is rebuilt, and a replayed token restores nothing."""
+"""Replicas rebuild a lost shared state, and a replayed accounting token restores nothing."""
 
 import asyncio
 import time
@@ -68,7 +68,7 @@ async def test_a_pause_between_two_registrations_does_not_reverse_their_order(
         real = a.store.admit
 
         def paused(*of_it: Any) -> asyncio.Future[AnyVerdict]:
-            time.sleep(0.1)  # the host takes the core, longer than between two arrivals
+            time.sleep(0.1)  # the host stops the process for longer than the time between two arrivals
             return real(*of_it)
 
         monkeypatch.setattr(a.store, "admit", paused)
@@ -108,16 +108,16 @@ async def test_an_arrival_after_a_flush_makes_its_replica_publish_at_once(fleet:
 
 
 async def test_an_access_log_entry_restores_a_request_that_no_replica_owns(fleet: OpenFleet) -> None:
-    # A stream that no replica owns, and a lost state.
+    # No replica owns the stream of a request, and the shared state is lost.
     async with fleet("a", "b", endpoints=2, joined=CONFIG) as (it, a, b):
         placement = await a.gate.admit(ask("r", workload="w"), stream_owned=False)
         await it.redis.flushall()
         await until_is(it.counts, (0, 0, [0, 0]))
-        # Its periodic access-log entry reaches another replica: the request is counted where it runs.
+        # The request's periodic access-log entry reaches another replica, which restores the request.
         b.gate.renew(Alive("r", placement.endpoints[0], placement.accounting_token))
         await until_accounted(it, 1)
         assert (await it.state()).in_flight[placement.endpoints[0]] == 1
-        # Its final entry ends it.
+        # The request's final access-log entry ends it.
         await it.ends(a, "r")
 
 
@@ -165,7 +165,7 @@ async def test_only_the_replica_with_the_lowest_name_publishes(fleet: OpenFleet)
     # Two replicas with the same configuration.
     async with fleet("a", "b", endpoints=2, joined=CONFIG) as (_, a, b):
         await until(lambda: len(b.cell.current.endpoints) == 2)
-        # The replica that does not lead discovers other endpoints: nothing changes.
+        # The replica that does not publish discovers other endpoints: nothing changes.
         b.membership.discovered([])
         before = b.membership.pulse
         await until(lambda: b.membership.pulse is not before)
@@ -195,13 +195,13 @@ def server(client: redis.Redis) -> Iterator[TimedPool]:
 
 
 def settled(server: TimedPool) -> bool:
-    """Let the server serve the pool undisturbed for longer than WINDOW_MS; whether tokens restore nothing."""
+    """Let more than WINDOW_MS pass without a loss. Return whether accounting tokens restore nothing."""
     server.calm(WINDOW_MS + SECOND_MS)
     return server.report("nobody", TOKEN) == "unknown"
 
 
 def test_an_accounting_token_of_an_ended_request_restores_nothing_without_a_loss(server: TimedPool) -> None:
-    # A request that has ended, and its accounting token.
+    # A request runs and ends.
     server.admit("r")
     assert server.report("r", TOKEN) == "renewed"
     assert server.settle("r") == "settled m"
@@ -269,7 +269,7 @@ def test_after_a_loss_running_requests_can_be_restored_for_a_limited_time(
         server.admit(name)
     happen(server)
     server.beat()
-    # A report restores a request, but not after the time in which every running one has been reported.
+    # A report restores a request, but not after WINDOW_MS, by when all running ones have been reported.
     assert server.report("r", TOKEN) == "restored"
     server.calm(WINDOW_MS + SECOND_MS)
     assert server.report("late", TOKEN) == "unknown"
@@ -280,16 +280,16 @@ def test_after_a_silence_of_the_whole_fleet_renewals_restore_requests(server: Ti
     server.passes(2 * SILENCE_MS)
     server.beat()
     assert server.report("r", TOKEN) == "restored"
-    # A new replica, which has seen no requests, opens no such time for restores.
+    # The first heartbeat of a new replica does not allow restores.
     assert settled(server)
     server.call("heartbeat", "new", "{}", SILENCE_MS, "")
     assert server.report("other", TOKEN) == "unknown"
 
 
 def test_a_request_started_without_redis_is_restored_for_a_lease_by_any_replica(server: TimedPool) -> None:
-    # A replica that alone has lost Redis starts requests.
+    # One replica has lost Redis and starts requests locally.
     token = accounting_token.write(ask("r"), ENDPOINT, alone_ms=server.now_ms())
-    # The access log reports the first one to another replica in time: it is counted.
+    # The access log reports the first request to another replica in time: the request is restored.
     server.calm(5 * SECOND_MS)
     assert server.report("r", token) == "restored"
     # After its end and a tombstone it is not restored again; nor is a request that is reported too late.

@@ -22,7 +22,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 class Clients:
-    """Requests with one flow each, with long names, which are served as they are granted."""
+    """Clients whose requests each have their own flow with a long name, to fill the memory."""
 
     def __init__(self, fleet: Fleet) -> None:
         self.fleet = fleet

@@ -15,7 +15,7 @@ from picker_fleet.state.store import SettleReply, name_of
 
 
 async def in_one_message(*calls: Any) -> Sequence[Any]:
-    """Results or exceptions of `calls`. The first keeps the connection busy; the others share a message."""
+    """Results or exceptions of `calls`. While the first call is in flight, the others gather in a message."""
     return await asyncio.gather(*calls, return_exceptions=True)
 
 
@@ -60,7 +60,6 @@ async def test_a_batch_queues_all_arrivals_except_those_of_a_broken_flow(valkey_
 
 
 async def test_a_cancel_takes_effect_although_its_admission_was_sent_again(valkey_fleet: OpenFleet) -> None:
-    # A broken flow.
     async with valkey_fleet("a", full=True) as (it, a):
         async with broken(it):
             # A request arrives beside one of the broken flow, and is cancelled in the same message.
@@ -102,7 +101,7 @@ async def test_a_broken_flow_does_not_keep_other_requests_in_the_queue(
 
 
 async def test_an_admission_that_failed_halfway_does_not_stop_the_queue(valkey_fleet: OpenFleet) -> None:
-    # A script failed after it had queued a request, and was not repeated.
+    # Flow queues have stray entries, as if a script had failed after it had queued a request.
     async with valkey_fleet("a", full=True) as (it, a):
         await a.admit("first", flow="good")
         for flow in ("good", "lone"):
@@ -115,7 +114,6 @@ async def test_an_admission_that_failed_halfway_does_not_stop_the_queue(valkey_f
 
 
 async def test_the_items_of_a_failed_batch_are_sent_again_once_each(valkey_fleet: OpenFleet) -> None:
-    # A broken flow.
     async with valkey_fleet("a", full=True) as (it, a), broken(it):
         await it.redis.config_resetstat()
         # Every item of a batch belongs to this flow.

@@ -105,7 +105,7 @@ def test_an_endpoint_is_picked_again_after_its_down_mark_is_removed(server: Vers
     server.call("heartbeat", "a", "{}", 60_000)
     running = {server.admit(f"r{number}")[1].split(",")[0]: f"r{number}" for number in range(8)}
     assert server.admit("waits")[0] == "queued"
-    # A call that ends a request of a down endpoint and places another considers only the other endpoints.
+    # Requests end on a:1 and on b:1, which is down: the waiting request goes to a:1.
     server.call("mark_endpoint", "a", "b:1", "down", "1")
     for address in ("a:1", "b:1"):
         server.settle(running.pop(address))

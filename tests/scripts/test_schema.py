@@ -53,11 +53,9 @@ async def live(it: Fleet) -> dict[str, str]:
 
 
 def test_the_keys_that_python_spells_are_documented() -> None:
-    # Every key that the replicas spell themselves.
     keys = Keys.of("p")
     spelled = [key for name, key in vars(keys).items() if name != "prefix"]
     assert len(spelled) == 11
-    # Each is documented.
     for key in (*spelled, keys.wake("r-1")):
         assert matching(key.removeprefix("epp:{p}:")), key
 
@@ -124,7 +122,7 @@ async def test_every_key_of_a_run_is_documented_and_every_documented_key_is_used
         for name in ("first", "second", "third"):
             await b.admit(name, flow="one", limit=1)
         await look()
-        # A metrics page lacks a request.
+        # A request is missing on the last two metrics pages of its endpoint.
         await a.admit("ghost", candidates=E1)
         await a.place("ghost", candidates=E1)
         now_ms = int(await it.now_ms())  # read once: the sweep ignores a page older than its predecessor
@@ -152,7 +150,7 @@ async def test_every_key_of_a_run_is_documented_and_every_documented_key_is_used
 
 
 async def test_every_documented_field_of_the_pool_is_used(fleet: OpenFleet) -> None:
-    # A pool in which each band has served a request.
+    # Each band of the pool has served a request.
     async with fleet("a", full=True) as (it, a):
         await a.admit("of another band", priority=7)
         for band in (0, 1, 2):

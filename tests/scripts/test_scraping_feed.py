@@ -1,4 +1,4 @@
-"""Readings sent through Redis: published to followers, stored for new ones, aged without comparing clocks."""
+"""Readings of metrics pages are published and stored through Redis; replicas' clocks are never compared."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
@@ -93,7 +93,7 @@ async def test_a_follower_receives_readings_on_its_own_clock(pair: Pair) -> None
     # The follower's clock shows 50 s.
     one, two = pair
     async with following(two) as follower:
-        # A reading is published that is 300 ms old by a clock at 1000 s.
+        # A replica whose clock shows 1000 s publishes a reading that is 300 ms old.
         await one.publish({"a:1": reading(999_700)}, ["b:1"])
         await until(lambda: "a:1" in follower.readings)
     # The reading is 300 ms old by the follower's clock as well.
@@ -110,7 +110,7 @@ async def test_a_new_follower_gets_the_stored_readings_aged_by_the_clock_of_redi
     # A follower subscribes.
     async with following(two) as follower:
         pass
-    # The follower has the newest reading of each endpoint, and considers none younger than it is.
+    # The follower has the newest reading of each endpoint, with at least its real age.
     assert follower.batches[0][0] is None
     assert follower.readings.keys() == {"a:1", "b:1"}
     assert follower.readings["a:1"].scraped_ms <= 49_000

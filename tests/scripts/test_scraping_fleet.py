@@ -162,7 +162,6 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
 async def test_each_endpoint_is_scraped_by_one_replica_and_known_to_all(scraping: OpenScraping) -> None:
-    # Three replicas and four endpoints.
     async with scraping() as fleet:
         await fleet.settled()
         # Wait for 20 further scrapes of each endpoint.
@@ -187,7 +186,6 @@ async def test_each_endpoint_is_scraped_by_one_replica_and_known_to_all(scraping
 
 
 async def test_endpoints_of_a_silent_replica_are_scraped_by_the_others(scraping: OpenScraping) -> None:
-    # Three replicas.
     async with scraping() as fleet:
         await fleet.settled()
         scrapers = await fleet.scrapers(3)
@@ -195,7 +193,7 @@ async def test_endpoints_of_a_silent_replica_are_scraped_by_the_others(scraping:
         # A replica that scrapes an endpoint stops without notice, and still counts as live.
         await fleet.replicas.pop(lost_name).stop()
         assert lost_name in fleet.live
-        # The others take over its endpoints, and keep their own.
+        # The other replicas scrape its endpoints in addition to their own.
         await fleet.divided()
         after = await fleet.scrapers(5)
         for address, names in scrapers.items():

@@ -1,4 +1,4 @@
-"""Weights hold whichever replica receives which flow's requests."""
+"""Flows are served by their weights, whichever replicas receive their requests."""
 
 import pytest
 from script_fleet import Fleet, OpenFleet, Replica

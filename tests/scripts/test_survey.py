@@ -67,7 +67,7 @@ async def test_a_snapshot_that_one_replica_has_read_serves_the_others(valkey_fle
         read = await queues_of(a)
         assert len(read) == FLOWS
         await a.admit("late", flow="late")
-        # The others get the same snapshot, with identical ages: they have not read for themselves.
+        # The other replicas get the same snapshot, with identical ages, instead of reading themselves.
         for other in others:
             assert await queues_of(other) == read
         assert "late" in names((await others[0].store.reads.flow_queues(MOST)).queues)
@@ -90,7 +90,7 @@ async def test_a_replica_that_dies_while_it_reads_does_not_block_the_others(valk
         # A replica claims the read, and then dies.
         assert await a.store._client.call("claim_queue_snapshot", SnapshotTimes().claim_ms) == ["", 0]
         assert await it.redis.pttl(it.keys.queue_snapshot) <= SnapshotTimes().claim_ms
-        # The others get the flow queues all the same.
+        # The other replicas still get the flow queues.
         for queues in await asyncio.gather(queues_of(b), queues_of(c)):
             assert len(queues) == FLOWS
 

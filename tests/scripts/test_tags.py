@@ -44,7 +44,7 @@ async def tags_are_finite(it: Fleet) -> bool:
 async def test_tags_stay_finite_and_flows_take_turns_beside_a_weight_out_of_bounds(
     fleet: OpenFleet, weight: float
 ) -> None:
-    # A flow with an unchecked weight, and one beside it.
+    # One flow has a weight out of bounds; another flow has weight 1.
     async with fleet("a", weights={"bad": weight}, checked=False, full=True) as (it, a):
         for number in range(2):
             await a.admit(f"bad {number}", flow="bad")
@@ -133,7 +133,7 @@ async def test_requests_are_served_expire_and_end_despite_strays_in_a_sorted_set
     fleet: OpenFleet, kind: str, ordering: str
 ) -> None:
     async with fleet("a", upper_per=1, lower_per=1, ordering=ordering, lease_ms=2000) as (it, a):
-        # Entries of ids, flow queues, replicas and endpoints that do not exist.
+        # The sorted set has members that do not exist as requests, flow queues, replicas or endpoints.
         await it.redis.zadd(it.keys.prefix + kind, dict.fromkeys(STRAYS, LONG_AGO))
         if kind == "load":
             await a.publish("10.0.0.1:8000", upper_per=1, lower_per=1, ordering=ordering)
@@ -163,7 +163,7 @@ async def test_a_metric_counts_dropped_strays(valkey_fleet: OpenFleet, kind: str
 
 
 async def test_flows_missing_from_the_preemption_candidates_are_preempted_too(fleet: OpenFleet) -> None:
-    # The set of preemption candidates has a drained flow queue, and lacks two that wait.
+    # The set of preemption candidates names an empty flow queue and lacks all that wait.
     async with fleet("a", total_capacity=3, full=True) as (it, a):
         for name in ("x", "y", "z"):
             await a.admit(name, flow=name, band=Band.SHEDDABLE)

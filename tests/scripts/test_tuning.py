@@ -52,7 +52,7 @@ PROMPT = (b"a" * 8, b"b" * 8)
 
 @contextlib.asynccontextmanager
 async def replica(url: str, pool: str, name: str) -> AsyncIterator[tuple[Pool, FleetControls]]:
-    """A whole replica without its listeners and its scraping."""
+    """A complete replica except for its listening sockets and its scraping."""
     leases = {"heartbeat": 0.1, "replica_silence": 5}
     whole = a_pool({"redis": {"url": url}, "pool": pool, "leases": leases}, name)
     whole.membership.discovered([Endpoint(address) for address in addresses(3)])

@@ -197,11 +197,13 @@ async def test_reads_of_an_empty_redis_return_nothing_and_write_nothing(fleet: O
         await it.redis.flushall()
         reads = a.store.reads
         # Everything is read.
-        assert (await reads.flow_queues(10)).queues == await reads.flow_queue("f") == []
+        assert (await reads.flow_queues(10)).queues == []
+        assert await reads.flow_queue("f") == []
         assert await reads.queued([RankRange(0, "f", 0, 9)]) == [[]]
         assert (await reads.in_flight(10), await reads.workloads(10)) == (([], 0), ([], 0, None))
         assert await reads.request("r") is None
-        assert await reads.replicas() == await reads.decisions(10) == []
+        assert await reads.replicas() == []
+        assert await reads.decisions(10) == []
         # The reads return nothing and write nothing.
         assert await it.redis.keys("*") == []
 

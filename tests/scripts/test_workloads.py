@@ -11,7 +11,7 @@ from picker_fleet.state.store import name_of
 
 
 async def test_an_idle_workload_is_forgotten_and_a_busy_one_is_not(fleet: OpenFleet) -> None:
-    # 250 workloads whose requests have ended, and one with a request in flight.
+    # 250 workloads are idle, and one has a request in flight.
     async with fleet("a", upper_per=1000) as (it, a):
         await asyncio.gather(*(a.admit(f"r{i}", workload=f"w{i}") for i in range(250)))
         await a.settle(*(f"r{i}" for i in range(250)))
@@ -44,7 +44,7 @@ async def registered(it: Fleet) -> list[str]:
 
 @pytest.mark.parametrize("at_once", [False, True], ids=["one by one", "in one batch"])
 async def test_workloads_beyond_the_limit_are_not_registered(fleet: OpenFleet, at_once: bool) -> None:
-    # Room for all requests, and a registry for two workloads.
+    # The stock has room for all requests; the registry has room for two workloads.
     async with fleet("a", upper_per=100, max_workloads=2) as (it, a):
         # Three workloads arrive, two of them twice.
         arriving = [a.admit(f"r{n}", workload=name) for n, name in enumerate(("w1", "w2", "w3", "w1", "w3"))]
@@ -57,7 +57,7 @@ async def test_workloads_beyond_the_limit_are_not_registered(fleet: OpenFleet, a
 
 
 async def test_refused_requests_of_new_workloads_fill_at_most_half_of_the_registry(fleet: OpenFleet) -> None:
-    # No room in the queue, and a registry for four workloads.
+    # The queue has no room; the registry has room for four workloads.
     async with fleet("a", upper_per=1, total_capacity=0, max_workloads=4) as (it, a):
         await a.admit("runs", workload="served")
         # A client sends a new workload with each request, one by one and then all at once.
@@ -100,7 +100,7 @@ async def test_mean_answer_tokens_are_kept_for_at_most_max_workloads_flows(fleet
 
 
 async def test_at_most_10000_finish_tags_of_idle_flows_are_kept(fleet: OpenFleet) -> None:
-    # A pool that is never at rest, and more idle flow queues with tags above the virtual time than are kept.
+    # The pool is not at rest, and 12 500 idle flow queues have finish tags above the virtual time.
     async with fleet("a", full=True) as (it, a):
         await a.admit("waits")
         tags = {f"once-{n}": 1 + n / 1e6 for n in range(12_500)}
