@@ -24,7 +24,7 @@ _COMMANDS = {
         "picker_fleet.serve",
         "one replica: picker, access log and discovery for Envoy, admin API",
     ),
-    "functions": ("picker_fleet.state.functions", "load the library of Redis Functions, as a user who may"),
+    "functions": ("picker_fleet.state.functions", "load the library of Redis Functions into the server"),
     "sim": ("picker_tools.simulator.command", "one simulated model server"),
     "envoy-config": ("picker_tools.local_fleet.envoy_command", "Envoy's bootstrap on stdout"),
     "top": ("picker_tools.top.command", "the fleet on a terminal, live"),
@@ -32,7 +32,7 @@ _COMMANDS = {
         "picker_tools.load.command",
         "run a load scenario, check the fleet's promises, write a report",
     ),
-    "import-config": ("picker_kubernetes.import_config", "the Go picker's EndpointPickerConfig in our terms"),
+    "import-config": ("picker_kubernetes.import_config", "convert the Go picker's EndpointPickerConfig"),
     "audit": ("picker_tools.audit.command", "replay the decision log and check what the queue promises"),
 }
 _CHECK_SUMMARY = "validate a configuration"
@@ -116,7 +116,7 @@ def _check(args: argparse.Namespace) -> int:
 
     `PICKER_…` variables overlay the file, as for a replica.
     """
-    # Importing these takes most of a start, and other commands may not need them.
+    # Import here: these modules take most of a start, and other commands may not need them.
     from picker_fleet.domain.config import load, pools_of
 
     try:

@@ -102,7 +102,7 @@ class Pool:
         clock, url = asyncio.get_running_loop().time, settings.redis.url
         bands = settings.fair_request_queue.bands
 
-        # What the replica knows
+        # Data that several parts share
         self.fleet, self.heartbeat_now = KnownFleet(settings), HeartbeatTrigger()
         # The leader may be waiting for Envoys to acknowledge the endpoints.
         self.endpoints = SnapshotCell(on_acknowledged=partial(self.heartbeat_now, full=False))
@@ -127,7 +127,7 @@ class Pool:
             bands=bands,
         )
 
-        # Endpoints and their choice
+        # Endpoints, scraping and scheduling
         self.scraping = ScrapingTask(
             url,
             settings.pool,

@@ -128,7 +128,7 @@ async def serve(settings: Settings, replica: str, on_bound: Callable[[Bound], No
 
 
 def _pools(settings: Settings, replica: str, certificates: Certificates | None) -> dict[str, Pool]:
-    """The pools by name; first the pool of requests that name none."""
+    """The pools by name; first the default pool, for requests that name no pool."""
     each = pools_of(settings)
     budgets = body_budgets(settings.extproc.max_buffered_bytes, each)
     open_requests = OpenRequests()
@@ -146,7 +146,7 @@ def _pools(settings: Settings, replica: str, certificates: Certificates | None) 
 
 
 def _services(pools: Mapping[str, Pool], default: str) -> dict[str, ByPool[Handler]]:
-    """Each gRPC path with the handlers of the pools."""
+    """Each gRPC path -> the handler of each pool."""
     each = {name: pool.services() for name, pool in pools.items()}
     return {
         path: ByPool(
@@ -228,7 +228,7 @@ _KEPT_BYTES = 8 * 1024 * 1024  # free memory kept at the heap's end
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", type=Path, metavar="FILE", help="configuration (YAML)")
     levels = ("DEBUG", "INFO", "WARNING", "ERROR")
-    parser.add_argument("--log-level", choices=levels, help="in place of the configuration's")
+    parser.add_argument("--log-level", choices=levels, help="overrides the configuration's level")
     chart_flags.add_flags(parser)
 
 
@@ -237,7 +237,7 @@ def run(args: argparse.Namespace) -> int:
     settings, remarks = _settings(args)
     replica = new_incarnation()
     level = args.log_level or settings.logging.level
-    pool = settings.pool if len(settings.pools) < 2 else ""  # with several pools, each log line names its own
+    pool = settings.pool if len(settings.pools) < 2 else ""  # with several pools, each line names its pool
     logs.setup(level, style=settings.logging.format, replica=replica, pool=pool)
     for remark in remarks:
         _log.warning("%s", remark)

@@ -22,11 +22,10 @@ _log = logging.getLogger(__name__)
 
 
 class Probes:
-    """The scraper's `Meter`: counts by `metrics`, and marks endpoints. It marks an endpoint down that refuses
-    connections, is silent or answers that it takes no requests; each further timeout confirms the mark, and
-    three good answers in a row remove it. A probe's status decides whether an ejected endpoint is reinstated.
-    If an endpoint's page stays the same while requests run there, it is reported as stuck. `readings` has the
-    last metrics that any replica scraped."""
+    """The scraper's `Meter`: counts scrapes in `metrics`. Marks an endpoint down that refuses connections, is
+    silent or reports itself unready; each further timeout confirms the mark, and three good answers in a row
+    remove it. A probe's status decides whether an ejected endpoint is reinstated. If an endpoint's page stays
+    the same while requests run, it is reported as stuck. `readings` has the fleet's last scraped metrics."""
 
     def __init__(
         self,
@@ -39,7 +38,7 @@ class Probes:
     ) -> None:
         self._store, self._endpoints, self._metrics = store, endpoints, metrics
         self._readings, self._fleet, self._clock = readings, fleet, clock
-        self._figures: dict[str, tuple[tuple[float | None, ...], float]] = {}  # last figures, and since when
+        self._figures: dict[str, tuple[tuple[float | None, ...], float]] = {}  # last figures, and their time
         self._stuck: set[str] = set()
         self._well: dict[str, int] = {}  # endpoint marked down -> good answers in a row
         self._version = ""
@@ -130,7 +129,7 @@ class Probes:
             self._stuck &= listed
 
     def _most_are_silent(self) -> bool:
-        """Whether most endpoints are silent. If so, the cause is the scraping or the load, and marking the
+        """Whether most endpoints are silent. If so, late scraping or high load is the cause, and marking the
         silent endpoints would leave too few."""
         readings = self._readings.snapshot()
         up = [each.address for each in self._endpoints.current.endpoints if not each.down]

@@ -1,4 +1,4 @@
-"""A replica's membership in the fleet: its heartbeat, and its work for the fleet apart from its requests.
+"""A replica's membership in the fleet: heartbeats, publishing, sweeping, polling, renewal of leases.
 
 The rest of the replica uses `Membership`, which sends the heartbeats and runs a `Publisher` (publisher.py), a
 `Sweeper`, a `NotificationPoller` and the renewal of leases.
@@ -32,9 +32,9 @@ from picker_fleet.telemetry.metrics import Metrics
 
 _log = logging.getLogger(__name__)
 _RENEWALS = 3  # renewals in one lease, by the replica that owns the request's stream
-_OTHERS_PUBLISH_S = 0.2  # by when another replica should have published a change discovered here
+_OTHERS_PUBLISH_S = 0.2  # another replica should publish a change within this time
 _LOOKS = 5  # extra heartbeats that check whether another replica has published a change
-_ACKNOWLEDGED_LOOK_S = 0.1  # between two checks whether Envoys have acknowledged
+_ACKNOWLEDGED_LOOK_S = 0.1  # interval of checks whether Envoys have acknowledged
 
 # A poll is one cheap command. If wake-ups arrive, polls find nothing. If no wake-up arrives, a poll finds a
 # grant within `_MIN_POLL_S` while grants are frequent, and within `_MAX_POLL_S` at worst. The pause between
@@ -42,11 +42,11 @@ _ACKNOWLEDGED_LOOK_S = 0.1  # between two checks whether Envoys have acknowledge
 _MIN_POLL_S = 0.01
 _MAX_POLL_S = 0.1
 _POLL_GROWTH = 1.1
-_SUSPECTS_S = 0.05  # between two sweeps while requests may have ended without a report
+_SUSPECTS_S = 0.05  # interval of sweeps while requests may have ended without a report
 
 
 class HeartbeatTrigger:
-    """A call asks for a heartbeat before the interval ends. With `full=False` the replica need not read the
+    """Called to ask for a heartbeat before the interval ends. With `full=False` the replica need not read the
     whole shared state afterwards: it does so only if the last read is at least an interval old."""
 
     def __init__(self) -> None:
@@ -70,7 +70,7 @@ class HeartbeatTrigger:
 @dataclass(frozen=True, slots=True)
 class SharedState:
     """The pool's state, with values that depend on this replica's configuration. `queue_fill` is the occupied
-    part of the queue, 0 to 1. If `outage` is set, an outage is going on, and the state precedes it."""
+    part of the queue, 0 to 1. If `outage` is set, the state was read before that outage."""
 
     pool: PoolState
     watermark: float
@@ -216,18 +216,18 @@ class Membership:
 
     @property
     def status(self) -> str:
-        """`ok`, or that this replica works without the shared state."""
+        """`ok`, or the failover state while this replica works without the shared state."""
         outage = self._failover.status()
         return "ok" if outage is None else f"{outage.mode}: without the shared state"
 
     async def endpoints(self) -> tuple[Endpoint, ...]:
-        """The pool's endpoints; during an outage as last known. Raises StateUnavailable."""
+        """Read the pool's endpoints; during an outage return the last known. Raises StateUnavailable."""
         if self._failover.status() is not None:
             return self._endpoints.current.endpoints
         return await self._store.endpoints()
 
     async def state(self) -> SharedState:
-        """The shared state now; during an outage the state read last. Raises StateUnavailable."""
+        """Read the shared state; during an outage return the state read last. Raises StateUnavailable."""
         if (outage := self._failover.status()) is None:
             try:
                 return await self._read()
@@ -307,7 +307,7 @@ class Membership:
                 self._fault = str(fault)
                 self._failover.heartbeat_missed(fault)
             with contextlib.suppress(TimeoutError):
-                # Measure the interval from the last start: a grant whose wake-up was lost waits that long.
+                # Measure the interval from the last start: it bounds the delay of a grant without a wake-up.
                 rest_s = interval_s - (self._clock() - began_s)
                 async with asyncio.timeout(max(rest_s, interval_s / 2)):
                     await self.heartbeat_now.wait()
@@ -371,7 +371,7 @@ class Membership:
         return marked(listed, await self._store.marks(), await self._store.ejections())
 
     async def _send(self) -> HeartbeatReply:
-        """Send a heartbeat. It carries the replica info only if the shared state lacks the present one, which
+        """Send a heartbeat. It carries the replica info only if the info has changed or may be lost, which
         saves a tenth of the heartbeat's time in Redis."""
         info = self._info()
         if info == self._stored_info:

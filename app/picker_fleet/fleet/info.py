@@ -24,7 +24,7 @@ _ELSEWHERE = ("192.0.2.1", 9)  # a documentation address (RFC 5737), which no ho
 
 
 class ReplicaInfo:
-    """A call returns the JSON object `about` of docs/redis-schema.md."""
+    """Called, it returns the replica info: the JSON object `about` of docs/redis-schema.md."""
 
     def __init__(self, queue: SharedQueue, service: ServiceMeter, clock_s: Callable[[], float]) -> None:
         self._queue = queue

@@ -193,7 +193,7 @@ def _by_name(whole: str, weights: Any, names: Iterable[str]) -> dict[str, Any]:
 
 
 def _band_faults(by_name: Any) -> Iterable[str]:
-    """Faults of a patch of bands: wrong types, and attributes that cannot change live."""
+    """The faults in changes of bands: wrong types, and attributes that cannot change live."""
     if not isinstance(by_name, Mapping | None):
         yield f"{_BANDS}: must be an object of band and attributes"
         return
@@ -225,7 +225,7 @@ def _bands_with(settings: Settings, by_name: Mapping[str, Mapping[str, Any]]) ->
     """The configured `priority_bands`, with the changed attributes applied.
 
     Raises:
-        ConfigError: a name is not that of a configured band.
+        ConfigError: a name belongs to no configured band.
     """
     queue = settings.fair_request_queue
     given = {band.label: band.model_dump(exclude_unset=True) for band in queue.priority_bands}
@@ -289,7 +289,7 @@ _ANSWER_ALPHA = 0.2
 def shared_settings(settings: Settings, weights: Mapping[str, float]) -> dict[str, object]:
     """The shared settings, with the names of docs/redis-schema.md; durations in ms.
 
-    `weights` has weights of single flows, which replace the weights in their requests.
+    `weights` maps flows to weights, which replace the weights that these flows' requests claim.
     """
     queue = settings.fair_request_queue
     by_name = {band.name: band for band in queue.bands}

@@ -37,9 +37,9 @@ class Publisher:
         facts = json.dumps(self._shared, sort_keys=True)
         self._config_version = hashlib.sha1(facts.encode()).hexdigest()[:12]
         self._clock = asyncio.get_running_loop().time
-        self._listed: tuple[Endpoint, ...] | None = None  # as discovery reported them
+        self._listed: tuple[Endpoint, ...] | None = None  # the endpoints that discovery reported last
         self._new: dict[str, float] = {}  # address of an endpoint that Envoys may not know -> since when
-        self._discovered: tuple[Endpoint, ...] | None = None  # as this replica publishes them
+        self._discovered: tuple[Endpoint, ...] | None = None  # the endpoints as this replica publishes them
         self._discovered_version = ""
         self._recent: OrderedDict[str, tuple[Endpoint, ...]] = OrderedDict()  # version -> discovered list
         self._digests: dict[str, tuple[Endpoint, bytes]] = {}  # by address
@@ -61,7 +61,7 @@ class Publisher:
 
     def acknowledged(self, snapshot: Snapshot, pool: PoolState) -> None:
         """Stop draining new endpoints that all Envoys know, or that have waited for 5 s. `snapshot` has the
-        published endpoints, `pool` what the Envoys of each replica have acknowledged."""
+        published endpoints, `pool` the versions that Envoys have acknowledged."""
         versions = acknowledged(pool)
         is_known = set(versions) <= {unmarked(snapshot.version)}
         known = {each.address for each in snapshot.endpoints} if is_known else set()
@@ -125,7 +125,7 @@ class Publisher:
 
     async def publish(self, pulse: HeartbeatReply) -> Rebuilt | None:
         """Publish the discovered endpoints and the settings; `pulse` has the published versions. Returns the
-        script's report of the rebuilding if the pool was unknown, else None."""
+        result of the rebuild if the pool was unknown, else None."""
         if await self._publish_changes(pulse):
             return None
         return await self._publish_all()
@@ -167,5 +167,5 @@ class Publisher:
 
 
 def acknowledged(pool: PoolState) -> Sequence[str]:
-    """For each replica that serves Envoys over EDS, the version of the endpoints that all of them have."""
+    """The version of the endpoints that all Envoys of a replica have, for each replica that serves EDS."""
     return [version for about in pool.about.values() if isinstance(version := about.get("eds"), str)]

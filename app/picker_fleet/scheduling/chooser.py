@@ -1,4 +1,4 @@
-"""Chooses candidate endpoints for a request from what one replica knows.
+"""Chooses candidate endpoints for a request from the data of one replica.
 
 The script (`lua/place.lua`) makes the final choice among the candidates, by the live load. The chooser also
 keeps recent choices for explanations, and issues session tokens for scorer `session-affinity`.
@@ -33,10 +33,10 @@ from picker_fleet.state.accounting_token import LENGTH, Keyring
 SESSION_HEADER: Final = "x-session-token"  # in requests and responses
 
 # The most candidates with scores passed to the script: more would cost the script more than they improve the
-# choice. For a sample fewer, since candidates then differ between picks, and each costs the script more.
+# choice. From a sample pass fewer: candidates then differ between picks, and each costs the script more.
 _MAX_SCORED, _MAX_OF_A_SAMPLE = 8, 5
 _DRAWS = 32  # choices kept for similar requests to share; each breaks ties differently
-_ROUTE_SCORERS = frozenset({"prefix-affinity", "latency"})  # need the routes of all replicas
+_ROUTE_SCORERS = frozenset({"prefix-affinity", "latency"})  # these scorers need the routes of all replicas
 _SESSION_PURPOSE = "session"
 _MAX_TOKENS = 10_000
 _ADDRESS_BYTES = 24  # approximate length of one address in a list of candidates
@@ -168,10 +168,10 @@ def session_token_of(headers: Mapping[str, bytes]) -> str:
 
 
 class EndpointChooser:
-    """Names the candidates of a request, by the configured scorers or, without scorers, for the script to
-    choose the endpoint with the least load. One event loop.
+    """Lists the candidates of a request: the best by the configured scorers or, without scorers, all, so that
+    the script chooses by load. One event loop.
 
-    Scorers read what this replica knows: `fleet` has the requests in flight as last read, `readings` has
+    Scorers read this replica's data: `fleet` has the requests in flight as last read, `readings` has
     the scraped metrics, `routes` has the prefixes and latencies of endpoints, and gets this replica's own.
     `live_weight` is the weight with which the script adds the live load to the candidates' scores;
     `needs_prefix_hashes` is whether a scorer reads the hashes of prompts.
@@ -269,7 +269,7 @@ class EndpointChooser:
     def session_endpoint(
         self, session: str, subset: tuple[str, ...] | None, selector: Mapping[str, str] | None = None
     ) -> str:
-        """The endpoint, in `subset`, of a session; '' if it has none, or no scorer uses sessions."""
+        """The endpoint of a session token, or of a session key within `subset`; '' if there is none."""
         if not self._gives_tokens:
             return ""
         if session[0] == KEY_MARK:
@@ -285,9 +285,9 @@ class EndpointChooser:
         return self._drawn.setdefault(likeness, [])
 
     def unscored(self, request: InferenceRequest) -> Choice:
-        """Candidates without scores, so that the script chooses by load, since this replica's readings may be
-        out of date. The script does not know labels: if a request selects by labels, the candidates are the
-        endpoints with these labels."""
+        """Candidates without scores, among which the script chooses by load: this replica's readings may be
+        out of date. The script does not know labels: if a request selects by labels, list the endpoints with
+        these labels."""
         known, in_flight = self._endpoints.current.endpoints, self._fleet.in_flight
         subset, selector = request.subset, request.selector
         if subset is None and not selector:

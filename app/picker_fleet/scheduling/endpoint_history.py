@@ -8,7 +8,7 @@ A prompt is a chain of block hashes, equal for equal prefixes on every replica: 
 salt), h_i = xxh64(block_i, h_(i-1)). So h_i stands for the whole prompt up to and including block i
 (docs/protocol.md). Only whole blocks count, and only the first `MAX_PROMPT_BYTES` of a prompt are read, which
 bounds the cost of a request. The JSON text of the prompt is hashed as the client wrote it, without decoding
-what may be megabytes; the same text written differently (spaces, escapes) has different hashes.
+it, since it may have megabytes; the same text written differently (spaces, escapes) has different hashes.
 """
 
 import math
@@ -224,8 +224,7 @@ class PrefixIndex:
 
 
 def _matched(hashes: Sequence[bytes], served: Container[bytes]) -> int:
-    """How many of `hashes` are in `served`, which must contain the first: a binary search for the last one
-    that is."""
+    """How many of `hashes`, from the first on, are in `served`, which must contain the first."""
     low, high = 1, len(hashes)
     while low < high:
         middle = (low + high) // 2

@@ -21,10 +21,10 @@ REFRESH_S = 0.1  # the greatest age of a state; endpoints are scraped at this in
 ALL_LOOKED_AT = 64
 SAMPLED = 16
 _PICKS_OF_A_SAMPLE = 64  # more picks would crowd the sampled endpoints while others are idle
-_NAMED = 8  # endpoints added for a pick by its prompt, and by its adapter
+_NAMED = 8  # endpoints added to a pick for its prompt, and as many for its adapter
 _MOST_SELECTORS = 64  # label selectors whose endpoints are cached
 
-_UNKNOWN = EndpointMetrics(0)  # of an endpoint without a fresh reading
+_UNKNOWN = EndpointMetrics(0)  # the metrics of an endpoint without a fresh reading
 
 Selector = frozenset[tuple[str, str]]
 
@@ -113,7 +113,7 @@ class EndpointStates:
     def looked_at(self, request: InferenceRequest, session_endpoint: str) -> Sequence[EndpointState]:
         """The states that a pick for `request` looks at, including `session_endpoint` ('': none)."""
         if not self.samples or request.limit:
-            return self.everything()  # the flow may be below its limit on any endpoint only
+            return self.everything()  # the flow may be below its limit only on endpoints outside a sample
         self._picks += 1
         named = self._named(request, session_endpoint)
         if request.subset is None and not request.selector:

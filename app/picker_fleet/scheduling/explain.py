@@ -12,10 +12,10 @@ from picker_fleet.scheduling.scheduler import Ranking, apply_filters
 from picker_fleet.scheduling.scorers import EndpointState, PickRequest
 
 ANY_ENDPOINT: Final = "*"
-_BY_SCORE = "highest `final`: the score with the live load in place of the load as last known; equals in turn"
+_BY_SCORE = "highest `final`: the score with the live load in place of the load as last read; ties in turn"
 _BY_STATE = "the request names an id whose state this endpoint has"
 _BY_LOAD = (
-    "no scorers: the fewest in flight (`live`), equals in turn; who has null had no fewer, or was not asked"
+    "no scorers: the fewest in flight (`live`), ties in turn; `live` is null if no fewer, or not compared"
 )
 
 
@@ -150,7 +150,7 @@ def _explain_by_load(
     )
     rule, excluded = _BY_LOAD, filtered.excluded
     if basis.has_state:
-        rule, excluded = _BY_STATE, dict.fromkeys(excluded, "has not the state that the request names")
+        rule, excluded = _BY_STATE, dict.fromkeys(excluded, "lacks the state that the request names")
     return Explanation(request_id, chosen, tuple(rows), excluded, filtered.waived, {}, rule)
 
 

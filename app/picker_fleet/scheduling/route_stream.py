@@ -7,7 +7,7 @@ waits for the stream.
 
 A replica applies its own routes at once, and routes of other replicas from the stream. All replicas apply
 completions from the stream, and so in the same order. If a completion cannot be written at the second try,
-only its own replica applies it; so replicas go on learning without Redis (G8).
+only its own replica applies it, so each replica keeps its own latencies up to date without Redis (G8).
 
 The body of an entry is a sequence of records. Numbers are big-endian. A route: `R`, length of the address (2
 bytes), number of hashes (2), address, hashes (8 each). A completion: `C`, length of the address (2), seconds
@@ -89,22 +89,22 @@ class RouteStream:
         self._is_retry = False  # whether a write of the waiting records has already failed once
         self._pending = asyncio.Event()
         self._last_id = ""  # id of the last entry read
-        self._resumed = False  # whether the next read may simply continue after `_last_id`
+        self._resumed = False  # whether the next read can continue after `_last_id`
         self._caught_up = asyncio.Event()
 
     def share(self) -> None:
-        """A scorer needs the routes of all replicas: let `run` share them."""
+        """Let `run` share routes between replicas: a scorer needs the routes of all."""
         self._shared.set()
 
     def add_route(self, address: str, hashes: tuple[bytes, ...]) -> None:
-        """Tell the fleet that a prompt with `hashes` was routed to `address`. Returns at once."""
+        """Publish to the fleet that a prompt with `hashes` was routed to `address`. Returns at once."""
         if hashes:
             self.index.add(address, hashes)
             self._routes.append(pack(RouteRecord(address, hashes)))
             self._pending.set()
 
     def add_completion(self, address: str, seconds: float) -> None:
-        """Tell the fleet that `address` completed a request after `seconds`. Returns at once."""
+        """Publish to the fleet that `address` completed a request after `seconds`. Returns at once."""
         self._completions.append(CompletionRecord(address, seconds))
         self._pending.set()
 

@@ -1,4 +1,4 @@
-"""The choice of endpoints for requests that need no admission."""
+"""Chooses endpoints for requests that need no admission."""
 
 import random
 
@@ -15,11 +15,11 @@ class Router:
         self._endpoints, self._chooser, self._fallbacks = endpoints, chooser, fallbacks
 
     def route(self, subset: tuple[str, ...] | None, *, origin: str = "", session: str = "") -> Placement:
-        """Random ready endpoints. The first is `origin`, even if it takes no new requests, or else the
+        """Choose random ready endpoints. The first is `origin`, even if it takes no new requests, or else the
         endpoint of the `session`.
 
         Raises:
-            NoEndpoints: no endpoint is ready, or none of the subset.
+            NoEndpoints: no endpoint, or no endpoint of the subset, is ready.
         """
         allowed = [e for e in self._endpoints.current.endpoints if subset is None or e.address in subset]
         ready = [e.address for e in allowed if e.ready]

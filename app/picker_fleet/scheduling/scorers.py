@@ -58,11 +58,11 @@ class EndpointState(msgspec.Struct, frozen=True):
     """The state of one endpoint (`address`: `ip:port`) at the time of a pick.
 
     Scraped, None if unknown: `waiting` and `running` requests, `kv_utilisation` (0 to 1), `max_adapters`
-    (slots for LoRA adapters, shared by running and waiting adapters; idle adapters give up their slots). Of a
-    `stale` endpoint they are all unknown. From the fleet: requests `in_flight` as last read (the script that
+    (slots for LoRA adapters, shared by running and waiting adapters; idle adapters give up their slots). All
+    are unknown if the endpoint is `stale`. From the fleet: requests `in_flight` as last read (the script that
     reserves has the live number), and `latency` of the last completions, None without completions.
 
-    A struct: large pools have thousands, and a frozen dataclass takes several times as long to make.
+    A struct: large pools have thousands of states, and making a frozen dataclass takes several times as long.
     """
 
     address: str
