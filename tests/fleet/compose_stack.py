@@ -5,9 +5,9 @@ Each process runs its service's command with the service's environment only. Con
 - every container has an address in 127.0.0.0/8, which replaces `0.0.0.0` and `127.0.0.1`;
 - `service:port` becomes the addresses of the service's containers, an option before it is repeated; in
   configuration files DNS discovery becomes the static list that DNS would return;
-- mounted files are copied to the container's folder, folders are mounted in place, a secret is `TOKEN`;
-- `picker`, `envoy`, `locust` and `python` come from this environment; `redis-server` is Valkey's, with the
-  address to bind added (in a container it binds all addresses).
+- mounted files are copied to the container's folder, folders are used in place, a secret is `TOKEN`;
+- `picker`, `envoy`, `locust` and `python` come from this environment; `redis-server` is Valkey with
+  `--bind` added (in a container it binds all addresses).
 """
 
 import os
@@ -28,9 +28,9 @@ from picker_tools.local_fleet.processes import envoy_binary, valkey_binary
 ROOT = Path(__file__).parents[2]
 FILE = ROOT / "docker-compose.yml"
 TOKEN = "the-token-of-the-test"
-_HEALTHY_S = 120.0  # enough for a busy machine
+_HEALTHY_S = 120.0  # for a service to become healthy on a busy machine
 _STOP_S = 30.0
-_POLL_S = 0.2  # a health check is a process, which takes CPU that the service could use
+_POLL_S = 0.2  # each health check is a process, which takes CPU from the services
 
 
 @dataclass(slots=True)

@@ -27,7 +27,7 @@ class Crowd(httpx.AsyncBaseTransport):
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         pool = next((pool for pool, asking in self._asking.items() if asking < _EACH), None)
         if pool is None:
-            # `verify=False` for the reason given in `http_client`.
+            # `verify=False` avoids loading certificate authorities, as in `http_client`.
             limits = httpx.Limits(max_connections=None)
             pool = httpx.AsyncHTTPTransport(trust_env=False, verify=False, limits=limits)
             self._asking[pool] = 0

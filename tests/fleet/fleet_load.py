@@ -92,7 +92,7 @@ async def exchange(url: str, data: bytes) -> bytes:
 
 
 async def post_while_reading(url: str, body: bytes, workload: bytes = b"{}") -> tuple[int, bytes]:
-    """Status and body of an answer that may come before all of `body` is sent (httpx reads only then)."""
+    """Post `body` and read the answer meanwhile (httpx sends everything first); return status and body."""
     at = urlsplit(url)
     reader, writer = await asyncio.open_connection(at.hostname, at.port)
     head = f"POST /v1/completions HTTP/1.1\r\nhost: {at.netloc}\r\ncontent-type: application/json\r\n"
@@ -116,7 +116,7 @@ async def at_rest(fleet: Any, replica: int = 0, within_s: float = 15.0) -> dict[
     def rests(found: tuple[dict[str, Any], int]) -> bool:
         return not any(counts(found[0])) and not found[1]
 
-    found: tuple[dict[str, Any], int] = await fleet.eventually(look, rests, within_s=within_s, what="rest")
+    found: tuple[dict[str, Any], int] = await fleet.eventually(look, rests, within_s=within_s, what="at rest")
     return found[0]
 
 

@@ -484,7 +484,7 @@ async def _repeat(attack: Attack, target: Target, numbers: Iterator[int], outcom
 
 _ANSWER = b'{"id":"x","choices":[],"usage":{"prompt_tokens":-1,"completion_tokens":1e99}}'
 _LINE = b'vllm:num_requests_waiting{model_name="%06d"} 1e400\n'
-_PAGE_LINES = 80_000  # 4 MiB
+_PAGE_LINES = 80_000  # a page of 4 MiB
 _PAUSE_S = 0.05
 
 

@@ -228,8 +228,8 @@ async def attack_fleet(
     mode: Mode,
     only: str = "",
 ) -> HostileReport:
-    """Send `per_s` honest requests a second by HTTP/1.1 and `per_s` / 2 by HTTP/2: `calm_s` seconds before,
-    and `hostile_s` during the attacks whose names contain `only`, then `calm_s` as the control."""
+    """Send `per_s` honest requests a second by HTTP/1.1 and half of that by HTTP/2: `calm_s` seconds without
+    attacks, `hostile_s` during the attacks whose names contain `only`, then `calm_s` as the control."""
     report = HostileReport()
     async with _running_fleet(replicas, servers, mode) as (target, pids):
         before_s = _cpu_s(pids)

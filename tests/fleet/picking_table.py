@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-NOWHERE = "192.0.2.1:8000"  # the address of no endpoint
+NOWHERE = "192.0.2.1:8000"  # no endpoint has this address
 NO_ENDPOINT = "rejected-no-endpoints"
 
 
@@ -67,7 +67,7 @@ _COMMON: dict[str, Any] = {
         {"name": "one-each", "max_inflight_per_endpoint": 1},
     ],
     "request_queue_controller": {"watermark_per_backend": 50},
-    "scraping": {"interval": "50ms", "stale_after": "4s"},  # tolerates a busy machine
+    "scraping": {"interval": "50ms", "stale_after": "4s"},  # long, for a busy machine
     "leases": {"heartbeat": "300ms"},
 }
 
@@ -170,7 +170,7 @@ TABLE = (
     Case("subset by an adapter's slots", _TWO, "A", Ask("rare", subset=["A"])),
     Case("subset of a drained server", _THREE, NO_ENDPOINT, Ask(subset=["B"]), drained="B"),
     Case("GET keeps to the subset", _TWO, "B", Ask(get=True, subset=["B"])),
-    # Endpoints that may not be picked, or not at the moment
+    # Endpoints that may not be picked now
     Case("no endpoints", (), NO_ENDPOINT),
     Case("no endpoints for GET", (), NO_ENDPOINT, Ask(get=True)),
     Case("no readable page: average load", (Server(b"<html>x</html>", "broken"), _BUSY, _vllm()), "CAB"),

@@ -1,4 +1,4 @@
-"""Clients of whole replicas under random faults, checked against docs/guarantees.md.
+"""Runs whole replicas and their clients under random faults, and checks docs/guarantees.md.
 
 A seed determines a schedule: faults, each with its time, duration and replica. The replicas and their Valkey
 run on a simulated clock that skips idle time (time_lapse.py), so a schedule takes seconds even on a busy
@@ -39,7 +39,7 @@ from picker_fleet.state import connection
 REPLICAS, ENDPOINTS, BOUND = 3, 2, 6
 LEASE_S, REPORT_S, SILENCE_S, TTL_S = 12.0, 3.0, 3.0, 30.0
 _CLIENTS, _FLOWS = 12, 3
-_BEGIN_S, _END_S, _REST_S = 8.0, 40.0, 60.0  # first and last fault; time limit for all counts to reach 0
+_BEGIN_S, _END_S, _REST_S = 8.0, 40.0, 60.0  # first fault, last fault, time for all counts to reach 0
 _ANSWERED_S = TTL_S + 1.0  # G5
 _RUN_S = 400.0
 _CONFIG: dict[str, Any] = {
@@ -312,7 +312,7 @@ class World:
         if request_id in self.running:
             self.wrong.append(f"G6: {request_id} runs twice")
         text = "".join(map(str, answers))
-        picked = min(self.pages, key=lambda page: text.find(page.address) % 2**32)  # fallbacks come later
+        picked = min(self.pages, key=lambda page: text.find(page.address) % 2**32)  # fallbacks follow it
         self.running[request_id] = self.loop.time(), picked
         self._show()
         count = len(self.running.keys() - self.unseen)
@@ -461,7 +461,7 @@ async def _restart(world: World, node: Node, fault: Fault) -> Steps:
 
 
 async def _fail_over(world: World, node: Node, fault: Fault) -> Steps:
-    """A new primary takes over that lacks the last writes."""
+    """A new primary, which lacks the last writes, takes over."""
     if world.loop.server.away:
         return
     saved = world.valkey.save("epp:*")
@@ -603,7 +603,7 @@ def smallest(schedule: Schedule, fails: Callable[[Schedule], object] = failure) 
 
 
 def report(schedule: Schedule) -> str:
-    """As `failure`, preceded by the smallest schedule that fails and the guarantees that it breaks."""
+    """The result of `failure`, after the smallest schedule that fails and the guarantees that it breaks."""
     found = failure(schedule)
     if not found:
         return ""

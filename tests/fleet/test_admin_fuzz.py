@@ -11,7 +11,7 @@ from whole_fleet import says_unavailable
 
 CONFIG = {"admin": {"rate": 1e6}, "fair_request_queue": {"ordering": "workload-aware"}}
 EXAMPLES = 15  # random calls of each operation
-MAX_ATTEMPTS = 5  # of one call, while the API answers that Redis timed out
+MAX_ATTEMPTS = 5  # tries of one call, while the API answers that Redis timed out
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ CONFIG = {
     "objectives": [{"name": "gold", "criticality": "Critical"}],
     "fair_request_queue": {"flow_capacity": 500, "queue_ttl": "60s"},
 }
-pytestmark = pytest.mark.asyncio(loop_scope="module")  # the browser belongs to one event loop
+pytestmark = pytest.mark.asyncio(loop_scope="module")  # the browser's event loop
 XSS = "<img src=x onerror=window.owned=1>"
 
 
@@ -147,7 +147,7 @@ async def test_a_confirmed_change_is_made_even_if_another_dialog_opens_at_once(p
     await switch(page, "Resume", "dispatches again")
 
 
-async def test_a_button_keeps_its_click_when_a_table_row_above_is_removed(page: Dashboard) -> None:
+async def test_removing_a_table_row_above_a_pressed_button_does_not_lose_the_click(page: Dashboard) -> None:
     answer = await page.page.evaluate(
         """async () => {
           const { Rows, el } = await import(`${location.origin}/static/dom.js`);
@@ -223,11 +223,12 @@ async def test_the_first_fifty_flows_are_shown_and_the_rest_counted(here: Any, d
                 break
             await page.page.click("#queue-next")
             await page.says("#count-queue", f" {len(seen) + 1} to")
-        assert len(seen) == len(set(seen)) == 60
+        assert len(seen) == 60
+        assert len(set(seen)) == 60
 
 
 async def test_the_page_says_stale_while_its_replica_is_suspended(here: Any, page: Dashboard) -> None:
-    page.allowed.append("status of 503")  # the answer to a read in flight when the replica stops
+    page.allowed.append("status of 503")  # a read in flight when the replica stops gets 503
     await page.says("#connection", "live")
     with suspended(here.replica(0)):
         await page.says("#connection", "stale since")
@@ -244,7 +245,7 @@ async def test_a_page_reconnects_when_its_replica_restarts_at_its_address(here: 
 
 
 async def test_the_page_shows_an_alarm_while_redis_is_suspended(here: Any, page: Dashboard) -> None:
-    page.allowed.append("status of 503")  # the answer to reads of the queue while Redis is down
+    page.allowed.append("status of 503")  # reads of the queue get 503 while Redis is down
     with suspended(here.child("valkey-server")):
         await page.until("document.getElementById('why').dataset.level === 'bad'")
     await page.until("document.getElementById('why').dataset.level === 'calm'")

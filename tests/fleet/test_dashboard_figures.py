@@ -32,7 +32,7 @@ CONFIG = {
 }
 pytestmark = [
     pytest.mark.timeout(300),  # a fleet, a browser and the load share the machine
-    pytest.mark.asyncio(loop_scope="module"),  # the browser belongs to one event loop
+    pytest.mark.asyncio(loop_scope="module"),  # the browser's event loop
 ]
 FLOWS = (
     ("one", "gold", "llama"),

@@ -54,7 +54,7 @@ async def test_a_request_is_cancelled_if_its_client_leaves_during_placement(slow
         before = len(await decisions(slow))
         calls, resets = await calls_of_replicas(slow)
 
-        with suspended(slow.child("valkey-server")):  # so the replica's admission gets no reply
+        with suspended(slow.child("valkey-server")):  # Redis does not reply to the admission
             caller = await Caller.ask(slow.url, tokens=1000)
             seen = partial(slow.eventually, lambda: calls_of_replicas(slow))
             await seen(lambda now: now[0] > calls, what="Envoy's call to a replica")

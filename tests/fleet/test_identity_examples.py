@@ -69,7 +69,7 @@ async def assert_admitted(fleet: Any, url: str, headers: Headers, flow: str, **h
 
 
 async def test_an_api_key_gets_the_flow_that_the_table_has_for_its_hash(here: Any, tmp_path: Path) -> None:
-    # Key lengths around the block size of SHA-256; the table has only hashes.
+    # The keys' lengths are around SHA-256's block size; the table has only the keys' hashes.
     sizes = (5, 55, 56, 63, 64, 119, 512)
     keys = {f"flow {size} – {size}": f"k{size}-".ljust(size, "y") for size in sizes}
     table = tmp_path / "keys.yaml"

@@ -71,7 +71,7 @@ async def test_a_full_queue_refuses_requests_and_a_request_past_its_ttl_is_never
         assert answer.headers["x-llm-d-request-dropped-reason"] == "rejected-saturated"
         assert int(answer.headers["retry-after"]) >= 1
         assert answer.json()["error"]["code"] == "insufficient_flow_capacity"
-    assert late.status == 429  # `overload_status`
+    assert late.status == 429  # the configured `overload_status`
     assert "expired_ttl" in late.text
     await at_rest(here)
     log = await decisions(here)

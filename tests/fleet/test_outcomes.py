@@ -25,7 +25,7 @@ async def assert_counts(fleet: Any, waits: int, expected: dict[Key, float]) -> N
         return str((await fleet.admin("/metrics")).text)
 
     name = "epp_queue_latency_seconds_count"
-    await fleet.eventually(page, lambda page: total(page, name) >= waits, what=f"{waits} waits")
+    await fleet.eventually(page, lambda page: total(page, name) >= waits, what=f"{waits} queued requests")
     final = await fresh(page)
     assert {key: total(final, key[0], **{key[1]: key[2]}) for key in expected} == expected
     assert total(final, name) == waits

@@ -40,7 +40,7 @@ async def test_prompts_with_a_common_prefix_go_to_one_endpoint_through_any_repli
     before = await routes(scored)
     first = await complete(scored.url, LONG, 2)
     assert first.served
-    await scored.eventually(lambda: routes(scored), lambda n: n > before, what="the route in the stream")
+    await scored.eventually(lambda: routes(scored), lambda n: n > before, what="a new route")
     turns = [await complete(scored.url, LONG + f"And then {turn}. " * turn, 2) for turn in range(1, 13)]
     assert {turn.endpoint for turn in turns} == {first.endpoint}
     await at_rest(scored)

@@ -108,7 +108,7 @@ async def test_envoys_route_or_listener_chooses_the_pool_and_no_client_does(
                 (batch, "batch:8080", {}),
                 (batch, "batch.example.org", {}),
                 (default, "", {"x_picker_pool": "batch"}),  # a client's header is ignored
-                (batch, "batch", {"x_picker_pool": "default"}),  # also against the route
+                (batch, "batch", {"x_picker_pool": "default"}),  # the route overrides it
             ):
                 assert (await ask(client, name, **headers)).endpoint == endpoint, (name, headers)
         async with http_client(listeners["batch"]) as client:

@@ -34,7 +34,7 @@ CONFIG: dict[str, Any] = {
 
 
 class RecordingServer:
-    """A model server that keeps the `last` request and counts requests in `served`. It answers `answer`, of
+    """A model server that keeps the `last` request and counts requests in `served`. It sends `answer`, of
     content type `kind`. After an upgrade the server echoes all bytes."""
 
     def __init__(self) -> None:
@@ -226,7 +226,7 @@ async def test_envoy_answers_a_browsers_cors_preflight(behind: Behind, tmp_path:
             assert "authorization" in answer.headers["access-control-allow-headers"]
             answer = await client.post("/v1/completions", content=ASK, headers={"origin": ORIGIN})
             assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (200, ORIGIN)
-        await at_rest(behind.fleet)  # while this Envoy can still report the request's end
+        await at_rest(behind.fleet)  # this Envoy must report the request's end before it stops
 
 
 SMALL = json.dumps({"model": "llama", "prompt": "x"}).encode()

@@ -92,7 +92,7 @@ async def waiting(here: Any, replica: int) -> list[int]:
 
 
 def ask_all(tasks: asyncio.TaskGroup, client: httpx.AsyncClient) -> list[asyncio.Task[httpx.Response]]:
-    """Send requests of all PRIORITIES, each of its own flow."""
+    """Send one request of each of PRIORITIES from each of 40 flows."""
     names = [(f"flow-{number}", f"p{each}") for number in range(40) for each in PRIORITIES]
     return [tasks.create_task(ask(client, flow, objective=objective)) for flow, objective in names]
 

@@ -33,7 +33,7 @@ async def test_a_fleet_with_the_documented_acl_serves_over_tls(fleet: Any, tmp_p
             unaudited="the picker user may not read the log; the auditor reads it below",
         )
         await completed(here.url, 60, tokens=5)
-        await here.until("state", lambda state: not any(counts(state)), what="rest")
+        await here.until("state", lambda state: not any(counts(state)), what="at rest")
         assert server.ask("EXISTS", "epp:{default}:routes", "epp:{default}:metrics") == 2
         assert_no_violation(f"rediss://auditor:secret@{place}", "a fleet with the documented ACL")
         # Redis may deny only FUNCTION LIST, which a replica tries once per connection.

@@ -1,4 +1,4 @@
-"""A replica is killed or stopped, and no client notices (G7)."""
+"""No client notices that a replica is killed or terminated (G7)."""
 
 import asyncio
 import math
@@ -34,7 +34,7 @@ async def test_a_killed_replicas_100_queued_and_20_streaming_requests_are_all_se
     answers = [task.result() for task in (*streams, *queued)]
     assert [answer for answer in answers if not answer.served] == []
     if mode == "lean":
-        # Within 5 standard deviations. tests/unit/test_exchange.py tests that a retry keeps its variant.
+        # `canary` gets 10 %, within 5 standard deviations. (tests/unit/test_exchange.py tests retries.)
         assert abs(sum('"canary"' in answer.text for answer in answers) - 12) < 5 * math.sqrt(120 * 0.1 * 0.9)
     await at_rest(here, within_s=LEASE_S + 5)
     # Other replicas adopt the killed replica's queued requests in their positions: grants follow arrivals.
@@ -53,7 +53,7 @@ async def test_a_terminated_replica_serves_its_queued_requests_and_exits_0(fleet
     here = fleet("--no-restart", "--mode", mode, *options, config=config)
     async with asyncio.TaskGroup() as tasks:
         queued = [tasks.create_task(complete(here.url, f"queued {i}", 3)) for i in range(10)]
-        await here.until("state", lambda state: state["queued"] >= 5, what="a queue")
+        await here.until("state", lambda state: state["queued"] >= 5, what="5 queued requests")
         here.replica(1).terminate()
     assert [task.result() for task in queued if not task.result().served] == []
     await at_rest(here, within_s=LEASE_S + 5)

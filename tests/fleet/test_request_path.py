@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = Path(picker_fleet.__file__).parent
 PAGE = ROOT / "docs" / "architecture.md"
 HEADING = "## The path of one request"
-REQUESTS = 5  # files that run in each of these are on the path; others are background work
+REQUESTS = 5  # a file is on the path if it runs in each of these requests
 MOST_FILES = {"app/": 16, "lua/": 8}
 TRACED = "traced-lua-files"
 _FUNCTION = re.compile(r"(\bfunction\b(?! builtins)[^\n(]*\([^)\n]*\))$", re.MULTILINE)
@@ -39,7 +39,7 @@ def instrumented_library() -> str:
     source = load_library().source
     for file in (ROOT / "lua").rglob("*.lua"):
         text = file.read_text(encoding="utf-8")
-        assert text in source, f"{file} is not in the library as it is"
+        assert text in source, f"the library does not contain {file} unchanged"
         # While Redis loads the library, `pcall` does not exist yet (lua/lib/storage.lua).
         note = f"if pcall then redis.call('SADD', '{TRACED}', '{file.relative_to(ROOT)}') end"
         source = source.replace(text, _FUNCTION.sub(rf"\1 {note}", text))

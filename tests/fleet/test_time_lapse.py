@@ -1,4 +1,4 @@
-"""Five simulated minutes of a fleet, in seconds. `make long ARGS=time-lapse` simulates a week."""
+"""Simulates five minutes of a fleet, within seconds. `make long ARGS=time-lapse` simulates a week."""
 
 import asyncio
 import logging

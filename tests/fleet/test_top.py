@@ -78,8 +78,8 @@ class Api:
             "replicas": [example(models.Replica), example(models.Replica, id="r-2", live=False)],
         }  # fmt: skip
         self.decisions: list[dict[str, Any]] = []
-        self.refusals: dict[str, tuple[int, str]] = {}  # by path
-        self.changes: list[tuple[str, str]] = []  # path and token
+        self.refusals: dict[str, tuple[int, str]] = {}  # status and body, by path
+        self.changes: list[tuple[str, str]] = []  # path and token of each POST
         self.silent = False
         self._writers: list[asyncio.StreamWriter] = []
 

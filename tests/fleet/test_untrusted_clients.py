@@ -222,7 +222,7 @@ async def test_connections_beyond_the_limit_are_closed_and_envoys_health_check_p
 
 
 @pytest.mark.parametrize("mode", MODES)  # the last test: it ends the fleet of `here`
-async def test_a_client_that_invents_models_is_refused_despite_a_forged_forwarded_for(
+async def test_a_client_that_invents_models_is_refused_despite_a_forged_x_forwarded_for_header(
     shared_fleet: Any, tmp_path: Path, mode: Mode
 ) -> None:
     few = shared_fleet(*SMALL, config={**CONFIG, "fair_request_queue": {"new_flows_per_minute": 5}})

@@ -163,7 +163,7 @@ class TimeLapseLoop(asyncio.SelectorEventLoop):
 
 
 class _TimedCommands(subscriptions.CommandClient):
-    """Reads the simulated clock instead of TIME."""
+    """A client of Redis that reads the simulated clock instead of TIME."""
 
     async def execute(self, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
         return await super().execute([_TIME if command == ("TIME",) else command for command in commands])
@@ -301,7 +301,7 @@ async def fleet(url: str, mode: str, replicas: int, config: Mapping[str, Any]) -
             pages = [await stack.enter_async_context(serving()) for _ in range(2)]
             for page in pages:
                 page.answer = answered(NO_LOAD)
-                page.requests = collections.deque(maxlen=1)  # keeps one request, not a week of them
+                page.requests = collections.deque(maxlen=1)  # keep only the last request
             tree = {
                 "extproc": {"drain_grace": "0s"},
                 "discovery": {"static": [{"address": page.address} for page in pages]},

@@ -33,7 +33,7 @@ READY_S = 90.0
 STOP_S = 30.0
 _POLL_S, _LONGEST_POLL_S = 0.01, 0.1
 _ADMIN_PATIENCE_S = 30.0
-_COUNTED_AFTER_S = 3.0  # `newcomer_s` of admission/failover.py
+_COUNTED_AFTER_S = 3.0  # as `newcomer_s` in admission/failover.py
 _WHOLE_LOG = {
     "PICKER_DECISION_LOG__ENABLED": "true",
     "PICKER_DECISION_LOG__MAX_ENTRIES": "3000000",  # more than any test writes, so that nothing is trimmed
@@ -106,7 +106,7 @@ class Fleet:
         with self._line_read:
             self._line_read.wait_for(lambda: found() is not None or not self._reader.is_alive(), within_s)
             line = found()
-        assert line is not None, f"no line with {part!r} came:\n{self.output}"
+        assert line is not None, f"no output line contains {part!r}:\n{self.output}"
         return line
 
     def client(self, **options: Any) -> httpx.AsyncClient:
@@ -123,8 +123,8 @@ class Fleet:
     async def admin(self, path: str, replica: int = 0, *, method: str = "GET", **how: Any) -> httpx.Response:
         """The answer of one replica's admin API to a read or an idempotent change.
 
-        A replica answers `state_unavailable` if Redis does not reply within 2 s, also if the machine paused.
-        The call is repeated for up to 30 s while it gets that answer.
+        A replica answers `state_unavailable` if Redis does not reply within 2 s, also because the machine
+        pauses. The call is repeated for up to 30 s while it gets this answer.
         """
         async with http_client(timeout=10.0) as client:
             return await self.eventually(  # type: ignore[no-any-return]
