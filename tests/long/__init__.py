@@ -1,1 +1,1 @@
-"""Checks of whole fleets that take minutes to hours, started by `make long`; pytest collects none of them."""
+"""Checks of whole fleets that take minutes to hours. `make long` runs them; pytest does not collect them."""

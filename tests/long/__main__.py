@@ -1,16 +1,16 @@
-"""`make long ARGS='NAME OPTIONS'`: one long test. Its end says what held; exit status 1 if something did not.
+"""`make long ARGS='NAME OPTIONS'` runs one long test and reports each check; exit status 1 if a check failed.
 
-    chaos            audit 200 000 requests among kills and changes; 500 schedules of faults; 2000 random runs
-    cluster-changes  how soon changes of a cluster are in force, on a real API server
+    chaos            audit 200 000 requests during kills and changes; 500 fault schedules; 2000 random runs
+    cluster-changes  how soon changes of a Kubernetes cluster take effect, on a real API server
     compose          the real Dockerfile and compose file on Docker or podman, under load
-    hostile          every attack at once for ten minutes, honest clients beside them
+    hostile          every attack at once for ten minutes, while honest clients send requests
     load-tools       Locust, GuideLLM, AIPerf, inference-perf on a running fleet (installs 7 GB once)
-    mutations        which test or schedule finds each fault that is put into the code
-    outliers         servers that fail in every way, in every mode and pools of 2, 4 and 8
-    pulses           replicas and Valkey stopped and continued at random
-    sdks             calls of official SDKs, through the fleet and without it (installs 400 MB once)
+    mutations        which test or fault schedule finds each fault that is put into the code
+    outliers         model servers that fail in every way, in every mode and pools of 2, 4 and 8
+    pulses           replicas and Valkey are stopped and continued at random
+    sdks             calls of official SDKs, through the fleet and directly (installs 400 MB once)
     soak             an hour of steady load: memory, keys, drift
-    time-lapse       a week of a fleet's life on a clock that jumps
+    time-lapse       a simulated week of a fleet, on a clock that jumps to the next event
     vllm             real vLLM servers on the CPU behind the fleet (installs 6 GB once)
 
 `NAME --help` lists the options. `--out DIR` writes the report to DIR/NAME.md.
@@ -37,7 +37,7 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog=f"make long ARGS='{name} …'", description=module.__doc__)
     parser.add_argument("--out", type=Path, metavar="DIR", help="write the report to DIR")
     module.add_options(parser)
-    # `make` forwards SIGTERM; on it, each test ends the processes that it started.
+    # `make` forwards SIGTERM. Treat it as Ctrl-C, so that each test ends the processes that it started.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     options = parser.parse_args(rest)
     findings = Findings(f"make long ARGS='{' '.join(arguments)}'")
@@ -48,7 +48,7 @@ def main(arguments: Sequence[str]) -> int:
     except Exception as fault:
         causes = fault.exceptions if isinstance(fault, ExceptionGroup) else (fault,)
         for cause in causes:
-            findings.check("the run came to its end", False, f"{type(cause).__name__}: {cause}")
+            findings.check("the run finished", False, f"{type(cause).__name__}: {cause}")
     text = findings.text(module.__doc__.partition("\n")[0].rstrip("."))
     print(text)
     if options.out is not None:

@@ -1,9 +1,9 @@
-"""Replicas are killed and started, clients leave, settings change, and the audit of it all finds no fault.
+"""Kills replicas, changes settings and lets clients leave; then the audit must find no broken promise.
 
-Requests of a killed replica are sent to others, the fleet is paused and requests are evicted. The decision
-log of the run must not show one broken promise. Then whole replicas run under schedules of faults
-(tests/fleet/schedules.py); a failure is shown with its seed and the faults that it needs. At last the scripts
-and the model get random calls (tests/model/test_queue_machine.py), twenty times as many as in `make test`.
+The run also sends requests of killed replicas to others, pauses the fleet and evicts requests. Then whole
+replicas run under schedules of faults (tests/fleet/schedules.py); a failure is reported with its seed and its
+faults. Finally the Lua scripts and their model get random calls (tests/model/test_queue_machine.py), twenty
+times as many as in `make test`.
 """
 
 import argparse
@@ -41,11 +41,11 @@ _ENDS_S = 60.0
 _KILL_EVERY_S = (2.0, 5.0)
 _CHANGE_EVERY_S = (0.2, 1.0)
 _PAUSE_S = 0.3
-_ADOPTED = 0.8  # part of a killed replica's requests that are sent again; the other clients left
+_ADOPTED = 0.8  # share of a killed replica's requests that are sent again; the other clients have left
 _CHUNK = 2000
 _LOOK_S = 0.05
 _CALL_S = 5.0
-_SCHEDULES_A_PROCESS = 25  # bounds the memory that schedules leave behind in a process
+_SCHEDULES_A_PROCESS = 25  # limits the memory that schedules leak in a process
 _RECORDS = f"epp:{{{POOL}}}:requests"
 
 
@@ -73,13 +73,13 @@ def _run_queue_machine(examples: int, findings: Findings) -> None:
         env={**os.environ, "PICKER_MODEL_EXAMPLES": str(examples)},
         capture_output=True, text=True, check=False,
     )  # fmt: skip
-    what = f"in {examples} runs of random calls the scripts do what the model does"
+    what = f"in {examples} runs of random calls the scripts agree with the model"
     findings.check(what, not ran.returncode, ran.stdout[-3000:])
 
 
 def _run_schedules(seeds: range, findings: Findings) -> None:
     failed = []
-    # Python 3.11's ProcessPoolExecutor may hang when a process has done its tasks.
+    # Python 3.11's ProcessPoolExecutor may hang when a process reaches its maximum number of tasks.
     with multiprocessing.get_context("spawn").Pool(
         initializer=logging.disable,  # replicas log each fault
         maxtasksperchild=_SCHEDULES_A_PROCESS,
@@ -104,8 +104,8 @@ def _audit_requests(options: argparse.Namespace, findings: Findings) -> None:
             capture_output=True, text=True, check=False, timeout=_AUDIT_S,
         )  # fmt: skip
     findings.add(
-        f"{options.replicas} replicas, {lasted_s:.0f} s, until nothing was left: {actions.kills} killed "
-        f"(SIGKILL) and replaced, {actions.sent_again} of their requests sent to another, {actions.changes} "
+        f"{options.replicas} replicas, {lasted_s:.0f} s, until no request was left: {actions.kills} replicas "
+        f"killed and replaced, {actions.sent_again} of their requests sent to another, {actions.changes} "
         f"live changes, {actions.pauses} pauses, {actions.evictions} evictions by the operator."
     )
     events = [[event, str(times)] for event, times in actions.events.most_common()]
@@ -116,7 +116,7 @@ def _audit_requests(options: argparse.Namespace, findings: Findings) -> None:
 
 @dataclass(slots=True)
 class Actions:
-    """Counts of the actions on the fleet, and of the decision log's entries by event."""
+    """Numbers of actions on the fleet, and of entries in the decision log by event."""
 
     kills: int = 0
     sent_again: int = 0
@@ -127,7 +127,7 @@ class Actions:
 
 
 class ChaosRun:
-    """A chaos run. Its decision log is complete when `run` has returned."""
+    """One chaos run. After `run` returns, the decision log is complete."""
 
     def __init__(self, port: int, seed: int, replicas: int) -> None:
         self._url = f"redis://{LOOPBACK}:{port}/0"
@@ -136,7 +136,7 @@ class ChaosRun:
         self._size = replicas
         self._names = (f"replica-{number}" for number in range(1_000_000))
         self._children: list[Child] = []
-        self._open: dict[str, str] = {}  # open request -> owner, by the part of the log read so far
+        self._open: dict[str, str] = {}  # request → owner, for requests without an end in the log so far
         self._last = "-"
         self._ending = False
         self.actions = Actions()
@@ -146,7 +146,7 @@ class ChaosRun:
         )  # fmt: skip
 
     async def run(self, requests: int) -> None:
-        """Run until `requests` are admitted, then until the fleet is at rest."""
+        """Run until `requests` requests have been admitted, then until no request is left."""
         try:
             for _ in range(self._size):
                 self._children.append(await self._start_replica())
@@ -192,7 +192,7 @@ class ChaosRun:
                 self._open[request] = entry["owner"]
 
     async def _wait_for_rest(self) -> None:
-        """Let clients finish, and leases and grace periods end, until no request is left."""
+        """Let clients finish, and leases expire. RuntimeError if requests are left after _ENDS_S."""
         for child in self._children:
             child.send("end")
         async with asyncio.TaskGroup() as tasks:
@@ -205,7 +205,7 @@ class ChaosRun:
         except TimeoutError:
             left = await self._redis.hkeys(_RECORDS)
             raise RuntimeError(
-                f"never at rest: {len(self._open)} open by the log, {list(self._open.items())[:5]};"
+                f"requests are left: {len(self._open)} by the log, {list(self._open.items())[:5]};"
                 f" {len(left)} by the records, {left[:5]}"
             ) from None
         await self._read()

@@ -1,9 +1,9 @@
 """One replica of the chaos run with its clients, and the configuration of its pool.
 
-`long.chaos` starts this process as `python -m long.chaos_replica` and controls it over stdin. The first line
-is a `bench.fairness.scenarios.Job`. Then `adopt ID ID…` makes it send requests of a killed replica, and `end`
-makes it stop after the requests in flight. It prints `ready`, and `done` when all requests have ended. An id
-determines its whole request, so that any replica can send it again.
+`long.chaos` starts `python -m long.chaos_replica` and writes lines to its stdin: first a
+`bench.fairness.scenarios.Job`, then `adopt ID ID…` to send requests of a killed replica again, and `end` to
+stop after the requests in flight. The process prints `ready`, and `done` when all its requests have ended. A
+request's id determines the whole request, so that any replica can send it again.
 """
 
 import asyncio
@@ -28,17 +28,17 @@ _LOG_ENTRIES = 4_000_000  # more entries than a run writes
 _LEASE_S = 3.0
 _ENDPOINTS = 4
 FLOWS = tuple(f"flow-{number}" for number in range(12))
-_LIMITED, _LIMIT = 3, 2  # number of flows with a limit, and their requests in flight per endpoint
+_LIMITED, _LIMIT = 3, 2  # so many flows have a limit; the limit: requests in flight per endpoint
 _WORKLOADS = 30
-_BANDS, _PRIORITIES = Bands(), (10, 10, 0, 0, 0, -10, -10, 100, 7, -3)  # most are of named bands
+_BANDS, _PRIORITIES = Bands(), (10, 10, 0, 0, 0, -10, -10, 100, 7, -3)  # most belong to named bands
 _MODEL = "llama"
 _CLIENTS = 60
-_AGAIN_S = 0.1  # a refused client's pause
+_AGAIN_S = 0.1  # pause of a client after a refusal
 _PROMPT_TOKENS = 1
 
 
 def configuration(url: str) -> dict[str, Any]:
-    """A configuration with such small bounds and capacities that all refusals and preemptions occur."""
+    """A configuration with bounds and capacities so small that all refusals and preemption occur."""
     return {
         "pool": POOL,
         "redis": {"url": url, "silence": _LEASE_S / 2, "connect_timeout": 5.0},
@@ -53,7 +53,7 @@ def configuration(url: str) -> dict[str, Any]:
 
 
 def change(dice: random.Random) -> Mapping[str, Any]:
-    """A random live change, with the names of docs/redis-schema.md; None resets a setting."""
+    """A random change of live settings, named as in docs/redis-schema.md; None resets a setting."""
     per = dice.choice((75, 200, 200, 400))
     return dice.choice(
         (
@@ -67,7 +67,7 @@ def change(dice: random.Random) -> Mapping[str, Any]:
             {"guard_share": dice.choice((0.05, 0.1, 0.5))},
             {"starvation_ms": dice.choice((0, 100, 1000))},
             {"band_policy": dice.choice(("strict", "weighted"))},
-            # These changes reorder the queue: a flow queue keeps its order until the next sweep.
+            # These changes reorder the queue, but a flow queue keeps its order until the next sweep.
             {"ordering": dice.choice(("fcfs", "edf", "workload-aware"))},
             {"fairness": dice.choice(("weighted-fair", "round-robin", "none"))},
             {"wait_signal": dice.choice(("request", "workload_average"))},
@@ -79,9 +79,9 @@ def change(dice: random.Random) -> Mapping[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A request, and the behaviour of its client and its model server.
+    """A request, and how its client and its model server behave.
 
-    `leaves_s`: the client hangs up if it has no answer by then (None: never). `tokens`: the real cost.
+    `leaves_s`: the client leaves if not admitted after this time (None: never). `tokens`: the actual cost.
     """
 
     request: InferenceRequest
@@ -92,7 +92,7 @@ class Call:
 
 
 def call_of(request_id: str) -> Call:
-    """The call for `request_id`, the same in every process."""
+    """The call that belongs to `request_id`; every process returns the same."""
     dice = random.Random(request_id)
     number = dice.randrange(len(FLOWS))
     shared = dice.random() < 0.5
@@ -123,7 +123,7 @@ def call_of(request_id: str) -> Call:
 
 
 async def _served(gate: Admission, request_id: str) -> bool:
-    """Send the request. Returns whether it was served."""
+    """Admit the request, serve it and settle it. False if it is refused or its client leaves."""
     call = call_of(request_id)
     try:
         async with asyncio.timeout(call.leaves_s):

@@ -1,9 +1,8 @@
-"""How soon changes of a cluster are in force, while clients ask all the time.
+"""Measures how soon changes of a Kubernetes cluster take effect under load.
 
-A real API server, and around it what tests/kubernetes/seat.py has: two replicas by the flags of a chart, an
-Envoy as gateways configure it, simulators as pods, eight clients in closed loops. `--go FILE` is a Go picker
-(bench/overhead/gateway.py says how to build it) that takes the same place, in turns. Seconds until clients
-see a change, as the model servers notice it: the median of the runs, and the longest.
+tests/kubernetes/seat.py runs two replicas with a chart's flags, a gateway's Envoy, and simulators as pods
+around a real API server; eight clients send requests. With `--go FILE`, runs with a Go picker alternate (see
+bench/overhead/gateway.py). The report has median and maximum of the seconds until model servers see a change.
 """
 
 import argparse
@@ -30,8 +29,8 @@ _OURS, _GO = "this picker, two replicas", "the Go picker"
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--away", type=float, default=30.0, metavar="S", help="of the API server")
-    parser.add_argument("--go", metavar="FILE", help="a Go picker")
+    parser.add_argument("--away", type=float, default=30.0, metavar="S", help="API server's downtime")
+    parser.add_argument("--go", metavar="FILE", help="a Go picker's binary")
 
 
 def run(options: argparse.Namespace, findings: Findings) -> None:
@@ -59,7 +58,7 @@ def run(options: argparse.Namespace, findings: Findings) -> None:
 async def _measure(
     folder: Path, cluster: ApiServer, launch: Callable[..., list[str]], replicas: int, away_s: float
 ) -> Found:
-    """Make all changes once, with fresh pickers, and measure them."""
+    """Start new pickers, make every change once, and measure each."""
     for pod in cluster.call("GET", PODS)["items"]:
         cluster.delete_pod(pod["metadata"]["name"], grace_s=0)
     for pool in cluster.call("GET", POOLS)["items"]:
@@ -84,4 +83,4 @@ async def _all_serve(here: Seat) -> None:
         await asyncio.gather(*(here.ask() for _ in range(8)))
         return all([await here.received(host) > 0 for host in HOSTS])
 
-    assert await until(asked, within_s=_READY_S), "not every model server is asked"
+    assert await until(asked, within_s=_READY_S), "a model server gets no request"

@@ -1,4 +1,4 @@
-"""Makes virtual environments for other programs once, in the user's cache folder, never in `.venv`."""
+"""Makes virtual environments for other programs in the user's cache folder, and keeps them between runs."""
 
 import os
 import re
@@ -27,8 +27,8 @@ def environment(
     overrides: Sequence[str] = (),
     finish: Callable[[Path], None] = lambda _: None,
 ) -> Path:
-    """Make the virtual environment `name` with `packages`, unless it exists. Returns its folder. `overrides`
-    pins packages against other packages' requirements. `finish` gets the path of site-packages.
+    """Make the virtual environment `name` with `packages`, unless it exists. Returns its folder. `overrides`:
+    pins that replace other packages' requirements. `finish` is called with the path of site-packages.
 
     Raises:
         InstallFault: a package cannot be installed.
@@ -53,7 +53,7 @@ def environment(
 
 
 def find_python(minor: int) -> str:
-    """Find a Python 3 of at least this minor version: this one, on the PATH or in pyenv. Or InstallFault."""
+    """A Python 3 of at least this minor version: this Python, on the PATH or in pyenv; else InstallFault."""
     names = (*(f"python3.{number}" for number in range(minor, minor + 4)), "python3")
     pyenv = Path(os.environ.get("PYENV_ROOT") or Path.home() / ".pyenv") / "versions"
     places = [sys.executable, *filter(None, map(shutil.which, names))]
@@ -61,11 +61,11 @@ def find_python(minor: int) -> str:
     for each in places:
         if _minor_version(each) >= minor:
             return each
-    raise InstallFault(f"Python 3.{minor} is needed, and none is on the PATH or in pyenv")
+    raise InstallFault(f"no Python 3.{minor} or newer is on the PATH or in pyenv")
 
 
 def _minor_version(python: str) -> int:
-    """The minor version of `python`; -1 if it does not run, like some of pyenv's shims on the PATH."""
+    """The minor version of `python`; -1 if it does not run (pyenv's shims may fail)."""
     try:
         done = subprocess.run([python, "--version"], capture_output=True, text=True, check=False, timeout=20)
     except (OSError, subprocess.TimeoutExpired):

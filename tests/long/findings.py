@@ -1,10 +1,10 @@
-"""The findings of a long test: its checks, held or not, and the figures for the report."""
+"""Collects the checks of a long test and writes its report."""
 
 from bench.rig.report import describe_run, table
 
 
 class Findings:
-    """Collects checks, each printed at once, and parts of the report."""
+    """Collects checks, which are printed at once, and further parts of the report."""
 
     def __init__(self, command: str) -> None:
         self._about = describe_run(command)
@@ -23,12 +23,14 @@ class Findings:
         print(f"{'held' if passed else 'DID NOT HOLD'}: {what}{f': {seen}' if seen else ''}", flush=True)
 
     def add(self, text: str) -> None:
-        """Add a part to the report, as Markdown."""
+        """Add Markdown text to the report."""
         self._parts.append(text.strip())
 
     def text(self, title: str) -> str:
-        """The report as Markdown; its last line is the verdict."""
+        """The report as Markdown; the last line says whether all checks held."""
         count = len(self._checks)
-        verdict = f"All {count} checks held." if self.all_held else f"{self._failed} of {count} did not hold."
+        verdict = (
+            f"All {count} checks held." if self.all_held else f"{self._failed} of {count} checks failed."
+        )
         checks = table(["check", "held", "seen"], self._checks)
         return "\n\n".join([f"# {title}", self._about, *self._parts, checks, verdict]) + "\n"

@@ -1,7 +1,7 @@
-"""Every attack of docs/security.md at once, and honest clients beside them.
+"""Runs every attack of docs/security.md at once, and checks that honest clients see no fault.
 
-Three replicas, four simulators, two hostile model servers, Valkey, and Envoy with flows by API key; fleet,
-attackers and honest clients share one machine (tests/fleet/hostile_fleet.py).
+The fleet has three replicas, four simulators, two hostile model servers, Valkey, and an Envoy that sets flows
+by API key; attackers and honest clients share its machine (tests/fleet/hostile_fleet.py).
 """
 
 import argparse
@@ -13,14 +13,14 @@ from bench.rig.report import percentile, table
 from long.findings import Findings
 from picker_tools.local_fleet.parts import MODES
 
-_MOST = 1.5  # largest ratio of the p99 under attack to the control's p99
+_MOST = 1.5  # maximum ratio of the p99 under attack to the p99 of the control run
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--calm-minutes", type=float, default=2.0)
     parser.add_argument("--mode", choices=MODES, default="lean")
-    parser.add_argument("--only", default="", metavar="TEXT", help="the attacks whose names contain TEXT")
+    parser.add_argument("--only", default="", metavar="TEXT", help="only attacks whose names contain TEXT")
 
 
 def run(options: argparse.Namespace, findings: Findings) -> None:
@@ -29,7 +29,7 @@ def run(options: argparse.Namespace, findings: Findings) -> None:
     report = asyncio.run(attack_fleet(**fleet, **times))
     ratio = percentile(report.hostile.last_s, 0.99) / percentile(report.control.last_s, 0.99)
     faults = report.faults()
-    findings.check("nobody but attackers saw a fault", not faults, "; ".join(faults[:10]))
+    findings.check("only attackers get errors", not faults, "; ".join(faults[:10]))
     findings.check(f"p99 is at most {_MOST} times the control's", ratio <= _MOST, f"{ratio:.2f}")
     control = _row(f"control: {report.burnt:.1f} cores burnt elsewhere", report.control)
     clients = [_row("calm", report.calm), _row("under attack", report.hostile), control]

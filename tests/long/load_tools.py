@@ -1,8 +1,8 @@
-"""Locust, GuideLLM, AIPerf and inference-perf on a running fleet, two tenants at once.
+"""Runs Locust, GuideLLM, AIPerf and inference-perf against a running fleet, with two tenants at once.
 
-Each tool sends as two tenants, by headers: `bulk` with 12 requests at a time, and `chat` with 4 and the
-objective `premium`. It must report answers and no error, and the admin API must see the tenants' flows and
-bands, no others. All but Locust are installed once, beside the project; inference-perf needs Python 3.12.
+Headers name the tenant: `bulk` has 12 concurrent requests, `chat` has 4 with the objective `premium`. Each
+tool must report answers and no error, and the admin API must show exactly the tenants' flows and bands. All
+tools but Locust are installed once in the user's cache folder; inference-perf needs Python 3.12.
 """
 
 import argparse
@@ -28,15 +28,15 @@ _LOCUSTFILE = Path(__file__).parents[2] / "deploy" / "locust" / "locustfile.py"
 _VERSIONS = {"guidellm": "0.8.1", "aiperf": "0.13.0", "inference-perf": "0.7.0"}
 _FLOW, _OBJECTIVE = "x-gateway-inference-fairness-id", "x-gateway-inference-objective"
 _PROMPT_TOKENS, _TOKENS = 200, 40
-_ANSWERS_PER_S = 2.0  # per stream: inference-perf takes a number of requests instead of a duration
+_ANSWERS_PER_S = 2.0  # per stream; inference-perf needs a number of requests, not a duration
 _LOOK_S = 0.25
-_LIMIT_S = 420.0  # timeout of a tool, which may take more than a minute to start
+_LIMIT_S = 420.0  # timeout of a tool; some take more than a minute to start
 _STOP_S = 20.0
 
 
 @dataclass(frozen=True, slots=True)
 class _Tenant:
-    """A tenant, its number of concurrent requests, and the band of its objective."""
+    """A tenant: `streams` concurrent requests, and the band that its objective gives them."""
 
     name: str
     streams: int
@@ -50,7 +50,7 @@ class _Tenant:
 
 _TENANTS = (_Tenant("bulk", 12), _Tenant("chat", 4, "premium", "Critical"))
 _Counts = Mapping[str, tuple[int, int]]  # answers and errors by tenant
-# A tool's process: its command, and a function that reads its counts once the process has ended.
+# A tool's command, and a function that reads the tool's report after the process has ended.
 _Job = tuple[tuple[str, ...], Callable[[], _Counts]]
 
 
@@ -118,7 +118,7 @@ def _inference_perf(url: str, seconds: int, folder: Path, tenant: _Tenant) -> _J
         "server.type": "vllm",
         "server.model_name": "llama",
         "server.base_url": url,
-        "api.type": "completion",  # the tool makes prompts of a given length for completions only
+        "api.type": "completion",  # inference-perf makes prompts of a given length only for completions
         "api.streaming": "true",
         "api.headers": json.dumps(tenant.headers),
         "tokenizer.pretrained_model_name_or_path": str(made_model(folder / "model")),
@@ -143,7 +143,7 @@ def _inference_perf(url: str, seconds: int, folder: Path, tenant: _Tenant) -> _J
 
 
 def _locust(url: str, seconds: int, folder: Path) -> _Job:
-    """Run Locust in one process: its scenario of `picker load` has two tenants of its own."""
+    """Run Locust in one process, because its scenario `NoisyNeighbourUser` has its own two tenants."""
     users = sum(tenant.streams for tenant in _TENANTS)
     command = (
         *(str(Path(sys.executable).with_name("locust")), "-f", str(_LOCUSTFILE), "--host", url),
@@ -174,7 +174,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--url", default="http://127.0.0.1:8080", help="Envoy (default: %(default)s)")
     parser.add_argument("--admin", default="http://127.0.0.1:8081", help="admin API (default: %(default)s)")
     parser.add_argument("--seconds", type=int, default=30, help="of load (default: %(default)s)")
-    parser.add_argument("--tool", choices=_NAMES, action="append", help="only this one; may be repeated")
+    parser.add_argument("--tool", choices=_NAMES, action="append", help="only this tool; may be repeated")
 
 
 def run(options: argparse.Namespace, findings: Findings) -> None:
@@ -183,11 +183,11 @@ def run(options: argparse.Namespace, findings: Findings) -> None:
 
 
 def check_tool(name: str, url: str, admin: str, seconds: int, findings: Findings) -> None:
-    """Run one tool for `seconds`, and check the reports of the tool and of the admin API."""
+    """Run one tool for `seconds`, and check the tool's report and the admin API's flows and bands."""
     pairs: set[tuple[str, str]] = set()
     try:
         counts = asyncio.run(_load(name, url, admin, seconds, pairs))
-    except Exception as fault:  # for example, the report is incomplete because no request was answered
+    except Exception as fault:  # such as an incomplete report because no request was answered
         causes = fault.exceptions if isinstance(fault, ExceptionGroup) else (fault,)
         findings.check(f"{name} runs", False, "; ".join(map(repr, causes)))
         return
@@ -219,7 +219,7 @@ async def _load(
 
 
 async def _run(command: tuple[str, ...], log: Path) -> None:
-    """Run a tool. Raises RuntimeError with the end of its output if it fails."""
+    """Run a tool. If the tool fails, raise RuntimeError with the end of its output."""
     own = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
     with log.open("wb") as output:
         process = await asyncio.create_subprocess_exec(
@@ -240,7 +240,7 @@ async def _run(command: tuple[str, ...], log: Path) -> None:
 
 
 async def _watch(admin: str, pairs: set[tuple[str, str]]) -> None:
-    """Add the flow and band of each request in flight or waiting to `pairs`."""
+    """Poll the admin API, and add flow and band of each request in flight or queued to `pairs`."""
     async with httpx.AsyncClient(trust_env=False, timeout=5) as client:
         while True:
             with contextlib.suppress(httpx.HTTPError, KeyError, ValueError):

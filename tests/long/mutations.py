@@ -1,7 +1,7 @@
-"""A test, or a schedule of faults, finds each fault that is put into the scripts and the failover machine.
+"""Puts faults into the Lua scripts and the failover code, and checks that a test or schedule finds each.
 
-Each of MUTATIONS is put into a copy of the tree, where its tests run and then, if they pass, schedules by
-seed until one fails (docs/contributing.md has the results).
+Each of MUTATIONS is applied to a copy of the source tree. There its tests run; if they pass, schedules of
+faults run by seed until one fails. docs/contributing.md has the results.
 """
 
 import argparse
@@ -70,7 +70,7 @@ MUTATIONS = (
         "      if upper <= 0 or (take > 0 and counters.stock + take > upper) then break end\n", "", _RULES,
     ),
     Mutation(
-        "a request past its time is granted", "lua/lib/dispatch.lua",
+        "an expired request is granted", "lua/lib/dispatch.lua",
         "    elseif r.deadline_ms <= now_ms then\n      end_and_notify(r, NOTIFY_EXPIRED)\n    elseif not (",
         "    elseif not (", _RULES,
     ),
@@ -79,12 +79,12 @@ MUTATIONS = (
         "elseif not (live[r.owner] or is_live(r.owner)) then", "elseif false then", _RULES,
     ),
     Mutation(
-        "a stream that was given up cancels the one that took over", "lua/cancel.lua",
+        "an abandoned stream cancels the request of its successor", "lua/cancel.lua",
         "elseif r.owner ~= notifications.caller or r.attempt ~= attempt then",
         "elseif r.owner ~= notifications.caller then", _RULES,
     ),
     Mutation(
-        "another body takes over a known id", "lua/admit.lua",
+        "a request with another body adopts a known id", "lua/admit.lua",
         "\n    and string.match(r.attempt, '%..*') == string.match(arrival.attempt, '%..*')", "",
         "tests/scripts/test_adoption.py",
     ),
@@ -93,17 +93,17 @@ MUTATIONS = (
         "  pool.stock = pool.stock + r.taken\n", "", _LEASES,
     ),
     Mutation(
-        "a grant is in one heartbeat only", "lua/heartbeat.lua",
+        "a grant is reported in one heartbeat only", "lua/heartbeat.lua",
         "left[#left + 1] = 'granted ' .. id", "notifications.withdraw(owner, id)",
         "tests/scripts/test_gate.py",
     ),
     Mutation(
-        "each replica uses all that is free", "app/picker_fleet/admission/local_gate.py",
+        "each replica takes the whole free budget", "app/picker_fleet/admission/local_gate.py",
         "return float(each + (rank < remainder))", "return float(math.floor(free + RESIDUE))",
         "tests/unit/test_local_admission.py",
     ),
     Mutation(
-        "what was placed since the heartbeat counts as free", "app/picker_fleet/admission/failover.py",
+        "requests placed since the heartbeat take no budget", "app/picker_fleet/admission/failover.py",
         "return max(part - self.placed, 0.0)", "return part", _IN_FAILOVER,
     ),
     Mutation(
@@ -111,21 +111,21 @@ MUTATIONS = (
         "entry.phase is Phase.ENDED and entry.journaled:", "False:", "tests/unit/test_local_admission.py",
     ),
     Mutation(
-        "a resync does not wait for the ends of others", "app/picker_fleet/admission/failover.py",
+        "a resync does not wait for the tombstones of peers", "app/picker_fleet/admission/failover.py",
         "            await self.tombstones.wait_for_peers(self._peers.live)\n", "",
         "tests/scripts/test_failover.py",
     ),
     Mutation(
-        "the first replica that resyncs shares at once", "app/picker_fleet/admission/failover.py",
+        "the first resynced replica shares the queue at once", "app/picker_fleet/admission/failover.py",
         "        waited_s, straggles =", "        return True\n        waited_s, straggles =",
         "tests/scripts/test_failover.py",
     ),
     Mutation(
-        "a resync that fails keeps what its ends released", "app/picker_fleet/admission/failover.py",
+        "a failed resync keeps the budget that its ends released", "app/picker_fleet/admission/failover.py",
         "outage.gate.limit_budget(outage.gate.free - resync.released)", "pass", _IN_FAILOVER,
     ),
     Mutation(
-        "ends are dropped with the connection", "app/picker_fleet/state/batching.py",
+        "ends in flight are dropped with their connection", "app/picker_fleet/state/batching.py",
         "[item for item in call.items if item.durable and not item.answer.done()]", "[]",
         "tests/scripts/test_link.py",
     ),
@@ -133,9 +133,9 @@ MUTATIONS = (
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--schedules", type=int, default=50, help="tried where the tests find nothing")
-    parser.add_argument("--only", default="", help="mutations whose name contains this")
-    parser.add_argument("--without-tests", action="store_true", help="try the schedules alone")
+    parser.add_argument("--schedules", type=int, default=50, help="fault schedules to run if the tests pass")
+    parser.add_argument("--only", default="", help="only mutations whose name contains this text")
+    parser.add_argument("--without-tests", action="store_true", help="run only the fault schedules")
 
 
 def run(options: argparse.Namespace, findings: Findings) -> None:
@@ -151,7 +151,7 @@ def run(options: argparse.Namespace, findings: Findings) -> None:
             file = tree / mutation.file
             whole = file.read_text(encoding="utf-8")
             if whole.count(mutation.before) != 1:
-                findings.check(mutation.name, False, f"{mutation.file} has changed: write it anew")
+                findings.check(mutation.name, False, f"{mutation.file} has changed: update this mutation")
                 continue
             file.write_text(whole.replace(mutation.before, mutation.after), encoding="utf-8")
             found = "" if options.without_tests else _by_test(tree, [mutation.tests])
@@ -168,7 +168,7 @@ def _environment(tree: Path) -> dict[str, str]:
 
 
 def _by_test(tree: Path, tests: list[str]) -> str:
-    """Run `tests`. Returns the first test that fails; '' if all pass."""
+    """Run `tests` in `tree`. Returns the first test that fails; '' if all pass."""
     command = (sys.executable, "-m", "pytest", "-x", "-n0", "--timeout=60", *tests)
     ran = subprocess.run(
         command, cwd=tree, env=_environment(tree), capture_output=True, text=True, check=False,
@@ -181,7 +181,7 @@ def _by_test(tree: Path, tests: list[str]) -> str:
 
 
 def _by_schedule(tree: Path, count: int) -> str:
-    """Run `count` schedules. Returns the first one that fails; '' if all pass."""
+    """Run up to `count` fault schedules. Returns the first schedule that fails; '' if all pass."""
     for seed in range(count):
         command = (sys.executable, "tests/fleet/schedules.py", "--whole", str(seed))
         ran = subprocess.run(

@@ -1,7 +1,7 @@
-"""Servers that fail in every way, in pools of 2, 4 and 8, in every mode.
+"""Makes model servers fail in every way, in pools of 2, 4 and 8 servers, in every mode.
 
-For each combination a fleet runs with 50 clients of as many flows; one server fails after a while, and is
-well again later. Then all fail, and one flow sends prompts that make every engine fail.
+For each mode, pool size and failure, 50 clients of 50 flows send requests, and one server fails and recovers.
+Then one server hangs, one flow sends prompts that make every server fail, and all servers fail.
 """
 
 import argparse
@@ -24,7 +24,7 @@ _MODES = ("lean", "http", "standard")
 _SERVICE_S = 0.3
 _CLIENTS = 50
 _MOST_SHARE, _MOST_ERRORS, _BACK_S = 0.02, 0.005, 10.0
-# A failing server with a healthy health page gets these tries while measured: 1, 3 and 7 s after the first.
+# A failing server that passes health checks gets three tries: 1, 3 and 7 s after its first failure.
 _TRIES = 3
 _AT_FIRST_S, _ROLLED_S, _STUCK_S = 1.0, 8.0, 30.0
 
@@ -40,7 +40,7 @@ def run(options: argparse.Namespace, findings: Findings) -> None:
     for mode in options.modes:
         for count in options.servers:
             rows += asyncio.run(_pool(mode, count, options.kinds, findings))
-    head = ["mode", "servers", "kind", "share of the broken", "errors", "back after, s"]
+    head = ["mode", "servers", "failure", "share of the failing server", "errors", "back after, s"]
     findings.add(table(head, rows))
 
 
@@ -51,17 +51,17 @@ async def _pool(mode: str, count: int, kinds: Sequence[str], findings: Findings)
             what = f"{mode}, {count} servers, {name}"
             hits, total, errors, back_s = await _one(fleet, servers, FAILURES[name])
             findings.check(
-                f"{what}: the broken server gets {_MOST_SHARE:.0%} or {_TRIES} tries at most",
+                f"{what}: the failing server gets at most {_MOST_SHARE:.0%} or {_TRIES} tries",
                 hits <= max(_MOST_SHARE * total, _TRIES),
             )
             if not FAILURES[name].cuts:
                 findings.check(f"{what}: {_MOST_ERRORS:.1%} errors at most", errors <= _MOST_ERRORS)
-            findings.check(f"{what}: it is back within {_BACK_S:g} s", back_s <= _BACK_S)
+            findings.check(f"{what}: the recovered server serves within {_BACK_S:g} s", back_s <= _BACK_S)
             share = f"{hits} of {total}, {hits / total:.2%}"
             rows.append([mode, str(count), name, share, f"{errors:.2%}", f"{back_s:.1f}"])
         stuck_s = await _until_stuck(fleet, servers)
         findings.check(
-            f"{mode}, {count} servers: one that hangs is ejected within {_STUCK_S:g} s", stuck_s <= _STUCK_S
+            f"{mode}, {count} servers: a hanging server is ejected within {_STUCK_S:g} s", stuck_s <= _STUCK_S
         )
         servers.poison = FAILURES["500"]
         async with (
@@ -70,7 +70,7 @@ async def _pool(mode: str, count: int, kinds: Sequence[str], findings: Findings)
         ):
             await answered(others, 100)
             findings.check(
-                f"{mode}, {count} servers: prompts of one flow harm nobody",
+                f"{mode}, {count} servers: bad prompts of one flow fail no other",
                 len(others.history) == others.served,
             )
         servers.failing = dict.fromkeys(servers.addresses, FAILURES["503 with a healthy page"])
@@ -81,13 +81,13 @@ async def _pool(mode: str, count: int, kinds: Sequence[str], findings: Findings)
             before = load.served
             await answered(load, 20)
             findings.check(
-                f"{mode}, {count} servers: a pool in which all fail still tries", load.served > before
+                f"{mode}, {count} servers: a pool whose servers all failed recovers", load.served > before
             )
     return rows
 
 
 def _clients(fleet: RunningFleet, count: int) -> AbstractAsyncContextManager[Load]:
-    """Clients of as many flows, each of which sends its next request after an answer."""
+    """`count` clients of `count` flows; each client sends its next request after an answer."""
     return closed_loop(fleet.url, clients=count, make_request=requests_of_flows(count))
 
 
@@ -98,7 +98,8 @@ def _poison(_: object, number: int) -> Request:
 async def _one(
     fleet: RunningFleet, servers: FailingServers, failure: Failure
 ) -> tuple[int, int, float, float]:
-    """Let one server fail. Returns its requests, all requests, the part of errors, and its time to return."""
+    """Make one server fail for a while. Returns the number of its requests, of all requests, the share of
+    errors, and the seconds from its recovery until it gets requests again."""
     broken = servers.addresses[0]
     async with _clients(fleet, _CLIENTS) as load:
         await answered(load, 2 * _CLIENTS)
@@ -121,7 +122,7 @@ async def _one(
 
 
 async def _until_stuck(fleet: RunningFleet, servers: FailingServers) -> float:
-    """Seconds until a server is ejected that hangs while its health and metrics pages answer."""
+    """Let a server hang, except for its health and metrics pages. Returns the seconds until it is ejected."""
     hangs = servers.addresses[0]
 
     async def is_ejected() -> bool:

@@ -1,8 +1,8 @@
-"""Replicas and Valkey stopped and continued at random under load, as on a host whose cores are busy.
+"""Stops and continues replicas and Valkey at random under load, as a host with busy cores does.
 
-Two replicas, two simulators, Envoy in `lean`, a Valkey, and clients that ask again at once. Each process is
-stopped (SIGSTOP) for 50 to 600 ms, after a pause of 0.1 to 1.5 s since its last stop ended. The first run, to
-compare with, stops nothing.
+The fleet has two replicas, two simulators, Envoy in `lean` and a Valkey; clients send their next request at
+once. Again and again each process runs for 0.1 to 1.5 s and is then stopped (SIGSTOP) for 50 to 600 ms. The
+first run stops no process, for comparison.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from bench.rig.report import percentile, table
 from long.findings import Findings
 from picker_tools.load.generator import Request, closed_loop
 
-_PAUSE_S = (0.1, 1.5)  # time between two stops of a process
+_PAUSE_S = (0.1, 1.5)  # a process runs for so long between two stops
 _STOP_S = (0.05, 0.6)
 _CLIENTS, _TOKENS = 24, 16
 _WARM_S, _REST_S, _LOOK_S = 3.0, 2.0, 0.1
@@ -32,7 +32,7 @@ _CONFIG = {
 }
 _MOST_AT_ENGINES = 1.2 * 13.2  # the bound: 2 endpoints x watermark 6 x 1.1
 _LONGEST_S, _P99_S = 3.0, 2.0
-_LEAST, _LEAST_MEAN = 0.45, 0.5  # least throughput of a run, and of all on average, relative to the calm run
+_LEAST, _LEAST_MEAN = 0.45, 0.5  # minimum throughput of each run, and on average, relative to the calm run
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -42,11 +42,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """Figures of a run. `rate`: answers a second. `failed`: unserved requests of clients that waited.
+    """Figures of one run. `rate`: answers a second. `failed`: unserved requests whose clients did not leave.
 
-    `most_at_engines`: highest number of requests at the engines, by their metrics pages. `left_over`: the
-    fleet's counts two seconds after the last answer. `departures`: how often replicas switched to local
-    admission. `stopped_s`: mean total time for which a process was stopped. Times are in seconds.
+    `most_at_engines`: maximum number of requests on the simulators' metrics pages. `left_over`: the fleet's
+    counts two seconds after the last answer. `departures`: failovers to local admission. `stopped_s`: mean
+    total time for which a process was stopped.
     """
 
     rate: float
@@ -72,7 +72,8 @@ def run(options: argparse.Namespace, findings: Findings) -> None:
             f"p99 is at most {_P99_S:g} s": found.p99_s <= _P99_S,
             f"at least {_LEAST:g} of the calm throughput": parts[-1] >= _LEAST,
             "no request fails": not found.failed,
-            f"at most {_MOST_AT_ENGINES:.1f} are at the engines": found.most_at_engines <= _MOST_AT_ENGINES,
+            f"at most {_MOST_AT_ENGINES:.1f} requests are at the engines": found.most_at_engines
+            <= _MOST_AT_ENGINES,
             "the counts are 0 two seconds after the last answer": not found.left_over,
         }.items():
             findings.check(f"seed {seed}: {what}", holds)
@@ -89,7 +90,7 @@ def _row(name: str, run: _Run, calm: _Run) -> list[str]:
 
 
 async def _run(seed: int | None, lasts_s: float) -> _Run:
-    """Make one run on a new fleet; without a `seed` no process is stopped."""
+    """Start a fleet and run load on it for `lasts_s`. If `seed` is None, no process is stopped."""
     async with picker_up(_CONFIG, *_OPTIONS) as fleet:
         async with closed_loop(fleet.url, clients=_CLIENTS, make_request=_make_request):
             await asyncio.sleep(_WARM_S)
@@ -101,7 +102,7 @@ async def _run(seed: int | None, lasts_s: float) -> _Run:
             looking = asyncio.create_task(_look(fleet, highest))
             began_s = time.monotonic()
             async with closed_loop(fleet.url, clients=_CLIENTS, make_request=_make_request) as load:
-                stopped_s: Mapping[str, float] = {"nobody": 0.0}
+                stopped_s: Mapping[str, float] = {"no process": 0.0}
                 if seed is not None:
                     stopped_s = await stack.enter_async_context(_pulses(seed, processes))
                 await asyncio.sleep(lasts_s)
@@ -128,8 +129,8 @@ async def _run(seed: int | None, lasts_s: float) -> _Run:
 
 @contextlib.asynccontextmanager
 async def _pulses(seed: int, processes: Mapping[str, psutil.Process]) -> AsyncIterator[dict[str, float]]:
-    """Stop and continue `processes` until the block ends; afterwards all run. Yields the seconds for which
-    each was stopped so far. `seed` and a process's name determine its pauses and stops."""
+    """Stop and continue `processes` until the block ends; afterwards all run. Yields, by name, the seconds
+    for which each process was stopped so far. `seed` and a process's name determine its stops."""
     stopped_s = dict.fromkeys(processes, 0.0)
 
     async def pulse(name: str, process: psutil.Process) -> None:
@@ -161,7 +162,7 @@ async def _look(fleet: RunningFleet, highest: list[int]) -> None:
 
 
 async def _departures(fleet: RunningFleet) -> int:
-    """The number of times that replicas switched from the shared queue to local admission."""
+    """The number of failovers from the shared queue to local admission, over all replicas."""
     return int(await fleet.counted("epp_failover_transitions_total", to="local"))
 
 

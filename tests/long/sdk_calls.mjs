@@ -1,4 +1,4 @@
-// The calls of Node's `openai`, as sdk_calls.py has them: names first, then a line for each call.
+// Makes calls of Node's `openai`; prints names and results as sdk_calls.py does.
 import readline from "node:readline";
 import zlib from "node:zlib";
 import OpenAI, { AzureOpenAI, toFile } from "openai";

@@ -1,6 +1,6 @@
-"""Makes SDK calls to the URL of the command line, for long/sdks.py, in an environment with the SDKs.
+"""Makes SDK calls to the URL in its first argument; long/sdks.py runs it in an environment with the SDKs.
 
-It prints the names of all calls. Then it reads names from stdin, makes each call and prints its result.
+It prints the names of all calls, then reads names from stdin, makes each named call and prints the result.
 """
 
 import asyncio
@@ -33,12 +33,12 @@ FLAT_TOOLS: Any = [{"type": "function", **TOOL}]
 CALLED = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Ulm"}'}}
 ASKED_TOOL = {"role": "assistant", "content": None, "tool_calls": [CALLED]}
 RESULT = {"role": "tool", "tool_call_id": "call_1", "content": "rain"}
-# litellm invents these fields if an engine's answer lacks them.
+# litellm makes up these fields if a model server's answer lacks them.
 MADE_UP = frozenset(("id", "created", "created_at"))
 
 
 def packing(library: Any, pack: Callable[[bytes], Any], encoding: str) -> Any:
-    """A transport that encodes each body with `pack`."""
+    """An HTTP transport that encodes each request body with `pack`, and names `encoding` in the header."""
 
     class Packing(library.HTTPTransport):  # type: ignore[misc]
         def handle_request(self, request: Any) -> Any:
@@ -88,7 +88,7 @@ RANK: Any = {**LITE, "query": "q", "documents": ["one", "two, zwei", "três"], "
 
 
 def state() -> list[Any]:
-    """Calls of the Responses API that refer to state on the server."""
+    """Call the Responses API with ids of responses that the server stores."""
     first = oai.responses.create(**NAMED, input="Hi", store=True)
     second = oai.responses.create(**NAMED, input="And?", previous_response_id=first.id)
     events = list(oai.responses.create(**NAMED, input="So?", previous_response_id=second.id, stream=True))
@@ -119,7 +119,7 @@ def left_stream() -> Any:
 
 
 async def asynchronous() -> list[Any]:
-    """Calls of asyncio clients, OpenAI's over aiohttp."""
+    """Make calls with each SDK's asyncio client; OpenAI's client uses aiohttp."""
     client = openai.AsyncOpenAI(base_url=V1, http_client=openai.DefaultAioHttpClient(), **once)
     events = [each async for each in await client.chat.completions.create(**ASK, stream=True)]
     text = await client.audio.transcriptions.create(**NAMED, file=FILE)
@@ -220,7 +220,7 @@ CALLS: dict[str, Callable[[], Any]] = {
 
 
 def plain(value: Any) -> Any:
-    """The result of a call as JSON types."""
+    """`value`, a call's result, converted to JSON types."""
     if hasattr(value, "model_dump"):
         return plain(value.model_dump(mode="json", warnings=False))
     if isinstance(value, dict):

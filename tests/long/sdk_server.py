@@ -1,6 +1,6 @@
-"""A model server of many APIs for long/sdks.py. It records each request; equal requests get equal answers.
+"""A model server with many APIs, for long/sdks.py. It records requests, and answers equal requests equally.
 
-Answers of model `packed` are compressed if the client accepts that. `faulty` gets 400, and `absent` 404.
+It compresses answers of model `packed` if the client accepts gzip; `faulty` gets 400, and `absent` gets 404.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ _DECODERS = {
     "gzip": gzip.decompress, "deflate": zlib.decompress, "br": brotli.decompress,
     "zstd": lambda text: zstandard.ZstdDecompressor().decompressobj().decompress(text),
 }  # fmt: skip
-_PIECE_BYTES = 37  # size of an answer's pieces, so that pieces end inside events and characters
+_PIECE_BYTES = 37  # size of a streamed answer's chunks, so that chunks end inside events and characters
 
 
 class Request(NamedTuple):
@@ -135,7 +135,7 @@ _MODEL = {"id": "org/llama", "object": "model", "created": 1, "owned_by": "x"}
 _RANKS = [{"index": 1, "relevance_score": 0.9}, {"index": 0, "relevance_score": 0.1}]
 _TAG = {"model": "llama", "name": "llama", "size": 1, "digest": "x", "details": {"family": "llama"}}
 _IMAGES = {"created": 1, "data": [{"b64_json": "AAAA"}]}
-# Answers that depend only on the end of the path.
+# Path suffix → answer, for answers that do not depend on the request's body.
 _FIXED: dict[str, Any] = {
     "/rerank": {"id": "r", "results": _RANKS, "meta": {}, "usage": {"total_tokens": 5}},
     "/audio/transcriptions": _TEXT, "/audio/translations": _TEXT, "/audio/speech": bytes(range(256)) * 999,
@@ -152,9 +152,9 @@ _FIXED: dict[str, Any] = {
 
 
 class Server:
-    """Listens at `address` inside its block, and adds each request to `requests`, which servers may share.
+    """Listens at `address` during `listening`, and adds each request to `requests`, which servers may share.
 
-    `kept`: the ids of the server's responses and conversations.
+    `kept`: ids of the responses and conversations that this server stores.
     """
 
     def __init__(self, requests: list[Request]) -> None:
@@ -185,7 +185,7 @@ class Server:
         asked = json.loads(text) if text and not is_form else {}
         if is_form:
             asked = {"stream": b'name="stream"\r\n\r\ntrue' in text, "model": "llama"}
-            assert b"\r\n\r\nllama\r\n" in text, "no model in the form"
+            assert b"\r\n\r\nllama\r\n" in text, "the form has no field `model`"
         status, kind, answer = self._said(request, asked)
         packs = asked.get("model") == "packed" and "gzip" in request.headers.get("accept-encoding", "")
         answer = gzip.compress(answer, mtime=0) if packs else answer
@@ -203,7 +203,7 @@ class Server:
         return await writer.drain()
 
     def _said(self, request: Request, asked: dict[str, Any]) -> tuple[int, str, bytes]:
-        """Status, content-type and body of an answer."""
+        """Status, content type and body of the answer to a request, whose JSON body or form is `asked`."""
         path, model = request.path.partition("?")[0], asked.get("model")
         tools, streams = bool(asked.get("tools")), asked.get("stream", "/api/" in path)
         if model in ("faulty", "absent"):
@@ -240,7 +240,7 @@ class Server:
     def _of_state(
         self, method: str, path: str, body: bytes, asked: dict[str, Any], streams: bool
     ) -> tuple[int, str, bytes]:
-        """Answer a call with ids of the Responses API; each server knows only its own ids."""
+        """Answer a call of the Responses API with a stored id; a server knows only the ids that it made."""
         parts = re.fullmatch(".*/(responses|conversations)(?:/([^/]+)(/cancel)?)?", path)
         named = parts[2] if parts else None
         needed = {named, asked.get("previous_response_id"), asked.get("conversation")} - {None}

@@ -1,8 +1,8 @@
-"""Official SDKs through the fleet, beside the same calls made to the model server itself, in each mode.
+"""Makes calls of official SDKs through the fleet, in each mode, and directly to a model server.
 
-For each call of sdk_calls.py and sdk_calls.mjs the requests that reach the server and the answer that the SDK
-returns must be those of the call without the fleet. Each request that came is then sent once more both ways,
-and status, headers and bytes of the answers are compared. Installs the SDKs beside the project, once.
+For each call of sdk_calls.py and sdk_calls.mjs, the fleet must change neither the requests that reach the
+server nor the answer that the SDK returns. Then each request is sent again through the fleet and directly,
+and status, headers and bytes of the answers must be equal. Installs the SDKs once in the user's cache folder.
 """
 
 import argparse
@@ -33,9 +33,9 @@ _PYTHON = (
 )
 _NODE = "openai@7.57.0"
 _CALL_S, _REST_S = 60.0, 20.0
-_FAULTY = ("a fault of the client", "no such model")  # endings of the names of calls that must fail
+_FAULTY = ("a fault of the client", "no such model")  # names of calls that must fail end with these words
 _HERE = Path(__file__).parent
-# Headers that Envoy and the picker add to requests and to answers; `host` differs in its port.
+# Envoy and the picker add these headers to requests or to answers. `host` differs in its port.
 _ADDED = {
     "host", "connection", "x-envoy-external-address", "x-request-id", "x-forwarded-proto", "x-forwarded-for",
     "x-envoy-expected-rq-timeout-ms",
@@ -49,9 +49,9 @@ _FRAMING = {"host", "content-length", "transfer-encoding", "connection"}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--mode", choices=_MODES, action="append", help="only this one; may be repeated")
-    parser.add_argument("--only", metavar="REGEX", default="", help="calls with this in their name")
-    parser.add_argument("--servers", type=int, default=2, help="each keeps its own responses")
+    parser.add_argument("--mode", choices=_MODES, action="append", help="only this mode; may be repeated")
+    parser.add_argument("--only", metavar="REGEX", default="", help="only calls whose name matches")
+    parser.add_argument("--servers", type=int, default=2, help="model servers; each stores its own responses")
 
 
 def run(options: argparse.Namespace, findings: Findings) -> None:
@@ -59,7 +59,7 @@ def run(options: argparse.Namespace, findings: Findings) -> None:
 
 
 def _commands() -> list[tuple[str, ...]]:
-    """The command of each language's program of calls; installs the SDKs if needed.
+    """Install the SDKs if needed; return the commands that run sdk_calls.py and sdk_calls.mjs.
 
     Raises:
         InstallFault: a package cannot be installed, or Node is missing.
@@ -67,7 +67,7 @@ def _commands() -> list[tuple[str, ...]]:
     version = "-".join(each.split("==")[1] for each in _PYTHON)
     python = environment("sdks", version, _PYTHON) / "bin" / "python"
     if not (npm := shutil.which("npm")) or not (node := shutil.which("node")):
-        raise InstallFault("Node and npm are needed for its `openai`, and not on the PATH")
+        raise InstallFault("Node's `openai` needs node and npm, which are not on the PATH")
     folder = cache_folder("sdks") / _NODE
     if not (folder / "node_modules" / "openai").exists():
         folder.mkdir(parents=True, exist_ok=True)
@@ -76,7 +76,7 @@ def _commands() -> list[tuple[str, ...]]:
             done := subprocess.run(words, cwd=folder, capture_output=True, text=True, check=False)
         ).returncode:
             raise InstallFault(f"{' '.join(words)} ended with {done.returncode}:\n{done.stderr[-2000:]}")
-    # An ECMAScript module finds packages only in the folder of its file.
+    # Node resolves packages of an ECMAScript module only from the module's own folder.
     script = shutil.copy(_HERE / "sdk_calls.mjs", folder)
     return [(str(python), "-I", str(_HERE / "sdk_calls.py")), (node, str(script))]
 
@@ -112,13 +112,13 @@ async def _at_rest(fleet: RunningFleet) -> bool:
     return not any((*state["in_flight"].values(), state["queued"], state["leases"]))
 
 
-_Seen = tuple[Any, list[Request]]  # the return value of a call, and the requests that the call made
+_Seen = tuple[Any, list[Request]]  # a call's return value, and the requests that the server got from the call
 
 
 async def _calls(
     command: Sequence[str], url: str, servers: Sequence[Server], only: str
 ) -> AsyncIterator[tuple[str, _Seen]]:
-    """Let a program make its calls to `url`, one after the other. Yields the result of each."""
+    """Run `command` against `url`, and yield the result of each call whose name matches `only`."""
     kept = {name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")}
     for server in servers:
         server.kept.clear()
@@ -135,7 +135,7 @@ async def _calls(
             servers[0].requests.clear()
             process.stdin.write(f"{name}\n".encode())
             answer = json.loads(await asyncio.wait_for(process.stdout.readline(), _CALL_S))
-            # In addition to the call, litellm asks for prices of Ollama's models.
+            # litellm also requests /api/show, for the prices of Ollama's models.
             is_show = name == "ollama: show"
             yield (
                 name,
@@ -151,26 +151,26 @@ async def _calls(
 def _differences(name: str, expected: _Seen, seen: _Seen) -> list[str]:
     faults = []
     if expected[0] != seen[0]:
-        faults.append(f"the SDK returns {str(seen[0])[:300]} for {str(expected[0])[:300]}")
+        faults.append(f"the SDK returns {str(seen[0])[:300]} instead of {str(expected[0])[:300]}")
     if isinstance(expected[0], dict) and "raised" in expected[0] and not name.endswith(_FAULTY):
         faults.append(f"the call fails without the fleet: {expected[0]}")
     for wanted, got in zip(map(_comparable, expected[1]), map(_comparable, seen[1]), strict=False):
         faults += _unlike("the server gets", wanted, got)
     if len(expected[1]) != len(seen[1]) or not seen[1]:
-        faults.append(f"the server gets {len(seen[1])} requests for {len(expected[1])}")
+        faults.append(f"the server gets {len(seen[1])} requests instead of {len(expected[1])}")
     return faults
 
 
 def _unlike(what: str, wanted: Mapping[str, Any], got: Mapping[str, Any]) -> list[str]:
     return [
-        f"{what} {name} {str(got.get(name))[:200]} for {str(wanted.get(name))[:200]}"
+        f"{what} {name} {str(got.get(name))[:200]} instead of {str(wanted.get(name))[:200]}"
         for name in sorted({*wanted, *got})
         if got.get(name) != wanted.get(name)
     ]
 
 
 def _comparable(request: Request) -> Mapping[str, Any]:
-    """A request without the parts that differ from call to call: a form's boundary and added headers."""
+    """A request without the form boundary and the added headers, which differ from call to call."""
     headers, body = {**request.headers}, request.body
     if boundary := re.search(r"boundary=(\S+)", headers.get("content-type", "")):
         headers["content-type"] = headers["content-type"].replace(boundary[1], "…")
@@ -180,7 +180,7 @@ def _comparable(request: Request) -> Mapping[str, Any]:
 
 
 async def _replayed(request: Request, fleet: RunningFleet) -> list[str]:
-    """Send the bytes of `request` to the server and through the fleet. Returns the answers' differences."""
+    """Send `request` again, directly and through the fleet. Returns how the two answers differ."""
     headers = [(name, value) for name, value in request.headers.items() if name not in _FRAMING | _ADDED]
     answers: list[dict[str, Any]] = []
     for url in (f"http://{request.address}", fleet.url):

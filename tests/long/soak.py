@@ -1,11 +1,11 @@
-"""A long steady load on whole fleets: nothing may grow, no count may drift.
+"""Under a long steady load no fleet's memory, keys or open files may grow, and no count may drift.
 
-A fleet of each mode, all at once, with simulators, Envoy and a Valkey; a closed loop of plain and streamed
-requests of six flows, bodies up to 60 KB; one client in ten leaves. Every two minutes, twelve times at
-least, the load pauses, and everything is read. Drift is the difference between the fleet's counts and the
-simulators' own, which must both be 0 then. Growth is the median slope between any two readings of the last
-three quarters of the run (Theil-Sen), in an hour, of the median size. Objects are those that Python's
-garbage collector tracks, after a collection.
+A fleet for each mode runs at the same time, with simulators, Envoy and Valkey. A closed loop sends plain and
+streamed requests of six flows with bodies up to 60 KB; one client in ten leaves. Every two minutes, at least
+twelve times, the load pauses for a reading. Drift is the difference between the fleet's and the simulators'
+counts, which must be 0 in a pause. Growth per hour is the median slope between any two readings of the last
+three quarters of the run (Theil-Sen), relative to the median size. `objects` are the objects that Python's
+garbage collector tracks after a collection.
 """
 
 import argparse
@@ -38,11 +38,11 @@ _CONFIG = {
 _OPTIONS = ("--sim-ttft", "20", "--sim-itl", "5", "--debug-headers", "--replicas", "2", "--endpoints", "2")
 _CLIENTS, _THINK_S = 4, 0.4
 _READ_EVERY_S = 120.0
-_PAUSES = 12  # least number of readings in a run
-_FILLING = 400  # long prompts before the first reading, which fill the bounded prefix index
-_REST_WITHIN_S = 20.0  # longer than a lease: a request that is still counted then never ends
-_MOST_GROWTH = 0.02  # most growth per hour, relative to the size
-_JUDGED_FROM = 0.25  # skip this part of the run, in which caches and pools fill up
+_PAUSES = 12  # minimum number of readings in a run
+_FILLING = 400  # long prompts that fill the bounded prefix index before the first reading
+_REST_WITHIN_S = 20.0  # longer than a lease: a request that still counts after this time is lost
+_MOST_GROWTH = 0.02  # maximum growth per hour, relative to the size
+_JUDGED_FROM = 0.25  # skip this first part of the run, while caches and pools fill up
 _SIZES = (
     ("replica_bytes", "a replica"), ("objects", "its Python objects"), ("envoy_bytes", "Envoy"),
     ("redis_bytes", "Redis's data"), ("files", "open files"),
@@ -57,8 +57,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Reading:
-    """The sizes at `at_s` since the load began. `replica_bytes`, `objects`: maxima over the replicas. `keys`:
-    keys in Redis. `files`: open files of all replicas. `served`: requests served until then."""
+    """Sizes at `at_s` seconds after the load began. `replica_bytes`, `objects`: maximum over the replicas.
+    `keys`: keys in Redis. `files`: open files of all replicas. `served`: requests served so far."""
 
     at_s: float
     replica_bytes: int
@@ -111,14 +111,14 @@ def _check_growth(
 
 
 def _growth(readings: Sequence[_Reading], what: str) -> float:
-    """The growth of `what` per hour, relative to its median."""
+    """The growth of the size `what` per hour, relative to the median size."""
     judged = readings[int(len(readings) * _JUDGED_FROM) :]
     slopes = [(getattr(b, what) - getattr(a, what)) / (b.at_s - a.at_s) for a, b in combinations(judged, 2)]
     return median(slopes) * 3600 / median(getattr(each, what) for each in judged)
 
 
 async def _soak(mode: str, lasts_s: float) -> tuple[list[_Reading], dict[str, int]]:
-    """Load a fleet in `mode`. Returns the readings, and the numbers of requests by outcome."""
+    """Run load on a fleet in `mode` for `lasts_s`. Returns the readings, and the requests by outcome."""
     readings: list[_Reading] = []
     counts = Counter[str]()
     parts = max(_PAUSES, round(lasts_s / _READ_EVERY_S))
@@ -138,7 +138,7 @@ async def _soak(mode: str, lasts_s: float) -> tuple[list[_Reading], dict[str, in
             counts.update(asked=len(load.history), served=load.served, left=left, failed=len(load.unserved))
             for record in load.unserved:
                 print(mode, record, flush=True)
-            with contextlib.suppress(TimeoutError):  # the reading shows the remaining counts
+            with contextlib.suppress(TimeoutError):  # the next reading shows counts that are not 0
                 await fleet.wait_for_rest(_REST_WITHIN_S)
             readings.append(await _read(fleet, redis, time.monotonic() - began, counts["served"]))
             print(mode, readings[-1], flush=True)
@@ -162,7 +162,7 @@ async def _read(fleet: RunningFleet, redis: Redis, at_s: float, served: int) -> 
 
 
 def _objects(pid: int) -> int:
-    """The number of the process's Python objects (inside/sitecustomize.py). OSError if it does not answer."""
+    """The number of Python objects in process `pid`, from inside/sitecustomize.py. Raises OSError."""
     with socket.socket(socket.AF_UNIX) as one:
         one.settimeout(_CALL_S)
         one.connect(f"\0picker-soak-{pid}")
@@ -174,6 +174,6 @@ def _long_request(_: random.Random, number: int) -> Request:
 
 
 def _make_request(dice: random.Random, number: int) -> Request:
-    """A mixed request; in one of ten the client hangs up."""
+    """A request of `picker load`'s mix; one client in ten leaves within 0.4 s."""
     request = mixed_request(dice, number)
     return replace(request, leaves_s=dice.uniform(0, 0.4) if dice.random() < 0.1 else None)

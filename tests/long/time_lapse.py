@@ -1,7 +1,7 @@
-"""A week of a fleet's life: quiet days, light load, and queues that come and go.
+"""Simulates a week of a fleet with quiet days, light load and bursts that queue.
 
-Whole replicas run in this process on a clock that jumps to the next event (tests/fleet/time_lapse.py). Their
-intervals are 12 times as long as by default, so a week has as many of them as half a day.
+Whole replicas run in this process on a clock that jumps to the next event (tests/fleet/time_lapse.py). All
+intervals are 12 times the defaults, so a week has as many heartbeats and sweeps as half a day by default.
 """
 
 import argparse
@@ -64,7 +64,7 @@ def run(options: argparse.Namespace, findings: Findings) -> None:
 
 
 class _Memory:
-    """Memory in bytes of Valkey and of this process, at the end of each quarter of a day."""
+    """Memory of Valkey and of this process, read at the end of each quarter of a day."""
 
     def __init__(self) -> None:
         self._used: list[tuple[int, int]] = []
@@ -75,7 +75,7 @@ class _Memory:
 
     @property
     def growth(self) -> list[int]:
-        """Growth in bytes of Valkey and of this process since the first quarter of the run."""
+        """Bytes by which Valkey and this process have grown since the first quarter of the run."""
         first, last = self._used[len(self._used) // 4], self._used[-1]
         return [after - before for before, after in zip(first, last, strict=True)]
 

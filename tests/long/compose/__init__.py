@@ -1,7 +1,7 @@
-"""The real Dockerfile and docker-compose.yml on a container engine, under load.
+"""Runs the real Dockerfile and docker-compose.yml on a container engine, under load.
 
-Builds every image, examines them, starts the whole fleet, scales it, kills a picker and Redis while clients
-ask, reads the admin API, and removes every container, whatever happens. Grafana is not started.
+Builds and checks every image, starts the whole fleet, scales it, kills a picker and Redis while clients send
+requests, reads the admin API, and always removes every container. Grafana is not started.
 """
 
 import argparse
@@ -26,13 +26,13 @@ from long.findings import Findings
 from picker_tools.load.generator import Load, closed_loop
 from picker_tools.local_fleet.network import ensure_free
 
-_TOOLS = ROOT / ".venv" / "containers"  # has podman-compose if it is not on the PATH
+_TOOLS = ROOT / ".venv" / "containers"  # holds podman-compose if none is on the PATH
 _PORTS = (8080, 8081, 8089, 9090, 3000)
 _IMAGES = {"picker": "picker-fleet", "edge": "picker-fleet-edge", "load": "picker-fleet-load"}
 _SERVICES = ("redis", "simulator", "picker", "envoy", "prometheus", "locust")
 _HEALTHY_S = 180.0
 _READY_LINE = "picker_fleet.serve ready"
-_READY_MOST_S = 1.5  # most CPU time of a start
+_READY_MOST_S = 1.5  # limit of the CPU time that a start takes
 # A program that prints the CPU seconds of all other processes in its container.
 _CPU_SECONDS = """
 import glob, os
@@ -47,14 +47,14 @@ _OUTAGE_S = 3.0
 
 
 class Steps:
-    """Times the steps of the run; each becomes a check."""
+    """Measures how long each step of the run takes, and reports each step as a check."""
 
     def __init__(self, findings: Findings) -> None:
         self._findings = findings
 
     @contextmanager
     def step(self, name: str) -> Iterator[list[str]]:
-        """Time a step; the block can add notes to the yielded list."""
+        """Measure the block's time, and report it with the notes that the block adds to the yielded list."""
         print(f"{name} …", flush=True)
         notes: list[str] = []
         began_s = time.monotonic()
@@ -68,7 +68,7 @@ class Steps:
 def add_options(parser: argparse.ArgumentParser) -> None:
     switches = {
         "--images": "build and examine the images only",
-        "--no-build": "with the images of a run before",
+        "--no-build": "use the images of an earlier run",
     }
     for flag, what in switches.items():
         parser.add_argument(flag, action="store_true", help=what)
@@ -115,7 +115,7 @@ async def _under_load(fleet: Fleet, log: Steps) -> None:
         notes.append(f"served by {len(served_by)} model servers")
         _check(few, (0.0, 0.0), log, notes)
         if len(served_by) != 4:
-            log.fault(f"of 4 model servers {len(served_by)} served")
+            log.fault(f"only {len(served_by)} of 4 model servers served requests")
     with log.step("all under load") as all_notes:
         async with closed_loop(REQUESTS, clients=_CLIENTS) as load:
             await load.wait_for_served(50)
@@ -161,7 +161,7 @@ async def _under_load(fleet: Fleet, log: Steps) -> None:
 
 
 def _check(load: Load, outage: tuple[float, float], log: Steps, notes: list[str]) -> None:
-    """Report the clients' errors; refusals that G8 allows are counted separately."""
+    """Report the clients' errors. Refusals that G8 allows during `outage` are no errors, and are counted."""
     failed = load.unserved
     bad = [record for record in failed if not is_allowed(record, outage)]
     left = sum(record.left for record in load.history)
@@ -201,7 +201,7 @@ async def _fleet(engine: Engine, log: Steps, token: str) -> None:
 
 
 async def _ready_alone(fleet: Fleet, log: Steps) -> str:
-    """Measure wall time and CPU time from start to ready of one picker while no other container starts."""
+    """Restart one picker, and measure wall time and CPU time until it is ready."""
     name = fleet.engine.containers("picker")[-1]
     await asyncio.to_thread(fleet.engine.run, "restart", "--time", "10", name)
     ready_s: float | None = None
@@ -218,7 +218,7 @@ async def _ready_alone(fleet: Fleet, log: Steps) -> str:
     await fleet.until_live(5)
     if cpu_s > _READY_MOST_S:
         log.fault(f"start to ready took {cpu_s:.2f} s of CPU time, more than {_READY_MOST_S} s")
-    return f"one by itself: {ready_s:.2f} s, {cpu_s:.2f} s of CPU time"
+    return f"one picker alone: {ready_s:.2f} s, {cpu_s:.2f} s of CPU time"
 
 
 def _run_fleet(engine: Engine, log: Steps) -> None:
@@ -237,7 +237,7 @@ def _run_fleet(engine: Engine, log: Steps) -> None:
                 print(f"--- {name}\n{engine.log(name)}", file=sys.stderr)
             raise
         finally:
-            signal.signal(signal.SIGINT, signal.SIG_IGN)  # the clean-up is short and must not be interrupted
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # nothing may interrupt the short clean-up
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             with log.step("remove everything"):
                 engine.down()

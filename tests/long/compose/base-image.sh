@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# A stand-in for the image python:3.11-slim where no registry answers: Debian's Python 3.11, with this machine's
-# certificates and pip configuration. Root only. Usage: base-image.sh NAME
+# Builds a substitute for the image python:3.11-slim if no registry answers: Debian's Python 3.11 with this
+# machine's certificates and pip configuration. Needs root. Usage: base-image.sh NAME
 set -euo pipefail
 root=$(mktemp -d)
 trap 'rm -rf "$root"' EXIT
@@ -8,7 +8,7 @@ debootstrap --variant=minbase --include=python3,python3-venv,python3-pip,ca-cert
 cp /etc/ssl/certs/ca-certificates.crt "$root/etc/ssl/certs/"
 [ ! -e /etc/pip.conf ] || cp /etc/pip.conf "$root/etc/"
 
-# A pip that can be uninstalled as the official image's can.
+# Install a pip that can be uninstalled, like the official image's pip.
 rm -f "$root"/usr/lib/python3*/EXTERNALLY-MANAGED
 chroot "$root" env PIP_CERT=/etc/ssl/certs/ca-certificates.crt PIP_ROOT_USER_ACTION=ignore \
   pip install --quiet --upgrade --ignore-installed pip setuptools wheel

@@ -1,7 +1,7 @@
-"""The container engine of this machine: Docker with its compose plugin, or podman with podman-compose.
+"""Drives this machine's container engine: Docker with its compose plugin, or podman with podman-compose.
 
-Podman does not support all settings in docker-compose.yml; `deploy/compose/podman.yml` and `no-cgroups.yml`
-remove the others. For podman this module runs the health checks and removes surplus containers itself.
+`deploy/compose/podman.yml` and `no-cgroups.yml` remove settings of docker-compose.yml that podman does not
+support. For podman this module itself runs health checks and removes surplus containers.
 """
 
 import json
@@ -22,15 +22,15 @@ ROOT = Path(__file__).parents[3]
 PROJECT = "picker-compose-test"
 BASE = "docker.io/library/python:3.11-slim"
 _INSIDE = "PICKER_COMPOSE_TEST_INSIDE"
-_HYBRID = Path("/sys/fs/cgroup/unified")  # a second cgroup hierarchy, which podman's runtimes refuse
-_STOP_S = 80  # more than any stop_grace_period
+_HYBRID = Path("/sys/fs/cgroup/unified")  # podman's runtimes refuse this second cgroup hierarchy
+_STOP_S = 80  # longer than every stop_grace_period
 _COMMAND_S = 1500.0
 _POLL_S = 0.5
-_REMOVALS = 10  # most attempts: podman removes a container only after its dependents
+_REMOVALS = 10  # attempts; podman removes a container only after its dependents
 
 
 class EngineFault(Exception):
-    """A command of the engine failed; the message has the last lines of its output."""
+    """A command failed; the message has the last lines of the command's output."""
 
 
 def command(*words: str, environment: dict[str, str] | None = None, within_s: float = _COMMAND_S) -> str:
@@ -76,12 +76,12 @@ class Engine:
         return command(*self.compose_command, "-p", PROJECT, *files, *words, environment=self.environment)
 
     def build(self, target: str, name: str) -> None:
-        """Build the Dockerfile's `target`."""
+        """Build the Dockerfile's stage `target` as image `name`."""
         isolated = ("--isolation", "chroot", "--layers") if self.is_podman else ()
         self.run("build", *isolated, "--target", target, "-t", name, ".")
 
     def containers(self, service: str = "") -> list[str]:
-        """Names of all containers of `service`, running or not, in the order of their numbers."""
+        """Names of the containers of `service` (default: all services), running or not, sorted by number."""
         labels = [f"com.docker.compose.project={PROJECT}"]
         if service:
             labels.append(f"com.docker.compose.service={service}")
@@ -98,7 +98,7 @@ class Engine:
             self._up("--scale", f"picker={pickers}", *services)
 
     def scale_pickers(self, count: int) -> None:
-        """Scale to `count` pickers: stop surplus ones, or start missing ones."""
+        """Stop surplus pickers or start missing pickers, so that `count` pickers run."""
         surplus = self.containers("picker")[count:]
         if self.is_podman and surplus:  # podman-compose 1.6 leaves surplus containers running
             with ThreadPoolExecutor(len(surplus)) as stopping:
@@ -117,7 +117,7 @@ class Engine:
         self.run("start", container)
 
     def is_healthy(self, container: str) -> bool:
-        """Whether the container's health check passes. Podman has no timer, so run the check now."""
+        """Whether the container's health check passes. Podman does not schedule checks: run the check now."""
         if self.is_podman:
             try:
                 self.run("healthcheck", "run", container, within_s=30)
@@ -127,7 +127,7 @@ class Engine:
         return self.run("inspect", "--format", "{{.State.Health.Status}}", container).strip() == "healthy"
 
     def wait_healthy(self, containers: Sequence[str], within_s: float) -> None:
-        """Wait until all `containers` are healthy. Raises EngineFault with the log of an unhealthy one."""
+        """Wait until all containers are healthy. EngineFault has the log of an unhealthy container."""
         deadline_s = time.monotonic() + within_s
         for container in containers:
             while not self.is_healthy(container):
@@ -140,8 +140,8 @@ class Engine:
         return self._logs("--tail", "30", container)
 
     def seconds_to(self, container: str, line: str) -> float | None:
-        """Seconds from the last start of `container` to its log line containing `line`, by the engine's
-        clock; None if the log has no such line yet.
+        """Seconds from the last start of `container` to the first later log line that contains `line`, by the
+        engine's timestamps; None if there is no such line yet.
         """
         started = _moment(
             self.run("inspect", "--format", "{{json .State.StartedAt}}", container).strip('"\n')
@@ -157,7 +157,7 @@ class Engine:
         return done.stdout + done.stderr
 
     def down(self) -> None:
-        """Remove every container of the project, and its network."""
+        """Remove every container of the compose project, and the project's network."""
         names = self.containers()
         for _ in range(_REMOVALS):
             if not names:
@@ -170,7 +170,7 @@ class Engine:
 
 
 def _moment(text: str) -> float:
-    """Unix time of an engine's timestamp, which has nanoseconds and a time zone."""
+    """Unix time of `text`, an engine's timestamp with nanoseconds and a time zone."""
     head, _, rest = text.replace("Z", "+00:00").partition(".")
     digits = len(rest) - len(rest.lstrip("0123456789"))
     zone = rest[digits:] or "+00:00"
@@ -180,7 +180,7 @@ def _moment(text: str) -> float:
 def enter_namespace() -> None:
     """If the machine has a second cgroup hierarchy, re-execute this program in a mount namespace without it.
 
-    Podman's networks live in the namespace, so it must last as long as the containers, that is, the program.
+    Podman's networks exist only in that namespace, so the whole program runs in it.
     """
     if _works("docker", "info") or os.environ.get(_INSIDE) or os.geteuid() or not _HYBRID.is_mount():
         return
@@ -190,19 +190,19 @@ def enter_namespace() -> None:
 
 
 def find_engine(tools: Path) -> Engine:
-    """Find the engine; podman-compose may be in `tools`. Raises EngineFault if there is none."""
+    """Find Docker or podman; podman-compose may be in `tools`. Raises EngineFault if neither is installed."""
     if _works("docker", "info") and _works("docker", "compose", "version"):
         return Engine("docker", ("docker", "compose"))
     if not _works("podman", "--version"):
-        raise EngineFault("neither Docker with its compose plugin nor podman is here (.ci/containers)")
+        raise EngineFault("neither Docker with its compose plugin nor podman is installed (.ci/containers)")
     own = tools / "bin" / "podman-compose"
     compose = str(own) if own.exists() else "podman-compose"
     return Engine("podman", (compose,), ("docker-compose.yml", "deploy/compose/podman.yml"))
 
 
 def restrict(engine: Engine) -> str:
-    """If podman cannot run containers with its default settings, run them without cgroups and with this
-    machine's limits. Returns a description of the change; '' if there is none. The base image must exist.
+    """If podman cannot run containers with its default settings, let it run them without cgroups and with
+    fixed ulimits. Returns a text about this; '' if podman's defaults work. The base image must exist.
     """
     if not engine.is_podman or _works("podman", "run", "--rm", BASE, "true"):
         return ""

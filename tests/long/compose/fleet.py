@@ -1,4 +1,4 @@
-"""Access to the compose fleet from outside, through Envoy's listeners and the engine."""
+"""Reads and controls the compose fleet from outside, through Envoy's listeners and the container engine."""
 
 import asyncio
 import re
@@ -21,11 +21,11 @@ _READS = 5
 
 
 class Broken(Exception):
-    """The fleet failed a check or a wait; the message says which."""
+    """A check of the fleet failed, or a wait timed out; the message says which."""
 
 
 class Fleet:
-    """A client of the compose fleet. Every wait raises Broken after a minute and a half."""
+    """A client of the compose fleet. Every wait raises Broken after 90 s."""
 
     def __init__(self, engine: Engine, client: httpx.AsyncClient, token: str) -> None:
         self.engine = engine
@@ -33,7 +33,7 @@ class Fleet:
         self._bearer = {"authorization": f"Bearer {token}"}
 
     async def state(self) -> dict[str, Any]:
-        """GET /api/v1/state through Envoy's admin listener; empty while no replica answers."""
+        """The JSON of /api/v1/state through Envoy's admin listener; empty if no replica answers."""
         try:
             answer = await self._client.get(f"{ADMIN}/api/v1/state", headers=self._bearer)
         except httpx.HTTPError:
@@ -42,7 +42,7 @@ class Fleet:
         return state
 
     async def until_state(self, what: str, condition: Callable[[dict[str, Any]], bool]) -> None:
-        """Wait until the state fulfils `condition`."""
+        """Wait until `condition` accepts the state. `what` describes the condition in Broken."""
         state: dict[str, Any] = {}
 
         async def fulfilled() -> bool:
@@ -59,13 +59,13 @@ class Fleet:
             raise Broken(f"{fault}; the state: {kept}") from None
 
     async def until_live(self, count: int) -> None:
-        """Wait until the fleet has `count` live replicas and Envoy has `count` healthy ones."""
+        """Wait until the fleet lists `count` live replicas, and Envoy considers `count` replicas healthy."""
         await self.until_state(f"{count} live replicas", lambda state: len(state["replicas"]) == count)
 
         async def known() -> bool:
             return await self.healthy_pickers() == count
 
-        await self.until(f"Envoy finds {count} replicas", known)
+        await self.until(f"Envoy has {count} healthy replicas", known)
 
     async def healthy_pickers(self) -> int:
         """The number of healthy replicas on Envoy's admin page."""
@@ -79,10 +79,10 @@ class Fleet:
 
     async def until(self, what: str, condition: Callable[[], Awaitable[bool]]) -> None:
         if not await until(condition, within_s=_WAIT_S, pause_s=0.2):
-            raise Broken(f"not within {_WAIT_S:g} s: {what}")
+            raise Broken(f"timed out after {_WAIT_S:g} s: {what}")
 
     async def admin_api(self) -> str:
-        """Check every page of the admin API, and that changes need the token."""
+        """Check that every page of the admin API answers, and that changes require the token."""
         for path in ("state", "flows", "queue", "inflight", "workloads", "endpoints", "replicas", "config"):
             answer = await self._read(f"{ADMIN}/api/v1/{path}")
             if answer.status_code != 200:
@@ -93,7 +93,7 @@ class Fleet:
         async with self._client.stream("GET", f"{ADMIN}/api/v1/events", headers=token) as events:
             first = [line async for line in _lines(events, 2)]
         if "event: snapshot" not in first:
-            raise Broken(f"the stream of events begins with {first}")
+            raise Broken(f"the event stream begins with {first}")
         for change, headers, status in (("pause", {}, 401), ("pause", token, 200), ("resume", token, 200)):
             done = await self._client.post(f"{ADMIN}/api/v1/{change}", headers=headers)
             if done.status_code != status:
@@ -101,7 +101,7 @@ class Fleet:
         return "8 pages, dashboard, events, a change with the token (401 without)"
 
     async def _read(self, url: str) -> httpx.Response:
-        """GET `url`; retry after `retry-after` seconds while the replica gets no timely reply from Redis."""
+        """GET `url`. On a 503 with `retry-after` (Redis was slow), wait and retry up to _READS times."""
         for _ in range(_READS):
             answer = await self._client.get(url, headers=self._bearer)
             if answer.status_code != 503 or "retry-after" not in answer.headers:
@@ -110,7 +110,7 @@ class Fleet:
         return answer
 
     async def prometheus(self, expected: Counter[str]) -> str:
-        """Wait until Prometheus scrapes the `expected` number of targets of each job."""
+        """Wait until Prometheus scrapes the expected number of targets for each job."""
         up: Counter[str] = Counter()
 
         async def scraped() -> bool:
@@ -126,7 +126,7 @@ class Fleet:
         return ", ".join(f"{count} {job}" for job, count in sorted(up.items()))
 
     async def locust(self, requests: int) -> str:
-        """Start a load with Locust's web API, and stop it after `requests` requests."""
+        """Start a Locust run through Locust's web API, and stop the run after `requests` requests."""
         users = {"user_count": 8, "spawn_rate": 8, "user_classes": "NoisyNeighbourUser"}
         begun = await self._client.post(f"{LOCUST}/swarm", data=users | {"host": "http://envoy:8080"})
         if not begun.json()["success"]:
@@ -164,8 +164,8 @@ def _of_tenants(page: dict[str, Any]) -> Counter[str]:
 
 
 def is_allowed(record: Answer, outage: tuple[float, float]) -> bool:
-    """Whether G8 allows this refusal: the request overlaps the Redis outage (times of the client's clock),
-    and the answer has a reason and `retry-after`.
+    """Whether G8 allows this refusal: a 503 with a reason and `retry-after`, to a request that overlapped the
+    Redis outage (start and end by the client's clock).
     """
     began_s, ended_s = outage
     meanwhile = record.sent_s <= ended_s and record.done_s >= began_s

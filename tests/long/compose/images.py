@@ -1,4 +1,4 @@
-"""The images of the compose file: fetches the third-party images, and checks the images built here."""
+"""Fetches the third-party images of the compose file, and checks the images that are built here."""
 
 import json
 import subprocess
@@ -13,13 +13,13 @@ from long.compose.engine import BASE, Engine, EngineFault, command
 REDIS = "docker.io/library/redis:7.2-alpine"
 PROMETHEUS = "docker.io/prom/prometheus:v2.53.5"
 USER = "10001:10001"
-MOST_ABOVE_BASE_BYTES = 120_000_000  # limit for the image picker
+MOST_ABOVE_BASE_BYTES = 120_000_000  # limit for the image `picker`
 _OWN = "/opt/picker"
 _SBOM = f"{_OWN}/sbom.cdx.json"
 _NO_TOOLS = {"pip", "pip3", "gcc", "cc", "g++", "c++", "ld", "as", "make"}
 _NO_PACKAGES = {"pip", "setuptools", "ensurepip"}
 
-# Substitutes for official images: Debian's program with an entry point like the official image's.
+# Substitutes for official images: Debian's program, with the official image's kind of entry point.
 _STAND_INS = {
     REDIS: f"""
         FROM {BASE}
@@ -40,7 +40,7 @@ _STAND_INS = {
 
 @dataclass(frozen=True, slots=True)
 class Quality:
-    """The result of examining one image; `faults` describes each fault."""
+    """Results of `examine`; `faults`: a text for each broken promise of docs/deployment.md."""
 
     above_base_bytes: int
     packages: int
@@ -48,9 +48,9 @@ class Quality:
 
 
 def fetch_or_make(engine: Engine, name: str) -> str:
-    """Provide the image `name`: already present, pulled, or made from Debian. Returns which of these."""
+    """Make sure that image `name` exists: pull it, or build it from Debian. Returns a text that says how."""
     if _has(engine, name):
-        return "was here"
+        return "already present"
     try:
         engine.run("pull", "--quiet", name, within_s=300)
         return "pulled"
@@ -64,11 +64,11 @@ def fetch_or_make(engine: Engine, name: str) -> str:
             file = Path(folder) / "Containerfile"
             file.write_text("\n".join(line.strip() for line in _STAND_INS[name].strip().splitlines()))
             engine.run("build", "--isolation", "chroot", "-t", name, "-f", str(file), folder)
-    return "made from Debian, since no registry answers"
+    return "built from Debian, because no registry answers"
 
 
 def members(engine: Engine, image: str) -> Iterator[tuple[PurePosixPath, tarfile.TarInfo]]:
-    """All files and folders in `image`, with their paths."""
+    """Path and tar entry of every file and folder in `image`."""
     container = engine.run("create", image, "true").split()[-1]
     try:
         with (
@@ -82,26 +82,26 @@ def members(engine: Engine, image: str) -> Iterator[tuple[PurePosixPath, tarfile
 
 
 def examine(engine: Engine, image: str, *, is_small: bool) -> Quality:
-    """Check the promises of docs/deployment.md for `image`; with `is_small` also its size (image picker)."""
+    """Check the promises of docs/deployment.md for `image`; if `is_small`, also the promised size."""
     faults = []
     config = json.loads(engine.run("inspect", "--format", "{{json .Config}}", image))
     if config.get("User") != USER:
-        faults.append(f"its user is {config.get('User')!r}")
+        faults.append(f"the image's user is {config.get('User')!r}")
     above = _size_bytes(engine, image) - _size_bytes(engine, BASE)
     if is_small and above > MOST_ABOVE_BASE_BYTES:
         faults.append(f"{above / 1e6:.0f} MB above the base")
     packages = set()
     for path, each in members(engine, image):
         if path.name in _NO_TOOLS and path.parent.name in ("bin", "sbin"):
-            faults.append(f"a tool to build or install: {path}")
+            faults.append(f"contains a build or install tool: {path}")
         if path.parent.name in ("site-packages", "dist-packages", "python3.11") and path.name in _NO_PACKAGES:
-            faults.append(f"a package to install others: {path}")
+            faults.append(f"contains an installer package: {path}")
         if not path.is_relative_to(_OWN):
             continue
         if path.name in ("test", "tests") and each.isdir():
-            faults.append(f"tests: {path}")
+            faults.append(f"contains tests: {path}")
         if (each.uid, each.gid) != (0, 0) or (each.mode & 0o022 and not each.issym()):
-            faults.append(f"others than root may change {path}")
+            faults.append(f"users other than root may write {path}")
         if path.suffix == ".dist-info":
             packages.add(path.stem.rpartition("-")[0].lower().replace("-", "_").replace(".", "_"))
     listed = _listed(engine, image)
@@ -111,14 +111,14 @@ def examine(engine: Engine, image: str, *, is_small: bool) -> Quality:
 
 
 def _listed(engine: Engine, image: str) -> set[str]:
-    """Names of the packages in the image's SBOM, in the spelling of `.dist-info` folders."""
+    """Names of the packages in the image's SBOM, spelled as `.dist-info` folders are."""
     read = f"print(open({_SBOM!r}).read())"
     text = engine.run("run", "--rm", "--network", "none", "--entrypoint", "python", image, "-c", read)
     bom = json.loads(text)
     components = [*bom["components"], bom["metadata"]["component"]]
     has_hashes = all(each.get("hashes") or each.get("externalReferences") for each in components)
     if bom["bomFormat"] != "CycloneDX" or not has_hashes:
-        raise EngineFault(f"{image}: {_SBOM} is no CycloneDX with hashes")
+        raise EngineFault(f"{image}: {_SBOM} is not a CycloneDX document with hashes")
     return {each["name"].lower().replace("-", "_").replace(".", "_") for each in components}
 
 

@@ -1,7 +1,7 @@
-"""Counts the objects inside each Python process that starts with this folder on PYTHONPATH (long/soak.py).
+"""Reports the number of objects in each Python process with this folder on PYTHONPATH, for long/soak.py.
 
-A thread answers each connection to an abstract Unix socket with the number of objects that the garbage
-collector tracks, after a collection.
+On each connection to an abstract Unix socket, a thread runs a garbage collection and sends the number of
+objects that the collector tracks.
 """
 
 import contextlib
