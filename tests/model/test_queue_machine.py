@@ -33,7 +33,7 @@ Choices = dict[str, list[Any]]
 CALLERS = ("a", "b", "c")
 ENDPOINTS = ("e1", "e2", "e3")
 WEIGHTS = {"one": 1.0, "two": 2.0, "four": 4.0, "half": 0.5}
-FAR = 1e7  # a unit of cost so large that tags are soon rebased
+FAR = 1e7  # multiplies costs, so that tags are soon rebased
 # The priorities of the three named bands, and others, whose bands are created and collected.
 PRIORITIES = (*[0] * 6, *[10] * 2, *[-10] * 2, 100, 7, 7, -3, LEAST_PRIORITY, MOST_PRIORITY)
 LIMITS = {"four": 1, "half": 1}
@@ -57,7 +57,7 @@ BASE: Fields = {
 }  # fmt: skip
 # Under BASE few requests run and many wait. These bounds let more run, so that endpoints' loads differ more.
 ROOMY = {"upper_per": 4, "lower_per": 3}
-# One call of the sweep surely scans this many requests. At REFILED (16) the scan may stop before some empty
+# One sweep always scans this many requests. At REFILED (16) the scan may stop before some empty
 # buckets (it depends on the server's hash seed) and report more; the model has no partial scans.
 WALKED = 15
 GUARANTEED = {"priority": 7, "guaranteed": True}

@@ -1,4 +1,4 @@
-"""Tests of the rules in runs short enough to check by hand, on the scripts and on the model at once."""
+"""Short runs with results worked out by hand, on the Lua scripts and on their model at once."""
 
 import itertools
 from typing import Any
@@ -22,7 +22,7 @@ QUEUED = "queued 10000"
 FULL, SATURATED, NO_BYTES_LEFT, NO_ENDPOINT = (
     f"refused {reason} 1" for reason in ("total-capacity", "saturated", "band-bytes", "no-endpoints")
 )
-# Settings, earlier arrivals, the next arrival, its answer.
+# Name: settings, earlier arrivals, the next arrival, its answer. by_hand.py explains the notation.
 ANSWERS: dict[str, tuple[CASES, str, str, str]] = {
     "below the bound an arrival is placed at once": ({"upper_per": 2}, "r1", "r2", "placed e1 1"),
     "at the bound an arrival is queued for the rest of its TTL": (
@@ -590,7 +590,7 @@ def test_the_cost_of_an_answer_is_learned_from_earlier_answers(side: ScriptSide)
 
 def test_a_request_past_its_time_to_live_is_not_dispatched(side: ScriptSide) -> None:
     pool = full(side)
-    # More expired requests than one call has timers.
+    # More requests expire than one call runs timers.
     pool.admit(many("short{n} ttl_ms=50", 30), by="b")
     pool.admit("late flow=short")
     pool.passes(60)
@@ -743,7 +743,7 @@ def test_an_adopted_request_keeps_its_position_and_belongs_to_its_adopter(side: 
     # A granted request is placed for its adopter, and its former owner cannot place it.
     assert pool.admit("q0") == ["placed e1 0 adopted"]
     assert pool.place("q0", by="b") == "gone"
-    # A placed request stays, and neither replica can cancel it: Envoy may listen to either stream.
+    # A placed request stays placed, and neither replica can cancel it: Envoy may listen to either stream.
     assert pool.admit("q0", by="b") == ["placed e1 adopted"]
     assert [pool.cancel("q0", by=by) for by in "ab"] == ["foreign"] * 2
     assert pool.serve() == ["q1", "q2"]

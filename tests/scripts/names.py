@@ -2,8 +2,8 @@
 
 from hypothesis import strategies as st
 
-# Characters that could separate or change the parts of a key, list, row or pattern. Names are short and use
-# few characters, so that two different pairs of names often give the same string when joined by one of them.
+# Characters that might separate the parts of a key, list, row or pattern. Names are short and use few
+# characters, so that two different pairs of names often become one string if such a character joins them.
 _MARKS = ":{}|*% ,=[]\\?\"'é🙂-a"
 
 

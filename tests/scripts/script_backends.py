@@ -30,7 +30,7 @@ def fakeredis() -> Iterator[str]:
     The library is loaded first, because fakeredis closes a connection after any error reply.
     """
     with TcpFakeServer((LOOPBACK, 0), server_type="valkey") as server:
-        # It writes several small pieces per reply: Nagle's algorithm would delay every second one by 40 ms.
+        # fakeredis writes a reply in small pieces: Nagle's algorithm would delay every second piece by 40 ms.
         prompt = {"disable_nagle_algorithm": True}
         server.RequestHandlerClass = type("Prompt", (server.RequestHandlerClass,), prompt)
         thread = threading.Thread(target=server.serve_forever, name="fakeredis")

@@ -81,7 +81,7 @@ def ask(
     request_id: str, *, band: Band | int = Band.DEFAULT, priority: int | None = None, workload: str = "",
     criticality: int = 3, **fields: Any,
 ) -> InferenceRequest:  # fmt: skip
-    """A request for the model llama; `band` is a band or a named one's number; `priority` replaces it."""
+    """A request for the model llama; `band`: a band or a named band's number; `priority` overrides it."""
     band = NAMED[band] if isinstance(band, int) else band
     if priority is not None:
         band = Bands().of(priority)
@@ -151,7 +151,7 @@ class Replica:
         self.store = Store(
             url, pool=pool, replica=name, failure_detector=FailureDetector(silence_s, silence_s),
             pause_detector=PatientPauseDetector() if silence_s >= SILENCE_S else PauseDetector(),
-            connect_timeout_s=max(1.0, silence_s),  # patient with a busy machine
+            connect_timeout_s=max(1.0, silence_s),  # a busy machine connects slowly
             metrics=self.metrics,
         )  # fmt: skip
         self.gate = admission_over(
@@ -366,8 +366,8 @@ async def running(
                 for replica in replicas:
                     await replica.beat()
             if listening:
-                # On a busy machine a silent connection must not be given up: in some tests no heartbeat would
-                # make up for missed wake-ups.
+                # The long check_s keeps silent connections open on a busy machine: in some tests no heartbeat
+                # makes up for missed wake-ups.
                 background += [
                     tasks.create_task(
                         listen(url, fleet.keys.wake(each.name), each.notified, check_s=DEADLINE_S)

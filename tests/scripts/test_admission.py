@@ -65,7 +65,7 @@ async def test_the_queue_can_be_disabled_and_enabled_while_requests_wait(fleet: 
 
 
 async def test_requests_registered_again_in_one_message_keep_their_order(fleet: OpenFleet) -> None:
-    # Two requests that first arrived within 1 ms arrive again, in reverse order of their ids.
+    # Two requests that first arrived within 1 ms are admitted again; the id of the older one sorts last.
     async with fleet("a", full=True) as (it, a):
         await asyncio.gather(a.beat(), a.admit("a", age_s=0.0501), a.admit("z", age_s=0.0505))
         # The request with the earlier first arrival is served first.

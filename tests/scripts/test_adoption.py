@@ -28,12 +28,12 @@ async def test_repeated_sweeps_orphan_all_waiting_requests_of_a_silent_replica(f
 
 
 async def test_a_heartbeat_of_a_silent_replica_stops_the_orphaning_of_its_requests(fleet: OpenFleet) -> None:
-    # A replica has left with requests waiting, and a sweep has orphaned only some of them.
+    # A replica leaves with 120 waiting requests, and one sweep orphans only some of them.
     async with fleet("a", "b", full=True) as (it, a, b):
         await asyncio.gather(*(a.admit(f"q{i}") for i in range(120)))
         await a.store.leave()
         assert (await b.sweep()).more
-        # The replica's next heartbeat reports this and stops the orphaning; it may admit requests again.
+        # The replica's next heartbeat stops the orphaning, and the replica admits its requests again.
         assert not (await a.beat()).was_known
         assert not await it.has("orphan_cursors")
         assert name_of(await a.admit("q0")) == "queued"
@@ -55,7 +55,7 @@ async def test_a_retry_on_a_new_stream_takes_over_the_queued_request(fleet: Open
 
 
 async def test_the_expiry_timer_of_a_former_owner_does_not_end_an_adopted_request(fleet: OpenFleet) -> None:
-    # Another replica has adopted the waiter's request.
+    # Another replica adopts a waiting request.
     async with fleet("a", "b", full=True) as (it, a, b):
         waiter = await waiting(it, a, "q", ttl_s=0.8)
         await b.admit("q", "99.")

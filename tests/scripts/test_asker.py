@@ -1,4 +1,4 @@
-"""CommandClient, for plain commands beside scripts: ordered replies, clear errors, reconnection."""
+"""CommandClient sends plain Redis commands: ordered replies, errors raised, lost connections replaced."""
 
 import asyncio
 from collections.abc import AsyncIterator

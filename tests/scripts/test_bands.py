@@ -1,4 +1,4 @@
-"""Bands of any priority in the scripts: their maximum number, and how long they exist."""
+"""Bands of any priority in the scripts: how many there can be, and when they are created and collected."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -44,7 +44,7 @@ def sweep(pool: DirectPool) -> None:
 
 @pytest.fixture
 def full(direct: DirectPool) -> DirectPool:
-    """A pool with a full stock, where every further request waits."""
+    """A pool whose stock is full, so that every further request waits."""
     fill(direct)
     return direct
 
@@ -85,7 +85,7 @@ def test_a_newly_loaded_library_reads_the_bands_from_redis(full: DirectPool) -> 
 
 
 def test_a_failed_call_creates_no_band(full: DirectPool) -> None:
-    # A batch with a new priority fails.
+    # A batch with a request of a new priority fails, because its second item is damaged.
     with pytest.raises(redis.ResponseError):
         full.call("admit", "a", arrival("x", priority=7), b"damaged")
     assert list(lengths_of(full)) == [10, 0, -10]

@@ -1,4 +1,4 @@
-"""Many requests, little capacity: the decision log is consistent, and every count ends at 0 (G1, G4, G6)."""
+"""Under contention the decision log is consistent, and every count ends at 0 (G1, G4, G6)."""
 
 import asyncio
 import random

@@ -11,7 +11,7 @@ ROOM = 1000  # stock per endpoint, so large that only the endpoints' limits matt
 
 
 async def test_of_100_concurrent_requests_exactly_5_run_on_an_endpoint_with_limit_5(fleet: OpenFleet) -> None:
-    # Two replicas, and a stock far above the only endpoint's limit of 5.
+    # Two replicas share one endpoint with a limit of 5; the stock has room for 1000 requests.
     async with fleet("a", "b", upper_per=ROOM, listening=True) as it:
         await it.replicas[0].publish(Endpoint(A, max_inflight=5), upper_per=ROOM)
         running: list[int] = []

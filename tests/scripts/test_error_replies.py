@@ -1,4 +1,4 @@
-"""How a replica treats each error of Redis: the rows of docs/errors.md.
+"""How a replica reacts to each error reply of Redis, as docs/errors.md lists them.
 
 Real servers give the errors that a test can provoke; a proxy gives the others."""
 
@@ -78,7 +78,7 @@ class Watched:
 
 @contextlib.asynccontextmanager
 async def watched(url: str, pool: str, through: str = "", **settings: Any) -> AsyncIterator[Watched]:
-    """A `Watched` whose replica reaches Redis at the URL `through`, by default `url`."""
+    """Open a `Watched` whose replica connects to the URL `through`, by default `url`."""
     settings = {"listening": True, **settings}
     async with running(url, pool, "a", upper_per=1, through={"a": through or url}, **settings) as (fleet, a):
         it = Watched(fleet, a)
@@ -129,7 +129,7 @@ async def test_a_call_is_repeated_after_a_passing_server_error(
         # The admission gets the error once.
         between.refuse(f"{error} for a moment", times=1)
         async with arriving(it, "new", "other"):
-            # The arrival waits in the shared queue, behind the earlier request.
+            # The new request waits in the shared queue behind the earlier one.
             await it.fleet.until_queued(2)
             assert it.gate.failover.state is FailoverState.SHARED
         await it.ends()

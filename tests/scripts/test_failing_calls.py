@@ -1,4 +1,4 @@
-"""A script that fails at any one of its Redis calls and is repeated has the effect of one successful call."""
+"""A script that fails at any of its Redis commands changes nothing, and may be called again."""
 
 import json
 from typing import Any

@@ -230,12 +230,12 @@ def test_every_count_ends_at_0_when_two_libraries_of_one_format_serve_a_pool(
     client: redis.Redis, pool: str, other: Callable[[], Library], steps: list[tuple[str, int]]
 ) -> None:
     beside = Beside(client, f"{pool}-{next(EXAMPLES)}", other())
-    # Any calls by the two replicas in any order.
+    # The two replicas make random calls in random order.
     for step, *args in steps:
         getattr(beside, step)(*args)
-        # Loads match the requests in flight.
+        # After each call the loads equal the numbers of placed requests.
         beside.audit()
-    # When all requests have ended, nothing is left.
+    # When all requests have ended, every count is 0.
     for _, name, version in itertools.product(range(2), REQUESTS, (0, 1)):
         beside.place(version, name)
         beside.end(version, name)

@@ -17,7 +17,7 @@ async def counted(fleet: Fleet) -> set[str]:
 
 
 async def seen(fleet: Fleet, *ids: str, ago_s: float) -> None:
-    """Set the leases of `ids` as if their last sign of life had come `ago_s` seconds ago."""
+    """Set the leases of `ids` as if their last renewal had come `ago_s` seconds ago."""
     lease_ends_ms = await fleet.now_ms() - ago_s * 1000 + SETTINGS["lease_ms"]
     await fleet.redis.zadd(fleet.keys.prefix + "inflight", dict.fromkeys(ids, lease_ends_ms))
 
@@ -44,11 +44,11 @@ async def test_a_sweep_reclaims_the_oldest_requests_that_both_newer_pages_lack(f
     async with fleet("a", upper_per=10) as (it, a):
         for name in names:
             await a.admit(name)
-        await seen(it, *names[4:], ago_s=4)  # seen more recently, but not since the last pages
+        await seen(it, *names[4:], ago_s=4)  # renewed later than the others, but before both pages
         for age, name in enumerate(reversed(names[:4])):
             await seen(it, name, ago_s=10 + age)  # r0 is the oldest
 
-        # One newer page is not enough, nor are two pages that show all the requests.
+        # Nothing is reclaimed if only one page is newer, or if the older page counts all 6 requests.
         for before in (None, (11.0, 0), (1.0, 6)):
             await report(it, 3, before=before)
             assert await found(a, UNSEEN_S) == (0, (E1,))
@@ -130,10 +130,10 @@ async def test_a_renewed_request_is_no_longer_a_suspect(fleet: OpenFleet) -> Non
 @pytest.mark.parametrize(
     ("calls", "stays"),
     [
-        (["settle y"], {"x", "new"}),  # the page showed the end of y
-        (["settle x", "settle y"], {"new"}),  # both had ended
+        (["settle y"], {"x", "new"}),  # the page lacked y
+        (["settle x", "settle y"], {"new"}),  # x and y had both ended
         (["renew y", "settle y"], {"new"}),  # y ran after the page, so the page lacked x, which had ended
-        (["renew x", "settle y"], {"x", "new"}),  # x has come back by itself
+        (["renew x", "settle y"], {"x", "new"}),  # a renewal has restored x before
         (["settle y", "settle x"], {"new"}),
     ],
 )

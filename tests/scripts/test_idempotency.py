@@ -16,8 +16,8 @@ Call = Callable[[Replica], Awaitable[object]]
 TOKEN = accounting_token.write(ask("gone", workload="w"), "10.0.0.1:8000")
 
 THREE = {**SETTINGS, "upper_per": 3}
-# Requests in each state exist: `placed`, `granted`, `queued`, and `untaken`, which its grant placed; `gone`
-# is unknown.
+# `placed`, `granted` and `queued` are requests in that state. The grant of `untaken` placed it, without an
+# acknowledgement. Redis does not know `gone`.
 CALLS: dict[str, Call] = {
     "admit, in flight": lambda a: a.admit("placed", workload="w"),
     "admit, queued": lambda a: a.admit("queued", workload="w"),

@@ -124,7 +124,7 @@ async def test_a_tombstone_stops_only_requests_seen_before_the_end(
 ) -> None:
     async with fleet("a", "b") as (it, a, b):
         token = accounting_token.write(ask("r"), E1)
-        # A tombstone for an end that was reported `ended_s` ago.
+        # A replica stores a tombstone for an end that it received `ended_s` ago.
         assert await a.store.tombstone("r", ended_s) == "stored"
         # A stream's own replica may restore a request that it has seen since the end. An access-log report
         # may carry an old accounting token and restores nothing.
@@ -140,7 +140,7 @@ async def test_a_sweep_deletes_at_most_500_tombstones_beyond_the_limit(fleet: Op
     async with fleet("a") as (it, a):
         tombstones = it.keys.prefix + "tombstones"
         now_ms = await it.now_ms()
-        # More tombstones than are kept.
+        # Redis has 600 tombstones more than the limit.
         await it.redis.zadd(tombstones, {f"r{n}": now_ms + n for n in range(MOST_TOMBSTONES + 600)})
         # Sweeps delete the oldest ones.
         assert (await a.sweep()).more
@@ -158,7 +158,7 @@ async def test_a_request_started_without_redis_is_not_restored_after_its_end(fle
         await until(lambda: it.redis.zscore(it.keys.prefix + "tombstones", "r"))
         # The replica that started the request renews it, and restores nothing.
         assert await a.store.renew("r", 1, "", token) == "unknown"
-        # The end of a refused request leaves no trace.
+        # The end of a refused request adds no tombstone.
         b.gate.settle(ended("refused"))
         await b.beat()
         tombstones = it.keys.prefix + "tombstones"
@@ -180,7 +180,7 @@ async def test_a_restored_request_takes_no_more_stock_than_an_admitted_one(
     async with fleet("a", endpoints=2) as (it, a):
         for address in (E1, E2)[:unready]:
             await a.store.mark_endpoint(address, "down", True)
-        # An accounting token claims a larger cost.
+        # The accounting token claims the cost `claimed`.
         token = accounting_token.write(ask("r", cost=claimed), E1)
         assert await a.store.renew("r", None, E1, token) == "restored"
         # The restored request takes at most the whole stock, and releases it.
@@ -230,7 +230,7 @@ DAMAGED = [
 
 @pytest.mark.parametrize("damaged", ["\t".join(each) for each in DAMAGED])
 async def test_a_damaged_accounting_token_restores_nothing(fleet: OpenFleet, damaged: str) -> None:
-    # One request in flight.
+    # One request is in flight.
     async with fleet("a") as (it, a):
         await a.admit("r")
         # The access log reports an unknown request with a damaged accounting token.
@@ -306,7 +306,7 @@ async def test_replicas_keep_their_common_variant_key_over_rotations_and_a_flush
 
 
 async def test_a_report_of_an_invalid_serving_endpoint_moves_no_request(fleet: OpenFleet) -> None:
-    # One request in flight, and one whose record is lost.
+    # One request is in flight; the record of another one is lost.
     async with fleet("a") as (it, a):
         await a.admit("r")
         # The access log reports serving endpoints that are no addresses.

@@ -36,7 +36,7 @@ async def test_a_library_flushed_before_every_call_is_loaded_again(valkey_fleet:
             lambda: a.store.renew("r1", 1, "", ""), lambda: a.settle("r1"), lambda: b.place("r2"),
             lambda: b.store.cancel("r2", 1, "withdrawn"), b.sweep, lambda: b.store.state(60),
         )  # fmt: skip
-        # A request passes through all calls without an error.
+        # Each call succeeds, because the replica loads the library again.
         for call in calls:
             await it.redis.function_flush()
             await call()
@@ -77,7 +77,7 @@ async def test_a_script_error_fails_its_call_and_not_the_next(valkey_fleet: Open
 
 
 async def test_a_replica_connects_to_a_server_that_starts_later(pool: str, valkey: Server) -> None:
-    # A replica whose Redis is not running.
+    # The replica starts while its Redis is not running.
     valkey.kill()
     a = Replica(valkey.url, pool, "a", silence_s=2.0)
     async with asyncio.TaskGroup() as tasks:
@@ -126,7 +126,7 @@ async def test_with_a_silent_server_calls_time_out_and_ends_are_kept(
 
 
 async def test_unanswered_calls_fail_at_once_when_a_replica_stops(fleet: OpenFleet, redis_url: str) -> None:
-    # Calls, also a durable one, are in flight to a server that never replies.
+    # An admission and a durable end are in flight to a server that never replies.
     async with proxy_to(redis_url) as between:
         async with fleet("b", "a", through={"a": between.url}) as it:
             a = it.replicas[1]
@@ -145,7 +145,7 @@ async def test_an_end_is_kept_until_redis_takes_writes(valkey_url: str, valkey_f
     async with proxy_to(valkey_url) as between, valkey_fleet("a", through={"a": between.url}) as (it, a):
         await a.admit("r")
         between.refuse("MISCONF Errors writing to the AOF file")
-        # The request ends; its end waits.
+        # The request ends; the replica keeps the end.
         settling = asyncio.ensure_future(a.store.settle("r", Outcome.COMPLETED))
         await asyncio.sleep(0)
         with pytest.raises(WritesRefused, match="MISCONF"):
@@ -215,7 +215,7 @@ async def test_unsent_ends_lack_ends_that_may_have_reached_redis(fleet: OpenFlee
         first = a.store.settle("r1", Outcome.COMPLETED)
         deciding = asyncio.create_task(a.admit("r3"))
         await until(lambda: a.store._client.waiting and not a.store.unsent_ends())
-        # Another request ends: only this end cannot have reached the server.
+        # r2 ends: this end has not been sent, so it cannot have reached the server.
         second = a.store.settle("r2", Outcome.COMPLETED)
         assert a.store.unsent_ends() == ["r2"]
         # The same holds when the first end is queued again for a retry.

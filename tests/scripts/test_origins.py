@@ -110,7 +110,7 @@ async def test_without_redis_a_replica_finds_the_ids_that_it_has_noted_itself() 
     kept.note(("resp_1",), E1)
     assert await kept.find(("resp_2", "resp_1")) == E1
     assert await kept.find(("resp_2",)) == ""
-    assert told == [("resp_1", E1)]  # kept until Redis takes it
+    assert told == [("resp_1", E1)]  # the note is kept until Redis accepts it
 
 
 @pytest.mark.parametrize("lost", ["origins", "origin_times"])

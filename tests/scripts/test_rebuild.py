@@ -85,7 +85,7 @@ async def test_streams_are_registered_before_waiting_requests_when_redis_is_slow
         await it.redis.flushall()
         await a.publish(*addresses(2))
         await a.beat()
-        # A long call of this replica is in flight: admissions are sent beside it.
+        # While a long call is in flight, the replica registers its requests again.
         busy = asyncio.create_task(it.redis.eval(BUSY, 0))
         await asyncio.sleep(0.02)
         asked = asyncio.create_task(a.store.notifications())
@@ -108,7 +108,7 @@ async def test_an_arrival_after_a_flush_makes_its_replica_publish_at_once(fleet:
 
 
 async def test_an_access_log_entry_restores_a_request_that_no_replica_owns(fleet: OpenFleet) -> None:
-    # No replica owns the stream of a request, and the shared state is lost.
+    # A request's stream has no owner, and the shared state is lost.
     async with fleet("a", "b", endpoints=2, joined=CONFIG) as (it, a, b):
         placement = await a.gate.admit(ask("r", workload="w"), stream_owned=False)
         await it.redis.flushall()
@@ -162,10 +162,10 @@ async def test_a_replica_that_counted_as_silent_registers_its_requests_again(fle
 
 
 async def test_only_the_replica_with_the_lowest_name_publishes(fleet: OpenFleet) -> None:
-    # Two replicas with the same configuration.
+    # Two replicas have the same configuration; the replica with the lowest name publishes (the leader).
     async with fleet("a", "b", endpoints=2, joined=CONFIG) as (_, a, b):
         await until(lambda: len(b.cell.current.endpoints) == 2)
-        # The replica that does not publish discovers other endpoints: nothing changes.
+        # If only the other replica discovers a change, the published endpoints stay.
         b.membership.discovered([])
         before = b.membership.pulse
         await until(lambda: b.membership.pulse is not before)

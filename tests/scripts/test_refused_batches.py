@@ -40,7 +40,7 @@ async def served(replica: Replica, *request_ids: str) -> None:
 
 
 async def test_a_batch_queues_all_arrivals_except_those_of_a_broken_flow(valkey_fleet: OpenFleet) -> None:
-    # A full stock, and a flow whose queue key has the wrong type.
+    # The stock is full, and the queue key of one flow has the wrong type.
     async with valkey_fleet("a", full=True) as (it, a):
         async with broken(it):
             # Requests of this flow and of others arrive in one message.
@@ -62,7 +62,7 @@ async def test_a_batch_queues_all_arrivals_except_those_of_a_broken_flow(valkey_
 async def test_a_cancel_takes_effect_although_its_admission_was_sent_again(valkey_fleet: OpenFleet) -> None:
     async with valkey_fleet("a", full=True) as (it, a):
         async with broken(it):
-            # A request arrives beside one of the broken flow, and is cancelled in the same message.
+            # One message carries a request of the broken flow, another request, and the cancel of the latter.
             arriving = (a.admit(name, flow=flow) for name, flow in (("g", "good"), ("b", "bad")))
             await in_one_message(a.beat(), *arriving, in_turn(a.store.cancel, "g", 1, "cancelled"))
         # The cancel takes effect.
@@ -82,7 +82,7 @@ async def test_a_cancel_takes_effect_although_its_admission_was_sent_again(valke
 async def test_a_broken_flow_does_not_keep_other_requests_in_the_queue(
     valkey_fleet: OpenFleet, how: str, args: tuple[Any, ...], answer: object
 ) -> None:
-    # Two requests of a good flow wait, and one of a flow that breaks afterwards.
+    # Two requests of a good flow wait, and one request whose flow's key then gets the wrong type.
     async with valkey_fleet("a", full=True) as (it, a):
         for name, flow in (("g1", "good"), ("g2", "good"), ("b", "bad")):
             await a.admit(name, flow=flow)

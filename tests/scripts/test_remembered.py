@@ -39,7 +39,7 @@ def test_nothing_goes_to_an_endpoint_that_another_version_has_replaced(server: V
 
 
 def test_an_endpoint_added_under_the_same_version_is_picked(server: Versions) -> None:
-    # A version caches all endpoints.
+    # The library caches all endpoints.
     server.publish("a:1", version="1", upper_per=100)
     assert server.admit("x")[1] == "a:1"
     # Another endpoint is published under the same version.

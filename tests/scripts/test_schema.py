@@ -1,4 +1,4 @@
-"""The key schema: docs/redis-schema.md and a live server agree."""
+"""docs/redis-schema.md lists exactly the keys and fields that a live server has."""
 
 import asyncio
 import re

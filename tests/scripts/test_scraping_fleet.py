@@ -1,4 +1,4 @@
-"""Three scrapers, simulators and a real Valkey: one replica scrapes each endpoint, all get the readings."""
+"""One replica scrapes each endpoint, and all replicas get the readings, through a real Valkey."""
 
 import asyncio
 import json
@@ -225,7 +225,7 @@ async def test_in_a_large_fleet_some_replicas_scrape_and_all_get_the_readings(sc
 
 
 async def test_removed_endpoints_are_forgotten_and_new_ones_are_scraped(scraping: OpenScraping) -> None:
-    # A fleet that knows three of four endpoints.
+    # The fleet has readings of three endpoints.
     async with scraping() as fleet, Redis.from_url(fleet.url) as redis:
         known = fleet.addresses
         fleet.list(known[:3])

@@ -60,12 +60,12 @@ async def test_tags_stay_finite_and_flows_take_turns_beside_a_weight_out_of_boun
 
 async def test_the_sweep_rebases_tags_so_that_heavy_flows_have_their_shares_again(fleet: OpenFleet) -> None:
     async with fleet("a", full=True) as (it, a):
-        # The lightest possible flow with the most expensive requests; one of them still waits.
+        # The flow of least weight has requests of the highest cost; one of these requests still waits.
         for number in range(3):
             await a.admit(f"light {number}", flow="light", weight=1e-3, cost=1e9)
         await a.settle("runs")
         await serve(it, 1)
-        # The heaviest flow's tag increment is below the precision of such a sum.
+        # A turn of the heaviest flow adds 1e-6 to its tag, which a tag of 1e12 is too large to hold.
         assert (await it.state()).virtual_times["Default"] == 1e12
         assert 1e12 + 1e-6 == 1e12
         await a.sweep()
@@ -139,7 +139,7 @@ async def test_requests_are_served_expire_and_end_despite_strays_in_a_sorted_set
             await a.publish("10.0.0.1:8000", upper_per=1, lower_per=1, ordering=ordering)
         # Requests are served as usual.
         await life(it, "r")
-        # Sweeps remove strays that no request meets.
+        # Sweeps drop the strays that no dispatch has met.
         await a.sweep()
         await a.sweep()
         if kind in ("inflight", "timers", "overdue", "flows:1", "throttled:1"):
@@ -187,7 +187,7 @@ async def test_requests_are_served_expire_and_end_despite_damaged_entries_of_a_h
     fleet: OpenFleet, kind: str, value: str
 ) -> None:
     async with fleet("a", upper_per=1, lower_per=1, lease_ms=2000, default_answer=1) as (it, a):
-        # Unreadable entries, some of them under names that requests use.
+        # The hash has unreadable entries, some of them under names that requests use.
         names = [*STRAYS[:3], "flow", "other", "w", "down\x1f10.0.0.1:8000", "r gone"]
         await it.redis.hset(it.keys.prefix + kind, mapping=dict.fromkeys(names, value))
         await it.redis.zadd(it.keys.prefix + "inflight", {"stray-0": LONG_AGO})

@@ -42,7 +42,7 @@ async def test_flow_queues_are_listed_by_band_and_start_tag_throttled_ones_last(
         await a.beat()
         found = await a.store.reads.flow_queues(10)
         rows = [(each.group, each.name, each.queued, each.in_flight) for each in found.queues]
-        # Flows in turn come first; the flow at its limit comes last, although its band is higher.
+        # Unthrottled flow queues come first; the throttled one is last, although its band is higher.
         low, limited = group_of(Band.SHEDDABLE.priority), group_of(Band.CRITICAL.priority, throttled=True)
         assert rows == [(low, "low", 1, None), (limited, "limited", 1, 1)]
         assert [each for each in found.totals if each[1]] == [(low, 1), (limited, 1)]
@@ -72,7 +72,7 @@ async def test_a_flow_queue_has_its_tag_length_age_weight_and_share(fleet: OpenF
 
 @pytest.mark.parametrize("ordering", ["fcfs", "edf", "workload-aware"])
 async def test_ranges_of_flow_queues_list_their_requests_in_order(fleet: OpenFleet, ordering: str) -> None:
-    # Two flow queues, one of them longer than a call may read.
+    # One of two flow queues is longer than a call may read.
     async with fleet("a", ordering=ordering, full=True) as (_, a):
         # The order by arrival is also the order by deadline.
         names = [f"q{i:03d}" for i in range(230)]
@@ -91,7 +91,7 @@ async def test_ranges_of_flow_queues_list_their_requests_in_order(fleet: OpenFle
         assert 29 < other.deadline_in_s + other.age_s < 31
         assert 14 < other.overdue_in_s + other.age_s < 16
         assert not other.overdue
-        # Scores are returned where the ordering uses them.
+        # Only the ordering `workload-aware` returns scores.
         score = long[0].score
         if ordering == "workload-aware":
             assert score.criticality == pytest.approx(0.32)
@@ -120,7 +120,7 @@ async def test_requests_in_flight_are_listed_in_pages_by_lease(fleet: OpenFleet)
         await a.admit("q1", subset=(E1,))
         await a.admit("q2")
         await a.settle("r000", "r001")
-        # They are read in pages.
+        # The requests are read in pages of 60.
         seen, total = await a.store.reads.in_flight(60)
         while len(seen) % 60 == 0:
             page, again = await a.store.reads.in_flight(60, (seen[-1].lease_ms, seen[-1].entry.id))
@@ -158,11 +158,10 @@ async def test_a_request_is_found_in_every_state(fleet: OpenFleet) -> None:
 
 
 async def test_workloads_are_read_in_pages_and_one_by_one(fleet: OpenFleet) -> None:
-    # 230 workloads.
     async with fleet("a", upper_per=1000) as (_, a):
         await asyncio.gather(*(a.admit(f"r{i}", workload=f"w{i % 230}") for i in range(460)))
         await a.settle("r7")
-        # They are read in pages of 40.
+        # 230 workloads are read in pages of 40.
         seen, cursor = [], ("0", 0)
         while cursor is not None:
             page, total, cursor = await a.store.reads.workloads(40, *cursor)
@@ -192,11 +191,9 @@ async def test_replicas_and_decisions_are_listed(fleet: OpenFleet) -> None:
 
 
 async def test_reads_of_an_empty_redis_return_nothing_and_write_nothing(fleet: OpenFleet) -> None:
-    # An empty Redis.
     async with fleet("a") as (it, a):
         await it.redis.flushall()
         reads = a.store.reads
-        # Everything is read.
         assert (await reads.flow_queues(10)).queues == []
         assert await reads.flow_queue("f") == []
         assert await reads.queued([RankRange(0, "f", 0, 9)]) == [[]]

@@ -74,7 +74,7 @@ async def test_refused_requests_of_new_workloads_fill_at_most_half_of_the_regist
 
 
 async def test_requests_of_unregistered_workloads_are_ordered_like_anonymous_ones(fleet: OpenFleet) -> None:
-    # A full registry, and capacity for one request.
+    # The registry is full, and the stock has room for one request.
     async with fleet("a", upper_per=1, ordering="workload-aware", max_workloads=1) as (it, a):
         await a.admit("runs", workload="known")
         # Requests of unregistered workloads wait, and leave in any order.
@@ -115,7 +115,7 @@ async def test_at_most_10000_finish_tags_of_idle_flows_are_kept(fleet: OpenFleet
 
 
 async def test_a_client_with_a_new_flow_for_each_request_starves_no_other_flow(fleet: OpenFleet) -> None:
-    # Capacity for one request, a flow with five requests, and twenty waiting requests of one flow each.
+    # The stock has room for one request. A steady flow has five requests; twenty new flows have one each.
     async with fleet("a", upper_per=1, guard_share=0, log_max=0) as (_, a):
         await a.admit("runs", flow="z-steady")
         for n in range(5):
