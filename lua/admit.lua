@@ -14,7 +14,7 @@
 --   request that is queued with candidates '*' is placed by the call that grants it.
 --
 -- Returns {epoch, notifications, attempts, served, reply...}, one reply per request:
---   'placed a,b,c LOADS' (as in place.lua) | 'queued TTL_LEFT_MS', both followed by ' adopted' for a known id
+--   'placed a,b,c LOADS' (as in place.lua) | 'queued TTL_LEFT_MS', followed by ' adopted' for a known id
 --   | 'refused REASON RETRY_AFTER_S', REASON one of no-endpoints, saturated, insufficient-flow-capacity,
 --     too-many-flows, band-capacity, band-bytes, total-capacity
 --   | 'expired' | 'unknown-pool' (publish first) | 'foreign' (another request has this id; nothing was done)

@@ -9,7 +9,7 @@
 --
 -- keys[1] epp:{POOL}:pool
 -- args[1] the calling replica; then for each request: id, attempt, why (cancelled | expired | withdrawn);
---   or id, '', 'unclaimed': the caller was notified of a grant that none of its streams waits for
+--   or id, '', 'unclaimed': the caller was notified of a grant, but has no stream that waits
 --
 -- Returns {epoch, notifications, attempts, served, reply...}: 'ended' | 'granted' (expiry only) | 'foreign' | 'unknown'
 

@@ -6,7 +6,7 @@
 -- keys[1] epp:{POOL}:pool
 -- args[1] how long a claim is valid, ms
 --
--- Returns {text, ms}: the snapshot, and how long it is still valid; {'', ms}: another replica has a claim for so long;
+-- Returns {text, ms}: the snapshot, and how long it is still valid; {'', ms}: the same for another's claim;
 --   {'', 0}: the caller has the claim, reads the flow queues and stores the snapshot
 
 local function claim_queue_snapshot(args)

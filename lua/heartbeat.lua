@@ -9,7 +9,7 @@
 -- keys[1] epp:{POOL}:pool
 -- args[1] the calling replica
 -- args[2] its replica info, JSON; '': as in its last heartbeat
--- args[3] silence_ms: a replica that is silent for so long counts as gone
+-- args[3] silence_ms: a replica without a heartbeat for this long counts as gone
 -- args[4] signing keys it offers (state/accounting_token.py), separated by blanks: a new key, then the keys it holds
 -- args[5] the variant key that it knows, '' for none
 -- args[6] and args[7] epoch and now_us of its last heartbeat, with the time since then added to now_us (us, by its

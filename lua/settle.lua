@@ -1,6 +1,6 @@
 -- include: outliers
 -- Account for requests that have ended, whichever replica reports the end: release stock, endpoint and lease, correct
--- the charge of the flow, and dispatch. A request that is still queued has lost its client, and is removed.
+-- the charge of the flow, and dispatch. A request that is still queued is removed: its client has gone.
 --
 -- Guarantees: each request is released once; an unknown or repeated id changes nothing (G6). If the sweep has reclaimed
 -- another request because a page showed this end, that request is restored (G1).

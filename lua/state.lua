@@ -4,7 +4,7 @@
 -- Guarantees: reads only.
 --
 -- keys[1] epp:{POOL}:pool
--- args[1] silence_ms: a replica that is silent for so long counts as gone
+-- args[1] silence_ms: a replica without a heartbeat for this long counts as gone
 --
 -- Returns {epoch, now_us, stock, queued, upper, lower, ready, in flight, dispatches, ended,
 --   {priority, v, backlogged flow queues, queued, bytes of the bodies that wait} of each band, the highest first,

@@ -9,8 +9,8 @@
 -- keys[1] epp:{POOL}:pool
 -- args[1] the calling replica
 -- args[2] interval_ms   args[3] grace_ms: how long a silent replica's queued requests wait for adoption
--- args[4] idle_ms: a workload that is idle for so long is forgotten
--- args[5] unseen_ms: a placed request may be a ghost after so long without a renewal
+-- args[4] idle_ms: a workload that is idle for this long is forgotten
+-- args[5] unseen_ms: a placed request without a renewal for this long may be a ghost
 --
 -- Returns {epoch, notifications, attempts, served, ran (0 or 1), expired, reclaimed, more (0 or 1), ghosts,
 --   endpoints whose metrics pages may show ghosts}
@@ -20,11 +20,11 @@ local CHUNK = 32 -- requests that a call ends, orphans or reads
 local REFILED = 16 -- requests that a call moves to a new order; each costs a removal and an insertion
 local LIGHT = 500 -- old entries that a call drops of each kind
 local WALKS = 150 -- calls per interval that continue the scan of waiting requests
-local DOWN_MS = 10000 -- a `down` mark that no replica has confirmed for so long is removed
+local DOWN_MS = 10000 -- a `down` mark that no replica has confirmed for this long is removed
 -- Longest time from the placement of a request until its endpoint's metrics page counts the request. Shorter if Envoy
 -- reports the client gone, since Envoy reports no request that it still sends.
 local TRANSIT_MS, REPORTED_TRANSIT_MS = 1000, 100
-local MOST_RECENT = 1000 -- requests counted by endpoint; if there are more, ghosts end with their lease
+local MOST_RECENT = 1000 -- recent requests to count by endpoint; with more, ghosts end with their lease
 local ORIGIN_MS = 86400000 -- how long an id of the Responses API is remembered after it was last noted
 local PRESSED = 0.9 -- fraction of total_capacity; with fewer queued requests the preemption times are reset
 

@@ -191,7 +191,7 @@ async def _background() -> Any:
             for task in tasks:
                 task.cancel()
     except BaseExceptionGroup as faults:
-        # The first failure cancels the other tasks; report that error alone.
+        # The first failure cancels all other tasks: raise only the first.
         raise faults.exceptions[0] from None
 
 
@@ -269,8 +269,8 @@ def _give_large_blocks_back() -> None:
     with contextlib.suppress(OSError, AttributeError):  # other C libraries have no mallopt
         library = ctypes.CDLL(None)
         library.mallopt(_M_MMAP_THRESHOLD, _LARGE_BLOCK_BYTES)
-        # Setting M_MMAP_THRESHOLD lowers this threshold to 128 KiB. Each large prompt would then get memory
-        # from the system anew; a prompt of 400 KB would cost 40 % more CPU.
+        # Setting M_MMAP_THRESHOLD lowers this threshold to 128 KiB. Each large prompt would then allocate
+        # memory from the system; a prompt of 400 KB would cost 40 % more CPU.
         library.mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
 
 

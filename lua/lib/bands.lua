@@ -13,7 +13,7 @@
 -- Takes keys from lib/storage.lua, names from the schema. Gives `bands`, the tables below, and `pool`, still empty.
 
 local pool = {} -- counters (lib/pool.lua)
--- Tables by band number: names of counters (to format a name costs as much as a command), then attributes. A number
+-- Tables by band number: names of counters (formatting a name costs as much as a command), then attributes. A number
 -- without a priority is not in use.
 local QUEUED, V, NEW, BAND_TAG = {}, {}, {}, {}
 local PRIORITY, RANK, BAND_WEIGHT, PREEMPTIBLE, GUARANTEED, CAPACITY = {}, {}, {}, {}, {}, {}

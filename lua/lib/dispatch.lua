@@ -211,7 +211,7 @@ local function finish_call(replies)
 end
 
 -- Answer a batch of items, each `size` arguments (at most five) behind the caller's name, by calling
--- `answer(index, fields...)`. `answer` always gets five fields: those beyond `size` belong to the next item.
+-- `answer(index, fields...)`. `answer` always gets five fields; the fields beyond `size` belong to the next item.
 local function for_each_item(args, size, answer)
   reset_notifications(args[1])
   local replies, count = {}, 0

@@ -166,7 +166,7 @@ do -- a chunk may have 200 locals
   -- Whether an endpoint takes new requests: it is published, not draining and not marked.
   function endpoints.is_ready(address) return is_pickable(load_of(address)) end
 
-  -- All listed endpoints, with requests in flight or not; read once a call.
+  -- All endpoints in `load`, with or without requests in flight; read once a call.
   function endpoints.counted()
     if all_counted then return all_counted end
     local all, listed_ones = redis.call('ZRANGE', key.load, 0, -1), {}
@@ -200,7 +200,7 @@ do -- a chunk may have 200 locals
     return left - (read('ZCARD', key.inflight) - placed)
   end
 
-  -- Split the endpoints of `among` that take new requests into those below their limit and those at their limit.
+  -- Return the ready endpoints of `among` in two lists: below their limit, and at their limit.
   function endpoints.split_by_limit(among)
     local caps, free, closed = endpoints.caps, {}, {}
     for _, address in ipairs(among) do

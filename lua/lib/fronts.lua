@@ -1,8 +1,8 @@
 -- include: storage
 -- Read-ahead: the first members of the sorted sets that dispatch serves from the front (flow queues of a band;
 -- requests, or heads of lines, of a flow queue; requests of a line). A front holds members from index `at` on, and is
--- `whole` if the set has no other members. In a front without scores, members before `at` have left. In a front with
--- scores, `scores` has the new score of each changed member, or false if the member left.
+-- `whole` if the set has no other members. In a front without scores, members before `at` were removed. In a front with
+-- scores, `scores` has the new score of each changed member, or false if it was removed.
 -- Takes reads and writes from lib/storage.lua. Gives `read_ahead`.
 
 do -- a chunk may have 200 locals

@@ -25,7 +25,7 @@ do
   local function by_average(r) return settings.wait_signal == WAIT_SIGNAL_WORKLOAD_AVERAGE and r.workload ~= '' end
 
   -- Set the key of r in `growing` and in `static`; a nil key removes r. Skip a set that cannot hold r under the current
-  -- settings, except while requests are moved to a new order, when both sets may hold r.
+  -- settings. While the sweep moves requests to a new order, either set may hold r.
   local function set_index(r, flow_queue, growing_key, static_key)
     local never_grows = settings.wait_weight == 0 or by_average(r)
     local growing, static = key.growing[r.band][flow_queue], key.static[r.band][flow_queue]

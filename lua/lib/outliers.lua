@@ -4,12 +4,12 @@
 -- Takes loads from lib/endpoints.lua, marks and limits from lib/marks.lua, records from lib/registry.lua. Gives
 -- `outliers` to the functions that report failures and answers, and to the sweep.
 --
--- An entry of `outliers`, JSON: by: {id, flow} of the endpoint's failures since its last answer, oldest first, with
--- flow '' if the request also failed on another endpoint; elsewhere: 1 once another endpoint has since answered one of
--- these flows; at, why: time and reason of the last fault; times: ejections in a row; until_ms: end of the last
--- ejection; seen_ms: when a probe last failed; trial: 1 while one request tries the endpoint; returned_ms: when the
--- trial passed; cap, cap_until: limit of its requests in flight, and when the limit ends; fulls: how often in a row it
--- was full; stuck_ms, stuck_ended: since when its metrics page is unchanged, and pool.ended at that time.
+-- An entry of `outliers`, JSON: by: {id, flow} of each failure since the endpoint's last answer, oldest first, flow ''
+-- if the request also failed on another endpoint; elsewhere: 1 once another endpoint has since answered one of these
+-- flows; at, why: time and reason of the last fault; times: ejections in a row; until_ms: end of the last ejection;
+-- seen_ms: when a probe last failed; trial: 1 while one request tries the endpoint; returned_ms: when the trial passed;
+-- cap, cap_until: limit of its requests in flight, and when the limit ends; fulls: how often in a row it was full;
+-- stuck_ms, stuck_ended: since when its metrics page is unchanged, and pool.ended at that time.
 
 local outliers = {}
 do
@@ -20,8 +20,8 @@ do
   -- A trial passes if its request is answered or has not failed for this long (second value: after `stuck`).
   local TRIAL_MS, STUCK_TRIAL_MS = 15000, 3600000
   local FULL_MS, LEAST_FULL_MS, MOST_FULL_MS = 1000, 100, 60000 -- how long `full` lasts: default, least, most
-  local STUCK_MS = 10000 -- an endpoint is ejected if its metrics page is unchanged for so long while others answer
-  local UNSEEN_MS = 10000 -- without probes an ejection ends so long after until_ms and the last failed probe
+  local STUCK_MS = 10000 -- eject an endpoint whose metrics page is unchanged for this long while requests end
+  local UNSEEN_MS = 10000 -- without probes an ejection ends this long after until_ms and the last failed probe
   local KEPT_MS = 60000 -- how long to keep an entry that neither ejects nor limits its endpoint
 
   local function is_on() return (settings.eject_ms or 0) > 0 end

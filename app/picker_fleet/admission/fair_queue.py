@@ -34,7 +34,7 @@ from typing import Generic, Protocol, TypeVar
 from picker_fleet.domain.bands import Bands
 
 NEWCOMERS = 100
-GUARD_LOOKS_AT = 16  # overdue requests that the guard examines, skipping those of throttled flow queues
+GUARD_LOOKS_AT = 16  # overdue requests that the guard examines; it skips requests of throttled flow queues
 _WHOLE_CREDIT = 1 - 1e-9  # a credit of 1, less rounding: ten times 0.1 adds up to slightly less
 _RELAXED = 0.9  # part of the capacity below which the queue drops the preemption history
 

@@ -50,7 +50,7 @@ class Resync:
     """One attempt to report the requests and ends of an outage to Redis, which answers again."""
 
     began_s: float
-    released: float = 0.0  # budget released by ends received since `began_s`, which Redis receives as well
+    released: float = 0.0  # budget released by ends since `began_s`; Redis also releases their stock
     done: bool = False  # Redis has all requests this replica saw in flight; peers may still resync
 
 

@@ -158,7 +158,7 @@ class SharedQueue:
         ):
             if not displaced.asking:
                 raise RequestIdTaken()
-            await asyncio.sleep(_ID_CHECK_S)  # Redis has yet to decide whether the other request owns the id
+            await asyncio.sleep(_ID_CHECK_S)  # Redis has not yet decided on the request that has this id
         if displaced is not None:
             # Envoy sent the request again over a new stream; the old stream has lost its client.
             _fail(displaced.notification, ClientGone(_TAKEN_OVER))
@@ -309,7 +309,7 @@ class SharedQueue:
         return None
 
     def _refusal(self, request: InferenceRequest, verdict: AnyVerdict) -> RequestError | None:
-        """The error with which `verdict` ends `request`, counted; None if the request goes on."""
+        """Return and count the error with which `verdict` ends `request`; None if the request goes on."""
         error = refusal(verdict, request, self.retry_after_s)
         if error is None:
             return None

@@ -11,11 +11,11 @@ from picker_fleet.endpoints.snapshot import SnapshotCell
 from picker_fleet.state.store import MarkReply, Store
 from picker_fleet.telemetry.metrics import Metrics
 
-_WELL_AGAIN = 3  # good answers in a row that remove the mark `down`
+_WELL_AGAIN = 3  # successful probes or scrapes in a row that remove the mark `down`
 _UNANSWERED = ("timeout", "silent")
-_SERVER_FAULTS = (*_UNANSWERED, "connection")  # any other kind of failure concerns only the metrics page
+_SERVER_FAULTS = (*_UNANSWERED, "connection")  # other kinds of failure concern only the metrics page
 _STANDS_STILL_S = 5.0  # an endpoint is stuck if its page stays the same for this long while requests run
-_NO_SUCH_PAGE = (404, 405)  # the engine has no health page: its requests decide whether it is well
+_NO_SUCH_PAGE = (404, 405)  # the engine has no health page: this answer counts as healthy
 _STUCK = "stuck"
 
 _log = logging.getLogger(__name__)

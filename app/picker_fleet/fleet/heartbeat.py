@@ -147,8 +147,8 @@ class NotificationPoller:
 
 
 class Membership:
-    """This replica as a member of the fleet: sends heartbeats, and acts on each reply: publishes, registers
-    requests again, follows live changes, reads the shared state. One event loop.
+    """Sends this replica's heartbeats, and acts on each reply: publishes, registers requests again, follows
+    live changes, reads the shared state. One event loop.
 
     Each heartbeat publishes `replica_info()` as JSON; `heartbeat_now` asks for one at once. `on_config` is
     called with the configuration and its live changes whenever they change; `on_suspects` as in `Sweeper`.
@@ -180,7 +180,7 @@ class Membership:
         self._envoy_limits = EnvoyLimits(self._clock)
         # The last reply; None before the first one, and while the pool has another format.
         self.pulse: HeartbeatReply | None = None
-        self.refusal = ""  # why this replica may not join the pool, and what to do; '' if it may
+        self.refusal = ""  # why this replica may not join the pool, and the remedy; '' if it may
         self.live_config = LiveConfig()  # the live changes, as of the last heartbeat
         self._followed = ("", "")  # epoch of the shared state and version of the changes last applied
         self._joined = asyncio.Event()  # set once this replica has joined a known pool

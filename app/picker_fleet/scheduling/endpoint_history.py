@@ -244,7 +244,7 @@ class LatencyWindow:
         self._size = size
         self._seconds: list[float] = []
         self._at = 0
-        self._base_s = 0.0  # both sums add differences from `_base_s`, which keeps a small spread exact
+        self._base_s = 0.0  # the sums add differences from `_base_s`, which keeps a small spread exact
         self._sum = 0.0
         self._squares = 0.0
 

@@ -60,7 +60,7 @@ class Keyring:
         return " ".join((self._fresh, *self._keys))
 
     def take(self, keys: str, first: str = "") -> None:
-        """Use the keys of a heartbeat's reply: those in force, newest first, separated by blanks; `first`."""
+        """Use the reply to a heartbeat: the keys in force, newest first, separated by blanks; and `first`."""
         if first and first != self.first:
             self.first = first
             self.variant_key = hashlib.blake2b(first.encode(), digest_size=_KEY_BYTES).digest()

@@ -63,7 +63,7 @@ MAX_BATCH = 16  # items per script call: a call with sixteen preemptions takes w
 MAX_DURABLE = 50_000
 _MAX_IN_FLIGHT = 64
 _BATCH_DELAY_S = 0.002  # longest wait of a decision for earlier replies, and of other calls for a decision
-_LONGEST_INTERVALS = 10  # in batch delays; cuts off long intervals between ends before they are averaged
+_LONGEST_INTERVALS = 10  # in batch delays; caps an interval between ends before it enters their average
 _END_ALPHA = 0.1
 _RANK = {name: rank for rank, name in enumerate(NAMES)}
 _DELAYED = ("renew", "acknowledge")  # no caller waits for their replies
@@ -237,7 +237,7 @@ class Message(msgspec.Struct, eq=False):
 
     `sent_s` is event-loop time; `paused_s` is the pause detector's total at `sent_s`. `exclusive`: while the
     message is in flight, only messages of decisions (admit, place) may be sent. `resent`: the message carries
-    the unanswered calls of a lost connection; if its own connection is lost, too, it is dropped.
+    the unanswered calls of a lost connection; it is dropped if the new connection is lost, too.
 
     All messages are dropped when Redis is unavailable, or when this replica was paused for long. Then durable
     items are pending again, views too unless Redis is unavailable, and all other items fail with

@@ -290,7 +290,7 @@ class FailureDetector:
         return 1 << max(self._repeats, 1)
 
     def unavailable_after_s(self, now_s: float) -> float:
-        """For how long probes must stay unanswered before Redis is UNAVAILABLE."""
+        """The time without an answered probe after which Redis is UNAVAILABLE."""
         repeats = self._repeats if now_s - self._recovered_s < CALM_S else 0
         return min(max(self._floor_s, self._replies.timeout_s) * 2.0**repeats, self._ceiling_s)
 

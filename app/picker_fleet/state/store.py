@@ -423,7 +423,7 @@ class Store:
         config_version: str,
         endpoints_version: str,
     ) -> Rebuilt | None:
-        """Publish settings and endpoints. Returns what was rebuilt; None if the pool was known."""
+        """Publish settings and endpoints. Returns the result of the rebuild; None if the pool was known."""
         caps = {each.address: each.max_inflight for each in endpoints if each.max_inflight is not None}
         if caps:
             settings = {**settings, "caps": caps}  # the scripts read caps for each placement
@@ -500,7 +500,7 @@ class Store:
         """The pool's endpoints as published, by address."""
         published = await self._client.command("HGETALL", self.keys.endpoints)
         marks, ejections = await self.marks(), await self.ejections()
-        # Of thousands of endpoints few change between two calls: parse only those.
+        # Parse only changed endpoints: of thousands, few change between two calls.
         read, self._read = self._read, {}
         for address, text in sorted(zip(published[::2], published[1::2], strict=True)):
             known = read.get(address)
