@@ -29,7 +29,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Starter]:
 
 @pytest.fixture(scope="session")
 def shared_fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Starter]:
-    """`shared_fleet(*options, config=None, spawned=False)`: as `fleet`, but tests share it.
+    """`shared_fleet(*options, config=None, spawned=False)`: one fleet for all equal calls.
 
     For tests that leave the fleet unchanged. A fixture that passes parameters to `shared_fleet` has module
     scope, so that pytest groups tests by parameter and each fleet starts once.

@@ -37,7 +37,7 @@ async def test_every_replica_lists_the_queue_in_dispatch_order(fleet: Any) -> No
         waiting = []
         for count, (flow, objective, workload) in enumerate(asked, 1):
             waiting.append(send(flow, objective=objective, workload=workload))
-            await here.until_state(queued=count)  # so that requests arrive in this order
+            await here.until_state(queued=count)  # so requests arrive in the order of `asked`
         lists = [await all_pages(here, "queue", "requests", replica, 1 + replica) for replica in range(3)]
         order = [each["id"] for each in lists[0]]
         assert [[each["id"] for each in one] for one in lists] == [order] * 3

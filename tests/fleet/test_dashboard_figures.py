@@ -85,7 +85,7 @@ async def drained(fleet: Any, address: str) -> AsyncIterator[None]:
 
 
 def lacking(shot: dict[str, Any]) -> set[str]:
-    """The names of figures that the snapshot lacks or has at their default value."""
+    """The names of figures that the snapshot `shot` lacks or has only at their default value."""
     there = {
         "a wait": figures.oldest_s(shot) is not None,
         "overdue": shot["state"]["overdue"] > 0,

@@ -23,7 +23,7 @@ CONFIG = {
     "request_queue_controller": {"watermark_per_backend": 4},
     "outlier_detection": {"max_ejection_time": "2s"},
 }
-SERVICE_S = 0.1  # 160 requests a second: more would only cost CPU
+SERVICE_S = 0.1  # makes 160 requests a second; more would only cost CPU
 LOOKED_AT = 200  # the test counts errors in this many requests after a failure
 
 

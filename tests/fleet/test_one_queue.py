@@ -26,7 +26,7 @@ async def test_300_parallel_requests_never_exceed_the_bound(here: Any) -> None:
     assert Ledger.replay(log).ends == Counter({"completed": 300})
     served = Counter(answer.endpoint for answer in answers)
     assert len(served) == 4
-    assert min(served.values()) >= 2  # a stalled endpoint may get only its first requests
+    assert min(served.values()) >= 2  # an endpoint that stalls may get only two requests
     # Before the first request ends, each placement goes to an endpoint with the fewest requests in flight.
     events = [entry.event for entry in log]
     first = Counter(entry.endpoint for entry in log[: events.index("completed")] if entry.endpoint)

@@ -290,7 +290,7 @@ def all_have_ended(page: str) -> bool:
 
 
 def written(kind: str, documents: list[object]) -> bytes:
-    """An answer of content type `kind` with these JSON documents."""
+    """The body of an answer of content type `kind` that contains these JSON documents."""
     if kind == JSON:
         return json.dumps(documents[0]).encode()
     return b"".join(b"data: %s\n\n" % json.dumps(each).encode() for each in documents)

@@ -85,7 +85,7 @@ async def test_while_the_collector_is_down_requests_are_served_and_each_decision
     assert (served.status_code, refused.status_code) == (200, 400)
 
     def lines() -> dict[str, Any]:
-        """The last log line of each kind of decision."""
+        """The last log line of each kind of decision, parsed from JSON."""
         log = next(running.state_file.parent.rglob("replica-1.log")).read_text().splitlines()
         parsed = [json.loads(line) for line in log if '"picker_fleet.telemetry.decisions"' in line]
         return {line["decision"]: line for line in parsed}

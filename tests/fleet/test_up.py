@@ -62,7 +62,6 @@ def test_valkey_uses_its_port_if_its_unix_socket_path_would_be_too_long(tmp_path
 
 def test_the_output_has_a_line_for_each_process_and_a_working_curl_command(any_mode: Any) -> None:
     output = any_mode.output
-    # Each process has a line that says it is ready.
     names = [line.split()[1] for line in output.splitlines() if line.startswith("ready ")]
     parts = {"replica": 3, "endpoint": 4}
     numbered = [f"{part}-{number}" for part, count in parts.items() for number in range(1, count + 1)]
@@ -96,7 +95,7 @@ async def asked(client: httpx.AsyncClient, words: int, pieces: int, *, sized: bo
     async def parts() -> AsyncIterator[bytes]:
         for at in range(0, len(body), size):
             yield body[at : at + size]
-            await asyncio.sleep(0.02)  # so that the picker gets each piece as its own message
+            await asyncio.sleep(0.02)  # so that Envoy sends the picker each piece as its own message
 
     headers = {"content-type": "application/json", **({"content-length": str(len(body))} if sized else {})}
     return await client.post("/v1/completions", content=parts(), headers=headers)
