@@ -4,7 +4,7 @@ import { askToken } from "./dialogs.js";
 
 const KEY = "picker-token";
 const DEADLINE_MS = 8000;
-const TOKEN = /^[\x21-\x7e]{1,512}$/; // what a header may contain; a pasted token may have invisible characters
+const TOKEN = /^[\x21-\x7e]{1,512}$/; // characters valid in a header; a pasted token may have invisible ones
 
 export class Problem extends Error {
   constructor(status, detail, code = "") {
@@ -36,8 +36,8 @@ export function open(path, signal) {
   return withToken(() => ask("GET", path, signal));
 }
 
-let declined = false; // the operator gave no token; reads do not ask again
-let question = null; // that is open
+let declined = false; // whether the operator cancelled the token dialog; then reads do not open it again
+let question = null; // promise of the open token dialog
 
 async function withToken(attempt) {
   for (;;) {
@@ -55,7 +55,7 @@ async function withToken(attempt) {
   }
 }
 
-/** Asks for a token; whether there is one. */
+/** Asks the operator for a token and stores it. Returns whether the operator gave one. */
 async function newToken(wrong) {
   let token = await askToken(wrong);
   while (token && !TOKEN.test(token)) token = await askToken(true);

@@ -20,7 +20,7 @@ startLookup();
 startQueue(lookUp);
 startDecisions();
 
-/** The pools to choose from, if the replica serves several. Each has this page at an address of its own. */
+/** Offers the replica's pools in a list, if there are several. Each pool has its own dashboard address. */
 async function showPools() {
   const { pools } = await read("pools");
   if (pools.length < 2) return;
@@ -36,7 +36,7 @@ async function showPools() {
     location.assign(`${root}pools/${encodeURIComponent(list.value)}/`);
   });
 }
-showPools().catch(() => {}); // the page is of one pool all the same
+showPools().catch(() => {}); // without the list the page still shows its own pool
 
 /** Draws at most once a frame, and not while the page is hidden. */
 function draw() {

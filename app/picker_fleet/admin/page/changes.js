@@ -1,4 +1,4 @@
-// Changes: confirmed by the operator, made, and their outcome shown.
+// Makes changes after the operator confirms them, and shows the outcome.
 
 import { change } from "./api.js";
 import { confirmed, showOutcome } from "./dialogs.js";
@@ -16,7 +16,7 @@ export async function offer(button, { title, text, yes, path, done }) {
     return false;
   } finally {
     button.disabled = false;
-    // Not if the focus is elsewhere: a space would press the button.
+    // Return the focus to the button unless the operator has moved it: a space would press the button.
     const idle = [document.body, button, null].includes(document.activeElement);
     if (button.isConnected && idle) button.focus({ preventScroll: true });
   }

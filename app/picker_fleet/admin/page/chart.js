@@ -4,7 +4,7 @@ import { clock, number } from "./format.js";
 
 const NS = "http://www.w3.org/2000/svg";
 const WINDOW_S = 300;
-const GAP_S = 3; // no line is drawn over a longer gap
+const GAP_S = 3; // the line breaks where points are further apart
 const LEFT = 34;
 const RIGHT = 8;
 const BOTTOM = 17;
@@ -25,7 +25,7 @@ export class Chart {
   /** Draws `value` of the history's points into `box`; `bounds` are keys drawn as dashed lines. */
   constructor(box, history, value, bounds, reading) {
     Object.assign(this, { box, history, value, bounds, reading });
-    this.svg = box.appendChild(node("svg", { "aria-hidden": "true" })); // the caption has the figures in words
+    this.svg = box.appendChild(node("svg", { "aria-hidden": "true" })); // the caption states the figures
     new ResizeObserver(() => this.draw()).observe(box);
     box.addEventListener("pointermove", (event) => this.point(event.offsetX));
     box.addEventListener("pointerleave", () => this.point(null));
@@ -65,7 +65,7 @@ export class Chart {
     return (6 + (1 - value / this.most) * (this.height - BOTTOM - 6)).toFixed(1);
   }
 
-  /** A step line: a value is shown until the next. `begin(x, y)` is drawn where a line begins. */
+  /** The SVG path of a step line, flat from each value to the next. `begin(x, y)` starts each line. */
   path(key, begin = (x, y) => `M${x} ${y}`) {
     const steps = this.history.points.map((each, at, all) => {
       const joined = at > 0 && each.at - all[at - 1].at <= GAP_S;
@@ -75,7 +75,7 @@ export class Chart {
     return steps.join("");
   }
 
-  /** The area below the line. */
+  /** The SVG path of the area below the line. */
   area() {
     const floor = this.y(0);
     const steps = this.path(this.value, (x, y) => `V${floor}H${x}V${y}`);
@@ -97,7 +97,7 @@ export class Chart {
   }
 }
 
-/** The least of 1, 2, 4, 5, 10, 20 … that is not below `value`. */
+/** A round number somewhat above `value`, for the top of the axis. */
 function nice(value) {
   const power = 10 ** Math.floor(Math.log10(value));
   return power * [1, 1.2, 1.5, 2, 3, 4, 5, 6, 8, 10].find((step) => step * power >= value * 1.02 || step === 10);

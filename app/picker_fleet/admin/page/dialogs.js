@@ -1,11 +1,11 @@
-// Questions to the operator, and outcomes shown to them.
+// Dialogs that ask the operator, and messages with the outcome of a change.
 
 import { byId, setLevel, setText } from "./dom.js";
 
 const TOAST_MS = 7000;
 let hideTimer = 0;
 
-/** Whether the operator confirms. Escape and Cancel are no. */
+/** Returns whether the operator confirms; Escape and Cancel decline. */
 export async function confirmed(title, text, yes) {
   setText(byId("confirm-title"), title);
   setText(byId("confirm-text"), text);
@@ -13,7 +13,7 @@ export async function confirmed(title, text, yes) {
   return (await answered(byId("confirm"))) === "yes";
 }
 
-/** The token, or "" if it is not given. */
+/** Asks for a token. Returns "" if the operator gives none. */
 export async function askToken(wrong) {
   setText(byId("token-title"), wrong ? "That token was not right" : "This fleet asks for a token");
   const field = byId("token");
@@ -42,8 +42,8 @@ export function showOutcome(text, wanted) {
   hideTimer = setTimeout(() => (toast.hidden = true), TOAST_MS);
 }
 
-// The close event of a dialog comes after it was closed. A question that is pending in between must not get the answer
-// to the one before: that one is resolved first, with its answer, or with no if it is still open.
+// A dialog's close event comes after the dialog has closed. A question asked in between must not get the answer
+// to the previous question: resolve that first, with its answer, or with "" if the dialog is still open.
 const pending = new Map();
 
 for (const dialog of document.querySelectorAll("dialog")) {

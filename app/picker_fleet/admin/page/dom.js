@@ -1,5 +1,5 @@
-// The helpers by which the dashboard sets what it shows. Text is always set as text: names of flows, workloads,
-// requests and models come from clients, and are never interpreted.
+// Helpers that change the page. They set text only as text, never as HTML: names of flows, workloads, requests
+// and models come from clients.
 
 export const byId = (id) => document.getElementById(id);
 
@@ -48,8 +48,8 @@ export function row(...classes) {
 const ROLES = { rowgroup: "thead, tbody", row: "tr", columnheader: "th" };
 
 /**
- * Rows that follow a list. A row exists as long as its key is in the list, so that focus, and a button under
- * a finger, survive the next update. `make()` gives `{tr, update(item)}`.
+ * Table rows that follow a list. A row stays while its key is in the list, so that an update does not take the
+ * focus or replace a button that is being pressed. `make()` returns `{tr, update(item)}`.
  */
 export class Rows {
   constructor(body, key, make) {
@@ -85,7 +85,7 @@ export class Rows {
       while (wanted.has(key)) key += " again";
       wanted.set(key, item);
     }
-    // Remove first: rows that stay are then not moved, and a pressed button gets its click.
+    // Remove old rows first: then the other rows do not move, and a pressed button gets its click.
     for (const [key, { tr }] of this.kept) if (!wanted.has(key)) tr.remove();
     const next = new Map();
     for (const [key, item] of wanted) {

@@ -1,15 +1,15 @@
-// How figures are written. An unknown one is a dash.
+// Formats figures as text. An unknown figure is a dash.
 
 const NONE = "–";
 const known = (value) => typeof value === "number" && Number.isFinite(value);
 
-/** 7, 7.2, 12 400; at most `digits` decimals. */
+/** Formats a number as 7, 7.2 or 12 400, with at most `digits` decimals. */
 export function number(value, digits = 1) {
   if (!known(value)) return NONE;
   return value.toLocaleString("en", { maximumFractionDigits: digits }).replaceAll(",", "\u202f");
 }
 
-/** 900 B, 7.2 kB, 12 MB. */
+/** Formats a size as 900 B, 7.2 kB or 12 MB. */
 export function bytes(value) {
   if (!known(value)) return NONE;
   const units = ["B", "kB", "MB", "GB", "TB"];
@@ -18,7 +18,7 @@ export function bytes(value) {
   return `${number(value, value < 10 ? 1 : 0)} ${units[at]}`;
 }
 
-/** 40 ms, 3.2 s, 2 m 05 s, 3 h 10 m. */
+/** Formats a duration as 40 ms, 3.2 s, 2 m 05 s or 3 h 10 m. */
 export function seconds(value) {
   if (!known(value)) return NONE;
   if (value < 0) return `−${seconds(-value)}`;

@@ -1,4 +1,4 @@
-// The event stream of the replica, and whether it is still alive.
+// Reads the replica's event stream, detects when it stops, and reconnects.
 
 import { open } from "./api.js";
 
@@ -31,7 +31,7 @@ export class Live {
         for (const event of events) this.take(event);
       }
     } catch {
-      // Refused or broken: again below.
+      // The call was refused, or the stream broke: reconnect below.
     }
     if (this.reading === reading) this.reconnectLater();
   }
@@ -50,7 +50,7 @@ export class Live {
     try {
       handler(JSON.parse(fields.data));
     } catch (fault) {
-      reportError(fault); // of the page; the connection is good
+      reportError(fault); // a fault of the page, not of the connection
     }
   }
 
@@ -65,7 +65,7 @@ export class Live {
     const since = this.lastSnapshot?.ms ?? -Infinity;
     if (now - since > SILENT_MS) this.on.link(this.lastSnapshot ? "stale" : "waiting", this.lastSnapshot?.date);
     if (now - this.lastEventMs > DEAD_MS) {
-      this.reading.abort(); // which connects again
+      this.reading.abort(); // `connect` then schedules a reconnect
       this.lastEventMs = now;
     }
   }

@@ -32,7 +32,7 @@ const bands = new Rows(byId("rows-bands"), (band) => band.band, () => {
   };
 });
 
-/** Lets the list of requests be narrowed to any band in use, and keeps the one that was chosen. */
+/** Updates the queue's band filter to the bands in use, and keeps the operator's choice. */
 function offerBands(names) {
   const choice = byId("queue-band");
   const wanted = [...new Set([...names, choice.value])].filter(Boolean);
@@ -43,7 +43,7 @@ function offerBands(names) {
   choice.value = chosen;
 }
 
-/** Keeps a snapshot for the charts, also while the page is in the background. */
+/** Adds a snapshot to the charts' history, also while the page is in the background. */
 export function remember({ at, state }) {
   history.add({ at, stock: state.stock, queued: state.queued, ...state.bounds });
 }
@@ -63,7 +63,7 @@ export function showOverview({ state, flows, endpoints, replicas }) {
   drawCharts(state);
 }
 
-/** The replica cannot read the shared state: the figures stay, and are marked as old. */
+/** Reports that the replica cannot read the shared state; the page keeps the old figures. */
 export function showTrouble(detail) {
   setText(byId("why"), `This replica cannot read the shared state: ${plain(detail)}. The figures below are old.`);
   setLevel(byId("why"), "bad");
@@ -84,7 +84,7 @@ function drawCharts(state) {
 
 const named = (flow) => (flow.flow ? `flow “${plain(flow.flow)}”` : `band ${flow.band}`);
 
-/** One sentence, and how serious it is. */
+/** Returns the level and the sentence that says whether requests wait, and why. */
 function why(state, flows, oldest) {
   const wait = `${plural(state.queued, "request")} ${state.queued === 1 ? "waits" : "wait"}`;
   const throttled = flows.filter((flow) => flow.throttled).length;

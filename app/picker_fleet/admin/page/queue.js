@@ -8,7 +8,7 @@ import { number, plural, seconds } from "./format.js";
 const PAGE = 15;
 const FOLLOW_MS = 2000;
 
-const pages = [""]; // the cursors of the pages up to the one that is shown
+const pages = [""]; // the cursors of the first page to the page shown
 let after = null;
 let busy = false;
 let again = false;
@@ -48,7 +48,7 @@ const rows = new Rows(byId("rows-queue"), (request) => request.id, () => {
 async function evict(button, { id, flow, band, age_s: age }) {
   const done = await offer(button, {
     title: "Evict this request?",
-    text: `Request ${plain(id)} of flow “${plain(flow)}” (${band}) has waited ${seconds(age)}. Its client is answered at once: the request was dropped.`,
+    text: `Request ${plain(id)} of flow “${plain(flow)}” (${band}) has waited ${seconds(age)}. Its client gets a refusal at once.`,
     yes: "Evict",
     path: `requests/${part(id)}/evict`,
     done: `Request ${plain(id)} has left the queue.`,
@@ -90,12 +90,12 @@ function show({ requests, total, cursor, order }) {
 }
 
 function turn() {
-  after = null; // the next cursor comes with this page
-  byId("queue-follow").checked = pages.length === 1; // a later page does not change while it is read
+  after = null; // unknown until the page has loaded
+  byId("queue-follow").checked = pages.length === 1; // only the first page refreshes by itself
   load();
 }
 
-/** Starts the list; `look` is called with the id of a request that was chosen. */
+/** Starts the list; `look` is called with the id of a request that the operator clicks. */
 export function startQueue(look) {
   lookUp = look;
   const first = (event) => {

@@ -5,13 +5,13 @@ import { offer } from "./changes.js";
 import { byId, el, setLevel, setName, plain, Rows, row, setText } from "./dom.js";
 import { number, percent, plural, seconds } from "./format.js";
 
-const FAIR_ENOUGH = 0.8; // the bar of a flow below this part of its fair share changes its colour
+const FAIR_ENOUGH = 0.8; // a flow's bar changes colour if the flow gets less than this fraction of its fair share
 
 const flows = new Rows(byId("rows-flows"), (flow) => JSON.stringify([flow.band, flow.flow]), () => {
   const { tr, cells } = row("name head", "", "n", "n", "n", "share", "n", "");
   const split = cells[5].appendChild(el("span", "split"));
   const meter = split.appendChild(el("span", "meter"));
-  meter.setAttribute("aria-hidden", "true"); // the figures beside it setText the same
+  meter.setAttribute("aria-hidden", "true"); // the text beside the meter has the same figures
   const fill = meter.appendChild(el("i"));
   const fair = meter.appendChild(el("b"));
   const of = split.appendChild(el("span", "of"));
@@ -123,9 +123,9 @@ const replicas = new Rows(byId("rows-replicas"), (replica) => replica.id, () => 
   };
 });
 
-const ownPath = /pools\/[^/]+\/$/.exec(location.pathname)?.[0] ?? ""; // of several pools
+const ownPath = /pools\/[^/]+\/$/.exec(location.pathname)?.[0] ?? ""; // empty if the page has no pool in its path
 
-/** This pool's dashboard at a replica's admin address; "" for what is no http address. */
+/** The URL of this pool's dashboard at a replica's admin address; "" if that is not an http address. */
 function address(admin) {
   try {
     const url = new URL(/^https?:\/\//.test(admin) ? admin : `http://${admin}`);

@@ -1,4 +1,4 @@
-// Light or dark: the theme of the system until the operator chooses another.
+// Sets the light or dark theme: the system's, until the operator chooses one.
 
 import { byId, setText } from "./dom.js";
 
@@ -9,7 +9,7 @@ function chosen() {
   try {
     return localStorage.getItem(KEY);
   } catch {
-    return null; // not every browser has storage
+    return null; // the browser may block storage
   }
 }
 
@@ -27,7 +27,7 @@ export function startTheme() {
     try {
       localStorage.setItem(KEY, own);
     } catch {
-      // the choice then lasts until the page is closed
+      // without storage the choice lasts until the page is closed
     }
     apply();
   });
