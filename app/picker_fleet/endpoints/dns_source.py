@@ -1,8 +1,8 @@
 """Endpoints from DNS: every A and AAAA record of one name, on one port, looked up at an interval.
 
-A and AAAA are looked up separately, and each keeps its own last good answer: name servers that drop AAAA
-queries are common, and must not cost the addresses of the A records. If an answer loses all addresses, it
-counts only once the next lookup confirms it.
+A and AAAA are looked up separately, and each keeps its own last good answer: many name servers drop AAAA
+queries, which must not affect the A records. An answer without addresses counts only once the next lookup
+confirms it.
 """
 
 import asyncio

@@ -5,7 +5,7 @@ not parsed as a whole: PageReader searches for the wanted names and parses only 
 as a full parser would. Format: Prometheus' text exposition format 0.0.4; exemplars are ignored.
 
 A page is read in parts as it arrives, one part per turn of the event loop. The length of a page is unbounded,
-but the work on it is bounded. A malformed line loses its own figure only.
+but the work on it is bounded. A malformed line loses only its own metric.
 """
 
 import math
@@ -63,7 +63,7 @@ def samples(lines: bytes, name: bytes, bad: Callable[[str], None]) -> Iterator[S
         begin, after = start + len(name), lines.find(b"\n", start)
         line_start = lines.rfind(b"\n", 0, start) + 1
         if lines[begin : begin + 1] in _NAME_GOES_ON or lines[line_start:start].strip(_BLANK):
-            continue  # the name is longer, or not at the start of the line: not a sample of this series
+            continue  # no sample of this series: its name is longer, or does not begin the line
         try:
             yield _sample(lines[begin:after])
         except BadPage as fault:

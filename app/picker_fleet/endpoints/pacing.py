@@ -1,4 +1,4 @@
-"""How often the scraper reads a metrics page and probes a server.
+"""Decides how often the scraper reads a metrics page and probes a server.
 
 A page is read no more often than its metrics are used, and costs at most 1 % of the server's and of this
 replica's time (a page takes a real vLLM 8 ms in the process that streams its answers). `scraping.interval:
@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from picker_fleet.domain.known_fleet import KnownFleet
 
-PROBE_S = 0.2  # interval of probes or pages of a server
-REST_PROBE_S = 0.5  # the same while no requests are in flight
+PROBE_S = 0.2  # interval of requests (probes or pages) to a server
+REST_PROBE_S = 0.5  # that interval while no requests are in flight
 _USED_S = 0.1  # interval of pages while requests are placed by their metrics
 _SHOWN_S = 5.0  # interval of pages while only views and health use their metrics
 _SUSPECT_S = 0.1  # interval of pages while requests in flight at the endpoint may be gone
@@ -25,7 +25,7 @@ _DOUBLINGS = 30  # far beyond the longest pause, without overflow
 
 
 class ScrapeCost:
-    """The cost of an endpoint's page, in seconds: the minimum of the last few, which had to wait least."""
+    """The cost of an endpoint's page in seconds: the least of the last few measurements."""
 
     def __init__(self) -> None:
         self._pages: deque[float] = deque(maxlen=_KEPT)
@@ -77,8 +77,8 @@ class IntervalPolicy:
         return min(interval_s, max(probe_s, _PROBE_CPU_S * targets / _SHARE))
 
     def publish_s(self, shown_s: float) -> float:
-        """Seconds between two batches of readings: as often as requests are placed by them, else as views
-        need, every `shown_s`, since each message wakes every replica."""
+        """Seconds between two batches of readings: short if a scorer uses readings, else at least `shown_s`,
+        which suffices for views. Each message wakes every replica."""
         soonest_s = self.fixed_s or PROBE_S / 2
         return soonest_s if self.fleet.picks_by_metrics else max(soonest_s, shown_s)
 

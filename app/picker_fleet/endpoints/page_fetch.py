@@ -203,7 +203,7 @@ class Connection:
         context = self._tls() if self._tls is not None else None
         loop = asyncio.get_running_loop()
         made = Exchange(loop, self.lost.set)
-        # Set before connecting, so that `close` also ends a connection whose making was cancelled.
+        # Set before connecting, so that `close` also ends a connection that was cancelled while connecting.
         self._exchange = made
         self.unreached += 1
         try:
@@ -302,15 +302,15 @@ async def _decoded(parts: AsyncIterator[bytes], encoding: str) -> AsyncIterator[
     except zlib.error as fault:
         raise FetchError("page", f"the page is no {encoding}: {fault}") from None
     if decoder is None or not decoder.eof:
-        raise FetchError("page", f"the page ends before its {encoding} does")
+        raise FetchError("page", f"the page's {encoding} data is truncated")
 
 
 class Exchange(asyncio.Protocol):
     """One connection: writes requests and parses responses, one at a time.
 
-    `status` and `headers` are the response's, once its head has arrived; of the headers only those that the
-    scraper needs, by lower-case name. Use it in a `with`, which closes the connection unless the whole body
-    has arrived.
+    Once the head of a response has arrived, `status` is set, and `headers` has the headers that the scraper
+    needs by lower-case name. Use an exchange in a `with` statement, which closes the connection unless the
+    whole body has arrived.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, on_idle_loss: Callable[[], None]) -> None:
@@ -390,7 +390,7 @@ class Exchange(asyncio.Protocol):
         self._came += len(data)
         try:
             if self.is_complete:
-                raise httptools.HttpParserError("bytes that nobody asked for")
+                raise httptools.HttpParserError("bytes without a request")
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as fault:
             self._fail(FetchError("page", f"no HTTP answer: {fault}"))

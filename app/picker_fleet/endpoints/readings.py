@@ -131,8 +131,8 @@ class Reading:
 
 
 class Readings(Mapping[str, Reading]):
-    """Address -> its reading at one moment. Each reading is made at its first use, since a pick uses few of
-    the thousands of a large pool."""
+    """Address -> its reading at one moment. Each reading is made at its first use: in a large pool, a pick
+    uses only a few of thousands of readings."""
 
     def __init__(self, pages: Mapping[str, EndpointMetrics], reading_of: Callable[[str], Reading]) -> None:
         self._pages, self._reading_of = pages, reading_of
@@ -193,8 +193,8 @@ class MetricsCache:
         now_ms = self.now_ms()
         for address, metrics in readings.items():
             if metrics.scraped_ms > now_ms:
-                # Redis's clock was set back, or another server took over. Kept, a time in the future would
-                # hide all newer readings.
+                # Redis's clock was set back, or another server took over. A reading with a time in the future
+                # would hide all newer readings.
                 metrics = replace(metrics, scraped_ms=now_ms)
             newest = self._newest.get(address)
             if newest is None or metrics.scraped_ms >= newest.scraped_ms:

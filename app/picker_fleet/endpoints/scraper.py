@@ -1,7 +1,7 @@
 """Fetches the metrics pages of this replica's endpoints, each at its own interval (pacing.py).
 
-Probes, requests for a path that costs the server almost nothing, find out whether a server has stopped
-answering.
+Probes detect servers that have stopped answering: a probe requests a path that costs the server almost
+nothing.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ from picker_fleet.endpoints.pacing import IntervalPolicy, ScrapeCost, pause_s
 from picker_fleet.endpoints.page_fetch import Access, Connection, Exchange, FetchError, Page, Place, place_of
 from picker_fleet.endpoints.readings import EndpointMetrics, MetricsCache
 
-_HEALTH_S = 1.0  # longest interval of probes, however often pages are read
+_HEALTH_S = 1.0  # longest interval between probes, even if pages are read more often
 _SELDOM_S = 5.0  # interval of requests for a health path that is expensive for the server
 T = TypeVar("T")
 S = TypeVar("S", bound=msgspec.Struct)
@@ -35,17 +35,17 @@ S = TypeVar("S", bound=msgspec.Struct)
 _UNREACHED = 2  # after this many connect timeouts in a row the endpoint counts as unreachable
 # After this many requests in a row without a byte of response, the process hangs while its kernel accepts
 # connections. vLLM serves its page from the event loop that also receives requests and streams tokens; a
-# burst of arrivals blocks this loop for a second or two, so one silent request proves nothing. Three, each on
-# a connection of its own with growing pauses between, mean three and a half seconds without a turn of the
-# loop. An overloaded server can be later (half a minute has been reported of vLLM), but then all its tokens
-# are as late, and new requests are better sent elsewhere until it answers again.
+# burst of arrivals blocks this loop for a second or two, so one silent request proves nothing. Three silent
+# requests, each on its own connection, with growing pauses, mean that the loop has not run for 3.5 s. An
+# overloaded server can take longer (half a minute has been reported of vLLM), but then all its tokens are
+# late, too, and new requests should go elsewhere until it answers again.
 _SILENT = 3
-SILENCE = "no page within"  # how the fault of an unanswered request begins
+SILENCE = "no page within"  # the first words of the fault of an unanswered request
 _DEADLINE_S = 1.0
 _RETRY_S = 0.05  # base of the pause after a fault, which doubles
 _SUSPECTED_S = 3.0  # how long one call of `suspect` has effect
 _LATE_S = 0.5  # a timeout noticed this much after its deadline means that this replica was paused
-# After a server has closed an idle connection and then answered, further closes start no request for so long.
+# After a server has closed an idle connection and answered a probe, ignore further closes for this long.
 _HABIT_S = 10.0
 _BODY_S = 0.25  # time limit for the body of a probe's response
 _MOST_BODY_BYTES = 64 * 1024
@@ -55,11 +55,11 @@ _UNREADY = (
     502,
     503,
     504,
-)  # a server, or a proxy before it, that answers a probe so takes no requests
+)  # statuses of a probe by which a server, or a proxy before it, says that it takes no requests
 _MODELS_S = 10.0  # interval of requests for the adapters that an engine has
 _MOST_IDLE, _MOST_IDLE_CHARACTERS = 256, 256  # idle adapters kept per engine, and characters of a name
 _MOST_NAMES = 100  # engine names from labels kept
-_MOST_ASIDE_BYTES = 256 * 1024  # longest response from another path than the page's
+_MOST_ASIDE_BYTES = 256 * 1024  # largest response from a path other than the page's
 _log = logging.getLogger(__name__)
 
 
@@ -79,7 +79,7 @@ class Meter(Protocol):
         """Count a batch of readings that was published to the fleet."""
 
     def scrape_unpublished(self, readings: int) -> None:
-        """Count a batch that Redis did not accept; its newest readings go with the next batch."""
+        """Count a batch that Redis did not accept; its readings go with the next batch."""
 
     def scrape_ages(self, owned: int, ages_s: Callable[[], Mapping[str, float]]) -> None:
         """Set the number of endpoints that this replica scrapes, and the age of each known reading."""
@@ -90,14 +90,14 @@ class Scraper:
 
     Each endpoint has its own task and connection, so a slow endpoint delays no other, and its own phase, so
     that scrapes spread over time. The scraper probes an endpoint between pages, so that it detects a hanging
-    server however seldom the page is read or however the page fails, and once when the server closes an idle
-    connection. A request times out after `deadline_s`; a timeout noticed more than `late_s` later means that
-    this replica was paused. After each failure the pause before the next request to the endpoint, or for its
-    page, doubles, up to 5 s.
+    server even if the page is read seldom or fails, and once when the server closes an idle connection. A
+    request times out after `deadline_s`; a timeout noticed more than `late_s` later means that this replica
+    was paused. After each failure the pause before the next request to the endpoint, or for its page,
+    doubles, up to 5 s.
 
-    Readings go to `readings`, and in batches to `channel`. A batch that Redis does not accept goes with the
-    next one, except readings with newer ones. While `speaks`, an empty batch is sent after `speak_s` without
-    readings, as a sign of life of this replica.
+    Readings go to `readings`, and in batches to `channel`. If Redis does not accept a batch, its readings go
+    with the next batch, except those that a newer reading replaces. While `speaks`, an empty batch is sent
+    after `speak_s` without readings, as a sign of life of this replica.
     """
 
     def __init__(
@@ -158,8 +158,8 @@ class Scraper:
         return found
 
     def suspect(self, addresses: Sequence[str], *, notify: bool = False) -> None:
-        """Read the pages of `addresses` more often for a while: requests in flight there may be gone.
-        With `notify` the replicas that scrape the others of `addresses` do so, too."""
+        """Read the pages of `addresses` more often for a while: requests in flight there may be gone. With
+        `notify`, the replicas that scrape the rest of `addresses` also do so."""
         if notify:
             self._unsent_suspects = tuple(addresses)
         until_s = self._clock() + _SUSPECTED_S
@@ -328,7 +328,7 @@ class Scraper:
         if isinstance(status, EndpointMetrics):
             return status
         if target.missed and target.bad_pages <= 1:
-            target.pause_s, target.paged_s = 0.0, -math.inf  # the server had failed, not the page: read it
+            target.pause_s, target.paged_s = 0.0, -math.inf  # the server had failed: read its page now
         target.missed = 0
         target.cost.add_probe(self._clock() - started_s)
         self._meter.probed(target.address, status, target.unready is None)
@@ -373,7 +373,7 @@ class Scraper:
             async with asyncio.timeout(self._deadline_s):
                 return await question()
         except TimeoutError:
-            # A vanished host refuses no connection: only timeouts show it. A pause here may cause one, too.
+            # Connecting to a vanished host times out. A pause of this replica may also cause a timeout.
             if self._clock() - started_s > self._deadline_s + self._late_s:
                 connection.unanswered = 0  # this replica was paused: it could not have read a response
             kind = "silent" if connection.unanswered >= _SILENT else "timeout"
@@ -384,7 +384,7 @@ class Scraper:
         except BadPage as fault:
             kind, why = "page", str(fault)
         if connection is not target.server:
-            kind = "page"  # the page has its own port: its fault is no fault of the server
+            kind = "page"  # the page has its own port: a fault there is not the server's
         if kind in _NO_ANSWER:
             target.missed += 1
         if kind == "connection":
@@ -449,7 +449,7 @@ class _Target:
         self._engine: Engine | None = place.engines[0] if len(place.engines) == 1 else None
         self.asleep = False
         self.asks_sleep = False  # ask the engine whether it sleeps, since its page does not tell
-        self.refusal: str | None = None  # its answer to a probe, if that means that it takes no requests
+        self.refusal: str | None = None  # the answer to a probe, if it says that the server takes no requests
         # Adapters that were loaded and may still be, in the order of their last use.
         loaded = last_read.active_adapters | last_read.idle_adapters if last_read is not None else ()
         self._loaded = dict.fromkeys(sorted(loaded))

@@ -61,7 +61,7 @@ def _hash(text: str) -> bytes:
 
 
 def scrapers_wanted(endpoints: int) -> int:
-    """The number of replicas that shall scrape `endpoints` endpoints, if the fleet has that many replicas."""
+    """The number of replicas that scrape `endpoints` endpoints, if the fleet has that many replicas."""
     return min(_MOST_SCRAPERS, max(_LEAST_SCRAPERS, math.ceil(endpoints / _ENDPOINTS_A_SCRAPER)))
 
 
@@ -113,7 +113,7 @@ class Scrapers:
 
 _log = logging.getLogger(__name__)
 _LOOKS_A_HEARTBEAT = 5
-_SILENT_LOOKS = 3  # scrapers publish about once between two looks
+_SILENT_LOOKS = 3  # a scraper that has not published for this many looks is silent; it publishes once a look
 # A replica spends 1 % of a core on scraping (endpoints/scraper.py), enough for about 16 endpoints whose pages
 # take their servers 8 ms each.
 _ENDPOINTS_A_SCRAPER = 16
@@ -155,14 +155,14 @@ class ScrapingTask:
             speak_s=self._look_s,
             meter=meter,
         )
-        # The look after another replica's next message detects the silence, still within a heartbeat.
+        # A silence is detected at the look after another replica's next message, within one heartbeat.
         self._scrapers = Scrapers(replica, self._look_s * _SILENT_LOOKS)
         self._assigned_version = ""  # version of the endpoints last assigned
         self._assignment = Assignment(())
 
     def suspect(self, addresses: Sequence[str]) -> None:
-        """Have the replicas that scrape `addresses` read their pages soon, since clients of requests in
-        flight there may have gone."""
+        """Have the replicas that scrape `addresses` read their pages soon: requests in flight there may have
+        ended because their clients left."""
         self._scraper.suspect(addresses, notify=True)
 
     async def run(self) -> None:

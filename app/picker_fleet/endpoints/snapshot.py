@@ -39,11 +39,11 @@ class SnapshotCell:
         self.current = Snapshot(version="", endpoints=())  # set by `publish` alone
         self._changed = asyncio.Event()
         self._removed: dict[str, float] = {}  # address of a removed endpoint -> listed until; oldest first
-        self._acknowledged: dict[object, str] = {}  # Envoy that follows this replica -> its version
+        self._acknowledged: dict[object, str] = {}  # Envoy with a stream to this replica -> its version
 
     def acknowledge(self, envoy: object, version: str | None) -> None:
-        """Note that `envoy`, which follows this replica, has the endpoints of `version` ('': none yet); with
-        None, that it has left."""
+        """Record that `envoy`, which has a stream to this replica, has the endpoints of `version` ('': none
+        yet); None: that stream has ended."""
         before = self.acknowledged
         if version is None:
             self._acknowledged.pop(envoy, None)
@@ -55,7 +55,7 @@ class SnapshotCell:
     @property
     def acknowledged(self) -> str | None:
         """The version, without marks, that all Envoys of this replica have; '' if their versions differ; None
-        if no Envoy follows this replica."""
+        if no Envoy has a stream to this replica."""
         versions = set(self._acknowledged.values())
         return "" if len(versions) > 1 else next(iter(versions), None)
 
@@ -75,8 +75,8 @@ class SnapshotCell:
         return self.current
 
     def listed(self) -> Snapshot:
-        """The snapshot for Envoys: the current one, and each endpoint removed less than `REMOVED_S` ago, as
-        draining. The mark of these in its version changes when one is removed, returns or expires.
+        """The snapshot for Envoys: the current endpoints, and as draining each endpoint removed less than
+        `REMOVED_S` ago. A mark in its version changes when an endpoint is removed, returns or expires.
 
         Without removed endpoints Envoy might answer 503 to a request that was placed just before.
         """

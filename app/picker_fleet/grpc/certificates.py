@@ -52,7 +52,7 @@ class _Files(NamedTuple):
 class Certificates:
     """The certificate and key that are in use, for asyncio's TLS (`context`) and gRPC's (`grpc_credentials`).
 
-    New files replace `context`, so each handshake takes it anew. `name` is the section of the configuration,
+    New files replace `context`: read it for each handshake. `name` is the section of the configuration,
     `protocol` the name that ALPN offers.
     """
 
@@ -119,7 +119,7 @@ class Certificates:
             self.reload()
 
     def _look(self) -> tuple[object, ...]:
-        """The time, inode and size of each file, or its error, by which a change is noticed."""
+        """The time, inode and size of each file, or its error; a difference shows that a file has changed."""
         found: list[object] = []
         for path in (self._tls.cert, self._tls.key, self._tls.client_ca):
             try:
@@ -198,7 +198,7 @@ class _Handshake(asyncio.Protocol):
         others: "OrderedDict[_Handshake, None]",
     ) -> None:
         self._protocol, self._certificates, self._others = protocol, certificates, others
-        self._early = bytearray()  # raw bytes before TLS reads, then decrypted bytes before the protocol
+        self._early = bytearray()  # raw bytes until TLS reads, then decrypted bytes until `protocol` reads
         self._came = asyncio.Event()
         self._lost = False
         self._transport: Any = None
@@ -282,7 +282,7 @@ def _reason(fault: Exception) -> str:
 
 @contextmanager
 def _as_file(text: bytes) -> Iterator[str]:
-    """A path from which `text` can be read; in memory if the system can, since `text` has a key."""
+    """A path from which `text`, which has a private key, can be read; in memory if the system allows that."""
     if hasattr(os, "memfd_create"):
         number = os.memfd_create("certificate")
         try:

@@ -1,4 +1,4 @@
-"""Header blocks of HTTP/2: HPACK (RFC 7541), and what makes a request malformed (RFC 9113, 8.2 and 8.3)."""
+"""Decodes HTTP/2 header blocks (HPACK, RFC 7541) and detects malformed requests (RFC 9113, 8.2 and 8.3)."""
 
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -26,7 +26,7 @@ def literal(name: bytes, value: bytes) -> bytes:
 
 
 def _string(text: bytes) -> bytes:
-    """A string without Huffman coding, after its length: 7 bits, then 7 bits a byte, the lowest first."""
+    """Encode `text` without Huffman coding, after its length as an integer with a 7-bit prefix."""
     size = len(text)
     if size < 127:
         return bytes((size,)) + text
@@ -45,10 +45,10 @@ def resizes_table(block: bytes) -> bool:
 
 
 class HeaderReader(Generic[_Found]):
-    """Decodes the header blocks of one connection, and caches what `find` returns for a request's fields.
+    """Decodes the header blocks of one connection, and caches the result of `find` for each block.
 
     An Envoy's requests differ only in their stream id, so their blocks are identical once the headers are
-    in the HPACK table. A block keeps its meaning for as long as the table does not change.
+    in the HPACK table. A cached result is valid until the table changes.
     """
 
     def __init__(self, find: Callable[[Mapping[bytes, bytes]], _Found], malformed: _Found) -> None:
@@ -57,7 +57,7 @@ class HeaderReader(Generic[_Found]):
         self._decoder = hpack.Decoder(max_header_list_size=LIST_BYTES)
 
     def read(self, block: bytes) -> _Found:
-        """What `find` returns for the fields of an unknown block; `malformed` if they are no request's.
+        """The result of `find` for a block that is not cached; `malformed` for a malformed request.
 
         Raises:
             ValueError: the block cannot be decoded; the connection's header table is lost.

@@ -1,4 +1,4 @@
-"""HTTP/2 (RFC 9113), as much of it as a gRPC server needs: frames, flow control, and limits on the peers.
+"""The part of HTTP/2 (RFC 9113) that a gRPC server needs: frames, flow control, and limits on the peers.
 
 `native.NativeTransport` makes a `Connection` for each peer. The connection runs each request's `Stream` in
 a task of its own. Frames are parsed and written in the event loop's thread, so a reset cancels its handler in
@@ -9,9 +9,9 @@ bounded: a connection keeps one frame and 32 KiB of headers, `Limits` bounds all
 each stream charges data that its handler has not read to a byte budget. A stream's window reopens only after
 its handler has read every complete message.
 
-A gateway's connection carries many clients, so nothing that one client can cause ends the connection:
-resets, many streams, half-sent requests. `Peers` bounds their work instead. Only the peer itself sends frames
-that carry nothing; a peer that sends too many loses its connection (docs/security.md, "Rapid resets").
+A gateway's connection carries many clients, so one client's resets, many streams or half-sent requests do not
+end the connection; `Peers` bounds their work instead. Only the peer itself sends frames without effect; a
+peer that sends too many loses its connection (docs/security.md, "Rapid resets").
 """
 
 import asyncio
@@ -28,21 +28,21 @@ from picker_fleet.grpc.headers import LIST_BYTES, HeaderReader, resizes_table
 WINDOW_BYTES: Final = 512 * 1024  # receive window of a stream
 _CONNECTION_WINDOW: Final = 16 * 1024 * 1024  # reopens as data arrives: stream windows are the limit
 _BLOCK_BYTES: Final = 32 * 1024  # limit of one request's headers, encoded
-_ENDED_IDS: Final = 4096  # ids to remember of streams that this side ended first
+_ENDED_IDS: Final = 4096  # remembered ids of streams that this side ended first
 _FLUSH_BYTES: Final = 64 * 1024
 _WRITE_BUFFER: Final = 1024 * 1024  # unsent bytes above which handlers wait
-_CLOSE_S: Final = 5.0  # for a closing connection's last bytes
-_STUCK_S: Final = 30.0  # until a peer that reads nothing is cut off
+_CLOSE_S: Final = 5.0  # time to send a closing connection's last bytes
+_STUCK_S: Final = 30.0  # a peer that reads nothing for this long is cut off
 _STUCK: Final = 64  # connections whose peers read nothing; each holds up to `_WRITE_BUFFER`
 
-# What frames cost, charged to `Limits.idle_frames`, and what raises a connection's allowance.
+# Costs of frames without effect, charged to `Limits.idle_frames`, and additions to that allowance.
 _SETTINGS_COST: Final = 20  # a SETTINGS frame may update every stream
 _RESIZE_COST: Final = 20  # a resize of the HPACK table
 _PER_STREAM: Final = 4  # frames allowed for each stream opened
 _BYTES_SENT: Final = 1024  # bytes sent that allow one more frame
 _PER_S: Final = 50  # frames allowed for each second of age
-_DECODE_COST: Final = 32  # decoding uncached headers costs so many of `Limits.step_frames`
-_DECODE_BYTES: Final = 16  # encoded header bytes that cost one frame more
+_DECODE_COST: Final = 32  # decoding uncached headers counts as this many frames of `Limits.step_frames`
+_DECODE_BYTES: Final = 16  # encoded header bytes that count as one frame more
 
 _log = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ class Stream(Protocol):
     receive_window: int
     send_window: int
     remote_ended: bool  # the client has ended its side
-    task: asyncio.Task[None] | None  # runs the handler; None before its start, and once either has ended
+    task: asyncio.Task[None] | None  # runs the handler; None before and after that
 
     async def serve(self) -> None:
         """Run the handler and send the end of the stream."""
@@ -85,7 +85,7 @@ class Limits:
     All `connections` together may have `streams` open streams. At most `silent` of these may lack a first
     message, `silent_here` on one connection, each for `silent_s`; other streams are refused. Up to
     `unsent_replies` replies wait for a peer that does not read. A connection may send `idle_frames` frames
-    that carry nothing, and more as it ages, opens streams and is sent data.
+    without effect, and more as it ages, opens streams and receives data.
 
     A peer that sent nothing for `silence_s` is pinged and has `answer_s` to answer. If the wait takes
     `pause_s` longer than that, this process was paused, and the peer is not cut off.
@@ -132,11 +132,11 @@ class Peers:
         self._refilling = False
         self._unused: OrderedDict[Connection, None] = OrderedDict()
         self._idle: OrderedDict[Connection, None] = OrderedDict()
-        self._stuck: OrderedDict[Connection, float] = OrderedDict()  # since when the peer reads nothing
+        self._stuck: OrderedDict[Connection, float] = OrderedDict()  # when its peer stopped reading
 
     @property
     def full(self) -> str:
-        """Why new streams are refused; empty while they are taken."""
+        """Why new streams are refused; empty while they are accepted."""
         if self.count >= self.limits.streams:
             return f"all {self.limits.streams} streams are taken"
         if len(self.connections) >= self.limits.connections and not (self._unused or self._idle):
@@ -208,7 +208,7 @@ class Peers:
             self._starting[stream] = None
 
     def end(self, stream: Stream) -> None:
-        """Stop counting a stream that has ended, and cancel its handler if that still runs."""
+        """Stop counting a stream that has ended, and cancel its handler if it still runs."""
         self.count -= 1
         if stream.task is not None:
             task, stream.task = stream.task, None
@@ -238,11 +238,11 @@ class Peers:
             self._loop.call_soon(self._refill)
 
     def wait(self, connection: "Connection") -> None:
-        """Queue `connection`, whose frames a later step is to read."""
+        """Queue `connection`: a later step reads its remaining frames."""
         self._unread.append(connection)
 
     def _refill(self) -> None:
-        """Renew the budget for a new event-loop step, and go on with queued frames and handlers."""
+        """Renew the budget for a new event-loop step, and continue with queued frames and handlers."""
         self._refilling = False
         self.frames_left, self._starts_left = self.limits.step_frames, self.limits.step_starts
         self.start()
@@ -256,8 +256,8 @@ class Peers:
 class Connection(asyncio.Protocol):
     """One peer's connection. All connections of a transport share `peers`.
 
-    `find` returns what opens the streams of requests with these header fields, or a header block to answer
-    them with; the fields are well-formed.
+    `find` takes a request's header fields, which are well-formed. It returns a function that opens the
+    request's stream, or the header block of an immediate answer.
     """
 
     def __init__(self, find: Callable[[Mapping[bytes, bytes]], Open | bytes], peers: Peers) -> None:
@@ -273,7 +273,7 @@ class Connection(asyncio.Protocol):
         self._transport: Any = None
         self._closed = False
         self._settled = False  # whether the peer's preface and settings have arrived
-        self._waiting = False  # whether a later step is to read the frames in `_tail`
+        self._waiting = False  # whether a later step reads the frames in `_tail`
         self._tail = b""
         self._streams: dict[int, Stream] = {}
         self._ended: OrderedDict[int, None] = OrderedDict()
@@ -284,7 +284,7 @@ class Connection(asyncio.Protocol):
         self._block: bytearray | None = None  # headers that CONTINUATION frames have yet to complete
         self._block_of = (0, 0)  # flags and stream id of `_block`
         self._unsent_replies = 0
-        self._idle_frames = 0  # the cost of frames that carried nothing
+        self._idle_frames = 0  # the cost of frames without effect so far
         self._idle_allowed = self._limits.idle_frames
         self._begun = 0  # streams opened so far
         self._began_s = self.loop.time()
@@ -421,7 +421,7 @@ class Connection(asyncio.Protocol):
         return self._closed or (self._refuse_after != frames.LAST_STREAM and not self._streams)
 
     def write(self, data: bytes) -> None:
-        """Send `data` with all other data of this event-loop step, since system calls cost most."""
+        """Send `data` together with all other data of this event-loop step, to save system calls."""
         if self._closed:
             return
         if not self._unsent:
@@ -499,7 +499,7 @@ class Connection(asyncio.Protocol):
             self._ended.popitem(last=False)
 
     def _cancel(self, stream_id: int) -> None:
-        """Release a stream, if it is open, and cancel its handler, if that runs."""
+        """Release a stream if it is open, and cancel its handler if it runs."""
         stream = self._streams.pop(stream_id, None)
         if stream is None:
             return
@@ -545,7 +545,7 @@ class Connection(asyncio.Protocol):
         elif kind == frames.PRIORITY:
             self._on_priority(stream_id, end - start)
         elif kind == frames.PUSH_PROMISE:
-            raise ConnectionFault(frames.PROTOCOL_ERROR, "a client pushes nothing")
+            raise ConnectionFault(frames.PROTOCOL_ERROR, "a client must not send PUSH_PROMISE")
         elif kind == frames.GOAWAY:
             self._count_idle(1)
             _check("a GOAWAY", stream_id, end - start >= 8)
@@ -553,7 +553,7 @@ class Connection(asyncio.Protocol):
             self._count_idle(1)
 
     def _count_idle(self, cost: int) -> None:
-        """Count a frame that carries nothing; a gateway sends few of these, whatever its clients do."""
+        """Count a frame without effect; a gateway sends few of these, whatever its clients do."""
         self._idle_frames += cost
         if self._idle_frames <= self._idle_allowed:
             return
@@ -561,7 +561,7 @@ class Connection(asyncio.Protocol):
         more = _PER_STREAM * self._begun + self._sent_bytes // _BYTES_SENT + _PER_S * age_s
         self._idle_allowed = self._limits.idle_frames + more
         if self._idle_frames > self._idle_allowed:
-            raise ConnectionFault(frames.ENHANCE_YOUR_CALM, "too many frames carry nothing")
+            raise ConnectionFault(frames.ENHANCE_YOUR_CALM, "too many frames without effect")
 
     def _on_data(self, flags: int, stream_id: int, data: bytes, start: int, end: int) -> None:
         stream = self._streams.get(stream_id)
@@ -600,7 +600,7 @@ class Connection(asyncio.Protocol):
         if flags & frames.PRIORITISED:
             start += 5  # a priority, which has no effect since RFC 9113
             if start > end:
-                raise ConnectionFault(frames.PROTOCOL_ERROR, "a priority is cut")
+                raise ConnectionFault(frames.PROTOCOL_ERROR, "a priority is truncated")
         if flags & frames.END_HEADERS:
             self._on_block(flags, stream_id, data[start:end])
         else:
@@ -608,7 +608,7 @@ class Connection(asyncio.Protocol):
 
     def _on_continuation(self, flags: int, payload: bytes) -> None:
         if self._block is None:
-            raise ConnectionFault(frames.PROTOCOL_ERROR, "nothing to continue")
+            raise ConnectionFault(frames.PROTOCOL_ERROR, "a CONTINUATION frame without headers before it")
         self._count_idle(1)
         self._block += payload
         if len(self._block) > _BLOCK_BYTES:
@@ -658,7 +658,7 @@ class Connection(asyncio.Protocol):
             raise ConnectionFault(frames.COMPRESSION_ERROR, str(fault)) from fault
 
     def _answer(self, flags: int, stream_id: int, block: bytes) -> None:
-        """Answer a request that gets no stream: with the headers `block`, or if malformed with a reset."""
+        """Answer a request without a stream: by the headers `block`, or by a reset if `block` is empty."""
         if not block:
             self._fault(stream_id, frames.PROTOCOL_ERROR)
             return
@@ -695,7 +695,7 @@ class Connection(asyncio.Protocol):
             self.send_window += more
             if more == 0 or self.send_window > frames.MAX_WINDOW:
                 raise ConnectionFault(
-                    frames.FLOW_CONTROL_ERROR if more else frames.PROTOCOL_ERROR, "a wrong window update"
+                    frames.FLOW_CONTROL_ERROR if more else frames.PROTOCOL_ERROR, "an invalid window update"
                 )
             self.wake_next()
             return
@@ -745,7 +745,7 @@ class Connection(asyncio.Protocol):
 
     def _on_priority(self, stream_id: int, size: int) -> None:
         if stream_id == 0:
-            raise ConnectionFault(frames.PROTOCOL_ERROR, "a priority of no stream")
+            raise ConnectionFault(frames.PROTOCOL_ERROR, "a priority for stream 0")
         self._count_idle(1)
         if size != 5:
             self._fault(stream_id, frames.FRAME_SIZE_ERROR)
@@ -754,6 +754,6 @@ class Connection(asyncio.Protocol):
 def _check(what: str, stream_id: int, right_size: bool) -> None:
     """Check a frame that concerns the whole connection."""
     if stream_id:
-        raise ConnectionFault(frames.PROTOCOL_ERROR, f"{what} of a stream")
+        raise ConnectionFault(frames.PROTOCOL_ERROR, f"{what} on a stream")
     if not right_size:
         raise ConnectionFault(frames.FRAME_SIZE_ERROR, f"{what} of a wrong size")

@@ -1,7 +1,6 @@
 """gRPC over HTTP/2 (`http2.py`) in the event loop's thread: streams of messages, and their transport.
 
-`server.Server` makes the transport (`extproc.transport: native`), and the transport a `GrpcStream` for each
-request.
+`server.Server` makes the transport (`extproc.transport: native`). That makes a `GrpcStream` for each request.
 """
 
 import asyncio
@@ -28,7 +27,7 @@ _CREDIT_BELOW = WINDOW_BYTES // 2  # a stream's window is reopened at or below t
 _OTHERS_BYTES = 64 * 1024 * 1024  # limit of unread bytes of all streams without a budget of their own
 _STEP_S = 0.01
 _CLOSE_S = 0.25
-_CANCEL_S = 5.0  # for cancelled handlers to end
+_CANCEL_S = 5.0  # time for cancelled handlers to end
 _WRITE_S = 60.0  # time limit for a peer to open its window
 _OVERDUE_S = 1.0  # between two checks for overdue streams
 
@@ -106,13 +105,13 @@ class GrpcStream:
         self._message_bytes = message_bytes
         self._messages: deque[bytes] = deque()
         self._partial = bytearray()  # the beginning of a message
-        self._wanted_bytes = 0  # with so many bytes `_partial` is complete, or its length is known
-        self._reader: asyncio.Future[bytes | None] | None = None  # gets a message, or None: look again
+        self._wanted_bytes = 0  # length at which `_partial` is complete, or has its size field
+        self._reader: asyncio.Future[bytes | None] | None = None  # gets a message, or None to check again
         self._take: Callable[[bytes], None] | None = None  # called with each message on arrival
         self._writer: asyncio.Future[None] | None = None
         self._started = False  # the response's headers have been sent
         self._fault: Exception | None = None
-        self._unread_bytes = 0  # of whole messages
+        self._unread_bytes = 0  # bytes of whole messages
         self._counted_bytes = 0  # unread bytes charged to the budget
         self._received_bytes = 0
         self.began_s = connection.loop.time()
@@ -299,7 +298,7 @@ class GrpcStream:
             connection.blocked.pop(self.id, None)
             connection.wake_next()  # another stream may use the window
             if isinstance(fault, TimeoutError):
-                raise RpcError(Status.UNAVAILABLE, "the answer is not read") from None
+                raise RpcError(Status.UNAVAILABLE, "the peer does not read the answer") from None
             raise
         finally:
             self._budget.give_back(counted_bytes)
@@ -459,11 +458,11 @@ class NativeTransport:
 
     @property
     def full(self) -> str:
-        """Why new streams are refused; empty while they are taken."""
+        """Why new streams are refused; empty while they are accepted."""
         return self.peers.full
 
     async def start(self, listen: str) -> int:
-        """Bind `listen` and serve; the bound port.
+        """Bind `listen` and serve. Returns the bound port.
 
         Raises:
             StartupError: the address cannot be bound.
@@ -489,12 +488,12 @@ class NativeTransport:
 
     def refuse(self, path: str, wanted: bool = True) -> None:
         """Refuse new streams of `path` with REFUSED_STREAM, so that the peer sends them elsewhere; with
-        `wanted` False, take them again."""
+        `wanted` False, accept them again."""
         (self._refused.add if wanted else self._refused.discard)(path.encode())
 
     async def stop(self, grace_s: float | None) -> None:
-        """Take no new streams, wait at most `grace_s` for those that are open, and cut the rest. A GOAWAY
-        sends the peers' next streams elsewhere."""
+        """Accept no new streams, wait at most `grace_s` for open streams to end, and cut the rest. A GOAWAY
+        makes the peers open their next streams elsewhere."""
         if self._server is None:
             return
         self._server.close()
@@ -524,7 +523,7 @@ class NativeTransport:
             self.peers.end_overdue()
 
     def _find(self, fields: Mapping[bytes, bytes]) -> Open | bytes:
-        """What opens the streams of requests with these header fields, or the headers to answer them with."""
+        """A function that opens streams of requests with these fields, or an immediate answer's headers."""
         if fields[b":method"] != b"POST" or not fields.get(b"content-type", b"").startswith(
             b"application/grpc"
         ):

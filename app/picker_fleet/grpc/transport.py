@@ -1,4 +1,4 @@
-"""What handlers of gRPC streams get and answer, the health service, and a transport on grpcio.
+"""The interface of handlers of gRPC streams, the health service, and a transport on grpcio.
 
 A handler serves one stream: it receives and sends messages as bytes, and returns the last one, which is sent
 with the stream's end. The replica's `Server` gives its handlers to `GrpcioTransport` or to
@@ -96,7 +96,7 @@ class ByMetadata(NamedTuple):
 
 
 class Health:
-    """The gRPC health service: `Check` and `Watch` of named states."""
+    """The gRPC health service: `Check` and `Watch` report whether a named service is serving."""
 
     def __init__(self) -> None:
         self._serving: dict[str, bool] = {}
@@ -276,8 +276,8 @@ def _let_loop_run() -> None:
     """Keep gRPC's threads from preempting the event loop's thread when they wake.
 
     gRPC polls and reads in its own threads, which wake ten times a request. In the batch class (sched(7))
-    they wait for a core, get the same share of it, and find more work at once, while the event loop keeps its
-    CPU caches (docs/decisions.md, 18). Threads that they start inherit the class.
+    they wait for a free core, get the same share of CPU, and find more work each time they run, while the
+    event loop keeps its CPU caches (docs/decisions.md, 18). Threads that they start inherit the class.
     """
     if not hasattr(os, "SCHED_BATCH"):
         return  # not Linux
