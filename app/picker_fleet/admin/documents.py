@@ -59,8 +59,8 @@ class MetricsText:
         self._rendering: asyncio.Task[None] | None = None
 
     def pieces(self) -> Iterator[bytes]:
-        """The text, in pieces that take microseconds each to render. A series that changes meanwhile shows
-        its old or its new value."""
+        """The text, in pieces that take microseconds each to render. A series that changes during
+        the rendering shows its old or its new value."""
         yield generate_latest(self._process)
         for same in zip(*(metrics.page.families for metrics in self._pools), strict=True):
             yield same[0].head

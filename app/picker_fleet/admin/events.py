@@ -31,7 +31,7 @@ _MAX_DECISIONS = 100
 _INTERVAL_S = 1.0
 _READ_S = 2.0
 _PING_S = 10.0
-_IDLE_S = 5.0  # after this long without a read, the next read counts as the first
+_IDLE_S = 5.0  # after this long without a read, treat the next read as the first
 _GREETING = b"retry: 1000\n\n"
 _PING = b": ping\n\n"
 
@@ -74,7 +74,7 @@ class SnapshotReader:
         self._reads = reads
         self._decision_log = decision_log
         self._clock = clock
-        self._decisions: list[models.Decision] | None = None  # from the last read; None before the first
+        self._decisions: list[models.Decision] | None = None  # of the last read; None before the first
         self._read_at_s = -math.inf
 
     async def read(self) -> list[Event]:

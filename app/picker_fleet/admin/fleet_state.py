@@ -71,7 +71,7 @@ class ReplicaReport:
 
 
 def _served(report: Mapping[str, Any]) -> Served:
-    """The `ServiceMeter` part of a report; nothing if it is damaged."""
+    """The service that a report's `served` lists; empty if that part is malformed."""
     try:
         served = report["served"]
         bands = {int(each): float(cost) / METER_WINDOW_S for each, cost in served["priorities"]}
@@ -93,7 +93,7 @@ class BandQueues:
 
 @dataclass(frozen=True, slots=True)
 class FleetState:
-    """All flow queues in dispatch order, each once, and the replicas' reports. `complete` is False if
+    """All flow queues, each once, in dispatch order, and the replicas' reports. `complete` is False if
     `queues` holds only the first `max_flows` of the cache."""
 
     queues: tuple[FlowQueueRow, ...] = ()

@@ -35,7 +35,7 @@ CHANGE_COST = 10  # calls that a change counts as: it runs several scripts, and 
 _MAX_CLIENTS = 1024
 _REFUSAL_DELAY_S = 1.0  # slows down a client that ignores Retry-After
 _READ_METHODS = ("GET", "HEAD")
-_ANY_HOST_PATHS = ("/healthz", "/readyz", "/metrics")  # probes and scrapers call by any address
+_ANY_HOST_PATHS = ("/healthz", "/readyz", "/metrics")  # probes and scrapers may use any Host
 _BEARER = HTTPBearer(auto_error=False, description="admin.token, or one of admin.tokens")
 _RELOAD_S = 2.0  # while calls arrive, token files are read again this often
 _REFUSALS_LOGGED_PER_S = 1.0
@@ -70,7 +70,7 @@ class Deadlines:
 
 
 async def within(limit_s: float, answer: Awaitable[_T]) -> _T:
-    """Await `answer`. Raises StateUnavailable if that takes longer than `limit_s`."""
+    """Await `answer`. Raises StateUnavailable if the answer takes longer than `limit_s`."""
     try:
         async with asyncio.timeout(limit_s):
             return await answer

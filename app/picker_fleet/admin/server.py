@@ -156,7 +156,7 @@ async def serving(
         return connection() if agree is None else agree(connection)
 
     config.http_protocol_class = cast(Any, connect)
-    # The steps of `uvicorn.Server.serve`, which would also take over the process's signals.
+    # Repeat the steps of `uvicorn.Server.serve`, which would also take over the process's signals.
     server = uvicorn.Server(config)
     server.lifespan = config.lifespan_class(config)
     await server.startup(sockets=[bound])

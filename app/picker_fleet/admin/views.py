@@ -78,7 +78,7 @@ def encode_cursor(name: str, *parts: str | int | float) -> str:
 
 def decode_cursor(text: str, form: TypeAdapter[_Parts]) -> _Parts:
     """The name and parts that `encode_cursor` got. Raises BadCursor if `text` does not have this `form`."""
-    with contextlib.suppress(ValueError):  # base64, Unicode, JSON, and the form
+    with contextlib.suppress(ValueError):  # invalid base64, Unicode, JSON or form
         if len(text) <= _MAX_CURSOR_CHARS:
             packed = text.encode() + b"=" * (-len(text) % 4)
             return form.validate_json(base64.b64decode(packed, altchars=b"-_", validate=True))

@@ -9,7 +9,7 @@ byte for byte. Model servers get the path unchanged, so a path that needs normal
 
 Steering headers decide a request's flow, band or model. They count only if their sender is trusted:
 `extproc.trusted_headers` lists the trusted headers for the picker; the Envoy that `picker envoy-config` sets
-up removes all but those of `--trust-headers`. Trust in a header includes both of its spellings.
+up removes all but those of `--trust-headers`. A trusted header is trusted in both of its spellings.
 """
 
 import re

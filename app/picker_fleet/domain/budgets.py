@@ -13,7 +13,7 @@ _RESERVED_PART = 32  # 1/32 of the budget is for small bodies only: slow large u
 # A proxy names a request's pool in this gRPC metadata key, or in this header of an HTTP check. Only the
 # proxy's configuration can set it (docs/protocol.md).
 POOL_HEADER: Final = "x-picker-pool"
-_TOLD_POOLS = 100  # unknown pool names to log at most
+_TOLD_POOLS = 100  # log at most this many unknown pool names
 
 _log = logging.getLogger(__name__)
 _Each = TypeVar("_Each")
@@ -39,7 +39,7 @@ class ByPool(Generic[_Each]):
         return self._unknown
 
     def where(self, default: str) -> "ByPool[_Each]":
-        """A copy with `default` as the pool of requests that name none; '' keeps the current default."""
+        """A copy with `default` as the pool of requests that name no pool; '' keeps the current default."""
         each = {name.decode(): thing for name, thing in self._each.items()}
         return ByPool(each, default, self._unknown)
 
@@ -70,7 +70,7 @@ class BodyBudget:
         self.held_bytes = 0
 
     def take(self, size_bytes: int, body_bytes: int) -> None:
-        """Count `size_bytes` more of a body that then has `body_bytes` in all.
+        """Charge `size_bytes` more of a body, which then has `body_bytes` in all.
 
         Raises:
             BufferFull: the budget is used up; nothing is counted.
@@ -179,7 +179,7 @@ class _PoolBudget(BodyBudget):
 
     @property
     def borrowed_bytes(self) -> int:
-        """Bytes held beyond the reserved ones."""
+        """Bytes that this pool holds beyond its reserved bytes."""
         return max(self.held_bytes - self._own_bytes, 0)
 
 

@@ -64,7 +64,7 @@ class Settings(Section):
     """A replica's whole configuration."""
 
     pool: PoolName = "default"
-    # Several pools: their differences from the top level. Requests that name no pool go to `pool`.
+    # With several pools: the differences of each from the top level. Requests that name no pool go to `pool`.
     pools: Mapping[PoolName, Annotated["PoolSettings", BeforeValidator(_whole_pool)]] = Field(
         default={}, max_length=MAX_POOLS
     )
@@ -74,7 +74,7 @@ class Settings(Section):
     admin: sections.Admin = sections.Admin()
     discovery: sections.Discovery = sections.Discovery()
     models: tuple[Model, ...] = ()
-    default_model: Name | None = None  # for requests that name no model
+    default_model: Name | None = None  # the model of requests that name no model
     objectives: tuple[Objective, ...] = ()
     fair_request_queue: sections.FairRequestQueue = sections.FairRequestQueue()
     request_queue_controller: sections.RequestQueueController = sections.RequestQueueController()

@@ -124,7 +124,7 @@ def _tls_options(options: Mapping[str, str]) -> dict[str, str | bool]:
         raise ValueError(f"option ssl_cert_reqs must be one of {', '.join(_DEMANDS)}")
     if ("ssl_certfile" in found) < ("ssl_keyfile" in found):
         raise ValueError("option ssl_keyfile needs ssl_certfile")
-    # Host names can be checked only if certificates are.
+    # Host names can be checked only if certificates are checked.
     found["ssl_check_hostname"] = _flag(options, "ssl_check_hostname", demand != "none")
     if demand == "none" and found["ssl_check_hostname"]:
         raise ValueError("ssl_check_hostname cannot be true where ssl_cert_reqs is none")

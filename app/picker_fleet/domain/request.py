@@ -24,7 +24,7 @@ class Workload(NamedTuple):
 
 
 class InferenceRequest(NamedTuple):
-    """One request as the gate sees it, in any mode.
+    """One request, as admission and scheduling see it, in any mode.
 
     `id` is unique in the pool and safe in a Redis member; `cost` is in the stock's unit (requests: 1).
     `subset` lists the endpoints (`ip:port`) that may be picked, None for the whole pool.
@@ -121,7 +121,7 @@ class Completion(NamedTuple):
 
     @property
     def answered(self) -> bool:
-        """Whether the endpoint answered with success. After a client's own error this is False, too."""
+        """Whether the endpoint answered with success. Also False after a client error."""
         return self.outcome is Outcome.COMPLETED and 200 <= self.status < 300 and not self.fault
 
 
@@ -131,8 +131,8 @@ CONNECT: Final = "connect"  # the endpoint accepts no connection
 
 
 class Fault(NamedTuple):
-    """A failed attempt of a request on an endpoint. A `FULL` endpoint is full for `hold_s` (0: it gave no
-    time). Without an accounting token the fault counts only while the request runs on that endpoint."""
+    """A failed attempt of a request on an endpoint. A `FULL` endpoint is full for `hold_s` (0: no time
+    known). Without an accounting token the fault counts only while the request runs on that endpoint."""
 
     id: str
     endpoint: str
@@ -165,7 +165,7 @@ ERROR_IN_200: Final = "error in 200"
 def fault_of(status: int, body_bytes: int | None = None, error: bool = False, content_type: str = "") -> str:
     """Classify an endpoint's answer as a value of `Fault.why`; '' for success or a client's error.
 
-    `error` says that the body reports an error that is not the client's. `body_bytes` is the body's length,
+    `error` says that the body reports an error other than a client error. `body_bytes` is the body's length,
     None if the body is known to have an answer.
     """
     if status == 429:

@@ -116,14 +116,14 @@ class ExtProc(Section):
     health_listen: HostPort | None = None  # a further port for gRPC health only, always without TLS
     transport: Literal["native", "grpcio"] = "native"  # the gRPC implementation (docs/decisions.md, 22)
     max_body_bytes: Count = Field(8 * 1024 * 1024, ge=1024)
-    max_buffered_bytes: Count = Field(128 * 1024 * 1024, ge=1024)  # of all bodies that a replica holds
+    max_buffered_bytes: Count = Field(128 * 1024 * 1024, ge=1024)  # limit for all bodies that a replica holds
     body_timeout: Duration = Field(60.0, gt=0)  # time for a body to arrive, without the wait in the queue
-    # Trusted headers for flow, band or model: Envoy sets or checks them. Other such headers are ignored.
+    # Headers for flow, band or model that Envoy sets or checks; the picker ignores all other such headers.
     trusted_headers: tuple[Annotated[str, BeforeValidator(trusted_name)], ...] = ()
     # Namespace of the metadata with the picked endpoint (spec 002) and with the endpoint that served.
     metadata_namespace: MetadataNamespace = "envoy.lb"
     trusted_hops: Count = Field(0, ge=0, le=16)  # proxies before Envoy that append to x-forwarded-for
-    paths: tuple[AllowedPath, ...] = ()  # allowed besides the built-in list (allowlist.APIS)
+    paths: tuple[AllowedPath, ...] = ()  # paths allowed besides the built-in list (allowlist.APIS)
     # For unlisted paths: refuse all requests, or pass all except those that could administer an engine.
     unknown_paths: Literal["refuse", "pass"] = "refuse"
     read_rate: Number = Field(100, gt=0, le=1e6)  # reads (kind `read`) a second in each replica
@@ -186,7 +186,7 @@ class StaticEndpoint(Section):
     address: EndpointAddress
     labels: dict[str, str] = {}
     max_inflight: Count | None = Field(None, ge=1, le=1_000_000)  # requests in flight, fleet-wide
-    metrics_port: Port | None = None  # port of the metrics page, if it differs
+    metrics_port: Port | None = None  # port of the metrics page, if another
     metrics_path: UrlPath | None = None
 
 
@@ -242,7 +242,7 @@ class Objective(Section):
     criticality: CriticalityName = Criticality.DEFAULT
     priority: Priority | None = None
     weight: Number = Field(1.0, ge=LEAST_WEIGHT, le=MOST_WEIGHT)
-    max_inflight_per_endpoint: Count | None = Field(None, ge=1, le=65_535)  # limit for each flow
+    max_inflight_per_endpoint: Count | None = Field(None, ge=1, le=65_535)  # limit for each of its flows
 
     @model_validator(mode="after")
     def _one_band(self) -> Self:
@@ -260,7 +260,7 @@ class Objective(Section):
 class Model(Objective):
     """A model; its band, weight and limit apply to requests without an objective."""
 
-    max_model_len: Count | None = Field(None, ge=1, le=100_000_000)  # tokens of prompt plus answer
+    max_model_len: Count | None = Field(None, ge=1, le=100_000_000)  # limit of prompt plus answer in tokens
     target_models: tuple[TargetModel, ...] = ()
     endpoint_labels: Mapping[Name, str] = Field(default={})  # labels of the endpoints that serve the model
 
@@ -307,7 +307,7 @@ def _configured(given: Iterable[PriorityBand]) -> dict[str, Band]:
 class FairRequestQueue(Section):
     total_capacity: Count = Field(1000, ge=1)
     flow_capacity: Count = Field(100, ge=1)
-    max_flows: Count = Field(10_000, ge=1)  # flows with a waiting request, over all bands
+    max_flows: Count = Field(10_000, ge=1)  # limit of flows with a waiting request, over all bands
     # The largest share of the stock's bound that one request takes, whatever its cost; at least 1 unit.
     claim_share: Number = Field(0.25, gt=0, le=1)
     # How many flows without a configured name one client address may start at each replica.
@@ -470,7 +470,7 @@ SessionKey = Literal["session-id", "x-session-affinity", "prompt_cache_key", "us
 
 
 class Scheduling(Section):
-    """How an endpoint is chosen. Without scorers: the endpoint with the fewest requests in flight."""
+    """How an endpoint is chosen. Without scorers, the endpoint with the fewest requests in flight is best."""
 
     scorers: Annotated[dict[ScorerName, ScorerWeight], BeforeValidator(weights_by_name)] = {}
     session_keys: tuple[SessionKey, ...] = ()  # for the scorer session-affinity, besides session tokens
@@ -503,7 +503,7 @@ class Scraping(Section):
     engine: str = AUTO
     engine_label: str = _ENGINE_LABELS[0]  # endpoint label with the engine's name
     series: Mapping[str, str] = Field(default={})  # metric -> series; overrides the engine's
-    aggregation: Mapping[str, Aggregation | Literal["sum"]] = Field(default={})  # by label; as `series`
+    aggregation: Mapping[str, Aggregation | Literal["sum"]] = Field(default={})  # by label; overrides it, too
 
     # How to fetch metrics pages; `port` is needed if it differs from the port of requests.
     port: Port | None = None
@@ -542,7 +542,7 @@ class Scraping(Section):
         the endpoint's metrics page decides."""
         labelled, configured = known_engine(named), known_engine(self.engine)
         if labelled is not None and labelled is not configured:
-            # The labels name another engine than the configuration: its `series` do not apply.
+            # The labels and the configuration name different engines: the configured `series` do not apply.
             return (self._own(labelled) if self.engine == AUTO else labelled,)
         if self.engine != AUTO:
             return (self._own(configured or Engine(self.engine)),)

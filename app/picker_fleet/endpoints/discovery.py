@@ -70,7 +70,7 @@ class FileFault(ValueError):
 
 
 class FileSource:
-    """Watches the file `path`. `recheck_s`: interval of reading it again without an announced change."""
+    """Watches the file `path`. `recheck_s`: interval of reading the file without an announced change."""
 
     def __init__(self, path: Path, *, recheck_s: float = 5.0) -> None:
         self._path = path
@@ -140,7 +140,7 @@ def listed(text: str) -> tuple[Endpoint, ...]:
     """Parse the list of endpoints in `text`.
 
     Raises:
-        FileFault: `text` is not YAML or JSON, not such a list, or empty. Empty text means a half-written
+        FileFault: `text` is no YAML or JSON, no list of endpoints, or empty. Empty text means a half-written
             file; a pool without endpoints is written `[]`.
     """
     try:
@@ -186,7 +186,7 @@ def serving(labels: Mapping[str, str], report: Report) -> Report:
 
 
 def source_of(settings: Discovery) -> Source:
-    """The source that `settings` names; an empty static list if it names none.
+    """The source that `settings` names; an empty static list if `settings` names no source.
 
     Raises:
         MissingExtra: `settings` names an InferencePool, but the Kubernetes client is not installed.

@@ -137,7 +137,7 @@ class PageReader:
         return "; ".join((*self._faults, *([f"{more} more"] if more else []))) or None
 
     def feed(self, part: bytes) -> bool:
-        """Read the next `part`. Returns False once the page exceeds a limit: feed no more of it."""
+        """Read the next `part`. Returns False once the page exceeds a limit: do not feed the rest."""
         began_s = time.thread_time()
         self._work += len(part)
         if self._in_long_line:
@@ -158,7 +158,7 @@ class PageReader:
         last = lines[lines.rfind(b"\n", 0, -1) + 1 :].lstrip(_BLANK)
         for name, encoded in self._names:
             if last.startswith(encoded) and last[len(encoded) : len(encoded) + 1] not in _NAME_GOES_ON:
-                # The unread rest may have more samples of this series: a sum would be too low.
+                # The unread rest may have more samples of this series: the sum would be too low.
                 self._counts.pop(name, None)
                 self._adapters.pop(name, None)
         return False
@@ -253,7 +253,7 @@ def _models(found: Mapping[Labels, float]) -> frozenset[str]:
 
 
 def _total(found: Mapping[Labels, float], aggregation: Mapping[str, Aggregation]) -> float | None:
-    """Combine samples into one figure, by the `aggregation` of their labels; None without a valid value."""
+    """Combine samples into one number, by the `aggregation` of their labels; None without a valid value."""
     figures: dict[Labels, dict[Labels, float]] = {}
     for labels, value in found.items():
         if 0 <= value < math.inf:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from picker_fleet.domain.known_fleet import KnownFleet
 
 PROBE_S = 0.2  # interval of requests (probes or pages) to a server
-REST_PROBE_S = 0.5  # that interval while no requests are in flight
+REST_PROBE_S = 0.5  # interval of requests to a server while no requests are in flight
 _USED_S = 0.1  # interval of pages while requests are placed by their metrics
 _SHOWN_S = 5.0  # interval of pages while only views and health use their metrics
 _SUSPECT_S = 0.1  # interval of pages while requests in flight at the endpoint may be gone
@@ -21,7 +21,7 @@ _FETCH_CPU_S = 0.0002  # CPU of this replica to fetch a page, without reading it
 _PROBE_CPU_S = 0.0001
 _KEPT = 8
 _LONGEST_PAUSE_S = 5.0
-_DOUBLINGS = 30  # far beyond the longest pause, without overflow
+_DOUBLINGS = 30  # a pause doubles at most this often, far beyond the longest pause
 
 
 class ScrapeCost:

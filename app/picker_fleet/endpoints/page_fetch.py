@@ -173,7 +173,7 @@ class Connection:
         except BaseException as fault:
             if isinstance(fault, FetchError) or (self._exchange is not None and self._exchange.some_came):
                 self.unanswered = 0
-            # Close: a late response on this connection would be taken for the next request's.
+            # Close the connection: a late response on it would be taken for the response to the next request.
             self.close()
             raise
         self.unanswered = 0
@@ -334,7 +334,7 @@ class Exchange(asyncio.Protocol):
             raise FetchError("connection", "the connection closed at once")
         self._begin()
         self._came = 0
-        self._transport.resume_reading()  # the end of the last page may have paused it
+        self._transport.resume_reading()  # reading may be paused since the end of the last page
         self._transport.write(request)
         while not self.status and self._fault is None:
             await self._next()
@@ -402,7 +402,7 @@ class Exchange(asyncio.Protocol):
         if self._used and self.is_complete and not self._aborted:
             self._on_idle_loss()
         if self._until_close and self.status and fault is None and not self.is_complete:
-            # Without a length the end of the connection ends the body.
+            # The body has no length: the end of the connection ends the body.
             self.on_message_complete()
         elif self.some_came:
             self._fail(FetchError("page", "the connection closed before the page was complete"))

@@ -43,7 +43,7 @@ _SILENT = 3
 SILENCE = "no page within"  # the first words of the fault of an unanswered request
 _DEADLINE_S = 1.0
 _RETRY_S = 0.05  # base of the pause after a fault, which doubles
-_SUSPECTED_S = 3.0  # how long one call of `suspect` has effect
+_SUSPECTED_S = 3.0  # how long one call of `Scraper.suspect` has effect
 _LATE_S = 0.5  # a timeout noticed this much after its deadline means that this replica was paused
 # After a server has closed an idle connection and answered a probe, ignore further closes for this long.
 _HABIT_S = 10.0
@@ -254,7 +254,7 @@ class Scraper:
         self._any_pending.set()
 
     async def _scrape(self, target: "_Target", interval_s: float) -> EndpointMetrics:
-        # The reading gets the time of the request, since the page cannot be older.
+        # The reading gets the time of the request: the page's metrics are not older than that.
         started_s = target.paged_s = self._clock()
         started_ms = int(started_s * 1000)
 
@@ -335,8 +335,8 @@ class Scraper:
         return None
 
     async def _ask_sleep(self, target: "_Target") -> None:
-        """Ask an engine whose page does not tell whether it sleeps. An engine without a usable answer is not
-        asked again."""
+        """Ask an engine whether it sleeps, since its page does not tell. An engine that gives no usable
+        answer is not asked again."""
         answer = await self._ask_aside(target, target.engine.sleep_path, _Sleep)
         target.asks_sleep, target.asleep = answer is not None, answer is not None and answer.is_sleeping
 
@@ -375,7 +375,7 @@ class Scraper:
         except TimeoutError:
             # Connecting to a vanished host times out. A pause of this replica may also cause a timeout.
             if self._clock() - started_s > self._deadline_s + self._late_s:
-                connection.unanswered = 0  # this replica was paused: it could not have read a response
+                connection.unanswered = 0  # this replica was paused and could not read a response
             kind = "silent" if connection.unanswered >= _SILENT else "timeout"
             kind = "connection" if connection.unreached >= _UNREACHED else kind
             why = f"{SILENCE} {self._deadline_s:g} s"
@@ -450,13 +450,13 @@ class _Target:
         self.asleep = False
         self.asks_sleep = False  # ask the engine whether it sleeps, since its page does not tell
         self.refusal: str | None = None  # the answer to a probe, if it says that the server takes no requests
-        # Adapters that were loaded and may still be, in the order of their last use.
+        # Adapters that were loaded and may still be loaded, in the order of their last use.
         loaded = last_read.active_adapters | last_read.idle_adapters if last_read is not None else ()
         self._loaded = dict.fromkeys(sorted(loaded))
         self.models_s = -math.inf  # time of the last request for its models
         self.cost = ScrapeCost()
         self.last: EndpointMetrics | None = None  # the newest reading
-        # Times of the last requests for its page, for a probe, and for its health path.
+        # Times of the last requests to the endpoint: for its page, as a probe, and for its health path.
         self.paged_s = self.probed_s = self.health_s = -math.inf
         self.pause_s = 0.0  # pause before the next page, after a failed page
         self.bad_pages = 0  # failed pages in a row

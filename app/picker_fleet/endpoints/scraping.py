@@ -42,7 +42,7 @@ class Assignment:
         self._owners: dict[str, str] = {}
 
     def of(self, replica: str, addresses: Iterable[str]) -> frozenset[str]:
-        """The subset of `addresses` assigned to `replica`; empty if it is not one of the replicas."""
+        """The subset of `addresses` assigned to `replica`; empty if `replica` is not one of the replicas."""
         if replica not in self.replicas:
             return frozenset()
         former, self._owners = self._owners, {}
@@ -52,7 +52,7 @@ class Assignment:
 
 
 def _weight(address: str, replica: str) -> bytes:
-    # Not `hash`, which differs between processes. The length distinguishes pairs with the same concatenation.
+    # Python's `hash` differs between processes. The length distinguishes pairs with the same concatenation.
     return _hash(f"{len(address)}:{address}{replica}")
 
 
@@ -199,7 +199,7 @@ class ScrapingTask:
                     await self._endpoints.after(version)
 
     def _assign(self) -> None:
-        """Assign the current endpoints to the present replicas, and scrape those of this replica."""
+        """Assign the current endpoints to the present replicas, and scrape this replica's endpoints."""
         now_s = self._clock()
         snapshot = self._endpoints.current
         present = self._scrapers.among(self._fleet.live, scrapers_wanted(len(snapshot.endpoints)), now_s)

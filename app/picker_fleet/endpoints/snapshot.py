@@ -78,7 +78,7 @@ class SnapshotCell:
         """The snapshot for Envoys: the current endpoints, and as draining each endpoint removed less than
         `REMOVED_S` ago. A mark in its version changes when an endpoint is removed, returns or expires.
 
-        Without removed endpoints Envoy might answer 503 to a request that was placed just before.
+        If removed endpoints were not listed, Envoy might answer 503 to a request placed just before.
         """
         self._forget_expired()
         if not self._removed or not self.current.version:

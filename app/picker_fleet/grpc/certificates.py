@@ -29,7 +29,7 @@ RELOAD_S: Final = 2.0
 HANDSHAKE_S: Final = 10.0  # time limit of a client's TLS handshake
 SHUTDOWN_S: Final = 5.0
 _HANDSHAKES = 256  # concurrent handshakes on a port
-MAX_TLS_CONNECTIONS: Final = 1024  # on a port: each may take a quarter of a MiB
+MAX_TLS_CONNECTIONS: Final = 1024  # limit of TLS connections on a port; each may take a quarter of a MiB
 _BACKLOG = 1024
 _OPENSSL_S = 30.0
 _SELF_SIGNED = (
@@ -70,7 +70,7 @@ class Certificates:
         self.version = 1
 
     def client_context(self) -> ssl.SSLContext:
-        """A context for calls to other replicas: accepts any certificate and offers this replica's."""
+        """A context for calls to other replicas: accepts any certificate and presents this replica's own."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
         context.minimum_version = ssl.TLSVersion.TLSv1_2
@@ -254,7 +254,7 @@ class _Handshake(asyncio.Protocol):
             )
         )
         try:
-            # After two event-loop steps TLS reads the connection; give it the bytes that arrived before.
+            # After two event-loop steps TLS reads the connection; give TLS the bytes that arrived before.
             await asyncio.sleep(0)
             await asyncio.sleep(0)
             reader = self._transport.get_protocol()

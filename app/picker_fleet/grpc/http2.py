@@ -26,7 +26,7 @@ from picker_fleet.grpc.frames import ConnectionFault, frame
 from picker_fleet.grpc.headers import LIST_BYTES, HeaderReader, resizes_table
 
 WINDOW_BYTES: Final = 512 * 1024  # receive window of a stream
-_CONNECTION_WINDOW: Final = 16 * 1024 * 1024  # reopens as data arrives: stream windows are the limit
+_CONNECTION_WINDOW: Final = 16 * 1024 * 1024  # reopens as data arrives: the windows of streams are the limit
 _BLOCK_BYTES: Final = 32 * 1024  # limit of one request's headers, encoded
 _ENDED_IDS: Final = 4096  # remembered ids of streams that this side ended first
 _FLUSH_BYTES: Final = 64 * 1024
@@ -48,7 +48,7 @@ _log = logging.getLogger(__name__)
 
 
 class Stream(Protocol):
-    """One request, for its connection; `native.GrpcStream` implements it."""
+    """One request's stream, as its connection sees it; `native.GrpcStream` implements this protocol."""
 
     connection: "Connection"
     id: int
@@ -126,7 +126,7 @@ class Peers:
         self.cancelled: set[asyncio.Task[None]] = set()
         self.frames_left, self._starts_left = limits.step_frames, limits.step_starts
         self._loop = asyncio.get_running_loop()
-        self._silent: OrderedDict[Stream, None] = OrderedDict()  # without a first message yet, oldest first
+        self._silent: OrderedDict[Stream, None] = OrderedDict()  # without a first message, oldest first
         self._starting: OrderedDict[Stream, None] = OrderedDict()
         self._unread: deque[Connection] = deque()  # connections with frames for a later step
         self._refilling = False
@@ -459,7 +459,7 @@ class Connection(asyncio.Protocol):
         self._closed = True
         self._cancel_all()
         self._transport.close()
-        self._cut = self.loop.call_later(_CLOSE_S, self._transport.abort)  # the peer may not read
+        self._cut = self.loop.call_later(_CLOSE_S, self._transport.abort)  # if the peer does not read
 
     def _go_away(self, last_id: int, code: int, why: str = "") -> None:
         self.write(
@@ -518,7 +518,7 @@ class Connection(asyncio.Protocol):
         self._cancel(stream_id)
 
     def _reply(self, data: bytes) -> None:
-        """Reply to a peer's frame. A peer that does not read may have only `unsent_replies` waiting."""
+        """Reply to a peer's frame. At most `unsent_replies` replies wait for a peer that does not read."""
         if self.paused:
             self._unsent_replies += 1
             if self._unsent_replies > self._limits.unsent_replies:

@@ -184,7 +184,7 @@ class GrpcStream:
             if not self._messages:
                 self._take = take
                 try:
-                    if await self.read() is None:  # else `take` has stopped
+                    if await self.read() is None:  # otherwise `take` has stopped
                         return None
                 finally:
                     self._take = None
@@ -240,7 +240,7 @@ class GrpcStream:
     def _end(self) -> None:
         """Leave the connection after the end of the response."""
         if not self.remote_ended:
-            # As gRPC's own servers do: RST_STREAM with NO_ERROR tells the client to stop sending.
+            # RST_STREAM with NO_ERROR tells the client to stop sending, as gRPC's own servers do.
             self.connection.write(b"".join((_STOP, self._sid, frames.NO_ERROR_CODE)))
         self.connection.finished(self)
 
@@ -318,7 +318,7 @@ class GrpcStream:
         size = end - start
         self._received_bytes += size
         if self._fault is not None:
-            return  # without reopening the window
+            return  # do not reopen the window
         if (
             5 <= size <= self._message_bytes
             and not self._partial

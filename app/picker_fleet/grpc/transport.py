@@ -70,7 +70,7 @@ class Stream(Protocol):
 
     async def relay(self, answer: "Relay") -> bytes | None:
         """Send the answers that `answer` returns for each message, until it reports the last message or the
-        client ends its side. The last message's last answer is returned instead of sent; None without one."""
+        client ends its side. Returns the last answer instead of sending it; None without one."""
 
 
 # Takes a message. Returns the answers, and whether this message was the last.
@@ -256,7 +256,7 @@ class GrpcioTransport:
                 if path in self._refused:
                     raise RpcError(Status.UNAVAILABLE, "this replica is not ready")
                 handler = found.choose(_metadata(context)) if isinstance(found, ByMetadata) else found
-                # If there is no last message, the client has all answers or is gone: it ignores an empty one.
+                # Without a last message the client has all answers or is gone: it ignores an empty message.
                 last = await handler(_GrpcioStream(context))
                 return last if last or isinstance(handler, Streaming) else b""
             except RpcError as fault:

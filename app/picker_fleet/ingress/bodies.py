@@ -21,7 +21,7 @@ from picker_fleet.domain.errors import BadRequest, Unsupported, UnsupportedEncod
 _MOST_ENCODINGS = 2
 _STEP_BYTES = 256 * 1024  # bytes to read or decode before letting the event loop run other tasks
 _SLICE_BYTES = 16 * 1024
-_ZSTD_SLICE_BYTES = 256  # four bytes can expand to 128 KiB, and the decoder has no output limit
+_ZSTD_SLICE_BYTES = 256  # four bytes of zstd can expand to 128 KiB; the decoder has no output limit
 _ZSTD_WINDOW_BYTES = 8 * 1024 * 1024  # the largest window that RFC 9659 allows for HTTP
 _MOST_PARTS = 64  # consecutive gzip members or zstd frames
 
@@ -36,7 +36,7 @@ _PARAMETER = re.compile(rb';[ \t]*([^\s=;"]+)[ \t]*=[ \t]*(?:"((?:[^"\\]|\\.)*)"
 async def decode(
     text: bytes, encodings: bytes, new_buffer: Callable[[], BodyBuffer], turn: asyncio.Lock
 ) -> tuple[bytes, BodyBuffer]:
-    """Decode `text` by its content-encodings. Also returns the buffer that counts the body until its release.
+    """Decode `text` by its content-encodings. Also returns the buffer that charges its bytes to the budget.
 
     The lock `turn` lets one body be decoded at a time, since a decoder needs memory for its window.
 
@@ -105,7 +105,7 @@ def _inflated(text: bytes, window_bits: int) -> _Steps:
                 chunk = decoder.decompress(more, _STEP_BYTES)
                 yield len(more), chunk
                 more = decoder.unconsumed_tail
-                if not more and len(chunk) < _STEP_BYTES:  # after a full chunk, output may be pending
+                if not more and len(chunk) < _STEP_BYTES:  # after a full chunk the decoder may have more
                     break
         at -= len(decoder.unused_data)
 

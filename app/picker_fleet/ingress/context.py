@@ -86,7 +86,7 @@ class UploadDeadlines:
         self._whole_s = whole_s
         self._stalled_s = min(stalled_s, whole_s)
         self._most = most
-        self._waiting: OrderedDict[Stream, tuple[float, float]] = OrderedDict()  # waiting since, began at
+        self._waiting: OrderedDict[Stream, tuple[float, float]] = OrderedDict()  # (waits since, began at)
 
     def wait(self, stream: Stream, began_s: float) -> None:
         """Watch an upload that is about to read more of the request, which began to arrive at `began_s`."""
@@ -341,7 +341,7 @@ class Decision:
         request names comes first, or else the endpoint of its session.
 
         Raises:
-            NoEndpoints: no endpoint is ready, or none of the subset.
+            NoEndpoints: no endpoint, or no endpoint of the subset, is ready.
         """
         context, self._subset = self._context, subset
         origin = await context.origins.find((way.ref,)) if way.ref else ""
@@ -399,8 +399,8 @@ class Decision:
     async def confirm(self, age_s: float) -> None:
         """Make sure that the request still has its placement, made `age_s` seconds ago.
 
-        Nothing renews a lease before Envoy has the answer, so the lease may have expired. Then the request
-        queues again with its original arrival time (G4).
+        Nothing renews a lease before Envoy has the answer, so the lease may have expired. If it has, the
+        request queues again with its original arrival time (G4).
 
         Raises:
             RequestError: as `Admission.confirm` and `admit`.
@@ -500,7 +500,7 @@ def pressure(fill: float, waited_s: float, ttl_s: float) -> str:
     """The value of `x-queue-pressure`, `0.00` to `1.00`: how near requests are to a refusal.
 
     The greater of `fill`, the used part of the queue, and the part of its TTL that the request has waited.
-    Both are known locally, so the value costs no call to Redis.
+    The replica computes the value without a call to Redis.
     """
     waited = waited_s / ttl_s
     greater = fill if fill > waited else waited

@@ -19,7 +19,7 @@ from picker_fleet.domain.units import MOST_COST
 MALFORMED: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)  # raised for invalid JSON
 
 _ANSWERS: Final = ("n", "best_of", "num_return_sequences", "candidateCount")
-# Members that limit the answer's length. The largest counts, since engines differ in which they read.
+# Members that limit the answer's length. The largest value counts: engines differ in which member they read.
 MAX_ANSWER: Final = (
     *("max_tokens", "max_completion_tokens", "max_output_tokens", "max_new_tokens", "num_predict"),
     *("max_tokens_to_sample", "maxOutputTokens", "maxTokens"),
@@ -54,7 +54,7 @@ _MEDIA_MARKS = (b"image", b"audio", b"video", b"base64", b"inline_data", b"inlin
 _SHORT_BYTES = 4096
 _WITH_MEDIA = ("messages", "input", "contents", "images", "image_data")
 _PICTURES = frozenset(("image", "image_url", "image_embeds", "images", "image_data"))
-_ENDS_BYTES = 256  # at both ends of a file's JSON text, where its media type is
+_ENDS_BYTES = 256  # bytes at each end of a file's JSON text to search for its media type
 
 _FIRST = re.compile(rb"\[[ \t\r\n]*(.)", re.DOTALL)
 _NUMBERS = re.compile(rb"\[[\[ \t\r\n]*+[0-9]")
@@ -91,7 +91,7 @@ def _list(name: str, value: object) -> bytes:
     if type(value) is str:
         return b""
     if type(value) is list and value and type(value[0]) is dict and name not in _OBJECTS_ARE_PROMPTS:
-        return b""  # the messages of one prompt
+        return b""  # a list of messages is one prompt
     text = _json(value)
     return text if text[:1] == b"[" else b""
 

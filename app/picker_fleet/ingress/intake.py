@@ -115,7 +115,7 @@ def read_body(text: bytes, way: Way = _JSON, content_type: bytes = b"") -> Ask:
     `content_type` says that the body is not JSON.
 
     Raises:
-        BadRequest: the body is empty, not JSON, has a used key twice, or its model is unusable.
+        BadRequest: the body is empty, not JSON, or repeats a used key; or its model is unusable.
     """
     if content_type and content_type != _JSON_TYPE:
         is_multipart = content_type[:9].lower() == b"multipart"
@@ -193,7 +193,7 @@ def _read_object(text: bytes) -> Ask:
     """Parse a body that is a JSON object.
 
     Raises:
-        BadRequest: the body is empty, no JSON object, has a used key twice, or its model is unusable.
+        BadRequest: the body is empty, no JSON object, or repeats a used key; or its model is unusable.
     """
     short = text if len(text) <= SMALL_BYTES else without_long_strings(text)
     members = _simple_members(short)
@@ -291,7 +291,7 @@ class Intake:
         self._configured = self._objectives
         self._rewrites: Mapping[str, Split] = {}
         self._any_rewrite: Split | None = None
-        self._model_settings: dict[tuple[str, str], _ModelSettings] = {}  # by model and objective
+        self._model_settings: dict[tuple[str, str], _ModelSettings] = {}  # cache, by model and objective
 
     def use_live(
         self, priorities: Mapping[str, int], rewrites: Mapping[str, Split], anything: Split | None

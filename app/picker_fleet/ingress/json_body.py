@@ -85,7 +85,7 @@ def without_long_strings(text: bytes) -> bytes:
             in_string = True  # JSON has no backslash outside a string, so `mark` begins a string
             continue
         part = text[mark + 1 : end] if text[end - 1] == _BACKSLASH else b""
-        in_string = (len(part) - len(part.rstrip(b"\\"))) % 2 == 1  # the mark is escaped: the string goes on
+        in_string = (len(part) - len(part.rstrip(b"\\"))) % 2 == 1  # an escaped mark does not end the string
         if end - mark > LONGEST_NAME:
             kept += (text[copied : mark + 1], _PLACEHOLDER, b"\\" if in_string else b"")
             copied = end
@@ -130,7 +130,7 @@ class Body:
 
     @property
     def values(self) -> Mapping[str, msgspec.Raw | memoryview]:
-        """The JSON text of each key's value. Strings in it may be invalid UTF-8; the reader checks.
+        """The JSON text of each key's value. It may contain invalid UTF-8, which the caller must check.
 
         Raises:
             BadRequest: the body is no JSON object, has too many keys, or repeats a key that the picker reads.

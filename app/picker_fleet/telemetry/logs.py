@@ -110,7 +110,7 @@ def setup(
     root.setLevel(level)
     for noisy in ("uvicorn.access", "watchfiles", "asyncio", "httpx", "httpcore", "opentelemetry", "grpc"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
-    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # it warns of all requests that are not HTTP
+    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # uvicorn warns of requests that are not HTTP
     return handler
 
 

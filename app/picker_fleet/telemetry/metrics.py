@@ -519,7 +519,7 @@ def _escaped(text: str) -> str:
 
 
 class _Values(Family):
-    """Series of one number each. Keeps the text of a series until its value changes or it is removed."""
+    """A family whose series have one number each. Keeps a series' text until its value changes."""
 
     _read: Callable[[], dict[Labels, float]] | None = None
 

@@ -182,7 +182,7 @@ def read(entry: Any, namespace: str = NAMESPACE) -> Completion | Alive | Fault |
         if kind != _NOT_SET:
             return None
         intermediate = common.intermediate_log_entry
-    metadata = common.metadata.filter_metadata  # an attempt's entry has none
+    metadata = common.metadata.filter_metadata  # an attempt's entry has no metadata
     check = metadata.get(EXT_AUTHZ)
     if check is not None:
         fields = check.fields
@@ -209,7 +209,7 @@ def read(entry: Any, namespace: str = NAMESPACE) -> Completion | Alive | Fault |
     service_s = _between(common.time_to_first_upstream_tx_byte, common.time_to_last_upstream_rx_byte)
     picked = accounting_token.endpoint_of(token)
     failed = _failed(flags, served, picked)
-    # If the only attempt went elsewhere, Envoy did not know the picked endpoint yet.
+    # If the only attempt went to another endpoint, Envoy did not know the picked endpoint yet.
     passed_over = (
         picked if served not in (None, picked) and common.upstream_request_attempt_count != 1 else ""
     )
@@ -220,7 +220,7 @@ def read(entry: Any, namespace: str = NAMESPACE) -> Completion | Alive | Fault |
         size = None if has_usage else entry.response.response_body_bytes
         content_type = entry.response.response_headers.get(CONTENT_TYPE, "")
         fault = _fault(flags, status, size, _tells_error(usage), content_type)
-    # Arguments by position: keywords take three times as long.
+    # Positional arguments: keyword arguments take three times as long.
     return Completion(
         request_id, outcome, status, served, prompt_tokens, completion_tokens, duration_s,
         first_byte_s, failed, token, service_s, waited_s, target_model, fault, 0.0, passed_over,
@@ -266,7 +266,7 @@ def _ids(entry: Any) -> tuple[str, ...]:
 
 
 def _message(data: bytes) -> Any:
-    """The message in `data`; an empty one if it is malformed, so that the stream goes on."""
+    """The message in `data`; an empty message if `data` is malformed, so that the stream continues."""
     try:
         return als_pb2.StreamAccessLogsMessage.FromString(data)
     except DecodeError:
@@ -344,7 +344,7 @@ def _tokens(fields: Any, key: str) -> int | None:
     value = fields.get(key)
     if value is None:
         return None
-    number = value.number_value  # 0 also if the value is no number
+    number = value.number_value  # protobuf returns 0 if the value is no number
     if 0 < number <= _MOST_TOKENS:
         return int(number)
     return 0 if number == 0 and value.WhichOneof("kind") == "number_value" else None

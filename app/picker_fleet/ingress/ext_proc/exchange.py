@@ -52,7 +52,7 @@ _log = logging.getLogger(__name__)
 
 
 class Step(enum.Enum):
-    """The states of the diagram above."""
+    """The states of an exchange, as in the diagram of this module."""
 
     OPEN = enum.auto()
     BODY = enum.auto()
@@ -60,7 +60,7 @@ class Step(enum.Enum):
     DONE = enum.auto()
 
 
-_OPEN, _BODY, _RESPONSE, _DONE = Step  # reading a member through its class takes twice as long
+_OPEN, _BODY, _RESPONSE, _DONE = Step  # reading an enum member through its class takes twice as long
 
 
 class _Forwarded(NamedTuple):
@@ -187,7 +187,7 @@ class Exchange:
         self._end(_DONE)
 
     def _end(self, step: Step) -> None:
-        """Go on to `step`, and drop the request's body."""
+        """Change the state to `step`, and drop the request's body."""
         self._step = step
         self._forwarded = None
         self._body.release()
@@ -395,8 +395,8 @@ class ExchangeService:
         self.context.open_requests.began()
         reading: asyncio.Task[bytes | None] | None = None  # the read that waits for a body's end
         try:
-            # Uploads have a deadline. Other waits have none: Envoy ends the stream when its request ends,
-            # which cancels this task, and keepalive ends the streams of an Envoy that vanished.
+            # Only uploads have a deadline. In other waits Envoy ends the stream when its request ends, which
+            # cancels this task, and keepalive ends the streams of an Envoy that vanished.
             while True:
                 waits = exchange.uploading and not stream.has_message
                 if waits:

@@ -38,7 +38,7 @@ _REST_OF_STRING = re.compile(rb'[^"\\\n]*+(?:\\.[^"\\\n]*+)*+(")?')
 _CUT = (b"", b"\\")  # the rest of a chunk that ends within a string: nothing, or half an escape
 _MODEL = b'"model"'
 _INNER = (b'"message"', b'"response"')  # events of Anthropic's and the Responses API nest the model in these
-# Matches an error member and captures its numeric code. Texts never match: JSON escapes their quotes.
+# Matches an error member and captures its numeric code. Texts never match, since JSON escapes their quotes.
 _ERROR = re.compile(r'"error"\s*:\s*(?:"|\{(?:[^{}]*?"code"\s*:\s*"?(\d{3})\b)?)')
 
 
@@ -59,7 +59,7 @@ class ModelRename:
         self._outer = self._inner = False  # whether the container at depth 1 or 2 may have the model
         self._key, self._is_value = b"", False  # the container's last key, and whether its value comes next
         self._in_string = self._line_ended = False
-        self._events: bool | None = None  # False: plain JSON, which may have blank lines
+        self._events: bool | None = None  # whether a stream of events; plain JSON may have blank lines
 
     def push(self, chunk: bytes, *, ended: bool) -> bytes:
         """Take a chunk. Returns the bytes to forward: if `ended`, also all bytes that were held back."""
@@ -176,7 +176,7 @@ class _Members(TypedDict, total=False):
     cacheWriteInputTokens: msgspec.Raw
 
 
-# The kinds of the names above, in order: 9 containers of counts, then the counts of each kind.
+# The kind of each member of `_Members`, in order: 9 containers of counts, then the counts of each kind.
 _HOLDS, _PROMPT, _COMPLETION, _TOTAL, _CACHED = range(5)
 _KINDS: Final = dict(
     zip(
@@ -280,7 +280,7 @@ def _last_in(text: bytes) -> Counts:
     found = _UNKNOWN
     for mark in _MARKS:
         if mark is not _MARKS[0]:
-            text = text[-_USAGE_BYTES:]  # servers that use these names put them last
+            text = text[-_USAGE_BYTES:]  # servers put usage under these names at the end
         at, unreadable = len(text), -1
         for _ in range(_FEW):
             at = text.rfind(mark, 0, at)
@@ -468,7 +468,7 @@ class Response:
         self._ids = StateIds() if note_ids is not None else None
 
     def pass_on(self, part: str, message: Any) -> list[bytes]:
-        """Answer one message of the response; `part` names its kind, e.g. `response_body`."""
+        """Answer one message of the response; `part` names its kind, such as `response_body`."""
         if part == "response_body":
             return self._chunk(message.response_body)
         if part == "response_headers":

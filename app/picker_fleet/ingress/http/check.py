@@ -118,7 +118,7 @@ class Check:
 
 
 def _subset(headers: Mapping[str, bytes]) -> tuple[str, ...] | None:
-    """The endpoints of the subset hint, which Envoy's configuration puts into a header; None without one."""
+    """The endpoints of the subset hint, which Envoy's configuration puts into a header; None if none."""
     hint = headers.get(SUBSET)
     if hint is None:
         return None

@@ -7,7 +7,7 @@ Envoy puts `/check` before each client's path, so clients cannot reach the serve
 
 A connection carries one request at a time. When a client leaves, Envoy closes the connection, which cancels
 the waiting request. One periodic task closes connections that stall within a request or an answer, so a
-request needs no timer. At the limit of connections, a new one replaces the one idle for longest.
+request needs no timer. At the limit, a new connection replaces the connection idle for longest.
 docs/protocol.md lists the headers.
 """
 
@@ -29,8 +29,8 @@ from picker_fleet.ingress.http.check import Answer, Check
 
 PREFIX: Final = b"/check"  # Envoy puts this before client paths, so clients reach no other path
 HEALTH_PATH: Final = b"/healthz"
-_MAX_NAMES, _LONGEST_NAME = 1000, 64  # cached header names, and the longest in bytes
-_MAX_HEAD_BYTES = 64 * 1024  # request line, headers and trailers
+_MAX_NAMES, _LONGEST_NAME = 1000, 64  # limits of cached header names, and of their bytes
+_MAX_HEAD_BYTES = 64 * 1024  # limit of request line, headers and trailers
 _VERSIONS = ("1.0", "1.1")
 _WARNING_S = 1.0  # minimum time between two warnings
 _IDLE_S = 300.0  # a connection without a request is closed after this time
@@ -58,7 +58,7 @@ class CheckServer:
         self._certificates = certificates
         self._listen = listen
         self._connections: set[_Connection] = set()
-        self._idle: OrderedDict[_Connection, None] = OrderedDict()  # without a request, longest idle first
+        self._idle: OrderedDict[_Connection, None] = OrderedDict()  # longest idle connection first
         self._warned_s, self._left_out = float("-inf"), 0
         self._server: asyncio.Server | None = None
         self._ready = False
@@ -188,7 +188,7 @@ class _Connection(asyncio.Protocol):
         self._unread_s = 0.0  # when the peer stopped reading answers; 0 while it reads
         self._began_s = self._last_byte_s = self._context.clock()
         self._failed: RequestError | None = None
-        self._refused: RequestError | None = None  # to send once the whole request has arrived
+        self._refused: RequestError | None = None  # the refusal to send once the whole request has arrived
         self._dropped_bytes = 0
 
     def close_if_stalled(self, now_s: float) -> None:
