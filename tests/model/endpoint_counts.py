@@ -18,7 +18,7 @@ class EndpointCounts:
         self.marks_version = 0
         self.listed: set[str] = set()
         self._draining: set[str] = set()
-        self._of_flow: dict[tuple[str, str], int] = {}  # flow and endpoint; endpoint '' for all
+        self._of_flow: dict[tuple[str, str], int] = {}  # (flow, endpoint) -> requests; endpoint '': all
 
     @property
     def open(self) -> set[str]:
@@ -78,8 +78,8 @@ class EndpointCounts:
     def options(
         self, r: Request, named: Collection[str] | None, caps: Mapping[str, int]
     ) -> tuple[dict[str, int], bool, list[str]]:
-        """The allowed endpoints for r among `named` (None: all) with their counts; if none, whether only a
-        limit prevents it; and the endpoints at their `caps`. Named ejected endpoints are the last resort."""
+        """Return the endpoints among `named` (None: all) that may take r, with their counts; if none, whether
+        only limits prevent it; the endpoints at their `caps`. Named ejected endpoints are a last resort."""
         if named is None:
             return self._options(r, self.open, caps)
         found = self._options(r, self.open.intersection(named), caps)

@@ -21,7 +21,7 @@ class Moment:
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """The pool's record of a request. `taken`: stock it holds. `tag`: its flow queue's tag at its grant."""
+    """The record of a request. `taken`: stock that it holds; `tag`: its flow queue's tag at the grant."""
 
     id: str
     owner: str
@@ -35,12 +35,12 @@ class Request:
     model: str
     limit: int
     body_bytes: int = 0
-    any_endpoint: bool = False  # any endpoint will do, so its grant also places it
+    any_endpoint: bool = False  # its candidates are `*`, so its grant also places it
     arrived: int = 0  # us
     deadline_ms: int = 0
-    due_ms: float = 0  # time at which it becomes overdue
-    timer_ms: float = 0  # time of its next timer
-    state: str = "new"  # then queued, orphaned, granted or placed
+    due_ms: float = 0  # when the request becomes overdue
+    timer_ms: float = 0  # when its next timer runs
+    state: str = "new"  # later queued, orphaned, granted or placed
     flow_queue: str = ""  # name of its flow queue while queued
     endpoints: str = ""
     taken: float = 0.0

@@ -29,7 +29,7 @@ class Entry:
         return [flow for _, flow in self.by if flow]
 
     def forget_one(self) -> None:
-        """Forget the oldest failure of the newest failure's flow or of no flow, else the oldest of all."""
+        """Forget the oldest failure that has no flow or the newest failure's flow, else the oldest of all."""
         *former, (_, newest) = self.by
         alike = [at for at, (_, flow) in enumerate(former) if flow in ("", newest)]
         del self.by[alike[0] if alike else 0]

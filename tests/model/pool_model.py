@@ -53,7 +53,7 @@ class PoolModel:
         self.outliers = Outliers(self.moment)
         self.requests: dict[str, Request] = {}
         self.inboxes: dict[str, dict[str, str]] = {}
-        self.suspects: dict[str, float] = {}  # id that may have ended unreported -> since when, ms
+        self.suspects: dict[str, float] = {}  # request that may have ended without a report -> since when, ms
         self.replicas: dict[str, int] = {}  # last heartbeat, ms
         self.means: dict[str, tuple[float, int]] = {}  # flow -> mean answer tokens, when learned (ms)
         self.stock = self.upper = self.lower = self.rate = 0.0
@@ -80,7 +80,7 @@ class PoolModel:
         """The smoothed mean of the tokens of the flow's answers; the first answer sets the mean."""
         return self.means[flow][0] if flow in self.means else float(self.moment.settings["default_answer"])
 
-    # The frame of a call: each call ends with a dispatch.
+    # How each call begins and ends: it ends with a dispatch.
 
     def _begin(self, caller: str) -> None:
         self._caller, self._notifications, self.events, self._timed = caller, [], [], False
@@ -145,7 +145,7 @@ class PoolModel:
 
     def _give_back(self, r: Request) -> None:
         left = self.stock - r.taken
-        self.stock = left if left > 1e-6 else 0.0  # sums of fractions leave a residue
+        self.stock = left if left > 1e-6 else 0.0  # sums of fractions are not exact
         self.endpoints.count_flow(r, "", -1)
         r.taken = 0.0
 
@@ -226,7 +226,7 @@ class PoolModel:
             self.queue.wait_for_endpoints(r, closed)
         return f"queued {r.deadline_ms - self.moment.now_ms}"
 
-    # The ends
+    # Ends of requests
 
     def _finish(self, r: Request, event: str) -> None:
         state = r.state
@@ -277,7 +277,7 @@ class PoolModel:
                 r.timer_ms = r.deadline_ms
         return len(due), self.ended - ended
 
-    # Serving
+    # Dispatch
 
     def _dispatch(self) -> tuple[int, int]:
         """Grant while stock is below the lower bound, never past the upper. Returns (attempts, grants)."""
@@ -456,5 +456,5 @@ class PoolModel:
 
 
 def first(endpoints: str) -> str:
-    """The serving endpoint in the list 'a,b,c': the first."""
+    """The serving endpoint of a list like 'a,b,c': the first one."""
     return endpoints.split(",")[0]

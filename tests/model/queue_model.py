@@ -166,7 +166,7 @@ class QueueModel(PoolModel):
         return "evicted"
 
     def heartbeat(self, caller: str, silence_ms: int) -> Reply:
-        """Notifications: the inbox, then the call's own. The answers are those of lua/heartbeat.lua."""
+        """Notifications: the inbox, then those of this call. The answers are as in lua/heartbeat.lua."""
         self._begin(caller)
         was_known = caller in self.live(silence_ms)
         self.replicas[caller] = self.moment.now_ms
@@ -366,8 +366,8 @@ class QueueModel(PoolModel):
         return r if r and (r.owner, r.attempt) == (self._caller, attempt) else None
 
     def _restore(self, r: Request, served: str) -> str:
-        """Restore a request whose record was lost while it ran. It takes stock even beyond the upper bound,
-        but at most the claim under the bound of all listed endpoints."""
+        """Restore a running request whose record was lost. It takes stock even beyond the upper bound, but at
+        most its claim under the bound of all listed endpoints."""
         where = served if served in self.endpoints.counts else r.endpoints
         if where not in self.endpoints.counts:
             return "unknown"

@@ -25,12 +25,12 @@ from picker_fleet.telemetry.metrics import Metrics
 
 REQUEST, ENDPOINT = "x", "10.0.0.1:8000"
 NOW_S = 1000.0
-_ANY_TIME_S = 1e6  # no access-log entry of a running request is too old
+_ANY_TIME_S = 1e6  # accepts access-log entries of any age
 _UNSENT, _RUNS, _OVER = "unsent", "runs", "over"
 
 
 class Done(asyncio.Future[Any]):
-    """A future that is done: it runs added callbacks at once."""
+    """A future that is already done and runs an added callback at once."""
 
     def __init__(self, answer: object) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Runs the scripts on a server with a clock set by the test: makes a call and reads all its effects."""
+"""Calls the scripts on a server, at a time that the test sets, and reads all effects of each call."""
 
 import itertools
 import json
@@ -103,7 +103,7 @@ def flow_queue_of(entry: dict[str, str]) -> str:
 
 
 def scores_of(pairs: Sequence[Any]) -> dict[str, float]:
-    """The scores by name of a reply in the form name, score, name, score."""
+    """Name -> score, from a reply that lists name, score, name, score."""
     return dict(zip(pairs[::2], map(float, pairs[1::2]), strict=True))
 
 
@@ -148,7 +148,7 @@ def by_priority(name: str, priorities: dict[int, int]) -> str:
 
 
 def band_tags(packed: str | None, others: str, priorities: dict[int, int]) -> dict[str, float]:
-    """The tags of weighted bands, which are in no script's reply."""
+    """The tags of weighted bands, read from Redis because no script returns them."""
     found = counters(packed) if packed else {}
     tags = {f"band:{priorities[number]}": found.get(f"band:{number}", 0.0) for number in range(3)}
     tags |= {f"band:{fields[1]}": float(fields[6]) for fields in map(str.split, others.splitlines())}

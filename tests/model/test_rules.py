@@ -96,9 +96,9 @@ ANSWERS: dict[str, tuple[CASES, str, str, str]] = {
     "a subset of unknown endpoints is refused": ({}, "", "r candidates=away", NO_ENDPOINT),
     "an empty subset is refused": ({}, "", "r candidates=", NO_ENDPOINT),
     "of idle endpoints the highest score wins": (TWO, "", "r candidates=e1=0.2+e2=0.5", "placed e2,e1 0,0"),
-    "live load is weighed against scores": (
+    "live load may outweigh a higher score": (
         TWO, "r1 candidates=e2", "r2 candidates=e1=0.2+e2=0.5", "placed e1,e2 0,1"),
-    "a request waits for an endpoint at its flow's limit": (
+    "a request waits if its flow is at its limit on its only candidate": (
         TWO, "x1 candidates=e2 limit=1", "x2 candidates=e2 limit=1", QUEUED),
     "a flow at its limit on every endpoint waits": (TWO, "x1 limit=1, x2 limit=1", "x3 limit=1", QUEUED),
     "an endpoint at the flow's limit is no candidate": (
@@ -113,7 +113,7 @@ ANSWERS: dict[str, tuple[CASES, str, str, str]] = {
     "with the queue disabled no bound applies": ({"queue_enabled": 0}, "r1, r2", "r3 cost=9", "placed e1 2"),
     "with the queue disabled a request is refused if all endpoints are full": (
         {"queue_enabled": 0, "caps": {"e1": 1}}, "r1", "r2", SATURATED),
-    "with the queue disabled a pause still queues": ({"queue_enabled": 0, "paused": 1}, "", "r", QUEUED),
+    "with the queue disabled a paused pool queues": ({"queue_enabled": 0, "paused": 1}, "", "r", QUEUED),
 }  # fmt: skip
 
 

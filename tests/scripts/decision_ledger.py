@@ -1,4 +1,4 @@
-"""Sums up the decision log. The audit checks whether the log is right."""
+"""Counts starts and ends of requests in the decision log. The audit checks whether the log is right."""
 
 from collections import Counter
 from collections.abc import Iterable

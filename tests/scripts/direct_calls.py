@@ -1,4 +1,4 @@
-"""Calls of one pool's scripts without a replica."""
+"""Direct calls of one pool's scripts, without a replica."""
 
 import json
 from typing import Any
@@ -37,7 +37,7 @@ def arrival(
     age_ms: float = 0, criticality: float = 3, limit: int = 0, learn: bool = False, model: str = "m",
     body_bytes: int = 0,
 ) -> bytes:  # fmt: skip
-    """A request as `admit` takes it: with the named `band` 0 to 2, or with any `priority`."""
+    """A packed request for the script `admit`, in the named `band` 0 to 2 or with any `priority`."""
     if priority is None:
         priority = NAMED[band].priority
     numbers = (priority, weight, cost, ttl_ms, age_ms, criticality, limit, learn, body_bytes)
