@@ -264,7 +264,7 @@ async def test_the_log_shows_new_decisions_only_while_the_cursor_is_on_the_first
         assert column(top, "log", 1) == ["placed", "queued"]
         await top.press("down")
         api.decisions = [{**ENTRY, "seq": 3, "event": "expired"}]
-        await top.shows("held", but="expired")
+        await top.shows("paused; move", but="expired")
         await top.press("up")
         await top.shows("expired", "3 of 3")
 
