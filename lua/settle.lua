@@ -24,8 +24,8 @@ local function correct_charge(r, actual)
   log_event('corrected', r, queue.correct(r, queue.flow_queue(r), change, r.tag + share), nil, change)
 end
 
--- Return the running request that the sweep reclaimed in place of `r`, or nil. The metrics page that counted one
--- request too few is newer than r's last sign of life, so r may be the request that had ended.
+-- Return the running request that the sweep reclaimed in place of `r`, and the time of the metrics page that counted
+-- one request too few; or nil. The page is newer than r's last sign of life, so it may have counted without r.
 local function ghost_in_place_of(r)
   local address = endpoints.first(r.endpoints)
   local seen_ms = tonumber(read('ZSCORE', key.inflight, r.id) or 0) - settings.lease_ms
@@ -69,9 +69,15 @@ local function settle(args)
         outliers.answered(endpoints.first(r.endpoints), r.flow)
       end
     end
-    local ghost = has_ghosts and r.state == STATE_PLACED and ghost_in_place_of(r)
+    local ghost, page_ms
+    if has_ghosts and r.state == STATE_PLACED then ghost, page_ms = ghost_in_place_of(r) end
     finish_request(r, outcome)
-    if ghost then restore_placed(ghost) end
+    -- The ghost may have ended, too, and its end follow. That end must restore the next ghost, so being restored is no
+    -- sign of life: the lease goes on from the page, but has at least half its length left.
+    if ghost then
+      local seen_ms = math.max(page_ms - 1, now_ms - settings.lease_ms / 2)
+      restore_placed(ghost, seen_ms + settings.lease_ms)
+    end
     return 'settled ' .. r.model
   end)
 end

@@ -23,12 +23,13 @@ local function release(r)
   endpoints.count_flow(r, nil, -1)
 end
 
--- Acquire stock, endpoint and lease for a granted or placed request whose record is kept or restored.
-local function restore_running(r)
+-- Acquire stock, endpoint and lease for a granted or placed request whose record is kept or restored. `lease_end_ms`: a
+-- whole lease by default.
+local function restore_running(r, lease_end_ms)
   if r.band > LAST_NAMED then bands.count_request(r.band, 1) end
   pool.stock = pool.stock + r.taken
   endpoints.count_flow(r, nil, 1)
-  defer_write('ZADD', key.inflight, now_ms + settings.lease_ms, r.id)
+  defer_write('ZADD', key.inflight, lease_end_ms or now_ms + settings.lease_ms, r.id)
   if r.state == STATE_PLACED then
     local endpoint = endpoints.first(r.endpoints)
     endpoints.reserve(endpoint)
@@ -37,8 +38,8 @@ local function restore_running(r)
 end
 
 -- Restore a placed request whose record was missing.
-local function restore_placed(r)
-  restore_running(r)
+local function restore_placed(r, lease_end_ms)
+  restore_running(r, lease_end_ms)
   workloads.restored(r.workload)
   tombstones.has_come_back(r.id)
   record.put(r)

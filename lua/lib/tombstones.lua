@@ -72,7 +72,8 @@ do
     return page_ms, r
   end
 
-  -- Return a ghost for which `is_mistaken(page_ms, record)` holds, or nil. Also drop old and damaged ghosts.
+  -- Return the record of a ghost for which `is_mistaken(page_ms, record)` holds, and page_ms; or nil. Also drop old and
+  -- damaged ghosts.
   function tombstones.find_ghost(is_mistaken)
     local found = read('HGETALL', key.ghosts)
     for i = 1, #found, 2 do
@@ -81,7 +82,7 @@ do
         tombstones.forget_ghost(found[i])
       elseif is_mistaken(page_ms, r) then
         tombstones.forget_ghost(r.id)
-        return r
+        return r, page_ms
       end
     end
   end

@@ -29,10 +29,16 @@ async def found(a: Replica, unseen_s: float = 1e6) -> tuple[int, tuple[str, ...]
 
 
 async def report(
-    fleet: Fleet, running: int, *, ago_s: float = 0.1, before: tuple[float, int] | None = None
+    fleet: Fleet,
+    running: int,
+    *,
+    ago_s: float = 0.1,
+    before: tuple[float, int] | None = None,
+    at_ms: float | None = None,
 ) -> None:
-    """Store the endpoint's last page, with `running` requests; `before`: age and load of the previous one."""
-    now_ms = int(await fleet.now_ms())
+    """Store the endpoint's last page, with `running` requests; `before`: age and load of the previous one.
+    Ages count from `at_ms`, by default from now."""
+    now_ms = int(at_ms or await fleet.now_ms())
     page = EndpointMetrics(now_ms - int(ago_s * 1000), waiting=0.0, running=float(running))
     if before is not None:
         page = replace(page, before_ms=now_ms - int(before[0] * 1000), before_load=float(before[1]))
@@ -103,12 +109,12 @@ async def test_a_suspect_is_reclaimed_once_a_newer_page_lacks_it(fleet: OpenFlee
         await a.store.cancel("next", 1, "cancelled")
         assert await a.store.report_client_gone("r") == "suspected"
         await it.redis.zadd(it.keys.prefix + "suspects", {"long over": 1})
-        await seen(it, "r", ago_s=3)
+        at_ms = await seen(it, "r", ago_s=3)
         # The page is older than the request, or only 50 ms newer, or follows a page that counts the request.
         for ago_s, before in ((3.5, (4.0, 0)), (2.95, (4.0, 0)), (2.0, (2.5, 1))):
-            await report(it, 0, ago_s=ago_s, before=before)
+            await report(it, 0, ago_s=ago_s, before=before, at_ms=at_ms)
             assert await found(a) == (0, (E1,))
-        await report(it, 0, ago_s=2.0, before=(4.0, 0))
+        await report(it, 0, ago_s=2.0, before=(4.0, 0), at_ms=at_ms)
         assert (await a.sweep()).given_up == 1
         assert await counted(it) == set()
         await a.sweep()
@@ -160,6 +166,20 @@ async def test_a_late_end_restores_the_request_that_was_reclaimed_in_its_place(
         await a.settle("x", "y", "new")
         assert await counted(it) == set()
         assert not await it.has("ghosts")
+
+
+@pytest.mark.parametrize("ended", ["x", "y"])
+async def test_the_running_one_of_two_reclaimed_requests_is_restored(fleet: OpenFleet, ended: str) -> None:
+    async with fleet("a", upper_per=3) as (it, a):
+        for age_s, name in ((10, "x"), (9, "y"), (8, "z")):
+            await a.admit(name)
+            await seen(it, name, ago_s=age_s)
+        await report(it, 1, before=(1.0, 1))  # z and one of x and y have ended
+        assert await found(a, UNSEEN_S) == (2, (E1,))
+        assert await counted(it) == {"z"}
+        await a.settle("z")
+        await a.settle(ended)
+        assert await counted(it) == {"x", "y"} - {ended}
 
 
 async def test_an_unacknowledged_placement_of_a_silent_replica_is_reclaimed_first(fleet: OpenFleet) -> None:
