@@ -261,7 +261,7 @@ class Pool:
         }
 
     def start(self, start: Start) -> None:
-        """Pass each task that runs until the replica ends to `start`."""
+        """Start this pool's background tasks by `start`."""
         contextvars.copy_context().run(self._start, start)  # log lines of the tasks name the pool
 
     def _start(self, start: Start) -> None:

@@ -219,7 +219,7 @@ def new_incarnation() -> str:
     return f"{socket.gethostname().rsplit('-', 1)[-1][:8]}-{secrets.token_hex(4)}"
 
 
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of mallopt(3)
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # parameters of mallopt(3)
 # Larger than most request bodies, smaller than the bodies that fill a replica's memory.
 _LARGE_BLOCK_BYTES = 512 * 1024
 _KEPT_BYTES = 8 * 1024 * 1024  # free memory kept at the heap's end

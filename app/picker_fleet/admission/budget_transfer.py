@@ -81,7 +81,7 @@ def handlers(
     transfers: OrderedDict[str, asyncio.Task[float]] = OrderedDict()  # by nonce
 
     def checked(method: str, request: bytes) -> Fields | None:
-        """The fields of a valid request; None for any other."""
+        """The fields of `request`; None if it is malformed, repeated or not signed by the fleet."""
         try:
             fields: dict[str, Any] = orjson.loads(
                 request[: _LONGEST_LIST_BYTES if method == _ENDED else _LONGEST_BYTES]

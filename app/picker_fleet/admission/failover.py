@@ -154,12 +154,12 @@ class Failover:
         self.outage: Outage | None = None  # set exactly while the state is not SHARED
         self.placed = 0.0  # the cost placed through Redis since the last heartbeat
         self.prepaid = 0.0  # budget held by requests that entered the shared queue while RESYNCING
-        self.is_busy = False  # whether requests were placed or ended since the last tick
+        self.is_busy = False  # whether this replica has placed or ended requests since the last tick
         self.ignored_s = -math.inf  # when this replica last ignored a sign of life
         self._tasks: set[asyncio.Task[None]] = set()  # tasks of the outage
         self.stock: Stock | None = None  # None until this replica has joined the pool
         self._joined_s = 0.0
-        self._answered_heartbeats = self._failed_heartbeats = 0  # in a row
+        self._answered_heartbeats = self._failed_heartbeats = 0  # heartbeats in a row
         metrics.failover(self.state.value)
 
     @property
@@ -180,7 +180,7 @@ class Failover:
         return await self.outage.gate.transfer_budget(minimum, maximum, TRANSFER_WAIT_S)
 
     def outage_count(self) -> OutageCount | None:
-        """For `lost_budget`; None unless this replica knows which requests ran when the outage began."""
+        """The figures for `lost_budget`; None unless this replica knows which requests ran at the start."""
         outage = self.outage
         if outage is None or outage.resync_attempted or self.state is not _LOCAL:
             return None
@@ -427,7 +427,7 @@ class Failover:
                 self._reports.tell_end(entry.end)
 
     def _all_resynced(self, outage: Outage) -> bool:
-        """Whether every replica has reported its requests in flight to Redis, or the wait is over."""
+        """Whether each replica has reported its requests in flight to Redis, or the wait has timed out."""
         now_s, resync = self._clock(), outage.resync
         if resync is None or not resync.done:
             return False

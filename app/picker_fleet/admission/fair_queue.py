@@ -271,8 +271,8 @@ class BandQueue(Generic[R]):
 
     v: float = 0.0  # virtual time: the greatest start tag served, not counting service by the guard
     newcomers: float = 0.0  # common tag of the flow queues that started at v, charged as one flow
-    tag: float = 0.0  # the band's own tag, if bands are weighted
-    queued: int = 0  # requests
+    tag: float = 0.0  # the band's tag under the band policy `weighted`
+    queued: int = 0  # number of queued requests
     bytes: int = 0  # total size of the queued requests' bodies
     queues: dict[str, FlowQueue[R]] = field(default_factory=dict)  # name -> backlogged flow queue
     turns: ScoredSet[str] = field(default_factory=ScoredSet)
@@ -287,7 +287,7 @@ class FairQueue(Generic[R]):
         self._context, self._next_number = context, next_number
         self.bands: dict[int, BandQueue[R]] = {}  # by priority, the highest first
         self.bv = 0.0  # virtual time across bands
-        self.credit = 1.0  # of the starvation guard
+        self.credit = 1.0  # the starvation guard's credit
         self.overdue: ScoredSet[R] = ScoredSet()
         self._queued = 0
         self._preempts = False  # whether any band has a preemption history

@@ -21,9 +21,9 @@ MAX_ENTRIES = 50_000  # the ledger forgets the oldest entries beyond; those requ
 _SPARE = 5_000  # surplus entries that make the ledger forget, so that it searches seldom
 _FORGET_S = 1.0  # interval of searches for old entries
 METER_WINDOW_S = 10  # whole seconds before the current one
-_MAX_METERED_FLOWS = 5000  # in each second
+_MAX_METERED_FLOWS = 5000  # most flows counted in each second
 _MAX_LISTED = 200  # flows in a report
-_MAX_LISTED_BYTES = 16_000  # of the flow names in a report, approximately
+_MAX_LISTED_BYTES = 16_000  # approximate size of the flow names in a report
 
 
 class Phase(enum.Enum):
@@ -85,7 +85,7 @@ class Entry(msgspec.Struct, eq=False):
 
     @property
     def is_local(self) -> bool:
-        """Whether it runs, and was placed here without Redis in the present outage."""
+        """Whether the request runs, and this replica placed it without Redis in the present outage."""
         return self.phase is Phase.PLACED and self.local_cost is not None
 
     @property
@@ -119,7 +119,7 @@ class Ledger:
         self.keep_s = keep_s
         self._entries: OrderedDict[str, Entry] = OrderedDict()
         self._forget_s = 0.0  # when to search for old entries next
-        self._forget_length = MAX_ENTRIES + _SPARE  # or at how many entries
+        self._forget_length = MAX_ENTRIES + _SPARE  # number of entries at which to search as well
         self.in_outage = False
 
     def __len__(self) -> int:
@@ -134,7 +134,7 @@ class Ledger:
     # Events
 
     def place(self, request_id: str, attempt: str, token: str, endpoint: str, *, owned: bool) -> Entry:
-        """This replica has placed a request."""
+        """Add the entry of a request that this replica has placed."""
         self._entries.pop(request_id, None)
         now_s = self._clock()
         entry = self._entries[request_id] = Entry(
@@ -144,12 +144,12 @@ class Ledger:
         return entry
 
     def place_locally(self, request_id: str, cost: float) -> None:
-        """The request, which was just placed, holds `cost` of the local budget."""
+        """Note that a request, which was just placed, holds `cost` of the local budget."""
         entry = self._entries[request_id]
         entry.local_cost, entry.journaled = cost, True
 
     def withdraw(self, entry: Entry) -> None:
-        """A placement never reached Envoy."""
+        """Note that a placement never reached Envoy."""
         entry.owned = False
         if entry.is_local:
             entry.phase, entry.withdrawn, entry.attempt = Phase.WITHDRAWN, True, None
@@ -157,7 +157,7 @@ class Ledger:
             del self._entries[entry.id]
 
     def see(self, alive: Alive) -> None:
-        """An access log reports that a request runs. Without an accounting token it changes nothing."""
+        """Note that an access-log entry reports a running request; ignore it without accounting token."""
         if not alive.accounting_token:
             return
         entry = self._entries.get(alive.id)
@@ -192,7 +192,7 @@ class Ledger:
         return entry
 
     def confirm(self, entry: Entry) -> bool:
-        """Redis has answered the report of an end, or never will. Returns False if confirmed before."""
+        """Note that Redis has answered the report of an end, or never will. False if confirmed before."""
         if entry.confirmed:
             return False
         entry.confirmed = True
@@ -272,9 +272,9 @@ class Ledger:
                 break
             del self._entries[entry.id]
             if entry.owned:
-                entry.seen_s = now_s  # its stream is open
+                entry.seen_s = now_s  # its stream is open: count the request as seen now
             if entry.owned or (beyond <= 0 and (entry.journaled or not entry.confirmed)):
-                self._entries[entry.id] = entry  # behind all others
+                self._entries[entry.id] = entry  # moves the entry to the end
             else:
                 beyond -= 1
         self._forget_length = max(len(self._entries), MAX_ENTRIES) + _SPARE

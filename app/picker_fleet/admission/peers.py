@@ -16,7 +16,7 @@ from typing import Protocol
 from picker_fleet.admission.local_gate import LocalGate, part_of
 from picker_fleet.state.store import HeartbeatReply
 
-_PAUSE_S = 0.2  # before asking a peer again that had no budget to give
+_PAUSE_S = 0.2  # pause before asking a peer again that had no spare budget
 _IDLE_S = 10.0  # time without waiting requests after which connections to peers are closed
 _COMPARED = 30_000  # most running requests that `lost_budget` compares
 TRANSFER_WAIT_S = 0.5  # how long a peer without free budget waits before it answers
@@ -151,7 +151,7 @@ async def lost_budget(
             return None
         running.update(count.running)
     if len(running) > _COMPARED:
-        return 0.0  # the lost part of so large a bound is small
+        return 0.0  # beside so many running requests the lost budget is small
     asked = await asyncio.gather(*(client.ended_before(address, list(running)) for address in others))
     for ended in (ended_before, *asked):
         if ended is None:

@@ -130,7 +130,7 @@ class Reports:
     def _on_answered_end(
         self, completion: Completion, token: str, entry: Entry | None, answer: asyncio.Future[SettleReply]
     ) -> None:
-        """Redis has answered the report of an end, or never will. Only the first answer counts."""
+        """Called once Redis has answered the report of an end, or never will. Ignores a second answer."""
         if entry is not None and not self._ledger.confirm(entry):
             return
         if answer.cancelled() or answer.exception() is not None:

@@ -367,10 +367,10 @@ class SharedQueue:
             if (
                 waiter is not None
                 and waiter.attempt == notification.attempt
-                and not self.pause_detector.resumed_recently  # else another replica may have the request
+                and not self.pause_detector.resumed_recently  # else another replica may own the request
             ):
                 return self._on_placed(waiter, verdict)
-            verdict = Verdict.GRANTED  # ask `place.lua`, as for any grant
+            verdict = Verdict.GRANTED  # ask Redis for a placement, as after any grant
         if waiter is not None:
             return _notify(waiter.notification, verdict)
         entry = self._ledger.get(request_id)
@@ -410,7 +410,7 @@ class SharedQueue:
 
         Returns False if Redis did not take some of them; the caller may repeat the call.
         """
-        await self.pause_detector.wait_for_backlog()  # as in `_admit_known`
+        await self.pause_detector.wait_for_backlog()  # streams may have closed during a pause
         # Wait for the renewals: if Redis is slow, admissions sent with them would overtake them and find the
         # whole stock free.
         renewed = await asyncio.gather(*self.renew_owned_streams(), return_exceptions=True)

@@ -55,7 +55,7 @@ class Tombstones:
         self._due, self._peers_updated = asyncio.Event(), asyncio.Event()
 
     def save(self) -> tuple[Any, ...]:
-        """A comparable copy of the state."""
+        """A copy of the state, to compare or restore."""
         return (
             tuple(self._peers.items()), self.is_due, self._peer_degraded, self._peer_resyncs, self._answered,
             self._published_epoch, self._resyncs,

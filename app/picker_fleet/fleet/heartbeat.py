@@ -191,7 +191,7 @@ class Membership:
         self._connection_epoch = 0
         self._stored_info = ""  # the replica info in the shared state; '': unknown
         self._lost = False  # whether the shared state may lack this replica's requests
-        self._state: SharedState | None = None  # read last, at `_read_s`
+        self._state: SharedState | None = None  # the state read last, at `_read_s`
         self._read_s = -math.inf
         self._follow_up: asyncio.TimerHandle | None = None
 

@@ -19,12 +19,12 @@ _MANY_STREAMS = 32  # the info omits addresses with fewer streams
 _ENVOY_LIMIT = 1024
 _NEAR = 0.03 * _ENVOY_LIMIT
 _NEAR_S = 10.0  # how long an address must be near the limit before the warning
-_MOST_WARNED = 1000  # addresses
+_MOST_WARNED = 1000  # most addresses to warn about
 _ELSEWHERE = ("192.0.2.1", 9)  # a documentation address (RFC 5737), which no host has
 
 
 class ReplicaInfo:
-    """Called, it returns the replica info: the JSON object `about` of docs/redis-schema.md."""
+    """Returns the replica info when called: the JSON object `about` of docs/redis-schema.md."""
 
     def __init__(self, queue: SharedQueue, service: ServiceMeter, clock_s: Callable[[], float]) -> None:
         self._queue = queue

@@ -61,7 +61,7 @@ _BAND_ATTRIBUTES = ("bytes", "capacity", "guaranteed", "preemptible")
 _SCORERS = "scheduling.scorers"
 _BY_NAME = (_BAND_WEIGHTS, _BANDS, _SCORERS)  # mappings whose entries change one by one
 _MOST_SCORER_WEIGHT = 1e6
-_MOST_WEIGHTS = 200  # flows; the scripts read all of their weights again after every change
+_MOST_WEIGHTS = 200  # flows with live weights; the scripts read all these weights after every change
 _LONGEST_FLOW_BYTES = 256
 _OWN_OVERRIDES = frozenset({"paused"})  # overrides that no configuration key sets
 

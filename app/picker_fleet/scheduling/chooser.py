@@ -30,7 +30,7 @@ from picker_fleet.scheduling.scheduler import Scheduler, with_in_flight
 from picker_fleet.scheduling.scorers import EndpointState, PickRequest
 from picker_fleet.state.accounting_token import LENGTH, Keyring
 
-SESSION_HEADER: Final = "x-session-token"  # in requests and responses
+SESSION_HEADER: Final = "x-session-token"  # a header of requests and of responses
 
 # The most candidates with scores passed to the script: more would cost the script more than they improve the
 # choice. From a sample pass fewer: candidates then differ between picks, and each costs the script more.

@@ -30,7 +30,7 @@ BLOCKS_PER_ENDPOINT: Final = 31_250
 MAX_BLOCKS: Final = 500_000
 # Measured with CPython 3.11: an entry takes 190 to 241 bytes, depending on how full the hash tables are.
 BYTES_PER_BLOCK: Final = 250
-HOLDER_BYTES_PER_BLOCK: Final = 150  # in addition, if the index keeps holders
+HOLDER_BYTES_PER_BLOCK: Final = 150  # additional bytes if the index keeps holders
 _MOST_HOLDERS: Final = 4  # endpoints kept per hash, the most recent
 LATENCY_WINDOW: Final = 100  # completions kept per endpoint (spec 004)
 

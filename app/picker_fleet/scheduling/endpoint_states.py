@@ -94,7 +94,7 @@ class EndpointStates:
         self._use(drawn)
 
     def _draw(self) -> Sequence[str]:
-        """Draw the addresses for picks without preferences."""
+        """The endpoints for picks without preferences: all, or in a large pool a random sample."""
         if not self.samples:
             return list(self._by_address)
         # If no endpoint takes requests, sample all, so that an explanation can give reasons.

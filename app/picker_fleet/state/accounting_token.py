@@ -154,7 +154,7 @@ def fault_of(token: str, request_id: str, keys: Keyring) -> str:
 
 def is_alone(token: str) -> bool:
     """Whether the request of `token` was placed without Redis."""
-    if ADMITTED_ALONE not in token:  # the common case, without a split
+    if ADMITTED_ALONE not in token:  # most tokens: return without a split
         return False
     fields = token.split("\t")
     return len(fields) > _FIELDS and fields[_FIELDS].startswith(ADMITTED_ALONE)

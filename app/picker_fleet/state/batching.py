@@ -208,7 +208,7 @@ class Pending:
 
 
 class DelayedCalls:
-    """Passes its calls to `on_due` `delay_s` after the first was added, without calls answered by then."""
+    """Collects calls. `delay_s` after the first call, passes the calls that lack an answer to `on_due`."""
 
     def __init__(self, delay_s: float, on_due: Callable[[list[Call]], None]) -> None:
         self._delay_s, self._on_due = delay_s, on_due
@@ -311,7 +311,7 @@ class BatchingClient:
         self.library = load_library()
         self._functions = {name: self.library.function(name) for name in NAMES}
         self._pending = Pending(self._functions, key, caller)
-        self._in_flight: deque[Message] = deque()  # in the order of their replies
+        self._in_flight: deque[Message] = deque()  # messages in the order of their replies
         self._denied = DelayedCalls(_DENIED_RETRY_S, self._resend_denied)
         self._refused = DelayedCalls(_DURABLE_RETRY_S, self._requeue_refused)
         self._loop = asyncio.get_running_loop()

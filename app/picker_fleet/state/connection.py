@@ -43,7 +43,7 @@ _SMALLEST = 1e-9  # smaller moving averages become 0
 _SUSPECTED = 0.1  # part of `floor_s`: the shortest silence before Redis is SUSPECT
 _STUCK = 0.25  # part of `floor_s`: the shortest silence, after an answered probe, before STUCK
 _MAX_REPEATS = 4
-_PROBE_PAUSE_S = 0.25  # between the probes of one silence; each probe opens a connection
+_PROBE_PAUSE_S = 0.25  # interval of probes during a silence; each probe opens a connection
 _MAX_PROBES = 8  # concurrent probes; a further probe replaces the oldest
 
 
@@ -278,7 +278,7 @@ class FailureDetector:
         self._silent_s = 0.0
         self._unanswered_s: float | None = None  # awake seconds since the first probe; None: not suspected
         self._answered_s: float | None = None  # awake seconds since the first answered probe
-        self._due = False  # time was up at the last call; one more call lets the socket be read first
+        self._due = False  # time was up at the last call; act at the next: the socket is read first
 
     @property
     def suspected(self) -> bool:
@@ -349,7 +349,7 @@ class Watched(Protocol):
 
     @property
     def waiting(self) -> bool:
-        """Whether anything waits for Redis."""
+        """Whether any call waits for a reply or a connection."""
         ...
 
     def on_stuck(self) -> None:

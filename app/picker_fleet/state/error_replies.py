@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 
 from picker_fleet.state.schema import FORMAT
 
-_MAX_LOGGED_CHARS = 200  # of a name or an error reply
+_MAX_LOGGED_CHARS = 200  # most characters of a name or an error reply
 
 _log = logging.getLogger(__name__)
 

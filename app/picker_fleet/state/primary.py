@@ -58,7 +58,7 @@ Node = tuple[str, int]
 _ASK_S = 0.3  # how long a majority may take to agree; then the answers so far count
 _MAX_ASKED = 5  # nodes of a Cluster asked at once
 _CONNECT_S = 1.0
-TIMEOUTS = (TimeoutError, redis_errors.TimeoutError)  # silence while connecting, as opposed to a refusal
+TIMEOUTS = (TimeoutError, redis_errors.TimeoutError)  # the server is silent; it does not refuse
 _FAULTS = (redis_errors.RedisError, OSError, TimeoutError, ValueError)
 # With these options TCP detects a vanished peer within about 11 s.
 _KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3}

@@ -41,7 +41,7 @@ class FlowQueueRow(NamedTuple):
 
     @property
     def priority(self) -> int:
-        """The priority of its band."""
+        """The priority of the flow queue's band."""
         return MOST_PRIORITY - self.group % THROTTLED
 
     @property

@@ -57,7 +57,7 @@ class Refused:
 
 
 class Verdict(enum.Enum):
-    """The verdicts without further fields."""
+    """A verdict that has no further fields."""
 
     GRANTED = "granted"  # ask for the placement
     EXPIRED = "expired"
