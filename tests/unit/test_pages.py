@@ -56,7 +56,7 @@ CHUNK, WALKS = lua("sweep.lua", "CHUNK"), lua("sweep.lua", "WALKS")
 MANAGER = bootstrap._parts()["manager"]
 LATE_S = shared_queue._EXPIRY_SLACK_S + shared_queue._EXPIRY_ANSWER_S
 SENTENCES = [
-    ("architecture", f"one that dies meanwhile is waited for {reads.SnapshotTimes().claim_ms / 1000:g} s"),
+    ("architecture", f"replica dies meanwhile, they wait {reads.SnapshotTimes().claim_ms / 1000:g} s"),
     ("architecture", f"within its TTL and {LATE_S:g} s"),
     ("redis-schema", f"or {reads.SnapshotTimes().claim_ms / 1000:g} s if it came to no end"),
     ("redis", f"a script call carries {batching.MAX_BATCH} requests at most"),
@@ -68,7 +68,7 @@ SENTENCES = [
     ("admin-api", f"`limit` is 1 to {api.MAX_LIMIT}"),
     ("admin-api", f"a page has at most {api.MAX_ROWS} rows"),
     ("admin-api", f"goes by the first {fleet_state.MAX_FLOWS}"),
-    ("admin-api", f"It takes {events.MAX_LISTENERS} listeners"),
+    ("admin-api", f"It accepts {events.MAX_LISTENERS} listeners"),
     ("admin-api", f"{LIMITS.connections} connections, {LIMITS.connections // 2} of one address"),
     ("admin-api", f"not whole {LIMITS.request_s:g} s after"),
     ("admin-api",
@@ -80,7 +80,7 @@ SENTENCES = [
     ("security", f"Half-sent headers end after {MANAGER['requestHeadersTimeout'].removesuffix('s')} s"),
     ("security", f"at most {spaced(bootstrap.MAX_CONNECTIONS)} connections"),
     ("security", f"at most {json_body.MAX_NAME_BYTES} bytes, no control characters"),
-    ("redis", f"are waited for {FailoverTimes(0.0).max_resync_s:g} s at most"),
+    ("redis", f"wait at most {FailoverTimes(0.0).max_resync_s:g} s for a replica"),
     ("redis", f"it waits {FailoverTimes(0.0).peers_wait_s:g} s at most"),
     ("redis", f"{spaced(ledger.MAX_ENTRIES)} requests, running or ended, are remembered"),
     ("redis", f"is left alone for {local_gate._FAILED_S:g} s"),

@@ -337,7 +337,7 @@ class Access:
         if fault is not None:
             if not self._refusals.take():
                 path = request.scope["path"][:200]
-                _log.warning("a call of %s was refused: %s %a", address, fault.status_code, path)
+                _log.warning("refused an admin API call from %s: %s %a", address, fault.status_code, path)
             raise fault
 
 

@@ -179,7 +179,7 @@ def serving(labels: Mapping[str, str], report: Report) -> Report:
         if others != logged:
             logged[:] = others
             which = ", ".join(others[:8])
-            _log.info("%d endpoints get no requests, by their labels or %s: %s", len(others), _ROLE, which)
+            _log.info("%d endpoints get no requests due to their labels or %s: %s", len(others), _ROLE, which)
         report(serve)
 
     return report_serving

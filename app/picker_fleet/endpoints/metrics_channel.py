@@ -144,7 +144,7 @@ class MetricsChannel:
             try:
                 found[address.decode()] = decode_reading(text, shift_ms)
             except (BadReading, UnicodeDecodeError) as fault:
-                _log.warning("a stored reading of %r is left out: %s", address[:60], fault)
+                _log.warning("ignoring a malformed stored reading of %r: %s", address[:60], fault)
         return found
 
     async def follow(
@@ -186,7 +186,7 @@ class MetricsChannel:
     def _warn(self, faults: Sequence[str]) -> None:
         if faults and not self._fault_logged:
             self._fault_logged = True  # log once: every message would repeat the fault
-            _log.warning("readings of other replicas are left out: %s", "; ".join(faults[:3]))
+            _log.warning("ignoring malformed readings of other replicas: %s", "; ".join(faults[:3]))
 
     def _note_clock(self, time: tuple[bytes, bytes]) -> int:
         # Redis read its clock before now, so the difference makes readings slightly older, never newer.

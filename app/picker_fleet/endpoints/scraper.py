@@ -150,7 +150,7 @@ class Scraper:
             if named and len(found) > 1:
                 known = ", ".join(ENGINES)
                 _log.warning(
-                    "a label of %s says engine %r, not one of %s", endpoint.address, named[:60], known
+                    "a label of %s names an unknown engine %r; known: %s", endpoint.address, named[:60], known
                 )
             if len(self._engines) >= _MOST_NAMES:
                 self._engines.clear()
@@ -244,7 +244,7 @@ class Scraper:
         elif failures and not reading.failures:
             _log.info("scraping %s works again", target.address)
         elif reading.remark and (last is None or not last.remark):
-            _log.warning("the page of %s is read in part: %s", target.address, reading.remark)
+            _log.warning("parts of the metrics page of %s cannot be read: %s", target.address, reading.remark)
         if reading.unready and not unready:
             _log.warning("endpoint %s takes no requests: %s", target.address, reading.unready)
         elif unready and not reading.unready:

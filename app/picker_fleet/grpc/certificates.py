@@ -3,7 +3,7 @@
 `serve.py` makes a `Certificates` for each TLS port. Files are checked every `RELOAD_S`: Kubernetes mounts a
 Secret through symbolic links, which file notifications do not follow. New connections get the new
 certificate; open ones keep theirs. Unusable files change nothing and are logged once. Without files the
-replica signs its own certificate, which encrypts but proves nothing: clients must accept any certificate.
+replica signs its own certificate, which clients cannot verify: they must accept any certificate.
 """
 
 import asyncio
@@ -66,7 +66,7 @@ class Certificates:
         except (OSError, ssl.SSLError, ValueError) as fault:
             raise StartupError(f"{name}: {_reason(fault)}") from fault
         if tls.cert is None:
-            _log.warning("%s names no certificate: this replica signs one itself, which proves nothing", name)
+            _log.warning("%s has no certificate: using a self-signed one, which clients cannot verify", name)
         self.version = 1
 
     def client_context(self) -> ssl.SSLContext:
