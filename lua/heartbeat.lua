@@ -67,9 +67,9 @@ local function merge_variant_key(kept, known, fresh)
   return oldest or ''
 end
 
--- Return {count, least}: the number of live replicas and the least of their ids. The list is read if the number has
--- changed, if a replica joins, and once a second, since another version's library may have let a replica join. Other
--- heartbeats only count, so their cost does not grow with the fleet.
+-- Return {count, least}: the number of live replicas and the least of their ids. The call reads the list if the number
+-- has changed, if a replica joins, and once a second, since another version's library may have let a replica join.
+-- Otherwise it only counts, so its cost does not grow with the fleet.
 local READ_AFTER_MS = 1000
 local function live_replicas(joins, silence_ms)
   local known, since = key.live, '(' .. (now_ms - silence_ms)

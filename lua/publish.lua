@@ -38,7 +38,7 @@ local function publish(args)
     if not wanted[address] then marks.publish(address, '') end
   end
 
-  -- Other listed endpoints are unpublished: they keep their load, but take no new requests.
+  -- All other endpoints in `load` are unpublished: they keep their load, but take no new requests.
   for _, address in ipairs(read('ZRANGE', key.load, 0, -1)) do
     if not (wanted[address] or former[address]) then marks.unpublish(address) end
   end

@@ -63,7 +63,7 @@ local function reported_load(text)
   local queued, running = tonumber(page.waiting), tonumber(page.running)
   if not (at and before and queued and running) then return nil end
   at, before = at + clock_shift_ms, before + clock_shift_ms
-  if at > now_ms + 1000 or before > at then return nil end -- scraped before TIME was set
+  if at > now_ms + 1000 or before > at then return nil end -- TIME was set back after the scrape
   return math.max(queued + running, tonumber(page.before_load) or math.huge), before, at
 end
 

@@ -10,7 +10,7 @@
 -- The field `waiting_bytes`, written with the counters, has the total size of each band's waiting request bodies. If
 -- the field is lost, the sizes restart at 0 in a new epoch. A request that leaves the queue subtracts its body's size
 -- only if it was added in the current epoch.
--- Takes keys from lib/storage.lua, names from the schema. Gives `bands`, the tables below, and `pool`, still empty.
+-- Uses keys from lib/storage.lua, names from the schema. Defines `bands`, the tables below, and `pool`, still empty.
 
 local pool = {} -- counters (lib/pool.lua)
 -- Tables by band number: names of counters (formatting a name costs as much as a command), then attributes. A number

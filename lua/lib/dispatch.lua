@@ -1,7 +1,7 @@
 -- include: ends answers
 -- Begins and ends every script call: due timers, dispatch, commit. Also places requests. If a call fails before it
 -- starts to commit, `run` undoes its writes.
--- Takes the queue from lib/flows.lua, the choice of an endpoint from lib/endpoints.lua, ends from lib/ends.lua. Gives
+-- Uses the queue from lib/flows.lua, the choice of an endpoint from lib/endpoints.lua, ends from lib/ends.lua. Defines
 -- `place_request`, `place_granted`, `run_timers`, `finish_call`, `for_each_item`, `column` and `run`.
 
 -- Choose and reserve an endpoint for r in one step, so that two replicas never both take the same idle endpoint (G1).
@@ -87,7 +87,7 @@ local function run_timers(limit)
   return ran, expired
 end
 
-local live = {} -- owner -> whether its last heartbeat is recent
+local live = {} -- replica -> whether its last heartbeat is recent
 local function is_live(owner)
   if live[owner] == nil then
     live[owner] = tonumber(read('ZSCORE', key.replicas, owner) or 0) > now_ms - settings.silence_ms

@@ -4,7 +4,7 @@
 -- `limits` counts the requests in flight of flows that have a limit per endpoint. `endpoints.caps` is endpoint ->
 -- limit, nil if no endpoint has a limit: the configured limits, and the temporary limits of endpoints that are full or
 -- on trial (lib/marks.lua).
--- Takes reads and writes from lib/storage.lua, settings from lib/pool.lua. Gives `endpoints`.
+-- Uses reads and writes from lib/storage.lua, settings from lib/pool.lua. Defines `endpoints`.
 
 -- ANY: `candidates` of a request that accepts any endpoint; counts_flows: whether this library has seen a flow limit
 local endpoints = {ANY = '*', counts_flows = false}

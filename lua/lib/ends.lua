@@ -1,6 +1,6 @@
 -- include: flows marks tombstones
 -- End requests: release the stock, endpoint and lease of each exactly once. Restore requests: acquire these again.
--- Takes the queue from lib/flows.lua, loads from lib/endpoints.lua, records from lib/registry.lua, `tombstones`. Gives
+-- Uses the queue from lib/flows.lua, loads from lib/endpoints.lua, records from lib/registry.lua, `tombstones`. Defines
 -- the functions below.
 
 -- Whether an endpoint has a limit, takes new requests and is below the limit.

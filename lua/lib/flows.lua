@@ -1,8 +1,8 @@
 -- include: order throttle
 -- The queue: bands; in each band, flow queues ordered by start tag; in each flow queue, requests in the order of
 -- lib/order.lua. Also chooses preemption candidates, and applies new settings, which may change the order.
--- Takes fronts from lib/fronts.lua, bands from lib/bands.lua, records and timers from lib/registry.lua, `order` and
--- `throttle`. Gives `preemption`, `queue` and `put_settings`.
+-- Uses fronts from lib/fronts.lua, bands from lib/bands.lua, records and timers from lib/registry.lua, `order` and
+-- `throttle`. Defines `preemption`, `queue` and `put_settings`.
 
 -- The preemption candidates when the queue is full: the backlogged flow queues of each preemptible band, ordered by
 -- the time of their last preemption. While pool.pressed is 1, `preempted` keeps the last preemption times of flow
@@ -243,8 +243,8 @@ do
     pool[name] = pool[name] + cost / BAND_WEIGHT[r.band]
   end
 
-  -- Take a flow queue out of the order because its flow, or every endpoint that its next request may use, is at its
-  -- limit. An unthrottled flow queue does not catch up on missed turns.
+  -- Stop serving a flow queue because its flow, or every endpoint that its next request may use, is at its limit. After
+  -- `unthrottle` the flow queue does not catch up on missed turns.
   function queue.throttle(band, flow_queue, tag)
     read_ahead.set_score(key.flows[band], flow_queue)
     throttle.add(band, flow_queue, tag)
@@ -290,7 +290,7 @@ do
     end
   end
 
-  -- The bands in the order in which they are served.
+  -- Return the bands in the order in which dispatch serves them.
   local function bands_in_order()
     if settings.band_policy ~= BAND_POLICY_WEIGHTED then return BANDS end
     local by_tag = {unpack(BANDS)}

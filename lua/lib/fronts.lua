@@ -3,7 +3,7 @@
 -- requests, or heads of lines, of a flow queue; requests of a line). A front holds members from index `at` on, and is
 -- `whole` if the set has no other members. In a front without scores, members before `at` were removed. In a front with
 -- scores, `scores` has the new score of each changed member, or false if it was removed.
--- Takes reads and writes from lib/storage.lua. Gives `read_ahead`.
+-- Uses reads and writes from lib/storage.lua. Defines `read_ahead`.
 
 do -- a chunk may have 200 locals
   local expected = 1 -- number of requests that this call may serve

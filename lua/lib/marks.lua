@@ -2,7 +2,7 @@
 -- Marks of endpoints. An endpoint takes new requests if it is published, not draining, and has none of the marks
 -- `drained` (by an operator), `down` and `ejected` (lib/outliers.lua).
 -- Also computes the limits of failing or full endpoints, and the bounds of the stock.
--- Takes loads and outlier entries from lib/endpoints.lua, counters from lib/pool.lua. Gives `marks`.
+-- Uses loads and outlier entries from lib/endpoints.lua, counters from lib/pool.lua. Defines `marks`.
 
 local marks = {}
 do

@@ -1,8 +1,8 @@
 -- include: dispatch
 -- Outlier ejection: for some time the whole fleet sends no new request to a failing endpoint. An endpoint that answers
 -- 429 is limited for some time to its number of requests in flight.
--- Takes loads from lib/endpoints.lua, marks and limits from lib/marks.lua, records from lib/registry.lua. Gives
--- `outliers` to the functions that report failures and answers, and to the sweep.
+-- Uses loads from lib/endpoints.lua, marks and limits from lib/marks.lua, records from lib/registry.lua. Defines
+-- `outliers` for the functions that report failures and answers, and for the sweep.
 --
 -- An entry of `outliers`, JSON: by: {id, flow} of each failure since the endpoint's last answer, oldest first, flow ''
 -- if the request also failed on another endpoint; elsewhere: 1 once another endpoint has since answered one of these

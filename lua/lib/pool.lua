@@ -1,6 +1,6 @@
 -- include: bands
 -- The clock, counters and settings of the pool, its decision log, and notifications to replicas.
--- Takes reads and writes from lib/storage.lua, `bands`. Gives `now_us`, `now_ms`, `settings`, `pool`, `notifications`.
+-- Uses reads and writes from lib/storage.lua, `bands`. Defines `now_us`, `now_ms`, `settings`, `pool`, `notifications`.
 
 -- [clock] Tests replace the code between these marks (picker_fleet/state/scripts.py).
 -- The only clock: Redis's TIME, corrected for steps. Clocks of replicas are never compared.

@@ -1,7 +1,7 @@
 -- include: pool
 -- The records of requests and the timers of waiting ones; the registry of workloads.
--- Takes reads and writes from lib/storage.lua, bands from lib/bands.lua, settings and counters from lib/pool.lua. Gives
--- `record`, `timers`, `workloads` and `parse_workload`.
+-- Uses reads and writes from lib/storage.lua, bands from lib/bands.lua, settings and counters from lib/pool.lua.
+-- Defines `record`, `timers`, `workloads` and `parse_workload`.
 --
 -- A record is one request, packed. Its state is queued, orphaned (its replica is silent), granted or
 -- placed. Replicas refuse control characters in fields, so no field ends a packed string early. Millions of requests
@@ -73,7 +73,7 @@ do -- a chunk may have 200 locals
   -- Let `record.read` find r in this call, without writing r.
   function record.know(r) known[r.id] = r end
 
-  -- `put` and `remove` are written when the call commits, with the record as it is then.
+  -- The commit writes the changes of `put` and `remove`, with the record's values at that time.
   local function change(id, r)
     changed_count = changed_count + 1
     known[id], changed_ids[changed_count] = r, id
@@ -99,7 +99,7 @@ do -- a chunk may have 200 locals
     write_values('HDEL', key.requests, removed, removals)
   end
 
-  local KEPT = 16 -- larger tables are replaced instead of cleared
+  local KEPT = 16 -- larger tables are replaced, not cleared
   function reset_records()
     local count = 0
     for id in pairs(known) do
@@ -312,7 +312,7 @@ do
     if name and by_flow.find(name)[5] > 0 then count_dispatch(by_flow, name, wait_ms) end
   end
 
-  -- A granted request returns to the queue: uncount its dispatch. The average wait keeps the wait until this grant.
+  -- A granted request returns to the queue: subtract its dispatch. Its wait until this grant stays in the average.
   function workloads.sent_back(id)
     if id == '' then return end
     local w = by_id.find(id)
@@ -329,8 +329,8 @@ do
     by_id.changed[id] = w
   end
 
-  -- The request just counted was refused. Forget its workload if this was its first request and more than half of the
-  -- registry is taken: refused requests with invented ids must not crowd out workloads that are served.
+  -- A request was refused after `arrived` counted it. Forget its workload if this was its first request and the
+  -- registry is more than half full: refused requests with invented ids must not displace workloads in use.
   function workloads.refused(flow, id)
     if id == '' then return end
     workloads.ended(id)
@@ -340,7 +340,7 @@ do
     end
   end
 
-  -- Count a running request as active whose record was lost and is restored.
+  -- Count a restored request as active: its record was lost, and it still runs.
   function workloads.restored(id)
     if id == '' then return end
     local w = by_id.find(id)

@@ -1,5 +1,5 @@
 -- The keys of a pool, and how a call reads and writes them. Other files cache counters, records, workloads and loads.
--- Takes Redis's functions. Gives `key`, `read`, `flush`, `defer_write`, `drop_stray` and the other names below.
+-- Uses Redis's functions. Defines `key`, `read`, `flush`, `defer_write`, `drop_stray` and the other names below.
 --
 -- `defer_write` buffers a write until the end of the script call. One command then writes all values of a key, and a
 -- call that fails earlier has written nothing. `read` first writes the buffered changes of its key, so a call sees its

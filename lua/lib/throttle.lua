@@ -2,7 +2,7 @@
 -- The throttled flow queues of each band: not served, because their flow, or every endpoint that their next request may
 -- use, is at its limit. `throttled:B` holds the start tags of band B. `blockers` has the endpoints on which a flow
 -- queue waits for room; `blocked:B:E` has the flow queues that wait for endpoint E.
--- Takes reads, writes and keys from lib/storage.lua, and the log from lib/pool.lua. Gives `throttle`.
+-- Uses reads, writes and keys from lib/storage.lua, and the log from lib/pool.lua. Defines `throttle`.
 
 local throttle = {}
 do

@@ -1,6 +1,6 @@
 -- include: registry
 -- Request ids kept without a record: of ended requests, and of reclaimed requests that may still run.
--- Takes records from lib/registry.lua, the clock from lib/pool.lua. Gives `tombstones`, and `drop_old` to the sweep.
+-- Uses records from lib/registry.lua, the clock from lib/pool.lua. Defines `tombstones`, and `drop_old` for the sweep.
 
 -- Drop at most `most` ids from the zset `set` of id -> time, ms: ids older than `life_ms`, and ids beyond the latest
 -- LIMIT. Also drop their fields of `hash`, if given. Return whether there may be more to drop.

@@ -1,7 +1,7 @@
 -- include: dispatch
 -- The sweep's maintenance of the queue: tags, preemption history, strays, lost keys. `limit` bounds each step.
--- Takes the queue from lib/flows.lua, records from lib/registry.lua, `throttle`, `marks` and `restore_running`. Gives
--- `upkeep` to the sweep and to publish.
+-- Uses the queue from lib/flows.lua, records from lib/registry.lua, `throttle`, `marks` and `restore_running`. Defines
+-- `upkeep` for the sweep and publish.
 
 local upkeep = {}
 do
@@ -143,7 +143,7 @@ do
     return false
   end
 
-  -- Whether a published endpoint takes no new requests although it is neither draining nor marked.
+  -- Whether `marks` was lost: a published endpoint takes no new requests, yet is neither draining nor marked.
   local function is_mark_lost()
     local closed = read('ZRANGEBYSCORE', key.load, UNPICKABLE, '+inf', 'LIMIT', 0, MOST_LOOKED_AT)
     for _, address in ipairs(closed) do
@@ -155,7 +155,7 @@ do
     return false
   end
 
-  -- Whether `limits` counts fewer requests in flight of a limited flow than there are.
+  -- Whether `limits` was lost: it counts fewer requests in flight of a limited flow than the records.
   local function is_limit_lost()
     if not endpoints.counts_flows or read('ZCARD', key.inflight) > MOST_LOOKED_AT then return false end
     local ids, running = read('ZRANGE', key.inflight, 0, -1), {}

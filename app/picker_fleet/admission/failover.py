@@ -436,7 +436,7 @@ class Failover:
             # A live but late replica may still be using its share of the bound: wait longer for it.
             return not straggles or waited_s >= self._times.straggler_s
         if now_s - outage.began_s < self._times.report_s:
-            return False  # a request placed before the outage may not have given a sign of life yet
+            return False  # a request placed before the outage may not have been reported as running yet
         return not straggles and self._peers.all_resynced()
 
     def _straggles(self, replica: str, said: PeerState) -> bool:

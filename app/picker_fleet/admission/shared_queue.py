@@ -48,7 +48,7 @@ from picker_fleet.telemetry.metrics import Metrics
 if TYPE_CHECKING:
     from picker_fleet.telemetry.tracing import Traces
 
-# Redis decides when a queued request expires; this replica's own timer fires later, if no notification came.
+# Redis expires queued requests; this replica's own timer fires this much later, if no notification came.
 _EXPIRY_SLACK_S = 0.05
 # Answer an expired request within this time, even if Redis does not answer (G5).
 _EXPIRY_ANSWER_S = 0.5
@@ -352,7 +352,7 @@ class SharedQueue:
         """A call of this replica tried to dispatch queued requests of any replica."""
         self._metrics.dequeued(attempts, successes)
         if successes and not self.fleet_queued:
-            self.fleet_queued = 1  # a lower bound; the next heartbeat brings the count
+            self.fleet_queued = 1  # at least one is queued; the next heartbeat brings the number
 
     def notified(self, notification: Notification) -> bool:
         """Redis granted, placed, expired, preempted or evicted a request. A repeated, late or unknown
