@@ -1,8 +1,9 @@
-"""`python -m bench.refill`: how long a freed place at a model server stays empty while requests wait.
+"""`python -m bench.refill` measures how long a freed place at a model server stays empty while requests wait.
 
-From the last byte of an answer at the model server to the first byte of the next request there, beside the
-time that a picker adds to a request that does not wait. One model server with few places, and a deep queue.
-The client and the model server are in this process: one clock times both. Writes bench/results/refill.md.
+That is the time from the last byte of an answer to the first byte of the next request at the model server.
+The page compares it with the time that a picker adds to a request that does not wait. One model server has
+few places and a deep queue. Client and model server run in this process, so that one clock times both. Writes
+bench/results/refill.md.
 """
 
 import asyncio
@@ -25,9 +26,9 @@ from picker_tools.load.generator import Client, Request, flow_header
 from picker_tools.local_fleet.parts import MODES
 
 _PLACES = 4
-_WAITING = 48  # connections in addition to those being served
-_SERVED_S = (0.03, 0.07)  # duration of an answer, random so that answers end at different times
-_PAUSE_S = (0.005, 0.02)  # a client's pause before its next request, so that it does not disturb a refill
+_WAITING = 48  # connections whose requests wait
+_SERVED_S = (0.03, 0.07)  # random duration of an answer, so that answers end at different times
+_PAUSE_S = (0.005, 0.02)  # a client pauses before its next request, so as not to disturb a refill
 _UNQUEUED = 400
 _REFILLS = 500
 _WARM_UP = 40
@@ -37,8 +38,8 @@ _P50_LIMIT, _P99_LIMIT = 1.5, 3.0
 
 @dataclass(slots=True)
 class Times:
-    """Times at which requests were sent, arrived and ended, in µs of one clock. `served_s`: the range of the
-    duration of an answer."""
+    """Times at which requests were sent, arrived and ended, in µs of one clock. `served_s`: shortest and
+    longest duration of an answer."""
 
     served_s: tuple[float, float] = (0.0, 0.0)
     sent_us: dict[bytes, int] = field(default_factory=dict)
@@ -72,7 +73,7 @@ class _ModelServer(ModelServer):
 
 
 async def _ask_on(client: Client, times: Times, number: int, stop: asyncio.Event) -> None:
-    """Send one request after the other until `stop`. ConnectionError if a request is not served."""
+    """Send one request after the other until `stop` is set. ConnectionError if a request is not served."""
     for count in itertools.count():
         name = f"{number}-{count}"
         times.sent_us[name.encode()] = _now_us()
@@ -90,7 +91,7 @@ def _now_us() -> int:
 
 
 async def _load(url: str, times: Times, connections: int, requests: int) -> None:
-    """Send requests until `requests` more have ended."""
+    """Send requests over `connections` until `requests` more have ended."""
     target, stop = len(times.ended_us) + requests, asyncio.Event()
     with Client(url) as client:
         async with asyncio.timeout(_LIMIT_S), asyncio.TaskGroup() as tasks:
@@ -103,7 +104,7 @@ async def _load(url: str, times: Times, connections: int, requests: int) -> None
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """In µs: the times of requests from client to server, and the times that freed places stayed empty."""
+    """In µs: how long each request took from client to server, and how long each freed place stayed empty."""
 
     way_us: list[int]
     refill_us: list[int]
@@ -120,14 +121,15 @@ async def _reading(url: str, times: Times, *, refill: bool) -> Reading:
         times.arrived_us.clear()
         times.ended_us.clear()
         await _load(url, times, _PLACES + _WAITING, _REFILLS)
-        # The server is full except during the measured gaps: end n frees the place for arrival n + places.
+        # The server is full except during the measured gaps: the end of request n frees the place for request
+        # n + _PLACES.
         pairs = zip(times.ended_us[: _REFILLS - _PLACES], times.arrived_us[_PLACES:], strict=False)
         refill_us = [arrived - ended for ended, arrived in pairs][_WARM_UP:]
     return Reading(way_us, refill_us)
 
 
 async def measure(rounds: int, modes: Sequence[str], replicas: Sequence[int]) -> dict[str, list[Reading]]:
-    """Measure each variant in each round. Returns the readings by variant; `none`: without a picker."""
+    """Measure each variant (mode, replicas) in each round. Returns readings by variant; `none`: no picker."""
     variants = [(mode, count) for mode in MODES if mode in modes for count in replicas]
     found: dict[str, list[Reading]] = {"none": [], **{f"{mode}, {count}": [] for mode, count in variants}}
     for number in range(rounds):
@@ -148,7 +150,7 @@ async def measure(rounds: int, modes: Sequence[str], replicas: Sequence[int]) ->
 
 
 def rows(found: dict[str, list[Reading]]) -> list[list[str]]:
-    """The table's rows, one per variant: medians over the rounds, in ms, and ratios within a round."""
+    """Rows of the table, one per variant: medians of the rounds in ms, and of the rounds' ratios."""
 
     def of(values: list[int], share: float) -> float:
         return percentile(values, share) / 1000
@@ -186,14 +188,12 @@ def main(arguments: Sequence[str]) -> int:
         head += [f"added {share}, ms", f"refill {share}, ms", f"ratio (≤ {limit:g})", ""]
     page = (
         "# How long a freed place stays empty\n\n"
-        f"{about} {args.rounds} rounds, new processes each. One model server "
-        f"with {_PLACES} places and {_WAITING} requests that wait. `refill`: from the last byte of an answer "
-        "at the model server to "
-        "the first byte of the next request there. `added`: from client to server for a request that does "
-        "not wait, less the same without a picker. A client pauses for 5 to 20 ms before its next request: "
-        "else that takes the cores just when the place is filled, which a request that does not wait is "
-        "spared. "
-        f"Medians over the rounds.\n\n{table(head, rows(found))}\n"
+        f"{about} {args.rounds} rounds, new processes each. One model server has {_PLACES} places, and "
+        f"{_WAITING} requests wait. `refill`: time from the last byte of an answer to the first byte of the "
+        "next request at the model server. `added`: time from client to server of a request that does not "
+        "wait, minus the same time without a picker. A client pauses for 5 to 20 ms before its next request, "
+        "so that the new request does not take CPU from the refill. "
+        f"Medians of the rounds.\n\n{table(head, rows(found))}\n"
     )
     write_page(args.out / "refill.md", page)
     return 0

@@ -1,9 +1,9 @@
-"""`python -m bench.targets`: compares `workload-aware` with `fcfs` against the targets of specification 000.
+"""`python -m bench.targets` checks the targets of specification 000 for `workload-aware` against `fcfs`.
 
-One fleet serves both policies in turn, changed live, so that both run on the same machine. Each round has two
-passes of each policy in the order A B B A or B A A B, so that a drift of the machine cancels out. A target is
-met if the whole 95 % interval meets it, missed if the mean misses it, else not shown. Writes
-bench/results/targets.md. Exit status 1 if a target is missed.
+A live change switches one fleet between the two policies. Each round has two passes of each policy in the
+order A B B A or B A A B, so that a drift of the machine's speed cancels out. A target is met if the whole 95
+% interval meets it, missed if the mean misses it, and otherwise not shown. Writes bench/results/targets.md.
+Exit status 1 if a target is missed.
 """
 
 import asyncio
@@ -27,16 +27,16 @@ from picker_tools.load.generator import Request, send_request
 _POLICIES = ("fcfs", "workload-aware")
 _WORKLOADS, _SCORES = 1000, 200_000
 _CONCURRENT = 1000
-_BUSY, _CALM = 48, 4  # clients: with 48, two thirds of the requests wait at any time; with 4, none waits
+_BUSY, _CALM = 48, 4  # clients: with 48, two thirds of the requests wait; with 4, no request waits
 _BUSY_REQUESTS, _CALM_REQUESTS = 1500, 400
-_TAIL_S = 0.5  # the replicas have processed the access log of a pass within this time
+_TAIL_S = 0.5  # within this time the replicas process a pass's access log
 _CONFIG: Mapping[str, Any] = {
     "request_queue_controller": {"watermark_per_backend": 4},
     "fair_request_queue": {"flow_capacity": 2000, "total_capacity": 4000, "queue_ttl": "60s"},
 }
 _SIZE = ("--replicas", "2", "--endpoints", "4", "--mode", "lean", "--sim-ttft", "1", "--sim-itl", "0")
 
-# A function that computes the score (as dispatch does) in a loop within one call, or runs the empty loop.
+# A Redis function that computes a request's score, as dispatch does, many times in a call, or loops idly.
 _SCORE = "return constant_score(r) + settings.wait_weight * math.min((now_us - r.arrived) / cap_us(), 1)"
 _FUNCTION = """
 redis.register_function{function_name='%s', callback=function(keys, args)
@@ -59,13 +59,13 @@ end}
 class Row:
     target: str
     measured: str
-    met: bool | None  # None: not shown, as the interval includes the limit
+    met: bool | None  # None: not shown, because the interval includes the limit
 
 
 def _scoring_library(library: Library) -> Library:
     marker = "  -- Put the head of a line into `growing` or `static` by its current score."
     if library.source.count(marker) != 1:
-        raise RuntimeError("lua/lib/order.lua has changed: where its score is defined was not found")
+        raise RuntimeError("lua/lib/order.lua has changed: the marker of its score function was not found")
     version = f"{library.version}_score"
     source = library.source.replace(library.version, version)
     source = source.replace(marker, f"  function order.whole_score(r) {_SCORE} end\n{marker}")
@@ -73,7 +73,7 @@ def _scoring_library(library: Library) -> Library:
 
 
 def _score(it: Server) -> list[Row]:
-    """Measure the CPU time of a score and the memory of the registry's workloads on a separate Valkey."""
+    """Measure the CPU time of one score, and the memory of the workload registry, on a separate Valkey."""
     library = _scoring_library(it.library)
     it.client.function_load(library.source)
     pool = Keys.of("targets").pool
@@ -105,7 +105,7 @@ def _score(it: Server) -> list[Row]:
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """Figures of one pass. `cpu_us`: CPU per request of replicas and Valkey; latencies: to the last byte."""
+    """Figures of one pass. `cpu_us`: CPU per request of replicas and Valkey. Latencies: to the last byte."""
 
     per_s: float
     cpu_us: float
@@ -129,7 +129,7 @@ async def _set_policy(fleet: RunningFleet, policy: str) -> None:
 
 
 async def _concurrent(fleet: RunningFleet) -> Row:
-    """Check that a workload's counts are exact after a thousand concurrent requests."""
+    """Check that a workload's counts are exact after 1000 concurrent requests."""
     await _set_policy(fleet, "workload-aware")
     context = json.dumps({"workload_id": "concurrent", "criticality": 3})
     one = Request("hello", 1, headers=(("x-workload-context", context),))

@@ -1,4 +1,4 @@
-"""`python -m bench.benefit`: does the queue help? Writes benefit.md."""
+"""`python -m bench.benefit`: simulates whether the queue helps clients, and writes benefit.md."""
 
 import itertools
 import statistics
@@ -12,7 +12,7 @@ from bench.rig.report import options_parser, percentile, table, write_page
 
 _LOADS = (0.6, 0.9, 1.2, 2.0)
 _IN_FLIGHT = (8, 16, 24, 32, 36, 40, 48, 64, 128, 256)
-_NEARLY = 0.97  # the bound is the lowest that reaches this part of the capacity
+_NEARLY = 0.97  # the bound is the lowest that reaches this share of the capacity
 _BOUNDS_AT = 1.2
 
 Runs = dict[tuple[str, float], list[Figures]]
@@ -23,9 +23,9 @@ _HOW = f"""\
 `python -m bench.benefit`; seeds {{seeds}}. The findings are in [docs/benefit.md](../../docs/benefit.md).
 
 A simulation, so its figures do not depend on the machine: {SERVERS} model servers with continuous batching, a
-full KV cache with preemption and recompute, constants from the vLLM paper (OPT-13B on one A100-40GB,
-ShareGPT's mean lengths) and the GPU's data sheet (`bench/benefit/engine.py` names them). The queue
-(`LocalQueue`, `FairQueue`) and the scheduler are the product's. A freed place is known 10 ms late; the
+full KV cache with preemption and recompute. Constants come from the vLLM paper (OPT-13B on one A100-40GB,
+ShareGPT's mean lengths) and the GPU's data sheet (see `bench/benefit/engine.py`). The queue (`LocalQueue`,
+`FairQueue`) and the scheduler are the product's code. A policy learns of a freed place 10 ms late; the
 network and Redis take no time. All policies get the same requests.
 
 Two tenants of equal weight: `chat` asks for {CHAT_LOAD:.0%} of the capacity, `bulk` for the rest of the load.
@@ -35,15 +35,15 @@ has the defaults (1000 places, 100 a flow where flows count, TTL 30 s). With one
 share bounds and capacities; chat arrives at the first three, bulk at the last three.
 
 Capacity: **{{capacity:.1f}} answers/s**, the most that the servers give with a fixed number of requests at
-each. Bound: **{{bound}} requests** a server, the lowest that reaches {_NEARLY:.0%} of it.
+each. Bound: **{{bound}} requests** a server, the lowest that reaches {_NEARLY:.0%} of the capacity.
 """
 
 _READ = """\
-Times are in seconds, p50 / p95 / p99 of the requests that were answered before the client left. *In time* is
-their part of all; the rest was refused, expired in the queue, or its client left. Where clients with long
-answers leave, answers/s rise above the capacity, so tokens/s of these answers are the fairer figure. *Fair*
-is Jain's index of the tenants' tokens over their max-min fair parts. *Recomputed* tokens were lost by
-preemption; *too late* were computed for a client that then left. Both are parts of all computed tokens.
+Times are in seconds: p50 / p95 / p99 of the requests that were answered before the client left. *In time* is
+the share of these requests; the others were refused or expired, or the client left. If clients with long
+answers leave, answers/s exceed the capacity, so compare tokens/s of these answers instead. *Fair* is Jain's
+index of the tenants' tokens divided by their max-min fair shares. *Recomputed*: share of all computed tokens
+that preemption discarded. *Too late*: share that was computed for clients who then left.
 """
 
 
@@ -117,8 +117,8 @@ def _at_load(runs: Runs, load: float) -> str:
 
 def _of_bounds(curve: dict[int, tuple[float, float, float]], bounds: dict[int, list[Figures]]) -> str:
     text = f"""\
-First the servers alone, with always that many requests at each; then weighted-fair with that bound at
-{_BOUNDS_AT:.0%} of the capacity."""
+First columns: the servers alone, each always with that many requests. Others: weighted-fair with that bound
+at {_BOUNDS_AT:.0%} of the capacity."""
     head = ["requests a server", "answers/s", "recomputed", "mean TTFT at the server"]
     head += ["with the queue: tokens/s", "recomputed", "chat's TTFT", "chat in time", "fair"]
     rows = []

@@ -1,8 +1,8 @@
-"""A discrete-event simulation of a model server whose speed depends on its load. Pure; time is a number.
+"""Simulates a model server whose speed depends on its load. Pure; the caller passes the time.
 
 The server batches like vLLM V1: each step computes one token for every running request and, within the token
-budget, the prompts of new requests. When the KV cache is full, the server preempts the request that came
-last, discards its cache and computes it again later. A roofline model gives a step's time: reading the
+budget, the prompts of new requests. When the KV cache is full, the server preempts the newest request,
+discards its KV cache and computes the request again later. A roofline model gives a step's time: reading the
 weights and the KV cache, or computing the tokens, whichever takes longer.
 """
 
@@ -15,7 +15,7 @@ KV_SLOTS = 15_700
 _WEIGHT_BYTES = 26e9
 _KV_BYTES = 800e3
 _FLOP_PER_TOKEN = 2 * 13e9
-# NVIDIA A100 40GB data sheet: 1555 GB/s and 312 TFLOP/s (BF16). `_REACHED`, the attained part, is assumed.
+# NVIDIA A100 40GB data sheet: 1555 GB/s and 312 TFLOP/s (BF16). The attained share `_REACHED` is assumed.
 _REACHED = 0.6
 _BYTES_PER_S = 1555e9 * _REACHED
 _FLOP_PER_S = 312e12 * _REACHED
@@ -26,7 +26,7 @@ _TOKEN_BUDGET = 2048
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """One request. `computed`: its tokens in the KV cache. `spent`: all tokens computed for it."""
+    """One request. `computed`: tokens now in the KV cache. `spent`: all tokens computed for the request."""
 
     number: int
     tenant: str
@@ -46,7 +46,7 @@ class Job:
 
 @dataclass(slots=True)
 class Engine:
-    """A model server. `running` and `waiting` are in order of arrival; preempted requests wait in front."""
+    """A model server. `running` and `waiting` are in order of arrival; preempted requests wait first."""
 
     waiting: deque[Job] = field(default_factory=deque)
     running: list[Job] = field(default_factory=list)
@@ -57,7 +57,7 @@ class Engine:
     _abandoned: bool = False
 
     def begin_step(self) -> float:
-        """Schedule the next step. Returns its duration in seconds; 0 if there is no request."""
+        """Schedule the next step. Returns the step's duration in seconds; 0 if there is no request."""
         if self._abandoned:
             self._drop_abandoned()
         scheduled: list[tuple[Job, int]] = []
@@ -92,7 +92,7 @@ class Engine:
         return max(memory_s, (_TOKEN_BUDGET - budget) * _FLOP_PER_TOKEN / _FLOP_PER_S)
 
     def abandon(self, job: Job) -> None:
-        """Abort the request of a client that left; like vLLM, before the next step."""
+        """Mark the request of a client that left; like vLLM, the server drops it before the next step."""
         job.left = self._abandoned = True
 
     def end_step(self, now_s: float) -> list[Job]:

@@ -1,7 +1,7 @@
-"""Policies in front of the model servers, with the product's queue (`LocalQueue`, `FairQueue`) and scheduler.
+"""The compared policies, which use the product's queue (`LocalQueue`, `FairQueue`) and scheduler.
 
-The caller passes the time. The network is not simulated: a decision takes no time, but a policy learns of a
-freed place only `RELEASE_S` after the answer's end.
+The caller passes the time. The network is not simulated: a decision takes no time, but a policy learns only
+`RELEASE_S` after the end of an answer that a place is free.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -24,9 +24,9 @@ CRITICALITY = {"chat": 3, "urgent": 5, "nightly": 1}
 
 @dataclass(slots=True)
 class Pool:
-    """A picker's view of the servers: its own count of requests in flight, and scraped metrics.
+    """What a picker knows of the servers: its count of requests in flight, and scraped metrics.
 
-    It calls `started` for each request that it places on a server.
+    `place` calls `started` for each request.
     """
 
     engines: Sequence[Engine]
@@ -47,13 +47,13 @@ class Pool:
         self.started(server)
 
     def least_request(self) -> int:
-        """The less loaded of two random servers, like Envoy's LEAST_REQUEST with its default settings."""
+        """The less loaded of two random servers, as Envoy's LEAST_REQUEST chooses by default."""
         count = len(self.engines)
         first, second = int(self.random() * count), int(self.random() * count)
         return first if self.in_flight[first] <= self.in_flight[second] else second
 
     def best(self, now_s: float) -> int:
-        """The scheduler's choice, from metrics that are at most `_SCRAPE_S` old."""
+        """The server that the scheduler chooses, from metrics that are at most `_SCRAPE_S` old."""
         if now_s - self._seen_s >= _SCRAPE_S or not self._seen:
             self._seen = [(len(e.waiting), len(e.running), e.used / KV_SLOTS) for e in self.engines]
             self._seen_s = now_s
@@ -66,7 +66,7 @@ class Pool:
 
 
 class Direct:
-    """A policy without a queue: places each request at once; with `scored` by the scheduler's choice."""
+    """A policy without a queue: places each request at once, by least request or, if `scored`, by score."""
 
     def __init__(self, pool: Pool, *, scored: bool) -> None:
         self._pool, self._scored = pool, scored
@@ -82,10 +82,10 @@ class Direct:
 
 
 class Queued:
-    """A policy with `queues` queues, each with its part of the bound and the capacities; 1 models the fleet.
+    """A policy with `queues` queues that split bound and capacities evenly; one queue models the fleet.
 
     With several queues the tenants' ingress is skewed: the first queue gets no requests of `bulk`, and the
-    last queue none of `chat`.
+    last queue gets none of `chat`.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class Queued:
         self._serve(at, now_s)
 
     def leave(self, job: Job) -> None:
-        """Remove a request whose client left, or that expired, if it still waits."""
+        """Remove `job` from its queue if it still waits, because its client left or its TTL is over."""
         if (found := self._waiting.pop(job.number, None)) is not None:
             self._queues[found[0]].remove(found[1])
             job.refused = True

@@ -1,4 +1,4 @@
-"""Simulates a policy in front of four model servers, and computes the figures of the run."""
+"""Simulates one policy in front of four model servers, and computes the run's figures."""
 
 import functools
 import heapq
@@ -13,11 +13,11 @@ from bench.benefit.policies import RELEASE_S, Direct, Policy, Pool, Queued
 from picker_tools.audit.measures import jain
 
 SERVERS = 4
-DEADLINE_S = 60.0  # a client leaves if it has no whole answer by then
+DEADLINE_S = 60.0  # a client leaves if its answer is not complete after this time
 _QUEUE_TTL_S = 30.0  # the default of fair_request_queue.queue_ttl
 _WARM_S, _END_S = 60.0, 300.0
-CHAT_LOAD = 0.3  # chat's load as a part of the capacity; `bulk` is the rest of the load
-_URGENT = 0.1  # urgent part of bulk's requests
+CHAT_LOAD = 0.3  # chat's load as a share of the capacity; `bulk` sends the rest
+_URGENT = 0.1  # share of bulk's requests that are urgent
 # Mean lengths of ShareGPT's prompts and answers in the paper's figure 11; the log-normal shape is assumed.
 _PROMPT, _ANSWER, _SIGMA, _LONGEST = 161, 338, 1.0, 1000
 KINDS = ("chat", "urgent", "nightly")
@@ -34,7 +34,7 @@ POLICIES: dict[str, Callable[[Pool, float], Policy]] = {
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Figures of the requests after the warm-up. `recomputed`, `too_late`: parts of all computed tokens."""
+    """Figures of the requests after the warm-up. `recomputed`, `too_late`: shares of all computed tokens."""
 
     jobs: Sequence[Job]
     per_s: float
@@ -46,19 +46,19 @@ class Figures:
         return [job for job in self.jobs if job.kind == kind]
 
     def in_time(self, kind: str) -> float:
-        """The part of the requests of `kind` that were answered before the client's deadline."""
+        """The share of the requests of `kind` that were answered before the client's deadline."""
         found = self.of(kind)
         return sum(job.ended_s > 0 for job in found) / len(found)
 
     def waits_s(self, kind: str) -> list[float]:
-        """Times to the first token of the answered requests, ascending."""
+        """Sorted times to first token of the answered requests of `kind`."""
         return sorted(job.first_s - job.arrived_s for job in self.of(kind) if job.ended_s)
 
     def durations_s(self, kind: str) -> list[float]:
         return sorted(job.ended_s - job.arrived_s for job in self.of(kind) if job.ended_s)
 
     def shares(self) -> tuple[float, float]:
-        """Tokens served to chat and to bulk, each divided by the tenant's max-min fair part of the total."""
+        """Tokens served to chat and to bulk, each divided by the tenant's max-min fair share of the total."""
         asked, served = (
             [
                 sum(job.answer for job in self.jobs if job.tenant == tenant and (job.ended_s or everything))
@@ -76,7 +76,7 @@ class Figures:
 
 
 def lengths(draw: random.Random) -> tuple[int, int]:
-    """Prompt and answer of one request, in tokens."""
+    """Random lengths of a request's prompt and answer, in tokens."""
 
     def one(mean: float) -> int:
         return min(max(round(draw.lognormvariate(math.log(mean) - _SIGMA**2 / 2, _SIGMA)), 1), _LONGEST)
@@ -85,7 +85,7 @@ def lengths(draw: random.Random) -> tuple[int, int]:
 
 
 class _Events:
-    """The event queue of the simulation: runs the servers' steps and other actions in order of time."""
+    """The simulation's event queue: runs the servers' steps and other actions in order of time."""
 
     def __init__(self, engines: Sequence[Engine]) -> None:
         self.now_s = 0.0
@@ -122,8 +122,8 @@ class _Events:
 
 
 def saturated(in_flight: int, seed: int) -> tuple[float, float, float]:
-    """Simulate servers with always `in_flight` requests each. Returns answers/s of all servers, the part of
-    tokens that were recomputed, and the mean time from placement to the first token."""
+    """Simulate servers that each always have `in_flight` requests. Returns answers/s of all servers, the
+    share of tokens that were recomputed, and the mean time from placement to the first token."""
     engines = [Engine() for _ in range(SERVERS)]
     events, draw = _Events(engines), random.Random(seed)
     ended: list[Job] = []

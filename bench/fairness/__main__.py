@@ -1,4 +1,4 @@
-"""`python -m bench.fairness`: measure and write a page; exit status 1 if a claim does not hold."""
+"""`python -m bench.fairness`: measures the queue's fairness; exit status 1 if a claim does not hold."""
 
 import asyncio
 import sys
@@ -13,39 +13,39 @@ from bench.rig.report import describe_run, options_parser, table, write_page
 from picker_fleet.domain.errors import PickerError
 
 _HOW = """\
-Replicas are processes of their own (store, gate, membership, wake-ups, as in production) on one Valkey; each
-has the clients of some flows, and with enough replicas no two flows share one. A model server is a wait of
-4–30 ms between placement and settlement. Everything is read from the decision log that the scripts write.
-Bounds are equal (no hysteresis), so that stock stays at them. The seed decides costs, service times and
-arrivals; the interleaving of processes is the machine's. The worst of all runs decides on a claim. The
-control gives each replica a queue of its own and its part of the bounds, as independent pickers have.
+Each replica is a process (store, gate, membership, wake-ups, as in production) on one Valkey. A replica has
+the clients of some flows; with enough replicas no two flows share a replica. Instead of a model server, 4–30
+ms pass between placement and settlement. All figures come from the decision log that the scripts write. Upper
+and lower bounds are equal (no hysteresis), so that the stock stays at the bound. The seed determines costs,
+service times and arrivals, but not how the processes interleave. A claim holds if the worst run meets the
+limit. In the control each replica has its own queue and its share of the bounds, as independent pickers have.
 
-- **Trickle.** A bulk flow and a trickle of equal weight arrive at random, together twice what is served; the
-  bulk's queue is 200 long and refuses the rest.
+- **Trickle.** A bulk flow and a trickle of equal weight arrive at random, together at twice the capacity; the
+  bulk's queue holds 200 requests and refuses the rest.
 - **Criticality 1.** One flow, workload-aware order. Criticality-5 requests of 40 workloads keep 8 in flight
   and about 90 waiting; a criticality-1 workload asks for less than the guard's share ({share:g}) of
   dispatches. TTL 30 s and the wait's cap of 60 s are scaled to {ttl:g} s and {cap:g} s; a request is overdue
   at half its TTL.
-- **Strict bands.** Critical arrives at random at 0.3 of what can be served, Default at 0.55, Sheddable always
-  waits. A dispatch is an inversion if a request of a higher band waited at that moment; dispatches of the
-  guard are left out.
+- **Strict bands.** Critical arrives at random at 0.3 of the capacity, Default at 0.55; Sheddable always
+  waits. A dispatch is an inversion if a request of a higher band waits at that moment; the guard's dispatches
+  do not count.
 - **Tokens.** Two flows of equal weight; the stock counts tokens (20 000). Estimates are the real number times
-  a random factor between 0.25 and 4 (even in its logarithm), corrected when a request ends."""
+  a random factor between 0.25 and 4 (log-uniform), and are corrected when a request ends."""
 
 _WEIGHTS = """\
-Four flows, always backlogged, of weights 1, 2, 4 and 1; 16 in flight. The last spreads its requests over 50
-workload ids; the first has the same weight and one id. A share is weight-normalised service while all are
-backlogged, 1 being a fair one. A gap of two flows' weight-normalised service beyond c_f/w_f + c_g/w_g over
-any interval in which both were backlogged is a violation of G2."""
+Four flows of weights 1, 2, 4 and 1 are always backlogged; 16 requests are in flight. The last flow spreads
+its requests over 50 workload ids; the first flow has the same weight and one id. A share is weight-normalised
+service while all flows are backlogged; 1 is fair. G2 is violated if, over any interval in which two flows
+were backlogged, their weight-normalised service differs by more than c_f/w_f + c_g/w_g."""
 
 _SPLIT = """\
-A flow is a fairness id: a client that may choose several has several flows. With 50 fairness ids of weight 1
-each in place of one, the fourth flow's part of all service is {taken:.1%} where one id is due {due:.1%}. The
-gateway must therefore set the fairness id from who the client is; workload ids may be the client's own."""
+A fairness id is a flow: a client that may choose several ids has several flows. With 50 fairness ids of
+weight 1 in place of one id, the fourth client gets {taken:.1%} of all service; one id is due {due:.1%}. So
+the gateway must derive the fairness id from the client's identity; clients may choose their workload ids."""
 
 
 def _page(command: str, plan: Plan, results: Results, checked: Sequence[Claim]) -> str:
-    """The whole result page."""
+    """The result page as Markdown."""
     claims = (
         [each.what, _figure(each.measured), f"{each.sign} {each.limit:g}", "yes" if each.met else "**no**"]
         for each in checked
@@ -72,7 +72,7 @@ def _page(command: str, plan: Plan, results: Results, checked: Sequence[Claim]) 
 
 
 def _weights(runs: Sequence[Weights]) -> list[str]:
-    """The range of each flow's share, of Jain's index and of min/max; and the number of violations."""
+    """Cells: ranges of each flow's share, of Jain's index and of min/max, and the number of violations."""
     found = [[run.shares[name] for run in runs] for name in WEIGHTS]
     found += [[run.jain for run in runs], [run.min_by_max for run in runs]]
     spans = [f"{min(each):.3f}–{max(each):.3f}" for each in found]

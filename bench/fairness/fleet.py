@@ -1,4 +1,4 @@
-"""Runs replica processes on one Valkey through one scenario after the other."""
+"""Runs scenarios, one after the other, with replica processes on one Valkey."""
 
 import asyncio
 import contextlib
@@ -21,11 +21,11 @@ _CHUNK = 5000
 
 
 class RunFailed(Exception):
-    """A run that failed; the message says why."""
+    """A run failed; the message says why."""
 
 
 class Fleet:
-    """The replica processes; `run` uses the first few of them."""
+    """The replica processes; each `run` uses as many as its argument `replicas` says."""
 
     def __init__(self, port: int, redis: Redis, replicas: Sequence[Child]) -> None:
         self._url = f"redis://{LOOPBACK}:{port}/0"
@@ -35,7 +35,7 @@ class Fleet:
     async def run(
         self, scenario: Scenario, seed: int, replicas: int, *, separate: bool = False
     ) -> list[Entry]:
-        """Run a scenario. Returns the decision logs of all pools by time. `separate`: one queue per replica.
+        """Run a scenario. Returns the decision logs of all pools by time. `separate`: one pool per replica.
 
         Raises:
             RunFailed: a replica reports an error, or the run takes too long.
@@ -50,7 +50,7 @@ class Fleet:
             for replica in used:
                 replica.send("go")
             async with asyncio.TaskGroup() as tasks:
-                for replica in used:  # read from the start, to notice a replica that fails
+                for replica in used:  # read replies from the start, to notice failures
                     tasks.create_task(replica.expect("done", _RUN_S + _ANSWERS_S))
                 async with asyncio.timeout(_RUN_S):
                     entries = await self._follow(sorted(set(pools)), scenario.grants)
@@ -58,7 +58,7 @@ class Fleet:
                     replica.send("stop")
         except (ChildFailed, TimeoutError, ExceptionGroup) as fault:
             cause = fault.exceptions[0] if isinstance(fault, ExceptionGroup) else fault
-            why = str(cause) or "the time ran out"
+            why = str(cause) or "timeout"
             raise RunFailed(f"{scenario.name}, {replicas} replicas, seed {seed}: {why}") from None
         return entries
 
@@ -90,7 +90,7 @@ class Fleet:
                 entries = [Entry.parse(fields) for _, fields in read]
                 granted += sum(entry.event == "granted" for entry in entries)
                 found += entries
-        # Do not sort the entries of a single pool: their order holds even if the clock jumps.
+        # Do not sort the entries of a single pool: the log's order is right even if the clock jumps.
         return found if len(pools) == 1 else sorted(found, key=lambda entry: entry.time_us)
 
 

@@ -1,4 +1,4 @@
-"""Computes the figures of each kind of run from its decision log. Pure."""
+"""Computes the figures of each scenario's run from the run's decision log. Pure."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from picker_tools.audit.log import Entry
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """The figures of a run with `replicas`. `seed` determines costs, service times and arrivals."""
+    """Figures of a run with `replicas` replicas. `seed` determines costs, service times and arrivals."""
 
     replicas: int
     seed: int
@@ -19,7 +19,7 @@ class Reading:
 
 @dataclass(frozen=True, slots=True)
 class Intervals(Reading):
-    """Figures with `gaps`: the service gap of every interval in which two flows were backlogged."""
+    """`gaps`: for each interval in which two flows were backlogged, the gap between their service."""
 
     gaps: Sequence[measures.Gap]
 
@@ -48,11 +48,11 @@ class Weights(Intervals):
 
     @property
     def split_gain(self) -> float:
-        """Service of the flow with 50 workload ids, divided by that of the equal-weight flow with one."""
+        """Service of the flow with 50 workload ids / service of the flow with one id and the same weight."""
         return self.shares["split"] / self.shares["one"] if self.shares["one"] else float("inf")
 
     def deviation(self, alone: "Weights") -> float:
-        """The largest relative difference from run `alone` in Jain's index, min/max and flows' shares."""
+        """The largest relative difference from the run `alone` in Jain's index, min/max or a flow's share."""
         pairs = [(self.jain, alone.jain), (self.min_by_max, alone.min_by_max)]
         pairs += [(self.shares[name], alone.shares[name]) for name in self.shares]
         return max(abs(mine - other) / other if other else float("inf") for mine, other in pairs)
@@ -60,7 +60,7 @@ class Weights(Intervals):
 
 @dataclass(frozen=True, slots=True)
 class Trickle(Intervals):
-    """Mean waits in the trickle run. `overload`: arrived requests divided by dispatched ones."""
+    """Mean waits in the trickle run. `overload`: arrived requests / dispatched requests."""
 
     trickle_ms: float
     bulk_ms: float
@@ -103,7 +103,7 @@ def weights(replicas: int, seed: int, entries: Sequence[Entry]) -> Weights:
 
 
 def split_part(entries: Sequence[Entry]) -> float:
-    """The part of all service that the client with 50 fairness ids gets."""
+    """The share of all service that the client with 50 fairness ids gets."""
     served = measures.window(entries, WEIGHTS.keys() - {"split"}, source_of).served
     return served["split"] / sum(served.values())
 

@@ -1,8 +1,8 @@
-"""One replica with its clients: `python -m bench.fairness.replica`, controlled over pipes.
+"""`python -m bench.fairness.replica`: one replica with its clients, controlled over pipes.
 
-The fairness benchmark and the chaos test start this process. Each line on stdin is a `Job`: the process joins
-the job's pool, prints `ready`, waits for `go`, lets its clients send requests until it reads `stop`, then
-prints `done`. After an error it prints the error and exits. It also exits at the end of stdin.
+The fairness benchmark starts this process. Each line on stdin is a `Job`: the process joins the job's pool,
+prints `ready`, waits for `go`, lets its clients send requests until it reads `stop`, then prints `done`.
+After an error the process prints the error and exits; it also exits at the end of stdin.
 """
 
 import asyncio
@@ -24,13 +24,13 @@ from picker_fleet.ingress.context import OpenRequests
 from picker_fleet.pool import Pool
 from picker_fleet.state.subscriptions import listen
 
-_AGAIN_S = 0.02  # a refused caller pauses like a client
+_AGAIN_S = 0.02  # pause of a caller after a refusal
 _MODEL = "llama"
-_PROMPT_TOKENS = 1  # all other tokens of a request are in its answer
+_PROMPT_TOKENS = 1  # the answer has all other tokens of a request
 
 
 class Clients:
-    """All clients of `source` at this replica. The same seed yields the same requests in the same order."""
+    """All clients of `source` at this replica. `seed` determines the requests and their order."""
 
     def __init__(
         self, gate: Admission, source: Source, replica: str, *, service_ms: Sequence[float], seed: str
@@ -43,7 +43,7 @@ class Clients:
         self._made = 0
 
     async def run(self) -> None:
-        """Send requests until cancelled. Raises StateUnavailable if Redis does not answer."""
+        """Send requests until cancelled. Raises StateUnavailable if Redis is unavailable."""
         async with asyncio.TaskGroup() as tasks:
             for _ in range(self._source.callers):
                 tasks.create_task(self._call_forever())
@@ -64,7 +64,7 @@ class Clients:
                 await asyncio.sleep(_AGAIN_S)
 
     async def _one(self) -> bool:
-        """Send one request. Returns whether it was served."""
+        """Admit one request, serve it and settle it. False if it is refused."""
         request = self._next()
         service_s = self._random.uniform(*self._service_ms) / 1000
         try:
@@ -100,7 +100,7 @@ _JOINS_S = 30.0
 
 @contextlib.asynccontextmanager
 async def joined(job: Job) -> AsyncIterator[Admission]:
-    """Run a replica of the job's pool without its servers; yields its admission."""
+    """Run a replica of the job's pool without gRPC and admin servers; yields the replica's `Admission`."""
     settings = parse(job.config)
     pool = Pool(settings, job.replica, bodies=BodyBudget(0), open_requests=OpenRequests())
     store, admission, membership = pool.store, pool.admission, pool.membership
@@ -110,7 +110,7 @@ async def joined(job: Job) -> AsyncIterator[Admission]:
             store.run(),
             listen(settings.redis.url, store.keys.wake(job.replica), admission.failover.on_event),
         )
-        # Failover must run, too: its timer ends waits for a reply of Redis that exceed the TTL (G5).
+        # Failover must run: its timer ends requests whose wait for Redis's reply exceeds their TTL (G5).
         running = [tasks.create_task(work) for work in (*works, membership.run(), admission.failover.run())]
         async with asyncio.timeout(_JOINS_S):
             await membership.known()

@@ -1,7 +1,7 @@
-"""The scenarios: their load, the configuration of the queue, and each replica's part as a `Job`.
+"""The scenarios: their load, the queue's configuration, and each replica's share of the load as a `Job`.
 
-The control models N independent pickers: each replica has its own pool and queue with its part of the bounds,
-so that all pickers together admit as much as the fleet.
+The control models N independent pickers: each replica has its own pool and queue with its share of the
+bounds, so that all replicas together admit as much as the fleet.
 """
 
 from collections.abc import Mapping
@@ -13,12 +13,11 @@ import msgspec
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Clients of one kind. Either `callers`, each with one request at a time, or random arrivals at
-    `rate_per_s`.
+    """Clients of one kind: `callers` with one request at a time each, or random arrivals at `rate_per_s`.
 
-    The fairness id is `fairness_id`, or else the name. The source uses `ids` fairness ids and `workloads`
-    workload ids in turn (0: no workload id). `tokens` is a request's real number of tokens (0: requests are
-    counted); its estimated cost is `tokens` times a random factor from 1/`guess_factor` to `guess_factor`.
+    The fairness id is `fairness_id`, or else `name`. Requests use `ids` fairness ids and `workloads` workload
+    ids (0: none) in turn. `tokens`: a request's actual number of tokens (0: requests are counted); its
+    estimated cost is `tokens` times a random factor from 1/`guess_factor` to `guess_factor`.
     """
 
     name: str
@@ -40,14 +39,14 @@ class Source:
         return own if self.ids == 1 else f"{own}-{number % self.ids}"
 
     def part(self, which: int, of: int) -> "Source":
-        """The source's part at replica number `which` (from 0) of `of`."""
+        """The share of this source's load at replica number `which` (from 0) of `of` replicas."""
         callers = self.callers // of + (which < self.callers % of)
         return replace(self, callers=callers, rate_per_s=self.rate_per_s / of)
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One replica's part in one run. An answer takes a random time in the range `service_ms`."""
+    """One replica's share of a run. An answer takes a random time in the range `service_ms`."""
 
     replica: str
     config: Mapping[str, Any]
@@ -64,12 +63,12 @@ class Job:
 
 
 def source_of(request_id: str) -> str:
-    """The name of the source in a request id made by `Clients`."""
+    """The name of the source whose `Clients` made `request_id`."""
     return request_id.partition(".")[0]
 
 
 def assign_replicas(sources: int, replicas: int) -> list[list[int]]:
-    """The replicas of each source. With enough replicas no two sources share a replica."""
+    """For each source, the numbers of its replicas. With enough replicas no two sources share a replica."""
     assigned: list[list[int]] = [[] for _ in range(sources)]
     for slot in range(max(sources, replicas)):
         assigned[slot % sources].append(slot % replicas)
@@ -83,7 +82,7 @@ _ROOM = 4000  # capacity of the queue in scenarios that do not measure refusals
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """A run that ends when `grants` requests have been dispatched from the queue."""
+    """Load and configuration of a run, which ends after `grants` requests were dispatched from the queue."""
 
     name: str
     sources: tuple[Source, ...]
@@ -93,7 +92,7 @@ class Scenario:
 
 
 def _config(in_flight: float, *, unit: str = "requests", **queue: Any) -> dict[str, Any]:
-    """A configuration with bounds for `in_flight`, settings `queue` of the queue, and the decision log on."""
+    """A configuration with a bound of `in_flight`, queue settings `queue`, and the decision log enabled."""
     each = in_flight / _ENDPOINTS
     wait_cap = queue.pop("wait_cap_s", 60.0)
     return {
@@ -106,7 +105,7 @@ def _config(in_flight: float, *, unit: str = "requests", **queue: Any) -> dict[s
         },
         "fair_request_queue": {"total_capacity": _ROOM, "flow_capacity": _ROOM, **queue},
         "workloads": {"wait_cap": wait_cap},
-        # Long timeouts, so that a slow machine is not taken for a dead replica.
+        # Long timeouts, so that no replica on a slow machine counts as silent.
         "leases": {"replica_silence": 30.0, "inflight": 60.0},
         "decision_log": {"enabled": True, "max_entries": _LOG},
     }
@@ -117,7 +116,7 @@ SPLIT_IDS = 50
 
 
 def weights(grants: int) -> Scenario:
-    """Weights 1:2:4, and a fourth flow of weight 1 that spreads its requests over 50 workload ids."""
+    """Flows of weights 1, 2 and 4, and a fourth flow of weight 1 with 50 workload ids."""
     sources = tuple(
         Source(name, weight=weight, callers=64, workloads=SPLIT_IDS if name == "split" else 1)
         for name, weight in WEIGHTS.items()
@@ -126,23 +125,23 @@ def weights(grants: int) -> Scenario:
 
 
 def split_flows(grants: int) -> Scenario:
-    """Like `weights`, but the fourth client may choose its fairness id: 50 flows of weight 1."""
+    """Like `weights`, but the fourth client uses 50 fairness ids, which are 50 flows of weight 1."""
     same = weights(grants)
     *others, split = (replace(source, workloads=0) for source in same.sources)
     return replace(same, name="split", sources=(*others, replace(split, callers=200, ids=SPLIT_IDS)))
 
 
 def trickle(grants: int) -> Scenario:
-    """Twice the load that 8 in flight at 20 ms each can serve, nearly all from one flow."""
+    """Twice the load that 8 requests in flight of 20 ms each can serve, nearly all from one flow."""
     sources = (Source("trickle", rate_per_s=20), Source("bulk", rate_per_s=780))
     return Scenario("trickle", sources, _config(8, flow_capacity=200), (10, 30), grants)
 
 
 def starvation(grants: int, ttl_s: float, guard_share: float) -> Scenario:
-    """One flow with enough criticality-5 requests to keep all endpoints busy, and a few of criticality 1.
+    """One flow with enough criticality-5 requests to keep all endpoints busy, and few criticality-1 requests.
 
-    TTL and cap of waits are 30 s and 60 s, scaled by the same factor. The criticality-5 requests come from 40
-    workloads, because the rate of a single busy workload would outweigh the rest of its score.
+    TTL and wait cap are the default 30 s and 60 s, scaled by the same factor. The criticality-5 requests come
+    from 40 workloads, because a single busy workload's request rate would dominate its score.
     """
     sources = (
         Source("low", rate_per_s=16, workloads=1, criticality=1, ttl_s=ttl_s, fairness_id="both"),
@@ -153,7 +152,7 @@ def starvation(grants: int, ttl_s: float, guard_share: float) -> Scenario:
 
 
 def bands(grants: int, ttl_s: float) -> Scenario:
-    """Critical at 0.3 and Default at 0.55 of the capacity, arriving at random; Sheddable always waits."""
+    """Critical arrives at 0.3 and Default at 0.55 of the capacity; Sheddable requests always wait."""
     sources = (
         Source("critical", band=0, rate_per_s=120),
         Source("default", band=1, rate_per_s=220),

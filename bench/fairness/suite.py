@@ -1,4 +1,4 @@
-"""Makes all runs one after the other, and checks the claims about them; the worst run decides."""
+"""Runs all scenarios, and checks each claim against the worst run."""
 
 import operator
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ GUARD_SHARE = 0.1  # the default
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The numbers of replicas, the seeds, and the number of dispatches of each scenario."""
+    """Numbers of replicas and seeds to run, and how many dispatches each scenario makes."""
 
     replicas: tuple[int, ...]
     seeds: tuple[int, ...]
@@ -33,7 +33,7 @@ QUICK = Plan((1, 4), (1,), 1.0, 2000, 600, 1000, 1000, 8000)
 
 @dataclass(slots=True)
 class Results:
-    """The figures of each run. `split_part`: the part of service for a client that chooses fairness ids."""
+    """Figures of all runs. `split_part`: the share of service of a client that uses 50 fairness ids."""
 
     weights: list[Weights] = field(default_factory=list)
     control: list[Weights] = field(default_factory=list)
@@ -46,7 +46,7 @@ class Results:
 
 
 async def measured(plan: Plan, fleet: Fleet) -> Results:
-    """Make all runs. Raises RunFailed like `Fleet.run`."""
+    """Run every scenario of `plan`. Raises RunFailed if a run fails."""
     results = Results()
     for replicas, seed in product(plan.replicas, plan.seeds):
         await _take(plan, fleet, results, replicas, seed)
@@ -89,7 +89,7 @@ _COMPARE = {"≥": operator.ge, "≤": operator.le, "<": operator.lt, ">": opera
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """A claim that `measured` and `limit` compare as `sign` (a key of _COMPARE) says."""
+    """The claim `what`: it is met if `measured` compares to `limit` as `sign` (a key of _COMPARE) says."""
 
     what: str
     measured: float
@@ -107,7 +107,7 @@ def _all(runs: Sequence[Reading], name: str) -> list[float]:
 
 def claims(results: Results) -> list[Claim]:
     weights, trickle, guarded = results.weights, results.trickle, results.guarded
-    # With one replica the control equals the fleet: leave it out.
+    # With one replica the control equals the fleet, so leave such runs out.
     control = [each for each in results.control if each.replicas > 1]
     alone = {each.seed: each for each in weights if each.replicas == 1}
     low_turns, inverted = (
@@ -120,20 +120,20 @@ def claims(results: Results) -> list[Claim]:
         ("weights 1:2:4:1: min/max of service, lowest", min(_all(weights, "min_by_max")), "≥", _MIN_BY_MAX),
         ("weights 1:2:4:1: difference from one replica (Jain's index, min/max, any flow), largest",
          max(each.deviation(alone[each.seed]) for each in weights), "≤", 0.01),
-        ("50 workload ids in place of one: service gained, highest",
+        ("50 workload ids in place of one: service gained by the flow, highest",
          max(_all(weights, "split_gain")), "≤", 1.01),
         ("control, one queue a replica: min/max, highest",
          max(_all(control, "min_by_max")), "<", _MIN_BY_MAX),
         ("control: Jain's index, highest", max(_all(control, "jain")), "<", _JAIN),
         ("control: violations of G2 in a run, fewest", min(_all(control, "violations")), ">", 0),
-        ("trickle: its mean wait by the bulk's, highest", max(_all(trickle, "ratio")), "≤", 0.05),
-        ("trickle: arrivals by dispatches, lowest", min(_all(trickle, "overload")), "≥", 1.9),
+        ("trickle: its mean wait / mean wait of the bulk, highest", max(_all(trickle, "ratio")), "≤", 0.05),
+        ("trickle: arrivals / dispatches, lowest", min(_all(trickle, "overload")), "≥", 1.9),
         (f"trickle: violations of G2 in {sum(_all(trickle, 'intervals'))} intervals",
          sum(_all(trickle, "violations")), "=", 0),
-        ("criticality 1: demand by dispatches, highest", max(_all(guarded, "demand")), "<", GUARD_SHARE),
-        ("criticality 1, guarded: expired", sum(_all(guarded, "expired")), "=", 0),
-        ("criticality 1, guarded: highest wait by TTL", max(_all(guarded, "highest")), "<", 1),
-        ("criticality 1, control without guard: expired in a run, fewest",
+        ("criticality 1: arrivals / all dispatches, highest", max(_all(guarded, "demand")), "<", GUARD_SHARE),
+        ("criticality 1, guarded: expired requests", sum(_all(guarded, "expired")), "=", 0),
+        ("criticality 1, guarded: longest wait / TTL", max(_all(guarded, "highest")), "<", 1),
+        ("criticality 1, control without guard: expired requests in a run, fewest",
          min(_all(results.unguarded, "expired")), ">", 0),
         (f"strict bands: inversions in {low_turns} turns below Critical", inverted, "=", 0),
         ("tokens, 100 beside 10 000: min/max of real tokens, lowest",

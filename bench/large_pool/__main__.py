@@ -1,11 +1,11 @@
-"""Compares a replica's cost with 1000 pods in an InferencePool to its cost with 10; writes large-pool.md, but
-with `--only PART` just prints.
+"""Compares a replica's cost with 1000 pods in an InferencePool and with 10; writes large-pool.md (with
+`--only PART`, prints the page instead).
 
-A real API server serves two InferencePools of one namespace. Each has a Valkey, two replicas with a chart's
-flags, and an Envoy configured like a gateway. One process runs the model servers, each at its own loopback
-address. Measured: CPU of a replica at rest, with and without replacing a tenth of the pods each minute; CPU
-per request in both pools, in turns; the calls that the API server sees; and, in this process, the prefix hits
-of picks that look at a part of the endpoints, compared with picks that look at all (hits.py).
+A real API server serves two InferencePools of one namespace. Each pool has a Valkey, two replicas with a
+chart's flags, and an Envoy configured like a gateway. One process runs the model servers, each at its own
+loopback address. Measured: a replica's CPU at rest, with and without replacing a tenth of the pods each
+minute; CPU per request in both pools, in turns; the replica's calls to the API server; and prefix hits if a
+pick looks at a part of the endpoints, and if it looks at all (hits.py).
 """
 
 import argparse
@@ -35,10 +35,10 @@ from picker_tools.local_fleet.network import free_port
 from picker_tools.local_fleet.processes import picker_command
 
 _REPLICAS = 2
-_REPLACED_S = 600.0  # every pod is replaced within this time, a tenth each minute
+_REPLACED_S = 600.0  # time in which every pod is replaced: a tenth each minute
 _CONNECTIONS = 16
 _CONVERSATIONS = 300
-_SHARED, _OWN = "You are a helpful assistant. " * 70, 1500  # common start of prompts; own characters of each
+_SHARED, _OWN = "You are a helpful assistant. " * 70, 1500  # common start; further characters of each prompt
 _READY_S = 120.0
 _NUMBERS = itertools.count(1)
 _MOST_AT_REST, _MOST_OF_A_PICK, _LEAST_HITS = 2.0, 1.2, 0.98
@@ -68,7 +68,7 @@ class Pool:
 
 
 def create_pod(server: ApiServer, pool: Pool, name: str, host: str) -> None:
-    """Create a pod with the usual fields of a model server's pod; it runs, first not ready, then ready."""
+    """Create a pod with a model server's usual fields; the pod runs, first unready, then ready."""
     environment = [{"name": f"SETTING_{n}", "value": "value of it"} for n in range(12)]
     container = {"name": "server", "image": "server:1", "env": environment, "args": ["--port", "8000"]}
     spec = {"nodeName": "node", "containers": [container]}
@@ -78,8 +78,8 @@ def create_pod(server: ApiServer, pool: Pool, name: str, host: str) -> None:
 
 
 async def replace_pods(server: ApiServer, pool: Pool, dice: random.Random, stop: asyncio.Event) -> None:
-    """Replace pods by pods at other addresses, one after the other, until `stop`; the rate would replace all
-    pods within `_REPLACED_S`."""
+    """Until `stop`, replace pods one after the other by pods at other addresses, so fast that `_REPLACED_S`
+    is enough for all pods."""
     pause_s = _REPLACED_S / pool.size
     while not stop.is_set():
         began_s = time.monotonic()
@@ -96,7 +96,7 @@ async def replace_pods(server: ApiServer, pool: Pool, dice: random.Random, stop:
 async def opened(
     stack: AsyncExitStack, folder: Path, server: ApiServer, name: str, size: int, first: int
 ) -> Pool:
-    """Create a pool with its pods, and start its fleet; returns once its replicas know all pods."""
+    """Create a pool with its pods, start its replicas, and wait until they know all pods."""
     here = folder / name
     here.mkdir()
     valkey = stack.enter_context(redis_server(here / "valkey"))
@@ -115,12 +115,12 @@ async def opened(
 
 
 async def start_replicas(pool: Pool, server: ApiServer, *, scraping: bool) -> None:
-    """Start new replicas in place of the running ones; returns when all of them know every pod."""
+    """Replace the running replicas by new ones, and wait until these know every pod."""
     for picker in pool.seat.pickers:
         picker.process.terminate()
         picker.process.wait()
     pool.seat.pickers.clear()
-    # Each replica has its own service account, so that the audit log tells replicas apart.
+    # Each replica has its own service account, so that the audit log distinguishes the replicas.
     launch = picker_command if scraping else without_scraping
     pool.accounts = [f"{pool.name}-{next(_NUMBERS)}" for _ in range(_REPLICAS)]
     for account in pool.accounts:
@@ -132,7 +132,7 @@ async def start_replicas(pool: Pool, server: ApiServer, *, scraping: bool) -> No
 
 
 def without_scraping(*arguments: str) -> list[str]:
-    """The command line of a replica without scraping, with the `picker` arguments `arguments`."""
+    """The command line of a replica that does not scrape; `arguments`: arguments of `picker`."""
     return [sys.executable, "-m", "bench.large_pool.child", "replica", *arguments]
 
 
@@ -164,7 +164,7 @@ async def rest(pool: Pool, seconds: float) -> Rest:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """CPU in µs per request, of the replicas and of Valkey, less their CPU at rest."""
+    """CPU of the replicas and of Valkey in µs per request, minus their CPU at rest."""
 
     replica_us: float
     valkey_us: float
@@ -172,7 +172,7 @@ class Cost:
 
 
 class Clients:
-    """Sends requests of conversations that begin alike, in a closed loop over new connections."""
+    """Sends requests of conversations that share a system prompt, in a closed loop over new connections."""
 
     def __init__(self, dice: random.Random) -> None:
         self._prompts = [
@@ -204,7 +204,7 @@ async def cost(pool: Pool, clients: Clients, requests: int, idle: Rest) -> Cost:
 
 
 def calls_seen(server: ApiServer, account: str) -> dict[str, int]:
-    """How often a replica listed, and began to watch, each kind of object, by the audit log."""
+    """From the audit log: how often a replica listed, and started to watch, each kind of object."""
     found: Counter[str] = Counter()
     for call in server.calls(f"system:serviceaccount:{NAMESPACE}:{account}"):
         begun = "ResponseStarted" if call["verb"] == "watch" else "ResponseComplete"
@@ -218,11 +218,11 @@ class Found:
     rest: dict[str, Rest] = field(default_factory=dict)
     costs: list[tuple[Cost, Cost]] = field(default_factory=list)  # small, large
     calls: dict[str, int] = field(default_factory=dict)  # `list pods`
-    hits: tuple[Hits, Hits] | None = None  # picks look at a part of the endpoints, at all
+    hits: tuple[Hits, Hits] | None = None  # if picks look at a part of the endpoints, and at all
 
 
 async def measure(folder: Path, server: ApiServer, found: Found, options: argparse.Namespace) -> None:
-    """Measure the parts that `options` select, and store them in `found`."""
+    """Measure the parts that `options` select, and store the results in `found`."""
     dice = random.Random(29)
     async with AsyncExitStack() as stack:
         small = await opened(stack, folder, server, "small", options.small, 0)
@@ -266,13 +266,13 @@ def ratios(costs: Sequence[tuple[Cost, Cost]], of: str) -> tuple[float, float, f
 
 
 def faults(found: Found) -> list[str]:
-    """Descriptions of all missed limits."""
+    """A text for each missed limit."""
     missed = []
     for name, at_rest in found.rest.items():
         if "no scraping" in name and max(at_rest.replicas) > _MOST_AT_REST:
             missed.append(f"a replica at rest takes {max(at_rest.replicas):.1f} % ({name})")
     if found.costs and (ratio := ratios(found.costs, "replica_us")[0]) > _MOST_OF_A_PICK:
-        missed.append(f"a request costs {ratio:.2f} times that in the small pool")
+        missed.append(f"a request costs {ratio:.2f} times as much as in the small pool")
     if found.hits and found.hits[0].share < _LEAST_HITS * found.hits[1].share:
         missed.append("too few prefix hits")
     missed += [f"{count} times {call}" for call, count in found.calls.items() if count > 1]
@@ -332,8 +332,8 @@ def main(arguments: Sequence[str]) -> int:
     parser = options_parser("make bench-large-pool")
     parser.add_argument("--small", type=int, default=10)
     parser.add_argument("--large", type=int, default=1000)
-    parser.add_argument("--seconds", type=float, default=60.0, help="at rest")
-    parser.add_argument("--requests", type=int, default=1500, help="of each pool and round")
+    parser.add_argument("--seconds", type=float, default=60.0, help="length of a measurement at rest")
+    parser.add_argument("--requests", type=int, default=1500, help="for each pool and round")
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--only", choices=("rest", "pick", "hits"))
     options = parser.parse_args(arguments)

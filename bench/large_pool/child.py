@@ -1,8 +1,8 @@
-"""The child processes of the bench that are not part of the product.
+"""The bench's child processes.
 
-`python -m bench.large_pool.child servers PORT COUNT [PAGE]` runs model servers at COUNT addresses, all on one
-port, in one process, with the metrics page in the file PAGE; it prints a line once they listen.
-`… replica serve …` runs `picker serve` without scraping.
+`python -m bench.large_pool.child servers PORT COUNT [PAGE]` runs model servers at COUNT addresses on port
+PORT in one process, with the metrics page in the file PAGE, and prints a line once all listen. `python -m
+bench.large_pool.child replica serve …` runs `picker serve` without scraping.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ def address(number: int) -> str:
 
 
 class _Server(ModelServer):
-    """A model server that answers at once with a metrics page or a completion."""
+    """A model server that answers every request at once, with a completion or the metrics page."""
 
     page = _PAGE
 
@@ -47,7 +47,7 @@ async def _serve(port: str, count: str) -> None:
 
 
 async def start_servers(seat: Any, count: int, *page: str) -> None:
-    """Start `count` model servers in a process of `seat` (tests/kubernetes/seat.py), and wait for them."""
+    """Start a process with `count` model servers in `seat` (tests/kubernetes/seat.py), which all listen."""
     command = [sys.executable, "-m", "bench.large_pool.child", "servers", str(seat.port), str(count), *page]
     seat.spawn("servers", command)
     log = seat.folder / "servers.log"

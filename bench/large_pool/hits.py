@@ -1,8 +1,8 @@
-"""Compares the prefix hits of picks that look at a part of a large pool with picks that look at all of it.
+"""Compares prefix hits if a pick looks at a part of a large pool's endpoints, and if it looks at all.
 
-It runs a replica's chooser and the script's formula for the choice among candidates in this process. Chats of
-several turns begin with one of a few system prompts. Each request runs until `_RUNNING` others have arrived,
-so that many endpoints are busy.
+Runs a replica's chooser and the script's formula for the choice among candidates in this process. Chats of
+several turns begin with one of a few system prompts. Each request runs until `_RUNNING` more requests have
+arrived, so that many endpoints are busy.
 """
 
 import random
@@ -27,7 +27,7 @@ _SCORERS = {"queue-depth": 2.0, "kv-cache": 2.0, "prefix-affinity": 3.0}  # as i
 _SYSTEM_PROMPTS, _SYSTEM_BLOCKS = 20, (4, 16)
 _CHATS, _TURNS, _TURN_BLOCKS = 3000, 8, (2, 6)
 _RUNNING = 2000
-_PLACES = 4  # requests that an endpoint runs at once; further ones wait there
+_PLACES = 4  # an endpoint runs so many requests at once; further requests wait there
 _WARM, _COUNTED = 8000, 8000
 _READ_EACH = 100  # requests between two scrapes of the endpoints
 _ALL = 10**9
@@ -35,8 +35,8 @@ _ALL = 10**9
 
 @dataclass(frozen=True, slots=True)
 class Hits:
-    """`share`: the part of the prompts' blocks that the chosen endpoint had cached. `load`, `load_p99`: mean
-    and 99th percentile of the requests already running there."""
+    """`share`: share of the prompts' blocks that the chosen endpoint had cached. `load`, `load_p99`: mean and
+    99th percentile of the number of requests that the chosen endpoint already had."""
 
     share: float
     load: float
@@ -44,14 +44,14 @@ class Hits:
 
 
 def measure_hits(size: int) -> tuple[Hits, Hits]:
-    """The hits with picks that look at a part of `size` endpoints, and with picks that look at all."""
+    """The hits if a pick looks at a part of `size` endpoints, and if a pick looks at all."""
     with patch.object(endpoint_states, "ALL_LOOKED_AT", _ALL):
         of_all = _run(size)
     return _run(size), of_all
 
 
 class _Chats:
-    """Makes prompts of random chats as hashes of their blocks; a chat's prompt grows with each turn."""
+    """Makes prompts of random chats, as hashes of the prompts' blocks; a prompt grows with each turn."""
 
     def __init__(self, dice: random.Random) -> None:
         self._dice = dice
@@ -114,7 +114,7 @@ def _run(size: int) -> Hits:
 
 
 def _as_the_script(candidates: str, loads: Counter[str], live_weight: float) -> str:
-    """Choose among candidates with scores like lua/lib/endpoints.lua."""
+    """Choose among scored candidates, as lua/lib/endpoints.lua does."""
     scores = {address: float(score) for address, score in (each.split("=") for each in candidates.split(","))}
     most = max(1, *(loads[address] for address in scores))
     return min(scores, key=lambda address: live_weight * loads[address] / most - scores[address])

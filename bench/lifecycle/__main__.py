@@ -1,4 +1,4 @@
-"""Measures the cost of a request and of a fleet for Redis; writes lifecycle.md and sizing.md.
+"""Measures what a request and a fleet cost Redis; writes lifecycle.md and sizing.md.
 
 Exit status 1 if a limit is not met.
 """
@@ -17,8 +17,8 @@ from picker_fleet.state.batching import MAX_BATCH
 
 _ROUNDS = 3
 _ROUNDS_BESIDE_BASELINE = 30
-# A request may cost as much as this many calls of the baseline. The scripts miss this limit: the last full
-# run measured 3.1, and 3.7 with `place` and `acknowledge` (bench/results/lifecycle.md).
+# A request may cost as much as this many calls of the baseline. The scripts miss the limit: the last full run
+# measured 3.1, and 3.7 with `place` and `acknowledge` (bench/results/lifecycle.md).
 _BASELINES = 3.0
 _GROWTH = 1.7
 _LONGEST_US = 5000
@@ -65,7 +65,7 @@ def _measure(redis_server: Server, requests: int, most: int) -> Iterator[Row]:
         for seed in range(_ROUNDS):
             with_upkeep = size.large and seed == 0
             own = measure_lifecycle(redis_server, size, requests, seed, with_upkeep=with_upkeep)
-            # The machine's speed varies by a factor of two, so growth is relative to a run just after.
+            # The machine's speed varies by a factor of two, so compare with a base run directly afterwards.
             other = own if size == base else measure_lifecycle(redis_server, base, requests, seed)
             found.append(own)
             beside.append(other)
@@ -86,7 +86,7 @@ def _measure(redis_server: Server, requests: int, most: int) -> Iterator[Row]:
 
 
 def _beside_baseline(redis_server: Server, requests: int, baselines: list[float]) -> Iterator[Row]:
-    """Compare a request with the baseline in server CPU (not wall time), by many short runs in turns."""
+    """Compare the server CPU of a request and of a baseline call, by many short runs in turns."""
     steps = {"admit, wait, grant, settle": False, "a request, which is these, place and acknowledge": True}
     found: dict[str, list[float]] = {what: [] for what in steps}
     for seed in range(_ROUNDS_BESIDE_BASELINE):
@@ -110,7 +110,7 @@ def _memory(ordering: str, found: list[LifecycleCost]) -> Iterator[Row]:
 
 
 def _upkeep(redis_server: Server, queued: int) -> Iterator[Row]:
-    """Measure upkeep with many flows, workloads and endpoints at once."""
+    """Measure the longest upkeep calls with many flows, workloads and endpoints at once."""
     size = Size(queued, flows=10_000, workloads=10_000, endpoints=500, ordering="workload-aware")
     for kind, us in upkeep_us(redis_server, size, 0).items():
         yield Row(f"{queued} queued, many of all: longest of {kind}", us, _LONGEST_US, "us")
@@ -126,7 +126,7 @@ def _thousand_workloads(redis_server: Server) -> Iterator[Row]:
 
 
 def _keys_left(redis_server: Server, requests: int) -> Row:
-    """Count the unexpected keys left after `requests` requests have ended."""
+    """Count the unexpected keys in Redis after `requests` requests have ended."""
     state = Workload(redis_server, _SMALL, 0)
     state.run(requests)
     state.drain()

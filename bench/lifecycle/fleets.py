@@ -1,6 +1,6 @@
-"""Measures how much of a Valkey a fleet uses, with simulated replicas and dashboards, and fits the formula.
+"""Measures Valkey's CPU for simulated replicas and dashboards, and fits the formula.
 
-Figures are CPU time of the Valkey process, not wall time, because other processes share the machine.
+All figures are CPU time of the Valkey process, not wall time, because other processes share the machine.
 """
 
 import json
@@ -44,7 +44,7 @@ _SERVED = [[0, f"tenant-{n}", 12.0] for n in range(10)]
 
 
 def measure_fleets(server: Server) -> tuple[bool, str]:
-    """Returns whether the formula is close enough to all checked points, and the result page as Markdown."""
+    """Returns whether the formula's error is small enough at all checked points, and the result page."""
     requests = {
         (queued, batch): _medians(lambda queued=queued, batch=batch: _request(server, batch, queued))
         for queued in (0, 1000)
@@ -90,13 +90,13 @@ def measure_fleets(server: Server) -> tuple[bool, str]:
         for rate in _RATES
     ]
     return met, "\n\n".join([
-        f"## The formula beside what was measured\n\nGreatest error of a checked point: {wrong:.0%}; wanted: "
+        f"## Formula and measurement\n\nGreatest error at a checked point: {wrong:.0%}; wanted: "
         f"at most {_WANTED_ERROR:.0%}: {'met' if met else '**not met**'}.",
         table(["what", "", "measured", "formula", "error"], shown),
         f"Parameters (µs): {formula}",
         "## Requests/s of one full Valkey",
         table(["requests a call", "direct", "queued"], full),
-        "## Cores of Valkey by the formula\n\nAbove 1.00 it does not fit on one Valkey.",
+        "## Cores of Valkey by the formula\n\nAbove 1.00 the fleet needs more than one Valkey.",
         table(["replicas", "requests/s", "direct", "queued"], by_size),
     ])  # fmt: skip
 
@@ -107,13 +107,13 @@ def _medians(measure_once: Callable[[], Sequence[float]]) -> tuple[float, ...]:
 
 
 def _request(server: Server, batch: int, queued: int) -> tuple[float, float]:
-    """The calls of a request, and its CPU in µs when Valkey is fully loaded."""
+    """Script calls per request, and Valkey's CPU in µs per request under full load."""
     cost = measure_lifecycle(server, Size(queued, batch=batch), _REQUESTS, 0)
     return cost.calls, cost.us
 
 
 class _Replicas:
-    """`count` simulated replicas of one pool, with the registrations that Valkey has of them."""
+    """`count` simulated replicas of one pool, registered in Valkey."""
 
     def __init__(self, server: Server, count: int, *, queued: int = 0) -> None:
         self.pool = Workload(server, Size(queued, endpoints=8, batch=1), 0)
@@ -122,13 +122,13 @@ class _Replicas:
             self.beat(number, changed=True)
 
     def beat(self, number: int, *, changed: bool) -> None:
-        """Send a heartbeat; with the replica info if the info has `changed`."""
+        """Send the heartbeat of replica `number`, with its replica info if the info has `changed`."""
         info = _replica_info(number) if changed else ""
         self.pool.call("heartbeat", self.owners[number], info, NEVER_MS, "")
 
 
 def _replica_info(number: int) -> str:
-    """A replica info of usual length, as heartbeats carry it (fleet/info.py)."""
+    """A replica info of usual length, as a heartbeat carries (fleet/info.py)."""
     about = {
         "host": f"picker-6d5f7c9b8d-{number:05d}", "version": "0.1.0", "admin": f"http://10.1.0.{number}:9090",
         "grpc": f"10.1.0.{number}:9002", "up_s": 86400.123, "waiting": 3, "degraded": False, "resyncs": 0,
@@ -139,7 +139,7 @@ def _replica_info(number: int) -> str:
 
 
 def _views(server: Server, replicas: int) -> list[float]:
-    """CPU in µs of each call that a dashboard makes once a second: the state, flows, replicas."""
+    """Valkey's CPU in µs for each call that a dashboard makes once a second: state, flows and replicas."""
     call = _Replicas(server, replicas, queued=1000).pool.call
     reads: tuple[tuple[object, ...], ...] = (
         ("state", NEVER_MS), ("view_flows", 0, MOST_PRIORITY, "", "", 50, ""), ("view_replicas", 256),
@@ -153,8 +153,8 @@ def _views(server: Server, replicas: int) -> list[float]:
 
 
 def _simulate(server: Server, fleet: Fleet) -> float:
-    """The cores that Valkey uses for `fleet`. This process makes the replicas' calls of a second one at a
-    time, evenly spaced. If it is too slow, the second takes longer."""
+    """The cores that Valkey uses for `fleet`. This process makes all calls of one second one by one, evenly
+    spaced; on a slow machine they take longer than a second."""
     replicas = _Replicas(server, fleet.replicas)
     owners, channel = replicas.owners, Keys.of("bench").metrics
     text = json.dumps({"from": owners[0], "sent": 1700000000123, "readings": {}})
@@ -193,7 +193,7 @@ def _simulate(server: Server, fleet: Fleet) -> float:
 
 @contextmanager
 def _subscribers(server: Server, channel: str, count: int) -> Iterator[Callable[[], None]]:
-    """Subscribe `count` connections to `channel`; yields a function that waits until each got a message."""
+    """Subscribe `count` connections to `channel`; yields a function that waits for a message on each."""
     watch = selectors.DefaultSelector()
     open_: list[socket.socket] = []
     for _ in range(count):

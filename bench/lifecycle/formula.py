@@ -1,23 +1,23 @@
-"""A formula for the cores that a Valkey needs for a fleet, with a few parameters. Times are in µs."""
+"""Computes the cores that Valkey needs for a fleet, from a few measured parameters. Times are in µs."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy
 
-# Measured: a replica's calls per second at rest (a heartbeat followed by a read of the state, a sweep, two
-# pings), and the messages per second that a scraping replica publishes (endpoints/scraping.py).
+# Measured: calls per second of a replica at rest (heartbeat and read of the state, sweep, two pings), and
+# messages per second that a scraping replica publishes (endpoints/scraping.py).
 _CALLS_A_REPLICA = 4
 _PUBLISHED_A_SCRAPER = 2.5
 _SCRAPERS = 8
-_TOLD = 256  # most replicas in a reply of `state` or `view_replicas`
+_TOLD = 256  # a reply of `state` or `view_replicas` lists at most so many replicas
 _SETTLE_DELAY_S = 0.002  # completions wait this long to share a call (state/batching.py)
 _MAX_BATCH = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
-    """The size of a fleet. `queued`: whether each request waits in the queue. `dashboards`: number open."""
+    """Size and load of a fleet. `queued`: every request waits in the queue. `dashboards`: open dashboards."""
 
     replicas: int
     requests_per_s: float
@@ -27,7 +27,7 @@ class Fleet:
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """A measured point: a fleet, and the cores that Valkey used for it."""
+    """A measurement: the cores that Valkey used for `fleet`."""
 
     fleet: Fleet
     cores: float
@@ -38,7 +38,7 @@ class Formula:
     """The parameters (µs). `direct`, `waiting`: cost of a request, fixed and per call, when Valkey is busy.
     `dashboard`: cost of a dashboard per second, fixed and per replica in the reply. `told`: cost of reading
     the state, per replica in the reply. Fitted: `replica`, cost of a replica per second; `wake`, extra cost
-    of a message that finds Valkey idle with cold caches; `calm`, the message rate at which half do (1/s)."""
+    of a message to an idle Valkey with cold caches; `calm`, the message rate at which half meet it idle."""
 
     direct: tuple[float, float]
     waiting: tuple[float, float]
@@ -49,7 +49,7 @@ class Formula:
     calm: float = 1.0
 
     def fitted(self, points: Sequence[Point]) -> "Formula":
-        """A copy with `replica`, `wake` and `calm` fitted for the least relative errors at `points`."""
+        """A copy whose `replica`, `wake` and `calm` minimise the squared relative errors at `points`."""
         found = [self._fitted(points, calm) for calm in _CALM]
         return min(found, key=lambda each: sum((each.cores(p.fleet) / p.cores - 1) ** 2 for p in points))
 
@@ -67,7 +67,7 @@ class Formula:
         return fixed + each * calls_a_request(fleet)
 
     def _known_us(self, fleet: Fleet) -> float:
-        """CPU per second, without the fitted terms."""
+        """Valkey's CPU per second in µs, without the fitted terms."""
         told = min(fleet.replicas, _TOLD)
         return (
             fleet.replicas * self.told * told
@@ -76,7 +76,7 @@ class Formula:
         )
 
     def cores(self, fleet: Fleet) -> float:
-        """The cores that Valkey needs for `fleet`. Above 1, the fleet does not fit on one Valkey."""
+        """The cores that Valkey needs for `fleet`. Above 1, one Valkey is not enough."""
         fitted_us = fleet.replicas * self.replica + _woken(fleet, self.calm) * self.wake
         return (self._known_us(fleet) + fitted_us) / 1e6
 
@@ -85,33 +85,33 @@ _CALM = (15.0, 30.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1920.0)
 
 
 def _woken(fleet: Fleet, calm: float) -> float:
-    """The number of messages per second that find Valkey idle."""
+    """The number of messages per second that arrive at an idle Valkey."""
     count = messages(fleet)
     return count / (1 + count / calm)
 
 
 def messages_a_second(replicas: int) -> float:
-    """Messages per second on the channel of scraped figures; each message reaches every replica."""
+    """Messages per second on the channel for scraped metrics; each message reaches every replica."""
     return min(replicas, _SCRAPERS) * _PUBLISHED_A_SCRAPER
 
 
 def messages(fleet: Fleet) -> float:
-    """Messages per second that reach Valkey; a message directly after another one counts as part of it."""
+    """Messages per second that reach Valkey; two messages in direct succession count as one."""
     requests = fleet.requests_per_s * calls_a_request(fleet)
     return fleet.replicas * _CALLS_A_REPLICA + messages_a_second(fleet.replicas) + requests
 
 
 def calls_a_request(fleet: Fleet) -> float:
-    """Calls per request: admission, its part of a call with the completions of 2 ms, placement if queued.
+    """Script calls per request: admission, a share of a call that settles, and placement if queued.
 
-    Above some thousand requests a second per replica, admissions also share calls, so the result is too high.
+    Above some thousand requests a second per replica the result is too high: admissions also share calls.
     """
     ends = 1 + _SETTLE_DELAY_S * fleet.requests_per_s / fleet.replicas
     return 1 + 1 / min(ends, _MAX_BATCH) + fleet.queued
 
 
 def line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Intercept and slope of the line with the least relative errors at `points`."""
+    """Intercept and slope of the line with the least squared relative errors at `points`."""
     fixed, each = _least_squares([[1 / y, x / y] for x, y in points], [1.0] * len(points))
     return fixed, each
 

@@ -1,4 +1,4 @@
-"""Measures requests at one size of the shared state by replaying recorded commands at full speed."""
+"""Measures the cost of requests at one size of the shared state, by replaying recorded commands."""
 
 import shutil
 import subprocess
@@ -22,8 +22,8 @@ redis.call('ZPOPMIN', KEYS[1])
 
 @dataclass(frozen=True, slots=True)
 class LifecycleCost:
-    """The cost of one request: server CPU in µs, calls, bytes while queued, and how many of these are in the
-    workload registry. Also the longest call of all requests, and of each kind of upkeep, in µs.
+    """The cost of one request: server CPU in µs, script calls, bytes while queued, `registry_bytes` of them
+    in the workload registry. `longest_us`, `upkeep_us`: longest call of all requests, of each kind of upkeep.
     """
 
     us: float
@@ -37,12 +37,11 @@ class LifecycleCost:
 def measure_lifecycle(
     server: Server, size: Size, requests: int, seed: int, *, with_upkeep: bool = False, placed: bool = True
 ) -> LifecycleCost:
-    """Measure requests at `size` in two rounds, three for large sizes. The shortest time of each call counts,
-    because a delay in only one round comes from the machine.
+    """Measure requests at `size` in two rounds (three for large sizes). Each call's shortest time counts,
+    because the machine causes delays that occur in only one round.
 
-    Unless the order is `fcfs`, a replay might serve other requests, so the later rounds make their calls one
-    by one as well. `with_upkeep` adds all upkeep (`workload.upkeep`); without `placed`, grants do not place
-    their requests.
+    Later `fcfs` rounds replay the recorded commands. With other orders a replay could serve other requests,
+    so later rounds make the calls anew. `with_upkeep`: measure upkeep, too. `placed`: grants place requests.
     """
     warm_up = 100 * BATCH
     recording: list[bytes] = []
@@ -71,7 +70,7 @@ def measure_lifecycle(
 
 
 def upkeep_us(server: Server, size: Size, seed: int) -> dict[str, float]:
-    """The longest call of each kind of upkeep at `size`, each the shortest time of three."""
+    """The longest call of each kind of upkeep at `size`; a call's time is the shortest of three rounds."""
     kinds = [_upkeep_calls(Workload(server, size, seed)) for _ in range(3)]
     return {kind: _longest(*(made[kind] for made in kinds)) for kind in kinds[0]}
 
@@ -85,7 +84,7 @@ def _upkeep_calls(state: Workload) -> dict[str, dict[int, float]]:
 
 
 def _longest(*rounds: dict[int, float]) -> float:
-    """The longest call among those that all rounds made; a call's time is its shortest in any round."""
+    """The longest call that all rounds made; a call's time is the shortest of all rounds."""
     common = set[int].intersection(*map(set, rounds))
     return max((min(made[call] for made in rounds) for call in common), default=0.0)
 
@@ -112,8 +111,8 @@ def baseline(server: Server, calls: int) -> float:
 
 
 def _play(server: Server, commands: Sequence[bytes]) -> None:
-    """Send `commands`, a few at a time. RuntimeError if a command fails or serves other requests than in the
-    recording."""
+    """Send recorded `commands`, a few at a time. RuntimeError if a command fails or serves other requests
+    than when it was recorded."""
     for reply in server.replies(commands):
         if any(each.startswith(_MISMATCH) for each in reply[HEAD:]):
             raise RuntimeError(f"the replay served other requests: {reply}")

@@ -1,4 +1,4 @@
-"""Runs requests from admission to settlement at a queue of a given size, and the upkeep of that queue."""
+"""Runs requests from admission to settlement while the queue keeps its size, and the queue's upkeep."""
 
 import json
 import random
@@ -18,13 +18,13 @@ _IN_FLIGHT = 4 * BATCH
 _PLENTY = 100_000
 _FILL = 64
 _GRACE_MS = 60_000
-_OWNER = "x2k4p-9f3c1a7e"  # as long as a replica's id in Kubernetes
+_OWNER = "x2k4p-9f3c1a7e"  # has the length of a replica's id in Kubernetes
 
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """The size of the shared state while requests are measured, `batch` per call. With `queued` 0 the bounds
-    have room for every request."""
+    """The size of the shared state while requests are measured. `batch`: requests per call. If `queued` is 0,
+    the bounds have room for every request."""
 
     queued: int = 1000
     flows: int = 10
@@ -40,9 +40,9 @@ class Size:
 
 
 class Workload(ScriptPool):
-    """A steady state of one size on one server.
+    """Fills one server's queue to `size`, and then runs requests that keep this size.
 
-    `watched`: record the time of each call that fills the queue. `placed`: grants also place their requests.
+    `watched`: record the time of each call that fills the queue. `placed`: grants also place requests.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Workload(ScriptPool):
         self._random = random.Random(seed)
         self._made = self._swept = 0
         self._running: deque[str] = deque()
-        # Server CPU in µs of each command, by the command's hash; None: not recorded.
+        # Hash of a command → server CPU in µs; None: do not record.
         self.took_us: dict[int, float] | None = {} if watched else None
         server.forget()
         for replica in (_OWNER, "silent"):
@@ -65,46 +65,46 @@ class Workload(ScriptPool):
         self.admit(size.queued, _FILL)
 
     def run(self, requests: int) -> None:
-        """Run `requests` more requests. Arrivals and ends balance, so the queue keeps its length."""
+        """Admit and settle `requests` more requests, so that the queue keeps its length."""
         batch = self._size.batch
         for _ in range(requests // batch):
             self._running.extend(self.admit(batch, batch))
             self._go_on(self.settle([self._running.popleft() for _ in range(batch)])[1])
 
     def sweep(self, most: int | None = None) -> None:
-        """Sweep until nothing is left to do, or `most` times."""
+        """Sweep until a sweep finds nothing more to do, but at most `most` times."""
         more, self._swept = True, 0
         while more and (most is None or most > 0):
             most = None if most is None else most - 1
-            self._swept += 1  # makes each call unique, as calls in the slow log are identified by command
+            self._swept += 1  # makes each call unique: the slow log identifies calls by command
             more = bool(self.call("sweep", _OWNER, 0, _GRACE_MS, NEVER_MS + self._swept, NEVER_MS)[7])
 
     def change_settings(self, **settings: Any) -> None:
         self.call("tune", _OWNER, json.dumps(settings), "{}")
 
     def set_bound(self, stock: float) -> None:
-        """Let `stock` requests be in flight."""
+        """Set the upper and lower bound to `stock` requests."""
         self.change_settings(upper_per=stock / self._size.endpoints, lower_per=stock / self._size.endpoints)
 
     def expire_silent(self, silence_ms: int) -> None:
-        """Let replicas count as silent after `silence_ms`; this replica sends a heartbeat first."""
+        """Send this replica's heartbeat, then let replicas count as silent after `silence_ms`."""
         self.call("heartbeat", _OWNER, "{}", silence_ms)
         self.change_settings(silence_ms=silence_ms)
 
     def registry_bytes(self) -> int:
-        """Memory of the workload registry."""
+        """Bytes of memory of the workload registry."""
         return int(self.server.client.memory_usage(self.key.replace("pool", "workloads"), samples=0) or 0)
 
     def queued(self) -> int:
         return int(self.call("state", NEVER_MS)[3])
 
     def call_idle(self, calls: int) -> None:
-        """Make `calls` calls that only dispatch the requests that fit."""
+        """Settle an unknown request `calls` times: each call only dispatches requests within the bound."""
         for at in range(calls):
             self.settle([f"nobody-{at}"])
 
     def drain(self) -> None:
-        """Serve all waiting requests and end all running ones."""
+        """Settle requests until none runs or waits."""
         while self._running:
             ending = [self._running.popleft() for _ in range(min(BATCH, len(self._running)))]
             self._go_on(self.settle(ending)[1])
@@ -119,7 +119,7 @@ class Workload(ScriptPool):
             ids = []
             for _ in range(min(batch, count - at)):
                 self._made += 1
-                # The id has the length of Envoy's request ids.
+                # The id is as long as Envoy's request ids.
                 id = f"{self._random.getrandbits(64):016x}-{self._made:019d}"
                 flow = f"tenant-{self._random.randrange(self._size.flows)}"
                 workload = f"workload-{self._random.randrange(self._size.workloads)}"
@@ -132,7 +132,7 @@ class Workload(ScriptPool):
         return placed
 
     def _go_on(self, grants: Sequence[bytes]) -> None:
-        """Acknowledge the grants of a call, and count their requests as running."""
+        """Acknowledge a call's grants if they placed requests, and note that the requests run."""
         ids = granted_ids(grants)
         for at in range(0, len(ids) if self._placed else 0, BATCH):
             self.acknowledge(ids[at : at + BATCH])
@@ -150,8 +150,8 @@ class Workload(ScriptPool):
 _FIRST = "10.0.0.0:8000"
 
 
-_CALLS = 150  # most calls of each kind of upkeep
-MANY = 6000  # requests due at once
+_CALLS = 150  # limit for the calls of each kind of upkeep
+MANY = 6000  # so many requests become overdue, expire or lose their lease at once
 _PER_CALL = MAX_BATCH
 _STARVING_MS, _TTL_MS = 4000, 8000  # longer than admitting MANY takes
 _SILENCE_MS = 1000
@@ -165,7 +165,7 @@ _POLICIES = (
 
 
 def upkeep(state: Workload) -> Iterator[str]:
-    """Make the rare, large calls: sweeps, live changes, preemption. Yields each kind's name afterwards."""
+    """Make the rare expensive calls: sweeps, live changes, preemption. Yields the name of each kind."""
     # Requests become overdue, then expire.
     started = time.monotonic()
     state.change_settings(starvation_ms=_STARVING_MS)
@@ -179,14 +179,14 @@ def upkeep(state: Workload) -> Iterator[str]:
     state.sweep(_CALLS)
     yield "a sweep, requests expire"
     state.change_settings(starvation_ms=None)
-    # Requests of higher bands find the queue full.
+    # Requests of a higher band arrive at a full queue.
     state.change_settings(total_capacity=state.queued())
     state.admit(_CALLS * _PER_CALL // 3, _PER_CALL, priority=10)
     yield "arrivals that preempt"
     state.change_settings(total_capacity=None)
     state.sweep(_CALLS)
     yield "a sweep, preemptions are forgotten"
-    # The bounds rise while many requests wait, so each call makes the most grants; then leases end.
+    # The bound rises while many requests wait, so each call grants as many as it may; then leases expire.
     state.change_settings(lease_ms=1)
     state.set_bound(MANY)
     state.call_idle(_CALLS)
@@ -195,7 +195,7 @@ def upkeep(state: Workload) -> Iterator[str]:
     state.sweep(_CALLS)
     yield "a sweep, leases have ended"
     state.change_settings(lease_ms=None)
-    # The order of waiting requests changes.
+    # A live change reorders the waiting requests.
     for name, value in _POLICIES:
         state.change_settings(**{name: value})
         state.sweep(_CALLS)

@@ -1,8 +1,8 @@
-"""What a request costs in each mode, beside an Envoy without a picker; writes one page.
+"""Measures what a request costs in each mode, compared with an Envoy without a picker; writes overhead.md.
 
-`--go FILE` measures the Go picker beside it, also with 100 endpoints, and writes beside-go.md (gateway.py
-says how to build FILE). `--beside CHECKOUT` measures another checkout beside this one, to see whether a
-change made a request more expensive; it only prints.
+`--go FILE` also measures the Go picker, and both pickers with 100 endpoints, and writes beside-go.md
+(gateway.py says how to build FILE). `--beside CHECKOUT` also measures another checkout, to see whether a
+change made requests more expensive, and only prints.
 """
 
 import contextlib
@@ -29,23 +29,23 @@ _MODES = ("standard", "lean", "http")
 _NONE = "no picker"
 
 _HOW = """\
-CPU in µs a request, medians of the rounds, of a pass at full speed (16 connections for short answers of
-300 B, else 8), access logs included. Added latency is that of two connections up to the answer's headers,
-less that of an Envoy without a picker; at rest, ms of CPU a second of picker and Valkey. Everything runs side
-by side on the same cores and takes turns in changing order; each round starts new processes. A target is one
-replica with its Envoy and a Valkey by `picker up`, with bounds so high that nothing waits, scoring endpoints
-by queue, KV cache and prefixes. The two model servers answer at once, 100 tokens with 2 ms between two.
+CPU is in µs a request at full speed (16 connections for short answers of 300 B, else 8), access logs
+included; median of the rounds. Added latency is the time to the answer's headers over two connections, minus
+the same with an Envoy without a picker. At rest: ms of CPU a second of picker and Valkey. All targets run at
+the same time on the same cores, and are measured in turn, in changing order; each round starts new processes.
+A target is one replica with Envoy and Valkey (`picker up`), with bounds so high that no request waits, and
+scorers for queue, KV cache and prefixes. The two model servers answer at once, and send a token every 2 ms.
 """
 _HOW_GO = """\
-The Go picker (cmd/epp of sigs.k8s.io/gateway-api-inference-extension v1.5.0) and this one in `standard` are
-behind an Envoy each as gateways configure it, with one real API server and the scorers of the Go picker's
-chart; without TLS and traces. Ratios are to the Go picker in the same round: geometric mean, and its 95 %
-interval.
+The Go picker (cmd/epp of sigs.k8s.io/gateway-api-inference-extension v1.5.0) and this picker in `standard`
+each run behind an Envoy configured as a gateway, with one real API server and the scorers of the Go picker's
+chart, without TLS and traces. A ratio divides by the Go picker's figure of the same round: geometric mean and
+95 % interval.
 """
 _HOW_HUNDRED = """\
-With 100 model servers that answer at once and have a page of metrics of 74 KB, as vLLM's, one picker at a
-time: cores at rest, and while 20 requests a second are sent by the clock, 40 prompts of random text in turn.
-Medians of the rounds; latency from when a request is due to its answer's last byte.
+One picker at a time has 100 model servers that answer at once, with vLLM's metrics page of 74 KB. Cores are
+measured at rest and under an open loop of 20 requests a second with 40 random prompts in turn; medians of the
+rounds. Latency is measured from the time when a request is due to the last byte of its answer.
 """
 
 
@@ -80,7 +80,7 @@ async def _measure(rounds: int, modes: Sequence[str], checkout: Path | None) -> 
 
 
 async def _measure_beside_go(rounds: int, go: str) -> tuple[Readings, dict[str, Any]]:
-    # Import here: only `make` puts these test modules on the path.
+    # Import here, because only `make` puts these test modules on the path.
     from api_server import started
     from seat import opened
 
@@ -136,7 +136,7 @@ def _beside_checkout(found: Readings, modes: Sequence[str]) -> str:
         for case in CASES
         for mode in modes
     ]
-    text = "CPU by that of the other checkout in the same round: geometric mean, and its 95 % interval."
+    text = "CPU of this checkout / CPU of the other in the same round: geometric mean and 95 % interval."
     return f"{text}\n\n{table(['request', 'mode', 'replicas', 'Valkey', 'Envoy'], rows)}"
 
 
@@ -157,15 +157,15 @@ def _beside_go(found: Readings, hundred: Mapping[str, Any]) -> list[str]:
     many = [
         row for rows in zip(*(each.rows(name) for name, each in hundred.items()), strict=True) for row in rows
     ]
-    head = ["request", "target", "picker's CPU by the Go picker's", "with Valkey's"]
+    head = ["request", "target", "CPU: picker / Go picker", "CPU: picker and Valkey / Go picker"]
     return [_HOW_GO, table(head, rows), _HOW_HUNDRED, table(next(iter(hundred.values())).HEAD, many)]
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Measure and write the page. Exit code 0 whatever the figures are, 1 if the measurement failed."""
+    """Measure, and write the page. Exit status 1 if the measurement failed, whatever the figures are."""
     parser = options_parser("python -m bench.overhead", __doc__)
     parser.add_argument("--rounds", type=int, default=5, metavar="N")
-    parser.add_argument("--mode", choices=_MODES, action="append", help="only this one; may be repeated")
+    parser.add_argument("--mode", choices=_MODES, action="append", help="only this mode; may be repeated")
     beside = parser.add_mutually_exclusive_group()
     beside.add_argument("--go", metavar="FILE", help="the Go picker")
     beside.add_argument("--beside", type=Path, metavar="CHECKOUT", help="another version")

@@ -1,5 +1,5 @@
-"""Runs the Go picker and this picker, each behind an Envoy configured like a gateway, with the same flags and
-one real API server (tests/kubernetes/seat.py); measures both with 100 endpoints.
+"""Runs the Go picker and this picker behind an Envoy each, configured like a gateway, with the same flags and
+one real API server (tests/kubernetes/seat.py), and measures both with 100 endpoints.
 
 The Go picker is cmd/epp of sigs.k8s.io/gateway-api-inference-extension v1.5.0, built in an empty folder by:
 
@@ -55,7 +55,7 @@ _SERVING_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Behind:
-    """A picker behind a gateway's Envoy, as a target of the load; the Go picker has no Valkey."""
+    """A picker behind a gateway's Envoy, as a target of load. The Go picker has no Valkey."""
 
     seat: Seat
     url: str
@@ -71,24 +71,24 @@ class Behind:
 
 @contextlib.asynccontextmanager
 async def behind_gateway(cluster: ApiServer, folder: Path, pool: str, go: str = "") -> AsyncIterator[Behind]:
-    """Run a picker of `pool` with an Envoy in front: the Go picker with the binary `go`, or else this one."""
+    """Run a picker for `pool` behind an Envoy: the Go picker's binary `go`; if empty, this picker."""
     launch: Callable[..., list[str]] = (lambda _, *flags: [go, *flags]) if go else picker_command
     async with opened(folder) as here:
         here.tls = False
         await here.start_picker(cluster.kubeconfig("admin"), pool, NAMESPACE, *_FLAGS, launch=launch)
-        # Envoy does no health checks: not every picker answers them on the port that takes requests.
+        # Envoy does not check health: the Go picker does not answer health checks on its ext_proc port.
         publish(discovery := folder / "pickers.json", [here.pickers[0].grpc])
         gateway = await here.start_gateway(discovery=discovery)
 
         async def serves() -> bool:
             return (await here.ask()).status_code == 200
 
-        assert await until(serves, within_s=_SERVING_S), f"nothing is served: {here.folder}"
+        assert await until(serves, within_s=_SERVING_S), f"no request is served; logs in {here.folder}"
         yield Behind(here, str(gateway.base_url), has_valkey=not go)
 
 
 def put_pods(cluster: ApiServer, endpoints: Sequence[str], pool: str) -> None:
-    """Create an InferencePool with a ready pod at each of `endpoints`, which share one port."""
+    """Create an InferencePool with a ready pod at each of `endpoints`, which all have the same port."""
     labels = {**APP, "pool": pool}
     cluster.put_pool(pool, [int(endpoints[0].rpartition(":")[2])], labels)
     for number, endpoint in enumerate(endpoints):
@@ -105,7 +105,7 @@ _WHAT = {"at rest": 0, f"{_PER_S}/s of 1 KB": 1000, f"{_PER_S}/s of 400 KB": 400
 
 @dataclass(slots=True)
 class Hundred:
-    """Figures with 100 endpoints by kind of load: cores of picker and Valkey, ms to the last byte."""
+    """Figures with 100 endpoints, by kind of load: cores of picker and Valkey, ms to the last byte."""
 
     picker: dict[str, list[float]] = field(default_factory=lambda: {what: [] for what in _WHAT})
     valkey: dict[str, list[float]] = field(default_factory=lambda: {what: [] for what in _WHAT})
@@ -132,7 +132,7 @@ class Hundred:
             self.valkey[what].append(valkey)
 
     def rows(self, name: str) -> list[list[str]]:
-        """The table's rows, one per kind of load: medians of the rounds, latencies of all requests."""
+        """Rows of the table, one per kind of load: median cores of the rounds, latencies of all requests."""
         return [
             [
                 what,
@@ -150,7 +150,7 @@ def _request(dice: random.Random, size: int) -> Request:
 
 
 async def _at_rate(url: str, requests: Sequence[Request]) -> list[float]:
-    """Send `requests` in an open loop. Returns the ms from each request's due time to its answer's end."""
+    """Send `requests` in turn at `_PER_S`. Returns the ms from each due time to the answer's end."""
     plan = steady(_PER_S, lambda _, number: requests[number % len(requests)])
     with Client(url) as client:
         load = Load(client)
@@ -160,6 +160,6 @@ async def _at_rate(url: str, requests: Sequence[Request]) -> list[float]:
 
 
 async def hundred_endpoints(seat: Seat) -> list[str]:
-    """Start 100 model servers at different addresses; they answer at once, with vLLM's metrics page."""
+    """Start 100 model servers that answer at once, with vLLM's metrics page; return their addresses."""
     await start_servers(seat, _HUNDRED, str(_PAGE))
     return [f"{address(number)}:{seat.port}" for number in range(_HUNDRED)]

@@ -1,4 +1,4 @@
-"""Sends passes to each target, in turn and in changing order, and measures CPU and latency."""
+"""Sends passes of requests to each target, in changing order, and measures CPU and latency."""
 
 import asyncio
 import statistics
@@ -9,12 +9,12 @@ from typing import Protocol
 from bench.rig.passes import LARGE_BYTES, SMALL_BYTES, alike, per_s, warmed
 from bench.rig.report import percentile
 
-# The picker settles the last requests within milliseconds: after this pause the whole pass is measured.
+# The picker settles a pass's last requests within this pause, so the measured CPU includes them.
 _TAIL_S = 0.3
 _CALM_CONNECTIONS = 2
 _CALM_TURNS = 8
 _IDLE_S = 5
-_WARM_UP_SHARE = 3  # 1/3 of a pass warms up each target before each round
+_WARM_UP_SHARE = 3  # a third of a pass warms up each target before each round
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ CASES = (
 
 
 class Target(Protocol):
-    """A target of the load, at `url`."""
+    """Takes requests at `url`."""
 
     @property
     def url(self) -> str: ...
@@ -51,7 +51,7 @@ class Target(Protocol):
 @dataclass(frozen=True, slots=True)
 class Reading:
     """Figures of one target in one round: CPU in µs per request of the busy pass, and milliseconds to the
-    answer's headers in the calm pass (0 if there is none)."""
+    answer's headers in the calm pass (0 without a calm pass)."""
 
     requests_per_s: float
     picker_us: float
@@ -67,14 +67,14 @@ class Reading:
 
 
 class Readings:
-    """The figures of each round by case and target; `at_rest`: ms of CPU a second of picker and Valkey."""
+    """Figures of each round by case and target. `at_rest`: CPU of picker and Valkey in ms a second."""
 
     def __init__(self) -> None:
         self.at_rest: dict[str, list[float]] = {}
         self.by_case: dict[str, dict[str, list[Reading]]] = {case.name: {} for case in CASES}
 
     async def round(self, targets: Mapping[str, Target], number: int) -> None:
-        """Measure all cases with each of `targets`."""
+        """Warm up every target, measure it at rest, and measure all cases. `number`: the round's number."""
         for case in CASES:
             for target in targets.values():
                 await _send(target, case, case.busy // _WARM_UP_SHARE)
@@ -88,12 +88,12 @@ class Readings:
                 self.by_case[case.name].setdefault(name, []).append(reading)
 
     def ratios(self, case: str, own: str, other: str, of: Callable[[Reading], float]) -> list[float]:
-        """The figure `of` of target `own` divided by that of target `other`, for each round."""
+        """For each round: the figure `of` of target `own` / the same figure of target `other`."""
         pairs = zip(self.by_case[case][own], self.by_case[case][other], strict=True)
         return [of(a) / of(b) for a, b in pairs]
 
     def rows(self, case: str, none: str) -> list[list[str]]:
-        """The table's rows, one per target: medians of the rounds; latency in addition to target `none`."""
+        """Rows of the table, one per target: medians of the rounds; latency minus that of target `none`."""
         found = []
         for name, readings in self.by_case[case].items():
             row = [case, name]
@@ -115,8 +115,8 @@ HEAD = (
 
 
 async def _send(target: Target, case: Case, requests: int) -> list[float]:
-    """Send `requests` at full speed. Returns the requests a second, and the CPU in µs per request of pickers,
-    Valkey and Envoy, access logs included."""
+    """Send `requests` requests at full speed. Returns requests a second, and the CPU in µs per request of
+    pickers, Valkey and Envoy, access logs included."""
     make_request = alike(case.prompt_bytes, case.tokens)
     async with warmed(target.url, case.connections, make_request) as send:
         before = target.cpu_us()
@@ -132,7 +132,7 @@ async def _compare(targets: Mapping[str, Target], case: Case, number: int) -> di
     passes = {name: await _send(targets[name], case, case.busy) for name in _rotated(names, number)}
     calm_ms: dict[str, list[float]] = {name: [] for name in names}
     make_request = alike(case.prompt_bytes, case.tokens)
-    # Added latency is a small difference, so split the calm passes and interleave the targets.
+    # Added latency is a small difference, so split the calm passes into turns that alternate between targets.
     for turn in range(_CALM_TURNS if case.calm else 0):
         for name in _rotated(names, number + turn):
             async with warmed(targets[name].url, _CALM_CONNECTIONS, make_request) as send:
@@ -145,5 +145,5 @@ async def _compare(targets: Mapping[str, Target], case: Case, number: int) -> di
 
 
 def _rotated(names: Sequence[str], by: int) -> Sequence[str]:
-    """Rotate the order, so that different targets follow an expensive one."""
+    """`names` rotated by `by`, so that an expensive target does not always precede the same target."""
     return [*names[by % len(names) :], *names[: by % len(names)]]

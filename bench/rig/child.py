@@ -1,4 +1,4 @@
-"""A child process that a bench controls over pipes, line by line."""
+"""Starts a child process that a bench controls by lines over pipes."""
 
 import asyncio
 import contextlib
@@ -6,11 +6,11 @@ import sys
 
 _ENDS_S = 5.0
 _ORDER_S = 3600.0
-_LINE_BYTES = 16 * 1024 * 1024  # a line with the outcome of a load includes every latency
+_LINE_BYTES = 16 * 1024 * 1024  # length limit of a line
 
 
 class ChildFailed(Exception):
-    """A child ended or printed an unexpected line; the message tells which."""
+    """A child process exited or printed an unexpected line; the message says which."""
 
 
 class Child:
@@ -38,23 +38,23 @@ class Child:
         """Read the next line that the child prints.
 
         Raises:
-            ChildFailed: the child ended.
+            ChildFailed: the child exited.
             TimeoutError: the child printed nothing in time.
         """
         assert self._process.stdout is not None
         async with asyncio.timeout(within_s):
             said = (await self._process.stdout.readline()).decode().strip()
         if not said:
-            raise ChildFailed(f"{self.name} printed nothing and ended (its error is above)")
+            raise ChildFailed(f"{self.name} exited (its error is above)")
         return said
 
     async def expect(self, wanted: str, within_s: float) -> None:
-        """Wait for the line `wanted`. Raises ChildFailed for another line, otherwise as `line` does."""
+        """Read a line as `line` does; raise ChildFailed if it is not `wanted`."""
         if (said := await self.line(within_s)) != wanted:
             raise ChildFailed(f"{self.name} printed {said!r} instead of {wanted!r}")
 
     async def end(self) -> None:
-        """Close the child's stdin, which makes it end; SIGKILL if it does not end."""
+        """Close the child's stdin, so that the child exits. Kill it if it does not exit within _ENDS_S."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         with contextlib.suppress(TimeoutError):
@@ -63,14 +63,14 @@ class Child:
         await self.kill()
 
     async def kill(self) -> None:
-        """SIGKILL the child unless it has ended. Returns when the process has ended."""
+        """Send SIGKILL to the child unless it has exited, and wait for its exit."""
         if self._process.returncode is None:
             self._process.kill()
         await self._process.wait()
 
 
 class Orders:
-    """The orders that a child process reads from its stdin, one per line."""
+    """In the child process: reads orders from stdin, one per line."""
 
     def __init__(self, lines: asyncio.StreamReader) -> None:
         self._lines = lines
@@ -83,6 +83,6 @@ class Orders:
         return cls(lines)
 
     async def next(self) -> str:
-        """The next order; '' at the end of stdin. TimeoutError if no order comes for an hour."""
+        """Read the next order; '' at the end of stdin. TimeoutError if no order comes for an hour."""
         async with asyncio.timeout(_ORDER_S):
             return (await self._lines.readline()).decode().strip()

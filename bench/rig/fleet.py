@@ -1,4 +1,4 @@
-"""A fleet of `picker up`, or an Envoy without a picker, for benches and long tests to measure."""
+"""Runs a fleet with `picker up`, or an Envoy without a picker, for benches and long tests."""
 
 import asyncio
 import contextlib
@@ -21,11 +21,11 @@ from picker_tools.local_fleet.network import LOOPBACK
 
 PLENTY = 100_000
 _FOLLOWED_S = 30.0
-_THREADS = 2  # of Envoy, as `picker up` starts it
+_THREADS = 2  # Envoy's threads, as `picker up` starts it
 
 
 class RunningFleet(Fleet):
-    """A running fleet with the figures that benches and long tests read."""
+    """A running fleet, with methods that read figures for benches and long tests."""
 
     @property
     def endpoints(self) -> list[str]:
@@ -49,18 +49,18 @@ class RunningFleet(Fleet):
         return await metric(self, series, **labels)
 
     async def drift(self) -> int:
-        """Differences between the fleet's and the simulators' in-flight counts, plus all other counts."""
+        """Sum of stock, queue, leases, and differences between in-flight counts of fleet and simulators."""
         state = await self.get("state")
         pages = zip(self.endpoints, await self._simulator_pages(), strict=True)
         differences = sum(abs(state["in_flight"].get(address, 0) - _busy(page)) for address, page in pages)
         return int(differences + state["stock"] + state["queued"] + state["leases"])
 
     async def at_model_servers(self) -> int:
-        """Requests running or waiting at the simulators, by their metrics pages."""
+        """The number of requests that run or wait at the simulators, from their metrics pages."""
         return sum(map(_busy, await self._simulator_pages()))
 
     async def finished(self) -> int:
-        """Finished requests, by the simulators' metrics pages."""
+        """The number of finished requests, from the simulators' metrics pages."""
         return int(sum(total(page, "vllm:request_success_total") for page in await self._simulator_pages()))
 
     async def _simulator_pages(self) -> list[str]:
@@ -69,13 +69,13 @@ class RunningFleet(Fleet):
             return [answer.text for answer in await asyncio.gather(*calls)]
 
     async def wait_for_rest(self, within_s: float) -> None:
-        """Wait until no request is in flight and all counts agree. Raises TimeoutError."""
+        """Wait until every count is 0 (`drift`). TimeoutError after `within_s`."""
         async with asyncio.timeout(within_s):
             while await self.drift():  # noqa: ASYNC110 - the fleet notifies nobody of it
                 await asyncio.sleep(0.2)
 
     async def change(self, tree: dict[str, Any]) -> None:
-        """Change the live configuration, and wait until all replicas have the change."""
+        """Change the live configuration, and wait until every replica has applied the change."""
         wanted = (await self.patch(tree))["tuned_version"]
         for replica in range(len(self.replicas)):
             await self.until(
@@ -98,9 +98,9 @@ async def picker_up(
     environment: Mapping[str, str] | None = None,
     kind: type[RunningFleet] = RunningFleet,
 ) -> AsyncIterator[Any]:
-    """Run `picker up` with `config` and `options` until the block ends; yields the ready fleet. It writes no
-    decision log, unless `config` enables one. `environment`: additional variables; a PYTHONPATH with the
-    folder `app` of another checkout runs that version.
+    """Run `picker up` with `config` and `options` until the block ends; yields the ready fleet. The decision
+    log is off unless `config` enables it. `environment`: additional variables; a PYTHONPATH with another
+    checkout's folder `app` runs that version.
     """
     quiet = {"decision_log": {"enabled": False}, **config}
     with tempfile.TemporaryDirectory(prefix="picker-bench-") as name:
@@ -112,7 +112,7 @@ async def picker_up(
 def fleet_config(
     endpoints: Sequence[str], *, bound: int = PLENTY, scorers: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """The configuration of a fleet with `endpoints`, each bounded to `bound` requests."""
+    """A configuration with static `endpoints` and a bound of `bound` requests per endpoint."""
     return {
         "discovery": {"static": [{"address": address} for address in endpoints]},
         "request_queue_controller": exact_bounds(bound),
@@ -123,13 +123,13 @@ def fleet_config(
 
 @dataclass(frozen=True, slots=True)
 class PlainEnvoy:
-    """An Envoy that balances load without a picker, as a target of a bench."""
+    """An Envoy that balances load without a picker; a bench compares pickers with it."""
 
     url: str
     pid: int
 
     def cpu_us(self) -> tuple[float, float, float]:
-        """CPU time in µs of replicas and Valkey, which are absent, and of Envoy."""
+        """CPU time in µs of replicas and Valkey (0: there are none) and of Envoy."""
         return 0.0, 0.0, cpu_ns([self.pid]) / 1000
 
 

@@ -1,4 +1,4 @@
-"""A model server in the benchmark's process, so that one clock times both the server and the load."""
+"""A model server in the benchmark's process, so that one clock times server and load."""
 
 import asyncio
 import contextlib
@@ -16,7 +16,7 @@ _ANSWER = json.dumps(
 
 
 class ModelServer(asyncio.Protocol):
-    """Serves one connection. A completion takes `served_s()`; every other request, like a replica's scrape,
+    """Serves one connection. A completion takes `served_s()` seconds; every other request, such as a scrape,
     gets `page` at once."""
 
     page = b""
@@ -42,10 +42,10 @@ class ModelServer(asyncio.Protocol):
             self._answer(self.page)
 
     def arrived(self) -> None:
-        """Hook: a request for a completion has arrived completely."""
+        """Hook: called when a completion request has arrived completely."""
 
     def ended(self) -> None:
-        """Hook: the answer to a completion has been written."""
+        """Hook: called when the answer to a completion request has been written."""
 
     def _end(self) -> None:
         self._answer(_ANSWER)
@@ -58,7 +58,7 @@ class ModelServer(asyncio.Protocol):
 
 @contextlib.asynccontextmanager
 async def model_server(serve: Callable[[], ModelServer]) -> AsyncIterator[str]:
-    """Run a server that calls `serve` for each connection; yields its `ip:port`."""
+    """Run a server that calls `serve` for each connection; yields the server's `ip:port`."""
     server = await asyncio.get_running_loop().create_server(serve, LOOPBACK, 0)
     async with server:
         yield f"{LOOPBACK}:{server.sockets[0].getsockname()[1]}"

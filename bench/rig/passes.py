@@ -1,4 +1,4 @@
-"""A pass: a number of equal requests in a closed loop over warm connections; all must be served."""
+"""Sends passes: similar requests in a closed loop over warm connections; all must be served."""
 
 import asyncio
 import contextlib
@@ -15,11 +15,11 @@ Send = Callable[[int], Awaitable[list[Answer]]]
 
 
 class WrongAnswer(Exception):
-    """A request was not served, or not within the timeout."""
+    """A request was not served, or a pass exceeded its timeout."""
 
 
 def alike(prompt_bytes: int, tokens: int) -> MakeRequest:
-    """Makes streamed requests for `tokens` with bodies of `prompt_bytes`, in turn from a few flows."""
+    """Returns a maker of streamed requests for `tokens`, with bodies of `prompt_bytes`, from four flows."""
     room = prompt_bytes - len(Request("", tokens, streamed=True).body())
     prompt = ("the quick brown fox jumps over the lazy dog " * (room // 44 + 1))[: max(0, room)]
     requests = [
@@ -52,7 +52,7 @@ async def warmed(url: str, connections: int, make_request: MakeRequest) -> Async
                 async with asyncio.timeout(_LIMIT_S):
                     await load.send_closed(connections, make_request, requests=requests)
             except TimeoutError:
-                raise WrongAnswer(f"{load.open} requests are not answered within {_LIMIT_S:g} s") from None
+                raise WrongAnswer(f"{load.open} requests got no answer within {_LIMIT_S:g} s") from None
             for answer in load.unserved:
                 raise WrongAnswer(f"{answer.outcome} {answer.text}")
             return load.history
@@ -62,5 +62,5 @@ async def warmed(url: str, connections: int, make_request: MakeRequest) -> Async
 
 
 def per_s(answers: list[Answer]) -> float:
-    """The rate of a pass in requests a second."""
+    """Requests a second of a pass, from the first request to the last answer."""
     return len(answers) / (max(each.done_s for each in answers) - min(each.sent_s for each in answers))

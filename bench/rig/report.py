@@ -1,4 +1,4 @@
-"""Helpers of benches and long tests: machine description, CPU clocks, statistics, tables, result pages."""
+"""Helpers for benches and long tests: machine description, CPU clocks, statistics, tables, result pages."""
 
 import argparse
 import math
@@ -21,7 +21,7 @@ T_95 = {
 
 
 def describe_run(command: str) -> str:
-    """Describe a run: `command`, date, versions, and the machine's processor and load, without its name."""
+    """Text about a run: command, date, versions, and the machine's processor and load, but not its name."""
     versions = ", ".join(f"{name} {version(name)}" for name in _PACKAGES)
     return (
         f"`{command}`, {datetime.now(UTC):%Y-%m-%d %H:%M} UTC, {os.cpu_count()} cores ({_processor()}), load "
@@ -41,15 +41,15 @@ _SCHEDULER_CLOCK = 2  # CPUCLOCK_SCHED of the Linux ABI: user and system time of
 
 
 def cpu_ns(pids: Iterable[int]) -> int:
-    """The sum of the CPU times of `pids` since each process started, in nanoseconds.
+    """CPU time of all processes in `pids` since each started, in nanoseconds.
 
-    It reads the CPU clock of each process (`clock_getcpuclockid`), because /proc counts in steps of 10 ms.
+    Reads the CPU clock of each process (`clock_getcpuclockid`), because /proc counts in steps of 10 ms.
     """
     return sum(time.clock_gettime_ns((~pid << 3) | _SCHEDULER_CLOCK) for pid in pids)
 
 
 def options_parser(prog: str, description: str | None = None) -> argparse.ArgumentParser:
-    """A parser with the option `--out`, the folder for result pages."""
+    """An argument parser with the option `--out` for the folder of result pages."""
     parser = argparse.ArgumentParser(prog=prog, description=description)
     parser.add_argument("--out", type=Path, default=_RESULTS, metavar="DIR", help="default: bench/results")
     return parser
@@ -67,18 +67,18 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The percentile `share` of `values` by nearest rank; 0 if `values` is empty."""
+    """The `share` quantile (0 to 1) of `values` by nearest rank; 0 if `values` is empty."""
     ordered = sorted(values)
     return ordered[max(0, math.ceil(share * len(ordered)) - 1)] if ordered else 0
 
 
 def interval(ratios: Sequence[float]) -> tuple[float, float, float]:
-    """Geometric mean of paired ratios, and the ends of its 95 % confidence interval; the extremes if there
-    are fewer than three ratios."""
+    """Geometric mean of `ratios`, and the ends of its 95 % confidence interval; with fewer than three ratios,
+    the smallest and the largest ratio."""
     logs = [math.log(each) for each in ratios]
     if len(logs) < min(T_95):
         return math.exp(statistics.fmean(logs)), min(ratios), max(ratios)
     mean, spread = statistics.fmean(logs), statistics.stdev(logs) / math.sqrt(len(logs))
-    # Without an entry for this number of pairs, use the next smaller one: the interval becomes wider.
+    # If the table lacks this number of pairs, use the next smaller number: the interval becomes wider.
     reach = T_95[max(number for number in T_95 if number <= len(logs))] * spread
     return math.exp(mean), math.exp(mean - reach), math.exp(mean + reach)

@@ -22,23 +22,23 @@ from picker_tools.local_fleet.parts import VALKEY_SETTINGS
 from picker_tools.local_fleet.processes import valkey_binary
 
 _DEADLINE_S = 60.0
-_PIPELINED = 12  # commands sent before a reply is awaited
-# Threshold of the slow log. With 1000 us the log had 15 000 calls after a million requests, and freeing it
-# delayed the next call by 20 to 50 ms.
+_PIPELINED = 12  # commands sent before waiting for replies
+# Threshold of the slow log. With 1000 us the slow log had 15 000 calls after a million requests, and clearing
+# the log delayed the next call by 20 to 50 ms.
 SLOW_US = 3000
 
 
 def arrival(
     request_id: str, flow: str, *, ttl_ms: int, workload: str = "", priority: int = 0, candidates: str = "*"
 ) -> bytes:
-    """Pack an argument of the script `admit`: a request of weight and cost 1, by default for any endpoint."""
+    """Pack an arrival for the script `admit`: a request of weight and cost 1, by default for any endpoint."""
     numbers = {"priority": priority, "weight": 1, "cost": 1, "ttl_ms": ttl_ms, "criticality": 3}
     texts = (request_id, "1", flow, workload, "llama", candidates)
     return pack_arrival(texts, tuple(numbers.get(name, 0) for name in ARRIVAL_NUMBERS))
 
 
 class Server:
-    """A running Valkey with the Lua library loaded. Times are in microseconds."""
+    """A running Valkey with the product's Lua library. Times are in microseconds."""
 
     def __init__(self, port: int, pid: int) -> None:
         self.port = port
@@ -51,7 +51,7 @@ class Server:
 
     @property
     def kind(self) -> str:
-        """Name, version and allocator."""
+        """The server's name, version and allocator."""
         info = self.client.info()
         return f"Valkey {info['valkey_version']} with {info['mem_allocator']}"
 
@@ -59,7 +59,7 @@ class Server:
         return cpu_ns([self.pid]) / 1000
 
     def cpu_us_of(self, work: Callable[[], object]) -> float:
-        """CPU time in µs that the server uses while `work` runs."""
+        """Run `work`, and return the CPU time in µs that the server used meanwhile."""
         before = self.cpu_us()
         work()
         return self.cpu_us() - before
@@ -68,8 +68,7 @@ class Server:
         return int(self.client.info("memory")["used_memory"])
 
     def slow_us(self) -> dict[int, float]:
-        """Duration of each slow call since the slow log was reset, by the command's hash; of equal calls the
-        longest."""
+        """Hash of each slow command since the slow log was reset → its longest duration in µs."""
         found: dict[int, float] = {}
         for entry in self.client.slowlog_get(100_000):
             command = entry["command"]
@@ -79,8 +78,8 @@ class Server:
         return found
 
     def replies(self, commands: Sequence[bytes]) -> Iterator[Any]:
-        """Send packed `commands` on a new connection, several at a time so that the server never waits, and
-        yield each reply. Raises RuntimeError if a command fails.
+        """Send packed `commands` on a new connection, several at a time so that the server is never idle, and
+        yield each reply. RuntimeError if a command fails.
         """
         reader = hiredis.Reader()
         with socket.create_connection((LOOPBACK, self.port), _DEADLINE_S) as connection:
@@ -97,9 +96,9 @@ class Server:
                         yield reply
 
     def forget(self) -> None:
-        # SYNC: freeing memory in the background would count towards the next calls.
+        # SYNC, because freeing memory in the background would cost the next calls CPU.
         self.client.execute_command("FLUSHALL", "SYNC")
-        # Make a large allocation now: the first one sorts the freed memory (2 to 18 ms after 1e6 requests).
+        # Allocate a large block now: the first sorts the freed memory (2 to 18 ms after 1e6 requests).
         self.client.set("{bench}much", bytes(1 << 20))
         self.client.execute_command("FLUSHALL", "SYNC")
         self.forget_slow()
@@ -121,8 +120,8 @@ _SETTINGS: dict[str, Any] = {
 
 
 class ScriptPool:
-    """Calls the scripts of one pool as replica `owner`. Appends each command to `recording` if that is a
-    list."""
+    """Calls the scripts of one pool as replica `owner`. `recording`: a list that collects the packed
+    commands, or None."""
 
     def __init__(self, server: Server, name: str, owner: str) -> None:
         self.server, self.key, self.owner = server, Keys.of(name).pool, owner
@@ -138,7 +137,7 @@ class ScriptPool:
         return self.server.client.execute_command(*command)
 
     def publish(self, endpoints: int, in_flight: float, **settings: Any) -> None:
-        """Publish `endpoints` endpoints with bounds for `in_flight` requests of cost 1 in total."""
+        """Publish `endpoints` endpoints with a bound of `in_flight` requests of cost 1 in total."""
         per = in_flight / endpoints
         hosts = [
             x
@@ -156,7 +155,7 @@ class ScriptPool:
 
 
 def granted_ids(grants: Sequence[bytes]) -> list[str]:
-    """The ids in a call's grants: each grant is `placed ATTEMPT ENDPOINTS LOADS ID` or `granted ID`."""
+    """The request ids of `grants`, each `placed ATTEMPT ENDPOINTS LOADS ID` or `granted ID`."""
     return [item.split()[-1].decode() for item in grants]
 
 
