@@ -1,5 +1,5 @@
 -- include: dispatch upkeep
--- Set the settings and the endpoints of the pool, then dispatch. The first call creates the pool; the first after
+-- Set the settings and the endpoints of the pool, then dispatch. The first call creates the pool; the first call after
 -- a key was lost rebuilds the pool from the records of its requests (lib/upkeep.lua).
 --
 -- Guarantees: an endpoint that is no longer published keeps its load until its last request ends.

@@ -2,8 +2,8 @@
 -- Account for requests that have ended, whichever replica reports the end: release stock, endpoint and lease, correct
 -- the charge of the flow, and dispatch. A request that is still queued is removed: its client has gone.
 --
--- Guarantees: each request is released once; an unknown or repeated id changes nothing (G6). If the sweep has reclaimed
--- another request because a page showed this end, that request is restored (G1).
+-- Guarantees: each request is released once; an unknown or repeated id changes nothing (G6). If a metrics page showed
+-- this end and the sweep reclaimed another request by mistake, the other is restored (G1).
 --
 -- keys[1] epp:{POOL}:pool
 -- args[1] the calling replica; then for each request: id, outcome (completed; answered: completed, and its endpoint

@@ -198,7 +198,7 @@ local function forget_idle(hash, cursor, kind, idle_ms)
   return scan[1]
 end
 
--- Scan waiting requests to move or index them again in their changed order. Return the cursor; '0' at the end.
+-- Scan waiting requests: move each to its position in a new order, or index its new score. Return the cursor; '0': end.
 local function refresh_waiting(cursor, limit)
   if pool.refiling == 1 then limit = math.min(limit, REFILED) end
   local scan = read('HSCAN', key.requests, cursor, 'COUNT', limit)

@@ -210,7 +210,7 @@ local function finish_call(replies)
   return {epoch_text, notifications.for_caller, attempts, served, unpack(replies or {})}
 end
 
--- Answer a batch of items, each `size` arguments (at most five) behind the caller's name, by calling
+-- Answer a batch of items, each `size` arguments (at most five) after the caller's name, by calling
 -- `answer(index, fields...)`. `answer` always gets five fields; the fields beyond `size` belong to the next item.
 local function for_each_item(args, size, answer)
   reset_notifications(args[1])

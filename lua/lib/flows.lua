@@ -313,8 +313,8 @@ do
     end
   end
 
-  -- Read ahead for up to `count` turns: the next flow queues, and the records of the first requests of each, equally
-  -- many of each flow queue.
+  -- Read ahead for up to `count` turns: the next flow queues, and the records of the first requests of each, the same
+  -- number from each flow queue.
   function queue.prefetch(count)
     read_ahead.expect(count)
     if count < 2 then return end

@@ -151,14 +151,14 @@ class Admission:
     async def confirm(self, request_id: str, placement: Placement, age_s: float) -> bool:
         """Whether the request still has its placement, made `age_s` ago; if so, restart its lease.
 
-        For a request without an owned stream whose placement Envoy does not have yet: no access-log entry
-        renews its lease.
+        Called while Envoy lacks the placement of a request without an owned stream: no access-log entry
+        renews the lease.
 
         Raises:
             StateUnavailable: Redis does not answer.
         """
-        # No other replica can have the request before the request's lease expires, or while this replica's
-        # own budget covers its cost.
+        # No other replica can own the request before the request's lease expires, or while this replica's own
+        # budget covers its cost.
         outage, entry = self.failover.outage, self.ledger.get(request_id)
         is_local = outage is not None and entry is not None and entry.is_local
         own = age_s < self._fleet.config.settings.leases.inflight or is_local

@@ -55,7 +55,7 @@ class PeerClient(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PeerState:
-    """The fields of a replica's info, published with its heartbeats, that failover needs.
+    """The part of a replica's info (published with its heartbeats) that failover reads.
 
     `degraded`: the replica has state that Redis lacks. `grpc`: the host:port that takes calls for budget; ''
     if there is none. `resyncs`: how often the replica has begun to resync. `answered`: the peers' resyncs for

@@ -180,7 +180,7 @@ class Tombstones:
         return answer
 
     def _epoch(self) -> str:
-        """The epochs of the shared state and of the connection: a new server may lack tombstones."""
+        """The epochs of shared state and connection; after either changes, Redis may lack tombstones."""
         return f"{self._store.epoch} {self._store.connection_epoch}"
 
 

@@ -42,7 +42,7 @@ class Probes:
         self._stuck: set[str] = set()
         self._well: dict[str, int] = {}  # endpoint marked down -> good answers in a row
         self._version = ""
-        # The marks as of `_version` of the endpoints.
+        # The marks in the endpoint snapshot `_version`.
         self._down: frozenset[str] = frozenset()
         self._ejected: frozenset[str] = frozenset()
 

@@ -106,7 +106,7 @@ def _explain_by_score(request_id: str, ranking: Ranking, chosen: tuple[str, ...]
     rows = []
     for at, (endpoint, total) in enumerate(zip(ranking.eligible, ranking.totals, strict=True)):
         address, load = endpoint.address, loads.get(endpoint.address)
-        # The negated cost of lua/lib/endpoints.lua plus `live_weight`, so that it compares with the scores.
+        # `live_weight` minus the cost in lua/lib/endpoints.lua, so that the result compares with the scores.
         final = None if load is None else bases[address] + ranking.live_weight * (1 - load / greatest)
         parts = {name: scores[at] for name, scores in ranking.parts.items()}
         rows.append(ScoredCandidate(address, min(1.0, total), parts, endpoint.in_flight, load, final))
