@@ -39,7 +39,7 @@ PAUSE_S = 0.01
 class Served:
     """The cost of the requests served a second. `truncated`: a replica did not report all of its flows."""
 
-    flows: Mapping[tuple[int, str], float] = field(default_factory=dict)  # by priority and flow
+    flows: Mapping[tuple[int, str], float] = field(default_factory=dict)  # cost a second by priority and flow
     bands: Mapping[int, float] = field(default_factory=dict)  # by priority
     truncated: bool = False
 
@@ -100,7 +100,7 @@ class FleetState:
     totals: tuple[tuple[int, int], ...] = ()  # (group, number of its flow queues), for groups in use
     complete: bool = True
     replicas: tuple[ReplicaReport, ...] = ()
-    served: Served = Served()  # by the live replicas
+    served: Served = Served()  # the cost that the live replicas serve
     bands: Mapping[int, BandQueues] = field(default_factory=dict)  # bands with waiting requests, by priority
 
     def band(self, priority: int) -> BandQueues:

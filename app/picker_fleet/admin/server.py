@@ -22,18 +22,18 @@ from picker_fleet.domain.units import split_host_port
 from picker_fleet.grpc.certificates import Certificates, handshakes
 
 _GRACE_S = 2
-_CHECK_INTERVAL_S = 1.0  # between checks of the connections; also the largest age of an answer's Date
+_CHECK_INTERVAL_S = 1.0  # interval of connection checks; also the largest age of an answer's Date
 
 
 @dataclass(frozen=True, slots=True)
 class ConnectionLimits:
     """Limits for clients' connections. Times are checked once a second."""
 
-    connections: int = 256  # at most half of them from one address
+    connections: int = 256  # open at once; at most half of them from one address
     request_s: float = 15.0  # from the last answer, or the connection's start, to the end of the next request
     stalled_s: float = 15.0  # how long a client may leave its answer unread
     overhead_bytes: int = 64 * 1024  # largest request, not counting its body
-    pipelined: int = 8  # requests on one connection that wait for an earlier answer
+    pipelined: int = 8  # limit of requests on one connection that wait for an earlier answer
 
 
 LIMITS = ConnectionLimits()

@@ -81,7 +81,7 @@ class Address:
 
 
 def redis_url(url: str) -> str:
-    """`url` unchanged, if it is valid. Raises ValueError as `Address.parse` does."""
+    """Return `url` if it is valid. Raises ValueError as `Address.parse` does."""
     Address.parse(url)
     return url
 

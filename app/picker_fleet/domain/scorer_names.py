@@ -22,7 +22,7 @@ SCRAPED_SCORERS: Final = frozenset({"queue-depth", "kv-cache", "running-requests
 
 
 def scorer_name(value: str) -> str:
-    """`value` unchanged, if a scorer has that name.
+    """Return `value` if a scorer has that name.
 
     Raises:
         ValueError: no scorer has that name; the message lists the valid names.

@@ -163,7 +163,7 @@ class AdminToken(Section):
 class Admin(Section):
     listen: HostPort = "0.0.0.0:8081"
     token: Token | None = None
-    token_file: FilePath | None = None  # gives `token` if that is not set; an empty file gives no token
+    token_file: FilePath | None = None  # file with `token`, unless that is set; an empty file gives no token
     tokens: tuple[AdminToken, ...] = Field((), max_length=64)  # further tokens; `token` has the role operator
     tls: Tls | None = None
     hosts: tuple[HostName, ...] = ()  # accepted Host names besides loopback and this machine's name
@@ -185,7 +185,7 @@ UrlPath = Annotated[str, AfterValidator(url_path)]
 class StaticEndpoint(Section):
     address: EndpointAddress
     labels: dict[str, str] = {}
-    max_inflight: Count | None = Field(None, ge=1, le=1_000_000)  # requests in flight, fleet-wide
+    max_inflight: Count | None = Field(None, ge=1, le=1_000_000)  # limit of requests in flight, fleet-wide
     metrics_port: Port | None = None  # port of the metrics page, if another
     metrics_path: UrlPath | None = None
 
@@ -285,7 +285,7 @@ class PriorityBand(Section):
     preemptible: Flag | None = None
     guaranteed: Flag | None = None
     capacity: Count | None = Field(None, ge=1)
-    bytes: int | None = Field(None, strict=True, ge=1, le=MOST_BAND_BYTES)  # limit for waiting bodies
+    bytes: int | None = Field(None, strict=True, ge=1, le=MOST_BAND_BYTES)  # for bodies of waiting requests
 
     @property
     def label(self) -> str:
@@ -438,7 +438,7 @@ class OutlierDetection(Section):
     base_ejection_time: Duration = Field(1.0, ge=0.1, le=300)  # doubled each time the endpoint fails again
     max_ejection_time: Duration = Field(8.0, ge=0.1, le=300)
     max_ejection_percent: Count = Field(50, ge=0, le=100)  # of ready endpoints
-    retry_budget_percent: Count = Field(20, ge=0, le=100)  # retries, as a part of the requests in flight
+    retry_budget_percent: Count = Field(20, ge=0, le=100)  # of requests in flight: limit of Envoy's retries
 
     @model_validator(mode="after")
     def _doubles_up_to_the_longest(self) -> Self:

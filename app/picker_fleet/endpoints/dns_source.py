@@ -46,8 +46,8 @@ class DnsSource:
         self._lookup_s = lookup_s
         self._resolver = resolver
         self._known: dict[Family, tuple[str, ...]] = {}
-        self._failing: set[Family] = set()  # the last lookup failed
-        self._empty: set[Family] = set()  # the last answer had no address
+        self._failing: set[Family] = set()  # families whose last lookup failed
+        self._empty: set[Family] = set()  # families whose last answer had no address
 
     async def watch(self, report: Report) -> None:
         """As Source.watch; reports nothing until a lookup succeeds."""

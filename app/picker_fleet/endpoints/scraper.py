@@ -57,8 +57,8 @@ _UNREADY = (
     504,
 )  # statuses of a probe by which a server, or a proxy before it, says that it takes no requests
 _MODELS_S = 10.0  # interval of requests for the adapters that an engine has
-_MOST_IDLE, _MOST_IDLE_CHARACTERS = 256, 256  # idle adapters kept per engine, and characters of a name
-_MOST_NAMES = 100  # engine names from labels kept
+_MOST_IDLE, _MOST_IDLE_CHARACTERS = 256, 256  # limits of idle adapters per engine, and of a name's length
+_MOST_NAMES = 100  # limit of cached engine names
 _MOST_ASIDE_BYTES = 256 * 1024  # largest response from a path other than the page's
 _log = logging.getLogger(__name__)
 
@@ -117,7 +117,7 @@ class Scraper:
         self._clock = asyncio.get_running_loop().time
         self._engines: dict[str, tuple[Engine, ...]] = {}  # engine name in labels -> candidate engines
         self._pacing = pacing
-        self._suspects: dict[str, float] = {}  # address -> end of the suspicion
+        self._suspects: dict[str, float] = {}  # address -> until when its page is read more often
         self._deadline_s, self._late_s = deadline_s, late_s
         self._readings, self._channel, self._speak_s = readings, channel, speak_s
         self._shown_s = min(speak_s, (scraping.stale_after or math.inf) / 2)

@@ -33,7 +33,7 @@ _FLUSH_BYTES: Final = 64 * 1024
 _WRITE_BUFFER: Final = 1024 * 1024  # unsent bytes above which handlers wait
 _CLOSE_S: Final = 5.0  # time to send a closing connection's last bytes
 _STUCK_S: Final = 30.0  # a peer that reads nothing for this long is cut off
-_STUCK: Final = 64  # connections whose peers read nothing; each holds up to `_WRITE_BUFFER`
+_STUCK: Final = 64  # limit of connections whose peers read nothing; each holds up to `_WRITE_BUFFER`
 
 # Costs of frames without effect, charged to `Limits.idle_frames`, and additions to that allowance.
 _SETTINGS_COST: Final = 20  # a SETTINGS frame may update every stream
@@ -55,7 +55,7 @@ class Stream(Protocol):
     began_s: float
     receive_window: int
     send_window: int
-    remote_ended: bool  # the client has ended its side
+    remote_ended: bool  # whether the client has ended its side
     task: asyncio.Task[None] | None  # runs the handler; None before and after that
 
     async def serve(self) -> None:
@@ -266,7 +266,7 @@ class Connection(asyncio.Protocol):
         self.silent = 0  # streams without a first message
         self.send_window = frames.DEFAULT_WINDOW
         self.initial_send_window = frames.DEFAULT_WINDOW  # of new streams
-        self.paused = False  # the peer does not read
+        self.paused = False  # whether the peer has stopped reading
         # Streams whose handlers wait for the connection's window, in order of waiting.
         self.blocked: OrderedDict[int, Stream] = OrderedDict()
         self.received = False  # whether data has arrived since the transport last cleared this

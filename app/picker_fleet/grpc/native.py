@@ -29,7 +29,7 @@ _STEP_S = 0.01
 _CLOSE_S = 0.25
 _CANCEL_S = 5.0  # time for cancelled handlers to end
 _WRITE_S = 60.0  # time limit for a peer to open its window
-_OVERDUE_S = 1.0  # between two checks for overdue streams
+_OVERDUE_S = 1.0  # interval of checks for overdue streams
 
 _OK_BLOCK = b"\x88" + literal(b"content-type", b"application/grpc")  # 0x88: `:status: 200`
 _END_BLOCK = literal(b"grpc-status", b"0")
@@ -104,14 +104,14 @@ class GrpcStream:
         self._content_length = content_length
         self._message_bytes = message_bytes
         self._messages: deque[bytes] = deque()
-        self._partial = bytearray()  # the beginning of a message
+        self._partial = bytearray()  # the received beginning of a message
         self._wanted_bytes = 0  # length at which `_partial` is complete, or has its size field
         self._reader: asyncio.Future[bytes | None] | None = None  # gets a message, or None to check again
         self._take: Callable[[bytes], None] | None = None  # called with each message on arrival
         self._writer: asyncio.Future[None] | None = None
-        self._started = False  # the response's headers have been sent
+        self._started = False  # whether the response's headers have been sent
         self._fault: Exception | None = None
-        self._unread_bytes = 0  # bytes of whole messages
+        self._unread_bytes = 0  # unread bytes of whole messages
         self._counted_bytes = 0  # unread bytes charged to the budget
         self._received_bytes = 0
         self.began_s = connection.loop.time()
@@ -184,7 +184,7 @@ class GrpcStream:
             if not self._messages:
                 self._take = take
                 try:
-                    if await self.read() is None:  # otherwise `take` has stopped
+                    if await self.read() is None:  # otherwise `take` has stopped: send the rest
                         return None
                 finally:
                     self._take = None
@@ -238,7 +238,7 @@ class GrpcStream:
         self._end()
 
     def _end(self) -> None:
-        """Leave the connection after the end of the response."""
+        """Remove the stream from its connection, after the end of the response."""
         if not self.remote_ended:
             # RST_STREAM with NO_ERROR tells the client to stop sending, as gRPC's own servers do.
             self.connection.write(b"".join((_STOP, self._sid, frames.NO_ERROR_CODE)))

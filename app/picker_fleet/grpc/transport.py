@@ -187,7 +187,7 @@ class GrpcioTransport:
     stream's end, another 60 µs less. In a `stream_unary` method `write` serialises nothing: it takes bytes.
     """
 
-    full = ""  # as `NativeTransport.full`, which grpcio does not expose
+    full = ""  # always empty: grpcio does not report whether it refuses streams
 
     def __init__(
         self,

@@ -51,7 +51,7 @@ from picker_fleet.ingress.traffic_split import Split, identity_of_body
 from picker_fleet.scheduling.chooser import EndpointChooser, session_token_of
 from picker_fleet.state.accounting_token import Keyring
 
-_PLAIN = frozenset((REQUEST_ID, *OF_BODY))  # headers that set no field of a request
+_PLAIN = frozenset((REQUEST_ID, *OF_BODY))  # headers that do not become fields of a request
 _NAMES = frozenset((*FAIRNESS_ID, *OBJECTIVE, *REWRITE))
 _MAX_MODEL_SETTINGS = 1000  # cached pairs of model and objective
 _FILE_BYTES_A_TEXT_BYTE = 250  # a token is about 1000 bytes of audio, or 4 bytes of text

@@ -22,7 +22,7 @@ from picker_fleet.domain.errors import NoEndpoints
 from picker_fleet.domain.request import InferenceRequest
 from picker_fleet.scheduling.explain import Explanation
 
-_log = logging.getLogger("picker_fleet.telemetry.decisions")  # the name operators filter by
+_log = logging.getLogger("picker_fleet.telemetry.decisions")  # operators filter by this name
 POOL: Final = ContextVar("pool", default="")  # the pool of the running task, if the process serves several
 _MAX_KINDS = 1000
 _REFUSALS_PER_S = 5  # lines for each code, so that a flood of refusals does not flood the log

@@ -138,7 +138,7 @@ def take(entries: Any, accounts: Sequence[Account], namespace: str = NAMESPACE) 
             accounts[0].metrics.access_log("ignored")
             continue
         if isinstance(item, Fault) and not item.accounting_token:
-            for each in accounts:  # no token names the pool; the pool that has the request acts
+            for each in accounts:  # without a token the pool is unknown: the pool that has the request acts
                 each.gate.fault(item)
             accounts[0].metrics.access_log("failed")
             continue

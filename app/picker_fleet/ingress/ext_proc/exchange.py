@@ -45,7 +45,7 @@ from picker_fleet.ingress.headers import (
     read_subset,
 )
 
-END_S = 0.1  # to wait for end_of_stream once all bytes of the content-length have arrived
+END_S = 0.1  # how long to wait for end_of_stream once all bytes of the content-length have arrived
 CONFIRM_AFTER_S = 1.0  # an older placement is confirmed before Envoy is answered; shorter than any lease
 
 _log = logging.getLogger(__name__)
@@ -89,9 +89,9 @@ class Exchange:
         self._subset: tuple[str, ...] | None = None
         self._way = _READ
         self._body = context.new_body()
-        self._decoded: BodyBuffer | None = None  # charges the decoded body to the budget
+        self._decoded: BodyBuffer | None = None  # the buffer that charges the decoded body
         self._tried = False  # whether placement before end_of_stream was tried
-        self._forwarded: _Forwarded | None = None  # set once the request is placed
+        self._forwarded: _Forwarded | None = None  # the body to forward, once the request is placed
         self._response: Response | None = None
 
     @property
