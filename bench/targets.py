@@ -216,10 +216,10 @@ def _page(rows: Sequence[Row], rounds: int) -> str:
 
 {describe_run(" ".join(["python -m bench.targets", *sys.argv[1:]]))}
 
-`workload-aware` beside `fcfs`, {rounds} rounds of two passes of either on one fleet (2 replicas, 4 simulated
-model servers, `lean`), changed live between them. Ratios are geometric means of the rounds with their 95 %
+`workload-aware` and `fcfs` on one fleet (2 replicas, 4 simulated model servers, `lean`), switched live:
+{rounds} rounds, each with two passes of both. Ratios are geometric means of the rounds with their 95 %
 intervals; a target is met if the whole interval meets it. With {_BUSY} clients two thirds of the requests
-wait for their turn, with {_CALM} none does.
+wait, with {_CALM} no request waits.
 
 {table(["target", "", "measured"], cells)}
 

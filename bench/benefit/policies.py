@@ -18,7 +18,7 @@ from picker_fleet.scheduling.scorers import EndpointState, PickRequest
 
 RELEASE_S = 0.01
 _SCRAPE_S = 0.1
-_SCORERS = {"queue-depth": 2.0, "kv-cache": 2.0}  # as in deploy/picker.yaml
+_SCORERS = {"queue-depth": 2.0, "kv-cache": 2.0}  # the weights of deploy/picker.yaml
 CRITICALITY = {"chat": 3, "urgent": 5, "nightly": 1}
 
 

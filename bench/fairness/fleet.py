@@ -84,7 +84,7 @@ class Fleet:
             await asyncio.sleep(_LOOK_S)
             for pool in pools:
                 answer = await self._redis.xrange(Keys.of(pool).log, min=last[pool], count=_CHUNK)
-                read = cast(list[tuple[str, dict[str, str]]], answer)  # the client decodes
+                read = cast(list[tuple[str, dict[str, str]]], answer)  # `decode_responses` makes str
                 if read:
                     last[pool] = f"({read[-1][0]}"
                 entries = [Entry.parse(fields) for _, fields in read]

@@ -10,7 +10,7 @@ from bench.fairness.fleet import Fleet
 from bench.fairness.readings import Bands, Reading, Starvation, Tokens, Trickle, Weights
 from picker_tools.audit.log import Entry
 
-GUARD_SHARE = 0.1  # the default
+GUARD_SHARE = 0.1  # default of `guard_share`
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +89,7 @@ _COMPARE = {"≥": operator.ge, "≤": operator.le, "<": operator.lt, ">": opera
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """The claim `what`: it is met if `measured` compares to `limit` as `sign` (a key of _COMPARE) says."""
+    """A claim about the runs: it is met if `measured` `sign` `limit` is true (`sign`: a key of _COMPARE)."""
 
     what: str
     measured: float

@@ -53,7 +53,7 @@ class Pool:
     first: int  # number of the pool's first server
     seat: Seat
     redis_pid: int
-    pods: list[tuple[str, str]] = field(default_factory=list)  # name and address
+    pods: list[tuple[str, str]] = field(default_factory=list)  # (name, address)
     accounts: list[str] = field(default_factory=list)  # service accounts of the running replicas
     free: list[str] = field(default_factory=list)  # addresses without a pod
     _next: int = 0
@@ -69,7 +69,7 @@ class Pool:
 
 def create_pod(server: ApiServer, pool: Pool, name: str, host: str) -> None:
     """Create a pod with a model server's usual fields; the pod runs, first unready, then ready."""
-    environment = [{"name": f"SETTING_{n}", "value": "value of it"} for n in range(12)]
+    environment = [{"name": f"SETTING_{n}", "value": "a value"} for n in range(12)]
     container = {"name": "server", "image": "server:1", "env": environment, "args": ["--port", "8000"]}
     spec = {"nodeName": "node", "containers": [container]}
     server.call("POST", PODS, {"metadata": {"name": name, "labels": pool.labels}, "spec": spec})
@@ -140,7 +140,7 @@ _RIGHTS = {
     "apiGroups": ["", "inference.networking.k8s.io", "llm-d.ai", "inference.networking.x-k8s.io"],
     "resources": ["pods", "inferencepools", "inferenceobjectives", "inferencemodelrewrites"],
     "verbs": ["list", "watch"],
-}  # as in the chart
+}  # the chart grants the same rights
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,9 +216,9 @@ def calls_seen(server: ApiServer, account: str) -> dict[str, int]:
 @dataclass(slots=True)
 class Found:
     rest: dict[str, Rest] = field(default_factory=dict)
-    costs: list[tuple[Cost, Cost]] = field(default_factory=list)  # small, large
-    calls: dict[str, int] = field(default_factory=dict)  # `list pods`
-    hits: tuple[Hits, Hits] | None = None  # if picks look at a part of the endpoints, and at all
+    costs: list[tuple[Cost, Cost]] = field(default_factory=list)  # (small pool, large pool), by round
+    calls: dict[str, int] = field(default_factory=dict)  # key such as `list pods`
+    hits: tuple[Hits, Hits] | None = None  # a pick looks at a part of the endpoints; at all endpoints
 
 
 async def measure(folder: Path, server: ApiServer, found: Found, options: argparse.Namespace) -> None:
@@ -283,11 +283,11 @@ def page(found: Found, about: str, options: argparse.Namespace) -> str:
     small, large = options.small, options.large
     parts = [
         f"# A pool of {large} pods\n\n{about}\n\nA real API server, Valkey and Envoy; pools of {small} and "
-        f"{large} pods with {_REPLICAS} replicas each, by the flags of a chart.\n\n"
+        f"{large} pods with {_REPLICAS} replicas each, started with a chart's flags.\n\n"
         f"Wanted: a replica at rest takes at most {_MOST_AT_REST:g} % of a core without scraping while a "
         "tenth of the pods is replaced each minute; a request costs at most "
         f"{_MOST_OF_A_PICK:g} times what it costs in the small pool; at least {_LEAST_HITS:g} of the "
-        "prefix hits of looking at all endpoints; one list and one watch of each kind a replica. "
+        "prefix hits of picks that look at all endpoints; each replica lists and watches each kind once. "
         f"Here: {'; '.join(faults(found)) or 'everything holds'}."
     ]
     if found.rest:
@@ -309,7 +309,7 @@ def page(found: Found, about: str, options: argparse.Namespace) -> str:
             amounts = [fmean(getattr(one, of) for one in each) for each in zip(*found.costs, strict=True)]
             rows.append([what, *(f"{each:.0f}" for each in amounts), f"{mean:.3f} ({low:.3f} to {high:.3f})"])
         parts.append(
-            "## A request\n\nCPU in microseconds, without what is used at rest: means of "
+            "## A request\n\nCPU in microseconds, without CPU at rest: means of "
             f"{len(found.costs)} rounds of {options.requests} requests in each pool, in turns; "
             f"{_CONNECTIONS} connections; prompts of {len(_SHARED) + _OWN} characters that begin alike; "
             "`standard`, TLS, the scorers of a chart's flags. Ratio of a round: geometric mean, 95 % "
@@ -322,8 +322,8 @@ def page(found: Found, about: str, options: argparse.Namespace) -> str:
         ]
         parts.append(
             "## Prefix hits\n\nIn one process, without network: chats of several turns behind a few system "
-            "prompts. `hits`: of the prompts' blocks, those that the chosen endpoint had. `load`: requests "
-            "that ran there already.\n\n" + table(["looked at", "hits", "load, mean", "load, p99"], rows)
+            "prompts. `hits`: share of the prompts' blocks that the chosen endpoint had. `load`: requests "
+            "that it already had.\n\n" + table(["looked at", "hits", "load, mean", "load, p99"], rows)
         )
     return "\n\n".join(parts) + "\n"
 

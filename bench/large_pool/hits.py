@@ -23,7 +23,7 @@ from picker_fleet.scheduling.endpoint_history import block_hashes
 from picker_fleet.scheduling.route_stream import RouteStream
 from picker_fleet.state.accounting_token import Keyring
 
-_SCORERS = {"queue-depth": 2.0, "kv-cache": 2.0, "prefix-affinity": 3.0}  # as in the chart's flags
+_SCORERS = {"queue-depth": 2.0, "kv-cache": 2.0, "prefix-affinity": 3.0}  # the weights of the chart's flags
 _SYSTEM_PROMPTS, _SYSTEM_BLOCKS = 20, (4, 16)
 _CHATS, _TURNS, _TURN_BLOCKS = 3000, 8, (2, 6)
 _RUNNING = 2000

@@ -106,7 +106,7 @@ def _memory(ordering: str, found: list[LifecycleCost]) -> Iterator[Row]:
     queued = median(each.queued_bytes for each in found)
     yield Row(f"memory of a queued request, {ordering}", queued, _BYTES, "bytes")
     registry = median(each.registry_bytes for each in found)
-    yield Row(f"of it, the registry of 10 workloads, {ordering}", registry, float("inf"), "bytes")
+    yield Row(f"bytes of these in the registry of 10 workloads, {ordering}", registry, float("inf"), "bytes")
 
 
 def _upkeep(redis_server: Server, queued: int) -> Iterator[Row]:
@@ -177,7 +177,7 @@ def _page(about: str, rows: list[Row]) -> str:
 {about}
 
 A request is admitted, waits, is granted, placed, acknowledged and settled, {BATCH} a call, while the queue
-keeps its length; recorded once, replayed as fast as the server takes it. Server CPU, medians of {_ROUNDS}.
+keeps its length; the calls are recorded once, and replayed at full speed. Server CPU, medians of {_ROUNDS}.
 The baseline is a call of a script of three writes (ZADD, HINCRBY, ZPOPMIN) by `redis-benchmark`; a request is
 compared with it by {_ROUNDS_BESIDE_BASELINE} short runs of each, in turns. Everything is done twice, three
 times for large sizes; the shortest time of a call counts: in server CPU where it fills the queue and in

@@ -166,7 +166,7 @@ _POLICIES = (
 
 def upkeep(state: Workload) -> Iterator[str]:
     """Make the rare expensive calls: sweeps, live changes, preemption. Yields the name of each kind."""
-    # Requests become overdue, then expire.
+    # Many requests become overdue, then expire.
     started = time.monotonic()
     state.change_settings(starvation_ms=_STARVING_MS)
     state.admit(MANY, _PER_CALL, ttl_ms=_TTL_MS)
@@ -200,7 +200,7 @@ def upkeep(state: Workload) -> Iterator[str]:
         state.change_settings(**{name: value})
         state.sweep(_CALLS)
         yield f"a sweep, after a change to {value}"
-    # A replica with many requests falls silent.
+    # A replica with many queued requests sends no more heartbeats.
     state.admit(MANY, _PER_CALL, owner="silent")
     state.expire_silent(_SILENCE_MS)
     _wait_until(time.monotonic() + _SILENCE_MS / 1000)

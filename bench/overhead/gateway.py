@@ -76,7 +76,7 @@ async def behind_gateway(cluster: ApiServer, folder: Path, pool: str, go: str = 
     async with opened(folder) as here:
         here.tls = False
         await here.start_picker(cluster.kubeconfig("admin"), pool, NAMESPACE, *_FLAGS, launch=launch)
-        # Envoy does not check health: the Go picker does not answer health checks on its ext_proc port.
+        # Envoy does not check health: not every picker answers health checks on its ext_proc port.
         publish(discovery := folder / "pickers.json", [here.pickers[0].grpc])
         gateway = await here.start_gateway(discovery=discovery)
 
@@ -99,7 +99,7 @@ _HUNDRED = 100
 _PAGE = Path(__file__).parents[2] / "tests" / "data" / "pages" / "vllm-0.10-lora.prom"
 _SETTLE_S, _REST_S = 5.0, 10.0
 _PER_S, _SENT_S = 20, 15
-_BODIES = 40  # different prompts
+_BODIES = 40  # number of different prompts
 _WHAT = {"at rest": 0, f"{_PER_S}/s of 1 KB": 1000, f"{_PER_S}/s of 400 KB": 400_000}  # bytes of a body
 
 

@@ -38,7 +38,7 @@ async def use_everything(fleet: Fleet, store: Store) -> None:
     await store.notifications()
     await store.state(60)
     await store.evict("nobody")
-    await asyncio.gather(*(each.store.queue_snapshots.read(10) for each in (me, other)))  # one read waits
+    await asyncio.gather(*(each.store.queue_snapshots.read(10) for each in (me, other)))  # one waits
     await _many_notifications(fleet)
     await _flows_without_end(fleet)
     await until(fleet.at_rest)

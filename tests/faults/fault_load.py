@@ -28,7 +28,7 @@ JOINED = {
 }  # fmt: skip
 UPPER = 4  # upper bound of one endpoint, in requests
 MACHINE_S = 9.0  # extra wait because the test machine is busy
-HANGS_S = 30.0  # a request that takes longer counts as hung
+HANGS_S = 30.0  # a request without a decision after this time counts as hung
 _SERVICE_S = 0.02
 _PAUSE_S = 0.05
 _NUMBERS = itertools.count(1)

@@ -133,7 +133,7 @@ class _Link:
         self._client, self._server = client, server
         self._subscribed = self._calls = False
         self._called = 0
-        self._replies_read = hiredis.Reader()  # parses replies to a subscriber
+        self._replies_read = hiredis.Reader()  # parses the server's replies to a subscriber
         self.stranded = False
 
     @property

@@ -82,14 +82,14 @@ async def test_a_half_open_connection_is_replaced_without_a_failover(patient: Fl
 
 
 async def test_a_replica_declares_redis_lost_if_new_connections_close(patient: Fleet, between: Proxy) -> None:
-    # The replica's connection breaks; the proxy closes every new one, as for a dead server.
+    # The replica's connection breaks, and the proxy closes every new connection at once.
     (a,) = patient.replicas
     between.refusing = True
     between.cut()
     # The replica declares Redis lost at once, without a call in flight.
     await until(lambda: a.lost)
     assert set(a.lost) == {"refused"}
-    # Redis is available again once a server answers.
+    # Once new connections stay open, the replica counts Redis as available.
     between.refusing = False
     await until(lambda: a.store.fault is None)
     assert name_of(await a.admit("r")) == "placed"

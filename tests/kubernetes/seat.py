@@ -32,12 +32,12 @@ from picker_tools.local_fleet.processes import envoy_binary, picker_command
 
 READY_S = 60.0
 ASK = {"model": "llama", "prompt": "hi"}
-APP = {"app": "llm"}  # the labels of the pods of pool `llm`
+APP = {"app": "llm"}  # labels of the pods in pool `llm`
 _EXT_PROC = "envoy.filters.http.ext_proc"
 _HTTP2 = "envoy.extensions.upstreams.http.v3.HttpProtocolOptions"
 _DESTINATION = "x-gateway-destination-endpoint"
 _SERVED_HEADER = "x-test-served"
-SUBSET_HEADER = "x-test-subset"  # see `subset`
+SUBSET_HEADER = "x-test-subset"  # `subset` makes its value
 Tree = dict[str, Any]
 
 
@@ -308,11 +308,11 @@ class Seat:
 
     folder: Path
     redis: Server
-    port: int  # of all model servers
+    port: int  # every model server listens at this port
     tls: bool
     pickers: list[Picker] = field(default_factory=list)
     gateway: httpx.AsyncClient | None = None
-    envoy: "subprocess.Popen[bytes] | None" = None  # the newest
+    envoy: "subprocess.Popen[bytes] | None" = None  # the Envoy started last
     _started: int = 0
     _processes: list["subprocess.Popen[bytes]"] = field(default_factory=list)
     _clients: list[httpx.AsyncClient] = field(default_factory=list)

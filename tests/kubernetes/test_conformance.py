@@ -240,7 +240,7 @@ async def test_only_a_gateway_that_fails_open_serves_without_pickers(site: Site)
         both = [await ask(gateway, chosen) for gateway in (opening, closing)]
         return [(answer.status_code, answer.headers.get(TOLD)) for answer in both]
 
-    publish(discovery, [])  # the pickers' Service has no endpoints
+    publish(discovery, [])  # the gateway now knows no picker
     await until(answers, lambda both: both[0] == (200, None) and both[1][0] == 500, what="lost pickers")
     alone = [await ask(opening, chosen) for _ in range(30)]
     assert {answer.status_code for answer in alone} == {200}

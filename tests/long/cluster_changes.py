@@ -69,7 +69,7 @@ async def _measure(
         for _ in range(replicas):
             await here.start_picker(cluster.kubeconfig("admin"), "llm", NAMESPACE, launch=launch)
         await started(cluster, here)
-        # Envoy does no health checks: not every picker answers them on the port that takes requests.
+        # Envoy does not check health: not every picker answers health checks on its ext_proc port.
         publish(discovery := folder / "pickers.json", [picker.grpc for picker in here.pickers])
         await here.start_gateway(discovery=discovery)
         await _all_serve(here)

@@ -30,7 +30,7 @@ _CONFIG = {
     "request_queue_controller": {"watermark_per_backend": 6},
     "fair_request_queue": {"flow_capacity": 500},
 }
-_MOST_AT_ENGINES = 1.2 * 13.2  # the bound: 2 endpoints x watermark 6 x 1.1
+_MOST_AT_ENGINES = 1.2 * 13.2  # 13.2 is the upper bound: 2 endpoints x watermark 6 x 1.1
 _LONGEST_S, _P99_S = 3.0, 2.0
 _LEAST, _LEAST_MEAN = 0.45, 0.5  # minimum throughput of each run, and on average, relative to the calm run
 

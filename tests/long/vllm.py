@@ -297,7 +297,7 @@ async def a_killed_server_costs_nothing_unanswered(fleet: Fleet) -> str:
     So answers with a header and no token may be cut; the check counts them.
     """
     began: set[int] = set()
-    cut: dict[int, int] = {}  # received bytes of the body
+    cut: dict[int, int] = {}  # request number → bytes of the answer's body
     faults: list[str] = []
     served: list[int] = []
 

@@ -34,7 +34,7 @@ _VLLM, _TORCH = "0.32.0", "2.13.0"
 _HIDDEN, _LAYERS, _HEADS, _HEAD = 128, 2, 2, 64  # 64 is the smallest head size of vLLM on the CPU
 _VOCABULARY = 320
 _RANK = 8
-_KV_BLOCKS = 128  # of 128 tokens; so few that a check's requests fill a noticeable part of the KV cache
+_KV_BLOCKS = 128  # blocks of 128 tokens; so few that a check's requests fill a visible part of the KV cache
 _READY_S, _GRACE_S = 300.0, 20.0
 
 

@@ -26,7 +26,7 @@ async def test_endpoint_killed_before_first_byte(faulty: Callable[..., Any], cas
     await case.check(here, load.history, may_end=ENDS)
 
 
-async def test_endpoint_killed_amid_answers(faulty: Callable[..., Any], case: Case) -> None:
+async def test_endpoint_killed_during_answers(faulty: Callable[..., Any], case: Case) -> None:
     kills = case.size(2, 20)
     case.describe(f"an endpoint killed during its answers, {kills} times")
     here = faulty("--sim-ttft", "10", "--sim-itl", "20", config=config())
@@ -43,7 +43,7 @@ async def test_endpoint_killed_amid_answers(faulty: Callable[..., Any], case: Ca
     await case.check(here, load.history, may_end=ENDS)
 
 
-async def test_endpoint_flaps(faulty: Callable[..., Any], case: Case) -> None:
+async def test_endpoint_killed_after_each_restart(faulty: Callable[..., Any], case: Case) -> None:
     flaps = case.size(3, 30)
     case.describe(f"an endpoint killed as soon as it has restarted, {flaps} times")
     # Under load, read the state every 50 ms and remember the lowest count.

@@ -37,7 +37,7 @@ KINDS = {
 }
 
 
-async def test_fuzz(faulty: Callable[..., Any], case: Case) -> None:
+async def test_a_replica_survives_damaged_messages(faulty: Callable[..., Any], case: Case) -> None:
     count = case.size(2000, 100_000)
     case.describe(f"{count} mutated {KINDS[case.mode]}")
     # Warm up a replica. The bound is large: a placed request without an end counts until its lease ends.

@@ -34,7 +34,7 @@ async def test_scripts_flushed(faulty: Callable[..., Any], case: Case) -> None:
 
 
 @pytest.mark.short_form("http")
-async def test_everything_flushed(faulty: Callable[..., Any], case: Case) -> None:
+async def test_flushall_under_load(faulty: Callable[..., Any], case: Case) -> None:
     flushes = case.size(1, 15)
     case.describe(f"FLUSHALL under load, {flushes} times")
     # Long streams run while other clients send short requests.

@@ -34,7 +34,7 @@ LOSSES: dict[str, tuple[str, Callable[[Server], None], Callable[[Server], None]]
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-async def test_redis_away(faulty: Callable[..., Any], case: Case, valkey: Server, loss: str) -> None:
+async def test_redis_unavailable(faulty: Callable[..., Any], case: Case, valkey: Server, loss: str) -> None:
     fault, lose, end_loss = LOSSES[loss]
     away_s, beside_s = 60, 15
     case.describe(f"{fault} after {away_s} s")

@@ -102,7 +102,7 @@ async def test_rolling_restart_with_another_library(
     await case.check(here, load.history, may_end=ENDS)
 
 
-async def test_all_replicas_down_denies(faulty: Callable[..., Any], case: Case) -> None:
+async def test_envoy_refuses_requests_without_replicas(faulty: Callable[..., Any], case: Case) -> None:
     case.describe("all replicas down, `extproc.on_failure: deny`")
     # `--no-restart`: the supervisor does not restart killed replicas.
     here = faulty("--no-restart", *OPTIONS, config=config())
@@ -112,7 +112,7 @@ async def test_all_replicas_down_denies(faulty: Callable[..., Any], case: Case) 
 
 
 @pytest.mark.short_form("http")
-async def test_all_replicas_down_balances(faulty: Callable[..., Any], case: Case) -> None:
+async def test_envoy_balances_requests_without_replicas(faulty: Callable[..., Any], case: Case) -> None:
     case.describe("all replicas down, `extproc.on_failure: balance`")
     # Envoy may route without pickers, and the supervisor does not restart them.
     here = faulty("--no-restart", *OPTIONS, config=config(extproc={"on_failure": "balance"}))

@@ -24,7 +24,7 @@ FORMS = {"valkey": SPARED, "redis_7": SPARED, "in_a_row": 0} if FULL else {"valk
 
 
 @pytest.mark.parametrize("form", FORMS)
-async def test_replies_lost(faulty: Callable[..., Any], case: Case, tmp_path: Path, form: str) -> None:
+async def test_script_replies_lost(faulty: Callable[..., Any], case: Case, tmp_path: Path, form: str) -> None:
     losses, dice = case.size(30, 300), random.Random(8)
     how = {"valkey": "Valkey", "redis_7": "Redis 7", "in_a_row": "also the reply to a retry"}[form]
     case.describe(f"{losses} replies lost after the script ran, three replicas, {how}")

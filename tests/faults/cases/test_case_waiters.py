@@ -18,7 +18,7 @@ FEW_WORKERS_FILES = 15_000
 SPARE_FILES = 1000
 
 
-async def test_one_slot_freed_at_a_time(faulty: Callable[..., Any], case: Case) -> None:
+async def test_wake_up_cost_with_many_waiting_requests(faulty: Callable[..., Any], case: Case) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     # In mode `http` each waiting request takes two connections of Envoy.
     most = (hard - SPARE_FILES) // 2 if case.mode == "http" else 10_000
