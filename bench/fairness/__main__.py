@@ -22,10 +22,10 @@ limit. In the control each replica has its own queue and its share of the bounds
 
 - **Trickle.** A bulk flow and a trickle of equal weight arrive at random, together at twice the capacity; the
   bulk's queue holds 200 requests and refuses the rest.
-- **Criticality 1.** One flow, workload-aware order. Criticality-5 requests of 40 workloads keep 8 in flight
-  and about 90 waiting; a criticality-1 workload asks for less than the guard's share ({share:g}) of
-  dispatches. TTL 30 s and the wait's cap of 60 s are scaled to {ttl:g} s and {cap:g} s; a request is overdue
-  at half its TTL.
+- **Criticality 1.** One flow, workload-aware order. Criticality-5 requests of 40 workloads keep 8 requests in
+  flight and about 90 waiting; a criticality-1 workload sends less than the guard's share ({share:g})
+  of dispatches. The TTL of 30 s and the wait cap of 60 s are scaled to {ttl:g} s and {cap:g} s; a request is
+  overdue at half its TTL.
 - **Strict bands.** Critical arrives at random at 0.3 of the capacity, Default at 0.55; Sheddable always
   waits. A dispatch is an inversion if a request of a higher band waits at that moment; the guard's dispatches
   do not count.

@@ -181,9 +181,9 @@ keeps its length; the calls are recorded once, and replayed at full speed. Serve
 The baseline is a call of a script of three writes (ZADD, HINCRBY, ZPOPMIN) by `redis-benchmark`; a request is
 compared with it by {_ROUNDS_BESIDE_BASELINE} short runs of each, in turns. Everything is done twice, three
 times for large sizes; the shortest time of a call counts: in server CPU where it fills the queue and in
-upkeep, else by the slow log. Upkeep: sweeps that find {MANY} requests overdue, expired, with ended leases, or
-those of a silent replica; {MAX_BATCH} arrivals a call that preempt under a full queue; live changes of
-policy. Many of all: 10 000 flows, 10 000 workloads, 500 endpoints, `workload-aware`.
+upkeep, else by the slow log. Upkeep: sweeps of {MANY} requests that are overdue, expired, past their lease or
+owned by a silent replica; calls of {MAX_BATCH} arrivals that preempt in a full queue; policy changes.
+Many of all: 10 000 flows, 10 000 workloads, 500 endpoints, `workload-aware`.
 
 Limits missed: {"; ".join(missed) or "none"}.
 

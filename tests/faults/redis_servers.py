@@ -65,7 +65,7 @@ def wait(condition: Callable[[], Any], what: str, within_s: float = READY_S) -> 
             if last:
                 return last
         tick.wait(_POLL_S)
-    raise AssertionError(f"{what} did not come within {within_s:g} s; last seen: {last!r}")
+    raise AssertionError(f"timed out after {within_s:g} s waiting for {what}; last result: {last!r}")
 
 
 @dataclass(slots=True)
