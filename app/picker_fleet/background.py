@@ -1,6 +1,6 @@
 """Background tasks that restart after their own failures.
 
-Each part that starts a task for the lifetime of a replica, a pool or an outage runs the task by `keep`.
+Tasks that last as long as a replica, a pool or an outage are run by the function `keep`.
 """
 
 import asyncio
@@ -14,7 +14,7 @@ from picker_fleet.domain.errors import StartupError
 
 _log = logging.getLogger(__name__)
 _PAUSE_S = 1.0  # pause between a failure and the next attempt
-_CALLBACKS = "callbacks"  # the event loop's callbacks, and tasks that nothing awaits
+_CALLBACKS = "callbacks"  # name for failures of callbacks and of tasks that nothing awaits
 
 Work = Callable[[], Coroutine[Any, Any, None]]
 
@@ -23,18 +23,18 @@ _count: contextvars.ContextVar[Callable[[str], object]] = contextvars.ContextVar
 
 
 def count_failures(count: Callable[[str], object]) -> None:
-    """Call `count` with the name of each task that fails, for tasks started from this context from now on."""
+    """Call `count` with the name of each failing task that this context starts from now on."""
     _count.set(count)
 
 
 async def keep(task: str, work: Work) -> None:
-    """Run `work`, and run it again a second after each failure, until it returns or is cancelled.
+    """Run `work`, and again a second after each failure of `work`, until `work` returns or is cancelled.
 
     Each failure is counted (`epp_background_failures_total`); of failures with the same type and traceback
     lines, only the first is logged.
 
     Raises:
-        StartupError: `work` cannot start, and only another configuration or environment would help.
+        StartupError: the task `work` cannot start, and only another configuration or environment would help.
     """
     logged: set[tuple[str, ...]] = set()
     while True:
@@ -62,7 +62,7 @@ def _counted(task: str) -> None:
 
 
 def _kind_of(fault: BaseException) -> tuple[str, ...]:
-    """The type of a failure and its traceback's lines, and the same for each member of an exception group."""
+    """The type and traceback lines of a failure and, for an exception group, of each member."""
     lines = [f"{frame.f_code.co_filename}:{line}" for frame, line in traceback.walk_tb(fault.__traceback__)]
     parts = fault.exceptions if isinstance(fault, BaseExceptionGroup) else ()
     return type(fault).__name__, *lines, *(part for each in parts for part in _kind_of(each))

@@ -1,4 +1,5 @@
-"""The command `picker`. Imports a subcommand's module only when that runs; `check` is defined here."""
+"""The command `picker`. A subcommand's module is imported only when the subcommand runs; `check` is defined
+here."""
 
 import argparse
 import contextlib
@@ -37,13 +38,13 @@ _COMMANDS = {
 }
 _CHECK_SUMMARY = "validate a configuration"
 
-# By command: the extra that installs packages beyond the product's own dependencies.
+# Command -> the extra that installs the command's additional packages.
 _EXTRAS = {"up": "local", "top": "tools", "load": "tools", "audit": "tools"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a subcommand and return its exit status. Errors go to stderr, one line each: status 2 for an
-    unusable configuration or a missing extra, else 1.
+    """Run a subcommand and return its exit status. An error is one line on stderr. The exit status is 2 for
+    an unusable configuration or a missing extra, and 1 for any other error.
     """
     words = sys.argv[1:] if arguments is None else list(arguments)
     asked = next((word for word in words if not word.startswith("-")), None)
@@ -51,14 +52,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with _naming_the_extra(asked):
             parser = _parser(asked)
             args, unknown = parser.parse_known_args(words)
-            if unknown and asked != "serve":  # charts pass flags of another picker to `serve`
+            if unknown and asked != "serve":  # gateways' charts pass `serve` other pickers' flags
                 parser.error(f"unrecognized arguments: {' '.join(unknown)}")
             args.unknown = unknown
             status: int = args.run(args)
     except PickerError as fault:
         print(fault, file=sys.stderr)
         return 2 if isinstance(fault, ConfigError | MissingExtra) else 1
-    except KeyboardInterrupt:  # Ctrl-C before the command handles it
+    except KeyboardInterrupt:  # Ctrl-C before the command handles signals
         return 130
     except BrokenPipeError:  # `picker envoy-config | head`
         sys.stderr.close()
@@ -100,8 +101,8 @@ def _parser(asked: str | None) -> argparse.ArgumentParser:
 
 
 def _imported(name: str) -> ModuleType:
-    """Import the module `name` with the garbage collector off: it would take a third of the start, and the
-    objects of modules are never garbage.
+    """Import the module `name` with the garbage collector off: the collector would take a third of the
+    start-up time, and the objects of modules are never garbage.
     """
     gc.disable()
     try:
@@ -112,11 +113,11 @@ def _imported(name: str) -> ModuleType:
 
 
 def _check(args: argparse.Namespace) -> int:
-    """Validate a configuration: exit code 0 and a summary on stdout, or 2 and one fault a line on stderr.
+    """Validate a configuration. Prints a summary (exit code 0), or on stderr one fault a line (exit code 2).
 
     `PICKER_…` variables overlay the file, as for a replica.
     """
-    # Import here: these modules take most of a start, and other commands may not need them.
+    # Import these modules here: importing them is slow, and other commands may not need them.
     from picker_fleet.domain.config import load, pools_of
 
     try:
@@ -131,7 +132,7 @@ def _check(args: argparse.Namespace) -> int:
 
 
 def _summary(settings: "Settings") -> list[str]:
-    """The lines that `check` prints for a pool."""
+    """The lines that the command `check` prints for a pool."""
     bounds = settings.request_queue_controller
     queue = settings.fair_request_queue
     return [
@@ -155,7 +156,7 @@ def _endpoints_of(discovery: "Discovery") -> str:
 
 
 class _Version(argparse.Action):
-    """Prints the version; only this reads the package's metadata, which is slow."""
+    """The option that prints the version. No other code reads the package's slow metadata."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
         print(f"picker {version()}")

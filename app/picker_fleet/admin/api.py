@@ -34,7 +34,7 @@ from picker_fleet.domain.config import Settings
 from picker_fleet.domain.sections import Role
 from picker_fleet.telemetry.metrics import Metrics
 
-MAX_ROWS = 200  # a longer page would take the replica and its client too long
+MAX_ROWS = 200  # rows on a page; a longer page would take too long to build and to read
 MAX_LIMIT = 1000
 _HEALTH_RATE = 100.0  # health calls a second from one address; other calls count separately
 _Responses = dict[int | str, dict[str, Any]]
@@ -118,8 +118,8 @@ def create(
     rate_limit: Callable[[float], RateLimit] = RateLimit,
     full: Callable[[], str] = str,
 ) -> FastAPI:
-    """The API of a replica that serves `pools`; the first pool is also served at `/`. `full` returns why the
-    gRPC port accepts no more streams, or ''.
+    """The API of a replica that serves `pools`; the first pool is also served at `/`. `full()` returns the
+    reason why the gRPC port accepts no more streams, or ''.
 
     Raises:
         StartupError: a file of `admin.tokens` has no token.
@@ -155,7 +155,7 @@ def _app(summary: str) -> FastAPI:
         summary=summary,
         version=version(),
         responses=_ANY_FAULT,
-        openapi_url=None,  # FastAPI's page loads scripts from a CDN; documents.py adds its own
+        openapi_url=None,  # FastAPI's API page loads scripts from a CDN; documents.py serves another API page
     )
     add_problem_documents(app)
     return app
@@ -186,8 +186,8 @@ def _add_pool(
     _add_events(stream, pool.events)
     changes.add_routes(config, changing, pool.controls, deadlines)
     for router in (state, stream, config, changing):
-        # include_router would rebuild each route with its models: at startup, and at the first call in the
-        # event loop.
+        # FastAPI's `include_router` would rebuild each route and its models twice: at startup and at the
+        # first call.
         app.router.routes.extend(router.routes)
     documents.add_dashboard(app)
     documents.add_api_description(app)
@@ -197,7 +197,7 @@ def _add_health(app: FastAPI, pools: Sequence[OperatedPool], full: Callable[[], 
     view = pools[0].view
 
     def health() -> tuple[bool, dict[str, str]]:
-        """Whether all pools are ready, and each component's state; keys of several pools have a prefix."""
+        """Whether all pools are ready, and each component's state; several pools prefix the keys."""
         fault = full()
         found = {pool.name: pool.view.ready() for pool in pools}
         components = {
@@ -209,7 +209,7 @@ def _add_health(app: FastAPI, pools: Sequence[OperatedPool], full: Callable[[], 
 
     @app.get("/healthz", tags=["health"], summary="Is the process alive?")
     async def healthz() -> models.Health:
-        """Whether the process is alive: 200 while its event loop runs, even if a component has failed."""
+        """Whether the process is alive: status 200 while its event loop runs, even if a component failed."""
         ready, components = health()
         status = "ok" if ready and set(components.values()) <= {"ok"} else "degraded"
         return view.health(status, components)
@@ -221,7 +221,7 @@ def _add_health(app: FastAPI, pools: Sequence[OperatedPool], full: Callable[[], 
         responses=_UNREADY,
     )
     async def readyz(response: Response) -> models.Health:
-        """Whether this replica should get traffic: 200 or 503, with the fault of each component."""
+        """Whether this replica should get traffic (status 200) or not (503), with each component's fault."""
         ready, components = health()
         response.status_code = 200 if ready else 503
         return view.health("ok" if ready else "unready", components)
@@ -230,7 +230,7 @@ def _add_health(app: FastAPI, pools: Sequence[OperatedPool], full: Callable[[], 
 def _add_metrics(app: FastAPI, text: MetricsText) -> None:
     @app.get("/metrics", tags=["metrics"], summary="Metrics", response_class=Response, responses=_METRICS)
     async def read(request: Request) -> Response:
-        """The Prometheus text: rendered once a second at most, the same for all readers."""
+        """The metrics as Prometheus text, rendered at most once a second, the same text for all readers."""
         content = await within(2 * MAX_METRICS_AGE_S, text.read(address_of(request)))
         return Response(content, headers={"content-type": CONTENT_TYPE_LATEST})
 
@@ -240,7 +240,7 @@ def _add_state(routes: APIRouter, view: FleetView, deadlines: Deadlines) -> None
 
     @routes.get("/state", summary="The state of the fleet")
     async def state() -> models.State:
-        """Stock, bounds, queue length by band, ready backends, virtual times, replicas, degraded."""
+        """The pool's state: stock, bounds, queue length by band, ready endpoints, virtual times, replicas."""
         return await within(limit_s, view.state())
 
     @routes.get("/endpoints", summary="Endpoints")
@@ -259,7 +259,7 @@ def _add_lists(routes: APIRouter, lists: FleetLists, deadlines: Deadlines) -> No
 
     @routes.get("/flows", summary="Flows that wait", response_model=models.Flows, responses=_PAGED)
     async def flows(limit: _Limit = 100, cursor: _Cursor = None, band: _OnlyBand = None) -> Response:
-        """Flows that wait, in the order in which they are served, then those at their limit.
+        """Flows with waiting requests in the order in which the queue serves them, then flows at their limit.
 
         Start tags grow while flows are served, so a flow may appear on two pages, but no flow is left out.
         """
@@ -287,7 +287,7 @@ def _add_lists(routes: APIRouter, lists: FleetLists, deadlines: Deadlines) -> No
 
     @routes.get("/workloads", summary="Workloads", response_model=models.Workloads, responses=_PAGED)
     async def workloads(limit: _Limit = 100, cursor: _Cursor = None) -> Response:
-        """Known workloads, in no order; one that appears or disappears between two pages may be missed."""
+        """Known workloads, unordered; workloads that come or go between two pages may be missing."""
         return _json(await within(limit_s, lists.workloads(limit, cursor)))
 
     @routes.get("/workloads/{workload_id:path}", summary="One workload", responses=_UNKNOWN)
@@ -300,7 +300,7 @@ def _add_lists(routes: APIRouter, lists: FleetLists, deadlines: Deadlines) -> No
 
     @routes.get("/requests/{request_id:path}", summary="Where a request is, and why", responses=_UNKNOWN)
     async def request(request_id: RequestId) -> models.RequestStatus:
-        """Where a request is and why; and, from the replica that placed it, how its endpoint was chosen."""
+        """Where a request is and why; the replica that placed the request also explains the endpoint."""
         found = await within(limit_s, lists.request(request_id))
         if found is None:
             raise Refused(404, "unknown_request", "neither the pool nor this replica knows of the request")
@@ -310,7 +310,7 @@ def _add_lists(routes: APIRouter, lists: FleetLists, deadlines: Deadlines) -> No
 def _add_list_of_pools(routes: APIRouter, pools: Sequence[OperatedPool]) -> None:
     @routes.get("/pools", summary="The pools of this replica")
     async def list_of_pools() -> models.Pools:
-        """Each pool of this replica, the default one first, and where its API and dashboard begin."""
+        """The pools of this replica, the default pool first, with the paths of their dashboards."""
         return models.Pools(
             pools=[
                 models.Pool(
@@ -327,7 +327,7 @@ def _add_list_of_pools(routes: APIRouter, pools: Sequence[OperatedPool]) -> None
 def _add_events(routes: APIRouter, events: Events) -> None:
     @routes.get("/events", summary="Snapshots, each second", response_class=Response, responses=_EVENTS)
     async def stream(request: Request) -> EventStream:
-        """Snapshots and decisions as they are made, until the client disconnects."""
+        """A stream of snapshots and of new decisions, until the client disconnects."""
         listener = events.join(address_of(request))
         if listener is None:
             detail = "this replica takes no more listeners, or no more from this address; ask another replica"

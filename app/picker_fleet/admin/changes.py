@@ -1,5 +1,5 @@
-"""Fleet-wide changes by operators: `FleetControls` writes them to the shared state and records the operator,
-and `add_routes` adds the calls to the API.
+"""Fleet-wide changes by operators: `FleetControls` writes each change to the shared state with its operator;
+`add_routes` adds the calls to the API.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ from picker_fleet.state.store import Store
 
 _MAX_ATTEMPTS = 3
 _MAX_BODY_BYTES = 64 * 1024
-_MOST_DETAIL = 1000  # characters kept of a change's body
+_MOST_DETAIL = 1000  # most characters of a change's body that its record keeps
 _NOTE_S = 0.5
 _SECRET = "(set)"
 _SECRET_KEYS = re.compile(r"(.*_)?(token|password|secret)")
@@ -79,10 +79,10 @@ class FleetControls:
         )
 
     async def change(self, patch: Mapping[str, Any]) -> models.Config:
-        """Apply `patch`, a partial settings tree, and return `config`; null reverts a change.
+        """Apply `patch`, a partial settings tree (null reverts a change); return the new configuration.
 
         Raises:
-            ConfigError: a key cannot change live, or the result is not valid; nothing has changed.
+            ConfigError: a key cannot change live, or the new configuration is invalid; nothing has changed.
         """
         changes = live_config.flattened(patch, self._settings.fair_request_queue.band_weights)
         async with self._changing:
@@ -92,14 +92,14 @@ class FleetControls:
                 version = await self._tune(live_config.replacing(tuned.overrides, wanted), changes)
                 if int(version) == int(tuned.version or 0) + 1:
                     break
-                # Another replica made a change in between. Redis now stores both changes: compute the
-                # overrides again from both.
+                # Another replica made a change since this replica read the changes. Redis now stores both
+                # changes: compute the overrides again from both.
                 changes = {}
         return await self.config()
 
     async def noted(self, request: Request, change: Awaitable[_T]) -> _T:
-        """Make a change, and record it with its operator in the log and in `changes`. A refused change is not
-        recorded. If Redis does not reply, the change may have been made: the record says `unknown`.
+        """Make a change, and record the change with its operator in the log and in `changes`. A
+        refused change is not recorded. If Redis does not reply, the recorded outcome is `unknown`.
         """
         outcome = "unknown"
         try:
@@ -121,7 +121,7 @@ class FleetControls:
         change = models.Change(
             at=time.time(), by=caller, address=address, change=what, detail=detail, outcome=outcome
         )
-        with suppress(RequestError, TimeoutError):  # the log records the change anyway
+        with suppress(RequestError, TimeoutError):  # if Redis fails, the log still has the change
             async with asyncio.timeout(_NOTE_S):
                 await self._store.note_change(change.model_dump_json())
 
@@ -135,7 +135,7 @@ class FleetControls:
         return models.Dispatch(paused=paused, tuned_version=version)
 
     async def evict(self, request_id: str) -> models.Eviction:
-        """Take a request out of the queue. Raises Refused: 404 unknown, or 409 no longer in the queue."""
+        """Take a request out of the queue. Raises Refused: 404 if unknown, 409 if no longer in the queue."""
         result = await self._store.evict(request_id)
         if result == "running":
             raise Refused(409, "request_running", "the request has already left the queue")
@@ -144,7 +144,7 @@ class FleetControls:
         return models.Eviction(id=request_id)
 
     async def drain(self, address: str, on: bool) -> models.Drained:
-        """Send an endpoint no new requests, or send them again. Raises Refused: 404, no such endpoint."""
+        """Drain an endpoint if `on`, else end its drain. Raises Refused (404) for an unknown endpoint."""
         marked = await self._store.mark_endpoint(address, "drained", on)
         self._membership.heartbeat_now()
         if marked != "marked":
@@ -160,7 +160,7 @@ class FleetControls:
 
 
 def _without_secrets(tree: Any, key: str = "") -> Any:
-    """`tree` with secrets masked: values under secret keys, and credentials and queries in URLs."""
+    """The settings `tree` with masked secrets: values of secret keys, and credentials and queries in URLs."""
     if isinstance(tree, dict):
         return {name: _without_secrets(each, name) for name, each in tree.items()}
     if isinstance(tree, list):
@@ -182,7 +182,7 @@ def add_routes(
 
     @reading.get("/config", summary="The configuration in force")
     async def config() -> models.Config:
-        """The configuration in force, and the live changes in it."""
+        """The configuration in force, and the live changes that it includes."""
         return await within(limit_s, controls.config())
 
     @reading.get("/changes", summary="Who changed what")
@@ -199,7 +199,7 @@ def add_routes(
     async def change(request: Request) -> models.Config:
         """Change bounds, capacities, policies or weights for the whole fleet, while requests wait.
 
-        The body is a partial settings tree; null reverts a change. The whole body takes effect, or nothing.
+        The body is a partial settings tree; null reverts a change. All of the body takes effect, or nothing.
         """
         patch = await _read_patch(request, deadlines.body_s)
         request.state.detail = orjson.dumps(patch).decode()
@@ -212,7 +212,7 @@ def add_routes(
 
     @changing.post("/resume", summary="Continue dispatching")
     async def resume(request: Request) -> models.Dispatch:
-        """Dispatch requests again, within the bounds."""
+        """Resume dispatching requests from the queue."""
         return await made(request, controls.pause(False))
 
     @changing.post(
@@ -231,12 +231,13 @@ def add_routes(
 
     @changing.post("/endpoints/{address}/undrain", summary="Undrain an endpoint", responses={404: _PROBLEM})
     async def undrain(request: Request, address: Address) -> models.Drained:
-        """Send requests to an endpoint again."""
+        """End the drain of an endpoint: send new requests to it again."""
         return await made(request, controls.drain(address, False))
 
 
 async def _read_patch(request: Request, limit_s: float) -> dict[str, Any]:
-    """The JSON object in the body. Raises HTTPException: 400 invalid, 408 too slow, 413 over 64 KiB."""
+    """The JSON object in the body. HTTPException: the body is invalid (400), slow (408), or over 64 KiB
+    (413)."""
     body = bytearray()
     try:
         async with asyncio.timeout(limit_s):

@@ -24,9 +24,9 @@ from picker_fleet.telemetry.metrics import Metrics
 
 FOLDER = Path(__file__).parent / "page"
 METRICS_INTERVAL_S = 1.0  # shortest time between two renderings of the metrics
-MAX_METRICS_READS = 8  # reads of one rendering by an address; its next read waits for a new rendering
+MAX_METRICS_READS = 8  # most reads of one rendering by one address; further reads wait for the next
 MAX_METRICS_AGE_S = 4.0
-_METRICS_LOAD = 0.05  # largest share of the event loop's time for rendering, unless the text gets too old
+_METRICS_LOAD = 0.05  # most of the event loop's time (1: all) that rendering takes, unless it gets late
 _INDEX = "index.html"
 _TYPES = {
     ".html": "text/html; charset=utf-8",
@@ -42,7 +42,7 @@ class MetricsText:
     second and shared by all readers.
 
     All pools have the same families; with several pools each series has the label `pool`. Rendering yields to
-    the event loop every `slice_s`, so that decisions are not delayed. `clock` is in seconds.
+    the event loop every `slice_s` seconds, so that decisions are not delayed. `clock` returns seconds.
     """
 
     def __init__(
@@ -59,8 +59,8 @@ class MetricsText:
         self._rendering: asyncio.Task[None] | None = None
 
     def pieces(self) -> Iterator[bytes]:
-        """The text, in pieces that take microseconds each to render. A series that changes during
-        the rendering shows its old or its new value."""
+        """Yields the metrics text in pieces; rendering a piece takes microseconds. A series that changes
+        during the rendering shows its old or its new value."""
         yield generate_latest(self._process)
         for same in zip(*(metrics.page.families for metrics in self._pools), strict=True):
             yield same[0].head
@@ -68,10 +68,10 @@ class MetricsText:
                 yield from family.series()
 
     async def read(self, address: str) -> bytes:
-        """The current text; a new text if that is too old or `address` has read it MAX_METRICS_READS times.
+        """The metrics text; a new one if the last is too old or `address` read it MAX_METRICS_READS times.
 
         Raises:
-            Refused: 429, too many readers at `address` wait for the next text.
+            Refused: status 429, because too many readers at `address` wait for the next text.
         """
         if self._reads[address] >= MAX_METRICS_READS or self._clock() >= self._good_until_s:
             if self._rendering is None:
@@ -106,8 +106,8 @@ class MetricsText:
 
 
 def content_security_policy(page: bytes) -> str:
-    """The policy of an HTML page: load files from this replica only, and use only the page's inline scripts
-    and styles, listed by hash."""
+    """The Content-Security-Policy of an HTML page: files from this replica only, and the page's own inline
+    scripts and styles, listed by hash."""
     hashes: dict[bytes, list[str]] = {b"script": [], b"style": []}
     for kind, text in _INLINE.findall(page):
         if text.strip():
@@ -149,13 +149,13 @@ def add_dashboard(app: FastAPI) -> None:
 
 def add_api_description(app: FastAPI) -> None:
     """Serve the OpenAPI document at `/openapi.json`, and as a self-contained HTML page at `/docs`. The first
-    call to either generates both."""
+    call to `/openapi.json` or `/docs` generates both documents."""
     examples.add(app)
     written: list[tuple[bytes, bytes]] = []
 
     async def texts() -> tuple[bytes, bytes]:
         if not written:
-            # Generate in a thread: describing all models takes 0.1 s.
+            # Generate the OpenAPI document in a thread: describing all models takes 0.1 s.
             written.append(await asyncio.to_thread(_describe, app))
         return written[0]
 

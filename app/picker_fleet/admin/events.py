@@ -24,14 +24,14 @@ from picker_fleet.domain.errors import RequestError
 from picker_fleet.state.reads import Reads
 
 MAX_LISTENERS = 64
-MAX_AT_ADDRESS = 48  # listeners at one address; clients behind a proxy share an address
+MAX_AT_ADDRESS = 48  # most listeners at one address; clients behind a proxy share an address
 MAX_UNREAD = 4
 _ROWS = 50
 _MAX_DECISIONS = 100
 _INTERVAL_S = 1.0
 _READ_S = 2.0
 _PING_S = 10.0
-_IDLE_S = 5.0  # after this long without a read, treat the next read as the first
+_IDLE_S = 5.0  # seconds without a read after which the next read starts afresh
 _GREETING = b"retry: 1000\n\n"
 _PING = b": ping\n\n"
 
@@ -49,7 +49,7 @@ class EventSource(Protocol):
     """Supplies the events that `Events` sends."""
 
     async def read(self) -> list[Event]:
-        """The next events. Raises RequestError if they cannot be read."""
+        """The next events. Raises RequestError if the events cannot be read."""
         ...
 
     def recent(self) -> list[Event]:
@@ -58,7 +58,7 @@ class EventSource(Protocol):
 
 
 class SnapshotReader:
-    """Reads snapshots, and decisions if the decision log is on (`decision_log`)."""
+    """Reads snapshots, and also decisions if the setting `decision_log` is on."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class SnapshotReader:
         self._reads = reads
         self._decision_log = decision_log
         self._clock = clock
-        self._decisions: list[models.Decision] | None = None  # of the last read; None before the first
+        self._decisions: list[models.Decision] | None = None  # the decisions last read; None: none
         self._read_at_s = -math.inf
 
     async def read(self) -> list[Event]:
@@ -114,7 +114,7 @@ class SnapshotReader:
         found = [_decision(fields, bands) for fields in await self._reads.decisions(_MAX_DECISIONS)]
         before, self._decisions = self._decisions, found
         last, newest = _newest(before or []), _newest(found)
-        if before is None or newest < last:  # the first read, or a new epoch of the pool
+        if before is None or newest < last:  # first read of decisions, or a new epoch of the pool
             return models.Decisions(entries=found, skipped=0)
         entries = [entry for entry in found if entry.seq > last]
         return models.Decisions(entries=entries, skipped=newest - last - len(entries))
@@ -152,14 +152,14 @@ class Listener:
         self.dropped = asyncio.Event()
 
     def put(self, data: bytes | None) -> None:
-        """Queue an event, or None to end the stream; drop the listener if MAX_UNREAD events are unread."""
+        """Queue an event (None ends the stream); drop a listener that has MAX_UNREAD unread events."""
         if data is not None and self._unread.qsize() >= MAX_UNREAD:
             self.dropped.set()
         if not self.dropped.is_set():
             self._unread.put_nowait(data)
 
     async def stream(self) -> AsyncIterator[bytes]:
-        """Yield the bytes to send until the stream ends; after `ping_s` without an event, yield a comment."""
+        """Yield the stream's bytes until its end; after `ping_s` without an event, yield a comment."""
         yield _GREETING
         while True:
             try:
@@ -188,10 +188,10 @@ class Events:
         return len(self._listeners)
 
     def join(self, address: str = "") -> Listener | None:
-        """Add a listener; None if its address has MAX_AT_ADDRESS listeners, or the replica is stopping.
+        """Add a listener; None if `address` has MAX_AT_ADDRESS listeners or the replica is stopping.
 
-        At MAX_LISTENERS, find the address with the most listeners, and drop its newest if it then still has
-        at least as many as `address` with the new listener; otherwise return None.
+        At MAX_LISTENERS, drop the newest listener of the address with the most listeners, provided that this
+        address keeps at least as many as `address` then has; else return None.
         """
         counts = Counter(each.address for each in self._listeners)
         if self._closed or counts[address] >= MAX_AT_ADDRESS:
@@ -216,7 +216,7 @@ class Events:
             self._wanted.clear()
 
     async def run(self) -> None:
-        """Send events until cancelled; then end every stream."""
+        """Send events to all listeners until cancelled; then end every stream."""
         loop = asyncio.get_running_loop()
         try:
             while True:

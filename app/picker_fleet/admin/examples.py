@@ -1,6 +1,6 @@
 """Examples in the OpenAPI document, of models, parameters and faults.
 
-tests/unit/test_admin_queue_order.py compares them with the models and with real answers.
+tests/unit/test_admin_queue_order.py compares the examples with the models and with real answers.
 """
 
 from http import HTTPStatus
@@ -135,7 +135,7 @@ EXAMPLES: dict[str, Any] = {
 }  # fmt: skip
 
 _JSON, _PROBLEM = "application/json", "application/problem+json"
-# Code and detail of the example by (status, path); path '' is the default for other paths.
+# (status, path) -> code and detail of the example problem document; path '' stands for all other paths.
 _FAULTS: dict[tuple[str, str], tuple[str, str]] = {
     ("400", ""): ("bad_cursor", str(BadCursor())),
     ("400", "/api/v1/config"): ("bad_request", "the body must be a JSON object of sections"),
@@ -192,7 +192,7 @@ def add(app: FastAPI) -> None:
                 for method, call in methods.items():
                     parameters = call.get("parameters", ())
                     for parameter in parameters:
-                        # Some tools look for an example only beside the schema, not in it.
+                        # Some OpenAPI tools look for an example only beside the schema, not in the schema.
                         if parameter["name"] == "cursor":  # each list accepts only its own cursors
                             parameter["example"] = _CURSORS[path.rpartition("/")[2]]
                         else:
@@ -210,7 +210,7 @@ def add(app: FastAPI) -> None:
 
 
 def _problem(status: str, method: str, path: str, instance: str) -> dict[str, Any]:
-    """An example problem document for a call of `instance`; the status `default` is shown as 500."""
+    """An example problem document for a call to the path `instance`; the status `default` becomes 500."""
     status = "500" if status == "default" else status
     code, text = _FAULTS.get((status, path)) or _FAULTS[status, ""]
     document: dict[str, Any] = {

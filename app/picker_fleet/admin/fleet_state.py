@@ -1,8 +1,8 @@
 """The fleet state for the views (views.py): every flow queue, and the replicas' reports about themselves.
 
-The state is at most a second old. One replica reads all flow queues for the whole fleet (state/reads.py), and
-each replica computes their sums once. While clients keep asking, the cache reads the next state before the
-last one expires, so that clients do not wait. A small queue is read at each call.
+The fleet state is at most a second old. One replica reads all flow queues for the whole fleet
+(state/reads.py), and each replica sums the flow queues once. While clients keep asking, the cache reads the
+next state before the last one expires, so that clients do not wait. A small queue is read by every call.
 """
 
 import asyncio
@@ -30,8 +30,8 @@ _REPORTED: Mapping[str, tuple[type, ...]] = {
     "waiting": (int,),
     "up_s": (int, float),
 }
-# Pause between chunks of background work. A chunk takes about a millisecond. Decisions run in the pauses, in
-# the same event loop: a chunk, rarely two, delays a decision of some milliseconds.
+# Pause (seconds) between chunks of background work. A chunk takes about a millisecond. Decisions run during
+# the pauses, in the same event loop, so a chunk, rarely two, delays a decision.
 PAUSE_S = 0.01
 
 
@@ -39,7 +39,7 @@ PAUSE_S = 0.01
 class Served:
     """The cost of the requests served a second. `truncated`: a replica did not report all of its flows."""
 
-    flows: Mapping[tuple[int, str], float] = field(default_factory=dict)  # cost a second by priority and flow
+    flows: Mapping[tuple[int, str], float] = field(default_factory=dict)  # (priority, flow) -> cost a second
     bands: Mapping[int, float] = field(default_factory=dict)  # by priority
     truncated: bool = False
 
@@ -71,7 +71,7 @@ class ReplicaReport:
 
 
 def _served(report: Mapping[str, Any]) -> Served:
-    """The service that a report's `served` lists; empty if that part is malformed."""
+    """The cost served by flow, from the field `served` of a report; empty if the field is malformed."""
     try:
         served = report["served"]
         bands = {int(each): float(cost) / METER_WINDOW_S for each, cost in served["priorities"]}
@@ -93,21 +93,21 @@ class BandQueues:
 
 @dataclass(frozen=True, slots=True)
 class FleetState:
-    """All flow queues, each once, in dispatch order, and the replicas' reports. `complete` is False if
-    `queues` holds only the first `max_flows` of the cache."""
+    """All flow queues in dispatch order, and the replicas' reports. `complete` is False if `queues` has only
+    the first `max_flows` flow queues."""
 
     queues: tuple[FlowQueueRow, ...] = ()
-    totals: tuple[tuple[int, int], ...] = ()  # (group, number of its flow queues), for groups in use
+    totals: tuple[tuple[int, int], ...] = ()  # pairs: a group in use, the number of its flow queues
     complete: bool = True
     replicas: tuple[ReplicaReport, ...] = ()
-    served: Served = Served()  # the cost that the live replicas serve
-    bands: Mapping[int, BandQueues] = field(default_factory=dict)  # bands with waiting requests, by priority
+    served: Served = Served()  # the cost a second that the live replicas serve
+    bands: Mapping[int, BandQueues] = field(default_factory=dict)  # priority -> band with waiting requests
 
     def band(self, priority: int) -> BandQueues:
         return self.bands.get(priority, _NONE_WAITS)
 
     def total(self, priority: int | None = None) -> int:
-        """Number of flow queues, in all bands or in one."""
+        """Number of flow queues in all bands, or in one band."""
         return total(self.totals, priority)
 
     def served_per_s(self, priority: int, flow: str) -> float | None:
@@ -118,7 +118,7 @@ class FleetState:
     def page(
         self, limit: int, group: int, after: tuple[str, str] | None, priority: int | None
     ) -> list[FlowQueueRow] | None:
-        """The queues that `Reads.flow_queues` would return; None if the state is not complete."""
+        """The flow queues that `Reads.flow_queues` would return; None if the fleet state is incomplete."""
         if not self.complete:
             return None
         position = (group, float(after[0]), after[1].encode()) if after else (group, -math.inf, b"")
@@ -127,7 +127,7 @@ class FleetState:
         return list(queues[first : first + limit])
 
     def weights(self, priority: int, *, even: bool) -> float | None:
-        """Sum of the band's flow weights, each 1 if `even`; None if the state is not complete."""
+        """Sum of the band's flow weights, each 1 if `even`; None if the fleet state is incomplete."""
         if not self.complete:
             return None
         band = self.band(priority)
@@ -139,7 +139,7 @@ class FleetState:
         return sum(each.queued for each in self.bands.values())
 
     def oldest_s(self, priority: int) -> float | None:
-        """Age of the band's oldest waiting request; None if the band is empty or the state not complete."""
+        """Age of the band's oldest waiting request; None if the band is empty or the state incomplete."""
         return self.band(priority).oldest_s if self.complete else None
 
 
@@ -153,7 +153,7 @@ def total(totals: Iterable[tuple[int, int]], priority: int | None = None) -> int
 
 
 def _by_band(queues: Sequence[FlowQueueRow]) -> dict[int, BandQueues]:
-    """Flow queues by priority, each band's throttled ones last; `queues` must be in dispatch order."""
+    """Priority -> flow queues of that band, throttled ones last; `queues` must be in dispatch order."""
     bands: dict[int, list[FlowQueueRow]] = {}
     for _, group in itertools.groupby(queues, lambda queue: queue.group):
         found = list(group)
@@ -179,11 +179,11 @@ class FleetStateCache:
         self._clock = asyncio.get_running_loop().time
         self._reading = asyncio.Lock()
         self._used = asyncio.Event()
-        self.last = FleetState()  # the newest state read
+        self.last = FleetState()  # the fleet state read last
         self._fresh_until = self._good_until = -math.inf
 
     async def get(self) -> FleetState:
-        """The state, at most a second old. Raises StateFault if it cannot be read."""
+        """The fleet state, at most a second old. Raises StateFault if Redis cannot be read."""
         self._used.set()
         if self._clock() >= self._good_until:
             async with self._reading:
@@ -192,8 +192,8 @@ class FleetStateCache:
         return self.last
 
     async def run(self) -> None:
-        """Until cancelled, refresh the state of a long queue before clients ask. Faults are ignored here;
-        `get` raises them."""
+        """Until cancelled, refresh the state of a long queue before clients ask. Faults of Redis are ignored
+        here; the method `get` raises them."""
         while True:
             await self._used.wait()
             await asyncio.sleep(self._fresh_until - self._clock())

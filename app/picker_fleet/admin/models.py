@@ -1,5 +1,5 @@
 """Response models of the admin API, described by its OpenAPI document; the views (views.py) build them, and
-examples.py has an example of each. Ages and durations are in seconds.
+examples.py has an example of each. Ages and durations in the models are in seconds.
 """
 
 from datetime import datetime
@@ -18,7 +18,7 @@ class _Open(BaseModel):
 
 
 class Bounds(BaseModel):
-    """The whole fleet's bounds of the stock, in its unit (requests or tokens)."""
+    """The whole fleet's bounds of the stock, in the unit of the stock (requests or tokens)."""
 
     lower: float = Field(description="requests are dispatched while the stock is below this bound")
     watermark: float = Field(description="the target of the stock")
@@ -43,7 +43,7 @@ class BandState(BaseModel):
 
 
 class State(_Open):
-    """The shared state as this replica reads it now; further keys may be added."""
+    """The shared state as this replica reads it now; later versions may add keys."""
 
     pool: str = Field(description="names the keyspace in Redis")
     replica: str = Field(description="the replica that answered")
@@ -74,7 +74,7 @@ class State(_Open):
 
 
 class Config(BaseModel):
-    """The configuration in force: the answering replica's own with the fleet's live changes applied."""
+    """The configuration in force: that of the answering replica with the fleet's live changes applied."""
 
     config: dict[str, Any] = Field(description="every section; durations in seconds, secrets left out")
     weights: dict[str, float] = Field(description="live weights by flow, which override the requests' own")
@@ -102,7 +102,7 @@ class Changes(BaseModel):
 
 
 class Dispatch(BaseModel):
-    """Whether the fleet dispatches."""
+    """Whether the fleet dispatches requests."""
 
     paused: bool = Field(description="no request is dispatched or bypasses the queue")
     tuned_version: str = Field(description="version of the live changes, including this one")
@@ -123,14 +123,14 @@ class Drained(BaseModel):
 
 
 class Ejected(BaseModel):
-    """Why an endpoint is ejected. After `until` a probe decides on its return."""
+    """Why an endpoint is ejected. After the time `until` a probe decides whether the ejection ends."""
 
     reason: str = Field(description="an HTTP status, or `reset`, `empty`, `error in 200`, `stuck`")
     until: datetime = Field(description="when the endpoint may be tried again")
 
 
 class Endpoint(BaseModel):
-    """A model server, as all replicas see it."""
+    """A model server, with values on which all replicas agree."""
 
     address: str = Field(description="ip:port, IPv6 in brackets")
     labels: dict[str, str] = Field(description="labels from discovery")
@@ -158,7 +158,7 @@ class Endpoint(BaseModel):
 
 
 class Health(_Open):
-    """A replica's health: each component is `ok` or has a fault."""
+    """A replica's health: for each component `ok` or its fault."""
 
     status: str = Field(description="`ok`, or `degraded` (healthz) or `unready` (readyz)")
     components: dict[str, str] = Field(description="each component's state: `ok`, or its fault")
@@ -215,7 +215,7 @@ class Flow(_Open):
 
 
 class Flows(_Open):
-    """A page of flows: by band and start tag, then the throttled flows."""
+    """A page of flows, ordered by band and start tag, the throttled flows last."""
 
     flows: list[Flow] = Field(description="the flows in the order in which they are served")
     total: int = Field(description="on all pages")
@@ -233,7 +233,7 @@ class FlowDetail(_Open):
 
 
 class Score(BaseModel):
-    """Parts of a request's score under `ordering: workload-aware`; null: the part depends on the request."""
+    """Parts of a request's score under `ordering: workload-aware`; null if a part depends on the request."""
 
     wait: Rounded | None = Field(description="score for the time that the request has waited")
     criticality: Rounded | None = Field(description="score for the workload's criticality")
@@ -296,7 +296,7 @@ class Inflight(_Open):
 
 
 class RequestStatus(_Open):
-    """Where one request is and why, with its fields of `queue` or `inflight`."""
+    """Where one request is and why, with the request's fields in the list `queue` or `inflight`."""
 
     id: str = Field(description="the id in the path")
     state: Literal["queued", "orphaned", "granted", "placed", "unknown-to-the-pool"] = Field(
@@ -330,7 +330,7 @@ class Workloads(_Open):
 
 
 class Replica(_Open):
-    """A replica, as its last heartbeat reported; null: not reported."""
+    """A replica, as its last heartbeat described it; null if the heartbeat lacked the value."""
 
     id: str = Field(description="the replica's id, which is new at each start")
     live: bool = Field(description="its last heartbeat is younger than `leases.replica_silence`")
@@ -392,7 +392,7 @@ class Snapshot(BaseModel):
 
 
 class Unavailable(BaseModel):
-    """Sent in place of a snapshot if Redis cannot be read; `detail` says why."""
+    """The event in place of a snapshot if Redis cannot be read; the field `detail` says why."""
 
     at: float  # Unix time
     detail: str

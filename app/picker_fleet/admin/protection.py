@@ -30,14 +30,14 @@ from picker_fleet.domain.sections import Admin, Role
 from picker_fleet.domain.units import bearer_token, is_loopback
 from picker_fleet.fleet.live_config import LIVE
 
-BURST_S = 2.0  # a burst may use the calls of this many idle seconds
-CHANGE_COST = 10  # calls that a change counts as: it runs several scripts, and every replica applies it
+BURST_S = 2.0  # a burst may have as many calls as the rate allows in these seconds
+CHANGE_COST = 10  # a change counts as so many calls: it costs several scripts and work on every replica
 _MAX_CLIENTS = 1024
-_REFUSAL_DELAY_S = 1.0  # slows down a client that ignores Retry-After
+_REFUSAL_DELAY_S = 1.0  # delay of a refusal, for clients that ignore Retry-After
 _READ_METHODS = ("GET", "HEAD")
-_ANY_HOST_PATHS = ("/healthz", "/readyz", "/metrics")  # probes and scrapers may use any Host
+_ANY_HOST_PATHS = ("/healthz", "/readyz", "/metrics")  # probes and scrapers may send any Host here
 _BEARER = HTTPBearer(auto_error=False, description="admin.token, or one of admin.tokens")
-_RELOAD_S = 2.0  # while calls arrive, token files are read again this often
+_RELOAD_S = 2.0  # interval of reading the token files again while calls arrive
 _REFUSALS_LOGGED_PER_S = 1.0
 _PROXY_HEADERS = ("forwarded", "x-forwarded-for", "x-real-ip")
 _EVERY_ANSWER = (
@@ -45,7 +45,7 @@ _EVERY_ANSWER = (
     (b"referrer-policy", b"no-referrer"),
     (b"content-security-policy", b"default-src 'none'; base-uri 'none'; frame-ancestors 'none'"),
     (b"cache-control", b"no-store"),
-)  # headers added to every answer that does not set them itself
+)  # security headers of every answer, unless the answer sets other values
 _CODES = {
     400: "bad_request",
     401: "token_needed",
@@ -62,15 +62,15 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class Deadlines:
-    """Time limits: for a call that reads, for a call that changes the fleet, and for receiving a body."""
+    """Time limits for API calls that read, for API calls that change the fleet, and for receiving a body."""
 
     read_s: float = 2.0
-    change_s: float = 3.0  # enough for a few script calls
+    change_s: float = 3.0  # long enough for a few script calls in Redis
     body_s: float = 5.0
 
 
 async def within(limit_s: float, answer: Awaitable[_T]) -> _T:
-    """Await `answer`. Raises StateUnavailable if the answer takes longer than `limit_s`."""
+    """Await `answer`. Raises StateUnavailable if the answer takes longer than `limit_s` seconds."""
     try:
         async with asyncio.timeout(limit_s):
             return await answer
@@ -84,7 +84,7 @@ def address_of(request: Request) -> str:
 
 
 class Refused(HTTPException):
-    """A call is refused; `code` names the reason."""
+    """A refusal of an API call; `code` names the reason."""
 
     def __init__(self, status: int, code: str, detail: str, *, retry_after_s: int | None = None) -> None:
         headers = None if retry_after_s is None else {"retry-after": str(retry_after_s)}
@@ -141,7 +141,7 @@ def _problem(request: Request, status: int, code: str, detail: str, **extra: Any
 
 
 class RateLimit:
-    """A token bucket for each client address: `per_s` calls a second."""
+    """A rate limit by token buckets, one for each client address: at most `per_s` calls a second."""
 
     def __init__(
         self,
@@ -154,7 +154,7 @@ class RateLimit:
         self._sleep = sleep
 
     async def __call__(self, request: Request) -> None:
-        """Return if the client is within its rate; otherwise raise Refused 429 after a delay."""
+        """Return if the client is within its rate limit; if not, raise Refused (429) after a delay."""
         wait_s = self._rates.take(address_of(request), 1 if request.method in _READ_METHODS else CHANGE_COST)
         if wait_s:
             await self._sleep(_REFUSAL_DELAY_S)
@@ -163,15 +163,15 @@ class RateLimit:
 
 
 class Protection:
-    """ASGI middleware around every call: a rate limit, a check of its Host, and security headers.
+    """ASGI middleware around every API call: a rate limit, a check of the header Host, and security headers.
 
-    Every call counts, refused or not, against the rate limit `calls`; `/healthz` and `/readyz` count against
-    `health`, and `/metrics` has a limit of its own (documents.py).
+    Every call, even if refused, counts against the rate limit `calls`, except that `/healthz` and `/readyz`
+    count against the limit `health`, and `/metrics` against a limit in documents.py.
 
-    A read whose Host is unknown gets 421, and any call whose Host is malformed 400. This stops DNS rebinding:
-    if a web page's domain resolves to this replica, the browser sends that domain as Host. Known hosts are
-    the loopback, this machine's name, the address that received the call, and `hosts`; `*.example` in `hosts`
-    matches all subdomains. `Access` authorises changes.
+    A read with an unknown Host gets status 421; any call with a malformed Host gets 400. The check of Host
+    stops DNS rebinding: if a web page's domain resolves to this replica, the browser sends that domain as
+    Host. Known hosts are the loopback, this machine's name, the address that received the call, and `hosts`;
+    `*.example` in `hosts` matches all subdomains. `Access` authorises changes.
     """
 
     def __init__(self, app: ASGIApp, hosts: Iterable[str], calls: RateLimit, health: RateLimit) -> None:
@@ -242,8 +242,8 @@ class _Token(NamedTuple):
 
 
 class Tokens:
-    """The tokens in force, read again from their files every `_RELOAD_S`. An unreadable or empty file gives
-    no token, so removing a file revokes its token.
+    """The tokens in force, read again from their files every `_RELOAD_S` seconds. An unreadable or empty file
+    gives no token, so removing a file revokes its token.
 
     Raises StartupError: a file of `admin.tokens` cannot be read, or has no token.
     """
@@ -266,7 +266,7 @@ class Tokens:
 
     @property
     def needed(self) -> bool:
-        """Whether calls need a token: True once there was a token, even if all have been removed since."""
+        """Whether calls need a token: true once there was a token, even if all were removed since."""
         self._read_again()
         return self._needed
 
@@ -290,7 +290,7 @@ class Tokens:
 
 
 def _read_token(file: Path) -> bytes:
-    """The token in `file`; empty if the file is unreadable or has none."""
+    """The token in `file`; '' if the file is unreadable or has no token."""
     try:
         return bearer_token(file.read_text(encoding="ascii")).encode()
     except (OSError, ValueError):
@@ -301,7 +301,7 @@ class Access:
     """A route dependency that requires a token of `role`, or an operator's token. If no token is configured,
     anyone may read, and only processes on this machine may make changes.
 
-    Sets `request.state.caller` to the token's name or the client's address. A long answer calls
+    Sets `request.state.caller` to the token's name or the client's address. The sender of a long answer calls
     `request.state.may_go_on` to learn whether the token is still valid.
     """
 
@@ -342,7 +342,7 @@ class Access:
 
 
 def _is_local(request: Request) -> bool:
-    """Whether the caller is a process on this machine, but no proxy and no browser that shows a foreign web
+    """Whether the caller is a process on this machine, and neither a proxy nor a browser with a foreign web
     page."""
     if not is_loopback(address_of(request)) or any(name in request.headers for name in _PROXY_HEADERS):
         return False

@@ -1,5 +1,5 @@
-"""Predicts the order in which waiting requests are served, and explains why a request waits. Pure; used by
-the views (views.py).
+"""Predicts the order in which waiting requests are served, and explains why a request waits. The functions
+are pure; the views (views.py) call them.
 
 Start-time fair queueing serves the flow with the smallest start tag; serving a request raises its flow's tag
 by cost / weight, the flow's share. If all requests of a flow cost the same as its oldest, the n-th request is
@@ -17,7 +17,7 @@ from picker_fleet.domain.request import largest_claim
 from picker_fleet.state.pool_state import PoolState
 from picker_fleet.state.reads import FlowQueueRow, RequestStatus
 
-_SLACK = 1e-6  # tolerance for rounding, in shares
+_SLACK = 1e-6  # tolerance for rounding errors of tags, as a part of a flow's share
 _MIN_SHARE = 1e-12
 
 
@@ -30,8 +30,8 @@ class Position(NamedTuple):
 
 
 class PredictedRequest(NamedTuple):
-    """The `rank`-th request of a flow queue (from 0), predicted to be served at `tag` as the `number`-th of
-    all requests (from 1)."""
+    """Request number `rank` of a flow queue (from 0), with its predicted start tag `tag` and its predicted
+    place `number` (from 1) among all requests."""
 
     queue: FlowQueueRow
     rank: int
@@ -44,7 +44,7 @@ class PredictedRequest(NamedTuple):
 
 
 def predicted_tag(queue: FlowQueueRow, rank: int) -> float:
-    """The start tag at which the flow queue's `rank`-th request will be served."""
+    """The start tag at which request number `rank` of the flow queue will be served."""
     return queue.start + rank * max(queue.share, _MIN_SHARE)
 
 
@@ -77,7 +77,7 @@ def count_before(queues: Sequence[FlowQueueRow], position: Position) -> int:
 
 
 def _served_before(queue: FlowQueueRow, position: Position, *, inclusive: bool) -> int:
-    """How many requests of `queue` are served before `position`, or, if `inclusive`, up to it."""
+    """How many requests of `queue` are served before `position` (`inclusive`: before or at `position`)."""
     if queue.group != position.group:
         return queue.queued if queue.group < position.group else 0
     ranks = (position.tag - queue.start) / max(queue.share, _MIN_SHARE)

@@ -27,13 +27,13 @@ _CHECK_INTERVAL_S = 1.0  # interval of connection checks; also the largest age o
 
 @dataclass(frozen=True, slots=True)
 class ConnectionLimits:
-    """Limits for clients' connections. Times are checked once a second."""
+    """Limits for clients' connections. The server checks the time limits once a second."""
 
-    connections: int = 256  # open at once; at most half of them from one address
-    request_s: float = 15.0  # from the last answer, or the connection's start, to the end of the next request
+    connections: int = 256  # most open connections; one address may have half of them
+    request_s: float = 15.0  # longest wait for a whole request since the last answer or the start
     stalled_s: float = 15.0  # how long a client may leave its answer unread
-    overhead_bytes: int = 64 * 1024  # largest request, not counting its body
-    pipelined: int = 8  # limit of requests on one connection that wait for an earlier answer
+    overhead_bytes: int = 64 * 1024  # largest size of a request without its body
+    pipelined: int = 8  # most requests on one connection that wait for an earlier answer
 
 
 LIMITS = ConnectionLimits()
@@ -81,7 +81,7 @@ class Connection(HttpToolsProtocol):
             others = [each for each in others if each._host == host]
         elif len(others) < self._limits.connections:
             return
-        # Make room: abort the connection that has waited longest for its client, or this one if none waits.
+        # Make room: abort the connection that has waited longest for its client, or else this connection.
         idle = [each for each in others if each._waits_for_client or each._stalled_since_s is not None]
         (min(idle, key=lambda each: each._waits_since_s) if idle else self).transport.abort()
 
@@ -102,7 +102,7 @@ class Connection(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         super().on_headers_complete()
         if len(self.pipeline) > self._limits.pipelined:
-            raise ValueError("too many requests wait on one connection")  # uvicorn ends the connection
+            raise ValueError("too many requests wait on one connection")  # makes uvicorn close the connection
 
     def on_body(self, body: bytes) -> None:
         self._overhead_bytes -= len(body)
@@ -132,7 +132,7 @@ async def serving(
 ) -> AsyncIterator[str]:
     """Serve `app` at `listen` (`host:port`; port 0 is any free port); yields the bound `host:port`.
 
-    On exit, waits up to 2 s for answers in progress.
+    When the block ends, `serve_admin` waits up to 2 s for answers in progress.
 
     Raises:
         StartupError: the address cannot be bound.
@@ -143,9 +143,9 @@ async def serving(
         log_config=None,
         access_log=False,
         lifespan="off",
-        ws="none",  # otherwise uvicorn imports any WebSocket package it finds
+        ws="none",  # by default uvicorn imports any WebSocket package it finds
         server_header=False,
-        proxy_headers=False,  # do not trust X-Forwarded-For
+        proxy_headers=False,  # do not trust the header X-Forwarded-For
         timeout_graceful_shutdown=_GRACE_S,
     )
     config.load()

@@ -1,8 +1,8 @@
 """The read side of the admin API: reads the fleet's state and returns it as the models in models.py.
 
 `FleetView` returns the state, endpoints and health; `FleetLists` returns lists page by page, at a cost that
-does not grow with the queue. Both raise StateFault if Redis cannot be read. The routes (api.py) and the event
-stream (events.py) call them.
+does not grow with the queue. `FleetView` and `FleetLists` raise StateFault if Redis cannot be read. The
+routes (api.py) and the event stream (events.py) call these views.
 """
 
 import base64
@@ -40,7 +40,7 @@ from picker_fleet.state.store import Store
 _Row = TypeVar("_Row")
 _Parts = TypeVar("_Parts")
 _MAX_CURSOR_CHARS = 4096
-_MAX_SCANNED_WORKLOADS = 200  # `busiest` reads at most this many workloads
+_MAX_SCANNED_WORKLOADS = 200  # the method `busiest` reads at most this many workloads
 _FLOW_ORDER = "in dispatch order: flows by start tag, each request at its predicted start tag"
 _BAND_ORDER = {
     "strict": "band after band",
@@ -54,14 +54,14 @@ _ORDER_IN_FLOW = {
 
 
 class BadBand(BadRequest):
-    """No band has this name or priority."""
+    """The error that no band has the given name or priority."""
 
     status = 422
     code = "bad_band"
 
 
 class BadCursor(BadRequest):
-    """The given cursor was not returned by this list."""
+    """The error that the given cursor was not returned by this list."""
 
     code = "bad_cursor"
 
@@ -77,8 +77,9 @@ def encode_cursor(name: str, *parts: str | int | float) -> str:
 
 
 def decode_cursor(text: str, form: TypeAdapter[_Parts]) -> _Parts:
-    """The name and parts that `encode_cursor` got. Raises BadCursor if `text` does not have this `form`."""
-    with contextlib.suppress(ValueError):  # invalid base64, Unicode, JSON or form
+    """The parts that `encode_cursor` put into the cursor `text`. Raises BadCursor for text of another
+    `form`."""
+    with contextlib.suppress(ValueError):  # the text is no base64, no UTF-8 or no JSON
         if len(text) <= _MAX_CURSOR_CHARS:
             packed = text.encode() + b"=" * (-len(text) % 4)
             return form.validate_json(base64.b64decode(packed, altchars=b"-_", validate=True))
@@ -86,13 +87,13 @@ def decode_cursor(text: str, form: TypeAdapter[_Parts]) -> _Parts:
 
 
 def finite_score(text: str) -> str:
-    """`text`, stripped. Raises ValueError unless it is a finite number as Redis writes scores."""
+    """`text`, stripped. Raises ValueError unless `text` is a finite number as Redis writes scores."""
     if not text.isascii() or "_" in text or not math.isfinite(float(text)):
         raise ValueError("no finite number")
     return text.strip()
 
 
-# The cursors of each list.
+# The form of each list's cursors.
 _Index = Annotated[int, Field(strict=True, ge=0, lt=2**63)]
 _Score = Annotated[str, AfterValidator(finite_score)]
 OF_FLOWS = TypeAdapter(tuple[Literal["flows"], _Index, _Score, str])
@@ -111,7 +112,7 @@ OF_WORKLOADS = TypeAdapter(
 def _page(
     name: str, rows: Sequence[_Row], limit: int, position: Callable[[_Row], tuple[str | int, ...]]
 ) -> tuple[Sequence[_Row], str | None]:
-    """The first `limit` of `rows`, and the cursor of the next page; None if `rows` has no more."""
+    """The first `limit` of `rows`, and the cursor of the next page (None: no further page)."""
     page = rows[:limit]
     return page, encode_cursor(name, *position(page[-1])) if len(rows) > limit else None
 
@@ -227,7 +228,7 @@ class FleetView:
         )
 
     def ready(self) -> tuple[bool, dict[str, str]]:
-        """Whether this replica should get traffic, and each component's `ok` or fault."""
+        """Whether this replica should get traffic, and for each component `ok` or its fault."""
         pulse = self._membership.pulse
         joined = pulse is not None and pulse.epoch != "0"
         endpoints = pulse.ready_endpoints if pulse is not None else 0
@@ -248,8 +249,8 @@ def _ejected(ejection: Ejection | None) -> models.Ejected | None:
 
 
 class FleetLists:
-    """Flows, requests, workloads and replicas. Methods raise BadCursor for a cursor of another list; lookups
-    of a single flow, request or workload return None if it is unknown."""
+    """The lists of flows, requests, workloads and replicas. Methods raise BadCursor for a cursor of another
+    list. The lookup of an unknown flow, request or workload returns None."""
 
     def __init__(
         self,
@@ -262,7 +263,7 @@ class FleetLists:
         self._store = store
         self._membership = membership
         self._cache = cache
-        self._chooser = chooser  # explains the choices of this replica
+        self._chooser = chooser  # explains how this replica chose endpoints
         self._replica = replica
 
     @property
@@ -396,7 +397,8 @@ class FleetLists:
         )
 
     async def _predicted(self, found: RequestStatus) -> tuple[int | None, float | None]:
-        """How many requests are served before this one, and its start tag; None if no flow queue has it."""
+        """How many requests are served before this request, and its start tag; None if no flow queue has the
+        request."""
         queue = found.queue
         if queue is None or found.rank is None:
             return None, None
@@ -475,7 +477,7 @@ class FleetLists:
         return order + guard + f"; flows at their limit last; of the first {MAX_FLOWS} flows"
 
     def _workload(self, row: WorkloadRow) -> models.Workload:
-        """The workload, with the score of a request that arrives now; criticality depends on the request."""
+        """The workload, with the score that a request arriving now would have, criticality excluded."""
         settings = self._membership.effective.settings
         return models.Workload(**row._asdict(), score=_arrival_score(row, settings))
 
