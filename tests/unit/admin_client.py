@@ -23,11 +23,11 @@ from picker_fleet.state.store import Store
 from picker_fleet.telemetry.metrics import Metrics
 
 STATE: dict[str, Any] = EXAMPLES["State"]
-NO_LISTS = cast(FleetLists, None)  # for tests that read no lists
+NO_LISTS = cast(FleetLists, None)  # for tests that read no lists of the fleet
 
 
 class View:
-    """A replica whose state, readiness and faults the test sets; if `answer` is None, `state` never ends."""
+    """A replica whose state and faults the test sets; if `answer` is None, reading the state never ends."""
 
     def __init__(self, answer: dict[str, Any] | Exception | None = STATE) -> None:
         self.components = {"redis": "ok", "grpc": "ok"}
@@ -52,7 +52,7 @@ class View:
 
 
 class CountingMembership:
-    """Counts the calls of `heartbeat_now`."""
+    """A membership that counts the calls of its method `heartbeat_now`."""
 
     heartbeats = 0
 
@@ -80,7 +80,7 @@ def api(
     rate_limit: Callable[[float], RateLimit] = RateLimit,
     full: str = "",
 ) -> FastAPI:
-    """The API of a replica whose shared state is `store`."""
+    """The admin API of a replica whose shared state is in `store`."""
     settings = settings or Settings()
     membership = cast(Membership, CountingMembership())
     controls = FleetControls(cast(Store, store or ScriptedStore()), membership, settings)
@@ -99,7 +99,7 @@ def api(
 
 @asynccontextmanager
 async def asking(app: FastAPI) -> AsyncIterator[httpx.AsyncClient]:
-    """An HTTP client of `app`, which is served on the loopback."""
+    """An HTTP client of the application `app`, which is served on the loopback interface."""
     async with (
         serving(app, "127.0.0.1:0") as address,
         httpx.AsyncClient(base_url=f"http://{address}", verify=False, timeout=10) as client,

@@ -31,7 +31,8 @@ QUEUED = parse_verdict("queued 30000")
 
 
 class FickleStore(ScriptedStore):
-    """If `away`, admissions fail; if `silent`, they are never answered; if `deaf`, renewals fail."""
+    """A store with faults: `away` fails admissions, `silent` leaves admissions unanswered, `deaf` fails
+    renewals."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -94,8 +95,8 @@ def admission_over(
 
 
 class Bench:
-    """The admission of replica `a`, with peer `b`, after one answered heartbeat. If `away`, Redis admits
-    nothing. `options` go to `admission_over`; a resync waits up to `wait_s` for `b`."""
+    """The admission of replica `a`, whose peer is replica `b`, after one answered heartbeat. If the argument
+    `away` is true, Redis admits nothing. A resync waits up to `wait_s` seconds for replica `b`."""
 
     def __init__(
         self,
@@ -104,7 +105,7 @@ class Bench:
         away: bool = False,
         **options: Any,
     ) -> None:
-        self.now_s = 100.0  # the pause detector's clock
+        self.now_s = 100.0  # time of the pause detector's clock, in seconds
         self.store, self.metrics, self.cell = FickleStore(), Metrics(), SnapshotCell()
         self.store.away = away
         self.cell.publish(Snapshot("1", (Endpoint(E1), Endpoint(E2))))
@@ -124,7 +125,7 @@ class Bench:
         return await self.gate.admit(ask(request_id, **changes), stream_owned=stream_owned)
 
     def start(self, request_id: str = "r", **changes: Any) -> asyncio.Task[Placement]:
-        """`place` as a task, for a request that waits."""
+        """Start a task that calls `place`, for a request that will wait."""
         return asyncio.create_task(self.place(request_id, **changes))
 
     async def wait_here(self, request_id: str = "r", **changes: Any) -> asyncio.Task[Placement]:
@@ -141,13 +142,13 @@ class Bench:
         return task
 
     def counted(self, name: str, label: str) -> dict[str, float]:
-        """The samples above 0 of metric family `name`, by their value of `label`."""
+        """The samples above 0 of the metric family `name`, by the value of the label `label`."""
         found = {key[1:]: n for key, n in samples(self.metrics).items() if key[0] == name and n}
         return {dict(part.split("=") for part in labels)[label]: n for labels, n in found.items()}
 
     @property
     def waits(self) -> dict[str, float]:
-        """The number of ended waits, by their label `success`."""
+        """The number of ended waits in the queue, by the label `success`."""
         return self.counted("epp_queue_latency_seconds_count", "success")
 
     def stand_still(self) -> None:
@@ -159,8 +160,8 @@ class Bench:
         self.pokes += full
 
     def tell_peers(self, answered: Sequence[str] | None = None, **degraded: bool) -> None:
-        """Report the live replicas `a` and `b` to the gate, degraded as given. `answered` has the resyncs for
-        which each has published its ends; None: all."""
+        """Report to the gate which of the live replicas `a` and `b` are degraded. `answered` lists the
+        resyncs for which both replicas have published the ends of requests; None: all resyncs."""
         told = [f"a:{number}" for number in range(99)] if answered is None else answered
         about = {
             name: {"degraded": degraded.get(name, False), "grpc": name, "answered": told}
@@ -212,7 +213,7 @@ async def returned(bench: Bench) -> AsyncIterator[None]:
 
 @asynccontextmanager
 async def resyncing(bench: Bench) -> AsyncIterator[None]:
-    """Run the block in state RESYNCING: this replica has resynced, the other one has not."""
+    """Run the block in state RESYNCING: replica `a` has resynced, replica `b` has not."""
     bench.tell_peers(b=True)
     async with returned(bench):
         assert bench.gate.failover.state is FailoverState.RESYNCING

@@ -9,7 +9,7 @@ from typing import Any
 
 @asynccontextmanager
 async def running(*works: Coroutine[Any, Any, object]) -> AsyncIterator[None]:
-    """Run `works` as tasks until the block ends, then cancel them; AssertionError if one ended earlier."""
+    """Run the coroutines `works` as tasks until the block ends; AssertionError if a task ended earlier."""
     tasks = [asyncio.create_task(work) for work in works]
     try:
         yield

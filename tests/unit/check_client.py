@@ -1,4 +1,4 @@
-"""Envoy's side of mode `http` for tests: the check requests, and HTTP/1.1 connections to send them on."""
+"""Envoy's side of the mode `http` in tests: check requests, and HTTP/1.1 connections that carry checks."""
 
 import asyncio
 import contextlib

@@ -13,7 +13,7 @@ from picker_fleet.state.accounting_token import Keyring
 
 
 def fleet_with(*scorers: str, busy: bool = True, **scheduling: Any) -> KnownFleet:
-    """A replica's view of its fleet, configured with `scorers` of weight 1 and with `scheduling`."""
+    """A replica's view of the fleet, configured with `scorers` of weight 1 and the settings `scheduling`."""
     fleet = KnownFleet(parse({"scheduling": {"scorers": dict.fromkeys(scorers, 1), **scheduling}}))
     fleet.busy = busy
     return fleet
@@ -29,7 +29,8 @@ def chooser_of(
     routes: RouteStream | None = None,
     clock: Callable[[], float] = lambda: 0.0,
 ) -> EndpointChooser:
-    """A chooser over the endpoints in `cell`; by default without scorers. Its clock stands still."""
+    """A chooser over the endpoints in `cell`, by default without scorers. The chooser's clock stands
+    still."""
     fleet = fleet or fleet_with()
     fleet.in_flight = in_flight or {}
     readings = readings or MetricsCache(None, clock)

@@ -34,7 +34,8 @@ PLACEMENT = Placement(endpoints=("10.0.0.1:8000", "[fd00::2]:8000"), accounting_
 
 
 class ScriptedGate:
-    """Places every request at `placement`, or refuses with `error`; waits while `open` is not set."""
+    """A gate that places every request at `placement` or raises `error`; requests wait until `open` is
+    set."""
 
     def __init__(self, error: BaseException | None = None) -> None:
         self.error = error
@@ -45,16 +46,16 @@ class ScriptedGate:
         self.routed: list[tuple[str, ...] | None] = []
         self.wanted: list[tuple[str, str]] = []  # origin and session of each routed request
         self.cancelled: list[str] = []
-        self.ages_s: list[float] = []  # the age of each admitted request
+        self.ages_s: list[float] = []  # age in seconds of each admitted request
         self.confirmed: list[tuple[str, float]] = []
-        self.keeping = True  # the answer of `confirm`: the lease is still valid
+        self.keeping = True  # answer of the method `confirm`: whether the lease is valid
         self.placement = PLACEMENT
         self.withdrawn: list[str] = []
         self.settled: list[Completion] = []
         self.renewed: list[Alive] = []
         self.suspected: list[str] = []
         self.faults: list[Fault] = []
-        self.reported: list[Completion | Alive] = []  # calls of `settle` and `renew`, in order
+        self.reported: list[Completion | Alive] = []  # calls of the methods `settle` and `renew`, in order
 
     async def admit(self, request: InferenceRequest, *, stream_owned: bool, age_s: float = 0.0) -> Placement:
         self.admitted.append((request, stream_owned))
@@ -107,7 +108,8 @@ class ScriptedGate:
 
 
 class KnownOrigins:
-    """Stands for Origins: `known` maps ids to the endpoint with their state; `noted` has calls of `note`."""
+    """Stands for Origins: `known` maps ids of stored state to endpoints; `noted` records the calls of
+    `note`."""
 
     def __init__(self) -> None:
         self.known: dict[str, str] = {}
@@ -124,7 +126,7 @@ class KnownOrigins:
 
 
 class Counted:
-    """Stands for Metrics: records its calls."""
+    """Stands for the class Metrics and records each call."""
 
     def __init__(self) -> None:
         self.answers: list[tuple[str, str, str]] = []
@@ -154,7 +156,8 @@ def exchange_context(
     clock: Callable[[], float] | None = None,
     origins: KnownOrigins | None = None,
 ) -> ExchangeContext:
-    """A replica's context around `gate`: ids are `made-1`, `made-2`, …; its default clock adds 1 s a read."""
+    """The context of a replica: request ids are `made-1`, `made-2`, …; each read of the default clock adds 1
+    s."""
     settings = settings or parse({})
     ids, ticks = itertools.count(1), itertools.count()
     return ExchangeContext(
@@ -179,7 +182,7 @@ _Each = TypeVar("_Each")
 
 
 def of_one_pool(thing: _Each) -> ByPool[_Each]:
-    """Give `thing` to each pool that a proxy names, as in a replica of a single pool."""
+    """Return `thing` for each pool that a proxy names, as in a replica with a single pool."""
     return ByPool({"default": thing}, "default", thing)
 
 
@@ -191,9 +194,11 @@ def headers(
     metadata: Mapping[str, Mapping[str, Any]] | None = None,
     ask: tuple[str | bytes, str | bytes] | None = None,
 ) -> ProcessingRequest:
-    """The first message of an exchange. `mode`: a name in MODES, two body modes, or None: no protocol_config.
+    """The first message of an exchange. `mode` is a name in MODES or two body modes; with None, the message
+    has no `protocol_config`.
 
-    `ask`: method and path; by default GET /v1/models if the request ends here, else POST /v1/completions.
+    `ask` is method and path; default: GET /v1/models if the headers end the request, else POST
+    /v1/completions.
     """
     message = ProcessingRequest(request_headers={"end_of_stream": ended})
     pairs = fields.items() if isinstance(fields, Mapping) else fields
@@ -208,7 +213,7 @@ def headers(
 
 
 def mode_of(message: ProcessingRequest) -> str:
-    """The name of the mode that `message` asks for; '' if no mode has its body modes."""
+    """The name of the mode that `message` asks for; '' if no mode has the message's body modes."""
     if not message.HasField("protocol_config"):
         return "standard"
     modes = (message.protocol_config.request_body_mode, message.protocol_config.response_body_mode)
@@ -252,7 +257,7 @@ def describe(message: ProcessingRequest, metadata: Mapping[str, Mapping[str, Any
 
 
 async def converse(exchange: Exchange, *messages: ProcessingRequest) -> list[ProcessingResponse]:
-    """Feed `messages` as the service does; return all answers. AssertionError if the exchange ends early."""
+    """Feed `messages` to `exchange`; return all answers. AssertionError if the exchange ends too early."""
     said: list[ProcessingResponse] = []
     for message in messages:
         assert not exchange.done, "Envoy's messages after the end would not be read"
@@ -277,7 +282,7 @@ class Refusal(NamedTuple):
 
 
 def refusal(answers: Sequence[ProcessingResponse]) -> Refusal:
-    """The only answer, which must be an immediate response."""
+    """The refusal in `answers`, whose only message must be an immediate response."""
     assert parts(answers) == ["immediate_response"]
     immediate = answers[0].immediate_response
     error = json.loads(immediate.body)["error"]
@@ -285,7 +290,7 @@ def refusal(answers: Sequence[ProcessingResponse]) -> Refusal:
 
 
 class Talk:
-    """An exchange over a scripted gate, with its context; `settings` is a configuration."""
+    """An exchange over a scripted gate, in the context of a replica with the configuration `settings`."""
 
     def __init__(
         self,
@@ -307,13 +312,14 @@ class Talk:
         return await converse(self.exchange, *messages)
 
     async def refused(self, *messages: ProcessingRequest) -> Refusal:
-        """The refusal that answers the last of `messages`; the others get no answer."""
+        """The refusal that answers the last of `messages`; earlier messages get no answer."""
         answer = refusal(await self.say(*messages))
         assert self.exchange.done
         return answer
 
     async def leave(self, *messages: ProcessingRequest, once: asyncio.Event) -> None:
-        """Send `messages`; when `once` is set, cancel their handling and end the stream."""
+        """Send `messages`; when the event `once` is set, cancel the handling of messages and end the
+        stream."""
         async with running(self.say(*messages)):
             await once.wait()
         self.close()
@@ -323,31 +329,32 @@ class Talk:
             self.here.clock()
 
     def close(self) -> None:
-        """End the stream; a second end changes nothing."""
+        """End the stream; ending the stream again changes nothing."""
         self.exchange.close()
         self.exchange.close()
 
 
 def parts(answers: Sequence[ProcessingResponse]) -> list[str]:
-    """The kinds of `answers`, in order."""
+    """The kind of each message in `answers`, in order."""
     return [answer.WhichOneof("response") or "" for answer in answers]
 
 
 def set_headers(mutation: Any) -> dict[str, str]:
-    """The headers that a HeaderMutation sets; each of them must overwrite."""
+    """The headers that a HeaderMutation sets; each must overwrite an existing header."""
     options = list(mutation.set_headers)
     assert all(option.append_action == option.OVERWRITE_IF_EXISTS_OR_ADD for option in options)
     return {option.header.key: option.header.raw_value.decode() for option in options}
 
 
 def echoed(answers: Sequence[ProcessingResponse], part: str = "request_body") -> list[Any]:
-    """The StreamedBodyResponses of one direction among `answers`: `request_body` or `response_body`."""
+    """The StreamedBodyResponses in `answers` for one direction, `request_body` or `response_body`."""
     of_part = [getattr(answer, part).response for answer in answers if answer.WhichOneof("response") == part]
     return [each.body_mutation.streamed_response for each in of_part]
 
 
 def given_back(answers: Sequence[ProcessingResponse]) -> list[tuple[bytes, bool]]:
-    """The request body that Envoy forwards, as (bytes, is last): with the answer to headers, or in chunks."""
+    """The request body that Envoy forwards, as pairs (bytes, is last): a single pair, or one for each
+    chunk."""
     with_headers = [answer.request_headers.response for answer in answers]
     replaced = [each for each in with_headers if each.status == each.CONTINUE_AND_REPLACE]
     whole = [(each.body_mutation.body, True) for each in replaced]
@@ -355,7 +362,7 @@ def given_back(answers: Sequence[ProcessingResponse]) -> list[tuple[bytes, bool]
 
 
 def whole(answers: Sequence[ProcessingResponse]) -> bytes:
-    """The request body that Envoy forwards; only its last part may end the body."""
+    """The request body that Envoy forwards; only the last chunk may end the body."""
     given_parts = given_back(answers)
     assert [ended for _, ended in given_parts] == [False] * (len(given_parts) - 1) + [True]
     return b"".join(part for part, _ in given_parts)

@@ -1,4 +1,4 @@
-"""Simulated queues that each break one rule and log as if they kept it: input of auditor and load reports."""
+"""Simulated queues that each break one rule but write a decision log as if every rule were kept."""
 
 from queue_simulator import QueueSimulator, Request
 
@@ -26,7 +26,7 @@ class FillsPastTheLowerBound(QueueSimulator):
 
 
 class TakesWhilePaused(QueueSimulator):
-    """The simulator ignores the setting `paused`."""
+    """A queue that dispatches requests even while the setting `paused` is on."""
 
 
 class ForgetsFlowLimits(QueueSimulator):
@@ -44,7 +44,7 @@ class ForgetsEndpointLimits(QueueSimulator):
 
 
 class ChoosesByKey(QueueSimulator):
-    """Serves the flow of the least `key`, without the guard."""
+    """A queue that serves the flow with the least `key` first and has no starvation guard."""
 
     def key(self, name: str, tag: float) -> tuple[float, ...]:
         raise NotImplementedError
@@ -116,7 +116,8 @@ class NeverGuards(QueueSimulator):
 
 
 class LosesGuardCredit(QueueSimulator):
-    """Cuts the guard's credit to 1 after each grant, so that the guard gets less than its share of 0.4."""
+    """A queue that cuts the starvation guard's credit to 1 after each grant: the guard gets less than its
+    share."""
 
     def __init__(self) -> None:
         super().__init__(guard_share=0.4)

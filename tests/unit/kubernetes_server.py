@@ -1,7 +1,7 @@
 """A small HTTP server with the Kubernetes API's list and watch, for tests of the Kubernetes source.
 
-The server keeps objects by collection, and a history of changes. `expire` forgets the history; `stop` and
-`start` simulate an outage. `calls` records all calls, in order.
+The server keeps objects by collection, and a history of changes. The method `expire` forgets the history of
+changes; `stop` and `start` simulate an outage. The list `calls` records all HTTP calls, in order.
 """
 
 import asyncio
@@ -40,7 +40,7 @@ def pool(*ports: int, app: str = "llm") -> dict[str, Any]:
 
 
 class ApiServer:
-    """Serves on a free port of the loopback while used as a context."""
+    """A server that listens on a free loopback port while its context is open."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, str, dict[str, str]]] = []
@@ -100,11 +100,11 @@ class ApiServer:
         self._change("DELETED", path, self._objects[path, name])
 
     def bookmark(self, path: str) -> None:
-        """Send watchers a new version without a change of an object."""
+        """Send watches a bookmark: a new resource version without a changed object."""
         self._change("BOOKMARK", path, {"metadata": {"name": ""}})
 
     async def expire(self) -> None:
-        """Forget the history, and end all watches."""
+        """Forget the history of changes, and end all watches."""
         self._oldest = self._version
         self._history.clear()
         await self.cut()

@@ -1,4 +1,4 @@
-"""Results of load runs for tests of `picker_tools.load`: a run that keeps all promises, with changes."""
+"""Results of load runs for tests of `picker_tools.load`: variants of a run that keeps all promises."""
 
 from dataclasses import replace
 from typing import Any
@@ -14,7 +14,7 @@ PER_SOURCE = 40
 
 
 def answer(source: str, number: int = 0, **fields: Any) -> Answer:
-    """The answer to a served streaming request; `fields` replace its values."""
+    """The answer to a served streaming request; `fields` replace values of the answer."""
     good = Answer(
         Request("p", 16, streamed=True), source=source, number=number,
         due_s=0.5 * number, sent_s=0.5 * number, head_s=0.1,
@@ -30,7 +30,7 @@ def refusal(source: str, number: int = 0, **fields: Any) -> Answer:
 
 
 def sample(at_s: float, **fields: Any) -> Sample:
-    """A fleet of three replicas with a stock of 8 of 8.8 and an empty queue."""
+    """A sample of a fleet of three replicas: an empty queue, and a stock of 8 with the upper bound 8.8."""
     good = Sample(
         at_s=at_s, stock=8, lower=7.2, upper=8.8, queued={"Critical": 0, "Default": 0, "Sheddable": 0},
         in_flight={"127.0.0.1:9000": 8}, leases=8, replicas=3, degraded=False,
@@ -43,7 +43,8 @@ def rest(at_s: float) -> Sample:
 
 
 def run(scenario: str | Scenario = "steady", **fields: Any) -> RunResult:
-    """A run of 20 s that keeps all promises; `fields` replace its values. By default all are served."""
+    """A run of 20 s that keeps all promises and serves all requests; `fields` replace values of the
+    result."""
     found = SCENARIOS[scenario] if isinstance(scenario, str) else scenario
     answers = tuple(answer(source.name, number) for source in found.sources for number in range(PER_SOURCE))
     good = RunResult(

@@ -23,12 +23,13 @@ def ask(request_id: str = "r", **changes: Any) -> InferenceRequest:
 
 
 def rules(live: int = 1, **queue: Any) -> Rules:
-    """The rules of one of `live` replicas, configured with `queue` as `fair_request_queue`."""
+    """The queue rules of one of `live` replicas, whose section `fair_request_queue` has the settings
+    `queue`."""
     return rules_of(EffectiveConfig(parse({"fair_request_queue": queue}), {}), live)
 
 
 def start(gate: LocalGate, name: str, since_s: float = 0.0, **changes: Any) -> asyncio.Task[bool]:
-    """Ask `gate` to admit a request of cost 1 that arrived `since_s` ago."""
+    """Ask `gate` to admit a request of cost 1 that arrived `since_s` seconds ago."""
     wait = Wait(asyncio.get_running_loop().time() - since_s)
     return asyncio.create_task(gate.admit(ask(name, **changes), 1.0, wait))
 

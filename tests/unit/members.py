@@ -14,7 +14,7 @@ from picker_fleet.telemetry.metrics import Metrics
 
 
 def stays_shared() -> Mock:
-    """A failover that never leaves Redis."""
+    """A mock of Failover that always stays in the state SHARED."""
     fields = {"heartbeat_fields.return_value": {"degraded": False}}
     return Mock(spec=Failover, **{"status.return_value": None, **fields})
 

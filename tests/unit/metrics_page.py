@@ -7,7 +7,7 @@ from picker_fleet.telemetry.metrics import Metrics
 
 
 def page_of(metrics: Metrics) -> bytes:
-    """The metrics page of `metrics`."""
+    """The metrics page that the object `metrics` renders."""
     return b"".join(MetricsText([metrics]).pieces())
 
 

@@ -1,4 +1,4 @@
-"""A model server's metrics page for tests: records its requests, and misbehaves on demand."""
+"""A model server's metrics page for tests; the server records requests and misbehaves on demand."""
 
 import asyncio
 import contextlib
@@ -19,12 +19,13 @@ def answered(body: bytes, *extra: str, status: str = "200 OK") -> bytes:
 
 
 class PageServer:
-    """Answers every request with `answer`, or calls `act` instead if it is set."""
+    """A server that answers every request with the bytes `answer`, or calls the function `act` if `act` is
+    set."""
 
     def __init__(self) -> None:
         self.address = ""
         self.answer = answered(PAGE)
-        self.health: bytes | None = None  # the answer at /health, if it differs from `answer`
+        self.health: bytes | None = None  # the answer at the path /health, if not `answer`
         self.act: Callable[[asyncio.StreamWriter], Awaitable[None]] | None = None
         self.requests: list[str] = []
         self.connections = 0
@@ -33,11 +34,11 @@ class PageServer:
         self._server: asyncio.Server | None = None
 
     async def hang(self, _: asyncio.StreamWriter) -> None:
-        """An `act` that answers nothing until `release`."""
+        """A function for `act` that sends nothing until `release` is called."""
         await self._released.wait()
 
     def cut(self, part: bytes) -> Callable[[asyncio.StreamWriter], Awaitable[None]]:
-        """An `act` that sends `part` and ends the connection."""
+        """A function for `act` that sends the bytes `part` and ends the connection."""
 
         async def act(writer: asyncio.StreamWriter) -> None:
             writer.write(part)
@@ -58,7 +59,7 @@ class PageServer:
         self.address = f"[{host}]:{bound}" if ":" in host else f"{host}:{bound}"
 
     def stop(self) -> None:
-        """Take no new connection."""
+        """Accept no new connections."""
         assert self._server is not None
         self._server.close()
 

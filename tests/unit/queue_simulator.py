@@ -1,6 +1,6 @@
-"""A simulated shared queue that writes a decision log. It puts a stock, endpoints and limits before the local
-fair queue, which tests/model proves equal to the queue of the scripts. Each rule is one method, so that each
-class in `faulty_queues` breaks one rule only.
+"""A simulated shared queue that writes a decision log. The simulator adds stock, endpoints and limits to the
+local fair queue, which tests/model compares with the queue of the Lua scripts. Each rule is one method, so
+that each class in `faulty_queues` breaks one rule only.
 """
 
 import itertools
@@ -53,7 +53,8 @@ NOBODY = Request("", band=0, cost=0, owner="")
 def raw_entry(
     event: str, r: Request, numbers: Mapping[str, float], fields: Mapping[str, str]
 ) -> dict[str, str]:
-    """An entry of the decision log. `numbers`: the pool's after the event; `fields`: tag, by and note."""
+    """An entry of the decision log. `numbers` are the pool's numbers after the event; `fields` may have the
+    keys tag, by and note."""
     own = ("band", "priority", "cost", "weight", "arrived", "deadline_ms", "limit")
     numbers = {**numbers, **{name: getattr(r, name) for name in own}}
     return {
@@ -68,7 +69,8 @@ def raw_entry(
 
 
 class QueueSimulator:
-    """`log` has the entries as the Redis stream holds them. Only `advance_ms` moves the clock."""
+    """The list `log` has the entries as the Redis stream holds them. Only the method `advance_ms` moves the
+    clock."""
 
     fair_queue: type[FairQueue[Request]] = FairQueue
 
@@ -126,7 +128,7 @@ class QueueSimulator:
             change, band = (actual - r.cost) * share / r.cost, self.queue.bands[r.priority]
             if r.flow_queue in band.queues:
                 self.queue.charge(band, r.flow_queue, change)
-            else:  # a forgotten finish tag was at most v
+            else:  # a flow's forgotten finish tag was at most the virtual time v
                 charged = band.finish.get(r.flow_queue, min(r.tag + share, band.v))
                 band.finish[r.flow_queue] = charged + change
             self.write("corrected", r, tag=self.tag_of(band, r.flow_queue), note=f"{change:.17g}")
@@ -203,13 +205,13 @@ class QueueSimulator:
         return bool(free)
 
     def next_turn(self) -> tuple[Request, bool] | None:
-        """The request to serve next, and whether the guard chose it."""
+        """The request to serve next, and whether the starvation guard chose that request."""
         return self.queue.next_turn()
 
     def is_late(self, r: Request) -> bool:
         return r.deadline_ms * 1000 <= self.now_us
 
-    # Transitions that apply the rules.
+    # State transitions of requests, which apply the rules.
 
     def tag_of(self, band: BandQueue[Request], name: str) -> float:
         return band.queues[name].tag if name in band.queues else band.finish[name]

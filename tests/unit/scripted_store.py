@@ -26,38 +26,38 @@ POOL = PoolState(
 
 
 class ScriptedStore:
-    """`admitting` and `placing` hold the next verdicts, in order; the last one repeats.
+    """The lists `admitting` and `placing` hold the next verdicts, in order; the last verdict repeats.
 
-    The store keeps live changes as the scripts do: `epoch` is '0' until the first publication, and
-    `lose()` forgets everything.
+    The store keeps live changes as the Lua scripts do. The value of `epoch` is '0' until the first
+    publication.
     """
 
     def __init__(self) -> None:
         self.connection_epoch = 1
         self.admitting: list[AnyVerdict] = []
         self.placing: list[AnyVerdict] = []
-        self.placed = asyncio.Event()  # set by each call of `place`
-        self.placement = asyncio.Event()  # while cleared, calls of `place` wait
+        self.placed = asyncio.Event()  # each call of the method `place` sets this event
+        self.placement = asyncio.Event()  # while this event is cleared, calls of `place` wait
         self.placement.set()
         self.admitted: list[tuple[InferenceRequest, int]] = []
         self.settled: list[tuple[str, float | None, int | None]] = []
         self.cancelled: list[tuple[str, str]] = []
         self.tombstones: list[str] = []
-        self.answering = True  # calls of `settle` get an answer
+        self.answering = True  # whether calls of the method `settle` get an answer
         self.renewing = "renewed"
         self.alive: list[tuple[str, str]] = []  # request id and accounting token of each renewal
         self.evicting = "evicted"
         self.marks: list[tuple[str, str, bool]] = []
         self.epoch, self.version = "0", ""
         self.heartbeats: list[str] = []  # each heartbeat's replica info
-        self.was_known = True  # whether the next heartbeat's reply says so
+        self.was_known = True  # whether the next heartbeat's reply says that the replica was known
         self.published: list[dict[str, object]] = []
         self.pool = POOL
         self.overrides: dict[str, Any] = {}
         self.changes: dict[str, Any] = {}
         self.tunings = 0
-        self.noted: list[str] = []  # operators' changes, newest first
-        self.meanwhile: tuple[dict[str, Any], dict[str, Any]] | None = None  # a peer's concurrent change
+        self.noted: list[str] = []  # records of operators' changes, newest first
+        self.meanwhile: tuple[dict[str, Any], dict[str, Any]] | None = None  # a peer's simultaneous change
 
     def admit(
         self, request: InferenceRequest, attempt: int, candidates: str, age_s: float = 0.0
@@ -161,12 +161,12 @@ class ScriptedStore:
         return SweepReply(False, 0, 0, False)
 
     def lose(self) -> None:
-        """Forget everything, as after FLUSHALL."""
+        """Forget everything, as Redis does after FLUSHALL."""
         self.epoch, self.version, self.overrides, self.changes = "0", "", {}, {}
 
 
 def answered(outcome: Any) -> asyncio.Future[Any]:
-    """A future that is done: with the result `outcome`, or with that exception."""
+    """A completed future with the result `outcome`, or with the exception `outcome`."""
     answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
     if isinstance(outcome, Exception):
         answer.set_exception(outcome)
@@ -176,7 +176,8 @@ def answered(outcome: Any) -> asyncio.Future[Any]:
 
 
 def answers(work: Coroutine[Any, Any, Any]) -> asyncio.Future[Any]:
-    """A future of the result of `work`, like the store's: unlike a task, others can complete it."""
+    """A future of the result of `work`, like the store's futures: unlike a task, a caller can complete the
+    future."""
     answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
 
     def done(task: asyncio.Task[Any]) -> None:

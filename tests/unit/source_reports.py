@@ -1,4 +1,4 @@
-"""Watches an endpoint source for tests, and receives its log."""
+"""Watches an endpoint source in tests, and collects the source's log lines."""
 
 import asyncio
 import logging
@@ -13,13 +13,13 @@ from picker_fleet.endpoints.discovery import Source
 
 @asynccontextmanager
 async def watching(source: Source, report: Callable[[tuple[Endpoint, ...]], None]) -> AsyncIterator[None]:
-    """Let `source` pass each of its lists to `report` until the block ends."""
+    """Let `source` pass each endpoint list to the function `report` until the block ends."""
     async with running(source.watch(report)):
         yield
 
 
 class Lines(logging.Handler):
-    """A log handler; `saying` waits for a line that contains `text`."""
+    """A log handler; its method `saying` waits for a log line that contains `text`."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The access log over real gRPC: the report of each entry to the gate, in order."""
+"""Envoy's access log over real gRPC: each log entry is reported to the gate, in order."""
 
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
@@ -34,14 +34,14 @@ def signed(request_id: str) -> str:
 
 
 def bare(kind: str = "DownstreamEnd", request_id: str = "req-1", status: int = 200, flag: str = "") -> Entry:
-    """Envoy's entry for a request that was not placed; `flag` is one of Envoy's response flags."""
+    """Envoy's access-log entry for a request that was not placed; `flag` is an Envoy response flag."""
     common = {"access_log_type": kind, "response_flags": {flag: True} if flag else None}
     response = {"response_code": {"value": status}}
     return Entry(request={"request_id": request_id}, response=response, common_properties=common)
 
 
 def entry(*details: Any, **more: Any) -> Entry:
-    """Envoy's entry for a placed request: as `bare`, with the accounting token."""
+    """Envoy's access-log entry for a placed request: an entry made by `bare`, with an accounting token."""
     message = bare(*details, **more)
     describe(message, {"picker": {"token": signed(message.request.request_id)}})
     return message
@@ -66,7 +66,7 @@ def full() -> Entry:
     return message
 
 
-def test_the_serving_endpoint_is_read_from_the_configured_namespace() -> None:
+def test_the_serving_endpoint_is_read_from_the_configured_metadata_namespace() -> None:
     message = full()
     describe(message, {"gateway.lb": {SERVED_KEY: "10.0.0.3:80"}})
     assert accesslog.read(message).served == "10.0.0.1:8000"
@@ -105,7 +105,7 @@ async def ended(message: Entry) -> Completion:
 
 
 def taken(*entries: Entry) -> tuple[ScriptedGate, str]:
-    """Take `entries`; return the gate, which records its calls, and the metrics page."""
+    """Account for `entries`; return the gate, which records calls, and the text of the metrics page."""
     gate, metrics = ScriptedGate(), Metrics()
     accesslog.take(entries, [Account(gate, metrics, KEYS, KnownOrigins())])
     return gate, page_of(metrics).decode()
@@ -125,7 +125,7 @@ async def test_a_periodic_entry_renews_the_lease_with_its_accounting_token() -> 
     message = full()
     message.common_properties.access_log_type = accesslog_pb2.DownstreamPeriodic
     assert await reported(batch(message)) == [Alive("from-picker", "10.0.0.1:8000", signed("from-picker"))]
-    # Without an entry type, the flag for intermediate entries decides.
+    # If an entry has no type, a flag says whether the entry is intermediate.
     alive = entry("NotSet")
     alive.common_properties.intermediate_log_entry = True
     items = await reported(batch(alive, entry("NotSet")))
@@ -134,7 +134,7 @@ async def test_a_periodic_entry_renews_the_lease_with_its_accounting_token() -> 
 
 @pytest.mark.parametrize("kind", ["UpstreamEnd", "UpstreamPeriodic", "DownstreamStart", "TcpConnectionEnd"])
 async def test_other_types_of_entry_and_periodic_entries_of_queued_requests_are_ignored(kind: str) -> None:
-    # Otherwise each queued request would cost Redis one call in each access-log interval.
+    # If these entries counted, each queued request would cost Redis a call in each access-log interval.
     assert await reported(batch(entry(kind), bare("DownstreamPeriodic"))) == []
 
 
@@ -151,7 +151,9 @@ OUTCOMES = [
 
 
 @pytest.mark.parametrize(("flag", "status", "outcome"), OUTCOMES)
-async def test_flags_and_status_decide_the_outcome(flag: str, status: int, outcome: Outcome) -> None:
+async def test_response_flags_and_status_decide_the_outcome_of_a_request(
+    flag: str, status: int, outcome: Outcome
+) -> None:
     completion = await ended(entry(status=status, flag=flag))
     assert (completion.outcome, completion.status) == (outcome, status)
 
@@ -257,7 +259,7 @@ def test_a_failed_attempt_is_reported_as_a_fault_of_its_endpoint(
     message = entry(flag="" if more.isdigit() else more)
     common = message.common_properties
     common.access_log_type = accesslog_pb2.UpstreamEnd
-    common.metadata.filter_metadata.clear()  # Envoy sends no metadata with this type of entry
+    common.metadata.filter_metadata.clear()  # Envoy sends no metadata with entries of type UpstreamEnd
     common.upstream_remote_address.socket_address.address = "10.0.0.1"
     common.upstream_remote_address.socket_address.port_value = 8000
     message.request.request_id = "from-envoy"
@@ -270,7 +272,9 @@ def test_a_failed_attempt_is_reported_as_a_fault_of_its_endpoint(
 @pytest.mark.parametrize(
     ("prompt", "completion"), [(float("nan"), -5), ("many", None), (1e300, float("inf"))]
 )
-async def test_invalid_values_count_as_unknown(prompt: object, completion: object) -> None:
+async def test_invalid_values_in_an_access_log_entry_count_as_unknown(
+    prompt: object, completion: object
+) -> None:
     message = entry()
     describe(message, {"picker.usage": {"prompt_tokens": prompt, "completion_tokens": completion}})
     message.common_properties.time_to_last_downstream_tx_byte.seconds = -3
@@ -294,7 +298,7 @@ USAGES: dict[str, tuple[dict[str, float], tuple[int | None, int | None]]] = {
 
 
 @cases("usage, expected", USAGES)
-def test_usage_counts_from_envoy_are_added_up(
+def test_token_counts_that_envoy_reports_are_added_up(
     usage: dict[str, float], expected: tuple[int | None, int | None]
 ) -> None:
     message = entry()
@@ -333,7 +337,7 @@ def test_accounting_tokens_stay_valid_over_key_rotations() -> None:
     keys.take(f"{'0b' * 16} {'0a' * 16}")
     announced = accounting_token.signed(FIELDS, "r", keys)
     keys.take(f"{'0c' * 16} {'0b' * 16} {'0a' * 16}")
-    # A new key signs only after a whole period in which every replica learned it.
+    # A new key signs only after a whole key period, in which every replica learned the new key.
     assert announced == first
     assert accounting_token.signed(FIELDS, "r", keys) != first
     newcomer.take(keys.offer().split(" ", 1)[1])
@@ -353,7 +357,7 @@ async def test_malformed_messages_between_entries_lose_no_entry() -> None:
     assert [item.id for item in items] == ["first", "last"]
 
 
-async def test_entries_are_counted_by_kind() -> None:
+async def test_access_log_entries_are_counted_by_kind() -> None:
     _, page = taken(entry(), entry("DownstreamPeriodic"), entry("UpstreamEnd"))
     for kind in ("ended", "alive", "ignored"):
         assert f'epp_access_log_entries_total{{kind="{kind}"}} 1.0' in page
@@ -395,5 +399,5 @@ def test_ids_of_stored_state_are_noted_with_their_endpoint_if_the_fleet_signed_t
     entries[0].response.response_code.value = 404
     accesslog.take(entries[:1], [Account(ScriptedGate(), Metrics(), KEYS, origins)])  # type: ignore[arg-type]
     assert origins.noted[3:] == [((), "10.0.0.1:8000")]
-    # The gate gets no report of the end of a read.
+    # A read of stored state is not admitted, so the gate gets no report of the end of the read.
     assert [each.id for each in gate.reported] == ["r-1", "r-2", "r-3"]

@@ -70,7 +70,7 @@ BAD = {
 
 
 @pytest.mark.parametrize(("url", "fault"), [(url, fault) for fault, urls in BAD.items() for url in urls])
-def test_a_bad_url_is_refused_with_its_fault_and_without_its_password(url: str, fault: str) -> None:
+def test_the_refusal_of_a_bad_url_names_the_fault_but_no_password(url: str, fault: str) -> None:
     with pytest.raises(ValueError, match=r"^(?!.*hunter2)") as caught:
         Address.parse(url.replace("://", "://user:hunter2@", 1) if "//" in url else url)
     assert fault in str(caught.value)

@@ -24,7 +24,7 @@ HEALTH = {
 
 
 @cases("ready, redis, full, health, readiness", HEALTH)
-async def test_health_and_readiness_name_the_components_of_a_replica_that_is(
+async def test_health_and_readiness_answers_name_the_components_of_a_replica(
     ready: bool, redis: str, full: str, health: tuple[int, str], readiness: tuple[int, str]
 ) -> None:
     view = View()
@@ -63,7 +63,7 @@ UNTOLD = [
 
 
 @pytest.mark.parametrize(("answer", "status", "code", "says"), UNTOLD)
-async def test_an_unreadable_state_is_a_problem_document_without_secrets(
+async def test_an_unreadable_state_is_answered_by_a_problem_document_without_secrets(
     answer: dict[str, Any] | Exception | None, status: int, code: str, says: str
 ) -> None:
     async with asking(api(View(answer), deadlines=Deadlines(read_s=0.05))) as http:
@@ -73,7 +73,7 @@ async def test_an_unreadable_state_is_a_problem_document_without_secrets(
     assert "secret" not in document["detail"]
 
 
-async def test_unknown_paths_and_methods_are_problem_documents() -> None:
+async def test_unknown_paths_and_methods_are_answered_by_problem_documents() -> None:
     async with asking(api()) as http:
         assert problem(await http.get("/api/v1/nonsense"), 404)["instance"] == "/api/v1/nonsense"
         response = await http.post("/api/v1/state")
@@ -81,7 +81,7 @@ async def test_unknown_paths_and_methods_are_problem_documents() -> None:
     assert response.headers["allow"] == "GET"
 
 
-async def test_an_address_that_cannot_be_bound_is_named() -> None:
+async def test_the_error_names_an_address_that_cannot_be_bound() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         for listen in (f"127.0.0.1:{taken.getsockname()[1]}", "203.0.113.1:0"):
             with pytest.raises(StartupError, match=f"cannot listen on {re.escape(listen)}"):

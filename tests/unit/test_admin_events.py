@@ -1,4 +1,5 @@
-"""The event stream: one read for all listeners, only while there is one; a slow listener delays no other."""
+"""The admin API's event stream: one read of the state serves all listeners; a slow listener delays no
+other."""
 
 import asyncio
 import json
@@ -34,7 +35,7 @@ class Numbered(BaseModel):
 
 
 class CountingSource:
-    """Counts its reads; each returns its number, or raises `fault` if set."""
+    """A source of the state that counts reads; each read returns its number, or raises `fault` if set."""
 
     reads, name = 0, "a\nb"
     fault: Exception | None = None
@@ -75,7 +76,7 @@ async def first(stream: AsyncIterator[bytes], count: int) -> list[bytes]:
 
 async def test_the_state_is_read_only_while_somebody_listens(source: CountingSource) -> None:
     async def reads() -> int:
-        """The number of reads after a while."""
+        """The number of reads of the state after fifty steps of the event loop."""
         for _ in range(50):
             await asyncio.sleep(0)
         return source.reads
@@ -105,33 +106,35 @@ async def test_a_listener_that_does_not_read_is_dropped_and_others_continue(even
     assert not quick.dropped.is_set()
 
 
-async def test_an_unreachable_state_is_sent_as_an_event(events: Events, source: CountingSource) -> None:
+async def test_listeners_get_an_event_if_the_shared_state_is_unreachable(
+    events: Events, source: CountingSource
+) -> None:
     source.fault = StateUnavailable("Redis cannot be reached: refused")
     _, event = await first(joined(events).stream(), 2)
     assert event.startswith(b"event: unavailable\n")
     assert b"refused" in event
 
 
-async def test_a_comment_keeps_a_silent_connection_open() -> None:
+async def test_an_sse_comment_keeps_a_silent_connection_open() -> None:
     sent = await first(Listener(ping_s=0.01).stream(), 3)
     assert sent == [b"retry: 1000\n\n", b": ping\n\n", b": ping\n\n"]
 
 
-async def test_when_the_replica_stops_streams_end_and_none_starts(source: CountingSource) -> None:
-    events = Events(source, interval_s=3600.0)  # the test sees one read
+async def test_event_streams_end_and_none_starts_when_the_replica_stops(source: CountingSource) -> None:
+    events = Events(source, interval_s=3600.0)  # so long that the test sees a single read
     listener = joined(events)
     async with asking(api(events=events)) as http, http.stream("GET", "/api/v1/events") as response:
         lines = response.aiter_lines()
         await anext(lines)
         async with running(events.run()):
             await until(lambda: source.reads == 1)
-        async with asyncio.timeout(30):  # the server stops by itself
+        async with asyncio.timeout(30):  # the server must end the stream by itself
             assert [line async for line in lines][-1] == ""
             assert len([each async for each in listener.stream()]) == 2
         assert events.join() is None
 
 
-async def test_one_listener_too_many_is_refused_until_a_client_disconnects(events: Events) -> None:
+async def test_a_listener_above_the_limit_is_refused_until_another_client_disconnects(events: Events) -> None:
     async with asking(api(events=events)) as http:
         listeners = [joined(events, "127.0.0.1") for _ in range(MAX_AT_ADDRESS - 1)]
         async with http.stream("GET", "/api/v1/events") as response:
@@ -144,7 +147,9 @@ async def test_one_listener_too_many_is_refused_until_a_client_disconnects(event
         await until(lambda: events.listening == len(listeners))
 
 
-def test_an_address_gets_a_stream_though_others_take_all_streams(source: CountingSource) -> None:
+def test_a_client_address_gets_a_stream_though_other_addresses_take_all_streams(
+    source: CountingSource,
+) -> None:
     events = Events(source)
     greedy = [joined(events, "10.0.0.1") for _ in range(MAX_AT_ADDRESS)]
     assert events.join("10.0.0.1") is None
@@ -156,7 +161,7 @@ def test_an_address_gets_a_stream_though_others_take_all_streams(source: Countin
 
 
 async def test_a_client_that_never_reads_is_dropped(events: Events, source: CountingSource) -> None:
-    source.name = "x" * 4_000_000  # more than a connection buffers
+    source.name = "x" * 4_000_000  # more bytes than a connection buffers
     async with serving(api(events=events), "127.0.0.1:0") as address:
         _, writer = await asyncio.open_connection(*address.split(":"), limit=1024)
         writer.write(b"GET /api/v1/events HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n")
@@ -166,7 +171,7 @@ async def test_a_client_that_never_reads_is_dropped(events: Events, source: Coun
 
 
 class LoggedDecisions:
-    """A shared state that has a decision log only, of `logged` entries."""
+    """A shared state that has only a decision log of `logged` entries."""
 
     logged = 0
 
@@ -193,7 +198,7 @@ def counted(events: list[Event]) -> tuple[int, int]:
     return len(decisions.entries), decisions.skipped
 
 
-async def test_each_decision_is_sent_once_and_the_recent_ones_to_a_new_listener() -> None:
+async def test_each_decision_is_sent_once_and_a_new_listener_gets_recent_decisions() -> None:
     shared, clock = LoggedDecisions(), Clock()
     reader = shared.reader(clock)
     assert reader.recent() == []

@@ -31,7 +31,7 @@ STRICT = ConnectionLimits(connections=40, request_s=0.05, stalled_s=0.05, pipeli
 
 
 class Port:
-    """A served API, and raw connections to it, which `opened` ends."""
+    """A running admin API with raw connections, which the exit stack `opened` closes."""
 
     def __init__(self, address: str, opened: contextlib.ExitStack) -> None:
         self._address, self._opened = address.split(":"), opened
@@ -39,7 +39,7 @@ class Port:
     async def connect(self, data: bytes = b"") -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         """Open a connection and send `data`."""
         reader, writer = await asyncio.open_connection(*self._address, limit=1024)
-        self._opened.callback(lambda: writer.transport.abort())  # keeps the writer alive
+        self._opened.callback(lambda: writer.transport.abort())  # this reference keeps the writer alive
         writer.write(data)
         return reader, writer
 
@@ -84,12 +84,12 @@ HALF_SENT = {
 
 
 @pytest.mark.parametrize("data", HALF_SENT.values(), ids=HALF_SENT)
-async def test_an_incomplete_request_ends_the_connection(data: bytes) -> None:
+async def test_a_connection_with_an_incomplete_request_is_closed(data: bytes) -> None:
     async with port() as here:
         await here.answer(data)
 
 
-async def test_a_request_that_arrives_byte_by_byte_ends_the_connection() -> None:
+async def test_a_connection_whose_request_arrives_byte_by_byte_is_closed() -> None:
     async with port() as here:
         reader, writer = await here.connect(b"GET /healthz HTTP/1.1\r\nx: ")
         ended = asyncio.create_task(read_to_end(reader))
@@ -104,7 +104,7 @@ async def test_a_client_that_does_not_read_its_answers_is_disconnected() -> None
     for number in range(1000):
         metrics.answered("lean", f"model-{number:0100d}", "ok", 0.01)
         metrics.waited(f"model-{number:0100d}", 0.01, success=True)
-    assert len(page_of(metrics)) > 2_000_000  # more than sockets buffer
+    assert len(page_of(metrics)) > 2_000_000  # more bytes than sockets buffer
     async with port(app=api(metrics=metrics)) as here:
         reader, _ = await here.connect(b"GET /metrics HTTP/1.1\r\nhost: localhost\r\n\r\n" * 3)
         await reader.readline()
@@ -132,7 +132,7 @@ LARGE = {
 
 
 @pytest.mark.parametrize("data", LARGE.values(), ids=LARGE)
-async def test_a_request_with_large_headers_or_framing_ends_the_connection(data: bytes) -> None:
+async def test_a_connection_is_closed_after_a_request_with_large_headers_or_framing(data: bytes) -> None:
     async with port(ConnectionLimits(request_s=600)) as here:
         answer = await here.answer(data)
         assert answer.count(b"HTTP/1.1 200") <= 2000
@@ -149,7 +149,7 @@ OTHER_NAMES = [
 
 
 @pytest.mark.parametrize("host", [*OWN_NAMES, *OTHER_NAMES])
-async def test_a_read_is_answered_only_if_its_host_is_a_name_of_the_replica(host: str) -> None:
+async def test_a_read_is_answered_only_if_its_host_header_names_the_replica(host: str) -> None:
     known = host in OWN_NAMES
     settings = parse({"admin": {"hosts": ["Picker.inference.svc", "*.ops.example.org"]}})
     async with asking(api(settings=settings)) as client:
@@ -186,7 +186,7 @@ async def test_every_answer_has_the_security_headers(
     assert answer.headers["cache-control"] == ("no-cache" if path == "/" else "no-store")
 
 
-async def test_a_request_needs_exactly_one_host() -> None:
+async def test_a_request_needs_exactly_one_host_header() -> None:
     async with port() as here:
         for hosts in (b"", b"host: localhost\r\nhost: rebound.example\r\n"):
             request = b"GET /api/v1/state HTTP/1.1\r\nconnection: close\r\n" + hosts + b"\r\n"
@@ -209,23 +209,23 @@ async def passes(rate_limit: RateLimit, host: str = "10.0.0.1", method: str = "G
     return True
 
 
-async def test_calls_pass_at_the_rate_after_a_burst() -> None:
+async def test_after_a_burst_calls_pass_at_the_configured_rate() -> None:
     clock = Clock()
     rate_limit = limit(10, clock)
     assert [await passes(rate_limit) for _ in range(25)] == [True] * int(10 * BURST_S) + [False] * 5
     clock.now_s += 0.1
     assert [await passes(rate_limit) for _ in range(3)] == [True, False, False]
-    assert await passes(rate_limit, "10.0.0.2")  # each address has a rate of its own
+    assert await passes(rate_limit, "10.0.0.2")  # each client address has a rate limit of its own
 
 
-async def test_a_change_counts_as_ten_calls_and_one_passes_at_any_rate() -> None:
+async def test_a_change_counts_as_ten_calls_and_one_change_passes_at_any_rate() -> None:
     rate_limit = limit(10)
     passed = [await passes(rate_limit, method=method) for method in ("POST", "PATCH", "GET")]
     assert (passed, CHANGE_COST) == ([True, True, False], 10)
     assert await passes(limit(0.1), method="POST")
 
 
-async def test_a_refused_change_says_when_ten_calls_are_available() -> None:
+async def test_the_refusal_of_a_change_says_when_ten_calls_are_available() -> None:
     async with asking(api(settings=parse({"admin": {"rate": 2}}), rate_limit=limit)) as client:
         await client.post("/api/v1/pause")
         answer = await client.post("/api/v1/pause")
@@ -250,7 +250,7 @@ async def test_a_client_above_its_rate_gets_429_and_health_and_metrics_still_ans
 ) -> None:
     settings = parse({"admin": {"rate": 1, "token": "s3cret-!"}})
     async with asking(api(settings=settings, rate_limit=limit)) as client:
-        # Each call counts, whatever its answer.
+        # Each call counts towards the rate limit, whatever its answer.
         for _ in range(20):
             answer = await client.request(method, path, headers=headers)
         assert problem(answer, 429)["code"] == "too_many_calls"
@@ -259,7 +259,7 @@ async def test_a_client_above_its_rate_gets_429_and_health_and_metrics_still_ans
             assert (await client.get(free)).status_code == 200
 
 
-async def test_the_port_speaks_tls_with_the_current_certificate(tmp_path: Path) -> None:
+async def test_the_admin_port_speaks_tls_with_the_current_certificate(tmp_path: Path) -> None:
     trusted = authority(tmp_path, "ours")
     first, second = signed(tmp_path, "first", trusted), signed(tmp_path, "second", trusted)
     used = Pair(tmp_path / "used.crt", tmp_path / "used.key")
@@ -287,7 +287,7 @@ async def test_the_port_speaks_tls_with_the_current_certificate(tmp_path: Path) 
         writer.transport.abort()
 
 
-async def test_unfinished_handshakes_end_when_others_arrive(
+async def test_unfinished_tls_handshakes_end_when_new_ones_arrive(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tls_port, "_HANDSHAKES", 8)
