@@ -1,15 +1,16 @@
 """Which paths reach a model server, and which request headers a client may set (docs/security.md).
 
-Used by the picker for each request, by the configuration, and for Envoy's routes and header removal.
+The picker uses these rules for each request; the configuration and Envoy's routes derive from them.
 
 `APIS` lists the APIs of engines, one a row. A row matches whole segments at the end of a path, so that a
 route may strip a prefix later. The client's path, up to the `?` and without one trailing slash, is compared
 byte for byte. Model servers get the path unchanged, so a path that needs normalising (`//`, `..`, `%2e`,
 `;x=1`) matches no row. Requests that could administer an engine are refused in any spelling.
 
-Steering headers decide a request's flow, band or model. They count only if their sender is trusted:
-`extproc.trusted_headers` lists the trusted headers for the picker; the Envoy that `picker envoy-config` sets
-up removes all but those of `--trust-headers`. A trusted header is trusted in both of its spellings.
+Steering headers decide a request's flow, band or model. Steering headers count only if their sender is
+trusted: `extproc.trusted_headers` lists the trusted headers for the picker; the Envoy that `picker
+envoy-config` sets up removes all steering headers but those in `--trust-headers`. A trusted header is trusted
+in both spellings, `x-gateway-…` and `x-llm-d-…`.
 """
 
 import re
@@ -17,8 +18,8 @@ from collections.abc import Iterable, Mapping
 from typing import Final, Literal, NamedTuple
 from urllib.parse import parse_qsl, unquote
 
-# Regexes of a path segment and of a model's name. Both may have `:`, `@` and `+` percent-encoded; a model's
-# name may also have an encoded slash, if a letter or digit follows.
+# Regexes of a path segment and of a model's name. Segment and name may have `:`, `@` and `+` percent-encoded;
+# a model's name may also have an encoded slash, if a letter or digit follows.
 _SEGMENT = "[A-Za-z0-9_~-](?:[A-Za-z0-9._:@+=~-]|%3[Aa]|%40|%2[Bb])*"
 _NAME = "[A-Za-z0-9](?:[A-Za-z0-9._:@+=~-]|%3[Aa]|%40|%2[Bb]|%2[Ff][A-Za-z0-9])*"
 _NAMES = f"{_NAME}(?:/{_NAME})*"
@@ -46,7 +47,7 @@ class Api(NamedTuple):
     for a model's name, `{ref}` for an id of state that one server has, `{id}` for any other id.
 
     `source` is where the request names its model: the JSON body (or else the path), a form's field, only the
-    path, or the query. `is_whole`: `path` is the whole path, since its end alone is too common.
+    path, or the query. If `is_whole`, `path` is the whole path, because the path's end alone is too common.
     """
 
     methods: str
@@ -114,7 +115,7 @@ APIS: Final = (
         " openai/deployments/{model}/images/edits",
         source="form",
     ),
-    *_apis(  # Triton, KServe, Gemini, Vertex, Bedrock
+    *_apis(  # the APIs of Triton, KServe, Gemini, Vertex and Bedrock
         "inference", "POST",
         "v2/models/{model}/infer v2/models/{model}/generate v2/models/{model}/generate_stream"
         " v2/models/{model}/versions/{id}/infer v2/models/{model}/versions/{id}/generate"
@@ -156,7 +157,7 @@ _MOST_DECODINGS = 4
 
 def _resolved(path: str) -> tuple[str, bool] | None:
     """Normalise `path` as a server may: decoded, in lower case, without empty and dot segments, parameters
-    and the first slash. Also returns whether all servers agree. None if it is percent-encoded too often."""
+    and first slash. Also returns whether all servers agree on `path`; None if encoded too often."""
     for _ in range(_MOST_DECODINGS):
         decoded = unquote(path, "latin-1")
         if decoded == path:
@@ -199,7 +200,7 @@ class Way(NamedTuple):
     ref: str = ""
 
 
-_OF_STATE: Final = ("responses", "conversations")  # segments of the paths of the Responses API
+_OF_STATE: Final = ("responses", "conversations")  # path segments of the Responses API
 
 
 def has_state(path: str) -> bool:
@@ -233,7 +234,7 @@ def api_of(text: object) -> Api:
 
 
 def _with_ref(path: str, like: str) -> str:
-    """Rename the placeholder of `path` at the position of `{ref}` in `like` to `{ref}`; their ends match."""
+    """Rename the placeholder of `path` at the position of `{ref}` in `like` to `{ref}`; both end alike."""
     ends = like.split("/")
     if "{ref}" not in ends:
         return path
@@ -248,7 +249,7 @@ def _longest_first(apis: Iterable[Api]) -> list[Api]:
 
 
 class Paths:
-    """The allowed paths: `APIS` and the `configured` APIs; with `passes`, unknown paths, too."""
+    """The allowed paths: rows of `APIS`, `configured` APIs and, with `passes`, unknown paths."""
 
     def __init__(self, configured: Iterable[Api] = (), *, passes: bool = False) -> None:
         self.passes = passes
@@ -297,7 +298,7 @@ class Paths:
 
 
 def _end(path: str) -> str:
-    """The literal end of a path's last segment: the text after its last placeholder, or all; may be ''."""
+    """The end of a path's last segment: the text after the last placeholder, or all text; may be ''."""
     last = path.rpartition("/")[2]
     return last.rpartition("}")[2] if "{" in last else last
 
@@ -317,12 +318,12 @@ OBJECTIVE = ("x-gateway-inference-objective", "x-llm-d-inference-objective")
 REWRITE = ("x-gateway-model-name-rewrite", "x-llm-d-model-name-rewrite")
 STEERING = (FAIRNESS_ID, OBJECTIVE, REWRITE)
 
-# Only the picker and Envoy set these headers; no client's value is ever trusted.
+# Only the picker and Envoy set these headers; a value from a client is never trusted.
 DESTINATION: Final = "x-gateway-destination-endpoint"
 SUBSET: Final = "x-gateway-destination-endpoint-subset"
 SERVED: Final = "x-gateway-destination-endpoint-served"
 NEVER_TRUSTED = (DESTINATION, SUBSET, SERVED)
-# Headers that any client may set: they affect only its own request. Listing them as trusted has no effect.
+# Headers that any client may set: they affect only the client's own request. To trust them has no effect.
 ALWAYS_KEPT = (
     "x-workload-context",
     "x-llm-d-inference-ttl",

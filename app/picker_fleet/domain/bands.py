@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal
 
-# Policies, named as in the configuration.
+# The band policies and flow policies, named as in the configuration.
 Fairness = Literal["weighted-fair", "round-robin", "none"]
 Ordering = Literal["fcfs", "edf", "workload-aware"]
 Overload = Literal["preempt", "reject-noncritical"]
@@ -20,7 +20,7 @@ WaitSignal = Literal["request", "workload_average"]
 
 LEAST_PRIORITY, MOST_PRIORITY = -(2**31), 2**31 - 1
 _INTEGER = re.compile(r"[+-]?[0-9]{1,10}")
-_MOST_REMEMBERED = 1000  # cached bands: new objectives may use new priorities without end
+_MOST_REMEMBERED = 1000  # most bands in the cache: new objectives may use new priorities without end
 
 
 class Criticality(enum.StrEnum):
@@ -32,7 +32,7 @@ class Criticality(enum.StrEnum):
 
     @classmethod
     def parse(cls, value: object) -> "Criticality":
-        """The criticality named `value`, in any case.
+        """The criticality named `value`, in upper or lower case.
 
         Raises:
             ValueError: `value` names no criticality.
@@ -50,9 +50,9 @@ class Band:
 
     `weight` is the band's share under `band_policy: weighted`. In a full queue, requests of a `preemptible`
     band make room for requests of higher bands. Requests of a `guaranteed` band are not refused because of
-    the number of waiting flows, nor because of their criticality. At most `capacity` requests wait in
-    the band, with bodies of at most `bytes` in total; None for no limit. `criticality` names the nearest of
-    the three bands named after criticalities; a band that is one of these `is_named`.
+    the number of waiting flows, nor because of their criticality. At most `capacity` requests wait in the
+    band, with bodies of at most `bytes` bytes in total; None: no limit. `criticality` names the nearest of
+    the three bands named after criticalities; `is_named` is True for these three bands.
     """
 
     CRITICAL: ClassVar["Band"]
@@ -100,7 +100,7 @@ class Bands:
         return self._by_name[criticality]
 
     def find(self, name: str) -> Band | None:
-        """The configured band `name` (a named one in any case), or the band of a priority in decimal."""
+        """The configured band called `name`, or the band of the priority that `name` spells in decimal."""
         found = self._by_name.get(name) or self._by_name.get(name.capitalize())
         if found is not None or not _INTEGER.fullmatch(name):
             return found

@@ -8,7 +8,7 @@ from typing import Final, Generic, TypeVar
 from picker_fleet.domain.errors import BufferFull, PayloadTooLarge
 
 SMALL_BYTES = 64 * 1024  # a body up to this size may use the whole budget
-_RESERVED_PART = 32  # 1/32 of the budget is for small bodies only: slow large uploads must not block them
+_RESERVED_PART = 32  # 1/32 of the budget is for small bodies only, which slow large uploads must not block
 
 # A proxy names a request's pool in this gRPC metadata key, or in this header of an HTTP check. Only the
 # proxy's configuration can set it (docs/protocol.md).
@@ -21,7 +21,7 @@ _Other = TypeVar("_Other")
 
 
 class ByPool(Generic[_Each]):
-    """Maps pool names to the objects in `each`: an empty name to the pool `default`, others to `unknown`."""
+    """Maps pool names to the objects in `each`: no name to pool `default`, others to `unknown`."""
 
     def __init__(self, each: Mapping[str, _Each], default: str, unknown: _Each) -> None:
         self._each = {**{name.encode(): thing for name, thing in each.items()}, b"": each[default]}
@@ -39,12 +39,12 @@ class ByPool(Generic[_Each]):
         return self._unknown
 
     def where(self, default: str) -> "ByPool[_Each]":
-        """A copy with `default` as the pool of requests that name no pool; '' keeps the current default."""
+        """A copy with pool `default` for requests that name no pool; '' keeps the current default pool."""
         each = {name.decode(): thing for name, thing in self._each.items()}
         return ByPool(each, default, self._unknown)
 
     def each(self, of: "Callable[[_Each], _Other]") -> "ByPool[_Other]":
-        """A copy with each object replaced by `of(object)`."""
+        """A copy that maps each pool name to `of(object)` instead of the object."""
         made = {name.decode(): of(thing) for name, thing in self._each.items()}
         return ByPool(made, "", of(self._unknown))
 
@@ -58,13 +58,13 @@ class ByPool(Generic[_Each]):
 class BodyBudget:
     """Limits the bytes of request bodies that this replica holds to `limit_bytes`.
 
-    A body counts from its first byte until its answer is sent, including the wait in the queue.
+    A body counts from its first byte until its request is answered, including the wait in the queue.
     """
 
     __slots__ = ("_for_large_bytes", "_limit_bytes", "decoding", "held_bytes")
 
     def __init__(self, limit_bytes: int) -> None:
-        self.decoding = asyncio.Lock()  # allows one body to be decoded at a time
+        self.decoding = asyncio.Lock()  # lets one request body be decoded at a time
         self._limit_bytes = limit_bytes
         self._for_large_bytes = limit_bytes - limit_bytes // _RESERVED_PART
         self.held_bytes = 0
@@ -73,7 +73,7 @@ class BodyBudget:
         """Charge `size_bytes` more of a body, which then has `body_bytes` in all.
 
         Raises:
-            BufferFull: the budget is used up; nothing is counted.
+            BufferFull: the budget is used up; none of these bytes are charged.
         """
         limit_bytes = self._limit_bytes if body_bytes <= SMALL_BYTES else self._for_large_bytes
         if self.held_bytes + size_bytes > limit_bytes:
@@ -87,7 +87,7 @@ class BodyBudget:
 class BodyBuffer:
     """The chunks of one request's body, charged to `budget`; a body may have at most `limit_bytes`.
 
-    `content_length` is the header's value, -1 without a valid header.
+    `content_length` is the value of the header content-length, -1 without a valid header.
     """
 
     __slots__ = ("_budget", "_chunks", "_counted_bytes", "_limit_bytes", "content_length", "size_bytes")
@@ -101,7 +101,7 @@ class BodyBuffer:
         self.content_length = -1
 
     def expect(self, length: bytes) -> None:
-        """Record the content-length header and check it.
+        """Record the content-length header and check its value.
 
         Raises:
             PayloadTooLarge: the content-length is above the limit.
@@ -117,7 +117,7 @@ class BodyBuffer:
             self.content_length = int(length[:20])
 
     def keep(self, body: bytes) -> None:
-        """Put back the body that `join` returned; its bytes are still counted."""
+        """Put back the body that `join` returned; its bytes are still charged."""
         self._chunks = [body]
 
     def add(self, chunk: bytes) -> None:
@@ -136,12 +136,12 @@ class BodyBuffer:
         self._chunks.append(chunk)
 
     def join(self) -> bytes:
-        """Return the whole body and keep no copy; its bytes stay counted until `release`."""
+        """Return the whole body and keep no copy; the body's bytes stay charged until `release`."""
         chunks, self._chunks = self._chunks, []
         return chunks[0] if len(chunks) == 1 else b"".join(chunks)
 
     def release(self) -> None:
-        """Drop the body and give its bytes back to the budget; may be called twice."""
+        """Drop the body and return its bytes to the budget; a second call has no effect."""
         if self._counted_bytes:
             self._budget.give_back(self._counted_bytes)
             self._counted_bytes = 0

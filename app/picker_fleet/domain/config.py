@@ -1,9 +1,9 @@
 """The settings tree: a YAML file, overlaid by `PICKER_SECTION__KEY` environment variables.
 
-Settings are frozen after loading. Unknown keys are errors. Constraints between sections are checked here,
+Settings are frozen after loading. Unknown keys are errors. This module checks constraints between sections
 before anything starts; `sections` defines the sections. Durations are written `30s`, `500ms`, `5m` (a bare
-number is seconds) and kept as float seconds. YAML is read in its safe subset, and no key may occur twice in
-one mapping. `pools` has each pool's differences from the top level; `pools_of` returns each pool's settings.
+number means seconds) and kept as float seconds. YAML is read in its safe subset, and no key may occur twice
+in one mapping. `pools` has the settings in which pools differ; `pools_of` returns each pool's settings.
 """
 
 import re
@@ -26,7 +26,7 @@ _SERVICE_LINK = re.compile(r"PICKER_(\w+_)?(SERVICE_(HOST|PORT(_\w+)?)|PORT(_[0-
 
 Loc = tuple[str | int, ...]
 
-# Keys of the whole process, which a pool cannot override.
+# Keys that concern the whole process: a pool cannot override them.
 OF_PROCESS: Final = ("pool", "pools", "redis", "extproc", "http", "admin", "leases", "logging", "tracing")
 MAX_POOLS: Final = 32  # each pool has its own Redis connections, and background work even without load
 # The keys whose values are file paths.
@@ -64,7 +64,7 @@ class Settings(Section):
     """A replica's whole configuration."""
 
     pool: PoolName = "default"
-    # With several pools: the differences of each from the top level. Requests that name no pool go to `pool`.
+    # By pool: settings that differ from the top level. Requests that name no pool go to the pool `pool`.
     pools: Mapping[PoolName, Annotated["PoolSettings", BeforeValidator(_whole_pool)]] = Field(
         default={}, max_length=MAX_POOLS
     )
@@ -74,7 +74,7 @@ class Settings(Section):
     admin: sections.Admin = sections.Admin()
     discovery: sections.Discovery = sections.Discovery()
     models: tuple[Model, ...] = ()
-    default_model: Name | None = None  # the model of requests that name no model
+    default_model: Name | None = None  # the model assumed for requests that name no model
     objectives: tuple[Objective, ...] = ()
     fair_request_queue: sections.FairRequestQueue = sections.FairRequestQueue()
     request_queue_controller: sections.RequestQueueController = sections.RequestQueueController()
@@ -175,13 +175,13 @@ class Settings(Section):
 
 
 class PoolSettings(Settings):
-    """The settings of one of several pools."""
+    """The settings of one pool in a configuration with several pools."""
 
     listen: HostPort | None = None  # an ext_proc port of this pool only, for proxies that cannot name a pool
 
     @property
     def own(self) -> dict[str, Any]:
-        """The settings that were given for this pool, without keys of the whole process."""
+        """The settings given for this pool, without the keys that concern the whole process."""
         return self.model_dump(exclude_unset=True, exclude={*OF_PROCESS, "listen"})
 
 
@@ -277,7 +277,7 @@ def overlaid(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, An
 
 
 def parse(tree: Mapping[str, Any]) -> Settings:
-    """Settings of an already parsed tree. Raises ConfigError, as `load` does."""
+    """The settings from the parsed tree of a YAML file. Raises ConfigError, as `load` does."""
     return _validated(tree, {})
 
 
@@ -302,7 +302,7 @@ def _validated(tree: Mapping[str, Any], variables: Mapping[Loc, str]) -> Setting
         return Settings.model_validate(tree)
     except ValidationError as fault:
         errors = fault.errors()
-        # A fault at the top level recurs in every pool; report it once.
+        # A fault at the top level recurs in every pool: report the fault once.
         shared = {(error["loc"], error["msg"]) for error in errors}
         told = [
             error
@@ -313,7 +313,7 @@ def _validated(tree: Mapping[str, Any], variables: Mapping[Loc, str]) -> Setting
 
 
 def _overlay(tree: dict[str, Any], environ: Mapping[str, str]) -> dict[Loc, str]:
-    """Write the environment's values into `tree`; return the variable of each location."""
+    """Write the environment's values into `tree`; return the variable that set each location."""
     variables: dict[Loc, str] = {}
     for name, text in sorted(environ.items()):
         if not name.startswith(ENV_PREFIX) or ("__" not in name and _SERVICE_LINK.fullmatch(name)):
@@ -327,7 +327,7 @@ def _overlay(tree: dict[str, Any], environ: Mapping[str, str]) -> dict[Loc, str]
             if not isinstance(at, dict):
                 raise ConfigError(f"{name}: {section} is not a section")
         try:
-            # For a key of type text, take the value verbatim: a token of digits is no number.
+            # For a key of type text, take the variable's value verbatim: a token made of digits is no number.
             at[loc[-1]] = text if _is_text(loc) else yaml.safe_load(text)
         except (yaml.YAMLError, ValueError, RecursionError) as fault:
             raise ConfigError(f"{name}: its value is not YAML: {_yaml_reason(fault)}") from fault
@@ -364,7 +364,7 @@ def _is_secret(loc: Loc) -> bool:
 
 
 def _yaml_reason(fault: Exception) -> str:
-    """The problem and its position, without the surrounding YAML, which may contain a secret."""
+    """The YAML problem and its position, without the surrounding text, which may contain a secret."""
     problem, mark = getattr(fault, "problem", None), getattr(fault, "problem_mark", None)
     if problem is None:
         return "it is nested too deeply" if isinstance(fault, RecursionError) else type(fault).__name__
@@ -406,7 +406,7 @@ class YamlFault(ValueError):
 
 
 class _Loader(yaml.SafeLoader):
-    """Rejects duplicate keys: SafeLoader silently keeps the last, so half a configuration could be lost."""
+    """Rejects duplicate keys: SafeLoader would silently drop all but the last, perhaps half a file."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen: set[str] = set()
@@ -432,5 +432,5 @@ def read_yaml(text: str) -> object:
         raise YamlFault(f"is not YAML: {_yaml_reason(fault)}") from fault
     except RecursionError as fault:
         raise YamlFault("is not YAML: it is nested too deeply") from fault
-    except ValueError as fault:  # a timestamp such as 2026-99-99
+    except ValueError as fault:  # an invalid timestamp such as 2026-99-99
         raise YamlFault(f"is not YAML: {fault}") from fault

@@ -42,9 +42,9 @@ def series_of(text: str) -> Series:
     return Series(match[1], frozenset(labels))
 
 
-# How to combine series that differ in one label. `same`: each series has the whole value; take the highest.
-# `total`: the series whose label is empty has the sum of the others; take that series. Add up series that
-# differ in any other label.
+# How to combine series that differ in one label. `same`: each series has the whole value; take the highest
+# value. `total`: the series whose label is empty has the sum of the others; take that series. Series that
+# differ in a label without a mode are added up.
 Aggregation = Literal["same", "total"]
 _RANKS: Mapping[str, Aggregation] = MappingProxyType(
     {"tp_rank": "same", "pp_rank": "same", "moe_ep_rank": "same"}
@@ -55,11 +55,12 @@ _RANKS: Mapping[str, Aggregation] = MappingProxyType(
 class Engine:
     """The series of one engine's metrics page, and the paths that report its state.
 
-    Each metric may have several series; the first one on the page counts. `awake` is 0 while the engine
-    sleeps. `aggregation` says by label how to combine series. `probe_path` is cheap to answer; the status
-    `unready`, 500, 502, 503 or 504 means that the engine takes no requests. If `health_path` is set, only its
-    status means that; it is requested seldom, since SGLang generates a token for it. `sleep_path` reports
-    whether the engine sleeps if the page does not; `models_path` lists usable adapters ('': no such path).
+    Each metric may have several series; the first of these series that the page has counts. `awake` is 0
+    while the engine sleeps. `aggregation` says for each label how to combine series that differ in that
+    label. `probe_path` is cheap to answer; the status `unready`, 500, 502, 503 or 504 means that the engine
+    takes no requests. If `health_path` is set, only the status of that path means so; the path is requested
+    seldom, since SGLang generates a token for each request. `sleep_path` reports whether the engine sleeps if
+    the page does not; `models_path` lists usable adapters ('' for a path: the engine has none).
     """
 
     name: str
@@ -77,7 +78,7 @@ class Engine:
     models_path: str = ""
 
 
-# The order matters: if a page has equally many metrics of several engines, the first engine counts.
+# The order of engines matters: if a page has equally many metrics of several engines, the first counts.
 ENGINES: Mapping[str, Engine] = {
     engine.name: engine
     for engine in (
@@ -140,6 +141,6 @@ _ALSO_CALLED: Mapping[str, str] = {
 
 
 def known_engine(name: str) -> Engine | None:
-    """The engine called `name`, in any case and by any of its names; None if there is none."""
+    """The engine called `name`, in upper or lower case, by any of its names; None: no such engine."""
     name = name.lower()
     return ENGINES.get(_ALSO_CALLED.get(name, name))

@@ -24,7 +24,7 @@
         │   ├── WritesRefused    503: Redis answers, but refuses writes for now
         │   ├── OtherFormat      503: an incompatible version has written the state
         │   └── ScriptFailed     500: the script failed for this request only
-        └── Dropped              503, or 429 by configuration: overload
+        └── Dropped              503, or 429 by configuration: refused for overload
             ├── Saturated
             ├── TotalCapacity, BandCapacity, BandBytes
             ├── TooManyFlows
@@ -62,7 +62,7 @@ class RequestError(PickerError):
 
     `code` is the OpenAI-style error code and the metric label; `reason` is the value of
     `x-llm-d-request-dropped-reason`, None if the protocol defines none. `is_overload`: the setting
-    `overload_status` replaces the status; `by_queue`: the client's `x-queue-pressure` is 1.00.
+    `overload_status` replaces the status; `by_queue`: `x-queue-pressure` for the client is 1.00.
     """
 
     status: ClassVar[int] = 500
@@ -73,7 +73,7 @@ class RequestError(PickerError):
     by_queue: ClassVar[bool] = False
 
     def __init_subclass__(cls, **attributes: int | str) -> None:
-        """Set the class attributes above from the class statement's keywords."""
+        """Set the attributes `code`, `reason` and so on from the keywords of the class statement."""
         for name, value in attributes.items():
             setattr(cls, name, value)
 
@@ -99,7 +99,7 @@ class UnknownPool(RequestError, status=404, code="unknown_pool", kind=_INVALID):
 
 
 class TooManyReads(RequestError, status=429, code="too_many_reads", kind="rate_limit_error"):
-    """Too many reads, which need no admission but have a rate limit (`extproc.read_rate`)."""
+    """Too many reads: they need no admission, but their rate is limited (`extproc.read_rate`)."""
 
 
 class PayloadTooLarge(RequestError, status=413, code="payload_too_large", kind=_INVALID):
@@ -140,7 +140,7 @@ class RequestIdTaken(RequestError, status=409, code="request_id_taken", kind=_IN
 class DeadlineExceeded(
     RequestError, status=504, code="deadline_exceeded", reason="rejected-context-cancelled"
 ):
-    """The request waited past the client's own deadline (headers: intake.py)."""
+    """The request waited past the client's own deadline (its headers: ingress/headers.py)."""
 
 
 class StateFault(RequestError):
@@ -152,11 +152,11 @@ class StateUnavailable(StateFault, status=503, code="state_unavailable", kind=_O
 
 
 class WritesRefused(StateFault, status=503, code="writes_refused", kind=_OVERLOADED):
-    """Redis is out of memory, or cannot write to disk. Ends of requests are still recorded."""
+    """Redis is out of memory, or cannot write to disk. The ends of requests are still recorded in Redis."""
 
 
 class OtherFormat(StateFault, status=503, code="other_format", kind=_OVERLOADED):
-    """The pool in Redis has another format, or none. The replica neither reads nor changes the pool."""
+    """The pool's state in Redis has a wrong format, or none. The replica neither reads nor changes it."""
 
 
 class ScriptFailed(StateFault, status=500, code="script_failed"):
@@ -166,7 +166,7 @@ class ScriptFailed(StateFault, status=500, code="script_failed"):
 class ShuttingDown(
     RequestError, status=503, kind=_OVERLOADED, code="shutting_down", reason="rejected-shutting-down"
 ):
-    """The replica drains, or stopped before the request was granted; another replica takes a retry."""
+    """The replica drains, or stopped before it granted the request; another replica accepts a retry."""
 
     def __init__(self, message: str = "this replica is shutting down; try again") -> None:
         super().__init__(message)
@@ -175,7 +175,7 @@ class ShuttingDown(
 class Dropped(
     RequestError, status=503, kind=_OVERLOADED, reason="rejected-saturated", is_overload=True, by_queue=True
 ):
-    """Refused because of overload."""
+    """The request was refused because of overload."""
 
 
 class Saturated(Dropped, code="saturated"):
@@ -191,7 +191,7 @@ class BandCapacity(Dropped, code="band_capacity"):
 
 
 class BandBytes(Dropped, code="band_bytes"):
-    """With this body, the band would exceed its limit on waiting bytes."""
+    """With this request's body, the band would exceed its limit on the bytes of waiting bodies."""
 
 
 class TooManyFlows(Dropped, code="too_many_flows", by_queue=False):
@@ -207,7 +207,7 @@ class ExpiredTtl(Dropped, code="expired_ttl", reason="rejected-ttl-expired"):
 
 
 class Preempted(Dropped, code="preempted", reason="evicted-queue-pressure"):
-    """The request waited, and was removed to make room for a higher band."""
+    """The request waited, and was removed to make room for a request of a higher band."""
 
 
 class Evicted(Dropped, code="evicted", reason="evicted-queue-pressure"):

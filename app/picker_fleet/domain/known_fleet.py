@@ -12,8 +12,8 @@ class KnownFleet:
     """The fleet as of the last heartbeat; before the first one, only the configuration.
 
     `config` includes the live changes. `live` has the ids of the live replicas, including this one;
-    `in_flight` maps endpoints to their numbers of requests; `busy` is True while any request is in flight.
-    Membership replaces these objects and never changes them.
+    `in_flight` maps endpoints to their numbers of requests in flight; `busy` is True while any request is in
+    flight. Membership replaces these objects and never changes them.
     """
 
     def __init__(self, settings: Settings) -> None:

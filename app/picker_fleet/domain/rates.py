@@ -1,4 +1,4 @@
-"""Token buckets by key: rate limits for client addresses and the like."""
+"""Token buckets by key: limits for the rates of client addresses and other keys."""
 
 import math
 from collections import OrderedDict
@@ -23,10 +23,10 @@ class Rates:
         self._burst = burst
         self._most_keys = most_keys
         self._clock = clock
-        self._left: OrderedDict[str, tuple[float, float]] = OrderedDict()  # tokens left, and when
+        self._left: OrderedDict[str, tuple[float, float]] = OrderedDict()  # tokens left in each bucket, and when
 
     def take(self, key: str = "", cost: float = 1.0) -> float:
-        """Take `cost` tokens of `key` and return 0; or return the seconds until the bucket has enough."""
+        """Take `cost` tokens from the bucket of `key`. Returns 0, or the seconds until it has enough."""
         now_s = self._clock()
         left, as_of_s = self._left.pop(key, (self._burst, now_s))
         left = min(self._burst, left + (now_s - as_of_s) * self._per_s)

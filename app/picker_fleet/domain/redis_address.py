@@ -30,8 +30,8 @@ _DEMANDS = ("none", "optional", "required")
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """A parsed URL. `nodes`: the server, the Sentinels, or nodes of the Cluster. `tls`: redis-py's options
-    for checking certificates; None without TLS."""
+    """A parsed URL. `nodes` has the address of the server, of the Sentinels, or of nodes of the Cluster.
+    `tls`: redis-py's options for checking certificates; None without TLS."""
 
     kind: Kind
     nodes: tuple[tuple[str, int], ...] = ()
@@ -47,14 +47,14 @@ class Address:
 
     @classmethod
     def parse(cls, url: str) -> "Address":
-        """Parse `url`. Raises ValueError, whose message contains neither user nor password."""
+        """Parse `url`. Raises ValueError, whose message contains neither the user nor the password."""
         scheme, separator, _ = url.partition("://")
         kind = _KINDS.get(scheme)
         if kind is None or not separator:
             raise ValueError(f"must begin with one of {', '.join(f'{each}://' for each in _KINDS)}")
         try:
             parts = urlsplit(url)
-        except ValueError:  # its message may contain the password
+        except ValueError:  # the message of urlsplit's error may contain the password
             raise ValueError("is not a URL: its host has characters that it may not have") from None
         if parts.fragment:
             raise ValueError("a # must be written %23")
@@ -87,7 +87,7 @@ def redis_url(url: str) -> str:
 
 
 def _options(query: str, kind: Kind, *, encrypted: bool) -> dict[str, str]:
-    """Parse the options after the `?`. Raises ValueError for an unknown, repeated or inapplicable option."""
+    """Parse a URL's options, after the `?`. ValueError: an option is unknown, repeated or inapplicable."""
     pairs = parse_qsl(query, keep_blank_values=True)
     options = dict(pairs)
     can_encrypt = encrypted or "ssl" in _OWN[kind]
@@ -96,7 +96,7 @@ def _options(query: str, kind: Kind, *, encrypted: bool) -> dict[str, str]:
         if name in _TLS and not can_encrypt:
             raise ValueError(f"option {name} needs TLS: rediss://")
         if name not in valid:
-            # After an unescaped `?` in a password, its rest looks like an option: do not show it.
+            # The rest of a password after an unescaped `?` looks like an option: do not show it.
             shown = f" {name[:40]!r}" if _OPTION_NAME.fullmatch(name) else ""
             raise ValueError(f"unknown option{shown}; valid here: {', '.join(valid) or 'none'}")
     if len(pairs) > len(options):
@@ -152,7 +152,7 @@ def _node(text: str, default_port: int) -> tuple[str, int]:
 
 
 def _path(parts: SplitResult, kind: Kind, options: Mapping[str, str]) -> tuple[str, str, int]:
-    """Path of the Unix socket, name of the Sentinels' service, number of the database."""
+    """The path of the Unix socket, the name of the Sentinels' service, and the number of the database."""
     if kind == "socket":
         if parts.netloc.rpartition("@")[2] or len(parts.path) < 2:
             raise ValueError("a socket is written unix:///path/to/it")

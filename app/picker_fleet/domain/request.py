@@ -1,4 +1,4 @@
-"""The domain types of the picker: requests, endpoints, outcomes. Pure: no I/O, no clock, no randomness.
+"""The domain types of the picker: requests, endpoints, outcomes. Uses no I/O, clock or randomness.
 
 Types that each request instantiates are tuples: creating a frozen dataclass takes three times as long.
 """
@@ -17,26 +17,26 @@ _NO_LABELS: Mapping[str, str] = MappingProxyType({})
 
 
 class Workload(NamedTuple):
-    """A request's client workload (spec 001). The `id` '' is an anonymous workload, of one request."""
+    """A request's client workload (spec 001). The `id` '' marks an anonymous workload: one request."""
 
     id: str
-    criticality: int  # 1 (lowest) to 5
+    criticality: int  # from 1 (lowest) to 5 (highest)
 
 
 class InferenceRequest(NamedTuple):
     """One request, as admission and scheduling see it, in any mode.
 
-    `id` is unique in the pool and safe in a Redis member; `cost` is in the stock's unit (requests: 1).
-    `subset` lists the endpoints (`ip:port`) that may be picked, None for the whole pool.
-    `selector` holds labels that an endpoint must have to be picked.
-    `session` is the client's session token, unchecked, or KEY_MARK and a session key, '' for none. `prefix`
-    has the hashes of the prompt's blocks, empty if no scorer reads them. `limit` bounds the flow's requests
-    in flight on one endpoint (0: no bound). `learn` says that `cost` lacks the answer's tokens, so that the
-    flow's mean is added. `trace` is the request's W3C traceparent, '' without one or without tracing.
-    `by_client` says that `ttl_s` is the client's own deadline. `body_bytes` is the body's length, 0 if
-    unknown. `digest` identifies the body; never show it: whoever knows it could pass for the request.
-    `refers` are the ids of the response and conversation that the request continues, and `origin` is the
-    endpoint that has that state, '' if unknown.
+    `id` is unique in the pool and safe in a Redis member; `cost` is in the stock's unit (unit `requests`: 1).
+    `subset` lists the endpoints (`ip:port`) that may be picked, None for all endpoints of the pool.
+    `selector` has the labels that an endpoint needs to be picked. `session` is the client's session token,
+    unchecked, or KEY_MARK and a session key, '' for none. `prefix` has the hashes of the prompt's blocks,
+    empty if no scorer reads them. `limit` bounds the flow's requests in flight on one endpoint (0: no bound).
+    `learn` says that `cost` lacks the answer's tokens, so that the mean of the flow's answers is added.
+    `trace` is the request's W3C traceparent, '' without one or without tracing. `by_client` says that `ttl_s`
+    is the client's own deadline. `body_bytes` is the body's length, 0 if unknown. `digest` identifies the
+    body; never show the digest: whoever knows it could pass for the request. `refers` are the ids of the
+    response and conversation that the request continues, and `origin` is the endpoint that stores them, '' if
+    unknown.
     """
 
     id: str
@@ -70,8 +70,8 @@ class InferenceRequest(NamedTuple):
 class Placement(NamedTuple):
     """The decision for a request: its `endpoints` (`ip:port`, best first), and its accounting token.
 
-    Envoy returns the opaque `accounting_token` in the access log; the token suffices to account for the
-    request after the shared state was lost. `attempt` names the stream that may withdraw the placement, and
+    Envoy returns the opaque `accounting_token` in the access log; this token suffices to account for the
+    request after a loss of the shared state. `attempt` names the stream that may withdraw the placement, and
     has the body's digest. `session` is the token that the client is to send with its next request, '' for
     none. `waited_s` is the time in the queue, None if the request bypassed the queue.
     """
@@ -84,7 +84,7 @@ class Placement(NamedTuple):
 
 
 class Outcome(enum.StrEnum):
-    """How a request ended; the value is a metric label."""
+    """How a request ended; each value is also the value of a metric label."""
 
     COMPLETED = "completed"
     CLIENT_GONE = "client_gone"
@@ -95,16 +95,16 @@ class Completion(NamedTuple):
     """The end of one request, from the end of its stream or from its final access-log entry.
 
     `duration_s` is the client's whole wait, time in the queue included; `service_s` is the endpoint's part of
-    that, None if unknown. `failed` is an endpoint to which the connection failed, '' if none is known.
-    `accounting_token` is the placement's, '' if Envoy did not return it. `waited_s` is the time in the queue,
-    None if the request bypassed the queue; `target_model` is the variant, set if the request waited. `fault`
-    and `hold_s` describe a bad answer of the serving endpoint, as in `Fault`. `passed_over` is an endpoint
-    that failed an earlier attempt, '' if none is known.
+    `duration_s`, None if unknown. `failed` is an endpoint to which Envoy's connection failed, '' if none is
+    known. `accounting_token` is the token of the placement, '' if Envoy did not return the token. `waited_s`
+    is the time in the queue, None if the request bypassed the queue; `target_model` is the model's variant,
+    set if the request waited. `fault` and `hold_s` describe a bad answer of the serving endpoint, as in
+    `Fault`. `passed_over` is an endpoint that failed an earlier attempt, '' if none is known.
     """
 
     id: str
     outcome: Outcome
-    status: int  # 0: none was sent
+    status: int  # 0: 0: no status was sent
     served: str | None  # ip:port
     prompt_tokens: int | None
     completion_tokens: int | None
@@ -121,7 +121,7 @@ class Completion(NamedTuple):
 
     @property
     def answered(self) -> bool:
-        """Whether the endpoint answered with success. Also False after a client error."""
+        """Whether the endpoint answered with success. Also False after an error of the client's."""
         return self.outcome is Outcome.COMPLETED and 200 <= self.status < 300 and not self.fault
 
 
@@ -142,7 +142,8 @@ class Fault(NamedTuple):
 
 
 class Alive(NamedTuple):
-    """A lease renewal of a request in flight. `accounting_token` can restore a lost record; '' if unknown."""
+    """A lease renewal of a request in flight. `accounting_token`, '' if unknown, can restore a lost
+    record."""
 
     id: str
     served: str | None
@@ -150,14 +151,14 @@ class Alive(NamedTuple):
 
 
 def largest_claim(share: float, bound: float) -> float:
-    """The most stock that one request takes under `bound`: `share` of the bound, but at least 1, or the whole
-    bound if that is below 1. The scripts compute the same."""
+    """The most stock that one request takes under `bound`: `share` of the bound, but at least 1 unit, or the
+    whole bound if it is below 1 unit. The Lua scripts compute the same amount."""
     return max(share * bound, min(1.0, bound))
 
 
 _STREAM = "text/event-stream"
-_REDIRECTS = range(300, 400)  # statuses that no working model server sends
-_EMPTY_STREAM_BYTES = 16  # a stream without an answer is no longer: nothing, or only `data: [DONE]`
+_REDIRECTS = range(300, 400)  # HTTP statuses that no working model server sends
+_EMPTY_STREAM_BYTES = 16  # a stream without an answer is no longer than this: nothing, or only `data: [DONE]`
 _LONGEST_HOLD_S = 3600.0
 ERROR_IN_200: Final = "error in 200"
 
@@ -166,7 +167,7 @@ def fault_of(status: int, body_bytes: int | None = None, error: bool = False, co
     """Classify an endpoint's answer as a value of `Fault.why`; '' for success or a client's error.
 
     `error` says that the body reports an error other than a client error. `body_bytes` is the body's length,
-    None if the body is known to have an answer.
+    None if the body is known to contain an answer.
     """
     if status == 429:
         return FULL
@@ -185,7 +186,7 @@ def hold_of(retry_after: str) -> float:
 
 
 def finite_number(value: object) -> float | None:
-    """`value` as a finite float if it is a JSON number, else None."""
+    """`value` as a finite float if `value` is a JSON number, else None."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     try:
@@ -202,7 +203,7 @@ METRICS_SCHEME = "picker-fleet/metrics-scheme"
 
 
 class Ejection(NamedTuple):
-    """Why an endpoint is ejected, and until when (Redis's clock). Then a probe decides on its return."""
+    """Why an endpoint is ejected, and until when (Redis's clock). A probe then decides whether it returns."""
 
     reason: str
     until_ms: int
@@ -212,9 +213,9 @@ class Ejection(NamedTuple):
 class Endpoint:
     """One model server. `address` is `ip:port`, IPv6 in brackets.
 
-    `max_inflight` bounds its requests in flight from the whole fleet, None for no bound. The endpoint gets no
-    new requests while it is `draining` (by discovery), `drained` (by an operator), `down` (connections fail)
-    or `ejected` (its answers fail).
+    `max_inflight` bounds the endpoint's requests in flight from the whole fleet; None: no bound. The endpoint
+    gets no new requests while it is `draining` (by discovery), `drained` (by an operator), `down`
+    (connections fail) or `ejected` (its answers fail).
     """
 
     address: str

@@ -33,8 +33,8 @@ def scorer_name(value: str) -> str:
 
 
 def weights_by_name(value: Any) -> dict[Any, Any]:
-    """Scorers and their weights, unchecked, from either form: `[{name, weight}]`, weight 1 by default, or
-    `{name: weight}`.
+    """Parse scorers and their weights, unchecked, from either of two forms: `[{name, weight}]`, weight 1 by
+    default, or `{name: weight}`.
 
     Raises:
         ValueError: `value` has neither form, or lists a scorer twice.
