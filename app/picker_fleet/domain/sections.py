@@ -73,7 +73,7 @@ _INTEGER = re.compile(r"[+-]?[0-9]+")
 MetadataNamespace = Annotated[
     str, AfterValidator(_unused_elsewhere), Field(pattern=r"\A[A-Za-z0-9._-]{1,255}\z")
 ]
-# A subdomain name (RFC 1123): the name becomes part of paths on the API server.
+# A subdomain name (RFC 1123), which becomes part of paths on the Kubernetes API server.
 KubernetesName = Annotated[str, Field(pattern=r"\A[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?\z")]
 AllowedPath = Annotated[
     Api,
@@ -91,7 +91,7 @@ class Section(BaseModel):
 class Redis(Section):
     url: Annotated[str, AfterValidator(redis_url)] = "redis://127.0.0.1:6379/0"
     connect_timeout: Duration = Field(1.0, gt=0)
-    # Redis counts as lost once it has not answered probes for this long. A busy Redis must answer sooner.
+    # Redis counts as lost once it has not answered probes for this long. A merely busy Redis answers sooner.
     silence: Duration = Field(1.0, ge=0.2)
 
 
@@ -113,23 +113,23 @@ class Tls(Section):
 class ExtProc(Section):
     listen: HostPort = "0.0.0.0:9002"
     tls: Tls | None = None
-    health_listen: HostPort | None = None  # a further port for gRPC health only, always without TLS
+    health_listen: HostPort | None = None  # a port only for gRPC health checks, always without TLS
     transport: Literal["native", "grpcio"] = "native"  # the gRPC implementation (docs/decisions.md, 22)
     max_body_bytes: Count = Field(8 * 1024 * 1024, ge=1024)
-    max_buffered_bytes: Count = Field(128 * 1024 * 1024, ge=1024)  # limit for all bodies that a replica holds
-    body_timeout: Duration = Field(60.0, gt=0)  # time for a body to arrive, without the wait in the queue
+    max_buffered_bytes: Count = Field(128 * 1024 * 1024, ge=1024)  # limit of all bodies in a replica
+    body_timeout: Duration = Field(60.0, gt=0)  # time for a body to arrive, the wait in the queue excluded
     # Headers for flow, band or model that Envoy sets or checks; the picker ignores all other such headers.
     trusted_headers: tuple[Annotated[str, BeforeValidator(trusted_name)], ...] = ()
-    # Namespace of the metadata with the picked endpoint (spec 002) and with the endpoint that served.
+    # Namespace of the metadata that name the picked endpoint (spec 002) and the endpoint that served.
     metadata_namespace: MetadataNamespace = "envoy.lb"
-    trusted_hops: Count = Field(0, ge=0, le=16)  # proxies before Envoy that append to x-forwarded-for
-    paths: tuple[AllowedPath, ...] = ()  # paths allowed besides the built-in list (allowlist.APIS)
-    # For unlisted paths: refuse all requests, or pass all except those that could administer an engine.
+    trusted_hops: Count = Field(0, ge=0, le=16)  # how many proxies before Envoy append to x-forwarded-for
+    paths: tuple[AllowedPath, ...] = ()  # paths allowed besides those of allowlist.APIS
+    # Requests for unlisted paths: refuse all, or pass all except those that could administer an engine.
     unknown_paths: Literal["refuse", "pass"] = "refuse"
-    read_rate: Number = Field(100, gt=0, le=1e6)  # reads (kind `read`) a second in each replica
+    read_rate: Number = Field(100, gt=0, le=1e6)  # limit of `read` requests a second in each replica
     drain_grace: Duration = 2.0  # a draining replica reports NOT_SERVING this long before it refuses streams
-    drain_timeout: Duration = 60.0  # requests that still wait after this time are refused
-    # Test mode, never for production: clients may choose endpoints (docs/conformance.md).
+    drain_timeout: Duration = 60.0  # a drain refuses requests that still wait after this time
+    # A test mode, never for production: clients may choose their endpoints (docs/conformance.md).
     conformance: Flag = False
     # If no replica answers, Envoy refuses requests with 503 (deny), or balances them unbounded (balance).
     on_failure: Literal["deny", "balance"] = "deny"
@@ -144,7 +144,7 @@ class ExtProc(Section):
 
 
 class Http(Section):
-    """Mode `http`: Envoy's ext_authz asks over HTTP. Off without `listen`."""
+    """Mode `http`: Envoy's ext_authz filter asks over HTTP. Without `listen` the mode is off."""
 
     listen: HostPort | None = None
     tls: Tls | None = None
@@ -154,7 +154,7 @@ Role = Literal["viewer", "operator"]
 
 
 class AdminToken(Section):
-    """A viewer may read, an operator may also change settings. The file is read again when it changes."""
+    """A viewer may read, an operator may also change settings. A changed token file is read again."""
 
     file: FilePath
     role: Role
@@ -163,11 +163,11 @@ class AdminToken(Section):
 class Admin(Section):
     listen: HostPort = "0.0.0.0:8081"
     token: Token | None = None
-    token_file: FilePath | None = None  # file with `token`, unless that is set; an empty file gives no token
-    tokens: tuple[AdminToken, ...] = Field((), max_length=64)  # further tokens; `token` has the role operator
+    token_file: FilePath | None = None  # file with the token, if `token` is unset; an empty file gives none
+    tokens: tuple[AdminToken, ...] = Field((), max_length=64)  # more tokens; `token` has the role operator
     tls: Tls | None = None
-    hosts: tuple[HostName, ...] = ()  # accepted Host names besides loopback and this machine's name
-    rate: float = Field(200, gt=0)  # calls a second from one address; a change counts as ten
+    hosts: tuple[HostName, ...] = ()  # accepted Host headers besides loopback and this machine's name
+    rate: float = Field(200, gt=0)  # API calls a second from one address; a change counts as ten calls
     reference_metrics: bool = False  # also show metrics under the reference picker's names
 
 
@@ -186,7 +186,7 @@ class StaticEndpoint(Section):
     address: EndpointAddress
     labels: dict[str, str] = {}
     max_inflight: Count | None = Field(None, ge=1, le=1_000_000)  # limit of requests in flight, fleet-wide
-    metrics_port: Port | None = None  # port of the metrics page, if another
+    metrics_port: Port | None = None  # port of the metrics page, if not that of requests
     metrics_path: UrlPath | None = None
 
 
@@ -210,14 +210,14 @@ class Kubernetes(Section):
     """The InferencePool whose pods are the endpoints (inference.networking.k8s.io/v1)."""
 
     pool: KubernetesName
-    namespace: KubernetesName | None = None  # null: the namespace of the credentials
+    namespace: KubernetesName | None = None  # null: the namespace of the Kubernetes credentials
 
 
 class Discovery(Section):
-    """At most one source of endpoints; without a source the pool has no endpoints."""
+    """The source of the pool's endpoints, at most one; without a source the pool has no endpoints."""
 
     static: EndpointList | None = None
-    file: FilePath | None = None  # relative to the configuration file that names it
+    file: FilePath | None = None  # a path relative to the configuration file that names it
     dns: Dns | None = None
     kubernetes: Kubernetes | None = None
 
@@ -251,7 +251,7 @@ class Objective(Section):
         return self
 
     def band(self, bands: Bands) -> Band:
-        """The band, among the configured `bands`, of requests with this objective."""
+        """The band, among the configured `bands`, for requests with this objective."""
         if self.priority is not None:
             return bands.of(self.priority)
         return bands.named(self.criticality)
@@ -266,18 +266,19 @@ class Model(Objective):
 
 
 BandWeight = Annotated[Number, Field(ge=LEAST_WEIGHT, le=MOST_WEIGHT)]
-MOST_BAND_BYTES = 2**50  # sums stay exact as doubles in Lua
+MOST_BAND_BYTES = 2**50  # doubles in Lua keep sums of such numbers exact
 _MOST_BANDS = 64  # the limit of lua/lib/bands.lua
 
 
 def _band_name(name: str) -> str:
-    """The canonical spelling of Critical, Default or Sheddable in any case; other names unchanged."""
+    """A band's name, unchanged unless `name` spells Critical, Default or Sheddable in another case."""
     return next((each for each in Criticality if each.lower() == name.lower()), name)
 
 
 class PriorityBand(Section):
-    """A band of the queue. Critical, Default and Sheddable have defaults. Any other band inherits attributes
-    that are not set from the nearest of these three at or below its priority, or else from the lowest."""
+    """A band of the queue. Critical, Default and Sheddable have defaults. Any other band inherits unset
+    attributes from the nearest of these three bands at or below its own priority, or else from the lowest
+    band."""
 
     priority: Priority
     name: Annotated[Name, Field(max_length=64), AfterValidator(_band_name)] | None = None
@@ -307,25 +308,25 @@ def _configured(given: Iterable[PriorityBand]) -> dict[str, Band]:
 class FairRequestQueue(Section):
     total_capacity: Count = Field(1000, ge=1)
     flow_capacity: Count = Field(100, ge=1)
-    max_flows: Count = Field(10_000, ge=1)  # limit of flows with a waiting request, over all bands
+    max_flows: Count = Field(10_000, ge=1)  # limit of flows with waiting requests, over all bands
     # The largest share of the stock's bound that one request takes, whatever its cost; at least 1 unit.
     claim_share: Number = Field(0.25, gt=0, le=1)
-    # How many flows without a configured name one client address may start at each replica.
+    # How many flows without a configured name one client address may start per minute at each replica.
     new_flows_per_minute: Count = Field(1000, ge=1, le=1_000_000)
     queue_ttl: Duration = Field(30.0, gt=0)
     flow_key: Literal["fairness-id", "model"] = "fairness-id"
     band_policy: BandPolicy = "strict"
-    # Bands besides Critical, Default and Sheddable, or changes to these three. Any other priority gets a
-    # dynamic band while requests have that priority.
+    # Bands besides Critical, Default and Sheddable, or changes to these three bands. Any other priority gets
+    # a dynamic band while requests have that priority.
     priority_bands: tuple[PriorityBand, ...] = Field((), max_length=_MOST_BANDS - len(NAMED))
-    # Weights by band name. A band that is not listed keeps its weight.
+    # The weights of bands, by band name. A band that is not listed keeps its weight.
     band_weights: dict[str, BandWeight] = Field(default={}, validate_default=True)
     fairness: Fairness = "weighted-fair"
     ordering: Ordering = "fcfs"
     overload: Overload = "preempt"
-    starvation_after: Annotated[Duration, Field(gt=0)] | None = None  # null: half a request's TTL
+    starvation_after: Annotated[Duration, Field(gt=0)] | None = None  # null: half of the request's TTL
     guard_share: Number = Field(0.1, ge=0, lt=1)
-    # Assumed length of an answer until the flow has completed a request; only with `unit: tokens`.
+    # The assumed length of a flow's answers until one of its requests has completed; for `unit: tokens`.
     default_answer_tokens: Count = Field(256, ge=1, le=1_000_000)
     overload_status: Literal[503, 429] = 503
     # If no endpoint is ready, queue requests until their TTL, for example in a pool that is scaled to zero.
@@ -372,7 +373,7 @@ class FairRequestQueue(Section):
 
 
 class RequestQueueController(Section):
-    """The stock's bounds for each ready endpoint, in `unit`."""
+    """The bounds of the stock (admitted work) for each ready endpoint, in `unit`."""
 
     enabled: Flag = True  # False: requests are placed on arrival and never queued
     watermark_per_backend: Number = Field(2, gt=0, le=MOST_COST)
@@ -396,7 +397,7 @@ class RequestQueueController(Section):
 
     @model_validator(mode="after")
     def _bounds_fit(self) -> Self:
-        # The default watermark of 2 is sensible in requests, not in tokens.
+        # The default watermark of 2 per endpoint is sensible in requests, not in tokens.
         if self.unit == "tokens" and "watermark_per_backend" not in self.model_fields_set:
             raise ValueError("unit tokens needs watermark_per_backend (and bounds, if set) in tokens")
         if self.lower_per_backend > self.watermark_per_backend:
@@ -423,7 +424,7 @@ class Workloads(Section):
     rate_window: Duration = Field(60.0, gt=0)
     ema_alpha: Number = Field(0.2, gt=0, le=1)
     idle_after: Duration = Field(300.0, gt=0)
-    max_workloads: int = Field(20_000, ge=1)  # requests that name further workloads are anonymous
+    max_workloads: int = Field(20_000, ge=1)  # requests of further workloads count as anonymous
     wait_signal: WaitSignal = "request"
 
 
@@ -432,13 +433,13 @@ ScorerWeight = Annotated[Number, Field(gt=0, le=1e6)]
 
 
 class OutlierDetection(Section):
-    """When to eject an endpoint that fails (docs/picking.md). `retry_budget_percent` configures Envoy."""
+    """Ejection of endpoints that fail (docs/picking.md). `retry_budget_percent` configures Envoy."""
 
     enabled: Flag = True
-    base_ejection_time: Duration = Field(1.0, ge=0.1, le=300)  # doubled each time the endpoint fails again
+    base_ejection_time: Duration = Field(1.0, ge=0.1, le=300)  # doubles with each further ejection
     max_ejection_time: Duration = Field(8.0, ge=0.1, le=300)
     max_ejection_percent: Count = Field(50, ge=0, le=100)  # of ready endpoints
-    retry_budget_percent: Count = Field(20, ge=0, le=100)  # of requests in flight: limit of Envoy's retries
+    retry_budget_percent: Count = Field(20, ge=0, le=100)  # of requests in flight may be Envoy's retries
 
     @model_validator(mode="after")
     def _doubles_up_to_the_longest(self) -> Self:
@@ -470,14 +471,14 @@ SessionKey = Literal["session-id", "x-session-affinity", "prompt_cache_key", "us
 
 
 class Scheduling(Section):
-    """How an endpoint is chosen. Without scorers, the endpoint with the fewest requests in flight is best."""
+    """The choice of an endpoint. Without scorers, the endpoint with the fewest requests in flight is best."""
 
     scorers: Annotated[dict[ScorerName, ScorerWeight], BeforeValidator(weights_by_name)] = {}
-    session_keys: tuple[SessionKey, ...] = ()  # for the scorer session-affinity, besides session tokens
+    session_keys: tuple[SessionKey, ...] = ()  # session keys for the scorer session-affinity
     latency: Latency = Latency()
     fallbacks: Count = Field(2, ge=0, le=8)
-    adapters: tuple[Name, ...] = ()  # LoRA adapters, besides those that endpoints report
-    endpoint_labels: Mapping[Name, str] = Field(default={})  # labels that every endpoint must have
+    adapters: tuple[Name, ...] = ()  # names of LoRA adapters, besides adapters that endpoints report
+    endpoint_labels: Mapping[Name, str] = Field(default={})  # labels that each endpoint of the pool needs
 
     @model_validator(mode="after")
     def _keys_are_scored(self) -> Self:
@@ -501,15 +502,15 @@ class Scraping(Section):
     interval: AutoDuration = Field(None, ge=0.01)
     stale_after: AutoDuration = Field(None, gt=0)
     engine: str = AUTO
-    engine_label: str = _ENGINE_LABELS[0]  # endpoint label with the engine's name
-    series: Mapping[str, str] = Field(default={})  # metric -> series; overrides the engine's
+    engine_label: str = _ENGINE_LABELS[0]  # the endpoint label that has the engine's name
+    series: Mapping[str, str] = Field(default={})  # metric -> series; overrides the engine's series
     aggregation: Mapping[str, Aggregation | Literal["sum"]] = Field(default={})  # by label; overrides it, too
 
-    # How to fetch metrics pages; `port` is needed if it differs from the port of requests.
+    # How to fetch metrics pages; `port` must be set if the pages are not on the port of requests.
     port: Port | None = None
     scheme: Scheme = "http"
     probe_scheme: Scheme | None = None  # scheme of probes, which go to the port of requests; null: `scheme`
-    ca: FilePath | None = None  # CA of the `https` certificates; null: accept any certificate
+    ca: FilePath | None = None  # CA file for certificates of `https` pages; null: accept any certificate
     token_file: FilePath | None = None  # bearer token sent with each scrape
 
     @model_validator(mode="after")
@@ -538,8 +539,8 @@ class Scraping(Section):
         return next((labels[key] for key in (self.engine_label, *_ENGINE_LABELS) if key in labels), "")
 
     def engines(self, named: str = "") -> tuple[Engine, ...]:
-        """The candidate engines of an endpoint whose labels name the engine `named`. With several candidates
-        the endpoint's metrics page decides."""
+        """The candidate engines of an endpoint whose labels name the engine `named`. Among several candidate
+        engines the endpoint's metrics page decides."""
         labelled, configured = known_engine(named), known_engine(self.engine)
         if labelled is not None and labelled is not configured:
             # The labels and the configuration name different engines: the configured `series` do not apply.
@@ -562,9 +563,9 @@ class Scraping(Section):
 
 
 class Leases(Section):
-    """How long a request, replica or grant counts as alive without a sign of life."""
+    """The times for which a request, replica or grant counts as alive without a sign of life."""
 
-    inflight: Duration = Field(15.0, ge=1)  # must exceed Envoy's access-log flush interval
+    inflight: Duration = Field(15.0, ge=1)  # a lease must exceed Envoy's access-log flush interval
     access_log_interval: Duration = Field(5.0, ge=1)
     replica_silence: Duration = Field(5.0, ge=1)
     adoption_grace: Duration = Field(3.0, gt=0)
@@ -588,7 +589,7 @@ class DecisionLog(Section):
 
 class Logging(Section):
     format: Literal["text", "json"] = "text"
-    level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"  # DEBUG writes a line for each decision
+    level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"  # DEBUG logs a line for each decision
 
 
 class Tracing(Section):
@@ -596,4 +597,4 @@ class Tracing(Section):
 
     enabled: Flag = False
     endpoint: Annotated[str, AfterValidator(http_url)] = "http://127.0.0.1:4317"
-    sample: Number = Field(0.1, ge=0, le=1)  # sampled share of requests without a traceparent
+    sample: Number = Field(0.1, ge=0, le=1)  # share of requests without a traceparent that are traced

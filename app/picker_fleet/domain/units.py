@@ -18,12 +18,12 @@ _ZONE = re.compile(r"[A-Za-z0-9._-]{1,16}")
 _HOST = re.compile(r"(\*\.)?[a-z0-9_]([a-z0-9_.-]{0,251}[a-z0-9_])?")
 _TOKEN = re.compile(r"[!-~]{1,512}")
 _UNIT_S = {"ms": 0.001, "s": 1.0, None: 1.0, "m": 60.0, "h": 3600.0}
-_LONGEST_S = 366 * 86_400.0  # longer timers overflow on some platforms
-_MOST = 1e9  # keeps counts and weights exact as doubles in Lua
+_LONGEST_S = 366 * 86_400.0  # a year in seconds; longer timers overflow on some platforms
+_MOST = 1e9  # up to this value Lua's doubles keep counts and weights exact
 
 
 def duration_s(value: object) -> float:
-    """Seconds in `value`: a number of seconds or a string such as `500ms`, `30s`, `5m`.
+    """The seconds that `value` gives: a number of seconds, or a string such as `500ms`, `30s`, `5m`.
 
     Raises:
         ValueError: `value` has another form, is negative or not finite, or is longer than a year.
@@ -58,7 +58,7 @@ def split_host_port(address: str) -> tuple[str, int]:
 
 
 def can_be_looked_up(host: str) -> bool:
-    """Whether a resolver accepts `host`: no label between dots is empty or longer than 63 bytes."""
+    """Whether a DNS resolver accepts `host`: no part between dots is empty or longer than 63 bytes."""
     try:
         return bool(host.encode("idna"))
     except UnicodeError:
@@ -94,7 +94,7 @@ def host_name(value: object) -> str:
 
 
 def endpoint_address(value: object) -> str:
-    """An endpoint's `ip:port` in canonical form; IPv6 in brackets.
+    """An endpoint's `ip:port` in canonical form; an IPv6 address has brackets.
 
     Raises:
         ValueError: the host is no IP address (Envoy accepts no names here), or the port is 0.
@@ -156,17 +156,17 @@ def bearer_token(text: str) -> str:
 
 
 def without_secrets(text: str) -> str:
-    """`text`; if it is a URL, only scheme, host, port and path: the rest may contain a password or a key."""
+    """`text`; of a URL only scheme, host, port and path, since the rest may contain a password or key."""
     scheme, mark, rest = text.partition("://")
     place = re.split(r"[?#]", rest, maxsplit=1)[0]
-    if "@" in rest and "@" not in place:  # the password contains a question mark or hash
+    if "@" in rest and "@" not in place:  # the URL's password contains a question mark or hash
         return f"{scheme}://…"
     return f"{scheme}://{place.rpartition('@')[2]}" if mark else text
 
 
 def has_control(text: str) -> bool:
-    """Whether `text` contains a control character. Names in the shared state must not: keys join names with
-    byte 31, and records end names with byte 0."""
+    """Whether `text` contains a control character. Names in the shared state must not: keys join names by
+    byte 0x1F, and records end names by byte 0."""
     return _CONTROL.search(text) is not None
 
 
@@ -198,10 +198,10 @@ EndpointAddress = Annotated[str, BeforeValidator(endpoint_address)]
 FilePath = Annotated[Path, BeforeValidator(file_path)]
 CriticalityName = Annotated[Criticality, BeforeValidator(Criticality.parse)]
 Priority = Annotated[int, Field(strict=True, ge=LEAST_PRIORITY, le=MOST_PRIORITY)]
-# Limits of the queue's arithmetic over years (docs/fairness.md), also in Lua (state/schema.py).
-LEAST_WEIGHT, MOST_WEIGHT = 1e-3, 1e6  # weight of a flow or a band
-MOST_COST = 1e9  # cost of a request, and bounds of the stock per endpoint
-# Strict types: `true` is not 1, and "5" is not 5. In YAML, a value of another type is probably a mistake.
+# With these limits the queue's sums stay exact for years (docs/fairness.md); also in Lua (state/schema.py).
+LEAST_WEIGHT, MOST_WEIGHT = 1e-3, 1e6  # largest weight of a flow or a band
+MOST_COST = 1e9  # largest cost of a request, and largest bound of the stock per endpoint
+# Strict types: the number 1 may not be spelt `true` or "1". In YAML, another type is probably a mistake.
 Count = Annotated[int, Field(strict=True), AfterValidator(_countable)]
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False), AfterValidator(_countable)]
 Flag = Annotated[bool, Field(strict=True)]
