@@ -439,7 +439,7 @@ class OutlierDetection(Section):
     base_ejection_time: Duration = Field(1.0, ge=0.1, le=300)  # doubles with each further ejection
     max_ejection_time: Duration = Field(8.0, ge=0.1, le=300)
     max_ejection_percent: Count = Field(50, ge=0, le=100)  # of ready endpoints
-    retry_budget_percent: Count = Field(20, ge=0, le=100)  # of requests in flight may be Envoy's retries
+    retry_budget_percent: Count = Field(20, ge=0, le=100)  # this part of requests may be retries
 
     @model_validator(mode="after")
     def _doubles_up_to_the_longest(self) -> Self:

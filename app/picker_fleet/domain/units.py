@@ -165,8 +165,8 @@ def without_secrets(text: str) -> str:
 
 
 def has_control(text: str) -> bool:
-    """Whether `text` contains a control character. Names in the shared state must not: keys join names by
-    byte 0x1F, and records end names by byte 0."""
+    """Whether `text` contains a control character. Names in the shared state must contain none: keys join
+    names by byte 0x1F, and records end names by byte 0."""
     return _CONTROL.search(text) is not None
 
 
@@ -199,7 +199,7 @@ FilePath = Annotated[Path, BeforeValidator(file_path)]
 CriticalityName = Annotated[Criticality, BeforeValidator(Criticality.parse)]
 Priority = Annotated[int, Field(strict=True, ge=LEAST_PRIORITY, le=MOST_PRIORITY)]
 # With these limits the queue's sums stay exact for years (docs/fairness.md); also in Lua (state/schema.py).
-LEAST_WEIGHT, MOST_WEIGHT = 1e-3, 1e6  # largest weight of a flow or a band
+LEAST_WEIGHT, MOST_WEIGHT = 1e-3, 1e6  # smallest and largest weight of a flow or a band
 MOST_COST = 1e9  # largest cost of a request, and largest bound of the stock per endpoint
 # Strict types: the number 1 may not be spelt `true` or "1". In YAML, another type is probably a mistake.
 Count = Annotated[int, Field(strict=True), AfterValidator(_countable)]

@@ -3,8 +3,8 @@ InferencePool (kubernetes_source.py).
 
 pool.py runs the configured source. A source only lists endpoints; other modules track health and load. A file
 is YAML or JSON: a list with the entries of `discovery.static`. FileSource watches the file's folder, so that
-it notices an atomic replace and Kubernetes' symlink swap, and reads the file again every few seconds, for
-file systems that announce no changes."""
+the source notices an atomic replace and Kubernetes' symlink swap, and reads the file again every few seconds,
+for file systems that announce no changes."""
 
 import asyncio
 import concurrent.futures
@@ -29,10 +29,10 @@ class Source(Protocol):
     async def watch(self, report: Report) -> None:
         """Call `report` with the whole list as soon as it is known and after each change.
 
-        Runs until cancelled. If the source fails later, the last good list stays in use; logs the fault.
+        Runs until cancelled. A source that fails later logs the fault; the last good list stays in use.
 
         Raises:
-            StartupError: there is no list at the start, and waiting would not help.
+            StartupError: the source has no list at the start, and waiting would not help.
         """
         ...
 
@@ -54,7 +54,7 @@ def endpoints_of(listed: tuple[StaticEndpoint, ...]) -> tuple[Endpoint, ...]:
 
 
 def _labels(entry: StaticEndpoint) -> dict[str, str]:
-    """The entry's labels, and labels for the port and path of its metrics page."""
+    """The entry's labels, and added labels for the port and path of the endpoint's metrics page."""
     page = {METRICS_PORT: entry.metrics_port, METRICS_PATH: entry.metrics_path}
     return entry.labels | {label: str(value) for label, value in page.items() if value is not None}
 
@@ -70,7 +70,7 @@ class FileFault(ValueError):
 
 
 class FileSource:
-    """Watches the file `path`. `recheck_s`: interval of reading the file without an announced change."""
+    """Watches the file `path`; reads the file every `recheck_s` seconds even without an announced change."""
 
     def __init__(self, path: Path, *, recheck_s: float = 5.0) -> None:
         self._path = path
@@ -106,7 +106,7 @@ class FileSource:
                 report(known)
 
     async def _read(self) -> tuple[Endpoint, ...]:
-        # A network file system can hang: then wait again for the same read, without another thread.
+        # A read from a network file system can hang: then wait again for that read, without another thread.
         if self._reading is None or self._reading.done():
             self._reading = _text_of(self._path)
         try:
@@ -140,8 +140,8 @@ def listed(text: str) -> tuple[Endpoint, ...]:
     """Parse the list of endpoints in `text`.
 
     Raises:
-        FileFault: `text` is no YAML or JSON, no list of endpoints, or empty. Empty text means a half-written
-            file; a pool without endpoints is written `[]`.
+        FileFault: `text` is not YAML or JSON, not a list of endpoints, or empty. An empty text means a
+                half-written file; a pool without endpoints is written `[]`.
     """
     try:
         tree = read_yaml(text)
@@ -163,14 +163,14 @@ _DECODING_ROLES = ("both", "all", "flexible-decoder")
 
 
 def decodes(endpoint: Endpoint) -> bool:
-    """Whether requests may be sent to `endpoint`: it has no role, or its role includes decoding. Only
-    decoders send requests to other endpoints, for a prompt's KV cache or an encoded image."""
+    """Whether requests may be sent to `endpoint`: the endpoint has no role, or a role that includes decoding.
+    Only decoders send requests to other endpoints, for a prompt's KV cache or an encoded image."""
     role = endpoint.labels.get(_ROLE, "")
     return not role or role in _DECODING_ROLES or "decode" in role.split("-")
 
 
 def serving(labels: Mapping[str, str], report: Report) -> Report:
-    """Wrap `report`: pass on only endpoints that have `labels` and decode; log the endpoints left out."""
+    """Wrap `report`: pass on only endpoints that have `labels` and can decode; log all other endpoints."""
     logged: list[str] = []
 
     def report_serving(endpoints: tuple[Endpoint, ...]) -> None:
@@ -194,7 +194,7 @@ def source_of(settings: Discovery) -> Source:
     if settings.file is not None:
         return FileSource(settings.file)
     if settings.dns is not None:
-        # Import only if needed: the DNS package takes a tenth of a replica's start-up time.
+        # Import the DNS source only if needed: its package takes a tenth of a replica's start-up time.
         from picker_fleet.endpoints.dns_source import DnsSource
 
         return DnsSource(settings.dns.name, settings.dns.port, interval_s=settings.dns.interval)

@@ -1,8 +1,8 @@
 """Endpoints from DNS: every A and AAAA record of one name, on one port, looked up at an interval.
 
-A and AAAA are looked up separately, and each keeps its own last good answer: many name servers drop AAAA
-queries, which must not affect the A records. An answer without addresses counts only once the next lookup
-confirms it.
+A and AAAA records are looked up separately, and each type keeps its own last good answer: many name servers
+drop AAAA queries, which must not affect the A records. An answer without addresses counts only once the next
+lookup confirms it.
 """
 
 import asyncio
@@ -26,9 +26,9 @@ _FAMILIES: tuple[Family, ...] = ("A", "AAAA")
 
 
 class DnsSource:
-    """Follows `name`, an IP address or a host name (the search list applies), on `port`.
+    """Reports the addresses of `name`, an IP address or host name (the search list applies), on `port`.
 
-    `resolver` replaces the system's configuration. A lookup times out after `lookup_s`.
+    `resolver` replaces the system's DNS configuration. A lookup times out after `lookup_s`.
     """
 
     def __init__(
@@ -46,11 +46,11 @@ class DnsSource:
         self._lookup_s = lookup_s
         self._resolver = resolver
         self._known: dict[Family, tuple[str, ...]] = {}
-        self._failing: set[Family] = set()  # families whose last lookup failed
-        self._empty: set[Family] = set()  # families whose last answer had no address
+        self._failing: set[Family] = set()  # address families whose last lookup failed
+        self._empty: set[Family] = set()  # address families whose last answer had no address
 
     async def watch(self, report: Report) -> None:
-        """As Source.watch; reports nothing until a lookup succeeds."""
+        """Does what Source.watch does; reports nothing until a lookup succeeds."""
         reported: tuple[Endpoint, ...] | None = None
         while True:
             async with asyncio.TaskGroup() as group:
@@ -70,7 +70,7 @@ class DnsSource:
         try:
             async with asyncio.timeout(self._lookup_s):
                 found = await self._look_up(family)
-        except (dns.exception.DNSException, OSError) as fault:  # TimeoutError is an OSError
+        except (dns.exception.DNSException, OSError) as fault:  # OSError includes TimeoutError
             text = " ".join(str(fault).split())[:200] or type(fault).__name__
             if family not in self._failing:
                 _log.warning(
@@ -110,11 +110,11 @@ class DnsSource:
         try:
             answer = await self._resolver.resolve(self._name, family, search=True, lifetime=self._lookup_s)
         except dns.resolver.NoAnswer:
-            return ()  # the name exists and has no address of this family
+            return ()  # the name exists, but has no address of this family
         return tuple(record.address for record in answer)
 
     async def _from_system(self, family: Family) -> tuple[str, ...]:
-        """Look `localhost` names up in the system: they are in the hosts file, not in DNS."""
+        """Look up `localhost` names by the system: these names are in the hosts file, not in DNS."""
         wanted = socket.AF_INET if family == "A" else socket.AF_INET6
         loop = asyncio.get_running_loop()
         try:

@@ -7,10 +7,10 @@ scraping.py calls this module.
     {"from": "replica-1", "sent": 1700000000123, "readings": {"10.0.0.1:8000": {"at": 1700000000100, ...}},
      "suspects": ["10.0.0.1:8000"]}
 
-`suspects`, if present, are endpoints where requests in flight may be gone. Times in the hash and in messages
-are by Redis's clock, so that replicas learn the age of a stored reading without comparing their own clocks:
-each round trip asks for TIME, and keeps the difference to this replica's monotonic clock. The receiver of a
-message uses only `sent` - `at`, the age of a reading when it was sent.
+`suspects`, if present, are endpoints where requests in flight may have ended unnoticed. Times in the hash and
+in messages are by Redis's clock, so that replicas learn the age of a stored reading without comparing their
+own clocks: each round trip asks Redis for TIME, and keeps the difference to this replica's monotonic clock.
+The receiver of a message uses only `sent` - `at`, the age of a reading when it was sent.
 """
 
 import logging
@@ -34,7 +34,7 @@ from picker_fleet.state.subscriptions import CHECK_S, Command, CommandClient
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """A decoded message: `readings` by the receiver's clock; `faults` describes malformed parts."""
+    """A decoded message: `readings` have times of the receiver's clock; `faults` names malformed parts."""
 
     sender: str
     readings: Mapping[str, EndpointMetrics]
@@ -50,7 +50,7 @@ class _Wire(msgspec.Struct, omit_defaults=True):
 
 
 def message_head(sender: str) -> bytes:
-    """The bytes with which each message of `sender`, and no other message, begins."""
+    """The bytes with which every message of `sender` begins, and no message of another replica."""
     return msgspec.json.encode({"from": sender})[:-1] + b","
 
 
@@ -101,13 +101,13 @@ class MetricsChannel:
         self._own = message_head(replica)
         self._now_ms = now_ms
         self._commands = CommandClient(url, self._name, deadline_s=deadline_s)
-        self._ahead_ms: int | None = None  # Redis's clock minus this replica's clock, or slightly less
+        self._ahead_ms: int | None = None  # Redis's clock minus this replica's clock in ms, or slightly less
         self._fault_logged = False
 
     async def publish(self, batch: Mapping[str, EndpointMetrics], suspects: Sequence[str] = ()) -> None:
         """Store `batch` and publish it on the channel, in one round trip. An empty batch is a sign of life.
 
-        Replicas that scrape `suspects` read their pages soon.
+        The replicas that scrape the endpoints `suspects` read the pages of these endpoints soon.
 
         Raises:
             StateUnavailable: Redis did not accept the batch in time.
@@ -153,13 +153,13 @@ class MetricsChannel:
         *,
         check_s: float = CHECK_S,
     ) -> None:
-        """Pass readings to `on_readings` until cancelled: messages with their sender and suspects, and the
-        stored readings with sender None after each SUBSCRIBE. For this replica's own messages only the sender
-        is passed on. Reconnects after a fault (state/subscriptions.py).
+        """Pass readings to `on_readings` until cancelled: those of each message with its sender and suspects,
+        and after each SUBSCRIBE the stored ones with sender None. Of this replica's own messages only the
+        sender is passed on. Reconnects after a fault (state/subscriptions.py).
         """
 
         async def catch_up() -> None:
-            # Read the stored readings after SUBSCRIBE, so that no message in between is missed.
+            # Read the stored readings after SUBSCRIBE, so that no message between the two is missed.
             on_readings(None, await self.stored(), ())
             self._fault_logged = False
 
@@ -185,7 +185,7 @@ class MetricsChannel:
 
     def _warn(self, faults: Sequence[str]) -> None:
         if faults and not self._fault_logged:
-            self._fault_logged = True  # log once: every message would repeat the fault
+            self._fault_logged = True  # log a fault once: every message would repeat the fault
             _log.warning("ignoring malformed readings of other replicas: %s", "; ".join(faults[:3]))
 
     def _note_clock(self, time: tuple[bytes, bytes]) -> int:

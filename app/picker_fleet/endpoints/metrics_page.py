@@ -1,8 +1,8 @@
 """Extracts the few needed series from the text of an endpoint's metrics page; scraper.py calls this module.
 
-A vLLM page has hundreds of lines, of which five are needed, ten times a second per endpoint. So the page is
-not parsed as a whole: PageReader searches for the wanted names and parses only lines that begin with them,
-as a full parser would. Format: Prometheus' text exposition format 0.0.4; exemplars are ignored.
+A vLLM page has hundreds of lines, of which the picker needs five, ten times a second per endpoint. So the
+page is not parsed as a whole: PageReader searches for the wanted names and parses only lines that begin with
+them, as a full parser would. Format: Prometheus' text exposition format 0.0.4; exemplars are ignored.
 
 A page is read in parts as it arrives, one part per turn of the event loop. The length of a page is unbounded,
 but the work on it is bounded. A malformed line loses only its own metric.
@@ -29,12 +29,12 @@ _ESCAPE = re.compile(r'\\([\\n"])')
 _ESCAPED = {"\\": "\\", "n": "\n", '"': '"'}
 _NAME_GOES_ON = frozenset(bytes((mark,)) for mark in (string.ascii_letters + string.digits + "_:").encode())
 _BLANK = b" \t"
-_MOST_SERIES = 4000  # series kept per page
+_MOST_SERIES = 4000  # most series kept per page
 _MOST_LINE_BYTES = 256 * 1024
-_MOST_ADAPTER_BYTES = 128 * 1024  # adapter names per page, which are sent to all replicas
-_MOST_WORK = 32 * 1024 * 1024  # work per page, in bytes searched
-_SAMPLE_WORK = 256  # parsing a sample takes about as long as searching this many bytes
-_MOST_FAULTS = 3  # faults listed per page
+_MOST_ADAPTER_BYTES = 128 * 1024  # most bytes of adapter names per page; all replicas get these names
+_MOST_WORK = 32 * 1024 * 1024  # most work per page, in bytes searched
+_SAMPLE_WORK = 256  # to parse a sample takes about as long as to search this many bytes
+_MOST_FAULTS = 3  # most faults listed per page
 _MOST_DIGITS = 9
 _OVERSHOOT = 1.05  # rounding may lift a share above 1; a higher value is not a share
 _MODEL_LABELS = frozenset({"model_name", "model"})
@@ -56,14 +56,14 @@ class Sample(NamedTuple):
 
 
 def samples(lines: bytes, name: bytes, bad: Callable[[str], None]) -> Iterator[Sample]:
-    """Every sample of the series `name` in `lines`, which must be complete lines. `bad` is called for a line
+    """Every sample of the series `name` in `lines`; each line must be complete. `bad` is called for a line
     that begins with `name` but is not a sample."""
     after = 0
     while (start := lines.find(name, after)) >= 0:
         begin, after = start + len(name), lines.find(b"\n", start)
         line_start = lines.rfind(b"\n", 0, start) + 1
         if lines[begin : begin + 1] in _NAME_GOES_ON or lines[line_start:start].strip(_BLANK):
-            continue  # no sample of this series: its name is longer, or does not begin the line
+            continue  # not a sample of this series: the sample's name is longer, or does not begin the line
         try:
             yield _sample(lines[begin:after])
         except BadPage as fault:
@@ -77,7 +77,7 @@ def _sample(line: bytes) -> Sample:
         raise BadPage(f"is followed by {line[:60]!r}")
     text = match["value"]
     try:
-        if b"_" in text:  # `float` allows underscores, Prometheus does not
+        if b"_" in text:  # Python's `float` allows underscores, Prometheus does not
             raise ValueError
         value = float(text)
     except ValueError:
@@ -102,7 +102,7 @@ def _labels(text: bytes) -> dict[str, str]:
 
 
 class PageReader:
-    """Reads the page of one of `engines` as it arrives; `result` sets `engine`.
+    """Reads a page as the page arrives, from one of `engines`; `result` sets `engine` to that engine.
 
     Of several samples with the same labels the last counts. Malformed lines are skipped and listed in
     `remark`. A last line without a line feed is truncated and does not count.
@@ -112,7 +112,7 @@ class PageReader:
         self._engines = engines
         self.engine: Engine | None = None
         self.tells_sleep = False  # whether the page tells if the engine sleeps
-        self.cpu_s = 0.0  # CPU time of reading the page
+        self.cpu_s = 0.0  # CPU time for reading the page, in seconds
         counts = {
             series_of(text).name
             for engine in engines
@@ -132,12 +132,12 @@ class PageReader:
 
     @property
     def remark(self) -> str | None:
-        """The faults of the page; None without faults."""
+        """The faults of the page in one line; None without faults."""
         more = self._fault_count - len(self._faults)
         return "; ".join((*self._faults, *([f"{more} more"] if more else []))) or None
 
     def feed(self, part: bytes) -> bool:
-        """Read the next `part`. Returns False once the page exceeds a limit: do not feed the rest."""
+        """Read the next `part`. Returns False once the page exceeds a limit: feed no further part."""
         began_s = time.thread_time()
         self._work += len(part)
         if self._in_long_line:
@@ -158,7 +158,7 @@ class PageReader:
         last = lines[lines.rfind(b"\n", 0, -1) + 1 :].lstrip(_BLANK)
         for name, encoded in self._names:
             if last.startswith(encoded) and last[len(encoded) : len(encoded) + 1] not in _NAME_GOES_ON:
-                # The unread rest may have more samples of this series: the sum would be too low.
+                # The unread rest of the page may have more samples of this series: the sum would be too low.
                 self._counts.pop(name, None)
                 self._adapters.pop(name, None)
         return False
@@ -190,7 +190,7 @@ class PageReader:
             self._faults.append(fault)
 
     def result(self, scraped_ms: int) -> EndpointMetrics:
-        """The metrics of the page.
+        """The metrics that the page shows.
 
         Raises:
             BadPage: the page has no series of any of `engines`.
@@ -223,7 +223,7 @@ class PageReader:
         )
 
     def _first(self, texts: tuple[str, ...]) -> Mapping[Labels, float]:
-        """The samples of the first series of `texts` that the page has."""
+        """The samples of the first among the series `texts` that the page has."""
         for text in texts:
             name, wanted = series_of(text)
             found = {
@@ -253,7 +253,7 @@ def _models(found: Mapping[Labels, float]) -> frozenset[str]:
 
 
 def _total(found: Mapping[Labels, float], aggregation: Mapping[str, Aggregation]) -> float | None:
-    """Combine samples into one number, by the `aggregation` of their labels; None without a valid value."""
+    """Combine samples into one number, by the `aggregation` of the labels; None without a valid value."""
     figures: dict[Labels, dict[Labels, float]] = {}
     for labels, value in found.items():
         if 0 <= value < math.inf:
@@ -265,7 +265,7 @@ def _total(found: Mapping[Labels, float], aggregation: Mapping[str, Aggregation]
 
 
 def _highest(found: Mapping[Labels, float]) -> float | None:
-    """The highest share, at most 1; None if no value is a share."""
+    """The highest of the values that are shares (0 to 1); None if no value is a share."""
     known = [value for value in found.values() if 0 <= value <= _OVERSHOOT]
     return min(max(known), 1.0) if known else None
 

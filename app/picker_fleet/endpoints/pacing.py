@@ -1,6 +1,6 @@
 """Decides how often the scraper reads a metrics page and probes a server.
 
-A page is read no more often than its metrics are used, and costs at most 1 % of the server's and of this
+A page is read no more often than its metrics are used, and takes at most 1 % of the server's and of this
 replica's time (a page takes a real vLLM 8 ms in the process that streams its answers). `scraping.interval:
 auto` keeps to both limits.
 """
@@ -10,22 +10,22 @@ from dataclasses import dataclass
 
 from picker_fleet.domain.known_fleet import KnownFleet
 
-PROBE_S = 0.2  # interval of requests (probes or pages) to a server
-REST_PROBE_S = 0.5  # interval of requests to a server while no requests are in flight
-_USED_S = 0.1  # interval of pages while requests are placed by their metrics
-_SHOWN_S = 5.0  # interval of pages while only views and health use their metrics
-_SUSPECT_S = 0.1  # interval of pages while requests in flight at the endpoint may be gone
+PROBE_S = 0.2  # seconds between requests (probes or pages) to a server
+REST_PROBE_S = 0.5  # seconds between requests to a server while the fleet has no requests in flight
+_USED_S = 0.1  # seconds between pages whose metrics decide where requests go
+_SHOWN_S = 5.0  # seconds between pages whose metrics only views and health checks use
+_SUSPECT_S = 0.1  # seconds between pages while requests in flight at the endpoint may be gone
 _LONGEST_S = 30.0
-_SHARE = 0.01  # largest part of the server's and of this replica's time
-_FETCH_CPU_S = 0.0002  # CPU of this replica to fetch a page, without reading it
+_SHARE = 0.01  # largest part of the server's, and of this replica's, time that pages take
+_FETCH_CPU_S = 0.0002  # CPU seconds of this replica to fetch a page, without reading the page
 _PROBE_CPU_S = 0.0001
 _KEPT = 8
 _LONGEST_PAUSE_S = 5.0
-_DOUBLINGS = 30  # a pause doubles at most this often, far beyond the longest pause
+_DOUBLINGS = 30  # a pause doubles at most this many times, far beyond the longest pause
 
 
 class ScrapeCost:
-    """The cost of an endpoint's page in seconds: the least of the last few measurements."""
+    """The cost of an endpoint's page in seconds: the lowest of the last few measurements."""
 
     def __init__(self) -> None:
         self._pages: deque[float] = deque(maxlen=_KEPT)
@@ -33,7 +33,7 @@ class ScrapeCost:
         self._read_s: deque[float] = deque(maxlen=_KEPT)
 
     def add_page(self, answered_s: float, read_s: float) -> None:
-        """Record a page: `answered_s` from request to response, `read_s` of this replica's CPU to read it."""
+        """Record a page: `answered_s` from request to response, `read_s` of this replica's CPU."""
         self._pages.append(answered_s)
         self._read_s.append(read_s)
 
@@ -49,21 +49,21 @@ class ScrapeCost:
 
     @property
     def own_s(self) -> float:
-        """This replica's CPU time for one page."""
+        """This replica's CPU time for one page, in seconds."""
         return _FETCH_CPU_S + min(self._read_s, default=0.0)
 
 
 @dataclass(frozen=True, slots=True)
 class IntervalPolicy:
-    """Computes scrape intervals, by the use that `fleet` makes of metrics pages. `fixed_s` is the configured
-    interval, None for `auto`."""
+    """Computes scrape intervals from the use that the fleet `fleet` makes of metrics pages. `fixed_s` is the
+    configured interval, None for `auto`."""
 
     fixed_s: float | None
     fleet: KnownFleet
 
     def interval_s(self, cost: ScrapeCost, targets: int, *, suspect: bool = False) -> float:
-        """Seconds between pages of an endpoint, if this replica scrapes `targets` endpoints. `suspect`:
-        requests in flight there may be gone."""
+        """Seconds between two reads of an endpoint's page, if this replica scrapes `targets` endpoints.
+        `suspect`: requests in flight at the endpoint may be gone."""
         if self.fixed_s is not None:
             return self.fixed_s
         wanted_s = _USED_S if self.fleet.busy and self.fleet.picks_by_metrics else _SHOWN_S
@@ -78,13 +78,13 @@ class IntervalPolicy:
 
     def publish_s(self, shown_s: float) -> float:
         """Seconds between two batches of readings: short if a scorer uses readings, else at least `shown_s`,
-        which suffices for views. Each message wakes every replica."""
+        which suffices for views. A batch is a message that wakes every replica."""
         soonest_s = self.fixed_s or PROBE_S / 2
         return soonest_s if self.fleet.picks_by_metrics else max(soonest_s, shown_s)
 
 
 def pause_s(failures: int, interval_s: float, variation: float) -> float:
-    """The pause before the next request to an endpoint after `failures` in a row: doubles, up to 5 s.
+    """The pause before the next request to an endpoint after `failures` failures in a row: doubles up to 5 s.
 
     `variation`, 0 to 1, shortens the pause by up to a quarter, so that retries do not come all at once.
     """

@@ -1,4 +1,4 @@
-"""The scraper's HTTP/1.1 client: one keep-alive connection to a server, and its metrics page over it.
+"""The scraper's HTTP/1.1 client: it fetches a server's metrics page over one keep-alive connection.
 
 A general HTTP client takes several times the CPU of the rest of a scrape; this client sends constant bytes
 and reads only the headers that it needs. Bodies are streamed, so that a body of any length takes little
@@ -27,16 +27,16 @@ from picker_fleet.state.primary import raise_if_cancelled
 
 _MOST_HEAD_BYTES = 64 * 1024
 _PART_BYTES = 32 * 1024  # bytes of a body handled in one turn of the event loop
-_MOST_UNREAD = 256 * 1024  # bytes of a body buffered before reading pauses
+_MOST_UNREAD = 256 * 1024  # bytes of a body to buffer before reading pauses
 _REDIRECTS: Final = (301, 302, 303, 307, 308)
 _ENCODINGS: Final = ("gzip", "x-gzip", "deflate")
 _KEPT_HEADERS: Final = (b"location", b"content-encoding")
-_REREAD_S = 5.0  # interval of reading the CA and token files again
+_REREAD_S = 5.0  # seconds after which the CA and token files are read again
 
 
 class FetchError(PickerError):
-    """The page could not be fetched; `kind` is `connection`, `status` or `page`. `connection` means that the
-    server accepts no new connections, or closes them without a byte."""
+    """The page could not be fetched; `kind` says why: `connection`, `status` or `page`. `connection` means
+    that the server accepts no new connections, or closes connections without a byte."""
 
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(message)
@@ -44,7 +44,7 @@ class FetchError(PickerError):
 
 
 class _ClosedUnused(FetchError):
-    """The server closed a keep-alive connection before a byte of the response, after its idle timeout."""
+    """The server closed an idle keep-alive connection, and sent no byte of the response."""
 
 
 class Access:
@@ -78,10 +78,10 @@ class Access:
         return self._context
 
     def header(self) -> bytes:
-        """The header line with the token; empty if no token is configured.
+        """The header line with the bearer token; empty if no token is configured.
 
         Raises:
-            FetchError: the file cannot be read, or does not contain a token.
+            FetchError: the token file cannot be read, or does not contain a token.
         """
         now_s = time.monotonic()
         if self._token_file is not None and now_s - self._token_s >= _REREAD_S:
@@ -103,18 +103,18 @@ class Place:
     scheme: str
     page_address: str
     page_scheme: str
-    page_paths: tuple[str, ...]  # candidate paths of the page
-    engines: tuple[Engine, ...]  # candidate engines of the endpoint
+    page_paths: tuple[str, ...]  # candidate paths of the metrics page
+    engines: tuple[Engine, ...]  # engines that the endpoint may run
 
     @property
     def is_one(self) -> bool:
-        """Whether one connection serves for probes and pages."""
+        """Whether one connection serves for both probes and metrics pages."""
         return (self.address, self.scheme) == (self.page_address, self.page_scheme)
 
 
 def place_of(endpoint: Endpoint, engines: tuple[Engine, ...], scraping: Scraping) -> Place:
-    """The place of `endpoint`, by its labels, else by the configuration. Labels with unusable values are
-    ignored."""
+    """The place of the page of `endpoint`, by the endpoint's labels, else by the configuration. Labels with
+    unusable values are ignored."""
     labels = endpoint.labels
     port, scheme = labels.get(METRICS_PORT, ""), labels.get(METRICS_SCHEME, "")
     path = labels.get(METRICS_PATH, "")
@@ -140,9 +140,9 @@ def _is_path(path: str) -> bool:
 class Connection:
     """Sends requests to `address` (`ip:port`), one after the other. One event loop.
 
-    Connects at the first request, and again after the connection has ended. If a keep-alive connection ends
-    without a byte of the response, the request is sent once more on a new connection. `close` closes the
-    connection. `lost` is set when the server closes the connection between two requests.
+    The client connects at the first request, and again after the connection has ended. If a keep-alive
+    connection ends without a byte of the response, the request is sent once more on a new connection. `close`
+    closes the connection. `lost` is set when the server closes the connection between two requests.
     """
 
     def __init__(self, address: str, *, tls: Callable[[], ssl.SSLContext] | None = None) -> None:
@@ -151,7 +151,7 @@ class Connection:
         self._tls = tls
         self._exchange: Exchange | None = None
         self.unreached = 0  # failed attempts to connect, in a row
-        self.unanswered = 0  # requests, in a row, without a byte of response
+        self.unanswered = 0  # requests in a row that got no byte of response
         self.lost = asyncio.Event()
         # Ask for no compression: compressing a page takes longer than sending it.
         self._headers = (
@@ -164,7 +164,7 @@ class Connection:
         timeout: the caller sets the deadline.
 
         Raises:
-            FetchError: no connection, or a response that is truncated or not HTTP.
+            FetchError: the server does not accept a connection, or its response is truncated or not HTTP.
         """
         request = b"GET " + path.encode("ascii") + self._headers + header + b"\r\n"
         self.unanswered += 1
@@ -173,7 +173,7 @@ class Connection:
         except BaseException as fault:
             if isinstance(fault, FetchError) or (self._exchange is not None and self._exchange.some_came):
                 self.unanswered = 0
-            # Close the connection: a late response on it would be taken for the response to the next request.
+            # Close the connection: a late response would be taken for the response to the next request.
             self.close()
             raise
         self.unanswered = 0
@@ -227,21 +227,21 @@ class Page:
         self._path = self._configured = path
 
     async def read(self, take: Callable[[bytes], bool]) -> None:
-        """Pass the page to `take` in decoded parts, until `take` returns False. There is no timeout: the
-        caller sets the deadline.
+        """Pass the page in decoded parts to the function `take`, until `take` returns False. There is no
+        timeout: the caller sets the deadline.
 
-        One redirect is followed, and only to another path of the same server; later reads begin with that
+        One redirect is followed, only to another path of the same server; later reads begin with the new
         path.
 
         Raises:
-            FetchError: as `Connection.ask`; or a status other than 200, an unknown encoding, or an encoded
-                page that is malformed or truncated.
+            FetchError: as for `Connection.ask`; or the status is not 200, the encoding is unknown, or the
+                encoded page is malformed or truncated.
         """
         if not await self._read(take, may_move=True):
             await self._read(take, may_move=False)
 
     async def _read(self, take: Callable[[bytes], bool], *, may_move: bool) -> bool:
-        """Read the page once. Returns False if the page has moved, to the new `_path`."""
+        """Read the page once. Returns False if the page has moved; then `_path` is its new path."""
         with await self._connection.ask(self._path, self._access.header()) as answer:
             if answer.status in _REDIRECTS and may_move:
                 self._path = self._moved_to(answer)
@@ -262,7 +262,7 @@ class Page:
             return True
 
     def _moved_to(self, answer: "Exchange") -> str:
-        """The path that a redirect leads to. Raises FetchError if it leads to another server."""
+        """The path that a redirect leads to. Raises FetchError if the redirect leads to another server."""
         location = answer.headers.get(b"location", b"").decode("latin-1")
         try:
             there = urlsplit(location)
@@ -284,7 +284,7 @@ async def _decoded(parts: AsyncIterator[bytes], encoding: str) -> AsyncIterator[
     """Decode `parts` from their content encoding, into parts of at most `_PART_BYTES`.
 
     Raises:
-        FetchError: the encoding is unknown, or the data are malformed or truncated.
+        FetchError: the encoding is unknown, or the encoded data are malformed or truncated.
     """
     if encoding not in _ENCODINGS:
         raise FetchError("page", f"the page is encoded as {encoding[:30]!r}; gzip and deflate are known")
@@ -306,7 +306,7 @@ async def _decoded(parts: AsyncIterator[bytes], encoding: str) -> AsyncIterator[
 
 
 class Exchange(asyncio.Protocol):
-    """One connection: writes requests and parses responses, one at a time.
+    """One connection to a server: writes requests and parses responses, one at a time.
 
     Once the head of a response has arrived, `status` is set, and `headers` has the headers that the scraper
     needs by lower-case name. Use an exchange in a `with` statement, which closes the connection unless the
@@ -322,7 +322,7 @@ class Exchange(asyncio.Protocol):
         self._aborted = self._used = False
         self._came = 0  # bytes received since the request
         self._begin()
-        self.is_complete = True  # no request is open
+        self.is_complete = True  # no request is open on this connection
 
     @property
     def usable(self) -> bool:
@@ -334,7 +334,7 @@ class Exchange(asyncio.Protocol):
             raise FetchError("connection", "the connection closed at once")
         self._begin()
         self._came = 0
-        self._transport.resume_reading()  # reading may be paused since the end of the last page
+        self._transport.resume_reading()  # the last page may have ended while reading was paused
         self._transport.write(request)
         while not self.status and self._fault is None:
             await self._next()
@@ -349,7 +349,7 @@ class Exchange(asyncio.Protocol):
             self.abort()
 
     async def parts(self) -> AsyncIterator[bytes]:
-        """The body as it arrives, in parts of at most `_PART_BYTES`, one per turn of the event loop.
+        """The body in parts, as they arrive: each of at most `_PART_BYTES`, one per turn of the event loop.
 
         Raises:
             FetchError: the body is truncated or malformed.
@@ -411,7 +411,7 @@ class Exchange(asyncio.Protocol):
         else:
             self._fail(FetchError("connection", "the connection closed without an answer"))
 
-    # Callbacks of the parser.
+    # Callbacks of the HTTP parser.
 
     def on_header(self, name: bytes, value: bytes) -> None:
         lower = name.lower()
@@ -434,7 +434,7 @@ class Exchange(asyncio.Protocol):
         self._wake()
 
     def on_message_complete(self) -> None:
-        if not self.status:  # an interim (1xx) response
+        if not self.status:  # this is an interim (1xx) response
             self.headers.clear()
             self._until_close = True
             return

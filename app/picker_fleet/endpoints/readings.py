@@ -1,8 +1,8 @@
-"""Readings of endpoints' metrics pages: one reading, its JSON form, and the newest reading of each endpoint.
-scraper.py makes readings, metrics_channel.py shares them, scheduling/ uses them.
+"""Readings of endpoints' metrics pages: the class of a reading, its JSON form, and each endpoint's newest
+reading. scraper.py makes readings, metrics_channel.py shares them, scheduling/ uses them.
 
-A reading has a time in milliseconds: of the replica's own monotonic clock in memory, of Redis's clock on the
-wire. Adding `shift_ms` converts from one clock to the other; clocks of two replicas are never compared.
+A reading has a time in milliseconds: by the replica's own monotonic clock in memory, by Redis's clock in
+messages. Adding `shift_ms` converts a time from one to the other; clocks of two replicas are never compared.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -41,15 +41,16 @@ class EndpointMetrics(
 ):
     """An endpoint's load according to its metrics page (docs/protocol.md).
 
-    None means unknown: not on the page, not a number, or the scrape failed. `fault` is the reason why the
-    last scrape failed, `failures` the number of failures in a row; None and 0 after a success. `remark` names
-    the unreadable parts of the page. `unready` is the reason why the endpoint takes no requests although it
-    answers. `kv_utilisation` is between 0 and 1. Adapters are names of LoRA adapters: `active` with running
-    requests, `waiting` with waiting requests only, `idle` loaded but without requests; `max_adapters` can be
-    active at once. `models` come from the labels of the series, without adapters.
+    A value of None is unknown: not on the page, not a number, or the scrape failed. `fault` is the reason why
+    the last scrape failed, `failures` the number of failed scrapes in a row; after a success they are None
+    and 0. `remark` names the unreadable parts of the page. `unready` is the reason why the endpoint takes no
+    requests although it answers. `kv_utilisation` is between 0 and 1. Adapters are names of LoRA adapters:
+    those in `active` have running requests, those in `waiting` only waiting requests, those in `idle` are
+    loaded but have no requests; at most `max_adapters` adapters are active at once. `models` has the model
+    names in the labels of the series, adapters excluded.
 
     `interval_ms` is the endpoint's current scrape interval, None if unknown. `before_ms` and `before_load`
-    are time and load of the previous page; None after a failed scrape.
+    are the time and the load of the previous page; None after a failed scrape.
 
     As JSON a reading has no unknown or empty fields; keys of newer versions are ignored.
     """
@@ -77,21 +78,21 @@ class EndpointMetrics(
         return None if self.waiting is None or self.running is None else self.waiting + self.running
 
     def without_amounts(self) -> "EndpointMetrics":
-        """A copy without loads and adapters."""
+        """A copy of this reading without loads and adapters."""
         adapters = dict.fromkeys(_ADAPTERS, NONE)
         amounts = dict.fromkeys(("waiting", "running", "kv_utilisation", "max_adapters"))
         return replace(self, **adapters, **amounts)
 
 
 def _shifted(metrics: EndpointMetrics, shift_ms: int) -> EndpointMetrics:
-    """A copy with `shift_ms` added to its times."""
+    """A copy of this reading with `shift_ms` added to all times."""
     before_ms = None if metrics.before_ms is None else metrics.before_ms + shift_ms
     return replace(metrics, scraped_ms=metrics.scraped_ms + shift_ms, before_ms=before_ms)
 
 
 def encode_reading(metrics: EndpointMetrics, shift_ms: int) -> bytes:
     """Encode a reading as JSON; adds `shift_ms` to its times."""
-    # msgspec omits a set only if it is the default object.
+    # msgspec omits a set from JSON only if the set is the default object.
     sets = {name: getattr(metrics, name) or NONE for name in _SETS}
     return msgspec.json.encode(replace(_shifted(metrics, shift_ms), **sets), order="deterministic")
 
@@ -100,7 +101,7 @@ def decode_reading(text: bytes | str | msgspec.Raw, shift_ms: int) -> EndpointMe
     """Decode the reading in `text`; adds `shift_ms` to its times.
 
     Raises:
-        BadReading: not JSON, not an object, or a value of the wrong kind.
+        BadReading: `text` is not JSON or no object, or has a value of the wrong type.
     """
     try:
         return _shifted(msgspec.json.decode(text, type=EndpointMetrics), shift_ms)
@@ -121,8 +122,8 @@ _SOONEST_STALE_S = 2.0
 class Reading:
     """The newest `metrics` of an endpoint, `age_s` seconds old.
 
-    After a failed scrape `metrics` are from the last successful scrape, with the new `fault` and `failures`.
-    If not `known`, they are stale or missing: if stale, amounts are None and adapters empty.
+    After a failed scrape `metrics` are from the last successful scrape, but have the new `fault` and
+    `failures`. If not `known`, `metrics` are missing or stale; stale ones have no amounts and no adapters.
     """
 
     metrics: EndpointMetrics
@@ -131,8 +132,8 @@ class Reading:
 
 
 class Readings(Mapping[str, Reading]):
-    """Address -> its reading at one moment. Each reading is made at its first use: in a large pool, a pick
-    uses only a few of thousands of readings."""
+    """A mapping from endpoint addresses to the endpoints' readings at one moment. Each reading is made at its
+    first use: in a large pool, a pick uses only a few of thousands of readings."""
 
     def __init__(self, pages: Mapping[str, EndpointMetrics], reading_of: Callable[[str], Reading]) -> None:
         self._pages, self._reading_of = pages, reading_of
@@ -170,15 +171,15 @@ class MetricsCache:
 
     Ages are measured by this replica's monotonic `clock` (seconds): a reading from another replica carries
     its age when sent (endpoints/metrics_channel.py), to which the time since its arrival is added. Readings
-    are stale after `stale_after_s`; None: after three scrape intervals of their endpoint, at least 2 s.
+    are stale after `stale_after_s`; if None, after three scrape intervals of the endpoint, but at least 2 s.
     """
 
     def __init__(self, stale_after_s: float | None, clock: Callable[[], float]) -> None:
         self._stale_after_s = stale_after_s
         self._clock = clock
         self._newest: dict[str, EndpointMetrics] = {}
-        self._worked: dict[str, EndpointMetrics] = {}  # the newest reading of a successful scrape
-        self._snapshot: Readings | None = None  # None: invalidated by an update
+        self._worked: dict[str, EndpointMetrics] = {}  # by address: the newest reading of a successful scrape
+        self._snapshot: Readings | None = None  # the cached snapshot; None after an update
         self._snapshot_s = 0.0
 
     @property
@@ -189,12 +190,12 @@ class MetricsCache:
         return int(self._clock() * 1000)
 
     def update(self, readings: Mapping[str, EndpointMetrics]) -> None:
-        """Store each of `readings` (`scraped_ms` by this replica's clock) unless a newer one is stored."""
+        """Store each of `readings` (`scraped_ms` by this replica's clock) unless a newer one is there."""
         now_ms = self.now_ms()
         for address, metrics in readings.items():
             if metrics.scraped_ms > now_ms:
-                # Redis's clock was set back, or another server took over. A reading with a time in the future
-                # would hide all newer readings.
+                # Redis's clock was set back, or another Redis server took over. A reading with a time in the
+                # future would hide all newer readings.
                 metrics = replace(metrics, scraped_ms=now_ms)
             newest = self._newest.get(address)
             if newest is None or metrics.scraped_ms >= newest.scraped_ms:
@@ -204,7 +205,7 @@ class MetricsCache:
         self._snapshot = None
 
     def last_read(self, address: str) -> EndpointMetrics | None:
-        """The reading of the last successful scrape of `address`; None without a success."""
+        """The reading of the last successful scrape of `address`; None without a successful scrape."""
         return self._worked.get(address)
 
     def retain(self, addresses: Iterable[str]) -> None:
@@ -214,9 +215,9 @@ class MetricsCache:
         self._snapshot = None
 
     def snapshot(self, now_s: float | None = None) -> Readings:
-        """Address -> its reading at `now_s` of the clock (default: now).
+        """The reading of each endpoint by address, at the time `now_s` of the clock (default: now).
 
-        Many picks share one snapshot, which is at most 10 ms old and made again after each update."""
+        Many picks share one snapshot, which is at most 10 ms old and replaced after each update."""
         now_s = self._clock() if now_s is None else now_s
         if self._snapshot is None or not 0 <= now_s - self._snapshot_s < _GRAIN_S:
             newest, worked = dict(self._newest), dict(self._worked)
@@ -231,7 +232,7 @@ class MetricsCache:
         return self.snapshot().models()
 
     def ages_s(self) -> dict[str, float]:
-        """Address -> age of its last successful scrape; if none succeeded, of its newest reading."""
+        """By address, the age of the endpoint's last successful scrape, else of its newest reading."""
         now_s = self._clock()
         pages = self._newest | self._worked
         return {address: max(0.0, now_s - page.scraped_ms / 1000) for address, page in pages.items()}

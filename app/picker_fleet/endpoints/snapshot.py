@@ -1,4 +1,4 @@
-"""Holds the pool's endpoints, wakes waiters on a change, and tracks the version that each Envoy has."""
+"""Holds the pool's endpoints, wakes waiters on a change, and tracks which version each Envoy has."""
 
 import asyncio
 import hashlib
@@ -13,7 +13,7 @@ from picker_fleet.domain.request import Endpoint
 # How long Envoys list a removed endpoint. A request that was placed there just before the removal reaches
 # Envoy's load balancing within a few milliseconds, on a busy machine within a second.
 REMOVED_S: Final = 2.0
-MAX_REMOVED: Final = 4096  # removed endpoints listed at once; beyond that, the oldest are dropped
+MAX_REMOVED: Final = 4096  # most removed endpoints listed at once; the oldest beyond these are dropped
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,14 +36,14 @@ class SnapshotCell:
         on_acknowledged: Callable[[], object] = lambda: None,
     ) -> None:
         self._clock, self._on_acknowledged = clock, on_acknowledged
-        self.current = Snapshot(version="", endpoints=())  # set by `publish` alone
+        self.current = Snapshot(version="", endpoints=())  # the current snapshot, which only `publish` sets
         self._changed = asyncio.Event()
-        self._removed: dict[str, float] = {}  # address of a removed endpoint -> listed until; oldest first
-        self._acknowledged: dict[object, str] = {}  # Envoy with a stream to this replica -> its version
+        self._removed: dict[str, float] = {}  # address of a removed endpoint -> listing's end; oldest first
+        self._acknowledged: dict[object, str] = {}  # Envoy with a stream -> its version of the endpoints
 
     def acknowledge(self, envoy: object, version: str | None) -> None:
         """Record that `envoy`, which has a stream to this replica, has the endpoints of `version` ('': none
-        yet); None: that stream has ended."""
+        yet; None: its stream has ended)."""
         before = self.acknowledged
         if version is None:
             self._acknowledged.pop(envoy, None)
@@ -54,13 +54,13 @@ class SnapshotCell:
 
     @property
     def acknowledged(self) -> str | None:
-        """The version, without marks, that all Envoys of this replica have; '' if their versions differ; None
-        if no Envoy has a stream to this replica."""
+        """The version of the endpoints, without marks, that all Envoys of this replica have; '' if the
+        Envoys' versions differ; None if no Envoy has a stream."""
         versions = set(self._acknowledged.values())
         return "" if len(versions) > 1 else next(iter(versions), None)
 
     def publish(self, snapshot: Snapshot) -> None:
-        """Make `snapshot` current and wake the waiters, if its version is new."""
+        """If the version of `snapshot` is new, make `snapshot` current and wake the waiters."""
         if snapshot.version == self.current.version:
             return
         self._remember_removed(snapshot)
@@ -76,9 +76,9 @@ class SnapshotCell:
 
     def listed(self) -> Snapshot:
         """The snapshot for Envoys: the current endpoints, and as draining each endpoint removed less than
-        `REMOVED_S` ago. A mark in its version changes when an endpoint is removed, returns or expires.
+        `REMOVED_S` ago. The version's mark changes when an endpoint is removed, returns or expires.
 
-        If removed endpoints were not listed, Envoy might answer 503 to a request placed just before.
+        Without these, Envoy might answer 503 to a request placed just before the removal.
         """
         self._forget_expired()
         if not self._removed or not self.current.version:
