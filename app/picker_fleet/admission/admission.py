@@ -1,7 +1,7 @@
 """Admits, places and accounts for requests; the servers of ext_proc and of mode `http` call it.
 
-While Redis answers, a request waits in the shared queue. During an outage it waits in this replica's local
-queue and is placed within this replica's share of the bound (G8; docs/redis.md).
+While Redis answers, a request waits in the shared queue. During an outage, a request waits in this replica's
+local queue and is placed within this replica's share of the bound (G8; docs/redis.md).
 """
 
 import asyncio
@@ -38,11 +38,11 @@ if TYPE_CHECKING:
 
 
 class Admission:
-    """Admits, places and accounts for requests. Uses one event loop.
+    """Admits, places and accounts for requests. All calls come from one event loop.
 
-    `Membership` (fleet/) uses two of its parts: `queue`, the requests that wait in Redis, and `failover`.
-    Each placement calls `record_cost(priority, flow, cost)`, and takes the next number of `attempts`, by
-    default 1, 2, …
+    `Membership` (fleet/) uses two parts of `Admission`: `queue`, the requests that wait in Redis, and
+    `failover`. Each placement calls the argument `record_cost` with priority, flow and cost. Streams are
+    numbered by the iterator `attempts`, by default 1, 2, …
     """
 
     def __init__(
@@ -113,15 +113,16 @@ class Admission:
         )
 
     async def admit(self, request: InferenceRequest, *, stream_owned: bool, age_s: float = 0.0) -> Placement:
-        """Wait for the request's turn and its endpoints. The request is queued as if it had arrived `age_s`
-        ago.
+        """Wait until the request has its turn and is placed on endpoints. The request is queued as if it had
+        arrived `age_s` ago.
 
-        `stream_owned`: this replica has the request's stream until the request ends (`standard`), so it
-        renews the lease until `settle` or `withdraw`; otherwise access-log entries renew it. Cancelling the
-        call withdraws the request.
+        `stream_owned`: this replica has the request's stream until the request ends (`standard`), so this
+        replica renews the lease until `settle` or `withdraw`. If not, access-log entries renew the lease.
+        Cancelling the call withdraws the request.
 
         Raises:
-            RequestError: the request is refused, expired, preempted or evicted, or Redis is unreachable.
+            RequestError: the request is refused, expires, is preempted or is evicted, or Redis is
+            unreachable.
         """
         spans = self._traces.begin(request) if self._traces is not None else None
         # A request with an age has lost an earlier placement: count its wait from its arrival.
@@ -149,10 +150,10 @@ class Admission:
         return placement._replace(accounting_token=token)
 
     async def confirm(self, request_id: str, placement: Placement, age_s: float) -> bool:
-        """Whether the request still has its placement, made `age_s` ago; if so, restart its lease.
+        """Return whether the request still has its placement, made `age_s` ago; if so, restart its lease.
 
-        Called while Envoy lacks the placement of a request without an owned stream: no access-log entry
-        renews the lease.
+        Called while Envoy lacks the placement of a request without an owned stream, because no access-log
+        entry renews that lease yet.
 
         Raises:
             StateUnavailable: Redis does not answer.
@@ -166,8 +167,8 @@ class Admission:
             return own
         try:
             if outage is None or not own:
-                # Send no accounting token: another request may have the stock of this one, so never restore
-                # it (G1).
+                # Send no accounting token: another request may have this request's stock, so Redis must not
+                # restore this request (G1).
                 answer = await self._store.renew(request_id, placement.attempt, "", "")
                 return answer == "renewed"
             token = self._own_token(placement.accounting_token)
@@ -187,12 +188,12 @@ class Admission:
         self.queue.cancel(request_id, placement.attempt, "withdrawn")
 
     def settle(self, completion: Completion) -> None:
-        """Account for a request's end. Returns at once; the next message to Redis carries the end, ahead of
-        later admissions. Idempotent."""
+        """Account for a request's end. Returns at once; the next message to Redis carries the request's end,
+        ahead of later admissions. Idempotent."""
         entry, outage = self.ledger.get(completion.id), self.failover.outage
         if self._traces is not None:
             completion = self._trace_end(self._traces, completion, entry)
-        # Use the accounting token that came with the end or, without one, the owned stream's token.
+        # Use the accounting token that came with the end; if none came, use the owned stream's token.
         token = completion.accounting_token or (entry.token if entry is not None and entry.owned else "")
         is_local = self.failover.state is FailoverState.LOCAL
         ran, is_new = bool(token), True
@@ -214,12 +215,12 @@ class Admission:
 
     def suspect(self, request_id: str) -> None:
         """An access-log entry without an accounting token says that the request has ended; the next metrics
-        pages of its endpoint decide whether it has. Returns at once."""
+        pages of the request's endpoint decide whether that is true. Returns at once."""
         if self.failover.state is not FailoverState.LOCAL:
             self._reports.suspect(request_id)
 
     def fault(self, fault: Fault) -> None:
-        """An attempt of a request failed, or its endpoint is full. Returns at once; idempotent."""
+        """A request failed on an endpoint, or the endpoint is full. Returns at once; idempotent."""
         outage = self.failover.outage
         if self.failover.state is not FailoverState.LOCAL:
             self._reports.fault(fault._replace(accounting_token=self._own_token(fault.accounting_token)))
@@ -232,7 +233,7 @@ class Admission:
             alive = alive._replace(accounting_token=self._own_token(alive.accounting_token))
         entry = self.ledger.get(alive.id)
         if entry is not None and entry.phase is Phase.ENDED:
-            alive = alive._replace(accounting_token="")  # a late or repeated entry must restore nothing
+            alive = alive._replace(accounting_token="")  # a late or repeated entry must restore no request
         # A request in an entry written while this process was paused may have ended long ago.
         if self._pause_detector.resumed_recently:
             self.failover.ignored_s = self._clock()
@@ -261,7 +262,7 @@ class Admission:
             self.failover.outage.gate.shut_down()
 
     async def _place(self, request: InferenceRequest, wait: Wait, stream_owned: bool) -> Placement:
-        """Admit through Redis or within the local budget, and again if Redis is lost or returns meanwhile."""
+        """Admit by Redis or within the local budget; repeat that if Redis is lost or returns meanwhile."""
         failover = self.failover
         while not self._is_shut_down:
             if failover.outage is not None:
@@ -285,7 +286,7 @@ class Admission:
     async def _place_in_outage(
         self, outage: Outage, request: InferenceRequest, wait: Wait, stream_owned: bool
     ) -> Placement | None:
-        """Admit within the local budget. Returns None if the state changed: the caller admits again."""
+        """Admit a request locally. Returns None if the failover state changed: the caller retries."""
         failover = self.failover
         if outage.has_another(request):
             raise RequestIdTaken()
@@ -303,13 +304,13 @@ class Admission:
                 waiter = await self._wait_prepaid(request, cost, wait)
                 placement = self._placement(request, waiter, stream_owned)
         except BaseException as error:
-            if failover.outage is not None:  # release in the present outage, even if it began later
+            if failover.outage is not None:  # release the budget even if a later outage has begun
                 failover.outage.gate.release(cost)
             if not isinstance(error, StateUnavailable):
                 raise
             failover.redis_lost("failed", str(error))
             return None
-        if failover.outage is not None:  # else the outage ended during the admission
+        if failover.outage is not None:  # if `outage` is None, the outage ended during the admission
             failover.outage.record_placement(request.id, placement, cost)
         return placement
 
@@ -325,13 +326,13 @@ class Admission:
 
     def _cost(self, request: InferenceRequest) -> float:
         if not self._fleet.config.settings.request_queue_controller.enabled:
-            return 0.0  # without the controller requests take no stock
+            return 0.0  # without flow control, requests take no stock
         return request.cost + self._answer_tokens if request.learn else request.cost
 
     def _placement(
         self, request: InferenceRequest, placed: Waiter, stream_owned: bool, alone_ms: int | None = None
     ) -> Placement:
-        """Record a placement; `alone_ms` is the time by Redis's clock if it was made without Redis."""
+        """Record a placement; if made without Redis, `alone_ms` is its time by Redis's clock."""
         self._record_cost(request.band.priority, request.flow, request.cost)
         endpoint = placed.endpoints[0]
         written = accounting_token.write(request, endpoint, self._answer_tokens, alone_ms)
@@ -341,11 +342,11 @@ class Admission:
         return Placement(placed.endpoints, token, placed.attempt, self._chooser.session_token(endpoint))
 
     def _own_token(self, token: str) -> str:
-        """`token` as the fleet signed it, without a traceparent."""
+        """The accounting token `token` as the fleet signed it, without a traceparent."""
         return accounting_token.split_trace(token)[0] if self._traces is not None else token
 
     def _trace_end(self, traces: "Traces", completion: Completion, entry: Entry | None) -> Completion:
-        """Begin the span of an end. Returns the completion with the accounting token as signed."""
+        """Begin the span of a request's end. Returns the completion with the accounting token as signed."""
         own, parent = accounting_token.split_trace(completion.accounting_token)
         if not parent and entry is not None and entry.owned:
             parent = entry.traceparent

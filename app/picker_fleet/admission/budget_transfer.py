@@ -1,15 +1,15 @@
 """Budget transfers between replicas while Redis is unavailable: a small gRPC service beside Envoy's.
 
-Requests and responses are JSON objects. A request has `pool`, `nonce` and `signature`. It is accepted once,
-and only if the fleet's key has signed it for the called replica; an `Ask` that is repeated because its
-response was late gets the same response. Amounts are in the stock's unit.
+Requests and responses are JSON objects. A request has `pool`, `nonce` and `signature`. A request is accepted
+once, and only if the fleet's key has signed it for the called replica. A repeated `Ask` whose first response
+was late gets the same response. Amounts are in the stock's unit.
 
     Ask    least, most  {"given"}: budget that the called replica gives up, 0 if it has none to spare
     Count               {"live", "bound", "free", "running"} of `OutageCount`; {} if the replica has none
     Ended  ids          {"ended"}: the `ids` whose end the replica received before its outage; {} without one
 
 A request also names its pool in metadata (`budgets.POOL_HEADER`), to reach the handlers of that pool.
-`handlers` serves the requests; failover sends them by `GrpcPeers`.
+The function `handlers` serves the requests; failover sends requests by `GrpcPeers`.
 """
 
 import asyncio
@@ -33,17 +33,17 @@ from picker_fleet.state.accounting_token import Keyring
 SERVICE: Final = "picker.fleet.Shares"
 _ASK, _COUNT, _ENDED = (f"/{SERVICE}/{name}" for name in ("Ask", "Count", "Ended"))
 _LONGEST_BYTES = 1024
-_IDS_BYTES = LONGEST_QUESTION - _LONGEST_BYTES  # for the ids of one request; its other fields are short
+_IDS_BYTES = LONGEST_QUESTION - _LONGEST_BYTES  # for the ids of one request; other fields are short
 _LONGEST_LIST_BYTES = 256 * 1024
 _PURPOSE = "share"
 _NONCES_KEPT = 10_000
-_ASKED_TIMES = 30  # attempts for one transfer while no response arrives
+_ASKED_TIMES = 30  # most attempts for one budget transfer while no response arrives
 
 Fields = Mapping[str, Any]
 
 
 def _signed_text(pool: str, to: str, nonce: str, method: str, fields: Fields) -> str:
-    """The text that a request's signature covers. `Ask` keeps an older format than the other methods."""
+    """The text that a request's signature covers. The method `Ask` signs an older format."""
     if method == _ASK:
         return f"{pool}\n{to}\n{float(fields['least'])!r}\n{float(fields['most'])!r}\n{nonce}"
     ids = hashlib.blake2b("\n".join(fields.get("ids", ())).encode(), digest_size=16).hexdigest()
@@ -51,7 +51,7 @@ def _signed_text(pool: str, to: str, nonce: str, method: str, fields: Fields) ->
 
 
 def _in_parts(names: Iterable[str], most_bytes: int) -> Iterator[list[str]]:
-    """Split `names` into lists whose JSON has at most `most_bytes` each; yields at least one list."""
+    """Split `names` into lists, each at most `most_bytes` of JSON; yield at least one list."""
     part: list[str] = []
     room = most_bytes
     for name in names:
@@ -73,7 +73,8 @@ def handlers(
     count: Callable[[], OutageCount | None] = lambda: None,
     ended_before: Callable[[Collection[str]], list[str] | None] = lambda ids: None,
 ) -> Mapping[str, Handler]:
-    """The service's handlers by path. `transfer(least, most)` gives up to `most` of the replica's budget.
+    """The gRPC handlers of the budget service, by path. The callback `transfer(least, most)` gives away up to
+    `most` of the replica's budget.
 
     `own_address` is this replica's address as its peers know it, host:port.
     """
@@ -106,7 +107,7 @@ def handlers(
         if nonce not in transfers:
             least, most = float(fields["least"]), float(fields["most"])
             transfers[nonce] = asyncio.ensure_future(transfer(least, most))
-        # The transfer goes on if the caller times out: the caller asks for its result again.
+        # The budget transfer goes on if the caller times out: the caller repeats its call to get the result.
         return orjson.dumps({"given": await asyncio.shield(transfers[nonce])})
 
     async def answer_count(stream: Stream) -> bytes:
@@ -122,9 +123,9 @@ def handlers(
 
 
 class GrpcPeers:
-    """`peers.PeerClient` over gRPC; one channel an address, kept until `close`.
+    """Implements `peers.PeerClient` over gRPC, with one channel per address, kept until `close`.
 
-    With `certificates` replicas speak TLS, and each call has a connection of its own. A call waits for
+    If `certificates` are given, replicas speak TLS, and each call opens its own connection. A call waits for
     `margin_s` longer than the peer's own deadline.
     """
 
@@ -143,7 +144,7 @@ class GrpcPeers:
             try:
                 answer = await self._answer(_ASK, address, request)
             except TimeoutError:
-                continue  # the peer may have given budget: ask again for the result
+                continue  # the peer may have given budget: repeat the call to get the response
             given = answer.get("given") if answer is not None else None
             if not isinstance(given, int | float):
                 return None
@@ -180,7 +181,7 @@ class GrpcPeers:
         return orjson.dumps({"pool": self._pool, **fields, "nonce": nonce, "signature": signature})
 
     async def _answer(self, method: str, address: str, request: bytes) -> dict[str, Any] | None:
-        """The response; None if the call failed or the response is no JSON object.
+        """The peer's response; None if the call failed or the response is no JSON object.
 
         Raises:
             TimeoutError: the peer may or may not have received the request.

@@ -46,9 +46,9 @@ _RECOVER_S = 1.0  # pause before each attempt to recover lost budget
 class FailoverTimes:
     """Time limits in seconds. `newcomer_s`: a replica that joined more recently starts an outage without
     budget, because its peers may not know it. `peers_wait_s`: a resync waits this long for peers to publish
-    the ends they received. RESYNCING waits `max_resync_s` for all peers to resync, and `straggler_s` for a
-    late peer that is still live. `report_s` is the access log's interval between entries of a running
-    request.
+    the ends they received. A replica in the state RESYNCING waits `max_resync_s` for all peers to resync, and
+    `straggler_s` for a late peer that is still live. `report_s` is the access log's interval between entries
+    of a running request.
     """
 
     report_s: float
@@ -59,7 +59,7 @@ class FailoverTimes:
 
 
 class FailoverState(enum.Enum):
-    """Whether Redis or this replica decides. The API and the metrics use the same values.
+    """Whether Redis or this replica decides about admissions. The API and the metrics use the same values.
 
     | state     | event         | next      | action                                                         |
     |-----------|---------------|-----------|----------------------------------------------------------------|
@@ -69,9 +69,10 @@ class FailoverState(enum.Enum):
     | RESYNCING | REDIS_LOST    | LOCAL     | the budget is limited to this replica's share                  |
     | RESYNCING | ALL_RESYNCED  | SHARED    | waiting requests join the shared queue; the outage is dropped  |
 
-    LOCAL admits a request if the budget covers its cost. RESYNCING needs both the budget and Redis. The
-    replica reports ends to Redis while RESYNCING and again on the way to SHARED, because another replica may
-    have restored a request whose end it had not received. Any other event changes nothing.
+    In LOCAL, a request is admitted if the budget covers its cost. In RESYNCING, an admission needs both the
+    budget and Redis. The replica reports the ends of requests to Redis in RESYNCING and again on the way to
+    SHARED, because another replica may have restored a request whose end it had not received. An event that
+    the table does not list changes nothing.
     """
 
     SHARED = "shared"
@@ -101,7 +102,7 @@ _TRANSITIONS: Mapping[tuple[FailoverState, FailoverEvent], FailoverState] = {
 
 @dataclass(slots=True)
 class Stock:
-    """The last heartbeat's reply while Redis was in use."""
+    """The reply to the last heartbeat sent while Redis was in use."""
 
     pulse: HeartbeatReply
     seen_s: float
@@ -111,8 +112,8 @@ class Failover:
     """Decides whether requests are admitted through Redis or in an `Outage`. Uses one event loop.
 
     `heartbeat_now` sends a heartbeat, which also probes Redis; with `full=False` the replica need not read
-    the whole shared state. `outage`: the current one; None while Redis decides. `Admission` keeps the counts
-    among the attributes.
+    the whole shared state. `outage` is the current outage; None while Redis decides. `Admission` updates the
+    attributes that count.
     """
 
     def __init__(
@@ -151,15 +152,15 @@ class Failover:
             clock=clock,
         )
         self.state = _SHARED
-        self.outage: Outage | None = None  # set exactly while the state is not SHARED
-        self.placed = 0.0  # the cost placed through Redis since the last heartbeat
+        self.outage: Outage | None = None  # not None exactly while the state is not SHARED
+        self.placed = 0.0  # cost of the requests placed through Redis since the last heartbeat
         self.prepaid = 0.0  # budget held by requests that entered the shared queue while RESYNCING
         self.is_busy = False  # whether this replica has placed or ended requests since the last tick
-        self.ignored_s = -math.inf  # when this replica last ignored a sign of life
-        self._tasks: set[asyncio.Task[None]] = set()  # tasks of the outage
+        self.ignored_s = -math.inf  # when this replica last ignored a request's sign of life
+        self._tasks: set[asyncio.Task[None]] = set()  # asyncio tasks of the current outage
         self.stock: Stock | None = None  # None until this replica has joined the pool
         self._joined_s = 0.0
-        self._answered_heartbeats = self._failed_heartbeats = 0  # heartbeats in a row
+        self._answered_heartbeats = self._failed_heartbeats = 0  # heartbeats answered, or failed, in a row
         metrics.failover(self.state.value)
 
     @property
@@ -180,7 +181,7 @@ class Failover:
         return await self.outage.gate.transfer_budget(minimum, maximum, TRANSFER_WAIT_S)
 
     def outage_count(self) -> OutageCount | None:
-        """The figures for `lost_budget`; None unless this replica knows which requests ran at the start."""
+        """The figures for `lost_budget`; None if it is unknown which requests ran as the outage began."""
         outage = self.outage
         if outage is None or outage.resync_attempted or self.state is not _LOCAL:
             return None
@@ -193,7 +194,7 @@ class Failover:
         return OutageCount(len(self._peers.live), outage.bound, outage.initial_free, running)
 
     def ended_before(self, ids: Collection[str]) -> list[str] | None:
-        """The members of `ids` whose end this replica received before the outage; None without an outage."""
+        """Those of `ids` whose request ended, as this replica knew, before the outage; None without one."""
         if self.outage is None:
             return None
         return [request_id for request_id in ids if request_id in self.outage.ended_before]
@@ -222,7 +223,7 @@ class Failover:
             self._transition(FailoverEvent.REDIS_ANSWERS, "answers")
 
     def heartbeat_missed(self, fault: StateFault) -> None:
-        """A heartbeat failed. After two errors in a row from Redis, go on without Redis."""
+        """A heartbeat failed. Start an outage after two error replies in a row from Redis."""
         self._answered_heartbeats = 0
         self._failed_heartbeats += 1
         is_answered = isinstance(fault, ScriptFailed | StateUnavailable)
@@ -230,8 +231,8 @@ class Failover:
             self.redis_lost("failed", str(fault))
 
     def redis_lost(self, cause: str, reason: str) -> bool:
-        """Go on without Redis. Returns False if this replica has not joined the pool, and so has no budget.
-        `cause` and `reason` as in `RedisLost`."""
+        """Start an outage. Returns False if this replica has not joined the pool, and so has no budget.
+        The arguments `cause` and `reason` are the fields of `RedisLost`."""
         self._answered_heartbeats = 0
         if self.stock is None:
             return False
@@ -241,16 +242,16 @@ class Failover:
         return True
 
     def update_peers(self, about: Mapping[str, Mapping[str, object]]) -> None:
-        """Take over the replica info of each live replica: id -> the JSON object of its heartbeat."""
+        """Store the live replicas' info: replica id -> the JSON object of its heartbeat."""
         replicas = {name: PeerState.read(said) for name, said in about.items()}
         self._peers.update(replicas, shared=self.outage is None, now_s=self._clock())
         self.tombstones.update_peers(replicas)
 
-    # Failing over and back. `run` calls the public steps below; tests/model/returns.py calls them in any
-    # order and restores saved states.
+    # Failing over and back. The method `run` calls the public steps below; tests/model/returns.py calls these
+    # steps in any order and restores saved states.
 
     def save(self) -> tuple[Any, ...]:
-        """A copy of the state that decides the next transitions; without budget and queue."""
+        """A copy of the state that decides the next transitions, without the budget and the queue."""
         return (
             self.state,
             self.outage is not None and self.outage.resynced,
@@ -316,8 +317,8 @@ class Failover:
         pulse, config = stock.pulse, self._fleet.config
         live = self._peers.count(pulse)
         newcomer = now_s - self._joined_s < self._times.newcomer_s
-        # Requests still in the shared queue since an earlier outage acquired their cost then, and release
-        # it when they return to the local queue.
+        # Requests that have waited in the shared queue since an earlier outage hold local budget; each
+        # releases its budget on returning to the local queue.
         free = (0.0 if newcomer else self._own_part(stock)) - self.prepaid
         gate = LocalGate(self._metrics, free, pulse.upper, rules_of(config, live), paused=pulse.paused)
         picker = LocalPicker(self._chooser, self._endpoints, self._fleet.in_flight, self._clock)
@@ -355,7 +356,8 @@ class Failover:
         assert stock is not None
         resync, outage.resync = outage.resync, None
         if stock.seen_s > resync.began_s:
-            # Other replicas may be SHARED already. The stock includes this replica's ends during the resync.
+            # Other replicas may be SHARED already. The stock in Redis already lacks the requests whose ends
+            # this replica reported in the resync.
             outage.gate.limit_budget(self._own_part(stock) - self.prepaid)
         else:
             outage.gate.limit_budget(outage.gate.free - resync.released)
@@ -363,7 +365,7 @@ class Failover:
 
     async def _recover_budget(self, outage: Outage) -> None:
         """Recover budget that calls in transit held when Redis was lost. Only the replica with the least id
-        does so, once in an outage."""
+        recovers budget, once in an outage."""
         while (others := self._peers.others()) is not None and not outage.resync_attempted:
             await asyncio.sleep(_RECOVER_S)
             own = self.outage_count()
@@ -373,7 +375,7 @@ class Failover:
             if lost is None or self.outage_count() is None:
                 continue
             if self._fleet.config.settings.request_queue_controller.unit == "requests":
-                lost = float(math.floor(lost + RESIDUE))  # a fraction cannot pay for a request
+                lost = float(math.floor(lost + RESIDUE))  # less than 1 cannot pay for a request
             if lost > 0:
                 _log.info(
                     "recovered %.3g of the bound from calls that were in transit when Redis was lost", lost
@@ -401,14 +403,14 @@ class Failover:
         try:
             await asyncio.sleep(random.random() * _JITTER_S)
             await self.tombstones.publish()
-            self._heartbeat_now()  # asks the other replicas to publish their ends
+            self._heartbeat_now()  # asks the other replicas to publish the ends they received
             await self.tombstones.wait_for_peers(self._peers.live)
             running = await outage.restore_running(self._store, self._times.report_s)
         except (StateUnavailable, WritesRefused) as fault:
             if outage.resync is resync:
                 self.redis_lost("failed", f"lost again during the resync: {fault}")
             return
-        if outage.resync is resync:  # otherwise Redis was lost meanwhile, which ended this resync
+        if outage.resync is resync:  # if not, Redis was lost meanwhile, which ended this resync
             self.finish_resync(resync)
             _log.info("Redis answers again; reported %d requests in flight to it", running)
 
@@ -427,7 +429,7 @@ class Failover:
                 self._reports.tell_end(entry.end)
 
     def _all_resynced(self, outage: Outage) -> bool:
-        """Whether each replica has reported its requests in flight to Redis, or the wait has timed out."""
+        """Whether each replica has reported its requests in flight to Redis, or was given up."""
         now_s, resync = self._clock(), outage.resync
         if resync is None or not resync.done:
             return False
@@ -440,8 +442,8 @@ class Failover:
         return not straggles and self._peers.all_resynced()
 
     def _straggles(self, replica: str, said: PeerState) -> bool:
-        """Whether a replica has state that Redis lacks, or has not yet answered this replica's resync: its
-        stored info may date from before the outage."""
+        """Whether a replica has state that Redis lacks, or has not yet answered this replica's resync. (The
+        replica's stored info may date from before the outage.)"""
         return said.degraded or not self.tombstones.peers_answered((replica,))
 
     def end_outage(self) -> None:

@@ -1,29 +1,32 @@
-"""Start-time fair queueing: a band has flow queues, and a flow queue has requests. Pure.
+"""Start-time fair queueing: a band consists of flow queues, and a flow queue of requests. Pure.
 
-`local_queue.py` uses it for the local queue of an outage. The reference model in tests/model, which tests
+The module `local_queue.py` uses this queue during an outage. The reference model in tests/model, which tests
 compare with the Lua scripts call by call, extends it with features that only the shared queue has:
-throttling, corrections and rebased tags. So the same comparison tests the local queue.
+throttling, corrections and rebased tags. So comparing the model with the scripts also tests the local queue.
 
-The order: while the guard has credit, the most overdue request comes first. Otherwise the band comes first
-(`strict`: the highest; `weighted`: the least tag), then its flow queue with the least start tag, ties by
-name, then that flow queue's first request by arrival, deadline or score.
+The order of service: while the starvation guard has credit, the longest overdue request comes first.
+Without credit, choose a band (`strict`: the highest; `weighted`: the least tag), then its flow queue with the
+least start tag (ties by name), then that flow queue's first request by arrival, deadline or score.
 
 Why flows get their shares (G2; Goyal, Vin, Cheng 1996; on several servers: Jin, Chase, Kaur, SFQ(D), 2004).
-A flow queue that becomes backlogged starts at S = max(v, F): v is the band's virtual time, F the flow queue's
-tag when it drained. A turn takes the least S, sets v = S, and adds the share c/w (cost over weight) to the
-tag. While f is backlogged, v <= S_f <= v + s_f, s_f being its largest share: no tag is below v, because turns
-take the least tag and newcomers start at v or above; and S_f was at most v when f was last served or started,
-and v never falls. The service of f in an interval is the growth of S_f, which differs from the growth of v by
-at most s_f. So the services of f and g, each divided by its weight, differ by at most s_f + s_g.
+A flow queue that becomes backlogged starts at S = max(v, F): v is the band's virtual time, F is the flow
+queue's tag when its last request left. A turn serves the flow queue with the least S, sets v = S, and adds
+the share c/w (cost over weight) to that tag. While f is backlogged, v <= S_f <= v + s_f, s_f being its
+largest share: no tag is below v, because turns take the least tag and newcomers start at v or above; and S_f
+was at most v when f was last served or started, and v never falls. The service of flow queue f in an interval
+is the growth of its tag S_f, which differs from the growth of v by at most f's largest share s_f. So the
+services of flow queues f and g, each divided by its weight, differ by at most s_f + s_g, the sum of their
+largest shares.
 The tag belongs to the flow queue, not to a request, so a request that leaves early leaves no gap.
 
-A client that uses a new flow for each request could keep v from growing. So all flow queues that start with
-F <= v together count like one flow of weight 1: once they are NEWCOMERS shares ahead of v, the next one
-starts a share later.
+A client that uses a new flow for each request could keep the virtual time v from growing. So all flow queues
+that start with F <= v together count like one flow of weight 1: once these newcomers are NEWCOMERS shares
+ahead of v, the next newcomer starts a share later.
 
 Why no request starves (G3). Each grant adds `guard_share` to the guard's credit, and a credit of 1 serves the
 most overdue request. So of n grants at least floor(n * guard_share) go to overdue requests, the longest
-overdue first, in any band and flow. The guard's service charges the flow queue, but does not move v.
+overdue first, in any band and flow. Service by the guard charges the flow queue, but does not move the
+virtual time v.
 """
 
 import heapq
@@ -34,14 +37,14 @@ from typing import Generic, Protocol, TypeVar
 from picker_fleet.domain.bands import Bands
 
 NEWCOMERS = 100
-GUARD_LOOKS_AT = 16  # overdue requests that the guard examines; it skips requests of throttled flow queues
-_WHOLE_CREDIT = 1 - 1e-9  # a credit of 1, less rounding: ten times 0.1 adds up to slightly less
+GUARD_LOOKS_AT = 16  # most overdue requests that the guard examines: throttled flow queues' do not count
+_WHOLE_CREDIT = 1 - 1e-9  # a credit of 1, less rounding: ten times 0.1 adds up to less than 1
 _RELAXED = 0.9  # part of the capacity below which the queue drops the preemption history
 
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """The settings of docs/redis-schema.md that decide which requests may wait, and in which order.
+    """The settings (docs/redis-schema.md) that decide which requests may wait, and in which order.
     `starvation_ms` 0 stands for half of a request's TTL."""
 
     total_capacity: int
@@ -82,7 +85,7 @@ class Queueable(Protocol):
 
 
 class WorkloadMetrics(Protocol):
-    """A registered workload's figures for scores, in one flow: arrivals a second, average wait in ms."""
+    """A registered workload's arrivals a second and average wait (ms) in one flow, which scores use."""
 
     def rate_of(self, flow: str, workload: str) -> float: ...
     def wait_ms_of(self, flow: str, workload: str) -> float: ...
@@ -102,7 +105,7 @@ class QueueFull(Exception):
 
 @dataclass(slots=True)
 class Context:
-    """Inputs of every decision: the policy in force, the time (µs), and the workloads' figures."""
+    """Inputs of queue decisions: the policy in force, the time (µs), and the workloads' figures."""
 
     policy: Policy
     now_us: Callable[[], float]
@@ -110,9 +113,10 @@ class Context:
 
 
 class ScoredSet(Generic[M]):
-    """Members by score, ties by name, as a sorted set of Redis orders them.
+    """A set of members ordered by score, ties by name, like a sorted set of Redis.
 
-    `first` takes O(log n) amortised: entries of removed or moved members stay in the heap until they surface.
+    The method `first` takes O(log n) amortised: entries of removed or moved members stay in the heap until
+    they reach its top.
     """
 
     def __init__(self) -> None:
@@ -139,7 +143,7 @@ class ScoredSet(Generic[M]):
             heapq.heappush(self._heap, entry)
 
     def remove(self, member: M) -> bool:
-        """Remove `member`. Returns False if it was not in the set."""
+        """Remove `member`. Returns False if the member was not in the set."""
         return self._entries.pop(member, None) is not None
 
     def score(self, member: M) -> float:
@@ -166,12 +170,14 @@ class ScoredSet(Generic[M]):
 
 
 class FlowQueue(Generic[R]):
-    """The waiting requests of one flow, or of a band under `fairness: none`. `tag` is its start tag.
+    """The waiting requests of one flow, or of a band under `fairness: none`. The attribute `tag` is the flow
+    queue's start tag.
 
     Under `workload-aware` (spec 001) the highest score is served first: wait_weight * min(wait / wait_cap, 1)
     + g, where g = criticality_weight * criticality / 5 - rate_weight * min(rate / rate_cap, 1). Only the
-    oldest request of each workload competes. Below the cap all scores grow at the same speed, so `growing`
-    sorts by a constant, arrival - g * wait_cap / wait_weight. `static` sorts the other requests by -score.
+    oldest request of each workload competes. Below the wait cap all scores grow at the same speed, so the
+    heap `growing` sorts by a constant, arrival - g * wait_cap / wait_weight. The heap `static` sorts the
+    other requests by -score.
     """
 
     def __init__(self, context: Context) -> None:
@@ -180,7 +186,7 @@ class FlowQueue(Generic[R]):
         self.requests: ScoredSet[R] = ScoredSet()
         self.growing: ScoredSet[R] = ScoredSet()
         self.static: ScoredSet[R] = ScoredSet()
-        self._lines: dict[str, ScoredSet[R]] = {}  # workload -> requests by arrival
+        self._lines: dict[str, ScoredSet[R]] = {}  # workload -> its requests by arrival
 
     @property
     def _by_score(self) -> bool:
@@ -224,7 +230,7 @@ class FlowQueue(Generic[R]):
             self.insert(r)
 
     def refresh(self) -> None:
-        """Update the score of each workload's oldest request: its rate falls even without arrivals."""
+        """Update the score of each workload's oldest request: a workload's rate falls with time."""
         for line in self._lines.values():
             self._index_first(line)
 
@@ -257,7 +263,7 @@ class FlowQueue(Generic[R]):
         policy, now_us = self._context.policy, self._context.now_us()
         cap_us = policy.wait_cap_ms * 1000
         while (growing := self.growing.first()) is not None and now_us - growing.arrived >= cap_us:
-            self._index(growing)  # its wait has reached the cap: move it to `static`
+            self._index(growing)  # the request's wait has reached the cap: move the request to `static`
         static = self.static.first()
         if growing is None or static is None:
             return growing or static
@@ -267,25 +273,25 @@ class FlowQueue(Generic[R]):
 
 @dataclass(slots=True)
 class BandQueue(Generic[R]):
-    """One band. `turns` has the backlogged flow queues by tag, without throttled ones."""
+    """One band. The attribute `turns` has the backlogged flow queues that are not throttled, by tag."""
 
     v: float = 0.0  # virtual time: the greatest start tag served, not counting service by the guard
     newcomers: float = 0.0  # common tag of the flow queues that started at v, charged as one flow
     tag: float = 0.0  # the band's tag under the band policy `weighted`
     queued: int = 0  # number of queued requests
     bytes: int = 0  # total size of the queued requests' bodies
-    queues: dict[str, FlowQueue[R]] = field(default_factory=dict)  # name -> backlogged flow queue
+    queues: dict[str, FlowQueue[R]] = field(default_factory=dict)  # name -> flow queue with requests
     turns: ScoredSet[str] = field(default_factory=ScoredSet)
-    finish: dict[str, float] = field(default_factory=dict)  # flow queue -> its tag when it drained
+    finish: dict[str, float] = field(default_factory=dict)  # flow queue -> its tag when its last request left
     preempted: dict[str, int] = field(default_factory=dict)  # flow queue -> number of its last preemption
 
 
 class FairQueue(Generic[R]):
-    """The waiting requests of all bands, and their order. `next_number` numbers preemptions, ascending."""
+    """The waiting requests of all bands, and their order. `next_number()` numbers preemptions."""
 
     def __init__(self, context: Context, next_number: Callable[[], int]) -> None:
         self._context, self._next_number = context, next_number
-        self.bands: dict[int, BandQueue[R]] = {}  # by priority, the highest first
+        self.bands: dict[int, BandQueue[R]] = {}  # bands by priority, the highest first
         self.bv = 0.0  # virtual time across bands
         self.credit = 1.0  # the starvation guard's credit
         self.overdue: ScoredSet[R] = ScoredSet()
@@ -305,14 +311,14 @@ class FairQueue(Generic[R]):
                 yield from queue.requests
 
     def band(self, priority: int) -> BandQueue[R]:
-        """The band of that priority; the first call creates it."""
+        """The band of that priority; the first call for a priority creates its band."""
         if priority not in self.bands:
             self.bands[priority] = BandQueue()
             self.bands = dict(sorted(self.bands.items(), reverse=True))
         return self.bands[priority]
 
     def name_of(self, r: R) -> str:
-        """The flow queue of r under the policy in force."""
+        """The flow queue of request r under the policy in force."""
         return "" if self.policy.fairness == "none" else r.flow
 
     def length(self, r: R) -> int:
@@ -320,7 +326,7 @@ class FairQueue(Generic[R]):
         return len(queue.requests) if queue is not None else 0
 
     def share(self, r: R) -> float:
-        """The share of r: serving r raises the tag of its flow queue by this amount."""
+        """The share of request r, by which serving r raises the tag of its flow queue."""
         if self.policy.fairness == "round-robin":
             return 1.0
         if self.policy.fairness == "none":
@@ -328,11 +334,12 @@ class FairQueue(Generic[R]):
         return r.cost / self.policy.weights.get(r.flow, r.weight)
 
     def make_room(self, r: R) -> R | None:
-        """The request to preempt so that r can wait; None if there is room. It is the newest request of the
-        least recently preempted flow queue, in the lowest preemptible band below r's (spec 003).
+        """The request to preempt so that request r can wait; None if there is room. The preempted request is
+        the newest of the least recently preempted flow queue, in the lowest preemptible band below r's band
+        (spec 003).
 
         Raises:
-            QueueFull: r may not wait.
+            QueueFull: request r may not wait.
         """
         policy, band = self.policy, self.policy.bands.of(r.priority)
         if policy.overload == "reject-noncritical" and not band.guaranteed:
@@ -370,7 +377,7 @@ class FairQueue(Generic[R]):
                 band.preempted = {}
 
     def insert(self, r: R) -> None:
-        """Queue r in order. It becomes overdue after `starvation_ms`, or half of its TTL if that is 0."""
+        """Queue request r in order. It becomes overdue after `starvation_ms` (0: after half of its TTL)."""
         band, r.flow_queue = self.band(r.priority), self.name_of(r)
         arrived_ms = r.arrived // 1000
         patience_ms = self.policy.starvation_ms or (r.deadline_ms - arrived_ms) // 2
@@ -385,7 +392,7 @@ class FairQueue(Generic[R]):
         self._queued += 1
 
     def activate(self, band: BandQueue[R], name: str, tag: float) -> None:
-        """Let a flow queue take turns. A band that was idle does not catch up on turns it missed."""
+        """Let a flow queue take turns. A band that was idle does not catch up on missed turns."""
         if not band.turns:
             band.tag = max(band.tag, self.bv)
         band.queues[name].tag = tag
@@ -401,19 +408,19 @@ class FairQueue(Generic[R]):
         return band.v
 
     def charge(self, band: BandQueue[R], name: str, share: float) -> None:
-        """Move the tag of a backlogged flow queue by `share`."""
+        """Raise the tag of a backlogged flow queue by `share`."""
         queue = band.queues[name]
         queue.tag += share
         if name in band.turns:
             band.turns.put(name, queue.tag, name)
 
     def charge_band(self, r: R, cost: float) -> None:
-        """Charge r's band, if bands are weighted; a negative cost is a refund."""
+        """Charge the band of request r, if bands are weighted; a negative cost is a refund."""
         if self.policy.band_policy == "weighted":
             self.bands[r.priority].tag += cost / self.policy.bands.of(r.priority).weight
 
     def mark_overdue(self, r: R) -> None:
-        """Let the guard serve r. Requests that become overdue in the same ms keep their arrival order."""
+        """Let the guard serve it. Requests that become overdue in the same ms keep their arrival order."""
         self.overdue.put(r, r.due_ms * 1000 + r.arrived % 1000, r.id)
 
     def next_turn(self) -> tuple[R, bool] | None:
@@ -436,7 +443,7 @@ class FairQueue(Generic[R]):
         return next(filter(self._takes_turns, self.overdue.lowest(GUARD_LOOKS_AT)), None)
 
     def _takes_turns(self, r: R) -> bool:
-        """Whether the flow queue of r takes turns, that is, is not throttled."""
+        """Whether the flow queue of request r takes turns, that is, is not throttled."""
         return r.flow_queue in self.bands[r.priority].turns
 
     def bands_in_order(self) -> list[BandQueue[R]]:
@@ -444,7 +451,7 @@ class FairQueue(Generic[R]):
         return sorted(bands, key=lambda band: band.tag) if self.policy.band_policy == "weighted" else bands
 
     def serve(self, r: R, by_guard: bool) -> float:
-        """Remove r, which `next_turn` returned, and charge its flow queue. Returns the start tag."""
+        """Remove request r, which `next_turn` returned, and charge its flow queue. Returns the start tag."""
         band, guard_share = self.bands[r.priority], self.policy.guard_share
         start = band.queues[r.flow_queue].tag
         self.charge(band, r.flow_queue, self.share(r))
@@ -458,7 +465,7 @@ class FairQueue(Generic[R]):
         return start
 
     def remove(self, r: R) -> None:
-        """Remove r without charging its flow queue."""
+        """Remove request r without charging its flow queue."""
         band = self.bands[r.priority]
         queue = band.queues[r.flow_queue]
         queue.remove(r)
@@ -472,7 +479,7 @@ class FairQueue(Generic[R]):
             del band.queues[r.flow_queue]
 
     def forget_finish_tags(self, at_rest: bool) -> None:
-        """Drop tags at or below v, which have no effect. `at_rest`: no request runs, so drop all tags."""
+        """Drop finish tags at or below v: useless. `at_rest`: no request runs, so drop all tags."""
         for band in self.bands.values():
             if at_rest:
                 band.v = max([band.v, *band.finish.values()])

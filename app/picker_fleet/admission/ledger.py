@@ -1,9 +1,9 @@
 """The ledger: one replica's entries of requests in flight and of requests that ended recently.
 
-`Admission` writes it. The journal of an outage, the tombstones and the leases to renew are queries on the
-ledger. It holds plain data, which `save` copies. Waiting requests are in the queues, which hold the futures
-that end their waits; the ledger may have an earlier placement or end of the same id. `ServiceMeter` adds up
-the costs of the requests that this replica has placed.
+`Admission` writes it. Queries on the ledger yield the journal of an outage, the tombstones and the leases to
+renew. The ledger holds plain data, which `save` copies. Waiting requests are in the queues, which hold the
+futures that end their waits; the ledger may have an earlier placement or end of the same id. `ServiceMeter`
+adds up the costs of the requests that this replica has placed.
 """
 
 import enum
@@ -17,13 +17,13 @@ import msgspec
 from picker_fleet.domain.request import Alive, Completion
 from picker_fleet.state import accounting_token
 
-MAX_ENTRIES = 50_000  # the ledger forgets the oldest entries beyond; those requests end with their leases
-_SPARE = 5_000  # surplus entries that make the ledger forget, so that it searches seldom
-_FORGET_S = 1.0  # interval of searches for old entries
-METER_WINDOW_S = 10  # whole seconds before the current one
-_MAX_METERED_FLOWS = 5000  # most flows counted in each second
-_MAX_LISTED = 200  # flows in a report
-_MAX_LISTED_BYTES = 16_000  # approximate size of the flow names in a report
+MAX_ENTRIES = 50_000  # beyond, the oldest entries are forgotten; those requests end with their leases
+_SPARE = 5_000  # entries above MAX_ENTRIES that start a search for old entries
+_FORGET_S = 1.0  # seconds between searches for old entries
+METER_WINDOW_S = 10  # whole seconds summed, before the current one
+_MAX_METERED_FLOWS = 5000  # most flows counted separately in each second
+_MAX_LISTED = 200  # most flows in a report
+_MAX_LISTED_BYTES = 16_000  # approximate limit for the flow names in a report
 
 
 class Phase(enum.Enum):
@@ -50,14 +50,15 @@ class Phase(enum.Enum):
 class Entry(msgspec.Struct, eq=False):
     """One request. Times are seconds of the ledger's clock.
 
-    attempt: None unless this replica placed the request. owned: this replica has its stream, and alone renews
-    its lease. token: its accounting token; '' if unknown. traceparent: the parent of later spans, if it is
-    traced and owned. unacknowledged: its attempt if its grant placed it, until Redis has the acknowledgement.
-    endpoint: where this replica placed it; served: where an access log reports it. local_cost: the budget
-    that it holds, if it was placed in the present outage. seen_s: its last sign of life or its placement.
-    journaled: it was placed or seen, or it ended, in the present outage. withdrawn: this replica withdrew it.
-    end: reported to Redis until `confirmed`. published: the epoch of the shared state that has its tombstone.
-    restored: another replica restored it after its end.
+    attempt: None unless this replica placed the request. owned: this replica has the request's stream, and
+    alone renews the lease. token: the accounting token; '' if unknown. traceparent: the parent of later
+    spans, if the request is traced and owned. unacknowledged: the attempt of a request that its grant placed,
+    until Redis has the acknowledgement. endpoint: where this replica placed the request; served: where it
+    runs by an access log. local_cost: the budget of a request placed in the present outage. seen_s: time of
+    the last sign of life or the placement. journaled: whether the request was placed, was seen or ended in
+    the present outage. withdrawn: this replica withdrew the request. end: the end to report to Redis until
+    `confirmed`. published: the epoch of the shared state that has the tombstone. restored: another replica
+    restored the request after its end.
     """
 
     id: str
@@ -98,7 +99,8 @@ def released_by_end(entry: Entry | None, token: str) -> float | None:
     """The cost that the end of a request releases in an outage: None if the end is known already, or the
     request was withdrawn here, which released its cost.
 
-    `entry`: before the end; None if the request is unknown. `token`: its accounting token; '' if unknown.
+    `entry` is the request's entry before the end, None if unknown; `token` its accounting token, '' if
+    unknown.
     """
     if entry is not None and entry.phase is Phase.ENDED and entry.journaled:
         return None
@@ -108,18 +110,19 @@ def released_by_end(entry: Entry | None, token: str) -> float | None:
 
 
 class Ledger:
-    """Entries by request id, the one changed least recently first. One event loop.
+    """The entries by request id, least recently changed first. All calls come from one event loop.
 
-    The ledger forgets an entry `keep_s` after its last change, unless its end is not confirmed or, during an
-    outage, it is journaled; and the oldest entries beyond MAX_ENTRIES. It keeps entries with an owned stream.
+    The ledger forgets an entry `keep_s` after its last change, unless the request's end is not confirmed or,
+    during an outage, the entry is journaled. It forgets the oldest entries beyond MAX_ENTRIES, but keeps
+    entries with an owned stream.
     """
 
     def __init__(self, clock: Callable[[], float], keep_s: float = 30.0) -> None:
         self._clock = clock
         self.keep_s = keep_s
         self._entries: OrderedDict[str, Entry] = OrderedDict()
-        self._forget_s = 0.0  # when to search for old entries next
-        self._forget_length = MAX_ENTRIES + _SPARE  # number of entries at which to search as well
+        self._forget_s = 0.0  # time of the next search for old entries
+        self._forget_length = MAX_ENTRIES + _SPARE  # a search also begins at this number of entries
         self.in_outage = False
 
     def __len__(self) -> int:
@@ -144,12 +147,12 @@ class Ledger:
         return entry
 
     def place_locally(self, request_id: str, cost: float) -> None:
-        """Note that a request, which was just placed, holds `cost` of the local budget."""
+        """Record that a request, which was just placed, holds `cost` of the local budget."""
         entry = self._entries[request_id]
         entry.local_cost, entry.journaled = cost, True
 
     def withdraw(self, entry: Entry) -> None:
-        """Note that a placement never reached Envoy."""
+        """Record that a placement never reached Envoy."""
         entry.owned = False
         if entry.is_local:
             entry.phase, entry.withdrawn, entry.attempt = Phase.WITHDRAWN, True, None
@@ -157,7 +160,7 @@ class Ledger:
             del self._entries[entry.id]
 
     def see(self, alive: Alive) -> None:
-        """Note that an access-log entry reports a running request; ignore it without accounting token."""
+        """Record an access-log entry of a running request; ignore an entry without accounting token."""
         if not alive.accounting_token:
             return
         entry = self._entries.get(alive.id)
@@ -166,7 +169,7 @@ class Ledger:
         elif entry.phase is Phase.ENDED:
             return
         elif not (entry.owned or entry.is_local):
-            entry.phase, entry.attempt = Phase.SEEN, None  # Redis knows who placed it
+            entry.phase, entry.attempt = Phase.SEEN, None  # Redis knows who placed the request
         entry.seen_s = self._clock()
         entry.journaled = entry.journaled or self.in_outage
         if entry.phase is Phase.SEEN:
@@ -175,7 +178,7 @@ class Ledger:
         self._forget(entry.seen_s)
 
     def finish(self, completion: Completion, token: str, *, is_reported: bool = True) -> Entry:
-        """A request has ended; `token` is its accounting token, '' if unknown. `is_reported`: a report to
+        """Record a request's end; `token` is its accounting token, '' if unknown. `is_reported`: a report to
         Redis is on its way, which Redis has to confirm."""
         entry = self._entries.get(completion.id)
         if entry is None:
@@ -192,7 +195,7 @@ class Ledger:
         return entry
 
     def confirm(self, entry: Entry) -> bool:
-        """Note that Redis has answered the report of an end, or never will. False if confirmed before."""
+        """Record that Redis has answered the report of an end, or never will. False if already done."""
         if entry.confirmed:
             return False
         entry.confirmed = True
@@ -204,7 +207,7 @@ class Ledger:
         self.in_outage = True
 
     def end_outage(self) -> None:
-        """Empty the journal. Requests that may still run count as seen now."""
+        """Empty the journal. Treat all requests that may still run as seen now."""
         self.in_outage, now_s = False, self._clock()
         for entry in self._entries.values():
             if entry.journaled:
@@ -224,14 +227,14 @@ class Ledger:
         return Counter(accounting_token.model_of(entry.token) for entry in self.owned())
 
     def journal(self) -> list[Entry]:
-        """The requests that were placed or seen, or that ended, in the present outage."""
+        """The requests that were placed, were seen or ended in the present outage."""
         return [entry for entry in self._entries.values() if entry.journaled]
 
     def in_flight(self, since_s: float) -> list[Entry]:
         """The journal's requests that are presumed running: placed here or seen since `since_s`.
 
-        Longer-silent requests may have ended at another replica. If such a request runs, the replica that
-        receives its next sign of life restores it.
+        Longer-silent requests may have ended at another replica. If such a request still runs, the replica
+        that receives its next sign of life restores it.
         """
         return [entry for entry in self.journal() if entry.running and entry.seen_s >= since_s]
 
@@ -244,7 +247,7 @@ class Ledger:
         ]
 
     def costs(self, since_s: float) -> dict[str, float]:
-        """Id -> cost of each request that runs here or was placed or seen since `since_s`."""
+        """Request id -> cost of each request that runs here, or was placed or seen since `since_s`."""
         return {
             entry.id: entry.cost
             for entry in self._entries.values()
@@ -252,7 +255,7 @@ class Ledger:
         }
 
     def save(self) -> tuple[Any, ...]:
-        """Copy the entries, to compare or restore, without running requests that only `costs` reads."""
+        """Copy the entries, to compare or restore them, without running requests that only `costs` reads."""
         kept = (each for each in self if each.owned or each.journaled or not each.running)
         return self.in_outage, tuple(msgspec.structs.astuple(entry) for entry in kept)
 
@@ -272,9 +275,9 @@ class Ledger:
                 break
             del self._entries[entry.id]
             if entry.owned:
-                entry.seen_s = now_s  # its stream is open: count the request as seen now
+                entry.seen_s = now_s  # the request's stream is open: count it as seen now
             if entry.owned or (beyond <= 0 and (entry.journaled or not entry.confirmed)):
-                self._entries[entry.id] = entry  # moves the entry to the end
+                self._entries[entry.id] = entry  # moves the entry to the end of the order
             else:
                 beyond -= 1
         self._forget_length = max(len(self._entries), MAX_ENTRIES) + _SPARE
@@ -291,13 +294,13 @@ class ServiceReport(TypedDict):
 class ServiceMeter:
     """Sums the costs of placed requests by band and flow, in bounded memory.
 
-    After 5000 flows in one second, a further flow counts for its band only.
+    Beyond 5000 flows in one second, a further flow counts for its band only.
     """
 
     def __init__(self, clock_s: Callable[[], float] = time.monotonic) -> None:
         self._clock_s = clock_s
         self._seconds: deque[tuple[int, dict[tuple[int, str], float], dict[int, float]]] = deque()
-        self._reported: tuple[int, ServiceReport] | None = None  # the last report's second, and the report
+        self._reported: tuple[int, ServiceReport] | None = None  # second of the last report, and that report
 
     def record(self, priority: int, flow: str, cost: float) -> None:
         second = int(self._clock_s())
@@ -311,7 +314,7 @@ class ServiceMeter:
             flows[key] = flows.get(key, 0.0) + cost
 
     def report(self) -> ServiceReport:
-        """The report, computed at most once a second. Callers must not change it."""
+        """The sums, computed at most once a second. Callers must not change the result."""
         second = int(self._clock_s())
         if self._reported is None or self._reported[0] != second:
             self._reported = second, self._add_up(second)

@@ -1,8 +1,10 @@
-"""Admission and endpoint choice by one replica alone, while Redis is unavailable (G8). Uses one event loop.
+"""Admission and endpoint choice by one replica alone, while Redis is unavailable (G8). All calls come from
+one event loop.
 
-An `Outage` owns one `LocalGate` and one `LocalPicker`. The gate admits within this replica's budget,
-its share of the bound: starting a request acquires its cost, and the replica that receives the end releases
-the cost. So the sum of costs in flight and free budgets over all replicas never grows (docs/redis.md).
+An `Outage` owns one `LocalGate` and one `LocalPicker`. The gate admits requests within this replica's budget,
+that is, its share of the bound: starting a request acquires its cost, and the replica that receives the end
+releases the cost. So the sum of costs in flight and free budgets over all replicas never grows
+(docs/redis.md).
 """
 
 import asyncio
@@ -33,10 +35,10 @@ _FAILED_S = 10.0  # seconds without requests for an endpoint that refused a conn
 
 
 def part_of(free: float, *, live: int, rank: int, counts_requests: bool) -> float:
-    """One replica's share of `free` among `live` replicas, `rank` of which have lesser ids.
+    """The share of `free` for one of `live` replicas; `rank` replicas have lesser ids.
 
     If the stock `counts_requests`, shares are whole requests, and the replicas with the least ids get one
-    more each until the remainder is used up. If it counts tokens, all shares are equal.
+    more each until the remainder is used up. If the stock counts tokens, all shares are equal.
     """
     if free <= 0:
         return 0.0
@@ -58,9 +60,9 @@ class LocalGate:
     """One replica's budget and queue. `has_waiting` is set while requests wait.
 
     `free` is the remaining budget, in the stock's unit. Neither `free` nor the cost of a request exceeds
-    `bound`. A negative `free` is a debt, which released budget pays off first. While `paused`, the
-    gate admits no request. Released budget goes in turn to the local queue and to each peer that waits for a
-    transfer.
+    `bound`. A negative `free` is a debt, which released budget pays off first. While the attribute `paused`
+    is True, the gate admits no request. Released budget goes in turn to the local queue and to each peer that
+    waits for a budget transfer.
     """
 
     def __init__(
@@ -89,15 +91,16 @@ class LocalGate:
         return self._queue.lengths()
 
     def limit_budget(self, maximum: float) -> None:
-        """Reduce the free budget to at most `maximum`, which may be negative; peers may own the rest."""
+        """Reduce the free budget to at most `maximum` (may be negative); peers may own the rest of it."""
         self.free = min(self.free, maximum)
 
     def charge(self, cost: float) -> float:
-        """The amount that a request of `cost` acquires: at most the largest claim, as in the scripts."""
+        """The budget that a request of `cost` acquires: at most the largest claim, as in the scripts."""
         return min(cost, self._largest_claim)
 
     async def admit(self, request: InferenceRequest, cost: float, wait: Wait, *, alone: bool = True) -> bool:
-        """Acquire `cost`, after a wait if need be. Returns False if the shared queue must decide instead.
+        """Acquire `cost` of the budget, after a wait if need be. Returns False if the shared queue must
+        decide instead.
 
         If `alone` is False, the caller then asks the shared queue as well, which counts the bypass. Sets
         `wait.queued` if the request is queued.
@@ -154,19 +157,19 @@ class LocalGate:
             self._leave(waiting)
 
     def acquire(self, amount: float) -> bool:
-        """Take `amount` of the budget; False if less is free. An amount of 0 is granted even in debt."""
+        """Take `amount` of the budget if free, else return False. An amount of 0 is granted even in debt."""
         if amount > 0 and self.free + RESIDUE < amount:
             return False
         self.free -= amount
         return True
 
     def release(self, amount: float) -> None:
-        """Add `amount` to the budget, up to the bound, and dispatch."""
+        """Add `amount` to the budget, up to the bound, and dispatch requests."""
         self.free += min(amount, max(self._bound - self.free, 0.0))
         self._dispatch()
 
     def shortage(self) -> tuple[float, float]:
-        """The budget that the next request lacks, and the cost of all waiting requests; 0 if none waits."""
+        """The budget that the next request lacks, and the cost of all waiting requests; 0 without any."""
         turn = self._queue.turn(self._loop.time())
         if turn is None:
             return 0.0, 0.0
@@ -174,8 +177,9 @@ class LocalGate:
         return max(turn[0].cost - max(self.free, 0.0), 0.0), total
 
     async def transfer_budget(self, minimum: float, maximum: float, wait_s: float) -> float:
-        """Give budget to a peer. If no request or peer waits here, give up to `maximum` at once; otherwise
-        give `minimum` at the peer's turn. Returns the amount; 0 if the turn does not come within `wait_s`."""
+        """Give budget to a peer. If no request or peer waits here, give up to `maximum` at once; if any
+        waits, give `minimum` at the peer's turn. Returns the amount given; 0 if the peer's turn does not come
+        within `wait_s`."""
         self._turns = deque(each for each in self._turns if each is None or not each.granted.done())
         if not self._waiting and len(self._turns) == 1 and self.free >= minimum:
             granted = min(maximum, self.free)
@@ -190,7 +194,7 @@ class LocalGate:
                 self.release(transfer.minimum)
             raise
         finally:
-            transfer.granted.cancel()  # `_dispatch` skips it, unless it was granted already
+            transfer.granted.cancel()  # `_dispatch` skips the request, unless granted already
             self._dispatch()
         return transfer.granted.result() if not transfer.granted.cancelled() else 0.0
 
@@ -208,7 +212,7 @@ class LocalGate:
         """Give the free budget to the local queue and to waiting peers, in turn."""
         if self._paused:
             return
-        unused = 0  # turns in a row that needed no budget
+        unused = 0  # turns in a row that used no budget
         while unused < len(self._turns):
             transfer = self._turns[0]
             if transfer is None:
@@ -227,7 +231,7 @@ class LocalGate:
                 unused = 0
 
     def _serve_one(self) -> bool | None:
-        """Serve one queued request; False if none waits, None if the next one needs more than is free."""
+        """Serve one queued request. Returns False if none waits, None if its cost exceeds the free budget."""
         queue, now_s = self._queue, self._loop.time()
         while (turn := queue.turn(now_s)) is not None:
             waiting, by_guard = turn
@@ -245,7 +249,7 @@ class LocalGate:
         return False
 
     def _end_wait(self, waiting: Waiting, error: RequestError | None) -> None:
-        """End a request's wait with `error`; None: with the error of an expired request."""
+        """End a request's wait with `error` or, if that is None, with the error of an expired request."""
         self._queue.remove(waiting)
         if not waiting.turn.done():
             waiting.turn.set_exception(error or self._time_up(waiting.request))
@@ -270,8 +274,8 @@ def _acquired(turn: asyncio.Future[bool]) -> bool:
 class LocalPicker:
     """Picks endpoints by the last snapshot and this replica's own counts, because no script is available.
 
-    `load` has the fleet's requests in flight by endpoint, as last read from Redis; the picker adds only this
-    replica's changes.
+    The argument `load` has the fleet's requests in flight by endpoint, as last read from Redis; the picker
+    adds only this replica's changes.
     """
 
     def __init__(
@@ -339,10 +343,12 @@ def pick(
     most: int,
     chance: Callable[[], float],
 ) -> tuple[str, ...]:
-    """Pick up to `most` of `ready`, best first, ties in random order; none if no candidate is ready. Pure.
+    """Pick up to `most` endpoints of `ready`, best first, ties in random order; none if no candidate is
+    ready. Pure.
 
     `candidates` has the format of `lua/lib/endpoints.lua`: '*', 'a,b' (the least loaded) or 'a=0.7,b=0.5'
-    (scores, minus `live_weight` times the endpoint's load over the largest). `load`: requests in flight.
+    (scores, minus `live_weight` times the endpoint's load over the largest). `load` has the requests in
+    flight by endpoint.
     """
     scores: dict[str, float | None]
     if candidates == "*":

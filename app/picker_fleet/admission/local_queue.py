@@ -1,4 +1,4 @@
-"""One replica's local queue during an outage: a `FairQueue` within its share of the capacities.
+"""One replica's local queue during an outage: a `FairQueue` within the replica's share of the capacities.
 
 `LocalGate` calls it. It differs from the shared queue: virtual times begin at 0 in each outage; a score uses
 only the request's own wait and criticality, because a workload's rate and average wait are unknown; and it
@@ -20,14 +20,14 @@ from picker_fleet.state.schema import Refusal
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """The queueing policy of one replica, and the largest part of the bound that one request may take."""
+    """One replica's queueing policy, and the largest part of the bound that one request may take."""
 
     policy: Policy
     claim_share: float
 
 
 def rules_of(effective: EffectiveConfig, live: int) -> Rules:
-    """The rules of one of `live` replicas: each capacity and byte limit is divided by `live`, at least 1."""
+    """Rules of one of `live` replicas: capacities and byte limits are divided by `live`, at least 1."""
     queue, workloads = effective.settings.fair_request_queue, effective.settings.workloads
 
     def part(capacity: int) -> int:
@@ -71,7 +71,8 @@ class _UnknownWorkloads:
 @dataclass(slots=True, eq=False)
 class Waiting:
     """A queued request. Times in `_s` are seconds of the caller's clock; fields of `Queueable` have the units
-    given there. The gate sets `turn`: True once the cost is acquired, False to admit by the shared queue."""
+    given there. The gate resolves `turn` with True once the cost is acquired, with False if the shared queue
+    must admit the request."""
 
     request: InferenceRequest
     cost: float
@@ -102,7 +103,7 @@ class Waiting:
 
 
 class LocalQueue:
-    """The waiting requests, and their order. The queue's time never goes back, even if `now_s` does."""
+    """One replica's waiting requests, in order. The queue's time never goes back, even if `now_s` does."""
 
     def __init__(self, rules: Rules) -> None:
         self._now_us = 0.0
@@ -126,11 +127,11 @@ class LocalQueue:
     def offer(
         self, request: InferenceRequest, cost: float, arrived_s: float
     ) -> tuple[Waiting, Waiting | None]:
-        """Queue `request`. Returns its entry, and the entry preempted for it, if any.
+        """Queue `request`. Returns the request's entry, and the entry preempted for the request, if any.
 
         Raises:
-            Saturated, InsufficientFlowCapacity, TooManyFlows, BandCapacity, BandBytes, TotalCapacity: as the
-                shared queue would.
+            Saturated, InsufficientFlowCapacity, TooManyFlows, BandCapacity, BandBytes, TotalCapacity: the
+                refusals of the shared queue.
         """
         waiting = Waiting.of(request, cost, arrived_s)
         self._now_us = max(self._now_us, waiting.arrived)

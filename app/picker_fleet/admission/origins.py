@@ -1,8 +1,9 @@
 """Finds the endpoint that has the state of a response or conversation id (Responses API).
 
 Model servers keep this state in memory. So a request that continues, reads or deletes a response must go to
-the endpoint whose answer had its id. A replica learns the id from the answer in `standard`, and from Envoy's
-access log in the other modes. It stores id and endpoint in Redis for requests at any replica.
+the endpoint whose answer had its id. In the mode `standard`, a replica learns the id from the answer; in the
+other modes, from Envoy's access log. The replica stores id and endpoint in Redis, for requests at any
+replica.
 """
 
 import asyncio
@@ -21,16 +22,16 @@ KEPT_S = 3600.0  # how long a replica remembers an id itself, in case Redis is u
 # The client's next request may arrive before the access-log entry that has the id: look an unknown id up
 # again after each of these pauses, for `FIND_S` in total.
 _PAUSES_S = (0.005, 0.01, 0.02, 0.04, 0.08, 0.12, 0.2, 0.25, 0.25)
-FIND_S = 1.0  # a busy host may take the cores for half a second
+FIND_S = 1.0  # a busy host may stop this process for half a second
 
 
 class Origins:
-    """Ids of one pool, with their endpoints. Uses one event loop. `clock` is in seconds."""
+    """Ids of one pool, with their endpoints. All calls come from one event loop. `clock` returns seconds."""
 
     def __init__(self, store: Store, keys: Keyring, clock: Callable[[], float]) -> None:
         self._store, self._keys = store, keys
         self._clock = clock
-        self._known: OrderedDict[str, tuple[float, str]] = OrderedDict()  # id -> time noted, endpoint
+        self._known: OrderedDict[str, tuple[float, str]] = OrderedDict()  # id -> time of the note, endpoint
 
     def note(self, ids: Iterable[str], endpoint: str | None) -> None:
         """Store that `endpoint` answered with `ids`. Returns at once."""
@@ -41,8 +42,8 @@ class Origins:
                 told.add_done_callback(lambda done: done.cancelled() or done.exception())  # ignore a failure
 
     async def find(self, ids: Collection[str], most_s: float = FIND_S) -> str:
-        """The endpoint that has the state of one of `ids`; '' if none is found within `most_s`. Without Redis
-        it searches this replica's own memory."""
+        """The endpoint that has the state of one of `ids`; '' if none is found within `most_s`. Without
+        Redis, only this replica's own memory is searched."""
         wanted = [state_id for state_id in ids if _is_id(state_id)]
         try:
             async with asyncio.timeout(min(most_s, FIND_S)):

@@ -14,14 +14,15 @@ from picker_fleet.domain.request import Alive, Completion, InferenceRequest, Pla
 from picker_fleet.state import accounting_token
 from picker_fleet.state.store import Store
 
-_REPORT_SLACK_S = 1.0  # how late an access-log entry of a running request may be
+_REPORT_SLACK_S = 1.0  # longest delay of an access-log entry of a running request
 _CLOCK_MARGIN_MS = 1000  # largest difference between two replicas' estimates of Redis's clock
-_CHUNK = 512  # renewals in flight at a time; the store sends 16 in a call
+_CHUNK = 512  # most renewals in flight at a time; the store sends 16 in a call
 
 
 def unseen_s(report_s: float) -> float:
     """The silence, in seconds, after which a resync does not restore a request. The access log has an entry
-    of each running request every `report_s`, and the replica that receives the next one restores it."""
+    of each running request every `report_s`. The replica that receives the next entry restores the
+    request."""
     return report_s + _REPORT_SLACK_S
 
 
@@ -29,9 +30,10 @@ def unseen_s(report_s: float) -> float:
 class OutageStatus:
     """An outage as the admin API shows it. Amounts are in the stock's unit.
 
-    `mode` is the FailoverState; `bound` is the fleet's bound, and `share` this replica's share of it.
-    `in_flight` counts the requests placed here that were placed or seen alive within an access-log interval
-    and a second, and whose end this replica has not received. Another replica may have received the end.
+    `mode` is the FailoverState; `bound` is the fleet's bound of the stock, and `share` this replica's share
+    of the bound. `in_flight` counts the requests placed here that were placed or seen alive within an
+    access-log interval and a second, and whose end this replica has not received. (Another replica may have
+    received that end.)
     """
 
     mode: str
@@ -50,7 +52,7 @@ class Resync:
     """One attempt to report the requests and ends of an outage to Redis, which answers again."""
 
     began_s: float
-    released: float = 0.0  # budget released by ends since `began_s`; Redis also releases their stock
+    released: float = 0.0  # budget released by ends since `began_s`; Redis releases the stock
     done: bool = False  # Redis has all requests this replica saw in flight; peers may still resync
 
 
@@ -58,14 +60,14 @@ class Resync:
 class Outage:
     """One replica's state from the loss of Redis until all replicas use Redis again.
 
-    gate: the requests that wait here, and the remaining budget for starting requests.
-    picker: chooses their endpoints, and counts requests by endpoint.
-    ledger: its journaled entries were started, seen or ended during the outage; a resync reports each once.
-    bound, share: the fleet's bound of the stock, and this replica's share of the bound.
-    clock: in seconds; `began_ms` is the start of the outage by the clock of the shared state.
-    resync: the current attempt; None while Redis is unavailable.
-    before: id -> cost of the requests known to run when the outage began; `ended_before` has the ids whose
-        end this replica received before the outage. `initial_free` is the budget at the start.
+    gate: the requests that wait here, and the remaining budget for starting requests. picker: chooses
+        endpoints, and counts requests by endpoint. ledger: its journaled entries are the requests started,
+        seen or ended during the outage; a resync reports each once. bound, share: the fleet's bound of the
+        stock, and this replica's share of the bound. clock: returns seconds; `began_ms` is the start of the
+        outage by the clock of the shared state. resync: the current attempt to resync; None while Redis is
+        unavailable. before: id -> cost of the requests known to run when the outage began; `ended_before` has
+        the ids of requests whose end this replica received before the outage. `initial_free` is the free
+        budget at the start of the outage.
     """
 
     gate: LocalGate
@@ -109,7 +111,7 @@ class Outage:
         """Whether this replica knows another running request with the same id. A request that ran before the
         outage counts as another: Envoy never repeats a request after it has received the placement."""
         if not request.digest:
-            return False  # without a digest two requests cannot be distinguished
+            return False  # without a body digest, two requests look the same
         entry = self.ledger.get(request.id)
         if entry is None or not entry.is_local:
             seen = entry is not None and entry.running and entry.journaled
@@ -129,14 +131,14 @@ class Outage:
         self.gate.release(entry.cost)
 
     def see(self, alive: Alive) -> None:
-        """An access log reports that a request runs: note its cost if it ran before the outage."""
+        """An access log reports a running request: record its cost if it ran before the outage."""
         alone_ms = accounting_token.alone_since_ms(alive.accounting_token)
         if alive.accounting_token and (alone_ms is None or alone_ms < self.began_ms + _CLOCK_MARGIN_MS):
             self.before[alive.id] = accounting_token.cost_of(alive.accounting_token)
 
     def end(self, entry: Entry | None, completion: Completion, token: str) -> bool:
-        """Account for an end that is not yet in the ledger's `entry`. Returns False if this replica has
-        accounted for it before. `token` as for `released_by_end`."""
+        """Account for a request's end that is not yet in the ledger's `entry`. Returns False if this replica
+        has accounted for the end before. `token` is the accounting token, '' if unknown."""
         is_local = entry is not None and entry.is_local
         self.picker.ended(
             entry.endpoint if entry is not None and is_local else accounting_token.endpoint_of(token)
@@ -153,7 +155,7 @@ class Outage:
         return True
 
     async def restore_running(self, store: Store, report_s: float) -> int:
-        """Report the running requests to the shared state. Returns their number.
+        """Report the running requests to Redis. Returns their number.
 
         `report_s` is the access log's interval between entries of a running request.
 
@@ -166,7 +168,7 @@ class Outage:
             answers = [
                 store.renew(each.id, each.attempt, each.served, each.token, self.clock() - each.seen_s)
                 for each in running[at : at + _CHUNK]
-                if each.running  # otherwise it ended during the resync
+                if each.running  # if not, the request ended during the resync
             ]
             for answer in answers:
                 with contextlib.suppress(ScriptFailed):  # the next sign of life restores that request

@@ -1,9 +1,9 @@
-"""Peers in an outage: the live replicas, their published states, and transfers of budget from them.
+"""Peers in an outage: the other live replicas, their published states, and transfers of budget from them.
 
 Envoy's access log goes to any replica, so freed budget collects where ends are received. A replica with
-waiting requests asks every peer for budget, with one call at a time to each. A call without a reply is
-repeated, and the peer repeats its reply, so that a pause of either side loses no budget. The budget of a peer
-that dies stays unused until Redis is back; two replicas never use the same budget.
+waiting requests asks every peer for budget, with one call at a time to each peer. A call without a reply is
+repeated, and the peer repeats its reply, so that a pause of caller or peer loses no budget. The budget of a
+peer that dies stays unused until Redis is back; two replicas never use the same budget.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ from typing import Protocol
 from picker_fleet.admission.local_gate import LocalGate, part_of
 from picker_fleet.state.store import HeartbeatReply
 
-_PAUSE_S = 0.2  # pause before asking a peer again that had no spare budget
+_PAUSE_S = 0.2  # pause before the next call to a peer that had no spare budget
 _IDLE_S = 10.0  # time without waiting requests after which connections to peers are closed
 _COMPARED = 30_000  # most running requests that `lost_budget` compares
 TRANSFER_WAIT_S = 0.5  # how long a peer without free budget waits before it answers
@@ -41,11 +41,11 @@ class PeerClient(Protocol):
         ...
 
     async def ended_before(self, address: str, ids: Collection[str]) -> Collection[str] | None:
-        """The members of `ids` whose end the replica received before its outage; None as for `count`."""
+        """Those of `ids` whose end the replica received before its outage; None as for `count`."""
         ...
 
     async def ask(self, address: str, least: float, most: float) -> float | None:
-        """The budget that the replica at `address` gives, 0 if none; None if it does not answer."""
+        """The budget that the replica at `address` gives (0: no budget); None without an answer."""
         ...
 
     async def close(self) -> None:
@@ -58,8 +58,8 @@ class PeerState:
     """The part of a replica's info (published with its heartbeats) that failover reads.
 
     `degraded`: the replica has state that Redis lacks. `grpc`: the host:port that takes calls for budget; ''
-    if there is none. `resyncs`: how often the replica has begun to resync. `answered`: the peers' resyncs for
-    which it has published all ends received before them.
+    if the replica takes none. `resyncs`: how often the replica has begun to resync. `answered`: the peers'
+    resyncs for which the replica has published all ends that it had received earlier.
     """
 
     degraded: bool = False
@@ -80,8 +80,8 @@ class PeerState:
 
 
 class Peers:
-    """The live replicas. `live` has their sorted ids, including this replica's own id `replica`, as of the
-    last heartbeat while Redis was in use."""
+    """The live replicas. `live` has the sorted ids of live replicas, including this replica's own id
+    `replica`, as of the last heartbeat while Redis was in use."""
 
     def __init__(self, replica: str) -> None:
         self._replica = replica
@@ -91,7 +91,7 @@ class Peers:
         self._addresses: dict[str, str] = {}
 
     def update(self, replicas: Mapping[str, PeerState], *, shared: bool, now_s: float) -> None:
-        """Take over the state of each live replica. `live` changes only while Redis is in use (`shared`)."""
+        """Store the state of each live replica. `live` changes only while Redis is in use (`shared`)."""
         self._states = replicas
         if shared:
             if not replicas.keys() >= set(self.live):
@@ -106,19 +106,19 @@ class Peers:
         return [self._addresses[name] for name in self.live if name in self._addresses]
 
     def others(self) -> list[str] | None:
-        """The addresses (host:port) of all peers, if this replica has the least id; None if it does not, or
-        if an address is unknown."""
+        """The addresses (host:port) of all peers; None if this replica has not the least id, or if an address
+        is unknown."""
         others = [name for name in self.live if name != self._replica]
         if self.live[:1] != (self._replica,) or not self._addresses.keys() >= set(others):
             return None
         return [self._addresses[name] for name in others]
 
     def all_resynced(self) -> bool:
-        """Whether every replica of `live` reports that Redis has its state."""
+        """Whether every replica of `live` reports that Redis has all of that replica's state."""
         return all(name in self._states and not self._states[name].degraded for name in self.live)
 
     def live_ones(self, holds: Callable[[str, PeerState], bool]) -> bool:
-        """Whether `holds` is true for any replica of `live` that still sends heartbeats."""
+        """Whether the predicate `holds` is true for any replica of `live` that still sends heartbeats."""
         return any(name in self.live and holds(name, said) for name, said in self._states.items())
 
     def count(self, pulse: HeartbeatReply) -> int:
@@ -136,13 +136,14 @@ class Peers:
 async def lost_budget(
     own: OutageCount, ended_before: Collection[str], client: PeerClient, others: Collection[str]
 ) -> float | None:
-    """The part of the bound that is in no replica's budget and that no running request uses: ends and grants
-    in transit held it when Redis was lost. None if one of the `others` has no count, or counts another number
-    of live replicas.
+    """The part of the bound that is in no replica's budget and that no running request uses: when Redis was
+    lost, ends and grants in transit held this part. None if one of the `others` has no count, or counts
+    another number of live replicas.
 
     When the outage began, the bound was the sum of the free budgets, the costs of the running requests, and
     this part. A request can have been running only if some replica had placed it or seen it alive within an
-    access-log interval, and none had received its end. So the result is never too large (docs/redis.md).
+    access-log interval, and none had received its end. So the returned part is never too large
+    (docs/redis.md).
     """
     counts = [own, *await asyncio.gather(*(client.count(address) for address in others))]
     running: dict[str, float] = {}
@@ -151,7 +152,7 @@ async def lost_budget(
             return None
         running.update(count.running)
     if len(running) > _COMPARED:
-        return 0.0  # beside so many running requests the lost budget is small
+        return 0.0  # with so many running requests, the lost budget is relatively small
     asked = await asyncio.gather(*(client.ended_before(address, list(running)) for address in others))
     for ended in (ended_before, *asked):
         if ended is None:
@@ -200,7 +201,7 @@ class BudgetTransfer:
             await self._client.close()
 
     async def _needed(self) -> bool:
-        """Wait up to `idle_s` until a request waits in `gate`. Returns whether one waits."""
+        """Wait up to `idle_s` until a request waits in `gate`. Returns whether a request waits."""
         with suppress(TimeoutError):
             async with asyncio.timeout(self._idle_s):
                 await self._gate.has_waiting.wait()

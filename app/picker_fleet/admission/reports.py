@@ -1,4 +1,4 @@
-"""Reports placed requests to Redis: their ends, faults of their endpoints, their signs of life.
+"""Reports to Redis the ends and signs of life of placed requests, and faults of endpoints.
 
 Each call returns at once. The store repeats the report of an end until Redis takes it; a lease or a later
 report makes up for any other lost report.
@@ -38,8 +38,8 @@ def ignore_loss(answer: asyncio.Future[Any]) -> None:
 
 
 class Reports:
-    """Sends the reports of one replica. `are_places_awaited` returns whether requests wait, so that Redis
-    must get each end soon. If the stock `counts_tokens`, an end reports the tokens used."""
+    """Sends the reports of one replica. The function `are_places_awaited` returns whether requests wait, so
+    that Redis must get each end soon. If the stock `counts_tokens`, an end reports the tokens used."""
 
     def __init__(
         self,
@@ -59,15 +59,15 @@ class Reports:
         self._traces = traces
 
     def settle(self, completion: Completion, token: str, entry: Entry | None) -> None:
-        """A request has ended; `token` is its accounting token, '' if none is known. `entry`: None if the
-        request was never placed."""
+        """Report that a request has ended; `token` is its accounting token, '' if unknown. `entry`: None if
+        the request was never placed."""
         self.note_end(completion, token)
         answered = partial(self._on_answered_end, completion, token, entry)
         self._tell_end(completion).add_done_callback(answered)
 
     def note_end(self, completion: Completion, token: str) -> None:
         """Record the latency and failures of endpoints from a request's end."""
-        if token:  # otherwise the request was never placed
+        if token:  # if 'left', the request was never placed
             self._chooser.ended(completion)
         if completion.failed:
             self._note_failed(completion.failed)
@@ -130,7 +130,7 @@ class Reports:
     def _on_answered_end(
         self, completion: Completion, token: str, entry: Entry | None, answer: asyncio.Future[SettleReply]
     ) -> None:
-        """Called once Redis has answered the report of an end, or never will. Ignores a second answer."""
+        """Record that Redis has answered the report of an end, or never will. Ignores a second answer."""
         if entry is not None and not self._ledger.confirm(entry):
             return
         if answer.cancelled() or answer.exception() is not None:
@@ -138,7 +138,7 @@ class Reports:
         reply = answer.result()
         if reply.kind == "settled":
             self._metrics.completed(completion, reply.model)
-            if accounting_token.is_alone(token):  # a replica that saw the request alive must not restore it
+            if accounting_token.is_alone(token):  # no replica that saw the request alive may restore it
                 self._tombstone(completion)
         elif reply.kind == "unknown" and token:
             # The request was placed without Redis, or Redis lost its record, or its lease has expired.
@@ -147,8 +147,8 @@ class Reports:
                 self._tombstone(completion)
 
     def suspect(self, request_id: str, tries: int = _SUSPECT_TRIES) -> None:
-        """The request may have ended: its client has gone. Report a waiting request again later: its owner
-        may still place it before learning that the client has gone."""
+        """Report that a request may have ended: its client has gone. Report a waiting request again later:
+        its owner may still place it before learning that the client has gone."""
 
         def told(answer: asyncio.Future[SuspicionReply]) -> None:
             lost = answer.cancelled() or answer.exception() is not None
@@ -161,7 +161,7 @@ class Reports:
         def written(answer: asyncio.Future[TombstoneReply]) -> None:
             lost = answer.cancelled() or answer.exception() is not None
             if not lost and answer.result() == "back":
-                self.tell_end(completion)  # another replica restored the request: settle it
+                self.tell_end(completion)  # another replica restored the request: settle the request
 
         self._store.tombstone(completion.id).add_done_callback(written)
 

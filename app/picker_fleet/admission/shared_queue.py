@@ -2,10 +2,11 @@
 
 `admit` places a request or queues it. A queued request waits for its grant, which arrives in the reply to any
 call, by a wake-up, or with a heartbeat. If any endpoint will do, the granting script also places the request,
-and the replica acknowledges the placement. Otherwise the replica then asks for a placement, and the script
-may queue the request again. A replica that owns a stream renews its request's lease until the request ends.
-`attempt` numbers the streams of a request, so that a late call of a dead stream never affects the stream that
-took the request over. Streams with another flow, model or body digest (in `attempt`) may not take it over.
+and the replica acknowledges the placement. If not, the replica asks for a placement after the grant, and the
+script may queue the request again. A replica that owns a stream renews its request's lease until the request
+ends. The field `attempt` numbers the streams of a request, so that a late call of a dead stream never affects
+the stream that took the request over. A stream with another flow, model or body digest (in `attempt`) may not
+take the request over.
 """
 
 import asyncio
@@ -48,24 +49,26 @@ from picker_fleet.telemetry.metrics import Metrics
 if TYPE_CHECKING:
     from picker_fleet.telemetry.tracing import Traces
 
-# Redis expires queued requests; this replica's own timer fires this much later, if no notification came.
+# Redis expires queued requests; this replica's own timer for a request fires this many seconds later, if no
+# notification came.
 _EXPIRY_SLACK_S = 0.05
 # Answer an expired request within this time, even if Redis does not answer (G5).
 _EXPIRY_ANSWER_S = 0.5
 # Repeat an admission this many times while the replicas rebuild a lost shared state.
 _REBUILD_TRIES = 20
 _REBUILD_PAUSE_S = 0.1
-_ID_CHECK_S = 0.005  # interval of checks whether another request with the same id is admitted
+_ID_CHECK_S = 0.005  # seconds between checks whether another request with the same id is admitted
 _TAKEN_OVER = "taken over by a newer stream"
-_YOUNG_S = 0.001  # a request younger than this arrives with age 0
+_YOUNG_S = 0.001  # the age of a younger request is sent as 0
 
 
 class Waiter(msgspec.Struct, eq=False):
-    """A request between its admission and its placement. `notification` resolves to the queue's verdict.
+    """A request between its admission and its placement. The future `notification` resolves to the queue's
+    verdict.
 
     `asking`: Redis has not answered the admission yet. `placing`: the request is granted, and Redis has not
-    answered the placement yet. `unacknowledged`: its grant placed it, and Redis may lack the
-    acknowledgement. `error`: why the wait ends without a verdict. `endpoints`: where it is placed.
+    answered the placement yet. `unacknowledged`: the grant placed the request, and Redis may lack the
+    acknowledgement. `error`: why the wait ends without a verdict. `endpoints`: where the request is placed.
     """
 
     request: InferenceRequest
@@ -90,14 +93,14 @@ class Waiter(msgspec.Struct, eq=False):
         raise self.error
 
     def end(self, error: RequestError) -> None:
-        """End the wait with `error`, whatever it waits for."""
+        """End the request's wait with `error`, whatever it is waiting for."""
         self.error = error
         if self.awaited is not None and not self.awaited.done():
             self.awaited.set_exception(error)
 
 
 class SharedQueue:
-    """This replica's requests in the shared queue. Uses one event loop.
+    """This replica's requests in the shared queue. All calls come from one event loop.
 
     `retry_after_s` is the Retry-After of requests refused after a wait. The queue calls `on_unknown_pool`
     when the shared state has lost the pool.
@@ -120,7 +123,7 @@ class SharedQueue:
         self.pause_detector, self._on_unknown_pool, self._clock = pause_detector, on_unknown_pool, clock
         self._attempts, self._traces = attempts, traces
         self.retry_after_s = 1
-        self.fleet_queued = 0  # the fleet's queued requests, as of the last heartbeat or dispatch
+        self.fleet_queued = 0  # number of the fleet's queued requests at the last heartbeat or dispatch
         self._queued = 0  # this replica's queued requests, a subset of `_waiting`
         self._waiting: dict[str, Waiter] = {}
         self._any_waiting = asyncio.Event()
@@ -132,8 +135,8 @@ class SharedQueue:
 
     @property
     def places_are_awaited(self) -> bool:
-        """Whether any request of the fleet is queued, so that Redis must get each end soon. Other replicas'
-        requests count as of the last heartbeat or dispatch."""
+        """Whether any request of the fleet is queued, so that Redis must get the end of each request soon.
+        The queued requests of other replicas are those of the last heartbeat or dispatch."""
         return self._queued > 0 or self.fleet_queued > 0
 
     async def any_waiting(self) -> None:
@@ -150,7 +153,8 @@ class SharedQueue:
         withdraws the request.
 
         Raises:
-            RequestError: the request is refused, expired, preempted or evicted, or Redis is unreachable.
+            RequestError: the request is refused, expires, is preempted or is evicted, or Redis is
+            unreachable.
         """
         waiter = self.new_waiter(request, wait)
         while (displaced := self._waiting.get(request.id)) is not None and not request.repeats(
@@ -202,8 +206,8 @@ class SharedQueue:
             waiter.end(ShuttingDown())
 
     def drop_expired(self) -> None:
-        """End each wait for an answer of Redis that exceeds the request's TTL (G5). Waits in the queue have
-        their own timer."""
+        """End each wait for an answer of Redis that exceeds the request's TTL (G5). Each wait in the queue
+        has its own timer."""
         now_s = self._clock()
         for waiter in self._waiting.values():
             asking = waiter.asking or waiter.placing
@@ -225,7 +229,7 @@ class SharedQueue:
             self._metrics.waiting(request, -1)
 
     async def _wait(self, waiter: Waiter, verdict: Queued) -> Placed:
-        """Wait until the request is placed; Redis may grant and queue it again any number of times."""
+        """Wait until the request is placed; Redis may grant and requeue it any number of times."""
         while True:
             turn = await self._turn(waiter, verdict)
             if isinstance(turn, Placed):
@@ -242,7 +246,7 @@ class SharedQueue:
             verdict = answer
 
     async def _take_up(self, waiter: Waiter) -> Placed | Queued | None:
-        """Place a granted request. Returns None if it has to be admitted again; raises every refusal."""
+        """Place a granted request. Returns None if it must be admitted again; raises every refusal."""
         request = waiter.request
         # Make the new future before the call: Redis may queue the request again and grant it before its task
         # runs.
@@ -260,8 +264,8 @@ class SharedQueue:
         return self._chosen(request, choice, answer)
 
     def _is_worth_another(self, request: InferenceRequest, choice: Choice, verdict: AnyVerdict) -> bool:
-        """Whether Redis refused `request` for lack of an endpoint, and the script's own choice may find one:
-        endpoints may have been replaced since this replica read them."""
+        """Whether Redis refused `request` for lack of an endpoint, and the script may find one by its own
+        choice: endpoints may have been replaced since this replica read the list."""
         none_found = isinstance(verdict, Refused) and verdict.reason is Refusal.NO_ENDPOINTS
         return none_found and self._chooser.unscored(request).candidates != choice.candidates
 
@@ -283,7 +287,7 @@ class SharedQueue:
         raise StateUnavailable("the pool's state in Redis is being rebuilt", retry_after_s=1)
 
     def _ask(self, waiter: Waiter, choice: Choice, now_s: float) -> asyncio.Future[AnyVerdict]:
-        """Ask Redis to admit a request with its age at `now_s`."""
+        """Ask Redis to admit a request, which gets its age at `now_s`."""
         age_s = now_s - waiter.arrived_s
         age_s = age_s if age_s > _YOUNG_S else 0.0
         answer = self._store.admit(waiter.request, waiter.attempt, choice.candidates, age_s)
@@ -309,7 +313,7 @@ class SharedQueue:
         return None
 
     def _refusal(self, request: InferenceRequest, verdict: AnyVerdict) -> RequestError | None:
-        """Return and count the error with which `verdict` ends `request`; None if the request goes on."""
+        """Count and return the error with which `verdict` ends `request`; None if the request goes on."""
         error = refusal(verdict, request, self.retry_after_s)
         if error is None:
             return None
@@ -349,14 +353,14 @@ class SharedQueue:
         return Verdict.GRANTED if is_granted else Verdict.EXPIRED
 
     def dequeued(self, attempts: int, successes: int) -> None:
-        """A call of this replica tried to dispatch queued requests of any replica."""
+        """Record that a call of this replica tried to dispatch queued requests of any replica."""
         self._metrics.dequeued(attempts, successes)
         if successes and not self.fleet_queued:
-            self.fleet_queued = 1  # at least one is queued; the next heartbeat brings the number
+            self.fleet_queued = 1  # at least one request is queued; the next heartbeat brings the number
 
     def notified(self, notification: Notification) -> bool:
-        """Redis granted, placed, expired, preempted or evicted a request. A repeated, late or unknown
-        notification changes nothing.
+        """Handle a notification that Redis granted, placed, expired, preempted or evicted a request. A
+        repeated, late or unknown notification changes nothing.
 
         Returns True if the notification is the first for a waiting request. A grant for a request that
         neither waits nor runs here means that Redis lost the request's end: give the grant back.
@@ -367,7 +371,7 @@ class SharedQueue:
             if (
                 waiter is not None
                 and waiter.attempt == notification.attempt
-                and not self.pause_detector.resumed_recently  # else another replica may own the request
+                and not self.pause_detector.resumed_recently  # if not, another replica owns the request
             ):
                 return self._on_placed(waiter, verdict)
             verdict = Verdict.GRANTED  # ask Redis for a placement, as after any grant
@@ -380,7 +384,7 @@ class SharedQueue:
         return False
 
     def _on_placed(self, waiter: Waiter, verdict: Placed) -> bool:
-        """Redis granted and placed a request in one call: acknowledge it. Until Redis has the
+        """Redis granted and placed a request in one call: acknowledge the placement. Until Redis has the
         acknowledgement, it may repeat the notification. Returns as `notified`."""
         if not _notify(waiter.notification, verdict):
             return False
@@ -408,11 +412,11 @@ class SharedQueue:
     async def register_again(self) -> bool:
         """Register owned streams, then waiting requests, oldest first, with a shared state that lost them.
 
-        Returns False if Redis did not take some of them; the caller may repeat the call.
+        Returns False if Redis did not take some requests; the caller may repeat the call.
         """
         await self.pause_detector.wait_for_backlog()  # streams may have closed during a pause
-        # Wait for the renewals: if Redis is slow, admissions sent with them would overtake them and find the
-        # whole stock free.
+        # Wait for the renewals: if Redis is slow, admissions sent together with renewals would overtake the
+        # renewals and find the whole stock free.
         renewed = await asyncio.gather(*self.renew_owned_streams(), return_exceptions=True)
         if any(isinstance(answer, StateFault) and not isinstance(answer, ScriptFailed) for answer in renewed):
             return False
@@ -452,7 +456,7 @@ class SharedQueue:
 
 
 def _notify(notification: asyncio.Future[AnyVerdict], verdict: AnyVerdict) -> bool:
-    """Resolve `notification` to `verdict`. Returns False if it was resolved before."""
+    """Resolve `notification` to `verdict`. Returns False if the future was resolved before."""
     if notification.done():
         return False
     notification.set_result(verdict)

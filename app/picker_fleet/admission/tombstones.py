@@ -2,10 +2,10 @@
 requests (G6, G8; docs/redis.md, "The way back").
 
 A replica that was without Redis restores, when it resyncs, the requests it saw running recently. Another
-replica may have received the end of such a request since then. So every replica remembers each end for longer
+replica may have received the end of such a request meanwhile. So every replica remembers each end for longer
 than a resync looks back for signs of life. When a heartbeat shows that a peer is degraded, the replica
-publishes these ends to Redis as tombstones, and each further end at once. The resyncing replica waits until
-its peers confirm in their heartbeats that they have published their ends.
+publishes the remembered ends to Redis as tombstones, and each further end at once. The resyncing replica
+waits until its peers confirm in their heartbeats that they have published their ends.
 """
 
 import asyncio
@@ -19,12 +19,12 @@ from picker_fleet.domain.errors import ScriptFailed, StateFault
 from picker_fleet.domain.request import Outcome
 from picker_fleet.state.store import Store, TombstoneReply
 
-_CHUNK = 512  # tombstones in flight at a time; the store sends 16 in a call
+_CHUNK = 512  # most tombstones in flight at a time; the store sends 16 in a call
 _UNPUBLISHED = ""
 
 
 class Tombstones:
-    """Publishes the ends received by `replica`. Uses one event loop.
+    """Publishes the ends of requests that `replica` has received. All calls come from one event loop.
 
     `ledger` has the recent ends, each with the epoch of the shared state that has its tombstone.
     `may_publish` returns whether Redis is in use; `may_settle`, whether Redis also has every request that
@@ -47,7 +47,7 @@ class Tombstones:
         self._may_publish, self._may_settle = may_publish, may_settle
         self._heartbeat_now, self._peers_wait_s, self._clock = heartbeat_now, peers_wait_s, clock
         self._peer_degraded = False
-        self._peer_resyncs: frozenset[str] = frozenset()  # the last resync of each peer
+        self._peer_resyncs: frozenset[str] = frozenset()  # peer -> number of its last resync
         self._answered: frozenset[str] = frozenset()  # peers' resyncs for which all ends are published
         self._published_epoch = _UNPUBLISHED
         self._peers: Mapping[str, PeerState] = {}
@@ -55,7 +55,7 @@ class Tombstones:
         self._due, self._peers_updated = asyncio.Event(), asyncio.Event()
 
     def save(self) -> tuple[Any, ...]:
-        """A copy of the state, to compare or restore."""
+        """A copy of this object's state, to compare or restore."""
         return (
             tuple(self._peers.items()), self.is_due, self._peer_degraded, self._peer_resyncs, self._answered,
             self._published_epoch, self._resyncs,
@@ -79,13 +79,13 @@ class Tombstones:
         return self._ledger.ended_since(self._clock() - self._ledger.keep_s)
 
     def add(self, entry: Entry) -> None:
-        """A request has ended. Publish its tombstone if a peer is degraded."""
+        """A request has ended: publish its tombstone if a peer is degraded."""
         if self._peer_degraded and self._may_publish():
             self._publish_end(entry)
 
     def heartbeat_fields(self) -> dict[str, object]:
         """Fields for peers: how often this replica has begun to resync, and the peers' resyncs for which it
-        has published all ends received before them."""
+        has published all ends that it had received by then."""
         return {"resyncs": self._resyncs, "answered": sorted(self._answered)}
 
     def update_peers(self, replicas: Mapping[str, PeerState]) -> None:
@@ -94,21 +94,21 @@ class Tombstones:
         self._peer_degraded = any(state.degraded for _, state in others)
         self._peer_resyncs = frozenset(_mark(name, state.resyncs) for name, state in others if state.resyncs)
         self._answered &= self._peer_resyncs
-        # A completed resync counts too: it may have restored requests that have ended.
+        # Count a completed resync too: it may have restored requests that have ended.
         lost = self._published_epoch != self._epoch() and (self._peer_degraded or bool(self._peer_resyncs))
         if self._peer_resyncs - self._answered or lost:
             self._due.set()
         self._peers_updated.set()
 
     async def run(self) -> None:
-        """Publish the ends whenever a peer needs them, until cancelled."""
+        """Publish the ends of requests whenever a peer needs the tombstones, until cancelled."""
         while True:
             await self._due.wait()
-            with contextlib.suppress(StateFault):  # the next heartbeat asks again
+            with contextlib.suppress(StateFault):  # retried with the next heartbeat
                 await self.answer_peers()
 
     async def answer_peers(self) -> None:
-        """Publish the ends, and confirm it to the peers that resync. Raises as `publish`."""
+        """Publish the ends of requests, and confirm that to the peers that resync. Raises as `publish`."""
         self._due.clear()
         if not self._may_publish():
             return
@@ -135,7 +135,7 @@ class Tombstones:
             chunk = [entry for entry in due[at : at + _CHUNK] if entry.phase is Phase.ENDED]
             answers = [self._publish_end(entry) for entry in chunk]
             for entry, answer in zip(chunk, answers, strict=True):
-                with contextlib.suppress(ScriptFailed):  # the failure concerns this end only
+                with contextlib.suppress(ScriptFailed):  # the failure concerns this request's end only
                     if await answer == "back":
                         entry.restored = True
         self._published_epoch = epoch
@@ -180,7 +180,7 @@ class Tombstones:
         return answer
 
     def _epoch(self) -> str:
-        """The epochs of shared state and connection; after either changes, Redis may lack tombstones."""
+        """Names shared state and connection: if the name changes, Redis may lack tombstones."""
         return f"{self._store.epoch} {self._store.connection_epoch}"
 
 

@@ -37,9 +37,10 @@ REFUSALS: dict[Refusal, tuple[type[RequestError], str]] = {
 
 
 class Wait(msgspec.Struct, eq=False):
-    """A request's time in the queue. Moving between the shared and the local queue continues the same wait.
+    """A request's time in the queue. A request that moves between the shared and the local queue continues
+    the same wait.
 
-    `epp_queue_latency_seconds` counts the wait once, when its outcome is known.
+    The metric `epp_queue_latency_seconds` counts the wait once, when its outcome is known.
     """
 
     arrived_s: float  # event-loop time
@@ -56,7 +57,7 @@ def time_up(request: InferenceRequest, retry_after_s: int) -> RequestError:
 def refusal(verdict: AnyVerdict, request: InferenceRequest, retry_after_s: int) -> RequestError | None:
     """The error with which `verdict` ends `request`; None if the request goes on.
 
-    A refusal brings its own Retry-After; `retry_after_s` is for requests that have waited.
+    A refusal has its own Retry-After; `retry_after_s` is the Retry-After of requests that have waited.
     """
     match verdict:
         case Placed() | Queued() | Verdict.GRANTED | Verdict.GONE | Verdict.UNKNOWN_POOL:

@@ -30,42 +30,43 @@ from picker_fleet.scheduling.scheduler import Scheduler, with_in_flight
 from picker_fleet.scheduling.scorers import EndpointState, PickRequest
 from picker_fleet.state.accounting_token import LENGTH, Keyring
 
-SESSION_HEADER: Final = "x-session-token"  # a header of requests and of responses
+SESSION_HEADER: Final = "x-session-token"  # a header of both requests and responses
 
 # The most candidates with scores passed to the script: more would cost the script more than they improve the
-# choice. From a sample pass fewer: candidates then differ between picks, and each costs the script more.
+# choice. Of a sample of the endpoints, pass fewer candidates: they differ between picks, and each costs the
+# script more.
 _MAX_SCORED, _MAX_OF_A_SAMPLE = 8, 5
 _DRAWS = 32  # choices kept for similar requests to share; each breaks ties differently
-_ROUTE_SCORERS = frozenset({"prefix-affinity", "latency"})  # these scorers need the routes of all replicas
+_ROUTE_SCORERS = frozenset({"prefix-affinity", "latency"})  # scorers that need the routes of all replicas
 _SESSION_PURPOSE = "session"
 _MAX_TOKENS = 10_000
 _ADDRESS_BYTES = 24  # approximate length of one address in a list of candidates
 
 
 class Choice(NamedTuple):
-    """The candidates for the script, in the form that `lua/place.lua` takes, and the basis of the choice."""
+    """The candidates in the form that the script `lua/place.lua` takes, and the basis of the choice."""
 
     candidates: str
     basis: PickBasis
 
 
 class ExplanationCache:
-    """Keeps the last choices: at most `max_choices`, with at most `max_values` scores and reasons (about 40
-    bytes each) in all. `add` is cheap; `get` does the work."""
+    """Keeps the last choices for explanations: at most `max_choices`, with at most `max_values` scores and
+    reasons (about 40 bytes each) in all. The method `add` is cheap; `get` computes the explanation."""
 
     def __init__(self, *, max_choices: int = 1000, max_values: int = 500_000) -> None:
         self._max_choices = max_choices
         self._max_values = max_values
         self._values = 0
-        # Choices, oldest first; the last element of each is its number of values.
+        # Kept choices, oldest first; the last element of each is the number of its scores and reasons.
         self._choices: deque[tuple[str, PickBasis, tuple[str, ...], str, int]] = deque()
 
     def __len__(self) -> int:
         return len(self._choices)
 
     def add(self, request_id: str, basis: PickBasis, chosen: tuple[str, ...], live: str = "") -> None:
-        """Keep the choice for `request_id`: the `chosen` endpoints (best first; none: refused), and the
-        `live` loads that the script compared (see `explain`)."""
+        """Keep the choice for `request_id`: the `chosen` endpoints (best first; empty: the request was
+        refused), and the `live` loads that the script compared (see `explain`)."""
         choices = self._choices
         if isinstance(basis, LeastLoadedPick):
             values = 1 + len(basis.endpoints) + len(basis.in_flight) + len(basis.candidates) // _ADDRESS_BYTES
@@ -85,17 +86,17 @@ class ExplanationCache:
 class SessionTokens:
     """Issues and resolves session tokens for the endpoints of the current snapshot. One event loop.
 
-    A client that returns the token of its last response asks for the endpoint that sent the response. A token
-    is the fleet's signature of that endpoint's address. So clients learn nothing about the pool, and can ask
-    only for an endpoint that has served them (or another client that gave them the token).
+    A client that returns the token of its last response asks for the endpoint that sent the response. A
+    session token is the fleet's signature of an endpoint's address. So clients learn nothing about the pool,
+    and can ask only for an endpoint that has served them (or another client that gave them the token).
     """
 
     def __init__(self, keys: Keyring, endpoints: SnapshotCell) -> None:
         self._keys = keys
         self._endpoints = endpoints
-        self._tokens: dict[str, str] = {}  # address -> token under the key that signs now
+        self._tokens: dict[str, str] = {}  # address -> token signed by the present signing key
         self._tokens_version = -1
-        self._signed: dict[str, tuple[str, ...]] = {}  # address -> its valid tokens, one per key
+        self._signed: dict[str, tuple[str, ...]] = {}  # address -> its valid tokens, one per signing key
         self._addresses: dict[str, str] = {}  # valid token -> address
         self._addresses_version = ("", -1)
 
@@ -109,7 +110,7 @@ class SessionTokens:
         return token
 
     def endpoint_of(self, token: str) -> str:
-        """The endpoint that `token` stands for; '' if the fleet did not sign it, or the endpoint has left."""
+        """The endpoint that `token` names; '' if the fleet did not sign it, or the endpoint has left."""
         known = self._endpoints.current
         version = (known.version, self._keys.version)
         if version != self._addresses_version:
@@ -131,7 +132,7 @@ class SessionKeys:
     closely. So when endpoints join or leave, only the keys of these endpoints move. One event loop.
     """
 
-    _PROBES = 21  # the endpoint with most keys then has 1.05 times the mean
+    _PROBES = 21  # the endpoint with most session keys then has 1.05 times the mean
     _ROUND = 2**64
 
     def __init__(self, endpoints: SnapshotCell) -> None:
@@ -142,7 +143,7 @@ class SessionKeys:
     def endpoint_of(
         self, key: str, subset: Collection[str] | None, selector: Mapping[str, str] | None = None
     ) -> str:
-        """The endpoint of `key` among endpoints in `subset` with the labels in `selector`; '' if none."""
+        """The endpoint for session key `key`, in `subset` and with the labels in `selector`; '' if none."""
         known = self._endpoints.current
         if known.version != self._version:
             ready = (each.address for each in known.endpoints if each.ready)
@@ -171,10 +172,10 @@ class EndpointChooser:
     """Lists the candidates of a request: the best by the configured scorers or, without scorers, all, so that
     the script chooses by load. One event loop.
 
-    Scorers read this replica's data: `fleet` has the requests in flight as last read, `readings` has
-    the scraped metrics, `routes` has the prefixes and latencies of endpoints, and gets this replica's own.
-    `live_weight` is the weight with which the script adds the live load to the candidates' scores;
-    `needs_prefix_hashes` is whether a scorer reads the hashes of prompts.
+    Scorers read this replica's data: the attribute `fleet` has the requests in flight as last read from
+    Redis, `readings` has the scraped metrics, `routes` has the prompt prefixes and latencies of endpoints,
+    and gets those that this replica observes. `live_weight` is the weight with which the script adds the live
+    load to the candidates' scores; `needs_prefix_hashes` is whether a scorer reads the hashes of prompts.
     """
 
     def __init__(
@@ -203,7 +204,7 @@ class EndpointChooser:
         self.follow(fleet.config)
 
     def follow(self, config: EffectiveConfig) -> None:
-        """Choose by the scorers of `config` from now on."""
+        """From now on, choose by the scorers of `config`."""
         weights = config.settings.scheduling.scorers
         self._scheduler = Scheduler(with_in_flight(weights)) if weights else None
         self._drawn_from = ()
@@ -260,7 +261,7 @@ class EndpointChooser:
         return choice
 
     def _is_able(self, request: InferenceRequest, address: str) -> bool:
-        """Whether the endpoint takes requests, and `request` may be placed there."""
+        """Whether the endpoint takes requests, and `request` may be placed on it."""
         if request.subset is not None and address not in request.subset:
             return False
         known, wanted = self._endpoints.current.endpoints, request.selector.items()
@@ -269,7 +270,7 @@ class EndpointChooser:
     def session_endpoint(
         self, session: str, subset: tuple[str, ...] | None, selector: Mapping[str, str] | None = None
     ) -> str:
-        """The endpoint of a session token, or of a session key within `subset`; '' if there is none."""
+        """The endpoint of a session token or of a session key, if within `subset`; '' if there is none."""
         if not self._gives_tokens:
             return ""
         if session[0] == KEY_MARK:
@@ -308,14 +309,14 @@ class EndpointChooser:
     def placed(
         self, request: InferenceRequest, choice: Choice, endpoints: tuple[str, ...], live: str = ""
     ) -> None:
-        """Note that `request` was placed on the first of `endpoints`; `live` are the loads that the script
+        """Record that `request` was placed on the first of `endpoints`; `live` are the loads that the script
         compared (lua/place.lua)."""
         self._explanations.add(request.id, choice.basis, endpoints, live)
         if self._shares_routes and request.prefix:
             self._routes.add_route(endpoints[0], request.prefix)
 
     def refused(self, request: InferenceRequest, choice: Choice) -> None:
-        """Note that no endpoint could take `request`."""
+        """Record that no endpoint could take `request`."""
         self._explanations.add(request.id, choice.basis, ())
 
     def ended(self, completion: Completion) -> None:
@@ -324,7 +325,7 @@ class EndpointChooser:
             return
         if not 200 <= completion.status < 300:
             return  # an error response is quick: its time would distort the endpoint's latency
-        # The endpoint's own time, without the wait in the queue, if it is known.
+        # The endpoint's own time without the request's wait in the queue, if that time is known.
         seconds = completion.duration_s if completion.service_s is None else completion.service_s
         if completion.served and seconds is not None:
             self._routes.add_completion(completion.served, seconds)
@@ -334,7 +335,7 @@ class EndpointChooser:
         return self._sessions.token_of(endpoint) if self._gives_tokens else ""
 
     def explain(self, request_id: str) -> Explanation | None:
-        """Why a recent request was placed on its endpoint, or refused; None if the request is unknown."""
+        """The reasons why a recent request was placed on its endpoint, or refused; None if unknown."""
         return self._explanations.get(request_id)
 
     def scores(self) -> Mapping[str, Mapping[str, float]]:

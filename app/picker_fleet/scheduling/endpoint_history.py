@@ -1,4 +1,5 @@
-"""Records the prompt prefixes and completion times that each endpoint has served. Bounded memory, no I/O.
+"""Records the prompt prefixes and completion times that each endpoint has served. The module bounds its
+memory and does no I/O.
 
 Every replica fills these indexes from one stream of routes and completions (`route_stream`), so that all
 replicas have the same data without asking each other. The chooser reads them for the scorers
@@ -30,8 +31,8 @@ BLOCKS_PER_ENDPOINT: Final = 31_250
 MAX_BLOCKS: Final = 500_000
 # Measured with CPython 3.11: an entry takes 190 to 241 bytes, depending on how full the hash tables are.
 BYTES_PER_BLOCK: Final = 250
-HOLDER_BYTES_PER_BLOCK: Final = 150  # additional bytes if the index keeps holders
-_MOST_HOLDERS: Final = 4  # endpoints kept per hash, the most recent
+HOLDER_BYTES_PER_BLOCK: Final = 150  # additional bytes per block if the index keeps holders
+_MOST_HOLDERS: Final = 4  # most endpoints kept per hash, the latest ones
 LATENCY_WINDOW: Final = 100  # completions kept per endpoint (spec 004)
 
 # Members of the body that chat templates put before the first message, such as Anthropic's system prompt.
@@ -53,8 +54,8 @@ _EMPTY = (b"", b"[]", b"{}", b'""', b"null", b"false")
 
 
 def prompt_bytes(members: Mapping[str, msgspec.Raw | memoryview]) -> bytes:
-    """The first `MAX_PROMPT_BYTES` of the prompt in a body with `members` (key -> JSON text); b'' if the body
-    has no prompt.
+    """The first `MAX_PROMPT_BYTES` of the prompt in a request body whose `members` are given (key -> JSON
+    text); b'' if the body has no prompt.
 
     If one prompt continues another (a chat with one more message, a text with more text), the bytes of the
     longer begin with the bytes of the shorter.
@@ -74,7 +75,7 @@ def prompt_bytes(members: Mapping[str, msgspec.Raw | memoryview]) -> bytes:
 
 
 def _unmarked(text: bytes) -> bytes:
-    """`text` without `cache_control` marks."""
+    """The JSON `text` without the marks `cache_control`."""
     return _ONE_TEXT.sub(rb"\1", _MARKS.sub(b"", text)) if _MARK in text else text
 
 
@@ -91,7 +92,8 @@ def block_hashes(
 ) -> tuple[bytes, ...]:
     """A hash of eight bytes for each whole block of `prompt`, first to last.
 
-    `model` is the target model; `salt` separates tenants that must not share a cache (`cache_salt`).
+    `model` is the target model; `salt` is the request's `cache_salt`, which separates tenants that must not
+    share a cache.
     """
     link = xxh64_digest(b"%s\x1f%s" % (model.encode(errors="surrogatepass"), salt))
     hashes: list[bytes] = []
@@ -108,8 +110,9 @@ class PrefixIndex:
     take at most 125 MB (`BYTES_PER_BLOCK` each), and up to 16 endpoints have the full 31 250 hashes each,
     enough for 2 million tokens of prompts. The least recently served hashes are dropped first.
 
-    `add` touches the later blocks of a chain first, so they are older entries than the earlier blocks. So if
-    a hash is in the index, all hashes before it are, too; `match` relies on this for its binary search.
+    The method `add` touches the later blocks of a chain first, so that later blocks are dropped before
+    earlier ones. So if a hash is in the index, all hashes before it are, too; the binary search of `match`
+    relies on that.
 
     For pools too large for a pick to look at each endpoint, the index also keeps the holders of each hash
     (`name_holders`): the last few endpoints that served it and still have it in the index.
@@ -152,8 +155,8 @@ class PrefixIndex:
         self._trim(address, served)
 
     def match(self, hashes: Sequence[bytes], among: Iterable[str] | None = None) -> dict[str, int]:
-        """How many of `hashes`, counted from the first, each endpoint (or each in `among`) has served;
-        endpoints that have served none are left out.
+        """Endpoint -> how many of `hashes`, counted from the first, it has served; without endpoints that
+        have served none or are not in `among` (if given).
 
         Takes one lookup per endpoint, and log2(len(hashes)) more per endpoint that has the first block.
         """
@@ -167,7 +170,7 @@ class PrefixIndex:
         return {address: _matched(hashes, served) for address, served in pairs if first in served}
 
     def name_holders(self) -> None:
-        """Keep the holders of each hash from now on. The first call reads the whole index."""
+        """From now on, keep the holders of each hash. The first call reads the whole index."""
         if self._holders is None:
             self._holders = {}
             for address, served in self._served.items():
@@ -175,9 +178,10 @@ class PrefixIndex:
 
     def holders(self, hashes: Sequence[bytes], most: int) -> list[str]:
         """At most `most` endpoints: first the endpoints that have served the longest prefix of `hashes`, then
-        some that have served less. Empty unless holders are kept.
+        some that have served less. Returns an empty list unless holders are kept.
 
-        Takes about log2(len(hashes)) lookups to find the longest prefix, and as many for shorter prefixes.
+        Finding the longest prefix takes about log2(len(hashes)) lookups; finding shorter prefixes takes as
+        many.
         """
         known = self._holders
         if not known or not hashes or hashes[0] not in known:
@@ -206,7 +210,7 @@ class PrefixIndex:
 
     @staticmethod
     def _hold(known: dict[bytes, tuple[str, ...]], address: str, links: Iterable[bytes]) -> None:
-        alone = (address,)  # shared by all hashes with this endpoint as the only holder, which are most
+        alone = (address,)  # shared by all hashes whose only holder is this endpoint
         for link in links:
             holders = known.get(link)
             if holders is None:
@@ -224,7 +228,7 @@ class PrefixIndex:
 
 
 def _matched(hashes: Sequence[bytes], served: Container[bytes]) -> int:
-    """How many of `hashes`, from the first on, are in `served`, which must contain the first."""
+    """The number of `hashes`, counted from the first, that are in `served`, which must have the first."""
     low, high = 1, len(hashes)
     while low < high:
         middle = (low + high) // 2
@@ -287,7 +291,7 @@ class LatencyWindow:
 class LatencyTracker:
     """Completion times from the whole fleet, one window per endpoint (spec 004). One event loop; no I/O.
 
-    Keeps at most `max_endpoints` windows; drops first the window without a completion for the longest time.
+    Keeps at most `max_endpoints` windows; first drops the window whose last completion is the oldest.
     """
 
     def __init__(self, *, max_endpoints: int = 4096) -> None:

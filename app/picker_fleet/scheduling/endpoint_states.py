@@ -4,7 +4,7 @@ In a pool of at most `ALL_LOOKED_AT` endpoints a pick looks at all endpoints. In
 `SAMPLED` endpoints that take requests (the power of d choices, Mitzenmacher 1996), and at a few with affinity
 to the request: they have served the longest prefixes of its prompt, have its session, or run its adapter. The
 sample is drawn at random ten times a second, and again after `_PICKS_OF_A_SAMPLE` picks. So the cost of a
-pick does not depend on the size of the pool (docs/decisions.md, 25).
+pick is independent of the size of the pool (docs/decisions.md, 25).
 """
 
 import random
@@ -17,14 +17,14 @@ from picker_fleet.endpoints.snapshot import Snapshot, SnapshotCell
 from picker_fleet.scheduling.route_stream import RouteStream
 from picker_fleet.scheduling.scorers import EndpointState
 
-REFRESH_S = 0.1  # the greatest age of a state; endpoints are scraped at this interval
+REFRESH_S = 0.1  # greatest age of a state, in seconds; endpoints are scraped at this interval
 ALL_LOOKED_AT = 64
 SAMPLED = 16
-_PICKS_OF_A_SAMPLE = 64  # more picks would crowd the sampled endpoints while others are idle
-_NAMED = 8  # endpoints added to a pick for its prompt, and as many for its adapter
-_MOST_SELECTORS = 64  # label selectors whose endpoints are cached
+_PICKS_OF_A_SAMPLE = 64  # more picks by one sample would crowd its endpoints while others are idle
+_NAMED = 8  # most endpoints added to a pick for its prompt, and as many for its adapter
+_MOST_SELECTORS = 64  # most label selectors whose endpoints are cached
 
-_UNKNOWN = EndpointMetrics(0)  # the metrics of an endpoint without a fresh reading
+_UNKNOWN = EndpointMetrics(0)  # used as the metrics of an endpoint without a fresh reading
 
 Selector = frozenset[tuple[str, str]]
 
@@ -32,8 +32,8 @@ Selector = frozenset[tuple[str, str]]
 class EndpointStates:
     """The states of all endpoints, at most `REFRESH_S` old after a call of `refresh`. One event loop.
 
-    `adapters` are names of LoRA adapters that the readings may lack. `refresh` removes endpoints that have
-    left from the index of `routes`.
+    The argument `adapters` has names of LoRA adapters that the readings may lack. `refresh` removes endpoints
+    that have left from the index of `routes`.
     """
 
     def __init__(
@@ -51,10 +51,10 @@ class EndpointStates:
         self._latencies, self._index = routes.latencies, routes.index
         self._configured_adapters = frozenset(adapters)
         self.adapters = self._configured_adapters
-        # Derived from the endpoint snapshot `_version`.
+        # The following derive from the endpoint snapshot with version `_version`.
         self._version = ""
         self._by_address: dict[str, Endpoint] = {}
-        self._open: list[str] = []  # addresses that take requests
+        self._open: list[str] = []  # addresses of endpoints that take requests
         self._is_open: frozenset[str] = frozenset()
         self._selected: dict[Selector, list[str]] = {}  # selector -> addresses in `_open` with these labels
         self.samples = False  # whether picks look at a sample only
@@ -65,14 +65,14 @@ class EndpointStates:
         self._running_adapters: dict[str, list[str]] = {}  # adapter -> addresses
         self._compare_loads = True
         self._states: dict[str, EndpointState] = {}
-        # The states for picks without preferences; the same list object until it is drawn again.
+        # The states for picks without preferences; the same list object until the next draw.
         self.common: list[EndpointState] = []
         self._common_addresses: frozenset[str] = frozenset()
-        self._picks = 0  # picks that have looked at the current sample
+        self._picks = 0  # number of picks that have looked at the current sample
 
     def refresh(self) -> None:
-        """Read endpoints, metrics and loads again, unless the endpoints are unchanged and the last refresh
-        was less than `REFRESH_S` ago."""
+        """Read endpoints, metrics and loads again, unless the endpoints are unchanged and the last refresh is
+        less than `REFRESH_S` old."""
         snapshot, now_s = self._endpoints.current, self._clock()
         if snapshot.version == self._version and now_s - self._refreshed_s < REFRESH_S:
             if self.samples and self._picks >= _PICKS_OF_A_SAMPLE:
@@ -88,7 +88,7 @@ class EndpointStates:
         drawn = self._draw()
         ready = [address for address in drawn if self._by_address[address].ready]
         # If most readings are stale, scraping is late, and the few endpoints with fresh readings would get
-        # all requests. So do not compare scraped loads: compare requests in flight only.
+        # all requests. So compare requests in flight only, not scraped loads.
         fresh = sum(self._is_fresh(address) for address in ready)
         self._compare_loads = 2 * fresh >= len(ready)
         self._use(drawn)
@@ -97,7 +97,7 @@ class EndpointStates:
         """The endpoints for picks without preferences: all, or in a large pool a random sample."""
         if not self.samples:
             return list(self._by_address)
-        # If no endpoint takes requests, sample all, so that an explanation can give reasons.
+        # If no endpoint takes requests, sample all endpoints, so that an explanation can give reasons.
         return _sample(self._open or list(self._by_address), SAMPLED)
 
     def _use(self, drawn: Sequence[str]) -> None:
@@ -111,7 +111,7 @@ class EndpointStates:
         return self.common
 
     def looked_at(self, request: InferenceRequest, session_endpoint: str) -> Sequence[EndpointState]:
-        """The states that a pick for `request` looks at, including `session_endpoint` ('': none)."""
+        """The states that a pick for `request` looks at, including the state of `session_endpoint`."""
         if not self.samples or request.limit:
             return self.everything()  # the flow may be below its limit only on endpoints outside a sample
         self._picks += 1
@@ -134,7 +134,7 @@ class EndpointStates:
     def _take(self, snapshot: Snapshot) -> None:
         self._version = snapshot.version
         self._by_address = {endpoint.address: endpoint for endpoint in snapshot.endpoints}
-        # If endpoints have limits, look at all: a whole sample may be full.
+        # If endpoints have limits, look at all endpoints: a whole sample may be full.
         limits = any(endpoint.max_inflight is not None for endpoint in snapshot.endpoints)
         self.samples = len(snapshot.endpoints) > ALL_LOOKED_AT and not limits
         if self.samples:

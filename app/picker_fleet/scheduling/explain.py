@@ -20,8 +20,8 @@ _BY_LOAD = (
 
 
 class LeastLoadedPick(NamedTuple):
-    """The basis of a choice that the script made alone: the pool's `endpoints` and the requests in flight
-    at each."""
+    """The basis of a choice that the script made alone: the pool's `endpoints`, and the requests in flight at
+    each endpoint."""
 
     endpoints: tuple[Endpoint, ...]
     in_flight: Mapping[str, int]
@@ -41,7 +41,8 @@ class ScoredCandidate:
     `score` is the total in [0, 1] and `parts` each scorer's unweighted score (None and empty without
     scorers). `in_flight` is the load that the replica last read, `live` the load that the script compared,
     and `final` the total with `live` in place of `in_flight`. `live` and `final` are None if the script did
-    not report the load, or could not take the candidate (a flow's limit is reached there, or it has left).
+    not report the load, or could not take the candidate (the flow is at its limit on this endpoint, or the
+    endpoint has left).
     """
 
     address: str
@@ -54,9 +55,9 @@ class ScoredCandidate:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """One pick: the `chosen` endpoints in the order of the answer (empty: refused), `candidates` best first,
-    the `excluded` endpoints with reasons, the soft filters that were `waived`, the scorers' normalised
-    `weights`, and the `rule` that decided among the candidates."""
+    """One pick: the `chosen` endpoints in the order of the answer (empty: the request was refused),
+    `candidates` best first, the `excluded` endpoints with reasons, the soft filters that were `waived`, the
+    scorers' normalised `weights`, and the `rule` that decided among the candidates."""
 
     request_id: str
     chosen: tuple[str, ...]
@@ -91,7 +92,7 @@ def explain(request_id: str, basis: PickBasis, chosen: tuple[str, ...], live: st
 
 
 def live_load_addresses(basis: PickBasis, chosen: Sequence[str]) -> list[str]:
-    """The endpoints whose loads the script returns, in the order of the reply."""
+    """The endpoints whose loads the script returns, in the order of the script's reply."""
     if not isinstance(basis, LeastLoadedPick):
         return [candidate.address for candidate in basis.best]
     if basis.candidates == ANY_ENDPOINT:
@@ -110,7 +111,8 @@ def _explain_by_score(request_id: str, ranking: Ranking, chosen: tuple[str, ...]
         final = None if load is None else bases[address] + ranking.live_weight * (1 - load / greatest)
         parts = {name: scores[at] for name, scores in ranking.parts.items()}
         rows.append(ScoredCandidate(address, min(1.0, total), parts, endpoint.in_flight, load, final))
-    # `best` has ties in random order: keep its order, then append the endpoints outside `best` by score.
+    # Keep the order of `best`, where ties are in random order; then append the endpoints outside `best` by
+    # score.
     position = {candidate.address: at for at, candidate in enumerate(ranking.best)}
     rows.sort(key=lambda row: (position.get(row.address, len(position)), -(row.score or 0.0)))
     return Explanation(

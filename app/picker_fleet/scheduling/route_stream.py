@@ -1,17 +1,18 @@
 """Shares routes and completions between replicas, through a capped Redis stream.
 
-pool.py runs one RouteStream per replica; the chooser adds records and reads the indexes. Each replica
-appends to the stream and follows it, on two connections of its own. The stream is a cache, not a ledger: a
-lost record (trimmed before it was read, or not written) costs a cache hit or a latency sample. No request
-waits for the stream.
+The module pool.py runs one RouteStream per replica; the chooser adds records and reads the indexes. Each
+replica appends to the stream and follows the stream, on two connections of its own. The stream is a cache,
+not a ledger: a lost record (trimmed before it was read, or not written) costs a cache hit or a latency
+sample. No request waits for the stream.
 
-A replica applies its own routes at once, and routes of other replicas from the stream. All replicas apply
-completions from the stream, and so in the same order. If a completion cannot be written at the second try,
-only its own replica applies it, so each replica keeps its own latencies up to date without Redis (G8).
+A replica adds its own routes to its index at once, and the routes of other replicas from the stream. All
+replicas take completions from the stream, and so in the same order. If a completion cannot be written at the
+second try, only the replica that observed it counts it, so each replica keeps its own latencies up to date
+without Redis (G8).
 
-The body of an entry is a sequence of records. Numbers are big-endian. A route: `R`, length of the address (2
-bytes), number of hashes (2), address, hashes (8 each). A completion: `C`, length of the address (2), seconds
-(double, 8), address.
+The body of an entry is a sequence of records. Numbers are big-endian. Record of a route: `R`, length
+of the address (2 bytes), number of hashes (2 bytes), address, hashes (8 bytes each). Record of a completion:
+`C`, length of the address (2 bytes), seconds (double, 8 bytes), address.
 """
 
 import asyncio
@@ -33,14 +34,14 @@ from picker_fleet.state.subscriptions import Command, CommandClient
 
 FLUSH_S: Final = 0.02  # the shortest interval between two writes
 MAX_ENTRIES: Final = 4096
-MAX_ENTRY_BYTES: Final = 32 * 1024  # with MAX_ENTRIES: the stream takes at most about 128 MB
-MAX_ROUTES: Final = 2000  # unwritten routes kept, the newest; at the default prompt cap they take 7 MB
+MAX_ENTRY_BYTES: Final = 32 * 1024  # with MAX_ENTRIES entries, the stream takes at most about 128 MB
+MAX_ROUTES: Final = 2000  # most unwritten routes kept, the newest; with default prompt cap 7 MB
 MAX_COMPLETIONS: Final = 10_000
 LOOK_BACK_S: Final = 600.0  # how far back a replica reads when it starts
 
 _CALL_S = 1.0
 _BLOCK_MS = 1000
-_READ_S = 3.0  # deadline of a read; longer than _BLOCK_MS, so only a dead connection exceeds it
+_READ_S = 3.0  # deadline of a read; longer than _BLOCK_MS: only dead connections exceed it
 _READ_ENTRIES = 16
 _PAUSE_S = 0.2
 
@@ -74,8 +75,8 @@ class RouteStream:
     """Keeps `index` and `latencies` up to date with the whole fleet's routes and completions, from the first
     call of `share` on. One event loop.
 
-    `stream` is the key (`epp:{POOL}:routes`). `replica` identifies this process, not the host: entries from
-    before a restart are read back like another replica's. Call `run` in a task of its own.
+    `stream` is the stream's key (`epp:{POOL}:routes`). `replica` identifies this process, not the host: after
+    a restart, its earlier entries are read like another replica's. Call `run` in a task of its own.
     """
 
     def __init__(self, url: str, *, stream: str, replica: str) -> None:
@@ -93,7 +94,7 @@ class RouteStream:
         self._caught_up = asyncio.Event()
 
     def share(self) -> None:
-        """Let `run` share routes between replicas: a scorer needs the routes of all."""
+        """Let `run` share routes between replicas, because a scorer needs the routes of all."""
         self._shared.set()
 
     def add_route(self, address: str, hashes: tuple[bytes, ...]) -> None:
@@ -109,12 +110,12 @@ class RouteStream:
         self._pending.set()
 
     async def caught_up(self) -> None:
-        """Wait until the entries that were in the stream at the start have been read."""
+        """Wait until the entries that were in the stream when `run` started have been read."""
         await self._caught_up.wait()
 
     async def run(self) -> None:
-        """Wait for `share`, then write and follow the stream until cancelled; retry during outages of
-        Redis."""
+        """Wait for a call of `share`, then write and follow the stream until cancelled; retry if Redis is
+        lost."""
         await self._shared.wait()
         async with asyncio.TaskGroup() as group:
             write = partial(self._repeat, self._write, _CALL_S, "written")
@@ -125,7 +126,7 @@ class RouteStream:
     async def _repeat(
         self, step: Callable[[CommandClient], Awaitable[None]], deadline_s: float, done: str
     ) -> None:
-        """Call `step` in a loop; log one line each time that it begins to fail."""
+        """Call `step` in a loop; log one line each time that `step` begins to fail."""
         client = CommandClient(self._url, self._stream, deadline_s=deadline_s)
         failing = False
         try:
@@ -171,14 +172,14 @@ class RouteStream:
         self._is_retry = False
 
     async def _follow(self, client: CommandClient) -> None:
-        resumed, self._resumed = self._resumed, False  # stays False if a read fails
+        resumed, self._resumed = self._resumed, False  # `_resumed` stays False if a read fails
         if not resumed:
             await self._resume(client)
         await self._read(client)
         self._resumed = True
 
     async def _resume(self, client: CommandClient) -> None:
-        """Find the position to read from: after the last entry read, or `LOOK_BACK_S` ago.
+        """Find the position in the stream to read from: after the last entry read, or `LOOK_BACK_S` ago.
 
         If the newest entry is older than the last entry read, the stream is a new one (Redis was emptied or
         replaced, and its clock is behind): read from `LOOK_BACK_S` ago.
@@ -228,7 +229,7 @@ def pack(record: Record) -> bytes:
 
 
 def join_records(packed: Iterable[bytes], max_bytes: int) -> Iterator[bytes]:
-    """Join packed records, in order, into bodies of at most `max_bytes`; a longer record gets its own
+    """Join packed records, in order, into entry bodies of at most `max_bytes`; a longer record gets its own
     body."""
     body: list[bytes] = []
     length = 0
@@ -246,7 +247,7 @@ def unpack(body: bytes) -> list[Record]:
     """Decode the records of one entry.
 
     Raises:
-        ValueError: `body` is cut off or malformed.
+        ValueError: `body` is truncated or malformed.
     """
     found: list[Record] = []
     at = 0

@@ -9,14 +9,14 @@ from picker_fleet.scheduling.chooser import EndpointChooser
 
 
 class Router:
-    """Routes requests that end with their headers (GET) to `endpoints`, each with `fallbacks`."""
+    """Routes requests without a body (GET) to `endpoints`, each request with `fallbacks` alternatives."""
 
     def __init__(self, endpoints: SnapshotCell, chooser: EndpointChooser, fallbacks: int) -> None:
         self._endpoints, self._chooser, self._fallbacks = endpoints, chooser, fallbacks
 
     def route(self, subset: tuple[str, ...] | None, *, origin: str = "", session: str = "") -> Placement:
-        """Choose random ready endpoints. The first is `origin`, even if it takes no new requests, or else the
-        endpoint of the `session`.
+        """Choose random ready endpoints. The first is the endpoint `origin`, even if it takes no new
+        requests; without `origin`, the endpoint of the `session`.
 
         Raises:
             NoEndpoints: no endpoint, or no endpoint of the subset, is ready.

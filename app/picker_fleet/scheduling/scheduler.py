@@ -1,11 +1,11 @@
 """Ranks the endpoints for one request: filters, then weighted scorers. Pure.
 
-The script that reserves an endpoint makes the final choice, since only the script knows the live load.
+The script that reserves an endpoint makes the final choice, since only that script knows the live load.
 
-A filter is a pure function. It returns for each endpoint a reason to exclude it, or None; if the filter does
-not apply to the request, it returns a single None. Hard filters always apply. A soft filter (`SOFT_FILTERS`)
-is waived if it would leave no endpoint. Filters run in the order of `FILTERS`; the first filter that rejects
-an endpoint gives the reason.
+A filter is a pure function. A filter returns for each endpoint a reason to exclude that endpoint, or None; if
+the filter does not apply to the request, it returns a single None. Hard filters always apply. A soft filter
+(listed in `SOFT_FILTERS`) is waived if it would leave no endpoint. Filters run in the order of `FILTERS`; the
+first filter that rejects an endpoint gives the reason.
 """
 
 import math
@@ -24,7 +24,7 @@ Filter = Callable[[PickRequest, Sequence[EndpointState]], Reasons | None]
 
 
 def subset(pick: PickRequest, endpoints: Sequence[EndpointState]) -> Reasons | None:
-    """Only endpoints that the gateway's subset hint names."""
+    """Keep only endpoints that the gateway's subset hint names."""
     wanted = pick.subset
     if wanted is None:
         return None
@@ -32,17 +32,17 @@ def subset(pick: PickRequest, endpoints: Sequence[EndpointState]) -> Reasons | N
 
 
 def health(pick: PickRequest, endpoints: Sequence[EndpointState]) -> Reasons | None:
-    """Only healthy endpoints: neither down nor ejected."""
+    """Keep only healthy endpoints: neither down nor ejected."""
     return [None if endpoint.healthy else "unhealthy" for endpoint in endpoints]
 
 
 def drain(pick: PickRequest, endpoints: Sequence[EndpointState]) -> Reasons | None:
-    """Only endpoints that take new requests."""
+    """Keep only endpoints that take new requests."""
     return ["draining" if endpoint.draining else None for endpoint in endpoints]
 
 
 def label(pick: PickRequest, endpoints: Sequence[EndpointState]) -> Reasons | None:
-    """Only endpoints that have every label of the selector."""
+    """Keep only endpoints that have every label of the selector."""
     if not pick.selector:
         return None
     wanted = pick.selector.items()
@@ -53,7 +53,7 @@ def label(pick: PickRequest, endpoints: Sequence[EndpointState]) -> Reasons | No
 
 
 def adapter(pick: PickRequest, endpoints: Sequence[EndpointState]) -> Reasons | None:
-    """Only endpoints that have the adapter loaded, a free slot for it, or an unknown number of slots."""
+    """Keep only endpoints with the adapter loaded, a free slot for it, or an unknown number of slots."""
     wanted = pick.adapter
     if not wanted:
         return None
@@ -81,8 +81,8 @@ SOFT_FILTERS = frozenset({"adapter"})
 
 @dataclass(frozen=True, slots=True)
 class Filtered:
-    """The `eligible` endpoints in their original order, the `excluded` endpoints with reasons, and the soft
-    filters that were `waived`."""
+    """The result of the filters: the `eligible` endpoints in their original order, the `excluded` endpoints
+    with reasons, and the soft filters that were `waived`."""
 
     eligible: list[EndpointState]
     excluded: dict[str, str]  # address -> reason
@@ -124,10 +124,10 @@ class Candidate(NamedTuple):
 class Ranking(NamedTuple):
     """The result of one pick: the `best` candidates, best first, and the data behind the ranking.
 
-    `eligible` are all endpoints that passed the filters; in the same order, `totals` has their scores, and
-    `parts` the unweighted scores by scorer. `excluded` has the reasons against the other endpoints; `waived`
-    names the soft filters that would have left no endpoint. `live_weight` is the weight of the load in
-    flight, which the `base` of each candidate in `best` leaves out.
+    The field `eligible` has all endpoints that passed the filters; in the same order, `totals` has the total
+    scores, and `parts` the unweighted scores by scorer. The field `excluded` has the reasons against the
+    other endpoints; `waived` names the soft filters that would have left no endpoint. `live_weight` is the
+    weight of the load in flight, which the `base` of each candidate in `best` leaves out.
     """
 
     best: tuple[Candidate, ...]
@@ -174,7 +174,7 @@ class Scheduler:
         self._fixed_totals: list[float] = []
 
     def can_share(self, pick: PickRequest) -> bool:
-        """Whether other requests with the same inputs for all scorers may reuse the ranking of `pick`."""
+        """Whether other requests with the same inputs for all scorers may reuse the ranking for `pick`."""
         return pick.subset is None and not pick.selector and not self._is_random
 
     def rank(self, pick: PickRequest, endpoints: Sequence[EndpointState], *, limit: int = 8) -> Ranking:
@@ -190,7 +190,7 @@ class Scheduler:
             filtered = apply_filters(pick, endpoints)
         eligible = filtered.eligible
         if eligible is not self._eligible:
-            # Cached, since states change only ten times a second and a replica picks more often.
+            # Cache the scores: states change only ten times a second, and a replica picks more often.
             self._score_fixed(pick, eligible)
         fixed, draw = self._fixed_scores, pick.random
         parts, totals = {}, self._fixed_totals
@@ -208,7 +208,7 @@ class Scheduler:
         excluded, waived = filtered.excluded, filtered.waived
         best: list[Candidate] = []
         for total, _, at in first:
-            score = total if total < 1.0 else 1.0  # rounding may lift a sum slightly above 1
+            score = total if total < 1.0 else 1.0  # rounding may raise a sum of parts slightly above 1
             base = score if live_scores is None else total - live * live_scores[at]
             best.append(Candidate(eligible[at].address, score, base if base > 0.0 else 0.0))
         return Ranking(tuple(best), eligible, totals, parts, self.weights, excluded, waived, live)

@@ -55,14 +55,16 @@ class PickRequest(NamedTuple):
 
 
 class EndpointState(msgspec.Struct, frozen=True):
-    """The state of one endpoint (`address`: `ip:port`) at the time of a pick.
+    """The state of one endpoint at the time of a pick; `address` is its `ip:port`.
 
-    Scraped, None if unknown: `waiting` and `running` requests, `kv_utilisation` (0 to 1), `max_adapters`
-    (slots for LoRA adapters, shared by running and waiting adapters; idle adapters give up their slots). All
-    are unknown if the endpoint is `stale`. From the fleet: requests `in_flight` as last read (the script that
-    reserves has the live number), and `latency` of the last completions, None without completions.
+    Scraped fields, None if unknown: `waiting` and `running` requests, `kv_utilisation` (0 to 1),
+    `max_adapters` (slots for LoRA adapters, shared by running and waiting adapters; idle adapters give up
+    their slots). All scraped fields are unknown if the endpoint is `stale`. Fields from the fleet: requests
+    `in_flight` as last read (the script that reserves has the live number), and `latency` of the last
+    completions, None without completions.
 
-    A struct: large pools have thousands of states, and making a frozen dataclass takes several times as long.
+    The class is a struct, since large pools have thousands of states, and making a frozen dataclass takes
+    several times as long.
     """
 
     address: str
@@ -82,7 +84,7 @@ class EndpointState(msgspec.Struct, frozen=True):
 
     @property
     def has_adapter_slot(self) -> bool:
-        """Whether a slot is free beside the running and the waiting adapters; False if unknown."""
+        """Whether an adapter slot is free beside the running and waiting adapters; False if unknown."""
         if self.max_adapters is None:
             return False
         return len(self.active_adapters) + len(self.waiting_adapters) < self.max_adapters
@@ -98,12 +100,12 @@ _ADAPTER_WAITING = 0.6
 
 
 def queue_depth(pick: PickRequest, candidates: Sequence[EndpointState]) -> list[float]:
-    """Score 1 for the fewest waiting requests, 0 for the most; the mean if unknown."""
+    """Score 1 for the fewest waiting requests, 0 for the most; the mean score if unknown."""
     return _fewest_first([candidate.waiting for candidate in candidates])
 
 
 def running_requests(pick: PickRequest, candidates: Sequence[EndpointState]) -> list[float]:
-    """Score 1 for the fewest running requests, 0 for the most; the mean if unknown."""
+    """Score 1 for the fewest running requests, 0 for the most; the mean score if unknown."""
     return _fewest_first([candidate.running for candidate in candidates])
 
 
@@ -113,7 +115,7 @@ def in_flight(pick: PickRequest, candidates: Sequence[EndpointState]) -> list[fl
 
 
 def kv_cache(pick: PickRequest, candidates: Sequence[EndpointState]) -> list[float]:
-    """Score the free share of the KV cache; the mean if unknown."""
+    """Score the free share of the KV cache; the mean score if unknown."""
     return _with_means(
         [
             None if candidate.kv_utilisation is None else 1.0 - candidate.kv_utilisation
@@ -123,8 +125,8 @@ def kv_cache(pick: PickRequest, candidates: Sequence[EndpointState]) -> list[flo
 
 
 def lora_affinity(pick: PickRequest, candidates: Sequence[EndpointState]) -> list[float]:
-    """Score 1 if the adapter is loaded, 0.8 for a free slot, 0.6 if it waits, otherwise 0; the mean, at most
-    0.8, for a stale endpoint. For a base model every endpoint scores 1."""
+    """Score 1 if the adapter is loaded, 0.8 for a free slot, 0.6 if the adapter waits, otherwise 0; a stale
+    endpoint gets the mean score, at most 0.8. For a base model every endpoint scores 1."""
     name = pick.adapter
     if not name:
         return [1.0] * len(candidates)
@@ -213,7 +215,7 @@ def _fewest_first(figures: Sequence[float | None]) -> list[float]:
 
 
 def _with_means(scores: Sequence[float | None], most: float = 1.0) -> list[float]:
-    """`scores` with each None replaced by the mean, at most `most`; by 0 if no score is known."""
+    """The `scores`, with each None replaced by the mean score, at most `most`; by 0 if all are None."""
     known = [score for score in scores if score is not None]
     mean = min(sum(known) / len(known), most) if known else 0.0
     return [mean if score is None else score for score in scores]
