@@ -1,6 +1,6 @@
-"""One pool of a replica: builds the tree of its parts and starts their background tasks.
+"""One pool of a replica: builds the tree of the pool's parts and starts the background tasks.
 
-`serve.py` makes a `Pool` for each configured pool, and the servers of the process around the pools. Pools
+`serve.py` makes a `Pool` for each configured pool, and then the servers that the pools share. Pools
 share these servers, the budget for request bodies and the event loop, and nothing else.
 """
 
@@ -72,11 +72,11 @@ Start = Callable[[Work, str], None]
 
 
 class Pool:
-    """One pool as the servers of the process see it, with all its parts. Create it in the event loop that
-    runs it.
+    """One pool with all its parts, for the servers of the process. Create a `Pool` in the event loop in which
+    the pool will run.
 
-    The constructor builds the parts from the lowest up; each gets the parts that it calls. Servers
-    of requests use `context`, the admin server uses `operated`.
+    The constructor builds the parts from the lowest up and passes to each part the parts that it calls.
+    The servers for requests use the attribute `context`, the admin server uses `operated`.
     """
 
     def __init__(
@@ -261,8 +261,8 @@ class Pool:
         }
 
     def start(self, start: Start) -> None:
-        """Start this pool's background tasks by `start`."""
-        contextvars.copy_context().run(self._start, start)  # log lines of the tasks name the pool
+        """Start each background task of this pool by calling `start`."""
+        contextvars.copy_context().run(self._start, start)  # so that log lines of the tasks name the pool
 
     def _start(self, start: Start) -> None:
         if self._labels:
@@ -284,10 +284,10 @@ class Pool:
         start(self.routes.run, "routes")
 
     async def _follow_objects(self, named: KubernetesPool) -> None:
-        """Keep the intake up to date with the API server's objectives and model rewrites."""
-        from picker_kubernetes.objects import InferenceObjects  # needs the extra [kubernetes]
+        """Keep the request intake up to date with the objectives and model rewrites in the Kubernetes API."""
+        from picker_kubernetes.objects import InferenceObjects  # only with the extra [kubernetes]
 
-        at = urlsplit(self.settings.redis.url)  # user and password are left out below
+        at = urlsplit(self.settings.redis.url)  # the URL's user and password are left out below
         await InferenceObjects(
             named.pool,
             named.namespace,
@@ -301,7 +301,7 @@ class Pool:
         await self.membership.leave(_GOODBYE_S)
 
     async def stop(self) -> None:
-        """Send the last spans."""
+        """Export the last trace spans."""
         if self.traces is not None:
             await self.traces.stop(_GOODBYE_S)
 

@@ -48,7 +48,7 @@ class Bound:
     id: str
     grpc: str  # host:port
     admin: str  # http://host:port or https://host:port
-    http: str | None  # host:port of mode `http`, None if off
+    http: str | None  # host:port for the mode `http`; None if the mode is off
 
 
 async def serve(settings: Settings, replica: str, on_bound: Callable[[Bound], None]) -> None:
@@ -128,7 +128,7 @@ async def serve(settings: Settings, replica: str, on_bound: Callable[[Bound], No
 
 
 def _pools(settings: Settings, replica: str, certificates: Certificates | None) -> dict[str, Pool]:
-    """The pools by name; first the default pool, for requests that name no pool."""
+    """Pool name -> pool; the first is the default pool, for requests that name no pool."""
     each = pools_of(settings)
     budgets = body_budgets(settings.extproc.max_buffered_bytes, each)
     open_requests = OpenRequests()
@@ -146,7 +146,7 @@ def _pools(settings: Settings, replica: str, certificates: Certificates | None) 
 
 
 def _services(pools: Mapping[str, Pool], default: str) -> dict[str, ByPool[Handler]]:
-    """Each gRPC path -> the handler of each pool."""
+    """gRPC path -> the handlers of all pools for the path."""
     each = {name: pool.services() for name, pool in pools.items()}
     return {
         path: ByPool(
@@ -179,7 +179,7 @@ async def _announce(pools: Iterable[Pool], server: Server, checks: CheckServer |
 
 @contextlib.asynccontextmanager
 async def _background() -> Any:
-    """Run tasks as long as the block. A task that cannot start ends the replica with that task's error."""
+    """Run tasks until the block ends. A task that cannot start ends the replica with that task's error."""
     try:
         async with asyncio.TaskGroup() as group:
             tasks: list[asyncio.Task[None]] = []
@@ -191,7 +191,7 @@ async def _background() -> Any:
             for task in tasks:
                 task.cancel()
     except BaseExceptionGroup as faults:
-        # The first failure cancels all other tasks: raise only the first.
+        # The first failing task cancels all other tasks: raise only the first failure.
         raise faults.exceptions[0] from None
 
 
@@ -205,8 +205,8 @@ def _on_signal() -> asyncio.Event:
 
 
 def _report_fault(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """Log an unhandled error, except of a DNS lookup: the connection that stopped waiting for the lookup
-    reports its own error."""
+    """Log an unhandled error of the event loop, except a DNS lookup's: the connection that stopped waiting
+    for the lookup reports an error."""
     if not isinstance(context.get("exception"), socket.gaierror):
         report_unhandled(loop, context)
 
@@ -220,9 +220,9 @@ def new_incarnation() -> str:
 
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # parameters of mallopt(3)
-# Larger than most request bodies, smaller than the bodies that fill a replica's memory.
+# This threshold is larger than most request bodies, and smaller than bodies that fill a replica's memory.
 _LARGE_BLOCK_BYTES = 512 * 1024
-_KEPT_BYTES = 8 * 1024 * 1024  # free memory kept at the heap's end
+_KEPT_BYTES = 8 * 1024 * 1024  # most free memory that the heap keeps at its end
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -237,11 +237,11 @@ def run(args: argparse.Namespace) -> int:
     settings, remarks = _settings(args)
     replica = new_incarnation()
     level = args.log_level or settings.logging.level
-    pool = settings.pool if len(settings.pools) < 2 else ""  # with several pools, each line names its pool
+    pool = settings.pool if len(settings.pools) < 2 else ""  # one of several pools is named by each line
     logs.setup(level, style=settings.logging.format, replica=replica, pool=pool)
     for remark in remarks:
         _log.warning("%s", remark)
-    # Collect garbage seldom: requests leave few cycles, and this saves a few per cent of CPU.
+    # Collect garbage seldom, which saves a few per cent of CPU: requests leave few reference cycles.
     gc.set_threshold(10_000, 20, 20)
     _give_large_blocks_back()
     uvloop.run(serve(settings, replica, _report))
@@ -249,7 +249,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _settings(args: argparse.Namespace) -> tuple[Settings, Sequence[str]]:
-    """The settings, and warnings about the flags."""
+    """The settings, and warnings about the command's flags."""
     if chart_flags.given(args):
         return chart_flags.settings(args, os.environ)
     if args.config is None:
@@ -263,14 +263,14 @@ def _give_large_blocks_back() -> None:
     """Have the C library return large blocks to the system as soon as they are freed.
 
     By default glibc, once it has freed a large block (up to 32 MiB), keeps blocks of that size in the heap of
-    the allocating thread. A replica with 120 MiB of bodies then has up to 280 MiB more than an idle one; with
-    this setting, 130 MiB more.
+    the allocating thread. A replica with 120 MiB of bodies then uses up to 280 MiB more memory than an idle
+    replica; with this setting, 130 MiB more.
     """
-    with contextlib.suppress(OSError, AttributeError):  # other C libraries have no mallopt
+    with contextlib.suppress(OSError, AttributeError):  # C libraries other than glibc have no mallopt
         library = ctypes.CDLL(None)
         library.mallopt(_M_MMAP_THRESHOLD, _LARGE_BLOCK_BYTES)
-        # Setting M_MMAP_THRESHOLD lowers this threshold to 128 KiB. Each large prompt would then allocate
-        # memory from the system; a prompt of 400 KB would cost 40 % more CPU.
+        # Setting M_MMAP_THRESHOLD alone would lower M_TRIM_THRESHOLD to 128 KiB. Each large prompt would then
+        # allocate memory from the system; a prompt of 400 KB would cost 40 % more CPU.
         library.mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
 
 

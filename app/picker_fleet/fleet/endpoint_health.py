@@ -13,9 +13,9 @@ from picker_fleet.telemetry.metrics import Metrics
 
 _WELL_AGAIN = 3  # successful probes or scrapes in a row that remove the mark `down`
 _UNANSWERED = ("timeout", "silent")
-_SERVER_FAULTS = (*_UNANSWERED, "connection")  # other kinds of failure concern only the metrics page
-_STANDS_STILL_S = 5.0  # an endpoint is stuck if its page stays the same for this long while requests run
-_NO_SUCH_PAGE = (404, 405)  # the engine has no health page: this answer counts as healthy
+_SERVER_FAULTS = (*_UNANSWERED, "connection")  # other failed scrapes concern only the metrics page
+_STANDS_STILL_S = 5.0  # an endpoint is stuck if its metrics stay the same for this long under load
+_NO_SUCH_PAGE = (404, 405)  # such a status means that the engine has no health page: healthy
 _STUCK = "stuck"
 
 _log = logging.getLogger(__name__)
@@ -23,9 +23,9 @@ _log = logging.getLogger(__name__)
 
 class Probes:
     """The scraper's `Meter`: counts scrapes in `metrics`. Marks an endpoint down that refuses connections, is
-    silent or reports itself unready; each further timeout confirms the mark, and three good answers in a row
-    remove it. A probe's status decides whether an ejected endpoint is reinstated. If an endpoint's page stays
-    the same while requests run, it is reported as stuck. `readings` has the fleet's last scraped metrics."""
+    silent or reports itself unready. Each further timeout confirms the mark; three good answers in a row
+    remove the mark. A probe's status decides whether an ejected endpoint is reinstated. An endpoint whose
+    metrics stay the same while requests run is stuck. `readings` has the fleet's last scraped metrics."""
 
     def __init__(
         self,
@@ -38,9 +38,9 @@ class Probes:
     ) -> None:
         self._store, self._endpoints, self._metrics = store, endpoints, metrics
         self._readings, self._fleet, self._clock = readings, fleet, clock
-        self._figures: dict[str, tuple[tuple[float | None, ...], float]] = {}  # last figures, and their time
+        self._figures: dict[str, tuple[tuple[float | None, ...], float]] = {}  # load figures, read at
         self._stuck: set[str] = set()
-        self._well: dict[str, int] = {}  # endpoint marked down -> good answers in a row
+        self._well: dict[str, int] = {}  # endpoint marked down -> its good answers in a row
         self._version = ""
         # The marks in the endpoint snapshot `_version`.
         self._down: frozenset[str] = frozenset()
@@ -59,14 +59,14 @@ class Probes:
             self._mark(address, not is_well or address in self._stuck, "ejected")
 
     def _watch(self, address: str, reading: EndpointMetrics) -> None:
-        """Report an endpoint as stuck if its page stays the same while requests run there."""
+        """Report an endpoint as stuck if its metrics page stays the same while requests run there."""
         now_s = self._clock()
         if not self._fleet.in_flight.get(address):
             self._moves(address)
             return
         figures = (reading.waiting, reading.running, reading.kv_utilisation)
         former, since_s = self._figures.get(address, ((), now_s))
-        # A page without cache utilisation may stay the same for as long as a request runs.
+        # A metrics page without cache utilisation may stay the same for as long as a request runs.
         if figures != former or reading.kv_utilisation is None:
             self._moves(address)
             self._figures[address] = figures, now_s
@@ -129,8 +129,8 @@ class Probes:
             self._stuck &= listed
 
     def _most_are_silent(self) -> bool:
-        """Whether most endpoints are silent. If so, late scraping or high load is the cause, and marking the
-        silent endpoints would leave too few."""
+        """Whether most endpoints give no answer. Then late scraping or high load is the cause, and marking
+        silent endpoints down would leave too few."""
         readings = self._readings.snapshot()
         up = [each.address for each in self._endpoints.current.endpoints if not each.down]
         silent = sum(
@@ -142,7 +142,7 @@ class Probes:
 
     def _mark(self, address: str, on: bool, what: str = "down") -> None:
         def marked(done: asyncio.Future[MarkReply]) -> None:
-            # Ignore a failed call: the next probe repeats the mark.
+            # Ignore a failed call to Redis: the next probe sends the mark again.
             if not done.cancelled() and done.exception() is None and done.result() == "ejected":
                 _log.warning("endpoint %s is ejected: %s", address, what)
                 self._metrics.endpoint_ejected(address, what)

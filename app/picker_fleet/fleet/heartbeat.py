@@ -1,7 +1,7 @@
 """A replica's membership in the fleet: heartbeats, publishing, sweeping, polling, renewal of leases.
 
-The rest of the replica uses `Membership`, which sends the heartbeats and runs a `Publisher` (publisher.py), a
-`Sweeper`, a `NotificationPoller` and the renewal of leases.
+Other modules use the class `Membership`, which sends the heartbeats, renews leases, and runs a `Publisher`
+(publisher.py), a `Sweeper` and a `NotificationPoller`.
 """
 
 import asyncio
@@ -31,14 +31,14 @@ from picker_fleet.state.store import HeartbeatReply, LiveConfig, Store, SweepRep
 from picker_fleet.telemetry.metrics import Metrics
 
 _log = logging.getLogger(__name__)
-_RENEWALS = 3  # renewals in one lease, by the replica that owns the request's stream
+_RENEWALS = 3  # how often a replica renews a lease within the lease's duration
 _OTHERS_PUBLISH_S = 0.2  # another replica should publish a change within this time
-_LOOKS = 5  # extra heartbeats that check whether another replica has published a change
-_ACKNOWLEDGED_LOOK_S = 0.1  # interval of checks whether Envoys have acknowledged
+_LOOKS = 5  # most extra heartbeats that look for a change published by another replica
+_ACKNOWLEDGED_LOOK_S = 0.1  # interval of checks whether Envoys have acknowledged new endpoints
 
-# A poll is one cheap command. If wake-ups arrive, polls find nothing. If no wake-up arrives, a poll finds a
-# grant within `_MIN_POLL_S` while grants are frequent, and within `_MAX_POLL_S` at worst. The pause between
-# polls grows slowly, so that it stays short at a few grants a second.
+# A poll for notifications is one cheap command. If wake-ups arrive, polls find nothing. If no wake-up
+# arrives, a poll finds a grant within `_MIN_POLL_S` seconds while grants are frequent, and always within
+# `_MAX_POLL_S`. The pause between polls grows slowly, so that it stays short at a few grants a second.
 _MIN_POLL_S = 0.01
 _MAX_POLL_S = 0.1
 _POLL_GROWTH = 1.1
@@ -46,8 +46,8 @@ _SUSPECTS_S = 0.05  # interval of sweeps while requests may have ended without a
 
 
 class HeartbeatTrigger:
-    """Called to ask for a heartbeat before the interval ends. With `full=False` the replica need not read the
-    whole shared state afterwards: it does so only if the last read is at least an interval old."""
+    """Called to ask for a heartbeat before the interval ends. With `full=False` the replica then reads the
+    whole shared state only if the last read is at least one heartbeat interval old."""
 
     def __init__(self) -> None:
         self._asked = asyncio.Event()
@@ -58,7 +58,7 @@ class HeartbeatTrigger:
         self._asked.set()
 
     def take(self) -> bool:
-        """Clear the request for a heartbeat. Returns whether the heartbeat must be a full one."""
+        """Clear the request for a heartbeat. Returns whether a read of the shared state must follow."""
         brief, self._brief = self._brief, False
         self._asked.clear()
         return not brief
@@ -70,7 +70,7 @@ class HeartbeatTrigger:
 @dataclass(frozen=True, slots=True)
 class SharedState:
     """The pool's state, with values that depend on this replica's configuration. `queue_fill` is the occupied
-    part of the queue, 0 to 1. If `outage` is set, the state was read before that outage."""
+    part (0 to 1) of the queue. If `outage` is set, the state was read before that outage."""
 
     pool: PoolState
     watermark: float
@@ -79,8 +79,8 @@ class SharedState:
 
 
 class Sweeper:
-    """Reclaims requests of dead replicas, and requests that stay silent. Calls `on_suspects` with endpoints
-    where requests may have ended without a report."""
+    """Reclaims requests of dead replicas, and requests that stay silent. Calls `on_suspects` with the
+    endpoints of requests that may have ended without a report."""
 
     def __init__(
         self,
@@ -121,7 +121,7 @@ class Sweeper:
 
 class NotificationPoller:
     """Polls this replica's notifications while requests of `queue` wait, in case a wake-up is lost. A poll
-    leaves them in Redis; the heartbeat removes them."""
+    leaves the notifications in Redis; the heartbeat removes them."""
 
     def __init__(self, store: Store, queue: SharedQueue) -> None:
         self._store = store
@@ -136,11 +136,11 @@ class NotificationPoller:
             pause_s = _MIN_POLL_S if found else min(_POLL_GROWTH * pause_s, _MAX_POLL_S)
 
     async def _poll(self) -> int:
-        """Deliver the notifications. Returns how many of them no wake-up had delivered."""
+        """Deliver the notifications. Returns how many notifications no wake-up had delivered."""
         found = 0
         with contextlib.suppress(StateFault):
             for notification in await self._store.notifications():
-                # Skip a grant whose placement Redis has yet to answer: it stays in the list until then.
+                # Skip a grant whose placement Redis has yet to answer: the grant stays listed until then.
                 if not self._queue.is_placing(notification.request_id):
                     found += self._queue.notified(notification)
         return found
@@ -150,8 +150,8 @@ class Membership:
     """Sends this replica's heartbeats, and acts on each reply: publishes, registers requests again, follows
     live changes, reads the shared state. One event loop.
 
-    Each heartbeat publishes `replica_info()` as JSON; `heartbeat_now` asks for one at once. `on_config` is
-    called with the configuration and its live changes whenever they change; `on_suspects` as in `Sweeper`.
+    Each heartbeat publishes `replica_info()` as JSON; `heartbeat_now` asks for one at once. Each live change
+    calls `on_config` with the configuration and its live changes; `on_suspects` is for `Sweeper`.
     """
 
     def __init__(
@@ -178,20 +178,20 @@ class Membership:
         self._sweeper = Sweeper(store, settings, metrics, on_suspects)
         self._server_check = ServerCheck(store, lambda: self.trouble, metrics.redis_unfit)
         self._envoy_limits = EnvoyLimits(self._clock)
-        # The last reply; None before the first one, and while the pool has another format.
+        # The last heartbeat's reply; None before the first reply, and while the pool has another format.
         self.pulse: HeartbeatReply | None = None
         self.refusal = ""  # why this replica may not join the pool, and the remedy; '' if it may
-        self.live_config = LiveConfig()  # the live changes, as of the last heartbeat
-        self._followed = ("", "")  # epoch of the shared state and version of the changes last applied
+        self.live_config = LiveConfig()  # the configuration's live changes, as of the last heartbeat
+        self._followed = ("", "")  # (epoch of the shared state, version) of the live changes last applied
         self._joined = asyncio.Event()  # set once this replica has joined a known pool
         self._fault = ""  # why the last heartbeat failed; '' if it succeeded
         self._answered_s = -math.inf
         self._left = False
         self._epoch = ""
         self._connection_epoch = 0
-        self._stored_info = ""  # the replica info in the shared state; '': unknown
+        self._stored_info = ""  # the replica info that the shared state has; '': unknown
         self._lost = False  # whether the shared state may lack this replica's requests
-        self._state: SharedState | None = None  # the state read last, at `_read_s`
+        self._state: SharedState | None = None  # the shared state read last, at the time `_read_s`
         self._read_s = -math.inf
         self._follow_up: asyncio.TimerHandle | None = None
 
@@ -206,7 +206,7 @@ class Membership:
 
     @property
     def unfit(self) -> str:
-        """Why Redis is not configured for the shared state; '' if it is fit."""
+        """Why the configuration of Redis is unfit for the shared state; '' if the configuration is fit."""
         return self.trouble or "; ".join(self._server_check.faults.values())
 
     @property
@@ -227,12 +227,12 @@ class Membership:
         return await self._store.endpoints()
 
     async def state(self) -> SharedState:
-        """Read the shared state; during an outage return the state read last. Raises StateUnavailable."""
+        """Read the shared state; during an outage of Redis return the last one. Raises StateUnavailable."""
         if (outage := self._failover.status()) is None:
             try:
                 return await self._read()
             except StateUnavailable:
-                if (outage := self._failover.status()) is None:  # otherwise an outage began during the read
+                if (outage := self._failover.status()) is None:  # else an outage began during the read
                     raise
         if self._state is None:
             raise StateUnavailable("the shared state has not been read yet", retry_after_s=1)
@@ -243,8 +243,8 @@ class Membership:
         await self._joined.wait()
 
     def discovered(self, endpoints: Sequence[Endpoint]) -> None:
-        """Take the endpoints that discovery reports. The leader publishes them at once; any other replica
-        reads the published ones as soon as the leader should have published the same change."""
+        """Take the endpoints that discovery reports. The leader publishes these endpoints at once. Any other
+        replica reads the published endpoints when the leader should have published the same change."""
         self._publisher.discovered(endpoints)
         if self.pulse is None or self.pulse.leader:
             self.heartbeat_now(full=self.pulse is None)
@@ -257,7 +257,7 @@ class Membership:
         self._follow_up = asyncio.get_running_loop().call_later(after_s, self._look, looks)
 
     def _look(self, looks: int) -> None:
-        """Ask for a heartbeat unless the discovered endpoints are the published ones; look again later if the
+        """Ask for a heartbeat unless the discovered endpoints are published; check again later in case the
         leader or Envoys are late."""
         self._follow_up = None
         awaits_envoys = self._publisher.awaits_envoys
@@ -267,7 +267,7 @@ class Membership:
                 self._look_later(looks if awaits_envoys else looks - 1)
 
     async def run(self) -> None:
-        """Run all tasks until cancelled. Faults of Redis are retried, never raised."""
+        """Run all tasks of the membership until cancelled. Faults of Redis are retried, never raised."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(keep("heartbeat", self._beat_forever))
             tasks.create_task(keep("sweep", self._sweeper.run))
@@ -313,7 +313,7 @@ class Membership:
                     await self.heartbeat_now.wait()
 
     def _stay_out(self, fault: OtherFormat) -> None:
-        """Drop all knowledge of the pool: another version of the software wrote it in another format."""
+        """Drop all knowledge of the pool: another software version wrote the pool in another format."""
         refusal = (
             f"{fault}: stop the replicas that use it and delete the keys epp:{{{self._settings.pool}}}:*, "
             "or set another pool (docs/upgrading.md)"
@@ -321,7 +321,7 @@ class Membership:
         if refusal != self.refusal:
             _log.error("not joining: %s", refusal)
         self.refusal, self.pulse = refusal, None
-        self._endpoints.publish(Snapshot("", ()))  # endpoints are neither scraped nor routed to
+        self._endpoints.publish(Snapshot("", ()))  # no endpoints: scrape none, route to none
 
     async def _beat(self, full: bool) -> None:
         pulse = await self._send()
@@ -330,7 +330,7 @@ class Membership:
             state = await self._read()
             self._publisher.acknowledged(self._endpoints.current, state.pool)
         if self._publisher.is_due(pulse):
-            with contextlib.suppress(WritesRefused):  # the published state stays valid, and heartbeats go on
+            with contextlib.suppress(WritesRefused):  # the last publication stays valid; heartbeats go on
                 rebuilt = await self._publisher.publish(pulse)
                 if rebuilt is not None and self._epoch:
                     lost = rebuilt.lost or "pool"
@@ -341,7 +341,7 @@ class Membership:
                     )
             pulse = await self._send()
             if pulse.epoch == UNKNOWN:
-                # The script has not rebuilt the pool completely: publish again.
+                # The script `publish` has not rebuilt the pool completely: publish again.
                 self.heartbeat_now(full=False)
         self.pulse = pulse
         self._queue.fleet_queued = pulse.queued
@@ -362,7 +362,7 @@ class Membership:
             await self._follow_state()
 
     async def _endpoints_of(self, pulse: HeartbeatReply) -> tuple[Endpoint, ...]:
-        """The published endpoints. If this replica discovered the same list, read only the marks."""
+        """The published endpoints. If this replica discovered the same endpoints, read only their marks."""
         listed = self._publisher.endpoints_of(pulse.endpoints_version)
         if listed is None:
             return await self._store.endpoints()
@@ -371,14 +371,14 @@ class Membership:
         return marked(listed, await self._store.marks(), await self._store.ejections())
 
     async def _send(self) -> HeartbeatReply:
-        """Send a heartbeat. It carries the replica info only if the info has changed or may be lost, which
-        saves a tenth of the heartbeat's time in Redis."""
+        """Send a heartbeat. A heartbeat carries the replica info only if the info has changed or may be lost,
+        which saves a tenth of its time in Redis."""
         info = self._info()
         if info == self._stored_info:
             pulse = await self._call("")
             if pulse.was_known and not self._lost:
                 return pulse
-        self._stored_info = ""  # stays unknown if no reply arrives
+        self._stored_info = ""  # if no reply arrives, the stored info is unknown
         pulse = await self._call(info)
         self._stored_info = info
         return pulse
@@ -419,7 +419,7 @@ class Membership:
                 await self._store.mark_endpoint(endpoint.address, "drained", True)
 
     async def _follow_changes(self, pulse: HeartbeatReply) -> None:
-        """Apply the live changes if they are new; restore them in Redis if the shared state has lost them."""
+        """Apply new live changes; restore the live changes in Redis if the shared state has lost them."""
         if (pulse.epoch, pulse.tuned_version) == self._followed:
             return
         if not pulse.tuned_version and self.live_config.overrides:
@@ -434,7 +434,7 @@ class Membership:
         self._on_config(self._fleet.config)
 
     async def _follow_state(self) -> None:
-        """Read the whole shared state, and pass it to the parts that use it."""
+        """Read the whole shared state, and pass the state to the parts of the replica that use it."""
         state = await self._read()
         pool = state.pool
         self._fleet.live, self._fleet.in_flight = pool.replicas, pool.in_flight

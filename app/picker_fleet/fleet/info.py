@@ -13,13 +13,13 @@ from picker_fleet.domain.units import is_loopback
 _log = logging.getLogger(__name__)
 _ANY_ADDRESS = ("0.0.0.0", "[::]")
 _LOOPBACK = "127.0.0.1"
-_UP_STEP_S = 10  # rounds the uptime down, so that the info of an idle replica seldom changes
-_MANY_STREAMS = 32  # the info omits addresses with fewer streams
-# Envoy's default limit of concurrent requests to a cluster (circuit breaker); Envoy itself refuses the rest.
+_UP_STEP_S = 10  # rounds the uptime down, so that an idle replica's info seldom changes
+_MANY_STREAMS = 32  # the replica info omits peer addresses with fewer streams
+# Envoy's default limit of concurrent requests to a cluster (circuit breaker); Envoy refuses further requests.
 _ENVOY_LIMIT = 1024
 _NEAR = 0.03 * _ENVOY_LIMIT
-_NEAR_S = 10.0  # how long an address must be near the limit before the warning
-_MOST_WARNED = 1000  # most addresses to warn about
+_NEAR_S = 10.0  # time that an Envoy must be near its stream limit before the warning
+_MOST_WARNED = 1000  # most Envoy addresses that get the warning
 _ELSEWHERE = ("192.0.2.1", 9)  # a documentation address (RFC 5737), which no host has
 
 
@@ -36,8 +36,8 @@ class ReplicaInfo:
         self._streams_by_peer: Callable[[], Mapping[str, int]] = dict
 
     def reached(self, *, admin: str, grpc: str) -> None:
-        """Set the addresses at which this replica listens: `admin` as a URL, `grpc` as `host:port`. This
-        host's own address replaces a wildcard."""
+        """Set the addresses at which this replica listens: `admin` is the admin API's URL, `grpc` is
+        `host:port`. This host's own address replaces a wildcard."""
         self._reached = {"admin": self._named(admin), "grpc": self._named(grpc)}
 
     def follow_streams(self, by_peer: Callable[[], Mapping[str, int]]) -> None:
@@ -45,7 +45,7 @@ class ReplicaInfo:
         self._streams_by_peer = by_peer
 
     def grpc_address(self) -> str:
-        """The host:port at which other replicas reach this one; '' until it listens."""
+        """The host:port at which other replicas reach this replica; '' until this replica listens."""
         return self._reached.get("grpc", "")
 
     def __call__(self) -> dict[str, object]:
@@ -60,7 +60,7 @@ class ReplicaInfo:
         }
 
     def _many_streams(self) -> dict[str, int]:
-        """The stream counts of addresses with many streams. Small counts would change the info too often."""
+        """Peer address -> its number of streams, if large: small numbers would change the info too often."""
         return {peer: count for peer, count in self._streams_by_peer().items() if count >= _MANY_STREAMS}
 
     def _named(self, address: str) -> str:
@@ -70,11 +70,11 @@ class ReplicaInfo:
 
 
 class EnvoyLimits:
-    """Warns, once for each address, if its streams to the fleet stay at Envoy's default limit."""
+    """Warns, once for each Envoy, if the Envoy's streams to the fleet stay at the default limit."""
 
     def __init__(self, clock_s: Callable[[], float]) -> None:
         self._clock_s = clock_s
-        self._since_s: dict[str, float] = {}  # address near the limit -> since when
+        self._since_s: dict[str, float] = {}  # address near the stream limit -> since when
         self._warned: set[str] = set()
 
     def look(self, infos: Iterable[Mapping[str, object]]) -> None:
@@ -99,7 +99,7 @@ class EnvoyLimits:
 
 
 def _own_address(host: str) -> str:
-    """The address by which other hosts reach this one.
+    """The address by which other hosts reach this host.
 
     If the host's name resolves to a loopback address, use the source address of the route to other hosts.
     """
@@ -108,7 +108,7 @@ def _own_address(host: str) -> str:
         if not is_loopback(address):
             return address
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as route:
-            route.connect(_ELSEWHERE)  # UDP: sends no packet
+            route.connect(_ELSEWHERE)  # connecting a UDP socket sends no packet
             return str(route.getsockname()[0])
     except OSError:
         return _LOOPBACK

@@ -61,16 +61,16 @@ _BAND_ATTRIBUTES = ("bytes", "capacity", "guaranteed", "preemptible")
 _SCORERS = "scheduling.scorers"
 _BY_NAME = (_BAND_WEIGHTS, _BANDS, _SCORERS)  # mappings whose entries change one by one
 _MOST_SCORER_WEIGHT = 1e6
-_MOST_WEIGHTS = 200  # flows with live weights; the scripts read all these weights after every change
+_MOST_WEIGHTS = 200  # most flows with live weights: after every change the scripts read all
 _LONGEST_FLOW_BYTES = 256
-_OWN_OVERRIDES = frozenset({"paused"})  # overrides that no configuration key sets
+_OWN_OVERRIDES = frozenset({"paused"})  # overrides that no configuration key can set
 
 
 def flattened(patch: Mapping[str, Any], bands: Iterable[str] = tuple(Criticality)) -> dict[str, Any]:
-    """Convert a partial settings tree to changes; None undoes a change. `bands` has the configured names.
+    """Convert a partial settings tree to live changes (None: undo); `bands` has the bands' names.
 
     Raises:
-        ConfigError: some keys cannot change live; the message has a line for each fault.
+        ConfigError: keys cannot change live; the message has a line for each fault.
     """
     changes: dict[str, Any] = {}
     faults: list[str] = []
@@ -103,7 +103,7 @@ def merged(current: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, 
 
 
 def applied(settings: Settings, changes: Mapping[str, Any]) -> EffectiveConfig:
-    """Apply `changes` to `settings`.
+    """The settings `settings` with the live changes `changes` applied.
 
     Raises:
         ConfigError: the result is invalid; the lines of the message name the keys.
@@ -137,7 +137,7 @@ def overrides(settings: Settings, changes: Mapping[str, Any]) -> dict[str, objec
     """The overrides: the shared settings that the scripts read in place of the published ones.
 
     Raises:
-        ConfigError: as in `applied`.
+        ConfigError: raised for the same faults as in `applied`.
     """
     effective = applied(settings, changes)
     shared = shared_settings(effective.settings, effective.weights)
@@ -148,7 +148,7 @@ def overrides(settings: Settings, changes: Mapping[str, Any]) -> dict[str, objec
 
 
 def replacing(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
-    """The update that turns overrides `old` into `new` (None removes one); `paused` stays as it is."""
+    """The update (None: remove the key) that turns the overrides `old` into `new` but keeps `paused`."""
     gone = old.keys() - new.keys() - _OWN_OVERRIDES
     return {**new, **dict.fromkeys(sorted(gone))}
 
@@ -156,7 +156,7 @@ def replacing(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
 def nested(changes: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Convert `changes` to the equivalent partial settings tree."""
     tree: dict[str, dict[str, Any]] = {}
-    # Sort, so that a mapping's own key precedes its entries' keys: `applied` then reports a wrong type there.
+    # Sort, so that a mapping's own key precedes its entries' keys: `applied` then finds a wrong type there.
     for key, value in sorted(changes.items()):
         section, _, name = key.partition(".")
         keys = tree.setdefault(section, {})
@@ -184,7 +184,7 @@ def _whole(key: str) -> str:
 
 
 def _by_name(whole: str, weights: Any, names: Iterable[str]) -> dict[str, Any]:
-    """Changes of the single weights under the key `whole`; None undoes the changes for all `names`."""
+    """Live changes of the single weights under the key `whole`; None undoes the changes for all `names`."""
     if weights is None:
         return {f"{whole}.{_part(whole, name)}": None for name in names}
     if not isinstance(weights, Mapping):
@@ -211,7 +211,7 @@ def _band_faults(by_name: Any) -> Iterable[str]:
 
 
 def _of_bands(by_name: Any, bands: Iterable[str]) -> dict[str, Any]:
-    """Changes of single band attributes; None undoes the changes of one band, or of all `bands`."""
+    """Live changes of single band attributes; None undoes the changes of one band or of all `bands`."""
     given = dict.fromkeys(bands) if by_name is None else by_name
     changes: dict[str, Any] = {}
     for band, attributes in given.items() if isinstance(given, Mapping) else ():
@@ -282,14 +282,14 @@ def _scorer_faults(scorers: Mapping[str, Any]) -> Iterable[str]:
             yield f"{key}: must be above 0, or all replicas pick the same endpoint at once"
 
 
-# Smoothing factor of the moving average of a flow's answer lengths; a few dozen answers determine it.
+# Smoothing factor of the moving average of a flow's answer lengths: it spans a few dozen answers.
 _ANSWER_ALPHA = 0.2
 
 
 def shared_settings(settings: Settings, weights: Mapping[str, float]) -> dict[str, object]:
     """The shared settings, with the names of docs/redis-schema.md; durations in ms.
 
-    `weights` maps flows to weights, which replace the weights that these flows' requests claim.
+    The setting `weights` maps flows to weights, which replace the weights that the flows' requests claim.
     """
     queue = settings.fair_request_queue
     by_name = {band.name: band for band in queue.bands}
@@ -301,8 +301,8 @@ def shared_settings(settings: Settings, weights: Mapping[str, float]) -> dict[st
         "total_capacity": queue.total_capacity,
         "flow_capacity": queue.flow_capacity,
         "max_flows": queue.max_flows,
-        # Older versions read this key. Their requests cost 1, and a bound below 1 / claim_share would make
-        # them acquire a fraction.
+        # Older versions of the software read this key. Requests of older versions cost 1, and a bound below 1
+        # / claim_share would make such a request acquire a fraction.
         "claim_share": queue.claim_share if controller.unit == "tokens" else 1.0,
         "largest_claim": queue.claim_share,
         "lease_ms": leases.inflight * 1000,
@@ -315,7 +315,7 @@ def shared_settings(settings: Settings, weights: Mapping[str, float]) -> dict[st
         "guard_share": queue.guard_share,
         "starvation_ms": _whole_ms(queue.starvation_after),
         "band_policy": queue.band_policy,
-        # In the order Critical, Default, Sheddable, then the other bands.
+        # List the bands in the order Critical, Default, Sheddable, then all others.
         "band_weights": list(queue.band_weights.values()),
         "bands": [_shared_band(by_name[name]) for name in queue.band_weights],
         "fairness": queue.fairness,
@@ -348,5 +348,5 @@ def _shared_band(band: Band) -> dict[str, object]:
 
 
 def _whole_ms(seconds: float | None) -> int:
-    """`seconds` in ms, at least 1; 0 stands for None."""
+    """The duration `seconds` in milliseconds, at least 1; 0 stands for None."""
     return 0 if seconds is None else max(1, round(seconds * 1000))

@@ -28,7 +28,7 @@ class Publisher:
     """Publishes the settings and endpoints of this replica's configuration.
 
     The leader, the replica with the least id, publishes; while the pool is unknown (start, FLUSHALL) any
-    replica does. An endpoint added later is published as draining until Envoys know it.
+    replica does. An endpoint added later is published as draining until Envoys know the endpoint.
     """
 
     def __init__(self, store: Store, settings: Settings) -> None:
@@ -38,10 +38,10 @@ class Publisher:
         self._config_version = hashlib.sha1(facts.encode()).hexdigest()[:12]
         self._clock = asyncio.get_running_loop().time
         self._listed: tuple[Endpoint, ...] | None = None  # the endpoints that discovery reported last
-        self._new: dict[str, float] = {}  # address of an endpoint that Envoys may not know -> since when
-        self._discovered: tuple[Endpoint, ...] | None = None  # the endpoints as this replica publishes them
+        self._new: dict[str, float] = {}  # endpoint address that Envoys may not know -> since when
+        self._discovered: tuple[Endpoint, ...] | None = None  # the endpoints that this replica would publish
         self._discovered_version = ""
-        self._recent: OrderedDict[str, tuple[Endpoint, ...]] = OrderedDict()  # version -> discovered list
+        self._recent: OrderedDict[str, tuple[Endpoint, ...]] = OrderedDict()  # version -> list of endpoints
         self._digests: dict[str, tuple[Endpoint, bytes]] = {}  # by address
 
     def discovered(self, endpoints: Sequence[Endpoint]) -> None:
@@ -51,7 +51,7 @@ class Publisher:
             takes = {each.address for each in self._listed if not each.draining}
             self._new |= dict.fromkeys(takes - {each.address for each in former}, self._clock())
         self._new = {address: since_s for address, since_s in self._new.items() if address in addresses}
-        self._remember(self._listed)  # another replica may publish the list without draining endpoints
+        self._remember(self._listed)  # another replica may publish this list, with no endpoint draining
         self._prepare()
 
     @property
@@ -60,12 +60,12 @@ class Publisher:
         return bool(self._new)
 
     def acknowledged(self, snapshot: Snapshot, pool: PoolState) -> None:
-        """Stop draining new endpoints that all Envoys know, or that have waited for 5 s. `snapshot` has the
+        """Stop draining new endpoints that all Envoys know, or that are new for 5 s. `snapshot` has the
         published endpoints, `pool` the versions that Envoys have acknowledged."""
         versions = acknowledged(pool)
         is_known = set(versions) <= {unmarked(snapshot.version)}
         known = {each.address for each in snapshot.endpoints} if is_known else set()
-        # Without versions no Envoy gets its endpoints from the fleet, so none will acknowledge.
+        # If `versions` is empty, no Envoy gets endpoints from the fleet, so no Envoy will acknowledge.
         late_s = self._clock() - _ACKNOWLEDGE_S if versions else math.inf
         self._no_longer_new(
             {address for address, since_s in self._new.items() if address in known or since_s <= late_s}
@@ -81,7 +81,7 @@ class Publisher:
             self._prepare()
 
     def _prepare(self) -> None:
-        """Compute the endpoints to publish: the listed ones, with new ones as draining."""
+        """Compute the endpoints to publish: the discovered endpoints, of which new endpoints drain."""
         assert self._listed is not None
         self._discovered = tuple(
             replace(each, draining=True) if each.address in self._new else each for each in self._listed
@@ -89,7 +89,7 @@ class Publisher:
         self._discovered_version = self._remember(self._discovered)
 
     def _remember(self, endpoints: tuple[Endpoint, ...]) -> str:
-        """Store `endpoints` for `endpoints_of`. Returns their version."""
+        """Remember the list `endpoints`, which the method `endpoints_of` returns. Returns their version."""
         digests = {each.address: (each, self._digest(each)) for each in endpoints}
         self._digests = digests
         together = hashlib.blake2b(b"".join(digest for _, digest in digests.values()), digest_size=6)
@@ -116,7 +116,7 @@ class Publisher:
         return pulse.epoch == UNKNOWN or (pulse.leader and differs)
 
     def discovered_last(self, version: str) -> bool:
-        """Whether `version`, without its marks, is the version of the last discovered endpoints."""
+        """Whether `version`, without the part for marks, is the version of the endpoints discovered last."""
         return self._discovered is not None and unmarked(version) == self._discovered_version
 
     def endpoints_of(self, version: str) -> tuple[Endpoint, ...] | None:
@@ -124,14 +124,14 @@ class Publisher:
         return self._recent.get(unmarked(version))
 
     async def publish(self, pulse: HeartbeatReply) -> Rebuilt | None:
-        """Publish the discovered endpoints and the settings; `pulse` has the published versions. Returns the
-        result of the rebuild if the pool was unknown, else None."""
+        """Publish the discovered endpoints and the settings; the heartbeat reply `pulse` has the published
+        versions. Returns the result of the rebuild if the pool was unknown, else None."""
         if await self._publish_changes(pulse):
             return None
         return await self._publish_all()
 
     async def _publish_changes(self, pulse: HeartbeatReply) -> bool:
-        """Publish only changed endpoints, if possible. Returns False if everything must be published."""
+        """Publish only the changed endpoints, if possible. Returns False if a full publication is needed."""
         assert self._discovered is not None
         published = self.endpoints_of(pulse.endpoints_version)
         if published is None or pulse.epoch == UNKNOWN or pulse.config_version != self._config_version:
@@ -142,10 +142,10 @@ class Publisher:
         changes |= {
             address: each
             for address, each in after.items()
-            if (former := before.get(address)) is not each and former != each  # `is` is the cheap test
+            if (former := before.get(address)) is not each and former != each  # compare identity first: cheap
         }
         if any(each.max_inflight is not None for some in (before, after) for each in some.values()):
-            return False  # limits are settings, which only `publish` writes
+            return False  # endpoints' limits are settings, which only a full publish writes
         former_version = unmarked(pulse.endpoints_version)
         return await self._store.publish_changes(former_version, self._discovered_version, changes)
 
@@ -167,5 +167,5 @@ class Publisher:
 
 
 def acknowledged(pool: PoolState) -> Sequence[str]:
-    """The version of the endpoints that all Envoys of a replica have, for each replica that serves EDS."""
+    """For each replica that serves EDS, the version of the endpoints that all Envoys of the replica have."""
     return [version for about in pool.about.values() if isinstance(version := about.get("eds"), str)]

@@ -1,7 +1,7 @@
-"""Structured logs through the standard library's logging: one line a record on stderr, as text or JSON.
+"""Structured logs by the standard library's logging: a line for each record on stderr, as text or JSON.
 
-The replica calls `setup` once. Each key of `extra` becomes a field of the line; names that the logging
-library uses itself cannot be used. `DecisionLines` writes one line for each decision.
+A replica calls the function `setup` once. Each key of `extra` becomes a field of the line; names that the
+logging library uses itself cannot be used. `DecisionLines` writes one line for each decision.
 """
 
 import asyncio
@@ -22,17 +22,17 @@ from picker_fleet.domain.errors import NoEndpoints
 from picker_fleet.domain.request import InferenceRequest
 from picker_fleet.scheduling.explain import Explanation
 
-_log = logging.getLogger("picker_fleet.telemetry.decisions")  # operators filter by this name
-POOL: Final = ContextVar("pool", default="")  # the pool of the running task, if the process serves several
+_log = logging.getLogger("picker_fleet.telemetry.decisions")  # operators filter log lines by this logger name
+POOL: Final = ContextVar("pool", default="")  # the running task's pool, if there are several pools
 _MAX_KINDS = 1000
-_REFUSALS_PER_S = 5  # lines for each code, so that a flood of refusals does not flood the log
+_REFUSALS_PER_S = 5  # most lines a second for one refusal code, so that refusals do not flood the log
 
 # The fields that every log record has; any other field was passed as `extra`.
 _OWN = frozenset(logging.makeLogRecord({}).__dict__) | {"message", "asctime", "taskName"}
 
 
 class JsonFormatter(logging.Formatter):
-    """A record as one JSON line: time (UTC, ISO 8601), level, logger, message, extras, exception."""
+    """Makes a log record a JSON line: time (UTC, ISO 8601), level, logger, message, extras, exception."""
 
     def format(self, record: logging.LogRecord) -> str:
         line: dict[str, object] = {
@@ -49,14 +49,14 @@ class JsonFormatter(logging.Formatter):
         try:
             return orjson.dumps(line, default=repr).decode()
         except TypeError:
-            # orjson refuses lone surrogates and huge integers; json escapes them.
+            # orjson refuses lone surrogates and huge integers; the module `json` writes both.
             return json.dumps(
                 {key: value if isinstance(value, str) else repr(value) for key, value in line.items()}
             )
 
 
 class TextFormatter(logging.Formatter):
-    """A record as one line of text: time (UTC), level, logger, message, then extras as name=value.
+    """Makes a log record a line of text: time (UTC), level, logger, message, extras as name=value.
 
     Control characters are escaped, so that no text from a client can start a new line.
     """
@@ -89,7 +89,7 @@ def setup(
 ) -> logging.Handler:
     """Send the lines of all loggers to `stream` (default: stderr), in the `style` text or json.
 
-    Each line has the fields of `identity` (replica, pool); without a pool there, `POOL` gives the pool.
+    Each line has the fields of `identity` (replica, pool); if `identity` has no pool, `POOL` names the pool.
     Replaces the root logger's handlers, and silences libraries that log every call. Returns the handler.
     """
     handler = logging.StreamHandler(sys.stderr if stream is None else stream)
@@ -110,22 +110,22 @@ def setup(
     root.setLevel(level)
     for noisy in ("uvicorn.access", "watchfiles", "asyncio", "httpx", "httpcore", "opentelemetry", "grpc"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
-    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # uvicorn warns of requests that are not HTTP
+    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # no warnings of malformed requests
     return handler
 
 
 class OneASecond(logging.Filter):
-    """Passes one record of each kind a second, so that no peer can cause a flood of lines.
+    """Passes one log record of each kind a second, so that no peer can cause a flood of lines.
 
     A kind is a pair of logger and unformatted message. The field `left_out` counts the records dropped since
     the last line of the kind; if no further record comes, the first dropped one is written a second later.
-    `clock` is in seconds. Records below INFO and decision lines, which `DecisionLines` limits, always pass.
+    `clock` returns seconds. Records below INFO and decision lines, which `DecisionLines` limits, always pass.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
         self._clock = clock
-        # By kind: the time of the last line, and the number of records dropped since then.
+        # Kind of record -> the time of the last line, and the number of records dropped since then.
         self._kinds: dict[tuple[str, object], tuple[float, int]] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:
@@ -146,22 +146,22 @@ class OneASecond(logging.Filter):
         return True
 
     def _repeat_later(self, record: logging.LogRecord) -> None:
-        """Write `record` after a second, unless a further line of its kind was written."""
-        # Without an event loop there is no timer: the next line of the kind reports the count.
+        """Write `record` after a second, unless a further record of its kind was written by then."""
+        # Without an event loop there is no timer: the kind's next line has the number of dropped records.
         with contextlib.suppress(RuntimeError):
             asyncio.get_running_loop().call_later(1.0, self._repeat, record)
 
     def _repeat(self, record: logging.LogRecord) -> None:
         if self._kinds.get((record.name, record.msg), (0.0, 0))[1]:
-            record.exc_info = None  # the kind's first line had the traceback
+            record.exc_info = None  # the first line of this kind had the traceback
             logging.getLogger(record.name).handle(record)
 
 
 class DecisionLines:
-    """Writes a line for each decision: placements at debug level, refusals at info level, limited by code.
+    """Logs each decision: placements at debug level, refusals at info level, with a limit for each code.
 
     Call `placed` only if `debug`. `explain`, called at debug level only, returns how a request's endpoint was
-    chosen. `clock` is in seconds. Each line has the fields `whose`. For use in one event loop.
+    chosen. `clock` returns seconds. Each line has the fields `whose`. All calls come from one event loop.
     """
 
     def __init__(

@@ -1,9 +1,10 @@
 """The metrics of a pool in one replica; admin/documents.py shows them as Prometheus text.
 
-Names follow spec 003, with the prefix `epp_`; further metrics have names that operators expect. Counters,
-histograms and `epp_queue_length` are this replica's own: sum them over the fleet. Gauges of the shared state
-(bounds, stock, queue by band) are the same on every replica: query them with `max`. A label has at most 1000
-values; further values become `other`. Times are seconds. `target_model` is empty if the variant is unknown.
+Metric names follow spec 003, with the prefix `epp_`; further metrics have names that operators expect.
+Counters, histograms and `epp_queue_length` concern this replica only: sum them over the fleet. Gauges of the
+shared state (bounds, stock, queue by band) are equal on all replicas: query such gauges with `max`. A label
+has at most 1000 values; further values become `other`. Times are in seconds. The label `target_model` is
+empty if the model variant is unknown.
 
 prometheus-client's own instruments take a lock for each update and visit every bucket: 1 µs a count, up to
 3 µs an observation; rendering a thousand models takes more than half a second. The families here belong to
@@ -28,7 +29,7 @@ from picker_fleet.state.error_replies import NO_ANSWER, Meaning
 from picker_fleet.state.pool_state import PoolState
 
 OTHER = "other"
-_MAX_VALUES = 1000  # different values of a label, and different pairs of values of two labels
+_MAX_VALUES = 1000  # most distinct values of a label, and most distinct pairs of two labels' values
 _MAX_VALUE_CHARS = 128
 # The most series of a family: even with capped labels, the number of combinations can be large.
 _MAX_SERIES = 10_000
@@ -58,7 +59,7 @@ _TRANSITIONS = (
     ("resyncing", "answers"),
     ("shared", "all-told"),
 )
-# Fields of the shared state: each has the name of its metric, and the help text.
+# Field of the shared state -> the name of its metric, and the help text.
 _POOL_GAUGES = {
     "stock": ("stock_level", "Requests or tokens in flight, fleet-wide."),
     "lower": ("lower_bound", "While the stock is below this bound, requests are dispatched."),
@@ -80,7 +81,7 @@ _POOL_TOTALS = {
 
 
 class Waiting(NamedTuple):
-    """The key by which this replica counts its waiting requests."""
+    """The key of `request` under which this replica counts waiting requests."""
 
     flow: str
     band: Band
@@ -91,8 +92,8 @@ class Waiting(NamedTuple):
 class Metrics:
     """A replica's metrics of one pool.
 
-    `models` keep their label value whatever names clients send; `labels` are added to each series. `bands`
-    are the configured bands; any other band has series while it is in use."""
+    The models `models` keep their label values whatever names clients send; `labels` are added to each
+    series. The configured bands `bands` always have series, any other band only while in use."""
 
     def __init__(
         self,
@@ -222,7 +223,7 @@ class Metrics:
             "epp_endpoint_in_flight", "Requests in flight on an endpoint.", ("endpoint",)
         )
         self._ended_labels: dict[tuple[str, Outcome, int], tuple[Labels, Labels, Labels]] = {}
-        self.pool_state: PoolState | None = None  # the newest known state
+        self.pool_state: PoolState | None = None  # the shared state last shown
         self.waiting_requests: dict[Waiting, int] = {}  # of this replica
         # Start the series at 0, so that a query finds a rate of 0 and not a missing series.
         self._bands = frozenset(band.name for band in bands)
@@ -243,7 +244,7 @@ class Metrics:
         self._decision.observe(seconds, (mode,))
 
     def completed(self, completion: Completion, model: str) -> None:
-        """Count the end of a request. Fields of `completion` that are None are not counted."""
+        """Count a request that has ended. Fields of `completion` that are None are not counted."""
         ended = model, completion.outcome, completion.status
         labels = self._ended_labels.get(ended) or self._labels_of_end(*ended)
         label, of_outcome, of_status = labels
@@ -262,7 +263,7 @@ class Metrics:
             self.waited(model, completion.waited_s, success, completion.target_model)
 
     def _labels_of_end(self, model: str, outcome: Outcome, status: int) -> tuple[Labels, Labels, Labels]:
-        """The labels of the series by model, outcome and status; cached, since few combinations occur."""
+        """The labels of a series by model, outcome and status; cached, since they have few combinations."""
         name = self._model(model)
         text = str(status) if status == 0 or 100 <= status < 600 else OTHER
         if status == 0 and outcome is Outcome.CLIENT_GONE:
@@ -274,7 +275,7 @@ class Metrics:
         return labels
 
     def waited(self, model: str, seconds: float, success: bool, target_model: str = "") -> None:
-        """Record a request's time in the queue once its outcome is known; `success`: answered in full."""
+        """Record the queue time of a request that has ended, in `success` or not (answered in full)."""
         labels = (*self._variant(model, target_model), "true" if success else "false")
         self.waits.observe(seconds, labels)
 
@@ -291,7 +292,7 @@ class Metrics:
         self._statuses.add((self._model(model), _CLIENT_GONE))
 
     def waiting(self, request: InferenceRequest, change: int) -> None:
-        """Change by `change` the number of this replica's waiting requests that are like `request`."""
+        """Add `change` to the number of this replica's waiting requests with the labels of `request`."""
         self._waiting.add(self._variant(request.model, request.target_model), change)
         alike = Waiting(request.flow, request.band, request.model, request.target_model)
         count = self.waiting_requests.pop(alike, 0) + change
@@ -321,13 +322,13 @@ class Metrics:
         self._unfit.replace({(fault,): float(has_it) for fault, has_it in faults.items()})
 
     def redis_call(self, script: str, seconds: float, items: int) -> None:
-        """Record one answered call of `script` with `items` items."""
+        """Record an answered call of the script `script` for `items` items."""
         label = (script,)
         self._calls.observe(seconds, label)
         self._items.observe(items, label)
 
     def redis_error(self, script: str, kind: str) -> None:
-        """Count a failed call; `kind` is `no-answer` or a meaning of state/error_replies.py."""
+        """Count a failed call to Redis; `kind` is `no-answer` or a meaning of state/error_replies.py."""
         self._errors.add((script, kind))
 
     def scraped(self, address: str, seconds: float, reading: EndpointMetrics) -> None:
@@ -360,7 +361,7 @@ class Metrics:
         self._ages.follow_all(lambda: _by_endpoint(ages_s()))
 
     def pool(self, state: PoolState, watermark: float, queue_fill: float) -> None:
-        """Show the shared state; `queue_fill` is the occupied part of the queue, 0 to 1."""
+        """Show the shared state; `queue_fill` is the occupied part (0 to 1) of the queue."""
         self.pool_state = state
         others = {
             "watermark": watermark,
@@ -384,7 +385,7 @@ class Metrics:
         self._paused_s.follow(paused_s)
 
     def failover(self, state: str, cause: str = "") -> None:
-        """Show this replica's failover state (admission/failover.py); a `cause` counts a transition to it."""
+        """Show the failover state (admission/failover.py); if there is a `cause`, count a transition."""
         self._failover_state.replace({(side,): float(side == state) for side in _FAILOVER_STATES})
         self._degraded.set(float(state != "shared"))
         if cause:
@@ -405,12 +406,12 @@ class Metrics:
 
 
 def _class_of(why: str) -> str:
-    """The fault's reason as a label with few values: a status becomes its class, such as `5xx`."""
+    """The fault's reason as a label with few values: an HTTP status becomes a class, such as `5xx`."""
     return f"{why[0]}xx" if why.isdecimal() else why
 
 
 def _by_endpoint(values: Mapping[str, float]) -> dict[Labels, float]:
-    """Sum `values` by endpoint label. The new LabelCap counts only present endpoints, not former ones."""
+    """Sum `values` by endpoint label. A new LabelCap each time counts only the endpoints of now."""
     name = LabelCap()
     found: dict[Labels, float] = {}
     for address, value in values.items():
@@ -420,8 +421,8 @@ def _by_endpoint(values: Mapping[str, float]) -> dict[Labels, float]:
 
 
 def label_value(text: str) -> str:
-    """`text` as a label value: cut to 128 characters, with characters that UTF-8 cannot encode replaced. One
-    bad name must not make the whole page fail."""
+    """The string `text` as a label value: cut to 128 characters, those that UTF-8 cannot encode replaced. One
+    bad name must not make the whole metrics page fail."""
     return text[:_MAX_VALUE_CHARS].encode("utf-8", "replace").decode("utf-8")
 
 
@@ -452,8 +453,8 @@ class LabelCap:
 class PairCap:
     """Caps the values of model and variant, and the pairs of both.
 
-    With separate caps only, a client that chooses both could make a million pairs. After 1000 pairs, new
-    variants of a model become `other`.
+    With separate caps only, a client that chooses model and variant could make a million pairs. After 1000
+    pairs, new variants of a model become `other`.
     """
 
     def __init__(self, known: Iterable[tuple[str, str]] = ()) -> None:
@@ -486,10 +487,10 @@ class Page:
 
 
 class Family:
-    """A metric family, shown on `page` after the families made earlier.
+    """A metric family, which `page` shows after the families made earlier.
 
-    Callers pass label values in the order of `labels`; the text has them sorted by label name. Each class has
-    `series`, which yields the text in pieces that take microseconds each to render.
+    Callers pass label values in the order of `labels`; the page's text has the labels sorted by name. Each
+    class has `series`, which yields the text in pieces that take microseconds each to render.
     """
 
     def __init__(self, page: Page, name: str, kind: str, help_text: str, labels: Labels) -> None:
@@ -558,13 +559,13 @@ class _Values(Family):
 
 
 class Counters(_Values):
-    """A counter family. `name` lacks the suffix `_total`; label values are in the order of `labels`."""
+    """A counter family. The name `name` lacks the suffix `_total`; label values are ordered as `labels`."""
 
     def __init__(self, page: Page, name: str, help_text: str, labels: Labels = ()) -> None:
         super().__init__(page, f"{name}_total", "counter", help_text, labels)
 
     def count(self, n: int = 1) -> None:
-        """Add `n` to the series of a family without labels."""
+        """Add `n` to the only series of a family without labels."""
         self.add(amount=n)
 
     def count_one(self, value: str) -> None:
@@ -572,11 +573,11 @@ class Counters(_Values):
         self.add((value,))
 
     def follow(self, total: float) -> None:
-        """Show a total that another part counts; the total may restart at 0."""
+        """Show a total that another module counts; the total may restart at 0."""
         self._values = {(): total}
 
     def keep(self, wanted: Callable[[Labels], bool]) -> None:
-        """Remove the series whose labels are not `wanted`."""
+        """Remove the series for whose labels `wanted` is false."""
         self._values = {labels: value for labels, value in self._values.items() if wanted(labels)}
 
 
@@ -599,7 +600,7 @@ class _Cell:
     def __init__(self, buckets: int) -> None:
         self.counts = [0] * buckets
         self.total = 0.0
-        self.text: bytes | None = None  # the rendered series; dropped at the next observation
+        self.text: bytes | None = None  # text of the series; dropped at the next observation
 
 
 class Histograms(Family):
@@ -626,7 +627,7 @@ class Histograms(Family):
         cell.text = None
 
     def also(self, name: str, labels: Labels) -> None:
-        """Also show this histogram under another name and with other label names."""
+        """Show this histogram a second time, under another name and with other label names."""
         copy = Histograms(self._page, name, self._help, self._bounds, labels)
         copy._cells = self._cells
         copy._keeps_texts = False

@@ -1,8 +1,8 @@
 """Metrics under the reference picker's names, which existing dashboards and autoscalers query.
 
 `llm_d_epp_…` are the names of llm-d, `inference_…` the older names of the Gateway API inference extension.
-Values are computed when the page is rendered. Queue sizes and running requests are this replica's own: sum
-them over the fleet. Metrics of the pool are the same on every replica.
+Values are computed when the page is rendered. Queue sizes and running requests are counts of this replica:
+sum them over the fleet. Metrics of the pool are the same on every replica.
 """
 
 from collections.abc import Callable, Mapping
@@ -99,7 +99,7 @@ class ReferenceMetrics:
         return found
 
     def _running_by_model(self) -> dict[Labels, float]:
-        """The requests in flight of each model, and 0 for models that had some before."""
+        """The number of requests in flight of each model, and 0 for models that had requests before."""
         found = dict.fromkeys(self._running_seen, 0.0)
         for model, count in self._running().items():
             labels = (self._model(model),)
@@ -124,7 +124,7 @@ class ReferenceMetrics:
 
     def _waiting(self) -> dict[Labels, float]:
         """The queue length of each series, and 0 for series that had requests before. Clients name flows and
-        models: beyond `_MOST_QUEUE_SERIES` series, drop those at 0, and count further requests as `other`."""
+        models: beyond `_MOST_QUEUE_SERIES` series, drop series at 0, and count the rest as `other`."""
         found: dict[Labels, float] = {}
         for each, count in self._metrics.waiting_requests.items():
             priority = str(each.band.priority)
@@ -138,4 +138,4 @@ class ReferenceMetrics:
                 break
             found.setdefault(labels, 0.0)
         self._queue_seen = found
-        return found or {("", "", *self._pool, "", ""): 0.0}  # 0 instead of a missing series
+        return found or {("", "", *self._pool, "", ""): 0.0}  # show a series at 0 rather than none

@@ -1,5 +1,5 @@
-"""OpenTelemetry traces of requests, sent over OTLP to a collector. `admission` uses this module, which
-is imported only if tracing is configured.
+"""OpenTelemetry traces of requests, sent over OTLP to a collector. The package `admission` uses this module,
+which is imported only if tracing is configured.
 
     decide ─┬─ admit      the admit script
             ├─ wait       the wait in the queue; one more span if the request is requeued
@@ -37,7 +37,7 @@ _W3C = TraceContextTextMapPropagator()
 
 
 class DecisionSpans:
-    """The spans of one request from its arrival to its decision; until then `undecided` has them by id."""
+    """The spans of a request from arrival to decision, which the mapping `undecided` has until then."""
 
     def __init__(
         self, tracer: trace.Tracer, root: Span, undecided: "dict[str, DecisionSpans]", request_id: str
@@ -51,13 +51,13 @@ class DecisionSpans:
 
     @property
     def parent(self) -> str:
-        """The traceparent for spans after the decision."""
+        """The `traceparent` that spans after the decision have as parent."""
         carrier: dict[str, str] = {}
         _W3C.inject(carrier, self._context)
         return carrier.get(_HEADER, "")
 
     def begin_stage(self, name: str) -> Span:
-        """Start a child span, after ending the wait span if there is one."""
+        """Start a child span of the decision; end the wait span first, if there is one."""
         self._end_wait()
         return self._tracer.start_span(name, self._context)
 
@@ -71,8 +71,8 @@ class DecisionSpans:
         span.end()
 
     def end(self, placement: Placement | None, fault: str = "") -> None:
-        """End the decision's span with the endpoint of `placement`, or with the error `fault`. A newer stream
-        of the same request keeps its own spans."""
+        """End the decision's span with the endpoint of `placement`, or with the error `fault`. If a newer
+        stream has the same request id, the newer stream's spans stay."""
         if self._undecided.get(self._request_id) is self:
             del self._undecided[self._request_id]
         self._end_wait()
@@ -89,7 +89,7 @@ class DecisionSpans:
 
 
 class Traces:
-    """A replica's traces. Used in one event loop; a background thread exports the spans."""
+    """A replica's traces. An object serves one event loop; a background thread exports the spans."""
 
     def __init__(self, processor: SpanProcessor, *, sample: float, replica: str, pool: str) -> None:
         self._provider = TracerProvider(
@@ -114,7 +114,7 @@ class Traces:
         return cls(processor, sample=tracing.sample, replica=replica, pool=pool)
 
     def begin(self, request: InferenceRequest) -> DecisionSpans | None:
-        """Start the trace of a request; None if it is not sampled."""
+        """Start the trace of a request; None if the request is not sampled."""
         root = self._tracer.start_span(
             "decide",
             _context_of(request.trace),
@@ -175,7 +175,7 @@ class Traces:
 
         def flush() -> None:
             self._provider.shutdown()
-            with contextlib.suppress(RuntimeError):  # the loop may have closed
+            with contextlib.suppress(RuntimeError):  # the event loop may be closed already
                 loop.call_soon_threadsafe(done.set)
 
         threading.Thread(target=flush, name="traces", daemon=True).start()
