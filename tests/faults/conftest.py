@@ -14,7 +14,7 @@ _POOLS = itertools.count(1)
 
 @pytest.fixture(scope="session")
 def redis7(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Debian's Redis. Tests that use it fail if it is not installed."""
+    """Debian's Redis. Tests that use Debian's Redis fail if it is not installed."""
     with redis_server(tmp_path_factory.mktemp("redis7"), binary=debian("redis-server")) as server:
         yield server
 

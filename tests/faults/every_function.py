@@ -22,7 +22,7 @@ _NUMBERS = itertools.count(1)
 
 
 async def use_everything(fleet: Fleet, store: Store) -> None:
-    """Make every call of `store`, the store of the first of two replicas, then wait for zero counts."""
+    """Make every call of `store`, the store of the first of two replicas, until no request is counted."""
     me, other = fleet.replicas
     assert store is me.store
     for policy in POLICIES:

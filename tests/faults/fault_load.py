@@ -26,8 +26,8 @@ JOINED = {
     "fair_request_queue": {"flow_capacity": 1000},
     "decision_log": {"enabled": True},
 }  # fmt: skip
-UPPER = 4  # upper bound of one endpoint, in requests
-MACHINE_S = 9.0  # extra wait because the test machine is busy
+UPPER = 4  # upper bound of requests in flight on one endpoint
+MACHINE_S = 9.0  # extra seconds to wait, because the test machine is busy
 HANGS_S = 30.0  # a request without a decision after this time counts as hung
 _SERVICE_S = 0.02
 _PAUSE_S = 0.05
@@ -36,7 +36,7 @@ _NUMBERS = itertools.count(1)
 
 @dataclass(slots=True)
 class Load:
-    """Counts of the clients' requests: `running` (placed, not settled), its maximum `highest`, and others."""
+    """Counts of the clients' requests: `running` (placed, not settled), the peak `highest` of `running`."""
 
     running: int = 0
     highest: int = 0
@@ -45,7 +45,7 @@ class Load:
     placed: list[str] = field(default_factory=list)
 
     async def request(self, replica: Replica, request_id: str, service_s: float) -> None:
-        """Admit a request, settle it after `service_s`. TimeoutError if admission takes over HANGS_S."""
+        """Admit a request, settle it after `service_s`. TimeoutError: no admission in HANGS_S."""
         try:
             async with asyncio.timeout(HANGS_S):
                 await replica.gate.admit(ask(request_id), stream_owned=True)
@@ -69,7 +69,7 @@ class Load:
 
 @asynccontextmanager
 async def loaded(fleet: Fleet, *, clients: int = 16, service_s: float = _SERVICE_S) -> AsyncIterator[Load]:
-    """Run a closed loop of clients, spread over the replicas. At the end each client finishes its request."""
+    """Run a closed loop of clients, spread over the replicas. When the block ends, clients finish."""
     load, stopping = Load(), asyncio.Event()
 
     async def client(replica: Replica) -> None:
@@ -86,7 +86,7 @@ async def loaded(fleet: Fleet, *, clients: int = 16, service_s: float = _SERVICE
 
 
 async def serve(fleet: Fleet, count: int) -> Load:
-    """Serve at least `count` requests, assert that none is refused, and wait until every count is 0."""
+    """Serve at least `count` requests; assert that none is refused; wait until no request is counted."""
     async with loaded(fleet) as load:
         await load.served_more(count)
     assert load.refused == 0
@@ -106,12 +106,12 @@ def settle_all(replica: Replica, *request_ids: str) -> None:
 
 
 async def rests_within_a_lease(fleet: Fleet) -> None:
-    """Wait until every count is exactly 0. AssertionError after a lease, a sweep and MACHINE_S."""
+    """Wait until all counts of requests are 0. Fails after a lease, a sweep and MACHINE_S."""
     await until(lambda: _rests(fleet), LEASE_S + SWEEP_S + MACHINE_S)
 
 
 async def _rests(fleet: Fleet) -> bool:
-    """Whether every count is 0; false while Redis is unavailable."""
+    """Whether every count of requests is 0; false while Redis is unavailable."""
     try:
         return await fleet.at_rest()
     except (StateUnavailable, RedisError):

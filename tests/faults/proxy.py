@@ -1,6 +1,6 @@
 """A TCP proxy with fault injection: between a replica and Redis, an endpoint, or another loopback server.
 
-Its attributes and methods take effect at once, on old and new connections:
+The proxy's attributes and methods take effect at once, on old and new connections:
 
     async with proxy(port) as between:      # clients connect to between.port
         between.delay_s = 0.05              # replies arrive this many seconds later
@@ -67,7 +67,7 @@ class Proxy:
         self.requests_flow.clear() if on else self.requests_flow.set()
 
     def hold(self, on: bool) -> None:
-        """Hold replies, or let them pass."""
+        """Hold replies, or let replies pass."""
         self._passes_one = False
         self.replies_flow.clear() if on else self.replies_flow.set()
 
@@ -83,7 +83,7 @@ class Proxy:
             self.hold(True)
 
     def refuse(self, error: str, times: int | None = None) -> None:
-        """Answer `times` commands (None: all) with `error` instead of forwarding them."""
+        """Answer the next `times` commands (None: all commands) with `error`, without forwarding them."""
         self.error, self.errors_left = error, math.inf if times is None else times
 
     def cut(self) -> None:
@@ -126,7 +126,7 @@ Ends = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 class _Link:
-    """One client connection and its connection to the server."""
+    """One connection from a client, and the connection to the server that belongs to it."""
 
     def __init__(self, proxy: Proxy, client: Ends, server: Ends) -> None:
         self._proxy = proxy
@@ -215,7 +215,7 @@ class _Link:
             await asyncio.Event().wait()
 
     def _without_messages(self, data: bytes) -> bytes:
-        """Parse the replies to a subscriber, and drop published messages if `drop_messages` is set."""
+        """Parse the server's replies to a subscriber; drop published messages if `drop_messages` is set."""
         self._replies_read.feed(data)
         passed = []
         while (reply := self._replies_read.gets()) is not False:
@@ -233,7 +233,7 @@ async def _cancelled(*tasks: "asyncio.Future[None]") -> None:
 
 
 def _resp2(reply: Any) -> bytes:
-    """`reply` in RESP2 wire format."""
+    """The value `reply` in RESP2's wire format."""
     match reply:
         case list():
             return b"*%d\r\n%b" % (len(reply), b"".join(map(_resp2, reply)))

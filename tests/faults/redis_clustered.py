@@ -25,7 +25,7 @@ class Cluster:
         return f"redis+cluster://{hosts(self.servers)}"
 
     def owner(self, pool: str, *, but: Sequence[Server] = ()) -> Server | None:
-        """The node that most nodes name as owner of the pool's slot; nodes in `but` have no vote."""
+        """The node that most nodes name as owner of the pool's slot; the nodes `but` are not asked."""
         slot = key_slot(Keys.of(pool).pool.encode())
         seen = []
         for server in self.servers:

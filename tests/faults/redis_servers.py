@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from tls_files import Pair
 
 READY_S = 30.0
-SILENCE_MS = 1500  # Sentinels and Clusters replace a primary after this silence
-PATIENT_MS = 15_000  # in tests that kill no server, Sentinels must not replace a stalled primary
+SILENCE_MS = 1500  # Sentinels and Clusters replace a primary that is silent for this time
+PATIENT_MS = 15_000  # for tests that kill no server: Sentinels must not replace a stalled primary
 REPLACED_S = 60.0  # time for a failover: a failed election is repeated after 10 s
 _POLL_S = 0.02
 _TRIES = 3  # another process may take the chosen port before the server binds it
@@ -46,7 +46,7 @@ for i = 2, #ARGV, 2 do redis.call('RESTORE', ARGV[i], 0, ARGV[i + 1]) end
 
 
 def debian(name: str) -> str:
-    """Path of a Debian program. Raises AssertionError with the package's name if it is not installed."""
+    """Path of a Debian program. AssertionError with the package's name if the program is missing."""
     found = shutil.which(name)
     assert found, f"{name} is missing: install Debian's {name}"
     return found
@@ -70,9 +70,9 @@ def wait(condition: Callable[[], Any], what: str, within_s: float = READY_S) -> 
 
 @dataclass(slots=True)
 class Server:
-    """A running Redis or Valkey. `options`: redis-py's connection options for a user with all permissions.
+    """A running Redis or Valkey. `options` let redis-py connect as a user with all permissions.
 
-    `folder` and `command`: `revive` starts the server with them; empty if no test restarts it.
+    `folder` and `command`: the method `revive` starts the server with these; empty if no test restarts it.
     """
 
     port: int
@@ -109,13 +109,13 @@ class Server:
         return of_it and seen.get("master_link_status") == "up"
 
     def began(self) -> str:
-        """Whether the server has started: `yes` if it answers, `no` if its process has ended, else empty."""
+        """Whether the server has started: 'yes': the server answers; 'no': its process has ended; else ''."""
         if self.process.poll() is not None:
             return "no"
         return "yes" if self.ask("PING") else ""
 
     def kill(self) -> None:
-        """Send SIGKILL and wait for the exit."""
+        """Send SIGKILL to the server, and wait for its exit."""
         self.process.kill()
         self.process.wait()
 
@@ -135,8 +135,8 @@ class Server:
 def redis_server(
     folder: Path, *options: str, binary: str = "", tls: "Pair | None" = None, **asking: Any
 ) -> Iterator[Server]:
-    """Start a server (Valkey by default) with `options`, and wait until it answers. With `tls` it takes only
-    TLS, from clients with the same certificate. `asking`: redis-py's connection options."""
+    """Start a server (Valkey by default) with `options`, and wait until it answers. With `tls` the server
+    accepts only TLS, from clients with the same certificate. `asking`: options of redis-py's connections."""
     folder.mkdir(parents=True, exist_ok=True)
     binary = binary or valkey_binary()
     if tls is not None:

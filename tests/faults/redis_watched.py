@@ -40,7 +40,7 @@ class Watched:
 
 @contextlib.contextmanager
 def watched(folder: Path, *options: str, silence_ms: int = SILENCE_MS) -> Iterator[Watched]:
-    """Start a primary, its replica and three Sentinels. `options`: for primary and replica."""
+    """Start a primary, its replica and three Sentinels. Primary and replica get `options`."""
     server, sentinel = debian("redis-server"), debian("redis-sentinel")
     fast = ("--repl-diskless-sync-delay", "0", "--repl-timeout", "5", *options)
     with contextlib.ExitStack() as stack:

@@ -13,7 +13,7 @@ from script_fleet import Fleet, running, until
 
 
 def snapshot_of(server: Server, fleet: Fleet) -> Callable[[], None]:
-    """Save the fleet's pool. Returns a function that restores it and closes every connection."""
+    """Save the fleet's pool. Returns a function that restores the saved pool and closes every connection."""
     saved = server.save(fleet.keys.prefix.replace("{", "\\{") + "*")
 
     def restore() -> None:
@@ -58,7 +58,7 @@ async def test_running_requests_are_counted_again_after_a_failover_lost_them(
     async with running(redis7.url, pool, "a", "b", joined=JOINED, listening=True) as it:
         a, b = it.replicas
         restore = snapshot_of(redis7, it)
-        # Requests fill the stock; the restored state has no record of them.
+        # Requests fill the pool; the restored state has no record of these requests.
         old = [f"old{number}" for number in range(UPPER)]
         await admit_all(a, *old)
         restore()
@@ -66,7 +66,7 @@ async def test_running_requests_are_counted_again_after_a_failover_lost_them(
         new = [f"new{number}" for number in range(3 * UPPER)]
         more = [asyncio.create_task(admit_all(b, name)) for name in new]
         await until(lambda: _counts(it, 3 * UPPER + UPPER))
-        # Every running request is counted, and at most twice the bound is in flight.
+        # Every running request is counted, and at most twice as many as the bound are in flight.
         placed = [task for task in more if task.done()]
         assert len(placed) <= UPPER
         assert (await it.counts())[0] == UPPER + len(placed)
@@ -85,7 +85,7 @@ async def test_lost_writes_over_admit_at_most_one_bound_of_requests(redis7: Serv
                 await load.served_more(50)
                 restore = snapshot_of(redis7, it)
                 await load.served_more(30)
-                # Lose the last writes.
+                # Lose the last writes to Redis.
                 restore()
         # The restored state may lack running requests until the next heartbeat reports them.
         assert load.highest <= 2 * UPPER

@@ -52,7 +52,7 @@ async def test_a_cluster_failover_by_an_operator_refuses_no_request(cluster: Clu
                 wait, lambda: cluster.owner(pool) not in (None, owner), "another owner", REPLACED_S
             )
             await load.served_more(200)
-        # No request is refused, and the bound holds.
+        # No request is refused, and no more requests run than the bound allows.
         assert load.refused == 0
         assert load.highest == UPPER
         await rests_within_a_lease(it)

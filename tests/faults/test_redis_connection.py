@@ -22,7 +22,7 @@ SHORT_S = 0.3
 
 @pytest.fixture
 async def hasty(redis7: Server, between: Proxy, pool: str) -> AsyncIterator[Fleet]:
-    """Two replicas; `a` reaches Redis through the proxy and declares it lost after SHORT_S of silence."""
+    """Two replicas; `a` reaches Redis through the proxy, and declares Redis lost after SHORT_S of silence."""
     how = {"through": {"a": between.url}, "silence_s": SHORT_S}
     async with running(redis7.url, pool, "a", "b", joined=JOINED, listening=True, **how) as it:
         yield it
@@ -39,7 +39,7 @@ async def test_every_count_returns_to_zero_after_redis_stalls(hasty: Fleet, betw
             await until(lambda lost=lost: len(a.lost) > lost)
             between.stalled = False
         await load.served_more(20)
-    # The replica detects each stall as silence. A late message takes stock for at most one lease.
+    # The replica detects each stall as silence. A late message makes a request count for at most one lease.
     assert set(a.lost) == {"silence"}
     assert load.highest <= UPPER
     await rests_within_a_lease(hasty)
@@ -56,7 +56,7 @@ async def test_a_grant_whose_wake_up_was_lost_does_not_wait_for_the_heartbeat(
         await admit_all(a, *(f"runs{number}" for number in range(UPPER)))
         waiting = asyncio.create_task(admit_all(b, "waits"))
         await it.until_queued(1)
-        # Once the bound has room, the request is placed without a wake-up.
+        # Once the pool has room, the request is placed without a wake-up.
         settle_all(a, "runs0")
         async with asyncio.timeout(15):
             await waiting
@@ -107,7 +107,7 @@ async def test_calls_wait_while_redis_stalls_for_less_than_the_silence_limit(
     await until(lambda: between.connections > made)
     assert not asked.done()
     between.stalled = False
-    # The caller gets its answer, and the replica never declares Redis lost.
+    # The caller gets the answer to its call, and the replica never declares Redis lost.
     assert name_of(await asked) == "placed"
     assert (a.lost, a.store.fault) == ([], None)
     await a.settle("r")
@@ -161,7 +161,7 @@ async def test_route_and_metrics_streams_reconnect_after_redis_vanished(between:
     async with background(routes.run(), following):
         await routes.caught_up()
         await until(lambda: links)
-        # The server vanishes, and both streams reconnect.
+        # The server vanishes, and both streams open new connections.
         made = between.connections
         between.vanished = True
         await until(lambda: between.connections >= made + 2)

@@ -1,4 +1,4 @@
-"""While Redis's replies are delayed, replicas send further calls without waiting, and in order."""
+"""While Redis's replies are delayed, replicas send further calls in order, without waiting for replies."""
 
 import asyncio
 import re
@@ -55,13 +55,13 @@ async def test_a_cancel_takes_effect_after_an_admission_that_was_sent_twice(
     await patient.redis.function_flush()
     second = asyncio.ensure_future(a.admit("second"))
     await until(lambda: _forgotten(redis7) == 1)
-    # The replica has sent the admission of `second`; now cancel `second`.
+    # The replica has sent the admission of the request `second`; now cancel this request.
     between.pass_one()
     await first
     end = a.store.cancel("second", 1, "cancelled")
     between.hold(False)
     await asyncio.gather(second, end)
-    # The replica repeats the failed admission, and the cancel still takes effect after it.
+    # The replica repeats the failed admission, and the cancel still takes effect after the admission.
     await a.settle("first")
     assert await patient.at_rest()
     assert (await patient.ledger()).ends == {"cancelled": 1, "completed": 1}

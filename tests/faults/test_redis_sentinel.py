@@ -15,7 +15,7 @@ async def test_counts_return_to_zero_after_a_manual_sentinel_failover(tmp_path: 
             async with loaded(it) as load:
                 await load.served_more(50)
                 former = redis.primary()
-                # The Sentinels promote the replica; the former primary keeps running.
+                # The Sentinels promote the Redis replica; the former primary keeps running.
                 await asyncio.to_thread(redis.sentinels[0].ask, "SENTINEL", "FAILOVER", SERVICE)
                 await asyncio.to_thread(wait, lambda: redis.primary() is not former, "a change", REPLACED_S)
                 await load.served_more(100)
@@ -45,7 +45,7 @@ async def test_replicas_leave_a_running_primary_once_sentinels_name_another(
 
             async def is_left() -> bool:
                 before = await asyncio.to_thread(calls)
-                await asyncio.sleep(1.5)  # three heartbeats of each replica
+                await asyncio.sleep(1.5)  # the time of three heartbeats of each replica
                 after = await asyncio.to_thread(calls)
                 return before[former.port] == after[former.port] and before[other.port] != after[other.port]
 

@@ -31,7 +31,7 @@ def url_of(server: Server, own: Pair) -> str:
 
 
 async def until_fault(url: str, pool: str, error: str) -> None:
-    """Wait until a replica connected to `url` reports `error` as its fault."""
+    """Wait until a replica connected to `url` reports the text `error` as its fault."""
     replica = Replica(url, pool, "a", silence_s=2.0)
     async with background(replica.store.run()):
         await until(lambda: error in (replica.store.fault or ""))
@@ -58,7 +58,7 @@ async def test_a_host_name_that_the_certificate_lacks_is_refused_unless_the_chec
     # The certificate names an IP address, but the URL has a host name.
     named = url_of(secure, vouched).replace(LOOPBACK, "localhost")
     await until_fault(named, pool, "ostname mismatch")
-    # With ssl_check_hostname off, the replica serves.
+    # With the option ssl_check_hostname off, the replica serves requests.
     unchecked = named + "&ssl_check_hostname=false"
     async with running(unchecked, pool, "b") as it:
         assert name_of(await it.replicas[0].admit("r")) == "placed"

@@ -1,4 +1,4 @@
-"""A pool for hand-written tests. Each call runs the script and its model, and compares their states."""
+"""A pool for hand-written tests. Each call runs a script and its model, and compares the resulting states."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,13 +11,13 @@ from side_by_side import SideBySide
 
 REPLICAS = ("a", "b")
 SILENCE_MS = SETTINGS["silence_ms"]
-PRIORITIES = (10, 0, -10)  # Critical, Default and Sheddable
+PRIORITIES = (10, 0, -10)  # priorities of Critical, Default and Sheddable
 KEPT = {"pool", "endpoints", "load", "log", "replica_info", "replicas", "workloads", "flow_workloads"}
 
 
 def arrivals(text: str) -> list[Arrival]:
-    """Parse arrivals like 'x1 cost=2, x2, y1 band=0, z priority=7': each id with the fields that differ from
-    the defaults. The id without its digits names the flow: x1 and x2 belong to flow x."""
+    """Parse arrivals like 'x1 cost=2, x2, y1 band=0, z priority=7': each id, with the fields that are not
+    default. The id without its digits names the flow: x1 and x2 belong to flow x."""
     found = []
     for each in filter(None, text.split(",")):
         name, *fields = each.split()
@@ -39,7 +39,7 @@ def _number(text: str) -> Any:
 
 
 class Pool:
-    """A pool with replicas `a` and `b`, bounded to one request per endpoint unless `settings` differ."""
+    """A pool with replicas `a` and `b`, and one request per endpoint unless `settings` say otherwise."""
 
     def __init__(self, side: ScriptSide, endpoints: int = 1, **settings: Any) -> None:
         self.both = SideBySide(side)
@@ -77,7 +77,7 @@ class Pool:
         self.both.now_us += round(ms * 1000)
 
     def admit(self, text: str, by: str = "a") -> list[str]:
-        """Admit the arrivals of `text` in one call. Returns the answers."""
+        """Admit the requests in `text` in one call. Returns the answers."""
         return list(map(str, self.call("admit", arrivals(text), by=by).answers))
 
     def place(self, name: str, candidates: str = "*", by: str = "a") -> str:
@@ -105,21 +105,21 @@ class Pool:
         return self.those("granted")
 
     def those(self, event: str, by: str = "") -> list[str]:
-        """The requests or flow queues with `event` in the log, in order; `by` restricts the cause."""
+        """The requests or flow queues with `event` in the log, in order, and with the cause `by`."""
         words = [each.split(" ") for each in self.events]
         return [about for what, about, how in words if what == event and by in ("", how)]
 
     def of(self, request: str) -> list[str]:
-        """The events of a request, in order."""
+        """The logged events of a request, in order."""
         return [each.split(" ")[0] for each in self.events if each.split(" ")[1] == request]
 
     def counts(self) -> tuple[float, int, Sequence[int]]:
-        """Stock, queue length, load of each endpoint."""
+        """The stock (claims in flight), the queue length, and the load of each endpoint."""
         loads = self.model.endpoints.counts
         return self.model.stock, len(self.model.queue), [loads[name] for name in sorted(loads)]
 
     def is_at_rest(self) -> bool:
-        """Whether after a sweep all counts are 0 and no key of a request is left."""
+        """Whether, after a sweep, all counts of requests are 0 and no key of a request is left."""
         for name in REPLICAS:
             self.beat(name)
         self.sweep()
@@ -128,12 +128,12 @@ class Pool:
 
 
 def many(text: str, count: int) -> str:
-    """`text` for each n below `count`."""
+    """The text `text` with each n below `count` filled in."""
     return ", ".join(text.format(n=n) for n in range(count))
 
 
 def holding(side: ScriptSide, *texts: str, **settings: Any) -> Pool:
-    """A pool after the arrivals of each text, with one call per text."""
+    """A pool in which the requests of each text have arrived, with one call per text."""
     pool = Pool(side, **settings)
     for text in texts:
         pool.admit(text)
@@ -141,5 +141,5 @@ def holding(side: ScriptSide, *texts: str, **settings: Any) -> Pool:
 
 
 def full(side: ScriptSide, *waiting: str, **settings: Any) -> Pool:
-    """A pool filled by the request `runs`, with the arrivals `waiting` behind it."""
+    """A pool filled by the request `runs`; the requests in the text `waiting` wait behind `runs`."""
     return holding(side, "runs", *waiting, **settings)

@@ -15,7 +15,7 @@ TIMEOUT_S = 10
 def side(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ScriptSide]:
     """The scripts on a fresh server, a real Valkey or fakeredis."""
     server: str = request.param
-    if server == "fakeredis":  # run it in this process, as TCP would double its time
+    if server == "fakeredis":  # run fakeredis in this process, as TCP would double its time
         with FakeRedis(server_type="valkey", **TEXT) as client:
             yield ScriptSide(client, server)
         return

@@ -26,7 +26,7 @@ class EndpointCounts:
         return self.listed - self._draining - {address for _, address in self.marks}
 
     def mark(self, what: str, on: bool, address: str, now_ms: int) -> bool:
-        """Set or remove a mark. Returns False if the endpoint is not listed."""
+        """Set or remove a mark (drained, down, ejected). False: no such endpoint."""
         if address not in self.listed:
             return False
         before = {address for _, address in self.marks}
@@ -95,17 +95,17 @@ class EndpointCounts:
         return {address: self.counts[address] for address in free.difference(closed)}, bool(among), closed
 
     def places(self, caps: Mapping[str, int], granted: int) -> float:
-        """The number of further grants until each open endpoint is at its limit (`caps`)."""
+        """The number of further grants until each open endpoint is at the limit that `caps` gives."""
         if not self.open <= caps.keys():
             return math.inf
         return sum(max(caps[a] - self.counts[a], 0) for a in self.open) - granted
 
     def has_place(self, address: str, caps: Mapping[str, int]) -> bool:
-        """Whether the endpoint has a limit and takes one more request."""
+        """Whether the endpoint has a limit and may take one more request."""
         return address in caps and address in self.open and self.counts[address] < caps[address]
 
     def flow_full(self, r: Request) -> bool:
-        """Whether r's flow has reached its limit on all ready endpoints together."""
+        """Whether request r's flow has reached the flow's limit on all ready endpoints together."""
         return r.limit > 0 and self._of_flow.get((r.flow, ""), 0) >= r.limit * self.ready
 
     def count_flow(self, r: Request, address: str, change: int) -> None:
@@ -116,7 +116,7 @@ class EndpointCounts:
 
 
 def read_candidates(text: str) -> tuple[list[str] | None, dict[str, float]]:
-    """Parse candidates: the named addresses, each once (None: '*', all), and the scores that are given."""
+    """Parse candidates into the named addresses, each once (None for '*': all), and the given scores."""
     if text == "*":
         return None, {}
     pairs = [part.partition("=") for part in text.split(",") if part]
@@ -125,7 +125,7 @@ def read_candidates(text: str) -> tuple[list[str] | None, dict[str, float]]:
 
 
 def burdens(counts: Mapping[str, int], scores: Mapping[str, float], live_weight: float) -> dict[str, float]:
-    """Each endpoint's burden: its requests in flight; with scores, weighted load - score. Least is best."""
+    """Each endpoint's burden: its requests in flight; if scored, weighted load minus score. Least is best."""
     if not scores:
         return {address: float(count) for address, count in counts.items()}
     most = max([1, *counts.values()])

@@ -35,13 +35,13 @@ class Request:
     model: str
     limit: int
     body_bytes: int = 0
-    any_endpoint: bool = False  # its candidates are `*`, so its grant also places it
+    any_endpoint: bool = False  # the request's candidates are `*`: its grant also places it
     arrived: int = 0  # us
     deadline_ms: int = 0
-    due_ms: float = 0  # when the request becomes overdue
-    timer_ms: float = 0  # when its next timer runs
-    state: str = "new"  # later queued, orphaned, granted or placed
-    flow_queue: str = ""  # name of its flow queue while queued
+    due_ms: float = 0  # time when the request becomes overdue
+    timer_ms: float = 0  # time when the request's next timer runs
+    state: str = "new"  # state; later queued, orphaned, granted or placed
+    flow_queue: str = ""  # name of the request's flow queue while the request is queued
     endpoints: str = ""
     taken: float = 0.0
     tag: float | None = None
@@ -109,8 +109,8 @@ class Registry:
 
 
 class Workloads(Registry):
-    """The registry by workload id; under `workload-aware` also `in_flows`, by flow and id. Requests without a
-    workload id ('') are not counted."""
+    """The registry by workload id; under the policy `workload-aware` also `in_flows`, by flow and workload
+    id. Requests without a workload id ('') are not counted."""
 
     def __init__(self, moment: Moment) -> None:
         super().__init__(moment)

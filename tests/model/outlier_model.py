@@ -10,8 +10,8 @@ TRIAL_MS, FULL_MS, UNSEEN_MS, KEPT_MS = 15_000, 1_000, 10_000, 60_000
 
 @dataclass
 class Entry:
-    """The outlier record of one endpoint. `by`: request id and flow of each failure since its last answer;
-    the flow is '' if the request failed on another endpoint, too."""
+    """The outlier record of one endpoint. `by`: request id and flow of each failure since the endpoint's last
+    answer; the flow is '' if the request failed on another endpoint, too."""
 
     at_ms: int
     by: list[list[str]] = field(default_factory=list)
@@ -22,14 +22,14 @@ class Entry:
     trial: bool = False
     cap: int | None = None
     cap_until_ms: int = 0
-    fulls: int = 0  # how often the endpoint was full without an answer in between
-    elsewhere: bool = False  # another endpoint has since answered a flow that failed here
+    fulls: int = 0  # number of times that the endpoint was full without an answer in between
+    elsewhere: bool = False  # another endpoint has since answered a flow that failed on this endpoint
 
     def flows(self) -> list[str]:
         return [flow for _, flow in self.by if flow]
 
     def forget_one(self) -> None:
-        """Forget the oldest failure that has no flow or the newest failure's flow, else the oldest of all."""
+        """Forget the oldest failure with no flow or the newest failure's flow, else the oldest one."""
         *former, (_, newest) = self.by
         alike = [at for at, (_, flow) in enumerate(former) if flow in ("", newest)]
         del self.by[alike[0] if alike else 0]
@@ -48,7 +48,7 @@ class Outliers(dict[str, Entry]):
         for address, entry in self.items():
             over = entry.cap_until_ms <= self._moment.now_ms
             if entry.cap is not None and (not over or entry.fulls):
-                cap = entry.cap + over  # after its hold a full endpoint may get one trial request
+                cap = entry.cap + over  # once its hold is over, a full endpoint may get one trial request
                 caps[address] = min(cap, caps.get(address, cap))
         return caps
 
@@ -56,7 +56,7 @@ class Outliers(dict[str, Entry]):
         return self.setdefault(address, Entry(self._moment.now_ms))
 
     def told(self, request_id: str) -> tuple[str, list[str]] | None:
-        """The endpoint and the record of an earlier failure of this request; None if there is none."""
+        """The endpoint and the outlier record of an earlier failure of this request, or None."""
         return next(
             (
                 (address, each)
@@ -110,7 +110,7 @@ class Outliers(dict[str, Entry]):
             del self[address]
 
     def expire(self, address: str) -> None:
-        """In a sweep: end an outdated limit or trial of an endpoint that is not ejected."""
+        """The sweep's part: end an outdated limit or trial of an endpoint that is not ejected."""
         entry = self[address]
         over = entry.cap is None or entry.cap_until_ms <= self._moment.now_ms
         if entry.cap is not None and over and not entry.fulls:

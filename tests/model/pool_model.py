@@ -15,7 +15,7 @@ Item = TypeVar("Item")
 
 DISPATCH_LIMIT = 24
 TIMERS_LIMIT = 24
-CHUNK = 32  # most requests of a kind that a sweep handles
+CHUNK = 32  # the most requests of one kind that a sweep handles
 DOWN_MS = 10_000
 SMALLEST = 1e-9  # smallest value of a smoothed figure
 REFILED_BY = (
@@ -41,8 +41,8 @@ class Reply:
 class PoolModel:
     """The pool's state. `events`: decision log of the last call, as 'EVENT REQUEST-OR-FLOW-QUEUE BY'.
 
-    `choose` picks a request's endpoints: it gets the request id and the burden of each allowed endpoint, and
-    returns 'a,b,c', best first. So the model does not depend on how the scripts break ties.
+    The function `choose` gets a request id and the burden of each allowed endpoint, and returns the request's
+    endpoints as 'a,b,c', best first. Thus the model does not depend on how the scripts break ties.
     """
 
     def __init__(self, choose: Choose = least_burdened) -> None:
@@ -53,7 +53,7 @@ class PoolModel:
         self.outliers = Outliers(self.moment)
         self.requests: dict[str, Request] = {}
         self.inboxes: dict[str, dict[str, str]] = {}
-        self.suspects: dict[str, float] = {}  # request that may have ended without a report -> since when, ms
+        self.suspects: dict[str, float] = {}  # request that may have ended unreported -> suspected since, ms
         self.replicas: dict[str, int] = {}  # last heartbeat, ms
         self.means: dict[str, tuple[float, int]] = {}  # flow -> mean answer tokens, when learned (ms)
         self.stock = self.upper = self.lower = self.rate = 0.0
@@ -66,7 +66,7 @@ class PoolModel:
         self._versions = ("", "")
         self._swept_ms = self._swept_dispatches = 0
         self._more = self.refiling = self._timed = False
-        self._suspected: list[str] = []  # endpoints of suspects, as of the last sweep
+        self._suspected: list[str] = []  # endpoints of suspect requests, as of the last sweep
         self._caller = ""
         self._notifications: list[str] = []
 
@@ -80,7 +80,7 @@ class PoolModel:
         """The smoothed mean of the tokens of the flow's answers; the first answer sets the mean."""
         return self.means[flow][0] if flow in self.means else float(self.moment.settings["default_answer"])
 
-    # How each call begins and ends: it ends with a dispatch.
+    # The beginning and the end of each call: a call ends with a dispatch.
 
     def _begin(self, caller: str) -> None:
         self._caller, self._notifications, self.events, self._timed = caller, [], [], False
@@ -106,13 +106,13 @@ class PoolModel:
             self._notifications.append(f"{what} {r.id}")
 
     def _notify_placed(self, r: Request, reply: str) -> None:
-        """Notify the owner of a placement by a grant; `reply` is the answer that `place` would give."""
+        """Notify r's owner that a grant has placed r; `reply` is the answer that `place` would give."""
         self.inboxes.setdefault(r.owner, {})[r.id] = f"placed {r.attempt}"
         if r.owner == self._caller:
             self._notifications.append(f"placed {r.attempt} {reply.removeprefix('placed ')} {r.id}")
 
     def _is_untaken(self, r: Request) -> bool:
-        """Whether r is granted, or was placed by its grant without an acknowledgement by its replica."""
+        """Whether r is granted, or was placed by its grant and not acknowledged by its replica."""
         note = self.inboxes.get(r.owner, {}).get(r.id)
         return r.state == "granted" or (r.state == "placed" and note == f"placed {r.attempt}")
 
@@ -169,7 +169,7 @@ class PoolModel:
         return self.claim(r.cost, self.upper)
 
     def claim(self, cost: float, most: float) -> float:
-        """The stock that a request of `cost` takes if the upper bound is `most`."""
+        """The stock that a request of cost `cost` takes if the upper bound of the stock is `most`."""
         settings = self.moment.settings
         share = settings.get("largest_claim", settings.get("claim_share", 1))
         return min(cost, max(most * share, min(1, most))) if self.queues else 0.0
@@ -185,7 +185,7 @@ class PoolModel:
         return self.endpoints.places(self._caps, granted) if self._caps else math.inf
 
     def _unblock(self, address: str) -> None:
-        """After a request has left the endpoint, unthrottle a flow queue that waits for this endpoint."""
+        """Once a request has left an endpoint, unthrottle a flow queue that waits for this endpoint."""
         if self.endpoints.has_place(address, self._caps):
             self.queue.endpoint_has_room(address)
 
@@ -211,8 +211,8 @@ class PoolModel:
         if not limited or r.deadline_ms <= self.moment.now_ms:
             self._finish(r, "expired" if limited else "refused")
             return "expired" if limited else "refused no-endpoints 1"
-        # Requeue r at its position and refund its charge. Throttle the flow queue until a request of the flow
-        # ends or an endpoint has room. If no endpoint has room, dispatch stops, so do not throttle it.
+        # Requeue r at its position and refund its charge. Throttle r's flow queue until a request of the flow
+        # ends or an endpoint has room. If no endpoint has room, dispatch stops: do not throttle the queue.
         self._give_back(r)
         self.workloads.sent_back(r.workload)
         r.any_endpoint = candidates == "*"
@@ -250,7 +250,7 @@ class PoolModel:
                 self.queue.unthrottle(priority, self.queue.name_of(r))
 
     def _turn_away(self, r: Request, event: str) -> None:
-        """End a waiting request that its client has not cancelled, and notify its owner."""
+        """End a waiting request that its client has not cancelled, and notify the request's owner."""
         self._finish(r, event)
         self._notify(r, event)
 
@@ -261,7 +261,7 @@ class PoolModel:
         self._log("orphaned", r.id)
 
     def _run_timers(self, limit: int) -> tuple[int, int]:
-        """Run at most `limit` due timers. Returns how many ran, and how many requests ended."""
+        """Run at most `limit` due timers of requests. Returns how many ran, and how many requests ended."""
         self._timed = True
         waiting = [r for r in self.requests.values() if r.state in ("queued", "orphaned")]
         due = sorted((r.timer_ms, r.id) for r in waiting if r.timer_ms <= self.moment.now_ms)[:limit]
@@ -330,7 +330,7 @@ class PoolModel:
         return len(ran_out[:most])
 
     def _orphan_silent(self, grace_ms: int) -> None:
-        """Orphan the queued requests of the replica that has been silent for longest."""
+        """Orphan the queued requests of the replica that has been silent for the longest time."""
         gone = set(self.replicas) - set(self.live(self.moment.settings["silence_ms"]))
         if not gone:
             return
@@ -349,7 +349,7 @@ class PoolModel:
         self.refiling = False
 
     def _expire_down_marks(self) -> None:
-        """Remove down marks that no replica has confirmed for DOWN_MS."""
+        """Remove marks `down` that no replica has confirmed for DOWN_MS."""
         for (what, address), since_ms in list(self.endpoints.marks.items()):
             if what == "down" and self.moment.now_ms - since_ms > DOWN_MS:
                 self._mark("down", False, address)
@@ -371,7 +371,7 @@ class PoolModel:
                 self._mark("ejected", False, address)
 
     def _move(self, r: Request, listed: str) -> None:
-        """Record that Envoy moved r to the first endpoint of `listed`."""
+        """Record that Envoy moved request r to the first endpoint of `listed`."""
         old = first(r.endpoints)
         self._release(r, r.endpoints)
         r.endpoints = listed
@@ -441,11 +441,11 @@ class PoolModel:
                 self._try(address)
 
     def retry_after_s(self) -> int:
-        """The seconds until the queue has drained at the measured rate: 1 to 60; 1 if unknown."""
+        """The seconds until the queue has drained at the measured rate: 1 to 60; 1 if the rate is unknown."""
         return max(1, math.ceil(min(60, (len(self.queue) + 1) / self.rate))) if self.rate else 1
 
     def _measure_rate(self) -> None:
-        """Measure the drain rate of the queue, for Retry-After."""
+        """Measure the drain rate of the queue, which determines Retry-After."""
         passed_ms = self.moment.now_ms - self._swept_ms
         if self._swept_ms and passed_ms > 0:
             measured = max(0, self.dispatches - self._swept_dispatches) * 1000 / passed_ms
@@ -456,5 +456,5 @@ class PoolModel:
 
 
 def first(endpoints: str) -> str:
-    """The serving endpoint of a list like 'a,b,c': the first one."""
+    """The serving endpoint of a list like 'a,b,c': the first endpoint."""
     return endpoints.split(",")[0]

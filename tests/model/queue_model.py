@@ -1,6 +1,6 @@
-"""A model of the shared queue in plain Python. Tests compare it with the Lua scripts call by call.
+"""A model of the shared queue in plain Python. Tests compare the model with the Lua scripts call by call.
 
-Each public method of `QueueModel` models one script of `lua/`. `moment.now_us` is the clock.
+Each public method of `QueueModel` models one script of `lua/`. The clock is `moment.now_us`.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -16,8 +16,8 @@ from picker_fleet.state.connection import smoothed
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A request to admit. `candidates`: '*', 'a,b' or 'a=0.7,b=0.5' (scores). `limit`: the flow's limit per
-    endpoint (0: none). `learn`: add the flow's mean answer to `cost`."""
+    """A request to admit. The field `candidates` is '*', 'a,b' or, with scores, 'a=0.7,b=0.5'. The field
+    `limit`: the flow's limit per endpoint (0: no limit). `learn`: add the flow's mean answer to `cost`."""
 
     id: str
     attempt: str = "1"
@@ -45,7 +45,7 @@ def of_each(answer: Callable[..., str]) -> Batch:
 
 
 class QueueModel(PoolModel):
-    """One method for each script. Like a script, a batch call answers each item with a text."""
+    """The model has one method for each script. Like a script, a batch call answers each item with a text."""
 
     def admit(self, caller: str, items: Iterable[Arrival]) -> Reply:
         if not self._base:
@@ -172,8 +172,8 @@ class QueueModel(PoolModel):
         self.replicas[caller] = self.moment.now_ms
         live = self.live(silence_ms)
         inbox = self.inboxes.get(caller, {})
-        # Keep grants until they are placed (by `place`, or acknowledged). Drop the notifications of requests
-        # that ended or that another stream adopted, and of an earlier request with the same id.
+        # Keep grants until they are placed (by `place`, or acknowledged). Drop notifications of requests that
+        # ended or that another stream adopted, and of an earlier request with the same id.
         placed = {id for id, what in inbox.items() if what.startswith("placed")}
         over = {id for id in placed if id not in self.requests or not self._is_untaken(self.requests[id])}
         over |= {
@@ -189,7 +189,7 @@ class QueueModel(PoolModel):
         reply = self._conclude([int(was_known), int(caller == min(live)), len(live), *versions])
         reply.notifications = kept + reply.notifications
         reply.answers += [self.stock, len(self.queue), self.upper, self.lower, self.endpoints.ready]
-        # An empty text stands for the signing keys, which the model lacks; the time follows.
+        # An empty text stands for the signing keys, which the model lacks; the time comes next.
         reply.answers += [self.moment.settings["paused"], "", self.moment.now_us, ""]
         return reply
 
@@ -224,8 +224,8 @@ class QueueModel(PoolModel):
         return self._conclude([self.tuned])
 
     def sweep(self, caller: str, interval_ms: int, grace_ms: int, idle_ms: int, unseen_ms: int) -> Reply:
-        """Answers: whether the sweep ran, expired, reclaimed, whether there is more work, 0 ghosts, and the
-        endpoints of suspects."""
+        """Answers: whether the sweep ran, numbers of expired and reclaimed requests, whether there is more
+        work, 0 ghosts, and the endpoints of suspect requests."""
         self._begin(caller)
         fresh = self.moment.now_ms - self._swept_ms >= interval_ms
         if not fresh and not (self._more or self._suspected):
@@ -310,7 +310,7 @@ class QueueModel(PoolModel):
         return reply
 
     def _full(self, r: Request) -> str | None:
-        """Return the refusal of r if the queue has no room, else None. May preempt another request."""
+        """Return the refusal of r if the queue has no room, else None. This may preempt another request."""
         s = self.moment.settings
         if not self.queues and not s["paused"] and not len(self.queue):
             return self._refuse(r, "saturated")
@@ -347,7 +347,7 @@ class QueueModel(PoolModel):
             if r.state == "orphaned":
                 self.queue.insert(r)
             r.any_endpoint = item.candidates == "*"
-            self._withdraw_notification(r)  # left by an earlier request of this id
+            self._withdraw_notification(r)  # left by an earlier request with this id
             self._log("adopted", r.id)
             return f"queued {r.deadline_ms - self.moment.now_ms} adopted"
         self._log("adopted", r.id)
@@ -366,8 +366,8 @@ class QueueModel(PoolModel):
         return r if r and (r.owner, r.attempt) == (self._caller, attempt) else None
 
     def _restore(self, r: Request, served: str) -> str:
-        """Restore a running request whose record was lost. It takes stock even beyond the upper bound, but at
-        most its claim under the bound of all listed endpoints."""
+        """Restore a running request whose record was lost. The request takes stock even beyond the upper
+        bound, but at most its claim under the bound of all listed endpoints."""
         where = served if served in self.endpoints.counts else r.endpoints
         if where not in self.endpoints.counts:
             return "unknown"

@@ -1,9 +1,9 @@
 """Searches all orders in which replicas may lose Redis and resync while one request runs and ends.
 
-The replicas are the product's `Admission` with journal, tombstones and resync. `Pool` answers their calls
-at once; it models `lua/tombstone.lua`, `renew.lua`, `settle.lua` and `admit.lua` for one request. A test
-replays the calls in `Pool.asked` on a server. The clock stands still, so that access-log entries never become
-too old: correctness must not depend on their age.
+The replicas are the product's `Admission` with journal, tombstones and resync. The class `Pool` answers
+replicas' calls at once; it models `lua/tombstone.lua`, `renew.lua`, `settle.lua` and `admit.lua` for one
+request. A test replays the calls in `Pool.asked` on a server. The clock stands still, so that access-log
+entries never become too old: correctness must not depend on the entries' age.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ from picker_fleet.telemetry.metrics import Metrics
 
 REQUEST, ENDPOINT = "x", "10.0.0.1:8000"
 NOW_S = 1000.0
-_ANY_TIME_S = 1e6  # accepts access-log entries of any age
+_ANY_TIME_S = 1e6  # a replica accepts access-log entries of any age
 _UNSENT, _RUNS, _OVER = "unsent", "runs", "over"
 
 
@@ -41,14 +41,14 @@ class Done(asyncio.Future[Any]):
 
 
 class Pool:
-    """A model of the shared state in Redis. `asked` records all calls with their answers."""
+    """A model of the shared state in Redis. The list `asked` records all calls with their answers."""
 
     def __init__(self) -> None:
-        self.counted: dict[str, bool] = {}  # running request -> whether it was restored
+        self.counted: dict[str, bool] = {}  # running request -> whether the request was restored
         self.tombstones: set[str] = set()
         self.connection_epoch, self.life = 1, 1
         self.fault, self.asked_s, self.heard_s = None, None, 0.0
-        self.asked: list[tuple[str, tuple[Any, ...], object]] = []  # script, arguments of its item, answer
+        self.asked: list[tuple[str, tuple[Any, ...], object]] = []  # script, arguments of the item, answer
 
     @property
     def epoch(self) -> str:
@@ -101,7 +101,7 @@ class Step(NamedTuple):
 
 
 class State(NamedTuple):
-    """The complete state of a `World`, which determines all further steps; hashable."""
+    """The complete, hashable state of a `World`, which determines all further steps."""
 
     request: str
     signs: int
@@ -115,10 +115,10 @@ class State(NamedTuple):
 
 
 class World:
-    """`replicas` replicas, each of which may lose Redis up to `outs` times, and one request, which is renewed
-    up to `signs` times. `patient` replicas restore requests only after their peers have reported their
-    completions, or if a peer has no Redis; without `patient` their wait may time out at any time. Redis may
-    lose all its data `losses` times. With `whole`, a resync is one step, between heartbeats of all replicas.
+    """The `replicas`, each of which may lose Redis up to `outs` times, and one request, which is renewed up
+    to `signs` times. With `patient`, a replica restores requests only after each peer has reported its
+    completions or has no Redis; without `patient`, this wait may time out at any time. Redis may lose all
+    data `losses` times. With the argument `whole`, a resync is one step, between heartbeats of all replicas.
     """
 
     def __init__(
@@ -155,7 +155,7 @@ class World:
             attempts=itertools.repeat(1), pause_detector=PauseDetector(lambda: NOW_S, lambda: 0.0),
         )  # fmt: skip
 
-    # The possible next steps, and their execution
+    # The possible next steps, and the methods that take a step
 
     def steps(self) -> Iterator[Step]:
         if self.request == _OVER and not self._remembered:
@@ -165,7 +165,7 @@ class World:
             yield Step("lose")
         for who, gate in enumerate(self._gates):
             if self.request == _UNSENT:
-                if who == 0:  # all replicas are equivalent
+                if who == 0:  # replicas are interchangeable
                     yield Step("start", who)
             elif self.request == _RUNS:
                 yield Step("end", who)
@@ -193,7 +193,7 @@ class World:
         gate, who = self._gates[step.who], step.who
         if step.what == "start":
             if gate.failover.outage is not None:
-                gate.failover.outage.gate.release(1.0)  # this search does not limit the budget
+                gate.failover.outage.gate.release(1.0)  # this search does not limit a replica's budget
             _run(gate.admit(ask(REQUEST), stream_owned=False))
             self.request = _RUNS
         elif step.what == "renew":
@@ -234,7 +234,7 @@ class World:
                 self._beat(who)
 
     def _beat(self, who: int) -> None:
-        """Heartbeat: a replica receives its peers' present info; the peers receive its own in other steps."""
+        """A heartbeat: the replica receives its peers' present info; they receive its info in other steps."""
         about = {
             name: said or _Said.of(gate)
             for name, said, gate in zip(self.names, self._said, self._gates, strict=True)
@@ -248,7 +248,7 @@ class World:
 
     @property
     def _remembered(self) -> bool:
-        """Whether the pool or a journal still has the request; if not, it can never be counted again."""
+        """Whether the pool or a journal has the request; otherwise the request is never counted again."""
         return REQUEST in self.pool.counted or any(
             entry.id == REQUEST for gate in self._gates for entry in gate.ledger.journal()
         )
@@ -258,14 +258,14 @@ class World:
         return all(gate.failover.state is FailoverState.SHARED for gate in self._gates)
 
     def at_rest(self) -> None:
-        """Let every replica send heartbeats until no info changes; a running request renews its lease."""
+        """Replicas send heartbeats until no replica's info changes; a running request renews its lease."""
         for _ in range(2):
             self._beat_all()
         if self.request == _RUNS:
             self._gates[0].renew(Alive(REQUEST, ENDPOINT, self.accounting_token))
 
     def fault(self) -> str:
-        """Describe a wrong count of the request; '' if the count is right."""
+        """Describe a wrong count of the request in Redis; '' if the count is right."""
         counted, runs = REQUEST in self.pool.counted, self.request == _RUNS
         if counted == runs:
             return ""
@@ -274,7 +274,7 @@ class World:
     # Saving and restoring the state
 
     def state(self, before: State | None = None, who: int = 0) -> State:
-        """The present state. `before`: the former state, if since then only replica `who` made a step."""
+        """The present state. `before`: the former state, if only replica `who` has made a step since."""
         pool = self.pool
         if before is None:
             gates = tuple(gate.failover.save() for gate in self._gates)
@@ -327,8 +327,8 @@ def search(world: World) -> tuple[int, str]:
 
 
 def walk(world: World, chance: random.Random, most: int) -> tuple[list[Step], str]:
-    """Take random steps until all replicas share again and the request has ended, or `most` steps. Returns
-    the steps, and the violated invariant, if any."""
+    """Take random steps until all replicas use Redis again and the request has ended; at most `most` steps.
+    Returns the steps taken, and the violated invariant, if any."""
     world.restart()
     taken: list[Step] = []
     while len(taken) < most and not (world.all_back and world.request == _OVER):
@@ -351,7 +351,7 @@ def _way(reached: Mapping[State, tuple[State, Step] | None], state: State) -> st
 
 
 class _Said(dict[str, Any]):
-    """The info that a replica last sent to its peers; immutable."""
+    """The immutable info that a replica last sent to its peers."""
 
     @classmethod
     def of(cls, gate: Admission) -> "_Said":

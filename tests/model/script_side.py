@@ -38,15 +38,15 @@ class Seen:
     reply: Reply
     events: list[str]
     numbers: dict[str, Any]
-    workloads: dict[str, list[float]]  # thirteen numbers each, as docs/redis-schema.md lists them
+    workloads: dict[str, list[float]]  # thirteen numbers of each workload, as docs/redis-schema.md lists them
     flow_workloads: dict[str, list[float]]
-    orders: dict[str, dict[str, float]]  # every sorted set, by its name without prefix: scores by member
+    orders: dict[str, dict[str, float]]  # the scores by member of every sorted set, by name without prefix
     placed: dict[str, str]  # the endpoints of each placed request, best first
 
 
 class ScriptSide:
-    """A pool on the server of `client`, which must be made with TEXT; `clear` empties the pool. `server` is
-    `valkey` or `fakeredis`."""
+    """A pool on the server of `client` (made with options TEXT); `clear` empties the pool. The argument
+    `server` is 'valkey' or 'fakeredis'."""
 
     def __init__(self, client: redis.Redis, server: str) -> None:
         self.server = server
@@ -103,12 +103,12 @@ def flow_queue_of(entry: dict[str, str]) -> str:
 
 
 def scores_of(pairs: Sequence[Any]) -> dict[str, float]:
-    """Name -> score, from a reply that lists name, score, name, score."""
+    """Parse a reply that lists name, score, name, score into scores by name."""
     return dict(zip(pairs[::2], map(float, pairs[1::2]), strict=True))
 
 
 def plain(value: Any) -> Any:
-    """Convert texts that are numbers to floats, so that numeric texts equal numbers."""
+    """Convert numeric texts to floats, so that they equal the model's numbers."""
     if isinstance(value, list):
         return [plain(each) for each in value]
     try:
@@ -118,7 +118,7 @@ def plain(value: Any) -> Any:
 
 
 def numbers_of(state: list[Any]) -> dict[str, Any]:
-    """The values of lua/state.lua's reply by name, without the epoch."""
+    """The values in the reply of lua/state.lua by name, without the epoch."""
     names = (
         "epoch", "now_us", "stock", "queued", "upper", "lower", "ready", "in_flight", "dispatches", "ended",
         "bands", "replicas", "loads", "guards", "credit", "overdue", "rate", "paused", "tuned",
@@ -148,7 +148,7 @@ def by_priority(name: str, priorities: dict[int, int]) -> str:
 
 
 def band_tags(packed: str | None, others: str, priorities: dict[int, int]) -> dict[str, float]:
-    """The tags of weighted bands, read from Redis because no script returns them."""
+    """The tags of weighted bands, read from Redis because no script returns these tags."""
     found = counters(packed) if packed else {}
     tags = {f"band:{priorities[number]}": found.get(f"band:{number}", 0.0) for number in range(3)}
     tags |= {f"band:{fields[1]}": float(fields[6]) for fields in map(str.split, others.splitlines())}
@@ -156,7 +156,7 @@ def band_tags(packed: str | None, others: str, priorities: dict[int, int]) -> di
 
 
 def arguments(name: str, caller: str, *rest: Any) -> list[Any]:
-    """Convert the model's arguments of a call to the script's."""
+    """Convert the arguments of the model's method to the arguments of the script."""
     if name == "admit":
         return [caller, *(arrival(**asdict(it)) for it in rest[0])]
     if name == "renew":
@@ -184,7 +184,7 @@ def arguments(name: str, caller: str, *rest: Any) -> list[Any]:
 
 
 def accounting_token(r: Any) -> str:
-    """The accounting token of `r`, which restores its record if that is lost (lua/renew.lua)."""
+    """The accounting token of request `r`, which restores a lost record of `r` (lua/renew.lua)."""
     if r is None:
         return ""
     fields = (

@@ -17,13 +17,13 @@ _DEFAULTS = {"max_flows": math.inf}
 
 
 def policy_of(moment: Moment) -> Policy:
-    """The settings in force that determine the order."""
+    """The settings in force that determine the order of the queue."""
     settings = _DEFAULTS | moment.settings
     return Policy(**{name: settings.get(name) for name in _NAMES} | {"bands": bands_of(settings)})
 
 
 def bands_of(settings: Mapping[str, Any]) -> Bands:
-    """The configured bands: the three named ones, then others."""
+    """The configured bands: first the three named bands, then other bands."""
     bands = settings.get("bands") or named_bands()
     names = [Criticality(band.name) for band in NAMED]
     found = []
@@ -57,8 +57,8 @@ class SharedQueue(FairQueue[Request]):
         super().__init__(self._rules, next_arrival)
         self._make_named()
         self._log = log
-        self.credit = 0.0  # the first publish sets it to 1
-        # (priority, throttled flow queue) -> endpoint that it waits for -> its tag at that time
+        self.credit = 0.0  # the first publication sets this to 1
+        # (priority, throttled flow queue) -> endpoint waited for -> the queue's tag at that time
         self._blocked: dict[tuple[int, str], dict[str, float]] = {}
 
     def put_settings(self, moment: Moment) -> None:
@@ -66,7 +66,7 @@ class SharedQueue(FairQueue[Request]):
         self._make_named()
 
     def collect(self, in_use: Container[int], at_rest: bool) -> None:
-        """Forget each unnamed band without waiting or running requests, unless its tag is ahead of `bv`."""
+        """Forget each unnamed band without waiting or running requests, unless its tag exceeds `bv`."""
         named = {band.priority for band in self.policy.bands if band.is_named}
         for priority, band in list(self.bands.items()):
             owes = band.tag > self.bv and not at_rest
@@ -89,7 +89,7 @@ class SharedQueue(FairQueue[Request]):
             self._blocked.pop((r.priority, r.flow_queue), None)
 
     def correct(self, r: Request, change: float, floor: float) -> None:
-        """Add `change` to the tag of r's flow queue. Without a tag, start from `floor`, or `v` if lower."""
+        """Add `change` to the tag of r's flow queue. A new tag starts from `floor`, or from `v` if lower."""
         band, name = self.bands[r.priority], self.name_of(r)
         if name in band.queues:
             self.charge(band, name, change)
@@ -105,17 +105,17 @@ class SharedQueue(FairQueue[Request]):
         self._log("throttled", r.flow_queue)
 
     def wait_for_endpoints(self, r: Request, closed: Iterable[str]) -> None:
-        """Let r's throttled flow queue wait for room on one of the endpoints `closed`."""
+        """Let request r's throttled flow queue wait for room on one of the endpoints in `closed`."""
         tag = self.bands[r.priority].queues[r.flow_queue].tag
         self._blocked.setdefault((r.priority, r.flow_queue), {}).update(dict.fromkeys(closed, tag))
 
     def blocked(self, priority: int, address: str) -> dict[str, float]:
-        """The flow queues of a band that wait for an endpoint, with their tags."""
+        """The flow queues of a band that wait for room on an endpoint, with the queues' tags."""
         found = self._blocked.items()
         return {name: tags[address] for (band, name), tags in found if band == priority and address in tags}
 
     def endpoint_has_room(self, address: str) -> None:
-        """Unthrottle the next flow queue in order that waits for the endpoint."""
+        """Unthrottle the first flow queue, in the order of the queue, that waits for the endpoint."""
         for band in self.bands_in_order():
             priority = next(each for each, other in self.bands.items() if other is band)
             if waiting := self.blocked(priority, address):
@@ -123,7 +123,7 @@ class SharedQueue(FairQueue[Request]):
                 return
 
     def unthrottle(self, priority: int, name: str) -> None:
-        """Let a flow queue take turns again. It does not catch up on missed turns."""
+        """Let a flow queue take turns again. The queue does not catch up on missed turns."""
         band = self.bands[priority]
         if name in band.queues and name not in band.turns:
             self._blocked.pop((priority, name), None)
@@ -131,7 +131,7 @@ class SharedQueue(FairQueue[Request]):
             self._log("unthrottled", name)
 
     def throttled(self, band: BandQueue[Request]) -> dict[str, float]:
-        """The throttled flow queues of a band, with their tags."""
+        """The throttled flow queues of a band, with the queues' tags."""
         return {name: queue.tag for name, queue in band.queues.items() if name not in band.turns}
 
     def unthrottle_all(self) -> None:

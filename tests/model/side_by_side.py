@@ -1,4 +1,4 @@
-"""Makes each call on the scripts and on the model; a difference raises an AssertionError with both."""
+"""Makes each call on the scripts and on the model; raises an AssertionError that shows any difference."""
 
 import math
 from collections.abc import Sequence
@@ -22,16 +22,16 @@ class SideBySide:
         self.now_us = START_US
         self.model = QueueModel(self._choose)
         self.agree = True  # False after a call that showed a difference
-        self._placed: dict[str, str] = {}  # id -> endpoints chosen by the scripts, after the last call
+        self._placed: dict[str, str] = {}  # request id -> endpoints chosen by the scripts, after a call
         side.clear()
 
     def call(self, name: str, caller: str, *rest: Any) -> Reply:
-        """Make the call on both, and compare the replies, the logged events and the resulting states."""
+        """Make the call on scripts and model, and compare replies, logged events and resulting states."""
         self.agree = False
         if name == "sweep":
             self.model.scan_order = self.side.scan_order()
         seen = self.side.call(self.now_us, name, arguments(name, caller, *rest))
-        self._placed = seen.placed  # may be incomplete: the view lists about fifty requests only
+        self._placed = seen.placed  # may be incomplete: the script `view` lists about fifty requests only
         if name in ("admit", "place"):
             for item, answer in zip(rest[0], seen.reply.answers, strict=True):
                 if answer.startswith("placed "):
@@ -58,7 +58,7 @@ class SideBySide:
             assert_alike(f"{where}: {name}", [seen[name]], [value])
 
     def _compare_workloads(self, where: str, seen: dict[str, list[float]], registry: Registry) -> None:
-        """Compare workloads after sliding the windows: the scripts slide an entry only on a write."""
+        """Compare workloads after sliding their windows: the scripts slide a window only on a write."""
         assert seen.keys() == registry.known.keys(), where
         for name, (total, active, dispatched, ema_ms, last_ms, slot, *counts) in seen.items():
             arrivals, it = registry.arrivals(name), registry.known[name]
@@ -124,7 +124,7 @@ def assert_same(where: str, seen: list[str], expected: list[str], any_order: boo
 
 
 def assert_alike(where: str, seen: Sequence[Any], expected: Sequence[Any]) -> None:
-    """Assert that both are equal, numbers to nine digits."""
+    """Assert that both values are equal, with numbers compared to nine digits."""
     assert len(seen) == len(expected), (where, seen, expected)
     for one, other in zip(seen, expected, strict=True):
         both_numbers = isinstance(one, int | float) and isinstance(other, int | float)

@@ -1,6 +1,6 @@
 """Compares the scripts with the model under random calls, clock steps and actions of operators.
 
-PICKER_MODEL_EXAMPLES=N runs N random examples on each server, instead of the same few in every run.
+With PICKER_MODEL_EXAMPLES=N, N random examples run on each server, instead of a few fixed examples.
 """
 
 import os
@@ -34,17 +34,17 @@ CALLERS = ("a", "b", "c")
 ENDPOINTS = ("e1", "e2", "e3")
 WEIGHTS = {"one": 1.0, "two": 2.0, "four": 4.0, "half": 0.5}
 FAR = 1e7  # multiplies costs, so that tags are soon rebased
-# The priorities of the three named bands, and others, whose bands are created and collected.
+# The priorities of the three named bands, and other priorities, whose bands are created and collected.
 PRIORITIES = (*[0] * 6, *[10] * 2, *[-10] * 2, 100, 7, 7, -3, LEAST_PRIORITY, MOST_PRIORITY)
 LIMITS = {"four": 1, "half": 1}
 WORKLOADS = ("w1", "w2", "w3")
-SPELLED = (*WEIGHTS, *WORKLOADS)  # names that each run replaces by random names
+SPELLED = (*WEIGHTS, *WORKLOADS)  # names that each run replaces with random names
 GRACE_MS, IDLE_MS = 2000, 20_000
 UNSEEN_MS = 10**9  # ghosts are never found, as this test reads no metrics pages of endpoints
 EXAMPLES = os.environ.get("PICKER_MODEL_EXAMPLES", "")
 FEW = {"valkey": 100, "fakeredis": 10}  # fakeredis takes ten times as long, and runs all of test_rules.py
 STEPS = 50
-TO_SETTLE = 3_601_000_000  # us: longer than all timeouts here, and than GIVEN_UP_MS of lua/lib/tombstones.lua
+TO_SETTLE = 3_601_000_000  # us: longer than this test's timeouts and GIVEN_UP_MS (lua/lib/tombstones.lua)
 
 BASE: Fields = {
     "upper_per": 2, "lower_per": 1, "total_capacity": 9, "flow_capacity": 5, "lease_ms": 5000,
@@ -55,13 +55,13 @@ BASE: Fields = {
     "weights": {}, "paused": 0, "default_answer": 3, "answer_alpha": 0.3, "live_weight": 0.5,
     "eject_ms": 1000, "eject_most_ms": 4000, "eject_percent": 50,
 }  # fmt: skip
-# Under BASE few requests run and many wait. These bounds let more run, so that endpoints' loads differ more.
+# With BASE few requests run and many wait. These bounds let more run, so that endpoints' loads differ more.
 ROOMY = {"upper_per": 4, "lower_per": 3}
-# One sweep always scans this many requests. At REFILED (16) the scan may stop before some empty
+# One sweep always scans this number of requests. At REFILED (16) the scan may stop before some empty
 # buckets (it depends on the server's hash seed) and report more; the model has no partial scans.
 WALKED = 15
 GUARANTEED = {"priority": 7, "guaranteed": True}
-# LIVE: settings that an operator may change at any time. POLICY: settings whose change reorders the queue.
+# An operator may change LIVE settings at any time. A change of POLICY settings reorders the queue.
 LIVE: Choices = {
     "upper_per": [1, 2.3, 4, 0],
     "lower_per": [1, 2, 3.7, 0],
@@ -104,7 +104,7 @@ def every_of(choices: Choices) -> st.SearchStrategy[Fields]:
 
 
 def some_of(choices: Choices) -> st.SearchStrategy[Fields]:
-    """A few settings, each with one of its values or reset (None)."""
+    """A few settings, each with a value that the setting may have, or None to reset the setting."""
     values = {name: st.sampled_from([*each, None]) for name, each in choices.items()}
     return st.fixed_dictionaries({}, optional=values)
 
@@ -143,18 +143,18 @@ arrivals: st.SearchStrategy[Fields] = st.builds(
     learn=seldom,
     body_bytes=st.sampled_from([0, 900, 900, 2500, 2**32 - 1]),
 )
-attempts = st.sampled_from(["1", "2.one", "3.one", "3.two"])  # number, and digest of the body
+attempts = st.sampled_from(["1", "2.one", "3.one", "3.two"])  # the request's number, its body's digest
 other_flows = st.sampled_from(["", "", "", "another"])
 batches = st.lists(arrivals, min_size=1, max_size=4)
 
 
 def with_some(*states: str) -> Callable[[Any], bool]:
-    """A rule's precondition: some request is in one of `states`."""
+    """A rule's precondition: some request is in one of the states `states`."""
     return lambda machine: any(r.state in states for r in machine.model.requests.values())
 
 
 class QueueMachine(RuleBasedStateMachine):
-    """Draws random calls; `SideBySide` makes each on both sides and compares the results."""
+    """Draws random calls; `SideBySide` makes each call on scripts and model and compares the results."""
 
     side: ClassVar[ScriptSide]
 
@@ -179,12 +179,12 @@ class QueueMachine(RuleBasedStateMachine):
         self.call(*call)
 
     def those(self, numbers: list[int], *states: str) -> list[Request]:
-        """The known requests that `numbers` select, each once; only those in `states`, if given."""
+        """The known requests that `numbers` select, each once; only requests in `states`, if given."""
         known = [r for r in self.model.requests.values() if not states or r.state in states]
         return list({r.id: r for r in (known[n % len(known)] for n in numbers if known)}.values())
 
     def where(self, flow: str, candidates: str) -> str:
-        """The candidates of a request. If endpoints have limits, restrict two flows to one endpoint."""
+        """The candidates of a request. If endpoints have limits, let two flows use one endpoint only."""
         apart = "caps" in self.base and flow in (self.named["one"], self.named["two"])
         return "e1" if apart and candidates == "*" else candidates
 
@@ -210,7 +210,7 @@ class QueueMachine(RuleBasedStateMachine):
         self.named = {"": "", **dict(zip(SPELLED, names, strict=True))}
         roomy, self.unit = roomy or bool(capped), unit
         self.base = BASE | policy | capped | (ROOMY if roomy else {})
-        self.call("admit", "a", [Arrival("early")])  # the pool is unknown
+        self.call("admit", "a", [Arrival("early")])  # nothing is published: the pool is unknown
         self.publish(("open", "open", "open" if roomy else "away"))
         for caller in CALLERS:
             self.call("heartbeat", caller, SILENCE_MS)
@@ -373,7 +373,7 @@ class QueueMachine(RuleBasedStateMachine):
         for _ in range(1 + len(CALLERS)):  # each sweep removes one silent replica
             self.both.now_us += TO_SETTLE
             self.sweep_out()
-        # Then all counts are 0, and only the keys of the pool itself are left.
+        # Then all counts of requests are 0, and only the keys of the pool itself are left.
         numbers = self.both.numbers()
         counts = {name: numbers[name] for name in ("stock", "queued", "in_flight", "overdue")} | numbers[
             "loads"
@@ -393,7 +393,7 @@ def test_the_scripts_do_what_the_model_does(side: ScriptSide) -> None:
             max_examples=int(EXAMPLES or FEW[side.server]),
             stateful_step_count=STEPS,
             derandomize=not EXAMPLES,
-            # Shrinking a failure takes minutes: do so only with PICKER_MODEL_EXAMPLES.
+            # Hypothesis takes minutes to shrink a failure: let it shrink only with PICKER_MODEL_EXAMPLES.
             phases=tuple(Phase) if EXAMPLES else (Phase.generate,),
             deadline=None,
             database=None,

@@ -43,7 +43,7 @@ def quiet() -> Iterator[None]:
 
 
 def word(answer: Any) -> str:
-    """The first word of the script's reply from which the store made `answer`."""
+    """The first word of the script's reply that the store turned into `answer`."""
     if isinstance(answer, SettleReply):
         return answer.kind
     return answer if isinstance(answer, str) else name_of(answer)
@@ -60,7 +60,7 @@ async def test_after_every_order_of_outages_exactly_the_running_requests_are_cou
 
 
 async def test_the_search_finds_a_ghost_without_tombstones(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Replicas report each completion once, and keep no tombstone.
+    # In this search replicas report each completion once, and keep no tombstone.
     monkeypatch.setattr(Tombstones, "add", lambda self, request_id: None)
     # Then in some order of outages and resyncs an ended request is counted as running.
     _, fault = search(World(2, outs=1))
@@ -79,7 +79,7 @@ async def test_the_scripts_answer_as_the_searched_model_does(replicas: int, side
 
 
 def _compare(pool: Pool, side: ScriptSide) -> None:
-    """Assert that the scripts answer the calls recorded by `pool` as `pool` did."""
+    """Assert that the scripts answer the calls that `pool` recorded as `pool` did."""
     _begin(side)
     for name, args, answer in pool.asked:
         if name == "lose":

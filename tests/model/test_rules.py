@@ -9,20 +9,20 @@ from script_side import ScriptSide
 from shared_queue import named_bands
 
 CASES = dict[str, Any]
-TWO: CASES = {"endpoints": 2, "upper_per": 9}  # high bounds: nothing waits for stock
+TWO: CASES = {"endpoints": 2, "upper_per": 9}  # with high bounds no request waits for stock
 THREE: CASES = {**TWO, "endpoints": 3}
 CAPPED: CASES = {**TWO, "caps": {"e1": 1}}
 BY_WORKLOAD: CASES = {"ordering": "workload-aware"}
 
 ONLY_CRITICAL: CASES = {"overload": "reject-noncritical"}
-# Two more bands: one guaranteed, not preemptible, with a capacity of two; and one of low priority.
+# Two more bands: one is guaranteed, not preemptible, with a capacity of two requests; one has a low priority.
 GUARANTEED = {"priority": 7, "guaranteed": True, "capacity": 2}
 BANDED: CASES = {"bands": [*named_bands(), GUARANTEED, {"priority": -50, "preemptible": True, "bytes": 1000}]}
 QUEUED = "queued 10000"
 FULL, SATURATED, NO_BYTES_LEFT, NO_ENDPOINT = (
     f"refused {reason} 1" for reason in ("total-capacity", "saturated", "band-bytes", "no-endpoints")
 )
-# Name: settings, earlier arrivals, the next arrival, its answer. by_hand.py explains the notation.
+# For each name: settings, earlier arrivals, the next arrival and its answer, in the notation of by_hand.py.
 ANSWERS: dict[str, tuple[CASES, str, str, str]] = {
     "below the bound an arrival is placed at once": ({"upper_per": 2}, "r1", "r2", "placed e1 1"),
     "at the bound an arrival is queued for the rest of its TTL": (
@@ -121,7 +121,7 @@ ANSWERS: dict[str, tuple[CASES, str, str, str]] = {
 def test_an_arrival_gets_the_answer_that_settings_and_state_require(side: ScriptSide, case: str) -> None:
     settings, known, arrival, answer = ANSWERS[case]
     pool = holding(side, known, **settings)
-    # A refused arrival changes no state: repeat it.
+    # A refused arrival changes no state, so the same arrival is repeated.
     for _ in range(2 if answer.startswith("refused") else 1):
         assert pool.admit(arrival) == [answer]
 
@@ -222,7 +222,7 @@ def test_service_by_weight_of_two_flows_differs_by_at_most_one_request_of_each(
         pool.admit(f"{flow}{number} weight={weights[flow]} cost={costs[flow]}", by=by)
     order = pool.serve()
     assert len(order) == 30
-    # While all flows wait, the service by weight of two flows differs by at most one request of each.
+    # While all flows wait, two flows' services by weight differ by at most one request of each flow.
     last = min(max(at for at, name in enumerate(order) if name[0] == flow) for flow in weights)
     share = {flow: costs[flow] / weights[flow] for flow in weights}
     for one, other in itertools.combinations(weights, 2):
@@ -331,7 +331,7 @@ def test_a_removed_endpoint_keeps_its_count_until_its_last_request_ends(side: Sc
     assert pool.admit("r3, r4 candidates=e1") == ["placed e2 0", "refused no-endpoints 1"]
     pool.end("r1")
     assert pool.model.endpoints.counts == {"e1": 1, "e2": 1}
-    pool.publish({"e1": False, "e2": True})  # e1 is back, and e2 drains
+    pool.publish({"e1": False, "e2": True})  # endpoint e1 is back, and endpoint e2 drains
     assert pool.admit("r5") == ["placed e1 1"]
     pool.publish({"e2": False})
     pool.end("r2", "r5")
@@ -354,7 +354,7 @@ def test_no_replica_places_new_requests_on_a_marked_endpoint(side: ScriptSide, w
     assert pool.mark("e1", what) == "marked"
     assert pool.admit("r1, r2", by="b") == ["placed e2 0", "queued 10000"]
     assert (pool.model.upper, pool.counts()[2]) == (2, [1, 1])
-    # When the mark is removed, the waiting request is granted, and may go to either endpoint.
+    # When the endpoint's mark is removed, the waiting request is granted, and may go to either endpoint.
     pool.mark("e1", what, on=False, by="b")
     assert pool.granted == ["r2"]
     assert pool.place("r2", by="b").startswith("placed e")
@@ -385,7 +385,7 @@ def test_the_lowest_preemptible_band_is_preempted_first(side: ScriptSide) -> Non
 
 def test_a_dynamic_band_is_collected_without_requests_and_created_again(side: ScriptSide) -> None:
     pool = Pool(side)
-    # A band is kept while one of its requests runs; bands of refused requests are collected.
+    # A band is kept while one of its requests runs; a band whose only request was refused is collected.
     pool.admit("runs priority=7")
     pool.tune(overload="reject-noncritical")
     assert pool.admit("no priority=3") == ["refused saturated 1"]
@@ -433,7 +433,7 @@ def test_a_flow_emptied_by_preemption_is_preempted_last_when_it_comes_back(side:
 
 def test_an_old_notification_does_not_end_a_new_request_with_its_id(side: ScriptSide) -> None:
     pool = full(side, "q")
-    # The replica learns of the eviction from its own call; the notification is also in its inbox.
+    # The replica learns of the eviction from its own call; the notification is also in the replica's inbox.
     pool.call("evict", [("q",)])
     assert pool.told["a"] == ["evicted q"]
     pool.admit("q")
@@ -444,7 +444,7 @@ def test_an_old_notification_does_not_end_a_new_request_with_its_id(side: Script
 def test_a_notification_does_not_end_a_request_that_its_replica_adopts(side: ScriptSide) -> None:
     pool = full(side, "q")
     pool.call("evict", [("q",)])
-    # The client sends the request again to another replica, and then to this one.
+    # The client sends the request again to another replica, and then to the first replica.
     pool.admit("q", by="b")
     pool.admit("q")
     pool.beat()
@@ -509,7 +509,7 @@ def test_a_grant_whose_endpoint_is_at_the_flows_limit_is_requeued_uncharged(side
     pool.tune(paused=1)
     pool.admit("p2 limit=1 workload=w candidates=e1")
     pool.tune(paused=None)
-    # p2 is granted, but its only candidate is the endpoint on which p1 runs.
+    # Request p2 is granted, but its only candidate is the endpoint on which request p1 runs.
     assert pool.place("p2", "e1") == "queued 10000"
     assert pool.events[-2:] == ["requeued p2 ", "throttled p "]
     assert pool.model.queue.bands[0].queues["p"].tag == 0.0
@@ -530,7 +530,7 @@ def test_a_request_for_a_full_endpoint_waits_and_blocks_no_other(side: ScriptSid
         for name in names.split():
             pool.admit(f"{name} candidates={candidates}")
             assert pool.place(name, candidates) == answer
-    # When `first` ends, dispatch grants only the request that has waited longest for e1.
+    # When request `first` ends, dispatch grants only the request that has waited longest for endpoint e1.
     assert pool.end("first") == ["x2"]
     assert pool.place("x2", "e1") == "placed e1 0"
     assert pool.end("x2") == ["y1"]
@@ -563,7 +563,7 @@ def test_the_actual_cost_corrects_the_charge_of_a_flow(side: ScriptSide) -> None
     pool = full(side, many("dear{n}, cheap{n}", 12))
     order = pool.serve(1)
     for _ in range(10):
-        # Both flows' estimates are equal, but the requests of `dear` really cost four times as much.
+        # Both flows' estimates are equal, but requests of flow `dear` really cost four times as much.
         order += pool.end(order[-1], actual=4.0 if order[-1].startswith("dear") else 1.0)
     assert "".join(name[0] for name in order) == "cdccccdcccc"
 
@@ -590,7 +590,7 @@ def test_the_cost_of_an_answer_is_learned_from_earlier_answers(side: ScriptSide)
 
 def test_a_request_past_its_time_to_live_is_not_dispatched(side: ScriptSide) -> None:
     pool = full(side)
-    # More requests expire than one call runs timers.
+    # More requests expire than the number of timers that one call runs.
     pool.admit(many("short{n} ttl_ms=50", 30), by="b")
     pool.admit("late flow=short")
     pool.passes(60)
@@ -626,7 +626,7 @@ def test_a_request_without_renewals_is_reclaimed_and_a_renewed_one_is_not(side: 
     pool.passes(20)
     assert pool.sweep()[:4] == [1, 0, 1, 0]
     assert pool.of("silent") == ["bypassed", "reclaimed"]
-    # The waiting request is granted. A grant that is never placed is reclaimed too, and `place` then fails.
+    # The waiting request gets a grant. A grant that is never placed is reclaimed too, and `place` then fails.
     assert pool.granted == ["waits"]
     pool.passes(60)
     pool.sweep()
@@ -640,7 +640,7 @@ def test_a_request_of_a_silent_replica_is_granted_to_the_replica_that_adopts_it(
     pool.admit("alive flow=f ttl_ms=900000")
     pool.passes(SILENT_MS)
     pool.beat()
-    # Requests of a silent replica are not granted; another replica can adopt them in their position.
+    # Requests of a silent replica are not granted; another replica can adopt the requests in their position.
     pool.sweep()
     assert pool.admit("orphan flow=f") == ["queued 840000 adopted"]
     assert pool.of("orphan") == ["queued", "orphaned", "adopted"]
@@ -689,7 +689,7 @@ def test_a_request_for_any_endpoint_is_placed_by_its_grant(side: ScriptSide) -> 
     pool.beat("b")
     assert pool.told["b"] == ["granted q1"] * 2
     assert pool.cancel("q1", "unclaimed", by="b") == "foreign"
-    # If a replica's own call grants its request, the reply has the placement.
+    # If a replica's own call grants the replica's request, the reply contains the placement.
     pool.end("q1")
     assert pool.told["a"] == ["placed 1 e1 0 q2"]
     assert pool.cancel("q2", "unclaimed") == "ended"
@@ -707,7 +707,7 @@ def test_a_placement_leaves_a_marked_endpoint_unless_acknowledged(side: ScriptSi
     # The replica has missed the notification of its placement and calls `place`.
     assert pool.place("q") == "placed e2 2"
     assert pool.counts() == (4, 0, [1, 3])
-    # Now the replica knows the placement, so the request stays on e2.
+    # Now the replica knows the placement, so the request stays on endpoint e2.
     pool.mark("e2", what)
     assert pool.place("q") == "placed e2"
     pool.end("q", "r2", "r3", "r4")
@@ -740,10 +740,10 @@ def test_an_adopted_request_keeps_its_position_and_belongs_to_its_adopter(side: 
     assert pool.admit("q1, q0 candidates=e1", by="b") == ["queued 10000 adopted"] * 2
     assert [pool.cancel("q0"), pool.cancel("q0", "expired")] == ["foreign"] * 2
     assert pool.end("runs") == ["q0"]
-    # A granted request is placed for its adopter, and its former owner cannot place it.
+    # A granted request is placed for its adopter, and the former owner cannot place the request.
     assert pool.admit("q0") == ["placed e1 0 adopted"]
     assert pool.place("q0", by="b") == "gone"
-    # A placed request stays placed, and neither replica can cancel it: Envoy may listen to either stream.
+    # Neither replica can cancel a placed request: Envoy may listen to either replica's stream.
     assert pool.admit("q0", by="b") == ["placed e1 adopted"]
     assert [pool.cancel("q0", by=by) for by in "ab"] == ["foreign"] * 2
     assert pool.serve() == ["q1", "q2"]
@@ -807,9 +807,9 @@ def test_the_counts_of_a_workload_follow_each_of_its_requests(side: ScriptSide) 
     pool.admit("r2 workload=w", by="b")
     pool.admit("r3 workload=w")
     assert workload_of(pool) == (3, 3, 1)
-    pool.admit("r2 workload=w")  # adopted, not counted again
+    pool.admit("r2 workload=w")  # the request is adopted, not counted again
     assert workload_of(pool) == (3, 3, 1)
-    # r1 ends and r2 is granted; r3 is cancelled; a request of a full flow is refused but counts.
+    # Request r1 ends and r2 is granted; r3 is cancelled; a request of a full flow is refused but counts.
     pool.end("r1")
     pool.cancel("r3")
     assert pool.admit("r4 workload=w flow=r limit=0, r5 workload=w, r6 workload=w")[-1].startswith("refused")
@@ -891,7 +891,7 @@ def test_arrivals_are_counted_by_sixths_of_a_sliding_window(side: ScriptSide) ->
     assert pool.model.workloads.rate("w") == 0
 
 
-# Examples of specification 001: average wait (ms, rounded), requests within 60 s, criticality, score.
+# Examples of specification 001: average wait in ms (rounded), requests within 60 s, criticality, score.
 SPECIFIED = {
     "batch-job-123": (2360, 2, 4, 0.3355),
     "interactive-user-456": (800, 150, 5, 0.4002),

@@ -17,7 +17,7 @@ from picker_tools.load.generator import Answer, Request, send_request
 
 LEASE_S = 3.0
 SWEEP_S = 1.0  # `request_queue_controller.expiry_cleanup_interval`: a sweep ends expired leases
-MACHINE_S = 6.0  # extra wait because the test machine is busy
+MACHINE_S = 6.0  # extra seconds to wait, because the test machine is busy
 REAP_S = SWEEP_S + MACHINE_S
 TERMS = f"lease {LEASE_S:g} s, a sweep each {SWEEP_S:g} s"
 KEYS = Keys.of("default")
@@ -26,7 +26,7 @@ KEYS = Keys.of("default")
 def config(
     *, lease_s: float = LEASE_S, per_endpoint: float = 4, **sections: dict[str, Any]
 ) -> dict[str, Any]:
-    """Configuration with short leases, a bound of exactly `per_endpoint` requests, and further `sections`."""
+    """Configuration with short leases, up to `per_endpoint` requests per endpoint, and further `sections`."""
     return {
         "leases": {
             "inflight": f"{lease_s:g}s", "access_log_interval": "1s", "replica_silence": "2s",
@@ -39,7 +39,7 @@ def config(
 
 
 async def log_of(fleet: Fleet) -> list[dict[str, str]]:
-    """The decision log so far."""
+    """The entries of the decision log so far."""
     entries: list[dict[str, str]] = []
     last = "-"
     async with fleet.redis() as client:
@@ -67,7 +67,7 @@ async def model_servers(fleet: Fleet) -> list[int]:
 async def rests(fleet: Fleet, within_s: float = LEASE_S + REAP_S) -> None:
     """Wait until every count of requests in Redis, the replicas and the simulators is exactly 0.
 
-    The default `within_s` is a lease, a sweep and MACHINE_S.
+    The default of the argument `within_s` is a lease, a sweep and MACHINE_S together.
     """
     end_s = time.monotonic() + within_s
     await at_rest(fleet, within_s=within_s)
@@ -91,7 +91,7 @@ async def ready(fleet: Fleet, replicas: Sequence[int] = (0, 1, 2)) -> None:
 
 
 async def envoy_stats(fleet: Fleet, *names: str) -> list[int]:
-    """Values of Envoy's counters and gauges, in the order of `names`."""
+    """Values of Envoy's counters and gauges called `names`, in this order."""
     lines = (await fleet.envoy_admin("/stats")).text.splitlines()
     found = dict(line.split(": ", 1) for line in lines if ": " in line)
     return [int(found[name]) for name in names]
@@ -109,12 +109,12 @@ async def _healthy(fleet: Fleet) -> int:
 
 
 def sent(fleet: Fleet, prompt: str, tokens: int, **how: Any) -> "asyncio.Task[Answer]":
-    """Send a request without waiting for its answer; `how` are other fields of Request."""
+    """Send a request without waiting for an answer; the arguments `how` are other fields of Request."""
     return asyncio.create_task(send_request(fleet.url, Request(prompt, tokens, **how)))
 
 
 async def replace(fleet: Fleet, part: str, index: int, number: signal.Signals = signal.SIGKILL) -> None:
-    """Send signal `number` to one process of `part` (`replicas` or `endpoints`); wait for its replacement."""
+    """Send signal `number` to a process of `part` (`replicas` or `endpoints`); wait for a new process."""
 
     def pid() -> int:
         return int(fleet.state[part][index]["pid"])

@@ -25,8 +25,8 @@ def pytest_runtest_makereport(item: pytest.Item) -> Any:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Choose the modes of a case. `make faults` runs `lean` and `http`; the short form runs the modes in the
-    mark `short_form`, or only `lean` if the case has no such mark.
+    """Choose Envoy's modes for a case. `make faults` runs the modes `lean` and `http`; the short form runs
+    the modes in the case's mark `short_form`, or only `lean` without this mark.
     """
     if "mode" in metafunc.fixturenames:
         short = metafunc.definition.get_closest_marker("short_form")
@@ -68,7 +68,7 @@ async def between(valkey: Server) -> AsyncIterator[Proxy]:
 
 
 class TwoVersions:
-    """A copy of the `lua` folder beside the app: replicas that start after `change` load another library."""
+    """A copy of the folder `lua` beside the app: replicas that start after `change()` load a new library."""
 
     def __init__(self, folder: Path) -> None:
         (folder / "app").symlink_to(_PROJECT / "app")

@@ -27,10 +27,10 @@ async def counted(
     service_s: float,
     **sections: dict[str, Any],
 ) -> AsyncIterator[tuple[Fleet, CountingServers]]:
-    """Start three replicas on the Redis at `redis_url`, and `servers` model servers that need `service_s`.
+    """Start three replicas on the Redis at `redis_url`, and `servers` model servers of `service_s`.
 
-    The bound is `each` requests per server; `sections` overrides other settings. The fleet is stopped at the
-    end of the block, while Redis still runs.
+    At most `each` requests run on each server; the argument `sections` overrides other settings. The fleet is
+    stopped at the end of the block, while Redis still runs.
     """
     async with counting_servers(servers, service_s) as counting:
         config = {
@@ -56,7 +56,7 @@ async def departures(here: Fleet) -> int:
 
 
 async def all_at_rest(here: Fleet, servers: CountingServers) -> None:
-    """Wait until every count of each replica is exactly 0; assert that no model server runs a request."""
+    """Wait until every replica counts exactly 0 requests; assert that no model server runs a request."""
     for replica in REPLICAS:
         await at_rest(here, replica, within_s=REST_S)
     assert servers.in_flight == 0

@@ -14,17 +14,17 @@ from whole_fleet import Fleet
 from picker_tools.load.generator import Answer, Load
 
 FULL = os.environ.get("FAULT_SUITE") == "full"
-# Simulated time to first token (ms) where the load must fill the pool. The short form makes answers about
-# three times as long, because other tests slow its clients.
+# Simulated time to first token (ms) in cases whose load must fill the pool. The short form makes answers
+# about three times as long, because other tests slow its clients.
 TTFT_MS = "20" if FULL else "150"
 RESULTS = Path(__file__).parents[3] / "bench" / "results"
 
 
 class Case:
-    """One row of the table of results: `fault`, and the figures that the test adds by `report`."""
+    """One row of the table of results: the name `fault`, and the figures that the test adds by `report`."""
 
     def __init__(self, name: str, mode: str) -> None:
-        self.mode = mode  # the mode of Envoy
+        self.mode = mode  # Envoy's mode, as `lean`
         self.name = name.replace("[lean]", "").replace("lean-", "").replace("-lean", "")
         self.fault = name
         self.figures: list[str] = []
@@ -37,7 +37,7 @@ class Case:
         self.figures.append(figure)
 
     def size(self, short: int, full: int) -> int:
-        """`short` under `make test`, `full` under `make faults`."""
+        """The form of the suite: `short` under `make test`, `full` under `make faults`."""
         return full if FULL else short
 
     async def check(self, fleet: Fleet, history: Sequence[Answer] = (), **rules: Any) -> HistoryCheck:

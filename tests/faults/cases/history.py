@@ -13,7 +13,7 @@ from picker_tools.load.generator import Answer
 class HistoryCheck:
     """`faults`: the broken rules, as text. `ends`: number of served requests by the event that ended them.
 
-    `resumed`: number of served requests that a stopped replica ended, too. `entries`: length of the log.
+    `resumed`: number of served requests that a stopped replica ended, too. `entries`: entries in the log.
     """
 
     faults: tuple[str, ...]
@@ -38,11 +38,11 @@ def check_history(
 ) -> HistoryCheck:
     """Compare the clients' answers with the decision log of a run after which every count was 0.
 
-    Each served answer must name a different request, which ended once in the log, with an event of `may_end`.
-    The log must keep the promises G1 to G6.
+    Each answer with status 200 must name a different request, which ended once in the log, by an event in
+    `may_end`. The decision log must keep the promises G1 to G6.
 
     `log_lost`: the log was deleted during the run, so it may lack requests. `may_resume`: the requests of a
-    stopped replica may be abandoned or reclaimed before Envoy sends them to another; the replica may later
+    stopped replica may be abandoned or reclaimed before another gets them; the stopped replica may later
     admit and cancel requests that have ended elsewhere. `except_promises`: promises (as `G1`) that the fault
     must break. `served_without_redis`: replicas served without Redis, so the log lacks the ends of requests.
     """

@@ -65,7 +65,7 @@ def _end(namespace: str, fields: dict[str, str]) -> HTTPAccessLogEntry:
 
 
 def requests(dice: random.Random, name: str) -> list[tuple[bytes, bool]]:
-    """What one connection sends to the port of mode `http`: (data, whether it is a complete request)."""
+    """Pairs for one connection to the port of mode `http`: data, and whether the data are a whole request."""
     found = []
     for number in range(dice.randrange(1, 4)):
         text = b"".join(message.request_body.body for message in _bodies(dice))
@@ -111,7 +111,7 @@ def _bodies(dice: random.Random) -> list[ProcessingRequest]:
 
 
 def _part(dice: random.Random) -> ProcessingRequest:
-    """An ext_proc message that belongs to no request phase, or an empty message."""
+    """An ext_proc message that belongs to no phase of a request, or an empty message."""
     status = ProcessingRequest()
     status.response_headers.headers.headers.add(key=":status", raw_value=dice.choice(_VALUES))
     data = response_body(b"data: " + dice.choice(_VALUES))
@@ -141,7 +141,7 @@ def _entry(dice: random.Random, name: str) -> HTTPAccessLogEntry:
 
 
 def _damaged(dice: random.Random, messages: list[bytes]) -> list[bytes]:
-    """`messages`; with probability 0.3 one of them is damaged, duplicated, emptied, or replaced by noise."""
+    """The `messages`; with probability 0.3 one message is damaged, doubled, emptied, or replaced by noise."""
     if dice.random() < 0.3:
         at = dice.randrange(len(messages))
         message = messages[at]
@@ -151,7 +151,7 @@ def _damaged(dice: random.Random, messages: list[bytes]) -> list[bytes]:
 
 
 def _scarred(dice: random.Random, data: bytes) -> bytes:
-    """`data` with one to three random changes: a flipped bit, a truncation, or inserted bytes."""
+    """The bytes `data` with one to three random changes: a flipped bit, a truncation, or inserted bytes."""
     found = bytearray(data)
     for _ in range(dice.randrange(1, 4)):
         at = dice.randrange(len(found) + 1)

@@ -20,7 +20,7 @@ AT_ONCE = 100
 
 
 async def test_stream_outlives_its_lease(faulty: Callable[..., Any], case: Case) -> None:
-    lease_s = case.size(3, 2)  # longer than an access-log interval of 1 s
+    lease_s = case.size(3, 2)  # seconds: longer than the access-log interval of 1 s
     times = case.size(2, 10)
     case.describe(f"a stream {times} times longer than its lease")
     # Streams last many times as long as a lease, while other clients send requests.
@@ -41,7 +41,7 @@ async def test_stream_outlives_its_lease(faulty: Callable[..., Any], case: Case)
     case.all_served(load)
 
 
-@pytest.mark.short_form("http")  # tests/fleet/test_disconnects.py tests each mode
+@pytest.mark.short_form("http")  # the tests in tests/fleet/test_disconnects.py run in each mode
 async def test_clients_leave(faulty: Callable[..., Any], case: Case) -> None:
     count = case.size(200, 10_000)
     case.describe(f"{count} clients leave at random phases")
@@ -51,12 +51,12 @@ async def test_clients_leave(faulty: Callable[..., Any], case: Case) -> None:
         await before.wait_for_served(50)
     await rests(here)
     baseline = await _open(here, case.mode)
-    # Clients leave before they are placed, while queued, before the first byte, and during the answer.
+    # Clients leave before placement, while queued, before the first byte of the answer, and after it.
     async with closed_loop(here.url, clients=AT_ONCE, seed=3, make_request=_fickle) as load:
         await load.wait_until(lambda: _left(load) >= count)
     since = time.monotonic()
     await rests(here, within_s=5.0)
-    # Every count is 0 long before a lease could expire, and no connection stays open.
+    # Every count of requests is 0 long before a lease could expire, and no connection stays open.
     case.report(f"{_left(load)} left; all counts 0 after {time.monotonic() - since:.1f} s")
     assert _left(load) >= count
     case.all_served(load)
@@ -73,7 +73,7 @@ async def test_clients_leave(faulty: Callable[..., Any], case: Case) -> None:
 async def test_clients_leave_before_envoy_reads_the_answer(faulty: Callable[..., Any], case: Case) -> None:
     times = case.size(1, 10)
     case.describe(f"clients leave before Envoy has read the picker's answer, {times} times")
-    # Requests wait because admission is paused.
+    # Requests wait in the queue because admission is paused.
     here = faulty("--sim-ttft", "20", "--sim-itl", "10", config=config(lease_s=30))
     for _ in range(times):
         await here.post("pause")
@@ -86,7 +86,7 @@ async def test_clients_leave_before_envoy_reads_the_answer(faulty: Callable[...,
             await here.post("resume")
             await here.until_state(queued=0)
         since = time.monotonic()
-        # The requests are released long before their leases expire, because no endpoint runs them.
+        # No endpoint runs these requests, so a sweep releases them long before their leases expire.
         await rests(here, within_s=15.0)
         case.report(f"all counts 0 after {time.monotonic() - since:.1f} s, lease 30 s")
     await case.check(here)
@@ -117,7 +117,7 @@ async def test_envoy_killed(faulty: Callable[..., Any], case: Case) -> None:
 
 
 def _fickle(dice: random.Random, number: int) -> Request:
-    """A mixed request; three of four clients leave before its answer ends."""
+    """Send a request of a random kind; three of four clients leave before they have the whole answer."""
     request = mixed_request(dice, number)
     leaves_s = dice.uniform(0, 0.6) if dice.random() < 0.75 else None
     return replace(request, tokens=60, leaves_s=leaves_s)

@@ -1,4 +1,4 @@
-"""Model servers are killed repeatedly, before the first byte of their answers and during them (G6, G9)."""
+"""Model servers are killed repeatedly, before the first byte of answers and during answers (G6, G9)."""
 
 import asyncio
 import random
@@ -18,7 +18,7 @@ ENDS = ("completed", "upstream_failed")
 async def test_endpoint_killed_before_first_byte(faulty: Callable[..., Any], case: Case) -> None:
     kills = case.size(2, 20)
     case.describe(f"an endpoint killed before the first byte, {kills} times")
-    # Answers are not streamed, so every kill comes before the first byte of an answer.
+    # Model servers do not stream, so every kill comes before the first byte of an answer.
     here = faulty("--sim-ttft", "100", "--sim-itl", "5", config=config())
     load = await _killed_amid_load(here, kills, _plain, seed=2)
     case.all_served(load)
@@ -31,14 +31,14 @@ async def test_endpoint_killed_during_answers(faulty: Callable[..., Any], case: 
     case.describe(f"an endpoint killed during its answers, {kills} times")
     here = faulty("--sim-ttft", "10", "--sim-itl", "20", config=config())
     load = await _killed_amid_load(here, kills, _streamed, seed=3)
-    # Only answers that had begun are cut; each kill cuts at most an endpoint's bound of requests.
+    # Only answers that had begun are cut; each kill cuts at most as many as may run on one endpoint.
     cut = [record for record in load.unserved if record.status == 200]
     case.report(
         f"{len(cut)} begun answers cut in {kills} kills, other errors {len(load.unserved) - len(cut)}"
     )
     assert [record for record in load.unserved if record.status != 200] == []
     assert len(cut) <= 4 * kills
-    # The cut requests are released, and no count is negative.
+    # The requests whose answers were cut are released, and no count of requests is negative.
     await rests(here)
     await case.check(here, load.history, may_end=ENDS)
 
@@ -46,7 +46,7 @@ async def test_endpoint_killed_during_answers(faulty: Callable[..., Any], case: 
 async def test_endpoint_killed_after_each_restart(faulty: Callable[..., Any], case: Case) -> None:
     flaps = case.size(3, 30)
     case.describe(f"an endpoint killed as soon as it has restarted, {flaps} times")
-    # Under load, read the state every 50 ms and remember the lowest count.
+    # Under load, read the shared state every 50 ms, and record the lowest count of requests.
     here = faulty("--sim-ttft", TTFT_MS, "--sim-itl", "5", config=config())
     lowest = 0.0
     done = asyncio.Event()
@@ -65,7 +65,7 @@ async def test_endpoint_killed_after_each_restart(faulty: Callable[..., Any], ca
                 await replace(here, "endpoints", 0)
             await load.wait_for_served(30)
         done.set()
-    # No client gets an error, and no count is ever negative.
+    # No client gets an error, and no count of requests is ever negative.
     await rests(here)
     log = await log_of(here)
     lowest = min(lowest, *(min(float(entry["stock"]), int(entry["queued"])) for entry in log))

@@ -31,7 +31,7 @@ MOST = 2 * BOUND  # the new server may know none of the requests in flight
 CLIENTS = 40
 SERVICE_S = 0.4
 LOOKS, LOOK_S = 10, 0.03
-IN_STEP_S = 60.0  # for a former primary to get in sync; Sentinels also delay a second failover
+IN_STEP_S = 60.0  # time for a former primary to get in sync; Sentinels also delay a second failover
 KINDS = {
     "sentinel": ("Sentinels, Redis 7: the primary", lambda folder: watched(folder)),
     "cluster": ("Cluster of six: the slot's owner", lambda folder: clustered(folder)),
@@ -44,7 +44,7 @@ KINDS = {
 
 @dataclass(slots=True)
 class Seen:
-    """For each kill: peaks of requests in flight before and after, and seconds from kill to each event."""
+    """For each kill: peaks of requests in flight before and after the kill, and seconds until each event."""
 
     before: list[int] = field(default_factory=list)
     replaced_s: list[float] = field(default_factory=list)
@@ -71,7 +71,7 @@ async def test_primary_killed(faulty: Callable[..., Any], case: Case, tmp_path: 
                     # Kill the Redis server that has the shared state; its replica is promoted.
                     former = await asyncio.to_thread(_serving, redis)
                     await asyncio.to_thread(former.kill)
-                    # Within a lease and one sweep all replicas share the queue and count running requests.
+                    # Within a lease and a sweep every replica shares the queue and counts all requests.
                     await _converge(here, servers, redis, former, seen)
                     await load.wait_for_served(2 * BOUND)
                     seen.peaks.append(servers.peak)
@@ -122,7 +122,7 @@ async def _converge(
 
 
 async def _full(here: Any, servers: CountingServers) -> bool:
-    """Whether requests in flight are above half of the bound and within it, and all replicas count right.
+    """Whether requests in flight are within the bound and above its half, and every replica counts right.
 
     On a slow machine Redis may seem slow while all clients start, so that replicas fail over to their local
     budgets (docs/redis.md).
@@ -133,10 +133,10 @@ async def _full(here: Any, servers: CountingServers) -> bool:
 
 
 async def _miscounted(here: Any, servers: CountingServers) -> float:
-    """The stock that replicas report, minus the requests in flight at the model servers.
+    """The requests in flight that replicas report, minus the requests in flight at the model servers.
 
-    Redis counts a request before it is sent and until after it has ended, so the stock may be too high for a
-    moment, but never too low: the minimum of several readings is the error.
+    Redis counts a request before the endpoint gets it and until after its end. So the stock may briefly be
+    too high, but never too low: the minimum of several readings is the error.
     """
     found: list[float] = []
     for look in range(LOOKS):
@@ -148,7 +148,7 @@ async def _miscounted(here: Any, servers: CountingServers) -> float:
 
 
 def _serving(redis: Watched | Cluster, former: Server | None = None) -> Server:
-    """The Redis server that has the fleet's state; `former` until another server has been promoted."""
+    """The Redis server that has the fleet's state: `former`, until another server has been promoted."""
     if isinstance(redis, Watched):
         return redis.primary()
     found = redis.owner("default", but=[former] if former else [])

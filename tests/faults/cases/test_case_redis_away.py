@@ -21,12 +21,12 @@ SERVERS, EACH = 4, 3
 BOUND = SERVERS * EACH
 CLIENTS = 40
 SERVICE_S = 0.4
-# Queue capacity and TTL are so small that some requests are refused as saturated and some expire.
+# The queue's capacity and the TTL are so small that some requests are refused as saturated and some expire.
 TTL_S = 0.6
 ROOM = {"total_capacity": 18, "flow_capacity": 18, "queue_ttl": f"{TTL_S:g}s"}
 REFUSED_WITHIN_S = 1.0  # after the TTL
 PAUSE_S = 0.25
-SHARED_S = 5.0  # all replicas use the shared queue this soon after Redis answers
+SHARED_S = 5.0  # s: within this time after Redis answers, all replicas use the shared queue
 LOSSES: dict[str, tuple[str, Callable[[Server], None], Callable[[Server], None]]] = {
     "killed": ("SIGKILL of Redis, back empty", Server.kill, Server.revive),
     "stopped": ("SIGSTOP of Redis, then SIGCONT", Server.freeze, Server.thaw),
@@ -78,7 +78,7 @@ async def test_redis_unavailable(faulty: Callable[..., Any], case: Case, valkey:
         expired = [record for record in load.history if record.reason == "rejected-ttl-expired"]
         assert expired
         assert max(record.took_s for record in expired) <= TTL_S + REFUSED_WITHIN_S
-        # All replicas use the shared queue again, and then every count returns to 0.
+        # All replicas use the shared queue again, and then every count of requests returns to 0.
         case.report(f"all shared again {shared_s:.1f} s after Redis answered")
         assert shared_s <= SHARED_S
         await all_at_rest(here, servers)
@@ -90,7 +90,7 @@ def _rate(history: list[Answer], from_s: float, to_s: float) -> str:
 
 
 def _refusals(when: str, history: list[Answer], from_s: float, to_s: float) -> str:
-    """Text: for each reason, how many requests sent in the interval were refused, and after how long."""
+    """Text: for each reason, the number of refusals to requests sent in the interval, and their delays."""
     kinds: dict[str, list[float]] = defaultdict(list)
     for record in history:
         if record.unserved and from_s <= record.sent_s < to_s:

@@ -16,10 +16,10 @@ from picker_tools.load.generator import Load, open_loop, quantile
 
 pytestmark = pytest.mark.alone
 PER_S = 60.0
-SERVERS, EACH = 4, 200.0  # so large that no request queues
-BETWEEN = 120  # answers between two faults
+SERVERS, EACH = 4, 200.0  # so large that no request has to wait
+BETWEEN = 120  # number of answers between two faults
 STALL_S, LATE_S = 1.0, 0.05
-# 99 % of decisions take at most this (`redis.silence` is 1 s); it must be a bucket bound of the histogram.
+# 99 % of decisions take at most this time, a bucket bound of the histogram (`redis.silence` is 1 s).
 MOST_S = 2.5
 
 
@@ -57,13 +57,13 @@ async def test_redis_slow(faulty: Callable[..., Any], case: Case, between: Proxy
     well, times = case.size(60, 1200), case.size(1, 20)
     case.describe(f"{what}, {times} times, {BETWEEN} answers apart, at {PER_S:g} requests a second")
     async with counted(faulty, between.url, servers=SERVERS, each=EACH, service_s=0.0) as (here, servers):
-        # At a steady rate of requests, first measure their times without the fault.
+        # At a steady rate of requests, first measure the response times without the fault.
         async with open_loop(here.url, PER_S, one_token) as load:
-            await answered(load, 60)  # requests that warm up the fleet
+            await answered(load, 60)  # number of requests that warm up the fleet
             first, quick = len(load.history), await _decisions(here)
             await answered(load, well)
             usual = sorted(record.took_s for record in load.history[first:])
-            # Inject the fault `times` times.
+            # Inject the fault as often as `times` says.
             before, since_s = await _decisions(here), time.monotonic()
             for _ in range(times):
                 await inject(between, load)
@@ -72,7 +72,7 @@ async def test_redis_slow(faulty: Callable[..., Any], case: Case, between: Proxy
         # Each request is answered without an error.
         failed = [record for record in load.history if not record.served]
         case.report(f"{len(failed)} of {len(load.history)} answers not 200")
-        # The replicas' histograms show that decisions are in time.
+        # The replicas' histograms show that 99 % of decisions took at most MOST_S.
         median_s = quantile(usual, 0.5)
         slow, decided = after[0] - before[0], after[1] - before[1]
         case.report(f"{slow} of {decided} decisions took longer than {MOST_S * 1000:.0f} ms")
@@ -84,14 +84,14 @@ async def test_redis_slow(faulty: Callable[..., Any], case: Case, between: Proxy
         assert failed == []
         assert alone == 0
         assert slow <= decided * 0.01 or not FULL
-        # After the faults every count returns to 0, and the bound was never exceeded.
+        # After the faults every count of requests returns to 0; requests in flight never exceeded the bound.
         await here.eventually(lambda: all_shared(here), within_s=30, what="shared operation")
         await all_at_rest(here, servers)
         assert servers.peak <= SERVERS * EACH
 
 
 async def _decisions(here: Fleet) -> tuple[int, int]:
-    """From all replicas' histograms: the number of decisions slower than `MOST_S`, and of all decisions."""
+    """The numbers of decisions slower than `MOST_S` and of all decisions, by all replicas' histograms."""
     pages = [(await here.admin("/metrics", replica)).text for replica in REPLICAS]
     name = "epp_decision_latency_seconds"
     assert all(f'le="{MOST_S:g}"' in page for page in pages)

@@ -20,21 +20,21 @@ OPTIONS = ("--sim-ttft", TTFT_MS, "--sim-itl", "5")
 ENDS = ("completed", "reclaimed")
 
 
-@pytest.mark.short_form("http")  # tests/fleet/test_replica_loss.py kills a replica in `lean`
+@pytest.mark.short_form("http")  # tests/fleet/test_replica_loss.py kills a replica in mode `lean`
 async def test_replica_killed(faulty: Callable[..., Any], case: Case) -> None:
     kills = case.size(3, 20)
     case.describe(f"SIGKILL of a replica, {kills} times, at random moments")
-    # The load on three replicas has streamed answers and bodies up to 60 KB.
+    # The load on three replicas has streamed answers, and request bodies of up to 60 KB.
     here, dice = faulty(*OPTIONS, config=config()), random.Random(11)
     async with closed_loop(here.url, clients=CLIENTS) as load:
         for _ in range(kills):
             await load.wait_for_served(dice.randrange(20, 120))
-            # Kill a replica; the supervisor starts another.
+            # Kill a replica; the supervisor starts a new replica.
             await ready(here)
             here.replica(dice.randrange(3)).kill()
         await load.wait_for_served(50)
     case.all_served(load)
-    # All counts return to 0 within a lease and one sweep.
+    # All counts of requests return to 0 within a lease and one sweep.
     since = time.monotonic()
     await rests(here)
     rested_s = time.monotonic() - since
@@ -94,7 +94,7 @@ async def test_rolling_restart_with_another_library(
                 await load.wait_for_served(30)
         async with here.redis() as client:
             libraries = len(await client.function_list())
-    # Old and new scripts run side by side, and no client gets an error.
+    # Old and new versions of the scripts run side by side, and no client gets an error.
     case.report(f"{libraries} libraries loaded")
     assert libraries == rounds + 1
     case.all_served(load)
@@ -104,7 +104,7 @@ async def test_rolling_restart_with_another_library(
 
 async def test_envoy_refuses_requests_without_replicas(faulty: Callable[..., Any], case: Case) -> None:
     case.describe("all replicas down, `extproc.on_failure: deny`")
-    # `--no-restart`: the supervisor does not restart killed replicas.
+    # With the option `--no-restart` the supervisor does not restart killed replicas.
     here = faulty("--no-restart", *OPTIONS, config=config())
     statuses = await _without_replicas(here, case, 503)
     case.report(f"answers then {statuses}")
@@ -114,7 +114,7 @@ async def test_envoy_refuses_requests_without_replicas(faulty: Callable[..., Any
 @pytest.mark.short_form("http")
 async def test_envoy_balances_requests_without_replicas(faulty: Callable[..., Any], case: Case) -> None:
     case.describe("all replicas down, `extproc.on_failure: balance`")
-    # Envoy may route without pickers, and the supervisor does not restart them.
+    # Envoy may route without pickers, and the supervisor does not restart killed pickers.
     here = faulty("--no-restart", *OPTIONS, config=config(extproc={"on_failure": "balance"}))
     statuses = await _without_replicas(here, case, 200)
     # Once Envoy sees no healthy replica, Envoy chooses the endpoints itself.
@@ -123,8 +123,8 @@ async def test_envoy_balances_requests_without_replicas(faulty: Callable[..., An
 
 
 async def _without_replicas(here: Any, case: Case, settled: int) -> dict[int, int]:
-    """Kill all replicas under load. Once Envoy, without a healthy replica, answers with status `settled`,
-    return the statuses of 60 more requests; every third has a body of 60 KB.
+    """Kill all replicas under load. Wait until Envoy, without a healthy replica, answers with status
+    `settled`. Return the statuses of 60 more requests; every third has a body of 60 KB.
     """
     async with closed_loop(here.url, clients=8) as load:
         await load.wait_for_served(30)

@@ -1,4 +1,4 @@
-"""Redis's replies to script calls are lost repeatedly, after the script ran: no request counts twice (G6)."""
+"""Replies to script calls are lost repeatedly, after Redis ran the script: no request counts twice (G6)."""
 
 import random
 import time
@@ -18,8 +18,8 @@ SERVERS, EACH = 2, 3
 BOUND = SERVERS * EACH
 CLIENTS = 24
 SERVICE_S = 0.02
-BETWEEN = 3  # at most this many answers between two lost replies
-SPARED = 20  # replies that a new connection delivers first, so that the reply to a retry is not lost
+BETWEEN = 3  # the most answers to clients between two lost replies
+SPARED = 20  # replies that each new connection delivers first, so that a retry's reply is not lost
 FORMS = {"valkey": SPARED, "redis_7": SPARED, "in_a_row": 0} if FULL else {"valkey": SPARED}
 
 
@@ -54,9 +54,9 @@ async def test_script_replies_lost(faulty: Callable[..., Any], case: Case, tmp_p
             alone = await departures(here)
             case.report(f"replicas failed over {alone} times")
             case.report(f"highest in flight {servers.peak} of {BOUND}")
-            # If one replica fails over alone, its local budget adds to the bound that the others still share.
+            # If one replica fails over alone, its local budget adds to the bound that other replicas share.
             assert BOUND <= servers.peak <= (2 * BOUND if form == "in_a_row" else BOUND)
-            # Every count returns to 0, and each request starts once and ends once.
+            # Every count of requests returns to 0, and each request starts once and ends once.
             since = time.monotonic()
             await all_at_rest(here, servers)
             case.report(f"all counts 0 after {time.monotonic() - since:.1f} s")

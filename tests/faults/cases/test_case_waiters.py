@@ -13,7 +13,7 @@ from picker_tools.load.generator import Answer, flow_header
 DISPATCHES = 60
 MOST_RATIO = 1.25
 PATIENCE_S = 900.0
-ARRIVING = 200  # at most this many requests are sent and not yet queued
+ARRIVING = 200  # the most requests that are sent and not yet queued
 FEW_WORKERS_FILES = 15_000
 SPARE_FILES = 1000
 
@@ -26,7 +26,7 @@ async def test_wake_up_cost_with_many_waiting_requests(faulty: Callable[..., Any
     case.describe(f"{many} waiters, one slot freed at a time")
     files = hard if case.mode == "http" else min(hard, FEW_WORKERS_FILES)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, files), hard))
-    # The bound is one request. Sweeps are rare, because they scan all waiting requests.
+    # The pool runs one request at a time. Sweeps are rare, as a sweep scans all that wait.
     slow = config(per_endpoint=1)
     slow["fair_request_queue"]["queue_ttl"] = "10m"
     slow["request_queue_controller"]["expiry_cleanup_interval"] = "1m"
@@ -42,7 +42,7 @@ async def test_wake_up_cost_with_many_waiting_requests(faulty: Callable[..., Any
 
 
 async def _calls_a_wakeup(here: Any, waiters: int) -> tuple[float, float]:
-    """Script calls and Redis commands per dispatched request, while `waiters` requests wait."""
+    """Numbers of script calls and Redis commands per dispatched request, while `waiters` requests wait."""
     tasks: list[asyncio.Task[Answer]] = []
 
     blocking = sent(here, "hold", 100_000, streamed=True, leaves_s=PATIENCE_S)
@@ -63,7 +63,7 @@ async def _calls_a_wakeup(here: Any, waiters: int) -> tuple[float, float]:
         lambda: sum(task.done() for task in tasks), lambda done: done >= most, within_s=60, what="dispatches"
     )
     after = await _spent(here)
-    # Let requests in flight end before the clients leave: a lost end would wait for one of the rare sweeps.
+    # Let requests in flight end before the clients leave: a request with a lost end waits for a sweep.
     await here.post("pause")
     await here.until_state(stock=0)
     for task in tasks:
@@ -75,7 +75,7 @@ async def _calls_a_wakeup(here: Any, waiters: int) -> tuple[float, float]:
 
 
 async def _spent(here: Any) -> tuple[int, int, int]:
-    """Script calls, Redis commands and dispatches so far, without those of periodic background tasks."""
+    """Numbers of script calls, Redis commands and dispatches so far, except by periodic background tasks."""
     async with here.redis() as client:
         stats = await client.info("commandstats")
         dispatched = (await here.get("state"))["dispatched_total"]

@@ -1,7 +1,7 @@
 """While all wake-ups are lost, every request is still served, at nearly the same throughput.
 
-Stretches with and without wake-ups alternate on one fleet, so that a busy machine slows them alike. The short
-form requires half of the throughput in the better of two turns; grants by heartbeats alone reach a third.
+Periods with and without wake-ups alternate on a fleet, so that a busy machine slows all alike. The short
+form requires half of the throughput in the better of two turns; heartbeats alone reach a third.
 """
 
 from collections.abc import Callable
@@ -20,9 +20,9 @@ SERVERS, EACH = 2, 2
 BOUND = SERVERS * EACH
 CLIENTS = 16
 HEARTBEAT_S = 1.0  # `leases.heartbeat`
-LEAST_RATIO = 0.9  # of throughput without wake-ups, for answers that take a second
+LEAST_RATIO = 0.9  # least share of the usual throughput without wake-ups, for answers of a second
 SHORT_RATIO = 0.5
-# Service time in seconds → rounds of one stretch; in a round the full pool answers once (BOUND answers).
+# Service time in seconds → number of rounds in one period; in a round the full pool gives BOUND answers.
 ROUNDS = {1.0: 10, 0.2: 40, 0.02: 150}
 
 
@@ -41,7 +41,7 @@ async def test_every_wakeup_dropped(
             with_wakeups: list[Stretch] = []
             without_wakeups: list[Stretch] = []
             for _ in range(turns):
-                # Wake-ups arrive during one stretch, and are dropped during the next.
+                # Wake-ups arrive during one period, and are dropped during the next period.
                 between.drop_messages = False
                 with_wakeups.append(await _stretch(load, count))
                 between.drop_messages = True
@@ -74,7 +74,7 @@ Stretch = list[Answer]  # consecutive answers
 
 
 async def _stretch(load: Load, count: int) -> Stretch:
-    """The next `count` answers and the answer before, after all requests of the last stretch have ended."""
+    """The next `count` answers and the answer before, once all requests of the last period have ended."""
     await load.wait_for_served(2 * CLIENTS)
     first = len(load.history)
     await load.wait_for_served(count)

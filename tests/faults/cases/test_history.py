@@ -20,7 +20,7 @@ def entry(seq: int, event: str, request: str = "r1", *, stock: float = 0) -> dic
 
 
 def lifecycle_log(*ends: str) -> list[Mapping[str, str]]:
-    """A log in which r1 is admitted and ends once for each of `ends`."""
+    """A decision log in which request r1 is admitted, and ends once by each event in `ends`."""
     events = [event for end in ends for event in ("bypassed", end)]
     return [entry(seq, event, stock=seq % 2) for seq, event in enumerate(events, start=1)]
 
@@ -60,7 +60,7 @@ def test_a_second_end_by_a_stopped_replica_is_allowed_only_with_may_resume() -> 
     assert faults([served()], log) != []
     assert faults([served()], log, may_resume=True) == []
     assert check_history([served()], log, may_resume=True).resumed == 1
-    # Two valid ends of one request are always a fault. A log that was deleted may lack a request.
+    # Two valid ends of one request are always a fault. A log that was deleted meanwhile may lack a request.
     assert faults([served()], lifecycle_log("completed", "completed"), may_resume=True) != []
     assert faults([served()], [], log_lost=True) == []
 
