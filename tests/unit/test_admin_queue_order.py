@@ -42,7 +42,7 @@ def keys_of(requests: list[PredictedRequest]) -> list[tuple[int, str, int]]:
 
 
 @given(queues())
-def test_each_request_is_predicted_once_by_group_and_tag(found: list[FlowQueueRow]) -> None:
+def test_the_predicted_order_has_each_request_once_by_group_and_tag(found: list[FlowQueueRow]) -> None:
     requests = predicted_order(found, None, 10_000)
     queued = [(each.group, each.name, rank) for each in found for rank in range(each.queued)]
     assert sorted(keys_of(requests)) == sorted(queued)
@@ -50,8 +50,9 @@ def test_each_request_is_predicted_once_by_group_and_tag(found: list[FlowQueueRo
     assert order == sorted(order)
 
 
-def test_flows_are_predicted_by_their_weights() -> None:
-    gold, iron = flow_queue("gold", share=1 / 3, queued=6), flow_queue("iron", queued=2)  # weights 3 and 1
+def test_the_predicted_order_of_flows_follows_their_weights() -> None:
+    # The flows have the weights 3 and 1.
+    gold, iron = flow_queue("gold", share=1 / 3, queued=6), flow_queue("iron", queued=2)
     found = predicted_order([gold, iron, flow_queue("low", group=2, queued=1)], None, 99)
     flows = ["gold", "iron", "gold", "gold", "gold", "iron", "gold", "gold", "low"]
     assert [each.queue.name for each in found] == flows
@@ -71,10 +72,10 @@ def test_each_page_continues_where_the_previous_page_ended(found: list[FlowQueue
     assert read == whole
 
 
-def test_a_page_continues_at_the_same_request_though_the_queue_was_served_meanwhile() -> None:
+def test_the_next_page_begins_at_the_same_request_though_the_queue_was_served_meanwhile() -> None:
     found = [flow_queue("a", queued=50, share=0.1), flow_queue("b", queued=50, share=0.1)]
     first = predicted_order(found, None, 20)
-    # Ten requests of each flow are served: tags grow and ranks fall.
+    # Ten requests of each flow are served, so the remaining requests have lower ranks.
     served = [each._replace(start=each.start + 10 * each.share, queued=40) for each in found]
     rest, before = (predicted_order(each, first[-1].position, 99) for each in (served, found))
     ranks = [(each.queue.name, each.rank) for each in before]
@@ -82,7 +83,7 @@ def test_a_page_continues_at_the_same_request_though_the_queue_was_served_meanwh
 
 
 @pytest.mark.parametrize("tag", [1e308, -1e308])
-def test_an_extreme_position_is_after_all_or_before_all_requests_of_its_group(tag: float) -> None:
+def test_a_cursor_with_an_extreme_tag_is_before_or_after_all_requests_of_its_group(tag: float) -> None:
     found = [flow_queue("a", share=1e-9), flow_queue("b", group=4)]
     count = count_before(found, Position(1, tag, "a"))
     assert count == (3 if tag > 0 else 0)
@@ -94,7 +95,7 @@ def test_an_extreme_position_is_after_all_or_before_all_requests_of_its_group(ta
     st.floats(allow_nan=False, allow_infinity=False),
     st.text(st.characters(exclude_categories=["Cs"])),
 )
-def test_a_cursor_returns_its_parts(number: int, tag: float, text: str) -> None:
+def test_a_decoded_cursor_has_the_parts_that_were_encoded(number: int, tag: float, text: str) -> None:
     cursor = encode_cursor("flows", number, repr(tag), text)
     assert decode_cursor(cursor, views.OF_FLOWS) == ("flows", number, repr(tag), text)
     assert cursor.replace("-", "").replace("_", "").isalnum()
@@ -116,7 +117,7 @@ BAD_CURSORS = [
 
 
 @pytest.mark.parametrize("packed", BAD_CURSORS)
-def test_a_cursor_of_another_list_or_type_or_length_is_bad(packed: str) -> None:
+def test_a_cursor_of_another_list_or_of_a_wrong_type_or_length_is_refused(packed: str) -> None:
     cursor = base64.urlsafe_b64encode(packed.encode(errors="surrogateescape")).decode().rstrip("=")
     with pytest.raises(BadCursor):
         decode_cursor(cursor, views.OF_FLOWS)
@@ -127,7 +128,7 @@ UNAVAILABLE = StateUnavailable("the shared state did not answer within 2 s")
 
 
 class NoRows:
-    """Empty lists that check cursors as FleetLists does."""
+    """Stands for FleetLists: the lists are empty, but cursors are checked."""
 
     async def flows(self, limit: int, cursor: str | None, band: Any) -> Flows:
         decode_cursor(str(cursor), views.OF_FLOWS)
@@ -153,7 +154,7 @@ def validate(page: dict[str, Any], schema: dict[str, Any], value: Any) -> None:
 
 
 def example(page: dict[str, Any], content: dict[str, Any]) -> Any:
-    """The example of a media type: its own, or else its schema's."""
+    """The example of a media type, or else the example of the media type's schema."""
     if "example" in content:
         return content["example"]
     schema = content["schema"]
@@ -225,7 +226,7 @@ PROVOKED = [
 
 
 @pytest.mark.parametrize(("method", "path", "status", "asked", "more"), PROVOKED)
-async def test_a_provoked_fault_is_answered_as_in_its_example(
+async def test_the_answer_to_a_provoked_fault_equals_the_documented_example(
     method: str, path: str, status: int, asked: str, more: dict[str, Any]
 ) -> None:
     store, view = ScriptedStore(), View()

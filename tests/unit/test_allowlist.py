@@ -22,7 +22,7 @@ from picker_fleet.ingress.context import AllowedPaths
 
 PATHS, PASSING = AllowedPaths(), AllowedPaths(passes=True)
 
-# Method, path, how it is served, and the model that the path names.
+# Method and path of a request, how the path is served, and the model that the path names.
 SERVED = [
     *(
         ("POST", path, "inference", "")
@@ -130,7 +130,7 @@ def spellings(path: str) -> list[str]:
 
 
 @pytest.mark.parametrize("path", ADMINISTRATION)
-def test_no_spelling_of_an_engines_administration_passes(path: str) -> None:
+def test_no_spelling_of_a_path_for_an_engines_administration_passes(path: str) -> None:
     for each in spellings(path):
         assert (each, PASSING.way(b"POST", each.encode())) == (each, None)
         assert PATHS.way(b"POST", each.encode()) is None
@@ -149,7 +149,7 @@ def test_a_model_name_cannot_lead_out_of_the_path_of_models(name: str) -> None:
         assert not re.search(rb"[;\\#\x00]", bare)
 
 
-# An entry of the configuration, a request, how it is served, and the model that its path names.
+# A configured path, a request, how the request is served, and the model that its path names.
 CONFIGURED = [
     ("POST /v1/custom", "POST", "/v1/custom", "inference", ""),
     ("GET /v1/adaptations/{id}", "GET", "/v1/adaptations/a", "read", ""),
@@ -163,7 +163,9 @@ CONFIGURED = [
 
 
 @pytest.mark.parametrize(("entry", "method", "path", "kind", "model"), CONFIGURED)
-def test_a_configuration_adds_paths(entry: str, method: str, path: str, kind: str, model: str) -> None:
+def test_the_configuration_adds_allowed_paths(
+    entry: str, method: str, path: str, kind: str, model: str
+) -> None:
     extra = parse({"extproc": {"paths": [entry]}}).extproc.paths
     assert PATHS.way(method.encode(), path.encode()) is None
     way = AllowedPaths(extra).way(method.encode(), path.encode())
@@ -175,7 +177,7 @@ def test_a_configuration_adds_paths(entry: str, method: str, path: str, kind: st
 @pytest.mark.parametrize(
     "entry", ["/v1/x", "POST v1/x", "POST /a/../b", "POST /a//b", "post /a", "POST /a%2fb"]
 )
-def test_an_entry_without_a_method_and_a_path_is_refused(entry: str) -> None:
+def test_a_configured_path_without_a_method_or_a_valid_path_is_refused(entry: str) -> None:
     with pytest.raises(ConfigError, match="no method and path"):
         parse({"extproc": {"paths": [entry]}})
 
@@ -205,16 +207,18 @@ def test_envoys_routes_match_the_requests_that_the_picker_accepts() -> None:
 
 
 TRUSTED = [
-    ([], frozenset()),  # by default no steering header is taken from a client
+    ([], frozenset()),  # by default no client's steering header is trusted
     ([FAIRNESS_ID[0]], frozenset(FAIRNESS_ID)),
     ([FAIRNESS_ID[1]], frozenset(FAIRNESS_ID)),
     (["X-Gateway-Inference-Fairness-Id"], frozenset(FAIRNESS_ID)),
-    (["x-workload-context"], frozenset()),  # never removed, so trust does not apply
+    (["x-workload-context"], frozenset()),  # Envoy never removes this header, so trust does not apply
 ]
 
 
 @pytest.mark.parametrize(("named", "expected"), TRUSTED)
-def test_both_spellings_of_a_header_are_trusted_together(named: list[str], expected: frozenset[str]) -> None:
+def test_trusting_one_spelling_of_a_header_trusts_both_spellings(
+    named: list[str], expected: frozenset[str]
+) -> None:
     names = parse({"extproc": {"trusted_headers": named}}).extproc.trusted_headers
     assert trusted(names) == expected
     assert set(untrusted(names)) == {*FAIRNESS_ID, *OBJECTIVE, *REWRITE, *NEVER_TRUSTED} - expected
@@ -233,7 +237,7 @@ def test_both_spellings_of_a_header_are_trusted_together(named: list[str], expec
         ("POST", "/v1/conversations", ""),
     ],
 )
-def test_paths_of_the_responses_api_have_state_and_its_id(method: str, path: str, ref: str) -> None:
+def test_paths_of_the_responses_api_name_stored_state_by_its_id(method: str, path: str, ref: str) -> None:
     way = PATHS.way(method.encode(), path.encode())
     assert way is not None
     assert (way.has_state, way.ref) == (True, ref)

@@ -1,4 +1,4 @@
-"""The auditor: it parses logs, accepts correct ones and names each broken rule; and the measures of a log."""
+"""The auditor of decision logs: parsing, correct logs, each broken rule, and measures of fairness."""
 
 import functools
 import itertools
@@ -26,7 +26,7 @@ def raw(**changes: str) -> dict[str, str]:
     return {**queue.log[-1], **changes}
 
 
-def test_fields_are_parsed_to_their_types() -> None:
+def test_fields_of_a_log_entry_are_parsed_to_their_types() -> None:
     entry = Entry.parse(raw(tag="1.5", due_ms="7"))
     found = (entry.event, entry.request, entry.cost, entry.tag, entry.due_ms)
     assert found == ("bypassed", "r1", 2.5, 1.5, 7)
@@ -44,7 +44,9 @@ UNREADABLE: list[tuple[str, str | None, str]] = [
 
 
 @pytest.mark.parametrize(("name", "value", "says"), UNREADABLE)
-def test_an_unreadable_or_missing_field_is_named(name: str, value: str | None, says: str) -> None:
+def test_the_error_names_an_unreadable_or_missing_field_of_a_log_entry(
+    name: str, value: str | None, says: str
+) -> None:
     entry = raw() | {name: value}
     if value is None:
         del entry[name]
@@ -54,7 +56,7 @@ def test_an_unreadable_or_missing_field_is_named(name: str, value: str | None, s
 
 
 @pytest.mark.parametrize("note", ["", "[]", '{"guard_share": "x"}', '{"weights": {"a": null}}'])
-def test_unreadable_settings_raise_an_entry_error(note: str) -> None:
+def test_unreadable_settings_in_a_log_entry_raise_an_entry_error(note: str) -> None:
     with pytest.raises(EntryError, match="settings cannot be read"):
         Rules.parse(note)
     # Lua writes an empty table as a list.
@@ -67,7 +69,9 @@ def test_an_empty_log_has_no_violation_and_no_remark() -> None:
 
 
 @pytest.mark.parametrize("url", ["redis://{host}:{port}/0", "http://{host}"])
-def test_an_unreachable_redis_is_exit_code_2(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_audit_of_an_unreachable_redis_ends_with_exit_code_2(
+    url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["audit", "--redis", url.format(host=LOOPBACK, port=free_port())]) == 2
     shown = capsys.readouterr()
     assert (shown.out, len(shown.err.splitlines())) == ("", 1)
@@ -78,7 +82,7 @@ def violations_of(report: Report) -> list[str]:
 
 
 def audited(log: list[dict[str, str]], settings: str | None = None) -> Report:
-    """Audit a log that must have no violation; return the report."""
+    """Audit a decision log that must have no violation; return the audit's report."""
     report = audit(log, settings)
     assert (violations_of(report), report.violations) == ([], 0)
     return report
@@ -91,7 +95,7 @@ def ids(queue: QueueSimulator, state: str) -> list[str]:
 
 @functools.cache
 def busy_queue(seed: int, steps: int = 300) -> QueueSimulator:
-    """Has bands, weights, limits, deadlines, corrections, cancels, adoptions, overdue requests, live changes.
+    """A queue with bands, weights, limits, deadlines, corrections, cancels, adoptions and live changes.
 
     Several tests share the queue, so they must not change it or its log.
     """
@@ -149,7 +153,7 @@ def test_a_log_without_its_beginning_is_checked_as_far_as_possible(seed: int, ke
     assert audited(log[start:], settings).remarks[0].startswith(f"begins at entry {start + 1}")
 
 
-def test_order_is_checked_once_the_requests_from_before_the_log_have_left() -> None:
+def test_dispatch_order_is_checked_once_requests_from_before_the_log_have_left() -> None:
     queue = QueueSimulator()
     queue.admit_many("old", 10)
     start = len(queue.log)
@@ -208,7 +212,7 @@ def test_memory_grows_with_open_requests_and_not_with_the_log() -> None:
     assert violations_of(auditor.report()) == []
 
 
-def test_order_is_not_checked_until_requests_queued_before_its_change_have_left() -> None:
+def test_after_a_change_of_ordering_order_is_checked_once_older_requests_have_left() -> None:
     queue = QueueSimulator()
     for i in range(8):
         queue.admit(f"old{i}", ttl_ms=60_000 - i)
@@ -233,7 +237,7 @@ def test_a_reused_request_id_is_checked_at_its_new_position() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_changing_the_guard_share_breaks_no_bound(seed: int) -> None:
+def test_changing_the_starvation_guards_share_breaks_no_bound(seed: int) -> None:
     queue, dice = QueueSimulator(endpoints=1), random.Random(seed)
     for i in range(120):
         if i < 60:
@@ -248,7 +252,8 @@ def test_changing_the_guard_share_breaks_no_bound(seed: int) -> None:
 
 
 def mixed_load(queue: QueueSimulator) -> None:
-    """All bands, two weights, a limited flow, overdue requests, a request past its deadline; all end."""
+    """Load the queue with all bands, two weights, a limited flow and overdue requests, until all requests
+    end."""
     for i in range(8):
         queue.admit(f"r{i}", "ab"[i % 2], weight=1 + i % 2, cost=0.25 if i % 3 else 1)
     for i in range(6):
@@ -268,7 +273,7 @@ def mixed_load(queue: QueueSimulator) -> None:
 
 
 def limited(queue: QueueSimulator) -> None:
-    """A flow has more requests than its limit allows in flight."""
+    """Admit more requests of a flow than the flow's limit allows in flight."""
     for i in range(5):
         queue.admit(f"tight{i}", "tight", limit=1)
     queue.run_dry()
@@ -299,7 +304,7 @@ def blocked_head(queue: QueueSimulator) -> None:
 
 
 def flood(queue: QueueSimulator) -> None:
-    """More new flows at once than may start without a charge."""
+    """Start more new flows at once than may start without a charge."""
     queue.change_settings(total_capacity=200)
     queue.admit_many("r", 110, flows=110)
     queue.run_dry()
@@ -355,7 +360,7 @@ FAULTS: list[tuple[type[QueueSimulator], Callable[[QueueSimulator], None], str, 
 
 
 @cases("queue, load, promise, words", {f"{row[0].__name__}: {row[-1]}": row for row in FAULTS})
-def test_a_broken_rule_is_found_and_named_with_evidence(
+def test_the_audit_finds_and_names_a_broken_rule_with_evidence(
     queue: type[QueueSimulator], load: Callable[[QueueSimulator], None], promise: str, words: str
 ) -> None:
     broken = queue()
@@ -368,7 +373,7 @@ def test_a_broken_rule_is_found_and_named_with_evidence(
 
 @pytest.mark.parametrize("share", [0.1, 0.4])
 @pytest.mark.parametrize("load", [mixed_load, limited, blocked_head, flood])
-def test_the_same_loads_on_a_correct_queue_show_no_violation(
+def test_a_correct_queue_shows_no_violation_under_the_same_loads(
     load: Callable[[QueueSimulator], None], share: float
 ) -> None:
     queue = QueueSimulator(guard_share=share)
@@ -389,7 +394,7 @@ RESTORED: dict[str, tuple[str, float, list[str]]] = {
 
 
 @cases("note, taken, says", RESTORED)
-def test_a_restored_request_takes_its_share_of_the_bound_of_all_endpoints_at_most(
+def test_a_restored_request_takes_at_most_its_share_of_the_bound(
     note: str, taken: float, says: list[str]
 ) -> None:
     queue = QueueSimulator(claim_share=0.5)
@@ -409,7 +414,7 @@ def test_a_restored_request_without_a_bound_is_an_entry_error(note: str) -> None
         audit(queue.log)
 
 
-def test_a_missing_entry_is_the_only_violation_and_the_rest_is_checked() -> None:
+def test_a_missing_log_entry_is_the_only_violation_and_later_entries_are_checked() -> None:
     queue = QueueSimulator()
     mixed_load(queue)
     del queue.log[20]
@@ -419,7 +424,7 @@ def test_a_missing_entry_is_the_only_violation_and_the_rest_is_checked() -> None
     assert report.remarks[0] == "entries between 20 and 22 are missing"
 
 
-def test_a_wrong_stock_is_reported_only_at_its_entry_and_the_next_entry() -> None:
+def test_a_wrong_stock_is_reported_only_at_two_successive_log_entries() -> None:
     queue = QueueSimulator()
     mixed_load(queue)
     at = next(i for i, entry in enumerate(queue.log) if entry["event"] == "placed")
@@ -431,7 +436,7 @@ def test_a_wrong_stock_is_reported_only_at_its_entry_and_the_next_entry() -> Non
 
 
 class Log:
-    """Writes entries one millisecond apart. Request ids are SOURCE.NUMBER."""
+    """A decision log with one entry per millisecond. Request ids have the form SOURCE.NUMBER."""
 
     def __init__(self) -> None:
         self.entries: list[Entry] = []
@@ -460,8 +465,9 @@ def names(source: str, numbers: Iterable[int]) -> list[str]:
     return [f"{source}.{number}" for number in numbers]
 
 
-def test_the_gap_is_the_widest_of_any_interval_within_the_backlog() -> None:
-    # The widest interval has the three dispatches of `a`; the bound is 1/1 + 1/1.
+def test_the_gap_in_service_is_the_widest_of_any_interval_in_which_both_flows_wait() -> None:
+    # The widest interval has the three dispatches of flow `a`; the bound is the sum 1/1 + 1/1 of cost /
+    # weight.
     log = Log().write("queued", *names("a", range(9)), *names("b", range(9)))
     log.write("granted", "b.0", "a.0", "a.1", "a.2", "b.1")
     (gap,) = measures.gaps(log.entries)
@@ -469,18 +475,18 @@ def test_the_gap_is_the_widest_of_any_interval_within_the_backlog() -> None:
     assert gap.violated
 
 
-def test_the_gap_counts_service_by_weight() -> None:
+def test_the_gap_between_flows_counts_service_divided_by_weight() -> None:
     log = Log().write("queued", *names("a", range(3)), *names("b", range(9)))
     for turn in range(2):
         log.write("granted", f"a.{turn}", weight=1)
         log.write("granted", *names("b", range(4 * turn, 4 * turn + 4)), weight=4)
     (gap,) = measures.gaps(log.entries)
-    # The bound is 1/1 + 1/4.
+    # The bound is the sum 1/1 + 1/4 of cost / weight of both flows.
     assert (gap.widest, gap.bound) == (1, 1.25)
     assert not gap.violated
 
 
-def test_service_while_the_other_flow_is_idle_makes_no_gap() -> None:
+def test_service_of_one_flow_while_the_other_is_idle_makes_no_gap() -> None:
     log = Log().write("queued", *names("a", range(9))).write("granted", *names("a", range(3)))
     log.write("queued", "b.0").write("granted", "b.0").write("granted", *names("a", range(3, 8)))
     (gap,) = measures.gaps(log.entries)
@@ -494,7 +500,7 @@ def test_flows_of_different_bands_are_not_compared() -> None:
     assert measures.gaps(log.entries) == []
 
 
-def test_the_window_is_the_longest_time_in_which_all_flows_wait() -> None:
+def test_the_measured_window_is_the_longest_time_in_which_all_flows_wait() -> None:
     # Both flows wait during one dispatch, and later during three.
     log = Log().write("queued", "a.0", *names("b", range(9))).write("granted", "a.0")
     log.write("granted", *names("b", range(4))).write("queued", *names("a", range(1, 9)))
@@ -508,14 +514,14 @@ def test_the_window_is_the_longest_time_in_which_all_flows_wait() -> None:
     "service follows weights": ({"a": 100, "b": 200}, {"a": 1, "b": 1}, 1, 1),
     "one flow has all service": ({"a": 100}, {"a": 2, "b": 0}, 0.5, 0),
 })  # fmt: skip
-def test_shares_follow_from_service_and_weights(
+def test_shares_of_flows_follow_from_service_and_weights(
     served: dict[str, float], shares: dict[str, float], jain: float, min_by_max: float
 ) -> None:
     assert measures.normalised(served, {"a": 1, "b": 2}) == shares
     assert (measures.jain(shares.values()), measures.min_by_max(shares.values())) == (jain, min_by_max)
 
 
-# `a` waits in a higher band than `b`.
+# Request `a` waits in a higher band than request `b`.
 INVERSIONS = {
     "a turn past a higher band": ("granted b.0, granted a.0, granted b.1", 1),
     "no inversion by the guard": ("guard b.0, granted a.0, granted b.1", 0),
@@ -527,7 +533,9 @@ INVERSIONS = {
 
 
 @cases("events, inverted", INVERSIONS)
-def test_an_inversion_is_a_turn_past_a_waiting_higher_band(events: str, inverted: int) -> None:
+def test_an_inversion_is_a_dispatch_while_a_request_of_a_higher_band_waits(
+    events: str, inverted: int
+) -> None:
     log = Log().write("queued", "a.0", band=0).write("queued", "b.0", "b.1", band=2)
     for event in events.split(", "):
         what, request = event.split()
@@ -536,7 +544,7 @@ def test_an_inversion_is_a_turn_past_a_waiting_higher_band(events: str, inverted
     assert measures.order(log.entries).inverted_turns == inverted
 
 
-def test_the_highest_wait_includes_requests_that_expired_or_still_wait() -> None:
+def test_the_longest_wait_includes_requests_that_expired_or_still_wait() -> None:
     # One request is served after 2 ms, another expires after 3 ms, a third still waits after 4 ms.
     log = Log().write("queued", "a.0", "a.1").write("granted", "a.0").write("queued", "a.2")
     log.write("expired", "a.1").write("queued", *names("b", range(3)))

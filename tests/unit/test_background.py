@@ -1,4 +1,4 @@
-"""A background task goes on after a failure, which is logged once and counted each time."""
+"""A background task continues after a failure; the failure is logged once and counted each time."""
 
 import asyncio
 import logging
@@ -12,7 +12,7 @@ from picker_fleet.domain.errors import StartupError
 
 @pytest.fixture
 def failed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The names of failed tasks, in the order of counting."""
+    """The names of failed tasks, in the order in which failures were counted."""
     monkeypatch.setattr(background, "_PAUSE_S", 0.001)
     names: list[str] = []
     background.count_failures(names.append)
@@ -20,7 +20,7 @@ def failed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def failing(*faults: Exception) -> background.Work:
-    """Work that raises the next of `faults` in each call, then runs until it is cancelled."""
+    """A function that raises the next of `faults` in each call, and later runs until cancelled."""
     left = list(faults)
 
     async def work() -> None:
@@ -39,7 +39,7 @@ async def test_a_task_runs_again_after_each_failure(
     async with running(background.keep("sweep", failing(*faults))):
         await until(lambda: len(failed) == len(faults))
     assert failed == ["sweep"] * 3
-    # The second failure came from the same line, so it is not logged.
+    # The second failure came from the same source line, so only the first is logged.
     logged = [record for record in caplog.records if record.levelno == logging.ERROR]
     assert [record.exc_info[1] for record in logged if record.exc_info] == [faults[0], faults[2]]
     assert "sweep" in logged[0].getMessage()
@@ -51,7 +51,7 @@ async def test_a_task_that_cannot_begin_ends_the_replica(failed: list[str]) -> N
     assert failed == []
 
 
-async def test_a_task_that_has_run_before_survives_a_startup_error(failed: list[str]) -> None:
+async def test_a_task_that_has_run_once_survives_a_startup_error(failed: list[str]) -> None:
     faults = ValueError("a bug"), StartupError("the file is gone for a moment")
     async with running(background.keep("discovery", failing(*faults))):
         await until(lambda: len(failed) == 2)

@@ -39,7 +39,7 @@ PACK: dict[str, Callable[[bytes], bytes]] = {
 
 
 async def decoded(text: bytes, encodings: str, budget: BodyBudget | None = None) -> bytes:
-    """Decode `text`; assert that the budget counts the body until its release, and no longer."""
+    """Decode `text`; assert that the budget counts the body exactly until the body is released."""
     budget = budget or BodyBudget(2 * LIMIT_BYTES)
     held_bytes = budget.held_bytes
     try:
@@ -54,7 +54,7 @@ async def decoded(text: bytes, encodings: str, budget: BodyBudget | None = None)
 
 
 @given(st.binary(max_size=5000), st.sampled_from(sorted(PACK)), st.integers(1, 300))
-async def test_each_encoding_is_decoded(text: bytes, name: str, times: int) -> None:
+async def test_each_content_encoding_is_decoded(text: bytes, name: str, times: int) -> None:
     assert await decoded(PACK[name](text * times), name) == text * times
 
 
@@ -65,7 +65,7 @@ async def test_two_encodings_are_decoded_in_turn_and_three_are_refused() -> None
         await decoded(text, "gzip, br, zstd")
 
 
-async def test_concatenated_members_are_one_body() -> None:
+async def test_concatenated_gzip_members_are_one_body() -> None:
     parts = [b"a" * 70_000, b"", b"b"]
     for name in ("gzip", "zstd"):
         assert await decoded(b"".join(map(PACK[name], parts)), name) == b"".join(parts)

@@ -22,7 +22,7 @@ PICKERS = (("127.0.0.1", 9002), ("127.0.0.1", 9003))
 
 
 def built(mode: Mode, settings: dict[str, Any] | None = None, **others: Any) -> dict[str, Any]:
-    """The bootstrap of these arguments. Tests share it, so they must not change it."""
+    """The Envoy bootstrap of these arguments. Tests share the result, so no test may change it."""
     return _built(mode, json.dumps(settings or {}), **{"pickers": PICKERS, **others})
 
 
@@ -33,7 +33,7 @@ def _built(mode: Mode, settings: str, **others: Any) -> dict[str, Any]:
 
 
 def parts(tree: dict[str, Any]) -> dict[str, Any]:
-    """The parts of a bootstrap by short names; `asking` is the filter that calls the picker."""
+    """The parts of a bootstrap by short names; the part `asking` is the filter that calls the picker."""
     resources = tree["staticResources"]
     manager = resources["listeners"][0]["filterChains"][0]["filters"][0]["typedConfig"]
     filters = {each["name"].rpartition(".")[2]: each["typedConfig"] for each in manager["httpFilters"]}
@@ -48,7 +48,7 @@ def parts(tree: dict[str, Any]) -> dict[str, Any]:
 
 
 def at(node: Any, path: str) -> Any:
-    """The node at `path`: a key or index for each step, or `*` for all items of a list; None if missing."""
+    """The node at `path`, whose steps are keys, indexes, or `*` for all items of a list; None if missing."""
     step, _, rest = path.partition(".")
     if node is None or not path:
         return node
@@ -95,7 +95,9 @@ def command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Command:
 
 @pytest.mark.parametrize("debug_headers", [False, True])
 @pytest.mark.parametrize("mode", MODES)
-def test_real_envoy_accepts_each_mode(mode: Mode, debug_headers: bool, tmp_path: Path) -> None:
+def test_real_envoy_accepts_the_bootstrap_of_each_mode(
+    mode: Mode, debug_headers: bool, tmp_path: Path
+) -> None:
     assert_envoy_accepts(to_yaml(built(mode, debug_headers=debug_headers)), tmp_path)
 
 
@@ -107,7 +109,7 @@ UNUSUAL: list[dict[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize("settings", UNUSUAL)
-def test_real_envoy_accepts_unusual_settings(settings: dict[str, Any], tmp_path: Path) -> None:
+def test_real_envoy_accepts_a_bootstrap_of_unusual_settings(settings: dict[str, Any], tmp_path: Path) -> None:
     assert_envoy_accepts(to_yaml(built("lean", settings)), tmp_path)
 
 
@@ -123,7 +125,7 @@ USAGE_FILTERS = ["sse_to_metadata", "json_to_metadata", "ext_proc", "router"]
 
 
 def seen(request_body: str | None, response_headers: str, response_body: str | None) -> dict[str, Any]:
-    """Facts if Envoy sends the picker the request's headers and these parts; None: by default, not sent."""
+    """The filter's settings that send the picker the request's headers and these parts; None: not sent."""
     modes = {"requestHeader": "SEND", "requestBody": request_body}
     modes |= {"responseHeader": response_headers, "responseBody": response_body}
     facts = {f"asking.processingMode.{part}Mode": mode for part, mode in modes.items()}
@@ -131,7 +133,8 @@ def seen(request_body: str | None, response_headers: str, response_body: str | N
 
 
 def timeouts(waits_s: int) -> dict[str, Any]:
-    """Timeouts if a request may queue for `waits_s`: none for answers, a short one for half-sent headers."""
+    """Envoy's timeouts if a request may queue for `waits_s` seconds: none for answers, a short one for
+    headers."""
     return {
         "host.routes.0.route.timeout": "0s",
         "host.routes.0.route.idleTimeout": None,
@@ -148,21 +151,21 @@ def timeouts(waits_s: int) -> dict[str, Any]:
 
 
 IN_EVERY_MODE: dict[str, Any] = {
-    # The replicas send the endpoints; the cluster of the replicas itself needs no discovery.
+    # Replicas send Envoy the endpoints of the pool; the replicas themselves are a static cluster.
     "clusters.pool.type": "EDS",
     f"{SOURCE}.apiType": "GRPC",
     f"{SOURCE}.grpcServices.*.envoyGrpc.clusterName": ["picker"],
     "clusters.picker.type": "STATIC",
     # Envoy tries the endpoints of the pool in the picker's order.
     f"{POLICY}.overrideHostSources": [{"header": "x-gateway-destination-endpoint"}],
-    # Without pickers requests fail; if a replica fails, Envoy sends its queued requests to another one.
+    # If all replicas fail, requests fail; if one fails, Envoy sends its queued requests to another replica.
     "asking.failureModeAllow": None,
     "asking.statusOnError": {"code": "ServiceUnavailable"},
     f"{RETRY}.numRetries": 3,
     f"{RETRY}.retryHostPredicate.*.name": ["envoy.retry_host_predicates.previous_hosts"],
 }
-# Envoy reads usage in modes in which the picker does not see the answer. Session token and pressure go to
-# clients; in `standard` the picker sets them.
+# Envoy reads token usage in modes in which the picker does not see the answer. Clients get a session token
+# and the queue pressure, in the mode `standard` from the picker.
 IN_ONE_MODE: dict[Mode, dict[str, Any]] = {
     "standard": {
         **seen(DUPLEX, "SEND", DUPLEX),
@@ -192,7 +195,7 @@ def facts_of(bootstrap: dict[str, Any], facts: dict[str, Any]) -> dict[str, Any]
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_each_mode_has_its_parts(mode: Mode) -> None:
+def test_the_bootstrap_of_each_mode_has_the_parts_of_that_mode(mode: Mode) -> None:
     facts = IN_EVERY_MODE | IN_ONE_MODE[mode]
     assert facts_of(built(mode), facts) == facts
 
@@ -203,7 +206,7 @@ ACCESS_LOG = {
     "manager.accessLogOptions": {"accessLogFlushInterval": "3s"},
     "manager.accessLog.*.name": ["envoy.access_loggers.http_grpc"],
 }
-# Envoy uses the longest pause between two tries also as the timeout of each try.
+# Envoy uses the longest pause between two tries of a call also as the timeout of each try.
 UNTIL_QUEUED = {"service.serverUri.timeout": "7260s", f"{RETRY}.retryBackOff.maxInterval": "7260s"}
 LIMIT = {"asking.withRequestBody": {"maxRequestBytes": 5001, "allowPartialMessage": True}}
 UNDER_SETTINGS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
@@ -250,7 +253,7 @@ def test_a_setting_takes_effect_in_envoys_bootstrap(
 def test_retries_avoid_a_dead_replica(mode: Mode) -> None:
     retry = parts(built(mode))["service"]["retryPolicy"]
     assert {"reset", "connect-failure"} <= set(retry["retryOn"].split(","))
-    # A dead replica has the fewest streams: of two replicas, Envoy draws it three times in four.
+    # A dead replica has the fewest streams: of two replicas, Envoy draws the dead one three times in four.
     assert (3 / 4) ** (1 + int(retry["hostSelectionRetryMaxAttempts"])) < 1e-3
 
 
@@ -270,7 +273,7 @@ def test_replicas_given_by_host_name_are_resolved_by_dns() -> None:
     assert at(parts(tree), "clusters.picker.type") == "STRICT_DNS"
 
 
-def test_command_prints_a_bootstrap_of_the_configuration(command: Command) -> None:
+def test_command_envoy_config_prints_a_bootstrap_of_the_configuration(command: Command) -> None:
     config = "extproc: {listen: '0.0.0.0:9555'}\nleases: {access_log_interval: 2s}\n"
     text, _ = command("--mode", "lean", "--listen", "127.0.0.1:18000", config=config)
     tree = yaml.safe_load(text)
@@ -292,7 +295,7 @@ def test_steering_headers_are_removed_unless_trusted(mode: Mode) -> None:
     assert names - removed(built(mode, trusted=("x-gateway-inference-objective",))) == objective
 
 
-def test_command_trusts_a_header_in_both_spellings_and_warns_about_it(command: Command) -> None:
+def test_command_envoy_config_trusts_a_header_in_both_spellings_with_a_warning(command: Command) -> None:
     plain, _ = command()
     trusting, _ = command("--trust-headers", "X-LLM-D-Inference-Fairness-ID,x-workload-context")
     pair = {"x-gateway-inference-fairness-id", "x-llm-d-inference-fairness-id"}
@@ -303,19 +306,21 @@ def test_command_trusts_a_header_in_both_spellings_and_warns_about_it(command: C
 
 
 @pytest.mark.parametrize("name", ["x-gateway-destination-endpoint", "x-request-id", "authorization", ""])
-def test_command_refuses_to_trust_other_headers(name: str, command: Command) -> None:
+def test_command_envoy_config_refuses_to_trust_headers_that_steer_nothing(
+    name: str, command: Command
+) -> None:
     _, error = command("--trust-headers", name, status=2)
     assert f"--trust-headers: '{name}' is " in error
     assert "x-gateway-inference-fairness-id" in error
 
 
 @pytest.mark.parametrize("arguments", [["--listen", "nowhere"], ["--picker", "host"], ["--mode", "fat"]])
-def test_command_refuses_bad_arguments(arguments: list[str], command: Command) -> None:
+def test_command_envoy_config_refuses_bad_arguments(arguments: list[str], command: Command) -> None:
     assert arguments[1] in command(*arguments, status=2)[1]
 
 
 @pytest.mark.parametrize("arguments", [["envoy-config"], ["up"], ["load", "noisy-neighbour"]])
-def test_mode_headers_is_refused_with_its_replacement(
+def test_the_error_for_the_removed_mode_headers_names_its_replacement(
     arguments: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):
@@ -331,7 +336,9 @@ def test_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_client_rate_limits_the_requests_of_each_address(mode: Mode, tmp_path: Path) -> None:
+def test_the_option_client_rate_limits_the_requests_of_each_client_address(
+    mode: Mode, tmp_path: Path
+) -> None:
     limited = built(mode, client_rate=50)
     bucket = at(parts(limited), "filters.local_ratelimit.descriptors.0.tokenBucket")
     assert bucket == {"maxTokens": 100, "tokensPerFill": 50, "fillInterval": "1s"}
@@ -374,7 +381,7 @@ def test_incomplete_or_unused_tls_files_are_refused(command: Command) -> None:
     assert "do not speak TLS" in command("--picker-ca", "/ca", status=2)[1]
 
 
-def test_operators_get_a_listener_of_their_own_only_when_asked(command: Command, tmp_path: Path) -> None:
+def test_operators_get_a_listener_of_their_own_only_by_an_option(command: Command, tmp_path: Path) -> None:
     config = "admin: {listen: '0.0.0.0:8083'}"
     assert len(at(yaml.safe_load(command(config=config)[0]), "staticResources.listeners")) == 1
     text, _ = command("--admin-listen", "127.0.0.1:8081", config=config)
@@ -384,7 +391,7 @@ def test_operators_get_a_listener_of_their_own_only_when_asked(command: Command,
     assert for_operators["address"]["socketAddress"]["portValue"] == 8081
     assert hosts(tree, "picker-admin") == [{"address": "127.0.0.1", "portValue": 8083}]
     assert_envoy_accepts(text, tmp_path)
-    # Envoy speaks TLS to the replicas' admin port if that port does.
+    # Envoy speaks TLS to the replicas' admin port if that port has TLS.
     assert "transportSocket" not in parts(tree)["clusters"]["picker-admin"]
     with_tls = command("--admin-listen", "127.0.0.1:8081", "--picker-ca", "/ca", config="admin: {tls: {}}")[0]
     socket = parts(yaml.safe_load(with_tls))["clusters"]["picker-admin"]["transportSocket"]

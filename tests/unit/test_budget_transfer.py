@@ -26,13 +26,14 @@ pytestmark = pytest.mark.usefixtures("transport")
 
 Transfer = Callable[[float, float], Awaitable[float]]
 METHOD = f"/{SERVICE}/Ask"
-KEYS = Keyring()  # the keys of the fleet
-PATIENT_S = 30.0  # longer than a busy machine pauses
+KEYS = Keyring()  # the keys that sign the fleet's calls
+PATIENT_S = 30.0  # seconds, longer than a busy machine pauses
 
 
 @asynccontextmanager
 async def replica(transfer: Transfer, tls: Certificates | None = None, **answers: Any) -> AsyncIterator[str]:
-    """Serve pool `p` by `handlers` with `transfer` and `answers`; yields the address of the replica."""
+    """Serve a replica of pool `p` that transfers budget by the function `transfer`; yields the replica's
+    address."""
     address = ""
     async with serving_on(handlers("p", transfer, KEYS, lambda: address, **answers), tls) as bound:
         address = bound
@@ -69,7 +70,7 @@ async def test_another_pool_or_a_malformed_request_gets_no_budget() -> None:
             assert await raw(address, question) == b'{"given":0.0}', question
 
 
-async def test_only_a_call_that_the_fleet_signed_for_this_replica_gets_budget_and_only_once() -> None:
+async def test_a_call_gets_budget_only_if_the_fleet_signed_it_for_this_replica_and_only_once() -> None:
     counts = AsyncMock(return_value=2.0)
     async with replica(counts) as address, replica(gives) as other, peers(keys=Keyring()) as strangers:
         # A call without a signature by the fleet's key gets no budget.
@@ -81,7 +82,7 @@ async def test_only_a_call_that_the_fleet_signed_for_this_replica_gets_budget_an
         # A changed call gets no budget, nor does a call that is sent to another replica.
         assert await raw(address, question.replace(b"5.0", b"9.0")) == b'{"given":0.0}'
         assert await raw(other, question) == b'{"given":0.0}'
-        # The intended replica transfers budget once, and repeats its answer if the call is repeated.
+        # The intended replica transfers budget once, and repeats the same answer if the call is repeated.
         assert await raw(address, question) == b'{"given":2.0}'
         assert await raw(address, question) == b'{"given":2.0}'
         counts.assert_awaited_once()
@@ -105,7 +106,7 @@ async def test_budget_in_a_late_answer_is_not_lost() -> None:
     counted = AsyncMock(side_effect=handlers("p", slow, KEYS, lambda: address)[METHOD])
     async with serving_on({METHOD: counted}) as address, peers(margin_s=0.0) as them:
         answer = asyncio.create_task(them.ask(address, 1.0, 5.0))
-        await until(lambda: counted.call_count == 2)  # the first call has met its deadline
+        await until(lambda: counted.call_count == 2)  # the first call has timed out
         open_.set()
         assert await answer == 2.0
     slow.assert_awaited_once()
@@ -141,13 +142,13 @@ async def test_only_the_fleet_can_read_the_outage_count_and_the_ends_of_a_replic
         assert await strangers.ended_before(address, ["r"]) is None
         many = [f"{n:036}" for n in range(30_000)]
         assert await them.ended_before(address, many) == many
-    async with replica(gives) as address, peers() as them:  # this replica has no outage
+    async with replica(gives) as address, peers() as them:  # this replica reports no outage
         assert await them.count(address) is None
         assert await them.ended_before(address, ["r"]) is None
 
 
-async def test_over_tls_the_counts_and_ends_of_any_number_of_requests_arrive() -> None:
-    # The answer exceeds the window of a new connection, and the question exceeds a frame.
+async def test_the_ended_ids_of_any_number_of_requests_arrive_over_tls() -> None:
+    # The answer exceeds a new connection's flow-control window, and the question exceeds an HTTP/2 frame.
     many = {f"{n:036}": 1.0 for n in range(20_000)}
     own = OutageCount(2, 1e6, 1.0, many)
     tls = Certificates(Tls(), "extproc.tls", "h2")
@@ -157,7 +158,7 @@ async def test_over_tls_the_counts_and_ends_of_any_number_of_requests_arrive() -
 
 
 def borrowing(gate: LocalGate, *addresses: str, **options: float) -> AbstractAsyncContextManager[None]:
-    """Let `gate` ask the replicas at `addresses` for budget until the block ends."""
+    """Let the local gate `gate` ask the replicas at `addresses` for budget until the block ends."""
     them = GrpcPeers("p", KEYS, margin_s=PATIENT_S)
     return running(BudgetTransfer(gate, them, lambda: addresses, **options).run())
 
@@ -172,7 +173,7 @@ async def test_a_waiting_request_is_admitted_with_the_budget_of_another_replica(
             await asyncio.gather(*tasks[:2])
         # Two requests are admitted with the other replica's budget.
         assert (rich.free, poor.free, poor.waiting) == (0.0, 0.0, 1)
-        # The third is admitted as soon as the other replica receives an end.
+        # The third request is admitted as soon as the other replica receives the end of a request.
         rich.release(1.0)
         async with asyncio.timeout(30):
             assert await tasks[2]
@@ -188,7 +189,7 @@ async def test_connections_to_peers_are_closed_when_no_request_waits() -> None:
         assert await start(poor, "one")
         assert connections() > before
         await until(lambda: connections() == before)
-        # For the next waiting request the replica connects again.
+        # When the next request waits, the replica connects to its peers again.
         poor.limit_budget(0.0)
         assert await start(poor, "other")
 

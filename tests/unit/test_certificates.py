@@ -56,7 +56,7 @@ def certificates(server: Pair | None, client_ca: Path | None = None) -> Certific
 
 @asynccontextmanager
 async def serving(made: Certificates, more: Mapping[str, Handler] = {}) -> AsyncIterator[int]:
-    """Serve health and `more` over TLS on the chosen transport; yields the port."""
+    """Serve the health service and the handlers `more` over TLS on the chosen transport; yields the port."""
     health = Health()
     health.set(("",), True)
     async with serving_on({**health.handlers(), **more}, made) as address:
@@ -72,7 +72,7 @@ def client_credentials(root: Path, own: Pair | None) -> grpc.ChannelCredentials:
 async def channel(port: int, root: Path, own: Pair | None = None) -> AsyncIterator[Any]:
     """A stub of the health service for a client that trusts `root` and has the certificate `own`."""
     credentials = client_credentials(root, own)
-    options = (("grpc.use_local_subchannel_pool", 1),)  # otherwise two channels share a connection
+    options = (("grpc.use_local_subchannel_pool", 1),)  # so that two channels share no connection
     async with grpc.aio.secure_channel(f"127.0.0.1:{port}", credentials, options) as opened:
         yield health_pb2_grpc.HealthStub(opened)
 
@@ -117,7 +117,7 @@ def replace(old: Pair, new: Pair) -> None:
     put(new.key, old.key)
 
 
-async def test_a_new_certificate_is_used_for_new_connections_and_ends_no_old_one(
+async def test_new_connections_use_a_new_certificate_and_old_connections_stay_open(
     server: Pair, ours: Pair, theirs: Pair, tmp_path: Path
 ) -> None:
     made = certificates(server)
@@ -131,11 +131,11 @@ async def test_a_new_certificate_is_used_for_new_connections_and_ends_no_old_one
         assert not made.reload()
         await gets_in(port, theirs.cert)
         await refused(port, ours.cert)
-        assert await healthy(before)  # on the old connection
+        assert await healthy(before)  # the old connection still works
         assert not watch.done()
 
 
-async def test_only_clients_of_the_current_authority_are_accepted(
+async def test_only_clients_with_a_certificate_of_the_current_authority_are_accepted(
     server: Pair, ours: Pair, theirs: Pair, tmp_path: Path
 ) -> None:
     trusted = tmp_path / "client-ca.crt"
@@ -164,7 +164,7 @@ DAMAGE: dict[str, tuple[Callable[[Pair, Pair], object], str]] = {
 
 
 @cases("damage, why", DAMAGE)
-async def test_unusable_files_leave_the_former_certificate_in_use(
+async def test_unusable_certificate_files_leave_the_former_certificate_in_use(
     server: Pair, ours: Pair, tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: Any, why: str
 ) -> None:
     made = certificates(server)
@@ -183,7 +183,7 @@ async def test_unusable_files_leave_the_former_certificate_in_use(
         await gets_in(port, ours.cert)
 
 
-async def test_without_files_the_replica_signs_a_certificate_itself_for_tls_from_1_2_on() -> None:
+async def test_without_certificate_files_the_replica_signs_a_certificate_itself() -> None:
     made = certificates(None)
     assert made.context.minimum_version is ssl.TLSVersion.TLSv1_2
     async with serving(made) as port:
@@ -192,7 +192,7 @@ async def test_without_files_the_replica_signs_a_certificate_itself_for_tls_from
         assert shown == await asyncio.to_thread(presented, port, ssl.TLSVersion.TLSv1_2)
 
 
-async def test_plain_text_is_refused() -> None:
+async def test_the_tls_port_refuses_clients_that_speak_plain_text() -> None:
     async with serving(certificates(None)) as port:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0" * 9)
@@ -201,7 +201,7 @@ async def test_plain_text_is_refused() -> None:
         writer.close()
 
 
-def test_unusable_files_prevent_the_start(server: Pair, ours: Pair, tmp_path: Path) -> None:
+def test_unusable_certificate_files_prevent_the_start(server: Pair, ours: Pair, tmp_path: Path) -> None:
     for damaged, why in (
         (Tls(cert=server.cert, key=ours.key), "the key is not the certificate's"),
         (Tls(cert=server.cert, key=tmp_path / "none"), "none: No such file"),
@@ -212,7 +212,7 @@ def test_unusable_files_prevent_the_start(server: Pair, ours: Pair, tmp_path: Pa
 
 
 @pytest.mark.parametrize("files", ["self-signed", "signed", "clients too"])
-async def test_replicas_ask_each_other_over_tls(server: Pair, ours: Pair, files: str) -> None:
+async def test_replicas_ask_each_other_for_budget_over_tls(server: Pair, ours: Pair, files: str) -> None:
     own, client_ca = server if files != "self-signed" else None, ours.cert if files == "clients too" else None
     made, keys, address = certificates(own, client_ca), Keyring(), ""
     handlers = budget_transfer.handlers("p", AsyncMock(return_value=2.0), keys, lambda: address)
@@ -220,13 +220,14 @@ async def test_replicas_ask_each_other_over_tls(server: Pair, ours: Pair, files:
         address = f"127.0.0.1:{port}"
         peers = GrpcPeers("p", keys, made)
         assert await peers.ask(address, 1.0, 5.0) == 2.0
-        assert await GrpcPeers("p", Keyring(), made).ask(address, 1.0, 5.0) == 0.0  # not signed by the fleet
+        # The fleet has not signed this call.
+        assert await GrpcPeers("p", Keyring(), made).ask(address, 1.0, 5.0) == 0.0
         assert await GrpcPeers("p", keys).ask(address, 1.0, 5.0) is None  # this client speaks plain text
     assert await peers.ask(address, 1.0, 5.0) is None
 
 
 class Echo(asyncio.Protocol):
-    """Sends all received data back."""
+    """A protocol that sends all received data back."""
 
     def connection_made(self, transport: Any) -> None:
         self.transport = transport
@@ -236,7 +237,7 @@ class Echo(asyncio.Protocol):
 
 
 @pytest.mark.parametrize("run", [asyncio.run, uvloop.run])
-def test_unfinished_tls_handshakes_are_bounded_and_lock_out_no_client(
+def test_unfinished_tls_handshakes_are_limited_and_lock_out_no_client(
     run: Callable[[Any], Any], server: Pair, ours: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tls_port, "_HANDSHAKES", 8)

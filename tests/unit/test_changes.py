@@ -51,7 +51,7 @@ def store() -> ScriptedStore:
 
 @dataclass
 class Fleet:
-    """A shared state, its controls, and a client of the API over it."""
+    """A shared state, the controls that change the state, and a client of the admin API."""
 
     store: ScriptedStore
     membership: CountingMembership
@@ -75,7 +75,9 @@ def client_at(
     return httpx.AsyncClient(transport=transport, base_url=url)
 
 
-async def test_a_patch_is_in_force_at_once_and_null_reverts_it(fleet: Fleet) -> None:
+async def test_a_patch_of_the_configuration_is_in_force_at_once_and_null_reverts_a_change(
+    fleet: Fleet,
+) -> None:
     watermark = {"request_queue_controller": {"watermark_per_backend": 10}}
     patch = {"fair_request_queue": {"ordering": "edf"}, "weights": {"gold": 3}, **watermark}
     response = await fleet.http.patch("/api/v1/config", json=patch)
@@ -97,7 +99,7 @@ async def test_a_patch_is_in_force_at_once_and_null_reverts_it(fleet: Fleet) -> 
 
 
 async def test_an_invalid_patch_changes_nothing_and_the_problem_names_the_live_keys(fleet: Fleet) -> None:
-    # test_live_changes.py has all faults.
+    # test_live_changes.py covers all faults of a patch.
     patch = {"pool": "other", "fair_request_queue": {"queue_ttl": "1s"}}
     document = problem(await fleet.http.patch("/api/v1/config", json=patch), 422)
     assert document["detail"].startswith("pool: cannot change live\nfair_request_queue.queue_ttl: cannot")
@@ -117,11 +119,13 @@ BAD_BODIES = {
 
 
 @cases("body, status, detail", BAD_BODIES)
-async def test_a_bad_body_is_a_problem(fleet: Fleet, body: bytes, status: int, detail: str) -> None:
+async def test_a_bad_request_body_is_answered_by_a_problem_document(
+    fleet: Fleet, body: bytes, status: int, detail: str
+) -> None:
     assert detail in problem(await fleet.http.patch("/api/v1/config", content=body), status)["detail"]
 
 
-async def test_a_body_that_never_ends_is_a_408(store: ScriptedStore) -> None:
+async def test_a_request_whose_body_never_ends_is_answered_408(store: ScriptedStore) -> None:
     app = api(store=store, deadlines=Deadlines(body_s=0.05))
 
     async with serving(app, "127.0.0.1:0") as address, asyncio.timeout(30):
@@ -134,7 +138,7 @@ async def test_a_body_that_never_ends_is_a_408(store: ScriptedStore) -> None:
     assert b"application/problem+json" in answer
 
 
-async def test_a_pause_stays_in_force_through_other_changes_until_resume(fleet: Fleet) -> None:
+async def test_a_pause_of_the_queue_stays_in_force_through_other_changes_until_resume(fleet: Fleet) -> None:
     assert (await fleet.http.post("/api/v1/pause")).json() == {"paused": True, "tuned_version": "1"}
     for cap in (5, None):
         response = await fleet.http.patch("/api/v1/config", json={"workloads": {"rate_cap": cap}})
@@ -161,7 +165,7 @@ async def test_an_endpoint_is_marked_as_drained_and_undrained(fleet: Fleet) -> N
     assert "10.9.9.9:1" in problem(await fleet.http.post("/api/v1/endpoints/10.9.9.9:1/drain"), 404)["detail"]
 
 
-async def test_a_change_to_an_unpublished_pool_is_a_503(fleet: Fleet) -> None:
+async def test_a_change_to_an_unpublished_pool_is_answered_503(fleet: Fleet) -> None:
     fleet.store.epoch = "0"
     for method, path in (("POST", "/api/v1/pause"), ("PATCH", "/api/v1/config")):
         response = await fleet.http.request(method, path, json={"workloads": {"rate_cap": 5}})
@@ -171,7 +175,7 @@ async def test_a_change_to_an_unpublished_pool_is_a_503(fleet: Fleet) -> None:
 
 
 @pytest.mark.parametrize("answers", [True, False])
-async def test_every_change_is_a_503_if_the_shared_state_fails_or_never_answers(
+async def test_every_change_is_answered_503_if_the_shared_state_fails_or_never_answers(
     store: ScriptedStore, monkeypatch: pytest.MonkeyPatch, answers: bool
 ) -> None:
     async def unavailable(*_: object) -> Any:
@@ -191,7 +195,9 @@ NO_TOKEN = [None, "", "Bearer", "Bearer wrong", "Bearer ü", "Basic s3cret-!", "
 
 
 @pytest.mark.parametrize("header", NO_TOKEN)
-async def test_a_change_without_the_token_is_a_401(store: ScriptedStore, header: str | None) -> None:
+async def test_a_change_without_the_admin_token_is_answered_401(
+    store: ScriptedStore, header: str | None
+) -> None:
     headers = {} if header is None else {"authorization": header.encode()}
     async with asking(api(store=store, settings=WITH_TOKEN)) as http:
         for method, path in CHANGES:
@@ -251,7 +257,7 @@ async def test_refused_calls_are_logged(
     assert "s3cre" not in lines[0]
 
 
-async def test_a_changed_token_file_is_read_again(with_roles: Settings, tmp_path: Path) -> None:
+async def test_a_token_file_is_read_again_after_a_change(with_roles: Settings, tmp_path: Path) -> None:
     clock = Clock()
     tokens = Tokens(with_roles.admin, clock)
 
@@ -262,14 +268,14 @@ async def test_a_changed_token_file_is_read_again(with_roles: Settings, tmp_path
     assert known("alice-s3cret", "alice-new") == [True, False]
     (tmp_path / "alice").write_text("alice-new")
     assert known("alice-s3cret", "alice-new") == [False, True]
-    # If a token file is deleted, no caller gains a right.
+    # Deleting a token file gives no caller a right.
     for name in ("alice", "bob"):
         (tmp_path / name).unlink()
     assert known("alice-new", "bob-s3cret", "", "s3cret-!") == [False, False, False, True]
     assert tokens.needed
 
 
-async def test_a_stream_of_events_ends_with_its_token(
+async def test_an_event_stream_ends_when_its_token_is_removed(
     store: ScriptedStore, with_roles: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(protection, "_RELOAD_S", 0.0)
@@ -287,7 +293,7 @@ async def test_a_stream_of_events_ends_with_its_token(
                 pass
 
 
-async def test_an_empty_token_file_is_no_token_until_it_has_one(tmp_path: Path) -> None:
+async def test_an_empty_token_file_counts_as_no_token_until_a_token_is_written(tmp_path: Path) -> None:
     file, clock = tmp_path / "token", Clock()
     file.write_text("\n")
     tokens = Tokens(parse({"admin": {"token_file": str(file)}}).admin, clock)
@@ -342,7 +348,9 @@ async def test_a_change_that_redis_does_not_confirm_is_listed_as_unknown(
 
 
 @pytest.mark.parametrize("headers", [{"host": "["}, {"host": "[::1"}, {"host": "a]b"}], ids=str)
-async def test_a_malformed_host_is_a_400(store: ScriptedStore, headers: dict[str, str]) -> None:
+async def test_a_request_with_a_malformed_host_header_is_answered_400(
+    store: ScriptedStore, headers: dict[str, str]
+) -> None:
     async with asking(api(store=store)) as http:
         for method, path in [*CHANGES, ("GET", "/api/v1/state"), ("POST", "/nonsense")]:
             answer = await http.request(method, path, headers=headers)
@@ -362,7 +370,7 @@ ELSEWHERE: dict[str, tuple[str, dict[str, str]]] = {
 
 
 @cases("client, headers", ELSEWHERE)
-async def test_without_a_token_a_change_from_elsewhere_is_a_403(
+async def test_with_no_token_configured_a_change_from_another_machine_is_answered_403(
     store: ScriptedStore, client: str, headers: dict[str, str]
 ) -> None:
     async with client_at(store, client, "http://127.0.0.1:8081") as http:
@@ -378,7 +386,7 @@ HERE = [(LOCAL, LOCAL), (LOCAL, "localhost"), ("::1", "[::1]"), ("::ffff:127.0.0
 
 
 @pytest.mark.parametrize(("client", "host"), HERE)
-async def test_without_a_token_this_machine_and_the_dashboard_on_it_may_change(
+async def test_with_no_token_configured_this_machine_and_its_dashboard_may_make_changes(
     store: ScriptedStore, client: str, host: str
 ) -> None:
     url = f"http://{host}:8081"
@@ -398,7 +406,7 @@ async def test_the_configuration_is_shown_without_its_secrets(fleet: Fleet) -> N
     assert "fair_request_queue.ordering" in shown.live
 
 
-async def test_a_change_that_does_not_fit_an_earlier_one_is_refused(fleet: Fleet) -> None:
+async def test_a_live_change_that_contradicts_an_earlier_live_change_is_refused(fleet: Fleet) -> None:
     await fleet.controls.change({"fair_request_queue": {"total_capacity": 200}})
     with pytest.raises(ConfigError, match="flow_capacity 300 exceeds total_capacity 200"):
         await fleet.controls.change({"fair_request_queue": {"flow_capacity": 300}})
@@ -406,7 +414,7 @@ async def test_a_change_that_does_not_fit_an_earlier_one_is_refused(fleet: Fleet
     assert fleet.store.tunings == 1
 
 
-async def test_changes_that_two_replicas_make_at_once_are_both_in_force(fleet: Fleet) -> None:
+async def test_changes_that_two_replicas_make_at_the_same_time_are_both_in_force(fleet: Fleet) -> None:
     deviation = "request_queue_controller.percentage_deviation_for_bounds"
     overrides = {"weights": {"b": 2}, "lower_per": 1.0, "upper_per": 3.0}
     fleet.store.meanwhile = (overrides, {"weights.b": 2, deviation: 0.5})
@@ -417,14 +425,14 @@ async def test_changes_that_two_replicas_make_at_once_are_both_in_force(fleet: F
     assert fleet.store.changes[deviation] == 0.5
 
 
-async def test_each_change_asks_for_a_heartbeat_at_once(fleet: Fleet) -> None:
+async def test_each_live_change_makes_the_replica_send_a_heartbeat_at_once(fleet: Fleet) -> None:
     await fleet.controls.change({"workloads": {"rate_cap": 5}})
     assert await fleet.controls.pause(True) == Dispatch(paused=True, tuned_version="2")
     await fleet.controls.drain("10.0.0.1:8000", True)
     assert fleet.membership.heartbeats == 3
 
 
-async def test_changes_that_do_not_fit_this_configuration_are_shown_and_can_be_reverted(
+async def test_live_changes_that_contradict_this_configuration_are_shown_and_can_be_reverted(
     fleet: Fleet,
 ) -> None:
     fleet.store.version, fleet.store.changes = "3", {"fair_request_queue.total_capacity": 10}

@@ -1,4 +1,4 @@
-"""The flags of gateways' charts: the settings that they make, and the flags that are ignored."""
+"""The flags of gateways' Helm charts: the settings that flags make, and the flags that are ignored."""
 
 import argparse
 from pathlib import Path
@@ -46,7 +46,7 @@ def listening(settings: Settings) -> list[str | None]:
     return [settings.extproc.listen, settings.extproc.health_listen, settings.admin.listen]
 
 
-def test_a_pool_alone_gives_the_ports_and_defaults_of_the_reference() -> None:
+def test_the_flag_for_the_pool_alone_gives_ports_and_defaults_of_the_reference_picker() -> None:
     settings, remarks = made("--pool-name", "llm", "--pool-namespace", "models")
     assert settings.pool == "models.llm"
     assert settings.discovery.kubernetes is not None
@@ -83,13 +83,13 @@ def test_flags_override_the_environment_which_overrides_defaults() -> None:
     assert settings.request_queue_controller.watermark_per_backend == 7
 
 
-def test_ext_proc_is_served_by_tls_unless_a_flag_says_otherwise(tmp_path: Path) -> None:
+def test_ext_proc_is_served_over_tls_unless_a_flag_turns_tls_off(tmp_path: Path) -> None:
     assert made("--pool-name", "llm", "--secure-serving=false")[0].extproc.tls is None
     given, _ = made("--pool-name", "llm", "--secure-serving", "--cert-path", str(tmp_path))
     assert given.extproc.tls == Tls(cert=tmp_path / "tls.crt", key=tmp_path / "tls.key")
 
 
-def test_either_flag_may_name_a_picker_configuration(tmp_path: Path) -> None:
+def test_both_flags_config_and_config_file_may_name_a_picker_configuration(tmp_path: Path) -> None:
     file = tmp_path / "picker.yaml"
     file.write_text("scheduling: {scorers: []}\ndiscovery: {static: [{address: '10.0.0.1:8000'}]}\n")
     for flag in ("--config", "--config-file"):
@@ -98,7 +98,7 @@ def test_either_flag_may_name_a_picker_configuration(tmp_path: Path) -> None:
         assert settings.discovery.kubernetes is None, "the file's source replaces the pool"
 
 
-def test_series_named_by_flags_keep_their_labels() -> None:
+def test_metric_series_that_flags_name_keep_their_labels() -> None:
     settings, remarks = made(
         *("--pool-name", "llm", '--total-queued-requests-metric="sglang:num_queue_reqs"'),
         *("--kv-cache-usage-percentage-metric", "blocks{kv_cache_block_type=fraction}"),
@@ -129,11 +129,11 @@ BAD_FLAGS = [
 
 
 @pytest.mark.parametrize(("words", "fault"), BAD_FLAGS)
-def test_invalid_flags_are_faults(words: list[str], fault: str) -> None:
+def test_invalid_flags_raise_configuration_errors(words: list[str], fault: str) -> None:
     with pytest.raises(ConfigError, match=fault):
         made("--pool-name", "llm", *words)
 
 
 @pytest.mark.parametrize(("text", "value"), [("", True), ("=true", True), ("=false", False)])
-def test_a_boolean_flag_may_stand_alone(text: str, value: bool) -> None:
+def test_a_boolean_flag_needs_no_value(text: str, value: bool) -> None:
     assert made("--pool-name", "llm", f"--conformance{text}")[0].extproc.conformance is value
