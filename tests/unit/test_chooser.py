@@ -1,4 +1,4 @@
-"""A replica's candidates for the script: endpoints scored by load, prefix, session and latency."""
+"""A replica's candidates for the Lua script: endpoints scored by load, prefix, session and latency."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -22,7 +22,8 @@ A, B, C = (f"10.0.0.{i}:8000" for i in (1, 2, 3))
 
 
 class Knowledge:
-    """A chooser over endpoints and readings that the test sets; its clock stands still until `tick`."""
+    """A chooser over endpoints and readings that the test sets; the clock stands still until `tick` is
+    called."""
 
     def __init__(
         self, *endpoints: Endpoint, adapters: tuple[str, ...] = (), fallbacks: int = 0, **scorers: float
@@ -48,7 +49,8 @@ class Knowledge:
         return Readings(pages, dict(self.readings).__getitem__)
 
     def asked_by(self, token: str) -> str:
-        """The endpoint that scores best for a request with this session token; '' if several do."""
+        """The endpoint with the best score for a request with this session token; '' if several have that
+        score."""
         scores = self.choose(session=token)
         best = max(scores.values())
         return next(iter(scores)) if list(scores.values()).count(best) == 1 else ""
@@ -60,12 +62,12 @@ class Knowledge:
         self.readings[address] = Reading(EndpointMetrics(0, **figures), 0.0, known)  # type: ignore[arg-type]
 
     def waiting(self, *requests: float) -> None:
-        """Set the scraped queue lengths of the model servers A, B, C."""
+        """Set the queue lengths that scrapes found at the model servers A, B, C."""
         for address, queued in zip((A, B, C), requests, strict=False):
             self.scraped(address, waiting=queued)
 
     def choose(self, **fields: object) -> Mapping[str, float]:
-        """Candidates and their scores, best first."""
+        """Candidate endpoints and the score of each, best first."""
         candidates = self.chooser.choose(ask(**fields)).candidates
         pairs = (each.split("=") for each in candidates.split(",") if each)
         return {address: float(score) for address, score in pairs}
@@ -91,26 +93,26 @@ def test_only_endpoints_with_the_selected_labels_are_candidates() -> None:
     assert scored.choose(selector={"gpu": "l4"}) == {}
 
 
-def test_no_endpoint_is_preferred_for_fresh_figures_while_most_are_stale() -> None:
+def test_no_endpoint_is_preferred_for_fresh_readings_while_most_readings_are_stale() -> None:
     known = Knowledge(Endpoint(A), Endpoint(B), Endpoint(C), queue_depth=3)
     known.scraped(A, waiting=0.0)
     known.scraped(B, known=False)
     known.scraped(C, known=False)
     assert len(set(known.choose().values())) == 1
-    # Endpoints that are down do not count as stale.
+    # Endpoints that are down do not count among endpoints with stale readings.
     down = (Endpoint("10.0.0.8:8000", down=True), Endpoint("10.0.0.9:8000", down=True))
     known = Knowledge(Endpoint(A), Endpoint(B), Endpoint(C), *down, queue_depth=3)
     known.waiting(9.0, 0.0)
     assert list(known.choose()) == [B, C, A]
 
 
-def test_the_shortest_queue_comes_first_and_an_unknown_queue_counts_as_average() -> None:
+def test_the_endpoint_with_the_shortest_queue_is_first_and_an_unknown_queue_is_average() -> None:
     known = Knowledge(Endpoint(A), Endpoint(B), Endpoint(C), queue_depth=3)
     known.waiting(5.0, 1.0)
     found = known.choose()
     assert list(found) == [B, C, A]
     assert (found[C], found[A]) == (pytest.approx(0.375), 0)
-    # The script adds a quarter for the load in flight, so the queue's score weighs three quarters.
+    # The script adds a quarter of the score for load in flight, so the queue's part weighs three quarters.
     assert found[B] == pytest.approx(0.75)
 
 
@@ -121,7 +123,7 @@ def test_new_readings_are_used_within_a_second_and_new_endpoints_at_once() -> No
     known.scraped(A, waiting=99.0)
     known.tick()
     assert next(iter(known.choose())) == B
-    # A new list of endpoints counts at once.
+    # A new list of endpoints takes effect at once.
     known.cell.publish(Snapshot("2", (Endpoint(A),)))
     assert list(known.choose()) == [A]
 
@@ -130,7 +132,7 @@ def test_similar_requests_share_cached_choices_that_begin_with_each_of_the_best_
     known = Knowledge(*map(Endpoint, (A, B, C)), prefix_affinity=1.0)
     orders = {tuple(known.choose()) for _ in range(300)}
     assert {order[0] for order in orders} == {A, B, C}
-    # A prompt that an endpoint has served gets another choice; other prompts keep theirs.
+    # A prompt that an endpoint has served gets another choice; other prompts keep the cached choices.
     known.index.add(B, (b"one", b"two"))
     assert next(iter(known.choose(prefix=(b"one", b"two")))) == B
     assert {tuple(known.choose()) for _ in range(300)} <= orders
@@ -145,7 +147,7 @@ def test_an_endpoint_that_runs_the_requested_adapter_comes_first() -> None:
     known.scraped(B, max_adapters=2, active_adapters=frozenset({"poet"}))
     assert next(iter(known.choose(target_model="poet"))) == B
     assert len(set(known.choose(target_model="llama").values())) == 1
-    # A free slot counts for a configured adapter.
+    # A free slot raises the score for a configured adapter.
     assert list(known.choose(target_model="prose")) == [B]
     assert set(known.choose(target_model="rhyme")) == {A, B}
 
@@ -156,7 +158,7 @@ async def test_a_longer_prompt_follows_its_prefix_to_the_same_endpoint() -> None
     choice = known.chooser.choose(asked)
     known.chooser.placed(asked, choice, (B, A), "2,1")
     assert next(iter(known.choose(prefix=(b"block-01", b"block-02", b"block-03")))) == B
-    # The choice is explained under the id of its request and under no other id.
+    # The choice of an endpoint is explained under the request's id and under no other id.
     explained = known.chooser.explain("r")
     assert explained is not None
     assert explained.chosen == (B, A)
@@ -164,7 +166,7 @@ async def test_a_longer_prompt_follows_its_prefix_to_the_same_endpoint() -> None
     assert known.chooser.explain("other") is None
 
 
-def test_a_refusal_is_explained_with_scorers_and_without() -> None:
+def test_a_refusal_of_a_request_is_explained_with_and_without_scorers() -> None:
     drained = Endpoint(A, drained=True)
     known = Knowledge(drained, queue_depth=1)
     plain = chooser_of(known.cell, in_flight={A: 1})
@@ -175,7 +177,7 @@ def test_a_refusal_is_explained_with_scorers_and_without() -> None:
         assert (explained.chosen, explained.excluded) == ((), {A: "draining"})
 
 
-async def test_only_successful_completions_are_shared_without_their_wait_in_the_queue() -> None:
+async def test_replicas_share_only_successful_completions_without_the_wait_in_the_queue() -> None:
     known = Knowledge(Endpoint(A), latency=1)
     good = Completion("r", Outcome.COMPLETED, 200, A, 1, 1, 20.0, 19.6, service_s=0.5)
     for other in ({}, {"outcome": Outcome.UPSTREAM_FAILED}, {"served": None}, {"status": 404}, {"status": 0}):
@@ -183,7 +185,7 @@ async def test_only_successful_completions_are_shared_without_their_wait_in_the_
     assert [done.seconds for done in known.routes._completions] == [0.5]
 
 
-async def test_late_routes_to_an_endpoint_that_has_left_are_forgotten() -> None:
+async def test_routes_that_arrive_for_a_departed_endpoint_are_forgotten() -> None:
     known = Knowledge(Endpoint(A), prefix_affinity=1)
     known.choose()
     known.index.add(B, [b"12345678"])
@@ -193,7 +195,7 @@ async def test_late_routes_to_an_endpoint_that_has_left_are_forgotten() -> None:
 
 
 class Probed:
-    """Probes of endpoints that fail with a given fault, find the endpoint `unready`, or succeed."""
+    """Probes of endpoints; each probe fails with a given fault, finds the endpoint `unready`, or succeeds."""
 
     def __init__(self, readings: Mapping[str, Reading] | None = None) -> None:
         self.store, self.cell, self.meter = ScriptedStore(), SnapshotCell(), Mock()
@@ -212,7 +214,7 @@ class Probed:
         self.cell.publish(Snapshot(f"down: {down}", tuple(Endpoint(each, down=each in down) for each in of)))
 
     def probe(self, *results: str, address: str = A) -> list[tuple[str, str, bool]]:
-        """Probe `address` with these results ("" is a success); return all marks so far."""
+        """Probe `address` with these results ("" is a success); return all marks of endpoints so far."""
         for result in results:
             if result and result != "unready":
                 self.probes.scrape_failed(address, result, 0.1)
@@ -221,19 +223,19 @@ class Probed:
         return self.store.marks
 
 
-async def test_an_endpoint_that_cannot_be_connected_to_is_down_until_three_probes_succeed() -> None:
+async def test_an_endpoint_that_refuses_connections_is_down_until_three_probes_succeed() -> None:
     probed, down = Probed(), [(A, "down", True)]
     probed.publish(of=(A,))
     # An endpoint that answers badly or late is not down; an endpoint that takes no connection is.
     assert probed.probe("status", "timeout", "") == []
     assert probed.probe("connection") == down
-    # Once it is down, three probes in a row must succeed.
+    # Once an endpoint is down, three probes in a row must succeed.
     probed.publish(A, of=(A,))
     assert probed.probe("", "", "page", "", "") == down
     assert probed.probe("") == [*down, (A, "down", False)]
-    # Each answer that the endpoint takes no requests marks it as down again.
+    # Each probe that finds the endpoint unready marks the endpoint as down again.
     assert probed.probe("", "", "unready", "", "", "unready")[2:] == down * 2
-    # All results are passed on to the meter.
+    # All results of probes and scrapes are passed on to the meter.
     probed.probes.scrape_published(1, 0.1)
     probed.probes.scrape_unpublished(1)
     probed.probes.scrape_ages(1, {})
@@ -271,7 +273,7 @@ async def test_the_status_of_a_probe_decides_whether_an_ejected_endpoint_comes_b
     assert probed.store.marks == [(A, "ejected", not is_well)]
 
 
-async def test_an_unchanged_page_is_reported_as_stuck_while_requests_run() -> None:
+async def test_an_unchanged_metrics_page_is_reported_as_stuck_while_requests_run() -> None:
     probed = Probed()
     probed.publish(of=(A,))
     page = EndpointMetrics(0, waiting=1.0, running=2.0, kv_utilisation=0.5)
@@ -286,11 +288,11 @@ async def test_an_unchanged_page_is_reported_as_stuck_while_requests_run() -> No
     stuck = (A, "stuck", True)
     assert after(0.1) == [stuck]
     assert after(5) == [stuck] * 2
-    # While its page stands still, no probe brings the ejected endpoint back.
+    # While the metrics page stands still, no probe brings the ejected endpoint back.
     probed.cell.publish(Snapshot("2", (Endpoint(A, ejected=Ejection("stuck", 0)),)))
     probed.probes.probed(A, 200, True)
     assert probed.store.marks[-1] == (A, "ejected", True)
-    # Once no request runs on the endpoint, its page is no longer stuck.
+    # Once no request runs on the endpoint, the endpoint's page is no longer stuck.
     probed.fleet.in_flight = {}
     assert after(1)[-1] == (A, "stuck", False)
     probed.probes.probed(A, 200, True)
@@ -338,14 +340,14 @@ def test_a_session_key_selects_one_endpoint_until_that_endpoint_leaves() -> None
     bench.cell.publish(Snapshot("2", many(at_7=Endpoint(gone, draining=True))[:50]))
     after = {key: bench.chooser.session_endpoint(key, None) for key in keys}
     assert {key for key in keys if after[key] != before[key]} == {key for key in keys if before[key] == gone}
-    # A key also selects one endpoint among those of a subset hint.
+    # A session key also selects one endpoint among the endpoints of a subset hint.
     hinted = {bench.chooser.session_endpoint(key, (MANY[1], MANY[2], "9.9.9.9:1")) for key in keys}
     assert hinted == {MANY[1], MANY[2]}
     assert bench.chooser.session_endpoint(keys[0], ()) == ""
 
 
 @pytest.mark.parametrize("scorers", [{}, {"queue_depth": 3.0}])
-def test_a_request_goes_where_its_state_is_while_that_endpoint_takes_requests(
+def test_a_request_goes_to_the_endpoint_with_its_stored_state_while_that_takes_requests(
     scorers: dict[str, float],
 ) -> None:
     known = Knowledge(Endpoint(A), Endpoint(B, labels={"gpu": "l4"}), Endpoint(C, down=True), **scorers)
@@ -354,7 +356,7 @@ def test_a_request_goes_where_its_state_is_while_that_endpoint_takes_requests(
         known.chooser.follow(fleet_with().config)
     choose = known.chooser.choose
     assert choose(ask(origin=B)).candidates == choose(ask(origin=B, selector={"gpu": "l4"})).candidates == B
-    # The state is ignored if its endpoint is down, has left or is not allowed, or if the script chooses.
+    # Stored state is ignored if the endpoint that has the state is down, gone or not allowed.
     for request in (ask(origin=C), ask(origin="9.9.9.9:1"), ask(origin=B, subset=(A, C))):
         plain = choose(request._replace(origin="")).candidates.split("=")[0]
         assert choose(request).candidates.split("=")[0] == plain
@@ -403,7 +405,7 @@ def many(**changed: Endpoint) -> list[Endpoint]:
     return [changed.get(f"at_{n}", Endpoint(address)) for n, address in enumerate(MANY)]
 
 
-def test_in_a_large_pool_each_endpoint_is_considered_in_turn() -> None:
+def test_in_a_large_pool_successive_requests_consider_every_endpoint() -> None:
     known = Knowledge(*many(), queue_depth=1)
     seen: set[str] = set()
     for _ in range(1500):
@@ -414,7 +416,7 @@ def test_in_a_large_pool_each_endpoint_is_considered_in_turn() -> None:
     assert seen == set(MANY)
 
 
-def test_many_picks_at_once_are_spread_over_a_large_pool() -> None:
+def test_many_simultaneous_picks_are_spread_over_a_large_pool() -> None:
     known = Knowledge(*many(), queue_depth=1)
     seen: set[str] = set()
     for _ in range(64 * 100):  # the clock stands still, so that no reading is renewed
@@ -423,7 +425,7 @@ def test_many_picks_at_once_are_spread_over_a_large_pool() -> None:
 
 
 @pytest.mark.parametrize("pool", [many(), many()[:20]], ids=["large", "small"])
-def test_there_is_one_candidate_for_the_pick_and_one_for_each_fallback(pool: list[Endpoint]) -> None:
+def test_a_request_has_one_candidate_for_the_pick_and_one_for_each_fallback(pool: list[Endpoint]) -> None:
     assert len(Knowledge(*pool, queue_depth=1, fallbacks=8).choose()) == 9
 
 
@@ -457,7 +459,7 @@ def test_in_a_large_pool_the_only_allowed_endpoint_is_found() -> None:
         assert list(known.choose(subset=(MANY[6], *unknown_addresses, MANY[200], MANY[7]))) == [MANY[200]]
         assert list(known.choose(subset=tuple(MANY), selector={"zone": "a"})) == [MANY[5]]
         assert known.choose(selector={"zone": "b"}) == known.choose(subset=(MANY[7],)) == {}
-    # A flow's limit at each endpoint may leave any one of them free, so all are candidates.
+    # A flow's limit may leave only one endpoint with room, so all endpoints are candidates.
     assert len(known.choose(limit=1)) == len(MANY) - 2
 
 
@@ -469,7 +471,7 @@ def test_in_a_large_pool_with_endpoint_limits_all_endpoints_are_considered() -> 
     assert next(iter(known.choose())) == MANY[250]
 
 
-def test_a_pool_that_takes_no_requests_is_explained() -> None:
+def test_the_explanation_says_why_no_endpoint_of_a_pool_takes_requests() -> None:
     known = Knowledge(*(Endpoint(address, draining=True) for address in MANY), queue_depth=1)
     asked = ask("r")
     choice = known.chooser.choose(asked)

@@ -16,7 +16,7 @@ message = ProcessingResponse.FromString
 HEADER = "10.0.0.1:8000,[fd00::2]:8000"
 
 
-def test_a_placement_names_the_endpoints_in_header_and_metadata_alike() -> None:
+def test_a_placement_names_the_same_endpoints_in_header_and_metadata() -> None:
     answer = message(
         codec.placed(PLACEMENT, HEADER, "id-1", 1234, namespace="envoy.lb", pressure="0.25").message()
     )
@@ -30,7 +30,7 @@ def test_a_placement_names_the_endpoints_in_header_and_metadata_alike() -> None:
     assert dict(metadata["picker"]) == {"id": "id-1", "token": "ticket-1", "pressure": "0.25"}
 
 
-def test_answers_with_equal_endpoints_share_no_other_field() -> None:
+def test_a_second_answer_with_the_same_endpoints_takes_no_other_field_from_the_first() -> None:
     codec.placed(PLACEMENT, HEADER, "id-1", 1234, namespace="envoy.lb", pressure="0.25")
     answer = message(
         codec.placed(PLACEMENT, HEADER, "", None, namespace="gateway.lb", pressure="0.50").message()
@@ -42,7 +42,7 @@ def test_answers_with_equal_endpoints_share_no_other_field() -> None:
 
 
 @pytest.mark.parametrize("size", [0, 1, 61_999, 62_000, 62_001, 124_000, 400_000])
-def test_a_body_is_echoed_in_chunks(size: int) -> None:
+def test_a_request_body_is_sent_back_in_chunks(size: int) -> None:
     body = bytes(index % 251 for index in range(size))
     answers = [*map(message, codec.request_body(body))]
     assert whole(answers) == body
@@ -60,7 +60,7 @@ REFUSALS = [
 
 
 @pytest.mark.parametrize(("error", "overload_status", "status", "pressure", "extra"), REFUSALS)
-def test_a_refusal_has_status_headers_and_body_of_its_error(
+def test_a_refusal_has_the_status_headers_and_body_of_its_error(
     error: RequestError, overload_status: int, status: int, pressure: str, extra: tuple[str, ...]
 ) -> None:
     refused = refusal(error, overload_status, 0.5)
@@ -87,7 +87,7 @@ def test_a_refusal_has_status_headers_and_body_of_its_error(
         *((path, False) for path in (b"", b"/v1/messages2", b"/v1/chat/completions?x=/v1/messages")),
     ],
 )
-def test_a_refusal_has_the_shape_of_the_api_that_was_asked(path: bytes, is_anthropics: bool) -> None:
+def test_a_refusal_has_the_error_format_of_the_api_that_was_called(path: bytes, is_anthropics: bool) -> None:
     for error, kind in (
         (errors.BadRequest("no model"), "invalid_request_error"),
         (errors.PayloadTooLarge("big"), "request_too_large"),
@@ -107,7 +107,7 @@ def test_only_wanted_headers_are_read_whatever_their_case() -> None:
     assert codec.read_headers(message.request_headers, {*read, "x-absent"}) == read
 
 
-def test_metadata_is_read_as_plain_values() -> None:
+def test_envoys_metadata_is_read_as_plain_values() -> None:
     fields = {"text": "a", "number": 2, "yes": True, "list": ["a", 1], "nothing": None, "deep": {"a": 1}}
     message = headers("lean", metadata={"some": fields})
     read = {key: codec.read_metadata(message, "some", key) for key in fields}

@@ -51,7 +51,7 @@ def fault(tree: dict[str, object]) -> str:
     return str(caught.value)
 
 
-def test_the_documented_example_is_valid_and_has_the_defaults(tmp_path: Path) -> None:
+def test_the_documented_example_configuration_is_valid_and_has_the_defaults(tmp_path: Path) -> None:
     settings, defaults = load(written(tmp_path, WHOLE), {}), Settings()
     assert settings.models[0].target_models[0].name == "llama-v2"
     assert settings.objectives[0].criticality == "Critical"
@@ -63,11 +63,11 @@ def test_the_documented_example_is_valid_and_has_the_defaults(tmp_path: Path) ->
         assert getattr(settings, section) == getattr(defaults, section)
 
 
-def test_the_shipped_example_is_valid() -> None:
+def test_the_shipped_example_configuration_is_valid() -> None:
     assert load(Path(__file__).parents[2] / "deploy" / "picker.yaml", {}).scheduling.scorers
 
 
-def test_a_custom_engine_is_valid_if_its_series_are_named() -> None:
+def test_a_custom_engine_is_valid_if_its_metric_series_are_named() -> None:
     scraping = {"engine": "own", "series": {"waiting": "own_queue", "path": "/stats"}}
     assert parse({"scraping": scraping}).scraping.series == scraping["series"]
 
@@ -79,7 +79,7 @@ def test_an_incomplete_redis_url_names_the_missing_part_and_shows_no_password() 
     assert "hunter2" not in fault({"redis": {"url": "http://:hunter2@host"}})
 
 
-def test_bands_have_their_names_in_json_and_their_default_weights() -> None:
+def test_bands_have_names_and_default_weights_in_json() -> None:
     weights = parse({"fair_request_queue": {"band_weights": {"critical": 5}}}).fair_request_queue
     assert list(weights.bands) == [replace(Band.CRITICAL, weight=5), Band.DEFAULT, Band.SHEDDABLE]
     dump = weights.model_dump(mode="json")
@@ -125,7 +125,7 @@ def test_a_fault_in_the_bands_is_named(bands: list[dict[str, Any]], says: str) -
     assert says in fault({"fair_request_queue": {"priority_bands": bands}})
 
 
-def test_a_model_or_an_objective_has_a_criticality_or_a_priority() -> None:
+def test_a_model_or_an_objective_may_have_a_criticality_or_a_priority_but_not_both() -> None:
     settings = parse({"models": [{"name": "m", "priority": -3}], "objectives": [{"name": "o"}]})
     bands = settings.fair_request_queue.bands
     assert settings.models[0].band(bands).name == "-3"
@@ -134,7 +134,7 @@ def test_a_model_or_an_objective_has_a_criticality_or_a_priority() -> None:
     assert "give criticality or priority, not both" in fault({"objectives": [both]})
 
 
-def test_unit_tokens_has_bounds_in_tokens_and_needs_a_watermark() -> None:
+def test_with_unit_tokens_bounds_are_in_tokens_and_a_watermark_is_required() -> None:
     settings = parse({"request_queue_controller": {"unit": "tokens", "watermark_per_backend": 8000}})
     assert settings.request_queue_controller.upper_per_backend == pytest.approx(8800)
     assert settings.fair_request_queue.default_answer_tokens == 256
@@ -147,7 +147,7 @@ def critical(count: int) -> list[dict[str, object]]:
     return [{"name": f"m{number}", "criticality": "Critical"} for number in range(count)]
 
 
-def test_critical_guarantees_above_the_capacity_are_err_too_many_flows() -> None:
+def test_critical_guarantees_above_the_capacity_are_refused_as_err_too_many_flows() -> None:
     # Three critical flows fit into the capacity; a fourth does not.
     queue = {"total_capacity": 300, "flow_capacity": 100}
     assert len(parse({"models": critical(3), "fair_request_queue": queue}).models) == 3
@@ -156,7 +156,7 @@ def test_critical_guarantees_above_the_capacity_are_err_too_many_flows() -> None
     assert re.match(says, message)
 
 
-def test_a_flow_limit_without_fairness_names_the_model() -> None:
+def test_the_error_for_a_flow_limit_without_fairness_names_the_model() -> None:
     models = [{"name": "a"}, {"name": "b", "max_inflight_per_endpoint": 4}]
     assert parse({"models": models}).models[1].max_inflight_per_endpoint == 4
     message = fault({"models": models, "fair_request_queue": {"fairness": "none"}})
@@ -164,7 +164,7 @@ def test_a_flow_limit_without_fairness_names_the_model() -> None:
     assert "models b " in message
 
 
-# Invalid values of each key. The fault begins with the key.
+# Invalid values of each key. The message of the fault begins with the key.
 WRONG: dict[str, list[Any]] = {
     "fair_request_queue.total_capacity": [True, "5", 5.5, 0, 10**30],
     "fair_request_queue.queue_ttl": ["soon", True, "0s", float("nan"), 10**400],
@@ -216,7 +216,7 @@ REQUIRED = {"models": {"name": "a"}, "objectives": {"name": "a"}, "discovery": {
 
 
 def tree_of(key: str, value: object) -> dict[str, object]:
-    """A configuration in which `key` is `value`; list entries also have their required keys."""
+    """A configuration in which `key` has `value`; entries of lists also have all required keys."""
     first, *parts = key.split(".")
     for part in reversed(parts):
         entry = {**REQUIRED.get(first, {}), **value} if isinstance(value, dict) else value
@@ -225,7 +225,7 @@ def tree_of(key: str, value: object) -> dict[str, object]:
 
 
 @pytest.mark.parametrize(("key", "value"), [(key, value) for key in WRONG for value in WRONG[key]])
-def test_a_wrong_value_is_one_line_that_names_its_key(key: str, value: object) -> None:
+def test_a_wrong_value_is_reported_in_one_line_that_names_the_key(key: str, value: object) -> None:
     message = fault(tree_of(key, value))
     assert re.match(rf"{re.escape(key)}(\.\[key\])?: ", message)
     assert "\n" not in message
@@ -248,7 +248,7 @@ UNFITTING: list[tuple[dict[str, object], str]] = [
 
 
 @pytest.mark.parametrize(("tree", "where"), UNFITTING)
-def test_contradictory_values_are_one_line_that_names_their_section(
+def test_contradictory_values_are_reported_in_one_line_that_names_the_section(
     tree: dict[str, object], where: str
 ) -> None:
     message = fault(tree)
@@ -272,7 +272,7 @@ def test_scorers_are_a_list_or_a_mapping() -> None:
         assert parse({"scheduling": {"scorers": form}}).scheduling.scorers == {"kv-cache": 1, "random": 2}
 
 
-def test_each_fault_is_one_line_that_lists_the_valid_values() -> None:
+def test_each_fault_has_one_line_that_lists_the_valid_values() -> None:
     valid = "unknown key; valid here:"
     message = fault({"fair_request_queue": {"capacity": 3}})
     assert message.startswith(f"fair_request_queue.capacity: {valid} total_capacity,")
@@ -302,7 +302,9 @@ BROKEN = [
 
 
 @pytest.mark.parametrize(("text", "needle"), BROKEN)
-def test_a_missing_or_broken_file_is_named(tmp_path: Path, text: str | None, needle: str) -> None:
+def test_the_error_names_a_missing_or_broken_configuration_file(
+    tmp_path: Path, text: str | None, needle: str
+) -> None:
     path = tmp_path / "picker.yaml" if text is None else written(tmp_path, text)
     with pytest.raises(ConfigError, match=r"picker\.yaml") as caught:
         load(path, {})
@@ -330,7 +332,9 @@ REPEATING: list[tuple[str, dict[str, str]]] = [
 
 
 @pytest.mark.parametrize(("text", "variables"), REPEATING, ids=str)
-def test_a_fault_repeats_no_secret(tmp_path: Path, text: str, variables: dict[str, str]) -> None:
+def test_the_message_of_a_fault_repeats_no_secret(
+    tmp_path: Path, text: str, variables: dict[str, str]
+) -> None:
     with pytest.raises(ConfigError) as caught:
         load(written(tmp_path, text), variables)
     assert SECRET not in str(caught.value)
@@ -345,11 +349,11 @@ def test_the_files_of_tokens_are_found_beside_the_configuration(tmp_path: Path) 
     assert admin.tls.cert == tmp_path / "a.crt"
 
 
-def test_variables_overlay_the_file(tmp_path: Path) -> None:
+def test_environment_variables_override_the_configuration_file(tmp_path: Path) -> None:
     path = written(tmp_path, "pool: one\nredis: {url: redis://a:1}\nadmin:\n")
     variables = {
         "PICKER_REDIS__URL": "redis://b:2",
-        "PICKER_ADMIN__TOKEN": "123456\n",  # stays text without its newline, though YAML reads a number
+        "PICKER_ADMIN__TOKEN": "123456\n",  # stays a text, though YAML would read a number
         "PICKER_FAIR_REQUEST_QUEUE__QUEUE_TTL": "5s",
         "PICKER_MODELS": "[{name: llama}]",
         "PATH": "/bin",
@@ -361,7 +365,7 @@ def test_variables_overlay_the_file(tmp_path: Path) -> None:
     assert settings.models[0].name == "llama"
 
 
-def test_the_token_is_read_from_a_file_such_as_a_secret(tmp_path: Path) -> None:
+def test_the_admin_token_is_read_from_a_file_such_as_a_mounted_secret(tmp_path: Path) -> None:
     (tmp_path / "token").write_text("open-sesame\n")
     (tmp_path / "empty").write_text("\n")
     path = written(tmp_path, "admin: {token_file: token}")
@@ -386,13 +390,13 @@ WRONG_VARIABLES = [
 
 
 @pytest.mark.parametrize(("name", "value"), WRONG_VARIABLES)
-def test_a_wrong_variable_is_named(tmp_path: Path, name: str, value: str) -> None:
+def test_the_error_names_a_wrong_environment_variable(tmp_path: Path, name: str, value: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load(written(tmp_path, "pool: one"), {name: value})
     assert str(caught.value).startswith(f"{name}: ")
 
 
-def test_variables_of_kubernetes_services_are_ignored() -> None:
+def test_environment_variables_of_kubernetes_services_are_ignored() -> None:
     links = {
         "PICKER_PORT": "tcp://10.0.0.9:9002",
         "PICKER_SERVICE_HOST": "10.0.0.9",
@@ -400,7 +404,7 @@ def test_variables_of_kubernetes_services_are_ignored() -> None:
         "PICKER_FLEET_PORT_9002_TCP_ADDR": "10.0.0.9",
     }
     assert load(None, links) == Settings()
-    # A variable of a key that looks like such a variable still counts.
+    # A variable named like a Kubernetes variable still counts if it names a configuration key.
     dns = load(None, {"PICKER_DISCOVERY__DNS__NAME": "servers", "PICKER_DISCOVERY__DNS__PORT": "9000"})
     assert dns.discovery.dns is not None
     assert dns.discovery.dns.port == 9000
@@ -411,7 +415,7 @@ def test_a_relative_endpoints_file_is_relative_to_the_configuration(tmp_path: Pa
     assert settings.discovery.file == tmp_path / "endpoints.yaml"
 
 
-def test_a_certificate_without_a_key_is_refused(tmp_path: Path) -> None:
+def test_a_tls_certificate_without_a_key_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"extproc\.tls: .*belong together"):
         parse({"extproc": {"tls": {"cert": "a"}}})
     assert parse({"extproc": {"tls": {}}}).extproc.tls == Tls()
@@ -421,7 +425,7 @@ def test_a_certificate_without_a_key_is_refused(tmp_path: Path) -> None:
     assert found.http.tls == Tls(client_ca=tmp_path / "c")
 
 
-def test_settings_are_frozen_and_share_no_defaults() -> None:
+def test_settings_are_immutable_and_share_no_default_objects() -> None:
     settings = Settings()
     with pytest.raises(ValueError, match="frozen"):
         settings.pool = "other"
@@ -430,7 +434,7 @@ def test_settings_are_frozen_and_share_no_defaults() -> None:
     assert len(Settings().fair_request_queue.band_weights) == 3
 
 
-def test_check_prints_a_summary_of_a_valid_file_or_a_line_for_each_fault(
+def test_picker_check_prints_a_summary_of_a_valid_file_or_a_line_for_each_fault(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = written(tmp_path, WHOLE)

@@ -1,4 +1,4 @@
-"""The conformance suite's headers choose the endpoint and name the one that served; by default neither."""
+"""The conformance suite's headers choose an endpoint and name the endpoint that served, if switched on."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -45,13 +45,13 @@ CHOICES = [
 
 
 @pytest.mark.parametrize(("choice", "subset"), CHOICES)
-async def test_the_header_chooses_endpoints(choice: str, subset: tuple[str, ...]) -> None:
+async def test_the_conformance_header_chooses_endpoints(choice: str, subset: tuple[str, ...]) -> None:
     talk = conforming()
     await talk.say(*asked({CHOICE: choice}))
     assert talk.gate.admitted[0][0].subset == subset
 
 
-async def test_without_the_header_any_endpoint_may_be_picked_and_a_hint_still_limits_the_choice() -> None:
+async def test_without_the_conformance_header_a_subset_hint_still_limits_the_choice() -> None:
     talk = conforming()
     await talk.say(*asked({}))
     assert talk.gate.admitted[0][0].subset is None
@@ -68,20 +68,22 @@ ANSWERS = [
 
 
 @pytest.mark.parametrize(("answer", "told"), ANSWERS)
-async def test_the_answer_names_the_endpoint_that_served(answer: ProcessingRequest, told: str) -> None:
+async def test_a_header_of_the_answer_names_the_endpoint_that_served(
+    answer: ProcessingRequest, told: str
+) -> None:
     talk = conforming()
     said = await talk.say(*asked({}), answer)
     assert set_headers(said[-1].response_headers.response.header_mutation)[SERVED] == told
     talk.close()
 
 
-async def test_the_suite_may_ask_for_any_path() -> None:
+async def test_the_conformance_suite_may_ask_for_any_path() -> None:
     talk = conforming()
     await talk.say(*asked({}, ask=("POST", "/primary-gateway-test")))
     assert len(talk.gate.admitted) == 1
 
 
-async def test_by_default_the_headers_have_no_effect() -> None:
+async def test_by_default_the_conformance_headers_have_no_effect() -> None:
     talk = Talk()
     said = await talk.say(*asked({CHOICE: "10.0.0.1"}), envoy.response_headers(200, served="10.0.0.1:8000"))
     assert talk.gate.admitted[0][0].subset is None

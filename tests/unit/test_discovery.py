@@ -1,4 +1,4 @@
-"""Discovery: each source reports at once and on change, and keeps its last good list."""
+"""Discovery: each source reports its endpoints at once and on change, and keeps the last good list."""
 
 import asyncio
 import json
@@ -37,7 +37,7 @@ from picker_fleet.endpoints.dns_source import DnsSource
 
 
 class Reports(asyncio.Queue[tuple[Endpoint, ...]]):
-    """The lists that a source reports; `next` waits for the next one."""
+    """The endpoint lists that a source reports; the method `next` waits for the next list."""
 
     async def next(self) -> list[str]:
         async with asyncio.timeout(20):
@@ -51,7 +51,7 @@ async def reported(source: Source) -> AsyncIterator[Reports]:
         yield reports
 
 
-async def test_a_static_list_is_reported_once_and_without_discovery_an_empty_list() -> None:
+async def test_a_static_list_is_reported_once_or_an_empty_list_without_discovery() -> None:
     settings = parse({"discovery": {"static": [{"address": "10.0.0.1:8000", "labels": {"gpu": "a"}}]}})
     async with reported(source_of(settings.discovery)) as reports:
         assert await reports.next() == ["10.0.0.1:8000"]
@@ -64,7 +64,9 @@ KINDS = {"file": ({"file": "e.yaml"}, FileSource), "dns": ({"dns": {"name": "m",
 
 
 @cases("source, kind", KINDS)
-def test_the_configuration_chooses_the_source(source: dict[str, object], kind: type[Source]) -> None:
+def test_the_configuration_chooses_the_source_of_endpoints(
+    source: dict[str, object], kind: type[Source]
+) -> None:
     assert isinstance(source_of(parse({"discovery": source}).discovery), kind)
 
 
@@ -78,7 +80,7 @@ def replace(path: Path, text: str) -> None:
     fresh.replace(path)
 
 
-async def test_a_file_that_is_changed_or_replaced_is_read_again(tmp_path: Path) -> None:
+async def test_an_endpoints_file_that_is_changed_or_replaced_is_read_again(tmp_path: Path) -> None:
     path = tmp_path / "endpoints.yaml"
     path.write_text("- address: 10.0.0.1:8000\n  labels: {gpu: a}\n")
     async with reported(FileSource(path, recheck_s=0.2)) as reports:
@@ -91,7 +93,7 @@ async def test_a_file_that_is_changed_or_replaced_is_read_again(tmp_path: Path) 
         assert await reports.next() == []
 
 
-async def test_an_endpoint_has_the_limit_of_its_list_or_file() -> None:
+async def test_an_endpoint_has_the_request_limit_given_in_its_list_or_file() -> None:
     entry = {"address": "10.0.0.1:8000", "max_inflight": 5}
     static = parse({"discovery": {"static": [entry]}}).discovery.static
     assert static is not None
@@ -135,7 +137,9 @@ async def test_a_config_map_whose_symlink_is_swapped_is_read_again(tmp_path: Pat
         assert await reports.next() == ["10.0.0.2:8000"]
 
 
-async def test_a_file_that_breaks_keeps_its_last_good_list_and_is_logged(tmp_path: Path, log: Lines) -> None:
+async def test_when_an_endpoints_file_breaks_the_last_good_list_stays_and_the_fault_is_logged(
+    tmp_path: Path, log: Lines
+) -> None:
     path = tmp_path / "endpoints.yaml"
     path.write_text(entries("10.0.0.1:8000"))
     async with reported(FileSource(path, recheck_s=0.2)) as reports:
@@ -153,7 +157,9 @@ UNUSABLE = [("e.yaml", None), ("e.yaml", ""), ("e.yaml", "- 7"), ("e.yaml", "{")
 
 
 @pytest.mark.parametrize(("file", "content"), UNUSABLE)
-async def test_an_unusable_file_at_the_start_is_named(tmp_path: Path, file: str, content: str | None) -> None:
+async def test_the_startup_error_names_an_unusable_endpoints_file(
+    tmp_path: Path, file: str, content: str | None
+) -> None:
     if content is not None:
         (tmp_path / file).write_text(content)
     with pytest.raises(StartupError, match=r"e\.yaml: ") as caught:
@@ -161,8 +167,8 @@ async def test_an_unusable_file_at_the_start_is_named(tmp_path: Path, file: str,
     assert content is not None or "cannot be read" in str(caught.value)
 
 
-def test_a_file_that_does_not_answer_is_named_and_lets_the_process_end(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "endpoints.yaml")  # opening waits for a writer, as on a hung network file system
+def test_a_file_whose_read_hangs_is_named_and_does_not_keep_the_process_from_ending(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "endpoints.yaml")  # opening a FIFO hangs, as on a hung network file system
     code = (
         "import asyncio, pathlib, sys; from picker_fleet.endpoints import discovery as it; it._READ_S = 0.1\n"
         "asyncio.run(it.FileSource(pathlib.Path(sys.argv[1])).watch(print))"
@@ -182,17 +188,18 @@ WRONG_LISTS = [
 
 
 @pytest.mark.parametrize(("text", "needle"), WRONG_LISTS)
-def test_an_invalid_list_is_refused_with_the_place_of_its_fault(text: str, needle: str) -> None:
+def test_an_invalid_endpoint_list_is_refused_and_the_place_of_the_fault_named(text: str, needle: str) -> None:
     with pytest.raises(FileFault) as caught:
         listed(text)
     assert needle in str(caught.value)
 
 
 class Zone(asyncio.DatagramProtocol):
-    """A name server for one name: `records` by type; None is a server failure, no key an empty answer."""
+    """A name server for one name. In `records`, None for a type is a server failure, a missing type an empty
+    answer."""
 
     records: Mapping[str, list[str] | None] = {}
-    forgets = 0  # how many of the next answers to A queries have no address
+    forgets = 0  # how many of the next answers to A queries are empty
 
     def connection_made(self, transport: Any) -> None:
         self._transport = transport
@@ -229,19 +236,19 @@ def by_dns(zone: Zone, name: str = "models.test.") -> DnsSource:
     return DnsSource(name, 8000, interval_s=0.02, lookup_s=2, resolver=resolver)
 
 
-async def test_records_of_both_families_are_followed(zone: Zone) -> None:
+async def test_dns_records_of_both_address_families_are_followed(zone: Zone) -> None:
     zone.records = {"A": ["10.0.0.2", "10.0.0.1"], "AAAA": ["fd00::1"]}
     async with reported(by_dns(zone)) as reports:
         assert await reports.next() == ["10.0.0.1:8000", "10.0.0.2:8000", "[fd00::1]:8000"]
         zone.records = {"A": ["10.0.0.1"]}
         lists = [await reports.next()]
-        while lists[-1] != ["10.0.0.1:8000"]:  # each family has its own lookup
+        while lists[-1] != ["10.0.0.1:8000"]:  # each address family has its own lookup
             lists.append(await reports.next())
         zone.records = {}
         assert await reports.next() == []
 
 
-async def test_addresses_are_removed_when_two_lookups_lack_them(zone: Zone, log: Lines) -> None:
+async def test_a_missing_address_is_removed_after_two_lookups(zone: Zone, log: Lines) -> None:
     zone.records = {"A": ["10.0.0.1"]}
     async with reported(by_dns(zone)) as reports:
         assert await reports.next() == ["10.0.0.1:8000"]
@@ -258,7 +265,7 @@ Records = dict[str, list[str] | None]
 NEITHER: Records = {"A": None, "AAAA": None}
 ONE: tuple[Records, list[str]] = ({"A": ["10.0.0.1"], "AAAA": []}, ["10.0.0.1:8000"])
 OTHER: tuple[Records, list[str]] = ({"A": ["10.0.0.9"]}, ["10.0.0.9:8000"])
-# Steps: the name server's records, then the list reported next; None: a failure is logged instead.
+# Each step has the name server's records and the list reported next; None: a failure is logged instead.
 STEPS: dict[str, tuple[list[tuple[Records, list[str] | None]]]] = {
     "the last good list stays": ([ONE, (NEITHER, None), OTHER],),
     "the other family is followed": (
@@ -272,7 +279,7 @@ STEPS: dict[str, tuple[list[tuple[Records, list[str] | None]]]] = {
 
 
 @cases("steps", STEPS)
-async def test_discovery_while_a_name_server_fails(
+async def test_the_endpoints_that_discovery_reports_while_a_name_server_fails(
     zone: Zone, log: Lines, steps: list[tuple[Records, list[str] | None]]
 ) -> None:
     zone.records = steps[0][0]

@@ -1,4 +1,4 @@
-"""EDS over real gRPC: the endpoints that Envoy receives, pushes of changes, and acknowledgements."""
+"""EDS over real gRPC: the endpoints that Envoy receives, pushed changes, and acknowledgements."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -54,7 +54,7 @@ def asking(*names: str, after: Response | None = None, error: str = "") -> Reque
 
 
 def read(response: Response) -> dict[str, dict[str, int]]:
-    """{cluster: {ip:port: health status}} of a response."""
+    """The endpoints in a response, as {cluster: {ip:port: health status}}."""
     clusters: dict[str, dict[str, int]] = {}
     for resource in response.resources:
         message = endpoint_pb2.ClusterLoadAssignment()
@@ -73,7 +73,8 @@ def snapshot(version: str, *addresses: str, draining: str = "") -> Snapshot:
 
 
 def filled(*addresses: str, clock: Clock | None = None) -> SnapshotCell:
-    """A cell with version v1 of `addresses`. Its time stands still, or is `clock`'s."""
+    """A snapshot cell with version v1 of the endpoints `addresses`. By default the cell's clock stands
+    still."""
     cell = SnapshotCell(clock or Clock())
     cell.publish(snapshot("v1", *addresses))
     return cell
@@ -88,7 +89,7 @@ async def test_envoy_receives_the_endpoints_of_the_pool() -> None:
     assert read(response) == {"pool": {"10.0.0.1:8000": healthy, "fd00::1:8001": healthy}}
 
 
-async def test_a_change_of_the_pool_is_pushed() -> None:
+async def test_a_change_of_the_pool_is_pushed_to_envoy() -> None:
     cell = filled("10.0.0.1:8000")
     async with subscribed(cell, "pool") as call:
         first = await call.read()
@@ -110,18 +111,18 @@ async def test_nothing_is_sent_before_the_first_snapshot() -> None:
     assert "10.0.0.1:8000" in read(response)["pool"]
 
 
-async def test_an_unknown_cluster_has_an_empty_assignment() -> None:
+async def test_an_unknown_cluster_gets_an_empty_endpoint_assignment() -> None:
     async with subscribed(filled("10.0.0.1:8000"), "elsewhere") as call:
         assert read(await call.read()) == {"elsewhere": {}}
 
 
-async def test_a_rejected_version_is_not_sent_again() -> None:
+async def test_a_version_of_the_endpoints_that_envoy_rejected_is_not_sent_again() -> None:
     cell = filled("10.0.0.1:8000")
     async with subscribed(cell, "pool") as call:
         first = await call.read()
         await call.write(asking("pool", after=first, error="no such thing"))
         await call.write(asking("pool", after=first, error="no such thing"))
-        await call.write(asking("pool", "more", after=first))  # its response shows that both were read
+        await call.write(asking("pool", "more", after=first))  # the response shows that both were read
         second = await call.read()
         cell.publish(snapshot("v2", "10.0.0.1:8000", "10.0.0.2:8000"))
         third = await call.read()
@@ -130,7 +131,7 @@ async def test_a_rejected_version_is_not_sent_again() -> None:
     assert third.version_info == "v2"
 
 
-async def test_an_acknowledgement_of_an_older_version_changes_nothing() -> None:
+async def test_an_acknowledgement_of_an_older_version_of_the_endpoints_changes_nothing() -> None:
     cell = filled("10.0.0.1:8000")
     async with subscribed(cell, "pool") as call:
         first = await call.read()
@@ -142,7 +143,7 @@ async def test_an_acknowledgement_of_an_older_version_changes_nothing() -> None:
     assert set(read(third)) == {"pool", "fresh"}
 
 
-async def test_every_envoy_receives_a_change() -> None:
+async def test_every_envoy_receives_a_change_of_the_pool() -> None:
     cell = filled("10.0.0.1:8000")
     async with serving(cell) as channel:
         one, other = await subscribe(channel, "pool"), await subscribe(channel, "pool")
@@ -152,7 +153,7 @@ async def test_every_envoy_receives_a_change() -> None:
         assert [read(await call.read()) for call in (one, other)] == [{"pool": healthy}] * 2
 
 
-async def test_the_version_that_every_envoy_has_acknowledged_is_known() -> None:
+async def test_the_newest_version_of_the_endpoints_that_every_envoy_acknowledged_is_known() -> None:
     cell = filled("10.0.0.1:8000")
     assert cell.acknowledged is None
     async with serving(cell) as channel:
@@ -197,7 +198,7 @@ async def test_a_removed_endpoint_stays_listed_as_draining_for_a_short_time(
 
 
 def listed(cell: SnapshotCell) -> dict[str, bool]:
-    """{address: whether the endpoint takes requests} as sent to Envoy."""
+    """The endpoints as sent to Envoy: {address: whether the endpoint takes requests}."""
     return {each.address: each.ready for each in cell.listed().endpoints}
 
 
@@ -228,13 +229,13 @@ def test_the_number_of_removed_endpoints_that_stay_listed_is_bounded() -> None:
     assert listed(cell) == dict.fromkeys(addresses[1:], False)
 
 
-def test_a_replica_without_a_snapshot_lists_nothing() -> None:
+def test_a_replica_without_a_snapshot_of_the_endpoints_lists_no_endpoint() -> None:
     cell = filled("a:1")
     cell.publish(Snapshot("", ()))
     assert cell.listed() == Snapshot("", ())
 
 
-async def test_another_resource_type_is_refused_by_name() -> None:
+async def test_a_request_for_another_resource_type_is_refused_and_the_type_named() -> None:
     async with subscribed(filled(), "pool") as call:
         await call.read()
         await call.write(Request(type_url="type.googleapis.com/envoy.config.cluster.v3.Cluster"))
@@ -244,7 +245,7 @@ async def test_another_resource_type_is_refused_by_name() -> None:
     assert eds.TYPE_URL in str(caught.value.details())
 
 
-async def test_a_stream_that_the_client_ends_ends_with_ok() -> None:
+async def test_a_stream_gets_status_ok_after_the_client_ends_the_stream() -> None:
     async with subscribed(filled(), "pool") as call:
         await call.read()
         await call.done_writing()

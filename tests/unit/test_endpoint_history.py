@@ -43,7 +43,9 @@ def user(text: str) -> dict[str, str]:
 
 
 @given(MESSAGES, MESSAGES)
-def test_a_continued_chat_begins_with_its_earlier_prompt(said: list[object], more: list[object]) -> None:
+def test_the_prompt_of_a_continued_chat_begins_with_the_earlier_prompt(
+    said: list[object], more: list[object]
+) -> None:
     shorter, longer = prompt_of(chat(*said)), prompt_of(chat(*said, *more))
 
     assert longer.startswith(shorter)
@@ -86,7 +88,7 @@ HUGE = [
 
 
 @pytest.mark.parametrize("document", HUGE)
-def test_a_huge_prompt_is_read_up_to_the_limit(document: dict[str, object]) -> None:
+def test_a_huge_prompt_is_read_up_to_the_limit_of_bytes(document: dict[str, object]) -> None:
     prompt = prompt_of(document)
     assert len(prompt) == endpoint_history.MAX_PROMPT_BYTES
     assert len(block_hashes("m", prompt)) == endpoint_history.MAX_PROMPT_BYTES // BLOCK_BYTES
@@ -104,7 +106,7 @@ def chain(name: str, length: int) -> tuple[bytes, ...]:
     return block_hashes(name, b"x" * (BLOCK_BYTES * length))
 
 
-def test_a_match_counts_the_common_leading_blocks() -> None:
+def test_a_prefix_match_counts_the_common_leading_blocks() -> None:
     index = PrefixIndex()
     first = hashes_of(SYSTEM, user("one " * 200))
     index.add("a", first)
@@ -136,7 +138,7 @@ def test_anthropics_system_prompt_begins_the_prompt_and_cache_marks_are_ignored(
     index.add("a", claudes(system, one))
     assert index.match(claudes(system, user("hi")))["a"] >= len(system) // BLOCK_BYTES
     assert index.match(claudes("Another. " * 2400, one)) == {}
-    # As a conversation goes on, its client moves the mark to later texts and removes earlier marks.
+    # As a conversation continues, the client moves the cache mark to later texts and removes earlier marks.
     tools = [{"name": "t", "input_schema": {"p": "q" * 600}}]
     turns = (
         claudes([{**blocks[0], **MARK}], marked(one), tools=[{**tools[0], **MARK}]),
@@ -153,12 +155,12 @@ def served_by(addresses: str, max_size: int) -> st.SearchStrategy[list[tuple[str
 
 
 def links_of(path: list[int]) -> tuple[bytes, ...]:
-    """A chain of hashes, one for each step of `path`; paths that begin alike share their first hashes."""
+    """A chain of hashes, one for each step of `path`; paths with equal beginnings share the first hashes."""
     return tuple(bytes(path[:end]) for end in range(1, len(path) + 1))
 
 
 @given(served_by("abc", max_size=40))
-def test_the_index_keeps_the_latest_blocks_and_whole_beginnings_of_chains(
+def test_the_prefix_index_keeps_the_latest_blocks_and_whole_beginnings_of_chains(
     served: list[tuple[str, list[int]]],
 ) -> None:
     index = PrefixIndex(per_endpoint=12, in_total=24)
@@ -183,7 +185,7 @@ def test_the_least_recently_served_blocks_are_forgotten_first() -> None:
 
 
 def test_endpoints_share_the_total_capacity_and_departed_endpoints_are_forgotten() -> None:
-    # Each of four endpoints keeps 25 blocks, its share of 100.
+    # Each of four endpoints keeps 25 blocks, an equal share of 100 blocks.
     index = PrefixIndex(per_endpoint=60, in_total=100)
     for address in "abcd":
         index.add(address, chain(address, 60))
@@ -196,7 +198,7 @@ def test_the_holders_of_the_longest_prefix_are_named_first() -> None:
     index = PrefixIndex()
     shared = chain("chat", 12)
     index.add("short", shared[:3])
-    index.name_holders()  # includes blocks that were added before
+    index.name_holders()  # this includes blocks that were added before
     index.add("long", shared)
     index.add("middle", shared[:9])
     index.add("other", chain("other", 5))
@@ -211,7 +213,9 @@ def test_the_holders_of_the_longest_prefix_are_named_first() -> None:
 
 @pytest.mark.parametrize("blocks", [22_000, 31_250])
 @pytest.mark.parametrize("names_holders", [False, True])
-def test_memory_stays_within_the_stated_bound(blocks: int, names_holders: bool) -> None:
+def test_the_memory_of_the_prefix_index_stays_within_the_documented_bound(
+    blocks: int, names_holders: bool
+) -> None:
     numbers = count()
     gc.collect()
     tracemalloc.start()
@@ -241,7 +245,7 @@ times = st.lists(st.floats(min_value=0, max_value=3600), min_size=1, max_size=40
 
 
 @given(times, st.integers(min_value=1, max_value=120))
-def test_statistics_cover_the_last_window_of_durations(seconds: list[float], window: int) -> None:
+def test_latency_statistics_cover_the_last_window_of_durations(seconds: list[float], window: int) -> None:
     stats, last = stats_of(seconds, window), seconds[-window:]
     assert stats is not None
     assert stats.count == len(last)
@@ -249,13 +253,13 @@ def test_statistics_cover_the_last_window_of_durations(seconds: list[float], win
     assert stats.std_s == pytest.approx(statistics.pstdev(last), abs=1e-3)
 
 
-def test_a_small_spread_on_long_times_is_not_lost() -> None:
+def test_a_small_deviation_of_long_durations_is_computed_exactly() -> None:
     stats = stats_of([3600.0, 3600.001] * 50_025)
     assert stats is not None
     assert stats.std_s == pytest.approx(0.0005, rel=0.01)
 
 
-def test_values_that_are_no_durations_are_ignored() -> None:
+def test_values_that_are_not_valid_durations_are_ignored() -> None:
     assert stats_of([float("nan"), float("inf"), -1.0]) is None
 
 

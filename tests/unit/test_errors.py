@@ -12,7 +12,8 @@ INDENT = 4
 
 
 def drawn() -> Iterator[tuple[str, str, int | None]]:
-    """Name, parent and status of each error in the docstring; no status where the line has none."""
+    """Name, parent and HTTP status of each error in the docstring; the status is None if the line has
+    none."""
     tree = (errors.__doc__ or "").split("\n\n")[1]
     parents: list[str] = []
     for match in LINE.finditer(tree):

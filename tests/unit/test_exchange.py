@@ -22,7 +22,7 @@ from picker_fleet.state import accounting_token
 
 ASK = b'{"model": "m", "prompt": "p"}'
 BIG = json.dumps({"model": "m", "prompt": "x" * 600_000}).encode()
-LONG = json.dumps({"model": "m", "prompt": "x" * WHOLE_BYTES}).encode()  # too long for one message
+LONG = json.dumps({"model": "m", "prompt": "x" * WHOLE_BYTES}).encode()  # too long for one ext_proc message
 DESTINATION = {"x-gateway-destination-endpoint": ",".join(PLACEMENT.endpoints)}
 SPLIT = {"models": [{"name": "m", "target_models": [{"name": "m-v2"}]}]}
 TWO_VARIANTS = {"models": [{"name": "m", "target_models": [{"name": "m"}, {"name": "m-v2"}]}]}
@@ -32,12 +32,12 @@ every_mode = pytest.mark.parametrize("mode", ["standard", "lean"])
 
 
 def asks(mode: str, fields: dict[str, str | bytes] | None = None) -> list[ProcessingRequest]:
-    """A small request in `mode`."""
+    """The messages of a small request in the mode `mode`."""
     return [headers(mode, fields or {}), body(ASK)]
 
 
 def unended(mode: str, ask: bytes) -> list[ProcessingRequest]:
-    """A request whose body has its full content-length, but is not yet marked as ended."""
+    """A request whose body has the full content-length, but is not yet marked as ended."""
     return [headers(mode, {"content-length": str(len(ask))}), body(ask, ended=False)]
 
 
@@ -46,7 +46,7 @@ def chunks(data: bytes, size: int) -> list[bytes]:
 
 
 def ended_with(came: list[bytes], *, trailing: bool = False) -> list[ProcessingRequest]:
-    """The body of an answer in the chunks `came`; the last chunk ends it, or trailers if `trailing`."""
+    """Messages of a response body with the chunks `came`; if `trailing`, trailers follow the last chunk."""
     body = [envoy.response_body(chunk) for chunk in came]
     body[-1].response_body.end_of_stream = not trailing
     return [*body, envoy.response_trailers()] if trailing else body
@@ -60,7 +60,8 @@ async def test_a_request_is_placed_in_every_mode(mode: str) -> None:
     assert set_headers(answers[0].request_headers.response.header_mutation) == DESTINATION
     assert parts(answers) == ["request_headers"] + ["request_body"] * (mode == "standard")
     assert given_back(answers) == [(ASK, True)]
-    # In lean only Envoy can set the id, so its id is used. In standard the stream owns the request.
+    # In the mode `lean` only Envoy can set the request id. In the mode `standard` the stream owns the
+    # request.
     request, stream_owned = talk.gate.admitted[0]
     assert request.id == ("made-1" if mode == "standard" else "envoys-id")
     told = {"id": request.id, "token": "ticket-1", "pressure": "0.25"}
@@ -75,15 +76,15 @@ async def test_a_request_is_placed_in_every_mode(mode: str) -> None:
 async def test_a_request_is_costed_in_tokens_in_every_mode(mode: str) -> None:
     talk = Talk(settings={"request_queue_controller": {"unit": "tokens", "watermark_per_backend": 8000}})
     await talk.say(*asks(mode, {"content-length": str(len(ASK))}))
-    # The request has the cost of its prompt; the script adds the flow's mean answer.
+    # The request has the cost of the prompt; the Lua script adds the flow's mean answer.
     request, _ = talk.gate.admitted[0]
     assert (request.cost, request.learn) == (len(ASK) / 4, True)
 
 
 @every_mode
-async def test_nothing_is_sent_before_the_whole_body_has_come(mode: str) -> None:
+async def test_nothing_is_sent_to_envoy_before_the_whole_body_has_arrived(mode: str) -> None:
     talk = Talk()
-    # Before an answer Envoy may still retry at another replica (G7).
+    # Until the picker answers, Envoy may still retry at another replica (G7).
     sent = [body(chunk, ended=False) for chunk in chunks(BIG, 16_384)]
     assert await talk.say(headers(mode), *sent) == []
     assert talk.gate.admitted == []
@@ -93,7 +94,7 @@ async def test_nothing_is_sent_before_the_whole_body_has_come(mode: str) -> None
     assert all(len(chunk) <= 62_000 for chunk, _ in given_back(answers))
 
 
-async def test_in_lean_a_body_complete_by_its_length_is_answered_in_one_message_at_once() -> None:
+async def test_in_lean_a_body_with_its_full_content_length_is_answered_at_once_in_one_message() -> None:
     talk = Talk()
     answers = await talk.say(*unended("lean", ASK))
     assert parts(answers) == ["request_headers"]
@@ -116,11 +117,11 @@ async def test_one_message_carries_at_most_the_bytes_that_every_envoy_buffers(
 
 @pytest.mark.parametrize(("mode", "ask", "count"), [("standard", ASK, 1), ("lean", LONG, 9)], ids=["s", "l"])
 @pytest.mark.parametrize("end", ["an empty chunk", "trailers"])
-async def test_a_body_complete_by_its_length_is_placed_before_its_end_arrives(
+async def test_a_request_is_placed_once_its_body_has_the_full_content_length(
     mode: str, ask: bytes, count: int, end: str
 ) -> None:
     talk = Talk()
-    # An empty chunk after the whole body does not end the body.
+    # An empty chunk without the end flag does not end the body.
     assert await talk.say(*unended(mode, ask), body(b"", ended=False)) == []
     # The request is placed once, and Envoy has no answer yet.
     assert len(talk.gate.admitted) == 1
@@ -132,14 +133,14 @@ async def test_a_body_complete_by_its_length_is_placed_before_its_end_arrives(
 
 
 @pytest.mark.parametrize("keeping", [True, False])
-async def test_a_lease_is_confirmed_if_the_end_of_its_body_arrives_late(keeping: bool) -> None:
+async def test_a_lease_is_confirmed_if_the_end_of_the_request_body_arrives_late(keeping: bool) -> None:
     talk = Talk()
     await talk.say(*unended("lean", LONG))
-    # The end arrives so late that the lease may have expired; nothing renews the lease before the answer.
+    # The end of the body arrives so late that the lease may have expired; nothing has renewed the lease.
     talk.wait_s(3)
     talk.gate.keeping = keeping
     answers = await talk.say(body())
-    # If the lease is lost, the request queues again with its age; the first placement is withdrawn.
+    # If the lease is lost, the request queues again with its age, and the first placement is withdrawn.
     assert talk.gate.confirmed == [("made-1", 4.0)]
     assert [request.id for request, _ in talk.gate.admitted] == ["made-1"] * (1 if keeping else 2)
     assert talk.gate.ages_s == ([0.0] if keeping else [0.0, 6.0])
@@ -150,7 +151,7 @@ async def test_a_lease_is_confirmed_if_the_end_of_its_body_arrives_late(keeping:
 
 
 def endless(begun: asyncio.Event) -> Callable[..., Awaitable[Any]]:
-    """A function that sets `begun` and never returns."""
+    """A function that sets the event `begun` and never returns."""
 
     async def call(*_: object) -> None:
         begun.set()
@@ -186,13 +187,15 @@ async def test_a_lease_whose_request_is_not_answered_is_withdrawn(why: str) -> N
 
 @every_mode
 @pytest.mark.parametrize("ask", [ASK, LONG], ids=["small", "long"])
-async def test_a_body_that_trailers_end_goes_back_once_with_the_headers(mode: str, ask: bytes) -> None:
+async def test_a_body_that_trailers_end_is_sent_back_only_once_with_the_headers(
+    mode: str, ask: bytes
+) -> None:
     # If the body came in separate chunks, Envoy's router would also send its own copy with the trailers.
     talk = Talk()
     answers = await talk.say(headers(mode), body(ask, ended=False), envoy.trailers())
     assert parts(answers) == ["request_headers"]
     assert given_back(answers) == [(ask, True)]
-    # In `standard` Envoy still sends the response to the picker.
+    # In the mode `standard`, Envoy still sends the response to the picker.
     assert talk.exchange.done == (mode == "lean")
     if mode == "standard":
         await talk.say(envoy.response_headers(200, ended=True))
@@ -238,7 +241,7 @@ async def test_a_compressed_body_is_forwarded_as_received_or_decoded_to_rename_i
 async def test_the_length_of_the_body_counts_and_not_its_content_length_header(
     mode: str, change: int
 ) -> None:
-    # An earlier filter has shortened or lengthened the body, but left the header unchanged.
+    # An earlier Envoy filter has changed the length of the body, but not the content-length header.
     talk = Talk()
     first, rest = ASK[: len(ASK) - 12], ASK[len(ASK) - 12 :]
     length = len(first) if change > 0 else len(ASK) + 100
@@ -249,7 +252,7 @@ async def test_the_length_of_the_body_counts_and_not_its_content_length_header(
 
 
 @every_mode
-async def test_a_request_without_admission_keeps_its_body(mode: str) -> None:
+async def test_a_request_that_needs_no_admission_keeps_its_body(mode: str) -> None:
     talk = Talk()
     answers = await talk.say(headers(mode, ask=("POST", "/v1/responses/r/cancel")), body(b"{}"))
     assert envoy.whole(answers) == b"{}"
@@ -257,7 +260,7 @@ async def test_a_request_without_admission_keeps_its_body(mode: str) -> None:
 
 
 @every_mode
-async def test_a_websocket_session_is_admitted_by_the_model_in_its_query_and_its_messages_pass(
+async def test_a_websocket_session_is_admitted_by_the_model_in_its_query_string(
     mode: str,
 ) -> None:
     talk = Talk(settings=SEVERAL)
@@ -297,7 +300,7 @@ async def test_a_request_without_body_is_routed_without_admission(mode: str) -> 
     answers = await talk.say(headers(mode, ended=True, metadata=hint))
 
     assert parts(answers) == ["request_headers"]
-    # The list repeats for each of Envoy's tries: no unlisted endpoint may serve a request with a subset.
+    # The list names an endpoint for each of Envoy's tries, so that no endpoint outside the subset serves.
     assert set_headers(answers[0].request_headers.response.header_mutation) == {
         "x-gateway-destination-endpoint": "10.0.0.1:8000,[fd00::2]:8000,10.0.0.1:8000"
     }
@@ -366,8 +369,8 @@ async def test_an_invalid_request_is_refused_with_its_fault(
 
 
 @every_mode
-async def test_reads_are_bounded_in_rate_over_all_exchanges(mode: str) -> None:
-    # The limit is one read a second, with a burst of two; it also counts reads of configured paths.
+async def test_the_rate_of_reads_is_limited_over_all_exchanges(mode: str) -> None:
+    # The limit is one read a second, with a burst of two; reads of configured paths count, too.
     talk = Talk(settings={"extproc": {"read_rate": 1, "paths": ["GET /v1/adapters/{id}"]}})
     for ask in (("GET", "/v1/models"), ("GET", "/v1/adapters/a")):
         assert parts(await talk.another().say(headers(mode, ended=True, ask=ask))) == ["request_headers"]
@@ -397,7 +400,9 @@ HINTS = {
 
 
 @cases("hint, subset", HINTS)
-async def test_the_gate_gets_the_subset_hint(hint: object, subset: tuple[str, ...] | None) -> None:
+async def test_the_gate_gets_the_subset_hint_of_a_request(
+    hint: object, subset: tuple[str, ...] | None
+) -> None:
     talk, key = Talk(), "x-gateway-destination-endpoint-subset"
     metadata = {"envoy.lb.subset_hint": {key: hint}} if hint is not None else {}
     await talk.say(headers("lean", metadata=metadata), body(ASK))
@@ -418,7 +423,7 @@ async def test_a_malformed_header_is_refused_by_name_if_it_is_trusted(mode: str)
 
 
 class Teapot(RequestError):
-    """An error that the picker has no rule for."""
+    """An exception that the picker has no rule for."""
 
     status, code = 418, "teapot"
 
@@ -434,7 +439,7 @@ REFUSALS = {
 
 @every_mode
 @cases("error, status, configured, pressure", REFUSALS)
-async def test_a_refusal_of_the_gate_carries_the_pressure_and_may_be_429_by_configuration(
+async def test_a_refusal_by_the_gate_reports_the_queue_pressure_and_may_be_429(
     error: RequestError, status: int, configured: int, pressure: str, mode: str
 ) -> None:
     refused = await Talk(ScriptedGate(error)).refused(*asks(mode))
@@ -449,7 +454,9 @@ async def test_a_refusal_of_the_gate_carries_the_pressure_and_may_be_429_by_conf
     assert (talk.gate.withdrawn, talk.gate.settled) == ([], [])
 
 
-async def test_a_defect_is_logged_and_answered_with_500(caplog: pytest.LogCaptureFixture) -> None:
+async def test_an_unexpected_exception_is_logged_and_answered_with_500(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     refused = await Talk(ScriptedGate(ValueError("a bug"))).refused(*asks("lean"))
     assert (refused.status, refused.code) == (500, "internal_error")
     assert "a bug" not in refused.error["message"]
@@ -465,7 +472,7 @@ async def test_a_placement_is_withdrawn_unless_envoy_gets_its_last_message(mode:
             answers = iter(await talk.exchange.receive(message))
         for _ in range(given_out):
             next(answers)
-        # Envoy may end the stream on an answer before its write returns.
+        # Envoy may receive an answer and end the stream before the picker's write returns.
         talk.close()
         if given_out == count:
             assert (talk.gate.withdrawn, talk.metrics.waits) == ([], [])
@@ -495,7 +502,9 @@ ANSWERS = {
 
 @pytest.mark.parametrize("answer", ANSWERS.values(), ids=ANSWERS)
 @pytest.mark.parametrize("size", [1, 7, 1000, 1_000_000])
-async def test_standard_passes_the_answer_on_and_accounts_for_it(answer: bytes, size: int) -> None:
+async def test_standard_mode_passes_the_answer_on_and_accounts_for_its_tokens(
+    answer: bytes, size: int
+) -> None:
     talk, came = Talk(), chunks(answer, size)
     await talk.say(*asks("standard"))
     said = await talk.say(envoy.response_headers(200, served="10.0.0.2:8000"), *ended_with(came))
@@ -525,7 +534,7 @@ SAID = {
 
 
 @cases("status, answer, served, fault", SAID)
-async def test_standard_reads_whether_the_endpoint_has_failed(
+async def test_standard_mode_reads_whether_the_endpoint_has_failed(
     status: int, answer: bytes, served: str, fault: str
 ) -> None:
     talk = Talk()
@@ -539,7 +548,7 @@ async def test_standard_reads_whether_the_endpoint_has_failed(
     assert (completion.fault, completion.passed_over) == (fault, picked if served else "")
 
 
-async def test_a_request_whose_response_no_longer_fits_is_settled_and_not_withdrawn() -> None:
+async def test_a_request_whose_response_exceeds_the_byte_budget_is_settled_and_not_withdrawn() -> None:
     talk = Talk()
     await talk.say(*asks("standard"))
     talk.exchange.refuse(errors.BufferFull("full"))
@@ -560,7 +569,7 @@ ENDS = {
 
 
 @cases("messages, outcome, status", ENDS)
-async def test_standard_settles_once_however_the_answer_ends(
+async def test_standard_mode_settles_a_request_once_however_the_answer_ends(
     messages: list[ProcessingRequest], outcome: Outcome, status: int
 ) -> None:
     talk = Talk()
@@ -574,7 +583,9 @@ async def test_standard_settles_once_however_the_answer_ends(
 
 
 @pytest.mark.parametrize("begun", [[], [headers("standard"), body(b"{", ended=False)]])
-async def test_standard_passes_on_an_answer_that_envoy_makes_itself(begun: list[ProcessingRequest]) -> None:
+async def test_standard_mode_passes_on_an_answer_that_envoy_makes_itself(
+    begun: list[ProcessingRequest],
+) -> None:
     talk = Talk()
     end = envoy.response_body(b"timeout", ended=True)
     said = await talk.say(*begun, envoy.response_headers(408), body(b"x"), end)
@@ -596,19 +607,19 @@ async def test_a_rewritten_model_goes_out_with_the_right_length(mode: str) -> No
 
 
 async def sent_by_other_replicas(mode: str, ids: Sequence[str], ask: bytes = ASK) -> list[bytes]:
-    """The forwarded bodies of requests with these ids, each sent through a different replica."""
+    """The forwarded bodies of requests with the ids `ids`, each sent through a different replica."""
     asked = ((headers(mode, {"x-request-id": each}), body(ask)) for each in ids)
     return [envoy.whole(await Talk(settings=TWO_VARIANTS).say(*each)) for each in asked]
 
 
-async def test_a_retry_at_another_replica_is_sent_as_the_same_variant() -> None:
+async def test_a_retry_at_another_replica_is_sent_to_the_same_model_variant() -> None:
     ids = [f"id-{number}" for number in range(40)]
     sent = await sent_by_other_replicas("lean", ids)
     assert {json.loads(each)["model"] for each in sent} == {"m", "m-v2"}
     assert await sent_by_other_replicas("lean", ids) == sent
-    # In `standard` a client may set the id, so the body decides the variant.
+    # In the mode `standard` a client may set the request id, so the body decides the variant.
     assert len(set(await sent_by_other_replicas("standard", ids))) == 1
-    # A body that already names a variant stays unchanged.
+    # A body that already names a model variant stays unchanged.
     rewritten = next(each for each in sent if each != ASK)
     assert set(await sent_by_other_replicas("lean", ids, rewritten)) == {rewritten}
 
@@ -616,7 +627,7 @@ async def test_a_retry_at_another_replica_is_sent_as_the_same_variant() -> None:
 async def renamed(
     came: list[bytes], fields: dict[str, str] | None = None, *, trailing: bool = False
 ) -> list[bytes]:
-    """The chunks that a client gets if model m-v2 answers its request for m with the chunks `came`."""
+    """The chunks that a client gets if model m-v2 answers a request for model m with the chunks `came`."""
     talk = Talk(settings=SPLIT)
     said = (await talk.say(*asks("standard"), envoy.response_headers(200, fields)))[2:]
     removed = list(said[0].response_headers.response.header_mutation.remove_headers)
@@ -633,20 +644,22 @@ SHOWN = b'data: {"model":"m",%b}\n\ndata: {"model": "m"}\n\n{"model":"m-v22"}' %
 
 
 @given(st.integers(min_value=1, max_value=len(NAMED)), st.booleans())
-async def test_the_client_reads_the_model_name_that_it_requested(size: int, trailing: bool) -> None:
+async def test_the_client_receives_the_model_name_that_the_client_requested(
+    size: int, trailing: bool
+) -> None:
     assert b"".join(await renamed(chunks(NAMED, size), trailing=trailing)) == SHOWN
 
 
-async def test_an_answer_is_renamed_without_delay_unless_it_is_compressed() -> None:
+async def test_the_model_in_an_answer_is_renamed_without_delay_unless_compressed() -> None:
     event = b'data: {"model":"m-v2"}\n\n'
     assert (await renamed([event, b"end"]))[0] == b'data: {"model":"m"}\n\n'
-    # A model name that the end of the answer cuts off is passed on.
+    # A model name cut off by the end of the answer is passed on unchanged.
     assert b"".join(await renamed([b'{"model":"m-', b""], trailing=True)) == b'{"model":"m-'
     assert await renamed([event], {"content-encoding": "gzip"}) == [event]
 
 
 @given(st.binary(max_size=64), st.binary(max_size=64))
-async def test_no_header_and_no_body_breaks_an_exchange(header: bytes, ask: bytes) -> None:
+async def test_no_random_header_or_body_breaks_an_exchange(header: bytes, ask: bytes) -> None:
     names = ("x-workload-context", "x-llm-d-inference-fairness-id", "x-llm-d-inference-ttl", "content-length")
     talk = Talk(settings={"extproc": {"trusted_headers": ["x-llm-d-inference-fairness-id"]}})
     answers = await talk.say(headers("lean", dict.fromkeys(names, header)))
@@ -662,7 +675,7 @@ async def test_a_client_receives_its_session_token_in_every_mode(mode: str) -> N
     talk = Talk()
     talk.gate.placement = PLACEMENT._replace(session="a-token")
     answers = await talk.say(*asks(mode))
-    # In lean Envoy copies the token from the metadata to its answer; in `standard` the picker does.
+    # In the mode `lean`, Envoy copies the session token to the answer; in `standard` the picker does so.
     assert answers[0].dynamic_metadata["picker"]["session"] == "a-token"
     if mode == "standard":
         (answer,) = await talk.say(envoy.response_headers(200))
@@ -670,13 +683,13 @@ async def test_a_client_receives_its_session_token_in_every_mode(mode: str) -> N
         assert set_headers(answer.response_headers.response.header_mutation) == told
 
 
-async def test_the_pressure_is_the_larger_of_the_queues_fill_and_the_waited_part_of_the_ttl() -> None:
-    # A TTL of 2 s, a wait of 1 s, a queue a quarter full.
+async def test_the_pressure_is_the_larger_of_queue_fill_and_waited_share_of_the_ttl() -> None:
+    # The request has waited 1 s of a TTL of 2 s; the queue is a quarter full.
     answers = await Talk().say(*asks("lean", {"x-llm-d-inference-ttl": "2"}))
     assert answers[0].dynamic_metadata["picker"]["pressure"] == "0.50"
 
 
-async def test_a_configured_namespace_has_the_destination_and_names_the_serving_endpoint() -> None:
+async def test_a_configured_metadata_namespace_has_the_destination_and_the_serving_endpoint() -> None:
     talk = Talk(settings={"extproc": {"metadata_namespace": "gateway.lb"}})
     answers = await talk.say(*asks("standard"))
     assert sorted(answers[0].dynamic_metadata) == ["gateway.lb", "picker"]

@@ -1,4 +1,4 @@
-"""Limits over all exchanges of a replica: the byte budget of bodies, and the new flows of a source."""
+"""Limits over all exchanges of a replica: a byte budget for bodies, and new flows per client source."""
 
 import asyncio
 from collections.abc import Sequence
@@ -49,7 +49,7 @@ def conversations(draw: st.DrawFn) -> list[ProcessingRequest]:
 
 
 async def run(talk: Talk, messages: Sequence[ProcessingRequest], leaves: bool) -> None:
-    """Run an exchange as the service does; with `leaves`, its client leaves while it waits."""
+    """Run an exchange as the service does; with `leaves`, the client leaves while the request waits."""
     exchange = talk.exchange
     try:
         for message in messages:
@@ -76,7 +76,7 @@ async def run(talk: Talk, messages: Sequence[ProcessingRequest], leaves: bool) -
     st.sampled_from([SMALL, RENAMED]),
     st.booleans(),
 )
-async def test_no_bytes_are_counted_after_all_exchanges_have_ended(
+async def test_the_byte_budget_is_empty_after_all_exchanges_have_ended(
     talks: list[tuple[list[ProcessingRequest], bool]], error: Any, settings: Any, shut: bool
 ) -> None:
     talk = Talk(ScriptedGate(error), settings)
@@ -126,7 +126,7 @@ def passes(limit: NewFlowLimit, flow: str, source: bytes = HERE) -> bool:
     return True
 
 
-def test_a_source_may_begin_flows_up_to_its_limit_and_continue_them() -> None:
+def test_a_source_may_begin_flows_up_to_its_limit_and_continue_begun_flows() -> None:
     clock = Clock()
     limit = NewFlowLimit(3, ["known"], 0, clock)
     assert [passes(limit, f"f{n}") for n in range(5)] == [True] * 3 + [False] * 2
@@ -134,20 +134,20 @@ def test_a_source_may_begin_flows_up_to_its_limit_and_continue_them() -> None:
     assert passes(limit, "f1")
     assert passes(limit, "known")
     assert passes(limit, "f3", b"10.0.0.2")
-    assert passes(limit, "f3")  # the other source has begun it
-    # A source may begin another flow every 20 s.
+    assert passes(limit, "f3")  # the other source has begun this flow
+    # After reaching the limit, a source may begin another flow every 20 s.
     clock.now_s += 20.0
     assert [passes(limit, f"later{n}") for n in range(2)] == [True, False]
     with pytest.raises(TooManyFlows, match="more than 3 new flows a minute") as caught:
         limit.check("later1", HERE)
     assert caught.value.retry_after_s == 20
-    # Without a source there is no limit.
+    # A request without a source has no limit of flows.
     assert all(passes(limit, f"more{n}", b"") for n in range(10))
 
 
 SOURCES = [
     (0, b"10.0.0.1", b"10.0.0.2", False),
-    (0, b"6.6.6.6, 10.0.0.1", b"7.7.7.7,10.0.0.1", True),  # a client can forge the earlier addresses
+    (0, b"6.6.6.6, 10.0.0.1", b"7.7.7.7,10.0.0.1", True),  # a client can forge earlier addresses of the list
     (1, b"6.6.6.6, 10.0.0.1, 10.1.1.1", b"6.6.6.6, 10.0.0.2, 10.1.1.1", False),
     (1, b"6.6.6.6, 10.0.0.1, 10.1.1.1", b"7.7.7.7, 10.0.0.1, 10.1.1.2", True),
     (3, b"10.0.0.1, 10.1.1.1", b"10.0.0.1, 10.1.1.2", True),
@@ -159,7 +159,7 @@ SOURCES = [
 
 
 @pytest.mark.parametrize(("hops", "one", "other", "same"), SOURCES)
-def test_a_source_is_the_last_address_that_a_trusted_proxy_reports(
+def test_the_source_of_a_request_is_the_last_address_that_a_trusted_proxy_reports(
     hops: int, one: bytes, other: bytes, same: bool
 ) -> None:
     limit = NewFlowLimit(1, [], hops, Clock())
@@ -167,7 +167,7 @@ def test_a_source_is_the_last_address_that_a_trusted_proxy_reports(
     assert passes(limit, "b", other) is not same
 
 
-def test_the_oldest_of_too_many_flows_and_sources_are_forgotten() -> None:
+def test_above_the_limits_the_oldest_flows_and_sources_are_forgotten() -> None:
     limit = NewFlowLimit(1000, ["known"], 0, Clock(), max_flows=100, max_sources=100)
     for n in range(1000):
         assert passes(limit, f"f{n}", b"10.0.%d.%d" % divmod(n, 256))

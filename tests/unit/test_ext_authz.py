@@ -30,7 +30,7 @@ from picker_fleet.ingress.http.server import CheckServer
 
 @dataclass
 class Stage:
-    """A server around `gate`, and its port."""
+    """The server of mode `http` around `gate`, and the server's port."""
 
     server: CheckServer
     gate: ScriptedGate
@@ -64,7 +64,7 @@ class Stage:
 
 @contextlib.asynccontextmanager
 async def staged(gate: ScriptedGate | None = None, server: Any = None, **config: Any) -> AsyncIterator[Stage]:
-    """Serve with the configuration `config`; `server` has further arguments of CheckServer."""
+    """Serve with the configuration `config`; `server` has more arguments for the class CheckServer."""
     gate, metrics, now_s = gate or ScriptedGate(), Counted(), [0.0]
     context = exchange_context(gate, metrics, parse(config), lambda: now_s[0])
     checks = CheckServer(of_one_pool(context), "127.0.0.1:0", **(server or {}))
@@ -84,7 +84,9 @@ async def stage() -> AsyncIterator[Stage]:
         yield made
 
 
-async def test_a_placement_names_endpoints_and_the_fields_that_the_access_log_returns(stage: Stage) -> None:
+async def test_the_answer_to_a_placement_has_endpoints_and_the_fields_for_the_access_log(
+    stage: Stage,
+) -> None:
     stage.gate.placement = PLACEMENT._replace(session="session-1", waited_s=1.5)
     reply = await stage.ask(check())
     assert reply.status == 200
@@ -103,7 +105,7 @@ async def test_a_placement_names_endpoints_and_the_fields_that_the_access_log_re
     assert stage.metrics.answers == [("http", "llama", "ok")]
 
 
-async def test_headers_of_the_request_reach_the_gate() -> None:
+async def test_headers_of_a_checked_request_reach_the_gate() -> None:
     async with staged(extproc={"trusted_headers": ["x-llm-d-inference-fairness-id"]}) as stage:
         hint = '["10.0.0.1:8000","10.0.0.2:8000"]'
         named = {"x_llm_d_inference_fairness_id": "tenant", "x_llm_d_inference_ttl": "3s"}
@@ -166,7 +168,7 @@ async def test_an_invalid_request_is_refused_and_the_server_continues(
         await until(lambda: stage.context.bodies.held_bytes == 0)
 
 
-async def test_a_chunked_body_is_limited_while_it_arrives() -> None:
+async def test_the_length_of_a_chunked_body_is_limited_while_the_body_arrives() -> None:
     async with staged(extproc={"max_body_bytes": 4096}) as stage:
         assert (await stage.ask(CHUNKED + b"%x\r\n%b\r\n0\r\n\r\n" % (len(BODY), BODY))).status == 200
         endless = b"ffffff\r\n" + b"x" * 2_000_000
@@ -198,13 +200,13 @@ async def test_reads_pass_without_admission_and_are_rate_limited() -> None:
     assert not any("x-picker-accounting-token" in reply.headers for reply in replies)
 
 
-async def test_a_client_that_leaves_cancels_its_wait(stage: Stage) -> None:
+async def test_a_client_that_disconnects_cancels_the_wait_in_the_queue(stage: Stage) -> None:
     (await stage.wait(check())).leave()
     await until(lambda: stage.gate.cancelled == ["req-1"])
     await until(lambda: stage.metrics.answers == [("http", "llama", "client_gone")])
 
 
-async def test_a_request_that_waits_holds_no_bytes_of_its_body(stage: Stage) -> None:
+async def test_a_request_in_the_queue_holds_no_bytes_of_its_body(stage: Stage) -> None:
     connection = await stage.wait(check(body=b'{"model": "llama", "prompt": "%b"}' % (b"x" * 1_000_000)))
     assert stage.context.bodies.held_bytes == 0
     stage.gate.open.set()
@@ -212,7 +214,8 @@ async def test_a_request_that_waits_holds_no_bytes_of_its_body(stage: Stage) -> 
 
 
 def test_a_connection_carries_one_request_right_after_another() -> None:
-    """On uvloop, as in a replica; a thread sends each request as soon as it has the last answer."""
+    """Run on uvloop, as a replica does; a thread sends each request as soon as the last answer has
+    arrived."""
 
     def ask(port: int) -> None:
         with socket.create_connection(("127.0.0.1", port), timeout=PATIENT_S) as connection:
@@ -242,7 +245,9 @@ async def test_a_draining_server_refuses_new_checks_and_answers_waiting_checks(
 
 
 @pytest.mark.parametrize("apart", [True, False])
-async def test_a_second_request_before_the_answer_ends_the_connection(stage: Stage, apart: bool) -> None:
+async def test_the_connection_is_closed_if_a_second_request_precedes_the_first_answer(
+    stage: Stage, apart: bool
+) -> None:
     if apart:
         connection = await stage.wait(check())
         connection.send(check())
@@ -264,7 +269,7 @@ async def test_health_follows_readiness_and_an_unready_server_closes_the_connect
     assert await connection.ended() == b""
 
 
-async def test_the_port_speaks_tls(tmp_path: Path) -> None:
+async def test_the_port_of_mode_http_speaks_tls(tmp_path: Path) -> None:
     ours = authority(tmp_path, "ours")
     server = signed(tmp_path, "picker", ours)
     made = Certificates(Tls(cert=server.cert, key=server.key), "http.tls", "http/1.1")
@@ -277,7 +282,7 @@ async def test_the_port_speaks_tls(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("part", [b"POST /check/v1/comp", check()[:-5]])
-async def test_a_request_that_stalls_is_ended(stage: Stage, part: bytes) -> None:
+async def test_a_connection_whose_request_stalls_is_closed(stage: Stage, part: bytes) -> None:
     connection = await stage.send(part)
     await until(lambda: stage.context.open_requests.count)
     stage.now_s[0] = STALLED_S - 1
@@ -299,7 +304,7 @@ async def test_an_idle_connection_is_closed_after_its_timeout(stage: Stage) -> N
     assert await connection.ended() == b""
 
 
-async def test_at_the_connection_limit_only_an_idle_connection_makes_room(
+async def test_at_the_connection_limit_only_an_idle_connection_is_closed_for_a_new_one(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async with staged(server={"max_connections": 2}) as stage:
@@ -314,7 +319,7 @@ async def test_at_the_connection_limit_only_an_idle_connection_makes_room(
     assert len([line for line in caplog.messages if "connections of the http mode's port" in line]) == 1
 
 
-async def test_a_connection_with_unread_answers_is_no_longer_read_and_then_closed(stage: Stage) -> None:
+async def test_a_connection_whose_answers_are_not_read_is_paused_and_then_closed(stage: Stage) -> None:
     _, writer = await asyncio.open_connection("127.0.0.1", stage.port, limit=1)
     stage.now_s[0] = 1.0
     with contextlib.suppress(ConnectionError):
@@ -330,7 +335,7 @@ async def test_a_connection_with_unread_answers_is_no_longer_read_and_then_close
 
 @settings(max_examples=25)
 @given(cuts=st.lists(st.integers(0, len(check())), max_size=6))
-async def test_a_request_may_arrive_in_any_pieces(cuts: list[int]) -> None:
+async def test_a_check_request_may_arrive_in_any_pieces(cuts: list[int]) -> None:
     async with staged() as stage:
         connection = await stage.send()
         for start, end in itertools.pairwise([0, *sorted(cuts), len(check())]):
