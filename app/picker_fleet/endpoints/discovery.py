@@ -141,7 +141,7 @@ def listed(text: str) -> tuple[Endpoint, ...]:
 
     Raises:
         FileFault: `text` is not YAML or JSON, not a list of endpoints, or empty. An empty text means a
-                half-written file; a pool without endpoints is written `[]`.
+            half-written file; a pool without endpoints is written `[]`.
     """
     try:
         tree = read_yaml(text)

@@ -27,27 +27,27 @@ from picker_fleet.endpoints.pacing import IntervalPolicy, ScrapeCost, pause_s
 from picker_fleet.endpoints.page_fetch import Access, Connection, Exchange, FetchError, Page, Place, place_of
 from picker_fleet.endpoints.readings import EndpointMetrics, MetricsCache
 
-_HEALTH_S = 1.0  # longest interval between probes, even if pages are read more often
-_SELDOM_S = 5.0  # interval of requests for a health path that is expensive for the server
+_HEALTH_S = 1.0  # most seconds between probes, even if pages are read more often
+_SELDOM_S = 5.0  # seconds between requests for a health path that is expensive for the server
 T = TypeVar("T")
 S = TypeVar("S", bound=msgspec.Struct)
 
 _UNREACHED = 2  # after this many connect timeouts in a row the endpoint counts as unreachable
-# After this many requests in a row without a byte of response, the process hangs while its kernel accepts
-# connections. vLLM serves its page from the event loop that also receives requests and streams tokens; a
-# burst of arrivals blocks this loop for a second or two, so one silent request proves nothing. Three silent
-# requests, each on its own connection, with growing pauses, mean that the loop has not run for 3.5 s. An
-# overloaded server can take longer (half a minute has been reported of vLLM), but then all its tokens are
-# late, too, and new requests should go elsewhere until it answers again.
+# After this many requests in a row without a byte of response, the server's process hangs while its kernel
+# accepts connections. vLLM serves its page from the event loop that also receives requests and streams
+# tokens; a burst of arrivals blocks this loop for a second or two, so one silent request proves nothing.
+# Three silent requests, each on its own connection, with growing pauses, mean that the event loop has not run
+# for 3.5 s. An overloaded server can take longer (half a minute has been reported of vLLM), but then all its
+# tokens are late, too, and new requests should go elsewhere until it answers again.
 _SILENT = 3
-SILENCE = "no page within"  # the first words of the fault of an unanswered request
+SILENCE = "no page within"  # first words of the fault that says that a request got no answer
 _DEADLINE_S = 1.0
-_RETRY_S = 0.05  # base of the pause after a fault, which doubles
-_SUSPECTED_S = 3.0  # how long one call of `Scraper.suspect` has effect
-_LATE_S = 0.5  # a timeout noticed this much after its deadline means that this replica was paused
+_RETRY_S = 0.05  # first pause after a fault, in seconds; the pause then doubles
+_SUSPECTED_S = 3.0  # seconds for which one call of `Scraper.suspect` has effect
+_LATE_S = 0.5  # a timeout noticed this many seconds after its deadline means that this replica was paused
 # After a server has closed an idle connection and answered a probe, ignore further closes for this long.
 _HABIT_S = 10.0
-_BODY_S = 0.25  # time limit for the body of a probe's response
+_BODY_S = 0.25  # limit of the seconds for the body of a probe's response
 _MOST_BODY_BYTES = 64 * 1024
 _NO_ANSWER = ("connection", "timeout", "silent")
 _UNREADY = (
@@ -56,21 +56,21 @@ _UNREADY = (
     503,
     504,
 )  # statuses of a probe by which a server, or a proxy before it, says that it takes no requests
-_MODELS_S = 10.0  # interval of requests for the adapters that an engine has
-_MOST_IDLE, _MOST_IDLE_CHARACTERS = 256, 256  # limits of idle adapters per engine, and of a name's length
-_MOST_NAMES = 100  # limit of cached engine names
-_MOST_ASIDE_BYTES = 256 * 1024  # largest response from a path other than the page's
+_MODELS_S = 10.0  # seconds between requests for the list of an engine's adapters
+_MOST_IDLE, _MOST_IDLE_CHARACTERS = 256, 256  # most idle adapters per engine, and most characters of a name
+_MOST_NAMES = 100  # most engine names in the cache
+_MOST_ASIDE_BYTES = 256 * 1024  # largest response, in bytes, from a path other than the page's
 _log = logging.getLogger(__name__)
 
 
 class Meter(Protocol):
-    """The metrics of scraping; no method blocks."""
+    """Receives the metrics about scraping; no method blocks."""
 
     def scraped(self, address: str, seconds: float, reading: EndpointMetrics) -> None:
         """Count a successful scrape, its duration and its reading."""
 
     def probed(self, address: str, status: int, ready: bool) -> None:
-        """Count an answered probe: HTTP `status` (0: not HTTP), and whether the server takes requests."""
+        """Count an answered probe: its HTTP `status` (0: not HTTP), and whether the server takes requests."""
 
     def scrape_failed(self, address: str, kind: str, seconds: float) -> None:
         """Count a failed scrape or probe; `kind` is timeout, silent, connection, status or page."""
@@ -88,16 +88,16 @@ class Meter(Protocol):
 class Scraper:
     """Scrapes a set of endpoints, which `set_targets` changes, at the intervals of `pacing`. One event loop.
 
-    Each endpoint has its own task and connection, so a slow endpoint delays no other, and its own phase, so
-    that scrapes spread over time. The scraper probes an endpoint between pages, so that it detects a hanging
-    server even if the page is read seldom or fails, and once when the server closes an idle connection. A
-    request times out after `deadline_s`; a timeout noticed more than `late_s` later means that this replica
-    was paused. After each failure the pause before the next request to the endpoint, or for its page,
-    doubles, up to 5 s.
+    Each endpoint has its own task and connection, so a slow endpoint delays no other, and a phase of its own,
+    so that scrapes spread over time. The scraper probes an endpoint between pages, so that it detects a
+    hanging server even if the page is read seldom or fails, and once when the server closes an idle
+    connection. A request times out after `deadline_s`; a timeout noticed more than `late_s` later means that
+    this replica was paused. After each failure the pause before the next request to the endpoint, or for its
+    page, doubles, up to 5 s.
 
     Readings go to `readings`, and in batches to `channel`. If Redis does not accept a batch, its readings go
-    with the next batch, except those that a newer reading replaces. While `speaks`, an empty batch is sent
-    after `speak_s` without readings, as a sign of life of this replica.
+    with the next batch, except those that a newer reading replaces. While `speaks` is True, an empty batch is
+    sent after `speak_s` without readings, as a sign of life of this replica.
     """
 
     def __init__(
@@ -115,14 +115,14 @@ class Scraper:
     ) -> None:
         self._scraping, self._access = scraping, Access(scraping)
         self._clock = asyncio.get_running_loop().time
-        self._engines: dict[str, tuple[Engine, ...]] = {}  # engine name in labels -> candidate engines
+        self._engines: dict[str, tuple[Engine, ...]] = {}  # engine name in a label -> candidate engines
         self._pacing = pacing
-        self._suspects: dict[str, float] = {}  # address -> until when its page is read more often
+        self._suspects: dict[str, float] = {}  # endpoint's address -> until when its page is read more often
         self._deadline_s, self._late_s = deadline_s, late_s
         self._readings, self._channel, self._speak_s = readings, channel, speak_s
         self._shown_s = min(speak_s, (scraping.stale_after or math.inf) / 2)
         self.speaks = False
-        self._unsent_suspects: Sequence[str] = ()  # suspects that go to other replicas with the next batch
+        self._unsent_suspects: Sequence[str] = ()  # suspect endpoints to report with the next batch
         self._meter = meter
         self._vary = vary
         self._targets: dict[str, Place] = {}
@@ -158,8 +158,8 @@ class Scraper:
         return found
 
     def suspect(self, addresses: Sequence[str], *, notify: bool = False) -> None:
-        """Read the pages of `addresses` more often for a while: requests in flight there may be gone. With
-        `notify`, the replicas that scrape the rest of `addresses` also do so."""
+        """Read the pages of `addresses` more often for a while: these endpoints may have lost requests in
+        flight. With `notify`, the replicas that scrape the other `addresses` do the same."""
         if notify:
             self._unsent_suspects = tuple(addresses)
         until_s = self._clock() + _SUSPECTED_S
@@ -208,13 +208,13 @@ class Scraper:
                 elif woken:
                     due_s, by_habit_until_s = now_s + tick_s, now_s + max(_HABIT_S, tick_s)
                 else:
-                    # Skip the ticks that a slow response took.
+                    # Skip the ticks that passed during a slow response.
                     due_s += tick_s * max(1, -((due_s - now_s) // tick_s))
         finally:
             target.close()
 
     def _pace(self, target: "_Target") -> tuple[float, float]:
-        """Seconds between pages of an endpoint, and between requests (probes or pages) to it."""
+        """Seconds between an endpoint's pages, and between requests (probes or pages) to the endpoint."""
         suspect = target.asleep or self._clock() < self._suspects.get(target.address, 0.0)
         interval_s = self._pacing.interval_s(target.cost, len(self._targets), suspect=suspect)
         return interval_s, self._pacing.tick_s(interval_s, len(self._targets))
@@ -304,7 +304,7 @@ class Scraper:
         return replace(metrics, before_ms=last.scraped_ms, before_load=last.load)
 
     async def _probe(self, target: "_Target") -> EndpointMetrics | None:
-        """Probe the server. Returns None if it answered, otherwise a reading with the fault."""
+        """Probe the server. Returns None if the server answered, otherwise a reading with the fault."""
         started_s = target.probed_s = self._clock()
 
         async def ask() -> int:
@@ -322,26 +322,26 @@ class Scraper:
             except FetchError as fault:
                 if fault.kind == "connection":
                     raise
-                return 0  # not HTTP, but the server runs
+                return 0  # the response is not HTTP, but the server runs
 
         status = await self._ask(target, target.server, started_s, ask)
         if isinstance(status, EndpointMetrics):
             return status
         if target.missed and target.bad_pages <= 1:
-            target.pause_s, target.paged_s = 0.0, -math.inf  # the server had failed: read its page now
+            target.pause_s, target.paged_s = 0.0, -math.inf  # the server answers again: read its page now
         target.missed = 0
         target.cost.add_probe(self._clock() - started_s)
         self._meter.probed(target.address, status, target.unready is None)
         return None
 
     async def _ask_sleep(self, target: "_Target") -> None:
-        """Ask an engine whether it sleeps, since its page does not tell. An engine that gives no usable
-        answer is not asked again."""
+        """Ask an engine whether the engine sleeps, since its page does not tell. An engine that gives no
+        usable answer is not asked again."""
         answer = await self._ask_aside(target, target.engine.sleep_path, _Sleep)
         target.asks_sleep, target.asleep = answer is not None, answer is not None and answer.is_sleeping
 
     async def _ask_models(self, target: "_Target") -> None:
-        """Ask an engine for its adapters, and forget those that it no longer has."""
+        """Ask an engine for its adapters, and forget adapters that the engine no longer has."""
         answer = await self._ask_aside(target, target.engine.models_path, _Models)
         if answer is not None:
             target.keep_adapters({model.id for model in answer.data})
@@ -368,7 +368,7 @@ class Scraper:
         started_s: float,
         question: Callable[[], Awaitable[T]],
     ) -> T | EndpointMetrics:
-        """The result of `question` within the deadline, otherwise a reading with the endpoint's fault."""
+        """The result of `question`; if there is none by the deadline, a reading with the endpoint's fault."""
         try:
             async with asyncio.timeout(self._deadline_s):
                 return await question()
@@ -384,7 +384,7 @@ class Scraper:
         except BadPage as fault:
             kind, why = "page", str(fault)
         if connection is not target.server:
-            kind = "page"  # the page has its own port: a fault there is not the server's
+            kind = "page"  # the page has its own port: a fault of that port is not the server's
         if kind in _NO_ANSWER:
             target.missed += 1
         if kind == "connection":
@@ -434,7 +434,7 @@ class _Models(msgspec.Struct):
 
 class _Target:
     """The scraping state of one endpoint. `_page` is None until a page has been read; so is `_engine`, if the
-    endpoint has several candidates."""
+    endpoint may run one of several engines."""
 
     def __init__(self, place: Place, access: Access, last_read: EndpointMetrics | None) -> None:
         self.address, self.is_one, self._candidates = place.address, place.is_one, place.engines
@@ -449,18 +449,18 @@ class _Target:
         self._engine: Engine | None = place.engines[0] if len(place.engines) == 1 else None
         self.asleep = False
         self.asks_sleep = False  # ask the engine whether it sleeps, since its page does not tell
-        self.refusal: str | None = None  # the answer to a probe, if it says that the server takes no requests
+        self.refusal: str | None = None  # the last probe's answer, if that refuses requests
         # Adapters that were loaded and may still be loaded, in the order of their last use.
         loaded = last_read.active_adapters | last_read.idle_adapters if last_read is not None else ()
         self._loaded = dict.fromkeys(sorted(loaded))
-        self.models_s = -math.inf  # time of the last request for its models
+        self.models_s = -math.inf  # time of the last request for the engine's models
         self.cost = ScrapeCost()
         self.last: EndpointMetrics | None = None  # the newest reading
         # Times of the last requests to the endpoint: for its page, as a probe, and for its health path.
         self.paged_s = self.probed_s = self.health_s = -math.inf
-        self.pause_s = 0.0  # pause before the next page, after a failed page
-        self.bad_pages = 0  # failed pages in a row
-        self.missed = 0  # requests in a row that the server has not answered
+        self.pause_s = 0.0  # seconds before the next page, after a failed page
+        self.bad_pages = 0  # failed reads of the page in a row
+        self.missed = 0  # requests in a row to which the server sent no answer
 
     @property
     def failures(self) -> int:
@@ -473,12 +473,12 @@ class _Target:
 
     @property
     def engines(self) -> tuple[Engine, ...]:
-        """The candidate engines; only the engine once it is known."""
+        """The engines that the endpoint may run; only its engine once that is known."""
         return self._candidates if self._engine is None else (self._engine,)
 
     @property
     def pages(self) -> Sequence[Page]:
-        """The candidate pages; only the page once it is known."""
+        """The candidate paths of the page; only the page's path once that is known."""
         return self._all_pages if self._page is None else (self._page,)
 
     @property
@@ -487,14 +487,14 @@ class _Target:
         return self.engines[0]
 
     def found(self, page: Page, reader: PageReader) -> None:
-        """Note that `page` is the endpoint's page, which `reader` has read."""
+        """Record `page` as the endpoint's page, which `reader` has read."""
         if self._page is None:
             self._page, self._engine = page, reader.engine
             self.asks_sleep = bool(self.engine.sleep_path)
         self.asks_sleep = self.asks_sleep and not reader.tells_sleep
 
     def lost(self) -> None:
-        """Forget page and engine: the page cannot be read, so another engine may run there now."""
+        """Forget page and engine: the page cannot be read, so the endpoint may run another engine now."""
         self._page = None
         self._engine = self._candidates[0] if len(self._candidates) == 1 else None
 
@@ -506,8 +506,8 @@ class _Target:
         self._loaded = {name: None for name in self._loaded if name in names}
 
     def with_idle_adapters(self, metrics: EndpointMetrics) -> EndpointMetrics:
-        """`metrics` with idle adapters: loaded earlier and without requests now, the most recently used, as
-        many as the slots that adapters with requests leave free."""
+        """`metrics` with idle adapters added: loaded earlier and without requests now, the most recently
+        used, as many as the slots that adapters with requests leave free."""
         for name in sorted(metrics.active_adapters):
             self._loaded.pop(name, None)
             self._loaded[name] = None
@@ -530,7 +530,7 @@ class _Target:
 
 
 async def _pass_over(answer: Exchange) -> None:
-    """Read and discard a short body, so that the connection can be kept. Give up on a long or late body."""
+    """Read and discard a short body, so that the connection can be kept. A long or late body is given up."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(_BODY_S):
             bytes_left = _MOST_BODY_BYTES

@@ -1,13 +1,13 @@
-"""Divides scraping among the fleet: one replica reads each endpoint's metrics page, and shares the reading.
+"""Divides scraping among the fleet: one replica reads each endpoint's metrics page, and tells the others.
 
 Endpoints are assigned by rendezvous hashing (Thaler and Ravishankar, 1998): every replica hashes each pair of
 endpoint and replica, and the replica with the greatest hash scrapes the endpoint. No table is shared:
 replicas that agree on the live replicas agree on the assignment. When a replica leaves, only its endpoints
-move, evenly to the others; when a replica joins, only the endpoints that it gets move.
+move, evenly to the others; when a replica joins, only the endpoints that the new replica gets move.
 
-Every message goes to all replicas, so its cost grows with their number. In a large fleet only some replicas
-scrape and publish (`scrapers_wanted`); otherwise the total cost would grow with the square of the number of
-replicas (docs/decisions.md, 24).
+Every message goes to all replicas, so a message's cost grows with their number. In a large fleet only some
+replicas scrape and publish (`scrapers_wanted`); otherwise the total cost would grow with the square of the
+number of replicas (docs/decisions.md, 24).
 """
 
 import asyncio
@@ -30,12 +30,12 @@ from picker_fleet.endpoints.snapshot import SnapshotCell
 
 
 def assigned_replica(address: str, replicas: Sequence[str]) -> str:
-    """The replica that scrapes `address`; the order of `replicas`, at least one, does not matter."""
+    """The replica that scrapes the endpoint `address`; `replicas` may be in any order, but not empty."""
     return max(replicas, key=lambda replica: (_weight(address, replica), replica))
 
 
 class Assignment:
-    """Assigns endpoints to `replicas`. Hashes only new addresses, of which a large pool has few at a time."""
+    """Assigns endpoints to `replicas`. Hashes only new endpoints, of which a large pool has few at a time."""
 
     def __init__(self, replicas: Sequence[str]) -> None:
         self.replicas = replicas
@@ -52,7 +52,7 @@ class Assignment:
 
 
 def _weight(address: str, replica: str) -> bytes:
-    # Python's `hash` differs between processes. The length distinguishes pairs with the same concatenation.
+    # Python's `hash` differs between processes. The length distinguishes pairs whose texts join to the same.
     return _hash(f"{len(address)}:{address}{replica}")
 
 
@@ -61,17 +61,17 @@ def _hash(text: str) -> bytes:
 
 
 def scrapers_wanted(endpoints: int) -> int:
-    """The number of replicas that scrape `endpoints` endpoints, if the fleet has that many replicas."""
+    """The number of replicas that should scrape `endpoints` endpoints, if the fleet has so many replicas."""
     return min(_MOST_SCRAPERS, max(_LEAST_SCRAPERS, math.ceil(endpoints / _ENDPOINTS_A_SCRAPER)))
 
 
 class Scrapers:
     """Selects the live replicas that scrape: the first present replicas, in an order that all replicas share.
 
-    A killed replica counts as live for `replica_silence`, too long for its endpoints to go unread. Scrapers
+    A killed replica counts as live for `replica_silence`, too long to leave its endpoints unread. Scrapers
     publish on the metrics channel several times per heartbeat; a scraper that has been silent for `silence_s`
     while others published is left out until its membership lapses or it publishes. If no replica publishes,
-    Redis is silent, and no replica is left out. Times are seconds of one monotonic clock."""
+    Redis is silent, and no replica is left out. Times are in seconds of one monotonic clock."""
 
     def __init__(self, replica: str, silence_s: float) -> None:
         self._replica = replica
@@ -80,7 +80,7 @@ class Scrapers:
         self._newest_s = -math.inf
 
     def on_subscribed(self, now_s: float) -> None:
-        """Restart the silence of all replicas: a new subscription may have missed messages."""
+        """Let the silence of all replicas begin now: a new subscription may have missed messages."""
         for replica in self._seen_s:
             self._seen_s[replica] = now_s
 
@@ -100,11 +100,11 @@ class Scrapers:
             if len(there) == count:
                 break
             expected.add(replica)
-            self._seen_s.setdefault(replica, now_s)  # a new replica's silence starts now
+            self._seen_s.setdefault(replica, now_s)  # the silence of a new replica starts now
             if self._is_there(replica):
                 there.append(replica)
         for other in self._seen_s.keys() - expected:
-            del self._seen_s[other]  # the replica has left, or does not scrape
+            del self._seen_s[other]  # this replica has left the fleet, or does not scrape
         return tuple(sorted(there))
 
     def _is_there(self, replica: str) -> bool:
@@ -155,14 +155,14 @@ class ScrapingTask:
             speak_s=self._look_s,
             meter=meter,
         )
-        # A silence is detected at the look after another replica's next message, within one heartbeat.
+        # A replica's silence shows at the look after another replica's next message, within one heartbeat.
         self._scrapers = Scrapers(replica, self._look_s * _SILENT_LOOKS)
-        self._assigned_version = ""  # version of the endpoints last assigned
+        self._assigned_version = ""  # the version of the endpoints that were last assigned
         self._assignment = Assignment(())
 
     def suspect(self, addresses: Sequence[str]) -> None:
-        """Have the replicas that scrape `addresses` read their pages soon: requests in flight there may have
-        ended because their clients left."""
+        """Have the replicas that scrape `addresses` read the pages of these endpoints soon: requests in
+        flight at these endpoints may have ended because their clients left."""
         self._scraper.suspect(addresses, notify=True)
 
     async def run(self) -> None:

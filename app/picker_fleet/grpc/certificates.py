@@ -1,9 +1,10 @@
-"""The TLS certificate of a port (`extproc.tls`, `http.tls`), reloaded when its files change.
+"""The TLS certificate of a port (`extproc.tls`, `http.tls`), reloaded when the certificate's files change.
 
 `serve.py` makes a `Certificates` for each TLS port. Files are checked every `RELOAD_S`: Kubernetes mounts a
 Secret through symbolic links, which file notifications do not follow. New connections get the new
-certificate; open ones keep theirs. Unusable files change nothing and are logged once. Without files the
-replica signs its own certificate, which clients cannot verify: they must accept any certificate.
+certificate; open connections keep the old one. Unusable files leave the certificate in use and are logged
+once. Without files the replica signs its own certificate, which clients cannot verify: they must accept any
+certificate.
 """
 
 import asyncio
@@ -26,9 +27,9 @@ from picker_fleet.domain.sections import Tls
 from picker_fleet.domain.units import split_host_port
 
 RELOAD_S: Final = 2.0
-HANDSHAKE_S: Final = 10.0  # time limit of a client's TLS handshake
+HANDSHAKE_S: Final = 10.0  # limit of a client's TLS handshake, in seconds
 SHUTDOWN_S: Final = 5.0
-_HANDSHAKES = 256  # concurrent handshakes on a port
+_HANDSHAKES = 256  # most concurrent handshakes on a port
 MAX_TLS_CONNECTIONS: Final = 1024  # limit of TLS connections on a port; each may take a quarter of a MiB
 _BACKLOG = 1024
 _OPENSSL_S = 30.0
@@ -42,7 +43,7 @@ _log = logging.getLogger(__name__)
 
 
 class _Files(NamedTuple):
-    """The files' contents, in PEM. `client_ca` is empty if clients need no certificate."""
+    """The contents of a certificate's files, as PEM. `client_ca` is empty if clients need no certificate."""
 
     cert: bytes
     key: bytes
@@ -52,8 +53,8 @@ class _Files(NamedTuple):
 class Certificates:
     """The certificate and key that are in use, for asyncio's TLS (`context`) and gRPC's (`grpc_credentials`).
 
-    New files replace `context`: read it for each handshake. `name` is the section of the configuration,
-    `protocol` the name that ALPN offers.
+    New files replace `context`: read the attribute for each handshake. `name` is the section of the
+    configuration, `protocol` the protocol name that ALPN offers.
     """
 
     def __init__(self, tls: Tls, name: str, protocol: str) -> None:
@@ -70,7 +71,7 @@ class Certificates:
         self.version = 1
 
     def client_context(self) -> ssl.SSLContext:
-        """A context for calls to other replicas: accepts any certificate and presents this replica's own."""
+        """A TLS context for calls to other replicas: accepts any certificate, presents this replica's own."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
         context.minimum_version = ssl.TLSVersion.TLSv1_2
@@ -80,7 +81,7 @@ class Certificates:
         return context
 
     def grpc_credentials(self) -> grpc.ServerCredentials:
-        """Credentials for grpcio, whose handshakes always use the current certificate."""
+        """Credentials for grpcio; handshakes with these always use the current certificate."""
         fetched = 0
 
         def fetch() -> Any:  # called for each handshake, in one of gRPC's threads
@@ -94,7 +95,7 @@ class Certificates:
         return grpc.dynamic_ssl_server_credentials(first, fetch, self._tls.client_ca is not None)
 
     def reload(self) -> bool:
-        """Read the files if they have changed. Returns whether the new ones are in use."""
+        """Read the files if the files have changed. Returns whether the new files are in use."""
         if self._tls.cert is None and self._tls.client_ca is None:
             return False
         seen = self._look()
@@ -113,13 +114,13 @@ class Certificates:
         return True
 
     async def run(self) -> None:
-        """Reload changed files, until cancelled."""
+        """Reload changed certificate files, until cancelled."""
         while True:
             await asyncio.sleep(RELOAD_S)
             self.reload()
 
     def _look(self) -> tuple[object, ...]:
-        """The time, inode and size of each file, or its error; a difference shows that a file has changed."""
+        """The time, inode and size, or the error, of each file; a different result shows a changed file."""
         found: list[object] = []
         for path in (self._tls.cert, self._tls.key, self._tls.client_ca):
             try:
@@ -143,7 +144,7 @@ class Certificates:
     def _context_of(self, files: _Files) -> ssl.SSLContext:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
-        # A resumed session would not be checked against the current client CA.
+        # A resumed TLS session would not be checked against the current client CA.
         context.options |= ssl.OP_NO_TICKET
         context.num_tickets = 0
         context.set_alpn_protocols([self._protocol])
@@ -178,17 +179,17 @@ async def serve(
 
 
 def handshakes(certificates: Certificates) -> Callable[[Callable[[], asyncio.Protocol]], asyncio.Protocol]:
-    """A bounded set of TLS handshakes. Call the result for each new connection, with a factory of the
+    """Bounds the TLS handshakes of a port. Call the result for each new connection, with a factory of the
     protocol that takes over the connection after the handshake."""
     under_way = OrderedDict[_Handshake, None]()
     return lambda protocol: _Handshake(protocol, certificates, under_way)
 
 
 class _Handshake(asyncio.Protocol):
-    """A new connection during its TLS handshake; then the protocol made by `protocol` takes over.
+    """A new connection until its TLS handshake ends; then the protocol that `protocol` makes takes over.
 
-    A handshake takes memory before the client is authenticated. If `others`, the handshakes of the port, are
-    more than `_HANDSHAKES`, the oldest is aborted.
+    A handshake takes memory before the client is authenticated. If the port has more than `_HANDSHAKES`
+    handshakes (`others`), the oldest handshake is aborted.
     """
 
     def __init__(
@@ -198,7 +199,7 @@ class _Handshake(asyncio.Protocol):
         others: "OrderedDict[_Handshake, None]",
     ) -> None:
         self._protocol, self._certificates, self._others = protocol, certificates, others
-        self._early = bytearray()  # raw bytes until TLS reads, then decrypted bytes until `protocol` reads
+        self._early = bytearray()  # raw bytes that TLS has yet to read, then decrypted bytes for `protocol`
         self._came = asyncio.Event()
         self._lost = False
         self._transport: Any = None

@@ -1,12 +1,12 @@
-"""The frames of HTTP/2 (RFC 9113, 4 to 7): their kinds, flags, error codes and settings, and their bytes."""
+"""The frames of HTTP/2 (RFC 9113, 4 to 7): kinds and flags of frames, error codes, settings, encoding."""
 
 import struct
 from typing import Final
 
 DEFAULT_WINDOW: Final = 65_535  # RFC 9113, 6.9.2
-FRAME_BYTES: Final = 16_384  # largest frame that either side may send without a setting
+FRAME_BYTES: Final = 16_384  # largest frame, in bytes, that either side may send without a setting
 PREFACE: Final = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-HEADER = struct.Struct(">BHBBL")  # length in two parts, type, flags, stream id
+HEADER = struct.Struct(">BHBBL")  # a frame's header: length in two parts, type, flags, stream id
 SETTING = struct.Struct(">HL")  # id and value
 HEADER_BYTES: Final = 9
 MAX_WINDOW: Final = 2**31 - 1
@@ -35,7 +35,7 @@ def start_of_frame(kind: int, flags: int, size: int) -> bytes:
 
 
 class ConnectionFault(Exception):
-    """The peer broke the protocol: the connection ends with a GOAWAY of `code`."""
+    """The peer broke the protocol: the connection ends with a GOAWAY whose error code is `code`."""
 
     def __init__(self, code: int, why: str) -> None:
         super().__init__(why)

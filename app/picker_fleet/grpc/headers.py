@@ -6,9 +6,9 @@ from typing import Any, Final, Generic, TypeVar
 
 import hpack
 
-LIST_BYTES: Final = 64 * 1024  # limit of one request's headers, decoded
+LIST_BYTES: Final = 64 * 1024  # most bytes of one request's headers, decoded
 _CACHED_BLOCKS: Final = 256  # decoded header blocks in the cache; an Envoy sends few kinds
-_CACHED_BYTES: Final = 1024  # largest block in the cache
+_CACHED_BYTES: Final = 1024  # largest header block in the cache, in bytes
 
 _HOP_HEADERS = frozenset(
     (b"connection", b"keep-alive", b"proxy-connection", b"transfer-encoding", b"upgrade")
@@ -26,7 +26,7 @@ def literal(name: bytes, value: bytes) -> bytes:
 
 
 def _string(text: bytes) -> bytes:
-    """Encode `text` without Huffman coding, after its length as an integer with a 7-bit prefix."""
+    """Encode the length of `text` as an integer with a 7-bit prefix, then `text` without Huffman coding."""
     size = len(text)
     if size < 127:
         return bytes((size,)) + text
@@ -48,7 +48,7 @@ class HeaderReader(Generic[_Found]):
     """Decodes the header blocks of one connection, and caches the result of `find` for each block.
 
     An Envoy's requests differ only in their stream id, so their blocks are identical once the headers are
-    in the HPACK table. A cached result is valid until the table changes.
+    in the HPACK table. A cached result is valid until the HPACK table changes.
     """
 
     def __init__(self, find: Callable[[Mapping[bytes, bytes]], _Found], malformed: _Found) -> None:
@@ -67,7 +67,7 @@ class HeaderReader(Generic[_Found]):
         size, count, newest = self._table()
         try:
             fields = _fields(self._decoder.decode(block, raw=True))
-        except Exception as fault:  # a damaged block may raise anything in the decoder
+        except Exception as fault:  # the decoder may raise any exception for a damaged header block
             raise ValueError("headers cannot be decoded") from fault
         found = self._malformed if fields is None else self._find(fields)
         now_size, now_count, now_newest = self._table()
@@ -78,14 +78,14 @@ class HeaderReader(Generic[_Found]):
         return found
 
     def _table(self) -> tuple[int, int, object]:
-        """The header table's size, the number of its entries, and the newest entry."""
+        """The HPACK table's size in bytes, the number of its entries, and its newest entry."""
         table = self._decoder.header_table
         entries = table.dynamic_entries
         return table.maxsize, len(entries), entries[0] if entries else None
 
 
 def _fields(headers: Iterable[Any]) -> Mapping[bytes, bytes] | None:
-    """The last value of each field by name; None if the request is malformed."""
+    """The last value of each header field, by name; None if the request is malformed."""
     found: dict[bytes, bytes] = {}
     regular = False
     for name, value in headers:

@@ -1,8 +1,8 @@
 """The part of HTTP/2 (RFC 9113) that a gRPC server needs: frames, flow control, and limits on the peers.
 
 `native.NativeTransport` makes a `Connection` for each peer. The connection runs each request's `Stream` in
-a task of its own. Frames are parsed and written in the event loop's thread, so a reset cancels its handler in
-the same step and no message is copied between threads.
+a task of its own. Frames are parsed and written in the event loop's thread, so a reset cancels the stream's
+handler in the same step and no message is copied between threads.
 
 Input is untrusted. Malformed input ends its stream with a reset, or the connection with a GOAWAY. Memory is
 bounded: a connection keeps one frame and 32 KiB of headers, `Limits` bounds all connections together, and
@@ -10,8 +10,8 @@ each stream charges data that its handler has not read to a byte budget. A strea
 its handler has read every complete message.
 
 A gateway's connection carries many clients, so one client's resets, many streams or half-sent requests do not
-end the connection; `Peers` bounds their work instead. Only the peer itself sends frames without effect; a
-peer that sends too many loses its connection (docs/security.md, "Rapid resets").
+end the connection; `Peers` bounds the work of all connections instead. Only the peer itself sends frames
+without effect; a peer that sends too many loses its connection (docs/security.md, "Rapid resets").
 """
 
 import asyncio
@@ -25,24 +25,24 @@ from picker_fleet.grpc import frames
 from picker_fleet.grpc.frames import ConnectionFault, frame
 from picker_fleet.grpc.headers import LIST_BYTES, HeaderReader, resizes_table
 
-WINDOW_BYTES: Final = 512 * 1024  # receive window of a stream
-_CONNECTION_WINDOW: Final = 16 * 1024 * 1024  # reopens as data arrives: the windows of streams are the limit
-_BLOCK_BYTES: Final = 32 * 1024  # limit of one request's headers, encoded
+WINDOW_BYTES: Final = 512 * 1024  # bytes of a stream's receive window
+_CONNECTION_WINDOW: Final = 16 * 1024 * 1024  # reopens as data arrives: the streams' windows limit the data
+_BLOCK_BYTES: Final = 32 * 1024  # most bytes of one request's headers, encoded
 _ENDED_IDS: Final = 4096  # remembered ids of streams that this side ended first
 _FLUSH_BYTES: Final = 64 * 1024
-_WRITE_BUFFER: Final = 1024 * 1024  # unsent bytes above which handlers wait
-_CLOSE_S: Final = 5.0  # time to send a closing connection's last bytes
-_STUCK_S: Final = 30.0  # a peer that reads nothing for this long is cut off
-_STUCK: Final = 64  # limit of connections whose peers read nothing; each holds up to `_WRITE_BUFFER`
+_WRITE_BUFFER: Final = 1024 * 1024  # unsent bytes of a connection above which its handlers wait
+_CLOSE_S: Final = 5.0  # seconds to send a closing connection's last bytes
+_STUCK_S: Final = 30.0  # a peer that reads nothing for this many seconds is cut off
+_STUCK: Final = 64  # most connections whose peers read nothing; each holds up to `_WRITE_BUFFER`
 
-# Costs of frames without effect, charged to `Limits.idle_frames`, and additions to that allowance.
-_SETTINGS_COST: Final = 20  # a SETTINGS frame may update every stream
-_RESIZE_COST: Final = 20  # a resize of the HPACK table
-_PER_STREAM: Final = 4  # frames allowed for each stream opened
-_BYTES_SENT: Final = 1024  # bytes sent that allow one more frame
-_PER_S: Final = 50  # frames allowed for each second of age
+# Costs of frames without effect, charged to the allowance `Limits.idle_frames`, and additions to it.
+_SETTINGS_COST: Final = 20  # cost of a SETTINGS frame, which may update every stream
+_RESIZE_COST: Final = 20  # cost of a resize of the HPACK table
+_PER_STREAM: Final = 4  # frames without effect allowed for each stream opened
+_BYTES_SENT: Final = 1024  # bytes sent to the peer that allow one more frame
+_PER_S: Final = 50  # frames allowed for each second of the connection's age
 _DECODE_COST: Final = 32  # decoding uncached headers counts as this many frames of `Limits.step_frames`
-_DECODE_BYTES: Final = 16  # encoded header bytes that count as one frame more
+_DECODE_BYTES: Final = 16  # each so many encoded header bytes count as one frame more
 
 _log = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ class Stream(Protocol):
     receive_window: int
     send_window: int
     remote_ended: bool  # whether the client has ended its side
-    task: asyncio.Task[None] | None  # runs the handler; None before and after that
+    task: asyncio.Task[None] | None  # runs the stream's handler; None before and after
 
     async def serve(self) -> None:
         """Run the handler and send the end of the stream."""
@@ -65,7 +65,7 @@ class Stream(Protocol):
         """Take the payload of a DATA frame, `data[start:end]`."""
 
     def end_remote(self) -> bool:
-        """End the client's side. Returns whether the bytes received match the content-length, if any."""
+        """End the client's side. Returns whether its bytes match the content-length, if there is one."""
 
     def wake_writer(self) -> None:
         """Resume a handler that waits to write: a window has grown."""
@@ -74,7 +74,7 @@ class Stream(Protocol):
         """Free everything that the ended stream holds."""
 
 
-# Makes the stream of an id; None refuses it, so that the peer sends the request elsewhere.
+# Makes the stream for a stream id; None refuses the stream: the peer sends the request elsewhere.
 Open = Callable[["Connection", int], Stream | None]
 
 
@@ -82,15 +82,15 @@ Open = Callable[["Connection", int], Stream | None]
 class Limits:
     """Limits on the peers of one transport.
 
-    All `connections` together may have `streams` open streams. At most `silent` of these may lack a first
-    message, `silent_here` on one connection, each for `silent_s`; other streams are refused. Up to
-    `unsent_replies` replies wait for a peer that does not read. A connection may send `idle_frames` frames
-    without effect, and more as it ages, opens streams and receives data.
+    All `connections` together may have `streams` open streams. At most `silent` open streams, and
+    `silent_here` of one connection, may lack a first message, each for `silent_s`; further streams are
+    refused. Up to `unsent_replies` replies to frames wait for a peer that does not read. A connection may
+    send `idle_frames` frames without effect, and more as it ages, opens streams and receives data.
 
-    A peer that sent nothing for `silence_s` is pinged and has `answer_s` to answer. If the wait takes
-    `pause_s` longer than that, this process was paused, and the peer is not cut off.
+    A peer that sent nothing for `silence_s` seconds is pinged and has `answer_s` seconds to answer. If that
+    wait takes `pause_s` longer than planned, this process was paused, and the peer is not cut off.
 
-    One step of the event loop reads `step_frames` frames and starts `step_starts` handlers at most.
+    One step of the event loop reads at most `step_frames` frames and starts at most `step_starts` handlers.
     """
 
     streams: int = 20_000
@@ -112,11 +112,11 @@ class Peers:
     the work budget of one event-loop step.
 
     A handler starts once its stream's first message has arrived and all data read with that message has been
-    parsed, if the step's budget allows. A request reset before that costs neither a task nor a Redis call.
-    Frames beyond the budget wait until the other connections' frames have been read.
+    parsed, if the step's budget allows. A request that is reset before its handler starts costs neither a
+    task nor a Redis call. Frames beyond a step's budget wait for the frames of other connections.
 
-    At the limit, a new connection replaces one without an open stream: first the oldest that never had a
-    stream, then the one idle for longest.
+    At the limit, a new connection replaces a connection without an open stream: the oldest that never had a
+    stream, or else the connection idle for longest.
     """
 
     def __init__(self, limits: Limits) -> None:
@@ -126,17 +126,17 @@ class Peers:
         self.cancelled: set[asyncio.Task[None]] = set()
         self.frames_left, self._starts_left = limits.step_frames, limits.step_starts
         self._loop = asyncio.get_running_loop()
-        self._silent: OrderedDict[Stream, None] = OrderedDict()  # without a first message, oldest first
+        self._silent: OrderedDict[Stream, None] = OrderedDict()  # streams with no first message, oldest first
         self._starting: OrderedDict[Stream, None] = OrderedDict()
-        self._unread: deque[Connection] = deque()  # connections with frames for a later step
+        self._unread: deque[Connection] = deque()  # connections with frames to read in a later step
         self._refilling = False
         self._unused: OrderedDict[Connection, None] = OrderedDict()
         self._idle: OrderedDict[Connection, None] = OrderedDict()
-        self._stuck: OrderedDict[Connection, float] = OrderedDict()  # when its peer stopped reading
+        self._stuck: OrderedDict[Connection, float] = OrderedDict()  # when each peer stopped reading
 
     @property
     def full(self) -> str:
-        """Why new streams are refused; empty while they are accepted."""
+        """The reason why new streams are refused; empty while new streams are accepted."""
         if self.count >= self.limits.streams:
             return f"all {self.limits.streams} streams are taken"
         if len(self.connections) >= self.limits.connections and not (self._unused or self._idle):
@@ -146,7 +146,7 @@ class Peers:
     # Connections.
 
     def opened(self, connection: "Connection") -> bool:
-        """Add a new connection. Returns False if there is no room for it."""
+        """Add a new connection. Returns False if there is no room for the connection."""
         if len(self.connections) >= self.limits.connections:
             _log.warning("all %d connections are taken: idle ones are closed", self.limits.connections)
             spare = self._unused or self._idle
@@ -173,13 +173,13 @@ class Peers:
             self._idle[connection] = None
 
     def stuck(self, connection: "Connection") -> None:
-        """Note that the peer does not read; if too many do not, cut the connection stuck for longest."""
+        """Record a peer that reads nothing; if there are too many, cut the connection stuck for longest."""
         self._stuck[connection] = self._loop.time()
         if len(self._stuck) > _STUCK:
             self._stuck.popitem(last=False)[0].abort()
 
     def freed(self, connection: "Connection") -> None:
-        """Note that the peer reads again."""
+        """Record that the connection's peer reads again."""
         self._stuck.pop(connection, None)
 
     def end_overdue(self) -> None:
@@ -208,7 +208,7 @@ class Peers:
             self._starting[stream] = None
 
     def end(self, stream: Stream) -> None:
-        """Stop counting a stream that has ended, and cancel its handler if it still runs."""
+        """Stop counting a stream that has ended, and cancel the stream's handler if that still runs."""
         self.count -= 1
         if stream.task is not None:
             task, stream.task = stream.task, None
@@ -242,7 +242,7 @@ class Peers:
         self._unread.append(connection)
 
     def _refill(self) -> None:
-        """Renew the budget for a new event-loop step, and continue with queued frames and handlers."""
+        """Renew the work budget for a new event-loop step, and continue with queued frames and handlers."""
         self._refilling = False
         self.frames_left, self._starts_left = self.limits.step_frames, self.limits.step_starts
         self.start()
@@ -256,20 +256,20 @@ class Peers:
 class Connection(asyncio.Protocol):
     """One peer's connection. All connections of a transport share `peers`.
 
-    `find` takes a request's header fields, which are well-formed. It returns a function that opens the
-    request's stream, or the header block of an immediate answer.
+    The function `find` takes a request's header fields, which are well-formed. `find` returns a function that
+    opens the request's stream, or the header block of an immediate answer.
     """
 
     def __init__(self, find: Callable[[Mapping[bytes, bytes]], Open | bytes], peers: Peers) -> None:
         self.peers, self._limits = peers, peers.limits
         self.loop = asyncio.get_running_loop()
-        self.silent = 0  # streams without a first message
+        self.silent = 0  # open streams without a first message
         self.send_window = frames.DEFAULT_WINDOW
         self.initial_send_window = frames.DEFAULT_WINDOW  # of new streams
         self.paused = False  # whether the peer has stopped reading
         # Streams whose handlers wait for the connection's window, in order of waiting.
         self.blocked: OrderedDict[int, Stream] = OrderedDict()
-        self.received = False  # whether data has arrived since the transport last cleared this
+        self.received = False  # whether data has arrived since the transport last cleared this flag
         self._transport: Any = None
         self._closed = False
         self._settled = False  # whether the peer's preface and settings have arrived
@@ -281,12 +281,12 @@ class Connection(asyncio.Protocol):
         self._refuse_after = frames.LAST_STREAM
         self._arrived_bytes = 0  # DATA bytes since the connection's window was last opened
         self._headers: HeaderReader[Open | bytes] = HeaderReader(find, malformed=b"")
-        self._block: bytearray | None = None  # headers that CONTINUATION frames have yet to complete
+        self._block: bytearray | None = None  # a header block that CONTINUATION frames have yet to complete
         self._block_of = (0, 0)  # flags and stream id of `_block`
         self._unsent_replies = 0
-        self._idle_frames = 0  # the cost of frames without effect so far
+        self._idle_frames = 0  # the total cost of frames without effect so far
         self._idle_allowed = self._limits.idle_frames
-        self._begun = 0  # streams opened so far
+        self._begun = 0  # number of streams opened so far
         self._began_s = self.loop.time()
         self._sent_bytes = 0
         self._unsent: list[bytes] = []
@@ -320,7 +320,7 @@ class Connection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._closed = True
         if self._cut is not None:
-            self._cut.cancel()  # the timer would keep the transport alive
+            self._cut.cancel()  # a timer that still runs would keep the transport alive
         self._unsent = []
         self._tail = b""
         self._cancel_all()
@@ -350,7 +350,7 @@ class Connection(asyncio.Protocol):
         self.peers.start()
 
     def read_on(self) -> None:
-        """Read the frames that an earlier step left unread."""
+        """Read the frames that an earlier event-loop step left unread."""
         self._waiting = False
         if self._closed:
             return
@@ -381,7 +381,7 @@ class Connection(asyncio.Protocol):
             self.close(frames.INTERNAL_ERROR, "the server failed on this connection; its log says why")
 
     def _read_frames(self, data: bytes, at: int) -> int:
-        """Read the frames of `data` from `at` on. Returns where the rest begins."""
+        """Read the frames of `data` from `at` on. Returns where the unread rest of `data` begins."""
         peers, end, arrived = self.peers, len(data), 0
         while end - at >= frames.HEADER_BYTES:
             if peers.frames_left <= 0:
@@ -413,7 +413,7 @@ class Connection(asyncio.Protocol):
         """Open the connection's receive window by `more` bytes."""
         self.write(frame(frames.WINDOW_UPDATE, 0, 0, more.to_bytes(4, "big")))
 
-    # Called by handlers, the transport and `peers`.
+    # Methods that handlers, the transport and `peers` call.
 
     @property
     def drained(self) -> bool:
@@ -441,10 +441,10 @@ class Connection(asyncio.Protocol):
         self.write(frame(frames.PING, 0, 0, b"picker\0\0"))
 
     def drain(self) -> None:
-        """Announce by GOAWAY that new streams will soon be refused; open streams are still served.
+        """Announce by a GOAWAY frame that new streams will soon be refused; open streams are still served.
 
-        The peer's answer to the ping shows that it has read the GOAWAY. Streams opened after that are
-        refused, so that the peer sends them elsewhere.
+        The peer's answer to the ping shows that it has read the GOAWAY. Streams opened after the answer are
+        refused, so that the peer sends their requests elsewhere.
         """
         self._draining = True
         self._go_away(frames.LAST_STREAM, frames.NO_ERROR)
@@ -459,7 +459,7 @@ class Connection(asyncio.Protocol):
         self._closed = True
         self._cancel_all()
         self._transport.close()
-        self._cut = self.loop.call_later(_CLOSE_S, self._transport.abort)  # if the peer does not read
+        self._cut = self.loop.call_later(_CLOSE_S, self._transport.abort)  # a peer may not read the rest
 
     def _go_away(self, last_id: int, code: int, why: str = "") -> None:
         self.write(
@@ -467,7 +467,7 @@ class Connection(asyncio.Protocol):
         )
 
     def abort(self) -> None:
-        """Cut the connection without a GOAWAY."""
+        """Cut the connection without sending a GOAWAY."""
         self._closed = True
         self._transport.abort()
 
@@ -479,7 +479,7 @@ class Connection(asyncio.Protocol):
         self._cancel(stream.id)
 
     def reset(self, stream_id: int, code: int) -> None:
-        """End a stream. REFUSED_STREAM says that it is unprocessed: the peer may send it elsewhere."""
+        """End a stream. REFUSED_STREAM: the request is unprocessed, and may be sent to another server."""
         self.write(frame(frames.RST_STREAM, 0, stream_id, code.to_bytes(4, "big")))
         self._ignore(stream_id)
         self._cancel(stream_id)
@@ -493,13 +493,13 @@ class Connection(asyncio.Protocol):
     # Ends of streams.
 
     def _ignore(self, stream_id: int) -> None:
-        """Ignore later frames on a stream that this side has ended: its client may not know that yet."""
+        """Ignore later frames on a stream that this side has ended: the client may not yet know the end."""
         self._ended[stream_id] = None
         if len(self._ended) > _ENDED_IDS:
             self._ended.popitem(last=False)
 
     def _cancel(self, stream_id: int) -> None:
-        """Release a stream if it is open, and cancel its handler if it runs."""
+        """Release a stream if the stream is open, and cancel its handler if that runs."""
         stream = self._streams.pop(stream_id, None)
         if stream is None:
             return
@@ -586,7 +586,7 @@ class Connection(asyncio.Protocol):
             self._fault(stream_id, frames.PROTOCOL_ERROR)
 
     def _without_padding(self, data: bytes, start: int, end: int) -> tuple[int, int]:
-        """Where the content of the padded payload `data[start:end]` begins and ends."""
+        """The positions where the content of the padded payload `data[start:end]` begins and ends."""
         padding = data[start] if start < end else 0
         if start + 1 + padding > end:
             raise ConnectionFault(frames.PROTOCOL_ERROR, "more padding than content")
@@ -598,7 +598,7 @@ class Connection(asyncio.Protocol):
         if flags & frames.PADDED:
             start, end = self._without_padding(data, start, end)
         if flags & frames.PRIORITISED:
-            start += 5  # a priority, which has no effect since RFC 9113
+            start += 5  # a PRIORITY frame, which has no effect since RFC 9113
             if start > end:
                 raise ConnectionFault(frames.PROTOCOL_ERROR, "a priority is truncated")
         if flags & frames.END_HEADERS:
@@ -658,7 +658,7 @@ class Connection(asyncio.Protocol):
             raise ConnectionFault(frames.COMPRESSION_ERROR, str(fault)) from fault
 
     def _answer(self, flags: int, stream_id: int, block: bytes) -> None:
-        """Answer a request without a stream: by the headers `block`, or by a reset if `block` is empty."""
+        """Answer a request without a stream: by the header block `block`, or by a reset if that is empty."""
         if not block:
             self._fault(stream_id, frames.PROTOCOL_ERROR)
             return

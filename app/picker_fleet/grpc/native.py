@@ -21,30 +21,30 @@ from picker_fleet.grpc.headers import literal
 from picker_fleet.grpc.http2 import WINDOW_BYTES, Connection, Limits, Open, Peers
 from picker_fleet.grpc.transport import ByMetadata, Handler, Relay, RpcError, Status
 
-FREE_BYTES = 4096  # unread bytes per stream not charged to the budget: about the stream's own size
+FREE_BYTES = 4096  # unread bytes per stream that are not charged to the budget: about the stream's own size
 MESSAGE_COST = 64  # bytes of overhead that a queued message and its frame take in memory
-_CREDIT_BELOW = WINDOW_BYTES // 2  # a stream's window is reopened at or below this size
-_OTHERS_BYTES = 64 * 1024 * 1024  # limit of unread bytes of all streams without a budget of their own
+_CREDIT_BELOW = WINDOW_BYTES // 2  # a stream's window is reopened when at most this many bytes are left
+_OTHERS_BYTES = 64 * 1024 * 1024  # most unread bytes of all streams without a budget of their own
 _STEP_S = 0.01
 _CLOSE_S = 0.25
-_CANCEL_S = 5.0  # time for cancelled handlers to end
-_WRITE_S = 60.0  # time limit for a peer to open its window
-_OVERDUE_S = 1.0  # interval of checks for overdue streams
+_CANCEL_S = 5.0  # seconds for cancelled handlers to end
+_WRITE_S = 60.0  # most seconds for a peer to open its window
+_OVERDUE_S = 1.0  # seconds between checks for overdue streams
 
 _OK_BLOCK = b"\x88" + literal(b"content-type", b"application/grpc")  # 0x88: `:status: 200`
 _END_BLOCK = literal(b"grpc-status", b"0")
-_BAD_TYPE_BLOCK = b"\x08\x03415"  # `:status: 415`, a literal: an HTTP error for a peer without gRPC
+_BAD_TYPE_BLOCK = b"\x08\x03415"  # the literal `:status: 415`: an HTTP error for a peer without gRPC
 _OK = start_of_frame(frames.HEADERS, frames.END_HEADERS, len(_OK_BLOCK))
 _END = start_of_frame(frames.HEADERS, frames.END_HEADERS | frames.END_STREAM, len(_END_BLOCK))
 _STOP = start_of_frame(frames.RST_STREAM, 0, 4)
-_DATA = bytes((frames.DATA, 0))  # type and flags of a DATA frame, which follow its size
+_DATA = bytes((frames.DATA, 0))  # type and flags of a DATA frame, which follow the frame's size
 _CREDIT = start_of_frame(frames.WINDOW_UPDATE, 0, 4)
 
 _log = logging.getLogger(__name__)
 
 
 def _status_block(status: Status, why: str) -> bytes:
-    """The header fields of an error status; `why` in printable ASCII, all else percent-encoded."""
+    """The header fields of an error status; printable ASCII of `why` is kept, all else percent-encoded."""
     message = b"".join(
         bytes((byte,)) if 32 <= byte < 127 and byte != 37 else f"%{byte:02X}".encode()
         for byte in why.encode()[:400]
@@ -98,20 +98,20 @@ class GrpcStream:
         self.connection = connection
         self.id = stream_id
         self._sid = stream_id.to_bytes(4, "big")
-        self._shifted_id = stream_id << 40  # the id at its place in the 14 bytes before a message
+        self._shifted_id = stream_id << 40  # the stream id at its place in the 14 bytes before a message
         self._handler = handler
         self._budget = budget
         self._content_length = content_length
         self._message_bytes = message_bytes
         self._messages: deque[bytes] = deque()
         self._partial = bytearray()  # the received beginning of a message
-        self._wanted_bytes = 0  # length at which `_partial` is complete, or has its size field
-        self._reader: asyncio.Future[bytes | None] | None = None  # gets a message, or None to check again
+        self._wanted_bytes = 0  # length at which `_partial` is complete or contains its size field
+        self._reader: asyncio.Future[bytes | None] | None = None  # yields a message, or None: check again
         self._take: Callable[[bytes], None] | None = None  # called with each message on arrival
         self._writer: asyncio.Future[None] | None = None
         self._started = False  # whether the response's headers have been sent
         self._fault: Exception | None = None
-        self._unread_bytes = 0  # unread bytes of whole messages
+        self._unread_bytes = 0  # bytes of whole messages not read yet
         self._counted_bytes = 0  # unread bytes charged to the budget
         self._received_bytes = 0
         self.began_s = connection.loop.time()
@@ -120,7 +120,7 @@ class GrpcStream:
         self.remote_ended = False
         self.task: asyncio.Task[None] | None = None
 
-    # Called by the handler.
+    # Methods that the handler calls.
 
     @property
     def has_message(self) -> bool:
@@ -130,7 +130,7 @@ class GrpcStream:
         """The next message; None once the client has ended its side.
 
         Raises:
-            BufferFull: the replica's byte budget is used up; no more of the request is kept.
+            BufferFull: the replica's byte budget is used up; no further bytes of the request are kept.
             RpcError: the data is not a gRPC message, or the message is too large.
         """
         while not self._messages:
@@ -159,8 +159,8 @@ class GrpcStream:
             self._reader.set_exception(error)
 
     async def relay(self, answer: Relay) -> bytes | None:
-        """As `Stream.relay`, without waking a task for each message. Raises as `read`, and any error of
-        `answer`."""
+        """Does what `Stream.relay` does, without waking a task for each message. Raises the errors of `read`,
+        and any error of `answer`."""
         unsent: deque[bytes] = deque()
         is_last = False
 
@@ -171,7 +171,7 @@ class GrpcStream:
             while len(unsent) > is_last and self._write_now(unsent[0]):
                 unsent.popleft()
             if unsent or is_last:
-                self._take = None  # queue further messages until the task has sent the rest
+                self._take = None  # queue further messages until the task has sent the remaining answers
                 self._wake_reader(b"")
 
         while True:
@@ -184,29 +184,29 @@ class GrpcStream:
             if not self._messages:
                 self._take = take
                 try:
-                    if await self.read() is None:  # otherwise `take` has stopped: send the rest
+                    if await self.read() is None:  # else `take` has stopped: send the remaining answers
                         return None
                 finally:
                     self._take = None
 
     async def write(self, message: bytes) -> None:
-        """Send one message; returns when the connection has all of its frames.
+        """Send one message; returns when the connection has all frames of the message.
 
         Raises:
-            RpcError: the peer's windows are closed for too long, or the byte budget is used up meanwhile.
+            RpcError: the peer's flow-control windows stay closed too long, or the byte budget is used up.
         """
         if not self._write_now(message):
             await self._write_parts(message)
 
     def _write_now(self, message: bytes) -> bool:
-        """Send a message as one frame. Returns False if the message is too large or cannot be sent now."""
+        """Send a message as one frame. Returns False if the message cannot be sent this way now."""
         data = self._in_one_frame(message)
         if data:
             self._send(data)
         return bool(data)
 
     def _send(self, data: bytes) -> None:
-        """Send the frames `data`, after the response's headers if these have not been sent."""
+        """Send the frames `data`, preceded by the response's headers if these have not been sent."""
         if not self._started:
             self._started = True
             data = b"".join((_OK, self._sid, _OK_BLOCK, data))
@@ -222,7 +222,7 @@ class GrpcStream:
             self._send(b"".join((data, _END, self._sid, _END_BLOCK)))
             self._end()
         except asyncio.CancelledError:
-            if self.task is not None:  # the stream is open: its handler has cancelled itself
+            if self.task is not None:  # the stream is still open: its handler has cancelled itself
                 self.task = None
                 self.connection.reset(self.id, frames.CANCEL)
         except RpcError as fault:
@@ -245,7 +245,7 @@ class GrpcStream:
         self.connection.finished(self)
 
     def _in_one_frame(self, message: bytes) -> bytes:
-        """A message as one frame, deducted from the windows; empty if too large or not to be sent now."""
+        """A message as one frame, charged to the windows; empty if too large or not to be sent now."""
         connection = self.connection
         size = len(message) + 5
         window = connection.send_window
@@ -253,11 +253,11 @@ class GrpcStream:
             return b""
         connection.send_window = window - size
         self.send_window -= size
-        # Frame size, DATA (0), flags (0) and stream id, then the message's compression flag (0) and size.
+        # The frame's size, DATA (0), flags (0) and stream id; the message's compression flag (0) and size.
         return (size << 88 | self._shifted_id | size - 5).to_bytes(14, "big") + message
 
     async def _write_parts(self, message: bytes) -> None:
-        """Send a message in several frames, as the peer's windows allow."""
+        """Send a message in several frames, as far as the peer's windows allow at a time."""
         connection = self.connection
         rest = memoryview(b"".join((b"\0", len(message).to_bytes(4, "big"), message)))
         while rest:
@@ -277,10 +277,10 @@ class GrpcStream:
             connection.wake_next()
 
     async def _until_writable(self, unsent_bytes: int) -> None:
-        """Wait until the peer's windows open; `unsent_bytes` are charged to the budget meanwhile.
+        """Wait until the peer's windows open; `unsent_bytes` are charged to the byte budget meanwhile.
 
         Raises:
-            RpcError: the budget is used up, or the windows stay closed.
+            RpcError: the byte budget is used up, or the peer's windows stay closed.
         """
         connection = self.connection
         counted_bytes = max(unsent_bytes - FREE_BYTES, 0)
@@ -296,7 +296,7 @@ class GrpcStream:
                 await self._writer
         except BaseException as fault:
             connection.blocked.pop(self.id, None)
-            connection.wake_next()  # another stream may use the window
+            connection.wake_next()  # another stream may use the connection's window
             if isinstance(fault, TimeoutError):
                 raise RpcError(Status.UNAVAILABLE, "the peer does not read the answer") from None
             raise
@@ -311,14 +311,14 @@ class GrpcStream:
         if self._writer is not None and not self._writer.done():
             self._writer.set_result(None)
 
-    # Called by the connection.
+    # Methods that the connection calls.
 
     def receive(self, data: bytes, start: int, end: int) -> None:
         """Take the payload of a DATA frame, `data[start:end]`."""
         size = end - start
         self._received_bytes += size
         if self._fault is not None:
-            return  # do not reopen the window
+            return  # do not reopen the stream's window
         if (
             5 <= size <= self._message_bytes
             and not self._partial
@@ -331,7 +331,7 @@ class GrpcStream:
             self._give_credit()
 
     def _take_frame(self, data: bytes, start: int, end: int) -> None:
-        """Take a frame that is not exactly one message: hand over whole messages, and keep the rest."""
+        """Take a frame that is not exactly one message: hand over whole messages, keep the other bytes."""
         if self._partial:
             self._partial += data[start:end]
             if len(self._partial) < self._wanted_bytes:
@@ -377,10 +377,10 @@ class GrpcStream:
             if self._unread_bytes > FREE_BYTES:
                 self._count()
         else:
-            reader.set_result(message)  # the handler waits for the message: none of it counts as unread
+            reader.set_result(message)  # the handler waits for the message: none of its bytes count as unread
 
     def end_remote(self) -> bool:
-        """End the client's side. Returns whether the bytes received match the content-length, if any."""
+        """End the client's side. Returns whether its bytes match the content-length, if there is one."""
         self.remote_ended = True
         if self._partial:
             self._fail_reads(RpcError(Status.INTERNAL, "the stream ended within a message"))
@@ -396,14 +396,14 @@ class GrpcStream:
             self._count()
 
     def _give_credit(self) -> None:
-        """Reopen the window: the handler has read every complete message, so more data may come."""
+        """Reopen the stream's window: the handler has read every complete message, so more data may come."""
         if not self.remote_ended and self._fault is None:
             used = WINDOW_BYTES - self.receive_window
             self.connection.write(_CREDIT + self._sid + used.to_bytes(4, "big"))
             self.receive_window = WINDOW_BYTES
 
     def _count(self) -> None:
-        """Charge the unread bytes to the budget, except for `FREE_BYTES` per stream."""
+        """Charge the stream's unread bytes to the budget, except for the first `FREE_BYTES`."""
         unread_bytes = self._unread_bytes + len(self._partial)
         more = max(unread_bytes - FREE_BYTES, 0) - self._counted_bytes
         try:
@@ -430,7 +430,7 @@ class GrpcStream:
 
 
 class NativeTransport:
-    """Serves gRPC. `handlers` are by path; `budgets`, by handler, limit the data not read yet.
+    """Serves gRPC. `handlers` maps paths to handlers; `budgets` limit each handler's unread data.
 
     Handlers without a budget share a separate one, so that large bodies delay no access log. `message_bytes`
     is the largest message that a client may send.
@@ -458,11 +458,11 @@ class NativeTransport:
 
     @property
     def full(self) -> str:
-        """Why new streams are refused; empty while they are accepted."""
+        """The reason why new streams are refused; empty while new streams are accepted."""
         return self.peers.full
 
     async def start(self, listen: str) -> int:
-        """Bind `listen` and serve. Returns the bound port.
+        """Bind the address `listen` and serve. Returns the bound port.
 
         Raises:
             StartupError: the address cannot be bound.
@@ -488,12 +488,12 @@ class NativeTransport:
 
     def refuse(self, path: str, wanted: bool = True) -> None:
         """Refuse new streams of `path` with REFUSED_STREAM, so that the peer sends them elsewhere; with
-        `wanted` False, accept them again."""
+        `wanted` False, accept such streams again."""
         (self._refused.add if wanted else self._refused.discard)(path.encode())
 
     async def stop(self, grace_s: float | None) -> None:
-        """Accept no new streams, wait at most `grace_s` for open streams to end, and cut the rest. A GOAWAY
-        makes the peers open their next streams elsewhere."""
+        """Accept no new streams, wait at most `grace_s` seconds for open streams to end, and cut the others.
+        A GOAWAY makes the peers open their next streams elsewhere."""
         if self._server is None:
             return
         self._server.close()
@@ -508,7 +508,7 @@ class NativeTransport:
             connection.close()
         if self.peers.cancelled:
             await asyncio.wait(self.peers.cancelled, timeout=_CANCEL_S)
-        with contextlib.suppress(TimeoutError):  # send the last bytes and close TLS
+        with contextlib.suppress(TimeoutError):  # let connections send their last bytes and close TLS
             async with asyncio.timeout(_CLOSE_S):
                 while self._connections:  # noqa: ASYNC110
                     await asyncio.sleep(_STEP_S)
@@ -523,7 +523,7 @@ class NativeTransport:
             self.peers.end_overdue()
 
     def _find(self, fields: Mapping[bytes, bytes]) -> Open | bytes:
-        """A function that opens streams of requests with these fields, or an immediate answer's headers."""
+        """A function that opens streams for requests with `fields`, or an immediate answer's header block."""
         if fields[b":method"] != b"POST" or not fields.get(b"content-type", b"").startswith(
             b"application/grpc"
         ):
@@ -560,7 +560,7 @@ class NativeTransport:
             pinged_s = clock()
             await asyncio.sleep(limits.answer_s)
             if clock() - pinged_s > limits.answer_s + limits.pause_s:
-                continue  # answers may have arrived during the pause, unread
+                continue  # answers to pings may have arrived during the pause, unread
             for connection in silent:
                 if not connection.received:
                     connection.abort()

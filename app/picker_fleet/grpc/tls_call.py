@@ -1,8 +1,8 @@
 """One gRPC call to another replica over TLS, without a check of the replica's certificate.
 
-Budget transfers use it: their requests are signed, and grpcio's client always checks certificates, although
-self-signed ones prove nothing. A connection carries one call. The request fits into one frame, so no window
-limits it; the receive window, opened once, limits the response.
+Budget transfers use this call: their requests are signed, and grpcio's client always checks certificates,
+although self-signed certificates prove nothing. Each connection carries a single call. The request fits into
+one frame, so no window limits it; the receive window, opened once, limits the response.
 """
 
 import asyncio
@@ -16,8 +16,8 @@ from picker_fleet.grpc import frames
 from picker_fleet.grpc.frames import frame
 from picker_fleet.grpc.headers import literal
 
-LONGEST_QUESTION: Final = 16 * 1024 - 5  # fits in one frame that any peer takes (RFC 9113, 4.2)
-LONGEST_ANSWER: Final = 16 * 1024 * 1024  # the response to `Count` names each running request
+LONGEST_QUESTION: Final = 16 * 1024 - 5  # in bytes: fits in one frame that any peer takes (RFC 9113, 4.2)
+LONGEST_ANSWER: Final = 16 * 1024 * 1024  # in bytes: the response to `Count` names each running request
 # A window of `LONGEST_ANSWER`: for the stream by SETTINGS_INITIAL_WINDOW_SIZE, for the connection by _MORE.
 _WIDE_SETTINGS: Final = frames.SETTING.pack(frames.INITIAL_WINDOW, LONGEST_ANSWER)
 _MORE: Final = (LONGEST_ANSWER - frames.DEFAULT_WINDOW).to_bytes(4, "big")
@@ -31,11 +31,11 @@ async def call(
     timeout_s: float,
     metadata: Mapping[str, str] = MappingProxyType({}),
 ) -> bytes:
-    """Call the method `path` at `address` with `message`, of at most `LONGEST_QUESTION` bytes. Returns the
-    response; empty if the method answers with an error.
+    """Call the method `path` at `address` with `message`, which has at most `LONGEST_QUESTION` bytes. Returns
+    the response's bytes; empty if the method answers with an error.
 
     Raises:
-        OSError: no answer, a TimeoutError included.
+        OSError: the method gives no answer; a timeout is a TimeoutError.
     """
     host, port = split_host_port(address)
     async with asyncio.timeout(timeout_s):

@@ -1,7 +1,7 @@
 """The interface of handlers of gRPC streams, the health service, and a transport on grpcio.
 
-A handler serves one stream: it receives and sends messages as bytes, and returns the last one, which is sent
-with the stream's end. The replica's `Server` gives its handlers to `GrpcioTransport` or to
+A handler serves one stream: it receives and sends messages as bytes, and returns its last message, which is
+sent with the stream's end. The replica's `Server` gives its handlers to `GrpcioTransport` or to
 `native.NativeTransport`, which have the same methods.
 """
 
@@ -63,23 +63,23 @@ class Stream(Protocol):
         """The next message; None once the client has ended its side."""
 
     def interrupt(self, error: Exception) -> None:
-        """Let a pending `read` raise `error`; no effect if none is pending."""
+        """Let a pending `read` raise `error`; no effect if no `read` is pending."""
 
     async def write(self, message: bytes) -> None:
-        """Send a message; waits while the client's flow control allows none."""
+        """Send a message; waits while the client's flow control allows no message."""
 
     async def relay(self, answer: "Relay") -> bytes | None:
         """Send the answers that `answer` returns for each message, until it reports the last message or the
-        client ends its side. Returns the last answer instead of sending it; None without one."""
+        client ends its side. The last answer is not sent but returned; None if there is none."""
 
 
-# Takes a message. Returns the answers, and whether this message was the last.
+# A function that takes a message; returns the answers, and whether the message was the last one.
 Relay = Callable[[bytes], tuple[Sequence[bytes], bool]]
 Handler = Callable[[Stream], Awaitable[bytes | None]]
 
 
 class Streaming:
-    """A handler that returns no last message; grpcio needs another kind of method for it."""
+    """A handler that returns no last message; grpcio needs another kind of method for such a handler."""
 
     def __init__(self, handler: Callable[[Stream], Awaitable[None]]) -> None:
         self._handler = handler
@@ -141,7 +141,7 @@ class Health:
 
 
 class _GrpcioStream:
-    """A stream of grpc.aio."""
+    """A gRPC stream on the library grpc.aio."""
 
     __slots__ = ("_context", "_interrupted", "write")
     has_message = False
@@ -180,11 +180,11 @@ class _GrpcioStream:
 
 
 class GrpcioTransport:
-    """A transport on grpc.aio; `handlers` are by path.
+    """A transport on the library grpc.aio; `handlers` maps paths to handlers.
 
     A handler that calls `read` and `write` costs about 60 µs less a request than an async generator. Handlers
     that return a last message are registered as `stream_unary`: gRPC then sends this message with the
-    stream's end, another 60 µs less. In a `stream_unary` method `write` serialises nothing: it takes bytes.
+    stream's end, another 60 µs less. In a `stream_unary` method `write` takes bytes and serialises nothing.
     """
 
     full = ""  # always empty: grpcio does not report whether it refuses streams
@@ -198,10 +198,10 @@ class GrpcioTransport:
         self._certificates = certificates
         self._server = grpc.aio.server(
             options=(
-                ("grpc.so_reuseport", 0),  # two replicas on one port are a mistake, not a cluster
+                ("grpc.so_reuseport", 0),  # two replicas that share one port are a mistake, not a cluster
                 ("grpc.max_receive_message_length", message_bytes),
                 ("grpc.max_send_message_length", -1),
-                # No budget covers unread data in grpcio, which on a fast network would open windows of
+                # No budget covers unread data in grpcio. On a fast network grpcio would open windows of
                 # megabytes for each stream. A small window costs one message for each 64 KB.
                 ("grpc.http2.bdp_probe", 0),
                 ("grpc.http2.lookahead_bytes", _WINDOW_BYTES),
@@ -239,11 +239,11 @@ class GrpcioTransport:
         return port
 
     def refuse(self, path: str, wanted: bool = True) -> None:
-        """As `NativeTransport.refuse`, with UNAVAILABLE: grpcio chooses the HTTP/2 error code itself."""
+        """Like `NativeTransport.refuse`, with UNAVAILABLE: grpcio itself chooses the HTTP/2 error code."""
         (self._refused.add if wanted else self._refused.discard)(path)
 
     def streams_by_peer(self) -> Counter[str]:
-        return Counter()  # grpcio does not expose this
+        return Counter()  # grpcio does not expose the number of streams
 
     async def stop(self, grace_s: float | None) -> None:
         await self._server.stop(grace_s)
@@ -273,18 +273,19 @@ def _metadata(context: Any) -> Mapping[bytes, bytes]:
 
 
 def _let_loop_run() -> None:
-    """Keep gRPC's threads from preempting the event loop's thread when they wake.
+    """Keep gRPC's threads, when they wake, from preempting the event loop's thread.
 
-    gRPC polls and reads in its own threads, which wake ten times a request. In the batch class (sched(7))
-    they wait for a free core, get the same share of CPU, and find more work each time they run, while the
-    event loop keeps its CPU caches (docs/decisions.md, 18). Threads that they start inherit the class.
+    gRPC polls and reads in its own threads, which wake ten times a request. In the scheduling class
+    SCHED_BATCH (sched(7)) these threads wait for a free core, get the same share of CPU, and find more work
+    each time they run, while the event loop keeps its CPU caches (docs/decisions.md, 18). Threads started by
+    these threads inherit the class.
     """
     if not hasattr(os, "SCHED_BATCH"):
         return  # not Linux
     loop_thread, threads = threading.get_native_id(), []
-    with contextlib.suppress(OSError):  # a sandbox may have no /proc
+    with contextlib.suppress(OSError):  # a sandbox may have no directory /proc
         threads = [int(task.name) for task in Path("/proc/self/task").iterdir()]
     for thread in threads:
         if thread != loop_thread:
-            with contextlib.suppress(OSError):  # the thread has ended, or a sandbox refuses
+            with contextlib.suppress(OSError):  # the thread has ended, or a sandbox refuses the call
                 os.sched_setscheduler(thread, os.SCHED_BATCH, os.sched_param(0))
