@@ -1,8 +1,8 @@
 """The Kubernetes API for watchers: credentials, one connection pool, and the reflector.
 
-A `Reflector` keeps a copy of the objects of one collection: it lists once and then watches (in client-go's
-terms). lightkube provides credentials, TLS and the HTTP client; this module decides what to read, when to
-list again and how long to wait before a retry.
+A `Reflector` keeps a copy of the objects of one collection: it lists the objects once and then watches (in
+client-go's terms). lightkube provides credentials, TLS and the HTTP client; this module decides what to read,
+when to list again and how long to wait before a retry.
 """
 
 import asyncio
@@ -27,14 +27,14 @@ from picker_fleet.domain.errors import StartupError
 _log = logging.getLogger(__name__)
 
 _CONNECT_S = 3.0
-_ANSWER_S = 10.0  # timeout of a call, enough for a list of thousands of pods
+_ANSWER_S = 10.0  # timeout of an API call, enough to list thousands of pods
 _WATCH_S: Final = (300, 600)  # the server gets a random watch timeout in this range, as in client-go
-_LATE_S = 30.0  # time for the server to end a watch after the timeout of the watch
+_LATE_S = 30.0  # time after a watch's timeout in which the server must end the watch
 _RETRY_S: Final = (0.05, 0.5)  # first and longest pause before a retry; jitter shortens each by up to half
-_REFUSED_S = 5.0  # longest pause after a response that a retry will hardly change, such as 403
+_REFUSED_S = 5.0  # longest pause before a retry after a lasting refusal, such as status 403
 _ENDED_SOON_S = 1.0  # a watch that ends within this time counts as a fault
-_UNSERVED_S = 30.0  # longest pause before asking again for an optional kind that the server lacks
-_RELIST_S = 0.3  # replicas whose watches expire together list again at random times within this range
+_UNSERVED_S = 30.0  # longest pause between requests for an optional kind that the server lacks
+_RELIST_S = 0.3  # an expired watch waits for a random part of this before listing again
 _CONNECTIONS = 8
 # With these options TCP detects a vanished server after 10 s.
 _KEEPALIVE = [
@@ -75,7 +75,7 @@ class _Event(msgspec.Struct):
 
 
 class _Status(msgspec.Struct):
-    """The API's `Status` of a failed call; also decodes the resource version of a bookmark event."""
+    """The `Status` object of a failed API call; also decodes the resource version of a bookmark event."""
 
     code: int = 0
     message: str = ""
@@ -87,7 +87,7 @@ class _Versioned(msgspec.Struct):
 
 
 class KubernetesFault(Exception):
-    """A call to the API server failed. `code` is the HTTP status; 0: no response came."""
+    """A call to the API server failed. `code` is the HTTP status, 0 without a response."""
 
     def __init__(self, code: int, text: str) -> None:
         super().__init__(f"{code}: {text}" if code else text)
@@ -95,7 +95,7 @@ class KubernetesFault(Exception):
 
 
 CONFLICT: Final = 409
-_EXPIRED, _TOO_NEW = 410, 504  # the server dropped the resource version, or has not reached it yet
+_EXPIRED, _TOO_NEW = 410, 504  # statuses: the resource version has been dropped, or lies ahead
 _ANSWERED_FOR_GOOD = range(400, 500)
 
 
@@ -108,10 +108,10 @@ class Api:
 
     @classmethod
     def of_environment(cls) -> "Api":
-        """The API server from `KUBECONFIG`, else from the service account, else from ~/.kube/config.
+        """The API server that `KUBECONFIG` names, else the service account, else ~/.kube/config.
 
         Raises:
-            StartupError: there are no credentials, or they are unusable.
+            StartupError: credentials are missing or unusable.
         """
         try:
             named = os.environ.get("KUBECONFIG")
@@ -178,7 +178,7 @@ class Api:
         empty line first, when the response begins.
 
         Raises:
-            KubernetesFault: the call failed, at its start or later.
+            KubernetesFault: the call failed, before the response or during the response.
         """
         timeout = httpx2.Timeout(_ANSWER_S, connect=_CONNECT_S, read=None)
         deadline_s = asyncio.get_running_loop().time() + limit_s
@@ -220,7 +220,7 @@ def _refusal(code: int, body: bytes) -> KubernetesFault:
 
 @dataclass(frozen=True, slots=True)
 class Collection:
-    """A collection of objects to watch, narrowed by `labels` and `name`. `what` names it in the log.
+    """A collection of objects to watch, narrowed by `labels` and `name`. `what` names the objects in the log.
 
     `optional`: the API server may not serve this kind of object.
     """
@@ -248,9 +248,9 @@ class Reflector(Generic[Kind]):
     """Keeps a copy of the objects of a collection, by name.
 
     Lists the objects once, then watches from the list's version through watch timeouts and server outages.
-    Lists again only if the server has dropped the version (410), and then accepts no list older than `items`.
-    Keeps `items` while the server is unreachable. Calls `on_change` after each change of `items`. Logs and
-    skips an object that cannot be decoded.
+    Lists again only if the server has dropped the version (status 410), and then accepts no list older than
+    `items`. Keeps `items` while the server is unreachable. Calls `on_change` after each change of `items`.
+    Logs and skips an object that cannot be decoded.
     """
 
     def __init__(
@@ -266,14 +266,14 @@ class Reflector(Generic[Kind]):
         self._decoder = msgspec.json.Decoder(kind)
         self._on_change, self._draw = on_change, draw
         self.items: dict[str, Kind] = {}
-        self.listed = False  # whether the first list has succeeded; it may be empty
+        self.listed = False  # whether the first list has succeeded, even an empty list
         self._version = ""
         self._pause_s = _RETRY_S[0]
-        self._refused = False  # whether the last fault was a refusal (4xx, except 429)
+        self._refused = False  # whether the last fault was a refusal (status 4xx, except 429)
         self._logged = ""
 
     async def run(self) -> None:
-        """Follow the collection until cancelled; retry after faults."""
+        """Watch the collection until cancelled; retry after faults."""
         expired = True
         while True:
             try:
@@ -312,7 +312,7 @@ class Reflector(Generic[Kind]):
         except KubernetesFault as fault:
             if not self._version or fault.code != _TOO_NEW:
                 raise
-            body = await self._api.get(path, selection)  # the server was restored from an older backup
+            body = await self._api.get(path, selection)  # for a server restored from an older backup
         try:
             found = msgspec.json.decode(body, type=_List)
         except msgspec.MsgspecError as fault:

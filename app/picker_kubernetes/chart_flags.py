@@ -1,8 +1,8 @@
 """Converts the flags that Helm charts of inference gateways pass to their endpoint picker into settings.
 
-`picker serve` accepts them beside its own flags. With `--pool-name` a replica needs no configuration file: it
-uses the ports and defaults of the reference picker (of the Gateway API inference extension), and reads all
-else from the API server. A reference flag without a counterpart is logged and otherwise ignored.
+`picker serve` accepts the chart flags too. With `--pool-name` a replica needs no configuration file: it uses
+the ports and defaults of the reference picker (of the Gateway API inference extension), and reads all else
+from Kubernetes. A chart flag without a counterpart is logged and otherwise ignored.
 """
 
 import argparse
@@ -76,7 +76,7 @@ def given(args: argparse.Namespace) -> bool:
 
 
 def settings(args: argparse.Namespace, environ: MutableMapping[str, str]) -> tuple[Settings, list[str]]:
-    """The settings, and remarks for the log. Flags override the environment, which overrides files.
+    """The replica's settings, and remarks for the log. Flags override the environment, which overrides files.
 
     Raises:
         ConfigError: the configuration is invalid, or the flags contradict each other.
@@ -131,7 +131,7 @@ def _foreign_trees(args: argparse.Namespace) -> list[tuple[Mapping[str, Any], st
 
 
 def _defaults(pool: str, namespace: str | None) -> dict[str, Any]:
-    """The reference picker's defaults."""
+    """The reference picker's defaults, as settings."""
     return {
         "pool": _key_of(f"{namespace or 'default'}.{pool}"),
         "extproc": {
@@ -145,7 +145,7 @@ def _defaults(pool: str, namespace: str | None) -> dict[str, Any]:
         "fair_request_queue": {"overload_status": 429},
         "request_queue_controller": {"watermark_per_backend": 100},
         "scheduling": {
-            "fallbacks": 0,  # a gateway with an ORIGINAL_DST cluster takes one address
+            "fallbacks": 0,  # a gateway with an ORIGINAL_DST cluster can use only one address
             "scorers": [
                 {"name": "queue-depth", "weight": 2},
                 {"name": "kv-cache", "weight": 2},
@@ -193,7 +193,7 @@ def _flags(args: argparse.Namespace, remarks: list[str]) -> dict[str, Any]:
 
 
 def _key_of(name: str) -> str:
-    """The pool's name in Redis keys: `name`; of a long name, the beginning and a hash."""
+    """The pool's name in keys of Redis: `name`, or of a long name the beginning and a hash."""
     if len(name) <= _POOL_CHARACTERS:
         return name
     return f"{name[: _POOL_CHARACTERS - 9]}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"

@@ -1,6 +1,6 @@
 """Converts an `EndpointPickerConfig` of llm-d's router: for `picker import-config` and `serve --config-file`.
 
-A key with a counterpart becomes a key of Picker Fleet's configuration; a remark names every other key.
+A key with a counterpart becomes a key of Picker Fleet's configuration; a remark names each other key.
 docs/migration.md documents the mapping.
 """
 
@@ -84,7 +84,7 @@ _FAIRNESS: Mapping[str, str] = {
     "round-robin-fairness-policy": "round-robin",
     "global-strict-fairness-policy": "none",
 }
-# Section (`[]` follows a list) -> keys that are imported or have a remark of their own.
+# Section of the file (`[]` follows a list) -> keys that are imported or have a remark of their own.
 _KEYS: Mapping[str, frozenset[str]] = {
     where: frozenset(keys.split())
     for where, keys in {
@@ -124,7 +124,7 @@ _SECONDS = {"ns": 1e-9, "us": 1e-6, "\u00b5s": 1e-6, "ms": 1e-3, "s": 1.0, "m": 
 _DURATION = re.compile(r"([0-9]+\.?[0-9]*|\.[0-9]+)(ns|us|\u00b5s|ms|s|m|h)")
 
 
-Plugins = Mapping[str, tuple[str, Mapping[str, Any]]]  # name -> type and parameters
+Plugins = Mapping[str, tuple[str, Mapping[str, Any]]]  # plugin's name -> its type and parameters
 
 
 @dataclass(slots=True)
@@ -148,7 +148,7 @@ def imported(tree: Mapping[str, Any]) -> Imported:
     """Convert the `EndpointPickerConfig` in `tree`.
 
     Raises:
-        ConfigError: `tree` is malformed; the message names the key.
+        ConfigError: `tree` is malformed; the error's message names the key.
     """
     if not is_foreign(tree):
         raise ConfigError(f"kind must be {KIND} (got {str(tree.get('kind'))[:60]!r})")
@@ -298,13 +298,13 @@ def _saturation(tree: Mapping[str, Any], plugins: Plugins, result: Imported) -> 
     if name and name not in plugins and name not in BUILT_IN:
         raise ConfigError(f"saturationDetector.pluginRef: no plugin is named {name[:60]!r}")
     if not name and detectors and not detector:
-        # Without a reference, the configured utilization detector is in use, or else the first detector.
+        # Without a reference the router uses a configured utilization detector, or else the first detector.
         name = next(
             (each for each, (kind, _) in detectors.items() if kind == _DETECTOR), next(iter(detectors))
         )
     for other in detectors.keys() - {name}:
         result.remarks.append(f"plugins: {other} is not imported: {name or _DETECTOR} is the detector in use")
-    # Earlier versions of the router have the parameters in saturationDetector itself.
+    # Earlier versions of the router have the detector's parameters in the section saturationDetector itself.
     kind, parameters = plugins.get(name, (name or _DETECTOR, detector if not name else {}))
     if not detector and not detectors:
         return
@@ -398,7 +398,7 @@ def _flow_control(tree: Mapping[str, Any], plugins: Plugins, result: Imported) -
 def _limited_bands(
     bands: list[Mapping[str, Any]], most_bytes: int, result: Imported
 ) -> Iterator[dict[str, Any]]:
-    """The `bands` with limits, as `priority_bands`; with `most_bytes`, the three named bands, too."""
+    """The setting `priority_bands`: the `bands` with limits; with `most_bytes` the three named bands, too."""
     where, names = "flowControl.priorityBands", {each.priority: each.name for each in NAMED}
     for band in bands:
         priority = band.get("priority")
@@ -422,7 +422,7 @@ def _named_once(key: str, bands: Iterable[Mapping[str, Any]], plugins: Plugins) 
 
 
 def _limit(section: Mapping[str, Any], where: str, key: str, result: Imported) -> int:
-    """`maxRequests` or `maxBytes` of a section, capped at the picker's own maximum; 0: no limit."""
+    """The limit `maxRequests` or `maxBytes` of a section, at most the picker's maximum; 0: no limit."""
     value, most_here = section.get(key), _MOST[key]
     if value is None:
         return 0
@@ -443,7 +443,7 @@ def _quantity(value: object, where: str) -> float:
 
 
 def _duration_s(value: object, where: str) -> float:
-    """Seconds of a Go duration such as "1m30s", or of a number of seconds."""
+    """The seconds in a Go duration such as "1m30s", or in a number of seconds."""
     if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf:
         return float(value)
     parts = _DURATION.findall(value) if isinstance(value, str) else []
@@ -453,7 +453,7 @@ def _duration_s(value: object, where: str) -> float:
 
 
 def read(path: Path) -> Imported:
-    """Convert the `EndpointPickerConfig` at `path`. Raises ConfigError; the message names the file."""
+    """Convert the `EndpointPickerConfig` at `path`. Raises ConfigError, whose message names the file."""
     try:
         tree = read_yaml(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, YamlFault) as fault:

@@ -1,9 +1,9 @@
 """Watches InferenceObjectives and InferenceModelRewrites of the pool in the Kubernetes API server.
 
 A request that names an objective has the objective's priority, any int32 (bands.py). A rewrite replaces the
-model of a request by other models, split by weights (traffic_split.py). Both kinds exist in two API groups,
-and an object in the newer group takes precedence. Each replica logs objects that it cannot use; the leader
-also writes a condition into each object's status, unless another fleet wrote that condition first.
+model of a request by other models, split by weights (traffic_split.py). Objectives and rewrites exist in two
+API groups, and an object in the newer group takes precedence. Each replica logs objects that it cannot use;
+the leader also writes a condition into each object's status, unless another fleet wrote that condition first.
 """
 
 import asyncio
@@ -34,15 +34,15 @@ from picker_kubernetes.api import (
 _log = logging.getLogger(__name__)
 
 GROUPS: Final = ("llm-d.ai", "inference.networking.x-k8s.io")  # an object in the first group takes precedence
-_SETTLE_S = 0.05  # collects changes that arrive together
+_SETTLE_S = 0.05  # pause that collects changes which arrive together
 _LONGEST_NAME = 256  # bytes
 _MOST_WEIGHT = 1_000_000
 POOL_GROUP: Final = "inference.networking.k8s.io"
-# Reason of the condition on an object whose pool does not exist; a fleet that serves the pool overwrites it.
+# Reason in the condition of an object whose pool does not exist; a fleet that serves the pool replaces it.
 _NO_POOL = "PoolNotFound"
-_TAKE_OVER_S = 30.0  # time for a condition's owner to update it for a new version of the object
-_WRITE_S = 1.0  # for writing conditions once other changes wait; one call to a slow API takes up to 10 s
-_MOST_STEPS = 50_000  # of the search for cycles; so many steps take about 20 ms
+_TAKE_OVER_S = 30.0  # time for an owner to update a condition for an object's new version
+_WRITE_S = 1.0  # time for writing conditions while changes wait; one slow API call takes up to 10 s
+_MOST_STEPS = 50_000  # most steps of the search for cycles: about 20 ms
 
 
 class _PoolRef(msgspec.Struct, frozen=True):
@@ -122,22 +122,22 @@ class _Names(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class LiveObjects:
-    """Priorities and splits computed from the objects. `anything`: the split of models without a rule."""
+    """Priorities and splits computed from the objects. `anything` is the split of models without rule."""
 
-    priorities: Mapping[str, int] = field(default_factory=dict)  # name of an objective -> priority
+    priorities: Mapping[str, int] = field(default_factory=dict)  # objective's name -> priority
     splits: Mapping[str, Split] = field(default_factory=dict)  # model -> split
     anything: Split | None = None
 
 
 def objective_fault(objective: Objective) -> str:
-    """Why an objective of this pool cannot be used; '' if it can."""
+    """Why an objective of this pool cannot be used; '' if usable."""
     if len(objective.metadata.name.encode()) > _LONGEST_NAME:
         return "its name is too long"
     return "" if -(2**31) <= objective.spec.priority < 2**31 else "spec.priority is no int32"
 
 
 def rewrite_fault(rewrite: Rewrite) -> str:
-    """Why a rewrite of this pool cannot be used; '' if it can."""
+    """Why a rewrite of this pool cannot be used; '' if usable."""
     if not rewrite.spec.rules:
         return "spec.rules is empty: nothing is rewritten"
     for number, rule in enumerate(rewrite.spec.rules):
@@ -159,13 +159,13 @@ def rewrite_fault(rewrite: Rewrite) -> str:
 
 
 def cycles(rewrites: Iterable[Rewrite]) -> dict[str, str]:
-    """Find rewrites whose targets lead back to a matched model by way of other rules. Returns name of the
-    rewrite -> the models in the cycle. Such rewrites stay in use, because a target is never rewritten again.
-    The search stops after about `_MOST_STEPS` steps, and then omits the remaining cycles."""
+    """Find rewrites whose targets lead back to a matched model by way of other rules. Returns: name of a
+    rewrite -> the models in its cycle. Rewrites with a cycle stay in use, because a target is never rewritten
+    again. The search stops after about `_MOST_STEPS` steps, and then omits the remaining cycles."""
     rewrites = list(rewrites)
     targets = _without_ends(
         {
-            model: [name for name in split.names if name != model]  # a model may keep a share of its requests
+            model: [name for name in split.names if name != model]  # a model may be its own target
             for model, split in live_objects((), rewrites).splits.items()
         }
     )
@@ -223,7 +223,7 @@ def _is_model(name: str) -> bool:
 
 def live_objects(objectives: Iterable[Objective], rewrites: Iterable[Rewrite]) -> LiveObjects:
     """Compute priorities and splits from usable objects. If two rules match one model, the older object's
-    rule applies; of equally old objects, the lesser name's; within one object, the first rule."""
+    rule applies; if both are equally old, that of the lesser name; in one object, the first rule."""
     priorities = {each.metadata.name: each.spec.priority for each in objectives}
     splits: dict[str, Split] = {}
     anything: Split | None = None
@@ -238,7 +238,7 @@ def live_objects(objectives: Iterable[Objective], rewrites: Iterable[Rewrite]) -
 
 
 class _Kind(NamedTuple):
-    """One of the two kinds of objects. `condition` is the type of the condition in an object's status."""
+    """Objectives or rewrites. `condition` is the type of the status condition of such objects."""
 
     name: str
     type: type[Objective] | type[Rewrite]
@@ -263,8 +263,9 @@ class _Sent(NamedTuple):
 
 @dataclass(slots=True)
 class _Followed:
-    """An object in the collection at `path`. `fault` says why it cannot be used; `remark` is the last logged
-    message about the object. `judged`: generation and pool, if another, when the pool was last looked up."""
+    """An object in the collection at `path`. `fault` says why the object cannot be used; `remark` is the last
+    logged message about the object. `judged` has the object's generation and the other pool that it named
+    when that pool was last looked up."""
 
     path: str
     kind: _Kind
@@ -272,7 +273,7 @@ class _Followed:
     fault: str = ""
     remark: str = ""
     judged: tuple[int, str] | None = None
-    sent: _Sent | None = None  # the last condition sent
+    sent: _Sent | None = None  # the condition last sent for the object
 
     @property
     def name(self) -> str:
@@ -303,7 +304,7 @@ class InferenceObjects:
         self._pool, self._namespace = pool, namespace
         self._report, self._publishes, self._api_of = report, publishes, api
         self._changed = asyncio.Event()
-        self._known: dict[tuple[str, str], _Followed] = {}  # by path and name
+        self._known: dict[tuple[str, str], _Followed] = {}  # (path, name) -> object
         self._pools_path = ""
         self._fleet, self._manager = fleet, ""
 
@@ -322,7 +323,7 @@ class InferenceObjects:
                 tasks.create_task(keep("kubernetes-watch", reflector.run))
             while True:
                 await self._changed.wait()
-                await asyncio.sleep(_SETTLE_S)  # changes arrive in bursts
+                await asyncio.sleep(_SETTLE_S)  # collect changes, which arrive in bursts
                 self._changed.clear()
                 self._take(reflectors)
                 await self._write_conditions(api)
@@ -368,7 +369,7 @@ class InferenceObjects:
 
     async def _write_conditions(self, api: Api) -> None:
         """Write the conditions of this pool's objects, then of objects whose pool does not exist. Stops after
-        `_WRITE_S` if objects have changed meanwhile."""
+        `_WRITE_S` seconds if objects have changed meanwhile."""
         clock = asyncio.get_running_loop().time
         until_s = clock() + _WRITE_S
         for each in self._own() if self._publishes() else ():
@@ -381,12 +382,12 @@ class InferenceObjects:
     async def _judge_of_others(self, api: Api) -> None:
         """Write a condition to objects whose pool does not exist; an existing pool's picker writes its own.
         Check each version of an object once: if the pool is created later, that pool's picker takes over."""
-        exists: dict[str, bool | None] = {}  # whether the pool exists; None: the API did not answer
+        exists: dict[str, bool | None] = {}  # pool -> whether it exists; None: no answer
         for each in self._known.values():
             reference, generation = each.item.spec.pool_ref, each.item.metadata.generation
             pool = reference.name
             if not reference.is_known:
-                continue  # this picker knows no pools of other API groups
+                continue  # the pool is in an API group that this picker does not know
             if pool == self._pool or each.judged == (generation, pool):
                 continue
             if pool not in exists:
@@ -396,7 +397,7 @@ class InferenceObjects:
                 except (KubernetesFault, msgspec.MsgspecError):
                     exists[pool] = None
             if exists[pool] is None:
-                continue  # check again after the next change
+                continue  # look up the pool again after the next change
             each.judged = generation, pool
             if exists[pool]:
                 continue

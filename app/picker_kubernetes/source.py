@@ -1,7 +1,7 @@
 """Endpoints from Kubernetes: the pods that one InferencePool selects, on each of its target ports.
 
-The InferencePool is of inference.networking.k8s.io/v1. Each running pod with an address is
-listed; it drains while not ready or being deleted. Requests in flight on a pod that has gone still count.
+The InferencePool has the API version inference.networking.k8s.io/v1. Each running pod with an address is
+listed; an unready or terminating pod drains. Requests in flight on a pod that has gone still count.
 """
 
 import asyncio
@@ -22,9 +22,9 @@ _log = logging.getLogger(__name__)
 POD_LABEL = "picker-fleet/pod"
 NAMESPACE_LABEL = "picker-fleet/namespace"
 PORT_RANK_LABEL = "picker-fleet/port-rank"
-# Annotations with the ports on which a pod serves; the first that a pod has applies.
+# Annotations with the ports on which a pod serves; the first annotation that a pod has applies.
 _ACTIVE_PORTS = ("llm-d.ai/active-ports", "inference.networking.k8s.io/active-ports")
-_METRICS = (METRICS_PORT, METRICS_PATH, METRICS_SCHEME)  # names of labels or annotations
+_METRICS = (METRICS_PORT, METRICS_PATH, METRICS_SCHEME)  # labels or annotations of a pod
 _SETTLE_S = 0.25  # pause between updates: many pods change together; the first change is reported at once
 
 
@@ -131,7 +131,7 @@ def _endpoint(pod: Pod, port: int, rank: int) -> Endpoint | None:
     try:
         address = endpoint_address(f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
     except ValueError:
-        return None  # should not happen: the API server validates addresses and ports
+        return None  # the API server validates addresses and ports, so this is unexpected
     own = {
         POD_LABEL: pod.metadata.name,
         NAMESPACE_LABEL: pod.metadata.namespace,
@@ -155,7 +155,7 @@ def _active_ports(pod: Pod) -> tuple[str, frozenset[int] | None]:
 
 
 class KubernetesSource:
-    """Follows the InferencePool `pool` and its pods; `namespace` None: the namespace of the credentials."""
+    """Watches the InferencePool `pool` and its pods in `namespace` (None: the credentials' namespace)."""
 
     def __init__(
         self, pool: str, namespace: str | None, *, api: Callable[[], Api] = Api.of_environment
@@ -165,7 +165,7 @@ class KubernetesSource:
         self._logged = ""
 
     async def watch(self, report: Report) -> None:
-        """Implements Source.watch. Reports nothing until the pool and its pods are known.
+        """Implements Source.watch. Reports no endpoints until the pool and its pods are known.
 
         Raises:
             StartupError: there are no credentials for an API server.
@@ -180,7 +180,7 @@ class KubernetesSource:
         pools = Reflector(api, collection, Pool, self._changed.set)
         group.create_task(keep("kubernetes-watch", pools.run))
         pods: _Selected | None = None
-        following: _Selected | None = None  # the pods of a new selector, until they are listed
+        following: _Selected | None = None  # pods of a new selector, not listed yet
         reported: tuple[Endpoint, ...] | None = None
         pod_endpoints = PodEndpoints()
         while True:
@@ -191,7 +191,7 @@ class KubernetesSource:
                 continue
             self._log_pool(pool)
             labels = (pool.spec.selector.match_labels or {}) if pool is not None else {}
-            if pool is None or not labels:  # an empty selector selects nothing
+            if pool is None or not labels:  # an empty selector selects no pods
                 for each in (pods, following):
                     if each is not None:
                         each.task.cancel()
@@ -230,7 +230,7 @@ class KubernetesSource:
         return _Selected(dict(labels), reflector, group.create_task(keep("kubernetes-watch", reflector.run)))
 
     def _log_pool(self, pool: Pool | None) -> None:
-        """Log the pool's settings, once per change."""
+        """Log the InferencePool's settings, once for each change."""
         level = logging.WARNING
         if pool is None:
             text = "does not exist, so there are no endpoints"
@@ -248,7 +248,7 @@ class KubernetesSource:
 
 @dataclass(frozen=True, slots=True)
 class _Selected:
-    """The pods of one selector, and the task that follows them."""
+    """The pods of one selector, and the task that watches these pods."""
 
     labels: Mapping[str, str]
     reflector: Reflector[Pod]

@@ -18,7 +18,7 @@ port = whole_number(0, 65535)
 
 
 def decimal(what: str, most: float, *, zero: bool = False) -> Callable[[str], float]:
-    """A parser of numbers above 0 (with `zero`: from 0) up to `most`; errors call the number `what`."""
+    """A parser of numbers above 0 (from 0 if `zero`) up to `most`; its errors call the number `what`."""
     valid = f"from 0 to {most:g}" if zero else f"above 0, up to {most:g}"
 
     def parse(text: str) -> float:

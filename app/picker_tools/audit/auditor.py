@@ -1,6 +1,6 @@
-"""The audit: replays the decision log and checks each promise (G1–G6, docs/guarantees.md).
+"""The audit: replays the decision log and checks each of the promises G1–G6 (docs/guarantees.md).
 
-`picker audit`, the load generator, the fault suite and the tests call it.
+The command `picker audit`, the load generator, the fault suite and the tests call the audit.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -18,7 +18,7 @@ _CHECKS: tuple[type[Check], ...] = (Capacity, Fairness, Starvation, Order, Deadl
 @dataclass(frozen=True, slots=True)
 class Report:
     """The result of an audit of `entries` entries, numbered `first_seq` to `last_seq` (None: no entries),
-    with one finding per promise. `open_at_end`: requests that had not ended yet, which is no violation.
+    with one finding per promise. `open_at_end` counts requests that had not ended, which is no violation.
     """
 
     entries: int
@@ -33,10 +33,10 @@ class Report:
         return sum(finding.broken for finding in self.findings)
 
     def of(self, promise: str) -> Finding:
-        """The finding of `promise`: G1 to G6, or log.
+        """The finding on the promise `promise`: G1 to G6, or `log`.
 
         Raises:
-            KeyError: there is no such promise.
+            KeyError: no promise has this name.
         """
         for finding in self.findings:
             if finding.promise == promise:
@@ -45,7 +45,8 @@ class Report:
 
 
 class Auditor:
-    """Checks the log entry by entry. Its memory grows with the open requests, not with the log.
+    """Checks the decision log entry by entry. The auditor's memory grows with the open requests, not with the
+    log.
 
     `settings` (JSON, as in a `tuned` entry) are the settings in force where the log begins; None if the log
     itself shows them.
@@ -57,10 +58,10 @@ class Auditor:
         self._first: Entry | None = None
         self._from_start = False
         self._newest: Entry | None = None
-        self._last: Entry | None = None  # the entry that the next one must follow without a gap
+        self._last: Entry | None = None  # the last entry; the next entry must follow without a gap
         self._remarks: list[str] = []
         self._replay = Replay(Rules.parse(settings) if settings else None)
-        self._checks: list[Check] = []  # made at the first entry, which shows whether the log is complete
+        self._checks: list[Check] = []  # made when the first entry shows whether the log is complete
 
     def take(self, raw: Mapping[str, str]) -> Entry:
         """Check the next entry, given as the fields in the stream. Returns it.
@@ -87,7 +88,7 @@ class Auditor:
         return entry
 
     def skip(self, why: str) -> None:
-        """Restart the checks at the next entry. Entries are missing here, which is no violation."""
+        """Restart the checks at the next log entry: entries before it are missing, which is no violation."""
         self._remarks.append(why)
         self._close()
         self._last, self._replay, self._checks = None, Replay(), []
@@ -97,7 +98,7 @@ class Auditor:
         return self._last.seq if self._last else None
 
     def report(self) -> Report:
-        """The findings on all entries. Do not call `take` afterwards."""
+        """The findings on all entries taken. Do not call `take` afterwards."""
         self._close()
         remarks = list(self._remarks)
         if self._first is not None and not self._from_start:

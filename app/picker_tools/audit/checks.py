@@ -9,7 +9,7 @@ from typing import Any
 from picker_tools.audit.log import ENDS, GUARD, Entry
 from picker_tools.audit.replay import RUNNING, STATES_BEFORE, Replay, RequestState, Step, largest_bound, same
 
-KEPT = 50  # a finding keeps this many violations, and counts all
+KEPT = 50  # a finding keeps so many violations, but counts all violations
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class Violation:
 
 @dataclass(slots=True)
 class Finding:
-    """The result for one promise: number, title, how often it was checked and broken."""
+    """The result for one promise: its number and title, and how often it was checked and broken."""
 
     promise: str
     title: str
@@ -41,7 +41,7 @@ class Check:
     """The check of one promise. `check` sees each step before the replay applies it."""
 
     PROMISE = ""
-    TITLE = ""  # what the promise says, in one line
+    TITLE = ""  # the promise in one line
 
     def __init__(self, finding: Finding, replay: Replay) -> None:
         self._finding = finding
@@ -61,8 +61,8 @@ class Capacity(Check):
     """Checks G1 whenever a request takes stock or an endpoint: no other event raises these counts, so the
     bounds hold at all times.
 
-    The check counts requests that are restored, that Envoy moved to a fallback, or that return to the queue,
-    but checks no limit for them: they were admitted before.
+    Requests that are restored, that Envoy moved to a fallback, or that return to the queue count, but no
+    limit is checked for such requests: they were admitted before.
     """
 
     PROMISE = "G1"
@@ -70,11 +70,11 @@ class Capacity(Check):
 
     def __init__(self, finding: Finding, replay: Replay) -> None:
         super().__init__(finding, replay)
-        self._in_flight: Counter[str] = Counter()  # granted and placed requests, by limited flow
-        self._placed: Counter[tuple[str, str]] = Counter()  # placed requests, by limited flow and endpoint
-        self._on: Counter[str] = Counter()  # all placed requests, by endpoint
-        self._waiting: Counter[int] = Counter()  # waiting requests, by band
-        self._waiting_bytes: Counter[int] = Counter()  # bytes of their bodies, by band
+        self._in_flight: Counter[str] = Counter()  # limited flow -> granted and placed requests
+        self._placed: Counter[tuple[str, str]] = Counter()  # (limited flow, endpoint) -> placed requests
+        self._on: Counter[str] = Counter()  # endpoint -> all placed requests
+        self._waiting: Counter[int] = Counter()  # band -> waiting requests
+        self._waiting_bytes: Counter[int] = Counter()  # band -> bytes of waiting bodies
 
     def check(self, step: Step) -> None:
         entry, request = step.entry, step.request
@@ -150,7 +150,7 @@ class Capacity(Check):
             self._finding.add(f"endpoint limit passed: {what}", entry)
 
     def _others(self, entry: Entry, endpoint: str = "") -> list[Entry]:
-        """Entries of up to five running requests of the same flow, and `entry`."""
+        """The entries of up to five running requests of the flow of `entry`, and `entry` itself."""
         found = [
             request.charge_entry
             for request in self._replay.requests.values()
@@ -174,8 +174,8 @@ _Queue = list[tuple[int, str]]  # a heap of rank and request id; may include req
 
 
 class Order(Check):
-    """Checks G4: `fcfs` by arrival, `edf` by deadline. The log has no rates, so for `workload-aware` the
-    check covers only the order of arrival within one workload of a flow.
+    """Checks G4: the ordering `fcfs` by arrival, `edf` by deadline. The log has no rates, so for
+    `workload-aware` the check covers only the order of arrival within one workload of a flow.
 
     The guard serves requests out of turn by design (G3), so its dispatches are exempt.
     """
@@ -192,7 +192,7 @@ class Order(Check):
         entry, replay = step.entry, self._replay
         if replay.rules is not self._rules:
             if replay.rules is None or not replay.rules.orders_like(self._rules):
-                self._queues.clear()  # the order of requests that already wait is not checked
+                self._queues.clear()  # requests that wait already are not checked for order
             self._rules = replay.rules
         if step.enters_queue:
             self._push(entry)
@@ -258,7 +258,7 @@ class Order(Check):
             }
 
     def _key(self, entry: Entry) -> _Key | None:
-        """The queue in which the order of `entry` is checked; None if its order is not checked."""
+        """The flow queue in which the order of `entry` is checked; None if its order is not checked."""
         rules = self._replay.rules
         if rules is None:
             return None
@@ -277,7 +277,7 @@ _WAITING = (RequestState.QUEUED, RequestState.ORPHANED)
 
 
 class Deadline(Check):
-    """Checks G5. A request breaks it that is dispatched after its deadline, or still waits after a decision
+    """Checks G5. A request breaks G5 if it is dispatched after its deadline, or still waits after a decision
     more than a second past its deadline. Only a decision can expire a request.
     """
 
@@ -292,7 +292,7 @@ class Deadline(Check):
     def check(self, step: Step) -> None:
         entry = step.entry
         if self._last is not None and entry.time_us != self._last.time_us:
-            self._check_waiting(self._last)  # all entries of that decision were seen
+            self._check_waiting(self._last)  # all entries of the last decision have been seen
         self._last = entry
         if entry.event in ("granted", "bypassed"):
             self._finding.checked += 1
@@ -318,8 +318,8 @@ class Deadline(Check):
 
 
 class Conservation(Check):
-    """Checks G6 at every entry: stock and queue length must follow from the entry before. The check reports
-    a wrong number once, and continues with the logged number.
+    """Checks G6 at every entry: stock and queue length must follow from the entry before. The check of G6
+    reports a wrong number once, and continues with the logged number.
     """
 
     PROMISE = "G6"
@@ -377,7 +377,7 @@ class Conservation(Check):
             self._finding.add(f"request {entry.request} is restored under a bound of {bound:.17g}", entry)
 
     def _check_idle(self, step: Step) -> None:
-        """Check that no request runs exactly when the stock is 0, and none waits when the queue is empty."""
+        """Check that the stock is 0 exactly if no request runs, and that an empty queue has no request."""
         entry, replay = step.entry, self._replay
         if replay.has_unseen_requests:
             return

@@ -1,4 +1,4 @@
-"""`picker audit`: did the fleet keep its promises? Replays the decision log and checks G1 to G6."""
+"""`picker audit`: did the fleet keep its promises? The command replays the decision log."""
 
 import argparse
 import sys

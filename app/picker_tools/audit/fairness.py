@@ -1,8 +1,8 @@
 """The check of G2: each turn goes to the least start tag, each dispatch advances its flow's tag by its share,
 and the service gap between two flows is bounded.
 
-The check recomputes the tags by the rules of docs/fairness.md and compares them with the logged tags. It
-checks the bound on the dispatched service (`Service`). The implementation is independent on purpose: it
+The check recomputes the start tags by the rules of docs/fairness.md and compares the results with the logged
+tags. The class `Service` checks the bound on the dispatched service. The check is independent on purpose: it
 shares no code with the queue under check.
 """
 
@@ -31,16 +31,17 @@ class Bands:
     """The virtual time of each band, the order of its flow queues, and the charge of its new flows.
 
     A dispatch moves a band's virtual time up to the served start tag. While a band is idle, its virtual time
-    may move to the highest finish tag. A rebase lowers virtual time and tags alike. Nothing else moves it.
+    may move to the highest finish tag. A rebase lowers this time and all tags alike. Nothing else moves the
+    virtual time.
 
-    Flows that become backlogged and owe nothing for earlier service start at v. Each band charges them
-    together like one flow of weight 1; when too many have started, further flows start one share later
-    (docs/fairness.md, "Flows").
+    Flows that become backlogged and owe nothing for earlier service start at the virtual time v. Each band
+    charges such flows together like one flow of weight 1; when too many have started, further flows start one
+    share later (docs/fairness.md, "Flows").
     """
 
     def __init__(self, finding: Finding, flow_queues: FlowQueues, first: float | None) -> None:
-        """`first`: the initial virtual time and charge of each band. None: unknown, so the check takes the
-        first logged virtual time, and accepts either start tag of a new flow."""
+        """`first` is the initial virtual time and charge of each band. If `first` is None, the check takes
+        the first logged virtual time, and accepts either start tag of a new flow."""
         self._finding = finding
         self._flow_queues = flow_queues
         self._first_v = self._first_charge = first
@@ -61,14 +62,14 @@ class Bands:
         self._charged.clear()
 
     def collect(self, band: int) -> None:
-        """Reset band number `band`, which is free: the next band with this number begins at 0."""
+        """Forget band number `band`, which is unused: the next band with it starts at virtual time 0."""
         self._v[band], self._charged[band], self._idle[band] = 0.0, 0.0, False
         for queue in self._flow_queues.of(band):
             queue.tag = 0.0
         self._reorder(band)
 
     def rebase(self, band: int, by: float) -> None:
-        """Lower all tags of `band` by `by`; their differences stay the same."""
+        """Lower all tags of `band` by `by`; the differences of tags stay the same."""
         v, charged = self.v(band), self._charged.get(band, self._first_charge)
         self._v[band] = None if v is None else v - by
         self._charged[band] = None if charged is None else max(charged - by, 0.0)
@@ -85,7 +86,7 @@ class Bands:
             self._idle[band] = idle or (self._idle.get(band, False) and band != entry.band)
 
     def check(self, entry: Entry) -> float:
-        """Check the virtual time of `entry`. Returns the virtual time before its decision."""
+        """Check the virtual time of `entry`. Returns the virtual time before the decision of `entry`."""
         before = self.v(entry.band)
         idle = self._idle.get(entry.band, False)
         self.accept(entry)
@@ -162,14 +163,14 @@ class Service:
     share. With v the band's virtual time and S a flow's start tag, debt = max(0, S − v − c) is service that
     the flow received out of turn (by the guard, or estimated too low) and has not yet worked off;
     claim = max(0, v − S) is service owed to the flow since a charge was corrected downwards. Without guard
-    and corrections both are 0, which leaves the bound of start-time fair queueing.
+    and corrections debt and claim are 0, which leaves the bound of start-time fair queueing.
 
     To check all pairs, the check compares each flow with v. With a = W − debt − v and b = W + claim − v the
-    left side less debts and claims is [a_f(e) − b_f(s)] + [a_g(s) − b_g(e)]. So this suffices for each flow:
-    for all s <= e of one backlogged interval, a(e) − b(s) <= c (never far ahead) and a(s) − b(e) <= c (never
-    far behind). This takes a few operations per dispatch, whatever the number of flows. a and b only fall
-    between the flow's own events, so the check runs just before and just after each event. `served` is W
-    since `since`.
+    left side less debts and claims is [a_f(e) − b_f(s)] + [a_g(s) − b_g(e)]. So two inequalities suffice for
+    each flow: for all s <= e of one backlogged interval, a(e) − b(s) <= c (never far ahead) and a(s) − b(e)
+    <= c (never far behind). These inequalities take a few operations per dispatch, whatever the number of
+    flows. a and b only fall between the flow's own events, so the check runs just before and just after each
+    event. The field `served` is W since `since`.
     """
 
     since: Entry
@@ -186,8 +187,8 @@ class Service:
 
     def before(self, tag: float, v: float, largest: float) -> str:
         """Check just before an event of the flow. Returns a description of the violation, or ''."""
-        # If v passes the flow's tag, the flow missed its turn. A missed turn adds no claim, so the check
-        # reports it.
+        # If the virtual time v passes the flow's tag, the flow missed its turn. A missed turn adds no claim,
+        # so the check reports it.
         self.claim = min(self.claim, max(0.0, v - tag))
         return self._check_service(tag, v, largest)
 
@@ -221,8 +222,8 @@ class Service:
 
 
 class Fairness(Check):
-    """Checks G2. If a tag is unknown (the log begins midway, or the order changed), the check takes it from
-    the next entry that shows it. A change of settings begins a new interval for every flow.
+    """Checks G2. If a tag is unknown (the log begins midway, or the order changed), the check takes the tag
+    from the next entry that shows it. A change of settings begins a new interval for every flow.
     """
 
     PROMISE = "G2"
@@ -231,12 +232,12 @@ class Fairness(Check):
     def __init__(self, finding: Finding, replay: Replay) -> None:
         super().__init__(finding, replay)
         self._rules: Rules | None = None
-        self._had_gap = False  # some entries could not be checked
-        # The tag of a flow queue not seen before; None: unknown.
+        self._had_gap = False  # whether entries were left unchecked
+        # The start tag of a flow queue not seen before; None: unknown.
         self._new_tag = 0.0 if replay.complete else None
         self._bands = Bands(finding, replay.flow_queues, self._new_tag)
         self._services: dict[tuple[int, str], Service] = {}
-        self._tag_entries: dict[tuple[int, str], Entry] = {}  # the last entry that showed the tag
+        self._tag_entries: dict[tuple[int, str], Entry] = {}  # flow queue -> the last entry with its tag
 
     def check(self, step: Step) -> None:
         entry, replay = step.entry, self._replay
@@ -394,7 +395,7 @@ class Fairness(Check):
             del self._services[queue.key]
 
     def _end_service(self, queue: FlowQueue) -> None:
-        """End the interval of a flow that is no longer backlogged. Drop flow queues with outdated tags."""
+        """End the interval of a flow no longer backlogged. Drop flow queues with outdated tags."""
         self._services.pop(queue.key, None)
         requests, flow_queues = self._replay.requests, self._replay.flow_queues
         if len(flow_queues) <= 2 * len(requests) + 1000:
@@ -402,7 +403,7 @@ class Fairness(Check):
         charged = {request.queue_key for request in requests.values() if request.state in RUNNING}
         for each in flow_queues.all():
             v = self._bands.v(each.band)
-            # The scripts also drop finish tags that v has passed.
+            # The scripts also drop finish tags that the virtual time has passed.
             known = each.tag is not None and v is not None and each.tag <= v
             if each is not queue and not each.waiting and known and each.key not in charged:
                 flow_queues.drop(each)
@@ -420,7 +421,7 @@ class Fairness(Check):
         return queue
 
     def _restart(self, entry: Entry, rules: Rules) -> None:
-        """Begin new intervals under new settings: earlier service used other shares."""
+        """Begin new backlogged intervals under new settings: earlier service used other shares."""
         self._services.clear()
         flow_queues = self._replay.flow_queues
         for queue in flow_queues.all():

@@ -26,28 +26,28 @@ ENDS = frozenset({
     "completed", "client_gone", "upstream_failed", "withdrawn", "cancelled", "refused", "reclaimed",
     "expired", "abandoned", "preempted", "evicted",
 })  # fmt: skip
-THROTTLING = frozenset({"throttled", "unthrottled"})  # events of a flow queue; `flow` is its name
+THROTTLING = frozenset({"throttled", "unthrottled"})  # events of the flow queue that `flow` names
 EVENTS = ENDS | THROTTLING | {
     "queued", "bypassed", "granted", "placed", "requeued", "adopted", "orphaned", "restored", "moved",
     "corrected", "tuned", "rebased", "collected",
 }  # fmt: skip
 
 
-_FIELD = re.compile(r"(?:\$\.|field `)(\w+)")  # in msgspec's message of a fault
+_FIELD = re.compile(r"(?:\$\.|field `)(\w+)")  # the field's name in an error message of msgspec
 
 
 class EntryError(ValueError):
-    """An entry cannot be parsed; the message names the entry and the field."""
+    """The error that an entry cannot be parsed; the message names the entry and the field."""
 
 
 class Entry(msgspec.Struct, frozen=True):
-    """A decision. `stock`, `queued`, `v`, `upper` and `lower` are the values after the decision.
+    """A decision. The fields `stock`, `queued`, `v`, `upper` and `lower` have the values after the decision.
 
     `band` is the number of a band; another band may get the number once the band is `collected`. `priority`
     orders bands, the highest first. `tag` is the flow's start tag; in `rebased` entries, the amount by which
     all tags of the band fall. `due_ms` is the time at which the request becomes overdue. `tag` and `due_ms`
     are None if the log omits them. `limit` is the flow's limit on each endpoint (0: none). `endpoint` is ''
-    while the request has no endpoint. `body_bytes` is 0 if unknown, and once the request is placed.
+    while the request has no endpoint. `body_bytes` is 0 if unknown, and also once the request is placed.
     """
 
     seq: int
@@ -95,7 +95,7 @@ class Entry(msgspec.Struct, frozen=True):
 
     @property
     def now_ms(self) -> int:
-        """The time of the decision in ms, rounded down like in the scripts."""
+        """The time of the decision in milliseconds, rounded down as in the scripts."""
         return self.time_us // 1000
 
     def __str__(self) -> str:
@@ -121,12 +121,12 @@ def _unreadable(raw: Mapping[str, str], field: str) -> EntryError:
     return EntryError(f"entry {raw.get('seq', '?')[:20]}: {field} is {found}")
 
 
-PAGE = 1000  # entries per call to Redis
+PAGE = 1000  # entries that one call to Redis reads
 TIMEOUT_S = 10.0  # timeout of each call to Redis
 
 
 class LogUnreadable(PickerError):
-    """Redis cannot be reached, or has no decision log of this pool."""
+    """The error that Redis cannot be reached, or has no decision log of this pool."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +141,7 @@ class LogStream:
     """A synchronous reader of the decision log. Each call to Redis times out after TIMEOUT_S.
 
     Raises:
-        LogUnreadable: from every method, if Redis does not answer or answers with an error.
+        LogUnreadable: every method raises it if Redis does not answer or answers with an error.
     """
 
     def __init__(self, url: str, pool: str, page: int = PAGE) -> None:

@@ -1,7 +1,7 @@
 """Measures of fairness from a decision log: service gaps, shares, waits, inversions of bands. Pure.
 
-The fairness benchmark calls these functions. They use the auditor's replay to know which requests wait.
-`SourceOf` maps a request id to the source (a kind of client) that sent the request.
+The fairness benchmark calls these functions. The measures use the auditor's replay to know which requests
+wait. `SourceOf` maps a request id to the source (a kind of client) that sent the request.
 """
 
 from collections import Counter, defaultdict
@@ -22,7 +22,7 @@ def flow_key(entry: Entry) -> FlowKey:
 
 
 class Backlog:
-    """The number of waiting requests, by flow and by priority, after the entries applied so far."""
+    """The number of waiting requests by flow and by priority, after all entries applied so far."""
 
     def __init__(self) -> None:
         self._replay = Replay()
@@ -136,7 +136,7 @@ def window(
 
 
 def normalised(served: Mapping[str, float], weights: Mapping[str, float]) -> dict[str, float]:
-    """Each source's service divided by its weight, relative to the mean; 1 is a fair share."""
+    """Each source's service divided by the source's weight, relative to the mean; 1 is a fair share."""
     by_weight = {name: served.get(name, 0.0) / weight for name, weight in weights.items()}
     mean = sum(by_weight.values()) / len(by_weight)
     return {name: each / mean if mean else 0.0 for name, each in by_weight.items()}
@@ -184,11 +184,11 @@ def events(entries: Iterable[Entry], source: str, source_of: SourceOf) -> Counte
 
 @dataclass(slots=True)
 class Order:
-    """Dispatches in band order, without the guard's. A dispatch is inverted if a request of a higher band
-    waits at that time."""
+    """Counts of dispatches by band order, without the starvation guard's dispatches. A dispatch is inverted
+    if a request of a higher band waits at that time."""
 
     inverted_turns: int = 0
-    low_turns: int = 0  # dispatches below some band seen so far, so an inversion was possible
+    low_turns: int = 0  # dispatches of any but the highest band so far
 
 
 def order(entries: Iterable[Entry]) -> Order:

@@ -1,8 +1,8 @@
 """The pool's state rebuilt from the log: requests, flow queues and the settings in force.
 
-The checks read this state before the replay applies each entry. If the log begins after the pool's first
-decision, the replay ignores requests that began before the log, and the checks that depend on them start
-once the last of these requests has left.
+The audit's checks read the rebuilt state before the replay applies each entry. If the log begins after the
+pool's first decision, the replay ignores requests that began before the log, and the checks that depend on
+them start once the last of these requests has left.
 """
 
 import enum
@@ -19,7 +19,7 @@ from picker_tools.audit.log import ENDS, THROTTLING, Entry, EntryError
 
 
 class BandLimits(msgspec.Struct, frozen=True):
-    """The most requests, and the most bytes of request bodies, that may wait in the band of `priority`."""
+    """The limits of the band of `priority`: the most waiting requests, and the most bytes of their bodies."""
 
     priority: int
     capacity: float = math.inf
@@ -29,30 +29,30 @@ class BandLimits(msgspec.Struct, frozen=True):
 class Rules(msgspec.Struct, frozen=True):
     """The settings of order and capacity from a `tuned` entry (docs/redis-schema.md, `base`).
 
-    Missing settings have the defaults of the scripts.
+    Settings missing in the entry have the scripts' defaults.
     """
 
     fairness: str = "weighted-fair"
     ordering: str = "fcfs"
     band_policy: str = "strict"
     guard_share: float = 0.0
-    starvation_ms: int = 0  # 0: half of the request's TTL
+    starvation_ms: int = 0  # 0 means half of the request's TTL
     upper_per: float = 0.0
     weights: dict[str, float] = {}
-    caps: dict[str, int] = {}  # of endpoints that have a limit
+    caps: dict[str, int] = {}  # endpoint -> its limit, if any
     bands: tuple[BandLimits, ...] = tuple(BandLimits(band.priority) for band in NAMED)  # named bands first
     paused: bool = False
-    # The largest part of the upper bound that one request takes.
+    # The largest part of the stock's upper bound that one request takes.
     claim_share: float = msgspec.field(default=1.0, name="largest_claim")
-    queues: bool = msgspec.field(default=True, name="queue_enabled")  # if off, requests take no stock
-    log_max: float = 1  # 0: the decision log is off from this entry on
+    queues: bool = msgspec.field(default=True, name="queue_enabled")  # if False, requests take no stock
+    log_max: float = 1  # most log entries; 0: no log from here on
 
     @classmethod
     def parse(cls, note: str) -> "Rules":
         """Parse the settings in `note`, a JSON object.
 
         Raises:
-            EntryError: `note` is no JSON object, or a value has the wrong type.
+            EntryError: the text `note` is no JSON object, or a value has the wrong type.
         """
         try:
             settings = msgspec.json.decode(note, type=dict[str, Any])
@@ -85,14 +85,14 @@ class Rules(msgspec.Struct, frozen=True):
         return round(upper / self.upper_per) if self.upper_per > 0 else 0
 
     def limits_at(self, priority: int) -> BandLimits:
-        """The limits of the nearest configured band at or below `priority`, or else of the lowest band."""
+        """The limits of the next configured band at or below `priority`, or else of the lowest band."""
         at_or_below = [band for band in self.bands if band.priority <= priority]
         if at_or_below:
             return max(at_or_below, key=lambda band: band.priority)
         return min(self.bands, key=lambda band: band.priority)
 
     def orders_like(self, other: "Rules | None") -> bool:
-        """Whether waiting requests have the same flow queues and order under `other`."""
+        """Whether waiting requests have the same flow queues and order under the settings `other`."""
         return other is not None and (self.fairness, self.ordering) == (other.fairness, other.ordering)
 
 
@@ -155,7 +155,7 @@ def state_after(event: str, before: RequestState) -> RequestState:
 
 @dataclass(slots=True)
 class OpenRequest:
-    """A request that has begun and not ended.
+    """A request that has begun and has not ended.
 
     `flow_key` names the request's last flow queue, and `stock_taken` is the stock that the request holds
     (None: unknown). `grant_entry` is the entry of its grant; the charge began at the start tag in that entry.
@@ -180,7 +180,7 @@ class OpenRequest:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One entry and the transition of its request. `request` is None if the replay knows no such request."""
+    """A log entry and the transition of its request; `request` is None if the replay does not know it."""
 
     entry: Entry
     request: OpenRequest | None
@@ -229,7 +229,7 @@ class FlowQueue:
 
 
 class FlowQueues:
-    """All flow queues with waiting requests or with a tag that is still needed."""
+    """All flow queues that have waiting requests or a tag that is still needed."""
 
     def __init__(self) -> None:
         self._flow_queues: dict[tuple[int, str], FlowQueue] = {}
@@ -241,7 +241,7 @@ class FlowQueues:
         return self._flow_queues.get(key)
 
     def at(self, key: tuple[int, str]) -> FlowQueue:
-        """The flow queue `key`; a new one with an unknown tag if there was none."""
+        """The flow queue with the key `key`, if necessary a new flow queue with an unknown tag."""
         queue = self._flow_queues.get(key)
         if queue is None:
             queue = self._flow_queues[key] = FlowQueue(*key)
@@ -258,7 +258,7 @@ class FlowQueues:
         return [band for band, of in self.priorities.items() if of > priority and self._servable[band] > 0]
 
     def collect(self, band: int) -> None:
-        """Forget an empty band."""
+        """Forget a band that has become empty."""
         for queue in self.of(band):
             if not queue.waiting:
                 self.drop(queue)
@@ -285,7 +285,7 @@ class FlowQueues:
         self._servable.clear()
 
     def drop(self, queue: FlowQueue) -> None:
-        """Forget an empty flow queue."""
+        """Forget a flow queue that has become empty."""
         del self._flow_queues[queue.key]
 
     def __len__(self) -> int:
@@ -305,7 +305,7 @@ def largest_bound(restored: Entry) -> float:
     """The upper bound with all endpoints ready, from the note of a restored request's entry.
 
     Raises:
-        EntryError: the note is no finite number.
+        EntryError: the entry's note is no finite number.
     """
     try:
         bound = float(restored.note)
@@ -317,7 +317,7 @@ def largest_bound(restored: Entry) -> float:
 
 
 class Replay:
-    """The pool's state after the entries so far. Call `advance` after the checks have seen the step.
+    """The pool's state after the entries so far. Call `advance` once the checks saw a step.
 
     requests: by id. rules: the settings in force; None while unknown.
     waiting, orphaned, running: the number of known requests in that state.
@@ -338,7 +338,7 @@ class Replay:
         self.complete = False  # whether the log begins with the pool's first decision
         self.waiting = 0
         self._in_use = 0.0  # stock held by the known requests
-        self._unseen_waiting = True  # requests that began before the log may be queued
+        self._unseen_waiting = True  # whether requests from before the log may wait
         self._unseen_running = True
 
     @property
@@ -375,7 +375,7 @@ class Replay:
         return Step(entry, request, before, after)
 
     def stock_after(self, step: Step) -> float | None:
-        """The stock that must follow `step`; None if unknown."""
+        """The stock that the pool must have after `step`; None if unknown."""
         if self.stock is None:
             return None
         if step.takes_stock:
@@ -384,11 +384,11 @@ class Replay:
             taken = step.request.stock_taken
             return None if taken is None else max(0.0, self.stock - taken)
         if step.request is None and step.entry.request and self._unseen_running:
-            return None  # the end of an unseen request
+            return None  # a request unknown to the replay has ended
         return self.stock
 
     def queued_after(self, step: Step) -> int | None:
-        """The number of queued requests that must follow `step`; None if unknown."""
+        """The number of queued requests that the pool must have after `step`; None if unknown."""
         if self.queued is None or (step.request is None and step.entry.request and self._unseen_waiting):
             return None
         return self.queued + step.enters_queue - step.leaves_queue
@@ -487,13 +487,13 @@ class Replay:
         else:
             self.requests[entry.request] = request
         if not self.running:
-            self._in_use = 0.0  # drop the rounding error
+            self._in_use = 0.0  # no request: drop rounding errors
 
     def _enter(self, entry: Entry, request: OpenRequest) -> None:
         request.flow_key = self._flow_key(entry)
         queue = self.flow_queues.at((entry.band, request.flow_key))
         if entry.tag is not None and entry.event != "requeued":
-            self.flow_queues.set_throttled(queue, False)  # the flow has just become backlogged
+            self.flow_queues.set_throttled(queue, False)  # a newly backlogged flow is not throttled
         self.flow_queues.wait(queue, 1)
         self.waiting += 1
 

@@ -1,13 +1,13 @@
-"""The check of G3: overdue requests get the guard's share of dispatches, longest overdue first.
+"""The check of G3: overdue requests get the guard's share of dispatches, the longest overdue request first.
 
-The guard's share of dispatches is `guard_share`. At every dispatch this module checks:
+The guard's share of dispatches is the setting `guard_share`. At every dispatch this module checks:
 
 - The guard serves the request with the least due time whose flow queue is not throttled.
-- Of any n successive dispatches the guard makes at most share·n + 1. If it sees an overdue request at each
-  of them, it makes at least ⌊share·n⌋ − 1.
-- A request with k others overdue for longer is served, or ends, within ⌈(k + 1)/share⌉ dispatches at which
-  the guard sees an overdue request. The count restarts when the throttling of its flow ends. After a change
-  of the share, each dispatch counts with the share in force at the dispatch before.
+- Of any n successive dispatches, the guard makes at most share·n + 1. If the guard sees an overdue request at
+  each of the n, it makes at least ⌊share·n⌋ − 1.
+- A request behind k longer overdue requests is served, or ends, within ⌈(k + 1)/share⌉ dispatches at which
+  the guard sees an overdue request. The count of dispatches restarts when the throttling of the request's
+  flow ends. After a change of the share, each dispatch counts with the share in force at the dispatch before.
 
 The guard looks at the 16 requests that are overdue longest and skips throttled flows, as in
 `lua/lib/flows.lua`.
@@ -23,7 +23,7 @@ from picker_tools.audit.replay import OpenRequest, Replay, Step
 _LOOKS_AT = 16
 _ROUNDING = 1e-9
 
-_Key = tuple[int, str]  # due time (µs, the last three digits from the arrival); request id
+_Key = tuple[int, str]  # due time (µs; its last three digits are those of the arrival), request id
 
 
 class Starvation(Check):
@@ -34,15 +34,15 @@ class Starvation(Check):
         super().__init__(finding, replay)
         self._not_due: list[_Key] = []  # a heap: waiting requests that are not overdue yet
         self._overdue: list[_Key] = []  # overdue requests, sorted
-        self._keys: dict[str, _Key] = {}  # keys of all waiting requests
-        self._overdue_of: dict[tuple[int, str], set[str]] = {}  # overdue requests by flow queue
+        self._keys: dict[str, _Key] = {}  # id of a waiting request -> its key
+        self._overdue_of: dict[tuple[int, str], set[str]] = {}  # flow queue -> its overdue requests
         self._credit = 0.0  # sum of the guard's shares at dispatches where it saw an overdue request
-        self._limits: dict[str, float] = {}  # the `_credit` at which an overdue request must have been served
-        self._limit_heap: list[tuple[float, str]] = []  # `_limits` as a heap
+        self._limits: dict[str, float] = {}  # overdue request -> the `_credit` by which it must be served
+        self._limit_heap: list[tuple[float, str]] = []  # the limits in `_limits` as a heap
         # Guard dispatches minus shares, maximised over runs that end now; above 1 is a violation.
         self._excess = 0.0
         self._share_before: float | None = None
-        # Shares minus guard dispatches since `_run_start`, while the guard sees an overdue request.
+        # Shares minus the guard's dispatches since `_run_start`, while the guard sees an overdue request.
         self._shortfall = self._least_shortfall = 0.0
         self._order_unknown = False
         self._run_start: Entry | None = None
@@ -91,7 +91,7 @@ class Starvation(Check):
             self._limits.pop(request_id, None)
 
     def _promote(self, entry: Entry) -> None:
-        """Move requests whose due time has come to `_overdue`."""
+        """Move the requests whose due time has come into the list `_overdue`."""
         while self._not_due and self._not_due[0][0] // 1000 <= entry.now_ms:
             key = heapq.heappop(self._not_due)
             request_id = key[1]
@@ -101,7 +101,7 @@ class Starvation(Check):
                 continue
             self._overdue.insert(at, key)
             self._overdue_of.setdefault(request.queue_key, set()).add(request_id)
-            for _, behind in self._overdue[at + 1 :]:  # one more request precedes them
+            for _, behind in self._overdue[at + 1 :]:  # one more request precedes the requests behind
                 if behind in self._limits:
                     self._set_limit(behind, self._limits[behind] + 1)
             if self._can_be_served(request_id):
@@ -135,7 +135,7 @@ class Starvation(Check):
         return queue is not None and not queue.throttled
 
     def _next_overdue(self) -> str | None:
-        """The id of the request that the guard should serve next; None if it sees no overdue request."""
+        """The id of the request that the guard must serve next; None if the guard sees none overdue."""
         return next(
             (request_id for _, request_id in self._overdue[:_LOOKS_AT] if self._can_be_served(request_id)),
             None,

@@ -1,6 +1,6 @@
 """Checks whether a run kept the fleet's general promises and the promises of its scenario. Pure.
 
-`picker load` calls `check_promises`.
+The command `picker load` calls `check_promises`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +21,7 @@ from picker_tools.load.result import (
 )
 from picker_tools.load.scenarios import Source
 
-MAX_CASES = 5  # reported cases of one broken promise
+MAX_CASES = 5  # most cases that the report lists for a broken promise
 
 
 class Verdict(StrEnum):
@@ -32,7 +32,7 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Promise:
-    """A checked promise. `says`: its text. `evidence`: reason of the verdict. `cases`: first violations."""
+    """A checked promise. `says`: its text. `evidence` explains the verdict. `cases`: first violations."""
 
     name: str
     says: str
@@ -43,7 +43,7 @@ class Promise:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """The result of one check."""
+    """The result of checking one promise."""
 
     verdict: Verdict
     evidence: str
@@ -51,7 +51,7 @@ class Finding:
 
 
 def kept_unless(cases: Sequence[object], evidence: str) -> Finding:
-    """The finding that the promise is kept if `cases`, its violations, is empty."""
+    """The finding that the promise is kept, unless `cases` has violations."""
     if not cases:
         return Finding(Verdict.KEPT, evidence)
     return Finding(Verdict.BROKEN, f"{evidence}; {len(cases)} violations", tuple(map(str, cases[:MAX_CASES])))
@@ -67,9 +67,9 @@ def unknown(why: str) -> Finding:
 
 EXPIRED = "rejected-ttl-expired"
 _LATE_S = 1.0  # a client gets its answer within this time after its TTL (G5)
-RECOUNTED_S = 10.0  # Redis, back empty, counts all running requests by then (two access-log intervals)
+RECOUNTED_S = 10.0  # two access-log intervals: a Redis back empty then counts all running requests
 _LATENESS_S = 0.25  # if the load generator sends later than this, the load differs from the plan
-_FEW = 20  # least number of answers for the check of an objective
+_FEW = 20  # fewest answers with which an objective is checked
 
 
 def one_answer(run: RunResult) -> Finding:
@@ -151,7 +151,7 @@ def load_as_planned(run: RunResult) -> Finding:
 
 
 def audited(promise: str, run: RunResult) -> Finding:
-    """The audit of the decision log for `promise`: G1 to G6, or `log`."""
+    """The audit of the decision log for `promise`: one of G1 to G6, or `log`."""
     if not any(log_audit.report for log_audit in run.log_audits):
         why = next(
             (log_audit.why for log_audit in run.log_audits if log_audit.why),
@@ -202,8 +202,8 @@ def _overlaps_outage(run: RunResult, answer: Answer) -> bool:
     return run.disturbed(answer.sent_s + answer.took_s, RECOUNTED_S)
 
 
-_NEAR = 0.9  # a flow must get this part of its fair share, within _EDGE
-_EDGE = 3  # requests that may be missing, since some wait when counting begins or ends
+_NEAR = 0.9  # a flow must get this part of its fair share, less _EDGE requests
+_EDGE = 3  # requests missing in a count because they wait when counting begins or ends
 _SHORTER = 0.25  # a client within its share waits at most this part of the other client's mean wait
 _AT_ONCE_S = 1.0  # a refusal after this time means that the request was admitted and then preempted
 _GOES_ON = 0.5  # without Redis the fleet keeps this part of its throughput (G8)
@@ -241,7 +241,7 @@ def overloaded(run: RunResult) -> Finding:
 
 
 def keeps_share(name: str, run: RunResult) -> Finding:
-    """Source `name` gets about its fair share."""
+    """The source `name` gets about its fair share of the service."""
     service, total = run.service(), sum(run.service().values())
     flow = _source(run, name).flow
     due = fair(run.sources, run.demand(), total).get(flow, 0.0)
@@ -252,7 +252,7 @@ def keeps_share(name: str, run: RunResult) -> Finding:
 
 
 def waits_less(name: str, than: str, run: RunResult) -> Finding:
-    """Source `name`, which asks for less than its share, waits far less than the source `than`."""
+    """The source `name`, which asks for less than its fair share, waits far less than the source `than`."""
     mine, others = (_mean(_lengths(run, _source(run, each))) for each in (name, than))
     if not mine >= 0 or not others > 0:
         return unknown(f"{name} or {than} was not served")
@@ -264,7 +264,7 @@ def waits_less(name: str, than: str, run: RunResult) -> Finding:
 
 
 def not_refused(name: str, run: RunResult) -> Finding:
-    """Every request of source `name` is served, while others are refused."""
+    """Every request of the source `name` is served, while requests of other sources are refused."""
     mine = [answer for answer in run.answers_of(_source(run, name)) if not answer.left]
     bad = [answer for answer in mine if not answer.served]
     others = sum(each.kind is Kind.REFUSED and each.source != name for each in run.answers)
@@ -319,7 +319,7 @@ def outage_serves(run: RunResult) -> Finding:
 
 
 def _served_per_s(run: RunResult, from_s: float, to_s: float) -> float | None:
-    """Rate of served answers that began in an interval; None if no request was sent in the interval."""
+    """Served answers a second that began in an interval; None if no request was sent in the interval."""
     if not any(from_s <= each.sent_s < to_s for each in run.answers):
         return None
     served = [each for each in run.answers if each.served]
@@ -331,7 +331,7 @@ def outage_bound(run: RunResult) -> Finding:
         return unknown("there was no outage")
     began_s, end_s = run.outage
     before = latest_before(run.samples, began_s)
-    # Include the resync: the shared queue could admit requests before it counts the running ones.
+    # Include the resync: the shared queue could admit requests before it counts the running requests.
     every = max((each.answered for each in run.endpoint_samples), default=0)
     seen = [
         each
@@ -411,7 +411,7 @@ def _lengths(run: RunResult, source: Source) -> list[float]:
 
 
 def check_promises(run: RunResult) -> tuple[Promise, ...]:
-    """Check the promises of the scenario, then of the plan's objective, if any, then the general ones."""
+    """Check the promises of the scenario, then the plan's objective, if any, then the general promises."""
     wanted = [(name, *SCENARIO_CHECKS[name]) for name in run.scenario.promises]
     plan = run.plan
     if plan.slo_ttft_p95_s is not None:

@@ -39,7 +39,7 @@ class ProgressView:
         self._task = self.bar.add_task("load", total=duration_s, visible=False)
 
     def say(self, text: str) -> None:
-        """Print a line, above the bar."""
+        """Print a line above the progress bar."""
         self.bar.console.print(text, markup=False, soft_wrap=True)
 
     def show(self, load: Load, state: Sample | None) -> None:
@@ -92,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
         ConfigError: the arguments conflict with each other or with the fleet.
         StartupError: the fleet did not start or does not answer.
     """
-    if find_spec("matplotlib") is None:  # fail before the run instead of after it
+    if find_spec("matplotlib") is None:  # fail before the run, not after the run
         raise ModuleNotFoundError(name="matplotlib")
     scenario = SCENARIOS[args.scenario]
     plan = Plan(
@@ -117,7 +117,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 async def _run(args: argparse.Namespace, plan: Plan, folder: Path, shown: ProgressView) -> RunResult | None:
-    """Run the load. Returns None if the run was interrupted before the load began."""
+    """Run the load. Returns the run's result; None if the run was interrupted before the load began."""
     work = asyncio.create_task(_load(args, plan, folder, shown))
     on_signal(work.cancel)
     try:
@@ -128,8 +128,8 @@ async def _run(args: argparse.Namespace, plan: Plan, folder: Path, shown: Progre
 
 
 async def _load(args: argparse.Namespace, plan: Plan, folder: Path, shown: ProgressView) -> RunResult:
-    """Find or start the fleet, then run a session with it. A signal cancels this until the load begins, and
-    then ends the load."""
+    """Find or start the fleet, then run a session with the fleet. A signal cancels the run until the load
+    begins, and afterwards ends the load."""
     work = asyncio.current_task()
     assert work is not None
 
@@ -163,7 +163,7 @@ async def _load(args: argparse.Namespace, plan: Plan, folder: Path, shown: Progr
 
 
 async def _found(args: argparse.Namespace, plan: Plan) -> Target | None:
-    """The running fleet that gets the load; None if this run must start its own."""
+    """The running fleet that gets the load; None if this run must start a fleet."""
     own = args.own or args.replicas or args.endpoints or args.mode
     given = args.target or args.state_file
     if own and (given or args.admin):
@@ -193,7 +193,7 @@ async def _found(args: argparse.Namespace, plan: Plan) -> Target | None:
 
 
 def _report(evidence: RunResult, report: Path) -> int:
-    """Write the report and print the verdicts. Returns the exit status."""
+    """Write the report of the run and print the verdicts. Returns the exit status."""
     from picker_tools.load import report as reports  # matplotlib takes long to import
 
     promises = check_promises(evidence)

@@ -25,10 +25,11 @@ DEFAULT_ADMIN = "http://127.0.0.1:8081"
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """The fleet under load. `admins`: its replicas' admin URLs. `endpoints`: its model servers (`ip:port`).
+    """The fleet under load. `admins`: the replicas' admin URLs. `endpoints`: the model servers' addresses
+    (`ip:port`).
 
-    `redis`: URL of the Redis with the decision log; '' if unknown. `mode`: '' for a fleet that already ran.
-    `own`: whether this run started the fleet.
+    `redis`: the URL of the Redis with the decision log; '' if unknown. `mode`: how Envoy calls the picker; ''
+    for a fleet that already ran. `own`: whether this run started the fleet.
     """
 
     url: str
@@ -69,7 +70,7 @@ async def default_fleet_answers() -> bool:
 
 
 def url_from_state_file(state_file: Path) -> str:
-    """The URL of the Envoy in `state_file`. Raises ConfigError if the file is no state file."""
+    """The URL of the Envoy in `state_file`. Raises ConfigError if `state_file` is no state file."""
     return str(_read_state(state_file)["envoy"])
 
 
@@ -98,10 +99,10 @@ async def found(url: str, *, admin: str | None, state_file: Path | None, allow_r
 
 
 async def check_needs(target: Target, scenario: Scenario) -> None:
-    """Check that a running fleet has the settings that `scenario` needs; unknown settings pass.
+    """Check that a running fleet has the settings that `scenario` needs; settings not known pass.
 
     Raises:
-        ConfigError: a setting is missing; the message names it.
+        ConfigError: the fleet lacks a setting, which the message names.
     """
     token = os.environ.get(ADMIN_TOKEN, "")
     reply = await get(f"{target.admins[0]}/api/v1/config", token) if target.admins else None
@@ -131,7 +132,7 @@ def _read_state(path: Path) -> Mapping[str, Any]:
     return state
 
 
-_LOG_ENTRIES = 1_000_000  # more than a run can write, so that Redis trims no entry before the audit
+_LOG_ENTRIES = 1_000_000  # more than a run can write, so that the audit finds all entries
 _VALKEY_ATTEMPTS = 3
 _VALKEY_GRACE_S = 4.0
 
@@ -153,10 +154,10 @@ class OwnFleet:
 
     @property
     def settings(self) -> config.Settings:
-        """The settings of its replicas, without addresses."""
+        """The settings of the fleet's replicas, without addresses."""
         tree: dict[str, Any] = {
             "decision_log": {"enabled": True, "max_entries": _LOG_ENTRIES},
-            "extproc": {"drain_grace": "100ms"},  # when the fleet stops, no request is left to drain
+            "extproc": {"drain_grace": "100ms"},  # no request is left to drain when the fleet stops
             **self._scenario.config,
         }
         return config.parse(tree)
@@ -183,24 +184,24 @@ class OwnFleet:
         )
 
     async def watch(self) -> None:
-        """Restart processes that die, until cancelled."""
+        """Restart processes of the fleet that die, until cancelled."""
         assert self._fleet is not None
         await self._fleet.watch()
 
     async def stop(self) -> None:
-        """Stop the fleet. Returns once every child process has ended."""
+        """Stop the fleet. Stop the fleet; return once every child process has ended."""
         if self._fleet is not None:
             await self._fleet.stop()
         await self._valkeys.stop([self._valkey], _VALKEY_GRACE_S)
 
     def kill(self) -> None:
-        """End all children now; `stop` returns soon after."""
+        """Kill all child processes now; the method `stop` returns soon after."""
         if self._fleet is not None:
             self._fleet.kill()
         self._valkeys.kill()
 
     def kill_replica(self, number: int) -> str | None:
-        """SIGKILL replica `number` (from 0). Returns its name, or None if it is not running."""
+        """Kill replica number `number` (from 0). Returns the replica's name, or None if it is not running."""
         assert self._fleet is not None
         try:
             os.kill(self._fleet.state()["replicas"][number]["pid"], signal.SIGKILL)
@@ -218,7 +219,7 @@ class OwnFleet:
 
 
 async def stop_shielded(fleet: OwnFleet) -> None:
-    """Stop `fleet`; kill it if the caller is cancelled meanwhile."""
+    """Stop the fleet `fleet`; if the caller is cancelled meanwhile, kill the fleet."""
     ending = asyncio.ensure_future(fleet.stop())
     try:
         await asyncio.shield(ending)

@@ -4,7 +4,7 @@ of each answer.
 `picker load`, the fault suite, the long tests and the benches send their load with this module. The client
 costs little CPU, so that the load does not slow the fleet on the same machine.
 
-A closed loop has a fixed number of clients. Each client sends its next request after its last answer, so a
+A closed loop has a fixed number of clients. Each client sends its next request after the last answer, so a
 slow fleet gets less load. An open loop sends each request at a planned time, whatever the fleet answers.
 """
 
@@ -28,7 +28,7 @@ import orjson
 
 PATH = "/v1/completions"
 LONGEST_BODY_BYTES = 60_000  # Envoy can retry requests up to this size on another replica
-HANGS_S = 90.0  # the client gives up an answer that takes longer
+HANGS_S = 90.0  # the client hangs up if an answer takes longer
 _CONNECT_S = 5.0
 _SERVED_WITHIN_S = 120.0
 _REFUSED_PAUSE_S = 0.05
@@ -38,8 +38,8 @@ _TEXT_BYTES = 300
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A request for a completion of `tokens` tokens. `pad_bytes` lengthen the prompt; the client hangs up
-    after `leaves_s` (None: never).
+    """A request for a completion of `tokens` tokens. `pad_bytes` are added to the prompt; the client hangs up
+    after `leaves_s` seconds (None: never).
     """
 
     prompt: str
@@ -56,7 +56,7 @@ class Request:
         return orjson.dumps(tree)
 
 
-@lru_cache(maxsize=16)  # for loops that repeat a few requests
+@lru_cache(maxsize=16)  # some loops repeat a few requests
 def _encode(request: Request, host: str) -> bytes:
     body = request.body()
     lines = "".join(f"{name}: {value}\r\n" for name, value in request.headers)
@@ -72,17 +72,17 @@ class Kind(StrEnum):
 
     SERVED = "served"  # a whole answer
     REFUSED = "refused"  # 503 or 429
-    FAILED = "failed"  # anything else: an error, an incomplete answer, a timeout
-    LEFT = "left"  # the client hung up
+    FAILED = "failed"  # outcome: an error, an incomplete answer, a timeout
+    LEFT = "left"  # outcome: the client hung up
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A request and its answer as the client saw them. `sent_s` and `due_s` (the planned time) are readings
-    of the monotonic clock. Other times are seconds since sending: `head_s` to the answer's head, `first_s`
-    to the first byte of its body (None: never), `took_s` to its end.
+    """A request and its answer as the client saw them. The fields `sent_s` and `due_s` (the planned time) are
+    readings of the monotonic clock. Other times are seconds since the request was sent: `head_s` to the
+    answer's head, `first_s` to the first byte of its body (None: never), `took_s` to its end.
 
-    The sender gives `source` and `number`. `status` is 0 if no answer began. `fault` describes why an answer
+    The sender sets `source` and `number`. `status` is 0 if no answer began. `fault` describes why an answer
     is not whole. `text` is the beginning of the body. The other fields come from the answer's headers and
     body; `reason` is the reason of a refusal.
     """
@@ -146,7 +146,7 @@ _DONE = b"data: [DONE]"
 
 
 class _Exchange:
-    """An answer while it arrives. `over` is set when the answer ends, whole or not."""
+    """An answer while it arrives. The event `over` is set when the answer has ended, whole or not."""
 
     def __init__(self) -> None:
         self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -160,7 +160,7 @@ class _Exchange:
         self.left = False
 
     def end(self, fault: str = "", *, left: bool = False) -> None:
-        """End the exchange if it has not ended. `left`: because the client leaves."""
+        """End the exchange unless it has ended. `left`: whether the client has hung up."""
         if not self.over.done():
             self.last_s = time.monotonic()
             self.fault, self.left = fault, left
@@ -218,7 +218,7 @@ class _Connection(asyncio.Protocol):
         self._parser = httptools.HttpResponseParser(self)
         self._transport: asyncio.Transport | None = None
         self._exchange: _Exchange | None = None
-        self._began = self._whole = False  # whether the answer has begun, and is complete
+        self._began = self._whole = False  # whether the answer has begun, whether it is complete
         self._closing = False
 
     @property
@@ -227,7 +227,7 @@ class _Connection(asyncio.Protocol):
         return self._whole and not self._closing
 
     def send(self, request: bytes, exchange: _Exchange) -> None:
-        """Write `request`; its answer arrives in `exchange`."""
+        """Write `request` to the connection; the answer arrives in `exchange`."""
         self._exchange = exchange
         self._began = self._whole = False
         if self._transport is None or self._transport.is_closing():
@@ -236,7 +236,7 @@ class _Connection(asyncio.Protocol):
             self._transport.write(request)
 
     def hang_up(self) -> None:
-        """Close the connection because the client leaves."""
+        """Close the connection because the client hangs up."""
         self.close("", left=True)
 
     def close(
@@ -249,7 +249,7 @@ class _Connection(asyncio.Protocol):
             self._transport.abort()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's transports are not typed as such
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's transports lack this base class
 
     def data_received(self, data: bytes) -> None:
         try:
@@ -298,7 +298,7 @@ class Client:
     """An HTTP client of one `http://host:port`, with one connection per open request; a context manager.
 
     `keep`: reuse connections. `exact`: an answer with fewer or more tokens than requested is a fault; servers
-    other than the simulators may end an answer early. Use it on one event loop.
+    other than the simulators may end an answer early. Use a client on one event loop.
     """
 
     def __init__(self, url: str, *, keep: bool = True, exact: bool = True) -> None:
@@ -308,7 +308,7 @@ class Client:
         self._idle: list[_Connection] = []
         self._all: set[_Connection] = set()
         self._hung_up = False
-        self.surplus_answers = 0  # answers beyond one per request
+        self.surplus_answers = 0  # answers in excess of one per request
 
     def __enter__(self) -> Self:
         return self
@@ -317,7 +317,7 @@ class Client:
         self.hang_up()
 
     def hang_up(self) -> None:
-        """Close all connections. Open requests end as left by their client."""
+        """Close all connections. Open requests end with the outcome that the client hung up."""
         self._hung_up = True
         for connection in list(self._all):
             connection.hang_up()
@@ -331,11 +331,11 @@ class Client:
         due_s: float | None = None,
         within_s: float = HANGS_S,
     ) -> Answer:
-        """Send `request` and read the whole answer. Raises nothing but CancelledError.
+        """Send `request` and read the whole answer. Raises no error but CancelledError.
 
-        Closes the connection after `within_s`, or when the client leaves.
+        Closes the connection after `within_s` seconds, or when the client hangs up.
         """
-        exchange = _Exchange()  # starts the clock, so times include connecting
+        exchange = _Exchange()  # starts the clock: times include connecting
         await self._exchange(request, exchange, within_s)
         return exchange.answer(request, source, number, due_s, exact=self._exact)
 
@@ -353,7 +353,7 @@ class Client:
         else:
             timer = loop.call_later(request.leaves_s, partial(exchange.end, left=True))
         try:
-            if self._hung_up:  # `hang_up` was called during connecting
+            if self._hung_up:  # `hang_up` was called while connecting
                 exchange.end(left=True)
             else:
                 connection.send(encoded, exchange)
@@ -383,7 +383,7 @@ class Client:
 
 
 async def send_request(url: str, request: Request) -> Answer:
-    """Send `request` on its own connection."""
+    """Send `request` on a connection of its own."""
     with Client(url) as client:
         return await client.send(request)
 
@@ -407,7 +407,7 @@ def mixed_request(dice: random.Random, number: int) -> Request:
 
 
 def requests_of_flows(flows: int) -> MakeRequest:
-    """Makes requests for one token, in turn from each of `flows` flows."""
+    """Makes requests for one token, from each of `flows` flows in turn."""
     return lambda _, number: Request(f"request {number}", 1, headers=flow_header(f"flow-{number % flows}"))
 
 
@@ -467,11 +467,11 @@ class Load:
         return self._stopping.is_set()
 
     def finish(self) -> None:
-        """Stop sending; the loops end when the last answer has ended."""
+        """Stop sending requests; the loops end when the last answer has ended."""
         self._stopping.set()
 
     def stop(self) -> None:
-        """Stop sending, and hang up on all open requests."""
+        """Stop sending requests, and hang up on all open requests."""
         self.finish()
         self._client.hang_up()
 
@@ -496,8 +496,8 @@ class Load:
         pause_s: float = _REFUSED_PAUSE_S,
         think_s: float = 0.0,
     ) -> None:
-        """Run a closed loop of `clients` until `requests` are answered, or until `finish`. Before its next
-        request a client waits for `think_s`, or for `pause_s` if its last request was not served.
+        """Run a closed loop of `clients` clients until `requests` are answered or `finish` is called. Before
+        its next request a client waits for `think_s`, or after an unserved request for `pause_s`.
         """
         self.began_s, dice, numbers = time.monotonic(), random.Random(seed), itertools.count(1)
 
@@ -512,7 +512,7 @@ class Load:
                 tasks.create_task(client())
 
     async def send_open(self, plan: Iterable[Planned]) -> None:
-        """Run an open loop: send each request of `plan` when due, or at once if late, until `finish`."""
+        """Run an open loop until `finish`: send each request of `plan` when due, or at once if late."""
         self.began_s = time.monotonic()
         async with asyncio.TaskGroup() as tasks:
             for planned in plan:
@@ -521,7 +521,7 @@ class Load:
                 tasks.create_task(self._send(planned))
 
     async def stopped_within(self, seconds: float) -> bool:
-        """Wait for `seconds`, or until `finish` is called. Returns whether it was called."""
+        """Wait for `seconds`, or until `finish` is called. Returns whether `finish` was called."""
         if seconds > 0 and not self.is_stopped:
             with suppress(TimeoutError):
                 async with asyncio.timeout(seconds):
@@ -534,7 +534,7 @@ class Load:
         answer = await self._client.send(planned.request, source=source, number=number, due_s=due_s)
         self.ended[answer.kind] += 1
         self.history.append(answer)
-        self._ended.set()  # wakes all present waiters
+        self._ended.set()  # wakes all tasks that wait now
         self._ended.clear()
         return answer
 
@@ -548,7 +548,7 @@ def closed_loop(
     pause_s: float = _REFUSED_PAUSE_S,
     think_s: float = 0.0,
 ) -> AbstractAsyncContextManager[Load]:
-    """Run `Load.send_closed` with each request on its own connection, until the block ends and each client
+    """Run `Load.send_closed`, with a connection for each request, until the `with` block ends and each client
     has finished its last request.
     """
     return _during_block(
@@ -560,7 +560,7 @@ def closed_loop(
 def open_loop(
     url: str, per_s: float, make_request: MakeRequest, *, keep: bool = False
 ) -> AbstractAsyncContextManager[Load]:
-    """Send `per_s` requests a second until the block ends, then wait until each has been answered."""
+    """Send `per_s` requests a second until the block ends, then wait until all are answered."""
     return _during_block(Client(url, keep=keep), lambda load: load.send_open(steady(per_s, make_request)))
 
 
@@ -586,7 +586,7 @@ def quantile(values: Sequence[float], part: float) -> float:
 
 
 def quantiles(values: Iterable[float]) -> dict[str, float]:
-    """p50, p90, p95, p99 and max of `values`; empty if `values` is empty."""
+    """The quantiles p50, p90, p95 and p99 and the maximum of `values`; empty if `values` is empty."""
     ordered = sorted(values)
     if not ordered:
         return {}

@@ -26,7 +26,7 @@ _STYLES = {Verdict.KEPT: "green", Verdict.BROKEN: "bold red", Verdict.UNKNOWN: "
 
 
 def summarise(run: RunResult, promises: Sequence[Promise]) -> dict[str, Any]:
-    """The run as JSON types: load, fleet, counts, percentiles (seconds) by source, shares, promises."""
+    """A run as JSON types: load, fleet, counts, percentiles (seconds) by source, shares, promises."""
     plan, target, faults = run.plan, run.target, run.faults_injected
     kinds = Counter(answer.kind for answer in run.answers)
     summary = {
@@ -152,7 +152,7 @@ def write(run: RunResult, promises: Sequence[Promise], folder: Path) -> None:
 
 
 def show(promises: Sequence[Promise]) -> None:
-    """Print a line for each promise, then the cases of broken ones."""
+    """Print a line for each promise, then the cases of broken promises."""
     console = Console(highlight=False)
     for promise in promises:
         told = f"{promise.says}: {promise.evidence}" if promise.name in AUDITED else promise.evidence

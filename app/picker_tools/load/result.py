@@ -15,8 +15,8 @@ from picker_tools.load.scenarios import Plan, Scenario, Source
 
 
 def fair(sources: Sequence[Source], demand: Mapping[str, float], served: float) -> dict[str, float]:
-    """Each flow's fair part of `served`: higher bands first, equal parts within a band, and no flow more
-    than its `demand` (max-min fairness).
+    """Each flow's fair part of the service `served` by max-min fairness: higher bands first, equal parts
+    within a band, and for no flow more than its `demand`.
     """
     due = dict.fromkeys(demand, 0.0)
     for band in sorted({source.band for source in sources}, key=lambda band: -band.priority):
@@ -29,7 +29,7 @@ def fair(sources: Sequence[Source], demand: Mapping[str, float], served: float) 
 
 @dataclass(frozen=True, slots=True)
 class Dispatch:
-    """The dispatch of a request. Times are in seconds by Redis's clock."""
+    """The dispatch of a request, by the decision log. Times of a dispatch are in seconds by Redis's clock."""
 
     at_s: float
     flow: str
@@ -39,7 +39,7 @@ class Dispatch:
 
 @dataclass(frozen=True, slots=True)
 class LogAudit:
-    """The audit of a decision log. `why` explains a missing report; '' if there is a report."""
+    """The audit of a decision log. `why` tells why the report is missing; '' if there is one."""
 
     report: Report | None
     dispatches: tuple[Dispatch, ...] = ()
@@ -47,12 +47,12 @@ class LogAudit:
 
 
 def read_log(url: str, pool: str = "default") -> LogAudit:
-    """Audit the whole decision log in Redis. Blocks: call it in a thread."""
+    """Audit the whole decision log in Redis. The audit blocks: call `audit` in a thread."""
     dispatches: list[Dispatch] = []
 
     def seen(entry: Entry) -> None:
         if entry.event in ("granted", "bypassed"):
-            # `arrived` is the time of arrival in µs, or one more than its predecessor if that is larger.
+            # `arrived` is the time of arrival in µs, and larger than the `arrived` of every earlier request.
             wait_s = max(0.0, (entry.time_us - entry.arrived) / 1e6)
             dispatches.append(Dispatch(entry.time_us / 1e6, entry.flow, entry.workload, wait_s))
 
@@ -79,7 +79,7 @@ def violations(log_audits: Sequence[LogAudit], promise: str) -> tuple[int, int, 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """The shared state as a replica's admin API reports it. `at_s`: seconds since the load began."""
+    """The shared state as a replica's admin API reports it. `at_s` is in seconds since the load began."""
 
     at_s: float
     stock: float
@@ -97,7 +97,7 @@ class Sample:
 
     @property
     def at_rest(self) -> bool:
-        """Whether every count is 0."""
+        """Whether every count of requests is 0."""
         return not any((self.stock, self.total_queued, self.leases, *self.in_flight.values()))
 
     @classmethod
@@ -131,20 +131,20 @@ class EndpointSample:
 
 @dataclass(slots=True)
 class FaultsInjected:
-    """The injected faults, in seconds since the load began. An outage with end None is not over."""
+    """The injected faults, in seconds since the load began. An outage whose end is None is not over."""
 
     kills: list[tuple[float, str]] = field(default_factory=list)
     outages: list[tuple[float, float | None]] = field(default_factory=list)
-    log_audits: list[LogAudit] = field(default_factory=list)  # audits of logs before an outage deleted them
+    log_audits: list[LogAudit] = field(default_factory=list)  # one audit for each log that an outage deleted
 
 
-_SETTLING = 0.25  # shares are counted after this part of the duration, when the queue is steady
+_SETTLING = 0.25  # part of the load's duration after which the queue is steady and shares are counted
 SHARED_AGAIN_S = 5.0  # the fleet shares one queue again within this time after Redis is back (G8)
 
 
 @dataclass(frozen=True, slots=True)
 class RunResult:
-    """The record of a run. Times are seconds since the load began, which was at `wall_s` by the wall clock.
+    """The record of a run. Times are seconds since the load began, at `wall_s` by the wall clock.
 
     `sent`: number of requests. `rest`: the first sample after the last answer with all counts 0 (None: no
     such sample in `rest_within_s`). `log_audits`: audits of the decision log, more than one if an outage
@@ -193,7 +193,7 @@ class RunResult:
         ]
 
     def waits(self, source: Source) -> list[tuple[float, float]]:
-        """End and length of each wait, by the decision log, or else of each time to first token."""
+        """The end and length of each wait, by the decision log, or else of each time to the first token."""
         if self.has_dispatches:
             return [(dispatch.at_s - self.wall_s, dispatch.wait_s) for dispatch in self.dispatches_of(source)]
         return [
@@ -230,7 +230,7 @@ class RunResult:
         return began_s, self.plan.duration_s if ended_s is None else ended_s
 
     def disturbed(self, at_s: float, after_s: float) -> bool:
-        """Whether at `at_s` Redis was unavailable, or had been back for less than `after_s`."""
+        """Whether at `at_s` Redis was unavailable, or had been back for less than `after_s` seconds."""
         return any(
             began <= at_s and (ended is None or at_s <= ended + after_s)
             for began, ended in self.faults_injected.outages

@@ -17,7 +17,7 @@ from picker_fleet.domain.bands import Band
 from picker_tools.load.generator import Planned, Request
 
 _PROMPT_BYTES = (200, 400)
-_STREAMED = 0.8  # part of the requests that are streamed
+_STREAMED = 0.8  # part of the requests that ask for a stream
 _WORDS = ("alpha", "bravo", "charlie", "delta", "echo", "foxtrot", "golf", "hotel", "india", "juliett")
 
 TTFT_MS, ITL_MS = 60.0, 12.0  # settings of the simulators in a fleet that the run starts
@@ -27,9 +27,9 @@ ANSWER_S = (TTFT_MS + ITL_MS * (ANSWER_TOKENS - 1)) / 1000  # duration of an ans
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """One client population. `load` is its demand relative to the fleet's capacity (1: all of the capacity).
+    """One client population. `load` is the demand relative to the fleet's capacity (1: all capacity).
 
-    If `objective` is '', its requests name no objective.
+    If `objective` is '', the source's requests name no objective.
     """
 
     name: str
@@ -61,8 +61,8 @@ class Fault(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """A named load. `config` overrides the default settings of a fleet that the run starts; `promises` name
-    entries of `SCENARIO_CHECKS`.
+    """A named load. `config` overrides the default settings of a fleet that the run starts; `promises` are
+    names of entries in `SCENARIO_CHECKS`.
 
     `needs` are settings (dotted key, value) that the scenario requires of a fleet that already runs.
     """
@@ -88,7 +88,7 @@ class Scenario:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A run of `scenario` with at most `max_requests`. `rate_per_s` None: derived from the capacity."""
+    """A run of `scenario` with at most `max_requests` requests; `rate_per_s` None: by the capacity."""
 
     scenario: Scenario
     duration_s: float
@@ -107,7 +107,7 @@ _BY_WORKLOAD = (("fair_request_queue.ordering", "workload-aware"),)
 
 
 def _alike(load: float) -> tuple[Source, ...]:
-    """Four clients of equal weight and `load`."""
+    """Four sources of equal weight and equal demand `load`."""
     return tuple(Source(f"client-{n}", load, f"client-{n}") for n in range(1, 5))
 
 
@@ -200,7 +200,7 @@ SCENARIOS: Mapping[str, Scenario] = {scenario.name: scenario for scenario in _AL
 
 
 def source_request(source: Source, model: str, number: int, seed: int) -> Request:
-    """Make request `number` of `source`. Each prompt is unique."""
+    """Make request `number` of `source`. The prompt of each request is unique."""
     chance = Random(f"{seed}/{source.name}/{number}")
     text = " ".join(chance.choices(_WORDS, k=80))[: chance.randint(*_PROMPT_BYTES)]
     headers = [

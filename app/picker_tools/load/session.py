@@ -33,7 +33,7 @@ _FIRST_KILL_AT, _LATER_OUTAGE_AT, _LATER_OUTAGE_FOR = 0.25, 0.5, 1 / 5
 
 
 def kill_moments(duration_s: float, replicas: int, seed: int) -> list[tuple[float, int]]:
-    """Time and replica (from 0) of each kill, at least one; random, but the same for the same seed."""
+    """The time and replica number (from 0) of each kill; random, but equal for equal seeds."""
     chance = Random(f"{seed}/kills")
     moments: list[tuple[float, int]] = []
     at_s = 0.0
@@ -60,7 +60,7 @@ class Sampler:
         self.endpoint_samples: list[EndpointSample] = []
 
     async def run(self) -> None:
-        """Take samples until cancelled."""
+        """Take samples of the fleet until cancelled."""
         while True:
             next_s = self._now_s() + INTERVAL_S
             async with asyncio.TaskGroup() as tasks:
@@ -69,7 +69,7 @@ class Sampler:
             await asyncio.sleep(max(0.0, next_s - self._now_s()))
 
     async def take_sample(self) -> Sample | None:
-        """Take a sample; None if no replica answers."""
+        """Take a sample of the fleet; None if no replica answers."""
         for admin in itertools.islice(self._admins, self._replicas):
             reply = await get(f"{admin}/api/v1/state", os.environ.get(ADMIN_TOKEN, ""))
             sample = Sample.read(self._now_s(), reply.body) if reply and reply.status == 200 else None
@@ -87,14 +87,14 @@ class Sampler:
         self.endpoint_samples.append(EndpointSample(self._now_s(), requests, len(pages)))
 
 
-_REST_S = 20.0  # the duration of a lease, and a margin for the sweep
+_REST_S = 20.0  # a lease's duration, with a margin for the sweep
 _REST_LEFT_S = 5.0  # after Ctrl-C
-_PROBES = 3  # requests, sent one at a time, that measure the duration of an answer
+_PROBES = 3  # requests that measure an answer's duration, one after the other
 _PROBE_S = 30.0
 _LOG_S = 60.0
 _SHOW_S = 0.2
 
-# A callback that gets the load so far and the latest sample.
+# A callback that gets the load so far and the latest sample of the fleet.
 Show = Callable[[Load, Sample | None], None]
 
 
@@ -172,8 +172,8 @@ class Session:
             )
 
     async def _capacity_per_s(self) -> float:
-        """The requests a second that the fleet can serve. Dispatch stops once stock reaches the lower bound,
-        so at most that many requests run at once.
+        """The requests a second that the fleet can serve. Dispatch stops once the stock reaches the lower
+        bound, so at most as many requests as the lower bound run at once.
         """
         plan = self._plan
         if plan.rate_per_s is not None:
