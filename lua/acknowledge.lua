@@ -2,7 +2,7 @@
 -- Remove the notifications of requests that their grants have placed (lib/dispatch.lua) from the caller's inbox: the
 -- caller knows their endpoints.
 --
--- Guarantees: keeps notifications of other attempts. Repeating a call changes nothing.
+-- Guarantees: notifications of other attempts remain. Repeating a call changes nothing.
 --
 -- keys[1] epp:{POOL}:pool
 -- args[1] the calling replica; then for each request: id, attempt

@@ -2,9 +2,9 @@
 -- Admit a batch of arrivals: place each at once (bypass), queue or refuse it; adopt requests that are already known.
 --
 -- Guarantees: the stock never exceeds the upper bound (G1). A request with a known id keeps its position, grant or
--- endpoint and changes its owner, so repeating a call changes nothing (G6, G7). An arrival is adopted only if flow,
--- model and body are the same too: the id alone is no proof. A refused or expired request leaves no record: if sent
--- twice, it counts as two arrivals of its workload.
+-- endpoint and changes its owner, so repeating a call changes nothing (G6, G7). An arrival takes over a known request
+-- only if flow, model and body are the same too, since the id alone is no proof. A refused or expired request leaves no
+-- record; if its call is repeated, the request counts as two arrivals of its workload.
 --
 -- keys[1] epp:{POOL}:pool
 -- args[1] the calling replica; then each request, packed (picker_fleet/state/schema.py): texts, each ended by byte 0:
@@ -20,7 +20,8 @@
 --   | 'expired' | 'unknown-pool' (publish first) | 'foreign' (another request has this id; nothing was done)
 
 -- Whether an arrival with a known id is the same request r: flow, model and body digest are equal, whichever stream
--- brings it. An r without an attempt was restored from an access log: Envoy has its answer and does not send r again.
+-- brings it. A request r without an attempt was restored from an access log: Envoy has the placement and does not send
+-- r again.
 local function is_same(r, arrival)
   return r.flow == arrival.flow and r.model == arrival.model and r.attempt ~= ''
     and string.match(r.attempt, '%..*') == string.match(arrival.attempt, '%..*')
@@ -48,8 +49,9 @@ local function adopt(r, arrival, turn, picks)
   log_event('adopted', r)
   defer_write('ZADD', key.inflight, now_ms + settings.lease_ms, r.id)
   if r.state == STATE_PLACED then
-    -- Two streams know the endpoint of r, and the pool cannot tell which of them Envoy still uses: a suspended replica
-    -- may resend a request that Envoy gave up long ago. So neither stream can cancel r. Only its end or its lease does.
+    -- Two streams know the endpoint of request r, and the pool cannot tell which stream Envoy still uses: a suspended
+    -- replica may resend a request that Envoy gave up long ago. So neither stream can cancel r: only the end of r or of
+    -- its lease removes r.
     if old_owner ~= notifications.caller or old_attempt ~= attempt then
       r.attempt = string.match(attempt, '%..*') or ''
     end
@@ -68,8 +70,8 @@ local function refuse(r, reason)
   return 'refused ' .. reason .. ' ' .. retry_after_s
 end
 
--- Make room for r: preempt the newest request of the least recently preempted flow queue of the lowest preemptible band
--- below r's band (spec 003). Return whether a request was preempted.
+-- Make room for request r: preempt the newest request of the least recently preempted flow queue of the lowest
+-- preemptible band below r's band (spec 003). Return whether a request was preempted.
 local function preempt_for(r)
   for i = #BANDS, RANK[r.band] + 1, -1 do
     local band = BANDS[i]
@@ -89,7 +91,7 @@ local function preempt_for(r)
   return false
 end
 
--- Place r at once. Return the reply, which may refuse r; nil if r must queue.
+-- Place request r at once. Return the reply, which may be a refusal; nil if r must queue.
 local function bypass(r, turn, picks)
   if settings.paused == 1 then return nil end
   local take = pool.stock_for(r.cost, pool.upper)
@@ -125,7 +127,7 @@ local function arrive(r, turn, picks)
   r.deadline_ms = now_ms + left_ms
   local reply = pool.queued == 0 and pool.ready > 0 and bypass(r, turn, picks)
   if reply then return reply end
-  -- If the queue is off, refuse a request that a limit prevents from starting.
+  -- If the queue is off, refuse a request that cannot start because of a limit.
   if settings.queue_enabled == 0 and settings.paused ~= 1 and pool.queued == 0 then
     return refuse(r, REFUSED_SATURATED)
   end
@@ -136,7 +138,7 @@ local function arrive(r, turn, picks)
     return refuse(r, REFUSED_INSUFFICIENT_FLOW_CAPACITY)
   end
 
-  -- Each flow queue holds a request, so count the flow queues only if max_flows requests are queued.
+  -- Each flow queue holds a request: count the flow queues only if at least max_flows requests are queued.
   if pool.queued >= (settings.max_flows or math.huge) and not GUARANTEED[band]
     and queue.count_flow_queues() >= settings.max_flows and queue.length(band, queue.flow_queue(r)) == 0 then
     return refuse(r, REFUSED_TOO_MANY_FLOWS)

@@ -2,10 +2,10 @@
 -- Cancel requests on behalf of the stream that brought them.
 --
 -- Guarantees: only the owner's current attempt can cancel, so a late cancel of a former owner never ends an adopted
--- request (G7). A request that was placed before its adoption cannot be cancelled. Repeating a call changes nothing
--- (G6). An expiry does not end a request that was granted in time (G5). `unclaimed` ends only a grant whose endpoint
--- the caller does not know yet: after a failover that lost the last writes, the queue may grant a request that was
--- served before, and its stock would be blocked until the lease ends.
+-- request (G7). A request that was placed before another stream took it over cannot be cancelled. Repeating a call
+-- changes nothing (G6). An expiry does not end a request that was granted in time (G5). The reason `unclaimed` ends
+-- only a grant whose endpoint the caller does not know yet. After a failover that lost the last writes, the queue may
+-- grant a request that was served before, whose stock would be blocked until the lease ends.
 --
 -- keys[1] epp:{POOL}:pool
 -- args[1] the calling replica; then for each request: id, attempt, why (cancelled | expired | withdrawn);

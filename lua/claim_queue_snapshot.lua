@@ -1,5 +1,5 @@
 -- include: storage
--- Return the snapshot of all flow queues that one replica makes for the fleet, or let the caller claim to make it.
+-- Return the snapshot of all flow queues that one replica makes for the fleet, or let the caller make a new snapshot.
 --
 -- Guarantees: while the claim of one replica is valid, no other replica gets a claim.
 --

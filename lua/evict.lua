@@ -1,5 +1,5 @@
 -- include: dispatch
--- End a waiting request at an operator's demand. The replica that owns the request answers the client.
+-- End a waiting request at an operator's demand. The replica that owns the request then answers the client.
 --
 -- Guarantees: a granted or placed request is not ended.
 --

@@ -2,9 +2,10 @@
 -- A replica reports that it is alive, and reads the state of the fleet: the pool's epoch, which replica publishes, the
 -- bounds, and the notifications that a lost wake-up has left in its inbox.
 --
--- Guarantees: exactly one heartbeat's reply has each notification other than a grant, even if the replica had it before
--- by a wake-up or another reply; none has it if a new request uses the id. Replies repeat a grant until its request is
--- placed, or until the replica acknowledges the endpoint if the grant placed the request.
+-- Guarantees: exactly one heartbeat's reply has each notification other than a grant, even if the replica had the
+-- notification before by a wake-up or another reply; no reply has it if a new request uses the id. Replies repeat the
+-- notification of a grant until the request is placed or, if the grant placed it, until the replica acknowledges the
+-- endpoint.
 --
 -- keys[1] epp:{POOL}:pool
 -- args[1] the calling replica
@@ -21,7 +22,7 @@
 --   key}; numbers that may have fractions are strings. Like every function, it fails with 'FORMAT N' (N: 'none' without
 --   a number) on a pool of another format, and changes nothing.
 
--- Notifications that one reply carries; the rest come with the next heartbeats.
+-- Most notifications that one reply carries; the rest come with the next heartbeats.
 local INBOX_LIMIT = 256
 local function read_inbox(inbox)
   local count = read('HLEN', inbox)
@@ -57,9 +58,9 @@ local function merge_signing_keys(kept, offered)
   return text
 end
 
--- Return the key that chooses variants of models (ingress/traffic_split.py): 'TIME:KEY', the first signing key
--- ever offered and the time of the offer. Replicas keep and offer the variant key, and the oldest one wins, so a pool
--- that was lost gets its own key back even if a new replica reports first.
+-- Return the key that chooses variants of models (ingress/traffic_split.py): 'TIME:KEY', the first signing key ever
+-- offered and the time of the offer. Replicas keep and offer the variant key, and the oldest variant key wins, so a
+-- pool that was lost gets its own key back even if a new replica reports first.
 local function merge_variant_key(kept, known, fresh)
   local oldest = kept or fresh and exact(now_ms) .. ':' .. fresh
   if known ~= '' and (not kept or known < kept) then oldest = known end
@@ -69,7 +70,7 @@ end
 
 -- Return {count, least}: the number of live replicas and the least of their ids. The call reads the list if the number
 -- has changed, if a replica joins, and once a second, since another version's library may have let a replica join.
--- Otherwise it only counts, so its cost does not grow with the fleet.
+-- In all other cases the call only counts, so its cost does not grow with the fleet.
 local READ_AFTER_MS = 1000
 local function live_replicas(joins, silence_ms)
   local known, since = key.live, '(' .. (now_ms - silence_ms)

@@ -1,10 +1,10 @@
 -- include: pool
--- The mean length of each flow's answers, in tokens: the estimate for requests that set no maximum.
+-- Keeps the mean length of each flow's answers, in tokens, as the estimate for requests that set no maximum.
 -- Uses reads and writes from lib/storage.lua, settings from lib/pool.lua. Defines `answers`.
 
 local answers = {has_learned = false}
 do
-  -- Return a flow's mean and the time of its last answer; nil if the entry is damaged, which counts as a stray.
+  -- Return a flow's mean answer length and the time of its last answer; nil if the entry is damaged (a stray).
   local function parse_answer(text)
     local known, mean, last_ms = pcall(struct.unpack, 'dd', text)
     if known and mean == mean and mean >= 0 then return mean, last_ms end

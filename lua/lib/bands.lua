@@ -1,26 +1,27 @@
 -- include: storage schema
--- The bands of the queue. Each has a priority, any int32. By default the band of the highest priority that has waiting
--- requests is served first; under the band policy `weighted`, each band gets service in proportion to its weight.
--- Records and keys hold the number of a band, which fits in a byte. 0 to 2 are the named bands: Critical, Default and
--- Sheddable, whatever their priorities. Numbers from 3 are dynamic bands: `bands.of` creates a band when a request of a
--- new priority arrives, and the sweep removes the band when none of its requests waits or runs. A dynamic band has the
--- attributes of the nearest configured band at or below its priority, or else of the lowest configured band. If all
--- numbers are in use, a request of a new priority joins the nearest band.
+-- The bands of the queue. Each band has a priority, any int32. By default the band of the highest priority that has
+-- waiting requests is served first; under the band policy `weighted`, each band gets service in proportion to its
+-- weight. Records and keys hold the number of a band, which fits in a byte. The numbers 0 to 2 are the named bands:
+-- Critical, Default and Sheddable, whatever their priorities. Numbers from 3 are dynamic bands. The function `bands.of`
+-- creates a band when a request of a new priority arrives; the sweep removes the band when none of its requests waits
+-- or runs. A dynamic band has the attributes of the nearest configured band at or below its priority, or else of the
+-- lowest configured band. If all numbers are in use, a request of a new priority joins the nearest band.
 --
 -- The field `waiting_bytes`, written with the counters, has the total size of each band's waiting request bodies. If
--- the field is lost, the sizes restart at 0 in a new epoch. A request that leaves the queue subtracts its body's size
--- only if it was added in the current epoch.
--- Uses keys from lib/storage.lua, names from the schema. Defines `bands`, the tables below, and `pool`, still empty.
+-- the field is lost, the sizes restart at 0 in a new epoch. When a request leaves the queue, its body's size is
+-- subtracted only if it was added in the current epoch.
+-- Uses keys from lib/storage.lua, names from the schema. Defines the table `bands`, the tables below, and the table
+-- `pool`, still empty.
 
 local pool = {} -- counters (lib/pool.lua)
--- Tables by band number: names of counters (formatting a name costs as much as a command), then attributes. A number
--- without a priority is not in use.
+-- Tables by band number: first names of counters (formatting a name costs as much as a command), then attributes. A
+-- number without a priority is not in use.
 local QUEUED, V, NEW, BAND_TAG = {}, {}, {}, {}
 local PRIORITY, RANK, BAND_WEIGHT, PREEMPTIBLE, GUARANTEED, CAPACITY = {}, {}, {}, {}, {}, {}
 local BANDS = {0, 1, 2} -- the band numbers in use, the highest priority first
 local LAST_NAMED = 2
 local LEAST_PRIORITY, MOST_PRIORITY = -2147483648, 2147483647
--- keeps_bytes: whether `waiting_bytes` must be written with the counters; limit_bytes: whether any band limits bytes
+-- keeps_bytes: whether the field `waiting_bytes` must be written; limit_bytes: whether any band limits bytes
 local bands = {keeps_bytes = false, limit_bytes = false}
 do -- a chunk may have 200 locals
   local LAST = 63
@@ -41,7 +42,8 @@ do -- a chunk may have 200 locals
   local configured, weights = DEFAULTS, {} -- configured bands, and their weights; the three named bands come first
   local band_of = {} -- priority -> number
   local others, stored = {}, '' -- the numbers of the dynamic bands; the field `bands` as stored in Redis
-  -- Return the index of the highest of `count` priorities that is at most `priority`; if all are higher, of the lowest.
+  -- Return the index of the highest of `count` priorities that is at most `priority`; if none is, of the lowest
+  -- priority.
   local function nearest(priority, count, priority_of)
     local found, lowest
     for i = 1, count do
@@ -72,7 +74,7 @@ do -- a chunk may have 200 locals
     return PRIORITY[a] > PRIORITY[b] or (PRIORITY[a] == PRIORITY[b] and a < b)
   end
 
-  -- Sort the bands in use, and bring their attributes up to date.
+  -- Sort the bands in use, and update the attributes of each band.
   local function arrange()
     band_of = {}
     for i = #BANDS, 1, -1 do BANDS[i] = nil end
@@ -196,13 +198,14 @@ do -- a chunk may have 200 locals
   -- Return the number of the band with this priority, or nil.
   function bands.find(priority) return band_of[priority] end
 
-  -- Count a request that enters (1) or leaves (-1) a dynamic band.
+  -- Count a request that enters (`change` 1) or leaves (-1) a dynamic band.
   function bands.count_request(band, change)
     local name = REQUESTS[band]
     pool[name] = math.max(pool[name] + change, 0)
   end
 
-  -- Return the dynamic bands without requests whose tag is at most bv. In an idle pool ignore the tags.
+  -- Return the dynamic bands without requests whose tag is at most bv, the virtual time across bands. In an idle pool
+  -- ignore the tags.
   function bands.idle()
     local idle = {}
     local at_rest = pool.queued == 0 and pool.stock == 0
@@ -213,7 +216,8 @@ do -- a chunk may have 200 locals
     return idle
   end
 
-  -- Remove an idle dynamic band. Its keys are unlinked when the call ends, so the call must not make a band after this.
+  -- Remove an idle dynamic band. The band's keys are unlinked when the call ends, so the call must not make another
+  -- band after this removal.
   function bands.collect(band)
     for _, kind in ipairs({'flows', 'throttled', 'finish', 'candidates', 'preempted'}) do
       defer_unlink(key[kind][band])

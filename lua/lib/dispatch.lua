@@ -1,12 +1,12 @@
 -- include: ends answers
--- Begins and ends every script call: due timers, dispatch, commit. Also places requests. If a call fails before it
--- starts to commit, `run` undoes its writes.
+-- Begins and ends every script call: runs due timers, dispatches requests, commits the writes. Also places requests. If
+-- a call fails before it starts to commit, `run` undoes its writes.
 -- Uses the queue from lib/flows.lua, the choice of an endpoint from lib/endpoints.lua, ends from lib/ends.lua. Defines
 -- `place_request`, `place_granted`, `run_timers`, `finish_call`, `for_each_item`, `column` and `run`.
 
--- Choose and reserve an endpoint for r in one step, so that two replicas never both take the same idle endpoint (G1).
--- Return 'placed a,b,c LOADS'; or nil, whether only a limit prevents the placement, and the endpoints that are at their
--- own limit. The caller accounts for the stock and for the total of the flow.
+-- Choose and reserve an endpoint for request r in one step, so that two replicas never both take the same idle endpoint
+-- (G1). Return 'placed a,b,c LOADS'; or nil, whether only a limit prevents the placement, and the endpoints that are at
+-- their own limit. The caller accounts for the stock and for the flow's total in flight.
 local function place_request(r, candidates, turn, picks)
   local picked, seen, endpoint = endpoints.pick(r, candidates, turn, picks)
   if not picked then return nil, seen, endpoint end
@@ -20,9 +20,9 @@ local function place_request(r, candidates, turn, picks)
 end
 
 -- Place a granted request. If every endpoint that it may use is at its own limit or at the flow's limit, the request
--- returns to its position in the queue, and its charge is refunded. Its flow queue is throttled until a request of the
--- flow ends or one of those endpoints has room. If no endpoint of the pool has room, dispatch stops anyway, so the flow
--- queue stays in order.
+-- returns to its position in the queue, and its charge is refunded. The request's flow queue is throttled until a
+-- request of the flow ends or one of those endpoints has room. If no endpoint of the pool has room, dispatch stops
+-- anyway, so the flow queue stays in order.
 local function place_granted(r, candidates, turn, picks)
   notifications.withdraw(r.owner, r.id)
   local reply, limited, closed = place_request(r, candidates, turn, picks)
@@ -97,9 +97,9 @@ end
 
 local GUARD_CREDIT = 1 - 1e-9 -- credit for one guard dispatch; not 1, since ten times 0.1 sums to slightly less
 
--- Grant r: remove it from the queue, add `take` to the stock, notify its owner. Also place r if any endpoint will do,
--- so that its replica need not ask. `turn_of`: the flow queue whose turn it is; nil if the starvation guard chose r.
--- `picks`: how many requests this call may still place.
+-- Grant request r: remove r from the queue, add `take` to the stock, notify the owner. Also place r if any endpoint
+-- will do, so that the owner need not ask for a placement. `turn_of`: the flow queue whose turn it is; nil if the
+-- starvation guard chose r. `picks`: how many requests this call may still place.
 local function grant(r, tag, take, turn_of, picks)
   local id, share = r.id, queue.serve(r, tag, turn_of)
   r.state, r.taken, r.tag = STATE_GRANTED, take, tag
@@ -111,7 +111,7 @@ local function grant(r, tag, take, turn_of, picks)
     credit = credit - 1
   end
 
-  -- Cap the credit at 1 + guard_share, so that at most one guard dispatch is saved up.
+  -- Cap the guard's credit at 1 + guard_share, so that at most one guard dispatch is saved up.
   counters.credit = credit < 1 and credit + guard_share or 1 + guard_share
   counters.stock, counters.dispatches = counters.stock + take, counters.dispatches + 1
   if r.limit > 0 then endpoints.count_flow(r, nil, 1) end
@@ -139,7 +139,8 @@ local function dispatch()
   if settings.queue_enabled == 0 then lower = math.huge end
   local room = math.min(counters.queued, math.ceil(lower - counters.stock), DISPATCH_LIMIT)
   if room > 0 then
-    -- Estimate: one request fits for each that this call has ended. Exact if all costs are equal.
+    -- Estimate: one queued request fits for each request that this call has ended. The estimate is exact if all costs
+    -- are equal.
     queue.prefetch(math.min(room, counters.ended - counters.ended_before))
   end
   local places = room > 0 and endpoints.caps and endpoints.free_slots() or math.huge
@@ -170,7 +171,7 @@ local function dispatch()
   return served, attempts
 end
 
--- Write the call's changes to Redis. From here on nothing is read, and each step may be repeated.
+-- Write the call's changes to Redis. During and after this step nothing is read, and each step may be repeated.
 local function commit()
   record.commit()
   workloads.commit()
@@ -211,7 +212,8 @@ local function finish_call(replies)
 end
 
 -- Answer a batch of items, each `size` arguments (at most five) after the caller's name, by calling
--- `answer(index, fields...)`. `answer` always gets five fields; the fields beyond `size` belong to the next item.
+-- `answer(index, fields...)`. The function `answer` always gets five fields; the fields beyond `size` belong to the
+-- next item.
 local function for_each_item(args, size, answer)
   reset_notifications(args[1])
   local replies, count = {}, 0
@@ -222,7 +224,8 @@ local function for_each_item(args, size, answer)
   return finish_call(replies)
 end
 
--- Return the n-th argument of each item, without empty arguments, and their count. The next call reuses the table.
+-- Return the n-th argument of each item, without empty arguments, and the number of arguments returned. The next call
+-- reuses the table.
 local column_found = {}
 local function column(args, size, n)
   local found, count = column_found, 0
@@ -236,7 +239,7 @@ local function column(args, size, n)
   return found, count
 end
 
--- Reset the tables of a single call, and the caches kept between calls if they are no longer valid.
+-- Reset the tables of a single call; reset the caches kept between calls if those are no longer valid.
 local function reset_caches()
   if queue.has_lengths then queue.reset() end
   if answers.has_learned then answers.reset() end

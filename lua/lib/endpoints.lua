@@ -1,16 +1,16 @@
 -- include: pool
 -- The live load of every endpoint, and the choice among endpoints. The load is the endpoint's number of requests in
 -- flight, plus UNPICKABLE if it takes no new requests (draining, marked, or unpublished while requests still run).
--- `limits` counts the requests in flight of flows that have a limit per endpoint. `endpoints.caps` is endpoint ->
--- limit, nil if no endpoint has a limit: the configured limits, and the temporary limits of endpoints that are full or
--- on trial (lib/marks.lua).
+-- The hash `limits` counts the requests in flight of flows that have a limit per endpoint. The table `endpoints.caps`
+-- is endpoint -> limit, nil if no endpoint has a limit: the configured limits, and the temporary limits of endpoints
+-- that are full or on trial (lib/marks.lua).
 -- Uses reads and writes from lib/storage.lua, settings from lib/pool.lua. Defines `endpoints`.
 
--- ANY: `candidates` of a request that accepts any endpoint; counts_flows: whether this library has seen a flow limit
+-- ANY: `candidates` of a request that accepts any endpoint; counts_flows: whether this library has seen a flow's limit
 local endpoints = {ANY = '*', counts_flows = false}
 local reset_endpoints
 do -- a chunk may have 200 locals
-  -- endpoint -> load, as far as known. Cached between calls while only this library changes the pool.
+  -- endpoint -> load, as far as known. The loads are cached between calls while only this library changes the pool.
   local loads, loads_known = {}, 0
   local MOST_LOADS = 1000 -- cache size: requests may name any number of unknown endpoints
   local changed_loads = {}
@@ -19,7 +19,7 @@ do -- a chunk may have 200 locals
   local READ_AT_ONCE = 2000 -- unpack() puts its values on a stack of limited depth
   local SMALL = 8 -- fewest endpoints to read; a smaller window has all endpoints, enough for any choices
 
-  -- Return a function that caches the results of `make`, a function of a text.
+  -- Return a function that caches the results of `make`, a function with one text argument.
   local function memoized(make)
     local results, known = {}, 0
     return function(text)
@@ -70,10 +70,10 @@ do -- a chunk may have 200 locals
     return load >= UNPICKABLE and load - UNPICKABLE or math.max(load, 0)
   end
 
-  -- Whether an endpoint is published, or was published and still runs requests.
+  -- Whether an endpoint is published, or was published before and still runs requests.
   function endpoints.is_known(address) return load_of(address) >= 0 end
 
-  -- Set the load of an endpoint that begins or ceases to take new requests. The window is then out of date.
+  -- Set the load of an endpoint that begins or ceases to take new requests. The table `window` is then out of date.
   function endpoints.set_load(address, load)
     loads[address], changed_loads[address] = load, true
     window, all_counted = nil, nil
@@ -100,7 +100,8 @@ do -- a chunk may have 200 locals
   local function is_less_loaded(a, b) return loads[a] < loads[b] end
 
   -- Read the `picks` + `want` least loaded endpoints into `window`: enough for `picks` requests that need `want`
-  -- endpoints each. Merge the endpoints whose load this call has changed, since Redis has only their former loads.
+  -- endpoints each. Insert the endpoints whose load this call has changed at their new places, since Redis has only
+  -- their former loads.
   local function read_window(picks, want)
     local most = math.max(math.max(picks, 1) + want, SMALL)
     local changed, changed_count, own = changed_loads, 0, {}
@@ -132,7 +133,8 @@ do -- a chunk may have 200 locals
     loads_known, window_left = loads_known + count, count < SMALL and math.huge or most - want
   end
 
-  -- Field of `limits` -> requests in flight of a limited flow, cached during a call; the fields that it changed.
+  -- Field of the hash `limits` -> requests in flight of a limited flow, cached during a call; and the fields that the
+  -- call has changed.
   local limit_counts, changed_limits = {}, {}
   local function flow_counts(fields)
     local counts, asked = {}, {}
@@ -166,7 +168,7 @@ do -- a chunk may have 200 locals
   -- Whether an endpoint takes new requests: it is published, not draining and not marked.
   function endpoints.is_ready(address) return is_pickable(load_of(address)) end
 
-  -- All endpoints in `load`, with or without requests in flight; read once a call.
+  -- All endpoints in the set `load`, with or without requests in flight; read once a call.
   function endpoints.counted()
     if all_counted then return all_counted end
     local all, listed_ones = redis.call('ZRANGE', key.load, 0, -1), {}
@@ -184,7 +186,7 @@ do -- a chunk may have 200 locals
   end
 
   -- Return how many more requests may be granted before every ready endpoint is at its limit. A granted request that is
-  -- not placed yet also takes a slot. Called only if endpoints have limits.
+  -- not placed yet also takes a slot. Call this function only if endpoints have limits.
   function endpoints.free_slots()
     local caps, left, placed = endpoints.caps, 0, 0
     for _, address in ipairs(endpoints.counted()) do
@@ -229,7 +231,8 @@ do -- a chunk may have 200 locals
     return free, true
   end
 
-  -- The cost function for candidates with scores: live_weight * load / highest load - score. The lowest cost wins.
+  -- The cost function for candidates with scores: live_weight * load / highest load - score. The endpoint with the
+  -- lowest cost is chosen.
   local function cost_function(among, scores)
     local most = 1
     for _, address in ipairs(among) do
@@ -294,7 +297,8 @@ do -- a chunk may have 200 locals
       limited = limited or #closed > 0
     end
     local cost_of = scores and cost_function(among, scores) -- nil: by load alone
-    -- Insert each endpoint into the `want` best so far; equal costs keep the order in which they are visited.
+    -- Insert each endpoint into the `want` best so far; endpoints of equal cost keep the order in which they are
+    -- visited.
     local best, costs, kept, count = best_ones, their_costs, 0, #among
     local next_one = turn % count
     for _ = 1, count do
@@ -316,8 +320,8 @@ do -- a chunk may have 200 locals
     return table.concat(best, ',', 1, kept), loads_seen(named, among, costs, kept), best[1]
   end
 
-  -- Like `choose`; but if no named candidate takes new requests, and no limit is the cause, choose among the candidates
-  -- that only an ejection excludes.
+  -- Choose like `choose`; but if no named candidate takes new requests, and no limit is the cause, choose among the
+  -- candidates that only an ejection excludes.
   function endpoints.pick(r, candidates, turn, picks)
     local picked, seen, first = choose(r, candidates, turn, picks)
     if picked or seen or candidates == endpoints.ANY or pool.outliers == 0 then return picked, seen, first end

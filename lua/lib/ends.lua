@@ -1,5 +1,6 @@
 -- include: flows marks tombstones
--- End requests: release the stock, endpoint and lease of each exactly once. Restore requests: acquire these again.
+-- End requests: release the stock, endpoint and lease of each request exactly once. Restore requests: acquire stock,
+-- endpoint and lease again.
 -- Uses the queue from lib/flows.lua, loads from lib/endpoints.lua, records from lib/registry.lua, `tombstones`. Defines
 -- the functions below.
 
@@ -23,8 +24,8 @@ local function release(r)
   endpoints.count_flow(r, nil, -1)
 end
 
--- Acquire stock, endpoint and lease for a granted or placed request whose record is kept or restored. `lease_end_ms`: a
--- whole lease by default.
+-- Acquire stock, endpoint and lease for a granted or placed request whose record is kept or restored. Without
+-- `lease_end_ms`, acquire a whole lease.
 local function restore_running(r, lease_end_ms)
   if r.band > LAST_NAMED then bands.count_request(r.band, 1) end
   pool.stock = pool.stock + r.taken
@@ -46,7 +47,7 @@ local function restore_placed(r, lease_end_ms)
   log_event('restored', r, nil, nil, marks.largest_bound())
 end
 
--- End a request in any state: remove its record and its queue position, or release its stock, endpoint and lease.
+-- End a request in any state: remove its record, and remove it from the queue or release its stock, endpoint and lease.
 local function finish_request(r, event, note)
   local state = r.state
   if state == STATE_QUEUED then
@@ -70,7 +71,7 @@ local function finish_request(r, event, note)
   end
 end
 
--- Move a placed request to the load of `endpoint`, where Envoy has sent it. `listed`: the request's new endpoints.
+-- Count a placed request on `endpoint`, where Envoy has sent the request. `listed` has the request's new endpoints.
 local function move_placed(r, endpoint, listed)
   local old = endpoints.first(r.endpoints)
   endpoints.release(old)

@@ -1,12 +1,12 @@
 -- include: order throttle
--- The queue: bands; in each band, flow queues ordered by start tag; in each flow queue, requests in the order of
--- lib/order.lua. Also chooses preemption candidates, and applies new settings, which may change the order.
+-- The queue consists of bands; each band has flow queues ordered by start tag; each flow queue has requests in the
+-- order of lib/order.lua. Also chooses preemption candidates, and applies new settings, which may change the order.
 -- Uses fronts from lib/fronts.lua, bands from lib/bands.lua, records and timers from lib/registry.lua, `order` and
 -- `throttle`. Defines `preemption`, `queue` and `put_settings`.
 
 -- The preemption candidates when the queue is full: the backlogged flow queues of each preemptible band, ordered by
--- the time of their last preemption. While pool.pressed is 1, `preempted` keeps the last preemption times of flow
--- queues that have emptied.
+-- the time of their last preemption. While pool.pressed is 1, the key `preempted` keeps the last preemption times of
+-- flow queues that have emptied.
 local preemption = {}
 do
   function preemption.add_candidate(band, flow_queue)
@@ -38,14 +38,15 @@ do
 end
 
 -- Start-time fair queueing (Goyal, Vin, Cheng, 1996; for several servers: Jin, Chase, Kaur, SFQ(D), 2004): a flow queue
--- that becomes backlogged starts at S = max(v, F); serving it sets v = S and F = S + share. Tags belong to flow queues,
--- not to requests, so a request that leaves unserved leaves no gap. docs/fairness.md has the proofs.
+-- that becomes backlogged starts at S = max(v, F); serving it sets the band's virtual time v = S and the flow queue's
+-- finish tag F = S + share. Tags belong to flow queues, not to requests, so a request that leaves unserved leaves no
+-- gap. docs/fairness.md has the proofs.
 local queue = {flow_queue = order.flow_queue, has_lengths = false}
 do
   local clamp = bands.clamp
 
-  -- Return the share by which serving r raises its flow queue's tag. A damaged record may hold any weight or cost:
-  -- clamp them, so that tags stay finite.
+  -- Return the share by which serving request r raises the tag of its flow queue. A damaged record may hold any weight
+  -- or cost: clamp weight and cost, so that tags stay finite.
   function queue.share(r)
     if settings.fairness == FAIRNESS_ROUND_ROBIN then return 1 end
     local cost = bands.clamp_cost(r.cost)
@@ -54,7 +55,8 @@ do
   end
 
 
-  -- Return the flow queue that holds r: after a change of `fairness`, the former one until the sweep has moved r.
+  -- Return the flow queue that holds request r: after a change of `fairness`, the former flow queue until the sweep has
+  -- moved r.
   function queue.current_flow_queue(r)
     local flow_queue, flow_queues = queue.flow_queue(r), key.queue[r.band]
     if pool.refiling == 0 or read('ZSCORE', flow_queues[flow_queue], r.id) then return flow_queue end
@@ -104,10 +106,11 @@ do
     if r.bytes > 0 then bands.count_bytes(r, change) end
   end
 
-  -- Return the start tag of a flow queue that becomes backlogged with r and whose last finish tag is `finish`. If
-  -- finish <= v, the flow queue is a newcomer and starts at v. A client that makes a new flow for each request would
-  -- thus always be served first, so all newcomers together are charged to `new`, like one flow. While `new` is at least
-  -- NEWCOMERS shares ahead of v, a newcomer starts one share after v, as if it had been served once.
+  -- Return the start tag of a flow queue that becomes backlogged with request r and whose last finish tag is `finish`.
+  -- If finish <= v (the virtual time), the flow queue is a newcomer and starts at v. A client that makes a new flow for
+  -- each request would thus always be served first, so all newcomers together are charged to the tag `new`, like one
+  -- flow. While `new` is at least NEWCOMERS shares ahead of v, a newcomer starts one share after v, as if it had been
+  -- served once.
   local NEWCOMERS = 100
   local function start_tag(r, finish)
     local v, new, share = pool[V[r.band]], NEW[r.band], queue.share(r)
@@ -126,7 +129,8 @@ do
     defer_write('ZADD', flows, tag, flow_queue)
   end
 
-  -- Queue r; the caller writes the record. Return the start tag of r's flow queue if r makes it backlogged, else nil.
+  -- Queue request r; the caller writes the record. Return the start tag of r's flow queue if r makes it backlogged,
+  -- else nil.
   function queue.insert(r)
     local band, flow_queue = r.band, queue.flow_queue(r)
     local requests = key.queue[band][flow_queue]
@@ -158,7 +162,7 @@ do
     if band > 0 or PREEMPTIBLE[0] then preemption.remove_candidate(band, flow_queue) end
   end
 
-  -- Remove r from its flow queue, timers and indexes. Return whether the flow queue is now empty.
+  -- Remove request r from its flow queue, timers and indexes. Return whether the flow queue is now empty.
   local function take_out(r, flow_queue)
     local id, band = r.id, r.band
     local requests, is_aware = key.queue[band][flow_queue], settings.ordering == ORDERING_WORKLOAD_AWARE
@@ -181,19 +185,19 @@ do
     return emptied
   end
 
-  -- The last request of a flow queue left unserved: store the flow queue's tag as its finish tag.
+  -- When the last request of a flow queue has left unserved, store the flow queue's tag as its finish tag.
   local function empty(band, flow_queue)
     local tag = read('ZSCORE', key.flows[band], flow_queue) or throttle.remove(band, flow_queue)
     if tag then deactivate(band, flow_queue, tag) end
   end
 
-  -- Remove r from the queue without serving r; the tag of the flow queue stays the same.
+  -- Remove request r from the queue without serving r; the tag of the flow queue stays the same.
   function queue.remove(r)
     local flow_queue = queue.current_flow_queue(r)
     if take_out(r, flow_queue) then empty(r.band, flow_queue) end
   end
 
-  -- Remove a stray, an id without a queued request, from a flow queue and its indexes.
+  -- Remove a stray (an id without a queued request) from a flow queue and its indexes.
   function queue.drop_stray(id, band, flow_queue)
     local requests = key.queue[band][flow_queue]
     drop_stray('ZREM', requests, id)
@@ -202,8 +206,9 @@ do
     if lengths[requests] == 0 then empty(band, flow_queue) end
   end
 
-  -- Remove r from the queue and charge its share to its flow queue, whose start tag is `tag`. A turn of flow queue
-  -- `turn_of` moves v to `tag`; if the starvation guard serves r (`turn_of` nil), v stays. Return the share.
+  -- Remove request r from the queue and charge its share to its flow queue, whose start tag is `tag`. A turn of flow
+  -- queue `turn_of` moves the virtual time v to `tag`; if the starvation guard serves r (`turn_of` nil), v stays.
+  -- Return the share.
   function queue.serve(r, tag, turn_of)
     local flow_queue, band, share = turn_of or queue.current_flow_queue(r), r.band, queue.share(r)
     local emptied = take_out(r, flow_queue)
@@ -220,8 +225,8 @@ do
     return share
   end
 
-  -- Correct a charge for r: add `difference` to the tag of `flow_queue`. If no tag is stored, add it to v, or to
-  -- `floor` if that is less. Return the new tag.
+  -- Correct a charge for request r: add `difference` to the tag of `flow_queue`. If no tag is stored, add `difference`
+  -- to the lesser of the virtual time v and `floor`. Return the new tag.
   function queue.correct(r, flow_queue, difference, floor)
     for _, place in ipairs({key.flows[r.band], key.throttled[r.band], key.finish[r.band]}) do
       local tag = read('ZSCORE', place, flow_queue)
@@ -236,7 +241,7 @@ do
     return tag
   end
 
-  -- Under the band policy `weighted`, charge `cost` to the band of r. A negative cost refunds.
+  -- Under the band policy `weighted`, charge `cost` to the band of request r. A negative cost is a refund.
   function queue.charge_band(r, cost)
     if settings.band_policy ~= BAND_POLICY_WEIGHTED then return end
     local name = BAND_TAG[r.band]
@@ -264,8 +269,8 @@ do
     return true
   end
 
-  -- Orphan a silent replica's request: remove it from the queue until another replica adopts it, `until_ms` at the
-  -- latest. The record keeps the deadline, so the adopter has the rest of the TTL.
+  -- Orphan a silent replica's request: remove the request from the queue until another replica adopts it, but at most
+  -- until `until_ms`. The record keeps the deadline, so the adopter has the rest of the TTL.
   function queue.orphan(r, until_ms)
     queue.remove(r)
     r.state = STATE_ORPHANED
@@ -274,7 +279,7 @@ do
     log_event('orphaned', r)
   end
 
-  -- Move r to its position under the policy in force. Called by the sweep.
+  -- Move request r to its position under the policy in force. The sweep calls this function.
   function queue.reorder(r)
     local flow_queue = queue.current_flow_queue(r)
     if flow_queue ~= queue.flow_queue(r) then
@@ -313,8 +318,8 @@ do
     end
   end
 
-  -- Read ahead for up to `count` turns: the next flow queues, and the records of the first requests of each, the same
-  -- number from each flow queue.
+  -- Read ahead for up to `count` turns: the next flow queues, and the records of the first requests of each flow queue,
+  -- the same number from each.
   function queue.prefetch(count)
     read_ahead.expect(count)
     if count < 2 then return end
@@ -335,7 +340,8 @@ do
     if settings.ordering == ORDERING_WORKLOAD_AWARE then order.prefetch_followers(ids) end
   end
 
-  -- Return the request to serve next: its id, its flow queue's start tag, band and name; nil if none can be served.
+  -- Return the request to serve next: its id, its flow queue's start tag, band and name; nil if no request can be
+  -- served.
   function queue.next_turn()
     local in_order = settings.band_policy == BAND_POLICY_WEIGHTED and bands_in_order() or BANDS
     for i = 1, #in_order do

@@ -1,15 +1,16 @@
 -- include: storage
--- Read-ahead: the first members of the sorted sets that dispatch serves from the front (flow queues of a band;
--- requests, or heads of lines, of a flow queue; requests of a line). A front holds members from index `at` on, and is
--- `whole` if the set has no other members. In a front without scores, members before `at` were removed. In a front with
--- scores, `scores` has the new score of each changed member, or false if it was removed.
+-- Reads ahead the first members of the sorted sets that dispatch serves from the front: the flow queues of a band; the
+-- requests, or heads of lines, of a flow queue; the requests of a line. A front holds members of one set from index
+-- `at` on; the field `whole` says whether the set has no other members. In a front without scores, members before `at`
+-- were removed. In a front with scores, the table `scores` has the new score of each changed member, or false if the
+-- member was removed.
 -- Uses reads and writes from lib/storage.lua. Defines `read_ahead`.
 
 do -- a chunk may have 200 locals
   local expected = 1 -- number of requests that this call may serve
 
-  -- Forget a front and defer its changes, so that later writes come after these changes. `is_last`: the call can no
-  -- longer fail, so former scores are not needed.
+  -- Forget a front and defer its changes as writes, so that later writes come after them. `is_last`: the script call
+  -- can no longer fail, so former scores are not needed.
   function read_ahead.discard(name, is_last)
     local front = fronts[name]
     if not front then return end
@@ -32,7 +33,7 @@ do -- a chunk may have 200 locals
 
   function read_ahead.expect(count) expected = math.max(count, 1) end -- 0 would make read_scored read the whole set
 
-  -- Read the first `more` + 1 members, without scores; the extra member shows whether the set has more.
+  -- Read the first `more` + 1 members of the set, without scores; the extra member shows whether the set has more.
   local function read_members(name, more)
     local front = read('ZRANGE', name, 0, more)
     front.at, front.whole = 1, #front <= more
@@ -40,7 +41,7 @@ do -- a chunk may have 200 locals
     return front
   end
 
-  -- The first member, or nil.
+  -- The first member of the set, or nil.
   function read_ahead.first_member(name)
     local front = fronts[name]
     local member = front and front[front.at]
@@ -48,14 +49,14 @@ do -- a chunk may have 200 locals
     return read_members(name, 1)[1]
   end
 
-  -- The second member, or nil.
+  -- The second member of the set, or nil.
   function read_ahead.second_member(name)
     local front = fronts[name]
     if not (front and (front.whole or front[front.at + 1])) then front = read_members(name, 1) end
     return front[front.at + 1]
   end
 
-  -- Append the first `count` members to `found`.
+  -- Append the set's first `count` members to `found`.
   function read_ahead.first_members(name, count, found)
     local front, known = read_members(name, count), #found
     for i = 1, math.min(count, #front) do found[known + i] = front[i] end
@@ -75,8 +76,9 @@ do -- a chunk may have 200 locals
     return nil
   end
 
-  -- Fronts with scores: `scores` has the new score of each changed member, false if it left. Changed members that are
-  -- part of the front are in `back`, in order from `first` to `last`; equal scores are ordered by member, as in Redis.
+  -- In fronts with scores, the table `scores` has the new score of each changed member, false if the member left. Changed
+  -- members that are part of the front are in the list `back`, in order from `first` to `last`; equal scores are
+  -- ordered by member, as in Redis.
   local function precedes(score, member, other_score, other)
     return score < other_score or (score == other_score and member < other)
   end
@@ -91,14 +93,14 @@ do -- a chunk may have 200 locals
     return front
   end
 
-  -- The front as it was read: member, score, member, score ... The caller must not change it.
+  -- The front as it was read: member, score, member, score ... The caller must not change the list.
   function read_ahead.scored_front(name)
     local front = fronts[name]
     if front and (front.whole or front[front.at] or front.back[front.first]) then return front end
     return read_scored(name)
   end
 
-  -- The first member and its score, or nil.
+  -- The first member of the set and its score, or nil.
   function read_ahead.first_scored(name)
     local front = fronts[name]
     if not (front and front[front.at]) then front = read_ahead.scored_front(name) end
@@ -121,7 +123,7 @@ do -- a chunk may have 200 locals
     end
   end
 
-  -- Set the score of a member, new or not; nil removes the member.
+  -- Set the score of a new or present member; nil removes the member.
   function read_ahead.set_score(name, member, score)
     local front = fronts[name]
     if not front then

@@ -1,6 +1,6 @@
 -- include: endpoints
--- Marks of endpoints. An endpoint takes new requests if it is published, not draining, and has none of the marks
--- `drained` (by an operator), `down` and `ejected` (lib/outliers.lua).
+-- Marks of endpoints. Decides which endpoints take new requests: those that are published, not draining, and without
+-- the marks `drained` (by an operator), `down` and `ejected` (lib/outliers.lua).
 -- Also computes the limits of failing or full endpoints, and the bounds of the stock.
 -- Uses loads and outlier entries from lib/endpoints.lua, counters from lib/pool.lua. Defines `marks`.
 
@@ -8,7 +8,7 @@ local marks = {}
 do
   local MARKS = {'drained', 'down', 'ejected'}
 
-  -- List a published endpoint; its requests in flight stay counted.
+  -- Enter a published endpoint in the set `load`; its requests in flight stay counted.
   local function add_published(address, draining)
     local load, count = endpoints.load(address), endpoints.in_flight(address)
     local listed_load = draining and count + UNPICKABLE or count
@@ -63,7 +63,7 @@ do
     end
   end
 
-  -- The marked addresses, as a set.
+  -- The addresses of marked endpoints, as a set.
   function marks.all()
     local found = {}
     for _, mark in ipairs(read('HKEYS', key.marks)) do
@@ -73,8 +73,8 @@ do
     return found
   end
 
-  -- Publish an endpoint with its JSON description; '' unpublishes it. `former`: the description published so far, if
-  -- known; `marked`: the marked addresses. Return whether the endpoint takes new requests.
+  -- Publish an endpoint with its JSON description; '' unpublishes the endpoint. `former`: the description published so
+  -- far, if known; `marked`: the addresses of marked endpoints. Return whether the endpoint takes new requests.
   function marks.publish(address, description, former, marked)
     if description == '' then
       defer_write('HDEL', key.endpoints, address)
@@ -136,7 +136,8 @@ do
     end
   end
 
-  -- Bounds are configured per ready endpoint. Nine digits undo binary rounding: 20 times 1.15 is 23, not 22.999...
+  -- The bounds of the stock are configured per ready endpoint. Nine digits undo binary rounding: 20 times 1.15 is 23,
+  -- not 22.999...
   function marks.update_bounds()
     local function scaled(bound) return tonumber(string.format('%.9g', bound * pool.ready)) end
     pool.upper = scaled(settings.upper_per)

@@ -1,16 +1,16 @@
 """The accounting token, with which any replica can account for a placed request, and the keys that sign it.
 
-Envoy carries the token in dynamic metadata and returns it with each access-log entry. Tabs join its fields,
-in the order of state/schema.py; no field can contain a tab, since intake refuses control characters. Two
-optional fields follow: the time, if the request was placed without Redis, and the priority, if the band is
-not a named one. The last field is the fleet's signature over the request's id and all fields before it; a
-traceparent may follow.
+Envoy carries the token in dynamic metadata and returns it with each access-log entry. Tabs join the token's
+fields, in the order of state/schema.py; no field can contain a tab, since the picker refuses control
+characters in requests. Two optional fields follow: the time, if the request was placed without Redis, and the
+priority, if the band is not a named one. The last field is the fleet's signature over the request's id and
+all fields before it; a traceparent may follow.
 
-The fleet's keys are kept in Redis; they also sign session tokens and requests between replicas. Each
+The fleet's signing keys are kept in Redis; they also sign session tokens and requests between replicas. Each
 heartbeat offers the keys that this replica holds and gets the keys in force (lua/heartbeat.lua), so the keys
 survive the loss of the shared state. A new key is distributed a whole period before it signs, so that every
-replica knows the key before it has to check a signature. A signature is 28 visible characters: the name of
-its key and 96 bits of a keyed BLAKE2b.
+replica knows the key before it has to check a signature. A signature has 28 printable characters: the name of
+its key, and 96 bits of a keyed BLAKE2b hash.
 """
 
 import hashlib
@@ -29,22 +29,22 @@ UNKNOWN_KEY: Final = "unknown-key"
 BAD_SIGNATURE: Final = "bad-signature"
 
 _KEY_BYTES = 16
-_NAME = 4  # characters of a key's name, with which each signature begins
-LENGTH: Final = _NAME + 24  # characters of a signature
+_NAME = 4  # length of a key's name, with which each signature begins
+LENGTH: Final = _NAME + 24  # length of a signature
 
 _PURPOSE = "accounting-token"
 _TRACEPARENT = "00-"
 
 _NUMBERS = {criticality: str(number) for number, criticality in enumerate(Criticality)}
 _FLOW, _COST, _MODEL, _ENDPOINT = map(ACCOUNTING_TOKEN.index, ("flow", "cost", "model", "endpoint"))
-_FIELDS = len(ACCOUNTING_TOKEN)  # without the time, the priority, the signature and the traceparent
+_FIELDS = len(ACCOUNTING_TOKEN)  # fields without time, priority, signature and traceparent
 
 
 class Keyring:
-    """The fleet's keys that this replica knows; until the first heartbeat, a random key of its own.
+    """The fleet's signing keys that this replica knows; until the first heartbeat, a random key of its own.
 
-    `variant_key` chooses model variants (traffic_split.py); it stays the same when signing keys change.
-    `version` grows with each change of the keys.
+    The key `variant_key` chooses model variants (traffic_split.py); it stays the same when signing keys
+    change. The number `version` grows with each change of the signing keys.
     """
 
     def __init__(self) -> None:
@@ -60,7 +60,7 @@ class Keyring:
         return " ".join((self._fresh, *self._keys))
 
     def take(self, keys: str, first: str = "") -> None:
-        """Use the reply to a heartbeat: the keys in force, newest first, separated by blanks; and `first`."""
+        """Use the reply to a heartbeat: the keys in force, newest first, and the `first` key."""
         if first and first != self.first:
             self.first = first
             self.variant_key = hashlib.blake2b(first.encode(), digest_size=_KEY_BYTES).digest()
@@ -90,7 +90,7 @@ class Keyring:
         return [self._signature(name, purpose, text) for name in self._macs]
 
     def fault(self, purpose: str, text: str, signature: str) -> str:
-        """Why `signature` is not a valid signature of `text`: a code; '' if it is valid."""
+        """The code of why `signature` is not a valid signature of `text`; '' if it is valid."""
         if len(signature) != LENGTH:
             return BAD_SIGNATURE if signature else UNSIGNED
         name = signature[:_NAME]
@@ -111,7 +111,8 @@ def write(
     """The accounting token of `request` placed on `endpoint` (`ip:port`).
 
     `alone_ms` is the time by Redis's clock, if the request was placed without Redis. `answer_tokens` is
-    added to a cost that lacks the answer: once the token is needed, Redis has lost the flow's mean, too.
+    added to a cost that lacks the answer: when Redis needs the token, it has also lost the flow's mean answer
+    length.
     """
     workload, band = request.workload, request.band
     cost = request.cost + answer_tokens if request.learn else request.cost
@@ -128,23 +129,23 @@ def write(
 
 
 def signed(token_fields: str, request_id: str, keys: Keyring) -> str:
-    """The token of request `request_id`: the fields from `write`, and their signature."""
+    """The accounting token of request `request_id`: the `fields` returned by `write`, and their signature."""
     signature = keys.sign(_PURPOSE, f"{request_id}\t{token_fields}")
     return f"{token_fields}\t{signature}"
 
 
 def of_read(request_id: str, keys: Keyring) -> str:
-    """The token of a read, a request that needs no admission: all fields are empty."""
+    """The token of a read, that is, a request that needs no admission: all fields are empty."""
     return signed("\t" * (_FIELDS - 1), request_id, keys)
 
 
 def is_read(token: str) -> bool:
-    """Whether `token` comes from `of_read`; any other token begins with a flow."""
+    """Whether `token` was made by `of_read`; any other token begins with a flow."""
     return token[:1] == "\t"
 
 
 def fault_of(token: str, request_id: str, keys: Keyring) -> str:
-    """Why `token` is not the fleet's token for `request_id`: a code; '' if it is."""
+    """The code of why `token` is not the fleet's token for `request_id`; '' if it is."""
     own, _ = split_trace(token)
     token_fields, _, signature = own.rpartition("\t")
     if own.count("\t") < _FIELDS:
@@ -154,14 +155,14 @@ def fault_of(token: str, request_id: str, keys: Keyring) -> str:
 
 def is_alone(token: str) -> bool:
     """Whether the request of `token` was placed without Redis."""
-    if ADMITTED_ALONE not in token:  # most tokens: return without a split
+    if ADMITTED_ALONE not in token:  # as in most tokens: return without a split
         return False
     fields = token.split("\t")
     return len(fields) > _FIELDS and fields[_FIELDS].startswith(ADMITTED_ALONE)
 
 
 def alone_since_ms(token: str) -> int | None:
-    """When the request was placed without Redis, ms by Redis's clock; None if it was placed with Redis."""
+    """Time (ms by Redis's clock) of a placement without Redis; None if placed with Redis."""
     if not is_alone(token):
         return None
     digits = token.split("\t")[_FIELDS].removeprefix(ADMITTED_ALONE)
@@ -198,7 +199,7 @@ def _field(token: str, at: int) -> str:
 
 
 def with_trace(token: str, parent: str) -> str:
-    """`token` with `parent` appended, the traceparent for spans after the request's decision."""
+    """The `token` with `parent` appended, the traceparent for spans after the request's decision."""
     return f"{token}\t{parent}"
 
 

@@ -1,9 +1,9 @@
 """Sends every script call of a replica over one Redis connection, in batches; state/store.py calls it.
 
-Calls submitted while a message is in flight go out together in the next message; otherwise a call goes out
-at the end of the event loop's turn. So load makes batches larger rather than messages more numerous. For the
-same reason an end that is not urgent waits up to `_BATCH_DELAY_S` for an admission to travel with, while the
-mean interval between ends is shorter than that.
+Calls submitted while a message is in flight go out together in the next message; with no message in flight, a
+call goes out at the end of the event loop's turn. So load makes batches larger rather than messages more
+numerous. For the same reason, the end of a request that is not urgent waits up to `_BATCH_DELAY_S` for an
+admission to share a message with, while the mean interval between ends is shorter than `_BATCH_DELAY_S`.
 
 Order, guaranteed:
 - Within a message, scripts run in the order of `scripts.NAMES`: a lease is renewed before the same request is
@@ -11,16 +11,16 @@ Order, guaranteed:
   cancelled.
 - Redis runs messages in the order in which they were written, and items of one script in the order in which
   they were submitted, except items that Redis denied or refused, which are retried later.
-- Decisions (admit, place) wait at most `_BATCH_DELAY_S` for replies to earlier messages; then they go
-  out in a message of their own. All other calls wait until no exclusive message (`Message`) is in flight.
+- Decisions (admit, place) wait at most `_BATCH_DELAY_S` for replies to earlier messages; then the decisions
+  go out in a message of their own. All other calls wait until no exclusive message (`Message`) is in flight.
 - When a call is retried behind later messages, every end (settle, cancel) in those messages is sent again
   after it, so that a late admission or renewal never outlives its request. Ends are idempotent.
 
-Failure: a message waits while Redis is slow. If its connection breaks, is stuck, or leads to a server that is
-not the primary, its unanswered calls are sent once more on a new connection (scripts are idempotent by
-request id). Redis is unavailable when its silence is proven (state/connection.py), when a new connection is
-refused, or when a connection is lost before any reply. Then items fail with StateUnavailable, except durable
-items, which stay pending until Redis has accepted them.
+Failure: a message waits while Redis is slow. If a message's connection breaks, is stuck, or leads to a server
+that is not the primary, the message's unanswered calls are sent once more on a new connection (scripts are
+idempotent by request id). Redis is unavailable when its silence is proven (state/connection.py), when a new
+connection is refused, or when a connection is lost before any reply. While Redis is unavailable, items fail
+with StateUnavailable, except durable items, which stay pending until Redis has accepted them.
 
 Items, calls and messages are msgspec structs, which are faster to construct than dataclasses.
 """
@@ -58,22 +58,22 @@ from picker_fleet.state.scripts import ENDS, NAMES, load_library
 Reply = Any
 Argument = str | int | float | bytes
 
-HEAD = 4  # epoch, notifications, attempts, successes: the first elements of every batched reply
-MAX_BATCH = 16  # items per script call: a call with sixteen preemptions takes well below 5 ms
+HEAD = 4  # number of leading elements of a batched reply: epoch, notifications, attempts, served
+MAX_BATCH = 16  # most items per script call: sixteen preemptions take well below 5 ms
 MAX_DURABLE = 50_000
 _MAX_IN_FLIGHT = 64
-_BATCH_DELAY_S = 0.002  # longest wait of a decision for earlier replies, and of other calls for a decision
-_LONGEST_INTERVALS = 10  # in batch delays; caps an interval between ends before it enters their average
+_BATCH_DELAY_S = 0.002  # longest wait of decisions for earlier replies, and of others for decisions
+_LONGEST_INTERVALS = 10  # in batch delays: cap of an interval between ends before averaging
 _END_ALPHA = 0.1
 _RANK = {name: rank for rank, name in enumerate(NAMES)}
-_DELAYED = ("renew", "acknowledge")  # no caller waits for their replies
+_DELAYED = ("renew", "acknowledge")  # scripts for whose replies no caller waits
 _DECISIONS = ("admit", "place")
-_REPEATABLE = ("view_", "claim_queue_snapshot")  # prefixes of script names
+_REPEATABLE = ("view_", "claim_queue_snapshot")  # prefixes of scripts that may run repeatedly
 _RECONNECT_PAUSE_S = 0.05
 _UNREACHABLE = "Redis cannot be reached: {}"
 _LIBRARY_MISSING = "ERR Function not found"
-_MAX_LOADS = 5  # loads of the library per message; beyond that, something keeps flushing the library
-_FOLLOW_S = 2.0  # interval of asking the Sentinels or the Cluster for the primary
+_MAX_LOADS = 5  # most library loads per message; beyond, something keeps flushing the library
+_FOLLOW_S = 2.0  # seconds between questions to Sentinels or Cluster for the primary
 _LOAD_AGAIN_S = 1.0  # pause before loading a refused library again
 _DENIED_RETRY_S = 0.05
 _DURABLE_RETRY_S = 0.5
@@ -92,8 +92,8 @@ class CallMetrics(Protocol):
 
 
 class Item(msgspec.Struct, eq=False):
-    """One submission. `durable`: resent until Redis has accepted it. `tried`: Redis may have received it.
-    `parse` converts the reply into the answer."""
+    """One submission. `durable`: the item is resent until Redis has accepted it. `tried`: Redis may have
+    received it. The function `parse` converts the reply into the answer."""
 
     args: tuple[Argument, ...]
     answer: asyncio.Future[Any]
@@ -103,7 +103,7 @@ class Item(msgspec.Struct, eq=False):
 
 
 class Call(msgspec.Struct, eq=False):
-    """One function call or plain command, and the items that its reply answers: none, one, or a batch."""
+    """One function call or plain command, and the items that the reply answers: none, one, or a batch."""
 
     name: str
     command: tuple[Any, ...]
@@ -152,7 +152,8 @@ class Call(msgspec.Struct, eq=False):
 class Pending:
     """Items and calls that wait to be sent: items grouped by script, and single calls.
 
-    `functions` maps script names to function names for FCALL; `key` is the pool's, `caller` the replica.
+    `functions` maps script names to function names for FCALL; `key` is the key of the pool, `caller` the
+    replica's id.
     """
 
     def __init__(self, functions: Mapping[str, str], key: str, caller: str) -> None:
@@ -173,7 +174,7 @@ class Pending:
         return len(self._batched.get(name, ()))
 
     def unsent(self, name: str) -> list[tuple[Argument, ...]]:
-        """The arguments of the items of script `name` that Redis cannot have received."""
+        """The arguments of those items of script `name` that Redis cannot have received."""
         return [item.args for item in self._batched.get(name, ()) if not item.tried]
 
     def take(self, names: Collection[str] = NAMES, *, single: bool = True) -> list[Call]:
@@ -196,7 +197,7 @@ class Pending:
     def put_back(self, calls: list[Call], why: str, *, views: bool = False) -> None:
         """Queue the durable items of `calls` again, and with `views` the repeatable calls; fail all other
         items with StateUnavailable."""
-        for call in reversed(calls):  # appendleft and extendleft then restore the order
+        for call in reversed(calls):  # reversed, since appendleft and extendleft then restore the order
             if views and call.repeatable and not call.answered:
                 self._single.appendleft(call)
                 continue
@@ -233,15 +234,16 @@ class DelayedCalls:
 
 
 class Message(msgspec.Struct, eq=False):
-    """Calls that are written together and answered in order, until each is answered or the message dropped.
+    """Calls that are written together and answered in order, until each call is answered or the message is
+    dropped.
 
     `sent_s` is event-loop time; `paused_s` is the pause detector's total at `sent_s`. `exclusive`: while the
     message is in flight, only messages of decisions (admit, place) may be sent. `resent`: the message carries
     the unanswered calls of a lost connection; it is dropped if the new connection is lost, too.
 
-    All messages are dropped when Redis is unavailable, or when this replica was paused for long. Then durable
-    items are pending again, views too unless Redis is unavailable, and all other items fail with
-    StateUnavailable."""
+    All messages are dropped when Redis is unavailable, or when this replica was paused for long. After a
+    drop, durable items are pending again, and so are views unless Redis is unavailable; all other items fail
+    with StateUnavailable."""
 
     calls: list[Call]
     sent_s: float
@@ -251,7 +253,7 @@ class Message(msgspec.Struct, eq=False):
     awaiting: deque[Call] = msgspec.field(default_factory=deque)  # calls without a reply yet, in order
     retry: list[Call] = msgspec.field(default_factory=list)  # calls to write again, in order
     library_missing: bool = False
-    loads: int = 0  # loads of the library for this message
+    loads: int = 0  # number of library loads for this message
     load_error: str = ""
 
     def __post_init__(self) -> None:
@@ -269,8 +271,8 @@ class Message(msgspec.Struct, eq=False):
             self.retry += single
 
     def begin_retry(self, load: Call | None, others: Iterable["Message"]) -> None:
-        """Await `load`, then the calls in `retry`, then once more every end of this message and of `others`,
-        the messages in flight."""
+        """Next await replies to `load`, then to the calls in `retry`, then once more to every end of a
+        request in this message and in `others`, the messages in flight."""
         self.awaiting = deque(self.retry)
         if load is not None:
             self.loads += 1
@@ -281,11 +283,11 @@ class Message(msgspec.Struct, eq=False):
 
 
 class BatchingClient:
-    """A replica's connection to Redis; the module docstring has its guarantees. One event loop.
+    """A replica's connection to Redis; the module's docstring lists the guarantees. One event loop.
 
-    `on_batch(head)` gets the head of each batched reply right after the reply's items are answered.
-    `on_unavailable(cause, why)` is called before items fail because Redis is unavailable, and again at each
-    further sign while the outage lasts; `cause` is `refused` or `silence`.
+    The callback `on_batch(head)` gets the head of each batched reply right after the reply's items are
+    answered. The callback `on_unavailable(cause, why)` is called before items fail because Redis is
+    unavailable, and again at each further sign while the outage lasts; `cause` is 'refused' or 'silence'.
     """
 
     def __init__(
@@ -311,7 +313,7 @@ class BatchingClient:
         self.library = load_library()
         self._functions = {name: self.library.function(name) for name in NAMES}
         self._pending = Pending(self._functions, key, caller)
-        self._in_flight: deque[Message] = deque()  # messages in the order of their replies
+        self._in_flight: deque[Message] = deque()  # messages in flight, in the order of their replies
         self._denied = DelayedCalls(_DENIED_RETRY_S, self._resend_denied)
         self._refused = DelayedCalls(_DURABLE_RETRY_S, self._requeue_refused)
         self._loop = asyncio.get_running_loop()
@@ -320,9 +322,9 @@ class BatchingClient:
         self._lost = asyncio.Event()
         self._lost.set()
         self._fault = "not connected yet"
-        self._load_error, self._load_denied_s = "", -_LOAD_AGAIN_S  # last refusal of the library, its time
+        self._load_error, self._load_denied_s = "", -_LOAD_AGAIN_S  # last failed library load, its time
         self._not_primary = ""  # why the server is not usable as the primary; '' if it is
-        self._timer: asyncio.TimerHandle | None = None  # sends the next batch
+        self._timer: asyncio.TimerHandle | None = None  # timer that sends the next batch
         self._soon = False  # the next batch is sent in this turn of the event loop
         self._ended_s = float("-inf")  # when the last end was submitted
         self._end_interval_s = _LONGEST_INTERVALS * _BATCH_DELAY_S  # smoothed interval between ends
@@ -335,7 +337,7 @@ class BatchingClient:
 
     @property
     def fault(self) -> str | None:
-        """Why Redis cannot be reached at the moment; None while it answers."""
+        """The reason why Redis cannot be reached now; None while it answers."""
         return self._fault or None
 
     @property
@@ -355,8 +357,8 @@ class BatchingClient:
         durable: bool = False,
         urgent: bool = False,
     ) -> asyncio.Future[Any]:
-        """Add one item to the next batch of script `name`; the future gets its reply, which `parse` converts.
-        An `urgent` end is not delayed to share a message with an admission.
+        """Add one item to the next batch of script `name`; the returned future gets the item's reply,
+        converted by `parse`. An `urgent` end is not delayed to share a message with an admission.
 
         Raises (in the future):
             StateUnavailable: Redis is unavailable; whether the item took effect is unknown.
@@ -374,7 +376,7 @@ class BatchingClient:
         return answer
 
     def _note_end(self) -> bool:
-        """Note an end submitted now. Returns whether the mean interval of ends is below the batch delay."""
+        """Record an end's submission. Returns whether the mean interval of ends is below the delay."""
         now_s = self._loop.time()
         interval_s = min(now_s - self._ended_s, _LONGEST_INTERVALS * _BATCH_DELAY_S)
         self._ended_s = now_s
@@ -426,7 +428,7 @@ class BatchingClient:
                 self._lost.clear()
                 await self._reconnect()
             except BaseException:
-                self._lost.set()  # so that the next loop connects again
+                self._lost.set()  # so that the next turn of the loop connects again
                 raise
 
     async def _reconnect(self) -> None:
@@ -460,8 +462,8 @@ class BatchingClient:
             self._send(unanswered, resent=True)
         else:
             self._pending.put_back(self._drop(), self._fault, views=True)
-            # Send the ends only after the new server's first reply: if a server stays silent, it is unknown
-            # whether it has received them. Send everything else at once.
+            # Send the ends of requests only after the new server's first reply: if a server stays silent,
+            # nobody knows whether it has received them. Send all other calls at once.
             others = [name for name in NAMES if name not in ENDS]
             self._send(self._pending.take(others) or [Call("ping", ("PING",), [])])
             self._schedule(now=False)
@@ -473,11 +475,12 @@ class BatchingClient:
             await connection.close()
 
     def _schedule(self, *, now: bool) -> None:
-        """Send pending calls: at once if `now` and nothing is in flight, otherwise after the batch delay."""
+        """Send pending calls: at once if `now` and no message is in flight, else after the batch delay."""
         if not self._open:
             return
         if now and not self._in_flight:
-            # Send at the end of this turn of the event loop, so that its decisions share a message.
+            # Send at the end of the event loop's present turn, so that all decisions of the turn share a
+            # message.
             if not self._soon:
                 self._soon = True
                 self._loop.call_soon(self._send_soon)
@@ -494,7 +497,8 @@ class BatchingClient:
             self._timer = None
         if not self._open or len(self._in_flight) >= _MAX_IN_FLIGHT:
             return
-        # At most one message in flight carries ends, so that `unsent` knows which ends Redis cannot have.
+        # At most one message in flight carries ends of requests, so that `unsent` knows which ends Redis
+        # cannot have.
         exclusive = not any(message.exclusive for message in self._in_flight)
         calls = self._pending.take() if exclusive else self._pending.take(_DECISIONS, single=False)
         if calls:
@@ -560,8 +564,8 @@ class BatchingClient:
         elif call.answered:
             pass  # an end that was sent again, or a call whose caller has gone
         elif meaning is Meaning.ITEM:
-            # Retry each item in a call of its own, so that only the faulty item fails. A failed script has
-            # changed nothing, so no item takes effect twice.
+            # Retry each item of a failed call in a call of its own, so that only the faulty item fails. A
+            # failed script has changed nothing, so no item takes effect twice.
             if len(call.items) > 1:
                 message.retry_apart(call)
             else:
@@ -578,7 +582,7 @@ class BatchingClient:
             call.fail(StateUnavailable, f"the shared state denies {call.name}: {explained(error)}")
         else:
             call.denied = True
-            # One call per item: by the retry some items may be answered.
+            # Make one call per item, because some items may be answered by the time of the retry.
             self._denied.add(*(call.split() if call.batched else [call]))
 
     def _requeue_refused(self, calls: list[Call]) -> None:
@@ -610,7 +614,7 @@ class BatchingClient:
         self._failure_detector.record_reply_time(took_s)
         self._fault = ""
         if self._pending and (message.exclusive or self._timer is None or not self._in_flight):
-            # Let callers that waited for these replies submit their next calls first.
+            # First let callers that waited for these replies submit their next calls.
             self._loop.call_soon(self._send_pending)
 
     def _on_lost(self, why: str) -> None:

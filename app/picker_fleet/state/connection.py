@@ -6,13 +6,14 @@ connection, and a pause of this replica itself.
 - FailureDetector decides what a silence means. Pure; it counts only time in which this replica was awake.
 - ConnectionMonitor runs both detectors for state/batching.py: it ticks, and probes on other connections.
 
-Silence is time in which something waits for Redis and nothing is read from the connection; any reply ends a
-silence, so the replica waits for a slow Redis that answers. Redis is SUSPECT when a silence outlasts the
-retransmission timeout of RFC 6298 (SRTT + 4 RTTVAR of its replies). The monitor then probes Redis on other
-connections. If Redis answers probes, the connection is STUCK and is replaced. If all probes stay unanswered
-for `unavailable_after_s`, Redis is UNAVAILABLE. `unavailable_after_s` is the longer of `floor_s` and the
-retransmission timeout; it doubles, up to `ceiling_s`, with each failover within `CALM_S` of a recovery. So
-does the number of answered heartbeats that recovery needs (2 to 16). So a slow Redis causes no flapping."""
+Silence is time in which a call waits for Redis and nothing is read from the connection. Any reply ends a
+silence, so the replica waits for a Redis that is slow, but answers. Redis is SUSPECT when a silence outlasts
+the retransmission timeout of RFC 6298 (SRTT + 4 RTTVAR of its replies). The monitor then probes Redis on
+other connections. If Redis answers probes, the connection is STUCK and gets replaced. If all probes stay
+unanswered for `unavailable_after_s`, Redis is UNAVAILABLE. `unavailable_after_s` is the longer of `floor_s`
+and the retransmission timeout; it doubles, up to `ceiling_s`, with each failover within `CALM_S` of a
+recovery. The number of answered heartbeats that recovery needs (2 to 16) doubles in the same way. So a slow
+Redis causes no flapping."""
 
 import asyncio
 import contextlib
@@ -33,9 +34,9 @@ DOWN = (redis_errors.RedisError, OSError, TimeoutError, EOFError)
 
 TICK_S = 0.1
 # After a pause this long, requests granted here or streams begun here may belong to another replica, since
-# Envoy has given up on this replica. Shorter than the shortest lease, 2 s.
+# Envoy has given up on this replica. This time is shorter than the shortest lease, 2 s.
 LONG_PAUSE_S = 1.0
-_RECENT_S = 1.0  # how long a process counts as recently resumed
+_RECENT_S = 1.0  # seconds for which a process counts as recently resumed
 _BACKLOG_S = 0.05
 CALM_S = 30.0
 _ALPHA, _BETA, _K = 1 / 8, 1 / 4, 4  # RFC 6298, section 2
@@ -50,10 +51,11 @@ _MAX_PROBES = 8  # concurrent probes; a further probe replaces the oldest
 class RedisConnection(asyncio.Protocol):
     """An open connection that passes on each reply the moment it is read.
 
-    redis-py connects (addresses, TLS, authentication, database). RedisConnection then takes over the
+    First, redis-py connects (addresses, TLS, authentication, database). Then RedisConnection takes over the
     transport, because a coroutine that waits for each reply costs a turn of the event loop and about 60 µs a
-    message (docs/decisions.md). `on_reply` gets each reply in order, errors as `hiredis.ReplyError`;
-    `on_lost` is called once if the connection ends other than by `close`."""
+    message (docs/decisions.md). The callback `on_reply` gets each reply in order, errors as
+    `hiredis.ReplyError`; the callback `on_lost` is called once if the connection ends other than by
+    `close`."""
 
     def __init__(
         self,
@@ -81,7 +83,8 @@ class RedisConnection(asyncio.Protocol):
         *,
         text: bool = True,
     ) -> "RedisConnection":
-        """Open a connection of `pool`, whose protocol must be RESP2. Replies are str with `text`, else bytes.
+        """Open a connection of `pool`, whose protocol must be RESP2. Replies are str if `text` is set, else
+        bytes.
 
         Raises:
             one of DOWN: the connection cannot be made.
@@ -136,11 +139,11 @@ class RedisConnection(asyncio.Protocol):
 class PauseDetector:
     """Measures for how long this process was paused: its event loop was late (SIGSTOP, a frozen machine, a
     long callback), another process had the core (the kernel's run-queue delay), or the hypervisor ran another
-    machine (steal). A late tick shows the first kind. The kernel reports the other two; it is asked only
-    while Redis is suspected.
+    machine (steal). A late tick shows the first kind of pause. The kernel reports the other two kinds; it is
+    asked only while Redis is suspected.
 
-    `clock` is monotonic seconds, `delayed` the total seconds for which the kernel kept this thread waiting.
-    Call `tick` every `TICK_S`, the other methods at any time. One event loop."""
+    `clock` returns monotonic seconds, `delayed` the total seconds for which the kernel kept this thread
+    waiting. Call `tick` every `TICK_S`, the other methods at any time. One event loop."""
 
     def __init__(
         self, clock: Callable[[], float] | None = None, delayed: Callable[[], float] | None = None
@@ -158,7 +161,7 @@ class PauseDetector:
         return self.paused_until(self._clock())
 
     def paused_until(self, now_s: float) -> float:
-        """The value of `paused_s` when the clock reads `now_s`."""
+        """The total seconds of all pauses when the clock reads `now_s`."""
         late_s = now_s - self._last_tick_s - TICK_S
         return self._total_s + late_s if late_s > 0.0 else self._total_s
 
@@ -171,12 +174,12 @@ class PauseDetector:
         return now_s - self._resumed_s < _RECENT_S
 
     async def wait_for_backlog(self) -> None:
-        """After a long pause, let the event loop read its input first: streams may have begun and ended."""
+        """After a long pause, let the event loop first read its input: streams may have begun and ended."""
         if self.resumed_recently:
             await asyncio.sleep(_BACKLOG_S)
 
     def tick(self, *, closely: bool = False) -> float:
-        """Note a tick. Returns the awake seconds since the last tick; `closely`: ask the kernel, too."""
+        """Note a tick. Returns the awake seconds since the last tick; asks the kernel too if `closely`."""
         now_s = self._clock()
         elapsed_s = max(now_s - self._last_tick_s, 0.0)
         lost_s = max(elapsed_s - TICK_S, 0.0)
@@ -190,12 +193,12 @@ class PauseDetector:
         return elapsed_s - lost_s
 
     def mark_resumed(self) -> None:
-        """Note a long pause that the caller has found in another way."""
+        """Record a long pause that the caller has found in another way."""
         self._resumed_s = self._clock()
 
 
 class KernelDelay:
-    """Reads how long this thread was ready to run but did not run, as Linux reports it; 0 elsewhere."""
+    """Reads how long this thread was ready to run but did not run, as Linux tells; 0 elsewhere."""
 
     def __init__(self, schedstat: str = "/proc/thread-self/schedstat", stat: str = "/proc/stat") -> None:
         self._schedstat, self._stat = schedstat, stat
@@ -263,22 +266,22 @@ class RetransmissionTimeout:
 
 
 class FailureDetector:
-    """Decides what a silence of Redis means. Call `observe` at each tick; STUCK and UNAVAILABLE start a new
-    observation. `floor_s` and `ceiling_s` limit `unavailable_after_s`."""
+    """Decides what a silence of Redis means. Call `observe` at each tick; after it has returned STUCK or
+    UNAVAILABLE, it observes afresh. The arguments `floor_s` and `ceiling_s` limit `unavailable_after_s`."""
 
     def __init__(self, floor_s: float, ceiling_s: float) -> None:
         self._floor_s, self._ceiling_s = floor_s, max(floor_s, ceiling_s)
         self._replies = RetransmissionTimeout(_SUSPECTED * floor_s, self._ceiling_s)
         self.record_reply_time = self._replies.record
-        self._repeats = 0  # failovers in a row
+        self._repeats = 0  # number of failovers in a row
         self._recovered_s = -math.inf
         self._begin()
 
     def _begin(self) -> None:
         self._silent_s = 0.0
-        self._unanswered_s: float | None = None  # awake seconds since the first probe; None: not suspected
+        self._unanswered_s: float | None = None  # awake seconds since the first probe, if any
         self._answered_s: float | None = None  # awake seconds since the first answered probe
-        self._due = False  # time was up at the last call; act at the next: the socket is read first
+        self._due = False  # the time was up at the last call; act at the next, after a read of the socket
 
     @property
     def suspected(self) -> bool:
@@ -286,7 +289,7 @@ class FailureDetector:
 
     @property
     def heartbeats_to_recover(self) -> int:
-        """How many heartbeats in a row Redis must answer before this replica recovers."""
+        """The number of heartbeats in a row that Redis must answer before this replica recovers."""
         return 1 << max(self._repeats, 1)
 
     def unavailable_after_s(self, now_s: float) -> float:
@@ -340,11 +343,11 @@ Connect = Callable[[Callable[[Any], None], Callable[[str], None]], Awaitable[Red
 
 
 class Watched(Protocol):
-    """The client whose connection ConnectionMonitor watches. Times are the event loop's."""
+    """The client whose connection ConnectionMonitor watches. Times are those of the event loop's clock."""
 
     @property
     def last_reply_s(self) -> float:
-        """When the last reply came."""
+        """The time of the last reply."""
         ...
 
     @property
@@ -353,7 +356,7 @@ class Watched(Protocol):
         ...
 
     def on_stuck(self) -> None:
-        """Called when this connection is silent while Redis answers probes on others."""
+        """Called when this connection is silent while Redis answers probes on other connections."""
 
     def on_silent(self) -> None:
         """Called when Redis is silent on every connection."""

@@ -18,11 +18,12 @@ _log = logging.getLogger(__name__)
 class Meaning(enum.Enum):
     """What an error reply means.
 
-    ELSEWHERE: the server is not the primary, or not ready; the call is retried on a new connection.
-    DENIED: retried a moment later. If either repeats, items that are not durable get StateUnavailable.
+    ELSEWHERE: this server is not the primary, or not ready; the call is retried on a new connection.
+    DENIED: the call is retried a moment later. If either repeats, items that are not durable get
+    StateUnavailable.
     FULL: Redis accepts no writes for now.
     FORMAT: the pool has another format, or none (lua/lib/pool.lua).
-    ITEM: a script failed, for example on a malformed record.
+    ITEM: a script failed on one item, for example on a malformed record.
     """
 
     ELSEWHERE = "elsewhere"
@@ -32,7 +33,7 @@ class Meaning(enum.Enum):
     ITEM = "item"
 
 
-OTHER_FORMAT = "FORMAT "  # followed by the pool's format, or `none`
+OTHER_FORMAT = "FORMAT "  # the reply continues with the pool's format, or `none`
 ERROR_REPLIES = (
     # This server is not the primary, or serves no client now.
     ("MOVED ", "elsewhere"),
@@ -42,18 +43,18 @@ ERROR_REPLIES = (
     ("ERR Can not run script with write flag on readonly replica", "elsewhere"),
     ("MASTERDOWN ", "elsewhere"),
     ("UNBLOCKED ", "elsewhere"),
-    ("NOREPLICAS ", "elsewhere"),  # `min-replicas-to-write`: another primary may have been chosen
+    ("NOREPLICAS ", "elsewhere"),  # by `min-replicas-to-write`: another primary may have been chosen
     ("CLUSTERDOWN ", "elsewhere"),
     ("LOADING ", "elsewhere"),
     ("NOAUTH ", "elsewhere"),
     ("WRONGPASS ", "elsewhere"),
     ("DENIED ", "elsewhere"),
     ("ERR max number of clients", "elsewhere"),
-    # This server is the primary, but does not run this call at all, or not for this user.
+    # This server is the primary, but does not run this call at all, or does not run it for this user.
     ("BUSY ", "denied"),
     ("NOPERM ", "denied"),
     ("ERR ACL failure in script", "denied"),
-    ("ERR The user executing the script ", "denied"),  # the message before Redis 7.2
+    ("ERR The user executing the script ", "denied"),  # the same message before Redis 7.2
     ("ERR unknown command", "denied"),
     ("ERR unknown subcommand", "denied"),
     ("ERR Unknown Redis command called from script", "denied"),
@@ -76,7 +77,7 @@ _WRAPPERS = re.compile(
     r"|@?user_\w+ ?: ?\d+: ?)+",
     re.IGNORECASE,
 )
-_ADVICE = (  # remedies for causes that an operator must remove
+_ADVICE = (  # error's prefix -> remedy, for causes that an operator must remove
     ("ERR unknown", "the server has no Redis Functions: Valkey 8 or later and Redis 7.0 or later have them"),
     ("ERR Unknown Redis command", "a proxy or another server lacks commands that docs/redis.md lists"),
     ("ERR Function not found", "the library is missing: run `picker functions load`"),
@@ -89,14 +90,14 @@ _ADVICE = (  # remedies for causes that an operator must remove
 
 
 def meaning_of(error: str) -> Meaning:
-    """The meaning of the error reply `error`, by its cause behind any wrapping prefixes. ITEM if
+    """The meaning of the error reply `error`, by the cause that follows any wrapping prefixes. ITEM if
     ERROR_REPLIES does not list the cause."""
     found = _first(error, ERROR_REPLIES)
     return Meaning(found) if found else Meaning.ITEM
 
 
 def explained(error: str) -> str:
-    """`error`, shortened, with the remedy if _ADVICE has one."""
+    """The text `error`, shortened, with a remedy if _ADVICE has one."""
     advice = _first(error, _ADVICE)
     shown = error[:_MAX_LOGGED_CHARS]
     return f"{shown} ({advice})" if advice else shown
@@ -119,7 +120,10 @@ def other_format(error: str) -> str:
 def log_error(script: str, items: Iterable[Sequence[object]], error: str) -> None:
     """Log a call that Redis answered with an error; `items` has the arguments of each item of the call."""
     _log.error(
-        "Redis answered %s of %s with an error: %s", script, ", ".join(map(_named, items)), _shown(error)
+        "Redis answered script %s of request %s with an error: %s",
+        script,
+        ", ".join(map(_named, items)),
+        _shown(error),
     )
 
 

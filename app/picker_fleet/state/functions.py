@@ -1,8 +1,8 @@
-"""The command `picker functions load`: loads the library of Redis Functions (docs/redis.md).
+"""The command `picker functions load` loads the library of Redis Functions (docs/redis.md).
 
-It runs as a Redis user with the right to load, so that replicas need no such right. With `--keep` it runs
-beside Redis and loads the library again whenever the library is missing or changed: after a restart without
-persistence, or a failover.
+The command runs as a Redis user with the right to load functions, so that replicas need no such right. With
+the option `--keep` the command runs beside Redis and loads the library again whenever the library is missing
+or changed: after a restart without persistence, or a failover.
 """
 
 import argparse
@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _targets(args: argparse.Namespace) -> set[tuple[str, str]]:
-    """The Redis URL and a key of each pool; the key selects the node of a Redis Cluster."""
+    """For each pool, the Redis URL and one of the pool's keys, which selects the node of a Redis Cluster."""
     url = args.redis or os.environ.get("PICKER_REDIS__URL")
     if args.config is not None:
         pools = pools_of(load(args.config, os.environ))
@@ -71,9 +71,9 @@ async def _run(targets: set[tuple[str, str]], *, keep: bool) -> int:
 
 
 async def _load_if_missing(url: str, key: str, before: str) -> str:
-    """Load the library if it is missing. Returns '' or the failure, printed if it differs from `before`."""
+    """Load the library if it is missing. Returns '' or the failure; prints it unless it is `before`."""
     library = load_library()
-    # A new connection each time finds the current primary.
+    # Use a new connection each time, to find the current primary.
     client = CommandClient(url, key, deadline_s=_DEADLINE_S)
     try:
         [listed] = await client.execute([("FUNCTION", "LIST", "LIBRARYNAME", library.name, "WITHCODE")])

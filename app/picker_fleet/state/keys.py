@@ -1,7 +1,7 @@
-"""The only place in Python that spells Redis keys. docs/redis-schema.md lists all keys, with the type of each
-and what removes it; `lua/lib/storage.lua` spells them for the scripts."""
+"""The only place in Python that spells Redis keys. docs/redis-schema.md lists all keys, their types, and how
+each is removed; `lua/lib/storage.lua` spells the keys for the scripts."""
 
-BETWEEN = "\x1f"  # joins two names in a key, a field or a row; no name can contain it (units.py)
+BETWEEN = "\x1f"  # separates two names in a key, a field or a row; no name contains this byte (units.py)
 
 
 def joined(name: str, other: str) -> str:

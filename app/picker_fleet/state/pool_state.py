@@ -17,12 +17,13 @@ _UNKNOWN_EJECTION = Ejection("unknown", 0)
 
 @dataclass(frozen=True, slots=True)
 class PoolState:
-    """The pool's state at one moment, by the names of the admin API. The keys of `in_flight` are endpoints.
+    """The pool's state at one moment; fields are named as in the admin API. The keys of `in_flight` are
+    endpoints.
 
     The keys of `queue_length`, `queue_bytes` and `virtual_times` are names of bands, the highest priority
-    first: all configured bands, and others in use. `queue_bytes` adds up the bodies of waiting requests.
-    `lower` and `upper` are the bounds of the stock. `born_us`: when this epoch of the pool began; 0: unknown.
-    `about`: the replica info of each of the live `replicas`, as its heartbeats report it.
+    first: all configured bands, and other bands in use. `queue_bytes` is the total size of the bodies of
+    waiting requests. `lower` and `upper` are the bounds of the stock. `born_us`: when this epoch of the pool
+    began; 0: unknown. `about`: the replica info of each of the live `replicas`, as its heartbeats report it.
     """
 
     born_us: int
@@ -52,7 +53,7 @@ class PoolState:
 
 
 def parse_pool_state(reply: Sequence[Any], bands: Bands) -> PoolState:
-    """The reply of the script `state`. `bands` are the configured bands."""
+    """The parsed reply of the script `state`. `bands` are the configured bands."""
     epoch, now_us, stock, queued, upper, lower, ready, inflight, dispatched, ended = reply[:10]
     counts, replicas, load, guards, credit, overdue, rate, paused, tuned_version, retry_after_s = reply[10:]
     by_band = {band.priority: (0.0, 0, 0) for band in bands}
@@ -94,10 +95,10 @@ def parse_pool_state(reply: Sequence[Any], bands: Bands) -> PoolState:
 
 
 def parse_ejections(flat: Sequence[str]) -> Mapping[str, Ejection]:
-    """Ejections by address, of endpoints that are ejected now or were recently, from the hash `outliers`."""
+    """Address -> ejection, of endpoints ejected now or recently, from the hash `outliers`."""
     found = {}
     for address, text in zip(flat[::2], flat[1::2], strict=True):
-        # Skip entries without a time (never ejected), and malformed ones of other programs.
+        # Skip entries without a time (never ejected), and malformed entries by other programs.
         with contextlib.suppress(ValueError, TypeError, KeyError):
             entry = json.loads(text)
             found[address] = Ejection(str(entry["why"]), int(entry["until_ms"]))
@@ -105,7 +106,7 @@ def parse_ejections(flat: Sequence[str]) -> Mapping[str, Ejection]:
 
 
 def parse_marks(fields: Iterable[str]) -> frozenset[tuple[str, str]]:
-    """Pairs of `drained`, `down` or `ejected` and the address, from the fields of the hash `marks`."""
+    """Pairs (mark, address), from the hash `marks`; a mark is `drained`, `down` or `ejected`."""
     parts = (field.partition(BETWEEN) for field in fields)
     return frozenset((what, address) for what, _, address in parts)
 
@@ -115,7 +116,7 @@ def marked(
     marks: frozenset[tuple[str, str]],
     ejections: Mapping[str, Ejection] = MappingProxyType({}),
 ) -> tuple[Endpoint, ...]:
-    """`endpoints`, which carry no marks yet, with `marks` and `ejections` set."""
+    """Copies of `endpoints` with the given `marks` and `ejections` set."""
     if not marks:
         return tuple(endpoints)
     addresses = {address for _, address in marks}
@@ -135,7 +136,7 @@ def marked(
 
 
 def describe(endpoint: Endpoint) -> str:
-    """The JSON that is published for an endpoint, under its address."""
+    """The JSON that is published for an endpoint under the endpoint's address."""
     about: dict[str, object] = {"labels": endpoint.labels, "draining": endpoint.draining}
     if endpoint.max_inflight is not None:
         about["max_inflight"] = endpoint.max_inflight

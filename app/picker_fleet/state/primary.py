@@ -1,5 +1,5 @@
 """Finds and connects to the Redis server that holds a pool's keys, from `redis.url`. The other modules of
-state/ connect through this module.
+state/ connect to Redis through this module.
 
 `redis.url` is one of:
 
@@ -13,9 +13,9 @@ Options follow a `?`: `username`, `password`, `db`, unless given before it; `ssl
 or a Cluster; with TLS `ssl_ca_certs`, `ssl_certfile`, `ssl_keyfile`, `ssl_check_hostname`, `ssl_cert_reqs`;
 for Sentinels `sentinel_username`, `sentinel_password`, `sentinel_ssl` (defaults to `ssl`).
 
-A single server is used as given. Sentinels name the primary, by majority. Nodes of a Cluster name the owner
-of the pool's slot: all keys and channels of a pool carry one hash tag, so a replica needs a plain connection
-to that node only.
+A single server is used as given. Sentinels name the primary, by majority. The nodes of a Cluster name the
+owner of the pool's slot: all keys and channels of a pool carry one hash tag, so a replica needs a plain
+connection to the owner only.
 
 The primary is looked up for each new connection, and a connection to a server that is not the primary counts
 as lost. So reconnecting after a fault follows the primary. A replaced primary may keep its connections and
@@ -45,9 +45,9 @@ from picker_fleet.domain.redis_address import Address
 
 
 def raise_if_cancelled() -> None:
-    """Raise CancelledError if the current task was cancelled. Call it after connecting and after a handled
-    fault: uvloop (seen with 0.23) can lose a cancellation that arrives while a connection is made, and an
-    error while a connection is closed can replace the CancelledError."""
+    """Raise CancelledError if the current task was cancelled. Call this function after connecting and after a
+    handled fault: uvloop (seen with 0.23) can lose a cancellation that arrives while a connection is made,
+    and an error while a connection is closed can replace the CancelledError."""
     task = asyncio.current_task()
     if task is not None and task.cancelling():
         raise asyncio.CancelledError
@@ -55,10 +55,10 @@ def raise_if_cancelled() -> None:
 
 Node = tuple[str, int]
 
-_ASK_S = 0.3  # how long a majority may take to agree; then the answers so far count
-_MAX_ASKED = 5  # nodes of a Cluster asked at once
+_ASK_S = 0.3  # seconds in which a majority may agree; then the answers so far count
+_MAX_ASKED = 5  # most nodes of a Cluster asked at once
 _CONNECT_S = 1.0
-TIMEOUTS = (TimeoutError, redis_errors.TimeoutError)  # the server is silent; it does not refuse
+TIMEOUTS = (TimeoutError, redis_errors.TimeoutError)  # the server is silent, but does not refuse connections
 _FAULTS = (redis_errors.RedisError, OSError, TimeoutError, ValueError)
 # With these options TCP detects a vanished peer within about 11 s.
 _KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3}
@@ -73,7 +73,7 @@ def connections(url: str, key: str, **options: Any) -> ConnectionPool:
     """
     address = Address.parse(url)
     options = {"socket_connect_timeout": _CONNECT_S, "socket_timeout": None, **options}
-    # No `driver_info`: redis-py then sends no CLIENT SETINFO, which an ACL may deny.
+    # Without `driver_info`, redis-py sends no CLIENT SETINFO, which an ACL may deny.
     options |= {"protocol": 2, "retry": None, "db": address.db, "driver_info": None}
     options |= {"username": address.username, "password": address.password}
     if address.kind == "socket":
@@ -95,8 +95,8 @@ _named_last: dict[str, tuple[Node, float]] = {}
 
 
 async def named_primary(url: str, pool: ConnectionPool) -> Node | None:
-    """The primary that a majority of the Sentinels, or of the asked Cluster nodes, names now; None without a
-    majority, or for a single server."""
+    """The primary that a majority of the Sentinels, or of the asked Cluster nodes, names now; None if there
+    is no majority, or `redis.url` names a single server."""
     find = pool.connection_kwargs.get("find")
     if not isinstance(find, _Sentinels | _Nodes):
         return None
@@ -119,7 +119,8 @@ async def find_primary(url: str, key: str) -> Node:
     """Host and port of the server that holds `key` now.
 
     Raises:
-        redis-py's ConnectionError: no server names a primary; redis-py's TimeoutError: some did not answer.
+        redis-py's ConnectionError: no server names a primary; redis-py's TimeoutError: some servers did not
+        answer.
     """
     return await _finder(Address.parse(url), key)()
 
@@ -224,14 +225,14 @@ class _Nodes:
 
 
 def _named(entry: Sequence[Any], asked: Node) -> Node:
-    """Host and port of a node in a CLUSTER SLOTS reply; an unknown host means the asked node itself."""
+    """Host and port of a node in a CLUSTER SLOTS reply; an unknown host stands for the asked node."""
     host = entry[0] or asked[0]
     return (asked[0] if host == "?" else host), int(entry[1])
 
 
 async def _agreed(asks: Sequence[Awaitable[Node]], *, by_majority: bool) -> Node:
-    """The answer that more than half of all asked nodes give. Without such a majority in time, the most
-    frequent answer, unless `by_majority`."""
+    """The answer that more than half of all asked nodes give. If there is no majority in time, raise if
+    `by_majority`, else return the most frequent answer."""
     pending = {asyncio.ensure_future(ask) for ask in asks}
     votes: Counter[Node] = Counter()
     fault, silent = "no answer in time", False
@@ -260,7 +261,7 @@ async def _agreed(asks: Sequence[Awaitable[Node]], *, by_majority: bool) -> Node
     if by_majority and votes and votes.most_common(1)[0][1] <= len(asks) // 2:
         raise redis_errors.ConnectionError("no majority names a primary")
     if not votes:
-        # A server that did not answer in time may know the primary.
+        # A server that did not answer in time might know the primary.
         kind = redis_errors.TimeoutError if silent else redis_errors.ConnectionError
         raise kind(f"the primary cannot be found: {fault}")
     return votes.most_common(1)[0][0]

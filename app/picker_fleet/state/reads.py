@@ -1,4 +1,5 @@
-"""The admin API's reads of Redis, one typed method a script; state/store.py constructs, admin/ calls them.
+"""The admin API's reads of Redis, one typed method per script; state/store.py constructs `Reads`, admin/
+calls it.
 
 No call returns more than CHUNK rows, so no call blocks Redis for long, however long the queue is. Ages and
 remaining times are computed from Redis's clock at the time of the read."""
@@ -19,25 +20,26 @@ from picker_fleet.state.schema import VIEW_LIMIT
 CHUNK = VIEW_LIMIT  # rows per call
 MAX_REPLICAS = 256
 THROTTLED = 2**32  # added to a flow queue's group while the flow is throttled
-_MAX_SCANS = 10  # most calls for one page of workloads
-_SHARED_PART = 0.7  # part of its maximum age for which a snapshot is shared; then a replica reads a new one
+_MAX_SCANS = 10  # most Redis calls for one page of workloads
+_SHARED_PART = 0.7  # part of a snapshot's maximum age after which a replica reads a new one
 _POLL_S = 0.02  # interval at which a replica looks for the snapshot that another replica is making
-_PARSED_AT_ONCE = 250  # queues of a shared snapshot parsed between two pauses
+_PARSED_AT_ONCE = 250  # number of queues of a shared snapshot parsed between two pauses
 
 
 class FlowQueueRow(NamedTuple):
     """A flow queue of one band; `name` is the flow, or '' where the whole band is one queue.
 
-    `oldest_s` and `weight` are the age and weight of its oldest request; under `edf`, of its next request."""
+    `oldest_s` and `weight` are the age and weight of the queue's oldest request; under `edf`, of the queue's
+    next request."""
 
-    group: int  # rank of its band, the highest priority first; plus THROTTLED while its flow is at its limit
+    group: int  # rank of the band, highest priority first; plus THROTTLED while the flow is at its limit
     name: str
     start: float  # start tag
     queued: int
     oldest_s: float
     weight: float
     share: float  # added to the start tag when one request is served
-    in_flight: int | None  # None: not counted, since the flow has no limit
+    in_flight: int | None  # None: not counted, because the flow has no limit
 
     @property
     def priority(self) -> int:
@@ -65,7 +67,7 @@ class RequestRow(NamedTuple):
     """A request that waits or runs. `endpoints` are best first, empty until it is placed."""
 
     id: str
-    state: str  # queued, orphaned, granted, placed
+    state: str  # one of queued, orphaned, granted, placed
     owner: str
     flow: str
     priority: int
@@ -182,8 +184,8 @@ class RunningRequest:
 
 @dataclass(frozen=True, slots=True)
 class RequestStatus:
-    """The state of one request: its flow queue and its rank there while it is queued, its lease while it
-    is in flight."""
+    """The state of one request: while the request is queued, its flow queue and rank there; while it is in
+    flight, its lease."""
 
     entry: RequestRow
     rank: int | None
@@ -196,7 +198,7 @@ class RequestStatus:
 class ReplicaRow:
     id: str
     heartbeat_s_ago: float
-    about: str  # JSON objects, one a line
+    about: str  # JSON objects, one per line
 
 
 class Reads:
@@ -215,8 +217,8 @@ class Reads:
         priority: int | None = None,
         pause_s: float = 0.0,
     ) -> FlowQueuePage:
-        """At most `limit` queues from `group` on, after the (start tag, name) `behind` in that group; with
-        `priority`, only queues of that band. Sleeps `pause_s` between calls."""
+        """At most `limit` queues from `group` on; in `group`, only queues after the position `behind` (start
+        tag, name); with `priority`, only queues of that band. Sleeps `pause_s` between calls."""
         found: list[FlowQueueRow] = []
         totals: tuple[tuple[int, int], ...] = ()
         while True:
@@ -247,7 +249,7 @@ class Reads:
         return [flow_queue_row(row, float(now)) for row in page]
 
     async def queued(self, ranges: Sequence[RankRange]) -> list[list[RequestRow]]:
-        """The requests of each range; incomplete if the queue changed between the calls."""
+        """The requests in each range of ranks; incomplete if the queue changed between two calls."""
         found: list[list[RequestRow]] = [[] for _ in ranges]
         for batch in _batches(ranges):
             args = [
@@ -261,8 +263,8 @@ class Reads:
     async def in_flight(
         self, limit: int, behind: tuple[str, str] | None = None
     ) -> tuple[list[RunningRequest], int]:
-        """At most `limit` requests in flight, ordered by the end of their leases, after the (lease, id)
-        `behind`; and the total."""
+        """At most `limit` requests in flight, ordered by the end of their leases, after the position `behind`
+        (lease, id); and the total number."""
         found: list[RunningRequest] = []
         while True:
             wanted = min(CHUNK, limit - len(found))
@@ -295,7 +297,7 @@ class Reads:
     async def workloads(
         self, limit: int, cursor: str = "0", skip: int = 0
     ) -> tuple[list[WorkloadRow], int, tuple[str, int] | None]:
-        """At most `limit` workloads of the registry, unordered, and the total.
+        """At most `limit` workloads of the registry, unordered, and the total number.
 
         The third value is the `cursor` and `skip` of the next page; None at the end. A workload that is added
         or removed between pages may be missed or listed twice.
@@ -330,20 +332,20 @@ class Reads:
         ]
 
     async def decisions(self, limit: int) -> list[dict[str, str]]:
-        """The last entries of the decision log, at most `limit`, oldest first; docs/redis-schema.md lists
-        the fields."""
+        """The last `limit` entries of the decision log, oldest first; docs/redis-schema.md lists the
+        fields."""
         page = await self._client.command("XREVRANGE", self._log, "+", "-", "COUNT", limit)
         return [dict(zip(fields[::2], fields[1::2], strict=True)) for _, fields in reversed(page)]
 
 
 def _each_once(queues: list[FlowQueueRow]) -> list[FlowQueueRow]:
-    """Remove duplicates: a queue that moved between two calls was read twice; keep its last position."""
+    """Remove duplicates: a queue that moved between two calls was read twice; keep the last position."""
     last = {(group % THROTTLED, name): at for at, (group, name, *_) in enumerate(queues)}
     return queues if len(last) == len(queues) else [queues[at] for at in sorted(last.values())]
 
 
 def _batches(ranges: Sequence[RankRange]) -> list[list[tuple[int, RankRange]]]:
-    """Split the ranges into calls of at most CHUNK rows; each part carries the index of its range."""
+    """Split the ranges of ranks into calls of at most CHUNK rows; each part has the index of its range."""
     batches: list[list[tuple[int, RankRange]]] = []
     room = 0
     for at, each in enumerate(ranges):
@@ -364,7 +366,7 @@ _FIELDS = list(FlowQueueRow._fields)
 
 @dataclass(frozen=True, slots=True)
 class QueueSnapshot:
-    """`fresh_s`: how long no replica reads a newer snapshot; `good_s`: how long this one may be used."""
+    """`fresh_s`: how long no replica reads a newer snapshot; `good_s`: how long this snapshot may be used."""
 
     page: FlowQueuePage
     fresh_s: float
@@ -375,8 +377,8 @@ class QueueSnapshot:
 class SnapshotTimes:
     """`claim_ms`: how long replicas wait for the replica that reads; then another replica reads, too.
 
-    The maximum age of a snapshot of n queues is the lesser of `max_age_s` and n · `max_age_per_queue_s`:
-    few queues are quick to read."""
+    The maximum age of a snapshot of n queues is the lesser of `max_age_s` and n · `max_age_per_queue_s`,
+    because few queues are quick to read."""
 
     claim_ms: int = 500
     max_age_s: float = 1.0
@@ -387,10 +389,10 @@ class QueueSnapshots:
     """Reads all flow queues once for the whole fleet.
 
     A thousand queues take twenty calls. So a replica first asks for a snapshot that another replica has
-    stored in `key` (lua/claim_queue_snapshot.lua). If there is none, it claims the read, reads, and stores
-    the snapshot with an expiry. The others wait until the claim expires, since the claiming replica may have
-    died. If Redis accepts no writes, or the snapshot is malformed or another version's, each replica reads
-    for itself. One event loop."""
+    stored in `key` (lua/claim_queue_snapshot.lua). If there is no snapshot, the replica claims the read,
+    reads, and stores the snapshot with an expiry. The other replicas wait at most until the claim expires,
+    since the claiming replica may have died. If Redis accepts no writes, or the snapshot is malformed or by
+    another version, each replica reads for itself. One event loop."""
 
     def __init__(
         self, client: BatchingClient, reads: Reads, key: str, times: SnapshotTimes = SnapshotTimes()
@@ -406,7 +408,7 @@ class QueueSnapshots:
         """At most `limit` queues in order; sleeps `pause_s` between calls, so that decisions can run.
 
         Raises:
-            StateFault: as Reads does.
+            StateFault: Redis does not answer.
         """
         found = await (self._read(limit, pause_s) if self._few else self._shared(limit, pause_s))
         self._few = len(found.page.queues) <= CHUNK

@@ -1,10 +1,10 @@
 """Defines the names and layouts that Python and Lua share: states, modes, refusals, records, rows.
 
 The loader (state/scripts.py) adds `lua_source()` to the library when it assembles it: constants become locals
-of the library, layouts become functions that pack and unpack. Script calls pay nothing for it.
+of the library, layouts become functions that pack and unpack. Script calls pay nothing for this.
 
 FORMAT is the version of this schema and of the keys (lua/lib/storage.lua). docs/upgrading.md says which
-changes need the next number.
+changes need the next FORMAT number.
 """
 
 import enum
@@ -36,7 +36,7 @@ class Refusal(enum.StrEnum):
 NOTIFICATIONS = ("granted", "placed", "expired", "preempted", "evicted")
 # The states of a request in the pool, numbered from 1. `orphaned`: queued, and its replica is silent.
 STATES = ("queued", "orphaned", "granted", "placed")
-WAITING_STATES = 2  # the first two: a record in such a state has no endpoints, takes no stock, has no tag
+WAITING_STATES = 2  # the first two states: such a record has no endpoints, stock or tag
 
 # Added to the load of an endpoint that takes no new requests.
 UNPICKABLE = 10**9
@@ -50,12 +50,13 @@ ARRIVAL_NUMBERS = ("priority", "weight", "cost", "ttl_ms", "age_ms", "criticalit
 ACCOUNTING_TOKEN = (
     "flow", "band", "weight", "cost", "workload", "criticality", "model", "endpoint", "limit",
 )  # fmt: skip
-ADMITTED_ALONE = "alone="  # prefix of an optional field: the request was admitted without Redis, at this time
+ADMITTED_ALONE = "alone="  # prefix of an optional field: time of an admission without Redis
 # Prefix of an optional field: the band's priority, if the band is not a named one; `band` has the nearest.
 OTHER_PRIORITY = "priority="
 # A request's record: field -> format in `struct`. A waiting request has only the fields before `endpoints`.
-# Until the request is placed, RECORD_BYTES may follow: the size of its body and the epoch that counts it;
-# then, while it waits, a byte 1 if its grant may place it on any endpoint. Both are absent if neither is set.
+# Until the request is placed, RECORD_BYTES may follow: the size of the request's body and the epoch that
+# counts it; then, while the request waits, a byte 1 if its grant may place it on any endpoint. If neither
+# part is set, both are absent.
 RECORD = {
     "owner": "s", "attempt": "s", "flow": "s", "band": "B", "weight": "d", "cost": "d", "workload": "s",
     "criticality": "B", "model": "s", "arrived": "d", "deadline_ms": "d", "limit": "H",
@@ -66,14 +67,14 @@ RECORD_BYTES = {"bytes": "I", "bytes_epoch": "I"}
 MOST_BYTES = 2**32 - 1  # the largest value of format "I"
 WAITING_LAYOUT = "B" + "".join(list(RECORD.values())[:-_RUNNING_ONLY])
 RUNNING_LAYOUT = "B" + "".join(RECORD.values())
-# Counters of the pool, packed as doubles. Add new counters at the end, which needs no new FORMAT.
+# Counters of the pool, packed as doubles. Add new counters at the end: that needs no new FORMAT.
 COUNTERS = (
     "epoch", "stock", "queued", "seq", "dispatches", "guards", "ended", "log_seq",
     "queued:0", "queued:1", "queued:2", "ready", "upper", "lower", "v:0", "v:1", "v:2",
     "band:0", "band:1", "band:2", "bv", "credit", "overdue", "rate", "refiling", "pressed",
     "new:0", "new:1", "new:2", "moved", "outliers",
 )  # fmt: skip
-# The arguments of each item of a batch.
+# Script -> the arguments of each item in a batch.
 ITEMS = {
     "tombstone": ("id", "ago_ms"),
     "note_origin": ("id", "endpoint"),
@@ -101,7 +102,7 @@ WORKLOAD_ROW = {
     "id": "%s", "total": "%.17g", "active": "%.17g", "dispatched": "%.17g", "average_wait_ms": "%.17g",
     "last_request_ms": "%.17g", "rate": "%.17g",
 }  # fmt: skip
-_BYTE_31 = r"\31"  # the escape sequence in Lua
+_BYTE_31 = r"\31"  # the escape sequence of this byte in Lua
 
 
 def lua_source() -> str:
@@ -117,7 +118,7 @@ def _constants() -> Iterator[str]:
     for kind, values in words.items():
         for value in values:
             yield f"local {kind}_{value.upper().replace('-', '_')} = '{value}'"
-    # One table instead of a local for each: a Lua chunk may have at most 200 locals.
+    # Define one table instead of a local for each name: a Lua chunk may have at most 200 locals.
     yield f"local ITEM = {_list([f'{name} = {len(fields)}' for name, fields in ITEMS.items()])}"
     for name, row in (("FLOW_QUEUE", FLOW_QUEUE_ROW), ("REQUEST", REQUEST_ROW), ("WORKLOAD", WORKLOAD_ROW)):
         yield f"local {name}_ROW =\n{_text(_BYTE_31.join(row.values()))}"

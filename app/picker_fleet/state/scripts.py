@@ -1,11 +1,12 @@
 """Assembles the files of `lua/` into one library of Redis Functions.
 
-A file's `-- include: a b` line names files of `lua/lib/`, which may include others; each is included once,
-before the files that need it. `schema` stands for state/schema.py. The library is one Lua chunk, so included
-files define plain locals, which Redis sets once when it loads the library rather than at each call. Each file
-of `lua/` defines one local function of its own name (`view.lua` defines several with that prefix), which
-becomes a function of the library. Each such file is a block, since a chunk may have at most 200 locals.
-Function names end in the library's hash, so replicas of two versions never run each other's code.
+A file's line `-- include: a b` names files of `lua/lib/`, which may include other files; each file is
+included once, before the files that need it. The name `schema` stands for state/schema.py. The library is one
+Lua chunk, so included files define plain locals, which Redis sets once when it loads the library rather than
+at each call. Each file of `lua/` defines one local function of its own name (`view.lua` defines several with
+that prefix), which becomes a function of the library. Each such file is a block, since a chunk may have at
+most 200 locals. The names of functions end in the library's hash, so replicas of two versions never run each
+other's code.
 """
 
 import hashlib
@@ -19,7 +20,7 @@ from picker_fleet.state import schema
 
 _INCLUDE = re.compile(r"^-- include: (.+)$", re.MULTILINE)
 _CLOCK = re.compile(r"^-- \[clock\].*^-- \[/clock\]$", re.MULTILINE | re.DOTALL)
-_PACKAGED = Path(__file__).parent.parent / "_lua"  # the Lua files in a wheel
+_PACKAGED = Path(__file__).parent.parent / "_lua"  # the folder of the Lua files in a wheel
 _SOURCES = _PACKAGED if _PACKAGED.is_dir() else Path(__file__).parents[3] / "lua"
 
 # Script names, in the order in which a message carries their calls (state/batching.py).
@@ -31,9 +32,10 @@ NAMES = (
     "view_flows", "view_flow", "view_queue", "view_inflight", "view_request",
     "view_workloads", "view_workload", "view_replicas",
 )  # fmt: skip
-ENDS = ("settle", "cancel")  # scripts that end requests; repeating them changes nothing
+ENDS = ("settle", "cancel")  # scripts that end requests; repeating a call changes nothing
 _READING = ("state", "view_")  # prefixes of scripts that run even if Redis accepts no writes
-# Scripts that add data: Redis refuses them while it is out of memory. The others run, so the pool empties.
+# Scripts that add data: Redis refuses them while it is out of memory. All other scripts run, so the pool
+# empties.
 _ADDING = ("note_origin", "admit", "publish", "publish_changes", "claim_queue_snapshot")
 _REGISTER = (
     "redis.register_function{function_name='%s', flags={%s},\n"
@@ -53,7 +55,7 @@ class Library:
         return f"picker_{self.version}"
 
     def function(self, name: str) -> str:
-        """The name of script `name` for FCALL. Raises KeyError for an unknown script."""
+        """The function name for FCALL of script `name`. Raises KeyError for an unknown script."""
         if name not in NAMES:
             raise KeyError(name)
         return f"{name}_{self.version}"
@@ -87,7 +89,7 @@ def _flags(name: str) -> str:
 
 
 def _include(text: str, pieces: list[str], seen: set[str]) -> None:
-    """Append the files that `text` includes to `pieces`, except files in `seen`."""
+    """Append the files that `text` includes to `pieces`, except the files in `seen`."""
     for name in (name for names in _INCLUDE.findall(text) for name in names.split()):
         if name in seen:
             continue

@@ -14,8 +14,8 @@ from picker_fleet.domain.errors import StateFault
 from picker_fleet.state.store import Store
 
 _CHECK_S = 10.0
-_LOOK_S = 1.0  # how often to look for a new connection or a failed heartbeat
-_CHANGED_S = 60.0  # time for which a changed library counts as a fault
+_LOOK_S = 1.0  # seconds between looks for a new connection or a failed heartbeat
+_CHANGED_S = 60.0  # seconds for which a changed library counts as a fault
 _NEARLY_FULL = 0.9  # part of maxmemory
 KINDS = ("evicts", "nearly_full", "read_only", "library_changed", "refuses")
 
@@ -23,7 +23,7 @@ _log = logging.getLogger(__name__)
 
 
 def faults_in(info: str) -> dict[str, str]:
-    """The faults in the reply to INFO: kind -> description with the remedy."""
+    """The server's faults by the reply to INFO: kind -> description with the remedy."""
     facts = dict(line.split(":", 1) for line in info.splitlines() if ":" in line)
     policy, limit = facts.get("maxmemory_policy", ""), int(facts.get("maxmemory", 0))
     found = {}
@@ -42,7 +42,8 @@ def faults_in(info: str) -> dict[str, str]:
 
 class ServerCheck:
     """Checks the server every `_CHECK_S` and on each new connection. `refusal` returns why Redis refused the
-    last heartbeat, '' if it did not. `on_checked` gets each of KINDS -> whether the server has that fault."""
+    last heartbeat, '' if it did not. The callback `on_checked` gets a mapping: each of KINDS -> whether the
+    server has that fault."""
 
     def __init__(
         self, store: Store, refusal: Callable[[], str], on_checked: Callable[[Mapping[str, bool]], object]
@@ -91,7 +92,7 @@ class ServerCheck:
 
     def _report(self, faults: Mapping[str, str]) -> None:
         for kind in faults.keys() - self.faults.keys():
-            if kind != "refuses":  # the heartbeat logs refusals
+            if kind != "refuses":  # the heartbeat's code logs refusals
                 _log.warning("Redis is not configured for the shared state: %s", faults[kind])
         self.faults = faults
         self._on_checked({kind: kind in faults for kind in KINDS})

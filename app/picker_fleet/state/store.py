@@ -1,9 +1,9 @@
-"""Typed access to the state in Redis: one method a script. state/reads.py has the admin API's reads.
+"""Typed access to the state in Redis, with one method per script. state/reads.py has the admin API's reads.
 
 Admission, failover, fleet/ and admin/ call this module. Only state/ names scripts and reads their words;
 other code matches the types below. A verdict says how one request goes on: an admission or a placement
 returns a verdict, and a notification brings a verdict to the replica that owns a waiting request. The files
-in `lua/` describe arguments and replies; times are seconds unless named `_ms`."""
+in `lua/` describe arguments and replies. Times are seconds unless their names end in `_ms`."""
 
 import asyncio
 import enum
@@ -32,11 +32,11 @@ from picker_fleet.state.schema import ARRIVAL_NUMBERS, ARRIVAL_TEXTS, Refusal
 
 _PACKED_NUMBERS = struct.Struct(f"<{len(ARRIVAL_NUMBERS)}d")
 _KEPT_CHANGES = 200
-_ANSWERED = "answered"  # the outcome `completed`, and the request's endpoint is healthy
-_ADOPTED = " adopted"  # follows the verdict on a request that Redis already knew
+_ANSWERED = "answered"  # like the outcome `completed`; also, the request's endpoint is healthy
+_ADOPTED = " adopted"  # word after the verdict on a request that Redis already knew
 
 
-@dataclass(slots=True)  # not frozen: each request makes one, and a frozen dataclass takes three times as long
+@dataclass(slots=True)  # not frozen: each request makes one, and making a frozen one takes thrice as long
 class Placed:
     """The request runs on the first endpoint. `loads` are the loads that the script compared, in the form of
     `lua/place.lua`; '' if the request was placed before."""
@@ -47,7 +47,7 @@ class Placed:
 
 @dataclass(slots=True)
 class Queued:
-    left_s: float  # until the request's deadline
+    left_s: float  # seconds until the request's deadline
 
 
 @dataclass(slots=True)
@@ -59,12 +59,12 @@ class Refused:
 class Verdict(enum.Enum):
     """A verdict that has no further fields."""
 
-    GRANTED = "granted"  # ask for the placement
+    GRANTED = "granted"  # the replica must ask for the placement
     EXPIRED = "expired"
     PREEMPTED = "preempted"
     EVICTED = "evicted"
     GONE = "gone"  # Redis does not know the request, or another stream owns it
-    FOREIGN = "foreign"  # another request has the id
+    FOREIGN = "foreign"  # another request has this id
     UNKNOWN_POOL = "unknown-pool"
 
 
@@ -72,7 +72,7 @@ AnyVerdict = Placed | Queued | Refused | Verdict
 
 
 def name_of(verdict: AnyVerdict) -> str:
-    """The scripts' word for `verdict`, as traces name it."""
+    """The word that scripts and traces use for `verdict`."""
     return verdict.value if isinstance(verdict, Verdict) else type(verdict).__name__.lower()
 
 
@@ -106,7 +106,7 @@ _NOTIFIED: Mapping[str, Verdict] = {
 
 def parse_notification(what: str, about: str) -> Notification | None:
     """`about` is the request's id, or `ATTEMPT ENDPOINTS LOADS ID` if the grant has placed the request. None
-    for a malformed notification: the channel is open to other programs."""
+    for a malformed notification, because the channel is open to other programs."""
     if what == "placed":
         parts = about.split(" ", 3)
         if len(parts) < 4:
@@ -117,7 +117,7 @@ def parse_notification(what: str, about: str) -> Notification | None:
     return Notification(about, verdict) if verdict is not None else None
 
 
-# The replies of the scripts; the scripts' headers explain each.
+# The replies of the scripts; the scripts' headers explain each reply.
 Renewal = Literal["renewed", "restored", "waiting", "unknown"]
 FaultReply = Literal["ejected", "down", "noted", "unknown"]
 TombstoneReply = Literal["stored", "back"]
@@ -166,14 +166,14 @@ class SweepReply:
     expired: int
     reclaimed: int
     more: bool
-    given_up: int = 0  # requests that ended without a report, reclaimed before their lease ran out
-    suspects: tuple[str, ...] = ()  # endpoints whose metrics pages may show more such requests
+    given_up: int = 0  # number of requests that ended unreported, reclaimed before their leases ran out
+    suspects: tuple[str, ...] = ()  # endpoints whose metrics pages may show more unreported ends
 
 
 @dataclass(frozen=True, slots=True)
 class Rebuilt:
-    """The result of rebuilding an unknown pool: `records` requests were indexed again, and the key `lost`
-    was missing ('': the key `pool`)."""
+    """The result of rebuilding an unknown pool: `records` is the number of requests indexed again, `lost` the
+    name of the missing key ('': the key `pool`)."""
 
     records: int
     lost: str
@@ -199,23 +199,23 @@ class Dispatched:
 
 @dataclass(slots=True)
 class RedisLost:
-    """Redis is unavailable: `cause` is the metric's label, `reason` goes to the log."""
+    """Redis is unavailable. The field `cause` is a label of the metric; `reason` goes to the log."""
 
     cause: str
     reason: str
 
 
-# Events that replies and channels of Redis bring.
+# The events that replies and channels of Redis bring.
 Event = Notification | Dispatched | RedisLost
 
 
 class Store:
     """Typed access to one pool's shared state for one replica.
 
-    Every event goes to `on_event`, which the store's owner sets before `run`. `reads` serves the admin API;
-    `queue_snapshots` reads all flow queues once for the fleet. Heartbeats keep `signing` in step with the
-    fleet's keys. `bands` are the configured bands. Every method raises StateFault: StateUnavailable without
-    Redis, other subclasses if Redis answers with an error (state/batching.py).
+    Every event goes to `on_event`, which the store's owner sets before `run`. The attribute `reads` serves
+    the admin API; `queue_snapshots` reads all flow queues once for the fleet. Heartbeats keep `signing` in
+    step with the fleet's keys. `bands` are the configured bands. Every method raises StateFault:
+    StateUnavailable without Redis, other subclasses if Redis answers with an error (state/batching.py).
     """
 
     def __init__(
@@ -260,12 +260,12 @@ class Store:
 
     @property
     def fault(self) -> str | None:
-        """Why the shared state cannot be reached at the moment; None while it can."""
+        """The reason why the shared state cannot be reached now; None while it can be reached."""
         return self._client.fault
 
     @property
     def connection_epoch(self) -> int:
-        """Connections made so far. After a failover the new server may lack the last writes."""
+        """The number of connections made so far. After a failover the new server may lack the last writes."""
         return self._client.connection_epoch
 
     def unsent_ends(self) -> list[str]:
@@ -275,10 +275,10 @@ class Store:
     def admit(
         self, request: InferenceRequest, attempt: str, candidates: str, age_s: float = 0.0
     ) -> asyncio.Future[AnyVerdict]:
-        """Placed, Queued, Refused, EXPIRED, FOREIGN or UNKNOWN_POOL.
+        """Admit a request: Placed, Queued, Refused, EXPIRED, FOREIGN or UNKNOWN_POOL.
 
-        `candidates`: '*', 'a,b' or 'a=0.7,b=0.5' (scores without the load in flight); '' for none. With '*'
-        the call that grants a queued request also places it.
+        `candidates`: '*', 'a,b' or 'a=0.7,b=0.5' (scores without the load in flight); '' for none. With '*',
+        the call that grants the queued request also places it.
         """
         arrival = _arrival(request, attempt, candidates, age_s)
         return self._client.submit("admit", (arrival,), self._admitted)
@@ -309,9 +309,9 @@ class Store:
     ) -> asyncio.Future[SettleReply]:
         """Report an end. Repeated until Redis accepts it.
 
-        `actual` is the request's real cost, in the unit it was charged in; `answer_tokens`, the answer's
-        tokens, improve later estimates. None: unknown. `answered`: the endpoint is healthy. `urgent`: send
-        at once, since another request may wait for the freed capacity.
+        `actual` is the request's real cost, in the unit of its charge; `answer_tokens`, the length of the
+        answer, improves later estimates. None: unknown. `answered`: the answer shows that the endpoint is
+        healthy. `urgent`: send the call at once, since another request may wait for the freed capacity.
         """
         known = ("" if actual is None else actual, "" if answer_tokens is None else answer_tokens)
         args = (request_id, _ANSWERED if answered else outcome.value, *known)
@@ -336,8 +336,8 @@ class Store:
         return found
 
     def report_client_gone(self, request_id: str) -> asyncio.Future[SuspicionReply]:
-        """The client may have gone. If the request is placed, the sweep checks the endpoint's next metrics
-        pages."""
+        """Report that a client may have gone. If its request is placed, the sweep checks the endpoint's next
+        metrics pages."""
         return self._client.submit("report_client_gone", (request_id,))
 
     def cancel(self, request_id: str, attempt: str, why: str) -> asyncio.Future[CancelReply]:
@@ -345,19 +345,19 @@ class Store:
         return self._client.submit("cancel", (request_id, attempt, why), durable=True)
 
     def return_grant(self, request_id: str) -> asyncio.Future[CancelReply]:
-        """Give back a grant without a stream. If this call is lost, Redis repeats the grant."""
+        """Give back a grant that no stream waits for. If this call is lost, Redis repeats the grant."""
         return self._client.submit("cancel", (request_id, "", "unclaimed"))
 
     def renew(
         self, request_id: str, attempt: str | None, served: str, accounting_token: str, ago_s: float = 0.0
     ) -> asyncio.Future[Renewal]:
-        """Renew a request's lease: it ran `ago_s` ago. `attempt` is None if an access log reports this."""
+        """Renew the lease of a request that ran `ago_s` ago. `attempt`: None if an access log tells."""
         mine = "" if attempt is None else attempt
         args = (request_id, mine, served, accounting_token, _milliseconds(ago_s))
         return self._client.submit("renew", args)
 
     async def heartbeat(self, about: str, silence_s: float) -> HeartbeatReply:
-        """Report that this replica is alive. `about` is its replica info (JSON); '': unchanged."""
+        """Report that this replica is alive. `about` is the replica info (JSON); '': unchanged."""
         signing = self._signing
         keys = (signing.offer(), signing.first)
         reply = await self._client.call(
@@ -398,11 +398,11 @@ class Store:
         return [each for each in found if each is not None]
 
     async def server_info(self) -> str:
-        """The sections `memory` and `replication` of the server's INFO."""
+        """The sections `memory` and `replication` of the server's reply to INFO."""
         return str(await self._client.command("INFO", "memory", "replication"))
 
     async def library_is_intact(self) -> bool:
-        """Whether the server's library of this version has the right source, or the server has no library."""
+        """Whether the server's library of this version has the right source; True if it has no library."""
         listed = await self._client.command(
             "FUNCTION", "LIST", "LIBRARYNAME", self._client.library.name, "WITHCODE"
         )
@@ -426,7 +426,7 @@ class Store:
         """Publish settings and endpoints. Returns the result of the rebuild; None if the pool was known."""
         caps = {each.address: each.max_inflight for each in endpoints if each.max_inflight is not None}
         if caps:
-            settings = {**settings, "caps": caps}  # the scripts read caps for each placement
+            settings = {**settings, "caps": caps}  # read for each placement
         pairs = [text for each in endpoints for text in (each.address, describe(each))]
         reply = await self._client.call(
             "publish", self._replica, config_version, endpoints_version, json.dumps(settings), *pairs
@@ -478,9 +478,9 @@ class Store:
         return [fields[1] for _, fields in found]
 
     def mark_endpoint(self, address: str, what: str, on: bool) -> asyncio.Future[MarkReply]:
-        """`what`: `drained` or `down`: the endpoint takes no new requests;
-        `ejected`: a probe found the ejected endpoint unhealthy (`on`) or healthy; `stuck`: the endpoint's
-        metrics page does not change while requests run there."""
+        """Set (`on`) or remove the mark `what`. `drained` or `down`: the endpoint takes no new requests.
+        `ejected`: a probe found the ejected endpoint unhealthy (`on` True) or healthy (False). `stuck`: the
+        endpoint's metrics page does not change while requests run there."""
         return self._client.submit("mark_endpoint", (address, what, int(on)))
 
     async def evict(self, request_id: str) -> EvictReply:
@@ -497,10 +497,10 @@ class Store:
         return SweepReply(ran == 1, expired, reclaimed, more == 1, ghosts, tuple(suspects))
 
     async def endpoints(self) -> tuple[Endpoint, ...]:
-        """The pool's endpoints as published, by address."""
+        """The pool's published endpoints, by address."""
         published = await self._client.command("HGETALL", self.keys.endpoints)
         marks, ejections = await self.marks(), await self.ejections()
-        # Parse only changed endpoints: of thousands, few change between two calls.
+        # Parse only changed endpoints: of thousands of endpoints, few change between two calls.
         read, self._read = self._read, {}
         for address, text in sorted(zip(published[::2], published[1::2], strict=True)):
             known = read.get(address)
@@ -512,11 +512,11 @@ class Store:
         return marked((endpoint for _, endpoint in self._read.values()), marks, ejections)
 
     async def ejections(self) -> Mapping[str, Ejection]:
-        """Ejections by address, of endpoints that are ejected now or were recently."""
+        """Address -> ejection, of endpoints that are ejected now or were recently."""
         return parse_ejections(await self._client.command("HGETALL", self.keys.outliers))
 
     async def marks(self) -> frozenset[tuple[str, str]]:
-        """The marks of all endpoints, as pairs of `drained`, `down` or `ejected` and the address."""
+        """The marks of all endpoints, as pairs (mark, address); a mark is `drained`, `down` or `ejected`."""
         return parse_marks((await self._client.command("HGETALL", self.keys.marks))[::2])
 
     async def state(self, silence_s: float) -> PoolState:
@@ -544,8 +544,8 @@ def _milliseconds(seconds: float) -> int:
 
 
 def _arrival(request: InferenceRequest, attempt: str, candidates: str, age_s: float = 0.0) -> bytes:
-    """`request` packed for `lua/admit.lua`. Times are ms; the age is exact to the µs, since ages order the
-    requests that one message submits again. Raises ValueError where a text holds byte 0."""
+    """The `request`, packed for `lua/admit.lua`. Times are in ms; the age is exact to the µs, since ages
+    order the requests that one message resubmits. Raises ValueError where a text holds byte 0."""
     workload = request.workload
     return pack_arrival(
         (request.id, attempt, request.flow, workload.id, request.model, candidates),

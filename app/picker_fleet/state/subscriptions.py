@@ -1,8 +1,8 @@
 """Subscriptions and plain commands on separate Redis connections, beside the batches of state/batching.py.
 
-`listen` follows the wake-up channel (pool.py), `follow` any channel (endpoints/metrics_channel.py);
-CommandClient runs commands that must not delay decisions (endpoints/, scheduling/route_stream.py). A
-subscriber misses messages that are published while it is not connected.
+The function `listen` follows the wake-up channel (pool.py), `follow` any channel
+(endpoints/metrics_channel.py); CommandClient runs commands that must not delay decisions (endpoints/,
+scheduling/route_stream.py). A subscriber misses messages that are published while it is not connected.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ from picker_fleet.state.error_replies import Meaning, meaning_of
 from picker_fleet.state.primary import connections, is_replaced, raise_if_cancelled
 from picker_fleet.state.store import Notification, parse_notification
 
-CHECK_S = 1.0  # interval of a subscription's PINGs, and the time in which each must be answered
+CHECK_S = 1.0  # seconds between a subscription's PINGs, and the deadline of each answer
 _CONNECT_S = 2.0
 _PAUSE_S = 0.2
 
@@ -42,7 +42,7 @@ async def follow(
     The connection is pinged every `check_s`, to detect a server that has vanished. `on_subscribed` is awaited
     after each SUBSCRIBE, so that it can read the changes that missed messages announced; if it raises
     StateUnavailable, the connection is made again. `what` names the messages in the log. Each interruption
-    logs one line, however many attempts to reconnect fail."""
+    causes one log line, however many attempts to reconnect fail."""
     interrupted = False
     while True:
         subscription = _Subscription(channel, on_message)
@@ -114,7 +114,7 @@ class _Subscription:
 async def listen(
     url: str, name: str, on_notification: Callable[[Notification], object], *, check_s: float = CHECK_S
 ) -> None:
-    """Pass each line `WHAT ABOUT` of the wake-up channel `name` to `on_notification` until cancelled.
+    """Pass each message `WHAT ABOUT` of the wake-up channel `name` to `on_notification` until cancelled.
     Wake-ups are hints: a lost wake-up delays its request by at most a heartbeat interval."""
 
     def take(message: bytes) -> None:
@@ -130,8 +130,8 @@ Command = tuple[Any, ...]
 
 
 class CommandClient:
-    """Runs commands on the server that holds `key`. Connects at the first call, and again after a fault. One
-    event loop; concurrent calls run one after another."""
+    """Runs commands on the server that holds `key`. CommandClient connects at the first call, and again after
+    a fault. One event loop; concurrent calls run one after another."""
 
     def __init__(self, url: str, key: str, *, deadline_s: float) -> None:
         self._url, self._pool = url, connections(url, key)
@@ -144,7 +144,8 @@ class CommandClient:
         self._missing = 0
 
     async def execute(self, commands: Sequence[Command]) -> list[Any]:
-        """Send all `commands` at once. Returns their replies, strings as bytes; an error reply fails all.
+        """Send all `commands` at once. Returns the commands' replies, strings as bytes; one error reply fails
+        the whole call.
 
         Raises:
             StateUnavailable: no answer within the deadline, no server, or an error reply.
