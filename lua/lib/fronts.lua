@@ -76,7 +76,7 @@ do -- a chunk may have 200 locals
     return nil
   end
 
-  -- In fronts with scores, the table `scores` has the new score of each changed member, false if the member left. Changed
+  -- In a front with scores, `scores` has the new score of each changed member, false if the member left. Changed
   -- members that are part of the front are in the list `back`, in order from `first` to `last`; equal scores are
   -- ordered by member, as in Redis.
   local function precedes(score, member, other_score, other)
