@@ -151,9 +151,7 @@ OUTCOMES = [
 
 
 @pytest.mark.parametrize(("flag", "status", "outcome"), OUTCOMES)
-async def test_response_flags_and_status_decide_the_outcome_of_a_request(
-    flag: str, status: int, outcome: Outcome
-) -> None:
+async def test_response_flags_and_status_decide_the_outcome(flag: str, status: int, outcome: Outcome) -> None:
     completion = await ended(entry(status=status, flag=flag))
     assert (completion.outcome, completion.status) == (outcome, status)
 
@@ -272,9 +270,7 @@ def test_a_failed_attempt_is_reported_as_a_fault_of_its_endpoint(
 @pytest.mark.parametrize(
     ("prompt", "completion"), [(float("nan"), -5), ("many", None), (1e300, float("inf"))]
 )
-async def test_invalid_values_in_an_access_log_entry_count_as_unknown(
-    prompt: object, completion: object
-) -> None:
+async def test_invalid_values_of_an_entry_count_as_unknown(prompt: object, completion: object) -> None:
     message = entry()
     describe(message, {"picker.usage": {"prompt_tokens": prompt, "completion_tokens": completion}})
     message.common_properties.time_to_last_downstream_tx_byte.seconds = -3

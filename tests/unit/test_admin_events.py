@@ -106,7 +106,7 @@ async def test_a_listener_that_does_not_read_is_dropped_and_others_continue(even
     assert not quick.dropped.is_set()
 
 
-async def test_listeners_get_an_event_if_the_shared_state_is_unreachable(
+async def test_listeners_get_an_event_if_the_state_is_unreachable(
     events: Events, source: CountingSource
 ) -> None:
     source.fault = StateUnavailable("Redis cannot be reached: refused")
@@ -147,7 +147,7 @@ async def test_a_listener_above_the_limit_is_refused_until_another_client_discon
         await until(lambda: events.listening == len(listeners))
 
 
-def test_a_client_address_gets_a_stream_though_other_addresses_take_all_streams(
+def test_an_address_gets_a_stream_though_other_addresses_take_all_streams(
     source: CountingSource,
 ) -> None:
     events = Events(source)

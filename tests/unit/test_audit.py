@@ -44,9 +44,7 @@ UNREADABLE: list[tuple[str, str | None, str]] = [
 
 
 @pytest.mark.parametrize(("name", "value", "says"), UNREADABLE)
-def test_the_error_names_an_unreadable_or_missing_field_of_a_log_entry(
-    name: str, value: str | None, says: str
-) -> None:
+def test_the_error_names_an_unreadable_or_missing_field(name: str, value: str | None, says: str) -> None:
     entry = raw() | {name: value}
     if value is None:
         del entry[name]
@@ -69,7 +67,7 @@ def test_an_empty_log_has_no_violation_and_no_remark() -> None:
 
 
 @pytest.mark.parametrize("url", ["redis://{host}:{port}/0", "http://{host}"])
-def test_the_audit_of_an_unreachable_redis_ends_with_exit_code_2(
+def test_auditing_an_unreachable_redis_ends_with_exit_code_2(
     url: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["audit", "--redis", url.format(host=LOOPBACK, port=free_port())]) == 2
@@ -533,9 +531,7 @@ INVERSIONS = {
 
 
 @cases("events, inverted", INVERSIONS)
-def test_an_inversion_is_a_dispatch_while_a_request_of_a_higher_band_waits(
-    events: str, inverted: int
-) -> None:
+def test_an_inversion_is_a_dispatch_while_a_higher_band_waits(events: str, inverted: int) -> None:
     log = Log().write("queued", "a.0", band=0).write("queued", "b.0", "b.1", band=2)
     for event in events.split(", "):
         what, request = event.split()

@@ -95,9 +95,7 @@ def command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Command:
 
 @pytest.mark.parametrize("debug_headers", [False, True])
 @pytest.mark.parametrize("mode", MODES)
-def test_real_envoy_accepts_the_bootstrap_of_each_mode(
-    mode: Mode, debug_headers: bool, tmp_path: Path
-) -> None:
+def test_real_envoy_accepts_each_modes_bootstrap(mode: Mode, debug_headers: bool, tmp_path: Path) -> None:
     assert_envoy_accepts(to_yaml(built(mode, debug_headers=debug_headers)), tmp_path)
 
 
@@ -306,9 +304,7 @@ def test_command_envoy_config_trusts_a_header_in_both_spellings_with_a_warning(c
 
 
 @pytest.mark.parametrize("name", ["x-gateway-destination-endpoint", "x-request-id", "authorization", ""])
-def test_command_envoy_config_refuses_to_trust_headers_that_steer_nothing(
-    name: str, command: Command
-) -> None:
+def test_command_envoy_config_refuses_to_trust_other_headers(name: str, command: Command) -> None:
     _, error = command("--trust-headers", name, status=2)
     assert f"--trust-headers: '{name}' is " in error
     assert "x-gateway-inference-fairness-id" in error
@@ -336,9 +332,7 @@ def test_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_the_option_client_rate_limits_the_requests_of_each_client_address(
-    mode: Mode, tmp_path: Path
-) -> None:
+def test_the_client_rate_option_limits_requests_per_client_address(mode: Mode, tmp_path: Path) -> None:
     limited = built(mode, client_rate=50)
     bucket = at(parts(limited), "filters.local_ratelimit.descriptors.0.tokenBucket")
     assert bucket == {"maxTokens": 100, "tokensPerFill": 50, "fillInterval": "1s"}

@@ -302,7 +302,7 @@ BROKEN = [
 
 
 @pytest.mark.parametrize(("text", "needle"), BROKEN)
-def test_the_error_names_a_missing_or_broken_configuration_file(
+def test_the_error_names_a_missing_or_broken_config_file(
     tmp_path: Path, text: str | None, needle: str
 ) -> None:
     path = tmp_path / "picker.yaml" if text is None else written(tmp_path, text)
@@ -332,9 +332,7 @@ REPEATING: list[tuple[str, dict[str, str]]] = [
 
 
 @pytest.mark.parametrize(("text", "variables"), REPEATING, ids=str)
-def test_the_message_of_a_fault_repeats_no_secret(
-    tmp_path: Path, text: str, variables: dict[str, str]
-) -> None:
+def test_a_faults_message_repeats_no_secret(tmp_path: Path, text: str, variables: dict[str, str]) -> None:
     with pytest.raises(ConfigError) as caught:
         load(written(tmp_path, text), variables)
     assert SECRET not in str(caught.value)

@@ -68,9 +68,7 @@ ANSWERS = [
 
 
 @pytest.mark.parametrize(("answer", "told"), ANSWERS)
-async def test_a_header_of_the_answer_names_the_endpoint_that_served(
-    answer: ProcessingRequest, told: str
-) -> None:
+async def test_an_answer_header_names_the_endpoint_that_served(answer: ProcessingRequest, told: str) -> None:
     talk = conforming()
     said = await talk.say(*asked({}), answer)
     assert set_headers(said[-1].response_headers.response.header_mutation)[SERVED] == told

@@ -64,9 +64,7 @@ KINDS = {"file": ({"file": "e.yaml"}, FileSource), "dns": ({"dns": {"name": "m",
 
 
 @cases("source, kind", KINDS)
-def test_the_configuration_chooses_the_source_of_endpoints(
-    source: dict[str, object], kind: type[Source]
-) -> None:
+def test_the_configuration_chooses_an_endpoint_source(source: dict[str, object], kind: type[Source]) -> None:
     assert isinstance(source_of(parse({"discovery": source}).discovery), kind)
 
 
@@ -137,7 +135,7 @@ async def test_a_config_map_whose_symlink_is_swapped_is_read_again(tmp_path: Pat
         assert await reports.next() == ["10.0.0.2:8000"]
 
 
-async def test_when_an_endpoints_file_breaks_the_last_good_list_stays_and_the_fault_is_logged(
+async def test_when_a_file_breaks_the_last_good_list_stays_and_the_fault_is_logged(
     tmp_path: Path, log: Lines
 ) -> None:
     path = tmp_path / "endpoints.yaml"
@@ -157,9 +155,7 @@ UNUSABLE = [("e.yaml", None), ("e.yaml", ""), ("e.yaml", "- 7"), ("e.yaml", "{")
 
 
 @pytest.mark.parametrize(("file", "content"), UNUSABLE)
-async def test_the_startup_error_names_an_unusable_endpoints_file(
-    tmp_path: Path, file: str, content: str | None
-) -> None:
+async def test_a_startup_error_names_an_unusable_file(tmp_path: Path, file: str, content: str | None) -> None:
     if content is not None:
         (tmp_path / file).write_text(content)
     with pytest.raises(StartupError, match=r"e\.yaml: ") as caught:

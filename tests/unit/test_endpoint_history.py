@@ -213,9 +213,7 @@ def test_the_holders_of_the_longest_prefix_are_named_first() -> None:
 
 @pytest.mark.parametrize("blocks", [22_000, 31_250])
 @pytest.mark.parametrize("names_holders", [False, True])
-def test_the_memory_of_the_prefix_index_stays_within_the_documented_bound(
-    blocks: int, names_holders: bool
-) -> None:
+def test_memory_of_the_prefix_index_stays_within_the_stated_bound(blocks: int, names_holders: bool) -> None:
     numbers = count()
     gc.collect()
     tracemalloc.start()

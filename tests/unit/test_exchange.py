@@ -187,9 +187,7 @@ async def test_a_lease_whose_request_is_not_answered_is_withdrawn(why: str) -> N
 
 @every_mode
 @pytest.mark.parametrize("ask", [ASK, LONG], ids=["small", "long"])
-async def test_a_body_that_trailers_end_is_sent_back_only_once_with_the_headers(
-    mode: str, ask: bytes
-) -> None:
+async def test_a_body_that_trailers_end_is_sent_back_once_with_the_headers(mode: str, ask: bytes) -> None:
     # If the body came in separate chunks, Envoy's router would also send its own copy with the trailers.
     talk = Talk()
     answers = await talk.say(headers(mode), body(ask, ended=False), envoy.trailers())
@@ -400,9 +398,7 @@ HINTS = {
 
 
 @cases("hint, subset", HINTS)
-async def test_the_gate_gets_the_subset_hint_of_a_request(
-    hint: object, subset: tuple[str, ...] | None
-) -> None:
+async def test_the_gate_gets_a_requests_subset_hint(hint: object, subset: tuple[str, ...] | None) -> None:
     talk, key = Talk(), "x-gateway-destination-endpoint-subset"
     metadata = {"envoy.lb.subset_hint": {key: hint}} if hint is not None else {}
     await talk.say(headers("lean", metadata=metadata), body(ASK))
@@ -454,7 +450,7 @@ async def test_a_refusal_by_the_gate_reports_the_queue_pressure_and_may_be_429(
     assert (talk.gate.withdrawn, talk.gate.settled) == ([], [])
 
 
-async def test_an_unexpected_exception_is_logged_and_answered_with_500(
+async def test_an_unexpected_error_is_logged_and_answered_with_500(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     refused = await Talk(ScriptedGate(ValueError("a bug"))).refused(*asks("lean"))
@@ -502,7 +498,7 @@ ANSWERS = {
 
 @pytest.mark.parametrize("answer", ANSWERS.values(), ids=ANSWERS)
 @pytest.mark.parametrize("size", [1, 7, 1000, 1_000_000])
-async def test_standard_mode_passes_the_answer_on_and_accounts_for_its_tokens(
+async def test_standard_mode_passes_an_answer_on_and_accounts_for_its_tokens(
     answer: bytes, size: int
 ) -> None:
     talk, came = Talk(), chunks(answer, size)
@@ -583,7 +579,7 @@ async def test_standard_mode_settles_a_request_once_however_the_answer_ends(
 
 
 @pytest.mark.parametrize("begun", [[], [headers("standard"), body(b"{", ended=False)]])
-async def test_standard_mode_passes_on_an_answer_that_envoy_makes_itself(
+async def test_standard_mode_passes_on_an_answer_that_envoy_makes(
     begun: list[ProcessingRequest],
 ) -> None:
     talk = Talk()
@@ -644,9 +640,7 @@ SHOWN = b'data: {"model":"m",%b}\n\ndata: {"model": "m"}\n\n{"model":"m-v22"}' %
 
 
 @given(st.integers(min_value=1, max_value=len(NAMED)), st.booleans())
-async def test_the_client_receives_the_model_name_that_the_client_requested(
-    size: int, trailing: bool
-) -> None:
+async def test_the_client_receives_the_model_name_that_it_requested(size: int, trailing: bool) -> None:
     assert b"".join(await renamed(chunks(NAMED, size), trailing=trailing)) == SHOWN
 
 

@@ -84,7 +84,7 @@ async def stage() -> AsyncIterator[Stage]:
         yield made
 
 
-async def test_the_answer_to_a_placement_has_endpoints_and_the_fields_for_the_access_log(
+async def test_the_answer_to_a_placement_has_endpoints_and_fields_for_the_access_log(
     stage: Stage,
 ) -> None:
     stage.gate.placement = PLACEMENT._replace(session="session-1", waited_s=1.5)
@@ -245,7 +245,7 @@ async def test_a_draining_server_refuses_new_checks_and_answers_waiting_checks(
 
 
 @pytest.mark.parametrize("apart", [True, False])
-async def test_the_connection_is_closed_if_a_second_request_precedes_the_first_answer(
+async def test_a_second_request_before_the_first_answer_closes_the_connection(
     stage: Stage, apart: bool
 ) -> None:
     if apart:

@@ -39,7 +39,7 @@ pytestmark = pytest.mark.usefixtures("transport")
 
 @dataclass
 class Replica:
-    """A server on a free port and a channel to it."""
+    """A gRPC server on a free port, and a client channel to that server."""
 
     gate: ScriptedGate
     server: Server
@@ -76,7 +76,7 @@ async def replica(
     most_uploads: int = MAX_UPLOADS,
     **extproc: object,
 ) -> AsyncIterator[Replica]:
-    """A ready replica; `extproc` overrides settings of that section; `clock` measures its uploads."""
+    """A ready replica; `extproc` overrides settings of that section; `clock` measures the time of uploads."""
     quick = {"listen": "127.0.0.1:0", "drain_grace": "0s", "drain_timeout": "30s"}
     settings = parse({"extproc": {**quick, "transport": envoy.chosen_transport(), **extproc}})
     gate, metrics = ScriptedGate(), Counted()
@@ -100,7 +100,8 @@ async def fleet(transport: str) -> AsyncIterator[Replica]:
 
 
 class StoppedClock(Clock):
-    """Stands still until the test sets `now_s` or calls `start()`: a pause of the host delays no upload."""
+    """A clock that stands still until the test sets `now_s` or calls `start()`, so that no pause of the host
+    counts."""
 
     _running = False
 
@@ -120,7 +121,7 @@ async def talk(call: Any, *messages: ProcessingRequest, answers: int) -> list[Pr
 
 
 async def rest(call: Any) -> list[ProcessingResponse]:
-    """The remaining answers of the stream."""
+    """All remaining answers of the stream `call`."""
     said = []
     async with asyncio.timeout(30):
         while (answer := await call.read()) is not grpc.aio.EOF:
@@ -128,7 +129,7 @@ async def rest(call: Any) -> list[ProcessingResponse]:
     return said
 
 
-async def test_in_standard_a_stream_lasts_until_the_answer_has_ended(fleet: Replica) -> None:
+async def test_in_standard_mode_a_stream_lasts_until_the_response_has_ended(fleet: Replica) -> None:
     call = fleet.exchange()
     await talk(call, headers("standard"), body(ASK), answers=2)
     answer = [envoy.response_headers(), response_body(b"a"), response_body(b"b", ended=True)]
@@ -153,7 +154,7 @@ async def test_a_stalled_upload_is_refused_and_its_bytes_are_released(mode: str)
 
 @pytest.mark.parametrize("mode", ["standard", "lean"])
 @pytest.mark.parametrize("ask", [ASK, ASK.ljust(WHOLE_BYTES + 1), b"[1]", b'{"model": '])
-async def test_a_body_complete_by_its_length_is_answered_without_its_end(mode: str, ask: bytes) -> None:
+async def test_a_body_of_full_content_length_is_answered_before_the_end_flag(mode: str, ask: bytes) -> None:
     async with replica() as fleet:
         fields = {"content-length": str(len(ask))}
         call = await fleet.begin(headers(mode, fields), body(ask, ended=False))
@@ -163,7 +164,7 @@ async def test_a_body_complete_by_its_length_is_answered_without_its_end(mode: s
         call.cancel()
 
 
-async def test_the_oldest_of_too_many_half_sent_requests_ends_and_complete_ones_are_served() -> None:
+async def test_above_the_limit_the_oldest_half_sent_request_ends_and_complete_ones_are_served() -> None:
     async with replica(most_uploads=2) as fleet:
         halves = []
         for number in range(4):
@@ -185,7 +186,7 @@ async def test_an_upload_that_takes_too_long_is_refused(mode: str) -> None:
                 await call.write(body(b" ", ended=False))
 
         dripping = asyncio.create_task(drip())
-        # Wait for the metric: the client's reads race with its own sends.
+        # Wait for the metric, because the client's reads race with the client's writes.
         await until(lambda: fleet.metrics.answers == [(mode, "", "body_stalled")])
         dripping.cancel()
         await asyncio.gather(dripping, return_exceptions=True)
@@ -193,7 +194,7 @@ async def test_an_upload_that_takes_too_long_is_refused(mode: str) -> None:
 
 
 @pytest.mark.parametrize("first", [[headers("lean")], [headers("standard")]])
-async def test_a_stream_without_a_body_is_refused(first: list[ProcessingRequest]) -> None:
+async def test_a_stream_that_never_sends_a_body_is_refused(first: list[ProcessingRequest]) -> None:
     async with replica(stalled_s=0.3) as fleet:
         call = await fleet.begin(*first)
         assert envoy.refusal(await rest(call)).status == 408
@@ -207,7 +208,7 @@ async def test_the_wait_in_the_queue_does_not_count_as_upload_time() -> None:
         long = ASK.ljust(WHOLE_BYTES + 1)
         call = await fleet.begin(headers("lean", {"content-length": str(len(long))}), body(long, ended=False))
         await until(fleet.gate.asked.is_set)
-        other = await fleet.begin(headers("lean"))  # this upload times out meanwhile
+        other = await fleet.begin(headers("lean"))  # this other upload times out
         await until(lambda: fleet.context.open_requests.count == 2)
         clock.now_s = 1.0
         assert envoy.refusal(await rest(other)).status == 408
@@ -216,7 +217,7 @@ async def test_the_wait_in_the_queue_does_not_count_as_upload_time() -> None:
 
 
 @pytest.mark.parametrize("mode", ["standard", "lean"])
-async def test_every_end_of_a_stream_releases_its_body(fleet: Replica, mode: str) -> None:
+async def test_every_kind_of_end_of_a_stream_releases_the_body_of_it(fleet: Replica, mode: str) -> None:
     long = ASK.ljust(2 * WHOLE_BYTES)
     chunks = [body(long[at : at + WHOLE_BYTES], ended=False) for at in range(0, len(long), WHOLE_BYTES)]
     fleet.gate.open.clear()
@@ -233,7 +234,7 @@ async def test_every_end_of_a_stream_releases_its_body(fleet: Replica, mode: str
 
 
 @pytest.mark.parametrize("mode", ["standard", "lean"])
-async def test_a_client_that_leaves_cancels_its_queued_request(
+async def test_a_client_that_disconnects_cancels_its_queued_request(
     mode: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -244,7 +245,7 @@ async def test_a_client_that_leaves_cancels_its_queued_request(
 
         call.cancel()
         await until(lambda: fleet.gate.cancelled == ["made-1"])
-        # Metrics and log record status 499 and code `client_gone`.
+        # Metrics and the log record the status 499 and the code `client_gone`.
         await until(lambda: fleet.metrics.answers == [(mode, "m", "client_gone")])
         assert (fleet.gate.withdrawn, fleet.gate.settled) == ([], [])
         [line] = [record for record in caplog.records if record.getMessage() == "refused"]
@@ -252,10 +253,10 @@ async def test_a_client_that_leaves_cancels_its_queued_request(
 
 
 @pytest.mark.parametrize("mode", ["standard", "lean"])
-async def test_a_stream_that_ends_before_its_body_is_not_admitted(fleet: Replica, mode: str) -> None:
+async def test_a_stream_that_ends_before_its_body_ends_is_not_admitted(fleet: Replica, mode: str) -> None:
     call = await fleet.begin(headers(mode), body(b"{", ended=False))
     await call.done_writing()
-    assert await rest(call) in ([], [ProcessingResponse()])  # grpcio must send an answer
+    assert await rest(call) in ([], [ProcessingResponse()])  # grpcio has to send an answer on this stream
     assert await call.code() is grpc.StatusCode.OK
     assert (fleet.gate.admitted, fleet.gate.withdrawn, fleet.gate.settled) == ([], [], [])
 
@@ -275,12 +276,12 @@ async def test_a_body_of_32_mib_is_refused_at_its_limit_while_its_client_sends_o
     await until(lambda: fleet.metrics.answers == [(mode, "", "payload_too_large")])
     await pouring
     assert fleet.context.bodies.held_bytes == 0
-    # The connection still serves others: the refused body does not take their flow-control window.
+    # The connection still serves other streams: the refused body does not take the flow-control window.
     [answer] = await talk(fleet.exchange(), headers("lean"), body(ASK), answers=1)
     assert parts([answer]) == ["request_headers"]
 
 
-async def test_health_of_an_unknown_service_is_not_found_and_a_watch_of_it_says_so(fleet: Replica) -> None:
+async def test_health_of_an_unknown_service_is_not_found_by_a_check_or_a_watch(fleet: Replica) -> None:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await fleet.health("unknown")
     assert caught.value.code() is grpc.StatusCode.NOT_FOUND
@@ -288,7 +289,7 @@ async def test_health_of_an_unknown_service_is_not_found_and_a_watch_of_it_says_
     assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
 
 
-async def test_health_follows_readiness_and_liveness_does_not(fleet: Replica) -> None:
+async def test_the_health_service_follows_readiness_and_liveness_does_not(fleet: Replica) -> None:
     names = ("", SERVICE, "readiness", "liveness")
     assert [await fleet.health(name) for name in names] == [SERVING] * 4
     fleet.server.set_ready(False)
@@ -301,7 +302,7 @@ async def test_a_drain_finishes_waiting_requests_and_refuses_new_ones(fleet: Rep
     late = await fleet.begin(headers("lean"))
     await until(lambda: fleet.gate.asked.is_set() and fleet.context.open_requests.count == 2)
 
-    # The replica first announces that it takes no new requests.
+    # A draining replica first announces by its health that new requests are refused.
     watch = fleet.watch("readiness")
     assert (await watch.read()).status == SERVING
     drain = asyncio.create_task(fleet.server.drain())
@@ -316,7 +317,7 @@ async def test_a_drain_finishes_waiting_requests_and_refuses_new_ones(fleet: Rep
         assert await refused.code() is grpc.StatusCode.UNAVAILABLE
     assert len(fleet.metrics.answers) == 0
 
-    # A request that had begun its upload is refused with a reason.
+    # A request whose upload had begun is refused with a reason.
     [answer] = await talk(late, body(ASK), answers=1)
     assert envoy.refusal([answer]).status == 503
     assert envoy.refusal([answer]).headers["x-llm-d-request-dropped-reason"] == "rejected-shutting-down"
@@ -357,7 +358,7 @@ async def test_a_drain_does_not_wait_for_streams_without_end() -> None:
         assert await call.code() is not grpc.StatusCode.OK
 
 
-async def test_an_address_in_use_is_named() -> None:
+async def test_the_startup_error_names_an_address_in_use() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         with pytest.raises(StartupError, match=address):
@@ -411,7 +412,7 @@ async def test_a_malformed_health_check_is_an_invalid_argument(fleet: Replica) -
     assert fault.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
-async def test_every_watch_of_health_receives_a_change(fleet: Replica) -> None:
+async def test_every_watch_of_health_receives_a_change_of_readiness(fleet: Replica) -> None:
     watches = [fleet.watch(name) for name in ("", SERVICE, "readiness") * 20]
     assert [(await watch.read()).status for watch in watches] == [SERVING] * 60
     fleet.server.set_ready(False)

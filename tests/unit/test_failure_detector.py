@@ -1,4 +1,4 @@
-"""Silence, pauses and slowness: when Redis is unavailable, a connection stuck, or this replica paused."""
+"""Failure detection: when Redis counts as unavailable, a connection as stuck, or this replica as paused."""
 
 from pathlib import Path
 
@@ -20,20 +20,22 @@ FLOOR_S, CEILING_S = 1.0, 7.5
 
 
 class ObservedConnection:
-    """Observes a connection each tick, as the connection monitor does."""
+    """A connection that is observed at each tick, as by the connection monitor."""
 
     def __init__(self) -> None:
         self.failure_detector = FailureDetector(FLOOR_S, CEILING_S)
         self.now_s = 100.0
 
     def observe(self, *, awake_s: float = TICK_S, waiting: bool = True, **seen: bool) -> Health:
-        """`seen`: whether data was `received` in this tick, and whether a probe was `answered`."""
+        """The keywords `received` and `answered`: whether data, or the answer to a probe, came in this
+        tick."""
         self.now_s += TICK_S
         seen = {"received": False, "answered": False} | seen
         return self.failure_detector.observe(self.now_s, awake_s, waiting=waiting, **seen)
 
     def until_failure(self, *, answered: bool = False, within_s: float = 20.0) -> tuple[Health, float]:
-        """STUCK or UNAVAILABLE, and the seconds until then; HEALTHY if neither comes in time."""
+        """The first health STUCK or UNAVAILABLE, and the seconds until then; HEALTHY if neither comes in
+        time."""
         began_s = self.now_s
         while self.now_s < began_s + within_s:
             health = self.observe(answered=answered)
@@ -42,7 +44,7 @@ class ObservedConnection:
         return Health.HEALTHY, within_s
 
 
-def test_silence_means_unavailable_after_the_floor_or_stuck_earlier_if_probes_are_answered() -> None:
+def test_silence_means_unavailable_or_earlier_stuck_if_probes_are_answered() -> None:
     health, after_s = ObservedConnection().until_failure()
     assert health is Health.UNAVAILABLE
     assert FLOOR_S <= after_s <= FLOOR_S + 4 * TICK_S
@@ -51,7 +53,7 @@ def test_silence_means_unavailable_after_the_floor_or_stuck_earlier_if_probes_ar
     assert after_s < FLOOR_S
 
 
-def test_replies_idleness_and_pauses_of_this_replica_do_not_count_as_silence() -> None:
+def test_replies_and_idle_time_and_pauses_of_this_replica_do_not_count_as_silence() -> None:
     connection = ObservedConnection()
     for _ in range(500):
         assert Health.UNAVAILABLE not in [connection.observe() for _ in range(10)]
@@ -60,7 +62,7 @@ def test_replies_idleness_and_pauses_of_this_replica_do_not_count_as_silence() -
     assert Health.UNAVAILABLE not in {connection.observe(awake_s=0.0) for _ in range(500)}
 
 
-def test_a_reply_in_the_socket_is_read_before_redis_is_unavailable() -> None:
+def test_a_reply_in_the_socket_is_read_before_redis_counts_as_unavailable() -> None:
     connection = ObservedConnection()
     while connection.observe(awake_s=0.5) is not Health.SUSPECT:
         pass
@@ -68,7 +70,7 @@ def test_a_reply_in_the_socket_is_read_before_redis_is_unavailable() -> None:
     assert connection.observe(awake_s=0.5, received=True) is Health.HEALTHY
 
 
-def test_slow_replies_lengthen_the_wait_up_to_the_ceiling() -> None:
+def test_slow_replies_lengthen_the_time_until_redis_counts_as_unavailable() -> None:
     connection = ObservedConnection()
     for seconds in (0.2, 1.4) * 20:
         connection.failure_detector.record_reply_time(seconds)
@@ -81,7 +83,7 @@ def test_slow_replies_lengthen_the_wait_up_to_the_ceiling() -> None:
     assert CEILING_S <= after_s <= 2 * CEILING_S + 4 * TICK_S
 
 
-def test_the_wait_doubles_with_each_failover_until_a_calm_period() -> None:
+def test_the_time_until_redis_is_unavailable_doubles_with_each_failover_until_a_calm_period() -> None:
     connection, took_s = ObservedConnection(), []
     for _ in range(5):
         health, after_s = connection.until_failure()
@@ -98,7 +100,7 @@ def test_the_wait_doubles_with_each_failover_until_a_calm_period() -> None:
 
 @given(st.floats(0.0, 20.0))
 def test_a_redis_of_constant_delay_causes_one_failover_at_most(delay_s: float) -> None:
-    # Each message, and each probe, is answered after `delay_s`.
+    # Redis answers each message and each probe after `delay_s` seconds.
     connection, left, beats, local = ObservedConnection(), 0, 0, False
     sent_s, probes_s = connection.now_s, list[float]()
     for _ in range(3000):
@@ -131,13 +133,13 @@ def test_the_retransmission_timeout_follows_rfc_6298_within_its_limits(replies_s
         if number:
             deviation_s = 0.75 * deviation_s + 0.25 * abs(smoothed_s - seconds)
             smoothed_s = 0.875 * smoothed_s + 0.125 * seconds
-    # Means below a nanosecond count as 0.
+    # Mean times below a nanosecond count as 0.
     assert free.timeout_s == pytest.approx(smoothed_s + 4 * deviation_s, abs=1e-8)
     assert limited.timeout_s == pytest.approx(min(max(free.timeout_s, 0.1), 7.5))
 
 
 class PausedReplica:
-    """A clock and the kernel's total delay, set by hand."""
+    """A replica with a clock and a total scheduling delay by the kernel, both set by the test."""
 
     def __init__(self) -> None:
         self.now_s, self.delayed_s = 100.0, 0.0
@@ -149,14 +151,14 @@ class PausedReplica:
         return self.pause_detector.tick(closely=closely)
 
 
-def test_time_past_the_expected_tick_is_a_pause() -> None:
+def test_time_past_the_expected_tick_counts_as_a_pause() -> None:
     time = PausedReplica()
     assert time.passes(TICK_S) == pytest.approx(TICK_S)
     assert time.pause_detector.paused_s == 0.0
     assert time.passes(0.6) == pytest.approx(TICK_S)
     assert time.pause_detector.paused_s == pytest.approx(0.6 - TICK_S)
     assert not time.pause_detector.resumed_recently
-    # A pause that the kernel reports too counts once.
+    # A pause counts once if both the clock and the kernel show the pause.
     time.passes(TICK_S, closely=True)
     time.delayed_s += 0.5
     assert time.passes(0.6, closely=True) == pytest.approx(TICK_S)
@@ -174,12 +176,12 @@ def test_a_long_pause_is_known_before_the_next_tick_and_for_a_second() -> None:
     assert not time.pause_detector.resumed_recently
 
 
-def test_the_kernels_delay_is_a_pause_from_the_second_close_tick_on() -> None:
+def test_the_kernels_scheduling_delay_counts_as_a_pause_from_the_second_close_tick_on() -> None:
     time = PausedReplica()
     time.passes(TICK_S, closely=True)
     time.delayed_s += 0.07
     assert time.passes(TICK_S, closely=True) == pytest.approx(0.03)
-    # The kernel's delay is the difference between two close ticks; another tick between them hides it.
+    # The kernel's delay is measured between two close ticks; a tick that is not close hides the delay.
     time.passes(TICK_S)
     time.delayed_s += 5.0
     assert time.passes(TICK_S, closely=True) == pytest.approx(TICK_S)
@@ -196,7 +198,7 @@ def test_awake_time_and_pauses_add_up_to_the_time_that_passed(steps: list[tuple[
     assert awake_s + time.pause_detector.paused_s == pytest.approx(time.now_s - 100.0)
 
 
-def test_kernel_delay_is_run_queue_delay_plus_steal(tmp_path: Path) -> None:
+def test_the_kernels_scheduling_delay_is_run_queue_delay_plus_stolen_time(tmp_path: Path) -> None:
     schedstat, stat = tmp_path / "schedstat", tmp_path / "stat"
     schedstat.write_text("5000000000 1500000000 42\n")
     stat.write_text("cpu  1 2 3 4 5 6 7 0 9 10\ncpu0 1 2 3 4\n")

@@ -1,6 +1,6 @@
 """HTTP/2 of the native gRPC transport: malformed frames, flow control, byte budget, limits and shutdown.
 
-The test peer writes each frame itself, so it can send frames that no client library sends.
+The test peer writes each frame itself, and so can send frames that no client library sends.
 """
 
 import asyncio
@@ -72,11 +72,11 @@ class Peer:
         return frame(HEADERS, flags, stream, block)
 
     def request(self, stream: int, data: bytes = ASK, flags: int = END_STREAM) -> bytes:
-        """A HEADERS and a DATA frame; by default they are a whole request."""
+        """A HEADERS and a DATA frame; by default the two frames are a whole request."""
         return self.headers(stream) + frame(DATA, flags, stream, data)
 
     async def read(self) -> Frame | None:
-        """The next frame; None at the connection's end."""
+        """The next frame from the server; None at the connection's end."""
         try:
             async with asyncio.timeout(30):
                 head = await self._reader.readexactly(9)
@@ -105,7 +105,7 @@ class Peer:
         return (await self.until(lambda got: got.kind == HEADERS and got.flags & END_STREAM)).stream
 
     async def ping(self) -> None:
-        """Wait until the server has read everything sent so far and answered a ping."""
+        """Wait until the server answers a ping, and so has read everything sent so far."""
         await self.send(PING_FRAME)
         await self.until(lambda got: got.kind == PING and got.flags & ACK)
 
@@ -124,13 +124,13 @@ class Peer:
         return got
 
     async def fields(self, stream: int) -> dict[str, str]:
-        """All header fields of a stream until its end."""
+        """All header fields of a stream until the stream's end."""
         decode = hpack.Decoder().decode
         answer = await self.answer(stream)
         return dict(pair for got in answer if got.kind == HEADERS for pair in decode(got.payload))
 
     async def data(self, stream: int) -> bytes:
-        """The data of a stream until its end."""
+        """The data of a stream until the stream's end."""
         return b"".join(got.payload for got in await self.answer(stream) if got.kind == DATA)
 
     def cut(self) -> None:
@@ -153,12 +153,12 @@ class Server(NamedTuple):
 
 
 async def echo(stream: Stream) -> bytes | None:
-    """Answer with the first message, or with nothing if the stream ends without a message."""
+    """Answer a stream with its first message, or with nothing if the stream ends without a message."""
     return await stream.read()
 
 
 class Held:
-    """An echo handler that answers once `release` is set."""
+    """An echo handler that answers once the event `release` is set."""
 
     def __init__(self) -> None:
         self.release = asyncio.Event()
@@ -183,7 +183,7 @@ async def deaf(stream: Stream) -> bytes | None:
 
 @asynccontextmanager
 async def serving(handler: Handler = echo, **options: Any) -> AsyncIterator[Server]:
-    """Run a `NativeTransport` with `options`; at the end its byte budget must be empty."""
+    """Run a `NativeTransport` with `options`; at the end the transport's byte budget must be empty."""
     budget = BodyBudget(BUDGET_BYTES)
     transport = NativeTransport({"/test/Echo": handler}, {handler: budget}, MESSAGE_BYTES, **options)
     port = await transport.start("127.0.0.1:0")
@@ -260,7 +260,7 @@ TOO_MUCH_WINDOW = b"\x7f\xff\xff\xff"
     "a cut GOAWAY": (SIZE, frame(frames.GOAWAY, 0, 0, b"1")),
     "a closed stream": (frames.STREAM_CLOSED, WHOLE + RESET_OF_1 + WHOLE),
 })  # fmt: skip
-async def test_a_connection_that_breaks_the_protocol_ends_with_its_error(code: int, sent: bytes) -> None:
+async def test_a_connection_that_breaks_the_protocol_ends_with_an_error_code(code: int, sent: bytes) -> None:
     async with serving() as server:
         async with server.peer() as peer:
             await peer.send(sent)
@@ -292,7 +292,7 @@ async def test_a_connection_that_does_not_begin_with_preface_and_settings_is_clo
     "too much window": (FLOW, FIELDS, frame(frames.WINDOW_UPDATE, 0, 1, TOO_MUCH_WINDOW)),
     "a cut priority": (SIZE, FIELDS, frame(frames.PRIORITY, 0, 1, b"\0\0\0\1")),
 })  # fmt: skip
-async def test_a_protocol_error_in_one_stream_resets_only_that_stream(
+async def test_a_protocol_error_within_one_stream_resets_only_that_stream(
     code: int, fields: list[tuple[str, str]], after: bytes
 ) -> None:
     async with serving(Held()) as server, server.peer() as peer:
@@ -325,7 +325,7 @@ VALID = st.sampled_from([WHOLE, frame(DATA, 0, 1, ASK), frame(DATA, END_STREAM, 
 
 @given(st.lists(st.binary(max_size=40) | FRAMES | VALID, max_size=12), st.integers(1, 30))
 @settings(max_examples=200, deadline=None)
-def test_after_random_frames_the_budget_is_empty_and_a_new_connection_is_served(
+def test_after_random_frames_the_byte_budget_is_empty_and_a_new_connection_is_served(
     sent: list[bytes], size: int
 ) -> None:
     async def play() -> None:
@@ -339,7 +339,7 @@ def test_after_random_frames_the_budget_is_empty_and_a_new_connection_is_served(
     asyncio.run(play())
 
 
-async def test_a_message_in_any_number_of_frames_arrives_whole_and_uncharged() -> None:
+async def test_a_message_in_any_number_of_frames_arrives_whole_and_leaves_the_byte_budget_empty() -> None:
     reading = 0
 
     async def second(stream: Stream) -> bytes | None:
@@ -393,7 +393,7 @@ async def test_a_handler_that_cancels_itself_resets_its_stream() -> None:
         await peer.ping()
 
 
-async def test_unread_messages_close_the_window_of_their_stream_and_count_in_the_budget() -> None:
+async def test_unread_messages_close_the_streams_window_and_count_in_the_byte_budget() -> None:
     reads = asyncio.Semaphore(0)
 
     async def slow(stream: Stream) -> bytes | None:
@@ -409,7 +409,7 @@ async def test_unread_messages_close_the_window_of_their_stream_and_count_in_the
         await peer.send(peer.headers(1), *[frame(DATA, 0, 1, piece)] * count)
         kept = count * (size - 5 + native.MESSAGE_COST) - native.FREE_BYTES
         await until(lambda: server.budget.held_bytes == kept)
-        # Once all is read, the window reopens in full; one byte beyond it is a flow-control error.
+        # Once all messages are read, the window reopens in full; one byte beyond it is a flow-control error.
         for _ in range(count):
             reads.release()
         credit = await peer.until(lambda got: got.kind == frames.WINDOW_UPDATE and got.stream == 1)
@@ -419,7 +419,7 @@ async def test_unread_messages_close_the_window_of_their_stream_and_count_in_the
         assert await peer.reset() == (1, FLOW)
 
 
-async def test_a_message_beyond_the_budget_is_dropped_and_its_handler_gets_buffer_full() -> None:
+async def test_a_message_beyond_the_byte_budget_is_dropped_and_its_handler_gets_buffer_full() -> None:
     async def patient(stream: Stream) -> bytes | None:
         try:
             return await stream.read()
@@ -427,7 +427,7 @@ async def test_a_message_beyond_the_budget_is_dropped_and_its_handler_gets_buffe
             return b"full"
 
     async with serving(patient) as server, server.peer(2**24) as peer:
-        # Three streams send parts of messages, together more than the budget.
+        # Three streams send parts of messages; together the parts exceed the byte budget.
         start = b"\0" + MESSAGE_BYTES.to_bytes(4, "big")[:1] + b"\x08\0\0"
         for stream in (1, 3, 5):
             rest = [frame(DATA, 0, stream, b"x" * 16_384)] * (400 * 1024 // 16_384)
@@ -462,7 +462,7 @@ async def test_a_client_that_reads_slowly_makes_its_handler_wait() -> None:
         assert len(received) == 100 * 10_005 + 9
 
 
-async def test_relayed_answers_come_in_order_and_wait_for_a_client_that_reads_slowly() -> None:
+async def test_relayed_answers_arrive_in_order_and_wait_for_a_client_that_reads_slowly() -> None:
     answered = 0
 
     async def relayed(stream: Stream) -> bytes | None:
@@ -477,20 +477,20 @@ async def test_relayed_answers_come_in_order_and_wait_for_a_client_that_reads_sl
     async with serving(relayed) as server, server.peer(window=5000) as peer:
         sent = [frame(DATA, 0, 1, b"\0\0\0\0\1" + names[at : at + 1]) for at in range(20)]
         await peer.send(peer.headers(1), sent[0])
-        await until(lambda: answered == 1)  # the handler waits in `relay` for the others
+        await until(lambda: answered == 1)  # the handler waits in `relay` for other messages
         await peer.send(*sent[1:])
         await until(lambda: answered == 3)
         data = b""
         while not (got := await peer.until(lambda each: each.stream == 1)).flags & END_STREAM:
             if got.kind == DATA:
                 data += got.payload
-                assert answered <= 3 + len(data) // 2010  # an answer waits until the client has read more
+                assert answered <= 3 + len(data) // 2010  # more answers wait until the client has read more
                 await peer.send(frame(frames.WINDOW_UPDATE, 0, 1, len(got.payload).to_bytes(4, "big")))
     head = b"\0" + (1000).to_bytes(4, "big")
     assert data == b"".join(head + names[at : at + 1] * 1000 for at in range(20) for _ in range(2))
 
 
-async def test_a_relay_ends_with_its_stream_or_with_an_error_of_its_answer_function() -> None:
+async def test_a_relay_of_answers_ends_with_its_stream_or_with_an_error_of_the_answer_function() -> None:
     async def relayed(stream: Stream) -> bytes | None:
         def answer(message: bytes) -> tuple[list[bytes], bool]:
             if message == b"?":
@@ -506,7 +506,7 @@ async def test_a_relay_ends_with_its_stream_or_with_an_error_of_its_answer_funct
         assert (await peer.fields(3))["grpc-status"] == "5"
 
 
-async def test_a_changed_window_setting_applies_to_open_streams_too() -> None:
+async def test_a_changed_initial_window_size_applies_to_open_streams_too() -> None:
     async with serving() as server, server.peer(window=0) as peer:
         await peer.send(peer.request(1))
         await peer.ping()
@@ -527,7 +527,7 @@ async def test_ten_thousand_streams_wait_on_one_connection() -> None:
             ended.add(await peer.served())
 
 
-async def test_streams_beyond_the_limit_over_all_connections_get_refused_stream() -> None:
+async def test_streams_beyond_the_limit_over_all_connections_are_reset_with_refused_stream() -> None:
     async with serving(limits=http2.Limits(streams=2)) as server, server.peer() as one, server.peer() as two:
         await one.send(*(one.headers(stream) for stream in (1, 3, 5)))
         assert await one.reset() == (5, frames.REFUSED_STREAM)
@@ -540,7 +540,7 @@ async def test_streams_beyond_the_limit_over_all_connections_get_refused_stream(
         assert await two.data(3) == ASK
 
 
-async def test_a_connection_beyond_the_limit_replaces_only_an_idle_connection(
+async def test_a_connection_beyond_the_limit_of_connections_replaces_only_an_idle_connection(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     handler = Held()
@@ -568,12 +568,12 @@ async def test_a_connection_beyond_the_limit_replaces_only_an_idle_connection(
     assert len([line for line in caplog.messages if "connections are taken" in line]) == 3
 
 
-async def test_small_unread_messages_are_charged_their_memory_overhead() -> None:
+async def test_small_unread_messages_count_with_their_memory_overhead_in_the_byte_budget() -> None:
     async with serving(deaf) as server, server.peer() as peer:
         tiny = b"\0\0\0\0\2hi" * 1000
         await peer.send(peer.request(1, tiny, flags=0))
         await until(lambda: server.budget.held_bytes == 1000 * (2 + native.MESSAGE_COST) - native.FREE_BYTES)
-        # More bytes exhaust the budget before the window; the stream then releases all its bytes.
+        # More bytes exhaust the byte budget before the window; the stream then releases all its bytes.
         await peer.send(*[frame(DATA, 0, 1, tiny)] * 60)
         await until(lambda: server.budget.held_bytes == 0)
 
@@ -598,7 +598,7 @@ IDLE_FRAMES = {
 
 
 @pytest.mark.parametrize("sent", IDLE_FRAMES.values(), ids=IDLE_FRAMES)
-async def test_a_flood_of_frames_without_content_ends_its_own_connection(sent: bytes) -> None:
+async def test_a_flood_of_empty_frames_ends_only_its_own_connection(sent: bytes) -> None:
     async with serving(Held()) as server, server.peer() as peer:
         rest = frame(frames.CONTINUATION, 0, 3) if sent[3] == HEADERS else sent
         await peer.send(peer.request(1, flags=0), sent, rest * 2500)
@@ -616,7 +616,7 @@ async def test_too_many_resizes_of_the_header_table_end_the_connection() -> None
 
 
 def connected(limits: http2.Limits = http2.Limits()) -> tuple[http2.Connection, Mock]:  # noqa: B008
-    """A connection that has received preface and settings, and the mock transport that it writes to."""
+    """An HTTP/2 connection after preface and settings, and the mock transport that receives its output."""
     transport = Mock(spec=asyncio.Transport)
     connection = http2.Connection(lambda fields: b"", http2.Peers(limits))
     connection.connection_made(transport)
@@ -647,7 +647,7 @@ async def test_a_window_update_wakes_no_more_writers_than_it_serves(monkeypatch:
         await until(lambda: server.transport.peers.count == 0)
 
 
-async def test_answers_that_are_not_read_count_in_the_budget_and_have_a_deadline(
+async def test_answers_that_the_peer_does_not_read_count_in_the_byte_budget_until_a_deadline(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(native, "_WRITE_S", 0.5)
@@ -659,14 +659,14 @@ async def test_answers_that_are_not_read_count_in_the_budget_and_have_a_deadline
 
     async with serving(large) as server, server.peer(window=0) as peer:
         await peer.send(peer.request(1), peer.request(3))
-        # The budget has room for one of the two answers.
+        # The byte budget has room for one of the two answers.
         assert (await peer.fields(3))["grpc-status"] == str(Status.RESOURCE_EXHAUSTED)
         assert server.budget.held_bytes == 5 + size - native.FREE_BYTES
         assert (await peer.fields(1))["grpc-status"] == str(Status.UNAVAILABLE)
         assert server.budget.held_bytes == 0
 
 
-async def test_a_peer_that_reads_no_replies_is_disconnected() -> None:
+async def test_a_peer_that_does_not_read_replies_to_its_frames_is_disconnected() -> None:
     connection, transport = connected(http2.Limits(unsent_replies=100))
     connection.pause_writing()
     for _ in range(200):
@@ -675,7 +675,7 @@ async def test_a_peer_that_reads_no_replies_is_disconnected() -> None:
     assert transport.write.call_count < 110
 
 
-async def test_a_stop_lets_open_streams_end_and_refuses_new_ones() -> None:
+async def test_a_stopping_server_lets_open_streams_end_and_refuses_new_streams() -> None:
     handler = Held()
     async with serving(handler) as server, server.peer() as peer:
         await peer.send(peer.request(1))
@@ -683,7 +683,7 @@ async def test_a_stop_lets_open_streams_end_and_refuses_new_ones() -> None:
         stopping = asyncio.create_task(server.transport.stop(30))
         first = await peer.next(frames.GOAWAY)
         assert int.from_bytes(first.payload[:4], "big") == 2**31 - 1
-        # Until the peer answers the ping, new streams are accepted; later ones are refused.
+        # The server accepts new streams until the peer answers the ping, and later refuses new streams.
         ping = await peer.next(PING)
         await peer.send(peer.request(3), frame(PING, ACK, 0, ping.payload))
         second = await peer.next(frames.GOAWAY)
@@ -696,7 +696,7 @@ async def test_a_stop_lets_open_streams_end_and_refuses_new_ones() -> None:
         assert await peer.ended() == frames.NO_ERROR
 
 
-async def test_a_refused_path_gets_no_new_stream_on_any_connection_and_open_streams_finish() -> None:
+async def test_a_path_set_to_be_refused_gets_no_new_stream_while_open_streams_finish() -> None:
     handler = Held()
     async with serving(handler) as server, server.peer() as peer:
         await peer.send(peer.request(1))
@@ -706,14 +706,14 @@ async def test_a_refused_path_gets_no_new_stream_on_any_connection_and_open_stre
             for late, stream in ((peer, 3), (other, 1)):
                 await late.send(late.request(stream, flags=0))
                 assert await late.reset() == (stream, frames.REFUSED_STREAM)
-                # Data that the peer sent before it read the reset does not count as a flood of empty frames.
+                # Data that the peer sends before reading the reset does not count as a flood of empty frames.
                 await late.send(*[frame(DATA, 0, stream, ASK)] * 2500)
                 await late.ping()
         handler.release.set()
         assert await peer.data(1) == ASK
 
 
-# Frames with which a peer abandons a request: a reset, or an error that makes the server reset the stream.
+# Frames with which a peer abandons a request: a reset, or an error for which the server resets the stream.
 GIVING_UP: dict[str, Callable[[int], bytes]] = {
     "reset": lambda stream: frame(frames.RST_STREAM, 0, stream, CANCEL),
     "an empty window update": lambda stream: frame(frames.WINDOW_UPDATE, 0, stream, b"\0\0\0\0"),
@@ -722,7 +722,7 @@ GIVING_UP: dict[str, Callable[[int], bytes]] = {
 
 
 @pytest.mark.parametrize("how", GIVING_UP.values(), ids=GIVING_UP)
-async def test_a_flood_of_abandoned_requests_starts_few_handlers_and_keeps_the_connection(
+async def test_a_flood_of_abandoned_requests_starts_few_handlers_and_does_not_end_the_connection(
     how: Callable[[int], bytes],
 ) -> None:
     handler = Held()
@@ -734,7 +734,7 @@ async def test_a_flood_of_abandoned_requests_starts_few_handlers_and_keeps_the_c
                 *(peer.request(each, flags=0) + how(each) for each in range(first, first + 1000, 2))
             )
         await peer.ping()
-        assert handler.waiting <= 500  # only requests whose reset came in a later read start a handler
+        assert handler.waiting <= 500  # only requests whose reset came in a later socket read start a handler
         handler.release.set()
         assert await peer.served() == 1
 
@@ -759,12 +759,12 @@ async def test_each_step_of_the_event_loop_starts_a_limited_number_of_requests()
         assert await modest.data(1) == ASK
 
 
-async def test_streams_without_a_first_message_are_limited_in_number_and_time() -> None:
+async def test_streams_that_send_no_first_message_are_limited_in_number_and_time() -> None:
     limits = http2.Limits(streams=12, silent=4, silent_here=3, silent_s=1.0)
     async with serving(limits=limits) as server, server.peer() as one, server.peer() as two:
         await one.send(*(one.headers(stream) for stream in (1, 3, 5, 7)))
         assert await one.reset() == (7, frames.REFUSED_STREAM)
-        # Above the limit over all connections, the oldest silent stream is refused.
+        # Above the limit over all connections, the oldest stream without a message is refused.
         await two.send(two.headers(1), two.headers(3))
         assert await one.reset() == (1, frames.REFUSED_STREAM)
         await works(server)
@@ -792,7 +792,7 @@ async def test_one_connection_cannot_take_all_streams_and_a_full_replica_reports
 
 
 async def test_a_peer_is_disconnected_unless_it_answers_keepalive_pings() -> None:
-    # The peer shares this event loop; if the loop pauses for longer than 0.02 s, no peer is cut.
+    # The peer shares this event loop; if the loop pauses for longer than 0.02 s, no peer is disconnected.
     limits = http2.Limits(silence_s=0.05, answer_s=0.3, pause_s=0.02)
     async with serving(limits=limits) as server, server.peer() as silent:
         await silent.next(PING)
@@ -816,14 +816,14 @@ async def test_headers_are_decoded_while_the_dynamic_table_changes() -> None:
             assert (ASK in [got.payload for got in answer]) is (path == "/test/Echo")
 
 
-async def test_a_header_block_repeated_after_a_change_of_the_dynamic_table_is_decoded_anew() -> None:
+async def test_a_header_block_that_repeats_after_a_dynamic_table_change_is_decoded_anew() -> None:
     def block(path: bytes) -> bytes:
         return b"\x83\x86" + path + literal(b"content-type", b"application/grpc")  # POST, http
 
     def added(path: bytes) -> bytes:
-        return b"\x44" + bytes((len(path),)) + path  # `:path`, added to the table
+        return b"\x44" + bytes((len(path),)) + path  # the header `:path`, added to the dynamic table
 
-    newest = b"\xbe"  # the table's newest entry
+    newest = b"\xbe"  # index of the dynamic table's newest entry
     async with serving() as server, server.peer() as peer:
         statuses = []
         for at, path in enumerate((added(b"/test/Echo"), newest, added(b"/test/Other"), newest)):

@@ -83,7 +83,7 @@ def test_flow_control_is_imported_as_settings_of_the_queue() -> None:
     assert (queue.ordering, queue.fairness) == ("edf", "round-robin")
     assert settings.request_queue_controller.watermark_per_backend == 40
     assert [queue.bands.of(priority).capacity for priority in (-5, 0, 5)] == [10, 1000, 1000]
-    # flowControl.maxBytes becomes the byte limit of each band without maxBytes of its own.
+    # The key flowControl.maxBytes becomes the byte limit of each band without an own maxBytes.
     sizes = {band.priority: band.bytes for band in queue.bands}
     assert sizes == {10: 2**30, 5: 2**30, 0: 2**20, -5: 2**30, -10: 2**30}
     assert_named(
@@ -95,12 +95,12 @@ def test_flow_control_is_imported_as_settings_of_the_queue() -> None:
 @pytest.mark.parametrize(
     ("text", "seconds"), [("1m30s", 90), ("1h0m0s", 3600), ("1.5h", 5400), ("250ms", 0.25), (30, 30)]
 )
-def test_a_ttl_may_be_written_as_go_writes_durations(text: object, seconds: float) -> None:
+def test_a_ttl_in_the_syntax_of_go_durations_is_imported(text: object, seconds: float) -> None:
     tree = imported(flowControl={"defaultRequestTTL": text}).tree
     assert parse(tree).fair_request_queue.queue_ttl == seconds
 
 
-def test_zero_sets_no_limit() -> None:
+def test_the_value_zero_in_an_endpoint_picker_config_sets_no_limit() -> None:
     bands = [{"priority": 0, "maxRequests": 0}]
     result = imported(flowControl={"maxRequests": "0", "defaultRequestTTL": "0s", "priorityBands": bands})
     assert result.tree == {}
@@ -110,13 +110,13 @@ def test_zero_sets_no_limit() -> None:
 @pytest.mark.parametrize(
     ("text", "capacity"), [("1Ki", 1024), ("1e3", 1000), ("1500m", 2), ("1Ti", 100_000), (7, 7)]
 )
-def test_a_limit_may_be_any_quantity(text: object, capacity: int) -> None:
+def test_a_limit_may_be_any_kubernetes_quantity(text: object, capacity: int) -> None:
     result = imported(flowControl={"maxRequests": text})
     assert parse(result.tree).fair_request_queue.total_capacity == capacity
     assert ("is the maximum here" in "".join(result.remarks)) == (text == "1Ti")
 
 
-def test_plugins_and_keys_without_a_counterpart_are_named() -> None:
+def test_remarks_name_plugins_and_keys_without_a_counterpart() -> None:
     result = imported(
         plugins=[{"type": "pd-profile-handler", "name": "pd"}, {"type": "vllmgrpc-parser", "name": "p"}],
         parser={"pluginRef": "p"}, saturationDetector={"queueDepthThreshold": 5}, strange={},
@@ -125,7 +125,7 @@ def test_plugins_and_keys_without_a_counterpart_are_named() -> None:
     assert_named(result, *plugins, "queueDepthThreshold 5", "strange")
 
 
-def test_each_key_of_a_v0_10_configuration_is_imported_or_named() -> None:
+def test_each_key_of_a_v0_10_configuration_is_imported_or_named_in_a_remark() -> None:
     fast = {"matchLabels": {"tier": "fast"}, "matchExpressions": [
         {"key": "gpu", "operator": "In", "values": ["h100"]}, {"key": "old", "operator": "DoesNotExist"},
     ]}  # fmt: skip
@@ -194,7 +194,7 @@ def test_a_malformed_file_is_refused_with_the_key_at_fault(more: dict[str, Any],
         imported(**more)
 
 
-def test_keys_that_are_not_strings_are_named_like_others() -> None:
+def test_remarks_name_keys_that_are_not_strings_like_other_keys() -> None:
     scorer = {"type": "queue-scorer", "parameters": {1: 2, "a": 3}}
     remarks = import_config.imported({**HEAD, "plugins": [scorer], 5: "x", "strange": {}}).remarks  # type: ignore[dict-item]
     assert {"5 has no counterpart", "strange has no counterpart"} <= set(remarks)

@@ -55,14 +55,14 @@ def intake(settings: dict[str, Any] | None = None) -> Intake:
 
 
 def use(gate: Intake, *rewrites: Rewrite, objectives: Sequence[Objective] = ()) -> Intake:
-    """Give `gate` these objects of its pool, and return it."""
+    """Give the rewrites and objectives to the intake `gate`, and return `gate`."""
     found = live_objects(list(objectives), list(rewrites))
     gate.use_live(found.priorities, found.splits, found.anything)
     return gate
 
 
 def ask(gate: Intake, model: str, **headers: str) -> tuple[str, Band]:
-    """Target model and band of a request; the gateway has set its id, by default `id-0`, `id-1`, …"""
+    """Target model and band of a request whose id the gateway has set, by default to `id-0`, `id-1`, …"""
     fields = {name.replace("_", "-"): value.encode() for name, value in headers.items()}
     fields.setdefault("x-request-id", f"id-{next(IDS)}".encode())
     request = gate.request(Ask(model, False, None), fields, subset=None, trusted=True)
@@ -74,7 +74,7 @@ def ask(gate: Intake, model: str, **headers: str) -> tuple[str, Band]:
     (1, "1", Band.DEFAULT), (-1, "-1", Band.SHEDDABLE), (-(2**31), "-2147483648", Band.SHEDDABLE),
     (2**31 - 1, "2147483647", Band.CRITICAL),
 ])  # fmt: skip
-def test_a_priority_gets_its_own_band_with_the_attributes_of_the_nearest_band(
+def test_a_new_priority_gets_its_own_band_with_the_attributes_of_the_nearest_band(
     priority: int, name: str, like: Band
 ) -> None:
     trusted = {"trusted_headers": ["x-gateway-inference-objective"]}
@@ -86,13 +86,13 @@ def test_a_priority_gets_its_own_band_with_the_attributes_of_the_nearest_band(
         assert ask(gate, "m", x_gateway_inference_objective="o") == ("m", band)
 
 
-def test_a_split_follows_its_weights_and_an_id_keeps_its_target() -> None:
+def test_a_traffic_split_follows_its_weights_and_a_request_id_keeps_its_target_model() -> None:
     split = rewrite("r", "1", rule({"v1": 90, "v2": 10, "never": 0}, "m"))
     gate = use(intake(), split)
     targets = Counter(ask(gate, "m")[0] for _ in range(1000))
     assert targets.keys() == {"v1", "v2"}
     assert abs(targets["v2"] - 100) < 5 * math.sqrt(1000 * 0.1 * 0.9)
-    # An id keeps its target at every replica, and when other objects change.
+    # A request id keeps its target model at every replica, and when other objects change.
     ids = [f"again-{number}" for number in range(100)]
     given = [ask(gate, "m", x_request_id=each)[0] for each in ids]
     other = use(intake(), split, rewrite("s", "2", rule({"v9": 1}, "n")))
@@ -100,7 +100,7 @@ def test_a_split_follows_its_weights_and_an_id_keeps_its_target() -> None:
     assert ask(gate, "other")[0] == "other"
 
 
-def test_the_older_rule_wins_and_a_rule_without_matches_applies_to_other_models() -> None:
+def test_the_older_rewrite_rule_wins_and_a_rule_without_matches_applies_to_other_models() -> None:
     old, new = rewrite("z", "1", rule({"old": 1}, "m")), rewrite("a", "2", rule({"new": 1}, "m", "n"))
     rest = rewrite("rest", "3", rule({"rest": 1}))
     gate = use(intake(), new, rest, old)
@@ -121,7 +121,7 @@ def test_rewrites_precede_configured_targets_and_no_target_is_rewritten_again(
     assert ask(use(gate, rewrite("r", "1", *rules)), "m")[0] == target
 
 
-def test_a_cycle_of_rewrites_is_named() -> None:
+def test_the_fault_names_a_cycle_of_rewrites() -> None:
     first = rewrite("first", "1", rule({"b": 1, "a": 9}, "a"))
     second = rewrite("second", "2", rule({"c": 1}, "b"))
     assert cycles([first, second]) == {}, "a model may keep a share of its own requests"
@@ -134,7 +134,7 @@ def test_the_search_for_cycles_among_thousands_of_rewrites_is_bounded() -> None:
     chain = [rule({f"m{n + 1}": 1}, f"m{n}") for n in range(5000)]
     assert cycles([rewrite("chain", "1", *chain)]) == {}
     ring = [rewrite(f"r{n}", "1", rule({f"m{(n + 1) % 1000}": 1}, f"m{n}")) for n in range(1000)]
-    found = cycles(ring)  # takes seconds without the limit of steps
+    found = cycles(ring)  # would take seconds without the limit of steps
     assert found["r0"].startswith("m0 to m1 to m2")
     assert 10 < len(found) < 100
 
@@ -155,14 +155,14 @@ def test_the_fault_of_an_unusable_rewrite_is_named(rules: list[dict[str, Any]], 
     assert bool(found) == bool(fault)
 
 
-def test_a_priority_is_an_int32() -> None:
+def test_the_priority_of_an_objective_must_be_an_int32() -> None:
     assert objective_fault(objective("o", 2**31)) == "spec.priority is no int32"
     assert objective_fault(objective("o", -(2**31))) == ""
 
 
 class ObjectsOfTwoPools:
-    """An API server with objectives of pool `own`, and 100 of two pools that do not exist. Reads of pools and
-    writes of conditions wait for `answers`."""
+    """An API server with objectives of pool `own`, and 100 objectives of two missing pools. Reads of pools
+    and writes of conditions wait for the event `answers`."""
 
     namespace = "models"
 
@@ -186,11 +186,11 @@ class ObjectsOfTwoPools:
             if newer:
                 items = [item("own", 7, "own"), *(item(f"o{n}", 7, f"gone-{n % 2}") for n in range(100))]
             items += [
-                item("both", 2**31 if newer else 5, "own"),  # in both groups, invalid in the newer group
-                # The pools of these two are of another API group, whose own picker checks them.
+                item("both", 2**31 if newer else 5, "own"),  # in both API groups, invalid in the newer one
+                # These two objectives name pools of another API group, which have another picker.
                 item("of-others", 9, "own", **others),
                 item("also-of-others", 9, "gone-2", **others),
-                item("unnamed", 8, "own", group=""),  # an empty group is the default group of the API
+                item("unnamed", 8, "own", group=""),  # an empty group means the API's default group
             ]
         return msgspec.json.encode({"metadata": {"resourceVersion": "1"}, "items": items})
 
@@ -222,7 +222,7 @@ async def test_objects_of_this_pool_take_effect_before_other_pools_have_been_rea
             pass
         server.answers.set()
         asked = sorted([await server.asked.get() for _ in range(2)])
-        for _ in range(2):  # each missing pool is read only once
+        for _ in range(2):  # each missing pool is read from the API only once
             followed._changed.set()
             await reported.get()
     assert asked == ["metadata.name=gone-0", "metadata.name=gone-1"]

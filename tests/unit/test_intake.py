@@ -61,7 +61,7 @@ def asked(
 BARE = '{"model":"m","prompt":"p"}'
 
 
-def test_a_bare_request_has_the_defaults() -> None:
+def test_a_request_without_optional_headers_and_fields_has_the_defaults() -> None:
     assert asked() == InferenceRequest(
         id="made", model="m", target_model="m", stream=False, flow="m", band=Band.DEFAULT, weight=1.0,
         workload=ANONYMOUS, cost=1.0, ttl_s=30.0, subset=None, body_bytes=len(BARE), digest=asked().digest,
@@ -80,7 +80,7 @@ def test_a_request_selects_endpoints_by_the_labels_configured_for_its_model() ->
     "a text": (', "stream": "true"', False),
     "a number": (', "stream": 1', False),
 })  # fmt: skip
-def test_model_and_stream_flag_are_read_from_the_body(more: str, stream: bool) -> None:
+def test_model_and_stream_flag_are_read_from_the_request_body(more: str, stream: bool) -> None:
     read = read_body(b' {"model": "m"%s} ' % more.encode())
     assert (read.model, read.stream) == ("m", stream)
 
@@ -99,7 +99,7 @@ URLENCODED = b"application/x-www-form-urlencoded"
 FILE = ('name="file"; filename="a.mp3"', b"\r\n--\0\xff" * 3000)
 TRANSCRIPTION = form(FILE, ('name="model"', b"whisper/\xc3\xbc"), ("name=stream", b"true"))
 OCTETS = b"application/octet-stream"
-# Case -> body, `Way` of the path, content type; expected model and stream flag.
+# For each case: body, `Way` of the path, content type, expected model, expected stream flag.
 OTHERS: dict[str, tuple[bytes, Way, bytes, str, bool]] = {
     "a multipart form": (TRANSCRIPTION, Way("inference", "form"), MULTIPART, "whisper/ü", True),
     "a form at a path for JSON": (TRANSCRIPTION, Way("inference"), MULTIPART, "whisper/ü", True),
@@ -139,14 +139,14 @@ OTHERS: dict[str, tuple[bytes, Way, bytes, str, bool]] = {
 
 
 @cases("text, way, content_type, model, stream", OTHERS)
-def test_a_body_is_read_as_engines_read_it(
+def test_a_request_body_is_read_as_model_servers_read_it(
     text: bytes, way: Way, content_type: bytes, model: str, stream: bool
 ) -> None:
     read = read_body(text, way, content_type)
     assert (read.model, read.stream, read.needs_model) == (model, stream, way.is_known)
 
 
-def test_a_renamed_form_keeps_everything_else_byte_for_byte() -> None:
+def test_renaming_the_model_in_a_form_keeps_all_other_bytes() -> None:
     renamed = read_body(TRANSCRIPTION, Way("inference", "form"), MULTIPART).renamed("tärget")
     assert renamed == TRANSCRIPTION.replace("whisper/ü".encode(), "tärget".encode())
     read = read_body(b"a=1&model=m%2Fx&b", Way("inference", "form"), URLENCODED)
@@ -155,7 +155,7 @@ def test_a_renamed_form_keeps_everything_else_byte_for_byte() -> None:
         read_body(b"[]").renamed("n")
 
 
-def test_renaming_the_model_keeps_a_lone_surrogate_as_it_came() -> None:
+def test_renaming_the_model_keeps_lone_surrogates_in_the_body_unchanged() -> None:
     text = b'{"prompt": "\\ud83d \\ud83d\\ude00 \\ude00", "model": "m", "n": 1}'
     assert read_body(text).renamed("t") == text.replace(b'"m"', b'"t"')
 
@@ -175,7 +175,7 @@ def test_renaming_adds_the_model_to_a_body_that_has_none() -> None:
         assert read_body(text).renamed("t") == renamed
 
 
-def test_an_uploaded_file_is_charged_as_speech_and_not_as_text_of_its_length() -> None:
+def test_an_uploaded_audio_file_is_charged_as_speech_and_not_as_text_of_its_length() -> None:
     upload = form(('name="file"; filename="a.wav"', b"x" * 512_000), ('name="model"', b"m"))
     charge, _ = costed(read_body(upload, Way("inference", "form"), MULTIPART))
     assert 512 <= charge <= 600
@@ -197,7 +197,7 @@ FORM_FAULTS = {
 
 
 @cases("text, content_type, says", FORM_FAULTS)
-def test_a_malformed_form_is_refused_with_its_fault(text: bytes, content_type: bytes, says: str) -> None:
+def test_a_malformed_form_is_refused_and_the_fault_named(text: bytes, content_type: bytes, says: str) -> None:
     with pytest.raises(BadRequest, match=says):
         read_body(text, Way("inference", "form"), content_type)
 
@@ -207,14 +207,14 @@ def test_a_malformed_form_is_refused_with_its_fault(text: bytes, content_type: b
         st.tuples(st.sampled_from(["name=model", 'name="f"; filename=x']), st.binary(max_size=30)), max_size=4
     )
 )
-def test_any_form_is_read_or_refused(fields: list[tuple[str, bytes]]) -> None:
+def test_any_random_form_is_read_or_refused(fields: list[tuple[str, bytes]]) -> None:
     with contextlib.suppress(BadRequest):
         read = read_body(form(*fields), Way("inference", "form"), MULTIPART)
         models = [value for about, value in fields if about == "name=model" and b"\r\n--b" not in value]
         assert read.model == (models[0].decode() if models else "")
 
 
-# Case -> settings, live rewrite of any model, endpoints' models; expected model, target, default model.
+# For each case: settings, live rewrite of any model, models of the endpoints, and the three expected models.
 ONE_MODEL = {"models": [{"name": "llama"}]}
 UNNAMED = {
     "a default": ({"default_model": "d", **ONE_MODEL}, None, ("x",), ("d", "d", "d")),
@@ -246,7 +246,7 @@ def test_a_request_without_a_model_is_refused_unless_its_pool_has_one(served: tu
     assert intake.request(unknown, {}, subset=None, trusted=False).model == "unnamed"
 
 
-# Error message -> case -> malformed body.
+# Malformed bodies by error message and name of the case.
 BAD: dict[str, dict[str, bytes]] = {
     "body is empty": {"nothing": b""},
     "not valid JSON": {
@@ -280,7 +280,7 @@ BAD: dict[str, dict[str, bytes]] = {
 @cases("says, asked", {
     f"{says}: {name}": (says, asked) for says, bodies in BAD.items() for name, asked in bodies.items()
 })  # fmt: skip
-def test_a_malformed_body_is_refused_with_its_fault(says: str, asked: bytes) -> None:
+def test_a_malformed_body_is_refused_and_the_fault_named(says: str, asked: bytes) -> None:
     with pytest.raises(BadRequest, match=says):
         read_body(asked)
 
@@ -307,13 +307,13 @@ def costed(read: Ask, settings: Any = TOKENS) -> tuple[float, bool]:
     [
         *((given, given) for given in (1, 100, 7.0, 1e6)),
         *((given, 1_000_000) for given in (2**62, 1e300)),
-        ("100", 100),  # engines accept a quoted number
+        ("100", 100),  # model servers accept a quoted number
         *((given, None) for given in (0, -5, 0.5, True, "many", None, [100])),
     ],
 )
 @pytest.mark.parametrize("within", ["", "sampling_params", "parameters", "options", "generationConfig"])
 @pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens", "max_output_tokens", "num_predict"])
-def test_the_maximum_of_the_answer_is_charged_if_it_is_valid(
+def test_the_maximum_length_of_the_answer_is_charged_if_the_value_is_valid(
     name: str, within: str, value: object, answer: float | None
 ) -> None:
     fields = {within: {name: value}} if within else {name: value}
@@ -323,9 +323,9 @@ def test_the_maximum_of_the_answer_is_charged_if_it_is_valid(
         assert costed(read_body(body)) == (length / 4 + (answer or 0), answer is None)
 
 
-# Engines and APIs differ in which of several maxima they apply.
+# Model servers and APIs differ in which of several maximum answer lengths they apply.
 @pytest.mark.parametrize("fields", [{"max_tokens": 5, "max_completion_tokens": 9}, {"max_tokens": 9}])
-def test_the_largest_of_several_maxima_is_charged(fields: dict[str, object]) -> None:
+def test_the_largest_of_several_maximum_answer_lengths_is_charged(fields: dict[str, object]) -> None:
     body = orjson.dumps({"model": "m", **fields, "max_output_tokens": None, "prompt": "p"})
     assert costed(read_body(body)) == (len(body) / 4 + 9, False)
 
@@ -340,7 +340,7 @@ TEXT = {"role": "user", "content": "p" * 400}
 PNG = {"media_type": "image/png", "data": "iVBO" * 500_000}
 ANTHROPICS_IMAGE = {"type": "image", "source": {"type": "base64", **PNG}}
 PLAIN_TEXT = {"type": "text", "media_type": "text/plain", "data": "p" * 4000}
-# Case -> fields; expected sequences and tokens (None: bytes / 4 + sequences * max_tokens).
+# For each case: fields, expected sequences, expected tokens (None: bytes / 4 + sequences * max_tokens).
 COSTS: dict[str, tuple[dict[str, object], float, float | None]] = {
     "a prompt": ({"prompt": "p" * 400, "max_tokens": 10}, 1, 100 + 10),
     "answers": ({"prompt": "p" * 400, "max_tokens": 10, "n": 64}, 64, 100 + 640),
@@ -378,7 +378,7 @@ REQUESTS = parse({"models": []})
 
 
 @cases("fields, sequences, tokens", COSTS)
-def test_a_request_costs_the_sequences_and_tokens_that_an_engine_runs(
+def test_the_cost_of_a_request_is_the_sequences_and_tokens_that_an_engine_runs(
     fields: dict[str, object], sequences: float, tokens: float | None
 ) -> None:
     for body in (orjson.dumps({"model": "m", **fields}), json.dumps({**fields, "model": "m"}).encode()):
@@ -395,7 +395,7 @@ DENSE = (b"[", b"[],", b"{},", b'"",', b"1,", b'{"image":1},', b'{"type":"image"
 @pytest.mark.parametrize(
     "name", ["prompt", "input", "messages", "documents", "n", "sampling_params", "options"]
 )
-def test_the_cost_of_a_densely_nested_body_is_computed_in_bounded_time(name: str) -> None:
+def test_the_cost_of_a_deeply_nested_body_is_computed_in_bounded_time(name: str) -> None:
     for piece in DENSE:
         body = b'{"model":"m","%s":[%s1]}' % (name.encode(), piece * (1_000_000 // len(piece)))
         with contextlib.suppress(BadRequest):
@@ -428,7 +428,7 @@ def test_the_lower_limit_of_model_and_objective_is_used(objective: str, limits: 
     assert [(request.flow, request.limit) for request in found] == [("a", limit) for limit in limits]
 
 
-def test_a_renamed_body_keeps_everything_else_byte_for_byte() -> None:
+def test_renaming_the_model_in_a_json_body_keeps_all_other_bytes() -> None:
     for before, after in (
         ('{"a": {"model": "m"}, "x":1e400 ,\n "model" :\t', ', "prompt": "üñí \\u00fc", "f": 0.10}'),
         ('{"\\"model\\"": "m", "mod\\u0065l":', "}"),
@@ -451,7 +451,7 @@ spaces = st.text(st.sampled_from(" \t\n\r"), max_size=2)
 def test_a_body_is_read_as_by_json_loads_or_refused_for_a_repeated_key(
     written: list[tuple[str, bool]], data: st.DataObject
 ) -> None:
-    # Keys are plain or wholly escaped; values and the whitespace between tokens are random.
+    # Keys of the JSON are plain or wholly escaped; values and the whitespace between tokens are random.
     members = []
     for key, escaped in written:
         plain = "".join(f"\\u{ord(char):04x}" if ord(char) < 0x10000 else char for char in key)
@@ -460,7 +460,7 @@ def test_a_body_is_read_as_by_json_loads_or_refused_for_a_repeated_key(
         members.append("".join((data.draw(spaces), name, data.draw(spaces), ":", data.draw(spaces), value)))
     text = "{" + ",".join(members) + data.draw(spaces) + "}"
     if "NaN" in text or "Infinity" in text:
-        return  # Python's json writes them, but they are not JSON
+        return  # Python's json writes NaN and Infinity, which JSON lacks
     names = [name for name, _ in json.loads(text, object_pairs_hook=list)]
     used = {"model", "stream", "messages"}
     # A small and a large body are parsed differently; a large body that is not ASCII is copied.
@@ -484,7 +484,7 @@ def test_a_body_is_read_as_by_json_loads_or_refused_for_a_repeated_key(
             assert json.loads(body.with_model(b'"t"')) == {**whole, "model": "t"}
 
 
-# Values of workload_id and criticality -> the values read; None: no workload is registered.
+# Pairs of a given workload_id or criticality and the value read; None: no workload is registered.
 IDS: list[tuple[object, str | None]] = [
     ("batch", "batch"), ("  batch  ", "batch"), ("b/ü:1", "b/ü:1"), ("x" * 128, "x" * 128),
     *((no_id, None) for no_id in ("", "   ", 7, {"a": {"b": []}})),
@@ -516,7 +516,7 @@ WORKLOADS = [
 
 
 @pytest.mark.parametrize(("header", "expected"), WORKLOADS, ids=lambda value: str(value)[:40])
-def test_a_workload_header_is_never_an_error(header: str, expected: Workload) -> None:
+def test_a_malformed_workload_header_is_never_an_error(header: str, expected: Workload) -> None:
     assert asked({"x-workload-context": header}).workload == expected
 
 
@@ -585,14 +585,14 @@ def test_a_lone_surrogate_at_the_end_of_a_long_prompt_keeps_its_prefix_hashes() 
 
 
 @given(st.binary(max_size=200) | json_values.map(lambda value: json.dumps(value).encode()))
-def test_any_body_is_read_or_refused(body: bytes) -> None:
+def test_any_random_body_is_read_or_refused(body: bytes) -> None:
     with contextlib.suppress(BadRequest):
         read = read_body(body)
         assert read.body.values.get("model") is None or json.loads(read.renamed("t"))["model"] == "t"
 
 
 @pytest.mark.parametrize("name", [FAIRNESS, LLM_D_FAIRNESS])
-def test_a_fairness_id_is_the_flow(name: str) -> None:
+def test_the_fairness_id_in_a_header_names_the_flow(name: str) -> None:
     assert asked({name: "tenant a"}).flow == "tenant a"
     settings = parse({"fair_request_queue": {"flow_key": "model"}})
     assert asked({name: "tenant a"}, settings=settings).flow == "m"
@@ -622,7 +622,7 @@ BAD_HEADERS: dict[str, dict[str | bytes, str]] = {
 @pytest.mark.parametrize(
     ("name", "value"), [(name, value) for name in BAD_HEADERS for value in BAD_HEADERS[name]]
 )
-def test_a_malformed_header_is_refused_with_its_name_and_fault(name: str, value: str | bytes) -> None:
+def test_the_refusal_of_a_malformed_header_names_header_and_fault(name: str, value: str | bytes) -> None:
     with pytest.raises(BadRequest) as caught:
         asked({name: value})
     assert f"header {name}" in str(caught.value)
@@ -655,7 +655,7 @@ NOT_OWN_S: dict[str, dict[str, float]] = {
     "a TTL below a client's deadline": ({TIMEOUT: "9", TTL: "4"}, 4.0, False),
     "a client's deadline below a TTL": ({TIMEOUT: "3", TTL: "4"}, 3.0, True),
 })  # fmt: skip
-def test_a_deadline_shortens_the_ttl_and_is_marked_if_the_client_set_it(
+def test_a_deadline_header_shortens_the_ttl_of_a_request(
     headers: dict[str, str | bytes], expected_s: float, by_client: bool
 ) -> None:
     request = asked(headers)
@@ -669,7 +669,7 @@ def test_a_deadline_shortens_the_ttl_and_is_marked_if_the_client_set_it(
     "an unknown objective": ("llama", "unknown", Band.DEFAULT, 1.0),
 })  # fmt: skip
 @pytest.mark.parametrize("name", ["x-gateway-inference-objective", "x-llm-d-inference-objective"])
-def test_objective_then_model_decide_band_and_weight(
+def test_the_objective_or_else_the_model_decides_band_and_weight(
     name: str, model: str, objective: str | None, band: Band, weight: float
 ) -> None:
     request = asked({name: objective} if objective else {}, model=model)
@@ -685,7 +685,7 @@ def variants(
     trusted: bool = False,
     headers: Mapping[str, bytes] = {},
 ) -> list[str]:
-    """Target models that a new replica chooses for requests 0, 1, … of a split model with these prompts."""
+    """Target models that a new replica chooses for the requests 0, 1, … to a model with a traffic split."""
     settings = parse({"models": [SPLIT], "extproc": {"trusted_headers": [LLM_D_FAIRNESS]}})
     made = (f"made-{number}" for number in itertools.count())
     intake = Intake(settings, new_id=made.__next__, keys=Mock(variant_key=key))
@@ -699,10 +699,10 @@ def variants(
     return sent_as
 
 
-def test_the_variant_depends_only_on_an_id_that_the_gateway_sets() -> None:
+def test_the_model_variant_depends_only_on_a_request_id_that_the_gateway_sets() -> None:
     ids = {"request_id": lambda number: f"id-{number}", "trusted": True}
     found = variants(1000, **ids)
-    # Within five standard deviations of the binomial distribution.
+    # The share must be within five standard deviations of the binomial distribution.
     assert abs(found.count("split-a") - 250) < 5 * math.sqrt(1000 * 0.25 * 0.75)
     # A retry with an edited body gets the same variant at another replica.
     assert variants(1000, lambda number: f"prompt {number}", **ids) == found
@@ -718,7 +718,7 @@ def test_without_a_gateway_id_the_variant_depends_on_flow_and_body(trusted: bool
     assert variants(1000, str, **ids) == found
     assert variants(1000, str, **ids, key=b"other") != found
     assert variants(1000, str, **ids, headers={LLM_D_FAIRNESS: b"tenant"}) != found
-    # A client's id does not change a body's variant; different long bodies of one size may differ in variant.
+    # A client's request id does not change the variant; long bodies of equal size may differ in variant.
     assert len(set(variants(100, lambda number: "p" * 10_000, **ids))) == 1
     assert len(set(variants(100, lambda number: f"{number}" + "p" * 10_000, **ids))) == 2
 
@@ -748,7 +748,7 @@ def test_a_rewritten_request_gets_all_settings_of_the_new_model() -> None:
     assert (rewritten.flow, rewritten.target_model, rewritten.limit) == ("big", "big-v2", 3)
 
 
-def test_headers_that_choose_flow_band_or_model_are_read_only_if_trusted() -> None:
+def test_headers_that_choose_a_flow_or_a_band_or_a_model_are_read_only_if_trusted() -> None:
     assert not any("fairness" in name or "objective" in name or "rewrite" in name for name in HEADERS)
     assert wanted_headers(SETTINGS) == HEADERS
     named = parse({"extproc": {"trusted_headers": [LLM_D_FAIRNESS]}})
@@ -756,7 +756,7 @@ def test_headers_that_choose_flow_band_or_model_are_read_only_if_trusted() -> No
 
 
 @pytest.mark.parametrize("sent", ["3b5f6ed4-8b41", "A.b_c:d-1"])
-def test_a_request_id_is_used_only_if_envoy_sets_it(sent: str) -> None:
+def test_a_request_id_is_used_only_if_envoy_sets_the_id(sent: str) -> None:
     assert [asked({"x-request-id": sent}, trusted=trusted).id for trusted in (True, False)] == [sent, "made"]
 
 
@@ -810,7 +810,7 @@ SESSIONS: dict[str, tuple[dict[str, str | bytes], dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("prompt", ["p", "p" * 9000, "\u1234\\u0041" * 900], ids=["small", "long", "escaped"])
 @cases("headers, members, session", SESSIONS)
-def test_a_configured_key_names_a_session(
+def test_a_configured_header_or_body_field_names_the_session(
     headers: dict[str, str | bytes], members: dict[str, Any], session: str, prompt: str
 ) -> None:
     scheduling = {"scorers": {"session-affinity": 1}, "session_keys": KEYED}

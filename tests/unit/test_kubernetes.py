@@ -35,12 +35,12 @@ def plain(folder: Path = FOLDER) -> list[Tree]:
 
 @pytest.fixture(scope="module")
 def renderer() -> str:
-    """Path of a program that renders the chart with Helm's engine; built on first use."""
+    """Path of a program that renders the chart with Helm's engine; the program is built on first use."""
     return output_of("bash", ROOT / ".ci" / "helm-render" / "build").strip()
 
 
 def rendered(renderer: str, folder: Path, values: Tree | None = None) -> list[Tree]:
-    """The chart's manifests under `values`, as release `picker` in the namespace `inference`."""
+    """The chart's manifests for the values `values`, as release `picker` in the namespace `inference`."""
     file = folder / "values.yaml"
     file.write_text(yaml.safe_dump(values or {}))
     return [tree for tree in yaml.safe_load_all(output_of(renderer, CHART, file)) if tree]
@@ -74,18 +74,18 @@ def of(trees: list[Tree], kind: str) -> Tree:
 
 
 def container_of(trees: list[Tree]) -> Tree:
-    """The container of the Deployment."""
+    """The only container of the Deployment in `trees`."""
     (container,) = of(trees, "Deployment")["spec"]["template"]["spec"]["containers"]
     return container  # type: ignore[no-any-return]
 
 
 def settings_of(trees: list[Tree]) -> config.Settings:
-    """The settings in the ConfigMap."""
+    """The picker's settings in the ConfigMap of `trees`."""
     return config.parse(yaml.safe_load(of(trees, "ConfigMap")["data"]["picker.yaml"]))
 
 
 def settings_by(arguments: list[str], **instead: Any) -> config.Settings:
-    """The settings from a container's `arguments`; `instead` replaces parsed arguments."""
+    """The picker's settings from a container's `arguments`; `instead` replaces parsed arguments."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--config", type=Path)
     chart_flags.add_flags(parser)
@@ -96,7 +96,7 @@ def settings_by(arguments: list[str], **instead: Any) -> config.Settings:
 
 
 def strings(tree: Any) -> Iterator[str]:
-    """Every string value of a tree."""
+    """Every string value in a tree of YAML."""
     if isinstance(tree, dict | list):
         for value in tree.values() if isinstance(tree, dict) else tree:
             yield from strings(value)
@@ -104,7 +104,7 @@ def strings(tree: Any) -> Iterator[str]:
         yield tree
 
 
-def test_every_manifest_is_listed_and_valid() -> None:
+def test_every_kubernetes_manifest_is_listed_and_valid() -> None:
     trees = plain()
     listed = set(yaml.safe_load((FOLDER / "kustomization.yaml").read_text())["resources"])
     assert listed == {path.name for path in FOLDER.glob("*.yaml")} - {"kustomization.yaml"}
@@ -117,7 +117,7 @@ def test_every_manifest_is_listed_and_valid() -> None:
     assert kinds == {"Service": 2, **dict.fromkeys(once, 1)}
 
 
-def test_ports_selectors_grace_period_and_policy_agree_with_the_settings() -> None:
+def test_ports_and_selectors_and_other_fields_of_manifests_agree_with_the_settings() -> None:
     trees = plain()
     settings, pod = settings_of(trees), of(trees, "Deployment")["spec"]["template"]
     ports = {port["name"]: port["containerPort"] for port in container_of(trees)["ports"]}
@@ -132,10 +132,10 @@ def test_ports_selectors_grace_period_and_policy_agree_with_the_settings() -> No
     # Services target ports of the pods.
     for service in (tree for tree in trees if tree["kind"] == "Service"):
         assert {port["targetPort"] for port in service["spec"]["ports"]} <= ports.keys()
-    # The grace period is longer than a drain.
+    # The pod's termination grace period is longer than a drain.
     needs_s = settings.extproc.drain_grace + settings.extproc.drain_timeout
     assert pod["spec"]["terminationGracePeriodSeconds"] > needs_s
-    # The policy allows discovery and Redis.
+    # The NetworkPolicy allows discovery and Redis.
     assert settings.discovery.dns is not None
     rules = of(trees, "NetworkPolicy")["spec"]
     allowed = {port["port"] for rule in rules["egress"] for port in rule["ports"]}
@@ -145,7 +145,7 @@ def test_ports_selectors_grace_period_and_policy_agree_with_the_settings() -> No
     for way, who in (("ingress", "from"), ("egress", "to")):
         found = [rule["ports"] for rule in rules[way] if me in rule.get(who, [])]
         assert [port["port"] for ports in found for port in ports] == ["grpc"]
-    # The monitor selects one Service, not the headless one beside it.
+    # The ServiceMonitor selects one Service, and not the headless Service.
     monitor = of(trees, "ServiceMonitor")["spec"]["selector"]
     without = {entry["key"] for entry in monitor["matchExpressions"] if entry["operator"] == "DoesNotExist"}
     services = [tree["metadata"] for tree in trees if tree["kind"] == "Service"]
@@ -153,7 +153,7 @@ def test_ports_selectors_grace_period_and_policy_agree_with_the_settings() -> No
 
 
 @pytest.mark.timeout(540)
-def test_the_chart_renders_to_the_plain_manifests(renderer: str, tmp_path: Path) -> None:
+def test_the_helm_chart_renders_to_the_plain_manifests(renderer: str, tmp_path: Path) -> None:
     trees = rendered(renderer, tmp_path)
     check(trees)
     assert by_name(unmarked(trees)) == by_name(plain()[1:]), "the plain manifests begin with the namespace"
@@ -172,7 +172,7 @@ def unmarked(trees: list[Tree]) -> list[Tree]:
     return trees
 
 
-def test_the_manifests_for_an_inference_pool_agree_with_each_other() -> None:
+def test_the_manifests_for_an_inferencepool_agree_with_each_other() -> None:
     trees = plain(FOLDER / "inference-pool")
     container = container_of(trees)
     ports = {port["name"]: port["containerPort"] for port in container["ports"]}
@@ -193,7 +193,7 @@ def test_the_manifests_for_an_inference_pool_agree_with_each_other() -> None:
 
 
 @pytest.mark.timeout(540)
-def test_the_chart_follows_its_values(renderer: str, tmp_path: Path) -> None:
+def test_the_rendered_chart_follows_its_values(renderer: str, tmp_path: Path) -> None:
     secret = {"name": "PICKER_REDIS__URL", "valueFrom": {"secretKeyRef": {"name": "redis", "key": "url"}}}
     values = {
         "replicas": 5,
@@ -204,7 +204,7 @@ def test_the_chart_follows_its_values(renderer: str, tmp_path: Path) -> None:
     }
     trees = rendered(renderer, tmp_path, values)
     check(trees)
-    # The disabled parts are gone, and the rest follows the values.
+    # Disabled parts of the chart are gone, and other parts follow the values.
     kinds = {tree["kind"] for tree in trees}
     assert kinds == {"ConfigMap", "Deployment", "PodDisruptionBudget", "Service", "ServiceAccount"}
     container = container_of(trees)
@@ -214,7 +214,7 @@ def test_the_chart_follows_its_values(renderer: str, tmp_path: Path) -> None:
     assert settings_of(trees).pool == "default"
     probes = [container[f"{name}Probe"]["httpGet"]["scheme"] for name in ("startup", "readiness", "liveness")]
     assert probes == ["HTTPS"] * 3
-    # Every template is filled in.
+    # Every placeholder in the templates is filled in.
     assert not [text for text in strings(trees) if "{{" in text or "<no value>" in text]
 
 

@@ -20,7 +20,8 @@ from picker_kubernetes.source import KubernetesSource, Pod, PodEndpoints
 
 
 class Listed:
-    """Receives the endpoint lists of a source; `becomes` waits for a certain newest list."""
+    """Receives the endpoint lists of a source; the method `becomes` waits until the newest list is as
+    expected."""
 
     def __init__(self) -> None:
         self.newest: tuple[Endpoint, ...] | None = None
@@ -32,7 +33,7 @@ class Listed:
         self._changed.set()
 
     async def becomes(self, **wanted: str) -> None:
-        """Wait for `ready` and `draining` endpoints; each is a text of addresses separated by spaces."""
+        """Wait for the endpoints in `ready` and `draining`, two texts of addresses separated by spaces."""
         ready, draining = wanted.get("ready", "").split(), wanted.get("draining", "").split()
         async with asyncio.timeout(20):
             while self.newest is None or (
@@ -51,7 +52,8 @@ async def server() -> AsyncIterator[ApiServer]:
 
 @asynccontextmanager
 async def following(server: ApiServer, *pods: str) -> AsyncIterator[Listed]:
-    """Follow `server`; with `pods`, it has the pool at port 8000 and the pods at 10.0.0.1, 10.0.0.2, …"""
+    """Follow the API server `server`; with `pods`, the server has a pool at port 8000 and pods at 10.0.0.1,
+    …."""
     listed = Listed()
     if pods:
         server.put(POOLS, pool(8000))
@@ -63,7 +65,7 @@ async def following(server: ApiServer, *pods: str) -> AsyncIterator[Listed]:
         yield listed
 
 
-async def test_each_pod_has_an_endpoint_on_each_port_with_its_labels(server: ApiServer) -> None:
+async def test_each_pod_has_an_endpoint_on_each_port_with_the_labels_of_the_pod(server: ApiServer) -> None:
     server.put(POOLS, pool(8000, 8001))
     server.put(PODS, pod("a", "10.0.0.1"))
     server.put(PODS, pod("other", "10.0.0.9", app="other"))
@@ -75,7 +77,7 @@ async def test_each_pod_has_an_endpoint_on_each_port_with_its_labels(server: Api
         assert listed.newest[1].labels == {"app": "llm", **labels}
 
 
-async def test_a_pod_that_is_unready_or_terminates_drains_and_a_deleted_one_is_gone(
+async def test_an_unready_or_terminating_pod_is_draining_and_a_deleted_pod_is_gone(
     server: ApiServer,
 ) -> None:
     async with following(server, "p1", "p2", "p3") as listed:
@@ -88,7 +90,7 @@ async def test_a_pod_that_is_unready_or_terminates_drains_and_a_deleted_one_is_g
         await listed.becomes(ready="10.0.0.1:8000 10.0.0.3:8000")
 
 
-async def test_a_new_selector_replaces_the_pods_and_new_ports_their_addresses(server: ApiServer) -> None:
+async def test_a_pools_new_selector_replaces_pods_and_new_ports_replace_addresses(server: ApiServer) -> None:
     server.put(PODS, pod("b", "10.0.0.2", app="new"))
     async with following(server, "a") as listed:
         for changed, ready in (
@@ -103,7 +105,7 @@ async def test_a_new_selector_replaces_the_pods_and_new_ports_their_addresses(se
             await listed.becomes(ready=ready)
 
 
-async def test_an_unreachable_api_server_changes_nothing_and_the_watch_resumes_without_a_list(
+async def test_an_unreachable_api_server_changes_no_endpoint_and_the_watch_resumes_without_a_list(
     server: ApiServer, log: Lines
 ) -> None:
     async with following(server, "a") as listed:
@@ -117,7 +119,7 @@ async def test_an_unreachable_api_server_changes_nothing_and_the_watch_resumes_w
         assert server.kinds["list pods"] == server.kinds["list inferencepools"] == 1
 
 
-async def test_an_expired_watch_lists_again_and_accepts_no_older_list(server: ApiServer) -> None:
+async def test_an_expired_watch_causes_a_new_list_and_accepts_no_older_list(server: ApiServer) -> None:
     async with following(server, "a") as listed:
         server.delete(PODS, "a")
         server.put(PODS, pod("b", "10.0.0.2"))
@@ -147,7 +149,9 @@ async def test_the_next_watch_begins_at_the_version_of_the_last_bookmark(server:
         assert server.kinds["list pods"] == 1
 
 
-async def test_a_refusal_is_logged_with_its_reason_and_retried(server: ApiServer, log: Lines) -> None:
+async def test_a_refused_api_call_is_logged_with_its_reason_and_retried(
+    server: ApiServer, log: Lines
+) -> None:
     server.refuse = (503, "no leader")
     async with following(server) as listed:
         line = await log.saying("cannot watch InferencePool llm")
@@ -159,7 +163,7 @@ async def test_a_refusal_is_logged_with_its_reason_and_retried(server: ApiServer
 
 
 @pytest.mark.parametrize(("code", "longest_s"), [(0, 0.5), (503, 0.5), (403, 5.0)])
-async def test_the_pause_after_a_fault_doubles_and_is_short_again_for_a_new_kind_of_fault(
+async def test_the_pause_after_a_fault_doubles_and_restarts_for_a_new_kind_of_fault(
     code: int, longest_s: float
 ) -> None:
     codes = [code] * 12 + [403 if code != 403 else 0]
@@ -186,7 +190,7 @@ async def test_the_pause_after_a_fault_doubles_and_is_short_again_for_a_new_kind
     assert pauses_s[12] == pytest.approx(0.05)
 
 
-async def test_an_unreadable_object_is_logged_and_the_others_are_used(server: ApiServer, log: Lines) -> None:
+async def test_an_unreadable_object_is_logged_and_others_are_used(server: ApiServer, log: Lines) -> None:
     server.put(PODS, {"metadata": {"name": "b", "labels": {"app": "llm"}}, "status": {"podIP": 7}})
     async with following(server, "a"):
         await log.saying("skipping one of pods of InferencePool llm")
@@ -226,7 +230,7 @@ def test_a_changed_pod_changes_only_its_own_endpoints() -> None:
     assert known.of({}, ports) == ()
 
 
-def test_only_running_pods_with_an_address_are_listed_and_each_address_once() -> None:
+def test_only_running_pods_with_an_address_are_endpoints_and_each_address_only_once() -> None:
     pods = _pods(
         pending=pod("", "", phase="Pending"),
         failed=pod("", "10.0.0.1", phase="Failed"),
@@ -255,14 +259,14 @@ def test_an_annotation_of_a_pod_may_select_its_serving_ports(
     assert caplog.text.rstrip().endswith("not target ports of the pool: 9999")
 
 
-def test_the_configuration_names_the_pool() -> None:
+def test_the_configuration_names_the_inferencepool_to_follow() -> None:
     settings = parse({"discovery": {"kubernetes": {"pool": "llm", "namespace": "models"}}})
     assert isinstance(source_of(settings.discovery), KubernetesSource)
     with pytest.raises(ConfigError, match=r"discovery\.kubernetes\.pool"):
         parse({"discovery": {"kubernetes": {"pool": "../secrets"}}})
 
 
-async def test_missing_credentials_are_a_startup_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_missing_kubernetes_credentials_are_a_startup_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KUBECONFIG", "/nowhere/config")
     with pytest.raises(StartupError, match=r"no credentials for the Kubernetes API: .*/nowhere/config"):
         await KubernetesSource("llm", None).watch(lambda _: None)

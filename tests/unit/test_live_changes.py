@@ -1,4 +1,4 @@
-"""Live configuration changes: which keys may change, the overrides they cause, and refused changes."""
+"""Live configuration changes: keys that may change, overrides that changes cause, and refused changes."""
 
 import contextlib
 import json
@@ -57,7 +57,7 @@ def overridden(patch: dict[str, Any], settings: Settings = CONFIGURED) -> dict[s
 
 
 def changed(*patches: dict[str, Any], **bands: Iterable[str]) -> dict[str, Any]:
-    """The changes in force after `patches`; `bands` as in `live_config.flattened`."""
+    """The changes in force after `patches`; the argument `bands` is as in `live_config.flattened`."""
     changes: dict[str, Any] = {}
     for patch in patches:
         changes = live_config.merged(changes, live_config.flattened(patch, **bands))
@@ -87,7 +87,7 @@ def test_shared_settings_have_every_name_that_the_scripts_read() -> None:
 
 
 @pytest.mark.parametrize(("after", "ms"), [("10s", 10_000), ("0.4ms", 1), (None, 0)])
-def test_starvation_ms_is_whole_and_0_only_if_unset(after: str | None, ms: int) -> None:
+def test_starvation_after_becomes_whole_milliseconds_and_0_only_if_unset(after: str | None, ms: int) -> None:
     settings = parse({"fair_request_queue": {"starvation_after": after}})
     assert shared_settings(settings, {})["starvation_ms"] == ms
 
@@ -112,11 +112,11 @@ def test_every_live_key_changes_exactly_its_own_overrides() -> None:
     }  # fmt: skip
 
 
-def test_nesting_flattened_changes_restores_them() -> None:
+def test_nesting_flattened_changes_restores_the_changes() -> None:
     assert live_config.nested(live_config.flattened(EVERYTHING)) == EVERYTHING
 
 
-def test_both_bounds_follow_the_watermark() -> None:
+def test_a_live_change_of_the_watermark_changes_both_bounds() -> None:
     patch = {"request_queue_controller": {"watermark_per_backend": 10}}
     assert overridden(patch) == {"lower_per": pytest.approx(9), "upper_per": pytest.approx(11)}
     effective = live_config.applied(CONFIGURED, live_config.flattened(patch))
@@ -128,11 +128,11 @@ def test_the_configured_value_returns_when_a_change_is_reverted() -> None:
     changes = live_config.merged({}, {"fair_request_queue.total_capacity": 900, "weights.gold": 3.0})
     old = {**live_config.overrides(CONFIGURED, changes), "paused": 1}
 
-    # One of the two changes is reverted.
+    # One of the two live changes is reverted.
     changes = live_config.merged(changes, {"fair_request_queue.total_capacity": None})
     wanted = live_config.overrides(CONFIGURED, changes)
 
-    # The override of that change is removed; the other override stays, and `paused`, which has no key.
+    # The reverted change's override is removed; the other override and the override `paused` stay.
     assert live_config.replacing(old, wanted) == {"weights": {"gold": 3.0}, "total_capacity": None}
     assert live_config.applied(CONFIGURED, changes).settings == CONFIGURED
 
@@ -167,7 +167,7 @@ def scorers(weights: object) -> dict[str, Any]:
     return {"scheduling": {"scorers": weights}}
 
 
-def test_limits_and_attributes_of_bands_change_one_by_one() -> None:
+def test_limits_and_attributes_of_bands_can_be_changed_one_by_one() -> None:
     given = [{"priority": 7, "capacity": 5}, {"priority": -50, "name": "low.est", "bytes": 100}]
     configured = parse({"fair_request_queue": {"priority_bands": given, "band_weights": {"7": 3}}})
     names = configured.fair_request_queue.band_weights
@@ -179,7 +179,7 @@ def test_limits_and_attributes_of_bands_change_one_by_one() -> None:
     assert live_config.nested(changes) == priority_bands(
         {"low.est": {"bytes": 2**40}, "Default": {"preemptible": False}, "7": {"guaranteed": True}}
     )
-    # The changes are in force; weights and names of bands are as before.
+    # The live changes are in force; weights and names of bands are unchanged.
     found = live_config.applied(configured, changes).settings.fair_request_queue.bands
     expected = {band.name: band for band in configured.fair_request_queue.bands}
     expected["low.est"] = replace(expected["low.est"], bytes=2**40)
@@ -191,7 +191,7 @@ def test_limits_and_attributes_of_bands_change_one_by_one() -> None:
         {"priority": 7, "preemptible": False, "guaranteed": True, "capacity": 5},
         {"priority": -50, "preemptible": True, "guaranteed": False, "bytes": 2**40},
     ]}  # fmt: skip
-    # The changes of one band can be reverted, or of all bands.
+    # The changes of one band, or of all bands, can be reverted.
     one = changed(*patches, priority_bands({"7": None}), bands=names)
     assert "fair_request_queue.priority_bands.7.guaranteed" not in one
     assert changed(*patches, priority_bands(None), bands=names) == {}
@@ -209,13 +209,13 @@ def test_limits_and_attributes_of_bands_change_one_by_one() -> None:
     "no number": ({"Default": {"capacity": True}}, ".Default.capacity: "),
     "no boolean": ({"7": {"guaranteed": "yes"}}, ".7.guaranteed: "),
 })  # fmt: skip
-def test_a_refused_change_of_bands_names_its_fault(patch: object, says: str) -> None:
+def test_the_refusal_of_a_change_of_bands_names_the_fault(patch: object, says: str) -> None:
     configured = parse(priority_bands([{"priority": 7}]))
     with pytest.raises(ConfigError, match=f"priority_bands{re.escape(says)}"):
         live_config.applied(configured, live_config.flattened(priority_bands(patch), ("7",)))
 
 
-def test_scorers_change_one_by_one_and_a_weight_of_zero_turns_one_off() -> None:
+def test_scorers_can_be_changed_one_by_one_and_the_weight_zero_turns_a_scorer_off() -> None:
     named = [{"name": "prefix-affinity", "weight": 2}, {"name": "kv-cache", "weight": 1}]
     configured = parse({"scheduling": {"scorers": named, "fallbacks": 1}})
     off, back = scorers({"kv-cache": 0, "latency": 3}), scorers({"kv-cache": None})
@@ -271,17 +271,17 @@ BAD_CHANGES: list[tuple[dict[str, Any], str, str]] = [
 
 
 @pytest.mark.parametrize(("patch", "where", "says"), BAD_CHANGES)
-def test_a_refused_change_names_its_key(patch: dict[str, Any], where: str, says: str) -> None:
+def test_the_refusal_of_a_live_change_names_the_key(patch: dict[str, Any], where: str, says: str) -> None:
     message = fault(patch)
     assert message.startswith(where)
-    assert message.removeprefix(where)[:1] in (":", "x")  # a long name is cut
+    assert message.removeprefix(where)[:1] in (":", "x")  # a long name is cut in the message
     assert says in message
 
 
 LIMITED = [{"name": "a", "max_inflight_per_endpoint": 2}]
 
 
-def test_each_fault_of_a_change_has_its_line() -> None:
+def test_each_fault_of_a_live_change_has_a_line_of_its_own() -> None:
     lines = fault({"pool": "x", "workloads": {"idle_after": "1s", "wait_weight": 1}}).splitlines()
     assert lines == ["pool: cannot change live", "workloads.idle_after: cannot change live"]
 
@@ -292,7 +292,7 @@ def test_each_fault_of_a_change_has_its_line() -> None:
     "a model's limit": ("models", LIMITED, {"fairness": "none"}, "of models a cannot be kept"),
     "an objective's limit": ("objectives", LIMITED, {"fairness": "none"}, "of objectives a cannot be kept"),
 })  # fmt: skip
-def test_a_change_that_contradicts_the_configuration_names_the_conflict(
+def test_the_refusal_of_a_change_that_contradicts_the_configuration_names_the_conflict(
     section: str, entries: list[dict[str, Any]], queue: dict[str, Any], says: str
 ) -> None:
     assert says in fault({"fair_request_queue": queue}, parse({section: entries}))
