@@ -68,7 +68,7 @@ class FleetControls:
             effective = live_config.applied(self._settings, tuned.changes)
             settings, weights = effective.settings, dict(effective.weights)
         except ConfigError:
-            pass  # this replica's configuration does not allow the live changes; `changes` lists them
+            pass  # the live changes do not fit this replica's configuration; `changes` lists them
         return models.Config(
             config=_without_secrets(settings.model_dump(mode="json")),
             weights=weights,

@@ -1,14 +1,14 @@
 """Envoy's bootstrap configuration, made of the parts in bootstrap.yaml.
 
-The modes (docs/protocol.md): in `standard` Envoy sends the picker requests and answers, in `lean` requests
-only; in `http` it asks by ext_authz instead of ext_proc.
+The modes (docs/protocol.md): in the mode `standard` Envoy sends the picker requests and answers, in `lean`
+only requests; in `http` Envoy asks by ext_authz instead of ext_proc.
 
 If the fleet serves several pools (docs/protocol.md), a request's host names its pool: Envoy passes the pool
 to the picker as metadata of the matched route.
 
 An optional operators' listener leads to the admin API and dashboard of any ready replica. A fleet whose
-replicas come and go has no other fixed address for them. Envoy checks no access there: the replicas' own
-tokens decide who may do what (docs/admin-api.md).
+replicas come and go has no other fixed address for the admin API. Envoy checks no access on the operators'
+listener: the replicas' tokens decide who may do what (docs/admin-api.md).
 """
 
 import copy
@@ -55,20 +55,20 @@ from picker_tools.local_fleet.parts import Mode
 Host = tuple[str, int]  # a name or an address, and a port
 Tree = dict[str, Any]
 
-POOL = "pool"  # cluster of the only or default pool; also the resource name in the fleet's EDS
+POOL = "pool"  # cluster of the default pool; also the resource name in the fleet's EDS
 PICKER = "picker"
-PICKER_HTTP = "picker-http"  # the same replicas, at the port of mode `http`
+PICKER_HTTP = "picker-http"  # cluster of the replicas' ports for the mode `http`
 MAX_CONNECTIONS = 10_000
 MAX_HEAP_BYTES = 1024 * 1024 * 1024
 
 _HEALTH_SERVICE = "envoy.service.ext_proc.v3.ExternalProcessor"
-# The most that Envoy reads at once; no message to the picker holds a larger part of a body.
+# Most bytes that Envoy reads at once; no message to the picker holds a larger part of a body.
 _CHUNK_BYTES = 1024 * 1024
-# Envoy buffers request bodies of this size for retries (G9), and outside `standard` JSON answers, to read
-# their usage; there it answers 500 in place of a longer JSON answer.
+# Envoy buffers request bodies up to this size for retries (G9). In modes other than `standard` Envoy also
+# buffers JSON answers, to read usage, and replaces a longer JSON answer by status 500.
 _BODY_BYTES = 32 * 1024 * 1024
-_BODY_S = 60.0  # time for a client to send its whole body, and to read the end of its answer
-_SILENT_S = 3600.0  # timeout of a request that transfers no byte in either direction
+_BODY_S = 60.0  # most seconds for sending a whole body, and for reading the end of an answer
+_SILENT_S = 3600.0  # timeout of a request on which no byte moves in either direction
 _ANSWER_MARGIN_S = 60.0
 
 _NAMES = {
@@ -115,7 +115,7 @@ def _filled(node: Any, values: Mapping[str, Any]) -> Any:
 
 
 def _seconds(value_s: float) -> str:
-    """A duration in protobuf's JSON form."""
+    """A duration in the JSON form of protobuf."""
     return f"{value_s:.12g}s"
 
 
@@ -129,7 +129,7 @@ def _exactly(names: Iterable[str]) -> list[Tree]:
 
 
 def _added(texts: Mapping[str, str]) -> list[Tree]:
-    """Options that set each header of `texts`; Envoy omits a header whose value is empty."""
+    """Envoy options that set each header of `texts`; Envoy omits a header whose value is empty."""
     return [
         {"header": {"key": key, "value": text}, "appendAction": "OVERWRITE_IF_EXISTS_OR_ADD"}
         for key, text in texts.items()
@@ -141,14 +141,14 @@ def _pairs(texts: Mapping[str, str]) -> list[Tree] | None:
 
 
 def cluster_of(name: str, default: str) -> str:
-    """The cluster of the pool `name`; `default` is the pool of requests that name none."""
+    """The Envoy cluster of the pool `name`; `default` is the pool of requests that name no pool."""
     return POOL if name == default else f"{POOL}-{name}"
 
 
 @dataclass(frozen=True, slots=True)
 class PickerTls:
-    """Files by which Envoy speaks TLS to the replicas. Without `ca` Envoy accepts any certificate; `cert` and
-    `key` are Envoy's own, for replicas that require client certificates."""
+    """The files with which Envoy speaks TLS to the replicas. Without `ca` Envoy accepts any certificate;
+    `cert` and `key` are Envoy's own, for replicas that require client certificates."""
 
     ca: str | None = None
     cert: str | None = None
@@ -156,7 +156,7 @@ class PickerTls:
 
     @classmethod
     def of_local(cls, tls: Tls) -> "PickerTls":
-        """For an Envoy on the replicas' machine, which uses their own certificate if they require one."""
+        """The files for an Envoy on the replicas' machine: the replicas' certificate, if required."""
         if tls.client_ca is None or tls.cert is None:
             return cls()
         return cls(cert=str(tls.cert), key=str(tls.key))
@@ -194,15 +194,14 @@ def build_bootstrap(
     """Envoy's bootstrap in the JSON mapping of its protobuf.
 
     `pool_listens` maps a pool to a further listener whose requests are all for that pool. `pickers` are the
-    replicas' gRPC addresses, `http_pickers` their addresses for mode `http`. `admin` is the address of
-    Envoy's own admin page; `admin_listen` is a listener for the replicas' admin API at `admin_pickers` (None:
-    no listener). `tls` are the files for ports that speak TLS by `settings` (None: the replicas' own files).
-    `trusted` are the steering headers that clients may set.
-    `max_connections` and `max_heap_bytes` limit all clients together; `client_rate` limits the requests a
-    second from one client address (None: no limit).
-    `debug_headers` adds `x-picker-*` headers that show the picked and the serving endpoint to each answer.
-    `origins` are the web origins whose pages may read answers (`*`: any).
-    Port 0 in `listen` or `admin` means any free port.
+    replicas' gRPC addresses, `http_pickers` the replicas' addresses for the mode `http`. `admin` is the
+    address of Envoy's own admin page; `admin_listen` is a listener for the replicas' admin API at
+    `admin_pickers` (None: no listener). `tls` has the files for ports that speak TLS by `settings` (None: the
+    replicas' own files). `trusted` are the steering headers that clients may set. `max_connections` and
+    `max_heap_bytes` limit all clients together; `client_rate` limits the requests a second from one client
+    address (None: no limit). `debug_headers` adds `x-picker-*` headers that show the picked and the serving
+    endpoint to each answer. `origins` are the web origins whose pages may read answers (`*`: any). Port 0 in
+    `listen` or `admin` means any free port.
     """
 
     def files(serving: Tls | None) -> PickerTls | None:
@@ -269,8 +268,8 @@ def _is_ip(host: str) -> bool:
 
 
 def _pool(settings: Settings, name: str, pool: Settings) -> Tree:
-    """The cluster of the pool `name`; `settings` are the fleet's."""
-    option = getattr(socket, "TCP_USER_TIMEOUT", None)  # not every system has it
+    """The Envoy cluster of the pool `name`; `settings` are the fleet's settings."""
+    option = getattr(socket, "TCP_USER_TIMEOUT", None)  # missing on some systems
     lost = [] if option is None else [_part("lost_data", level=socket.IPPROTO_TCP, name=option)]
     return _part(
         "pool",
@@ -299,7 +298,7 @@ class _Manager:
     origins: Sequence[str]
 
     def listener(self, pool: str | None, listen: Host) -> Tree:
-        """The listener at `listen`. All requests are for `pool`; if None, their hosts name the pool."""
+        """The listener at `listen`, whose requests are for `pool`, or if None for the pool of the host."""
         settings, mode, pools = self.settings, self.mode, pools_of(self.settings)
         if pool is not None:
             hosts = [self._host(pools[pool], ("*",))]
@@ -322,8 +321,8 @@ class _Manager:
             hosts=hosts,
             answer_headers=_added(self._answer_headers()),
             filters=self._filters(pool),
-            # In `standard` the picker reads the answer, but cannot tell whether the endpoint cut it off or
-            # the client left.
+            # In the mode `standard` the picker reads the answer, but cannot tell a cut-off answer from a
+            # client that left.
             access_log=_access_log(_part("only_cut") if mode == "standard" else None),
             access_log_options=None if mode == "standard" else {"accessLogFlushInterval": flush_interval},
             carried=[
@@ -343,10 +342,10 @@ class _Manager:
         found = {}
         if self.mode == "lean":
             # The session token, if the picker issues one (picker_fleet/scheduling/chooser.py), and the queue
-            # pressure. In `standard` the picker itself sets both headers.
+            # pressure. In the mode `standard` the picker sets these headers.
             found[SESSION_HEADER] = "%DYNAMIC_METADATA(picker:session)%"
             found[PRESSURE_HEADER] = "%DYNAMIC_METADATA(picker:pressure)%"
-        if self.debug_headers:  # the picker's choice, as header and metadata, and the serving endpoint
+        if self.debug_headers:  # the picked endpoint and the serving endpoint
             namespace = self.settings.extproc.metadata_namespace
             found["x-picker-header"] = f"%REQ({DESTINATION})%"
             found["x-picker-endpoint"] = f"%DYNAMIC_METADATA({namespace}:{DESTINATION})%"
@@ -355,11 +354,11 @@ class _Manager:
         return found
 
     def _filters(self, pool: str | None) -> list[Tree]:
-        """The HTTP filters. Requests pass them in this order, answers in reverse."""
+        """The HTTP filters. Requests pass the filters in this order, answers in reverse."""
         filters = [_part("cors")] if self.origins else []
         if self.client_rate is not None:
             filters.append(_part("local_ratelimit", rate=self.client_rate, burst=2 * self.client_rate))
-        if self.mode != "standard":  # in `standard` the picker itself reads usage in the answer
+        if self.mode != "standard":  # in the mode `standard` the picker reads usage
             events = _rules("usage_in_events", ("response.id", "response.conversation.id"))
             answers = _rules("usage_in_answer", ("id", "conversation.id"))
             filters.append(_part("sse_to_metadata", rules=[{"rule": rule} for rule in events]))
@@ -374,7 +373,7 @@ class _Manager:
         naming = {}  # the header or gRPC metadata that names a request's pool
         if pool is not None or self.settings.pools:
             naming[POOL_HEADER] = "%METADATA(ROUTE:picker:pool)%" if pool is None else pool
-        read = {name for pair in STEERING for name in pair}  # Envoy or the picker drops untrusted ones
+        read = {name for pair in STEERING for name in pair}  # untrusted headers are dropped
         read.update(*(wanted_headers(each) for each in pools_of(self.settings).values()))
         balances = extproc.on_failure == "balance" or None
         if mode == "http":
@@ -396,11 +395,11 @@ class _Manager:
             pool_metadata=_pairs(naming),
             balances=balances,
             namespace=namespace,
-            served_namespace=[namespace] if is_standard else [],  # names the endpoint that served
+            served_namespace=[namespace] if is_standard else [],  # the serving endpoint
             answer="SEND" if is_standard else "SKIP",
             answer_body="FULL_DUPLEX_STREAMED" if is_standard else None,
-            # Each header costs the picker time. Gateways that use `standard` forward all headers, so this
-            # Envoy does too.
+            # Each header forwarded to the picker costs time. Gateways that use the mode `standard` forward
+            # all headers, so this Envoy does too.
             forward_rules=None if is_standard else {"allowedHeaders": {"patterns": _exactly(read)}},
         )
         return _part("without_own_4xx", filter=ext_proc) if is_standard else ext_proc
@@ -425,7 +424,7 @@ class _Manager:
         )
 
     def _routes(self, cluster: str, pool: str) -> list[Tree]:
-        """The routes of the paths that model servers get; other paths get 404, or pass if so configured."""
+        """Routes for the model servers' paths; other paths get status 404, or pass if so configured."""
         extproc = self.settings.extproc
         metadata = {"filterMetadata": {"picker": {"pool": pool}}} if self.settings.pools else None
         plain: Tree = {
@@ -450,8 +449,8 @@ class _Manager:
             of_route["rewrite"] = _part("without_final_slash")
             routes.append(_part("route", match=with_slash, **of_route))
         if extproc.unknown_paths == "pass":
-            # The picker refuses administrative paths in any spelling. Envoy must, too, while no picker
-            # answers (`extproc.on_failure`); it does not decode paths, so it refuses every unusual spelling.
+            # The picker refuses administrative paths in any spelling. So must Envoy while no picker answers
+            # (`extproc.on_failure`); Envoy does not decode paths, so it refuses every unusual spelling.
             any_spelling = {"safeRegex": {"regex": f"(?i)/(?:{ADMINISTRATION})/*|.*[%;\\\\].*"}}
             routes.append(_part("not_found", match=any_spelling, not_listed=NOT_LISTED))
             routes.append(_part("route", match={"prefix": "/"}, **plain))

@@ -3,9 +3,9 @@
 `picker up` starts its parts through this program, so that no part survives even if `picker up` is killed; the
 Makefile starts `picker up` through it, so that the fleet stops with `make`. Linux sends the signal to a child
 that requested it by prctl. A pre-exec hook would run Python between fork and exec, in a process that may have
-copied locks of other threads. So this program makes the request after its own exec and then execs COMMAND,
-which keeps the process id and the request. On other systems it only execs COMMAND. It imports nothing of the
-package, so that it starts without site-packages in a few milliseconds.
+copied locks of other threads. So this program requests the signal after its own exec and then execs COMMAND,
+which keeps the process id and the request. On other systems this program only execs COMMAND. The program
+imports nothing of the package, so that it starts without site-packages in a few milliseconds.
 """
 
 import ctypes
@@ -26,7 +26,7 @@ def main(arguments: list[str]) -> None:
 
 
 def die_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
-    """Have the signal `number` sent to this process when `parent` dies. SystemExit if `parent` has died."""
+    """Let Linux send signal `number` to this process when `parent` dies. SystemExit if `parent` is dead."""
     if sys.platform == "linux":
         libc = ctypes.CDLL(None, use_errno=True)
         if libc.prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0) != 0:

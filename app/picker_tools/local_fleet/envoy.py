@@ -22,7 +22,7 @@ _CONCURRENCY = 2
 
 
 class Envoy:
-    """Envoy in front of `pickers`, for clients on this machine only. Its admin port is any free port.
+    """Envoy before the replicas `pickers`, for clients on this machine. Envoy's admin port is any free port.
 
     `edit` changes the bootstrap's YAML before Envoy reads it.
     """
@@ -79,20 +79,20 @@ class Envoy:
             *("--config-path", str(self._file)),
             *("--admin-address-path", str(self._admin_file)),
             *("--concurrency", str(_CONCURRENCY)),
-            "--disable-hot-restart",  # hot restart would use memory shared with other fleets
-            # `misc` would warn at each start that sse_to_metadata is new.
+            "--disable-hot-restart",  # hot restart would share memory with other fleets
+            # Envoy's logger `misc` would warn at each start that sse_to_metadata is new.
             *("--log-level", "warning", "--component-log-level", "misc:error"),
         ]
 
     async def ready(self, child: Child) -> str:
-        # Envoy binds the listener now, but serves only once it has replicas: see `missing`.
+        # Envoy binds the listener now, but serves only once it has replicas (see the method `missing`).
         self._admin_port = await child.until(self._look_admin, within_s=READY_S, what="its admin port")
         self._port = await child.until(self._look_listener, within_s=READY_S, what="its listener")
         return f"{self.url}, mode {self._mode}, admin {self.admin}"
 
     async def missing(self, endpoints: int | None) -> str | None:
-        """Why Envoy cannot serve yet: replicas are not healthy, or a pool has not `endpoints` model servers
-        (None: any number). Returns None once Envoy can serve."""
+        """Why Envoy cannot serve yet: replicas are not healthy, or a pool lacks some of its `endpoints` model
+        servers (None: any number suffices). Returns None once Envoy can serve."""
         live = await get(f"{self.admin}/ready")
         if live is None or live.status != 200:
             return "Envoy waits for a replica to send it the endpoints"

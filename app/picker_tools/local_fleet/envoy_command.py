@@ -1,4 +1,4 @@
-"""`picker envoy-config`: prints the bootstrap for an Envoy that the user runs."""
+"""The command `picker envoy-config`: prints the bootstrap for an Envoy that the user runs."""
 
 import argparse
 import os
@@ -60,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the bootstrap as YAML.
+    """Print Envoy's bootstrap as YAML.
 
     Raises:
         ConfigError: the configuration cannot be used.

@@ -1,7 +1,7 @@
 """The local fleet of `picker up`: Valkey, simulators, replicas and Envoy as children of this process.
 
 Valkey and the simulators start first, then the replicas, which need their addresses, then Envoy, which needs
-the replicas' addresses. They stop in reverse order, so that a stopping part gets no new requests.
+the replicas' addresses. The parts stop in reverse order, so that a stopping part gets no new requests.
 """
 
 import asyncio
@@ -30,10 +30,10 @@ from picker_tools.local_fleet.processes import Part, Report, Supervisor, envoy_b
 
 _SERVES_S = 30.0
 _ENVOY_GRACE_S = 3.0
-_REPLICA_GRACE_S = 10.0  # replicas leave the pool; without Envoy they have no requests to finish
+_REPLICA_GRACE_S = 10.0  # for replicas to leave the pool; they have no requests without Envoy
 _REST_GRACE_S = 4.0
-_STARTED_TOGETHER = 10  # so many replicas; if more start together, some are too slow and fail
-_VALKEY_ATTEMPTS = 3  # another process may take the chosen port before Valkey does
+_STARTED_TOGETHER = 10  # most replicas that start at once: with more, some start too slowly and fail
+_VALKEY_ATTEMPTS = 3  # tries, as another process may take the chosen port before Valkey
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class UpOptions:
 
 
 class LocalFleet:
-    """One local fleet. The files and logs of its parts are in `folder`."""
+    """One local fleet. The files and logs of the fleet's parts are in `folder`."""
 
     def __init__(self, options: UpOptions, settings: config.Settings, folder: Path, report: Report) -> None:
         self._options = options
@@ -87,13 +87,13 @@ class LocalFleet:
         """Start all parts; return once the fleet serves requests and the state file is written.
 
         Raises:
-            MissingExtra: Envoy's binary is not installed.
+            MissingExtra: the binary of Envoy is not installed.
             StartupError: a port is in use, or a part did not become ready.
             ConfigError: the configuration is not valid for this fleet.
         """
-        envoy_binary()  # raises MissingExtra before a part starts
+        envoy_binary()  # raise MissingExtra before a part starts
         ensure_free(self._wanted_ports())
-        self._tree()  # raises ConfigError before a part starts
+        self._tree()  # raise ConfigError before a part starts
         if self._valkey is None and not await can_connect(self._redis_url):
             raise StartupError("redis: nothing accepts connections at the URL of --redis")
         await self._bring_up_pickers()
@@ -131,12 +131,12 @@ class LocalFleet:
 
     @property
     def other_pools(self) -> list[str]:
-        """The pools besides the default one."""
+        """The pools other than the default pool."""
         return list(self._simulators_of)[1:]
 
     @property
     def dashboard(self) -> str:
-        """URL of the dashboard: the first replica's admin address."""
+        """The URL of the dashboard, at the first replica's admin address."""
         return self._replicas[0].announced.admin
 
     @property
@@ -255,4 +255,4 @@ class LocalFleet:
         if path is not None:
             draft = path.with_name(f"{path.name}.{os.getpid()}.new")
             write_private(draft, json.dumps(self.state(), indent=2) + "\n")
-            draft.replace(path)  # readers see the new file or the former, never a part
+            draft.replace(path)  # readers see the whole new file or the whole former file

@@ -19,7 +19,7 @@ ADMIN_TOKEN = "PICKER_ADMIN__TOKEN"  # environment variable with the admin API's
 
 
 def free_port() -> int:
-    """A port that is free now. Another process may take the port first, so callers retry."""
+    """A port of the loopback that is free now. Another process may then take the port, so callers retry."""
     with socket.socket() as probe:
         probe.bind((LOOPBACK, 0))
         port: int = probe.getsockname()[1]
@@ -27,12 +27,12 @@ def free_port() -> int:
 
 
 def ensure_free(wanted: Mapping[int, str]) -> None:
-    """Check that each port in `wanted` is free; its value names the port's purpose and option.
+    """Check that each port in `wanted` is free; a port's value in `wanted` names its purpose and option.
 
-    Parts do not check this themselves: Envoy would share its port with another Envoy.
+    Parts do not check their ports themselves: Envoy would share a port with another Envoy.
 
     Raises:
-        StartupError: ports are in use or not allowed; the message has a line for each.
+        StartupError: ports are in use or not allowed; the message has a line for each such port.
     """
     faults = []
     for port, purpose in wanted.items():
@@ -87,7 +87,7 @@ def _get(url: str, token: str) -> Reply | None:
 
 
 async def redis_answers(host: str, port: int) -> bool:
-    """Whether the Redis at `host:port` answers PING: it is not loading, and requires no password."""
+    """Whether the Redis at `host:port` answers PING: no loading in progress, no password."""
     try:
         async with asyncio.timeout(_CALL_S):
             reader, writer = await asyncio.open_connection(host, port)
@@ -124,7 +124,7 @@ async def _accepts(connecting: Awaitable[tuple[Any, asyncio.StreamWriter]]) -> b
 async def until(
     ask: Callable[[], Awaitable[Answer | None]], *, within_s: float, pause_s: float = 0.05
 ) -> Answer | None:
-    """Call `ask` until it returns a true value, and return the value; None if `within_s` passes first."""
+    """Call `ask` until it returns a true value, and return it; None after `within_s` seconds."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(within_s):
             while True:

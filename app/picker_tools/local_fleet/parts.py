@@ -36,7 +36,7 @@ TRUSTED_HEADERS = (FAIRNESS_ID[0], OBJECTIVE[0])
 
 @dataclass(frozen=True, slots=True)
 class SimOptions:
-    """Options passed to each simulator; None keeps the simulator's default."""
+    """Options passed to each simulator; the value None keeps the simulator's default."""
 
     ttft_ms: float | None = None
     itl_ms: float | None = None
@@ -44,13 +44,13 @@ class SimOptions:
     seed: int | None = None
 
 
-# The settings that docs/redis.md recommends for any server.
+# The settings that docs/redis.md recommends for any Redis server.
 VALKEY_SETTINGS = (
     *("--save", "", "--appendonly", "no", "--maxmemory-policy", "noeviction"),
     *("--zset-max-listpack-entries", "32"),
 )
 
-_LONGEST_SOCKET_PATH = 100  # bytes: the kernel's limit is 108 on Linux and 104 elsewhere
+_LONGEST_SOCKET_PATH = 100  # bytes of a path: Linux allows 108, other systems 104
 
 
 def write_private(path: Path, text: str) -> None:
@@ -110,7 +110,7 @@ _LISTENING = re.compile(r"listening on http://(\S+:\d+)")
 
 
 class Simulator:
-    """Simulator `number`. It serves the first of `models` as base model, the rest as adapters."""
+    """Simulator `number`. The simulator serves the first of `models` as base model, the rest as adapters."""
 
     def __init__(self, number: int, options: SimOptions, models: Sequence[str]) -> None:
         self.name = f"endpoint-{number}"
@@ -120,7 +120,7 @@ class Simulator:
 
     @property
     def address(self) -> str:
-        """`ip:port`; '' until the simulator was ready once."""
+        """The simulator's `ip:port`; '' until the simulator was ready once."""
         return self._address
 
     def command(self) -> list[str]:
@@ -149,8 +149,8 @@ def overlaid(
 ) -> dict[str, Any]:
     """The set keys of `settings` as a plain tree, with `redis_url` and each pool's `endpoints` (`ip:port`).
 
-    `endpoints` None keeps the discovery of `settings`. The replicas trust the same headers as this fleet's
-    Envoy. `settings` already includes the PICKER_* variables, so the replicas start without them.
+    If `endpoints` is None, the discovery of `settings` stays. The replicas trust the same headers as this
+    fleet's Envoy. `settings` already includes the PICKER_* variables, so the replicas start without them.
 
     Raises:
         ConfigError: the resulting configuration is not valid.
@@ -170,13 +170,13 @@ def overlaid(
 
 
 def served_models(settings: Settings) -> tuple[str, ...]:
-    """Model names that model servers must serve under `settings`, base models first; empty: any name."""
+    """The models that model servers must serve under `settings`, base models first; if empty, any."""
     names = [target.name for model in settings.models for target in (model.target_models or (model,))]
     return tuple(dict.fromkeys((*names, *settings.scheduling.adapters))) if names else ()
 
 
 def _plain(value: Any) -> Any:
-    """`value` converted to types that YAML can represent."""
+    """The value `value` converted to types that YAML can represent."""
     if isinstance(value, dict):
         return {_plain(key): _plain(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
@@ -184,7 +184,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Enum):
         return value.name.capitalize()
     if isinstance(value, Path):
-        return str(value.absolute())  # the replica's configuration file is in another folder
+        return str(value.absolute())  # absolute, as the replica's configuration file is in another folder
     return value
 
 
@@ -195,13 +195,13 @@ class Announcement:
     id: str
     grpc: str  # host:port
     admin: str  # http://host:port
-    http: str | None = None  # host:port of mode `http`; None if not served
+    http: str | None = None  # host:port for the mode `http`; None: not served
 
 
 class Replica:
-    """Replica `number`. `tree` is called at each start and returns the configuration except the listeners.
+    """Replica `number`. Each start calls `tree`, which returns the configuration except the listeners.
 
-    With `http` the replica also serves mode `http`.
+    With `http` the replica also serves the mode `http`.
     """
 
     def __init__(
@@ -223,17 +223,17 @@ class Replica:
 
     @property
     def announced(self) -> Announcement:
-        """The replica's last announcement. Each start has a new id; the addresses stay the same."""
+        """The last line of JSON that the replica printed. Each start has a new id, but the same addresses."""
         return self._announced
 
     @property
     def host(self) -> tuple[str, int]:
-        """The gRPC host and port for Envoy."""
+        """The host and port that Envoy uses for gRPC."""
         return split_host_port(self._announced.grpc)
 
     @property
     def http_host(self) -> tuple[str, int]:
-        """The host and port for Envoy in mode `http`."""
+        """The host and port that Envoy uses in the mode `http`."""
         assert self._announced.http is not None
         return split_host_port(self._announced.http)
 

@@ -21,7 +21,7 @@ from picker_tools.local_fleet import die_with_parent
 
 
 class Report:
-    """Prints lines to stdout, and flushes each at once. With `say`, passes them there instead."""
+    """Prints lines to stdout, and flushes each at once. With `say`, passes the lines to `say` instead."""
 
     def __init__(self, say: Callable[[str], None] | None = None) -> None:
         self._print = say or partial(print, flush=True)
@@ -53,7 +53,7 @@ class Report:
 
 
 async def together(*works: Coroutine[Any, Any, object]) -> None:
-    """Run `works` concurrently until all are done; a failure cancels the rest.
+    """Run the coroutines `works` concurrently until all are done; a failure cancels the rest.
 
     Raises:
         PickerError: the first PickerError that one of `works` raised, not in an exception group.
@@ -80,8 +80,8 @@ def first_error() -> Iterator[None]:
 
 @contextmanager
 def logs_folder(prefix: str) -> Iterator[Path]:
-    """A new folder, removed after the block. If a PickerError ends the block and the folder has logs, the
-    folder stays and the error names it."""
+    """A new folder, removed after the `with` block. If a PickerError ends the block and the folder has logs,
+    the folder stays and the error names the folder."""
     folder = Path(tempfile.mkdtemp(prefix=prefix))
     try:
         yield folder
@@ -120,7 +120,7 @@ class Process(Protocol):
 
 
 async def start_process(command: Sequence[str], output: IO[bytes], environment: Mapping[str, str]) -> Process:
-    """Run `command` in a new session; on Linux it dies with this process (see `die_with_parent`)."""
+    """Run `command` in a new session; on Linux the child dies with this process (die_with_parent.py)."""
     return await asyncio.create_subprocess_exec(
         *(sys.executable, "-I", "-S", die_with_parent.__file__, str(os.getpid()), "SIGKILL", *command),
         stdin=asyncio.subprocess.DEVNULL,
@@ -138,7 +138,7 @@ class Child:
         self.name = name
         self.log = log
         self._process = process
-        self._log_start = log_start  # offset; output before it is from earlier processes
+        self._log_start = log_start  # offset in the log, after earlier processes' output
 
     @classmethod
     async def start(cls, name: str, command: Sequence[str], log: Path) -> "Child":
@@ -169,7 +169,7 @@ class Child:
     async def until(
         self, look: Callable[[], Awaitable[Found | None]], *, within_s: float, what: str
     ) -> Found:
-        """Poll `look` until it returns a true value, and return the value.
+        """Call `look` until it returns a true value, and return the value.
 
         Raises:
             StartupError: the process ended first, or `within_s` passed; the message names the part and
@@ -192,12 +192,12 @@ class Child:
         return text.split("\n")[:-1]
 
     def fault(self, what: str) -> str:
-        """`name: what`, followed by the last lines of the process's log."""
+        """The text `name: what`, followed by the last lines of the process's log."""
         tail = [f"    {line}" for line in self.lines()[-_TAIL_LINES:]]
         return "\n".join([f"{self.name}: {what}", *tail])
 
     async def stop(self, grace_s: float) -> None:
-        """Send SIGTERM, and SIGKILL after `grace_s`; return when the process has ended."""
+        """Send SIGTERM, and SIGKILL after `grace_s` seconds; return when the process has ended."""
         if self.alive:
             self._signal(signal.SIGTERM)
         try:
@@ -226,7 +226,7 @@ READY_S = 30.0  # a part that is not ready after this time has failed
 
 
 class Part(Protocol):
-    """A part of the fleet that runs as one child process. Its addresses survive restarts."""
+    """A part of the fleet that runs as one child process. A part keeps its addresses when it restarts."""
 
     @property
     def name(self) -> str:
@@ -234,7 +234,7 @@ class Part(Protocol):
         ...
 
     def command(self) -> list[str]:
-        """Write the files that the process needs, and return its command; word one is an absolute path."""
+        """Write the files that the process needs, and return its command, with an absolute path."""
         ...
 
     async def ready(self, child: Child) -> str:
@@ -260,10 +260,10 @@ def valkey_binary() -> str:
 
 
 def packaged_binary(package: str, pattern: str, distribution: str) -> str:
-    """Absolute path of the first file that matches `pattern` in `package`, found without importing it.
+    """The absolute path of the first file that matches `pattern` in `package`; does not import `package`.
 
     Raises:
-        MissingExtra: `distribution` is not installed.
+        MissingExtra: the distribution `distribution` is not installed.
     """
     spec = find_spec(package)
     for folder in (spec.submodule_search_locations or ()) if spec is not None else ():
@@ -288,11 +288,11 @@ class Supervisor:
         self._running: dict[str, tuple[Part, Child]] = {}
 
     def pid(self, part: Part) -> int:
-        """Process id of the started `part`, even if the process has ended."""
+        """The process id of the started part `part`, even if the process has ended."""
         return self._running[part.name][1].pid
 
     async def bring_up(self, parts: Iterable[Part], *, attempts: int = 1) -> None:
-        """Start `parts` concurrently, trying each up to `attempts` times; report each that becomes ready.
+        """Start `parts` concurrently, each in up to `attempts` attempts; report each part that is ready.
 
         Raises:
             StartupError: a part failed in all attempts; the error is the first such part's.
@@ -300,19 +300,19 @@ class Supervisor:
         await together(*(self._bring_up(part, attempts) for part in parts))
 
     def check(self) -> None:
-        """Raise StartupError if a part has ended. For use before `watch`."""
+        """Raise StartupError if a part has ended. Call it before `watch` runs."""
         for _, child in self._running.values():
             child.check()
 
     async def watch(self, *, restart: bool, changed: Callable[[], None]) -> None:
-        """Report each part that ends; with `restart`, restart the part, and run until cancelled.
+        """Until cancelled, report each part that ends and, with `restart`, restart that part.
 
         Calls `changed` whenever a new process of a part is ready.
         """
         await together(*(self._keep(part, restart, changed) for part, _ in self._running.values()))
 
     async def stop(self, parts: Iterable[Part], grace_s: float) -> None:
-        """Send SIGTERM to the started `parts`, and SIGKILL to those that still run after `grace_s`."""
+        """Send SIGTERM to the started `parts`, and SIGKILL to parts that still run after `grace_s`."""
         children = [self._running[part.name][1] for part in parts if part.name in self._running]
         await together(*(child.stop(grace_s) for child in children))
 

@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
 
     Raises:
         ConfigError: the configuration cannot be used.
-        StartupError: a part did not start; the message says which and where the logs are.
+        StartupError: a part did not start; the message names the part and the folder with the logs.
     """
     options = UpOptions(
         replicas=args.replicas,
@@ -70,7 +70,7 @@ async def _up(options: UpOptions, settings: config.Settings, folder: Path) -> No
     except asyncio.CancelledError:
         report.text("stopping")
     finally:
-        on_signal(fleet.kill)  # a second signal kills the parts at once
+        on_signal(fleet.kill)  # from now on a signal kills the parts at once
         await fleet.stop()
 
 

@@ -18,7 +18,7 @@ from picker_tools.simulator.engine import Limits
 from picker_tools.simulator.server import ModelServer, Profile
 
 DRAIN_S = 2
-# Longer than Envoy keeps idle upstream connections (1 h), so that Envoy never reuses one being closed.
+# Longer than Envoy keeps idle upstream connections (1 h), so that Envoy never reuses a closing connection.
 KEEP_ALIVE_S = 2 * 3600
 _BACKLOG = 4096
 _SHARE = decimal("share", 1, zero=True)
@@ -26,14 +26,14 @@ _COUNT = whole_number(1, 1_000_000_000)
 
 
 class _Server(uvicorn.Server):
-    """A uvicorn server ended by `stop`. Uvicorn's own signal handlers would re-raise the signal at exit."""
+    """A uvicorn server that `stop` ends. Uvicorn's own signal handlers would re-raise the signal at exit."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
         yield
 
     def stop(self) -> None:
-        self.force_exit = self.should_exit  # a second signal stops at once
+        self.force_exit = self.should_exit  # on a second signal stop at once
         self.should_exit = True
 
 
@@ -51,7 +51,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 async def serve(listener: socket.socket, profile: Profile) -> None:
-    """Serve `profile` until SIGTERM or SIGINT; print `listening on URL` once clients can connect."""
+    """Serve by `profile` until SIGTERM or SIGINT; print `listening on URL` once clients can connect."""
     _allow_many_files()
     config = uvicorn.Config(
         ModelServer(profile),

@@ -1,9 +1,9 @@
 """Continuous batching as vLLM schedules it: which sequences run, wait, and have KV blocks and LoRA slots.
 
-Pure: no clock, no I/O. At most `max_num_seqs` sequences run; the rest wait first come, first served. A
-sequence whose KV blocks do not fit blocks all sequences behind it; a sequence that lacks only a LoRA slot is
-skipped and keeps its position. When a running sequence needs a block and none is free, the newest running
-sequence is preempted: it frees its blocks, waits at the head of the queue and is computed again.
+Pure: no clock, no I/O. At most `max_num_seqs` sequences run; the rest wait first come, first served. If the
+KV blocks of a sequence do not fit, the sequences behind it wait too; a sequence that lacks only a LoRA slot
+is skipped and keeps its position. When a running sequence needs a KV block and none is free, the newest
+running sequence is preempted: it frees its blocks, waits at the head of the queue and is computed again.
 """
 
 import enum
@@ -17,7 +17,7 @@ from picker_tools.simulator.openai_api import BYTES_PER_TOKEN
 
 
 def prompt_blocks(prompt: bytes, block_size_tokens: int, adapter: str | None) -> tuple[bytes, ...]:
-    """A chained hash for each whole block of `prompt` without its last token, which is always computed."""
+    """A chained hash for each whole block of `prompt` less the last token, which is always computed."""
     size = block_size_tokens * BYTES_PER_TOKEN
     link = xxh64_digest((adapter or "").encode())
     links = []
@@ -28,10 +28,10 @@ def prompt_blocks(prompt: bytes, block_size_tokens: int, adapter: str | None) ->
 
 
 class PrefixCache:
-    """An LRU cache of the prompts' blocks, at most `capacity` of them.
+    """An LRU cache of at most `capacity` blocks of prompts.
 
-    Blocks enter the cache, as most recently used, when their request is admitted. Generated tokens are not
-    cached and do not reduce the capacity.
+    A request's blocks enter the cache, as most recently used, when the request is admitted. Generated tokens
+    are not cached and do not reduce the capacity.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -49,7 +49,7 @@ class PrefixCache:
         return len(blocks)
 
     def use(self, blocks: tuple[bytes, ...]) -> None:
-        """Record that a prompt's `blocks` were computed; of a chain, later blocks are evicted first."""
+        """Record that a prompt's `blocks` were computed; a prompt's later blocks are evicted first."""
         for block in reversed(blocks):
             self._blocks[block] = None
             self._blocks.move_to_end(block)
@@ -107,8 +107,8 @@ class Sequence:
 class EngineLoad:
     """The engine's load at one moment. `kv_usage` is 0–1; adapters are in order of arrival.
 
-    `queried_tokens` counts prompt tokens looked up in the prefix cache so far, `hit_tokens` the tokens
-    found there.
+    `queried_tokens` counts prompt tokens looked up in the prefix cache so far, `hit_tokens` the prompt tokens
+    found.
     """
 
     running: int
@@ -127,8 +127,8 @@ class Engine:
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
         self._waiting: OrderedDict[Sequence, None] = OrderedDict()
-        self._running: dict[Sequence, None] = {}  # in order of admission
-        self._adapters: Counter[str] = Counter()  # number of running sequences by adapter
+        self._running: dict[Sequence, None] = {}  # running sequences in order of admission
+        self._adapters: Counter[str] = Counter()  # adapter -> number of running sequences
         self._free_blocks = limits.kv_blocks
         self._preemptions = 0
         self._prefixes = PrefixCache(limits.kv_blocks)
@@ -139,7 +139,7 @@ class Engine:
         """Put a new `sequence` at the end of the queue.
 
         Raises:
-            ContextTooLong: `sequence` would not fit even if it ran alone.
+            ContextTooLong: the sequence `sequence` would not fit even if it ran alone.
         """
         needed = self._blocks_for(sequence.prompt_tokens + sequence.max_tokens)
         if needed > self.limits.kv_blocks:
@@ -151,7 +151,7 @@ class Engine:
         self._waiting[sequence] = None
 
     def schedule(self) -> list[Sequence]:
-        """Admit the sequences that fit now; returns them in order.
+        """Admit the sequences that fit now; returns the admitted sequences in order.
 
         Each sequence gets blocks for its context and one more token, so that a preempted sequence makes
         progress each time it is admitted again.

@@ -1,8 +1,8 @@
 """The engine in real time: requests wait for admission, and tokens arrive at the pace of a GPU.
 
 A request's first token comes `ttft_s` after admission, reduced by the cached share of its prompt; each
-further token comes `itl_s` later. If both are 0, no timer is used. Tokens that a stall of the event loop or a
-slow client delayed arrive together afterwards, so that the average pace holds.
+further token comes `itl_s` later. If `ttft_s` and `itl_s` are 0, no timer is used. Tokens that a stall of the
+event loop or a slow client delayed arrive together afterwards, so that the average pace holds.
 """
 
 import asyncio
@@ -43,7 +43,7 @@ class Simulator:
         return Generation(self, sequence)
 
     def admit(self) -> None:
-        """Admit the requests that fit now, and wake their waiters."""
+        """Admit the requests that fit now, and wake the tasks that wait for their admission."""
         for sequence in self.engine.schedule():
             admission = self._admissions.get(sequence)
             if admission is not None and not admission.done():
@@ -60,13 +60,13 @@ class Simulator:
 
 
 class Generation:
-    """One request's tokens over time. Leaving the `with` block frees the request's KV blocks."""
+    """The tokens of one request. Leaving the `with` block frees the request's KV blocks."""
 
     def __init__(self, simulator: Simulator, sequence: Sequence) -> None:
         self._simulator = simulator
         self._sequence = sequence
         self._loop = asyncio.get_running_loop()
-        self._due_at_s = self._loop.time() + self._prefill_s  # due time of the next token (loop's clock)
+        self._due_at_s = self._loop.time() + self._prefill_s  # next token due (loop's clock)
 
     def __enter__(self) -> Self:
         return self
@@ -84,11 +84,11 @@ class Generation:
         return self._sequence.cached_tokens
 
     async def next_tokens(self, stride: int) -> int:
-        """Wait for the next `stride` tokens, or fewer if fewer remain or fit into memory.
+        """Wait for the next `stride` tokens, or for fewer tokens if fewer remain or fit into memory.
 
-        Returns the number of tokens: more than `stride` if tokens are overdue, 0 once all were returned. The
-        request is released before its last tokens are returned, so the load never counts a request whose
-        client has the whole answer.
+        Returns the number of tokens: more than `stride` if tokens are overdue, 0 if none remain. The request
+        is released before its last tokens are returned, so that the load never counts a request whose client
+        has the whole answer.
         """
         itl_s = self._simulator.itl_s
         sequence = self._sequence
@@ -98,7 +98,7 @@ class Generation:
                 self._due_at_s = self._loop.time() + self._prefill_s
             tokens = min(stride, sequence.remaining_tokens)
             late_s = await self._until(self._due_at_s + (tokens - 1) * itl_s)
-            if sequence.phase is Phase.WAITING:  # the sequence was preempted meanwhile
+            if sequence.phase is Phase.WAITING:  # preempted since the last token
                 continue
             if itl_s:
                 tokens = min(tokens + int(late_s / itl_s), sequence.remaining_tokens)

@@ -1,8 +1,8 @@
 """OpenAI's formats of the simulated model server: bodies of completions, answers and errors. Pure.
 
-A stream has one event for each token, the last with the finish reason, then `[DONE]`. If the client asked for
-usage (`stream_options.include_usage`), usage has its own event, with empty `choices`. Otherwise the last
-token's event includes usage: such clients may read `choices[0]` of every event.
+A stream has one event for each token, of which the last has the finish reason, then `[DONE]`. If the client
+asked for usage (`stream_options.include_usage`), usage has its own event, with empty `choices`. Without that
+option the last token's event includes usage: a client may then read `choices[0]` of every event.
 """
 
 import hashlib
@@ -18,7 +18,7 @@ from picker_fleet.domain.errors import PickerError
 
 
 class ApiError(PickerError):
-    """An error in OpenAI's format: HTTP status, type, code, and the invalid parameter."""
+    """An error in OpenAI's format: HTTP status, error type, error code, and the invalid parameter."""
 
     def __init__(
         self,
@@ -61,10 +61,10 @@ class CompletionRequest:
 
 
 def parse(body: bytes, *, chat: bool, models: Container[str]) -> CompletionRequest:
-    """Parse the request in `body`, which must name one of `models`. Ignore keys that the simulator lacks.
+    """Parse the request in `body`, whose model must be in `models`; ignore all unknown keys.
 
     Raises:
-        ApiError: 400 for a malformed body, 404 for an unknown model; the message names the key.
+        ApiError: status 400 for a malformed body, 404 for an unknown model; the message names the key.
     """
     try:
         tree = orjson.loads(body)
@@ -91,7 +91,7 @@ def parse(body: bytes, *, chat: bool, models: Container[str]) -> CompletionReque
         max_tokens=DEFAULT_MAX_TOKENS if limit is None else limit,
         stream=stream,
         include_usage=options is not None and _flag(options, "include_usage"),
-        # A chat without a limit stops by itself; a completion always has a limit, the default.
+        # A chat without a token limit stops by itself; a completion without a limit has the default limit.
         finish_reason="stop" if chat and limit is None else "length",
     )
 
@@ -184,7 +184,7 @@ class Words:
         self._random = random.Random(int.from_bytes(digest, "big"))
 
     def take(self, count: int) -> list[bytes]:
-        """The next `count` words; the sequence of words does not depend on the sizes of `count`."""
+        """The next `count` words; the sequence of words does not depend on how many each call takes."""
         return self._random.choices(VOCABULARY, k=count)
 
 
@@ -212,17 +212,17 @@ class Answer:
 
     @property
     def opening(self) -> bytes:
-        """The event with the role that precedes a chat's first token; b'' for completions."""
+        """The event with the role, which precedes the first token of a chat; b'' for completions."""
         return self._role if self._request.chat else b""
 
     def events(self, words: list[bytes]) -> bytes:
-        """One event for each of `words`, which must not include the stream's last word."""
+        """One event for each word of `words`, which must not include the stream's last word."""
         if not words:
             return b""
         return self._before + (self._after + self._before).join(words) + self._after
 
     def ending(self, word: bytes, cached_tokens: int) -> bytes:
-        """The last token's event, usage, and the `[DONE]` that ends the stream."""
+        """The event of the last token, the usage, and the `[DONE]` that ends the stream."""
         text = word.decode()
         finish = {"logprobs": None, "finish_reason": self._request.finish_reason}
         content = {"delta": {"content": text}} if self._request.chat else {"text": text}

@@ -1,8 +1,8 @@
 """The OpenAI and vLLM HTTP surface of one simulated model server, as a raw ASGI application.
 
 Serves `/v1/completions`, `/v1/chat/completions` (POST), `/v1/models`, `/health` and `/metrics` (GET). Every
-answer names its server in `x-served-by: ip:port`. A stream's headers are sent with its first token, so that
-until then a gateway can still retry the request elsewhere.
+answer names its server in `x-served-by: ip:port`. A stream's headers are sent with the first token, so that
+until the first token a gateway can retry the request elsewhere.
 """
 
 import asyncio
@@ -26,8 +26,8 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 MAX_BODY_BYTES = 32 * 1024 * 1024
-READ_TIMEOUT_S = 60.0  # for a whole body
-WRITE_TIMEOUT_S = 60.0  # for one write to a client that does not read
+READ_TIMEOUT_S = 60.0  # timeout of reading a whole body
+WRITE_TIMEOUT_S = 60.0  # timeout of one write to a client that does not read
 
 JSON = b"application/json"
 EVENTS = b"text/event-stream; charset=utf-8"
@@ -35,11 +35,11 @@ TEXT = b"text/plain; version=0.0.4; charset=utf-8"
 
 
 async def read_body(receive: Receive) -> bytes:
-    """Read the whole body.
+    """Read the whole body of the request.
 
     Raises:
-        ApiError: 413 if the body exceeds `MAX_BODY_BYTES`, 408 if it takes longer than `READ_TIMEOUT_S`.
-        ClientGone: the client disconnected first.
+        ApiError: status 413 if the body exceeds `MAX_BODY_BYTES`, 408 if the body takes longer than
+        `READ_TIMEOUT_S`. ClientGone: the client disconnected first.
     """
     body = bytearray()
     try:
@@ -62,7 +62,7 @@ async def read_body(receive: Receive) -> bytes:
 
 
 async def watch(receive: Receive) -> None:
-    """Wait for the client to disconnect. Call it once the whole body is read.
+    """Wait for the client to disconnect. For use once the whole body is read.
 
     Raises:
         ClientGone: the client disconnected.
@@ -103,7 +103,7 @@ class Profile:
 
     `ttft_ms` is the time from admission to the first token, reduced by the cached share of the prompt;
     `itl_ms` is the time between tokens.
-    `failure_rate` is the share of valid requests that are answered 500 before the first byte. `seed`
+    `failure_rate` is the part of valid requests (1: all) that get status 500 instead of an answer. `seed`
     determines which requests fail, and the generated words.
     """
 
@@ -136,9 +136,9 @@ class Counters:
 
 
 def _metrics_page(profile: Profile, load: EngineLoad, counters: Counters, now_s: float) -> bytes:
-    """The page in Prometheus' text format, made without a library, for speed: pickers scrape it often.
-    As in vLLM, adapters appear only if the server has any; `now_s`, Unix time, is the value of their
-    series."""
+    """The metrics page in Prometheus' text format, made without a library for speed: pickers scrape the page
+    often. As in vLLM, adapters have a series only if the server has any; the value of that series is `now_s`,
+    Unix time."""
     model = f'model_name="{_escaped(profile.model)}"'
     lines: list[str] = []
 
@@ -175,7 +175,7 @@ def _escaped(value: str) -> str:
     return value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
 
 
-BURST_TOKENS = 256  # events in one write of a stream if `itl_ms` is 0
+BURST_TOKENS = 256  # events that one write of a stream has if `itl_ms` is 0
 _MAX_ID_CHARS = 128
 _STOPPING = ApiError("the server is stopping", status=503, code="shutting_down", kind="server_error")
 _METHODS = {
@@ -215,7 +215,7 @@ class ModelServer:
         except ClientGone:
             pass
         except asyncio.CancelledError:
-            if not reply.started:  # the process is stopping; a gateway may retry a 503
+            if not reply.started:  # the process is stopping; a gateway may retry status 503
                 await reply.whole(503, JSON, _STOPPING.body)
             raise
 
@@ -246,7 +246,7 @@ class ModelServer:
             created_s=int(time.time()),
         )
         with self._begin(request) as generation:
-            # except* because the task group wraps the watcher's ClientGone.
+            # Catch with `except*`, because the task group wraps the watcher's ClientGone.
             try:
                 async with asyncio.TaskGroup() as group:
                     watcher = group.create_task(watch(receive))
@@ -315,7 +315,7 @@ class ModelServer:
 
 
 def _request_id(scope: Scope) -> str:
-    """The id for the answer: the client's `x-request-id`, as in vLLM, or a new id."""
+    """The id of an answer: the client's header `x-request-id`, as in vLLM, or a new id."""
     for name, value in scope["headers"]:
         if name == b"x-request-id" and value:
             return str(value.decode("latin-1"))[:_MAX_ID_CHARS]

@@ -18,7 +18,7 @@ _EVENTS: dict[bytes, type[Event]] = {
     b"decisions": models.Decisions,
     b"unavailable": models.Unavailable,
 }
-_SILENCE_S = 4.0  # a snapshot comes every second
+_SILENCE_S = 4.0  # timeout of a silent stream: a snapshot comes every second
 
 
 class AdminError(PickerError):
@@ -27,7 +27,7 @@ class AdminError(PickerError):
 
 class AdminClient:
     """A client of the admin API below `url` (`http://host:port`, or `host:port`) with the bearer `token`. For
-    `https`, the file `ca` has the trusted authorities; by default the client trusts those of the machine.
+    `https`, the file `ca` has the trusted authorities; by default those of the machine are trusted.
 
     Every method raises AdminError if the API is unreachable, is silent for 4 s, refuses the call, or sends an
     answer that cannot be parsed. Unless the API refused a change, the change may have been made.
@@ -41,7 +41,7 @@ class AdminClient:
         self._http = httpx2.AsyncClient(timeout=_SILENCE_S, trust_env=False, headers=headers, verify=verify)
 
     async def events(self) -> AsyncIterator[Event]:
-        """Each second a snapshot, or the reason why it is unavailable; also new decisions, if logged."""
+        """Yields each second a snapshot, or the reason why there is none; also new decisions, if logged."""
         rest = b""
         async with self._answer("GET", "events") as answer:
             # Don't use aiter_lines: it also splits at U+2028, which a flow's name may contain.
@@ -53,18 +53,18 @@ class AdminClient:
                         yield kind.model_validate_json(fields.get(b"data", b""))
 
     async def queue(self, limit: int) -> models.Queue:
-        """The first `limit` waiting requests."""
+        """The first `limit` requests of the queue."""
         async with self._answer("GET", "queue", params={"limit": limit}) as answer:
             return models.Queue.model_validate_json(await answer.aread())
 
     async def change(self, *path: str) -> None:
-        """POST to the path below /api/v1 with these parts, which may contain any character."""
+        """Send POST to the path below /api/v1 that has these parts; a part may contain any character."""
         async with self._answer("POST", *path):
             pass
 
     @asynccontextmanager
     async def _answer(self, method: str, *path: str, **how: Any) -> AsyncIterator[httpx2.Response]:
-        """Send a request and yield the answer, whose body the block reads. All faults raise AdminError."""
+        """Send a request and yield the answer, whose body the block reads. Any fault raises AdminError."""
         url = f"{self.url}/api/v1/{'/'.join(quote(part, safe='') for part in path)}"
         try:
             async with self._http.stream(method, url, **how) as answer:
@@ -76,5 +76,5 @@ class AdminClient:
             raise AdminError(f"{self.url}: {problem.status}, {problem.detail}{hint}")
         except (httpx2.HTTPError, httpx2.InvalidURL) as error:
             raise AdminError(f"{self.url} does not answer: {str(error) or type(error).__name__}") from error
-        except ValueError as error:  # the body is no JSON, or does not fit the API's models
+        except ValueError as error:  # the body is no JSON, or fits no model of the API
             raise AdminError(f"{self.url}: this is not a picker's admin API") from error

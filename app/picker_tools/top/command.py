@@ -26,7 +26,7 @@ from picker_tools.top.client import AdminClient, AdminError, Event
 
 Row = Any  # a row of one of the API's lists (admin/models.py)
 _HIDDEN = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
-_MAX_CELLS = 48  # width of a table's cell
+_MAX_CELLS = 48  # most characters in a cell of a table
 _LOW_SHARE = 0.8  # a flow below this part of its fair share is highlighted
 _GOOD, _FAIR, _BAD = "green", "yellow", "bold red"
 _STYLES = {
@@ -36,20 +36,20 @@ _STYLES = {
 }  # fmt: skip
 _QUEUE_ROWS = 200
 _RECONNECT_S = 1.0
-_HISTORY = 300  # snapshots, one a second
+_HISTORY = 300  # most snapshots kept, one a second
 _MAX_DECISIONS = 200
 _VIEW_OF = {"drain": "endpoints", "evict": "queue"}  # the view in which an action is available
 
 
 def plain(text: object) -> str:
-    """Escape control and format characters, which clients could use to control the terminal."""
+    """The text with control and format characters escaped, with which clients could control the terminal."""
     return "".join(
         f"\\u{ord(sign):04x}" if unicodedata.category(sign) in _HIDDEN else sign for sign in str(text)
     )
 
 
 def number(value: object, digits: int = 2) -> str:
-    """Format a number like 7, 7.25 or 12 400, with at most `digits` decimals; a dash if unknown."""
+    """A number as text like 7, 7.25 or 12 400, with at most `digits` decimals; a dash if unknown."""
     if not _known(value):
         return "-"
     text = f"{value:,.{digits}f}".replace(",", " ")
@@ -57,7 +57,7 @@ def number(value: object, digits: int = 2) -> str:
 
 
 def seconds(value: object) -> str:
-    """Format a duration in seconds like 40 ms, 3.2 s, 2 m 05 s or 3 h 10 m; a dash if unknown."""
+    """A duration in seconds as text like 40 ms, 3.2 s, 2 m 05 s or 3 h 10 m; a dash if unknown."""
     if not _known(value):
         return "-"
     if abs(value) < 59.95:
@@ -108,7 +108,7 @@ class Column(NamedTuple):
 
 
 _BAND, _FLOW, _SCORE = Column("Band", "band"), Column("Flow", "flow"), Column("Score", "score", number)
-# The views in the order of their keys; `stock` has charts.
+# The views in the order of the keys that show them; the view `stock` has charts.
 VIEWS: dict[str, tuple[Column, ...]] = {
     "flows": (
         _FLOW, _BAND, Column("Waits", "queued", number), Column("Oldest", "oldest_s", seconds),
@@ -149,7 +149,7 @@ VIEWS: dict[str, tuple[Column, ...]] = {
 
 
 def identity(row: Row) -> tuple[object, ...]:
-    """The identity of a row within its view, stable across snapshots."""
+    """The identity of a row in its view, equal in all snapshots."""
     return tuple(getattr(row, name, None) for name in ("id", "address", "seq", "band", "flow"))
 
 
@@ -186,13 +186,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def url_of(admin: str, pool: str | None) -> str:
-    """The URL of the admin API of `pool` at a replica; by default of the pool for requests that name none."""
+    """The URL of the admin API of the pool `pool` at a replica; by default of the replica's default pool."""
     below = f"/pools/{quote(pool, safe='')}" if pool else ""
     return f"{admin.rstrip('/')}{below}"
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run `picker top`. Exit code 0 when the operator quits, 143 on SIGTERM. AdminError: no terminal."""
+    """Run `picker top`. Exit code 0 if the operator quits, 143 after SIGTERM. AdminError: no terminal."""
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         raise AdminError("picker top needs a terminal; programs read the admin API")
     token = os.environ.get("PICKER_ADMIN__TOKEN")
@@ -244,10 +244,10 @@ class Top(App[None]):
         self._tables: dict[str, DataTable[Text]] = {}
         self._snapshot: models.Snapshot | None = None
         self._error = "waiting for the first figures"
-        self._rows: dict[str, Sequence[Row]] = dict.fromkeys(VIEWS, ())  # in the API's order
-        self._totals: dict[str, int] = {}  # total rows of views that read only a part
+        self._rows: dict[str, Sequence[Row]] = dict.fromkeys(VIEWS, ())  # view -> rows in the API's order
+        self._totals: dict[str, int] = {}  # view that reads only a part -> total rows
         self._shown: Sequence[Row] = ()
-        self._sorter = 0  # number of the column to sort by; 0: the API's order
+        self._sorter = 0  # number of the column that orders the rows; 0: the API's order
         self._history: deque[tuple[float, float]] = deque(maxlen=_HISTORY)  # in flight, waiting
 
     def compose(self) -> ComposeResult:
@@ -264,12 +264,12 @@ class Top(App[None]):
         yield from (self._note, Footer(compact=True))
 
     def on_mount(self) -> None:
-        # exit() restores the terminal.
+        # The method `exit` restores the terminal.
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, lambda: self.exit(return_code=143))
         self.run_worker(self._follow())
 
     async def _follow(self) -> None:
-        """Read the events, and reconnect whenever the stream ends."""
+        """Read the API's events, and reconnect whenever the event stream ends."""
         while True:
             try:
                 async for event in self._admin.events():
@@ -285,7 +285,7 @@ class Top(App[None]):
         if isinstance(event, models.Unavailable):
             self._error = event.detail
         elif isinstance(event, models.Decisions):
-            # After a reconnect the API repeats the latest decisions.
+            # After a reconnect the API sends the latest decisions again.
             new = [entry for entry in reversed(event.entries) if entry not in self._rows["log"]]
             self._rows["log"] = [*new, *self._rows["log"]][:_MAX_DECISIONS]
         else:
@@ -310,7 +310,7 @@ class Top(App[None]):
         self._note.update(note)
 
     def _fill(self) -> str:
-        """Fill the view's table, keeping the cursor on its row. Returns the note with the number of rows."""
+        """Fill the shown table; the cursor keeps its row. Returns a note with the number of rows."""
         table, columns, rows = self._tables[self.view], VIEWS[self.view], self._rows[self.view]
         if self.view == "log" and self._shown and table.cursor_row:
             return "paused; move the cursor to the first row to follow the log"
@@ -369,7 +369,7 @@ class Top(App[None]):
 
     @work
     async def _change(self, what: str, *path: str) -> None:
-        """POST to `path` below /api/v1 if the operator confirms it."""
+        """Send POST to `path` below /api/v1 if the operator confirms."""
         if not await self.push_screen_wait(Ask(plain(f"{what}?"))):
             return
         try:
