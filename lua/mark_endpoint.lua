@@ -7,8 +7,8 @@
 -- args[1] the calling replica; then for each endpoint: address, mark, on (1 or 0). Marks: drained; down; ejected: a
 --   probe of an ejected endpoint has failed (1) or succeeded (0); stuck: the endpoint's requests in flight are old and
 --   its metrics page is unchanged (1), or not (0)
--- Returns {epoch, notifications, attempts, served, reply...}: 'marked' | 'ejected' (it was stuck) | 'unknown' (no such
--- endpoint is published; for the mark `ejected`: or it is not ejected)
+-- Returns {epoch, notifications, attempts, served, reply...}: 'marked' | 'ejected' (was stuck) | 'unknown' (no such
+-- endpoint is published; for the mark `ejected`: or the endpoint is not ejected)
 
 local function mark_endpoint(args)
   return for_each_item(args, ITEM.mark_endpoint, function(_, address, what, on)

@@ -1,8 +1,9 @@
 -- include: dispatch
--- Note which endpoint has the state of an id (of a response or a conversation, in the Responses API), so that requests
--- that name the id go there. If an id is noted again, as after the restart of a server, the last endpoint counts.
+-- Store which endpoint has the state of an id (of a response or a conversation, in the Responses API), so that requests
+-- that name the id go to that endpoint. If an id is stored again, as after the restart of a server, the last endpoint
+-- counts.
 --
--- Guarantees: changes nothing else. The sweep drops old ids.
+-- Guarantees: the script changes no other state. The sweep drops old ids.
 --
 -- keys[1] epp:{POOL}:pool
 -- args[1] the calling replica; then for each id: id, endpoint

@@ -1,6 +1,7 @@
 -- include: dispatch
 -- Choose and reserve an endpoint for each granted request of a batch. A request that its grant has placed keeps its
--- endpoint; it moves only if the endpoint stopped taking new requests before the replica knew, and another takes it.
+-- endpoint, unless the endpoint stopped taking new requests before the replica knew, and another endpoint takes the
+-- request.
 --
 -- Guarantees: the load is read and reserved in one step, so two replicas never both take the same idle endpoint (G1).
 -- Repeating a call returns the same endpoint (G6). The lease restarts: the caller may have been suspended since the

@@ -1,8 +1,8 @@
 -- include: dispatch
--- Change the published endpoints from one version to the next, then dispatch. The cost grows with the number of changed
--- endpoints; the cost of publish grows with the number of all endpoints.
+-- Change the published endpoints from one version of the list to the next, then dispatch queued requests. The cost
+-- grows with the number of changed endpoints; the cost of publish grows with the number of all endpoints.
 --
--- Guarantees: the guarantees of publish, and the same result as publish with the whole new list. If the published
+-- Guarantees: those of the script publish, and the same result as publish with the whole new list. If the published
 -- version is not args[2], nothing changes.
 --
 -- keys[1] epp:{POOL}:pool

@@ -4,17 +4,17 @@
 --
 -- Guarantees: a renewed request is not reclaimed, and is counted on the endpoint that serves it. An ended request is
 -- not restored while its tombstone lasts; a later request with the same id is restored if the caller admitted it. A
--- token restores no more stock than an admission takes, and only on an endpoint that the pool knows (G1). A token from
--- an access log proves less, since a client may have copied it: it restores a request only while the pool may lack its
--- record (pool.may_lack_records), or if the request was reclaimed without a report of its end, or for the length of a
--- lease after an admission without Redis.
+-- token restores no more stock than an admission takes, and restores only to an endpoint that the pool knows (G1). A
+-- token from an access log proves less, since a client may have copied it: it restores a request only while the pool
+-- may lack its record (pool.may_lack_records), or if the request was reclaimed without a report of its end, or for the
+-- length of a lease after an admission without Redis.
 --
 -- keys[1] epp:{POOL}:pool
 -- args[1] the calling replica; then for each request: id, attempt ('' when an access log reports it), serving
 --   endpoint ('' unknown), accounting token ('' none), how long ago it was last seen alive, ms. The token, joined by
 --   tabs: flow, band, weight, cost, workload, criticality, model, endpoint, limit; alone=MS, the time of an admission
 --   without Redis, by the pool's clock; priority=N, the priority of a dynamic band, with the nearest named band in
---   `band`. Only replicas use further fields.
+--   `band`. Any further fields are used by replicas only.
 --
 -- Returns {epoch, notifications, attempts, served, reply...}:
 --   'renewed' | 'restored' | 'waiting' (queued: not yet in flight) | 'unknown' (and not restored)
@@ -22,7 +22,7 @@
 local MOST = 1e12 -- largest weight or cost: sums of such numbers stay exact
 local HIGHEST_LIMIT = 65535
 
--- The band that a token's fields name; nil if they are invalid.
+-- The band that a token's fields name; nil if those fields are invalid.
 local function band_of(fields)
   local band, priority = tonumber(fields.band), fields.priority
   if priority then
@@ -40,7 +40,8 @@ end
 
 local function is_address(text) return string.find(text, '^[^,%c]+$') end
 
--- Whether the pool may lack the record of a running request. `alone_ms`: when it was admitted without Redis, or nil.
+-- Whether the pool may lack the record of a running request. `alone_ms`: when the request was admitted without Redis,
+-- or nil.
 local function may_lack(id, alone_ms)
   return pool.may_lack_records() or tombstones.was_given_up(id)
     or (alone_ms and now_ms - alone_ms < settings.lease_ms + LONGER_MS)

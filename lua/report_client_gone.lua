@@ -1,6 +1,6 @@
 -- include: dispatch
--- Note requests whose client has gone according to an access-log entry without an accounting token. Such an entry is no
--- proof, but it is the only report of a client that leaves before Envoy has read the picker's answer. The sweep then
+-- Record requests whose client has gone according to an access-log entry without an accounting token. Such an entry is
+-- no proof, but it is the only report of a client that leaves before Envoy has read the picker's answer. The sweep then
 -- compares the endpoint's next metrics page with the pool's count (sweep.lua).
 --
 -- Guarantees: changes only the list of suspects that the sweep reads.
@@ -8,7 +8,7 @@
 -- keys[1] epp:{POOL}:pool
 -- args[1] the calling replica; then the ids of requests
 --
--- Returns {epoch, notifications, attempts, served, reply...}: 'suspected' | 'waiting' (not placed yet: report again,
+-- Returns {epoch, notifications, attempts, served, reply...}: 'suspected' | 'waiting' (not placed yet: report it again,
 --   since the owner may not know that the client has gone) | 'unknown'
 
 local function report_client_gone(args)

@@ -1,9 +1,9 @@
 -- include: outliers
--- Note that requests have failed on endpoints, or that endpoints are full. Count each request on its next endpoint,
--- which Envoy tries, then dispatch.
+-- Record that requests have failed on endpoints, or that endpoints are full. Count each failed request on its next
+-- endpoint, which Envoy tries, then dispatch queued requests.
 --
 -- Guarantees: a failure counts once, however many replicas report it and how often. Failures of one flow do not eject
--- an endpoint while other flows have requests in flight. Only the endpoint of a request changes.
+-- an endpoint while other flows have requests in flight. Of a request, only its endpoint changes.
 --
 -- keys[1] epp:{POOL}:pool
 -- args[1] the calling replica; then for each failure: request id, endpoint, flow ('' unknown: the failure counts only

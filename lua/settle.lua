@@ -1,19 +1,21 @@
 -- include: outliers
 -- Account for requests that have ended, whichever replica reports the end: release stock, endpoint and lease, correct
--- the charge of the flow, and dispatch. A request that is still queued is removed: its client has gone.
+-- the charge of the flow, and dispatch queued requests. A request that is still queued is removed, since its client has
+-- gone.
 --
 -- Guarantees: each request is released once; an unknown or repeated id changes nothing (G6). If a metrics page showed
--- this end and the sweep reclaimed another request by mistake, the other is restored (G1).
+-- this end and the sweep reclaimed another request by mistake, the other request is restored (G1).
 --
 -- keys[1] epp:{POOL}:pool
 -- args[1] the calling replica; then for each request: id, outcome (completed; answered: completed, and its endpoint
 --   answered well; client_gone; upstream_failed), its real cost ('' unknown), its answer's tokens ('' unknown)
 --
--- Returns {epoch, notifications, attempts, served, reply...}: 'settled MODEL' | 'left MODEL' (was queued) | 'unknown'
+-- Returns {epoch, notifications, attempts, served, reply...}: 'settled MODEL' | 'left MODEL' (the request was still
+-- queued) | 'unknown'
 
 local function correct_charge(r, actual)
-  -- A bypassed request has no tag (-1) and was charged nothing. Other tags may be below 0 too, since a refund under one
-  -- policy may exceed the charge under another.
+  -- A bypassed request has no tag (-1) and was charged nothing. Tags of other requests may be below 0 too, since a
+  -- refund under one policy may exceed the charge under another.
   if r.tag == -1 or not actual then return end
   actual = bands.clamp_cost(actual)
   if actual == r.cost or r.cost == 0 then return end -- a free request stays free
@@ -72,8 +74,9 @@ local function settle(args)
     local ghost, page_ms
     if has_ghosts and r.state == STATE_PLACED then ghost, page_ms = ghost_in_place_of(r) end
     finish_request(r, outcome)
-    -- The ghost may have ended, too, and its end follow. That end must restore the next ghost, so being restored is no
-    -- sign of life: the lease goes on from the page, but has at least half its length left.
+    -- The restored ghost may have ended, too, and its own end may still be reported. That report must restore the next
+    -- ghost, so a restoration is no sign of life: the lease goes on from the metrics page, but has at least half its
+    -- length left.
     if ghost then
       local seen_ms = math.max(page_ms - 1, now_ms - settings.lease_ms / 2)
       restore_placed(ghost, seen_ms + settings.lease_ms)

@@ -1,5 +1,5 @@
 -- include: flows
--- The counters, bounds, replicas and loads of the pool.
+-- Return the counters, bounds, replicas and loads of the pool.
 --
 -- Guarantees: reads only.
 --
@@ -26,7 +26,7 @@ local function state(args)
   local infos = #ids > 0 and read('HMGET', key.replica_info, unpack(ids)) or {}
   for i, id in ipairs(ids) do
     replicas[2 * i - 1] = id
-    -- Leave out the second line, the replica's counts of served requests: it is long and not needed here.
+    -- Leave out the second line, the replica's counts of served requests: that line is long and not needed here.
     replicas[2 * i] = string.match(infos[i] or '{}', '^[^\n]*')
   end
   return {

@@ -3,8 +3,8 @@
 -- without a report), idle workloads, and waiting requests whose order has changed with time or with a new policy. Any
 -- replica may call it at any time.
 --
--- Guarantees: one run per interval, whichever replica calls; a bounded amount of work per call. A call that leaves work
--- returns `more`, and may be repeated at once.
+-- Guarantees: the sweep runs once per interval, whichever replica calls; a call does a bounded amount of work. A call
+-- that leaves work returns 1 as `more`, and may be repeated at once.
 --
 -- keys[1] epp:{POOL}:pool
 -- args[1] the calling replica
@@ -21,8 +21,8 @@ local REFILED = 16 -- requests that a call moves to a new order; each costs a re
 local LIGHT = 500 -- old entries that a call drops of each kind
 local WALKS = 150 -- calls per interval that continue the scan of waiting requests
 local DOWN_MS = 10000 -- a `down` mark that no replica has confirmed for this long is removed
--- Longest time from the placement of a request until its endpoint's metrics page counts the request. Shorter if Envoy
--- reports the client gone, since Envoy reports no request that it still sends.
+-- Longest time from the placement of a request until its endpoint's metrics page counts the request. The time is
+-- shorter if Envoy reports the client gone, since Envoy reports no request that it still sends.
 local TRANSIT_MS, REPORTED_TRANSIT_MS = 1000, 100
 local MOST_RECENT = 1000 -- recent requests to count by endpoint; with more, ghosts end with their lease
 local ORIGIN_MS = 86400000 -- how long an id of the Responses API is remembered after it was last noted
@@ -84,9 +84,9 @@ local function count_recent(since_ms)
 end
 
 -- Requests in flight that may have ended without a report, as {id, seen_ms, is_reported}: first suspects that were not
--- renewed since, then requests without a renewal for `unseen_ms`, the longest silent first. A suspect's client has
--- gone, as an access-log entry reports (report_client_gone.lua), or its replica fell silent before it took the
--- placement.
+-- renewed since that report, then requests without a renewal for `unseen_ms`, the longest silent first. A suspect's
+-- client has gone, as an access-log entry reports (report_client_gone.lua), or its replica fell silent before it took
+-- the placement.
 local function silent_requests(unseen_ms, limit)
   local found, is_found = {}, {}
   local suspects = read('ZRANGE', key.suspects, 0, limit - 1, 'WITHSCORES')
@@ -164,7 +164,7 @@ end
 
 -- Orphan the queued requests of one silent replica, so that another replica can adopt them. Scans at most `limit`
 -- requests a call; the cursor is kept in `key.orphan_cursors`. Requests that the scan misses are orphaned by dispatch
--- when their turn comes, or expire. The last scan also removes the replica. Returns whether there is more to scan.
+-- at their turn, or expire. The last scan also removes the replica. Returns whether requests are left to scan.
 local function orphan_silent_replica(grace_ms, limit)
   local silent = read('ZRANGEBYSCORE', key.replicas, '-inf', now_ms - settings.silence_ms, 'LIMIT', 0, 1)[1]
   if not silent then return false end
@@ -198,7 +198,8 @@ local function forget_idle(hash, cursor, kind, idle_ms)
   return scan[1]
 end
 
--- Scan waiting requests: move each to its position in a new order, or index its new score. Return the cursor; '0': end.
+-- Scan waiting requests: move each request to its position in a new order, or index its new score. Return the cursor;
+-- '0' at the end.
 local function refresh_waiting(cursor, limit)
   if pool.refiling == 1 then limit = math.min(limit, REFILED) end
   local scan = read('HSCAN', key.requests, cursor, 'COUNT', limit)
@@ -226,7 +227,7 @@ local function await_rebuild(lost)
 end
 
 -- Measure pool.rate, dispatches per second since the last sweep, for Retry-After. While requests wait, a known rate
--- does not fall to 0, which means unknown.
+-- does not fall to 0, which would mean an unknown rate.
 local function measure_rate(swept_ms, dispatches)
   if swept_ms == 0 or now_ms <= swept_ms then return end -- the first sweep, or the clock was set back
   local measured = math.max(0, pool.dispatches - dispatches) * 1000 / (now_ms - swept_ms)

@@ -1,6 +1,6 @@
 -- include: dispatch
--- Store tombstones: the ends of requests. A replica that was without Redis and has missed an end would otherwise
--- restore the request (renew), which would hold stock without running.
+-- Store tombstones: the ends of requests. Without a tombstone, a replica that was without Redis and has missed an end
+-- would restore the request (renew), which would hold stock without running.
 --
 -- Guarantees: a request last seen alive before its reported end is not restored. An existing record of the id, and a
 -- later admission of the same id, do not change.

@@ -1,5 +1,5 @@
 -- include: dispatch
--- Change settings while requests wait, for every replica at once, then dispatch.
+-- Change settings while requests wait, for every replica at once, then dispatch queued requests.
 --
 -- Guarantees: all changes take effect together, or none.
 --

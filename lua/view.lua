@@ -1,7 +1,8 @@
 -- include: flows
--- Reads for the admin API. Rows are text, with fields separated by byte 31, which no field contains.
+-- Functions that read the pool for the admin API. Rows are text, with fields separated by byte 31, which no field
+-- contains.
 --
--- Guarantees of each function: it only reads, and at most VIEW_LIMIT rows a call, however long the queue is. A member
+-- Guarantees: each function only reads, and reads at most VIEW_LIMIT rows a call, however long the queue is. A member
 -- whose score does not change meanwhile is on exactly one of consecutive pages.
 --
 -- All functions: keys[1] epp:{POOL}:pool
@@ -61,7 +62,7 @@ function view.add_flow_queues(reply, band, throttled, flow_queues)
   end
 end
 
--- The key of a band's ordered (`throttled` 0) or throttled (1) flow queues.
+-- The key of a band's ordered flow queues (`throttled` 0) or throttled flow queues (1).
 function view.flow_queues(band, throttled) return (throttled == 0 and key.flows or key.throttled)[band] end
 
 -- Append the row of one flow queue in a band, if requests wait there.
@@ -95,7 +96,8 @@ function view.workload(id, text)
   return string.format(WORKLOAD_ROW, id, w[1], w[2], w[3], w[4], w[5], workloads.rate(id))
 end
 
--- A page of flow queues: the ordered ones band by band, by start tag; then the throttled ones in the same way.
+-- A page of flow queues: first ordered flow queues band by band, by start tag; then throttled flow queues in the same
+-- way.
 --
 -- args[1] 1 to begin with throttled flow queues, else 0   args[2] the priority of the band to begin with
 -- args[3] start tag and args[4] name of the flow queue after which to begin; '' and '': at the band's first
@@ -166,7 +168,7 @@ local function view_queue(args)
   return reply
 end
 
--- A page of requests in flight, by the end of their lease, earliest first.
+-- A page of requests in flight, ordered by the end of their leases, earliest first.
 --
 -- args[1] end of the lease (ms) and args[2] id of the request after which to begin; '' and '': at the first
 -- args[3] rows wanted
@@ -226,7 +228,7 @@ local function view_workload(args)
   return {exact(now_us), text and view.workload(args[1], text) or nil}
 end
 
--- Known replicas, live or not, and their replica info; the latest heartbeat first.
+-- The known replicas, live or not, and their replica info; latest heartbeat first.
 --
 -- args[1] number of replicas wanted
 -- Returns {now_us, replica, last heartbeat (ms), replica info (JSON)...}

@@ -1,19 +1,21 @@
 -- include: fronts registry
 -- The order of requests within a flow queue. The sorted set queue:B:L holds all requests of flow queue L in band B: by
--- deadline under edf, else by arrival. Under workload-aware the index described below decides.
+-- deadline under the ordering `edf`, else by arrival. Under the ordering `workload-aware`, the index described below
+-- decides.
 -- Uses fronts from lib/fronts.lua, records and rates from lib/registry.lua. Defines `order`.
 --
 -- workload-aware (spec 001): score = wait_weight * min(wait / wait_cap, 1) + g, highest first, where
 -- g = criticality_weight * criticality / 5 - rate_weight * min(rate / rate_cap, 1). The requests of a workload in a
 -- flow queue form a line; only the oldest, the head, competes. An anonymous request is a line of its own. Below
--- wait_cap all scores grow at the same speed, so `growing` orders heads by a constant key: the arrival minus the wait
--- that adds as much score as g. Heads past wait_cap, and heads scored by their workload's average wait, are in
--- `static`, ordered by -score. The first head of `growing` is compared with the first of `static`, and the higher score
--- is served. A first head of `growing` past wait_cap moves to `static` before that. Other heads past wait_cap may stay
--- in `growing`: their keys overstate their scores, so a head that is not first by key would not win by score either.
+-- wait_cap all scores grow at the same speed, so the sorted set `growing` orders heads by a constant key: the arrival
+-- minus the wait that adds as much score as g. Heads past wait_cap, and heads scored by their workload's average wait,
+-- are in the sorted set `static`, ordered by -score. The first head of `growing` is compared with the first head of
+-- `static`, and the head with the higher score is served. If the first head of `growing` is past wait_cap, it first
+-- moves to `static`. Other heads past wait_cap may stay in `growing`: their keys overstate their scores, so a head that
+-- is not first by key would not win by score either.
 local order = {}
 do
-  -- The name of the flow queue that holds r under the fairness in force.
+  -- The name of the flow queue that holds request r under the fairness in force.
   function order.flow_queue(r) return settings.fairness == FAIRNESS_NONE and '' or r.flow end
 
   local function constant_score(r)
@@ -24,8 +26,8 @@ do
   local function cap_us() return settings.wait_cap_ms * 1000 end
   local function by_average(r) return settings.wait_signal == WAIT_SIGNAL_WORKLOAD_AVERAGE and r.workload ~= '' end
 
-  -- Set the key of r in `growing` and in `static`; a nil key removes r. Skip a set that cannot hold r under the current
-  -- settings. While the sweep moves requests to a new order, either set may hold r.
+  -- Set the key of request r in the sets `growing` and `static`; a nil key removes r. Skip a set that cannot hold r
+  -- under the current settings. While the sweep moves requests to a new order, either set may hold r.
   local function set_index(r, flow_queue, growing_key, static_key)
     local never_grows = settings.wait_weight == 0 or by_average(r)
     local growing, static = key.growing[r.band][flow_queue], key.static[r.band][flow_queue]
@@ -35,7 +37,7 @@ do
     end
   end
 
-  -- Put the head of a line into `growing` or `static` by its current score.
+  -- Put the head of a line into the set `growing` or `static` by its current score.
   local function index(r, flow_queue)
     local g, waited = constant_score(r), nil
     if by_average(r) then
@@ -50,7 +52,7 @@ do
     end
   end
 
-  -- Cache the head of each line between calls, while only this library changes the pool: each arrival needs it.
+  -- Cache the head of each line between calls, while only this library changes the pool: each arrival needs a head.
   local MOST_HEADS = 256
   local heads, known_heads = {}, 0 -- line -> the fields of its head that `index` needs
   function order.forget() heads, known_heads = {}, 0 end
@@ -62,7 +64,7 @@ do
       band = r.band, flow = r.flow}
   end
 
-  -- Return the oldest waiting request of a line, or nil. Drop ids of requests that no longer wait.
+  -- Return the oldest waiting request of a line, or nil. Drop the ids of requests that no longer wait.
   local function read_head(line)
     for _ = 1, STRAYS do
       local id = read_ahead.first_member(line)
@@ -76,13 +78,14 @@ do
     keep_head(line, nil)
   end
 
-  -- The score of r in its flow queue. Under edf, the last three digits of the arrival (us) order equal deadlines (ms).
+  -- The score of request r in its flow queue. Under `edf`, the last three digits of the arrival (us) order equal
+  -- deadlines (ms).
   function order.score(r)
     if settings.ordering == ORDERING_EDF then return r.deadline_ms * 1000 + r.arrived % 1000 end
     return r.arrived
   end
 
-  -- Add r to the workload-aware index.
+  -- Add request r to the workload-aware index.
   function order.insert(r, flow_queue)
     if r.workload == '' then return index(r, flow_queue) end
     local line = key.line(r.band, flow_queue, r.workload)
@@ -97,7 +100,7 @@ do
     index(head, flow_queue) -- an arrival changes the rate of the head's workload
   end
 
-  -- Remove r from a line. If r was the head, index the next head.
+  -- Remove request r from a line. If r was the head, index the next head.
   local function leave(line, r, flow_queue)
     local was_head = read_ahead.first_member(line) == r.id
     if not was_head then -- r may still be the head: strays may precede it
@@ -109,14 +112,15 @@ do
     if next_head then index(next_head, flow_queue) end
   end
 
-  -- Remove r from the workload-aware index, if it is there.
+  -- Remove request r from the workload-aware index, if present.
   function order.remove(r, flow_queue)
     set_index(r, flow_queue)
     if r.workload ~= '' then leave(key.line(r.band, flow_queue, r.workload), r, flow_queue) end
   end
 
   -- Return the id that the flow queue serves next; nil if the sweep has not indexed its requests under a new ordering.
-  -- A call moves at most MOST_CAPPED heads past wait_cap to `static`, then serves its first; the next call continues.
+  -- A call moves at most MOST_CAPPED heads past wait_cap to `static`, then serves the first head of `static`; the next
+  -- call continues.
   local MOST_CAPPED = 256
   function order.head(band, flow_queue)
     local growing, static = key.growing[band][flow_queue], key.static[band][flow_queue]
@@ -166,8 +170,8 @@ do
     record.prefetch(found, count)
   end
 
-  -- For the sweep: index r again if it heads its line, since the rate of its workload falls with time. Return false if
-  -- the index lacks r: its line or, if r is anonymous, both sets.
+  -- For the sweep: index request r again if it heads its line, since the rate of its workload falls with time. Return
+  -- false if the index lacks r: its line or, if r is anonymous, both sets.
   function order.refresh(r, flow_queue)
     if r.workload == '' then
       return read('ZSCORE', key.growing[r.band][flow_queue], r.id)

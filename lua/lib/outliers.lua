@@ -1,20 +1,21 @@
 -- include: dispatch
 -- Outlier ejection: for some time the whole fleet sends no new request to a failing endpoint. An endpoint that answers
--- 429 is limited for some time to its number of requests in flight.
+-- 429 is limited for some time to the number of requests that it has in flight.
 -- Uses loads from lib/endpoints.lua, marks and limits from lib/marks.lua, records from lib/registry.lua. Defines
 -- `outliers` for the functions that report failures and answers, and for the sweep.
 --
--- An entry of `outliers`, JSON: by: {id, flow} of each failure since the endpoint's last answer, oldest first, flow ''
--- if the request also failed on another endpoint; elsewhere: 1 once another endpoint has since answered one of these
--- flows; at, why: time and reason of the last fault; times: ejections in a row; until_ms: end of the last ejection;
--- seen_ms: when a probe last failed; trial: 1 while one request tries the endpoint; returned_ms: when the trial passed;
--- cap, cap_until: limit of its requests in flight, and when the limit ends; fulls: how often in a row it was full;
--- stuck_ms, stuck_ended: since when its metrics page is unchanged, and pool.ended at that time.
+-- An entry of the hash `outliers` is JSON for one endpoint. by: {id, flow} of each failure since the endpoint's last
+-- answer, oldest first, flow '' if the request also failed on another endpoint; elsewhere: 1 once another endpoint has
+-- since answered one of these flows; at, why: time and reason of the last fault; times: number of ejections in a row;
+-- until_ms: end of the last ejection; seen_ms: when a probe last failed; trial: 1 while one request tries the endpoint;
+-- returned_ms: when the trial passed; cap, cap_until: limit of the endpoint's requests in flight, and when the limit
+-- ends; fulls: how often in a row the endpoint was full; stuck_ms, stuck_ended: since when the metrics page is
+-- unchanged, and pool.ended at that time.
 
 local outliers = {}
 do
   local MOST_FAILURES = 8 -- failures that an entry keeps
-  -- Failures in a row that eject an endpoint if all requests in flight are of one flow, which other endpoints answer.
+  -- Number of failures in a row that eject an endpoint if all requests in flight are of one flow, which others answer.
   local MOST_ALONE = 5
   local LOOKED_AT = 32 -- requests in flight that has_pool_alone reads
   -- A trial passes if its request is answered or has not failed for this long (second value: after `stuck`).
@@ -53,8 +54,8 @@ do
     return true
   end
 
-  -- Whether an endpoint's failures justify an ejection: two flows had failures, so that no single client can eject it;
-  -- or the only flow in flight had MOST_ALONE failures, and another endpoint has answered that flow.
+  -- Whether an endpoint's failures justify an ejection: two flows had failures, so that no single client can eject an
+  -- endpoint; or the only flow in flight had MOST_ALONE failures, and another endpoint has answered that flow.
   local function is_failing(entry)
     local first, count
     for _, failure in ipairs(entry.by) do
@@ -73,7 +74,7 @@ do
     end
   end
 
-  -- Eject an endpoint. At most eject_percent of the endpoints are ejected, and never the last ready endpoint.
+  -- Eject an endpoint. At most eject_percent of the endpoints may be ejected, and never the last ready endpoint.
   local function eject(address, entry, why)
     local ejected = 0
     for each in pairs(endpoints.outliers) do
@@ -98,8 +99,8 @@ do
     marks.set('ejected', false, address)
   end
 
-  -- Count the failure of a request on an endpoint, once. A request that fails on two endpoints counts against neither:
-  -- the request itself may make engines fail. Return whether this failure has ejected the endpoint.
+  -- Count the failure of a request on an endpoint only once. A request that fails on two endpoints counts against
+  -- neither: the request itself may make engines fail. Return whether this failure has ejected the endpoint.
   function outliers.failed(address, id, flow, why)
     if not (is_on() and endpoints.is_known(address)) then return end
     for other, entry in pairs(endpoints.outliers) do
@@ -132,7 +133,7 @@ do
     return is_failing(entry) and eject(address, entry, why)
   end
 
-  -- Note that an endpoint has answered a request of `flow` well. If the endpoint is on trial, the trial has passed.
+  -- Record that an endpoint has answered a request of `flow` well. If the endpoint is on trial, its trial has passed.
   function outliers.answered(address, flow)
     for other, entry in pairs(endpoints.outliers) do
       if other ~= address and not entry.elsewhere and has_failed(entry, flow) then
@@ -149,8 +150,9 @@ do
     if says_nothing then drop(address) else put(address, entry) end
   end
 
-  -- Limit a full endpoint for `hold_ms` (0: unknown) to its requests in flight, less the `mine` it just refused. Then
-  -- raise the limit by one, as a trial. The time doubles until the endpoint answers.
+  -- Limit a full endpoint for `hold_ms` (0: unknown) to its requests in flight, less the number `mine` that it just
+  -- refused. After that time, raise the limit by one, as a trial. The time doubles with each repetition until the
+  -- endpoint answers.
   function outliers.full(address, mine, hold_ms)
     if not (is_on() and endpoints.is_known(address)) then return end
     local entry = entry_of(address)
@@ -163,7 +165,7 @@ do
     put(address, entry)
   end
 
-  -- Note the result of a probe of an ejected endpoint. Return whether it was ejected.
+  -- Record the result of a probe of an ejected endpoint. Return whether the endpoint was ejected.
   function outliers.probed(address, is_well)
     local entry = endpoints.outliers[address]
     if not entry or not endpoints.is_ejected(address) then return false end
@@ -176,8 +178,8 @@ do
     return true
   end
 
-  -- Note whether an endpoint is stuck: its requests in flight are old, and its metrics page is unchanged. Eject it if
-  -- the pool ends requests meanwhile. Return whether this call has ejected it.
+  -- Record whether an endpoint is stuck: its requests in flight are old, and its metrics page is unchanged. Eject the
+  -- endpoint if the pool ends requests meanwhile. Return whether this call has ejected it.
   function outliers.stuck(address, is_stuck)
     local entry = entry_of(address)
     if not (is_stuck and is_on() and endpoints.is_ready(address)) then
@@ -193,7 +195,7 @@ do
     end
   end
 
-  -- Called by the sweep: end ejections that no probe confirms, and drop entries without effect.
+  -- For the sweep: end ejections that no probe confirms, and drop entries without effect.
   function outliers.sweep()
     if pool.outliers == 0 then return end
     local count = 0

@@ -7,9 +7,10 @@
 --
 -- TIME may be set forward or back by hours. The pool's time is TIME plus an offset. The field `clock` stores the offset
 -- and a recent value of the pool's time, at most a quarter of a second old. The pool's time never goes back, except by
--- that quarter of a second when another server takes over. If the pool's time would advance by more than STEP_US since
--- the last call, either TIME was set or no call came, so the pool's time stays. The next heartbeat adds the time that
--- really passed, measured by its replica (`advance_clock`). So nothing is due early by more than STEP_US.
+-- at most a quarter of a second when another server takes over. If the pool's time would advance by more than STEP_US
+-- since the last call, either TIME was set or no call came, so the pool's time stays. The next heartbeat adds the time
+-- that really passed, as measured by the replica that sends it (`advance_clock`). So no timer is due early by more than
+-- STEP_US.
 
 local now_us, now_ms
 local steady_clock, advance_clock, clock_change
@@ -24,7 +25,8 @@ do
     now_ms, clock_shift_ms = math.floor(us / 1000), offset_us / 1000
   end
 
-  -- Set now_us and now_ms. `text`, the stored offset and time, is read unless the cached ones are valid (`known`).
+  -- Set the variables now_us and now_ms. `text`, the stored offset and time, is parsed unless cached values are valid
+  -- (`known`).
   function steady_clock(known, text)
     local time = redis.call('TIME')
     local time_us = tonumber(time[1]) * 1000000 + tonumber(time[2])
@@ -40,15 +42,15 @@ do
     set(time_us + offset_us)
   end
 
-  -- Advance the pool's time to `us`, unless it is already later.
+  -- Advance the pool's time to `us`, unless the pool's time is already later.
   function advance_clock(us)
     if us <= now_us then return end
     offset_us, moved = offset_us + us - now_us, true
     set(us)
   end
 
-  -- The text to store in the field `clock`; nil if the stored one is recent. The caller also changes a counter, so that
-  -- other libraries read the clock.
+  -- The text to store in the field `clock`; nil if the stored text is recent. The caller also changes a counter, so
+  -- that other libraries read the clock.
   function clock_change()
     if not (moved or now_us - saved_us >= SAVED_EVERY_US) then return nil end
     saved_us, moved = now_us, false
@@ -57,20 +59,22 @@ do
 end
 -- [/clock]
 
--- The pool's counters: read once a call, written once if they changed. One field holds all of them, packed as doubles,
--- at a tenth of the cost of a field for each; bands.lua packs the counters of dynamic bands in another field. Settings
--- are decoded only if they changed. A pool whose format number differs or is missing fails the call at once.
+-- The pool's counters are read once a call, and written once if any has changed. One field holds all counters, packed
+-- as doubles, at a tenth of the cost of a field for each counter; bands.lua packs the counters of dynamic bands in
+-- another field. Settings are decoded only after a change. A pool whose format number differs or is missing fails the
+-- call at once.
 local settings, settings_text -- kept between calls
 -- Whether this library's caches are valid: no other library has changed the counters or published endpoints since the
 -- last call. Each call that changes settings, endpoints, loads or the clock changes a counter (`pool.touched`). The
--- caches are valid for REMEMBERED_MS at most, since a demoted primary misses changes.
+-- caches are valid for at most REMEMBERED_MS, since a demoted primary misses changes.
 local cache_is_valid
 local REMEMBERED_MS = 1000
 do -- a chunk may have 200 locals
   local counters_text, saved = nil, {} -- the counters as last read or written: packed; in the order of COUNTERS
   local MOVED = 1
   while COUNTERS[MOVED] ~= 'moved' do MOVED = MOVED + 1 end
-  -- The first BUSY counters change with each request. The others are packed (calm_text) only when one of them changes.
+  -- The first BUSY counters change with each request. The other counters are packed (calm_text) only when one of them
+  -- changes.
   local BUSY = 8
   local calm_text, added = nil, '' -- added: counters of a later version, packed
   local BUSY_FORMAT, CALM_FORMAT -- set by the first call: `string` is missing while Redis loads the library
@@ -133,7 +137,8 @@ do -- a chunk may have 200 locals
     end
   end
 
-  -- Store the format number before the first write to the pool's hash. Functions that may create the hash call this.
+  -- Store the format number before the first write to the pool's hash. Functions that may create the hash call this
+  -- function.
   function pool.create()
     if not pool.is_new then return end
     pool.is_new = false
@@ -177,21 +182,21 @@ local LONGER_MS = 10000 -- after the end of a lease, how long an outage journal 
 function pool.note_possible_loss() key.lacks_ms = now_ms end
 function pool.may_lack_records() return now_ms - key.lacks_ms < settings.lease_ms + LONGER_MS end
 
--- Note that the key `name` was lost; the next sweep ends the epoch.
+-- Record that the key `name` was lost; the next sweep ends the epoch.
 function pool.note_lost(name)
   if pool.known then defer_write('HSET', key.pool, 'lost', name) end
 end
 
--- Subtract `taken` from the stock. Sums of fractions leave a residue, which must not count as a request.
+-- Subtract `taken` from the stock. Sums of fractions leave a residue, which must not count as a running request.
 local RESIDUE = 1e-6
 function pool.release(taken)
   local left = pool.stock - taken
   pool.stock = left > RESIDUE and left or 0
 end
 
--- The stock that a request takes under the bound `most`: its cost, at most the fraction `largest_claim` of the bound,
--- since a client may claim any number of sequences or tokens. The limit is at least 1, or the bound if that is below 1.
--- If the queue is off, requests are placed as they arrive and take no stock.
+-- The stock that a request takes under the bound `most`: its cost, but at most the fraction `largest_claim` of the
+-- bound, since a client may claim any number of sequences or tokens. This maximum is at least 1, or the bound if below
+-- 1. If the queue is off, requests are placed as they arrive and take no stock.
 function pool.stock_for(cost, most)
   if settings.queue_enabled == 0 then return 0 end
   local claim = most * (settings.largest_claim or settings.claim_share or 1)
@@ -199,20 +204,21 @@ function pool.stock_for(cost, most)
   return cost < claim and cost or claim
 end
 
--- An exponential moving average. Below SMALLEST it is 0: quotients of ever smaller averages would overflow.
+-- An exponential moving average. An average below SMALLEST becomes 0: quotients of ever smaller averages would
+-- overflow.
 local SMALLEST, MOST_RETRY_S = 1e-9, 60
 function pool.smoothed(mean, figure, alpha)
   local found = alpha * figure + (1 - alpha) * mean
   return found < SMALLEST and 0 or found
 end
 
--- The Retry-After of a refused client: the estimated time until the queue has drained, 1 to MOST_RETRY_S seconds.
+-- The Retry-After for a refused client: the estimated time until the queue has drained, 1 to MOST_RETRY_S seconds.
 function pool.retry_after_s()
   if pool.rate == 0 then return 1 end
   return math.max(1, math.min(MOST_RETRY_S, math.ceil((pool.queued + 1) / pool.rate)))
 end
 
--- The arrival number: time of arrival in us. Unique, except for a request that is registered again with its age.
+-- The arrival number: time of arrival in us. It is unique, except if a request is registered again with its age.
 function pool.next_arrival_us(age_ms)
   if age_ms > 0 then return math.floor(now_us - age_ms * 1000 + 0.5) end
   local seq = pool.seq + 1
@@ -221,9 +227,9 @@ function pool.next_arrival_us(age_ms)
   return seq
 end
 
--- The decision log: one stream entry per event, in the order of decisions; off when log_max is 0. Entries are written
--- when the call commits, so a call that fails earlier leaves none. `tag` is the start tag of the flow queue, `by` is
--- `turn` or `guard`; docs/redis-schema.md lists the values of `note`.
+-- The decision log is a stream with one entry per event, in the order of decisions; it is off when log_max is 0.
+-- Entries are written when the call commits, so a call that fails earlier leaves none. The field `tag` is the start tag
+-- of the flow queue; `by` is `turn` or `guard`; docs/redis-schema.md lists the values of `note`.
 local entries, logged = {}, 0
 local function exact(number) return string.format('%.17g', number) end
 local function log_event(event, r, tag, by, note)
@@ -269,7 +275,8 @@ local function log_flow_queue(event, band, flow_queue, tag)
 end
 
 -- Notifications for the replicas that own requests. A notification stays in the replica's inbox until the replica takes
--- it; a wake-up, which may be lost, announces it. The reply to the calling replica has its notifications.
+-- it; a wake-up, which may be lost, announces it. The reply to the calling replica contains that replica's
+-- notifications.
 local notifications = {}
 local function notify(owner, line)
   if owner == notifications.caller then
@@ -289,8 +296,8 @@ function notifications.add(owner, id, what)
   notify(owner, what .. ' ' .. id)
 end
 
--- Notify the owner of r that the grant has also placed r; `reply` is in the format of a reply of `place`. The
--- notification names the attempt, since the id may be reused before the replica reads the notification.
+-- Notify the owner of request r that the grant has also placed r; `reply` has the format of a reply of the script
+-- `place`. The notification names the attempt, since the id may be reused before the replica reads the notification.
 function notifications.placed_for(attempt) return NOTIFY_PLACED .. ' ' .. attempt end
 function notifications.add_placed(r, reply)
   local note = notifications.placed_for(r.attempt)
@@ -298,7 +305,8 @@ function notifications.add_placed(r, reply)
   notify(r.owner, note .. string.sub(reply, 7) .. ' ' .. r.id)
 end
 
--- Whether r is granted, or placed by its grant and not yet acknowledged. `note`: the notification about r, if read.
+-- Whether request r is granted, or placed by its grant and not yet acknowledged. `note`: the notification about r, if
+-- read.
 function notifications.is_untaken(r, note)
   note = note or read('HGET', key.inbox[r.owner], r.id)
   return r.state == STATE_GRANTED or r.state == STATE_PLACED and note == notifications.placed_for(r.attempt)

@@ -1,5 +1,5 @@
 -- include: pool
--- The records of requests and the timers of waiting ones; the registry of workloads.
+-- The records of requests, the timers of waiting requests, and the registry of workloads.
 -- Uses reads and writes from lib/storage.lua, bands from lib/bands.lua, settings and counters from lib/pool.lua.
 -- Defines `record`, `timers`, `workloads` and `parse_workload`.
 --
@@ -25,7 +25,7 @@ do -- a chunk may have 200 locals
     return r
   end
 
-  -- Unpack a record. Drop a record that cannot be unpacked or whose band does not exist: the request is then unknown.
+  -- Unpack a record. Drop a record that cannot be unpacked or whose band does not exist: its request is then unknown.
   local function parse(id, text)
     local r = record.new(id)
     if not (pcall(unpack_record, r, text) and PRIORITY[r.band]) then
@@ -67,13 +67,13 @@ do -- a chunk may have 200 locals
 
   record.NO_DEADLINE = 0 -- of a request that was restored from its accounting token; all others have a deadline
 
-  -- Whether r is queued or orphaned; otherwise it is granted or placed.
+  -- Whether request r is queued or orphaned, rather than granted or placed.
   function record.is_waiting(r) return r.state == STATE_QUEUED or r.state == STATE_ORPHANED end
 
-  -- Let `record.read` find r in this call, without writing r.
+  -- Let `record.read` find request r in this call, without writing r.
   function record.know(r) known[r.id] = r end
 
-  -- The commit writes the changes of `put` and `remove`, with the record's values at that time.
+  -- The commit writes the changes made by `put` and `remove`, with the record's values at the time of the commit.
   local function change(id, r)
     changed_count = changed_count + 1
     known[id], changed_ids[changed_count] = r, id
@@ -112,7 +112,7 @@ do -- a chunk may have 200 locals
 end
 
 -- Timers: when each waiting request becomes overdue or expires. Between calls this library caches a lower bound of the
--- earliest due time, and reads no timers before that.
+-- earliest due time, and reads no timers before that time.
 
 local timers = {}
 do
@@ -133,14 +133,14 @@ do
   end
 end
 
--- The workload registry (spec 001): total, active, dispatched, average wait (ms), last request (ms), slot, and
--- seven counts of arrivals, newest first, each over a sixth of the rate window. The rate sums the six newest counts and
--- the part of the seventh that the window still covers. Anonymous requests (workload '') are not counted, nor are new
--- workloads beyond `max_workloads`, so a client that invents ids cannot make the registry grow.
+-- The workload registry (spec 001). An entry has: total, active, dispatched, average wait (ms), last request (ms),
+-- slot, and seven counts of arrivals, newest first, each over a sixth of the rate window. The rate sums the six newest
+-- counts and the part of the seventh that the window still covers. Anonymous requests (workload '') are not counted,
+-- nor are new workloads beyond `max_workloads`, so a client that invents ids cannot make the registry grow.
 --
--- `workloads` counts by workload id. Clients choose the ids, so two flows may use the same id. Under `workload-aware`
--- `flow_workloads` therefore counts by flow and id as well, except active requests, and only these counts decide
--- scores. So no client can change the order within another flow.
+-- The hash `workloads` counts by workload id. Clients choose the ids, so two flows may use the same id. Under the
+-- ordering `workload-aware`, the hash `flow_workloads` therefore counts by flow and id as well, except active requests,
+-- and only `flow_workloads` decides scores. So no client can change the order within another flow.
 local workloads = {}
 local parse_workload, reset_workloads
 do
@@ -262,7 +262,7 @@ do
     end
   end
 
-  -- Requests per second over the window.
+  -- The requests per second of a workload over the rate window.
   local function rate(w)
     local slot_ms = settings.window_ms / 6
     slide(w)
@@ -272,13 +272,13 @@ do
 
   function workloads.rate(id) return rate(by_id.find(id)) end
 
-  -- The rate of r's workload within r's flow; 0 if r is anonymous.
+  -- The rate of the workload of request r within r's flow; 0 if r is anonymous.
   function workloads.rate_of(r)
     return r.workload == '' and 0 or rate(by_flow.find(joined(r.flow, r.workload)))
   end
   function workloads.wait_ms_of(r) return by_flow.find(joined(r.flow, r.workload))[4] end
 
-  -- Count an arrival in one registry. Return the entry, or nil if it would be new and the registry is full.
+  -- Count an arrival in one registry. Return the workload's entry; nil if it would be new and the registry is full.
   local function count_arrival(registered, name)
     local w = registered.find(name)
     if w[5] <= 0 and not registered.has_room() then return nil end
@@ -288,7 +288,7 @@ do
     return w
   end
 
-  -- Count an arrival. Return its workload id, or '' if the workload is new and the registry is full.
+  -- Count an arrival. Return the request's workload id, or '' if the workload is new and the registry is full.
   function workloads.arrived(flow, id)
     if id == '' then return '' end
     local w = count_arrival(by_id, id)
@@ -312,7 +312,8 @@ do
     if name and by_flow.find(name)[5] > 0 then count_dispatch(by_flow, name, wait_ms) end
   end
 
-  -- A granted request returns to the queue: subtract its dispatch. Its wait until this grant stays in the average.
+  -- A granted request returns to the queue: subtract its dispatch. The average keeps the request's wait until this
+  -- grant.
   function workloads.sent_back(id)
     if id == '' then return end
     local w = by_id.find(id)

@@ -1,7 +1,7 @@
--- The keys of a pool, and how a call reads and writes them. Other files cache counters, records, workloads and loads.
+-- The keys of a pool, and how a call reads and writes them. (Other files cache counters, records, workloads and loads.)
 -- Uses Redis's functions. Defines `key`, `read`, `flush`, `defer_write`, `drop_stray` and the other names below.
 --
--- `defer_write` buffers a write until the end of the script call. One command then writes all values of a key, and a
+-- `defer_write` buffers a write until the end of the script call. At the end, one command writes all values of a key; a
 -- call that fails earlier has written nothing. `read` first writes the buffered changes of its key, so a call sees its
 -- own writes. If a call fails, `undo_writes` restores the former values of flushed keys.
 
@@ -16,7 +16,7 @@ local function use_builtins()
   redis, struct, string, table, math, ipairs, pairs, tonumber, unpack, pcall, next = builtins()
 end
 
--- Every key of the pool is derived from the declared key, keys[1] = epp:{POOL}:pool. All carry the hash tag
+-- Every key of the pool is derived from the declared key, keys[1] = epp:{POOL}:pool. All keys carry the hash tag
 -- {POOL}, so a Cluster keeps them in one slot. docs/redis-schema.md lists the keys. Byte 31 joins two names in a key or
 -- field; no name can contain it (picker_fleet/domain/units.py), so two pairs of names never make the same key.
 local key -- the keys of the pool that this call serves
@@ -26,7 +26,8 @@ local read_ahead = {} -- lib/fronts.lua
 local fronts = {} -- key -> its front: the members that were read ahead
 do -- a chunk may have 200 locals
   local pools = {} -- declared key -> the keys of its pool
-  -- Return a table of ending -> `prefix` .. ending that caches MOST_NAMES names: making a name costs twenty lookups.
+  -- Return a table of ending -> `prefix` .. ending that caches MOST_NAMES names: making a name costs as much as 20
+  -- lookups.
   local MOST_NAMES = 256
   local function names_with_prefix(prefix)
     local kept = 0
@@ -82,7 +83,7 @@ do -- a chunk may have 200 locals
   local deferred = {} -- key -> its newest deferred command, with n arguments
   local commands, used = {}, 0 -- deferred commands in order; later calls reuse the tables
   local unlinked = {} -- keys to remove at the end of the call
-  -- For undo_writes: key -> member -> score, and key -> field -> value, before this call; false if there was none
+  -- For undo_writes: key -> member -> score, and key -> field -> value, before this call; false for a missing value
   local former_scores, former_values = {}, {}
 
   -- Write the first `n` of `values` to key `name`, in commands of at most AT_MOST values.
@@ -104,7 +105,7 @@ do -- a chunk may have 200 locals
     return former
   end
 
-  -- Store the score of a member (nil: none) before this call changes it, so that `flush` need not read the score.
+  -- Remember the score of a member (nil: none) before this call changes the score, so that `flush` need not read it.
   function note_original(name, member, score)
     local former = formers_of(name)
     if former[member] == nil then former[member] = score or false end
@@ -148,7 +149,7 @@ do -- a chunk may have 200 locals
   end
 
   -- Write at the end of the call: ZADD (score, member), ZREM (member), HSET (field, value) or HDEL (field). The writes
-  -- of one key keep their order.
+  -- to one key keep their order.
   function defer_write(command, name, a, b)
     local entry = deferred[name]
     if not entry or entry.command ~= command then entry = new_entry(command, name) end
@@ -191,7 +192,7 @@ do -- a chunk may have 200 locals
     end
   end
 
-  -- Write the deferred writes and the read-ahead changes of a key.
+  -- Flush the deferred writes and the read-ahead changes of a key.
   function flush(name)
     if fronts[name] then read_ahead.discard(name) end
     local entry = deferred[name]

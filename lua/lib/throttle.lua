@@ -1,7 +1,8 @@
 -- include: pool
--- The throttled flow queues of each band: not served, because their flow, or every endpoint that their next request may
--- use, is at its limit. `throttled:B` holds the start tags of band B. `blockers` has the endpoints on which a flow
--- queue waits for room; `blocked:B:E` has the flow queues that wait for endpoint E.
+-- The throttled flow queues of each band: dispatch skips a flow queue while its flow, or every endpoint that its next
+-- request may use, is at its limit. The key `throttled:B` holds the start tags of throttled flow queues in band B. The
+-- key `blockers` has the endpoints on which a flow queue waits for room; `blocked:B:E` has the flow queues of band B
+-- that wait for endpoint E.
 -- Uses reads, writes and keys from lib/storage.lua, and the log from lib/pool.lua. Defines `throttle`.
 
 local throttle = {}
@@ -12,7 +13,7 @@ do
     log_flow_queue('throttled', band, flow_queue, tag)
   end
 
-  -- Remove a flow queue. Return its start tag; nil if it was not throttled.
+  -- Remove a flow queue. Return the start tag; nil if the flow queue was not throttled.
   function throttle.remove(band, flow_queue)
     local tag = read('ZSCORE', key.throttled[band], flow_queue)
     if not tag then return nil end
@@ -26,7 +27,7 @@ do
     return tonumber(tag)
   end
 
-  -- Note that a throttled flow queue waits for room on one of the endpoints `closed`.
+  -- Record that a throttled flow queue waits for room on one of the endpoints `closed`.
   function throttle.wait_for(band, flow_queue, tag, closed)
     if #closed == 0 then return end
     local name, added = joined(band, flow_queue), {}
@@ -40,7 +41,7 @@ do
     defer_write('HSET', key.blockers, name, table.concat(added, ','))
   end
 
-  -- Return the key of the flow queues that wait for an endpoint, and the first of these (nil if there is none).
+  -- Return the key of the flow queues that wait for an endpoint, and the first such flow queue (nil if none waits).
   function throttle.first_waiting(band, address)
     local waiting = key.blocked[band][address]
     return waiting, read('ZRANGE', waiting, 0, 0)[1]

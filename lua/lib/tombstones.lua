@@ -1,9 +1,9 @@
 -- include: registry
--- Request ids kept without a record: of ended requests, and of reclaimed requests that may still run.
+-- The ids of requests without a record: of ended requests, and of reclaimed requests that may still run.
 -- Uses records from lib/registry.lua, the clock from lib/pool.lua. Defines `tombstones`, and `drop_old` for the sweep.
 
 -- Drop at most `most` ids from the zset `set` of id -> time, ms: ids older than `life_ms`, and ids beyond the latest
--- LIMIT. Also drop their fields of `hash`, if given. Return whether there may be more to drop.
+-- LIMIT. Also drop the ids' fields in `hash`, if given. Return whether there may be more to drop.
 local drop_old
 do
   local LIMIT = 100000
@@ -23,8 +23,8 @@ do
 end
 
 -- Tombstones: requests whose end was reported while some replica was without Redis. A replica that missed the end still
--- has the request in its journal, and must not restore it (renew). `unheard`: requests in flight that were reclaimed
--- without a report of their end; they may still run, and are then restored by their next renewal. Scores are times, ms.
+-- has the request in its journal, and must not restore it (renew). The set `unheard` has requests in flight that were
+-- reclaimed without a report of their end; if one still runs, its next renewal restores it. Scores are times in ms.
 local tombstones = {}
 do
   local LATE_MS = 2000 -- largest error of the time that a replica reports for an admission or renewal
@@ -46,16 +46,16 @@ do
   end
 
   -- Whether a tombstone forbids restoring the request. `seen_ms`: when the caller, which admitted the request, last saw
-  -- it alive; if later than the end, a new request has the same id. nil: an access log, perhaps with an old accounting
-  -- token, reports the request.
+  -- the request alive; if later than the end, a new request has the same id. `seen_ms` is nil if an access log, perhaps
+  -- with an old accounting token, reports the request.
   function tombstones.covers(id, seen_ms)
     local ended_ms = tonumber(read('ZSCORE', key.tombstones, id) or nil)
     return ended_ms and not (seen_ms and ended_ms <= seen_ms - LATE_MS)
   end
 
   -- A metrics page shows how many requests have ended, but not which. So the sweep may reclaim a request that still
-  -- runs, while another request on that endpoint has ended, and its replica is suspended and cannot report it. `settle`
-  -- restores the ghost from its record when that end comes. `page_ms`: the time of the page.
+  -- runs (a ghost), if another request on that endpoint has ended whose replica is suspended and cannot report the end.
+  -- When that report comes, the script `settle` restores the ghost from its record. `page_ms`: the time of the page.
   function tombstones.put_ghost(r, page_ms)
     if read('HLEN', key.ghosts) < MOST_GHOSTS then
       defer_write('HSET', key.ghosts, r.id, struct.pack('d', page_ms) .. pack_record(r))
@@ -88,7 +88,7 @@ do
   end
 
   -- For the sweep: drop at most `most` old ids each of `tombstones` and `unheard`, and old ghosts. Return whether more
-  -- may be left.
+  -- ids or ghosts may be left to drop.
   function tombstones.expire(most)
     tombstones.find_ghost(function() return false end)
     local more = drop_old(key.tombstones, settings.lease_ms + LONGER_MS, most)

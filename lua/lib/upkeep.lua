@@ -1,13 +1,14 @@
 -- include: dispatch
--- The sweep's maintenance of the queue: tags, preemption history, strays, lost keys. `limit` bounds each step.
+-- The sweep's maintenance of the queue: tags, preemption history, strays, lost keys. The argument `limit` bounds the
+-- work of each step.
 -- Uses the queue from lib/flows.lua, records from lib/registry.lua, `throttle`, `marks` and `restore_running`. Defines
 -- `upkeep` for the sweep and publish.
 
 local upkeep = {}
 do
-  -- Tags only grow, and so does the rounding error of their sums. When v passes REBASED_AT, all tags of the band are
-  -- lowered by the same amount, which keeps their order. Records of running requests keep their higher tags; the
-  -- `floor` of `queue.correct` allows for that.
+  -- Tags only grow, and so does the rounding error of their sums. When the virtual time v passes REBASED_AT, all tags
+  -- of the band are lowered by the same amount, which keeps their order. Records of running requests keep their higher
+  -- tags; the `floor` of `queue.correct` allows for that.
   local REBASED_AT, REBASED_TO = 2 ^ 26, 2 ^ 20
   local MOST_REBASED = 30000 -- tags; a band with more tags is not rebased
   local function lower(set, by)
@@ -38,7 +39,7 @@ do
   end
 
   local MOST_IDLE = 10000 -- finish tags kept for each band; the same limit for preemption times
-  -- Remove at most `limit` of the lowest members beyond MOST_IDLE, and return how many. The caller already removes the
+  -- Remove at most `limit` of the lowest members beyond MOST_IDLE, and return how many. The caller itself removes the
   -- first `from` members.
   local function drop_lowest(set, from, limit)
     local surplus = math.min(redis.call('ZCARD', set) - from - MOST_IDLE, limit)
@@ -50,9 +51,9 @@ do
     return surplus
   end
 
-  -- Drop finish tags at or below v, which have no effect. In an idle pool v first moves to the highest finish tag, so
-  -- that all flows start equal. If too many finish tags remain, drop the lowest; each is at most one charge above v.
-  -- Also drop surplus preemption times. Return whether more may be left.
+  -- Drop finish tags at or below the virtual time v, which have no effect. In an idle pool v first moves to the highest
+  -- finish tag, so that all flows start equal. If too many finish tags remain, drop the lowest tags; each is at most
+  -- one charge above v. Also drop surplus preemption times. Return whether more may be left.
   function upkeep.drop_finish_tags(band, limit)
     local v, finish = pool[V[band]], key.finish[band]
     flush(finish)
@@ -119,9 +120,9 @@ do
   end
 end
 
--- Recovery after a key of the pool was lost: evicted, or deleted by hand. The sweep detects the loss, since counts then
--- disagree, and ends the epoch. The next publish rebuilds every key that derives from the records of requests. Then
--- replicas register their requests again, as after a FLUSHALL, which restores lost records, too.
+-- Recovery after a key of the pool was lost, that is, evicted or deleted by hand. The sweep detects the loss, since
+-- counts then disagree, and ends the epoch. The next publish rebuilds every key that derives from the records of
+-- requests. Then replicas register their requests again, as after a FLUSHALL, which also restores lost records.
 do
   local MOST_FILED = 10000 -- records; of more, a call drops this many, and replicas register their requests again
   local MOST_LOOKED_AT = 1000 -- flow queues, endpoints, running requests; if there are more, they are not counted
@@ -143,7 +144,7 @@ do
     return false
   end
 
-  -- Whether `marks` was lost: a published endpoint takes no new requests, yet is neither draining nor marked.
+  -- Whether the key `marks` was lost: a published endpoint takes no new requests, yet is neither draining nor marked.
   local function is_mark_lost()
     local closed = read('ZRANGEBYSCORE', key.load, UNPICKABLE, '+inf', 'LIMIT', 0, MOST_LOOKED_AT)
     for _, address in ipairs(closed) do
@@ -155,7 +156,7 @@ do
     return false
   end
 
-  -- Whether `limits` was lost: it counts fewer requests in flight of a limited flow than the records.
+  -- Whether the key `limits` was lost: it counts fewer requests in flight of a limited flow than the records.
   local function is_limit_lost()
     if not endpoints.counts_flows or read('ZCARD', key.inflight) > MOST_LOOKED_AT then return false end
     local ids, running = read('ZRANGE', key.inflight, 0, -1), {}
@@ -170,8 +171,8 @@ do
     return false
   end
 
-  -- Called if there are more or fewer records than leases and timers. Compare these three keys with the counters and
-  -- return the lost key; nil if the counters are not higher: then strays cause the difference.
+  -- Called if the number of records differs from that of leases and timers. Compare the three keys with the counters
+  -- and return the lost key; nil if no counter is higher, since strays then cause the difference.
   local function lost_of_requests()
     local queued, stock = 0, 0
     for _, set in ipairs({key.timers, key.inflight}) do
@@ -188,7 +189,7 @@ do
     return stock < pool.stock - 1e-6 and 'inflight' or nil
   end
 
-  -- The name of a key that was lost, or of a key that derives from the lost key; nil if all counts agree.
+  -- The name of a lost key, or of a key that derives from the lost key; nil if all counts agree.
   function upkeep.find_lost_key()
     local lost = nil
     if read('HLEN', key.requests) ~= read('ZCARD', key.inflight) + read('ZCARD', key.timers) then
@@ -209,7 +210,8 @@ do
     for _, kind in ipairs({'queue', 'growing', 'static'}) do names[#names + 1] = key[kind][band][flow_queue] end
   end
 
-  -- Add the keys of a set's flow queues to `names`. Keep their tags as finish tags, unless `pool`, with v, was lost.
+  -- Add the keys of a set's flow queues to `names`. Keep the flow queues' tags as finish tags, unless the key `pool`,
+  -- with the virtual times, was lost.
   local function keep_tags(band, set, names, lost)
     local tagged = read('ZRANGE', set, 0, -1, 'WITHSCORES')
     for i = 1, #tagged, 2 do
