@@ -19,7 +19,7 @@ _POOLS = itertools.count(1)
 
 @pytest.fixture(scope="session")
 def valkey_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """URL of the server on which the guarantees are tested. The tests fail if it is not installed."""
+    """URL of the server on which the guarantees are tested. The tests fail if Valkey is not installed."""
     with real_server(tmp_path_factory.mktemp("valkey")) as server:
         yield server.url
 
@@ -57,11 +57,11 @@ def pool() -> str:
 
 @pytest.fixture
 def fleet(redis_url: str, pool: str) -> OpenFleet:
-    """Opens a fleet on either backend; takes the arguments of `script_fleet.running`."""
+    """Opens a fleet on Valkey or fakeredis; takes the arguments of `script_fleet.running`."""
     return partial(running, redis_url, pool)
 
 
 @pytest.fixture
 def valkey_fleet(valkey_url: str, pool: str) -> OpenFleet:
-    """As `fleet`, but on the real server only, for features that fakeredis lacks."""
+    """Like the fixture `fleet`, but on the real server only, for features that fakeredis lacks."""
     return partial(running, valkey_url, pool)

@@ -9,7 +9,7 @@ from picker_tools.audit.log import ENDS, Entry
 
 @dataclass(slots=True)
 class Ledger:
-    """How often each request started, and the number of ends by outcome."""
+    """The number of starts of each request, and the number of ends by outcome."""
 
     started: Counter[str] = field(default_factory=Counter)
     ends: Counter[str] = field(default_factory=Counter)
@@ -29,7 +29,7 @@ class Ledger:
 
 
 def events_of(entries: Iterable[Entry], request: str) -> list[str]:
-    """The events of `request`, in order."""
+    """The logged events of `request`, in order."""
     return [entry.event for entry in entries if entry.request == request]
 
 

@@ -37,7 +37,7 @@ def arrival(
     age_ms: float = 0, criticality: float = 3, limit: int = 0, learn: bool = False, model: str = "m",
     body_bytes: int = 0,
 ) -> bytes:  # fmt: skip
-    """A packed request for the script `admit`, in the named `band` 0 to 2 or with any `priority`."""
+    """A packed request for the script `admit`, in named band number `band` or with any `priority`."""
     if priority is None:
         priority = NAMED[band].priority
     numbers = (priority, weight, cost, ttl_ms, age_ms, criticality, limit, learn, body_bytes)
@@ -45,7 +45,7 @@ def arrival(
 
 
 class DirectPool:
-    """The pool `pool` on the server of `client`, with `library`, by default the current one."""
+    """The pool `pool` on the server of `client`, with `library`, by default the current library."""
 
     def __init__(self, client: redis.Redis, pool: str, library: Library | None = None) -> None:
         self.client, self.prefix = client, f"epp:{{{pool}}}:"
@@ -67,7 +67,7 @@ class DirectPool:
         return reply
 
     def admit(self, request_id: str, *, library: Library | None = None, **fields: Any) -> list[str]:
-        """Admit a request; return the words of the reply."""
+        """Admit a request; return the words of the script's reply."""
         reply = self.call("admit", "a", arrival(request_id, **fields), library=library)
         return bytes(reply[4]).decode().split()
 
@@ -93,7 +93,7 @@ class DirectPool:
 
 
 class ClockedPool(DirectPool):
-    """A pool with a simulated clock, which starts at START_MS and which `passes` advances."""
+    """A pool with a simulated clock, which starts at START_MS; the method `passes` advances the clock."""
 
     def __init__(self, client: redis.Redis, pool: str) -> None:
         self._clock, self._now_ms = f"clock:{pool}", START_MS

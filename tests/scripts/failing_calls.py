@@ -31,7 +31,7 @@ _READS: Mapping[bytes, tuple[Any, ...]] = {
 
 
 class FailingPool(ClockedPool):
-    """After `fail_at(n)` the n-th call to Redis fails."""
+    """After `fail_at(n)` the n-th call from Lua to Redis fails."""
 
     def named_library(self, name: str) -> Library:
         library = super().named_library(name)
@@ -46,11 +46,11 @@ class FailingPool(ClockedPool):
         self.client.fcall(f"fail_at_{self.library.version}", 1, f"{self.prefix}pool", number)
 
     def calls_made(self) -> int:
-        """Calls to Redis since `fail_at`."""
+        """The number of calls to Redis since `fail_at`."""
         return int(self.client.fcall(f"made_{self.library.version}", 1, f"{self.prefix}pool"))
 
     def everything(self) -> Mapping[bytes, Any]:
-        """All keys of the pool with their values; the decision log's entries without their ids."""
+        """All keys of the pool with their values; entries of the decision log appear without their ids."""
         keys = self.keys()
         kinds = dict(zip(keys, self._of_each("TYPE", keys), strict=True))
         found: dict[bytes, Any] = {}
@@ -61,7 +61,7 @@ class FailingPool(ClockedPool):
         return found | logs
 
     def save(self) -> dict[bytes, bytes]:
-        """Dump the pool for `restore`."""
+        """Dump the pool, so that `restore` can put it back."""
         keys = self.keys()
         return dict(zip(keys, self._of_each("DUMP", keys), strict=True))
 
@@ -75,7 +75,7 @@ class FailingPool(ClockedPool):
         self.client.fcall(self.library.function("state"), 1, "epp:{another}:pool", 1000)
 
     def _of_each(self, command: str, keys: Sequence[bytes], *rest: Any) -> list[Any]:
-        """The replies to `command` for each key."""
+        """The replies to the command `command` for each key."""
         with self.client.pipeline(transaction=False) as asking:
             for key in keys:
                 asking.execute_command(command, key, *rest)

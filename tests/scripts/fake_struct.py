@@ -1,5 +1,5 @@
-"""Replaces Lua's `struct`, which fakeredis lacks, with the functions that the library uses. Packs in its own
-format, but reads data that replicas packed ('<' in the format) as `struct` does."""
+"""Replaces Lua's `struct`, which fakeredis lacks, with the functions that the library uses. The functions
+pack in a format of their own, but read data that replicas packed ('<' in the format) as `struct` does."""
 
 from dataclasses import replace
 
@@ -48,6 +48,6 @@ end
 
 
 def with_struct(library: Library) -> Library:
-    """`library` with its own `struct`."""
+    """The library `library` with its own `struct`."""
     shebang, body = library.source.split("\n", 1)
     return replace(library, source=f"{shebang}\n{_STRUCT}\n{body}")

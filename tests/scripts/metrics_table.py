@@ -10,7 +10,7 @@ _PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A documented metric family. `name` includes a counter's `_total`."""
+    """A documented metric family. The field `name` includes a counter's suffix `_total`."""
 
     name: str
     kind: str
@@ -19,7 +19,7 @@ class Row:
 
 
 def documented() -> dict[str, Row]:
-    """Every documented family, by name."""
+    """Every documented metric family, by name."""
     rows = [
         Row(name, kind, frozenset(re.findall(r"`(\w+)`", labels)), read_with)
         for name, kind, labels, read_with, _ in _ROW.findall(_PAGE.read_text())
@@ -29,7 +29,7 @@ def documented() -> dict[str, Row]:
 
 
 def families(page: str) -> dict[str, tuple[str, frozenset[str]]]:
-    """Type and label names of each `epp_` family on a metrics page; no labels if it has no series yet."""
+    """Type and label names of each `epp_` family on a metrics page; no labels for a family without series."""
     kinds = dict(re.findall(r"^# TYPE (epp_\w+) (\w+)$", page, re.MULTILINE))
     labels: dict[str, set[str]] = {name: set() for name in kinds}
     for name, inside in re.findall(r"^(epp_\w+)(?:\{(.*)\})? ", page, re.MULTILINE):

@@ -1,4 +1,4 @@
-"""Reads values that the scripts store packed: doubles as `struct` packs them, or as on fakeredis."""
+"""Reads packed values that the scripts store: doubles as `struct` or fakeredis packs them."""
 
 import re
 import struct

@@ -15,19 +15,19 @@ from redis_servers import Server, redis_server
 from picker_fleet.state.scripts import load_library
 from picker_tools.local_fleet.network import LOOPBACK
 
-REAL_SERVER = "PICKER_TEST_SERVER"  # names another binary than Valkey's, such as redis-server
+REAL_SERVER = "PICKER_TEST_SERVER"  # names a server binary other than Valkey's, such as redis-server
 
 
 def real_server(folder: Path) -> AbstractContextManager[Server]:
-    """A Valkey, or the server whose binary REAL_SERVER names."""
+    """A Valkey server, or the server whose binary REAL_SERVER names."""
     return redis_server(folder, binary=os.environ.get(REAL_SERVER, ""))
 
 
 @contextlib.contextmanager
 def fakeredis() -> Iterator[str]:
-    """Run fakeredis on TCP; yield its URL.
+    """Run a fakeredis server on TCP; yield its URL.
 
-    The library is loaded first, because fakeredis closes a connection after any error reply.
+    The Lua library is loaded first, because fakeredis closes a connection after any error reply.
     """
     with TcpFakeServer((LOOPBACK, 0), server_type="valkey") as server:
         # fakeredis writes a reply in small pieces: Nagle's algorithm would delay every second piece by 40 ms.

@@ -41,7 +41,7 @@ from picker_fleet.telemetry.metrics import Metrics
 from picker_tools.audit.auditor import Report, audit
 from picker_tools.audit.log import Entry
 
-DEADLINE_S = 30.0  # generous: an event that takes longer never comes
+DEADLINE_S = 30.0  # seconds, generous: an event that takes longer never comes
 SILENCE_S = 5.0
 SETTINGS: Mapping[str, Any] = {
     "upper_per": 2, "lower_per": 2, "total_capacity": 1000, "flow_capacity": 1000, "lease_ms": 60_000,
@@ -58,7 +58,7 @@ SETTLED, UNKNOWN_END = SettleReply("settled", "llama"), SettleReply("unknown")
 
 
 def config(watermark: float, heartbeat: str = "50ms", **sections: Any) -> dict[str, Any]:
-    """Configuration of replicas that join, with a decision log and `watermark` requests per endpoint."""
+    """Configuration of replicas that join a pool, with a decision log and a watermark per endpoint."""
     return {
         "leases": {"heartbeat": heartbeat},
         "decision_log": {"enabled": True},
@@ -68,7 +68,7 @@ def config(watermark: float, heartbeat: str = "50ms", **sections: Any) -> dict[s
 
 
 def settings_with(changes: Mapping[str, Any]) -> dict[str, Any]:
-    """SETTINGS updated with `changes`; `lower_per` follows `upper_per` unless given."""
+    """SETTINGS updated with `changes`, where `lower_per` is `upper_per` unless given."""
     bounds = {"lower_per": changes["upper_per"]} if "upper_per" in changes else {}
     return {**SETTINGS, **bounds, **changes}
 
@@ -81,7 +81,7 @@ def ask(
     request_id: str, *, band: Band | int = Band.DEFAULT, priority: int | None = None, workload: str = "",
     criticality: int = 3, **fields: Any,
 ) -> InferenceRequest:  # fmt: skip
-    """A request for the model llama; `band`: a band or a named band's number; `priority` overrides it."""
+    """A request for the model llama; `band`: a band or a named band's number; `priority` overrides both."""
     band = NAMED[band] if isinstance(band, int) else band
     if priority is not None:
         band = Bands().of(priority)
@@ -115,7 +115,7 @@ async def until(condition: Callable[[], Any], within_s: float = DEADLINE_S) -> A
 
 
 async def until_is(call: Callable[[], Awaitable[Any]], wanted: Any) -> None:
-    """Wait until `call` returns `wanted`."""
+    """Wait until the function `call` returns `wanted`."""
 
     async def is_wanted() -> bool:
         return await call() == wanted
@@ -124,25 +124,25 @@ async def until_is(call: Callable[[], Awaitable[Any]], wanted: Any) -> None:
 
 
 async def in_turn(call: Callable[..., Awaitable[Any]], *args: Any) -> Any:
-    """Make `call` within a task, so that it shares one message with other calls of the same loop turn."""
+    """Make `call` in a task, so that the call shares a message with other calls of the same loop turn."""
     return await call(*args)
 
 
 class PatientPauseDetector(PauseDetector):
-    """Never reports a pause, so that replies count even if a busy machine reads them late."""
+    """Never reports a pause, so that replies count even if a busy machine reads the replies late."""
 
     def paused_until(self, now_s: float) -> float:
         return 0.0
 
 
 class Replica:
-    """One replica. `notifications` lists its store's notifications, `lost` the causes for which the store
-    declared Redis lost."""
+    """One replica. The list `notifications` has its store's notifications, `lost` the causes for which the
+    store declared Redis lost."""
 
     def __init__(self, url: str, pool: str, name: str, *, silence_s: float = SILENCE_S) -> None:
         self.name = name
         self.notifications: list[tuple[str, str]] = []
-        self._by_hand: set[str] = set()  # requests that the test sends directly; the gate does not know them
+        self._by_hand: set[str] = set()  # requests that the test sends directly, unknown to the gate
         self.lost: list[str] = []
         self.metrics = Metrics()
         self.cell = SnapshotCell()
@@ -164,7 +164,7 @@ class Replica:
             self.membership.heartbeat_now(**how)
 
     def fails_over(self) -> None:
-        """Let the gate react to the store's events. Before this call the gate never fails over."""
+        """Let the gate react to the store's events. A gate without this call never fails over."""
         self.store.on_event = self.gate.failover.on_event
 
     def route(self, subset: tuple[str, ...] | None, **first: str) -> tuple[str, ...]:
@@ -214,7 +214,7 @@ class Replica:
     async def sweep(
         self, *, grace_s: float = 60.0, idle_s: float = 300.0, unseen_s: float = 1e6
     ) -> SweepReply:
-        """Sweep now, even if the last sweep was just before."""
+        """Sweep now, even if the last sweep was less than an interval ago."""
         return await self.store.sweep(interval_s=0, grace_s=grace_s, idle_s=idle_s, unseen_s=unseen_s)
 
 
@@ -231,7 +231,7 @@ class Fleet:
         return iter((self, *self.replicas))
 
     async def log(self, last: int | None = None) -> list[Entry]:
-        """The decision log, oldest first: all entries, or the `last` ones."""
+        """The decision log, oldest entry first: all entries, or the last `last` entries."""
         found = await self.redis.xrevrange(self.keys.log, count=last)
         return [Entry.parse(fields) for _, fields in reversed(found)]
 
@@ -260,12 +260,12 @@ class Fleet:
         await until(is_logged)
 
     async def counts(self) -> tuple[float, int, list[int]]:
-        """Stock, queue length, and requests in flight at each endpoint in order of address."""
+        """The stock, the queue length, and the requests in flight at each endpoint, in order of address."""
         state = await self.state()
         return state.stock, state.queued, [load for _, load in sorted(state.in_flight.items())]
 
     async def at_rest(self) -> bool:
-        """Whether every count is exactly 0 (G6)."""
+        """Whether every count of requests is exactly 0 (G6)."""
         state = await self.state()
         counts = (state.stock, state.queued, state.leases, state.active_flows)
         waiting = [await self.has(name) for name in ("requests", "timers")]
@@ -287,8 +287,8 @@ class Fleet:
         return seconds * 1000 + micros / 1000
 
     async def after(self, wait_ms: float) -> None:
-        """Wait until the pool's clock has advanced by `wait_ms`. That clock stands still while no script runs
-        for a second (lua/lib/pool.lua), so on a busy machine the server's own clock would be ahead."""
+        """Wait until the pool's clock has advanced by `wait_ms`. The pool's clock stands still while no
+        script runs for a second (lua/lib/pool.lua); on a busy machine the server's clock would be ahead."""
         end_us = (await self.state()).now_us + wait_ms * 1000
 
         async def has_passed() -> bool:
@@ -310,7 +310,7 @@ class Fleet:
             pool.pop(mark, None)
         if "counters" in pool:
             pool["counters"] = counters(pool["counters"])
-            for mark in ("seq", "log_seq", "moved"):  # `moved` also counts saves of the clock
+            for mark in ("seq", "log_seq", "moved"):  # the field `moved` also counts saves of the clock
                 del pool["counters"][mark]
         for leases in ("inflight", "replicas"):
             if leases in found:
@@ -335,14 +335,15 @@ async def running(
     checked: bool = True,
     **settings: Any,
 ) -> AsyncIterator[Fleet]:
-    """Run replicas called `names` on a pool with `endpoints` endpoints.
+    """Run replicas called `names` on a pool with as many endpoints as `endpoints` says.
 
-    With a configuration in `joined` each replica runs a membership, which publishes it. Otherwise nothing
-    runs in the background: the first replica has published SETTINGS updated with `settings`, and each has
-    sent a heartbeat. `listening` replicas receive wake-ups. `through` gives replicas another URL by name;
-    only those use `silence_s`, so that the others stay patient on a busy machine. If the fleet is `full`, the
-    last replica has placed `runs`, which fills the only place. If `checked`, the decision log is audited at
-    the end: every guarantee (G1 to G6) must have held.
+    If `joined` is a configuration, each replica runs a membership, which publishes this configuration.
+    Without `joined` nothing runs in the background: at the start the first replica publishes SETTINGS updated
+    with `settings`, and each replica sends a heartbeat. With `listening`, all replicas receive wake-ups.
+    `through` gives replicas another Redis URL by name; only these replicas use `silence_s`; the others stay
+    patient on a busy machine. If `full`, the last replica has placed a request, `runs`, which fills the only
+    place. If `checked`, the decision log is audited at the end: each guarantee (G1 to G6) must have been
+    kept.
     """
     if full:
         settings = {"upper_per": 1, **settings}
@@ -366,8 +367,8 @@ async def running(
                 for replica in replicas:
                     await replica.beat()
             if listening:
-                # The long check_s keeps silent connections open on a busy machine: in some tests no heartbeat
-                # makes up for missed wake-ups.
+                # With a long `check_s` silent connections stay open on a busy machine: in some tests no
+                # heartbeat makes up for missed wake-ups.
                 background += [
                     tasks.create_task(
                         listen(url, fleet.keys.wake(each.name), each.notified, check_s=DEADLINE_S)
@@ -403,7 +404,7 @@ def asked(replica: Replica, request_id: str, **fields: Any) -> "asyncio.Task[Pla
 
 
 async def waiting(it: Fleet, replica: Replica, request_id: str, **fields: Any) -> "asyncio.Task[Placement]":
-    """Send a request and wait until it is queued."""
+    """Send a request, and wait until the request is queued."""
     task = asked(replica, request_id, **fields)
     await it.until_logged("queued", request_id)
     return task

@@ -13,7 +13,7 @@ from picker_fleet.state.store import name_of
 
 
 async def test_each_exceeded_limit_raises_its_documented_error(fleet: OpenFleet) -> None:
-    # The stock is full. The queue has room for one request per flow and two in all.
+    # The pool's stock is full. The queue has room for one request per flow, and for two requests in all.
     async with fleet("a", total_capacity=2, flow_capacity=1, max_flows=2, full=True) as (_, a):
         await a.admit("x0", flow="x")
         # The gate raises the documented error for each limit that is exceeded.
@@ -32,7 +32,7 @@ async def test_each_exceeded_limit_raises_its_documented_error(fleet: OpenFleet)
 
 
 async def test_an_admission_before_the_first_publish_is_answered_unknown_pool(fleet: OpenFleet) -> None:
-    # Nothing is published yet: an admission is answered `unknown-pool`, and the replica must publish.
+    # Nothing is published yet: an admission is answered 'unknown-pool', so the replica must publish.
     async with fleet("a") as (it, a):
         await it.redis.delete(*await it.redis.keys(it.keys.prefix + "*"))
         assert name_of(await a.admit("r")) == "unknown-pool"
@@ -47,7 +47,7 @@ async def test_the_queue_can_be_disabled_and_enabled_while_requests_wait(fleet: 
         for i in range(60):
             await a.admit(f"r{i}")
         assert await it.counts() == (1, 59, [1])
-        # When the queue is disabled, each call releases a part of the waiting requests.
+        # Once the queue is disabled, each call of a script releases a part of the waiting requests.
         await a.store.set_live_config({"queue_enabled": 0}, {})
         while (await it.counts())[1]:
             await a.beat()
@@ -55,7 +55,7 @@ async def test_the_queue_can_be_disabled_and_enabled_while_requests_wait(fleet: 
             assert name_of(await a.place(f"r{i}")) == "placed"
         assert name_of(await a.admit("straight")) == "placed"
         assert await it.counts() == (1, 0, [61])
-        # When the queue is enabled again, requests released without it are not counted in the stock.
+        # When the queue is enabled again, requests released without the queue are not counted in the stock.
         await a.store.set_live_config({"queue_enabled": None}, {})
         assert name_of(await a.admit("waits")) == "queued"
         await a.settle(*(f"r{i}" for i in range(60)), "straight")
@@ -65,7 +65,7 @@ async def test_the_queue_can_be_disabled_and_enabled_while_requests_wait(fleet: 
 
 
 async def test_requests_registered_again_in_one_message_keep_their_order(fleet: OpenFleet) -> None:
-    # Two requests that first arrived within 1 ms are admitted again; the id of the older one sorts last.
+    # Two requests that first arrived within 1 ms are admitted again; the older request's id sorts last.
     async with fleet("a", full=True) as (it, a):
         await asyncio.gather(a.beat(), a.admit("a", age_s=0.0501), a.admit("z", age_s=0.0505))
         # The request with the earlier first arrival is served first.
@@ -82,7 +82,7 @@ def test_a_call_moves_at_most_256_requests_that_reached_the_wait_cap(client: red
         direct.admit(f"r{number}", workload="", criticality=4 if number == 100 else 3)
     assert client.zcard(f"{direct.prefix}growing:1:flow") == 299
     direct.passes(6000)
-    # The call moves 256 requests and grants the most critical one; the next call moves the others.
+    # The call moves 256 requests and grants the most critical request; the next call moves the others.
     direct.settle("r0")
     assert client.zcard(f"{direct.prefix}growing:1:flow") == 299 - 256
     assert client.hkeys(f"{direct.prefix}inbox:a") == [b"r100"]

@@ -1,4 +1,4 @@
-"""A request outlives its replica: the next replica that gets its id adopts it (G7)."""
+"""A request outlives its replica: the next replica that gets the request's id adopts the request (G7)."""
 
 import asyncio
 
@@ -17,7 +17,7 @@ async def test_repeated_sweeps_orphan_all_waiting_requests_of_a_silent_replica(f
         await asyncio.gather(*(b.admit(f"b{i}") for i in range(10)))
         await asyncio.gather(*(a.admit(f"q{i}") for i in range(125, 250)))
         await a.store.leave()
-        # Each sweep scans a bounded number and says whether there is more.
+        # Each sweep scans a bounded number of requests, and says whether more remain.
         calls = 1
         while (await b.sweep()).more:
             calls += 1
@@ -33,7 +33,7 @@ async def test_a_heartbeat_of_a_silent_replica_stops_the_orphaning_of_its_reques
         await asyncio.gather(*(a.admit(f"q{i}") for i in range(120)))
         await a.store.leave()
         assert (await b.sweep()).more
-        # The replica's next heartbeat stops the orphaning, and the replica admits its requests again.
+        # The replica's next heartbeat stops the orphaning, and the replica admits its waiting requests again.
         assert not (await a.beat()).was_known
         assert not await it.has("orphan_cursors")
         assert name_of(await a.admit("q0")) == "queued"
@@ -59,7 +59,7 @@ async def test_the_expiry_timer_of_a_former_owner_does_not_end_an_adopted_reques
     async with fleet("a", "b", full=True) as (it, a, b):
         waiter = await waiting(it, a, "q", ttl_s=0.8)
         await b.admit("q", "99.")
-        # At the TTL the former owner answers its client; the request stays with the adopter.
+        # When the TTL has passed, the former owner answers its client; the request stays with the adopter.
         with pytest.raises(ExpiredTtl):
             await waiter
         assert events_of(await it.log(), "q")[:2] == ["queued", "adopted"]
@@ -83,16 +83,16 @@ async def test_a_request_with_a_known_id_but_another_flow_model_or_body_is_refus
                 with pytest.raises(RequestIdTaken):
                     await asked(replica, "q", **(FIRST | stranger))
 
-        # While the request waits, both replicas refuse a different request with its id.
+        # While the request waits, both replicas refuse a different request with the same id.
         await is_refused_everywhere()
         assert not waiter.done()
-        # A retry by Envoy still adopts the request.
+        # A retry by Envoy still adopts the waiting request.
         retry = asked(b, "q", **FIRST)
         await it.until_logged("adopted", "q")
         await a.settle("runs")
         await b.beat()
         placed = await retry
-        # While the request is in flight, only a further retry gets its accounting token.
+        # While the request is in flight, only a further retry gets the request's accounting token.
         await is_refused_everywhere()
         assert (await asked(b, "q", **FIRST)).accounting_token == placed.accounting_token
         assert events_of(await it.log(), "q") == ["queued", "adopted", "granted", "placed", "adopted"]

@@ -1,4 +1,4 @@
-"""CommandClient sends plain Redis commands: ordered replies, errors raised, lost connections replaced."""
+"""CommandClient sends plain Redis commands: it orders replies, raises errors, replaces connections."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -43,7 +43,7 @@ async def test_a_closed_connection_is_replaced(asker: CommandClient, valkey_url:
     known = (await asker.execute([("CLIENT", "ID")]))[0]
     async with Redis.from_url(valkey_url) as redis:
         await redis.client_kill_filter(_id=known)
-    # The next call may fail because the old connection is closed; the call after it uses a new connection.
+    # The next call may fail because the old connection is closed; the second call uses a new connection.
     try:
         again = await asker.execute([("CLIENT", "ID")])
     except StateUnavailable:
@@ -60,7 +60,7 @@ async def test_a_cancelled_caller_leaves_no_reply_to_the_next(asker: CommandClie
             return bool((await redis.info("clients"))["blocked_clients"])
 
         await until(asked)
-    # After that caller is cancelled, the next one gets its own reply.
+    # After that caller is cancelled, the next caller gets its own reply.
     slow.cancel()
     assert await asker.execute([("ECHO", "next")]) == [b"next"]
     with pytest.raises(asyncio.CancelledError):

@@ -27,7 +27,7 @@ POLICIES: Mapping[str, Mapping[str, Any]] = {
 
 class Storm:
     """Random load: requests arrive at several replicas, are cancelled, evicted or retried, and end. The load
-    is seeded, but the server decides the order of concurrent calls. `unit` multiplies each cost.
+    comes from a seed, but the server decides the order of concurrent calls. `unit` multiplies each cost.
     """
 
     def __init__(self, fleet: Fleet, seed: int, unit: float = 1.0) -> None:
@@ -36,12 +36,12 @@ class Storm:
         self._owners: dict[str, Replica] = {}
         self._flows: dict[str, str] = {}
         self._count = 0
-        self._log_read = "-"  # id of the last entry read
-        self._happened: set[str] = set()  # events, and causes of grants, so far
-        self._last: dict[str, str] = {}  # last event by request id
+        self._log_read = "-"  # id of the log's last entry that was read
+        self._happened: set[str] = set()  # events and causes of grants logged so far
+        self._last: dict[str, str] = {}  # last logged event by request id
 
     async def blow(self, steps: int, until_seen: Collection[str] = ()) -> None:
-        """Take `steps` steps, then more until the log has all of `until_seen`: events, and causes of grants
+        """Take `steps` steps, then more until the log has all of `until_seen`: events, and grants' causes
         ("turn" or "guard")."""
         for step in range(1000):
             await self._read_log()
@@ -71,7 +71,7 @@ class Storm:
         await replica.store.set_live_config({"paused": None}, {})
 
     async def calm(self) -> None:
-        """Let every remaining request end."""
+        """Let every request that remains end."""
         while self._owners:
             await self._place()
             await asyncio.gather(*map(self._settle, await self._some("placed", len(self._owners))))
@@ -111,7 +111,7 @@ class Storm:
                 await self._owners[request].admit(request, flow=self._flows[request])
 
     async def _some(self, event: str, most: int) -> list[str]:
-        """At most `most` requests whose last event was `event` or an equivalent one."""
+        """At most `most` requests whose last event was `event` or an equivalent event."""
         await self._read_log()
         last = self._last
         same = {"placed": ("placed", "bypassed"), "queued": ("queued", "requeued")}.get(event, (event,))
@@ -155,7 +155,7 @@ async def test_the_audit_of_a_run_finds_no_violation(
         await storm.blow(20)
         await storm.calm()
         report, log = await it.audit(), await it.log()
-        # Every event has happened, and the audit of the decision log finds no violation.
+        # Every kind of event has happened, and the audit of the decision log finds no violation.
         seen = {entry.event for entry in log}
         assert rare <= seen
         assert ("rebased" in seen) is (unit > 1)  # only large tags are rebased
@@ -175,7 +175,7 @@ async def test_requests_of_a_dead_replica_are_adopted(valkey_fleet: OpenFleet) -
         await it.after(60)
         await b.beat()
         await b.sweep()
-        # Another replica adopts three of them; the rest stay orphaned.
+        # Another replica adopts three of these requests; the rest stay orphaned.
         for i in range(3):
             await b.admit(f"left{i}", flow=f"flow{i % 2}")
         await it.after(10)
@@ -183,7 +183,7 @@ async def test_requests_of_a_dead_replica_are_adopted(valkey_fleet: OpenFleet) -
         for i in range(3):
             await b.place(f"left{i}")
             await b.settle(f"left{i}")
-        # The log has orphaned and adopted requests; the fleet audits it when it closes.
+        # The decision log has orphaned and adopted requests; the fleet audits the log when it closes.
         assert {"orphaned", "adopted"} <= {entry.event for entry in await it.log()}
 
 
@@ -194,7 +194,7 @@ async def test_the_audit_of_a_trimmed_log_has_no_finding(valkey_fleet: OpenFleet
         await storm.blow(30)
         await storm.calm()
         await it.redis.xtrim(it.keys.log, maxlen=500, approximate=False)
-        # The audit finds no violation in the rest.
+        # The audit finds no violation in the rest of the log.
         assert main(["audit", "--redis", valkey_url, "--pool", it.pool]) == 0
 
 
@@ -224,13 +224,13 @@ async def test_picker_audit_exits_with_2_if_the_pool_has_no_decision_log(
 
 
 async def test_entries_trimmed_during_a_read_are_reported(valkey_fleet: OpenFleet, valkey_url: str) -> None:
-    # The log has several pages, and the first page has been read.
+    # The decision log has several pages, and the first page has been read.
     async with valkey_fleet("a") as (it, a):
         for i in range(40):
             await a.admit(f"r{i}")
         with LogStream(valkey_url, it.pool, page=10) as log:
             pages = log.pages()
             assert not next(pages).trimmed
-            # If unread entries are trimmed, only the page after the gap reports the gap.
+            # If unread log entries are trimmed, only the page after the gap reports the gap.
             await it.redis.xtrim(it.keys.log, maxlen=20, approximate=False)
             assert [page.trimmed for page in pages] == [True, False]

@@ -1,4 +1,4 @@
-"""Bands of any priority in the scripts: how many there can be, and when they are created and collected."""
+"""Bands of any priority in the scripts: how many there can be, and when scripts create and collect a band."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -10,7 +10,7 @@ from direct_calls import DirectPool, arrival
 from picker_fleet.domain.bands import Bands
 from picker_fleet.state import schema
 
-OTHERS = 61  # most dynamic bands; the three named bands come on top
+OTHERS = 61  # the most dynamic bands, in addition to the three named bands
 
 
 def lengths_of(pool: DirectPool) -> dict[int, int]:
@@ -20,13 +20,13 @@ def lengths_of(pool: DirectPool) -> dict[int, int]:
 
 
 def bytes_of(pool: DirectPool) -> dict[int, int]:
-    """Bytes of the waiting requests' bodies by priority, for each band with any."""
+    """Bytes of the waiting requests' bodies by priority, for each band with such bytes."""
     bands = pool.call("state", 60_000)[10]
     return {each: int(n) for each, n in zip(bands[::5], bands[4::5], strict=True) if int(n)}
 
 
 def end_all(pool: DirectPool) -> None:
-    """End all requests, including requests that are granted meanwhile."""
+    """End all requests, also requests that are granted meanwhile."""
     while requests := pool.requests():
         for request in requests:
             pool.settle(request.decode())
@@ -60,7 +60,7 @@ def test_once_64_bands_exist_a_new_priority_waits_in_the_nearest_band(full: Dire
     priorities = range(1000, 1000 + 10 * OTHERS, 10)
     queue(full, priorities)
     assert set(priorities) < lengths_of(full).keys()
-    # Further priorities wait in the nearest lower band, or in the lowest one.
+    # Requests of further priorities wait in the nearest lower band, or in the lowest band.
     queue(full, (1005, 2**31 - 1, 5, -(2**31)))
     lengths = lengths_of(full)
     assert len(lengths) == OTHERS + 3
@@ -99,7 +99,7 @@ def test_a_request_is_restored_in_the_band_of_its_accounting_token(full: DirectP
     token = TOKEN.format(number=list(Bands()).index(Bands().find(band.criticality)), priority=priority)
     full.call("renew", "a", "lost", "1", "", token, 0)
     assert priority in lengths_of(full)
-    # The band is kept while the request is in flight.
+    # The request's band is kept while the request is in flight.
     sweep(full)
     assert priority in lengths_of(full)
     full.settle("lost")
@@ -123,7 +123,7 @@ def test_the_named_bands_can_change_priority_while_requests_wait(full: DirectPoo
     assert list(lengths_of(full)) == [10, 5, 0, -10]
     lower = [{"priority": each, "preemptible": True} for each in (5, -10)]
     full.publish("a:1", upper_per=1, bands=[{"priority": 50, "guaranteed": True}, *lower])
-    # Waiting requests stay in their bands. Default has priority 5 now, so the dynamic band 5 only drains.
+    # Waiting requests stay in their bands. The band Default now has priority 5, so the dynamic band 5 drains.
     assert set(lengths_of(full)) == {50, 5, -10}
     assert sum(full.call("state", 60_000)[10][3::5]) == 3
     full.admit("new", priority=5)
@@ -135,7 +135,7 @@ def test_the_named_bands_can_change_priority_while_requests_wait(full: DirectPoo
 
 
 def counted_anew(pool: DirectPool) -> dict[int, int]:
-    """Bytes of the waiting requests' bodies, as a newly loaded library reads them."""
+    """Bytes of the waiting requests' bodies, as a newly loaded library reads these counts."""
     pool.load(pool.library)
     return bytes_of(pool)
 
@@ -143,9 +143,9 @@ def counted_anew(pool: DirectPool) -> dict[int, int]:
 def test_counts_of_waiting_body_bytes_survive_a_server_restart(full: DirectPool) -> None:
     for name, priority, size in (("a", 0, 900), ("b", 0, 50), ("c", 7, 2**40), ("d", -10, 0)):
         full.admit(name, priority=priority, body_bytes=size, candidates="a:1")
-    # A record stores sizes in four bytes, so larger ones are capped.
+    # A record stores a body's size in four bytes, so larger sizes are capped.
     assert counted_anew(full) == {0: 950, 7: schema.MOST_BYTES}
-    # The body of a granted request does not count.
+    # The body of a granted request does not count as waiting.
     full.settle("runs")
     assert full.client.hgetall(f"{full.prefix}inbox:a") == {b"c": b"granted"}
     assert counted_anew(full) == {0: 950}
@@ -166,7 +166,7 @@ def test_body_bytes_of_requests_registered_again_after_a_flush_are_counted(full:
 
 def test_a_changed_byte_limit_of_a_band_applies_to_new_requests_only(full: DirectPool) -> None:
     limited = [{"priority": 10}, {"priority": 0, "bytes": 1000}, {"priority": -10}]
-    # Bodies that waited before a limit was set count towards it.
+    # Bodies that waited before a limit was set count towards the limit.
     full.admit("a", body_bytes=900)
     full.publish("a:1", upper_per=1, bands=limited)
     assert full.admit("b", body_bytes=101) == ["refused", "band-bytes", "1"]

@@ -12,7 +12,7 @@ E1, E2, E3, E4 = addresses(4)
 
 
 async def test_equal_endpoints_take_turns(fleet: OpenFleet) -> None:
-    # A hundred sequential requests reach each of four idle endpoints.
+    # Of a hundred requests, one after another, each of four idle endpoints gets some.
     async with fleet("a", endpoints=4) as (_, a):
         seen = set()
         for i in range(100):
@@ -43,12 +43,12 @@ async def test_equal_scores_spread_requests_of_all_replicas_evenly(fleet: OpenFl
 
 
 async def test_the_load_of_a_drained_endpoint_does_not_affect_the_choice(fleet: OpenFleet) -> None:
-    # E1 has the most requests and drains; E2 has one request and a higher score than the idle E3.
+    # Endpoint E1 has the most requests and drains; E2 has one request and a higher score than the idle E3.
     async with fleet("a", endpoints=3, upper_per=10, live_weight=0.5) as (_, a):
         for name, where in (("busy", E2), ("other", E1), ("another", E1)):
             await a.admit(name, subset=(where,))
         await a.store.mark_endpoint(E1, "drained", True)
-        # Loads are scaled by the most loaded open endpoint, so E2's single request outweighs its score.
+        # The most loaded open endpoint scales the loads, so E2's single request outweighs E2's score.
         assert await a.admit("r", candidates=f"{E1}=0.9,{E2}=0.3,{E3}=0") == parse_verdict(
             f"placed {E3},{E2}"
         )
@@ -58,7 +58,7 @@ async def test_the_load_of_a_drained_endpoint_does_not_affect_the_choice(fleet: 
 async def test_a_mark_lasts_until_its_endpoint_is_removed(fleet: OpenFleet, what: str) -> None:
     async with fleet("a", endpoints=2, upper_per=5) as (it, a):
         await a.store.mark_endpoint(E1, what, True)
-        # The mark outlives the publication of the same endpoints.
+        # The mark of an endpoint outlives the publication of the same endpoints.
         await a.publish(E1, E2, upper_per=5)
         assert await a.admit("r1", subset=(E1,)) == parse_verdict("refused no-endpoints 1")
         assert (await it.state()).ready_backends == 1

@@ -7,7 +7,7 @@ from script_fleet import OpenFleet, addresses, ask, asked, config, ended, until,
 from picker_fleet.domain.request import Endpoint
 
 (A,) = addresses(1)
-ROOM = 1000  # stock per endpoint, so large that only the endpoints' limits matter
+ROOM = 1000  # stock per endpoint, in requests: so large that only the endpoints' limits matter
 
 
 async def test_of_100_concurrent_requests_exactly_5_run_on_an_endpoint_with_limit_5(fleet: OpenFleet) -> None:
@@ -32,10 +32,10 @@ async def test_of_100_concurrent_requests_exactly_5_run_on_an_endpoint_with_limi
         async with asyncio.TaskGroup() as tasks:
             for number in range(100):
                 tasks.create_task(one(number))
-            # Exactly 5 are in flight, and the others wait.
+            # Exactly 5 requests are in flight, and the others wait.
             await until_is(it.counts, (5, 95, [5]))
             await until(lambda: len(running) == 5)
-            # As requests end, all are served, never more than 5 at once.
+            # As requests end, all 100 requests are served, never more than 5 at once.
             release.set()
         assert max(counts) == 5
         await until(it.at_rest)
@@ -45,12 +45,12 @@ async def test_of_100_concurrent_requests_exactly_5_run_on_an_endpoint_with_limi
 async def test_a_limit_that_discovery_reports_is_in_force_on_all_replicas(fleet: OpenFleet) -> None:
     # Two replicas have joined a pool whose endpoint has no limit.
     async with fleet("a", "b", joined=config(ROOM, "100ms"), listening=True) as it:
-        # Discovery reports a limit of 2 to both replicas.
+        # Discovery reports a limit of 2 requests to both replicas.
         for replica in it.replicas:
             replica.membership.discovered([Endpoint(A, max_inflight=2)])
         for replica in it.replicas:
             await until(lambda now=replica.cell: [each.max_inflight for each in now.current.endpoints] == [2])
-        # Two requests are placed, through either replica, and the third waits until one of them ends.
+        # Two requests are placed, through either replica, and a third request waits until one of these ends.
         placed = [await it.replicas[i].gate.admit(ask(f"r{i}"), stream_owned=True) for i in range(2)]
         assert [each.endpoints for each in placed] == [(A,), (A,)]
         third = asked(it.replicas[0], "third")

@@ -1,4 +1,4 @@
-"""An end is sent to Redis ahead of the next admission, or when the event loop's turn is over."""
+"""A request's end is sent to Redis ahead of the next admission, or when the event loop's turn is over."""
 
 import asyncio
 from unittest.mock import Mock
@@ -18,7 +18,7 @@ E1, E2 = addresses(2)
 
 @pytest.fixture(autouse=True)
 def long_delay(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Delay batches for longer than a test, and treat a few ends at once as frequent ends."""
+    """Delay batches for longer than a test, and treat a few ends of requests at once as frequent ends."""
     monkeypatch.setattr(batching, "_BATCH_DELAY_S", 60.0)
     monkeypatch.setattr(batching, "_END_ALPHA", 0.5)
 
@@ -37,17 +37,17 @@ def logged_end(replica: Replica, request_id: str, placement: Placement) -> None:
 
 
 async def test_an_end_is_counted_before_an_admission_of_the_same_loop_turn(fleet: OpenFleet) -> None:
-    # Two endpoints run one request each: `other` of another client, and `last` of this client.
+    # Two endpoints run one request each: request `other`, and the client's request `last`.
     async with fleet("a", endpoints=2, upper_per=1) as (it, a):
         other = await a.gate.admit(ask("other"), stream_owned=False)
         last = await a.gate.admit(ask("last"), stream_owned=False)
         assert {other.endpoints[0], last.endpoints[0]} == {E1, E2}
-        # `last` ends and `following` arrives in the same loop turn: `following` gets the freed endpoint.
+        # `last` ends in the loop turn in which `following` arrives: `following` gets this endpoint.
         logged_end(a, "last", last)
         following = await a.gate.admit(ask("following"), stream_owned=False)
         assert following.endpoints[0] == last.endpoints[0]
         assert events_of(await it.log(), "following") == ["bypassed"]
-        # The same holds if the replica reads the end after the arrival, within one loop turn.
+        # Request `again` gets the endpoint too, though the replica reads the end after the arrival.
         again = asyncio.create_task(a.gate.admit(ask("again"), stream_owned=False))
         await asyncio.sleep(0)
         logged_end(a, "following", following)
@@ -63,16 +63,16 @@ async def test_ends_are_sent_when_the_loop_turn_ends_and_later_ends_in_one_messa
         names = [f"r{number}" for number in range(7)]
         for name in names:
             await a.admit(name)
-        messages: list[int] = []  # number of items in each message
+        messages: list[int] = []  # number of items in each message to Redis
         monkeypatch.setattr(a.metrics, "redis_call", lambda script, took_s, items: messages.append(items))
-        # Two requests end in one loop turn, after none for a while; four end while that message is in flight.
+        # After a while, two requests end in one loop turn; four end while the message of these is in flight.
         ends = [a.store.settle(name, Outcome.COMPLETED) for name in names[:2]]
         await asyncio.sleep(0)
         ends += [a.store.settle(name, Outcome.COMPLETED) for name in names[2:6]]
         async with asyncio.timeout(DEADLINE_S):
             assert await asyncio.gather(*ends) == [SETTLED] * 6
         assert messages == [2, 4]
-        # While ends are frequent, an end travels with the next admission.
+        # While ends of requests are frequent, an end is sent in the message of the next admission.
         last = a.store.settle("r6", Outcome.COMPLETED)
         await asyncio.sleep(0.01)
         assert messages == [2, 4]

@@ -1,4 +1,4 @@
-"""How a replica reacts to each error reply of Redis, as docs/errors.md lists them.
+"""Tests of a replica's reaction to each error reply of Redis that docs/errors.md lists.
 
 Real servers give the errors that a test can provoke; a proxy gives the others."""
 
@@ -27,7 +27,7 @@ from picker_fleet.state.store import name_of
 
 KINDS = {prefix.strip(): meaning for prefix, meaning in ERROR_REPLIES}
 SENT_AGAIN = [error for error, kind in KINDS.items() if kind in ("elsewhere", "denied")]
-REFUSING = {  # error -> its kind; the command that provokes it on a real server; the command that ends it
+REFUSING = {  # error -> the error's kind; the commands that provoke and end it on a real server
     "OOM": ("full", "CONFIG SET maxmemory 1", "CONFIG SET maxmemory 0"),
     "NOPERM": ("denied", "ACL SETUSER picker -fcall", "ACL SETUSER picker +@all"),
     "NOPERM within a script": ("denied", "ACL SETUSER picker -hmget", "ACL SETUSER picker +@all"),
@@ -39,7 +39,7 @@ REFUSING = {  # error -> its kind; the command that provokes it on a real server
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A separate server, because the tests change its settings."""
+    """A separate server, because the tests change the server's settings."""
     with real_server(tmp_path_factory.mktemp("valkey")) as it:
         yield it
 
@@ -64,9 +64,9 @@ class Watched:
         return samples(self.replica.metrics)["epp_redis_errors_total", f"kind={kind}", f"script={script}"]
 
     async def ends(self) -> None:
-        """Assert that the waiting request has kept its position; end all requests; all counts become 0."""
+        """Assert that the waiting request has kept its position; end all requests; wait for zero counts."""
         first, *others = events_of(await self.fleet.log(), "waits")
-        # The request is queued once. If a new connection sent its admission again, that one adopted it.
+        # Redis queued the request once. If a new connection sent the admission again, this adopted it.
         assert first == "queued"
         assert set(others) <= {"adopted"}
         self.gate.settle(ended("runs"))
@@ -78,7 +78,7 @@ class Watched:
 
 @contextlib.asynccontextmanager
 async def watched(url: str, pool: str, through: str = "", **settings: Any) -> AsyncIterator[Watched]:
-    """Open a `Watched` whose replica connects to the URL `through`, by default `url`."""
+    """Open a `Watched` whose replica connects to the URL `through`, or else to `url`."""
     settings = {"listening": True, **settings}
     async with running(url, pool, "a", upper_per=1, through={"a": through or url}, **settings) as (fleet, a):
         it = Watched(fleet, a)
@@ -96,7 +96,7 @@ async def given_up(task: "asyncio.Task[Any]") -> None:
 
 @contextlib.asynccontextmanager
 async def arriving(it: Watched, name: str, flow: str = "flow") -> AsyncIterator[None]:
-    """Send a request within the block, and cancel it afterwards."""
+    """Send a request within the block, and cancel the request afterwards."""
     task = asyncio.create_task(it.gate.admit(ask(name, flow=flow), stream_owned=False))
     yield
     await given_up(task)
@@ -126,7 +126,7 @@ async def test_a_call_is_repeated_after_a_passing_server_error(
     valkey_url: str, pool: str, error: str
 ) -> None:
     async with proxy_to(valkey_url) as between, watched(valkey_url, pool, between.url) as it:
-        # The admission gets the error once.
+        # The admission of the new request gets the error once.
         between.refuse(f"{error} for a moment", times=1)
         async with arriving(it, "new", "other"):
             # The new request waits in the shared queue behind the earlier one.
@@ -140,7 +140,7 @@ async def test_a_lasting_server_error_makes_the_replica_fail_over(
     valkey_url: str, pool: str, error: str
 ) -> None:
     async with proxy_to(valkey_url) as between, watched(valkey_url, pool, between.url) as it:
-        # Every call gets the error.
+        # Every call to Redis gets the error.
         between.refuse(f"{error} for good")
         async with arriving(it, "new"):
             # The replica fails over to its local queue.
@@ -177,7 +177,7 @@ async def test_while_redis_refuses_writes_only_new_requests_fail(server: Server,
     async with watched(server.url, pool) as it:
         # Redis accepts no writes.
         async with refusing(it.fleet.redis, why) if why == "OOM" else unsaved(it.fleet.redis, server.folder):
-            # Every new request is refused with a reason and a Retry-After.
+            # Every new request is refused with a reason and a header Retry-After.
             for number in range(3):
                 with pytest.raises(WritesRefused, match=why) as refused:
                     await it.gate.admit(ask(f"new{number}"), stream_owned=False)
@@ -203,13 +203,13 @@ async def test_a_script_error_fails_only_the_request_that_causes_it(
             with pytest.raises(ScriptFailed) as refused:
                 await it.gate.admit(ask(name, flow=flow), stream_owned=False)
             assert refused.value.status == 500
-        # Only that request fails; others are queued.
+        # Only the request of this flow fails; other requests are queued.
         assert it.gate.failover.state is FailoverState.SHARED
         assert it.errors("item") == 20
         async with arriving(it, "other"):
             await until(lambda: it.replica.gate.queue.waiting == 2)
             assert it.gate.failover.state is FailoverState.SHARED
-        # The log names the request, in few, short and complete lines.
+        # The replica's log names the request, in few, short and complete lines.
         lines = [record.getMessage() for record in caplog.records if "admit" in record.getMessage()]
         assert 1 <= len(lines) <= 20
         assert "'ba\\ndxxx" in lines[0]
@@ -254,7 +254,7 @@ async def test_a_lasting_error_of_a_real_server_makes_the_replica_fail_over(
                     await until(lambda: it.gate.failover.state is FailoverState.LOCAL)
                     assert it.errors(REFUSING[why][0]) >= 1
                 await given_up(it.waiting)
-            # The connection recovers as soon as the server does.
+            # The connection recovers as soon as the server recovers.
             await until(lambda: it.replica.store.fault is None)
             verdict = await it.replica.admit("next", candidates=addresses(1)[0])
             assert name_of(verdict) in ("placed", "queued")

@@ -1,4 +1,4 @@
-"""Time to live: no request is dispatched after its TTL, and its client gets an answer (G5)."""
+"""Time to live: no request is dispatched after its TTL, and the request's client gets an answer (G5)."""
 
 import asyncio
 
@@ -11,17 +11,17 @@ from picker_fleet.domain.errors import DeadlineExceeded, ExpiredTtl
 
 
 async def test_the_sweep_ends_expired_requests(fleet: OpenFleet) -> None:
-    # 50 requests of one replica expire while the stock is full.
+    # While the stock is full, 50 requests of one replica expire.
     async with fleet("a", "b", full=True) as (it, a, b):
         await asyncio.gather(*(b.admit(f"q{i}", ttl_s=0.6) for i in range(50)))
         await it.after(650)
-        # Another replica sweeps; each call ends up to 32 requests.
+        # Another replica sweeps; each call ends at most 32 requests.
         swept = await a.sweep()
         assert (swept.ran, swept.expired, swept.more) == (True, 32, True)
         assert await it.queued() == 18
         swept = await a.sweep()
         assert (swept.expired, swept.more) == (18, False)
-        # The owner's next heartbeat brings a notification of each expired request.
+        # The owner's next heartbeat returns a notification of each expired request.
         await b.beat()
         assert sorted(b.notifications) == sorted(("expired", f"q{i}") for i in range(50))
         assert not await it.has("inbox:b")
@@ -34,7 +34,7 @@ async def test_a_waiting_request_is_answered_at_its_ttl(fleet: OpenFleet) -> Non
         with pytest.raises(ExpiredTtl) as answer:
             await a.gate.admit(ask("q", ttl_s=0.1), stream_owned=False)
         assert (answer.value.status, answer.value.reason) == (503, "rejected-ttl-expired")
-        # If the client set the deadline, the answer is 504.
+        # If the client set the deadline, the client's answer is 504.
         with pytest.raises(DeadlineExceeded) as raised:
             await a.gate.admit(ask("own", ttl_s=0.1)._replace(by_client=True), stream_owned=False)
         assert raised.value.status == 504
@@ -53,9 +53,9 @@ async def test_a_waiting_request_is_answered_at_its_ttl_while_redis_does_not_rep
         fleet("a", "b", full=True, through={"a": between.url}, silence_s=0.75) as (it, a, b),
     ):
         waiter = await waiting(it, a, "q", ttl_s=0.3)
-        await until(lambda: not a.store._client._in_flight)  # the replica knows that the request waits
+        await until(lambda: not a.store._client._in_flight)  # the replica now knows that the request waits
         between.vanished = True
-        # At its TTL the request is answered; Redis learns of the expiry when it replies again.
+        # At its TTL the request is answered; Redis gets the expiry once it replies again.
         with pytest.raises(ExpiredTtl):
             await waiter
         between.vanished = False
@@ -68,7 +68,7 @@ async def test_the_expiry_timer_finds_a_grant_that_the_replica_has_missed(fleet:
     # The request's replica receives no wake-ups.
     async with fleet("a", "b", full=True) as (it, a, b):
         waiter = await waiting(it, a, "q", ttl_s=0.8)
-        # The grant comes before the TTL, but the replica does not learn of it.
+        # The grant comes before the TTL, but the replica does not learn of the grant.
         await b.settle("runs")
         # The expiry timer of the waiting request finds the grant.
         assert (await waiter).endpoints == ("10.0.0.1:8000",)

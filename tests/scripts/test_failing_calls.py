@@ -96,7 +96,7 @@ def test_a_call_that_failed_at_any_redis_command_has_its_usual_effect_when_repea
     calls, due = library.calls_made(), library.everything()
     failures = 0
     for number in range(1, calls + 1):
-        # The n-th of the script's Redis calls fails.
+        # The n-th Redis call of the script fails.
         library.restore(saved)
         library.fail_at(number)
         try:
@@ -106,7 +106,8 @@ def test_a_call_that_failed_at_any_redis_command_has_its_usual_effect_when_repea
             assert library.everything() == at_first, number
             failures += 1
             library.call(script, *args)
-        # The repeated call gives the same state. If a final write failed, the script repeated it itself.
+        # The repeated call gives the usual state. If a last write failed, the script itself repeated the
+        # write.
         assert library.everything() == due, number
     assert failures > 0
 
@@ -119,7 +120,7 @@ def test_a_call_after_a_failed_batch_reads_the_counts_stored_in_redis(direct: Di
     # A call ends the first request and fails at the second, before any write.
     with pytest.raises(redis.ResponseError):
         direct.call("settle", "r", "a", "completed", "", "", "b", "completed", "", "no number")
-    # The next call still counts both, and ending them removes everything.
+    # The next call still counts both requests, and the ends of both remove everything.
     assert direct.stock() == 2
     replies = direct.call("settle", "r", "a", "completed", "", "", "b", "completed", "", "")
     assert replies[4:] == [b"settled m"] * 2

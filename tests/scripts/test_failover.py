@@ -1,4 +1,4 @@
-"""Replicas lose a real Redis and resync: they restore no request that has ended (G6, G8)."""
+"""Replicas lose a real Redis and resync: no replica restores a request that has ended (G6, G8)."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -29,7 +29,7 @@ class FailoverReplica:
         self.membership.discovered([Endpoint(E1)])
 
     async def shared(self) -> None:
-        """Wait until this replica is back in the shared state."""
+        """Wait until this replica uses the shared state again."""
         await until(lambda: self.gate.failover.state is FailoverState.SHARED)
 
     def leave(self) -> None:
@@ -44,7 +44,7 @@ class FailoverReplica:
 
 @asynccontextmanager
 async def failover_replicas(it: Fleet) -> AsyncIterator[list[FailoverReplica]]:
-    """Run the fleet's replicas with failover; yield when all know each other."""
+    """Run the fleet's replicas with failover; yield when all replicas know each other."""
     those = [FailoverReplica(replica) for replica in it.replicas]
     async with asyncio.TaskGroup() as tasks:
         works = [work for one in those for work in (one.gate.failover.run(), one.membership.run())]
@@ -63,14 +63,14 @@ async def test_a_returning_replica_does_not_restore_requests_whose_end_others_re
 ) -> None:
     async with valkey_fleet(*names) as it, failover_replicas(it) as (away, here, *others):
         for number in range(2):
-            # Redis places two requests; a replica that has lost Redis places a third one locally.
+            # Redis places two requests; a replica that has lost Redis places a third request locally.
             kept, gone, alone = (f"{what}-{number}" for what in ("kept", "gone", "alone"))
             placements = {kept: await here.start_locally(kept), gone: await away.start_locally(gone)}
             away.leave()
             placements[alone] = await away.start_locally(alone)
             for name, placement in placements.items():
                 away.gate.renew(Alive(name, E1, placement.accounting_token))
-            # Replicas with Redis receive a renewal of the third request, and then the ends of two.
+            # Replicas with Redis receive a renewal of the third request, and then the ends of two requests.
             here.gate.renew(Alive(alone, E1, placements[alone].accounting_token))
             await until(lambda those={kept, gone, alone}: _in_flight(it, those))
             for name in (alone, gone):
@@ -90,7 +90,7 @@ async def test_an_end_reported_to_a_replica_without_redis_counts_after_its_resyn
     valkey_fleet: OpenFleet, empty: bool
 ) -> None:
     async with valkey_fleet("a", "b") as it, failover_replicas(it) as (one, other):
-        # Both replicas have lost Redis; `other` receives the end of a request that `one` placed.
+        # Both replicas have lost Redis; `other` receives the end of a request that replica `one` placed.
         other.leave()
         one.leave()
         placement = await one.start_locally("x")
@@ -98,7 +98,7 @@ async def test_an_end_reported_to_a_replica_without_redis_counts_after_its_resyn
         other.end("x", placement)
         if empty:
             await it.redis.flushall()
-        # Both replicas resync, and `one` fails over once more.
+        # Both replicas resync, and replica `one` fails over once more.
         await one.shared()
         one.leave()
         await asyncio.gather(one.shared(), other.shared())
@@ -110,7 +110,7 @@ async def test_an_end_reported_to_a_replica_without_redis_counts_after_its_resyn
 async def test_a_replica_keeps_resyncing_while_a_peer_that_redis_lists_has_no_replies(
     valkey_fleet: OpenFleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Both replicas lose Redis. `late` gets no replies, so Redis has its state from before the outage.
+    # Both replicas lose Redis. Replica `late` gets no replies: Redis keeps its old state.
     async with valkey_fleet("a", "b") as it, failover_replicas(it) as (one, late):
         heartbeat = it.replicas[1].store.heartbeat
 

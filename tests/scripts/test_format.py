@@ -78,7 +78,7 @@ WRITING: dict[str, tuple[Any, ...]] = {
 @pytest.mark.parametrize("lost", ["the pool's hash", "everything"])
 @pytest.mark.parametrize("name", WRITING)
 def test_no_call_creates_a_pool_without_a_format_number(direct: DirectPool, name: str, lost: str) -> None:
-    # A pool in use loses its hash or all keys, and is rebuilt.
+    # A pool in use loses its hash or all its keys, and is rebuilt.
     direct.publish("a:1", upper_per=1)
     direct.client.hset(f"{direct.prefix}endpoints", "b:1", DRAINING)
     direct.call("heartbeat", "a", "{}", 60_000, "0a")
@@ -88,7 +88,7 @@ def test_no_call_creates_a_pool_without_a_format_number(direct: DirectPool, name
         direct.clear()
     else:
         direct.client.delete(f"{direct.prefix}pool")
-    with contextlib.suppress(redis.ResponseError):  # some calls fail without settings, and change nothing
+    with contextlib.suppress(redis.ResponseError):  # without settings some calls fail, and change nothing
         direct.call(name, *WRITING[name])
     fields = direct.client.hgetall(f"{direct.prefix}pool")
     assert not fields or fields[b"format"] == b"1"
@@ -115,7 +115,7 @@ async def test_a_replica_leaves_a_pool_whose_format_changes_and_joins_again_once
         for part in ("has format 2", "reads and writes format 1", f"epp:{{{it.pool}}}:*", "another pool"):
             assert part in a.membership.refusal
         assert (a.membership.pulse, a.cell.current.endpoints) == (None, ())
-        # The replica logs its refusal once, however often it asks, and does not change the pool.
+        # The replica logs the refusal once, however often it calls, and does not change the pool.
         await it.redis.hset(it.keys.pool, "another", "field")
         for _ in range(3):
             a.membership.heartbeat_now()
@@ -130,19 +130,19 @@ async def test_a_replica_leaves_a_pool_whose_format_changes_and_joins_again_once
 
 
 def another_library(change: Callable[[str], str]) -> Library:
-    """The current library with its source changed by `change`, under its own version."""
+    """The current library, with its source changed by the function `change`, as a version of its own."""
     library = load_library()
     version = f"{library.version}x"
     return Library(change(library.source).replace(library.version, version), version)
 
 
 def commented() -> Library:
-    """A library with another hash and the same behaviour."""
+    """A library with a different hash and the same behaviour."""
     return another_library(lambda source: f"{source}-- another version\n")
 
 
 def with_an_addition() -> Library:
-    """A library of the same format with one more counter, which counts the requests that it admits, and one
+    """A library of the same format with one more counter, for the requests that the library admits, and one
     more field in the pool's hash."""
 
     def add(source: str) -> str:
@@ -233,16 +233,16 @@ def test_every_count_ends_at_0_when_two_libraries_of_one_format_serve_a_pool(
     # The two replicas make random calls in random order.
     for step, *args in steps:
         getattr(beside, step)(*args)
-        # After each call the loads equal the numbers of placed requests.
+        # After each call the endpoints' loads equal the numbers of requests placed there.
         beside.audit()
-    # When all requests have ended, every count is 0.
+    # When all requests have ended, every count of requests is 0.
     for _, name, version in itertools.product(range(2), REQUESTS, (0, 1)):
         beside.place(version, name)
         beside.end(version, name)
     beside.audit()
     state = beside.call("state", 60_000)
-    assert (float(state[2]), state[3], state[7]) == (0, 0, 0)  # stock, queue length, leases
-    assert set(state[10][4::5]) == {b"0"}  # bytes of waiting bodies
+    assert (float(state[2]), state[3], state[7]) == (0, 0, 0)  # stock, queue length, number of leases
+    assert set(state[10][4::5]) == {b"0"}  # bytes of waiting requests' bodies
 
 
 def test_a_library_keeps_counters_and_fields_added_by_a_newer_library(client: redis.Redis, pool: str) -> None:
@@ -256,5 +256,5 @@ def test_a_library_keeps_counters_and_fields_added_by_a_newer_library(client: re
     assert client.hget(f"{beside.prefix}pool", "added_field") == b"4"
     counters = client.hget(f"{beside.prefix}pool", "counters")
     assert len(counters) == 8 * (len(schema.COUNTERS) + 1)
-    # Each library knows both replicas.
+    # The functions of each library know both replicas.
     assert [beside.beat(version)[6] for version in (0, 1)] == [2, 2]

@@ -30,18 +30,18 @@ async def test_the_heartbeat_delivers_a_grant_whose_wake_up_was_lost(fleet: Open
         waiter = await waiting(it, b, "q")
         await a.settle("runs")
         assert b.notifications == []
-        # The heartbeat of `b` delivers the grant: the request is placed, and the inbox is empty.
+        # The heartbeat of `b` delivers the grant: the request is placed, and `b`'s inbox is empty.
         await b.beat()
         assert (await waiter).endpoints == (E1,)
         assert not await it.has("inbox:b")
 
 
 async def test_a_client_that_disconnects_during_admission_leaves_no_state(fleet: OpenFleet) -> None:
-    # An admission has been sent, and its reply cannot have been read yet.
+    # An admission has been sent, and the reply to this admission cannot have been read yet.
     async with fleet("a") as (it, a):
         task = asked(a, "q")
         await asyncio.sleep(0)
-        # The client disconnects: the cancel follows the admission.
+        # The client disconnects: the replica sends a cancel after the admission.
         await cancel(task)
         await a.beat()
         await until(it.at_rest)
@@ -51,11 +51,11 @@ async def test_a_client_that_disconnects_during_admission_leaves_no_state(fleet:
 async def test_a_request_whose_client_is_reported_gone_becomes_a_suspect_once_placed(
     fleet: OpenFleet,
 ) -> None:
-    # An access-log entry tells `a` that the client has gone, before the owner `b` notices.
+    # An access-log entry tells replica `a` that the client has gone, before the owner `b` notices this.
     async with fleet("a", "b", full=True) as (it, a, b):
         waiter = await waiting(it, b, "q")
         a.gate.suspect("q")
-        # The request is placed meanwhile: the endpoint's next metrics pages decide whether it runs.
+        # Meanwhile the request is placed: the endpoint's next metrics pages decide whether the request runs.
         await a.settle("runs")
         await b.beat()
         await waiter
@@ -80,7 +80,7 @@ async def test_a_request_whose_client_disconnects_leaves_the_queue_at_once(fleet
 async def test_a_client_that_disconnects_during_placement_leaves_no_state(
     fleet: OpenFleet, monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
-    # The request is granted; its `place` call stops before it is sent, or before its reply is read.
+    # The request is granted; the call `place` stops before it is sent, or before its reply is read.
     async with fleet("a", upper_per=1) as (it, a):
         placing = asyncio.Event()
         real = a.store.place
@@ -107,7 +107,7 @@ async def test_a_client_that_disconnects_during_placement_leaves_no_state(
 
 
 async def test_a_withdrawn_placement_is_released_once(fleet: OpenFleet) -> None:
-    # A placement that never reaches Envoy is withdrawn, and released only once.
+    # A placement that never reaches Envoy is withdrawn, and its stock is released only once.
     async with fleet("a") as (it, a):
         placement = await a.gate.admit(ask("r"), stream_owned=True)
         a.gate.withdraw("r", placement)
@@ -123,17 +123,17 @@ async def test_a_waiting_request_whose_granted_record_is_lost_is_admitted_again(
         waiter = await waiting(it, a, "q")
         await b.settle("runs")
         await b.settle("q")
-        # On the notification of its grant, the request is admitted again.
+        # On the notification of the grant, the replica admits the request again.
         a.notified(Notification("q", Verdict.GRANTED))
         assert (await waiter).endpoints == (E1,)
         assert (await it.ledger()).started["q"] == 2
 
 
 async def test_a_request_without_a_body_gets_an_endpoint_without_admission(fleet: OpenFleet) -> None:
-    # The stock is full, and E2 drains.
+    # The stock is full, and endpoint E2 drains.
     async with fleet("a", full=True) as (it, a):
         await a.publish(E1, Endpoint(E2, draining=True))
-        # `route` picks a ready endpoint of the subset and takes no stock.
+        # The call `route` picks a ready endpoint of the subset and takes no stock.
         assert a.route(None) == (E1,)
         assert a.route((E1, E2)) == (E1,)
         for subset in ((), (E2,)):
@@ -144,11 +144,11 @@ async def test_a_request_without_a_body_gets_an_endpoint_without_admission(fleet
 
 @pytest.mark.parametrize("candidates", [E1, "*"], ids=["granted", "placed"])
 async def test_a_replica_returns_a_grant_for_an_unknown_request(fleet: OpenFleet, candidates: str) -> None:
-    # Redis has a queued request of `b` that `b` does not know, and another request behind it.
+    # Redis has a queued request of replica `b` that `b` does not know, and another request behind that one.
     async with fleet("a", "b", listening=True, full=True) as (it, a, b):
         await b.store.admit(ask("unknown"), "1", candidates)
         waiter = await waiting(it, b, "q")
-        # `b` returns the grant of the unknown request, and the next request is served.
+        # Replica `b` returns the grant of the unknown request, and the next request is served.
         await a.settle("runs")
         assert (await waiter).endpoints == (E1,)
         placed = ["placed"] if candidates == "*" else []
@@ -161,10 +161,10 @@ async def test_a_request_for_any_endpoint_is_placed_by_the_call_that_grants_it(
 ) -> None:
     async with fleet("a", "b", listening=True, full=True) as (it, a, b):
         waiter = await waiting(it, b, "q")
-        monkeypatch.setattr(b.store, "place", None)  # the test fails if it is called
-        # Another replica frees capacity.
+        monkeypatch.setattr(b.store, "place", None)  # the test fails if this is called
+        # Another replica ends a request, which frees capacity.
         await a.settle("runs")
-        # The grant places the request, and its replica acknowledges the placement.
+        # The grant places the request, and the request's replica acknowledges the placement.
         assert (await waiter).endpoints == (E1,)
         assert b.gate.queue.waiting == 0
         assert events_of(await it.log(), "q") == ["queued", "granted", "placed"]
@@ -185,7 +185,7 @@ async def test_a_placement_is_not_returned_while_its_acknowledgement_is_in_fligh
         monkeypatch.setattr(b.store, "acknowledge", lambda *_: sent)
         await a.settle("runs")
         assert (await waiter).endpoints == (E1,)
-        # Heartbeats repeat the notification.
+        # Heartbeats repeat the notification of the grant.
         await b.beat()
         await b.beat()
         assert b.notifications.count(("granted", "q")) == 2
@@ -201,7 +201,7 @@ async def test_after_a_pause_a_replica_calls_place_for_a_request_that_its_grant_
     async with fleet("a", "b", listening=True, full=True) as (it, a, b):
         waiter = await waiting(it, b, "q")
         b.gate.queue.pause_detector.mark_resumed()
-        monkeypatch.setattr(b.store, "acknowledge", None)  # the test fails if it is called
+        monkeypatch.setattr(b.store, "acknowledge", None)  # the test fails if this is called
         await a.settle("runs")
         assert (await waiter).endpoints == (E1,)
         assert events_of(await it.log(), "q") == ["queued", "granted", "placed"]
@@ -244,7 +244,7 @@ async def test_a_placement_moves_if_its_endpoint_is_marked_before_the_owner_is_n
         first = (await a.store.reads.request("q")).entry.endpoints[0]
         await a.store.mark_endpoint(first, what, True)
         await a.settle("runs")
-        # When the heartbeat delivers the grant, the request moves to the endpoint that still takes requests.
+        # When the heartbeat delivers the grant, the request moves to the endpoint that is not marked.
         await b.beat()
         assert (await waiter).endpoints[0] == {E1: E2, E2: E1}[first]
         assert events_of(await it.log(), "q") == ["queued", "granted", "placed", "moved"]

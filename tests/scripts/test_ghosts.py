@@ -1,4 +1,4 @@
-"""Placed requests whose end was not reported are reclaimed when their endpoint no longer runs them."""
+"""A placed request whose end was not reported is reclaimed once its endpoint no longer runs the request."""
 
 import pytest
 from msgspec.structs import replace
@@ -17,13 +17,13 @@ async def counted(fleet: Fleet) -> set[str]:
 
 
 async def seen(fleet: Fleet, *ids: str, ago_s: float) -> None:
-    """Set the leases of `ids` as if their last renewal had come `ago_s` seconds ago."""
+    """Set the leases of the requests `ids` as if their last renewal had come `ago_s` seconds ago."""
     lease_ends_ms = await fleet.now_ms() - ago_s * 1000 + SETTINGS["lease_ms"]
     await fleet.redis.zadd(fleet.keys.prefix + "inflight", dict.fromkeys(ids, lease_ends_ms))
 
 
 async def found(a: Replica, unseen_s: float = 1e6) -> tuple[int, tuple[str, ...]]:
-    """The number of requests that a sweep reclaims, and the endpoints whose metrics pages it wants."""
+    """The number of requests that a sweep reclaims, and the endpoints whose metrics pages the sweep wants."""
     swept = await a.sweep(unseen_s=unseen_s)
     return swept.given_up, swept.suspects
 
@@ -36,8 +36,8 @@ async def report(
     before: tuple[float, int] | None = None,
     at_ms: float | None = None,
 ) -> None:
-    """Store the endpoint's last page, with `running` requests; `before`: age and load of the previous one.
-    Ages count from `at_ms`, by default from now."""
+    """Store the endpoint's last metrics page, with `running` requests; `before`: age and load of the page
+    before. The ages of pages count from `at_ms`, by default from now."""
     now_ms = int(at_ms or await fleet.now_ms())
     page = EndpointMetrics(now_ms - int(ago_s * 1000), waiting=0.0, running=float(running))
     if before is not None:
@@ -50,16 +50,16 @@ async def test_a_sweep_reclaims_the_oldest_requests_that_both_newer_pages_lack(f
     async with fleet("a", upper_per=10) as (it, a):
         for name in names:
             await a.admit(name)
-        await seen(it, *names[4:], ago_s=4)  # renewed later than the others, but before both pages
+        await seen(it, *names[4:], ago_s=4)  # a request renewed last, but before both pages
         for age, name in enumerate(reversed(names[:4])):
-            await seen(it, name, ago_s=10 + age)  # r0 is the oldest
+            await seen(it, name, ago_s=10 + age)  # request r0 is the oldest
 
-        # Nothing is reclaimed if only one page is newer, or if the older page counts all 6 requests.
+        # No request is reclaimed if only one page is newer, or if the older page counts all 6 requests.
         for before in (None, (11.0, 0), (1.0, 6)):
             await report(it, 3, before=before)
             assert await found(a, UNSEEN_S) == (0, (E1,))
 
-        # Of 6 requests the older page counts 4 and the newer page 3, so both pages lack two requests.
+        # Of 6 requests the older page counts 4, the newer page 3: two requests are on neither page.
         await report(it, 3, before=(1.0, 4))
         swept = await a.sweep(unseen_s=UNSEEN_S)
         assert (swept.given_up, swept.reclaimed) == (2, 0)
@@ -67,7 +67,7 @@ async def test_a_sweep_reclaims_the_oldest_requests_that_both_newer_pages_lack(f
         assert (await it.state()).stock == 4.0
         assert [entry.note for entry in await it.log() if entry.event == "reclaimed"] == ["ghost"] * 2
 
-        # A late end changes nothing, and pages that account for all requests reclaim none.
+        # A late end changes nothing, and no request is reclaimed if the pages account for all requests.
         assert await a.settle("r1") == [UNKNOWN_END]
         await report(it, 4, before=(1.0, 4))
         assert (await a.sweep(unseen_s=UNSEEN_S)).given_up == 0
@@ -76,7 +76,7 @@ async def test_a_sweep_reclaims_the_oldest_requests_that_both_newer_pages_lack(f
 async def test_a_request_placed_after_the_pages_makes_no_running_request_a_ghost(fleet: OpenFleet) -> None:
     async with fleet("a", upper_per=10) as (it, a):
         await a.admit("alive")
-        await seen(it, "alive", ago_s=10)  # its renewal is late, but the pages count the request
+        await seen(it, "alive", ago_s=10)  # the request's renewal is late, but the pages count the request
         await report(it, 1, before=(0.5, 1))
         await a.admit("new")  # after the pages
         assert await found(a, UNSEEN_S) == (0, (E1,))
@@ -91,10 +91,10 @@ async def test_invalid_pages_and_pages_from_the_future_make_no_request_a_ghost(f
         for text in ("", "x", "[]", '{"at":1}', old):
             await it.redis.hset(it.keys.prefix + "metrics", E1, text)
             assert (await a.sweep(unseen_s=UNSEEN_S)).given_up == 0
-        await report(it, 0, ago_s=-3600, before=(-3000.0, 0))  # pages from the future
+        await report(it, 0, ago_s=-3600, before=(-3000.0, 0))  # metrics pages from the future
         assert (await a.sweep(unseen_s=UNSEEN_S)).given_up == 0
         assert await counted(it) == {"r"}
-        # Without suspects the sweep asks for no page.
+        # Without suspect requests the sweep asks for no page.
         await seen(it, "r", ago_s=0.1)
         assert (await a.sweep(unseen_s=UNSEEN_S)).suspects == ()
 
@@ -110,7 +110,7 @@ async def test_a_suspect_is_reclaimed_once_a_newer_page_lacks_it(fleet: OpenFlee
         assert await a.store.report_client_gone("r") == "suspected"
         await it.redis.zadd(it.keys.prefix + "suspects", {"long over": 1})
         at_ms = await seen(it, "r", ago_s=3)
-        # The page is older than the request, or only 50 ms newer, or follows a page that counts the request.
+        # The last page is older than the request, or only 50 ms newer, or the page before counts the request.
         for ago_s, before in ((3.5, (4.0, 0)), (2.95, (4.0, 0)), (2.0, (2.5, 1))):
             await report(it, 0, ago_s=ago_s, before=before, at_ms=at_ms)
             assert await found(a) == (0, (E1,))
@@ -136,10 +136,10 @@ async def test_a_renewed_request_is_no_longer_a_suspect(fleet: OpenFleet) -> Non
 @pytest.mark.parametrize(
     ("calls", "stays"),
     [
-        (["settle y"], {"x", "new"}),  # the page lacked y
-        (["settle x", "settle y"], {"new"}),  # x and y had both ended
-        (["renew y", "settle y"], {"new"}),  # y ran after the page, so the page lacked x, which had ended
-        (["renew x", "settle y"], {"x", "new"}),  # a renewal has restored x before
+        (["settle y"], {"x", "new"}),  # the metrics page lacked request y
+        (["settle x", "settle y"], {"new"}),  # requests x and y had both ended
+        (["renew y", "settle y"], {"new"}),  # y ran after the page, so it lacked x, which had ended
+        (["renew x", "settle y"], {"x", "new"}),  # before, a renewal has restored request x
         (["settle y", "settle x"], {"new"}),
     ],
 )
@@ -174,7 +174,7 @@ async def test_the_running_one_of_two_reclaimed_requests_is_restored(fleet: Open
         for age_s, name in ((10, "x"), (9, "y"), (8, "z")):
             await a.admit(name)
             await seen(it, name, ago_s=age_s)
-        await report(it, 1, before=(1.0, 1))  # z and one of x and y have ended
+        await report(it, 1, before=(1.0, 1))  # request z has ended, and one of the requests x and y
         assert await found(a, UNSEEN_S) == (2, (E1,))
         assert await counted(it) == {"z"}
         await a.settle("z")
@@ -187,7 +187,7 @@ async def test_an_unacknowledged_placement_of_a_silent_replica_is_reclaimed_firs
         await a.admit("first")
         await a.admit("runs")
         await b.admit("never taken")
-        await a.settle("first")  # grants and places the request of b, which does not acknowledge
+        await a.settle("first")  # grants and places the request of replica b, which does not acknowledge this
         assert await counted(it) == {"runs", "never taken"}
         silent_ms = await it.now_ms() - SETTINGS["silence_ms"] - 1
         (name,) = [n for n in await it.redis.zrange(it.keys.prefix + "replicas", 0, -1) if n.startswith("b")]

@@ -1,4 +1,4 @@
-"""Heartbeats report the live replicas and who publishes, with few reads of Redis."""
+"""Heartbeats report the live replicas and the publishing replica, with few reads of Redis."""
 
 import pytest
 import redis
@@ -12,7 +12,7 @@ class Beating(ClockedPool):
     """A pool whose replicas send heartbeats."""
 
     def beat(self, name: str, info: str = "") -> tuple[int, int]:
-        """Whether replica `name` is to publish, and the number of live replicas."""
+        """Whether replica `name` has to publish, and the number of live replicas."""
         reply = self.call("heartbeat", name, info, SILENCE_MS, "")
         return reply[5], reply[6]
 
@@ -39,7 +39,7 @@ def test_the_live_replica_with_the_lowest_name_publishes(beating: Beating) -> No
     for name in ("b", "c", "d"):
         beating.beat(name)
     assert [beating.beat(name) for name in "bcd"] == [(1, 3), (0, 3), (0, 3)]
-    # A replica leaves, as by Store.leave.
+    # A replica leaves, as if it had called Store.leave.
     beating.client.zadd(f"{beating.prefix}replicas", {"b": 0}, xx=True)
     assert [beating.beat(name) for name in "cd"] == [(1, 2), (0, 2)]
     # A replica joins while another falls silent, so the number of replicas stays the same.
@@ -53,7 +53,7 @@ def test_the_live_replica_with_the_lowest_name_publishes(beating: Beating) -> No
 def test_a_replica_that_no_call_has_reported_is_seen_within_a_second(beating: Beating) -> None:
     beating.beat("b")
     beating.beat("c")
-    # Another library version replaces `c` by `a`: the number of replicas stays the same.
+    # Another library version replaces replica `c` by `a`: the number of replicas stays the same.
     beating.client.zrem(f"{beating.prefix}replicas", "c")
     beating.client.zadd(f"{beating.prefix}replicas", {"a": START_MS})
     beating.passes(1000)

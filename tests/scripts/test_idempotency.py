@@ -1,4 +1,4 @@
-"""Every script call may be repeated (G6): after a lost reply, by Envoy, or by another replica."""
+"""Every script call may be repeated (G6): after a lost reply, or because Envoy or another replica retries."""
 
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -16,8 +16,8 @@ Call = Callable[[Replica], Awaitable[object]]
 TOKEN = accounting_token.write(ask("gone", workload="w"), "10.0.0.1:8000")
 
 THREE = {**SETTINGS, "upper_per": 3}
-# `placed`, `granted` and `queued` are requests in that state. The grant of `untaken` placed it, without an
-# acknowledgement. Redis does not know `gone`.
+# The names `placed`, `granted` and `queued` are requests in these states. The request `untaken` was placed by
+# its grant, without an acknowledgement. Redis does not know the request `gone`.
 CALLS: dict[str, Call] = {
     "admit, in flight": lambda a: a.admit("placed", workload="w"),
     "admit, queued": lambda a: a.admit("queued", workload="w"),
@@ -51,14 +51,14 @@ CALLS: dict[str, Call] = {
     "state": lambda a: a.store.state(60),
     "endpoints": lambda a: a.store.endpoints(),
 }
-# A rejected request has no record, so its repetition counts as another arrival of its workload.
+# A rejected request has no record, so a repetition counts as another arrival of the request's workload.
 TURNED_AWAY = frozenset(("admit, expired", "admit, refused"))
 
 
 @asynccontextmanager
 async def one_of_each(fleet: OpenFleet, **options: object) -> AsyncIterator[Fleet]:
-    """A fleet with room for three: `placed`, `granted` and `untaken` (which its grant placed) are in flight,
-    `queued` and `other` wait."""
+    """A fleet for three requests: the requests `placed`, `granted` and `untaken` (placed by its grant) are
+    in flight, `queued` and `other` wait."""
     async with fleet("a", endpoints=3, upper_per=1, lower_per=1, flow_capacity=3, **options) as (it, a):
         for name, workload in (("placed", "w"), ("ends", ""), ("ends too", "")):
             await a.admit(name, workload=workload)
@@ -92,7 +92,7 @@ async def test_a_repeated_call_changes_nothing(fleet: OpenFleet, name: str) -> N
 async def test_a_call_whose_reply_is_lost_takes_effect_once(
     fleet: OpenFleet, redis_url: str, pool: str, name: str
 ) -> None:
-    # Record the state after the call without a fault.
+    # Record the state after the call without any fault.
     async with one_of_each(fleet) as (it, a):
         await CALLS[name](a)
         expected = await it.dump()
@@ -101,7 +101,7 @@ async def test_a_call_whose_reply_is_lost_takes_effect_once(
         # The reply is lost after the script ran, and the connection sends the call again.
         between.lose_replies = 1
         await CALLS[name](a)
-        # The state is the same as without the fault.
+        # The state is the same as after the call without the fault.
         assert between.lost == 1
         found, wanted = _counts(await it.dump()), _counts(expected)
         if name in TURNED_AWAY:
@@ -110,12 +110,12 @@ async def test_a_call_whose_reply_is_lost_takes_effect_once(
 
 
 def _workload(dump: dict[str, Any]) -> list[float]:
-    """Counters of workload `w` that do not depend on time: total, active, dispatched."""
+    """The counters of workload `w` that do not depend on time: total, active and dispatched requests."""
     return doubles(dump["workloads"]["w"])[:3]
 
 
 def _counts(dump: dict[str, Any]) -> dict[str, Any]:
-    """The parts of a dump that must be exact: no epochs, versions, nor records and tags with times."""
+    """The parts of a dump that must be exact: all but epochs, versions, and records and tags with times."""
     exact = ("stock", "queued", "queued:0", "queued:1", "queued:2", "ready", "dispatches", "ended")
     counted: dict[str, Any] = {name: dump["pool"]["counters"][name] for name in exact}
     counted["load"] = sum(dump["load"].values())  # endpoints take turns

@@ -1,4 +1,4 @@
-"""In a full pool a request keeps its place if its body's end of stream comes long after the last byte."""
+"""In a full pool a request stays placed if the end of stream of its body comes long after the last byte."""
 
 import asyncio
 import json
@@ -12,12 +12,12 @@ from picker_fleet.ingress.ext_proc.exchange import Exchange
 
 ASK = json.dumps(
     {"model": "llama", "prompt": "x" * WHOLE_BYTES}
-).encode()  # a smaller body would be answered at once
+).encode()  # a replica would answer a smaller body at once
 
 
 async def whole_but_open(replica: Replica, times_s: list[float]) -> Exchange:
-    """Send all bytes of a body without its end of stream; the request, made-1, is placed. The exchange's
-    clock shows the last of `times_s`."""
+    """Send all bytes of a body without the end of stream; the request, made-1, is placed. The clock of the
+    exchange shows the last of `times_s`."""
     exchange = Exchange(exchange_context(replica.gate, clock=lambda: times_s[-1]))
     messages = headers("lean", {"content-length": str(len(ASK))}), body(ASK, ended=False)
     assert await converse(exchange, *messages) == []
@@ -33,12 +33,12 @@ async def test_a_request_keeps_its_placement_until_its_late_end_of_stream(fleet:
         # The end of stream comes much later.
         times_s.append(20.0)
         answers = await converse(exchange, body())
-        # Envoy gets the original placement, which the request has kept; nothing is counted twice.
+        # Envoy gets the original placement, which the request has kept; no request is counted twice.
         assert parts(answers) == ["request_headers"] + ["request_body"] * 9
         assert not second.done()
         assert events_of(await it.log(), "made-1") == ["bypassed"]
         assert await it.counts() == (1, 1, [1])
-        # When the first request ends, the second is served.
+        # When the first request ends, the second request is served.
         a.gate.settle(ended("made-1"))
         await second
         await it.ends(a, "second")
@@ -56,11 +56,11 @@ async def test_a_request_reclaimed_before_its_late_end_of_stream_is_queued_by_ag
         await a.publish("10.0.0.1:8000", upper_per=1)  # from now on leases last 60 s
         await first
         await a.store.renew("first", None, "", "")
-        # The end of stream comes.
+        # The end of stream of the body comes.
         times_s.append(20.0)
         answers = asyncio.create_task(converse(exchange, body()))
         await it.until_logged("queued", "made-1")
-        # Its request is queued by its age, ahead of `second`.
+        # The body's request is queued by its age, ahead of the request `second`.
         a.gate.settle(ended("first"))
         assert parts(await answers) == ["request_headers"] + ["request_body"] * 9
         assert not second.done()

@@ -1,4 +1,4 @@
-"""Leases: a request without renewals is reclaimed; a renewed one never is (G6)."""
+"""Leases: a request without renewals is reclaimed; a renewed request never is (G6)."""
 
 import asyncio
 
@@ -21,11 +21,11 @@ async def test_a_sweep_reclaims_at_most_32_requests(fleet: OpenFleet) -> None:
     async with fleet("a", "b", upper_per=200, lease_ms=50) as (it, a, b):
         await asyncio.gather(*(a.admit(f"r{i}") for i in range(50)))
         await it.after(60)
-        # Two replicas sweep at most once a minute: the first call reclaims 32 and reports more.
+        # Two replicas sweep at most once a minute: the first call reclaims 32 requests and reports more.
         times = {"interval_s": 60, "grace_s": 60, "idle_s": 60, "unseen_s": 60}
         swept = await a.store.sweep(**times)
         assert (swept.reclaimed, swept.more) == (32, True)
-        # The other replica may continue at once; after that a sweep is too early.
+        # The other replica may continue at once; after these two sweeps another sweep is too early.
         swept = await b.store.sweep(**times)
         assert (swept.reclaimed, swept.more) == (18, False)
         assert not (await a.store.sweep(**times)).ran
@@ -33,18 +33,18 @@ async def test_a_sweep_reclaims_at_most_32_requests(fleet: OpenFleet) -> None:
 
 
 async def test_a_replica_renews_the_leases_of_its_own_streams(fleet: OpenFleet) -> None:
-    # Three requests have short leases: an owned stream, a request in the access log, an unreported one.
+    # Three requests have short leases: one of an owned stream, one in the access log, one unreported.
     async with fleet("a", upper_per=3, lease_ms=100) as (it, a):
         stream = await a.gate.admit(ask("streamed"), stream_owned=True)
         logged = await a.gate.admit(ask("logged"), stream_owned=False)
         await a.gate.admit(ask("silent"), stream_owned=False)
         await a.publish(E1, upper_per=3, lease_ms=60_000)
-        # The replica renews its own streams and passes on an access-log entry.
+        # The replica renews the leases of its own streams and passes on an access-log entry.
         a.gate.queue.renew_owned_streams()
         a.gate.renew(Alive("logged", E1, logged.accounting_token))
         await it.after(110)
         await a.sweep()
-        # Only the unreported request is reclaimed. After a withdrawal the replica renews a stream no more.
+        # Only the unreported request is reclaimed. After a withdrawal the replica no longer renews a stream.
         assert sorted(await it.redis.hkeys(it.keys.prefix + "requests")) == ["logged", "streamed"]
         a.gate.withdraw("streamed", stream)
         a.gate.queue.renew_owned_streams()
@@ -53,7 +53,7 @@ async def test_a_replica_renews_the_leases_of_its_own_streams(fleet: OpenFleet) 
 
 @pytest.mark.parametrize("candidates", ["*", E1])
 async def test_placing_a_grant_after_its_lease_starts_a_new_lease(fleet: OpenFleet, candidates: str) -> None:
-    # One request waits and is granted; with candidates `*` the grant also places it.
+    # One request waits and is granted; with candidates `*` the grant also places the request.
     async with fleet("a", upper_per=1, lease_ms=100) as (it, a):
         await a.admit("first")
         assert name_of(await a.admit("second", candidates=candidates)) == "queued"
@@ -75,13 +75,13 @@ async def test_a_running_request_is_restored_from_its_accounting_token_after_a_l
         await it.redis.flushall()
         assert await a.store.renew("r", 1, "", token) == "unknown"
         await a.publish(E1, E2)
-        # Two replicas report the request: it is counted once, with its cost and workload.
+        # Two replicas report the request: Redis counts the request once, with its cost and workload.
         assert await a.store.renew("r", None, E2, token) == "restored"
         assert await b.store.renew("r", None, E2, token) == "renewed"
         state = await it.state()
         assert (state.stock, state.leases, state.in_flight) == (1.5, 1, {E1: 0, E2: 1})
         assert doubles(await it.redis.hget(it.keys.prefix + "workloads", "w"))[:3] == [0, 1, 0]
-        # Its end releases everything; the idle workload is eventually forgotten.
+        # The request's end releases everything; the idle workload is eventually forgotten.
         assert await a.store.settle("r", Outcome.COMPLETED) == SETTLED
         assert await it.at_rest()
         await it.after(2)
@@ -94,16 +94,16 @@ async def test_a_replica_that_missed_an_end_does_not_restore_the_request(fleet: 
     async with fleet("a", "b") as (it, a, b):
         tokens = {name: accounting_token.write(ask(name), E1) for name in ("ended", "runs")}
         assert await a.store.tombstone("ended") == "stored"
-        # The replica that started them reports both: only the running one is counted.
+        # The replica that started both requests reports both: only the running request is counted.
         answers = [await b.store.renew(name, 1, "", token) for name, token in tokens.items()]
         assert answers == ["unknown", "restored"]
         assert await it.counts() == ONE_RUNS
-        # A new request with the ended one's id is admitted as usual.
+        # A new request with the id of the ended request is admitted as usual.
         assert name_of(await b.admit("ended")) == "placed"
         assert await a.store.tombstone("ended") == "stored"
         assert await b.store.renew("ended", None, "", tokens["ended"]) == "renewed"
         await a.settle("ended", "runs")
-        # The tombstone is deleted a lease and 10 s later.
+        # The tombstone is deleted one lease and 10 s after the end.
         tombstones = it.keys.prefix + "tombstones"
         await a.sweep()
         assert await it.redis.zcard(tombstones) == 1
@@ -116,7 +116,7 @@ async def test_a_replica_that_missed_an_end_does_not_restore_the_request(fleet: 
 
 @pytest.mark.parametrize(
     ("ended_s", "seen_s", "answer"),
-    # Last seen before the end; within 2 s (LATE_MS) of it; later: a new request with the same id.
+    # Seen last before the end; within 2 s (LATE_MS) of the end; later: a new request with the same id.
     [(5, 5.1, "unknown"), (5, 4, "unknown"), (5, 1, "restored"), (5, 0, "restored"), (0, 0, "unknown")],
 )
 async def test_a_tombstone_stops_only_requests_seen_before_the_end(
@@ -126,11 +126,11 @@ async def test_a_tombstone_stops_only_requests_seen_before_the_end(
         token = accounting_token.write(ask("r"), E1)
         # A replica stores a tombstone for an end that it received `ended_s` ago.
         assert await a.store.tombstone("r", ended_s) == "stored"
-        # A stream's own replica may restore a request that it has seen since the end. An access-log report
-        # may carry an old accounting token and restores nothing.
+        # The replica that owns the stream may restore a request that the replica has seen since the end. An
+        # access-log report may carry an old accounting token and restores nothing.
         assert await b.store.renew("r", None, "", token, seen_s) == "unknown"
         assert await b.store.renew("r", 1, "", token, seen_s) == answer
-        # A repeated tombstone returns `back` if the request was restored.
+        # A repeated tombstone call returns 'back' if the request was restored.
         assert await a.store.tombstone("r", ended_s) == ("back" if answer == "restored" else "stored")
         await a.settle("r")
         assert await it.at_rest()
@@ -142,7 +142,7 @@ async def test_a_sweep_deletes_at_most_500_tombstones_beyond_the_limit(fleet: Op
         now_ms = await it.now_ms()
         # Redis has 600 tombstones more than the limit.
         await it.redis.zadd(tombstones, {f"r{n}": now_ms + n for n in range(MOST_TOMBSTONES + 600)})
-        # Sweeps delete the oldest ones.
+        # Sweeps delete the oldest tombstones.
         assert (await a.sweep()).more
         assert await it.redis.zcard(tombstones) == MOST_TOMBSTONES + 100
         assert not (await a.sweep()).more
@@ -156,14 +156,14 @@ async def test_a_request_started_without_redis_is_not_restored_after_its_end(fle
         token = accounting_token.write(ask("r"), E1)
         b.gate.settle(ended("r")._replace(accounting_token=token))
         await until(lambda: it.redis.zscore(it.keys.prefix + "tombstones", "r"))
-        # The replica that started the request renews it, and restores nothing.
+        # The replica that started the request renews the request's lease, and restores nothing.
         assert await a.store.renew("r", 1, "", token) == "unknown"
-        # The end of a refused request adds no tombstone.
+        # The end of a request that was refused adds no tombstone.
         b.gate.settle(ended("refused"))
         await b.beat()
         tombstones = it.keys.prefix + "tombstones"
         assert await it.redis.zcard(tombstones) == 1
-        # While the tombstone exists, a later report restores nothing, and a repeated end changes nothing.
+        # While the tombstone exists, a later report restores no request, and a repeated end changes nothing.
         await it.redis.zincrby(tombstones, -SETTINGS["lease_ms"] - 9_000, "r")
         assert await a.store.renew("r", None, E1, token) == "unknown"
         assert await a.store.settle("r", Outcome.COMPLETED) == UNKNOWN_END
@@ -176,14 +176,14 @@ async def test_a_request_started_without_redis_is_not_restored_after_its_end(fle
 async def test_a_restored_request_takes_no_more_stock_than_an_admitted_one(
     fleet: OpenFleet, claimed: float, unready: int, taken: float
 ) -> None:
-    # The bound is four, even while endpoints are down.
+    # The bound is four requests, even while endpoints are down.
     async with fleet("a", endpoints=2) as (it, a):
         for address in (E1, E2)[:unready]:
             await a.store.mark_endpoint(address, "down", True)
-        # The accounting token claims the cost `claimed`.
+        # The accounting token claims a cost of `claimed`.
         token = accounting_token.write(ask("r", cost=claimed), E1)
         assert await a.store.renew("r", None, E1, token) == "restored"
-        # The restored request takes at most the whole stock, and releases it.
+        # The restored request takes at most the whole stock, and its end releases the stock.
         assert (await it.state()).stock == taken
         await a.settle("r")
         assert await it.at_rest()
@@ -196,7 +196,7 @@ async def test_an_accounting_token_for_an_unknown_endpoint_restores_nothing(flee
         for served in ("", nowhere):
             token = accounting_token.write(ask("r"), nowhere)
             assert await a.store.renew("r", None, served, token) == "unknown"
-        # If only the reported serving endpoint is unknown, the request counts where it was placed.
+        # If only the reported serving endpoint is unknown, the request counts at its first endpoint.
         assert await a.store.renew("r", None, nowhere, accounting_token.write(ask("r"), E1)) == "restored"
         assert (await it.state()).in_flight == {E1: 1}
         await a.settle("r")
@@ -204,19 +204,19 @@ async def test_an_accounting_token_for_an_unknown_endpoint_restores_nothing(flee
 
 
 async def test_a_restored_request_of_an_owned_stream_can_be_withdrawn(fleet: OpenFleet) -> None:
-    # The record of an owned stream is lost.
+    # The record of a request with an owned stream is lost.
     async with fleet("a") as (it, a):
         placement = await a.gate.admit(ask("r"), stream_owned=True)
         await it.redis.flushall()
         await a.publish(E1)
-        # A renewal restores the record; a withdrawal then releases everything.
+        # A renewal restores the record; a withdrawal then releases all that the request holds.
         a.gate.queue.renew_owned_streams()
         await until_is(it.counts, ONE_RUNS)
         a.gate.withdraw("r", placement)
         await until(it.at_rest)
 
 
-# flow, band, weight, cost, workload, criticality, model, endpoint, limit; each token is damaged in one field
+# fields: flow, band, weight, cost, workload, criticality, model, endpoint, limit; one is bad in each token
 WHOLE = ("f", "1", "1.0", "1", "w", "3", "llama", E1, "0")
 DAMAGES = {
     1: ("1.5", "7"), 2: ("nan", "x"), 3: ("1e308", "inf", "-5"), 4: ("w\0",), 5: ("x",), 7: ("",),
@@ -248,12 +248,12 @@ async def test_the_fleet_shares_its_signing_keys_and_replicas_restore_them(fleet
         async def keys() -> list[str]:
             return (await it.redis.hget(it.keys.pool, "signing_keys")).split()
 
-        # Two replicas have sent heartbeats: the key that the first replica offered is the fleet's key.
+        # After heartbeats of two replicas, the signing key that the first one offered is the fleet's key.
         since_ms, *first = await keys()
         assert len(first) == 1
         text = a.store._signing.sign("p", "text")
         assert b.store._signing.fault("p", "text", text) == ""
-        # After a day a new key is made; it signs only after it has been known for a day.
+        # After a day a new key is made, which signs only after it has been known for a day.
         await it.redis.hset(it.keys.pool, "signing_keys", f"{float(since_ms) - 86_400_000:.0f} {first[0]}")
         await b.beat()
         _, *second = await keys()
@@ -266,7 +266,7 @@ async def test_the_fleet_shares_its_signing_keys_and_replicas_restore_them(fleet
         assert set(second) < set((await keys())[1:])
         await a.beat()
         assert a.store._signing.fault("p", "text", text) == ""
-        # At most eight keys are kept.
+        # At most eight signing keys are kept.
         for _ in range(12):
             await it.redis.hset(it.keys.pool, "signing_keys", " ".join(["1", *(await keys())[1:]]))
             await a.beat()
@@ -278,7 +278,7 @@ async def test_replicas_keep_their_common_variant_key_over_rotations_and_a_flush
         keyrings = [each.store._signing for each in (a, b)]
         key = keyrings[0].variant_key
         assert keyrings[1].variant_key == key
-        # After a day there is another signing key, but the same variant key.
+        # After a day the fleet has another signing key, but the same variant key.
         _, *signing = (await it.redis.hget(it.keys.pool, "signing_keys")).split()
         for _ in range(9):
             await it.redis.hset(it.keys.pool, "signing_keys", f"1 {' '.join(signing)}")
@@ -286,7 +286,7 @@ async def test_replicas_keep_their_common_variant_key_over_rotations_and_a_flush
             await b.beat()
             _, *signing = (await it.redis.hget(it.keys.pool, "signing_keys")).split()
         assert [each.variant_key for each in keyrings] == [key, key]
-        # Redis is flushed, and a new replica's heartbeat comes first: later it gets the fleet's variant key.
+        # Redis is flushed, and a new replica's heartbeat comes first: the replica later gets the variant key.
         await it.redis.flushall()
         stranger = Keyring()
         assert stranger.variant_key not in (key, Keyring().variant_key)
@@ -306,15 +306,15 @@ async def test_replicas_keep_their_common_variant_key_over_rotations_and_a_flush
 
 
 async def test_a_report_of_an_invalid_serving_endpoint_moves_no_request(fleet: OpenFleet) -> None:
-    # One request is in flight; the record of another one is lost.
+    # One request is in flight; the record of another request is lost.
     async with fleet("a") as (it, a):
         await a.admit("r")
-        # The access log reports serving endpoints that are no addresses.
+        # The access log reports serving endpoints that are not addresses.
         for served in ("a\tb", ",", "x,y", "\x01"):
             assert await a.store.renew("r", None, served, "") == "renewed"
             token = accounting_token.write(ask("lost"), E1)
             assert await a.store.renew("lost", None, served, token) in ("restored", "renewed")
-        # Both requests count where they were placed, and end there.
+        # Both requests count at the endpoints of their placement, and end there.
         assert await it.counts() == (2, 0, [2])
         await a.settle("r", "lost")
         assert await it.at_rest()

@@ -1,4 +1,4 @@
-"""The connection to Redis: batches, a lost library, an unavailable server, and unsent ends (G8)."""
+"""The connection to Redis: batches, a lost library, an unavailable server, unsent ends of requests (G8)."""
 
 import asyncio
 
@@ -16,7 +16,7 @@ E1 = addresses(1)[0]
 
 async def test_more_items_than_a_call_carries_are_each_answered_in_order(fleet: OpenFleet) -> None:
     async with fleet("a", upper_per=150) as (it, a):
-        # 200 calls of one loop turn each get their own answer, in order.
+        # Each of 200 calls in one loop turn gets its own answer, in order.
         verdicts = await asyncio.gather(*(a.admit(f"r{i}") for i in range(200)))
         assert [name_of(verdict) for verdict in verdicts] == ["placed"] * 150 + ["queued"] * 50
         replies = await a.settle(*(f"r{i}" for i in range(200)), "nobody")
@@ -45,13 +45,13 @@ async def test_a_library_flushed_before_every_call_is_loaded_again(valkey_fleet:
 
 
 async def test_calls_in_one_message_keep_their_order_if_the_library_is_lost(valkey_fleet: OpenFleet) -> None:
-    # One request is in flight, one granted, one queued.
+    # One request is in flight, one request is granted, one request is queued.
     async with valkey_fleet("a", endpoints=2, upper_per=1) as (it, a):
         for name in ("runs", "ends", "granted", "queued"):
             await a.admit(name)
         await a.settle("ends")
         await it.redis.function_flush()
-        # Every script is called in one loop turn, and each answers as if the library were loaded.
+        # Every script is called in one loop turn, and each script answers as if the library were loaded.
         renewed, settled, admitted, placed, cancelled, pulse, swept = await asyncio.gather(
             in_turn(a.store.renew, "runs", 1, "", ""), in_turn(a.store.settle, "runs", Outcome.COMPLETED),
             a.admit("new"), a.place("granted"), in_turn(a.store.cancel, "new", 1, "cancelled"),
@@ -77,12 +77,12 @@ async def test_a_script_error_fails_its_call_and_not_the_next(valkey_fleet: Open
 
 
 async def test_a_replica_connects_to_a_server_that_starts_later(pool: str, valkey: Server) -> None:
-    # The replica starts while its Redis is not running.
+    # The replica starts while its Redis server is not running.
     valkey.kill()
     a = Replica(valkey.url, pool, "a", silence_s=2.0)
     async with asyncio.TaskGroup() as tasks:
         running = tasks.create_task(a.store.run())
-        # A call fails in time with StateUnavailable.
+        # A call fails with StateUnavailable within the deadline.
         async with asyncio.timeout(DEADLINE_S):
             with pytest.raises(StateUnavailable, match="cannot be reached"):
                 await a.admit("r1")
@@ -103,10 +103,10 @@ async def test_with_a_silent_server_calls_time_out_and_ends_are_kept(
         proxy_to(redis_url) as between,
         fleet("a", "b", upper_per=1, through={"a": between.url}, silence_s=1.0) as (it, a, b),
     ):
-        # A request is in flight, and the connection accepts everything and never replies.
+        # A request is in flight; the server accepts all data and never replies.
         await a.admit("r1")
         between.vanished = True
-        # Each call fails in time, but the end of the request is kept.
+        # Each call fails within the deadline, but the replica keeps the end of the request.
         settled = a.store.settle("r1", Outcome.COMPLETED)
         for _ in range(2):
             for call in (asyncio.create_task(a.beat()), asyncio.create_task(a.admit("r2"))):
@@ -116,7 +116,7 @@ async def test_with_a_silent_server_calls_time_out_and_ends_are_kept(
         assert not settled.done()
         # The failed calls changed nothing; other replicas are served.
         assert name_of(await b.admit("r3")) == "queued"
-        # When the server replies again, it receives the end and grants the next request.
+        # When the server replies again, it receives the end of the request and grants the next request.
         between.vanished = False
         assert await settled == SETTLED
         await b.beat()
@@ -126,7 +126,7 @@ async def test_with_a_silent_server_calls_time_out_and_ends_are_kept(
 
 
 async def test_unanswered_calls_fail_at_once_when_a_replica_stops(fleet: OpenFleet, redis_url: str) -> None:
-    # An admission and a durable end are in flight to a server that never replies.
+    # An admission and a request's durable end are in flight to a server that never replies.
     async with proxy_to(redis_url) as between:
         async with fleet("b", "a", through={"a": between.url}) as it:
             a = it.replicas[1]
@@ -134,7 +134,7 @@ async def test_unanswered_calls_fail_at_once_when_a_replica_stops(fleet: OpenFle
             waiting = asyncio.create_task(a.admit("r1"))
             settled = a.store.settle("r0", Outcome.COMPLETED)
             # The replica stops.
-        # Both calls have failed.
+        # Both calls to the server have failed.
         for call in (waiting, settled):
             with pytest.raises(StateUnavailable, match="stopped"):
                 await call
@@ -145,14 +145,14 @@ async def test_an_end_is_kept_until_redis_takes_writes(valkey_url: str, valkey_f
     async with proxy_to(valkey_url) as between, valkey_fleet("a", through={"a": between.url}) as (it, a):
         await a.admit("r")
         between.refuse("MISCONF Errors writing to the AOF file")
-        # The request ends; the replica keeps the end.
+        # The request ends; the replica keeps this end.
         settling = asyncio.ensure_future(a.store.settle("r", Outcome.COMPLETED))
         await asyncio.sleep(0)
         with pytest.raises(WritesRefused, match="MISCONF"):
             await a.admit("new")
         assert not settling.done()
         between.refuse("", times=0)
-        # The end is delivered when the server accepts writes.
+        # The replica delivers the end when the server accepts writes.
         assert await settling == SETTLED
         assert await it.at_rest()
 
@@ -167,7 +167,7 @@ async def test_a_cut_idle_connection_is_replaced_without_a_call(valkey_fleet: Op
 
 
 async def sleep_while_in_flight(replica: Replica) -> None:
-    """Wait for a call in flight, and make it look as if the process had paused for 10 s since it was sent."""
+    """Wait for a call in flight; make it look as if the process had paused for 10 s since sending this."""
     link = replica.store._client
     while not link._in_flight:  # noqa: ASYNC110 - it is sent in the turn that submits it
         await asyncio.sleep(0)
@@ -176,10 +176,10 @@ async def sleep_while_in_flight(replica: Replica) -> None:
 
 
 async def test_a_reply_read_after_a_pause_is_ignored(valkey_fleet: OpenFleet) -> None:
-    # An admission is in flight when its process pauses.
+    # An admission is in flight when the replica's process pauses.
     async with valkey_fleet("a", upper_per=1) as (it, a):
         admission = asyncio.ensure_future(a.admit("r1"))
-        # After the pause the process reads the reply before its own timer has run.
+        # After the pause the process reads the reply before the process's own timer has run.
         await sleep_while_in_flight(a)
         # The replica ignores the reply, because another replica may have adopted the request.
         with pytest.raises(StateUnavailable):
@@ -197,7 +197,7 @@ async def test_a_view_is_read_again_if_its_reply_is_read_after_a_pause(valkey_fl
         epoch = link.connection_epoch
         listed = asyncio.ensure_future(a.store.reads.flow_queues(10))
         await sleep_while_in_flight(a)
-        # The read is repeated on a new connection, because reading twice does no harm.
+        # The replica repeats the read on a new connection, because reading twice does no harm.
         async with asyncio.timeout(DEADLINE_S):
             assert list((await listed).queues) == []
         assert link.connection_epoch > epoch
@@ -210,28 +210,28 @@ async def test_unsent_ends_lack_ends_that_may_have_reached_redis(fleet: OpenFlee
     ):
         await a.admit("r1")
         await a.admit("r2")
-        # The server accepts everything and never replies; the end of r1 is in flight.
+        # The server accepts all data and never replies; the end of request r1 is in flight.
         between.vanished = True
         first = a.store.settle("r1", Outcome.COMPLETED)
         deciding = asyncio.create_task(a.admit("r3"))
         await until(lambda: a.store._client.waiting and not a.store.unsent_ends())
-        # r2 ends: this end has not been sent, so it cannot have reached the server.
+        # Request r2 ends: this end has not been sent, so it cannot have reached the server.
         second = a.store.settle("r2", Outcome.COMPLETED)
         assert a.store.unsent_ends() == ["r2"]
-        # The same holds when the first end is queued again for a retry.
+        # The end of r2 is still unsent when the end of r1 is queued again for a retry.
         async with asyncio.timeout(DEADLINE_S):
             with pytest.raises(StateUnavailable):
                 await deciding
         assert a.store.unsent_ends() == ["r2"]
         assert a.lost == ["silence"]
-        # The same holds on a new connection to the same silent server, even after admissions were sent on it.
+        # The end of r2 stays unsent on a new connection to the silent server, even after an admission there.
         epoch = a.store.connection_epoch
         await until(lambda: a.store.connection_epoch > epoch)
         deciding = asyncio.create_task(a.admit("r4"))
         with pytest.raises(StateUnavailable):
             await deciding
         assert a.store.unsent_ends() == ["r2"]
-        # When the server replies again, it takes both ends.
+        # When the server replies again, it gets the ends of both requests.
         between.vanished = False
         async with asyncio.timeout(DEADLINE_S):
             assert [await first, await second] == [SETTLED] * 2

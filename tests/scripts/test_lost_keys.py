@@ -1,4 +1,4 @@
-"""Each key of the pool is lost under load. Service and counts recover in seconds, and a metric reports it."""
+"""Each key of a pool under load is lost. Service and counts recover in seconds; a metric reports the loss."""
 
 import asyncio
 import contextlib
@@ -31,7 +31,7 @@ CONFIG = config(
 )
 SERVICE_S = 5.0
 KEYS = [name for name, kind in documented().items() if kind != "channel"]
-# The loss of these keys is detected, because counts or operators depend on them; the other keys are hints.
+# The loss of these keys is detected, because counts or operators depend on these; the other keys are hints.
 FOUND = {
     "pool", "requests", "inflight", "timers", "queue:BAND:FLOWQUEUE", "line:BAND:FLOWQUEUE<31>WORKLOAD",
     "flows:BAND", "limits", "load", "endpoints", "marks", "replicas", "replica_info",
@@ -45,7 +45,7 @@ class Load:
         self.fleet = fleet
         self.running: dict[str, Placement] = {}
         self.served = self.failed = self.peak = self.waiting = 0
-        self.paused = False  # while set, no request ends
+        self.paused = False  # while this event is set, no request ends
 
     @contextlib.asynccontextmanager
     async def on(self) -> AsyncIterator[None]:

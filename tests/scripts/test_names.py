@@ -1,4 +1,4 @@
-"""Names become parts of keys: two different names never share a key, whatever characters they have."""
+"""Names become parts of keys: different names never share a key, whatever characters are in the names."""
 
 import asyncio
 import itertools
@@ -56,7 +56,7 @@ async def _use_all_scripts(
             verdict = await one.admit(request_id, flow=flow, workload=workload, limit=9, band=Band.SHEDDABLE)
             assert name_of(verdict) == "queued"
         await store.set_live_config({"weights": {flows[1]: 3.0}}, {f"weights.{flows[1]}": 3.0})
-        # Every read returns each name unchanged.
+        # Every read by an operator returns each name unchanged.
         queues = (await store.reads.flow_queues(100)).queues
         assert sorted(queue.name for queue in queues) == (sorted(flows) if fairness != "none" else [""])
         surveyed = (await store.queue_snapshots.read(100)).page.queues
@@ -76,7 +76,7 @@ async def _use_all_scripts(
         for workload in workloads:
             assert (await store.reads.workload(workload)).id == workload
         assert [row.id for row in await store.reads.replicas()] == [replica]
-        # One request is cancelled, one evicted, and the others are served in turn: nothing is left.
+        # One request is cancelled, one is evicted, and the others are served in turn: no request is left.
         gone, evicted, *others = ids
         assert await store.cancel(gone, 1, "cancelled") == "ended"
         assert await store.evict(evicted) == "evicted"

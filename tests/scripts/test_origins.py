@@ -1,4 +1,4 @@
-"""A replica notes which endpoint has the state of an id; every replica finds it (admission/origins.py)."""
+"""A replica notes which endpoint has an id's state; every replica finds that (admission/origins.py)."""
 
 import asyncio
 import time
@@ -25,7 +25,7 @@ async def test_every_replica_finds_the_endpoint_that_was_noted_last_for_an_id(fl
         one.note(("resp_1", "conv_1", "", "x\x1fy", "x" * 257), E2)
         assert await one.find(("resp_1",)) == E2
         assert await other.find(("?", "conv_1")) == E2
-        # A restarted model server may use the same ids again.
+        # A model server that was restarted may use the same ids again.
         other.note(("resp_1",), E1)
         assert [await each.find(("resp_1",)) for each in (one, other)] == [E1, E1]
         assert await it.redis.hgetall(it.keys.origins) == {"resp_1": E1, "conv_1": E2}
@@ -41,8 +41,8 @@ async def test_find_waits_a_short_time_for_an_id_that_is_noted_late(fleet: OpenF
         began_s = time.monotonic()
         assert await origins(b).find(("resp_2",)) == ""
         assert await origins(b).find(("resp_2",), 0.01) == ""
-        assert time.monotonic() - began_s < 10 * FIND_S  # generous for a busy machine
-        # Redis is not asked for strings that cannot be ids.
+        assert time.monotonic() - began_s < 10 * FIND_S  # seconds; generous for a busy machine
+        # A replica does not ask Redis for strings that cannot be ids.
         assert await origins(b).find(("", "x" * 300)) == ""
 
 
@@ -65,7 +65,7 @@ async def test_the_sweep_bounds_the_age_and_number_of_ids(fleet: OpenFleet) -> N
 
 async def test_a_read_is_routed_to_the_endpoint_with_its_state_unless_it_is_down(fleet: OpenFleet) -> None:
     async with fleet("a", endpoints=2) as (_, a):
-        # Reads go to a draining endpoint as well, because no other endpoint has the state.
+        # Reads of the state go to a draining endpoint as well, because no other endpoint has this state.
         for endpoints in ((E1, E2), (E1, Endpoint(E2, draining=True))):
             await a.publish(*endpoints)
             assert a.route(None, origin=E2) == (E2, E1)
@@ -110,7 +110,7 @@ async def test_without_redis_a_replica_finds_the_ids_that_it_has_noted_itself() 
     kept.note(("resp_1",), E1)
     assert await kept.find(("resp_2", "resp_1")) == E1
     assert await kept.find(("resp_2",)) == ""
-    assert told == [("resp_1", E1)]  # the note is kept until Redis accepts it
+    assert told == [("resp_1", E1)]  # the note is kept until Redis accepts the note
 
 
 @pytest.mark.parametrize("lost", ["origins", "origin_times"])

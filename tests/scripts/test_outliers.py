@@ -10,12 +10,12 @@ from direct_calls import ClockedPool
 E1, E2, E3, E4 = (f"10.0.0.{n}:1" for n in range(1, 5))
 ROOMY = {
     "upper_per": 9,
-    "live_weight": 0,  # candidates are picked by score alone
+    "live_weight": 0,  # so that candidates are picked by score alone
 }  # fmt: skip
 
 
 class FailingPool(ClockedPool):
-    """A pool of four endpoints, and calls that report the outcome of requests there."""
+    """A pool of four endpoints, and calls that report the outcome of requests at these endpoints."""
 
     def __init__(self, client: redis.Redis, pool: str, **settings: Any) -> None:
         super().__init__(client, pool)
@@ -53,7 +53,7 @@ class FailingPool(ClockedPool):
         return {mark.decode().split("\x1f")[1] for mark in marks if mark.startswith(b"ejected")}
 
     def takes(self, address: str) -> bool:
-        """Whether a new request may go to `address`; the request is ended at once."""
+        """Whether a new request may go to the endpoint `address`; the request is ended at once."""
         self.ids += 1
         reply = self.admit(f"t{self.ids}", flow="t", candidates=f"{address},{E4}")
         self.call("settle", "a", f"t{self.ids}", "client_gone", "", "")
@@ -70,7 +70,7 @@ def test_failures_of_two_flows_eject_an_endpoint_at_once(it: FailingPool) -> Non
     assert it.fails(E1, "y") == "ejected"
     assert it.ejected == {E1}
     assert not it.takes(E1)
-    # A request that only the ejected endpoint can serve is still placed there.
+    # A request that only the ejected endpoint can serve is still placed on this endpoint.
     assert it.admit("only", candidates=E1)[:2] == ["placed", E1]
 
 
@@ -97,7 +97,7 @@ def test_an_answer_resets_the_failures_of_its_endpoint(it: FailingPool) -> None:
 
 
 def test_a_request_that_fails_on_two_endpoints_ejects_neither_endpoint(it: FailingPool) -> None:
-    # Envoy tries the next endpoint each time; the request counts at the endpoint of the current attempt.
+    # After each failure Envoy tries another endpoint; the request counts at the endpoint of this attempt.
     for flow in "xyz":
         request_id = it.place(E1, E2, E3, flow=flow)
         it.fault(request_id, E1)
@@ -128,7 +128,7 @@ def test_ejections_double_in_length_and_end_after_a_probe_and_a_trial_request(it
         assert it.ejected == {E1}
         it.probed(E1, well=True)
         assert it.ejected == set()
-        # One trial request goes to the endpoint, and no second one at the same time.
+        # One trial request goes to the endpoint, and no second request at the same time.
         trial = it.place(E1, E2, flow="z")
         assert not it.takes(E1)
         assert it.fault(trial, E1) == "ejected"
@@ -137,7 +137,7 @@ def test_ejections_double_in_length_and_end_after_a_probe_and_a_trial_request(it
     it.probed(E1, well=True)
     it.answers(E1)
     assert all(it.place(E1) for _ in range(3))
-    # Long after the return, ejections start at one second again.
+    # Long after the endpoint's return, ejections start at one second again.
     it.passes(9000)
     it.fails(E1, "x")
     assert it.fails(E1, "y") == "ejected"
@@ -182,7 +182,7 @@ def test_a_full_endpoint_gets_one_request_for_each_end_until_its_hold_is_over(it
     assert not it.takes(E1)
     it.passes(3000)
     assert it.takes(E1)
-    # An endpoint that is full again without an answer in between is held twice as long, up to 8 s.
+    # A full endpoint that is full again before any answer is held twice as long, up to 8 s.
     it.call("settle", "a", running.pop(), "client_gone", "", "")
     for hold_ms in (1000, 2000, 4000, 8000, 8000):
         it.fault(it.place(E2, E1, flow="y"), E2, "full")
@@ -192,14 +192,14 @@ def test_a_full_endpoint_gets_one_request_for_each_end_until_its_hold_is_over(it
         one = it.place(E2)
         assert not it.takes(E2)
         it.call("settle", "a", one, "client_gone", "", "")
-    # A successful retry elsewhere is no evidence against the full endpoint.
+    # A successful retry at another endpoint is no evidence against the full endpoint.
     for flow in "yz":
         passed_on = it.place(E3, E4, flow=flow)
         it.fault(passed_on, E3, "full")
         it.fault(passed_on, E3, "retried", flow=flow)
         it.passes(8000)
     assert it.ejected == set()
-    # If all endpoints are full, requests wait.
+    # If all endpoints are full, requests wait in the queue.
     for address in (E1, E2, E3, E4):
         it.fault(it.place(address, flow=address), address, "full")
     assert it.admit("waits", flow="w")[0] == "queued"

@@ -47,7 +47,7 @@ async def test_publishing_changes_equals_publishing_the_whole_list(valkey_url: s
             await publish(b, wanted, f"v{number}")
             former = wanted
             assert await what_is_published(by_changes) == await what_is_published(by_lists)
-            # Between publications requests arrive and endpoints are marked, in both pools alike.
+            # Between publications, requests arrive and endpoints are marked in both pools alike.
             target, mark, on = dice.choice(names), dice.choice(("drained", "down")), dice.random() < 0.5
             placed = []
             for each in (a, b):
@@ -126,7 +126,7 @@ async def test_a_new_endpoint_opens_once_every_envoy_has_acknowledged_it(valkey_
             current = each.cell.current
             return current.version, [endpoint.ready for endpoint in current.endpoints]
 
-        for each in (a, b):  # b does not publish
+        for each in (a, b):  # replica b does not publish
             await until(lambda each=each: newest(each)[1] == [True])
             each.cell.acknowledge("envoy", newest(each)[0])
         for each in (a, b):

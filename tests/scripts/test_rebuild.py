@@ -16,17 +16,17 @@ from picker_fleet.domain.request import Alive, Placement
 from picker_fleet.state import accounting_token
 from picker_fleet.state.store import AnyVerdict
 
-# Two endpoints with a watermark of 2: at most 4 in flight, the queue is dispatched below 3.6.
+# Two endpoints with a watermark of 2: at most 4 requests in flight; dispatch only below 3.6 requests.
 CONFIG = config(2)
 # A long heartbeat interval, so that the test decides when a replica sends heartbeats.
 SLOW = config(2, "2s")
-BUSY = "local x = 0 for i = 1, 2e7 do x = x + i % 7 end"  # keeps the server busy for about 0.1 s
+BUSY = "local x = 0 for i = 1, 2e7 do x = x + i % 7 end"  # this script keeps the server busy for about 0.1 s
 
 
 async def filled(
     it: Fleet, streams: int, waiters: int
 ) -> "tuple[list[Placement], list[asyncio.Task[Placement]]]":
-    """Start `streams` streams, then queue `waiters` requests, in turn over the replicas."""
+    """Start `streams` streams, then queue `waiters` requests, spread in turn over the replicas."""
     gates = [replica.gate for replica in it.replicas]
     running = [await gates[i % len(gates)].admit(ask(f"s{i}"), stream_owned=True) for i in range(streams)]
     waiting = []
@@ -79,7 +79,7 @@ async def test_a_pause_between_two_registrations_does_not_reverse_their_order(
 
 
 async def test_streams_are_registered_before_waiting_requests_when_redis_is_slow(fleet: OpenFleet) -> None:
-    # A replica has four streams and five waiting requests; the state is lost and published again.
+    # A replica has four streams and five waiting requests; the shared state is lost and published again.
     async with fleet("a", endpoints=2) as (it, a):
         _, waiting = await filled(it, 4, 5)
         await it.redis.flushall()
@@ -99,16 +99,16 @@ async def test_streams_are_registered_before_waiting_requests_when_redis_is_slow
 
 
 async def test_an_arrival_after_a_flush_makes_its_replica_publish_at_once(fleet: OpenFleet) -> None:
-    # The state is lost between two heartbeats, which are two seconds apart.
+    # The shared state is lost between two heartbeats, which are two seconds apart.
     async with fleet("a", endpoints=2, joined=SLOW) as (it, a):
         await it.redis.flushall()
-        # An arrival makes the replica publish the state at once, and is placed.
+        # A request's arrival makes the replica publish the state at once, and the request is placed.
         assert (await a.gate.admit(ask("r"), stream_owned=False)).endpoints
         assert (await it.counts())[0] == 1
 
 
 async def test_an_access_log_entry_restores_a_request_that_no_replica_owns(fleet: OpenFleet) -> None:
-    # A request's stream has no owner, and the shared state is lost.
+    # No replica owns the stream of a request, and the shared state is lost.
     async with fleet("a", "b", endpoints=2, joined=CONFIG) as (it, a, b):
         placement = await a.gate.admit(ask("r", workload="w"), stream_owned=False)
         await it.redis.flushall()
@@ -117,7 +117,7 @@ async def test_an_access_log_entry_restores_a_request_that_no_replica_owns(fleet
         b.gate.renew(Alive("r", placement.endpoints[0], placement.accounting_token))
         await until_accounted(it, 1)
         assert (await it.state()).in_flight[placement.endpoints[0]] == 1
-        # The request's final access-log entry ends it.
+        # The request's final access-log entry ends the request.
         await it.ends(a, "r")
 
 
@@ -138,7 +138,7 @@ async def test_a_later_heartbeat_registers_waiting_requests_whose_registration_f
             return answer
 
         monkeypatch.setattr(a.store, "admit", failing)
-        # The state is lost.
+        # The shared state is lost.
         await it.redis.flushall()
         # A later heartbeat registers the waiting requests.
         await until_accounted(it, 5)
@@ -155,7 +155,7 @@ async def test_a_replica_that_counted_as_silent_registers_its_requests_again(fle
         async def held_again() -> bool:
             return events_of(await it.log(), "q0")[-1] in ("adopted", "queued")
 
-        # After its next heartbeat its waiting request is queued again, and is served.
+        # After the replica's next heartbeat its waiting request is queued again, and is served.
         await until(held_again)
         await all_served(it, 2, (waiter,))
         assert waiter.result().endpoints == addresses(1)
@@ -165,7 +165,7 @@ async def test_only_the_replica_with_the_lowest_name_publishes(fleet: OpenFleet)
     # Two replicas have the same configuration; the replica with the lowest name publishes (the leader).
     async with fleet("a", "b", endpoints=2, joined=CONFIG) as (_, a, b):
         await until(lambda: len(b.cell.current.endpoints) == 2)
-        # If only the other replica discovers a change, the published endpoints stay.
+        # If only the other replica discovers a change, the published endpoints do not change.
         b.membership.discovered([])
         before = b.membership.pulse
         await until(lambda: b.membership.pulse is not before)
@@ -173,7 +173,7 @@ async def test_only_the_replica_with_the_lowest_name_publishes(fleet: OpenFleet)
         # The leader discovers other endpoints: both replicas get them.
         a.membership.discovered([a.cell.current.endpoints[0]])
         await until(lambda: len(a.cell.current.endpoints) == len(b.cell.current.endpoints) == 1)
-        # The leader leaves: the other replica leads at once.
+        # The leader leaves: the other replica is the leader at once.
         await a.membership.leave(5)
         await until(lambda: b.cell.current.endpoints == ())
         assert b.membership.pulse.leader
@@ -181,7 +181,7 @@ async def test_only_the_replica_with_the_lowest_name_publishes(fleet: OpenFleet)
 
 ENDPOINT = "e:1"
 TOKEN = accounting_token.write(ask("r"), ENDPOINT)
-WINDOW_MS = LEASE_MS + 10_000  # by then every running request has been reported
+WINDOW_MS = LEASE_MS + 10_000  # after this time every running request has been reported
 HOUR_MS = 3_600_000
 
 
@@ -195,7 +195,7 @@ def server(client: redis.Redis) -> Iterator[TimedPool]:
 
 
 def settled(server: TimedPool) -> bool:
-    """Let more than WINDOW_MS pass without a loss. Return whether accounting tokens restore nothing."""
+    """Let more than WINDOW_MS pass without a loss. Return whether accounting tokens then restore nothing."""
     server.calm(WINDOW_MS + SECOND_MS)
     return server.report("nobody", TOKEN) == "unknown"
 
@@ -205,22 +205,22 @@ def test_an_accounting_token_of_an_ended_request_restores_nothing_without_a_loss
     server.admit("r")
     assert server.report("r", TOKEN) == "renewed"
     assert server.settle("r") == "settled m"
-    # Later reports with the token do not restore the request.
+    # Later reports with the request's accounting token do not restore the request.
     for _ in range(10):
         assert server.report("r", TOKEN) == "unknown"
         server.calm(10 * SECOND_MS)
-    # The replica that owns the stream can restore it at any time.
+    # The replica that owns the stream can restore the request at any time.
     assert server.report("r", TOKEN, attempt="1") == "restored"
 
 
 def test_a_request_reclaimed_without_reports_is_restored_by_a_late_renewal(server: TimedPool) -> None:
     server.admit("r")
-    # No report of the request came for a whole lease.
+    # No report of the request came during a whole lease.
     server.calm(LEASE_MS + SECOND_MS)
     assert server.sweep()
     assert not server.knows("r")
     server.calm(HOUR_MS // 2)
-    # A report restores the request; after its end, another report does not.
+    # A report restores the request; after the request's end, another report does not restore the request.
     assert server.report("r", TOKEN) == "restored"
     assert server.settle("r") == "settled llama"
     assert server.report("r", TOKEN) == "unknown"
@@ -236,7 +236,7 @@ def test_a_reclaimed_request_can_be_restored_until_its_end_or_for_an_hour(server
     server.call("tombstone", "a", "ends", "0")
     server.calm(WINDOW_MS + SECOND_MS)
     assert server.report("ends", TOKEN) == "unknown"
-    # The other request is forgotten after an hour.
+    # The other request is forgotten an hour later.
     server.calm(HOUR_MS)
     assert server.sweep()
     assert server.report("stays", TOKEN) == "unknown"
@@ -257,7 +257,7 @@ def lose_everything(server: TimedPool) -> None:
 def fail_over(server: TimedPool) -> None:
     """Simulate a new primary that lacks the last writes and serves no replica for 20 s."""
     server.lose("r", "late")
-    server.load(server.library)  # clears the library's cached state
+    server.load(server.library)  # this call clears the library's cached state
     server.passes(20 * SECOND_MS)
 
 
@@ -269,7 +269,7 @@ def test_after_a_loss_running_requests_can_be_restored_for_a_limited_time(
         server.admit(name)
     happen(server)
     server.beat()
-    # A report restores a request, but not after WINDOW_MS, by when all running ones have been reported.
+    # A report restores a request, but not after WINDOW_MS: by then all running requests have been reported.
     assert server.report("r", TOKEN) == "restored"
     server.calm(WINDOW_MS + SECOND_MS)
     assert server.report("late", TOKEN) == "unknown"
@@ -292,7 +292,7 @@ def test_a_request_started_without_redis_is_restored_for_a_lease_by_any_replica(
     # The access log reports the first request to another replica in time: the request is restored.
     server.calm(5 * SECOND_MS)
     assert server.report("r", token) == "restored"
-    # After its end and a tombstone it is not restored again; nor is a request that is reported too late.
+    # An ended request with a tombstone is not restored again; nor is a request that is reported too late.
     assert server.settle("r") == "settled llama"
     server.call("tombstone", "a", "r", "0")
     assert server.report("r", token) == "unknown"

@@ -1,4 +1,4 @@
-"""A Redis that is out of memory refuses new requests and still serves the admitted ones."""
+"""A Redis server that is out of memory refuses new requests and still serves admitted requests."""
 
 import asyncio
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from script_fleet import Fleet, ask, asked, ended, running, until
 from picker_fleet.admission.failover import FailoverState
 from picker_fleet.domain.errors import ExpiredTtl, WritesRefused
 
-ROOM = 400_000  # bytes for waiting requests
+ROOM = 400_000  # bytes of memory for waiting requests
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +22,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 class Clients:
-    """Clients whose requests each have their own flow with a long name, to fill the memory."""
+    """Clients whose requests each have their own flow with a long name, to fill the server's memory."""
 
     def __init__(self, fleet: Fleet) -> None:
         self.fleet = fleet
@@ -37,7 +37,7 @@ class Clients:
         self.running.append(name)
 
     async def fill(self) -> WritesRefused:
-        """Send requests until one is refused; all earlier ones are in flight or wait."""
+        """Send requests until one is refused; all earlier requests are in flight or wait."""
         while True:
             queued = await self.fleet.queued()
             task = asyncio.create_task(self.ask(f"r{len(self.tasks)}", workload=f"w{len(self.tasks)}"))
@@ -85,7 +85,7 @@ async def test_a_full_redis_refuses_new_requests_and_serves_admitted_ones(server
         await a.store.set_live_config({"paused": None}, {"paused": None})
         clients.tasks[-1].cancel()
         await until(lambda: a.gate.queue.waiting == waiting - 1)
-        # Requests in flight end, and waiting ones are served.
+        # Requests in flight end, and waiting requests are served.
         await asyncio.wait_for(clients.serve(), 60)
         *served, _ = clients.tasks
         await asyncio.gather(*served)
@@ -94,7 +94,7 @@ async def test_a_full_redis_refuses_new_requests_and_serves_admitted_ones(server
         with pytest.raises(WritesRefused):
             await clients.ask("new")
         assert gate.failover.state is FailoverState.SHARED
-        # With memory available, admission resumes.
+        # Once memory is available, admission resumes.
         await it.redis.config_set("maxmemory", 0)
         await clients.ask("new")
         await clients.serve()
@@ -103,12 +103,12 @@ async def test_a_full_redis_refuses_new_requests_and_serves_admitted_ones(server
 
 async def test_a_request_that_waits_in_a_full_redis_expires_at_its_ttl(server: Server, pool: str) -> None:
     async with running(server.url, pool, "a", upper_per=1, listening=True) as (it, a):
-        # A request waits on a server that has run out of memory since.
+        # A request waits on a server that has then run out of memory.
         await a.gate.admit(ask("runs"), stream_owned=False)
         waits = asked(a, "waits", ttl_s=0.2)
         await until(lambda: a.gate.queue.waiting == 1 or waits.done())
         await it.redis.config_set("maxmemory", 1)
-        # At its TTL the request is answered.
+        # The request is answered when its TTL has passed.
         with pytest.raises(ExpiredTtl):
             await waits
         await it.ends(a, "runs")

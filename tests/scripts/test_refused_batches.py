@@ -1,4 +1,4 @@
-"""A script error within a batch: only the item that causes the error fails."""
+"""After a script error within a batch, only the item that causes the error fails."""
 
 import asyncio
 import contextlib
@@ -15,7 +15,7 @@ from picker_fleet.state.store import SettleReply, name_of
 
 
 async def in_one_message(*calls: Any) -> Sequence[Any]:
-    """Results or exceptions of `calls`. While the first call is in flight, the others gather in a message."""
+    """Results or exceptions of all `calls`. During the first call the other calls gather in a message."""
     return await asyncio.gather(*calls, return_exceptions=True)
 
 
@@ -47,13 +47,13 @@ async def test_a_batch_queues_all_arrivals_except_those_of_a_broken_flow(valkey_
             arrivals = {"g1": "good", "b": "bad", "g2": "good", "h": "other", "b2": "bad"}
             arriving = (a.admit(name, flow=flow) for name, flow in arrivals.items())
             _, g1, b, g2, h, b2 = await in_one_message(a.beat(), *arriving)
-            # Requests of this flow fail with an error text; the others are queued once each.
+            # Requests of this flow fail with an error text; the other requests are queued once each.
             for refused in (b, b2):
                 assert isinstance(refused, ScriptFailed)
                 assert "refused admit" in str(refused)
             assert {name_of(verdict) for verdict in (g1, g2, h)} == {"queued"}
             assert await it.counts() == (1, 3, [1])
-        # The others are served in order.
+        # The other requests are served in order.
         await a.settle("runs")
         await served(a, "g1", "h", "g2")
         assert await it.at_rest()
@@ -82,12 +82,12 @@ async def test_a_cancel_takes_effect_although_its_admission_was_sent_again(valke
 async def test_a_broken_flow_does_not_keep_other_requests_in_the_queue(
     valkey_fleet: OpenFleet, how: str, args: tuple[Any, ...], answer: object
 ) -> None:
-    # Two requests of a good flow wait, and one request whose flow's key then gets the wrong type.
+    # Two requests of a good flow wait, and one request of a flow whose key then gets the wrong type.
     async with valkey_fleet("a", full=True) as (it, a):
         for name, flow in (("g1", "good"), ("g2", "good"), ("b", "bad")):
             await a.admit(name, flow=flow)
         async with broken(it):
-            # One request of each flow leaves, in one message.
+            # One request of each flow leaves the queue; one message carries both calls.
             leaving = [in_turn(getattr(a.store, how), name, *args) for name in ("g1", "b")]
             _, left, refused = await in_one_message(a.beat(), *leaving)
         # Only the request of the broken flow fails.
@@ -107,7 +107,7 @@ async def test_an_admission_that_failed_halfway_does_not_stop_the_queue(valkey_f
         for flow in ("good", "lone"):
             await it.redis.zadd(f"{it.keys.prefix}queue:1:{flow}", {"stray": 1})
         await it.redis.zadd(it.keys.prefix + "flows:1", {"lone": -1})
-        # When the stray entry's turn comes, it is removed, and the next request is granted.
+        # When the stray entry's turn comes, the entry is removed, and the next request is granted.
         await a.settle("runs")
         await served(a, "first")
         assert await it.at_rest()
@@ -116,9 +116,9 @@ async def test_an_admission_that_failed_halfway_does_not_stop_the_queue(valkey_f
 async def test_the_items_of_a_failed_batch_are_sent_again_once_each(valkey_fleet: OpenFleet) -> None:
     async with valkey_fleet("a", full=True) as (it, a), broken(it):
         await it.redis.config_resetstat()
-        # Every item of a batch belongs to this flow.
+        # Every item of a batch belongs to the broken flow.
         _, *answers = await in_one_message(a.beat(), *(a.admit(f"b{n}", flow="bad") for n in range(16)))
-        # All fail, after one call with the whole batch and one call each.
+        # All items fail, after one call with the whole batch and one call for each item.
         assert all(isinstance(answer, ScriptFailed) for answer in answers)
         assert (await it.redis.info("commandstats"))["cmdstat_fcall"]["calls"] == 1 + 16 + 1
         # The connection remains usable.

@@ -8,7 +8,7 @@ from direct_calls import ClockedPool
 
 
 class Versions(ClockedPool):
-    """A pool used by two versions of the library: its own, and `other`."""
+    """A pool used by two versions of the library: the pool's own version, and the version `other`."""
 
     def __init__(self, client: redis.Redis, pool: str) -> None:
         super().__init__(client, pool)
@@ -29,11 +29,11 @@ def server(client: redis.Redis, pool: str) -> Versions:
 
 
 def test_nothing_goes_to_an_endpoint_that_another_version_has_replaced(server: Versions) -> None:
-    # A version has placed requests, and so caches all endpoints and their loads.
+    # A version of the library has placed requests, and so caches all endpoints and their loads.
     server.live_through("x", "y")
-    # The other version replaces an endpoint.
+    # The other version of the library replaces an endpoint.
     server.publish("a:1", "c:1", version="2", library=server.other, upper_per=100)
-    # The first version sends requests to the new endpoint, and none to the removed one.
+    # The first version of the library sends requests to the new endpoint, and none to the removed endpoint.
     assert {server.admit(f"after-{number}")[1] for number in range(6)} == {"a:1,c:1", "c:1,a:1"}
     assert server.loads() == {"a:1": 3, "c:1": 3}
 
@@ -42,7 +42,7 @@ def test_an_endpoint_added_under_the_same_version_is_picked(server: Versions) ->
     # The library caches all endpoints.
     server.publish("a:1", version="1", upper_per=100)
     assert server.admit("x")[1] == "a:1"
-    # Another endpoint is published under the same version.
+    # Another endpoint is published under the same version of the endpoints.
     server.publish("a:1", "b:1", version="1", upper_per=100)
     # The next request goes to the new endpoint.
     assert server.admit("y")[1] == "b:1,a:1"
@@ -50,39 +50,39 @@ def test_an_endpoint_added_under_the_same_version_is_picked(server: Versions) ->
 
 def test_requests_of_one_workload_by_two_versions_are_counted_once_each(server: Versions) -> None:
     server.publish("a:1", "b:1", version="1", upper_per=100)
-    # Both versions admit and end requests, alternately and twice in a row.
+    # Both versions of the library admit and end requests, alternately and twice in a row.
     for number in range(10):
         server.admit(f"one-{number}")
         server.admit(f"other-{number}", library=server.other)
         server.settle(f"one-{number}", server.other)
         if number % 2:
             server.settle(f"other-{number}")
-    # The workload's counts and the loads include the requests of both versions.
+    # The workload's counts and the endpoints' loads include the requests of both library versions.
     row = server.call("view_workload", "w")[1].split(b"\x1f")
     assert [float(figure) for figure in row[1:4]] == [20, 5, 20]  # total, active, dispatched
     assert sum(server.loads().values()) == 5
 
 
 def test_either_version_expires_a_request_that_the_other_queued(server: Versions) -> None:
-    # A version has cached that no timer is pending; a request in flight takes all capacity.
+    # A library version has cached that no timer is pending; a request in flight takes all capacity.
     server.publish("a:1", version="1", upper_per=1)
     assert server.admit("runs")[0] == "placed"
-    # The other version queues a request, whose TTL passes.
+    # The other version of the library queues a request, whose TTL passes.
     assert server.admit("waits", library=server.other, ttl_ms=40) == ["queued", "40"]
     server.passes(41)
-    # The first version ends the request in its next call.
+    # The next call of the first library version ends the request.
     assert server.admit("runs")[-1] == "adopted"
     assert server.requests() == {b"runs"}
 
 
 def test_loads_stay_exact_with_more_names_than_the_library_caches(server: Versions) -> None:
     server.publish("a:1", "b:1", version="1", upper_per=100)
-    # Each request names other unknown endpoints as candidates.
+    # Each request names different unknown endpoints as candidates.
     for number in range(30):
         strangers = ",".join(f"10.0.{number}.{last}:1" for last in range(50))
         answer = server.admit(f"r-{number}", flow="f", workload=f"w-{number}", candidates=f"{strangers},a:1")
         assert answer[:2] == ["placed", "a:1"]
-    # The loads of the known endpoints are right.
+    # The counted loads of the known endpoints are right.
     assert server.loads() == {"a:1": 30, "b:1": 0}
     for number in range(30):
         server.settle(f"r-{number}")
@@ -90,12 +90,12 @@ def test_loads_stay_exact_with_more_names_than_the_library_caches(server: Versio
 
 
 def test_the_next_call_applies_a_setting_that_another_version_changed(server: Versions) -> None:
-    # A version has cached the settings, and no cached count changes.
+    # A version of the library has cached the settings, and no cached count changes.
     server.live_through("x", "y")
     for fallbacks in (0, 1):
-        # The other version changes the number of fallbacks.
+        # The other library version changes the setting for the number of fallbacks.
         server.call("tune", "r", json.dumps({"fallbacks": fallbacks}), "{}", library=server.other)
-        # The first version applies the setting to its next request.
+        # The first library version applies the setting to its next request.
         assert len(server.admit(f"r{fallbacks}")[1].split(",")) == 1 + fallbacks
 
 
@@ -105,14 +105,14 @@ def test_an_endpoint_is_picked_again_after_its_down_mark_is_removed(server: Vers
     server.call("heartbeat", "a", "{}", 60_000)
     running = {server.admit(f"r{number}")[1].split(",")[0]: f"r{number}" for number in range(8)}
     assert server.admit("waits")[0] == "queued"
-    # Requests end on a:1 and on b:1, which is down: the waiting request goes to a:1.
+    # Requests end on endpoint a:1 and on b:1, which is down: the waiting request goes to a:1.
     server.call("mark_endpoint", "a", "b:1", "down", "1")
     for address in ("a:1", "b:1"):
         server.settle(running.pop(address))
     assert server.loads()["a:1"] == 1  # the waiting request
     for name in (*running.values(), "waits"):
         server.settle(name)
-    # When the endpoint is up again, it gets its share of requests.
+    # When endpoint b:1 is up again, it gets its share of requests.
     server.call("mark_endpoint", "a", "b:1", "down", "")
     for number in range(8):
         assert server.admit(f"after-{number}")[0] == "placed"

@@ -18,7 +18,7 @@ PLACES = {"BAND": "[0-9]+", "FLOWQUEUE": "[^\x1f]*", "WORKLOAD": ".+", "REPLICA"
 
 
 def documented() -> dict[str, str]:
-    """Key pattern without the pool's prefix -> type, as docs/redis-schema.md lists them."""
+    """Key pattern without the pool's prefix -> type of key, as docs/redis-schema.md lists keys."""
     return dict(re.findall(r"^\| `epp:\{POOL\}:([^`]+)` \| (\w+) \|", PAGE.read_text(encoding="utf-8"), re.M))
 
 
@@ -46,7 +46,7 @@ def matching(name: str) -> list[str]:
 
 
 async def live(it: Fleet) -> dict[str, str]:
-    """Name without prefix -> type, for every key in the server; asserts that no other pool has keys."""
+    """Name without prefix -> type of every key in the server; asserts that no other pool has keys."""
     keys = await it.redis.keys("*")
     assert all(key.startswith(it.keys.prefix) for key in keys), keys
     return {key.removeprefix(it.keys.prefix): await it.redis.type(key) for key in keys}
@@ -88,7 +88,7 @@ async def test_every_key_of_a_run_is_documented_and_every_documented_key_is_used
         await a.store.renew("damaged", None, "", "")
         await a.store.renew("lost", None, "", accounting_token.write(ask("lost"), E1))
         await a.store.report_client_gone("lost")
-        # Requests wait under each ordering, become overdue, are preempted, and reach their flow's limit.
+        # Under each ordering, requests wait, become overdue, are preempted, and reach their flow's limit.
         await b.admit("limited", flow="limited", limit=1)
         await b.admit("the only one of its flow", flow="lonely", band=2)
         await look()
@@ -110,7 +110,7 @@ async def test_every_key_of_a_run_is_documented_and_every_documented_key_is_used
         await a.store.mark_endpoint(E1, "down", True)
         await look()
         await a.store.mark_endpoint(E1, "down", False)
-        # An endpoint fails a request.
+        # A request fails on an endpoint.
         await a.store.report_fault(Fault("unknown", E1, "500", ""), "flow")
         await look()
         # A replica begins to read all flow queues for the fleet.
@@ -131,13 +131,13 @@ async def test_every_key_of_a_run_is_documented_and_every_documented_key_is_used
         await it.redis.hset(it.keys.prefix + "metrics", E1, encode_reading(page, 0))
         assert (await a.sweep(unseen_s=1.0)).given_up >= 1
         await look()
-        # A request may only go to an endpoint that is at its limit.
+        # A request may only go to an endpoint that has reached its limit.
         await a.publish(Endpoint(E1, max_inflight=1), E2, upper_per=500, guard_share=0)
         for name in ("fills", "full"):
             await b.admit(name, flow=f"flow of {name}", candidates=E1)
             await b.place(name, candidates=E1)
         await look()
-        # A replica falls silent, and a sweep orphans only a part of its requests.
+        # A replica falls silent, and a sweep orphans only a part of this replica's requests.
         await a.publish(E1, upper_per=1, silence_ms=100)
         await it.after(110)
         await a.beat(silence_s=0.1)
@@ -160,6 +160,6 @@ async def test_every_documented_field_of_the_pool_is_used(fleet: OpenFleet) -> N
         await a.store.mark_endpoint(E1, "down", True)
         await a.store.set_live_config({"guard_share": 0.2}, {"guard_share": 0.2})
         await a.sweep()
-        # The pool's hash has exactly the documented fields.
+        # The hash of the pool has exactly the documented fields.
         rebuilding = {"lost"}  # tests/scripts/test_lost_keys.py
         assert set(await it.redis.hkeys(it.keys.pool)) == documented_fields() - rebuilding

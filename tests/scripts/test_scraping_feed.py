@@ -1,4 +1,4 @@
-"""Readings of metrics pages are published and stored through Redis; replicas' clocks are never compared."""
+"""Redis publishes and stores readings of metrics pages; the clocks of replicas are never compared."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
@@ -17,7 +17,7 @@ from picker_fleet.state.keys import Keys
 
 
 class Follower:
-    """Records everything that a follower receives."""
+    """Records all that a follower of the readings receives."""
 
     def __init__(self) -> None:
         self.readings: dict[str, EndpointMetrics] = {}
@@ -47,7 +47,7 @@ async def opened(
 
 @asynccontextmanager
 async def following(channel: MetricsChannel) -> AsyncIterator[Follower]:
-    """A follower of `channel` that has caught up."""
+    """A follower of the Redis channel `channel` that has caught up."""
     follower = Follower()
     task = asyncio.create_task(channel.follow(follower.take, check_s=10))
     try:
@@ -90,7 +90,7 @@ def without_times(it: EndpointMetrics) -> EndpointMetrics:
 
 
 async def test_a_follower_receives_readings_on_its_own_clock(pair: Pair) -> None:
-    # The follower's clock shows 50 s.
+    # The clock of the follower shows 50 s.
     one, two = pair
     async with following(two) as follower:
         # A replica whose clock shows 1000 s publishes a reading that is 300 ms old.
@@ -110,7 +110,7 @@ async def test_a_new_follower_gets_the_stored_readings_aged_by_the_clock_of_redi
     # A follower subscribes.
     async with following(two) as follower:
         pass
-    # The follower has the newest reading of each endpoint, with at least its real age.
+    # The follower has the newest reading of each endpoint, with an age no less than the real age.
     assert follower.batches[0][0] is None
     assert follower.readings.keys() == {"a:1", "b:1"}
     assert follower.readings["a:1"].scraped_ms <= 49_000
@@ -135,12 +135,12 @@ async def test_followers_receive_an_empty_batch_as_a_sign_of_life(pair: Pair) ->
 
 
 async def test_removed_readings_are_no_longer_stored(pair: Pair) -> None:
-    # Two readings are stored, and one is removed.
+    # Two readings are stored in Redis, and one reading is removed.
     one, two = pair
     await one.publish({"a:1": reading(999_000), "b:1": reading(999_000)})
     await two.remove(["a:1", "unknown:1"])
     await two.remove([])
-    # The other reading is left.
+    # The other reading is still stored.
     assert (await one.stored()).keys() == {"b:1"}
 
 
@@ -164,14 +164,14 @@ async def test_unreadable_readings_are_ignored(redis_url: str, pool: str, pair: 
             await redis.publish(name, b"\xff")
             await redis.publish(name, '{"from":"three","sent":5,"readings":{"bad:1":7}}')
             await one.publish({"b:1": reading(999_000)})
-            # The follower gets the readable readings only.
+            # The follower gets only readings that can be read.
             await until(lambda: "b:1" in follower.readings)
     assert follower.readings.keys() == {"a:1", "b:1"}
     assert follower.links == 1
 
 
 async def test_a_follower_reconnects_and_gets_the_readings_that_it_missed(valkey_url: str, pool: str) -> None:
-    # A follower is connected.
+    # A follower of the readings is connected.
     async with (
         two_replicas(valkey_url, pool) as (one, two),
         Redis.from_url(valkey_url) as redis,
@@ -193,7 +193,7 @@ async def test_publishing_fails_in_time_while_redis_is_silent_and_recovers(
     async with Redis.from_url(valkey_url) as redis:
         await persist(lambda: channel.publish({"c:1": reading(999_000)}))
         await redis.execute_command("CLIENT", "PAUSE", 60_000, "WRITE")
-        # Publishing fails within the deadline.
+        # A publication fails within the deadline.
         for _ in range(2):
             with pytest.raises(StateUnavailable, match="no answer in time"):
                 await channel.publish({"b:1": reading(999_000)})
@@ -205,7 +205,7 @@ async def test_publishing_fails_in_time_while_redis_is_silent_and_recovers(
 
 
 async def persist(call: Callable[[], Awaitable[Any]]) -> Any:
-    """Repeat `call` until it succeeds, as a busy machine may require; return its answer."""
+    """Repeat `call` until it succeeds, as a busy machine may require; return the answer of `call`."""
     async with asyncio.timeout(20):
         while True:
             with suppress(StateUnavailable):

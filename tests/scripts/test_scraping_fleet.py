@@ -25,7 +25,7 @@ from picker_tools.local_fleet.parts import SimOptions, Simulator
 from picker_tools.local_fleet.processes import Child
 
 INTERVAL_S = 0.05
-HEARTBEAT_S = 6.0  # silence of 3.6 s, longer than a busy machine stalls, counts as gone
+HEARTBEAT_S = 6.0  # a replica silent for 3.6 s, longer than a busy machine stalls, counts as gone
 
 
 class Meter(Metrics):
@@ -65,7 +65,7 @@ class Replica:
         self.running = asyncio.create_task(self.task.run())
 
     def knows(self, addresses: Sequence[str]) -> bool:
-        """Whether the replica has a fresh reading of exactly these endpoints."""
+        """Whether the replica has fresh readings of exactly these endpoints."""
         snapshot = self.readings.snapshot()
         return snapshot.keys() == set(addresses) and all(one.known for one in snapshot.values())
 
@@ -102,7 +102,7 @@ class ScrapingFleet:
         await until(lambda: sum(one.meter.targets for one in self.replicas.values()) == len(self.addresses))
 
     async def scrapers(self, times: int) -> dict[str, set[str]]:
-        """The replicas that scrape each endpoint, over at least `times` further scrapes of each."""
+        """The replicas that scrape each endpoint, over at least `times` further scrapes of each endpoint."""
         for replica in self.replicas.values():
             replica.meter.scrapes.clear()
 
@@ -129,7 +129,7 @@ def listed(addresses: Sequence[str]) -> Snapshot:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def simulators(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[list[str]]:
-    """Run four `picker sim` processes; yield their addresses."""
+    """Run four simulators (`picker sim`); yield their addresses."""
     folder = tmp_path_factory.mktemp("simulators")
     simulators = [Simulator(number, SimOptions(), ["base", "sql", "chat"]) for number in range(4)]
     async with AsyncExitStack() as running:
@@ -154,7 +154,7 @@ async def running(
 
 @pytest.fixture
 def scraping(valkey_url: str, pool: str, simulators: list[str]) -> OpenScraping:
-    """Opens a fleet of scrapers; takes the replicas' names, by default three."""
+    """Opens a fleet of scrapers; takes the replicas' names, by default three names."""
     return partial(running, valkey_url, pool, simulators)
 
 
@@ -168,8 +168,8 @@ async def test_each_endpoint_is_scraped_by_one_replica_and_known_to_all(scraping
         started_s = time.monotonic()
         scrapers = await fleet.scrapers(20)
         elapsed_s = time.monotonic() - started_s
-        # One replica scraped each endpoint, at most as often as the interval allows. Only timeouts may have
-        # occurred, if the whole machine stalled.
+        # One replica scraped each endpoint, at most as often as the interval allows. The only errors may be
+        # timeouts, if the whole machine stalled.
         assert {address: len(names) for address, names in scrapers.items()} == dict.fromkeys(
             fleet.addresses, 1
         )
@@ -190,10 +190,10 @@ async def test_endpoints_of_a_silent_replica_are_scraped_by_the_others(scraping:
         await fleet.settled()
         scrapers = await fleet.scrapers(3)
         lost_name = next(iter(scrapers[fleet.addresses[0]]))
-        # A replica that scrapes an endpoint stops without notice, and still counts as live.
+        # A replica that scrapes an endpoint stops without notice, and at first counts as live.
         await fleet.replicas.pop(lost_name).stop()
         assert lost_name in fleet.live
-        # The other replicas scrape its endpoints in addition to their own.
+        # The other replicas scrape this replica's endpoints in addition to their own endpoints.
         await fleet.divided()
         after = await fleet.scrapers(5)
         for address, names in scrapers.items():
@@ -211,7 +211,7 @@ async def test_in_a_large_fleet_some_replicas_scrape_and_all_get_the_readings(sc
     ):
         await fleet.settled()
         await channel.subscribe(fleet.key)
-        # Collect messages until each of the senders has published twice.
+        # Collect published messages until each of the senders has published twice.
         senders: Counter[str] = Counter()
         async with asyncio.timeout(30):
             while len(senders) < len(expected) or min(senders.values()) < 2:
@@ -230,9 +230,9 @@ async def test_removed_endpoints_are_forgotten_and_new_ones_are_scraped(scraping
         known = fleet.addresses
         fleet.list(known[:3])
         await fleet.settled()
-        # One endpoint leaves and the fourth joins.
+        # One endpoint leaves the pool, and the fourth endpoint joins.
         fleet.list(known[1:])
-        # Every replica and Redis have readings of exactly the new list.
+        # Every replica and Redis have readings of exactly the pool's new endpoints.
         await fleet.settled()
         await fleet.until_stored(redis)
 
@@ -258,7 +258,7 @@ async def test_without_redis_each_replica_has_its_own_readings(pool: str, simula
 async def test_a_scraping_task_can_be_cancelled_at_any_moment(
     valkey_url: str, pool: str, simulators: list[str]
 ) -> None:
-    # Replicas are stopped at different moments, mostly while they connect.
+    # Replicas are stopped at different moments, mostly while connecting to Redis.
     cell = SnapshotCell()
     cell.publish(listed(simulators))
     for turns in (*range(40), *range(40, 400, 20)):

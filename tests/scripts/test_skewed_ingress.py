@@ -3,11 +3,11 @@
 import pytest
 from script_fleet import Fleet, OpenFleet, Replica
 
-HEAVY, LIGHT = 40, 10  # of 50 turns at weights 4:1
+HEAVY, LIGHT = 40, 10  # turns of each flow, of 50 turns at weights 4:1
 
 
 async def queue(by: list[Replica], flow: str, weight: float, numbers: range) -> dict[str, Replica]:
-    """Queue one request per number, at these replicas in turn; return the receiving replica of each."""
+    """Queue one request per number, at these replicas in turn; return each request's replica."""
     received = {f"{flow} {number}": by[number % len(by)] for number in numbers}
     for request_id, replica in received.items():
         await replica.admit(request_id, flow=flow, weight=weight)
@@ -15,7 +15,7 @@ async def queue(by: list[Replica], flow: str, weight: float, numbers: range) -> 
 
 
 async def granted_flow(it: Fleet, received: dict[str, Replica]) -> str:
-    """Place and end the request granted last; return its flow."""
+    """Place and end the request that was granted last; return the request's flow."""
     entry = next(each for each in reversed(await it.log(last=10)) if each.event == "granted")
     replica = received[entry.request]
     await replica.place(entry.request)
@@ -31,7 +31,7 @@ async def test_weights_four_to_one_hold_although_each_replica_receives_one_flow_
         first, second = list(it.replicas[: (replicas + 1) // 2]), list(it.replicas[replicas // 2 :])
         await first[0].admit("running")
         received: dict[str, Replica] = {}
-        # One half of the replicas receives a flow's earlier requests, the other half its later ones.
+        # One half of the replicas receives a flow's earlier requests, the other half the later requests.
         for flow, weight, served, halves in (
             ("heavy", 4.0, HEAVY, (first, second)),
             ("light", 1.0, LIGHT, (second, first)),

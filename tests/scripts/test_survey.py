@@ -1,4 +1,4 @@
-"""One replica at a time reads all flow queues for the fleet, and only while an operator asks for them."""
+"""One replica at a time reads all flow queues for the fleet, and only while an operator asks for this."""
 
 import asyncio
 import contextlib
@@ -20,7 +20,7 @@ FOREVER_MS = 600_000
 
 
 def without_end(it: Fleet) -> None:
-    """Make the replicas' snapshots and claims outlive the test."""
+    """Make replicas' snapshots of the flow queues, and claims to read them, outlive the test."""
     times = SnapshotTimes(FOREVER_MS, FOREVER_MS / 1000, FOREVER_MS / 1000)
     for each in it.replicas:
         store = each.store
@@ -44,13 +44,13 @@ def names(queues: list[FlowQueueRow]) -> set[str]:
 
 
 async def is_left(it: Fleet) -> bool:
-    """Whether a snapshot or a claim to read one is in Redis."""
+    """Whether Redis has a snapshot of the flow queues, or a claim to read one."""
     return bool(await it.redis.exists(it.keys.queue_snapshot))
 
 
 @contextlib.asynccontextmanager
 async def watched(replica: Replica) -> AsyncIterator[FleetStateCache]:
-    """The replica's fleet state cache, refreshed in the background."""
+    """The replica's cache of the fleet state, refreshed in the background."""
     cache = FleetStateCache(replica.store, 60.0)
     running = asyncio.create_task(cache.run())
     try:
@@ -63,7 +63,7 @@ async def test_a_snapshot_that_one_replica_has_read_serves_the_others(valkey_fle
     async with valkey_fleet("a", "b", "c", upper_per=1) as (it, a, *others):
         without_end(it)
         await wait_in_line(it)
-        # One replica has read the flow queues, and a queue has changed since.
+        # One replica has read the flow queues, and a flow queue has changed since.
         read = await queues_of(a)
         assert len(read) == FLOWS
         await a.admit("late", flow="late")
@@ -87,7 +87,7 @@ async def test_of_five_concurrent_readers_one_reads_for_all(valkey_fleet: OpenFl
 async def test_a_replica_that_dies_while_it_reads_does_not_block_the_others(valkey_fleet: OpenFleet) -> None:
     async with valkey_fleet("a", "b", "c", upper_per=1) as (it, a, b, c):
         await wait_in_line(it)
-        # A replica claims the read, and then dies.
+        # A replica claims the read of the flow queues, and then dies.
         assert await a.store._client.call("claim_queue_snapshot", SnapshotTimes().claim_ms) == ["", 0]
         assert await it.redis.pttl(it.keys.queue_snapshot) <= SnapshotTimes().claim_ms
         # The other replicas still get the flow queues.
@@ -110,8 +110,8 @@ async def test_an_expired_snapshot_is_read_again(valkey_fleet: OpenFleet) -> Non
 async def test_a_few_flow_queues_are_read_without_a_snapshot(valkey_fleet: OpenFleet) -> None:
     async with valkey_fleet("a", "b", upper_per=1) as (it, a, b):
         without_end(it)
-        # With few flow queues each replica reads for itself, so both see a new request at once, and leave no
-        # snapshot.
+        # With few flow queues each replica reads for itself: both replicas see a new request at once, and
+        # leave no snapshot.
         for waiting in (0, 3):
             if waiting:
                 await wait_in_line(it, waiting)
@@ -142,7 +142,7 @@ async def test_the_fleet_state_cache_reads_nothing_while_no_operator_asks(valkey
     async with valkey_fleet("a", upper_per=1) as (it, a):
         await wait_in_line(it)
         async with watched(a) as cache:
-            # The cache runs without callers: nothing is read.
+            # The cache runs without callers: the cache reads nothing.
             await it.after(100)
             assert cache.last.queues == ()
             assert not await is_left(it)
@@ -152,7 +152,7 @@ async def test_the_fleet_state_cache_reads_nothing_while_no_operator_asks(valkey
             await until(lambda: cache.last is not first)
             assert len(cache.last.queues) == FLOWS
 
-            # Without further calls, refreshes stop.
+            # Without further calls, the cache stops refreshing itself.
             async def no_more() -> bool:
                 last = cache.last
                 await it.after(500)
@@ -168,7 +168,7 @@ async def test_a_flow_queue_that_moves_while_it_is_read_is_listed_once(
         await wait_in_line(it)
         first, *_, last = (await a.store.reads.flow_queues(MOST)).queues
 
-        # While the flow queues are read, the first one is served and moves to the end.
+        # While the flow queues are read, the first flow queue is served and moves to the end.
         async def moving(name: str, *args: Any) -> Any:
             monkeypatch.undo()
             found = await a.store._client.call(name, *args)
@@ -185,7 +185,7 @@ async def test_a_flow_queue_that_moves_while_it_is_read_is_listed_once(
         assert len(names(found)) == FLOWS
         assert found[-1].name == first.name
         assert found[-1].start > last.start
-        # FleetStateCache lists the same position. One flow fewer waits, because its request has been served.
+        # FleetStateCache lists the same position. One flow fewer waits: one request has been served.
         state = await FleetStateCache(a.store, 60.0).get()
         assert state.queues[-1][:4] == found[-1][:4]
         assert state.weights(first.priority, even=True) == len(state.queues) == FLOWS - 1

@@ -19,7 +19,7 @@ HUGE = 1e308
 
 
 async def serve(it: Fleet, turns: int, swept: bool = False) -> list[str]:
-    """Place and end `turns` requests, one after the other as they are granted; return their ids."""
+    """Place and end `turns` requests, one after the other as they are granted; return the requests' ids."""
     (a,) = it.replicas
     served = []
     for _ in range(turns):
@@ -52,7 +52,7 @@ async def test_tags_stay_finite_and_flows_take_turns_beside_a_weight_out_of_boun
         # All requests are served.
         await a.settle("runs")
         served = await serve(it, 4, swept=True)
-        # The good flow's requests are served in order, and every tag is finite.
+        # The requests of the flow with weight 1 are served in order, and every tag is finite.
         assert [name for name in served if name.startswith("good")] == ["good 0", "good 1"]
         assert len(served) == 4
         assert await tags_are_finite(it)
@@ -65,16 +65,16 @@ async def test_the_sweep_rebases_tags_so_that_heavy_flows_have_their_shares_agai
             await a.admit(f"light {number}", flow="light", weight=1e-3, cost=1e9)
         await a.settle("runs")
         await serve(it, 1)
-        # A turn of the heaviest flow adds 1e-6 to its tag, which a tag of 1e12 is too large to hold.
+        # A turn of the heaviest flow adds 1e-6 to the flow's tag; a tag of 1e12 is too large to hold this.
         assert (await it.state()).virtual_times["Default"] == 1e12
         assert 1e12 + 1e-6 == 1e12
         await a.sweep()
         assert (await it.state()).virtual_times["Default"] == 2**20
-        # Requests of the heaviest flow and of one with half its weight wait.
+        # Requests of the heaviest flow wait, and requests of a flow with half the weight.
         for number in range(40):
             await a.admit(f"half {number}", flow="half", weight=5e5)
             await a.admit(f"whole {number}", flow="whole", weight=1e6)
-        # The light flow gets its turn, and the two heavy flows get their exact shares.
+        # The lightest flow gets its turn, and the two heavy flows get their exact shares.
         assert await serve(it, 1) == ["light 1"]
         assert Counter(name.split()[0] for name in await serve(it, 60)) == {"half": 20, "whole": 40}
 
@@ -99,7 +99,7 @@ LONG_AGO = 1.0
 
 
 async def until_notified(replica: Replica, what: str, request: str) -> None:
-    """Sweep until the replica has the notification `what` about the request."""
+    """Sweep until the replica has the notification called `what` about the request."""
 
     async def is_told() -> bool:
         await replica.sweep()
@@ -115,7 +115,7 @@ async def life(it: Fleet, name: str) -> None:
     assert name_of(await a.admit(f"{name} expires", ttl_s=0.05, flow="other")) == "queued"
     assert name_of(await a.admit(f"{name} waits", ttl_s=60)) == "queued"
     await until_notified(a, "expired", f"{name} expires")
-    for _ in STRAYS:  # a call drops a bounded number of strays, then goes on
+    for _ in STRAYS:  # a call drops a bounded number of stray entries, then goes on
         await a.sweep()
     await a.settle(f"{name} first")
     await until_notified(a, "placed", f"{name} waits")
@@ -137,9 +137,9 @@ async def test_requests_are_served_expire_and_end_despite_strays_in_a_sorted_set
         await it.redis.zadd(it.keys.prefix + kind, dict.fromkeys(STRAYS, LONG_AGO))
         if kind == "load":
             await a.publish("10.0.0.1:8000", upper_per=1, lower_per=1, ordering=ordering)
-        # Requests are served as usual.
+        # Requests are served as they are without strays.
         await life(it, "r")
-        # Sweeps drop the strays that no dispatch has met.
+        # Sweeps drop the stray entries that no dispatch has met.
         await a.sweep()
         await a.sweep()
         if kind in ("inflight", "timers", "overdue", "flows:1", "throttled:1"):
@@ -154,7 +154,7 @@ async def test_a_metric_counts_dropped_strays(valkey_fleet: OpenFleet, kind: str
         await it.redis.zadd(it.keys.prefix + kind, dict.fromkeys(STRAYS[:3], -1.0))
         await a.publish("10.0.0.1:8000", upper_per=1, lower_per=1, total_capacity=1)  # resets the cache
         await a.sweep()
-        await a.admit("urgent", band=0)  # looks for a preemption candidate
+        await a.admit("urgent", band=0)  # this call looks for a preemption candidate
         await a.settle("first")
         await a.place("urgent")
         await a.settle("urgent")
@@ -163,7 +163,7 @@ async def test_a_metric_counts_dropped_strays(valkey_fleet: OpenFleet, kind: str
 
 
 async def test_flows_missing_from_the_preemption_candidates_are_preempted_too(fleet: OpenFleet) -> None:
-    # The set of preemption candidates names an empty flow queue and lacks all that wait.
+    # The set of preemption candidates names an empty flow queue, and lacks all flow queues that wait.
     async with fleet("a", total_capacity=3, full=True) as (it, a):
         for name in ("x", "y", "z"):
             await a.admit(name, flow=name, band=Band.SHEDDABLE)
@@ -187,7 +187,7 @@ async def test_requests_are_served_expire_and_end_despite_damaged_entries_of_a_h
     fleet: OpenFleet, kind: str, value: str
 ) -> None:
     async with fleet("a", upper_per=1, lower_per=1, lease_ms=2000, default_answer=1) as (it, a):
-        # The hash has unreadable entries, some of them under names that requests use.
+        # The hash has unreadable entries, some of these under names that requests use.
         names = [*STRAYS[:3], "flow", "other", "w", "down\x1f10.0.0.1:8000", "r gone"]
         await it.redis.hset(it.keys.prefix + kind, mapping=dict.fromkeys(names, value))
         await it.redis.zadd(it.keys.prefix + "inflight", {"stray-0": LONG_AGO})

@@ -1,4 +1,4 @@
-"""Live changes of the queue and its scorers: all replicas apply them, and no waiting request is lost."""
+"""Live changes of the queue and its scorers: all replicas apply these, and no waiting request is lost."""
 
 import asyncio
 import contextlib
@@ -20,7 +20,7 @@ async def test_a_raised_bound_dispatches_a_waiting_request_at_once(fleet: OpenFl
         raised = {"upper_per": 2, "lower_per": 2}
         assert await b.store.set_live_config(raised, {"watermark": 2}) == "1"
         assert order_of(await it.log()) == ["waits"]
-        # A live change outlives a publication, until it is reverted.
+        # A live change outlives a publication of settings, until an operator reverts the change.
         await a.publish("10.0.0.1:8000", upper_per=1)
         assert (await a.beat()).upper == 2
         assert await a.store.live_config() == LiveConfig("1", raised, {"watermark": 2})
@@ -34,7 +34,7 @@ async def test_after_a_raised_bound_dispatch_reads_only_the_first_flows(valkey_f
         # Many flows wait.
         for i in range(100):
             await a.admit(f"r{i}", flow=f"flow-{i}")
-        # After bounds are raised, each call reads only the front of the flows.
+        # After the bounds are raised, each call reads only the first of the waiting flows.
         async with it.redis.monitor() as said:
             await a.store.set_live_config({"upper_per": 3, "lower_per": 3}, {"watermark": 3})
             await it.redis.echo("the end")
@@ -52,7 +52,7 @@ PROMPT = (b"a" * 8, b"b" * 8)
 
 @contextlib.asynccontextmanager
 async def replica(url: str, pool: str, name: str) -> AsyncIterator[tuple[Pool, FleetControls]]:
-    """A complete replica except for its listening sockets and its scraping."""
+    """A replica that is complete except for its listening sockets and its scraping."""
     leases = {"heartbeat": 0.1, "replica_silence": 5}
     whole = a_pool({"redis": {"url": url}, "pool": pool, "leases": leases}, name)
     whole.membership.discovered([Endpoint(address) for address in addresses(3)])
@@ -80,7 +80,7 @@ async def test_a_scorer_added_live_uses_the_routes_of_all_replicas(valkey_url: s
         change = {"scheduling": {"scorers": {"prefix-affinity": 9}}}
         assert (await controls.change(change)).changes == change
         await until(lambda: a.chooser.needs_prefix_hashes and b.chooser.needs_prefix_hashes)
-        # The other replica knows the first one's routes, without a restart.
+        # Without a restart, the other replica knows the routes of the first replica.
         await asyncio.gather(a.routes.caught_up(), b.routes.caught_up())
         placement = await a.admission.admit(prompted("r2"), stream_owned=False)
 

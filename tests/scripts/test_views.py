@@ -1,4 +1,4 @@
-"""Reads of the shared state for operators, and the admin API's lists made from them."""
+"""Reads of the shared state for operators, and the admin API's lists made from these reads."""
 
 import asyncio
 import contextlib
@@ -20,7 +20,7 @@ from picker_fleet.state.store import name_of
 
 
 async def queued_behind_one(it: Fleet, *requests: tuple[str, str, int]) -> None:
-    """Place one request and queue `requests` (id, flow, band) in this order."""
+    """Place one request, then queue `requests` (id, flow, band) in the given order."""
     (a, *_) = it.replicas
     await a.admit("runs")
     for request_id, flow, band in requests:
@@ -36,7 +36,7 @@ async def test_flow_queues_are_listed_by_band_and_start_tag_throttled_ones_last(
         await a.admit("c1", flow="limited", band=0, limit=1)
         await a.store.place("d1", 1, "*")
         await a.admit("c2", flow="limited", band=0, limit=1)
-        await a.settle("d1")  # grants c1, whose flow is then at its limit
+        await a.settle("d1")  # this call grants request c1, whose flow is then at its limit
         await a.place("c1")
         await a.publish(E1, upper_per=3)
         await a.beat()
@@ -55,10 +55,10 @@ async def test_a_flow_queue_has_its_tag_length_age_weight_and_share(fleet: OpenF
         await queued_behind_one(it, ("g1", "gold", 1), ("g2", "gold", 1), ("i1", "iron", 1), ("c", "top", 0))
         await a.settle("runs")
         await it.after(20)
-        # One request of a higher band has been served, then one of gold.
+        # One request of a higher band has been served, then one request of flow gold.
         await a.settle("c")
         queues = (await a.store.reads.flow_queues(10)).queues
-        # The served flow's tag has advanced by cost / weight, little because of its weight.
+        # The served flow's tag has advanced by cost / weight: little, because the weight is high.
         rows = [(each.priority, each.name, each.start, each.queued) for each in queues]
         assert rows == [(0, "iron", 0.0, 1), (0, "gold", 0.25, 1)]
         iron, gold = queues
@@ -79,10 +79,10 @@ async def test_ranges_of_flow_queues_list_their_requests_in_order(fleet: OpenFle
         asked = (a.admit(each, workload="w", criticality=4, ttl_s=60 + i) for i, each in enumerate(names))
         await asyncio.gather(*asked)
         await a.admit("other", flow="other", band=2, ttl_s=30, cost=3, limit=2)
-        # Ranges of the queues are read, one of them past the end.
+        # Ranges of the queues are read, one range past the end.
         ranges = RankRange(0, "flow", 10, 219), RankRange(-10, "other", 0, 5), RankRange(0, "flow", 300, 310)
         long, (other,), past = await a.store.reads.queued(ranges)
-        # All requests of the ranges are returned in the flow queue's order.
+        # All requests of the ranges are returned in the order of the flow queue.
         assert [each.id for each in long] == names[10:220]
         assert past == []
         assert (other.state, other.owner, other.flow, other.priority) == ("queued", "a", "other", -10)
@@ -114,13 +114,13 @@ async def test_an_overdue_request_is_marked(fleet: OpenFleet) -> None:
 
 
 async def test_requests_in_flight_are_listed_in_pages_by_lease(fleet: OpenFleet) -> None:
-    # 230 requests in flight, two of them granted but not yet placed.
+    # 230 requests are in flight, two of these granted but not yet placed.
     async with fleet("a", upper_per=230) as (_, a):
         await asyncio.gather(*(a.admit(f"r{i:03d}") for i in range(230)))
         await a.admit("q1", subset=(E1,))
         await a.admit("q2")
         await a.settle("r000", "r001")
-        # The requests are read in pages of 60.
+        # The requests are read in pages of 60 requests.
         seen, total = await a.store.reads.in_flight(60)
         while len(seen) % 60 == 0:
             page, again = await a.store.reads.in_flight(60, (seen[-1].lease_ms, seen[-1].entry.id))
@@ -140,18 +140,18 @@ async def test_requests_in_flight_are_listed_in_pages_by_lease(fleet: OpenFleet)
 async def test_a_request_is_found_in_every_state(fleet: OpenFleet) -> None:
     async with fleet("a", "b", upper_per=1, starvation_ms=1) as (it, a, b):
         await queued_behind_one(it, ("first", "f", 1), ("second", "f", 1))
-        # Queued: with rank, flow queue, and rank among the overdue requests.
+        # A queued request is found with its rank, its flow queue, and its rank among the overdue requests.
         await it.after(5)
         await a.beat()
         found = await a.store.reads.request("second")
         assert (found.entry.state, found.rank, found.queue.name, found.queue.queued) == ("queued", 1, "f", 2)
         assert (found.overdue_rank, found.lease_in_s) == (1, None)
-        # Placed: with its lease.
+        # A placed request is found with its lease.
         runs = await a.store.reads.request("runs")
         assert (runs.entry.state, runs.rank, runs.queue, runs.overdue_rank) == ("placed", None, None, None)
         assert runs.lease_in_s is not None
         # Granted; ended.
-        await a.admit("first", flow="f", candidates=E1)  # else the grant would place it
+        await a.admit("first", flow="f", candidates=E1)  # else the grant would also place the request
         await a.settle("runs")
         assert (await b.store.reads.request("first")).entry.state == "granted"
         assert await a.store.reads.request("runs") is None
@@ -161,14 +161,14 @@ async def test_workloads_are_read_in_pages_and_one_by_one(fleet: OpenFleet) -> N
     async with fleet("a", upper_per=1000) as (_, a):
         await asyncio.gather(*(a.admit(f"r{i}", workload=f"w{i % 230}") for i in range(460)))
         await a.settle("r7")
-        # 230 workloads are read in pages of 40.
+        # 230 workloads are read in pages of 40 workloads.
         seen, cursor = [], ("0", 0)
         while cursor is not None:
             page, total, cursor = await a.store.reads.workloads(40, *cursor)
             assert total == 230
             assert len(page) <= 40
             seen += page
-        # Each workload is listed once.
+        # Each workload is listed exactly once.
         assert sorted(each.id for each in seen) == sorted(f"w{i}" for i in range(230))
         seven = await a.store.reads.workload("w7")
         assert (seven.total, seven.active, seven.dispatched) == (2, 1, 2)
@@ -201,7 +201,7 @@ async def test_reads_of_an_empty_redis_return_nothing_and_write_nothing(fleet: O
         assert await reads.request("r") is None
         assert await reads.replicas() == []
         assert await reads.decisions(10) == []
-        # The reads return nothing and write nothing.
+        # Reads of the empty Redis return nothing and write nothing.
         assert await it.redis.keys("*") == []
 
 
@@ -230,8 +230,8 @@ async def pages(call: Any, rows: str, limit: int, **fields: Any) -> list[dict[st
 async def listed(
     fleet: OpenFleet, *requests: tuple[str, str, Band], **weights: float
 ) -> AsyncIterator[tuple[Replica, FleetLists]]:
-    """A replica with one request in flight, `requests` (id, flow, band) queued, and its lists. Flows have
-    `weights`, by default 1."""
+    """A replica with one request in flight and `requests` (id, flow, band) queued; the replica's lists. Flows
+    have the weights `weights`, by default 1."""
     async with fleet("a", joined=CONFIG) as (_, a):
         assert name_of(await a.admit("runs")) == "placed"
         verdicts = await asyncio.gather(
@@ -248,11 +248,11 @@ async def listed(
 async def test_pages_list_a_long_queue_completely_and_in_order_of_position(
     valkey_fleet: OpenFleet, limit: int
 ) -> None:
-    # 1500 requests of 45 flows with weights 1 to 3, in three bands.
+    # 1500 requests of 45 flows with weights 1 to 3 wait in three bands.
     asked = [(f"r{i:04d}", f"f{i % 45:02d}", NAMED[i % 3]) for i in range(1500)]
     weights = {f"f{i:02d}": 1.0 + i % 3 for i in range(45)}
     async with listed(valkey_fleet, *asked, **weights) as (_, lists):
-        # The queue is read in pages.
+        # The queue is read in several pages.
         found = await pages(lists.queue, "requests", limit, band=None, flow=None)
         # Each request is listed once at its position: higher bands first, then by start tag.
         assert sorted(each["id"] for each in found) == sorted(each[0] for each in asked)
@@ -262,11 +262,11 @@ async def test_pages_list_a_long_queue_completely_and_in_order_of_position(
         # Within a flow, requests are in order of arrival.
         of_one = [request_id for request_id, flow, _ in asked if flow == "f07"]
         assert [each["id"] for each in found if each["flow"] == "f07"] == of_one
-        # A lookup by id gives the same position.
+        # A lookup of a request by id gives the same position.
         for each in (found[0], found[777], found[-1]):
             one = await lists.request(each["id"])
             assert (one.position, one.start_tag) == (each["position"], each["start_tag"])
-        # Each flow is listed once, and fair shares add up to 1.
+        # Each flow is listed once, and the fair shares of all flows add up to 1.
         flows = await pages(lists.flows, "flows", limit, band="Default")
         assert len(flows) == len({each["flow"] for each in flows}) == 15
         assert sum(each["fair_share"] for each in flows) == pytest.approx(1.0, abs=1e-4)
@@ -274,14 +274,14 @@ async def test_pages_list_a_long_queue_completely_and_in_order_of_position(
 
 @pytest.mark.parametrize("ordering", ["fcfs", "workload-aware"])
 async def test_each_page_has_exactly_the_fields_of_its_model(valkey_fleet: OpenFleet, ordering: str) -> None:
-    # Requests in flight and waiting, with and without workloads and flow limits.
+    # Requests are in flight and waiting, with and without workloads and flow limits.
     joined = {**CONFIG, "fair_request_queue": {**QUEUE, "ordering": ordering}}
     async with valkey_fleet("a", joined=joined) as (_, a):
         assert name_of(await a.admit("runs", workload="w0", flow="limited", limit=1)) == "placed"
         for number, kind in enumerate(({"workload": "w1"}, {"flow": "limited", "limit": 1}, {"band": 2})):
             assert name_of(await a.admit(f"q{number}", **kind)) == "queued"
         lists = lists_of(a)
-        # Each page has exactly the fields of its model.
+        # Each page of the admin API has exactly the fields of the page's model.
         kinds = (
             *((models.Flows, lists.flows(limit, None, None), "flows") for limit in (2, 200)),
             *((models.Queue, lists.queue(limit, None, None, None), "requests") for limit in (2, 200)),
@@ -308,7 +308,7 @@ async def test_the_view_of_a_request_says_why_it_waits(valkey_fleet: OpenFleet) 
         assert "runs on 10.0.0.1:8000" in await why("runs")
         await a.store.set_live_config({"paused": 1}, {})
         assert (await why("q1")).endswith("no request before it; dispatching is paused")
-        await a.admit("q1", flow="gold", candidates=E1)  # else the grant would place it
+        await a.admit("q1", flow="gold", candidates=E1)  # else the grant would also place the request
         await a.settle("runs")
         await a.store.set_live_config({"paused": None}, {})
         assert await why("q1") == "its turn has come; replica a is choosing its endpoint"
@@ -328,7 +328,7 @@ async def test_a_cursor_of_another_list_is_refused(valkey_fleet: OpenFleet) -> N
 async def test_more_flows_than_max_flows_are_still_listed(valkey_fleet: OpenFleet) -> None:
     async with listed(valkey_fleet, *((f"q{i:02d}", f"f{i:02d}", Band.DEFAULT) for i in range(25))) as (a, _):
         lists = lists_of(a, max_flows=10)
-        # Pages list all flows; figures that would need all flows at once are None.
+        # Pages list all flows; a figure that would need all flows at once is None.
         flows = await pages(lists.flows, "flows", 4, band=None)
         assert [each["flow"] for each in flows] == [f"f{i:02d}" for i in range(25)]
         assert {each["fair_share"] for each in flows} == {None}
@@ -346,7 +346,7 @@ async def test_the_service_of_a_flow_is_the_sum_of_the_replicas_reports(valkey_f
             (gold,) = (await lists.flows(10, None, None)).flows
             return gold if gold.served_cost_per_s else None
 
-        # A flow's service is the sum of the reports, and its share is relative to the band's service.
+        # A flow's service is the sum of the reports, and the flow's share is relative to the band's service.
         gold = await until(found)
         assert (gold.served_cost_per_s, gold.share) == (6.0, 0.6)
         replicas = {each.id: each for each in (await lists.replicas()).replicas}

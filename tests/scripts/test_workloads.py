@@ -1,4 +1,4 @@
-"""The workload registry (spec 001): what it counts, how long it keeps workloads, and its size limit."""
+"""The workload registry (spec 001): its counts, how long the registry keeps workloads, and its size limit."""
 
 import asyncio
 import itertools
@@ -25,7 +25,7 @@ async def test_an_idle_workload_is_forgotten_and_a_busy_one_is_not(fleet: OpenFl
             await a.sweep(idle_s=0.005)
             return await registered(it) == ["busy"]
 
-        # After that time a few sweeps remove all except the busy one.
+        # After that time a few sweeps remove all workloads except the busy one.
         await until(forgotten)
 
 
@@ -46,7 +46,7 @@ async def registered(it: Fleet) -> list[str]:
 async def test_workloads_beyond_the_limit_are_not_registered(fleet: OpenFleet, at_once: bool) -> None:
     # The stock has room for all requests; the registry has room for two workloads.
     async with fleet("a", upper_per=100, max_workloads=2) as (it, a):
-        # Three workloads arrive, two of them twice.
+        # Requests of three workloads arrive, two requests each of two workloads.
         arriving = [a.admit(f"r{n}", workload=name) for n, name in enumerate(("w1", "w2", "w3", "w1", "w3"))]
         verdicts = await asyncio.gather(*arriving) if at_once else [await each for each in arriving]
         # All requests are served, and two workloads are registered.
@@ -57,14 +57,14 @@ async def test_workloads_beyond_the_limit_are_not_registered(fleet: OpenFleet, a
 
 
 async def test_refused_requests_of_new_workloads_fill_at_most_half_of_the_registry(fleet: OpenFleet) -> None:
-    # The queue has no room; the registry has room for four workloads.
+    # The queue has no room for requests; the registry has room for four workloads.
     async with fleet("a", upper_per=1, total_capacity=0, max_workloads=4) as (it, a):
         await a.admit("runs", workload="served")
-        # A client sends a new workload with each request, one by one and then all at once.
+        # Each request of a client has a new workload id; the requests come one by one, and then all at once.
         for number in range(10):
             assert name_of(await a.admit(f"r{number}", workload=f"new-{number}")) == "refused"
         await asyncio.gather(*(a.admit(f"s{number}", workload=f"newer-{number}") for number in range(10)))
-        # Half of the registry remains for workloads that are served.
+        # Half of the registry remains for workloads whose requests are served.
         assert await registered(it) == ["new-0", "served"]
         await a.settle("runs")
         for number in range(3):
@@ -86,7 +86,7 @@ async def test_requests_of_unregistered_workloads_are_ordered_like_anonymous_one
             what, request = a.notifications[-1]
             assert what == "placed"
             await a.settle(request)
-        # None of their keys is left.
+        # No key of these requests is left.
         for kind in ("line", "growing", "static", "queue"):
             assert await it.redis.keys(f"{it.keys.prefix}{kind}*") == []
 
@@ -100,29 +100,30 @@ async def test_mean_answer_tokens_are_kept_for_at_most_max_workloads_flows(fleet
 
 
 async def test_at_most_10000_finish_tags_of_idle_flows_are_kept(fleet: OpenFleet) -> None:
-    # The pool is not at rest, and 12 500 idle flow queues have finish tags above the virtual time.
+    # Requests are in the pool, and 12 500 idle flow queues have finish tags above the virtual time.
     async with fleet("a", full=True) as (it, a):
         await a.admit("waits")
         tags = {f"once-{n}": 1 + n / 1e6 for n in range(12_500)}
         finish = it.keys.prefix + "finish:1"
         await it.redis.zadd(finish, tags)
-        # Sweep until there is no more to do.
+        # Sweep until a sweep finds no more to do.
         while (await a.sweep()).more:
             pass
-        # The flow queues with the smallest tags were forgotten.
+        # The finish tags of the flow queues with the smallest tags were forgotten.
         assert await it.redis.zcard(finish) == 10_000
         assert (await it.redis.zrange(finish, 0, 0)) == ["once-2500"]
 
 
 async def test_a_client_with_a_new_flow_for_each_request_starves_no_other_flow(fleet: OpenFleet) -> None:
-    # The stock has room for one request. A steady flow has five requests; twenty new flows have one each.
+    # The stock has room for one request. A steady flow has five requests; twenty new flows have one request
+    # each.
     async with fleet("a", upper_per=1, guard_share=0, log_max=0) as (_, a):
         await a.admit("runs", flow="z-steady")
         for n in range(5):
             await a.admit(f"steady-{n}", flow="z-steady")
         for n in range(20):
             await a.admit(f"once-{n}", flow=f"once-{n}")
-        # For each served request the client sends another one.
+        # For each served request the client sends another request.
         running, served = "runs", []
         for n in range(20, 300):
             await a.admit(f"once-{n}", flow=f"once-{n}")
@@ -130,7 +131,7 @@ async def test_a_client_with_a_new_flow_for_each_request_starves_no_other_flow(f
             running = a.notifications[-1][1]
             served.append(running)
             await a.place(running)
-        # After the first hundred requests of new flows, the steady flow has its turn in each round.
+        # After the first hundred requests of new flows, the steady flow gets a turn in each round.
         turns = [at for at, request in enumerate(served) if request.startswith("steady")]
         assert len(turns) == 5
         assert max(after - before for before, after in itertools.pairwise(turns[1:])) <= 2 * 21

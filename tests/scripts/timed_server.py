@@ -1,4 +1,4 @@
-"""A pool on a server whose TIME the tests set."""
+"""A pool on a Redis server whose command TIME the tests control."""
 
 from typing import Any
 
@@ -51,7 +51,7 @@ class TimedPool(DirectPool):
         return reply
 
     def sweep(self) -> bool:
-        """Sweep; return whether the sweep ran."""
+        """Call a sweep; return whether the sweep ran."""
         return bool(self.call("sweep", "a", 100, 3000, 300_000, 1_000_000)[4])
 
     def knows(self, name: str) -> bool:
@@ -61,13 +61,13 @@ class TimedPool(DirectPool):
         self.call("renew", "a", *(part for name in names for part in (name, "", "", "", "0")))
 
     def calm(self, ms: int) -> None:
-        """Let `ms` pass while the replica sends a heartbeat each second."""
+        """Let `ms` milliseconds pass while the replica sends a heartbeat each second."""
         for _ in range(ms // SECOND_MS):
             self.passes(SECOND_MS)
             self.beat()
 
     def lose(self, *names: str) -> None:
-        """Delete the records and leases of requests, as if a failover had lost the last writes."""
+        """Delete the records and leases of all requests, as if a failover had lost the last writes."""
         self.client.hdel(f"{self.prefix}requests", *names)
         self.client.zrem(f"{self.prefix}inflight", *names)
 
@@ -78,7 +78,7 @@ class TimedPool(DirectPool):
         self.step(0)
 
     def report(self, name: str, accounting_token: str, attempt: str = "") -> str:
-        """Report a sign of life with this token; return the reply."""
+        """Report that a request runs, with this accounting token; return the reply."""
         return bytes(self.call("renew", "a", name, attempt, "", accounting_token, "0")[4]).decode()
 
     def now_ms(self) -> int:
