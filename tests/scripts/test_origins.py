@@ -27,7 +27,8 @@ async def test_every_replica_finds_the_endpoint_that_was_noted_last_for_an_id(fl
         assert await other.find(("?", "conv_1")) == E2
         # A model server that was restarted may use the same ids again.
         other.note(("resp_1",), E1)
-        assert [await each.find(("resp_1",)) for each in (one, other)] == [E1, E1]
+        # `other` sends the note ahead of its question, `one` asks afterwards.
+        assert [await each.find(("resp_1",)) for each in (other, one)] == [E1, E1]
         assert await it.redis.hgetall(it.keys.origins) == {"resp_1": E1, "conv_1": E2}
         assert await it.redis.zcard(it.keys.prefix + "origin_times") == 2
 
