@@ -22,8 +22,8 @@ _MOST_ENCODINGS = 2
 _STEP_BYTES = 256 * 1024  # bytes to read or decode before letting the event loop run other tasks
 _SLICE_BYTES = 16 * 1024
 _ZSTD_SLICE_BYTES = 256  # four bytes of zstd can expand to 128 KiB; the decoder has no output limit
-_ZSTD_WINDOW_BYTES = 8 * 1024 * 1024  # the largest window that RFC 9659 allows for HTTP
-_MOST_PARTS = 64  # consecutive gzip members or zstd frames
+_ZSTD_WINDOW_BYTES = 8 * 1024 * 1024  # the largest zstd window, in bytes, that RFC 9659 allows for HTTP
+_MOST_PARTS = 64  # most consecutive gzip members or zstd frames
 
 _MAX_FIELDS = 256
 _MAX_FIELD_HEAD = 8192
@@ -36,14 +36,14 @@ _PARAMETER = re.compile(rb';[ \t]*([^\s=;"]+)[ \t]*=[ \t]*(?:"((?:[^"\\]|\\.)*)"
 async def decode(
     text: bytes, encodings: bytes, new_buffer: Callable[[], BodyBuffer], turn: asyncio.Lock
 ) -> tuple[bytes, BodyBuffer]:
-    """Decode `text` by its content-encodings. Also returns the buffer that charges its bytes to the budget.
+    """Decode `text` by its content-encodings. Also returns the buffer that charges the result to the budget.
 
     The lock `turn` lets one body be decoded at a time, since a decoder needs memory for its window.
 
     Raises:
-        UnsupportedEncoding: an encoding is unknown, there are too many, or `text` is not in that encoding.
-        PayloadTooLarge: the decoded body exceeds the limit.
-        BufferFull: the replica's budget is used up.
+        UnsupportedEncoding: an encoding is unknown, `text` has too many encodings, or `text` is not in the
+        named encoding. PayloadTooLarge: the decoded body exceeds the limit. BufferFull: the replica's budget
+        is used up.
     """
     names = [name.strip().lower() for name in encodings.decode("latin-1").split(",")]
     names = [name for name in names if name not in ("", "identity")]
@@ -86,7 +86,7 @@ async def _decode(name: str, text: bytes, into: BodyBuffer) -> None:
         raise UnsupportedEncoding(f"content-encoding {name}: the body cannot be decoded: {fault}") from None
 
 
-_Steps = Iterator[tuple[int, bytes]]  # number of bytes read, and decoded bytes
+_Steps = Iterator[tuple[int, bytes]]  # yields the number of bytes read, and the bytes decoded
 
 
 def _inflated(text: bytes, window_bits: int) -> _Steps:
@@ -105,7 +105,7 @@ def _inflated(text: bytes, window_bits: int) -> _Steps:
                 chunk = decoder.decompress(more, _STEP_BYTES)
                 yield len(more), chunk
                 more = decoder.unconsumed_tail
-                if not more and len(chunk) < _STEP_BYTES:  # after a full chunk the decoder may have more
+                if not more and len(chunk) < _STEP_BYTES:  # after a full chunk there may be more output
                     break
         at -= len(decoder.unused_data)
 
@@ -115,7 +115,7 @@ def _gunzipped(text: bytes) -> _Steps:
 
 
 def _deflated(text: bytes) -> _Steps:
-    """Inflate `text` with a zlib header, as RFC 9110 requires, or without it, as many clients send it."""
+    """Inflate `text`, with a zlib header, as RFC 9110 requires, or without one, as many clients send."""
     has_head = len(text) >= 2 and text[0] & 15 == 8 and int.from_bytes(text[:2], "big") % 31 == 0
     return _inflated(text, zlib.MAX_WBITS if has_head else -zlib.MAX_WBITS)
 
@@ -175,7 +175,7 @@ class OtherBody:
 
     @property
     def values(self) -> Mapping[str, memoryview]:
-        """Always empty: the body has no prompt that the picker can read."""
+        """Returns no hashes: the body has no prompt that the picker can read."""
         return {}
 
     def with_model(self, name: bytes) -> bytes:
@@ -194,7 +194,7 @@ class OtherBody:
 
 
 class Form(NamedTuple):
-    """A form's fields `model` and `stream`, '' if missing, and the total length of its files."""
+    """A form's fields `model` and `stream`, '' if missing, and the total length of the form's files."""
 
     model: str
     stream: str
@@ -239,7 +239,7 @@ def read_form(text: bytes, content_type: bytes) -> Form:
 
 
 def _multipart(text: bytes, content_type: bytes) -> Iterator[tuple[str, int, int, bool]]:
-    """Name, start and end of each part's content, and whether the part is a file (RFC 7578)."""
+    """The name of each part, where its content starts and ends, and whether the part is a file (RFC 7578)."""
     boundaries = _BOUNDARY.findall(content_type)
     if len(boundaries) != 1:
         raise BadRequest("the content-type multipart/form-data needs one boundary")
@@ -271,7 +271,7 @@ def _named(head: bytes) -> tuple[str, bool]:
         raise BadRequest("a part of the form needs one content-disposition")
     parameters = [(key.lower(), quoted or bare) for key, quoted, bare in _PARAMETER.findall(dispositions[0])]
     names = [value for key, value in parameters if key == b"name"]
-    # Servers differ on which of several names they take, and on names encoded by RFC 2231.
+    # Servers differ on which of a part's several names they take, and on names encoded by RFC 2231.
     if len(names) != 1 or any(key.startswith(b"name*") for key, _ in parameters):
         raise BadRequest("a part of the form needs one name")
     return names[0].decode("latin-1"), any(key.startswith(b"filename") for key, _ in parameters)

@@ -40,16 +40,16 @@ from picker_fleet.scheduling.router import Router
 from picker_fleet.telemetry.logs import DecisionLines
 from picker_fleet.telemetry.metrics import Metrics
 
-STALLED_S = 30.0  # an upload that sends nothing for this long is ended
-MAX_UPLOADS = 2048  # incomplete uploads at once; one more ends the upload that has been silent for longest
-_CHECKS = 6  # checks of upload deadlines per STALLED_S
+STALLED_S = 30.0  # an upload that sends nothing for this many seconds is ended
+MAX_UPLOADS = 2048  # most incomplete uploads; one more ends the upload silent for longest
+_CHECKS = 6  # number of checks of upload deadlines per STALLED_S
 
 _MAX_SOURCES = 10_000
 _MAX_PATHS = 4096  # cached path lookups
-_MAX_FLOWS = 16_384  # flows remembered; a forgotten flow counts as new again
+_MAX_FLOWS = 16_384  # most flows remembered; a forgotten flow counts as new again
 _NETWORK_BITS = 64  # IPv6 prefix that counts as one source: a customer has at least a /64
 _MINUTE_S = 60.0
-_READ_BURST_S = 2.0  # burst of reads, in seconds of `extproc.read_rate`
+_READ_BURST_S = 2.0  # largest burst of reads, in seconds of `extproc.read_rate`
 
 PRESSURE: Final = "x-queue-pressure"  # docs/fairness.md, "Backpressure"
 DROPPED_REASON: Final = "x-llm-d-request-dropped-reason"
@@ -61,18 +61,18 @@ _ANTHROPIC_KINDS: Final = {404: "not_found_error", 413: "request_too_large", 429
 
 
 class UploadOverdue(Exception):
-    """An upload has stalled, takes too long, or is ended because too many uploads are incomplete."""
+    """An upload has stalled, takes too long, or must end because too many uploads are incomplete."""
 
 
 class UploadDeadlines:
     """Ends uploads that stall or take too long: the pending read of their stream raises UploadOverdue.
 
     Envoy does not report a client that vanishes during its upload, and a deadline in Envoy would include the
-    wait in the queue. Without a deadline here such an upload would keep its part of
+    wait in the queue. Without a deadline in the picker such an upload would keep its part of
     `extproc.max_buffered_bytes` for ever and delay every drain.
 
-    `clock` is in seconds. An upload ends after `stalled_s` without a message, or `whole_s` after it began. If
-    more than `most` uploads wait for messages, the upload that has waited longest ends.
+    `clock` is in seconds. An upload ends after `stalled_s` without a message, or `whole_s` after the upload's
+    start. If more than `most` uploads wait for messages, the upload that has waited longest ends.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class UploadDeadlines:
         self._whole_s = whole_s
         self._stalled_s = min(stalled_s, whole_s)
         self._most = most
-        self._waiting: OrderedDict[Stream, tuple[float, float]] = OrderedDict()  # (waits since, began at)
+        self._waiting: OrderedDict[Stream, tuple[float, float]] = OrderedDict()  # (waiting since, began at)
 
     def wait(self, stream: Stream, began_s: float) -> None:
         """Watch an upload that is about to read more of the request, which began to arrive at `began_s`."""
@@ -111,14 +111,14 @@ class UploadDeadlines:
 
 
 class AllowedPaths:
-    """Looks up by method and path how to serve a request, and caches the result."""
+    """Looks up by method and path how to serve a request, and caches each result."""
 
     def __init__(self, configured: Iterable[Api] = (), *, passes: bool = False) -> None:
         self._paths = Paths(configured, passes=passes)
         self._ways: dict[tuple[bytes, bytes], Way] = {}
 
     def way(self, method: bytes, path: bytes) -> Way | None:
-        """How a request with these `:method` and `:path` is served; None if no model server may see it.
+        """How a request with this `:method` and `:path` is served; None: no model server may see it.
 
         Raises:
             BadRequest: the query, which names the model, has too many fields.
@@ -174,7 +174,7 @@ class NewFlowLimit:
         if flow in self._seen or flow in self._configured:
             return
         source = self._source(forwarded_for)
-        if source:  # without an address clients cannot be told apart
+        if source:  # without an address the picker cannot tell clients apart
             wait_s = self._rates.take(source)
             if wait_s:
                 raise TooManyFlows(
@@ -186,7 +186,7 @@ class NewFlowLimit:
             del self._seen[next(iter(self._seen))]
 
     def _source(self, forwarded_for: bytes) -> str:
-        """The client's address as the first trusted proxy saw it (IPv6: its /64 network); '' if unknown."""
+        """The client's address, or /64 network in IPv6, as the first trusted proxy saw it; '' if unknown."""
         if not forwarded_for:
             return ""
         entries = forwarded_for.split(b",")
@@ -213,7 +213,7 @@ def new_flow_limit(settings: Settings, clock: Callable[[], float]) -> NewFlowLim
 class OpenRequests:
     """Counts the replica's open requests, in all pools and modes, so that a drain can wait for them.
 
-    `closed`: the replica drains and refuses new requests; queued requests keep waiting.
+    `closed`: the replica drains and refuses new requests; queued requests wait on.
     """
 
     def __init__(self) -> None:
@@ -238,9 +238,9 @@ class OpenRequests:
 @dataclass(frozen=True, slots=True)
 class ExchangeContext:
     """The objects that all requests of a pool share. `paths` is None for a pool that this replica does not
-    serve. `reads` limits requests without admission; `fill` returns the used part of the queue, 0 to 1.
-    `clock` is in seconds from any origin. `selected` parses the header by which the conformance suite chooses
-    endpoints; None if clients may not choose."""
+    serve. `reads` limits requests without admission; `fill` returns the used part of the queue's capacity, 0
+    to 1. `clock` counts seconds from any origin. `selected` parses the header by which the conformance suite
+    chooses endpoints; None if clients may not choose."""
 
     settings: Settings
     paths: AllowedPaths | None
@@ -259,7 +259,7 @@ class ExchangeContext:
     selected: Callable[[bytes], tuple[str, ...]] | None = None
 
     def way(self, method: bytes, path: bytes, *, has_body: bool) -> Way:
-        """How a request with this method and path is served. Counts a read towards the read limit.
+        """How a request with this method and path is served. Counts a read request towards the read limit.
 
         Raises:
             UnknownPool: the proxy names a pool that is not served here.
@@ -273,7 +273,7 @@ class ExchangeContext:
         if way is None:
             if not self.settings.extproc.conformance:
                 raise UnknownPath(NOT_LISTED)
-            return Way("inference" if has_body else "read")  # the conformance suite uses unlisted paths
+            return Way("inference" if has_body else "read")  # the conformance suite requests unlisted paths
         if way.kind == "read":
             wait_s = self.reads.take()
             if wait_s:
@@ -286,7 +286,7 @@ class ExchangeContext:
         return way
 
     def new_body(self) -> BodyBuffer:
-        """A buffer for one body, as received or as decoded; its bytes are charged to the budget."""
+        """A buffer for one body, as received or as decoded; the body's bytes are charged to the budget."""
         return BodyBuffer(self.bodies, self.settings.extproc.max_body_bytes)
 
     async def ask(
@@ -296,8 +296,8 @@ class ExchangeContext:
         the budget, None if the body was not encoded; release it when the parsed request is dropped.
 
         Raises:
-            UnsupportedEncoding, PayloadTooLarge, BufferFull: the body cannot be decoded, or grows too large.
-            BadRequest: the body is malformed; the message names the fault.
+            UnsupportedEncoding, PayloadTooLarge, BufferFull: the body cannot be decoded, or is too large
+            decoded. BadRequest: the body is malformed; the message names the fault.
         """
         if body is None:
             return bodiless(way), None
@@ -317,11 +317,11 @@ class Decision:
     """Follows one request until Envoy gets its endpoints or its refusal; counts and logs the outcome.
 
     `mode` is `standard`, `lean` or `http`. In `standard` the end of the request's stream settles the request;
-    in the other modes its access-log entry does. `path` selects the format of a refusal.
+    in the modes `lean` and `http` its access-log entry does. `path` selects the error format of a refusal.
 
     `placement` is set until `placed` or `withdraw` is called. `request_id` is the request's id in the access
-    log, '' if the picker needs no entry about it. `pressure` is the value of `x-queue-pressure` for the
-    client. Times are in seconds of the context's clock.
+    log, '' if the picker needs no access-log entry about the request. `pressure` is the value of
+    `x-queue-pressure` for the client. Times are in seconds of the context's clock.
     """
 
     def __init__(self, context: ExchangeContext, mode: str = "", path: bytes = b"") -> None:
@@ -338,7 +338,7 @@ class Decision:
 
     async def route(self, way: Way, headers: Mapping[str, bytes], subset: tuple[str, ...] | None) -> None:
         """Choose endpoints for a request without admission. The endpoint that stores the state which the
-        request names comes first, or else the endpoint of its session.
+        request names comes first, or else the endpoint of the request's session.
 
         Raises:
             NoEndpoints: no endpoint, or no endpoint of the subset, is ready.
@@ -347,7 +347,7 @@ class Decision:
         origin = await context.origins.find((way.ref,)) if way.ref else ""
         session = context.intake.session_of(headers)
         placement = context.router.route(subset, origin=origin, session=session)
-        if way.has_state and self.mode != "standard":  # the access log reports the ids in the answer
+        if way.has_state and self.mode != "standard":  # the access log reports the state ids in the answer
             self.request_id = headers.get(REQUEST_ID, b"").decode("latin-1") or context.intake.new_id()
             placement = placement._replace(accounting_token=context.origins.read_token(self.request_id))
         self.placement, self.placed_s = placement, context.clock()
@@ -356,8 +356,8 @@ class Decision:
     def read(
         self, ask: Ask, headers: Mapping[str, bytes], subset: tuple[str, ...] | None, forwarded_for: bytes
     ) -> bool:
-        """Make the request from its body and headers; `forwarded_for` is the header x-forwarded-for. Returns
-        whether the model in the body must be replaced by `target_model`.
+        """Make the request from its body and headers; `forwarded_for` is the value of the header
+        x-forwarded-for. Returns whether the model in the body must be replaced by `target_model`.
 
         Raises:
             BadRequest: a header that the picker reads is malformed; the message names it.
@@ -397,10 +397,10 @@ class Decision:
         self.pressure = pressure(context.fill(), self.placed_s - self.arrived_s, request.ttl_s)
 
     async def confirm(self, age_s: float) -> None:
-        """Make sure that the request still has its placement, made `age_s` seconds ago.
+        """Make sure that the request still has the placement made `age_s` seconds ago.
 
-        Nothing renews a lease before Envoy has the answer, so the lease may have expired. If it has, the
-        request queues again with its original arrival time (G4).
+        Nothing renews a lease before Envoy has the answer. If the lease has expired, the request queues again
+        with its original arrival time (G4).
 
         Raises:
             RequestError: as `Admission.confirm` and `admit`.
@@ -413,7 +413,7 @@ class Decision:
         await self.admit(self._context.clock() - self.arrived_s)
 
     def destinations(self, placement: Placement) -> str:
-        """The endpoints as the value of `x-gateway-destination-endpoint`.
+        """The picked endpoints as the value of the header `x-gateway-destination-endpoint`.
 
         If a subset or labels restrict the request, its endpoints are repeated until the value has one for
         each of Envoy's attempts: after the last, Envoy would try any endpoint of the pool.
@@ -425,7 +425,7 @@ class Decision:
         return ",".join(named)
 
     def placed(self) -> None:
-        """Count and log the placement, which Envoy gets now; do nothing without a placement."""
+        """Count and log the placement, which Envoy now gets; without a placement do nothing."""
         placement, self.placement = self.placement, None
         if placement is None:
             return
@@ -466,7 +466,7 @@ class Decision:
 
 
 class Refusal(NamedTuple):
-    """An error answer that the picker itself gives to a client, in any mode."""
+    """An error answer that the picker itself gives to a client, in every mode."""
 
     status: int
     headers: dict[str, str]
@@ -477,7 +477,7 @@ def refusal(error: RequestError, overload_status: int, fill: float, path: bytes 
     """The status, headers and body of a refusal. The body has the error format of the API that `path`
     belongs to, Anthropic's or OpenAI's.
 
-    `overload_status` is the status for requests dropped for overload; `fill` is the queue's used part.
+    `overload_status` is the status for requests dropped for overload; `fill` is the used part of the queue.
     """
     status = overload_status if error.is_overload else error.status
     headers = {
@@ -497,10 +497,10 @@ def refusal(error: RequestError, overload_status: int, fill: float, path: bytes 
 
 
 def pressure(fill: float, waited_s: float, ttl_s: float) -> str:
-    """The value of `x-queue-pressure`, `0.00` to `1.00`: how near requests are to a refusal.
+    """The value of `x-queue-pressure`, `0.00` to `1.00`: how near a request is to a refusal.
 
-    The greater of `fill`, the used part of the queue, and the part of its TTL that the request has waited.
-    The replica computes the value without a call to Redis.
+    It is the greater of `fill`, the used part of the queue, and the part of its TTL that the request has
+    waited. The replica computes this pressure without a call to Redis.
     """
     waited = waited_s / ttl_s
     greater = fill if fill > waited else waited

@@ -1,7 +1,7 @@
-"""Estimates a request's cost from its body: sequences if the stock counts requests, else tokens. Pure.
+"""Estimates a request's cost from the body: in sequences if the stock counts requests, else in tokens. Pure.
 
 An engine runs one sequence for each answer to each prompt of a request. Members with prompts or numbers of
-answers count on all paths: an engine ignores a member that it does not know, but the picker charges for it.
+answers count on all paths: an engine ignores an unknown member, but the picker charges for it.
 The cost is a client's claim: a request takes at most a share of the stock's bound, the model's
 `max_model_len` bounds the cost, and `settle` corrects the cost where the engine reports its usage.
 """
@@ -16,10 +16,10 @@ import orjson
 from picker_fleet.domain.request import finite_number
 from picker_fleet.domain.units import MOST_COST
 
-MALFORMED: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)  # raised for invalid JSON
+MALFORMED: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)  # errors for invalid JSON
 
 _ANSWERS: Final = ("n", "best_of", "num_return_sequences", "candidateCount")
-# Members that limit the answer's length. The largest value counts: engines differ in which member they read.
+# Members that limit the answer's length. Engines differ in the members that they read: the largest counts.
 MAX_ANSWER: Final = (
     *("max_tokens", "max_completion_tokens", "max_output_tokens", "max_new_tokens", "num_predict"),
     *("max_tokens_to_sample", "maxOutputTokens", "maxTokens"),
@@ -34,12 +34,12 @@ _MORE_PROMPTS: Final = (
     *("input_ids", "prompt_ids", "prompt_token_ids", "token_ids", "tokens"),
 )
 _ALL_PROMPTS: Final = (*PROMPTS, *_MORE_PROMPTS)
-_OBJECTS_ARE_PROMPTS: Final = ("documents", "queries")  # in other lists, objects are parts of one prompt
-SEVERAL: Final = frozenset((*_ANSWERS, *_SECTIONS, *_MORE_PROMPTS))  # members that may ask for more sequences
+_OBJECTS_ARE_PROMPTS: Final = ("documents", "queries")  # elsewhere objects are parts of one prompt
+SEVERAL: Final = frozenset((*_ANSWERS, *_SECTIONS, *_MORE_PROMPTS))  # members that may request more sequences
 
 _MOST_SEQUENCES = 1_000_000
 _MOST_ANSWER_TOKENS = 1_000_000
-_MOST_PARSED_BYTES = 64 * 1024  # count the elements of longer lists without parsing
+_MOST_PARSED_BYTES = 64 * 1024  # bytes; elements of longer lists are counted without parsing
 _LONGEST_NUMBER = 400  # bytes of JSON: the longest finite number written out
 _LONGEST_SECTION_BYTES = 64 * 1024
 
@@ -49,7 +49,7 @@ _BYTES_A_TOKEN = 4
 # proportion to their length.
 _MEDIA_TOKENS = 1500
 _MEDIA_BYTES_A_TOKEN = 1000
-_MOST_OBJECTS = 10_000  # bodies with more objects are not searched for media
+_MOST_OBJECTS = 10_000  # most objects of a body that is searched for media
 _MEDIA_MARKS = (b"image", b"audio", b"video", b"base64", b"inline_data", b"inlineData")
 _SHORT_BYTES = 4096
 _WITH_MEDIA = ("messages", "input", "contents", "images", "image_data")
@@ -63,7 +63,7 @@ Members = Mapping[str, Any]  # a body's members, each decoded or a JSON text (ms
 
 
 def sequences(members: Members) -> int:
-    """The number of sequences that an engine runs: prompts times answers per prompt, 1 to 1 000 000."""
+    """The number of sequences that an engine runs: prompts times answers per prompt, from 1 to 1 000 000."""
     prompts = 1
     for name in _ALL_PROMPTS:
         if name in members and (text := _list(name, members[name])):
@@ -72,8 +72,8 @@ def sequences(members: Members) -> int:
 
 
 def tokens(body: bytes, size_bytes: int, members: Members, most: float, default: float) -> tuple[float, bool]:
-    """The cost of a request in tokens, and whether it lacks the answer's tokens; then the scripts add the
-    mean answer of the flow. `body` is b'' if only `size_bytes` is known.
+    """The cost of a request in tokens, and whether the cost lacks the answer's tokens; then the scripts add
+    the flow's mean answer. `body` is b'' if only the body's length `size_bytes` is known.
 
     `most` bounds the tokens of prompt plus answer in each sequence; `default` is the assumed length of each
     of several answers of unknown length.
@@ -91,7 +91,7 @@ def _list(name: str, value: object) -> bytes:
     if type(value) is str:
         return b""
     if type(value) is list and value and type(value[0]) is dict and name not in _OBJECTS_ARE_PROMPTS:
-        return b""  # a list of messages is one prompt
+        return b""  # a list of chat messages is one prompt
     text = _json(value)
     return text if text[:1] == b"[" else b""
 
@@ -110,7 +110,7 @@ def _prompt_tokens(body: bytes, size_bytes: int, members: Members) -> float:
 
 
 def _may_have_media(body: bytes, members: Members) -> bool:
-    """Whether the body may contain media. Of a long body, search only `members`, without long strings."""
+    """Whether the body may contain media. Of a long body only `members` are searched."""
     for name in _WITH_MEDIA:
         if name in members:
             text = body if len(body) <= _SHORT_BYTES else _json(members[name])
@@ -120,7 +120,7 @@ def _may_have_media(body: bytes, members: Members) -> bool:
 
 
 def _largest(members: Members, names: tuple[str, ...]) -> float:
-    """The largest number under any of `names`, in `members` or in their sections; 0 if there is none."""
+    """The largest number under any of `names`, in `members` or in sections of these; 0 if there is none."""
     found = _largest_in(members, names)
     for section in _SECTIONS:
         if section in members:
@@ -130,7 +130,7 @@ def _largest(members: Members, names: tuple[str, ...]) -> float:
                 if len(text) > _LONGEST_SECTION_BYTES:
                     continue
                 value = orjson.loads(text)
-            for each in value if isinstance(value, list) else (value,):  # SGLang: one section for each prompt
+            for each in value if isinstance(value, list) else (value,):  # SGLang: a section for each prompt
                 if isinstance(each, dict):
                     found = max(found, _largest_in(each, names))
     return found
@@ -160,12 +160,12 @@ def _number(value: object) -> float:
 
 
 def _json(value: object) -> bytes:
-    """The JSON text of a member."""
+    """The JSON text of a body's member."""
     return bytes(value) if isinstance(value, msgspec.Raw | memoryview) else orjson.dumps(value)
 
 
 def _prompts_in(text: bytes, *, objects: bool) -> int:
-    """The number of prompts in a JSON list."""
+    """The number of prompts in the JSON list `text`."""
     begun = _FIRST.match(text)
     first = begun[1] if begun is not None else b"]"
     if first.isdigit() or (first == b"{" and not objects):
@@ -182,7 +182,7 @@ class _Part(TypedDict, total=False):
     """A part of a message's content in the APIs of OpenAI, Anthropic and Gemini."""
 
     type: str
-    content: "str | list[_Part] | None"  # in a tool's result
+    content: "str | list[_Part] | None"  # a part within a tool's result
     image: msgspec.Raw
     image_url: msgspec.Raw
     image_embeds: msgspec.Raw
@@ -215,7 +215,7 @@ _prompted = msgspec.json.Decoder(_Prompted)
 
 
 def _media(body: bytes) -> tuple[int, float]:
-    """The bytes of images, audio and video in a body, and their cost in tokens; 0, 0 for an unknown form."""
+    """The bytes of images, audio and video in a body, and their cost in tokens; or 0, 0 in another form."""
     try:
         prompted: Any = _prompted.decode(body)
     except MALFORMED:
@@ -230,7 +230,7 @@ def _media(body: bytes) -> tuple[int, float]:
 
 
 def _collect(parts: Iterable[Mapping[str, Any]], found: list[tuple[bool, int]]) -> None:
-    """Add the media in `parts` to `found`: whether each is an image, and its length in bytes."""
+    """Add the media in `parts` to `found`: for each whether it is an image, and its length in bytes."""
     for part in parts:
         for name, value in part.items():
             if name in ("content", "parts") and isinstance(value, list):

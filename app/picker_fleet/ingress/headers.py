@@ -1,8 +1,8 @@
 """Parses the request headers that the picker reads (docs/protocol.md). Called by intake.
 
-If a request has both `x-gateway-…` and `x-llm-d-…` of a header, the first counts. A malformed header raises a
-`BadRequest` that names it (G10), except for a malformed workload context, which makes an anonymous workload
-of criticality 3 (docs/specification.md).
+If a request has a header in both spellings, `x-gateway-…` and `x-llm-d-…`, the former counts. A malformed
+header raises a `BadRequest` that names it (G10), except for a malformed workload context, which makes an
+anonymous workload of criticality 3 (docs/specification.md).
 """
 
 import math
@@ -28,8 +28,8 @@ CONTENT_TYPE, CONTENT_ENCODING = "content-type", "content-encoding"
 OF_BODY = (CONTENT_LENGTH, CONTENT_TYPE, CONTENT_ENCODING)
 FORWARDED_FOR = "x-forwarded-for"
 TTL = "x-llm-d-inference-ttl"
-# Headers with a client's own deadline. ROUTE_TIMEOUT is set by another Envoy before this one; an Envoy
-# passes it on only from internal peers.
+# The headers with a client's own deadline. Another Envoy before this one sets ROUTE_TIMEOUT; an Envoy passes
+# this header on only from internal peers.
 REQUEST_TIMEOUT = "x-request-timeout"
 GRPC_TIMEOUT = "grpc-timeout"
 ROUTE_TIMEOUT = "x-envoy-expected-rq-timeout-ms"
@@ -37,27 +37,27 @@ DEADLINES = (REQUEST_TIMEOUT, GRPC_TIMEOUT, ROUTE_TIMEOUT)
 WORKLOAD = "x-workload-context"
 SESSION_HEADERS = frozenset(("session-id", "x-session-affinity"))
 TRACE = "traceparent"
-TEST_SELECTION = "test-epp-endpoint-selection"  # sent by the conformance suite
+TEST_SELECTION = "test-epp-endpoint-selection"  # a header that the conformance suite sends
 HEADERS = frozenset(
     (METHOD, PATH, FORWARDED_FOR, REQUEST_ID, WORKLOAD, TTL, *DEADLINES, SESSION_HEADER, *OF_BODY)
 )
 TIMES = frozenset((TTL, *DEADLINES))
 
 MAX_WORKLOAD_ID_BYTES = 128
-_SHORT_CONTEXT = 512  # characters; longer workload contexts are not cached
+_SHORT_CONTEXT = 512  # in characters; longer workload contexts are not cached
 DEFAULT_CRITICALITY = 3
 ANONYMOUS = Workload("", DEFAULT_CRITICALITY)
 _MIN_TTL_S = 0.001
 
-_GRPC_TIMEOUT = re.compile(r"([0-9]{1,8})([HMSmun])")  # the gRPC protocol's TimeoutValue and TimeoutUnit
+_GRPC_TIMEOUT = re.compile(r"([0-9]{1,8})([HMSmun])")  # TimeoutValue and TimeoutUnit of the gRPC protocol
 _GRPC_UNIT_S = {"H": 3600.0, "M": 60.0, "S": 1.0, "m": 1e-3, "u": 1e-6, "n": 1e-9}
 _WHOLE_MS = re.compile(r"[0-9]{1,15}")
 
 
 def read_subset(hint: object) -> tuple[str, ...]:
-    """Endpoints (`ip:port`, canonical) of a subset hint: a list or a comma-separated string.
+    """The endpoints (`ip:port`, canonical) of a subset hint: `hint` is a list or a comma-separated string.
 
-    Entries that are no addresses are left out; a hint of another type gives no endpoints.
+    Entries that are no addresses are left out; a hint of any other type gives no endpoints.
     """
     entries = hint.split(",") if isinstance(hint, str) else hint if isinstance(hint, list | tuple) else ()
     found: list[str] = []
@@ -135,10 +135,10 @@ def _duration_s(name: str, text: str) -> float:
 
 
 def workload_of(headers: Mapping[str, bytes]) -> Workload:
-    """The workload that the headers name; an anonymous workload if they have no workload context.
+    """The workload that the headers name; an anonymous workload if the headers have no workload context.
 
     Raises:
-        BadRequest: the context is not valid UTF-8.
+        BadRequest: the workload context is not valid UTF-8.
     """
     context = text_of(headers, WORKLOAD)
     if not context:
@@ -167,7 +167,7 @@ _short_context = lru_cache(maxsize=4096)(_workload)  # requests of one workload 
 
 
 def text_of(headers: Mapping[str, bytes], *names: str) -> str:
-    """The value of the first non-empty header of `names`; '' if all are empty."""
+    """The value of the first non-empty header among `names`; '' if all these headers are empty."""
     for name in names:
         raw = headers.get(name)
         if raw:

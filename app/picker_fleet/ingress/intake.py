@@ -1,8 +1,8 @@
 """Turns headers and a body into an `InferenceRequest`. Pure: ids and random numbers are injected.
 
-Called for each request. `headers` parses the headers, `json_body` reads JSON bodies that are too large or
-unusual to be decoded whole here, and `bodies` reads bodies that are not plain JSON. A malformed body or
-header raises a `BadRequest` that names it (G10).
+The picker calls this module for each request. The module `headers` parses headers, `json_body` reads JSON
+bodies that are too large or unusual to be decoded whole here, and `bodies` reads bodies that are not plain
+JSON. A malformed body or header raises a `BadRequest` that names it (G10).
 """
 
 import math
@@ -51,35 +51,36 @@ from picker_fleet.ingress.traffic_split import Split, identity_of_body
 from picker_fleet.scheduling.chooser import EndpointChooser, session_token_of
 from picker_fleet.state.accounting_token import Keyring
 
-_PLAIN = frozenset((REQUEST_ID, *OF_BODY))  # headers that do not become fields of a request
+_PLAIN = frozenset((REQUEST_ID, *OF_BODY))  # request headers that do not become fields of a request
 _NAMES = frozenset((*FAIRNESS_ID, *OBJECTIVE, *REWRITE))
-_MAX_MODEL_SETTINGS = 1000  # cached pairs of model and objective
+_MAX_MODEL_SETTINGS = 1000  # most cached pairs of model and objective
 _FILE_BYTES_A_TEXT_BYTE = 250  # a token is about 1000 bytes of audio, or 4 bytes of text
 
 UNNAMED = "unnamed"  # the model name of a request that names no model and needs none
 _NO_NAMES = (b"null", b'""')
 _JSON_TYPE = b"application/json"
-# Content types under which clients send JSON, curl's default among them; servers may read it as JSON or not.
+# Content types under which clients send JSON, curl's default among them; a server may or may not read JSON.
 _JSON_TYPES = re.compile(
     rb"$|application/(?:[a-z.]+\+)?json|text/|application/x-www-form-urlencoded", re.IGNORECASE
 )
 _OBJECT, _ARRAY = re.compile(rb"[ \t\r\n]*\{"), re.compile(rb"[ \t\r\n]*\[")
-_MOST_KEY_CHARS = 512  # length of a session key, or of the id of a response or conversation
+_MOST_KEY_CHARS = 512  # most characters of a session key, or of the id of a response or conversation
 
 _ANYWHERE: Mapping[str, str] = {}
 _NO_MEMBERS: cost.Members = {}
 
-# Length of a body's hexadecimal digest. It need not resist attackers: they know neither digest nor body.
+# Length of a body's hexadecimal digest. It need not resist attackers, who know neither digest nor body.
 _DIGEST_CHARS = 12
 _TRUSTED_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 
 
 class Ask(NamedTuple):
-    """The model, stream flag, size and state ids that a request's body gives.
+    """The model, stream flag, size and ids of stored state that a request's body gives.
 
     `model` is '' if the body names none; `needs_model` is False on a path of no known API. `read` is the
-    parsed body, or the bytes of a simple body (`_simple_members`), whose `members` are decoded. `body_bytes`
-    counts the whole body, `file_bytes` its files. `refers` are the ids of state that the request continues.
+    parsed body, or the bytes of a simple body (`_simple_members`), whose `members` are already decoded.
+    `body_bytes` counts the bytes of the whole body, `file_bytes` those of the body's files. `refers` are the
+    ids of stored state that the request continues.
     """
 
     model: str
@@ -97,7 +98,7 @@ class Ask(NamedTuple):
 
     @property
     def text(self) -> bytes:
-        """The body's bytes; empty for a request admitted without its body."""
+        """The bytes of the body; empty for a request that was admitted without its body."""
         return self.read or b"" if self.read is None or isinstance(self.read, bytes) else self.read.text
 
     def renamed(self, target: str) -> bytes:
@@ -143,7 +144,7 @@ def _refers(members: cost.Members) -> tuple[str, ...]:
 
 def _text_at(members: cost.Members, path: str) -> str:
     """The string of at most `_MOST_KEY_CHARS` at `path` (`member` or `member.inner`); '' if there is none.
-    Each member is decoded, or a JSON text."""
+    Each member is either decoded or a JSON text."""
     name, _, inner = path.partition(".")
     value: Any = members.get(name, "")
     if not isinstance(value, str | dict):
@@ -162,7 +163,7 @@ def bodiless(way: Way) -> Ask:
 
 
 def _read_otherwise(text: bytes, way: Way, content_type: bytes, fault: BadRequest) -> Ask:
-    """Parse a body that is not a JSON object in UTF-8; raise `fault` unless its model may be elsewhere.
+    """Parse a body that is not a JSON object in UTF-8; raise `fault` unless the model may be named elsewhere.
     If a model server could read the body as an object, and so take its model from it, do so here, too."""
     plain = as_utf8(text)
     whole = without_half_pairs(plain)
@@ -206,7 +207,7 @@ def _read_object(text: bytes) -> Ask:
     try:
         values = (body if short is text else Body(short)).values
     except BadRequest:
-        values = body.values  # raises an error with the position in the whole body
+        values = body.values  # raises an error that gives the position in the whole body
     member = values.get(MODEL)
     model = (
         "" if member is None or bytes(memoryview(member)[:5]) in _NO_NAMES else _model_of(memoryview(member))
@@ -218,8 +219,8 @@ def _read_object(text: bytes) -> Ask:
 def _simple_members(text: bytes) -> dict[str, Any] | None:
     """The decoded members of a small body without duplicate keys at any depth; None if in doubt.
 
-    `Body` makes msgspec call `Enum._missing_` for every key. That takes 1 µs a key, most of the time of a
-    small body, so small bodies are decoded whole (docs/decisions.md, 21). Decoding drops a duplicate member
+    `Body` makes msgspec call `Enum._missing_` for every key. This call takes 1 µs a key, most of the time for
+    a small body, so small bodies are decoded whole (docs/decisions.md, 21). Decoding drops a duplicate member
     with the quotes of its key, so the body encoded again has fewer quotes. Only a `\\u` escape can spell a
     quote or a key in another way.
     """
@@ -236,7 +237,7 @@ def _simple_members(text: bytes) -> dict[str, Any] | None:
 
 
 class _ModelSettings(NamedTuple):
-    """The settings of a model and an objective; `target_model` is '' if the model has several variants."""
+    """The settings of one model and objective; `target_model` is '' if the model has several variants."""
 
     target_model: str
     band: Band
@@ -291,7 +292,7 @@ class Intake:
         self._configured = self._objectives
         self._rewrites: Mapping[str, Split] = {}
         self._any_rewrite: Split | None = None
-        self._model_settings: dict[tuple[str, str], _ModelSettings] = {}  # cache, by model and objective
+        self._model_settings: dict[tuple[str, str], _ModelSettings] = {}  # a cache by model and objective
 
     def use_live(
         self, priorities: Mapping[str, int], rewrites: Mapping[str, Split], anything: Split | None
@@ -299,7 +300,7 @@ class Intake:
         """Replace the live objectives and model rewrites.
 
         A live entry overrides a configured one of the same name; an objective keeps its configured weight.
-        `priorities` maps an objective to its priority. `anything` applies to models that `rewrites` lack.
+        `priorities` maps an objective to its priority. `anything` is the rewrite of models not in `rewrites`.
         """
         live = {
             name: (self._bands.of(priority), self._configured.get(name, self._unranked)[1])
@@ -364,7 +365,7 @@ class Intake:
         return session_token_of(headers) or self._session_key(headers, _NO_MEMBERS)
 
     def _session_key(self, headers: Mapping[str, bytes], members: cost.Members) -> str:
-        """KEY_MARK and the first configured session key that the request has; '' if it has none."""
+        """KEY_MARK and the first configured session key that the request has; '' if the request has none."""
         for name in self._session_keys:
             if name in SESSION_HEADERS:
                 key = headers.get(name, b"")[: _MOST_KEY_CHARS + 1].decode(errors="replace")
@@ -376,10 +377,9 @@ class Intake:
 
     @property
     def default_model(self) -> str:
-        """The model of a request that names none, '' if that is unknown.
-
-        It is the configured default model, or the pool's only model. While a live rewrite applies to any
-        model, only the configured default counts.
+        """The model of a request that names no model: the configured default model, or else the pool's only
+        model; '' if neither is known. While a live rewrite applies to any model, only the configured default
+        model counts.
         """
         if self._default_model or self._any_rewrite is not None:
             return self._default_model
@@ -409,7 +409,7 @@ class Intake:
     def _settings_of(self, model: str, objective: str) -> _ModelSettings:
         ranks, name = (self._objectives, objective) if objective else (self._models, model)
         band, weight = ranks.get(name, self._unranked)
-        # Requests in flight per flow and endpoint: the lower limit of model and objective (0: no limit).
+        # Limit of a flow's requests in flight on an endpoint: the model's or objective's, if lower (0: none).
         limits = (self._limits.get(model, 0), self._objective_limits.get(objective, 0) if objective else 0)
         split = self._split_of(model)
         names = (model,) if split is None else split.names
@@ -426,7 +426,7 @@ class Intake:
         return settings
 
     def _split_of(self, model: str) -> Split | None:
-        """The variants of `model`, by a live rewrite or else as configured; None if it has none."""
+        """The variants of `model`, from a live rewrite, else from the configuration; None without any."""
         return self._rewrites.get(model, self._any_rewrite) or self._targets.get(model)
 
     def _variant(self, model: str, gateway_id: bytes, flow: str, ask: Ask) -> str:
@@ -438,7 +438,7 @@ class Intake:
 
 
 def _is_one_sequence(members: cost.Members) -> bool:
-    """Whether `members` certainly ask for one answer to one prompt; if not, `cost.sequences` must count."""
+    """Whether `members` certainly ask for one answer to one prompt; if not, use `cost.sequences`."""
     if not cost.SEVERAL.isdisjoint(members):
         return False
     for name in cost.PROMPTS:
@@ -479,7 +479,7 @@ def _model(value: object) -> str:
 
 
 def _name(headers: Mapping[str, bytes], names: tuple[str, ...]) -> str:
-    """The value of the first non-empty header of `names`, checked as a name; '' if all are empty."""
+    """The value of the first non-empty header of `names`, checked as a name; '' if these are all empty."""
     text = text_of(headers, *names)
     fault = _name_fault(text) if text else None
     if fault:
@@ -488,7 +488,7 @@ def _name(headers: Mapping[str, bytes], names: tuple[str, ...]) -> str:
 
 
 def _name_fault(text: str) -> str | None:
-    """Why `text` cannot be a name in the shared state; None if it can."""
+    """The reason why `text` cannot be a name in the shared state; None if `text` can be one."""
     if len(text) > MAX_NAME_BYTES or (not text.isascii() and len(text.encode()) > MAX_NAME_BYTES):
         return f"is longer than {MAX_NAME_BYTES} bytes"
     return _fault_of_short(text)
@@ -496,7 +496,7 @@ def _name_fault(text: str) -> str | None:
 
 @lru_cache(maxsize=4096)
 def _fault_of_short(text: str) -> str | None:
-    """Why a name of valid length is unusable; cached, since requests repeat the same names."""
+    """The reason why a name of valid length is unusable; cached, since requests repeat the same names."""
     if not text.strip():
         return "is empty"
     return "contains a control character" if has_control(text) else None

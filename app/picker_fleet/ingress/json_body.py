@@ -19,16 +19,16 @@ from picker_fleet.ingress.bodies import OtherBody
 from picker_fleet.scheduling.endpoint_history import PROMPT_MEMBERS, block_hashes, prompt_bytes
 
 MODEL = "model"
-MAX_NAME_BYTES = 256  # length of a model name, objective or fairness id
+MAX_NAME_BYTES = 256  # most characters of a model name, objective or fairness id
 LONGEST_NAME = 6 * MAX_NAME_BYTES + 2  # JSON text of a name: every byte as a `\u` escape, within quotes
-MAX_KEYS = 256  # in the outermost object; the OpenAI API defines about fifty
+MAX_KEYS = 256  # most keys in the outermost object; the OpenAI API defines about fifty
 MAX_KEY_CHARS = 256
 SMALL_BYTES = 4096  # decode only smaller bodies whole: objects may take thirty times as much memory
 
 _SALT_BYTES = 1024
 _BACKSLASH = ord("\\")
-_FEW_MARKS = 32  # quotation marks to examine in every body
-_BYTES_A_MARK = 512  # examine more quotation marks only while their mean distance is above this
+_FEW_MARKS = 32  # number of quotation marks to examine in every body
+_BYTES_A_MARK = 512  # examine more quotation marks only while their mean distance is above this many bytes
 _PLACEHOLDER = b"x" * (LONGEST_NAME + 1)  # replaces a long string; no valid name is so long
 _ASCII_ONLY = bytes(range(128)) + b"?" * 128
 _KEY = re.compile(rb'[ \t\n\r]*[{,][ \t\n\r]*"[^"\\]*(?:\\.[^"\\]*)*"[ \t\n\r]*:[ \t\n\r]*')
@@ -38,7 +38,7 @@ _USED = frozenset((
 ))  # fmt: skip
 
 # A `\u` escape of a lone surrogate, which Python's JSON reader and others accept. Escaped backslashes must be
-# removed from the text before the match.
+# removed from a text before the match.
 _HALF_PAIR = re.compile(
     rb"\\u[dD](?:[89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])"
     rb"|[c-fC-F][0-9a-fA-F]{2}(?<!\\u[dD][89abAB]..\\u[dD][c-fC-F]..))",
@@ -46,13 +46,13 @@ _HALF_PAIR = re.compile(
 )
 _MOST_HALF_PAIRS = 64
 
-_keys: list[str] = []  # keys of the body being decoded; shared, since decoding never awaits
+_keys: list[str] = []  # keys of the body that is being decoded; a shared list, since decoding never awaits
 
 
 class _Key(enum.Enum):
     """Enum whose members stand for a body's first, second, … key, whatever the keys' names."""
 
-    __hash__ = object.__hash__  # Enum's own hash would double the time of decoding
+    __hash__ = object.__hash__  # the hash of Enum itself would double the time of decoding
 
     @classmethod
     def _missing_(cls, key: str) -> Any:  # type: ignore[override]
@@ -72,9 +72,9 @@ _decoder = msgspec.json.Decoder(dict[type(_NTH[0]), msgspec.Raw])  # type: ignor
 def without_long_strings(text: bytes) -> bytes:
     """The JSON `text` with its long strings replaced by a placeholder; `text` itself if it has none.
 
-    Intake needs only the short values. A parser takes 250 µs for a prompt of 400 KB; finding the end of that
-    string takes 4 µs. Examining a quotation mark takes about as long as parsing 500 bytes, so if marks are
-    denser than that, the rest of the text is kept.
+    Intake needs only the short values. A parser takes 250 µs for a prompt of 400 KB; to find the end of that
+    string takes 4 µs. To examine a quotation mark takes about as long as to parse 500 bytes, so if the marks
+    are denser, the rest of the text is kept.
     """
     kept: list[bytes] = []
     copied, marks, in_string = 0, 0, True
@@ -113,12 +113,12 @@ def check_json(text: bytes) -> None:
 
 
 class Body:
-    """The members of a JSON body, parsed on first access, with nested values left as JSON text.
+    """The members of a JSON body, parsed on first access; nested values stay JSON text.
 
     The decoder reports each key of the outermost object in order and returns each value as its raw bytes;
     nested values are validated and skipped, so parsing takes about the body's size in memory at any depth. A
-    body that repeats a key which the picker reads is refused: a server that takes the other value could run
-    another model. A body of `large_bytes` or more is parsed from an ASCII-only copy: a single non-ASCII
+    body that repeats a key which the picker reads is refused: a server that takes the key's other value could
+    run another model. A body of `large_bytes` or more is parsed from an ASCII-only copy: a single non-ASCII
     character can make Python store a huge key with four bytes a character.
     """
 

@@ -1,11 +1,11 @@
 """Envoy's gRPC access log: renewals and completions of requests, with usage and the endpoint that served.
 
-In `lean` and `http` the picker sees nothing of a request after its decision; access-log entries release the
-request's stock (G6) and renew its lease. Each Envoy worker sends batches on one long stream to one replica,
-which handles a stream's entries in order. A malformed entry is counted and dropped; the rest of its batch
-counts (G10). Without the fleet's signature for its request, an entry cannot end, renew or restore a request,
-whoever reaches this port. A stream carries entries of all pools; each pool signs with its own keys, so the
-signature identifies the pool. Served by the replica's gRPC server.
+In the modes `lean` and `http` the picker sees nothing of a request after the decision; access-log entries
+release the request's stock (G6) and renew its lease. Each Envoy worker sends batches on one long stream to
+one replica, which handles a stream's entries in order. A malformed entry is counted and dropped; the other
+entries of the batch are handled (G10). Without the fleet's signature for its request, an entry cannot end,
+renew or restore a request, whoever reaches this port. A stream carries entries of all pools; each pool signs
+with its own keys, so the signature identifies the pool. The replica's gRPC server runs this service.
 """
 
 import contextlib
@@ -28,14 +28,14 @@ from picker_fleet.state.accounting_token import NO_TOKEN, UNKNOWN_KEY, Keyring
 from picker_fleet.telemetry.metrics import Metrics
 
 SERVICE: Final = "envoy.service.accesslog.v3.AccessLogService"
-NAMESPACE: Final = "envoy.lb"  # default metadata namespace of `SERVED`
+NAMESPACE: Final = "envoy.lb"  # default metadata namespace of the key `SERVED`
 
 _log = logging.getLogger(__name__)
 
 _NOT_SET = accesslog_pb2.NotSet
 _PERIODIC = accesslog_pb2.DownstreamPeriodic
 _END = accesslog_pb2.DownstreamEnd
-_ATTEMPT_END = accesslog_pb2.UpstreamEnd  # this project's Envoy logs only failed attempts
+_ATTEMPT_END = accesslog_pb2.UpstreamEnd  # the project's Envoy logs only failed attempts
 FAULT_TAG: Final = "picker.fault"  # marks a failed attempt of a request that its ext_proc stream settles
 
 _CLIENT_FLAGS = frozenset({"downstream_connection_termination", "downstream_remote_reset"})
@@ -54,23 +54,23 @@ _UPSTREAM_FLAGS = frozenset(
         "upstream_protocol_error",
     }
 )
-# Upstream flags that show an endpoint failing a request that had reached it.
+# Response flags of Envoy's that show that an endpoint failed a request that had reached the endpoint.
 _FAULT_FLAGS = ("upstream_remote_reset", "upstream_connection_termination", "upstream_protocol_error")
-_RESET = "reset"  # the reason of a fault: the answer was cut off
+_RESET = "reset"  # the reason of a fault: the endpoint cut the answer off
 RETRY_AFTER: Final = "retry-after"
 CONTENT_TYPE: Final = "content-type"
 _NOTHING: Mapping[str, Any] = {}
 
-# In mode `http` Envoy keeps these headers of the picker's answer as metadata of its ext_authz filter.
+# In mode `http` Envoy keeps these headers of the picker's answer as metadata of the ext_authz filter.
 EXT_AUTHZ: Final = "envoy.filters.http.ext_authz"
 ID_HEADER: Final = "x-picker-request-id"
 TOKEN_HEADER: Final = "x-picker-accounting-token"
 WAITED_HEADER: Final = "x-picker-waited"
 TARGET_HEADER: Final = "x-picker-target-model"
 METADATA_HEADERS: Final = (ID_HEADER, TOKEN_HEADER, WAITED_HEADER, TARGET_HEADER)
-TOKEN_MARK: Final = "="  # prefix of names and tokens: a header value loses blanks at its ends
+TOKEN_MARK: Final = "="  # prefix of names and tokens, since a header value loses blanks at its ends
 _LONGEST_ID = 512
-# Metadata keys of an Anthropic answer's prompt tokens: from its usage, or from a stream's first event.
+# Metadata keys of an Anthropic answer's prompt tokens, from the answer's usage or a stream's first event.
 PROMPT_SOURCES: Final = tuple(
     tuple(f"{when}{what}" for what in ("prompt_tokens", "cache_read_tokens", "cache_creation_tokens"))
     for when in ("", "first_")
@@ -80,7 +80,7 @@ _MOST_TOKENS = 1e9
 
 
 class Account(NamedTuple):
-    """The parts of one pool that access-log entries are reported to."""
+    """The parts of one pool to which access-log entries are reported."""
 
     gate: Admission
     metrics: Metrics
@@ -89,12 +89,12 @@ class Account(NamedTuple):
 
 
 def handlers(accounts: Sequence[Account], namespace: str = NAMESPACE) -> Mapping[str, Handler]:
-    """The access-log service, by path. Envoy names the endpoint that served in the metadata `namespace`."""
+    """Handlers of the access log by path. The metadata `namespace` names the endpoint that served."""
     return {f"/{SERVICE}/StreamAccessLogs": Collector(accounts, namespace).collect}
 
 
 class Collector:
-    """Reports the entries of Envoy's access-log streams, in order. For use in one event loop."""
+    """Reports the entries of Envoy's access-log streams, in order. All methods run in one event loop."""
 
     def __init__(self, accounts: Sequence[Account], namespace: str = NAMESPACE) -> None:
         self._accounts, self._namespace = accounts, namespace
@@ -113,7 +113,7 @@ class Collector:
 
 
 def _owner(token: str, request_id: str, accounts: Sequence[Account]) -> tuple[Account, str]:
-    """The account of the pool that signed this accounting token, and the token's fault ('' if valid).
+    """The account of the pool that signed the accounting token, and the fault of that token ('' if valid).
 
     If no pool has signed the token, the first account is returned.
     """
@@ -138,7 +138,7 @@ def take(entries: Any, accounts: Sequence[Account], namespace: str = NAMESPACE) 
             accounts[0].metrics.access_log("ignored")
             continue
         if isinstance(item, Fault) and not item.accounting_token:
-            for each in accounts:  # without a token the pool is unknown: the pool that has the request acts
+            for each in accounts:  # without a token, ask the pools which one has the request
                 each.gate.fault(item)
             accounts[0].metrics.access_log("failed")
             continue
@@ -169,11 +169,11 @@ def take(entries: Any, accounts: Sequence[Account], namespace: str = NAMESPACE) 
 
 
 def read(entry: Any, namespace: str = NAMESPACE) -> Completion | Alive | Fault | None:
-    """The renewal, completion or failed attempt in one HTTPAccessLogEntry; None if the entry is none of these
-    or names no request.
+    """The renewal, completion or failed attempt in one HTTPAccessLogEntry; None if the entry reports none of
+    these or names no request.
 
     The id and the accounting token come unchecked from the dynamic metadata that the picker wrote. An entry
-    from before the decision has no such metadata: its id is Envoy's `x-request-id`.
+    from before the decision has no such metadata: the request's id is then Envoy's `x-request-id`.
     """
     common = entry.common_properties
     kind = common.access_log_type
@@ -243,7 +243,7 @@ def _failed_attempt(entry: Any, flags: Any, status: int, request_id: str, token:
 
 
 def _fault(flags: Any, status: int, *about: Any) -> str:
-    """The result of `fault_of`, but 'reset' if Envoy's flags show that the endpoint cut the answer off."""
+    """The result of `fault_of`, or 'reset' if Envoy's flags show that the endpoint cut the answer off."""
     why = fault_of(status, *about)
     if flags is not None and why != FULL and any(getattr(flags, name) for name in _FAULT_FLAGS):
         return _RESET
@@ -258,7 +258,7 @@ def _tells_error(usage: Any) -> bool:
 
 
 def _ids(entry: Any) -> tuple[str, ...]:
-    """The ids of stored state that Envoy has read in a successful answer."""
+    """The ids of stored state that Envoy has read in a successful response."""
     if not 200 <= entry.response.response_code.value < 300:
         return ()
     usage = _fields(entry.common_properties.metadata.filter_metadata, "picker.usage")
@@ -291,19 +291,19 @@ def _failed(flags: Any, served: str | None, picked: str) -> str:
 
 
 def _fields(metadata: Any, name: str) -> Any:
-    """The fields of the protobuf Struct `name`; empty if there is none."""
+    """The fields of the protobuf Struct `name`; empty if there is no such Struct."""
     struct = metadata.get(name)
     return _NOTHING if struct is None else struct.fields
 
 
 def _text(fields: Any, key: str) -> str:
-    """The string at `key` of a Struct's fields; '' if there is no key, or no string."""
+    """The string at `key` of a Struct's fields; '' if `key` is missing or no string."""
     value = fields.get(key)
     return "" if value is None else value.string_value
 
 
 def _wait_of_check(fields: Any) -> tuple[float | None, str]:
-    """Seconds in the queue and target model, from the check's answer; (None, '') if it was not queued."""
+    """Seconds in the queue and target model, from the check's answer; (None, '') without a wait."""
     waited = fields.get(WAITED_HEADER)
     if waited is None:
         return None, ""
@@ -324,15 +324,15 @@ def _waited_s(fields: Any) -> float | None:
 
 
 def _counts(usage: Any) -> tuple[int | None, int | None]:
-    """The tokens of prompt and answer. Without a total the API may be Anthropic's, which reports a stream's
-    prompt in the first event, and cached tokens separately."""
+    """The numbers of tokens of prompt and answer. Without a total the API may be Anthropic's, which reports
+    the prompt of a stream in the first event, and cached tokens separately."""
     prompt, answer = _tokens(usage, "prompt_tokens"), _tokens(usage, "completion_tokens")
     total = _tokens(usage, "total_tokens")
     if total is not None:
         if prompt is None:
             prompt = max(total - (answer or 0), 0)
         return prompt, max(total - prompt, 0) if answer is None else answer
-    # Skip the search if there are only a prompt and an answer count, as in OpenAI's API.
+    # Skip the search if there are only counts of the prompt and the answer, as in OpenAI's API.
     for source in () if prompt is not None and len(usage) == 2 else PROMPT_SOURCES:
         told = [count for key in source if (count := _tokens(usage, key)) is not None]
         if told:
@@ -351,7 +351,7 @@ def _tokens(fields: Any, key: str) -> int | None:
 
 
 def _seconds(duration: Any) -> float | None:
-    """A protobuf Duration in seconds; None for 0: no request takes 0 s, so the field is unset."""
+    """A protobuf Duration in seconds; None for 0 s, which no request takes: the field is unset."""
     seconds = duration.seconds + duration.nanos / 1e9
     return seconds if seconds > 0 else None
 
@@ -362,7 +362,7 @@ def _between(first: Any, last: Any) -> float | None:
 
 
 def _address(common: Any) -> str | None:
-    """`ip:port` of the upstream connection; None if there was none."""
+    """The `ip:port` of the upstream connection; None if there was no connection."""
     socket = common.upstream_remote_address.socket_address
     if not socket.address or not socket.port_value:
         return None

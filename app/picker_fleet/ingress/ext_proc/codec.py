@@ -1,7 +1,7 @@
-"""Reads and builds the ext_proc messages (docs/specification.md, 002). Called by an exchange.
+"""Reads and builds the ext_proc messages (docs/specification.md, 002). An exchange calls this module.
 
-Answers are bytes. On the request path they are assembled field by field from cached pieces (`_field`), which
-takes a fifth of the time of building and serialising a message. Tests read the answers back with protobuf.
+Answers are bytes. On the request path answers are assembled field by field from cached pieces (`_field`),
+which takes a fifth of the time of building and serialising a message. Tests parse the answers with protobuf.
 
 The first message's `protocol_config` tells which parts of a request and its response Envoy sends:
 
@@ -25,18 +25,18 @@ from picker_fleet.domain.request import Placement
 from picker_fleet.ingress.context import PRESSURES, Refusal
 
 TEST_SERVED = "x-conformance-test-served-endpoint"
-LENGTH_HEADER: Final = "x-picker-content-length"  # this project's Envoy restores content-length from it
+LENGTH_HEADER: Final = "x-picker-content-length"  # the project's Envoy makes content-length of this
 
 SUBSET_HINT = "envoy.lb.subset_hint"  # the metadata namespace of `SUBSET`
 # Namespace of the picker's metadata. Envoy returns {id, token}, and {waited, target} of a queued request, in
 # the access log, and sends {session, pressure} to the client.
 PICKER = "picker"
 
-CHUNK_BYTES = 62_000  # Envoy's limit for one body chunk in an ext_proc answer
+CHUNK_BYTES = 62_000  # Envoy's limit, in bytes, of one body chunk in an ext_proc answer
 WHOLE_BYTES = 512 * 1024  # largest body for one message in `lean`: half of Envoy's default buffer
 _OVERWRITE = 2  # HeaderAppendAction.OVERWRITE_IF_EXISTS_OR_ADD
 
-HEADERS_ALONE: Final = "headers alone"  # `lean`, for session requests
+HEADERS_ALONE: Final = "headers alone"  # mode `lean`, for session requests
 _NONE = ProcessingMode.NONE
 _DUPLEX = ProcessingMode.FULL_DUPLEX_STREAMED
 _MODES = {(_DUPLEX, _DUPLEX): "standard", (_DUPLEX, _NONE): "lean", (_NONE, _NONE): HEADERS_ALONE}
@@ -46,7 +46,7 @@ RESPONSE_TRAILERS: Final = b"\x32\x00"  # an empty response_trailers
 
 
 def mode_of(message: ProcessingRequest) -> str:
-    """The mode that Envoy's `protocol_config` asks for.
+    """The picker's mode (`standard` or `lean`) that Envoy's `protocol_config` asks for.
 
     Raises:
         Unsupported: the body modes fit neither `standard` nor `lean`.
@@ -67,11 +67,11 @@ def mode_of(message: ProcessingRequest) -> str:
 
 
 def read_headers(message: Any, wanted: Collection[str]) -> dict[str, bytes]:
-    """Raw values of an HttpHeaders' headers that are in `wanted` (lower case); the first of each name."""
+    """Raw values of an HttpHeaders' headers that are in `wanted` (lower case); of each name the first."""
     found: dict[str, bytes] = {}
     for field in message.headers.headers:
         name = field.key
-        if name not in wanted and (name := name.lower()) not in wanted:  # Envoy itself sends lower case
+        if name not in wanted and (name := name.lower()) not in wanted:  # Envoy itself sends lower-case names
             continue
         if name not in found:
             found[name] = field.raw_value or field.value.encode()
@@ -81,7 +81,7 @@ def read_headers(message: Any, wanted: Collection[str]) -> dict[str, bytes]:
 def read_metadata(message: Any, namespace: str, key: str) -> Any:
     """The value of `key` in a namespace of a ProcessingRequest's filter metadata; None if it is missing.
 
-    Numbers are floats, lists are lists; a null or a nested structure is ''.
+    Numbers become floats, lists become lists; a null or a nested structure becomes ''.
     """
     struct = message.metadata_context.filter_metadata.get(namespace)
     value = None if struct is None else struct.fields.get(key)
@@ -109,9 +109,9 @@ def _entry(key: str, value: bytes) -> bytes:
 
 
 def _opening(length: int, *fields: tuple[bytes, bytes]) -> bytes:
-    """The bytes that precede `length` bytes of data in nested `fields`, the innermost first.
+    """The bytes that precede `length` bytes of data within nested `fields`, given with the innermost first.
 
-    Each field is given as (encoded fields that precede it in its message, its tag).
+    Each field is a tuple: the encoded fields that precede the field in the message, and the field's tag.
     """
     head = b""
     for before, tag in fields:
@@ -151,9 +151,9 @@ class Placed(NamedTuple):
         return _headers_alone(self.set_headers) + self.metadata
 
     def with_body(self, body: bytes) -> bytes:
-        """The answer with the request's whole body (CONTINUE_AND_REPLACE): no other message is needed.
+        """The answer with the request's whole body (CONTINUE_AND_REPLACE), which needs no further message.
 
-        Envoy buffers the whole body (hence `WHOLE_BYTES`), and forwards it without a content-length.
+        Envoy buffers the whole body (hence `WHOLE_BYTES`), and forwards the body without a content-length.
         """
         before = b"\x0a" + _varint(len(body))  # BodyMutation.body
         mutation = b"\x1a" + _varint(len(before) + len(body)) + before
@@ -183,10 +183,10 @@ def placed(
 ) -> Placed:
     """The answer to request headers that names `destinations` in a header and in the metadata `namespace`.
 
-    `request_id` is '' if the access log need not report the request; `content_length` is None to keep the
-    header; `target_model` is the model name sent upstream; `pressure` is the client's x-queue-pressure;
-    `removes` is a header not sent upstream. `is_our_envoy`: Envoy restores the content-length from
-    `LENGTH_HEADER`.
+    `request_id` is '' if the access log need not report the request; `content_length` is None to keep that
+    header; `target_model` is the model name sent upstream; `pressure` is the value of x-queue-pressure for
+    the client; `removes` is a header not sent upstream. `is_our_envoy`: Envoy restores the content-length
+    from `LENGTH_HEADER`.
     """
     set_headers, destination = _towards(destinations, namespace)
     if content_length is not None:
@@ -239,7 +239,7 @@ def _overwrite(mutation: Any, key: str, value: str) -> None:
 
 
 def request_body(body: bytes) -> Iterator[bytes]:
-    """The request body in chunks, built lazily; the last chunk ends the request."""
+    """The answers that carry the request body in chunks, built lazily; the last chunk ends the request."""
     last = max(len(body) - 1, 0) // CHUNK_BYTES * CHUNK_BYTES
     for start in range(0, last + 1, CHUNK_BYTES):
         chunk = body[start : start + CHUNK_BYTES] if last else body
@@ -263,7 +263,7 @@ def _streamed(part: bytes, chunk: bytes, ended: bool) -> bytes:
 
 @lru_cache(maxsize=4096)
 def _before_chunk(part: bytes, length: int, ended: bool) -> bytes:
-    """The bytes that precede a chunk of `length` bytes: tags and lengths of the enclosing messages."""
+    """The bytes that precede a chunk of `length` bytes: the tags and lengths of the enclosing messages."""
     head = b"\x0a" + _varint(length)
     for tag in (b"\x1a", b"\x1a", b"\x0a", part):
         head = tag + _varint(len(head) + length + (2 if ended else 0)) + head
@@ -288,7 +288,7 @@ def _passed_on(mutation: bytes) -> bytes:
 
 
 def refused(refusal: Refusal, code: str) -> bytes:
-    """The ext_proc message that carries `refusal`; `code` is the error's code."""
+    """The ext_proc message that carries `refusal`; `code` is the error code."""
     answer = ProcessingResponse()
     immediate = answer.immediate_response
     immediate.status.code = refusal.status

@@ -1,8 +1,8 @@
-"""EDS: sends the fleet's endpoints to Envoy's cluster `pool` (`override_host` picks only hosts Envoy knows).
+"""EDS: sends the fleet's endpoints to Envoy's cluster `pool` (`override_host` needs known hosts).
 
 Each Envoy opens one state-of-the-world xDS stream. Nothing is sent before the first snapshot: an empty
 assignment from a replica that has just started would tell Envoy that every model server is gone. Delta and
-fetch calls get UNIMPLEMENTED. Served by the replica's gRPC server.
+fetch calls get UNIMPLEMENTED. The replica's gRPC server runs this service.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ _log = logging.getLogger(__name__)
 
 
 def handlers(cell: SnapshotCell) -> Mapping[str, Handler]:
-    """The endpoint discovery service over `cell`, by path."""
+    """The handlers of the endpoint discovery service over `cell`, by path."""
 
     async def follow(stream: Stream) -> None:
         await _Subscription(cell, stream).run()
@@ -40,12 +40,12 @@ def handlers(cell: SnapshotCell) -> Mapping[str, Handler]:
 
 
 def assignment(name: str, snapshot: Snapshot) -> Any:
-    """The ClusterLoadAssignment of cluster `name`: for cluster `pool` the snapshot's endpoints, else none.
+    """The ClusterLoadAssignment of cluster `name`: only the cluster `pool` has the snapshot's endpoints.
 
     A draining endpoint is listed as DRAINING, as is a removed one at first (`SnapshotCell.listed`): requests
-    placed there before still find it by `override_host`, as do their retries (seen with Envoy 1.40), and no
-    fallback chooses it. An endpoint that is down is UNHEALTHY, so Envoy's own balancing avoids it; a request
-    that names it is still tried there first.
+    already placed there, and their retries, still find the endpoint by `override_host` (seen with Envoy
+    1.40), and no fallback chooses it. An endpoint that is down is UNHEALTHY, so Envoy's own balancing avoids
+    it; a request that names the endpoint is still tried there first.
     """
     message = endpoint_pb2.ClusterLoadAssignment(cluster_name=name)
     if name == CLUSTER:
@@ -74,7 +74,7 @@ def _request(data: bytes) -> Any:
 
 
 class _Subscription:
-    """One Envoy's stream: the names it subscribes to and the last version it was sent."""
+    """The stream of one Envoy: the names to which Envoy subscribes, and the last version sent."""
 
     def __init__(self, cell: SnapshotCell, stream: Stream) -> None:
         self._cell = cell
@@ -109,13 +109,13 @@ class _Subscription:
             await asyncio.wait((read, change), timeout=1)
 
     def _on_request(self, request: Any) -> bool:
-        """Record a request. Returns whether it changes the subscribed names, and so needs an answer."""
+        """Record a request. Returns whether the subscribed names change, so that Envoy needs an answer."""
         if request.type_url and request.type_url != TYPE_URL:
             raise RpcError(Status.INVALID_ARGUMENT, f"only {TYPE_URL} is served here")
         if self._nonce and request.response_nonce and request.response_nonce != str(self._nonce):
-            return False  # an older response is acknowledged; Envoy will acknowledge the newer too
+            return False  # Envoy acknowledges an older response, and will acknowledge the newer response too
         if request.HasField("error_detail"):
-            # A resend would be refused again; the next snapshot is sent as usual.
+            # Envoy would refuse a resend again; the next snapshot is sent as usual.
             _log.warning(
                 "Envoy refused the endpoints: %s",
                 request.error_detail.message[:300],

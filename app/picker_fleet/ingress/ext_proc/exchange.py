@@ -5,15 +5,16 @@ that runs an exchange for each stream.
       └─ whole answer to a header-only request ──────────────▲            ▲
                         BODY ── whole answer, lean ───────────────────────┘
 
-A body is complete when Envoy sets end_of_stream, or when all bytes of the content-length have arrived and no
-end follows within `END_S`. The content-length is only a hint: an earlier filter may have changed the body.
+A body is complete when Envoy sets the flag end_of_stream, or when all bytes of the content-length have
+arrived and no end follows within `END_S` seconds. The content-length is only a hint: an earlier filter may
+have changed the body.
 
 The `protocol_config` of Envoy's first message sets the mode (`codec.mode_of`).
 
 No answer is sent before the whole body has arrived and the request is placed: until then Envoy can retry the
 request at another replica (G7). If Envoy cannot have received the whole answer, the placement is withdrawn.
-In `standard` the exchange settles the request exactly once at the end of the response (G6); in other modes
-the access log does. `server.Server` runs the service on a transport.
+In the mode `standard` the exchange settles the request exactly once at the end of the response (G6); in other
+modes the access log settles the request. `server.Server` runs the service on a transport.
 """
 
 import asyncio
@@ -45,8 +46,8 @@ from picker_fleet.ingress.headers import (
     read_subset,
 )
 
-END_S = 0.1  # how long to wait for end_of_stream once all bytes of the content-length have arrived
-CONFIRM_AFTER_S = 1.0  # an older placement is confirmed before Envoy is answered; shorter than any lease
+END_S = 0.1  # seconds to wait for end_of_stream once all bytes of the content-length have arrived
+CONFIRM_AFTER_S = 1.0  # an older placement is confirmed before Envoy gets the answer; less than any lease
 
 _log = logging.getLogger(__name__)
 
@@ -60,12 +61,12 @@ class Step(enum.Enum):
     DONE = enum.auto()
 
 
-_OPEN, _BODY, _RESPONSE, _DONE = Step  # reading an enum member through its class takes twice as long
+_OPEN, _BODY, _RESPONSE, _DONE = Step  # to read an enum member through its class takes twice as long
 
 
 class _Forwarded(NamedTuple):
     """The body to send a placed request with (None: no body). `length` is the new content-length, None to
-    keep the header; `is_decoded`: the content-encoding is removed."""
+    keep that header; if `is_decoded`, the content-encoding is removed."""
 
     body: bytes | None = None
     length: int | None = None
@@ -74,10 +75,10 @@ class _Forwarded(NamedTuple):
 
 
 class Exchange:
-    """One ext_proc stream: call `receive` for each message, write its answers, and at the end `close`.
+    """One ext_proc stream: call `receive` for each message, write the answers, and call `close` at the end.
 
-    Once `done` is true, an answer that `receive` yields is the last. Once `answered` is true, messages may go
-    to `pass_on`.
+    Once `done` is True, the next answer from `receive` is the last. Once `answered` is True, messages may go
+    to the method `pass_on`.
     """
 
     def __init__(self, context: ExchangeContext) -> None:
@@ -90,13 +91,13 @@ class Exchange:
         self._way = _READ
         self._body = context.new_body()
         self._decoded: BodyBuffer | None = None  # the buffer that charges the decoded body
-        self._tried = False  # whether placement before end_of_stream was tried
-        self._forwarded: _Forwarded | None = None  # the body to forward, once the request is placed
+        self._tried = False  # whether placing the request before end_of_stream was tried
+        self._forwarded: _Forwarded | None = None  # the body to forward, set once the request is placed
         self._response: Response | None = None
 
     @property
     def done(self) -> bool:
-        """Whether the exchange reads no more messages and writes no more answers after the current one."""
+        """Whether the exchange reads no further message, and writes no answer after the current one."""
         return self._step is _DONE
 
     @property
@@ -106,21 +107,21 @@ class Exchange:
 
     @property
     def upload_began_s(self) -> float:
-        """When the request began to arrive; after an early placement, when it was placed."""
+        """When the request began to arrive; after an early placement, the time of that placement."""
         return self._decision.began_s if self._forwarded is None else self._decision.placed_s
 
     @property
     def awaits_end(self) -> bool:
-        """Whether all bytes of the content-length have arrived, but not the end of the body."""
+        """Whether all bytes of the content-length have arrived, but no message that ends the body."""
         return self._step is _BODY and self._body.size_bytes == self._body.content_length
 
     @property
     def answered(self) -> bool:
-        """Whether the request is answered, and its response is passed on."""
+        """Whether the request is answered, and the response is being passed on."""
         return self._step is _RESPONSE
 
     async def end(self) -> Iterable[bytes]:
-        """Treat the body as complete although its end has not arrived. Returns answers as `receive` does."""
+        """Treat the body as complete although no message has ended it. Returns answers as `receive` does."""
         return await self.receive(_END)
 
     def pass_on(self, data: bytes) -> tuple[Sequence[bytes], bool]:
@@ -146,8 +147,8 @@ class Exchange:
                 if ended:
                     return await self._answer_body()
                 # Envoy signals the end of a body in a separate message. Once all bytes of the content-length
-                # have arrived, place the request without waiting for that message. A one-message answer is
-                # sent at once; a chunked one waits for the signal, which arrives during placement.
+                # have arrived, place the request without waiting for that message. An answer in one message
+                # is sent at once; an answer in chunks waits for the signal, which arrives during placement.
                 if self.awaits_end and not self._tried and await self._place_early():
                     return await self._answer_body()
                 return ()
@@ -164,7 +165,7 @@ class Exchange:
             return (self.refuse(error),)
         except Exception:
             if self._step is _RESPONSE:
-                raise  # too late for a refusal: the response has begun
+                raise  # it is too late for a refusal: the response has begun
             decision = self._decision
             _log.exception("an exchange failed", extra={"mode": decision.mode, "model": decision.model})
             return (self.refuse(RequestError("the picker failed on this request; its log says why")),)
@@ -177,7 +178,7 @@ class Exchange:
         return codec.refused(self._decision.refuse(error), error.code)
 
     def close(self) -> None:
-        """Release everything that the exchange still holds; the stream has ended, for any reason."""
+        """Release everything that the exchange still holds, since the stream has ended for some reason."""
         if self._step is _DONE:
             return
         if self._response is not None:
@@ -197,7 +198,7 @@ class Exchange:
     # Messages in.
 
     def _begin(self, message: ProcessingRequest) -> bool:
-        """Read the first message. Returns whether to wait for a body.
+        """Read the stream's first message. Returns whether to wait for a body.
 
         Raises:
             UnknownPath, TooManyReads: the path is not allowed, or the read limit is reached.
@@ -231,11 +232,11 @@ class Exchange:
         return True
 
     def _keep(self, part: HttpBody) -> bool:
-        """Keep a chunk of the body. Returns whether Envoy marks it as the last."""
+        """Keep a chunk of the body. Returns whether Envoy marks the chunk as the last."""
         chunk = part.body
         if chunk and self._forwarded is None:
             self._body.add(chunk)
-        elif chunk.strip(_SPACES):  # already placed, so the JSON object was complete
+        elif chunk.strip(_SPACES):  # the request is already placed, so its JSON object was complete
             raise BadRequest("the body has more text after its JSON object")
         return bool(part.end_of_stream)
 
@@ -269,12 +270,12 @@ class Exchange:
                 self._forwarded = await self._place(body)
                 return self._in_one_message(len(body))
             except BadRequest:
-                pass  # perhaps incomplete: an earlier filter may have lengthened the body
+                pass  # the JSON may be incomplete: an earlier filter may have lengthened the body
         self._body.keep(body)
         return False
 
     async def _place(self, body: bytes | None) -> _Forwarded:
-        """Place the request whose whole body is `body` (None: it has no body)."""
+        """Place the request whose whole body is `body` (None: no body)."""
         decision = self._decision
         if self._way.kind == "read":
             await decision.route(self._way, self._headers, self._subset)
@@ -299,7 +300,8 @@ class Exchange:
 
         With trailers, headers and body go back in one message, in every mode, and Envoy forwards the
         trailers. In chunks, the body would reach the model server twice on routes with retries: Envoy's
-        router keeps a copy and sends that too once the trailers are answered (docs/decisions.md, 15).
+        router keeps a copy of the chunks and sends the copy, too, once the trailers are answered
+        (docs/decisions.md, 15).
         """
         decision, forwarded = self._decision, self._forwarded
         if forwarded is None:
@@ -315,12 +317,12 @@ class Exchange:
 
     def _in_one_message(self, size_bytes: int) -> bool:
         """Whether headers and body go back in one message, so that Envoy gets both or neither
-        (docs/decisions.md, 15). Only in `lean`, where this project configures Envoy."""
+        (docs/decisions.md, 15). This is so only in the mode `lean`, where the project configures Envoy."""
         return self._decision.mode == "lean" and size_bytes <= codec.WHOLE_BYTES
 
     def _answers(self, forwarded: _Forwarded, *, in_one: bool) -> Iterator[bytes]:
-        """The answer for the placed request, in one message or in several. The placement is counted just
-        before the last message: Envoy may end the stream before the write of that message returns."""
+        """The answer for the placed request, in one message or in several messages. The placement is counted
+        just before the last message: Envoy may end the stream before the write of that message returns."""
         decision, (body, length, is_decoded, _) = self._decision, forwarded
         placement, request = decision.placement, decision.request
         assert placement is not None, "the request is placed"
@@ -393,10 +395,10 @@ class ExchangeService:
         """Serve one of Envoy's streams. Returns the last answer, for the transport to send, or None."""
         exchange = Exchange(self.context)
         self.context.open_requests.began()
-        reading: asyncio.Task[bytes | None] | None = None  # the read that waits for a body's end
+        reading: asyncio.Task[bytes | None] | None = None  # the task that reads until the body's end
         try:
-            # Only uploads have a deadline. In other waits Envoy ends the stream when its request ends, which
-            # cancels this task, and keepalive ends the streams of an Envoy that vanished.
+            # Only the wait for an upload has a deadline. In other waits Envoy ends the stream when the
+            # request ends, which cancels this task, and keepalive ends the streams of an Envoy that vanished.
             while True:
                 waits = exchange.uploading and not stream.has_message
                 if waits:

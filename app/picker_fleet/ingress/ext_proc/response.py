@@ -26,10 +26,10 @@ _WANTED = frozenset((_STATUS, _ENCODING, _RETRY_AFTER, _CONTENT_TYPE))
 _HEAD_BYTES = 4096
 _TAIL_BYTES = 16_384  # bytes kept from the end of a streamed answer
 _WHOLE_BYTES = 65_536  # bytes kept from the end of a plain JSON answer
-_USAGE_BYTES = 4096  # bytes read of each usage object in an answer that was not kept whole
-_FEW = 8  # usage members to try, last first
-_MOST_INFLATED_BYTES = 2 * 1024 * 1024  # if a chunk decompresses to more, stop reading usage
-_MAX_TOKENS, _MOST_DIGITS = 1e9, 10  # ignore higher numbers: they cannot be token counts
+_USAGE_BYTES = 4096  # bytes to read of each usage object in an answer that was not kept whole
+_FEW = 8  # most usage members to try, last first
+_MOST_INFLATED_BYTES = 2 * 1024 * 1024  # bytes; if a chunk decompresses to more, stop reading usage
+_MAX_TOKENS, _MOST_DIGITS = 1e9, 10  # ignore higher numbers, which cannot be token counts
 
 # A string (group 1: its closing quote, unset if cut off), brackets, or the blank line after an event.
 _TOKEN = re.compile(rb'"[^"\\\n]*+(?:\\.[^"\\\n]*+)*+(")?|[{\[]++|[}\]]++|\n(?:\r?\n)++')
@@ -37,8 +37,8 @@ _NO_BRACKETS = re.compile(rb'(?:[^"{}\[\]\n]++|"[^"\\\n]*+(?:\\.[^"\\\n]*+)*+")*
 _REST_OF_STRING = re.compile(rb'[^"\\\n]*+(?:\\.[^"\\\n]*+)*+(")?')
 _CUT = (b"", b"\\")  # the rest of a chunk that ends within a string: nothing, or half an escape
 _MODEL = b'"model"'
-_INNER = (b'"message"', b'"response"')  # events of Anthropic's and the Responses API nest the model in these
-# Matches an error member and captures its numeric code. Texts never match, since JSON escapes their quotes.
+_INNER = (b'"message"', b'"response"')  # events of two APIs nest the model in these members
+# Matches an error member and captures its numeric code. A text never matches: JSON escapes its quotes.
 _ERROR = re.compile(r'"error"\s*:\s*(?:"|\{(?:[^{}]*?"code"\s*:\s*"?(\d{3})\b)?)')
 
 
@@ -46,7 +46,7 @@ class ModelRename:
     """Replaces the model name `target` with the client's name `mine` in an answer that comes in chunks.
 
     Only the member `model` of an answer, of an event, or of an event's `message` or `response` changes, and
-    only if its value is `target`. Deeper members, texts and all other bytes stay as they are. If the end of a
+    only if its value is `target`. Deeper members, texts and all other bytes stay unchanged. If the end of a
     chunk may be the start of that member, those bytes are held back until the next chunk. Events end with a
     line break, so complete events are never delayed.
     """
@@ -57,9 +57,9 @@ class ModelRename:
         self._kept_back = b""
         self._depth = 0
         self._outer = self._inner = False  # whether the container at depth 1 or 2 may have the model
-        self._key, self._is_value = b"", False  # the container's last key, and whether its value comes next
+        self._key, self._is_value = b"", False  # the container's last key; whether the key's value is next
         self._in_string = self._line_ended = False
-        self._events: bool | None = None  # whether a stream of events; plain JSON may have blank lines
+        self._events: bool | None = None  # whether this is a stream; JSON may have blank lines
 
     def push(self, chunk: bytes, *, ended: bool) -> bytes:
         """Take a chunk. Returns the bytes to forward: if `ended`, also all bytes that were held back."""
@@ -118,11 +118,11 @@ class ModelRename:
 
     @property
     def _is_watched(self) -> bool:
-        """Whether a member of the current container may be the model, or may contain the model."""
+        """Whether a member of the current JSON container may be the model, or may contain the model."""
         return (self._depth == 1 and self._outer) or (self._depth == 2 and self._inner)
 
     def _bracket(self, text: bytes) -> None:
-        """Track the depth: brackets begin or end containers, and a blank line ends an event."""
+        """Track the depth in the JSON: brackets begin or end containers, and a blank line ends an event."""
         if text[:1] in b"{[":
             if self._depth == 0:
                 self._outer = text[:1] == b"{"
@@ -194,17 +194,18 @@ _members: msgspec.json.Decoder[Mapping[str, msgspec.Raw]] = msgspec.json.Decoder
 _list_of_members: msgspec.json.Decoder[list[Mapping[str, msgspec.Raw]]] = msgspec.json.Decoder(list[_Members])
 _PREFIX = json.JSONDecoder()
 
-Counts = tuple[int | None, int | None]  # prompt and completion tokens; None if unknown
+Counts = tuple[int | None, int | None]  # numbers of prompt and completion tokens; None if unknown
 _UNKNOWN: Final[Counts] = (None, None)
 
 
 class UsageReader:
     """Reads the token counts that an answer reports.
 
-    Keeps the answer's end (and at most one chunk more), which usually has the usage, and its first 4 KiB, for
-    servers that report usage before a long text. Of plain JSON it also keeps the last usage in between. It
-    parses only after the end, at most once, so the cost does not grow with the number of chunks. If it has
-    not kept the whole answer, it parses only a few excerpts of a few KiB.
+    The reader keeps the answer's end (and at most one chunk more), which usually has the usage, and the
+    answer's first 4 KiB, for servers that report usage before a long text. Of plain JSON, the reader also
+    keeps the last usage between these two parts. The reader parses only after the answer's end, at most once,
+    so the cost does not grow with the number of chunks. If the reader has not kept the whole answer, it
+    parses only a few excerpts of a few KiB.
     """
 
     def __init__(self) -> None:
@@ -216,7 +217,7 @@ class UsageReader:
         self._inflate: Any = None
 
     def encoded(self, encoding: bytes) -> None:
-        """Set the answer's content-encoding: gzip and deflate are decoded; others yield no usage."""
+        """Set the answer's content-encoding: gzip and deflate are decoded; other encodings yield no usage."""
         if encoding.strip().lower() in (b"gzip", b"x-gzip", b"deflate"):
             self._is_encoded = True
             self._inflate = zlib.decompressobj(32 + zlib.MAX_WBITS)
@@ -249,7 +250,7 @@ class UsageReader:
         return bool(errors) and not (errors[-1][1] or "").startswith("4")
 
     def tokens(self) -> Counts:
-        """(prompt, completion) tokens of the answer; of a stream, the highest counts in its events."""
+        """The answer's (prompt, completion) tokens; for a stream, the highest counts in its events."""
         kept = b"".join(self._chunks)
         if self._is_json and (found := _of_answer(kept)) != _UNKNOWN:
             return found
@@ -276,11 +277,11 @@ class UsageReader:
 
 
 def _last_in(text: bytes) -> Counts:
-    """Token counts in the last events or lines of `text` that have usage, even if they are cut off."""
+    """Token counts in the last events or lines of `text` that have usage, even if these are cut off."""
     found = _UNKNOWN
     for mark in _MARKS:
         if mark is not _MARKS[0]:
-            text = text[-_USAGE_BYTES:]  # servers put usage under these names at the end
+            text = text[-_USAGE_BYTES:]  # servers put usage under these member names at the end
         at, unreadable = len(text), -1
         for _ in range(_FEW):
             at = text.rfind(mark, 0, at)
@@ -398,15 +399,15 @@ _FIRST_EVENTS = 8
 
 
 class StateIds:
-    """Reads the ids of stored state: in a JSON answer after its end, in a stream from its first events."""
+    """Reads the ids of stored state: in a JSON answer after the answer's end, in a stream's first events."""
 
     def __init__(self) -> None:
-        self._kept: list[bytes] | None = []  # None once the search has ended
+        self._kept: list[bytes] | None = []  # the text to search; None once the search has ended
         self._is_json: bool | None = None
         self._size = self._events = 0
 
     def add(self, chunk: bytes, *, ended: bool) -> tuple[str, ...]:
-        """Take the next chunk. Returns the ids once they are known, else ()."""
+        """Take the next chunk. Returns the ids once the ids are known, else ()."""
         if self._kept is None:
             return ()
         self._kept.append(chunk)
@@ -442,8 +443,8 @@ class Response:
     """Forwards one model server's response and settles its request exactly once (G6).
 
     A request that was not admitted, or whose placement was withdrawn, is not settled. `rename` restores the
-    client's model name; None if the name was not changed. `note_ids` is called with the answer's state ids
-    and the endpoint that served it.
+    client's model name; None if the model's name was not changed. `note_ids` is called with the answer's
+    state ids and the endpoint that served it.
     """
 
     def __init__(
@@ -491,7 +492,7 @@ class Response:
         self._content_type = found.get(_CONTENT_TYPE, b"")
         if _RETRY_AFTER in found:
             self._hold_s = hold_of(found[_RETRY_AFTER].decode(errors="replace"))
-        # Envoy names the endpoint that served in this namespace.
+        # Envoy names the endpoint that served in this metadata namespace.
         namespace, placement = self._settings.metadata_namespace, self._placement
         served = codec.read_metadata(message, namespace, SERVED)
         self._served = served if isinstance(served, str) and served else None
@@ -512,7 +513,7 @@ class Response:
 
     def _chunk(self, part: Any) -> list[bytes]:
         body, ended = part.body, part.end_of_stream
-        decoded = self._usage.add(body) if body else b""  # an empty chunk ends most answers
+        decoded = self._usage.add(body) if body else b""  # most answers end with an empty chunk
         if self._ids is not None and (ids := self._ids.add(decoded, ended=ended)) and self._status < 300:
             assert self._note_ids is not None
             self._note_ids(ids, self._served or self._picked)

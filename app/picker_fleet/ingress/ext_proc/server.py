@@ -1,6 +1,6 @@
 """The replica's gRPC server: it serves exchanges, health and Envoy's other services, and drains.
 
-`serve.py` makes and runs the server, on the transport that `extproc.transport` names.
+`serve.py` makes and runs the server, on the transport that the setting `extproc.transport` names.
 """
 
 import asyncio
@@ -21,20 +21,20 @@ Transport = NativeTransport | GrpcioTransport
 SERVICE = "envoy.service.ext_proc.v3.ExternalProcessor"
 PROCESS = f"/{SERVICE}/Process"
 
-# Helm charts of standalone pickers check the last name.
+# Helm charts of standalone pickers check the last of these names.
 _READY = ("", SERVICE, "readiness", "inference-extension")
 _ALIVE = ("liveness",)
 
-_MESSAGE_MARGIN_BYTES = 1024 * 1024  # headers and framing around the largest body
-_FLUSH_S = 1.0  # time to send pending answers before the access-log and EDS streams, which never end, are cut
+_MESSAGE_MARGIN_BYTES = 1024 * 1024  # bytes for headers and framing around the largest body
+_FLUSH_S = 1.0  # seconds to send answers before cutting access-log and EDS streams, which never end
 _STOP_S = 0.25
 
 
 class Server:
     """Serves exchanges, health and the handlers of `services` on `settings.listen`.
 
-    `own_listeners` are further addresses by pool: requests there that name no pool belong to that pool. Not
-    ready until `set_ready(True)`.
+    `own_listeners` are further addresses by pool: requests at a pool's address that name no pool belong to
+    that pool. The server is not ready until `set_ready(True)`.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Decides on one request that Envoy's `ext_authz` filter asks about over HTTP.
+"""Decides on one request about which Envoy's `ext_authz` filter asks over HTTP.
 
 Envoy's request (mode `http`) has the client's method, path and body, and the headers that the picker reads.
 The answer is 200 with the endpoint and the fields that the access log returns (docs/protocol.md), or the
@@ -29,18 +29,18 @@ from picker_fleet.ingress.headers import (
 from picker_fleet.scheduling.chooser import SESSION_HEADER
 
 MODE: Final = "http"
-# Headers that Envoy passes on to the client, from a placement and from a refusal.
+# Headers of a placement and of a refusal that Envoy passes on to the client.
 CLIENT_HEADERS: Final = (SESSION_HEADER, PRESSURE)
 REFUSAL_HEADERS: Final = ("content-type", "retry-after", PRESSURE, DROPPED_REASON)
 # Envoy takes a 5xx from its authorisation server as a failure of that server, and hides it from the client.
-# So a 5xx refusal is sent as an otherwise unused 4xx, which Envoy's configuration maps back.
+# So a 5xx refusal is sent with an otherwise unused 4xx status, which Envoy's configuration maps back.
 CARRIED: Final = {status: status - 40 for status in (500, 503, 504)}
 
 _log = logging.getLogger(__name__)
 
 
 class Answer(NamedTuple):
-    """The answer to a check; `lines` are its headers."""
+    """The answer to a check; `lines` are the answer's header lines."""
 
     status: int
     lines: str
@@ -48,7 +48,7 @@ class Answer(NamedTuple):
 
 
 class Check:
-    """One check; call `decide` once, with the whole request. `url` is the URL that Envoy requests.
+    """A request's check; call `decide` once, with the whole request. `url` is the URL that Envoy requests.
 
     When the answer is written, call `decision.placed`; if it cannot reach Envoy, `decision.client_left`.
     """
@@ -73,7 +73,7 @@ class Check:
                 whole = body.join() if body.size_bytes else None
                 ask, decoded = await context.ask(whole, headers, way)
                 try:
-                    headers.pop(ROUTE_TIMEOUT, None)  # Envoy's timeout of this check, not of the request
+                    headers.pop(ROUTE_TIMEOUT, None)  # Envoy's timeout for the check, not for the request
                     if decision.read(ask, headers, subset, headers.pop(FORWARDED_FOR, b"")):
                         asked = ask.model or context.intake.default_model or "(none)"
                         raise Unsupported(
@@ -118,7 +118,7 @@ class Check:
 
 
 def _subset(headers: Mapping[str, bytes]) -> tuple[str, ...] | None:
-    """The endpoints of the subset hint, which Envoy's configuration puts into a header; None if none."""
+    """The endpoints of the subset hint, which Envoy's configuration puts into a header; None without one."""
     hint = headers.get(SUBSET)
     if hint is None:
         return None

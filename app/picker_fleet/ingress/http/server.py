@@ -1,4 +1,4 @@
-"""The HTTP/1.1 server of mode `http`: Envoy's `ext_authz` filter asks it about each request.
+"""The HTTP/1.1 server of mode `http`: Envoy's `ext_authz` filter asks the server about each request.
 
     GET /healthz            200 while the replica takes requests, else 503; for health checks
     ANY /check/PATH         the check of a client's request for PATH, with its body (check.py)
@@ -7,7 +7,7 @@ Envoy puts `/check` before each client's path, so clients cannot reach the serve
 
 A connection carries one request at a time. When a client leaves, Envoy closes the connection, which cancels
 the waiting request. One periodic task closes connections that stall within a request or an answer, so a
-request needs no timer. At the limit, a new connection replaces the connection idle for longest.
+request needs no timer. At the limit of connections, a new connection replaces the one idle for longest.
 docs/protocol.md lists the headers.
 """
 
@@ -27,15 +27,15 @@ from picker_fleet.grpc.certificates import MAX_TLS_CONNECTIONS, Certificates, se
 from picker_fleet.ingress.context import STALLED_S, ExchangeContext
 from picker_fleet.ingress.http.check import Answer, Check
 
-PREFIX: Final = b"/check"  # Envoy puts this before client paths, so clients reach no other path
+PREFIX: Final = b"/check"  # Envoy puts this prefix before client paths, so clients reach no other path
 HEALTH_PATH: Final = b"/healthz"
-_MAX_NAMES, _LONGEST_NAME = 1000, 64  # limits of cached header names, and of their bytes
-_MAX_HEAD_BYTES = 64 * 1024  # limit of request line, headers and trailers
+_MAX_NAMES, _LONGEST_NAME = 1000, 64  # most cached header names, and most bytes of a name
+_MAX_HEAD_BYTES = 64 * 1024  # most bytes of request line, headers and trailers
 _VERSIONS = ("1.0", "1.1")
-_WARNING_S = 1.0  # minimum time between two warnings
-_IDLE_S = 300.0  # a connection without a request is closed after this time
+_WARNING_S = 1.0  # minimum seconds between two warnings
+_IDLE_S = 300.0  # a connection without a request is closed after this many seconds
 _KEEPALIVE_S = 20
-_CHECKS = 6  # checks for stalled connections per STALLED_S
+_CHECKS = 6  # number of checks for stalled connections per STALLED_S
 _REASONS = {200: "OK", 503: "Service Unavailable"}
 
 _log = logging.getLogger(__name__)
@@ -58,7 +58,7 @@ class CheckServer:
         self._certificates = certificates
         self._listen = listen
         self._connections: set[_Connection] = set()
-        self._idle: OrderedDict[_Connection, None] = OrderedDict()  # longest idle connection first
+        self._idle: OrderedDict[_Connection, None] = OrderedDict()  # idle connections, the longest idle first
         self._warned_s, self._left_out = float("-inf"), 0
         self._server: asyncio.Server | None = None
         self._ready = False
@@ -68,12 +68,12 @@ class CheckServer:
 
     @property
     def ready(self) -> bool:
-        """Whether Envoy may send requests."""
+        """Whether the server is ready for Envoy's requests."""
         return self._ready and not self.draining
 
     @property
     def is_open(self) -> bool:
-        """Whether the server answers checks: it is ready, or was ready before it began to drain."""
+        """Whether the server answers checks: the server is ready, or was ready before its drain."""
         return self._ready
 
     async def start(self) -> int:
@@ -105,7 +105,7 @@ class CheckServer:
         self._ready = ready
 
     def drain(self) -> None:
-        """Fail health checks from now on, and close each connection after its next answer."""
+        """Fail health checks from now on, and close each connection after the connection's next answer."""
         self.draining = True
 
     async def stop(self) -> None:
@@ -116,7 +116,7 @@ class CheckServer:
             connection.close()
 
     def opened(self, connection: "_Connection") -> bool:
-        """Add a connection; at the limit it replaces an idle connection. Returns False if none is idle."""
+        """Add a connection; at the limit replace an idle one. Returns False if no connection is idle."""
         if len(self._connections) >= self._max_connections:
             self._warn_of_full()
             if not self._idle:
@@ -156,7 +156,7 @@ class CheckServer:
 class _Wanted(dict[bytes, str]):
     """Maps a received header name to its lower-case name if the picker reads that header, else to ''.
 
-    Caches a limited number of short names, since Envoy sends the same ones again.
+    Caches a limited number of short names, since Envoy sends the same names again.
     """
 
     def __init__(self, names: Iterable[str]) -> None:
@@ -182,17 +182,17 @@ class _Connection(asyncio.Protocol):
         self._body = self._context.new_body()
         self._headers: dict[str, bytes] = {}
         self._url = b""
-        self._head_bytes = 0  # parsed bytes outside the body
-        self._rest_bytes = 0  # received bytes outside the body
+        self._head_bytes = 0  # bytes parsed of the request, the body excluded
+        self._rest_bytes = 0  # bytes received of the request, the body excluded
         self._in_head = self._arriving = False
-        self._unread_s = 0.0  # when the peer stopped reading answers; 0 while it reads
+        self._unread_s = 0.0  # when the peer stopped reading answers; 0 while the peer reads
         self._began_s = self._last_byte_s = self._context.clock()
         self._failed: RequestError | None = None
         self._refused: RequestError | None = None  # the refusal to send once the whole request has arrived
         self._dropped_bytes = 0
 
     def close_if_stalled(self, now_s: float) -> None:
-        """Close the connection if its request stalls, its answers are unread, or it is idle for too long."""
+        """Close the connection if its request stalls, its answers stay unread, or it is idle too long."""
         if self._unread_s and now_s - self._unread_s > STALLED_S:
             self.abort()
         if self._task is not None:
@@ -222,7 +222,7 @@ class _Connection(asyncio.Protocol):
             return
         sock = transport.get_extra_info("socket")
         if sock is not None and sock.family in (socket.AF_INET, socket.AF_INET6):
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # detects a vanished Envoy
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # keepalive detects a vanished Envoy
             if hasattr(socket, "TCP_KEEPIDLE"):
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEPALIVE_S)
 
@@ -231,7 +231,7 @@ class _Connection(asyncio.Protocol):
         if self._transport is None or self._transport.is_closing():
             return
         if self._task is not None:
-            self.close()  # Envoy sends a request only after the previous answer
+            self.close()  # a second request: Envoy sends requests only after the previous answer
             return
         self._rest_bytes += len(data)
         try:
@@ -266,7 +266,7 @@ class _Connection(asyncio.Protocol):
             self._context.open_requests.ended()
         self._arriving = False
 
-    # Called by the parser. An exception here ends `feed_data` with an HttpParserCallbackError.
+    # The HTTP parser calls these methods. An exception here ends `feed_data` with an HttpParserCallbackError.
 
     def on_message_begin(self) -> None:
         if self._task is not None:
@@ -284,7 +284,7 @@ class _Connection(asyncio.Protocol):
         self._head_bytes += len(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Keep a header that the picker reads; trailers are ignored."""
+        """Keep a header if the picker reads that header; trailers are ignored."""
         self._head_bytes += len(name) + len(value) + 4
         known = self._wanted[name]
         if known and self._in_head:
@@ -344,7 +344,7 @@ class _Connection(asyncio.Protocol):
             self.close()  # without an answer Envoy knows that nothing was done, and asks another replica
         else:
             self._task = asyncio.get_running_loop().create_task(self._answer(method, url, keep))
-            self._task.add_done_callback(self._checked)  # the task may be cancelled before it starts
+            self._task.add_done_callback(self._checked)  # the task may be cancelled before the task starts
 
     def _fail(self, error: RequestError) -> None:
         self._failed = error
@@ -380,7 +380,7 @@ class _Connection(asyncio.Protocol):
         if self._arriving:
             self._arriving = False
             self._context.open_requests.ended()
-        if self._task is not None:  # an earlier request has no answer yet: write none before it
+        if self._task is not None:  # an earlier request has no answer yet: write no other answer first
             self.close()
             return
         self._write_answer(Check(self._context, self._url).refuse(error), keep=False)
@@ -396,7 +396,7 @@ class _Connection(asyncio.Protocol):
         close = "" if keep else "connection: close\r\n"
         reason = _REASONS.get(status, "Refused")
         if self._parser.get_method() == b"HEAD":
-            body = b""  # a check has the client's method: HEAD gets no body
+            body = b""  # a check has the client's method: the answer to HEAD has no body
         head = f"HTTP/1.1 {status} {reason}\r\n{lines}{close}content-length: {len(body)}\r\n\r\n"
         self._transport.write(head.encode() + body)
         if not keep:
