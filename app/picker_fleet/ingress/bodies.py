@@ -41,9 +41,9 @@ async def decode(
     The lock `turn` lets one body be decoded at a time, since a decoder needs memory for its window.
 
     Raises:
-        UnsupportedEncoding: an encoding is unknown, `text` has too many encodings, or `text` is not in the
-        named encoding. PayloadTooLarge: the decoded body exceeds the limit. BufferFull: the replica's budget
-        is used up.
+        UnsupportedEncoding: an encoding is unknown or wrong, or `text` has too many encodings.
+        PayloadTooLarge: the decoded body exceeds the limit.
+        BufferFull: the replica's budget is used up.
     """
     names = [name.strip().lower() for name in encodings.decode("latin-1").split(",")]
     names = [name for name in names if name not in ("", "identity")]

@@ -296,8 +296,8 @@ class ExchangeContext:
         the budget, None if the body was not encoded; release it when the parsed request is dropped.
 
         Raises:
-            UnsupportedEncoding, PayloadTooLarge, BufferFull: the body cannot be decoded, or is too large
-            decoded. BadRequest: the body is malformed; the message names the fault.
+            UnsupportedEncoding, PayloadTooLarge, BufferFull: the body cannot be decoded, or is too large.
+            BadRequest: the body is malformed; the message names the fault.
         """
         if body is None:
             return bodiless(way), None

@@ -72,7 +72,7 @@ _canonical = lru_cache(maxsize=10_000)(endpoint_address)
 
 
 def selected_endpoints(endpoints: SnapshotCell, choice: bytes) -> tuple[str, ...]:
-    """The endpoints that the conformance suite's header selects: `ip:port`, or an `ip` of `endpoints`."""
+    """The endpoints that the conformance suite's header names, by `ip:port` or by an `ip` of `endpoints`."""
     parts = [part.strip() for part in choice.decode(errors="replace").split(",")]
     by_host: dict[str, list[str]] = {}
     for address in (each.address for each in endpoints.current.endpoints):

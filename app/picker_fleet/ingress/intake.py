@@ -1,4 +1,4 @@
-"""Turns headers and a body into an `InferenceRequest`. Pure: ids and random numbers are injected.
+"""Turns headers and a body into an `InferenceRequest`. It is pure: ids and random numbers are injected.
 
 The picker calls this module for each request. The module `headers` parses headers, `json_body` reads JSON
 bodies that are too large or unusual to be decoded whole here, and `bodies` reads bodies that are not plain

@@ -19,8 +19,8 @@ from picker_fleet.ingress.bodies import OtherBody
 from picker_fleet.scheduling.endpoint_history import PROMPT_MEMBERS, block_hashes, prompt_bytes
 
 MODEL = "model"
-MAX_NAME_BYTES = 256  # most characters of a model name, objective or fairness id
-LONGEST_NAME = 6 * MAX_NAME_BYTES + 2  # JSON text of a name: every byte as a `\u` escape, within quotes
+MAX_NAME_BYTES = 256  # most bytes of a model name, objective or fairness id
+LONGEST_NAME = 6 * MAX_NAME_BYTES + 2  # a quoted name, every byte as a `\u` escape
 MAX_KEYS = 256  # most keys in the outermost object; the OpenAI API defines about fifty
 MAX_KEY_CHARS = 256
 SMALL_BYTES = 4096  # decode only smaller bodies whole: objects may take thirty times as much memory
@@ -93,7 +93,7 @@ def without_long_strings(text: bytes) -> bytes:
 
 
 def without_half_pairs(text: bytes) -> bytes:
-    """JSON `text` with the first `_MOST_HALF_PAIRS` lone surrogates replaced by U+FFFD; same length."""
+    """JSON `text` with the first `_MOST_HALF_PAIRS` lone surrogates replaced by U+FFFD; its length stays."""
     if b"\\u" not in text or b"\0" in text:
         return text
     plain = text.replace(rb"\\", b"\0\0")
@@ -130,7 +130,7 @@ class Body:
 
     @property
     def values(self) -> Mapping[str, msgspec.Raw | memoryview]:
-        """The JSON text of each key's value. It may contain invalid UTF-8, which the caller must check.
+        """The JSON text of each key's value. The text may contain invalid UTF-8, which the caller must check.
 
         Raises:
             BadRequest: the body is no JSON object, has too many keys, or repeats a key that the picker reads.

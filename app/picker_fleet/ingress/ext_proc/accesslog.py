@@ -54,7 +54,7 @@ _UPSTREAM_FLAGS = frozenset(
         "upstream_protocol_error",
     }
 )
-# Response flags of Envoy's that show that an endpoint failed a request that had reached the endpoint.
+# Envoy's response flags for a request that had reached an endpoint which then failed.
 _FAULT_FLAGS = ("upstream_remote_reset", "upstream_connection_termination", "upstream_protocol_error")
 _RESET = "reset"  # the reason of a fault: the endpoint cut the answer off
 RETRY_AFTER: Final = "retry-after"
@@ -138,7 +138,7 @@ def take(entries: Any, accounts: Sequence[Account], namespace: str = NAMESPACE) 
             accounts[0].metrics.access_log("ignored")
             continue
         if isinstance(item, Fault) and not item.accounting_token:
-            for each in accounts:  # without a token, ask the pools which one has the request
+            for each in accounts:  # without a token, every pool is asked for the request
                 each.gate.fault(item)
             accounts[0].metrics.access_log("failed")
             continue

@@ -25,7 +25,7 @@ from picker_fleet.domain.request import Placement
 from picker_fleet.ingress.context import PRESSURES, Refusal
 
 TEST_SERVED = "x-conformance-test-served-endpoint"
-LENGTH_HEADER: Final = "x-picker-content-length"  # the project's Envoy makes content-length of this
+LENGTH_HEADER: Final = "x-picker-content-length"  # the project's Envoy copies this to content-length
 
 SUBSET_HINT = "envoy.lb.subset_hint"  # the metadata namespace of `SUBSET`
 # Namespace of the picker's metadata. Envoy returns {id, token}, and {waited, target} of a queued request, in

@@ -50,7 +50,7 @@ class Answer(NamedTuple):
 class Check:
     """A request's check; call `decide` once, with the whole request. `url` is the URL that Envoy requests.
 
-    When the answer is written, call `decision.placed`; if it cannot reach Envoy, `decision.client_left`.
+    When the answer is written, call `decision.placed`; if the answer cannot reach Envoy, `client_left`.
     """
 
     def __init__(self, context: ExchangeContext, url: bytes = b"") -> None:
