@@ -1,7 +1,7 @@
 -- include: outliers upkeep
 -- Periodic maintenance: expired requests, leases that ran out, silent replicas, ghosts (placed requests that ended
 -- without a report), idle workloads, and waiting requests whose order has changed with time or with a new policy. Any
--- replica may call it at any time.
+-- replica may call the sweep at any time.
 --
 -- Guarantees: the sweep runs once per interval, whichever replica calls; a call does a bounded amount of work. A call
 -- that leaves work returns 1 as `more`, and may be repeated at once.
@@ -15,7 +15,7 @@
 -- Returns {epoch, notifications, attempts, served, ran (0 or 1), expired, reclaimed, more (0 or 1), ghosts,
 --   endpoints whose metrics pages may show ghosts}
 
--- Limits of one call.
+-- Limits of the work of one sweep call.
 local CHUNK = 32 -- requests that a call ends, orphans or reads
 local REFILED = 16 -- requests that a call moves to a new order; each costs a removal and an insertion
 local LIGHT = 500 -- old entries that a call drops of each kind

@@ -126,7 +126,7 @@ local function view_flows(args)
   return reply
 end
 
--- One flow queue, in each band where it has waiting requests.
+-- The rows of one flow queue, in each band where it has waiting requests.
 --
 -- args[1] the flow queue
 -- Returns {now_us, flow queue row...}
@@ -188,7 +188,7 @@ local function view_inflight(args)
   return reply
 end
 
--- One request: its record, and its position in the queue.
+-- The record of one request, and its position in the queue.
 --
 -- args[1] request id
 -- Returns {now_us} if it is unknown, else {now_us, request row, rank in its flow queue, row of its flow queue, rank

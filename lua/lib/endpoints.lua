@@ -340,8 +340,8 @@ do -- a chunk may have 200 locals
   function endpoints.has_mark(what, address) return read('HEXISTS', key.marks, joined(what, address)) == 1 end
   function endpoints.is_ejected(address) return endpoints.has_mark('ejected', address) end
 
-  -- Whether r's flow has as many requests in flight as its limit allows on all ready endpoints together. This count
-  -- includes granted requests, which are not placed yet; the counts per endpoint do not.
+  -- Whether r's flow has as many requests in flight as its limit allows on all ready endpoints together. The total
+  -- count of a flow includes granted requests, which are not placed yet; the counts per endpoint do not.
   function endpoints.flow_at_limit(r)
     return r.limit > 0 and flow_counts({r.flow})[1] >= r.limit * pool.ready
   end

@@ -226,7 +226,7 @@ do
   end
 
   -- Correct a charge for request r: add `difference` to the tag of `flow_queue`. If no tag is stored, add `difference`
-  -- to the lesser of the virtual time v and `floor`. Return the new tag.
+  -- to the lesser of the virtual time v and `floor`. Return the flow queue's new tag.
   function queue.correct(r, flow_queue, difference, floor)
     for _, place in ipairs({key.flows[r.band], key.throttled[r.band], key.finish[r.band]}) do
       local tag = read('ZSCORE', place, flow_queue)
@@ -255,7 +255,7 @@ do
     throttle.add(band, flow_queue, tag)
   end
 
-  -- Put a throttled flow queue back in order. Return false if it was not throttled or holds no request.
+  -- Put a throttled flow queue back in order. Return false if the flow queue was not throttled or holds no request.
   function queue.unthrottle(band, flow_queue)
     local tag = throttle.remove(band, flow_queue)
     if not tag then return false end

@@ -144,7 +144,7 @@ do
     pool.lower = math.max(scaled(settings.lower_per), 1e-9) -- with a bound of 0, an idle pool still starts one request
   end
 
-  -- The upper bound if all published endpoints were ready. It limits the stock that a restored request takes.
+  -- The upper bound if all published endpoints were ready. This bound limits the stock that a restored request takes.
   function marks.largest_bound()
     return math.max(pool.upper, settings.upper_per * math.max(read('HLEN', key.endpoints), 1))
   end

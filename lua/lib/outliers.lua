@@ -179,7 +179,7 @@ do
   end
 
   -- Record whether an endpoint is stuck: its requests in flight are old, and its metrics page is unchanged. Eject the
-  -- endpoint if the pool ends requests meanwhile. Return whether this call has ejected it.
+  -- endpoint if the pool ends requests meanwhile. Return whether this call has ejected the endpoint.
   function outliers.stuck(address, is_stuck)
     local entry = entry_of(address)
     if not (is_stuck and is_on() and endpoints.is_ready(address)) then

@@ -25,8 +25,8 @@ do
     now_ms, clock_shift_ms = math.floor(us / 1000), offset_us / 1000
   end
 
-  -- Set the variables now_us and now_ms. `text`, the stored offset and time, is parsed unless cached values are valid
-  -- (`known`).
+  -- Set the variables now_us and now_ms. The argument `text`, the stored offset and time, is parsed unless cached
+  -- values are valid (`known`).
   function steady_clock(known, text)
     local time = redis.call('TIME')
     local time_us = tonumber(time[1]) * 1000000 + tonumber(time[2])
@@ -218,7 +218,7 @@ function pool.retry_after_s()
   return math.max(1, math.min(MOST_RETRY_S, math.ceil((pool.queued + 1) / pool.rate)))
 end
 
--- The arrival number: time of arrival in us. It is unique, except if a request is registered again with its age.
+-- The arrival number: time of arrival in us. The number is unique, unless a request is registered again with its age.
 function pool.next_arrival_us(age_ms)
   if age_ms > 0 then return math.floor(now_us - age_ms * 1000 + 0.5) end
   local seq = pool.seq + 1

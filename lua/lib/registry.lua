@@ -3,7 +3,7 @@
 -- Uses reads and writes from lib/storage.lua, bands from lib/bands.lua, settings and counters from lib/pool.lua.
 -- Defines `record`, `timers`, `workloads` and `parse_workload`.
 --
--- A record is one request, packed. Its state is queued, orphaned (its replica is silent), granted or
+-- A record is one request, packed. The state of a request is queued, orphaned (its replica is silent), granted or
 -- placed. Replicas refuse control characters in fields, so no field ends a packed string early. Millions of requests
 -- may wait, so the record of a waiting request has no endpoints, stock or tag. A call reads each record once.
 
@@ -330,8 +330,8 @@ do
     by_id.changed[id] = w
   end
 
-  -- A request was refused after `arrived` counted it. Forget its workload if this was its first request and the
-  -- registry is more than half full: refused requests with invented ids must not displace workloads in use.
+  -- A request was refused after the function `arrived` counted it. Forget its workload if this was its first request
+  -- and the registry is more than half full: refused requests with invented ids must not displace workloads in use.
   function workloads.refused(flow, id)
     if id == '' then return end
     workloads.ended(id)

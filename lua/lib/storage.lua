@@ -1,9 +1,10 @@
 -- The keys of a pool, and how a call reads and writes them. (Other files cache counters, records, workloads and loads.)
 -- Uses Redis's functions. Defines `key`, `read`, `flush`, `defer_write`, `drop_stray` and the other names below.
 --
--- `defer_write` buffers a write until the end of the script call. At the end, one command writes all values of a key; a
--- call that fails earlier has written nothing. `read` first writes the buffered changes of its key, so a call sees its
--- own writes. If a call fails, `undo_writes` restores the former values of flushed keys.
+-- The function `defer_write` buffers a write until the end of the script call. At the end, one command writes all
+-- values of a key; a call that fails earlier has written nothing. The function `read` first writes the buffered changes
+-- of its key, so a script call sees its own writes. If a call fails, `undo_writes` restores the former values of
+-- flushed keys.
 
 -- Copy global functions to locals: in a Redis library a lookup of a global takes three steps. While Redis loads the
 -- library, only the global `redis` exists, so the first call copies the other functions.
@@ -178,7 +179,7 @@ do -- a chunk may have 200 locals
     end
   end
 
-  -- Write all buffered changes. If a commit fails, the next commit continues after the last successful write.
+  -- Write all buffered changes to Redis. If a commit fails, the next commit continues after the last successful write.
   function commit_writes()
     for name in pairs(fronts) do read_ahead.discard(name, true) end
     for i = 1, used do

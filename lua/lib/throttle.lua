@@ -13,7 +13,7 @@ do
     log_flow_queue('throttled', band, flow_queue, tag)
   end
 
-  -- Remove a flow queue. Return the start tag; nil if the flow queue was not throttled.
+  -- Remove a flow queue from the throttled flow queues. Return the start tag; nil if the flow queue was not throttled.
   function throttle.remove(band, flow_queue)
     local tag = read('ZSCORE', key.throttled[band], flow_queue)
     if not tag then return nil end

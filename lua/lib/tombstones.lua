@@ -55,7 +55,8 @@ do
 
   -- A metrics page shows how many requests have ended, but not which. So the sweep may reclaim a request that still
   -- runs (a ghost), if another request on that endpoint has ended whose replica is suspended and cannot report the end.
-  -- When that report comes, the script `settle` restores the ghost from its record. `page_ms`: the time of the page.
+  -- When that report comes, the script `settle` restores the ghost from its record. `page_ms`: the time of the metrics
+  -- page.
   function tombstones.put_ghost(r, page_ms)
     if read('HLEN', key.ghosts) < MOST_GHOSTS then
       defer_write('HSET', key.ghosts, r.id, struct.pack('d', page_ms) .. pack_record(r))

@@ -116,8 +116,8 @@ class Admission:
         """Wait until the request has its turn and is placed on endpoints. The request is queued as if it had
         arrived `age_s` ago.
 
-        `stream_owned`: this replica has the request's stream until the request ends (`standard`), so this
-        replica renews the lease until `settle` or `withdraw`. If not, access-log entries renew the lease.
+        `stream_owned`: this replica has the request's stream until the request ends (mode `standard`), and so
+        renews the lease until `settle` or `withdraw` is called. If not, access-log entries renew the lease.
         Cancelling the call withdraws the request.
 
         Raises:

@@ -76,7 +76,7 @@ def handlers(
     """The gRPC handlers of the budget service, by path. The callback `transfer(least, most)` gives away up to
     `most` of the replica's budget.
 
-    `own_address` is this replica's address as its peers know it, host:port.
+    `own_address` is the host:port by which peers know this replica.
     """
     seen_nonces: OrderedDict[str, None] = OrderedDict()
     transfers: OrderedDict[str, asyncio.Task[float]] = OrderedDict()  # by nonce

@@ -44,11 +44,11 @@ _RECOVER_S = 1.0  # pause before each attempt to recover lost budget
 
 @dataclass(frozen=True, slots=True)
 class FailoverTimes:
-    """Time limits in seconds. `newcomer_s`: a replica that joined more recently starts an outage without
-    budget, because its peers may not know it. `peers_wait_s`: a resync waits this long for peers to publish
-    the ends they received. A replica in the state RESYNCING waits `max_resync_s` for all peers to resync, and
-    `straggler_s` for a late peer that is still live. `report_s` is the access log's interval between entries
-    of a running request.
+    """Time limits in seconds. `newcomer_s`: a replica that joined fewer seconds ago starts an outage without
+    budget, because peers may not know this replica. `peers_wait_s`: a resync waits this long for peers to
+    publish the ends that those peers received. A replica in the state RESYNCING waits `max_resync_s` for all
+    peers to resync, and `straggler_s` for a late peer that is still live. `report_s` is the access log's
+    interval between entries of a running request.
     """
 
     report_s: float
@@ -109,11 +109,12 @@ class Stock:
 
 
 class Failover:
-    """Decides whether requests are admitted through Redis or in an `Outage`. Uses one event loop.
+    """Decides whether requests are admitted through Redis or in an `Outage`. All calls come from one event
+    loop.
 
-    `heartbeat_now` sends a heartbeat, which also probes Redis; with `full=False` the replica need not read
-    the whole shared state. `outage` is the current outage; None while Redis decides. `Admission` updates the
-    attributes that count.
+    The callback `heartbeat_now` sends a heartbeat, which also probes Redis; with `full=False` the replica
+    need not read the whole shared state. The attribute `outage` is the current outage; None while Redis
+    decides.
     """
 
     def __init__(
@@ -290,7 +291,7 @@ class Failover:
             if self.state is _RESYNCING and self._all_resynced(self.outage):
                 self._transition(FailoverEvent.ALL_RESYNCED, "all-told")
         elif self.is_busy:
-            # Refresh the known stock soon after this replica has changed it.
+            # Read the stock from Redis again soon after this replica has changed it.
             self.is_busy = False
             self._heartbeat_now(full=False)
 
@@ -399,7 +400,7 @@ class Failover:
     async def _resync(self, outage: Outage, resync: Resync) -> None:
         """Report the requests in flight to Redis, which answers again; `finish_resync` reports the ends."""
         if outage.resync is not resync:
-            return  # `keep` repeated this task after a failure, and Redis was lost meanwhile
+            return  # this task was repeated after a failure, and Redis was lost meanwhile
         try:
             await asyncio.sleep(random.random() * _JITTER_S)
             await self.tombstones.publish()

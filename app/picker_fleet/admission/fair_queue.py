@@ -67,7 +67,7 @@ class Policy:
 
 
 class Queueable(Protocol):
-    """A request. `workload` is '' for an anonymous request. The queue sets `due_ms`, the time at which the
+    """A request. The workload is '' for an anonymous request. The queue sets `due_ms`, the time at which the
     request becomes overdue, and `flow_queue`, the name of its flow queue."""
 
     due_ms: float
@@ -96,7 +96,7 @@ M = TypeVar("M")
 
 
 class QueueFull(Exception):
-    """The queue refuses a request. `reason` is a code of `lua/admit.lua`."""
+    """The queue refuses a request. The attribute `reason` is a code of `lua/admit.lua`."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -278,7 +278,7 @@ class BandQueue(Generic[R]):
     v: float = 0.0  # virtual time: the greatest start tag served, not counting service by the guard
     newcomers: float = 0.0  # common tag of the flow queues that started at v, charged as one flow
     tag: float = 0.0  # the band's tag under the band policy `weighted`
-    queued: int = 0  # number of queued requests
+    queued: int = 0  # number of queued requests in the band
     bytes: int = 0  # total size of the queued requests' bodies
     queues: dict[str, FlowQueue[R]] = field(default_factory=dict)  # name -> flow queue with requests
     turns: ScoredSet[str] = field(default_factory=ScoredSet)
@@ -292,7 +292,7 @@ class FairQueue(Generic[R]):
     def __init__(self, context: Context, next_number: Callable[[], int]) -> None:
         self._context, self._next_number = context, next_number
         self.bands: dict[int, BandQueue[R]] = {}  # bands by priority, the highest first
-        self.bv = 0.0  # virtual time across bands
+        self.bv = 0.0  # virtual time of the order of bands
         self.credit = 1.0  # the starvation guard's credit
         self.overdue: ScoredSet[R] = ScoredSet()
         self._queued = 0

@@ -99,7 +99,7 @@ def released_by_end(entry: Entry | None, token: str) -> float | None:
     """The cost that the end of a request releases in an outage: None if the end is known already, or the
     request was withdrawn here, which released its cost.
 
-    `entry` is the request's entry before the end, None if unknown; `token` its accounting token, '' if
+    `entry` is the request's entry before the end, None if unknown; `token` the accounting token, '' if
     unknown.
     """
     if entry is not None and entry.phase is Phase.ENDED and entry.journaled:
@@ -113,8 +113,8 @@ class Ledger:
     """The entries by request id, least recently changed first. All calls come from one event loop.
 
     The ledger forgets an entry `keep_s` after its last change, unless the request's end is not confirmed or,
-    during an outage, the entry is journaled. It forgets the oldest entries beyond MAX_ENTRIES, but keeps
-    entries with an owned stream.
+    during an outage, the entry is journaled. The oldest entries beyond MAX_ENTRIES are forgotten too, but no
+    entry with an owned stream.
     """
 
     def __init__(self, clock: Callable[[], float], keep_s: float = 30.0) -> None:
@@ -178,8 +178,8 @@ class Ledger:
         self._forget(entry.seen_s)
 
     def finish(self, completion: Completion, token: str, *, is_reported: bool = True) -> Entry:
-        """Record a request's end; `token` is its accounting token, '' if unknown. `is_reported`: a report to
-        Redis is on its way, which Redis has to confirm."""
+        """Record a request's end; `token` is its accounting token, '' if unknown. `is_reported`: a report of
+        the end is on its way to Redis, which must confirm it."""
         entry = self._entries.get(completion.id)
         if entry is None:
             entry = self._entries[completion.id] = Entry(completion.id, Phase.ENDED)
@@ -200,7 +200,7 @@ class Ledger:
             return False
         entry.confirmed = True
         if not self.in_outage:
-            entry.end = None  # a resync reports each end of its outage again
+            entry.end = None  # a resync reports each end of the outage again
         return True
 
     def begin_outage(self) -> None:

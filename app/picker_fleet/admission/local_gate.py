@@ -57,12 +57,12 @@ class _TransferRequest:
 
 
 class LocalGate:
-    """One replica's budget and queue. `has_waiting` is set while requests wait.
+    """One replica's budget and local queue. The event `has_waiting` is set while requests wait.
 
-    `free` is the remaining budget, in the stock's unit. Neither `free` nor the cost of a request exceeds
-    `bound`. A negative `free` is a debt, which released budget pays off first. While the attribute `paused`
-    is True, the gate admits no request. Released budget goes in turn to the local queue and to each peer that
-    waits for a budget transfer.
+    The attribute `free` is the remaining budget, in the stock's unit. Neither `free` nor the cost of a
+    request exceeds `bound`. A negative `free` is a debt, which released budget pays off first. While the
+    attribute `paused` is True, the gate admits no request. Released budget goes in turn to the local queue
+    and to each peer that waits for a budget transfer.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class LocalGate:
         `wait.queued` if the request is queued.
 
         Raises:
-            Dropped: the request was refused or preempted, or it expired.
+            Dropped: the request was refused, was preempted or expired.
             DeadlineExceeded: the client's own deadline passed.
             ClientGone: a newer stream has taken the request over.
             RequestIdTaken: another waiting request has the same id.

@@ -1,8 +1,8 @@
 """One replica's local queue during an outage: a `FairQueue` within the replica's share of the capacities.
 
-`LocalGate` calls it. It differs from the shared queue: virtual times begin at 0 in each outage; a score uses
-only the request's own wait and criticality, because a workload's rate and average wait are unknown; and it
-throttles no flow queue, so it does not enforce a flow's limit per endpoint.
+`LocalGate` calls it. The local queue differs from the shared queue. Virtual times begin at 0 in each outage.
+A score uses only the request's own wait and criticality, because a workload's rate and average wait are
+unknown. The local queue throttles no flow queue, so it does not enforce a flow's limit per endpoint.
 """
 
 import asyncio

@@ -1,6 +1,7 @@
 """One outage: the requests, budget and unreported ends of a replica without Redis (G8; docs/redis.md).
 
-`Failover` makes an `Outage` when Redis is lost, and drops it once every replica uses Redis again.
+The class `Failover` makes an `Outage` when Redis is lost, and drops the outage once every replica uses Redis
+again.
 """
 
 import contextlib
@@ -30,10 +31,10 @@ def unseen_s(report_s: float) -> float:
 class OutageStatus:
     """An outage as the admin API shows it. Amounts are in the stock's unit.
 
-    `mode` is the FailoverState; `bound` is the fleet's bound of the stock, and `share` this replica's share
-    of the bound. `in_flight` counts the requests placed here that were placed or seen alive within an
-    access-log interval and a second, and whose end this replica has not received. (Another replica may have
-    received that end.)
+    The field `mode` is the FailoverState; `bound` is the fleet's bound of the stock, and `share` this
+    replica's share of the bound. The field `in_flight` counts the requests placed here that were placed or
+    seen alive within an access-log interval plus one second, and whose end this replica has not received.
+    (Another replica may have received that end.)
     """
 
     mode: str

@@ -19,7 +19,7 @@ from picker_fleet.state.store import HeartbeatReply
 _PAUSE_S = 0.2  # pause before the next call to a peer that had no spare budget
 _IDLE_S = 10.0  # time without waiting requests after which connections to peers are closed
 _COMPARED = 30_000  # most running requests that `lost_budget` compares
-TRANSFER_WAIT_S = 0.5  # how long a peer without free budget waits before it answers
+TRANSFER_WAIT_S = 0.5  # seconds for which a peer without free budget waits for some before it answers
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class PeerClient(Protocol):
         ...
 
     async def close(self) -> None:
-        """Close all connections; `ask` opens them again."""
+        """Close all connections; `ask` opens new connections."""
         ...
 
 
@@ -57,9 +57,9 @@ class PeerClient(Protocol):
 class PeerState:
     """The part of a replica's info (published with its heartbeats) that failover reads.
 
-    `degraded`: the replica has state that Redis lacks. `grpc`: the host:port that takes calls for budget; ''
-    if the replica takes none. `resyncs`: how often the replica has begun to resync. `answered`: the peers'
-    resyncs for which the replica has published all ends that it had received earlier.
+    `degraded`: whether the replica has state that Redis lacks. `grpc`: the host:port that takes calls for
+    budget; '' if the replica takes none. `resyncs`: how often the replica has begun to resync. `answered`:
+    the resyncs of peers for which this replica has published all ends received before the resync.
     """
 
     degraded: bool = False
@@ -80,8 +80,8 @@ class PeerState:
 
 
 class Peers:
-    """The live replicas. `live` has the sorted ids of live replicas, including this replica's own id
-    `replica`, as of the last heartbeat while Redis was in use."""
+    """The live replicas. The attribute `live` has the sorted ids of live replicas, including this replica's
+    own id `replica`, as of the last heartbeat while Redis was in use."""
 
     def __init__(self, replica: str) -> None:
         self._replica = replica

@@ -1,12 +1,12 @@
 """Admission through Redis: all replicas share one queue and one stock.
 
-`admit` places a request or queues it. A queued request waits for its grant, which arrives in the reply to any
-call, by a wake-up, or with a heartbeat. If any endpoint will do, the granting script also places the request,
-and the replica acknowledges the placement. If not, the replica asks for a placement after the grant, and the
-script may queue the request again. A replica that owns a stream renews its request's lease until the request
-ends. The field `attempt` numbers the streams of a request, so that a late call of a dead stream never affects
-the stream that took the request over. A stream with another flow, model or body digest (in `attempt`) may not
-take the request over.
+The method `admit` places or queues a request. A queued request waits for its grant, which arrives in the
+reply to any call, by a wake-up, or with a heartbeat. If any endpoint will do, the granting script also places
+the request, and the replica acknowledges the placement. If not, the replica asks for a placement after the
+grant, and the script may queue the request again. A replica that owns a stream renews its request's lease
+until the request ends. The field `attempt` numbers the streams of a request, so that a late call of a dead
+stream never affects the stream that took the request over. A stream with another flow, model or body digest
+(in `attempt`) may not take the request over.
 """
 
 import asyncio
@@ -102,8 +102,8 @@ class Waiter(msgspec.Struct, eq=False):
 class SharedQueue:
     """This replica's requests in the shared queue. All calls come from one event loop.
 
-    `retry_after_s` is the Retry-After of requests refused after a wait. The queue calls `on_unknown_pool`
-    when the shared state has lost the pool.
+    The attribute `retry_after_s` is the Retry-After of requests refused after a wait. The queue calls
+    `on_unknown_pool` when the shared state has lost the pool.
     """
 
     def __init__(
@@ -179,8 +179,8 @@ class SharedQueue:
                 if not wait.queued:
                     self._metrics.bypassed(request.model, request.target_model)
         except (asyncio.CancelledError, RequestError) as fault:
-            # Undo the admission in case it reached Redis. Redis changed nothing if it refused the request, or
-            # the call for lack of memory.
+            # Undo the admission in case Redis received it. Redis changed nothing if it refused the request,
+            # or the call for lack of memory.
             may_count = waiter.error is not None or isinstance(
                 fault, asyncio.CancelledError | StateFault | RequestIdTaken
             )
@@ -384,8 +384,8 @@ class SharedQueue:
         return False
 
     def _on_placed(self, waiter: Waiter, verdict: Placed) -> bool:
-        """Redis granted and placed a request in one call: acknowledge the placement. Until Redis has the
-        acknowledgement, it may repeat the notification. Returns as `notified`."""
+        """Redis granted and placed a request in one call: acknowledge the placement. Redis may repeat the
+        notification until it has the acknowledgement. Returns as `notified`."""
         if not _notify(waiter.notification, verdict):
             return False
         request, attempt, waiter.unacknowledged = waiter.request, waiter.attempt, True

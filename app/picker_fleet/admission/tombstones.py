@@ -26,9 +26,10 @@ _UNPUBLISHED = ""
 class Tombstones:
     """Publishes the ends of requests that `replica` has received. All calls come from one event loop.
 
-    `ledger` has the recent ends, each with the epoch of the shared state that has its tombstone.
-    `may_publish` returns whether Redis is in use; `may_settle`, whether Redis also has every request that
-    this replica placed during the outage. `heartbeat_now` sends a heartbeat at once.
+    The ledger `ledger` has the recent ends, each with the epoch of the shared state that has its tombstone.
+    The function `may_publish` returns whether Redis is in use; `may_settle` returns whether Redis also has
+    every request that this replica placed during the outage. The function `heartbeat_now` sends a heartbeat
+    at once.
     """
 
     def __init__(

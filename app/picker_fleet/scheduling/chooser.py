@@ -88,7 +88,8 @@ class SessionTokens:
 
     A client that returns the token of its last response asks for the endpoint that sent the response. A
     session token is the fleet's signature of an endpoint's address. So clients learn nothing about the pool,
-    and can ask only for an endpoint that has served them (or another client that gave them the token).
+    and a client can ask only for an endpoint that has served this client (or another client that passed its
+    token on).
     """
 
     def __init__(self, keys: Keyring, endpoints: SnapshotCell) -> None:
@@ -129,7 +130,8 @@ class SessionKeys:
 
     Multi-probe consistent hashing (Appleton and O'Reilly 2015): each endpoint that takes requests has one
     point on a ring, each key has several, and the key gets the endpoint that follows one of its points most
-    closely. So when endpoints join or leave, only the keys of these endpoints move. One event loop.
+    closely. So when endpoints join or leave, only the keys of endpoints that join or leave move. One event
+    loop.
     """
 
     _PROBES = 21  # the endpoint with most session keys then has 1.05 times the mean
@@ -217,7 +219,7 @@ class EndpointChooser:
             self._routes.share()
 
     def choose(self, request: InferenceRequest) -> Choice:
-        """The candidates for `request`."""
+        """The candidate endpoints for `request`."""
         if request.origin and self._is_able(request, request.origin):
             known = LeastLoadedPick(
                 self._endpoints.current.endpoints,

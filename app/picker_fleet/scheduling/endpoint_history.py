@@ -2,7 +2,7 @@
 memory and does no I/O.
 
 Every replica fills these indexes from one stream of routes and completions (`route_stream`), so that all
-replicas have the same data without asking each other. The chooser reads them for the scorers
+replicas have the same data without asking each other. The chooser reads these indexes for the scorers
 `prefix-affinity` and `latency`.
 
 A prompt is a chain of block hashes, equal for equal prefixes on every replica: h_0 = xxh64(model and cache

@@ -32,8 +32,8 @@ Selector = frozenset[tuple[str, str]]
 class EndpointStates:
     """The states of all endpoints, at most `REFRESH_S` old after a call of `refresh`. One event loop.
 
-    The argument `adapters` has names of LoRA adapters that the readings may lack. `refresh` removes endpoints
-    that have left from the index of `routes`.
+    The argument `adapters` has names of LoRA adapters that the readings may lack. The method `refresh`
+    removes endpoints that have left the pool from the index of `routes`.
     """
 
     def __init__(

@@ -38,11 +38,11 @@ PickBasis = Ranking | LeastLoadedPick
 class ScoredCandidate:
     """One candidate of an explained pick.
 
-    `score` is the total in [0, 1] and `parts` each scorer's unweighted score (None and empty without
-    scorers). `in_flight` is the load that the replica last read, `live` the load that the script compared,
-    and `final` the total with `live` in place of `in_flight`. `live` and `final` are None if the script did
-    not report the load, or could not take the candidate (the flow is at its limit on this endpoint, or the
-    endpoint has left).
+    The field `score` is the total in [0, 1], and `parts` has each scorer's unweighted score (None and empty
+    without scorers). The field `in_flight` is the load that the replica last read, `live` the load that the
+    script compared, and `final` the total with `live` in place of `in_flight`. The fields `live` and `final`
+    are None if the script did not report the load, or could not take the candidate (the flow is at its limit
+    on this endpoint, or the endpoint has left).
     """
 
     address: str
@@ -107,7 +107,8 @@ def _explain_by_score(request_id: str, ranking: Ranking, chosen: tuple[str, ...]
     rows = []
     for at, (endpoint, total) in enumerate(zip(ranking.eligible, ranking.totals, strict=True)):
         address, load = endpoint.address, loads.get(endpoint.address)
-        # `live_weight` minus the cost in lua/lib/endpoints.lua, so that the result compares with the scores.
+        # The final score is `live_weight` minus the cost in lua/lib/endpoints.lua, so that it compares with
+        # the other scores.
         final = None if load is None else bases[address] + ranking.live_weight * (1 - load / greatest)
         parts = {name: scores[at] for name, scores in ranking.parts.items()}
         rows.append(ScoredCandidate(address, min(1.0, total), parts, endpoint.in_flight, load, final))

@@ -37,7 +37,7 @@ MAX_ENTRIES: Final = 4096
 MAX_ENTRY_BYTES: Final = 32 * 1024  # with MAX_ENTRIES entries, the stream takes at most about 128 MB
 MAX_ROUTES: Final = 2000  # most unwritten routes kept, the newest; with default prompt cap 7 MB
 MAX_COMPLETIONS: Final = 10_000
-LOOK_BACK_S: Final = 600.0  # how far back a replica reads when it starts
+LOOK_BACK_S: Final = 600.0  # seconds of the stream that a replica reads when it starts
 
 _CALL_S = 1.0
 _BLOCK_MS = 1000
@@ -75,8 +75,9 @@ class RouteStream:
     """Keeps `index` and `latencies` up to date with the whole fleet's routes and completions, from the first
     call of `share` on. One event loop.
 
-    `stream` is the stream's key (`epp:{POOL}:routes`). `replica` identifies this process, not the host: after
-    a restart, its earlier entries are read like another replica's. Call `run` in a task of its own.
+    The argument `stream` is the stream's key (`epp:{POOL}:routes`). `replica` identifies this process, not
+    the host: after a restart, its earlier entries are read like another replica's. Call `run` in a task of
+    its own.
     """
 
     def __init__(self, url: str, *, stream: str, replica: str) -> None:

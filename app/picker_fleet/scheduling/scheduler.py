@@ -112,8 +112,8 @@ def apply_filters(pick: PickRequest, endpoints: Sequence[EndpointState]) -> Filt
 
 
 class Candidate(NamedTuple):
-    """An endpoint that may be picked. `score` in [0, 1] is the total; `base` is the total without the part of
-    the scorer `in-flight`, which the script replaces by the live load (`Scheduler.live_weight`).
+    """An endpoint that may be picked. The field `score` is the total in [0, 1]; `base` is the total without
+    the part of the scorer `in-flight`, which the script replaces by the live load (`Scheduler.live_weight`).
     """
 
     address: str
@@ -126,8 +126,8 @@ class Ranking(NamedTuple):
 
     The field `eligible` has all endpoints that passed the filters; in the same order, `totals` has the total
     scores, and `parts` the unweighted scores by scorer. The field `excluded` has the reasons against the
-    other endpoints; `waived` names the soft filters that would have left no endpoint. `live_weight` is the
-    weight of the load in flight, which the `base` of each candidate in `best` leaves out.
+    other endpoints; `waived` names the soft filters that would have left no endpoint. The field `live_weight`
+    is the weight of the load in flight, which the `base` of each candidate in `best` leaves out.
     """
 
     best: tuple[Candidate, ...]
@@ -146,7 +146,7 @@ class Ranking(NamedTuple):
 
 
 def with_in_flight(scorers: Mapping[str, float]) -> dict[str, float]:
-    """`scorers` (name -> weight) with the scorer `in-flight` added if missing: without `in-flight` all
+    """The weights `scorers` (by name) with the scorer `in-flight` added if missing: without `in-flight` all
     replicas would pick the same endpoint at once."""
     return {IN_FLIGHT: 1.0, **scorers}
 

@@ -1,8 +1,8 @@
 """Scorers, which rate the candidate endpoints for one request, and their inputs: `PickRequest` and
 `EndpointState`.
 
-A scorer is a pure function. It takes the pick request and the candidates and returns one score in [0, 1] for
-each candidate, in the same order; 1 is the best. `Scheduler` adds up the scores by weight.
+A scorer is a pure function. A scorer takes the pick request and the candidates, and returns one score in [0,
+1] for each candidate, in the same order; 1 is the best. The class `Scheduler` adds up the scores by weight.
 
 A new scorer needs one function, one line in `SCORERS` and its name in domain/scorer_names.py. An endpoint
 whose metric is unknown gets the mean of the known scores, so that it is neither preferred nor avoided. The

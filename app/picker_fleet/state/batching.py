@@ -239,7 +239,7 @@ class Message(msgspec.Struct, eq=False):
 
     `sent_s` is event-loop time; `paused_s` is the pause detector's total at `sent_s`. `exclusive`: while the
     message is in flight, only messages of decisions (admit, place) may be sent. `resent`: the message carries
-    the unanswered calls of a lost connection; it is dropped if the new connection is lost, too.
+    the unanswered calls of a lost connection; the message is dropped if the new connection is lost, too.
 
     All messages are dropped when Redis is unavailable, or when this replica was paused for long. After a
     drop, durable items are pending again, and so are views unless Redis is unavailable; all other items fail
@@ -328,7 +328,7 @@ class BatchingClient:
         self._soon = False  # the next batch is sent in this turn of the event loop
         self._ended_s = float("-inf")  # when the last end was submitted
         self._end_interval_s = _LONGEST_INTERVALS * _BATCH_DELAY_S  # smoothed interval between ends
-        self.connection_epoch = 0  # connections made so far
+        self.connection_epoch = 0  # number of connections made so far
         self._connected_s = 0.0
         self.last_reply_s = self._loop.time()
         self._monitor = ConnectionMonitor(

@@ -3,17 +3,18 @@ connection, and a pause of this replica itself.
 
 - RedisConnection writes messages and passes on replies.
 - PauseDetector measures for how long this process did not run.
-- FailureDetector decides what a silence means. Pure; it counts only time in which this replica was awake.
+- FailureDetector decides what a silence means. Pure; the detector counts only time in which this replica was
+awake.
 - ConnectionMonitor runs both detectors for state/batching.py: it ticks, and probes on other connections.
 
 Silence is time in which a call waits for Redis and nothing is read from the connection. Any reply ends a
 silence, so the replica waits for a Redis that is slow, but answers. Redis is SUSPECT when a silence outlasts
 the retransmission timeout of RFC 6298 (SRTT + 4 RTTVAR of its replies). The monitor then probes Redis on
 other connections. If Redis answers probes, the connection is STUCK and gets replaced. If all probes stay
-unanswered for `unavailable_after_s`, Redis is UNAVAILABLE. `unavailable_after_s` is the longer of `floor_s`
-and the retransmission timeout; it doubles, up to `ceiling_s`, with each failover within `CALM_S` of a
-recovery. The number of answered heartbeats that recovery needs (2 to 16) doubles in the same way. So a slow
-Redis causes no flapping."""
+unanswered for `unavailable_after_s`, Redis is UNAVAILABLE. The time `unavailable_after_s` is the longer of
+`floor_s` and the retransmission timeout; this time doubles, up to `ceiling_s`, with each failover within
+`CALM_S` of a recovery. The number of answered heartbeats that recovery needs (2 to 16) doubles in the same
+way. So a slow Redis causes no flapping."""
 
 import asyncio
 import contextlib

@@ -1,6 +1,6 @@
 """Classifies error replies of Redis (docs/errors.md shows the same table), and logs them.
 
-state/batching.py and state/subscriptions.py call it; telemetry/metrics.py counts errors by meaning.
+state/batching.py and state/subscriptions.py call this module; telemetry/metrics.py counts errors by meaning.
 """
 
 import enum

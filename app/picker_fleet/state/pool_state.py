@@ -144,7 +144,7 @@ def describe(endpoint: Endpoint) -> str:
 
 
 def _info(text: str) -> Mapping[str, object]:
-    """A replica's published info, parsed; empty if it is malformed."""
+    """A replica's published info, parsed; empty if malformed."""
     try:
         about = json.loads(text)
     except json.JSONDecodeError:

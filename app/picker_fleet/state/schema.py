@@ -32,9 +32,11 @@ class Refusal(enum.StrEnum):
     TOTAL_CAPACITY = "total-capacity"
 
 
-# The notifications that a replica gets about its own requests. `placed`: granted and placed at once.
+# The notifications that a replica gets about its own requests. `placed`: the request was granted and placed
+# at once.
 NOTIFICATIONS = ("granted", "placed", "expired", "preempted", "evicted")
-# The states of a request in the pool, numbered from 1. `orphaned`: queued, and its replica is silent.
+# The states of a request in the pool, numbered from 1. `orphaned`: the request is queued, and its replica is
+# silent.
 STATES = ("queued", "orphaned", "granted", "placed")
 WAITING_STATES = 2  # the first two states: such a record has no endpoints, stock or tag
 

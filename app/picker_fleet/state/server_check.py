@@ -41,9 +41,9 @@ def faults_in(info: str) -> dict[str, str]:
 
 
 class ServerCheck:
-    """Checks the server every `_CHECK_S` and on each new connection. `refusal` returns why Redis refused the
-    last heartbeat, '' if it did not. The callback `on_checked` gets a mapping: each of KINDS -> whether the
-    server has that fault."""
+    """Checks the server every `_CHECK_S` and on each new connection. The function `refusal` returns why Redis
+    refused the last heartbeat, '' if it did not. The callback `on_checked` gets a mapping: each of KINDS ->
+    whether the server has that fault."""
 
     def __init__(
         self, store: Store, refusal: Callable[[], str], on_checked: Callable[[Mapping[str, bool]], object]
@@ -84,7 +84,7 @@ class ServerCheck:
 
     @contextlib.contextmanager
     def _asking(self, what: str) -> Iterator[bool]:
-        """Yields whether to ask for `what`: False once Redis has denied it on this connection."""
+        """Yields whether to ask for `what`: False once Redis has denied that on this connection."""
         try:
             yield self._may_ask[what]
         except StateFault:

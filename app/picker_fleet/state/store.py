@@ -38,8 +38,8 @@ _ADOPTED = " adopted"  # word after the verdict on a request that Redis already 
 
 @dataclass(slots=True)  # not frozen: each request makes one, and making a frozen one takes thrice as long
 class Placed:
-    """The request runs on the first endpoint. `loads` are the loads that the script compared, in the form of
-    `lua/place.lua`; '' if the request was placed before."""
+    """The request runs on the first endpoint. The field `loads` has the loads that the script compared, in
+    the form of `lua/place.lua`; '' if the request was placed before."""
 
     endpoints: tuple[str, ...]
     loads: str = field(default="", compare=False)
@@ -105,8 +105,8 @@ _NOTIFIED: Mapping[str, Verdict] = {
 
 
 def parse_notification(what: str, about: str) -> Notification | None:
-    """`about` is the request's id, or `ATTEMPT ENDPOINTS LOADS ID` if the grant has placed the request. None
-    for a malformed notification, because the channel is open to other programs."""
+    """The text `about` is the request's id, or `ATTEMPT ENDPOINTS LOADS ID` if the grant has placed the
+    request. None for a malformed notification, because the channel is open to other programs."""
     if what == "placed":
         parts = about.split(" ", 3)
         if len(parts) < 4:
@@ -318,7 +318,7 @@ class Store:
         return self._client.submit("settle", args, parse_settled, durable=True, urgent=urgent)
 
     def report_fault(self, fault: Fault, flow: str) -> asyncio.Future[FaultReply]:
-        """Report a failed attempt. `flow` is the request's flow, '' if unknown."""
+        """Report a failed attempt of a request. `flow` is the request's flow, '' if unknown."""
         args = (fault.id, fault.endpoint, flow, fault.why, _milliseconds(fault.hold_s))
         return self._client.submit("report_fault", args)
 
@@ -426,7 +426,7 @@ class Store:
         """Publish settings and endpoints. Returns the result of the rebuild; None if the pool was known."""
         caps = {each.address: each.max_inflight for each in endpoints if each.max_inflight is not None}
         if caps:
-            settings = {**settings, "caps": caps}  # read for each placement
+            settings = {**settings, "caps": caps}  # limits, read for each placement
         pairs = [text for each in endpoints for text in (each.address, describe(each))]
         reply = await self._client.call(
             "publish", self._replica, config_version, endpoints_version, json.dumps(settings), *pairs
@@ -451,8 +451,8 @@ class Store:
     async def set_live_config(self, overrides: Mapping[str, object], note: Mapping[str, object]) -> str:
         """Change settings for the whole fleet. Returns the new version; '' while the pool is unknown.
 
-        `overrides` uses the setting names of `publish`; `note` has the same changes in the operator's words.
-        The value None removes a change.
+        The argument `overrides` uses the setting names of `publish`; `note` has the same changes in the
+        operator's words. The value None removes a change.
         """
         reply = await self._client.call("tune", self._replica, json.dumps(overrides), json.dumps(note))
         self._take_head(reply)

@@ -39,10 +39,10 @@ async def follow(
 ) -> None:
     """Pass each message of `channel` to `on_message` until cancelled, reconnecting as needed.
 
-    The connection is pinged every `check_s`, to detect a server that has vanished. `on_subscribed` is awaited
-    after each SUBSCRIBE, so that it can read the changes that missed messages announced; if it raises
-    StateUnavailable, the connection is made again. `what` names the messages in the log. Each interruption
-    causes one log line, however many attempts to reconnect fail."""
+    The connection is pinged every `check_s`, to detect a server that has vanished. The callback
+    `on_subscribed` is awaited after each SUBSCRIBE, to read the changes that missed messages announced; if it
+    raises StateUnavailable, the connection is made again. `what` names the messages in the log. Each
+    interruption causes one log line, however many attempts to reconnect fail."""
     interrupted = False
     while True:
         subscription = _Subscription(channel, on_message)
