@@ -45,7 +45,7 @@ async def keep(task: str, work: Work) -> None:
                 raise
             if (kind := _kind_of(fault)) not in logged:
                 logged.add(kind)
-                _log.exception("background task %s failed; it goes on in %g s", task, _PAUSE_S)
+                _log.exception("background task %s failed; the task restarts in %g s", task, _PAUSE_S)
             _counted(task)
         await asyncio.sleep(_PAUSE_S)
 

@@ -214,7 +214,7 @@ def _report_fault(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> N
 def new_incarnation() -> str:
     """A unique replica id: the end of the host's name, and a random part that is new at each start.
 
-    The id is short because Redis stores it with each waiting request; `about` has the whole host name.
+    The id is short because Redis stores the id with each waiting request; `about` has the whole host name.
     """
     return f"{socket.gethostname().rsplit('-', 1)[-1][:8]}-{secrets.token_hex(4)}"
 
@@ -237,7 +237,7 @@ def run(args: argparse.Namespace) -> int:
     settings, remarks = _settings(args)
     replica = new_incarnation()
     level = args.log_level or settings.logging.level
-    pool = settings.pool if len(settings.pools) < 2 else ""  # one of several pools is named by each line
+    pool = settings.pool if len(settings.pools) < 2 else ""  # each line names one of several pools
     logs.setup(level, style=settings.logging.format, replica=replica, pool=pool)
     for remark in remarks:
         _log.warning("%s", remark)

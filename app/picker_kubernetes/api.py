@@ -36,7 +36,7 @@ _ENDED_SOON_S = 1.0  # a watch that ends within this time counts as a fault
 _UNSERVED_S = 30.0  # longest pause between requests for an optional kind that the server lacks
 _RELIST_S = 0.3  # an expired watch waits for a random part of this before listing again
 _CONNECTIONS = 8
-# With these options TCP detects a vanished server after 10 s.
+# With these socket options TCP detects a vanished server after 10 s.
 _KEEPALIVE = [
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
     *(
@@ -222,7 +222,7 @@ def _refusal(code: int, body: bytes) -> KubernetesFault:
 class Collection:
     """A collection of objects to watch, narrowed by `labels` and `name`. `what` names the objects in the log.
 
-    `optional`: the API server may not serve this kind of object.
+    `optional`: an API server may lack this kind of object.
     """
 
     what: str

@@ -287,8 +287,8 @@ class InferenceObjects:
     """Watches the objects of `pool`, and calls `report` with the fields of LiveObjects after
     each change.
 
-    `publishes` returns whether this replica writes conditions. `fleet` is the same text in all replicas of
-    the fleet and, together with their namespace, unique to the fleet.
+    `publishes` returns whether this replica writes conditions. The text `fleet` is equal in all replicas of a
+    fleet and, with their namespace, unique to the fleet.
     """
 
     def __init__(
@@ -441,7 +441,7 @@ class InferenceObjects:
             if fault.code != CONFLICT:
                 return  # the API is unreachable; the watch lists all objects again when it answers
             what = f"{each.kind.name.lower()}s {metadata.name}"
-            _log.info("another field manager owns the condition of %s; leaving it: %s", what, fault)
+            _log.info("another field manager owns the condition of %s, which stays: %s", what, fault)
             loop.call_later(_TAKE_OVER_S, self._changed.set)
             refused = True
         each.sent = _Sent(metadata.creation_timestamp, wanted, loop.time(), refused)

@@ -1,7 +1,7 @@
 """Endpoints from Kubernetes: the pods that one InferencePool selects, on each of its target ports.
 
-The InferencePool has the API version inference.networking.k8s.io/v1. Each running pod with an address is
-listed; an unready or terminating pod drains. Requests in flight on a pod that has gone still count.
+The InferencePool has the API version inference.networking.k8s.io/v1. Each running pod with an address is an
+endpoint; an unready or terminating pod drains. Requests in flight on a pod that has gone still count.
 """
 
 import asyncio

@@ -36,7 +36,7 @@ from picker_fleet.telemetry.metrics import Metrics
 
 MAX_ROWS = 200  # rows on a page; a longer page would take too long to build and to read
 MAX_LIMIT = 1000
-_HEALTH_RATE = 100.0  # health calls a second from one address; other calls count separately
+_HEALTH_RATE = 100.0  # health calls a second from one address; the limit of other calls is separate
 _Responses = dict[int | str, dict[str, Any]]
 _PROBLEM: dict[str, Any] = {"model": models.Problem}
 _ANY_FAULT: _Responses = {"default": {**_PROBLEM, "description": "a fault (application/problem+json)"}}
@@ -245,7 +245,7 @@ def _add_state(routes: APIRouter, view: FleetView, deadlines: Deadlines) -> None
 
     @routes.get("/endpoints", summary="Endpoints")
     async def endpoints() -> list[models.Endpoint]:
-        """Every endpoint with its status, its requests in flight, and values from its metrics page."""
+        """Every endpoint with status, requests in flight, and values from the endpoint's metrics page."""
         return await within(limit_s, view.endpoints())
 
 
@@ -254,7 +254,7 @@ def _add_lists(routes: APIRouter, lists: FleetLists, deadlines: Deadlines) -> No
 
     @routes.get("/replicas", summary="Replicas")
     async def replicas() -> models.Replicas:
-        """Every known replica, live ones first."""
+        """Every known replica, live replicas first."""
         return await within(limit_s, lists.replicas())
 
     @routes.get("/flows", summary="Flows that wait", response_model=models.Flows, responses=_PAGED)

@@ -117,7 +117,9 @@ class FleetControls:
         caller, address = request.state.caller, address_of(request)
         detail = getattr(request.state, "detail", "")[:_MOST_DETAIL]
         what = f"{request.method} {request.scope['path']}"
-        _log.warning("change by %s from %s: %a %a: %s", caller, address, what, detail, outcome)
+        _log.warning(
+            "change by operator %s from %s: %a, body %a, outcome %s", caller, address, what, detail, outcome
+        )
         change = models.Change(
             at=time.time(), by=caller, address=address, change=what, detail=detail, outcome=outcome
         )

@@ -1,8 +1,8 @@
 """The event stream (server-sent events) that the dashboard and other clients follow.
 
 While a replica has listeners, `SnapshotReader` reads the shared state once a second for all of them, and
-`Events` sends all of them the same bytes. A listener that has MAX_UNREAD unread events when the next one
-arrives is dropped.
+`Events` sends all of them the same bytes. A listener with MAX_UNREAD unread events is dropped when the next
+event arrives.
 """
 
 import asyncio
@@ -142,8 +142,8 @@ def _decision(fields: dict[str, str], bands: Bands) -> models.Decision:
 
 
 class Listener:
-    """One client's open stream. `dropped` is set when the stream must end at once, even while the client does
-    not read."""
+    """The open event stream of one client. `dropped` is set when the stream must end at once, even while the
+    client does not read."""
 
     def __init__(self, ping_s: float = _PING_S, address: str = "") -> None:
         self.address = address

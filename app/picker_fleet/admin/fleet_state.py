@@ -23,7 +23,7 @@ from picker_fleet.state.reads import CHUNK, THROTTLED, FlowQueuePage, FlowQueueR
 from picker_fleet.state.store import Store
 
 MAX_FLOWS = 2000
-# Fields of a replica's report, with their accepted types.
+# Fields of a replica's report, with the types that each field may have.
 _REPORTED: Mapping[str, tuple[type, ...]] = {
     **dict.fromkeys(("host", "admin", "grpc", "version"), (str,)),
     "degraded": (bool,),
@@ -37,7 +37,7 @@ PAUSE_S = 0.01
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """The cost of the requests served a second. `truncated`: a replica did not report all of its flows."""
+    """The cost of the requests served a second. `truncated`: a replica did not report all flows."""
 
     flows: Mapping[tuple[int, str], float] = field(default_factory=dict)  # (priority, flow) -> cost a second
     bands: Mapping[int, float] = field(default_factory=dict)  # by priority
@@ -207,7 +207,7 @@ class FleetStateCache:
     async def _read(self, pause_s: float = 0.0) -> None:
         survey = await self._store.queue_snapshots.read(
             self._max_flows, pause_s=pause_s / 2
-        )  # a chunk of this read takes half as long as other chunks
+        )  # twice as many: a chunk of this read takes half the time of others
         as_of_s = self._clock()
         self.last = await self._combine(survey.page, pause_s)
         self._fresh_until, self._good_until = as_of_s + survey.fresh_s, as_of_s + survey.good_s

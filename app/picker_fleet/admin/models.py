@@ -182,7 +182,7 @@ class Pools(_Open):
 
 
 class Problem(_Open):
-    """A fault as RFC 9457 defines it; `application/problem+json`."""
+    """A problem document of RFC 9457, of type `application/problem+json`."""
 
     type: str = Field("about:blank", description="always `about:blank`: `code` names the fault")
     title: str = Field(description="the status in words")

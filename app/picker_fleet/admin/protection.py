@@ -236,7 +236,7 @@ def _same_address(one: str, other: str) -> bool:
 
 
 class _Token(NamedTuple):
-    name: str  # the token file's name, or `admin.token`
+    name: str  # the name of the token's file, or `admin.token`
     role: Role
     secret: bytes
 
@@ -337,7 +337,9 @@ class Access:
         if fault is not None:
             if not self._refusals.take():
                 path = request.scope["path"][:200]
-                _log.warning("refused an admin API call from %s: %s %a", address, fault.status_code, path)
+                _log.warning(
+                    "refused an admin API call from %s: status %s, path %a", address, fault.status_code, path
+                )
             raise fault
 
 

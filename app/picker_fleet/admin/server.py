@@ -31,7 +31,7 @@ class ConnectionLimits:
 
     connections: int = 256  # most open connections; one address may have half of them
     request_s: float = 15.0  # longest wait for a whole request since the last answer or the start
-    stalled_s: float = 15.0  # how long a client may leave its answer unread
+    stalled_s: float = 15.0  # longest time that a client may leave an answer unread
     overhead_bytes: int = 64 * 1024  # largest size of a request without its body
     pipelined: int = 8  # most requests on one connection that wait for an earlier answer
 

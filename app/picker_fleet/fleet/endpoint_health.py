@@ -144,7 +144,7 @@ class Probes:
         def marked(done: asyncio.Future[MarkReply]) -> None:
             # Ignore a failed call to Redis: the next probe sends the mark again.
             if not done.cancelled() and done.exception() is None and done.result() == "ejected":
-                _log.warning("endpoint %s is ejected: %s", address, what)
+                _log.warning("endpoint %s is ejected, reason: %s", address, what)
                 self._metrics.endpoint_ejected(address, what)
 
         self._store.mark_endpoint(address, what, on).add_done_callback(marked)

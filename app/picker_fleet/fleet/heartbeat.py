@@ -32,7 +32,7 @@ from picker_fleet.telemetry.metrics import Metrics
 
 _log = logging.getLogger(__name__)
 _RENEWALS = 3  # how often a replica renews a lease within the lease's duration
-_OTHERS_PUBLISH_S = 0.2  # another replica should publish a change within this time
+_OTHERS_PUBLISH_S = 0.2  # longest time that another replica should need to publish a change
 _LOOKS = 5  # most extra heartbeats that look for a change published by another replica
 _ACKNOWLEDGED_LOOK_S = 0.1  # interval of checks whether Envoys have acknowledged new endpoints
 
@@ -180,7 +180,7 @@ class Membership:
         self._envoy_limits = EnvoyLimits(self._clock)
         # The last heartbeat's reply; None before the first reply, and while the pool has another format.
         self.pulse: HeartbeatReply | None = None
-        self.refusal = ""  # why this replica may not join the pool, and the remedy; '' if it may
+        self.refusal = ""  # why this replica may not join the pool, and the remedy; '': may join
         self.live_config = LiveConfig()  # the configuration's live changes, as of the last heartbeat
         self._followed = ("", "")  # (epoch of the shared state, version) of the live changes last applied
         self._joined = asyncio.Event()  # set once this replica has joined a known pool

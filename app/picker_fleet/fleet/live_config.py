@@ -3,9 +3,9 @@
 The shared state stores live changes in two forms. The *changes* use the operator's keys: {`section.key`:
 value}, {`weights.FLOW`: weight}, and one key for each entry of a mapping:
 {`fair_request_queue.band_weights.BAND`: …}, {`fair_request_queue.priority_bands.BAND.ATTRIBUTE`: …},
-{`scheduling.scorers.NAME`: weight}. The *overrides* are the settings that the scripts read in place of the
-published ones. Overrides are always computed from all changes together, so that a conflict between two keys
-is found whichever key changes last. `admin/changes.py` makes changes; `fleet/heartbeat.py` applies them.
+{`scheduling.scorers.NAME`: weight}. The *overrides* are settings that the scripts read in place of published
+settings. Overrides are always computed from all changes together, so that a conflict between two keys is
+found whichever key changes last. `admin/changes.py` makes changes; `fleet/heartbeat.py` applies them.
 """
 
 from collections.abc import Iterable, Mapping
@@ -134,7 +134,7 @@ def applied(settings: Settings, changes: Mapping[str, Any]) -> EffectiveConfig:
 
 
 def overrides(settings: Settings, changes: Mapping[str, Any]) -> dict[str, object]:
-    """The overrides: the shared settings that the scripts read in place of the published ones.
+    """The overrides: shared settings that the scripts read in place of published settings.
 
     Raises:
         ConfigError: raised for the same faults as in `applied`.

@@ -157,7 +157,7 @@ class Publisher:
             config_version=self._config_version,
             endpoints_version=self._discovered_version,
         )
-        # The same live change may yield other overrides under this configuration than under the last one.
+        # The same live change may yield other overrides under this configuration than under the former.
         current = await self._store.live_config()
         with contextlib.suppress(ConfigError):
             wanted = live_config.overrides(self._settings, current.changes)

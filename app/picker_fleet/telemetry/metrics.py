@@ -90,7 +90,7 @@ class Waiting(NamedTuple):
 
 
 class Metrics:
-    """A replica's metrics of one pool.
+    """The metrics of one pool in a replica.
 
     The models `models` keep their label values whatever names clients send; `labels` are added to each
     series. The configured bands `bands` always have series, any other band only while in use."""
@@ -506,7 +506,7 @@ class Family:
         return f"{name}{{{pairs}}} {_number(value)}\n" if pairs else f"{name} {_number(value)}\n"
 
     def _pairs(self, values: Labels) -> list[tuple[str, str]]:
-        """Each label's name, and its text `name="value"`."""
+        """The name of each label, and the label's text `name="value"`."""
         named = sorted((*zip(self._labels, values, strict=True), *self._page.labels.items()))
         return [(label, f'{label}="{_escaped(text)}"') for label, text in named]
 

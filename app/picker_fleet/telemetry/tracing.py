@@ -89,7 +89,7 @@ class DecisionSpans:
 
 
 class Traces:
-    """A replica's traces. An object serves one event loop; a background thread exports the spans."""
+    """A replica's traces. Serves one event loop; a background thread exports the spans."""
 
     def __init__(self, processor: SpanProcessor, *, sample: float, replica: str, pool: str) -> None:
         self._provider = TracerProvider(

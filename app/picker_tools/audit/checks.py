@@ -272,7 +272,7 @@ class Order(Check):
         return entry.arrived
 
 
-ANSWER_MS = 1000  # the client gets its answer within this time after the deadline
+ANSWER_MS = 1000  # a client gets an answer within this time after its request's deadline
 _WAITING = (RequestState.QUEUED, RequestState.ORPHANED)
 
 
@@ -286,7 +286,7 @@ class Deadline(Check):
 
     def __init__(self, finding: Finding, replay: Replay) -> None:
         super().__init__(finding, replay)
-        self._ends: list[tuple[int, str]] = []  # a heap of deadline_ms and id of requests not yet past it
+        self._ends: list[tuple[int, str]] = []  # a heap of deadline (ms) and id of requests not yet late
         self._last: Entry | None = None
 
     def check(self, step: Step) -> None:

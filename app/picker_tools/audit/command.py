@@ -1,4 +1,4 @@
-"""`picker audit`: did the fleet keep its promises? The command replays the decision log."""
+"""The command `picker audit`: did the fleet keep its promises? The command replays the decision log."""
 
 import argparse
 import sys

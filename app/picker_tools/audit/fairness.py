@@ -31,7 +31,7 @@ class Bands:
     """The virtual time of each band, the order of its flow queues, and the charge of its new flows.
 
     A dispatch moves a band's virtual time up to the served start tag. While a band is idle, its virtual time
-    may move to the highest finish tag. A rebase lowers this time and all tags alike. Nothing else moves the
+    may move to the highest finish tag. A rebase lowers virtual time and tags alike. Nothing else moves the
     virtual time.
 
     Flows that become backlogged and owe nothing for earlier service start at the virtual time v. Each band
@@ -141,13 +141,13 @@ class Bands:
         return not self._knows_all or same(max(tags, default=0.0), entry.v)
 
     def _reorder(self, band: int) -> None:
-        """Order all flow queues of `band` by their present tags."""
+        """Order all flow queues of `band` by the queues' present tags."""
         heap = self._heaps[band]
         heap[:] = [(each.tag, each.name) for each in self._flow_queues.of(band) if each.tag is not None]
         heapq.heapify(heap)
 
 
-ROUNDING = 1e-9  # tolerance for rounding errors of sums, relative to their size
+ROUNDING = 1e-9  # tolerance for rounding errors of sums, relative to the sums
 
 
 @dataclass(slots=True)

@@ -46,8 +46,8 @@ class Entry(msgspec.Struct, frozen=True):
     `band` is the number of a band; another band may get the number once the band is `collected`. `priority`
     orders bands, the highest first. `tag` is the flow's start tag; in `rebased` entries, the amount by which
     all tags of the band fall. `due_ms` is the time at which the request becomes overdue. `tag` and `due_ms`
-    are None if the log omits them. `limit` is the flow's limit on each endpoint (0: none). `endpoint` is ''
-    while the request has no endpoint. `body_bytes` is 0 if unknown, and also once the request is placed.
+    are None if the log omits the field. `limit` is the flow's limit on each endpoint (0: none). `endpoint` is
+    '' while the request has no endpoint. `body_bytes` is 0 if unknown, and also once the request is placed.
     """
 
     seq: int

@@ -39,7 +39,7 @@ class Rules(msgspec.Struct, frozen=True):
     starvation_ms: int = 0  # 0 means half of the request's TTL
     upper_per: float = 0.0
     weights: dict[str, float] = {}
-    caps: dict[str, int] = {}  # endpoint -> its limit, if any
+    caps: dict[str, int] = {}  # endpoint -> its limit of requests
     bands: tuple[BandLimits, ...] = tuple(BandLimits(band.priority) for band in NAMED)  # named bands first
     paused: bool = False
     # The largest part of the stock's upper bound that one request takes.
@@ -323,7 +323,7 @@ class Replay:
     waiting, orphaned, running: the number of known requests in that state.
     stock, queued: the values of the last entry; None before the first.
     reordering: requests that waited when the order changed. The log does not show when the sweep reorders
-    each of them, so order is not checked while any of them waits.
+    such a request, so order is not checked while any of these requests waits.
     """
 
     def __init__(self, rules: Rules | None = None) -> None:

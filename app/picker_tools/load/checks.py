@@ -66,9 +66,9 @@ def unknown(why: str) -> Finding:
 
 
 EXPIRED = "rejected-ttl-expired"
-_LATE_S = 1.0  # a client gets its answer within this time after its TTL (G5)
+_LATE_S = 1.0  # a client gets an answer within this time after the request's TTL (G5)
 RECOUNTED_S = 10.0  # two access-log intervals: a Redis back empty then counts all running requests
-_LATENESS_S = 0.25  # if the load generator sends later than this, the load differs from the plan
+_LATENESS_S = 0.25  # seconds of late sending above which the load differs from the plan
 _FEW = 20  # fewest answers with which an objective is checked
 
 
@@ -206,7 +206,7 @@ _NEAR = 0.9  # a flow must get this part of its fair share, less _EDGE requests
 _EDGE = 3  # requests missing in a count because they wait when counting begins or ends
 _SHORTER = 0.25  # a client within its share waits at most this part of the other client's mean wait
 _AT_ONCE_S = 1.0  # a refusal after this time means that the request was admitted and then preempted
-_GOES_ON = 0.5  # without Redis the fleet keeps this part of its throughput (G8)
+_GOES_ON = 0.5  # part of its throughput that the fleet keeps without Redis (G8)
 _OVER_S = 1.0  # after this time of an outage, all calls to Redis in flight have failed
 
 

@@ -42,7 +42,7 @@ class Target:
 
 
 def check_url(url: str, option: str, *, allow_remote: bool) -> str:
-    """Return `url` without its path.
+    """The URL `url` without its path.
 
     Raises:
         ConfigError: `url` is no http://host:port, or not on the loopback and `allow_remote` is not set.
@@ -210,7 +210,7 @@ class OwnFleet:
         return f"replica-{number + 1}"
 
     async def stop_redis(self) -> None:
-        """Kill the Valkey; its data is lost."""
+        """Kill the Valkey, whose data is then lost."""
         await self._valkeys.stop([self._valkey], 0.0)
 
     async def start_redis(self) -> None:

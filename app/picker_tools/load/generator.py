@@ -146,7 +146,7 @@ _DONE = b"data: [DONE]"
 
 
 class _Exchange:
-    """An answer while it arrives. The event `over` is set when the answer has ended, whole or not."""
+    """An answer that is still arriving. The event `over` is set when the answer has ended, whole or not."""
 
     def __init__(self) -> None:
         self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -289,7 +289,7 @@ class _Connection(asyncio.Protocol):
         if self._exchange is not None and not self._whole:
             assert self._transport is not None
             self._whole = True
-            # Envoy closes a connection if it answers a request before it has read the whole request.
+            # Envoy closes a connection after an answer that Envoy gave before it had read the whole request.
             self._closing |= bool(self._transport.get_write_buffer_size())
             self._exchange.end()
 

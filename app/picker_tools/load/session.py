@@ -49,7 +49,7 @@ _ON_ENDPOINT = re.compile(rb"^vllm:num_requests_(?:running|waiting)(?:\{[^}]*\})
 
 
 class Sampler:
-    """Samples the fleet every INTERVAL_S: one of `admins`, in turn, and all `endpoints` at once."""
+    """Samples the fleet every INTERVAL_S seconds: one of `admins`, in turn, and all `endpoints` at once."""
 
     def __init__(self, admins: Sequence[str], endpoints: Sequence[str], now_s: Callable[[], float]) -> None:
         self._admins = itertools.cycle(admins)
@@ -191,7 +191,7 @@ class Session:
         return math.ceil(state.lower) / answer_s
 
     async def _probe(self) -> float:
-        """The duration of an answer while no other request is sent; the median of a few."""
+        """The median duration of a few answers, measured while no other request is sent."""
         source, times = self._plan.scenario.sources[0], []
         with Client(self._target.url, exact=False) as client:
             for number in range(_PROBES):

@@ -1,7 +1,7 @@
 """The local fleet of `picker up`: Valkey, simulators, replicas and Envoy as children of this process.
 
-Valkey and the simulators start first, then the replicas, which need their addresses, then Envoy, which needs
-the replicas' addresses. The parts stop in reverse order, so that a stopping part gets no new requests.
+Valkey and the simulators start first, then the replicas, which need the addresses of both, then Envoy, which
+needs the replicas' addresses. The parts stop in reverse order, so that a stopping part gets no new requests.
 """
 
 import asyncio
@@ -174,7 +174,7 @@ class LocalFleet:
         return overlaid(self._settings, redis_url=nearest, endpoints=endpoints if self._simulators else None)
 
     async def _bring_up_pickers(self) -> None:
-        """Start the simulators and Valkey, then the replicas, which need their addresses."""
+        """Start the simulators and Valkey, then the replicas, which need the addresses of both."""
         works = [self._supervisor.bring_up(self._simulators)]
         if self._valkey is not None:
             works.append(self._supervisor.bring_up([self._valkey], attempts=_VALKEY_ATTEMPTS))

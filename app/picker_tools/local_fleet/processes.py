@@ -276,7 +276,7 @@ def packaged_binary(package: str, pattern: str, distribution: str) -> str:
 
 _FIRST_PAUSE_S = 0.5
 _LONGEST_PAUSE_S = 8.0
-_SETTLED_S = 30.0  # after running this long, a part's restart pause is reset
+_SETTLED_S = 30.0  # a part that has run so long restarts without a longer pause
 
 
 class Supervisor:
@@ -300,7 +300,7 @@ class Supervisor:
         await together(*(self._bring_up(part, attempts) for part in parts))
 
     def check(self) -> None:
-        """Raise StartupError if a part has ended. Call it before `watch` runs."""
+        """Raise StartupError if a part has ended. For use before `watch` runs."""
         for _, child in self._running.values():
             child.check()
 

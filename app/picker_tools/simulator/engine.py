@@ -105,7 +105,7 @@ class Sequence:
 
 @dataclass(frozen=True, slots=True)
 class EngineLoad:
-    """The engine's load at one moment. `kv_usage` is 0–1; adapters are in order of arrival.
+    """The load of the engine at one moment. `kv_usage` is 0–1; adapters are in order of arrival.
 
     `queried_tokens` counts prompt tokens looked up in the prefix cache so far, `hit_tokens` the prompt tokens
     found.

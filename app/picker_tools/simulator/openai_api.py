@@ -204,7 +204,7 @@ class Answer:
         if request.chat and request.stream:
             kind = "chat.completion.chunk"
         self._common = {"id": answer_id, "object": kind, "created": created_s, "model": request.model}
-        # A stream's events differ only in one word: encode the rest once.
+        # The events of a stream differ only in one word: encode all else once.
         head = b"data: " + orjson.dumps(self._common)[:-1] + b',"choices":[{"index":0,'
         self._before = head + (b'"delta":{"content":"' if request.chat else b'"text":"')
         self._after = (b'"},' if request.chat else b'",') + _PENDING
