@@ -1,4 +1,5 @@
-"""The load generator `picker load`: HTTP client, open and closed loops, planned requests, report."""
+"""The load generator `picker load`: The parts tested are the HTTP client, open and closed loops, planned
+requests and the report."""
 
 import asyncio
 import contextlib
@@ -37,7 +38,7 @@ from picker_tools.local_fleet.local_fleet import UpOptions
 from picker_tools.local_fleet.parts import SimOptions
 
 
-def test_loopback_targets_are_accepted_and_other_targets_need_an_option() -> None:
+def test_loopback_targets_are_accepted_and_other_targets_require_an_option() -> None:
     for url in ("http://127.0.0.1:8080", "http://localhost:1", "http://[::1]:9", "http://127.9.9.9"):
         assert check_url(url, "--target", allow_remote=False) == url
         assert check_url(f"{url}/", "--target", allow_remote=False) == url
@@ -79,7 +80,7 @@ BAD_USAGE = {
 
 
 @pytest.mark.parametrize(("words", "said"), BAD_USAGE.items(), ids=BAD_USAGE)
-def test_bad_usage_is_exit_status_2(
+def test_wrong_arguments_end_with_exit_status_2(
     words: str, said: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     try:
@@ -103,7 +104,7 @@ def test_each_scenario_has_a_valid_configuration(name: str, tmp_path: Path) -> N
     assert all(source.ttl_s <= settings.fair_request_queue.queue_ttl for source in scenario.sources)
 
 
-def test_a_sample_is_read_from_the_state_page_or_is_none() -> None:
+def test_a_sample_of_the_fleet_is_read_from_the_state_page_or_is_none() -> None:
     state = {
         "stock": 3, "bounds": {"lower": 7.2, "upper": 8.8}, "in_flight": {"a": 3}, "leases": 3,
         "queue_length": {"Critical": 1, "Default": 2, "Sheddable": 0}, "replicas": ["x", "y"],
@@ -117,16 +118,16 @@ def test_a_sample_is_read_from_the_state_page_or_is_none() -> None:
 
 
 def sent_by(name: str, **fields: Any) -> list[generator.Planned]:
-    """Planned requests of a scenario against a fleet that can serve 100 requests a second."""
+    """The requests planned by a scenario against a fleet that can serve 100 requests a second."""
     plan = Plan(SCENARIOS[name], duration_s=10, seed=7, max_requests=100_000)
     return list(planned(replace(plan, **fields), 100.0, "llama"))
 
 
-def test_the_same_seed_sends_the_same_requests_at_the_same_times() -> None:
+def test_a_load_of_equal_seed_sends_equal_requests_at_equal_times() -> None:
     drawn, again, other = (sent_by("noisy-neighbour", seed=seed) for seed in (7, 7, 8))
     assert drawn == again
     assert drawn != other
-    # Times are sorted and within the duration; numbers begin at 0 per source; prompts are distinct.
+    # Times are sorted and within the duration; request numbers begin at 0 per source; prompts are distinct.
     moments = [each.at_s for each in drawn]
     assert moments == sorted(moments)
     assert 0 < moments[0] < moments[-1] < 10
@@ -136,12 +137,12 @@ def test_the_same_seed_sends_the_same_requests_at_the_same_times() -> None:
     assert len(sent_by("noisy-neighbour", max_requests=30)) == 30
 
 
-def test_arrivals_are_a_poisson_process_of_each_sources_load() -> None:
+def test_the_arrivals_of_each_source_are_a_poisson_process() -> None:
     found = sent_by("noisy-neighbour", duration_s=200)
     by_second = Counter(int(each.at_s) for each in found)
     counts = [by_second[second] for second in range(200)]
     assert mean(counts) == pytest.approx(170, rel=0.05)
-    # The variance of a Poisson process is its mean.
+    # The variance of a Poisson process equals the mean.
     assert pvariance(counts) == pytest.approx(170, rel=0.25)
     assert sum(each.source == "quiet" for each in found) == pytest.approx(200 * 20, rel=0.1)
 
@@ -161,7 +162,7 @@ def test_each_request_names_its_flow_ttl_and_workload(name: str) -> None:
 @given(seed=st.integers(0, 200), duration_s=st.floats(1, 120), replicas=st.integers(1, 8))
 def test_replicas_are_killed_at_random_moments(seed: int, duration_s: float, replicas: int) -> None:
     moments = kill_moments(duration_s, replicas, seed)
-    # At least one kill, all within the duration, and the same kills for the same seed.
+    # There is at least one kill, all kills are within the duration, and one seed gives the same kills.
     assert moments
     assert all(0 < at_s < duration_s and 0 <= number < replicas for at_s, number in moments)
     assert moments == kill_moments(duration_s, replicas, seed)
@@ -192,9 +193,9 @@ def whole(body: bytes, status: bytes = b"200 OK", more: bytes = b"") -> bytes:
 async def serving(
     answer: Callable[[int], bytes | None], **options: bool
 ) -> AsyncIterator[tuple[Client, list[int]]]:
-    """Serve request `n` (from 0) with `answer(n)`; None sends nothing, a final HANG_UP closes the connection.
+    """Serve request number `n` (from 0) with `answer(n)`; None sends nothing, HANG_UP at the end disconnects.
 
-    Yields a client of the server, and a list whose one entry counts connections.
+    Yields a client of the server, and a list whose only entry is the number of connections.
     """
     numbers, connections = itertools.count(), [0]
 
@@ -238,7 +239,7 @@ CUT = "the connection was closed without a whole answer"
     "a bad chunk": (chunked(EVENT, end=False)[:-3] + b"zz", True, FAILED, "the answer is not HTTP"),
     "nothing": (HANG_UP, True, FAILED, CUT),
 })  # fmt: skip
-async def test_each_answer_has_its_kind_and_outcome(
+async def test_each_answer_is_classified_by_kind_and_outcome(
     reply: bytes, streamed: bool, kind: Kind, what: str
 ) -> None:
     async with serving(lambda _: reply) as (client, _):
@@ -253,27 +254,27 @@ async def test_each_answer_has_its_kind_and_outcome(
         assert 0 < (answer.first_s or 0) <= answer.took_s
 
 
-async def test_a_server_that_may_stop_early_need_not_send_every_token() -> None:
+async def test_a_server_that_may_stop_early_may_send_fewer_tokens() -> None:
     async with serving(lambda _: chunked(EVENT, DONE), exact=False) as (client, _):
         assert (await sent(client)).served
 
 
-async def test_a_second_answer_to_one_request_is_counted_and_its_connection_not_used_again() -> None:
+async def test_a_second_answer_to_one_request_is_counted_and_the_connection_not_reused() -> None:
     async with serving(lambda _: whole(PLAIN) * 2) as (client, connections):
         assert [(await sent(client, streamed=False)).kind for _ in range(2)] == [SERVED] * 2
         assert (client.surplus_answers, connections) == (2, [2])
 
 
-async def test_connections_are_reused_unless_broken() -> None:
+async def test_the_load_generators_connections_are_reused_unless_broken() -> None:
     # The server closes the connection at the third request.
     replies = [whole(PLAIN), whole(PLAIN), HANG_UP, whole(PLAIN)]
     async with serving(lambda number: replies[number]) as (client, connections):
         kinds = [(await sent(client, streamed=False)).kind for _ in replies]
-    # A failed request is not sent again; the others share connections.
+    # A failed request is not sent again; other requests share connections.
     assert (kinds, connections) == ([SERVED, SERVED, FAILED, SERVED], [2])
 
 
-async def test_silent_and_missing_servers_are_failures_and_a_client_that_leaves_is_not() -> None:
+async def test_silent_and_missing_servers_count_as_failures_and_a_leaving_client_does_not() -> None:
     async with serving(lambda _: None) as (client, _):
         answer = await sent(client, within_s=0.05)
         left = await client.send(Request("hi", 2, leaves_s=0.05))
@@ -282,7 +283,7 @@ async def test_silent_and_missing_servers_are_failures_and_a_client_that_leaves_
     assert (await sent(client)).fault.startswith("no connection")
 
 
-async def test_an_open_loop_does_not_wait_for_answers() -> None:
+async def test_an_open_loop_sends_requests_without_waiting_for_answers() -> None:
     # The server is silent; twenty requests are due within 40 ms.
     all_in = asyncio.Event()
     async with serving(lambda number: all_in.set() if number == 19 else None) as (client, _):
@@ -293,7 +294,7 @@ async def test_an_open_loop_does_not_wait_for_answers() -> None:
         async with asyncio.timeout(30):
             await all_in.wait()
         assert load.open == 20
-        # When the load stops, each request counts once, as LEFT.
+        # When the load stops, each open request counts once, with the kind LEFT.
         load.stop()
         await running
     assert (load.ended[Kind.LEFT], load.sent, len(load.history)) == (20, 20, 20)
@@ -309,7 +310,7 @@ async def test_a_closed_loop_sends_the_given_number_of_requests_over_one_connect
     assert [one.sent_s < two.done_s for one, two in pairwise(load.history)] == [True] * 39
 
 
-async def test_a_closed_loop_ends_with_its_block_after_the_last_answers() -> None:
+async def test_a_closed_loop_ends_after_the_last_answers_when_its_block_ends() -> None:
     async with serving(lambda _: whole(b"{}", b"503 No", FULL)) as (client, connections):
         url = f"http://{client.address}"
         began_s = time.monotonic()
@@ -323,14 +324,14 @@ async def test_a_closed_loop_ends_with_its_block_after_the_last_answers() -> Non
 
 
 @given(seed=st.integers(0, 1000))
-def test_a_mixed_request_is_short_enough_for_envoy_to_retry_it(seed: int) -> None:
+def test_a_mixed_request_is_short_enough_for_a_retry_by_envoy(seed: int) -> None:
     request = generator.mixed_request(random.Random(seed), seed)
     body = request.body()
     assert len(body) <= generator.LONGEST_BODY_BYTES
     assert json.loads(body)["max_tokens"] == request.tokens
 
 
-def test_a_quantile_is_one_of_the_values() -> None:
+def test_a_quantile_is_one_of_the_given_values() -> None:
     values = [float(number) for number in range(1, 101)]
     assert [generator.quantile(values, part) for part in (0.5, 0.95, 0.99, 1.0)] == [50, 95, 99, 100]
     assert generator.quantile([7.0], 0.5) == 7
@@ -361,7 +362,7 @@ def written(evidence: result.RunResult, folder: Path) -> tuple[dict[str, Any], s
     return summary, (folder / "report.md").read_text()
 
 
-def test_the_report_has_figures_by_source_and_its_plots_beside_it(tmp_path: Path) -> None:
+def test_the_report_has_figures_by_source_and_links_plots_beside_it(tmp_path: Path) -> None:
     summary, page = written(run("noisy-neighbour", faults_injected=FAULTS), tmp_path)
     plots = {file.stem for file in tmp_path.glob("*.svg")}
     assert plots == {"waits", "stock", "shares", "latency"}
@@ -379,7 +380,7 @@ def test_the_report_has_figures_by_source_and_its_plots_beside_it(tmp_path: Path
     assert summary["redis_away"] == [{"from_s": 5.0, "to_s": 8.0}]
 
 
-def test_a_broken_promise_is_reported_with_its_evidence(
+def test_a_broken_promise_is_reported_with_the_evidence(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     answers = (refusal("client-1", reason="a|b"), refusal("client-2"), *run().answers[2:])
@@ -392,7 +393,7 @@ def test_a_broken_promise_is_reported_with_its_evidence(
     promises = {each["name"]: each for each in summary["promises"]}
     assert len(promises["no-errors"]["cases"]) == 2
     assert summary["ends"]["503 rejected-saturated"] == 1
-    # The terminal shows one line per promise, and the cases of a broken promise.
+    # The terminal shows one line for each promise, and the cases of a broken promise.
     show(check_promises(evidence))
     lines = capsys.readouterr().out.splitlines()
     kept = [line.split()[1] for line in lines if line.startswith("held")]

@@ -1,4 +1,4 @@
-"""Checks of `picker load`: for each promise a run that breaks it; the check must name the case."""
+"""Checks of `picker load`: each promise has a run that breaks the promise; the check must name the case."""
 
 from dataclasses import replace
 from typing import Any
@@ -18,7 +18,7 @@ KEPT, BROKEN, UNKNOWN = Verdict.KEPT, Verdict.BROKEN, Verdict.UNKNOWN
 
 
 def first(scenario: str, instead: Answer) -> RunResult:
-    """A good run whose first answer is `instead`."""
+    """A run that keeps all promises, except that its first answer is replaced by `instead`."""
     return run(scenario, answers=(instead, *run(scenario).answers[1:]))
 
 
@@ -27,7 +27,7 @@ def outage(**fields: Any) -> RunResult:
 
 
 def refused_in_outage(but: int = -1) -> RunResult:
-    """An outage in which every request is refused, except those of number `but`."""
+    """A run in which every request during the outage is refused, except requests with the number `but`."""
     answers = tuple(
         refusal(each.source, each.number) if 5 <= each.sent_s <= 10 and each.number != but else each
         for each in run("redis-outage").answers
@@ -43,7 +43,7 @@ BEFORE = tuple(sample(0.25 * number) for number in range(20))
 
 
 def overload(scenario: str, **waits_s: float) -> RunResult:
-    """A run in which all requests are served, each after the wait of its source in `waits_s`."""
+    """A run in which all requests are served; `waits_s` has the wait in seconds of each source's requests."""
     base = run(scenario)
     dispatches = []
     for each in base.answers:
@@ -56,13 +56,13 @@ def overload(scenario: str, **waits_s: float) -> RunResult:
 
 
 def starved(result: RunResult, flow: str) -> RunResult:
-    """`result` in which only every second request of `flow` is dispatched."""
+    """The run `result`, changed so that only every second request of the flow `flow` is dispatched."""
     dispatches = enumerate(result.log_audits[0].dispatches)
     kept = tuple(one for number, one in dispatches if one.flow != flow or number % 2 == 0)
     return replace(result, log_audits=(LogAudit(None, kept),))
 
 
-# Promise, a run that breaks the promise, words of the evidence.
+# Each row has a promise, a run that breaks the promise, and words of the evidence.
 FAULTS: list[tuple[str, RunResult, str]] = [
     ("one-answer", first("steady", answer("client-1", fault="no whole answer")), "client-1 #0"),
     ("one-answer", run(sent=161), "161 requests were sent and 160 ended"),
@@ -103,7 +103,9 @@ FAULTS: list[tuple[str, RunResult, str]] = [
 @pytest.mark.parametrize(
     ("name", "result", "words"), FAULTS, ids=[f"{name}: {words}" for name, _, words in FAULTS]
 )
-def test_a_run_that_breaks_a_promise_is_found_with_its_case(name: str, result: RunResult, words: str) -> None:
+def test_the_check_of_a_promise_finds_the_case_that_breaks_it(
+    name: str, result: RunResult, words: str
+) -> None:
     found = verdict(result, name)
     assert found.verdict is BROKEN
     assert words in "\n".join([found.evidence, *found.cases])
@@ -111,14 +113,14 @@ def test_a_run_that_breaks_a_promise_is_found_with_its_case(name: str, result: R
 
 def test_every_promise_of_a_scenario_has_a_run_that_breaks_it() -> None:
     planted = {name for name, _, _ in FAULTS}
-    # A test below breaks the decision log; the first three only show whether other promises can be checked.
+    # A later test breaks the decision log; the first three checks only show whether others can be made.
     spared = {"overloaded", "faults-happened", "load-as-planned", "log", *(f"G{n}" for n in range(1, 7))}
     assert planted | spared >= GENERAL_CHECKS.keys() | SCENARIO_CHECKS.keys()
     assert {name for scenario in SCENARIOS.values() for name in scenario.promises} == SCENARIO_CHECKS.keys()
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_a_good_run_breaks_no_promise(name: str) -> None:
+def test_a_run_without_faults_breaks_no_promise(name: str) -> None:
     promises = check_promises(run(name))
     assert [promise for promise in promises if promise.verdict is BROKEN] == []
     assert {promise.name for promise in promises if promise.verdict is KEPT} >= {"one-answer", "at-rest"}
@@ -145,7 +147,7 @@ def simulated(kind: type[QueueSimulator]) -> LogAudit:
     return audited(queue.log)
 
 
-def test_a_decision_log_from_before_an_outage_is_checked_too() -> None:
+def test_a_decision_log_that_ends_with_an_outage_is_checked_too() -> None:
     good, bad = simulated(QueueSimulator), simulated(OverAdmits)
     assert verdict(run(log_audits=(bad, good)), "G1").verdict is BROKEN
     assert verdict(run(log_audits=(good,)), "G1").verdict is KEPT

@@ -40,7 +40,7 @@ def gate_of(free: float, bound: float = 100.0, **queue: Any) -> LocalGate:
 
 
 @given(st.integers(0, 200), st.floats(0, 0.99), st.integers(1, 20))
-def test_the_shares_of_all_replicas_add_up_to_the_budget(places: int, fraction: float, live: int) -> None:
+def test_all_replicas_shares_add_up_to_the_free_budget(places: int, fraction: float, live: int) -> None:
     parts = [part_of(places + fraction, live=live, rank=rank, counts_requests=True) for rank in range(live)]
     assert sum(parts) == places
     assert max(parts) - min(parts) <= 1
@@ -57,7 +57,7 @@ EVENTS = st.lists(st.tuples(st.sampled_from(["place", "end", "transfer", "lose"]
 
 
 @given(st.integers(1, 30), st.integers(0, 30), st.integers(1, 5), EVENTS)
-async def test_in_flight_and_free_never_exceed_the_bound_in_any_outage(
+async def test_requests_in_flight_plus_free_budget_never_exceed_the_bound_in_any_outage(
     bound: int, before: int, live: int, events: list[tuple[str, int, int]]
 ) -> None:
     # Some requests are in flight before the outage; the replicas divide the rest of the bound.
@@ -91,13 +91,13 @@ def in_outage(clock: Callable[[], float] = lambda: 0.0) -> Ledger:
 
 
 def place(ledger: Ledger, name: str, token: str, endpoint: str = E1, *, cost: float = 1.0) -> None:
-    """Place a request without Redis."""
+    """Enter a request into `ledger` that was placed without Redis."""
     ledger.place(name, "9", token, endpoint, owned=False)
     ledger.place_locally(name, cost)
 
 
 def end(ledger: Ledger, name: str, token: str) -> float | None:
-    """End a request. Returns the cost that the end releases."""
+    """End a request. Returns the cost that the end of the request releases."""
     released = released_by_end(ledger.get(name), token)
     ledger.finish(ended(name, token), token)
     return released
@@ -113,7 +113,7 @@ def ended_in(ledger: Ledger) -> list[str]:
     return [entry.id for entry in ledger.journal() if entry.phase is Phase.ENDED]
 
 
-def test_an_end_releases_the_cost_of_its_request_once() -> None:
+def test_the_end_of_a_request_releases_its_cost_only_once() -> None:
     ledger, token = in_outage(), accounting_token.write(ask(cost=7.0), E1)
     assert [end(ledger, "before", token) for _ in range(2)] == [7.0, None]
     # A request that was placed here needs no accounting token.
@@ -153,8 +153,8 @@ def test_the_journal_has_all_running_and_all_ended_requests() -> None:
     ledger.see(Alive("no-token", E3, ""))
     end(ledger, "over", token)
     end(ledger, "over-too", token)
-    ledger.see(Alive("over-too", E3, token))  # a late sign of life
-    # Another replica may have received the end of a request without a recent sign of life.
+    ledger.see(Alive("over-too", E3, token))  # a late sign that the request runs
+    # Another replica may have received the end of a request that this one has not lately seen running.
     assert [(it.id, it.attempt, it.served, it.token, it.seen_s) for it in ledger.in_flight(7.0)] == [
         ("new", "9", "", token, 8.0),
         ("theirs", None, E3, token, 9.0),
@@ -163,7 +163,7 @@ def test_the_journal_has_all_running_and_all_ended_requests() -> None:
     assert ended_in(ledger) == ["over", "over-too"]
 
 
-def test_the_ledger_keeps_old_requests_that_are_owned_unconfirmed_or_of_an_outage() -> None:
+def test_the_ledger_keeps_old_requests_that_are_owned_or_unconfirmed_or_of_an_outage() -> None:
     now_s = 0.0
     ledger = Ledger(lambda: now_s, keep_s=10.0)
     token = accounting_token.write(ask(), E1)
@@ -195,9 +195,9 @@ def test_a_flood_of_requests_leaves_the_ledger_bounded(outage: bool) -> None:
     assert {entry.id for entry in ledger.owned()} == {"stream"}
 
 
-def test_the_ledger_keeps_open_streams_beyond_its_limit_at_a_bounded_cost() -> None:
+def test_the_ledger_keeps_any_number_of_open_streams_at_a_bounded_cost() -> None:
     ledger = Ledger(lambda: 0.0)
-    for number in range(120_000):  # a search at each would take minutes
+    for number in range(120_000):  # a search at each insertion would take minutes
         ledger.place(str(number), "1", "", E1, owned=True)
     assert len(ledger.owned()) == 120_000
 
@@ -210,7 +210,7 @@ def test_a_malformed_accounting_token_has_cost_0() -> None:
     assert accounting_token.model_of("a\tb") == ""
 
 
-def test_pick_prefers_low_load_and_high_scores() -> None:
+def test_the_local_pick_prefers_endpoints_with_low_load_and_high_scores() -> None:
     def picked(candidates: str, load: dict[str, int], *ready: str) -> tuple[str, ...]:
         return pick(candidates, ready or (E1, E2, E3), load, live_weight=0.5, most=2, chance=lambda: 0.0)
 
@@ -223,29 +223,29 @@ def test_pick_prefers_low_load_and_high_scores() -> None:
     assert picked("", {}) == ()
 
 
-def test_an_endpoint_below_its_limit_is_picked_first() -> None:
-    # Each endpoint has a limit of one request; E1 is at its limit.
+def test_an_endpoint_below_its_request_limit_is_picked_first() -> None:
+    # Each endpoint has a limit of one request; endpoint E1 is at its limit.
     cell = SnapshotCell()
     cell.publish(Snapshot("1", tuple(Endpoint(each, max_inflight=1) for each in (E1, E2))))
     picker = LocalPicker(chooser_of(cell), cell, {E1: 1}, lambda: 0.0)
     assert picker.pick(ask("a"), most=2) == (E2,)
     picker.began(E2)
-    # If all endpoints are at their limits, any endpoint is picked; the budget still keeps the bound.
+    # If all endpoints are at their limits, any endpoint is picked; the budget still keeps the total bound.
     assert set(picker.pick(ask("b"), most=2)) == {E1, E2}
 
 
-async def test_the_budget_is_capped_at_the_bound() -> None:
+async def test_the_local_budget_is_capped_at_the_bound() -> None:
     gate = gate_of(50.0, bound=3.0)
     assert (gate.free, gate.charge(10.0)) == (3.0, 1.0)
     gate.release(5.0)
     assert gate.free == 3.0
-    # With `unit: tokens` one request is charged at most `claim_share` (0.25) of the bound.
+    # With `unit: tokens`, one request is charged at most the share `claim_share` (0.25) of the bound.
     settings = parse({"request_queue_controller": {"unit": "tokens", "watermark_per_backend": 1000}})
     gate = LocalGate(Metrics(), 50.0, 1000.0, rules_of(EffectiveConfig(settings, {}), 1))
     assert (gate.charge(1e6), gate.charge(100.0)) == (250.0, 100.0)
 
 
-async def test_a_waiting_request_whose_client_leaves_releases_its_budget() -> None:
+async def test_a_waiting_request_whose_client_disconnects_releases_its_budget() -> None:
     gate = gate_of(0.0)
     (task,) = await waiting(gate, "a")
     # Budget and cancellation arrive in the same iteration of the event loop.
@@ -262,7 +262,7 @@ async def test_a_request_past_its_ttl_or_deadline_is_refused() -> None:
     for ttl_s, since_s in ((30.0, 31.0), (0.01, 0.0)):
         with pytest.raises(ExpiredTtl) as caught:
             await start(gate, "any", since_s, ttl_s=ttl_s)
-        # A deadline that the client set has its own error.
+        # A passed deadline that the client set has an error of its own.
         with pytest.raises(DeadlineExceeded):
             await start(gate, "own", since_s, ttl_s=ttl_s, by_client=True)
     assert caught.value.retry_after_s == 1
@@ -282,7 +282,7 @@ async def test_a_request_preempted_by_a_higher_band_is_answered() -> None:
     assert await high
 
 
-async def test_a_newer_stream_ends_the_older_one() -> None:
+async def test_a_newer_stream_of_a_request_ends_the_older_stream() -> None:
     gate = gate_of(0.0)
     (old,) = await waiting(gate, "a")
     new = start(gate, "a")
@@ -305,13 +305,13 @@ async def test_released_budget_alternates_between_peers_and_the_local_queue() ->
     gate = gate_of(3.0)
     for least, most, given_, left in ((1.0, 2.0, 2.0, 1.0), (2.0, 5.0, 0.0, 1.0), (1.0, 1.0, 1.0, 0.0)):
         assert (await gate.transfer_budget(least, most, 0.0), gate.free) == (given_, left)
-    # Two peers ask for more than is free, while requests wait in the local queue.
+    # Two peers ask for more budget than is free, while requests wait in the local queue.
     own = await waiting(gate, "a", "b", "c")
     transfers = [asyncio.create_task(gate.transfer_budget(1.0, 9.0, 30.0)) for _ in range(2)]
     await asyncio.sleep(0)
     for _ in range(3):
         gate.release(1.0)
-    # Of three released units, each peer and the local queue get one.
+    # Of three released units of budget, each peer and the local queue get one.
     assert await asyncio.gather(*transfers) == [1.0, 1.0]
     await until(lambda: gate.waiting == 2)
     gate.release(1.0)
@@ -320,7 +320,7 @@ async def test_released_budget_alternates_between_peers_and_the_local_queue() ->
     assert gate.free == 0.0
 
 
-async def test_budget_is_not_lost_to_a_cancelled_transfer() -> None:
+async def test_a_cancelled_transfer_loses_no_budget() -> None:
     gate = gate_of(0.0)
     async with running(gate.transfer_budget(1.0, 1.0, 30.0)):
         await asyncio.sleep(0)

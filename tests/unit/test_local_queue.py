@@ -20,7 +20,7 @@ NO_GUARD: dict[str, Any] = {"guard_share": 0}
 
 
 def served(queue: LocalQueue, now_s: float = 0.0) -> Iterator[Waiting]:
-    """Serve the queue until it is empty, and yield each request as it is served."""
+    """Serve requests until `queue` is empty, and yield each served request."""
     while (turn := queue.turn(now_s)) is not None:
         queue.serve(*turn)
         yield turn[0]
@@ -31,13 +31,13 @@ def drain(queue: LocalQueue, now_s: float = 0.0) -> list[str]:
 
 
 def preempted_by(queue: LocalQueue, name: str, **changes: Any) -> str:
-    """Offer a request to a full queue; the id of the request that it preempts."""
+    """Offer a request to a full queue; return the id of the request that is preempted."""
     _, preempted = queue.offer(ask(name, **changes), 1.0, 4.0)
     assert preempted is not None
     return preempted.request.id
 
 
-def test_a_flow_is_served_by_arrival_whatever_the_order_of_queueing() -> None:
+def test_a_flow_is_served_by_arrival_time_whatever_the_order_of_queueing() -> None:
     # The requests waited in the shared queue before, and keep their arrival times.
     queue = LocalQueue(rules())
     for name, arrived_s in (("c", 3.0), ("a", 1.0), ("b", 2.0)):
@@ -48,7 +48,8 @@ def test_a_flow_is_served_by_arrival_whatever_the_order_of_queueing() -> None:
 
 
 PRIORITIES = (-3, 0, LEAST_PRIORITY, 100, 7, MOST_PRIORITY)
-# tests/model covers the order; these cases show each setting. Settings; (id, changes, arrival); order.
+# tests/model covers the order of service; these cases show each setting. Each case has settings, arrivals as
+# (id, changes, time in seconds), and the expected order.
 ORDERS: dict[str, tuple[dict[str, Any], list[tuple[str, dict[str, Any], float]], str]] = {
     "bands of any priority from high to low": (
         {}, [(str(each), {"band": Bands().of(each)}, 0.0) for each in PRIORITIES],
@@ -60,7 +61,7 @@ ORDERS: dict[str, tuple[dict[str, Any], list[tuple[str, dict[str, Any], float]],
         "c0 d0 s0 c1 c2 c3 d1 c4 c5 c6"),
     "the earliest deadline": (
         {"ordering": "edf"}, [("late", {"ttl_s": 30.0}, 0.0), ("soon", {"ttl_s": 5.0}, 0.0)], "soon late"),
-    "wait and criticality": (  # 0.4 * 59/60 + 0.08 beats 0.4 * 9/60 + 0.4
+    "wait and criticality": (  # score 0.4 * 59/60 + 0.08 exceeds 0.4 * 9/60 + 0.4
         {"ordering": "workload-aware"},
         [(name, {"workload": Workload(name, criticality), "ttl_s": 300.0}, arrived_s)
          for name, criticality, arrived_s in (("old", 1, 0.0), ("low", 1, 50.0), ("high", 5, 50.0))],
@@ -69,7 +70,7 @@ ORDERS: dict[str, tuple[dict[str, Any], list[tuple[str, dict[str, Any], float]],
 
 
 @cases("settings, arrivals, order", ORDERS)
-def test_the_configured_policy_decides_who_is_next(
+def test_the_configured_policy_decides_which_request_is_next(
     settings: dict[str, Any], arrivals: list[tuple[str, dict[str, Any], float]], order: str
 ) -> None:
     queue = LocalQueue(rules(**settings, **NO_GUARD))
@@ -81,12 +82,12 @@ def test_the_configured_policy_decides_who_is_next(
 
 
 def with_bands(bands: list[dict[str, Any]], **more: Any) -> tuple[LocalQueue, Bands]:
-    """The local queue of one of two replicas, and the configured bands."""
+    """The local queue of one of two replicas, and the bands configured by `bands`."""
     configured = parse({"fair_request_queue": {"priority_bands": bands}}).fair_request_queue.bands
     return LocalQueue(rules(live=2, priority_bands=bands, **more, **NO_GUARD)), configured
 
 
-def test_a_full_band_refuses_requests_and_an_unpreemptible_band_keeps_its_own() -> None:
+def test_a_full_band_refuses_requests_and_an_unpreemptible_band_keeps_its_requests() -> None:
     batch = {"priority": -50, "name": "batch", "weight": 1}
     bands = [{"priority": 7, "capacity": 4, "preemptible": False}, batch]
     queue, configured = with_bands(bands, total_capacity=6, flow_capacity=6)
@@ -118,8 +119,8 @@ def test_the_byte_limit_of_a_band_is_divided_among_replicas() -> None:
     queue.offer(ask("fourth", band=band, body_bytes=200), 1.0, 3.0)
 
 
-def test_the_guard_serves_overdue_requests_up_to_its_share() -> None:
-    # 30 sheddable requests have waited for more than half their TTL beside 100 critical ones.
+def test_the_starvation_guard_serves_overdue_requests_up_to_its_share() -> None:
+    # 30 sheddable requests have waited for more than half of the TTL, beside 100 critical requests.
     queue = LocalQueue(rules(guard_share=0.1, flow_capacity=1000))
     for n in range(30):
         queue.offer(ask(f"s{n}", band=Band.SHEDDABLE), 1.0, 0.0)

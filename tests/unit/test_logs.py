@@ -23,7 +23,7 @@ A, B, C = (f"10.0.0.{i}:8000" for i in (1, 2, 3))
 
 @contextlib.contextmanager
 def logged(level: str = "INFO") -> Iterator[io.StringIO]:
-    """The log of a replica at `level`; other handlers are removed meanwhile."""
+    """The log of a replica at the level `level`; other log handlers are removed meanwhile."""
     root = logging.getLogger()
     handlers, root_level = root.handlers[:], root.level
     stream = io.StringIO()
@@ -47,7 +47,7 @@ def test_a_log_line_is_one_json_object_with_its_fields() -> None:
     assert line.items() >= {**fields, "message": "took 3", "level": "warning", "replica": "r-1"}.items()
 
 
-async def test_a_flood_writes_one_line_a_second_of_each_kind_with_the_number_of_the_others() -> None:
+async def test_in_a_flood_one_log_line_a_second_of_each_kind_is_written_with_a_count_of_the_rest() -> None:
     log = logging.getLogger("picker_fleet.x")
     with logged() as stream:
         for number in range(500):
@@ -58,7 +58,7 @@ async def test_a_flood_writes_one_line_a_second_of_each_kind_with_the_number_of_
     assert lines == [("damaged entry 0", None), ("another kind", None), ("damaged entry 1", 499)]
 
 
-def test_a_line_with_values_that_json_cannot_encode_is_written() -> None:
+def test_a_log_line_is_written_even_with_values_that_json_cannot_encode() -> None:
     with logged() as stream:
         try:
             raise ValueError("bad \ud800 text\nsecond line")
@@ -69,7 +69,7 @@ def test_a_line_with_values_that_json_cannot_encode_is_written() -> None:
     assert "ValueError" in line["exception"]
 
 
-def test_a_text_line_is_one_line_with_unambiguous_fields() -> None:
+def test_a_log_entry_as_text_is_one_line_with_unambiguous_fields() -> None:
     fields = {"flow": "x y=\n", "request_id": "r-1", "none": ""}
     record = logging.makeLogRecord({"name": "picker_fleet.x", "levelname": "INFO", "msg": "a\nb", **fields})
     line = logs.TextFormatter().format(record)
@@ -78,7 +78,7 @@ def test_a_text_line_is_one_line_with_unambiguous_fields() -> None:
 
 
 @pytest.mark.parametrize("level", ["DEBUG", "INFO"])
-def test_decisions_are_explained_at_debug_level_only(level: str) -> None:
+def test_log_lines_explain_decisions_at_debug_level_only(level: str) -> None:
     cell = SnapshotCell()
     cell.publish(Snapshot("1", (Endpoint(A), Endpoint(B), Endpoint(C, down=True))))
     chooser = chooser_of(cell, in_flight={B: 2})
@@ -104,7 +104,7 @@ def test_decisions_are_explained_at_debug_level_only(level: str) -> None:
     assert explain.mock_calls == [call("r1"), call("r2")]
 
 
-def test_a_few_refusals_a_second_are_logged_and_the_rest_counted() -> None:
+def test_a_few_refusals_a_second_are_logged_and_further_refusals_counted() -> None:
     now_s = 0.0
     with logged() as stream:
         decisions = DecisionLines(lambda: now_s)

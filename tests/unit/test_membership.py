@@ -1,4 +1,4 @@
-"""Membership of a replica: it follows live changes, shows them, and restores them when Redis loses them."""
+"""Membership of a replica, which follows live changes, shows them, and restores lost changes in Redis."""
 
 import json
 from collections.abc import AsyncIterator
@@ -28,7 +28,7 @@ WIDER = {"request_queue_controller.watermark_per_backend": 10}
 
 
 class Member:
-    """The membership of one replica, with heartbeats to `store`."""
+    """The membership of one replica, which sends heartbeats to `store`."""
 
     def __init__(self, store: ScriptedStore, settings: Settings) -> None:
         shared, self.metrics = cast(Store, store), Metrics()
@@ -55,14 +55,14 @@ async def member(store: ScriptedStore, settings: Settings = CONFIGURED) -> Async
         yield one
 
 
-async def test_an_unknown_pool_gets_the_whole_configuration() -> None:
+async def test_a_replica_publishes_the_whole_configuration_of_a_pool_unknown_to_redis() -> None:
     store = ScriptedStore()
     async with member(store):
         assert store.published[0] == shared_settings(CONFIGURED, {})
         assert store.tunings == 0
 
 
-async def test_a_live_change_of_another_replica_is_followed_and_shown() -> None:
+async def test_a_replica_follows_and_shows_a_live_change_by_another_replica() -> None:
     store = ScriptedStore()
     async with member(store) as one:
         assert one.membership.effective == EffectiveConfig(CONFIGURED, {})
@@ -76,7 +76,7 @@ async def test_a_live_change_of_another_replica_is_followed_and_shown() -> None:
         assert effective.weights == {"gold": 3}
         assert (await one.membership.state()).watermark == 20
 
-        # The change is reverted.
+        # The live change is reverted.
         await store.set_live_config(dict.fromkeys(store.overrides), dict.fromkeys(store.changes))
         await one.follows(lambda: one.membership.live_config.version == "2")
         assert one.membership.effective == EffectiveConfig(CONFIGURED, {})
@@ -88,10 +88,10 @@ async def test_live_changes_and_a_pause_survive_the_loss_of_the_shared_state(epo
     async with member(store) as one:
         await store.set_live_config({"total_capacity": 2000, "paused": 1}, DEEPER)
         await one.follows(lambda: one.membership.live_config.version == "1")
-        # Redis loses all data; in one case a replica that does not know the change publishes first.
+        # Redis loses all data; in one case a replica that does not know the live change publishes first.
         store.lose()
         store.epoch = epoch
-        # The replica restores the changes.
+        # The replica restores the live changes in Redis.
         await one.follows(lambda: store.overrides)
         assert store.overrides == {"total_capacity": 2000, "paused": 1}
         assert store.changes == DEEPER
@@ -109,18 +109,18 @@ async def test_replica_info_is_sent_again_only_when_it_has_changed_or_may_be_los
             setattr(store, part, forgotten)
             before = len(store.heartbeats)
             await one.follows(lambda before=before: first in store.heartbeats[before:])
-            assert store.heartbeats[before:].index(first) <= 1  # in the next heartbeat or the one after it
+            assert store.heartbeats[before:].index(first) <= 1  # in one of the next two heartbeats
 
 
 def with_change(changes: dict[str, Any], overrides: dict[str, Any]) -> ScriptedStore:
-    """A store with an existing pool and a live change."""
+    """A store with a published pool and the live changes `changes`."""
     store = ScriptedStore()
     store.epoch, store.version, store.changes, store.overrides = "life", "1", changes, overrides
     return store
 
 
-async def test_overrides_are_computed_again_for_a_new_configuration() -> None:
-    # The overridden bounds follow from watermark 4; a replica with watermark 10 publishes.
+async def test_overrides_of_live_changes_are_computed_again_for_a_new_configuration() -> None:
+    # The overrides of bounds were computed from the watermark 4; a replica with the watermark 10 publishes.
     deviation = {"request_queue_controller.percentage_deviation_for_bounds": 0.5}
     store = with_change(deviation, {"lower_per": 2.0, "upper_per": 6.0})
     async with member(store, parse({"request_queue_controller": {"watermark_per_backend": 10}})):
@@ -151,14 +151,14 @@ async def test_one_warning_names_an_envoy_that_stays_at_its_default_stream_limit
     limits = EnvoyLimits(clock)
 
     def look(*streams: int) -> int:
-        """Number of warnings so far, after each replica reports these streams of one Envoy."""
+        """The number of warnings so far, after each replica has reported these open streams of one Envoy."""
         limits.look([{"streams": {"10.0.0.1": count, "10.0.0.2": 700}} for count in streams] + [{}])
         return len(caplog.records)
 
     assert look(512, 510) == 0
     clock.now_s += 9
     assert look(512, 510) == 0
-    assert look(512, 400) == 0  # below the limit for a moment
+    assert look(512, 400) == 0  # for a moment, the number of streams is below the limit
     clock.now_s += 9
     assert look(1024, 0) == 0
     clock.now_s += 10

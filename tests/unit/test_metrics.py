@@ -32,7 +32,7 @@ STATE = replace(
 ENDED = Completion("r", Outcome.COMPLETED, 200, None, 7, 100, 2.0, 0.2)
 
 
-def test_a_decision_is_counted_by_code_and_mode_with_its_latency() -> None:
+def test_a_decision_is_counted_by_code_and_mode_and_its_latency_observed() -> None:
     metrics = Metrics()
     metrics.answered("lean", "llama", "ok", 0.003)
     metrics.answered("lean", "llama", "expired_ttl", 3)
@@ -46,7 +46,7 @@ def test_a_decision_is_counted_by_code_and_mode_with_its_latency() -> None:
     assert page["epp_decision_latency_seconds_sum", "mode=lean"] == pytest.approx(3.003)
 
 
-def test_completions_are_summed_and_unknown_values_left_out() -> None:
+def test_metrics_sum_the_values_of_completions_and_leave_unknown_values_out() -> None:
     metrics = Metrics()
     metrics.completed(ENDED, "llama")
     metrics.completed(Completion("r", Outcome.CLIENT_GONE, 200, None, None, None, None, None), "llama")
@@ -68,7 +68,7 @@ def test_completions_are_summed_and_unknown_values_left_out() -> None:
     "a client that left": (Outcome.CLIENT_GONE, 200, "false", "200"),
     "a client that left before its answer": (Outcome.CLIENT_GONE, 0, "false", "499"),
 })  # fmt: skip
-def test_a_wait_is_counted_by_the_outcome_of_its_request(
+def test_a_wait_in_the_queue_is_counted_by_the_outcome_of_the_request(
     outcome: Outcome, status: int, success: str, shown: str
 ) -> None:
     metrics = Metrics()
@@ -81,7 +81,7 @@ def test_a_wait_is_counted_by_the_outcome_of_its_request(
 
 
 WAITS = ask(model="m", target_model="m-v2")
-# A method of Metrics, its arguments, and samples expected after all calls.
+# Each row has a method of Metrics, the arguments, and samples expected after the calls of all rows.
 QUEUE_EVENTS: list[tuple[str, tuple[Any, ...], dict[str, float]]] = [
     ("waited", ("m", 0.3, True), {"queue_latency_seconds_count model=m success=true": 1}),
     ("waited", ("m", 30, False), {"queue_latency_seconds_count model=m success=false": 1}),
@@ -115,7 +115,7 @@ def test_queue_events_have_the_specified_names() -> None:
     assert {name: page[tuple(f"epp_{name}".split())] for name in expected} == expected
 
 
-def test_a_replica_is_degraded_until_it_is_shared_again_whatever_its_heartbeats_read() -> None:
+def test_the_metrics_of_a_replica_show_degraded_until_its_state_is_shared_again() -> None:
     metrics = Metrics()
     for state, degraded in (("local", 1), ("resyncing", 1), ("shared", 0)):
         metrics.failover(state, "silence")
@@ -123,7 +123,7 @@ def test_a_replica_is_degraded_until_it_is_shared_again_whatever_its_heartbeats_
         assert samples(metrics)["epp_degraded",] == degraded, state
 
 
-def test_gauges_follow_the_state_and_series_of_removed_endpoints_end() -> None:
+def test_gauges_follow_the_pools_state_and_series_of_removed_endpoints_end() -> None:
     metrics = Metrics()
     metrics.pool(STATE, 8.0, 0.016)
     metrics.pool(replace(STATE, in_flight={"10.0.0.2:8000": 1}), 8.0, 0.016)
@@ -139,7 +139,7 @@ def test_gauges_follow_the_state_and_series_of_removed_endpoints_end() -> None:
     assert in_flight == {"endpoint=10.0.0.2:8000": 1}
 
 
-def test_pairs_of_model_and_target_model_are_capped_too() -> None:
+def test_label_pairs_of_model_and_target_model_are_limited_in_number() -> None:
     metrics = Metrics(models=["llama"])
     for number in range(3000):
         metrics.bypassed(f"made-up-{number % 90}", f"variant-{number}")
@@ -152,7 +152,7 @@ def test_pairs_of_model_and_target_model_are_capped_too() -> None:
     assert any(f"target_model={OTHER}" in key for key in pairs)
 
 
-def test_each_scorer_has_a_series_and_removed_endpoints_have_none() -> None:
+def test_each_scorer_of_an_endpoint_has_a_series_and_removed_endpoints_have_none() -> None:
     metrics = Metrics()
     scores = {"10.0.0.1:8000": {"queue-depth": 0.5, "total": 0.7}}
     metrics.follow_scores(lambda: scores)
@@ -163,7 +163,7 @@ def test_each_scorer_has_a_series_and_removed_endpoints_have_none() -> None:
     assert not any("endpoint=10.0.0.1:8000" in key for key in page)
 
 
-def test_gauges_name_new_endpoints_after_a_thousand_others() -> None:
+def test_gauges_name_new_endpoints_after_series_for_a_thousand_other_endpoints() -> None:
     metrics = Metrics()
     many = {f"10.0.{n // 250}.{n % 250}:8000": 0.1 for n in range(1000)}
     metrics.scrape_ages(1000, lambda: many)
@@ -175,19 +175,19 @@ def test_gauges_name_new_endpoints_after_a_thousand_others() -> None:
 
 
 @pytest.mark.parametrize("name", ['a"b\n\\', "\ud800", "x" * 100_000, "", "naïve模型", "\x00"])
-def test_the_page_parses_with_a_hostile_model_name(name: str) -> None:
+def test_the_metrics_page_parses_with_a_hostile_model_name(name: str) -> None:
     metrics = Metrics()
     metrics.answered("lean", name, "ok", 0.1)
     assert len(page_of(metrics)) < 50_000
     assert any(key[0] == "epp_requests_total" for key in samples(metrics))
 
 
-def test_the_documentation_names_the_same_families() -> None:
+def test_the_documentation_names_the_same_metric_families_as_the_code() -> None:
     found = {name: kind for name, (kind, _) in families(page_of(Metrics()).decode()).items()}
     assert found == {name: row.kind for name, row in documented().items()}
 
 
-async def test_the_page_is_rendered_once_a_second_for_all_readers() -> None:
+async def test_the_metrics_page_is_rendered_once_a_second_for_all_readers() -> None:
     metrics, clock = Metrics(), Clock()
     pages = MetricsText([metrics], clock)
     first = await asyncio.gather(*(pages.read(f"10.0.0.{n}") for n in range(50)))
@@ -199,7 +199,7 @@ async def test_the_page_is_rendered_once_a_second_for_all_readers() -> None:
     assert b"epp_adoptions_total 1.0" in await pages.read("10.0.0.1")
 
 
-async def test_an_address_that_reads_often_waits_for_the_next_rendering() -> None:
+async def test_an_address_that_often_reads_the_page_waits_for_the_next_rendering() -> None:
     metrics = Metrics()
     pages = MetricsText([metrics])
     page = await pages.read("a")
@@ -213,7 +213,7 @@ async def test_an_address_that_reads_often_waits_for_the_next_rendering() -> Non
     assert [each.code for each in answers if isinstance(each, Refused)] == ["too_many_calls"] * 2
 
 
-async def test_the_page_is_rendered_in_slices_between_which_the_event_loop_runs() -> None:
+async def test_the_metrics_page_is_rendered_in_slices_between_which_the_event_loop_runs() -> None:
     metrics, turns = Metrics(), 0
     for number in range(100):
         metrics.answered("lean", f"model-{number}", "ok", 0.01)
@@ -225,7 +225,7 @@ async def test_the_page_is_rendered_in_slices_between_which_the_event_loop_runs(
 
 
 def filled(models: int, statuses: int = 1) -> Metrics:
-    """Metrics after requests for many models whose names a client made up."""
+    """Metrics after requests for `models` models whose names a client made up."""
     metrics = Metrics()
     for number in range(models):
         name = f"model-{number}"
@@ -240,7 +240,7 @@ def filled(models: int, statuses: int = 1) -> Metrics:
 
 
 @pytest.mark.parametrize(("models", "statuses"), [(3000, 1), (1000, 30)])
-def test_label_values_that_clients_choose_cannot_make_the_page_large(models: int, statuses: int) -> None:
+def test_labels_that_clients_choose_cannot_make_the_metrics_page_large(models: int, statuses: int) -> None:
     page = page_of(filled(models, statuses)).decode()
     assert len(page) < 12_000_000
     values: dict[str, set[str]] = {}
@@ -254,20 +254,20 @@ def test_label_values_that_clients_choose_cannot_make_the_page_large(models: int
     assert max(Counter(line.split("{")[0] for line in page.splitlines()).values()) <= 2_501 * 16
 
 
-def test_only_changed_series_are_rendered_again() -> None:
+def test_only_changed_metric_series_are_rendered_again() -> None:
     metrics = filled(100)
     page = MetricsText([metrics])
     pieces = list(page.pieces())
     metrics.answered("lean", "model-7", "ok", 0.01, "variant-7")
     again = list(page.pieces())
     written = [new for old, new in zip(pieces, again, strict=True) if new is not old and old[:1] != b"#"]
-    assert len(written) == 2  # counter and histogram of the decision
+    assert len(written) == 2  # a counter and a histogram of the decision
 
 
-def test_a_band_that_is_not_configured_has_series_while_it_is_in_use() -> None:
+def test_a_band_that_is_not_configured_has_metric_series_while_in_use() -> None:
     bands = Bands([*NAMED, replace(Band.DEFAULT, priority=7, name="seven")])
     metrics = Metrics(bands=bands)
-    # Requests of three bands were preempted: band 7 is configured, 100 is in use, -3 is neither.
+    # Requests of three bands were preempted: band 7 is configured, band 100 is in use, band -3 is neither.
     for priority in (7, 100, -3):
         metrics.preempted(bands.of(priority))
     metrics.pool(replace(STATE, queue_length={"100": 2, "Critical": 0, "seven": 0}), 8.0, 0.016)
@@ -281,12 +281,12 @@ def test_a_band_that_is_not_configured_has_series_while_it_is_in_use() -> None:
     assert page["epp_preemptions_total", "band=100"] == 1
 
 
-def test_a_report_of_service_covers_the_last_ten_whole_seconds() -> None:
+def test_a_report_of_service_to_flows_covers_the_last_ten_whole_seconds() -> None:
     clock = Clock()
     meter = ServiceMeter(clock)
     for band, flow, cost in ((1, "a", 2.0), (1, "a", 1.0), (1, "b", 1.0), (0, "a", 5.0)):
         meter.record(band, flow, cost)
-    # The current second is not reported yet.
+    # The report does not include the current second.
     assert meter.report() == {"priorities": [], "flows": [], "cut": False}
     flows = [(0, "a", 5.0), (1, "a", 3.0), (1, "b", 1.0)]
     for clock.now_s in (1.5, 10.9):
@@ -295,8 +295,8 @@ def test_a_report_of_service_covers_the_last_ten_whole_seconds() -> None:
     assert meter.report() == {"priorities": [], "flows": [], "cut": False}
 
 
-def test_a_report_lists_the_busiest_flows_and_sums_bands_over_all_flows() -> None:
-    # One meter has more flows than a report lists; the other has long names, so its report lists fewer.
+def test_a_report_of_service_lists_the_busiest_flows_and_sums_bands_over_all_flows() -> None:
+    # One meter has more flows than a report lists; the other meter has flows with long names.
     clock = Clock()
     meter, long = ServiceMeter(clock), ServiceMeter(clock)
     for number in range(7000):
@@ -306,7 +306,7 @@ def test_a_report_lists_the_busiest_flows_and_sums_bands_over_all_flows() -> Non
     meter.record(2, "flow-77", 10.0)
     clock.now_s += 1
     report = meter.report()
-    # The list is marked as cut; the sum of the band includes all flows.
+    # The list of flows is marked as cut; the sum of the band includes all flows.
     assert report["flows"][0] == (2, "flow-77", 11.0)
     assert (len(report["flows"]), report["cut"]) == (200, True)
     assert report["priorities"] == [(2, 7010.0)]

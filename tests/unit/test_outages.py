@@ -27,12 +27,12 @@ from picker_fleet.domain.request import Alive, Outcome, Placement
 from picker_fleet.state import accounting_token
 from picker_fleet.state.store import Notification, Placed, Renewal, Verdict
 
-UNSEEN_S = unseen_s(0.0)  # with an access-log interval of 0 s
-PATIENT_S = 60.0  # a resync waits this long for the other replica: enough on a slow machine
+UNSEEN_S = unseen_s(0.0)  # in seconds, for an access-log interval of 0 s
+PATIENT_S = 60.0  # seconds that a resync waits for the other replica, enough on a slow machine
 
 
-async def test_without_redis_requests_are_placed_within_the_share() -> None:
-    # 6 of the bound of 10 are free, 3 for each of two replicas.
+async def test_without_redis_a_replica_places_requests_within_its_share_of_the_bound() -> None:
+    # 6 units of the bound of 10 are free, 3 for each of two replicas.
     bench = Bench(away=True)
     placed = [await bench.place(str(n)) for n in range(3)]
     # Each request goes to the least loaded endpoint, with a fallback and an accounting token.
@@ -43,7 +43,7 @@ async def test_without_redis_requests_are_placed_within_the_share() -> None:
     assert all(each.accounting_token for each in placed)
     # The first request may have reached Redis, so the replica cancels it there.
     assert bench.store.cancelled == [("0", "cancelled")]
-    # The end of a request from before the outage also admits the next request.
+    # The end of a request that began before the outage also lets the next request in.
     waiting = await bench.wait_here("next")
     bench.end("from before", placed[0])
     assert (await waiting).endpoints
@@ -64,13 +64,13 @@ async def test_without_redis_no_other_request_can_take_a_known_id(stranger: dict
             await bench.place(name, **stranger)
     assert not waiting.done()
     assert bench.gate.failover.outage is not None
-    bench.gate.failover.outage.gate.release(1.0)  # `waits` is placed as soon as its task runs
+    bench.gate.failover.outage.gate.release(1.0)  # the request `waits` is placed as soon as its task runs
     with pytest.raises(RequestIdTaken):
         await bench.place("waits", **stranger)
     await waiting
 
 
-async def test_without_redis_a_disabled_queue_places_everything() -> None:
+async def test_without_redis_a_disabled_queue_places_every_request() -> None:
     # The queue is disabled; this replica's share of the bound is 3.
     bench = Bench(config={"request_queue_controller": {"enabled": False}}, away=True)
     # All requests are placed, balanced by the load that this replica knows.
@@ -80,13 +80,13 @@ async def test_without_redis_a_disabled_queue_places_everything() -> None:
     assert status is not None
     assert (status.queued, status.free, status.let_go) == (0, 3.0, 20)
     first = [each.endpoints[0] for each in placed]
-    assert (first.count(E1), first.count(E2)) == (9, 11)  # E1 had 3 in flight, E2 had 1
-    # An end releases nothing, since nothing was acquired.
+    assert (first.count(E1), first.count(E2)) == (9, 11)  # E1 had 3 requests in flight, E2 had 1
+    # The end of a request releases no budget, since no budget was acquired.
     bench.end("0", placed[0])
     assert bench.free == 3.0
 
 
-async def test_access_log_of_a_refused_request_is_not_counted_as_a_completion() -> None:
+async def test_an_access_log_entry_of_a_refused_request_is_not_counted_as_a_completion() -> None:
     bench = Bench(away=True)
     placement = await bench.place("placed")
     bench.end("refused")
@@ -97,7 +97,7 @@ async def test_access_log_of_a_refused_request_is_not_counted_as_a_completion() 
         assert [name for name, *_ in bench.store.settled] == ["placed"]
 
 
-async def test_a_replica_that_has_never_joined_refuses_and_stays_shared() -> None:
+async def test_a_replica_that_has_never_joined_refuses_requests_and_stays_shared() -> None:
     bench = Bench(pulse=None, away=True)
     with pytest.raises(StateUnavailable):
         await bench.place()
@@ -107,7 +107,7 @@ async def test_a_replica_that_has_never_joined_refuses_and_stays_shared() -> Non
     assert bench.gate.failover.state is FailoverState.SHARED
 
 
-async def test_placements_since_the_last_heartbeat_reduce_the_share() -> None:
+async def test_placements_since_the_last_heartbeat_reduce_a_replicas_share() -> None:
     bench = Bench()
     for name in ("shared", "too"):
         await bench.place(name)
@@ -116,10 +116,10 @@ async def test_placements_since_the_last_heartbeat_reduce_the_share() -> None:
     assert bench.free == 0.0
 
 
-async def test_ends_that_redis_has_not_seen_release_budget() -> None:
+async def test_ends_of_requests_that_redis_has_not_seen_release_budget() -> None:
     bench = Bench(FULL)
     placement = await bench.place("r")
-    # One end has not been sent to Redis; the other may have arrived there.
+    # The end of one request has not been sent to Redis; the end of another may have arrived there.
     bench.store.answering = False
     for name in ("r", "sent"):
         bench.end(name, placement)
@@ -130,7 +130,7 @@ async def test_ends_that_redis_has_not_seen_release_budget() -> None:
 
 
 class DirectPeers(NoPeers):
-    """A peer client that calls the other replica's gate without a network."""
+    """A peer client that calls the gate of the other replica without a network."""
 
     def __init__(self) -> None:
         self.gate: Admission | None = None
@@ -144,9 +144,9 @@ class DirectPeers(NoPeers):
         return self.gate.failover.ended_before(ids) if self.gate is not None else None
 
 
-async def test_budget_of_ends_that_redis_never_confirmed_is_recovered() -> None:
-    # Each of two replicas has placed five running requests. Six end, and Redis is lost before it confirms the
-    # ends: the replica that placed the request received two of them, the other replica four.
+async def test_budget_of_ended_requests_that_redis_never_confirmed_is_recovered() -> None:
+    # Each of two replicas has placed five running requests. Six requests end, and Redis is lost before it
+    # confirms the ends. Two ends reached the replica that placed the request, four the other replica.
     peers = DirectPeers()
     a, b = Bench(FULL, peer_client=peers), Bench(FULL, replica="b")
     placed = {name: await (a if name < "5" else b).place(name) for name in "0123456789"}
@@ -161,7 +161,7 @@ async def test_budget_of_ends_that_redis_never_confirmed_is_recovered() -> None:
     await until(
         lambda: a.gate.failover.outage_count() is not None and b.gate.failover.outage_count() is not None
     )
-    await until(lambda: peers.asked)  # `a` gets no answer yet, and asks again
+    await until(lambda: peers.asked)  # replica `a` gets no answer yet, and asks again
     peers.gate = b.gate
     # Six requests take the recovered budget; the seventh waits until a request from before the outage ends.
     await until(lambda: sum(task.done() for task in waiting) == 6)
@@ -218,7 +218,7 @@ async def test_waiting_requests_move_to_the_local_queue_with_their_age() -> None
     assert sorted(bench.store.cancelled) == [("asked", "cancelled"), ("queued", "cancelled")]
 
 
-async def test_an_unanswered_admission_is_refused_when_its_time_is_up() -> None:
+async def test_an_unanswered_admission_is_refused_when_the_requests_time_is_up() -> None:
     bench = Bench()
     async with watched(bench):
         # Redis is silent, but not yet for long enough to count as unavailable.
@@ -229,7 +229,7 @@ async def test_an_unanswered_admission_is_refused_when_its_time_is_up() -> None:
     assert bench.store.cancelled == [("r", "cancelled")]
 
 
-async def test_repeated_failovers_need_more_answered_heartbeats() -> None:
+async def test_after_repeated_failovers_a_replica_needs_more_answered_heartbeats() -> None:
     bench = Bench(wait_s=PATIENT_S)
     wanted = []
     async with watched(bench):
@@ -257,14 +257,14 @@ async def test_a_missed_heartbeat_restarts_the_count_of_answered_heartbeats() ->
 
 
 @pytest.mark.parametrize("client_first", [False, True])
-async def test_a_client_that_leaves_as_redis_is_lost_is_not_placed(client_first: bool) -> None:
+async def test_the_request_of_a_client_that_leaves_as_redis_is_lost_is_not_placed(client_first: bool) -> None:
     bench = Bench()
     async with watched(bench):
         task = await bench.wait_in_redis("r")
         cancels = [bench.gate.queue.give_up, task.cancel]
         for cancel in reversed(cancels) if client_first else cancels:
             cancel()
-        # The client's cancellation wins, and the request is cancelled in Redis.
+        # The client's cancellation takes precedence, and the request is cancelled in Redis.
         with pytest.raises(asyncio.CancelledError):
             await task
     assert bench.store.cancelled == [("r", "cancelled")]
@@ -291,14 +291,14 @@ async def test_a_wait_in_both_queues_counts_once_by_its_outcome(outcome: Outcome
     await until(lambda: bench.queued == 2)
     # The request still waits, so no outcome is counted.
     assert bench.counted("epp_requests_cancelled_total", "model") == bench.waits == {}
-    # Redis is back and places the request.
+    # Redis is available again and places the request.
     bench.store.away = False
     bench.store.admitting = [Placed((E1,))]
     async with watched(bench):
         bench.answer_heartbeats()
         placement = await task
         await other
-    # A request that has waited is no bypass; its wait counts once its outcome is known.
+    # A request that has waited did not bypass the queue; the wait counts once the outcome is known.
     assert bench.counted("epp_bypass_total", "model") == bench.waits == {}
     assert placement.waited_s is not None
     bench.end("r", placement, outcome=outcome, waited_s=placement.waited_s, target_model="m")
@@ -308,7 +308,7 @@ async def test_a_wait_in_both_queues_counts_once_by_its_outcome(outcome: Outcome
 
 @pytest.mark.parametrize("how", ["expired", "preempted", "left"])
 async def test_a_failed_wait_in_the_local_queue_counts_once_as_failed(how: str) -> None:
-    # There is no budget, and room for one request in the queue.
+    # There is no free budget, and the queue has room for one request.
     bench = Bench(FULL, {"fair_request_queue": {"total_capacity": 2, "flow_capacity": 2}}, away=True)
     task = await bench.wait_here("r", band=Band.SHEDDABLE, ttl_s=1.0 if how == "expired" else 30.0)
     other = bench.start("o", band=Band.CRITICAL) if how == "preempted" else task
@@ -320,9 +320,9 @@ async def test_a_failed_wait_in_the_local_queue_counts_once_as_failed(how: str) 
     other.cancel()
 
 
-async def test_after_a_pause_a_failed_call_is_repeated() -> None:
+async def test_after_a_pause_of_the_replica_a_failed_call_is_repeated() -> None:
     bench = Bench(away=True)
-    # The process was paused, as between SIGSTOP and SIGCONT, and its call has failed.
+    # The process was paused, as between SIGSTOP and SIGCONT, and a call to Redis has failed.
     bench.stand_still()
     asking = bench.start("r")
     await until(lambda: len(bench.store.ages_s) >= 3)
@@ -333,14 +333,14 @@ async def test_after_a_pause_a_failed_call_is_repeated() -> None:
     assert bench.gate.failover.state is FailoverState.SHARED
 
 
-async def test_after_a_pause_an_ended_stream_is_not_admitted() -> None:
+async def test_after_a_pause_of_the_replica_an_ended_stream_is_not_admitted() -> None:
     bench = Bench()
     # Two streams arrive during the pause, and Envoy has ended one of them.
     bench.stand_still()
     given_up, wanted = (bench.start(name) for name in ("gone", "here"))
     await asyncio.sleep(0)
     given_up.cancel()
-    # Another replica may have the ended stream's request by now, so it is not admitted here.
+    # Another replica may have the ended stream's request by now, so this replica does not admit the request.
     with pytest.raises(asyncio.CancelledError):
         await given_up
     assert (await wanted).endpoints == (E1,)
@@ -374,17 +374,17 @@ async def test_a_resync_reports_all_running_and_ended_requests_to_redis() -> Non
         bench.store.away = False
         bench.answer_heartbeats()
         await until(lambda: not bench.gate.failover.degraded)
-        # Redis has a tombstone of the end, and all running requests.
+        # Redis has a tombstone for the ended request, and all running requests.
         assert bench.store.tombstones == ["over"]
         assert sorted(name for name, _ in bench.store.alive) == ["0", "1", "2", "3", "old"]
-        # While the other replica has not resynced, a request needs both the budget and Redis.
+        # Until the other replica has resynced, a request needs both local budget and admission by Redis.
         assert bench.gate.failover.state is FailoverState.RESYNCING
         assert not waiting.done()
         bench.end("0", placed[0])
         await waiting
         assert bench.store.ages_s[-1] > 0.0
         assert [name for name, _, _ in bench.store.settled] == ["over", "0"]
-        # When every replica has resynced, Redis decides alone.
+        # When every replica has resynced, Redis alone decides about admission.
         bench.tell_peers()
         await until(lambda: bench.gate.failover.status() is None)
     assert [name for name, _, _ in bench.store.settled] == ["over", "0", "over", "0"]
@@ -393,9 +393,9 @@ async def test_a_resync_reports_all_running_and_ended_requests_to_redis() -> Non
     assert bench.store.settled[-1][0] == "1"
 
 
-async def test_each_bypass_counts_once_in_every_state() -> None:
+async def test_each_request_that_bypasses_the_queue_counts_once_in_every_failover_state() -> None:
     bench = Bench(wait_s=PATIENT_S)
-    # Redis admits one request, the local budget another, and while resyncing both admit the third.
+    # Redis admits the first request, the local budget the second; while resyncing, both admit the third.
     await bench.place("shared")
     bench.store.away = True
     await bench.place("alone")
@@ -410,7 +410,7 @@ async def test_losing_redis_while_resyncing_goes_local_again() -> None:
     await bench.place("a")
     free = bench.free
     async with resyncing(bench):
-        # The next decision fails; the request keeps the budget it has acquired.
+        # The next decision by Redis fails; the request keeps the local budget that the request has acquired.
         bench.store.away = True
         assert (await bench.place("b")).endpoints
         assert bench.gate.failover.state is FailoverState.LOCAL
@@ -418,7 +418,7 @@ async def test_losing_redis_while_resyncing_goes_local_again() -> None:
 
 
 async def test_budget_released_while_resyncing_is_limited_to_the_share() -> None:
-    # While resyncing, the replica receives more ends than its share of the bound.
+    # While resyncing, the replica receives the ends of more requests than its share of the bound.
     bench = Bench(FULL, wait_s=PATIENT_S)
     placed = await bench.place("from before")
     bench.store.away = True
@@ -428,11 +428,11 @@ async def test_budget_released_while_resyncing_is_limited_to_the_share() -> None
         for n in range(8):
             bench.end(f"theirs {n}", placed)
         assert bench.free == 8
-        # Redis has given that budget to other replicas, and is lost again.
+        # Redis has given the released budget to other replicas, and is lost again.
         bench.gate.failover.heartbeat_answered(FULL)
         bench.store.away = True
         tasks.append(await bench.wait_here("once more"))
-        # The replica keeps its share of the budget that Redis had free: none.
+        # The replica keeps its share of the budget that was free in Redis, which is none.
         assert bench.gate.failover.state is FailoverState.LOCAL
         assert bench.free == 0
         tasks[1].cancel()
@@ -440,8 +440,9 @@ async def test_budget_released_while_resyncing_is_limited_to_the_share() -> None
 
 
 @pytest.mark.parametrize("pulsed", [False, True])
-async def test_budget_released_before_the_resync_is_done_is_given_up(pulsed: bool) -> None:
-    # The stock is full. Redis answers again, and the replica receives ends before its resync is done.
+async def test_budget_released_before_the_resync_is_done_is_not_kept(pulsed: bool) -> None:
+    # The stock is full. Redis answers again, and the replica receives ends of requests before the resync is
+    # done.
     bench = Bench(FULL, wait_s=PATIENT_S)
     placed = await bench.place("before")
     bench.lose_redis()
@@ -452,7 +453,7 @@ async def test_budget_released_before_the_resync_is_done_is_given_up(pulsed: boo
         for n in range(4):
             bench.end(f"theirs {n}", placed)
         assert (bench.gate.failover.degraded, bench.free) == (True, 4)
-        # Redis has received these ends too, given their budget to other replicas, and is lost again.
+        # Redis has given the budget of the ended requests to other replicas, and is lost again.
         if pulsed:
             bench.gate.failover.heartbeat_answered(FULL)
         bench.lose_redis()
@@ -476,14 +477,14 @@ async def test_budget_taken_while_resyncing_must_be_taken_again_in_the_next_outa
         bench.gate.failover.heartbeat_answered(FULL)
         bench.lose_redis()
         await until(lambda: bench.queued == free)
-        # The requests have to acquire budget again.
+        # In the new outage, the requests have to acquire budget again.
         assert not any(task.done() for task in waiting)
         assert bench.free == 0
         for task in waiting:
             task.cancel()
 
 
-async def test_requests_seen_alive_in_one_outage_count_as_in_flight_in_the_next() -> None:
+async def test_requests_seen_running_in_one_outage_count_as_in_flight_in_the_next_outage() -> None:
     bench = Bench(away=True)
     token = (await bench.place("alone")).accounting_token
     async with returned(bench):
@@ -511,9 +512,9 @@ async def test_a_request_that_queued_while_resyncing_and_ran_counts_as_in_flight
         assert "waits" in bench.gate.failover.outage.before
 
 
-async def test_accounting_token_of_a_local_placement_restores_nothing_once_its_end_is_known() -> None:
+async def test_the_accounting_token_of_a_local_placement_restores_nothing_after_its_end() -> None:
     bench = Bench()
-    # Redis admits one request, the local budget another.
+    # Redis admits one request, and the local budget admits another.
     shared = await bench.place("shared")
     bench.store.away = True
     alone = await bench.place("alone")
@@ -536,7 +537,7 @@ async def test_a_withdrawn_local_placement_releases_its_cost_once() -> None:
     assert bench.free == free + 1
 
 
-async def test_the_end_of_an_owned_stream_releases_its_cost() -> None:
+async def test_the_end_of_an_owned_stream_releases_the_cost_of_the_request() -> None:
     # The end of an owned stream (`standard`) has no accounting token.
     bench = Bench(FULL)
     await bench.place("stream", stream_owned=True)
@@ -555,7 +556,7 @@ async def test_an_unreachable_endpoint_gets_no_request_for_a_while() -> None:
         assert failed not in (await bench.place(str(n))).endpoints
 
 
-async def test_a_task_of_an_outage_that_fails_is_counted_and_begins_again(
+async def test_a_background_task_that_fails_in_an_outage_is_counted_and_begins_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(background, "_PAUSE_S", 0.01)
@@ -563,12 +564,12 @@ async def test_a_task_of_an_outage_that_fails_is_counted_and_begins_again(
     background.count_failures(failed.append)
     bench = Bench(FULL, peer_client=AsyncMock(NoPeers, ask=AsyncMock(side_effect=ZeroDivisionError)))
     bench.lose_redis()
-    await bench.wait_here()  # so that the gate asks peers for budget
+    await bench.wait_here()  # the wait makes the gate ask peers for budget
     async with running(bench.gate.failover.run()):
         await until(lambda: failed == ["budget-transfer"] * 2)
 
 
-LEASE_S = 15.0  # as configured by default
+LEASE_S = 15.0  # a lease in seconds, as configured by default
 
 
 @pytest.mark.parametrize(("answer", "own"), [("renewed", True), ("unknown", False), ("waiting", False)])
@@ -577,7 +578,7 @@ async def test_redis_decides_whether_a_lease_still_belongs_to_its_request(answer
     placement = await bench.place("r")
     bench.store.renewing = answer
     assert await bench.gate.confirm("r", placement, 2.0) is own
-    # The call has no accounting token: a lost lease must not be restored past the bound.
+    # The call has no accounting token, because a lost lease must not be restored past the bound.
     assert bench.store.alive == [("r", "")]
 
 
@@ -587,14 +588,14 @@ async def test_without_redis_a_shared_lease_is_valid_until_it_expires(age_s: flo
     placement = await bench.place("r")
     bench.store.deaf = True
     assert await bench.gate.confirm("r", placement, age_s) is (age_s < LEASE_S)
-    # The lease takes no local budget: its request already counts as in flight.
+    # The lease takes no local budget, because the request already counts as in flight.
     assert bench.gate.failover.state is FailoverState.LOCAL
     free = bench.free
     assert await bench.gate.confirm("r", placement, age_s) is (age_s < LEASE_S)
     assert bench.free == free
 
 
-async def test_without_redis_and_a_known_bound_no_lease_can_be_confirmed() -> None:
+async def test_without_redis_and_without_a_known_bound_no_lease_can_be_confirmed() -> None:
     bench = Bench(pulse=None)
     bench.store.deaf = True
     with pytest.raises(StateUnavailable):
@@ -607,7 +608,7 @@ async def test_a_lease_of_the_local_budget_never_expires() -> None:
     free = bench.free
     assert await bench.gate.confirm("mine", placement, 2 * LEASE_S)
     assert bench.free == free
-    # While resyncing, a local lease is confirmed and restored in Redis; an expired shared lease is not.
+    # While resyncing, a local lease is confirmed and restored in Redis; an expired shared lease is refused.
     async with resyncing(bench):
         bench.store.renewing = "unknown"
         bench.store.alive.clear()

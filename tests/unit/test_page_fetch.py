@@ -64,7 +64,7 @@ LONG = PAGE * 20_000
     "deflate without its header": (encoded(zlib.compress(PAGE, wbits=-15), "deflate"), PAGE, 1),
     "the encoding identity": (encoded(PAGE, "identity"), PAGE, 1),
 })  # fmt: skip
-async def test_pages_are_fetched_over_one_connection_unless_the_server_closes_it(
+async def test_metrics_pages_are_fetched_over_one_connection_unless_the_server_closes_it(
     server: PageServer, page: Page, answer: bytes, page_bytes: bytes, connections: int
 ) -> None:
     server.answer = answer
@@ -73,20 +73,20 @@ async def test_pages_are_fetched_over_one_connection_unless_the_server_closes_it
     assert server.requests[0].startswith(f"GET /metrics HTTP/1.1\r\nHost: {server.address}\r\n")
 
 
-async def test_a_page_without_a_length_ends_with_its_connection(server: PageServer, page: Page) -> None:
+async def test_a_page_without_content_length_ends_with_its_connection(server: PageServer, page: Page) -> None:
     server.act = server.cut(b"HTTP/1.0 200 OK\r\n\r\nabc")
     assert [await fetch(page) for _ in range(2)] == [b"abc"] * 2
     assert server.connections == 2
 
 
-async def test_a_page_is_fetched_over_ipv6() -> None:
+async def test_a_metrics_page_is_fetched_over_ipv6() -> None:
     async with serving("::1") as server:
         connection = Connection(server.address)
         assert await fetch(Page(connection, "/metrics", NO_ACCESS)) == PAGE
         connection.close()
 
 
-async def test_an_idle_connection_that_closes_is_no_fault(server: PageServer, page: Page) -> None:
+async def test_an_idle_connection_that_the_server_closes_is_no_fault(server: PageServer, page: Page) -> None:
     async def act(writer: asyncio.StreamWriter) -> None:
         if len(server.requests) == 2:
             writer.transport.abort()
@@ -129,7 +129,7 @@ async def test_a_redirect_within_the_server_is_followed_and_remembered(
     "no gzip": (encoded(PAGE, "gzip"), "page", "is no gzip"),
     "a cut gzip": (encoded(gzip.compress(PAGE)[:-9], "gzip"), "page", "gzip data is truncated"),
 })  # fmt: skip
-async def test_an_unusable_answer_is_a_fault_and_the_next_one_is_read(
+async def test_an_unusable_answer_is_a_fault_and_the_next_answer_is_read(
     server: PageServer, page: Page, answer: bytes, kind: str, said: str
 ) -> None:
     server.answer = answer.replace(b"ADDRESS", server.address.encode())
@@ -146,7 +146,7 @@ async def test_an_unusable_answer_is_a_fault_and_the_next_one_is_read(
     "a part of the page": (answered(PAGE)[:-1], "page", "before the page was complete"),
     "no server": (None, "connection", "no connection"),
 })  # fmt: skip
-async def test_a_server_is_down_only_if_a_new_connection_fails_or_brings_no_byte(
+async def test_a_server_counts_as_down_only_if_a_new_connection_fails_or_brings_no_byte(
     server: PageServer, page: Page, part: bytes | None, kind: str, said: str
 ) -> None:
     if part is None:
@@ -170,7 +170,7 @@ async def test_cancelling_a_fetch_closes_its_connection(server: PageServer, page
     assert await fetch(page) == PAGE
 
 
-async def test_a_gzip_bomb_is_decoded_only_as_far_as_the_reader_wants(server: PageServer, page: Page) -> None:
+async def test_a_gzip_bomb_is_decoded_only_up_to_the_readers_limit(server: PageServer, page: Page) -> None:
     server.answer = encoded(gzip.compress(bytes(300_000_000)), "gzip")
     sizes: list[int] = []
     async with asyncio.timeout(20):
@@ -190,7 +190,7 @@ def endpoint(**labels: str) -> Endpoint:
     "labels with invalid values": ({"port": "080000", "path": "m", "scheme": "ftp"}, {},
                                 ("[fd00::1]:8000", "http", "/metrics")),
 })  # fmt: skip
-def test_labels_of_an_endpoint_give_port_scheme_and_path_of_its_page(
+def test_labels_of_an_endpoint_give_port_scheme_and_path_of_the_metrics_page(
     labels: dict[str, str], settings: dict[str, Any], expected: tuple[str, str, str]
 ) -> None:
     place = place_of(endpoint(**labels), (ENGINES["vllm"],), Scraping(**settings))
@@ -198,7 +198,7 @@ def test_labels_of_an_endpoint_give_port_scheme_and_path_of_its_page(
     assert place.address == "[fd00::1]:8000"
 
 
-async def test_https_uses_the_configured_authority_and_sends_the_token(tmp_path: Path) -> None:
+async def test_a_fetch_over_https_uses_the_configured_authority_and_sends_the_token(tmp_path: Path) -> None:
     own, other, token = authority(tmp_path, "own"), authority(tmp_path, "other"), tmp_path / "token"
     token.write_text("secret\n")
     tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)

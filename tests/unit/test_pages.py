@@ -124,7 +124,7 @@ def faults(of: type[errors.RequestError] = errors.RequestError) -> Iterator[type
 
 
 @pytest.mark.parametrize("fault", list(faults()), ids=lambda fault: fault.code)
-def test_the_answer_to_each_fault_equals_its_row_on_the_page(fault: type[errors.RequestError]) -> None:
+def test_the_answer_to_each_fault_equals_its_row_in_errors_md(fault: type[errors.RequestError]) -> None:
     row = {CODE.findall(cells[0])[0]: cells for cells in table("What clients get")}.get(fault.code)
     assert row is not None, f"docs/errors.md does not tell of {fault.code}"
     refused = refusal(fault("why"), 503, 0.0)
@@ -138,12 +138,12 @@ def test_the_answer_to_each_fault_equals_its_row_on_the_page(fault: type[errors.
     assert ("retry-after" in headers) == status.startswith(("503", "429"))
 
 
-def test_the_page_lists_exactly_the_faults_in_the_code() -> None:
+def test_errors_md_lists_exactly_the_faults_in_the_code() -> None:
     listed = [CODE.findall(cells[0])[0] for cells in table("What clients get")]
     assert sorted(listed) == sorted(fault.code for fault in faults())
 
 
-def test_error_replies_of_redis_have_the_meanings_on_the_page() -> None:
+def test_error_replies_of_redis_have_the_meanings_that_errors_md_gives() -> None:
     rows = table("What Redis answers")
     listed = [(prefix, cells[1]) for cells in rows for prefix in re.findall(r"`([^`]+)`", cells[0])]
     assert sorted(listed) == sorted((prefix.strip(), f"`{meaning}`") for prefix, meaning in ERROR_REPLIES)
@@ -151,7 +151,7 @@ def test_error_replies_of_redis_have_the_meanings_on_the_page() -> None:
 
 
 def calls(folder: str = ".") -> Iterator[ast.Call]:
-    """Every call in the source of a folder of picker_fleet."""
+    """The syntax node of every function call in the source of a folder of picker_fleet."""
     for file in sorted((ROOT / "app" / "picker_fleet" / folder).rglob("*.py")):
         nodes = ast.walk(ast.parse(file.read_text(encoding="utf-8")))
         yield from (node for node in nodes if isinstance(node, ast.Call))
@@ -177,7 +177,7 @@ def admin_codes() -> Iterator[tuple[str, str]]:
         yield fault.code, str(fault.status)
 
 
-def test_the_page_lists_exactly_the_codes_of_the_admin_api() -> None:
+def test_errors_md_lists_exactly_the_error_codes_of_the_admin_api() -> None:
     listed = {(CODE.findall(cells[0])[0], cells[1]) for cells in table("The admin API")}
     of_parameters = {("bad_limit", "422"), ("bad_band", "422")}
     found = set(admin_codes())
@@ -186,7 +186,7 @@ def test_the_page_lists_exactly_the_codes_of_the_admin_api() -> None:
     assert of_parameters <= listed
 
 
-def test_every_command_has_its_exit_codes_on_the_page() -> None:
+def test_errors_md_has_the_exit_codes_of_every_command() -> None:
     commands = [f"`picker {name}`" for name in (*cli._COMMANDS, "check")]
     assert sorted(cells[0] for cells in table("Exit codes")) == sorted(commands)
 
@@ -201,7 +201,7 @@ KEY = re.compile(rf"`((?:{SECTIONS})(?:\[\])?\.[a-z_.]+)`")
 
 
 def keys(of: type[Section], before: str = "") -> Iterator[str]:
-    """Every key of the settings tree below `of`, with dots."""
+    """Every key of the settings below the section `of`, its parts joined by dots."""
     for name, field in of.model_fields.items():
         yield before + name
         for kind in (field.annotation, *getattr(field.annotation, "__args__", ())):
@@ -215,7 +215,7 @@ def anchors(page: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("page", LINKED, ids=lambda page: page.name)
-def test_links_have_existing_targets(page: Path) -> None:
+def test_links_on_pages_have_existing_targets(page: Path) -> None:
     links = LINK.findall(page.read_text(encoding="utf-8"))
     for target, anchor in (each for each in links if "://" not in each[0]):
         found = (page.parent / target).resolve() if target else page
@@ -224,7 +224,7 @@ def test_links_have_existing_targets(page: Path) -> None:
 
 
 FILE = re.compile(r"`((?:app|bench|deploy|examples|lua|tests)/[\w./-]+)(?:::(\w+))?`")
-EXAMPLES = ("lua/flow_length.lua", "bench/results/faults/CASE/")  # not in the repository
+EXAMPLES = ("lua/flow_length.lua", "bench/results/faults/CASE/")  # these paths are not in the repository
 
 
 @pytest.mark.parametrize("page", LINKED, ids=lambda page: page.name)
@@ -260,7 +260,7 @@ def test_the_tuning_page_marks_exactly_the_live_keys_as_live() -> None:
     assert [(key, bool(live)) for key, live in rows] == [(key, key in AFFECTS) for key, _ in rows]
 
 
-def test_every_alert_is_on_the_page_once() -> None:
+def test_operations_md_names_every_alert_once() -> None:
     groups = yaml.safe_load((ROOT / "deploy" / "prometheus" / "rules" / "alerts.yml").read_text())["groups"]
     alerts = [rule["alert"] for group in groups for rule in group["rules"]]
     listed = re.findall(r"^\| `(Picker\w+)` \|", text_of("operations"), re.MULTILINE)
@@ -278,7 +278,7 @@ def warnings() -> Iterator[str]:
             yield str(first.value)
 
 
-def test_every_warning_of_the_log_is_on_the_page() -> None:
+def test_operations_md_has_every_warning_of_the_log() -> None:
     page = text_of("operations").split("\n## The log\n", 1)[1]
     found = list(warnings())
     assert len(found) > 15
@@ -290,7 +290,7 @@ def test_every_warning_of_the_log_is_on_the_page() -> None:
 SPECIFICATION = text_of("specification")
 
 
-def test_every_statement_has_code_and_a_test_or_says_why_not() -> None:
+def test_every_statement_of_the_specification_has_code_and_a_test_or_a_reason() -> None:
     lines = [line for line in SPECIFICATION.splitlines() if line.startswith("| ")]
     rows = [line.strip("|").split(" | ") for line in lines if "| where |" not in line]
     assert len(rows) > 100
@@ -315,8 +315,8 @@ def tuned() -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize(("section", "key"), tuned())
-def test_a_key_has_a_row_that_says_whether_it_is_live(section: str, key: str) -> None:
-    # The first cell of a row names a section with a key, and may list more keys of that section.
+def test_a_key_of_the_settings_has_a_row_that_says_whether_the_key_is_live(section: str, key: str) -> None:
+    # The first cell of a row names a key with its section, and may list more keys of that section.
     cell = next((cell for cell in ROWS if f"`{section}." in cell and f"{key}`" in cell), None)
     assert cell is not None, f"docs/tuning.md has no row for {section}.{key}"
     assert ("*live*" in cell) == (f"{section}.{key}" in LIVE)
