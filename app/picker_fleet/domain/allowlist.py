@@ -1,6 +1,6 @@
 """Which paths reach a model server, and which request headers a client may set (docs/security.md).
 
-The picker uses these rules for each request; the configuration and Envoy's routes derive from them.
+The picker uses these rules for each request; the configuration and Envoy's routes follow the same rules.
 
 `APIS` lists the APIs of engines, one a row. A row matches whole segments at the end of a path, so that a
 route may strip a prefix later. The client's path, up to the `?` and without one trailing slash, is compared

@@ -11,7 +11,7 @@ SMALL_BYTES = 64 * 1024  # a body up to this size may use the whole budget
 _RESERVED_PART = 32  # 1/32 of the budget is for small bodies only, which slow large uploads must not block
 
 # A proxy names a request's pool in this gRPC metadata key, or in this header of an HTTP check. Only the
-# proxy's configuration can set it (docs/protocol.md).
+# proxy's configuration can set this key or header (docs/protocol.md).
 POOL_HEADER: Final = "x-picker-pool"
 _TOLD_POOLS = 100  # log at most this many unknown pool names
 

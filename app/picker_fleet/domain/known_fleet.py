@@ -1,5 +1,5 @@
 """A replica's view of its fleet. Membership (fleet/heartbeat.py) updates the view; the gate, the chooser and
-the scraper read it.
+the scraper read the view.
 """
 
 from collections.abc import Mapping, Sequence

@@ -26,7 +26,7 @@ class Rates:
         self._left: OrderedDict[str, tuple[float, float]] = OrderedDict()  # tokens left, and since when
 
     def take(self, key: str = "", cost: float = 1.0) -> float:
-        """Take `cost` tokens from the bucket of `key`. Returns 0, or the seconds until it has enough."""
+        """Take `cost` tokens from the bucket of `key`. Returns 0, or the seconds until there are enough."""
         now_s = self._clock()
         left, as_of_s = self._left.pop(key, (self._burst, now_s))
         left = min(self._burst, left + (now_s - as_of_s) * self._per_s)

@@ -96,7 +96,7 @@ def _options(query: str, kind: Kind, *, encrypted: bool) -> dict[str, str]:
         if name in _TLS and not can_encrypt:
             raise ValueError(f"option {name} needs TLS: rediss://")
         if name not in valid:
-            # The rest of a password after an unescaped `?` looks like an option: do not show it.
+            # The rest of a password after an unescaped `?` looks like an option: do not show that rest.
             shown = f" {name[:40]!r}" if _OPTION_NAME.fullmatch(name) else ""
             raise ValueError(f"unknown option{shown}; valid here: {', '.join(valid) or 'none'}")
     if len(pairs) > len(options):

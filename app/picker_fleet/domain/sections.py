@@ -1,6 +1,6 @@
 """The sections of the settings tree, with their defaults and the checks within one section.
 
-Names follow spec 003 where it defines them. `picker_fleet.domain.config` checks constraints between sections.
+Setting names follow those in spec 003. `picker_fleet.domain.config` checks constraints between sections.
 """
 
 import re
@@ -96,8 +96,8 @@ class Redis(Section):
 
 
 class Tls(Section):
-    """TLS of a port: PEM files, read again when they change. Without `cert` and `key` the replica uses a
-    self-signed certificate. With `client_ca`, clients need a certificate that this CA has signed."""
+    """TLS of a port: PEM files, which are read again after a change. Without `cert` and `key` the replica
+    uses a self-signed certificate. With `client_ca`, clients need a certificate that this CA has signed."""
 
     cert: FilePath | None = None
     key: FilePath | None = None
@@ -127,7 +127,7 @@ class ExtProc(Section):
     # Requests for unlisted paths: refuse all, or pass all except those that could administer an engine.
     unknown_paths: Literal["refuse", "pass"] = "refuse"
     read_rate: Number = Field(100, gt=0, le=1e6)  # limit of `read` requests a second in each replica
-    drain_grace: Duration = 2.0  # a draining replica reports NOT_SERVING this long before it refuses streams
+    drain_grace: Duration = 2.0  # a drain reports NOT_SERVING this long before streams are refused
     drain_timeout: Duration = 60.0  # a drain refuses requests that still wait after this time
     # A test mode, never for production: clients may choose their endpoints (docs/conformance.md).
     conformance: Flag = False

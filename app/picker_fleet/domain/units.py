@@ -123,7 +123,7 @@ def is_loopback(host: str) -> bool:
 
 
 def file_path(value: object) -> Path:
-    """`value` as a Path. Raises ValueError if it is not text, is empty, or contains a NUL."""
+    """`value` as a Path. Raises ValueError if `value` is not text, is empty, or contains a NUL."""
     if isinstance(value, Path):
         return value
     if not isinstance(value, str) or not value or "\0" in value:

@@ -42,12 +42,12 @@ class EndpointMetrics(
     """An endpoint's load according to its metrics page (docs/protocol.md).
 
     A value of None is unknown: not on the page, not a number, or the scrape failed. `fault` is the reason why
-    the last scrape failed, `failures` the number of failed scrapes in a row; after a success they are None
-    and 0. `remark` names the unreadable parts of the page. `unready` is the reason why the endpoint takes no
-    requests although it answers. `kv_utilisation` is between 0 and 1. Adapters are names of LoRA adapters:
-    those in `active` have running requests, those in `waiting` only waiting requests, those in `idle` are
-    loaded but have no requests; at most `max_adapters` adapters are active at once. `models` has the model
-    names in the labels of the series, adapters excluded.
+    the last scrape failed, `failures` the number of failed scrapes in a row; after a successful scrape,
+    `fault` is None and `failures` 0. `remark` names the unreadable parts of the page. `unready` is the reason
+    why the endpoint takes no requests although it answers. `kv_utilisation` is between 0 and 1. Adapters are
+    names of LoRA adapters: those in `active` have running requests, those in `waiting` only waiting requests,
+    those in `idle` are loaded but have no requests; at most `max_adapters` adapters are active at once.
+    `models` has the model names in the labels of the series, adapters excluded.
 
     `interval_ms` is the endpoint's current scrape interval, None if unknown. `before_ms` and `before_load`
     are the time and the load of the previous page; None after a failed scrape.
@@ -190,7 +190,7 @@ class MetricsCache:
         return int(self._clock() * 1000)
 
     def update(self, readings: Mapping[str, EndpointMetrics]) -> None:
-        """Store each of `readings` (`scraped_ms` by this replica's clock) unless a newer one is there."""
+        """Store each of `readings` (`scraped_ms` by this replica's clock) unless a newer one is stored."""
         now_ms = self.now_ms()
         for address, metrics in readings.items():
             if metrics.scraped_ms > now_ms:

@@ -3,8 +3,8 @@
 `serve.py` makes a `Certificates` for each TLS port. Files are checked every `RELOAD_S`: Kubernetes mounts a
 Secret through symbolic links, which file notifications do not follow. New connections get the new
 certificate; open connections keep the old one. Unusable files leave the certificate in use and are logged
-once. Without files the replica signs its own certificate, which clients cannot verify: they must accept any
-certificate.
+once. Without files the replica signs its own certificate, which clients cannot verify: such clients must
+accept any certificate.
 """
 
 import asyncio

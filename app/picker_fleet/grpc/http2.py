@@ -443,15 +443,15 @@ class Connection(asyncio.Protocol):
     def drain(self) -> None:
         """Announce by a GOAWAY frame that new streams will soon be refused; open streams are still served.
 
-        The peer's answer to the ping shows that it has read the GOAWAY. Streams opened after the answer are
-        refused, so that the peer sends their requests elsewhere.
+        The peer's answer to the ping shows that the peer has read the GOAWAY. Streams opened after the answer
+        are refused, so that the peer sends their requests elsewhere.
         """
         self._draining = True
         self._go_away(frames.LAST_STREAM, frames.NO_ERROR)
         self.ping()
 
     def close(self, code: int = frames.NO_ERROR, why: str = "") -> None:
-        """End the connection and everything on it."""
+        """End the connection and all of its streams."""
         if self._closed:
             return
         self._go_away(self._last_id, code, why)
@@ -459,7 +459,7 @@ class Connection(asyncio.Protocol):
         self._closed = True
         self._cancel_all()
         self._transport.close()
-        self._cut = self.loop.call_later(_CLOSE_S, self._transport.abort)  # a peer may not read the rest
+        self._cut = self.loop.call_later(_CLOSE_S, self._transport.abort)  # the peer may not read the end
 
     def _go_away(self, last_id: int, code: int, why: str = "") -> None:
         self.write(

@@ -487,8 +487,8 @@ class NativeTransport:
         return found
 
     def refuse(self, path: str, wanted: bool = True) -> None:
-        """Refuse new streams of `path` with REFUSED_STREAM, so that the peer sends them elsewhere; with
-        `wanted` False, accept such streams again."""
+        """Refuse new streams of `path` with REFUSED_STREAM, so that the peer sends the requests elsewhere;
+        with `wanted` False, accept such streams again."""
         (self._refused.add if wanted else self._refused.discard)(path.encode())
 
     async def stop(self, grace_s: float | None) -> None:

@@ -70,7 +70,7 @@ class Stream(Protocol):
 
     async def relay(self, answer: "Relay") -> bytes | None:
         """Send the answers that `answer` returns for each message, until it reports the last message or the
-        client ends its side. The last answer is not sent but returned; None if there is none."""
+        client ends its side. The last answer is not sent but returned; None if there is no answer."""
 
 
 # A function that takes a message; returns the answers, and whether the message was the last one.

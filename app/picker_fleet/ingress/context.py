@@ -499,8 +499,8 @@ def refusal(error: RequestError, overload_status: int, fill: float, path: bytes 
 def pressure(fill: float, waited_s: float, ttl_s: float) -> str:
     """The value of `x-queue-pressure`, `0.00` to `1.00`: how near a request is to a refusal.
 
-    It is the greater of `fill`, the used part of the queue, and the part of its TTL that the request has
-    waited. The replica computes this pressure without a call to Redis.
+    The value is the greater of `fill`, the used part of the queue, and the part of its TTL that the request
+    has waited. The replica computes this pressure without a call to Redis.
     """
     waited = waited_s / ttl_s
     greater = fill if fill > waited else waited

@@ -1,4 +1,4 @@
-"""Turns headers and a body into an `InferenceRequest`. It is pure: ids and random numbers are injected.
+"""Turns headers and a body into an `InferenceRequest`. Pure: its ids and random numbers are injected.
 
 The picker calls this module for each request. The module `headers` parses headers, `json_body` reads JSON
 bodies that are too large or unusual to be decoded whole here, and `bodies` reads bodies that are not plain
@@ -69,7 +69,7 @@ _MOST_KEY_CHARS = 512  # most characters of a session key, or of the id of a res
 _ANYWHERE: Mapping[str, str] = {}
 _NO_MEMBERS: cost.Members = {}
 
-# Length of a body's hexadecimal digest. It need not resist attackers, who know neither digest nor body.
+# Length of a body's hexadecimal digest. A digest need not resist attackers, who know neither digest nor body.
 _DIGEST_CHARS = 12
 _TRUSTED_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 

@@ -79,7 +79,7 @@ class _Subscription:
     def __init__(self, cell: SnapshotCell, stream: Stream) -> None:
         self._cell = cell
         self._stream = stream
-        self._names: tuple[str, ...] | None = None  # None before the first request
+        self._names: tuple[str, ...] | None = None  # Envoy's cluster names; None before the first request
         self._nonce = 0
         self._sent_version = ""
 

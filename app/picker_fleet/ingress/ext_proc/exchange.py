@@ -317,7 +317,7 @@ class Exchange:
 
     def _in_one_message(self, size_bytes: int) -> bool:
         """Whether headers and body go back in one message, so that Envoy gets both or neither
-        (docs/decisions.md, 15). This is so only in the mode `lean`, where the project configures Envoy."""
+        (docs/decisions.md, 15). True only in the mode `lean`, where the project configures Envoy."""
         return self._decision.mode == "lean" and size_bytes <= codec.WHOLE_BYTES
 
     def _answers(self, forwarded: _Forwarded, *, in_one: bool) -> Iterator[bytes]:

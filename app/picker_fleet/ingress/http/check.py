@@ -32,8 +32,8 @@ MODE: Final = "http"
 # Headers of a placement and of a refusal that Envoy passes on to the client.
 CLIENT_HEADERS: Final = (SESSION_HEADER, PRESSURE)
 REFUSAL_HEADERS: Final = ("content-type", "retry-after", PRESSURE, DROPPED_REASON)
-# Envoy takes a 5xx from its authorisation server as a failure of that server, and hides it from the client.
-# So a 5xx refusal is sent with an otherwise unused 4xx status, which Envoy's configuration maps back.
+# Envoy takes a 5xx from its authorisation server as a failure of that server, and hides the answer from the
+# client. So a 5xx refusal is sent with an otherwise unused 4xx status, which Envoy's configuration maps back.
 CARRIED: Final = {status: status - 40 for status in (500, 503, 504)}
 
 _log = logging.getLogger(__name__)
