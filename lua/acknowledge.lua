@@ -1,6 +1,6 @@
 -- include: dispatch
--- Remove the notifications of requests that their grants have placed (lib/dispatch.lua) from the caller's inbox: the
--- caller knows their endpoints.
+-- Remove from the caller's inbox the notifications of requests that their grants have placed (lib/dispatch.lua): the
+-- caller knows the endpoints of these requests.
 --
 -- Guarantees: notifications of other attempts remain. Repeating a call changes nothing.
 --

@@ -1,5 +1,5 @@
 -- include: dispatch
--- Admit a batch of arrivals: place each at once (bypass), queue or refuse it; adopt requests that are already known.
+-- Admit a batch of arriving requests: place each at once (bypass), queue or refuse it; adopt requests already known.
 --
 -- Guarantees: the stock never exceeds the upper bound (G1). A request with a known id keeps its position, grant or
 -- endpoint and changes its owner, so repeating a call changes nothing (G6, G7). An arrival takes over a known request

@@ -219,7 +219,7 @@ local function view_workloads(args)
   return reply
 end
 
--- One workload of the registry.
+-- The row of one workload of the registry.
 --
 -- args[1] workload id
 -- Returns {now_us, workload row}; {now_us} if the registry lacks it

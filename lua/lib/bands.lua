@@ -1,5 +1,5 @@
 -- include: storage schema
--- The bands of the queue. Each band has a priority, any int32. By default the band of the highest priority that has
+-- The priority bands of the queue. A priority is any int32. By default the band of the highest priority that has
 -- waiting requests is served first; under the band policy `weighted`, each band gets service in proportion to its
 -- weight. Records and keys hold the number of a band, which fits in a byte. The numbers 0 to 2 are the named bands:
 -- Critical, Default and Sheddable, whatever their priorities. Numbers from 3 are dynamic bands. The function `bands.of`
@@ -25,7 +25,7 @@ local LEAST_PRIORITY, MOST_PRIORITY = -2147483648, 2147483647
 local bands = {keeps_bytes = false, limit_bytes = false}
 do -- a chunk may have 200 locals
   local LAST = 63
-  -- number, priority, requests (waiting or running), queued, v, new, tag
+  -- fields of a dynamic band: number, priority, requests (waiting or running), queued, v, new, tag
   local STORED, FIELDS = '%d %d %d %d %.17g %.17g %.17g', 7
   local DEFAULTS = { -- the bands if the settings have none
     {priority = 10, guaranteed = true}, {priority = 0, preemptible = true}, {priority = -10, preemptible = true},

@@ -99,9 +99,9 @@ do -- a chunk may have 200 locals
   local function is_pickable(load) return load >= 0 and load < UNPICKABLE end
   local function is_less_loaded(a, b) return loads[a] < loads[b] end
 
-  -- Read the `picks` + `want` least loaded endpoints into `window`: enough for `picks` requests that need `want`
-  -- endpoints each. Insert the endpoints whose load this call has changed at their new places, since Redis has only
-  -- their former loads.
+  -- Read the `picks` + `want` least loaded endpoints into the table `window`: enough for `picks` requests that need
+  -- `want` endpoints each. Insert the endpoints whose load this call has changed at their new places, since Redis has
+  -- only their former loads.
   local function read_window(picks, want)
     local most = math.max(math.max(picks, 1) + want, SMALL)
     local changed, changed_count, own = changed_loads, 0, {}

@@ -382,7 +382,7 @@ end
 local function put_settings(base, overrides)
   local changed = false
   for name, value in pairs(overrides) do base[name] = value end
-  -- The settings that decide the order of requests.
+  -- The settings that decide the order of queued requests.
   for _, name in ipairs({'fairness', 'ordering', 'wait_signal', 'wait_weight', 'criticality_weight', 'rate_weight',
     'wait_cap_ms', 'rate_cap'}) do
     changed = changed or settings[name] ~= base[name]

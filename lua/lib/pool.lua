@@ -176,8 +176,8 @@ do -- a chunk may have 200 locals
 end
 
 -- Records of running requests may be missing if this Redis server did not make the last change itself (its data was
--- lost, it restarted, or it was not the primary), or if a silent replica has returned. Replicas report every running
--- request again, at the latest with its next renewal, which restores the missing records.
+-- lost, the server restarted, or it was not the primary), or if a silent replica has returned. Replicas report every
+-- running request again, at the latest with its next renewal, which restores the missing records.
 local LONGER_MS = 10000 -- after the end of a lease, how long an outage journal may report its request
 function pool.note_possible_loss() key.lacks_ms = now_ms end
 function pool.may_lack_records() return now_ms - key.lacks_ms < settings.lease_ms + LONGER_MS end

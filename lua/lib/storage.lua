@@ -149,8 +149,8 @@ do -- a chunk may have 200 locals
     return entry
   end
 
-  -- Write at the end of the call: ZADD (score, member), ZREM (member), HSET (field, value) or HDEL (field). The writes
-  -- to one key keep their order.
+  -- Write at the end of the call: ZADD (score, member), ZREM (member), HSET (field, value) or HDEL (field). Writes to
+  -- the same key keep their order.
   function defer_write(command, name, a, b)
     local entry = deferred[name]
     if not entry or entry.command ~= command then entry = new_entry(command, name) end

@@ -2,8 +2,8 @@
 -- The ids of requests without a record: of ended requests, and of reclaimed requests that may still run.
 -- Uses records from lib/registry.lua, the clock from lib/pool.lua. Defines `tombstones`, and `drop_old` for the sweep.
 
--- Drop at most `most` ids from the zset `set` of id -> time, ms: ids older than `life_ms`, and ids beyond the latest
--- LIMIT. Also drop the ids' fields in `hash`, if given. Return whether there may be more to drop.
+-- Drop at most `most` ids from the sorted set `set` (id -> time, ms): ids older than `life_ms`, and ids beyond the
+-- latest LIMIT. Also drop the ids' fields in `hash`, if given. Return whether there may be more to drop.
 local drop_old
 do
   local LIMIT = 100000

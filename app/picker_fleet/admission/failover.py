@@ -200,7 +200,7 @@ class Failover:
             return None
         return [request_id for request_id in ids if request_id in self.outage.ended_before]
 
-    # Events from Redis, and replies to heartbeats
+    # Handlers of events from Redis, and of replies to heartbeats
 
     def on_event(self, event: Event) -> None:
         if isinstance(event, Notification):
@@ -376,7 +376,7 @@ class Failover:
             if lost is None or self.outage_count() is None:
                 continue
             if self._fleet.config.settings.request_queue_controller.unit == "requests":
-                lost = float(math.floor(lost + RESIDUE))  # less than 1 cannot pay for a request
+                lost = float(math.floor(lost + RESIDUE))  # less than 1 request is of no use
             if lost > 0:
                 _log.info(
                     "recovered %.3g of the bound from calls that were in transit when Redis was lost", lost
@@ -430,7 +430,7 @@ class Failover:
                 self._reports.tell_end(entry.end)
 
     def _all_resynced(self, outage: Outage) -> bool:
-        """Whether each replica has reported its requests in flight to Redis, or was given up."""
+        """Whether all replicas have reported their requests in flight, or waiting has timed out."""
         now_s, resync = self._clock(), outage.resync
         if resync is None or not resync.done:
             return False

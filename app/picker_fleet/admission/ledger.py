@@ -195,7 +195,7 @@ class Ledger:
         return entry
 
     def confirm(self, entry: Entry) -> bool:
-        """Record that Redis has answered the report of an end, or never will. False if already done."""
+        """Record that Redis has answered the report of an end, or never will. False if known before."""
         if entry.confirmed:
             return False
         entry.confirmed = True
@@ -288,7 +288,7 @@ class ServiceReport(TypedDict):
 
     priorities: list[tuple[int, float]]  # priority and cost of each band
     flows: list[tuple[int, str, float]]  # priority, name and cost of the busiest flows
-    cut: bool  # whether `flows` omits some flows
+    cut: bool  # whether the field `flows` omits some flows
 
 
 class ServiceMeter:

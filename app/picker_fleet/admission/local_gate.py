@@ -102,7 +102,7 @@ class LocalGate:
         """Acquire `cost` of the budget, after a wait if need be. Returns False if the shared queue must
         decide instead.
 
-        If `alone` is False, the caller then asks the shared queue as well, which counts the bypass. Sets
+        If `alone` is False, the caller asks the shared queue next, which counts the request as a bypass. Sets
         `wait.queued` if the request is queued.
 
         Raises:

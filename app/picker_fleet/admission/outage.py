@@ -172,6 +172,6 @@ class Outage:
                 if each.running  # if not, the request ended during the resync
             ]
             for answer in answers:
-                with contextlib.suppress(ScriptFailed):  # the next sign of life restores that request
+                with contextlib.suppress(ScriptFailed):  # the request's next sign of life restores it
                     await answer
         return len(running)

@@ -165,7 +165,7 @@ async def lost_budget(
 
 
 class BudgetTransfer:
-    """Gets budget for `gate` from the replicas at `addresses()` while requests of `gate` wait."""
+    """Gets budget for the `gate` from the replicas at `addresses()` while requests wait in the gate."""
 
     def __init__(
         self,

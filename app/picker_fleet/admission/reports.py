@@ -97,7 +97,7 @@ class Reports:
             _log.warning("cannot connect to endpoint %s", fault.endpoint)
 
     def tell_end(self, completion: Completion) -> None:
-        """Report an end to Redis; the store keeps the call until Redis takes it."""
+        """Report a request's end to Redis; the store keeps the call until Redis accepts it."""
         ignore_loss(self._tell_end(completion))
 
     def _tell_end(self, completion: Completion) -> asyncio.Future[SettleReply]:

@@ -124,7 +124,7 @@ class SharedQueue:
         self._attempts, self._traces = attempts, traces
         self.retry_after_s = 1
         self.fleet_queued = 0  # number of the fleet's queued requests at the last heartbeat or dispatch
-        self._queued = 0  # this replica's queued requests, a subset of `_waiting`
+        self._queued = 0  # number of this replica's queued requests, part of `_waiting`
         self._waiting: dict[str, Waiter] = {}
         self._any_waiting = asyncio.Event()
         self._loop = asyncio.get_running_loop()

@@ -1,7 +1,7 @@
 """Tombstones of the ends that a replica received recently, which keep other replicas from restoring ended
 requests (G6, G8; docs/redis.md, "The way back").
 
-A replica that was without Redis restores, when it resyncs, the requests it saw running recently. Another
+When a replica that was without Redis resyncs, it restores the requests that it saw running recently. Another
 replica may have received the end of such a request meanwhile. So every replica remembers each end for longer
 than a resync looks back for signs of life. When a heartbeat shows that a peer is degraded, the replica
 publishes the remembered ends to Redis as tombstones, and each further end at once. The resyncing replica
@@ -80,7 +80,7 @@ class Tombstones:
         return self._ledger.ended_since(self._clock() - self._ledger.keep_s)
 
     def add(self, entry: Entry) -> None:
-        """A request has ended: publish its tombstone if a peer is degraded."""
+        """Publish the tombstone of an ended request if a peer is degraded."""
         if self._peer_degraded and self._may_publish():
             self._publish_end(entry)
 

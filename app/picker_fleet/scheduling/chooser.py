@@ -198,7 +198,8 @@ class EndpointChooser:
         self._states = EndpointStates(
             endpoints, fleet, readings=readings, routes=routes, clock=clock, adapters=configured.adapters
         )
-        # The basis shared by requests that any endpoint may serve, until endpoints or loads are read again.
+        # The basis of choices for requests that any endpoint may serve, until endpoints or loads are read
+        # again.
         self._any = LeastLoadedPick((), {}, None, {}, ANY_ENDPOINT)
         # Choices made from the states `_drawn_from`, at most `_DRAWS` per kind of request (`_drawn_for`).
         self._drawn: dict[tuple[object, ...], list[Choice]] = {}

@@ -39,8 +39,8 @@ LATENCY_WINDOW: Final = 100  # completions kept per endpoint (spec 004)
 _BEFORE_MESSAGES = ("tools", "functions", "instructions", "system", "systemInstruction")
 _PROMPT_FIELDS = ("messages", "prompt", "input", "contents", "inputs")
 PROMPT_MEMBERS: Final = (*_BEFORE_MESSAGES, *_PROMPT_FIELDS)
-# Anthropic's mark of the end of a cached prefix, which moves on with each turn. Only a content that is a list
-# of blocks can carry the mark, so a list of one text block is hashed like the plain text.
+# Anthropic's mark of the end of a cached prefix, which moves on with each turn. Only a message content that
+# is a list of blocks can carry the mark, so a list of one text block is hashed like the plain text.
 _MARK = b'"cache_control"'
 _MARKS = re.compile(
     rb',\s*+"cache_control"\s*+:\s*+(?:\{[^{}]*+\}|null)|"cache_control"\s*+:\s*+(?:\{[^{}]*+\}|null)\s*+,?+'

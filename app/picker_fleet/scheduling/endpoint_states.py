@@ -1,10 +1,10 @@
 """Keeps the endpoint states that picks read, and selects the endpoints that a pick looks at.
 
-In a pool of at most `ALL_LOOKED_AT` endpoints a pick looks at all endpoints. In a larger pool it looks at
-`SAMPLED` endpoints that take requests (the power of d choices, Mitzenmacher 1996), and at a few with affinity
-to the request: they have served the longest prefixes of its prompt, have its session, or run its adapter. The
-sample is drawn at random ten times a second, and again after `_PICKS_OF_A_SAMPLE` picks. So the cost of a
-pick is independent of the size of the pool (docs/decisions.md, 25).
+In a pool of at most `ALL_LOOKED_AT` endpoints a pick looks at all endpoints. In a larger pool a pick looks at
+`SAMPLED` endpoints that take requests (the power of d choices, Mitzenmacher 1996), and at a few endpoints
+with affinity to the request: those that have served the longest prefixes of its prompt, have its session, or
+run its adapter. The sample is drawn at random ten times a second, and again after `_PICKS_OF_A_SAMPLE` picks.
+So the cost of a pick is independent of the size of the pool (docs/decisions.md, 25).
 """
 
 import random
@@ -80,7 +80,7 @@ class EndpointStates:
             return
         if snapshot.version != self._version:
             self._take(snapshot)
-        self._index.retain(self._by_address.keys())  # routes to endpoints that have left may arrive late
+        self._index.retain(self._by_address.keys())  # routes to endpoints that have left may still arrive
         self._refreshed_s = now_s
         self._readings, self._in_flight = self._cache.snapshot(), self._fleet.in_flight
         self._states = {}

@@ -84,8 +84,8 @@ class Explanation:
 
 
 def explain(request_id: str, basis: PickBasis, chosen: tuple[str, ...], live: str) -> Explanation:
-    """Explain why `request_id` was placed on `chosen`. `live` are the loads that the script compared, as
-    `lua/place.lua` returns them ('' for none)."""
+    """Explain why `request_id` was placed on `chosen`. `live` has the loads that the script compared, as
+    `lua/place.lua` returns loads ('' for none)."""
     if isinstance(basis, LeastLoadedPick):
         return _explain_by_load(request_id, basis, chosen, live)
     return _explain_by_score(request_id, basis, chosen, live)

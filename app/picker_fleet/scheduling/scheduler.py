@@ -3,9 +3,9 @@
 The script that reserves an endpoint makes the final choice, since only that script knows the live load.
 
 A filter is a pure function. A filter returns for each endpoint a reason to exclude that endpoint, or None; if
-the filter does not apply to the request, it returns a single None. Hard filters always apply. A soft filter
-(listed in `SOFT_FILTERS`) is waived if it would leave no endpoint. Filters run in the order of `FILTERS`; the
-first filter that rejects an endpoint gives the reason.
+the filter does not apply to the request, it returns a single None. Hard filters, that is, all but the soft
+ones, always apply. A soft filter (listed in `SOFT_FILTERS`) is waived if it would leave no endpoint. Filters
+run in the order of `FILTERS`; the first filter that rejects an endpoint gives the reason.
 """
 
 import math

@@ -93,7 +93,7 @@ class CallMetrics(Protocol):
 
 class Item(msgspec.Struct, eq=False):
     """One submission. `durable`: the item is resent until Redis has accepted it. `tried`: Redis may have
-    received it. The function `parse` converts the reply into the answer."""
+    received the item. The function `parse` converts the reply into the answer."""
 
     args: tuple[Argument, ...]
     answer: asyncio.Future[Any]
@@ -479,8 +479,8 @@ class BatchingClient:
         if not self._open:
             return
         if now and not self._in_flight:
-            # Send at the end of the event loop's present turn, so that all decisions of the turn share a
-            # message.
+            # Send decisions at the end of the event loop's present turn, so that all decisions of the turn
+            # share a message.
             if not self._soon:
                 self._soon = True
                 self._loop.call_soon(self._send_soon)
@@ -521,7 +521,7 @@ class BatchingClient:
         message, now_s = self._in_flight[0], self._loop.time()
         self.last_reply_s = now_s
         if now_s - message.sent_s > LONG_PAUSE_S and self._paused_s(message, now_s) > LONG_PAUSE_S:
-            # Leases may have ended in the pause, so requests granted here may belong to another replica now.
+            # Leases may have ended in the pause, so another replica may own requests granted here.
             self._pause_detector.mark_resumed()
             why = "this replica was paused"
             self._count_errors()

@@ -5,7 +5,8 @@ connection, and a pause of this replica itself.
 - PauseDetector measures for how long this process did not run.
 - FailureDetector decides what a silence means. Pure; the detector counts only time in which this replica was
 awake.
-- ConnectionMonitor runs both detectors for state/batching.py: it ticks, and probes on other connections.
+- ConnectionMonitor runs both detectors for state/batching.py: it ticks them, and probes Redis on other
+connections.
 
 Silence is time in which a call waits for Redis and nothing is read from the connection. Any reply ends a
 silence, so the replica waits for a Redis that is slow, but answers. Redis is SUSPECT when a silence outlasts
@@ -154,7 +155,7 @@ class PauseDetector:
         self._last_tick_s = math.inf
         self._resumed_s = -math.inf
         self._total_s = 0.0
-        self._delayed_s: float | None = None  # the kernel's total at the last tick; None: not asked
+        self._delayed_s: float | None = None  # kernel's total at the last tick; None: not read
 
     @property
     def paused_s(self) -> float:
@@ -267,8 +268,8 @@ class RetransmissionTimeout:
 
 
 class FailureDetector:
-    """Decides what a silence of Redis means. Call `observe` at each tick; after it has returned STUCK or
-    UNAVAILABLE, it observes afresh. The arguments `floor_s` and `ceiling_s` limit `unavailable_after_s`."""
+    """Decides what a silence of Redis means. Call `observe` at each tick; observation restarts once `observe`
+    has returned STUCK or UNAVAILABLE. The arguments `floor_s` and `ceiling_s` limit `unavailable_after_s`."""
 
     def __init__(self, floor_s: float, ceiling_s: float) -> None:
         self._floor_s, self._ceiling_s = floor_s, max(floor_s, ceiling_s)
@@ -282,7 +283,7 @@ class FailureDetector:
         self._silent_s = 0.0
         self._unanswered_s: float | None = None  # awake seconds since the first probe, if any
         self._answered_s: float | None = None  # awake seconds since the first answered probe
-        self._due = False  # the time was up at the last call; act at the next, after a read of the socket
+        self._due = False  # time was up at the last `observe`; act at the next, once the socket is read
 
     @property
     def suspected(self) -> bool:

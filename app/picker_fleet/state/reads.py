@@ -158,14 +158,14 @@ def _age_s(now_us: float, then_us: str) -> float:
 
 @dataclass(frozen=True, slots=True)
 class FlowQueuePage:
-    """Flow queues in order, each once; `totals`: pairs of a group in use and its number of queues."""
+    """Flow queues in order, each once; `totals` has pairs (group in use, its number of queues)."""
 
     queues: list[FlowQueueRow]
     totals: tuple[tuple[int, int], ...]
 
 
 class RankRange(NamedTuple):
-    """Ranks `first` to `last`, inclusive, of a flow queue."""
+    """The ranks `first` to `last`, inclusive, of a flow queue."""
 
     priority: int
     name: str

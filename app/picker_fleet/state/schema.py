@@ -1,7 +1,7 @@
 """Defines the names and layouts that Python and Lua share: states, modes, refusals, records, rows.
 
 The loader (state/scripts.py) adds `lua_source()` to the library when it assembles it: constants become locals
-of the library, layouts become functions that pack and unpack. Script calls pay nothing for this.
+of the library, layouts become functions that pack and unpack. This sharing costs script calls nothing.
 
 FORMAT is the version of this schema and of the keys (lua/lib/storage.lua). docs/upgrading.md says which
 changes need the next FORMAT number.
@@ -40,7 +40,7 @@ NOTIFICATIONS = ("granted", "placed", "expired", "preempted", "evicted")
 STATES = ("queued", "orphaned", "granted", "placed")
 WAITING_STATES = 2  # the first two states: such a record has no endpoints, stock or tag
 
-# Added to the load of an endpoint that takes no new requests.
+# UNPICKABLE is added to the load of an endpoint that takes no new requests.
 UNPICKABLE = 10**9
 # Rows that one call returns: a page of fifty, and one row more to show whether another page follows.
 VIEW_LIMIT = 51

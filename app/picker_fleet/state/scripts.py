@@ -105,7 +105,7 @@ def _include(text: str, pieces: list[str], seen: set[str]) -> None:
 def write_library(folder: Path) -> None:
     """Write the assembled library into `folder`, so that luacheck can check it as one chunk."""
     folder.mkdir(parents=True, exist_ok=True)
-    body = load_library().source.split("\n", 1)[1]  # without the shebang, which is not Lua
+    body = load_library().source.split("\n", 1)[1]  # without the shebang line, which is not Lua
     (folder / "library.lua").write_text(body, encoding="utf-8")
 
 

@@ -14,7 +14,7 @@ from picker_fleet.domain.errors import StateFault
 from picker_fleet.state.store import Store
 
 _CHECK_S = 10.0
-_LOOK_S = 1.0  # seconds between looks for a new connection or a failed heartbeat
+_LOOK_S = 1.0  # seconds between checks for a new connection or a failed heartbeat
 _CHANGED_S = 60.0  # seconds for which a changed library counts as a fault
 _NEARLY_FULL = 0.9  # part of maxmemory
 KINDS = ("evicts", "nearly_full", "read_only", "library_changed", "refuses")

@@ -294,7 +294,7 @@ class Store:
         return self._client.submit("place", (request_id, attempt, candidates), parse_verdict)
 
     def acknowledge(self, request_id: str, attempt: str) -> asyncio.Future[str]:
-        """Confirm the endpoint of a request that its grant placed. Repeated until Redis accepts it."""
+        """Confirm the endpoint of a request placed by its grant. The call repeats until Redis accepts it."""
         return self._client.submit("acknowledge", (request_id, attempt), durable=True)
 
     def settle(
@@ -307,7 +307,7 @@ class Store:
         answered: bool = False,
         urgent: bool = False,
     ) -> asyncio.Future[SettleReply]:
-        """Report an end. Repeated until Redis accepts it.
+        """Report an end. The call is repeated until Redis accepts it.
 
         `actual` is the request's real cost, in the unit of its charge; `answer_tokens`, the length of the
         answer, improves later estimates. None: unknown. `answered`: the answer shows that the endpoint is
@@ -327,7 +327,7 @@ class Store:
         return self._client.submit("tombstone", (request_id, _milliseconds(ago_s)))
 
     def note_origin(self, state_id: str, endpoint: str) -> asyncio.Future[str]:
-        """Store that `endpoint` has the state of an id (Responses API). Repeated until Redis accepts it."""
+        """Store that `endpoint` has the state of an id; the call repeats until Redis accepts it."""
         return self._client.submit("note_origin", (state_id, endpoint), durable=True)
 
     async def origins(self, ids: Sequence[str]) -> list[str | None]:
@@ -341,7 +341,7 @@ class Store:
         return self._client.submit("report_client_gone", (request_id,))
 
     def cancel(self, request_id: str, attempt: str, why: str) -> asyncio.Future[CancelReply]:
-        """`why`: cancelled, expired, withdrawn. Repeated until Redis accepts it."""
+        """`why` is cancelled, expired or withdrawn. The call is repeated until Redis accepts it."""
         return self._client.submit("cancel", (request_id, attempt, why), durable=True)
 
     def return_grant(self, request_id: str) -> asyncio.Future[CancelReply]:
@@ -465,7 +465,7 @@ class Store:
         return LiveConfig(version or "", json.loads(overrides or "{}"), json.loads(note or "{}"))
 
     async def note_change(self, text: str) -> None:
-        """Append an operator's change to the log, which keeps the last `_KEPT_CHANGES`."""
+        """Append an operator's change to the log, which keeps the last `_KEPT_CHANGES` changes."""
         await self._client.command(
             "XADD", self.keys.operator_changes, "MAXLEN", _KEPT_CHANGES, "*", "change", text
         )
@@ -484,7 +484,7 @@ class Store:
         return self._client.submit("mark_endpoint", (address, what, int(on)))
 
     async def evict(self, request_id: str) -> EvictReply:
-        """Take a request out of the queue."""
+        """Evict a waiting request from the queue."""
         reply = await self._client.call("evict", self._replica, request_id)
         self._take_head(reply)
         return cast(EvictReply, reply[4])

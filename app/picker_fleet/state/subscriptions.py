@@ -131,7 +131,7 @@ Command = tuple[Any, ...]
 
 class CommandClient:
     """Runs commands on the server that holds `key`. CommandClient connects at the first call, and again after
-    a fault. One event loop; concurrent calls run one after another."""
+    a fault. All calls come from one event loop; concurrent calls run one after another."""
 
     def __init__(self, url: str, key: str, *, deadline_s: float) -> None:
         self._url, self._pool = url, connections(url, key)
