@@ -101,7 +101,7 @@ def _parser(asked: str | None) -> argparse.ArgumentParser:
 
 
 def _imported(name: str) -> ModuleType:
-    """Import the module `name` with the garbage collector off: the collector would take a third of the
+    """Import the module `name` with the garbage collector off. The collector would take a third of the
     start-up time, and the objects of modules are never garbage.
     """
     gc.disable()

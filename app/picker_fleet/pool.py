@@ -90,8 +90,8 @@ class Pool:
         is_alone: bool = True,
     ) -> None:
         """`bodies` is the pool's budget for request bodies; `open_requests` counts the process's open
-        requests; replicas use `certificates` for TLS between each other; `is_alone`: the process has one
-        pool.
+        requests; replicas use `certificates` for TLS between each other; `is_alone` says that the process has
+        one pool.
 
         Raises:
             StartupError: tracing is configured but not installed.
@@ -102,7 +102,7 @@ class Pool:
         clock, url = asyncio.get_running_loop().time, settings.redis.url
         bands = settings.fair_request_queue.bands
 
-        # Data that several parts share
+        # Create the data that several parts of the pool share.
         self.fleet, self.heartbeat_now = KnownFleet(settings), HeartbeatTrigger()
         # The leader may be waiting for Envoys to acknowledge the endpoints.
         self.endpoints = SnapshotCell(on_acknowledged=partial(self.heartbeat_now, full=False))
@@ -127,7 +127,7 @@ class Pool:
             bands=bands,
         )
 
-        # Endpoints, scraping and scheduling
+        # Create the parts for endpoints, scraping and scheduling.
         self.scraping = ScrapingTask(
             url,
             settings.pool,

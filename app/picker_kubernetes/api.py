@@ -143,7 +143,7 @@ class Api:
                 await self._client.aclose()
 
     async def get(self, path: str, params: Mapping[str, str]) -> bytes:
-        """The body of the response. Raises KubernetesFault."""
+        """The body of the response to GET. Raises KubernetesFault."""
         return await self._call("GET", path, params=params)
 
     async def apply_status(self, path: str, tree: Mapping[str, Any], *, manager: str, force: bool) -> None:
@@ -165,7 +165,7 @@ class Api:
         try:
             async with asyncio.timeout(_ANSWER_S):
                 answer = await self._client.request(method, path, **options)
-        except (httpx2.HTTPError, OSError, CredentialsFault) as fault:  # TimeoutError is an OSError
+        except (httpx2.HTTPError, OSError, CredentialsFault) as fault:  # OSError includes TimeoutError
             raise KubernetesFault(0, _text_of(fault)) from fault
         if answer.status_code != httpx2.codes.OK:
             raise _refusal(answer.status_code, answer.content)
@@ -227,7 +227,7 @@ class Collection:
 
     what: str
     path: str
-    labels: Mapping[str, str] | None = None  # labels that objects must have
+    labels: Mapping[str, str] | None = None  # labels that the watched objects must have
     name: str | None = None  # watch only the object of this name
     optional: bool = False
 

@@ -1,5 +1,5 @@
-"""Fleet-wide changes by operators: `FleetControls` writes each change to the shared state with its operator;
-`add_routes` adds the calls to the API.
+"""The module for operators' fleet-wide changes: `FleetControls` writes each change to the shared state with
+its operator; `add_routes` adds the calls to the API.
 """
 
 import asyncio
@@ -52,8 +52,8 @@ Address = Annotated[
 
 
 class FleetControls:
-    """Reads and makes fleet-wide changes. Each method raises StateFault if Redis does not answer or
-    refuses the call."""
+    """Reads the fleet's configuration and makes fleet-wide changes. Each method raises StateFault if Redis
+    does not answer or refuses the call."""
 
     def __init__(self, store: Store, membership: Membership, settings: Settings) -> None:
         self._store = store

@@ -1,5 +1,5 @@
-"""The files and texts of the admin port: the dashboard's files, the metrics, and the API's description, both
-as an OpenAPI document and as an HTML page. `api.create` adds the routes.
+"""The files and texts of the admin port: the dashboard's files, the metrics, and the description of the API
+as OpenAPI document and HTML page. `api.create` adds the routes of these files.
 """
 
 import asyncio
@@ -175,7 +175,7 @@ def _describe(app: FastAPI) -> tuple[bytes, bytes]:
     return orjson.dumps(document), _html(document).encode()
 
 
-# The OpenAPI document as HTML
+# HTML page that shows the OpenAPI document
 
 _STYLE = """
 :root { color-scheme: light dark; }

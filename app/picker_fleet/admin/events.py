@@ -1,8 +1,7 @@
 """The event stream (server-sent events) that the dashboard and other clients follow.
 
-While a replica has listeners, `SnapshotReader` reads the shared state once a second for all of them, and
-`Events` sends all of them the same bytes. A listener with MAX_UNREAD unread events is dropped when the next
-event arrives.
+While a replica has listeners, `SnapshotReader` reads the shared state once a second, and `Events` sends the
+same bytes to all listeners. A listener with MAX_UNREAD unread events is dropped when the next event arrives.
 """
 
 import asyncio
@@ -190,8 +189,8 @@ class Events:
     def join(self, address: str = "") -> Listener | None:
         """Add a listener; None if `address` has MAX_AT_ADDRESS listeners or the replica is stopping.
 
-        At MAX_LISTENERS, drop the newest listener of the address with the most listeners, provided that this
-        address keeps at least as many as `address` then has; else return None.
+        At MAX_LISTENERS, the address with the most listeners loses its newest one, if it then still has at
+        least as many as `address` with the new listener. If not, return None.
         """
         counts = Counter(each.address for each in self._listeners)
         if self._closed or counts[address] >= MAX_AT_ADDRESS:

@@ -123,7 +123,7 @@ class Drained(BaseModel):
 
 
 class Ejected(BaseModel):
-    """Why an endpoint is ejected. After the time `until` a probe decides whether the ejection ends."""
+    """The ejection of an endpoint. After the time `until` a probe decides whether the ejection ends."""
 
     reason: str = Field(description="an HTTP status, or `reset`, `empty`, `error in 200`, `stuck`")
     until: datetime = Field(description="when the endpoint may be tried again")
@@ -254,7 +254,7 @@ class _Request(_Open):
 
 
 class Queued(_Request):
-    """A request that waits."""
+    """A request that waits in the queue."""
 
     state: Literal["queued", "orphaned"] = Field(
         description="`orphaned`: its replica is silent, and the request waits for adoption"

@@ -1,10 +1,10 @@
 """Predicts the order in which waiting requests are served, and explains why a request waits. The functions
 are pure; the views (views.py) call them.
 
-Start-time fair queueing serves the flow with the smallest start tag; serving a request raises its flow's tag
+Start-time fair queueing serves the flow with the smallest start tag; serving a request raises the flow's tag
 by cost / weight, the flow's share. If all requests of a flow cost as much as the oldest, request n is served
-at the tag start + n * share. This tag stays the same while the queue is served, so a page can continue at any
-depth, and a position is a count over flow queues. The order changes with arrivals, dispatches of the
+at the tag start + n * share. A request's tag stays the same while the queue is served. So a page can continue
+at any depth, and a position is a count over flow queues. The order changes with arrivals, dispatches of the
 starvation guard, unequal costs in a flow, and, under `band_policy: weighted`, the turns between bands.
 """
 

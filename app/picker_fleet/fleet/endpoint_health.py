@@ -38,7 +38,7 @@ class Probes:
     ) -> None:
         self._store, self._endpoints, self._metrics = store, endpoints, metrics
         self._readings, self._fleet, self._clock = readings, fleet, clock
-        self._figures: dict[str, tuple[tuple[float | None, ...], float]] = {}  # load figures, read at
+        self._figures: dict[str, tuple[tuple[float | None, ...], float]] = {}  # load figures, since
         self._stuck: set[str] = set()
         self._well: dict[str, int] = {}  # endpoint marked down -> its good answers in a row
         self._version = ""

@@ -18,8 +18,8 @@ from picker_fleet.state.pool_state import PoolState
 from picker_fleet.state.store import HeartbeatReply, Rebuilt, Store
 
 _RECENT = 64  # discovered lists that a `Publisher` keeps
-# A new endpoint takes no requests until every Envoy has acknowledged it, or this time has passed: an Envoy
-# answers 503 to a request for an endpoint that it does not know.
+# A new endpoint takes no requests until every Envoy has acknowledged it, or this time (s) has passed. An
+# Envoy answers 503 to a request for an unknown endpoint.
 _ACKNOWLEDGE_S = 5.0
 UNKNOWN = "0"  # the epoch of a pool that no replica has published
 
@@ -142,7 +142,7 @@ class Publisher:
         changes |= {
             address: each
             for address, each in after.items()
-            if (former := before.get(address)) is not each and former != each  # compare identity first: cheap
+            if (former := before.get(address)) is not each and former != each  # identity is cheap to test
         }
         if any(each.max_inflight is not None for some in (before, after) for each in some.values()):
             return False  # endpoints' limits are settings, which only a full publish writes

@@ -118,7 +118,7 @@ class OneASecond(logging.Filter):
     """Passes one log record of each kind a second, so that no peer can cause a flood of lines.
 
     A kind is a pair of logger and unformatted message. The field `left_out` counts the records dropped since
-    the last line of the kind; if no further record comes, the first dropped one is written a second later.
+    the kind's last line. If no further record comes, the first dropped record is written a second later.
     `clock` returns seconds. Records below INFO and decision lines, which `DecisionLines` limits, always pass.
     """
 
@@ -188,8 +188,8 @@ class DecisionLines:
     def refused(
         self, request: InferenceRequest | None, code: str, status: int, mode: str, seconds: float
     ) -> None:
-        """Log that a request was refused with `code` and the HTTP `status`, or that its client disconnected
-        first (`client_gone`, 499); `request` is None if it could not be parsed."""
+        """Log that a request was refused with `code` and the HTTP `status`, or that the client disconnected
+        first (`client_gone`, 499). An unparsable `request` is None."""
         second = int(self._clock())
         if second != self._second:
             self._second = second

@@ -6,9 +6,9 @@ shared state (bounds, stock, queue by band) are equal on all replicas: query suc
 has at most 1000 values; further values become `other`. Times are in seconds. The label `target_model` is
 empty if the model variant is unknown.
 
-prometheus-client's own instruments take a lock for each update and visit every bucket: 1 µs a count, up to
-3 µs an observation; rendering a thousand models takes more than half a second. The families here belong to
-one event loop, find the bucket by bisection, and keep the text of each series until its value changes.
+The instruments of prometheus-client take a lock for each update and visit every bucket: 1 µs a count, up to 3
+µs an observation. Rendering a thousand models takes more than half a second. The families here belong to one
+event loop, find the bucket by bisection, and keep the text of each series until its value changes.
 """
 
 import itertools

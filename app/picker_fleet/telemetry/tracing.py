@@ -6,8 +6,8 @@ which is imported only if tracing is configured.
             ├─ place      the choice of an endpoint after the grant; zero length if the grant placed it
             └─ settle     the request's end, from the replica that receives it
 
-If the request has a W3C `traceparent`, `decide` is a child of the client's span, and the client's sampling
-flag decides; other requests are sampled with the configured probability.
+If the request has a W3C `traceparent`, the span `decide` is a child of the client's span, and the client's
+sampling flag applies. Other requests are sampled with the configured probability.
 """
 
 import asyncio

@@ -98,7 +98,7 @@ class Auditor:
         return self._last.seq if self._last else None
 
     def report(self) -> Report:
-        """The findings on all entries taken. Do not call `take` afterwards."""
+        """The findings on all entries taken. Do not call `take` after this call."""
         self._close()
         remarks = list(self._remarks)
         if self._first is not None and not self._from_start:

@@ -61,7 +61,7 @@ class Capacity(Check):
     """Checks G1 whenever a request takes stock or an endpoint: no other event raises these counts, so the
     bounds hold at all times.
 
-    Requests that are restored, that Envoy moved to a fallback, or that return to the queue count, but no
+    Requests that are restored, that Envoy moved to a fallback, or that return to the queue count too. No
     limit is checked for such requests: they were admitted before.
     """
 

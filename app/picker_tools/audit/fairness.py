@@ -35,7 +35,7 @@ class Bands:
     virtual time.
 
     Flows that become backlogged and owe nothing for earlier service start at the virtual time v. Each band
-    charges such flows together like one flow of weight 1; when too many have started, further flows start one
+    charges such flows together like one flow of weight 1. When too many have started, further flows start one
     share later (docs/fairness.md, "Flows").
     """
 

@@ -78,7 +78,7 @@ class Entry(msgspec.Struct, frozen=True):
 
     @classmethod
     def parse(cls, raw: Mapping[str, str]) -> "Entry":
-        """Parse the fields in `raw`.
+        """Parse an entry whose fields are in `raw`.
 
         Raises:
             EntryError: a field is missing or not a number, or the event is unknown.

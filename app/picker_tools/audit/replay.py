@@ -1,8 +1,8 @@
 """The pool's state rebuilt from the log: requests, flow queues and the settings in force.
 
 The audit's checks read the rebuilt state before the replay applies each entry. If the log begins after the
-pool's first decision, the replay ignores requests that began before the log, and the checks that depend on
-them start once the last of these requests has left.
+pool's first decision, the replay ignores requests that began before the log. The checks that depend on such
+requests start once the last such request has left.
 """
 
 import enum
@@ -97,7 +97,7 @@ class Rules(msgspec.Struct, frozen=True):
 
 
 class RequestState(enum.StrEnum):
-    """The state of a request. `ORPHANED`: the request was queued by a replica that is now silent."""
+    """The states of a request. `ORPHANED`: the request was queued by a replica that is now silent."""
 
     ABSENT = "absent"
     QUEUED = "queued"
@@ -356,8 +356,8 @@ class Replay:
         return self._unseen_waiting or self._unseen_running
 
     def step(self, entry: Entry) -> Step:
-        """The transition that `entry` causes. An event that is impossible in the request's state leaves the
-        state unchanged, unless the event ends the request."""
+        """The transition of a request's state that `entry` causes. An event that is impossible in the
+        request's state leaves the state unchanged, unless the event ends the request."""
         if self.last is None:
             self._join(entry)
         if not entry.request:

@@ -214,7 +214,7 @@ class OwnFleet:
         await self._valkeys.stop([self._valkey], 0.0)
 
     async def start_redis(self) -> None:
-        """Start the Valkey again, empty, at the same address. Raises StartupError as `start` does."""
+        """Start the Valkey again, empty, at the same address. Raises StartupError, like `start`."""
         await self._valkeys.bring_up([self._valkey], attempts=_VALKEY_ATTEMPTS)
 
 

@@ -445,7 +445,7 @@ class Load:
 
     @property
     def open(self) -> int:
-        """The number of requests whose answer has not ended."""
+        """The number of requests whose answers have not ended."""
         return self.sent - self.ended.total()
 
     @property

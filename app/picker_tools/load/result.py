@@ -146,9 +146,9 @@ SHARED_AGAIN_S = 5.0  # the fleet shares one queue again within this time after 
 class RunResult:
     """The record of a run. Times are seconds since the load began, at `wall_s` by the wall clock.
 
-    `sent`: number of requests. `rest`: the first sample after the last answer with all counts 0 (None: no
-    such sample in `rest_within_s`). `log_audits`: audits of the decision log, more than one if an outage
-    deleted the log, and none for a fleet that this run did not start.
+    `sent`: number of requests sent. `rest`: the first sample after the last answer with all counts 0 (None:
+    no such sample in `rest_within_s`). `log_audits`: audits of the decision log; several if an outage deleted
+    the log, none if this run did not start the fleet.
     """
 
     plan: Plan

@@ -1,7 +1,7 @@
 """Envoy's bootstrap configuration, made of the parts in bootstrap.yaml.
 
 The modes (docs/protocol.md): in the mode `standard` Envoy sends the picker requests and answers, in `lean`
-only requests; in `http` Envoy asks by ext_authz instead of ext_proc.
+only requests. In the mode `http` Envoy asks by ext_authz, not by ext_proc.
 
 If the fleet serves several pools (docs/protocol.md), a request's host names its pool: Envoy passes the pool
 to the picker as metadata of the matched route.
@@ -269,7 +269,7 @@ def _is_ip(host: str) -> bool:
 
 def _pool(settings: Settings, name: str, pool: Settings) -> Tree:
     """The Envoy cluster of the pool `name`; `settings` are the fleet's settings."""
-    option = getattr(socket, "TCP_USER_TIMEOUT", None)  # missing on some systems
+    option = getattr(socket, "TCP_USER_TIMEOUT", None)  # some systems lack this option
     lost = [] if option is None else [_part("lost_data", level=socket.IPPROTO_TCP, name=option)]
     return _part(
         "pool",
@@ -373,7 +373,7 @@ class _Manager:
         naming = {}  # the header or gRPC metadata that names a request's pool
         if pool is not None or self.settings.pools:
             naming[POOL_HEADER] = "%METADATA(ROUTE:picker:pool)%" if pool is None else pool
-        read = {name for pair in STEERING for name in pair}  # untrusted headers are dropped
+        read = {name for pair in STEERING for name in pair}  # untrusted steering headers are dropped
         read.update(*(wanted_headers(each) for each in pools_of(self.settings).values()))
         balances = extproc.on_failure == "balance" or None
         if mode == "http":

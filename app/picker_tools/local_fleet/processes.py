@@ -317,7 +317,7 @@ class Supervisor:
         await together(*(child.stop(grace_s) for child in children))
 
     def kill(self) -> None:
-        """Send SIGKILL to all children."""
+        """Send SIGKILL to all child processes."""
         for _, child in self._running.values():
             child.kill()
 

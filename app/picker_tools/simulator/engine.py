@@ -1,7 +1,7 @@
 """Continuous batching as vLLM schedules it: which sequences run, wait, and have KV blocks and LoRA slots.
 
 Pure: no clock, no I/O. At most `max_num_seqs` sequences run; the rest wait first come, first served. If the
-KV blocks of a sequence do not fit, the sequences behind it wait too; a sequence that lacks only a LoRA slot
+KV blocks of a sequence do not fit, the sequences behind it wait too. A sequence that lacks only a LoRA slot
 is skipped and keeps its position. When a running sequence needs a KV block and none is free, the newest
 running sequence is preempted: it frees its blocks, waits at the head of the queue and is computed again.
 """
@@ -81,8 +81,8 @@ class Limits:
 class Sequence:
     """One request; only the engine changes it. `adapter` is None for the base model.
 
-    `prompt_blocks` are hashes of the prompt's blocks, empty without prefix caching; `cached_tokens` is the
-    number of prompt tokens found in the prefix cache on admission.
+    `prompt_blocks` are hashes of the prompt's blocks, empty without prefix caching; `cached_tokens` counts
+    the prompt tokens found in the prefix cache on admission.
     """
 
     prompt_tokens: int

@@ -50,7 +50,7 @@ class Simulator:
                 admission.set_result(None)
 
     async def wait_admitted(self, sequence: Sequence) -> None:
-        """Wait until `sequence` runs."""
+        """Wait until the sequence `sequence` runs."""
         while sequence.phase is Phase.WAITING:
             self._admissions[sequence] = asyncio.get_running_loop().create_future()
             try:
@@ -98,7 +98,7 @@ class Generation:
                 self._due_at_s = self._loop.time() + self._prefill_s
             tokens = min(stride, sequence.remaining_tokens)
             late_s = await self._until(self._due_at_s + (tokens - 1) * itl_s)
-            if sequence.phase is Phase.WAITING:  # preempted since the last token
+            if sequence.phase is Phase.WAITING:  # sequence preempted since the last token
                 continue
             if itl_s:
                 tokens = min(tokens + int(late_s / itl_s), sequence.remaining_tokens)

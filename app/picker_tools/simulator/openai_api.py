@@ -193,7 +193,7 @@ _PENDING = b'"logprobs":null,"finish_reason":null}]}\n\n'
 
 
 class Answer:
-    """Encodes one answer. `created_s` is Unix time.
+    """Encodes one answer. `created_s` is a Unix time.
 
     `cached_tokens` is the number of prompt tokens found in the prefix cache.
     """

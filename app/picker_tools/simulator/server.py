@@ -73,7 +73,7 @@ async def watch(receive: Receive) -> None:
 
 
 class Reply:
-    """Sends the answer to one request. A write longer than `WRITE_TIMEOUT_S` raises TimeoutError."""
+    """Sends the HTTP response to one request. A write longer than `WRITE_TIMEOUT_S` raises TimeoutError."""
 
     def __init__(self, send: Send, *, served_by: bytes) -> None:
         self._send = send
@@ -128,7 +128,7 @@ class Profile:
 
 @dataclass(slots=True)
 class Counters:
-    """Counters for the metrics page. `succeeded` counts finished requests by finish reason."""
+    """The counters that the metrics page shows. `succeeded` counts finished requests by finish reason."""
 
     prompt_tokens: int = 0
     generation_tokens: int = 0
