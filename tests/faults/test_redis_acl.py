@@ -96,7 +96,7 @@ async def test_a_replica_that_may_not_store_the_queue_snapshot_reads_every_flow_
         ("HGETALL", "another:key"), ("PUBLISH", "another", "text"), ("DEL", "session:1"),
     ],
 )  # fmt: skip
-def test_other_commands_and_keys_are_denied(
+def test_the_documented_picker_user_may_use_no_other_commands_and_keys(
     redis7: Server, restricted: str, command: tuple[str, ...]
 ) -> None:
     with redis.Redis.from_url(restricted, protocol=2) as client, pytest.raises(NoPermissionError):

@@ -78,7 +78,7 @@ async def test_running_requests_are_counted_again_after_a_failover_lost_them(
         await rests_within_a_lease(it)
 
 
-async def test_lost_writes_over_admit_at_most_one_bound_of_requests(redis7: Server, pool: str) -> None:
+async def test_after_lost_writes_at_most_twice_the_bound_is_admitted(redis7: Server, pool: str) -> None:
     async with running(redis7.url, pool, "a", "b", "c", joined=JOINED, listening=True) as it:
         async with loaded(it, clients=40) as load:
             for _ in range(3):

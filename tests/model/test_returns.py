@@ -59,7 +59,7 @@ async def test_after_every_order_of_outages_exactly_the_running_requests_are_cou
     assert states > 1000
 
 
-async def test_the_search_finds_a_ghost_without_tombstones(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_without_tombstones_the_search_finds_a_ghost_request(monkeypatch: pytest.MonkeyPatch) -> None:
     # In this search replicas report each completion once, and keep no tombstone.
     monkeypatch.setattr(Tombstones, "add", lambda self, request_id: None)
     # Then in some order of outages and resyncs an ended request is counted as running.

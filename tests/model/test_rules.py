@@ -134,7 +134,7 @@ def test_without_a_ready_endpoint_a_request_is_refused(side: ScriptSide, drainin
     assert pool.is_at_rest()
 
 
-def test_with_queue_unready_requests_wait_for_the_first_endpoint(side: ScriptSide) -> None:
+def test_with_the_setting_queue_unready_requests_wait_for_the_first_endpoint(side: ScriptSide) -> None:
     pool = Pool(side, queue_unready=1)
     pool.publish({"e1": True})
     assert pool.admit("r1, r2 cost=5") == ["queued 10000", "queued 10000"]
@@ -213,7 +213,7 @@ def test_waiting_requests_are_served_in_the_order_of_the_policy(side: ScriptSide
     ],
     ids=["weights 1:2:4", "weights and costs", "equals"],
 )
-def test_service_by_weight_of_two_flows_differs_by_at_most_one_request_of_each(
+def test_two_flows_services_by_weight_differ_by_at_most_one_request_of_each_flow(
     side: ScriptSide, weights: dict[str, float], costs: dict[str, float]
 ) -> None:
     pool = holding(side, "runs cost=2", upper_per=2, lower_per=0.25)
@@ -272,7 +272,7 @@ def test_a_cancelled_request_costs_its_flow_no_turn(side: ScriptSide) -> None:
 @pytest.mark.parametrize(
     ("share", "turns"), [(0.1, [0, 10, 20, 30, 40]), (0.3, [0, 4, 7, 10, 14, 17, 20, 24])]
 )
-def test_the_guard_serves_its_share_of_dispatches_to_the_longest_overdue(
+def test_the_guard_gives_its_share_of_dispatches_to_the_longest_overdue_request(
     side: ScriptSide, share: float, turns: list[int]
 ) -> None:
     pool = full(side, many("s{n} band=2", len(turns)), starvation_ms=30, guard_share=share)
@@ -283,7 +283,7 @@ def test_the_guard_serves_its_share_of_dispatches_to_the_longest_overdue(
     assert [order.index(f"s{n}") for n in range(len(turns))] == turns
 
 
-def test_the_queue_is_served_only_below_the_lower_bound(side: ScriptSide) -> None:
+def test_the_queue_is_served_only_while_the_stock_is_below_its_lower_bound(side: ScriptSide) -> None:
     pool = holding(side, "r1, r2, r3, r4", "waits", upper_per=4, lower_per=2)
     assert pool.end("r1", "r2") == []
     assert pool.end("r3") == ["waits"]
@@ -361,7 +361,7 @@ def test_no_replica_places_new_requests_on_a_marked_endpoint(side: ScriptSide, w
     assert pool.model.upper == 4
 
 
-def test_a_higher_band_preempts_the_newest_of_the_flow_preempted_longest_ago(side: ScriptSide) -> None:
+def test_the_newest_request_of_the_flow_preempted_longest_ago_is_preempted(side: ScriptSide) -> None:
     pool = full(side, total_capacity=7)
     pool.admit("x1 band=2, x2 band=2, x3 band=2, y1 band=2, y2 band=2, y3 band=2", by="b")
     pool.admit("d1")
@@ -383,7 +383,7 @@ def test_the_lowest_preemptible_band_is_preempted_first(side: ScriptSide) -> Non
     assert pool.is_at_rest()
 
 
-def test_a_dynamic_band_is_collected_without_requests_and_created_again(side: ScriptSide) -> None:
+def test_a_dynamic_band_without_requests_is_collected_and_can_be_created_again(side: ScriptSide) -> None:
     pool = Pool(side)
     # A band is kept while one of its requests runs; a band whose only request was refused is collected.
     pool.admit("runs priority=7")
@@ -451,13 +451,13 @@ def test_a_notification_does_not_end_a_request_that_its_replica_adopts(side: Scr
     assert pool.told == {"a": ["evicted q"], "b": []}
 
 
-def test_a_critical_flow_may_queue_flow_capacity_requests_in_a_full_queue(side: ScriptSide) -> None:
+def test_a_full_queue_accepts_flow_capacity_requests_of_a_critical_flow(side: ScriptSide) -> None:
     pool = full(side, many("c{n} band=0, d{n}", 3), total_capacity=6, flow_capacity=3)
     assert pool.admit(many("e{n} band=0", 4)) == [QUEUED] * 3 + ["refused insufficient-flow-capacity 1"]
     assert pool.those("preempted") == ["d2", "d1", "d0"]
 
 
-def test_retry_after_is_the_time_the_queue_takes_to_drain(side: ScriptSide) -> None:
+def test_the_retry_after_header_is_the_time_that_the_queue_takes_to_drain(side: ScriptSide) -> None:
     pool = Pool(side, total_capacity=8)
     pool.sweep()
     pool.admit("runs")
@@ -504,7 +504,7 @@ def test_a_flow_at_its_limit_is_throttled_until_one_of_its_requests_ends(side: S
     assert "unthrottled p " in pool.events
 
 
-def test_a_grant_whose_endpoint_is_at_the_flows_limit_is_requeued_uncharged(side: ScriptSide) -> None:
+def test_a_granted_request_at_its_flows_endpoint_limit_is_requeued_uncharged(side: ScriptSide) -> None:
     pool = holding(side, "p1 limit=1 candidates=e1", endpoints=2, upper_per=4)
     pool.tune(paused=1)
     pool.admit("p2 limit=1 workload=w candidates=e1")
@@ -568,7 +568,7 @@ def test_the_actual_cost_corrects_the_charge_of_a_flow(side: ScriptSide) -> None
     assert "".join(name[0] for name in order) == "cdccccdcccc"
 
 
-def test_a_negative_tag_is_corrected_like_any_other(side: ScriptSide) -> None:
+def test_a_negative_tag_is_corrected_like_any_other_tag(side: ScriptSide) -> None:
     pool = holding(side, "runs cost=10", upper_per=10, lower_per=1, fairness="round-robin", guard_share=0)
     pool.admit("x1 cost=10, x2 cost=10, x3 cost=10")
     pool.serve(1)
@@ -697,7 +697,7 @@ def test_a_request_for_any_endpoint_is_placed_by_its_grant(side: ScriptSide) -> 
 
 
 @pytest.mark.parametrize("what", ["drained", "down"])
-def test_a_placement_leaves_a_marked_endpoint_unless_acknowledged(side: ScriptSide, what: str) -> None:
+def test_an_unacknowledged_placement_leaves_a_marked_endpoint(side: ScriptSide, what: str) -> None:
     pool = Pool(side, endpoints=2, upper_per=2)
     pool.admit("r1 candidates=e1, r2 candidates=e2, r3 candidates=e2, r4 candidates=e1")
     pool.admit("q limit=1")
@@ -714,7 +714,7 @@ def test_a_placement_leaves_a_marked_endpoint_unless_acknowledged(side: ScriptSi
     assert pool.counts() == (0, 0, [0, 0])
 
 
-def test_a_placement_stays_on_a_marked_endpoint_if_no_other_is_open(side: ScriptSide) -> None:
+def test_a_placement_stays_on_a_marked_endpoint_if_no_other_endpoint_is_open(side: ScriptSide) -> None:
     pool = full(side, "q")
     pool.end("runs")
     pool.mark("e1", "drained")
@@ -722,7 +722,7 @@ def test_a_placement_stays_on_a_marked_endpoint_if_no_other_is_open(side: Script
     assert pool.counts() == (1, 0, [1])
 
 
-def test_a_request_that_its_grant_could_not_place_is_requeued_by_place(side: ScriptSide) -> None:
+def test_a_request_that_its_grant_could_not_place_is_requeued_by_the_script_place(side: ScriptSide) -> None:
     pool = Pool(side, endpoints=2, upper_per=9, caps={"e2": 1})
     pool.admit("p1 limit=1 candidates=e1, y1 candidates=e2")
     pool.tune(paused=1)
@@ -750,7 +750,7 @@ def test_an_adopted_request_keeps_its_position_and_belongs_to_its_adopter(side: 
 
 
 @pytest.mark.parametrize("state", ["queued", "orphaned", "granted", "placed"])
-def test_an_id_alone_does_not_adopt_a_request(side: ScriptSide, state: str) -> None:
+def test_a_request_is_not_adopted_by_its_id_alone(side: ScriptSide, state: str) -> None:
     pool = full(side, "q attempt=1.x candidates=e1 ttl_ms=900000", silence_ms=SILENT_MS)
     if state == "orphaned":
         pool.passes(SILENT_MS)
@@ -774,7 +774,7 @@ def test_an_adopted_request_past_its_ttl_expires(side: ScriptSide) -> None:
     assert pool.admit("q", by="b") == ["expired"]
 
 
-def test_a_granted_request_is_placed_in_its_subset_or_refused(side: ScriptSide) -> None:
+def test_a_granted_request_is_placed_on_an_endpoint_of_its_subset_or_refused(side: ScriptSide) -> None:
     pool = holding(side, "runs candidates=e2", endpoints=2, upper_per=0.5)
     pool.admit("q1 candidates=e2, q2 candidates=e2, q3 candidates=e2")
     pool.end("runs")
@@ -899,7 +899,7 @@ SPECIFIED = {
 }
 
 
-def test_the_specifications_worked_examples(side: ScriptSide) -> None:
+def test_the_examples_of_specification_001_hold(side: ScriptSide) -> None:
     pool = Pool(side, upper_per=1000, ordering="workload-aware", wait_signal="workload_average")
     for name, (wait_ms, count, _, _) in SPECIFIED.items():
         for _ in range(count - 1):

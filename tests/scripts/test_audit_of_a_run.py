@@ -223,7 +223,7 @@ async def test_picker_audit_exits_with_2_if_the_pool_has_no_decision_log(
         assert f"pool '{it.pool}' has no decision log" in capsys.readouterr().err
 
 
-async def test_entries_trimmed_during_a_read_are_reported(valkey_fleet: OpenFleet, valkey_url: str) -> None:
+async def test_log_entries_trimmed_in_a_read_are_reported(valkey_fleet: OpenFleet, valkey_url: str) -> None:
     # The decision log has several pages, and the first page has been read.
     async with valkey_fleet("a") as (it, a):
         for i in range(40):

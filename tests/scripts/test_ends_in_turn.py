@@ -36,7 +36,7 @@ def logged_end(replica: Replica, request_id: str, placement: Placement) -> None:
     Collector([account]).on_message(message.SerializeToString())
 
 
-async def test_an_end_is_counted_before_an_admission_of_the_same_loop_turn(fleet: OpenFleet) -> None:
+async def test_a_requests_end_counts_before_an_admission_in_the_same_loop_turn(fleet: OpenFleet) -> None:
     # Two endpoints run one request each: request `other`, and the client's request `last`.
     async with fleet("a", endpoints=2, upper_per=1) as (it, a):
         other = await a.gate.admit(ask("other"), stream_owned=False)
@@ -56,7 +56,7 @@ async def test_an_end_is_counted_before_an_admission_of_the_same_loop_turn(fleet
         await it.ends(a, "other", "again")
 
 
-async def test_ends_are_sent_when_the_loop_turn_ends_and_later_ends_in_one_message(
+async def test_ends_of_requests_are_sent_after_the_loop_turn_and_later_ends_in_one_message(
     fleet: OpenFleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with fleet("a", upper_per=8) as (it, a):

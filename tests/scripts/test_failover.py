@@ -58,7 +58,7 @@ async def failover_replicas(it: Fleet) -> AsyncIterator[list[FailoverReplica]]:
 
 
 @pytest.mark.parametrize("names", [("a", "b"), ("a", "b", "c")])
-async def test_a_returning_replica_does_not_restore_requests_whose_end_others_reported(
+async def test_a_returning_replica_does_not_restore_requests_whose_end_other_replicas_reported(
     valkey_fleet: OpenFleet, names: tuple[str, ...]
 ) -> None:
     async with valkey_fleet(*names) as it, failover_replicas(it) as (away, here, *others):

@@ -45,7 +45,7 @@ async def report(
     await fleet.redis.hset(fleet.keys.prefix + "metrics", E1, encode_reading(page, 0))
 
 
-async def test_a_sweep_reclaims_the_oldest_requests_that_both_newer_pages_lack(fleet: OpenFleet) -> None:
+async def test_a_sweep_reclaims_the_oldest_requests_if_both_metrics_pages_lack_some(fleet: OpenFleet) -> None:
     names = [f"r{i}" for i in range(6)]
     async with fleet("a", upper_per=10) as (it, a):
         for name in names:
@@ -73,7 +73,7 @@ async def test_a_sweep_reclaims_the_oldest_requests_that_both_newer_pages_lack(f
         assert (await a.sweep(unseen_s=UNSEEN_S)).given_up == 0
 
 
-async def test_a_request_placed_after_the_pages_makes_no_running_request_a_ghost(fleet: OpenFleet) -> None:
+async def test_a_request_newer_than_the_metrics_pages_makes_no_running_one_a_ghost(fleet: OpenFleet) -> None:
     async with fleet("a", upper_per=10) as (it, a):
         await a.admit("alive")
         await seen(it, "alive", ago_s=10)  # the request's renewal is late, but the pages count the request
@@ -99,7 +99,7 @@ async def test_invalid_pages_and_pages_from_the_future_make_no_request_a_ghost(f
         assert (await a.sweep(unseen_s=UNSEEN_S)).suspects == ()
 
 
-async def test_a_suspect_is_reclaimed_once_a_newer_page_lacks_it(fleet: OpenFleet) -> None:
+async def test_a_suspect_request_is_reclaimed_once_a_newer_metrics_page_lacks_it(fleet: OpenFleet) -> None:
     async with fleet("a", upper_per=1) as (it, a):
         # A report without an accounting token says that the client of a placed request has gone.
         assert await a.store.report_client_gone("r") == "unknown"
@@ -121,7 +121,7 @@ async def test_a_suspect_is_reclaimed_once_a_newer_page_lacks_it(fleet: OpenFlee
         assert not await it.has("suspects")
 
 
-async def test_a_renewed_request_is_no_longer_a_suspect(fleet: OpenFleet) -> None:
+async def test_a_renewed_request_is_no_longer_suspected_to_have_ended(fleet: OpenFleet) -> None:
     async with fleet("a", upper_per=10) as (it, a):
         await a.admit("r")
         await a.store.report_client_gone("r")
@@ -169,7 +169,7 @@ async def test_a_late_end_restores_the_request_that_was_reclaimed_in_its_place(
 
 
 @pytest.mark.parametrize("ended", ["x", "y"])
-async def test_the_running_one_of_two_reclaimed_requests_is_restored(fleet: OpenFleet, ended: str) -> None:
+async def test_of_two_reclaimed_requests_the_running_one_is_restored(fleet: OpenFleet, ended: str) -> None:
     async with fleet("a", upper_per=3) as (it, a):
         for age_s, name in ((10, "x"), (9, "y"), (8, "z")):
             await a.admit(name)

@@ -89,7 +89,7 @@ async def test_a_running_request_is_restored_from_its_accounting_token_after_a_l
         assert not await it.has("workloads")
 
 
-async def test_a_replica_that_missed_an_end_does_not_restore_the_request(fleet: OpenFleet) -> None:
+async def test_a_replica_that_missed_the_end_of_a_request_does_not_restore_it(fleet: OpenFleet) -> None:
     # Two requests were started without the shared state, and one of them has ended.
     async with fleet("a", "b") as (it, a, b):
         tokens = {name: accounting_token.write(ask(name), E1) for name in ("ended", "runs")}

@@ -96,7 +96,7 @@ async def test_a_replica_connects_to_a_server_that_starts_later(pool: str, valke
         running.cancel()
 
 
-async def test_with_a_silent_server_calls_time_out_and_ends_are_kept(
+async def test_while_the_server_is_silent_calls_time_out_and_ends_of_requests_are_kept(
     fleet: OpenFleet, redis_url: str
 ) -> None:
     async with (

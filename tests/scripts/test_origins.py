@@ -33,7 +33,7 @@ async def test_every_replica_finds_the_endpoint_that_was_noted_last_for_an_id(fl
         assert await it.redis.zcard(it.keys.prefix + "origin_times") == 2
 
 
-async def test_find_waits_a_short_time_for_an_id_that_is_noted_late(fleet: OpenFleet) -> None:
+async def test_the_method_find_waits_a_short_time_for_an_id_that_is_noted_late(fleet: OpenFleet) -> None:
     async with fleet("a", "b") as (_, a, b):
         finding = asyncio.create_task(origins(b).find(("resp_1",)))
         await asyncio.sleep(0.02)

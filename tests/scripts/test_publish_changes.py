@@ -60,7 +60,7 @@ async def test_publishing_changes_equals_publishing_the_whole_list(valkey_url: s
             await each.settle(*(f"r{number}" for number in range(80)))
 
 
-async def test_changes_relative_to_another_version_are_ignored(valkey_url: str, pool: str) -> None:
+async def test_changes_of_another_version_of_endpoints_are_ignored(valkey_url: str, pool: str) -> None:
     async with running(valkey_url, pool, "a", endpoints=0) as (it, a):
         first, second = addresses(2)
         await publish(a, {first: Endpoint(first)}, "v1")

@@ -200,7 +200,7 @@ def settled(server: TimedPool) -> bool:
     return server.report("nobody", TOKEN) == "unknown"
 
 
-def test_an_accounting_token_of_an_ended_request_restores_nothing_without_a_loss(server: TimedPool) -> None:
+def test_unless_state_was_lost_an_ended_requests_accounting_token_restores_nothing(server: TimedPool) -> None:
     # A request runs and ends.
     server.admit("r")
     assert server.report("r", TOKEN) == "renewed"

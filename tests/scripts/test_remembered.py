@@ -28,7 +28,7 @@ def server(client: redis.Redis, pool: str) -> Versions:
     return Versions(client, pool)
 
 
-def test_nothing_goes_to_an_endpoint_that_another_version_has_replaced(server: Versions) -> None:
+def test_no_request_goes_to_an_endpoint_that_another_library_version_has_replaced(server: Versions) -> None:
     # A version of the library has placed requests, and so caches all endpoints and their loads.
     server.live_through("x", "y")
     # The other version of the library replaces an endpoint.
@@ -38,7 +38,7 @@ def test_nothing_goes_to_an_endpoint_that_another_version_has_replaced(server: V
     assert server.loads() == {"a:1": 3, "c:1": 3}
 
 
-def test_an_endpoint_added_under_the_same_version_is_picked(server: Versions) -> None:
+def test_an_endpoint_added_under_the_same_version_of_the_endpoints_is_picked(server: Versions) -> None:
     # The library caches all endpoints.
     server.publish("a:1", version="1", upper_per=100)
     assert server.admit("x")[1] == "a:1"
@@ -48,7 +48,7 @@ def test_an_endpoint_added_under_the_same_version_is_picked(server: Versions) ->
     assert server.admit("y")[1] == "b:1,a:1"
 
 
-def test_requests_of_one_workload_by_two_versions_are_counted_once_each(server: Versions) -> None:
+def test_requests_of_a_workload_by_two_library_versions_are_counted_once_each(server: Versions) -> None:
     server.publish("a:1", "b:1", version="1", upper_per=100)
     # Both versions of the library admit and end requests, alternately and twice in a row.
     for number in range(10):
@@ -63,7 +63,7 @@ def test_requests_of_one_workload_by_two_versions_are_counted_once_each(server: 
     assert sum(server.loads().values()) == 5
 
 
-def test_either_version_expires_a_request_that_the_other_queued(server: Versions) -> None:
+def test_either_library_version_expires_a_request_that_the_other_version_queued(server: Versions) -> None:
     # A library version has cached that no timer is pending; a request in flight takes all capacity.
     server.publish("a:1", version="1", upper_per=1)
     assert server.admit("runs")[0] == "placed"
@@ -75,7 +75,7 @@ def test_either_version_expires_a_request_that_the_other_queued(server: Versions
     assert server.requests() == {b"runs"}
 
 
-def test_loads_stay_exact_with_more_names_than_the_library_caches(server: Versions) -> None:
+def test_endpoints_loads_stay_exact_with_more_endpoints_than_the_library_caches(server: Versions) -> None:
     server.publish("a:1", "b:1", version="1", upper_per=100)
     # Each request names different unknown endpoints as candidates.
     for number in range(30):
@@ -89,7 +89,7 @@ def test_loads_stay_exact_with_more_names_than_the_library_caches(server: Versio
     assert server.loads() == {"a:1": 0, "b:1": 0}
 
 
-def test_the_next_call_applies_a_setting_that_another_version_changed(server: Versions) -> None:
+def test_the_next_call_applies_a_setting_that_another_library_version_changed(server: Versions) -> None:
     # A version of the library has cached the settings, and no cached count changes.
     server.live_through("x", "y")
     for fallbacks in (0, 1):

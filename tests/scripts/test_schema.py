@@ -52,7 +52,7 @@ async def live(it: Fleet) -> dict[str, str]:
     return {key.removeprefix(it.keys.prefix): await it.redis.type(key) for key in keys}
 
 
-def test_the_keys_that_python_spells_are_documented() -> None:
+def test_the_keys_that_python_code_uses_are_documented() -> None:
     keys = Keys.of("p")
     spelled = [key for name, key in vars(keys).items() if name != "prefix"]
     assert len(spelled) == 11

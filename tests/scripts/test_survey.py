@@ -75,7 +75,7 @@ async def test_a_snapshot_that_one_replica_has_read_serves_the_others(valkey_fle
         assert 0 < await it.redis.pttl(it.keys.queue_snapshot) <= FOREVER_MS
 
 
-async def test_of_five_concurrent_readers_one_reads_for_all(valkey_fleet: OpenFleet) -> None:
+async def test_of_five_concurrent_replicas_one_reads_the_flow_queues_for_all(valkey_fleet: OpenFleet) -> None:
     async with valkey_fleet(*"abcde", upper_per=1) as it:
         without_end(it)
         await wait_in_line(it)
@@ -95,7 +95,7 @@ async def test_a_replica_that_dies_while_it_reads_does_not_block_the_others(valk
             assert len(queues) == FLOWS
 
 
-async def test_an_expired_snapshot_is_read_again(valkey_fleet: OpenFleet) -> None:
+async def test_once_a_snapshot_has_expired_the_flow_queues_are_read_again(valkey_fleet: OpenFleet) -> None:
     async with valkey_fleet("a", "b", upper_per=1) as (it, a, b):
         await wait_in_line(it)
         await queues_of(a)

@@ -41,7 +41,7 @@ async def tags_are_finite(it: Fleet) -> bool:
 
 
 @pytest.mark.parametrize("weight", [1e-308, 1e-12, HUGE])
-async def test_tags_stay_finite_and_flows_take_turns_beside_a_weight_out_of_bounds(
+async def test_tags_stay_finite_and_flows_take_turns_beside_a_flow_with_a_weight_out_of_bounds(
     fleet: OpenFleet, weight: float
 ) -> None:
     # One flow has a weight out of bounds; another flow has weight 1.
@@ -129,7 +129,7 @@ async def life(it: Fleet, name: str) -> None:
     "replicas", "tombstones", "load",
 ])  # fmt: skip
 @pytest.mark.parametrize("ordering", ["fcfs", "workload-aware"])
-async def test_requests_are_served_expire_and_end_despite_strays_in_a_sorted_set(
+async def test_requests_are_served_and_expire_despite_stray_entries_in_a_sorted_set(
     fleet: OpenFleet, kind: str, ordering: str
 ) -> None:
     async with fleet("a", upper_per=1, lower_per=1, ordering=ordering, lease_ms=2000) as (it, a):
@@ -147,7 +147,7 @@ async def test_requests_are_served_expire_and_end_despite_strays_in_a_sorted_set
 
 
 @pytest.mark.parametrize("kind", ["inflight", "timers", "flows:1", "queue:1:flow", "candidates:1"])
-async def test_a_metric_counts_dropped_strays(valkey_fleet: OpenFleet, kind: str) -> None:
+async def test_a_metric_counts_dropped_stray_entries(valkey_fleet: OpenFleet, kind: str) -> None:
     async with valkey_fleet("a", upper_per=1, lower_per=1, total_capacity=1) as (it, a):
         await a.admit("first")
         await a.admit("waits", band=1)
@@ -183,7 +183,7 @@ async def test_flows_missing_from_the_preemption_candidates_are_preempted_too(fl
     ("answers", "short"), ("requests", "\x02short"), ("requests", "\x63"), ("replica_info", "{"),
     ("orphan_cursors", "7"), ("metrics", "{"),
 ])  # fmt: skip
-async def test_requests_are_served_expire_and_end_despite_damaged_entries_of_a_hash(
+async def test_requests_are_served_and_expire_despite_damaged_entries_of_a_hash(
     fleet: OpenFleet, kind: str, value: str
 ) -> None:
     async with fleet("a", upper_per=1, lower_per=1, lease_ms=2000, default_answer=1) as (it, a):

@@ -27,7 +27,7 @@ async def queued_behind_one(it: Fleet, *requests: tuple[str, str, int]) -> None:
         assert name_of(await a.admit(request_id, flow=flow, band=band)) == "queued"
 
 
-async def test_flow_queues_are_listed_by_band_and_start_tag_throttled_ones_last(fleet: OpenFleet) -> None:
+async def test_flow_queues_are_listed_by_band_and_start_tag_throttled_queues_last(fleet: OpenFleet) -> None:
     # Flows wait in three bands; one flow has been served, and one is at its limit.
     async with fleet("a", upper_per=1) as (it, a):
         waiting = ("d1", "served", 1), ("d2", "served", 1), ("d3", "new", 1), ("s", "low", 2)
@@ -50,7 +50,7 @@ async def test_flow_queues_are_listed_by_band_and_start_tag_throttled_ones_last(
         assert [each.name for each in of_band.queues] == ["limited"]
 
 
-async def test_a_flow_queue_has_its_tag_length_age_weight_and_share(fleet: OpenFleet) -> None:
+async def test_the_list_of_flow_queues_shows_tags_lengths_ages_weights_and_shares(fleet: OpenFleet) -> None:
     async with fleet("a", upper_per=1, weights={"gold": 4.0}) as (it, a):
         await queued_behind_one(it, ("g1", "gold", 1), ("g2", "gold", 1), ("i1", "iron", 1), ("c", "top", 0))
         await a.settle("runs")
@@ -315,7 +315,7 @@ async def test_the_view_of_a_request_says_why_it_waits(valkey_fleet: OpenFleet) 
         assert await lists.request("nobody") is None
 
 
-async def test_a_cursor_of_another_list_is_refused(valkey_fleet: OpenFleet) -> None:
+async def test_a_page_cursor_of_another_list_is_refused(valkey_fleet: OpenFleet) -> None:
     async with listed(valkey_fleet, *((f"q{i}", f"f{i}", Band.DEFAULT) for i in range(3))) as (_, lists):
         cursor = (await lists.flows(1, None, None)).cursor
         assert cursor
@@ -325,7 +325,7 @@ async def test_a_cursor_of_another_list_is_refused(valkey_fleet: OpenFleet) -> N
                 await call
 
 
-async def test_more_flows_than_max_flows_are_still_listed(valkey_fleet: OpenFleet) -> None:
+async def test_flows_beyond_the_limit_max_flows_are_still_listed(valkey_fleet: OpenFleet) -> None:
     async with listed(valkey_fleet, *((f"q{i:02d}", f"f{i:02d}", Band.DEFAULT) for i in range(25))) as (a, _):
         lists = lists_of(a, max_flows=10)
         # Pages list all flows; a figure that would need all flows at once is None.

@@ -54,7 +54,7 @@ def test_each_kind_of_fault_is_found(answers: list[Answer], log: list[Mapping[st
     assert any(what in fault for fault in found), found
 
 
-def test_a_second_end_by_a_stopped_replica_is_allowed_only_with_may_resume() -> None:
+def test_a_second_end_by_a_stopped_replica_is_allowed_only_with_the_option_may_resume() -> None:
     assert faults([served()], lifecycle_log("completed")) == []
     log = lifecycle_log("completed", "cancelled")
     assert faults([served()], log) != []
@@ -65,7 +65,7 @@ def test_a_second_end_by_a_stopped_replica_is_allowed_only_with_may_resume() -> 
     assert faults([served()], [], log_lost=True) == []
 
 
-def test_check_history_skips_the_promises_in_except_promises() -> None:
+def test_check_history_skips_the_promises_that_the_argument_except_promises_lists() -> None:
     log = [entry(number, "bypassed", f"r{number}", stock=number) for number in range(1, 6)]
     log += [entry(5 + number, "completed", f"r{number}", stock=5 - number) for number in range(1, 6)]
     assert {fault[:2] for fault in check_history([], log).faults} == {"G1"}
