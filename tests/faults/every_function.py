@@ -56,7 +56,7 @@ async def _many_notifications(fleet: Fleet) -> None:
 
 
 async def _flows_without_end(fleet: Fleet) -> None:
-    """Sweep a pool with more idle flows than it may keep, while a request is in flight."""
+    """Sweep a pool with more idle flows than a pool may keep, while a request is in flight."""
     me, _ = fleet.replicas
     name = f"r{next(_NUMBERS)}"
     await me.admit(name)

@@ -40,7 +40,7 @@ class Cluster:
         return all(map(_is_whole, self.servers))
 
     def pools(self) -> list[str]:
-        """For each primary, the name of a pool whose slot it owns."""
+        """For each primary, the name of a pool whose slot the primary owns."""
         found: dict[int, str] = {}
         for number in range(1000):
             owner = self.owner(f"pool-{number}")
@@ -53,7 +53,7 @@ class Cluster:
 
 @contextlib.contextmanager
 def clustered(folder: Path, binary: str = "", *, silence_ms: int = SILENCE_MS) -> Iterator[Cluster]:
-    """Start six nodes, and yield once the Cluster serves every slot."""
+    """Start six Redis nodes, and yield once the Cluster serves every slot."""
     with contextlib.ExitStack() as stack:
         servers = []
         for number in range(6):

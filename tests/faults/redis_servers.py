@@ -27,7 +27,7 @@ SILENCE_MS = 1500  # Sentinels and Clusters replace a primary that is silent for
 PATIENT_MS = 15_000  # for tests that kill no server: Sentinels must not replace a stalled primary
 REPLACED_S = 60.0  # time for a failover: a failed election is repeated after 10 s
 _POLL_S = 0.02
-_TRIES = 3  # another process may take the chosen port before the server binds it
+_TRIES = 3  # another process may take the chosen port before the server does
 _IN_MEMORY = ("--save", "", "--appendonly", "no")
 
 

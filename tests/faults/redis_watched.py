@@ -31,7 +31,7 @@ class Watched:
         return next(server for server in self.servers if server.port == port)
 
     def is_whole(self) -> bool:
-        """Whether the replica is in sync with the primary, and every Sentinel knows primary and replica."""
+        """Whether the Redis replica is in sync with the primary, and every Sentinel knows both servers."""
         return self.replica().follows() and all(map(_sees_all, self.sentinels))
 
     def replica(self) -> Server:

@@ -1,4 +1,4 @@
-"""The Redis users in docs/redis.md have exactly the permissions that they need."""
+"""The Redis users in docs/redis.md have exactly the permissions that picker replicas and operators need."""
 
 import asyncio
 import re

@@ -30,7 +30,7 @@ async def test_replicas_repeat_writes_that_the_new_primary_lacks(redis7: Server,
     async with running(redis7.url, pool, "a", "b", joined=JOINED, listening=True) as it:
         a, b = it.replicas
         async with asyncio.TaskGroup() as tasks:
-            # Four requests are in flight and one waits.
+            # Four requests are in flight, and one request waits.
             await admit_all(a, *(f"runs{number}" for number in range(UPPER)))
             waits = tasks.create_task(admit_all(b, "waits"))
             await it.until_queued(1)
@@ -87,7 +87,7 @@ async def test_after_lost_writes_at_most_twice_the_bound_is_admitted(redis7: Ser
                 await load.served_more(30)
                 # Lose the last writes to Redis.
                 restore()
-        # The restored state may lack running requests until the next heartbeat reports them.
+        # The restored state may lack running requests until the next heartbeat reports these requests.
         assert load.highest <= 2 * UPPER
         await rests_within_a_lease(it)
 

@@ -31,7 +31,7 @@ async def test_calls_are_sent_before_earlier_calls_are_answered(patient: Fleet, 
         calls.append(asyncio.ensure_future(a.admit(f"r{number}")))
         await until(lambda number=number: _logged(patient, number))
     assert not any(call.done() for call in calls)
-    # The connection breaks with all calls in flight: the replica repeats them on a new connection.
+    # The connection breaks with all calls in flight: the replica repeats the calls on a new connection.
     between.cut()
     between.hold(False)
     async with asyncio.timeout(HANGS_S):

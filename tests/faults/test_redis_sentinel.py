@@ -31,7 +31,7 @@ async def test_replicas_leave_a_running_primary_once_sentinels_name_another(
         async with running(redis.url, pool, "a", "b", joined=JOINED, listening=True, checked=False) as it:
             await serve(it, 20)
             former, other = redis.primary(), redis.replica()
-            # The former primary is not demoted: it accepts writes and keeps its connections.
+            # The former primary is not demoted: this server accepts writes and keeps its connections.
             other.ask("REPLICAOF", "NO", "ONE")
             for sentinel in redis.sentinels:
                 sentinel.ask("SENTINEL", "REMOVE", SERVICE)

@@ -20,7 +20,7 @@ def vouched(tmp_path: Path) -> Pair:
 
 @pytest.fixture
 def secure(tmp_path: Path, vouched: Pair) -> Iterator[Server]:
-    """A Redis that accepts TLS only, from clients whose certificate it trusts."""
+    """A Redis server that accepts TLS only, from clients with a trusted certificate."""
     with redis_server(tmp_path / "redis", binary=debian("redis-server"), tls=vouched) as server:
         yield server
 

@@ -43,7 +43,7 @@ class EndpointCounts:
 
     @property
     def only_ejected(self) -> set[str]:
-        """The endpoints that take no new requests only because they are ejected."""
+        """The endpoints whose only reason to take no new requests is an ejection."""
         others = {address for what, address in self.marks if what != "ejected"}
         return self.ejected & self.listed - self._draining - others
 

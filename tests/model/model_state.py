@@ -77,7 +77,7 @@ class Registry:
         return workload
 
     def arrivals(self, name: str) -> list[float]:
-        """The arrivals in the present sixth of the window and in the six before it."""
+        """The arrivals in the present sixth of the window and in the six sixths before."""
         return self._slid(name).counts
 
     def rate(self, name: str) -> float:

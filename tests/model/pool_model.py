@@ -145,7 +145,7 @@ class PoolModel:
 
     def _give_back(self, r: Request) -> None:
         left = self.stock - r.taken
-        self.stock = left if left > 1e-6 else 0.0  # sums of fractions are not exact
+        self.stock = left if left > 1e-6 else 0.0  # because sums of fractions are not exact
         self.endpoints.count_flow(r, "", -1)
         r.taken = 0.0
 

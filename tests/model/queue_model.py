@@ -40,7 +40,7 @@ Batch = Callable[["QueueModel", str, Iterable[tuple[Any, ...]]], Reply]
 
 
 def of_each(answer: Callable[..., str]) -> Batch:
-    """Turn a method that answers one item into a call that answers a batch."""
+    """Turn a method that answers one item into a method that answers a batch of items."""
     return lambda model, caller, items: model._batch(caller, items, lambda item: answer(model, *item))
 
 
@@ -279,7 +279,7 @@ class QueueModel(PoolModel):
         r.arrived = self.moment.now_us - item.age_ms * 1000 if item.age_ms > 0 else self._next_arrival()
         left_ms = item.ttl_ms - item.age_ms
         r.deadline_ms = self.moment.now_ms + left_ms
-        # Each arrival counts in the rate of its workload, even if it is refused.
+        # Each arriving request counts in the rate of its workload, even a refused request.
         self.workloads.arrived(r.flow, r.workload)
         reply = self._decide(r, item, left_ms)
         if reply.startswith(("refused", "expired")):

@@ -108,7 +108,7 @@ def scores_of(pairs: Sequence[Any]) -> dict[str, float]:
 
 
 def plain(value: Any) -> Any:
-    """Convert numeric texts to floats, so that they equal the model's numbers."""
+    """Convert numeric texts to floats, so that the texts equal the model's numbers."""
     if isinstance(value, list):
         return [plain(each) for each in value]
     try:
@@ -141,7 +141,7 @@ def priorities_of(others: str, settings: str | None) -> dict[int, int]:
 
 
 def by_priority(name: str, priorities: dict[int, int]) -> str:
-    """Replace the band's number in the name of a sorted set by its priority."""
+    """Replace the band's number in the name of a sorted set by the band's priority."""
     kind, _, rest = name.partition(":")
     number, colon, rest = rest.partition(":")
     return f"{kind}:{priorities.get(int(number), number)}{colon}{rest}" if number.isdecimal() else name

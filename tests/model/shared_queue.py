@@ -100,7 +100,7 @@ class SharedQueue(FairQueue[Request]):
         return r.flow_queue not in self.bands[r.priority].turns
 
     def throttle(self, r: Request) -> None:
-        """Throttle r's flow queue, because its flow is at its limit: it gets no turns and keeps its tag."""
+        """Throttle r's flow queue, as the flow is at its limit: the queue gets no turns and keeps its tag."""
         self.bands[r.priority].turns.remove(r.flow_queue)
         self._log("throttled", r.flow_queue)
 
@@ -142,8 +142,8 @@ class SharedQueue(FairQueue[Request]):
     def reorder(self, policy_changed: bool, scan_order: Sequence[str]) -> None:
         """The sweep's scan: move each request to its position under the present policy and arrival rates.
 
-        The first request that enters a flow queue determines its start tag, so `scan_order` must have the ids
-        of all requests in the order of the scan.
+        The first request that enters a flow queue determines the queue's start tag, so `scan_order` must have
+        the ids of all requests in the order of the scan.
         """
         if policy_changed:
             found = {id: at for at, id in enumerate(scan_order)}

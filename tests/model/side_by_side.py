@@ -109,7 +109,7 @@ class SideBySide:
         return orders
 
     def _choose(self, id: str, burdens: dict[str, float]) -> str:
-        """Return the endpoints that the script chose; assert that they have the least burdens, best first."""
+        """Return the endpoints that the script chose; assert that the burdens are the least, best first."""
         assert id in self._placed, f"{id} may go to {burdens}, but the script did not place it"
         chosen = self._placed[id].split(",")
         want = min(self.model.moment.settings["fallbacks"] + 1, len(burdens))

@@ -1,4 +1,4 @@
-"""Short runs with results worked out by hand, on the Lua scripts and on their model at once."""
+"""Short runs, on the Lua scripts and on the model at once, with results that were calculated by hand."""
 
 import itertools
 from typing import Any
@@ -143,7 +143,7 @@ def test_with_the_setting_queue_unready_requests_wait_for_the_first_endpoint(sid
 
 
 WEIGHTED: CASES = {"band_policy": "weighted", "guard_share": 0}
-# Settings; the requests that wait behind a running one; the order in which they are served, or its beginning.
+# Settings; requests that wait behind a running request; the order of service, or how this order begins.
 ORDERS: dict[str, tuple[CASES, str, str]] = {
     "requests of one flow are served by arrival": ({}, "x2, x0, x1", "x2 x0 x1"),
     "flows take turns": ({}, "x0, x1, x2, y0, y1", "x0 y0 x1 y1 x2"),
@@ -376,7 +376,7 @@ def test_the_lowest_preemptible_band_is_preempted_first(side: ScriptSide) -> Non
     pool.admit("m priority=-99, n priority=-3, s priority=7, h priority=100, d, c band=0", by="b")
     pool.admit("u1 priority=50, u2 priority=50, u3 priority=50, u4 priority=50")
     assert pool.those("preempted") == ["m", "n", "d", "s"]
-    # Requests of a priority above Critical count as Critical: they are not preempted.
+    # Requests of a priority above Critical count as Critical: no request preempts these.
     assert pool.admit("u5 priority=200") == ["refused total-capacity 1"]
     pool.serve()
     pool.sweep()
@@ -413,7 +413,7 @@ def test_a_weighted_band_that_was_empty_does_not_catch_up_on_missed_turns(side: 
         pool.serve(2)
         pool.end(*(r.id for r in pool.model.in_flight() if r.priority == -50))
         pool.sweep()
-    # The band of little weight gets turns by its weight, and not the first turn each time it comes back.
+    # The band of little weight gets turns by weight, and not the first turn each time it comes back.
     of_band = [name for name in pool.granted if name.startswith("b")]
     assert 1 <= len(of_band) <= len(pool.granted) / 21 + 1
     pool.serve()

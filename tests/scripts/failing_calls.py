@@ -71,7 +71,7 @@ class FailingPool(ClockedPool):
             for key, value in saved.items():
                 restoring.restore(key, 0, value)
             restoring.execute()
-        # A call for another pool makes the library drop the state that it caches for this one.
+        # A call for another pool makes the library drop the state that is cached for this pool.
         self.client.fcall(self.library.function("state"), 1, "epp:{another}:pool", 1000)
 
     def _of_each(self, command: str, keys: Sequence[bytes], *rest: Any) -> list[Any]:

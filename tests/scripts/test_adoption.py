@@ -11,7 +11,7 @@ from picker_fleet.state.store import name_of
 
 
 async def test_repeated_sweeps_orphan_all_waiting_requests_of_a_silent_replica(fleet: OpenFleet) -> None:
-    # 250 requests wait at a replica that falls silent, and ten at another replica are queued among them.
+    # At a replica that falls silent 250 requests wait; ten requests of another replica are queued between.
     async with fleet("a", "b", full=True) as (it, a, b):
         await asyncio.gather(*(a.admit(f"q{i}") for i in range(125)))
         await asyncio.gather(*(b.admit(f"b{i}") for i in range(10)))
@@ -28,7 +28,7 @@ async def test_repeated_sweeps_orphan_all_waiting_requests_of_a_silent_replica(f
 
 
 async def test_a_heartbeat_of_a_silent_replica_stops_the_orphaning_of_its_requests(fleet: OpenFleet) -> None:
-    # A replica leaves with 120 waiting requests, and one sweep orphans only some of them.
+    # A replica leaves with 120 waiting requests, and one sweep orphans only some of these requests.
     async with fleet("a", "b", full=True) as (it, a, b):
         await asyncio.gather(*(a.admit(f"q{i}") for i in range(120)))
         await a.store.leave()

@@ -60,7 +60,7 @@ def test_a_heartbeat_advances_the_pools_clock_by_the_time_without_calls(server: 
         server.admit(name)
     assert server.admit("waits", ttl_ms=TTL_MS) == ["queued", str(TTL_MS)]
     server.passes(10_000)
-    # A sweep leaves the pool's clock where it stopped; a heartbeat advances it by the elapsed time.
+    # A sweep does not move the pool's clock; a heartbeat advances the clock by the elapsed time.
     server.sweep()
     assert server.knows("waits")
     server.beat()

@@ -37,7 +37,7 @@ def logged_end(replica: Replica, request_id: str, placement: Placement) -> None:
 
 
 async def test_a_requests_end_counts_before_an_admission_in_the_same_loop_turn(fleet: OpenFleet) -> None:
-    # Two endpoints run one request each: request `other`, and the client's request `last`.
+    # Two endpoints run one request each: the requests `other` and `last`.
     async with fleet("a", endpoints=2, upper_per=1) as (it, a):
         other = await a.gate.admit(ask("other"), stream_owned=False)
         last = await a.gate.admit(ask("last"), stream_owned=False)
@@ -65,7 +65,7 @@ async def test_ends_of_requests_are_sent_after_the_loop_turn_and_later_ends_in_o
             await a.admit(name)
         messages: list[int] = []  # number of items in each message to Redis
         monkeypatch.setattr(a.metrics, "redis_call", lambda script, took_s, items: messages.append(items))
-        # After a while, two requests end in one loop turn; four end while the message of these is in flight.
+        # Two requests end in one loop turn; four more end while the message of these two ends is in flight.
         ends = [a.store.settle(name, Outcome.COMPLETED) for name in names[:2]]
         await asyncio.sleep(0)
         ends += [a.store.settle(name, Outcome.COMPLETED) for name in names[2:6]]

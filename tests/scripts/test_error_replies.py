@@ -1,6 +1,6 @@
 """Tests of a replica's reaction to each error reply of Redis that docs/errors.md lists.
 
-Real servers give the errors that a test can provoke; a proxy gives the others."""
+Real servers give the errors that a test can provoke; a proxy gives the other errors."""
 
 import asyncio
 import contextlib
@@ -45,7 +45,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 class Watched:
-    """A replica with failover, one request in flight and one waiting."""
+    """A replica with failover, one request in flight and one request waiting."""
 
     def __init__(self, fleet: Fleet, replica: Replica) -> None:
         self.fleet, self.replica = fleet, replica
@@ -129,7 +129,7 @@ async def test_a_call_is_repeated_after_a_passing_server_error(
         # The admission of the new request gets the error once.
         between.refuse(f"{error} for a moment", times=1)
         async with arriving(it, "new", "other"):
-            # The new request waits in the shared queue behind the earlier one.
+            # The new request waits in the shared queue behind the earlier request.
             await it.fleet.until_queued(2)
             assert it.gate.failover.state is FailoverState.SHARED
         await it.ends()

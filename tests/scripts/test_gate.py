@@ -63,7 +63,7 @@ async def test_a_request_whose_client_is_reported_gone_becomes_a_suspect_once_pl
 
 
 async def test_a_request_whose_client_disconnects_leaves_the_queue_at_once(fleet: OpenFleet) -> None:
-    # Two requests wait, one behind the other.
+    # Two requests wait, the second request behind the first.
     async with fleet("a", "b", full=True) as (it, a, b):
         task = await waiting(it, a, "q")
         behind = await waiting(it, a, "behind")
@@ -94,10 +94,10 @@ async def test_a_client_that_disconnects_during_placement_leaves_no_state(
 
         monkeypatch.setattr(a.store, "place", stopped)
         await a.admit("runs")
-        task = await waiting(it, a, "q", subset=(E1,))  # with candidates `*` the grant would place it
+        task = await waiting(it, a, "q", subset=(E1,))  # with candidates `*` the grant would place q
         await a.settle("runs")
         await placing.wait()
-        # The client disconnects, and its request's stock and endpoint are released.
+        # The client disconnects, and the stock and the endpoint of the request are released.
         await cancel(task)
         await a.beat()
         assert await it.at_rest()
@@ -144,7 +144,7 @@ async def test_a_request_without_a_body_gets_an_endpoint_without_admission(fleet
 
 @pytest.mark.parametrize("candidates", [E1, "*"], ids=["granted", "placed"])
 async def test_a_replica_returns_a_grant_for_an_unknown_request(fleet: OpenFleet, candidates: str) -> None:
-    # Redis has a queued request of replica `b` that `b` does not know, and another request behind that one.
+    # Redis has a queued request of replica `b` that `b` does not know, and another request behind this one.
     async with fleet("a", "b", listening=True, full=True) as (it, a, b):
         await b.store.admit(ask("unknown"), "1", candidates)
         waiter = await waiting(it, b, "q")

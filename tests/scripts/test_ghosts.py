@@ -138,7 +138,7 @@ async def test_a_renewed_request_is_no_longer_suspected_to_have_ended(fleet: Ope
     [
         (["settle y"], {"x", "new"}),  # the metrics page lacked request y
         (["settle x", "settle y"], {"new"}),  # requests x and y had both ended
-        (["renew y", "settle y"], {"new"}),  # y ran after the page, so it lacked x, which had ended
+        (["renew y", "settle y"], {"new"}),  # y ran after the page, so the page lacked the ended x
         (["renew x", "settle y"], {"x", "new"}),  # before, a renewal has restored request x
         (["settle y", "settle x"], {"new"}),
     ],

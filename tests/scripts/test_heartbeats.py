@@ -42,7 +42,7 @@ def test_the_live_replica_with_the_lowest_name_publishes(beating: Beating) -> No
     # A replica leaves, as if it had called Store.leave.
     beating.client.zadd(f"{beating.prefix}replicas", {"b": 0}, xx=True)
     assert [beating.beat(name) for name in "cd"] == [(1, 2), (0, 2)]
-    # A replica joins while another falls silent, so the number of replicas stays the same.
+    # A replica joins while another replica falls silent, so the number of replicas stays the same.
     beating.passes(SILENCE_MS - 1)
     beating.beat("d")
     beating.passes(1)

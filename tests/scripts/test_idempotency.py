@@ -126,7 +126,7 @@ def _counts(dump: dict[str, Any]) -> dict[str, Any]:
 
 
 async def test_a_request_whose_grant_reply_was_lost_is_placed_once(fleet: OpenFleet, redis_url: str) -> None:
-    # The owner of a queued request loses the reply that brings the grant.
+    # The owner of a queued request loses the reply that contains the grant.
     async with proxy_to(redis_url) as between, fleet("a", full=True, through={"a": between.url}) as (it, a):
         await a.admit("waits")
         between.lose_replies = 1

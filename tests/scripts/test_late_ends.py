@@ -60,7 +60,7 @@ async def test_a_request_reclaimed_before_its_late_end_of_stream_is_queued_by_ag
         times_s.append(20.0)
         answers = asyncio.create_task(converse(exchange, body()))
         await it.until_logged("queued", "made-1")
-        # The body's request is queued by its age, ahead of the request `second`.
+        # The request with this body is queued by age, ahead of the request `second`.
         a.gate.settle(ended("first"))
         assert parts(await answers) == ["request_headers"] + ["request_body"] * 9
         assert not second.done()

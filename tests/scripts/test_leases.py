@@ -90,7 +90,7 @@ async def test_a_running_request_is_restored_from_its_accounting_token_after_a_l
 
 
 async def test_a_replica_that_missed_the_end_of_a_request_does_not_restore_it(fleet: OpenFleet) -> None:
-    # Two requests were started without the shared state, and one of them has ended.
+    # Two requests were started without the shared state, and one of these requests has ended.
     async with fleet("a", "b") as (it, a, b):
         tokens = {name: accounting_token.write(ask(name), E1) for name in ("ended", "runs")}
         assert await a.store.tombstone("ended") == "stored"
@@ -124,7 +124,7 @@ async def test_a_tombstone_stops_only_requests_seen_before_the_end(
 ) -> None:
     async with fleet("a", "b") as (it, a, b):
         token = accounting_token.write(ask("r"), E1)
-        # A replica stores a tombstone for an end that it received `ended_s` ago.
+        # A replica stores a tombstone for a request's end that came `ended_s` ago.
         assert await a.store.tombstone("r", ended_s) == "stored"
         # The replica that owns the stream may restore a request that the replica has seen since the end. An
         # access-log report may carry an old accounting token and restores nothing.

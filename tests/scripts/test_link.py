@@ -141,7 +141,7 @@ async def test_unanswered_calls_fail_at_once_when_a_replica_stops(fleet: OpenFle
 
 
 async def test_an_end_is_kept_until_redis_takes_writes(valkey_url: str, valkey_fleet: OpenFleet) -> None:
-    # A request is in flight; then the server refuses writes because it cannot write its file.
+    # A request is in flight; then the server refuses writes because it cannot write its RDB file.
     async with proxy_to(valkey_url) as between, valkey_fleet("a", through={"a": between.url}) as (it, a):
         await a.admit("r")
         between.refuse("MISCONF Errors writing to the AOF file")

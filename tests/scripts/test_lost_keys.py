@@ -146,8 +146,8 @@ async def test_service_and_counts_recover_after_the_loss_of_a_key(valkey_fleet: 
             await until(load.counts_are_right)
             load.paused = False
             await load.until_served(60, SERVICE_S)
-            # Requests with lost records are not counted until the access log reports them. A drained endpoint
-            # with a lost mark takes requests until a replica has marked it again.
+            # Requests with lost records are not counted until the access log reports these requests. A
+            # drained endpoint with a lost mark takes requests until a replica sets the mark again.
             assert load.peak <= {"requests": 2 * BOUND, "marks": BOUND + EACH}.get(name, BOUND)
             assert [drained(r) for r in (a, b)] == [[DRAINED]] * 2
         await until(it.at_rest)

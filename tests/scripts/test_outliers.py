@@ -23,7 +23,7 @@ class FailingPool(ClockedPool):
         self.ids = 0
 
     def place(self, *where: str, flow: str = "x") -> str:
-        """Place a new request with the candidates `where`, best first; return its id."""
+        """Place a new request with the candidates `where`, best first; return the request's id."""
         self.ids += 1
         scored = ",".join(f"{address}={1 - at / 10}" for at, address in enumerate(where))
         reply = self.admit(f"r{self.ids}", flow=flow, candidates=scored)
@@ -35,7 +35,7 @@ class FailingPool(ClockedPool):
         return bytes(reply[4]).decode()
 
     def fails(self, address: str, flow: str, why: str = "500") -> str:
-        """Place a request of `flow` at `address`, report its failure, and end it."""
+        """Place a request of `flow` at `address`, report the request's failure, and end the request."""
         request_id = self.place(address, flow=flow)
         said = self.fault(request_id, address, why)
         self.call("settle", "a", request_id, "upstream_failed", "", "")

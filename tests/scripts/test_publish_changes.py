@@ -20,7 +20,7 @@ async def publish(replica: Replica, endpoints: Mapping[str, Endpoint], version: 
 
 
 async def what_is_published(fleet: Fleet) -> tuple[object, ...]:
-    """Everything in the shared state that depends on the endpoints."""
+    """All parts of the shared state that depend on the endpoints."""
     found, state = await fleet.dump(), await fleet.state()
     kept = [found.get(name, {}) for name in ("endpoints", "load", "limits")]
     marks, version = sorted(found.get("marks", {})), found["pool"]["endpoints_version"]
@@ -110,7 +110,7 @@ async def test_replicas_with_equal_discovery_publish_changes_and_read_no_endpoin
         for each in (a, b):
             await until(lambda each=each: each.cell.current.endpoints[1].down)
         assert whole == []
-        # A replica reads an endpoint list that it has not discovered yet.
+        # A replica reads a published endpoint list that its own discovery has not found yet.
         a.membership.discovered(wanted[:2])
         await until(lambda: len(b.cell.current.endpoints) == 2)
         assert whole == ["read"]

@@ -170,7 +170,7 @@ async def test_only_the_replica_with_the_lowest_name_publishes(fleet: OpenFleet)
         before = b.membership.pulse
         await until(lambda: b.membership.pulse is not before)
         assert len(b.cell.current.endpoints) == 2
-        # The leader discovers other endpoints: both replicas get them.
+        # The leader discovers other endpoints: both replicas get these endpoints.
         a.membership.discovered([a.cell.current.endpoints[0]])
         await until(lambda: len(a.cell.current.endpoints) == len(b.cell.current.endpoints) == 1)
         # The leader leaves: the other replica is the leader at once.

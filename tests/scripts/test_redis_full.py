@@ -90,7 +90,7 @@ async def test_a_full_redis_refuses_new_requests_and_serves_admitted_ones(server
         *served, _ = clients.tasks
         await asyncio.gather(*served)
         await until(it.at_rest)
-        # New requests are still refused, by a replica that stays in the shared state.
+        # New requests are still refused, by a replica that still uses the shared state.
         with pytest.raises(WritesRefused):
             await clients.ask("new")
         assert gate.failover.state is FailoverState.SHARED

@@ -43,7 +43,7 @@ async def test_a_batch_queues_all_arrivals_except_those_of_a_broken_flow(valkey_
     # The stock is full, and the queue key of one flow has the wrong type.
     async with valkey_fleet("a", full=True) as (it, a):
         async with broken(it):
-            # Requests of this flow and of others arrive in one message.
+            # Requests of this flow and of other flows arrive in one message.
             arrivals = {"g1": "good", "b": "bad", "g2": "good", "h": "other", "b2": "bad"}
             arriving = (a.admit(name, flow=flow) for name, flow in arrivals.items())
             _, g1, b, g2, h, b2 = await in_one_message(a.beat(), *arriving)
@@ -101,7 +101,7 @@ async def test_a_broken_flow_does_not_keep_other_requests_in_the_queue(
 
 
 async def test_an_admission_that_failed_halfway_does_not_stop_the_queue(valkey_fleet: OpenFleet) -> None:
-    # Flow queues have stray entries, as if a script had failed after it had queued a request.
+    # Flow queues have stray entries, as if a script had failed after queueing a request.
     async with valkey_fleet("a", full=True) as (it, a):
         await a.admit("first", flow="good")
         for flow in ("good", "lone"):

@@ -20,7 +20,7 @@ FOREVER_MS = 600_000
 
 
 def without_end(it: Fleet) -> None:
-    """Make replicas' snapshots of the flow queues, and claims to read them, outlive the test."""
+    """Let snapshots of the flow queues, and claims to read the queues, outlive the test."""
     times = SnapshotTimes(FOREVER_MS, FOREVER_MS / 1000, FOREVER_MS / 1000)
     for each in it.replicas:
         store = each.store
@@ -67,7 +67,7 @@ async def test_a_snapshot_that_one_replica_has_read_serves_the_others(valkey_fle
         read = await queues_of(a)
         assert len(read) == FLOWS
         await a.admit("late", flow="late")
-        # The other replicas get the same snapshot, with identical ages, instead of reading themselves.
+        # The other replicas get the same snapshot, with identical ages, and do not read the queues.
         for other in others:
             assert await queues_of(other) == read
         assert "late" in names((await others[0].store.reads.flow_queues(MOST)).queues)

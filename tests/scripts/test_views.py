@@ -28,7 +28,7 @@ async def queued_behind_one(it: Fleet, *requests: tuple[str, str, int]) -> None:
 
 
 async def test_flow_queues_are_listed_by_band_and_start_tag_throttled_queues_last(fleet: OpenFleet) -> None:
-    # Flows wait in three bands; one flow has been served, and one is at its limit.
+    # Flows wait in three bands; one flow has been served, and another flow is at its limit.
     async with fleet("a", upper_per=1) as (it, a):
         waiting = ("d1", "served", 1), ("d2", "served", 1), ("d3", "new", 1), ("s", "low", 2)
         await queued_behind_one(it, *waiting)
@@ -42,7 +42,7 @@ async def test_flow_queues_are_listed_by_band_and_start_tag_throttled_queues_las
         await a.beat()
         found = await a.store.reads.flow_queues(10)
         rows = [(each.group, each.name, each.queued, each.in_flight) for each in found.queues]
-        # Unthrottled flow queues come first; the throttled one is last, although its band is higher.
+        # Unthrottled flow queues come first; the throttled flow queue is last, though its band is higher.
         low, limited = group_of(Band.SHEDDABLE.priority), group_of(Band.CRITICAL.priority, throttled=True)
         assert rows == [(low, "low", 1, None), (limited, "limited", 1, 1)]
         assert [each for each in found.totals if each[1]] == [(low, 1), (limited, 1)]
@@ -140,13 +140,13 @@ async def test_requests_in_flight_are_listed_in_pages_by_lease(fleet: OpenFleet)
 async def test_a_request_is_found_in_every_state(fleet: OpenFleet) -> None:
     async with fleet("a", "b", upper_per=1, starvation_ms=1) as (it, a, b):
         await queued_behind_one(it, ("first", "f", 1), ("second", "f", 1))
-        # A queued request is found with its rank, its flow queue, and its rank among the overdue requests.
+        # A queued request is listed with its rank, its flow queue, and its rank among the overdue requests.
         await it.after(5)
         await a.beat()
         found = await a.store.reads.request("second")
         assert (found.entry.state, found.rank, found.queue.name, found.queue.queued) == ("queued", 1, "f", 2)
         assert (found.overdue_rank, found.lease_in_s) == (1, None)
-        # A placed request is found with its lease.
+        # A placed request is listed with its lease.
         runs = await a.store.reads.request("runs")
         assert (runs.entry.state, runs.rank, runs.queue, runs.overdue_rank) == ("placed", None, None, None)
         assert runs.lease_in_s is not None
@@ -338,7 +338,7 @@ async def test_the_service_of_a_flow_is_the_sum_of_the_replicas_reports(valkey_f
     async with listed(valkey_fleet, ("q1", "gold", Band.DEFAULT)) as (a, lists):
         served = '{"host":"h","up_s":5,"served":{"priorities":[[0,%d]],"flows":[[0,"gold",%d]],"cut":false}}'
         nonsense = '{"served": {"priorities": "x"}, "up_s": "long"}'
-        # Two more replicas report the service that they gave, and a third one reports nonsense.
+        # Two more replicas report the service that they gave, and a third replica reports nonsense.
         for name, about in (("b", served % (40, 30)), ("c", served % (60, 30)), ("d", nonsense)):
             await a.store._client.call("heartbeat", name, about, 60_000)
 

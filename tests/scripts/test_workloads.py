@@ -11,7 +11,7 @@ from picker_fleet.state.store import name_of
 
 
 async def test_an_idle_workload_is_forgotten_and_a_busy_one_is_not(fleet: OpenFleet) -> None:
-    # 250 workloads are idle, and one has a request in flight.
+    # 250 workloads are idle, and one workload has a request in flight.
     async with fleet("a", upper_per=1000) as (it, a):
         await asyncio.gather(*(a.admit(f"r{i}", workload=f"w{i}") for i in range(250)))
         await a.settle(*(f"r{i}" for i in range(250)))

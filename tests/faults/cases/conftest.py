@@ -39,7 +39,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture
 def case(request: pytest.FixtureRequest, mode: str) -> Iterator[Case]:
-    """This test's row in the table of results."""
+    """The row of the present test in the table of results."""
     made = Case(request.node.name.removeprefix("test_"), mode)
     yield made
     if "FAULT_SUITE" in os.environ:
@@ -50,7 +50,7 @@ def case(request: pytest.FixtureRequest, mode: str) -> Iterator[Case]:
 def faulty(case: Case, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Fleet]]:
     """`faulty(*options, config=None, environment=None, unaudited="")` starts a fleet in the case's mode.
 
-    The fleet is stopped before the case's row is written: if stopping fails, so does the case.
+    The fleet is stopped before the case's row is written: if the stop fails, the case fails.
     """
     try:
         with fleets(tmp_path_factory, "--debug-headers", "--mode", case.mode) as start:
@@ -77,7 +77,7 @@ class TwoVersions:
         self.environment = {"PYTHONPATH": str(folder / "app")}
 
     def change(self, comment: str) -> None:
-        """Append `comment` to a script; this changes the library's hash and so the names of its functions."""
+        """Append `comment` to a script: the library gets another hash, and so other names of functions."""
         with self._file.open("a", encoding="utf-8") as script:
             script.write(f"-- {comment}\n")
 

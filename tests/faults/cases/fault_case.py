@@ -14,8 +14,8 @@ from whole_fleet import Fleet
 from picker_tools.load.generator import Answer, Load
 
 FULL = os.environ.get("FAULT_SUITE") == "full"
-# Simulated time to first token (ms) in cases whose load must fill the pool. The short form makes answers
-# about three times as long, because other tests slow its clients.
+# Simulated time to first token (ms) in cases whose load must fill the pool. In the short form answers take
+# about three times as long, because other tests slow the clients.
 TTFT_MS = "20" if FULL else "150"
 RESULTS = Path(__file__).parents[3] / "bench" / "results"
 

@@ -1,4 +1,4 @@
-"""Streams that outlive their leases, and clients that leave at any moment (G6)."""
+"""Streams that last longer than a lease, and clients that leave at any moment (G6)."""
 
 import asyncio
 import random
@@ -23,7 +23,7 @@ async def test_stream_outlives_its_lease(faulty: Callable[..., Any], case: Case)
     lease_s = case.size(3, 2)  # seconds: longer than the access-log interval of 1 s
     times = case.size(2, 10)
     case.describe(f"a stream {times} times longer than its lease")
-    # Streams last many times as long as a lease, while other clients send requests.
+    # Some streams last many times as long as a lease, while other clients send requests.
     options = ("--sim-ttft", "20", "--sim-itl", f"{ITL_S * 1000:g}")
     here = faulty(*options, config=config(lease_s=lease_s))
     tokens = int(times * lease_s / ITL_S)
@@ -51,7 +51,7 @@ async def test_clients_leave(faulty: Callable[..., Any], case: Case) -> None:
         await before.wait_for_served(50)
     await rests(here)
     baseline = await _open(here, case.mode)
-    # Clients leave before placement, while queued, before the first byte of the answer, and after it.
+    # Clients leave before placement, while queued, before the answer's first byte, and during the answer.
     async with closed_loop(here.url, clients=AT_ONCE, seed=3, make_request=_fickle) as load:
         await load.wait_until(lambda: _left(load) >= count)
     since = time.monotonic()
@@ -95,7 +95,7 @@ async def test_clients_leave_before_envoy_reads_the_answer(faulty: Callable[...,
 async def test_envoy_killed(faulty: Callable[..., Any], case: Case) -> None:
     kills = case.size(1, 10)
     case.describe(f"SIGKILL of Envoy, {kills} times")
-    # Streams fill the pool, and requests queue behind them.
+    # Streams fill the pool, and further requests wait in the queue.
     here = faulty("--sim-ttft", "20", "--sim-itl", "20", config=config())
     longest_s = 0.0
     for _ in range(kills):

@@ -1,6 +1,6 @@
 """Wrong wall clocks on replicas change no decision: the scripts use only Redis's clock.
 
-libfaketime shifts the wall clock of each replica process, and leaves its monotonic clock unchanged.
+libfaketime shifts the wall clock of each replica process, but not the process's monotonic clock.
 """
 
 import asyncio
@@ -52,7 +52,7 @@ async def test_wrong_clocks(faulty: Callable[..., Any], case: Case, wrong_clocks
     wrong = faulty(*options, config=config(lease_s=15, per_endpoint=1), environment=wrong_clocks)
     off_s = [await _offset_s(wrong, replica) for replica in range(3)]
     assert [round(seconds / 60) for seconds in off_s] == [5, -5, 0]
-    # Each fleet gets the same requests in the same order; they queue behind one long answer.
+    # Each fleet gets the same requests in the same order; the requests wait behind one long answer.
     both = await asyncio.gather(_decisions(right, count), _decisions(wrong, count))
     # Both fleets grant requests in the same order, and the same requests expire.
     assert both[0] == both[1]

@@ -31,7 +31,7 @@ async def test_endpoint_killed_during_answers(faulty: Callable[..., Any], case: 
     case.describe(f"an endpoint killed during its answers, {kills} times")
     here = faulty("--sim-ttft", "10", "--sim-itl", "20", config=config())
     load = await _killed_amid_load(here, kills, _streamed, seed=3)
-    # Only answers that had begun are cut; each kill cuts at most as many as may run on one endpoint.
+    # Only answers that had begun are cut: by each kill at most as many as may run on one endpoint.
     cut = [record for record in load.unserved if record.status == 200]
     case.report(
         f"{len(cut)} begun answers cut in {kills} kills, other errors {len(load.unserved) - len(cut)}"
@@ -76,7 +76,7 @@ async def test_endpoint_killed_after_each_restart(faulty: Callable[..., Any], ca
 
 
 async def _killed_amid_load(here: Any, kills: int, make_request: MakeRequest, seed: int) -> Load:
-    """Run load, and `kills` times kill a random one of the four endpoints, which is restarted."""
+    """Run load; `kills` times, kill a random endpoint of four, which is then restarted."""
     dice = random.Random(seed)
     async with closed_loop(here.url, clients=30, make_request=make_request) as load:
         for _ in range(kills):

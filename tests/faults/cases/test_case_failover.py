@@ -27,7 +27,7 @@ from picker_tools.load.generator import closed_loop, requests_of_flows
 
 SERVERS, EACH = 4, 3
 BOUND = SERVERS * EACH
-MOST = 2 * BOUND  # the new server may know none of the requests in flight
+MOST = 2 * BOUND  # the new Redis server may know none of the requests in flight
 CLIENTS = 40
 SERVICE_S = 0.4
 LOOKS, LOOK_S = 10, 0.03
@@ -77,18 +77,18 @@ async def test_primary_killed(faulty: Callable[..., Any], case: Case, tmp_path: 
                     seen.peaks.append(servers.peak)
                     if number == kills - 1:
                         break
-                    # Restart the killed server; it becomes a replica of the new primary.
+                    # Restart the killed server, which becomes a replica of the new primary.
                     await asyncio.to_thread(former.revive)
                     await asyncio.to_thread(wait, redis.is_whole, "the old primary in sync", IN_STEP_S)
             since = time.monotonic()
             await all_at_rest(here, servers)
             rested_s = time.monotonic() - since
             await case.check(here, load.history, served_without_redis=True)
-    # Over-admission is at most the number of requests in flight when the server was killed.
+    # At most as many requests are admitted in excess as were in flight when the server was killed.
     case.report(f"highest in flight {_joined(seen.before)} before, {_joined(seen.peaks)} after")
     case.report(f"bound {BOUND}, limit during a failover {MOST}")
     assert max(seen.peaks) <= MOST
-    # Every refusal has a retry-after, and no two clients get the same answer.
+    # Every refusal has a header retry-after, and no two clients get the same answer.
     refused = refused_with_retry_after(load.history)
     case.report(f"{len(refused)} of {len(load.history)} requests answered 503, no other error")
     case.report(
@@ -135,8 +135,8 @@ async def _full(here: Any, servers: CountingServers) -> bool:
 async def _miscounted(here: Any, servers: CountingServers) -> float:
     """The requests in flight that replicas report, minus the requests in flight at the model servers.
 
-    Redis counts a request before the endpoint gets it and until after its end. So the stock may briefly be
-    too high, but never too low: the minimum of several readings is the error.
+    Redis counts a request before the endpoint gets it and until after its end. Thus the counted stock may
+    briefly be too high, but never too low: the least of several readings is the error.
     """
     found: list[float] = []
     for look in range(LOOKS):

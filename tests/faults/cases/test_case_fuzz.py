@@ -28,7 +28,7 @@ HANGS_S = 60.0
 SEED = 20
 MOST_GROWTH = 40 * 1024 * 1024
 LEAVES_S = 0.5  # the client of an incomplete request leaves before the replica's timeout answers
-TRUE_ENDS = 0.7  # share of placed requests that get a true end; leases end the others
+TRUE_ENDS = 0.7  # share of placed requests whose end is reported; leases end the other requests
 
 
 KINDS = {
@@ -72,7 +72,7 @@ async def test_a_replica_survives_damaged_messages(faulty: Callable[..., Any], c
 class Fuzz(ABC):
     """Sends damaged messages on many streams; one stream in five is an access-log stream.
 
-    Counts messages (`sent`), `streams`, and their `ends` by status; `hangs` are streams without an answer.
+    Counts messages (`sent`), `streams`, and streams' `ends` by status; `hangs` are unanswered streams.
     """
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
@@ -84,7 +84,7 @@ class Fuzz(ABC):
         self.ends: Counter[str] = Counter()
 
     async def run(self, count: int) -> None:
-        """Send `count` further messages."""
+        """Send `count` further damaged messages."""
         goal = self.sent + count
 
         async def talk() -> None:
@@ -180,7 +180,7 @@ class GrpcFuzz(Fuzz):
         self.sent += len(messages)
         call = self._exchanges()
         async with self.patience():
-            # The replica may answer before the last message.
+            # The replica may answer before it gets the last message.
             with suppress(asyncio.InvalidStateError, grpc.aio.AioRpcError):
                 for message in messages:
                     await call.write(message)
@@ -199,7 +199,7 @@ class GrpcFuzz(Fuzz):
 
 
 def _errors(here: Any) -> list[str]:
-    """Lines of the replica's log with level ERROR or without a log line's format."""
+    """Lines of the replica's log that have level ERROR or lack the format of a log line."""
     found = re.search(r"logs in (\S+);", here.output)
     assert found is not None
     log = (Path(found[1]) / "replica-1.log").read_text(encoding="utf-8", errors="replace")

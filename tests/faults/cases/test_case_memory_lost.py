@@ -1,4 +1,4 @@
-"""Redis repeatedly loses its scripts, or all its data (G6, G8)."""
+"""Redis repeatedly loses all scripts, or all data (G6, G8)."""
 
 import asyncio
 import time
@@ -68,7 +68,7 @@ async def _placed(redis: Any) -> set[bytes]:
 
 
 async def _longest(redis: Any) -> set[bytes]:
-    """Ids of the six long streams once all are placed, else empty. Only their flow's name lacks `flow-`."""
+    """Ids of the six long streams once all are placed, else empty. Only these lack a flow named `flow-`."""
     records = await redis.hgetall(KEYS.prefix + "requests")
     placed = await _placed(redis)
     found = {request for request, record in records.items() if request in placed and b"flow-" not in record}

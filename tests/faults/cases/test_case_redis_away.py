@@ -66,7 +66,7 @@ async def test_redis_unavailable(faulty: Callable[..., Any], case: Case, valkey:
             f"highest in flight {peaks[0]} before, {peaks[1]} in the outage, {peaks[2]} after, of {BOUND}"
         )
         assert max(peaks) <= BOUND
-        # Every refusal has a retry-after.
+        # Every refusal has a header retry-after.
         refused_with_retry_after(load.history)
         case.report(
             f"answers a second {_rate(load.history, began_s, lost_s)} before, "
@@ -90,7 +90,7 @@ def _rate(history: list[Answer], from_s: float, to_s: float) -> str:
 
 
 def _refusals(when: str, history: list[Answer], from_s: float, to_s: float) -> str:
-    """Text: for each reason, the number of refusals to requests sent in the interval, and their delays."""
+    """Text: for each reason, the number and the delays of refusals of requests sent in the interval."""
     kinds: dict[str, list[float]] = defaultdict(list)
     for record in history:
         if record.unserved and from_s <= record.sent_s < to_s:

@@ -38,8 +38,8 @@ async def test_replica_killed(faulty: Callable[..., Any], case: Case) -> None:
     since = time.monotonic()
     await rests(here)
     rested_s = time.monotonic() - since
-    # The decision log breaks no promise. If only the killed replica received the end of a request, the
-    # request's lease ends it.
+    # The decision log breaks no promise. If only the killed replica received the end of a request, the lease
+    # ends the request.
     case.report(f"all counts 0 after {rested_s:.1f} s ({TERMS})")
     found = await case.check(here, load.history, may_end=ENDS)
     case.report(f"{found.ends['reclaimed']} requests ended by their lease")
@@ -65,7 +65,7 @@ async def test_replica_stopped_beyond_its_lease(faulty: Callable[..., Any], case
                 highest = max(highest, sum(await model_servers(here)))
                 await asyncio.sleep(0.02)
     await rests(here, lease_s + REAP_S)
-    # The stopped replica's stale grants admit no request beyond the bound of 16.
+    # The stopped replica's stale grants admit no request beyond the bound of 16 requests.
     case.report(f"{len(load.unserved)} client errors in {len(load.history)}, {highest} at the model servers")
     found = await case.check(here, load.history, may_end=ENDS, may_resume=True)
     case.report(f"{found.resumed} requests were admitted twice: a stopped replica had also ended them")

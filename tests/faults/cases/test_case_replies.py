@@ -46,7 +46,7 @@ async def test_script_replies_lost(faulty: Callable[..., Any], case: Case, tmp_p
                     )
                     await load.wait_for_served(dice.randint(1, BETWEEN))
                 await load.wait_for_served(2 * CLIENTS)
-            # No client gets an error other than 503, and the model servers never exceed the bound.
+            # No client gets an error other than 503; requests on the model servers never exceed the bound.
             case.report(f"{between.lost} replies lost, {between.connections} connections made")
             assert between.lost == losses
             refused = refused_with_retry_after(load.history)

@@ -46,7 +46,7 @@ async def test_every_wakeup_dropped(
                 with_wakeups.append(await _stretch(load, count))
                 between.drop_messages = True
                 without_wakeups.append(await _stretch(load, count))
-        # Every request is served, and the bound holds.
+        # Every request is served, and no more run than the bound allows.
         case.report(f"{between.dropped} wake-ups dropped")
         assert between.dropped > 0
         assert load.unserved == []
