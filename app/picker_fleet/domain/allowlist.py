@@ -323,7 +323,7 @@ DESTINATION: Final = "x-gateway-destination-endpoint"
 SUBSET: Final = "x-gateway-destination-endpoint-subset"
 SERVED: Final = "x-gateway-destination-endpoint-served"
 NEVER_TRUSTED = (DESTINATION, SUBSET, SERVED)
-# Headers that any client may set: they affect only the client's own request. To trust them has no effect.
+# Headers that any client may set for its own request. Trusting such headers changes nothing.
 ALWAYS_KEPT = (
     "x-workload-context",
     "x-llm-d-inference-ttl",

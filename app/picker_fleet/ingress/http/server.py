@@ -316,7 +316,7 @@ class _Connection(asyncio.Protocol):
                 self._body.release()
                 self._refused = error
         else:
-            # Envoy reads an answer only when it has sent the whole body, so the rest is read and dropped.
+            # Envoy reads an answer only when it has sent the whole body, so all further bytes are dropped.
             self._dropped_bytes += len(chunk)
             if self._dropped_bytes > 2 * self._context.settings.extproc.max_body_bytes:
                 self._fail(self._refused)
