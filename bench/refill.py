@@ -1,9 +1,9 @@
 """`python -m bench.refill` measures how long a freed place at a model server stays empty while requests wait.
 
-That is the time from the last byte of an answer to the first byte of the next request at the model server.
-The page compares it with the time that a picker adds to a request that does not wait. One model server has
-few places and a deep queue. Client and model server run in this process, so that one clock times both. Writes
-bench/results/refill.md.
+A place is empty from an answer's last byte until the next request's first byte reaches the model server.
+The page compares this time with the time that a picker adds to a request that does not wait. One model server
+has few places and a deep queue. Client and model server run in this process, so that one clock times both.
+Writes bench/results/refill.md.
 """
 
 import asyncio
@@ -26,9 +26,9 @@ from picker_tools.load.generator import Client, Request, flow_header
 from picker_tools.local_fleet.parts import MODES
 
 _PLACES = 4
-_WAITING = 48  # connections whose requests wait
-_SERVED_S = (0.03, 0.07)  # random duration of an answer, so that answers end at different times
-_PAUSE_S = (0.005, 0.02)  # a client pauses before its next request, so as not to disturb a refill
+_WAITING = 48  # number of connections whose requests wait
+_SERVED_S = (0.03, 0.07)  # seconds: random duration of an answer, so that answers end at different times
+_PAUSE_S = (0.005, 0.02)  # seconds that a client pauses before its next request, so as not to disturb refills
 _UNQUEUED = 400
 _REFILLS = 500
 _WARM_UP = 40
@@ -38,7 +38,7 @@ _P50_LIMIT, _P99_LIMIT = 1.5, 3.0
 
 @dataclass(slots=True)
 class Times:
-    """Times at which requests were sent, arrived and ended, in µs of one clock. `served_s`: shortest and
+    """The times at which requests were sent, arrived and ended, in µs of one clock. `served_s`: shortest and
     longest duration of an answer."""
 
     served_s: tuple[float, float] = (0.0, 0.0)
@@ -73,7 +73,7 @@ class _ModelServer(ModelServer):
 
 
 async def _ask_on(client: Client, times: Times, number: int, stop: asyncio.Event) -> None:
-    """Send one request after the other until `stop` is set. ConnectionError if a request is not served."""
+    """Send one request after the other until `stop` is set. Raises ConnectionError if one is not served."""
     for count in itertools.count():
         name = f"{number}-{count}"
         times.sent_us[name.encode()] = _now_us()
@@ -129,7 +129,8 @@ async def _reading(url: str, times: Times, *, refill: bool) -> Reading:
 
 
 async def measure(rounds: int, modes: Sequence[str], replicas: Sequence[int]) -> dict[str, list[Reading]]:
-    """Measure each variant (mode, replicas) in each round. Returns readings by variant; `none`: no picker."""
+    """Measure each variant (mode, replicas) in each round. Returns readings by variant (`none`: no
+    picker)."""
     variants = [(mode, count) for mode in MODES if mode in modes for count in replicas]
     found: dict[str, list[Reading]] = {"none": [], **{f"{mode}, {count}": [] for mode, count in variants}}
     for number in range(rounds):

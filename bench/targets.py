@@ -1,9 +1,9 @@
-"""`python -m bench.targets` checks the targets of specification 000 for `workload-aware` against `fcfs`.
+"""`python -m bench.targets` compares policy `workload-aware` with `fcfs` by the targets of specification 000.
 
 A live change switches one fleet between the two policies. Each round has two passes of each policy in the
 order A B B A or B A A B, so that a drift of the machine's speed cancels out. A target is met if the whole 95
 % interval meets it, missed if the mean misses it, and otherwise not shown. Writes bench/results/targets.md.
-Exit status 1 if a target is missed.
+The exit status is 1 if a target is missed.
 """
 
 import asyncio
@@ -27,16 +27,16 @@ from picker_tools.load.generator import Request, send_request
 _POLICIES = ("fcfs", "workload-aware")
 _WORKLOADS, _SCORES = 1000, 200_000
 _CONCURRENT = 1000
-_BUSY, _CALM = 48, 4  # clients: with 48, two thirds of the requests wait; with 4, no request waits
+_BUSY, _CALM = 48, 4  # numbers of clients: with 48, two thirds of the requests wait; with 4, no request waits
 _BUSY_REQUESTS, _CALM_REQUESTS = 1500, 400
-_TAIL_S = 0.5  # within this time the replicas process a pass's access log
+_TAIL_S = 0.5  # seconds within which the replicas process a pass's access log
 _CONFIG: Mapping[str, Any] = {
     "request_queue_controller": {"watermark_per_backend": 4},
     "fair_request_queue": {"flow_capacity": 2000, "total_capacity": 4000, "queue_ttl": "60s"},
 }
 _SIZE = ("--replicas", "2", "--endpoints", "4", "--mode", "lean", "--sim-ttft", "1", "--sim-itl", "0")
 
-# A Redis function that computes a request's score, as dispatch does, many times in a call, or loops idly.
+# A Redis function that computes a request's score many times in a call, as dispatch does, or only loops.
 _SCORE = "return constant_score(r) + settings.wait_weight * math.min((now_us - r.arrived) / cap_us(), 1)"
 _FUNCTION = """
 redis.register_function{function_name='%s', callback=function(keys, args)
@@ -59,7 +59,7 @@ end}
 class Row:
     target: str
     measured: str
-    met: bool | None  # None: not shown, because the interval includes the limit
+    met: bool | None  # None: the target is not shown, because the interval includes the limit
 
 
 def _scoring_library(library: Library) -> Library:
@@ -105,7 +105,8 @@ def _score(it: Server) -> list[Row]:
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """Figures of one pass. `cpu_us`: CPU per request of replicas and Valkey. Latencies: to the last byte."""
+    """Figures of one pass. `cpu_us`: CPU per request of replicas and Valkey. Latencies: to an answer's
+    end."""
 
     per_s: float
     cpu_us: float

@@ -12,7 +12,7 @@ from bench.rig.report import options_parser, percentile, table, write_page
 
 _LOADS = (0.6, 0.9, 1.2, 2.0)
 _IN_FLIGHT = (8, 16, 24, 32, 36, 40, 48, 64, 128, 256)
-_NEARLY = 0.97  # the bound is the lowest that reaches this share of the capacity
+_NEARLY = 0.97  # the simulated bound is the lowest that reaches this share of the capacity
 _BOUNDS_AT = 1.2
 
 Runs = dict[tuple[str, float], list[Figures]]

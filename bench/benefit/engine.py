@@ -1,4 +1,4 @@
-"""Simulates a model server whose speed depends on its load. Pure; the caller passes the time.
+"""Simulates a model server whose speed depends on its load. The caller passes the simulated time.
 
 The server batches like vLLM V1: each step computes one token for every running request and, within the token
 budget, the prompts of new requests. When the KV cache is full, the server preempts the newest request,
@@ -15,7 +15,8 @@ KV_SLOTS = 15_700
 _WEIGHT_BYTES = 26e9
 _KV_BYTES = 800e3
 _FLOP_PER_TOKEN = 2 * 13e9
-# NVIDIA A100 40GB data sheet: 1555 GB/s and 312 TFLOP/s (BF16). The attained share `_REACHED` is assumed.
+# NVIDIA A100 40GB data sheet: 1555 GB/s and 312 TFLOP/s (BF16). Assumed: `_REACHED` of these rates is
+# attained.
 _REACHED = 0.6
 _BYTES_PER_S = 1555e9 * _REACHED
 _FLOP_PER_S = 312e12 * _REACHED
@@ -57,7 +58,7 @@ class Engine:
     _abandoned: bool = False
 
     def begin_step(self) -> float:
-        """Schedule the next step. Returns the step's duration in seconds; 0 if there is no request."""
+        """Schedule the server's next step. Returns the step's duration in seconds; 0 without a request."""
         if self._abandoned:
             self._drop_abandoned()
         scheduled: list[tuple[Job, int]] = []
@@ -96,7 +97,7 @@ class Engine:
         job.left = self._abandoned = True
 
     def end_step(self, now_s: float) -> list[Job]:
-        """Count the step's tokens. Returns the requests that have ended."""
+        """Count the tokens that the step has computed. Returns the requests that the step has ended."""
         ended = []
         for job, tokens in self._scheduled:
             job.computed += tokens

@@ -1,7 +1,7 @@
 """The compared policies, which use the product's queue (`LocalQueue`, `FairQueue`) and scheduler.
 
-The caller passes the time. The network is not simulated: a decision takes no time, but a policy learns only
-`RELEASE_S` after the end of an answer that a place is free.
+The caller passes the time to each policy. The network is not simulated: a decision takes no time, but a
+policy learns of a freed place only `RELEASE_S` after the answer's end.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +18,7 @@ from picker_fleet.scheduling.scorers import EndpointState, PickRequest
 
 RELEASE_S = 0.01
 _SCRAPE_S = 0.1
-_SCORERS = {"queue-depth": 2.0, "kv-cache": 2.0}  # the weights of deploy/picker.yaml
+_SCORERS = {"queue-depth": 2.0, "kv-cache": 2.0}  # the scorers' weights in deploy/picker.yaml
 CRITICALITY = {"chat": 3, "urgent": 5, "nightly": 1}
 
 
@@ -26,7 +26,7 @@ CRITICALITY = {"chat": 3, "urgent": 5, "nightly": 1}
 class Pool:
     """What a picker knows of the servers: its count of requests in flight, and scraped metrics.
 
-    `place` calls `started` for each request.
+    The method `place` calls the function `started` for each placed request.
     """
 
     engines: Sequence[Engine]
@@ -82,10 +82,10 @@ class Direct:
 
 
 class Queued:
-    """A policy with `queues` queues that split bound and capacities evenly; one queue models the fleet.
+    """A policy with `queues` queues, which split bound and capacities evenly; one queue models the fleet.
 
-    With several queues the tenants' ingress is skewed: the first queue gets no requests of `bulk`, and the
-    last queue gets none of `chat`.
+    With several queues the tenants' requests are skewed: the first queue gets none of tenant `bulk`, the last
+    none of `chat`.
     """
 
     def __init__(

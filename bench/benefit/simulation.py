@@ -14,10 +14,10 @@ from picker_tools.audit.measures import jain
 
 SERVERS = 4
 DEADLINE_S = 60.0  # a client leaves if its answer is not complete after this time
-_QUEUE_TTL_S = 30.0  # the default of fair_request_queue.queue_ttl
+_QUEUE_TTL_S = 30.0  # seconds: the default of fair_request_queue.queue_ttl
 _WARM_S, _END_S = 60.0, 300.0
-CHAT_LOAD = 0.3  # chat's load as a share of the capacity; `bulk` sends the rest
-_URGENT = 0.1  # share of bulk's requests that are urgent
+CHAT_LOAD = 0.3  # load of tenant `chat` as a share of the capacity; tenant `bulk` sends the rest
+_URGENT = 0.1  # share of the requests of `bulk` that are urgent
 # Mean lengths of ShareGPT's prompts and answers in the paper's figure 11; the log-normal shape is assumed.
 _PROMPT, _ANSWER, _SIGMA, _LONGEST = 161, 338, 1.0, 1000
 KINDS = ("chat", "urgent", "nightly")
@@ -34,7 +34,7 @@ POLICIES: dict[str, Callable[[Pool, float], Policy]] = {
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Figures of the requests after the warm-up. `recomputed`, `too_late`: shares of all computed tokens."""
+    """Figures of a run after the warm-up. `recomputed`, `too_late`: shares of all computed tokens."""
 
     jobs: Sequence[Job]
     per_s: float
@@ -155,8 +155,8 @@ def saturated(in_flight: int, seed: int) -> tuple[float, float, float]:
 
 
 def run(policy: str, load: float, capacity: float, bound: float, seed: int) -> Figures:
-    """Simulate `policy` at `load` times `capacity` (requests/s) with at most `bound` requests at each server.
-    The same seed and load give all policies the same requests."""
+    """Simulate `policy` at a load of `load` × `capacity` requests/s, with at most `bound` requests at each
+    server. With the same seed and load, all policies get the same requests."""
     engines = [Engine() for _ in range(SERVERS)]
     events, draw = _Events(engines), random.Random(f"{seed}/{load}")
     gate = POLICIES[policy](Pool(engines, random.Random(seed).random, events.start), bound)

@@ -72,7 +72,7 @@ def _page(command: str, plan: Plan, results: Results, checked: Sequence[Claim]) 
 
 
 def _weights(runs: Sequence[Weights]) -> list[str]:
-    """Cells: ranges of each flow's share, of Jain's index and of min/max, and the number of violations."""
+    """Table cells: ranges of each flow's share, of Jain's index and of min/max; number of violations."""
     found = [[run.shares[name] for run in runs] for name in WEIGHTS]
     found += [[run.jain for run in runs], [run.min_by_max for run in runs]]
     spans = [f"{min(each):.3f}–{max(each):.3f}" for each in found]

@@ -1,4 +1,4 @@
-"""Runs scenarios, one after the other, with replica processes on one Valkey."""
+"""Runs fairness scenarios, one after the other, with replica processes on one Valkey."""
 
 import asyncio
 import contextlib
@@ -25,7 +25,7 @@ class RunFailed(Exception):
 
 
 class Fleet:
-    """The replica processes; each `run` uses as many as its argument `replicas` says."""
+    """The replica processes; each call of `run` uses as many processes as its argument `replicas` says."""
 
     def __init__(self, port: int, redis: Redis, replicas: Sequence[Child]) -> None:
         self._url = f"redis://{LOOPBACK}:{port}/0"
@@ -35,10 +35,11 @@ class Fleet:
     async def run(
         self, scenario: Scenario, seed: int, replicas: int, *, separate: bool = False
     ) -> list[Entry]:
-        """Run a scenario. Returns the decision logs of all pools by time. `separate`: one pool per replica.
+        """Run a scenario. Returns the decision logs of all pools by time. `separate`: each replica has a
+        pool.
 
         Raises:
-            RunFailed: a replica reports an error, or the run takes too long.
+            RunFailed: raised if a replica reports an error or the run takes too long.
         """
         await self._redis.flushall()
         pools = [f"bench-{number}" if separate else "bench" for number in range(replicas)]
@@ -50,7 +51,7 @@ class Fleet:
             for replica in used:
                 replica.send("go")
             async with asyncio.TaskGroup() as tasks:
-                for replica in used:  # read replies from the start, to notice failures
+                for replica in used:  # read the replicas' replies from the start, to notice failures
                     tasks.create_task(replica.expect("done", _RUN_S + _ANSWERS_S))
                 async with asyncio.timeout(_RUN_S):
                     entries = await self._follow(sorted(set(pools)), scenario.grants)

@@ -1,4 +1,4 @@
-"""Computes the figures of each scenario's run from the run's decision log. Pure."""
+"""Computes the fairness figures of a scenario's run from the run's decision log. Pure."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -34,7 +34,7 @@ class Intervals(Reading):
 
 @dataclass(frozen=True, slots=True)
 class Weights(Intervals):
-    """Figures of the weights run. `shares`: weight-normalised service by flow; 1 is a fair share."""
+    """Figures of the scenario `weights`. `shares`: weight-normalised service by flow; 1 is a fair share."""
 
     shares: Mapping[str, float]
 
@@ -60,7 +60,7 @@ class Weights(Intervals):
 
 @dataclass(frozen=True, slots=True)
 class Trickle(Intervals):
-    """Mean waits in the trickle run. `overload`: arrived requests / dispatched requests."""
+    """Mean waits in a run of the scenario `trickle`. `overload`: arrived requests / dispatched requests."""
 
     trickle_ms: float
     bulk_ms: float
@@ -73,7 +73,7 @@ class Trickle(Intervals):
 
 @dataclass(frozen=True, slots=True)
 class Starvation(Reading):
-    """The criticality-1 workload's `demand`: arrivals / all dispatches; `highest`: longest wait / TTL."""
+    """A criticality-1 workload's `demand`, arrivals / all dispatches, and `highest`, longest wait / TTL."""
 
     demand: float
     expired: int
@@ -103,7 +103,7 @@ def weights(replicas: int, seed: int, entries: Sequence[Entry]) -> Weights:
 
 
 def split_part(entries: Sequence[Entry]) -> float:
-    """The share of all service that the client with 50 fairness ids gets."""
+    """The share of all flows' service that the client with 50 fairness ids gets."""
     served = measures.window(entries, WEIGHTS.keys() - {"split"}, source_of).served
     return served["split"] / sum(served.values())
 

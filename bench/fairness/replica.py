@@ -1,8 +1,8 @@
 """`python -m bench.fairness.replica`: one replica with its clients, controlled over pipes.
 
 The fairness benchmark starts this process. Each line on stdin is a `Job`: the process joins the job's pool,
-prints `ready`, waits for `go`, lets its clients send requests until it reads `stop`, then prints `done`.
-After an error the process prints the error and exits; it also exits at the end of stdin.
+prints `ready`, and waits for the line `go`. Its clients then send requests until the process reads `stop`; it
+then prints `done`. After an error the process prints the error and exits; it also exits at the end of stdin.
 """
 
 import asyncio
@@ -24,13 +24,13 @@ from picker_fleet.ingress.context import OpenRequests
 from picker_fleet.pool import Pool
 from picker_fleet.state.subscriptions import listen
 
-_AGAIN_S = 0.02  # pause of a caller after a refusal
+_AGAIN_S = 0.02  # seconds that a client pauses after a refusal
 _MODEL = "llama"
-_PROMPT_TOKENS = 1  # the answer has all other tokens of a request
+_PROMPT_TOKENS = 1  # tokens of a prompt; the answer has all other tokens of the request
 
 
 class Clients:
-    """All clients of `source` at this replica. `seed` determines the requests and their order."""
+    """All clients of the load source `source` at this replica. `seed` determines all requests."""
 
     def __init__(
         self, gate: Admission, source: Source, replica: str, *, service_ms: Sequence[float], seed: str
@@ -43,7 +43,7 @@ class Clients:
         self._made = 0
 
     async def run(self) -> None:
-        """Send requests until cancelled. Raises StateUnavailable if Redis is unavailable."""
+        """Send requests until the task is cancelled. Raises StateUnavailable if Redis is unavailable."""
         async with asyncio.TaskGroup() as tasks:
             for _ in range(self._source.callers):
                 tasks.create_task(self._call_forever())
@@ -64,7 +64,7 @@ class Clients:
                 await asyncio.sleep(_AGAIN_S)
 
     async def _one(self) -> bool:
-        """Admit one request, serve it and settle it. False if it is refused."""
+        """Admit, serve and settle one request. Returns False if the request is refused."""
         request = self._next()
         service_s = self._random.uniform(*self._service_ms) / 1000
         try:

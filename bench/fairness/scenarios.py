@@ -1,4 +1,4 @@
-"""The scenarios: their load, the queue's configuration, and each replica's share of the load as a `Job`.
+"""The fairness scenarios: load, queue configuration, and each replica's share of the load as a `Job`.
 
 The control models N independent pickers: each replica has its own pool and queue with its share of the
 bounds, so that all replicas together admit as much as the fleet.
@@ -15,9 +15,9 @@ import msgspec
 class Source:
     """Clients of one kind: `callers` with one request at a time each, or random arrivals at `rate_per_s`.
 
-    The fairness id is `fairness_id`, or else `name`. Requests use `ids` fairness ids and `workloads` workload
-    ids (0: none) in turn. `tokens`: a request's actual number of tokens (0: requests are counted); its
-    estimated cost is `tokens` times a random factor from 1/`guess_factor` to `guess_factor`.
+    The fairness id is `fairness_id`, or else `name`. The clients' requests use `ids` fairness ids and
+    `workloads` workload ids (0: none) in turn. `tokens`: a request's actual number of tokens (0: requests are
+    counted); its estimated cost is `tokens` times a random factor from 1/`guess_factor` to `guess_factor`.
     """
 
     name: str
@@ -34,19 +34,19 @@ class Source:
     guess_factor: float = 1.0
 
     def flow(self, number: int) -> str:
-        """The fairness id of the source's n-th request."""
+        """The fairness id of the n-th request of this source."""
         own = self.fairness_id or self.name
         return own if self.ids == 1 else f"{own}-{number % self.ids}"
 
     def part(self, which: int, of: int) -> "Source":
-        """The share of this source's load at replica number `which` (from 0) of `of` replicas."""
+        """The share of this source's load that replica number `which` (from 0) of `of` replicas gets."""
         callers = self.callers // of + (which < self.callers % of)
         return replace(self, callers=callers, rate_per_s=self.rate_per_s / of)
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One replica's share of a run. An answer takes a random time in the range `service_ms`."""
+    """One replica's share of a scenario's run. Each answer takes a random time in the range `service_ms`."""
 
     replica: str
     config: Mapping[str, Any]
@@ -68,7 +68,7 @@ def source_of(request_id: str) -> str:
 
 
 def assign_replicas(sources: int, replicas: int) -> list[list[int]]:
-    """For each source, the numbers of its replicas. With enough replicas no two sources share a replica."""
+    """The replica numbers of each load source. With enough replicas no two load sources share a replica."""
     assigned: list[list[int]] = [[] for _ in range(sources)]
     for slot in range(max(sources, replicas)):
         assigned[slot % sources].append(slot % replicas)
@@ -92,7 +92,7 @@ class Scenario:
 
 
 def _config(in_flight: float, *, unit: str = "requests", **queue: Any) -> dict[str, Any]:
-    """A configuration with a bound of `in_flight`, queue settings `queue`, and the decision log enabled."""
+    """A configuration with a bound of `in_flight` requests, queue settings `queue`, and the decision log."""
     each = in_flight / _ENDPOINTS
     wait_cap = queue.pop("wait_cap_s", 60.0)
     return {
@@ -140,8 +140,8 @@ def trickle(grants: int) -> Scenario:
 def starvation(grants: int, ttl_s: float, guard_share: float) -> Scenario:
     """One flow with enough criticality-5 requests to keep all endpoints busy, and few criticality-1 requests.
 
-    TTL and wait cap are the default 30 s and 60 s, scaled by the same factor. The criticality-5 requests come
-    from 40 workloads, because a single busy workload's request rate would dominate its score.
+    The TTL and the wait cap are the defaults, 30 s and 60 s, scaled by one factor. The criticality-5 requests
+    come from 40 workloads, because a single busy workload's request rate would dominate its score.
     """
     sources = (
         Source("low", rate_per_s=16, workloads=1, criticality=1, ttl_s=ttl_s, fairness_id="both"),
@@ -152,7 +152,7 @@ def starvation(grants: int, ttl_s: float, guard_share: float) -> Scenario:
 
 
 def bands(grants: int, ttl_s: float) -> Scenario:
-    """Critical arrives at 0.3 and Default at 0.55 of the capacity; Sheddable requests always wait."""
+    """Critical requests arrive at 0.3 of the capacity, Default at 0.55; Sheddable requests always wait."""
     sources = (
         Source("critical", band=0, rate_per_s=120),
         Source("default", band=1, rate_per_s=220),
@@ -174,7 +174,7 @@ def tokens(grants: int) -> Scenario:
 
 
 def configured(tree: Mapping[str, Any], url: str, pool: str, pools: int) -> dict[str, Any]:
-    """The configuration of a replica of `pool`, one of `pools` pools that share the bounds of `tree`."""
+    """The configuration of a replica of `pool`, one of `pools` pools that share the bounds in `tree`."""
     controller = dict(tree["request_queue_controller"])
     for bound in ("watermark_per_backend", "lower_bound_per_backend", "upper_bound_per_backend"):
         controller[bound] /= pools

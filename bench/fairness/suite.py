@@ -1,4 +1,4 @@
-"""Runs all scenarios, and checks each claim against the worst run."""
+"""Runs all fairness scenarios, and checks each claim against the worst run."""
 
 import operator
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ GUARD_SHARE = 0.1  # default of `guard_share`
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Numbers of replicas and seeds to run, and how many dispatches each scenario makes."""
+    """The plan: numbers of replicas, seeds, and how many dispatches each scenario makes."""
 
     replicas: tuple[int, ...]
     seeds: tuple[int, ...]
@@ -33,7 +33,7 @@ QUICK = Plan((1, 4), (1,), 1.0, 2000, 600, 1000, 1000, 8000)
 
 @dataclass(slots=True)
 class Results:
-    """Figures of all runs. `split_part`: the share of service of a client that uses 50 fairness ids."""
+    """Figures of all fairness runs. `split_part`: a client's share of service if it has 50 fairness ids."""
 
     weights: list[Weights] = field(default_factory=list)
     control: list[Weights] = field(default_factory=list)
@@ -89,7 +89,7 @@ _COMPARE = {"≥": operator.ge, "≤": operator.le, "<": operator.lt, ">": opera
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """A claim about the runs: it is met if `measured` `sign` `limit` is true (`sign`: a key of _COMPARE)."""
+    """A claim, met if comparing `measured` with `limit` by `sign` (a key of _COMPARE) gives true."""
 
     what: str
     measured: float

@@ -1,11 +1,11 @@
-"""Compares a replica's cost with 1000 pods in an InferencePool and with 10; writes large-pool.md (with
-`--only PART`, prints the page instead).
+"""Compares a replica's cost with 1000 pods in an InferencePool and with 10; writes large-pool.md (with the
+option `--only PART`, prints the page instead).
 
 A real API server serves two InferencePools of one namespace. Each pool has a Valkey, two replicas with a
 chart's flags, and an Envoy configured like a gateway. One process runs the model servers, each at its own
-loopback address. Measured: a replica's CPU at rest, with and without replacing a tenth of the pods each
-minute; CPU per request in both pools, in turns; the replica's calls to the API server; and prefix hits if a
-pick looks at a part of the endpoints, and if it looks at all (hits.py).
+loopback address. It measures a replica's CPU at rest, with and without replacing a tenth of the pods each
+minute; the CPU per request in both pools, in turns; the replica's calls to the API server; and prefix hits if
+a pick looks at a part of the endpoints, and at all endpoints (hits.py).
 """
 
 import argparse
@@ -35,10 +35,10 @@ from picker_tools.local_fleet.network import free_port
 from picker_tools.local_fleet.processes import picker_command
 
 _REPLICAS = 2
-_REPLACED_S = 600.0  # time in which every pod is replaced: a tenth each minute
+_REPLACED_S = 600.0  # seconds in which every pod is replaced: a tenth each minute
 _CONNECTIONS = 16
 _CONVERSATIONS = 300
-_SHARED, _OWN = "You are a helpful assistant. " * 70, 1500  # common start; further characters of each prompt
+_SHARED, _OWN = "You are a helpful assistant. " * 70, 1500  # common text; own characters of a prompt
 _READY_S = 120.0
 _NUMBERS = itertools.count(1)
 _MOST_AT_REST, _MOST_OF_A_PICK, _LEAST_HITS = 2.0, 1.2, 0.98
@@ -50,12 +50,12 @@ class Pool:
 
     name: str
     size: int
-    first: int  # number of the pool's first server
+    first: int  # number of the pool's first model server
     seat: Seat
     redis_pid: int
     pods: list[tuple[str, str]] = field(default_factory=list)  # (name, address)
     accounts: list[str] = field(default_factory=list)  # service accounts of the running replicas
-    free: list[str] = field(default_factory=list)  # addresses without a pod
+    free: list[str] = field(default_factory=list)  # addresses that no pod has
     _next: int = 0
 
     @property
@@ -78,8 +78,8 @@ def create_pod(server: ApiServer, pool: Pool, name: str, host: str) -> None:
 
 
 async def replace_pods(server: ApiServer, pool: Pool, dice: random.Random, stop: asyncio.Event) -> None:
-    """Until `stop`, replace pods one after the other by pods at other addresses, so fast that `_REPLACED_S`
-    is enough for all pods."""
+    """Until `stop` is set, replace one pod after the other by a pod at another address; all pods take
+    `_REPLACED_S`."""
     pause_s = _REPLACED_S / pool.size
     while not stop.is_set():
         began_s = time.monotonic()
@@ -132,7 +132,7 @@ async def start_replicas(pool: Pool, server: ApiServer, *, scraping: bool) -> No
 
 
 def without_scraping(*arguments: str) -> list[str]:
-    """The command line of a replica that does not scrape; `arguments`: arguments of `picker`."""
+    """Command line of a replica that does not scrape; `arguments` are those of the program `picker`."""
     return [sys.executable, "-m", "bench.large_pool.child", "replica", *arguments]
 
 
@@ -140,12 +140,12 @@ _RIGHTS = {
     "apiGroups": ["", "inference.networking.k8s.io", "llm-d.ai", "inference.networking.x-k8s.io"],
     "resources": ["pods", "inferencepools", "inferenceobjectives", "inferencemodelrewrites"],
     "verbs": ["list", "watch"],
-}  # the chart grants the same rights
+}  # the chart grants a replica the same rights
 
 
 @dataclass(frozen=True, slots=True)
 class Rest:
-    """CPU of each replica and of Valkey at rest, in per cent of a core."""
+    """The CPU of each replica and of Valkey at rest, in per cent of a core."""
 
     replicas: tuple[float, ...]
     valkey: float
@@ -216,9 +216,9 @@ def calls_seen(server: ApiServer, account: str) -> dict[str, int]:
 @dataclass(slots=True)
 class Found:
     rest: dict[str, Rest] = field(default_factory=dict)
-    costs: list[tuple[Cost, Cost]] = field(default_factory=list)  # (small pool, large pool), by round
-    calls: dict[str, int] = field(default_factory=dict)  # key such as `list pods`
-    hits: tuple[Hits, Hits] | None = None  # a pick looks at a part of the endpoints; at all endpoints
+    costs: list[tuple[Cost, Cost]] = field(default_factory=list)  # per round: small pool, large pool
+    calls: dict[str, int] = field(default_factory=dict)  # number of API calls by a key such as `list pods`
+    hits: tuple[Hits, Hits] | None = None  # hits if a pick looks at a part of the endpoints; at all endpoints
 
 
 async def measure(folder: Path, server: ApiServer, found: Found, options: argparse.Namespace) -> None:
@@ -242,7 +242,7 @@ async def measure(folder: Path, server: ApiServer, found: Found, options: argpar
                     found.rest[f"large, {name}, replaced"] = await rest(large, options.seconds)
                     stop.set()
                 print(found.rest, flush=True)
-            # Count the calls of a replica after pods were replaced.
+            # Count a replica's calls to the API server after pods were replaced.
             found.calls = calls_seen(server, large.accounts[0])
         if options.only in (None, "pick"):
             for pool in (small, large):
@@ -266,7 +266,7 @@ def ratios(costs: Sequence[tuple[Cost, Cost]], of: str) -> tuple[float, float, f
 
 
 def faults(found: Found) -> list[str]:
-    """A text for each missed limit."""
+    """A text for each limit that the measurement missed."""
     missed = []
     for name, at_rest in found.rest.items():
         if "no scraping" in name and max(at_rest.replicas) > _MOST_AT_REST:

@@ -1,8 +1,8 @@
-"""The bench's child processes.
+"""The child processes of the large-pool benchmark.
 
 `python -m bench.large_pool.child servers PORT COUNT [PAGE]` runs model servers at COUNT addresses on port
-PORT in one process, with the metrics page in the file PAGE, and prints a line once all listen. `python -m
-bench.large_pool.child replica serve …` runs `picker serve` without scraping.
+PORT in one process, with the metrics page in the file PAGE, and prints a line once all servers listen.
+`python -m bench.large_pool.child replica serve …` runs `picker serve` without scraping.
 """
 
 import asyncio
@@ -47,7 +47,7 @@ async def _serve(port: str, count: str) -> None:
 
 
 async def start_servers(seat: Any, count: int, *page: str) -> None:
-    """Start a process with `count` model servers in `seat` (tests/kubernetes/seat.py), which all listen."""
+    """Start a process with `count` listening model servers in `seat` (tests/kubernetes/seat.py)."""
     command = [sys.executable, "-m", "bench.large_pool.child", "servers", str(seat.port), str(count), *page]
     seat.spawn("servers", command)
     log = seat.folder / "servers.log"

@@ -1,8 +1,8 @@
-"""Compares prefix hits if a pick looks at a part of a large pool's endpoints, and if it looks at all.
+"""Compares prefix hits if a pick looks at a part of a large pool's endpoints, and at all endpoints.
 
-Runs a replica's chooser and the script's formula for the choice among candidates in this process. Chats of
-several turns begin with one of a few system prompts. Each request runs until `_RUNNING` more requests have
-arrived, so that many endpoints are busy.
+Runs a replica's chooser and the script's formula for the choice among candidates in this process. Simulated
+chats of several turns begin with one of a few system prompts. Each request runs until `_RUNNING` more
+requests have arrived, so that many endpoints are busy.
 """
 
 import random
@@ -23,11 +23,11 @@ from picker_fleet.scheduling.endpoint_history import block_hashes
 from picker_fleet.scheduling.route_stream import RouteStream
 from picker_fleet.state.accounting_token import Keyring
 
-_SCORERS = {"queue-depth": 2.0, "kv-cache": 2.0, "prefix-affinity": 3.0}  # the weights of the chart's flags
+_SCORERS = {"queue-depth": 2.0, "kv-cache": 2.0, "prefix-affinity": 3.0}  # weights in the chart's flags
 _SYSTEM_PROMPTS, _SYSTEM_BLOCKS = 20, (4, 16)
 _CHATS, _TURNS, _TURN_BLOCKS = 3000, 8, (2, 6)
 _RUNNING = 2000
-_PLACES = 4  # an endpoint runs so many requests at once; further requests wait there
+_PLACES = 4  # requests that an endpoint runs at once; further requests wait there
 _WARM, _COUNTED = 8000, 8000
 _READ_EACH = 100  # requests between two scrapes of the endpoints
 _ALL = 10**9
@@ -44,7 +44,7 @@ class Hits:
 
 
 def measure_hits(size: int) -> tuple[Hits, Hits]:
-    """The hits if a pick looks at a part of `size` endpoints, and if a pick looks at all."""
+    """The prefix hits if a pick looks at a part of `size` endpoints, and if a pick looks at all endpoints."""
     with patch.object(endpoint_states, "ALL_LOOKED_AT", _ALL):
         of_all = _run(size)
     return _run(size), of_all

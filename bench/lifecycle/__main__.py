@@ -1,6 +1,6 @@
 """Measures what a request and a fleet cost Redis; writes lifecycle.md and sizing.md.
 
-Exit status 1 if a limit is not met.
+The exit status is 1 if a limit is not met.
 """
 
 import sys
@@ -17,8 +17,8 @@ from picker_fleet.state.batching import MAX_BATCH
 
 _ROUNDS = 3
 _ROUNDS_BESIDE_BASELINE = 30
-# A request may cost as much as this many calls of the baseline. The scripts miss the limit: the last full run
-# measured 3.1, and 3.7 with `place` and `acknowledge` (bench/results/lifecycle.md).
+# A request may cost Redis as much CPU as this many calls of the baseline script. The last full run missed
+# this limit: 3.1 calls; 3.7 with `place` and `acknowledge` (bench/results/lifecycle.md).
 _BASELINES = 3.0
 _GROWTH = 1.7
 _LONGEST_US = 5000
@@ -65,7 +65,7 @@ def _measure(redis_server: Server, requests: int, most: int) -> Iterator[Row]:
         for seed in range(_ROUNDS):
             with_upkeep = size.large and seed == 0
             own = measure_lifecycle(redis_server, size, requests, seed, with_upkeep=with_upkeep)
-            # The machine's speed varies by a factor of two, so compare with a base run directly afterwards.
+            # The machine's speed varies by a factor of two, so a base run follows each run.
             other = own if size == base else measure_lifecycle(redis_server, base, requests, seed)
             found.append(own)
             beside.append(other)
@@ -86,7 +86,7 @@ def _measure(redis_server: Server, requests: int, most: int) -> Iterator[Row]:
 
 
 def _beside_baseline(redis_server: Server, requests: int, baselines: list[float]) -> Iterator[Row]:
-    """Compare the server CPU of a request and of a baseline call, by many short runs in turns."""
+    """Compare Redis's CPU for a request and for a baseline call, by many short runs in turns."""
     steps = {"admit, wait, grant, settle": False, "a request, which is these, place and acknowledge": True}
     found: dict[str, list[float]] = {what: [] for what in steps}
     for seed in range(_ROUNDS_BESIDE_BASELINE):
@@ -94,7 +94,7 @@ def _beside_baseline(redis_server: Server, requests: int, baselines: list[float]
         for what, placed in steps.items():
             found[what].append(measure_lifecycle(redis_server, _SMALL, requests, seed, placed=placed).us)
     for what, us in found.items():
-        # The machine's speed varies by a factor of two within seconds; noise only adds, so compare minima.
+        # The machine's speed varies by a factor of two within seconds; noise only adds time: compare minima.
         least = min(us) / min(baselines)
         yield Row(
             f"{what}, in calls of the baseline: the least of {_ROUNDS_BESIDE_BASELINE}", least, _BASELINES, ""

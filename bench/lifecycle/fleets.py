@@ -1,4 +1,4 @@
-"""Measures Valkey's CPU for simulated replicas and dashboards, and fits the formula.
+"""Measures Valkey's CPU for simulated replicas and dashboards, and fits the formula for sizing.
 
 All figures are CPU time of the Valkey process, not wall time, because other processes share the machine.
 """
@@ -61,7 +61,7 @@ def measure_fleets(server: Server) -> tuple[bool, str]:
     dashboard = line([(float(n), sum(views[n])) for n in _VIEWED_FITTED])
     told = line([(float(n), views[n][0]) for n in _VIEWED_FITTED])[1]
     formula = Formula(direct, waiting, dashboard, told).fitted(points[: len(_FITTED_FLEETS)])
-    rows: list[tuple[str, bool, float, float, str]] = []  # what, fitted, measured, formula, unit
+    rows: list[tuple[str, bool, float, float, str]] = []  # label, fitted?, measured, formula, unit
     for (queued, batch), (calls, us) in requests.items():
         fixed, each = waiting if queued else direct
         what = f"a {'queued' if queued else 'direct'} request, {batch} a call, Valkey full"
@@ -122,13 +122,13 @@ class _Replicas:
             self.beat(number, changed=True)
 
     def beat(self, number: int, *, changed: bool) -> None:
-        """Send the heartbeat of replica `number`, with its replica info if the info has `changed`."""
+        """Send the heartbeat of replica `number`; if `changed`, the heartbeat carries the replica's info."""
         info = _replica_info(number) if changed else ""
         self.pool.call("heartbeat", self.owners[number], info, NEVER_MS, "")
 
 
 def _replica_info(number: int) -> str:
-    """A replica info of usual length, as a heartbeat carries (fleet/info.py)."""
+    """A text of usual length about a replica, as a heartbeat carries (fleet/info.py)."""
     about = {
         "host": f"picker-6d5f7c9b8d-{number:05d}", "version": "0.1.0", "admin": f"http://10.1.0.{number}:9090",
         "grpc": f"10.1.0.{number}:9002", "up_s": 86400.123, "waiting": 3, "degraded": False, "resyncs": 0,
@@ -154,7 +154,7 @@ def _views(server: Server, replicas: int) -> list[float]:
 
 def _simulate(server: Server, fleet: Fleet) -> float:
     """The cores that Valkey uses for `fleet`. This process makes all calls of one second one by one, evenly
-    spaced; on a slow machine they take longer than a second."""
+    spaced; on a slow machine these calls take longer than a second."""
     replicas = _Replicas(server, fleet.replicas)
     owners, channel = replicas.owners, Keys.of("bench").metrics
     text = json.dumps({"from": owners[0], "sent": 1700000000123, "readings": {}})

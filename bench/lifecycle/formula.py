@@ -1,23 +1,24 @@
-"""Computes the cores that Valkey needs for a fleet, from a few measured parameters. Times are in µs."""
+"""Computes the cores that Valkey needs for a fleet, from a few measured parameters. All times are in µs."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy
 
-# Measured: calls per second of a replica at rest (heartbeat and read of the state, sweep, two pings), and
-# messages per second that a scraping replica publishes (endpoints/scraping.py).
+# Measured: the calls per second of a replica at rest (heartbeat with a read of the state, sweep, two pings),
+# and the messages per second that a scraping replica publishes (endpoints/scraping.py).
 _CALLS_A_REPLICA = 4
 _PUBLISHED_A_SCRAPER = 2.5
 _SCRAPERS = 8
-_TOLD = 256  # a reply of `state` or `view_replicas` lists at most so many replicas
-_SETTLE_DELAY_S = 0.002  # completions wait this long to share a call (state/batching.py)
+_TOLD = 256  # most replicas in a reply of the scripts `state` and `view_replicas`
+_SETTLE_DELAY_S = 0.002  # seconds that completions wait to share a call (state/batching.py)
 _MAX_BATCH = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
-    """Size and load of a fleet. `queued`: every request waits in the queue. `dashboards`: open dashboards."""
+    """Size and load of a fleet. If `queued`, every request waits in the queue. `dashboards`: number of open
+    ones."""
 
     replicas: int
     requests_per_s: float
@@ -38,7 +39,7 @@ class Formula:
     """The parameters (µs). `direct`, `waiting`: cost of a request, fixed and per call, when Valkey is busy.
     `dashboard`: cost of a dashboard per second, fixed and per replica in the reply. `told`: cost of reading
     the state, per replica in the reply. Fitted: `replica`, cost of a replica per second; `wake`, extra cost
-    of a message to an idle Valkey with cold caches; `calm`, the message rate at which half meet it idle."""
+    of a message to an idle Valkey; `calm`, the message rate at which half of them meet it idle."""
 
     direct: tuple[float, float]
     waiting: tuple[float, float]
@@ -91,20 +92,20 @@ def _woken(fleet: Fleet, calm: float) -> float:
 
 
 def messages_a_second(replicas: int) -> float:
-    """Messages per second on the channel for scraped metrics; each message reaches every replica."""
+    """Messages per second on the channel of scraped metrics; each message reaches every replica."""
     return min(replicas, _SCRAPERS) * _PUBLISHED_A_SCRAPER
 
 
 def messages(fleet: Fleet) -> float:
-    """Messages per second that reach Valkey; two messages in direct succession count as one."""
+    """The messages per second that reach Valkey; two messages in direct succession count as one."""
     requests = fleet.requests_per_s * calls_a_request(fleet)
     return fleet.replicas * _CALLS_A_REPLICA + messages_a_second(fleet.replicas) + requests
 
 
 def calls_a_request(fleet: Fleet) -> float:
-    """Script calls per request: admission, a share of a call that settles, and placement if queued.
+    """Script calls per request: admission, part of a settling call, and placement if it was queued.
 
-    Above some thousand requests a second per replica the result is too high: admissions also share calls.
+    Above some thousand requests/s per replica the result is too high, because admissions also share calls.
     """
     ends = 1 + _SETTLE_DELAY_S * fleet.requests_per_s / fleet.replicas
     return 1 + 1 / min(ends, _MAX_BATCH) + fleet.queued

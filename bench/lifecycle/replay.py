@@ -12,7 +12,7 @@ from picker_fleet.state.batching import HEAD
 
 _DEADLINE_S = 60.0
 _MISMATCH = (b"gone", b"left", b"unknown")
-# The baseline is a script with three writes.
+# The baseline for a request's cost is a script with three writes.
 _THREE_WRITES = """
 redis.call('ZADD', KEYS[1], ARGV[1], ARGV[2])
 redis.call('HINCRBY', KEYS[2], 'count', 1)
@@ -22,8 +22,8 @@ redis.call('ZPOPMIN', KEYS[1])
 
 @dataclass(frozen=True, slots=True)
 class LifecycleCost:
-    """The cost of one request: server CPU in µs, script calls, bytes while queued, `registry_bytes` of them
-    in the workload registry. `longest_us`, `upkeep_us`: longest call of all requests, of each kind of upkeep.
+    """The cost of one request: server CPU in µs, script calls, and bytes while queued (`registry_bytes`: in
+    the workload registry). `longest_us`: the longest call for requests; `upkeep_us`: of each kind of upkeep.
     """
 
     us: float
@@ -40,8 +40,9 @@ def measure_lifecycle(
     """Measure requests at `size` in two rounds (three for large sizes). Each call's shortest time counts,
     because the machine causes delays that occur in only one round.
 
-    Later `fcfs` rounds replay the recorded commands. With other orders a replay could serve other requests,
-    so later rounds make the calls anew. `with_upkeep`: measure upkeep, too. `placed`: grants place requests.
+    With the policy `fcfs`, later rounds replay the recorded commands. With other policies a replay could
+    serve other requests, so later rounds make the calls anew. `with_upkeep`: whether to measure upkeep.
+    `placed`: whether grants place requests.
     """
     warm_up = 100 * BATCH
     recording: list[bytes] = []
@@ -111,8 +112,8 @@ def baseline(server: Server, calls: int) -> float:
 
 
 def _play(server: Server, commands: Sequence[bytes]) -> None:
-    """Send recorded `commands`, a few at a time. RuntimeError if a command fails or serves other requests
-    than when it was recorded."""
+    """Send recorded `commands`, a few at a time. Raises RuntimeError if a command fails or serves other
+    requests than in the recording."""
     for reply in server.replies(commands):
         if any(each.startswith(_MISMATCH) for each in reply[HEAD:]):
             raise RuntimeError(f"the replay served other requests: {reply}")

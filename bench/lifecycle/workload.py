@@ -18,13 +18,13 @@ _IN_FLIGHT = 4 * BATCH
 _PLENTY = 100_000
 _FILL = 64
 _GRACE_MS = 60_000
-_OWNER = "x2k4p-9f3c1a7e"  # has the length of a replica's id in Kubernetes
+_OWNER = "x2k4p-9f3c1a7e"  # this id has the length of a replica's id in Kubernetes
 
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """The size of the shared state while requests are measured. `batch`: requests per call. If `queued` is 0,
-    the bounds have room for every request."""
+    """The size of the shared state while requests are measured. `batch`: requests per call. If the size has
+    `queued` 0, the bounds have room for every request."""
 
     queued: int = 1000
     flows: int = 10
@@ -42,7 +42,7 @@ class Size:
 class Workload(ScriptPool):
     """Fills one server's queue to `size`, and then runs requests that keep this size.
 
-    `watched`: record the time of each call that fills the queue. `placed`: grants also place requests.
+    `watched`: whether to time each call that fills the queue. `placed`: whether grants also place requests.
     """
 
     def __init__(
@@ -72,11 +72,11 @@ class Workload(ScriptPool):
             self._go_on(self.settle([self._running.popleft() for _ in range(batch)])[1])
 
     def sweep(self, most: int | None = None) -> None:
-        """Sweep until a sweep finds nothing more to do, but at most `most` times."""
+        """Call the script `sweep` until it finds nothing more to do, but at most `most` times."""
         more, self._swept = True, 0
         while more and (most is None or most > 0):
             most = None if most is None else most - 1
-            self._swept += 1  # makes each call unique: the slow log identifies calls by command
+            self._swept += 1  # this argument makes each call unique: the slow log identifies calls by command
             more = bool(self.call("sweep", _OWNER, 0, _GRACE_MS, NEVER_MS + self._swept, NEVER_MS)[7])
 
     def change_settings(self, **settings: Any) -> None:
@@ -87,7 +87,7 @@ class Workload(ScriptPool):
         self.change_settings(upper_per=stock / self._size.endpoints, lower_per=stock / self._size.endpoints)
 
     def expire_silent(self, silence_ms: int) -> None:
-        """Send this replica's heartbeat, then let replicas count as silent after `silence_ms`."""
+        """Send this replica's heartbeat, then make replicas without heartbeat silent after `silence_ms`."""
         self.call("heartbeat", _OWNER, "{}", silence_ms)
         self.change_settings(silence_ms=silence_ms)
 
@@ -132,7 +132,7 @@ class Workload(ScriptPool):
         return placed
 
     def _go_on(self, grants: Sequence[bytes]) -> None:
-        """Acknowledge a call's grants if they placed requests, and note that the requests run."""
+        """Acknowledge a call's grants if the grants placed requests, and record that the requests run."""
         ids = granted_ids(grants)
         for at in range(0, len(ids) if self._placed else 0, BATCH):
             self.acknowledge(ids[at : at + BATCH])
@@ -151,9 +151,9 @@ _FIRST = "10.0.0.0:8000"
 
 
 _CALLS = 150  # limit for the calls of each kind of upkeep
-MANY = 6000  # so many requests become overdue, expire or lose their lease at once
+MANY = 6000  # number of requests that become overdue, expire or lose their lease at once
 _PER_CALL = MAX_BATCH
-_STARVING_MS, _TTL_MS = 4000, 8000  # longer than admitting MANY takes
+_STARVING_MS, _TTL_MS = 4000, 8000  # longer than the admission of MANY requests takes
 _SILENCE_MS = 1000
 _MARGIN_S = 0.05
 _POLICIES = (
@@ -195,7 +195,7 @@ def upkeep(state: Workload) -> Iterator[str]:
     state.sweep(_CALLS)
     yield "a sweep, leases have ended"
     state.change_settings(lease_ms=None)
-    # A live change reorders the waiting requests.
+    # A live change of the policy reorders the waiting requests.
     for name, value in _POLICIES:
         state.change_settings(**{name: value})
         state.sweep(_CALLS)

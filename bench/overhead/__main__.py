@@ -52,7 +52,7 @@ rounds. Latency is measured from the time when a request is due to the last byte
 def _fleet(
     mode: str, endpoints: Sequence[str], checkout: Path | None
 ) -> contextlib.AbstractAsyncContextManager[RunningFleet]:
-    """Run one replica in `mode`, of this version or of the version in `checkout`."""
+    """Run one replica in `mode`, from this checkout or from the one in `checkout`."""
     options = ("--replicas", "1", "--endpoints", "0", "--mode", mode)
     environment = {"PYTHONPATH": str(checkout / "app")} if checkout is not None else None
     return picker_up(fleet_config(endpoints, scorers=_SCORERS), *options, environment=environment)
@@ -80,7 +80,7 @@ async def _measure(rounds: int, modes: Sequence[str], checkout: Path | None) -> 
 
 
 async def _measure_beside_go(rounds: int, go: str) -> tuple[Readings, dict[str, Any]]:
-    # Import here, because only `make` puts these test modules on the path.
+    # Import the test modules here, because only `make` puts them on the path.
     from api_server import started
     from seat import opened
 
@@ -162,7 +162,7 @@ def _beside_go(found: Readings, hundred: Mapping[str, Any]) -> list[str]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Measure, and write the page. Exit status 1 if the measurement failed, whatever the figures are."""
+    """Measure, and write the page of results. The exit status is 1 only if the measurement failed."""
     parser = options_parser("python -m bench.overhead", __doc__)
     parser.add_argument("--rounds", type=int, default=5, metavar="N")
     parser.add_argument("--mode", choices=_MODES, action="append", help="only this mode; may be repeated")

@@ -31,7 +31,7 @@ from picker_tools.local_fleet.network import until
 from picker_tools.local_fleet.processes import picker_command
 
 GO, OURS = "the Go picker", "this picker, standard"
-# Configuration of both pickers: the default of the Go picker and of its chart.
+# The configuration of both pickers: the default of the Go picker and of the Go picker's chart.
 _CONFIG = """\
 apiVersion: inference.networking.x-k8s.io/v1alpha1
 kind: EndpointPickerConfig
@@ -55,7 +55,7 @@ _SERVING_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Behind:
-    """A picker behind a gateway's Envoy, as a target of load. The Go picker has no Valkey."""
+    """A picker behind a gateway's Envoy, to which the benchmark sends load. The Go picker has no Valkey."""
 
     seat: Seat
     url: str
@@ -71,7 +71,7 @@ class Behind:
 
 @contextlib.asynccontextmanager
 async def behind_gateway(cluster: ApiServer, folder: Path, pool: str, go: str = "") -> AsyncIterator[Behind]:
-    """Run a picker for `pool` behind an Envoy: the Go picker's binary `go`; if empty, this picker."""
+    """Run a picker for `pool` behind an Envoy: the Go picker's binary `go`, else this picker."""
     launch: Callable[..., list[str]] = (lambda _, *flags: [go, *flags]) if go else picker_command
     async with opened(folder) as here:
         here.tls = False
@@ -100,12 +100,12 @@ _PAGE = Path(__file__).parents[2] / "tests" / "data" / "pages" / "vllm-0.10-lora
 _SETTLE_S, _REST_S = 5.0, 10.0
 _PER_S, _SENT_S = 20, 15
 _BODIES = 40  # number of different prompts
-_WHAT = {"at rest": 0, f"{_PER_S}/s of 1 KB": 1000, f"{_PER_S}/s of 400 KB": 400_000}  # bytes of a body
+_WHAT = {"at rest": 0, f"{_PER_S}/s of 1 KB": 1000, f"{_PER_S}/s of 400 KB": 400_000}  # bytes a body
 
 
 @dataclass(slots=True)
 class Hundred:
-    """Figures with 100 endpoints, by kind of load: cores of picker and Valkey, ms to the last byte."""
+    """Figures with 100 endpoints, by kind of load: cores of picker and Valkey, ms to an answer's end."""
 
     picker: dict[str, list[float]] = field(default_factory=lambda: {what: [] for what in _WHAT})
     valkey: dict[str, list[float]] = field(default_factory=lambda: {what: [] for what in _WHAT})
@@ -150,7 +150,7 @@ def _request(dice: random.Random, size: int) -> Request:
 
 
 async def _at_rate(url: str, requests: Sequence[Request]) -> list[float]:
-    """Send `requests` in turn at `_PER_S`. Returns the ms from each due time to the answer's end."""
+    """Send `requests` in turn, `_PER_S` a second. Returns the ms from each due time to the answer's end."""
     plan = steady(_PER_S, lambda _, number: requests[number % len(requests)])
     with Client(url) as client:
         load = Load(client)

@@ -1,4 +1,4 @@
-"""Sends passes of requests to each target, in changing order, and measures CPU and latency."""
+"""Sends passes (similar requests) to each target, in changing order, and measures CPU and latency."""
 
 import asyncio
 import statistics
@@ -14,7 +14,7 @@ _TAIL_S = 0.3
 _CALM_CONNECTIONS = 2
 _CALM_TURNS = 8
 _IDLE_S = 5
-_WARM_UP_SHARE = 3  # a third of a pass warms up each target before each round
+_WARM_UP_SHARE = 3  # before each round, a third of a pass warms up each target
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ CASES = (
 
 
 class Target(Protocol):
-    """Takes requests at `url`."""
+    """A target of load, which takes requests at `url`."""
 
     @property
     def url(self) -> str: ...
@@ -67,14 +67,14 @@ class Reading:
 
 
 class Readings:
-    """Figures of each round by case and target. `at_rest`: CPU of picker and Valkey in ms a second."""
+    """The figures of each round by case and target. `at_rest`: CPU of picker and Valkey in ms a second."""
 
     def __init__(self) -> None:
         self.at_rest: dict[str, list[float]] = {}
         self.by_case: dict[str, dict[str, list[Reading]]] = {case.name: {} for case in CASES}
 
     async def round(self, targets: Mapping[str, Target], number: int) -> None:
-        """Warm up every target, measure it at rest, and measure all cases. `number`: the round's number."""
+        """Warm up every target, measure it at rest, and measure all cases in round `number`."""
         for case in CASES:
             for target in targets.values():
                 await _send(target, case, case.busy // _WARM_UP_SHARE)
@@ -88,7 +88,7 @@ class Readings:
                 self.by_case[case.name].setdefault(name, []).append(reading)
 
     def ratios(self, case: str, own: str, other: str, of: Callable[[Reading], float]) -> list[float]:
-        """For each round: the figure `of` of target `own` / the same figure of target `other`."""
+        """For each round: the figure `of` of target `own`, divided by that of target `other`."""
         pairs = zip(self.by_case[case][own], self.by_case[case][other], strict=True)
         return [of(a) / of(b) for a, b in pairs]
 
@@ -115,8 +115,8 @@ HEAD = (
 
 
 async def _send(target: Target, case: Case, requests: int) -> list[float]:
-    """Send `requests` requests at full speed. Returns requests a second, and the CPU in µs per request of
-    pickers, Valkey and Envoy, access logs included."""
+    """Send `requests` requests to the target at full speed. Returns requests a second, and the CPU in µs per
+    request of pickers, Valkey and Envoy, access logs included."""
     make_request = alike(case.prompt_bytes, case.tokens)
     async with warmed(target.url, case.connections, make_request) as send:
         before = target.cpu_us()
@@ -127,7 +127,7 @@ async def _send(target: Target, case: Case, requests: int) -> list[float]:
 
 
 async def _compare(targets: Mapping[str, Target], case: Case, number: int) -> dict[str, Reading]:
-    """Measure a busy pass of each target, then a calm pass of each target."""
+    """Measure a busy pass to each target, then a calm pass to each target."""
     names = tuple(targets)
     passes = {name: await _send(targets[name], case, case.busy) for name in _rotated(names, number)}
     calm_ms: dict[str, list[float]] = {name: [] for name in names}

@@ -6,7 +6,7 @@ import sys
 
 _ENDS_S = 5.0
 _ORDER_S = 3600.0
-_LINE_BYTES = 16 * 1024 * 1024  # length limit of a line
+_LINE_BYTES = 16 * 1024 * 1024  # length limit in bytes of a line
 
 
 class ChildFailed(Exception):
@@ -14,7 +14,7 @@ class ChildFailed(Exception):
 
 
 class Child:
-    """A running `python -m MODULE`."""
+    """A running child process `python -m MODULE`."""
 
     def __init__(self, name: str, process: asyncio.subprocess.Process) -> None:
         self.name = name
@@ -38,8 +38,8 @@ class Child:
         """Read the next line that the child prints.
 
         Raises:
-            ChildFailed: the child exited.
-            TimeoutError: the child printed nothing in time.
+            ChildFailed: raised if the child exited.
+            TimeoutError: raised if the child printed nothing in time.
         """
         assert self._process.stdout is not None
         async with asyncio.timeout(within_s):
@@ -49,12 +49,12 @@ class Child:
         return said
 
     async def expect(self, wanted: str, within_s: float) -> None:
-        """Read a line as `line` does; raise ChildFailed if it is not `wanted`."""
+        """Read a line as the method `line` does; raise ChildFailed if the line is not `wanted`."""
         if (said := await self.line(within_s)) != wanted:
             raise ChildFailed(f"{self.name} printed {said!r} instead of {wanted!r}")
 
     async def end(self) -> None:
-        """Close the child's stdin, so that the child exits. Kill it if it does not exit within _ENDS_S."""
+        """Close the child's stdin, so that the child exits; kill the child after _ENDS_S."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         with contextlib.suppress(TimeoutError):
@@ -70,7 +70,7 @@ class Child:
 
 
 class Orders:
-    """In the child process: reads orders from stdin, one per line."""
+    """Used in the child process: reads orders from stdin, one per line."""
 
     def __init__(self, lines: asyncio.StreamReader) -> None:
         self._lines = lines
@@ -83,6 +83,6 @@ class Orders:
         return cls(lines)
 
     async def next(self) -> str:
-        """Read the next order; '' at the end of stdin. TimeoutError if no order comes for an hour."""
+        """Read the next order; '' at the end of stdin. Raises TimeoutError if no order comes for an hour."""
         async with asyncio.timeout(_ORDER_S):
             return (await self._lines.readline()).decode().strip()

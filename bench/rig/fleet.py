@@ -21,7 +21,7 @@ from picker_tools.local_fleet.network import LOOPBACK
 
 PLENTY = 100_000
 _FOLLOWED_S = 30.0
-_THREADS = 2  # Envoy's threads, as `picker up` starts it
+_THREADS = 2  # number of Envoy's threads, as `picker up` starts Envoy
 
 
 class RunningFleet(Fleet):
@@ -45,7 +45,7 @@ class RunningFleet(Fleet):
         return replicas, valkey, envoy
 
     async def counted(self, series: str, **labels: str) -> float:
-        """The sum of a counter over all replicas."""
+        """The sum of the metric `series` over all replicas."""
         return await metric(self, series, **labels)
 
     async def drift(self) -> int:

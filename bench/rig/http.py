@@ -58,7 +58,7 @@ class ModelServer(asyncio.Protocol):
 
 @contextlib.asynccontextmanager
 async def model_server(serve: Callable[[], ModelServer]) -> AsyncIterator[str]:
-    """Run a server that calls `serve` for each connection; yields the server's `ip:port`."""
+    """Run a server that calls the function `serve` for each connection; yields the server's `ip:port`."""
     server = await asyncio.get_running_loop().create_server(serve, LOOPBACK, 0)
     async with server:
         yield f"{LOOPBACK}:{server.sockets[0].getsockname()[1]}"

@@ -1,4 +1,4 @@
-"""Sends passes: similar requests in a closed loop over warm connections; all must be served."""
+"""Sends passes: series of similar requests in a closed loop over warm connections; all must be served."""
 
 import asyncio
 import contextlib
@@ -6,10 +6,10 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 from picker_tools.load.generator import Answer, Client, Load, MakeRequest, Request, flow_header
 
-SMALL_BYTES, LARGE_BYTES = 300, 400_000  # sizes of a request's body
+SMALL_BYTES, LARGE_BYTES = 300, 400_000  # sizes of a request's body in bytes
 _WARM_UP_PER_CONNECTION = 2
 _FLOWS = 4
-_LIMIT_S = 180.0  # timeout of a pass
+_LIMIT_S = 180.0  # timeout of a pass in seconds
 
 Send = Callable[[int], Awaitable[list[Answer]]]
 
@@ -39,10 +39,10 @@ def alike(prompt_bytes: int, tokens: int) -> MakeRequest:
 
 @contextlib.asynccontextmanager
 async def warmed(url: str, connections: int, make_request: MakeRequest) -> AsyncIterator[Send]:
-    """Open `connections` and warm them up. Yields a function that sends a pass of N requests over them.
+    """Warm up `connections` connections. Yields a function that sends a pass of N requests.
 
     Raises:
-        WrongAnswer: a request of a pass was not served.
+        WrongAnswer: raised if a request of a pass was not served.
     """
     with Client(url) as client:
 

@@ -37,7 +37,7 @@ def _processor() -> str:
     return platform.processor() or "unknown"
 
 
-_SCHEDULER_CLOCK = 2  # CPUCLOCK_SCHED of the Linux ABI: user and system time of all threads
+_SCHEDULER_CLOCK = 2  # CPUCLOCK_SCHED of the Linux ABI: the clock of all threads' user and system time
 
 
 def cpu_ns(pids: Iterable[int]) -> int:

@@ -22,9 +22,9 @@ from picker_tools.local_fleet.parts import VALKEY_SETTINGS
 from picker_tools.local_fleet.processes import valkey_binary
 
 _DEADLINE_S = 60.0
-_PIPELINED = 12  # commands sent before waiting for replies
-# Threshold of the slow log. With 1000 us the slow log had 15 000 calls after a million requests, and clearing
-# the log delayed the next call by 20 to 50 ms.
+_PIPELINED = 12  # number of commands sent before waiting for replies
+# Threshold of the slow log in µs. With 1000 us the slow log had 15 000 calls after a million requests, and
+# clearing the log delayed the next call by 20 to 50 ms.
 SLOW_US = 3000
 
 
@@ -38,7 +38,7 @@ def arrival(
 
 
 class Server:
-    """A running Valkey with the product's Lua library. Times are in microseconds."""
+    """A running Valkey with the product's Lua library. All times are in microseconds."""
 
     def __init__(self, port: int, pid: int) -> None:
         self.port = port
@@ -68,7 +68,7 @@ class Server:
         return int(self.client.info("memory")["used_memory"])
 
     def slow_us(self) -> dict[int, float]:
-        """Hash of each slow command since the slow log was reset → its longest duration in µs."""
+        """For the hash of each command in the slow log: the command's longest duration in µs."""
         found: dict[int, float] = {}
         for entry in self.client.slowlog_get(100_000):
             command = entry["command"]
@@ -79,7 +79,7 @@ class Server:
 
     def replies(self, commands: Sequence[bytes]) -> Iterator[Any]:
         """Send packed `commands` on a new connection, several at a time so that the server is never idle, and
-        yield each reply. RuntimeError if a command fails.
+        yield each reply. Raises RuntimeError if a command fails.
         """
         reader = hiredis.Reader()
         with socket.create_connection((LOOPBACK, self.port), _DEADLINE_S) as connection:
@@ -96,9 +96,9 @@ class Server:
                         yield reply
 
     def forget(self) -> None:
-        # SYNC, because freeing memory in the background would cost the next calls CPU.
+        # Flush with SYNC, because freeing memory in the background would cost the next calls CPU.
         self.client.execute_command("FLUSHALL", "SYNC")
-        # Allocate a large block now: the first sorts the freed memory (2 to 18 ms after 1e6 requests).
+        # Allocate a large block now: the first one sorts the freed memory (2 to 18 ms after 1e6 requests).
         self.client.set("{bench}much", bytes(1 << 20))
         self.client.execute_command("FLUSHALL", "SYNC")
         self.forget_slow()
@@ -120,7 +120,7 @@ _SETTINGS: dict[str, Any] = {
 
 
 class ScriptPool:
-    """Calls the scripts of one pool as replica `owner`. `recording`: a list that collects the packed
+    """Calls the scripts of one pool as replica `owner`. `recording` is a list that collects the packed
     commands, or None."""
 
     def __init__(self, server: Server, name: str, owner: str) -> None:
@@ -161,7 +161,7 @@ def granted_ids(grants: Sequence[bytes]) -> list[str]:
 
 @contextlib.contextmanager
 def server() -> Iterator[Server]:
-    """Run a Valkey until the block ends."""
+    """Run a Valkey until the `with` block ends."""
     port, binary = free_port(), valkey_binary()
     with tempfile.TemporaryDirectory() as folder:
         child = subprocess.Popen(

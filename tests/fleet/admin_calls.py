@@ -35,7 +35,7 @@ async def ask(
 
 @asynccontextmanager
 async def paused(fleet: Any) -> AsyncIterator[Callable[..., "asyncio.Task[httpx.Response]"]]:
-    """Pause `fleet` and yield a function that sends a request with arguments of `ask`. The block's body must
+    """Pause `fleet` and yield a function that sends a request with arguments of `ask`. The `with` block must
     resume the fleet: leaving the block waits for all answers."""
     await fleet.post("pause")
     async with fleet.client() as client, asyncio.TaskGroup() as tasks:
@@ -44,7 +44,7 @@ async def paused(fleet: Any) -> AsyncIterator[Callable[..., "asyncio.Task[httpx.
 
 @asynccontextmanager
 async def waiting(fleet: Any, *flows: str, **fields: str) -> AsyncIterator[None]:
-    """Pause `fleet` and queue a request of each flow, with `fields` of `ask`; resume when the block ends."""
+    """Pause `fleet` and queue a request of each flow, with `fields` of `ask`; resume at the block's end."""
     async with paused(fleet) as send:
         for flow in flows:
             send(flow, **fields)

@@ -2,7 +2,7 @@
 
 Each process runs its service's command with the service's environment only. Container specifics become local:
 
-- every container has an address in 127.0.0.0/8, which replaces `0.0.0.0` and `127.0.0.1`;
+- every container has a loopback address, which replaces `0.0.0.0` and `127.0.0.1`;
 - `service:port` becomes the addresses of the service's containers, an option before it is repeated; in
   configuration files DNS discovery becomes the static list that DNS would return;
 - mounted files are copied to the container's folder, folders are used in place, a secret is `TOKEN`;
@@ -28,7 +28,7 @@ from picker_tools.local_fleet.processes import envoy_binary, valkey_binary
 ROOT = Path(__file__).parents[2]
 FILE = ROOT / "docker-compose.yml"
 TOKEN = "the-token-of-the-test"
-_HEALTHY_S = 120.0  # for a service to become healthy on a busy machine
+_HEALTHY_S = 120.0  # seconds for a service to become healthy on a busy machine
 _STOP_S = 30.0
 _POLL_S = 0.2  # each health check is a process, which takes CPU from the services
 
@@ -48,7 +48,7 @@ class Container:
 
 
 class Stack:
-    """The services as processes; `scale` is the number of containers of each service."""
+    """The compose services as processes; `scale` is the number of containers of each service."""
 
     def __init__(self, folder: Path, scale: dict[str, int]) -> None:
         self._folder, self._scale = folder, scale
@@ -127,10 +127,10 @@ class Stack:
         self._started.append(container)
 
     def _until_healthy(self, container: Container) -> None:
-        """Run the service's health check until it succeeds."""
+        """Run the service's health check until the check succeeds."""
         kind, *words = self._services[container.service]["healthcheck"]["test"]
         assert kind == "CMD"
-        if words[0] == "redis-cli":  # redis-cli is not installed; this sends the same PING
+        if words[0] == "redis-cli":  # redis-cli is not installed; this connection sends the same PING
             ask = "import socket, sys; s = socket.create_connection((sys.argv[1], 6379))"
             ask += "; s.sendall(b'PING\\r\\n'); assert s.recv(16) == b'+PONG\\r\\n'"
             words = ["python", "-c", ask, "127.0.0.1"]

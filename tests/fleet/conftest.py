@@ -1,4 +1,4 @@
-"""Whole fleets for tests: `picker up` as users run it, and fixtures to inspect it.
+"""Whole fleets for tests: `picker up` as users run it, and fixtures to inspect the fleets.
 
 `fleet` starts fleets for one test; `shared_fleet` gives the same fleet to all tests that pass the same
 arguments, and keeps one fleet alive at a time. When a fleet ends, its decision log must pass the audit, its
@@ -29,10 +29,10 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Starter]:
 
 @pytest.fixture(scope="session")
 def shared_fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Starter]:
-    """`shared_fleet(*options, config=None, spawned=False)`: one fleet for all equal calls.
+    """`shared_fleet(*options, config=None, spawned=False)` gives one fleet to all equal calls.
 
-    For tests that leave the fleet unchanged. A fixture that passes parameters to `shared_fleet` has module
-    scope, so that pytest groups tests by parameter and each fleet starts once.
+    It is for tests that leave the fleet unchanged. A fixture that passes parameters to `shared_fleet` has
+    module scope, so that pytest groups tests by parameter and each fleet starts once.
     """
     running: dict[str, Fleet] = {}
 

@@ -58,7 +58,7 @@ class Dashboard:
             self.faults.append(message.text)
 
     async def until(self, condition: str, argument: Any = None) -> None:
-        """Wait until a JavaScript expression, which may take `argument`, is true.
+        """Wait until the JavaScript expression, which may take `argument`, is true.
 
         Polls from Python: Playwright's own wait evaluates text in the page, which the page's policy forbids.
         """

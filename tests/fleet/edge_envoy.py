@@ -58,8 +58,8 @@ def edge(
     settings: Mapping[str, Any] = MappingProxyType({}),
     **options: Any,
 ) -> Iterator[Edge]:
-    """Run an Envoy in front of the replicas of `fleet`. `options` go to `build_bootstrap`; `edit` changes the
-    bootstrap. Mode `http` needs a fleet that serves it.
+    """Run an Envoy in front of the replicas of `fleet`. `options` are arguments of `build_bootstrap`; the
+    function `edit` changes the bootstrap. Mode `http` needs a fleet that serves mode `http`.
     """
     tree = bootstrap(fleet, mode, settings, **{"trusted": (), "debug_headers": True, **options})
     edit(tree)
@@ -106,7 +106,7 @@ def started(bootstrap: str, folder: Path, *, threads: int = 1) -> Iterator[Edge]
 
 
 def _running(pid: int, address: Path) -> Edge | None:
-    """The Envoy with its admin address in `address`; None until pickers are healthy and it has endpoints."""
+    """The Envoy with its admin address in `address`; None until pickers are healthy and endpoints known."""
     if not address.exists() or ":" not in address.read_text():
         return None
     admin = f"http://{address.read_text().strip()}"

@@ -11,7 +11,7 @@ from picker_tools.load.generator import Answer, Load, Request, send_request
 
 
 async def complete(url: str, prompt: str, tokens: int, *, streamed: bool = False) -> Answer:
-    """Request a completion of `tokens` tokens; an answer with fewer does not count as served."""
+    """Request a completion of `tokens` tokens; an answer with fewer tokens does not count as served."""
     return await send_request(url, Request(prompt, tokens, streamed))
 
 
@@ -33,15 +33,15 @@ def one_token(_: object, number: int) -> Request:
 
 
 async def answered(load: Load, more: int) -> None:
-    """Wait until `more` further requests of `load` have been answered or have failed; TimeoutError after a
-    minute."""
+    """Wait until `more` further requests of `load` have been answered or have failed; raise TimeoutError
+    after a minute."""
     goal = len(load.history) + more
     async with asyncio.timeout(60):
         await load.wait_until(lambda: len(load.history) >= goal)
 
 
 class Caller:
-    """A client on a raw connection, which it can close at any moment."""
+    """A client on a raw connection, which the client can close at any moment."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.reader = reader
@@ -49,7 +49,7 @@ class Caller:
 
     @classmethod
     async def ask(cls, url: str, tokens: int, *, header: str = "content-type: application/json") -> "Caller":
-        """Send a request for a streamed answer, without waiting for the answer."""
+        """Send a request for a streamed answer, but do not wait for the answer."""
         at = urlsplit(url)
         reader, writer = await asyncio.open_connection(at.hostname, at.port)
         body = json.dumps({"model": "llama", "prompt": "hi", "max_tokens": tokens, "stream": True})
@@ -59,7 +59,7 @@ class Caller:
         return cls(reader, writer)
 
     async def first_bytes(self) -> bytes:
-        """The beginning of the answer."""
+        """Read the beginning of the answer."""
         async with asyncio.timeout(30):
             return await self.reader.read(64)
 
@@ -92,7 +92,8 @@ async def exchange(url: str, data: bytes) -> bytes:
 
 
 async def post_while_reading(url: str, body: bytes, workload: bytes = b"{}") -> tuple[int, bytes]:
-    """Post `body` and read the answer meanwhile (httpx sends everything first); return status and body."""
+    """Post `body` and read the answer meanwhile (httpx sends all first); return the answer's status and
+    body."""
     at = urlsplit(url)
     reader, writer = await asyncio.open_connection(at.hostname, at.port)
     head = f"POST /v1/completions HTTP/1.1\r\nhost: {at.netloc}\r\ncontent-type: application/json\r\n"
@@ -132,7 +133,7 @@ async def records(fleet: Any) -> int:
 
 
 async def decisions(fleet: Any) -> list[Entry]:
-    """The decision log so far."""
+    """The entries of the decision log so far."""
     async with fleet.redis() as client:
         return [Entry.parse(raw) for _, raw in await client.xrange("epp:{default}:log")]
 

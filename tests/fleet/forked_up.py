@@ -44,11 +44,11 @@ class ForkedUp:
         self.pid = self._process.pid
 
     def poll(self) -> int | None:
-        """The exit status (minus the signal that ended the process); None while it runs."""
+        """The exit status (after a signal, minus the signal's number); None while the process runs."""
         return self._process.exitcode
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait for the exit status. Raises subprocess.TimeoutExpired."""
+        """Wait for the process's exit status. Raises subprocess.TimeoutExpired."""
         self._process.join(timeout)
         if (status := self.poll()) is None:
             raise subprocess.TimeoutExpired("picker up", timeout or 0)
@@ -85,7 +85,7 @@ async def fork_process(command: Sequence[str], output: IO[bytes], environment: M
     ours = picker_command()
     if list(command[: len(ours)]) != ours or not hasattr(os, "pidfd_open"):
         return await _executed(command, output, environment)
-    sys.stdout.flush()  # else the fork would write the buffered output again
+    sys.stdout.flush()  # without this flush the fork would write the buffered output again
     here = os.getpid()
     pid = os.fork()
     if pid == 0:
@@ -94,7 +94,7 @@ async def fork_process(command: Sequence[str], output: IO[bytes], environment: M
 
 
 class _Forked:
-    """A forked child with the interface of `processes.Process`. Used by one event loop."""
+    """A forked child with the interface of `processes.Process`. One event loop uses it."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -149,7 +149,7 @@ def _picker(words: list[str], environment: Mapping[str, str]) -> int:
 
     os.environ.clear()
     os.environ.update(environment)
-    tempfile.tempdir = None  # the cached value may depend on the former environment
+    tempfile.tempdir = None  # its cached value may depend on the former environment
     try:
         return cli.main(words)
     except SystemExit as end:

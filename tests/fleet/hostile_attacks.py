@@ -62,7 +62,7 @@ class Target(NamedTuple):
 
 
 _BODY_BYTES = 8 * 1024 * 1024 - 4096
-_PATIENCE_S = 40.0  # longer than the fleet may take to answer or to close the connection
+_PATIENCE_S = 40.0  # seconds: longer than the fleet may take to answer or to close the connection
 _LEAVES_S = 0.3
 
 ENDED = "ended"
@@ -121,7 +121,7 @@ def _ask(model: str = MODEL, **fields: object) -> bytes:
 
 @cache
 def _bodies() -> tuple[bytes, ...]:
-    """Bodies of nearly the maximum size that are most expensive to parse, to walk or to admit."""
+    """Request bodies of nearly the maximum size that are most expensive to parse, to walk or to admit."""
 
     def filled(begin: str, unit: str, end: str) -> bytes:
         return (begin + unit * ((_BODY_BYTES - len(begin) - len(end)) // len(unit)) + end).encode()
@@ -171,7 +171,7 @@ async def _claim(target: Target, number: int) -> str:
             return "left"
 
 
-# Requests that are never finished
+# Attacks by requests that are never finished
 
 _HALVES = (
     b"",
@@ -200,7 +200,7 @@ async def _half(address: Callable[[Target, int], str], target: Target, number: i
         return ENDED
 
 
-# HTTP/2, frame by frame
+# Attacks over HTTP/2, frame by frame
 
 
 class _Frames:
@@ -218,7 +218,7 @@ class _Frames:
 
 
 def _asking() -> _Frames:
-    """Requests to Envoy with a valid API key."""
+    """Attacks by requests to Envoy with a valid API key."""
     return _Frames(
         "/v1/completions", ("authorization", f"Bearer {ATTACKER}"), ("content-type", "application/json")
     )
@@ -229,7 +229,7 @@ _RESETS, _RESETS_AT_ONCE, _RESETS_PER_S = 480, 10, 4000.0  # Envoy closes a conn
 
 
 async def _reset(target: Target, number: int) -> str:
-    """Begin requests and reset each of them, in the same write or 2 ms later."""
+    """Begin requests, and reset each request in the same write or 2 ms later."""
     cancel = CANCEL.to_bytes(4, "big")
     asking, clock = _asking(), asyncio.get_running_loop().time
     async with _connected(target.envoy) as (_, writer):
@@ -289,7 +289,7 @@ async def _unreadable(target: Target, number: int) -> str:
     return await _status_of(target.envoy, _NOT_HTTP[number % len(_NOT_HTTP)])
 
 
-# Messages to the replicas' gRPC port that only Envoy and replicas should send
+# Attacks by messages to the replicas' gRPC port that only Envoy and replicas should send
 
 
 def _grpc(target: Target, number: int) -> str:
@@ -462,7 +462,7 @@ ATTACKS = (
     Attack("paths that are not inference, guessed keys", _path, 0.1),
     Attack("readers of the admin ports", _read, 0.0, at_once=8),
 )
-_LEAST_PAUSE_S = 0.05  # between two attempts of one loop: stands for network latency
+_LEAST_PAUSE_S = 0.05  # pause between two attempts of one loop: stands for network latency
 
 
 async def _repeat(attack: Attack, target: Target, numbers: Iterator[int], outcomes: Counter[str]) -> None:

@@ -37,7 +37,7 @@ from picker_tools.local_fleet.network import LOOPBACK, free_port
 from picker_tools.local_fleet.parts import Mode
 
 MIB = 1024 * 1024
-# Memory limits of deploy/kubernetes and docker-compose.yml.
+# The memory limits in deploy/kubernetes and docker-compose.yml.
 LIMITS_MIB = {"replica": 512, "envoy": 512, "valkey": 640, "endpoint": 256}
 
 _ATTACKS = hostile_attacks.__file__
@@ -70,7 +70,7 @@ def limit_mib(name: str) -> int | None:
 
 
 def _peak_bytes(pid: int) -> int:
-    """The peak memory of a process; 0 if it has ended."""
+    """The peak memory of a process in MiB; 0 if the process has ended."""
     try:
         status = Path(f"/proc/{pid}/status").read_text()
     except OSError:
@@ -82,7 +82,7 @@ def _peak_bytes(pid: int) -> int:
 async def _running_fleet(
     replicas: int, servers: int, mode: Mode
 ) -> AsyncIterator[tuple[Target, dict[str, int]]]:
-    """Run the fleet within the block. Yields the addresses for attackers, and the process ids by name."""
+    """Run the fleet within the `with` block. Yields attackers' addresses, and process ids by name."""
     async with contextlib.AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="hostile-")))
         hosts = [f"127.0.0.{number}" for number in range(81, 81 + servers)]
@@ -140,7 +140,7 @@ def _make_request(_: random.Random, number: int) -> Request:
 
 @contextlib.asynccontextmanager
 async def _honest_clients(envoy: str, per_s: float, times: ClientTimes) -> AsyncIterator[None]:
-    """Run honest clients of `envoy` (host:port) within the block; its end waits for all answers."""
+    """Run honest clients of `envoy` (host:port) within the `with` block; its end waits for answers."""
     ended = asyncio.Event()
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(_http2_clients(envoy, per_s / 2, times, ended))
@@ -186,13 +186,14 @@ async def _http2_clients(envoy: str, per_s: float, times: ClientTimes, ended: as
 
 _CALL_S = 10.0
 _ATTACKERS_END_S = 10.0
-_RESTS_S = 40.0  # longer than a lease and than the wait for a client's body
+_RESTS_S = 40.0  # seconds: longer than a lease and than the wait for a client's body
 
 
 @dataclass(slots=True)
 class HostileReport:
     """Results of honest clients before the attack (`calm`), during it (`hostile`), and beside processes that
-    burn the same CPU (`control`). `burnt`: CPU cores that the attack costs. `left`: counts after the attack.
+    burn the same CPU (`control`). `burnt`: CPU cores that the attack costs. `left`: the fleet's
+    counts after the attack.
     """
 
     calm: ClientTimes = field(default_factory=ClientTimes)
@@ -286,7 +287,7 @@ while True:
 
 @contextlib.asynccontextmanager
 async def _burning(cores: float) -> AsyncIterator[None]:
-    """Run processes within the block that together use `cores` CPU cores."""
+    """Within the `with` block, run processes that together use `cores` CPU cores."""
     count = math.ceil(cores)
     command = (sys.executable, "-c", _BURN, str(cores / count if count else 0.0))
     burners = [await asyncio.create_subprocess_exec(*command) for _ in range(count)]

@@ -59,7 +59,7 @@ class Upload:
                 self._status = dict(event.headers)[":status"]
             if isinstance(event, h2.events.StreamReset):
                 self._over = True
-                if event.error_code or not self._status:  # else: Envoy needs no more of the body
+                if event.error_code or not self._status:  # else: Envoy needs no more of the request's body
                     self._status = f"reset {event.error_code}"
             self._over = self._over or isinstance(event, h2.events.StreamEnded)
         await self._flush()

@@ -27,7 +27,7 @@ class Received(NamedTuple):
 
 
 async def read_request(reader: asyncio.StreamReader) -> Received:
-    """Read one request. IncompleteReadError if the client leaves before its end."""
+    """Read one request. Raises IncompleteReadError if the client leaves before the request's end."""
     head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
     first, *lines = head.strip().split("\r\n")
     method, path, _ = first.split(" ")
@@ -55,7 +55,7 @@ def http_answer(
 COMPLETION = json.dumps(
     {"choices": [{"text": "ok"}], "usage": {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}}
 ).encode()
-_LIMIT_BYTES = 1 << 20  # limit of a request's headers
+_LIMIT_BYTES = 1 << 20  # size limit of a request's headers
 Ends = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 Serve = Callable[[Received, Ends], Awaitable[bool]]
 
@@ -63,7 +63,8 @@ Serve = Callable[[Received, Ends], Awaitable[bool]]
 @contextlib.asynccontextmanager
 async def listening(serve: Serve, host: str = LOOPBACK, port: int = 0) -> AsyncIterator[str]:
     """Run a server, by default on a free port of the loopback; yields its address. The server passes requests
-    to `serve`, and closes the connection if `serve` returns False. The block's end cancels open requests."""
+    to `serve`, and closes the connection if `serve` returns False. The end of the `with` block cancels open
+    requests."""
     handlers: set[asyncio.Task[None]] = set()
 
     async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -174,8 +175,8 @@ HANGS = Failure(b"", hangs=True, health=200)
 
 
 class FailingServers:
-    """Servers that fail as `failing` says for their address; others answer after `service_s`. `hits` counts
-    requests by address. A prompt with the word `poison` fails on every server as `poison` says."""
+    """Servers with an address in `failing` fail as it says; others answer after `service_s` seconds. `hits`
+    counts requests by address. A prompt with the word `poison` fails on every server as `poison` says."""
 
     def __init__(self, service_s: float) -> None:
         self.service_s = service_s
@@ -228,7 +229,8 @@ _READY_S, _GRACE_S = 60.0, 10.0
 
 @contextlib.asynccontextmanager
 async def process_at(url: str, command: Sequence[str]) -> AsyncIterator[Child]:
-    """Run a process until the block ends, once `url` answers 200. StartupError if it does not start."""
+    """Run a process, ready once `url` answers 200, until the block ends. Raises StartupError if it does not
+    start."""
     with tempfile.TemporaryDirectory() as folder:
         child = await Child.start(command[0], command, Path(folder) / "log")
 

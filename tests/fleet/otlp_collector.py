@@ -11,7 +11,7 @@ _SERVICE = "opentelemetry.proto.collector.trace.v1.TraceService"
 
 @dataclass(frozen=True, slots=True)
 class ReceivedSpan:
-    """A received span. Ids are hexadecimal; `replica` is the sender."""
+    """A received span. Trace and span ids are hexadecimal; `replica` is the sender."""
 
     name: str
     trace: str

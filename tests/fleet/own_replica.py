@@ -23,7 +23,7 @@ from picker_fleet.ingress.ext_proc.server import SERVICE
 from picker_fleet.serve import Bound, new_incarnation, serve
 
 ASK = json.dumps({"model": "llama", "prompt": "hi"}).encode()
-PATIENT_S = 60.0  # long enough for a busy machine
+PATIENT_S = 60.0  # seconds: long enough for a busy machine
 
 
 def exchange_on(channel: grpc.aio.Channel) -> Any:
@@ -55,7 +55,7 @@ class Replica:
         return exchange_on(self._channel)
 
     async def stopped(self) -> int:
-        """Send SIGTERM; return the exit status."""
+        """Send SIGTERM to the replica; return the exit status."""
         self.process.send_signal(signal.SIGTERM)
         async with asyncio.timeout(PATIENT_S):
             return await self.process.wait()
@@ -92,7 +92,7 @@ async def served(
     config: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> AsyncIterator[Replica]:
-    """Run `COMMAND serve` with one model server; kill it at the end.
+    """Run `COMMAND serve` with one model server; kill the replica at the end.
 
     `config` adds configuration sections, `options` are those of subprocess.Popen.
     """

@@ -34,7 +34,7 @@ PAGE = """() => {
 
 
 def all_of(shown: Mapping[str, Any], shot: Thing) -> None:
-    """Assert that everything `PAGE` returns agrees with the snapshot `shot`."""
+    """Assert that all figures from the script `PAGE` agree with the snapshot `shot`."""
     for name, compare in (
         ("tiles", tiles), ("stock", stock), ("facts", facts), ("bands", bands), ("flows", flows),
         ("workloads", workloads), ("endpoints", endpoints), ("replicas", replicas),
@@ -43,7 +43,7 @@ def all_of(shown: Mapping[str, Any], shot: Thing) -> None:
 
 
 def count(text: str, value: float | None, digits: int = 1) -> None:
-    """Assert that `text` is `value` rounded to at most `digits` decimals."""
+    """Assert that the text `text` is the number `value` rounded to at most `digits` decimals."""
     if value is None:
         assert text == NONE
     else:
@@ -161,7 +161,7 @@ def workloads(rows: Sequence[Row], shot: Thing) -> None:
         parts = workload["score"]
         if parts is None or parts["total"] is not None:
             count(score, parts and parts["total"], 3)
-        else:  # the other parts of the score depend on the request
+        else:  # the score's other parts depend on the request
             count(score.removeprefix("rate "), parts["rate"], 3)
 
 
@@ -200,7 +200,7 @@ def replicas(rows: Sequence[Row], shot: Thing) -> None:
 
 
 def queue(rows: Sequence[Row], answer: Thing) -> bool:
-    """Whether the rows list the requests of `answer`; if the ids agree, assert that every figure does."""
+    """Whether the rows list the requests of `answer`; if the ids agree, assert that every figure agrees."""
     requests = answer["requests"]
     if [row[1] for row in rows] != [each["id"] for each in requests]:
         return False

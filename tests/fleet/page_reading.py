@@ -1,6 +1,6 @@
 """Checks that the cells of the dashboard's tables are readable on a screen."""
 
-# JavaScript: the unreadable cells of the given tables. Scrolls to each cell, as a reader would.
+# JavaScript: the unreadable cells of the given tables. The script scrolls to each cell, as a reader would.
 UNREADABLE = """(tables) => {
   const channels = (colour) => colour.match(/[\\d.]+/g).map(Number);
   const shade = (colour) => {

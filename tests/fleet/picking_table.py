@@ -1,6 +1,6 @@
 """The picking table: metrics pages, a request with its hints, and the expected endpoints or refusal.
 
-Covers each row of docs/picking.md. Unit tests cover the details of pages, bodies and headers.
+The table covers each row of docs/picking.md. Unit tests cover the details of pages, bodies and headers.
 """
 
 from collections.abc import Callable, Mapping
@@ -14,7 +14,7 @@ NO_ENDPOINT = "rejected-no-endpoints"
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """A model server and its metrics page. `broken`: the page is malformed; `down`: nothing listens;
+    """A model server and its metrics page. `broken`: the metrics page is malformed; `down`: nothing listens;
     `unready`: the page or the status of `/health` says that the server is not ready."""
 
     page: bytes = b""
@@ -27,7 +27,7 @@ class Server:
 @dataclass(frozen=True, slots=True)
 class Ask:
     """A request. `subset` is the gateway's hint: letters of servers, addresses, or an invalid value. With
-    `same_session` it has the last answer's session token. A `get` has no body.
+    `same_session` the request has the last answer's session token. A `get` request has no body.
     """
 
     model: str = "llama"
@@ -40,11 +40,11 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One row: letters name the servers, from A. `expected` is a regular expression for the letters of the
-    answer's endpoints, best first, or the reason of a refusal.
+    """One row of the table: letters name the servers, from A. `expected` is a regular expression for the
+    letters of the answer's endpoints, best first, or the reason of a refusal.
 
     `group` names the replica's configuration. Requests in `before` have ended, those in `running` are in
-    flight; an operator drains the servers in `drained`. With `waits` the request queues until one ends.
+    flight; an operator drains the servers in `drained`. With `waits` the request queues until another ends.
     """
 
     name: str
@@ -67,7 +67,7 @@ _COMMON: dict[str, Any] = {
         {"name": "one-each", "max_inflight_per_endpoint": 1},
     ],
     "request_queue_controller": {"watermark_per_backend": 50},
-    "scraping": {"interval": "50ms", "stale_after": "4s"},  # long, for a busy machine
+    "scraping": {"interval": "50ms", "stale_after": "4s"},  # seconds: long, for a busy machine
     "leases": {"heartbeat": "300ms"},
 }
 
@@ -170,7 +170,7 @@ TABLE = (
     Case("subset by an adapter's slots", _TWO, "A", Ask("rare", subset=["A"])),
     Case("subset of a drained server", _THREE, NO_ENDPOINT, Ask(subset=["B"]), drained="B"),
     Case("GET keeps to the subset", _TWO, "B", Ask(get=True, subset=["B"])),
-    # Endpoints that may not be picked now
+    # Cases: endpoints that may not be picked now
     Case("no endpoints", (), NO_ENDPOINT),
     Case("no endpoints for GET", (), NO_ENDPOINT, Ask(get=True)),
     Case("no readable page: average load", (Server(b"<html>x</html>", "broken"), _BUSY, _vllm()), "CAB"),

@@ -1,4 +1,4 @@
-"""A real Prometheus for tests: Debian's binary with the project's configuration, on the loopback."""
+"""A real Prometheus for tests: it is Debian's binary with the project's configuration, on the loopback."""
 
 import asyncio
 import json
@@ -20,7 +20,7 @@ _READY_S = 30.0
 
 
 class Prometheus:
-    """Scrapes `targets` (job -> host:port) each second; otherwise configured as in deploy/prometheus."""
+    """Prometheus scrapes `targets` (job -> host:port) each second, else as in deploy/prometheus."""
 
     def __init__(self, folder: Path, targets: Mapping[str, Sequence[str]]) -> None:
         config = yaml.safe_load((FOLDER / "prometheus.yml").read_text())
@@ -50,7 +50,7 @@ class Prometheus:
                     return
 
     async def query(self, expression: str) -> list[dict[str, Any]]:
-        """The current vector of `expression`; AssertionError if the expression is invalid."""
+        """The current vector of the PromQL `expression`; raises AssertionError if it is invalid."""
         async with http_client(timeout=10.0) as client:
             answer = await client.get(f"{self._url}/api/v1/query", params={"query": expression})
         document = answer.json()

@@ -2,7 +2,8 @@
 
 A seed determines a schedule: faults, each with its time, duration and replica. The replicas and their Valkey
 run on a simulated clock that skips idle time (time_lapse.py), so a schedule takes seconds even on a busy
-machine. `failure` runs one schedule; `smallest` removes every fault that the failure does not need.
+machine. The function `failure` runs one schedule; `smallest` removes every fault that the failure does not
+need.
 """
 
 import asyncio
@@ -112,7 +113,7 @@ class Node:
         return asyncio.create_task(work, context=self.context)
 
     async def do(self, work: Coroutine[Any, Any, Any]) -> Any:
-        """Run `work` in this process; ConnectionError if the process dies first."""
+        """Run `work` in this simulated process; raise ConnectionError if the process dies first."""
         doing, dying = self.task(work), asyncio.create_task(self.dead.wait())
         try:
             await asyncio.wait((doing, dying), return_when=asyncio.FIRST_COMPLETED)
@@ -137,7 +138,7 @@ _NODE: contextvars.ContextVar[Node | None] = contextvars.ContextVar("_NODE", def
 
 @dataclass(slots=True)
 class Record:
-    """One client's view of its request. `answers` is empty if the client has left."""
+    """One client's view of its request. The field `answers` is empty if the client has left."""
 
     id: str
     flow: str
@@ -149,7 +150,7 @@ class Record:
 
 
 class World:
-    """The replicas, their Redis and their clients. Stands in for time_lapse.py's `Fleet` in `at_rest`."""
+    """The simulated replicas, their Redis and their clients. `at_rest` takes it as a `Fleet`."""
 
     def __init__(
         self,
@@ -163,7 +164,7 @@ class World:
         self.dice = random.Random(schedule.seed)
         self.nodes: list[Node] = []
         self.history: list[Record] = []
-        self.running: dict[str, tuple[float, PageServer]] = {}  # start time and model server by request id
+        self.running: dict[str, tuple[float, PageServer]] = {}  # by request id: start time and model server
         self.unseen: set[str] = set()
         self._apart = False
         self.wrong: list[str] = []
@@ -284,7 +285,7 @@ class World:
                 raise ConnectionError
 
     async def _logs(self, answers: Sequence[Any], record: Record, seconds: float) -> None:
-        """Send the request's access-log entries as Envoy does: each to any replica."""
+        """Send the request's access-log entries as Envoy does: each entry to any replica."""
         entry = entry_of(record.id, answers)
         while seconds > REPORT_S:
             await asyncio.sleep(REPORT_S)
@@ -320,8 +321,8 @@ class World:
             self.wrong.append(f"G1, G8: {count} run at {self.loop.time():.2f} s, at most {most} may")
 
     def _most_running(self, count: int) -> int:
-        """The bound (G1, G8), doubled if a new primary lacks the last writes, or while only some replicas use
-        Redis and afterwards until the bound holds again (docs/redis.md, limits)."""
+        """The bound (G1, G8). It is doubled if a new primary lacks the last writes, and while only some
+        replicas use Redis and afterwards until the bound holds again (docs/redis.md, limits)."""
         live = (each.pool for each in self.nodes if not each.dead.is_set())
         uses = {pool.admission.failover.outage is None for pool in live}
         self._apart = len(uses) == 2 or (self._apart and (False in uses or count > BOUND))
@@ -377,8 +378,8 @@ class World:
                 self.wrong.append(f"G5: {each}: answered late")
 
     def _expired_in_a_stop(self, record: Record) -> bool:
-        """Whether the request expired and a replica was silent meanwhile: the request was queued again with
-        its age, and its flow's turn came too late."""
+        """Whether the request expired while a replica was silent: the request was queued again with its age,
+        and the turn of its flow came too late."""
         silent = any(
             fault.kind == "stop"
             and fault.lasts_s > SILENCE_S
@@ -461,7 +462,7 @@ async def _restart(world: World, node: Node, fault: Fault) -> Steps:
 
 
 async def _fail_over(world: World, node: Node, fault: Fault) -> Steps:
-    """A new primary, which lacks the last writes, takes over."""
+    """A fault: a new Redis primary, which lacks the last writes, takes over."""
     if world.loop.server.away:
         return
     saved = world.valkey.save("epp:*")
@@ -486,8 +487,8 @@ def _refusing(setting: str) -> Any:
 
 
 async def _hostile(world: World, node: Node, fault: Fault) -> Steps:
-    """Send other clients' ids with the same and with different bodies, malformed bodies, and access-log
-    entries that end or renew other clients' requests."""
+    """A hostile client sends other clients' ids with the same and with different bodies, malformed bodies,
+    and access-log entries that end or renew other clients' requests."""
     async with asyncio.TaskGroup() as tasks:
         for _ in range(30):
             known = world.dice.choice(world.history).id if world.history else "x"
@@ -526,7 +527,7 @@ APART = {"partition", "stall", "cut", "disk full"}  # only some replicas notice 
 
 @contextlib.contextmanager
 def _patched(world: list[World]) -> Iterator[pytest.MonkeyPatch]:
-    """Within the block, each `Node` gets its pool, and replicas call each other without a network."""
+    """Within the `with` block each `Node` gets its pool, and replicas call each other without a network."""
 
     def note(pool: Pool) -> None:
         node = _NODE.get()
@@ -550,7 +551,7 @@ def _patched(world: list[World]) -> Iterator[pytest.MonkeyPatch]:
 
     with pytest.MonkeyPatch.context() as patched, noted_pools(note):
         patched.setattr(secrets, "token_hex", lambda size: random.randbytes(size).hex())
-        patched.setattr(connection.KernelDelay, "read", lambda self: 0.0)  # ignores this machine's delays
+        patched.setattr(connection.KernelDelay, "read", lambda self: 0.0)  # ignores the machine's delays
         patched.setattr(budget_transfer.GrpcPeers, "_send", send)
         yield patched
 
@@ -603,7 +604,7 @@ def smallest(schedule: Schedule, fails: Callable[[Schedule], object] = failure) 
 
 
 def report(schedule: Schedule) -> str:
-    """The result of `failure`, after the smallest schedule that fails and the guarantees that it breaks."""
+    """The result of `failure`, after the smallest failing schedule and the guarantees that it breaks."""
     found = failure(schedule)
     if not found:
         return ""
@@ -616,8 +617,8 @@ def report_of(seed: int) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    """`python schedules.py SEED…` runs each seed's schedule; returns the number that fail. `--whole` skips
-    the search for the smallest schedule."""
+    """`python schedules.py SEED…` runs each seed's schedule; returns the number that fail. The option
+    `--whole` skips the search for the smallest failing schedule."""
     failed, whole = 0, "--whole" in arguments
     for seed in map(int, filter(str.isdigit, arguments)):
         found = failure(Schedule.of(seed)) if whole else report_of(seed)

@@ -37,7 +37,7 @@ async def test_every_replica_lists_the_queue_in_dispatch_order(fleet: Any) -> No
         waiting = []
         for count, (flow, objective, workload) in enumerate(asked, 1):
             waiting.append(send(flow, objective=objective, workload=workload))
-            await here.until_state(queued=count)  # so requests arrive in the order of `asked`
+            await here.until_state(queued=count)  # so that requests arrive in the order of the list `asked`
         lists = [await all_pages(here, "queue", "requests", replica, 1 + replica) for replica in range(3)]
         order = [each["id"] for each in lists[0]]
         assert [[each["id"] for each in one] for one in lists] == [order] * 3
@@ -87,7 +87,7 @@ async def test_every_replica_lists_the_queue_in_dispatch_order(fleet: Any) -> No
 
 
 async def test_under_load_flows_share_service_by_weight_and_metrics_count_each_dispatch(fleet: Any) -> None:
-    # Answers take long, so requests queue at the bound even if the machine is busy.
+    # Answers take long, so that requests queue at the bound even if the machine is busy.
     slower = ("--no-restart", "--endpoints", "1", "--sim-ttft", "150", "--sim-itl", "5")
     here = fleet(*slower, config={"objectives": [{**each, "criticality": "Default"} for each in OBJECTIVES]})
     async with here.client() as client, asyncio.TaskGroup() as tasks:

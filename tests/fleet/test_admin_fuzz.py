@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from whole_fleet import says_unavailable
 
 CONFIG = {"admin": {"rate": 1e6}, "fair_request_queue": {"ordering": "workload-aware"}}
-EXAMPLES = 15  # random calls of each operation
+EXAMPLES = 15  # number of random calls of each operation
 MAX_ATTEMPTS = 5  # tries of one call, while the API answers that Redis timed out
 
 
@@ -33,7 +33,7 @@ async def busy(fleet: Any) -> AsyncIterator[Any]:
 async def test_no_call_fails_and_every_answer_conforms_to_the_openapi_document(busy: Any) -> None:
     described = (await busy.admin("/openapi.json")).json()
 
-    async def listed() -> Any:  # the list may be up to a second older than the queue
+    async def listed() -> Any:  # the returned list may be up to a second older than the queue
         return (await busy.get("queue"))["requests"]
 
     waiting = (await busy.eventually(listed, what="a queued request in the list"))[0]["id"]
@@ -51,7 +51,7 @@ def _fuzz(described: dict[str, Any], base: str) -> dict[str, int]:
     """Call every operation with random arguments; return how often each was called. Raises AssertionError
     or schemathesis's error for a wrong answer, or if Redis times out MAX_ATTEMPTS times in a row.
     """
-    # Imported here because the import takes more than a second: other tests do not need it.
+    # Import schemathesis here, because the import takes more than a second and other tests do not need it.
     import schemathesis
     from schemathesis.checks import not_a_server_error
     from schemathesis.specs.openapi import checks

@@ -29,7 +29,7 @@ async def switch(page: Dashboard, to: str, outcome: str) -> None:
 
 @pytest.fixture(scope="module")
 def here(shared_fleet: Any) -> Any:
-    """A fleet that every test leaves unchanged."""
+    """A fleet for the dashboard; every test leaves it unchanged."""
     return shared_fleet(*SLOW, config=CONFIG)
 
 

@@ -1,4 +1,4 @@
-"""Under load, every figure on the dashboard equals the API's figure at the same moment."""
+"""Under load, every figure on the dashboard equals the admin API's figure at the same moment."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -31,7 +31,7 @@ CONFIG = {
     "scheduling": {"scorers": [{"name": "queue-depth", "weight": 1}, {"name": "latency", "weight": 1}]},
 }
 pytestmark = [
-    pytest.mark.timeout(300),  # a fleet, a browser and the load share the machine
+    pytest.mark.timeout(300),  # seconds: a fleet, a browser and the load share the machine
     pytest.mark.asyncio(loop_scope="module"),  # the browser's event loop
 ]
 FLOWS = (
@@ -40,7 +40,7 @@ FLOWS = (
     ("three", "", "llama"),
     ("four", "batch", "llama"),
 )
-CLIENTS = 5  # clients of each flow
+CLIENTS = 5  # number of clients of each flow
 LOOKS = 3
 WITHIN_S = 90
 ANOTHER = "(at) => Number(document.getElementById('main').dataset.at) !== at"
@@ -56,7 +56,7 @@ def here(shared_fleet: Any) -> Any:
 
 @asynccontextmanager
 async def load(fleet: Any) -> AsyncIterator[None]:
-    """Clients of four flows send a request after each answer; the block's end waits until all have ended."""
+    """Clients of four flows send a request after each answer; the block's end waits for all answers."""
     done = asyncio.Event()
 
     async def client_of(http: httpx.AsyncClient, flow: str, objective: str, model: str) -> None:
@@ -76,7 +76,7 @@ async def load(fleet: Any) -> AsyncIterator[None]:
 
 @asynccontextmanager
 async def drained(fleet: Any, address: str) -> AsyncIterator[None]:
-    """Drain this endpoint within the block."""
+    """Drain this endpoint within the `with` block."""
     await fleet.post(f"endpoints/{address}/drain")
     try:
         yield
@@ -112,7 +112,7 @@ async def test_every_figure_on_the_page_equals_the_api_snapshot_of_the_same_time
         seen: set[float] = set()
         missing: set[str] | None = None
         async with asyncio.timeout(WITHIN_S):
-            while len(seen) < LOOKS or missing:  # until each kind of figure has been compared
+            while len(seen) < LOOKS or missing:  # repeat until each kind of figure has been compared
                 shown = await page.page.evaluate(figures.PAGE)
                 if shown["at"] in seen:
                     await page.until(ANOTHER, shown["at"])

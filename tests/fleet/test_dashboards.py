@@ -52,7 +52,7 @@ async def load(fleet: Any) -> AsyncIterator[None]:
         while True:
             body = {"model": "llama", "prompt": "hi", "max_tokens": random.randint(2, 8)}
             await client.post("/v1/completions", json=body, headers=headers)
-            await asyncio.sleep(0.05)  # refusals are immediate: limit their rate
+            await asyncio.sleep(0.05)  # refusals are immediate: this pause limits their rate
 
     async def leave(client: Any) -> None:
         body = {"model": "llama", "prompt": "hi", "max_tokens": 4}
@@ -117,7 +117,7 @@ async def test_every_query_of_rules_and_dashboards_returns_a_number(fleet: Any, 
 
 
 async def ask_all(prometheus: Prometheus, wanted: dict[str, str]) -> dict[str, set[str]]:
-    """For each query that returns a number within WITHIN_S: the labels that all series of its answer have."""
+    """For each query that returns a number within WITHIN_S: the labels that all its series have."""
     seen: dict[str, set[str]] = {}
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(WITHIN_S):

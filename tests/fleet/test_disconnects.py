@@ -1,6 +1,6 @@
 """When a client leaves, in any phase and any mode, everything that its request holds is released (G6).
 
-A lease lasts 15 s, so the disconnect, not the lease's end, causes a release within SOON_S.
+A lease lasts 15 s, so a release within SOON_S is caused by the disconnect, not by the lease's end.
 """
 
 from functools import partial
@@ -73,7 +73,7 @@ async def test_a_request_is_cancelled_if_its_client_leaves_during_placement(slow
 
 
 async def calls_of_replicas(fleet: Any) -> tuple[int, int]:
-    """How many calls Envoy has made to replicas, and how many Envoy has reset (HTTP/1.1: closed)."""
+    """How many calls Envoy has made to replicas, and how many of them it has reset (HTTP/1.1: closed)."""
     lines = (await fleet.envoy_admin("/stats?filter=^cluster.picker.*upstream_(rq|cx)_")).text.splitlines()
     found = dict(line.removeprefix("cluster.").rsplit(": ", 1) for line in lines)
     cluster, reset = "picker", "rq_tx_reset"

@@ -23,7 +23,7 @@ CONFIG = {
     "request_queue_controller": {"watermark_per_backend": 4},
     "outlier_detection": {"max_ejection_time": "2s"},
 }
-SERVICE_S = 0.1  # makes 160 requests a second; more would only cost CPU
+SERVICE_S = 0.1  # this load makes 160 requests a second; more would only cost CPU
 LOOKED_AT = 200  # the test counts errors in this many requests after a failure
 
 
@@ -56,7 +56,7 @@ async def _it_fails(fleet: Any, servers: FailingServers, broken: str, name: str)
     async with closed_loop(fleet.url, clients=20, make_request=requests_of_flows(20)) as load:
         await answered(load, 40)
         servers.failing[broken] = failure
-        if name == "429":  # the server is full, not broken
+        if name == "429":  # this status says that the server is full, not broken
             await answered(load, LOOKED_AT)
             assert set((await statuses(fleet)).values()) == {"ready"}
         else:
@@ -65,7 +65,7 @@ async def _it_fails(fleet: Any, servers: FailingServers, broken: str, name: str)
                 lambda: statuses(fleet), lambda each: each[broken] in out, within_s=10, what=name
             )
             assert list(found.values()).count("ready") == 3, name
-        await answered(load, 60)  # requests that were in flight have ended
+        await answered(load, 60)  # requests that were in flight at the ejection have ended
         servers.hits.clear()
         load.history.clear()
         await answered(load, LOOKED_AT)

@@ -13,7 +13,7 @@ from whole_fleet import suspended
 
 @pytest.fixture(scope="module")
 def here(shared_fleet: Any) -> Any:
-    """A fleet of four endpoints that every test leaves unchanged."""
+    """A fleet of four endpoints; every test leaves the fleet unchanged."""
     return shared_fleet("--sim-ttft", "5", "--sim-itl", "5")
 
 

@@ -26,7 +26,7 @@ async def until_said(replica: Replica, page: str, words: str) -> None:
     """Wait until the `redis` component of this admin page contains `words`."""
 
     async def is_said() -> bool:
-        found = (await replica.admin.get(page)).json()  # or an error for too many calls
+        found = (await replica.admin.get(page)).json()  # the answer may also be an error for too many calls
         return words in found.get("components", {}).get("redis", "")
 
     await until(is_said)

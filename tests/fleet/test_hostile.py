@@ -10,9 +10,10 @@ from hostile_fleet import attack_fleet
 from picker_tools.local_fleet.parts import MODES, Mode
 
 REFUSED_BY_GRPC = ("INTERNAL", "UNKNOWN", "RESOURCE_EXHAUSTED")
-# Allowed outcomes of attempts. The only 5xx is 503: a TTL set by the attacker expired, the hostile model
-# servers are out of service, the attackers' flow is full, or reading the queue exceeded its limit of 2 s.
-# ENDED: Envoy or a replica closed the connection, or a client that left has read only part of its answer.
+# Allowed outcomes of the attackers' attempts. The only 5xx is 503: a TTL set by the attacker expired, the
+# hostile model servers are out of service, the attackers' flow is full, or reading the queue exceeded its
+# limit of 2 s. ENDED: Envoy or a replica closed the connection, or a client that left has read only part of
+# its answer.
 ALLOWED_OUTCOMES = {
     "hostile bodies of 8 MiB": {"200", "400", "413", "503"},
     "large bodies that stop half-way": {"400", "408", "503", ENDED},

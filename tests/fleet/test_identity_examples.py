@@ -25,7 +25,7 @@ from picker_tools.local_fleet.bootstrap import to_yaml
 EXAMPLES = Path(__file__).parents[2] / "deploy" / "examples"
 Headers = list[tuple[str, str]]
 ASK = {"model": "llama", "prompt": "x", "max_tokens": 1}
-# Headers with which a client could try to claim another flow.
+# Request headers with which a client could try to claim another flow.
 SPOOFED = [
     ("x-gateway-inference-fairness-id", "another"),
     ("X-Gateway-Inference-Fairness-Id", "another"),
@@ -51,7 +51,7 @@ def example(fleet: Any, folder: Path, name: str, *arguments: str) -> Iterator[Ed
 
 
 def run(command: list[str], text: str = "") -> str:
-    """Run a Python program with `text` on stdin; return its stdout. AssertionError if it fails."""
+    """Run a Python program with `text` on stdin; return its stdout. AssertionError if the program fails."""
     done = subprocess.run([sys.executable, *command], input=text, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -69,7 +69,7 @@ async def assert_admitted(fleet: Any, url: str, headers: Headers, flow: str, **h
 
 
 async def test_an_api_key_gets_the_flow_that_the_table_has_for_its_hash(here: Any, tmp_path: Path) -> None:
-    # The keys' lengths are around SHA-256's block size; the table has only the keys' hashes.
+    # The API keys' lengths are around SHA-256's block size; the table has only the keys' hashes.
     sizes = (5, 55, 56, 63, 64, 119, 512)
     keys = {f"flow {size} – {size}": f"k{size}-".ljust(size, "y") for size in sizes}
     table = tmp_path / "keys.yaml"

@@ -20,7 +20,7 @@ END_S = 200.0  # on a busy machine some scenarios take more than a minute
 
 
 def run(*arguments: str) -> tuple[int, str]:
-    """Run a Python module; return its exit status and output."""
+    """Run a Python module; return the exit status and the output."""
     command = [sys.executable, "-P", "-m", *arguments]
     done = subprocess.run(command, stdout=PIPE, stderr=STDOUT, text=True, cwd=ROOT, timeout=END_S)
     return done.returncode, done.stdout
@@ -41,7 +41,7 @@ def verdicts(report: Path) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def here(shared_fleet: Any) -> Any:
-    """A fleet that has no request left after each test."""
+    """A fleet for all tests; after each test no request is left."""
     return shared_fleet("--replicas", "1", "--endpoints", "2")
 
 

@@ -39,7 +39,7 @@ def limit_mib() -> int:
 
 @contextlib.asynccontextmanager
 async def limited(redis_url: str, folder: Path, *, requests_at_once: int) -> AsyncIterator[Replica]:
-    """A replica with the manifests' memory limit; `requests_at_once` may be in flight, others queue."""
+    """A replica with the manifests' memory limit; `requests_at_once` requests run, others queue."""
     limit_bytes = limit_mib() * MIB
 
     def limit() -> None:
@@ -90,7 +90,7 @@ async def talk(replica: Replica, text: bytes, mode: str, *, trailed: bool = Fals
             answer = await call.read()
             whole = answer.request_body.response.body_mutation.streamed_response.end_of_stream
     except grpc.aio.AioRpcError:
-        pass  # the replica refused the request and ended the stream during a write
+        pass  # the replica refused the request and ended the stream while the test wrote
     finally:
         sending.cancel()
         await asyncio.gather(sending, return_exceptions=True)

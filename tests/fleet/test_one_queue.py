@@ -13,7 +13,7 @@ CONFIG = {"fair_request_queue": {"flow_capacity": 1000}}
 
 @pytest.fixture(params=["lean", "standard", "http"], scope="module")
 def here(request: pytest.FixtureRequest, shared_fleet: Any) -> Any:
-    """A fleet in each mode; its last test kills an endpoint."""
+    """A fleet in each mode; the mode's last test kills an endpoint."""
     quick = ("--sim-ttft", "10", "--sim-itl", "1")
     return shared_fleet("--no-restart", "--mode", request.param, *quick, config=CONFIG)
 
@@ -22,7 +22,7 @@ async def test_300_parallel_requests_never_exceed_the_bound(here: Any) -> None:
     answers = await completed(here.url, 300, tokens=5)
     await at_rest(here)
     log = await decisions(here)
-    assert max(entry.stock for entry in log) == 8  # four endpoints at a watermark of 2
+    assert max(entry.stock for entry in log) == 8  # four endpoints at a watermark of 2 requests
     assert Ledger.replay(log).ends == Counter({"completed": 300})
     served = Counter(answer.endpoint for answer in answers)
     assert len(served) == 4

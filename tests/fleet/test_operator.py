@@ -33,7 +33,7 @@ DROPPED = "x-llm-d-request-dropped-reason"
 
 @pytest.fixture(scope="module")
 def here(shared_fleet: Any) -> Any:
-    """A fleet that every test leaves unchanged."""
+    """A fleet for the operator's changes; every test leaves it unchanged."""
     quick = ("--endpoints", "1", "--sim-ttft", "10", "--sim-itl", "1")
     return shared_fleet("--no-restart", *quick, config=CONFIG)
 

@@ -73,7 +73,7 @@ async def test_the_replica_that_chose_an_endpoint_explains_the_choice(scored: An
     # The chosen endpoint has the highest final score, which includes the live load found by the script.
     assert [one["live"] for one in explained["candidates"]] == [0, 0, 0, 0]
     final = {one["address"]: one["final"] for one in explained["candidates"]}
-    assert final[answer.endpoint] >= max(final.values()) - 0.0002  # scores are rounded for the script
+    assert final[answer.endpoint] >= max(final.values()) - 0.0002  # scores are rounded for the Lua script
 
 
 async def entries(fleet: Any, event: str) -> list[Entry]:

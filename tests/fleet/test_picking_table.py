@@ -109,7 +109,7 @@ class PickingReplica:
         return "".join(chr(ord("A") + self._addresses.index(address)) for address in named)
 
     async def _end(self, call: Any) -> None:
-        """Send the response of a request; does nothing if the request was refused."""
+        """Send the model server's response to a request; does nothing if the request was refused."""
         with contextlib.suppress(asyncio.InvalidStateError, grpc.aio.AioRpcError):
             await call.write(response_headers())
             await call.write(response_body(b"{}", ended=True))
@@ -122,7 +122,7 @@ class PickingReplica:
         return self._addresses[ord(name) - ord("A")] if len(name) == 1 else name
 
     def _in_hint(self, hint: object) -> object:
-        """`hint` with each letter replaced by the server's address."""
+        """The text `hint` with each letter replaced by the server's address."""
         if isinstance(hint, list):
             return [self._address(each) for each in hint]
         return ",".join(map(self._address, hint.split(","))) if isinstance(hint, str) else hint
@@ -184,7 +184,7 @@ def _is_known(server: Server, row: Mapping[str, Any]) -> bool:
 @contextlib.asynccontextmanager
 async def _served(server: Server) -> AsyncIterator[str]:
     if server.state == "down":
-        with socket.socket() as bound:  # bound but not listening: connections are refused
+        with socket.socket() as bound:  # this socket is bound but does not listen: connections are refused
             bound.bind((server.host, 0))
             yield f"{server.host}:{bound.getsockname()[1]}"
         return

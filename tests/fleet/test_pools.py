@@ -42,7 +42,7 @@ Two = tuple[Fleet, Server]
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def two(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Two]:
-    """Two replicas that serve both pools, an endpoint for each pool, and Redis; every test ends at rest."""
+    """Two replicas that serve both pools, an endpoint for each pool, and Redis; tests leave no request."""
     folder = tmp_path_factory.mktemp("two")
     with redis_server(folder / "valkey") as valkey:
         sims = ("--endpoints", "1", "--sim-ttft", "5", "--sim-itl", "1")
@@ -108,7 +108,7 @@ async def test_envoys_route_or_listener_chooses_the_pool_and_no_client_does(
                 (batch, "batch:8080", {}),
                 (batch, "batch.example.org", {}),
                 (default, "", {"x_picker_pool": "batch"}),  # a client's header is ignored
-                (batch, "batch", {"x_picker_pool": "default"}),  # the route overrides it
+                (batch, "batch", {"x_picker_pool": "default"}),  # the route overrides the client's header
             ):
                 assert (await ask(client, name, **headers)).endpoint == endpoint, (name, headers)
         async with http_client(listeners["batch"]) as client:
@@ -130,7 +130,7 @@ async def test_envoys_route_or_listener_chooses_the_pool_and_no_client_does(
 async def test_a_full_queue_refuses_only_requests_of_its_own_pool(two: Two) -> None:
     here, _ = two
     before = await here.get("state", pool="batch")
-    await here.post("pause")  # pauses the default pool
+    await here.post("pause")  # this call pauses the default pool
     async with here.client() as client, asyncio.TaskGroup() as tasks:
         waiting = [tasks.create_task(ask(client)) for _ in range(PLACES)]
         await here.until_state(queued=PLACES, paused=True)

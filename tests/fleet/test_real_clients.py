@@ -34,8 +34,8 @@ CONFIG: dict[str, Any] = {
 
 
 class RecordingServer:
-    """A model server that keeps the `last` request and counts requests in `served`. It sends `answer`, of
-    content type `kind`. After an upgrade the server echoes all bytes."""
+    """A model server that keeps the `last` request and counts requests in `served`. The server sends
+    `answer`, of content type `kind`. After an upgrade the server echoes all bytes."""
 
     def __init__(self) -> None:
         self.last: Received
@@ -44,7 +44,7 @@ class RecordingServer:
 
     async def serve(self, request: Received, ends: Ends) -> bool:
         reader, writer = ends
-        if request.headers.get("user-agent") == "picker":  # a scrape or a probe
+        if request.headers.get("user-agent") == "picker":  # this request is a scrape or a health probe
             writer.write(http_answer(b""))
             return True
         self.last = request
@@ -97,7 +97,7 @@ PACKED: dict[str, Callable[[bytes], bytes]] = {
     "zstd": zstandard.ZstdCompressor().compress,
     "gzip, br": lambda text: brotli.compress(gzip.compress(text)),
 }
-# Method, path, content-type, content-encoding, body.
+# Each request: method, path, content-type, content-encoding, body.
 SERVED: dict[str, tuple[str, str, str, str, bytes]] = {
     "a path with a prefix": ("POST", "/team-a/v1/chat/completions", JSON, "", ASK),
     "an Azure deployment": (

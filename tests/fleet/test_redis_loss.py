@@ -22,14 +22,14 @@ Three = tuple[Fleet, Server, CountingServers]
 SERVERS, EACH = 4, 3
 BOUND = SERVERS * EACH
 CLIENTS = 24
-SERVICE_S = 0.4  # keeps the pool full even on a busy machine
-REFUSED_S = 0.4  # six clients are refused at any time; faster retries only cost CPU
+SERVICE_S = 0.4  # number of clients: keeps the pool full even on a busy machine
+REFUSED_S = 0.4  # seconds; six clients are refused at any time, and faster retries only cost CPU
 LEASE_S = 15.0
 PRIORITIES = (7, -3)
 
 
 def loaded(here: Any, clients: int) -> AbstractAsyncContextManager[Load]:
-    """Clients that send the next request after an answer, or REFUSED_S after a refusal."""
+    """Clients that send the next request after an answer, or REFUSED_S seconds after a refusal."""
     return closed_loop(here.url, clients=clients, make_request=one_token, pause_s=REFUSED_S)
 
 
@@ -46,7 +46,7 @@ async def until_degraded(here: Any, wanted: bool) -> None:
 async def three(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[Three]:
-    """Three replicas in one mode, with Redis and model servers. Tests leave the fleet at rest."""
+    """Three replicas in one mode, with Redis and model servers. Tests leave the fleet without requests."""
     folder = tmp_path_factory.mktemp("three")
     with redis_server(folder / "valkey") as valkey:
         async with counting_servers(SERVERS, SERVICE_S) as servers:

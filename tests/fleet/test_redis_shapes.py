@@ -1,4 +1,5 @@
-"""A fleet on a Redis with TLS and ACL. (Sentinel and Cluster: tests/faults/cases/test_case_failover.py)"""
+"""A fleet on a Redis with TLS and ACL. (Sentinel and Cluster:
+tests/faults/cases/test_case_failover.py)"""
 
 import asyncio
 import re
@@ -15,7 +16,8 @@ from picker_fleet.cli import main
 
 
 async def test_a_fleet_with_the_documented_acl_serves_over_tls(fleet: Any, tmp_path: Path) -> None:
-    # Redis accepts only TLS; its users picker, loader and auditor have the permissions of docs/redis.md.
+    # Redis accepts only TLS; its users `picker`, `loader` and `auditor` have the permissions of
+    # docs/redis.md.
     page = (Path(picker_fleet.__file__).parents[2] / "docs/redis.md").read_text()
     users = dict(re.findall(r"^user (\w+) on >PASSWORD (.*(?:epp:|function\|load).*)$", page, re.MULTILINE))
     files = authority(tmp_path, "certificate")

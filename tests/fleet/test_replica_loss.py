@@ -34,7 +34,8 @@ async def test_a_killed_replicas_100_queued_and_20_streaming_requests_are_all_se
     answers = [task.result() for task in (*streams, *queued)]
     assert [answer for answer in answers if not answer.served] == []
     if mode == "lean":
-        # `canary` gets 10 %, within 5 standard deviations. (tests/unit/test_exchange.py tests retries.)
+        # Model `canary` gets 10 % of requests, within 5 standard deviations. (tests/unit/test_exchange.py
+        # tests retries.)
         assert abs(sum('"canary"' in answer.text for answer in answers) - 12) < 5 * math.sqrt(120 * 0.1 * 0.9)
     await at_rest(here, within_s=LEASE_S + 5)
     # Other replicas adopt the killed replica's queued requests in their positions: grants follow arrivals.

@@ -26,7 +26,7 @@ async def ask(channel: grpc.aio.Channel, request_id: str, content: bytes) -> Any
 
 
 async def placed(stream: Any) -> tuple[str, str]:
-    """The request id and the accounting token in the replica's answer to Envoy."""
+    """Return the request id and the accounting token in the replica's answer to Envoy."""
     answer = await stream.read()
     fields = answer.dynamic_metadata.fields["picker"].struct_value.fields
     return fields["id"].string_value, fields["token"].string_value

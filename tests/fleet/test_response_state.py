@@ -26,11 +26,11 @@ class StateServer:
 
     def __init__(self) -> None:
         self.kept: set[str] = set()
-        self.sessions: list[str] = []  # `user` field of each request that had one
+        self.sessions: list[str] = []  # the field `user` of each request that had one
 
     async def serve(self, request: Received, ends: Ends) -> bool:
         _, writer = ends
-        if request.headers.get("user-agent") == "picker":  # a scrape or a probe
+        if request.headers.get("user-agent") == "picker":  # this request is a scrape or a health probe
             writer.write(http_answer(b""))
         else:
             writer.write(self._answer(request.path, json.loads(request.body or b"{}")))

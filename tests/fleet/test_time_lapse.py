@@ -25,7 +25,7 @@ def test_a_fleet_serves_a_light_load_long_after_its_queue_has_emptied(
     async def life() -> None:
         async with fleet(valkey.url, mode, replicas, SWEPT_OFTEN) as some:
             await some.burst(3 * BOUND, SERVICE_S)
-            # If each of 1200 sweeps halved the drain rate, divisions by that rate would overflow.
+            # If each of 1200 sweeps halved the estimated drain rate, divisions by the rate would overflow.
             await light_load(some, 5 * 60.0, every_s=30.0)
             assert (await some.replicas[0].pool.store.state(60.0)).drain_rate == 0
             with redis.Redis.from_url(valkey.url) as client:

@@ -39,7 +39,7 @@ class Screen:
         self.app, self.press = pilot.app, pilot.press
 
     async def shows(self, *parts: str, but: str = "\0") -> str:
-        """Wait until the screen contains all `parts` and not `but`; return its text."""
+        """Wait until the screen contains all `parts` and not `but`; return the screen's text."""
         for _ in range(300):
             drawn = html.unescape(self.app.export_screenshot())
             text = "".join(re.findall(r"<text[^>]*>([^\n]*?)</text>", drawn)).replace("\xa0", " ")
@@ -78,7 +78,7 @@ class Api:
             "replicas": [example(models.Replica), example(models.Replica, id="r-2", live=False)],
         }  # fmt: skip
         self.decisions: list[dict[str, Any]] = []
-        self.refusals: dict[str, tuple[int, str]] = {}  # status and body, by path
+        self.refusals: dict[str, tuple[int, str]] = {}  # the answer's status and body, by path
         self.changes: list[tuple[str, str]] = []  # path and token of each POST
         self.silent = False
         self._writers: list[asyncio.StreamWriter] = []
@@ -173,7 +173,7 @@ def test_the_terminal_is_restored_on_exit(way: bytes | signal.Signals) -> None:
             os.write(master, way)
         else:
             process.send_signal(way)
-        while b"\x1b[?1049l" not in seen:  # restores the terminal's main screen
+        while b"\x1b[?1049l" not in seen:  # this sequence restores the terminal's main screen
             seen += os.read(master, 65536)
         assert process.wait(15) == (0 if isinstance(way, bytes) else 143)
     assert termios.tcgetattr(slave) == before

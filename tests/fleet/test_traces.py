@@ -46,7 +46,7 @@ async def test_a_clients_trace_has_spans_of_the_admission_the_wait_and_the_end(
     assert {answer.status_code for answer in answers} == {200}
 
     def spans_by_trace() -> dict[str, dict[str, ReceivedSpan]]:
-        """The spans of each trace, by name."""
+        """The spans of each trace, by the span's name."""
         found: dict[str, dict[str, ReceivedSpan]] = defaultdict(dict)
         for span in collector.spans:
             assert span.name not in found[span.trace]

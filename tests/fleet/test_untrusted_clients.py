@@ -67,7 +67,7 @@ async def test_identity_claims_in_headers_and_trailers_have_no_effect(here: Any,
     answer = (
         await exchange(strangers.url, head.encode() + body + f"\r\n0\r\n{claims}\r\n".encode())
     ).decode()
-    # The flow is named after the model, the band is Default, and the model is not renamed.
+    # The flow is named after the model, the band is Default, and no rewrite renames the model.
     assert answer.startswith("HTTP/1.1 200"), answer
     assert '"model":"llama"' in answer.replace(" ", "")
     assert "x-picker-request-id: mine" not in answer
@@ -97,7 +97,7 @@ async def test_envoy_passes_the_headers_that_it_trusts_and_removes_other_claims(
 
 SERVED = [
     ("POST", "/v1/completions?user=/../metrics"),
-    ("POST", "/v1//completions"),  # sent by clients whose base URL ends in a slash
+    ("POST", "/v1//completions"),  # this path is sent by clients whose base URL ends in a slash
     ("POST", "/v1/completions/"),
     ("GET", "/v1/models"),
 ]
@@ -221,7 +221,7 @@ async def test_connections_beyond_the_limit_are_closed_and_envoys_health_check_p
         writer.close()
 
 
-@pytest.mark.parametrize("mode", MODES)  # the last test: it ends the fleet of `here`
+@pytest.mark.parametrize("mode", MODES)  # this is the last test: it ends the fleet of the fixture `here`
 async def test_a_client_that_invents_models_is_refused_despite_a_forged_x_forwarded_for_header(
     shared_fleet: Any, tmp_path: Path, mode: Mode
 ) -> None:

@@ -79,7 +79,7 @@ async def test_http_client_gets_a_completion(any_mode: Any) -> None:
     assert answer.json()["usage"]["completion_tokens"] == 8
     addresses = {endpoint["address"] for endpoint in any_mode.state["endpoints"]}
     assert answer.headers["x-served-by"] in addresses
-    # Header and metadata name the same endpoints; the first one served the request.
+    # The response header and the metadata name the same endpoints; the first endpoint served the request.
     assert answer.headers["x-picker-header"] == answer.headers["x-picker-endpoint"]
     picked = answer.headers["x-picker-header"].split(",")
     assert {picked[0], answer.headers["x-picker-served"]} == {answer.headers["x-served-by"]}
@@ -116,7 +116,7 @@ async def test_bodies_arrive_whole_in_every_framing(any_mode: Any, words: int) -
 
 
 async def test_the_openai_client_gets_the_same_answer_streamed_and_whole(any_mode: Any) -> None:
-    import openai  # the import takes half a second
+    import openai  # the import of openai takes half a second
 
     ask: Any = {"model": "llama", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 8}
     url = f"{any_mode.url}/v1"
@@ -125,7 +125,7 @@ async def test_the_openai_client_gets_the_same_answer_streamed_and_whole(any_mod
         usage = {"include_usage": True}
         stream = await client.chat.completions.create(**ask, stream=True, stream_options=usage)
         chunks = [chunk async for chunk in stream]
-    # Both answers have the same text, and each has its usage.
+    # The streamed and the whole answer have the same text, and each has its usage.
     text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
     usages = [chunk.usage for chunk in chunks if chunk.usage]
     assert whole.choices[0].message.content == text
@@ -138,7 +138,7 @@ async def test_a_replica_that_dies_is_started_again(fleet: Any) -> None:
     own = fleet("--replicas", "2", "--endpoints", "1", "--sim-ttft", "1", "--sim-itl", "1")
     before = own.state["replicas"][0]
     own.replica(0).kill()
-    # No client sees an error, and the replica returns at the same addresses.
+    # No client sees an error, and the killed replica returns at the same addresses.
     own.wait_line("DOWN  replica-1    was killed by SIGKILL")
 
     async with own.client() as client:
@@ -155,7 +155,7 @@ async def test_a_replica_that_dies_is_started_again(fleet: Any) -> None:
 async def test_sigterm_leaves_no_process(fleet: Any) -> None:
     own = fleet(*SMALL, unaudited="Valkey ends with the fleet", spawned=True)
     children = own.children()
-    assert len(children) == 4  # Valkey, simulator, replica, Envoy
+    assert len(children) == 4  # the children: Valkey, simulator, replica, Envoy
     own.process.send_signal(signal.SIGTERM)
     assert own.process.wait(30) == 0
     assert not any(child.is_running() for child in children)

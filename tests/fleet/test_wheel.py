@@ -17,7 +17,7 @@ READY_S = 30.0
 
 
 class Installed:
-    """The wheel in a virtual environment, without extras. Commands run outside the checkout."""
+    """The wheel in a virtual environment, without extras. The wheel's commands run outside the checkout."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -36,7 +36,7 @@ class Installed:
         subprocess.run([*pip, "--python", self.python, *install], check=True)
 
     def run(self, *command: str | Path) -> tuple[int, str]:
-        """Run a command of the environment outside the checkout; return exit status and output."""
+        """Run a command of the wheel's environment outside the checkout; return exit status and output."""
         done = subprocess.run(command, **self.options, capture_output=True, text=True, timeout=READY_S)
         return done.returncode, done.stdout + done.stderr
 

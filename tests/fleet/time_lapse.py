@@ -1,6 +1,6 @@
 """Runs whole replicas and their Valkey on one simulated clock, which skips idle time.
 
-A simulated day takes minutes. A busy machine changes no result: simulated time stands still while a replica
+Simulating a day takes minutes. A busy machine changes no result: simulated time stands still while a replica
 computes, sends or awaits data. The replicas run in this process (`picker_fleet.serve`); tests act as Envoy.
 """
 
@@ -39,15 +39,16 @@ _TIME = ("HMGET", _CLOCK, "seconds", "microseconds")
 NO_LOAD = b'vllm:num_requests_waiting{model_name="m"} 0\nvllm:num_requests_running{model_name="m"} 0\n'
 _LEAST_JUMP_S = 0.001
 HOUR_S = 3600.0
-SERVICE_S = 2.0  # service time of a request
+SERVICE_S = 2.0  # seconds of service of a request
 BOUND = 4  # upper bound of the two model servers together
 
 
 class Server:
     """A blocking connection to a Valkey with a simulated clock.
 
-    `away`: Valkey is down, and nothing is sent. Valkey's clock is `step_s` ahead of the loop's. `refuses`
-    names the setting that, at 1, makes Valkey refuse writes; empty while Valkey accepts writes.
+    `away`: Valkey is down, and nothing is sent. Valkey's clock is `step_s` seconds
+    ahead of the event loop's. `refuses` names the setting that, at 1, makes Valkey refuse writes; empty while
+    Valkey accepts writes.
     """
 
     def __init__(self, host: str, port: int) -> None:
@@ -61,7 +62,7 @@ class Server:
         self.away = False
 
     def catch_up(self) -> None:
-        """Wait until Valkey has answered all earlier commands: Valkey serves its connections in turn."""
+        """Wait until Valkey has answered all earlier commands: it serves its connections in turn."""
         for _ in range(0 if self.away else 2):
             self._ask(b"PING\r\n")
 
@@ -132,8 +133,8 @@ class _JumpingSelector(selectors.EpollSelector):
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         if timeout is not None and timeout <= 0:
-            return []  # ready callbacks run first
-        self._server.catch_up()  # makes events and their order independent of speed
+            return []  # callbacks that are ready run first
+        self._server.catch_up()  # this wait makes events and their order independent of speed
         found = self._events(0)
         if found:
             return found
@@ -149,10 +150,10 @@ class TimeLapseLoop(asyncio.SelectorEventLoop):
         self.server = server
         self._jumping = _JumpingSelector(server)
         super().__init__(self._jumping)
-        self._ready = self._jumping.ready  # the name that the base class uses
+        self._ready = self._jumping.ready  # `_ready` is the name that the base class uses
 
     def stop_process(self, name: str) -> None:
-        """Run nothing of process `name` until `continue_process`, as after SIGSTOP."""
+        """Run no callback of process `name` until `continue_process` is called, as after SIGSTOP."""
         self._jumping.ready.stopped[name] = []
 
     def continue_process(self, name: str) -> None:
@@ -281,7 +282,7 @@ class Fleet:
 
 @contextlib.contextmanager
 def noted_pools(note: Callable[[Pool], None]) -> Iterator[None]:
-    """Within the block, pass the pool of each replica that starts to `note`."""
+    """Within the `with` block, call `note` with the pool of each replica that starts."""
 
     class Noted(Pool):
         def __init__(self, *args: Any, **options: Any) -> None:
@@ -294,14 +295,14 @@ def noted_pools(note: Callable[[Pool], None]) -> Iterator[None]:
 
 @contextlib.asynccontextmanager
 async def fleet(url: str, mode: str, replicas: int, config: Mapping[str, Any]) -> AsyncIterator[Fleet]:
-    """`replicas` replicas in front of two model servers; fails if a replica ends by itself."""
+    """Runs `replicas` replicas in front of two model servers; fails if a replica ends by itself."""
     made: list[Pool] = []
     with noted_pools(made.append):
         async with contextlib.AsyncExitStack() as stack:
             pages = [await stack.enter_async_context(serving()) for _ in range(2)]
             for page in pages:
                 page.answer = answered(NO_LOAD)
-                page.requests = collections.deque(maxlen=1)  # keep only the last request
+                page.requests = collections.deque(maxlen=1)  # this model server keeps only the last request
             tree = {
                 "extproc": {"drain_grace": "0s"},
                 "discovery": {"static": [{"address": page.address} for page in pages]},
@@ -316,7 +317,7 @@ async def fleet(url: str, mode: str, replicas: int, config: Mapping[str, Any]) -
 
 
 async def light_load(some: Fleet, seconds: float, every_s: float) -> None:
-    """Send one request at a time, `every_s` after the previous one has ended."""
+    """Send one request at a time, `every_s` seconds after the previous request has ended."""
     until_s = asyncio.get_running_loop().time() + seconds
     while asyncio.get_running_loop().time() < until_s:
         await some.ask(SERVICE_S)
@@ -324,7 +325,7 @@ async def light_load(some: Fleet, seconds: float, every_s: float) -> None:
 
 
 async def at_rest(some: Any, client: redis.Redis, lasts_s: float = 60.0) -> None:
-    """After `lasts_s`, assert that every count is 0 and every other figure in its range."""
+    """After `lasts_s` seconds, assert that every count is 0 and every other figure in its range."""
     await asyncio.sleep(lasts_s)
     for replica in some.replicas:
         pool = replica.pool

@@ -33,21 +33,21 @@ READY_S = 90.0
 STOP_S = 30.0
 _POLL_S, _LONGEST_POLL_S = 0.01, 0.1
 _ADMIN_PATIENCE_S = 30.0
-_COUNTED_AFTER_S = 3.0  # as `newcomer_s` in admission/failover.py
+_COUNTED_AFTER_S = 3.0  # the same seconds as `newcomer_s` in admission/failover.py
 _WHOLE_LOG = {
     "PICKER_DECISION_LOG__ENABLED": "true",
-    "PICKER_DECISION_LOG__MAX_ENTRIES": "3000000",  # more than any test writes, so that nothing is trimmed
+    "PICKER_DECISION_LOG__MAX_ENTRIES": "3000000",  # more entries than any test writes: none is trimmed
 }
 
 
 class Fleet:
-    """A running `picker up`. Every access reads ports, process ids and addresses from its state file.
+    """A running `picker up`. Every access reads ports, process ids and addresses from the fleet's state file.
 
     The decision log is enabled unless `config` disables it, and is audited when the fleet ends: a violation
-    fails the test. `unaudited` says why an audit is impossible (Redis ends sooner, the state is damaged on
-    purpose). `spawned` fleets start a new interpreter, as for a user; so do fleets with an `environment`,
-    which an interpreter may read when it starts. All others are forked from a process that has imported
-    everything (forked_up.py), which is faster.
+    fails the test. The text `unaudited` says why an audit is impossible (Redis ends sooner, the state is
+    damaged on purpose). With `spawned` a fleet starts a new interpreter, as for a user; so does a fleet with
+    an `environment`, which an interpreter may read when it starts. All other fleets are forked from a process
+    that has imported everything (forked_up.py), which is faster.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class Fleet:
             return "\n".join(self._lines)
 
     def wait_line(self, part: str, within_s: float = READY_S) -> str:
-        """Wait for an output line that contains `part`; return the first."""
+        """Wait for an output line that contains `part`; return the first such line."""
 
         def found() -> str | None:
             return next((line for line in self._lines if part in line), None)
@@ -124,7 +124,7 @@ class Fleet:
         """The answer of one replica's admin API to a read or an idempotent change.
 
         A replica answers `state_unavailable` if Redis does not reply within 2 s, also because the machine
-        pauses. The call is repeated for up to 30 s while it gets this answer.
+        pauses. The call is repeated for up to 30 s while it gets the answer `state_unavailable`.
         """
         async with http_client(timeout=10.0) as client:
             return await self.eventually(  # type: ignore[no-any-return]
@@ -164,8 +164,8 @@ class Fleet:
         within_s: float = 15.0,
         what: str = "the result",
     ) -> Any:
-        """Call `look`, which may be asynchronous, until `holds` accepts the result; return that result. The
-        pauses grow, because each call costs CPU that the fleet could use."""
+        """Call `look`, which may be asynchronous, until the function `holds` accepts the result; return this
+        result. The pauses between calls grow, because each call costs CPU that the fleet could use."""
         last: Any = None
         pause_s = _POLL_S
         try:
@@ -184,7 +184,8 @@ class Fleet:
     async def until(
         self, path: str, holds: Callable[[Any], object], *, replica: int = 0, pool: str = "", **more: Any
     ) -> Any:
-        """Read /api/v1/`path` from one replica until `holds` accepts the answer; return that answer."""
+        """Read /api/v1/`path` from one replica until the function `holds` accepts the answer; return this
+        answer."""
         return await self.eventually(lambda: self.get(path, replica, pool=pool), holds, **more)
 
     async def until_state(
@@ -199,8 +200,8 @@ class Fleet:
         await self.until("state", has_them, replica=replica, pool=pool, within_s=within_s, what=what)
 
     async def until_counted(self) -> None:
-        """Wait until every replica has been in the pool for long enough to get a share of the bound if Redis
-        is lost."""
+        """Wait until every replica has been in the pool long enough to get a share of the bound if Redis is
+        lost."""
 
         def are_listed(found: dict[str, Any]) -> bool:
             return len(found["replicas"]) == len(self.state["replicas"])
@@ -261,7 +262,7 @@ class Fleet:
             self.discard()
 
     def discard(self) -> None:
-        """Kill the process if it still runs, and stop reading its output."""
+        """Kill `picker up` if it still runs, and stop reading its output."""
         if self.process.poll() is None:
             self.process.kill()
             self.process.wait()
@@ -283,8 +284,8 @@ def assert_no_violation(redis_url: str, fleet_name: str, pool: str = "default") 
     """Audit the decision log of `pool` in Redis.
 
     Raises:
-        AssertionError: the log violates a guarantee (the message shows where), or its start is missing.
-        LogUnreadable: there is no log, or Redis does not answer.
+        AssertionError: raised if the log violates a guarantee (the message shows where) or lacks its start.
+        LogUnreadable: raised if there is no log or Redis does not answer.
     """
     report = audited(redis_url, pool)
     problems = [
@@ -312,7 +313,7 @@ def _spawned(arguments: Sequence[str], environment: Mapping[str, str]) -> subpro
 
 @contextlib.contextmanager
 def suspended(process: psutil.Process) -> Iterator[None]:
-    """Suspend `process` within the block."""
+    """Suspend `process` (SIGSTOP) within the `with` block."""
     process.suspend()
     try:
         yield
@@ -321,7 +322,7 @@ def suspended(process: psutil.Process) -> Iterator[None]:
 
 
 def exact_bounds(per_backend: float) -> dict[str, float]:
-    """Queue controller settings that set all bounds to `per_backend`, so without hysteresis."""
+    """Queue controller settings that set all bounds to `per_backend` requests, so without hysteresis."""
     return {f"{bound}_per_backend": per_backend for bound in ("lower_bound", "watermark", "upper_bound")}
 
 
@@ -350,7 +351,7 @@ def started(
     kind: type[Kind] = Fleet,  # type: ignore[assignment]
     **more: Any,
 ) -> Kind:
-    """Start a fleet and wait until it is ready; `more` are further arguments of `Fleet`."""
+    """Start a fleet and wait until the fleet is ready; `more` are further arguments of `Fleet`."""
     fleet = kind(folder, options, config, **more)
     try:
         fleet.wait_line("dashboard:")
@@ -362,8 +363,8 @@ def started(
 
 @contextlib.asynccontextmanager
 async def running(folder: Path, *options: str, config: dict[str, Any], **more: Any) -> AsyncIterator[Any]:
-    """Start a fleet, yield it when ready, then stop and check it, without blocking the event loop. `more` are
-    further arguments of `started`."""
+    """Start a fleet, yield it when it is ready, then stop and audit it, without blocking the event loop.
+    `more` are further arguments of `started`."""
     here = await asyncio.to_thread(lambda: started(folder, options, config, **more))
     try:
         yield here
@@ -373,7 +374,8 @@ async def running(folder: Path, *options: str, config: dict[str, Any], **more: A
 
 @contextlib.contextmanager
 def fleets(folders: pytest.TempPathFactory, *always: str) -> Iterator[Callable[..., Fleet]]:
-    """Yield a function that starts fleets with the options `always` and its own; stop them at the end."""
+    """Yield a function that starts fleets with the options `always` and its own options; stop the fleets at
+    the end."""
     running: list[Fleet] = []
 
     def start(*options: str, config: dict[str, Any] | None = None, **more: Any) -> Fleet:
