@@ -29,7 +29,7 @@ def test_promtool_accepts_configuration_and_rules(arguments: tuple[str, ...]) ->
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_every_alert_has_a_test_in_which_it_fires() -> None:
+def test_every_alert_rule_has_a_test_in_which_the_alert_fires() -> None:
     groups = yaml.safe_load((FOLDER / "rules" / "alerts.yml").read_text())["groups"]
     alerts = {rule["alert"] for group in groups for rule in group["rules"]}
     tests = yaml.safe_load((FOLDER / "rules_test.yml").read_text())["tests"]

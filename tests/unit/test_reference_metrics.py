@@ -1,4 +1,4 @@
-"""Metrics under the names of the llm-d reference picker: same values, present from the first scrape."""
+"""Metrics under the llm-d reference picker's names, with equal values and present from the first scrape."""
 
 from collections import Counter
 from dataclasses import replace
@@ -31,7 +31,7 @@ def reading(waiting: float, running: float, kv: float, *, known: bool = True) ->
 
 
 class Page:
-    """The metrics of a replica of pool `llm`."""
+    """The metrics page of a replica of the pool `llm`."""
 
     def __init__(self) -> None:
         self.metrics = Metrics()
@@ -53,12 +53,12 @@ def page() -> Page:
     return Page()
 
 
-def test_waiting_and_running_requests_are_0_before_the_first_request(page: Page) -> None:
+def test_metrics_of_waiting_and_running_requests_are_0_before_the_first_request(page: Page) -> None:
     assert page.values(QUEUE, "inference_pool=llm") == [0, 0]
     assert page.values(RUNNING) == [0, 0]
 
 
-def test_requests_are_counted_by_flow_priority_and_model_and_fall_to_0(page: Page) -> None:
+def test_requests_are_counted_by_flow_and_priority_and_model_and_fall_to_0(page: Page) -> None:
     urgent = ask(flow="tenant", band=Band.CRITICAL, model="llama", target_model="llama-7b")
     page.metrics.waiting(urgent, 3)
     page.metrics.waiting(urgent._replace(band=Band.SHEDDABLE), 1)
@@ -74,7 +74,7 @@ def test_requests_are_counted_by_flow_priority_and_model_and_fall_to_0(page: Pag
     assert page.values(RUNNING, "model_name=llama") == [0, 0]
 
 
-def test_saturation_and_ready_endpoints_follow_the_pool(page: Page) -> None:
+def test_metrics_of_saturation_and_ready_endpoints_follow_the_pool(page: Page) -> None:
     page.metrics.pool(replace(POOL, stock=3.0, upper=12.0, ready_backends=2), 10.0, 0.0)
     assert page.values(SATURATION, "inference_pool=llm") == [0.25, 0.25]
     assert page.values(READY, "name=llm") == [2, 2]
@@ -83,7 +83,7 @@ def test_saturation_and_ready_endpoints_follow_the_pool(page: Page) -> None:
     assert page.values(READY, "name=llm") == [0, 0]
 
 
-def test_averages_leave_out_endpoints_with_unknown_readings(page: Page) -> None:
+def test_average_metrics_leave_out_endpoints_with_unknown_readings(page: Page) -> None:
     names = tuple(f"{prefix}_average_queue_size" for prefix in ("llm_d_epp", "inference_pool"))
     assert page.values(names, "name=llm") == [None, None]
     page.readings = {"a": reading(2, 4, 0.5), "b": reading(4, 8, 0.7), "c": reading(90, 90, 0.9, known=False)}
@@ -92,7 +92,7 @@ def test_averages_leave_out_endpoints_with_unknown_readings(page: Page) -> None:
     assert page.values(("llm_d_epp_average_kv_cache_utilization",), "name=llm") == [0.6]
 
 
-def test_the_number_of_series_per_flow_is_bounded(page: Page) -> None:
+def test_the_number_of_metric_series_per_flow_is_limited(page: Page) -> None:
     names = ["\ud800", "x" * 100_000, *(f"flow-{number}" for number in range(3000))]
     for name in names:
         page.metrics.waiting(ask(flow=name), 1)
@@ -107,13 +107,13 @@ def test_the_number_of_series_per_flow_is_bounded(page: Page) -> None:
     assert not page.metrics.waiting_requests.keys() - {("new", Band.DEFAULT, "m", "m")}
 
 
-def test_the_number_of_series_per_model_is_bounded(page: Page) -> None:
+def test_the_number_of_metric_series_per_model_is_limited(page: Page) -> None:
     page.running.update({f"model-{number}": 1 for number in range(3000)})
     series = page.series(RUNNING[0])
     assert (len(series), series[RUNNING[0], "model_name=other"]) == (1002, 2000)
 
 
-def test_decisions_answers_and_waits_are_counted_under_the_references_names_too(page: Page) -> None:
+def test_decisions_and_answers_and_waits_have_metrics_under_the_references_names(page: Page) -> None:
     models = ("model_name=llama", "target_model_name=llama-7b")
     for mode, code in (("lean", "ok"), ("http", "ok"), ("http", "total_capacity")):
         page.metrics.answered(mode, "llama", code, 0.1, "llama-7b")

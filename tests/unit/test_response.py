@@ -1,4 +1,4 @@
-"""Answers on their way to the client: token usage, ids of stored state, and the restored model name."""
+"""Responses to the client: token usage, ids of stored state, and the restored model name."""
 
 import gzip
 import json
@@ -17,7 +17,7 @@ Counts = tuple[int | None, int | None]
 
 
 def counts(answer: bytes, size: int = 1000, encoding: bytes = b"") -> Counts:
-    """Prompt and answer tokens that are read from `answer` in chunks of `size` bytes."""
+    """The numbers of prompt and answer tokens read from `answer` in chunks of `size` bytes."""
     reader = UsageReader()
     if encoding:
         reader.encoded(encoding)
@@ -90,7 +90,7 @@ def test_the_tokens_of_a_stream_are_added_up_in_each_api(answer: bytes, expected
         *((count, None) for count in (1_000_000_001, 10**300, -1, True, "100", 1.5)),
     ],
 )
-def test_an_implausible_token_count_is_unknown(count: object, expected: int | None) -> None:
+def test_an_implausible_token_count_is_treated_as_unknown(count: object, expected: int | None) -> None:
     answer = {"usage": {"prompt_tokens": 7, "completion_tokens": count}}
     assert counts(json.dumps(answer).encode()) == (7, expected)
 
@@ -120,7 +120,7 @@ def test_the_time_to_read_an_answer_is_linear_in_its_length(piece: bytes) -> Non
         counts(answer, 16_000)
         assert rename.push(answer, ended=True) == answer
         took_s.append(time.thread_time() - began_s)
-    assert max(took_s) < 0.15  # at quadratic cost, 64 KB take seconds
+    assert max(took_s) < 0.15  # with quadratic cost, an answer of 64 KB would take seconds
 
 
 def renamed(answer: bytes, size: int) -> bytes:
@@ -130,7 +130,7 @@ def renamed(answer: bytes, size: int) -> bytes:
 
 
 KEPT = b'{"model":"m-v2","a":{"model":"m-v2"},"message":{"model":"m-v2"}}'  # nested: not renamed
-RENAMED = {  # `@` stands for the name that changes
+RENAMED = {  # `@` stands for the model name that changes
     "the model of the answer": b'{"id":"model",\n\n"model" : @, "x": 1}',
     "not the model of a nested object": b'{"content":[{"type":"tool_use","input":K}],"metadata":K,"model":@}',
     "not a model in text": b'{"text":"\\\\\"model\":\"m-v2\"","\"model\"":"m-v2","model":@}',
@@ -198,7 +198,7 @@ STATES: dict[str, tuple[bytes, tuple[str, ...]]] = {
 
 @pytest.mark.parametrize("size", [1, 1000, 10**7])
 @cases("answer, expected", STATES)
-def test_the_ids_of_stored_state_are_read_however_the_answer_is_cut(
+def test_ids_of_stored_state_are_read_wherever_the_answer_is_cut_into_chunks(
     answer: bytes, expected: tuple[str, ...], size: int
 ) -> None:
     if size == 1 and len(answer) > 10_000:

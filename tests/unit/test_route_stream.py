@@ -1,4 +1,4 @@
-"""The stream of routes on a real Valkey: replicas that follow the stream have equal indexes."""
+"""The stream of routes on a real Valkey: replicas that follow the stream have equal prefix indexes."""
 
 import asyncio
 import contextlib
@@ -26,7 +26,7 @@ done = st.builds(CompletionRecord, addresses, st.floats(min_value=0, max_value=1
 
 
 class Replica:
-    """One replica's stream with its own index."""
+    """One replica's connection to the stream of routes, with the replica's prefix index."""
 
     def __init__(self, url: str, stream: str, name: str) -> None:
         self.routes = route_stream.RouteStream(url, stream=stream, replica=name)
@@ -40,7 +40,7 @@ class Replica:
 
 @contextlib.asynccontextmanager
 async def following(*replicas: Replica, caught_up: bool = True) -> AsyncIterator[None]:
-    """Run the streams of `replicas`; the block begins once they have caught up, if `caught_up`."""
+    """Let `replicas` follow the stream; with `caught_up`, the block begins once all have caught up."""
     async with running(*(replica.routes.run() for replica in replicas)):
         if caught_up:
             await wait_caught_up(*replicas)
@@ -64,7 +64,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 class Fleet:
-    """Replicas of one stream, and a client of its Redis."""
+    """Replicas that follow one stream, and a Redis client of the same server."""
 
     def __init__(self, url: str) -> None:
         self.url, self.client = url, Redis.from_url(url)
@@ -74,7 +74,7 @@ class Fleet:
         return Replica(self.url, self.stream, name)
 
     async def add(self, record: Record | bytes, **more: Any) -> None:
-        """Write an entry as another replica does."""
+        """Write a stream entry as another replica does."""
         body = record if isinstance(record, bytes) else pack(record)
         await self.client.xadd(self.stream, {"by": "x", "body": body}, **more)
 
@@ -87,7 +87,7 @@ async def fleet(url: str) -> AsyncIterator[Fleet]:
 
 
 @given(st.lists(routes | done), st.integers(min_value=1, max_value=200))
-def test_packed_records_are_unpacked_unchanged(records: list[Record], most_bytes: int) -> None:
+def test_packed_route_records_are_unpacked_unchanged(records: list[Record], most_bytes: int) -> None:
     packed = [pack(record) for record in records]
     entries = list(route_stream.join_records(packed, most_bytes))
 
@@ -96,7 +96,7 @@ def test_packed_records_are_unpacked_unchanged(records: list[Record], most_bytes
 
 
 @given(st.binary(max_size=60) | routes.map(pack).map(lambda body: body[:-1]))
-def test_a_malformed_entry_is_refused_and_any_other_packs_to_the_same_bytes(body: bytes) -> None:
+def test_a_malformed_stream_entry_is_refused_and_a_valid_one_packs_to_the_same_bytes(body: bytes) -> None:
     with contextlib.suppress(ValueError):
         assert b"".join(map(pack, unpack(body))) == body
 
@@ -124,7 +124,7 @@ async def test_three_replicas_that_follow_the_stream_have_equal_indexes(fleet: F
     assert len({one.latencies.stats(A) for one in replicas}) == 1
 
 
-async def test_a_restarted_replica_catches_up(fleet: Fleet) -> None:
+async def test_a_restarted_replica_catches_up_with_the_route_stream(fleet: Fleet) -> None:
     one, other = fleet.replica("one"), fleet.replica("other")
     async with following(other):
         async with following(one):
@@ -145,7 +145,7 @@ async def test_a_restarted_replica_catches_up(fleet: Fleet) -> None:
     assert again.latencies.stats(A) == other.latencies.stats(A)
 
 
-async def test_only_recent_entries_are_read_and_malformed_ones_are_skipped(fleet: Fleet) -> None:
+async def test_only_recent_stream_entries_are_read_and_malformed_entries_are_skipped(fleet: Fleet) -> None:
     # One entry is an hour old and one is new, with malformed entries between them.
     now_s, _ = await fleet.client.time()
     await fleet.add(RouteRecord(A, prompt("m")), id=f"{(now_s - 3600) * 1000}-0")
@@ -157,7 +157,7 @@ async def test_only_recent_entries_are_read_and_malformed_ones_are_skipped(fleet
         assert late.index.match(prompt("m")) == {B: 4}
 
 
-async def test_a_replica_that_falls_behind_reads_on_and_misses_only_trimmed_entries(fleet: Fleet) -> None:
+async def test_a_replica_that_falls_behind_the_stream_misses_only_trimmed_entries(fleet: Fleet) -> None:
     writer, slow = fleet.replica("writer"), fleet.replica("slow")
     async with following(writer):
         async with following(slow):
@@ -174,7 +174,7 @@ async def test_a_replica_that_falls_behind_reads_on_and_misses_only_trimmed_entr
     assert (slow.completions(A), slow.completions(B), slow.completions(C)) == (1, 0, 1)
 
 
-async def test_replicas_follow_the_stream_across_broken_connections(fleet: Fleet) -> None:
+async def test_replicas_follow_the_route_stream_across_broken_connections(fleet: Fleet) -> None:
     one, other = fleet.replica("one"), fleet.replica("other")
     async with following(one, other):
         for n in range(5):
@@ -189,7 +189,7 @@ async def test_replicas_follow_the_stream_across_broken_connections(fleet: Fleet
             assert await fleet.client.client_kill_filter(_type="normal", skipme=True) >= 2
 
 
-async def test_a_stream_that_was_deleted_and_created_again_is_followed(fleet: Fleet) -> None:
+async def test_replicas_follow_a_stream_that_was_deleted_and_created_again(fleet: Fleet) -> None:
     now_s, _ = await fleet.client.time()
     replica = fleet.replica()
     await fleet.add(CompletionRecord(A, 1.0), id=f"{(now_s + 9000) * 1000}-0")
@@ -219,7 +219,7 @@ async def test_without_redis_a_replica_learns_its_routes_and_later_joins_the_str
         await until(lambda: other.index.match(prompt("n")) == {B: 4})
 
 
-async def test_many_routes_make_few_entries_and_the_stream_stays_bounded(fleet: Fleet) -> None:
+async def test_many_routes_make_few_stream_entries_and_the_stream_stays_short(fleet: Fleet) -> None:
     async with fleet.client.pipeline(transaction=False) as pipeline:
         for _ in range(2 * route_stream.MAX_ENTRIES):
             pipeline.xadd(fleet.stream, {"by": "x", "body": b""})

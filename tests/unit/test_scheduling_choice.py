@@ -59,7 +59,8 @@ def test_the_scores_of_one_scorer(
 
 
 def latencies(*known: tuple[float | None, float, int], **pick: Any) -> list[float]:
-    """Scores of endpoints with these mean latencies (None: no statistics), spreads and requests in flight."""
+    """Scores of endpoints with the given mean latencies (None: no statistics), deviations and load in
+    flight."""
     endpoints = [
         EndpointState("a", latency=None if mean is None else LatencyStats(9, mean, spread), in_flight=load)
         for mean, spread, load in known
@@ -79,7 +80,7 @@ def test_latency_prefers_an_idle_endpoint_without_statistics_but_not_a_busy_one(
     assert latencies((None, 0.0, 0), (None, 0.0, 0)) == [1.0, 1.0]
 
 
-def test_a_stale_endpoint_is_unknown_to_every_scorer() -> None:
+def test_an_endpoint_with_stale_readings_is_unknown_to_every_scorer() -> None:
     stale = EndpointState(A, stale=True)
     busy, idle = at(B, 9, 0.9, running=9, slots=None), at(C, 1, 0.1, active="a", running=1)
     for scorer in ("queue-depth", "running-requests", "kv-cache", "lora-affinity"):
@@ -162,7 +163,7 @@ OUTSIDE = {A: "not in the subset hint"}
     "none in service": (PLAIN, [at(A, healthy=False), at(B, draining=True)], {A: "unhealthy", B: "draining"}),
     "no such label": (ZONE_B, [at(A)], {A: "label zone is not b"}),
 })  # fmt: skip
-def test_hard_filters_may_exclude_every_endpoint_and_give_the_reasons(
+def test_hard_filters_may_exclude_every_endpoint_and_give_reasons(
     pick: PickRequest, endpoints: list[EndpointState], reasons: dict[str, str]
 ) -> None:
     ranking = rank(DEFAULT, pick, *endpoints)
@@ -174,12 +175,12 @@ def test_a_soft_filter_that_excludes_every_endpoint_is_waived() -> None:
     ranking = rank(DEFAULT, SUMMARISE, at(A, active="x y"), at(B, active="x z"))
     assert set(addresses(ranking)) == {A, B}
     assert (ranking.waived, ranking.excluded) == (("adapter",), {})
-    # An endpoint that a hard filter excluded stays excluded.
+    # An endpoint that a hard filter has excluded stays excluded.
     ranking = rank(DEFAULT, SUMMARISE, at(A, active="sum", draining=True), at(B, active="x y"))
     assert (addresses(ranking), ranking.excluded) == ([B], {A: "draining"})
 
 
-def test_if_all_endpoints_are_stale_their_scores_are_equal_and_each_can_be_picked() -> None:
+def test_if_all_endpoints_are_stale_scores_are_equal_and_each_can_be_picked() -> None:
     endpoints = [EndpointState(address, stale=True) for address in (A, B, C)]
     pick = PickRequest(random=random.Random(1).random)
 
@@ -189,18 +190,18 @@ def test_if_all_endpoints_are_stale_their_scores_are_equal_and_each_can_be_picke
     assert len({one.score for one in rank(DEFAULT, pick, *endpoints).best}) == 1
 
 
-def test_ties_are_broken_by_chance_alone() -> None:
+def test_among_endpoints_of_equal_score_the_choice_is_random() -> None:
     by_chance = PickRequest(random=iter([0.2, 0.9, 0.5]).__next__)
     assert addresses(rank(DEFAULT, by_chance, at(A), at(B), at(C))) == [B, C, A]
 
 
-def test_a_limited_ranking_lists_the_best_endpoints_in_order() -> None:
+def test_a_ranking_with_a_limit_lists_the_best_endpoints_in_order() -> None:
     endpoints = [at(f"10.0.1.{n}:80", n) for n in range(200)]
     best = Scheduler(DEFAULT).rank(PLAIN, endpoints[::-1], limit=3)
     assert addresses(best) == ["10.0.1.0:80", "10.0.1.1:80", "10.0.1.2:80"]
 
 
-def test_totals_stay_between_zero_and_one_with_every_scorer() -> None:
+def test_total_scores_stay_between_zero_and_one_with_every_scorer() -> None:
     chance = random.Random(7)
     weights = {name: chance.uniform(0.1, 50) for name in SCORERS}
     counts, shares = [None, 0.0, 1.0, 7.5, 1e12], [None, 0.0, 0.3, 1.0]
@@ -225,7 +226,7 @@ def test_totals_stay_between_zero_and_one_with_every_scorer() -> None:
         assert all(0.0 <= part <= 1.0 for parts in ranking.parts.values() for part in parts)
 
 
-def test_a_ranking_has_the_base_score_without_the_load_in_flight() -> None:
+def test_a_ranking_has_base_scores_without_the_live_load_in_flight() -> None:
     scheduler = Scheduler({"in-flight": 1.0, "kv-cache": 3.0})
 
     best = scheduler.rank(PLAIN, [at(A, kv=0.5, in_flight=0), at(B, kv=0.5, in_flight=4)]).best
@@ -239,7 +240,7 @@ def test_without_scorers_all_endpoints_have_equal_scores() -> None:
     assert [one.score for one in rank({"kv-cache": 0.0}, PLAIN, at(A, 3), at(B)).best] == [0.0, 0.0]
 
 
-def test_new_readings_and_subsets_change_the_ranking_at_once() -> None:
+def test_new_readings_and_subset_hints_change_the_ranking_at_once() -> None:
     scheduler = Scheduler(DEFAULT)
     only, full = PickRequest(subset=frozenset((A,))), [at(A, 9), at(B, 0)]
     for pick, endpoints, order in (
@@ -271,14 +272,14 @@ def explained(seen: Ranking | LeastLoadedPick, chosen: tuple[str, ...] = (), loa
 def shown(
     address: str, score: float, queue: float, kv: float, in_flight: float, live: float | None
 ) -> object:
-    """A candidate of an explanation; `final` equals `score`, or is None if the live load is unknown."""
+    """A candidate in an explanation; the field `final` is None if the live load is unknown."""
     return {
         "address": address, "score": score, "parts": {"queue-depth": queue, "kv-cache": kv},
         "in_flight": in_flight, "live": live, "final": score if live is not None else None,
     }  # fmt: skip
 
 
-def test_candidates_beyond_the_limit_are_explained_too() -> None:
+def test_the_explanation_includes_candidates_beyond_the_limit() -> None:
     found = explained(ranking(), ("b", "a"), "1,")
     candidates = [
         shown("b", 0.85, queue=1.0, kv=0.8, in_flight=0.0, live=1.0),
@@ -298,7 +299,7 @@ def test_candidates_beyond_the_limit_are_explained_too() -> None:
     "two rankings of 15 figures fit": ({"max_values": 30}, "123", "23"),
     "a ranking above the limit is kept alone": ({"max_values": 1}, "1", "1"),
 })  # fmt: skip
-def test_the_last_explanations_are_kept(limits: dict[str, int], asked: str, kept: str) -> None:
+def test_only_the_latest_explanations_are_kept(limits: dict[str, int], asked: str, kept: str) -> None:
     cache = ExplanationCache(**limits)
     for request_id in asked:
         cache.add(request_id, ranking(), ("b",))
@@ -307,12 +308,12 @@ def test_the_last_explanations_are_kept(limits: dict[str, int], asked: str, kept
 
 
 def drawn(weights: Mapping[str, float], limit: int) -> Ranking:
-    """Three candidates of equal scores, drawn in the order b, c, a."""
+    """Three candidates of equal scores, drawn at random in the order b, c, a."""
     equal = [EndpointState(address, kv_utilisation=0.5) for address in "abc"]
     return Scheduler(weights).rank(PickRequest(random=iter([0.1, 0.9, 0.5]).__next__), equal, limit=limit)
 
 
-def test_candidates_of_equal_score_are_explained_in_the_order_drawn() -> None:
+def test_candidates_of_equal_score_are_explained_in_the_order_in_which_they_were_drawn() -> None:
     found = explained(drawn({"kv-cache": 1.0}, 2), ("b", "c"))
     assert [one.address for one in found.candidates] == ["b", "c", "a"]
 
@@ -328,8 +329,8 @@ def pool(*endpoints: Endpoint, candidates: str = "*", **asked: object) -> LeastL
     return LeastLoadedPick(endpoints, {"a": 3, "d": 9}, candidates=candidates, **fields)  # type: ignore[arg-type]
 
 
-def test_without_scorers_the_explanation_says_so() -> None:
-    # It lists the loads that the script saw, the last known loads of the others, and the exclusions.
+def test_without_scorers_the_explanation_says_that_there_are_none() -> None:
+    # The explanation lists loads that the script saw, last known loads of other endpoints, and exclusions.
     four = [*map(Endpoint, "ab"), Endpoint("c", down=True), Endpoint("d")]
     found = explained(pool(*four), ("b", "a"), "0,2")
     seen = [(one.address, one.score, one.live, one.in_flight) for one in found.candidates]
@@ -339,15 +340,15 @@ def test_without_scorers_the_explanation_says_so() -> None:
     assert found.weights == {}
 
 
-def test_the_loads_of_named_candidates_are_matched_by_position() -> None:
-    # The subset names one endpoint twice.
+def test_the_live_loads_of_named_candidates_are_matched_by_position() -> None:
+    # The subset hint names one endpoint twice.
     found = explained(
         pool(*map(Endpoint, "abc"), subset=("c", "a", "c", "b"), candidates="c,a,c,b"), ("b",), "5,,1"
     )
     assert {one.address: one.live for one in found.candidates} == {"b": 1.0, "c": 5.0, "a": None}
 
 
-def test_the_explanation_of_a_refusal_names_each_exclusion_and_its_reason() -> None:
+def test_the_explanation_of_a_refusal_names_each_excluded_endpoint_and_the_reason() -> None:
     labelled = (Endpoint("a", drained=True), Endpoint("b", labels={"gpu": "a10"}), Endpoint("c"))
     found = explained(pool(*labelled, subset=("a", "b"), selector={"gpu": "h100"}, candidates=""))
     assert (found.chosen, found.candidates) == ((), ())

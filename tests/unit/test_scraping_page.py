@@ -1,4 +1,4 @@
-"""Parsing of metrics pages, whole or malformed, of a configured engine or one that the page shows."""
+"""Parsing of metrics pages, whole or malformed, of an engine that is configured or found from the page."""
 
 import math
 import re
@@ -27,7 +27,7 @@ PART = 32 * 1024
 
 
 def fed(text: bytes, engines: Sequence[Engine] = (SIMPLE,), part: int = PART) -> PageReader:
-    """A reader that was fed `text` in parts of `part` bytes."""
+    """A page reader that was fed `text` in parts of `part` bytes."""
     reader = PageReader(engines)
     for at in range(0, len(text), part):
         if not reader.feed(text[at : at + part]):
@@ -81,12 +81,12 @@ MODELS = {
 
 
 @pytest.mark.parametrize("file", MODELS)
-def test_a_page_names_the_models_that_its_engine_serves(file: str) -> None:
+def test_a_metrics_page_names_the_models_that_the_engine_serves(file: str) -> None:
     found = fed((PAGES / f"{file}.prom").read_bytes(), ALL).result(scraped_ms=5).models
     assert found == frozenset(MODELS[file].split())
 
 
-def test_model_names_are_ignored_if_a_page_has_more_than_16() -> None:
+def test_model_names_are_ignored_if_a_metrics_page_has_more_than_16() -> None:
     assert read("".join(f'queue{{model_name="{number}"}} 1\n' for number in range(17))).models == frozenset()
 
 
@@ -111,7 +111,7 @@ UNKNOWN = ["queue NaN\nrun 1\n", "queue +Inf\nrun 1\n", "queue -1\nrun 1\n", "ru
 @pytest.mark.parametrize(
     ("text", "waiting"), (dict.fromkeys(THREE, 3.0) | OTHERS | dict.fromkeys(UNKNOWN)).items()
 )
-def test_a_line_is_read_by_the_rules_of_the_format(text: str, waiting: float | None) -> None:
+def test_a_line_of_a_page_is_read_by_the_rules_of_the_format(text: str, waiting: float | None) -> None:
     metrics = read(text)
     assert (metrics.waiting, metrics.remark) == (waiting, None)
 
@@ -123,7 +123,7 @@ def test_a_line_is_read_by_the_rules_of_the_format(text: str, waiting: float | N
     "a value above 1": ("run 1\nkv 87\n", None),
     "a value below 0": ("run 1\nkv -1\n", None),
 })  # fmt: skip
-def test_utilisation_is_the_highest_share(text: str, share: float | None) -> None:
+def test_kv_cache_utilisation_is_the_highest_share_on_the_page(text: str, share: float | None) -> None:
     assert read(text).kv_utilisation == share
 
 
@@ -150,12 +150,12 @@ def test_a_malformed_line_is_named_and_leaves_the_other_values(bad: str, said: s
 
 
 @pytest.mark.parametrize("text", ["", "<html>not here</html>\n"])
-def test_a_page_without_any_known_series_is_refused(text: str) -> None:
+def test_a_page_without_any_known_metric_series_is_refused(text: str) -> None:
     with pytest.raises(BadPage, match="none of the series of simple"):
         read(text)
 
 
-def test_the_remark_names_the_first_three_of_many_faults() -> None:
+def test_the_remark_on_a_page_names_the_first_three_of_many_faults() -> None:
     told = ["queue has the value b'x'"] * 3 + ["97 more"]
     assert read("run 1\n" + "queue x\n" * 100).remark == "; ".join(told)
 
@@ -166,7 +166,7 @@ def test_a_page_of_any_length_is_read_in_steps_and_its_work_is_bounded() -> None
     assert len(long) > 3_000_000
     reader = fed(long)
     assert reader.result(5) == EndpointMetrics(5, 7.0, 2.0)
-    # Of an endless page, complete values count; a sum is unknown if its series were still arriving.
+    # Of an endless page, complete values count; a sum is unknown if not all its series had arrived.
     endless = b'run 2\nqueue{engine="0"} 3\n' + noise
     reader = PageReader((SIMPLE,))
     assert any(not reader.feed(endless if at == 0 else noise) for at in range(2000))
@@ -203,7 +203,7 @@ def test_the_adapters_of_all_engines_count(lines: str, active: str, waiting: str
 
 
 @pytest.mark.parametrize("limit", ["", "many", "-1", "²", "9" * 5000])
-def test_a_limit_of_adapters_that_is_no_number_is_unknown(limit: str) -> None:
+def test_an_adapter_limit_that_is_not_a_number_is_unknown(limit: str) -> None:
     metrics = read(f'run 1\nlora{{max_lora="{limit}",running_lora_adapters="a"}} 1\n')
     assert (metrics.max_adapters, metrics.active_adapters) == (None, {"a"})
 
@@ -224,7 +224,7 @@ LABELS = st.dictionaries(st.sampled_from(("a", "b_1", "le", "priority")), LABEL_
 def lines(draw: st.DrawFn) -> str:
     name = draw(st.sampled_from(NAMES))
     others = (f"# HELP {name} queue 12 {{}} words", f"# TYPE {name} gauge", "", " ", "\t", f"# {name} 12")
-    if draw(st.integers(0, 6)) > 2:  # four of seven lines
+    if draw(st.integers(0, 6)) > 2:  # in four of seven cases
         return draw(st.sampled_from(others))
     labels = draw(LABELS)
     shown = ""
@@ -236,7 +236,7 @@ def lines(draw: st.DrawFn) -> str:
 
 
 @given(st.lists(lines(), max_size=12))
-def test_wanted_series_are_read_as_a_full_parser_reads_them(page_lines: list[str]) -> None:
+def test_wanted_metric_series_are_read_as_by_a_full_parser(page_lines: list[str]) -> None:
     text = "".join(f"{line}\n" for line in page_lines)
     wanted = ("queue", "run", "kv")
     expected = [
@@ -270,7 +270,7 @@ SGLANG = {"inference.networking.k8s.io/engine-type": "SGLang"}
     "configured series alone": ({"engine": "acme", "series": {"waiting": "q"}}, {}, ["acme"]),
     "series besides known engines": ({"series": {"waiting": "q"}}, {}, [*ENGINES, "series"]),
 })  # fmt: skip
-def test_an_engine_is_known_by_label_by_configuration_or_from_the_page(
+def test_the_engine_is_known_from_a_label_or_the_configuration_or_the_page(
     settings: dict[str, Any], labels: dict[str, str], engines: list[str]
 ) -> None:
     scraping = Scraping(**settings)
@@ -302,6 +302,6 @@ def test_the_aggregation_of_series_by_label_is_configurable() -> None:
     **{f"a series {name!r}": ({"series": {"waiting": name}}, "no name") for name in ("", "9a")},
     **{f"a path {at!r}": ({"series": {"path": at}}, "no path") for at in ("metrics", "/a b", "/a\r\nX: y")},
 })  # fmt: skip
-def test_an_invalid_engine_is_a_configuration_error(settings: dict[str, Any], said: str) -> None:
+def test_an_invalid_engine_raises_a_configuration_error(settings: dict[str, Any], said: str) -> None:
     with pytest.raises(ValidationError, match=said):
         Scraping(**settings)

@@ -1,4 +1,4 @@
-"""Which replica scrapes which endpoints how often; readings on the wire and in the cache."""
+"""The replicas and intervals of scrapes, and the encoding and caching of readings."""
 
 from typing import Any
 
@@ -41,11 +41,11 @@ def readings(draw: st.DrawFn) -> EndpointMetrics:
 
 
 @given(readings(), st.integers(0, 2**41))
-def test_a_reading_survives_the_wire(reading: EndpointMetrics, shift_ms: int) -> None:
+def test_a_reading_survives_encoding_and_decoding(reading: EndpointMetrics, shift_ms: int) -> None:
     assert decode_reading(encode_reading(reading, shift_ms), -shift_ms) == reading
 
 
-def test_unknown_values_are_not_encoded_and_unknown_keys_are_ignored() -> None:
+def test_unknown_values_of_readings_are_not_encoded_and_unknown_keys_are_ignored() -> None:
     assert encode_reading(EndpointMetrics(scraped_ms=7, waiting=2.0), 3) == b'{"at":10,"waiting":2.0}'
     assert decode_reading('{"at":1,"speed":9}', 0) == EndpointMetrics(scraped_ms=1)
 
@@ -68,25 +68,25 @@ NO_READINGS = {
 
 
 @pytest.mark.parametrize(("text", "said"), NO_READINGS.items())
-def test_a_malformed_reading_is_refused_with_a_reason(text: str, said: str) -> None:
+def test_a_malformed_reading_of_an_endpoint_is_refused_with_a_reason(text: str, said: str) -> None:
     with pytest.raises(BadReading, match=said):
         decode_reading(text, 0)
 
 
-def test_readings_of_a_message_keep_their_age() -> None:
+def test_readings_from_a_peers_message_keep_their_age() -> None:
     sent = encode_message("one", 1_700_000_000_040, {"a:1": encode_reading(reading_at(1_700_000_000_000), 0)})
     message = decode_message(sent, 5000)
     assert (message.sender, message.readings, message.faults) == ("one", {"a:1": reading_at(4960)}, ())
 
 
-def test_a_malformed_reading_leaves_the_other_readings_of_its_message() -> None:
+def test_a_malformed_reading_does_not_affect_other_readings_of_a_message() -> None:
     message = decode_message('{"from":"one","sent":5,"readings":{"a:1":{"at":5},"b:1":{"at":"x"}}}', 5)
     assert message.readings.keys() == {"a:1"}
     assert message.faults == ("b:1: not a reading: Expected `int`, got `str` - at `$.at`",)
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"from":1,"sent":1,"readings":{}}', '{"from":"a"}'])
-def test_a_malformed_message_is_refused(text: str) -> None:
+def test_a_malformed_message_of_readings_is_refused(text: str) -> None:
     with pytest.raises(BadReading, match="a message"):
         decode_message(text, 0)
 
@@ -115,7 +115,7 @@ def test_a_reading_is_known_until_it_is_stale(cache: MetricsCache, clock: Clock)
         assert (reading.age_s, reading.known, reading.metrics) == (now_s - 100, known, metrics)
 
 
-def test_values_outlast_a_failed_scrape_until_they_are_stale_and_the_fault_is_shown(
+def test_after_a_failed_scrape_values_are_used_until_stale_and_the_fault_is_shown(
     cache: MetricsCache, clock: Clock
 ) -> None:
     worked = reading_at(100_000)
@@ -142,14 +142,14 @@ def test_an_older_reading_does_not_replace_a_newer_one(cache: MetricsCache, cloc
         return cache.snapshot()["a:1"].metrics.waiting
 
     assert [waiting(*at) for at in ((99_500, 9.0), (99_400, 1.0), (99_500, 3.0))] == [9.0, 9.0, 3.0]
-    # A reading with a future timestamp does not block later readings.
+    # A reading with a timestamp in the future does not block later readings.
     assert waiting(3_700_000, 9.0) == 9.0
     assert cache.snapshot()["a:1"].age_s == 0.0
     clock.now_s = 100.5
     assert waiting(100_400, 1.0) == 1.0
 
 
-def test_endpoints_that_left_are_forgotten(cache: MetricsCache) -> None:
+def test_the_readings_of_departed_endpoints_are_forgotten(cache: MetricsCache) -> None:
     cache.update({"a:1": reading_at(100_000), "b:1": reading_at(100_000)})
     assert cache.snapshot().keys() == {"a:1", "b:1"}
     cache.retain(["b:1", "c:1"])
@@ -160,12 +160,12 @@ ADDRESSES = [f"10.0.{number // 250}.{number % 250}:8000" for number in range(200
 REPLICAS = [f"host-{number:08x}" for number in range(8)]
 
 
-def test_every_endpoint_has_exactly_one_owner() -> None:
+def test_exactly_one_replica_owns_each_endpoint_for_scraping() -> None:
     shares = [Assignment(REPLICAS).of(replica, ADDRESSES) for replica in REPLICAS]
     assert sorted(address for share in shares for address in share) == sorted(ADDRESSES)
 
 
-def test_a_replica_that_leaves_or_joins_moves_only_its_own_endpoints() -> None:
+def test_a_replica_that_leaves_or_joins_moves_only_its_own_endpoints_to_other_owners() -> None:
     few, all_ = (
         [assigned_replica(address, replicas) for address in ADDRESSES]
         for replicas in (REPLICAS[1:], REPLICAS)
@@ -175,18 +175,18 @@ def test_a_replica_that_leaves_or_joins_moves_only_its_own_endpoints() -> None:
     assert {before for before, _ in moved} == set(REPLICAS[1:])
 
 
-def test_owners_are_the_same_in_every_process() -> None:
-    # If the hash changed, two versions in one fleet would disagree about owners.
+def test_owners_of_endpoints_are_the_same_in_every_process() -> None:
+    # If the hash changed, replicas of two versions would disagree about the owners of endpoints.
     owners = [assigned_replica(address, REPLICAS) for address in ADDRESSES[:4]]
     assert owners == [f"host-0000000{number}" for number in (2, 2, 4, 5)]
 
 
-def test_an_unknown_replica_owns_nothing() -> None:
+def test_an_unknown_replica_owns_no_endpoints() -> None:
     for replicas in (REPLICAS, []):
         assert Assignment(replicas).of("stranger", ADDRESSES) == frozenset()
 
 
-def test_a_live_replica_is_a_scraper_until_it_is_silent() -> None:
+def test_a_live_replica_is_a_scraper_until_it_stops_publishing() -> None:
     scrapers = Scrapers("b", 1.0)
     assert scrapers.among(["c", "b", "a"], 8, 0.0) == ("a", "b", "c")
     for moment_s in (0.5, 1.0, 1.5):
@@ -213,21 +213,21 @@ def test_every_replica_is_a_scraper_while_none_publishes() -> None:
     assert scrapers.among(["a", "b"], 8, 60.1) == ("a", "b")
 
 
-def test_without_live_replicas_this_replica_scrapes_alone() -> None:
+def test_without_other_live_replicas_this_replica_scrapes_alone() -> None:
     scrapers = Scrapers("b", 1.0)
     scrapers.seen("a", 100.0)
     for live, alive in ((["a", "b"], ("a", "b")), (["a"], ("a",)), ([], ("b",))):
         assert scrapers.among(live, 8, 100.0) == alive
 
 
-def test_a_large_fleet_has_few_scrapers_and_replaces_those_that_fall_silent() -> None:
+def test_a_large_fleet_has_few_scrapers_and_replaces_silent_scrapers() -> None:
     live = [f"r{number}" for number in range(100)]
     scrapers = Scrapers("r0", 1.0)
     first = scrapers.among(live, 8, 0.0)
     assert len(first) == 8
-    # All replicas agree, whatever the order in which they know the others.
+    # All replicas choose the same scrapers, whatever the order of the list of replicas.
     assert Scrapers("r1", 1.0).among(live[::-1], 8, 0.0) == first
-    # One scraper falls silent: another replica replaces it, and gets time to publish.
+    # One scraper falls silent; another replica replaces the silent one, and gets time to publish.
     silent, *others = first
     for moment_s in (0.5, 1.0, 1.5, 2.0):
         for each in others:
@@ -247,7 +247,7 @@ def test_the_number_of_scrapers_grows_with_the_number_of_endpoints(endpoints: in
 
 
 def cost(page_s: float, probe_s: float = 0.0, read_s: float = 0.0) -> ScrapeCost:
-    """Costs of a page and a probe that took `page_s` and `probe_s` at best, and longer twice."""
+    """The cost of scrapes: pages took `page_s` seconds at best, probes `probe_s` seconds."""
     made = ScrapeCost()
     for late_s in (0.0, 0.5, 2.0):
         made.add_page(page_s + late_s, read_s)
@@ -266,7 +266,7 @@ def cost(page_s: float, probe_s: float = 0.0, read_s: float = 0.0) -> ScrapeCost
     "10 pages of 0.5 ms of this replica": (cost(0.0, read_s=0.0003), 10, True, 0.5),
     "the longest interval": (cost(2.0), 1, True, 30.0),
 })  # fmt: skip
-def test_the_scrape_interval_follows_use_and_cost(
+def test_the_scrape_interval_follows_use_and_cost_of_metrics_pages(
     page: ScrapeCost, owned: int, used: bool, expected_s: float
 ) -> None:
     assert IntervalPolicy(None, fleet_with("queue-depth") if used else fleet_with()).interval_s(
@@ -278,7 +278,7 @@ def test_a_configured_interval_does_not_depend_on_the_cost_of_pages() -> None:
     assert IntervalPolicy(0.05, fleet_with()).interval_s(cost(2.0), 100) == 0.05
 
 
-def test_suspected_endpoints_are_scraped_sooner_within_the_same_share_of_time() -> None:
+def test_suspected_endpoints_are_scraped_sooner_but_for_the_same_share_of_time() -> None:
     unused = IntervalPolicy(None, fleet_with())
     assert unused.interval_s(cost(0.001), 1, suspect=True) == 0.1
     assert unused.interval_s(cost(0.008), 1, suspect=True) == pytest.approx(0.8)

@@ -1,4 +1,4 @@
-"""The scraper against real sockets: scrapes, published readings, probes, and faults of servers."""
+"""The scraper of metrics pages over real sockets: scrapes, published readings, probes, faults of servers."""
 
 import asyncio
 import contextlib
@@ -22,11 +22,11 @@ from picker_fleet.endpoints.readings import EndpointMetrics, MetricsCache
 from picker_fleet.endpoints.scraper import Scraper
 
 INTERVAL_S = 0.02
-READING = fleet_with("queue-depth")  # requests are placed by the pages
+READING = fleet_with("queue-depth")  # a fleet whose scorer reads metrics pages
 
 
 class Bench:
-    """Three page servers; receives and counts readings, probes and faults of their scraper."""
+    """Three page servers, and counts of the readings, probes and faults that a scraper reports."""
 
     def __init__(self, servers: list[PageServer]) -> None:
         self.servers, self.server = servers, servers[0]
@@ -34,9 +34,9 @@ class Bench:
         self.newest: dict[str, EndpointMetrics] = {}
         self.worked: Counter[str] = Counter()
         self.probed_at: Counter[str] = Counter()
-        self.unready: Counter[str] = Counter()  # scrapes and probes that found the server unready
+        self.unready: Counter[str] = Counter()  # counts scrapes and probes that found the server unready
         self.failed: Counter[tuple[str, str]] = Counter()
-        self.refused = self.refusals = 0  # refused readings and batches
+        self.refused = self.refusals = 0  # counts of refused readings and batches
         self.refusing = False
 
     async def publish(self, batch: Mapping[str, EndpointMetrics], suspects: Sequence[str]) -> None:
@@ -74,7 +74,7 @@ class Bench:
         engine: str = "vllm",
         **more: Any,
     ) -> AsyncIterator[Scraper]:
-        """Run a scraper of `addresses`, by default of the first server, with parameters `more`."""
+        """Run a scraper of `addresses`, by default of the first server, with more parameters `more`."""
         defaults = {
             "pacing": IntervalPolicy(INTERVAL_S, READING), "vary": random.random, "speak_s": 60.0,
             "deadline_s": 20, "late_s": 0.5,
@@ -127,7 +127,7 @@ async def test_a_scraper_without_readings_publishes_empty_batches(bench: Bench) 
     assert not any(bench.batches)
 
 
-async def test_a_slow_endpoint_delays_no_other(bench: Bench) -> None:
+async def test_a_slow_endpoint_does_not_delay_scrapes_of_other_endpoints(bench: Bench) -> None:
     slow, *others = bench.servers
     slow.act = slow.hang
     async with bench.scraping(server.address for server in bench.servers):
@@ -151,7 +151,7 @@ async def test_a_hanging_server_times_out_twice_and_then_counts_as_silent(bench:
     assert bench.newest[server.address].failures == 0
 
 
-async def test_an_endpoint_that_neither_accepts_nor_refuses_is_a_connection_fault(bench: Bench) -> None:
+async def test_an_endpoint_that_never_completes_a_connection_is_a_connection_fault(bench: Bench) -> None:
     with socket.create_server(("127.0.0.1", 0), backlog=0) as full, contextlib.ExitStack() as others:
         for _ in range(8):
             other = others.enter_context(socket.socket())
@@ -191,7 +191,7 @@ async def test_a_paused_replica_counts_no_endpoint_as_silent(bench: Bench) -> No
     assert not bench.failed[server.address, "silent"]
 
 
-async def test_a_malformed_page_is_a_fault_until_a_valid_one_comes(bench: Bench) -> None:
+async def test_a_malformed_metrics_page_is_a_fault_until_a_valid_page_comes(bench: Bench) -> None:
     # test_scraping_page.py covers all malformed pages.
     server = bench.server
     server.answer = answered(b"vllm:num_requests_waiting x\n")
@@ -220,7 +220,7 @@ async def test_an_endpoint_is_scraped_once_its_server_starts(bench: Bench) -> No
     late.stop()
 
 
-async def test_new_targets_are_scraped_and_former_ones_dropped_at_once(bench: Bench) -> None:
+async def test_new_endpoints_are_scraped_at_once_and_removed_ones_no_longer(bench: Bench) -> None:
     first, second, _ = bench.servers
     first.act = first.hang
     async with bench.scraping([first.address]) as scraper:
@@ -236,7 +236,7 @@ async def test_new_targets_are_scraped_and_former_ones_dropped_at_once(bench: Be
         await until(lambda: bench.worked[first.address] >= 1)
 
 
-async def test_readings_that_redis_refused_are_published_later(bench: Bench) -> None:
+async def test_readings_that_could_not_be_published_are_published_later(bench: Bench) -> None:
     failing, good, dropped = bench.servers
     failing.answer = answered(b"", status="500 Oops")
     bench.refusing = True
@@ -253,7 +253,7 @@ async def test_readings_that_redis_refused_are_published_later(bench: Bench) -> 
 
 
 async def test_a_server_is_probed_between_rare_scrapes(bench: Bench) -> None:
-    # If no scorer uses the pages, the scrape interval is 5 s.
+    # If no scorer uses metrics pages, the scrape interval is 5 s.
     server = bench.server
     unused = IntervalPolicy(None, fleet_with())
     async with bench.scraping(deadline_s=0.05, pacing=unused) as scraper:
@@ -262,7 +262,7 @@ async def test_a_server_is_probed_between_rare_scrapes(bench: Bench) -> None:
         assert (first.interval_ms, first.before_ms) == (5000, None)
         await until(lambda: sum("GET /health " in asked for asked in server.requests) >= 2)
         assert sum("GET /metrics " in asked for asked in server.requests) == 1
-        # A suspected server is scraped soon; its reading has time and load of the previous scrape.
+        # A suspected server is scraped soon; the new reading has time and load of the previous scrape.
         scraper.suspect([server.address])
         await until(lambda: bench.newest[server.address].before_ms is not None)
         second = bench.newest[server.address]
@@ -274,7 +274,7 @@ async def test_a_server_is_probed_between_rare_scrapes(bench: Bench) -> None:
 
 
 class Seldom(IntervalPolicy):
-    """A pacing without probes between two scrapes."""
+    """An interval policy without probes between two scrapes."""
 
     def tick_s(self, interval_s: float, targets: int) -> float:
         return interval_s
@@ -306,7 +306,7 @@ async def test_a_server_that_closes_each_connection_is_scraped_no_more_often(ben
     async with bench.scraping(pacing=IntervalPolicy(0.05, READING)):
         await until(lambda: bench.worked[server.address] == 1)
         began_s = clock()
-        await until(lambda: bench.worked[server.address] >= 22)  # the second scrape follows at once
+        await until(lambda: bench.worked[server.address] >= 22)  # the second scrape comes at once
         assert clock() - began_s >= 20 * 0.04
     assert not bench.failed
 
@@ -316,7 +316,7 @@ async def test_a_server_that_closes_idle_connections_is_never_reported_down(benc
 
     async def answer_and_end_soon(writer: asyncio.StreamWriter) -> None:
         writer.write(server.answer)
-        loop.call_later(INTERVAL_S, writer.close)  # at the time of the next scrape
+        loop.call_later(INTERVAL_S, writer.close)  # closes at the time of the next scrape
 
     server.act = answer_and_end_soon
     async with bench.scraping():
@@ -368,16 +368,17 @@ async def test_a_metrics_page_on_another_port_does_not_show_whether_the_server_i
 
 
 @pytest.mark.parametrize(("failures", "expected_s"), [(1, 0.2), (2, 0.4), (5, 3.2), (6, 5.0), (10_000, 5.0)])
-def test_the_pause_after_failures_doubles_up_to_five_seconds(failures: int, expected_s: float) -> None:
+def test_the_pause_after_failed_scrapes_doubles_up_to_five_seconds(failures: int, expected_s: float) -> None:
     assert pause_s(failures, 0.1, 0.0) == pytest.approx(expected_s)
 
 
-def test_the_pause_after_failures_varies() -> None:
+def test_the_pause_after_failures_varies_at_random() -> None:
     assert pause_s(1, 0.1, 1.0) == pytest.approx(0.15)
 
 
 def at_paths(server: PageServer, **answers: str) -> None:
-    """Let `server` answer only these paths (`_` for `/` and `.`); an answer begins with its status."""
+    """Let `server` answer only the paths in `answers` (`_` for `/` and `.`); each answer begins with a
+    status."""
     found = {path: text.partition(" ") for path, text in answers.items()}
 
     async def act(writer: asyncio.StreamWriter) -> None:
@@ -410,7 +411,7 @@ async def test_each_engine_of_a_pool_is_found_from_its_page_or_its_label(bench: 
         await until(lambda: len(bench.newest) == 3)
         waiting = [bench.newest[server.address].waiting for server in bench.servers]
         assert (waiting, bench.failed) == ([7.0, 5.0, 3.0], {})
-        # A server of another engine takes the address.
+        # A server of another engine takes over the address.
         at_paths(changing, metrics="200 tgi_queue_size 9\n", health="200")
         await until(lambda: bench.newest[changing.address].waiting == 9.0)
 

@@ -1,4 +1,4 @@
-"""The Lua library as shipped: its functions, version and refusals, and the layout of an arrival."""
+"""The shipped Lua library: functions, version, refusals, and the binary layout of an arriving request."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from picker_fleet.state.scripts import NAMES, load_library
 ROOT = Path(__file__).parents[2]
 
 
-def test_the_library_defines_each_function_once_and_before_its_use() -> None:
+def test_the_lua_library_defines_each_function_once_and_before_its_use() -> None:
     source = load_library().source
     for name in NAMES:
         defined = f"\nlocal function {name}(args)"
@@ -21,15 +21,15 @@ def test_the_library_defines_each_function_once_and_before_its_use() -> None:
     assert source.index("  function use_keys(") < source.index("local function begin")
 
 
-def test_a_changed_source_changes_the_version_of_the_library() -> None:
+def test_a_changed_lua_source_changes_the_version_of_the_library() -> None:
     assert load_library(clock="-- another").version != load_library().version
 
 
-def test_every_refusal_of_the_scripts_has_an_error_for_its_client() -> None:
+def test_every_refusal_by_a_lua_script_has_an_error_for_the_client() -> None:
     assert set(waits.REFUSALS) == set(schema.Refusal)
 
 
-def test_an_arrival_is_packed_as_nul_terminated_texts_and_then_doubles() -> None:
+def test_an_arriving_request_is_packed_as_nul_terminated_texts_and_then_doubles() -> None:
     numbers = (1, 1.0, 1, 60_000, 0, 3, 0, False, 900)
     packed = store.pack_arrival(("id", "1", "flow", "", "modèle", "*"), numbers)
     texts = "id\0001\0flow\0\0modèle\0*\0".encode()

@@ -11,14 +11,14 @@ FIT = {"maxmemory": "1000", "used_memory": "900", "maxmemory_policy": "noevictio
     ("differs", "kinds"),
     [
         ({}, set()),
-        ({"maxmemory_policy": "volatile-lru"}, set()),  # no essential key has an expiry
+        ({"maxmemory_policy": "volatile-lru"}, set()),  # volatile-lru evicts only keys with an expiry
         ({"maxmemory": "0", "used_memory": "5000"}, set()),
         ({"maxmemory_policy": "allkeys-random"}, {"evicts"}),
         ({"used_memory": "901"}, {"nearly_full"}),
         ({"role": "slave", "master_host": "h", "master_port": "1"}, {"read_only"}),
     ],
 )
-def test_a_server_that_evicts_is_nearly_full_or_read_only_is_unfit(
+def test_a_redis_server_that_evicts_or_is_nearly_full_or_read_only_is_unfit(
     differs: dict[str, str], kinds: set[str]
 ) -> None:
     info = "# Memory\r\n" + "\r\n".join(f"{name}:{value}" for name, value in {**FIT, **differs}.items())

@@ -54,7 +54,7 @@ TWO: dict[str, Any] = {
 }  # fmt: skip
 
 
-def test_a_pool_has_the_shared_settings_and_its_own_section() -> None:
+def test_a_pool_has_the_shared_settings_and_the_settings_of_its_own_section() -> None:
     pools = pools_of(parse(TWO))
     assert list(pools) == ["a", "b"]
     assert {name: pool.pool for name, pool in pools.items()} == {"a": "a", "b": "b"}
@@ -67,7 +67,7 @@ def test_a_pool_has_the_shared_settings_and_its_own_section() -> None:
     assert list(pools_of(parse({**TWO, "pool": "b"}))) == ["b", "a"]
 
 
-def test_paths_and_environment_variables_apply_in_the_section_of_a_pool(tmp_path: Path) -> None:
+def test_relative_paths_and_environment_variables_apply_in_the_section_of_a_pool(tmp_path: Path) -> None:
     file = tmp_path / "picker.yaml"
     file.write_text("pool: a\npools:\n  a:\n  b: {discovery: {file: b.yaml}}\n")
     variable = "PICKER_POOLS__A__FAIR_REQUEST_QUEUE__TOTAL_CAPACITY"
@@ -93,7 +93,7 @@ def test_paths_and_environment_variables_apply_in_the_section_of_a_pool(tmp_path
     "few bytes": ({"extproc": {"max_buffered_bytes": 9_000_000}}, "more than half of max_buffered_bytes"),
     "too many": ({"pools": {f"p{number}": {} for number in range(33)}}, "pools: "),
 })  # fmt: skip
-def test_a_fault_in_the_section_of_a_pool_names_its_key(changes: Mapping[str, Any], fault: str) -> None:
+def test_a_fault_in_the_section_of_a_pool_names_the_key(changes: Mapping[str, Any], fault: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse({**TWO, **changes})
     assert fault in str(caught.value)
@@ -107,7 +107,7 @@ def test_a_fault_in_shared_settings_is_reported_once() -> None:
 
 
 class Both:
-    """Two pools behind one server, with their gates, metrics and contexts."""
+    """Two pools behind one server; each pool has a gate, metrics and a context."""
 
     def __init__(self) -> None:
         self.gates = {"a": ScriptedGate(), "b": ScriptedGate()}
@@ -138,16 +138,16 @@ async def asks(channel: grpc.aio.Channel, *metadata: tuple[str, str]) -> Process
     call = channel.stream_stream(
         f"/{SERVICE}/Process", ProcessingRequest.SerializeToString, ProcessingResponse.FromString
     )(timeout=30, metadata=metadata)
-    # A client can set this request header, so the header does not choose the pool.
+    # A client can set the request header POOL_HEADER, so this header does not choose the pool.
     await call.write(headers("lean", {POOL_HEADER: "b"}))
-    if (POOL_HEADER, UNKNOWN_POOL) not in metadata:  # an unknown pool is refused at the headers
+    if (POOL_HEADER, UNKNOWN_POOL) not in metadata:  # an unknown pool is refused after headers
         await call.write(body(BODY))
     return await call.read()
 
 
 @contextlib.asynccontextmanager
 async def serving(server: Server | CheckServer) -> AsyncIterator[int]:
-    """The port of `server`."""
+    """Run the server `server`; yields the server's port."""
     try:
         port = await server.start()
         server.set_ready(True)
@@ -157,7 +157,7 @@ async def serving(server: Server | CheckServer) -> AsyncIterator[int]:
 
 
 @pytest.mark.usefixtures("transport")
-async def test_metadata_of_the_stream_names_the_pool_of_its_request() -> None:
+async def test_metadata_of_an_ext_proc_stream_names_the_pool_of_its_request() -> None:
     both = Both()
     async with serving(both.server()) as port, grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
         for name, counts in (("", (1, 0)), ("b", (1, 1)), ("a", (2, 1)), ("b", (2, 2))):
@@ -173,7 +173,7 @@ async def test_metadata_of_the_stream_names_the_pool_of_its_request() -> None:
 
 
 @pytest.mark.usefixtures("transport")
-async def test_a_pool_is_the_default_on_its_own_port_and_metadata_can_name_another_pool() -> None:
+async def test_a_pool_is_the_default_on_its_port_unless_metadata_names_another_pool() -> None:
     async def of(name: bytes, stream: Stream) -> bytes:
         if not name:
             raise RpcError(Status.NOT_FOUND, "no such pool")
@@ -204,7 +204,7 @@ async def test_a_pool_is_the_default_on_its_own_port_and_metadata_can_name_anoth
 
 
 async def http_asks(port: int, *requests: bytes) -> list[Reply]:
-    """The answers to `requests` on one connection."""
+    """The replies to the check requests `requests`, all sent on one connection."""
     connection = Connection(*await asyncio.open_connection("127.0.0.1", port))
     replies = []
     for request in requests:
@@ -232,7 +232,7 @@ def ended(request_id: str, keys: Keyring, kind: str = "DownstreamEnd", signed_fo
     return message
 
 
-def test_an_access_log_entry_belongs_to_the_pool_that_signed_its_token() -> None:
+def test_an_access_log_entry_belongs_to_the_pool_that_signed_its_accounting_token() -> None:
     gates = [ScriptedGate(), ScriptedGate()]
     keys = [Keyring(), Keyring()]
     metrics = [Metrics(), Metrics()]
@@ -241,13 +241,13 @@ def test_an_access_log_entry_belongs_to_the_pool_that_signed_its_token() -> None
     gone.common_properties.response_flags.downstream_connection_termination = True
     entries = [
         ended("r-1", keys[1]), ended("r-2", keys[0]), ended("r-3", keys[1], "DownstreamPeriodic"),
-        ended("r-4", Keyring()),  # signed by no pool
+        ended("r-4", Keyring()),  # a token that no pool signed
         ended("r-5", keys[1], signed_for="r-1"),  # forged
         gone,
     ]  # fmt: skip
     accesslog.take(entries, accounts)
     assert [[each.id for each in gate.reported] for gate in gates] == [["r-2"], ["r-1", "r-3"]]
-    # An entry without a token names no pool: every pool checks its id.
+    # An access-log entry without a token names no pool, so every pool checks the request id.
     assert [gate.suspected for gate in gates] == [["gone"], ["gone"]]
     page = samples(metrics[0])
     for reason in ("unknown-key", "bad-signature", "no-token"):
@@ -261,7 +261,9 @@ LIMIT = 64 * SMALL_BYTES
     st.integers(2, 5),
     st.lists(st.tuples(st.integers(0, 4), st.integers(1, 3 * SMALL_BYTES), st.booleans()), max_size=80),
 )
-def test_no_pool_takes_bytes_reserved_for_another(count: int, steps: list[tuple[int, int, bool]]) -> None:
+def test_no_pool_takes_bytes_reserved_for_another_pool(
+    count: int, steps: list[tuple[int, int, bool]]
+) -> None:
     budgets = list(body_budgets(LIMIT, [str(number) for number in range(count)]).values())
     kept: list[list[int]] = [[] for _ in budgets]
     own = LIMIT // (2 * count)
@@ -282,7 +284,7 @@ def test_no_pool_takes_bytes_reserved_for_another(count: int, steps: list[tuple[
         assert [each.held_bytes for each in budgets] == [sum(each) for each in kept]
 
 
-def test_one_pool_may_hold_all_bytes_that_are_not_reserved_for_others() -> None:
+def test_one_pool_may_hold_all_body_bytes_not_reserved_for_other_pools() -> None:
     a, b = body_budgets(LIMIT, ["a", "b"]).values()
     for _ in range(LIMIT * 3 // 4 // SMALL_BYTES):
         a.take(SMALL_BYTES, SMALL_BYTES)
@@ -305,7 +307,7 @@ def test_the_metrics_of_all_pools_are_on_one_page_with_a_pool_label() -> None:
     assert {sample.labels["pool"] for sample in families["epp_stock_level"].samples} == {"a", "b"}
 
 
-def test_commands_know_the_pools_of_a_configuration(
+def test_picker_commands_know_all_pools_of_a_configuration(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "picker.yaml"

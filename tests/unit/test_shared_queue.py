@@ -1,4 +1,4 @@
-"""Admission over a scripted store: refusals, waiting, repeated queueing, pauses, settled costs."""
+"""Admission of requests over a scripted store: refusals, waits, repeated queueing, pauses, settled costs."""
 
 import asyncio
 from typing import Any, cast
@@ -34,7 +34,7 @@ PLACED = Placed((E1,))
 
 
 WAITING = ("epp_queue_length", "model=m", "target_model=m-v2")
-# Counters of requests that leave the queue unserved, with their labels.
+# Metric counters of requests that leave the queue unserved, and the labels of each.
 REMOVED = {
     "epp_preemptions_total": ("band=Sheddable",),
     "epp_evictions_total": ("band=Sheddable",),
@@ -47,7 +47,7 @@ def ask(**changes: Any) -> InferenceRequest:
 
 
 class Bench:
-    """A gate, its store and its metrics."""
+    """An admission gate over a scripted store, with metrics."""
 
     def __init__(self, answer_tokens: int | None = None) -> None:
         self.store, self.metrics = ScriptedStore(), Metrics()
@@ -62,7 +62,7 @@ class Bench:
         return samples(self.metrics).get(sample, 0.0)
 
     async def queued(self, *placing: AnyVerdict) -> asyncio.Task[Placement]:
-        """A queued request; the store will answer its `place` calls with `placing`."""
+        """Queue a request; the store will answer calls of `place` with the verdicts `placing`."""
         self.store.admitting = [QUEUED]
         self.store.placing = list(placing)
         task = asyncio.create_task(self.gate.admit(ask(), stream_owned=False))
@@ -73,7 +73,7 @@ class Bench:
         assert self.gate.queue.notified(Notification("r", Verdict.GRANTED))
 
     async def being_placed(self, *placing: AnyVerdict) -> asyncio.Task[Placement]:
-        """A granted request that waits for the reply to `place`."""
+        """Queue and grant a request, which then waits for the store's reply to `place`."""
         task = await self.queued(*placing)
         self.store.placement.clear()
         self.grant()
@@ -111,7 +111,7 @@ async def test_a_refusal_has_its_own_retry_after(
 async def test_a_queued_request_that_is_removed_is_answered_at_once(
     bench: Bench, notification: str, error: type[errors.Dropped], reason: str, counter: str
 ) -> None:
-    # The queue takes 9 s to drain.
+    # The shared queue takes 9 s to drain.
     bench.gate.queue.retry_after_s = 9
     task = await bench.queued()
     bench.gate.queue.notified(Notification("r", Verdict(notification)))
@@ -129,7 +129,7 @@ async def test_a_queued_request_that_is_removed_is_answered_at_once(
 async def test_a_request_of_another_flow_cannot_take_the_id_of_a_granted_request(bench: Bench) -> None:
     task = await bench.queued(GONE)
     bench.grant()
-    with pytest.raises(errors.RequestIdTaken):  # before the task has run
+    with pytest.raises(errors.RequestIdTaken):  # before the waiting task has run
         await bench.gate.admit(ask(flow="other"), stream_owned=False)
     bench.store.admitting = [PLACED]
     assert (await task).endpoints == (E1,)
@@ -138,13 +138,13 @@ async def test_a_request_of_another_flow_cannot_take_the_id_of_a_granted_request
 @pytest.mark.parametrize(
     "line", ["unknown r", "", "placed", "placed r", "placed 1 e:1 r", "queued 5", "gone r", "unknown-pool r"]
 )
-def test_a_malformed_notification_is_ignored(line: str) -> None:
+def test_a_malformed_notification_from_redis_is_ignored(line: str) -> None:
     what, _, about = line.partition(" ")
     assert parse_notification(what, about) is None
 
 
 @pytest.mark.parametrize("when", ["waiting", "granted", "admitted"])
-async def test_a_deadline_that_the_client_set_is_answered_504(bench: Bench, when: str) -> None:
+async def test_a_request_past_a_deadline_set_by_its_client_is_answered_504(bench: Bench, when: str) -> None:
     bench.store.admitting = [QUEUED if when != "admitted" else parse_verdict("expired")]
     bench.store.placing = [parse_verdict("expired")]
     task = asyncio.create_task(bench.gate.admit(ask(ttl_s=0.25, by_client=True), stream_owned=False))
@@ -152,7 +152,7 @@ async def test_a_deadline_that_the_client_set_is_answered_504(bench: Bench, when
         await until(lambda: bench.gate.queue.waiting)
         verdict = Verdict.EXPIRED if when == "waiting" else Verdict.GRANTED
         bench.gate.queue.notified(Notification("r", verdict))
-    # The request does not count as expired in the queue.
+    # The request is not counted as expired in the queue.
     with pytest.raises(errors.DeadlineExceeded, match=r"deadline of 0\.25 s") as caught:
         await task
     assert (caught.value.status, caught.value.reason) == (504, "rejected-context-cancelled")
@@ -180,7 +180,7 @@ async def test_a_grant_that_arrives_with_the_reply_that_queues_again_is_not_lost
     assert (await task).endpoints == (E1,)
 
 
-async def test_a_request_that_is_being_placed_is_not_registered_again(bench: Bench) -> None:
+async def test_a_request_that_is_being_placed_is_not_registered_in_redis_again(bench: Bench) -> None:
     task = await bench.being_placed(PLACED)
     assert await bench.gate.queue.register_again()
     assert len(bench.store.admitted) == 1
@@ -188,13 +188,13 @@ async def test_a_request_that_is_being_placed_is_not_registered_again(bench: Ben
     await task
 
 
-async def test_after_a_pause_an_ended_stream_is_not_admitted_again(bench: Bench) -> None:
-    # During the pause another replica has taken the grant.
+async def test_after_a_pause_the_request_of_an_ended_stream_is_not_admitted_again(bench: Bench) -> None:
+    # During the pause another replica has taken the granted request.
     task = await bench.queued(GONE)
     bench.gate.queue.pause_detector.mark_resumed()
     bench.grant()
     await bench.store.placed.wait()
-    # Envoy has ended the stream.
+    # Envoy has ended the request's stream.
     await asyncio.sleep(0)
     task.cancel()
     # Another stream may own the request by now, so this stream does not admit the request again.
@@ -203,7 +203,7 @@ async def test_after_a_pause_an_ended_stream_is_not_admitted_again(bench: Bench)
     assert len(bench.store.admitted) == 1
 
 
-async def test_after_a_pause_only_streams_that_still_exist_are_registered(bench: Bench) -> None:
+async def test_after_a_pause_only_requests_of_existing_streams_are_registered(bench: Bench) -> None:
     task = await bench.queued()
     bench.gate.queue.pause_detector.mark_resumed()
     # Envoy ends the stream before the replica registers its request again.
@@ -215,14 +215,14 @@ async def test_after_a_pause_only_streams_that_still_exist_are_registered(bench:
     assert len(bench.store.admitted) == 1
 
 
-async def test_signs_of_life_that_are_read_just_after_a_pause_renew_no_lease(bench: Bench) -> None:
+async def test_access_log_entries_that_are_read_just_after_a_pause_renew_no_lease(bench: Bench) -> None:
     bench.gate.renew(Alive("before", E1, "token"))
     bench.gate.queue.pause_detector.mark_resumed()
     bench.gate.renew(Alive("after", E1, "token"))
     assert bench.store.alive == [("before", "token")]
 
 
-async def test_an_older_stream_ends_when_its_request_is_queued_again_for_a_newer_stream(bench: Bench) -> None:
+async def test_an_older_stream_ends_when_a_newer_stream_queues_the_same_request_again(bench: Bench) -> None:
     older = await bench.being_placed(QUEUED, PLACED)
 
     # Envoy sends the request again on a newer stream; Redis queues the older stream's request again.
@@ -245,7 +245,7 @@ async def test_an_older_stream_ends_when_its_request_is_queued_again_for_a_newer
     "refused by its engine, in tokens": (256, 422, None, None, 1.0, None),
     "failed": (256, 500, None, None, None, None),
 })  # fmt: skip
-async def test_a_request_is_settled_with_its_real_cost(
+async def test_a_request_is_settled_with_the_real_cost(
     in_tokens: int | None,
     status: int,
     prompt: int | None,
@@ -258,7 +258,7 @@ async def test_a_request_is_settled_with_its_real_cost(
     assert bench.store.settled == [("r", actual, learned)]
 
 
-async def test_an_end_that_is_reported_twice_is_counted_once(bench: Bench) -> None:
+async def test_the_end_of_a_request_that_is_reported_twice_is_counted_once(bench: Bench) -> None:
     end = Completion("r", Outcome.COMPLETED, 200, None, None, None, 1.0, 0.1, accounting_token="t")
     bench.gate.settle(end)
     bench.gate.settle(end)
@@ -274,12 +274,12 @@ def test_a_successful_dispatch_shows_that_requests_wait(bench: Bench) -> None:
     assert bench.gate.queue.places_are_awaited
 
 
-async def test_accounting_token_adds_the_default_answer_to_a_cost_that_lacks_it() -> None:
+async def test_the_accounting_token_adds_the_default_answer_length_to_a_cost_without_it() -> None:
     bench = Bench(256)
     bench.store.admitting = [PLACED]
     placement = await bench.gate.admit(ask(cost=10.0, learn=True, limit=4), stream_owned=False)
     assert placement.accounting_token.split("\t")[:9] == ["f", "2", "1.0", "266.0", "", "3", "m", E1, "4"]
 
 
-def test_an_accounting_token_adds_nothing_to_a_complete_cost() -> None:
+def test_the_accounting_token_adds_nothing_to_a_complete_cost() -> None:
     assert accounting_token.write(ask(cost=10.0), E1, 256).split("\t")[3] == "10.0"

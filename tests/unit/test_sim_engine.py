@@ -37,7 +37,7 @@ def test_a_completion_defaults_to_16_tokens_without_streaming() -> None:
     shape = (request.max_tokens, request.stream, request.include_usage, request.finish_reason)
     assert shape == (16, False, False, "length")
     assert request.prompt_tokens == len("hello to you") // 4
-    # Unknown keys are ignored.
+    # Unknown keys in a request are ignored.
     assert completion(ignore_eos=True, temperature=0.1, n=1, unknown={"a": []}) == request
     assert chat(stream=True, stream_options={"include_usage": True}).include_usage
     assert not chat(stream=True, stream_options={}).include_usage
@@ -52,7 +52,7 @@ def test_prompt_tokens_are_counted_from_bytes_or_token_ids(prompt: object, token
     assert completion(prompt=prompt).prompt_tokens == tokens
 
 
-def test_chat_counts_the_text_of_every_message() -> None:
+def test_a_chats_prompt_tokens_include_the_text_of_every_message() -> None:
     parts = [{"type": "text", "text": "b" * 40}, {"type": "image_url", "image_url": {"url": "data:,"}}]
     contents = {"system": "a" * 40, "user": parts, "assistant": None}
     request = chat(messages=[{"role": role, "content": content} for role, content in contents.items()])
@@ -67,7 +67,7 @@ def test_max_completion_tokens_takes_precedence_over_max_tokens_in_a_chat() -> N
     assert chat(max_tokens=3).finish_reason == "length"
 
 
-# Words of the refusal -> malformed bodies, or keys that make a valid body malformed.
+# Malformed bodies, or keys that make a body malformed, by the words of the refusal.
 MALFORMED: dict[str, list[bytes | dict[str, object]]] = {
     "not JSON": [b"", b'{"model": "llama"', b"\xff\xfe", b"[" * 5000],
     "must be a JSON object": [b"[]"],
@@ -83,7 +83,7 @@ MALFORMED: dict[str, list[bytes | dict[str, object]]] = {
 @cases("said, body", {
     f"{said}, {str(body)[:40]}": (said, body) for said, bodies in MALFORMED.items() for body in bodies
 })  # fmt: skip
-def test_a_malformed_completion_is_refused_and_the_key_is_named(
+def test_a_malformed_completion_request_is_refused_and_the_key_named(
     said: str, body: bytes | dict[str, object]
 ) -> None:
     with pytest.raises(ApiError, match=said) as refused:
@@ -97,13 +97,13 @@ BAD_CONTENTS = [{"role": "user", "content": content} for content in (7, ["x"], [
 @pytest.mark.parametrize(
     "messages", [None, [], "hi", ["hi"], [{"content": "hi"}], *([m] for m in BAD_CONTENTS)]
 )
-def test_malformed_messages_are_refused(messages: object) -> None:
+def test_malformed_chat_messages_are_refused(messages: object) -> None:
     with pytest.raises(ApiError) as refused:
         chat(messages=messages)
     assert (refused.value.status, refused.value.param) == (400, "messages")
 
 
-def test_an_unknown_model_is_not_found() -> None:
+def test_a_request_for_an_unknown_model_gets_not_found() -> None:
     with pytest.raises(ApiError, match="'gpt' does not exist") as refused:
         completion(model="gpt")
     assert (refused.value.status, refused.value.code) == (404, "model_not_found")
@@ -114,14 +114,14 @@ def sequence(prompt_tokens: int = 4, max_tokens: int = 4, adapter: str | None = 
 
 
 def engine_with(limits: Limits, *sequences: Sequence) -> tuple[Engine, *tuple[Sequence, ...]]:
-    """An engine with `sequences` submitted in order, followed by the sequences."""
+    """Returns an engine to which `sequences` were submitted in order, and then each sequence."""
     engine = Engine(limits)
     for one in sequences:
         engine.submit(one)
     return engine, *sequences
 
 
-def test_at_most_max_num_seqs_run_and_the_rest_follow_in_order_of_arrival() -> None:
+def test_at_most_max_num_seqs_requests_run_and_the_rest_follow_in_order_of_arrival() -> None:
     engine, first, second, third, fourth = engine_with(Limits(max_num_seqs=2), *map(sequence, (4,) * 4))
     assert engine.schedule() == [first, second]
     assert (engine.load().running, engine.load().waiting) == (2, 2)
@@ -130,9 +130,9 @@ def test_at_most_max_num_seqs_run_and_the_rest_follow_in_order_of_arrival() -> N
     assert fourth.phase is Phase.WAITING
 
 
-def test_blocks_are_taken_for_prompt_and_generated_tokens_and_returned() -> None:
+def test_kv_cache_blocks_are_taken_for_prompt_and_generated_tokens_and_returned() -> None:
     engine, one = engine_with(Limits(kv_blocks=10, block_size_tokens=4), sequence(7, 6))
-    # The sequence has two blocks at first; the ninth and the thirteenth token need one more each.
+    # The sequence has two blocks at first; the ninth and the thirteenth token each need one more block.
     engine.schedule()
     assert engine.load().kv_usage == pytest.approx(0.2)
     assert engine.grow(one, 1) == 1
@@ -145,7 +145,7 @@ def test_blocks_are_taken_for_prompt_and_generated_tokens_and_returned() -> None
     assert engine.load().kv_usage == 0
 
 
-def test_a_request_that_does_not_fit_into_memory_delays_all_requests_behind_it() -> None:
+def test_a_request_that_does_not_fit_into_memory_delays_all_later_requests() -> None:
     few = Limits(kv_blocks=4, block_size_tokens=4)
     engine, holder, large, small = engine_with(few, sequence(11, 1), sequence(8), sequence(2))
     assert engine.schedule() == [holder]
@@ -154,9 +154,9 @@ def test_a_request_that_does_not_fit_into_memory_delays_all_requests_behind_it()
     assert engine.schedule() == [large, small]
 
 
-def test_a_request_that_could_never_fit_is_refused() -> None:
+def test_a_request_that_could_never_fit_into_memory_is_refused() -> None:
     engine = Engine(Limits(kv_blocks=4, block_size_tokens=4))
-    # A request exactly as large as the memory is accepted; with one more token it is refused.
+    # A request exactly as large as the memory is accepted; a request with one more token is refused.
     engine.submit(sequence(prompt_tokens=12, max_tokens=4))
     with pytest.raises(ContextTooLong, match="5 KV blocks"):
         engine.submit(sequence(prompt_tokens=12, max_tokens=5))
@@ -179,22 +179,22 @@ def test_the_newest_request_is_preempted_when_blocks_run_out_and_resumes_first()
     engine, old, new, waiting = engine_with(few, *(sequence(3, 6) for _ in range(3)))
     engine.schedule()
     assert engine.grow(new, 2) == 2
-    # The preempted request keeps its tokens.
+    # The preempted request keeps the tokens generated so far.
     assert engine.grow(old, 5) == 5
     assert (new.phase, new.generated_tokens, engine.load().preemptions) == (Phase.WAITING, 2, 1)
     engine.release(old)
     assert engine.schedule() == [new, waiting]
 
 
-def test_the_newest_request_takes_the_free_blocks_and_is_then_preempted() -> None:
+def test_the_newest_request_takes_the_free_blocks_and_then_is_preempted() -> None:
     few = Limits(kv_blocks=3, block_size_tokens=4)
     engine, old, new = engine_with(few, sequence(7, 1), sequence(2, 9))
     engine.schedule()
-    # `new` fills its block first and is preempted when it needs another.
+    # The sequence `new` fills its block first, and is preempted when it needs another block.
     assert engine.grow(new, 9) == 2
     assert engine.grow(new, 7) == 0
     assert new.phase is Phase.WAITING
-    # `new` runs again only with memory for one more token.
+    # The sequence `new` runs again only once there is memory for one more token.
     assert engine.schedule() == []
     engine.release(old)
     assert engine.schedule() == [new]
@@ -214,7 +214,7 @@ LIMITS = st.builds(
     stride=st.integers(1, 7),
     data=st.data(),
 )
-def test_no_limit_is_exceeded_and_every_request_ends(
+def test_no_limit_of_the_engine_is_exceeded_and_every_request_ends(
     asks: list[tuple[int, int, str | None]], limits: Limits, stride: int, data: st.DataObject
 ) -> None:
     engine, *everyone = engine_with(limits, *(sequence(*ask) for ask in asks))
@@ -258,20 +258,20 @@ def test_the_prefix_cache_drops_the_least_recently_used_blocks() -> None:
     cache = PrefixCache(4)
     for chain in ((b"a1", b"a2"), (b"b1", b"b2"), (b"a1", b"a2"), (b"c1",)):
         cache.use(chain)
-    # The end of a chain is dropped before its beginning.
+    # The last block of a chain is dropped before the first block.
     assert (cache.cached((b"a1", b"a2")), cache.cached((b"b1", b"b2")), len(cache)) == (2, 1, 4)
     cache.use((b"c1", b"c2"))
     assert (cache.cached((b"a1", b"a2")), cache.cached((b"b1", b"b2"))) == (2, 0)
 
 
-def test_blocks_of_a_prompt_are_chained_and_leave_its_last_token_out() -> None:
-    # Each block has two tokens, which are eight bytes.
+def test_blocks_of_a_prompt_are_chained_and_leave_out_the_last_token() -> None:
+    # Each block has two tokens of four bytes each.
     def blocks(text: str, adapter: str | None = None) -> tuple[bytes, ...]:
         return prompt_blocks(text.encode(), 2, adapter)
 
-    # A whole block counts only if something follows it.
+    # A whole block counts only if more text follows the block.
     assert [len(blocks("x" * size)) for size in (0, 8, 9, 16, 17)] == [0, 0, 1, 1, 2]
-    # A block's hash includes all blocks before it and the adapter.
+    # A block's hash includes the adapter and all earlier blocks.
     assert blocks("a" * 8 + "b" * 9)[1] != blocks("c" * 8 + "b" * 9)[1]
     assert blocks("a" * 9) != blocks("a" * 9, "poet")
     assert blocks("a" * 17)[0] == blocks("a" * 9)[0]
@@ -282,7 +282,7 @@ async def generate(simulator: Simulator, *, prompt_tokens: int, max_tokens: int,
     with simulator.begin(prompt_tokens=prompt_tokens, max_tokens=max_tokens, adapter=None) as generation:
         while count := await generation.next_tokens(stride):
             tokens += count
-            await asyncio.sleep(0)  # yields to other tasks as a write to a client does
+            await asyncio.sleep(0)  # lets other tasks run, as a write to a client does
         assert generation.is_over
     return tokens
 
@@ -290,7 +290,7 @@ async def generate(simulator: Simulator, *, prompt_tokens: int, max_tokens: int,
 @pytest.mark.parametrize("itl_s", [0.0, 0.0005])
 @pytest.mark.parametrize("stride", [1, 3, 64])
 async def test_all_requests_get_their_tokens_when_memory_forces_preemption(itl_s: float, stride: int) -> None:
-    # Six requests run at once, with memory for fewer than two.
+    # Six requests run at once, with memory for fewer than two requests.
     simulator = Simulator(Limits(kv_blocks=10, block_size_tokens=4), ttft_s=itl_s, itl_s=itl_s)
     asks = (generate(simulator, prompt_tokens=5, max_tokens=30, stride=stride) for _ in range(6))
     assert await asyncio.gather(*asks) == [30] * 6
@@ -298,13 +298,13 @@ async def test_all_requests_get_their_tokens_when_memory_forces_preemption(itl_s
     assert simulator.load.preemptions >= (stride == 1)
 
 
-async def test_without_delays_tokens_come_in_as_few_bursts_as_possible() -> None:
+async def test_without_simulated_delays_tokens_come_in_as_few_bursts_as_possible() -> None:
     simulator = Simulator(Limits(), ttft_s=0, itl_s=0)
     with simulator.begin(prompt_tokens=1, max_tokens=600, adapter=None) as generation:
         assert [await generation.next_tokens(256) for _ in range(4)] == [256, 256, 88, 0]
 
 
-def test_words_depend_on_seed_and_prompt_only() -> None:
+def test_the_words_of_an_answer_depend_only_on_seed_and_prompt() -> None:
     whole = Words(seed=1, prompt=b"tell me").take(50)
     assert set(whole) <= set(VOCABULARY)
     assert all(word[:1] == b" " and word[1:].isalpha() for word in VOCABULARY)

@@ -29,7 +29,7 @@ HI = [{"role": "user", "content": "hi"}]
 
 @contextmanager
 def process(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """Start a server on a free port; yields the process and its URL."""
+    """Start a simulated model server on a free port; yields the process and the server's URL."""
     command = [sys.executable, "-c", COMMAND, "--port", "0", *arguments]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None
@@ -41,7 +41,7 @@ def process(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
 
 @asynccontextmanager
 async def sim(*arguments: str) -> AsyncIterator[httpx.AsyncClient]:
-    """Start a server with `arguments`; yields a client of the server."""
+    """Start a simulated model server with `arguments`; yields an HTTP client of the server."""
     with process(*arguments) as (_, url):
         async with client_of(url) as client:
             yield client
@@ -53,14 +53,14 @@ def client_of(url: str) -> httpx.AsyncClient:
 
 
 def official(client: httpx.AsyncClient) -> Any:
-    import openai  # imported here because it takes half a second
+    import openai  # imported here because the import takes half a second
 
     url = f"{str(client.base_url).rstrip('/')}/v1"
     return openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0)
 
 
 async def metrics(client: httpx.AsyncClient) -> dict[str, float]:
-    """Values of the metrics page by sample name, summed over labels."""
+    """Values on the metrics page by the name of the sample, summed over labels."""
     values = Counter[str]()
     for family in (await families(client)).values():
         for sample in family.samples:
@@ -74,7 +74,7 @@ async def families(client: httpx.AsyncClient) -> dict[str, Any]:
 
 
 async def until_queue(client: httpx.AsyncClient, running: int, waiting: int) -> None:
-    """Wait until the metrics page shows these numbers of requests."""
+    """Wait until the metrics page shows these numbers of running and waiting requests."""
     async with asyncio.timeout(30):
         while True:
             page = await metrics(client)
@@ -106,7 +106,7 @@ async def test_the_official_client_gets_whole_answers() -> None:
 
 
 @pytest.mark.parametrize("pace", [AT_ONCE, ("--ttft", "1", "--itl", "0.1")])
-async def test_the_official_client_gets_streams_of_one_event_a_token(pace: tuple[str, ...]) -> None:
+async def test_the_official_openai_client_gets_streams_of_one_event_per_token(pace: tuple[str, ...]) -> None:
     async with sim(*pace) as client, official(client) as api:
         whole = await api.completions.create(model="llama", prompt="count", max_tokens=600)
         options = {"include_usage": True}
@@ -120,7 +120,7 @@ async def test_the_official_client_gets_streams_of_one_event_a_token(pace: tuple
         assert events[-1].usage == whole.usage
 
 
-async def test_a_streamed_chat_has_usage_on_its_last_choice_by_default() -> None:
+async def test_a_streamed_chat_has_token_usage_on_its_last_choice_by_default() -> None:
     async with sim(*AT_ONCE) as client, official(client) as api:
         stream = await api.chat.completions.create(model="llama", messages=HI, stream=True, max_tokens=4)
         events = [event async for event in stream]
@@ -130,7 +130,7 @@ async def test_a_streamed_chat_has_usage_on_its_last_choice_by_default() -> None
         assert events[-1].choices[0].finish_reason == "length"
 
 
-async def test_beyond_max_num_seqs_requests_wait_and_disconnects_free_their_slot() -> None:
+async def test_requests_beyond_max_num_seqs_wait_and_disconnects_free_slots() -> None:
     async with sim(*AN_HOUR, "--max-num-seqs", "2", "--kv-blocks", "100") as client:
         # Five requests, some of them streamed, compete for two slots.
         responses = [
@@ -139,7 +139,7 @@ async def test_beyond_max_num_seqs_requests_wait_and_disconnects_free_their_slot
         ]
         await until_queue(client, running=2, waiting=3)
         assert (await metrics(client))["kv_cache_usage_perc"] == pytest.approx(0.02)
-        # As clients leave one by one, first the queue and then the batch gets shorter.
+        # As clients disconnect one by one, first the queue gets shorter and then the running batch.
         for running, waiting in ((2, 2), (2, 1), (2, 0), (1, 0), (0, 0)):
             responses.pop().cancel()
             await until_queue(client, running=running, waiting=waiting)
@@ -155,7 +155,7 @@ async def test_a_disconnect_in_the_middle_of_a_stream_frees_its_slot() -> None:
         await until_queue(client, running=0, waiting=0)
 
 
-async def test_answers_have_the_address_of_the_server_and_the_request_id() -> None:
+async def test_answers_have_headers_with_the_servers_address_and_the_request_id() -> None:
     async with sim(*AT_ONCE) as client:
         answer = await client.post("/v1/completions", json=ask(), headers={"x-request-id": "r-1"})
         health = await client.get("/health")
@@ -192,7 +192,7 @@ async def test_the_metrics_page_has_the_names_of_vllm() -> None:
         assert "vllm:lora_requests_info" not in page
 
 
-async def test_failures_are_injected_by_seed_before_the_first_byte() -> None:
+async def test_failures_are_injected_by_seed_before_the_first_byte_of_an_answer() -> None:
     runs: list[list[int]] = []
     for _ in range(2):
         async with sim(*AT_ONCE, "--failure-rate", "0.5", "--seed", "3") as client:
@@ -200,12 +200,12 @@ async def test_failures_are_injected_by_seed_before_the_first_byte() -> None:
         runs.append([answer.status_code for answer in answers])
         failed = answers[runs[-1].index(500)]
         assert failed.json()["error"]["code"] == "injected_failure"
-    # The same requests fail in both runs.
+    # The same requests fail in both runs of the server.
     assert set(runs[0]) == {200, 500}
     assert runs[0] == runs[1]
 
 
-async def test_bad_requests_get_errors_in_the_shape_of_openai() -> None:
+async def test_bad_requests_get_errors_in_the_format_of_openai() -> None:
     import openai
 
     async with sim(*AT_ONCE, "--kv-blocks", "4") as client, official(client) as api:
@@ -223,7 +223,7 @@ async def test_bad_requests_get_errors_in_the_shape_of_openai() -> None:
         assert (await client.post("/v1/completions", json=ask())).status_code == 200
 
 
-async def test_a_prompt_of_400_kb_is_answered_and_40_mb_are_refused() -> None:
+async def test_a_prompt_of_400_kb_is_answered_and_a_prompt_of_40_mb_refused() -> None:
     async with sim(*AT_ONCE) as client:
         answer = await client.post("/v1/completions", json=ask(prompt="x" * 400_000))
         assert answer.json()["usage"]["prompt_tokens"] == 100_000
@@ -236,7 +236,7 @@ async def test_a_prompt_of_400_kb_is_answered_and_40_mb_are_refused() -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-async def test_a_signal_ends_the_process_with_0_while_requests_are_in_flight(number: signal.Signals) -> None:
+async def test_a_signal_ends_the_process_with_exit_status_0_amid_requests(number: signal.Signals) -> None:
     with process("--ttft", "0", "--itl", "3600000", "--max-num-seqs", "1") as (server, url):
         async with client_of(url) as client:
             # One answer has begun; the other request waits for its first token.
@@ -248,7 +248,7 @@ async def test_a_signal_ends_the_process_with_0_while_requests_are_in_flight(num
                 await until_queue(client, running=1, waiting=1)
                 os.kill(server.pid, number)
                 assert await asyncio.to_thread(server.wait, 30) == 0
-                # The answer that had begun is cut; a gateway may retry the other.
+                # The answer that had begun is cut off; a gateway may retry the other request.
                 with pytest.raises(httpx.RemoteProtocolError):
                     assert [line async for line in lines]
                 assert (await responses).status_code == 503
@@ -260,7 +260,7 @@ def parsed(*arguments: str) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def test_a_port_in_use_is_one_line_and_not_a_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_port_in_use_is_reported_without_a_traceback(capsys: pytest.CaptureFixture[str]) -> None:
     with process() as (_, url):
         assert run(parsed("--port", url.rpartition(":")[2])) == 1
     assert capsys.readouterr().err.startswith("picker sim: cannot listen on 127.0.0.1:")
@@ -269,7 +269,7 @@ def test_a_port_in_use_is_one_line_and_not_a_traceback(capsys: pytest.CaptureFix
 @pytest.mark.parametrize(
     "words", ["--failure-rate 2", "--itl -1", "--ttft nan", "--max-num-seqs 0", "--port 70000"]
 )
-def test_impossible_arguments_are_refused(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_impossible_simulator_arguments_are_refused(words: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         parsed("--port", "0", *words.split())
     assert words.split()[0] in capsys.readouterr().err
@@ -280,7 +280,8 @@ async def test_usage_and_the_metrics_page_count_the_prompt_tokens_that_were_cach
     async with sim(*AT_ONCE) as client:
         body = ask(prompt="x" * 400, max_tokens=1, stream=stream)
         texts = [(await client.post("/v1/completions", json=body)).text for _ in range(2)]
-        # The second time all whole blocks are cached, except the last token's.
+        # For the second request all whole blocks of the prompt are cached, except the block of the last
+        # token.
         assert '"prompt_tokens_details":{"cached_tokens":0}' in texts[0]
         assert '"prompt_tokens_details":{"cached_tokens":96}' in texts[1]
         page = await metrics(client)

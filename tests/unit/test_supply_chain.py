@@ -13,7 +13,7 @@ LOCKS = [ROOT / "requirements.lock", ROOT / "requirements-local.lock", *sorted(I
 
 
 @pytest.mark.parametrize("lock", LOCKS, ids=lambda lock: lock.name)
-def test_every_locked_package_has_its_hashes(lock: Path) -> None:
+def test_every_locked_package_has_hashes_of_its_files(lock: Path) -> None:
     packages = re.split(r"\n(?=\S)", lock.read_text().strip())
     assert [each for each in packages if not re.match(r"[\w.-]+==\S+.*\\\n +--hash=sha256:", each)] == []
 

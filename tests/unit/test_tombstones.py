@@ -1,4 +1,4 @@
-"""Tombstones: a replica keeps ends of requests for peers that resync, and waits for peers when it resyncs."""
+"""Tombstones: a replica keeps ends of requests for resyncing peers, and waits for peers in its own resync."""
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping
@@ -22,7 +22,7 @@ RESYNCING = {"degraded": True, "resyncs": 1}
 
 
 class TombstoneStore(ScriptedStore):
-    """A store that replies BACK to tombstones of ids in `restored`, and fails while `away` is set."""
+    """A store that replies BACK to tombstones of request ids in `restored`, and fails while `away` is set."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class TombstoneStore(ScriptedStore):
 
 
 class Bench:
-    """The tombstones of replica `a`, whose peers are `b` and `c`."""
+    """The tombstones of the replica `a`, whose peers are the replicas `b` and `c`."""
 
     def __init__(self, wait_s: float = 30.0) -> None:
         self.now_s = 100.0
@@ -54,30 +54,30 @@ class Bench:
         self.heartbeats += 1
 
     def end(self, name: str) -> None:
-        """Receive the end of a request."""
+        """Let the replica receive the end of the request `name`."""
         end = Completion(name, Outcome.COMPLETED, 200, None, None, None, 1.0, 0.1)
         self.ends.add(self.ledger.finish(end, "token"))
 
     def say(self, **others: Mapping[str, Any]) -> None:
-        """Receive these fields in the heartbeats of the replicas, by name."""
+        """Let the replica receive heartbeats whose fields are given by the name of each replica."""
         told = {name: {**CALM, **others.get(name, {})} for name in "abc"}
         self.ends.update_peers({name: PeerState.read(about) for name, about in told.items()})
 
     async def resync_of_b(self) -> None:
-        """`b` resyncs; wait until `a` has published its ends and asks for a heartbeat."""
+        """Let `b` resync; wait until `a` has published its ends of requests and asks for a heartbeat."""
         self.say(b=RESYNCING)
         await until(lambda: self.heartbeats)
 
 
 @pytest.fixture
 async def bench() -> AsyncIterator[Bench]:
-    """A bench whose tombstones run."""
+    """A bench whose background task of tombstones runs."""
     made = Bench()
     async with running(made.ends.run()):
         yield made
 
 
-async def test_without_an_outage_ends_stay_local_and_are_forgotten_in_time(bench: Bench) -> None:
+async def test_without_an_outage_ends_of_requests_stay_local_and_are_forgotten_in_time(bench: Bench) -> None:
     bench.end("early")
     bench.say()
     bench.now_s += 2 * unseen_s(REPORT_S) + 0.1
@@ -89,7 +89,7 @@ async def test_without_an_outage_ends_stay_local_and_are_forgotten_in_time(bench
     assert bench.ends.heartbeat_fields() == {"resyncs": 0, "answered": ["b:1"]}
 
 
-async def test_during_the_outage_of_a_peer_each_end_is_stored_in_redis_once_and_at_once(bench: Bench) -> None:
+async def test_during_a_peers_outage_each_end_of_a_request_is_stored_in_redis_once(bench: Bench) -> None:
     bench.say(b={"degraded": True})
     await until(lambda: bench.heartbeats)
     bench.end("x")
@@ -97,7 +97,7 @@ async def test_during_the_outage_of_a_peer_each_end_is_stored_in_redis_once_and_
     bench.say(b=RESYNCING)
     await until(lambda: bench.heartbeats > 1)
     assert bench.store.tombstones == ["x"]
-    # The shared state comes back empty.
+    # Redis loses all data, and the shared state is empty.
     bench.store.epoch = "another life"
     bench.say(b=RESYNCING)
     await until(lambda: bench.store.tombstones == ["x", "x"])
@@ -113,8 +113,8 @@ async def test_requests_restored_after_their_end_are_settled_once_the_resync_is_
     assert [name for name, _, _ in bench.store.settled] == ["x"]
 
 
-async def test_a_request_restored_by_a_peer_that_has_resynced_already_is_settled(bench: Bench) -> None:
-    # This replica received the end of the request.
+async def test_a_request_that_a_resynced_peer_had_restored_after_its_end_is_settled(bench: Bench) -> None:
+    # This replica had received the end of the request.
     bench.end("x")
     bench.store.restored = {"x"}
     bench.say(b={"resyncs": 1})
@@ -122,7 +122,7 @@ async def test_a_request_restored_by_a_peer_that_has_resynced_already_is_settled
     assert [name for name, _, _ in bench.store.settled] == ["x"]
 
 
-async def test_a_replica_without_redis_answers_no_peer_until_redis_is_back(bench: Bench) -> None:
+async def test_a_replica_without_redis_answers_no_resync_until_redis_is_back(bench: Bench) -> None:
     bench.shared = False
     bench.end("x")
     bench.say(b=RESYNCING)
@@ -146,14 +146,14 @@ async def test_tombstones_that_redis_refused_are_sent_again_with_the_next_heartb
     await until(lambda: bench.ends.heartbeat_fields()["answered"] == ["b:1"])
 
 
-async def test_an_id_that_is_placed_again_gets_no_tombstone(bench: Bench) -> None:
+async def test_a_request_id_that_is_placed_again_gets_no_tombstone(bench: Bench) -> None:
     bench.end("x")
     bench.ledger.place("x", "2", "token", "10.0.0.1:8000", owned=False)
     await bench.resync_of_b()
     assert bench.store.tombstones == []
 
 
-async def test_a_resync_waits_until_every_peer_has_answered_it() -> None:
+async def test_a_resync_waits_until_every_peer_has_answered() -> None:
     bench = Bench()
     bench.say()
     bench.ends.begin_resync()
@@ -169,7 +169,7 @@ async def test_a_resync_waits_until_every_peer_has_answered_it() -> None:
     await waiting
 
 
-async def test_a_resync_waits_neither_for_ever_nor_for_a_peer_whose_version_does_not_answer() -> None:
+async def test_a_resync_waits_for_limited_time_and_not_for_peers_of_versions_that_never_answer() -> None:
     bench = Bench(wait_s=0.01)
     bench.ends.begin_resync()
     bench.ends.update_peers({"a": PeerState.read(CALM), "b": PeerState()})

@@ -37,7 +37,7 @@ OWN = accounting_token.signed(accounting_token.write(REQUEST, E1), REQUEST.id, K
 
 
 class Tracing:
-    """A replica's admission over a scripted store. It exports spans to memory."""
+    """A replica's admission over a scripted store, with spans exported to memory."""
 
     def __init__(self, sample: float) -> None:
         self.memory = InMemorySpanExporter()
@@ -86,14 +86,14 @@ async def test_a_request_with_a_traceparent_continues_that_trace(tracing: Make) 
 
 
 @pytest.mark.parametrize("parent", ["", "garbage", "00-zz-00f067aa0ba902b7-01", "\x00", "00-" + "0" * 32])
-async def test_a_malformed_traceparent_counts_as_none(tracing: Make, parent: str) -> None:
+async def test_a_malformed_traceparent_is_ignored(tracing: Make, parent: str) -> None:
     traced = tracing()
     await traced.gate.admit(REQUEST._replace(trace=parent), stream_owned=False)
     (span,) = traced.named("decide")
     assert span.parent is None
 
 
-async def test_the_accounting_token_carries_the_trace_to_the_replica_that_settles(tracing: Make) -> None:
+async def test_the_accounting_token_carries_the_trace_to_the_settling_replica(tracing: Make) -> None:
     placing, settling = tracing(), tracing(sample=0.0)
     placement = await placing.gate.admit(REQUEST, stream_owned=False)
     decide = placing.spans()["decide"]
@@ -110,7 +110,7 @@ async def test_the_accounting_token_carries_the_trace_to_the_replica_that_settle
     assert span.attributes["picker.verdict"] == "settled"
 
 
-async def test_an_owned_stream_needs_no_accounting_token(tracing: Make) -> None:
+async def test_the_trace_of_an_owned_stream_needs_no_accounting_token(tracing: Make) -> None:
     traced = tracing()
     await traced.gate.admit(REQUEST, stream_owned=True)
     traced.gate.settle(ended())
@@ -121,7 +121,7 @@ async def test_an_owned_stream_needs_no_accounting_token(tracing: Make) -> None:
     assert not traced.traces._settling
 
 
-async def test_a_refusal_ends_the_trace_with_its_code(tracing: Make) -> None:
+async def test_a_refusal_of_a_request_ends_the_trace_with_the_refusals_code(tracing: Make) -> None:
     traced = tracing()
     traced.store.admitting = [parse_verdict("refused total-capacity 60")]
     with pytest.raises(TotalCapacity):
@@ -131,7 +131,7 @@ async def test_a_refusal_ends_the_trace_with_its_code(tracing: Make) -> None:
     assert not traced.traces._undecided
 
 
-async def test_the_stages_of_a_queued_request_are_child_spans(tracing: Make) -> None:
+async def test_the_stages_of_a_queued_request_are_child_spans_of_its_trace(tracing: Make) -> None:
     traced = tracing()
     live = traced.traces.begin(REQUEST)
     assert live is not None
@@ -151,7 +151,7 @@ def test_an_accounting_token_without_a_trace_is_unchanged() -> None:
     assert accounting_token.endpoint_of(accounting_token.with_trace(OWN, PARENT)) == "10.0.0.1:8000"
 
 
-def test_the_traceparent_is_read_only_with_tracing() -> None:
+def test_the_traceparent_is_read_only_if_tracing_is_enabled() -> None:
     by_setting = (parse({"tracing": {"enabled": on}}) for on in (False, True))
     off, on = (Intake(each, new_id=lambda: "id", keys=Keyring()) for each in by_setting)
     assert (off.headers, on.headers) == (HEADERS, HEADERS | {"traceparent"})
@@ -159,7 +159,7 @@ def test_the_traceparent_is_read_only_with_tracing() -> None:
     assert on.request(ask, {"traceparent": PARENT.encode()}, subset=None, trusted=False).trace == PARENT
 
 
-def test_tracing_is_not_imported_while_it_is_off() -> None:
+def test_the_tracing_library_is_not_imported_while_tracing_is_off() -> None:
     code = "import sys, picker_fleet.serve; print(*sys.modules)"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
@@ -170,7 +170,7 @@ def test_tracing_is_not_imported_while_it_is_off() -> None:
     assert not [name for name in modules if name.startswith(unwanted)]
 
 
-def test_envoy_passes_the_traceparent_on_only_with_tracing() -> None:
+def test_envoy_passes_the_traceparent_on_only_if_tracing_is_enabled() -> None:
     local = ("127.0.0.1", 0)
     for on in (False, True):
         settings = parse({"tracing": {"enabled": on}})

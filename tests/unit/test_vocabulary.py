@@ -16,7 +16,7 @@ EXEMPT = (
 )  # fmt: skip
 SUFFIXES = (".py", ".lua", ".md", ".js", ".html", ".css", ".yml", ".yaml", ".toml", ".json")
 
-# Forbidden in code and prose, also as a part of an identifier.
+# These words are forbidden in code and prose, also as a part of an identifier.
 WORDS = {
     "sturdy": "failover", "crossing": "failover state", "purse": "local budget",
     "borrower": "budget transfer", "homecoming": "resync", "fleetmate": "peer", "fleetmates": "peers",
@@ -27,7 +27,7 @@ WORDS = {
     "witness": "client history",
 }  # fmt: skip
 
-# Forbidden as names in code. In prose they keep their meaning in English.
+# These words are forbidden as names in code. In prose the words keep the meaning in English.
 NAMES = {
     "buried": "tombstone", "lanes": "flow queues", "victims": "preemption candidates",
     "ahead": "read_ahead", "writes": "write_behind", "later": "defer_write", "born": "epoch",
@@ -50,7 +50,7 @@ _STRINGS_AND_COMMENTS = {
 
 
 def texts() -> Iterator[tuple[str, str]]:
-    """Path and text of each file of the project that is not exempt."""
+    """Path and text of each file of the project that is not exempt from the rules."""
     names = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     for name in names.splitlines():
         if name.endswith(SUFFIXES) and not name.startswith(EXEMPT) and (ROOT / name).is_file():
@@ -58,26 +58,26 @@ def texts() -> Iterator[tuple[str, str]]:
 
 
 def uses(words: Mapping[str, str], text: str, parts: Callable[[str], Iterable[str]]) -> Iterator[str]:
-    """Line number and replacement of each of `words` that is among the `parts` of a name in `text`."""
+    """Line number and replacement of each word in `words` that is a part of a name in `text`."""
     for number, line in enumerate(text.splitlines(), 1):
         for name in _IDENTIFIER.findall(line):
             yield from (f"{number}: {part} (say {words[part]})" for part in {*parts(name)} & words.keys())
 
 
 def code_of(name: str, text: str) -> str:
-    """`text` without strings and comments; line numbers stay the same."""
+    """The source `text` without strings and comments; line numbers stay the same."""
     code = _STRINGS_AND_COMMENTS[Path(name).suffix].sub(lambda found: "\n" * found[0].count("\n"), text)
     return _FROM_ELSEWHERE.sub("", code)
 
 
-def test_former_private_words_are_in_no_text() -> None:
+def test_no_text_has_former_private_words() -> None:
     def parts(name: str) -> list[str]:
         return [part.lower() for part in _PARTS.findall(name)]
 
     assert [f"{name}:{use}" for name, text in texts() for use in uses(WORDS, text, parts)] == []
 
 
-def test_former_private_names_are_not_in_the_code() -> None:
+def test_the_code_has_no_former_private_names() -> None:
     code = {name: code_of(name, text) for name, text in texts() if name.endswith((".py", ".lua", ".js"))}
     bare = [
         f"{n}:{use}" for n, text in code.items() for use in uses(NAMES, text, lambda name: [name.strip("_")])

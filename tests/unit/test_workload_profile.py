@@ -25,14 +25,14 @@ def orders_by_workload(settings: Settings) -> bool:
     return (queue.ordering, queue.flow_capacity, queue.queue_ttl) == ("workload-aware", 200, 60.0)
 
 
-def test_the_profile_alone_is_valid_and_orders_by_workload() -> None:
+def test_the_workload_aware_profile_alone_is_valid_and_orders_by_workload() -> None:
     settings = load(DEPLOY / "picker-workload-aware.yaml", {})
     assert orders_by_workload(settings)
     # The profile keeps the default weights, which are the specification's.
     assert settings.workloads == parse({}).workloads
 
 
-def test_in_compose_the_profile_replaces_the_mounted_configuration() -> None:
+def test_in_compose_the_workload_aware_profile_replaces_the_mounted_configuration() -> None:
     # Compose merges the volumes of both files by their path within the container.
     base = tree(ROOT / "docker-compose.yml")["services"]["picker"]["volumes"]
     over = tree(DEPLOY / "compose" / "workload-aware.yml")["services"]
@@ -45,12 +45,12 @@ def test_in_compose_the_profile_replaces_the_mounted_configuration() -> None:
     assert differing(settings, other) == {"fair_request_queue", "workloads"}
 
 
-def test_in_the_chart_the_profile_changes_only_the_queue() -> None:
+def test_in_the_chart_the_workload_aware_profile_changes_only_the_queue() -> None:
     chart = DEPLOY / "kubernetes" / "chart"
     values = tree(chart / "values.yaml")
     profile = overlaid(
         values, tree(chart / "values-workload-aware.yaml")
-    )  # merges as Helm does, except for discovery
+    )  # merged as by Helm, except for discovery
     settings, other = parse(profile["config"]), parse(values["config"])
     assert orders_by_workload(settings)
     assert differing(settings, other) == {"fair_request_queue"}

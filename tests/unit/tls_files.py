@@ -1,4 +1,4 @@
-"""Certificates for tests, made by openssl: authorities, and certificates signed by them."""
+"""Certificates for tests, made by openssl: authorities, and certificates that authorities sign."""
 
 import subprocess
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ def _openssl(*arguments: str | Path) -> None:
 
 
 def authority(folder: Path, name: str) -> Pair:
-    """A new authority, whose certificate also serves for a server at 127.0.0.1."""
+    """A new certificate authority, whose own certificate is also valid for a server at 127.0.0.1."""
     made = Pair(folder / f"{name}.crt", folder / f"{name}.key")
     files = ("-keyout", made.key, "-out", made.cert)
     own = ("-subj", f"/CN={name}", "-addext", "subjectAltName=IP:127.0.0.1")
@@ -30,8 +30,8 @@ def authority(folder: Path, name: str) -> Pair:
 
 
 def signed(folder: Path, name: str, by: Pair, alternative: str = "") -> Pair:
-    """A new certificate for servers and clients, signed by the authority `by`. Its subject alternative name,
-    as openssl writes it, is by default `name` and this host.
+    """A new certificate for servers and clients, signed by the authority `by`. The certificate's subject
+    alternative name is by default `name` and this host.
     """
     made, request = Pair(folder / f"{name}.crt", folder / f"{name}.key"), folder / f"{name}.csr"
     _openssl("req", *_NEW_KEY, "-subj", f"/CN={name}", "-keyout", made.key, "-out", request)
