@@ -6,11 +6,22 @@
 -- keys[1] epp:{POOL}:pool
 -- args[1] silence_ms: a replica without a heartbeat for this long counts as gone
 --
--- Returns {epoch, now_us, stock, queued, upper, lower, ready, in flight, dispatches, ended,
---   {priority, v, backlogged flow queues, queued, bytes of the bodies that wait} of each band, the highest first,
---   {id, replica info (JSON)} of each live replica, {endpoint, load},
---   guard dispatches, credit, overdue, drain rate per second, paused, tuned version,
---   estimated seconds until the queue has drained (1 to 60)}
+-- Returns a list of these values:
+--   epoch and now_us: when the pool was created or rebuilt, and the present time
+--   stock: cost in flight
+--   queued: number of waiting requests
+--   upper and lower: the stock's bounds
+--   ready: number of ready endpoints
+--   in flight, dispatches, ended: number of requests in flight, of all grants, and of all ended requests
+--   list of five values of each band, the highest band first: priority, virtual time v, number of flow queues with
+--     waiting requests, number of waiting requests, bytes of their bodies
+--   list of id and replica info (JSON) of each live replica
+--   list of address and load of each endpoint: requests in flight, plus 1e9 while the endpoint takes no new requests
+--   guards, credit, overdue: grants by the starvation guard, the guard's credit, number of overdue requests
+--   rate: dispatches per second
+--   paused: 1 while an operator has paused the queue, else 0
+--   tuned version: number of the last live change
+--   retry after: estimated seconds until the queue has drained (1 to 60)
 
 local function state(args)
   local of_bands = {}

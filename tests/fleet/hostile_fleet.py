@@ -191,9 +191,9 @@ _RESTS_S = 40.0  # seconds: longer than a lease and than the wait for a client's
 
 @dataclass(slots=True)
 class HostileReport:
-    """Results of honest clients before the attack (`calm`), during it (`hostile`), and beside processes that
-    burn the same CPU (`control`). `burnt`: CPU cores that the attack costs. `left`: the fleet's
-    counts after the attack.
+    """Results of honest clients before the attack (`calm`), during the attack (`hostile`), and afterwards,
+    beside processes that use as many CPU cores as the attack did (`control`). `burnt`: the number of CPU
+    cores that the attack used. `left`: the fleet's counts after the attack.
     """
 
     calm: ClientTimes = field(default_factory=ClientTimes)

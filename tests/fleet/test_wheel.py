@@ -55,7 +55,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
     return Installed(tmp_path_factory.mktemp("installed"))
 
 
-async def test_a_replica_from_the_wheel_decides_and_drains_without_any_extra(
+async def test_a_replica_from_the_wheel_decides_and_drains_if_no_extra_is_installed(
     installed: Installed, tmp_path: Path, valkey: Server
 ) -> None:
     async with served(valkey.url, tmp_path, command=[installed.picker], **installed.options) as replica:
@@ -81,7 +81,7 @@ def test_a_command_names_its_missing_extra_in_one_line(installed: Installed, com
     assert f"pip install 'picker-fleet[{EXTRAS[command]}]'" in output
 
 
-def test_envoy_config_works_without_any_extra(installed: Installed) -> None:
+def test_the_command_envoy_config_works_if_no_extra_of_the_package_is_installed(installed: Installed) -> None:
     status, output = installed.run(installed.picker, "envoy-config")
     assert (status, output.splitlines()[0]) == (0, "node:"), output
 

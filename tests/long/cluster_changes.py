@@ -1,8 +1,9 @@
 """Measures how soon changes of a Kubernetes cluster take effect under load.
 
 tests/kubernetes/seat.py runs two replicas with a chart's flags, a gateway's Envoy, and simulators as pods
-around a real API server; eight clients send requests. With `--go FILE`, runs with a Go picker alternate (see
-bench/overhead/gateway.py). The report has median and maximum of the seconds until model servers see a change.
+around a real API server; eight clients send requests. With `--go FILE`, every other run uses the Go
+picker whose binary is FILE, for comparison (see bench/overhead/gateway.py). The report has median and maximum
+of the seconds until model servers see a change.
 """
 
 import argparse

@@ -129,7 +129,7 @@ async def in_turn(call: Callable[..., Awaitable[Any]], *args: Any) -> Any:
 
 
 class PatientPauseDetector(PauseDetector):
-    """Never reports a pause, so that replies count even if a busy machine reads the replies late."""
+    """Never reports a pause of the process: the store then accepts replies that a busy machine reads late."""
 
     def paused_until(self, now_s: float) -> float:
         return 0.0

@@ -156,7 +156,7 @@ async def test_a_replica_returns_a_grant_for_an_unknown_request(fleet: OpenFleet
         await it.ends(b, "q")
 
 
-async def test_a_request_for_any_endpoint_is_placed_by_the_call_that_grants_it(
+async def test_the_call_that_grants_a_request_also_picks_its_endpoint_if_all_endpoints_may_serve_it(
     fleet: OpenFleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with fleet("a", "b", listening=True, full=True) as (it, a, b):

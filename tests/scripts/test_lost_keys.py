@@ -45,7 +45,7 @@ class Load:
         self.fleet = fleet
         self.running: dict[str, Placement] = {}
         self.served = self.failed = self.peak = self.waiting = 0
-        self.paused = False  # while this event is set, no request ends
+        self.paused = False  # while this is True, no request ends
 
     @contextlib.asynccontextmanager
     async def on(self) -> AsyncIterator[None]:
@@ -88,7 +88,7 @@ class Load:
             self.served += 1
 
     def _gate_of(self, name: str) -> Admission:
-        """The gate that the request's client uses and that gets the request's access-log entries."""
+        """The admission gate of the replica that gets the client's requests and their access-log entries."""
         return self.fleet.replicas[int(name.split("-")[0]) % len(self.fleet.replicas)].gate
 
     async def _access_log(self) -> None:

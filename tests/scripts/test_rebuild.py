@@ -292,7 +292,7 @@ def test_a_request_started_without_redis_is_restored_for_a_lease_by_any_replica(
     # The access log reports the first request to another replica in time: the request is restored.
     server.calm(5 * SECOND_MS)
     assert server.report("r", token) == "restored"
-    # An ended request with a tombstone is not restored again; nor is a request that is reported too late.
+    # An ended request with a tombstone is not restored, nor is a request first reported after WINDOW_MS.
     assert server.settle("r") == "settled llama"
     server.call("tombstone", "a", "r", "0")
     assert server.report("r", token) == "unknown"

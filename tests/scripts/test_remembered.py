@@ -1,4 +1,4 @@
-"""State that a library caches between calls, while another version changes the same pool."""
+"""State that a Lua library caches between calls, while another version of the library changes the pool."""
 
 import json
 
@@ -29,11 +29,11 @@ def server(client: redis.Redis, pool: str) -> Versions:
 
 
 def test_no_request_goes_to_an_endpoint_that_another_library_version_has_replaced(server: Versions) -> None:
-    # A version of the library has placed requests, and so caches all endpoints and their loads.
+    # The first version of the Lua library has placed requests, and so caches all endpoints and their loads.
     server.live_through("x", "y")
-    # The other version of the library replaces an endpoint.
+    # A second version of the Lua library replaces an endpoint.
     server.publish("a:1", "c:1", version="2", library=server.other, upper_per=100)
-    # The first version of the library sends requests to the new endpoint, and none to the removed endpoint.
+    # The first version of the Lua library places requests on the new endpoint, and none on the removed one.
     assert {server.admit(f"after-{number}")[1] for number in range(6)} == {"a:1,c:1", "c:1,a:1"}
     assert server.loads() == {"a:1": 3, "c:1": 3}
 

@@ -278,14 +278,14 @@ def limited(queue: QueueSimulator) -> None:
 
 
 def ignored_endpoint_limit(queue: QueueSimulator) -> None:
-    """An endpoint has a limit that this queue ignores."""
+    """Give an endpoint a limit. The simulated queue exceeds the limit, which the audit must report."""
     queue.change_settings(caps={queue.endpoints[0]: 1})
     queue.admit_many("r", 4)
     queue.run_dry()
 
 
 def ignored_band_limits(queue: QueueSimulator) -> None:
-    """A band has limits that this queue ignores."""
+    """Give each band limits. The simulated queue exceeds these limits, which the audit must report."""
     bands = [{"priority": band.priority, "capacity": 3, "bytes": 1000} for band in NAMED]
     queue.change_settings(bands=bands, paused=1)
     for i in range(8):

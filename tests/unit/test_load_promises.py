@@ -27,7 +27,7 @@ def outage(**fields: Any) -> RunResult:
 
 
 def refused_in_outage(but: int = -1) -> RunResult:
-    """A run in which every request during the outage is refused, except requests with the number `but`."""
+    """A run in which all requests in the outage are refused, except request number `but` of each source."""
     answers = tuple(
         refusal(each.source, each.number) if 5 <= each.sent_s <= 10 and each.number != but else each
         for each in run("redis-outage").answers

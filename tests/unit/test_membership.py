@@ -76,7 +76,7 @@ async def test_a_replica_follows_and_shows_a_live_change_by_another_replica() ->
         assert effective.weights == {"gold": 3}
         assert (await one.membership.state()).watermark == 20
 
-        # The live change is reverted.
+        # Another replica undoes the settings that were changed at run time; this replica follows.
         await store.set_live_config(dict.fromkeys(store.overrides), dict.fromkeys(store.changes))
         await one.follows(lambda: one.membership.live_config.version == "2")
         assert one.membership.effective == EffectiveConfig(CONFIGURED, {})

@@ -60,7 +60,7 @@ SENTENCES = [
     ("architecture", f"within its TTL and {LATE_S:g} s"),
     ("redis-schema", f"or {reads.SnapshotTimes().claim_ms / 1000:g} s if it came to no end"),
     ("redis", f"a script call carries {batching.MAX_BATCH} requests at most"),
-    ("fairness", f"takes {CHUNK} requests a call and at most {WALKS} calls an interval"),
+    ("fairness", f"for {CHUNK} waiting requests a call, in at most {WALKS} calls an interval"),
     ("fairness", f"with up to {CHUNK * WALKS} requests waiting"),
     ("fairness", f"files {lua('sweep.lua', 'REFILED')} requests a call anew"),
     ("fairness", f"the {lua('lib/flows.lua', 'GUARD_LOOKS_AT')} most overdue"),

@@ -27,7 +27,7 @@ WORDS = {
     "witness": "client history",
 }  # fmt: skip
 
-# These words are forbidden as names in code. In prose the words keep the meaning in English.
+# These words are forbidden as names in code. In prose these words keep their ordinary English meaning.
 NAMES = {
     "buried": "tombstone", "lanes": "flow queues", "victims": "preemption candidates",
     "ahead": "read_ahead", "writes": "write_behind", "later": "defer_write", "born": "epoch",

@@ -201,7 +201,8 @@ Priority = Annotated[int, Field(strict=True, ge=LEAST_PRIORITY, le=MOST_PRIORITY
 # With these limits the queue's sums stay exact for years (docs/fairness.md); also in Lua (state/schema.py).
 LEAST_WEIGHT, MOST_WEIGHT = 1e-3, 1e6  # smallest and largest weight of a flow or a band
 MOST_COST = 1e9  # largest cost of a request, and largest bound of the stock per endpoint
-# Strict types: the number 1 may not be spelt `true` or "1". In YAML, another type is probably a mistake.
+# Strict types: `true` or "1" is refused where the number 1 is meant. A YAML value of the wrong type is
+# probably the user's mistake.
 Count = Annotated[int, Field(strict=True), AfterValidator(_countable)]
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False), AfterValidator(_countable)]
 Flag = Annotated[bool, Field(strict=True)]

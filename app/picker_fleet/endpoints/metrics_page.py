@@ -1,8 +1,9 @@
 """Extracts the few needed series from the text of an endpoint's metrics page; scraper.py calls this module.
 
-A vLLM page has hundreds of lines, of which the picker needs five, ten times a second per endpoint. So the
-page is not parsed as a whole: PageReader searches for the wanted names and parses only lines that begin with
-them, as a full parser would. Format: Prometheus' text exposition format 0.0.4; exemplars are ignored.
+A vLLM metrics page has hundreds of lines, of which the picker needs five. An endpoint's page may be read ten
+times a second. So the page is not parsed as a whole: PageReader searches for the wanted names, and parses
+only lines that begin with a wanted name, as a full parser would. Format: Prometheus' text exposition format
+0.0.4; exemplars are ignored.
 
 A page is read in parts as it arrives, one part per turn of the event loop. The length of a page is unbounded,
 but the work on it is bounded. A malformed line loses only its own metric.
@@ -234,7 +235,7 @@ class PageReader:
         return {}
 
     def _adapters_of(self, engine: Engine) -> tuple[int | None, frozenset[str], frozenset[str]]:
-        """The number of adapter slots, the running and the waiting adapters, over all label sets."""
+        """The number of adapter slots and the names of running and of waiting adapters, of all label sets."""
         most, active, queued = None, NONE, NONE
         for text in engine.adapters:
             for labels, _ in self._adapters.get(series_of(text).name, {}).values():

@@ -78,7 +78,7 @@ class IntervalPolicy:
 
     def publish_s(self, shown_s: float) -> float:
         """Seconds between two batches of readings: short if a scorer uses readings, else at least `shown_s`,
-        which suffices for views. A batch is a message that wakes every replica."""
+        which suffices for views. Each batch of readings is one Redis message, which wakes every replica."""
         soonest_s = self.fixed_s or PROBE_S / 2
         return soonest_s if self.fleet.picks_by_metrics else max(soonest_s, shown_s)
 

@@ -79,7 +79,8 @@ Handler = Callable[[Stream], Awaitable[bytes | None]]
 
 
 class Streaming:
-    """A handler that returns no last message; grpcio needs another kind of method for such a handler."""
+    """A handler that writes all its answers to the stream, and returns none to be sent last. grpcio registers
+    such a handler as a stream-stream method, and any other handler as a stream-unary method."""
 
     def __init__(self, handler: Callable[[Stream], Awaitable[None]]) -> None:
         self._handler = handler

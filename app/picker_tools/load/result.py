@@ -122,7 +122,8 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class EndpointSample:
-    """Requests that run and wait, from the metrics pages of the `answered` endpoints that answered."""
+    """`requests`: the number of running and waiting requests, summed over the metrics pages that were read;
+    `answered`: the number of endpoints whose page was read."""
 
     at_s: float
     requests: int

@@ -41,7 +41,7 @@ async def test_every_wakeup_dropped(
             with_wakeups: list[Stretch] = []
             without_wakeups: list[Stretch] = []
             for _ in range(turns):
-                # Wake-ups arrive during one period, and are dropped during the next period.
+                # Wake-ups are delivered in one period and dropped in the next.
                 between.drop_messages = False
                 with_wakeups.append(await _stretch(load, count))
                 between.drop_messages = True

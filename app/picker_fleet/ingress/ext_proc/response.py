@@ -399,7 +399,7 @@ _FIRST_EVENTS = 8
 
 
 class StateIds:
-    """Reads the ids of stored state: in a JSON answer after the answer's end, in a stream's first events."""
+    """Reads the ids of stored state: from a complete JSON answer, or from the first events of a stream."""
 
     def __init__(self) -> None:
         self._kept: list[bytes] | None = []  # the text to search; None once the search has ended
