@@ -6,6 +6,7 @@ import itertools
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from typing import Any
 
+import httpx
 from admission_bench import admission_over
 from choosers import chooser_of
 from decision_ledger import Ledger
@@ -106,7 +107,7 @@ async def until(condition: Callable[[], Any], within_s: float = DEADLINE_S) -> A
             found = condition()
             if asyncio.iscoroutine(found):
                 found = await found
-        except (redis_errors.ConnectionError, redis_errors.TimeoutError) as error:
+        except (redis_errors.ConnectionError, redis_errors.TimeoutError, httpx.TransportError) as error:
             found, fault = None, error
         if found:
             return found
