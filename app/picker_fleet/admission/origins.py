@@ -10,6 +10,7 @@ import asyncio
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable
 
+from picker_fleet.admission.reports import ignore_loss
 from picker_fleet.domain.errors import StateFault
 from picker_fleet.domain.units import has_control
 from picker_fleet.state import accounting_token
@@ -38,8 +39,7 @@ class Origins:
         for state_id in ids:
             if endpoint and _is_id(state_id):
                 self._remember(state_id, endpoint)
-                told = self._store.note_origin(state_id, endpoint)
-                told.add_done_callback(lambda done: done.cancelled() or done.exception())  # ignore a failure
+                ignore_loss(self._store.note_origin(state_id, endpoint))
 
     async def find(self, ids: Collection[str], most_s: float = FIND_S) -> str:
         """The endpoint that has the state of one of `ids`; '' if none is found within `most_s`. Without

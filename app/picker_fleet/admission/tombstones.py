@@ -15,6 +15,7 @@ from typing import Any
 
 from picker_fleet.admission.ledger import Entry, Ledger, Phase
 from picker_fleet.admission.peers import PeerState
+from picker_fleet.admission.reports import ignore_loss
 from picker_fleet.domain.errors import ScriptFailed, StateFault
 from picker_fleet.domain.request import Outcome
 from picker_fleet.state.store import Store, TombstoneReply
@@ -146,7 +147,7 @@ class Tombstones:
             if entry.restored:
                 entry.restored = False
                 answer = self._store.settle(entry.id, Outcome.COMPLETED)
-                answer.add_done_callback(lambda done: done.cancelled() or done.exception())
+                ignore_loss(answer)
 
     async def wait_for_peers(self, live: tuple[str, ...]) -> None:
         """Wait until all `live` replicas have published the ends that they received before this resync.
