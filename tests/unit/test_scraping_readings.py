@@ -28,6 +28,7 @@ NAMES = st.frozensets(st.text(st.characters(codec="utf-8"), max_size=10), max_si
 FIGURES = st.builds(
     EndpointMetrics, scraped_ms=st.integers(0, 2**40), waiting=AMOUNTS, running=AMOUNTS,
     kv_utilisation=st.none() | st.floats(0, 1), max_adapters=st.none() | st.integers(0, 10_000),
+    preemptions=AMOUNTS,
     active_adapters=NAMES, waiting_adapters=NAMES, idle_adapters=NAMES,
     remark=st.none() | st.text(st.characters(codec="utf-8")), unready=st.sampled_from((None, "asleep")),
 )  # fmt: skip
@@ -92,7 +93,8 @@ def test_a_malformed_message_of_readings_is_refused(text: str) -> None:
 
 
 def reading_at(scraped_ms: int, **more: object) -> EndpointMetrics:
-    figures: dict[str, Any] = {"waiting": 2.0, "running": 1.0, "kv_utilisation": 0.5, "max_adapters": 4}
+    figures: dict[str, Any] = {"waiting": 2.0, "running": 1.0, "kv_utilisation": 0.5}
+    figures |= {"preemptions": 3.0, "max_adapters": 4}
     return EndpointMetrics(scraped_ms, **figures | more)
 
 

@@ -55,8 +55,9 @@ _RANKS: Mapping[str, Aggregation] = MappingProxyType(
 class Engine:
     """The series of one engine's metrics page, and the paths that report its state.
 
-    Each metric may have several series; the first of these series that the page has counts. `awake` is 0
-    while the engine sleeps. `aggregation` says for each label how to combine series that differ in that
+    Each metric may have several series; the first of these series that the page has counts. `preemptions`
+    counts how often the engine has interrupted a request for want of KV cache. `awake` is 0 while the engine
+    sleeps. `aggregation` says for each label how to combine series that differ in that
     label. `probe_path` is cheap to answer; the status `unready`, 500, 502, 503 or 504 means that the engine
     takes no requests. If `health_path` is set, only the status of that path means so; the path is requested
     seldom, since SGLang generates a token for each request. `sleep_path` reports whether the engine sleeps if
@@ -67,6 +68,7 @@ class Engine:
     waiting: tuple[str, ...] = ()
     running: tuple[str, ...] = ()
     kv_utilisation: tuple[str, ...] = ()
+    preemptions: tuple[str, ...] = ()
     adapters: tuple[str, ...] = ()
     awake: tuple[str, ...] = ()
     aggregation: Mapping[str, Aggregation] = field(default_factory=lambda: _RANKS)
@@ -87,6 +89,7 @@ ENGINES: Mapping[str, Engine] = {
             waiting=("vllm:num_requests_waiting",),
             running=("vllm:num_requests_running",),
             kv_utilisation=("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc"),
+            preemptions=("vllm:num_preemptions_total",),
             adapters=("vllm:lora_requests_info",),
             awake=('vllm:engine_sleep_state{sleep_state="awake"}',),
             sleep_path="/is_sleeping",
@@ -97,6 +100,9 @@ ENGINES: Mapping[str, Engine] = {
             waiting=("sglang:num_queue_reqs",),
             running=("sglang:num_running_reqs",),
             kv_utilisation=("sglang:token_usage",),
+            # SGLang retracts requests. `sglang:num_retracted_reqs` is no counter: it has those since the last
+            # update (SGLang, python/sglang/srt/observability/metrics_collector.py).
+            preemptions=("sglang:num_retracted_requests_total",),
             aggregation={**_RANKS, "priority": "total"},
             probe_path="/ping",
             health_path="/health",

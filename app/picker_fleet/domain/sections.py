@@ -487,7 +487,7 @@ class Scheduling(Section):
         return self
 
 
-_MEANINGS = ("waiting", "running", "kv_utilisation", "adapters", "awake")
+_MEANINGS = ("waiting", "running", "kv_utilisation", "preemptions", "adapters", "awake")
 _PATHS = ("path", "probe_path")
 _ENGINE_LABELS = ("llm-d.ai/engine-type", "inference.networking.k8s.io/engine-type")
 

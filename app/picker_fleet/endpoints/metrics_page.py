@@ -1,6 +1,6 @@
 """Extracts the few needed series from the text of an endpoint's metrics page; scraper.py calls this module.
 
-A vLLM metrics page has hundreds of lines, of which the picker needs five. An endpoint's page may be read ten
+A vLLM metrics page has hundreds of lines, of which the picker needs six. An endpoint's page may be read ten
 times a second. So the page is not parsed as a whole: PageReader searches for the wanted names, and parses
 only lines that begin with a wanted name, as a full parser would. Format: Prometheus' text exposition format
 0.0.4; exemplars are ignored.
@@ -117,8 +117,11 @@ class PageReader:
         counts = {
             series_of(text).name
             for engine in engines
-            for text in (*engine.waiting, *engine.running, *engine.kv_utilisation, *engine.awake)
-        }
+            for texts in (
+                engine.waiting, engine.running, engine.kv_utilisation, engine.preemptions, engine.awake
+            )
+            for text in texts
+        }  # fmt: skip
         self._counts: dict[str, dict[Labels, float]] = {name: {} for name in counts}
         # For each set of labels (without `_ADAPTER_LABELS`) the sample with the highest value, which is a
         # timestamp: vLLM leaves outdated label sets on its page.
@@ -215,6 +218,7 @@ class PageReader:
             waiting=_total(waiting, self.engine.aggregation),
             running=_total(running, self.engine.aggregation),
             kv_utilisation=_highest(utilisation),
+            preemptions=_total(self._first(self.engine.preemptions), self.engine.aggregation),
             max_adapters=most,
             active_adapters=active,
             waiting_adapters=queued - active,

@@ -44,9 +44,11 @@ class EndpointMetrics(
     A value of None is unknown: not on the page, not a number, or the scrape failed. `fault` is the reason why
     the last scrape failed, `failures` the number of failed scrapes in a row; after a successful scrape,
     `fault` is None and `failures` 0. `remark` names the unreadable parts of the page. `unready` is the reason
-    why the endpoint takes no requests although it answers. `kv_utilisation` is between 0 and 1. Adapters are
-    names of LoRA adapters: those in `active` have running requests, those in `waiting` only waiting requests,
-    those in `idle` are loaded but have no requests; at most `max_adapters` adapters are active at once.
+    why the endpoint takes no requests although it answers. `kv_utilisation` is between 0 and 1. `preemptions`
+    counts the requests that the engine has interrupted for want of KV cache, from 0 again after a restart.
+    Adapters are names of LoRA adapters: those in `active` have running requests, those in `waiting` only
+    waiting requests, those in `idle` are loaded but have no requests; at most `max_adapters` adapters are
+    active at once.
     `models` has the model names in the labels of the series, adapters excluded.
 
     `interval_ms` is the endpoint's current scrape interval, None if unknown. `before_ms` and `before_load`
@@ -59,6 +61,7 @@ class EndpointMetrics(
     waiting: _Amount | None = None
     running: _Amount | None = None
     kv_utilisation: Annotated[float, Meta(ge=0, le=1)] | None = None
+    preemptions: _Amount | None = None
     max_adapters: _Count | None = None
     active_adapters: frozenset[str] = NONE
     waiting_adapters: frozenset[str] = NONE
@@ -78,9 +81,9 @@ class EndpointMetrics(
         return None if self.waiting is None or self.running is None else self.waiting + self.running
 
     def without_amounts(self) -> "EndpointMetrics":
-        """A copy of this reading without loads and adapters."""
+        """A copy of this reading without loads, preemptions and adapters."""
         adapters = dict.fromkeys(_ADAPTERS, NONE)
-        amounts = dict.fromkeys(("waiting", "running", "kv_utilisation", "max_adapters"))
+        amounts = dict.fromkeys(("waiting", "running", "kv_utilisation", "preemptions", "max_adapters"))
         return replace(self, **adapters, **amounts)
 
 
