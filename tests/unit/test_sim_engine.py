@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tables import cases
 
+from picker_tools.simulator.batch import BatchSimulator, step_s
 from picker_tools.simulator.engine import (
     ContextTooLong,
     Engine,
@@ -242,6 +243,56 @@ def test_no_limit_of_the_engine_is_exceeded_and_every_request_ends(
     assert (load.waiting, load.kv_usage, load.running_adapters) == (0, 0, ())
 
 
+def test_a_step_decodes_and_prefills_prompts_in_chunks_within_its_budget() -> None:
+    engine, short, long, last = engine_with(Limits(), sequence(3, 9), sequence(20, 9), sequence(5, 9))
+    # The budget ends within the long prompt, so the last request waits.
+    first = engine.begin_step(10)
+    assert (first.tokens, engine.load().waiting) == ({short: 3, long: 7}, 1)
+    assert engine.end_step(first) == [short]
+    second = engine.begin_step(10)
+    assert second.tokens == {short: 1, long: 9}
+    assert (second.decoding, second.kv_tokens, second.prefill_tokens) == (1, 3, 9)
+    engine.end_step(second)
+    third = engine.begin_step(10)
+    assert third.tokens == {short: 1, long: 4, last: 5}
+    assert engine.end_step(third) == [short, long, last]
+    # By the published figures: a base time, and times for a sequence, a token of its context, one of prompts.
+    assert step_s(second) == pytest.approx(19.56e-3 + 50.6e-6 + 3 * 0.494e-6 + 9 * 150.5e-6)
+
+
+def test_a_preempted_request_is_computed_again_and_not_admitted_in_the_next_step() -> None:
+    few = Limits(kv_blocks=4, block_size_tokens=4)
+    engine, old, new = engine_with(few, sequence(7, 9), sequence(6, 9))
+    for _ in range(2):
+        engine.end_step(engine.begin_step(100))
+    assert (new.phase, new.computed_tokens, engine.load().preemptions) == (Phase.WAITING, 0, 1)
+    assert engine.begin_step(100).tokens == {old: 1}
+    engine.release(old)
+    assert engine.begin_step(100).tokens == {new: new.context_tokens}
+
+
+@given(
+    asks=st.lists(st.tuples(TOKENS, TOKENS, st.sampled_from([None, "a", "b", "c"])), max_size=30),
+    limits=LIMITS,
+    budget=st.integers(6, 30),
+)
+def test_steps_keep_the_limits_and_end_every_request(
+    asks: list[tuple[int, int, str | None]], limits: Limits, budget: int
+) -> None:
+    engine, *everyone = engine_with(limits, *(sequence(*ask) for ask in asks))
+    while (step := engine.begin_step(budget)).tokens:
+        load = engine.load()
+        assert step.decoding + step.prefill_tokens + step.left_tokens == budget
+        assert len(step.tokens) == load.running <= limits.max_num_seqs
+        assert sum(one.blocks for one in everyone) <= limits.kv_blocks
+        before = sum(one.generated_tokens for one in everyone)
+        grown = engine.end_step(step)
+        assert sum(one.generated_tokens for one in everyone) == before + len(grown)
+    assert all(one.phase is Phase.ENDED and not one.remaining_tokens for one in everyone)
+    load = engine.load()
+    assert (load.running, load.waiting, load.kv_usage) == (0, 0, 0)
+
+
 def test_a_prompt_with_a_common_beginning_hits_the_prefix_cache() -> None:
     engine = Engine(Limits(block_size_tokens=4))
     first = Sequence(17, 1, prompt_blocks=(b"1", b"2", b"3", b"4"))
@@ -277,7 +328,9 @@ def test_blocks_of_a_prompt_are_chained_and_leave_out_the_last_token() -> None:
     assert blocks("a" * 17)[0] == blocks("a" * 9)[0]
 
 
-async def generate(simulator: Simulator, *, prompt_tokens: int, max_tokens: int, stride: int = 1) -> int:
+async def generate(
+    simulator: Simulator | BatchSimulator, *, prompt_tokens: int, max_tokens: int, stride: int = 1
+) -> int:
     tokens = 0
     with simulator.begin(prompt_tokens=prompt_tokens, max_tokens=max_tokens, adapter=None) as generation:
         while count := await generation.next_tokens(stride):
@@ -296,6 +349,15 @@ async def test_all_requests_get_their_tokens_when_memory_forces_preemption(itl_s
     assert await asyncio.gather(*asks) == [30] * 6
     assert (simulator.load.running, simulator.load.waiting, simulator.load.kv_usage) == (0, 0, 0)
     assert simulator.load.preemptions >= (stride == 1)
+
+
+@pytest.mark.parametrize("stride", [1, 3, 64])
+async def test_all_requests_get_their_tokens_in_steps_though_memory_forces_preemption(stride: int) -> None:
+    simulator = BatchSimulator(Limits(kv_blocks=10, block_size_tokens=4), slowdown=0.001)
+    asks = (generate(simulator, prompt_tokens=5, max_tokens=30, stride=stride) for _ in range(6))
+    assert await asyncio.gather(*asks) == [30] * 6
+    assert (simulator.load.running, simulator.load.waiting, simulator.load.kv_usage) == (0, 0, 0)
+    assert simulator.load.preemptions
 
 
 async def test_without_simulated_delays_tokens_come_in_as_few_bursts_as_possible() -> None:

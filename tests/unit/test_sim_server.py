@@ -147,6 +147,24 @@ async def test_requests_beyond_max_num_seqs_wait_and_disconnects_free_slots() ->
         assert (page["kv_cache_usage_perc"], page["request_success_total"]) == (0, 0)
 
 
+async def test_a_change_of_a_running_server_holds_from_the_next_step() -> None:
+    async with sim("--slowdown", "0.001", "--max-num-seqs", "1") as client:
+        for stream in (False, True):
+            answer = await client.post("/v1/completions", json=ask(stream=stream, max_tokens=40))
+            assert '"completion_tokens":40' in answer.text
+        # With 0.4 s for a step, each answer takes longer than this test waits.
+        assert (await client.post("/sim", json={"slowdown": 20, "max_num_seqs": 2})).status_code == 200
+        asked = [asyncio.create_task(client.post("/v1/completions", json=ask())) for _ in range(3)]
+        await until_queue(client, running=2, waiting=1)
+        for one in asked:
+            one.cancel()
+        await until_queue(client, running=0, waiting=0)
+        for body in ({"slowdown": 0}, {"max_num_seqs": 0}, {"itl": 1}):
+            assert (await client.post("/sim", json=body)).status_code == 400
+    async with sim(*AT_ONCE) as client:
+        assert (await client.post("/sim", json={"max_num_seqs": 1})).status_code == 400
+
+
 async def test_a_disconnect_in_the_middle_of_a_stream_frees_its_slot() -> None:
     async with sim("--ttft", "0", "--itl", "1000") as client:
         async with client.stream("POST", "/v1/completions", json=ask(stream=True, max_tokens=1000)) as answer:

@@ -93,6 +93,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--model", default=own.model, metavar="NAME", help="base model (default: %(default)s)")
     add("--ttft", type=milliseconds, default=own.ttft_ms, metavar="MS", help="admission to first token")
     add("--itl", type=milliseconds, default=own.itl_ms, metavar="MS", help="token to token")
+    about = "compute the batch in steps, as long as measured times this; then --ttft and --itl are unused"
+    add("--slowdown", type=decimal("number", 1000), metavar="FACTOR", help=about)
     add("--max-num-seqs", type=_COUNT, default=limits.max_num_seqs, metavar="N", help="requests run at once")
     add("--kv-blocks", type=_COUNT, default=limits.kv_blocks, metavar="N", help="blocks of the KV cache")
     add("--loras", type=_names, default=(), metavar="A,B", help="adapters, which requests name as models")
@@ -125,6 +127,7 @@ def _profile(args: argparse.Namespace) -> Profile:
         loras=args.loras,
         ttft_ms=args.ttft,
         itl_ms=args.itl,
+        slowdown=args.slowdown,
         limits=Limits(
             max_num_seqs=args.max_num_seqs,
             kv_blocks=args.kv_blocks,

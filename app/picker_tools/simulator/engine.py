@@ -4,11 +4,15 @@ Pure: no clock, no I/O. At most `max_num_seqs` sequences run; the rest wait firs
 KV blocks of a sequence do not fit, the sequences behind it wait too. A sequence that lacks only a LoRA slot
 is skipped and keeps its position. When a running sequence needs a KV block and none is free, the newest
 running sequence is preempted: it frees its blocks, waits at the head of the queue and is computed again.
+
+`schedule` and `grow` are for callers that pace each sequence, `begin_step` and `end_step` for callers that
+compute the whole batch step by step.
 """
 
 import enum
+import math
 from collections import Counter, OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from xxhash import xxh64_digest
 
@@ -82,7 +86,8 @@ class Sequence:
     """One request; only the engine changes it. `adapter` is None for the base model.
 
     `prompt_blocks` are hashes of the prompt's blocks, empty without prefix caching; `cached_tokens` counts
-    the prompt tokens found in the prefix cache on admission.
+    the prompt tokens found in the prefix cache on the first admission. `computed_tokens`, kept only by steps,
+    counts the tokens in the KV cache.
     """
 
     prompt_tokens: int
@@ -91,6 +96,8 @@ class Sequence:
     prompt_blocks: tuple[bytes, ...] = ()
     cached_tokens: int = 0
     generated_tokens: int = 0
+    computed_tokens: int = 0
+    preempted: bool = False
     blocks: int = 0
     phase: Phase = Phase.WAITING
 
@@ -101,6 +108,35 @@ class Sequence:
     @property
     def remaining_tokens(self) -> int:
         return self.max_tokens - self.generated_tokens
+
+
+@dataclass(slots=True)
+class Step:
+    """The work of one step of the batch: how many `tokens` each sequence computes.
+
+    `left_tokens` remain of the step's budget. `decoding` counts the sequences that compute one token after
+    their context, and `kv_tokens` their contexts' tokens; `prefill_tokens` are computed for other sequences.
+    """
+
+    left_tokens: int
+    tokens: dict[Sequence, int] = field(default_factory=dict)
+    decoding: int = 0
+    kv_tokens: int = 0
+    prefill_tokens: int = 0
+
+    def add(self, sequence: Sequence) -> None:
+        """Compute the missing tokens of `sequence` in this step, as far as the budget reaches."""
+        missing = sequence.context_tokens - sequence.computed_tokens
+        tokens = min(missing, self.left_tokens)
+        if not tokens:
+            return
+        self.tokens[sequence] = tokens
+        self.left_tokens -= tokens
+        if missing == 1:
+            self.decoding += 1
+            self.kv_tokens += sequence.computed_tokens
+        else:
+            self.prefill_tokens += tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +167,7 @@ class Engine:
         self._adapters: Counter[str] = Counter()  # adapter -> number of running sequences
         self._free_blocks = limits.kv_blocks
         self._preemptions = 0
+        self._preempted_in_step = False
         self._prefixes = PrefixCache(limits.kv_blocks)
         self._queried_tokens = 0
         self._hit_tokens = 0
@@ -150,8 +187,8 @@ class Engine:
             )
         self._waiting[sequence] = None
 
-    def schedule(self) -> list[Sequence]:
-        """Admit the sequences that fit now; returns the admitted sequences in order.
+    def schedule(self, budget_tokens: float = math.inf) -> list[Sequence]:
+        """Admit the sequences that fit now, until they use up `budget_tokens`; returns them in order.
 
         Each sequence gets blocks for its context and one more token, so that a preempted sequence makes
         progress each time it is admitted again.
@@ -159,7 +196,7 @@ class Engine:
         room = self.limits.max_num_seqs - len(self._running)
         admitted: list[Sequence] = []
         for sequence in self._waiting:
-            if len(admitted) >= room:
+            if len(admitted) >= room or budget_tokens <= 0:
                 break
             if not self._has_slot(sequence.adapter):
                 continue
@@ -172,6 +209,7 @@ class Engine:
             if sequence.adapter is not None:
                 self._adapters[sequence.adapter] += 1
             self._look_up(sequence)
+            budget_tokens -= sequence.context_tokens - sequence.computed_tokens
             admitted.append(sequence)
         for sequence in admitted:
             del self._waiting[sequence]
@@ -201,6 +239,35 @@ class Engine:
                 self._preempt(sequence)
                 return 0
 
+    def begin_step(self, budget_tokens: int) -> Step:
+        """Schedule a step of at most `budget_tokens`, as vLLM V1 does: first running sequences, in order of
+        admission, then waiting sequences. A step after a preemption admits no sequence."""
+        step = Step(budget_tokens)
+        running = tuple(self._running)
+        for sequence in running:
+            step.add(sequence)
+        if not running or not self._preempted_in_step:
+            for sequence in self.schedule(step.left_tokens):
+                step.add(sequence)
+        self._preempted_in_step = False
+        return step
+
+    def end_step(self, step: Step) -> list[Sequence]:
+        """Count the tokens of `step`, and release sequences that are complete. Returns the sequences that got
+        their next token."""
+        preemptions = self._preemptions
+        grown = []
+        for sequence, tokens in step.tokens.items():
+            if sequence.phase is not Phase.RUNNING:  # preempted by an older sequence, or abandoned
+                continue
+            sequence.computed_tokens += tokens
+            if sequence.computed_tokens == sequence.context_tokens and self.grow(sequence, 1):
+                grown.append(sequence)
+                if not sequence.remaining_tokens:
+                    self.release(sequence)
+        self._preempted_in_step = self._preemptions > preemptions
+        return grown
+
     def release(self, sequence: Sequence) -> None:
         """End a finished or abandoned `sequence`, running or waiting, and free its blocks. Idempotent."""
         if sequence.phase is Phase.RUNNING:
@@ -223,9 +290,13 @@ class Engine:
         )
 
     def _look_up(self, sequence: Sequence) -> None:
+        # Older sequences took the blocks of a preempted sequence. vLLM does not count its lookup again.
+        if sequence.preempted:
+            return
         blocks = sequence.prompt_blocks
         sequence.cached_tokens = self._prefixes.cached(blocks) * self.limits.block_size_tokens
         self._prefixes.use(blocks)
+        sequence.computed_tokens = sequence.cached_tokens
         self._queried_tokens += sequence.prompt_tokens
         self._hit_tokens += sequence.cached_tokens
 
@@ -238,6 +309,8 @@ class Engine:
     def _preempt(self, sequence: Sequence) -> None:
         self._stop(sequence)
         sequence.phase = Phase.WAITING
+        sequence.preempted = True
+        sequence.computed_tokens = 0
         self._waiting[sequence] = None
         self._waiting.move_to_end(sequence, last=False)
         self._preemptions += 1

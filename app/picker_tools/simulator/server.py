@@ -2,7 +2,7 @@
 
 Serves `/v1/completions`, `/v1/chat/completions` (POST), `/v1/models`, `/health` and `/metrics` (GET). Every
 answer names its server in `x-served-by: ip:port`. A stream's headers are sent with the first token, so that
-until the first token a gateway can retry the request elsewhere.
+until the first token a gateway can retry the request elsewhere. `POST /sim` changes the server while it runs.
 """
 
 import asyncio
@@ -11,12 +11,14 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any
 
+import msgspec
 import orjson
 
 from picker_fleet.domain.errors import ClientGone, ConfigError
+from picker_tools.simulator.batch import BatchGeneration, BatchSimulator
 from picker_tools.simulator.engine import ContextTooLong, EngineLoad, Limits, prompt_blocks
 from picker_tools.simulator.generation import Generation, Simulator
 from picker_tools.simulator.openai_api import Answer, ApiError, CompletionRequest, Words, parse
@@ -102,7 +104,8 @@ class Profile:
     """The simulated server: its models and adapters, speed, capacity and failures.
 
     `ttft_ms` is the time from admission to the first token, reduced by the cached share of the prompt;
-    `itl_ms` is the time between tokens.
+    `itl_ms` is the time between tokens. With a `slowdown` both times are unused: the server
+    computes its batch in steps, each `slowdown` times as long as measured (`batch.py`).
     `failure_rate` is the part of valid requests (1: all) that get status 500 instead of an answer. `seed`
     determines which requests fail, and the generated words.
     """
@@ -111,6 +114,7 @@ class Profile:
     loras: tuple[str, ...] = ()
     ttft_ms: float = 20.0
     itl_ms: float = 5.0
+    slowdown: float | None = None
     limits: Limits = field(default_factory=Limits)
     failure_rate: float = 0.0
     seed: int = 0
@@ -124,6 +128,13 @@ class Profile:
     def models(self) -> tuple[str, ...]:
         """All names that a request may use as model, the base model first."""
         return (self.model, *self.loras)
+
+
+class Change(msgspec.Struct, forbid_unknown_fields=True):
+    """A change of a running server; None keeps a value. Both values are more than 0."""
+
+    slowdown: Annotated[float, msgspec.Meta(gt=0)] | None = None
+    max_num_seqs: Annotated[int, msgspec.Meta(gt=0)] | None = None
 
 
 @dataclass(slots=True)
@@ -175,6 +186,7 @@ def _escaped(value: str) -> str:
     return value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
 
 
+AnyGeneration = Generation | BatchGeneration
 BURST_TOKENS = 256  # events that one write of a stream has if `itl_ms` is 0
 _MAX_ID_CHARS = 128
 _STOPPING = ApiError("the server is stopping", status=503, code="shutting_down", kind="server_error")
@@ -182,6 +194,7 @@ _METHODS = {
     "/v1/completions": "POST",
     "/v1/chat/completions": "POST",
     "/v1/models": "GET",
+    "/sim": "POST",
     "/health": "GET",
     "/metrics": "GET",
 }
@@ -194,9 +207,12 @@ class ModelServer:
         self._profile = profile
         self._models = frozenset(profile.models)
         self._loras = frozenset(profile.loras)
-        self._simulator = Simulator(
-            profile.limits, ttft_s=profile.ttft_ms / 1000, itl_s=profile.itl_ms / 1000
+        self._simulator = (
+            Simulator(profile.limits, ttft_s=profile.ttft_ms / 1000, itl_s=profile.itl_ms / 1000)
+            if profile.slowdown is None
+            else BatchSimulator(profile.limits, slowdown=profile.slowdown)
         )
+        self._is_paced = bool(profile.itl_ms) or profile.slowdown is not None
         self._counters = Counters()
         self._failures = random.Random(profile.seed)
         self._started_s = int(time.time())
@@ -233,8 +249,30 @@ class ModelServer:
             await reply.whole(200, TEXT, b"")
         elif path == "/v1/models":
             await reply.whole(200, JSON, self._model_list())
+        elif path == "/sim":
+            self._change(await read_body(receive))
+            await reply.whole(200, TEXT, b"")
         else:
             await self._complete(scope, receive, reply, chat=path == "/v1/chat/completions")
+
+    def _change(self, body: bytes) -> None:
+        """Change slowdown or batch size: `{"slowdown": 3, "max_num_seqs": 8}`. Running sequences go on.
+
+        Raises:
+            ApiError: status 400 for a bad value, and if the server started without a slowdown.
+        """
+        if not isinstance(self._simulator, BatchSimulator):
+            raise ApiError("the server runs without --slowdown")
+        try:
+            change = msgspec.json.decode(body, type=Change)
+        except msgspec.MsgspecError as fault:
+            raise ApiError(str(fault)) from None
+        if change.slowdown is not None:
+            self._simulator.slowdown = change.slowdown
+        if change.max_num_seqs is not None:
+            self._simulator.engine.limits = replace(
+                self._simulator.engine.limits, max_num_seqs=change.max_num_seqs
+            )
 
     async def _complete(self, scope: Scope, receive: Receive, reply: Reply, *, chat: bool) -> None:
         request = parse(await read_body(receive), chat=chat, models=self._models)
@@ -258,7 +296,7 @@ class ModelServer:
             except* ClientGone:
                 pass
 
-    def _begin(self, request: CompletionRequest) -> Generation:
+    def _begin(self, request: CompletionRequest) -> AnyGeneration:
         adapter = request.model if request.model in self._loras else None
         blocks = prompt_blocks(request.prompt, self._profile.limits.block_size_tokens, adapter)
         try:
@@ -272,10 +310,10 @@ class ModelServer:
             raise ApiError(str(fault), code="context_length_exceeded") from None
 
     async def _stream(
-        self, request: CompletionRequest, answer: Answer, generation: Generation, reply: Reply
+        self, request: CompletionRequest, answer: Answer, generation: AnyGeneration, reply: Reply
     ) -> None:
         words = Words(seed=self._profile.seed, prompt=request.prompt)
-        stride = 1 if self._profile.itl_ms else BURST_TOKENS
+        stride = 1 if self._is_paced else BURST_TOKENS
         count = await generation.next_tokens(stride)
         self._counters.prompt_tokens += request.prompt_tokens
         await reply.start(200, EVENTS, (b"cache-control", b"no-cache"))
@@ -293,10 +331,10 @@ class ModelServer:
         self._counters.succeeded[request.finish_reason] += 1
 
     async def _whole(
-        self, request: CompletionRequest, answer: Answer, generation: Generation, reply: Reply
+        self, request: CompletionRequest, answer: Answer, generation: AnyGeneration, reply: Reply
     ) -> None:
         # The client does not see single tokens: one timer per KV block keeps the KV usage exact.
-        stride = self._profile.limits.block_size_tokens if self._profile.itl_ms else request.max_tokens
+        stride = self._profile.limits.block_size_tokens if self._is_paced else request.max_tokens
         while count := await generation.next_tokens(stride):
             self._counters.generation_tokens += count
         self._counters.prompt_tokens += request.prompt_tokens

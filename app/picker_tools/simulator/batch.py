@@ -1,0 +1,126 @@
+"""The engine in real time, step by step: a step of continuous batching takes longer the more it computes.
+
+As in vLLM V1, a step computes one token for each running sequence, and chunks of prompts within a budget of
+tokens. One timer ends each step; an idle server has no timer. If a stall of the event loop delays a step, the
+next steps end earlier, so that the average pace holds.
+"""
+
+import asyncio
+from typing import Self
+
+from picker_tools.simulator.engine import Engine, EngineLoad, Limits, Sequence, Step
+
+# A step's time in seconds: vLLM with OPT-13B on one A100-80GB, as fitted by Zhong et al., "DistServe:
+# Disaggregating Prefill and Decoding for Goodput-optimized Large Language Model Serving", OSDI 2024. Source:
+# github.com/LLMServe/DistServe, simdistserve/estimators/profile_data/profiler-a100-80g.vllm.json, keys
+# `decoding_smallbs` and `prefill`. Left out: the second base time of a step that also computes prompts, and
+# the square of a prompt's length (6 % of a prompt of 1000 tokens).
+BASE_S = 19.56e-3
+SEQUENCE_S = 50.6e-6  # for each sequence that decodes
+KV_TOKEN_S = 0.494e-6  # for each token of their contexts
+PREFILL_TOKEN_S = 150.5e-6
+BUDGET_TOKENS = 2048  # vLLM's default of --max-num-batched-tokens for online serving
+
+
+def step_s(step: Step) -> float:
+    """The time of `step` in seconds."""
+    decode_s = step.decoding * SEQUENCE_S + step.kv_tokens * KV_TOKEN_S
+    return BASE_S + decode_s + step.prefill_tokens * PREFILL_TOKEN_S
+
+
+class BatchSimulator:
+    """Runs one model server's engine in steps, each `slowdown` times as long as `step_s`. One event loop.
+
+    A new `slowdown` holds from the next step on.
+    """
+
+    def __init__(self, limits: Limits, *, slowdown: float) -> None:
+        self.slowdown = slowdown
+        self.engine = Engine(limits)
+        self._generations: dict[Sequence, BatchGeneration] = {}
+        self._is_idle = True
+
+    @property
+    def load(self) -> EngineLoad:
+        return self.engine.load()
+
+    def begin(
+        self,
+        *,
+        prompt_tokens: int,
+        max_tokens: int,
+        adapter: str | None,
+        prompt_blocks: tuple[bytes, ...] = (),
+    ) -> "BatchGeneration":
+        """Queue a request; leaving the returned context manager ends the request in any state.
+
+        Raises:
+            ContextTooLong: the request would not fit even if it ran alone.
+        """
+        sequence = Sequence(prompt_tokens, max_tokens, adapter, prompt_blocks)
+        self.engine.submit(sequence)
+        self._generations[sequence] = generation = BatchGeneration(self, sequence)
+        if self._is_idle:
+            self._begin_step(asyncio.get_running_loop().time())
+        return generation
+
+    def end(self, sequence: Sequence) -> None:
+        """Release the sequence `sequence`, finished or abandoned."""
+        del self._generations[sequence]
+        self.engine.release(sequence)
+
+    def _begin_step(self, at_s: float) -> None:
+        step = self.engine.begin_step(BUDGET_TOKENS)
+        self._is_idle = not step.tokens
+        if step.tokens:
+            ends_s = at_s + step_s(step) * self.slowdown
+            asyncio.get_running_loop().call_at(ends_s, self._end_step, step, ends_s)
+
+    def _end_step(self, step: Step, at_s: float) -> None:
+        for sequence in self.engine.end_step(step):
+            self._generations[sequence].grown()
+        self._begin_step(at_s)
+
+
+class BatchGeneration:
+    """The tokens of one request. Leaving the `with` block frees the request's KV blocks."""
+
+    def __init__(self, simulator: BatchSimulator, sequence: Sequence) -> None:
+        self._simulator = simulator
+        self._sequence = sequence
+        self._returned = 0  # number of tokens that `next_tokens` has returned
+        self._wanted = 0
+        self._wake = asyncio.Event()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._simulator.end(self._sequence)
+
+    @property
+    def is_over(self) -> bool:
+        return self._returned == self._sequence.max_tokens
+
+    @property
+    def cached_tokens(self) -> int:
+        """Number of prompt tokens found in the prefix cache on admission."""
+        return self._sequence.cached_tokens
+
+    def grown(self) -> None:
+        """Called when a step has generated a token."""
+        if self._sequence.generated_tokens >= self._wanted:
+            self._wake.set()
+
+    async def next_tokens(self, stride: int) -> int:
+        """Wait for the next `stride` tokens, or for fewer tokens if fewer remain.
+
+        Returns the number of tokens: more than `stride` if tokens are overdue, 0 if none remain.
+        """
+        self._wanted = min(self._returned + stride, self._sequence.max_tokens)
+        while self._sequence.generated_tokens < self._wanted:
+            self._wake.clear()
+            await self._wake.wait()
+        count = self._sequence.generated_tokens - self._returned
+        self._returned += count
+        return count
