@@ -17,7 +17,7 @@ from picker_tools.load.generator import Answer, Request, closed_loop, flow_heade
 MODES: dict[str, tuple[str, ...]] = {
     "lean": ("reset", "429", "error in a stream"),
     "http": ("307",),
-    "standard": ("503 with a healthy page", "reset after the head"),
+    "standard": ("503 with a healthy page", "reset after the head", "429"),
 }
 CONFIG = {
     "request_queue_controller": {"watermark_per_backend": 4},

@@ -117,8 +117,6 @@ POLICY = "clusters.pool.loadBalancingPolicy.policies.0.typedExtensionConfig.type
 FORWARDED = "asking.metadataOptions.forwardingNamespaces.untyped"
 TO_CLIENT = "routes.responseHeadersToAdd.*.header.key"
 RETRY, ANSWER = "service.retryPolicy", "service.authorizationResponse"
-RETRIED = "host.retryPolicy.retriableStatusCodes"
-REDIRECTS = [300, 301, 302, 303, 307, 308]
 USAGE_FILTERS = ["sse_to_metadata", "json_to_metadata", "ext_proc", "router"]
 
 
@@ -156,6 +154,9 @@ IN_EVERY_MODE: dict[str, Any] = {
     "clusters.picker.type": "STATIC",
     # Envoy tries the endpoints of the pool in the picker's order.
     f"{POLICY}.overrideHostSources": [{"header": "x-gateway-destination-endpoint"}],
+    # A request that an endpoint redirects, or refuses as full, goes to the next endpoint.
+    "host.retryPolicy.retriableStatusCodes": [300, 301, 302, 303, 307, 308, 429],
+    "filters.router.upstreamLog.*.name": ["envoy.access_loggers.http_grpc"],
     # If all replicas fail, requests fail; if one fails, Envoy sends its queued requests to another replica.
     "asking.failureModeAllow": None,
     "asking.statusOnError": {"code": "ServiceUnavailable"},
@@ -169,6 +170,7 @@ IN_ONE_MODE: dict[Mode, dict[str, Any]] = {
         **seen(DUPLEX, "SEND", DUPLEX),
         "names of filters": ["ext_proc", "router"],
         FORWARDED: [HINT, "envoy.lb"],
+        "asking.requestAttributes": ["request.id"],
         TO_CLIENT: ["x-request-id"],
     },
     "lean": {
@@ -224,8 +226,6 @@ UNDER_SETTINGS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"clusters.pool.circuitBreakers.thresholds.0.retryBudget.budgetPercent.value": 35},
     ),
     "one byte more than the limit is buffered": ("http", {"extproc": {"max_body_bytes": 5000}}, LIMIT),
-    "a 429 is not retried": ("standard", {}, {RETRIED: REDIRECTS}),
-    "a 429 is retried": ("lean http", {}, {RETRIED: [*REDIRECTS, 429]}),
     **{
         f"one retry for each of {n} fallbacks": (
             "lean", {"scheduling": {"fallbacks": n}}, {"host.retryPolicy.numRetries": n}

@@ -61,7 +61,7 @@ async def test_a_request_is_placed_in_every_mode(mode: str) -> None:
     assert parts(answers) == ["request_headers"] + ["request_body"] * (mode == "standard")
     assert given_back(answers) == [(ASK, True)]
     # In the mode `lean` only Envoy can set the request id. In the mode `standard` the stream owns the
-    # request.
+    # request, and a client may set the id.
     request, stream_owned = talk.gate.admitted[0]
     assert request.id == ("made-1" if mode == "standard" else "envoys-id")
     told = {"id": request.id, "token": "ticket-1", "pressure": "0.25"}
@@ -588,6 +588,14 @@ async def test_standard_mode_passes_on_an_answer_that_envoy_makes(
     assert parts(said) == ["response_headers", "response_body"]
     talk.close()
     assert (talk.gate.admitted, talk.gate.settled) == ([], [])
+
+
+async def test_the_attribute_request_id_says_in_standard_mode_that_envoy_sets_the_id() -> None:
+    talk = Talk()
+    first = headers("standard", {"x-request-id": "envoys-id"})
+    first.attributes["envoy.filters.http.ext_proc"].fields["request.id"].string_value = "envoys-id"
+    await talk.say(first, body(ASK))
+    assert talk.gate.admitted[0][0].id == "envoys-id"
 
 
 @every_mode

@@ -318,6 +318,7 @@ class Decision:
 
     `mode` is `standard`, `lean` or `http`. In `standard` the end of the request's stream settles the request;
     in the modes `lean` and `http` its access-log entry does. `path` selects the error format of a refusal.
+    `trusts_id`: Envoy itself has set the header x-request-id.
 
     `placement` is set until `placed` or `withdraw` is called. `request_id` is the request's id in the access
     log, '' if the picker needs no access-log entry about the request. `pressure` is the value of
@@ -327,6 +328,7 @@ class Decision:
     def __init__(self, context: ExchangeContext, mode: str = "", path: bytes = b"") -> None:
         self._context = context
         self.mode, self.path = mode, path
+        self.trusts_id = True
         self.began_s = context.clock()
         self.arrived_s = self.placed_s = self.began_s
         self.model = self.target_model = ""
@@ -365,7 +367,7 @@ class Decision:
         """
         context, self._subset = self._context, subset
         self.model = ask.model
-        request = context.intake.request(ask, headers, subset=subset, trusted=self.mode != "standard")
+        request = context.intake.request(ask, headers, subset=subset, trusted=self.trusts_id)
         self.request, self.model, self.target_model = request, request.model, request.target_model
         context.new_flows.check(request.flow, forwarded_for)
         self.arrived_s = context.clock()

@@ -320,8 +320,8 @@ class Intake:
     ) -> InferenceRequest:
         """Make the request from its body `ask` and its `headers` (lower-case names, raw values).
 
-        `trusted` says that Envoy itself set `x-request-id` (`lean`, `http`); otherwise an id is made. Where a
-        model has several variants, Envoy's id chooses among them, or else the flow and the body.
+        `trusted` says that Envoy itself set `x-request-id`; otherwise an id is made. Where a model has
+        several variants, Envoy's id chooses among them, or else the flow and the body.
 
         Raises:
             BadRequest: a header that the picker reads is malformed; the message names it.

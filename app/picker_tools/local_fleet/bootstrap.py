@@ -45,7 +45,7 @@ from picker_fleet.ingress.ext_proc.accesslog import (
     RETRY_AFTER,
     STATE_IDS,
 )
-from picker_fleet.ingress.ext_proc.codec import LENGTH_HEADER, SUBSET_HINT
+from picker_fleet.ingress.ext_proc.codec import ID_ATTRIBUTE, LENGTH_HEADER, SUBSET_HINT
 from picker_fleet.ingress.headers import METHOD, PATH, wanted_headers
 from picker_fleet.ingress.http.check import CARRIED, CLIENT_HEADERS, REFUSAL_HEADERS
 from picker_fleet.ingress.http.server import HEALTH_PATH, PREFIX
@@ -364,8 +364,7 @@ class _Manager:
             filters.append(_part("sse_to_metadata", rules=[{"rule": rule} for rule in events]))
             filters.append(_part("json_to_metadata", rules=answers))
         filters.append(self._asking(pool))
-        attempts = None if self.mode == "standard" else [_access_log(_part("only_failed_attempts"))]
-        return [*filters, _part("router", attempts=attempts)]
+        return [*filters, _part("router", attempts=_access_log(_part("only_failed_attempts")))]
 
     def _asking(self, pool: str | None) -> Tree:
         """The filter that calls the picker about requests for `pool`, or for the pools of their routes."""
@@ -401,6 +400,7 @@ class _Manager:
             # Each header forwarded to the picker costs time. Gateways that use the mode `standard` forward
             # all headers, so this Envoy does too.
             forward_rules=None if is_standard else {"allowedHeaders": {"patterns": _exactly(read)}},
+            attributes=[ID_ATTRIBUTE] if is_standard else None,
         )
         return _part("without_own_4xx", filter=ext_proc) if is_standard else ext_proc
 
@@ -419,7 +419,6 @@ class _Manager:
             request_headers=length,
             body_bytes=max(_BODY_BYTES, self.settings.extproc.max_body_bytes),
             tries=pool.scheduling.fallbacks,
-            full=[] if self.mode == "standard" else [429],
             cors_policy=_part("cors_policy", origins=origins) if origins else None,
         )
 

@@ -27,6 +27,8 @@ from picker_fleet.ingress.context import PRESSURES, Refusal
 TEST_SERVED = "x-conformance-test-served-endpoint"
 LENGTH_HEADER: Final = "x-picker-content-length"  # the project's Envoy copies this to content-length
 
+# In mode `standard`, a filter that sends this attribute says that Envoy replaces the clients' x-request-id.
+ID_ATTRIBUTE: Final = "request.id"
 SUBSET_HINT = "envoy.lb.subset_hint"  # the metadata namespace of `SUBSET`
 # Namespace of the picker's metadata. Envoy returns {id, token}, and {waited, target} of a queued request, in
 # the access log, and sends {session, pressure} to the client.
@@ -86,6 +88,11 @@ def read_metadata(message: Any, namespace: str, key: str) -> Any:
     struct = message.metadata_context.filter_metadata.get(namespace)
     value = None if struct is None else struct.fields.get(key)
     return None if value is None else _plain(value)
+
+
+def has_id_attribute(message: Any) -> bool:
+    """Whether a ProcessingRequest has the attribute `ID_ATTRIBUTE`."""
+    return any(ID_ATTRIBUTE in struct.fields for struct in message.attributes.values())
 
 
 @lru_cache(maxsize=4096)

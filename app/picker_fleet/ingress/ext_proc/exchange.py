@@ -206,6 +206,7 @@ class Exchange:
         """
         mode = codec.mode_of(message)
         self._decision.mode = "lean" if mode == codec.HEADERS_ALONE else mode
+        self._decision.trusts_id = mode != "standard" or codec.has_id_attribute(message)
         hint = codec.read_metadata(message, codec.SUBSET_HINT, SUBSET)
         if hint is not None:
             self._subset = read_subset(hint)
