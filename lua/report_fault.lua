@@ -3,7 +3,8 @@
 -- endpoint, which Envoy tries, then dispatch queued requests.
 --
 -- Guarantees: a failure counts once, however many replicas report it and how often. Failures of one flow do not eject
--- an endpoint while other flows have requests in flight. Of a request, only its endpoint changes.
+-- an endpoint while other flows have requests in flight. Of a request, only its endpoint changes. A request that an
+-- endpoint refuses (status 429 or 503) counts in the pool's field `endpoint_refusals`.
 --
 -- keys[1] epp:{POOL}:pool
 -- args[1] the calling replica; then for each failure: request id, endpoint, flow ('' unknown: the failure counts only
@@ -13,6 +14,20 @@
 -- Returns {epoch, notifications, attempts, served, reply...}: 'ejected' or 'down' (by this failure) | 'noted' |
 --   'unknown'
 
+-- Count a refused request once: Envoy's log entry of the attempt counts if another attempt follows, else the report of
+-- the request's end (which names the flow).
+local function count_refusal(address)
+  local known, counts = pcall(cjson.decode, read('HGET', key.pool, 'endpoint_refusals') or '{}')
+  if not known or type(counts) ~= 'table' then counts = {} end
+  if not counts[address] then
+    for each in pairs(counts) do
+      if read('HEXISTS', key.endpoints, each) == 0 then counts[each] = nil end
+    end
+  end
+  counts[address] = (tonumber(counts[address]) or 0) + 1
+  defer_write('HSET', key.pool, 'endpoint_refusals', cjson.encode(counts))
+end
+
 local function report_fault(args)
   record.prefetch(column(args, ITEM.report_fault, 1))
   return for_each_item(args, ITEM.report_fault, function(_, id, address, flow, why, hold_ms)
@@ -20,8 +35,9 @@ local function report_fault(args)
     if r and r.state ~= STATE_PLACED then r = nil end
     if not r and flow == '' then return 'unknown' end
     local is_here = r and endpoints.first(r.endpoints) == address
-    if why == 'retried' and not is_here then return 'noted' end -- reported before, or the request has ended
+    if why == 'retried' and not is_here then return 'unknown' end -- reported before, or the request has ended
     local following = is_here and string.match(r.endpoints, '^[^,]*,(.+)$')
+    if (why == 'full' or why == '503') and is_here and (following or flow ~= '') then count_refusal(address) end
     if following then move_placed(r, endpoints.first(following), following) end
     if why == 'full' then
       outliers.full(address, is_here and not following and 1 or 0, tonumber(hold_ms) or 0)

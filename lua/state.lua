@@ -22,6 +22,7 @@
 --   paused: 1 while an operator has paused the queue, else 0
 --   tuned version: number of the last live change
 --   retry after: estimated seconds until the queue has drained (1 to 60)
+--   refusals: JSON of endpoint -> requests that the endpoint has refused (lua/report_fault.lua)
 
 local function state(args)
   local of_bands = {}
@@ -45,6 +46,6 @@ local function state(args)
     read('ZCARD', key.inflight), exact(pool.dispatches), exact(pool.ended), of_bands, replicas,
     read('ZRANGE', key.load, 0, 999, 'WITHSCORES'), exact(pool.guards), exact(pool.credit), pool.overdue,
     exact(pool.rate), settings.paused or 0, read('HGET', key.pool, 'tuned_version') or '',
-    pool.retry_after_s(),
+    pool.retry_after_s(), read('HGET', key.pool, 'endpoint_refusals') or '{}',
   }
 end

@@ -51,6 +51,7 @@ class PoolModel:
         self.queue = SharedQueue(self.moment, self.workloads, self._next_arrival, self._log)
         self.endpoints = EndpointCounts()
         self.outliers = Outliers(self.moment)
+        self.refusals: dict[str, int] = {}  # endpoint -> requests that it has refused
         self.requests: dict[str, Request] = {}
         self.inboxes: dict[str, dict[str, str]] = {}
         self.suspects: dict[str, float] = {}  # request that may have ended unreported -> suspected since, ms
@@ -414,6 +415,12 @@ class PoolModel:
         if address in self.endpoints.counts:
             entry = self.outliers.of(address)
             self.outliers.full(entry, max(self.endpoints.counts[address] - mine, 0), hold_ms or FULL_MS)
+
+    def _count_refusal(self, address: str) -> None:
+        if address not in self.refusals:
+            kept = self.refusals.keys() & self.endpoints.listed
+            self.refusals = {each: self.refusals[each] for each in kept}
+        self.refusals[address] = self.refusals.get(address, 0) + 1
 
     def _try(self, address: str) -> None:
         entry = self.outliers[address]

@@ -106,8 +106,10 @@ class QueueModel(PoolModel):
             return "unknown"
         is_here = r is not None and first(r.endpoints) == address
         if why == "retried" and not is_here:
-            return "noted"
+            return "unknown"
         _, _, following = r.endpoints.partition(",") if r is not None and is_here else ("", "", "")
+        if why in ("full", "503") and is_here and (following or flow):
+            self._count_refusal(address)
         if r is not None and following:
             self._move(r, following)
         if why == "full":

@@ -122,14 +122,17 @@ def numbers_of(state: list[Any]) -> dict[str, Any]:
     names = (
         "epoch", "now_us", "stock", "queued", "upper", "lower", "ready", "in_flight", "dispatches", "ended",
         "bands", "replicas", "loads", "guards", "credit", "overdue", "rate", "paused", "tuned",
-        "retry_after_s",
+        "retry_after_s", "refusals",
     )  # fmt: skip
     found = dict(zip(names, state, strict=True))
-    _, bands, replicas, loads = (found.pop(name) for name in ("epoch", "bands", "replicas", "loads"))
+    _, bands, replicas, loads, refusals = (
+        found.pop(name) for name in ("epoch", "bands", "replicas", "loads", "refusals")
+    )
     for priority, *values in zip(*(bands[at::5] for at in range(5)), strict=True):
         of_band = (f"{name}:{priority}" for name in ("v", "flow_queues", "queued", "bytes"))
         found |= zip(of_band, values, strict=True)
     numbers: dict[str, Any] = {name: plain(value) for name, value in found.items()}
+    numbers["refusals"] = json.loads(refusals)
     return numbers | {"loads": scores_of(loads), "replicas": sorted(replicas[::2])}
 
 

@@ -75,7 +75,7 @@ class SideBySide:
             "now_us": self.now_us, "queued": len(queue), "in_flight": len(model.in_flight()),
             "ready": model.endpoints.ready, "loads": model.endpoints.loads(), "credit": queue.credit,
             "bv": queue.bv, "overdue": len(queue.overdue), "tuned": model.tuned or "",
-            "retry_after_s": model.retry_after_s(),
+            "retry_after_s": model.retry_after_s(), "refusals": model.refusals,
             "paused": model.moment.settings.get("paused", 0), "replicas": sorted(model.live(SILENCE_MS)),
         }  # fmt: skip
         for priority, band in model.queue.bands.items():

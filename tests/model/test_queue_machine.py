@@ -269,7 +269,7 @@ class QueueMachine(RuleBasedStateMachine):
         caller=callers,
         numbers=numbers,
         on=st.sampled_from(["picked", "picked", "picked", *ENDPOINTS]),
-        why=st.sampled_from(["500", "500", "500", "retried", "full", "connect"]),
+        why=st.sampled_from(["500", "500", "503", "retried", "full", "connect"]),
         hold_ms=st.sampled_from([0, 0, 4000]),
         known=st.booleans(),
     )

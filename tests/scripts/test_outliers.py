@@ -115,6 +115,22 @@ def test_a_request_that_fails_on_two_endpoints_ejects_neither_endpoint(it: Faili
     assert it.ejected == set()
 
 
+def test_a_request_that_an_endpoint_refuses_counts_once(it: FailingPool) -> None:
+    def refusals() -> dict[str, int]:
+        counts: dict[str, int] = json.loads(it.call("state", 1000)[-1])
+        return counts
+
+    request_id = it.place(E1, E2)
+    for why in ("full", "retried"):
+        it.fault(request_id, E1, why)
+    it.fault(request_id, E2, "503")
+    it.fault(request_id, E2, "503", flow="x")  # the request has ended: no other endpoint follows
+    assert refusals() == {E1: 1, E2: 1}
+    it.publish(E2, E3, E4, **ROOMY)
+    it.fault(it.place(E3, E2), E3, "full")
+    assert refusals() == {E2: 1, E3: 1}
+
+
 def test_ejections_double_in_length_and_end_after_a_probe_and_a_trial_request(it: FailingPool) -> None:
     it.fails(E1, "x")
     it.fails(E1, "y")

@@ -155,6 +155,8 @@ async def test_every_documented_field_of_the_pool_is_used(fleet: OpenFleet) -> N
         await a.admit("of another band", priority=7)
         for band in (0, 1, 2):
             await a.admit(f"q{band}", band=band, body_bytes=900)
+        await a.store.report_fault(Fault("runs", E1, "503", ""), "flow")
+        assert (await a.store.state(60)).endpoint_refusals == {E1: 1}
         for name in ("runs", "q0", "q1", "q2"):
             await a.settle(name)
         await a.store.mark_endpoint(E1, "down", True)

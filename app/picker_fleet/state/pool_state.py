@@ -24,6 +24,8 @@ class PoolState:
     first: all configured bands, and other bands in use. `queue_bytes` is the total size of the bodies of
     waiting requests. `lower` and `upper` are the bounds of the stock. `born_us`: when this epoch of the pool
     began; 0: unknown. `about`: the replica info of each of the live `replicas`, as its heartbeats report it.
+    `endpoint_refusals` counts the requests that each endpoint has refused with status 429 or 503; an endpoint
+    without refusals is missing, and the counts begin at 0 again when Redis loses the pool.
     """
 
     born_us: int
@@ -47,6 +49,7 @@ class PoolState:
     retry_after_s: int
     paused: bool
     tuned_version: str
+    endpoint_refusals: Mapping[str, int]
     replicas: Sequence[str]
     in_flight: Mapping[str, int]
     about: Mapping[str, Mapping[str, object]]
@@ -54,6 +57,7 @@ class PoolState:
 
 def parse_pool_state(reply: Sequence[Any], bands: Bands) -> PoolState:
     """The parsed reply of the script `state`. `bands` are the configured bands."""
+    *reply, refusals = reply
     epoch, now_us, stock, queued, upper, lower, ready, inflight, dispatched, ended = reply[:10]
     counts, replicas, load, guards, credit, overdue, rate, paused, tuned_version, retry_after_s = reply[10:]
     by_band = {band.priority: (0.0, 0, 0) for band in bands}
@@ -85,6 +89,7 @@ def parse_pool_state(reply: Sequence[Any], bands: Bands) -> PoolState:
         retry_after_s=retry_after_s,
         paused=paused == 1,
         tuned_version=tuned_version,
+        endpoint_refusals=_counts(refusals),
         replicas=replicas[::2],
         in_flight={
             address: int(float(score) % UNPICKABLE)
@@ -141,6 +146,13 @@ def describe(endpoint: Endpoint) -> str:
     if endpoint.max_inflight is not None:
         about["max_inflight"] = endpoint.max_inflight
     return json.dumps(about, separators=(",", ":"))
+
+
+def _counts(text: str) -> Mapping[str, int]:
+    """Counts in JSON, parsed; empty if another program has damaged the text."""
+    with contextlib.suppress(ValueError, TypeError, AttributeError):
+        return {name: int(count) for name, count in json.loads(text).items()}
+    return {}
 
 
 def _info(text: str) -> Mapping[str, object]:
