@@ -1,6 +1,7 @@
 """The replicas and intervals of scrapes, and the encoding and caching of readings."""
 
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from choosers import fleet_with
@@ -274,6 +275,12 @@ def test_the_scrape_interval_follows_use_and_cost_of_metrics_pages(
     assert IntervalPolicy(None, fleet_with("queue-depth") if used else fleet_with()).interval_s(
         page, owned
     ) == pytest.approx(expected_s)
+
+
+def test_pages_that_decide_the_limits_of_endpoints_are_read_twice_a_second() -> None:
+    pacing = IntervalPolicy(None, Mock(busy=True, picks_by_metrics=False, limits_by_metrics=True))
+    assert pacing.interval_s(cost(0.001), 1) == 0.5
+    assert pacing.interval_s(cost(0.008), 1) == pytest.approx(0.8)
 
 
 def test_a_configured_interval_does_not_depend_on_the_cost_of_pages() -> None:

@@ -26,3 +26,9 @@ class KnownFleet:
     def picks_by_metrics(self) -> bool:
         """Whether a scorer reads metrics pages of model servers."""
         return not SCRAPED_SCORERS.isdisjoint(self.config.settings.scheduling.scorers)
+
+    @property
+    def limits_by_metrics(self) -> bool:
+        """Whether metrics pages decide the endpoints' limits now: in mode `adaptive`, while requests run."""
+        controller = self.config.settings.request_queue_controller
+        return self.busy and getattr(controller, "is_adaptive", False)

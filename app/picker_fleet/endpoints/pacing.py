@@ -13,6 +13,7 @@ from picker_fleet.domain.known_fleet import KnownFleet
 PROBE_S = 0.2  # seconds between requests (probes or pages) to a server
 REST_PROBE_S = 0.5  # seconds between requests to a server while the fleet has no requests in flight
 _USED_S = 0.1  # seconds between pages whose metrics decide where requests go
+_LIMITS_S = 0.5  # seconds between pages whose metrics decide the endpoints' limits
 _SHOWN_S = 5.0  # seconds between pages whose metrics only views and health checks use
 _SUSPECT_S = 0.1  # seconds between pages while requests in flight at the endpoint may be gone
 _LONGEST_S = 30.0
@@ -66,7 +67,9 @@ class IntervalPolicy:
         `suspect`: requests in flight at the endpoint may be gone."""
         if self.fixed_s is not None:
             return self.fixed_s
-        wanted_s = _USED_S if self.fleet.busy and self.fleet.picks_by_metrics else _SHOWN_S
+        wanted_s = _LIMITS_S if self.fleet.limits_by_metrics else _SHOWN_S
+        if self.fleet.busy and self.fleet.picks_by_metrics:
+            wanted_s = _USED_S
         if suspect:
             wanted_s = min(wanted_s, _SUSPECT_S)
         return min(max(wanted_s, cost.server_s / _SHARE, cost.own_s * targets / _SHARE), _LONGEST_S)
