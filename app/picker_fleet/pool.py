@@ -139,7 +139,7 @@ class Pool:
             readings=self.readings,
             meter=Probes(self.store, self.endpoints, self.metrics, self.readings, self.fleet, clock),
         )
-        self.routes = RouteStream(url, stream=self.store.keys.routes, replica=replica)
+        self.routes = RouteStream(url, stream=self.store.keys.routes, replica=replica, clock=clock)
         self.chooser = EndpointChooser(
             self.fleet,
             self.endpoints,

@@ -10,12 +10,20 @@ from local_requests import ask
 from pools import a_pool
 from scripted_store import ScriptedStore
 
-from picker_fleet.domain.request import Completion, Ejection, Endpoint, Outcome
+from picker_fleet.domain.request import (
+    Completion,
+    Ejection,
+    Endpoint,
+    InferenceRequest,
+    LatencyObjective,
+    Outcome,
+)
 from picker_fleet.endpoints.readings import EndpointMetrics, Reading, Readings
 from picker_fleet.endpoints.snapshot import Snapshot, SnapshotCell
 from picker_fleet.fleet.endpoint_health import Probes
 from picker_fleet.scheduling.chooser import SessionTokens
 from picker_fleet.scheduling.route_stream import RouteStream
+from picker_fleet.state import accounting_token
 from picker_fleet.state.accounting_token import Keyring
 
 A, B, C = (f"10.0.0.{i}:8000" for i in (1, 2, 3))
@@ -32,7 +40,7 @@ class Knowledge:
         self.cell.publish(Snapshot("1", endpoints))
         self.readings: dict[str, Reading] = {}
         self.now_s = 0.0
-        self.routes = RouteStream("redis://127.0.0.1:1/0", stream="s", replica="r")
+        self.routes = RouteStream("redis://127.0.0.1:1/0", stream="s", replica="r", clock=lambda: self.now_s)
         self.index, self.latencies = self.routes.index, self.routes.latencies
         weights = {name.replace("_", "-"): weight for name, weight in scorers.items()} or {"in-flight": 1.0}
         self.fleet = fleet_with(scorers=weights, adapters=adapters, fallbacks=fallbacks)
@@ -181,8 +189,39 @@ async def test_replicas_share_only_successful_completions_without_the_wait_in_th
     known = Knowledge(Endpoint(A), latency=1)
     good = Completion("r", Outcome.COMPLETED, 200, A, 1, 1, 20.0, 19.6, service_s=0.5)
     for other in ({}, {"outcome": Outcome.UPSTREAM_FAILED}, {"served": None}, {"status": 404}, {"status": 0}):
-        known.chooser.ended(good._replace(**other))
+        known.chooser.ended(good._replace(**other), "")
     assert [done.seconds for done in known.routes._completions] == [0.5]
+
+
+def test_a_request_goes_where_its_latency_objective_is_predicted_to_be_kept() -> None:
+    known = Knowledge(Endpoint(A), Endpoint(B), slo_headroom=3)
+    objective = LatencyObjective(ttft_s=1.0)
+    prompt = ask("r", body_bytes=40_000, latency=objective, stream=True)
+
+    def place(request: InferenceRequest, address: str) -> str:
+        """Place `request`; returns its accounting token."""
+        load = known.chooser.placed(request, known.chooser.choose(request), (address,), "0,0")
+        written = accounting_token.write(request, address, load=load or ())
+        return accounting_token.signed(written, request.id, Keyring())
+
+    assert known.chooser.shortfall_s(prompt) is None, "nothing is known yet"
+    end = Completion("r", Outcome.COMPLETED, 200, None, 10_000, 11, 1.0, 0.4, service_s=1.4)
+    for turn in range(200):
+        size = 10_000 + 400 * (turn % 100)
+        for address, seconds_a_byte in ((A, 1e-5), (B, 2e-5)):
+            token = place(prompt._replace(body_bytes=size), address)
+            known.chooser.ended(end._replace(ttft_s=size * seconds_a_byte), token)
+            known.tick()  # the prefill ends
+    assert {each.address for each in known.routes._completions} == {A, B}
+    known.routes._apply(known.routes._completions)
+
+    assert list(known.choose(latency=objective, body_bytes=40_000)) == [A, B]
+    place(prompt, A)
+    place(prompt, A)  # A now computes two prompts before the next
+    assert list(known.choose(latency=objective, body_bytes=40_000)) == [B, A]
+    assert known.chooser.shortfall_s(prompt) is None
+    late_s = known.chooser.shortfall_s(prompt._replace(latency=LatencyObjective(ttft_s=0.1)))
+    assert late_s == pytest.approx(0.7, abs=0.1)
 
 
 async def test_routes_that_arrive_for_a_departed_endpoint_are_forgotten() -> None:

@@ -614,6 +614,8 @@ BAD_HEADERS: dict[str, dict[str | bytes, str]] = {
         "0": "must be above zero", b"\xb2": NO_UTF8,
     },
     "x-request-timeout": {"soon": "'soon' is no duration", "0": "must be above zero", b"\xb2": NO_UTF8},
+    **{name: dict.fromkeys(("soon", "0", "-1", "1e3", "500ms"), "is no number of milliseconds above zero")
+       for name in ("x-slo-ttft-ms", "x-slo-tpot-ms")},
     "grpc-timeout": {text: f"'{text}' is no gRPC timeout" for text in ("30", "123456789S", "-1S")},
     "x-envoy-expected-rq-timeout-ms": {f"{n}": f"'{n}' is no number of milliseconds" for n in (1.5, -1)},
 }  # fmt: skip
@@ -627,6 +629,23 @@ def test_the_refusal_of_a_malformed_header_names_header_and_fault(name: str, val
         asked({name: value})
     assert f"header {name}" in str(caught.value)
     assert BAD_HEADERS[name][value] in str(caught.value)
+
+
+def test_a_header_replaces_the_configured_latency_objective() -> None:
+    settings = parse(
+        {
+            "models": [{"name": "llama", "slo_ttft": "2s"}],
+            "objectives": [{"name": "premium", "slo_ttft": "500ms", "slo_tpot": "50ms"}],
+        }
+    )
+    named = {"x-gateway-inference-objective": "premium"}
+    found = [
+        asked(headers, model="llama", settings=settings).latency
+        for headers in ({}, named, {**named, "x-slo-ttft-ms": "3000"}, {"x-slo-tpot-ms": "12.5"})
+    ]
+
+    assert found == [(2.0, math.inf), (0.5, 0.05), (3.0, 0.05), (2.0, 0.0125)]
+    assert settings.promised_latency("other") == (0.5, 0.05)
 
 
 TTL, TIMEOUT, GRPC_TIMEOUT = "x-llm-d-inference-ttl", "x-request-timeout", "grpc-timeout"

@@ -14,7 +14,7 @@ from picker_fleet.scheduling.latency_model import (
     Forecast,
     LatencyModel,
     Load,
-    PrefillBacklog,
+    PrefillBacklogs,
 )
 
 MODEL, FAST, SLOW = "llama", ("10.0.0.1:8000", "10.0.0.2:8000", "10.0.0.3:8000"), "10.0.0.4:8000"
@@ -30,13 +30,13 @@ class Engines:
         self._random = random.Random(seed)
         self.now_s, self.slow, self.speed = 0.0, 1.0, 1.0
         self.model = LatencyModel()
-        self._backlogs = {address: PrefillBacklog() for address in (*FAST, SLOW)}
-        self._prefilled_s = dict.fromkeys(self._backlogs, 0.0)  # end of the last prefill
-        self._ends_s: dict[str, list[float]] = {address: [] for address in self._backlogs}
+        self._backlogs = PrefillBacklogs()
+        self._prefilled_s = dict.fromkeys((*FAST, SLOW), 0.0)  # end of the last prefill
+        self._ends_s: dict[str, list[float]] = {address: [] for address in (*FAST, SLOW)}
 
     def load(self, address: str, tokens: float) -> Load:
         self._ends_s[address] = [end_s for end_s in self._ends_s[address] if end_s > self.now_s]
-        return Load(tokens + self._backlogs[address].tokens(self.now_s), len(self._ends_s[address]), 0.5)
+        return Load(tokens + self._backlogs.tokens(address, self.now_s), len(self._ends_s[address]), 0.5)
 
     def requests(self, count: int) -> Iterator[tuple[str, Forecast, float, float]]:
         """Place `count` requests; yields address, forecast, TTFT and TPOT of each, and then learns the
@@ -56,7 +56,7 @@ class Engines:
             tpot_s = step_s * draw.lognormvariate(0.0, 0.1)
             self._ends_s[address].append(self.now_s + ttft_s + 100 * tpot_s)
             if forecast.ttft is not None:
-                self._backlogs[address].add(tokens, forecast.ttft.median_s, self.now_s)
+                self._backlogs.add(address, tokens, forecast.ttft.median_s, self.now_s)
             yield address, forecast, ttft_s, tpot_s
             self.model.learn(MODEL, address, load, ttft_s, tpot_s)
 
@@ -105,14 +105,12 @@ loads = st.builds(
     st.integers(0, 2000).map(float),
 )
 impossible = st.just(Load(math.inf, math.nan))
-observations = st.tuples(
-    st.sampled_from((*FAST, SLOW)), loads | impossible, st.floats(), st.none() | st.floats()
-)
+observations = st.tuples(st.sampled_from((*FAST, SLOW)), loads | impossible, st.floats(), st.floats())
 
 
 @given(st.lists(observations, max_size=30), loads)
 def test_whatever_is_observed_a_prediction_is_positive_and_grows_with_the_load(
-    observed: list[tuple[str, Load, float, float | None]], load: Load
+    observed: list[tuple[str, Load, float, float]], load: Load
 ) -> None:
     models = LatencyModel(), LatencyModel()
     for _ in range(4):
@@ -131,9 +129,10 @@ def test_whatever_is_observed_a_prediction_is_positive_and_grows_with_the_load(
 
 
 def test_a_prefill_backlog_shrinks_steadily_to_zero() -> None:
-    backlog = PrefillBacklog()
-    backlog.add(1000, 1.0, 0.0)
-    backlog.add(500, 1.5, 0.5)  # begins at 1.0, when the first prefill ends
+    backlogs = PrefillBacklogs()
+    backlogs.add(SLOW, 1000, 1.0, 0.0)
+    backlogs.add(SLOW, 500, 1.5, 0.5)  # begins at 1.0, when the first prefill ends
 
-    left = [round(backlog.tokens(now_s)) for now_s in (0.5, 1.0, 1.5, 2.0)]
+    left = [round(backlogs.tokens(SLOW, now_s)) for now_s in (0.5, 1.0, 1.5, 2.0)]
     assert left == [1000, 500, 250, 0]
+    assert backlogs.tokens(FAST[0], 0.5) == 0

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import itertools
+import time
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
@@ -15,14 +16,29 @@ from redis_servers import Server, redis_server
 
 from picker_fleet.scheduling import route_stream
 from picker_fleet.scheduling.endpoint_history import block_hashes
-from picker_fleet.scheduling.route_stream import CompletionRecord, Record, RouteRecord, pack, unpack
+from picker_fleet.scheduling.latency_model import Load
+from picker_fleet.scheduling.route_stream import (
+    CompletionRecord,
+    ObservationRecord,
+    PlacementRecord,
+    Record,
+    RouteRecord,
+    pack,
+    unpack,
+)
 
 A, B, C = "10.0.0.1:8000", "10.0.0.2:8000", "[fd00::1]:8000"
 _STREAMS = itertools.count(1)
 
 addresses = st.text(max_size=40)
 routes = st.builds(RouteRecord, addresses, st.lists(st.binary(min_size=8, max_size=8), max_size=9).map(tuple))
-done = st.builds(CompletionRecord, addresses, st.floats(min_value=0, max_value=1e6))
+amounts = st.floats(min_value=0, max_value=1e6)
+observed = st.builds(
+    ObservationRecord, addresses, addresses, st.builds(Load, *[amounts] * 4), amounts, amounts
+)
+others = st.builds(CompletionRecord, addresses, amounts) | st.builds(
+    PlacementRecord, addresses, amounts, amounts
+)
 
 
 class Replica:
@@ -86,7 +102,7 @@ async def fleet(url: str) -> AsyncIterator[Fleet]:
         yield fleet
 
 
-@given(st.lists(routes | done), st.integers(min_value=1, max_value=200))
+@given(st.lists(routes | others | observed), st.integers(min_value=1, max_value=200))
 def test_packed_route_records_are_unpacked_unchanged(records: list[Record], most_bytes: int) -> None:
     packed = [pack(record) for record in records]
     entries = list(route_stream.join_records(packed, most_bytes))
@@ -95,7 +111,7 @@ def test_packed_route_records_are_unpacked_unchanged(records: list[Record], most
     assert all(len(body) <= max(most_bytes, *map(len, packed)) for body in entries)
 
 
-@given(st.binary(max_size=60) | routes.map(pack).map(lambda body: body[:-1]))
+@given(st.binary(max_size=80) | (routes | others | observed).map(pack).map(lambda body: body[:-1]))
 def test_a_malformed_stream_entry_is_refused_and_a_valid_one_packs_to_the_same_bytes(body: bytes) -> None:
     with contextlib.suppress(ValueError):
         assert b"".join(map(pack, unpack(body))) == body
@@ -108,6 +124,8 @@ async def test_three_replicas_that_follow_the_stream_have_equal_indexes(fleet: F
             for turn in range(50):
                 replica.routes.add_route((A, B, C)[(n + turn) % 3], prompt(f"{n}-{turn}"))
                 replica.routes.add_completion(A, n + turn / 100)
+                replica.routes.add_observation("llama", A, Load(turn, n), 0.1 + turn / 100, 0.01)
+            replica.routes.add_placement(B, 100.0 * (n + 1), 1e6)
             replica.routes.add_completion(f"the last of {n}", 1.0)
 
         await until(
@@ -122,6 +140,11 @@ async def test_three_replicas_that_follow_the_stream_have_equal_indexes(fleet: F
             found = [one.index.match(prompt(f"{n}-{turn}")) for one in replicas]
             assert found == [{(A, B, C)[(n + turn) % 3]: 4}] * 3
     assert len({one.latencies.stats(A) for one in replicas}) == 1
+    forecasts = {one.routes.model.forecast("llama", A, Load(20, 1)) for one in replicas}
+    assert len(forecasts) == 1
+    assert forecasts.pop().ttft is not None
+    now_s = time.monotonic()
+    assert {round(one.routes.backlogs.tokens(B, now_s)) for one in replicas} == {600}
 
 
 async def test_a_restarted_replica_catches_up_with_the_route_stream(fleet: Fleet) -> None:

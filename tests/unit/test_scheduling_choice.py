@@ -9,10 +9,11 @@ import orjson
 import pytest
 from tables import cases
 
-from picker_fleet.domain.request import Endpoint
+from picker_fleet.domain.request import Endpoint, LatencyObjective
 from picker_fleet.domain.sections import Latency
 from picker_fleet.scheduling.chooser import ExplanationCache, session_token_of
 from picker_fleet.scheduling.explain import Explanation, LeastLoadedPick
+from picker_fleet.scheduling.latency_model import UNKNOWN, Forecast, Prediction
 from picker_fleet.scheduling.scheduler import Ranking, Scheduler
 from picker_fleet.scheduling.scorers import SCORERS, EndpointState, LatencyStats, PickRequest
 
@@ -28,6 +29,13 @@ def row(name: str, *values: object) -> list[EndpointState]:
 FEWEST = {"queue-depth": "waiting", "running-requests": "running", "in-flight": "in_flight"}
 ADAPTERS = [(2, "a b", ""), (2, "b", ""), (2, "b c", "a"), (2, "b c", ""), (2, "b", "c"), (None, "", "")]
 SEVERAL = PickRequest(prefix_blocks=8, prefix_matches={"10.0.0.0:80": 8, "10.0.0.1:80": 2, "elsewhere": 8})
+# The worse p90 equals the objective (0.2 s and 0.05 s), then twice, then half of the objective, then unknown.
+FORECASTS = {
+    "10.0.0.0:80": Forecast(Prediction(0.1, 0.2), Prediction(0.01, 0.02)),
+    "10.0.0.1:80": Forecast(Prediction(0.1, 0.1), Prediction(0.05, 0.1)),
+    "10.0.0.2:80": Forecast(Prediction(0.05, 0.1), None),
+    "10.0.0.3:80": UNKNOWN,
+}
 
 
 @cases("scorer, pick, endpoints, expected", {
@@ -47,6 +55,10 @@ SEVERAL = PickRequest(prefix_blocks=8, prefix_matches={"10.0.0.0:80": 8, "10.0.0
     "the endpoint of a session": (
         "session-affinity", PickRequest(session_endpoint="10.0.0.2:80"), row("waiting", 0, 0, 0), [0, 0, 1]),
     "no session": ("session-affinity", PLAIN, row("waiting", 0, 0), [0.0, 0.0]),
+    "headroom below the latency objective": (
+        "slo-headroom", PickRequest(objective=LatencyObjective(0.2, 0.05), forecasts=FORECASTS),
+        row("waiting", 0, 0, 0, 0), [0.5, 1 / 17, 16 / 17, (0.5 + 1) / 3]),
+    "no latency objective": ("slo-headroom", PickRequest(forecasts=FORECASTS), row("waiting", 0), [0.0]),
     "a random score": (
         "random", PickRequest(random=iter([0.1, 0.7]).__next__), row("waiting", 0, 0), [0.1, 0.7]),
     **{f"{scorer}: empty": (scorer, PickRequest(adapter="a", session_endpoint="s", prefix_blocks=1), [], [])

@@ -124,6 +124,8 @@ class Admission:
             RequestError: the request is refused, expires, is preempted or is evicted, or Redis is
             unreachable.
         """
+        if not age_s and self.failover.outage is None:
+            self.queue.check_latency(request)
         spans = self._traces.begin(request) if self._traces is not None else None
         # A request with an age has lost an earlier placement: count its wait from its arrival.
         wait = Wait(self._clock() - age_s, queued=age_s > 0)
@@ -335,7 +337,8 @@ class Admission:
         """Record a placement; if made without Redis, `alone_ms` is its time by Redis's clock."""
         self._record_cost(request.band.priority, request.flow, request.cost)
         endpoint = placed.endpoints[0]
-        written = accounting_token.write(request, endpoint, self._answer_tokens, alone_ms)
+        load = placed.load or ()
+        written = accounting_token.write(request, endpoint, self._answer_tokens, alone_ms, load)
         token = accounting_token.signed(written, request.id, self._keys)
         entry = self.ledger.place(request.id, placed.attempt, token, endpoint, owned=stream_owned)
         entry.unacknowledged = placed.attempt if placed.unacknowledged else ""

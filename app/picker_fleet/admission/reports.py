@@ -68,7 +68,7 @@ class Reports:
     def note_end(self, completion: Completion, token: str) -> None:
         """Record the latency and failures of endpoints from a request's end."""
         if token:  # if 'left', the request was never placed
-            self._chooser.ended(completion)
+            self._chooser.ended(completion, token)
         if completion.failed:
             self._note_failed(completion.failed)
         if not (completion.fault or completion.passed_over):

@@ -10,6 +10,7 @@ stream never affects the stream that took the request over. A stream with anothe
 """
 
 import asyncio
+import math
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,7 @@ import msgspec
 from picker_fleet.admission.ledger import Ledger
 from picker_fleet.admission.reports import ignore_loss
 from picker_fleet.admission.waits import Wait, refusal
+from picker_fleet.domain.bands import Criticality
 from picker_fleet.domain.errors import (
     ClientGone,
     ExpiredTtl,
@@ -28,10 +30,12 @@ from picker_fleet.domain.errors import (
     ShuttingDown,
     StateFault,
     StateUnavailable,
+    TooSlow,
     WritesRefused,
 )
 from picker_fleet.domain.request import InferenceRequest
 from picker_fleet.scheduling.chooser import Choice, EndpointChooser
+from picker_fleet.scheduling.latency_model import Load
 from picker_fleet.state.connection import PauseDetector
 from picker_fleet.state.schema import Refusal
 from picker_fleet.state.store import (
@@ -59,6 +63,7 @@ _REBUILD_TRIES = 20
 _REBUILD_PAUSE_S = 0.1
 _ID_CHECK_S = 0.005  # seconds between checks whether another request with the same id is admitted
 _TAKEN_OVER = "taken over by a newer stream"
+_LONGEST_RETRY_S = 60
 _YOUNG_S = 0.001  # the age of a younger request is sent as 0
 
 
@@ -69,6 +74,7 @@ class Waiter(msgspec.Struct, eq=False):
     `asking`: Redis has not answered the admission yet. `placing`: the request is granted, and Redis has not
     answered the placement yet. `unacknowledged`: the grant placed the request, and Redis may lack the
     acknowledgement. `error`: why the wait ends without a verdict. `endpoints`: where the request is placed.
+    `load`: the load that the request met there, if its times are to be learnt.
     """
 
     request: InferenceRequest
@@ -79,6 +85,7 @@ class Waiter(msgspec.Struct, eq=False):
     placing: bool = False
     unacknowledged: bool = False
     endpoints: tuple[str, ...] = ()
+    load: Load | None = None
     awaited: asyncio.Future[AnyVerdict] | None = None
     error: RequestError | None = None
 
@@ -147,6 +154,21 @@ class SharedQueue:
     def new_waiter(self, request: InferenceRequest, wait: Wait) -> Waiter:
         attempt = f"{next(self._attempts)}.{request.digest}"
         return Waiter(request, attempt, wait.arrived_s, self._loop.create_future())
+
+    def check_latency(self, request: InferenceRequest) -> None:
+        """Refuse a sheddable request whose latency objective every endpoint is predicted to miss.
+
+        Raises:
+            TooSlow: the request is refused; Retry-After is the time by which the fastest endpoint is late.
+        """
+        if request.band.criticality is not Criticality.SHEDDABLE:
+            return
+        shortfall_s = self._chooser.shortfall_s(request)
+        if shortfall_s is not None:
+            self._metrics.push_error(request.model, TooSlow.code, request.target_model)
+            retry_after_s = min(max(math.ceil(shortfall_s), 1), _LONGEST_RETRY_S)
+            message = "every endpoint is predicted to miss the request's latency objective"
+            raise TooSlow(message, retry_after_s=retry_after_s)
 
     async def admit(self, request: InferenceRequest, wait: Wait) -> Waiter:
         """Wait until Redis has placed the request; set `wait.queued` if Redis queues it. Cancelling the call
@@ -261,7 +283,7 @@ class SharedQueue:
             waiter.placing = False
         if self._is_worth_another(request, choice, answer):
             return None
-        return self._chosen(request, choice, answer)
+        return self._chosen(waiter, choice, answer)
 
     def _is_worth_another(self, request: InferenceRequest, choice: Choice, verdict: AnyVerdict) -> bool:
         """Whether Redis refused `request` for lack of an endpoint, and the script may find one by its own
@@ -280,7 +302,7 @@ class SharedQueue:
             if self._is_worth_another(request, choice, verdict):
                 choice = self._chooser.unscored(request)
                 verdict = await waiter.until(self._ask(waiter, choice, self._clock()))
-            if (answer := self._chosen(request, choice, verdict)) is not None:
+            if (answer := self._chosen(waiter, choice, verdict)) is not None:
                 return answer
             self._on_unknown_pool()
             await asyncio.sleep(_REBUILD_PAUSE_S)
@@ -295,13 +317,12 @@ class SharedQueue:
             self._traces.stage(waiter.request.id, "admit", answer)
         return answer
 
-    def _chosen(
-        self, request: InferenceRequest, choice: Choice, verdict: AnyVerdict
-    ) -> Placed | Queued | None:
+    def _chosen(self, waiter: Waiter, choice: Choice, verdict: AnyVerdict) -> Placed | Queued | None:
         """Report the outcome of `choice` to the chooser. Returns None if Redis does not know the pool or the
         request; raises every refusal."""
+        request = waiter.request
         if isinstance(verdict, Placed):
-            self._chooser.placed(request, choice, verdict.endpoints, verdict.loads)
+            waiter.load = self._chooser.placed(request, choice, verdict.endpoints, verdict.loads)
             return verdict
         if isinstance(verdict, Queued):
             return verdict
@@ -401,7 +422,7 @@ class SharedQueue:
         answer = self._store.acknowledge(request.id, attempt)
         ignore_loss(answer)
         answer.add_done_callback(taken)
-        self._chosen(request, self._chooser.unscored(request), verdict)
+        self._chosen(waiter, self._chooser.unscored(request), verdict)
         return True
 
     def is_placing(self, request_id: str) -> bool:
@@ -432,7 +453,7 @@ class SharedQueue:
             return True
         choice = self._chooser.choose(waiter.request)
         try:
-            verdict = self._chosen(waiter.request, choice, await self._ask(waiter, choice, now_s))
+            verdict = self._chosen(waiter, choice, await self._ask(waiter, choice, now_s))
         except (StateUnavailable, WritesRefused):
             return False
         except RequestError as error:

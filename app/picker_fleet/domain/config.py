@@ -17,6 +17,7 @@ from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
 from picker_fleet.domain import sections
 from picker_fleet.domain.errors import ConfigError
+from picker_fleet.domain.request import ANY_LATENCY, LatencyObjective
 from picker_fleet.domain.sections import Model, Objective, Section
 from picker_fleet.domain.units import HostPort, Name, repeated, split_host_port, without_secrets
 
@@ -86,6 +87,18 @@ class Settings(Section):
     decision_log: sections.DecisionLog = sections.DecisionLog()
     logging: sections.Logging = sections.Logging()
     tracing: sections.Tracing = sections.Tracing()
+
+    @property
+    def promises_latencies(self) -> bool:
+        """Whether a model or an objective has a latency objective."""
+        return any(each.latency != ANY_LATENCY for each in (*self.models, *self.objectives))
+
+    def promised_latency(self, model: str) -> LatencyObjective:
+        """The strictest configured latency objective of requests for `model`. Requests with an objective may
+        name any model."""
+        models = (each for each in self.models if each.name == model)
+        promised = [ANY_LATENCY, *(each.latency for each in (*models, *self.objectives))]
+        return LatencyObjective(*map(min, zip(*promised, strict=True)))
 
     @model_validator(mode="before")
     @classmethod

@@ -10,6 +10,7 @@
         ├── UnknownPath          404: the path is not allowed
         ├── UnknownPool          404: the proxy names a pool that is not served here
         ├── TooManyReads         429: too many requests that need no admission
+        ├── TooSlow              429: no endpoint can keep the request's latency objective
         ├── PayloadTooLarge      413
         ├── UnsupportedEncoding  415: the body cannot be decoded
         ├── Unsupported          500: Envoy is configured in a way the picker cannot serve
@@ -100,6 +101,12 @@ class UnknownPool(RequestError, status=404, code="unknown_pool", kind=_INVALID):
 
 class TooManyReads(RequestError, status=429, code="too_many_reads", kind="rate_limit_error"):
     """Too many reads: they need no admission, but their rate is limited (`extproc.read_rate`)."""
+
+
+class TooSlow(
+    RequestError, status=429, code="too_slow", kind=_OVERLOADED, reason="rejected-latency-objective"
+):
+    """A sheddable request whose latency objective every endpoint is predicted to miss."""
 
 
 class PayloadTooLarge(RequestError, status=413, code="payload_too_large", kind=_INVALID):

@@ -23,6 +23,16 @@ class Workload(NamedTuple):
     criticality: int  # from 1 (lowest) to 5 (highest)
 
 
+class LatencyObjective(NamedTuple):
+    """The longest time to the first token and time per output token of a request; infinite: any."""
+
+    ttft_s: float = math.inf
+    tpot_s: float = math.inf
+
+
+ANY_LATENCY: Final = LatencyObjective()
+
+
 class InferenceRequest(NamedTuple):
     """One request, as admission and scheduling see it, in any mode.
 
@@ -36,7 +46,7 @@ class InferenceRequest(NamedTuple):
     is the client's own deadline. `body_bytes` is the body's length, 0 if unknown. `digest` identifies the
     body; never show the digest: whoever knows it could pass for the request. `refers` are the ids of the
     response and conversation that the request continues, and `origin` is the endpoint that stores them, '' if
-    unknown.
+    unknown. `latency` is the objective of the client's header or of the configuration.
     """
 
     id: str
@@ -61,6 +71,7 @@ class InferenceRequest(NamedTuple):
     digest: str = ""
     refers: tuple[str, ...] = ()
     origin: str = ""
+    latency: LatencyObjective = ANY_LATENCY
 
     def repeats(self, other: "InferenceRequest") -> bool:
         """Whether this request is a retry of `other`, which has the same id."""
@@ -99,7 +110,8 @@ class Completion(NamedTuple):
     known. `accounting_token` is the token of the placement, '' if Envoy did not return the token. `waited_s`
     is the time in the queue, None if the request bypassed the queue; `target_model` is the model's variant,
     set if the request waited. `fault` and `hold_s` describe a bad answer of the serving endpoint, as in
-    `Fault`. `passed_over` is an endpoint that failed an earlier attempt, '' if none is known.
+    `Fault`. `passed_over` is an endpoint that failed an earlier attempt, '' if none is known. `ttft_s` is the
+    time from the beginning of `service_s` to the first byte of the answer's body, None if unknown.
     """
 
     id: str
@@ -118,6 +130,7 @@ class Completion(NamedTuple):
     fault: str = ""
     hold_s: float = 0.0
     passed_over: str = ""
+    ttft_s: float | None = None
 
     @property
     def answered(self) -> bool:

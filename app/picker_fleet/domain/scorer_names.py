@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 IN_FLIGHT: Final = "in-flight"
+SLO_HEADROOM: Final = "slo-headroom"
 SCORER_NAMES: Final = (
     "queue-depth",
     "kv-cache",
@@ -13,12 +14,15 @@ SCORER_NAMES: Final = (
     "latency",
     "prefix-affinity",
     "session-affinity",
+    SLO_HEADROOM,
     "random",
 )
 
 
 # The scorers that read metrics scraped from model servers.
-SCRAPED_SCORERS: Final = frozenset({"queue-depth", "kv-cache", "running-requests", "lora-affinity"})
+SCRAPED_SCORERS: Final = frozenset(
+    {"queue-depth", "kv-cache", "running-requests", "lora-affinity", SLO_HEADROOM}
+)
 
 
 def scorer_name(value: str) -> str:

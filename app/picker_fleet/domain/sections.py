@@ -3,6 +3,7 @@
 Setting names follow those in spec 003. `picker_fleet.domain.config` checks constraints between sections.
 """
 
+import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -35,6 +36,7 @@ from picker_fleet.domain.bands import (
 )
 from picker_fleet.domain.engines import ENGINES, Aggregation, Engine, known_engine, series_of
 from picker_fleet.domain.redis_address import redis_url
+from picker_fleet.domain.request import LatencyObjective
 from picker_fleet.domain.scorer_names import scorer_name, weights_by_name
 from picker_fleet.domain.units import (
     AUTO,
@@ -243,12 +245,19 @@ class Objective(Section):
     priority: Priority | None = None
     weight: Number = Field(1.0, ge=LEAST_WEIGHT, le=MOST_WEIGHT)
     max_inflight_per_endpoint: Count | None = Field(None, ge=1, le=65_535)  # limit for each of its flows
+    # The promised time to the first token and time per output token.
+    slo_ttft: Annotated[Duration, Field(gt=0)] | None = None
+    slo_tpot: Annotated[Duration, Field(gt=0)] | None = None
 
     @model_validator(mode="after")
     def _one_band(self) -> Self:
         if self.priority is not None and "criticality" in self.model_fields_set:
             raise ValueError("give criticality or priority, not both")
         return self
+
+    @property
+    def latency(self) -> LatencyObjective:
+        return LatencyObjective(self.slo_ttft or math.inf, self.slo_tpot or math.inf)
 
     def band(self, bands: Bands) -> Band:
         """The band, among the configured `bands`, for requests with this objective."""

@@ -16,7 +16,7 @@ import orjson
 from picker_fleet.domain import allowlist
 from picker_fleet.domain.config import Settings
 from picker_fleet.domain.errors import BadRequest
-from picker_fleet.domain.request import Workload, finite_number
+from picker_fleet.domain.request import LatencyObjective, Workload, finite_number
 from picker_fleet.domain.units import duration_s, endpoint_address, has_control
 from picker_fleet.endpoints.snapshot import SnapshotCell
 from picker_fleet.scheduling.chooser import SESSION_HEADER
@@ -34,12 +34,13 @@ REQUEST_TIMEOUT = "x-request-timeout"
 GRPC_TIMEOUT = "grpc-timeout"
 ROUTE_TIMEOUT = "x-envoy-expected-rq-timeout-ms"
 DEADLINES = (REQUEST_TIMEOUT, GRPC_TIMEOUT, ROUTE_TIMEOUT)
+SLO_TTFT, SLO_TPOT = SLO = ("x-slo-ttft-ms", "x-slo-tpot-ms")
 WORKLOAD = "x-workload-context"
 SESSION_HEADERS = frozenset(("session-id", "x-session-affinity"))
 TRACE = "traceparent"
 TEST_SELECTION = "test-epp-endpoint-selection"  # a header that the conformance suite sends
 HEADERS = frozenset(
-    (METHOD, PATH, FORWARDED_FOR, REQUEST_ID, WORKLOAD, TTL, *DEADLINES, SESSION_HEADER, *OF_BODY)
+    (METHOD, PATH, FORWARDED_FOR, REQUEST_ID, WORKLOAD, TTL, *DEADLINES, *SLO, SESSION_HEADER, *OF_BODY)
 )
 TIMES = frozenset((TTL, *DEADLINES))
 
@@ -52,6 +53,7 @@ _MIN_TTL_S = 0.001
 _GRPC_TIMEOUT = re.compile(r"([0-9]{1,8})([HMSmun])")  # TimeoutValue and TimeoutUnit of the gRPC protocol
 _GRPC_UNIT_S = {"H": 3600.0, "M": 60.0, "S": 1.0, "m": 1e-3, "u": 1e-6, "n": 1e-9}
 _WHOLE_MS = re.compile(r"[0-9]{1,15}")
+_MS = re.compile(r"[0-9]{1,9}(?:\.[0-9]{1,9})?")
 
 
 def read_subset(hint: object) -> tuple[str, ...]:
@@ -122,6 +124,26 @@ def _deadline_s(headers: Mapping[str, bytes]) -> float:
             raise BadRequest(f"header {ROUTE_TIMEOUT}: {text[:40]!r} is no number of milliseconds")
         deadline_s = min(deadline_s, int(text) / 1000 or math.inf)
     return max(deadline_s, _MIN_TTL_S)
+
+
+def latency_of(headers: Mapping[str, bytes], configured: LatencyObjective) -> LatencyObjective:
+    """The request's latency objective: each time as its header says, else as `configured`.
+
+    Raises:
+        BadRequest: a header is malformed; the message names it.
+    """
+    times = [_ms(headers, name) or time_s for name, time_s in zip(SLO, configured, strict=True)]
+    return LatencyObjective(*times)
+
+
+def _ms(headers: Mapping[str, bytes], name: str) -> float:
+    """The milliseconds in the header `name` as seconds; 0 without the header."""
+    text = text_of(headers, name)
+    if not text:
+        return 0.0
+    if not _MS.fullmatch(text) or not float(text):
+        raise BadRequest(f"header {name}: {text[:40]!r} is no number of milliseconds above zero")
+    return float(text) / 1000
 
 
 def _duration_s(name: str, text: str) -> float:

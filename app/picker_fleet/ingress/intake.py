@@ -18,7 +18,7 @@ from picker_fleet.domain.allowlist import FAIRNESS_ID, OBJECTIVE, REWRITE, Way
 from picker_fleet.domain.bands import Band, Bands, Criticality
 from picker_fleet.domain.config import Settings
 from picker_fleet.domain.errors import BadRequest
-from picker_fleet.domain.request import KEY_MARK, InferenceRequest
+from picker_fleet.domain.request import ANY_LATENCY, KEY_MARK, InferenceRequest, LatencyObjective
 from picker_fleet.domain.sections import Model, Objective
 from picker_fleet.domain.units import has_control
 from picker_fleet.ingress import cost
@@ -28,8 +28,10 @@ from picker_fleet.ingress.headers import (
     OF_BODY,
     REQUEST_ID,
     SESSION_HEADERS,
+    SLO,
     TIMES,
     TRACE,
+    latency_of,
     text_of,
     ttl_of,
     wanted_headers,
@@ -53,6 +55,7 @@ from picker_fleet.state.accounting_token import Keyring
 
 _PLAIN = frozenset((REQUEST_ID, *OF_BODY))  # request headers that do not become fields of a request
 _NAMES = frozenset((*FAIRNESS_ID, *OBJECTIVE, *REWRITE))
+_SLO = frozenset(SLO)
 _MAX_MODEL_SETTINGS = 1000  # most cached pairs of model and objective
 _FILE_BYTES_A_TEXT_BYTE = 250  # a token is about 1000 bytes of audio, or 4 bytes of text
 
@@ -244,6 +247,7 @@ class _ModelSettings(NamedTuple):
     weight: float
     limit: int
     selector: Mapping[str, str]
+    latency: LatencyObjective
 
 
 class Intake:
@@ -275,6 +279,8 @@ class Intake:
         self._limits = _limits(settings.models)
         self._longest = {each.name: each.max_model_len for each in settings.models if each.max_model_len}
         self._objective_limits = _limits(settings.objectives)
+        self._latencies = {each.name: each.latency for each in settings.models}
+        self._objective_latencies = {each.name: each.latency for each in settings.objectives}
         self._selectors = {
             model.name: dict(model.endpoint_labels) for model in settings.models if model.endpoint_labels
         }
@@ -346,7 +352,9 @@ class Intake:
             session = self._session_key(headers, ask.members)
         model = rewrite or ask.model or self._model_of_unnamed(ask)
         settings = self._model_settings.get((model, objective)) or self._settings_of(model, objective)
-        target, band, weight, limit, selector = settings
+        target, band, weight, limit, selector, latency = settings
+        if not _SLO.isdisjoint(headers):
+            latency = latency_of(headers, latency)
         charge, learn = self._cost(ask, model)
         flow = fairness_id if fairness_id and self._by_fairness_id else model
         if not target:
@@ -357,7 +365,7 @@ class Intake:
         return InferenceRequest(
             request_id, model, target, ask.stream, flow, band, weight, workload, charge, ttl_s,
             subset, limit, learn, session, prefix, selector, trace, by_client, ask.body_bytes,
-            xxh3_64_hexdigest(ask.text)[:_DIGEST_CHARS], ask.refers,
+            xxh3_64_hexdigest(ask.text)[:_DIGEST_CHARS], ask.refers, "", latency,
         )  # fmt: skip
 
     def session_of(self, headers: Mapping[str, bytes]) -> str:
@@ -411,6 +419,8 @@ class Intake:
         band, weight = ranks.get(name, self._unranked)
         # Limit of a flow's requests in flight on an endpoint: the model's or objective's, if lower (0: none).
         limits = (self._limits.get(model, 0), self._objective_limits.get(objective, 0) if objective else 0)
+        of_model = self._latencies.get(model, ANY_LATENCY)
+        of_objective = self._objective_latencies.get(objective, ANY_LATENCY) if objective else ANY_LATENCY
         split = self._split_of(model)
         names = (model,) if split is None else split.names
         settings = _ModelSettings(
@@ -419,6 +429,7 @@ class Intake:
             weight=weight,
             limit=min(filter(None, limits), default=0),
             selector=self._selectors.get(model, _ANYWHERE),
+            latency=LatencyObjective(*map(min, of_model, of_objective)),
         )
         if len(self._model_settings) >= _MAX_MODEL_SETTINGS:
             self._model_settings.clear()

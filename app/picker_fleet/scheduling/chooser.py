@@ -10,11 +10,13 @@ from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Final, NamedTuple
 
+import msgspec
 from xxhash import xxh3_64_intdigest
 
 from picker_fleet.domain.config import EffectiveConfig
 from picker_fleet.domain.known_fleet import KnownFleet
-from picker_fleet.domain.request import KEY_MARK, Completion, InferenceRequest, Outcome
+from picker_fleet.domain.request import ANY_LATENCY, KEY_MARK, Completion, InferenceRequest, Outcome
+from picker_fleet.domain.scorer_names import SLO_HEADROOM
 from picker_fleet.endpoints.readings import MetricsCache
 from picker_fleet.endpoints.snapshot import SnapshotCell
 from picker_fleet.scheduling.endpoint_states import EndpointStates
@@ -24,9 +26,12 @@ from picker_fleet.scheduling.explain import (
     LeastLoadedPick,
     PickBasis,
     explain,
+    live_loads,
 )
+from picker_fleet.scheduling.forecasts import Forecasts, shortfall_s
+from picker_fleet.scheduling.latency_model import Load
 from picker_fleet.scheduling.route_stream import RouteStream
-from picker_fleet.scheduling.scheduler import Scheduler, with_in_flight
+from picker_fleet.scheduling.scheduler import Scheduler, apply_filters, with_in_flight
 from picker_fleet.scheduling.scorers import EndpointState, PickRequest
 from picker_fleet.state.accounting_token import LENGTH, Keyring
 
@@ -177,7 +182,7 @@ class EndpointChooser:
     Scorers read this replica's data: the attribute `fleet` has the requests in flight as last read from
     Redis, `readings` has the scraped metrics, `routes` has the prompt prefixes and latencies of endpoints,
     and gets those that this replica observes. `live_weight` is the weight with which the script adds the live
-    load to the candidates' scores; `needs_prefix_hashes` is whether a scorer reads the hashes of prompts.
+    load to the candidates' scores.
     """
 
     def __init__(
@@ -195,6 +200,7 @@ class EndpointChooser:
         self._fleet, self._endpoints, self._routes = fleet, endpoints, routes
         self._sessions, self._session_keys = SessionTokens(keys, endpoints), SessionKeys(endpoints)
         self._explanations = ExplanationCache()
+        self._forecasts = Forecasts(routes, clock)
         self._states = EndpointStates(
             endpoints, fleet, readings=readings, routes=routes, clock=clock, adapters=configured.adapters
         )
@@ -212,12 +218,20 @@ class EndpointChooser:
         self._scheduler = Scheduler(with_in_flight(weights)) if weights else None
         self._drawn_from = ()
         self.live_weight = self._scheduler.live_weight if self._scheduler is not None else 0.0
-        self.needs_prefix_hashes = "prefix-affinity" in weights
+        self._scores_prefixes = "prefix-affinity" in weights
+        self._scores_forecasts = SLO_HEADROOM in weights
         self._gives_tokens = "session-affinity" in weights
         self._shares_routes = not _ROUTE_SCORERS.isdisjoint(weights)
         self._shares_completions = "latency" in weights
         if self._shares_routes:
             self._routes.share()
+        if self._scores_forecasts or config.settings.promises_latencies:
+            self._forecasts.use()
+
+    @property
+    def needs_prefix_hashes(self) -> bool:
+        """Whether a scorer, or a forecast, reads the hashes of prompts."""
+        return self._scores_prefixes or self._forecasts.used
 
     def choose(self, request: InferenceRequest) -> Choice:
         """The candidate endpoints for `request`."""
@@ -240,15 +254,15 @@ class EndpointChooser:
             session_endpoint = self.session_endpoint(request.session, request.subset, request.selector)
         looked_at = states.looked_at(request, session_endpoint)
         among = [state.address for state in looked_at] if states.samples else None
-        pick = PickRequest(
-            subset=None if request.subset is None else frozenset(request.subset),
-            adapter=request.target_model if request.target_model in states.adapters else "",
-            selector=request.selector,
+        pick = self._pick(request)._replace(
             session_endpoint=session_endpoint,
             prefix_blocks=len(request.prefix),
             prefix_matches=self._routes.index.match(request.prefix, among),
             latency_weights=self._latency_weights,
         )
+        if self._scores_forecasts and request.latency != ANY_LATENCY:
+            forecasts = self._forecasts.of(request, looked_at, pick.prefix_matches)
+            pick = pick._replace(objective=request.latency, forecasts=forecasts)
         drawn: list[Choice] = []
         if looked_at is states.common and self._scheduler.can_share(pick) and not request.limit:
             drawn = self._drawn_for(pick, looked_at)
@@ -262,6 +276,25 @@ class EndpointChooser:
         choice = Choice(",".join(f"{best.address}={best.base:.4f}" for best in ranking.best), ranking)
         drawn.append(choice)
         return choice
+
+    def _pick(self, request: InferenceRequest) -> PickRequest:
+        """What the filters read of `request`."""
+        return PickRequest(
+            subset=None if request.subset is None else frozenset(request.subset),
+            adapter=request.target_model if request.target_model in self._states.adapters else "",
+            selector=request.selector,
+        )
+
+    def shortfall_s(self, request: InferenceRequest) -> float | None:
+        """Seconds by which every endpoint is predicted to miss the latency objective of `request`; None
+        without an objective, or if an endpoint may keep it or is unknown."""
+        if request.latency == ANY_LATENCY:
+            return None
+        self._forecasts.use()
+        self._states.refresh()
+        able = apply_filters(self._pick(request), self._states.everything()).eligible
+        matches = self._routes.index.match(request.prefix)
+        return shortfall_s(request.latency, [*self._forecasts.of(request, able, matches).values()])
 
     def _is_able(self, request: InferenceRequest, address: str) -> bool:
         """Whether the endpoint takes requests, and `request` may be placed on it."""
@@ -311,19 +344,36 @@ class EndpointChooser:
 
     def placed(
         self, request: InferenceRequest, choice: Choice, endpoints: tuple[str, ...], live: str = ""
-    ) -> None:
+    ) -> Load | None:
         """Record that `request` was placed on the first of `endpoints`; `live` are the loads that the script
-        compared (lua/place.lua)."""
+        compared (lua/place.lua). Returns the load that the request met, None if nothing is to be learnt."""
         self._explanations.add(request.id, choice.basis, endpoints, live)
-        if self._shares_routes and request.prefix:
+        load = None
+        if self._forecasts.used:
+            loads = live_loads(choice.basis, endpoints, live)
+            load = self._forecast_placed(request, endpoints[0], loads)
+        if request.prefix and (self._shares_routes or self._forecasts.used):
             self._routes.add_route(endpoints[0], request.prefix)
+        return load
+
+    def _forecast_placed(
+        self, request: InferenceRequest, address: str, loads: Mapping[str, float]
+    ) -> Load | None:
+        self._states.refresh()
+        state = self._states.state(address)
+        if state is None:
+            return None
+        if address in loads:
+            state = msgspec.structs.replace(state, in_flight=loads[address])
+        return self._forecasts.placed(request, state, self._routes.index.match(request.prefix, (address,)))
 
     def refused(self, request: InferenceRequest, choice: Choice) -> None:
         """Record that no endpoint could take `request`."""
         self._explanations.add(request.id, choice.basis, ())
 
-    def ended(self, completion: Completion) -> None:
-        """Learn the endpoint's latency from the end of a request."""
+    def ended(self, completion: Completion, token: str) -> None:
+        """Learn the endpoint's latency from the end of a request; `token` is its accounting token."""
+        self._forecasts.learn(completion, token)
         if not self._shares_completions or completion.outcome is not Outcome.COMPLETED:
             return
         if not 200 <= completion.status < 300:

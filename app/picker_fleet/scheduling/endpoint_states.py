@@ -48,7 +48,8 @@ class EndpointStates:
     ) -> None:
         self._endpoints, self._fleet, self._clock = endpoints, fleet, clock
         self._cache = readings
-        self._latencies, self._index = routes.latencies, routes.index
+        self._index = routes.index
+        self._latencies, self._model, self._backlogs = routes.latencies, routes.model, routes.backlogs
         self._configured_adapters = frozenset(adapters)
         self.adapters = self._configured_adapters
         # The following derive from the endpoint snapshot with version `_version`.
@@ -110,6 +111,10 @@ class EndpointStates:
             return [self._state(address) for address in self._by_address]
         return self.common
 
+    def state(self, address: str) -> EndpointState | None:
+        """The state of the endpoint `address`; None if it has left the pool."""
+        return self._state(address) if address in self._by_address else None
+
     def looked_at(self, request: InferenceRequest, session_endpoint: str) -> Sequence[EndpointState]:
         """The states that a pick for `request` looks at, including the state of `session_endpoint`."""
         if not self.samples or request.limit:
@@ -142,7 +147,8 @@ class EndpointStates:
         self._open = [endpoint.address for endpoint in snapshot.endpoints if endpoint.ready]
         self._is_open = frozenset(self._open)
         self._selected = {}
-        self._latencies.retain(self._by_address.keys())
+        for statistics in (self._latencies, self._model, self._backlogs):
+            statistics.retain(self._by_address.keys())
 
     def _note_adapters(self) -> None:
         self._running_adapters = {}

@@ -100,8 +100,15 @@ def live_load_addresses(basis: PickBasis, chosen: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(basis.candidates.split(",")))
 
 
+def live_loads(basis: PickBasis, chosen: Sequence[str], live: str) -> dict[str, float]:
+    """The loads that the script compared, by address; `live` is the script's reply ('' for none)."""
+    values = live.split(",") if live else []
+    addresses = live_load_addresses(basis, chosen)
+    return {address: float(load) for address, load in zip(addresses, values, strict=False) if load}
+
+
 def _explain_by_score(request_id: str, ranking: Ranking, chosen: tuple[str, ...], live: str) -> Explanation:
-    loads = _loads(live_load_addresses(ranking, chosen), live)
+    loads = live_loads(ranking, chosen, live)
     greatest = max([1.0, *loads.values()])
     bases = {candidate.address: candidate.base for candidate in ranking.best}
     rows = []
@@ -124,7 +131,7 @@ def _explain_by_score(request_id: str, ranking: Ranking, chosen: tuple[str, ...]
 def _explain_by_load(
     request_id: str, basis: LeastLoadedPick, chosen: tuple[str, ...], live: str
 ) -> Explanation:
-    loads = _loads(live_load_addresses(basis, chosen), live)
+    loads = live_loads(basis, chosen, live)
     pick = PickRequest(None if basis.subset is None else frozenset(basis.subset), selector=basis.selector)
     filtered = apply_filters(
         pick,
@@ -155,11 +162,6 @@ def _explain_by_load(
     if basis.has_state:
         rule, excluded = _BY_STATE, dict.fromkeys(excluded, "lacks the state that the request names")
     return Explanation(request_id, chosen, tuple(rows), excluded, filtered.waived, {}, rule)
-
-
-def _loads(addresses: Sequence[str], live: str) -> dict[str, float]:
-    values = live.split(",") if live else []
-    return {address: float(load) for address, load in zip(addresses, values, strict=False) if load}
 
 
 def _rounded(value: object) -> object:

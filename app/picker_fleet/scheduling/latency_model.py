@@ -80,9 +80,9 @@ class LatencyModel:
     def __init__(self) -> None:
         self._models: OrderedDict[str, tuple[_Fit, _Fit]] = OrderedDict()
 
-    def learn(self, model: str, address: str, load: Load, ttft_s: float, tpot_s: float | None) -> None:
+    def learn(self, model: str, address: str, load: Load, ttft_s: float, tpot_s: float) -> None:
         """Add the times (s) of one request of `model` that was placed on `address` under `load`. `tpot_s` is
-        None if unknown. Ignores impossible values."""
+        0 if unknown. Ignores impossible values."""
         terms = (1.0, *load)
         if not all(0.0 <= term <= _MOST_TERM for term in terms):
             return
@@ -91,7 +91,7 @@ class LatencyModel:
         if len(self._models) > MAX_MODELS:
             self._models.popitem(last=False)
         for fit, actual_s in zip(fits, (ttft_s, tpot_s), strict=True):
-            if actual_s is not None and _SHORTEST_S <= actual_s <= _LONGEST_S:
+            if _SHORTEST_S <= actual_s <= _LONGEST_S:
                 fit.add(address, terms, actual_s)
 
     def forecast(self, model: str, address: str, load: Load) -> Forecast:
@@ -219,8 +219,31 @@ def _log_factor(sums: tuple[float, float] | None) -> float:
     return 0.0 if sums is None else sums[1] / (sums[0] + _EVEN_ODDS)
 
 
-class PrefillBacklog:
-    """The prompt tokens placed on one endpoint whose first output token is due later.
+class PrefillBacklogs:
+    """The prompt tokens placed on each endpoint whose first output token is due later. Times are seconds."""
+
+    def __init__(self) -> None:
+        self._backlogs: dict[str, _Backlog] = {}
+
+    def tokens(self, address: str, now_s: float) -> float:
+        """The tokens that `address` still has to compute at `now_s`."""
+        backlog = self._backlogs.get(address)
+        return 0.0 if backlog is None else backlog.tokens(now_s)
+
+    def add(self, address: str, tokens: float, ttft_s: float, now_s: float) -> None:
+        """Add the prompt of a request placed at `now_s` whose first token is due `ttft_s` later."""
+        backlog = self._backlogs.get(address)
+        if backlog is None:
+            backlog = self._backlogs[address] = _Backlog()
+        backlog.add(tokens, ttft_s, now_s)
+
+    def retain(self, addresses: Collection[str]) -> None:
+        for gone in self._backlogs.keys() - set(addresses):
+            del self._backlogs[gone]
+
+
+class _Backlog:
+    """The backlog of one endpoint.
 
     An engine prefills prompts in the order of their arrival. A prompt's prefill is assumed to begin when the
     prefill before ends, and to end at the predicted time of the request's first token.
@@ -231,7 +254,6 @@ class PrefillBacklog:
         self._tokens = 0.0  # sum over `_pending`
 
     def tokens(self, now_s: float) -> float:
-        """The tokens that remain to be computed at `now_s`."""
         while self._pending and self._pending[0][2] <= now_s:
             self._tokens -= self._pending.popleft()[0]
         if not self._pending:
@@ -242,7 +264,6 @@ class PrefillBacklog:
         return self._tokens - tokens * done
 
     def add(self, tokens: float, ttft_s: float, now_s: float) -> None:
-        """Add the prompt of a request placed at `now_s` whose first token is due `ttft_s` later."""
         begin_s = max(self._pending[-1][2], now_s) if self._pending else now_s
         end_s = max(begin_s, now_s + ttft_s)
         if end_s > begin_s and len(self._pending) < _MOST_PENDING:

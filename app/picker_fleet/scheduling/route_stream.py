@@ -1,24 +1,26 @@
-"""Shares routes and completions between replicas, through a capped Redis stream.
+"""Shares routes, placements and completions between replicas, through a capped Redis stream.
 
 The module pool.py runs one RouteStream per replica; the chooser adds records and reads the indexes. Each
 replica appends to the stream and follows the stream, on two connections of its own. The stream is a cache,
 not a ledger: a lost record (trimmed before it was read, or not written) costs a cache hit or a latency
 sample. No request waits for the stream.
 
-A replica adds its own routes to its index at once, and the routes of other replicas from the stream. All
-replicas take completions from the stream, and so in the same order. If a completion cannot be written at the
-second try, only the replica that observed it counts it, so each replica keeps its own latencies up to date
-without Redis (G8).
+A replica adds its own routes and placements at once, and those of other replicas from the stream. All
+replicas take completions and observations from the stream, and so in the same order. If such a record cannot
+be written at the second try, only the replica that made it counts it, so each replica keeps its own latencies
+up to date without Redis (G8).
 
 The body of an entry is a sequence of records. Numbers are big-endian. Record of a route: `R`, length
-of the address (2 bytes), number of hashes (2 bytes), address, hashes (8 bytes each). Record of a completion:
-`C`, length of the address (2 bytes), seconds (double, 8 bytes), address.
+of the address (2 bytes), number of hashes (2 bytes), address, hashes (8 bytes each). Further records begin
+with `C` (completion), `P` (placement) or `O` (observation), the length of the address (2 bytes) and, of an
+observation, the length of the model (2 bytes); then the record's numbers as doubles, address and model.
 """
 
 import asyncio
 import logging
 import math
 import struct
+import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -29,6 +31,7 @@ from typing import Final
 from picker_fleet.background import keep
 from picker_fleet.domain.errors import StateUnavailable
 from picker_fleet.scheduling.endpoint_history import HASH_BYTES, LatencyTracker, PrefixIndex
+from picker_fleet.scheduling.latency_model import LatencyModel, Load, PrefillBacklogs
 from picker_fleet.state.primary import raise_if_cancelled
 from picker_fleet.state.subscriptions import Command, CommandClient
 
@@ -47,6 +50,8 @@ _PAUSE_S = 0.2
 
 _ROUTE = struct.Struct(">cHH")
 _COMPLETION = struct.Struct(">cHd")
+_PLACEMENT = struct.Struct(">cH2d")
+_OBSERVATION = struct.Struct(">cHH6d")
 _MAX_HASHES = 0xFFFF
 
 _log = logging.getLogger(__name__)
@@ -68,26 +73,54 @@ class CompletionRecord:
     seconds: float
 
 
-Record = RouteRecord | CompletionRecord
+@dataclass(frozen=True, slots=True)
+class PlacementRecord:
+    """A prompt of which `tokens` are not cached was placed on `address`; the request's first token is due
+    after `ttft_s`."""
+
+    address: str
+    tokens: float
+    ttft_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class ObservationRecord:
+    """A request of `model` that met `load` on `address` took `ttft_s` to its first token, and `tpot_s` for
+    each further token (0: unknown)."""
+
+    model: str
+    address: str
+    load: Load
+    ttft_s: float
+    tpot_s: float
+
+
+# All replicas take completions and observations from the stream, their own included.
+Ending = CompletionRecord | ObservationRecord
+Record = RouteRecord | PlacementRecord | Ending
 
 
 class RouteStream:
-    """Keeps `index` and `latencies` up to date with the whole fleet's routes and completions, from the first
-    call of `share` on. One event loop.
+    """Keeps `index`, `latencies`, `model` and `backlogs` up to date with the whole fleet's routes,
+    completions, observations and placements, from the first call of `share` on. One event loop.
 
     The argument `stream` is the stream's key (`epp:{POOL}:routes`). `replica` identifies this process, not
-    the host: after a restart, its earlier entries are read like another replica's. Call `run` in a task of
-    its own.
+    the host: after a restart, its earlier entries are read like another replica's. `clock` is in seconds.
+    Call `run` in a task of its own.
     """
 
-    def __init__(self, url: str, *, stream: str, replica: str) -> None:
+    def __init__(
+        self, url: str, *, stream: str, replica: str, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._url = url
         self._stream = stream
         self._replica = replica.encode()
+        self._clock = clock
         self.index, self.latencies = PrefixIndex(), LatencyTracker()
+        self.model, self.backlogs = LatencyModel(), PrefillBacklogs()
         self._shared = asyncio.Event()
         self._routes: deque[bytes] = deque(maxlen=MAX_ROUTES)  # packed records
-        self._completions: deque[CompletionRecord] = deque(maxlen=MAX_COMPLETIONS)
+        self._completions: deque[Ending] = deque(maxlen=MAX_COMPLETIONS)
         self._is_retry = False  # whether a write of the waiting records has already failed once
         self._pending = asyncio.Event()
         self._last_id = ""  # id of the last entry read
@@ -108,6 +141,19 @@ class RouteStream:
     def add_completion(self, address: str, seconds: float) -> None:
         """Publish to the fleet that `address` completed a request after `seconds`. Returns at once."""
         self._completions.append(CompletionRecord(address, seconds))
+        self._pending.set()
+
+    def add_placement(self, address: str, tokens: float, ttft_s: float) -> None:
+        """Publish to the fleet that a prompt of `tokens` uncached tokens was placed on `address`, and that
+        the first token is due after `ttft_s`. Returns at once."""
+        record = PlacementRecord(address, tokens, ttft_s)
+        self._apply((record,))
+        self._routes.append(pack(record))
+        self._pending.set()
+
+    def add_observation(self, model: str, address: str, load: Load, ttft_s: float, tpot_s: float) -> None:
+        """Publish to the fleet the times of a request (`ObservationRecord`). Returns at once."""
+        self._completions.append(ObservationRecord(model, address, load, ttft_s, tpot_s))
         self._pending.set()
 
     async def caught_up(self) -> None:
@@ -209,24 +255,38 @@ class RouteStream:
             except ValueError as error:
                 _log.warning("entry %s of the routes cannot be read: %s", self._last_id, error)
                 continue
-            self._apply(record for record in records if not own or isinstance(record, CompletionRecord))
+            if not self._caught_up.is_set():  # placements of the past are no longer pending
+                records = [record for record in records if not isinstance(record, PlacementRecord)]
+            self._apply(record for record in records if not own or isinstance(record, Ending))
             await asyncio.sleep(0)  # let other tasks run: an entry may hold thousands of hashes
 
     def _apply(self, records: Iterable[Record]) -> None:
         for record in records:
-            if isinstance(record, CompletionRecord):
-                self.latencies.add(record.address, record.seconds)
-            else:
-                self.index.add(record.address, record.hashes)
+            match record:
+                case RouteRecord(address, hashes):
+                    self.index.add(address, hashes)
+                case CompletionRecord(address, seconds):
+                    self.latencies.add(address, seconds)
+                case PlacementRecord(address, tokens, ttft_s):
+                    self.backlogs.add(address, tokens, ttft_s, self._clock())
+                case ObservationRecord(model, address, load, ttft_s, tpot_s):
+                    self.model.learn(model, address, load, ttft_s, tpot_s)
 
 
 def pack(record: Record) -> bytes:
     """Encode `record` for the stream; keeps at most the first 65 535 hashes."""
     address = record.address.encode()
-    if isinstance(record, CompletionRecord):
-        return _COMPLETION.pack(b"C", len(address), record.seconds) + address
-    hashes = record.hashes[:_MAX_HASHES]
-    return _ROUTE.pack(b"R", len(address), len(hashes)) + address + b"".join(hashes)
+    match record:
+        case RouteRecord():
+            hashes = record.hashes[:_MAX_HASHES]
+            return _ROUTE.pack(b"R", len(address), len(hashes)) + address + b"".join(hashes)
+        case CompletionRecord():
+            return _COMPLETION.pack(b"C", len(address), record.seconds) + address
+        case PlacementRecord():
+            return _PLACEMENT.pack(b"P", len(address), record.tokens, record.ttft_s) + address
+        case ObservationRecord():
+            model, times = record.model.encode(), (*record.load, record.ttft_s, record.tpot_s)
+            return _OBSERVATION.pack(b"O", len(address), len(model), *times) + address + model
 
 
 def join_records(packed: Iterable[bytes], max_bytes: int) -> Iterator[bytes]:
@@ -267,15 +327,37 @@ def unpack(body: bytes) -> list[Record]:
                 _, length, seconds = _COMPLETION.unpack_from(body, at)
                 start = at + _COMPLETION.size
                 at = start + length
-                _check_length(body, at)
-                if not 0.0 <= seconds < math.inf:
-                    raise ValueError(f"{seconds} s is not a duration")
-                found.append(CompletionRecord(body[start:at].decode(), seconds))
+                found.append(CompletionRecord(_text(body, start, at), *_numbers(seconds)))
+            elif kind == b"P":
+                _, length, *numbers = _PLACEMENT.unpack_from(body, at)
+                start = at + _PLACEMENT.size
+                at = start + length
+                found.append(PlacementRecord(_text(body, start, at), *_numbers(*numbers)))
+            elif kind == b"O":
+                _, length, of_model, *numbers = _OBSERVATION.unpack_from(body, at)
+                start = at + _OBSERVATION.size
+                middle = start + length
+                at = middle + of_model
+                address, model = _text(body, start, middle), _text(body, middle, at)
+                *load, ttft_s, tpot_s = _numbers(*numbers)
+                found.append(ObservationRecord(model, address, Load(*load), ttft_s, tpot_s))
             else:
                 raise ValueError(f"no record begins with {kind!r}")
     except struct.error as error:
         raise ValueError(f"cut off: {error}") from None
     return found
+
+
+def _text(body: bytes, start: int, end: int) -> str:
+    _check_length(body, end)
+    return body[start:end].decode()
+
+
+def _numbers(*numbers: float) -> tuple[float, ...]:
+    for number in numbers:
+        if not 0.0 <= number < math.inf:
+            raise ValueError(f"{number} is neither a duration nor an amount")
+    return numbers
 
 
 def _check_length(body: bytes, end: int) -> None:

@@ -175,7 +175,7 @@ class Scheduler:
 
     def can_share(self, pick: PickRequest) -> bool:
         """Whether other requests with the same inputs for all scorers may reuse the ranking for `pick`."""
-        return pick.subset is None and not pick.selector and not self._is_random
+        return pick.subset is None and not pick.selector and not pick.forecasts and not self._is_random
 
     def rank(self, pick: PickRequest, endpoints: Sequence[EndpointState], *, limit: int = 8) -> Ranking:
         """The `limit` best endpoints for `pick`, ties in random order; none if no endpoint may be picked.

@@ -16,8 +16,10 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from picker_fleet.domain.scorer_names import IN_FLIGHT, SCORER_NAMES
+from picker_fleet.domain.request import ANY_LATENCY, LatencyObjective
+from picker_fleet.domain.scorer_names import IN_FLIGHT, SCORER_NAMES, SLO_HEADROOM
 from picker_fleet.domain.sections import Latency
+from picker_fleet.scheduling.latency_model import UNKNOWN, Forecast
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +33,7 @@ class LatencyStats:
 
 _NO_LABELS: Final[Mapping[str, str]] = MappingProxyType({})
 _NO_MATCHES: Final[Mapping[str, int]] = MappingProxyType({})
+_NO_FORECASTS: Final[Mapping[str, Forecast]] = MappingProxyType({})
 _LATENCY: Final = Latency()
 
 
@@ -40,8 +43,9 @@ class PickRequest(NamedTuple):
     Only addresses in `subset` may be picked (None: any). `adapter` is the target model if it is a LoRA
     adapter, '' for a base model. An endpoint must have the labels in `selector`. `session_endpoint` is the
     address of the request's session, '' for none. The prompt has `prefix_blocks` blocks; `prefix_matches`
-    has the number of these blocks, counted from the first, that each address has served. `random` returns
-    numbers in [0, 1), for ties and for the scorer `random`.
+    has the number of these blocks, counted from the first, that each address has served. `objective` is the
+    request's latency objective; `forecasts` has its predicted times on each address, empty if no scorer reads
+    them. `random` returns numbers in [0, 1), for ties and for the scorer `random`.
     """
 
     subset: frozenset[str] | None = None
@@ -51,6 +55,8 @@ class PickRequest(NamedTuple):
     prefix_blocks: int = 0
     prefix_matches: Mapping[str, int] = _NO_MATCHES
     latency_weights: Latency = _LATENCY
+    objective: LatencyObjective = ANY_LATENCY
+    forecasts: Mapping[str, Forecast] = _NO_FORECASTS
     random: Callable[[], float] = random.random
 
 
@@ -97,6 +103,8 @@ Scorer = Callable[[PickRequest, Sequence[EndpointState]], list[float]]
 _ADAPTER_LOADED = 1.0
 _ADAPTER_SLOT = 0.8
 _ADAPTER_WAITING = 0.6
+
+_STEEPNESS = 4.0  # of the scorer `slo-headroom`: 0.94 at half of the objective, 0.06 at twice the objective
 
 
 def queue_depth(pick: PickRequest, candidates: Sequence[EndpointState]) -> list[float]:
@@ -178,6 +186,23 @@ def session_affinity(pick: PickRequest, candidates: Sequence[EndpointState]) -> 
     return [1.0 if candidate.address == pick.session_endpoint else 0.0 for candidate in candidates]
 
 
+def slo_headroom(pick: PickRequest, candidates: Sequence[EndpointState]) -> list[float]:
+    """Score near 1 if the predicted p90 is far below the latency objective, 0.5 at the objective, near 0 far
+    above; the mean score if unknown. The worse of TTFT and TPOT counts. Without objective all score 0."""
+    forecasts, objective = pick.forecasts, pick.objective
+    if not forecasts or objective == ANY_LATENCY:
+        return [0.0] * len(candidates)
+    return _with_means(
+        [_headroom(objective, forecasts.get(candidate.address, UNKNOWN)) for candidate in candidates]
+    )
+
+
+def _headroom(objective: LatencyObjective, forecast: Forecast) -> float | None:
+    times = zip(forecast, objective, strict=True)
+    ratios = [prediction.p90_s / most_s for prediction, most_s in times if prediction is not None]
+    return 1.0 / (1.0 + max(ratios) ** _STEEPNESS) if ratios else None
+
+
 def random_score(pick: PickRequest, candidates: Sequence[EndpointState]) -> list[float]:
     draw = pick.random
     return [draw() for _ in candidates]
@@ -192,6 +217,7 @@ SCORERS: Mapping[str, Scorer] = {
     "latency": latency,
     "prefix-affinity": prefix_affinity,
     "session-affinity": session_affinity,
+    SLO_HEADROOM: slo_headroom,
     "random": random_score,
 }
 assert tuple(SCORERS) == SCORER_NAMES

@@ -2,9 +2,9 @@
 
 Envoy carries the token in dynamic metadata and returns it with each access-log entry. Tabs join the token's
 fields, in the order of state/schema.py; no field can contain a tab, since the picker refuses control
-characters in requests. Two optional fields follow: the time, if the request was placed without Redis, and the
-priority, if the band is not a named one. The last field is the fleet's signature over the request's id and
-all fields before it; a traceparent may follow.
+characters in requests. Optional fields follow: the time, if the request was placed without Redis; the
+priority, if the band is not a named one; the load of the endpoint, if latencies are predicted. The last field
+is the fleet's signature over the request's id and all fields before it; a traceparent may follow.
 
 The fleet's signing keys are kept in Redis; they also sign session tokens and requests between replicas. Each
 heartbeat offers the keys that this replica holds and gets the keys in force (lua/heartbeat.lua), so the keys
@@ -16,11 +16,12 @@ its key, and 96 bits of a keyed BLAKE2b hash.
 import hashlib
 import hmac
 import secrets
+from collections.abc import Iterable
 from typing import Final
 
 from picker_fleet.domain.bands import Criticality
 from picker_fleet.domain.request import InferenceRequest
-from picker_fleet.state.schema import ACCOUNTING_TOKEN, ADMITTED_ALONE, OTHER_PRIORITY
+from picker_fleet.state.schema import ACCOUNTING_TOKEN, ADMITTED_ALONE, OTHER_PRIORITY, PLACED_LOAD
 
 # Why a token is rejected.
 NO_TOKEN: Final = "no-token"
@@ -106,13 +107,17 @@ class Keyring:
 
 
 def write(
-    request: InferenceRequest, endpoint: str, answer_tokens: float = 0, alone_ms: int | None = None
+    request: InferenceRequest,
+    endpoint: str,
+    answer_tokens: float = 0,
+    alone_ms: int | None = None,
+    load: Iterable[float] = (),
 ) -> str:
     """The accounting token of `request` placed on `endpoint` (`ip:port`).
 
     `alone_ms` is the time by Redis's clock, if the request was placed without Redis. `answer_tokens` is
     added to a cost that lacks the answer: when Redis needs the token, it has also lost the flow's mean answer
-    length.
+    length. `load` is the load that the request met, for the latency model; empty if the model needs none.
     """
     workload, band = request.workload, request.band
     cost = request.cost + answer_tokens if request.learn else request.cost
@@ -125,6 +130,8 @@ def write(
         fields += f"\t{ADMITTED_ALONE}{alone_ms}"
     if not band.is_named:
         fields += f"\t{OTHER_PRIORITY}{band.priority}"
+    if load:
+        fields += f"\t{PLACED_LOAD}{','.join(f'{number:.6g}' for number in load)}"
     return fields
 
 
@@ -182,6 +189,19 @@ def endpoint_of(token: str) -> str:
 def model_of(token: str) -> str:
     """The model that the client asked for; '' if `token` is malformed."""
     return _field(token, _MODEL)
+
+
+def load_of(token: str) -> tuple[float, ...]:
+    """The load that the request met when it was placed; empty if the token has none."""
+    if PLACED_LOAD not in token:
+        return ()
+    for field in token.split("\t")[_FIELDS:]:
+        if field.startswith(PLACED_LOAD):
+            try:
+                return tuple(map(float, field.removeprefix(PLACED_LOAD).split(",")))
+            except ValueError:
+                return ()
+    return ()
 
 
 def cost_of(token: str) -> float:

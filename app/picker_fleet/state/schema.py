@@ -55,6 +55,8 @@ ACCOUNTING_TOKEN = (
 ADMITTED_ALONE = "alone="  # prefix of an optional field: time of an admission without Redis
 # Prefix of an optional field: the band's priority, if the band is not a named one; `band` has the nearest.
 OTHER_PRIORITY = "priority="
+# Prefix of an optional field: the load that a streamed request met, for the latency model; Lua ignores it.
+PLACED_LOAD = "load="
 # A request's record: field -> format in `struct`. A waiting request has only the fields before `endpoints`.
 # Until the request is placed, RECORD_BYTES may follow: the size of the request's body and the epoch that
 # counts it; then, while the request waits, a byte 1 if its grant may place it on any endpoint. If neither

@@ -44,6 +44,8 @@ from picker_fleet.ingress.ext_proc.accesslog import (
     METADATA_HEADERS,
     RETRY_AFTER,
     STATE_IDS,
+    TTFT_FORMAT,
+    TTFT_TAG,
 )
 from picker_fleet.ingress.ext_proc.codec import ID_ATTRIBUTE, LENGTH_HEADER, SUBSET_HINT
 from picker_fleet.ingress.headers import METHOD, PATH, wanted_headers
@@ -459,11 +461,12 @@ class _Manager:
 
 
 def _access_log(only: Tree | None) -> Tree:
+    ttft = {"tag": TTFT_TAG, "value": TTFT_FORMAT}
     return _part(
         "access_log",
         only=only,
         logged_header=CONTENT_TYPE if only is None else RETRY_AFTER,
-        tags=None if only is None else [{"tag": FAULT_TAG, "literal": {"value": "1"}}],
+        tags=[ttft if only is None else {"tag": FAULT_TAG, "literal": {"value": "1"}}],
     )
 
 

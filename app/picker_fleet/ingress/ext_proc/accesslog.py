@@ -38,6 +38,12 @@ _END = accesslog_pb2.DownstreamEnd
 _ATTEMPT_END = accesslog_pb2.UpstreamEnd  # the project's Envoy logs only failed attempts
 FAULT_TAG: Final = "picker.fault"  # marks a failed attempt of a request that its ext_proc stream settles
 
+# The tag with the time, in µs, from the first byte sent to the endpoint to the first byte of the answer's
+# body. The entry's own fields have the time of the headers, which servers send before the first token.
+TTFT_TAG: Final = "picker.ttft"
+TTFT_FORMAT: Final = "%COMMON_DURATION(US_TX_BEG:US_RX_BODY_BEG:us)%"
+_MOST_DIGITS = 12
+
 _CLIENT_FLAGS = frozenset({"downstream_connection_termination", "downstream_remote_reset"})
 _UPSTREAM_FLAGS = frozenset(
     {
@@ -224,6 +230,7 @@ def read(entry: Any, namespace: str = NAMESPACE) -> Completion | Alive | Fault |
     return Completion(
         request_id, outcome, status, served, prompt_tokens, completion_tokens, duration_s,
         first_byte_s, failed, token, service_s, waited_s, target_model, fault, 0.0, passed_over,
+        _ttft_s(common.custom_tags.get(TTFT_TAG, "")),
     )  # fmt: skip
 
 
@@ -354,6 +361,11 @@ def _seconds(duration: Any) -> float | None:
     """A protobuf Duration in seconds; None for 0 s, which no request takes: the field is unset."""
     seconds = duration.seconds + duration.nanos / 1e9
     return seconds if seconds > 0 else None
+
+
+def _ttft_s(digits: str) -> float | None:
+    is_number = digits.isascii() and digits.isdigit() and len(digits) <= _MOST_DIGITS
+    return int(digits) / 1e6 if is_number else None
 
 
 def _between(first: Any, last: Any) -> float | None:

@@ -464,6 +464,7 @@ class Response:
         self._hold_s, self._content_type = 0.0, b""
         self._served: str | None = None
         self._first_byte_s: float | None = None
+        self._ttft_s: float | None = None
         self._usage = UsageReader()
         self._note_ids = note_ids
         self._ids = StateIds() if note_ids is not None else None
@@ -514,6 +515,8 @@ class Response:
     def _chunk(self, part: Any) -> list[bytes]:
         body, ended = part.body, part.end_of_stream
         decoded = self._usage.add(body) if body else b""  # most answers end with an empty chunk
+        if self._ttft_s is None and body:
+            self._ttft_s = self._clock() - self._decision.placed_s
         if self._ids is not None and (ids := self._ids.add(decoded, ended=ended)) and self._status < 300:
             assert self._note_ids is not None
             self._note_ids(ids, self._served or self._picked)
@@ -554,5 +557,6 @@ class Response:
                 fault=fault,
                 hold_s=self._hold_s,
                 passed_over=self._picked if self._served not in (None, self._picked) else "",
+                ttft_s=self._ttft_s,
             )
         )

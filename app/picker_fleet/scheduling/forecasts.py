@@ -1,0 +1,124 @@
+"""Applies the latency model to requests: forecasts for scores and refusals, and observations to learn from.
+
+The fleet shares placements and observations through the stream of routes, so that all replicas predict
+alike. A replica observes and shares nothing before the first call of `use`: a pool without latency objectives
+pays nothing.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Final
+
+from picker_fleet.domain.rates import Rates
+from picker_fleet.domain.request import Completion, InferenceRequest, LatencyObjective
+from picker_fleet.scheduling.endpoint_history import BLOCK_BYTES
+from picker_fleet.scheduling.latency_model import Forecast, LatencyModel, Load
+from picker_fleet.scheduling.route_stream import RouteStream
+from picker_fleet.scheduling.scorers import EndpointState
+from picker_fleet.state import accounting_token
+
+_BYTES_A_TOKEN = 4  # the fit corrects this estimate, so only its ratio between requests matters
+_FEWEST_TOKENS = 8  # a shorter answer says little about the time per token
+# Most observations a second that one replica shares. Each costs every replica about 25 µs.
+_OBSERVATIONS_A_SECOND: Final = 50.0
+
+
+class Forecasts:
+    """The forecasts and observations of one replica. One event loop.
+
+    `routes` has the model and the prefill backlogs; `clock` is in seconds.
+    """
+
+    def __init__(self, routes: RouteStream, clock: Callable[[], float]) -> None:
+        self._routes, self._clock = routes, clock
+        self._rates = Rates(_OBSERVATIONS_A_SECOND, 2 * _OBSERVATIONS_A_SECOND, 1, clock)
+        self.used = False
+
+    def use(self) -> None:
+        """From now on, observe requests and share the observations."""
+        if not self.used:
+            self.used = True
+            self._routes.share()
+
+    def of(
+        self, request: InferenceRequest, states: Iterable[EndpointState], matches: Mapping[str, int]
+    ) -> dict[str, Forecast]:
+        """The forecast for `request` on each endpoint in `states`. `matches` has the number of the prompt's
+        blocks that an endpoint has served."""
+        predict = self._routes.model.forecast
+        return {
+            state.address: predict(request.model, state.address, self._load(request, state, matches))
+            for state in states
+        }
+
+    def placed(
+        self, request: InferenceRequest, state: EndpointState, matches: Mapping[str, int]
+    ) -> Load | None:
+        """Count the prompt of `request`, which was placed on the endpoint in `state`. Returns the load that
+        the request met; None if its times say nothing, because its answer is not streamed."""
+        load = self._load(request, state, matches)
+        ttft = self._routes.model.forecast(request.model, state.address, load).ttft
+        if ttft is not None:
+            own = load.prefill_tokens - self._backlog(state.address)
+            self._routes.add_placement(state.address, own, ttft.median_s)
+        return load if request.stream else None
+
+    def learn(self, completion: Completion, token: str) -> None:
+        """Share the times of a completed request; `token` is its accounting token."""
+        load, address = accounting_token.load_of(token), accounting_token.endpoint_of(token)
+        if len(load) != len(Load._fields) or completion.ttft_s is None or not completion.answered:
+            return
+        if completion.served not in (None, address) or self._rates.take():
+            return
+        self.use()
+        tokens, tpot_s = completion.completion_tokens, 0.0
+        if completion.service_s is not None and tokens is not None and tokens >= _FEWEST_TOKENS:
+            tpot_s = max(completion.service_s - completion.ttft_s, 0.0) / (tokens - 1)
+        model = accounting_token.model_of(token)
+        self._routes.add_observation(model, address, Load(*load), completion.ttft_s, tpot_s)
+
+    def _load(self, request: InferenceRequest, state: EndpointState, matches: Mapping[str, int]) -> Load:
+        cached_bytes = matches.get(state.address, 0) * BLOCK_BYTES
+        return Load(
+            max(request.body_bytes - cached_bytes, 0) / _BYTES_A_TOKEN + self._backlog(state.address),
+            state.in_flight,
+            state.kv_utilisation or 0.0,
+            state.waiting or 0.0,
+        )
+
+    def _backlog(self, address: str) -> float:
+        return self._routes.backlogs.tokens(address, self._clock())
+
+
+def shortfall_s(objective: LatencyObjective, forecasts: Sequence[Forecast]) -> float | None:
+    """Seconds by which the fastest endpoint's TTFT misses `objective`, if at every endpoint the request is
+    more likely to miss `objective` than to keep it. None if an endpoint may keep it or is unknown."""
+    misses_s = []
+    for forecast in forecasts:
+        missed_s = [
+            prediction.median_s - most_s
+            for prediction, most_s in zip(forecast, objective, strict=True)
+            if prediction is not None and prediction.median_s > most_s
+        ]
+        if not missed_s:
+            return None
+        misses_s.append(max(missed_s))
+    return min(misses_s, default=None)
+
+
+def broken_promise(
+    latencies: LatencyModel, promised: Callable[[str], LatencyObjective], address: str, in_flight: float
+) -> str:
+    """Why the endpoint `address` would break a latency objective with `in_flight` requests in flight: for
+    some model, one request in ten would take longer than `promised` for it. '' if the endpoint keeps all
+    objectives, or too little is known."""
+    for model in latencies.models:
+        forecast = latencies.forecast_at(model, address, in_flight)
+        for name, prediction, most_s in zip(
+            ("TTFT", "time per token"), forecast, promised(model), strict=True
+        ):
+            if prediction is not None and prediction.p90_s > most_s:
+                return (
+                    f"predicted {name} {prediction.p90_s * 1000:.0f} ms exceeds {most_s * 1000:.0f} ms "
+                    f"at {in_flight:g} in flight"
+                )
+    return ""
