@@ -15,7 +15,7 @@ from picker_fleet.state.accounting_token import Keyring
 def fleet_with(*scorers: str, busy: bool = True, **scheduling: Any) -> KnownFleet:
     """A replica's view of the fleet, configured with `scorers` of weight 1 and the settings `scheduling`; the
     bounds are configured."""
-    scheduling["scorers"] = dict.fromkeys(scorers, 1)
+    scheduling = {"scorers": dict.fromkeys(scorers, 1), **scheduling}
     bounds = {"watermark_per_backend": 2}
     fleet = KnownFleet(parse({"scheduling": scheduling, "request_queue_controller": bounds}))
     fleet.busy = busy
