@@ -1,0 +1,197 @@
+"""Simulated model servers, the fleet in front of them, and the record of a run."""
+
+import asyncio
+import contextlib
+import itertools
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import yaml
+from crowd import http_client
+from fleet_load import total
+from model_servers import process_at
+
+from bench.limits.kinds import Kind
+from bench.rig.fleet import RunningFleet, picker_up
+from picker_tools.load.generator import Answer, Client, Load, quantiles
+from picker_tools.local_fleet.network import LOOPBACK, free_port
+from picker_tools.local_fleet.processes import picker_command
+
+SLOTS = 16  # sequences that a server runs at once
+SLOWDOWN = 2.0  # steps of 40 ms and more, so that servers, fleet and load fit on two cores
+_KV_BLOCKS = 600  # of such a server: 16 short chats fit, but only 7 long prompts
+_READY_S, _DRAIN_S, _SAMPLE_S = 30.0, 10.0, 0.5
+
+
+class Servers:
+    """Model servers of given sizes (sequences at once). The fleet discovers the first `shown` of them."""
+
+    def __init__(self, file: Path, sizes: Sequence[int]) -> None:
+        self.file = file
+        self.sizes = {f"{LOOPBACK}:{free_port()}": size for size in sizes}
+        self.addresses = list(self.sizes)
+        self.shown = 0
+        self._running: dict[str, contextlib.AsyncExitStack] = {}
+
+    async def start(self, address: str) -> None:
+        size = self.sizes[address]
+        sizes = ("--max-num-seqs", f"{size}", "--kv-blocks", f"{size * _KV_BLOCKS // SLOTS}")
+        port = address.rpartition(":")[2]
+        command = picker_command("sim", "--port", port, "--slowdown", f"{SLOWDOWN}", *sizes)
+        self._running[address] = stack = contextlib.AsyncExitStack()
+        child = await stack.enter_async_context(process_at(f"http://{address}/health", command))
+        stack.callback(child.kill)
+
+    async def kill(self, address: str) -> None:
+        """Kill a server, if it runs, amid its requests."""
+        await self._running.pop(address, contextlib.AsyncExitStack()).aclose()
+
+    async def show(self, count: int) -> None:
+        """Write the first `count` addresses into the file that the fleet reads."""
+        self.shown = count
+        written = self.file.with_suffix(".new")
+        listed = [{"address": address} for address in self.addresses[:count]]
+        written.write_text(yaml.safe_dump(listed), encoding="utf-8")
+        written.replace(self.file)
+
+    async def slow(self, address: str, factor: float) -> None:
+        """Make each step of one server `factor` times as long as at its start."""
+        async with http_client() as client:
+            changed = await client.post(f"http://{address}/sim", json={"slowdown": SLOWDOWN * factor})
+            changed.raise_for_status()
+
+
+@contextlib.asynccontextmanager
+async def servers(folder: Path, sizes: Sequence[int]) -> AsyncIterator[Servers]:
+    """Run servers until the block ends; all are shown."""
+    them = Servers(folder / "endpoints.yaml", sizes)
+    try:
+        for address in them.addresses:
+            await them.start(address)
+        await them.show(len(sizes))
+        yield them
+    finally:
+        for address in them.addresses:
+            await them.kill(address)
+
+
+@contextlib.asynccontextmanager
+async def fleet(them: Servers, replicas: int, controller: Mapping[str, Any]) -> AsyncIterator[RunningFleet]:
+    """Run a fleet whose only settings are discovery and `controller`, until the block ends."""
+    config = {"discovery": {"file": str(them.file)}, "request_queue_controller": dict(controller)}
+    options = ("--replicas", f"{replicas}", "--endpoints", "0", "--mode", "lean")
+    async with picker_up(config, *options) as it:
+        await it.until_state(ready_backends=them.shown, within_s=_READY_S)
+        yield it
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """`tokens_per_s` counts tokens as the servers generate them; the other figures are the clients'."""
+
+    requests_per_s: float
+    tokens_per_s: float
+    ttft_p50_s: float
+    ttft_p95_s: float
+    unserved: float
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """A run: the answers, and the sum of generated tokens at times since the load began, in seconds."""
+
+    began_s: float
+    answers: Sequence[Answer]
+    tokens: Sequence[tuple[float, float]]
+    limits: Sequence[tuple[float, Sequence[int]]]
+
+    def between(self, from_s: float, to_s: float) -> Figures:
+        """Figures of a part of the run. Times to first token: of the requests sent in that part."""
+        ended = [each for each in self.answers if from_s <= each.done_s - self.began_s < to_s]
+        sent = [each for each in self.answers if from_s <= each.sent_s - self.began_s < to_s]
+        ttft = quantiles(each.first_s for each in sent if each.served and each.first_s is not None)
+        samples = [sample for sample in self.tokens if from_s <= sample[0] <= to_s]
+        (first_s, first), (last_s, last) = samples[0], samples[-1]
+        return Figures(
+            sum(each.served for each in ended) / (to_s - from_s),
+            (last - first) / (last_s - first_s),
+            ttft.get("p50", float("nan")),
+            ttft.get("p95", float("nan")),
+            sum(each.unserved for each in ended),
+        )
+
+    def limits_at(self, at_s: float) -> Sequence[int]:
+        """The limits in force at `at_s`, in the order of the servers; empty under static bounds."""
+        found = [limits for when_s, limits in self.limits if when_s <= at_s]
+        return found[-1] if found else []
+
+
+Event = tuple[float, Callable[[], Awaitable[None]]]
+
+
+async def run(
+    it: RunningFleet, them: Servers, kind: Kind, *, seed: int, lasts_s: float, events: Sequence[Event] = ()
+) -> Record:
+    """Send load for all servers for `lasts_s`, with `events` at times since the load began; then let requests
+    end."""
+    record_tokens: list[tuple[float, float]] = []
+    record_limits: list[tuple[float, Sequence[int]]] = []
+    places = sum(them.sizes.values()) / SLOTS
+
+    async def happen(at_s: float, event: Callable[[], Awaitable[None]]) -> None:
+        await asyncio.sleep(at_s)
+        await event()
+
+    with Client(it.url) as client:
+        load = Load(client)
+        async with asyncio.TaskGroup() as tasks:
+            sending = tasks.create_task(kind.send(load, places, seed))
+            sampling = [
+                tasks.create_task(_sample_tokens(load, them, record_tokens)),
+                tasks.create_task(_sample_limits(load, it, them, record_limits)),
+            ]
+            for event in events:
+                tasks.create_task(happen(*event))
+            await asyncio.sleep(lasts_s)
+            load.finish()
+            await asyncio.wait({sending}, timeout=_DRAIN_S)
+            load.stop()
+            await sending
+            for each in sampling:
+                each.cancel()
+    await it.wait_for_rest(_READY_S)
+    return Record(load.began_s, load.history, record_tokens, record_limits)
+
+
+async def _sample_tokens(load: Load, them: Servers, samples: list[tuple[float, float]]) -> None:
+    last = dict.fromkeys(them.addresses, 0.0)
+    generated = 0.0
+    async with http_client(timeout=2.0) as client:
+
+        async def count(address: str) -> float:
+            try:
+                page = (await client.get(f"http://{address}/metrics")).text
+            except httpx.HTTPError:
+                return last[address]  # the server restarts
+            return total(page, "vllm:generation_tokens_total")
+
+        for number in itertools.count():
+            at_s = load.now_s
+            for address, now in zip(last, await asyncio.gather(*map(count, last)), strict=True):
+                generated += now - last[address] if now >= last[address] else now
+                last[address] = now
+            samples.append((at_s, generated))
+            await asyncio.sleep((number + 1) * _SAMPLE_S - load.now_s)
+
+
+async def _sample_limits(
+    load: Load, it: RunningFleet, them: Servers, samples: list[tuple[float, Sequence[int]]]
+) -> None:
+    while True:
+        limits = {str(row["address"]): row.get("limit") for row in await it.get("endpoints")}
+        found = [limit for address in them.addresses if (limit := limits.get(address)) is not None]
+        samples.append((load.now_s, found))
+        await asyncio.sleep(2 * _SAMPLE_S)
