@@ -1,5 +1,6 @@
 """A replica's candidates for the Lua script: endpoints scored by load, prefix, session and latency."""
 
+import re
 from collections import Counter
 from collections.abc import Mapping
 from unittest.mock import Mock
@@ -22,6 +23,7 @@ from picker_fleet.endpoints.readings import EndpointMetrics, Reading, Readings
 from picker_fleet.endpoints.snapshot import Snapshot, SnapshotCell
 from picker_fleet.fleet.endpoint_health import Probes
 from picker_fleet.scheduling.chooser import SessionTokens
+from picker_fleet.scheduling.forecasts import broken_promise
 from picker_fleet.scheduling.route_stream import RouteStream
 from picker_fleet.state import accounting_token
 from picker_fleet.state.accounting_token import Keyring
@@ -222,6 +224,12 @@ def test_a_request_goes_where_its_latency_objective_is_predicted_to_be_kept() ->
     assert known.chooser.shortfall_s(prompt) is None
     late_s = known.chooser.shortfall_s(prompt._replace(latency=LatencyObjective(ttft_s=0.1)))
     assert late_s == pytest.approx(0.7, abs=0.1)
+    assert known.chooser.shortfall_s(prompt, 0.9) == pytest.approx(late_s), "the wait in the queue counts"
+
+    assert broken_promise(known.routes.model, lambda _: LatencyObjective(ttft_s=0.5), A, 4) == ""
+    why = broken_promise(known.routes.model, lambda _: LatencyObjective(ttft_s=0.2), A, 4)
+    assert re.fullmatch(r"predicted TTFT \d+ ms exceeds 200 ms at 4 in flight", why)
+    assert broken_promise(known.routes.model, lambda _: LatencyObjective(tpot_s=0.01), A, 4)
 
 
 async def test_routes_that_arrive_for_a_departed_endpoint_are_forgotten() -> None:

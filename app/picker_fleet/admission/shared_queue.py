@@ -109,8 +109,9 @@ class Waiter(msgspec.Struct, eq=False):
 class SharedQueue:
     """This replica's requests in the shared queue. All calls come from one event loop.
 
-    The attribute `retry_after_s` is the Retry-After of requests refused after a wait. The queue calls
-    `on_unknown_pool` when the shared state has lost the pool.
+    The attribute `retry_after_s` is the Retry-After of requests refused after a wait; `expected_wait_s` is
+    the time to dispatch all waiting requests. Membership sets both. The queue calls `on_unknown_pool` when
+    the shared state has lost the pool.
     """
 
     def __init__(
@@ -130,6 +131,7 @@ class SharedQueue:
         self.pause_detector, self._on_unknown_pool, self._clock = pause_detector, on_unknown_pool, clock
         self._attempts, self._traces = attempts, traces
         self.retry_after_s = 1
+        self.expected_wait_s = 0.0
         self.fleet_queued = 0  # number of the fleet's queued requests at the last heartbeat or dispatch
         self._queued = 0  # number of this replica's queued requests, part of `_waiting`
         self._waiting: dict[str, Waiter] = {}
@@ -163,7 +165,7 @@ class SharedQueue:
         """
         if request.band.criticality is not Criticality.SHEDDABLE:
             return
-        shortfall_s = self._chooser.shortfall_s(request)
+        shortfall_s = self._chooser.shortfall_s(request, self.expected_wait_s)
         if shortfall_s is not None:
             self._metrics.push_error(request.model, TooSlow.code, request.target_model)
             retry_after_s = min(max(math.ceil(shortfall_s), 1), _LONGEST_RETRY_S)

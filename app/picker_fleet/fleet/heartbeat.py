@@ -443,6 +443,7 @@ class Membership:
         if self.leads():
             self._envoy_limits.look(pool.about.values())
         self._queue.retry_after_s = pool.retry_after_s
+        self._queue.expected_wait_s = pool.queued / pool.drain_rate if pool.drain_rate else 0.0
 
     async def _read(self) -> SharedState:
         pool = await self._store.state(self._leases.replica_silence)

@@ -285,16 +285,17 @@ class EndpointChooser:
             selector=request.selector,
         )
 
-    def shortfall_s(self, request: InferenceRequest) -> float | None:
-        """Seconds by which every endpoint is predicted to miss the latency objective of `request`; None
-        without an objective, or if an endpoint may keep it or is unknown."""
+    def shortfall_s(self, request: InferenceRequest, wait_s: float = 0.0) -> float | None:
+        """Seconds by which every endpoint is predicted to miss the latency objective of `request`, after
+        `wait_s` in the queue; None without an objective, or if an endpoint may keep it or is unknown."""
         if request.latency == ANY_LATENCY:
             return None
         self._forecasts.use()
         self._states.refresh()
         able = apply_filters(self._pick(request), self._states.everything()).eligible
         matches = self._routes.index.match(request.prefix)
-        return shortfall_s(request.latency, [*self._forecasts.of(request, able, matches).values()])
+        left = request.latency._replace(ttft_s=request.latency.ttft_s - wait_s)
+        return shortfall_s(left, [*self._forecasts.of(request, able, matches).values()])
 
     def _is_able(self, request: InferenceRequest, address: str) -> bool:
         """Whether the endpoint takes requests, and `request` may be placed on it."""
