@@ -81,7 +81,7 @@ local function preempt_for(r)
       local other = record.read(newest)
       if other and other.state == STATE_QUEUED then
         pool.pressed = 1
-        defer_write('ZADD', key.candidates[band], pool.next_arrival_us(0), flow_queue)
+        defer_write('ZADD', key.candidates[band], pool.next_arrival_us(), flow_queue)
         end_and_notify(other, NOTIFY_PREEMPTED)
         return true
       end
@@ -156,6 +156,19 @@ local function arrive(r, turn, picks)
   return queued_for(left_ms)
 end
 
+-- The arrival number of a request of this age. A replica's clock counts ms, so requests of one call often have equal
+-- ages: number those in the order of the call (G4).
+local counts = {} -- time of arrival in us -> number of this call's requests with an age that arrived then
+local function arrival_us(age_ms)
+  if age_ms > 0 then
+    local arrived = math.floor(now_us - age_ms * 1000 + 0.5)
+    local earlier = counts[arrived] or 0
+    counts[arrived] = earlier + 1
+    return arrived + earlier
+  end
+  return pool.next_arrival_us()
+end
+
 local asked, ids, workload_ids = {}, {}, {} -- reused by each call
 local function admit(args)
   local count = #args - 1
@@ -165,6 +178,7 @@ local function admit(args)
     return {'0', {}, 0, 0, unpack(replies)}
   end
   reset_notifications(args[1])
+  counts = {}
   local replies = {}
   for i = 1, count do
     local r = record.new('')
@@ -182,7 +196,7 @@ local function admit(args)
     else
       -- Count the arrival in its workload before the decision, so the rate includes refused requests (specs 000, 001).
       r.state, r.owner, r.workload, r.arrived, r.deadline_ms, r.endpoints, r.taken, r.tag = 'new', args[1],
-        workloads.arrived(r.flow, r.workload), pool.next_arrival_us(r.age_ms), 0, '', 0, -1
+        workloads.arrived(r.flow, r.workload), arrival_us(r.age_ms), 0, '', 0, -1
       r.age_ms = math.floor(r.age_ms)
       if r.learn == 1 then r.cost = r.cost + answers.mean(r.flow) end
       r.cost = bands.clamp_cost(r.cost)

@@ -218,9 +218,8 @@ function pool.retry_after_s()
   return math.max(1, math.min(MOST_RETRY_S, math.ceil((pool.queued + 1) / pool.rate)))
 end
 
--- The arrival number: time of arrival in us. The number is unique, unless a request is registered again with its age.
-function pool.next_arrival_us(age_ms)
-  if age_ms > 0 then return math.floor(now_us - age_ms * 1000 + 0.5) end
+-- The arrival number of a request that arrives now: the time in us, or the last number plus 1 if that is greater.
+function pool.next_arrival_us()
   local seq = pool.seq + 1
   if seq < now_us then seq = now_us end
   pool.seq = seq

@@ -1,6 +1,7 @@
 """The base of the model: the pool's counts, and the changes of a request that several calls make."""
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -70,6 +71,7 @@ class PoolModel:
         self._suspected: list[str] = []  # endpoints of suspect requests, as of the last sweep
         self._caller = ""
         self._notifications: list[str] = []
+        self._aged = Counter[int]()  # this call's requests with an age, by time of arrival
 
     def live(self, silence_ms: int) -> list[str]:
         return [name for name, last in self.replicas.items() if last > self.moment.now_ms - silence_ms]
@@ -85,6 +87,7 @@ class PoolModel:
 
     def _begin(self, caller: str) -> None:
         self._caller, self._notifications, self.events, self._timed = caller, [], [], False
+        self._aged.clear()
 
     def _conclude(self, answers: list[Any]) -> Reply:
         attempts, served = self._dispatch() if self._base else (0, 0)
@@ -135,6 +138,12 @@ class PoolModel:
         """The next arrival number: unique, increasing, and close to the time in µs."""
         self.seq = max(self.seq + 1, self.moment.now_us)
         return self.seq
+
+    def _arrival_by(self, age_ms: int) -> int:
+        """The arrival number by a request's age; equal ages of one call are numbered in their order."""
+        arrived = self.moment.now_us - age_ms * 1000
+        self._aged[arrived] += 1
+        return arrived + self._aged[arrived] - 1
 
     # Stock, leases and endpoints
 

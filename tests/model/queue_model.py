@@ -278,7 +278,7 @@ class QueueModel(PoolModel):
             item.id, self._caller, item.attempt, item.flow, item.priority, item.weight, cost, item.workload,
             item.criticality, item.model, item.limit, item.body_bytes, item.candidates == "*",
         )  # fmt: skip
-        r.arrived = self.moment.now_us - item.age_ms * 1000 if item.age_ms > 0 else self._next_arrival()
+        r.arrived = self._arrival_by(item.age_ms) if item.age_ms > 0 else self._next_arrival()
         left_ms = item.ttl_ms - item.age_ms
         r.deadline_ms = self.moment.now_ms + left_ms
         # Each arriving request counts in the rate of its workload, even a refused request.

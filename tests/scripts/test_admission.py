@@ -65,13 +65,16 @@ async def test_the_queue_can_be_disabled_and_enabled_while_requests_wait(fleet: 
 
 
 async def test_requests_registered_again_in_one_message_keep_their_order(fleet: OpenFleet) -> None:
-    # Two requests that first arrived within 1 ms are admitted again; the older request's id sorts last.
+    # Requests that first arrived within 1 ms are admitted again: the oldest last, and two of equal age. Ids
+    # sort in reverse.
     async with fleet("a", full=True) as (it, a):
-        await asyncio.gather(a.beat(), a.admit("a", age_s=0.0501), a.admit("z", age_s=0.0505))
-        # The request with the earlier first arrival is served first.
+        ages_s = {"b": 0.0501, "a": 0.0501, "z": 0.0505}
+        await asyncio.gather(a.beat(), *(a.admit(name, age_s=age_s) for name, age_s in ages_s.items()))
+        # The oldest request is served first, and requests of equal age in the order of the message.
         await a.settle("runs")
-        await a.settle(order_of(await it.log())[-1])
-        assert order_of(await it.log()) == ["z", "a"]
+        for _ in range(2):
+            await a.settle(order_of(await it.log())[-1])
+        assert order_of(await it.log()) == ["z", "b", "a"]
 
 
 def test_a_call_moves_at_most_256_requests_that_reached_the_wait_cap(client: redis.Redis, pool: str) -> None:
