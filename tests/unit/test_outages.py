@@ -8,6 +8,7 @@ from unittest.mock import AsyncMock
 import pytest
 from admission_bench import E1, E2, FULL, PULSE, QUEUED, Bench, NoPeers, resyncing, returned, watched
 from background import running, until
+from local_requests import ask
 from metrics_page import samples
 
 from picker_fleet import background
@@ -331,6 +332,15 @@ async def test_after_a_pause_of_the_replica_a_failed_call_is_repeated() -> None:
     bench.store.away = False
     assert (await asking).endpoints == (E1,)
     assert bench.gate.failover.state is FailoverState.SHARED
+
+
+async def test_a_replica_that_lost_its_core_for_a_moment_sends_no_age() -> None:
+    # Two requests reach Redis 9 ms and 20 ms after the replica.
+    bench = Bench(clock=lambda: 100.0)
+    for age_s in (0.009, 0.02):
+        await bench.gate.admit(ask(f"after {age_s} s"), stream_owned=False, age_s=age_s)
+    # Only the second has an age. The first must not overtake earlier requests of its message (G4).
+    assert bench.store.ages_s == [0.0, pytest.approx(0.02)]
 
 
 async def test_after_a_pause_of_the_replica_an_ended_stream_is_not_admitted() -> None:

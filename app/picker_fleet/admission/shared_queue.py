@@ -64,7 +64,9 @@ _REBUILD_PAUSE_S = 0.1
 _ID_CHECK_S = 0.005  # seconds between checks whether another request with the same id is admitted
 _TAKEN_OVER = "taken over by a newer stream"
 _LONGEST_RETRY_S = 60
-_YOUNG_S = 0.001  # the age of a younger request is sent as 0
+# The age of a younger request is sent as 0, so that it does not overtake earlier requests of its message: the
+# event loop's clock counts whole ms, and another process may have had the core since the request arrived.
+_YOUNG_S = 0.01
 
 
 class Waiter(msgspec.Struct, eq=False):
