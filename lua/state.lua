@@ -17,6 +17,7 @@
 --     waiting requests, number of waiting requests, bytes of their bodies
 --   list of id and replica info (JSON) of each live replica
 --   list of address and load of each endpoint: requests in flight, plus 1e9 while the endpoint takes no new requests
+--   list of the limits of these endpoints, in the same order ('' without a limit); empty if no endpoint has a limit
 --   guards, credit, overdue: grants by the starvation guard, the guard's credit, number of overdue requests
 --   rate: dispatches per second
 --   paused: 1 while an operator has paused the queue, else 0
@@ -41,10 +42,12 @@ local function state(args)
     -- Leave out the second line, the replica's counts of served requests: that line is long and not needed here.
     replicas[2 * i] = string.match(infos[i] or '{}', '^[^\n]*')
   end
+  local loads, limits = read('ZRANGE', key.load, 0, 999, 'WITHSCORES'), {}
+  for i = 1, endpoints.caps and #loads or 0, 2 do limits[#limits + 1] = tostring(endpoints.cap(loads[i]) or '') end
   return {
     exact(pool.epoch), exact(now_us), exact(pool.stock), pool.queued, exact(pool.upper), exact(pool.lower), pool.ready,
     read('ZCARD', key.inflight), exact(pool.dispatches), exact(pool.ended), of_bands, replicas,
-    read('ZRANGE', key.load, 0, 999, 'WITHSCORES'), exact(pool.guards), exact(pool.credit), pool.overdue,
+    loads, limits, exact(pool.guards), exact(pool.credit), pool.overdue,
     exact(pool.rate), settings.paused or 0, read('HGET', key.pool, 'tuned_version') or '',
     pool.retry_after_s(), read('HGET', key.pool, 'endpoint_refusals') or '{}',
   }

@@ -135,11 +135,17 @@ def _summary(settings: "Settings") -> list[str]:
     """The lines that the command `check` prints for a pool."""
     bounds = settings.request_queue_controller
     queue = settings.fair_request_queue
+    if bounds.is_adaptive:
+        found = f"found by the fleet, {bounds.initial_per_backend} requests each at first"
+    else:
+        found = (
+            f"static, lower {bounds.lower_per_backend:g}, watermark {bounds.watermark_per_backend:g}, "
+            f"upper {bounds.upper_per_backend:g} {bounds.unit}"
+        )
     return [
         f"  pool: {settings.pool}",
         f"  endpoints: {_endpoints_of(settings.discovery)}",
-        f"  bounds per backend: lower {bounds.lower_per_backend:g}, watermark "
-        f"{bounds.watermark_per_backend:g}, upper {bounds.upper_per_backend:g} {bounds.unit}",
+        f"  limits per backend: {found}",
         f"  queue: {queue.total_capacity} requests, {queue.flow_capacity} a flow, {queue.queue_ttl:g} s each",
     ]
 

@@ -36,6 +36,7 @@ from picker_fleet.endpoints.snapshot import SnapshotCell
 from picker_fleet.fleet.endpoint_health import Probes
 from picker_fleet.fleet.heartbeat import HeartbeatTrigger, Membership
 from picker_fleet.fleet.info import ReplicaInfo
+from picker_fleet.fleet.limits import LimitKeeper
 from picker_fleet.grpc.certificates import Certificates
 from picker_fleet.grpc.transport import Handler
 from picker_fleet.ingress.context import (
@@ -190,6 +191,7 @@ class Pool:
             fleet=self.fleet,
             failover=self.admission.failover,
             heartbeat_now=self.heartbeat_now,
+            limits=LimitKeeper(self.store, self.fleet, self.readings, clock),
             on_config=self.chooser.follow,
             on_suspects=self.scraping.suspect,
         )

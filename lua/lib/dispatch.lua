@@ -143,7 +143,8 @@ local function dispatch()
     -- are equal.
     queue.prefetch(math.min(room, counters.ended - counters.ended_before))
   end
-  local places = room > 0 and endpoints.caps and endpoints.free_slots() or math.huge
+  local places = math.huge
+  if room > 0 and endpoints.caps and not endpoints.stock_bounds_slots() then places = endpoints.free_slots() end
   while counters.queued > 0 and counters.stock < lower and attempts < DISPATCH_LIMIT and places > 0 do
     local id, tag, band, flow_queue
     if guarded and counters.overdue > 0 and counters.credit >= GUARD_CREDIT then

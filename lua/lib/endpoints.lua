@@ -2,8 +2,9 @@
 -- The live load of every endpoint, and the choice among endpoints. The load is the endpoint's number of requests in
 -- flight, plus UNPICKABLE if it takes no new requests (draining, marked, or unpublished while requests still run).
 -- The hash `limits` counts the requests in flight of flows that have a limit per endpoint. The table `endpoints.caps`
--- is endpoint -> limit, nil if no endpoint has a limit: the configured limits, and the temporary limits of endpoints
--- that are full or on trial (lib/marks.lua).
+-- is endpoint -> limit, nil if no endpoint has a limit: the limits in the settings, and the temporary limits of
+-- endpoints that are full or on trial (lib/marks.lua). An endpoint that the table lacks has the limit
+-- `settings.default_cap`, if set.
 -- Uses reads and writes from lib/storage.lua, settings from lib/pool.lua. Defines `endpoints`.
 
 -- ANY: `candidates` of a request that accepts any endpoint; counts_flows: whether this library has seen a flow's limit
@@ -18,6 +19,8 @@ do -- a chunk may have 200 locals
   local window, window_left -- the least loaded endpoints, and the number of choices for which they suffice
   local READ_AT_ONCE = 2000 -- unpack() puts its values on a stack of limited depth
   local SMALL = 8 -- fewest endpoints to read; a smaller window has all endpoints, enough for any choices
+  -- The same if endpoints have limits: the choice is then by load relative to the limit, not by load alone.
+  local SMALL_WITH_CAPS = 32
 
   -- Return a function that caches the results of `make`, a function with one text argument.
   local function memoized(make)
@@ -103,7 +106,8 @@ do -- a chunk may have 200 locals
   -- `want` endpoints each. Insert the endpoints whose load this call has changed at their new places, since Redis has
   -- only their former loads.
   local function read_window(picks, want)
-    local most = math.max(math.max(picks, 1) + want, SMALL)
+    local small = endpoints.caps and SMALL_WITH_CAPS or SMALL
+    local most = math.max(math.max(picks, 1) + want, small)
     local changed, changed_count, own = changed_loads, 0, {}
     for address in pairs(changed) do
       changed_count = changed_count + 1
@@ -130,7 +134,7 @@ do -- a chunk may have 200 locals
       count = count + 1
       window[count] = own[i]
     end
-    loads_known, window_left = loads_known + count, count < SMALL and math.huge or most - want
+    loads_known, window_left = loads_known + count, count < small and math.huge or most - want
   end
 
   -- Field of the hash `limits` -> requests in flight of a limited flow, cached during a call; and the fields that the
@@ -185,14 +189,23 @@ do -- a chunk may have 200 locals
     return all
   end
 
+  -- The limit of an endpoint, nil if it has none. Call this function only if endpoints have limits.
+  function endpoints.cap(address) return endpoints.caps[address] or settings.default_cap end
+
+  -- Whether a free slot is certain while the stock is below its upper bound: the bound is the sum of the limits of the
+  -- ready endpoints (`adaptive`), no temporary limit is lower, and each request takes at least 1 of the stock.
+  function endpoints.stock_bounds_slots()
+    return settings.adaptive == 1 and endpoints.caps == settings.caps and settings.queue_enabled ~= 0
+  end
+
   -- Return how many more requests may be granted before every ready endpoint is at its limit. A granted request that is
   -- not placed yet also takes a slot. Call this function only if endpoints have limits.
   function endpoints.free_slots()
-    local caps, left, placed = endpoints.caps, 0, 0
+    local left, placed = 0, 0
     for _, address in ipairs(endpoints.counted()) do
       local load = loads[address] or load_of(address)
       if is_pickable(load) then
-        local cap = caps[address]
+        local cap = endpoints.cap(address)
         if not cap then return math.huge end
         left, placed = left + math.max(cap - load, 0), placed + load
       elseif load >= 0 then
@@ -204,11 +217,11 @@ do -- a chunk may have 200 locals
 
   -- Return the ready endpoints of `among` in two lists: below their limit, and at their limit.
   function endpoints.split_by_limit(among)
-    local caps, free, closed = endpoints.caps, {}, {}
+    local free, closed = {}, {}
     for _, address in ipairs(among) do
       local load = load_of(address)
       if is_pickable(load) then
-        local found = load < (caps[address] or UNPICKABLE) and free or closed
+        local found = load < (endpoints.cap(address) or UNPICKABLE) and free or closed
         found[#found + 1] = address
       end
     end
@@ -255,16 +268,15 @@ do -- a chunk may have 200 locals
     return text
   end
 
-  local function loads_seen(named, among, chosen, kept)
+  local function loads_seen(named, eligible, chosen, kept)
     if not named then
-      local texts, known_texts = load_fields, load_texts
-      for i = 1, kept do texts[i] = known_texts[chosen[i]] or load_text(chosen[i]) end
-      return table.concat(texts, ',', 1, kept)
+      for i = 1, kept do load_fields[i] = load_text(loads[chosen[i]]) end
+      return table.concat(load_fields, ',', 1, kept)
     end
     local free
-    if among ~= named then
+    if eligible ~= named then
       free = {}
-      for _, address in ipairs(among) do free[address] = true end
+      for _, address in ipairs(eligible) do free[address] = true end
     end
     local count = #named
     for i = 1, count do
@@ -274,17 +286,52 @@ do -- a chunk may have 200 locals
     return table.concat(load_fields, ',', 1, count)
   end
 
+  -- Enter the `want` best ready endpoints of `among` in `best_ones` and `their_costs`, and return their number.
+  -- Endpoints of equal cost keep the order in which they are visited, which `turn` rotates. If the fleet finds limits,
+  -- loads are compared relative to the limits, and endpoints at their limit come last: a retry there is better than an
+  -- error.
+  local AT_LIMIT, LEAST_AT_LIMIT = 1e6, 5e5 -- added to the cost of an endpoint at its limit; more than any other cost
+  local best_ones, their_costs = {}, {} -- reused by each choice
+  local function rank(among, want, turn, cost_of)
+    local best, costs, kept, count = best_ones, their_costs, 0, #among
+    local caps, default_cap = settings.adaptive == 1 and endpoints.caps, settings.default_cap
+    local next_one = turn % count
+    for _ = 1, count do
+      local address = among[next_one + 1]
+      next_one = (next_one + 1) % count
+      local load = loads[address] or load_of(address)
+      if load >= 0 and load < UNPICKABLE then
+        local cost = cost_of and cost_of(address) or load
+        if caps then
+          local cap = caps[address] or default_cap
+          if not cost_of then cost = load / cap end
+          if load >= cap then cost = cost + AT_LIMIT end
+        end
+        if kept < want or cost < costs[kept] then
+          if kept < want then kept = kept + 1 end
+          local at = kept
+          while at > 1 and cost < costs[at - 1] do
+            best[at], costs[at] = best[at - 1], costs[at - 1]
+            at = at - 1
+          end
+          best[at], costs[at] = address, cost
+        end
+      end
+    end
+    return kept
+  end
+
   -- Choose endpoints for r, the best first; `turn` rotates among endpoints of equal cost. `candidates` is '*' (all),
   -- 'a,b,c' (choose by load) or 'a=0.7,b=0.5' (scores, which do not include live load). `picks` is how many requests
   -- this call may still place. Return 'a,b,c' (the endpoint and up to `fallbacks` fallbacks), the loads seen, and the
   -- endpoint; or nil, whether only a limit prevents a choice, and the endpoints that are at their own limit.
-  local best_ones, their_costs = {}, {} -- reused by each choice
   local function choose(r, candidates, turn, picks)
     local want, among, scores, named = settings.fallbacks + 1
+    local finds_limits = settings.adaptive == 1
     if candidates ~= endpoints.ANY then
       named, scores = listed(candidates)
       among = named
-    elseif r.limit > 0 or endpoints.caps then
+    elseif r.limit > 0 or endpoints.caps and not finds_limits then
       among = endpoints.counted()
     else
       if not window or window_left < 1 then read_window(picks, want) end
@@ -292,32 +339,25 @@ do -- a chunk may have 200 locals
     end
     local limited, closed = false, nil
     if r.limit > 0 then among, limited = below_limit(r, among) end
-    if endpoints.caps then
-      among, closed = endpoints.split_by_limit(among)
+    local eligible = among
+    if endpoints.caps and (named or not finds_limits) then
+      eligible, closed = endpoints.split_by_limit(among)
       limited = limited or #closed > 0
+      if not finds_limits then among = eligible end
     end
     local cost_of = scores and cost_function(among, scores) -- nil: by load alone
-    -- Insert each endpoint into the `want` best so far; endpoints of equal cost keep the order in which they are
-    -- visited.
-    local best, costs, kept, count = best_ones, their_costs, 0, #among
-    local next_one = turn % count
-    for _ = 1, count do
-      local address = among[next_one + 1]
-      next_one = (next_one + 1) % count
-      local load = loads[address] or load_of(address)
-      local cost = cost_of and cost_of(address) or load
-      if (kept < want or cost < costs[kept]) and load >= 0 and load < UNPICKABLE then
-        if kept < want then kept = kept + 1 end
-        local at = kept
-        while at > 1 and cost < costs[at - 1] do
-          best[at], costs[at] = best[at - 1], costs[at - 1]
-          at = at - 1
-        end
-        best[at], costs[at] = address, cost
+    local kept = rank(among, want, turn, cost_of)
+    if finds_limits and kept > 0 and their_costs[1] > LEAST_AT_LIMIT then
+      if among == window and window_left ~= math.huge then -- an endpoint with more load may have room
+        among = endpoints.counted()
+        kept = rank(among, want, turn)
+      end
+      if their_costs[1] > LEAST_AT_LIMIT then
+        kept, limited, closed = 0, true, closed or select(2, endpoints.split_by_limit(among))
       end
     end
     if kept == 0 then return nil, limited, closed end
-    return table.concat(best, ',', 1, kept), loads_seen(named, among, costs, kept), best[1]
+    return table.concat(best_ones, ',', 1, kept), loads_seen(named, eligible, best_ones, kept), best_ones[1]
   end
 
   -- Choose like `choose`; but if no named candidate takes new requests, and no limit is the cause, choose among the

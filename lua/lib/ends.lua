@@ -6,7 +6,7 @@
 
 -- Whether an endpoint has a limit, takes new requests and is below the limit.
 local function has_free_slot(address)
-  local cap = endpoints.caps[address]
+  local cap = endpoints.cap(address)
   return cap and endpoints.is_ready(address) and endpoints.load(address) < cap
 end
 

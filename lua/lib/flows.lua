@@ -308,6 +308,7 @@ do
 
   -- An endpoint is below its limit again: put the first flow queue that waits for the endpoint back in order.
   function queue.endpoint_has_room(address)
+    if read('HLEN', key.blockers) == 0 then return end
     for _, band in ipairs(bands_in_order()) do
       for _ = 1, STRAYS do
         local waiting, flow_queue = throttle.first_waiting(band, address)
@@ -378,10 +379,29 @@ do
   end
 end
 
+-- Add the limits that the fleet has found to the settings `base`, as `caps` (endpoint -> limit) and `default_cap` (of
+-- all other endpoints). A found limit is at most the limit that discovery gives (`base.caps`); a pinned limit replaces
+-- it.
+local function add_limits(base)
+  local function bounded(limit) return math.max(base.limit_min, math.min(limit, base.limit_max)) end
+  local decoded, found = pcall(cjson.decode, read('HGET', key.pool, 'limits') or '{}')
+  local caps = {}
+  for address, limit in pairs(decoded and type(found) == 'table' and found or {}) do
+    if type(limit) == 'number' then caps[address] = bounded(limit) end
+  end
+  base.default_cap = bounded(base.limit_initial)
+  for address, limit in pairs(base.caps or {}) do
+    caps[address] = math.min(limit, caps[address] or base.default_cap)
+  end
+  for address, limit in pairs(base.pinned or {}) do caps[address] = limit end
+  base.caps = caps
+end
+
 -- Put settings in force: the published configuration `base`, overlaid by the live changes `overrides`.
 local function put_settings(base, overrides)
   local changed = false
   for name, value in pairs(overrides) do base[name] = value end
+  if base.adaptive == 1 then add_limits(base) end
   -- The settings that decide the order of queued requests.
   for _, name in ipairs({'fairness', 'ordering', 'wait_signal', 'wait_weight', 'criticality_weight', 'rate_weight',
     'wait_cap_ms', 'rate_cap'}) do

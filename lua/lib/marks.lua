@@ -131,17 +131,27 @@ do
           for each, cap in pairs(settings.caps or {}) do endpoints.caps[each] = cap end
         end
         local cap = is_over and entry.cap + 1 or entry.cap -- one request tries an endpoint that was full
-        endpoints.caps[address] = math.min(cap, endpoints.caps[address] or cap)
+        endpoints.caps[address] = math.min(cap, endpoints.cap(address) or cap)
       end
     end
   end
 
-  -- The bounds of the stock are configured per ready endpoint. Nine digits undo binary rounding: 20 times 1.15 is 23,
-  -- not 22.999...
+  -- Compute the bounds of the stock. `adaptive`: both bounds are the sum of the ready endpoints' limits. Otherwise they
+  -- are configured per ready endpoint. Nine digits undo binary rounding: 20 times 1.15 is 23, not 22.999...
   function marks.update_bounds()
     local function scaled(bound) return tonumber(string.format('%.9g', bound * pool.ready)) end
-    pool.upper = scaled(settings.upper_per)
-    pool.lower = math.max(scaled(settings.lower_per), 1e-9) -- with a bound of 0, an idle pool still starts one request
+    if settings.adaptive == 1 then
+      pool.upper = 0
+      for _, address in ipairs(endpoints.counted()) do
+        if endpoints.is_ready(address) then
+          pool.upper = pool.upper + (settings.caps[address] or settings.default_cap)
+        end
+      end
+      pool.lower = pool.upper
+    else
+      pool.upper, pool.lower = scaled(settings.upper_per), scaled(settings.lower_per)
+    end
+    pool.lower = math.max(pool.lower, 1e-9) -- with a bound of 0, an idle pool still starts one request
   end
 
   -- The upper bound if all published endpoints were ready. This bound limits the stock that a restored request takes.

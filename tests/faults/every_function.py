@@ -9,6 +9,7 @@ from script_fleet import Fleet, ask, until
 
 from picker_fleet.domain.bands import Band
 from picker_fleet.domain.request import Fault, Outcome
+from picker_fleet.state.pool_state import FoundLimit
 from picker_fleet.state.reads import RankRange, Reads
 from picker_fleet.state.store import Store
 
@@ -34,6 +35,8 @@ async def use_everything(fleet: Fleet, store: Store) -> None:
     assert await store.set_live_config({"paused": 1}, {"paused": True})
     await store.set_live_config({"paused": None}, {"paused": None})
     await store.live_config()
+    await store.set_limits({"10.0.0.1:8000": FoundLimit(4, "test", 0)})
+    await store.found_limits()
     await store.endpoints()
     await store.notifications()
     await store.state(60)

@@ -11,6 +11,7 @@ from fleet_load import at_rest, decisions, metric
 from picker_fleet.admin import models
 from picker_fleet.admin.models import Endpoint, State
 
+TWO_EACH = {"request_queue_controller": {"watermark_per_backend": 2}}
 OBJECTIVES = [{"name": "gold", "criticality": "Critical", "weight": 3.0}, {"name": "iron", "weight": 1.0}]
 SLOW = ("--no-restart", "--endpoints", "1", "--sim-ttft", "20", "--sim-itl", "5")
 HARD_NAME = "a/b ?é%2F#"
@@ -31,7 +32,9 @@ async def all_pages(fleet: Any, path: str, rows: str, replica: int, limit: int) 
 
 
 async def test_every_replica_lists_the_queue_in_dispatch_order(fleet: Any) -> None:
-    here = fleet(*SLOW, config={"objectives": OBJECTIVES, "fair_request_queue": {"guard_share": 0}})
+    here = fleet(
+        *SLOW, config={**TWO_EACH, "objectives": OBJECTIVES, "fair_request_queue": {"guard_share": 0}}
+    )
     asked = [(HARD_NAME, "iron", "w 1"), ("b", "iron", "w/2")] * 4 + [("g", "gold", "w 1")] * 3
     async with paused(here) as send:
         waiting = []
@@ -89,7 +92,10 @@ async def test_every_replica_lists_the_queue_in_dispatch_order(fleet: Any) -> No
 async def test_under_load_flows_share_service_by_weight_and_metrics_count_each_dispatch(fleet: Any) -> None:
     # Answers take long, so that requests queue at the bound even if the machine is busy.
     slower = ("--no-restart", "--endpoints", "1", "--sim-ttft", "150", "--sim-itl", "5")
-    here = fleet(*slower, config={"objectives": [{**each, "criticality": "Default"} for each in OBJECTIVES]})
+    here = fleet(
+        *slower,
+        config={**TWO_EACH, "objectives": [{**each, "criticality": "Default"} for each in OBJECTIVES]},
+    )
     async with here.client() as client, asyncio.TaskGroup() as tasks:
         going = True
 
@@ -135,7 +141,7 @@ async def test_under_load_flows_share_service_by_weight_and_metrics_count_each_d
 
 
 async def test_the_event_stream_has_every_decision_once_and_ends_when_its_replica_stops(fleet: Any) -> None:
-    here = fleet(*SLOW, config={"objectives": OBJECTIVES})
+    here = fleet(*SLOW, config={**TWO_EACH, "objectives": OBJECTIVES})
     async with (
         here.client() as client,
         event_stream(here, 0) as first,

@@ -9,7 +9,11 @@ from admin_calls import ask
 from hypothesis import HealthCheck, given, settings
 from whole_fleet import says_unavailable
 
-CONFIG = {"admin": {"rate": 1e6}, "fair_request_queue": {"ordering": "workload-aware"}}
+CONFIG = {
+    "admin": {"rate": 1e6},
+    "fair_request_queue": {"ordering": "workload-aware"},
+    "request_queue_controller": {"watermark_per_backend": 2},
+}
 EXAMPLES = 15  # number of random calls of each operation
 MAX_ATTEMPTS = 5  # tries of one call, while the API answers that Redis timed out
 

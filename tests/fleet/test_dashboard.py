@@ -14,6 +14,7 @@ SLOW = ("--endpoints", "2", "--sim-ttft", "300", "--sim-itl", "1")
 CONFIG = {
     "objectives": [{"name": "gold", "criticality": "Critical"}],
     "fair_request_queue": {"flow_capacity": 500, "queue_ttl": "60s"},
+    "request_queue_controller": {"watermark_per_backend": 2},
 }
 pytestmark = pytest.mark.asyncio(loop_scope="module")  # the browser's event loop
 XSS = "<img src=x onerror=window.owned=1>"

@@ -21,6 +21,7 @@ CONFIG = {
         {"name": "heavy", "criticality": "Default", "weight": 3},
         {"name": "batch", "criticality": "Sheddable"},
     ],
+    "request_queue_controller": {"watermark_per_backend": 2},
     "fair_request_queue": {
         "band_policy": "weighted",
         "flow_capacity": 500,

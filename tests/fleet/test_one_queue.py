@@ -8,7 +8,10 @@ import pytest
 from decision_ledger import Ledger
 from fleet_load import at_rest, complete, completed, decisions, served_by
 
-CONFIG = {"fair_request_queue": {"flow_capacity": 1000}}
+CONFIG = {
+    "fair_request_queue": {"flow_capacity": 1000},
+    "request_queue_controller": {"watermark_per_backend": 2},
+}
 
 
 @pytest.fixture(params=["lean", "standard", "http"], scope="module")

@@ -121,12 +121,12 @@ def numbers_of(state: list[Any]) -> dict[str, Any]:
     """The values in the reply of lua/state.lua by name, without the epoch."""
     names = (
         "epoch", "now_us", "stock", "queued", "upper", "lower", "ready", "in_flight", "dispatches", "ended",
-        "bands", "replicas", "loads", "guards", "credit", "overdue", "rate", "paused", "tuned",
+        "bands", "replicas", "loads", "limits", "guards", "credit", "overdue", "rate", "paused", "tuned",
         "retry_after_s", "refusals",
     )  # fmt: skip
     found = dict(zip(names, state, strict=True))
-    _, bands, replicas, loads, refusals = (
-        found.pop(name) for name in ("epoch", "bands", "replicas", "loads", "refusals")
+    _, bands, replicas, loads, _, refusals = (
+        found.pop(each) for each in ("epoch", "bands", "replicas", "loads", "limits", "refusals")
     )
     for priority, *values in zip(*(bands[at::5] for at in range(5)), strict=True):
         of_band = (f"{name}:{priority}" for name in ("v", "flow_queues", "queued", "bytes"))

@@ -71,6 +71,7 @@ WRITING: dict[str, tuple[Any, ...]] = {
     "heartbeat": ("a", "{}", 60_000, "0a"),
     "publish_changes": ("a", "e", "f", "b:1", OPEN),
     "tune": ("a", '{"paused": 1}', "{}"),
+    "set_limits": ("a", '{"b:1": 4}', "{}"),
     "sweep": ("a", 0, 60_000, 600_000, 600_000),
 }
 

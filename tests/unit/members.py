@@ -1,5 +1,6 @@
 """A replica's membership for tests."""
 
+import asyncio
 from typing import Any
 from unittest.mock import Mock
 
@@ -7,8 +8,10 @@ from picker_fleet.admission.failover import Failover
 from picker_fleet.admission.shared_queue import SharedQueue
 from picker_fleet.domain.config import Settings
 from picker_fleet.domain.known_fleet import KnownFleet
+from picker_fleet.endpoints.readings import MetricsCache
 from picker_fleet.endpoints.snapshot import SnapshotCell
 from picker_fleet.fleet.heartbeat import HeartbeatTrigger, Membership
+from picker_fleet.fleet.limits import LimitKeeper
 from picker_fleet.state.store import Store
 from picker_fleet.telemetry.metrics import Metrics
 
@@ -23,13 +26,16 @@ def member_of(
     store: Store, queue: SharedQueue, settings: Settings, cell: SnapshotCell, metrics: Metrics, **more: Any
 ) -> Membership:
     """A membership whose replica info is `{"host": "test"}`; nothing follows its live changes or suspects."""
+    fleet = KnownFleet(settings)
+    clock = asyncio.get_running_loop().time
     return Membership(
         store,
         queue,
         settings,
         endpoints=cell,
         metrics=metrics,
-        fleet=KnownFleet(settings),
+        fleet=fleet,
+        limits=LimitKeeper(store, fleet, MetricsCache(None, clock), clock),
         replica_info={"host": "test"}.copy,
         on_config=lambda _: None,
         on_suspects=lambda _: None,

@@ -6,7 +6,7 @@ from typing import Any
 
 from picker_fleet.domain.request import Endpoint, InferenceRequest, Outcome
 from picker_fleet.fleet.live_config import merged
-from picker_fleet.state.pool_state import PoolState
+from picker_fleet.state.pool_state import FoundLimit, PoolState
 from picker_fleet.state.store import (
     AnyVerdict,
     EvictReply,
@@ -21,7 +21,7 @@ POOL = PoolState(
     born_us=1, now_us=2, stock=0.0, lower=0.0, upper=0.0, ready_backends=2, queued=0, queue_length={},
     queue_bytes={}, active_flows=0, virtual_times={}, leases=0, dispatched_total=0, ended_total=0,
     guard_dispatches_total=0, guard_credit=0.0, overdue=0, drain_rate=0.0, retry_after_s=1, paused=False,
-    tuned_version="", endpoint_refusals={}, replicas=("r",), in_flight={}, about={},
+    tuned_version="", endpoint_refusals={}, replicas=("r",), in_flight={}, limits={}, about={},
 )  # fmt: skip
 
 
@@ -34,6 +34,7 @@ class ScriptedStore:
 
     def __init__(self) -> None:
         self.connection_epoch = 1
+        self.found: dict[str, FoundLimit] = {}
         self.admitting: list[AnyVerdict] = []
         self.placing: list[AnyVerdict] = []
         self.placed = asyncio.Event()  # each call of the method `place` sets this event
@@ -140,6 +141,12 @@ class ScriptedStore:
         self.changes = merged(self.changes, note)
         self.version = str(int(self.version or 0) + 1)
         return self.version
+
+    async def found_limits(self) -> dict[str, FoundLimit]:
+        return self.found
+
+    async def set_limits(self, found: dict[str, FoundLimit]) -> None:
+        self.found = found
 
     async def live_config(self) -> LiveConfig:
         return LiveConfig(self.version, dict(self.overrides), dict(self.changes))

@@ -37,7 +37,8 @@ EVERYTHING: dict[str, dict[str, Any]] = {
     },
     "request_queue_controller": {
         "watermark_per_backend": 10, "percentage_deviation_for_bounds": 0.2, "lower_bound_per_backend": 9,
-        "upper_bound_per_backend": 11, "enabled": False,
+        "upper_bound_per_backend": 11, "enabled": False, "mode": "static", "min_per_backend": 2,
+        "max_per_backend": 64, "pinned": {"10.0.0.1:8000": 7},
     },
     "workloads": {
         "wait_weight": 0.1, "criticality_weight": 0.2, "rate_weight": 0.7, "wait_cap": "30s", "rate_cap": 50,
@@ -72,8 +73,9 @@ def fault(patch: Any, settings: Settings = CONFIGURED) -> str:
 
 def test_shared_settings_have_every_name_that_the_scripts_read() -> None:
     assert shared_settings(parse({}), {"gold": 3.0}) == {
-        "upper_per": pytest.approx(2.2), "lower_per": pytest.approx(1.8), "total_capacity": 1000,
-        "flow_capacity": 100, "max_flows": 10_000, "claim_share": 1, "largest_claim": 0.25,
+        "adaptive": 1, "limit_min": 1, "limit_max": 1_000_000, "limit_initial": 8, "pinned": {},
+        "upper_per": 8, "lower_per": 8, "total_capacity": 1000,
+        "flow_capacity": 100, "max_flows": 10_000, "claim_share": 1, "largest_claim": 0,
             "lease_ms": 15_000,
         "silence_ms": 5_000, "fallbacks": 2, "log_max": 0, "window_ms": 60_000, "ema_alpha": 0.2,
         "guard_share": 0.1, "starvation_ms": 0, "band_policy": "strict", "band_weights": [70, 20, 10],
@@ -104,6 +106,7 @@ def test_every_live_key_changes_exactly_its_own_overrides() -> None:
         "total_capacity": 900, "flow_capacity": 90, "max_flows": 50, "claim_share": 1, "largest_claim": 0.5,
         "band_policy": "weighted", "band_weights": [5, 20, 10],
         "fairness": "round-robin", "ordering": "edf", "overload": "reject-noncritical", "starvation_ms": 2500,
+        "adaptive": 0, "limit_min": 2, "limit_max": 64, "pinned": {"10.0.0.1:8000": 7},
         "guard_share": 0.25, "upper_per": 11, "lower_per": 9, "wait_weight": 0.1, "criticality_weight": 0.2,
         "rate_weight": 0.7, "wait_cap_ms": 30_000, "rate_cap": 50, "wait_signal": "workload_average",
         "weights": {"gold": 3, "a.b": 0.5}, "live_weight": 0.25, "queue_enabled": 0,
@@ -118,7 +121,8 @@ def test_nesting_flattened_changes_restores_the_changes() -> None:
 
 def test_a_live_change_of_the_watermark_changes_both_bounds() -> None:
     patch = {"request_queue_controller": {"watermark_per_backend": 10}}
-    assert overridden(patch) == {"lower_per": pytest.approx(9), "upper_per": pytest.approx(11)}
+    bounds = {"lower_per": pytest.approx(9), "upper_per": pytest.approx(11)}
+    assert overridden(patch) == {"adaptive": 0, "largest_claim": 0.25, **bounds}
     effective = live_config.applied(CONFIGURED, live_config.flattened(patch))
     assert effective.settings.request_queue_controller.watermark_per_backend == 10
     assert effective.settings.fair_request_queue.total_capacity == 500

@@ -390,9 +390,7 @@ class FleetLists:
         return models.RequestStatus(
             **fields,
             lease_in_s=None if found.lease_in_s is None else round(found.lease_in_s, 6),
-            why=request_status(
-                found, state, before, self._membership.effective.settings.fair_request_queue.claim_share
-            ),
+            why=request_status(found, state, before, self._membership.effective.settings.claim_share),
             explanation=explanation,
         )
 

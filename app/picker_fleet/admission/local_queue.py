@@ -57,7 +57,7 @@ def rules_of(effective: EffectiveConfig, live: int) -> Rules:
         wait_cap_ms=workloads.wait_cap * 1000,
         rate_cap=math.inf,
     )
-    return Rules(policy, queue.claim_share)
+    return Rules(policy, effective.settings.claim_share)
 
 
 class _UnknownWorkloads:

@@ -186,6 +186,12 @@ class Settings(Section):
             raise ValueError(f"extproc.listen and admin.listen are both {self.admin.listen}")
         return self
 
+    @property
+    def claim_share(self) -> float:
+        """The largest share of the stock's bound that one request takes. 0: each request takes 1 unit, since
+        the fleet finds how many requests an endpoint runs, whatever they cost."""
+        return 0.0 if self.request_queue_controller.is_adaptive else self.fair_request_queue.claim_share
+
 
 class PoolSettings(Settings):
     """The settings of one pool in a configuration with several pools."""

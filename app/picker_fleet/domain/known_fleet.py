@@ -31,4 +31,4 @@ class KnownFleet:
     def limits_by_metrics(self) -> bool:
         """Whether metrics pages decide the endpoints' limits now: in mode `adaptive`, while requests run."""
         controller = self.config.settings.request_queue_controller
-        return self.busy and getattr(controller, "is_adaptive", False)
+        return self.busy and controller.is_adaptive

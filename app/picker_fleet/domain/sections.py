@@ -381,10 +381,31 @@ class FairRequestQueue(Section):
         return self
 
 
+# Keys that set the bounds of the stock by hand. They imply the mode `static`.
+_BOUNDS = (
+    "watermark_per_backend",
+    "percentage_deviation_for_bounds",
+    "lower_bound_per_backend",
+    "upper_bound_per_backend",
+)
+MOST_LIMIT = 1_000_000
+EndpointLimit = Annotated[Count, Field(ge=1, le=MOST_LIMIT)]
+
+
 class RequestQueueController(Section):
-    """The bounds of the stock (admitted work) for each ready endpoint, in `unit`."""
+    """The bounds of the stock (admitted work).
+
+    Mode `adaptive`: the fleet finds a limit for each endpoint, and both bounds are the sum of the ready
+    endpoints' limits (docs/limits.md). Mode `static`: the bounds are configured for each ready endpoint, in
+    `unit`. Without `mode`, a configuration that names a watermark or a bound is static.
+    """
 
     enabled: Flag = True  # False: requests are placed on arrival and never queued
+    mode: Literal["adaptive", "static"] | None = None
+    min_per_backend: EndpointLimit = 1
+    max_per_backend: EndpointLimit | None = None
+    initial_per_backend: EndpointLimit = 8
+    pinned: Mapping[EndpointAddress, EndpointLimit] = Field(default={}, max_length=1000)
     watermark_per_backend: Number = Field(2, gt=0, le=MOST_COST)
     percentage_deviation_for_bounds: Number = Field(0.1, gt=0, lt=1)
     lower_bound_per_backend: Number | None = Field(None, ge=0, le=MOST_COST)
@@ -393,19 +414,56 @@ class RequestQueueController(Section):
     expiry_cleanup_interval: Duration = Field(1.0, gt=0)
 
     @property
+    def is_adaptive(self) -> bool:
+        if self.mode is not None:
+            return self.mode == "adaptive"
+        return self.unit == "requests" and not self.bounds_named
+
+    @property
+    def bounds_named(self) -> tuple[str, ...]:
+        """The configured keys that belong to the mode `static`."""
+        return tuple(
+            name for name in _BOUNDS if getattr(self, name) is not None and name in self.model_fields_set
+        )
+
+    @property
     def upper_per_backend(self) -> float:
+        if self.is_adaptive:
+            return float(self.initial_per_backend)
         if self.upper_bound_per_backend is not None:
             return self.upper_bound_per_backend
         return self.watermark_per_backend * (1 + self.percentage_deviation_for_bounds)
 
     @property
     def lower_per_backend(self) -> float:
+        if self.is_adaptive:
+            return float(self.initial_per_backend)
         if self.lower_bound_per_backend is not None:
             return self.lower_bound_per_backend
         return self.watermark_per_backend * (1 - self.percentage_deviation_for_bounds)
 
     @model_validator(mode="after")
+    def _limits_fit(self) -> Self:
+        if self.mode == "adaptive" and self.bounds_named:
+            raise ValueError(
+                f"{', '.join(self.bounds_named)} belong to mode static; adaptive finds the bounds"
+            )
+        if self.mode == "adaptive" and self.unit == "tokens":
+            raise ValueError("mode adaptive counts requests; unit tokens needs mode static")
+        least, most = self.min_per_backend, self.max_per_backend
+        if most is not None and most < least:
+            raise ValueError(f"max_per_backend {most} is below min_per_backend {least}")
+        if self.mode != "static" and not least <= self.initial_per_backend <= (
+            most or self.initial_per_backend
+        ):
+            given = f"initial_per_backend {self.initial_per_backend}"
+            raise ValueError(f"{given} is not between min_per_backend {least} and max_per_backend {most}")
+        return self
+
+    @model_validator(mode="after")
     def _bounds_fit(self) -> Self:
+        if self.is_adaptive:
+            return self
         # The default watermark of 2 per endpoint is sensible in requests, not in tokens.
         if self.unit == "tokens" and "watermark_per_backend" not in self.model_fields_set:
             raise ValueError("unit tokens needs watermark_per_backend (and bounds, if set) in tokens")

@@ -24,6 +24,7 @@ from picker_fleet.domain.sections import Leases
 from picker_fleet.endpoints.snapshot import Snapshot, SnapshotCell, unmarked
 from picker_fleet.fleet import live_config
 from picker_fleet.fleet.info import EnvoyLimits
+from picker_fleet.fleet.limits import LimitKeeper
 from picker_fleet.fleet.publisher import UNKNOWN, Publisher
 from picker_fleet.state.pool_state import PoolState, marked
 from picker_fleet.state.server_check import ServerCheck
@@ -166,13 +167,14 @@ class Membership:
         fleet: KnownFleet,
         failover: Failover,
         heartbeat_now: HeartbeatTrigger,
+        limits: LimitKeeper,
         on_config: Callable[[EffectiveConfig], object],
         on_suspects: Callable[[Sequence[str]], object],
     ) -> None:
         self._store, self._queue, self._settings, self._leases = store, queue, settings, settings.leases
         self._endpoints, self._metrics, self._replica_info = endpoints, metrics, replica_info
         self._fleet, self.heartbeat_now, self._failover = fleet, heartbeat_now, failover
-        self._on_config = on_config
+        self._limits, self._on_config = limits, on_config
         self._clock = asyncio.get_running_loop().time
         self._publisher = Publisher(store, settings)
         self._sweeper = Sweeper(store, settings, metrics, on_suspects)
@@ -442,15 +444,21 @@ class Membership:
         self._metrics.pool(pool, state.watermark, state.queue_fill)
         if self.leads():
             self._envoy_limits.look(pool.about.values())
+        addresses = {each.address for each in self._endpoints.current.endpoints}
+        with contextlib.suppress(WritesRefused):  # the limits in force stay valid; heartbeats go on
+            await self._limits.look(pool, addresses, leads=self.leads())
         self._queue.retry_after_s = pool.retry_after_s
         self._queue.expected_wait_s = pool.queued / pool.drain_rate if pool.drain_rate else 0.0
 
     async def _read(self) -> SharedState:
         pool = await self._store.state(self._leases.replica_silence)
         settings = self._fleet.config.settings
+        bounds = settings.request_queue_controller
         self._state = SharedState(
             pool,
-            watermark=settings.request_queue_controller.watermark_per_backend * pool.ready_backends,
+            watermark=pool.upper
+            if bounds.is_adaptive
+            else bounds.watermark_per_backend * pool.ready_backends,
             queue_fill=min(pool.queued / settings.fair_request_queue.total_capacity, 1.0),
         )
         self._read_s = self._clock()

@@ -16,12 +16,13 @@ from picker_fleet.domain.config import EffectiveConfig, Settings, parse
 from picker_fleet.domain.errors import ConfigError
 from picker_fleet.domain.request import finite_number
 from picker_fleet.domain.scorer_names import IN_FLIGHT, scorer_name, weights_by_name
+from picker_fleet.domain.sections import MOST_LIMIT
 from picker_fleet.domain.units import LEAST_WEIGHT, MOST_WEIGHT, has_control
 from picker_fleet.scheduling.scheduler import Scheduler, with_in_flight
 from picker_fleet.scheduling.scorers import SCORERS
 
 # Each key that may change live -> the shared settings computed from that key.
-_BOUNDS = ("upper_per", "lower_per")
+_BOUNDS = ("adaptive", "largest_claim", "upper_per", "lower_per")
 AFFECTS: Mapping[str, tuple[str, ...]] = {
     "fair_request_queue.total_capacity": ("total_capacity",),
     "fair_request_queue.flow_capacity": ("flow_capacity",),
@@ -37,6 +38,10 @@ AFFECTS: Mapping[str, tuple[str, ...]] = {
     "fair_request_queue.guard_share": ("guard_share",),
     "fair_request_queue.queue_without_endpoints": ("queue_unready",),
     "request_queue_controller.enabled": ("queue_enabled",),
+    "request_queue_controller.mode": _BOUNDS,
+    "request_queue_controller.min_per_backend": ("limit_min",),
+    "request_queue_controller.max_per_backend": ("limit_max",),
+    "request_queue_controller.pinned": ("pinned",),
     "request_queue_controller.watermark_per_backend": _BOUNDS,
     "request_queue_controller.percentage_deviation_for_bounds": _BOUNDS,
     "request_queue_controller.lower_bound_per_backend": _BOUNDS,
@@ -296,6 +301,11 @@ def shared_settings(settings: Settings, weights: Mapping[str, float]) -> dict[st
     controller, workloads = settings.request_queue_controller, settings.workloads
     leases, log, outliers = settings.leases, settings.decision_log, settings.outlier_detection
     return {
+        "adaptive": int(controller.is_adaptive),
+        "limit_min": controller.min_per_backend,
+        "limit_max": controller.max_per_backend or MOST_LIMIT,
+        "limit_initial": controller.initial_per_backend,
+        "pinned": dict(controller.pinned),
         "upper_per": controller.upper_per_backend,
         "lower_per": controller.lower_per_backend,
         "total_capacity": queue.total_capacity,
@@ -303,8 +313,8 @@ def shared_settings(settings: Settings, weights: Mapping[str, float]) -> dict[st
         "max_flows": queue.max_flows,
         # Older versions of the software read this key. Requests of older versions cost 1, and a bound below 1
         # / claim_share would make such a request acquire a fraction.
-        "claim_share": queue.claim_share if controller.unit == "tokens" else 1.0,
-        "largest_claim": queue.claim_share,
+        "claim_share": settings.claim_share if controller.unit == "tokens" else 1.0,
+        "largest_claim": settings.claim_share,
         "lease_ms": leases.inflight * 1000,
         "silence_ms": leases.replica_silence * 1000,
         "fallbacks": settings.scheduling.fallbacks,

@@ -15,7 +15,8 @@ ANY_ENDPOINT: Final = "*"
 _BY_SCORE = "highest `final`: the score with the live load in place of the load as last read; ties in turn"
 _BY_STATE = "the request names an id whose state this endpoint has"
 _BY_LOAD = (
-    "no scorers: the fewest in flight (`live`), ties in turn; `live` is null if no fewer, or not compared"
+    "no scorers: the fewest in flight (`live`), relative to the limits that the fleet finds, ties in turn; "
+    "`live` is null if no fewer, or not compared"
 )
 
 

@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
+import msgspec
+
 from picker_fleet.domain.bands import Bands
 from picker_fleet.domain.request import Ejection, Endpoint
 from picker_fleet.state.keys import BETWEEN
@@ -19,6 +21,9 @@ _UNKNOWN_EJECTION = Ejection("unknown", 0)
 class PoolState:
     """The pool's state at one moment; fields are named as in the admin API. The keys of `in_flight` are
     endpoints.
+
+    `limits` has the endpoints' limits of requests in flight: configured, found by the fleet, or temporary; an
+    endpoint without a limit is missing.
 
     The keys of `queue_length`, `queue_bytes` and `virtual_times` are names of bands, the highest priority
     first: all configured bands, and other bands in use. `queue_bytes` is the total size of the bodies of
@@ -52,6 +57,7 @@ class PoolState:
     endpoint_refusals: Mapping[str, int]
     replicas: Sequence[str]
     in_flight: Mapping[str, int]
+    limits: Mapping[str, int]
     about: Mapping[str, Mapping[str, object]]
 
 
@@ -59,7 +65,10 @@ def parse_pool_state(reply: Sequence[Any], bands: Bands) -> PoolState:
     """The parsed reply of the script `state`. `bands` are the configured bands."""
     *reply, refusals = reply
     epoch, now_us, stock, queued, upper, lower, ready, inflight, dispatched, ended = reply[:10]
-    counts, replicas, load, guards, credit, overdue, rate, paused, tuned_version, retry_after_s = reply[10:]
+    counts, replicas, load, limits, guards, credit, overdue, rate, paused, tuned_version, retry_after_s = (
+        reply[10:]
+    )
+    addresses = load[::2]
     by_band = {band.priority: (0.0, 0, 0) for band in bands}
     rows = zip(counts[::5], counts[1::5], counts[3::5], counts[4::5], strict=True)
     for priority, v, length, size_bytes in rows:
@@ -93,10 +102,33 @@ def parse_pool_state(reply: Sequence[Any], bands: Bands) -> PoolState:
         replicas=replicas[::2],
         in_flight={
             address: int(float(score) % UNPICKABLE)
-            for address, score in zip(load[::2], load[1::2], strict=True)
+            for address, score in zip(addresses, load[1::2], strict=True)
         },
+        limits={address: int(limit) for address, limit in zip(addresses, limits, strict=False) if limit},
         about={name: _info(text) for name, text in zip(replicas[::2], replicas[1::2], strict=True)},
     )
+
+
+class FoundLimit(msgspec.Struct, frozen=True):
+    """The limit that the fleet has found for one endpoint, and why it last moved (fleet/limit_controller.py).
+
+    `changed_ms` is by Redis's clock. The other fields let a new leader go on.
+    """
+
+    limit: int
+    reason: str
+    changed_ms: int
+    grows_fast: bool = True
+    full_at: int = 0
+    pause_s: float = 0.0
+
+
+def parse_found_limits(text: str | None) -> Mapping[str, FoundLimit]:
+    """Address -> found limit, from the field `limit_state`; empty if missing or damaged."""
+    try:
+        return msgspec.json.decode(text or "{}", type=dict[str, FoundLimit])
+    except msgspec.MsgspecError:
+        return {}
 
 
 def parse_ejections(flat: Sequence[str]) -> Mapping[str, Ejection]:

@@ -28,7 +28,7 @@ NAMES = (
     "tombstone", "note_origin", "renew", "report_client_gone", "report_fault", "settle", "admit", "place",
     "acknowledge",
     "cancel", "mark_endpoint", "evict", "heartbeat", "publish",
-    "publish_changes", "tune", "sweep", "claim_queue_snapshot", "state",
+    "publish_changes", "tune", "set_limits", "sweep", "claim_queue_snapshot", "state",
     "view_flows", "view_flow", "view_queue", "view_inflight", "view_request",
     "view_workloads", "view_workload", "view_replicas",
 )  # fmt: skip

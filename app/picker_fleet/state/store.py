@@ -13,6 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
+import msgspec
+
 from picker_fleet.domain.bands import Bands
 from picker_fleet.domain.request import Ejection, Endpoint, Fault, InferenceRequest, Outcome
 from picker_fleet.state.accounting_token import Keyring
@@ -20,10 +22,12 @@ from picker_fleet.state.batching import BatchingClient, CallMetrics
 from picker_fleet.state.connection import FailureDetector, PauseDetector
 from picker_fleet.state.keys import Keys
 from picker_fleet.state.pool_state import (
+    FoundLimit,
     PoolState,
     describe,
     marked,
     parse_ejections,
+    parse_found_limits,
     parse_marks,
     parse_pool_state,
 )
@@ -457,6 +461,16 @@ class Store:
         reply = await self._client.call("tune", self._replica, json.dumps(overrides), json.dumps(note))
         self._take_head(reply)
         return str(reply[4])
+
+    async def set_limits(self, found: Mapping[str, FoundLimit]) -> None:
+        """Put the limits that the fleet has found in force, by address."""
+        limits = json.dumps({address: each.limit for address, each in found.items()}, sort_keys=True)
+        state = msgspec.json.encode(found).decode()
+        self._take_head(await self._client.call("set_limits", self._replica, limits, state))
+
+    async def found_limits(self) -> Mapping[str, FoundLimit]:
+        """The limits that the fleet has found, by address."""
+        return parse_found_limits(await self._client.command("HGET", self.keys.pool, "limit_state"))
 
     async def live_config(self) -> LiveConfig:
         version, overrides, note = await self._client.command(

@@ -1,0 +1,266 @@
+"""Finds how many requests each endpoint should have in flight. Pure: observations in, decisions out.
+
+One controller serves a pool; fleet/limits.py feeds it. The fleet's own count is exact, so the controller only
+has to find the number at which an engine's batch is full and nothing waits behind the batch (docs/limits.md):
+
+- A limit grows while requests wait in the fleet's queue, the endpoint is at its limit, and the engine starts
+  what it gets: first by doubling (slow start), after the first signal of a full engine by small steps
+  (Jacobson, "Congestion avoidance and control", 1988).
+- A limit falls as soon as the engine queues requests that it does not start, preempts or refuses requests,
+  or its KV cache nears its end. The engine's running requests then say how many fit, so the limit falls to
+  them at once. After a fall, growth pauses; the pause doubles each time the same number turns out to be too
+  many.
+- Limits of endpoints without a usable page move together: up by a part, and back unless the pool then
+  completes more requests a second; at times down, and back unless it completes as many (hill climbing).
+
+A load below the limit moves nothing. Compare AIMD batching (Clipper, NSDI 2017) and the gradient limits of
+Netflix's concurrency-limits, which see only latency and so cannot tell a full batch from a larger one.
+"""
+
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+_SLACK: Final = 1 / 16  # part of a batch that may wait in the engine, so that the batch never runs dry
+_KV_FULL: Final = 0.98  # KV cache in use at which a limit falls
+_KV_NEAR: Final = 0.9  # KV cache in use at which a limit ceases to grow
+_CONFIRMED: Final = 2  # pages in a row that must show a queue in the engine
+_DEEPEST_CUT: Final = 0.5  # a limit falls to no less than this part at once
+_CUT: Final = 0.93  # part that is left of a limit at which requests were preempted or the KV cache was full
+_FIRST_PAUSE_S: Final = 4.0
+_LONGEST_PAUSE_S: Final = 32.0
+_SAME: Final = 0.15  # two limits that differ by less than this part count as the same
+_SETTLED_S: Final = 0.5  # a page older than this after a change may show the former limit
+_KEPT: Final = 8  # figures of pages kept since the last change
+# Trials without pages: each lasts until enough requests have ended to compare rates, or for the longest time.
+_TRIAL_S: Final = 3.0
+_TRIAL_REQUESTS: Final = 40
+_LONGEST_TRIAL_S: Final = 20.0
+_UP: Final = 1.25
+_DOWN: Final = 0.8
+_WORTH_IT: Final = 0.4  # part of a limit's growth by which the rate must grow
+_AS_GOOD: Final = 0.97  # part of the rate that a lower limit must keep
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """An endpoint's figures by its metrics page, read `age_s` seconds ago; None if the page lacks one."""
+
+    age_s: float
+    waiting: float
+    running: float
+    kv_utilisation: float | None = None
+    preemptions: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """What the fleet knows of one endpoint now. `page` is None if it is missing, stale or unreadable.
+
+    `refusals` counts the requests that the endpoint has refused with status 429 or 503 so far.
+    """
+
+    in_flight: int
+    page: Page | None = None
+    refusals: int = 0
+
+
+@dataclass(slots=True)
+class EndpointLimit:
+    """The limit of one endpoint. `reason` says why it last moved, `changed_s` when."""
+
+    limit: int
+    reason: str
+    changed_s: float
+    grows_fast: bool = True  # whether the limit doubles: no signal of a full engine has come yet
+    pause_s: float = _FIRST_PAUSE_S
+    resumes_s: float = -math.inf  # growth pauses until then
+    full_at: int = 0  # the limit to which the last signal of a full engine led; 0: none
+    page_s: float = -math.inf  # time of the last page that was taken into account
+    queued_pages: int = 0  # pages in a row that showed a queue in the engine
+    preemptions: float | None = None
+    refusals: int | None = None
+    running: list[float] = field(
+        default_factory=list
+    )  # requests that ran, by each page since the last change
+
+
+@dataclass(slots=True)
+class _Trial:
+    """A measurement of the rate of completions, for endpoints without pages.
+
+    `factor` is the change of the limits that is on trial, 1.0 for none; `former` has the limits before it,
+    and `base` the rate at those limits (requests/s; 0: unknown).
+    """
+
+    began_s: float
+    completed: int
+    factor: float = 1.0
+    former: Mapping[str, int] = field(default_factory=dict)
+    base: float = 0.0
+
+    def rate(self, now_s: float, completed: int) -> float | None:
+        """The rate since the trial began; None while too few requests have ended."""
+        if now_s <= self.began_s:  # a pause
+            self.completed = completed
+        lasted_s, ended = now_s - self.began_s, completed - self.completed
+        if lasted_s < _TRIAL_S or (ended < _TRIAL_REQUESTS and lasted_s < _LONGEST_TRIAL_S):
+            return None
+        return ended / lasted_s
+
+
+class LimitController:
+    """The limits of a pool's endpoints: from `least` to `most`, of a new endpoint `initial`."""
+
+    def __init__(self, *, least: int, most: int, initial: int) -> None:
+        self._least, self._most, self._initial = least, most, initial
+        self.endpoints: dict[str, EndpointLimit] = {}
+        self._trial: _Trial | None = None
+        self._next_factor = 2.0  # of the next trial: doubling at first
+        self._trial_pause_s = _FIRST_PAUSE_S
+
+    def configure(self, *, least: int, most: int, initial: int) -> None:
+        self._least, self._most, self._initial = least, most, initial
+
+    def look(
+        self,
+        now_s: float,
+        observed: Mapping[str, Observation],
+        *,
+        waiting: bool,
+        completed: int = 0,
+        capped: Collection[str] = (),
+    ) -> bool:
+        """Take one observation of each endpoint into account; missing endpoints are forgotten.
+
+        `waiting` says whether requests wait in the fleet's queue; `completed` counts the requests that the
+        pool has ended. The limit of an endpoint in `capped` does not grow. Returns whether any limit moved.
+        """
+        self.endpoints = {
+            address: self.endpoints.get(address)
+            or EndpointLimit(self._bounded(self._initial), "new endpoint", now_s)
+            for address in observed
+        }
+        before = self.limits()
+        for address, seen in observed.items():
+            self._look_at(
+                self.endpoints[address], seen, now_s, waiting=waiting, may_grow=address not in capped
+            )
+        unseen = {address: each for address, each in observed.items() if each.page is None}
+        self._try(unseen, now_s, completed, waiting=waiting, capped=capped)
+        return self.limits() != before
+
+    def limits(self) -> dict[str, int]:
+        return {address: each.limit for address, each in self.endpoints.items()}
+
+    def _look_at(
+        self, known: EndpointLimit, seen: Observation, now_s: float, *, waiting: bool, may_grow: bool
+    ) -> None:
+        if (bounded := self._bounded(known.limit)) != known.limit:
+            self._move(known, bounded, "the configured bounds changed", now_s)
+        refused = known.refusals is not None and seen.refusals > known.refusals
+        known.refusals = seen.refusals
+        if refused:
+            why = f"engine refused requests at {seen.in_flight} in flight"
+            self._fall(known, math.floor(min(known.limit, seen.in_flight) * _CUT), why, now_s)
+        page = seen.page
+        if page is None:
+            return
+        read_s = now_s - page.age_s
+        if read_s <= known.page_s:
+            return
+        known.page_s = read_s
+        before, known.preemptions = known.preemptions, page.preemptions
+        preempted = before is not None and page.preemptions is not None and page.preemptions > before
+        if read_s < known.changed_s + _SETTLED_S:
+            return
+        # A request may be several sequences in the engine, and others may use the engine, too.
+        sequences = page.running + page.waiting
+        runs = seen.in_flight * page.running / sequences if page.waiting else seen.in_flight
+        known.running = [*known.running[1 - _KEPT :], runs]
+        batch = max(known.running)
+        slack = max(1, int(batch * _SLACK))
+        is_queueing = page.waiting > max(1.0, page.running * _SLACK)
+        known.queued_pages = known.queued_pages + 1 if is_queueing else 0
+        in_flight, kv = seen.in_flight, page.kv_utilisation or 0.0
+        if known.queued_pages >= _CONFIRMED:
+            limit = max(math.ceil(batch) + slack, math.ceil(known.limit * _DEEPEST_CUT))
+            why = f"engine queued {page.waiting:g} requests at {in_flight} in flight"
+            self._fall(known, limit, why, now_s)
+        elif preempted or kv >= _KV_FULL:
+            limit = math.floor(min(known.limit, batch + slack) * _CUT)
+            why = "engine preempted requests" if preempted else f"KV cache {kv:.0%} full"
+            self._fall(known, limit, f"{why} at {in_flight} in flight", now_s)
+        elif (
+            waiting
+            and may_grow
+            and _is_reached(known, seen)
+            and not is_queueing
+            and kv < _KV_NEAR
+            and now_s >= known.resumes_s
+        ):
+            step = known.limit if known.grows_fast else max(1, known.limit // 16)
+            why = f"requests wait, and the engine runs all {in_flight} in flight"
+            self._move(known, self._bounded(known.limit + step), why, now_s)
+
+    def _fall(self, known: EndpointLimit, limit: int, why: str, now_s: float) -> None:
+        """Lower a limit, or keep it where the engine is just full; growth pauses in both cases."""
+        limit = self._bounded(limit)
+        is_known = abs(limit - known.full_at) <= max(1, known.full_at * _SAME)
+        known.pause_s = min(known.pause_s * 2, _LONGEST_PAUSE_S) if is_known else _FIRST_PAUSE_S
+        known.grows_fast, known.full_at, known.queued_pages = False, limit, 0
+        known.resumes_s = now_s + known.pause_s
+        if limit < known.limit:
+            self._move(known, limit, why, now_s)
+
+    @staticmethod
+    def _move(known: EndpointLimit, limit: int, why: str, now_s: float) -> None:
+        if limit != known.limit:
+            known.limit, known.reason, known.changed_s = limit, why, now_s
+            known.running, known.queued_pages = [], 0
+
+    def _try(
+        self,
+        unseen: Mapping[str, Observation],
+        now_s: float,
+        completed: int,
+        *,
+        waiting: bool,
+        capped: Collection[str],
+    ) -> None:
+        """Move the limits of the endpoints `unseen`, which have no page, by the rate of completions."""
+        known = self.endpoints
+        at_limit = {address for address, seen in unseen.items() if _is_reached(known[address], seen)}
+        trial = self._trial
+        if not waiting or not at_limit:
+            self._trial = None  # a load below the limits teaches nothing
+            return
+        if trial is None or not at_limit.issuperset(trial.former):
+            trial = self._trial = _Trial(now_s, completed)
+        rate = trial.rate(now_s, completed)
+        if rate is None:
+            return
+        wanted = trial.base * (1 + _WORTH_IT * (trial.factor - 1) if trial.factor > 1 else _AS_GOOD)
+        if trial.factor != 1.0 and rate < wanted:
+            for address, limit in trial.former.items():
+                why = f"{rate:.1f} requests/s, {trial.base:.1f} before at {limit}"
+                self._move(known[address], limit, why, now_s)
+            self._next_factor = _DOWN if trial.factor > 1 else _UP
+            self._trial_pause_s = min(self._trial_pause_s * 2, _LONGEST_PAUSE_S)
+            self._trial = _Trial(now_s + self._trial_pause_s, completed)
+            return
+        factor = self._next_factor
+        former = {address: known[address].limit for address in at_limit.difference(capped)}
+        for address, limit in former.items():
+            moved = math.ceil(limit * factor) if factor > 1 else math.floor(limit * factor)
+            why = f"no metrics page: a trial, {rate:.1f} requests/s at {limit}"
+            self._move(known[address], self._bounded(moved), why, now_s)
+        self._trial = _Trial(now_s, completed, factor, former, rate)
+
+    def _bounded(self, limit: int) -> int:
+        return max(self._least, min(limit, self._most))
+
+
+def _is_reached(known: EndpointLimit, seen: Observation) -> bool:
+    return seen.in_flight >= known.limit - max(1, known.limit // 16)

@@ -1,0 +1,115 @@
+"""Keeps the endpoints' limits: the leader feeds the controller and stores its decisions for the scripts.
+
+fleet/heartbeat.py calls `look` after each read of the shared state. The controller's state is in Redis, so
+that a new leader goes on from it.
+"""
+
+import logging
+from collections.abc import Callable, Mapping
+
+from picker_fleet.domain.known_fleet import KnownFleet
+from picker_fleet.domain.sections import MOST_LIMIT
+from picker_fleet.endpoints.readings import MetricsCache, Reading
+from picker_fleet.fleet.limit_controller import EndpointLimit, LimitController, Observation, Page
+from picker_fleet.state.pool_state import FoundLimit, PoolState
+from picker_fleet.state.store import Store
+
+_log = logging.getLogger(__name__)
+
+
+class LimitKeeper:
+    """Finds the limits of a pool's endpoints while this replica is the leader and the mode is `adaptive`.
+
+    `readings` has the endpoints' metrics pages; `clock` is in seconds.
+    """
+
+    def __init__(
+        self, store: Store, fleet: KnownFleet, readings: MetricsCache, clock: Callable[[], float]
+    ) -> None:
+        self._store, self._fleet, self._readings, self._clock = store, fleet, readings, clock
+        self._controller: LimitController | None = None  # None: unknown, or not this replica's task
+        self._epoch_us = 0  # the epoch of the pool that has the limits
+        self._dispatched = 0  # grants so far, as of the last look
+
+    async def look(self, pool: PoolState, addresses: set[str], *, leads: bool) -> None:
+        """Take the state `pool` and the newest pages into account. `addresses` are the published endpoints.
+
+        Raises:
+            StateFault: the limits cannot be read or stored.
+        """
+        bounds = self._fleet.config.settings.request_queue_controller
+        if not (leads and bounds.is_adaptive):
+            self._controller = None
+            return
+        if pool.paused or not addresses:
+            return
+        configured = {
+            "least": bounds.min_per_backend,
+            "most": bounds.max_per_backend or MOST_LIMIT,
+            "initial": bounds.initial_per_backend,
+        }
+        now_s = self._clock()
+        if self._controller is None:
+            self._controller = LimitController(**configured)
+            self._resume(self._controller, await self._store.found_limits(), pool.now_us, now_s)
+            self._dispatched = pool.dispatched_total
+        controller = self._controller
+        controller.configure(**configured)
+        readings = self._readings.snapshot()
+        observed = {
+            address: Observation(
+                pool.in_flight.get(address, 0),
+                _page(readings.get(address)),
+                pool.endpoint_refusals.get(address, 0),
+            )
+            for address in addresses
+        }
+        waiting = pool.queued > 0 or pool.dispatched_total > self._dispatched
+        self._dispatched = pool.dispatched_total
+        before = controller.limits()
+        controller.look(now_s, observed, waiting=waiting, completed=pool.ended_total)
+        after = controller.limits()
+        for address, each in controller.endpoints.items():
+            if (former := before.get(address)) is not None and former != each.limit:
+                _log.info("limit of %s: %d, was %d: %s", address, each.limit, former, each.reason)
+        if after != before or pool.born_us != self._epoch_us:
+            found = {
+                address: FoundLimit(
+                    each.limit,
+                    each.reason,
+                    int(pool.now_us / 1000 - (now_s - each.changed_s) * 1000),
+                    each.grows_fast,
+                    each.full_at,
+                    each.pause_s,
+                )
+                for address, each in controller.endpoints.items()
+            }
+            await self._store.set_limits(found)
+            self._epoch_us = pool.born_us
+
+    @staticmethod
+    def _resume(
+        controller: LimitController, found: Mapping[str, FoundLimit], now_us: int, now_s: float
+    ) -> None:
+        """Go on from the limits `found` that an earlier leader stored."""
+        for address, each in found.items():
+            age_s = max(0.0, (now_us / 1000 - each.changed_ms) / 1000)
+            controller.endpoints[address] = EndpointLimit(
+                each.limit,
+                each.reason,
+                now_s - age_s,
+                grows_fast=each.grows_fast,
+                full_at=each.full_at,
+                pause_s=each.pause_s,
+                resumes_s=now_s if each.grows_fast else now_s + each.pause_s,
+            )
+
+
+def _page(reading: Reading | None) -> Page | None:
+    """The page in `reading`, if the controller can use it."""
+    if reading is None or not reading.known:
+        return None
+    metrics = reading.metrics
+    if metrics.waiting is None or metrics.running is None:
+        return None
+    return Page(reading.age_s, metrics.waiting, metrics.running, metrics.kv_utilisation, metrics.preemptions)

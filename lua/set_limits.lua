@@ -1,0 +1,28 @@
+-- include: dispatch
+-- Set the limits that the fleet has found for its endpoints, then dispatch queued requests.
+--
+-- Guarantees: a lower limit ends no request; it admits nothing until enough requests have ended (G1). While the
+-- settings are not `adaptive`, the limits are only stored.
+--
+-- keys[1] epp:{POOL}:pool
+-- args[1] the calling replica
+-- args[2] JSON {endpoint: limit}, of all endpoints
+-- args[3] JSON {endpoint: {...}}: the state of the controller, which the scripts do not read (fleet/limits.py)
+--
+-- Returns {epoch, notifications, attempts, served}
+
+local function set_limits(args)
+  reset_notifications(args[1])
+  if pool.known then
+    local changed = read('HGET', key.pool, 'limits') ~= args[2]
+    defer_write('HSET', key.pool, 'limits', args[2])
+    defer_write('HSET', key.pool, 'limit_state', args[3])
+    if changed and settings.adaptive == 1 then
+      local overrides = read('HGET', key.pool, 'overrides')
+      put_settings(cjson.decode(read('HGET', key.pool, 'base')), overrides and cjson.decode(overrides) or {})
+      marks.update_caps()
+      marks.update_bounds()
+    end
+  end
+  return finish_call()
+end

@@ -1,0 +1,190 @@
+"""The limit of an endpoint settles where the engine's batch is full and nothing waits behind the batch."""
+
+from dataclasses import dataclass, field
+
+import pytest
+
+from picker_fleet.fleet.limit_controller import LimitController, Observation, Page
+
+A, B = "10.0.0.1:8000", "10.0.0.2:8000"
+
+
+@dataclass
+class Engine:
+    """Runs at most `slots` requests, or as many as `kv_tokens` hold at `tokens` each; the rest waits."""
+
+    slots: int
+    kv_tokens: float = 1e9
+    tokens: float = 100.0
+    preemptions: float = 0.0
+    sequences: int = 1  # sequences of each request
+    has_page: bool = True
+
+    def running(self, in_flight: int) -> int:
+        return min(in_flight * self.sequences, self.slots, int(self.kv_tokens / self.tokens))
+
+    def page(self, in_flight: int, age_s: float = 0.1) -> Page | None:
+        if not self.has_page:
+            return None
+        running = self.running(in_flight)
+        kv = min(running * self.tokens / self.kv_tokens, 1.0)
+        return Page(age_s, in_flight * self.sequences - running, running, kv, self.preemptions)
+
+
+@dataclass
+class Pool:
+    """Engines under a controller, looked at once a second; `demand` requests want to run on each endpoint."""
+
+    engines: dict[str, Engine]
+    demand: int = 1000
+    controller: LimitController = field(
+        default_factory=lambda: LimitController(least=1, most=1_000_000, initial=8)
+    )
+    now_s: float = 0.0
+    completed: int = 0
+
+    def run(self, seconds: int, capped: tuple[str, ...] = (), age_s: float = 0.1) -> list[dict[str, int]]:
+        """Advance by `seconds`. Returns the limits after each second."""
+        history = []
+        for _ in range(seconds):
+            self.now_s += 1.0
+            in_flight = {
+                address: min(self.demand, self.controller.limits().get(address, 8))
+                for address in self.engines
+            }
+            waits = any(self.demand > count for count in in_flight.values())
+            seen = {
+                address: Observation(in_flight[address], engine.page(in_flight[address], age_s))
+                for address, engine in self.engines.items()
+            }
+            # A request runs for two seconds, in a batch of any size.
+            running = sum(engine.running(in_flight[address]) for address, engine in self.engines.items())
+            self.completed += running // 2
+            self.controller.look(self.now_s, seen, waiting=waits, completed=self.completed, capped=capped)
+            history.append(self.controller.limits())
+        return history
+
+    def reason(self, address: str = A) -> str:
+        return self.controller.endpoints[address].reason
+
+
+@pytest.mark.parametrize("slots", [1, 4, 32, 256])
+def test_a_limit_finds_the_batch_of_an_engine_within_20_s_and_stays_there(slots: int) -> None:
+    pool = Pool({A: Engine(slots)})
+    pool.run(20)
+    for limits in pool.run(120):
+        assert slots <= limits[A] <= max(slots * 1.15, slots + 2)
+
+
+def test_requests_of_several_sequences_fill_the_batch_with_fewer_requests() -> None:
+    pool = Pool({A: Engine(64, sequences=4)})
+    pool.run(20)
+    assert all(16 <= limits[A] <= 18 for limits in pool.run(60))
+
+
+def test_engines_of_different_sizes_get_limits_of_their_own() -> None:
+    pool = Pool({A: Engine(4), B: Engine(64)})
+    pool.run(20)
+    assert 4 <= pool.controller.limits()[A] <= 6
+    assert 64 <= pool.controller.limits()[B] <= 74
+
+
+def test_an_engine_that_can_run_fewer_is_found_within_10_s_and_no_other_limit_moves() -> None:
+    # The prompts of one engine grow, so that its KV cache holds a quarter of the requests.
+    long, other = Engine(64, kv_tokens=64 * 120), Engine(16)
+    pool = Pool({A: long, B: other})
+    pool.run(30)
+    before = pool.controller.limits()[B]
+    long.tokens *= 5
+    pool.run(10)
+    assert 12 <= pool.controller.limits()[A] <= 17
+    assert abs(pool.controller.limits()[B] - before) <= 2
+    # Short prompts again: the limit grows back.
+    long.tokens /= 5
+    pool.run(90)
+    assert pool.controller.limits()[A] > 40
+
+
+def test_a_load_below_the_limit_moves_nothing() -> None:
+    pool = Pool({A: Engine(32)}, demand=5)
+    assert pool.run(60)[-1] == {A: 8}
+
+
+def test_a_full_kv_cache_lowers_the_limit_before_requests_queue() -> None:
+    pool = Pool({A: Engine(100, kv_tokens=2000)})
+    limits = [each[A] for each in pool.run(60)]
+    assert max(limits[20:]) <= 20
+    assert "KV cache" in pool.reason() or "queued" in pool.reason()
+
+
+def test_a_preemption_lowers_the_limit() -> None:
+    engine = Engine(32)
+    pool = Pool({A: engine})
+    pool.run(20)
+    before = pool.controller.limits()[A]
+    engine.preemptions += 1
+    pool.run(1)
+    assert pool.controller.limits()[A] < before
+    assert "preempted" in pool.reason()
+
+
+def test_a_refused_request_lowers_the_limit() -> None:
+    controller = LimitController(least=1, most=100, initial=20)
+    for refusals in (0, 3):
+        controller.look(float(refusals), {A: Observation(16, None, refusals)}, waiting=True)
+    assert controller.limits() == {A: 14}
+    assert controller.endpoints[A].reason == "engine refused requests at 16 in flight"
+
+
+def test_a_single_page_with_a_queue_moves_nothing() -> None:
+    # New requests wait in the engine until its next step.
+    engine = Engine(32)
+    pool = Pool({A: engine}, demand=30)
+    pool.run(20)
+    before = pool.controller.limits()
+    engine.slots = 10
+    pool.run(1)
+    assert pool.controller.limits() == before
+    engine.slots = 32
+    pool.run(1)
+    assert pool.controller.limits() == before
+
+
+def test_a_page_from_before_the_last_change_counts_for_nothing() -> None:
+    pool = Pool({A: Engine(32)})
+    pool.run(5, age_s=0.9)
+    assert pool.run(20, age_s=0.9)[-1][A] == pool.controller.limits()[A] <= 36
+
+
+def test_a_held_limit_does_not_grow() -> None:
+    pool = Pool({A: Engine(32), B: Engine(32)})
+    assert pool.run(10, capped=(A,))[-1][A] == 8
+    assert pool.controller.limits()[B] > 30
+
+
+def test_configured_bounds_hold_every_limit() -> None:
+    pool = Pool({A: Engine(100)}, controller=LimitController(least=4, most=20, initial=8))
+    assert pool.run(20)[-1] == {A: 20}
+    pool.controller.configure(least=4, most=12, initial=8)
+    assert pool.run(1)[-1] == {A: 12}
+
+
+def test_a_reason_names_the_signal_and_the_load() -> None:
+    pool = Pool({A: Engine(32)})
+    pool.run(20)
+    assert pool.reason().startswith(("engine queued", "requests wait"))
+
+
+def test_without_pages_a_limit_follows_the_throughput() -> None:
+    pool = Pool({A: Engine(48, has_page=False), B: Engine(48, has_page=False)})
+    pool.run(90)
+    for limits in pool.run(120):
+        assert all(34 <= limit <= 66 for limit in limits.values())
+    for engine in pool.engines.values():
+        engine.slots = 24
+    pool.run(300)
+    assert all(17 <= limit <= 36 for limit in pool.run(60)[-1].values())
+
+
+def test_without_pages_a_load_below_the_limit_moves_nothing() -> None:
+    assert Pool({A: Engine(32, has_page=False)}, demand=5).run(60)[-1] == {A: 8}
