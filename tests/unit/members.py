@@ -12,6 +12,7 @@ from picker_fleet.endpoints.readings import MetricsCache
 from picker_fleet.endpoints.snapshot import SnapshotCell
 from picker_fleet.fleet.heartbeat import HeartbeatTrigger, Membership
 from picker_fleet.fleet.limits import LimitKeeper
+from picker_fleet.scheduling.latency_model import LatencyModel
 from picker_fleet.state.store import Store
 from picker_fleet.telemetry.metrics import Metrics
 
@@ -35,7 +36,7 @@ def member_of(
         endpoints=cell,
         metrics=metrics,
         fleet=fleet,
-        limits=LimitKeeper(store, fleet, MetricsCache(None, clock), clock),
+        limits=LimitKeeper(store, fleet, MetricsCache(None, clock), LatencyModel(), clock),
         replica_info={"host": "test"}.copy,
         on_config=lambda _: None,
         on_suspects=lambda _: None,

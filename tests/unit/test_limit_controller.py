@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from picker_fleet.fleet.limit_controller import LimitController, Observation, Page
+from picker_fleet.fleet.limit_controller import LimitController, Misses, Observation, Page
 
 A, B = "10.0.0.1:8000", "10.0.0.2:8000"
 
@@ -43,7 +43,7 @@ class Pool:
     now_s: float = 0.0
     completed: int = 0
 
-    def run(self, seconds: int, capped: tuple[str, ...] = (), age_s: float = 0.1) -> list[dict[str, int]]:
+    def run(self, seconds: int, misses: Misses | None = None, age_s: float = 0.1) -> list[dict[str, int]]:
         """Advance by `seconds`. Returns the limits after each second."""
         history = []
         for _ in range(seconds):
@@ -60,7 +60,7 @@ class Pool:
             # A request runs for two seconds, in a batch of any size.
             running = sum(engine.running(in_flight[address]) for address, engine in self.engines.items())
             self.completed += running // 2
-            self.controller.look(self.now_s, seen, waiting=waits, completed=self.completed, capped=capped)
+            self.controller.look(self.now_s, seen, waiting=waits, completed=self.completed, misses=misses)
             history.append(self.controller.limits())
         return history
 
@@ -156,10 +156,21 @@ def test_a_page_from_before_the_last_change_counts_for_nothing() -> None:
     assert pool.run(20, age_s=0.9)[-1][A] == pool.controller.limits()[A] <= 36
 
 
-def test_a_held_limit_does_not_grow() -> None:
+def test_no_limit_grows_to_one_that_misses_a_latency_objective() -> None:
+    most = {A: 20, B: 1000}
+
+    def misses(address: str, limit: int) -> str:
+        return f"predicted TTFT at {limit}" if limit > most[address] else ""
+
     pool = Pool({A: Engine(32), B: Engine(32)})
-    assert pool.run(10, capped=(A,))[-1][A] == 8
-    assert pool.controller.limits()[B] > 30
+    pool.run(10, misses)
+    assert 18 <= pool.controller.limits()[A] <= 20
+    assert pool.controller.limits()[B] >= 32
+    # The prompts grow.
+    most[A] = 10
+    pool.run(10, misses)
+    assert pool.controller.limits()[A] == 10
+    assert "predicted TTFT" in pool.reason()
 
 
 def test_configured_bounds_hold_every_limit() -> None:

@@ -10,6 +10,7 @@ has to find the number at which an engine's batch is full and nothing waits behi
   or its KV cache nears its end. The engine's running requests then say how many fit, so the limit falls to
   them at once. After a fall, growth pauses; the pause doubles each time the same number turns out to be too
   many.
+- A limit at which a configured latency objective would be missed falls, and no limit grows to one.
 - Limits of endpoints without a usable page move together: up by a part, and back unless the pool then
   completes more requests a second; at times down, and back unless it completes as many (hill climbing).
 
@@ -18,7 +19,7 @@ Netflix's concurrency-limits, which see only latency and so cannot tell a full b
 """
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -41,6 +42,10 @@ _UP: Final = 1.25
 _DOWN: Final = 0.8
 _WORTH_IT: Final = 0.4  # part of a limit's growth by which the rate must grow
 _AS_GOOD: Final = 0.97  # part of the rate that a lower limit must keep
+
+
+# Address, limit -> why a latency objective would be missed at this limit; '' if not.
+Misses = Callable[[str, int], str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +121,7 @@ class LimitController:
     def __init__(self, *, least: int, most: int, initial: int) -> None:
         self._least, self._most, self._initial = least, most, initial
         self.endpoints: dict[str, EndpointLimit] = {}
+        self._misses: Misses = _misses_none
         self._trial: _Trial | None = None
         self._next_factor = 2.0  # of the next trial: doubling at first
         self._trial_pause_s = _FIRST_PAUSE_S
@@ -130,13 +136,15 @@ class LimitController:
         *,
         waiting: bool,
         completed: int = 0,
-        capped: Collection[str] = (),
+        misses: Misses | None = None,
     ) -> bool:
         """Take one observation of each endpoint into account; missing endpoints are forgotten.
 
         `waiting` says whether requests wait in the fleet's queue; `completed` counts the requests that the
-        pool has ended. The limit of an endpoint in `capped` does not grow. Returns whether any limit moved.
+        pool has ended. `misses` says which limits would miss a latency objective. Returns whether any limit
+        moved.
         """
+        self._misses = misses or _misses_none
         self.endpoints = {
             address: self.endpoints.get(address)
             or EndpointLimit(self._bounded(self._initial), "new endpoint", now_s)
@@ -144,19 +152,16 @@ class LimitController:
         }
         before = self.limits()
         for address, seen in observed.items():
-            self._look_at(
-                self.endpoints[address], seen, now_s, waiting=waiting, may_grow=address not in capped
-            )
+            self._look_at(address, seen, now_s, waiting=waiting)
         unseen = {address: each for address, each in observed.items() if each.page is None}
-        self._try(unseen, now_s, completed, waiting=waiting, capped=capped)
+        self._try(unseen, now_s, completed, waiting=waiting)
         return self.limits() != before
 
     def limits(self) -> dict[str, int]:
         return {address: each.limit for address, each in self.endpoints.items()}
 
-    def _look_at(
-        self, known: EndpointLimit, seen: Observation, now_s: float, *, waiting: bool, may_grow: bool
-    ) -> None:
+    def _look_at(self, address: str, seen: Observation, now_s: float, *, waiting: bool) -> None:
+        known = self.endpoints[address]
         if (bounded := self._bounded(known.limit)) != known.limit:
             self._move(known, bounded, "the configured bounds changed", now_s)
         refused = known.refusals is not None and seen.refusals > known.refusals
@@ -164,6 +169,8 @@ class LimitController:
         if refused:
             why = f"engine refused requests at {seen.in_flight} in flight"
             self._fall(known, math.floor(min(known.limit, seen.in_flight) * _CUT), why, now_s)
+        if why := self._misses(address, known.limit):
+            self._fall(known, math.floor(known.limit * _CUT), why, now_s)
         page = seen.page
         if page is None:
             return
@@ -194,7 +201,6 @@ class LimitController:
             self._fall(known, limit, f"{why} at {in_flight} in flight", now_s)
         elif (
             waiting
-            and may_grow
             and _is_reached(known, seen)
             and not is_queueing
             and kv < _KV_NEAR
@@ -202,7 +208,10 @@ class LimitController:
         ):
             step = known.limit if known.grows_fast else max(1, known.limit // 16)
             why = f"requests wait, and the engine runs all {in_flight} in flight"
-            self._move(known, self._bounded(known.limit + step), why, now_s)
+            if self._misses(address, known.limit + step):
+                known.grows_fast = False
+            else:
+                self._move(known, self._bounded(known.limit + step), why, now_s)
 
     def _fall(self, known: EndpointLimit, limit: int, why: str, now_s: float) -> None:
         """Lower a limit, or keep it where the engine is just full; growth pauses in both cases."""
@@ -227,7 +236,6 @@ class LimitController:
         completed: int,
         *,
         waiting: bool,
-        capped: Collection[str],
     ) -> None:
         """Move the limits of the endpoints `unseen`, which have no page, by the rate of completions."""
         known = self.endpoints
@@ -251,7 +259,11 @@ class LimitController:
             self._trial = _Trial(now_s + self._trial_pause_s, completed)
             return
         factor = self._next_factor
-        former = {address: known[address].limit for address in at_limit.difference(capped)}
+        former = {
+            address: limit
+            for address in at_limit
+            if not self._misses(address, math.ceil((limit := known[address].limit) * factor))
+        }
         for address, limit in former.items():
             moved = math.ceil(limit * factor) if factor > 1 else math.floor(limit * factor)
             why = f"no metrics page: a trial, {rate:.1f} requests/s at {limit}"
@@ -264,3 +276,7 @@ class LimitController:
 
 def _is_reached(known: EndpointLimit, seen: Observation) -> bool:
     return seen.in_flight >= known.limit - max(1, known.limit // 16)
+
+
+def _misses_none(address: str, limit: int) -> str:
+    return ""

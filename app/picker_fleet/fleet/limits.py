@@ -6,11 +6,14 @@ that a new leader goes on from it.
 
 import logging
 from collections.abc import Callable, Mapping
+from functools import partial
 
 from picker_fleet.domain.known_fleet import KnownFleet
 from picker_fleet.domain.sections import MOST_LIMIT
 from picker_fleet.endpoints.readings import MetricsCache, Reading
 from picker_fleet.fleet.limit_controller import EndpointLimit, LimitController, Observation, Page
+from picker_fleet.scheduling.forecasts import broken_promise
+from picker_fleet.scheduling.latency_model import LatencyModel
 from picker_fleet.state.pool_state import FoundLimit, PoolState
 from picker_fleet.state.store import Store
 
@@ -20,13 +23,19 @@ _log = logging.getLogger(__name__)
 class LimitKeeper:
     """Finds the limits of a pool's endpoints while this replica is the leader and the mode is `adaptive`.
 
-    `readings` has the endpoints' metrics pages; `clock` is in seconds.
+    `readings` has the endpoints' metrics pages, `latencies` predicts latencies; `clock` is in seconds.
     """
 
     def __init__(
-        self, store: Store, fleet: KnownFleet, readings: MetricsCache, clock: Callable[[], float]
+        self,
+        store: Store,
+        fleet: KnownFleet,
+        readings: MetricsCache,
+        latencies: LatencyModel,
+        clock: Callable[[], float],
     ) -> None:
-        self._store, self._fleet, self._readings, self._clock = store, fleet, readings, clock
+        self._store, self._fleet, self._clock = store, fleet, clock
+        self._readings, self._latencies = readings, latencies
         self._controller: LimitController | None = None  # None: unknown, or not this replica's task
         self._epoch_us = 0  # the epoch of the pool that has the limits
         self._dispatched = 0  # grants so far, as of the last look
@@ -67,7 +76,11 @@ class LimitKeeper:
         waiting = pool.queued > 0 or pool.dispatched_total > self._dispatched
         self._dispatched = pool.dispatched_total
         before = controller.limits()
-        controller.look(now_s, observed, waiting=waiting, completed=pool.ended_total)
+        settings = self._fleet.config.settings
+        misses = None
+        if settings.promises_latencies:
+            misses = partial(broken_promise, self._latencies, settings.promised_latency)
+        controller.look(now_s, observed, waiting=waiting, completed=pool.ended_total, misses=misses)
         after = controller.limits()
         for address, each in controller.endpoints.items():
             if (former := before.get(address)) is not None and former != each.limit:

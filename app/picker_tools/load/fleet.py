@@ -158,6 +158,8 @@ class OwnFleet:
         tree: dict[str, Any] = {
             "decision_log": {"enabled": True, "max_entries": _LOG_ENTRIES},
             "extproc": {"drain_grace": "100ms"},  # no request is left to drain when the fleet stops
+            # The plan of the load needs a known capacity.
+            "request_queue_controller": {"watermark_per_backend": 2},
             **self._scenario.config,
         }
         return config.parse(tree)
