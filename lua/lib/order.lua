@@ -1,7 +1,7 @@
 -- include: fronts registry
 -- The order of requests within a flow queue. The sorted set queue:B:L holds all requests of flow queue L in band B: by
--- deadline under the ordering `edf`, else by arrival. Under the ordering `workload-aware`, the index described below
--- decides.
+-- deadline less predicted time under the ordering `edf`, else by arrival. Under the ordering `workload-aware` the index
+-- described below decides.
 -- Uses fronts from lib/fronts.lua, records and rates from lib/registry.lua. Defines `order`.
 --
 -- workload-aware (spec 001): score = wait_weight * min(wait / wait_cap, 1) + g, highest first, where
@@ -79,10 +79,10 @@ do
   end
 
   -- The score of request r in its flow queue. Under `edf`, the last three digits of the arrival (us) order equal
-  -- deadlines (ms).
+  -- times (ms).
   function order.score(r)
-    if settings.ordering == ORDERING_EDF then return r.deadline_ms * 1000 + r.arrived % 1000 end
-    return r.arrived
+    if settings.ordering ~= ORDERING_EDF then return r.arrived end
+    return (r.deadline_ms - pool.early_ms(r)) * 1000 + r.arrived % 1000
   end
 
   -- Add request r to the workload-aware index.

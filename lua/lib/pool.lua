@@ -226,6 +226,12 @@ function pool.next_arrival_us()
   return seq
 end
 
+-- The milliseconds by which the ordering `edf` serves request r before its deadline: the time that the request will
+-- take, by the replica's prediction. The attempt has the form `NUMBER-EARLY_MS.DIGEST`, or `NUMBER.DIGEST` for 0.
+function pool.early_ms(r)
+  return settings.ordering == ORDERING_EDF and tonumber(string.match(r.attempt or '', '^%d+%-(%d+)')) or 0
+end
+
 -- The decision log is a stream with one entry per event, in the order of decisions; it is off when log_max is 0.
 -- Entries are written when the call commits, so a call that fails earlier leaves none. The field `tag` is the start tag
 -- of the flow queue; `by` is `turn` or `guard`; docs/redis-schema.md lists the values of `note`.
@@ -240,7 +246,7 @@ local function log_event(event, r, tag, by, note)
     'band', r.band, 'priority', exact(PRIORITY[r.band]), 'workload', r.workload,
     'cost', exact(r.cost), 'weight', exact(r.weight),
     'arrived', exact(r.arrived), 'deadline_ms', exact(r.deadline_ms), 'due_ms', r.due_ms and exact(r.due_ms) or '',
-    'limit', exact(r.limit), 'bytes', exact(r.bytes),
+    'limit', exact(r.limit), 'bytes', exact(r.bytes), 'early_ms', exact(pool.early_ms(r)),
     'tag', tag and exact(tag) or '', 'v', exact(pool[V[r.band]]), 'by', by or '',
     'owner', r.owner, 'endpoint', string.match(r.endpoints, '^[^,]*'), 'stock', exact(pool.stock),
     'queued', exact(pool.queued), 'upper', exact(pool.upper), 'lower', exact(pool.lower),

@@ -1,5 +1,6 @@
 """The model's time and settings, requests, and workload registry."""
 
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -46,6 +47,12 @@ class Request:
     taken: float = 0.0
     tag: float | None = None
     lease_ms: int = 0
+
+    @property
+    def early_ms(self) -> int:
+        """The number after the hyphen in `attempt`, whose form is `NUMBER-EARLY_MS.DIGEST`."""
+        found = re.match(r"\d+-(\d+)", self.attempt)
+        return int(found[1]) if found else 0
 
 
 @dataclass(slots=True)

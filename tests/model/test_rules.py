@@ -168,6 +168,9 @@ ORDERS: dict[str, tuple[CASES, str, str]] = {
     "under edf the earliest deadline is first": (
         {"ordering": "edf"}, "late ttl_ms=50000 flow=f, soon ttl_ms=20000 flow=f, middle ttl_ms=30000 flow=f",
         "soon middle late"),
+    "under edf the deadline less the predicted time counts": (
+        {"ordering": "edf"}, "late ttl_ms=50000 flow=f attempt=1-35000.x, soon ttl_ms=20000 flow=f, "
+        "middle ttl_ms=30000 flow=f attempt=1-11000.x", "late middle soon"),
     "an overdue request is served out of turn": ({"starvation_ms": 1}, "s band=2 age_ms=5, c band=0", "s c"),
     "by default a request is overdue after half of its TTL": (
         {}, "l band=2 ttl_ms=60000, s band=2 ttl_ms=10000 age_ms=6000, c band=0", "s c l"),

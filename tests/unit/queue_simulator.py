@@ -41,6 +41,7 @@ class Request:
     criticality: int = 3
     flow_queue: str = ""
     body_bytes: int = 0
+    early_ms: int = 0
 
     @property
     def priority(self) -> int:

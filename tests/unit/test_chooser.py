@@ -11,6 +11,7 @@ from local_requests import ask
 from pools import a_pool
 from scripted_store import ScriptedStore
 
+from picker_fleet.domain.config import EffectiveConfig, parse
 from picker_fleet.domain.request import (
     Completion,
     Ejection,
@@ -224,6 +225,10 @@ def test_a_request_goes_where_its_latency_objective_is_predicted_to_be_kept() ->
     assert known.chooser.shortfall_s(prompt) is None
     late_s = known.chooser.shortfall_s(prompt._replace(latency=LatencyObjective(ttft_s=0.1)))
     assert late_s == pytest.approx(0.7, abs=0.1)
+    assert known.chooser.early_ms(prompt) == 0
+    known.chooser.follow(EffectiveConfig(parse({"fair_request_queue": {"ordering": "edf"}}), {}))
+    # To have its first token after 1 s of its TTL of 10 s, the request must start 0.2 s after its arrival.
+    assert known.chooser.early_ms(prompt._replace(ttl_s=10.0)) == pytest.approx(9800, abs=100)
     assert known.chooser.shortfall_s(prompt, 0.9) == pytest.approx(late_s), "the wait in the queue counts"
 
     assert broken_promise(known.routes.model, lambda _: LatencyObjective(ttft_s=0.5), A, 4) == ""

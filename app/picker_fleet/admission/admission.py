@@ -126,6 +126,8 @@ class Admission:
         """
         if not age_s and self.failover.outage is None:
             self.queue.check_latency(request)
+        if early_ms := self._chooser.early_ms(request):
+            request = request._replace(early_ms=early_ms)
         spans = self._traces.begin(request) if self._traces is not None else None
         # A request with an age has lost an earlier placement: count its wait from its arrival.
         wait = Wait(self._clock() - age_s, queued=age_s > 0)

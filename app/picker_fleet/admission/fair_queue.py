@@ -83,6 +83,10 @@ class Queueable(Protocol):
     deadline_ms: float
     body_bytes: int
 
+    @property
+    def early_ms(self) -> float:
+        """How long before its deadline the ordering `edf` serves the request."""
+
 
 class WorkloadMetrics(Protocol):
     """A registered workload's arrivals a second and average wait (ms) in one flow, which scores use."""
@@ -193,8 +197,10 @@ class FlowQueue(Generic[R]):
         return self._context.policy.ordering == "workload-aware"
 
     def insert(self, r: R) -> None:
-        edf = self._context.policy.ordering == "edf"
-        self.requests.put(r, r.deadline_ms * 1000 + r.arrived % 1000 if edf else r.arrived, r.id)
+        score = r.arrived
+        if self._context.policy.ordering == "edf":
+            score = (r.deadline_ms - r.early_ms) * 1000 + r.arrived % 1000
+        self.requests.put(r, score, r.id)
         if not self._by_score:
             return
         if not r.workload:
@@ -219,7 +225,8 @@ class FlowQueue(Generic[R]):
         return self._best() if self._by_score else self.requests.first()
 
     def newest(self) -> R:
-        """The request to preempt first: the last arrival, or under `edf` the latest deadline."""
+        """The request to preempt first: the last arrival, or under `edf` the latest deadline less
+        predicted time."""
         return self.requests.last()
 
     def reorder(self) -> None:

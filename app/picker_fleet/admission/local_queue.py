@@ -92,6 +92,10 @@ class Waiting:
     queued: bool = False
     turn: "asyncio.Future[bool]" = field(init=False, repr=False)
 
+    @property
+    def early_ms(self) -> float:
+        return self.request.early_ms
+
     @classmethod
     def of(cls, r: InferenceRequest, cost: float, arrived_s: float) -> "Waiting":
         deadline_s = arrived_s + r.ttl_s

@@ -156,7 +156,9 @@ class SharedQueue:
         await self._any_waiting.wait()
 
     def new_waiter(self, request: InferenceRequest, wait: Wait) -> Waiter:
-        attempt = f"{next(self._attempts)}.{request.digest}"
+        # `pool.early_ms` in lua/lib/pool.lua reads the part after the hyphen.
+        early = f"-{request.early_ms}" if request.early_ms else ""
+        attempt = f"{next(self._attempts)}{early}.{request.digest}"
         return Waiter(request, attempt, wait.arrived_s, self._loop.create_future())
 
     def check_latency(self, request: InferenceRequest) -> None:

@@ -46,7 +46,8 @@ class InferenceRequest(NamedTuple):
     is the client's own deadline. `body_bytes` is the body's length, 0 if unknown. `digest` identifies the
     body; never show the digest: whoever knows it could pass for the request. `refers` are the ids of the
     response and conversation that the request continues, and `origin` is the endpoint that stores them, '' if
-    unknown. `latency` is the objective of the client's header or of the configuration.
+    unknown. `latency` is the objective of the client's header or of the configuration. Under the
+    ordering `edf` the request is served as if its TTL ended `early_ms` sooner.
     """
 
     id: str
@@ -72,6 +73,7 @@ class InferenceRequest(NamedTuple):
     refers: tuple[str, ...] = ()
     origin: str = ""
     latency: LatencyObjective = ANY_LATENCY
+    early_ms: int = 0
 
     def repeats(self, other: "InferenceRequest") -> bool:
         """Whether this request is a retry of `other`, which has the same id."""

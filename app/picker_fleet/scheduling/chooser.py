@@ -220,6 +220,7 @@ class EndpointChooser:
         self.live_weight = self._scheduler.live_weight if self._scheduler is not None else 0.0
         self._scores_prefixes = "prefix-affinity" in weights
         self._scores_forecasts = SLO_HEADROOM in weights
+        self._orders_by_deadline = config.settings.fair_request_queue.ordering == "edf"
         self._gives_tokens = "session-affinity" in weights
         self._shares_routes = not _ROUTE_SCORERS.isdisjoint(weights)
         self._shares_completions = "latency" in weights
@@ -296,6 +297,21 @@ class EndpointChooser:
         matches = self._routes.index.match(request.prefix)
         left = request.latency._replace(ttft_s=request.latency.ttft_s - wait_s)
         return shortfall_s(left, [*self._forecasts.of(request, able, matches).values()])
+
+    def early_ms(self, request: InferenceRequest) -> int:
+        """Under the ordering `edf`: how many milliseconds before the end of its TTL the request must start to
+        keep its TTL and its latency objective, by the prediction for the fastest endpoint; else 0."""
+        if not self._orders_by_deadline:
+            return 0
+        predicted_s = 0.0
+        if self._forecasts.used:
+            self._states.refresh()
+            forecasts = self._forecasts.of(request, self._states.common, {}).values()
+            predicted_s = min(
+                (each.ttft.median_s for each in forecasts if each.ttft is not None), default=0.0
+            )
+        start_s = min(request.ttl_s, request.latency.ttft_s) - predicted_s
+        return round((request.ttl_s - max(start_s, 0.0)) * 1000)
 
     def _is_able(self, request: InferenceRequest, address: str) -> bool:
         """Whether the endpoint takes requests, and `request` may be placed on it."""

@@ -174,8 +174,8 @@ _Queue = list[tuple[int, str]]  # a heap of rank and request id; may include req
 
 
 class Order(Check):
-    """Checks G4: the ordering `fcfs` by arrival, `edf` by deadline. The log has no rates, so for
-    `workload-aware` the check covers only the order of arrival within one workload of a flow.
+    """Checks G4: the ordering `fcfs` by arrival, `edf` by deadline less predicted time. The log has no rates,
+    so for `workload-aware` the check covers only the order of arrival within one workload of a flow.
 
     The guard serves requests out of turn by design (G3), so its dispatches are exempt.
     """
@@ -187,11 +187,15 @@ class Order(Check):
         super().__init__(finding, replay)
         self._rules = replay.rules
         self._queues: dict[_Key, _Queue] = {}
+        # Request -> its rank when it entered the queue. A newer stream may bring another prediction, which
+        # does not move a request that waits.
+        self._ranks: dict[str, int] = {}
 
     def check(self, step: Step) -> None:
         entry, replay = step.entry, self._replay
         if replay.rules is not self._rules:
             if replay.rules is None or not replay.rules.orders_like(self._rules):
+                self._ranks.clear()
                 self._queues.clear()  # requests that wait already are not checked for order
             self._rules = replay.rules
         if step.enters_queue:
@@ -227,7 +231,7 @@ class Order(Check):
         queue = self._queues.get(key) if key else None
         while key and queue and not self._waits(key, queue[0]):
             heapq.heappop(queue)
-        if queue and queue[0][0] < self._rank(entry):
+        if queue and queue[0][0] < self._ranks.get(entry.request, self._rank(entry)):
             first = queue[0][1]
             earlier = self._replay.requests[first].first_entry
             what = f"{entry.request} served before {first}, which comes first in its flow"
@@ -238,18 +242,21 @@ class Order(Check):
         request = self._replay.requests.get(position[1])
         if request is None or request.state is not RequestState.QUEUED:
             return False
-        return self._key(request.first_entry) == key and self._rank(request.first_entry) == position[0]
+        return self._key(request.first_entry) == key and self._ranks.get(position[1]) == position[0]
 
     def _push(self, entry: Entry) -> None:
         key = self._key(entry)
         if key is None:
             return
         queue = self._queues.setdefault(key, [])
-        heapq.heappush(queue, (self._rank(entry), entry.request))
+        self._ranks[entry.request] = rank = self._rank(entry)
+        heapq.heappush(queue, (rank, entry.request))
         bound = 2 * len(self._replay.requests) + 64
         if len(queue) > bound:
             queue[:] = [each for each in queue if self._waits(key, each)]
             heapq.heapify(queue)
+        if len(self._ranks) > bound:
+            self._ranks = {name: rank for name, rank in self._ranks.items() if name in self._replay.requests}
         if len(self._queues) > bound:
             self._queues = {
                 each: queue
@@ -268,7 +275,7 @@ class Order(Check):
 
     def _rank(self, entry: Entry) -> int:
         if self._replay.rules is not None and self._replay.rules.ordering == "edf":
-            return entry.deadline_ms * 1000 + entry.arrived % 1000
+            return (entry.deadline_ms - entry.early_ms) * 1000 + entry.arrived % 1000
         return entry.arrived
 
 

@@ -75,6 +75,7 @@ class Entry(msgspec.Struct, frozen=True):
     lower: float
     note: str
     body_bytes: int = msgspec.field(name="bytes")
+    early_ms: int = 0  # how long before its deadline the ordering `edf` serves the request
 
     @classmethod
     def parse(cls, raw: Mapping[str, str]) -> "Entry":
