@@ -16,6 +16,7 @@ do -- a chunk may have 200 locals
   local MOST_LOADS = 1000 -- cache size: requests may name any number of unknown endpoints
   local changed_loads = {}
   local all_counted -- the result of `counted` in this call
+  local takes_suffice -- whether the stock is at least the number of requests in flight; nil: not compared in this call
   local window, window_left -- the least loaded endpoints, and the number of choices for which they suffice
   local READ_AT_ONCE = 2000 -- unpack() puts its values on a stack of limited depth
   local SMALL = 8 -- fewest endpoints to read; a smaller window has all endpoints, enough for any choices
@@ -193,9 +194,12 @@ do -- a chunk may have 200 locals
   function endpoints.cap(address) return endpoints.caps[address] or settings.default_cap end
 
   -- Whether a free slot is certain while the stock is below its upper bound: the bound is the sum of the limits of the
-  -- ready endpoints (`adaptive`), no temporary limit is lower, and each request takes at least 1 of the stock.
+  -- ready endpoints (`adaptive`), no temporary limit is lower, and each request in flight has taken at least 1 of the
+  -- stock. Requests that arrived while the queue was disabled have taken nothing, so compare the sums, once a call.
   function endpoints.stock_bounds_slots()
-    return settings.adaptive == 1 and endpoints.caps == settings.caps and settings.queue_enabled ~= 0
+    if settings.adaptive ~= 1 or endpoints.caps ~= settings.caps or settings.queue_enabled == 0 then return false end
+    if takes_suffice == nil then takes_suffice = pool.stock >= read('ZCARD', key.inflight) end
+    return takes_suffice and pool.upper > 0
   end
 
   -- Return how many more requests may be granted before every ready endpoint is at its limit. A granted request that is
@@ -290,7 +294,7 @@ do -- a chunk may have 200 locals
   -- Endpoints of equal cost keep the order in which they are visited, which `turn` rotates. If the fleet finds limits,
   -- loads are compared relative to the limits, and endpoints at their limit come last: a retry there is better than an
   -- error.
-  local AT_LIMIT, LEAST_AT_LIMIT = 1e6, 5e5 -- added to the cost of an endpoint at its limit; more than any other cost
+  local AT_LIMIT = 1e6 -- above the difference of any two costs
   local best_ones, their_costs = {}, {} -- reused by each choice
   local function rank(among, want, turn, cost_of)
     local best, costs, kept, count = best_ones, their_costs, 0, #among
@@ -304,7 +308,7 @@ do -- a chunk may have 200 locals
         local cost = cost_of and cost_of(address) or load
         if caps then
           local cap = caps[address] or default_cap
-          if not cost_of then cost = load / cap end
+          if not cost_of then cost = load / math.max(cap, 1) end -- an endpoint that has refused all has the limit 0
           if load >= cap then cost = cost + AT_LIMIT end
         end
         if kept < want or cost < costs[kept] then
@@ -320,6 +324,8 @@ do -- a chunk may have 200 locals
     end
     return kept
   end
+
+  local function is_at_limit(address) return loads[address] >= endpoints.cap(address) end
 
   -- Choose endpoints for r, the best first; `turn` rotates among endpoints of equal cost. `candidates` is '*' (all),
   -- 'a,b,c' (choose by load) or 'a=0.7,b=0.5' (scores, which do not include live load). `picks` is how many requests
@@ -347,12 +353,12 @@ do -- a chunk may have 200 locals
     end
     local cost_of = scores and cost_function(among, scores) -- nil: by load alone
     local kept = rank(among, want, turn, cost_of)
-    if finds_limits and kept > 0 and their_costs[1] > LEAST_AT_LIMIT then
+    if finds_limits and kept > 0 and is_at_limit(best_ones[1]) then
       if among == window and window_left ~= math.huge then -- an endpoint with more load may have room
         among = endpoints.counted()
         kept = rank(among, want, turn)
       end
-      if their_costs[1] > LEAST_AT_LIMIT then
+      if is_at_limit(best_ones[1]) then
         kept, limited, closed = 0, true, closed or select(2, endpoints.split_by_limit(among))
       end
     end
@@ -415,7 +421,7 @@ do -- a chunk may have 200 locals
   function endpoints.have_changed() return next(changed_loads) ~= nil end
   function reset_endpoints()
     endpoints.caps, endpoints.outliers = settings.caps, {}
-    all_counted = nil
+    all_counted, takes_suffice = nil, nil
     for address in pairs(changed_loads) do changed_loads[address] = nil end
     if next(limit_counts) then limit_counts, changed_limits = {}, {} end
     if not cache_is_valid or loads_known > MOST_LOADS then

@@ -383,7 +383,7 @@ end
 -- all other endpoints). A found limit is at most the limit that discovery gives (`base.caps`); a pinned limit replaces
 -- it.
 local function add_limits(base)
-  local function bounded(limit) return math.max(base.limit_min, math.min(limit, base.limit_max)) end
+  local function bounded(limit) return math.max(base.limit_min, math.min(limit, base.limit_max or limit)) end
   local decoded, found = pcall(cjson.decode, read('HGET', key.pool, 'limits') or '{}')
   local caps = {}
   for address, limit in pairs(decoded and type(found) == 'table' and found or {}) do
@@ -401,7 +401,8 @@ end
 local function put_settings(base, overrides)
   local changed = false
   for name, value in pairs(overrides) do base[name] = value end
-  if base.adaptive == 1 then add_limits(base) end
+  -- The settings of an older version lack the limits' bounds: then the pool is static.
+  if base.adaptive == 1 and base.limit_initial then add_limits(base) else base.adaptive = nil end
   -- The settings that decide the order of queued requests.
   for _, name in ipairs({'fairness', 'ordering', 'wait_signal', 'wait_weight', 'criticality_weight', 'rate_weight',
     'wait_cap_ms', 'rate_cap'}) do

@@ -5,6 +5,8 @@ from collections.abc import Collection, Mapping
 
 from model_state import Request
 
+Burden = tuple[bool, float]  # whether the endpoint is at its limit, and its cost
+
 CLOSED = 1e9  # the scripts add this to the count of an endpoint that takes no new requests
 
 
@@ -29,12 +31,12 @@ class EndpointCounts:
         """Set or remove a mark (drained, down, ejected). False: no such endpoint."""
         if address not in self.listed:
             return False
-        before = {address for _, address in self.marks}
+        before = set(self.marks)
         if on:
             self.marks[what, address] = now_ms
         else:
             self.marks.pop((what, address), None)
-        self.marks_version += before != {address for _, address in self.marks}
+        self.marks_version += before != set(self.marks)
         return True
 
     @property
@@ -124,9 +126,21 @@ def read_candidates(text: str) -> tuple[list[str] | None, dict[str, float]]:
     return list(dict.fromkeys(address for address, *_ in pairs)), scores
 
 
-def burdens(counts: Mapping[str, int], scores: Mapping[str, float], live_weight: float) -> dict[str, float]:
-    """Each endpoint's burden: its requests in flight; if scored, weighted load minus score. Least is best."""
-    if not scores:
-        return {address: float(count) for address, count in counts.items()}
+def burdens(
+    counts: Mapping[str, int], scores: Mapping[str, float], live_weight: float, limits: Mapping[str, int]
+) -> dict[str, Burden]:
+    """Each endpoint's burden; the least is best. An endpoint at one of the `limits` is worse than any other.
+
+    Without scores endpoints compare by their requests in flight, relative to the limit if there is one; with
+    scores by weighted load minus score.
+    """
     most = max([1, *counts.values()])
-    return {a: live_weight * count / most - scores.get(a, 0.0) for a, count in counts.items()}
+    found = {}
+    for address, count in counts.items():
+        limit = limits.get(address, math.inf)
+        if scores:
+            cost = live_weight * count / most - scores.get(address, 0.0)
+        else:
+            cost = count / max(limit, 1) if address in limits else float(count)
+        found[address] = (count >= limit, round(cost, 9))
+    return found

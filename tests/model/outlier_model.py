@@ -1,5 +1,6 @@
 """The model of lua/lib/outliers.lua: which endpoints are ejected, full or on trial."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from model_state import Moment
@@ -42,9 +43,9 @@ class Outliers(dict[str, Entry]):
         super().__init__()
         self._moment = moment
 
-    def caps(self) -> dict[str, int]:
-        """The present limit of each endpoint that has a limit."""
-        caps = dict(self._moment.settings.get("caps") or {})
+    def lower(self, limits: Mapping[str, int]) -> dict[str, int]:
+        """The `limits` by endpoint, lowered where an endpoint is full or on trial."""
+        caps = dict(limits)
         for address, entry in self.items():
             over = entry.cap_until_ms <= self._moment.now_ms
             if entry.cap is not None and (not over or entry.fulls):

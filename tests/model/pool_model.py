@@ -2,16 +2,16 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from endpoint_counts import EndpointCounts, burdens, read_candidates
+from endpoint_counts import Burden, EndpointCounts, burdens, read_candidates
 from model_state import Moment, Request, Workloads
 from outlier_model import FULL_MS, MOST_ALONE, MOST_FAILURES, TRIAL_MS, UNSEEN_MS, Entry, Outliers
 from shared_queue import SharedQueue
 
-Choose = Callable[[str, dict[str, float]], str]
+Choose = Callable[[str, dict[str, Burden]], str]
 Item = TypeVar("Item")
 
 DISPATCH_LIMIT = 24
@@ -25,7 +25,7 @@ REFILED_BY = (
 )  # fmt: skip
 
 
-def least_burdened(id: str, burdens: dict[str, float]) -> str:
+def least_burdened(id: str, burdens: dict[str, Burden]) -> str:
     return min(burdens, key=lambda address: (burdens[address], address))
 
 
@@ -65,6 +65,7 @@ class PoolModel:
         self._choose = choose
         self._base: dict[str, Any] = {}
         self._overrides: dict[str, Any] = {}
+        self._found: Mapping[str, int] | None = None  # the limits that the fleet has found, by endpoint
         self._versions = ("", "")
         self._swept_ms = self._swept_dispatches = 0
         self._more = self.refiling = self._timed = False
@@ -131,8 +132,12 @@ class PoolModel:
 
     def _put_bounds(self) -> None:
         new, ready = self.moment.settings, self.endpoints.ready
-        self.upper = float(f"{new['upper_per'] * ready:.9g}")
-        self.lower = max(float(f"{new['lower_per'] * ready:.9g}"), 1e-9)
+        if self.finds_limits:
+            self.upper = self.lower = float(sum(map(self._found_limit, self.endpoints.open)))
+        else:
+            self.upper = float(f"{new['upper_per'] * ready:.9g}")
+            self.lower = float(f"{new['lower_per'] * ready:.9g}")
+        self.lower = max(self.lower, 1e-9)
 
     def _next_arrival(self) -> int:
         """The next arrival number: unique, increasing, and close to the time in µs."""
@@ -185,30 +190,51 @@ class PoolModel:
         return min(cost, max(most * share, min(1, most))) if self.queues else 0.0
 
     @property
-    def _caps(self) -> dict[str, int]:
+    def finds_limits(self) -> bool:
+        """Whether the fleet finds the endpoints' limits (`adaptive`)."""
+        return bool(self.moment.settings.get("adaptive"))
+
+    def _found_limit(self, address: str) -> int:
+        """An endpoint's limit in the mode `adaptive`: pinned, or found within the configured limits."""
+        s = self.moment.settings
+        if address in (s.get("pinned") or {}):
+            return int(s["pinned"][address])
+        limit = (self._found or {}).get(address, s["limit_initial"])
+        limit = max(s["limit_min"], min(limit, s.get("limit_max", math.inf)))
+        return int(min(limit, (s.get("caps") or {}).get(address, math.inf)))
+
+    @property
+    def caps(self) -> dict[str, int]:
         """The limits of endpoints that have a limit."""
-        return self.outliers.caps()
+        if self.finds_limits:
+            return self.outliers.lower({each: self._found_limit(each) for each in self.endpoints.counts})
+        return self.outliers.lower(self.moment.settings.get("caps") or {})
 
     def places(self) -> float:
         """The number of further grants until every endpoint is at its limit."""
         granted = sum(r.state == "granted" for r in self.requests.values())
-        return self.endpoints.places(self._caps, granted) if self._caps else math.inf
+        return self.endpoints.places(self.caps, granted) if self.caps or self.finds_limits else math.inf
 
     def _unblock(self, address: str) -> None:
         """Once a request has left an endpoint, unthrottle a flow queue that waits for this endpoint."""
-        if self.endpoints.has_place(address, self._caps):
+        if self.endpoints.has_place(address, self.caps):
             self.queue.endpoint_has_room(address)
 
     def _place(self, r: Request, candidates: str) -> tuple[str | None, bool, list[str]]:
         """Place r. Returns the reply or None, whether only a limit prevents it, and the full endpoints."""
         named, scores = read_candidates(candidates)
-        counts, limited, closed = self.endpoints.options(r, named, self._caps)
+        counts, limited, closed = self.endpoints.options(r, named, self.caps)
         if not counts:
             return None, limited, closed
-        weighed = burdens(counts, scores, self.moment.settings["live_weight"])
+        # If the fleet finds limits, endpoints at their limit are the last fallbacks.
+        fallbacks = {each: self.endpoints.counts[each] for each in closed if self.finds_limits}
+        limits = self.caps if self.finds_limits else {}
+        weighed = burdens(counts | fallbacks, scores, self.moment.settings["live_weight"], limits)
         r.endpoints, r.state = self._choose(r.id, weighed), "placed"
-        listed = r.endpoints.split(",") if named is None else named
-        loads = [str(counts.get(address, "")) for address in listed]
+        if named is None:
+            loads = [str((counts | fallbacks)[each]) for each in r.endpoints.split(",")]
+        else:
+            loads = [str(counts.get(each, "")) for each in named]
         self._reserve(r)
         return f"placed {r.endpoints} {','.join(loads)}", False, closed
 

@@ -225,6 +225,15 @@ class QueueModel(PoolModel):
         self._put_settings()
         return self._conclude([self.tuned])
 
+    def set_limits(self, caller: str, found: Mapping[str, int]) -> Reply:
+        self._begin(caller)
+        changed = found != self._found
+        if self._base:
+            self._found = dict(found)
+            if changed and self.finds_limits:
+                self._put_settings()
+        return self._conclude([])
+
     def sweep(self, caller: str, interval_ms: int, grace_ms: int, idle_ms: int, unseen_ms: int) -> Reply:
         """Answers: whether the sweep ran, numbers of expired and reclaimed requests, whether there is more
         work, 0 ghosts, and the endpoints of suspect requests."""

@@ -125,15 +125,17 @@ def numbers_of(state: list[Any]) -> dict[str, Any]:
         "retry_after_s", "refusals",
     )  # fmt: skip
     found = dict(zip(names, state, strict=True))
-    _, bands, replicas, loads, _, refusals = (
-        found.pop(each) for each in ("epoch", "bands", "replicas", "loads", "limits", "refusals")
+    bands, replicas, loads, limits, refusals = (
+        found.pop(each) for each in ("bands", "replicas", "loads", "limits", "refusals")
     )
+    del found["epoch"]
     for priority, *values in zip(*(bands[at::5] for at in range(5)), strict=True):
         of_band = (f"{name}:{priority}" for name in ("v", "flow_queues", "queued", "bytes"))
         found |= zip(of_band, values, strict=True)
     numbers: dict[str, Any] = {name: plain(value) for name, value in found.items()}
     numbers["refusals"] = json.loads(refusals)
-    return numbers | {"loads": scores_of(loads), "replicas": sorted(replicas[::2])}
+    of_endpoints = {name: float(limit) for name, limit in zip(loads[::2], limits, strict=False) if limit}
+    return numbers | {"loads": scores_of(loads), "limits": of_endpoints, "replicas": sorted(replicas[::2])}
 
 
 def priorities_of(others: str, settings: str | None) -> dict[int, int]:
@@ -181,6 +183,8 @@ def arguments(name: str, caller: str, *rest: Any) -> list[Any]:
         versions, settings, draining = rest
         listed = {address: json.dumps({"labels": {}, "draining": each}) for address, each in draining.items()}
         return [caller, *versions, json.dumps(settings), *itertools.chain(*listed.items())]
+    if name == "set_limits":
+        return [caller, json.dumps(rest[0], sort_keys=True), "{}"]
     if name == "tune":
         return [caller, json.dumps(rest[0]), json.dumps(rest[0])]
     return [caller, *rest]

@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from endpoint_counts import Burden
 from model_state import Registry
 from pool_model import Reply
 from queue_model import QueueModel
@@ -74,6 +75,7 @@ class SideBySide:
         numbers: dict[str, Any] = {name: getattr(model, name) for name in same} | {
             "now_us": self.now_us, "queued": len(queue), "in_flight": len(model.in_flight()),
             "ready": model.endpoints.ready, "loads": model.endpoints.loads(), "credit": queue.credit,
+            "limits": {each: cap for each, cap in model.caps.items() if each in model.endpoints.counts},
             "bv": queue.bv, "overdue": len(queue.overdue), "tuned": model.tuned or "",
             "retry_after_s": model.retry_after_s(), "refusals": model.refusals,
             "paused": model.moment.settings.get("paused", 0), "replicas": sorted(model.live(SILENCE_MS)),
@@ -108,7 +110,7 @@ class SideBySide:
                 orders[f"static:{number}:{name}"] = queue.static.scores()
         return orders
 
-    def _choose(self, id: str, burdens: dict[str, float]) -> str:
+    def _choose(self, id: str, burdens: dict[str, Burden]) -> str:
         """Return the endpoints that the script chose; assert that the burdens are the least, best first."""
         assert id in self._placed, f"{id} may go to {burdens}, but the script did not place it"
         chosen = self._placed[id].split(",")

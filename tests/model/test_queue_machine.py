@@ -53,7 +53,7 @@ BASE: Fields = {
     "fairness": "weighted-fair", "ordering": "fcfs", "wait_signal": "request", "wait_weight": 0.4,
     "criticality_weight": 0.4, "rate_weight": 0.2, "wait_cap_ms": 4000, "rate_cap": 5, "overload": "preempt",
     "weights": {}, "paused": 0, "default_answer": 3, "answer_alpha": 0.3, "live_weight": 0.5,
-    "eject_ms": 1000, "eject_most_ms": 4000, "eject_percent": 50,
+    "eject_ms": 1000, "eject_most_ms": 4000, "eject_percent": 50, "adaptive": 0,
 }  # fmt: skip
 # With BASE few requests run and many wait. These bounds let more run, so that endpoints' loads differ more.
 ROOMY = {"upper_per": 4, "lower_per": 3}
@@ -86,6 +86,14 @@ LIVE: Choices = {
         [{**each, "bytes": limit} for each, limit in zip(named_bands(), (2**32, 5000, 900), strict=True)],
     ],
     "caps": [{"e1": 1}, {"e1": 1, "e2": 2}, {"e1": 1, "e2": 1, "e3": 1}],
+}
+# Live changes of a pool whose limits the fleet finds: its mode, and the limits' bounds.
+FOUND: Choices = {
+    "adaptive": [0, 1],
+    "limit_min": [2],
+    "limit_max": [1, 3],
+    "limit_initial": [1, 4],
+    "pinned": [{"e1": 1}, {"e2": 5, "e3": 1}],
 }
 BANDS: Choices = {"band_policy": ["weighted", "strict"]}
 POLICY: Choices = {
@@ -146,6 +154,7 @@ arrivals: st.SearchStrategy[Fields] = st.builds(
 attempts = st.sampled_from(["1", "2.one", "3.one", "3.two"])  # the request's number, its body's digest
 other_flows = st.sampled_from(["", "", "", "another"])
 batches = st.lists(arrivals, min_size=1, max_size=4)
+found_limits = st.dictionaries(addresses, st.integers(1, 6))
 
 
 def with_some(*states: str) -> Callable[[Any], bool]:
@@ -185,8 +194,12 @@ class QueueMachine(RuleBasedStateMachine):
 
     def where(self, flow: str, candidates: str) -> str:
         """The candidates of a request. If endpoints have limits, let two flows use one endpoint only."""
-        apart = "caps" in self.base and flow in (self.named["one"], self.named["two"])
+        apart = ("caps" in self.base or self.finds_limits) and flow in (self.named["one"], self.named["two"])
         return "e1" if apart and candidates == "*" else candidates
+
+    def cost(self, it: Fields) -> float:
+        """The cost of an arrival. A pool that finds limits counts requests, so each costs at least 1."""
+        return self.unit * max(it["cost"], 1.0 if self.finds_limits else 0.0)
 
     def new_id(self) -> str:
         self.ids += 1
@@ -201,15 +214,22 @@ class QueueMachine(RuleBasedStateMachine):
         roomy=st.sampled_from([False, False, True]),
         unit=st.sampled_from([1.0, 1.0, 1.0, FAR]),
         capped=st.sampled_from([{}, {}, {"caps": {"e1": 1}}, {"caps": {"e1": 2, "e2": 2, "e3": 1}}]),
+        adaptive=st.sampled_from([None, 0, 1, 1]),  # None: the fleet never finds limits
+        initial=st.sampled_from([1, 2, 4]),
         batch=batches,
         names=distinct(len(SPELLED)),
     )
     def begin(
-        self, policy: Fields, roomy: bool, unit: float, capped: Fields, batch: list[Fields], names: list[str]
-    ) -> None:
+        self, policy: Fields, roomy: bool, unit: float, capped: Fields, adaptive: int | None, initial: int,
+        batch: list[Fields], names: list[str],
+    ) -> None:  # fmt: skip
         self.named = {"": "", **dict(zip(SPELLED, names, strict=True))}
         roomy, self.unit = roomy or bool(capped), unit
         self.base = BASE | policy | capped | (ROOMY if roomy else {})
+        self.finds_limits = adaptive is not None
+        if self.finds_limits:
+            roomy = True
+            self.base |= {"adaptive": adaptive, "limit_initial": initial, "limit_min": 1, "limit_max": 5}
         self.call("admit", "a", [Arrival("early")])  # nothing is published: the pool is unknown
         self.publish(("open", "open", "open" if roomy else "away"))
         for caller in CALLERS:
@@ -221,7 +241,7 @@ class QueueMachine(RuleBasedStateMachine):
         items = []
         for it in batch:
             flow, name = it["flow"], self.named[it["flow"]]
-            called = {"flow": name, "workload": self.named[it["workload"]], "cost": self.unit * it["cost"]}
+            called = {"flow": name, "workload": self.named[it["workload"]], "cost": self.cost(it)}
             called |= {"candidates": self.where(name, it["candidates"]), "weight": WEIGHTS[flow]}
             items.append(Arrival(self.new_id(), limit=LIMITS.get(flow, 0), **(it | called)))
         self.repeatable("admit", caller, items)
@@ -301,7 +321,7 @@ class QueueMachine(RuleBasedStateMachine):
         if lost:
             flow, workload, id = it["flow"], self.named[it["workload"]], self.new_id()
             accounting_token = Request(
-                id, caller, "1", self.named[flow], it["priority"], WEIGHTS[flow], it["cost"], workload,
+                id, caller, "1", self.named[flow], it["priority"], WEIGHTS[flow], self.cost(it), workload,
                 it["criticality"], "m", LIMITS.get(flow, 0), endpoints="e1",
             )  # fmt: skip
             items.append((id, "1", served, accounting_token))
@@ -328,6 +348,16 @@ class QueueMachine(RuleBasedStateMachine):
     def tune(self, caller: str, overrides: Fields) -> None:
         if weights := overrides.get("weights"):
             overrides = {**overrides, "weights": {self.named[flow]: each for flow, each in weights.items()}}
+        self.call("tune", caller, overrides)
+
+    @precondition(lambda self: self.finds_limits)
+    @rule(caller=callers, found=found_limits)
+    def set_limits(self, caller: str, found: dict[str, int]) -> None:
+        self.repeatable("set_limits", caller, found)
+
+    @precondition(lambda self: self.finds_limits)
+    @rule(caller=callers, overrides=some_of(FOUND))
+    def change_limits(self, caller: str, overrides: Fields) -> None:
         self.call("tune", caller, overrides)
 
     @rule(caller=callers, overrides=some_of(POLICY))
@@ -367,7 +397,7 @@ class QueueMachine(RuleBasedStateMachine):
         # All requests end, and time passes.
         self.publish(("open", "open", "away"))
         self.call("mark_endpoint", "a", [(address, what, 0) for what, address in self.model.endpoints.marks])
-        self.change_policy("a", dict.fromkeys(LIVE | BANDS | POLICY))
+        self.change_policy("a", dict.fromkeys(LIVE | BANDS | POLICY | FOUND))
         while self.model.requests:
             self.call("settle", "a", [(id, "completed", None, None) for id in self.model.requests])
         for _ in range(1 + len(CALLERS)):  # each sweep removes one silent replica

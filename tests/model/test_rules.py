@@ -12,6 +12,8 @@ CASES = dict[str, Any]
 TWO: CASES = {"endpoints": 2, "upper_per": 9}  # with high bounds no request waits for stock
 THREE: CASES = {**TWO, "endpoints": 3}
 CAPPED: CASES = {**TWO, "caps": {"e1": 1}}
+# The fleet finds the endpoints' limits.
+FOUND: CASES = {**TWO, "adaptive": 1, "limit_initial": 2, "limit_min": 1, "limit_max": 9}
 BY_WORKLOAD: CASES = {"ordering": "workload-aware"}
 
 ONLY_CRITICAL: CASES = {"overload": "reject-noncritical"}
@@ -113,6 +115,11 @@ ANSWERS: dict[str, tuple[CASES, str, str, str]] = {
     "with the queue disabled no bound applies": ({"queue_enabled": 0}, "r1, r2", "r3 cost=9", "placed e1 2"),
     "with the queue disabled a request is refused if all endpoints are full": (
         {"queue_enabled": 0, "caps": {"e1": 1}}, "r1", "r2", SATURATED),
+    "the scores of an endpoint do not outweigh its limit": (
+        {**FOUND, "caps": {"e1": 1}}, "r1 candidates=e1", "r2 candidates=e1=0.9", QUEUED),
+    "an endpoint at its limit is the last fallback": (
+        {**FOUND, "caps": {"e1": 1}}, "r1 candidates=e1, r2 candidates=e2", "r3 candidates=e1=0.9+e2=0.1",
+        "placed e2,e1 ,1"),
     "with the queue disabled a paused pool queues": ({"queue_enabled": 0, "paused": 1}, "", "r", QUEUED),
 }  # fmt: skip
 
@@ -560,6 +567,22 @@ def test_a_changed_endpoint_limit_applies_from_the_next_decision(side: ScriptSid
     assert pool.end("r0") == []
     pool.publish({"e1": False}, caps={})
     assert pool.granted == ["waits"]
+
+
+def test_requests_that_take_no_stock_still_count_against_found_limits(side: ScriptSide) -> None:
+    pool = holding(side, "r1, r2, r3, r4", queue_enabled=0, **FOUND)
+    pool.tune(queue_enabled=1)
+    assert pool.admit("waits") == [QUEUED]
+    assert pool.granted == []
+    assert pool.end("r1") == ["waits"]
+
+
+def test_an_endpoint_that_refuses_its_only_request_gets_no_other(side: ScriptSide) -> None:
+    pool = holding(side, "r1 candidates=e1", **FOUND)
+    pool.call("report_fault", [("r1", "e1", "r", "full", 0)])
+    pool.end("r1")
+    pool.admit("r2 candidates=e1, r3")
+    assert [pool.place("r2", "e1"), endpoint_of(pool, "r3")] == [QUEUED, "e2"]
 
 
 def test_the_actual_cost_corrects_the_charge_of_a_flow(side: ScriptSide) -> None:

@@ -10,6 +10,7 @@ from picker_fleet.domain.request import Endpoint, Fault, Outcome
 from picker_fleet.endpoints.readings import EndpointMetrics, encode_reading
 from picker_fleet.state import accounting_token
 from picker_fleet.state.keys import Keys
+from picker_fleet.state.pool_state import FoundLimit
 
 E1, E2 = addresses(2)
 ROOT = Path(__file__).parents[2]
@@ -161,6 +162,7 @@ async def test_every_documented_field_of_the_pool_is_used(fleet: OpenFleet) -> N
             await a.settle(name)
         await a.store.mark_endpoint(E1, "down", True)
         await a.store.set_live_config({"guard_share": 0.2}, {"guard_share": 0.2})
+        await a.store.set_limits({E1: FoundLimit(4, "test", 0)})
         await a.sweep()
         # The hash of the pool has exactly the documented fields.
         rebuilding = {"lost"}  # tests/scripts/test_lost_keys.py

@@ -1,0 +1,148 @@
+"""Limits that the fleet finds (`request_queue_controller.mode: adaptive`) hold at every moment."""
+
+import asyncio
+import json
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from decision_ledger import order_of
+from script_fleet import OpenFleet, Replica, addresses, ask, ended, until, until_is
+
+from picker_fleet.domain.request import Endpoint
+from picker_fleet.state.pool_state import FoundLimit
+from picker_fleet.state.scripts import load_library
+
+A, B, C = addresses(3)
+FOUND: Mapping[str, Any] = {"adaptive": 1, "limit_initial": 8, "limit_min": 1, "limit_max": 1000}
+
+
+async def set_limits(replica: Replica, limits: Mapping[str, int]) -> None:
+    await replica.store.set_limits({each: FoundLimit(limit, "test", 0) for each, limit in limits.items()})
+
+
+async def test_of_100_concurrent_requests_exactly_as_many_run_as_the_limits_allow(fleet: OpenFleet) -> None:
+    async with fleet("a", "b", endpoints=2, listening=True, **FOUND) as it:
+        await set_limits(it.replicas[0], {A: 5, B: 3})
+        running: Counter[str] = Counter()
+        most: Counter[str] = Counter()
+        release = asyncio.Event()
+
+        async def one(number: int) -> None:
+            gate = it.replicas[number % 2].gate
+            placement = await gate.admit(ask(f"r{number}", flow=f"flow{number % 7}"), stream_owned=False)
+            endpoint = placement.endpoints[0]
+            running[endpoint] += 1
+            most[endpoint] = max(most[endpoint], running[endpoint])
+            await release.wait()
+            running[endpoint] -= 1
+            gate.settle(ended(f"r{number}"))
+
+        # 100 requests arrive at once: 5 run on one endpoint, 3 on the other, and 92 wait.
+        async with asyncio.TaskGroup() as tasks:
+            for number in range(100):
+                tasks.create_task(one(number))
+            await until_is(it.counts, (8, 92, [5, 3]))
+            await until(lambda: running == {A: 5, B: 3})
+            release.set()
+        # All are served, and neither endpoint ever has more.
+        assert most == {A: 5, B: 3}
+        await until(it.at_rest)
+        assert (await it.ledger()).started == {f"r{number}": 1 for number in range(100)}
+
+
+async def test_a_limit_that_falls_ends_no_request_and_a_limit_that_rises_dispatches(fleet: OpenFleet) -> None:
+    async with fleet("a", **FOUND) as (it, a):
+        # A new endpoint begins with 8 requests. Four more requests wait.
+        names = [f"r{number}" for number in range(12)]
+        for name in names:
+            await a.admit(name)
+        assert await it.counts() == (8, 4, [8])
+        # The limit falls to 3: all 8 go on, and no other request starts until 6 have ended.
+        await set_limits(a, {A: 3})
+        assert await it.counts() == (8, 4, [8])
+        await a.settle(*names[:5])
+        assert await it.counts() == (3, 4, [3])
+        await a.settle(names[5])
+        assert await it.counts() == (3, 3, [3])
+        # The limit rises: two more requests start at once.
+        await set_limits(a, {A: 5})
+        assert await it.counts() == (5, 1, [5])
+        assert order_of(await it.log()) == names[8:11]
+        assert (await it.ledger()).ends == {"completed": 6}
+
+
+async def test_limits_are_pinned_configured_or_found_within_the_configured_bounds(fleet: OpenFleet) -> None:
+    settings = {**FOUND, "limit_initial": 4, "pinned": {A: 2}}
+    async with fleet("a", endpoints=2, **settings) as (it, a):
+        assert (await it.state()).limits == {A: 2, B: 4}
+        await set_limits(a, {A: 9, B: 6, C: 7})
+        assert (await it.state()).limits == {A: 2, B: 6}
+        # The leader found a limit of endpoint C before the endpoint was published here.
+        await a.publish(A, Endpoint(B, max_inflight=5), C, **settings)
+        state = await it.state()
+        assert state.limits == {A: 2, B: 5, C: 7}
+        assert (state.lower, state.upper) == (14, 14)
+        # An endpoint that takes no requests adds nothing to the bound.
+        await a.store.mark_endpoint(C, "drained", True)
+        assert (await it.state()).upper == 7
+        await a.store.set_live_config({"limit_max": 1, "pinned": {B: 3}}, {})
+        assert (await it.state()).limits == {A: 1, B: 3, C: 1}
+
+
+async def test_a_pool_changes_its_mode_and_loses_no_waiting_request(fleet: OpenFleet) -> None:
+    async with fleet("a", upper_per=1, **{**FOUND, "adaptive": 0, "limit_initial": 3}) as (it, a):
+        names = [f"r{number}" for number in range(8)]
+        for name in names:
+            await a.admit(name)
+        # A static pool stores limits for later.
+        await set_limits(a, {A: 5})
+        assert await it.counts() == (1, 7, [1])
+        await a.store.set_live_config({"adaptive": 1}, {})
+        assert await it.counts() == (5, 3, [5])
+        await a.store.set_live_config({"adaptive": None}, {})
+        assert (await it.state()).limits == {}
+        await a.settle(*names[:4])
+        assert await it.counts() == (1, 3, [1])
+        for name in names[4:]:
+            await a.settle(name)
+        assert order_of(await it.log()) == names[1:]
+        assert await it.at_rest()
+
+
+async def test_a_pool_is_static_under_the_settings_of_an_older_version(valkey_fleet: OpenFleet) -> None:
+    async with valkey_fleet("a", upper_per=1) as (it, a):
+        # An older version has published the settings.
+        await a.store.set_live_config({"adaptive": 1}, {})
+        for name in ("r1", "r2"):
+            await a.admit(name)
+        assert await it.counts() == (1, 1, [1])
+        await a.settle("r1", "r2")
+    async with valkey_fleet("a", upper_per=1, **FOUND) as (it, a):
+        # An older version has made a live change, and knows no limits.
+        settings = json.loads(await it.redis.hget(it.keys.pool, "settings"))
+        del settings["caps"], settings["default_cap"]
+        await it.redis.hset(it.keys.pool, "settings", json.dumps(settings))
+        await it.redis.function_load(load_library().source, replace=True)  # forgets what it has read
+        await a.admit("r1")
+        assert await it.counts() == (1, 0, [1])
+
+
+async def test_endpoints_share_requests_in_proportion_to_their_limits(fleet: OpenFleet) -> None:
+    async with fleet("a", endpoints=2, **FOUND) as (it, a):
+        await set_limits(a, {A: 4, B: 64})
+        for number in range(34):
+            await a.admit(f"r{number}")
+        assert await it.counts() == (34, 0, [2, 32])
+
+
+async def test_the_only_endpoint_with_room_is_found_among_40(fleet: OpenFleet) -> None:
+    small, large = addresses(40)[:-1], addresses(40)[-1]
+    async with fleet("a", endpoints=40, **FOUND) as (it, a):
+        # Endpoint `large` has more requests than the 39 others, and only this endpoint has room.
+        await set_limits(a, {**dict.fromkeys(small, 1), large: 20})
+        for number in range(60):
+            await a.admit(f"r{number}")
+        state = await it.state()
+        assert (state.stock, state.queued) == (59, 1)
+        assert state.in_flight == {**dict.fromkeys(small, 1), large: 20}
