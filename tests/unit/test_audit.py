@@ -284,6 +284,17 @@ def ignored_endpoint_limit(queue: QueueSimulator) -> None:
     queue.run_dry()
 
 
+def ignored_found_limits(queue: QueueSimulator) -> None:
+    """Let the fleet find limits, and lower the first endpoint's limit while requests run there. The simulated
+    queue exceeds these limits, which the audit must report."""
+    first = queue.endpoints[0]
+    queue.change_settings(adaptive=1, upper_per=3, default_cap=2, caps={first: 3})
+    queue.admit_many("r", 6)
+    queue.change_settings(caps={first: 2})
+    queue.settle("r0")
+    limited(queue)
+
+
 def ignored_band_limits(queue: QueueSimulator) -> None:
     """Give each band limits. The simulated queue exceeds these limits, which the audit must report."""
     bands = [{"priority": band.priority, "capacity": 3, "bytes": 1000} for band in NAMED]
@@ -330,6 +341,9 @@ FAULTS: list[tuple[type[QueueSimulator], Callable[[QueueSimulator], None], str, 
     (faulty.ForgetsFlowLimits, limited, "G1", "flow limit passed"),
     (faulty.ForgetsEndpointLimits, limited, "G1", "endpoint limit passed"),
     (QueueSimulator, ignored_endpoint_limit, "G1", "2 requests on 10.0.0.1:8000, 1 allowed"),
+    (QueueSimulator, ignored_found_limits, "G1", "3 requests on 10.0.0.1:8000, 2 allowed"),
+    (QueueSimulator, ignored_found_limits, "G1", "3 requests on 10.0.0.2:8000, 2 allowed"),
+    (faulty.ForgetsFlowLimits, ignored_found_limits, "G1", "in flight, 1 on each of 3 endpoints"),
     (QueueSimulator, ignored_band_limits, "G1", "4 requests wait in priority 0, 3 allowed"),
     (QueueSimulator, ignored_band_limits, "G1", "1200 bytes wait in priority 0, 1000 allowed"),
     (faulty.ServesTheGreatestTag, mixed_load, "G2", "waits at"),
@@ -382,23 +396,25 @@ def test_a_correct_queue_shows_no_violation_under_the_same_loads(
     assert all(finding.checked for finding in report.findings if load is mixed_load)
 
 
-RESTORED: dict[str, tuple[str, float, list[str]]] = {
-    "its share": ("4", 2.0, []),
-    "its share where one of three endpoints is not ready": ("6", 3.0, []),
-    "more than its share": ("4", 9.0, ["stock is 9, expected 2"]),
-    "its share of a low bound": ("2", 1.0, ["request r is restored under a bound of 2"]),
-    "its share of a high bound": ("7", 3.5, ["request r is restored under a bound of 7"]),
+RESTORED: dict[str, tuple[str, str, float, list[str]]] = {
+    "its share": ("4", "4", 2.0, []),
+    "its share where one of three endpoints is not ready": ("4", "6", 3.0, []),
+    "its share of the sum of limits that the fleet has found": ("7", "7", 3.5, []),
+    "more than its share": ("4", "4", 9.0, ["stock is 9, expected 2"]),
+    "its share of a low bound": ("4", "2", 1.0, ["request r is restored under a bound of 2"]),
+    "its share of a high bound": ("4", "7", 3.5, ["request r is restored under a bound of 7"]),
 }
 
 
-@cases("note, taken, says", RESTORED)
+@cases("upper, note, taken, says", RESTORED)
 def test_a_restored_request_takes_at_most_its_share_of_the_bound(
-    note: str, taken: float, says: list[str]
+    upper: str, note: str, taken: float, says: list[str]
 ) -> None:
     queue = QueueSimulator(claim_share=0.5)
     queue.stock = taken
     request = Request("r", "flow", cost=9.0, endpoint=queue.endpoints[0])
     queue.write("restored", request, note=note)
+    queue.log[-1]["upper"] = upper
     queue.stock = 0.0
     queue.write("completed", request)
     assert violations_of(audit(queue.log)) == says

@@ -2,6 +2,7 @@
 
 import heapq
 import itertools
+import math
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
@@ -60,6 +61,9 @@ class Check:
 class Capacity(Check):
     """Checks G1 whenever a request takes stock or an endpoint: no other event raises these counts, so the
     bounds hold at all times.
+
+    A limit that the fleet has found counts from its `tuned` entry on. Requests that run already may exceed
+    this limit, but then no request may be admitted.
 
     Requests that are restored, that Envoy moved to a fallback, or that return to the queue count too. No
     limit is checked for such requests: they were admitted before.
@@ -144,9 +148,9 @@ class Capacity(Check):
             what = f"{count} of flow {entry.flow!r} on {entry.endpoint}, {entry.limit} allowed"
             self._finding.add(f"endpoint limit passed: {what}", *self._others(entry, entry.endpoint))
         rules = self._replay.rules
-        most = rules.caps.get(entry.endpoint) if rules is not None else None
-        if most is not None and self._on[entry.endpoint] > most:
-            what = f"{self._on[entry.endpoint]} requests on {entry.endpoint}, {most} allowed"
+        most = rules.cap(entry.endpoint) if rules is not None else math.inf
+        if self._on[entry.endpoint] > most:
+            what = f"{self._on[entry.endpoint]} requests on {entry.endpoint}, {most:g} allowed"
             self._finding.add(f"endpoint limit passed: {what}", entry)
 
     def _others(self, entry: Entry, endpoint: str = "") -> list[Entry]:
@@ -379,7 +383,7 @@ class Conservation(Check):
         bound, rules = largest_bound(entry), self._replay.rules
         per_endpoint = rules.upper_per if rules else 0.0
         endpoints = round(bound / per_endpoint) if per_endpoint > 0 else 0
-        is_a_bound = rules is None or same(bound, endpoints * per_endpoint)
+        is_a_bound = rules is None or same(bound, endpoints * per_endpoint) or same(bound, entry.upper)
         if entry.note and (bound < entry.upper or not is_a_bound):
             self._finding.add(f"request {entry.request} is restored under a bound of {bound:.17g}", entry)
 

@@ -39,7 +39,9 @@ class Rules(msgspec.Struct, frozen=True):
     starvation_ms: int = 0  # 0 means half of the request's TTL
     upper_per: float = 0.0
     weights: dict[str, float] = {}
+    adaptive: bool = False  # both bounds are the sum of the ready endpoints' limits
     caps: dict[str, int] = {}  # endpoint -> its limit of requests
+    default_cap: float = math.inf  # the limit of all other endpoints
     bands: tuple[BandLimits, ...] = tuple(BandLimits(band.priority) for band in NAMED)  # named bands first
     paused: bool = False
     # The largest part of the stock's upper bound that one request takes.
@@ -80,9 +82,17 @@ class Rules(msgspec.Struct, frozen=True):
         patience_ms = self.starvation_ms or (entry.deadline_ms - arrived_ms) // 2
         return min(arrived_ms + patience_ms, entry.deadline_ms)
 
+    def cap(self, endpoint: str) -> float:
+        """The limit of requests in flight on `endpoint`; infinity if it has none."""
+        return self.caps.get(endpoint, self.default_cap)
+
     def ready(self, upper: float) -> int:
-        """The number of ready endpoints that yields the upper bound `upper`; 0 if unknown."""
-        return round(upper / self.upper_per) if self.upper_per > 0 else 0
+        """The number of ready endpoints that yields the upper bound `upper`; 0 if unknown.
+
+        If endpoints have different limits, the largest number that may yield `upper`.
+        """
+        least = min((self.default_cap, *self.caps.values())) if self.adaptive else self.upper_per
+        return round(upper / least) if least > 0 else 0
 
     def limits_at(self, priority: int) -> BandLimits:
         """The limits of the next configured band at or below `priority`, or else of the lowest band."""
