@@ -70,6 +70,18 @@ MUTATIONS = (
         "      if upper <= 0 or (take > 0 and counters.stock + take > upper) then break end\n", "", _RULES,
     ),
     Mutation(
+        "an endpoint at its limit is chosen like any other", "lua/lib/endpoints.lua",
+        "          if load >= cap then cost = cost + AT_LIMIT end\n", "", _RULES,
+    ),
+    Mutation(
+        "an endpoint without a found limit adds nothing to the bound", "lua/lib/marks.lua",
+        "(settings.caps[address] or settings.default_cap)", "(settings.caps[address] or 0)", _RULES,
+    ),
+    Mutation(
+        "a found limit leaves the bound as it is", "lua/set_limits.lua",
+        "      marks.update_bounds()\n", "", "tests/scripts/test_found_limits.py",
+    ),
+    Mutation(
         "an expired request is granted", "lua/lib/dispatch.lua",
         "    elseif r.deadline_ms <= now_ms then\n      end_and_notify(r, NOTIFY_EXPIRED)\n    elseif not (",
         "    elseif not (", _RULES,
