@@ -1,7 +1,6 @@
 """The replicas and intervals of scrapes, and the encoding and caching of readings."""
 
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 from choosers import fleet_with
@@ -11,6 +10,8 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from tables import cases
 
+from picker_fleet.domain.config import parse
+from picker_fleet.domain.known_fleet import KnownFleet
 from picker_fleet.endpoints.metrics_channel import decode_message, encode_message
 from picker_fleet.endpoints.pacing import PROBE_S, REST_PROBE_S, IntervalPolicy, ScrapeCost
 from picker_fleet.endpoints.readings import (
@@ -278,7 +279,10 @@ def test_the_scrape_interval_follows_use_and_cost_of_metrics_pages(
 
 
 def test_pages_that_decide_the_limits_of_endpoints_are_read_twice_a_second() -> None:
-    pacing = IntervalPolicy(None, Mock(busy=True, picks_by_metrics=False, limits_by_metrics=True))
+    fleet = KnownFleet(parse({}))
+    pacing = IntervalPolicy(None, fleet)
+    assert pacing.interval_s(cost(0.001), 1) == 5.0  # no request is in flight
+    fleet.busy = True
     assert pacing.interval_s(cost(0.001), 1) == 0.5
     assert pacing.interval_s(cost(0.008), 1) == pytest.approx(0.8)
 
