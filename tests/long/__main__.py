@@ -12,6 +12,7 @@
     soak             an hour of steady load: memory, keys, drift
     time-lapse       a simulated week of a fleet, on a clock that jumps to the next event
     vllm             real vLLM servers on the CPU behind the fleet (installs 6 GB once)
+    vllm-limits      limits found for real vLLM servers, beside static bounds and vLLM alone
 
 `NAME --help` lists the options. `--out DIR` writes the report to DIR/NAME.md.
 """

@@ -168,9 +168,18 @@ class Server:
 
 @contextlib.asynccontextmanager
 async def servers(
-    python: Path, model: Path, folder: Path, *, count: int = 2, with_adapters: bool = False
+    python: Path,
+    model: Path,
+    folder: Path,
+    *,
+    count: int = 2,
+    places: int = PLACES,
+    kv_blocks: int = _KV_BLOCKS,
+    with_adapters: bool = False,
 ) -> AsyncIterator[list[Server]]:
     """Start `count` vLLM servers, yield them once all are ready, and stop them at the end of the block.
+
+    A server runs `places` requests at once, in a KV cache of `kv_blocks` blocks of 128 tokens.
 
     Raises:
         EngineFault: a server did not become ready.
@@ -178,14 +187,16 @@ async def servers(
     async with contextlib.AsyncExitStack() as running:
         started = []
         for number in range(count):
-            server = await _started(python, model, folder / f"vllm-{number + 1}.log", with_adapters)
+            sizes = ("--max-num-seqs", f"{places}", "--num-gpu-blocks-override", f"{kv_blocks}")
+            log = folder / f"vllm-{number + 1}.log"
+            server = await _started(python, model, log, sizes, with_adapters)
             running.push_async_callback(_ended, server)
             started.append(server)
         await asyncio.gather(*(_ready(server) for server in started))
         yield started
 
 
-async def _started(python: Path, model: Path, log: Path, with_adapters: bool) -> Server:
+async def _started(python: Path, model: Path, log: Path, sizes: Sequence[str], with_adapters: bool) -> Server:
     port = free_port()
     adapters: Sequence[str] = ()
     if with_adapters:
@@ -196,8 +207,7 @@ async def _started(python: Path, model: Path, log: Path, with_adapters: bool) ->
         process = await asyncio.create_subprocess_exec(
             *tied(str(python), "-m", "vllm.entrypoints.cli.main", "serve", str(model)),
             *("--served-model-name", BASE, "--load-format", "dummy", "--dtype", "float32"),
-            *("--max-model-len", str(MAX_TOKENS), "--enforce-eager", "--max-num-seqs", str(PLACES)),
-            *("--num-gpu-blocks-override", str(_KV_BLOCKS)),
+            *("--max-model-len", str(MAX_TOKENS), "--enforce-eager", *sizes),
             *("--enable-prompt-tokens-details", "--host", LOOPBACK, "--port", str(port)),
             *adapters,
             env=_environment(),
