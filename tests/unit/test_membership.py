@@ -1,5 +1,6 @@
 """Membership of a replica, which follows live changes, shows them, and restores lost changes in Redis."""
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -143,6 +144,22 @@ async def test_the_gate_and_the_metrics_follow_the_state_of_the_pool() -> None:
         await one.follows(lambda: samples(one.metrics)["epp_active_flows",] == 3)
         await until(lambda: one.gate.queue.retry_after_s == 7)
         assert samples(one.metrics)["epp_paused",] == 1
+
+
+async def test_readers_of_the_admin_api_do_not_keep_a_replica_from_following_the_pool() -> None:
+    store = ScriptedStore()
+    async with member(store, parse({"leases": {"heartbeat": "200ms"}})) as one:
+
+        async def read_all_the_time() -> None:
+            while True:
+                await one.membership.state()
+                one.membership.heartbeat_now(full=False)
+                await asyncio.sleep(0.01)
+
+        async with running(read_all_the_time()):
+            for seconds in (7, 8):
+                store.pool = replace(POOL, retry_after_s=seconds)
+                await until(lambda: one.gate.queue.retry_after_s == store.pool.retry_after_s)
 
 
 async def test_one_warning_names_an_envoy_that_stays_at_its_default_stream_limit(

@@ -48,7 +48,7 @@ _SUSPECTS_S = 0.05  # interval of sweeps while requests may have ended without a
 
 class HeartbeatTrigger:
     """Called to ask for a heartbeat before the interval ends. With `full=False` the replica then reads the
-    whole shared state only if the last read is at least one heartbeat interval old."""
+    whole shared state only if it last followed that state at least one heartbeat interval ago."""
 
     def __init__(self) -> None:
         self._asked = asyncio.Event()
@@ -193,8 +193,8 @@ class Membership:
         self._connection_epoch = 0
         self._stored_info = ""  # the replica info that the shared state has; '': unknown
         self._lost = False  # whether the shared state may lack this replica's requests
-        self._state: SharedState | None = None  # the shared state read last, at the time `_read_s`
-        self._read_s = -math.inf
+        self._state: SharedState | None = None  # the shared state read last
+        self._followed_s = -math.inf  # time of the read that all parts of the replica follow
         self._follow_up: asyncio.TimerHandle | None = None
 
     def leads(self) -> bool:
@@ -360,7 +360,7 @@ class Membership:
         self._epoch = pulse.epoch
         self._joined.set()
         await self._follow_changes(pulse)
-        if full or self._clock() - self._read_s >= self._leases.heartbeat:
+        if full or self._clock() - self._followed_s >= self._leases.heartbeat:
             await self._follow_state()
 
     async def _endpoints_of(self, pulse: HeartbeatReply) -> tuple[Endpoint, ...]:
@@ -438,6 +438,7 @@ class Membership:
     async def _follow_state(self) -> None:
         """Read the whole shared state, and pass the state to the parts of the replica that use it."""
         state = await self._read()
+        self._followed_s = self._clock()
         pool = state.pool
         self._fleet.live, self._fleet.in_flight = pool.replicas, pool.in_flight
         self._fleet.busy = any(pool.in_flight.values())
@@ -461,7 +462,6 @@ class Membership:
             else bounds.watermark_per_backend * pool.ready_backends,
             queue_fill=min(pool.queued / settings.fair_request_queue.total_capacity, 1.0),
         )
-        self._read_s = self._clock()
         self._failover.update_peers(pool.about)
         return self._state
 
