@@ -198,7 +198,7 @@ local function admit(args)
       r.state, r.owner, r.workload, r.arrived, r.deadline_ms, r.endpoints, r.taken, r.tag = 'new', args[1],
         workloads.arrived(r.flow, r.workload), arrival_us(r.age_ms), 0, '', 0, -1
       r.age_ms = math.floor(r.age_ms)
-      if r.learn == 1 then r.cost = r.cost + answers.mean(r.flow) end
+      if r.learn == 1 then r.cost = r.cost + usage.mean_answer(r.flow, r.model) end
       r.cost = bands.clamp_cost(r.cost)
       replies[i] = arrive(r, turn, count)
       if r.state == 'new' then -- refused or expired

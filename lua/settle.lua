@@ -8,7 +8,8 @@
 --
 -- keys[1] epp:{POOL}:pool
 -- args[1] the calling replica; then for each request: id, outcome (completed; answered: completed, and its endpoint
---   answered well; client_gone; upstream_failed), its real cost ('' unknown), its answer's tokens ('' unknown)
+--   answered well; client_gone; upstream_failed), its real cost ('' unknown), its answer's tokens ('' unknown), the
+--   size of its prompt's text ('' unless the real cost is the tokens of this text and of the answer)
 --
 -- Returns {epoch, notifications, attempts, served, reply...}: 'settled MODEL' | 'left MODEL' (the request was still
 -- queued) | 'unknown'
@@ -55,7 +56,7 @@ local function settle(args)
   endpoints.prefetch(hosts, placed)
   workloads.prefetch(workload_ids, known)
   local has_ghosts = tombstones.has_ghosts()
-  return for_each_item(args, ITEM.settle, function(_, id, outcome, actual, answer_tokens)
+  return for_each_item(args, ITEM.settle, function(_, id, outcome, actual, answer_tokens, prompt_size)
     local r = record.read(id)
     if has_ghosts then tombstones.forget_ghost(id) end
     if not r then return 'unknown' end
@@ -64,7 +65,10 @@ local function settle(args)
       return 'left ' .. r.model
     end
     if actual ~= '' then correct_charge(r, tonumber(actual)) end
-    if answer_tokens ~= '' then answers.learn(r.flow, tonumber(answer_tokens)) end
+    if answer_tokens ~= '' then usage.learn_answer(r.flow, r.model, tonumber(answer_tokens)) end
+    if prompt_size ~= '' then
+      usage.learn_prompt(r.model, tonumber(prompt_size), tonumber(actual) - tonumber(answer_tokens))
+    end
     if outcome == 'answered' then
       outcome = 'completed'
       if pool.outliers > 0 and r.state == STATE_PLACED then

@@ -1,4 +1,4 @@
--- include: flows
+-- include: flows usage
 -- Return the counters, bounds, replicas and loads of the pool.
 --
 -- Guarantees: reads only.
@@ -24,6 +24,7 @@
 --   tuned version: number of the last live change
 --   retry after: estimated seconds until the queue has drained (1 to 60)
 --   refusals: JSON of endpoint -> requests that the endpoint has refused (lua/report_fault.lua)
+--   list of name, base and slope of each model whose prompts are known (lib/usage.lua)
 
 local function state(args)
   local of_bands = {}
@@ -49,6 +50,6 @@ local function state(args)
     read('ZCARD', key.inflight), exact(pool.dispatches), exact(pool.ended), of_bands, replicas,
     loads, limits, exact(pool.guards), exact(pool.credit), pool.overdue,
     exact(pool.rate), settings.paused or 0, read('HGET', key.pool, 'tuned_version') or '',
-    pool.retry_after_s(), read('HGET', key.pool, 'endpoint_refusals') or '{}',
+    pool.retry_after_s(), read('HGET', key.pool, 'endpoint_refusals') or '{}', usage.prompt_lines(),
   }
 end

@@ -315,7 +315,7 @@ local function sweep(args)
   local positions = {sweep_more = (more or #suspects > 0) and 1 or 0, walk = walked, walks = walks,
     workload_cursor = forget_idle(key.workloads, workload_cursor, workloads.by_id, idle_ms),
     flow_workload_cursor = forget_idle(key.flow_workloads, flow_workload_cursor, workloads.by_flow, idle_ms),
-    answer_cursor = forget_idle(key.answers, answer_cursor, answers, idle_ms)}
+    answer_cursor = forget_idle(key.answers, answer_cursor, usage, idle_ms)}
   for field, value in pairs(positions) do defer_write('HSET', key.pool, field, value) end
   return finish_call({1, expired, reaped, more and 1 or 0, ghosts, suspects})
 end

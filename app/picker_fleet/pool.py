@@ -214,6 +214,7 @@ class Pool:
                 keys=self.signing,
                 prefixes=self.chooser,
                 served_models=self.readings.models,
+                prompt_line=self.fleet.prompt_line,
             ),
             gate=self.admission,
             router=Router(self.endpoints, self.chooser, settings.scheduling.fallbacks),

@@ -1,4 +1,4 @@
--- include: ends answers
+-- include: ends usage
 -- Begins and ends every script call: runs due timers, dispatches requests, commits the writes. Also places requests. If
 -- a call fails before it starts to commit, `run` undoes its writes.
 -- Uses the queue from lib/flows.lua, the choice of an endpoint from lib/endpoints.lua, ends from lib/ends.lua. Defines
@@ -243,7 +243,7 @@ end
 -- Reset the tables of a single call; reset the caches kept between calls if those are no longer valid.
 local function reset_caches()
   if queue.has_lengths then queue.reset() end
-  if answers.has_learned then answers.reset() end
+  if usage.has_learned then usage.reset() end
   reset_endpoints()
   if pool.outliers > 0 then marks.read_outliers() end
   reset_workloads()

@@ -58,8 +58,8 @@ do -- a chunk may have 200 locals
     local base = string.sub(pool_key, 1, -5)
     key = {pool = pool_key}
     for _, name in ipairs({'requests', 'inflight', 'timers', 'overdue', 'limits', 'load', 'endpoints', 'marks',
-      'metrics', 'workloads', 'flow_workloads', 'answers', 'replicas', 'replica_info', 'tombstones', 'unheard',
-      'suspects', 'ghosts', 'log', 'blockers', 'orphan_cursors', 'outliers', 'queue_snapshot', 'origins',
+      'metrics', 'workloads', 'flow_workloads', 'answers', 'prompts', 'replicas', 'replica_info', 'tombstones',
+      'unheard', 'suspects', 'ghosts', 'log', 'blockers', 'orphan_cursors', 'outliers', 'queue_snapshot', 'origins',
       'origin_times'}) do
       key[name] = base .. name
     end

@@ -57,7 +57,8 @@ class PoolModel:
         self.inboxes: dict[str, dict[str, str]] = {}
         self.suspects: dict[str, float] = {}  # request that may have ended unreported -> suspected since, ms
         self.replicas: dict[str, int] = {}  # last heartbeat, ms
-        self.means: dict[str, tuple[float, int]] = {}  # flow -> mean answer tokens, when learned (ms)
+        # (flow, model) or (model, model) -> mean answer tokens, when learned (ms)
+        self.means: dict[tuple[str, str], tuple[float, int]] = {}
         self.stock = self.upper = self.lower = self.rate = 0.0
         self.seq = self.dispatches = self.guards = self.ended = self.tuned = 0
         self.events: list[str] = []
@@ -80,9 +81,11 @@ class PoolModel:
     def in_flight(self) -> list[Request]:
         return [r for r in self.requests.values() if r.state in ("granted", "placed")]
 
-    def mean_answer(self, flow: str) -> float:
-        """The smoothed mean of the tokens of the flow's answers; the first answer sets the mean."""
-        return self.means[flow][0] if flow in self.means else float(self.moment.settings["default_answer"])
+    def mean_answer(self, flow: str, model: str) -> float:
+        """The smoothed mean of the answers' tokens: of the flow and model, else of the model, else the
+        default. The first answer sets a mean."""
+        default = float(self.moment.settings["default_answer"]), 0
+        return self.means.get((flow, model), self.means.get((model, model), default))[0]
 
     # The beginning and the end of each call: a call ends with a dispatch.
 

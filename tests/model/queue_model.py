@@ -94,7 +94,7 @@ class QueueModel(PoolModel):
                 if address in self.outliers and address not in self.endpoints.ejected:
                     self.outliers.answered(address)
         if answer_tokens is not None:
-            self._learn(r.flow, answer_tokens)
+            self._learn({(r.flow, r.model), (r.model, r.model)}, answer_tokens)
         self._finish(r, outcome)
         return f"settled {r.model}"
 
@@ -282,7 +282,7 @@ class QueueModel(PoolModel):
         known = self.requests.get(item.id)
         if known:
             return self._adopt(known, item) if self._is_same(known, item) else "foreign"
-        cost = item.cost + (self.mean_answer(item.flow) if item.learn else 0)
+        cost = item.cost + (self.mean_answer(item.flow, item.model) if item.learn else 0)
         r = Request(
             item.id, self._caller, item.attempt, item.flow, item.priority, item.weight, cost, item.workload,
             item.criticality, item.model, item.limit, item.body_bytes, item.candidates == "*",
@@ -402,7 +402,8 @@ class QueueModel(PoolModel):
             self.queue.correct(r, (actual - r.cost) * share / r.cost, r.tag + share)
             self._log("corrected", r.id)
 
-    def _learn(self, flow: str, tokens: int) -> None:
+    def _learn(self, keys: set[tuple[str, str]], tokens: int) -> None:
         alpha = self.moment.settings["answer_alpha"]
-        mean = smoothed(self.means[flow][0], tokens, alpha) if flow in self.means else float(tokens)
-        self.means[flow] = (mean, self.moment.now_ms)
+        for key in keys:
+            mean = smoothed(self.means[key][0], tokens, alpha) if key in self.means else float(tokens)
+            self.means[key] = (mean, self.moment.now_ms)

@@ -122,13 +122,13 @@ def numbers_of(state: list[Any]) -> dict[str, Any]:
     names = (
         "epoch", "now_us", "stock", "queued", "upper", "lower", "ready", "in_flight", "dispatches", "ended",
         "bands", "replicas", "loads", "limits", "guards", "credit", "overdue", "rate", "paused", "tuned",
-        "retry_after_s", "refusals",
+        "retry_after_s", "refusals", "prompt_lines",
     )  # fmt: skip
     found = dict(zip(names, state, strict=True))
     bands, replicas, loads, limits, refusals = (
         found.pop(each) for each in ("bands", "replicas", "loads", "limits", "refusals")
     )
-    del found["epoch"]
+    del found["epoch"], found["prompt_lines"]
     for priority, *values in zip(*(bands[at::5] for at in range(5)), strict=True):
         of_band = (f"{name}:{priority}" for name in ("v", "flow_queues", "queued", "bytes"))
         found |= zip(of_band, values, strict=True)
@@ -166,6 +166,8 @@ def arguments(name: str, caller: str, *rest: Any) -> list[Any]:
         return [caller, *(arrival(**asdict(it)) for it in rest[0])]
     if name == "renew":
         rest = ([(*item[:3], accounting_token(item[3]), 0) for item in rest[0]],)
+    if name == "settle":
+        rest = ([(*item, None) for item in rest[0]],)  # no prompt sizes: the model learns no lines
     if name in (
         "place",
         "acknowledge",

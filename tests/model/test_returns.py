@@ -98,4 +98,4 @@ def _begin(side: ScriptSide) -> None:
 def _arguments(name: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
     if name == "admit":
         return (arrival(*args),)
-    return {"tombstone": (*args, 0), "renew": (*args, 0), "settle": (*args, "", "")}[name]
+    return {"tombstone": (*args, 0), "renew": (*args, 0), "settle": (*args, "", "", "")}[name]

@@ -72,7 +72,8 @@ class DirectPool:
         return bytes(reply[4]).decode().split()
 
     def settle(self, request_id: str, library: Library | None = None) -> str:
-        return bytes(self.call("settle", "a", request_id, "completed", "", "", library=library)[4]).decode()
+        end = (request_id, "completed", "", "", "")
+        return bytes(self.call("settle", "a", *end, library=library)[4]).decode()
 
     def stock(self) -> float:
         return float(self.call("state", 60_000)[2])

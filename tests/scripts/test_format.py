@@ -61,7 +61,7 @@ WRITING: dict[str, tuple[Any, ...]] = {
     "renew": ("a", "runs", "", "b:1", "", 0),
     "report_client_gone": ("a", "runs"),
     "report_fault": ("a", "runs", "a:1", "", "500", 0),
-    "settle": ("a", "runs", "completed", "", ""),
+    "settle": ("a", "runs", "completed", "", "", ""),
     "admit": ("a", arrival("new", priority=7)),
     "place": ("a", "waits", "1", "*"),
     "acknowledge": ("a", "runs", "1"),
@@ -199,7 +199,7 @@ class Beside(DirectPool):
         self.of(version, "renew", name, "", "", TOKEN.format(endpoint), 0)
 
     def end(self, version: int, name: str) -> None:
-        self.of(version, "settle", name, "completed", "", "")
+        self.of(version, "settle", name, "completed", "", "", "")
         self.owners.pop(name, None)
 
     def sweep(self, version: int) -> None:

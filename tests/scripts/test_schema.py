@@ -118,7 +118,7 @@ async def test_every_key_of_a_run_is_documented_and_every_documented_key_is_used
         await a.store._client.call("claim_queue_snapshot", 600_000)
         await look()
         # An end reports its token count, and the next turn belongs to a flow at its limit.
-        await a.store.settle("lost", Outcome.COMPLETED, 7.0, 7)
+        await a.store.settle("lost", Outcome.COMPLETED, 37.0, 7, 100)
         await a.publish(E1, E2, upper_per=500, guard_share=0)
         for name in ("first", "second", "third"):
             await b.admit(name, flow="one", limit=1)

@@ -180,15 +180,16 @@ async def test_flows_missing_from_the_preemption_candidates_are_preempted_too(fl
 
 @pytest.mark.parametrize(("kind", "value"), [
     ("inbox:a", "granted"), ("inbox:a", "expired"), ("marks", "x"), ("limits", "x"), ("workloads", "x"),
-    ("answers", "short"), ("requests", "\x02short"), ("requests", "\x63"), ("replica_info", "{"),
-    ("orphan_cursors", "7"), ("metrics", "{"),
+    ("answers", "short"), ("prompts", "short"), ("requests", "\x02short"), ("requests", "\x63"),
+    ("replica_info", "{"), ("orphan_cursors", "7"), ("metrics", "{"),
 ])  # fmt: skip
 async def test_requests_are_served_and_expire_despite_damaged_entries_of_a_hash(
     fleet: OpenFleet, kind: str, value: str
 ) -> None:
     async with fleet("a", upper_per=1, lower_per=1, lease_ms=2000, default_answer=1) as (it, a):
         # The hash has unreadable entries, some of these under names that requests use.
-        names = [*STRAYS[:3], "flow", "other", "w", "down\x1f10.0.0.1:8000", "r gone"]
+        used = ["flow", "other", "w", "llama", "flow\x1fllama", "down\x1f10.0.0.1:8000"]
+        names = [*STRAYS[:3], *used, "r gone"]
         await it.redis.hset(it.keys.prefix + kind, mapping=dict.fromkeys(names, value))
         await it.redis.zadd(it.keys.prefix + "inflight", {"stray-0": LONG_AGO})
         await a.beat()
@@ -196,7 +197,7 @@ async def test_requests_are_served_and_expire_despite_damaged_entries_of_a_hash(
         await life(it, "r")
         for name in ("s", "t"):
             await a.admit(name, workload="w", limit=1, learn=True)
-            await a.store.settle(name, Outcome.COMPLETED, 3, 2)
+            await a.store.settle(name, Outcome.COMPLETED, 3, 2, 100)
         assert (await a.beat()).live_replicas == 1
         # Stray notifications are removed from the inbox, and all counts are 0.
         if kind == "inbox:a":

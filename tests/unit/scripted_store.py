@@ -22,6 +22,7 @@ POOL = PoolState(
     queue_bytes={}, active_flows=0, virtual_times={}, leases=0, dispatched_total=0, ended_total=0,
     guard_dispatches_total=0, guard_credit=0.0, overdue=0, drain_rate=0.0, retry_after_s=1, paused=False,
     tuned_version="", endpoint_refusals={}, replicas=("r",), in_flight={}, limits={}, about={},
+    prompt_lines={},
 )  # fmt: skip
 
 
@@ -76,7 +77,7 @@ class ScriptedStore:
 
     def settle(
         self, request_id: str, _: Outcome, actual: float | None = None, answer_tokens: int | None = None,
-        **_more: bool,
+        _prompt_size: int | None = None, **_more: bool,
     ) -> asyncio.Future[Any]:  # fmt: skip
         self.settled.append((request_id, actual, answer_tokens))
         return (

@@ -3,6 +3,7 @@
 import asyncio
 import gzip
 import json
+import math
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ from tables import cases
 from picker_fleet.domain import errors
 from picker_fleet.domain.errors import ExpiredTtl, RequestError, StateUnavailable
 from picker_fleet.domain.request import Outcome
+from picker_fleet.ingress import cost
 from picker_fleet.ingress.ext_proc.codec import WHOLE_BYTES
 from picker_fleet.state import accounting_token
 
@@ -78,7 +80,8 @@ async def test_a_request_is_costed_in_tokens_in_every_mode(mode: str) -> None:
     await talk.say(*asks(mode, {"content-length": str(len(ASK))}))
     # The request has the cost of the prompt; the Lua script adds the flow's mean answer.
     request, _ = talk.gate.admitted[0]
-    assert (request.cost, request.learn) == (len(ASK) / 4, True)
+    prompt, _, _ = cost.tokens(ASK, len(ASK), json.loads(ASK), most=math.inf, default=0)
+    assert (request.cost, request.learn) == (prompt, True)
 
 
 @every_mode

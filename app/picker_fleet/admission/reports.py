@@ -63,7 +63,7 @@ class Reports:
         the request was never placed."""
         self.note_end(completion, token)
         answered = partial(self._on_answered_end, completion, token, entry)
-        self._tell_end(completion).add_done_callback(answered)
+        self._tell_end(completion, token).add_done_callback(answered)
 
     def note_end(self, completion: Completion, token: str) -> None:
         """Record the latency and failures of endpoints from a request's end."""
@@ -98,14 +98,15 @@ class Reports:
 
     def tell_end(self, completion: Completion) -> None:
         """Report a request's end to Redis; the store keeps the call until Redis accepts it."""
-        ignore_loss(self._tell_end(completion))
+        ignore_loss(self._tell_end(completion, completion.accounting_token))
 
-    def _tell_end(self, completion: Completion) -> asyncio.Future[SettleReply]:
-        actual = answer_tokens = None
+    def _tell_end(self, completion: Completion, token: str) -> asyncio.Future[SettleReply]:
+        actual = answer_tokens = prompt_size = None
         if self._counts_tokens:
             answer_tokens = completion.completion_tokens
             if answer_tokens is not None and completion.prompt_tokens is not None:
                 actual = float(completion.prompt_tokens + answer_tokens)
+                prompt_size = accounting_token.prompt_size_of(token)
         if actual is None and 400 <= completion.status < 500:
             actual = 1.0  # the engine refused the request, so it used none of the tokens it was charged
         answer = self._store.settle(
@@ -113,6 +114,7 @@ class Reports:
             completion.outcome,
             actual,
             answer_tokens,
+            prompt_size,
             answered=completion.answered,
             urgent=self._are_places_awaited(),
         )

@@ -3,8 +3,10 @@ the scraper read the view.
 """
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 from picker_fleet.domain.config import EffectiveConfig, Settings
+from picker_fleet.domain.request import UNLEARNED, PromptLine
 from picker_fleet.domain.scorer_names import SCRAPED_SCORERS
 
 
@@ -13,7 +15,8 @@ class KnownFleet:
 
     `config` includes the live changes. `live` has the ids of the live replicas, including this one;
     `in_flight` maps endpoints to their numbers of requests in flight; `busy` is True while any request is in
-    flight. Membership replaces these objects and never changes them.
+    flight. `prompt_lines` maps models to what a prompt costs. Membership replaces these objects and never
+    changes them.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -21,6 +24,11 @@ class KnownFleet:
         self.live: Sequence[str] = ()
         self.in_flight: Mapping[str, int] = {}
         self.busy = False
+        self.prompt_lines: Mapping[str, PromptLine] = MappingProxyType({})
+
+    def prompt_line(self, model: str) -> PromptLine:
+        """What a prompt for `model` costs."""
+        return self.prompt_lines.get(model, UNLEARNED)
 
     @property
     def picks_by_metrics(self) -> bool:

@@ -33,6 +33,21 @@ class LatencyObjective(NamedTuple):
 ANY_LATENCY: Final = LatencyObjective()
 
 
+class PromptLine(NamedTuple):
+    """A prompt of a size (ingress/cost.py) has about `base` + `slope` · size tokens."""
+
+    base: float
+    slope: float
+
+    def tokens(self, size: float) -> float:
+        """The estimate for a prompt of `size`; a base below 0 takes off two thirds at most."""
+        text_tokens = self.slope * size
+        return max(self.base + text_tokens, text_tokens / 3)
+
+
+UNLEARNED: Final = PromptLine(0.0, 0.25)  # of a model without usage: a token for four letters
+
+
 class InferenceRequest(NamedTuple):
     """One request, as admission and scheduling see it, in any mode.
 
@@ -42,6 +57,7 @@ class InferenceRequest(NamedTuple):
     unchecked, or KEY_MARK and a session key, '' for none. `prefix` has the hashes of the prompt's blocks,
     empty if no scorer reads them. `limit` bounds the flow's requests in flight on one endpoint (0: no bound).
     `learn` says that `cost` lacks the answer's tokens, so that the mean of the flow's answers is added.
+    `prompt_size` is the size of the prompt's text (ingress/cost.py), 0 unless usage tells the text's tokens.
     `trace` is the request's W3C traceparent, '' without one or without tracing. `by_client` says that `ttl_s`
     is the client's own deadline. `body_bytes` is the body's length, 0 if unknown. `digest` identifies the
     body; never show the digest: whoever knows it could pass for the request. `refers` are the ids of the
@@ -71,6 +87,7 @@ class InferenceRequest(NamedTuple):
     body_bytes: int = 0
     digest: str = ""
     refers: tuple[str, ...] = ()
+    prompt_size: int = 0
     origin: str = ""
     latency: LatencyObjective = ANY_LATENCY
     early_ms: int = 0

@@ -442,6 +442,7 @@ class Membership:
         pool = state.pool
         self._fleet.live, self._fleet.in_flight = pool.replicas, pool.in_flight
         self._fleet.busy = any(pool.in_flight.values())
+        self._fleet.prompt_lines = pool.prompt_lines
         self._metrics.pool(pool, state.watermark, state.queue_fill)
         if self.leads():
             self._envoy_limits.look(pool.about.values())

@@ -1,5 +1,11 @@
 """Estimates a request's cost from the body: in sequences if the stock counts requests, else in tokens. Pure.
 
+A prompt's text costs base + slope · size tokens, a line that lua/lib/usage.lua learns for each model from the
+usage that engines report. `_text_size` is the size: each letter, blank and non-ASCII byte of the text counts
+1, each other byte 2, since tokenizers split texts at digits and punctuation. Fields that are no part of the
+prompt do not count. A chat template's tokens for each message are about as many as those for the JSON around
+the message.
+
 An engine runs one sequence for each answer to each prompt of a request. Members with prompts or numbers of
 answers count on all paths: an engine ignores an unknown member, but the picker charges for it.
 The cost is a client's claim: a request takes at most a share of the stock's bound, the model's
@@ -7,16 +13,16 @@ The cost is a client's claim: a request takes at most a share of the stock's bou
 """
 
 import re
-from collections.abc import Iterable, Mapping
-from typing import Any, Final, TypedDict
+from collections.abc import Mapping
+from typing import Any, Final
 
 import msgspec
 import orjson
 
-from picker_fleet.domain.request import finite_number
+from picker_fleet.domain.request import UNLEARNED, PromptLine, finite_number
 from picker_fleet.domain.units import MOST_COST
-
-MALFORMED: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)  # errors for invalid JSON
+from picker_fleet.ingress import media
+from picker_fleet.scheduling.endpoint_history import PROMPT_MEMBERS
 
 _ANSWERS: Final = ("n", "best_of", "num_return_sequences", "candidateCount")
 # Members that limit the answer's length. Engines differ in the members that they read: the largest counts.
@@ -43,18 +49,13 @@ _MOST_PARSED_BYTES = 64 * 1024  # bytes; elements of longer lists are counted wi
 _LONGEST_NUMBER = 400  # bytes of JSON: the longest finite number written out
 _LONGEST_SECTION_BYTES = 64 * 1024
 
-# A token is about four bytes of a JSON body, its field names included.
-_BYTES_A_TOKEN = 4
-# An image costs an engine a token per patch, whatever its size in bytes; audio and video cost tokens in
-# proportion to their length.
-_MEDIA_TOKENS = 1500
-_MEDIA_BYTES_A_TOKEN = 1000
-_MOST_OBJECTS = 10_000  # most objects of a body that is searched for media
-_MEDIA_MARKS = (b"image", b"audio", b"video", b"base64", b"inline_data", b"inlineData")
-_SHORT_BYTES = 4096
-_WITH_MEDIA = ("messages", "input", "contents", "images", "image_data")
-_PICTURES = frozenset(("image", "image_url", "image_embeds", "images", "image_data"))
-_ENDS_BYTES = 256  # bytes at each end of a file's JSON text to search for its media type
+_IN_PROMPT = frozenset((*PROMPT_MEMBERS, *_ALL_PROMPTS, *media.MEMBERS, "query"))
+_SAMPLE_BYTES = 1024  # of a longer body this many bytes, from its middle, are examined
+_COUNTED_ONCE = b"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ \\" + bytes(range(128, 256))
+_SIZE_OF_A_FIELD_BYTE = 1.3  # of fields such as `"temperature":0.7,`
+# Escaped characters that have two bytes in UTF-8, and other ones, most of which have three.
+_ESCAPED_2, _ESCAPED_3 = re.compile(rb"\\u0[0-7][0-9a-fA-F]{2}"), re.compile(rb"\\u[0-9a-fA-F]{4}")
+_FILE_BYTES_A_TOKEN = 1000
 
 _FIRST = re.compile(rb"\[[ \t\r\n]*(.)", re.DOTALL)
 _NUMBERS = re.compile(rb"\[[\[ \t\r\n]*+[0-9]")
@@ -71,19 +72,35 @@ def sequences(members: Members) -> int:
     return int(min(prompts * max(1.0, _largest(members, _ANSWERS)), _MOST_SEQUENCES))
 
 
-def tokens(body: bytes, size_bytes: int, members: Members, most: float, default: float) -> tuple[float, bool]:
-    """The cost of a request in tokens, and whether the cost lacks the answer's tokens; then the scripts add
-    the flow's mean answer. `body` is b'' if only the body's length `size_bytes` is known.
+def tokens(
+    body: bytes,
+    size_bytes: int,
+    members: Members,
+    *,
+    most: float,
+    default: float,
+    line: PromptLine = UNLEARNED,
+    file_bytes: int = 0,
+) -> tuple[float, bool, int]:
+    """The cost of a request in tokens; whether the cost lacks the answer's tokens, so that the scripts add
+    the mean answer; and the size of the prompt's text, 0 unless usage will tell this text's tokens alone.
 
-    `most` bounds the tokens of prompt plus answer in each sequence; `default` is the assumed length of each
-    of several answers of unknown length.
+    `body` is b'' if only its length `size_bytes` is known; `file_bytes` of the length are files in a form.
+    `line` is the line of the request's model. `most` bounds the tokens of prompt plus answer in each
+    sequence; `default` is the assumed length of each of several answers of unknown length.
     """
     count = sequences(members)
     answer = min(_largest(members, MAX_ANSWER), _MOST_ANSWER_TOKENS)
-    prompt = _prompt_tokens(body, size_bytes, members)
+    ids, apart_bytes = _apart(members)
+    media_bytes, media_tokens = media.found(body, members)
+    size = _text_size(body, size_bytes, apart_bytes, media_bytes + file_bytes)
+    other_tokens = ids + media_tokens + file_bytes / _FILE_BYTES_A_TOKEN
+    prompt = max(1.0, line.tokens(size) + other_tokens)
+    told = round(size) if count == 1 and members and not other_tokens else 0
     if answer < 1 and count == 1:
-        return min(prompt, most), True
-    return min(prompt + count * (int(answer) if answer >= 1 else default), count * most, MOST_COST), False
+        return min(prompt, most), True, told
+    known = int(answer) if answer >= 1 else default
+    return min(prompt + count * known, count * most, MOST_COST), False, told
 
 
 def _list(name: str, value: object) -> bytes:
@@ -96,27 +113,37 @@ def _list(name: str, value: object) -> bytes:
     return text if text[:1] == b"[" else b""
 
 
-def _prompt_tokens(body: bytes, size_bytes: int, members: Members) -> float:
-    found = 0.0
-    for name in _ALL_PROMPTS:
-        if name in members and _NUMBERS.match(text := _list(name, members[name])):
-            size_bytes -= len(text)
-            found += text.count(b",") + 1
-    if _may_have_media(body, members):
-        media_bytes, media_tokens = _media(body)
-        size_bytes -= media_bytes
-        found += media_tokens
-    return max(1.0, found + max(size_bytes, 0) / _BYTES_A_TOKEN)
+def _apart(members: Members) -> tuple[float, int]:
+    """The number of token ids in the prompts, and the bytes of all that is no text of a prompt."""
+    others, ids = {}, 0.0
+    for name, value in members.items():
+        if name not in _IN_PROMPT:
+            others[name] = value
+        elif name in _ALL_PROMPTS and _NUMBERS.match(text := _list(name, value)):
+            others[name] = value
+            ids += text.count(b",") + 1
+    if isinstance(next(iter(others.values()), None), msgspec.Raw | memoryview):
+        return ids, sum(len(name) + len('"":,') + len(value) for name, value in others.items())
+    return ids, len(orjson.dumps(others))
 
 
-def _may_have_media(body: bytes, members: Members) -> bool:
-    """Whether the body may contain media. Of a long body only `members` are searched."""
-    for name in _WITH_MEDIA:
-        if name in members:
-            text = body if len(body) <= _SHORT_BYTES else _json(members[name])
-            if any(mark in text for mark in _MEDIA_MARKS):
-                return body.count(b"{") <= _MOST_OBJECTS
-    return False
+def _text_size(body: bytes, size_bytes: int, apart_bytes: int, other_bytes: int) -> float:
+    """The size of the prompt's text in `body`, of which `apart_bytes` are fields that are no prompt, and
+    `other_bytes` are media."""
+    if not body:
+        return max(size_bytes - other_bytes, 0)
+    if len(body) <= _SAMPLE_BYTES:
+        return max(_size(body) - apart_bytes * _SIZE_OF_A_FIELD_BYTE - other_bytes, 0)
+    start = (len(body) - _SAMPLE_BYTES) // 2
+    sample_size = _size(body[start : start + _SAMPLE_BYTES])
+    return max(size_bytes - apart_bytes - other_bytes, 0) * sample_size / _SAMPLE_BYTES
+
+
+def _size(text: bytes) -> int:
+    """The size of JSON text: each byte counts 1, each digit or punctuation mark 2, each backslash 0."""
+    if b"\\u" in text:
+        text = _ESCAPED_3.sub(b"\xff" * 3, _ESCAPED_2.sub(b"\xff" * 2, text))
+    return len(text) - text.count(b"\\") + len(text.translate(None, _COUNTED_ONCE))
 
 
 def _largest(members: Members, names: tuple[str, ...]) -> float:
@@ -176,69 +203,3 @@ def _prompts_in(text: bytes, *, objects: bool) -> int:
         text = text.replace(b"\\\\", b"")
         return (text.count(b'"') - text.count(b'\\"')) // 2
     return text.count(first) - (first == b"[")
-
-
-class _Part(TypedDict, total=False):
-    """A part of a message's content in the APIs of OpenAI, Anthropic and Gemini."""
-
-    type: str
-    content: "str | list[_Part] | None"  # a part within a tool's result
-    image: msgspec.Raw
-    image_url: msgspec.Raw
-    image_embeds: msgspec.Raw
-    source: msgspec.Raw
-    input_audio: msgspec.Raw
-    audio: msgspec.Raw
-    audio_url: msgspec.Raw
-    video: msgspec.Raw
-    video_url: msgspec.Raw
-    file: msgspec.Raw
-    file_data: msgspec.Raw
-    inline_data: msgspec.Raw
-    inlineData: msgspec.Raw
-
-
-class _Message(_Part, total=False):
-    parts: list[_Part]  # Gemini
-    images: list[msgspec.Raw]  # Ollama
-
-
-class _Prompted(TypedDict, total=False):
-    messages: list[_Message]
-    input: str | list[_Message]
-    contents: list[_Message]
-    images: list[msgspec.Raw]
-    image_data: msgspec.Raw  # SGLang
-
-
-_prompted = msgspec.json.Decoder(_Prompted)
-
-
-def _media(body: bytes) -> tuple[int, float]:
-    """The bytes of images, audio and video in a body, and their cost in tokens; or 0, 0 in another form."""
-    try:
-        prompted: Any = _prompted.decode(body)
-    except MALFORMED:
-        return 0, 0.0
-    found: list[tuple[bool, int]] = []
-    said = prompted.pop("input", ())
-    _collect((prompted, *prompted.pop("messages", ()), *prompted.pop("contents", ())), found)
-    if not isinstance(said, str):
-        _collect(said, found)
-    other_bytes = sum(size_bytes for is_picture, size_bytes in found if not is_picture)
-    return sum(size for _, size in found), len(found) * _MEDIA_TOKENS + other_bytes / _MEDIA_BYTES_A_TOKEN
-
-
-def _collect(parts: Iterable[Mapping[str, Any]], found: list[tuple[bool, int]]) -> None:
-    """Add the media in `parts` to `found`: for each whether it is an image, and its length in bytes."""
-    for part in parts:
-        for name, value in part.items():
-            if name in ("content", "parts") and isinstance(value, list):
-                _collect(value, found)
-            elif isinstance(value, list):
-                found += ((True, len(bytes(each))) for each in value)
-            elif isinstance(value, msgspec.Raw):
-                text = bytes(value)
-                ends = text[:_ENDS_BYTES] + text[-_ENDS_BYTES:]
-                if b'"text"' not in ends:  # a document may be plain text
-                    found.append((name in _PICTURES or b"image/" in ends, len(text)))

@@ -18,7 +18,14 @@ from picker_fleet.domain.allowlist import FAIRNESS_ID, OBJECTIVE, REWRITE, Way
 from picker_fleet.domain.bands import Band, Bands, Criticality
 from picker_fleet.domain.config import Settings
 from picker_fleet.domain.errors import BadRequest
-from picker_fleet.domain.request import ANY_LATENCY, KEY_MARK, InferenceRequest, LatencyObjective
+from picker_fleet.domain.request import (
+    ANY_LATENCY,
+    KEY_MARK,
+    UNLEARNED,
+    InferenceRequest,
+    LatencyObjective,
+    PromptLine,
+)
 from picker_fleet.domain.sections import Model, Objective
 from picker_fleet.domain.units import has_control
 from picker_fleet.ingress import cost
@@ -57,7 +64,6 @@ _PLAIN = frozenset((REQUEST_ID, *OF_BODY))  # request headers that do not become
 _NAMES = frozenset((*FAIRNESS_ID, *OBJECTIVE, *REWRITE))
 _SLO = frozenset(SLO)
 _MAX_MODEL_SETTINGS = 1000  # most cached pairs of model and objective
-_FILE_BYTES_A_TEXT_BYTE = 250  # a token is about 1000 bytes of audio, or 4 bytes of text
 
 UNNAMED = "unnamed"  # the model name of a request that names no model and needs none
 _NO_NAMES = (b"null", b'""')
@@ -254,7 +260,8 @@ class Intake:
     """Makes requests from headers and bodies under one configuration.
 
     `new_id` makes unique ids (UUIDs); `keys` has the key that chooses variants; `prefixes` says whether a
-    scorer reads prompt hashes (None: never); `served_models` lists models that endpoints report.
+    scorer reads prompt hashes (None: never); `served_models` lists models that endpoints report;
+    `prompt_line` tells what a prompt for a model costs.
     """
 
     def __init__(
@@ -265,6 +272,7 @@ class Intake:
         keys: Keyring,
         prefixes: EndpointChooser | None = None,
         served_models: Callable[[], Collection[str]] = tuple,
+        prompt_line: Callable[[str], PromptLine] = lambda model: UNLEARNED,
     ) -> None:
         queue = settings.fair_request_queue
         self.headers = wanted_headers(settings)
@@ -274,7 +282,7 @@ class Intake:
         self._ttl_s = queue.queue_ttl
         self._by_fairness_id = queue.flow_key == "fairness-id"
         self._in_tokens = settings.request_queue_controller.unit == "tokens"
-        self._answer_tokens = queue.default_answer_tokens
+        self._answer_tokens, self._prompt_line = queue.default_answer_tokens, prompt_line
         self._models = _ranks(settings.models, self._bands)
         self._limits = _limits(settings.models)
         self._longest = {each.name: each.max_model_len for each in settings.models if each.max_model_len}
@@ -355,7 +363,7 @@ class Intake:
         target, band, weight, limit, selector, latency = settings
         if not _SLO.isdisjoint(headers):
             latency = latency_of(headers, latency)
-        charge, learn = self._cost(ask, model)
+        charge, learn, prompt_size = self._cost(ask, model)
         flow = fairness_id if fairness_id and self._by_fairness_id else model
         if not target:
             target = self._variant(model, raw_id if by_gateway else b"", flow, ask)
@@ -365,7 +373,9 @@ class Intake:
         return InferenceRequest(
             request_id, model, target, ask.stream, flow, band, weight, workload, charge, ttl_s,
             subset, limit, learn, session, prefix, selector, trace, by_client, ask.body_bytes,
-            xxh3_64_hexdigest(ask.text)[:_DIGEST_CHARS], ask.refers, "", latency,
+            xxh3_64_hexdigest(ask.text)[:_DIGEST_CHARS], ask.refers,
+            0 if ask.refers else prompt_size,  # usage then counts stored texts, too
+            "", latency,
         )  # fmt: skip
 
     def session_of(self, headers: Mapping[str, bytes]) -> str:
@@ -404,15 +414,20 @@ class Intake:
             raise BadRequest("the request names no model, and the pool has no default one (default_model)")
         return model
 
-    def _cost(self, ask: Ask, model: str) -> tuple[float, bool]:
-        """The cost of `ask` in the stock's unit, and whether that cost lacks the answer's tokens."""
+    def _cost(self, ask: Ask, model: str) -> tuple[float, bool, int]:
+        """The cost of `ask` in the stock's unit; whether that cost lacks the answer's tokens; and the size of
+        the prompt, 0 unless usage will tell its tokens."""
         if not self._in_tokens:
-            return 1.0 if _is_one_sequence(ask.members) else float(cost.sequences(ask.members)), False
-        size_bytes = ask.body_bytes
-        if ask.file_bytes:
-            size_bytes -= ask.file_bytes - ask.file_bytes // _FILE_BYTES_A_TEXT_BYTE
-        most = self._longest.get(model, math.inf)
-        return cost.tokens(ask.text, size_bytes, ask.members, most, self._answer_tokens)
+            return 1.0 if _is_one_sequence(ask.members) else float(cost.sequences(ask.members)), False, 0
+        return cost.tokens(
+            ask.text,
+            ask.body_bytes,
+            ask.members,
+            most=self._longest.get(model, math.inf),
+            default=self._answer_tokens,
+            line=self._prompt_line(model),
+            file_bytes=ask.file_bytes,
+        )
 
     def _settings_of(self, model: str, objective: str) -> _ModelSettings:
         ranks, name = (self._objectives, objective) if objective else (self._models, model)

@@ -14,7 +14,7 @@ from typing import Any, TypedDict
 import msgspec
 
 from picker_fleet.domain.errors import BadRequest
-from picker_fleet.ingress import cost
+from picker_fleet.ingress import cost, media
 from picker_fleet.ingress.bodies import OtherBody
 from picker_fleet.scheduling.endpoint_history import PROMPT_MEMBERS, block_hashes, prompt_bytes
 
@@ -202,12 +202,12 @@ def prompt_prefix(target_model: str, read: "Body | OtherBody | bytes") -> tuple[
     """The hashes of the prompt's blocks; empty for invalid JSON, which the model server refuses."""
     try:
         members = _prompt_decoder.decode(read) if isinstance(read, bytes) else read.values
-    except cost.MALFORMED:
+    except media.MALFORMED:
         try:
             members = _prompt_decoder.decode(
                 without_half_pairs(read if isinstance(read, bytes) else read.text)
             )
-        except cost.MALFORMED:
+        except media.MALFORMED:
             return ()
     salt = bytes(memoryview(members["cache_salt"])[:_SALT_BYTES]) if "cache_salt" in members else b""
     return block_hashes(target_model, prompt_bytes(members), salt=salt)

@@ -3,8 +3,9 @@
 Envoy carries the token in dynamic metadata and returns it with each access-log entry. Tabs join the token's
 fields, in the order of state/schema.py; no field can contain a tab, since the picker refuses control
 characters in requests. Optional fields follow: the time, if the request was placed without Redis; the
-priority, if the band is not a named one; the load of the endpoint, if latencies are predicted. The last field
-is the fleet's signature over the request's id and all fields before it; a traceparent may follow.
+priority, if the band is not a named one; the load of the endpoint, if latencies are predicted; the size of
+the prompt, if usage will tell the prompt's tokens. The last field is the fleet's signature over the request's
+id and all fields before it; a traceparent may follow.
 
 The fleet's signing keys are kept in Redis; they also sign session tokens and requests between replicas. Each
 heartbeat offers the keys that this replica holds and gets the keys in force (lua/heartbeat.lua), so the keys
@@ -21,7 +22,13 @@ from typing import Final
 
 from picker_fleet.domain.bands import Criticality
 from picker_fleet.domain.request import InferenceRequest
-from picker_fleet.state.schema import ACCOUNTING_TOKEN, ADMITTED_ALONE, OTHER_PRIORITY, PLACED_LOAD
+from picker_fleet.state.schema import (
+    ACCOUNTING_TOKEN,
+    ADMITTED_ALONE,
+    OTHER_PRIORITY,
+    PLACED_LOAD,
+    PROMPT_SIZE,
+)
 
 # Why a token is rejected.
 NO_TOKEN: Final = "no-token"
@@ -132,6 +139,8 @@ def write(
         fields += f"\t{OTHER_PRIORITY}{band.priority}"
     if load:
         fields += f"\t{PLACED_LOAD}{','.join(f'{number:.6g}' for number in load)}"
+    if request.prompt_size:
+        fields += f"\t{PROMPT_SIZE}{request.prompt_size}"
     return fields
 
 
@@ -211,6 +220,17 @@ def cost_of(token: str) -> float:
     except ValueError:
         return 0.0
     return cost if 0.0 <= cost < float("inf") else 0.0
+
+
+def prompt_size_of(token: str) -> int | None:
+    """The size of the prompt's text (ingress/cost.py); None if usage does not tell the text's tokens."""
+    if PROMPT_SIZE not in token:
+        return None
+    for field in token.split("\t")[_FIELDS:]:
+        digits = field.removeprefix(PROMPT_SIZE)
+        if digits is not field and digits.isdecimal():
+            return int(digits)
+    return None
 
 
 def _field(token: str, at: int) -> str:

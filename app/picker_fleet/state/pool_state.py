@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from picker_fleet.domain.bands import Bands
-from picker_fleet.domain.request import Ejection, Endpoint
+from picker_fleet.domain.request import Ejection, Endpoint, PromptLine
 from picker_fleet.state.keys import BETWEEN
 from picker_fleet.state.schema import UNPICKABLE
 
@@ -31,6 +31,7 @@ class PoolState:
     began; 0: unknown. `about`: the replica info of each of the live `replicas`, as its heartbeats report it.
     `endpoint_refusals` counts the requests that each endpoint has refused with status 429 or 503; an endpoint
     without refusals is missing, and the counts begin at 0 again when Redis loses the pool.
+    `prompt_lines` has the models of which usage is known.
     """
 
     born_us: int
@@ -59,11 +60,12 @@ class PoolState:
     in_flight: Mapping[str, int]
     limits: Mapping[str, int]
     about: Mapping[str, Mapping[str, object]]
+    prompt_lines: Mapping[str, PromptLine]
 
 
 def parse_pool_state(reply: Sequence[Any], bands: Bands) -> PoolState:
     """The parsed reply of the script `state`. `bands` are the configured bands."""
-    *reply, refusals = reply
+    *reply, refusals, prompts = reply
     epoch, now_us, stock, queued, upper, lower, ready, inflight, dispatched, ended = reply[:10]
     counts, replicas, load, limits, guards, credit, overdue, rate, paused, tuned_version, retry_after_s = (
         reply[10:]
@@ -106,6 +108,10 @@ def parse_pool_state(reply: Sequence[Any], bands: Bands) -> PoolState:
         },
         limits={address: int(limit) for address, limit in zip(addresses, limits, strict=False) if limit},
         about={name: _info(text) for name, text in zip(replicas[::2], replicas[1::2], strict=True)},
+        prompt_lines={
+            model: PromptLine(float(base), float(slope))
+            for model, base, slope in zip(prompts[::3], prompts[1::3], prompts[2::3], strict=True)
+        },
     )
 
 

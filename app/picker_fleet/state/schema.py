@@ -53,6 +53,7 @@ ACCOUNTING_TOKEN = (
     "flow", "band", "weight", "cost", "workload", "criticality", "model", "endpoint", "limit",
 )  # fmt: skip
 ADMITTED_ALONE = "alone="  # prefix of an optional field: time of an admission without Redis
+PROMPT_SIZE = "prompt="  # prefix of an optional field: the size of the prompt's text (ingress/cost.py)
 # Prefix of an optional field: the band's priority, if the band is not a named one; `band` has the nearest.
 OTHER_PRIORITY = "priority="
 # Prefix of an optional field: the load that a streamed request met, for the latency model; Lua ignores it.
@@ -85,7 +86,7 @@ ITEMS = {
     "renew": ("id", "attempt", "serving_endpoint", "accounting_token", "ago_ms"),
     "report_client_gone": ("id",),
     "report_fault": ("id", "endpoint", "flow", "why", "hold_ms"),
-    "settle": ("id", "outcome", "cost", "answer_tokens"),
+    "settle": ("id", "outcome", "cost", "answer_tokens", "prompt_size"),
     "place": ("id", "attempt", "candidates"),
     "acknowledge": ("id", "attempt"),
     "cancel": ("id", "attempt", "why"),

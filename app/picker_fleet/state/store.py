@@ -307,17 +307,20 @@ class Store:
         outcome: Outcome,
         actual: float | None = None,
         answer_tokens: int | None = None,
+        prompt_size: int | None = None,
         *,
         answered: bool = False,
         urgent: bool = False,
     ) -> asyncio.Future[SettleReply]:
         """Report an end. The call is repeated until Redis accepts it.
 
-        `actual` is the request's real cost, in the unit of its charge; `answer_tokens`, the length of the
-        answer, improves later estimates. None: unknown. `answered`: the answer shows that the endpoint is
-        healthy. `urgent`: send the call at once, since another request may wait for the freed capacity.
+        `actual` is the request's real cost, in the unit of its charge. The length of the answer,
+        `answer_tokens`, and the size of the prompt's text, `prompt_size`, improve later estimates; give the
+        size only if `actual` is the tokens of that text and of the answer. None: unknown. `answered`: the
+        answer shows that the endpoint is healthy. `urgent`: send the call at once, since another request may
+        wait for the freed capacity.
         """
-        known = ("" if actual is None else actual, "" if answer_tokens is None else answer_tokens)
+        known = ("" if each is None else each for each in (actual, answer_tokens, prompt_size))
         args = (request_id, _ANSWERED if answered else outcome.value, *known)
         return self._client.submit("settle", args, parse_settled, durable=True, urgent=urgent)
 

@@ -13,8 +13,8 @@ import orjson
 from picker_fleet.domain.allowlist import SERVED
 from picker_fleet.domain.request import Completion, Outcome, fault_of, hold_of
 from picker_fleet.ingress.context import PRESSURE, Decision, ExchangeContext
-from picker_fleet.ingress.cost import MALFORMED
 from picker_fleet.ingress.ext_proc import codec
+from picker_fleet.ingress.media import MALFORMED
 from picker_fleet.scheduling.chooser import SESSION_HEADER
 
 _STATUS = ":status"

@@ -1,0 +1,253 @@
+"""Estimates the tokens that engines make of the images, audio, video and documents in a body. Pure.
+
+Called by cost.py. Engines differ; this module applies one rule to each kind, and `settle` corrects the cost:
+
+- An image costs a token for each 28 × 28 pixels, as in Qwen2-VL (arXiv 2409.12191), from 4 to 16 384.
+- Audio costs 25 tokens a second, as in Qwen2-Audio (arXiv 2407.10759).
+- A page of a PDF costs 1500 tokens; 50 KB are a page if the file does not tell.
+
+The header of a PNG, JPEG, WebP, GIF, WAV or MP3 file tells the pixels or seconds. All else costs 1500
+tokens, and, if it is no image, a token more for each 1000 bytes. Bodies are untrusted: of a body at most
+`_MOST_HEADERS` headers are read, each in a few small pieces.
+"""
+
+import binascii
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any, Final, TypedDict
+
+import msgspec
+import orjson
+
+MALFORMED: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)  # errors for invalid JSON
+MEMBERS: Final = ("messages", "input", "contents", "images", "image_data")  # members that may have media
+
+_PIXELS = 28  # the side of a token's square
+_LEAST_IMAGE_TOKENS, _MOST_IMAGE_TOKENS = 4, 16_384
+_AUDIO_TOKENS_A_S = 25
+_PAGE_TOKENS, _PAGE_BYTES, _MOST_PAGES = 1500, 50_000, 1000
+_UNKNOWN_TOKENS, _UNKNOWN_BYTES_A_TOKEN = 1500, 1000
+
+_MOST_OBJECTS = 10_000  # most objects of a body that is searched for media
+_MOST_HEADERS = 64
+_MARKS = (b"image", b"audio", b"video", b"base64", b"inline_data", b"inlineData")
+_SHORT_BYTES = 4096
+_PICTURES = frozenset(("image", "image_url", "image_embeds", "images", "image_data"))
+_ENDS_BYTES = 256  # bytes at each end of a file's JSON text to search for its media type or first byte
+
+# Where the base64 text of a file begins: PNG, JPEG, GIF, RIFF (WebP, WAV), MP3 with and without tags, PDF.
+_BASE64 = re.compile(rb'[",](?=iVBORw0KGg|\\?/9j\\?/|R0lGOD|UklGR|SUQz|\\?/\\?/[I-Po-v]|JVBERi)')
+_ESCAPED_BYTES = 65_536  # of base64 text with escaped slashes only so many bytes are read
+_HEAD_BYTES = 48
+_MOST_SEGMENTS = 32  # most segments of a JPEG before the one with its size
+_SIZE_SEGMENTS = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}  # JPEG's SOF markers (ITU-T T.81, B.1)
+_LINEARIZED = re.compile(rb"/Linearized[^>]{0,256}/N (\d{1,4})\b")  # PDF (ISO 32000-1, F.2)
+# kbit/s of an MP3 frame by the number in its header (ISO 11172-3, 13818-3): MPEG-1, and MPEG-2 and 2.5
+_MPEG_1 = (0, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 0)
+_MPEG_2 = (0, 8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 144, 160, 0)
+
+
+def found(body: bytes, members: Mapping[str, Any]) -> tuple[int, float]:
+    """The bytes that media take in a body, and their cost in tokens; 0, 0 in a form that is not known."""
+    if not _may_have_media(body, members):
+        return 0, 0.0
+    try:
+        prompted: Any = _prompted.decode(body)
+    except MALFORMED:
+        return 0, 0.0
+    media = _Media()
+    said = prompted.pop("input", ())
+    _collect((prompted, *prompted.pop("messages", ()), *prompted.pop("contents", ())), media)
+    if not isinstance(said, str):
+        _collect(said, media)
+    return media.size_bytes, media.tokens
+
+
+class _Media:
+    """The number of the files found so far, their length as JSON text, and their cost."""
+
+    def __init__(self) -> None:
+        self.count, self.size_bytes, self.tokens = 0, 0, 0.0
+
+    def add(self, text: bytes, *, is_image: bool) -> None:
+        self.count += 1
+        self.size_bytes += len(text)
+        known = _Base64.of(text).tokens() if self.count <= _MOST_HEADERS else 0.0
+        self.tokens += known or _UNKNOWN_TOKENS + (0 if is_image else len(text) / _UNKNOWN_BYTES_A_TOKEN)
+
+
+def _may_have_media(body: bytes, members: Mapping[str, Any]) -> bool:
+    """Whether the body may contain media. Of a long body only `members` are searched."""
+    for name in MEMBERS:
+        if name in members and not _is_plain(value := members[name]):
+            if len(body) <= _SHORT_BYTES:
+                text = body
+            else:
+                text = bytes(value) if isinstance(value, msgspec.Raw | memoryview) else orjson.dumps(value)
+            if any(mark in text for mark in _MARKS):
+                return body.count(b"{") <= _MOST_OBJECTS
+    return False
+
+
+def _is_plain(value: object) -> bool:
+    """Whether a decoded member is a text, or messages that each have only a role and a text."""
+    if type(value) is list:
+        for each in value:
+            if type(each) is not dict or len(each) != 2 or type(each.get("content")) is not str:
+                return False
+        return True
+    return type(value) is str
+
+
+class _Base64:
+    """A file whose base64 text begins at `start` of `text`; decodes only the bytes that are asked for."""
+
+    def __init__(self, text: bytes, start: int) -> None:
+        self._text, self._start = text, start
+        self._size_bytes = max(len(text) - start, 0) * 3 // 4
+
+    @classmethod
+    def of(cls, text: bytes) -> "_Base64":
+        """The file within the JSON `text` of a part; an empty file if it has none of a known format."""
+        begun = _BASE64.search(text, 0, _ENDS_BYTES)
+        if begun is None:
+            return cls(b"", 0)
+        if text.find(b"\\/", begun.end(), begun.end() + _ESCAPED_BYTES) < 0:
+            return cls(text, begun.end())
+        file = cls(text[begun.end() : begun.end() + _ESCAPED_BYTES].replace(b"\\/", b"/"), 0)
+        file._size_bytes = (len(text) - begun.end()) * 3 // 4
+        return file
+
+    def _bytes(self, at: int, count: int) -> bytes:
+        """`count` bytes of the file from `at`; fewer at the file's end."""
+        first = self._start + at // 3 * 4
+        try:
+            decoded = binascii.a2b_base64(self._text[first : first + (at % 3 + count + 2) // 3 * 4])
+        except binascii.Error:
+            return b""
+        return decoded[at % 3 : at % 3 + count]
+
+    def tokens(self) -> float:
+        """The tokens of the file; 0 if its header does not tell."""
+        head = self._bytes(0, _HEAD_BYTES)
+        if len(head) < _HEAD_BYTES:
+            return 0.0
+        if head.startswith(b"\x89PNG"):
+            return _image_tokens(_big(head[16:20]), _big(head[20:24]))
+        if head.startswith(b"GIF8"):
+            return _image_tokens(_little(head[6:8]), _little(head[8:10]))
+        if head.startswith(b"\xff\xd8"):
+            return self._jpeg_tokens()
+        if head.startswith(b"RIFF"):
+            return self._wav_tokens(head) if head[8:12] == b"WAVE" else _webp_tokens(head)
+        if head.startswith(b"%PDF"):
+            return self._pdf_tokens()
+        return self._mp3_tokens(head)
+
+    def _jpeg_tokens(self) -> float:
+        at = 2
+        for _ in range(_MOST_SEGMENTS):
+            segment = self._bytes(at, 9)
+            if len(segment) < 9 or segment[0] != 0xFF:
+                break
+            if segment[1] in _SIZE_SEGMENTS:
+                return _image_tokens(_big(segment[7:9]), _big(segment[5:7]))
+            at += 2 + _big(segment[2:4])
+        return 0.0
+
+    def _wav_tokens(self, head: bytes) -> float:
+        bytes_a_s = _little(head[28:32])
+        return self._size_bytes / bytes_a_s * _AUDIO_TOKENS_A_S if bytes_a_s else 0.0
+
+    def _mp3_tokens(self, head: bytes) -> float:
+        tag_bytes = 0
+        if head.startswith(b"ID3"):  # the tag's length has seven bits a byte
+            tag_bytes = 10 + sum((head[6 + n] & 127) << 7 * (3 - n) for n in range(4))
+            head = self._bytes(tag_bytes, 4)
+        if len(head) < 4 or head[0] != 0xFF or head[1] & 0xE6 != 0xE2:  # layer III
+            return 0.0
+        kbit_a_s = (_MPEG_1 if head[1] & 0x18 == 0x18 else _MPEG_2)[head[2] >> 4]
+        size_bytes = max(self._size_bytes - tag_bytes, 0)
+        return size_bytes * 8 / (kbit_a_s * 1000) * _AUDIO_TOKENS_A_S if kbit_a_s else 0.0
+
+    def _pdf_tokens(self) -> float:
+        told = _LINEARIZED.search(self._bytes(0, 1024))
+        pages = int(told[1]) if told is not None else self._size_bytes / _PAGE_BYTES
+        return min(max(pages, 1), _MOST_PAGES) * _PAGE_TOKENS
+
+
+def _image_tokens(width: int, height: int) -> float:
+    squares = -(-width // _PIXELS) * -(-height // _PIXELS)
+    return float(min(max(squares, _LEAST_IMAGE_TOKENS), _MOST_IMAGE_TOKENS))
+
+
+def _webp_tokens(head: bytes) -> float:
+    """The tokens of a WebP image (RFC 9649): lossy, lossless or extended."""
+    if head[12:16] == b"VP8 ":
+        return _image_tokens(_little(head[26:28]) & 0x3FFF, _little(head[28:30]) & 0x3FFF)
+    if head[12:16] == b"VP8L":
+        bits = _little(head[21:25])
+        return _image_tokens((bits & 0x3FFF) + 1, (bits >> 14 & 0x3FFF) + 1)
+    if head[12:16] == b"VP8X":
+        return _image_tokens(_little(head[24:27]) + 1, _little(head[27:30]) + 1)
+    return 0.0
+
+
+def _big(text: bytes) -> int:
+    return int.from_bytes(text, "big")
+
+
+def _little(text: bytes) -> int:
+    return int.from_bytes(text, "little")
+
+
+class _Part(TypedDict, total=False):
+    """A part of a message's content in the APIs of OpenAI, Anthropic and Gemini."""
+
+    type: str
+    content: "str | list[_Part] | None"  # a part within a tool's result
+    image: msgspec.Raw
+    image_url: msgspec.Raw
+    image_embeds: msgspec.Raw
+    source: msgspec.Raw
+    input_audio: msgspec.Raw
+    audio: msgspec.Raw
+    audio_url: msgspec.Raw
+    video: msgspec.Raw
+    video_url: msgspec.Raw
+    file: msgspec.Raw
+    file_data: msgspec.Raw
+    inline_data: msgspec.Raw
+    inlineData: msgspec.Raw
+
+
+class _Message(_Part, total=False):
+    parts: list[_Part]  # Gemini
+    images: list[msgspec.Raw]  # Ollama
+
+
+class _Prompted(TypedDict, total=False):
+    messages: list[_Message]
+    input: str | list[_Message]
+    contents: list[_Message]
+    images: list[msgspec.Raw]
+    image_data: msgspec.Raw  # SGLang
+
+
+_prompted = msgspec.json.Decoder(_Prompted)
+
+
+def _collect(parts: Iterable[Mapping[str, Any]], media: _Media) -> None:
+    """Add the media in `parts` to `media`."""
+    for part in parts:
+        for name, value in part.items():
+            if name in ("content", "parts") and isinstance(value, list):
+                _collect(value, media)
+            elif isinstance(value, list):
+                for each in value:
+                    media.add(bytes(each), is_image=True)
+            elif isinstance(value, msgspec.Raw):
+                text = bytes(value)
+                ends = text[:_ENDS_BYTES] + text[-_ENDS_BYTES:]
+                if b'"text"' not in ends:  # a document may be plain text
+                    media.add(text, is_image=name in _PICTURES or b"image/" in ends)

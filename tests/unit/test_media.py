@@ -1,0 +1,83 @@
+"""The tokens that are charged for images, audio and documents."""
+
+import base64
+import json
+import math
+import struct
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tables import cases
+
+from picker_fleet.ingress import media
+
+
+def png(width: int, height: int) -> bytes:
+    return b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR" + struct.pack(">II", width, height) + bytes(40)
+
+
+def jpeg(width: int, height: int) -> bytes:
+    exif = b"\xff\xe1" + struct.pack(">H", 40_000) + bytes(39_998)
+    return b"\xff\xd8" + exif + b"\xff\xc2" + struct.pack(">HBHH", 17, 8, height, width) + bytes(40)
+
+
+def webp(kind: bytes, head: bytes) -> bytes:
+    return b"RIFF" + bytes(4) + b"WEBP" + kind + bytes(4) + head + bytes(40)
+
+
+def wav(seconds: int) -> bytes:
+    head = b"RIFF" + bytes(4) + b"WAVEfmt " + struct.pack("<IHHIIHH", 16, 1, 1, 16_000, 32_000, 2, 16)
+    return head + bytes(32_000 * seconds - len(head))
+
+
+MP3 = b"\xff\xfb\x90\x00" + bytes(160_000 - 4)  # 128 kbit/s
+# For each case: the file, its tokens. Images: 10 times 20 squares.
+FILES: dict[str, tuple[bytes, float]] = {
+    "PNG": (png(280, 560), 200),
+    "a small PNG": (png(10, 10), 4),
+    "a huge PNG": (png(2**31, 2**31), 16_384),
+    "JPEG": (jpeg(280, 541), 200),
+    "GIF": (b"GIF89a" + struct.pack("<HH", 253, 560) + bytes(40), 200),
+    "lossy WebP": (webp(b"VP8 ", bytes(3) + b"\x9d\x01\x2a" + struct.pack("<HH", 280, 560)), 200),
+    "lossless WebP": (webp(b"VP8L", b"\x2f" + struct.pack("<I", 279 | 559 << 14)), 200),
+    "extended WebP": (webp(b"VP8X", bytes(4) + b"\x17\x01\0" + b"\x2f\x02\0"), 200),
+    "WAV": (wav(10), 250),
+    "MP3": (MP3, 250),
+    "MP3 with tags": (b"ID3\x04\0\0" + bytes((0, 1, 0, 0)) + bytes(1 << 14) + MP3, 250),
+    "a linearized PDF": (b"%PDF-1.7\n1 0 obj\n<</Linearized 1/L 90/H [ 5 6]/O 3/E 8/N 12/T 7>>" + MP3, 18000),
+    "PDF": (b"%PDF-1.4\n" + bytes(200_000), 6000),
+}  # fmt: skip
+
+
+def parts(data: str) -> list[dict[str, object]]:
+    """The file with base64 text `data`, as a part of a message, by the APIs of OpenAI, Anthropic, Gemini."""
+    return [
+        {"type": "image_url", "image_url": {"url": f"data:a/b;base64,{data}"}},
+        {"type": "input_audio", "input_audio": {"data": data, "format": "wav"}},
+        {"type": "document", "source": {"type": "base64", "media_type": "a/b", "data": data}},
+        {"inlineData": {"mimeType": "a/b", "data": data}},
+    ]
+
+
+@cases("file, tokens", FILES)
+def test_the_header_of_a_file_tells_its_cost(file: bytes, tokens: float) -> None:
+    for part in parts(base64.b64encode(file).decode()):
+        message = {"role": "user", "content": [{"type": "text", "text": "p"}, part]}
+        for escape in (False, True):  # some JSON writers escape slashes
+            text = json.dumps({"messages": [message]})
+            body = (text.replace("/", "\\/") if escape else text).encode()
+            size_bytes, found = media.found(body, json.loads(body))
+            assert found == pytest.approx(tokens, rel=0.01)
+            assert size_bytes > len(file)
+
+
+@given(st.sampled_from([file[:12] for file, _ in FILES.values()]), st.binary(max_size=200))
+def test_any_file_has_a_cost(head: bytes, rest: bytes) -> None:
+    for data in (
+        base64.b64encode(head + rest).decode(),
+        base64.b64encode(head).decode() + "=?ü" + repr(rest),
+    ):
+        messages = [{"role": "user", "content": parts(data)}]
+        _, found = media.found(json.dumps({"messages": messages}).encode(), {"messages": messages})
+        assert 4 * 4 <= found < math.inf
