@@ -304,6 +304,8 @@ class EndpointChooser:
         if not self._orders_by_deadline:
             return 0
         predicted_s = 0.0
+        if request.latency != ANY_LATENCY:
+            self._forecasts.use()
         if self._forecasts.used:
             self._states.refresh()
             forecasts = self._forecasts.of(request, self._states.common, {}).values()

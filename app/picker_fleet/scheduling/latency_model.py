@@ -141,6 +141,9 @@ class _Fit:
         self._ratios = [0.0] * (2 * _ZERO_BIN + 1)  # weights of log ratios of actual to predicted times
         self._ratio_gain = 1.0
         self._median = self._p90 = 1.0  # quantiles of the ratios
+        self._scales: dict[
+            str, tuple[float, float]
+        ] = {}  # address -> its factor times each quantile; a cache
 
     def add(self, address: str, terms: tuple[float, ...], actual_s: float) -> None:
         fitted_s, factor = self._fitted_s(terms), self._factor(address)
@@ -151,6 +154,7 @@ class _Fit:
             weight, logs = self._factors.get(address, (0.0, 0.0))
             log = math.log(actual_s / fitted_s)
             self._factors[address] = weight * _FORGET_FACTOR + 1.0, logs * _FORGET_FACTOR + log
+            self._scales.pop(address, None)
         self._gain /= _FORGET_FIT
         typical_s = actual_s / factor  # the time that a typical endpoint would have taken
         weight = self._gain / (fitted_s or typical_s) ** 2
@@ -169,17 +173,23 @@ class _Fit:
             self._refit()
 
     def predict(self, address: str, terms: tuple[float, ...]) -> Prediction | None:
-        expected_s = self._fitted_s(terms) * self._factor(address)
-        if self._count < MIN_OBSERVATIONS or expected_s <= 0.0:
+        fitted_s = self._fitted_s(terms)
+        if self._count < MIN_OBSERVATIONS or fitted_s <= 0.0:
             return None
-        return Prediction(expected_s * self._median, expected_s * self._p90)
+        scales = self._scales.get(address)
+        if scales is None:
+            factor = self._factor(address)
+            scales = self._scales[address] = factor * self._median, factor * self._p90
+        return Prediction(fitted_s * scales[0], fitted_s * scales[1])
 
     def retain(self, addresses: Collection[str]) -> None:
         for gone in self._factors.keys() - set(addresses):
             del self._factors[gone]
+        self._scales = {}
 
     def _fitted_s(self, terms: tuple[float, ...]) -> float:
-        return sum(map(float.__mul__, self._coefficients, terms))
+        a, b, c, d, e = self._coefficients
+        return a + b * terms[1] + c * terms[2] + d * terms[3] + e * terms[4]
 
     def _factor(self, address: str) -> float:
         return math.exp(_log_factor(self._factors.get(address)) - self._mean_log)
@@ -197,6 +207,7 @@ class _Fit:
         if self._ratio_gain > _MOST_GAIN:
             self._ratios = [weight / self._ratio_gain for weight in self._ratios]
             self._ratio_gain = 1.0
+        self._scales = {}
         found = self._coefficients
         for _ in range(_SWEEPS):
             for at, (row, target) in enumerate(zip(self._products, self._targets, strict=True)):
