@@ -139,8 +139,8 @@ def _summary(settings: "Settings") -> list[str]:
         found = f"found by the fleet, {bounds.initial_per_backend} requests each at first"
     else:
         found = (
-            f"static, lower {bounds.lower_per_backend:g}, watermark {bounds.watermark_per_backend:g}, "
-            f"upper {bounds.upper_per_backend:g} {bounds.unit}"
+            f"lower {bounds.lower_per_backend:g}, watermark {bounds.watermark_per_backend:g}, "
+            f"upper {bounds.upper_per_backend:g} {bounds.unit}\n    {bounds.why_static or 'static'}"
         )
     return [
         f"  pool: {settings.pool}",

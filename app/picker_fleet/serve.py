@@ -241,6 +241,9 @@ def run(args: argparse.Namespace) -> int:
     logs.setup(level, style=settings.logging.format, replica=replica, pool=pool)
     for remark in remarks:
         _log.warning("%s", remark)
+    for name, its in pools_of(settings).items():
+        if why := its.request_queue_controller.why_static:
+            _log.info("pool %s: %s", name, why)
     # Collect garbage seldom, which saves a few per cent of CPU: requests leave few reference cycles.
     gc.set_threshold(10_000, 20, 20)
     _give_large_blocks_back()

@@ -441,6 +441,7 @@ def test_picker_check_prints_a_summary_of_a_valid_file_or_a_line_for_each_fault(
     assert out.out.startswith(f"{path}: valid\n")
     assert "endpoints: static, 1 listed" in out.out
     assert "lower 1.8, watermark 2, upper 2.2" in out.out
+    assert "static, since it names watermark_per_backend, percentage_deviation_for_bounds; remove" in out.out
     assert out.err == ""
     written(tmp_path, "nonsense: 1\nextproc: {max_body_bytes: 1}")
     assert cli.main(["check", str(path)]) == 2

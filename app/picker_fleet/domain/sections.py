@@ -427,9 +427,17 @@ class RequestQueueController(Section):
         )
 
     @property
+    def why_static(self) -> str | None:
+        """A line for operators whose configuration is static though it names no mode; None otherwise."""
+        if self.mode is not None or self.is_adaptive:
+            return None
+        named = ", ".join(self.bounds_named) or "unit tokens"
+        return f"static, since it names {named}; remove {named} to let the fleet find its limits"
+
+    @property
     def upper_per_backend(self) -> float:
         if self.is_adaptive:
-            return float(self.initial_per_backend)
+            return float(min(self.initial_per_backend, self.max_per_backend or MOST_LIMIT))
         if self.upper_bound_per_backend is not None:
             return self.upper_bound_per_backend
         return self.watermark_per_backend * (1 + self.percentage_deviation_for_bounds)
@@ -437,27 +445,18 @@ class RequestQueueController(Section):
     @property
     def lower_per_backend(self) -> float:
         if self.is_adaptive:
-            return float(self.initial_per_backend)
+            return self.upper_per_backend
         if self.lower_bound_per_backend is not None:
             return self.lower_bound_per_backend
         return self.watermark_per_backend * (1 - self.percentage_deviation_for_bounds)
 
     @model_validator(mode="after")
     def _limits_fit(self) -> Self:
-        if self.mode == "adaptive" and self.bounds_named:
-            raise ValueError(
-                f"{', '.join(self.bounds_named)} belong to mode static; adaptive finds the bounds"
-            )
         if self.mode == "adaptive" and self.unit == "tokens":
             raise ValueError("mode adaptive counts requests; unit tokens needs mode static")
         least, most = self.min_per_backend, self.max_per_backend
         if most is not None and most < least:
             raise ValueError(f"max_per_backend {most} is below min_per_backend {least}")
-        if self.mode != "static" and not least <= self.initial_per_backend <= (
-            most or self.initial_per_backend
-        ):
-            given = f"initial_per_backend {self.initial_per_backend}"
-            raise ValueError(f"{given} is not between min_per_backend {least} and max_per_backend {most}")
         return self
 
     @model_validator(mode="after")
