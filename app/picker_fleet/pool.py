@@ -191,7 +191,7 @@ class Pool:
             fleet=self.fleet,
             failover=self.admission.failover,
             heartbeat_now=self.heartbeat_now,
-            limits=LimitKeeper(self.store, self.fleet, self.readings, self.routes.model, clock),
+            limits=LimitKeeper(self.store, self.fleet, self.readings, self.routes.model, clock, self.metrics),
             on_config=self.chooser.follow,
             on_suspects=self.scraping.suspect,
         )

@@ -24,7 +24,7 @@ CONFIG = {
         {"name": "batch", "criticality": "Sheddable"},
     ],
     "fair_request_queue": {"total_capacity": 12, "flow_capacity": 4, "queue_ttl": "4s"},
-    "request_queue_controller": {"watermark_per_backend": 2},
+    "request_queue_controller": {"max_per_backend": 2, "initial_per_backend": 2},
     "scheduling": {"scorers": [{"name": "queue-depth", "weight": 2}, {"name": "kv-cache", "weight": 2}]},
 }
 WITHIN_S = 150.0

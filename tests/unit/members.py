@@ -36,7 +36,7 @@ def member_of(
         endpoints=cell,
         metrics=metrics,
         fleet=fleet,
-        limits=LimitKeeper(store, fleet, MetricsCache(None, clock), LatencyModel(), clock),
+        limits=LimitKeeper(store, fleet, MetricsCache(None, clock), LatencyModel(), clock, metrics),
         replica_info={"host": "test"}.copy,
         on_config=lambda _: None,
         on_suspects=lambda _: None,

@@ -126,7 +126,9 @@ def test_the_metrics_of_a_replica_show_degraded_until_its_state_is_shared_again(
 def test_gauges_follow_the_pools_state_and_series_of_removed_endpoints_end() -> None:
     metrics = Metrics()
     metrics.pool(STATE, 8.0, 0.016)
-    metrics.pool(replace(STATE, in_flight={"10.0.0.2:8000": 1}), 8.0, 0.016)
+    limits = {"10.0.0.2:8000": 32}
+    metrics.pool(replace(STATE, in_flight={"10.0.0.2:8000": 1}, limits=limits), 8.0, 0.016)
+    metrics.limits_between(1, None)
     page = samples(metrics)
     gauges = {
         "stock_level": 7, "upper_bound": pytest.approx(8.8), "lower_bound": pytest.approx(7.2),
@@ -137,6 +139,8 @@ def test_gauges_follow_the_pools_state_and_series_of_removed_endpoints_end() -> 
     assert page["epp_band_queue_length", "band=Default"] == 3
     in_flight = {key[1]: n for key, n in page.items() if key[0] == "epp_endpoint_in_flight"}
     assert in_flight == {"endpoint=10.0.0.2:8000": 1}
+    shown = {key: n for key, n in page.items() if "_limit" in key[0] and "moves" not in key[0]}
+    assert shown == {("epp_endpoint_limit", "endpoint=10.0.0.2:8000"): 32, ("epp_limit_min",): 1}
 
 
 def test_label_pairs_of_model_and_target_model_are_limited_in_number() -> None:

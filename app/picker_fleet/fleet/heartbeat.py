@@ -444,6 +444,9 @@ class Membership:
         self._fleet.busy = any(pool.in_flight.values())
         self._fleet.prompt_lines = pool.prompt_lines
         self._metrics.pool(pool, state.watermark, state.queue_fill)
+        bounds = self._fleet.config.settings.request_queue_controller
+        least_most = (bounds.min_per_backend, bounds.max_per_backend) if bounds.is_adaptive else (None, None)
+        self._metrics.limits_between(*least_most)
         if self.leads():
             self._envoy_limits.look(pool.about.values())
         addresses = {each.address for each in self._endpoints.current.endpoints}

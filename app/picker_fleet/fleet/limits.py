@@ -16,6 +16,7 @@ from picker_fleet.scheduling.forecasts import broken_promise
 from picker_fleet.scheduling.latency_model import LatencyModel
 from picker_fleet.state.pool_state import FoundLimit, PoolState
 from picker_fleet.state.store import Store
+from picker_fleet.telemetry.metrics import Metrics
 
 _log = logging.getLogger(__name__)
 
@@ -33,8 +34,9 @@ class LimitKeeper:
         readings: MetricsCache,
         latencies: LatencyModel,
         clock: Callable[[], float],
+        metrics: Metrics,
     ) -> None:
-        self._store, self._fleet, self._clock = store, fleet, clock
+        self._store, self._fleet, self._clock, self._metrics = store, fleet, clock, metrics
         self._readings, self._latencies = readings, latencies
         self._controller: LimitController | None = None  # None: unknown, or not this replica's task
         self._epoch_us = 0  # the epoch of the pool that has the limits
@@ -84,6 +86,7 @@ class LimitKeeper:
         after = controller.limits()
         for address, each in controller.endpoints.items():
             if (former := before.get(address)) is not None and former != each.limit:
+                self._metrics.limit_moved(each.limit - former)
                 _log.info("limit of %s: %d, was %d: %s", address, each.limit, former, each.reason)
         if after != before or pool.born_us != self._epoch_us:
             found = {

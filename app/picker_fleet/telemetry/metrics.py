@@ -222,6 +222,12 @@ class Metrics:
         self._in_flight = gauges(
             "epp_endpoint_in_flight", "Requests in flight on an endpoint.", ("endpoint",)
         )
+        self._limits = gauges("epp_endpoint_limit", "Limit of requests in flight.", ("endpoint",))
+        self._least_limit = gauges("epp_limit_min", "The least limit that the fleet may find.")
+        self._most_limit = gauges("epp_limit_max", "The highest limit that the fleet may find.")
+        self._limit_moves = counters(
+            "epp_endpoint_limit_moves", "Limits that this replica moved, as the leader.", ("direction",)
+        )
         self._ended_labels: dict[tuple[str, Outcome, int], tuple[Labels, Labels, Labels]] = {}
         self.pool_state: PoolState | None = None  # the shared state last shown
         self.waiting_requests: dict[Waiting, int] = {}  # of this replica
@@ -232,6 +238,8 @@ class Metrics:
             self._evictions.add((name,), 0)
         for script, kind in itertools.product(_SCRIPTS, _ERROR_KINDS):
             self._errors.add((script, kind), 0)
+        for direction in ("up", "down"):
+            self._limit_moves.add((direction,), 0)
         for transition in _TRANSITIONS:
             self._transitions.add(transition, 0)
 
@@ -378,6 +386,16 @@ class Metrics:
         for by_band in (self._preemptions, self._evictions):
             by_band.keep(lambda labels: labels[0] in in_use)
         self._in_flight.follow_all(lambda: _by_endpoint(state.in_flight))
+        self._limits.follow_all(lambda: _by_endpoint(state.limits))
+
+    def limits_between(self, least: int | None, most: int | None) -> None:
+        """Show the limits' bounds. A bound that is None has no series."""
+        for gauge, bound in ((self._least_limit, least), (self._most_limit, most)):
+            gauge.replace({} if bound is None else {(): float(bound)})
+
+    def limit_moved(self, by: int) -> None:
+        """Count a limit that this replica, the leader, has moved by `by` requests."""
+        self._limit_moves.add(("up" if by > 0 else "down",))
 
     def redis_silence(self, seconds: float, paused_s: float) -> None:
         """Show the `seconds` since Redis last answered, and the total time that this replica was paused."""
