@@ -167,12 +167,16 @@ def workloads(rows: Sequence[Row], shot: Thing) -> None:
 
 def endpoints(rows: Sequence[Row], shot: Thing) -> None:
     for row, endpoint in zip(rows, shot["endpoints"], strict=True):
-        name, status, in_flight, load, kv, latency, _ = row
+        name, status, in_flight, limit, _, why, load, kv, latency, _ = row
         loaded = endpoint["adapters"]
         said = f"{len(loaded)} of {endpoint['max_adapters']} adapters: {', '.join(loaded)}" if loaded else ""
         assert name == endpoint["address"] + said
         assert status == endpoint["status"]
         count(in_flight, endpoint["in_flight"], 0)
+        count(limit, endpoint["limit"], 0)
+        reason, age = re.fullmatch(r"(.*?)(?:, ([^,]+) ago)?", why).groups()  # type: ignore[union-attr]
+        assert reason == (endpoint["limit_reason"] or NONE)
+        duration(age or NONE, endpoint["limit_changed_s"])
         if endpoint["scrape_fault"]:
             assert load == "not known"
         else:

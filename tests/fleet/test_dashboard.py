@@ -82,6 +82,31 @@ async def test_the_drain_and_undrain_buttons_change_an_endpoints_status(here: An
     await page.page.get_by_role("button", name=f"Drain {address}", exact=True).wait_for()
 
 
+async def test_an_endpoints_limit_is_drawn_and_can_be_pinned_and_unpinned(here: Any, page: Dashboard) -> None:
+    address = here.state["endpoints"][0]["address"]
+    row = page.row("endpoints", address)
+    await here.patch({"request_queue_controller": {"mode": "adaptive"}})
+    await page.says("#count-endpoints", "the fleet finds their limits")
+    await row.locator("path.bound.limit").wait_for(state="attached")
+    await row.get_by_role("button", name=f"Pin {address}", exact=True).click()
+    await page.page.fill("#confirm-number", "0")
+    await page.confirm("Pin")  # the dialog stays open: a limit is at least 1
+    await page.page.fill("#confirm-number", "3")
+    await page.page.keyboard.press("Enter")
+    await page.says("#toast", f"The limit of {address} is pinned")
+    unpin = row.get_by_role("button", name=f"Unpin {address}", exact=True)
+    await unpin.wait_for()
+    shown = {each["address"]: each for each in await here.get("endpoints")}[address]
+    assert (shown["limit"], shown["limit_reason"], shown["pinned"]) == (3, "pinned", True)
+    assert await row.locator("td:nth-child(4), td:nth-child(6)").all_inner_texts() == ["3", "pinned"]
+    await unpin.click()
+    await page.confirm("Unpin")
+    await page.says("#toast", f"The fleet finds the limit of {address} again")
+    assert (await here.get("config", 1))["config"]["request_queue_controller"]["pinned"] == {}
+    await here.patch({"request_queue_controller": {"mode": None, "pinned": None}})
+    await page.until("() => !document.getElementById('count-endpoints').textContent.includes('limits')")
+
+
 async def test_the_evict_button_evicts_and_a_refusal_shows_the_apis_text(here: Any, dashboard: Any) -> None:
     async with waiting(here, "keep", "drop"), dashboard(here) as page:
         await page.row("queue", "drop").get_by_role("button", name="Evict").click()

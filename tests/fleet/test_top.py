@@ -201,7 +201,7 @@ async def test_each_view_shows_its_rows_and_client_names_are_escaped(api: Api) -
         for key, parts in (
             ("1", ("74%", "75%", ESCAPED, "in turn", "2 of 1 000")),
             ("2", ("chat", "1 290", "800 ms", "1 of 1")),
-            ("3", ("10.0.0.1:8000", "down", "31%", "1.9 s", "sql")),
+            ("3", ("10.0.0.1:8000", "down", "36", "31%", "1.9 s", "sql", "at 40 in flight, 41.5 s ago")),
             ("4", ("r-3f9c", "live", "silent", "http://node-1:8081")),
             ("5", ("4f1d-9c", f"a/{ESCAPED}", "26.6 s", "0.25", "r-77a0", "2 of 5 000")),
             ("7", ("in flight 7 to 7 of 8.8, lower chart: waiting, at most 16",)),

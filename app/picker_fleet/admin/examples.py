@@ -36,7 +36,8 @@ _STATE: dict[str, Any] = {
     "virtual_times": {"Critical": 0.0, "Default": 41.5, "Sheddable": 18.0},
     "replicas": ["r-3f9c", "r-77a0", "r-b1de"],
     "in_flight": {"10.0.0.1:8000": 2, "10.0.0.2:8000": 2, "10.0.0.3:8000": 3},
-    "paused": False, "tuned_version": "2", "unit": "requests", "queue_enabled": True, "bands": _BANDS,
+    "paused": False, "tuned_version": "2", "unit": "requests", "mode": "static",
+    "queue_enabled": True, "bands": _BANDS,
     "queued": 16, "queue_fill": 0.016, "overdue": 2, "dispatched_total": 120431,
     "guard_dispatches_total": 96, "ended_total": 130210, "drain_rate": 41.2, "pool_age_s": 86400.0,
     "now_us": 1767225612000000,
@@ -52,8 +53,9 @@ _CHANGE: dict[str, Any] = {
     "detail": '{"weights":{"gold":3.0}}', "outcome": "made",
 }  # fmt: skip
 _ENDPOINT: dict[str, Any] = {
-    "address": "10.0.0.1:8000", "labels": {"zone": "a"}, "status": "down", "in_flight": 2, "max_inflight": 8,
-    "waiting": 0.0,
+    "address": "10.0.0.1:8000", "labels": {"zone": "a"}, "status": "down", "in_flight": 2, "max_inflight": 64,
+    "limit": 36, "limit_reason": "engine queued 3 requests at 40 in flight", "limit_changed_s": 41.5,
+    "pinned": False, "waiting": 0.0,
     "running": 2.0, "kv_utilisation": 0.31, "adapters": ["sql"], "waiting_adapters": [], "max_adapters": 4,
     "latency_mean_s": 1.9, "latency_std_s": 0.4, "scraped_s_ago": 0.06,
     "scrape_fault": "no connection: Connection refused",

@@ -61,6 +61,10 @@ class State(_Open):
     paused: bool = Field(False, description="no request is dispatched or bypasses the queue")
     tuned_version: str = Field("", description="version of the live changes; empty if there were none")
     unit: Literal["requests", "tokens"] = Field("requests", description="the unit of the stock")
+    mode: Literal["adaptive", "static"] = Field(
+        "static",
+        description="`adaptive`: the fleet finds the endpoints' limits; their sum is both bounds",
+    )
     queue_enabled: bool = Field(True, description="false: requests are placed on arrival and never wait")
     bands: list[BandState] = Field(default_factory=list, description="the queue, the highest band first")
     queued: int = Field(0, description="waiting requests of all bands")
@@ -140,7 +144,17 @@ class Endpoint(BaseModel):
     )
     ejected: Ejected | None = Field(None, description="why the endpoint is ejected; null: it is not")
     in_flight: int = Field(description="requests in flight on the endpoint, fleet-wide")
-    max_inflight: int | None = Field(None, description="limit of requests in flight; null: no limit")
+    max_inflight: int | None = Field(None, description="limit that discovery gives; null: no limit")
+    limit: int | None = Field(None, description="limit of requests in flight in force; null: no limit")
+    limit_reason: str | None = Field(
+        None,
+        description="why the limit last moved, in mode `adaptive`; null: unknown, or mode `static`",
+    )
+    limit_changed_s: Rounded | None = Field(
+        None,
+        description="seconds since the limit last moved; null: unknown, or not found by the fleet",
+    )
+    pinned: bool = Field(False, description="an operator has set the limit, in mode `adaptive`")
     waiting: float | None = Field(None, description="queued requests on its metrics page")
     running: float | None = Field(None, description="running requests on its metrics page")
     kv_utilisation: float | None = Field(None, description="KV-cache use on its metrics page, 0 to 1")

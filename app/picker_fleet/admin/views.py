@@ -8,7 +8,7 @@ routes (api.py) and the event stream (events.py) call these views.
 import base64
 import contextlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import Annotated, Any, Literal, TypeVar
@@ -34,6 +34,7 @@ from picker_fleet.endpoints.readings import MetricsCache, Reading
 from picker_fleet.fleet.heartbeat import Membership
 from picker_fleet.scheduling.chooser import EndpointChooser
 from picker_fleet.scheduling.endpoint_history import LatencyTracker
+from picker_fleet.state.pool_state import FoundLimit
 from picker_fleet.state.reads import FlowQueueRow, RankRange, RequestRow, RequestStatus, WorkloadRow
 from picker_fleet.state.store import Store
 
@@ -141,6 +142,7 @@ class FleetView:
         self._latencies = latencies
         self._cache = cache
         self._identity = {"replica": replica, "pool": pool}
+        self._found: Mapping[str, FoundLimit] = {}  # as last read; empty in mode `static`
 
     async def state(self) -> models.State:
         """The shared state at one moment; while Redis is unavailable, the state last read."""
@@ -167,7 +169,7 @@ class FleetView:
             if (band := configured.find(name)) is not None
         ]
         fields = asdict(pool)
-        del fields["about"]
+        del fields["about"], fields["limits"]  # the endpoints' rows have the limits
         bounds = models.Bounds(
             lower=fields.pop("lower"), watermark=state.watermark, upper=fields.pop("upper")
         )
@@ -180,20 +182,34 @@ class FleetView:
             queue_fill=state.queue_fill,
             degraded=outage is not None,
             unit=settings.request_queue_controller.unit,
+            mode="adaptive" if settings.request_queue_controller.is_adaptive else "static",
             queue_enabled=settings.request_queue_controller.enabled,
             bands=bands,
             pool_age_s=max(0.0, (pool.now_us - pool.born_us) / 1e6) if pool.born_us else 0.0,
         )
 
     async def endpoints(self) -> list[models.Endpoint]:
-        in_flight = (await self._membership.state()).pool.in_flight
+        state = await self._membership.state()
+        controller = self._membership.effective.settings.request_queue_controller
+        if not controller.is_adaptive:
+            self._found = {}
+        elif state.outage is None:
+            self._found = await self._store.found_limits()
         readings = self._readings.snapshot()
-        return [
-            self._endpoint(each, in_flight.get(each.address, 0), readings.get(each.address))
-            for each in await self._membership.endpoints()
-        ]
+        rows = []
+        for each in await self._membership.endpoints():
+            limit = state.pool.limits.get(each.address)
+            pinned = controller.is_adaptive and each.address in controller.pinned
+            found = self._found.get(each.address)
+            reason, changed_s = ("pinned", None) if pinned else _moved(each, limit, found, state.pool.now_us)
+            limits = {"limit": limit, "limit_reason": reason, "limit_changed_s": changed_s, "pinned": pinned}
+            in_flight = state.pool.in_flight.get(each.address, 0)
+            rows.append(self._endpoint(each, in_flight, limits, readings.get(each.address)))
+        return rows
 
-    def _endpoint(self, endpoint: Endpoint, in_flight: int, reading: Reading | None) -> models.Endpoint:
+    def _endpoint(
+        self, endpoint: Endpoint, in_flight: int, limits: Mapping[str, Any], reading: Reading | None
+    ) -> models.Endpoint:
         marks = {
             "down": endpoint.down,
             "drained": endpoint.drained,
@@ -224,6 +240,7 @@ class FleetView:
             ejected=_ejected(endpoint.ejected),
             in_flight=in_flight,
             max_inflight=endpoint.max_inflight,
+            **limits,
             **figures,
         )
 
@@ -240,6 +257,19 @@ class FleetView:
 
     def health(self, status: str, components: dict[str, str]) -> models.Health:
         return models.Health(status=status, components=components, **self._identity)
+
+
+def _moved(
+    endpoint: Endpoint, limit: int | None, found: FoundLimit | None, now_us: int
+) -> tuple[str | None, float | None]:
+    """Why the limit in force is `limit`, and the seconds since the fleet moved the limit to that number."""
+    if limit is None or found is None:
+        return None, None
+    if limit < found.limit:
+        if limit == endpoint.max_inflight:
+            return f"max_inflight of discovery; the fleet found {found.limit}", None
+        return f"the endpoint answered that it is full; the fleet found {found.limit}", None
+    return found.reason, max(0.0, now_us / 1e6 - found.changed_ms / 1e3)
 
 
 def _ejected(ejection: Ejection | None) -> models.Ejected | None:

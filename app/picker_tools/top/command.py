@@ -123,9 +123,10 @@ VIEWS: dict[str, tuple[Column, ...]] = {
     ),
     "endpoints": (
         Column("Endpoint", "address"), Column("Status", "status"), Column("In flight", "in_flight", number),
-        Column("Runs", "running", number), Column("Waits", "waiting", number),
-        Column("KV", "kv_utilisation", percent), Column("Latency", "latency_mean_s", seconds),
-        Column("±", "latency_std_s", seconds), Column("Adapters", "adapters", ", ".join),
+        Column("Limit", "limit", number), Column("Runs", "running", number),
+        Column("Waits", "waiting", number), Column("KV", "kv_utilisation", percent),
+        Column("Latency", "latency_mean_s", seconds), Column("±", "latency_std_s", seconds),
+        Column("Adapters", "adapters", ", ".join),
         Column("Ejected for", "ejected", lambda ejected: ejected.reason if ejected else ""),
     ),
     "replicas": (
@@ -301,6 +302,9 @@ class Top(App[None]):
         snapshot = self._snapshot
         self._head.update(head(snapshot, self._error) if snapshot else plain(self._error))
         note = self._fill() if VIEWS[self.view] else ""
+        if self.view == "endpoints" and (row := self._chosen()) and row.limit_reason:
+            moved = f", {seconds(row.limit_changed_s)} ago" if row.limit_changed_s is not None else ""
+            note += f"; limit of {row.address}: {plain(row.limit_reason)}{moved}"
         if snapshot and self.view == "stock":
             bound, (in_flight, waiting) = snapshot.state.bounds.upper, zip(*self._history, strict=True)
             # Two leading values fix each chart's scale: 0 to the upper bound, and 0 to at least 1.

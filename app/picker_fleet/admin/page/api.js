@@ -25,10 +25,13 @@ export function read(path, parameters = {}) {
   return withToken(() => call("GET", query.size ? `${path}?${query}` : path));
 }
 
-/** A POST under /api/v1. Asks for a token if the API needs one, until it is right or the operator cancels. */
-export function change(path) {
+/**
+ * A change under /api/v1: a POST, or the PATCH `patch`. Asks for a token if the API needs one, until it is right or
+ * the operator cancels.
+ */
+export function change(path, patch) {
   declined = false;
-  return withToken(() => call("POST", path));
+  return withToken(() => call(patch ? "PATCH" : "POST", path, patch));
 }
 
 /** The answer to a GET under /api/v1, whose body the caller reads until `signal`. */
@@ -63,12 +66,12 @@ async function newToken(wrong) {
   return token !== "";
 }
 
-async function ask(method, path, signal) {
+async function ask(method, path, signal, sent) {
   const token = sessionStorage.getItem(KEY);
   const headers = token ? { authorization: `Bearer ${token}` } : {};
   let answer;
   try {
-    answer = await fetch(`api/v1/${path}`, { method, headers, signal });
+    answer = await fetch(`api/v1/${path}`, { method, headers, signal, body: sent && JSON.stringify(sent) });
   } catch (fault) {
     throw new Problem(0, fault.name === "TimeoutError" ? "The replica did not answer in time." : "The replica cannot be reached.");
   }
@@ -77,8 +80,8 @@ async function ask(method, path, signal) {
   throw new Problem(answer.status, String(problem?.detail ?? `The API answered ${answer.status}.`), problem?.code);
 }
 
-async function call(method, path) {
-  const answer = await ask(method, path, AbortSignal.timeout(DEADLINE_MS));
+async function call(method, path, sent) {
+  const answer = await ask(method, path, AbortSignal.timeout(DEADLINE_MS), sent);
   try {
     return await answer.json();
   } catch {

@@ -9,7 +9,7 @@ import { Live } from "./live.js";
 import { lookUp, startLookup } from "./lookup.js";
 import { remember, showOverview, showTrouble } from "./overview.js";
 import { startQueue } from "./queue.js";
-import { showTables } from "./tables.js";
+import { rememberEndpoints, showTables } from "./tables.js";
 import { startTheme } from "./theme.js";
 
 let latest = null;
@@ -76,6 +76,7 @@ new Live({
   snapshot(shot) {
     latest = shot;
     remember(shot);
+    rememberEndpoints(shot);
     draw();
   },
   decisions: takeDecisions,

@@ -5,12 +5,19 @@ import { byId, setLevel, setText } from "./dom.js";
 const TOAST_MS = 7000;
 let hideTimer = 0;
 
-/** Returns whether the operator confirms; Escape and Cancel decline. */
-export async function confirmed(title, text, yes) {
+/**
+ * Returns whether the operator confirms; Escape and Cancel decline. With `number`, the dialog also asks for a whole
+ * number, which begins as `number`, and returns that number.
+ */
+export async function confirmed(title, text, yes, number) {
+  const field = byId("confirm-number");
+  byId("confirm-field").hidden = field.disabled = number === undefined;
+  field.value = number ?? "";
   setText(byId("confirm-title"), title);
   setText(byId("confirm-text"), text);
   setText(byId("confirm-yes"), yes);
-  return (await answered(byId("confirm"))) === "yes";
+  const answer = (await answered(byId("confirm"))) === "yes";
+  return answer && number !== undefined ? field.valueAsNumber : answer;
 }
 
 /** Asks for a token. Returns "" if the operator gives none. */
@@ -25,12 +32,14 @@ export async function askToken(wrong) {
   return token;
 }
 
-// Enter in the field submits the token; the form's first button is Cancel.
-byId("token").addEventListener("keydown", (event) => {
-  if (event.key !== "Enter") return;
-  event.preventDefault();
-  byId("token-yes").click();
-});
+// Enter in a field confirms; the form's first button is Cancel.
+for (const [field, yes] of [["token", "token-yes"], ["confirm-number", "confirm-yes"]]) {
+  byId(field).addEventListener("keydown", (event) => {
+    if (event.key !== "Enter") return;
+    event.preventDefault();
+    byId(yes).click();
+  });
+}
 
 /** Shows the outcome of a change; `wanted` is "good" or "bad". */
 export function showOutcome(text, wanted) {

@@ -1,7 +1,8 @@
 // The tables of flows, workloads, endpoints and replicas.
 
 import { part } from "./api.js";
-import { offer } from "./changes.js";
+import { offer, pin } from "./changes.js";
+import { Chart, History } from "./chart.js";
 import { byId, el, setLevel, setName, plain, Rows, row, setText } from "./dom.js";
 import { number, percent, plural, seconds } from "./format.js";
 
@@ -54,15 +55,23 @@ const workloads = new Rows(byId("rows-workloads"), (workload) => workload.id, ()
 
 const STATUS_LEVELS = { ready: "good", draining: "warn", drained: "warn", down: "bad", ejected: "bad" };
 
+const STEP_S = 4; // a snapshot in five is kept: a fleet may have a thousand endpoints
+const limits = new Map(); // address -> History of requests in flight and limit
+
 const endpoints = new Rows(byId("rows-endpoints"), (endpoint) => endpoint.address, () => {
-  const { tr, cells } = row("addr head", "", "n", "n", "n", "n long", "act");
+  const { tr, cells } = row("addr head", "", "n", "n", "long", "why long", "n", "n", "n long", "act");
   const address = cells[0].appendChild(el("span"));
   const adapters = cells[0].appendChild(el("small"));
   const status = cells[1].appendChild(el("span", "state"));
-  const button = cells[6].appendChild(el("button"));
-  button.type = "button";
+  const chart = new Chart(cells[4].appendChild(el("span", "chart small")), null, "inFlight", ["limit"]);
+  const range = cells[4].appendChild(el("small"));
   let now = null;
-  button.addEventListener("click", () => drain(button, now));
+  const [pinButton, button] = [pinOrUnpin, drain].map((act) => {
+    const made = cells[9].appendChild(el("button"));
+    made.type = "button";
+    made.addEventListener("click", () => act(made, now));
+    return made;
+  });
   return {
     tr,
     update(endpoint) {
@@ -77,15 +86,47 @@ const endpoints = new Rows(byId("rows-endpoints"), (endpoint) => endpoint.addres
       const fault = endpoint.unready ?? (metrics ? `metrics: ${metrics}` : "");
       if (cells[1].title !== fault) cells[1].title = fault;
       setText(cells[2], number(endpoint.in_flight, 0));
-      setText(cells[3], endpoint.scrape_fault ? "not known" : `${number(endpoint.running, 0)} + ${number(endpoint.waiting, 0)}`);
-      setText(cells[4], percent(endpoint.kv_utilisation));
+      setText(cells[3], number(endpoint.limit, 0));
+      chart.history = limits.get(endpoint.address);
+      chart.draw();
+      const found = chart.history.points.map((point) => point.limit).filter((each) => each !== null);
+      setText(range, found.length ? `${number(Math.min(...found), 0)} to ${number(Math.max(...found), 0)}` : "no limit");
+      const { limit_reason: reason, limit_changed_s: age } = endpoint;
+      setText(cells[5], reason ? plain(reason) + (typeof age === "number" ? `, ${seconds(age)} ago` : "") : "–");
+      setText(cells[6], endpoint.scrape_fault ? "not known" : `${number(endpoint.running, 0)} + ${number(endpoint.waiting, 0)}`);
+      setText(cells[7], percent(endpoint.kv_utilisation));
       const { latency_mean_s: mean, latency_std_s: deviation } = endpoint;
-      setText(cells[5], typeof mean === "number" ? `${seconds(mean)} ± ${seconds(deviation)}` : "–");
+      setText(cells[8], typeof mean === "number" ? `${seconds(mean)} ± ${seconds(deviation)}` : "–");
       setText(button, endpoint.status === "drained" ? "Undrain" : "Drain");
-      button.setAttribute("aria-label", `${button.textContent} ${endpoint.address}`);
+      setText(pinButton, endpoint.pinned ? "Unpin" : "Pin");
+      pinButton.hidden = !endpoint.adaptive || (endpoint.limit === null && !endpoint.pinned);
+      for (const each of [pinButton, button]) each.setAttribute("aria-label", `${each.textContent} ${endpoint.address}`);
     },
   };
 });
+
+/** Adds a snapshot to the endpoints' histories, also while the page is in the background. */
+export function rememberEndpoints({ at, endpoints: listed }) {
+  const addresses = new Set(listed.map((each) => each.address));
+  for (const address of limits.keys()) if (!addresses.has(address)) limits.delete(address);
+  for (const { address, in_flight: inFlight, limit } of listed) {
+    if (!limits.has(address)) limits.set(address, new History(STEP_S));
+    limits.get(address).add({ at, inFlight, limit });
+  }
+}
+
+function pinOrUnpin(button, { address, pinned, limit }) {
+  return offer(button, {
+    title: pinned ? `Unpin ${address}?` : `Pin the limit of ${address}?`,
+    text: pinned
+      ? "The fleet finds the endpoint's limit again, from the limit that it found last."
+      : "The endpoint keeps this limit of requests in flight until you unpin the endpoint. Running requests finish.",
+    yes: pinned ? "Unpin" : "Pin",
+    number: pinned ? undefined : limit,
+    make: (wanted) => pin(address, pinned ? null : wanted),
+    done: pinned ? `The fleet finds the limit of ${address} again.` : `The limit of ${address} is pinned.`,
+  });
+}
 
 function drain(button, { address, status, in_flight: inFlight }) {
   const back = status === "drained";
@@ -143,8 +184,9 @@ export function showTables(shot) {
   workloads.show(shot.workloads);
   setText(byId("count-workloads"), shown(shot.workloads.length, shot.workloads_total));
   byId("none-workloads").hidden = shot.workloads.length > 0;
-  endpoints.show(shot.endpoints);
-  setText(byId("count-endpoints"), number(shot.endpoints.length, 0));
+  const adaptive = shot.state.mode === "adaptive";
+  endpoints.show(shot.endpoints.map((endpoint) => ({ ...endpoint, adaptive })));
+  setText(byId("count-endpoints"), `${number(shot.endpoints.length, 0)}${adaptive ? "; the fleet finds their limits" : ""}`);
   byId("none-endpoints").hidden = shot.endpoints.length > 0;
   replicas.show(shot.replicas);
   setText(byId("count-replicas"), number(shot.replicas.length, 0));

@@ -1,0 +1,78 @@
+"""The rows of endpoints in the admin API say which limit is in force, and why."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, cast
+
+from scripted_store import POOL
+
+from picker_fleet.admin.views import FleetView
+from picker_fleet.domain.config import parse
+from picker_fleet.domain.request import Endpoint
+from picker_fleet.state.pool_state import FoundLimit
+
+FOUND, CAPPED, FULL, PINNED, NEW = (f"10.0.0.{n}:8000" for n in range(1, 6))
+LISTED = (
+    *(Endpoint(address) for address in (FOUND, FULL, PINNED, NEW)),
+    Endpoint(CAPPED, max_inflight=8),
+)
+LIMITS = {FOUND: 36, CAPPED: 8, FULL: 5, PINNED: 24, NEW: 8}
+WHY = "engine queued 3 requests at 40 in flight"
+
+
+class Replica:
+    """A replica's membership, store, readings and latencies, with scripted limits."""
+
+    def __init__(self, controller: dict[str, Any]) -> None:
+        self.effective = SimpleNamespace(settings=parse({"request_queue_controller": controller}))
+        self.outage: object = None
+        self.reads = 0
+
+    async def state(self) -> Any:
+        return SimpleNamespace(pool=replace(POOL, now_us=50_000_000, limits=LIMITS), outage=self.outage)
+
+    async def endpoints(self) -> tuple[Endpoint, ...]:
+        return LISTED
+
+    async def found_limits(self) -> dict[str, FoundLimit]:
+        self.reads += 1
+        return {address: FoundLimit(36, WHY, 47_500) for address in (FOUND, CAPPED, FULL, PINNED)}
+
+    def snapshot(self) -> dict[str, Any]:
+        return {}
+
+    def stats(self, _: str) -> None: ...
+
+    def view(self) -> FleetView:
+        parts = [cast(Any, self)] * 4
+        return FleetView(*parts, cache=cast(Any, None), replica="r", pool="default")
+
+
+async def rows(view: FleetView) -> dict[str, tuple[object, ...]]:
+    return {
+        each.address: (each.limit, each.limit_reason, each.limit_changed_s, each.pinned)
+        for each in await view.endpoints()
+    }
+
+
+async def test_a_row_gives_the_reason_of_the_limit_in_force_also_during_an_outage() -> None:
+    replica = Replica({"pinned": {PINNED: 24}})
+    view = replica.view()
+    shown = await rows(view)
+    assert shown == {
+        FOUND: (36, WHY, 2.5, False),
+        CAPPED: (8, "max_inflight of discovery; the fleet found 36", None, False),
+        FULL: (5, "the endpoint answered that it is full; the fleet found 36", None, False),
+        PINNED: (24, "pinned", None, True),
+        NEW: (8, None, None, False),
+    }
+    replica.outage = object()
+    assert await rows(view) == shown
+    assert replica.reads == 1
+
+
+async def test_in_mode_static_rows_have_no_reasons_and_no_command_reads_found_limits() -> None:
+    replica = Replica({"watermark_per_backend": 4, "pinned": {PINNED: 24}})
+    shown = await rows(replica.view())
+    assert set(shown.values()) == {(limit, None, None, False) for limit in LIMITS.values()}
+    assert replica.reads == 0
