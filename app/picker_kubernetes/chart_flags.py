@@ -143,7 +143,6 @@ def _defaults(pool: str, namespace: str | None) -> dict[str, Any]:
         "admin": {"listen": f"0.0.0.0:{_METRICS_PORT}", "reference_metrics": True},
         "discovery": {"kubernetes": {"pool": pool, "namespace": namespace}},
         "fair_request_queue": {"overload_status": 429},
-        "request_queue_controller": {"watermark_per_backend": 100},
         "scheduling": {
             "fallbacks": 0,  # a gateway with an ORIGINAL_DST cluster can use only one address
             "scorers": [

@@ -18,7 +18,7 @@ import yaml
 from picker_fleet.domain.bands import NAMED
 from picker_fleet.domain.config import YamlFault, parse, read_yaml
 from picker_fleet.domain.errors import ConfigError
-from picker_fleet.domain.sections import MOST_BAND_BYTES
+from picker_fleet.domain.sections import MOST_BAND_BYTES, MOST_LIMIT
 
 KIND = "EndpointPickerConfig"
 
@@ -311,26 +311,33 @@ def _saturation(tree: Mapping[str, Any], plugins: Plugins, result: Imported) -> 
     bounds = result.section("request_queue_controller")
     if kind == "concurrency-detector":
         most = parameters.get("maxConcurrency", 100)
-        if parameters.get("concurrencyMode") == "tokens":
-            bounds["unit"], most = "tokens", parameters.get("maxTokenConcurrency", 1_000_000)
-        if isinstance(most, bool) or not isinstance(most, int | float):
+        is_tokens = parameters.get("concurrencyMode") == "tokens"
+        if is_tokens:
+            most = parameters.get("maxTokenConcurrency", 1_000_000)
+        if isinstance(most, bool) or not isinstance(most, int | float) or not math.isfinite(most):
             raise ConfigError(f"plugins: maxConcurrency of {name[:60]} must be a number")
-        bounds["watermark_per_backend"] = most
-        if parameters.get("headroom"):
+        if is_tokens:
+            bounds |= {"unit": "tokens", "watermark_per_backend": most}
+        elif "maxConcurrency" in parameters:
+            bounds["max_per_backend"] = min(math.floor(most), MOST_LIMIT)
             result.remarks.append(
-                "concurrency-detector: headroom: see request_queue_controller.upper_bound_per_backend"
+                f"{kind}: maxConcurrency {most:g} is the highest limit that the fleet may find "
+                "(request_queue_controller.max_per_backend)"
             )
-        return
+        if parameters.get("headroom"):
+            result.remarks.append(f"{kind}: headroom has no counterpart")
+    else:
+        told = [
+            f"{key} {parameters[key]}"
+            for key in ("queueDepthThreshold", "kvCacheUtilThreshold")
+            if key in parameters
+        ]
+        result.remarks.append(
+            f"{kind}: this picker finds a limit of requests in flight for each endpoint"
+            + (f", without {', '.join(told)}" if told else "")
+        )
     if not bounds:
         del result.tree["request_queue_controller"]
-    told = {
-        key: parameters[key] for key in ("queueDepthThreshold", "kvCacheUtilThreshold") if key in parameters
-    }
-    result.remarks.append(
-        f"{kind}: this picker measures saturation by requests in flight, not by metrics pages"
-        + (f" ({', '.join(f'{key} {value}' for key, value in told.items())})" if told else "")
-        + "; set request_queue_controller.watermark_per_backend to the requests that an endpoint runs at once"
-    )
 
 
 def _flow_control(tree: Mapping[str, Any], plugins: Plugins, result: Imported) -> None:

@@ -81,6 +81,7 @@ def test_flags_override_the_environment_which_overrides_defaults() -> None:
     assert listening(settings) == ["0.0.0.0:7002", "0.0.0.0:7003", "0.0.0.0:7090"]
     assert settings.pool == "other.llm"
     assert settings.request_queue_controller.watermark_per_backend == 7
+    assert made("--pool-name", "llm")[0].request_queue_controller.is_adaptive
 
 
 def test_ext_proc_is_served_over_tls_unless_a_flag_turns_tls_off(tmp_path: Path) -> None:

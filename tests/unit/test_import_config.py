@@ -81,7 +81,8 @@ def test_flow_control_is_imported_as_settings_of_the_queue() -> None:
     queue = settings.fair_request_queue
     assert (queue.total_capacity, queue.queue_ttl) == (2000, 45)
     assert (queue.ordering, queue.fairness) == ("edf", "round-robin")
-    assert settings.request_queue_controller.watermark_per_backend == 40
+    assert settings.request_queue_controller.max_per_backend == 40
+    assert settings.request_queue_controller.is_adaptive
     assert [queue.bands.of(priority).capacity for priority in (-5, 0, 5)] == [10, 1000, 1000]
     # The key flowControl.maxBytes becomes the byte limit of each band without an own maxBytes.
     sizes = {band.priority: band.bytes for band in queue.bands}
@@ -160,7 +161,7 @@ def test_each_key_of_a_v0_10_configuration_is_imported_or_named_in_a_remark() ->
     settings = parse(result.tree)
     assert settings.scheduling.endpoint_labels == {"tier": "fast", "gpu": "h100"}
     assert settings.scheduling.fallbacks == 1
-    assert settings.request_queue_controller.watermark_per_backend == 40
+    assert settings.request_queue_controller.max_per_backend == 40
     assert settings.fair_request_queue.queue_without_endpoints
     assert_named(
         result, "haPopulateNonLeaderDatastore", "old DoesNotExist", "of busy (x)", "plugins.stage",
