@@ -22,7 +22,7 @@ from picker_fleet.domain.config import Settings
 from picker_fleet.domain.sections import Model, Section
 from picker_fleet.endpoints import metrics_page as endpoint_page
 from picker_fleet.endpoints import pacing
-from picker_fleet.fleet import heartbeat
+from picker_fleet.fleet import heartbeat, limit_controller
 from picker_fleet.fleet.live_config import AFFECTS, LIVE
 from picker_fleet.ingress import json_body
 from picker_fleet.ingress.context import DROPPED_REASON, refusal
@@ -59,6 +59,12 @@ SENTENCES = [
     ("architecture", f"replica dies meanwhile, they wait {reads.SnapshotTimes().claim_ms / 1000:g} s"),
     ("architecture", f"within its TTL and {LATE_S:g} s"),
     ("redis-schema", f"or {reads.SnapshotTimes().claim_ms / 1000:g} s if it came to no end"),
+    ("limits", f"the KV cache is {limit_controller._KV_FULL * 100:g} % full, or"),
+    ("limits", f"the KV cache is {limit_controller._KV_NEAR * 100:g} % full | does not grow"),
+    ("limits", f"falls to {limit_controller._CUT:g} of the running"),
+    ("limits", f"the limit stays for {limit_controller._FIRST_PAUSE_S:g} s."),
+    ("limits", f"to at most {limit_controller._LONGEST_PAUSE_S:g} s. A page read less than"),
+    ("limits", f"less than {limit_controller._SETTLED_S:g} s after a move"),
     ("redis", f"a script call carries {batching.MAX_BATCH} requests at most"),
     ("fairness", f"for {CHUNK} waiting requests a call, in at most {WALKS} calls an interval"),
     ("fairness", f"with up to {CHUNK * WALKS} requests waiting"),
