@@ -21,7 +21,7 @@ do -- a chunk may have 200 locals
   local READ_AT_ONCE = 2000 -- unpack() puts its values on a stack of limited depth
   local SMALL = 8 -- fewest endpoints to read; a smaller window has all endpoints, enough for any choices
   -- The same if endpoints have limits: the choice is then by load relative to the limit, not by load alone.
-  local SMALL_WITH_CAPS = 32
+  local SMALL_WITH_CAPS = 16
 
   -- Return a function that caches the results of `make`, a function with one text argument.
   local function memoized(make)
@@ -308,7 +308,7 @@ do -- a chunk may have 200 locals
         local cost = cost_of and cost_of(address) or load
         if caps then
           local cap = caps[address] or default_cap
-          if not cost_of then cost = load / math.max(cap, 1) end -- an endpoint that has refused all has the limit 0
+          if not cost_of and cap > 0 then cost = load / cap end -- the limit is 0 if the endpoint has refused all
           if load >= cap then cost = cost + AT_LIMIT end
         end
         if kept < want or cost < costs[kept] then
