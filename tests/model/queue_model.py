@@ -204,9 +204,9 @@ class QueueModel(PoolModel):
     ) -> Reply:
         """Publish settings and endpoints. The model never loses a key, so it has nothing to rebuild."""
         self._begin(caller)
+        for address in self.endpoints.listed - draining.keys():
+            self.outliers.pop(address, None)
         self.endpoints.publish(draining)
-        for address in self.outliers.keys() - draining.keys():
-            del self.outliers[address]
         self._try_ejected()
         filed = -1 if self._base else 0
         if not self._base:
