@@ -70,6 +70,8 @@ def test_the_header_of_a_file_tells_its_cost(file: bytes, tokens: float) -> None
             size_bytes, found = media.found(body, json.loads(body))
             assert found == pytest.approx(tokens, rel=0.01)
             assert size_bytes > len(file)
+    form = b"name" + file + b"--"
+    assert media.of_form(form, [(4, 4 + len(file))]) == (len(file), pytest.approx(tokens, rel=0.01))
 
 
 @given(st.sampled_from([file[:12] for file, _ in FILES.values()]), st.binary(max_size=200))
@@ -81,3 +83,4 @@ def test_any_file_has_a_cost(head: bytes, rest: bytes) -> None:
         messages = [{"role": "user", "content": parts(data)}]
         _, found = media.found(json.dumps({"messages": messages}).encode(), {"messages": messages})
         assert 4 * 4 <= found < math.inf
+    assert 0 <= media.of_form(head + rest, [(0, len(head + rest))])[1] < math.inf

@@ -194,11 +194,11 @@ class OtherBody:
 
 
 class Form(NamedTuple):
-    """A form's fields `model` and `stream`, '' if missing, and the total length of the form's files."""
+    """A form's fields `model` and `stream`, '' if missing, and the byte ranges of the form's files."""
 
     model: str
     stream: str
-    file_bytes: int
+    files: tuple[tuple[int, int], ...]
     body: OtherBody
 
 
@@ -215,12 +215,12 @@ def read_form(text: bytes, content_type: bytes) -> Form:
     is_multipart = content_type[:9].lower() == b"multipart"
     parts = _multipart(text, content_type) if is_multipart else _urlencoded(text)
     found: dict[str, tuple[int, int]] = {}
-    file_bytes = 0
+    files: list[tuple[int, int]] = []
     for count, (name, start, end, is_file) in enumerate(parts):
         if count >= _MAX_FIELDS:
             raise BadRequest(f"the form has more than {_MAX_FIELDS} fields")
         if is_file:
-            file_bytes += end - start
+            files.append((start, end))
         if name in ("model", "stream"):
             if name in found:
                 raise BadRequest(f"the form has {name} twice")
@@ -235,7 +235,7 @@ def read_form(text: bytes, content_type: bytes) -> Form:
             raise BadRequest(f"the form's {name} is not valid UTF-8") from None
         values[name] = value if is_multipart else unquote_plus(value)
     body = OtherBody(text, found.get("model"), is_quoted=not is_multipart)
-    return Form(values.get("model", ""), values.get("stream", ""), file_bytes, body)
+    return Form(values.get("model", ""), values.get("stream", ""), tuple(files), body)
 
 
 def _multipart(text: bytes, content_type: bytes) -> Iterator[tuple[str, int, int, bool]]:

@@ -13,7 +13,7 @@ The cost is a client's claim: a request takes at most a share of the stock's bou
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import msgspec
@@ -55,7 +55,6 @@ _COUNTED_ONCE = b"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ \\" + byt
 _SIZE_OF_A_FIELD_BYTE = 1.3  # of fields such as `"temperature":0.7,`
 # Escaped characters that have two bytes in UTF-8, and other ones, most of which have three.
 _ESCAPED_2, _ESCAPED_3 = re.compile(rb"\\u0[0-7][0-9a-fA-F]{2}"), re.compile(rb"\\u[0-9a-fA-F]{4}")
-_FILE_BYTES_A_TOKEN = 1000
 
 _FIRST = re.compile(rb"\[[ \t\r\n]*(.)", re.DOTALL)
 _NUMBERS = re.compile(rb"\[[\[ \t\r\n]*+[0-9]")
@@ -80,21 +79,21 @@ def tokens(
     most: float,
     default: float,
     line: PromptLine = UNLEARNED,
-    file_bytes: int = 0,
+    files: Sequence[tuple[int, int]] = (),
 ) -> tuple[float, bool, int]:
     """The cost of a request in tokens; whether the cost lacks the answer's tokens, so that the scripts add
     the mean answer; and the size of the prompt's text, 0 unless usage will tell this text's tokens alone.
 
-    `body` is b'' if only its length `size_bytes` is known; `file_bytes` of the length are files in a form.
+    `body` is b'' if only its length `size_bytes` is known; `files` are the byte ranges of a form's files.
     `line` is the line of the request's model. `most` bounds the tokens of prompt plus answer in each
     sequence; `default` is the assumed length of each of several answers of unknown length.
     """
     count = sequences(members)
     answer = min(_largest(members, MAX_ANSWER), _MOST_ANSWER_TOKENS)
     ids, apart_bytes = _apart(members)
-    media_bytes, media_tokens = media.found(body, members)
-    size = _text_size(body, size_bytes, apart_bytes, media_bytes + file_bytes)
-    other_tokens = ids + media_tokens + file_bytes / _FILE_BYTES_A_TOKEN
+    media_bytes, media_tokens = media.of_form(body, files) if files else media.found(body, members)
+    size = _text_size(body, size_bytes, apart_bytes, media_bytes)
+    other_tokens = ids + media_tokens
     prompt = max(1.0, line.tokens(size) + other_tokens)
     told = round(size) if count == 1 and members and not other_tokens else 0
     if answer < 1 and count == 1:
@@ -127,16 +126,16 @@ def _apart(members: Members) -> tuple[float, int]:
     return ids, len(orjson.dumps(others))
 
 
-def _text_size(body: bytes, size_bytes: int, apart_bytes: int, other_bytes: int) -> float:
+def _text_size(body: bytes, size_bytes: int, apart_bytes: int, media_bytes: int) -> float:
     """The size of the prompt's text in `body`, of which `apart_bytes` are fields that are no prompt, and
-    `other_bytes` are media."""
+    `media_bytes` are media."""
     if not body:
-        return max(size_bytes - other_bytes, 0)
+        return max(size_bytes - media_bytes, 0)
     if len(body) <= _SAMPLE_BYTES:
-        return max(_size(body) - apart_bytes * _SIZE_OF_A_FIELD_BYTE - other_bytes, 0)
+        return max(_size(body) - apart_bytes * _SIZE_OF_A_FIELD_BYTE - media_bytes, 0)
     start = (len(body) - _SAMPLE_BYTES) // 2
     sample_size = _size(body[start : start + _SAMPLE_BYTES])
-    return max(size_bytes - apart_bytes - other_bytes, 0) * sample_size / _SAMPLE_BYTES
+    return max(size_bytes - apart_bytes - media_bytes, 0) * sample_size / _SAMPLE_BYTES
 
 
 def _size(text: bytes) -> int:

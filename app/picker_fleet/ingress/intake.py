@@ -88,8 +88,8 @@ class Ask(NamedTuple):
 
     `model` is '' if the body names none; `needs_model` is False on a path of no known API. `read` is the
     parsed body, or the bytes of a simple body (`_simple_members`), whose `members` are already decoded.
-    `body_bytes` counts the bytes of the whole body, `file_bytes` those of the body's files. `refers` are the
-    ids of stored state that the request continues.
+    `body_bytes` counts the bytes of the whole body; `files` has the byte ranges of a form's files. `refers`
+    are the ids of stored state that the request continues.
     """
 
     model: str
@@ -97,7 +97,7 @@ class Ask(NamedTuple):
     read: "Body | OtherBody | bytes"
     body_bytes: int = 0
     members: cost.Members = _NO_MEMBERS
-    file_bytes: int = 0
+    files: tuple[tuple[int, int], ...] = ()
     needs_model: bool = True
     refers: tuple[str, ...] = ()
 
@@ -133,7 +133,7 @@ def read_body(text: bytes, way: Way = _JSON, content_type: bytes = b"") -> Ask:
             form = read_form(text, content_type)
             model = _model(form.model) if form.model else way.model
             is_stream = form.stream.lower() in ("true", "1")
-            return Ask(model, is_stream, form.body, len(text), file_bytes=form.file_bytes)
+            return Ask(model, is_stream, form.body, len(text), files=form.files)
     try:
         ask = _read_object(text)
     except BadRequest as fault:
@@ -426,7 +426,7 @@ class Intake:
             most=self._longest.get(model, math.inf),
             default=self._answer_tokens,
             line=self._prompt_line(model),
-            file_bytes=ask.file_bytes,
+            files=ask.files,
         )
 
     def _settings_of(self, model: str, objective: str) -> _ModelSettings:

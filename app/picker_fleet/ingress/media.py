@@ -7,13 +7,13 @@ Called by cost.py. Engines differ; this module applies one rule to each kind, an
 - A page of a PDF costs 1500 tokens; 50 KB are a page if the file does not tell.
 
 The header of a PNG, JPEG, WebP, GIF, WAV or MP3 file tells the pixels or seconds. All else costs 1500
-tokens, and, if it is no image, a token more for each 1000 bytes. Bodies are untrusted: of a body at most
-`_MOST_HEADERS` headers are read, each in a few small pieces.
+tokens, and, if it is no image, a token more for each 1000 bytes; in a form only the latter. Bodies are
+untrusted: of a body at most `_MOST_HEADERS` headers are read, each in a few small pieces.
 """
 
 import binascii
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, TypedDict
 
 import msgspec
@@ -63,6 +63,20 @@ def found(body: bytes, members: Mapping[str, Any]) -> tuple[int, float]:
     return media.size_bytes, media.tokens
 
 
+def of_form(body: bytes, files: Sequence[tuple[int, int]]) -> tuple[int, float]:
+    """The bytes of the `files` (start, end) of a form, and their cost in tokens."""
+    size_bytes, tokens = 0, 0.0
+    for number, (start, end) in enumerate(files):
+        size_bytes += end - start
+
+        def read(at: int, count: int, start: int = start, end: int = end) -> bytes:
+            return body[start + at : min(start + at + count, end)]
+
+        known = _File(read, end - start).tokens() if number < _MOST_HEADERS else 0.0
+        tokens += known or (end - start) / _UNKNOWN_BYTES_A_TOKEN
+    return size_bytes, tokens
+
+
 class _Media:
     """The number of the files found so far, their length as JSON text, and their cost."""
 
@@ -72,7 +86,7 @@ class _Media:
     def add(self, text: bytes, *, is_image: bool) -> None:
         self.count += 1
         self.size_bytes += len(text)
-        known = _Base64.of(text).tokens() if self.count <= _MOST_HEADERS else 0.0
+        known = _of_base64(text) if self.count <= _MOST_HEADERS else 0.0
         self.tokens += known or _UNKNOWN_TOKENS + (0 if is_image else len(text) / _UNKNOWN_BYTES_A_TOKEN)
 
 
@@ -99,33 +113,11 @@ def _is_plain(value: object) -> bool:
     return type(value) is str
 
 
-class _Base64:
-    """A file whose base64 text begins at `start` of `text`; decodes only the bytes that are asked for."""
+class _File:
+    """A file of `size_bytes`, of which `read(at, count)` returns bytes, fewer at the file's end."""
 
-    def __init__(self, text: bytes, start: int) -> None:
-        self._text, self._start = text, start
-        self._size_bytes = max(len(text) - start, 0) * 3 // 4
-
-    @classmethod
-    def of(cls, text: bytes) -> "_Base64":
-        """The file within the JSON `text` of a part; an empty file if it has none of a known format."""
-        begun = _BASE64.search(text, 0, _ENDS_BYTES)
-        if begun is None:
-            return cls(b"", 0)
-        if text.find(b"\\/", begun.end(), begun.end() + _ESCAPED_BYTES) < 0:
-            return cls(text, begun.end())
-        file = cls(text[begun.end() : begun.end() + _ESCAPED_BYTES].replace(b"\\/", b"/"), 0)
-        file._size_bytes = (len(text) - begun.end()) * 3 // 4
-        return file
-
-    def _bytes(self, at: int, count: int) -> bytes:
-        """`count` bytes of the file from `at`; fewer at the file's end."""
-        first = self._start + at // 3 * 4
-        try:
-            decoded = binascii.a2b_base64(self._text[first : first + (at % 3 + count + 2) // 3 * 4])
-        except binascii.Error:
-            return b""
-        return decoded[at % 3 : at % 3 + count]
+    def __init__(self, read: Callable[[int, int], bytes], size_bytes: int) -> None:
+        self._bytes, self._size_bytes = read, size_bytes
 
     def tokens(self) -> float:
         """The tokens of the file; 0 if its header does not tell."""
@@ -174,6 +166,26 @@ class _Base64:
         told = _LINEARIZED.search(self._bytes(0, 1024))
         pages = int(told[1]) if told is not None else self._size_bytes / _PAGE_BYTES
         return min(max(pages, 1), _MOST_PAGES) * _PAGE_TOKENS
+
+
+def _of_base64(text: bytes) -> float:
+    """The tokens of the file within the JSON `text` of a part; 0 if its header is not known."""
+    begun = _BASE64.search(text, 0, _ENDS_BYTES)
+    if begun is None:
+        return 0.0
+    start, size_bytes = begun.end(), (len(text) - begun.end()) * 3 // 4
+    if text.find(b"\\/", start, start + _ESCAPED_BYTES) >= 0:
+        text, start = text[start : start + _ESCAPED_BYTES].replace(b"\\/", b"/"), 0
+
+    def read(at: int, count: int) -> bytes:
+        first = start + at // 3 * 4
+        try:
+            decoded = binascii.a2b_base64(text[first : first + (at % 3 + count + 2) // 3 * 4])
+        except binascii.Error:
+            return b""
+        return decoded[at % 3 : at % 3 + count]
+
+    return _File(read, size_bytes).tokens()
 
 
 def _image_tokens(width: int, height: int) -> float:
