@@ -150,8 +150,10 @@ arrivals: st.SearchStrategy[Fields] = st.builds(
     candidates=places,
     learn=seldom,
     body_bytes=st.sampled_from([0, 900, 900, 2500, 2**32 - 1]),
+    attempt=st.sampled_from(["1", "1", "1", "1-3500"]),
 )
-attempts = st.sampled_from(["1", "2.one", "3.one", "3.two"])  # the request's number, its body's digest
+# The stream's number, for how many ms `edf` serves the request early, and the body's digest.
+attempts = st.sampled_from(["1", "2-600.one", "3.one", "3.two"])
 other_flows = st.sampled_from(["", "", "", "another"])
 batches = st.lists(arrivals, min_size=1, max_size=4)
 found_limits = st.dictionaries(addresses, st.integers(1, 6))
