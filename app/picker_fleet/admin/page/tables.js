@@ -66,7 +66,7 @@ const endpoints = new Rows(byId("rows-endpoints"), (endpoint) => endpoint.addres
   const chart = new Chart(cells[4].appendChild(el("span", "chart small")), null, "inFlight", ["limit"]);
   const range = cells[4].appendChild(el("small"));
   let now = null;
-  const [pinButton, button] = [pinOrUnpin, drain].map((act) => {
+  const [button, pinButton] = [drain, pinOrUnpin].map((act) => {
     const made = cells[9].appendChild(el("button"));
     made.type = "button";
     made.addEventListener("click", () => act(made, now));
