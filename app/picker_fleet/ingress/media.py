@@ -174,7 +174,7 @@ def _of_base64(text: bytes) -> float:
     if begun is None:
         return 0.0
     start, size_bytes = begun.end(), (len(text) - begun.end()) * 3 // 4
-    if text.find(b"\\/", start, start + _ESCAPED_BYTES) >= 0:
+    if text.find(b"\\", start, start + _ESCAPED_BYTES) >= 0:  # to find one byte takes 2 µs, "\\/" 70 µs
         text, start = text[start : start + _ESCAPED_BYTES].replace(b"\\/", b"/"), 0
 
     def read(at: int, count: int) -> bytes:
