@@ -123,9 +123,27 @@ def test_whatever_is_observed_a_prediction_is_positive_and_grows_with_the_load(
         found, again = (model.forecast(MODEL, SLOW, load)[at] for model in models)
         assert found == again
         more = models[0].forecast(MODEL, SLOW, higher)[at]
+        at_limit = models[0].forecast_at(MODEL, SLOW, load.in_flight)[at]
+        assert (at_limit is None) == (found is None)
         if found is not None and more is not None:
             assert 0.0 < found.median_s <= found.p90_s
             assert found.median_s <= more.median_s
+
+
+def test_few_in_flight_are_predicted_to_meet_few_prompts_in_prefill() -> None:
+    # In an overload many prompts wait for their prefill; at a lower limit they would not be there.
+    model, draw = LatencyModel(), random.Random(1)
+    assert model.forecast_at(MODEL, SLOW, 2) == UNKNOWN
+    for _ in range(400):
+        others = float(draw.randint(10, 40))
+        load = Load(200 + 250 * others * draw.uniform(0.9, 1.1), others, others / 50)
+        model.learn(MODEL, SLOW, load, 0.03 + 1e-4 * load.prefill_tokens + 1e-3 * others, 0.01)
+
+    few, many = (model.forecast_at(MODEL, SLOW, in_flight).ttft for in_flight in (2, 30))
+    assert few is not None
+    assert many is not None
+    assert 0.03 <= few.median_s <= 0.15
+    assert 0.6 <= many.median_s <= 1.0
 
 
 def test_a_prefill_backlog_shrinks_steadily_to_zero() -> None:

@@ -27,6 +27,7 @@ MIN_OBSERVATIONS: Final = 50  # fewer observations of a model give no prediction
 MAX_MODELS: Final = 64  # most models kept, the latest ones
 
 _TERMS = 5  # terms of the linear model: a constant and the fields of `Load`
+_PREFILL, _IN_FLIGHT, _KV = 1, 2, 3  # their positions
 _FIT_EVERY = 8  # observations between two fits
 _SWEEPS = 5  # of a fit over the coefficients; a fit continues from the fit before
 _FORGET_FIT = 0.997  # an observation's weight falls by this factor with each further observation
@@ -38,6 +39,7 @@ _MOST_RATIO = 8.0  # a ratio of actual to predicted time beyond this counts as t
 _BINS_A_DOUBLING = 16
 _ZERO_BIN = round(math.log2(_MOST_RATIO)) * _BINS_A_DOUBLING  # the bin of ratio 1
 _MOST_TERM = 1e9
+_LEAST_VARIANCE = 0.01  # of the number in flight; below, rounding errors would make the slope
 _SHORTEST_S, _LONGEST_S = 1e-5, 1e5
 _MOST_PENDING = 4096
 
@@ -103,13 +105,15 @@ class LatencyModel:
         return Forecast(*(fit.predict(address, terms) for fit in fits))
 
     def forecast_at(self, model: str, address: str, in_flight: float) -> Forecast:
-        """The times of a recent request of `model` with the usual prompt, if `address` had `in_flight`
-        requests in flight and none in its own queue."""
+        """The times of a request of `model`, if `address` had `in_flight` requests in flight, this one
+        included, and none in its own queue. Prompts in prefill and use of the KV cache are as recent requests
+        met them at that number in flight."""
         fits = self._models.get(model)
         if fits is None:
             return UNKNOWN
-        usual = fits[0].mean_terms
-        return self.forecast(model, address, Load(usual[1], in_flight, usual[3]))
+        others = max(in_flight - 1.0, 0.0)
+        prefill_tokens, kv_utilisation = (fits[0].usual(field, others) for field in (_PREFILL, _KV))
+        return self.forecast(model, address, Load(prefill_tokens, others, kv_utilisation))
 
     @property
     def models(self) -> Collection[str]:
@@ -135,7 +139,6 @@ class _Fit:
         self._products = [[0.0] * _TERMS for _ in range(_TERMS)]  # sum of weight · terms · terms'
         self._targets = [0.0] * _TERMS  # sum of weight · terms · actual
         self._coefficients = [0.0] * _TERMS
-        self.mean_terms = [0.0] * _TERMS
         self._factors: dict[str, tuple[float, float]] = {}  # address -> weight and sum of log ratios
         self._mean_log = 0.0  # mean over endpoints of the logarithms of their factors
         self._ratios = [0.0] * (2 * _ZERO_BIN + 1)  # weights of log ratios of actual to predicted times
@@ -165,10 +168,6 @@ class _Fit:
             for column, other in enumerate(terms):
                 products[column] += weighted * other
         self._count += 1
-        share = max(1.0 / self._count, 1.0 - _FORGET_FIT)
-        self.mean_terms = [
-            mean + share * (term - mean) for mean, term in zip(self.mean_terms, terms, strict=True)
-        ]
         if self._count % _FIT_EVERY == 0:
             self._refit()
 
@@ -181,6 +180,18 @@ class _Fit:
             factor = self._factor(address)
             scales = self._scales[address] = factor * self._median, factor * self._p90
         return Prediction(fitted_s * scales[0], fitted_s * scales[1])
+
+    def usual(self, term: int, in_flight: float) -> float:
+        """The usual value of a term at `in_flight` requests, by linear regression over the observations."""
+        total = self._products[0][0]
+        if not total:
+            return 0.0
+        mean = self._products[0][term] / total
+        mean_in_flight = self._products[0][_IN_FLIGHT] / total
+        variance = self._products[_IN_FLIGHT][_IN_FLIGHT] / total - mean_in_flight**2
+        covariance = self._products[_IN_FLIGHT][term] / total - mean_in_flight * mean
+        slope = covariance / variance if variance > _LEAST_VARIANCE else 0.0
+        return max(mean + max(slope, 0.0) * (in_flight - mean_in_flight), 0.0)
 
     def retain(self, addresses: Collection[str]) -> None:
         for gone in self._factors.keys() - set(addresses):
