@@ -25,7 +25,7 @@ from bench.limits.servers import SLOTS, Event, Figures, Record, Servers, fleet, 
 from bench.rig.fleet import RunningFleet
 from bench.rig.report import describe_run, options_parser, table, write_page
 
-_GRID = (4, 8, 16, 32, 64)
+_GRID = (8, 16, 32, 64)
 _SETTLED_S, _SEARCHED_S = 6.0, 18.0  # a run of the search: its first figures, its end
 _WARM_S, _END_S = 20.0, 50.0  # the same of a compared run
 _EVENT_S, _EVENT_END_S = 25.0, 55.0
