@@ -1,16 +1,18 @@
-"""The kinds of load. Sizes are in tokens. Rates are for one server of `SLOTS` places (`servers.py`)."""
+"""The kinds of load. Sizes are in tokens. Rates are for one server of `SLOTS` places (`servers.py`).
+
+All requests are of one flow, for which the fleet's queue is first come, first served, as an engine's is.
+"""
 
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from picker_tools.load.generator import Load, Planned, Request, flow_header
+from picker_tools.load.generator import Load, Planned, Request
 from picker_tools.simulator.openai_api import BYTES_PER_TOKEN
 
-_FLOWS = 4
 _CLIENTS = 24  # of a closed loop: half as many again as a server has places
 _LONG_SHARE = 0.2  # of the mixed requests
-_BURST_S, _CALM_S = 4.0, 6.0
+_BURST_S, _CALM_S = 3.0, 4.5  # a burst leaves fewer requests in the queue than a flow may have
 
 Sizes = Callable[[random.Random], tuple[int, int]]
 
@@ -53,7 +55,7 @@ class Kind:
                 number += 1
                 yield Planned(at_s, self._request(dice, number), number=number)
 
-    def _request(self, dice: random.Random, number: int) -> Request:
+    def _request(self, dice: random.Random, _: int) -> Request:
         prompt_tokens, tokens = self.sizes(dice)
         start = f"{dice.getrandbits(48):012x} "  # no two prompts begin alike, so no prompt is cached
         return Request(
@@ -61,7 +63,6 @@ class Kind:
             tokens,
             streamed=True,
             pad_bytes=BYTES_PER_TOKEN * prompt_tokens - len(start),
-            headers=flow_header(f"flow-{number % _FLOWS}"),
         )
 
 
