@@ -96,7 +96,7 @@ local function bypass(r, turn, picks)
   if settings.paused == 1 then return nil end
   local take = pool.stock_for(r.cost, pool.upper)
   if (take > 0 and pool.stock + take > pool.upper) or endpoints.flow_at_limit(r) then return nil end
-  if endpoints.caps and not endpoints.stock_bounds_slots() and endpoints.free_slots() < 1 then return nil end
+  if endpoints.caps and not endpoints.stock_bounds_slots() and endpoints.free_slots() <= RESIDUE then return nil end
   r.taken = take
   local reply, limited = place_request(r, r.candidates, turn, picks)
   if not reply then

@@ -25,6 +25,7 @@
 --   retry after: estimated seconds until the queue has drained (1 to 60)
 --   refusals: JSON of endpoint -> requests that the endpoint has refused (lua/report_fault.lua)
 --   list of name, base and slope of each model whose prompts are known (lib/usage.lua)
+--   list of the tokens in flight on these endpoints, in the same order; empty unless the fleet finds limits in tokens
 
 local function state(args)
   local of_bands = {}
@@ -43,13 +44,17 @@ local function state(args)
     -- Leave out the second line, the replica's counts of served requests: that line is long and not needed here.
     replicas[2 * i] = string.match(infos[i] or '{}', '^[^\n]*')
   end
-  local loads, limits = read('ZRANGE', key.load, 0, 999, 'WITHSCORES'), {}
-  for i = 1, endpoints.caps and #loads or 0, 2 do limits[#limits + 1] = tostring(endpoints.cap(loads[i]) or '') end
+  local loads, limits, amounts = read('ZRANGE', key.load, 0, 999, 'WITHSCORES'), {}, {}
+  local limit_of = settings.token_caps and endpoints.token_cap or endpoints.cap
+  for i = 1, endpoints.caps and #loads or 0, 2 do
+    limits[#limits + 1] = tostring(limit_of(loads[i]) or '')
+    if settings.token_caps then amounts[#amounts + 1] = exact(endpoints.amounts({loads[i]})[1]) end
+  end
   return {
     exact(pool.epoch), exact(now_us), exact(pool.stock), pool.queued, exact(pool.upper), exact(pool.lower), pool.ready,
     read('ZCARD', key.inflight), exact(pool.dispatches), exact(pool.ended), of_bands, replicas,
     loads, limits, exact(pool.guards), exact(pool.credit), pool.overdue,
-    exact(pool.rate), settings.paused or 0, read('HGET', key.pool, 'tuned_version') or '',
-    pool.retry_after_s(), read('HGET', key.pool, 'endpoint_refusals') or '{}', usage.prompt_lines(),
+    exact(pool.rate), settings.paused or 0, read('HGET', key.pool, 'tuned_version') or '', pool.retry_after_s(),
+    read('HGET', key.pool, 'endpoint_refusals') or '{}', usage.prompt_lines(), amounts,
   }
 end

@@ -12,7 +12,7 @@ local function place_request(r, candidates, turn, picks)
   if not picked then return nil, seen, endpoint end
   local granted = r.state == STATE_GRANTED
   r.endpoints, r.state = picked, STATE_PLACED
-  endpoints.reserve(endpoint)
+  endpoints.reserve(endpoint, r.taken)
   if r.limit > 0 then endpoints.count_flow(r, endpoint, 1) end
   record.put(r)
   if granted and settings.log_max > 0 then log_event('placed', r) end
@@ -43,7 +43,7 @@ local function place_granted(r, candidates, turn, picks)
   record.put(r)
   log_event('requeued', r, tag)
   closed = closed or {}
-  if #closed == 0 or endpoints.free_slots() > 0 then
+  if #closed == 0 or endpoints.free_slots() > RESIDUE then
     if read('ZSCORE', key.flows[r.band], flow_queue) then queue.throttle(r.band, flow_queue, tag) end
     throttle.wait_for(r.band, flow_queue, tag, closed)
   end
@@ -145,7 +145,7 @@ local function dispatch()
   end
   local places = math.huge
   if room > 0 and endpoints.caps and not endpoints.stock_bounds_slots() then places = endpoints.free_slots() end
-  while counters.queued > 0 and counters.stock < lower and attempts < DISPATCH_LIMIT and places > 0 do
+  while counters.queued > 0 and counters.stock < lower and attempts < DISPATCH_LIMIT and places > RESIDUE do
     local id, tag, band, flow_queue
     if guarded and counters.overdue > 0 and counters.credit >= GUARD_CREDIT then
       id, tag = queue.most_overdue()
@@ -166,7 +166,7 @@ local function dispatch()
       local take = pool.stock_for(r.cost, pool.upper)
       if upper <= 0 or (take > 0 and counters.stock + take > upper) then break end
       grant(r, tag, take, flow_queue, room - served)
-      served, places = served + 1, places - 1
+      served, places = served + 1, places - (settings.token_caps and take or 1)
     end
   end
   return served, attempts

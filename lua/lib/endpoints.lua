@@ -4,7 +4,8 @@
 -- The hash `limits` counts the requests in flight of flows that have a limit per endpoint. The table `endpoints.caps`
 -- is endpoint -> limit, nil if no endpoint has a limit: the limits in the settings, and the temporary limits of
 -- endpoints that are full or on trial (lib/marks.lua). An endpoint that the table lacks has the limit
--- `settings.default_cap`, if set.
+-- `settings.default_cap`, if set. Limits that the fleet finds in tokens are `settings.token_caps`; `limits` then has
+-- each endpoint's tokens in flight: what its requests have taken of the stock. The last request may pass the limit.
 -- Uses reads and writes from lib/storage.lua, settings from lib/pool.lua. Defines `endpoints`.
 
 -- ANY: `candidates` of a request that accepts any endpoint; counts_flows: whether this library has seen a flow's limit
@@ -74,6 +75,36 @@ do -- a chunk may have 200 locals
     return load >= UNPICKABLE and load - UNPICKABLE or math.max(load, 0)
   end
 
+  -- Field of the hash `limits` -> requests in flight of a limited flow, or tokens in flight on an endpoint, cached
+  -- during a call; and the fields that the call has changed.
+  local limit_counts, changed_limits = {}, {}
+  local function flow_counts(fields)
+    local counts, asked = {}, {}
+    for i, field in ipairs(fields) do
+      counts[i] = limit_counts[field]
+      if not counts[i] then asked[#asked + 1] = field end
+    end
+    if #asked > 0 then
+      local texts = redis.call('HMGET', key.limits, unpack(asked))
+      for i, field in ipairs(asked) do limit_counts[field] = tonumber(texts[i] or 0) or 0 end
+      for i, field in ipairs(fields) do counts[i] = limit_counts[field] end
+    end
+    return counts
+  end
+
+  -- The tokens in flight on each endpoint of the list `among`. Call this function only if limits are in tokens.
+  function endpoints.amounts(among)
+    local fields = {}
+    for i, address in ipairs(among) do fields[i] = joined('', address) end
+    return flow_counts(fields)
+  end
+
+  -- Add to an endpoint's tokens in flight; `is_idle`: no request is left, so drop the residue of fractions.
+  function endpoints.add_amount(address, difference, is_idle)
+    local field = joined('', address)
+    limit_counts[field], changed_limits[field] = is_idle and 0 or flow_counts({field})[1] + difference, true
+  end
+
   -- Whether an endpoint is published, or was published before and still runs requests.
   function endpoints.is_known(address) return load_of(address) >= 0 end
 
@@ -83,16 +114,18 @@ do -- a chunk may have 200 locals
     window, all_counted = nil, nil
   end
 
-  function endpoints.reserve(address)
+  function endpoints.reserve(address, taken)
     local load = loads[address] or load_of(address)
     if load < 0 then all_counted = nil end
     loads[address], changed_loads[address] = load < 0 and UNPICKABLE + 1 or load + 1, true
+    if settings.token_caps then endpoints.add_amount(address, taken) end
   end
 
-  function endpoints.release(address)
+  function endpoints.release(address, taken)
     local load = loads[address] or load_of(address)
     if load <= 0 or load == UNPICKABLE then return end
     load = load - 1
+    if settings.token_caps then endpoints.add_amount(address, -taken, load == 0 or load == UNPICKABLE) end
     if load == UNPICKABLE and read('HEXISTS', key.endpoints, address) == 0 then load = -1 end
     loads[address], changed_loads[address] = load, true
   end
@@ -138,23 +171,6 @@ do -- a chunk may have 200 locals
     loads_known, window_left = loads_known + count, count < small and math.huge or most - want
   end
 
-  -- Field of the hash `limits` -> requests in flight of a limited flow, cached during a call; and the fields that the
-  -- call has changed.
-  local limit_counts, changed_limits = {}, {}
-  local function flow_counts(fields)
-    local counts, asked = {}, {}
-    for i, field in ipairs(fields) do
-      counts[i] = limit_counts[field]
-      if not counts[i] then asked[#asked + 1] = field end
-    end
-    if #asked > 0 then
-      local texts = redis.call('HMGET', key.limits, unpack(asked))
-      for i, field in ipairs(asked) do limit_counts[field] = tonumber(texts[i] or 0) or 0 end
-      for i, field in ipairs(fields) do counts[i] = limit_counts[field] end
-    end
-    return counts
-  end
-
   -- Parse `candidates`: return the addresses, at most 1000, and address -> score (nil without scores).
   local function listed(candidates)
     local found, seen, scores = {}, {}, nil
@@ -193,39 +209,50 @@ do -- a chunk may have 200 locals
   -- The limit of an endpoint, nil if it has none. Call this function only if endpoints have limits.
   function endpoints.cap(address) return endpoints.caps[address] or settings.default_cap end
 
+  function endpoints.token_cap(address) return settings.token_caps[address] or settings.default_token_cap end
+
+  -- Whether an endpoint whose load is known is at a limit. Call this function only if endpoints have limits.
+  local function is_full(address)
+    local cap = endpoints.caps[address] or settings.default_cap
+    if cap and loads[address] >= cap then return true end
+    return settings.token_caps and endpoints.amounts({address})[1] + RESIDUE >= endpoints.token_cap(address)
+  end
+
   -- Whether a free slot is certain while the stock is below its upper bound: the bound is the sum of the limits of the
   -- ready endpoints (`adaptive`), no temporary limit is lower, and each request in flight has taken at least 1 of the
   -- stock. Requests that arrived while the queue was disabled have taken nothing, so compare the sums, once a call.
+  -- Amounts in tokens are what requests have taken, but limits of requests may be lower.
   function endpoints.stock_bounds_slots()
     if settings.adaptive ~= 1 or endpoints.caps ~= settings.caps or settings.queue_enabled == 0 then return false end
+    if settings.token_caps then return next(endpoints.caps) == nil and pool.upper > 0 end
     if takes_suffice == nil then takes_suffice = pool.stock >= read('ZCARD', key.inflight) end
     return takes_suffice and pool.upper > 0
   end
 
-  -- Return how many more requests may be granted before every ready endpoint is at its limit. A granted request that is
-  -- not placed yet also takes a slot. Call this function only if endpoints have limits.
+  -- Return how many more requests, or tokens under `token_caps`, may be granted before every ready endpoint is at its
+  -- limit. A granted request that is not placed yet also takes a slot. Call this only if endpoints have limits.
   function endpoints.free_slots()
-    local left, placed = 0, 0
-    for _, address in ipairs(endpoints.counted()) do
-      local load = loads[address] or load_of(address)
+    local left, placed, granted = 0, 0, read('ZCARD', key.inflight)
+    local amounts = settings.token_caps and endpoints.amounts(endpoints.counted())
+    local mean = math.max(pool.stock / math.max(granted, 1), 1) -- the tokens that one more request will take
+    for i, address in ipairs(endpoints.counted()) do
+      local load, used = loads[address] or load_of(address), amounts and amounts[i] or endpoints.in_flight(address)
+      placed = placed + used
       if is_pickable(load) then
-        local cap = endpoints.cap(address)
-        if not cap then return math.huge end
-        left, placed = left + math.max(cap - load, 0), placed + load
-      elseif load >= 0 then
-        placed = placed + load - UNPICKABLE
+        local slots = (endpoints.cap(address) or math.huge) - load
+        if amounts then slots = math.min(slots * mean, endpoints.token_cap(address) - used) end
+        left = left + math.max(slots, 0)
       end
     end
-    return left - (read('ZCARD', key.inflight) - placed)
+    return left - ((amounts and pool.stock or granted) - placed)
   end
 
   -- Return the ready endpoints of `among` in two lists: below their limit, and at their limit.
   function endpoints.split_by_limit(among)
     local free, closed = {}, {}
     for _, address in ipairs(among) do
-      local load = load_of(address)
-      if is_pickable(load) then
-        local found = load < (endpoints.cap(address) or UNPICKABLE) and free or closed
+      if is_pickable(load_of(address)) then
+        local found = is_full(address) and closed or free
         found[#found + 1] = address
       end
     end
@@ -299,17 +326,18 @@ do -- a chunk may have 200 locals
   local function rank(among, want, turn, cost_of)
     local best, costs, kept, count = best_ones, their_costs, 0, #among
     local caps, default_cap = settings.adaptive == 1 and endpoints.caps, settings.default_cap
+    local amounts = settings.token_caps and endpoints.amounts(among)
     local next_one = turn % count
     for _ = 1, count do
-      local address = among[next_one + 1]
+      local address, amount = among[next_one + 1], amounts and amounts[next_one + 1]
       next_one = (next_one + 1) % count
       local load = loads[address] or load_of(address)
       if load >= 0 and load < UNPICKABLE then
         local cost = cost_of and cost_of(address) or load
         if caps then
-          local cap = caps[address] or default_cap
-          if not cost_of and cap > 0 then cost = load / cap end -- the limit is 0 if the endpoint has refused all
-          if load >= cap then cost = cost + AT_LIMIT end
+          local cap = amount and endpoints.token_cap(address) or caps[address] or default_cap
+          if not cost_of and cap > 0 then cost = (amount or load) / cap end -- cap 0: it has refused all
+          if amount and is_full(address) or not amount and load >= cap then cost = cost + AT_LIMIT end
         end
         if kept < want or cost < costs[kept] then
           if kept < want then kept = kept + 1 end
@@ -324,8 +352,6 @@ do -- a chunk may have 200 locals
     end
     return kept
   end
-
-  local function is_at_limit(address) return loads[address] >= endpoints.cap(address) end
 
   -- Choose endpoints for r, the best first; `turn` rotates among endpoints of equal cost. `candidates` is '*' (all),
   -- 'a,b,c' (choose by load) or 'a=0.7,b=0.5' (scores, which do not include live load). `picks` is how many requests
@@ -353,12 +379,12 @@ do -- a chunk may have 200 locals
     end
     local cost_of = scores and cost_function(among, scores) -- nil: by load alone
     local kept = rank(among, want, turn, cost_of)
-    if finds_limits and kept > 0 and is_at_limit(best_ones[1]) then
+    if finds_limits and kept > 0 and is_full(best_ones[1]) then
       if among == window and window_left ~= math.huge then -- an endpoint with more load may have room
         among = endpoints.counted()
         kept = rank(among, want, turn)
       end
-      if is_at_limit(best_ones[1]) then
+      if is_full(best_ones[1]) then
         kept, limited, closed = 0, true, closed or select(2, endpoints.split_by_limit(among))
       end
     end

@@ -6,13 +6,12 @@
 
 -- Whether an endpoint has a limit, takes new requests and is below the limit.
 local function has_free_slot(address)
-  local cap = endpoints.cap(address)
-  return cap and endpoints.is_ready(address) and endpoints.load(address) < cap
+  return (endpoints.cap(address) or settings.token_caps) and #endpoints.split_by_limit({address}) > 0
 end
 
 local function leave_endpoint(r, listed)
   local endpoint = endpoints.first(listed)
-  endpoints.release(endpoint)
+  endpoints.release(endpoint, r.taken)
   endpoints.count_flow(r, endpoint, -1)
 end
 
@@ -33,7 +32,7 @@ local function restore_running(r, lease_end_ms)
   defer_write('ZADD', key.inflight, lease_end_ms or now_ms + settings.lease_ms, r.id)
   if r.state == STATE_PLACED then
     local endpoint = endpoints.first(r.endpoints)
-    endpoints.reserve(endpoint)
+    endpoints.reserve(endpoint, r.taken)
     endpoints.count_flow(r, endpoint, 1)
   end
 end
@@ -74,8 +73,8 @@ end
 -- Count a placed request on `endpoint`, where Envoy has sent the request. `listed` has the request's new endpoints.
 local function move_placed(r, endpoint, listed)
   local old = endpoints.first(r.endpoints)
-  endpoints.release(old)
-  endpoints.reserve(endpoint)
+  endpoints.release(old, r.taken)
+  endpoints.reserve(endpoint, r.taken)
   endpoints.count_flow(r, old, -1)
   endpoints.count_flow(r, endpoint, 1)
   if endpoints.caps and has_free_slot(old) then queue.endpoint_has_room(old) end

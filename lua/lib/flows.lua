@@ -1,8 +1,8 @@
--- include: order throttle
+-- include: endpoints order throttle
 -- The queue consists of bands; each band has flow queues ordered by start tag; each flow queue has requests in the
 -- order of lib/order.lua. Also chooses preemption candidates, and applies new settings, which may change the order.
--- Uses fronts from lib/fronts.lua, bands from lib/bands.lua, records and timers from lib/registry.lua, `order` and
--- `throttle`. Defines `preemption`, `queue` and `put_settings`.
+-- Uses fronts from lib/fronts.lua, bands from lib/bands.lua, records and timers from lib/registry.lua, `endpoints`,
+-- `order` and `throttle`. Defines `preemption`, `queue` and `put_settings`.
 
 -- The preemption candidates when the queue is full: the backlogged flow queues of each preemptible band, ordered by
 -- the time of their last preemption. While pool.pressed is 1, the key `preempted` keeps the last preemption times of
@@ -53,7 +53,6 @@ do
     if settings.fairness == FAIRNESS_NONE then return cost end
     return cost / clamp(settings.weights[r.flow] or r.weight, LEAST_WEIGHT, MOST_WEIGHT)
   end
-
 
   -- Return the flow queue that holds request r: after a change of `fairness`, the former flow queue until the sweep has
   -- moved r.
@@ -381,7 +380,7 @@ end
 
 -- Add the limits that the fleet has found to the settings `base`, as `caps` (endpoint -> limit) and `default_cap` (of
 -- all other endpoints). A found limit is at most the limit that discovery gives (`base.caps`); a pinned limit replaces
--- it.
+-- it. Limits in tokens become `token_caps` and `default_token_cap`: discovery limits requests.
 local function add_limits(base)
   local function bounded(limit) return math.max(base.limit_min, math.min(limit, base.limit_max or limit)) end
   local decoded, found = pcall(cjson.decode, read('HGET', key.pool, 'limits') or '{}')
@@ -389,12 +388,24 @@ local function add_limits(base)
   for address, limit in pairs(decoded and type(found) == 'table' and found or {}) do
     if type(limit) == 'number' then caps[address] = bounded(limit) end
   end
-  base.default_cap = bounded(base.limit_initial)
-  for address, limit in pairs(base.caps or {}) do
-    caps[address] = math.min(limit, caps[address] or base.default_cap)
+  local default_cap, in_tokens = bounded(base.limit_initial), base.unit == 'tokens'
+  for address, limit in pairs(not in_tokens and base.caps or {}) do
+    caps[address] = math.min(limit, caps[address] or default_cap)
   end
   for address, limit in pairs(base.pinned or {}) do caps[address] = limit end
-  base.caps = caps
+  if in_tokens then
+    base.token_caps, base.default_token_cap, caps, default_cap = caps, default_cap, base.caps or {}, nil
+  end
+  base.caps, base.default_cap = caps, default_cap
+end
+
+-- Count the tokens in flight from the records, when the fleet begins or ceases to find limits in tokens.
+local function count_amounts()
+  for _, address in ipairs(endpoints.counted()) do endpoints.add_amount(address, 0, true) end
+  for _, id in ipairs(settings.token_caps and read('ZRANGE', key.inflight, 0, -1) or {}) do
+    local r = record.read(id)
+    if r and r.state == STATE_PLACED then endpoints.add_amount(endpoints.first(r.endpoints), r.taken) end
+  end
 end
 
 -- Put settings in force: the published configuration `base`, overlaid by the live changes `overrides`.
@@ -410,8 +421,10 @@ local function put_settings(base, overrides)
   end
   local text = cjson.encode(base)
   if base.log_max == 0 then log_change('tuned', text) end -- the log ends with this entry
+  local counted = settings.token_caps
   settings, settings_text = base, nil
   bands.configure(settings)
+  if (counted == nil) ~= (settings.token_caps == nil) then count_amounts() end
   defer_write('HSET', key.pool, 'settings', text)
   pool.touched = true
   if changed and pool.queued > 0 then -- the sweep moves all waiting requests to their new positions, chunk by chunk

@@ -133,7 +133,7 @@ do -- a chunk may have 200 locals
       bands.configure(settings)
     elseif settings_now ~= settings_text then
       settings, settings_text = cjson.decode(settings_now), settings_now
-      if not settings.default_cap then settings.adaptive = nil end -- an older version has put these settings in force
+      if not (settings.default_cap or settings.token_caps) then settings.adaptive = nil end -- by an older version
       bands.configure(settings)
     end
   end

@@ -156,14 +156,17 @@ do
     return false
   end
 
-  -- Whether the key `limits` was lost: it counts fewer requests in flight of a limited flow than the records.
+  -- Whether the key `limits` was lost: it counts fewer requests of a limited flow, or tokens, than the records.
   local function is_limit_lost()
-    if not endpoints.counts_flows or read('ZCARD', key.inflight) > MOST_LOOKED_AT then return false end
+    local is_counted = endpoints.counts_flows or settings.token_caps
+    if not is_counted or read('ZCARD', key.inflight) > MOST_LOOKED_AT then return false end
     local ids, running = read('ZRANGE', key.inflight, 0, -1), {}
     record.prefetch(ids, #ids)
     for _, id in ipairs(ids) do
       local r = record.read(id)
       if r and r.limit > 0 then running[r.flow] = (running[r.flow] or 0) + 1 end
+      local field = r and settings.token_caps and r.state == STATE_PLACED and joined('', endpoints.first(r.endpoints))
+      if field then running[field] = (running[field] or -RESIDUE) + r.taken end
     end
     for flow, count in pairs(running) do
       if tonumber(read('HGET', key.limits, flow) or 0) < count then return true end

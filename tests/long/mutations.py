@@ -71,11 +71,15 @@ MUTATIONS = (
     ),
     Mutation(
         "an endpoint at its limit is chosen like any other", "lua/lib/endpoints.lua",
-        "          if load >= cap then cost = cost + AT_LIMIT end\n", "", _RULES,
+        " then cost = cost + AT_LIMIT end", " then cost = cost end", _RULES,
     ),
     Mutation(
         "an endpoint without a found limit adds nothing to the bound", "lua/lib/marks.lua",
-        "(settings.caps[address] or settings.default_cap)", "(settings.caps[address] or 0)", _RULES,
+        "(caps[address] or default_cap)", "(caps[address] or 0)", _RULES,
+    ),
+    Mutation(
+        "an end leaves its tokens on the endpoint", "lua/lib/endpoints.lua",
+        "endpoints.add_amount(address, -taken,", "endpoints.add_amount(address, 0,", _RULES,
     ),
     Mutation(
         "a found limit leaves the bound as it is", "lua/set_limits.lua",

@@ -78,7 +78,7 @@ class EndpointCounts:
         return {a: count + (0 if a in self.open else CLOSED) for a, count in self.counts.items()}
 
     def options(
-        self, r: Request, named: Collection[str] | None, caps: Mapping[str, int]
+        self, r: Request, named: Collection[str] | None, caps: Mapping[str, float]
     ) -> tuple[dict[str, int], bool, list[str]]:
         """Return the endpoints among `named` (None: all) that may take r, with their counts; if none, whether
         only limits prevent it; the endpoints at their `caps`. Named ejected endpoints are a last resort."""
@@ -90,19 +90,19 @@ class EndpointCounts:
         )
 
     def _options(
-        self, r: Request, among: set[str], caps: Mapping[str, int]
+        self, r: Request, among: set[str], caps: Mapping[str, float]
     ) -> tuple[dict[str, int], bool, list[str]]:
         free = {a for a in among if not r.limit or self._of_flow.get((r.flow, a), 0) < r.limit}
         closed = [a for a in free if a in caps and self.counts[a] >= caps[a]]
         return {address: self.counts[address] for address in free.difference(closed)}, bool(among), closed
 
-    def places(self, caps: Mapping[str, int], granted: int) -> float:
+    def places(self, caps: Mapping[str, float], granted: int) -> float:
         """The number of further grants until each open endpoint is at the limit that `caps` gives."""
         if not self.open <= caps.keys():
             return math.inf
         return sum(max(caps[a] - self.counts[a], 0) for a in self.open) - granted
 
-    def has_place(self, address: str, caps: Mapping[str, int]) -> bool:
+    def has_place(self, address: str, caps: Mapping[str, float]) -> bool:
         """Whether the endpoint has a limit and may take one more request."""
         return address in caps and address in self.open and self.counts[address] < caps[address]
 
@@ -127,20 +127,23 @@ def read_candidates(text: str) -> tuple[list[str] | None, dict[str, float]]:
 
 
 def burdens(
-    counts: Mapping[str, int], scores: Mapping[str, float], live_weight: float, limits: Mapping[str, int]
+    counts: Mapping[str, int],
+    scores: Mapping[str, float],
+    live_weight: float,
+    limits: Mapping[str, float],
+    shares: Mapping[str, float],
 ) -> dict[str, Burden]:
     """Each endpoint's burden; the least is best. An endpoint at one of the `limits` is worse than any other.
 
-    Without scores endpoints compare by their requests in flight, relative to the limit if there is one; with
-    scores by weighted load minus score.
+    Without scores endpoints compare by the part of the limit in flight (`shares`), or by their requests in
+    flight; with scores by weighted load minus score.
     """
     most = max([1, *counts.values()])
     found = {}
     for address, count in counts.items():
-        limit = limits.get(address, math.inf)
         if scores:
             cost = live_weight * count / most - scores.get(address, 0.0)
         else:
-            cost = count / max(limit, 1) if address in limits else float(count)
-        found[address] = (count >= limit, round(cost, 9))
+            cost = shares.get(address, float(count))
+        found[address] = (count >= limits.get(address, math.inf), round(cost, 9))
     return found

@@ -197,6 +197,20 @@ class PoolModel:
         """Whether the fleet finds the endpoints' limits (`adaptive`)."""
         return bool(self.moment.settings.get("adaptive"))
 
+    @property
+    def in_tokens(self) -> bool:
+        """Whether the limits that the fleet finds are in tokens."""
+        return self.finds_limits and self.moment.settings.get("unit") == "tokens"
+
+    @property
+    def amounts(self) -> dict[str, float]:
+        """The tokens in flight on each endpoint: the stock that its requests have taken."""
+        amounts = dict.fromkeys(self.endpoints.counts, 0.0)
+        for r in self.requests.values():
+            if r.state == "placed":
+                amounts[first(r.endpoints)] += r.taken
+        return amounts
+
     def _found_limit(self, address: str) -> int:
         """An endpoint's limit in the mode `adaptive`: pinned, or found within the configured limits."""
         s = self.moment.settings
@@ -204,19 +218,43 @@ class PoolModel:
             return int(s["pinned"][address])
         limit = (self._found or {}).get(address, s["limit_initial"])
         limit = max(s["limit_min"], min(limit, s.get("limit_max", math.inf)))
-        return int(min(limit, (s.get("caps") or {}).get(address, math.inf)))
+        limit_of_requests = (s.get("caps") or {}).get(address, math.inf)
+        return int(limit if self.in_tokens else min(limit, limit_of_requests))
 
     @property
-    def caps(self) -> dict[str, int]:
-        """The limits of endpoints that have a limit."""
-        if self.finds_limits:
-            return self.outliers.lower({each: self._found_limit(each) for each in self.endpoints.counts})
+    def found(self) -> dict[str, int]:
+        """The limits of all endpoints in the mode `adaptive`, in requests or tokens."""
+        return {each: self._found_limit(each) for each in self.endpoints.counts}
+
+    def _caps_of_requests(self) -> dict[str, int]:
+        """The limits of requests from discovery, and those of full endpoints."""
         return self.outliers.lower(self.moment.settings.get("caps") or {})
 
+    @property
+    def caps(self) -> dict[str, float]:
+        """The limits of requests, by endpoint. With limits in tokens every endpoint has one: an endpoint at
+        its limit of tokens may run only as many requests as it runs."""
+        if not self.in_tokens:
+            return self.outliers.lower(self.found) if self.finds_limits else self._caps_of_requests()
+        caps = dict.fromkeys(self.endpoints.counts, math.inf) | self._caps_of_requests()
+        at_limit = {each for each, limit in self.found.items() if self.amounts[each] > limit - 1e-6}
+        return caps | {each: min(caps[each], self.endpoints.counts[each]) for each in at_limit}
+
     def places(self) -> float:
-        """The number of further grants until every endpoint is at its limit."""
-        granted = sum(r.state == "granted" for r in self.requests.values())
-        return self.endpoints.places(self.caps, granted) if self.caps or self.finds_limits else math.inf
+        """The requests, or tokens, that may be granted until every endpoint is at its limit."""
+        granted = [r for r in self.requests.values() if r.state == "granted"]
+        if not self.in_tokens:
+            return (
+                self.endpoints.places(self.caps, len(granted)) if self.caps or self.finds_limits else math.inf
+            )
+        # A limit of requests leaves as many tokens as the mean request takes for each.
+        mean = max(self.stock / max(len(self.in_flight()), 1), 1)
+        counts, caps, amounts = self.endpoints.counts, self._caps_of_requests(), self.amounts
+        room = {
+            each: min((caps.get(each, math.inf) - counts[each]) * mean, self.found[each] - amounts[each])
+            for each in self.endpoints.open
+        }
+        return sum(max(each, 0) for each in room.values()) - sum(r.taken for r in granted)
 
     def _unblock(self, address: str) -> None:
         """Once a request has left an endpoint, unthrottle a flow queue that waits for this endpoint."""
@@ -231,8 +269,8 @@ class PoolModel:
             return None, limited, closed
         # If the fleet finds limits, endpoints at their limit are the last fallbacks.
         fallbacks = {each: self.endpoints.counts[each] for each in closed if self.finds_limits}
-        limits = self.caps if self.finds_limits else {}
-        weighed = burdens(counts | fallbacks, scores, self.moment.settings["live_weight"], limits)
+        limits, shares = (self.caps, self._shares_of_limits()) if self.finds_limits else ({}, {})
+        weighed = burdens(counts | fallbacks, scores, self.moment.settings["live_weight"], limits, shares)
         r.endpoints, r.state = self._choose(r.id, weighed), "placed"
         if named is None:
             loads = [str((counts | fallbacks)[each]) for each in r.endpoints.split(",")]
@@ -240,6 +278,12 @@ class PoolModel:
             loads = [str(counts.get(each, "")) for each in named]
         self._reserve(r)
         return f"placed {r.endpoints} {','.join(loads)}", False, closed
+
+    def _shares_of_limits(self) -> dict[str, float]:
+        """The part of its limit that each endpoint has in flight."""
+        if self.in_tokens:
+            return {each: self.amounts[each] / limit for each, limit in self.found.items()}
+        return {each: self.endpoints.counts[each] / max(cap, 1) for each, cap in self.caps.items()}
 
     def _place_granted(self, r: Request, candidates: str) -> str:
         self._withdraw_notification(r)
@@ -259,7 +303,7 @@ class PoolModel:
         self.queue.correct(r, -self.queue.share(r), r.tag)
         self.queue.charge_band(r, -r.cost)
         self._log("requeued", r.id)
-        if not closed or self.places() > 0:
+        if not closed or self.places() > 1e-6:
             if not self.queue.is_throttled(r):
                 self.queue.throttle(r)
             self.queue.wait_for_endpoints(r, closed)
@@ -325,7 +369,8 @@ class PoolModel:
         s = self.moment.settings
         lower = self.lower if self.queues else math.inf
         attempts = served = 0
-        while not s["paused"] and self.stock < lower and attempts < DISPATCH_LIMIT and self.places() > 0:
+        places = self.places()
+        while not s["paused"] and self.stock < lower and attempts < DISPATCH_LIMIT and places > 1e-6:
             turn = self.queue.next_turn()
             if turn is None:
                 break
@@ -342,7 +387,7 @@ class PoolModel:
                 break
             else:
                 self._grant(r, take, by_guard)
-                served += 1
+                served, places = served + 1, places - (take if self.in_tokens else 1)
         return attempts, served
 
     def _grant(self, r: Request, take: float, by_guard: bool) -> None:

@@ -309,7 +309,7 @@ class QueueModel(PoolModel):
         take = self.share_of_stock(r)
         no_room = take > 0 and self.stock + take > self.upper
         blocked = self.moment.settings["paused"] or len(self.queue) or no_room or not self.endpoints.ready
-        if blocked or self.endpoints.flow_full(r) or self.places() < 1:
+        if blocked or self.endpoints.flow_full(r) or self.places() <= 1e-6:
             return None
         reply, limited, _ = self._place(r, item.candidates)
         if reply is None:

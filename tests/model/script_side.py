@@ -122,11 +122,11 @@ def numbers_of(state: list[Any]) -> dict[str, Any]:
     names = (
         "epoch", "now_us", "stock", "queued", "upper", "lower", "ready", "in_flight", "dispatches", "ended",
         "bands", "replicas", "loads", "limits", "guards", "credit", "overdue", "rate", "paused", "tuned",
-        "retry_after_s", "refusals", "prompt_lines",
+        "retry_after_s", "refusals", "prompt_lines", "amounts",
     )  # fmt: skip
     found = dict(zip(names, state, strict=True))
-    bands, replicas, loads, limits, refusals = (
-        found.pop(each) for each in ("bands", "replicas", "loads", "limits", "refusals")
+    bands, replicas, loads, limits, refusals, amounts = (
+        found.pop(each) for each in ("bands", "replicas", "loads", "limits", "refusals", "amounts")
     )
     del found["epoch"], found["prompt_lines"]
     for priority, *values in zip(*(bands[at::5] for at in range(5)), strict=True):
@@ -135,7 +135,8 @@ def numbers_of(state: list[Any]) -> dict[str, Any]:
     numbers: dict[str, Any] = {name: plain(value) for name, value in found.items()}
     numbers["refusals"] = json.loads(refusals)
     of_endpoints = {name: float(limit) for name, limit in zip(loads[::2], limits, strict=False) if limit}
-    return numbers | {"loads": scores_of(loads), "limits": of_endpoints, "replicas": sorted(replicas[::2])}
+    numbers |= {"loads": scores_of(loads), "limits": of_endpoints, "replicas": sorted(replicas[::2])}
+    return numbers | {f"amount:{each}": float(n) for each, n in zip(loads[::2], amounts, strict=False)}
 
 
 def priorities_of(others: str, settings: str | None) -> dict[int, int]:

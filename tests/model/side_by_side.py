@@ -71,15 +71,18 @@ class SideBySide:
     def numbers(self) -> dict[str, Any]:
         """The model's state in the form of lua/state.lua's reply."""
         model, queue = self.model, self.model.queue
+        limits = model.found if model.in_tokens else model.caps
         same = ("stock", "upper", "lower", "dispatches", "ended", "guards", "rate")
         numbers: dict[str, Any] = {name: getattr(model, name) for name in same} | {
             "now_us": self.now_us, "queued": len(queue), "in_flight": len(model.in_flight()),
             "ready": model.endpoints.ready, "loads": model.endpoints.loads(), "credit": queue.credit,
-            "limits": {each: cap for each, cap in model.caps.items() if each in model.endpoints.counts},
+            "limits": {each: cap for each, cap in limits.items() if each in model.endpoints.counts},
             "bv": queue.bv, "overdue": len(queue.overdue), "tuned": model.tuned or "",
             "retry_after_s": model.retry_after_s(), "refusals": model.refusals,
             "paused": model.moment.settings.get("paused", 0), "replicas": sorted(model.live(SILENCE_MS)),
         }  # fmt: skip
+        if model.in_tokens:
+            numbers |= {f"amount:{each}": amount for each, amount in model.amounts.items()}
         for priority, band in model.queue.bands.items():
             of_band = {"v": band.v, "flow_queues": len(band.queues), "queued": band.queued}
             of_band |= {"bytes": band.bytes, "band": band.tag}

@@ -218,12 +218,13 @@ class QueueMachine(RuleBasedStateMachine):
         capped=st.sampled_from([{}, {}, {"caps": {"e1": 1}}, {"caps": {"e1": 2, "e2": 2, "e3": 1}}]),
         adaptive=st.sampled_from([None, 0, 1, 1]),  # None: the fleet never finds limits
         initial=st.sampled_from([1, 2, 4]),
+        in_tokens=st.booleans(),
         batch=batches,
         names=distinct(len(SPELLED)),
     )
     def begin(
         self, policy: Fields, roomy: bool, unit: float, capped: Fields, adaptive: int | None, initial: int,
-        batch: list[Fields], names: list[str],
+        in_tokens: bool, batch: list[Fields], names: list[str],
     ) -> None:  # fmt: skip
         self.named = {"": "", **dict(zip(SPELLED, names, strict=True))}
         roomy, self.unit = roomy or bool(capped), unit
@@ -232,6 +233,7 @@ class QueueMachine(RuleBasedStateMachine):
         if self.finds_limits:
             roomy = True
             self.base |= {"adaptive": adaptive, "limit_initial": initial, "limit_min": 1, "limit_max": 5}
+            self.base["unit"] = "tokens" if in_tokens else "requests"
         self.call("admit", "a", [Arrival("early")])  # nothing is published: the pool is unknown
         self.publish(("open", "open", "open" if roomy else "away"))
         for caller in CALLERS:

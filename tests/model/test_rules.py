@@ -14,6 +14,7 @@ THREE: CASES = {**TWO, "endpoints": 3}
 CAPPED: CASES = {**TWO, "caps": {"e1": 1}}
 # The fleet finds the endpoints' limits.
 FOUND: CASES = {**TWO, "adaptive": 1, "limit_initial": 2, "limit_min": 1, "limit_max": 9}
+IN_TOKENS: CASES = {**FOUND, "unit": "tokens", "limit_initial": 10, "limit_max": 100}
 BY_WORKLOAD: CASES = {"ordering": "workload-aware"}
 
 ONLY_CRITICAL: CASES = {"overload": "reject-noncritical"}
@@ -575,6 +576,23 @@ def test_requests_that_take_no_stock_still_count_against_found_limits(side: Scri
     assert pool.admit("waits") == [QUEUED]
     assert pool.granted == []
     assert pool.end("r1") == ["waits"]
+
+
+def test_limits_in_tokens_and_in_requests_hold_together(side: ScriptSide) -> None:
+    pool = holding(side, "r1 cost=3 candidates=e1, r2 cost=7 candidates=e2", **IN_TOKENS, caps={"e1": 1})
+    # Endpoint e1 has 7 tokens left and no request; e2 has 3 tokens left, and takes 9.
+    assert pool.admit("r3 cost=9, waits cost=1") == ["placed e2,e1 1,1", QUEUED]
+    # One more token fits the bound, but neither endpoint.
+    assert pool.counts() == (19, 1, [1, 2])
+    assert pool.end("r2") == ["waits"]
+    assert pool.model.amounts == {"e1": 3, "e2": 10}
+    # A request that arrives in the mode static counts as well.
+    pool.tune(adaptive=0)
+    pool.admit("r4 cost=2")
+    pool.tune(adaptive=None)
+    assert pool.model.amounts == {"e1": 3, "e2": 12}
+    pool.serve()
+    assert pool.is_at_rest()
 
 
 def test_an_endpoint_that_refuses_its_only_request_gets_no_other(side: ScriptSide) -> None:

@@ -15,6 +15,7 @@ from picker_fleet.state.scripts import load_library
 
 A, B, C = addresses(3)
 FOUND: Mapping[str, Any] = {"adaptive": 1, "limit_initial": 8, "limit_min": 1, "limit_max": 1000}
+IN_TOKENS = {**FOUND, "unit": "tokens", "limit_initial": 100, "largest_claim": 0.25}
 
 
 async def set_limits(replica: Replica, limits: Mapping[str, int]) -> None:
@@ -146,3 +147,47 @@ async def test_the_only_endpoint_with_room_is_found_among_40(fleet: OpenFleet) -
         state = await it.state()
         assert (state.stock, state.queued) == (59, 1)
         assert state.in_flight == {**dict.fromkeys(small, 1), large: 20}
+
+
+async def test_limits_in_tokens_bound_the_cost_in_flight(fleet: OpenFleet) -> None:
+    async with fleet("a", endpoints=2, **IN_TOKENS) as (it, a):
+        await set_limits(a, {A: 100, B: 300})
+        assert (await it.state()).upper == 400
+        # A request takes at most a quarter of the bound. Endpoints share by their limits.
+        for number, cost in enumerate((40, 30, 1000, 90, 60, 70)):
+            await a.admit(f"r{number}", cost=cost)
+        state = await it.state()
+        assert (state.stock, state.queued) == (390, 0)
+        assert sum(state.amounts.values()) == 390
+        assert state.limits == {A: 100, B: 300}
+        await a.admit("waits", cost=20)
+        assert (await it.state()).queued == 1
+        # A limit falls below the tokens in flight: nothing starts until enough have ended.
+        await set_limits(a, {A: 100, B: 100})
+        await a.settle("r2", "r3")
+        assert (await it.state()).stock == 200
+        await a.settle("r0")
+        assert (await it.state()).stock == 180
+        await a.settle("r1", "r4", "r5", "waits")
+        assert await it.at_rest()
+        assert set((await it.state()).amounts.values()) == {0}
+
+
+async def test_amounts_are_counted_from_the_records_after_a_change_of_mode_and_a_loss(
+    fleet: OpenFleet,
+) -> None:
+    settings = {**IN_TOKENS, "adaptive": 0, "upper_per": 1000}
+    async with fleet("a", checked=False, **settings) as (it, a):  # a rebuilt pool has a new log
+        for number in range(3):
+            await a.admit(f"r{number}", cost=30)
+        assert (await it.state()).amounts == {}
+        assert not await it.has("limits")
+        await a.store.set_live_config({"adaptive": 1}, {})
+        assert (await it.state()).amounts == {A: 90}
+        # The key is lost: the sweep ends the epoch, and the next publication counts the tokens again.
+        await it.redis.delete(it.keys.prefix + "limits")
+        await a.sweep()
+        await a.publish(A, **settings)
+        assert (await it.state()).amounts == {A: 90}
+        await a.store.set_live_config({"adaptive": None}, {})
+        assert not await it.has("limits")

@@ -21,8 +21,8 @@ POOL = PoolState(
     born_us=1, now_us=2, stock=0.0, lower=0.0, upper=0.0, ready_backends=2, queued=0, queue_length={},
     queue_bytes={}, active_flows=0, virtual_times={}, leases=0, dispatched_total=0, ended_total=0,
     guard_dispatches_total=0, guard_credit=0.0, overdue=0, drain_rate=0.0, retry_after_s=1, paused=False,
-    tuned_version="", endpoint_refusals={}, replicas=("r",), in_flight={}, limits={}, about={},
-    prompt_lines={},
+    tuned_version="", endpoint_refusals={}, replicas=("r",), in_flight={}, limits={}, amounts={},
+    about={}, prompt_lines={},
 )  # fmt: skip
 
 

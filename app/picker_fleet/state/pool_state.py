@@ -23,7 +23,8 @@ class PoolState:
     endpoints.
 
     `limits` has the endpoints' limits of requests in flight: configured, found by the fleet, or temporary; an
-    endpoint without a limit is missing.
+    endpoint without a limit is missing. If the fleet finds limits in tokens, `limits` has these limits, and
+    `amounts` the tokens in flight; otherwise `amounts` is empty.
 
     The keys of `queue_length`, `queue_bytes` and `virtual_times` are names of bands, the highest priority
     first: all configured bands, and other bands in use. `queue_bytes` is the total size of the bodies of
@@ -59,13 +60,14 @@ class PoolState:
     replicas: Sequence[str]
     in_flight: Mapping[str, int]
     limits: Mapping[str, int]
+    amounts: Mapping[str, float]
     about: Mapping[str, Mapping[str, object]]
     prompt_lines: Mapping[str, PromptLine]
 
 
 def parse_pool_state(reply: Sequence[Any], bands: Bands) -> PoolState:
     """The parsed reply of the script `state`. `bands` are the configured bands."""
-    *reply, refusals, prompts = reply
+    *reply, refusals, prompts, amounts = reply
     epoch, now_us, stock, queued, upper, lower, ready, inflight, dispatched, ended = reply[:10]
     counts, replicas, load, limits, guards, credit, overdue, rate, paused, tuned_version, retry_after_s = (
         reply[10:]
@@ -107,6 +109,7 @@ def parse_pool_state(reply: Sequence[Any], bands: Bands) -> PoolState:
             for address, score in zip(addresses, load[1::2], strict=True)
         },
         limits={address: int(limit) for address, limit in zip(addresses, limits, strict=False) if limit},
+        amounts={address: float(amount) for address, amount in zip(addresses, amounts, strict=False)},
         about={name: _info(text) for name, text in zip(replicas[::2], replicas[1::2], strict=True)},
         prompt_lines={
             model: PromptLine(float(base), float(slope))
