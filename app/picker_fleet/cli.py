@@ -136,7 +136,7 @@ def _summary(settings: "Settings") -> list[str]:
     bounds = settings.request_queue_controller
     queue = settings.fair_request_queue
     if bounds.is_adaptive:
-        found = f"found by the fleet, {bounds.initial_per_backend} requests each at first"
+        found = f"found by the fleet, {bounds.initial_limit} {bounds.unit} each at first"
     else:
         found = (
             f"lower {bounds.lower_per_backend:g}, watermark {bounds.watermark_per_backend:g}, "

@@ -295,6 +295,15 @@ def ignored_found_limits(queue: QueueSimulator) -> None:
     limited(queue)
 
 
+def ignored_limits_in_tokens(queue: QueueSimulator) -> None:
+    """Let the fleet find limits in tokens. The simulated queue exceeds these limits, which the audit must
+    report."""
+    found = {"default_token_cap": 9, "token_caps": {queue.endpoints[0]: 3}}
+    queue.change_settings(adaptive=1, upper_per=6, lower_per=6, **found)
+    queue.admit_many("r", 4, cost=3)
+    queue.run_dry()
+
+
 def ignored_band_limits(queue: QueueSimulator) -> None:
     """Give each band limits. The simulated queue exceeds these limits, which the audit must report."""
     bands = [{"priority": band.priority, "capacity": 3, "bytes": 1000} for band in NAMED]
@@ -343,6 +352,7 @@ FAULTS: list[tuple[type[QueueSimulator], Callable[[QueueSimulator], None], str, 
     (QueueSimulator, ignored_endpoint_limit, "G1", "2 requests on 10.0.0.1:8000, 1 allowed"),
     (QueueSimulator, ignored_found_limits, "G1", "3 requests on 10.0.0.1:8000, 2 allowed"),
     (QueueSimulator, ignored_found_limits, "G1", "3 requests on 10.0.0.2:8000, 2 allowed"),
+    (QueueSimulator, ignored_limits_in_tokens, "G1", "beside 3 tokens on 10.0.0.1:8000, 3 allowed"),
     (faulty.ForgetsFlowLimits, ignored_found_limits, "G1", "in flight, 1 on each of 3 endpoints"),
     (QueueSimulator, ignored_band_limits, "G1", "4 requests wait in priority 0, 3 allowed"),
     (QueueSimulator, ignored_band_limits, "G1", "1200 bytes wait in priority 0, 1000 allowed"),

@@ -134,11 +134,15 @@ def test_a_model_or_an_objective_may_have_a_criticality_or_a_priority_but_not_bo
     assert "give criticality or priority, not both" in fault({"objectives": [both]})
 
 
-def test_with_unit_tokens_bounds_are_in_tokens_and_a_watermark_is_required() -> None:
+def test_with_unit_tokens_bounds_are_in_tokens_and_a_static_pool_requires_a_watermark() -> None:
     settings = parse({"request_queue_controller": {"unit": "tokens", "watermark_per_backend": 8000}})
     assert settings.request_queue_controller.upper_per_backend == pytest.approx(8800)
     assert settings.fair_request_queue.default_answer_tokens == 256
-    message = fault({"request_queue_controller": {"unit": "tokens"}})
+    found = parse({"request_queue_controller": {"unit": "tokens"}})
+    assert found.request_queue_controller.is_adaptive
+    assert found.request_queue_controller.upper_per_backend == 4096
+    assert found.claim_share == 0.25  # a request takes its cost, not 1 as where limits count requests
+    message = fault({"request_queue_controller": {"unit": "tokens", "mode": "static"}})
     assert message.startswith("request_queue_controller: unit tokens needs watermark_per_backend")
     assert "in tokens" in message
 

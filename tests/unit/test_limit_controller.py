@@ -1,5 +1,6 @@
 """The limit of an endpoint settles where the engine's batch is full and nothing waits behind the batch."""
 
+import math
 from dataclasses import dataclass, field
 
 import pytest
@@ -37,6 +38,7 @@ class Pool:
 
     engines: dict[str, Engine]
     demand: int = 1000
+    tokens: int | None = None  # of each request, if limits are in tokens
     controller: LimitController = field(
         default_factory=lambda: LimitController(least=1, most=1_000_000, initial=8)
     )
@@ -48,13 +50,19 @@ class Pool:
         history = []
         for _ in range(seconds):
             self.now_s += 1.0
+            # An endpoint takes a request while it is below its limit.
             in_flight = {
-                address: min(self.demand, self.controller.limits().get(address, 8))
+                address: min(self.demand, math.ceil(limits.get(address, 8) / (self.tokens or 1)))
+                for limits in (self.controller.limits(),)
                 for address in self.engines
             }
             waits = any(self.demand > count for count in in_flight.values())
             seen = {
-                address: Observation(in_flight[address], engine.page(in_flight[address], age_s))
+                address: Observation(
+                    (count := in_flight[address]),
+                    engine.page(count, age_s),
+                    tokens=self.tokens and count * self.tokens,
+                )
                 for address, engine in self.engines.items()
             }
             # A request runs for two seconds, in a batch of any size.
@@ -74,6 +82,15 @@ def test_a_limit_finds_the_batch_of_an_engine_within_20_s_and_stays_there(slots:
     pool.run(20)
     for limits in pool.run(120):
         assert slots <= limits[A] <= max(slots * 1.15, slots + 2)
+
+
+@pytest.mark.parametrize("slots", [1, 4, 32])
+def test_a_limit_in_tokens_finds_the_tokens_of_a_batch(slots: int) -> None:
+    pool = Pool({A: Engine(slots)}, tokens=700, controller=LimitController(least=1, most=10**9, initial=4096))
+    pool.run(30)
+    for limits in pool.run(120):
+        assert slots <= limits[A] / 700 <= max(slots * 1.15, slots + 2)
+    assert "tokens in flight" in pool.reason()
 
 
 def test_requests_of_several_sequences_fill_the_batch_with_fewer_requests() -> None:

@@ -73,7 +73,8 @@ def fault(patch: Any, settings: Settings = CONFIGURED) -> str:
 
 def test_shared_settings_have_every_name_that_the_scripts_read() -> None:
     assert shared_settings(parse({}), {"gold": 3.0}) == {
-        "adaptive": 1, "limit_min": 1, "limit_max": 1_000_000, "limit_initial": 8, "pinned": {},
+        "adaptive": 1, "limit_min": 1, "limit_max": 1_000_000_000, "limit_initial": 8, "pinned": {},
+        "unit": "requests",
         "upper_per": 8, "lower_per": 8, "total_capacity": 1000,
         "flow_capacity": 100, "max_flows": 10_000, "claim_share": 1, "largest_claim": 0,
             "lease_ms": 15_000,

@@ -53,7 +53,8 @@ _CHANGE: dict[str, Any] = {
     "detail": '{"weights":{"gold":3.0}}', "outcome": "made",
 }  # fmt: skip
 _ENDPOINT: dict[str, Any] = {
-    "address": "10.0.0.1:8000", "labels": {"zone": "a"}, "status": "down", "in_flight": 2, "max_inflight": 64,
+    "address": "10.0.0.1:8000", "labels": {"zone": "a"}, "status": "down", "in_flight": 2,
+    "in_flight_tokens": None, "max_inflight": 64,
     "limit": 36, "limit_reason": "engine queued 3 requests at 40 in flight", "limit_changed_s": 41.5,
     "pinned": False, "waiting": 0.0,
     "running": 2.0, "kv_utilisation": 0.31, "adapters": ["sql"], "waiting_adapters": [], "max_adapters": 4,

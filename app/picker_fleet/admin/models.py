@@ -144,8 +144,13 @@ class Endpoint(BaseModel):
     )
     ejected: Ejected | None = Field(None, description="why the endpoint is ejected; null: it is not")
     in_flight: int = Field(description="requests in flight on the endpoint, fleet-wide")
+    in_flight_tokens: int | None = Field(
+        None, description="tokens in flight, if the fleet finds limits in tokens; otherwise null"
+    )
     max_inflight: int | None = Field(None, description="limit that discovery gives; null: no limit")
-    limit: int | None = Field(None, description="limit of requests in flight in force; null: no limit")
+    limit: int | None = Field(
+        None, description="limit in force, in requests or tokens in flight; null: no limit"
+    )
     limit_reason: str | None = Field(
         None,
         description="why the limit last moved, in mode `adaptive`; null: unknown, or mode `static`",

@@ -203,12 +203,16 @@ class FleetView:
             found = self._found.get(each.address)
             reason, changed_s = ("pinned", None) if pinned else _moved(each, limit, found, state.pool.now_us)
             limits = {"limit": limit, "limit_reason": reason, "limit_changed_s": changed_s, "pinned": pinned}
-            in_flight = state.pool.in_flight.get(each.address, 0)
-            rows.append(self._endpoint(each, in_flight, limits, readings.get(each.address)))
+            in_flight, tokens = (
+                state.pool.in_flight.get(each.address, 0),
+                state.pool.amounts.get(each.address),
+            )
+            loads = {"in_flight": in_flight, "in_flight_tokens": None if tokens is None else round(tokens)}
+            rows.append(self._endpoint(each, loads | limits, readings.get(each.address)))
         return rows
 
     def _endpoint(
-        self, endpoint: Endpoint, in_flight: int, limits: Mapping[str, Any], reading: Reading | None
+        self, endpoint: Endpoint, loads: Mapping[str, Any], reading: Reading | None
     ) -> models.Endpoint:
         marks = {
             "down": endpoint.down,
@@ -238,9 +242,8 @@ class FleetView:
             labels=endpoint.labels,
             status=next((name for name, is_set in marks.items() if is_set), "ready"),
             ejected=_ejected(endpoint.ejected),
-            in_flight=in_flight,
             max_inflight=endpoint.max_inflight,
-            **limits,
+            **loads,
             **figures,
         )
 

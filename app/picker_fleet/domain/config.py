@@ -190,7 +190,9 @@ class Settings(Section):
     def claim_share(self) -> float:
         """The largest share of the stock's bound that one request takes. 0: each request takes 1 unit, since
         the fleet finds how many requests an endpoint runs, whatever they cost."""
-        return 0.0 if self.request_queue_controller.is_adaptive else self.fair_request_queue.claim_share
+        controller = self.request_queue_controller
+        finds_requests = controller.is_adaptive and controller.unit == "requests"
+        return 0.0 if finds_requests else self.fair_request_queue.claim_share
 
 
 class PoolSettings(Settings):

@@ -388,7 +388,8 @@ _BOUNDS = (
     "lower_bound_per_backend",
     "upper_bound_per_backend",
 )
-MOST_LIMIT = 1_000_000
+MOST_LIMIT = int(MOST_COST)
+_INITIAL_LIMIT = {"requests": 8, "tokens": 4096}
 EndpointLimit = Annotated[Count, Field(ge=1, le=MOST_LIMIT)]
 
 
@@ -396,15 +397,16 @@ class RequestQueueController(Section):
     """The bounds of the stock (admitted work).
 
     Mode `adaptive`: the fleet finds a limit for each endpoint, and both bounds are the sum of the ready
-    endpoints' limits (docs/limits.md). Mode `static`: the bounds are configured for each ready endpoint, in
-    `unit`. Without `mode`, a configuration that names a watermark or a bound is static.
+    endpoints' limits (docs/limits.md). Mode `static`: the bounds are configured for each ready endpoint.
+    Limits and bounds are in `unit`. Without `mode`, a configuration that names a watermark or a bound is
+    static.
     """
 
     enabled: Flag = True  # False: requests are placed on arrival and never queued
     mode: Literal["adaptive", "static"] | None = None
     min_per_backend: EndpointLimit = 1
     max_per_backend: EndpointLimit | None = None
-    initial_per_backend: EndpointLimit = 8
+    initial_per_backend: EndpointLimit | None = None
     pinned: Mapping[EndpointAddress, EndpointLimit] = Field(default={}, max_length=1000)
     watermark_per_backend: Number = Field(2, gt=0, le=MOST_COST)
     percentage_deviation_for_bounds: Number = Field(0.1, gt=0, lt=1)
@@ -417,7 +419,7 @@ class RequestQueueController(Section):
     def is_adaptive(self) -> bool:
         if self.mode is not None:
             return self.mode == "adaptive"
-        return self.unit == "requests" and not self.bounds_named
+        return not self.bounds_named
 
     @property
     def bounds_named(self) -> tuple[str, ...]:
@@ -431,13 +433,18 @@ class RequestQueueController(Section):
         """A line for operators whose configuration is static though it names no mode; None otherwise."""
         if self.mode is not None or self.is_adaptive:
             return None
-        named = ", ".join(self.bounds_named) or "unit tokens"
+        named = ", ".join(self.bounds_named)
         return f"static, since it names {named}; remove {named} to let the fleet find its limits"
+
+    @property
+    def initial_limit(self) -> int:
+        """The limit of a new endpoint in mode `adaptive`."""
+        return self.initial_per_backend or _INITIAL_LIMIT[self.unit]
 
     @property
     def upper_per_backend(self) -> float:
         if self.is_adaptive:
-            return float(min(self.initial_per_backend, self.max_per_backend or MOST_LIMIT))
+            return float(min(self.initial_limit, self.max_per_backend or MOST_LIMIT))
         if self.upper_bound_per_backend is not None:
             return self.upper_bound_per_backend
         return self.watermark_per_backend * (1 + self.percentage_deviation_for_bounds)
@@ -452,8 +459,6 @@ class RequestQueueController(Section):
 
     @model_validator(mode="after")
     def _limits_fit(self) -> Self:
-        if self.mode == "adaptive" and self.unit == "tokens":
-            raise ValueError("mode adaptive counts requests; unit tokens needs mode static")
         least, most = self.min_per_backend, self.max_per_backend
         if most is not None and most < least:
             raise ValueError(f"max_per_backend {most} is below min_per_backend {least}")

@@ -14,6 +14,9 @@ has to find the number at which an engine's batch is full and nothing waits behi
 - Limits of endpoints without a usable page move together: up by a part, and back unless the pool then
   completes more requests a second; at times down, and back unless it completes as many (hill climbing).
 
+Limits count requests, or tokens: what the fleet has charged for the requests in flight. The part of an
+endpoint's requests that its page shows running then says how many tokens run.
+
 A load below the limit moves nothing. Compare AIMD batching (Clipper, NSDI 2017) and the gradient limits of
 Netflix's concurrency-limits, which see only latency and so cannot tell a full batch from a larger one.
 """
@@ -63,12 +66,28 @@ class Page:
 class Observation:
     """What the fleet knows of one endpoint now. `page` is None if it is missing, stale or unreadable.
 
-    `refusals` counts the requests that the endpoint has refused with status 429 or 503 so far.
+    `requests` and `tokens` are in flight; `tokens` is None if limits count requests. `refusals` counts the
+    requests that the endpoint has refused with status 429 or 503 so far.
     """
 
-    in_flight: int
+    requests: int
     page: Page | None = None
     refusals: int = 0
+    tokens: int | None = None
+
+    @property
+    def in_flight(self) -> int:
+        """What is in flight, in the unit of the limits."""
+        return self.requests if self.tokens is None else self.tokens
+
+    @property
+    def mean_request(self) -> float:
+        """The mean size of a request in flight, in the unit of the limits; at least 1."""
+        return max(1.0, self.in_flight / max(self.requests, 1))
+
+    @property
+    def load(self) -> str:
+        return f"{self.in_flight}{'' if self.tokens is None else ' tokens'} in flight"
 
 
 @dataclass(slots=True)
@@ -167,7 +186,7 @@ class LimitController:
         refused = known.refusals is not None and seen.refusals > known.refusals
         known.refusals = seen.refusals
         if refused:
-            why = f"engine refused requests at {seen.in_flight} in flight"
+            why = f"engine refused requests at {seen.load}"
             self._fall(known, math.floor(min(known.limit, seen.in_flight) * _CUT), why, now_s)
         if why := self._misses(address, known.limit):
             self._fall(known, math.floor(known.limit * _CUT), why, now_s)
@@ -187,18 +206,19 @@ class LimitController:
         runs = seen.in_flight * page.running / sequences if page.waiting else seen.in_flight
         known.running = [*known.running[1 - _KEPT :], runs]
         batch = max(known.running)
-        slack = max(1, int(batch * _SLACK))
+        one = math.ceil(seen.mean_request)
+        slack = max(one, int(batch * _SLACK))
         is_queueing = page.waiting > max(1.0, page.running * _SLACK)
         known.queued_pages = known.queued_pages + 1 if is_queueing else 0
-        in_flight, kv = seen.in_flight, page.kv_utilisation or 0.0
+        kv = page.kv_utilisation or 0.0
         if known.queued_pages >= _CONFIRMED:
             limit = max(math.ceil(batch) + slack, math.ceil(known.limit * _DEEPEST_CUT))
-            why = f"engine queued {page.waiting:g} requests at {in_flight} in flight"
+            why = f"engine queued {page.waiting:g} requests at {seen.load}"
             self._fall(known, limit, why, now_s)
         elif preempted or kv >= _KV_FULL:
             limit = math.floor(min(known.limit, batch + slack) * _CUT)
             why = "engine preempted requests" if preempted else f"KV cache {kv:.0%} full"
-            self._fall(known, limit, f"{why} at {in_flight} in flight", now_s)
+            self._fall(known, limit, f"{why} at {seen.load}", now_s)
         elif (
             waiting
             and _is_reached(known, seen)
@@ -206,8 +226,8 @@ class LimitController:
             and kv < _KV_NEAR
             and now_s >= known.resumes_s
         ):
-            step = known.limit if known.grows_fast else max(1, known.limit // 16)
-            why = f"requests wait, and the engine runs all {in_flight} in flight"
+            step = max(one, known.limit if known.grows_fast else known.limit // 16)
+            why = f"requests wait, and the engine runs all {seen.load}"
             if self._misses(address, known.limit + step):
                 known.grows_fast = False
             else:
@@ -265,7 +285,8 @@ class LimitController:
             if not self._misses(address, math.ceil((limit := known[address].limit) * factor))
         }
         for address, limit in former.items():
-            moved = math.ceil(limit * factor) if factor > 1 else math.floor(limit * factor)
+            least = limit + math.ceil(unseen[address].mean_request)
+            moved = max(math.ceil(limit * factor), least) if factor > 1 else math.floor(limit * factor)
             why = f"no metrics page: a trial, {rate:.1f} requests/s at {limit}"
             self._move(known[address], self._bounded(moved), why, now_s)
         self._trial = _Trial(now_s, completed, factor, former, rate)
@@ -275,7 +296,7 @@ class LimitController:
 
 
 def _is_reached(known: EndpointLimit, seen: Observation) -> bool:
-    return seen.in_flight >= known.limit - max(1, known.limit // 16)
+    return seen.in_flight >= known.limit - max(math.ceil(seen.mean_request), known.limit // 16)
 
 
 def _misses_none(address: str, limit: int) -> str:

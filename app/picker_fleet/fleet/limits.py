@@ -11,7 +11,7 @@ from functools import partial
 from picker_fleet.domain.known_fleet import KnownFleet
 from picker_fleet.domain.sections import MOST_LIMIT
 from picker_fleet.endpoints.readings import MetricsCache, Reading
-from picker_fleet.fleet.limit_controller import EndpointLimit, LimitController, Observation, Page
+from picker_fleet.fleet.limit_controller import EndpointLimit, LimitController, Misses, Observation, Page
 from picker_fleet.scheduling.forecasts import broken_promise
 from picker_fleet.scheduling.latency_model import LatencyModel
 from picker_fleet.state.pool_state import FoundLimit, PoolState
@@ -57,7 +57,7 @@ class LimitKeeper:
         configured = {
             "least": bounds.min_per_backend,
             "most": bounds.max_per_backend or MOST_LIMIT,
-            "initial": bounds.initial_per_backend,
+            "initial": bounds.initial_limit,
         }
         now_s = self._clock()
         if self._controller is None:
@@ -72,6 +72,7 @@ class LimitKeeper:
                 pool.in_flight.get(address, 0),
                 _page(readings.get(address)),
                 pool.endpoint_refusals.get(address, 0),
+                round(pool.amounts.get(address, 0.0)) if bounds.unit == "tokens" else None,
             )
             for address in addresses
         }
@@ -79,9 +80,13 @@ class LimitKeeper:
         self._dispatched = pool.dispatched_total
         before = controller.limits()
         settings = self._fleet.config.settings
-        misses = None
+        misses: Misses | None = None
         if settings.promises_latencies:
-            misses = partial(broken_promise, self._latencies, settings.promised_latency)
+            promise = partial(broken_promise, self._latencies, settings.promised_latency)
+
+            def misses(address: str, limit: int) -> str:
+                return promise(address, limit / observed[address].mean_request)
+
         controller.look(now_s, observed, waiting=waiting, completed=pool.ended_total, misses=misses)
         after = controller.limits()
         for address, each in controller.endpoints.items():

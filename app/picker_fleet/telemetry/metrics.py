@@ -222,7 +222,7 @@ class Metrics:
         self._in_flight = gauges(
             "epp_endpoint_in_flight", "Requests in flight on an endpoint.", ("endpoint",)
         )
-        self._limits = gauges("epp_endpoint_limit", "Limit of requests in flight.", ("endpoint",))
+        self._limits = gauges("epp_endpoint_limit", "Limit of requests (or tokens) in flight.", ("endpoint",))
         self._least_limit = gauges("epp_limit_min", "The least limit that the fleet may find.")
         self._most_limit = gauges("epp_limit_max", "The highest limit that the fleet may find.")
         self._limit_moves = counters(
@@ -394,7 +394,7 @@ class Metrics:
             gauge.replace({} if bound is None else {(): float(bound)})
 
     def limit_moved(self, by: int) -> None:
-        """Count a limit that this replica, the leader, has moved by `by` requests."""
+        """Count a limit that this replica, the leader, has moved by `by` requests or tokens."""
         self._limit_moves.add(("up" if by > 0 else "down",))
 
     def redis_silence(self, seconds: float, paused_s: float) -> None:

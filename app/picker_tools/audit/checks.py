@@ -148,10 +148,24 @@ class Capacity(Check):
             what = f"{count} of flow {entry.flow!r} on {entry.endpoint}, {entry.limit} allowed"
             self._finding.add(f"endpoint limit passed: {what}", *self._others(entry, entry.endpoint))
         rules = self._replay.rules
-        most = rules.cap(entry.endpoint) if rules is not None else math.inf
-        if self._on[entry.endpoint] > most:
+        if rules is None:
+            return
+        if self._on[entry.endpoint] > (most := rules.cap(entry.endpoint)):
             what = f"{self._on[entry.endpoint]} requests on {entry.endpoint}, {most:g} allowed"
             self._finding.add(f"endpoint limit passed: {what}", entry)
+        if (most := rules.token_cap(entry.endpoint)) < math.inf:
+            tokens = self._tokens_beside(entry)
+            if tokens >= most:
+                what = f"{tokens:g} tokens on {entry.endpoint}, {most:g} allowed"
+                self._finding.add(f"endpoint limit passed: one more request beside {what}", entry)
+
+    def _tokens_beside(self, entry: Entry) -> float:
+        """The stock that other requests on the endpoint of `entry` have taken."""
+        return sum(
+            request.stock_taken or 0.0
+            for name, request in self._replay.requests.items()
+            if request.endpoint == entry.endpoint and name != entry.request
+        )
 
     def _others(self, entry: Entry, endpoint: str = "") -> list[Entry]:
         """The entries of up to five running requests of the flow of `entry`, and `entry` itself."""

@@ -42,6 +42,8 @@ class Rules(msgspec.Struct, frozen=True):
     adaptive: bool = False  # both bounds are the sum of the ready endpoints' limits
     caps: dict[str, int] = {}  # endpoint -> its limit of requests
     default_cap: float = math.inf  # the limit of all other endpoints
+    token_caps: dict[str, int] = {}  # the same limits in tokens, if the fleet finds these
+    default_token_cap: float = math.inf
     bands: tuple[BandLimits, ...] = tuple(BandLimits(band.priority) for band in NAMED)  # named bands first
     paused: bool = False
     # The largest part of the stock's upper bound that one request takes.
@@ -86,12 +88,19 @@ class Rules(msgspec.Struct, frozen=True):
         """The limit of requests in flight on `endpoint`; infinity if it has none."""
         return self.caps.get(endpoint, self.default_cap)
 
+    def token_cap(self, endpoint: str) -> float:
+        """The limit of tokens in flight on `endpoint`; infinity if it has none."""
+        return self.token_caps.get(endpoint, self.default_token_cap)
+
     def ready(self, upper: float) -> int:
         """The number of ready endpoints that yields the upper bound `upper`; 0 if unknown.
 
         If endpoints have different limits, the largest number that may yield `upper`.
         """
-        least = min((self.default_cap, *self.caps.values())) if self.adaptive else self.upper_per
+        found = [self.default_cap, *self.caps.values()]
+        if self.default_token_cap < math.inf:
+            found = [self.default_token_cap, *self.token_caps.values()]
+        least = min(found) if self.adaptive else self.upper_per
         return round(upper / least) if least > 0 else 0
 
     def limits_at(self, priority: int) -> BandLimits:

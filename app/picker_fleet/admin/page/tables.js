@@ -56,7 +56,7 @@ const workloads = new Rows(byId("rows-workloads"), (workload) => workload.id, ()
 const STATUS_LEVELS = { ready: "good", draining: "warn", drained: "warn", down: "bad", ejected: "bad" };
 
 const STEP_S = 4; // a snapshot in five is kept: a fleet may have a thousand endpoints
-const limits = new Map(); // address -> History of requests in flight and limit
+const limits = new Map(); // address -> History of limit and requests (or tokens) in flight
 
 const endpoints = new Rows(byId("rows-endpoints"), (endpoint) => endpoint.address, () => {
   const { tr, cells } = row("addr head", "", "n", "n", "long", "why long", "n", "n", "n long", "act");
@@ -109,9 +109,9 @@ const endpoints = new Rows(byId("rows-endpoints"), (endpoint) => endpoint.addres
 export function rememberEndpoints({ at, endpoints: listed }) {
   const addresses = new Set(listed.map((each) => each.address));
   for (const address of limits.keys()) if (!addresses.has(address)) limits.delete(address);
-  for (const { address, in_flight: inFlight, limit } of listed) {
+  for (const { address, in_flight: requests, in_flight_tokens: tokens, limit } of listed) {
     if (!limits.has(address)) limits.set(address, new History(STEP_S));
-    limits.get(address).add({ at, inFlight, limit });
+    limits.get(address).add({ at, inFlight: tokens ?? requests, limit });
   }
 }
 
@@ -120,7 +120,7 @@ function pinOrUnpin(button, { address, pinned, limit }) {
     title: pinned ? `Unpin ${address}?` : `Pin the limit of ${address}?`,
     text: pinned
       ? "The fleet finds the endpoint's limit again, from the limit that it found last."
-      : "The endpoint keeps this limit of requests in flight until you unpin the endpoint. Running requests finish.",
+      : "The endpoint keeps this limit until you unpin the endpoint. Running requests finish.",
     yes: pinned ? "Unpin" : "Pin",
     number: pinned ? undefined : limit,
     make: (wanted) => pin(address, pinned ? null : wanted),
