@@ -18,6 +18,7 @@
 --   list of id and replica info (JSON) of each live replica
 --   list of address and load of each endpoint: requests in flight, plus 1e9 while the endpoint takes no new requests
 --   list of the limits of these endpoints, in the same order ('' without a limit); empty if no endpoint has a limit
+--   list of the tokens in flight on these endpoints, in the same order; empty unless the fleet finds limits in tokens
 --   guards, credit, overdue: grants by the starvation guard, the guard's credit, number of overdue requests
 --   rate: dispatches per second
 --   paused: 1 while an operator has paused the queue, else 0
@@ -25,7 +26,6 @@
 --   retry after: estimated seconds until the queue has drained (1 to 60)
 --   refusals: JSON of endpoint -> requests that the endpoint has refused (lua/report_fault.lua)
 --   list of name, base and slope of each model whose prompts are known (lib/usage.lua)
---   list of the tokens in flight on these endpoints, in the same order; empty unless the fleet finds limits in tokens
 
 local function state(args)
   local of_bands = {}
@@ -53,8 +53,8 @@ local function state(args)
   return {
     exact(pool.epoch), exact(now_us), exact(pool.stock), pool.queued, exact(pool.upper), exact(pool.lower), pool.ready,
     read('ZCARD', key.inflight), exact(pool.dispatches), exact(pool.ended), of_bands, replicas,
-    loads, limits, exact(pool.guards), exact(pool.credit), pool.overdue,
+    loads, limits, amounts, exact(pool.guards), exact(pool.credit), pool.overdue,
     exact(pool.rate), settings.paused or 0, read('HGET', key.pool, 'tuned_version') or '', pool.retry_after_s(),
-    read('HGET', key.pool, 'endpoint_refusals') or '{}', usage.prompt_lines(), amounts,
+    read('HGET', key.pool, 'endpoint_refusals') or '{}', usage.prompt_lines(),
   }
 end

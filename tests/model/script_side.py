@@ -121,8 +121,8 @@ def numbers_of(state: list[Any]) -> dict[str, Any]:
     """The values in the reply of lua/state.lua by name, without the epoch."""
     names = (
         "epoch", "now_us", "stock", "queued", "upper", "lower", "ready", "in_flight", "dispatches", "ended",
-        "bands", "replicas", "loads", "limits", "guards", "credit", "overdue", "rate", "paused", "tuned",
-        "retry_after_s", "refusals", "prompt_lines", "amounts",
+        "bands", "replicas", "loads", "limits", "amounts", "guards", "credit", "overdue", "rate", "paused",
+        "tuned", "retry_after_s", "refusals", "prompt_lines",
     )  # fmt: skip
     found = dict(zip(names, state, strict=True))
     bands, replicas, loads, limits, refusals, amounts = (

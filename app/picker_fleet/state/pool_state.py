@@ -67,11 +67,10 @@ class PoolState:
 
 def parse_pool_state(reply: Sequence[Any], bands: Bands) -> PoolState:
     """The parsed reply of the script `state`. `bands` are the configured bands."""
-    *reply, refusals, prompts, amounts = reply
+    *reply, refusals, prompts = reply
     epoch, now_us, stock, queued, upper, lower, ready, inflight, dispatched, ended = reply[:10]
-    counts, replicas, load, limits, guards, credit, overdue, rate, paused, tuned_version, retry_after_s = (
-        reply[10:]
-    )
+    counts, replicas, load, limits, amounts, guards, credit, *reply = reply[10:]
+    overdue, rate, paused, tuned_version, retry_after_s = reply
     addresses = load[::2]
     by_band = {band.priority: (0.0, 0, 0) for band in bands}
     rows = zip(counts[::5], counts[1::5], counts[3::5], counts[4::5], strict=True)
