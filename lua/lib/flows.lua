@@ -399,15 +399,6 @@ local function add_limits(base)
   base.caps, base.default_cap = caps, default_cap
 end
 
--- Count the tokens in flight from the records, when the fleet begins or ceases to find limits in tokens.
-local function count_amounts()
-  for _, address in ipairs(endpoints.counted()) do endpoints.add_amount(address, 0, true) end
-  for _, id in ipairs(settings.token_caps and read('ZRANGE', key.inflight, 0, -1) or {}) do
-    local r = record.read(id)
-    if r and r.state == STATE_PLACED then endpoints.add_amount(endpoints.first(r.endpoints), r.taken) end
-  end
-end
-
 -- Put settings in force: the published configuration `base`, overlaid by the live changes `overrides`.
 local function put_settings(base, overrides)
   local changed = false
@@ -424,7 +415,14 @@ local function put_settings(base, overrides)
   local counted = settings.token_caps
   settings, settings_text = base, nil
   bands.configure(settings)
-  if (counted == nil) ~= (settings.token_caps == nil) then count_amounts() end
+  -- If the fleet begins or ceases to find limits in tokens, count the tokens in flight from the records.
+  if (counted == nil) ~= (settings.token_caps == nil) then
+    for _, address in ipairs(endpoints.counted()) do endpoints.add_amount(address, 0, true) end
+    for _, id in ipairs(settings.token_caps and read('ZRANGE', key.inflight, 0, -1) or {}) do
+      local r = record.read(id)
+      if r and r.state == STATE_PLACED then endpoints.add_amount(endpoints.first(r.endpoints), r.taken) end
+    end
+  end
   defer_write('HSET', key.pool, 'settings', text)
   pool.touched = true
   if changed and pool.queued > 0 then -- the sweep moves all waiting requests to their new positions, chunk by chunk
