@@ -6,10 +6,10 @@ has to find the number at which an engine's batch is full and nothing waits behi
 - A limit grows while requests wait in the fleet's queue, the endpoint is at its limit, and the engine starts
   what it gets: first by doubling (slow start), after the first signal of a full engine by small steps
   (Jacobson, "Congestion avoidance and control", 1988).
-- A limit falls as soon as the engine queues requests that it does not start, preempts or refuses requests,
-  or its KV cache nears its end. The engine's running requests then say how many fit, so the limit falls to
-  them at once. After a fall, growth pauses; the pause doubles each time the same number turns out to be too
-  many.
+- A limit falls as soon as the engine queues requests that it does not start, or preempts or refuses requests.
+  The engine's running requests then say how many fit, so the limit falls to them at once. After a fall,
+  growth pauses; the pause doubles each time the same number turns out to be too many. A KV cache that nears
+  its end only ends the doubling: once it is full, the engine queues or preempts.
 - A limit at which a configured latency objective would be missed falls, and no limit grows to one.
 - Limits of endpoints without a usable page move together: up by a part, and back unless the pool then
   completes more requests a second; at times down, and back unless it completes as many (hill climbing).
@@ -26,12 +26,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-_SLACK: Final = 1 / 16  # part of a batch that may wait in the engine, so that the batch never runs dry
-_KV_FULL: Final = 0.98  # KV cache in use at which a limit falls
-_KV_NEAR: Final = 0.9  # KV cache in use at which a limit ceases to grow
+# How much may wait in the engine, so that its batch never runs dry: a part of the batch, or the requests that
+# end within a time. A freed place is filled within a few ms on a calm host, within some 100 ms on a busy one.
+_SLACK: Final = 1 / 16
+_SLACK_S: Final = 0.1
+_KV_NEAR: Final = 0.9  # KV cache in use at which a limit ceases to double
+_PREEMPTED: Final = 1 / 16  # part of a batch that must be preempted between two pages
 _CONFIRMED: Final = 2  # pages in a row that must show a queue in the engine
 _DEEPEST_CUT: Final = 0.5  # a limit falls to no less than this part at once
-_CUT: Final = 0.93  # part that is left of a limit at which requests were preempted or the KV cache was full
+_CUT: Final = 0.93  # part that is left of a limit at which requests were preempted or refused
 _FIRST_PAUSE_S: Final = 4.0
 _LONGEST_PAUSE_S: Final = 32.0
 _SAME: Final = 0.15  # two limits that differ by less than this part count as the same
@@ -142,6 +145,8 @@ class LimitController:
         self.endpoints: dict[str, EndpointLimit] = {}
         self._misses: Misses = _misses_none
         self._trial: _Trial | None = None
+        self._ended: tuple[float, int] | None = None  # time and count of completed requests at the last look
+        self._rate = 0.0  # requests that end each second for each request in flight
         self._next_factor = 2.0  # of the next trial: doubling at first
         self._trial_pause_s = _FIRST_PAUSE_S
 
@@ -170,6 +175,7 @@ class LimitController:
             for address in observed
         }
         before = self.limits()
+        self._measure_rate(now_s, completed, sum(seen.requests for seen in observed.values()))
         for address, seen in observed.items():
             self._look_at(address, seen, now_s, waiting=waiting)
         unseen = {address: each for address, each in observed.items() if each.page is None}
@@ -178,6 +184,12 @@ class LimitController:
 
     def limits(self) -> dict[str, int]:
         return {address: each.limit for address, each in self.endpoints.items()}
+
+    def _measure_rate(self, now_s: float, completed: int, requests: int) -> None:
+        if self._ended is not None and now_s > self._ended[0] and requests > 0:
+            rate = (completed - self._ended[1]) / (now_s - self._ended[0]) / requests
+            self._rate += (max(rate, 0.0) - self._rate) / 4
+        self._ended = now_s, completed
 
     def _look_at(self, address: str, seen: Observation, now_s: float, *, waiting: bool) -> None:
         known = self.endpoints[address]
@@ -198,7 +210,7 @@ class LimitController:
             return
         known.page_s = read_s
         before, known.preemptions = known.preemptions, page.preemptions
-        preempted = before is not None and page.preemptions is not None and page.preemptions > before
+        preempted = 0.0 if before is None or page.preemptions is None else page.preemptions - before
         if read_s < known.changed_s + _SETTLED_S:
             return
         # A request may be several sequences in the engine, and others may use the engine, too.
@@ -207,25 +219,20 @@ class LimitController:
         known.running = [*known.running[1 - _KEPT :], runs]
         batch = max(known.running)
         one = math.ceil(seen.mean_request)
-        slack = max(one, int(batch * _SLACK))
-        is_queueing = page.waiting > max(1.0, page.running * _SLACK)
+        share = max(_SLACK, self._rate * _SLACK_S)
+        slack = max(one, int(batch * share))
+        is_queueing = page.waiting > max(1.0, page.running * share)
         known.queued_pages = known.queued_pages + 1 if is_queueing else 0
-        kv = page.kv_utilisation or 0.0
+        if (page.kv_utilisation or 0.0) >= _KV_NEAR:
+            known.grows_fast = False
         if known.queued_pages >= _CONFIRMED:
             limit = max(math.ceil(batch) + slack, math.ceil(known.limit * _DEEPEST_CUT))
             why = f"engine queued {page.waiting:g} requests at {seen.load}"
             self._fall(known, limit, why, now_s)
-        elif preempted or kv >= _KV_FULL:
+        elif preempted > max(1.0, page.running * _PREEMPTED):
             limit = math.floor(min(known.limit, batch + slack) * _CUT)
-            why = "engine preempted requests" if preempted else f"KV cache {kv:.0%} full"
-            self._fall(known, limit, f"{why} at {seen.load}", now_s)
-        elif (
-            waiting
-            and _is_reached(known, seen)
-            and not is_queueing
-            and kv < _KV_NEAR
-            and now_s >= known.resumes_s
-        ):
+            self._fall(known, limit, f"engine preempted {preempted:g} requests at {seen.load}", now_s)
+        elif waiting and _is_reached(known, seen) and not is_queueing and now_s >= known.resumes_s:
             step = max(one, known.limit if known.grows_fast else known.limit // 16)
             why = f"requests wait, and the engine runs all {seen.load}"
             if self._misses(address, known.limit + step):
