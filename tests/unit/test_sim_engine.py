@@ -19,7 +19,14 @@ from picker_tools.simulator.engine import (
     prompt_blocks,
 )
 from picker_tools.simulator.generation import Simulator
-from picker_tools.simulator.openai_api import VOCABULARY, ApiError, CompletionRequest, Words, parse
+from picker_tools.simulator.openai_api import (
+    BYTES_PER_TOKEN,
+    VOCABULARY,
+    ApiError,
+    CompletionRequest,
+    Words,
+    parse,
+)
 
 HI = [{"role": "user", "content": "hi"}]
 
@@ -303,6 +310,16 @@ def test_a_prompt_with_a_common_beginning_hits_the_prefix_cache() -> None:
         engine.release(one)
     assert (first.cached_tokens, second.cached_tokens) == (0, 12)
     assert (engine.load().queried_tokens, engine.load().hit_tokens) == (37, 12)
+
+
+@pytest.mark.parametrize("size_bytes", range(256, 261))
+def test_a_step_computes_the_last_token_of_a_prompt_whose_blocks_are_all_cached(size_bytes: int) -> None:
+    blocks = prompt_blocks(b"x" * size_bytes, 16, None)
+    engine = Engine(Limits())
+    for _ in range(2):
+        again = Sequence(size_bytes // BYTES_PER_TOKEN, 1, prompt_blocks=blocks)
+        engine.submit(again)
+        assert engine.end_step(engine.begin_step(2048)) == [again]
 
 
 def test_the_prefix_cache_drops_the_least_recently_used_blocks() -> None:

@@ -294,7 +294,9 @@ class Engine:
         if sequence.preempted:
             return
         blocks = sequence.prompt_blocks
-        sequence.cached_tokens = self._prefixes.cached(blocks) * self.limits.block_size_tokens
+        found_tokens = self._prefixes.cached(blocks) * self.limits.block_size_tokens
+        # Blocks are of bytes: the last one may end in the last token, which is always computed.
+        sequence.cached_tokens = min(found_tokens, sequence.prompt_tokens - 1)
         self._prefixes.use(blocks)
         sequence.computed_tokens = sequence.cached_tokens
         self._queried_tokens += sequence.prompt_tokens
