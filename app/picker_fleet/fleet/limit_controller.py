@@ -161,12 +161,11 @@ class LimitController:
         waiting: bool,
         completed: int = 0,
         misses: Misses | None = None,
-    ) -> bool:
+    ) -> None:
         """Take one observation of each endpoint into account; missing endpoints are forgotten.
 
         `waiting` says whether requests wait in the fleet's queue; `completed` counts the requests that the
-        pool has ended. `misses` says which limits would miss a latency objective. Returns whether any limit
-        moved.
+        pool has ended. `misses` says which limits would miss a latency objective.
         """
         self._misses = misses or _misses_none
         self.endpoints = {
@@ -174,13 +173,11 @@ class LimitController:
             or EndpointLimit(self._bounded(self._initial), "new endpoint", now_s)
             for address in observed
         }
-        before = self.limits()
         self._measure_rate(now_s, completed, sum(seen.requests for seen in observed.values()))
         for address, seen in observed.items():
             self._look_at(address, seen, now_s, waiting=waiting)
         unseen = {address: each for address, each in observed.items() if each.page is None}
         self._try(unseen, now_s, completed, waiting=waiting)
-        return self.limits() != before
 
     def limits(self) -> dict[str, int]:
         return {address: each.limit for address, each in self.endpoints.items()}
