@@ -281,7 +281,7 @@ ANTHROPICS = {"prompt_tokens": 150, "cache_read_tokens": 700, "cache_creation_to
 USAGES: dict[str, tuple[dict[str, float], tuple[int | None, int | None]]] = {
     "OpenAI's usage": ({"prompt_tokens": 7, "completion_tokens": 9, "total_tokens": 16}, (7, 9)),
     "OpenAI's with cached tokens": (
-        {"prompt_tokens": 7, "completion_tokens": 9, "total_tokens": 16, "cache_read_tokens": 5}, (7, 9)),
+        {"prompt_tokens": 7, "completion_tokens": 9, "total_tokens": 16, "cached_tokens": 5}, (7, 9)),
     "usage of embeddings": ({"prompt_tokens": 7, "total_tokens": 7}, (7, 0)),
     "a total alone": ({"total_tokens": 7}, (7, 0)),
     "Anthropic's": ({**ANTHROPICS, "completion_tokens": 9}, (900, 9)),
@@ -302,6 +302,8 @@ def test_token_counts_that_envoy_reports_are_added_up(
     read = accesslog.read(message)
     assert isinstance(read, Completion)
     assert (read.prompt_tokens, read.completion_tokens) == expected
+    cached = [usage[key] for key in accesslog._CACHED if key in usage]
+    assert read.cached_tokens == (cached[0] if cached else None)
 
 
 INVALID: dict[str, tuple[dict[str, object], str]] = {

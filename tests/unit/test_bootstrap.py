@@ -332,6 +332,27 @@ def test_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
+def test_with_tenants_envoy_takes_their_headers_from_clients_and_tells_limits(
+    mode: Mode, tmp_path: Path
+) -> None:
+    named = {"tenants": {"headers": ["x-tenant"]}, "extproc": {"trusted_headers": ["x-tenant"]}}
+    with_tenants = built(mode, named)
+    found, plain = parts(with_tenants), parts(built(mode))
+    assert removed(with_tenants) - removed(built(mode)) == {"x-tenant"}
+    assert "x-tenant" not in removed(built(mode, named, trusted=("x-tenant",)))
+    limits = {"x-ratelimit-remaining-tokens", "anthropic-ratelimit-tokens-reset", "x-picker-demoted"}
+    assert plain["routes"].get("responseHeadersToRemove") is None
+    if mode != "standard":  # the picker sets and removes these headers
+        assert limits <= {*found["routes"]["responseHeadersToRemove"]}
+    if mode == "lean":
+        assert limits <= {*at(found, TO_CLIENT)}
+    if mode == "http":
+        assert limits <= {*at(found, f"{ANSWER}.allowedClientHeadersOnSuccess.patterns.*.exact")}
+        assert "x-should-retry" in at(found, f"{ANSWER}.allowedClientHeaders.patterns.*.exact")
+    assert_envoy_accepts(to_yaml(with_tenants), tmp_path)
+
+
+@pytest.mark.parametrize("mode", MODES)
 def test_the_client_rate_option_limits_requests_per_client_address(mode: Mode, tmp_path: Path) -> None:
     limited = built(mode, client_rate=50)
     bucket = at(parts(limited), "filters.local_ratelimit.descriptors.0.tokenBucket")

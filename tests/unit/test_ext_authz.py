@@ -87,7 +87,7 @@ async def stage() -> AsyncIterator[Stage]:
 async def test_the_answer_to_a_placement_has_endpoints_and_fields_for_the_access_log(
     stage: Stage,
 ) -> None:
-    stage.gate.placement = PLACEMENT._replace(session="session-1", waited_s=1.5)
+    stage.gate.placement = PLACEMENT._replace(session="session-1", waited_s=1.5, quota="tokens=9,5,1500")
     reply = await stage.ask(check())
     assert reply.status == 200
     assert reply.headers == {
@@ -97,6 +97,9 @@ async def test_the_answer_to_a_placement_has_endpoints_and_fields_for_the_access
         "x-picker-accounting-token": f"={PLACEMENT.accounting_token}",
         "x-session-token": "session-1",
         "x-picker-waited": "1.500000",
+        "x-ratelimit-limit-tokens": "9",
+        "x-ratelimit-remaining-tokens": "5",
+        "x-ratelimit-reset-tokens": "1.5s",
         "x-picker-target-model": "=llama",
         "content-length": "0",
     }

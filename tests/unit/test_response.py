@@ -13,7 +13,7 @@ from tables import cases
 
 from picker_fleet.ingress.ext_proc.response import ModelRename, StateIds, UsageReader
 
-Counts = tuple[int | None, int | None]
+Counts = tuple[int | None, ...]
 
 
 def counts(answer: bytes, size: int = 1000, encoding: bytes = b"") -> Counts:
@@ -23,11 +23,30 @@ def counts(answer: bytes, size: int = 1000, encoding: bytes = b"") -> Counts:
         reader.encoded(encoding)
     for at in range(0, len(answer), size):
         reader.add(answer[at : at + size])
-    return reader.tokens()
+    return reader.tokens()[:2]
 
 
 def events(*documents: object) -> bytes:
     return b"".join(b"event: x\ndata: %s\n\n" % json.dumps(each).encode() for each in documents)
+
+
+CACHED = {
+    "OpenAI": {"usage": {"prompt_tokens": 7, "completion_tokens": 9,
+                         "prompt_tokens_details": {"cached_tokens": 5}}},
+    "Responses": {"response": {"usage": {"input_tokens": 7, "output_tokens": 9,
+                                         "input_tokens_details": {"cached_tokens": 5}}}},
+    "Anthropic": {"usage": {"input_tokens": 1, "cache_read_input_tokens": 5, "cache_creation_input_tokens": 1,
+                            "output_tokens": 9}},
+    "Bedrock": {"usage": {"inputTokens": 2, "outputTokens": 9, "totalTokens": 16, "cacheReadInputTokens": 5}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("answer", CACHED.values(), ids=CACHED.keys())
+def test_the_prompts_tokens_that_came_from_a_cache_are_read(answer: object) -> None:
+    for text in (json.dumps(answer).encode(), b"data: {}\n\ndata: %s\n\n" % json.dumps(answer).encode()):
+        reader = UsageReader()
+        reader.add(text)
+        assert reader.tokens()[1:] == (9, 5)
 
 
 LONG = "word " * 20_000

@@ -84,6 +84,7 @@ class Admission:
             clock=self._clock,
             attempts=attempts or itertools.count(1),
             traces=traces,
+            tenants=lambda: fleet.tenants,
         )
         self._reports = Reports(
             store,
@@ -344,7 +345,8 @@ class Admission:
         token = accounting_token.signed(written, request.id, self._keys)
         entry = self.ledger.place(request.id, placed.attempt, token, endpoint, owned=stream_owned)
         entry.unacknowledged = placed.attempt if placed.unacknowledged else ""
-        return Placement(placed.endpoints, token, placed.attempt, self._chooser.session_token(endpoint))
+        session = self._chooser.session_token(endpoint)
+        return Placement(placed.endpoints, token, placed.attempt, session, quota=placed.quota)
 
     def _own_token(self, token: str) -> str:
         """The accounting token `token` as the fleet signed it, without a traceparent."""

@@ -34,6 +34,7 @@ from picker_fleet.domain.errors import (
     WritesRefused,
 )
 from picker_fleet.domain.request import InferenceRequest
+from picker_fleet.domain.tenants import Tree
 from picker_fleet.scheduling.chooser import Choice, EndpointChooser
 from picker_fleet.scheduling.latency_model import Load
 from picker_fleet.state.connection import PauseDetector
@@ -76,7 +77,7 @@ class Waiter(msgspec.Struct, eq=False):
     `asking`: Redis has not answered the admission yet. `placing`: the request is granted, and Redis has not
     answered the placement yet. `unacknowledged`: the grant placed the request, and Redis may lack the
     acknowledgement. `error`: why the wait ends without a verdict. `endpoints`: where the request is placed.
-    `load`: the load that the request met there, if its times are to be learnt.
+    `load`: the load that the request met there, if its times are to be learnt. `quota`: as of a Placement.
     """
 
     request: InferenceRequest
@@ -88,6 +89,7 @@ class Waiter(msgspec.Struct, eq=False):
     unacknowledged: bool = False
     endpoints: tuple[str, ...] = ()
     load: Load | None = None
+    quota: str = ""
     awaited: asyncio.Future[AnyVerdict] | None = None
     error: RequestError | None = None
 
@@ -113,7 +115,7 @@ class SharedQueue:
 
     The attribute `retry_after_s` is the Retry-After of requests refused after a wait; `expected_wait_s` is
     the time to dispatch all waiting requests. Membership sets both. The queue calls `on_unknown_pool` when
-    the shared state has lost the pool.
+    the shared state has lost the pool. `tenants` returns the limits that refusals name.
     """
 
     def __init__(
@@ -128,10 +130,11 @@ class SharedQueue:
         clock: Callable[[], float],
         attempts: Iterator[int],
         traces: "Traces | None" = None,
+        tenants: Callable[[], Tree | None] = lambda: None,
     ) -> None:
         self._store, self._ledger, self._metrics, self._chooser = store, ledger, metrics, chooser
         self.pause_detector, self._on_unknown_pool, self._clock = pause_detector, on_unknown_pool, clock
-        self._attempts, self._traces = attempts, traces
+        self._attempts, self._traces, self._tenants = attempts, traces, tenants
         self.retry_after_s = 1
         self.expected_wait_s = 0.0
         self.fleet_queued = 0  # number of the fleet's queued requests at the last heartbeat or dispatch
@@ -201,11 +204,12 @@ class SharedQueue:
             verdict = await self._admit_known(waiter)
             if isinstance(verdict, Queued):
                 wait.queued = True
-                waiter.endpoints = await self._queue(waiter, verdict)
+                placed = await self._queue(waiter, verdict)
             else:
-                waiter.endpoints = verdict.endpoints
+                placed = verdict
                 if not wait.queued:
                     self._metrics.bypassed(request.model, request.target_model)
+            waiter.endpoints, waiter.quota = placed.endpoints, placed.quota
         except (asyncio.CancelledError, RequestError) as fault:
             # Undo the admission in case Redis received it. Redis changed nothing if it refused the request,
             # or the call for lack of memory.
@@ -244,14 +248,14 @@ class SharedQueue:
                 assert error is not None
                 waiter.end(error)
 
-    async def _queue(self, waiter: Waiter, verdict: Queued) -> tuple[str, ...]:
+    async def _queue(self, waiter: Waiter, verdict: Queued) -> Placed:
         """Count the request as queued until it is placed; raise every refusal."""
         request, waiter.asking = waiter.request, False
         self._metrics.waiting(request, 1)
         self._any_waiting.set()
         self._queued += 1
         try:
-            return (await self._wait(waiter, verdict)).endpoints
+            return await self._wait(waiter, verdict)
         finally:
             self._queued -= 1
             self._metrics.waiting(request, -1)
@@ -341,7 +345,7 @@ class SharedQueue:
 
     def _refusal(self, request: InferenceRequest, verdict: AnyVerdict) -> RequestError | None:
         """Count and return the error with which `verdict` ends `request`; None if the request goes on."""
-        error = refusal(verdict, request, self.retry_after_s)
+        error = refusal(verdict, request, self.retry_after_s, self._tenants())
         if error is None:
             return None
         if isinstance(verdict, Refused):

@@ -1,5 +1,7 @@
 """A request's wait, in the shared or the local queue, and the errors with which it may end."""
 
+import math
+
 import msgspec
 
 from picker_fleet.domain.errors import (
@@ -10,6 +12,8 @@ from picker_fleet.domain.errors import (
     ExpiredTtl,
     InsufficientFlowCapacity,
     NoEndpoints,
+    OverBurst,
+    OverLimit,
     Preempted,
     RequestError,
     RequestIdTaken,
@@ -18,6 +22,7 @@ from picker_fleet.domain.errors import (
     TotalCapacity,
 )
 from picker_fleet.domain.request import InferenceRequest
+from picker_fleet.domain.tenants import Node, Tree
 from picker_fleet.state.schema import Refusal
 from picker_fleet.state.store import AnyVerdict, Placed, Queued, Refused, Verdict
 
@@ -54,14 +59,21 @@ def time_up(request: InferenceRequest, retry_after_s: int) -> RequestError:
     return ExpiredTtl(f"waited longer than {request.ttl_s:g} s", retry_after_s=retry_after_s)
 
 
-def refusal(verdict: AnyVerdict, request: InferenceRequest, retry_after_s: int) -> RequestError | None:
+def refusal(
+    verdict: AnyVerdict, request: InferenceRequest, retry_after_s: int, tenants: Tree | None = None
+) -> RequestError | None:
     """The error with which `verdict` ends `request`; None if the request goes on.
 
     A refusal has its own Retry-After; `retry_after_s` is the Retry-After of requests that have waited.
+    `tenants` has the limits that the messages of refusals name.
     """
     match verdict:
         case Placed() | Queued() | Verdict.GRANTED | Verdict.GONE | Verdict.UNKNOWN_POOL:
             return None
+        case Refused(Refusal.OVER_LIMIT, refused_s, limit):
+            return OverLimit(_over_limit(limit, max(refused_s, 1), tenants), retry_after_s=max(refused_s, 1))
+        case Refused(Refusal.OVER_BURST, _, limit):
+            return OverBurst(_over_burst(limit, request, tenants))
         case Refused(reason, refused_s):
             error, message = REFUSALS[reason]
             return error(message, retry_after_s=refused_s)
@@ -73,3 +85,43 @@ def refusal(verdict: AnyVerdict, request: InferenceRequest, retry_after_s: int) 
             return RequestIdTaken()
         case Verdict.EVICTED:
             return Evicted("an operator took it out of the queue", retry_after_s=retry_after_s)
+
+
+def _over_limit(limit: str, wait_s: int, tenants: Tree | None) -> str:
+    """The message for a request beyond `limit`, a text `UNIT PER_MS PATH` as in state/store.py."""
+    unit, per, path, node = _parsed(limit, tenants)
+    told = ""
+    if node is not None and unit == "parallel" and node.max_parallel_requests is not None:
+        told = f"{node.max_parallel_requests} requests at once"
+    elif node is not None and unit == "budget" and node.budget is not None:
+        told = f"{node.budget.units:g} units a {node.budget.period}"
+    elif node is not None and per.isdecimal() and (found := node.limit(unit, int(per))) is not None:
+        told = f"{found.amount} {_words(unit)} per {found.per}"
+    return f"{path}: {told or f'its limit of {_words(unit)} is used up'}; retry in {wait_s} s"
+
+
+def _over_burst(limit: str, request: InferenceRequest, tenants: Tree | None) -> str:
+    """The message for a request that needs more than `limit` ever allows."""
+    unit, per, path, node = _parsed(limit, tenants)
+    prompt, answer = request.prompt_tokens, request.answer_tokens
+    needs = {"requests": 1.0, "prompt_tokens": prompt, "answer_tokens": answer, "tokens": prompt + answer}
+    most: float | None = None
+    if node is not None and unit == "budget" and node.budget is not None:
+        most = node.budget.units
+    elif node is not None and per.isdecimal() and (found := node.limit(unit, int(per))) is not None:
+        most = found.most_at_once
+    allows = "has a lower limit" if most is None else f"allows {most:.15g} at once"
+    if unit not in needs:
+        return f"the request needs more than the {_words(unit)} of {path}, which {allows}"
+    return f"the request needs about {math.ceil(needs[unit])} {_words(unit)}; {path} {allows}"
+
+
+def _parsed(limit: str, tenants: Tree | None) -> tuple[str, str, str, Node | None]:
+    """Unit, period, path and node of a text `UNIT PER_MS PATH`."""
+    unit, _, rest = limit.partition(" ")
+    per, _, path = rest.partition(" ")
+    return unit, per, path, None if tenants is None else tenants.node(path)
+
+
+def _words(unit: str) -> str:
+    return {"parallel": "requests at once"}.get(unit, unit.replace("_", " "))

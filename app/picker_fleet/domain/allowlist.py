@@ -7,10 +7,10 @@ route may strip a prefix later. The client's path, up to the `?` and without one
 byte for byte. Model servers get the path unchanged, so a path that needs normalising (`//`, `..`, `%2e`,
 `;x=1`) matches no row. Requests that could administer an engine are refused in any spelling.
 
-Steering headers decide a request's flow, band or model. Steering headers count only if their sender is
-trusted: `extproc.trusted_headers` lists the trusted headers for the picker; the Envoy that `picker
-envoy-config` sets up removes all steering headers but those in `--trust-headers`. A trusted header is trusted
-in both spellings, `x-gateway-…` and `x-llm-d-…`.
+Steering headers decide a request's flow, band or model. Steering headers, and the headers of `tenants`, count
+only if their sender is trusted: `extproc.trusted_headers` lists the trusted headers for the picker; the Envoy
+that `picker envoy-config` sets up removes all of these headers but those in `--trust-headers`. A trusted
+header is trusted in both spellings, `x-gateway-…` and `x-llm-d-…`.
 """
 
 import re
@@ -335,6 +335,16 @@ ALWAYS_KEPT = (
 )
 
 _TRUSTABLE = frozenset((*ALWAYS_KEPT, *(name for pair in STEERING for name in pair)))
+# Headers of an operator's own, such as `x-tenant`: no header with a meaning to the picker, Envoy or clients.
+_CUSTOM = re.compile(
+    r"x-(?!(?:client-)?request-|forwarded|envoy-|gateway-|llm-d-|picker-|queue-|ratelimit-|slo-|session-"
+    r"|workload-|api-key|real-ip|stainless-|should-retry)[a-z0-9_-]{1,61}"
+)
+
+
+def is_custom(name: object) -> bool:
+    """Whether `name` is the lower-case name of a header that operators may use for tenants."""
+    return isinstance(name, str) and _CUSTOM.fullmatch(name) is not None
 
 
 def trusted_name(value: object) -> str:
@@ -344,7 +354,7 @@ def trusted_name(value: object) -> str:
         ValueError: the header cannot be trusted; the message lists valid ones.
     """
     name = value.strip().lower() if isinstance(value, str) else ""
-    if name not in _TRUSTABLE:
+    if name not in _TRUSTABLE and not is_custom(name):
         valid = ", ".join(spelling for pair in STEERING for spelling in pair)
         why = "is never taken from a client" if name in NEVER_TRUSTED else "is not a steering header"
         raise ValueError(f"{str(value)[:60]!r} {why}; valid: {valid}")
@@ -357,7 +367,10 @@ def trusted(named: Iterable[str]) -> frozenset[str]:
     return frozenset(name for pair in STEERING if names & frozenset(pair) for name in pair)
 
 
-def untrusted(named: Iterable[str]) -> tuple[str, ...]:
-    """The headers that Envoy must remove from a client's request if only those `named` are trusted."""
-    kept = trusted(named)
-    return (*(name for pair in STEERING for name in pair if name not in kept), *NEVER_TRUSTED)
+def untrusted(named: Iterable[str], custom: Iterable[str] = ()) -> tuple[str, ...]:
+    """The headers that Envoy must remove from a client's request if only those `named` are trusted; `custom`
+    are the headers of tenants."""
+    names = frozenset(named)
+    kept = trusted(names)
+    steering = (name for pair in STEERING for name in pair if name not in kept)
+    return (*steering, *(name for name in custom if name not in names), *NEVER_TRUSTED)

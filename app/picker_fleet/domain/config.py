@@ -19,6 +19,7 @@ from picker_fleet.domain import sections
 from picker_fleet.domain.errors import ConfigError
 from picker_fleet.domain.request import ANY_LATENCY, LatencyObjective
 from picker_fleet.domain.sections import Model, Objective, Section
+from picker_fleet.domain.tenants import Tenants
 from picker_fleet.domain.units import HostPort, Name, repeated, split_host_port, without_secrets
 
 ENV_PREFIX = "PICKER_"
@@ -29,10 +30,12 @@ Loc = tuple[str | int, ...]
 
 # Keys that concern the whole process: a pool cannot override them.
 OF_PROCESS: Final = ("pool", "pools", "redis", "extproc", "http", "admin", "leases", "logging", "tracing")
+_MAX_YAML_CHARS = 8 * 2**20  # this many take half a minute to parse
 MAX_POOLS: Final = 32  # each pool has its own Redis connections, and background work even without load
 # The keys whose values are file paths.
 _FILES: Final = (
     ("discovery", "file"),
+    ("tenants", "file"),
     ("admin", "token_file"),
     ("admin", "tokens", "file"),
     *(("scraping", key) for key in ("ca", "token_file")),
@@ -79,6 +82,7 @@ class Settings(Section):
     objectives: tuple[Objective, ...] = ()
     fair_request_queue: sections.FairRequestQueue = sections.FairRequestQueue()
     request_queue_controller: sections.RequestQueueController = sections.RequestQueueController()
+    tenants: Tenants | None = None
     workloads: sections.Workloads = sections.Workloads()
     scheduling: sections.Scheduling = sections.Scheduling()
     outlier_detection: sections.OutlierDetection = sections.OutlierDetection()
@@ -167,6 +171,27 @@ class Settings(Section):
                 raise ValueError(
                     "fair_request_queue.fairness none keeps no flows apart, so max_inflight_per_endpoint of "
                     f"{kind} {', '.join(limited)} cannot be kept; use weighted-fair or round-robin"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _tenants_have_flows(self) -> Self:
+        if self.tenants is None:
+            return self
+        queue = self.fair_request_queue
+        if queue.fairness == "none":
+            raise ValueError(
+                "fair_request_queue.fairness none keeps no flows apart, so tenants have no shares and no "
+                "limits; use weighted-fair or round-robin"
+            )
+        headers = self.tenants.headers or ()
+        if headers and queue.flow_key == "model":
+            raise ValueError("fair_request_queue.flow_key model ignores tenants.headers; remove one of them")
+        for name in headers:
+            if name not in self.extproc.trusted_headers:
+                raise ValueError(
+                    f"tenants.headers: extproc.trusted_headers does not name {name}; name it there once "
+                    "Envoy sets it, or removes it from clients' requests"
                 )
         return self
 
@@ -330,7 +355,7 @@ def _validated(tree: Mapping[str, Any], variables: Mapping[Loc, str]) -> Setting
             for error in errors
             if error["loc"][:1] != ("pools",) or (error["loc"][2:], error["msg"]) not in shared
         ]
-        raise ConfigError("\n".join(_explain(error, variables) for error in told)) from fault
+        raise ConfigError("\n".join(_explain(error, variables, tree) for error in told)) from fault
 
 
 def _overlay(tree: dict[str, Any], environ: Mapping[str, str]) -> dict[Loc, str]:
@@ -356,10 +381,10 @@ def _overlay(tree: dict[str, Any], environ: Mapping[str, str]) -> dict[Loc, str]
     return variables
 
 
-def _explain(error: Any, variables: Mapping[Loc, str]) -> str:
+def _explain(error: Any, variables: Mapping[Loc, str], tree: Mapping[str, Any]) -> str:
     """Format a validation error on one line: `section.key: fault (got value)`."""
     loc: Loc = error["loc"]
-    where = ".".join(str(part) for part in loc) or "configuration"
+    where = _place(loc, tree)
     for length in range(len(loc), 0, -1):
         if loc[:length] in variables:
             where = f"{variables[loc[:length]]}: {where}"
@@ -378,6 +403,20 @@ def _explain(error: Any, variables: Mapping[Loc, str]) -> str:
         if error["type"] != "missing" and shows:
             text += f" (got {without_secrets(str(given))[:60]!r})"
     return " ".join(f"{where}: {text}".split())
+
+
+def _place(loc: Loc, tree: Mapping[str, Any]) -> str:
+    """The keys of `loc`, joined by dots; with a node's number goes its path."""
+    parts: list[str] = []
+    at: Any = tree
+    for key in loc:
+        try:
+            at = at[key]
+        except (LookupError, TypeError):
+            at = None
+        is_node = isinstance(key, int) and parts[-2:] == ["tenants", "nodes"] and isinstance(at, Mapping)
+        parts.append(f"{key} ({str(at.get('path'))[:60]})" if is_node else str(key))
+    return ".".join(parts) or "configuration"
 
 
 def _is_secret(loc: Loc) -> bool:
@@ -445,8 +484,10 @@ def read_yaml(text: str) -> object:
     """The single YAML document in `text`; None if it is empty.
 
     Raises:
-        YamlFault: the text cannot be parsed, has a key twice, or nests too deeply.
+        YamlFault: the text is too long, cannot be parsed, has a key twice, or nests too deeply.
     """
+    if len(text) > _MAX_YAML_CHARS:
+        raise YamlFault(f"is longer than {_MAX_YAML_CHARS // 2**20} MiB")
     try:
         return yaml.load(text, Loader=_Loader)  # a SafeLoader
     except yaml.YAMLError as fault:

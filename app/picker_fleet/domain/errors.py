@@ -11,6 +11,8 @@
         ├── UnknownPool          404: the proxy names a pool that is not served here
         ├── TooManyReads         429: too many requests that need no admission
         ├── TooSlow              429: no endpoint can keep the request's latency objective
+        ├── OverLimit            429: a tenant of the request is over its limit
+        │   └── OverBurst        429: the request needs more at once than a tenant's limit ever allows
         ├── PayloadTooLarge      413
         ├── UnsupportedEncoding  415: the body cannot be decoded
         ├── Unsupported          500: Envoy is configured in a way the picker cannot serve
@@ -107,6 +109,14 @@ class TooSlow(
     RequestError, status=429, code="too_slow", kind=_OVERLOADED, reason="rejected-latency-objective"
 ):
     """A sheddable request whose latency objective every endpoint is predicted to miss."""
+
+
+class OverLimit(RequestError, status=429, code="over_limit", kind="rate_limit_error", reason="over-limit"):
+    """A limit or budget of a tenant on the request's path is used up, and the tenant is not to wait."""
+
+
+class OverBurst(OverLimit, code="over_burst", reason="over-burst"):
+    """The request's estimate is above the burst of a tenant's limit, so no retry can succeed."""
 
 
 class PayloadTooLarge(RequestError, status=413, code="payload_too_large", kind=_INVALID):

@@ -8,6 +8,7 @@ from types import MappingProxyType
 from picker_fleet.domain.config import EffectiveConfig, Settings
 from picker_fleet.domain.request import UNLEARNED, PromptLine
 from picker_fleet.domain.scorer_names import SCRAPED_SCORERS
+from picker_fleet.domain.tenants import Tree
 
 
 class KnownFleet:
@@ -15,8 +16,8 @@ class KnownFleet:
 
     `config` includes the live changes. `live` has the ids of the live replicas, including this one;
     `in_flight` maps endpoints to their numbers of requests in flight; `busy` is True while any request is in
-    flight. `prompt_lines` maps models to what a prompt costs. Membership replaces these objects and never
-    changes them.
+    flight. `prompt_lines` maps models to what a prompt costs. `tenants` has the nodes of tenants that the
+    fleet shares, None without tenants. Membership replaces these objects and never changes them.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -25,6 +26,8 @@ class KnownFleet:
         self.in_flight: Mapping[str, int] = {}
         self.busy = False
         self.prompt_lines: Mapping[str, PromptLine] = MappingProxyType({})
+        tenants = settings.tenants
+        self.tenants = None if tenants is None else Tree(tenants.nodes, tenants.separator)
 
     def prompt_line(self, model: str) -> PromptLine:
         """What a prompt for `model` costs."""

@@ -63,7 +63,9 @@ class InferenceRequest(NamedTuple):
     body; never show the digest: whoever knows it could pass for the request. `refers` are the ids of the
     response and conversation that the request continues, and `origin` is the endpoint that stores them, '' if
     unknown. `latency` is the objective of the client's header or of the configuration. Under the
-    ordering `edf` the request is served as if its TTL ended `early_ms` sooner.
+    ordering `edf` the request is served as if its TTL ended `early_ms` sooner. `prompt_tokens` and
+    `answer_tokens` are estimates for the quotas of tenants, 0 without tenants; with `learn`, `answer_tokens`
+    is 0 and lacks the answer's tokens, too.
     """
 
     id: str
@@ -91,6 +93,8 @@ class InferenceRequest(NamedTuple):
     origin: str = ""
     latency: LatencyObjective = ANY_LATENCY
     early_ms: int = 0
+    prompt_tokens: float = 0.0
+    answer_tokens: float = 0.0
 
     def repeats(self, other: "InferenceRequest") -> bool:
         """Whether this request is a retry of `other`, which has the same id."""
@@ -103,7 +107,8 @@ class Placement(NamedTuple):
     Envoy returns the opaque `accounting_token` in the access log; this token suffices to account for the
     request after a loss of the shared state. `attempt` names the stream that may withdraw the placement, and
     has the body's digest. `session` is the token that the client is to send with its next request, '' for
-    none. `waited_s` is the time in the queue, None if the request bypassed the queue.
+    none. `waited_s` is the time in the queue, None if the request bypassed the queue. `quota` has the limits
+    of the request's tenants that are nearest to their end (ingress/quota_headers.py), '' without tenants.
     """
 
     endpoints: tuple[str, ...]
@@ -111,6 +116,7 @@ class Placement(NamedTuple):
     attempt: str = ""
     session: str = ""
     waited_s: float | None = None
+    quota: str = ""
 
 
 class Outcome(enum.StrEnum):
@@ -131,6 +137,7 @@ class Completion(NamedTuple):
     set if the request waited. `fault` and `hold_s` describe a bad answer of the serving endpoint, as in
     `Fault`. `passed_over` is an endpoint that failed an earlier attempt, '' if none is known. `ttft_s` is the
     time from the beginning of `service_s` to the first byte of the answer's body, None if unknown.
+    `cached_tokens` are the prompt's tokens that the endpoint had in a cache.
     """
 
     id: str
@@ -150,6 +157,7 @@ class Completion(NamedTuple):
     hold_s: float = 0.0
     passed_over: str = ""
     ttft_s: float | None = None
+    cached_tokens: int | None = None
 
     @property
     def answered(self) -> bool:

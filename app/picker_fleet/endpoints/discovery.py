@@ -2,9 +2,9 @@
 InferencePool (kubernetes_source.py).
 
 pool.py runs the configured source. A source only lists endpoints; other modules track health and load. A file
-is YAML or JSON: a list with the entries of `discovery.static`. FileSource watches the file's folder, so that
-the source notices an atomic replace and Kubernetes' symlink swap, and reads the file again every few seconds,
-for file systems that announce no changes."""
+is YAML or JSON: a list with the entries of `discovery.static`. WatchedFile watches the file's folder, so that
+it notices an atomic replace and Kubernetes' symlink swap, and reads the file again every few seconds, for
+file systems that announce no changes. pool.py also uses it for a file of tenants."""
 
 import asyncio
 import concurrent.futures
@@ -12,7 +12,7 @@ import logging
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 from watchfiles import awatch
@@ -22,6 +22,7 @@ from picker_fleet.domain.errors import MissingExtra, StartupError
 from picker_fleet.domain.request import METRICS_PATH, METRICS_PORT, Endpoint
 from picker_fleet.domain.sections import Discovery, EndpointList, StaticEndpoint
 
+T = TypeVar("T")
 Report = Callable[[tuple[Endpoint, ...]], None]
 
 
@@ -66,23 +67,25 @@ _SETTLE_MS = 200  # debounce: writing the file may take several steps
 
 
 class FileFault(ValueError):
-    """The file is not a list of endpoints; the message is one line and names the place."""
+    """The file has not the expected content; the message is one line and names the place."""
 
 
-class FileSource:
-    """Watches the file `path`; reads the file every `recheck_s` seconds even without an announced change."""
+class WatchedFile(Generic[T]):
+    """Watches the file `path`, which has `what`; reads the file every `recheck_s` seconds even without an
+    announced change. `parse` makes the content of the text, in a thread; it raises FileFault."""
 
-    def __init__(self, path: Path, *, recheck_s: float = 5.0) -> None:
-        self._path = path
+    def __init__(self, path: Path, parse: Callable[[str], T], what: str, *, recheck_s: float = 5.0) -> None:
+        self._path, self._parse, self._what = path, parse, what
         self._recheck_ms = int(recheck_s * 1000)
-        self._reading: asyncio.Future[str] | None = None
+        self._reading: asyncio.Future[T] | None = None
+        self._parsed: tuple[str, T] | None = None  # the last text, and its content
 
-    async def watch(self, report: Report) -> None:
+    async def watch(self, report: Callable[[T], object]) -> None:
         """As Source.watch. Raises StartupError if the file is missing or malformed at the start."""
         try:
             known = await self._read()
         except FileFault as fault:
-            raise StartupError(f"endpoints file {self._path}: {fault}") from fault
+            raise StartupError(f"{self._what} file {self._path}: {fault}") from fault
         report(known)
         trouble = ""
         async for _ in awatch(
@@ -98,42 +101,56 @@ class FileSource:
             except FileFault as fault:
                 if str(fault) != trouble:
                     trouble = str(fault)
-                    _log.warning("endpoints file %s: %s; the last good list stays in use", self._path, fault)
+                    _log.warning(
+                        "%s file %s: %s; the last good list stays in use", self._what, self._path, fault
+                    )
                 continue
             trouble = ""
             if found != known:
                 known = found
                 report(known)
 
-    async def _read(self) -> tuple[Endpoint, ...]:
+    async def _read(self) -> T:
         # A read from a network file system can hang: then wait again for that read, without another thread.
         if self._reading is None or self._reading.done():
-            self._reading = _text_of(self._path)
+            self._reading = _in_thread(self._content)
         try:
             async with asyncio.timeout(_READ_S):
-                text = await asyncio.shield(self._reading)
+                return await asyncio.shield(self._reading)
         except OSError as fault:  # includes TimeoutError
             raise FileFault(f"cannot be read: {fault.strerror or 'no answer in time'}") from fault
         except UnicodeDecodeError as fault:
             raise FileFault(f"is not UTF-8 at byte {fault.start}") from fault
-        return listed(text)
+
+    def _content(self) -> T:
+        text = self._path.read_text(encoding="utf-8")
+        if self._parsed is None or self._parsed[0] != text:
+            self._parsed = text, self._parse(text)
+        return self._parsed[1]
 
 
-def _text_of(path: Path) -> asyncio.Future[str]:
-    """The text of a file, read in a daemon thread: a hanging read in a thread of the event loop's executor
-    would keep the process from ending."""
-    text: concurrent.futures.Future[str] = concurrent.futures.Future()
+def _in_thread(work: Callable[[], T]) -> asyncio.Future[T]:
+    """The result of `work` in a daemon thread: a hanging read in a thread of the event loop's executor would
+    keep the process from ending."""
+    result: concurrent.futures.Future[T] = concurrent.futures.Future()
 
-    def read() -> None:
+    def run() -> None:
         try:
-            text.set_result(path.read_text(encoding="utf-8"))
+            result.set_result(work())
         except Exception as fault:
-            text.set_exception(fault)
+            result.set_exception(fault)
 
-    threading.Thread(target=read, name="endpoints-file", daemon=True).start()
-    reading = asyncio.wrap_future(text)
-    reading.add_done_callback(lambda done: done.cancelled() or done.exception())
-    return reading
+    threading.Thread(target=run, name="watched-file", daemon=True).start()
+    running = asyncio.wrap_future(result)
+    running.add_done_callback(lambda done: done.cancelled() or done.exception())
+    return running
+
+
+class FileSource(WatchedFile[tuple[Endpoint, ...]]):
+    """The endpoints in the file `path`."""
+
+    def __init__(self, path: Path, *, recheck_s: float = 5.0) -> None:
+        super().__init__(path, listed, "endpoints", recheck_s=recheck_s)
 
 
 def listed(text: str) -> tuple[Endpoint, ...]:

@@ -5,6 +5,7 @@ its headers to its endpoints or refusal. `ext_proc/` and `http/` translate betwe
 import asyncio
 import ipaddress
 import re
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from picker_fleet.domain.config import Settings
 from picker_fleet.domain.errors import (
     BadRequest,
     ClientGone,
+    OverBurst,
     RequestError,
     RequestIdTaken,
     ShuttingDown,
@@ -36,6 +38,7 @@ from picker_fleet.grpc.transport import Stream
 from picker_fleet.ingress.bodies import decode
 from picker_fleet.ingress.headers import CONTENT_ENCODING, CONTENT_TYPE, REQUEST_ID
 from picker_fleet.ingress.intake import Ask, Intake, bodiless, read_body
+from picker_fleet.ingress.quota_headers import quota_headers
 from picker_fleet.scheduling.router import Router
 from picker_fleet.telemetry.logs import DecisionLines
 from picker_fleet.telemetry.metrics import Metrics
@@ -53,6 +56,7 @@ _READ_BURST_S = 2.0  # largest burst of reads, in seconds of `extproc.read_rate`
 
 PRESSURE: Final = "x-queue-pressure"  # docs/fairness.md, "Backpressure"
 DROPPED_REASON: Final = "x-llm-d-request-dropped-reason"
+SHOULD_RETRY: Final = "x-should-retry"  # `false` keeps OpenAI's and Anthropic's clients from retries
 _PRESSURE_STEPS = 100
 PRESSURES: Final = tuple(f"{step / _PRESSURE_STEPS:.2f}" for step in range(_PRESSURE_STEPS + 1))
 _RETRY_AFTER_S = 1
@@ -426,6 +430,14 @@ class Decision:
             named = (*named, *islice(cycle(named), max(missing, 0)))
         return ",".join(named)
 
+    def quota_headers(self) -> dict[str, str]:
+        """The headers that tell the client what remains of its tenants' limits; empty without tenants."""
+        quota = "" if self.placement is None else self.placement.quota
+        if not quota:
+            return {}
+        is_anthropic = _ANTHROPIC_PATH.match(self.path) is not None
+        return quota_headers(quota, is_anthropic=is_anthropic, now_s=time.time())
+
     def placed(self) -> None:
         """Count and log the placement, which Envoy now gets; without a placement do nothing."""
         placement, self.placement = self.placement, None
@@ -490,6 +502,8 @@ def refusal(error: RequestError, overload_status: int, fill: float, path: bytes 
         headers["retry-after"] = str(_RETRY_AFTER_S if error.retry_after_s is None else error.retry_after_s)
     if error.reason is not None:
         headers[DROPPED_REASON] = error.reason
+    if isinstance(error, OverBurst):
+        headers[SHOULD_RETRY] = "false"
     if _ANTHROPIC_PATH.match(path):
         kind = _ANTHROPIC_KINDS.get(status, error.kind)
         text: dict[str, object] = {"type": "error", "error": {"type": kind, "message": str(error)}}

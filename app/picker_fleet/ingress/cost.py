@@ -14,7 +14,7 @@ The cost is a client's claim: a request takes at most a share of the stock's bou
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import msgspec
 import orjson
@@ -71,6 +71,19 @@ def sequences(members: Members) -> int:
     return int(min(prompts * max(1.0, _largest(members, _ANSWERS)), _MOST_SEQUENCES))
 
 
+class Estimate(NamedTuple):
+    """The estimated tokens of a request: of its prompts, and of its answers for all sequences.
+
+    `lacks_answer`: `answer` is 0 and lacks the answer's tokens, so that the scripts add the mean answer.
+    `prompt_size` is the size of the prompt's text, 0 unless usage will tell this text's tokens alone.
+    """
+
+    prompt: float
+    answer: float
+    lacks_answer: bool
+    prompt_size: int
+
+
 def tokens(
     body: bytes,
     size_bytes: int,
@@ -80,9 +93,8 @@ def tokens(
     default: float,
     line: PromptLine = UNLEARNED,
     files: Sequence[tuple[int, int]] = (),
-) -> tuple[float, bool, int]:
-    """The cost of a request in tokens; whether the cost lacks the answer's tokens, so that the scripts add
-    the mean answer; and the size of the prompt's text, 0 unless usage will tell this text's tokens alone.
+) -> Estimate:
+    """Estimate a request's tokens.
 
     `body` is b'' if only its length `size_bytes` is known; `files` are the byte ranges of a form's files.
     `line` is the line of the request's model. `most` bounds the tokens of prompt plus answer in each
@@ -94,12 +106,12 @@ def tokens(
     media_bytes, media_tokens = media.of_form(body, files) if files else media.found(body, members)
     size = _text_size(body, size_bytes, apart_bytes, media_bytes)
     other_tokens = ids + media_tokens
-    prompt = max(1.0, line.tokens(size) + other_tokens)
+    prompt = min(max(1.0, line.tokens(size) + other_tokens), count * most, MOST_COST)
     told = round(size) if count == 1 and members and not other_tokens else 0
     if answer < 1 and count == 1:
-        return min(prompt, most), True, told
+        return Estimate(prompt, 0.0, True, told)
     known = int(answer) if answer >= 1 else default
-    return min(prompt + count * known, count * most, MOST_COST), False, told
+    return Estimate(prompt, min(count * known, count * most - prompt, MOST_COST - prompt), False, told)
 
 
 def _list(name: str, value: object) -> bytes:

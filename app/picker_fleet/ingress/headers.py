@@ -88,7 +88,8 @@ def wanted_headers(settings: Settings) -> frozenset[str]:
     traces = {TRACE} if settings.tracing.enabled else frozenset()
     tests = {TEST_SELECTION} if settings.extproc.conformance else frozenset()
     keys = {key for key in settings.scheduling.session_keys if key in SESSION_HEADERS}
-    return HEADERS | allowlist.trusted(settings.extproc.trusted_headers) | keys | traces | tests
+    tenants = frozenset() if settings.tenants is None else frozenset(settings.tenants.headers or ())
+    return HEADERS | allowlist.trusted(settings.extproc.trusted_headers) | keys | tenants | traces | tests
 
 
 def ttl_of(headers: Mapping[str, bytes], most_s: float) -> tuple[float, bool]:

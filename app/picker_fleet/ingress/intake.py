@@ -294,6 +294,10 @@ class Intake:
         }
         self._prefixes = prefixes
         self._session_keys = settings.scheduling.session_keys
+        tenants = settings.tenants
+        self._counts_quotas = tenants is not None
+        self._tenant_headers = () if tenants is None else tenants.headers or ()
+        self._separator = "" if tenants is None else tenants.separator
         self._default_model = settings.default_model or ""
         self._only_model = settings.models[0].name if len(settings.models) == 1 else ""
         self._served_models = served_models
@@ -363,8 +367,10 @@ class Intake:
         target, band, weight, limit, selector, latency = settings
         if not _SLO.isdisjoint(headers):
             latency = latency_of(headers, latency)
-        charge, learn, prompt_size = self._cost(ask, model)
+        charge, learn, prompt_size, prompt_tokens, answer_tokens = self._cost(ask, model)
         flow = fairness_id if fairness_id and self._by_fairness_id else model
+        if self._tenant_headers:
+            flow = self._tenant(headers) or flow
         if not target:
             target = self._variant(model, raw_id if by_gateway else b"", flow, ask)
         prefixes = self._prefixes
@@ -375,7 +381,7 @@ class Intake:
             subset, limit, learn, session, prefix, selector, trace, by_client, ask.body_bytes,
             xxh3_64_hexdigest(ask.text)[:_DIGEST_CHARS], ask.refers,
             0 if ask.refers else prompt_size,  # usage then counts stored texts, too
-            "", latency,
+            "", latency, 0, prompt_tokens, answer_tokens,
         )  # fmt: skip
 
     def session_of(self, headers: Mapping[str, bytes]) -> str:
@@ -414,12 +420,35 @@ class Intake:
             raise BadRequest("the request names no model, and the pool has no default one (default_model)")
         return model
 
-    def _cost(self, ask: Ask, model: str) -> tuple[float, bool, int]:
-        """The cost of `ask` in the stock's unit; whether that cost lacks the answer's tokens; and the size of
-        the prompt, 0 unless usage will tell its tokens."""
+    def _tenant(self, headers: Mapping[str, bytes]) -> str:
+        """The path that the headers of tenants name, up to the first header that is missing; '' if the first
+        is.
+
+        Raises:
+            BadRequest: a value contains the separator, so that it could name another tenant, or is no name.
+        """
+        separator, path = self._separator, ""
+        for name in self._tenant_headers:
+            segment = text_of(headers, name).strip()
+            if not segment:
+                break
+            if separator in segment:
+                raise BadRequest(f"header {name} contains {separator!r}, which separates tenants")
+            path = f"{path}{separator}{segment}" if path else segment
+        fault = _name_fault(path) if path else None
+        if fault:
+            raise BadRequest(f"the tenant in {', '.join(self._tenant_headers)} {fault}")
+        return path
+
+    def _cost(self, ask: Ask, model: str) -> tuple[float, bool, int, float, float]:
+        """The cost of `ask` in the stock's unit; whether that cost lacks the answer's tokens; the size of the
+        prompt, 0 unless usage will tell its tokens; the tokens of prompt and of answer, 0 without tenants."""
+        is_one = False
         if not self._in_tokens:
-            return 1.0 if _is_one_sequence(ask.members) else float(cost.sequences(ask.members)), False, 0
-        return cost.tokens(
+            is_one = _is_one_sequence(ask.members)
+            if not self._counts_quotas:
+                return 1.0 if is_one else float(cost.sequences(ask.members)), False, 0, 0.0, 0.0
+        found = cost.tokens(
             ask.text,
             ask.body_bytes,
             ask.members,
@@ -428,6 +457,13 @@ class Intake:
             line=self._prompt_line(model),
             files=ask.files,
         )
+        prompt, answer, lacks_answer, size = found
+        if self._in_tokens:
+            quotas = (prompt, answer) if self._counts_quotas else (0.0, 0.0)
+            return prompt + answer, lacks_answer, size, *quotas
+        # The scripts add the mean answer to a cost in tokens alone, so assume an answer's length here.
+        answer = float(self._answer_tokens) if lacks_answer else answer
+        return 1.0 if is_one else float(cost.sequences(ask.members)), False, 0, prompt, answer
 
     def _settings_of(self, model: str, objective: str) -> _ModelSettings:
         ranks, name = (self._objectives, objective) if objective else (self._models, model)

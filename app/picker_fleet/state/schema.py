@@ -30,6 +30,8 @@ class Refusal(enum.StrEnum):
     BAND_CAPACITY = "band-capacity"
     BAND_BYTES = "band-bytes"
     TOTAL_CAPACITY = "total-capacity"
+    OVER_LIMIT = "over-limit"
+    OVER_BURST = "over-burst"
 
 
 # The notifications that a replica gets about its own requests. `placed`: the request was granted and placed

@@ -47,6 +47,7 @@ class Placed:
 
     endpoints: tuple[str, ...]
     loads: str = field(default="", compare=False)
+    quota: str = field(default="", compare=False)
 
 
 @dataclass(slots=True)
@@ -58,6 +59,7 @@ class Queued:
 class Refused:
     reason: Refusal
     retry_after_s: int
+    limit: str = ""
 
 
 class Verdict(enum.Enum):

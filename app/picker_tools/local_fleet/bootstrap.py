@@ -37,6 +37,7 @@ from picker_fleet.domain.allowlist import (
 from picker_fleet.domain.budgets import POOL_HEADER
 from picker_fleet.domain.config import Settings, pools_of
 from picker_fleet.domain.sections import Tls
+from picker_fleet.ingress import quota_headers
 from picker_fleet.ingress.context import PRESSURE as PRESSURE_HEADER
 from picker_fleet.ingress.ext_proc.accesslog import (
     CONTENT_TYPE,
@@ -49,7 +50,7 @@ from picker_fleet.ingress.ext_proc.accesslog import (
 )
 from picker_fleet.ingress.ext_proc.codec import ID_ATTRIBUTE, LENGTH_HEADER, SUBSET_HINT
 from picker_fleet.ingress.headers import METHOD, PATH, wanted_headers
-from picker_fleet.ingress.http.check import CARRIED, CLIENT_HEADERS, REFUSAL_HEADERS
+from picker_fleet.ingress.http.check import CARRIED, CLIENT_HEADERS, REFUSAL_HEADERS, TENANT_HEADERS
 from picker_fleet.ingress.http.server import HEALTH_PATH, PREFIX
 from picker_fleet.scheduling.chooser import SESSION_HEADER
 from picker_tools.local_fleet.parts import Mode
@@ -316,12 +317,14 @@ class _Manager:
             "manager",
             mode=mode,
             pool=settings.pool,
-            untrusted=[{"remove": name} for name in untrusted(self.trusted)],
+            untrusted=[{"remove": name} for name in untrusted(self.trusted, self._tenant_headers)],
             silent=_seconds(max(_SILENT_S, request_s)),
             request=_seconds(request_s),
             flush=_seconds(_BODY_S),
             hosts=hosts,
             answer_headers=_added(self._answer_headers()),
+            # In the mode `standard` the picker replaces these headers of model servers.
+            replaced_headers=quota_headers.NAMES if self._has_tenants and mode != "standard" else None,
             filters=self._filters(pool),
             # In the mode `standard` the picker reads the answer, but cannot tell a cut-off answer from a
             # client that left.
@@ -340,6 +343,17 @@ class _Manager:
         """The longest time that a request may queue, over all pools."""
         return max(each.fair_request_queue.queue_ttl for each in pools_of(self.settings).values())
 
+    @property
+    def _has_tenants(self) -> bool:
+        return any(each.tenants is not None for each in pools_of(self.settings).values())
+
+    @property
+    def _tenant_headers(self) -> Sequence[str]:
+        """The headers that name tenants, in any pool."""
+        sections = [each.tenants for each in pools_of(self.settings).values()]
+        names = (name for tenants in sections if tenants is not None for name in tenants.headers or ())
+        return tuple(dict.fromkeys(names))
+
     def _answer_headers(self) -> dict[str, str]:
         found = {}
         if self.mode == "lean":
@@ -347,6 +361,8 @@ class _Manager:
             # pressure. In the mode `standard` the picker sets these headers.
             found[SESSION_HEADER] = "%DYNAMIC_METADATA(picker:session)%"
             found[PRESSURE_HEADER] = "%DYNAMIC_METADATA(picker:pressure)%"
+            if self._has_tenants:
+                found |= {name: f"%DYNAMIC_METADATA(picker:{name})%" for name in quota_headers.NAMES}
         if self.debug_headers:  # the picked endpoint and the serving endpoint
             namespace = self.settings.extproc.metadata_namespace
             found["x-picker-header"] = f"%REQ({DESTINATION})%"
@@ -363,6 +379,9 @@ class _Manager:
         if self.mode != "standard":  # in the mode `standard` the picker reads usage
             events = _rules("usage_in_events", ("response.id", "response.conversation.id"))
             answers = _rules("usage_in_answer", ("id", "conversation.id"))
+            if self._has_tenants:
+                events += _numbers("cached_in_events")
+                answers += _numbers("cached_in_answer")
             filters.append(_part("sse_to_metadata", rules=[{"rule": rule} for rule in events]))
             filters.append(_part("json_to_metadata", rules=answers))
         filters.append(self._asking(pool))
@@ -378,13 +397,14 @@ class _Manager:
         read.update(*(wanted_headers(each) for each in pools_of(self.settings).values()))
         balances = extproc.on_failure == "balance" or None
         if mode == "http":
+            of_tenants = TENANT_HEADERS if self._has_tenants else ()
             return _part(
                 "ext_authz",
                 prefix=PREFIX.decode(),
                 wait=_seconds(self._longest_wait_s + _ANSWER_MARGIN_S),
                 request_headers=_pairs({SUBSET: f"%DYNAMIC_METADATA({SUBSET_HINT}:{SUBSET})%", **naming}),
-                refusal_headers=_exactly(REFUSAL_HEADERS),
-                client_headers=_exactly(CLIENT_HEADERS),
+                refusal_headers=_exactly((*REFUSAL_HEADERS, *of_tenants)),
+                client_headers=_exactly((*CLIENT_HEADERS, *of_tenants)),
                 metadata_headers=_exactly(METADATA_HEADERS),
                 balances=balances,
                 read_headers=_exactly(read - {METHOD, PATH}),
@@ -473,11 +493,15 @@ def _access_log(only: Tree | None) -> Tree:
 def _rules(usage: str, ids: Sequence[str]) -> list[Tree]:
     """Rules that store JSON values of the expected type in metadata: at each path in the part `usage`, and
     at `ids`, the paths of the STATE_IDS (picker_fleet/ingress/ext_proc/accesslog.py)."""
-    numbers = _part(usage).items()
-    rules = [_rule(path, key, {"type": "NUMBER"}) for key, paths in numbers for path in paths]
+    rules = _numbers(usage)
     rules += [_rule(path, key, {"type": "STRING"}) for key, path in zip(STATE_IDS, ids, strict=True)]
     # Record only that the answer is an error, not its text, which may be long.
     return [*rules, *(_rule(f"error.{field}", "error", {"value": True}) for field in ("message", "type"))]
+
+
+def _numbers(part: str) -> list[Tree]:
+    """Rules that store the numbers at each path in `part`."""
+    return [_rule(path, key, {"type": "NUMBER"}) for key, paths in _part(part).items() for path in paths]
 
 
 def _rule(path: str, key: str, kept: Tree) -> Tree:

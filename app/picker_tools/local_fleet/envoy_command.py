@@ -9,7 +9,7 @@ from ipaddress import ip_address
 from pathlib import Path
 
 from picker_fleet.domain import config
-from picker_fleet.domain.allowlist import trusted, trusted_name
+from picker_fleet.domain.allowlist import is_custom, trusted, trusted_name
 from picker_fleet.domain.errors import ConfigError
 from picker_fleet.domain.units import split_host_port
 from picker_tools.arguments import whole_number
@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
         ConfigError: the configuration cannot be used.
     """
     settings = config.load(args.config, os.environ)
-    names = sorted(trusted(args.trust_headers))
+    names = sorted(trusted(args.trust_headers) | set(filter(is_custom, args.trust_headers)))
     tls = PickerTls(args.picker_ca, args.picker_cert, args.picker_key)
     if (tls.cert is None) != (tls.key is None):
         raise ConfigError("--picker-cert and --picker-key belong together")

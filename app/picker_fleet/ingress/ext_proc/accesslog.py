@@ -81,6 +81,7 @@ PROMPT_SOURCES: Final = tuple(
     tuple(f"{when}{what}" for what in ("prompt_tokens", "cache_read_tokens", "cache_creation_tokens"))
     for when in ("", "first_")
 )
+_CACHED = ("cached_tokens", "cache_read_tokens", "first_cache_read_tokens")
 STATE_IDS: Final = ("response_id", "conversation_id")  # metadata keys of ids in the Responses API
 _MOST_TOKENS = 1e9
 
@@ -210,6 +211,10 @@ def read(entry: Any, namespace: str = NAMESPACE) -> Completion | Alive | Fault |
         return Alive(request_id, served, token)
     usage = _fields(metadata, "picker.usage")
     prompt_tokens, completion_tokens = _counts(usage) if usage else (None, None)
+    cached_tokens = None
+    if usage and len(usage) > 2:  # most answers report only a prompt and a completion
+        cached = (_tokens(usage, key) for key in _CACHED)
+        cached_tokens = next((count for count in cached if count is not None), None)
     duration_s = _seconds(common.time_to_last_downstream_tx_byte)
     first_byte_s = _seconds(common.time_to_first_downstream_tx_byte)
     service_s = _between(common.time_to_first_upstream_tx_byte, common.time_to_last_upstream_rx_byte)
@@ -230,7 +235,7 @@ def read(entry: Any, namespace: str = NAMESPACE) -> Completion | Alive | Fault |
     return Completion(
         request_id, outcome, status, served, prompt_tokens, completion_tokens, duration_s,
         first_byte_s, failed, token, service_s, waited_s, target_model, fault, 0.0, passed_over,
-        _ttft_s(common.custom_tags.get(TTFT_TAG, "")),
+        _ttft_s(common.custom_tags.get(TTFT_TAG, "")), cached_tokens,
     )  # fmt: skip
 
 

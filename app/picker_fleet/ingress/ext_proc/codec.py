@@ -12,8 +12,9 @@ NONE                   NONE                   lean, for session requests: header
 """
 
 import struct
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import lru_cache
+from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 from envoy.extensions.filters.http.ext_proc.v3.processing_mode_pb2 import ProcessingMode
@@ -22,6 +23,7 @@ from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingRequest, 
 from picker_fleet.domain.allowlist import DESTINATION
 from picker_fleet.domain.errors import Unsupported
 from picker_fleet.domain.request import Placement
+from picker_fleet.ingress import quota_headers
 from picker_fleet.ingress.context import PRESSURES, Refusal
 
 TEST_SERVED = "x-conformance-test-served-endpoint"
@@ -31,7 +33,7 @@ LENGTH_HEADER: Final = "x-picker-content-length"  # the project's Envoy copies t
 ID_ATTRIBUTE: Final = "request.id"
 SUBSET_HINT = "envoy.lb.subset_hint"  # the metadata namespace of `SUBSET`
 # Namespace of the picker's metadata. Envoy returns {id, token}, and {waited, target} of a queued request, in
-# the access log, and sends {session, pressure} to the client.
+# the access log, and sends {session, pressure}, and the headers of tenants' limits by name, to the client.
 PICKER = "picker"
 
 CHUNK_BYTES = 62_000  # Envoy's limit, in bytes, of one body chunk in an ext_proc answer
@@ -43,6 +45,7 @@ _NONE = ProcessingMode.NONE
 _DUPLEX = ProcessingMode.FULL_DUPLEX_STREAMED
 _MODES = {(_DUPLEX, _DUPLEX): "standard", (_DUPLEX, _NONE): "lean", (_NONE, _NONE): HEADERS_ALONE}
 
+_NOTHING: Mapping[str, str] = MappingProxyType({})
 REQUEST_TRAILERS: Final = b"\x2a\x00"  # an empty request_trailers
 RESPONSE_TRAILERS: Final = b"\x32\x00"  # an empty response_trailers
 
@@ -142,6 +145,7 @@ def _text(key: str) -> Callable[[str], bytes]:
 
 
 _ID, _TOKEN, _SESSION, _TARGET = map(_text, ("id", "token", "session", "target"))
+_QUOTA_ENTRIES: Final = {name: _text(name) for name in quota_headers.NAMES}
 _PRESSURE_ENTRIES: Final = {value: _text("pressure")(value) for value in PRESSURES}
 _PICKER_KEY = _field(b"\x0a", PICKER.encode())
 _CLEAR_ROUTE_CACHE = b"\x28\x01"  # CommonResponse.clear_route_cache: true
@@ -185,6 +189,7 @@ def placed(
     *,
     namespace: str,
     pressure: str,
+    quota: Mapping[str, str] = _NOTHING,
     removes: str = "",
     is_our_envoy: bool = False,
 ) -> Placed:
@@ -192,8 +197,8 @@ def placed(
 
     `request_id` is '' if the access log need not report the request; `content_length` is None to keep that
     header; `target_model` is the model name sent upstream; `pressure` is the value of x-queue-pressure for
-    the client; `removes` is a header not sent upstream. `is_our_envoy`: Envoy restores the content-length
-    from `LENGTH_HEADER`.
+    the client, `quota` has the client's headers about limits of tenants; `removes` is a header not sent
+    upstream. `is_our_envoy`: Envoy restores the content-length from `LENGTH_HEADER`.
     """
     set_headers, destination = _towards(destinations, namespace)
     if content_length is not None:
@@ -203,6 +208,8 @@ def placed(
     if removes:
         set_headers += _field(b"\x12", removes.encode())
     account = _PRESSURE_ENTRIES[pressure]
+    for name, value in quota.items():
+        account += _QUOTA_ENTRIES[name](value)
     if request_id:
         account += _ID(request_id) + _TOKEN(placement.accounting_token)
         if placement.session:
@@ -277,14 +284,15 @@ def _before_chunk(part: bytes, length: int, ended: bool) -> bytes:
     return head
 
 
-def response_headers(added: Mapping[str, str], *, sized: bool) -> bytes:
-    """Pass on a model server's response headers, plus the headers in `added` that are not empty.
+def response_headers(added: Mapping[str, str], *, removed: Iterable[str] = (), sized: bool) -> bytes:
+    """Pass on a model server's response headers without `removed`, plus the headers in `added` that are not
+    empty.
 
     Unless `sized`, the content-length is removed, since the body's length will change.
     """
     mutation = b"".join(_set_header(name, value) for name, value in added.items() if value)
-    if not sized:
-        mutation += _field(b"\x12", b"content-length")
+    for name in removed if sized else (*removed, "content-length"):
+        mutation += _field(b"\x12", name.encode())
     return _passed_on(mutation)
 
 

@@ -335,6 +335,7 @@ class Exchange:
             "" if request is None else request.target_model,
             namespace=self._context.settings.extproc.metadata_namespace,
             pressure=decision.pressure,
+            quota=decision.quota_headers() if decision.mode != "standard" else {},
             removes=CONTENT_ENCODING if is_decoded else "",
             is_our_envoy=decision.mode == "lean",
         )

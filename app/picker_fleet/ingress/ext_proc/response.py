@@ -12,6 +12,7 @@ import orjson
 
 from picker_fleet.domain.allowlist import SERVED
 from picker_fleet.domain.request import Completion, Outcome, fault_of, hold_of
+from picker_fleet.ingress import quota_headers
 from picker_fleet.ingress.context import PRESSURE, Decision, ExchangeContext
 from picker_fleet.ingress.ext_proc import codec
 from picker_fleet.ingress.media import MALFORMED
@@ -153,6 +154,8 @@ class _Members(TypedDict, total=False):
     meta: msgspec.Raw
     tokens: msgspec.Raw
     billed_units: msgspec.Raw
+    prompt_tokens_details: msgspec.Raw
+    input_tokens_details: msgspec.Raw
     prompt_tokens: msgspec.Raw
     input_tokens: msgspec.Raw
     inputTokens: msgspec.Raw
@@ -170,18 +173,23 @@ class _Members(TypedDict, total=False):
     total_tokens: msgspec.Raw
     totalTokens: msgspec.Raw
     totalTokenCount: msgspec.Raw
-    cache_read_input_tokens: msgspec.Raw
     cache_creation_input_tokens: msgspec.Raw
-    cacheReadInputTokens: msgspec.Raw
     cacheWriteInputTokens: msgspec.Raw
+    cache_read_input_tokens: msgspec.Raw
+    cacheReadInputTokens: msgspec.Raw
+    cached_tokens: msgspec.Raw
 
 
-# The kind of each member of `_Members`, in order: 9 containers of counts, then the counts of each kind.
-_HOLDS, _PROMPT, _COMPLETION, _TOTAL, _CACHED = range(5)
+# The kind of each member of `_Members`, in order: 11 containers of counts, then the counts of each kind. The
+# prompt's tokens exclude those _WRITTEN to a cache and _READ from it, but include the _CACHED ones.
+_HOLDS, _PROMPT, _COMPLETION, _TOTAL, _WRITTEN, _READ, _CACHED = range(7)
 _KINDS: Final = dict(
     zip(
         _Members.__annotations__,
-        (*[_HOLDS] * 9, *[_PROMPT] * 7, *[_COMPLETION] * 7, *[_TOTAL] * 3, *[_CACHED] * 4),
+        (
+            *(*[_HOLDS] * 11, *[_PROMPT] * 7, *[_COMPLETION] * 7, *[_TOTAL] * 3),
+            *(*[_WRITTEN] * 2, *[_READ] * 2, _CACHED),
+        ),
         strict=True,
     )
 )
@@ -194,8 +202,9 @@ _members: msgspec.json.Decoder[Mapping[str, msgspec.Raw]] = msgspec.json.Decoder
 _list_of_members: msgspec.json.Decoder[list[Mapping[str, msgspec.Raw]]] = msgspec.json.Decoder(list[_Members])
 _PREFIX = json.JSONDecoder()
 
-Counts = tuple[int | None, int | None]  # numbers of prompt and completion tokens; None if unknown
-_UNKNOWN: Final[Counts] = (None, None)
+# Numbers of prompt, completion and cached prompt tokens; None if unknown.
+Counts = tuple[int | None, int | None, int | None]
+_UNKNOWN: Final[Counts] = (None, None, None)
 
 
 class UsageReader:
@@ -250,7 +259,7 @@ class UsageReader:
         return bool(errors) and not (errors[-1][1] or "").startswith("4")
 
     def tokens(self) -> Counts:
-        """The answer's (prompt, completion) tokens; for a stream, the highest counts in its events."""
+        """The answer's prompt, completion and cached tokens: of a stream the highest counts in its events."""
         kept = b"".join(self._chunks)
         if self._is_json and (found := _of_answer(kept)) != _UNKNOWN:
             return found
@@ -315,8 +324,8 @@ def _of_answer(text: bytes) -> Counts:
     except MALFORMED:
         return _UNKNOWN
     told = [[count for count in side if count is not None] for side in zip(*answers, strict=True)]
-    prompt, completion = (sum(side) if side else None for side in told or ((), ()))
-    return prompt, completion
+    prompt, completion, cached = (sum(side) if side else None for side in told or ((), (), ()))
+    return prompt, completion, cached
 
 
 def _of_members(text: bytes | msgspec.Raw, nested: int = 0) -> Counts | None:
@@ -328,7 +337,7 @@ def _of_members(text: bytes | msgspec.Raw, nested: int = 0) -> Counts | None:
 
 
 def _of_object(members: Mapping[str, msgspec.Raw], nested: int = 0) -> Counts:
-    told: list[int | None] = [None] * 5
+    told: list[int | None] = [None] * 7
     found = _UNKNOWN
     for name, text in members.items():
         kind = _KINDS[name]
@@ -337,13 +346,13 @@ def _of_object(members: Mapping[str, msgspec.Raw], nested: int = 0) -> Counts:
                 found = _most(found, _of_members(text, nested + 1) or _UNKNOWN)
         elif (count := _count(bytes(text))) is not None:
             told[kind] = count if (before := told[kind]) is None else before + count
-    _, prompt, completion, total, cached = told
+    _, prompt, completion, total, written, read, cached = told
     if total is not None:
         prompt = max(total - (completion or 0), 0) if prompt is None else prompt
         completion = max(total - prompt, 0) if completion is None else completion
-    elif cached is not None:  # Anthropic and Bedrock exclude cached tokens from the prompt
-        prompt = (prompt or 0) + cached
-    return _most(found, (prompt, completion))
+    elif read is not None or written is not None:  # Anthropic and Bedrock
+        prompt = (prompt or 0) + (read or 0) + (written or 0)
+    return _most(found, (prompt, completion, read if cached is None else cached))
 
 
 def _of_place(text: bytes) -> Counts:
@@ -361,11 +370,11 @@ def _most(one: Counts, other: Counts) -> Counts:
         return other
     if other == _UNKNOWN:
         return one
-    prompt, completion = (
+    prompt, completion, cached = (
         max((count for count in counts if count is not None), default=None)
         for counts in zip(one, other, strict=True)
     )
-    return prompt, completion
+    return prompt, completion, cached
 
 
 def _count(digits: bytes) -> int | None:
@@ -456,6 +465,8 @@ class Response:
     ) -> None:
         self.ended = False
         self._settings = context.settings.extproc
+        self._quota = decision.quota_headers()
+        self._replaced = quota_headers.NAMES if context.settings.tenants is not None else ()
         self._settle, self._clock = context.gate.settle, context.clock
         self._decision, self._placement = decision, decision.placement
         self._picked = "" if self._placement is None else self._placement.endpoints[0]
@@ -500,6 +511,7 @@ class Response:
         added = {
             SESSION_HEADER: "" if placement is None else placement.session,
             PRESSURE: self._decision.pressure,
+            **self._quota,
         }
         if self._settings.conformance:
             named = namespace in message.metadata_context.filter_metadata
@@ -510,7 +522,8 @@ class Response:
             self._usage.encoded(found[_ENCODING])
         if headers.end_of_stream:
             self._end(Outcome.COMPLETED)
-        return [codec.response_headers(added, sized=self._rename is None)]
+        removed = [name for name in self._replaced if name not in added]
+        return [codec.response_headers(added, removed=removed, sized=self._rename is None)]
 
     def _chunk(self, part: Any) -> list[bytes]:
         body, ended = part.body, part.end_of_stream
@@ -534,7 +547,7 @@ class Response:
         if placement is None or decision.request is None:
             return
         ended_s = self._clock()
-        prompt_tokens, completion_tokens = self._usage.tokens()
+        prompt_tokens, completion_tokens, cached_tokens = self._usage.tokens()
         fault = ""
         has_usage = prompt_tokens is not None or completion_tokens is not None
         if outcome is Outcome.COMPLETED and not (has_usage and self._status == 200):
@@ -558,5 +571,6 @@ class Response:
                 hold_s=self._hold_s,
                 passed_over=self._picked if self._served not in (None, self._picked) else "",
                 ttft_s=self._ttft_s,
+                cached_tokens=cached_tokens,
             )
         )

@@ -13,7 +13,14 @@ from typing import Final, NamedTuple
 from picker_fleet.domain.allowlist import DESTINATION, SUBSET
 from picker_fleet.domain.budgets import BodyBuffer
 from picker_fleet.domain.errors import RequestError, Unsupported
-from picker_fleet.ingress.context import DROPPED_REASON, PRESSURE, Decision, ExchangeContext
+from picker_fleet.ingress import quota_headers
+from picker_fleet.ingress.context import (
+    DROPPED_REASON,
+    PRESSURE,
+    SHOULD_RETRY,
+    Decision,
+    ExchangeContext,
+)
 from picker_fleet.ingress.ext_proc.accesslog import (
     ID_HEADER,
     TARGET_HEADER,
@@ -32,6 +39,8 @@ MODE: Final = "http"
 # Headers of a placement and of a refusal that Envoy passes on to the client.
 CLIENT_HEADERS: Final = (SESSION_HEADER, PRESSURE)
 REFUSAL_HEADERS: Final = ("content-type", "retry-after", PRESSURE, DROPPED_REASON)
+# The same of placements and refusals with tenants.
+TENANT_HEADERS: Final = (*quota_headers.NAMES, SHOULD_RETRY)
 # Envoy takes a 5xx from its authorisation server as a failure of that server, and hides the answer from the
 # client. So a 5xx refusal is sent with an otherwise unused 4xx status, which Envoy's configuration maps back.
 CARRIED: Final = {status: status - 40 for status in (500, 503, 504)}
@@ -109,6 +118,7 @@ class Check:
         if decision.request_id:
             token = TOKEN_MARK + placement.accounting_token
             lines += f"{ID_HEADER}: {decision.request_id}\r\n{TOKEN_HEADER}: {token}\r\n"
+        lines += "".join([f"{name}: {value}\r\n" for name, value in decision.quota_headers().items()])
         if placement.session and request is not None:
             lines += f"{SESSION_HEADER}: {placement.session}\r\n"
         if placement.waited_s is not None and request is not None:

@@ -1,0 +1,58 @@
+"""The response headers that tell a client how much of its tenants' limits remains.
+
+OpenAI's and Anthropic's clients read these headers; their forms are in both vendors' API references ("Rate
+limits"). Among the limits on a request's path, the scripts report the one with the least share remaining.
+"""
+
+import math
+import re
+from datetime import UTC, datetime
+from typing import Final
+
+DEMOTED: Final = "x-picker-demoted"  # the request went to the lowest band, since a tenant is over its limit
+_OPENAI: Final = {
+    unit: tuple(f"x-ratelimit-{what}-{unit}" for what in ("limit", "remaining", "reset"))
+    for unit in ("requests", "tokens")
+}
+_ANTHROPIC: Final = {
+    unit: tuple(f"anthropic-ratelimit-{unit}-{what}" for what in ("limit", "remaining", "reset"))
+    for unit in ("requests", "tokens")
+}
+# All headers of this module. With tenants, headers of these names from a model server are removed.
+NAMES: Final = (*(name for api in (_OPENAI, _ANTHROPIC) for names in api.values() for name in names), DEMOTED)
+
+_PART = re.compile(r"(?:^|;)(requests|tokens)=(\d{1,15}),(\d{1,15}),(\d{1,15})(?=;|$)")
+
+
+def quota_headers(quota: str, *, is_anthropic: bool, now_s: float) -> dict[str, str]:
+    """The headers for `quota`, a text such as `requests=LIMIT,REMAINING,RESET_MS;demoted=1` (state/store.py).
+
+    `is_anthropic`: the request's path is of Anthropic's API, whose headers give the time of the reset, not
+    the time until then. `now_s` is the Unix time.
+    """
+    found: dict[str, str] = {}
+    for unit, limit, remaining, reset_ms in _PART.findall(quota):
+        wait_s = int(reset_ms) / 1000
+        reset = _at(now_s + wait_s) if is_anthropic else _duration(int(reset_ms))
+        names = (_ANTHROPIC if is_anthropic else _OPENAI)[unit]
+        found |= zip(names, (limit, remaining, reset), strict=True)
+    if "demoted=1" in quota:
+        found[DEMOTED] = "true"
+    return found
+
+
+def _duration(ms: int) -> str:
+    """`ms` as OpenAI's API writes a duration: 12ms, 1.5s, 6m0s, 1h0m0s."""
+    if ms < 1000:
+        return f"{ms}ms"
+    minutes, rest_ms = divmod(ms, 60_000)
+    seconds = f"{rest_ms / 1000:.3f}".rstrip("0").rstrip(".") + "s"
+    if not minutes:
+        return seconds
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}h{minutes}m{seconds}" if hours else f"{minutes}m{seconds}"
+
+
+def _at(time_s: float) -> str:
+    """A Unix time by RFC 3339, rounded up to a second."""
+    return datetime.fromtimestamp(math.ceil(time_s), UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

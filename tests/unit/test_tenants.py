@@ -1,0 +1,245 @@
+"""Tenants: their configuration, the flows that headers name, and what clients are told of limits."""
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import orjson
+import pytest
+from extproc_client import PLACEMENT, Talk, body, headers, response_headers, set_headers
+from tables import cases
+
+from picker_fleet.admission.waits import refusal
+from picker_fleet.domain.config import Settings, parse
+from picker_fleet.domain.errors import BadRequest, ConfigError, OverBurst, OverLimit
+from picker_fleet.domain.request import InferenceRequest
+from picker_fleet.domain.tenants import Node, Tenants, Tree
+from picker_fleet.ingress.intake import Intake, read_body
+from picker_fleet.ingress.quota_headers import NAMES, quota_headers
+from picker_fleet.state.accounting_token import Keyring
+from picker_fleet.state.schema import Refusal
+from picker_fleet.state.store import Refused
+
+ASK = orjson.dumps({"model": "m", "prompt": "p"})
+LIMIT = {"tokens": 1000, "per": "1m"}
+
+
+def node(path: str = "acme", **members: Any) -> dict[str, Any]:
+    return {"path": path, **members}
+
+
+def fault(settings: dict[str, Any]) -> str:
+    with pytest.raises(ConfigError) as caught:
+        parse(settings)
+    return str(caught.value)
+
+
+def asked(values: Mapping[str, str] | None = None, settings: Settings | None = None) -> InferenceRequest:
+    raw = {key: value.encode() for key, value in (values or {}).items()}
+    intake = Intake(settings or parse({}), new_id=lambda: "made", keys=Keyring())
+    return intake.request(read_body(ASK), raw, subset=None, trusted=False)
+
+
+def tree(*nodes: dict[str, Any]) -> Tree:
+    return Tree(Tenants.model_validate({"nodes": nodes}).nodes)
+
+
+@cases("section, told", {
+    "a path twice": ({"nodes": [node(), node()]}, "node acme: is there twice"),
+    "an empty segment": ({"nodes": [node("acme//key")]}, "node 'acme//key': has an empty segment"),
+    "a long segment": ({"nodes": [node("a/" + "b" * 257)]}, "has a segment longer than 256 bytes"),
+    "nine levels": ({"nodes": [node("1/2/3/4/5/6/7/8/9")]}, "has 9 levels; at most 8"),
+    "a control character": ({"nodes": [node("a\x1fb")]}, "contains a control character"),
+    "a * within": ({"nodes": [node("acme/*/key")]}, "'*' stands only in the last segment"),
+    "an unknown member": ({"nodes": [node(children=[])]}, "nodes.0 (acme).children: unknown key"),
+    "a limit of no unit": ({"nodes": [node(limits=[{"per": "1m"}])]}, "tenants.nodes.0 (acme).limits.0: "),
+    "a limit of two units": ({"nodes": [node(limits=[{**LIMIT, "requests": 1}])]}, "has requests and tok"),
+    "two limits of one kind": ({"nodes": [node(limits=[LIMIT, LIMIT])]}, "two limits of tokens per 1m"),
+    "no amount": ({"nodes": [node(limits=[{**LIMIT, "tokens": 0}])]}, "(acme).limits.0.tokens: "),
+    "no burst": ({"nodes": [node(limits=[{**LIMIT, "burst": 0}])]}, "(acme).limits.0.burst: "),
+    "another period": ({"nodes": [node(limits=[{**LIMIT, "per": "2m"}])]}, "(acme).limits.0.per: "),
+    "no weight": ({"nodes": [node(weight=0)]}, "tenants.nodes.0 (acme).weight: "),
+    "a limit above": (
+        {"nodes": [node(limits=[LIMIT]), node("acme/a/b", limits=[{**LIMIT, "tokens": 1001}])]},
+        "node acme/a/b: its limit of 1001 tokens per 1m is above the limit of acme, 1000",
+    ),
+    "a limit above a level's": (
+        {"nodes": [node("*", limits=[LIMIT]), node("acme/a", limits=[{**LIMIT, "tokens": 1001}])]},
+        "node acme/a: its limit of 1001 tokens per 1m is above the limit of acme, 1000",
+    ),
+    "a long separator": ({"separator": "::"}, "tenants.separator: "),
+    "a letter as separator": ({"separator": "a"}, "tenants.separator: must be one character: no letter"),
+    "a header that is not trusted": ({"headers": ["x-team"]}, "trusted_headers does not name x-team"),
+    "a header with a meaning": ({"headers": ["x-request-id"]}, "'x-request-id' is not a header of"),
+    "a price below 0": ({"prices": {"llama": {"prompt": -1}}}, "tenants.prices.llama.prompt: "),
+    "nodes twice": ({"nodes": [node()], "file": "nodes.yaml"}, "tenants: give one of nodes, file"),
+})  # fmt: skip
+def test_a_fault_in_tenants_names_the_node(section: dict[str, Any], told: str) -> None:
+    assert told in fault({"tenants": section})
+
+
+def test_tenants_need_flows() -> None:
+    queue = {"fair_request_queue": {"fairness": "none"}}
+    assert "fairness none keeps no flows apart, so tenants" in fault({"tenants": {}, **queue})
+    trusted = {"extproc": {"trusted_headers": ["X-Team"]}, "tenants": {"headers": ["x-team"]}}
+    assert parse(trusted).tenants == Tenants(headers=("x-team",))
+    by_model = {"fair_request_queue": {"flow_key": "model"}}
+    assert "flow_key model ignores tenants.headers" in fault({**trusted, **by_model})
+
+
+def test_a_million_nodes_are_refused_before_they_are_read() -> None:
+    nodes = [node(f"acme/{number}") for number in range(1_000_000)]
+    began_s = time.thread_time()
+    assert fault({"tenants": {"nodes": nodes}}) == (
+        "tenants.nodes: 1000000 nodes; at most 10000 (the next would be acme/10000)"
+    )
+    assert time.thread_time() - began_s < 10
+
+
+@cases("path, expected", {
+    "itself": ("acme/search", "acme/search"),
+    "a child of its parent": ("acme/chat", "acme/*"),
+    "its level": ("other/chat", "*/*"),
+    "the top level": ("other", "*"),
+    "none": ("acme/search/key", None),
+    "the eighth level has the rest": ("1/2/3/4/5/6/7/8/9", "1/2/3/4/5/6/7/*"),
+})  # fmt: skip
+def test_a_node_has_the_settings_of_its_path_else_of_its_parents_children_else_of_its_level(
+    path: str, expected: str | None
+) -> None:
+    found = tree(*map(node, ("acme/search", "acme/*", "*/*", "*", "1/2/3/4/5/6/7/*"))).node(path)
+    assert (found and found.path) == expected
+
+
+def test_a_node_has_the_same_settings_after_the_shared_state() -> None:
+    budget = {"units": 500.5, "period": "month"}
+    given = node(weight=3, over_limit="reject", max_parallel_requests=10, limits=[LIMIT], budget=budget)
+    (read,) = Tenants.model_validate({"nodes": [given]}).nodes
+    assert read.shared() == (
+        '{"budget":{"period":"month","units":500.5},'
+        '"limits":[{"amount":1000,"burst":1000,"per_ms":60000,"unit":"tokens"}],'
+        '"max_parallel":10,"over_limit":"reject","weight":3.0}'
+    )
+    assert Node.of_shared("acme", read.shared()).shared() == read.shared()
+    assert Node(path="acme").shared() == "{}"
+
+
+HEADERS = ["x-tenant", "x-team", "x-user"]
+BY_HEADERS = parse({
+    "extproc": {"trusted_headers": [*HEADERS, "x-llm-d-inference-fairness-id"]},
+    "tenants": {"headers": HEADERS},
+})  # fmt: skip
+
+
+@cases("values, flow", {
+    "all": ({"x-tenant": "acme", "x-team": "search", "x-user": "7"}, "acme/search/7"),
+    "one is missing": ({"x-tenant": "acme", "x-team": " ", "x-user": "7"}, "acme"),
+    "the first is missing": ({"x-team": "search", "x-llm-d-inference-fairness-id": "b"}, "b"),
+    "none": ({}, "m"),
+})  # fmt: skip
+def test_the_headers_of_tenants_name_the_flow(values: Mapping[str, str], flow: str) -> None:
+    assert asked(values, BY_HEADERS).flow == flow
+
+
+@pytest.mark.parametrize("value", ["a/b", "a\x1fb", "a" * 513])
+def test_a_header_cannot_name_a_tenant_of_another_level(value: str) -> None:
+    with pytest.raises(BadRequest, match="x-team"):
+        asked({"x-tenant": "acme", "x-team": value}, BY_HEADERS)
+
+
+@pytest.mark.parametrize("unit", ["requests", "tokens"])
+def test_with_tenants_a_request_has_estimates_in_tokens_in_either_unit_of_the_stock(unit: str) -> None:
+    controller = {"request_queue_controller": {"mode": "adaptive", "unit": unit}}
+    found = asked(settings=parse({**controller, "tenants": {}}))
+    assert found.prompt_tokens >= 1
+    if unit == "tokens":  # the scripts add the mean answer to both
+        assert (found.learn, found.cost, found.answer_tokens) == (True, found.prompt_tokens, 0)
+    else:
+        assert (found.learn, found.cost, found.answer_tokens) == (False, 1, 256)
+    without = asked(settings=parse(controller))
+    assert (without.cost, without.prompt_tokens, without.answer_tokens) == (found.cost, 0, 0)
+
+
+QUOTA = "requests=60,59,1000;tokens=200000,12,366500;demoted=1"
+OF_OPENAI = {
+    "x-ratelimit-limit-requests": "60", "x-ratelimit-remaining-requests": "59",
+    "x-ratelimit-reset-requests": "1s", "x-ratelimit-limit-tokens": "200000",
+    "x-ratelimit-remaining-tokens": "12", "x-ratelimit-reset-tokens": "6m6.5s", "x-picker-demoted": "true",
+}  # fmt: skip
+OF_ANTHROPIC = {
+    "anthropic-ratelimit-requests-limit": "60", "anthropic-ratelimit-requests-remaining": "59",
+    "anthropic-ratelimit-requests-reset": "1970-01-01T00:00:02Z",
+    "anthropic-ratelimit-tokens-limit": "200000",
+    "anthropic-ratelimit-tokens-remaining": "12", "anthropic-ratelimit-tokens-reset": "1970-01-01T00:06:08Z",
+    "x-picker-demoted": "true",
+}  # fmt: skip
+
+
+def test_limits_are_told_as_the_clients_of_each_vendor_read_them() -> None:
+    assert quota_headers(QUOTA, is_anthropic=False, now_s=1.0) == OF_OPENAI
+    assert quota_headers(QUOTA, is_anthropic=True, now_s=1.0) == OF_ANTHROPIC
+    assert {*OF_OPENAI, *OF_ANTHROPIC} == {*NAMES}
+
+
+@cases(
+    "ms, told",
+    {"0": (0, "0ms"), "12": (12, "12ms"), "6 min": (360_000, "6m0s"), "1 h": (3_600_000, "1h0m0s")},
+)
+def test_a_time_until_the_reset_has_openais_form(ms: int, told: str) -> None:
+    found = quota_headers(f"tokens=1,0,{ms}", is_anthropic=False, now_s=0.0)
+    assert found["x-ratelimit-reset-tokens"] == told
+
+
+@pytest.mark.parametrize("text", ["", "tokens=1", "tokens=1,2,-3", "pages=1,2,3", "tokens=a,b,c;x"])
+def test_a_malformed_quota_is_not_told(text: str) -> None:
+    assert quota_headers(text, is_anthropic=False, now_s=0.0) == {}
+
+
+@pytest.mark.parametrize("mode", ["standard", "lean"])
+async def test_a_client_receives_its_limits_in_every_mode_in_place_of_the_model_servers(mode: str) -> None:
+    talk = Talk(settings={"tenants": {}})
+    talk.gate.placement = PLACEMENT._replace(quota=QUOTA)
+    answers = await talk.say(headers(mode), body(ASK))
+    if mode == "lean":
+        # Envoy makes headers of these.
+        told = dict(answers[0].dynamic_metadata["picker"])
+        assert {name: told.get(name) for name in OF_OPENAI} == OF_OPENAI
+        return
+    own = {"x-ratelimit-limit-requests": "5", "anthropic-ratelimit-tokens-limit": "5"}
+    [answer] = await talk.say(response_headers(fields=own))
+    mutation = answer.response_headers.response.header_mutation
+    assert OF_OPENAI.items() <= set_headers(mutation).items()
+    assert {*mutation.remove_headers} == {*NAMES} - {*OF_OPENAI}
+
+
+NODES = tree(
+    node(limits=[LIMIT, {"prompt_tokens": 500, "per": "1h", "burst": 50}], max_parallel_requests=4,
+         budget={"units": 20.5, "period": "day"}),
+    node("acme/*", limits=[{"requests": 7, "per": "1s"}]),
+)  # fmt: skip
+
+
+@cases("limit, told", {
+    "tokens": ("tokens 60000 acme", "acme: 1000 tokens per 1m; retry in 12 s"),
+    "a pattern's": ("requests 1000 acme/a b", "acme/a b: 7 requests per 1s; retry in 12 s"),
+    "parallel": ("parallel 0 acme", "acme: 4 requests at once; retry in 12 s"),
+    "budget": ("budget day acme", "acme: 20.5 units a day; retry in 12 s"),
+    "changed meanwhile": ("tokens 1000 b", "b: its limit of tokens is used up; retry in 12 s"),
+})  # fmt: skip
+def test_a_refusal_over_a_limit_names_node_and_limit_and_the_wait(limit: str, told: str) -> None:
+    error = refusal(Refused(Refusal.OVER_LIMIT, 12, limit), asked(), 1, NODES)
+    assert type(error) is OverLimit
+    assert (str(error), error.retry_after_s, error.reason) == (told, 12, "over-limit")
+
+
+@cases("limit, told", {
+    "tokens": ("tokens 60000 acme", "needs about 1300 tokens; acme allows 1000 at once"),
+    "burst": ("prompt_tokens 3600000 acme", "needs about 800 prompt tokens; acme allows 50 at once"),
+    "budget": ("budget day acme", "needs more than the budget of acme, which allows 20.5 at once"),
+    "unknown": ("tokens 1000 b", "needs about 1300 tokens; b has a lower limit"),
+})  # fmt: skip
+def test_a_refusal_of_a_request_above_a_burst_says_what_it_needs(limit: str, told: str) -> None:
+    request = asked()._replace(prompt_tokens=799.5, answer_tokens=500)
+    error = refusal(Refused(Refusal.OVER_BURST, 0, limit), request, 1, NODES)
+    assert type(error) is OverBurst
+    assert (str(error), error.reason) == (f"the request {told}", "over-burst")
