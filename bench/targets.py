@@ -86,7 +86,7 @@ def _score(it: Server) -> list[Row]:
     call("heartbeat", "r", "{}", 60_000, "")
     for number in range(1, _WORKLOADS + 1):
         call("admit", "r", arrival(f"id-{number}", "flow", workload=f"workload-{number}", ttl_ms=60_000))
-        call("settle", "r", f"id-{number}", "completed", "", "", "")
+        call("settle", "r", f"id-{number}", "completed", "", "", "", "")
     registry = pool.removesuffix("pool") + "workloads"
     taken_mb = int(it.client.memory_usage(registry, samples=0)) / 1e6
     registered = it.client.hlen(registry)

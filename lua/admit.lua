@@ -10,13 +10,16 @@
 -- args[1] the calling replica; then each request, packed (picker_fleet/state/schema.py): texts, each ended by byte 0:
 --   id, attempt (NUMBER.DIGEST of its body), flow, workload ('' anonymous), model, candidates (as in place.lua);
 --   then doubles: priority, weight, cost, ttl_ms, age_ms, criticality, limit (of the flow on each endpoint; 0 none),
---   learn (1: cost lacks the answer's part, which is estimated by the flow's mean), bytes (of its body; 0 unknown). A
+--   learn (1: cost lacks the answer's part, which is estimated by the flow's mean), bytes (of its body; 0 unknown),
+--   prompt_tokens, answer_tokens (estimates for the limits of tenants; with `learn`, the answer's part is added). A
 --   request that is queued with candidates '*' is placed by the call that grants it.
 --
 -- Returns {epoch, notifications, attempts, served, reply...}, one reply per request:
---   'placed a,b,c LOADS' (as in place.lua) | 'queued TTL_LEFT_MS', followed by ' adopted' for a known id
+--   'placed a,b,c LOADS' (as in place.lua), and with tenants byte 31 and the balances (tenants.quota)
+--   | 'queued TTL_LEFT_MS'; either is followed by ' adopted' for a known id
 --   | 'refused REASON RETRY_AFTER_S', REASON one of no-endpoints, saturated, insufficient-flow-capacity,
---     too-many-flows, band-capacity, band-bytes, total-capacity
+--     too-many-flows, band-capacity, band-bytes, total-capacity, over-limit, over-burst; after the last two follow byte
+--     31 and 'UNIT PER_MS PATH' of the tenant's limit
 --   | 'expired' | 'unknown-pool' (publish first) | 'foreign' (another request has this id; nothing was done)
 
 -- Whether an arrival with a known id is the same request r: flow, model and body digest are equal, whichever stream
@@ -65,7 +68,7 @@ local function adopt(r, arrival, turn, picks)
 end
 
 local function refuse(r, reason)
-  local retry_after_s = reason == REFUSED_NO_ENDPOINTS and 1 or pool.retry_after_s()
+  local retry_after_s = reason == REFUSED.NO_ENDPOINTS and 1 or pool.retry_after_s()
   log_event('refused', r, nil, nil, reason)
   return 'refused ' .. reason .. ' ' .. retry_after_s
 end
@@ -96,12 +99,15 @@ local function bypass(r, turn, picks)
   if settings.paused == 1 then return nil end
   local take = pool.stock_for(r.cost, pool.upper)
   if (take > 0 and pool.stock + take > pool.upper) or endpoints.flow_at_limit(r) then return nil end
+  if settings.tenants and tenants.lacking(r) then return nil end
   if endpoints.caps and not endpoints.stock_bounds_slots() and endpoints.free_slots() <= RESIDUE then return nil end
   r.taken = take
+  if settings.tenants then tenants.start(r) end
   local reply, limited = place_request(r, r.candidates, turn, picks)
   if not reply then
     r.taken = 0
-    return not limited and refuse(r, REFUSED_NO_ENDPOINTS) or nil
+    if settings.tenants then tenants.sent_back(r) end
+    return not limited and refuse(r, REFUSED.NO_ENDPOINTS) or nil
   end
   pool.stock = pool.stock + take
   if r.limit > 0 then endpoints.count_flow(r, nil, 1) end
@@ -117,37 +123,53 @@ local function queued_for(left_ms)
   return last_queued
 end
 
+-- The number of backlogged flow queues in all bands.
+local function count_flow_queues()
+  local count = 0
+  for _, band in ipairs(BANDS) do count = count + queue.count_flow_queues(band) end
+  return count
+end
+
 -- Decide about an arrival whose id is unknown. Return the reply.
 local function arrive(r, turn, picks)
   local left_ms = r.ttl_ms - r.age_ms
   if left_ms <= 0 then return 'expired' end
   local band = bands.of(r.priority)
   r.band = band
-  if pool.ready == 0 and settings.queue_unready ~= 1 then return refuse(r, REFUSED_NO_ENDPOINTS) end
+  if settings.tenants then
+    local refusal = tenants.arrive(r)
+    if refusal then
+      log_event('refused', r, nil, nil, tenants.reason(refusal))
+      return refusal
+    end
+    band = r.band
+  end
+  if pool.ready == 0 and settings.queue_unready ~= 1 then return refuse(r, REFUSED.NO_ENDPOINTS) end
   r.deadline_ms = now_ms + left_ms
-  local reply = pool.queued == 0 and pool.ready > 0 and bypass(r, turn, picks)
+  local is_first = pool.queued == 0 or settings.tenants and queue.may_overtake(r)
+  local reply = is_first and pool.ready > 0 and bypass(r, turn, picks)
   if reply then return reply end
   -- If the queue is off, refuse a request that cannot start because of a limit.
-  if settings.queue_enabled == 0 and settings.paused ~= 1 and pool.queued == 0 then
-    return refuse(r, REFUSED_SATURATED)
+  if settings.queue_enabled == 0 and settings.paused ~= 1 and is_first then
+    return refuse(r, REFUSED.SATURATED)
   end
   if settings.overload == OVERLOAD_REJECT_NONCRITICAL and not GUARANTEED[band] then
-    return refuse(r, REFUSED_SATURATED)
+    return refuse(r, REFUSED.SATURATED)
   end
   if settings.fairness ~= FAIRNESS_NONE and queue.length(band, r.flow) >= settings.flow_capacity then
-    return refuse(r, REFUSED_INSUFFICIENT_FLOW_CAPACITY)
+    return refuse(r, REFUSED.INSUFFICIENT_FLOW_CAPACITY)
   end
 
   -- Each flow queue holds a request: count the flow queues only if at least max_flows requests are queued.
   if pool.queued >= (settings.max_flows or math.huge) and not GUARANTEED[band]
-    and queue.count_flow_queues() >= settings.max_flows and queue.length(band, queue.flow_queue(r)) == 0 then
-    return refuse(r, REFUSED_TOO_MANY_FLOWS)
+    and count_flow_queues() >= settings.max_flows and queue.length(band, queue.flow_queue(r)) == 0 then
+    return refuse(r, REFUSED.TOO_MANY_FLOWS)
   end
-  if pool[QUEUED[band]] >= CAPACITY[band] then return refuse(r, REFUSED_BAND_CAPACITY) end
+  if pool[QUEUED[band]] >= CAPACITY[band] then return refuse(r, REFUSED.BAND_CAPACITY) end
   if r.bytes > MOST_BYTES then r.bytes = MOST_BYTES end
-  if bands.limit_bytes and not bands.has_room_for_bytes(r) then return refuse(r, REFUSED_BAND_BYTES) end
+  if bands.limit_bytes and not bands.has_room_for_bytes(r) then return refuse(r, REFUSED.BAND_BYTES) end
   if pool.queued >= settings.total_capacity and not (settings.overload == OVERLOAD_PREEMPT and preempt_for(r)) then
-    return refuse(r, REFUSED_TOTAL_CAPACITY)
+    return refuse(r, REFUSED.TOTAL_CAPACITY)
   end
   r.state, r.any_endpoint = STATE_QUEUED, r.candidates == endpoints.ANY
   local tag = queue.insert(r)
@@ -198,10 +220,14 @@ local function admit(args)
       r.state, r.owner, r.workload, r.arrived, r.deadline_ms, r.endpoints, r.taken, r.tag = 'new', args[1],
         workloads.arrived(r.flow, r.workload), arrival_us(r.age_ms), 0, '', 0, -1
       r.age_ms = math.floor(r.age_ms)
-      if r.learn == 1 then r.cost = r.cost + usage.mean_answer(r.flow, r.model) end
+      if r.learn == 1 then
+        local answer = usage.mean_answer(r.flow, r.model)
+        r.cost, r.answer_tokens = r.cost + answer, r.answer_tokens + answer
+      end
       r.cost = bands.clamp_cost(r.cost)
       replies[i] = arrive(r, turn, count)
       if r.state == 'new' then -- refused or expired
+        if settings.tenants then tenants.refused(r) end
         workloads.refused(r.flow, r.workload)
       elseif r.band > LAST_NAMED then
         bands.count_request(r.band, 1)

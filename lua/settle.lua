@@ -9,7 +9,8 @@
 -- keys[1] epp:{POOL}:pool
 -- args[1] the calling replica; then for each request: id, outcome (completed; answered: completed, and its endpoint
 --   answered well; client_gone; upstream_failed), its real cost ('' unknown), its answer's tokens ('' unknown), the
---   size of its prompt's text ('' unless the real cost is the tokens of this text and of the answer)
+--   size of its prompt's text ('' unless the real cost is the tokens of this text and of the answer), its usage
+--   ('PROMPT,CACHED,ANSWER' tokens, '' unknown)
 --
 -- Returns {epoch, notifications, attempts, served, reply...}: 'settled MODEL' | 'left MODEL' (the request was still
 -- queued) | 'unknown'
@@ -56,7 +57,7 @@ local function settle(args)
   endpoints.prefetch(hosts, placed)
   workloads.prefetch(workload_ids, known)
   local has_ghosts = tombstones.has_ghosts()
-  return for_each_item(args, ITEM.settle, function(_, id, outcome, actual, answer_tokens, prompt_size)
+  return for_each_item(args, ITEM.settle, function(_, id, outcome, actual, answer_tokens, prompt_size, used)
     local r = record.read(id)
     if has_ghosts then tombstones.forget_ghost(id) end
     if not r then return 'unknown' end
@@ -74,6 +75,10 @@ local function settle(args)
       if pool.outliers > 0 and r.state == STATE_PLACED then
         outliers.answered(endpoints.first(r.endpoints), r.flow)
       end
+    end
+    if settings.tenants and used ~= '' then
+      local prompt, cached, answer = string.match(used, '^(%d+),(%d+),(%d+)$')
+      if prompt then tenants.used(r, tonumber(prompt), tonumber(cached), tonumber(answer)) end
     end
     local ghost, page_ms
     if has_ghosts and r.state == STATE_PLACED then ghost, page_ms = ghost_in_place_of(r) end

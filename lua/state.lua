@@ -32,7 +32,7 @@ local function state(args)
   for _, band in ipairs(BANDS) do
     of_bands[#of_bands + 1] = PRIORITY[band]
     of_bands[#of_bands + 1] = exact(pool[V[band]])
-    of_bands[#of_bands + 1] = read('ZCARD', key.flows[band]) + read('ZCARD', key.throttled[band])
+    of_bands[#of_bands + 1] = queue.count_flow_queues(band)
     of_bands[#of_bands + 1] = pool[QUEUED[band]]
     of_bands[#of_bands + 1] = exact(bands.bytes(band))
   end

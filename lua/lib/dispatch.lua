@@ -16,6 +16,7 @@ local function place_request(r, candidates, turn, picks)
   if r.limit > 0 then endpoints.count_flow(r, endpoint, 1) end
   record.put(r)
   if granted and settings.log_max > 0 then log_event('placed', r) end
+  if settings.tenants then seen = seen .. tenants.quota(r) end
   return 'placed ' .. picked .. ' ' .. seen
 end
 
@@ -28,8 +29,8 @@ local function place_granted(r, candidates, turn, picks)
   local reply, limited, closed = place_request(r, candidates, turn, picks)
   if reply then return reply end
   if not limited or r.deadline_ms <= now_ms then
-    finish_request(r, limited and 'expired' or 'refused', limited and '' or REFUSED_NO_ENDPOINTS)
-    return limited and 'expired' or 'refused ' .. REFUSED_NO_ENDPOINTS .. ' 1'
+    finish_request(r, limited and 'expired' or 'refused', limited and '' or REFUSED.NO_ENDPOINTS)
+    return limited and 'expired' or 'refused ' .. REFUSED.NO_ENDPOINTS .. ' 1'
   end
   defer_write('ZREM', key.inflight, r.id)
   pool.release(r.taken)
@@ -42,9 +43,10 @@ local function place_granted(r, candidates, turn, picks)
   queue.charge_band(r, -r.cost)
   record.put(r)
   log_event('requeued', r, tag)
+  if settings.tenants then tenants.sent_back(r) end
   closed = closed or {}
   if #closed == 0 or endpoints.free_slots() > RESIDUE then
-    if read('ZSCORE', key.flows[r.band], flow_queue) then queue.throttle(r.band, flow_queue, tag) end
+    if queue.is_in_order(r.band, flow_queue) then queue.throttle(r.band, flow_queue, tag) end
     throttle.wait_for(r.band, flow_queue, tag, closed)
   end
   return 'queued ' .. (r.deadline_ms - now_ms)
@@ -117,6 +119,7 @@ local function grant(r, tag, take, turn_of, picks)
   if r.limit > 0 then endpoints.count_flow(r, nil, 1) end
   workloads.dispatched(r, (now_us - r.arrived) / 1000)
   if settings.log_max > 0 then log_event('granted', r, tag, turn_of and 'turn' or 'guard', share) end
+  if settings.tenants then tenants.start(r) end
   local reply = r.any_endpoint and place_request(r, endpoints.ANY, now_us + counters.dispatches, picks)
   if reply then
     notifications.add_placed(r, reply)
@@ -128,12 +131,20 @@ end
 
 -- Grant queued requests while the stock is below the lower bound; never exceed the upper bound (G1). End a request past
 -- its TTL (G5). Orphan a request whose replica is silent, so that another replica can adopt it (G7).
+-- Whether a node of request r lacks balance. If so, throttle the node.
+local function is_short_of_balance(r)
+  local member, wait_ms = tenants.lacking(r)
+  if member then queue.wait_for_balance(r, member, wait_ms) end
+  return member
+end
+
 local DISPATCH_LIMIT = 24 -- requests per call; every call ends with a dispatch, so the next one continues
 local function dispatch()
   if next(live) then live = {} end
   local served, attempts = 0, 0
   if not timers_ran then run_timers(TIMERS_LIMIT) end
   if settings.paused == 1 then return 0, 0 end
+  if settings.tenants then queue.end_waits() end
   local counters, guarded = pool, settings.guard_share > 0
   local lower, upper = counters.lower, counters.upper
   if settings.queue_enabled == 0 then lower = math.huge end
@@ -162,7 +173,7 @@ local function dispatch()
       queue.orphan(r, now_ms + settings.lease_ms)
     elseif r.limit > 0 and endpoints.flow_at_limit(r) then
       queue.throttle(r.band, queue.flow_queue(r), tag)
-    else
+    elseif not (settings.tenants and is_short_of_balance(r)) then
       local take = pool.stock_for(r.cost, pool.upper)
       if upper <= 0 or (take > 0 and counters.stock + take > upper) then break end
       grant(r, tag, take, flow_queue, room - served)
@@ -178,6 +189,7 @@ local function commit()
   workloads.commit()
   pool.commit()
   endpoints.commit()
+  if settings.tenants then tenants.commit() end
   commit_writes()
   commit_log()
   notifications.publish()
@@ -212,15 +224,15 @@ local function finish_call(replies)
   return {epoch_text, notifications.for_caller, attempts, served, unpack(replies or {})}
 end
 
--- Answer a batch of items, each `size` arguments (at most five) after the caller's name, by calling
--- `answer(index, fields...)`. The function `answer` always gets five fields; the fields beyond `size` belong to the
+-- Answer a batch of items, each `size` arguments (at most six) after the caller's name, by calling
+-- `answer(index, fields...)`. The function `answer` always gets six fields; the fields beyond `size` belong to the
 -- next item.
 local function for_each_item(args, size, answer)
   reset_notifications(args[1])
   local replies, count = {}, 0
   for at = 2, #args, size do
     count = count + 1
-    replies[count] = answer(at, args[at], args[at + 1], args[at + 2], args[at + 3], args[at + 4])
+    replies[count] = answer(at, args[at], args[at + 1], args[at + 2], args[at + 3], args[at + 4], args[at + 5])
   end
   return finish_call(replies)
 end
@@ -247,6 +259,7 @@ local function reset_caches()
   reset_endpoints()
   if pool.outliers > 0 then marks.read_outliers() end
   reset_workloads()
+  if settings.tenants then tenants.reset() end
   if not cache_is_valid then
     timers.forget()
     order.forget()

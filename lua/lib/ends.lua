@@ -46,6 +46,9 @@ local function restore_placed(r, lease_end_ms)
   log_event('restored', r, nil, nil, marks.largest_bound())
 end
 
+-- Events after which a tenant's charge is refunded: the request was not served.
+local REFUNDED = {refused = true, cancelled = true, expired = true, preempted = true, evicted = true, abandoned = true,
+  withdrawn = true, upstream_failed = true}
 -- End a request in any state: remove its record, and remove it from the queue or release its stock, endpoint and lease.
 local function finish_request(r, event, note)
   local state = r.state
@@ -61,6 +64,10 @@ local function finish_request(r, event, note)
   workloads.ended(r.workload)
   pool.ended = pool.ended + 1
   if settings.log_max > 0 then log_event(event, r, nil, nil, note) end
+  local freed = settings.tenants and tenants.ended(r, REFUNDED[event])
+  for _, member in ipairs(freed or {}) do
+    for _, band in ipairs(BANDS) do queue.unthrottle(band, member) end
+  end
   if state == STATE_PLACED and endpoints.caps then
     local endpoint = endpoints.first(r.endpoints)
     if has_free_slot(endpoint) then queue.endpoint_has_room(endpoint) end

@@ -1,8 +1,9 @@
--- include: endpoints order throttle
+-- include: endpoints order throttle tenants
 -- The queue consists of bands; each band has flow queues ordered by start tag; each flow queue has requests in the
--- order of lib/order.lua. Also chooses preemption candidates, and applies new settings, which may change the order.
+-- order of lib/order.lua. With tenants, a band is a tree whose leaves are the flow queues. Also chooses preemption
+-- candidates, and applies new settings, which may change the order.
 -- Uses fronts from lib/fronts.lua, bands from lib/bands.lua, records and timers from lib/registry.lua, `endpoints`,
--- `order` and `throttle`. Defines `preemption`, `queue` and `put_settings`.
+-- `order`, `throttle` and `tenants`. Defines `preemption`, `queue` and `put_settings`.
 
 -- The preemption candidates when the queue is full: the backlogged flow queues of each preemptible band, ordered by
 -- the time of their last preemption. While pool.pressed is 1, the key `preempted` keeps the last preemption times of
@@ -29,6 +30,9 @@ do
     for _ = 1, STRAYS do
       local candidate = read('ZRANGE', key.candidates[band], 0, 0)[1]
       local flow_queue = candidate or read('ZRANGE', key.flows[band], 0, 0)[1]
+      while flow_queue and tenants.is_inner(flow_queue) do
+        flow_queue = read('ZRANGE', key.children[band][flow_queue], 0, 0)[1]
+      end
       if not flow_queue then return nil end
       local last = read('ZRANGE', key.queue[band][flow_queue], -1, -1)[1]
       if last then return flow_queue, last end
@@ -41,6 +45,12 @@ end
 -- that becomes backlogged starts at S = max(v, F); serving it sets the band's virtual time v = S and the flow queue's
 -- finish tag F = S + share. Tags belong to flow queues, not to requests, so a request that leaves unserved leaves no
 -- gap. docs/fairness.md has the proofs.
+--
+-- With tenants, the queueing is hierarchical (Goyal, Guo, Vin, "A Hierarchical CPU Scheduler for Multimedia Operating
+-- Systems", OSDI 1996): each inner node has an order, a virtual time and finish tags for its children. A `member` of an
+-- order is a flow queue or an inner node; the `parent` of a member is an inner node, '' for the band itself. A turn
+-- goes down from the band to a flow queue by the least tags, and charges every member on its way. An inner node is in
+-- its parent's order, or throttled, while any of its own children is in order.
 local queue = {flow_queue = order.flow_queue, has_lengths = false}
 do
   local clamp = bands.clamp
@@ -51,7 +61,35 @@ do
     if settings.fairness == FAIRNESS_ROUND_ROBIN then return 1 end
     local cost = bands.clamp_cost(r.cost)
     if settings.fairness == FAIRNESS_NONE then return cost end
-    return cost / clamp(settings.weights[r.flow] or r.weight, LEAST_WEIGHT, MOST_WEIGHT)
+    local weight = settings.tenants and tenants.weight(r.flow) or settings.weights[r.flow] or r.weight
+    return cost / clamp(weight, LEAST_WEIGHT, MOST_WEIGHT)
+  end
+
+  -- Return the share by which serving request r raises the tag of inner node `node`.
+  local function share_of_node(node, r)
+    if settings.fairness == FAIRNESS_ROUND_ROBIN then return 1 end
+    return bands.clamp_cost(r.cost) / clamp(tenants.weight(node) or 1, LEAST_WEIGHT, MOST_WEIGHT)
+  end
+
+  local function parent_of(member) return settings.tenants and tenants.parent(member) or '' end
+  local function order_of(band, parent) return parent == '' and key.flows[band] or key.children[band][parent] end
+  local function finish_of(band, parent) return parent == '' and key.finish[band] or key.finished[band][parent] end
+
+  -- The virtual time of a parent's children.
+  local function virtual_time(band, parent)
+    return parent == '' and pool[V[band]] or tenants.state(band, parent).v
+  end
+
+  -- Move the virtual time forward to `tag`.
+  local function advance(band, parent, tag)
+    if parent == '' then
+      if tag > pool[V[band]] then pool[V[band]] = tag end
+      return
+    end
+    local state = tenants.state(band, parent)
+    if tag <= state.v then return end
+    state.v = tag
+    tenants.touch(state)
   end
 
   -- Return the flow queue that holds request r: after a change of `fairness`, the former flow queue until the sweep has
@@ -77,15 +115,17 @@ do
     return length
   end
 
-  -- The number of backlogged flow queues in all bands.
-  function queue.count_flow_queues()
+  -- The number of a band's backlogged flow queues. With tenants, a band that counts no preemption candidates walks its
+  -- tree, but stops at MOST_WALKED members.
+  local MOST_WALKED = 1000
+  function queue.count_flow_queues(band)
+    if not settings.tenants then return read('ZCARD', key.flows[band]) + read('ZCARD', key.throttled[band]) end
+    if band > 0 or PREEMPTIBLE[0] then return read('ZCARD', key.candidates[band]) end
     local count = 0
-    for _, band in ipairs(BANDS) do
-      for _, flow_queues in ipairs({key.flows[band], key.throttled[band]}) do
-        count = count + read('ZCARD', flow_queues)
-      end
-    end
-    return count
+    local has_all = queue.each_order(band, MOST_WALKED, function(members)
+      for i = 1, #members, 2 do count = count + (tenants.is_inner(members[i]) and 0 or 1) end
+    end)
+    return has_all and count or MOST_WALKED
   end
 
   function queue.due_ms(r)
@@ -99,33 +139,70 @@ do
     return due_ms < deadline_ms and due_ms or deadline_ms
   end
 
+  -- Call `act(members, parent)` for the members of a band, in order or throttled: first for the band's own (`parent`
+  -- ''), then for the children of each inner node; `members` is a list of member, start tag, member, start tag ...
+  -- Stop after `most` members, and return false.
+  function queue.each_order(band, most, act)
+    local count, parents, at = 0, {''}, 0
+    repeat
+      at = at + 1
+      local sets = {parents[at] == '' and key.flows[band] or key.children[band][parents[at]]}
+      if at == 1 then sets[2] = key.throttled[band] end
+      for _, set in ipairs(sets) do
+        local members = read('ZRANGE', set, 0, most < math.huge and most or -1, 'WITHSCORES')
+        count = count + #members / 2
+        if count > most then return false end
+        act(members, parents[at])
+        for i = 1, #members, 2 do
+          if tenants.is_inner(members[i]) then parents[#parents + 1] = members[i] end
+        end
+      end
+    until at == #parents
+    return true
+  end
+
   local function count_queued(r, change)
     local counters, name = pool, QUEUED[r.band]
     counters.queued, counters[name] = counters.queued + change, counters[name] + change
     if r.bytes > 0 then bands.count_bytes(r, change) end
   end
 
-  -- Return the start tag of a flow queue that becomes backlogged with request r and whose last finish tag is `finish`.
-  -- If finish <= v (the virtual time), the flow queue is a newcomer and starts at v. A client that makes a new flow for
-  -- each request would thus always be served first, so all newcomers together are charged to the tag `new`, like one
-  -- flow. While `new` is at least NEWCOMERS shares ahead of v, a newcomer starts one share after v, as if it had been
-  -- served once.
+  -- Return the start tag of a member that becomes backlogged, whose last finish tag is `finish` and whose next request
+  -- has `share`. If finish <= v (the virtual time), the flow queue is a newcomer and starts at v. A client that makes a
+  -- new flow for each request would thus always be served first, so all newcomers together are charged to the tag
+  -- `new`, like one flow. While `new` is at least NEWCOMERS shares ahead of v, a newcomer starts one share after v, as
+  -- if it had been served once.
   local NEWCOMERS = 100
-  local function start_tag(r, finish)
-    local v, new, share = pool[V[r.band]], NEW[r.band], queue.share(r)
+  local function start_tag(band, parent, finish, share)
+    local v = virtual_time(band, parent)
     if finish > v then return finish end
-    local reached = math.max(pool[new], v)
+    local state = parent ~= '' and tenants.state(band, parent)
+    local reached = math.max(state and state.new or pool[NEW[band]], v)
     if reached - v >= NEWCOMERS * share then return v + share end
-    pool[new] = reached + share
+    if state then
+      state.new = reached + share
+      tenants.touch(state)
+    else
+      pool[NEW[band]] = reached + share
+    end
     return v
   end
 
-  -- Put a backlogged flow queue in its band's order. A band whose order was empty does not catch up on missed turns.
-  local function activate(band, flow_queue, tag)
-    local flows, name = key.flows[band], BAND_TAG[band]
-    if pool[name] < pool.bv and read('ZCARD', flows) == 0 then pool[name] = pool.bv end
-    read_ahead.discard(flows)
-    defer_write('ZADD', flows, tag, flow_queue)
+  -- Put a backlogged member in its parent's order, and the parent in its own. A band whose order was empty does not
+  -- catch up on missed turns. Request r, if given, makes the member backlogged; its ancestors may be newcomers.
+  local function activate(band, member, tag, r)
+    local parent = parent_of(member)
+    local members, name = order_of(band, parent), BAND_TAG[band]
+    if parent == '' and pool[name] < pool.bv and read('ZCARD', members) == 0 then pool[name] = pool.bv end
+    read_ahead.discard(members)
+    defer_write('ZADD', members, tag, member)
+    if parent == '' then return end
+    local above = parent_of(parent)
+    if read('ZSCORE', order_of(band, above), parent) or read('ZSCORE', key.throttled[band], parent) then return end
+    local finish = tonumber(read('ZSCORE', finish_of(band, above), parent) or 0)
+    local tag_above = r and start_tag(band, above, finish, share_of_node(parent, r))
+      or math.max(finish, virtual_time(band, above))
+    activate(band, parent, tag_above, r)
   end
 
   -- Queue request r; the caller writes the record. Return the start tag of r's flow queue if r makes it backlogged,
@@ -134,7 +211,8 @@ do
     local band, flow_queue = r.band, queue.flow_queue(r)
     local requests = key.queue[band][flow_queue]
     local length = queue.length(band, flow_queue)
-    local is_ordered = length > 0 and (ordered[requests] or read('ZSCORE', key.flows[band], flow_queue)
+    local parent = parent_of(flow_queue)
+    local is_ordered = length > 0 and (ordered[requests] or read('ZSCORE', order_of(band, parent), flow_queue)
       or read('ZSCORE', key.throttled[band], flow_queue)) -- false although length > 0: only strays
     ordered[requests] = true
     read_ahead.discard(requests)
@@ -149,16 +227,30 @@ do
     timers.set(r.id, due_ms)
     count_queued(r, 1)
     if is_ordered then return nil end
-    local tag = start_tag(r, tonumber(read('ZSCORE', key.finish[band], flow_queue) or 0))
-    activate(band, flow_queue, tag)
+    local finish = tonumber(read('ZSCORE', finish_of(band, parent), flow_queue) or 0)
+    local tag = start_tag(band, parent, finish, queue.share(r))
+    activate(band, flow_queue, tag, r)
     if band > 0 or PREEMPTIBLE[0] then preemption.add_candidate(band, flow_queue) end
     return tag
   end
 
-  local function deactivate(band, flow_queue, tag)
-    read_ahead.set_score(key.flows[band], flow_queue)
-    defer_write('ZADD', key.finish[band], tag, flow_queue)
-    if band > 0 or PREEMPTIBLE[0] then preemption.remove_candidate(band, flow_queue) end
+  local function deactivate(band, member, tag)
+    local parent = parent_of(member)
+    read_ahead.set_score(order_of(band, parent), member)
+    defer_write('ZADD', finish_of(band, parent), tag, member)
+    if (band > 0 or PREEMPTIBLE[0]) and not tenants.is_inner(member) then preemption.remove_candidate(band, member) end
+  end
+
+  -- Ancestors of `member` whose children are no longer in order leave their orders, too.
+  local function leave_ancestors(band, member)
+    local parent = parent_of(member)
+    while parent ~= '' and not read_ahead.first_scored(key.children[band][parent]) do
+      local above = parent_of(parent)
+      local tag = read('ZSCORE', order_of(band, above), parent) or throttle.remove(band, parent)
+      if not tag then return end
+      deactivate(band, parent, tonumber(tag))
+      parent = above
+    end
   end
 
   -- Remove request r from its flow queue, timers and indexes. Return whether the flow queue is now empty.
@@ -186,8 +278,10 @@ do
 
   -- When the last request of a flow queue has left unserved, store the flow queue's tag as its finish tag.
   local function empty(band, flow_queue)
-    local tag = read('ZSCORE', key.flows[band], flow_queue) or throttle.remove(band, flow_queue)
-    if tag then deactivate(band, flow_queue, tag) end
+    local tag = read('ZSCORE', order_of(band, parent_of(flow_queue)), flow_queue) or throttle.remove(band, flow_queue)
+    if not tag then return end
+    deactivate(band, flow_queue, tag)
+    leave_ancestors(band, flow_queue)
   end
 
   -- Remove request r from the queue without serving r; the tag of the flow queue stays the same.
@@ -205,18 +299,39 @@ do
     if lengths[requests] == 0 then empty(band, flow_queue) end
   end
 
+  -- Charge request r, which leaves `flow_queue`, to the inner nodes above. A turn moves the virtual times.
+  local function charge_ancestors(r, flow_queue, is_turn)
+    local band, parent = r.band, parent_of(flow_queue)
+    while parent ~= '' do
+      local above = parent_of(parent)
+      local members = order_of(band, above)
+      local first, tag = read_ahead.first_scored(members)
+      if first ~= parent then tag = tonumber(read('ZSCORE', members, parent)) end
+      if not tag then return end
+      if is_turn then advance(band, above, tag) end
+      tag = tag + share_of_node(parent, r)
+      if read_ahead.first_scored(key.children[band][parent]) then
+        read_ahead.set_score(members, parent, tag)
+      else
+        deactivate(band, parent, tag)
+      end
+      parent = above
+    end
+  end
+
   -- Remove request r from the queue and charge its share to its flow queue, whose start tag is `tag`. A turn of flow
   -- queue `turn_of` moves the virtual time v to `tag`; if the starvation guard serves r (`turn_of` nil), v stays.
   -- Return the share.
   function queue.serve(r, tag, turn_of)
     local flow_queue, band, share = turn_of or queue.current_flow_queue(r), r.band, queue.share(r)
-    local emptied = take_out(r, flow_queue)
-    if turn_of and tag > pool[V[band]] then pool[V[band]] = tag end
+    local emptied, parent = take_out(r, flow_queue), parent_of(flow_queue)
+    if turn_of then advance(band, parent, tag) end
     if emptied then
       deactivate(band, flow_queue, tag + share)
     else
-      read_ahead.set_score(key.flows[band], flow_queue, tag + share)
+      read_ahead.set_score(order_of(band, parent), flow_queue, tag + share)
     end
+    if parent ~= '' then charge_ancestors(r, flow_queue, turn_of) end
     if settings.band_policy == BAND_POLICY_WEIGHTED then
       if turn_of then pool.bv = math.max(pool.bv, pool[BAND_TAG[band]]) end
       queue.charge_band(r, r.cost)
@@ -224,19 +339,32 @@ do
     return share
   end
 
-  -- Correct a charge for request r: add `difference` to the tag of `flow_queue`. If no tag is stored, add `difference`
-  -- to the lesser of the virtual time v and `floor`. Return the flow queue's new tag.
-  function queue.correct(r, flow_queue, difference, floor)
-    for _, place in ipairs({key.flows[r.band], key.throttled[r.band], key.finish[r.band]}) do
-      local tag = read('ZSCORE', place, flow_queue)
-      note_original(place, flow_queue, tag)
+  -- Add `difference` to the tag of a member. If no tag is stored, add `difference` to the lesser of the virtual time v
+  -- and `floor`. Return the new tag.
+  local function add_to_tag(band, member, difference, floor)
+    local parent = parent_of(member)
+    local finish = finish_of(band, parent)
+    for _, place in ipairs({order_of(band, parent), key.throttled[band], finish}) do
+      local tag = read('ZSCORE', place, member)
+      note_original(place, member, tag)
       if tag then
-        defer_write('ZADD', place, tag + difference, flow_queue)
+        defer_write('ZADD', place, tag + difference, member)
         return tag + difference
       end
     end
-    local tag = math.min(floor, pool[V[r.band]]) + difference
-    defer_write('ZADD', key.finish[r.band], tag, flow_queue)
+    local tag = math.min(floor, virtual_time(band, parent)) + difference
+    defer_write('ZADD', finish, tag, member)
+    return tag
+  end
+
+  -- Correct a charge for request r: add `difference` to the tag of `flow_queue`, as `add_to_tag` does, and likewise to
+  -- the inner nodes above. Return the flow queue's new tag.
+  function queue.correct(r, flow_queue, difference, floor)
+    local tag, parent = add_to_tag(r.band, flow_queue, difference, floor), parent_of(flow_queue)
+    while parent ~= '' do
+      add_to_tag(r.band, parent, difference / queue.share(r) * share_of_node(parent, r), math.huge)
+      parent = parent_of(parent)
+    end
     return tag
   end
 
@@ -247,25 +375,62 @@ do
     pool[name] = pool[name] + cost / BAND_WEIGHT[r.band]
   end
 
-  -- Stop serving a flow queue because its flow, or every endpoint that its next request may use, is at its limit. After
-  -- `unthrottle` the flow queue does not catch up on missed turns.
-  function queue.throttle(band, flow_queue, tag)
-    read_ahead.set_score(key.flows[band], flow_queue)
-    throttle.add(band, flow_queue, tag)
+  -- Stop serving a member because its flow, or every endpoint that its next request may use, is at its limit, or
+  -- because its balance is short. After `unthrottle` the member does not catch up on missed turns.
+  function queue.throttle(band, member, tag)
+    read_ahead.set_score(order_of(band, parent_of(member)), member)
+    throttle.add(band, member, tag)
+    leave_ancestors(band, member)
   end
 
-  -- Put a throttled flow queue back in order. Return false if the flow queue was not throttled or holds no request.
-  function queue.unthrottle(band, flow_queue)
-    local tag = throttle.remove(band, flow_queue)
+  -- Put a throttled member back in order. Return false if it was not throttled or holds no request.
+  function queue.unthrottle(band, member)
+    local tag = throttle.remove(band, member)
     if not tag then return false end
-    if queue.length(band, flow_queue) == 0 then
+    local is_empty
+    if tenants.is_inner(member) then
+      is_empty = read('ZCARD', key.children[band][member]) == 0
+    else
+      is_empty = queue.length(band, member) == 0
+    end
+    if is_empty then
       strays = strays + 1
       return false
     end
-    tag = math.max(pool[V[band]], tag)
-    activate(band, flow_queue, tag)
-    log_flow_queue('unthrottled', band, flow_queue, tag)
+    tag = math.max(virtual_time(band, parent_of(member)), tag)
+    activate(band, member, tag)
+    log_flow_queue('unthrottled', band, member, tag)
     return true
+  end
+
+  -- The start tag of a member that is in order, else false.
+  function queue.is_in_order(band, member) return read('ZSCORE', order_of(band, parent_of(member)), member) end
+
+  -- With tenants, whether request r may start before all waiting requests: if all are throttled, but not r's own flow
+  -- queue or an inner node above it.
+  function queue.may_overtake(r)
+    for _, band in ipairs(BANDS) do
+      if pool[QUEUED[band]] > 0 and read_ahead.first_scored(key.flows[band]) then return false end
+    end
+    local member = queue.flow_queue(r)
+    while member ~= '' do
+      if read('ZSCORE', key.throttled[r.band], member) then return false end
+      member = parent_of(member)
+    end
+    return true
+  end
+
+  -- Throttle `member` of request r's path, whose balance is short, until `wait_ms` have passed.
+  function queue.wait_for_balance(r, member, wait_ms)
+    local tag = queue.is_in_order(r.band, member)
+    if not tag then return end
+    queue.throttle(r.band, member, tonumber(tag))
+    if wait_ms < math.huge then tenants.wake_at(r.band, member, math.ceil(now_us / 1000 + wait_ms)) end
+  end
+
+  -- Put the members back in order whose balances suffice again.
+  function queue.end_waits()
+    for _, due in ipairs(tenants.due()) do queue.unthrottle(due[1], due[2]) end
   end
 
   -- Orphan a silent replica's request: remove the request from the queue until another replica adopts it, but at most
@@ -325,6 +490,7 @@ do
     if count < 2 then return end
     local in_order, at = bands_in_order(), 1
     while at < #in_order and pool[QUEUED[in_order[at]]] == 0 do at = at + 1 end
+    if settings.tenants then return end
     local band, ids = in_order[at], {}
     local flow_queues, requests = read_ahead.scored_front(key.flows[band]), key.queue[band]
     local each, odd = math.floor(2 * count / #flow_queues), 2 * count % #flow_queues
@@ -340,6 +506,25 @@ do
     if settings.ordering == ORDERING_WORKLOAD_AWARE then order.prefetch_followers(ids) end
   end
 
+  -- Return the flow queue whose turn it is, and its start tag; nil if the band has none.
+  local function first_flow_queue(band)
+    local members = key.flows[band]
+    local member, tag = read_ahead.first_scored(members)
+    for _ = 1, STRAYS do
+      if not (member and tenants.is_inner(member)) then return member, tag end
+      local children = key.children[band][member]
+      local child, tag_of_child = read_ahead.first_scored(children)
+      if child then
+        members, member, tag = children, child, tag_of_child
+      else
+        strays = strays + 1 -- the inner node is empty
+        read_ahead.set_score(members, member)
+        members = key.flows[band]
+        member, tag = read_ahead.first_scored(members)
+      end
+    end
+  end
+
   -- Return the request to serve next: its id, its flow queue's start tag, band and name; nil if no request can be
   -- served.
   function queue.next_turn()
@@ -347,15 +532,15 @@ do
     for i = 1, #in_order do
       local band = in_order[i]
       if pool[QUEUED[band]] > 0 then
-        local flow_queue, tag = read_ahead.first_scored(key.flows[band])
+        local flow_queue, tag = first_flow_queue(band)
         for _ = 1, STRAYS do
           if not flow_queue then break end
           local id = settings.ordering == ORDERING_WORKLOAD_AWARE and order.head(band, flow_queue)
             or read_ahead.first_member(key.queue[band][flow_queue])
           if id then return id, tag, band, flow_queue end
           strays = strays + 1 -- the flow queue is empty
-          read_ahead.set_score(key.flows[band], flow_queue)
-          flow_queue, tag = read_ahead.first_scored(key.flows[band])
+          read_ahead.set_score(order_of(band, parent_of(flow_queue)), flow_queue)
+          flow_queue, tag = first_flow_queue(band)
         end
       end
     end
@@ -368,8 +553,13 @@ do
     for _, id in ipairs(read('ZRANGE', key.overdue, 0, GUARD_LOOKS_AT - 1)) do
       local r = record.read(id)
       if r and r.state == STATE_QUEUED then
-        local tag = read('ZSCORE', key.flows[r.band], queue.current_flow_queue(r))
-        if tag then return id, tonumber(tag) end
+        local flow_queue = queue.current_flow_queue(r)
+        local parent = parent_of(flow_queue)
+        local tag = read('ZSCORE', order_of(r.band, parent), flow_queue)
+        while tag and parent ~= '' and read('ZSCORE', order_of(r.band, parent_of(parent)), parent) do
+          parent = parent_of(parent)
+        end
+        if tag and parent == '' then return id, tonumber(tag) end
       else
         drop_stray('ZREM', key.overdue, id)
         pool.overdue = read('ZCARD', key.overdue) -- the stray may have been counted
@@ -411,6 +601,11 @@ local function put_settings(base, overrides)
     changed = changed or settings[name] ~= base[name]
   end
   local text = cjson.encode(base)
+  local former, separator = settings.tenants, base.tenants and base.tenants.separator
+  if (former == nil) ~= (separator == nil) then tenants.restart() end
+  if pool.queued > 0 and (former and former.separator) ~= separator then
+    pool.note_lost('tenants') -- the order is rebuilt from the records
+  end
   if base.log_max == 0 then log_change('tuned', text) end -- the log ends with this entry
   local counted = settings.token_caps
   settings, settings_text = base, nil

@@ -60,13 +60,13 @@ do -- a chunk may have 200 locals
     for _, name in ipairs({'requests', 'inflight', 'timers', 'overdue', 'limits', 'load', 'endpoints', 'marks',
       'metrics', 'workloads', 'flow_workloads', 'answers', 'prompts', 'replicas', 'replica_info', 'tombstones',
       'unheard', 'suspects', 'ghosts', 'log', 'blockers', 'orphan_cursors', 'outliers', 'queue_snapshot', 'origins',
-      'origin_times'}) do
+      'origin_times', 'tenants', 'tenant_changes', 'balances', 'charges', 'budget_waits'}) do
       key[name] = base .. name
     end
-    for _, kind in ipairs({'flows', 'throttled', 'finish', 'candidates', 'preempted'}) do
+    for _, kind in ipairs({'flows', 'throttled', 'finish', 'candidates', 'preempted', 'nodes'}) do
       key[kind] = by_band(function(band) return base .. kind .. ':' .. band end)
     end
-    for _, kind in ipairs({'queue', 'growing', 'static', 'blocked'}) do
+    for _, kind in ipairs({'queue', 'growing', 'static', 'blocked', 'children', 'finished'}) do
       key[kind] = by_band(function(band) return names_with_prefix(base .. kind .. ':' .. band .. ':') end)
     end
 

@@ -11,9 +11,12 @@ do
   -- tags; the `floor` of `queue.correct` allows for that.
   local REBASED_AT, REBASED_TO = 2 ^ 26, 2 ^ 20
   local MOST_REBASED = 30000 -- tags; a band with more tags is not rebased
+  local function is_of_root(member) return not settings.tenants or tenants.parent(member) == '' end
   local function lower(set, by)
     local found = read('ZRANGE', set, 0, -1, 'WITHSCORES')
-    for i = 1, #found, 2 do defer_write('ZADD', set, found[i + 1] - by, found[i]) end
+    for i = 1, #found, 2 do
+      if is_of_root(found[i]) then defer_write('ZADD', set, found[i + 1] - by, found[i]) end
+    end
   end
 
   function upkeep.rebase_tags(band)
@@ -24,7 +27,7 @@ do
     if count > MOST_REBASED then return end
     for _, set in ipairs(all) do lower(set, by) end
     throttle.each_waiting(function(of, flow_queue, waiting)
-      local tag = of == band and read('ZSCORE', waiting, flow_queue)
+      local tag = of == band and is_of_root(flow_queue) and read('ZSCORE', waiting, flow_queue)
       if tag then defer_write('ZADD', waiting, tag - by, flow_queue) end
     end)
     pool[V[band]], pool[NEW[band]] = pool[V[band]] - by, math.max(pool[NEW[band]] - by, 0)
@@ -92,7 +95,7 @@ do
         local flow_queues = read('ZRANDMEMBER', flows, limit)
         local scores = read('ZMSCORE', candidates, unpack(flow_queues))
         for i, flow_queue in ipairs(flow_queues) do
-          if not scores[i] then defer_write('ZADD', candidates, 0, flow_queue) end
+          if not scores[i] and not tenants.is_inner(flow_queue) then defer_write('ZADD', candidates, 0, flow_queue) end
         end
       end
       if pool[QUEUED[band]] == 0 then defer_unlink(candidates) end
@@ -132,13 +135,11 @@ do
     local flow_queues = 0
     for _, band in ipairs(BANDS) do
       local waiting = 0
-      for _, set in ipairs({key.flows[band], key.throttled[band]}) do
-        flow_queues = flow_queues + read('ZCARD', set)
-        if flow_queues > MOST_LOOKED_AT then return false end
-        for _, flow_queue in ipairs(read('ZRANGE', set, 0, -1)) do
-          waiting = waiting + read('ZCARD', key.queue[band][flow_queue])
-        end
-      end
+      local has_all = queue.each_order(band, MOST_LOOKED_AT - flow_queues, function(members)
+        flow_queues = flow_queues + #members / 2
+        for i = 1, #members, 2 do waiting = waiting + read('ZCARD', key.queue[band][members[i]]) end
+      end)
+      if not has_all then return false end
       if waiting < pool[QUEUED[band]] then return true end
     end
     return false
@@ -213,14 +214,17 @@ do
     for _, kind in ipairs({'queue', 'growing', 'static'}) do names[#names + 1] = key[kind][band][flow_queue] end
   end
 
-  -- Add the keys of a set's flow queues to `names`. Keep the flow queues' tags as finish tags, unless the key `pool`,
-  -- with the virtual times, was lost.
-  local function keep_tags(band, set, names, lost)
-    local tagged = read('ZRANGE', set, 0, -1, 'WITHSCORES')
-    for i = 1, #tagged, 2 do
-      add_flow_queue(names, band, tagged[i])
-      if lost ~= '' then redis.call('ZADD', key.finish[band], 'GT', tagged[i + 1], tagged[i]) end
-    end
+  -- Add the keys of a band's flow queues to `names`. Keep the tags of members as finish tags, unless the key `pool`,
+  -- with the virtual times, was lost. (A throttled member below an inner node loses its tag.)
+  local function keep_tags(band, names, lost)
+    queue.each_order(band, math.huge, function(members, parent)
+      local finish = parent == '' and key.finish[band] or key.finished[band][parent]
+      for i = 1, #members, 2 do
+        add_flow_queue(names, band, members[i])
+        if lost ~= '' then redis.call('ZADD', finish, 'GT', members[i + 1], members[i]) end
+      end
+    end)
+    tenants.add_keys(band, names, lost == '')
   end
 
   -- Remove every key that derives from the records. Return the records and the name of the lost key ('' for `pool`
@@ -240,8 +244,7 @@ do
       if too_many then defer_write('HDEL', key.requests, r.id) end
     end
     for band = 0, LAST_BAND do
-      keep_tags(band, key.flows[band], names, lost)
-      keep_tags(band, key.throttled[band], names, lost)
+      keep_tags(band, names, lost)
       add_flow_queue(names, band, '')
       for _, kind in ipairs({'flows', 'throttled', 'candidates', 'preempted'}) do
         names[#names + 1] = key[kind][band]
@@ -289,6 +292,7 @@ do
         record.remove(r)
       end
     end
+    if settings.tenants then tenants.recount(records) end
     if read('HLEN', key.marks) > 0 then -- a new version makes replicas read the marks
       local version = tonumber(read('HGET', key.pool, 'marks_version') or 0) or 0
       defer_write('HSET', key.pool, 'marks_version', version + 1)

@@ -168,7 +168,8 @@ def arguments(name: str, caller: str, *rest: Any) -> list[Any]:
     if name == "renew":
         rest = ([(*item[:3], accounting_token(item[3]), 0) for item in rest[0]],)
     if name == "settle":
-        rest = ([(*item, None) for item in rest[0]],)  # no prompt sizes: the model learns no lines
+        # no prompt sizes: the model learns no lines
+        rest = ([(*item[:4], None, *(item[4:] or ("",))) for item in rest[0]],)
     if name in (
         "place",
         "acknowledge",

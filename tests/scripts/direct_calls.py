@@ -35,12 +35,13 @@ def arrival(
     id: str, *, attempt: str = "1", flow: str = "flow", workload: str = "w", candidates: str = "*",
     band: int = 1, priority: int | None = None, weight: float = 1, cost: float = 1, ttl_ms: float = 60_000,
     age_ms: float = 0, criticality: float = 3, limit: int = 0, learn: bool = False, model: str = "m",
-    body_bytes: int = 0,
+    body_bytes: int = 0, prompt_tokens: float = 0, answer_tokens: float = 0,
 ) -> bytes:  # fmt: skip
     """A packed request for the script `admit`, in named band number `band` or with any `priority`."""
     if priority is None:
         priority = NAMED[band].priority
     numbers = (priority, weight, cost, ttl_ms, age_ms, criticality, limit, learn, body_bytes)
+    numbers += (prompt_tokens, answer_tokens)
     return pack_arrival((id, attempt, flow, workload, model, candidates), numbers)
 
 
@@ -72,7 +73,7 @@ class DirectPool:
         return bytes(reply[4]).decode().split()
 
     def settle(self, request_id: str, library: Library | None = None) -> str:
-        end = (request_id, "completed", "", "", "")
+        end = (request_id, "completed", "", "", "", "")
         return bytes(self.call("settle", "a", *end, library=library)[4]).decode()
 
     def stock(self) -> float:
@@ -97,7 +98,7 @@ class ClockedPool(DirectPool):
     """A pool with a simulated clock, which starts at START_MS; the method `passes` advances the clock."""
 
     def __init__(self, client: redis.Redis, pool: str) -> None:
-        self._clock, self._now_ms = f"clock:{pool}", START_MS
+        self._clock, self.now_ms = f"clock:{pool}", START_MS
         super().__init__(client, pool, self.named_library("one"))
         self.passes(0)
 
@@ -106,5 +107,5 @@ class ClockedPool(DirectPool):
         return load_library(clock_of(self._clock, name))
 
     def passes(self, ms: int) -> None:
-        self._now_ms += ms
-        self.client.set(self._clock, self._now_ms * 1000)
+        self.now_ms += ms
+        self.client.set(self._clock, self.now_ms * 1000)

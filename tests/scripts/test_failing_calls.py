@@ -91,7 +91,7 @@ def prepare(library: FailingPool, ordering: str) -> None:
     library.passes(3000)
     library.call("heartbeat", "a", "{}", 5000, "key-a")
     library.call("tombstone", "a", "old", 0)
-    library.call("settle", "a", "p5", "completed", "5", "", "", "p6", "completed", "2", "9", "")
+    library.call("settle", "a", "p5", "completed", "5", "", "", "", "p6", "completed", "2", "9", "", "")
     library.passes(500)
 
 
@@ -136,10 +136,10 @@ def test_a_call_after_a_failed_batch_reads_the_counts_stored_in_redis(direct: Di
     registered = direct.client.hget(f"{direct.prefix}workloads", "w")
     # A call ends the first request and fails at the second, before any write.
     with pytest.raises(redis.ResponseError):
-        direct.call("settle", "r", "a", "completed", "", "", "", "b", "completed", "", "no number", "")
+        direct.call("settle", "r", "a", "completed", "", "", "", "", "b", "completed", "", "no number", "")
     # The next call still counts both requests, and the ends of both remove everything.
     assert direct.stock() == 2
-    replies = direct.call("settle", "r", "a", "completed", "", "", "", "b", "completed", "", "", "")
+    replies = direct.call("settle", "r", "a", "completed", "", "", "", "", "b", "completed", "", "", "", "")
     assert replies[4:] == [b"settled m"] * 2
     assert direct.stock() == 0
     assert direct.client.hget(f"{direct.prefix}workloads", "w") != registered

@@ -38,11 +38,11 @@ class FailingPool(ClockedPool):
         """Place a request of `flow` at `address`, report the request's failure, and end the request."""
         request_id = self.place(address, flow=flow)
         said = self.fault(request_id, address, why)
-        self.call("settle", "a", request_id, "upstream_failed", "", "", "")
+        self.call("settle", "a", request_id, "upstream_failed", "", "", "", "")
         return said
 
     def answers(self, address: str, flow: str = "well") -> None:
-        self.call("settle", "a", self.place(address, flow=flow), "answered", "", "", "")
+        self.call("settle", "a", self.place(address, flow=flow), "answered", "", "", "", "")
 
     def probed(self, address: str, well: bool) -> None:
         self.call("mark_endpoint", "a", address, "ejected", int(not well))
@@ -56,7 +56,7 @@ class FailingPool(ClockedPool):
         """Whether a new request may go to the endpoint `address`; the request is ended at once."""
         self.ids += 1
         reply = self.admit(f"t{self.ids}", flow="t", candidates=f"{address},{E4}")
-        self.call("settle", "a", f"t{self.ids}", "client_gone", "", "", "")
+        self.call("settle", "a", f"t{self.ids}", "client_gone", "", "", "", "")
         return address in reply[1].split(",")
 
 
@@ -105,7 +105,7 @@ def test_a_request_that_fails_on_two_endpoints_ejects_neither_endpoint(it: Faili
         it.fault(request_id, E2)
         it.fault(request_id, E3)
         it.fault(request_id, E1, flow=flow)  # reported twice
-        it.call("settle", "a", request_id, "upstream_failed", "", "", "")
+        it.call("settle", "a", request_id, "upstream_failed", "", "", "", "")
         assert it.ejected == set()
     # An ejection by the first failure is undone when the second failure is reported.
     it.fails(E1, "x")
@@ -148,7 +148,7 @@ def test_ejections_double_in_length_and_end_after_a_probe_and_a_trial_request(it
         trial = it.place(E1, E2, flow="z")
         assert not it.takes(E1)
         assert it.fault(trial, E1) == "ejected"
-        it.call("settle", "a", trial, "answered", "", "", "")
+        it.call("settle", "a", trial, "answered", "", "", "", "")
     it.passes(8000)
     it.probed(E1, well=True)
     it.answers(E1)
@@ -193,13 +193,13 @@ def test_a_full_endpoint_gets_one_request_for_each_end_until_its_hold_is_over(it
     it.fault(refused, E1, "full", 3000)
     assert not it.takes(E1)
     assert it.ejected == set()
-    it.call("settle", "a", running[0], "answered", "", "", "")
+    it.call("settle", "a", running[0], "answered", "", "", "", "")
     running.append(it.place(E1, E2))
     assert not it.takes(E1)
     it.passes(3000)
     assert it.takes(E1)
     # A full endpoint that is full again before any answer is held twice as long, up to 8 s.
-    it.call("settle", "a", running.pop(), "client_gone", "", "", "")
+    it.call("settle", "a", running.pop(), "client_gone", "", "", "", "")
     for hold_ms in (1000, 2000, 4000, 8000, 8000):
         it.fault(it.place(E2, E1, flow="y"), E2, "full")
         it.passes(hold_ms - 1)
@@ -207,7 +207,7 @@ def test_a_full_endpoint_gets_one_request_for_each_end_until_its_hold_is_over(it
         it.passes(1)
         one = it.place(E2)
         assert not it.takes(E2)
-        it.call("settle", "a", one, "client_gone", "", "", "")
+        it.call("settle", "a", one, "client_gone", "", "", "", "")
     # A successful retry at another endpoint is no evidence against the full endpoint.
     for flow in "yz":
         passed_on = it.place(E3, E4, flow=flow)

@@ -73,7 +73,7 @@ def test_a_few_wrong_figures_hardly_change_what_a_prompt_costs(direct: DirectPoo
 
     def learn(size: int, tokens: int, model: str = "m") -> None:
         direct.call("admit", "a", arrival("r", model=model))
-        direct.call("settle", "a", "r", "completed", tokens + 1, 1, size)
+        direct.call("settle", "a", "r", "completed", tokens + 1, 1, size, "")
 
     def lines() -> dict[str, tuple[float, float]]:
         found = [each.decode() for each in direct.call("state", 1000)[-1]]

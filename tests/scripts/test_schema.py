@@ -1,6 +1,7 @@
 """docs/redis-schema.md lists exactly the keys and fields that a live server has."""
 
 import asyncio
+import json
 import re
 from pathlib import Path
 
@@ -15,7 +16,10 @@ from picker_fleet.state.pool_state import FoundLimit
 E1, E2 = addresses(2)
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "redis-schema.md"
-PLACES = {"BAND": "[0-9]+", "FLOWQUEUE": "[^\x1f]*", "WORKLOAD": ".+", "REPLICA": "[^:]+", "ENDPOINT": ".+"}
+PLACES = {
+    "BAND": "[0-9]+", "FLOWQUEUE": "[^\x1f]*", "WORKLOAD": ".+", "REPLICA": "[^:]+", "ENDPOINT": ".+",
+    "PATH": ".+", "<30>": "\x1e", "<31>": "\x1f",
+}  # fmt: skip
 
 
 def documented() -> dict[str, str]:
@@ -25,7 +29,7 @@ def documented() -> dict[str, str]:
 
 def parts(name: str) -> list[str]:
     """The parts of a key pattern, including the separators."""
-    return re.split("(:|<31>)", name)
+    return re.split("(:|<3[01]>)", name)
 
 
 def documented_fields() -> set[str]:
@@ -40,8 +44,7 @@ def matching(name: str) -> list[str]:
     """The documented patterns that match the name of a live key."""
 
     def expression(pattern: str) -> str:
-        spelled = {**PLACES, "<31>": "\x1f"}
-        return "".join(spelled.get(part, re.escape(part)) for part in parts(pattern))
+        return "".join(PLACES.get(part, re.escape(part)) for part in parts(pattern))
 
     return [pattern for pattern in documented() if re.fullmatch(expression(pattern), name)]
 
@@ -56,13 +59,13 @@ async def live(it: Fleet) -> dict[str, str]:
 def test_the_keys_that_python_code_uses_are_documented() -> None:
     keys = Keys.of("p")
     spelled = [key for name, key in vars(keys).items() if name != "prefix"]
-    assert len(spelled) == 11
+    assert len(spelled) == 13
     for key in (*spelled, keys.wake("r-1")):
         assert matching(key.removeprefix("epp:{p}:")), key
 
 
 async def test_every_key_of_a_run_is_documented_and_every_documented_key_is_used(fleet: OpenFleet) -> None:
-    async with fleet("a", "b") as (it, a, b):
+    async with fleet("a", "b", checked=False) as (it, a, b):
         await it.redis.flushall()
         seen: dict[str, str] = {}
         await a.publish(E1, upper_per=1)
@@ -132,6 +135,17 @@ async def test_every_key_of_a_run_is_documented_and_every_documented_key_is_used
         await it.redis.hset(it.keys.prefix + "metrics", E1, encode_reading(page, 0))
         assert (await a.sweep(unseen_s=1.0)).given_up >= 1
         await look()
+        # A tenant waits for its balance, and another for its turn.
+        await a.publish(E1, upper_per=1, tenants={"separator": "/"})
+        limit = {"unit": "requests", "amount": 1, "per_ms": 60_000}
+        await a.store.set_tenants("tenants", {"acme": json.dumps({"limits": [limit]})})
+        await a.store.set_tenants("tenant_changes", {"zeta": "{}"})
+        for number, flow in enumerate(("acme/a", "acme/a", "acme/a", "zeta/a", "zeta/b")):
+            await b.admit(f"t{number}", flow=flow)
+        await a.publish(E1, upper_per=500, tenants={"separator": "/"})
+        for _ in range(10):
+            await look()
+            await a.sweep()
         # A request may only go to an endpoint that has reached its limit.
         await a.publish(Endpoint(E1, max_inflight=1), E2, upper_per=500, guard_share=0)
         for name in ("fills", "full"):
@@ -152,7 +166,7 @@ async def test_every_key_of_a_run_is_documented_and_every_documented_key_is_used
 
 async def test_every_documented_field_of_the_pool_is_used(fleet: OpenFleet) -> None:
     # Each band of the pool has served a request.
-    async with fleet("a", full=True) as (it, a):
+    async with fleet("a", full=True, tenants={"separator": "/"}, checked=False) as (it, a):
         await a.admit("of another band", priority=7)
         for band in (0, 1, 2):
             await a.admit(f"q{band}", band=band, body_bytes=900)
@@ -163,6 +177,7 @@ async def test_every_documented_field_of_the_pool_is_used(fleet: OpenFleet) -> N
         await a.store.mark_endpoint(E1, "down", True)
         await a.store.set_live_config({"guard_share": 0.2}, {"guard_share": 0.2})
         await a.store.set_limits({E1: FoundLimit(4, "test", 0)})
+        await a.store.set_tenants("tenants", {"acme": "{}"})
         await a.sweep()
         # The hash of the pool has exactly the documented fields.
         rebuilding = {"lost"}  # tests/scripts/test_lost_keys.py

@@ -38,6 +38,8 @@ REFUSALS: dict[Refusal, tuple[type[RequestError], str]] = {
     Refusal.BAND_CAPACITY: (BandCapacity, "the queue of this band is full"),
     Refusal.BAND_BYTES: (BandBytes, "the request bodies queued in this band have reached its byte limit"),
     Refusal.TOTAL_CAPACITY: (TotalCapacity, "the queue is full"),
+    Refusal.OVER_LIMIT: (OverLimit, "a tenant's limit is used up"),
+    Refusal.OVER_BURST: (OverBurst, "the request needs more than a tenant's limit allows"),
 }
 
 

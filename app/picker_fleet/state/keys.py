@@ -21,6 +21,8 @@ class Keys:
         self.queue_snapshot = self.prefix + "queue_snapshot"
         self.routes = self.prefix + "routes"
         self.origins = self.prefix + "origins"
+        self.tenants = self.prefix + "tenants"
+        self.tenant_changes = self.prefix + "tenant_changes"
         self.log = self.prefix + "log"
         self.operator_changes = self.prefix + "operator_changes"
         self.metrics = self.prefix + "metrics"  # both a hash and a channel (endpoints/metrics_channel.py)

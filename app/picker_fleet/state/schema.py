@@ -49,7 +49,10 @@ VIEW_LIMIT = 51
 
 # The layout of an arrival, packed by `store.pack_arrival`: texts that end in byte 0, then doubles.
 ARRIVAL_TEXTS = ("id", "attempt", "flow", "workload", "model", "candidates")
-ARRIVAL_NUMBERS = ("priority", "weight", "cost", "ttl_ms", "age_ms", "criticality", "limit", "learn", "bytes")
+ARRIVAL_NUMBERS = (
+    "priority", "weight", "cost", "ttl_ms", "age_ms", "criticality", "limit", "learn", "bytes",
+    "prompt_tokens", "answer_tokens",
+)  # fmt: skip
 # The fields of an accounting token (state/accounting_token.py), joined by tabs; optional fields follow.
 ACCOUNTING_TOKEN = (
     "flow", "band", "weight", "cost", "workload", "criticality", "model", "endpoint", "limit",
@@ -88,7 +91,7 @@ ITEMS = {
     "renew": ("id", "attempt", "serving_endpoint", "accounting_token", "ago_ms"),
     "report_client_gone": ("id",),
     "report_fault": ("id", "endpoint", "flow", "why", "hold_ms"),
-    "settle": ("id", "outcome", "cost", "answer_tokens", "prompt_size"),
+    "settle": ("id", "outcome", "cost", "answer_tokens", "prompt_size", "usage"),
     "place": ("id", "attempt", "candidates"),
     "acknowledge": ("id", "attempt"),
     "cancel": ("id", "attempt", "why"),
@@ -121,11 +124,13 @@ def _constants() -> Iterator[str]:
     modes = {"FAIRNESS": Fairness, "ORDERING": Ordering, "OVERLOAD": Overload}
     modes |= {"BAND_POLICY": BandPolicy, "WAIT_SIGNAL": WaitSignal}
     words = {kind: get_args(values) for kind, values in modes.items()}
-    words |= {"REFUSED": tuple(Refusal), "NOTIFY": NOTIFICATIONS, "STATE": STATES}
+    words |= {"NOTIFY": NOTIFICATIONS, "STATE": STATES}
     for kind, values in words.items():
         for value in values:
             yield f"local {kind}_{value.upper().replace('-', '_')} = '{value}'"
     # Define one table instead of a local for each name: a Lua chunk may have at most 200 locals.
+    refusals = [f"{each.value.upper().replace('-', '_')} = '{each.value}'" for each in Refusal]
+    yield f"local REFUSED = {_list(refusals)}"
     yield f"local ITEM = {_list([f'{name} = {len(fields)}' for name, fields in ITEMS.items()])}"
     for name, row in (("FLOW_QUEUE", FLOW_QUEUE_ROW), ("REQUEST", REQUEST_ROW), ("WORKLOAD", WORKLOAD_ROW)):
         yield f"local {name}_ROW =\n{_text(_BYTE_31.join(row.values()))}"
@@ -199,5 +204,5 @@ def _list(values: Sequence[str]) -> str:
 
 
 def _commas(values: Sequence[str]) -> str:
-    lines = textwrap.wrap(", ".join(values), 110, break_long_words=False)
+    lines = textwrap.wrap(", ".join(values), 110, break_long_words=False, break_on_hyphens=False)
     return textwrap.indent("\n".join(lines), "  ")

@@ -28,7 +28,7 @@ NAMES = (
     "tombstone", "note_origin", "renew", "report_client_gone", "report_fault", "settle", "admit", "place",
     "acknowledge",
     "cancel", "mark_endpoint", "evict", "heartbeat", "publish",
-    "publish_changes", "tune", "set_limits", "sweep", "claim_queue_snapshot", "state",
+    "publish_changes", "tune", "set_limits", "set_tenants", "sweep", "claim_queue_snapshot", "state",
     "view_flows", "view_flow", "view_queue", "view_inflight", "view_request",
     "view_workloads", "view_workload", "view_replicas",
 )  # fmt: skip
@@ -36,7 +36,7 @@ ENDS = ("settle", "cancel")  # scripts that end requests; repeating a call chang
 _READING = ("state", "view_")  # prefixes of scripts that run even if Redis accepts no writes
 # Scripts that add data: Redis refuses such scripts while it is out of memory. All other scripts run, so the
 # pool empties.
-_ADDING = ("note_origin", "admit", "publish", "publish_changes", "claim_queue_snapshot")
+_ADDING = ("note_origin", "admit", "publish", "publish_changes", "set_tenants", "claim_queue_snapshot")
 _REGISTER = (
     "redis.register_function{function_name='%s', flags={%s},\n"
     "  callback=function(keys, args) return run(%s, keys, args) end}"

@@ -20,7 +20,7 @@ from picker_fleet.domain.request import Ejection, Endpoint, Fault, InferenceRequ
 from picker_fleet.state.accounting_token import Keyring
 from picker_fleet.state.batching import BatchingClient, CallMetrics
 from picker_fleet.state.connection import FailureDetector, PauseDetector
-from picker_fleet.state.keys import Keys
+from picker_fleet.state.keys import BETWEEN, Keys
 from picker_fleet.state.pool_state import (
     FoundLimit,
     PoolState,
@@ -43,7 +43,8 @@ _ADOPTED = " adopted"  # word after the verdict on a request that Redis already 
 @dataclass(slots=True)  # not frozen: each request makes one, and making a frozen one takes thrice as long
 class Placed:
     """The request runs on the first endpoint. The field `loads` has the loads that the script compared, in
-    the form of `lua/place.lua`; '' if the request was placed before."""
+    the form of `lua/place.lua`; '' if the request was placed before. The field `quota` has the balances of
+    its tenant, in the form of `tenants.quota` in `lua/lib/tenants.lua`; '' without limits."""
 
     endpoints: tuple[str, ...]
     loads: str = field(default="", compare=False)
@@ -57,6 +58,8 @@ class Queued:
 
 @dataclass(slots=True)
 class Refused:
+    """The field `limit` is `UNIT PER_MS PATH` if a tenant's limit refuses the request (lua/admit.lua)."""
+
     reason: Refusal
     retry_after_s: int
     limit: str = ""
@@ -87,13 +90,19 @@ def parse_verdict(reply: str) -> AnyVerdict:
     what, _, detail = reply.partition(" ")
     if what == "placed":
         endpoints, _, loads = detail.partition(" ")
-        return Placed(tuple(endpoints.split(",")), loads)
+        return _placed(endpoints, loads)
     if what == "queued":
         return Queued(float(detail or 0) / 1000)
     if what == "refused":
         reason, _, seconds = detail.partition(" ")
-        return Refused(Refusal(reason), int(seconds))
+        seconds, _, limit = seconds.partition(BETWEEN)
+        return Refused(Refusal(reason), int(seconds), limit)
     return Verdict(what)
+
+
+def _placed(endpoints: str, loads: str) -> Placed:
+    loads, _, quota = loads.partition(BETWEEN)
+    return Placed(tuple(endpoints.split(",")), loads, quota)
 
 
 @dataclass(slots=True)
@@ -118,7 +127,7 @@ def parse_notification(what: str, about: str) -> Notification | None:
         if len(parts) < 4:
             return None
         attempt, endpoints, loads, request_id = parts
-        return Notification(request_id, Placed(tuple(endpoints.split(",")), loads), attempt)
+        return Notification(request_id, _placed(endpoints, loads), attempt)
     verdict = _NOTIFIED.get(what)
     return Notification(about, verdict) if verdict is not None else None
 
@@ -247,6 +256,7 @@ class Store:
         self._replica = replica
         self.on_event: Callable[[Event], object] = lambda event: None
         self._metrics = metrics
+        self._wake: asyncio.TimerHandle | None = None
         self._client = BatchingClient(
             url,
             key=self.keys.pool,
@@ -311,6 +321,7 @@ class Store:
         answer_tokens: int | None = None,
         prompt_size: int | None = None,
         *,
+        usage: str = "",
         answered: bool = False,
         urgent: bool = False,
     ) -> asyncio.Future[SettleReply]:
@@ -318,12 +329,13 @@ class Store:
 
         `actual` is the request's real cost, in the unit of its charge. The length of the answer,
         `answer_tokens`, and the size of the prompt's text, `prompt_size`, improve later estimates; give the
-        size only if `actual` is the tokens of that text and of the answer. None: unknown. `answered`: the
+        size only if `actual` is the tokens of that text and of the answer. None: unknown. `usage` corrects
+        what the request's tenants were charged: `PROMPT,CACHED,ANSWER` tokens, '' if unknown. `answered`: the
         answer shows that the endpoint is healthy. `urgent`: send the call at once, since another request may
         wait for the freed capacity.
         """
         known = ("" if each is None else each for each in (actual, answer_tokens, prompt_size))
-        args = (request_id, _ANSWERED if answered else outcome.value, *known)
+        args = (request_id, _ANSWERED if answered else outcome.value, *known, usage)
         return self._client.submit("settle", args, parse_settled, durable=True, urgent=urgent)
 
     def report_fault(self, fault: Fault, flow: str) -> asyncio.Future[FaultReply]:
@@ -477,6 +489,22 @@ class Store:
         """The limits that the fleet has found, by address."""
         return parse_found_limits(await self._client.command("HGET", self.keys.pool, "limit_state"))
 
+    async def set_tenants(self, kind: Literal["tenants", "tenant_changes"], nodes: Mapping[str, str]) -> str:
+        """Change tenants' nodes: path -> JSON (lua/lib/tenants.lua), '' removes the node. `kind`: from the
+        configuration, or of operators. Returns the new version; '' while the pool is unknown."""
+        pairs = [text for pair in nodes.items() for text in pair]
+        reply = await self._client.call("set_tenants", self._replica, kind, *pairs)
+        self._take_head(reply)
+        return str(reply[4])
+
+    async def tenants(self) -> Mapping[str, str]:
+        """The nodes in force: path -> JSON, those of operators in place of the configured."""
+        configured = await self._client.command("HGETALL", self.keys.tenants)
+        changed = await self._client.command("HGETALL", self.keys.tenant_changes)
+        return dict(zip(configured[::2], configured[1::2], strict=True)) | dict(
+            zip(changed[::2], changed[1::2], strict=True)
+        )
+
     async def live_config(self) -> LiveConfig:
         version, overrides, note = await self._client.command(
             "HMGET", self.keys.pool, "tuned_version", "overrides", "tuned"
@@ -554,8 +582,27 @@ class Store:
             what, _, about = item.partition(" ")
             if what == "strays":
                 self._metrics.strays(int(about))
+            elif what == "wake":
+                self._dispatch_in(int(about) / 1000)
             elif (notification := parse_notification(what, about)) is not None:
                 self.on_event(notification)
+
+    def _dispatch_in(self, seconds: float) -> None:
+        """Dispatch in `seconds`, when a tenant's balance suffices again; any call of a script dispatches."""
+        loop = asyncio.get_running_loop()
+        at_s = loop.time() + seconds
+        if self._wake is not None and not self._wake.cancelled() and loop.time() < self._wake.when() <= at_s:
+            return
+        if self._wake is not None:
+            self._wake.cancel()
+        self._wake = loop.call_at(at_s, self._dispatch)
+
+    def _dispatch(self) -> None:
+        def finish(call: "asyncio.Future[Any]") -> None:
+            if not call.cancelled() and call.exception() is None:  # else the next call dispatches
+                self._take_head(call.result())
+
+        self._client.call("cancel", self._replica).add_done_callback(finish)
 
 
 def _milliseconds(seconds: float) -> int:
@@ -578,6 +625,8 @@ def _arrival(request: InferenceRequest, attempt: str, candidates: str, age_s: fl
             request.limit,
             request.learn,
             request.body_bytes,
+            request.prompt_tokens,
+            request.answer_tokens,
         ),
     )
 

@@ -1,0 +1,606 @@
+-- include: registry
+-- Tenants: a flow is a path such as acme/search/key-17, and each node of the path may have a weight and limits.
+-- Says which nodes a flow has, and counts what their requests take of the limits; lib/flows.lua orders the nodes.
+-- Uses reads and writes from lib/storage.lua, the clock and settings from lib/pool.lua. Defines `tenants`.
+--
+-- A limit of `amount` units per `per_ms` is a leaky bucket (ITU-T I.371, continuous-state leaky bucket): `owed` units
+-- leak at amount / per_ms, and a request that takes c units may start while owed + c <= `burst`. Requests are charged
+-- by estimate and corrected by usage, so `owed` may pass `burst`. A budget counts what a calendar period has spent. The
+-- hash `balances` has both, and requests in flight; the hash `charges` has what each request was charged.
+local tenants = {INNER = '\30'} -- the last byte of an inner node's name in orders; no flow has it
+do -- a chunk may have 200 locals
+  local INNER, MOST_LEVELS, MOST_KNOWN = tenants.INNER, 8, 4096
+  local separator -- of the cached paths
+  local paths, paths_known = {}, 0 -- flow -> its nodes' paths from the top, the flow last
+  local parents, parents_known = {}, 0 -- member -> the inner node above; '' for the root
+  local nodes, nodes_known = {}, 0 -- path -> its settings
+  local limited = {} -- flow -> the settings of its nodes that have limits, from the top
+
+  local function use_separator()
+    if separator == settings.tenants.separator then return end
+    separator, paths, paths_known, parents, parents_known = settings.tenants.separator, {}, 0, {}, 0
+  end
+
+  -- Return the paths of a flow's nodes, from the top. The last of MOST_LEVELS levels has the rest of the flow.
+  function tenants.paths(flow)
+    use_separator()
+    local found = paths[flow]
+    if found then return found end
+    found = {}
+    local from = 1
+    while #found < MOST_LEVELS - 1 do
+      local first, last = string.find(flow, separator, from, true)
+      if not first then break end
+      found[#found + 1] = string.sub(flow, 1, first - 1)
+      from = last + 1
+    end
+    found[#found + 1] = flow
+    if paths_known >= MOST_KNOWN then paths, paths_known = {}, 0 end
+    paths[flow], paths_known = found, paths_known + 1
+    return found
+  end
+
+  function tenants.is_inner(member) return string.sub(member, -1) == INNER end
+
+  -- The inner node above a member of an order: a flow queue, or an inner node.
+  function tenants.parent(member)
+    use_separator()
+    local found = parents[member]
+    if found then return found end
+    local path = tenants.is_inner(member) and string.sub(member, 1, -2) or member
+    local all = tenants.paths(path)
+    found = #all > 1 and all[#all - 1] .. INNER or ''
+    if parents_known >= MOST_KNOWN then parents, parents_known = {}, 0 end
+    parents[member], parents_known = found, parents_known + 1
+    return found
+  end
+
+  -- The settings of nodes. A node has its own settings, else those for all children of its parent (PARENT/*), else
+  -- those for all nodes of its level (*/*).
+  local PERIODS = {day = true, week = true, month = true}
+  local function parse_node(path, text)
+    local node = {path = path, over_limit = 'queue', limits = {}}
+    local valid, found = pcall(cjson.decode, text or '{}')
+    if not valid or type(found) ~= 'table' then
+      strays = strays + 1
+      return node
+    end
+    node.weight, node.over_limit = tonumber(found.weight), found.over_limit or 'queue'
+    for _, each in ipairs(type(found.limits) == 'table' and found.limits or {}) do
+      local amount, per_ms = tonumber(each.amount), tonumber(each.per_ms)
+      if amount and per_ms and amount > 0 and per_ms > 0 then
+        node.limits[#node.limits + 1] = {unit = each.unit, per = per_ms, amount = amount, rate = amount / per_ms,
+          burst = tonumber(each.burst) or amount, field = joined(path, each.unit .. ':' .. each.per_ms)}
+      end
+    end
+    local most, budget = tonumber(found.max_parallel), found.budget
+    if most then
+      node.limits[#node.limits + 1] = {unit = 'parallel', per = 0, burst = most, field = joined(path, 'parallel')}
+    end
+    if type(budget) == 'table' and PERIODS[budget.period] and tonumber(budget.units) then
+      node.limits[#node.limits + 1] = {unit = 'budget', per = budget.period, burst = tonumber(budget.units),
+        field = joined(path, 'budget:' .. budget.period)}
+    end
+    return node
+  end
+
+  function tenants.node(path)
+    local node = nodes[path]
+    if node then return node end
+    local all = tenants.paths(path)
+    local parent = #all > 1 and all[#all - 1] .. separator or ''
+    local names = {path, parent .. '*', string.rep('*' .. separator, #all - 1) .. '*'}
+    local changed = read('HMGET', key.tenant_changes, unpack(names))
+    local configured = read('HMGET', key.tenants, unpack(names))
+    local text
+    for i = 1, #names do text = text or changed[i] or configured[i] end
+    node = parse_node(path, text)
+    if changed[1] or configured[1] then node.served_field = joined(path, 'served') end
+    if nodes_known >= MOST_KNOWN then nodes, nodes_known, limited = {}, 0, {} end
+    nodes[path], nodes_known = node, nodes_known + 1
+    return node
+  end
+
+  -- The settings of the flow's nodes that count something: limits, or the cost served.
+  local function counting(flow)
+    local found = limited[flow]
+    if found then return found end
+    found = {}
+    for _, path in ipairs(tenants.paths(flow)) do
+      local node = tenants.node(path)
+      if #node.limits > 0 or node.served_field then found[#found + 1] = node end
+    end
+    limited[flow] = found
+    return found
+  end
+
+  -- Forget settings of nodes, which another library may have changed.
+  function tenants.forget() nodes, nodes_known, limited = {}, 0, {} end
+
+  -- The weight of a member; nil if no node's settings give one.
+  function tenants.weight(member)
+    local path = tenants.is_inner(member) and string.sub(member, 1, -2) or member
+    return tenants.node(path).weight
+  end
+
+  -- Balances. Each call reads a field once, and writes it once.
+  local balances, changed_balances = {}, {} -- field -> text, or false; field -> true
+  local function prefetch(found)
+    local asked, count = {}, 0
+    for _, node in ipairs(found) do
+      for _, limit in ipairs(node.limits) do
+        if balances[limit.field] == nil then
+          count = count + 1
+          asked[count] = limit.field
+        end
+      end
+      if node.served_field and balances[node.served_field] == nil then
+        count = count + 1
+        asked[count] = node.served_field
+      end
+    end
+    if count == 0 then return end
+    local texts = read('HMGET', key.balances, unpack(asked, 1, count))
+    for i = 1, count do balances[asked[i]] = texts[i] end
+  end
+
+  local function set_balance(field, value) balances[field], changed_balances[field] = value, true end
+
+  -- Periods of budgets, by the pool's clock in UTC: the number of a period, and the ms until it ends.
+  local DAY_MS = 86400000
+  -- The number of days since 1970-01-01 of the first day of a month; months are counted from January of year 0
+  -- (Hinnant, "chrono-Compatible Low-Level Date Algorithms").
+  local function first_day(months)
+    local year, month = math.floor(months / 12), months % 12 + 1
+    if month <= 2 then year = year - 1 end
+    local era = math.floor(year / 400)
+    local of_era = year - era * 400
+    local day = math.floor((153 * ((month + 9) % 12) + 2) / 5)
+    return era * 146097 + of_era * 365 + math.floor(of_era / 4) - math.floor(of_era / 100) + day - 719468
+  end
+
+  local function period_of(name)
+    local days = math.floor(now_ms / DAY_MS)
+    if name == 'day' then return days, (days + 1) * DAY_MS - now_ms end
+    if name == 'week' then -- from Monday on; 1970-01-01 was a Thursday
+      local week = math.floor((days + 3) / 7)
+      return week, ((week + 1) * 7 - 3) * DAY_MS - now_ms
+    end
+    local months = 1970 * 12 + math.floor(days / 30.436875)
+    while first_day(months + 1) <= days do months = months + 1 end
+    while first_day(months) > days do months = months - 1 end
+    return months, first_day(months + 1) * DAY_MS - now_ms
+  end
+
+  -- What a limit is owed now; `text`: OWED TIME_MS.
+  local function owed(limit, text)
+    local units, at_ms = string.match(text or '', '^(%S+) (%S+)$')
+    units, at_ms = tonumber(units), tonumber(at_ms)
+    return units and at_ms and math.max(0, units - math.max(0, now_us / 1000 - at_ms) * limit.rate) or 0
+  end
+
+  -- Return how much of a limit is left, and for a budget the ms until its period ends.
+  local function left_of(limit)
+    local text = balances[limit.field]
+    if limit.unit == 'parallel' then return limit.burst - (tonumber(text or 0) or 0) end
+    if limit.unit == 'budget' then
+      local period, left_ms = period_of(limit.per)
+      local stored, spent = string.match(text or '', '^(%d+) (%S+)$')
+      return limit.burst - (tonumber(stored) == period and tonumber(spent) or 0), left_ms
+    end
+    return limit.burst - owed(limit, text)
+  end
+
+  -- Add `amount` to what a limit has granted; a negative amount is a refund.
+  local function take(limit, amount)
+    local text = balances[limit.field]
+    if limit.unit == 'parallel' then
+      set_balance(limit.field, string.format('%d', math.max(0, (tonumber(text or 0) or 0) + amount)))
+    elseif limit.unit == 'budget' then
+      local period = period_of(limit.per)
+      local spent = limit.burst - left_of(limit) + amount
+      set_balance(limit.field, period .. ' ' .. exact(math.max(0, spent)))
+    elseif amount ~= 0 then
+      set_balance(limit.field, exact(math.max(0, owed(limit, text) + amount)) .. ' ' .. exact(now_us / 1000))
+    end
+  end
+
+  local FREE = {prompt = 1, cached = 1, answer = 1}
+  local function price_of(model)
+    local prices = settings.tenants.prices
+    return prices and (prices[model] or prices['*']) or FREE
+  end
+
+  -- What a request takes of a unit: `prompt` and `answer` tokens, `cached` prompt tokens among them.
+  local function amount_of(unit, r, prompt, cached, answer)
+    if unit == 'tokens' then return prompt + answer end
+    if unit == 'prompt_tokens' then return prompt end
+    if unit == 'answer_tokens' then return answer end
+    if unit ~= 'budget' then return 1 end
+    local price = price_of(r.model)
+    return (prompt - cached) * (price.prompt or 1) + cached * (price.cached or price.prompt or 1)
+      + answer * (price.answer or 1)
+  end
+
+  -- What each request was charged: prompt and answer tokens, and when. `arrival` and `grant` say which nodes were
+  -- charged; no demoted request is charged to a node that demotes.
+  local charges, changed_charges = {}, {} -- id -> charge, or false; id -> true
+  local function charge_of(r)
+    local charge = charges[r.id]
+    if charge ~= nil then return charge end
+    local flags, prompt, answer = string.match(read('HGET', key.charges, r.id) or '', '^(%a+) (%S+) (%S+)$')
+    charge = flags and {prompt = tonumber(prompt), answer = tonumber(answer), arrival = string.find(flags, 'a') ~= nil,
+      grant = string.find(flags, 'g') ~= nil, demoted = string.find(flags, 'd') ~= nil}
+    charges[r.id] = charge or false
+    return charge
+  end
+
+  local function is_charged(node, charge, phase)
+    if node.over_limit == 'queue' then return phase == 'grant' end
+    return phase == 'arrival' and not (charge.demoted and node.over_limit == 'demote')
+  end
+
+  local function take_all(r, charge, phase, sign)
+    for _, node in ipairs(counting(r.flow)) do
+      if is_charged(node, charge, phase) then
+        for _, limit in ipairs(node.limits) do
+          take(limit, sign * amount_of(limit.unit, r, charge.prompt, 0, charge.answer))
+        end
+      end
+    end
+    charge[phase], changed_charges[r.id] = sign > 0, true
+  end
+
+  -- Return the limit of a node that lacks the most for request r, the ms until it suffices (infinite for requests in
+  -- flight), and whether the request is larger than the limit grants at once; nil if the node lacks nothing.
+  local function lack(node, r, charge)
+    local worst, worst_ms
+    for _, limit in ipairs(node.limits) do
+      local amount = amount_of(limit.unit, r, charge.prompt, 0, charge.answer)
+      if amount > limit.burst + RESIDUE then return limit, math.huge, true end
+      local left, left_ms = left_of(limit)
+      if left + RESIDUE < amount then
+        local wait_ms = left_ms or limit.rate and (amount - left) / limit.rate or math.huge
+        if not worst or wait_ms > worst_ms then worst, worst_ms = limit, wait_ms end
+      end
+    end
+    return worst, worst_ms, false
+  end
+
+  local function described(node, limit) return '\31' .. limit.unit .. ' ' .. limit.per .. ' ' .. node.path end
+
+  local function log_charge(event, r, phase, charge)
+    if settings.log_max == 0 then return end
+    local text = string.format('%s %.17g %.17g %.17g', phase, charge.prompt, charge.answer,
+      amount_of('budget', r, charge.prompt, 0, charge.answer))
+    log_event(event, r, nil, nil, charge.demoted and text .. ' demoted' or text)
+  end
+
+  -- Charge an arriving request to the nodes that reject or demote, and move a request that such a node demotes to the
+  -- lowest band. Return a refusal and a text that names the limit, and charge nothing, if a limit forbids the request.
+  local LONGEST_RETRY_S = 31 * 86400
+  function tenants.arrive(r)
+    local found = counting(r.flow)
+    if #found == 0 then return nil end
+    prefetch(found)
+    local charge = {prompt = r.prompt_tokens, answer = r.answer_tokens, arrival = false, grant = false, demoted = false}
+    for _, node in ipairs(found) do
+      local limit, wait_ms, is_over_burst = lack(node, r, charge)
+      if limit and node.over_limit == 'demote' then
+        charge.demoted = true
+      elseif is_over_burst then
+        return 'refused ' .. REFUSED.OVER_BURST .. ' 0' .. described(node, limit)
+      elseif limit and (node.over_limit == 'reject' or settings.queue_enabled == 0) then
+        local retry_s = wait_ms < math.huge and math.ceil(wait_ms / 1000 - RESIDUE) or 1
+        return 'refused ' .. REFUSED.OVER_LIMIT .. ' ' .. math.max(1, math.min(retry_s, LONGEST_RETRY_S))
+          .. described(node, limit)
+      end
+    end
+    if charge.demoted then r.band = BANDS[#BANDS] end
+    charges[r.id] = charge
+    take_all(r, charge, 'arrival', 1)
+    log_charge('charged', r, 'arrival', charge)
+  end
+
+  -- The text of a refusal in the decision log: 'over-limit UNIT PER_MS PATH'.
+  function tenants.reason(refusal)
+    local reason, limit = string.match(refusal, '^refused (%S+) %d+\31(.*)$')
+    return reason .. ' ' .. limit
+  end
+
+  -- Undo the charge of a request that is refused after `arrive`.
+  function tenants.refused(r)
+    local charge = charges[r.id]
+    if not charge then return end
+    take_all(r, charge, 'arrival', -1)
+    log_charge('refunded', r, 'arrival', charge)
+    charges[r.id], changed_charges[r.id] = false, true
+  end
+
+  -- Return the highest member of r's path that lacks balance for r, and the ms until it suffices (infinite until a
+  -- request ends); nil if r may start.
+  function tenants.lacking(r)
+    local found = counting(r.flow)
+    if #found == 0 then return nil end
+    local charge = charge_of(r)
+    if not charge then return nil end
+    prefetch(found)
+    for _, node in ipairs(found) do
+      local limit, wait_ms
+      if node.over_limit == 'queue' then limit, wait_ms = lack(node, r, charge) end
+      if limit then return node.path == r.flow and r.flow or node.path .. INNER, wait_ms end
+    end
+  end
+
+  local function count_served(found, cost)
+    for _, node in ipairs(found) do
+      local field = node.served_field
+      if field then set_balance(field, exact((tonumber(balances[field] or 0) or 0) + cost)) end
+    end
+  end
+
+  -- Charge a request that starts to the nodes that queue.
+  function tenants.start(r)
+    local found, charge = counting(r.flow), charge_of(r)
+    if #found == 0 or not charge then return end
+    prefetch(found)
+    take_all(r, charge, 'grant', 1)
+    count_served(found, r.cost)
+    log_charge('charged', r, 'grant', charge)
+  end
+
+  -- Undo `start`: the request returns to the queue.
+  function tenants.sent_back(r)
+    local found, charge = counting(r.flow), charge_of(r)
+    if #found == 0 or not (charge and charge.grant) then return end
+    prefetch(found)
+    take_all(r, charge, 'grant', -1)
+    count_served(found, -r.cost)
+    log_charge('refunded', r, 'grant', charge)
+  end
+
+  -- Correct the charge of a request by its usage. Later, the request's end finds nothing to refund.
+  function tenants.used(r, prompt, cached, answer)
+    local found, charge = counting(r.flow), charge_of(r)
+    if #found == 0 or not charge then return end
+    prefetch(found)
+    for _, node in ipairs(found) do
+      for _, phase in ipairs({'arrival', 'grant'}) do
+        if charge[phase] and is_charged(node, charge, phase) then
+          for _, limit in ipairs(node.limits) do
+            if limit.unit ~= 'parallel' then
+              take(limit, amount_of(limit.unit, r, prompt, cached, answer)
+                - amount_of(limit.unit, r, charge.prompt, 0, charge.answer))
+            end
+          end
+        end
+      end
+    end
+    charge.prompt, charge.answer, charge.is_used = prompt, answer, true
+    if settings.log_max > 0 then
+      log_event('used', r, nil, nil, string.format('%.17g %.17g %.17g %.17g', prompt, cached, answer,
+        amount_of('budget', r, prompt, cached, answer)))
+    end
+  end
+
+  -- End the charge of a request. Refund it if the request ended `unserved`, unless its usage is known. Return the
+  -- members whose number of requests in flight has fallen.
+  function tenants.ended(r, unserved)
+    local found, charge = counting(r.flow), charge_of(r)
+    if not charge then return nil end
+    prefetch(found)
+    local is_refund, freed = unserved and not charge.is_used, nil
+    for _, node in ipairs(found) do
+      for _, phase in ipairs({'arrival', 'grant'}) do
+        if charge[phase] and is_charged(node, charge, phase) then
+          for _, limit in ipairs(node.limits) do
+            if limit.unit == 'parallel' then
+              take(limit, -1)
+              freed = freed or {}
+              freed[#freed + 1] = node.path == r.flow and r.flow or node.path .. INNER
+            elseif is_refund then
+              take(limit, -amount_of(limit.unit, r, charge.prompt, 0, charge.answer))
+            end
+          end
+        end
+      end
+    end
+    if is_refund and (charge.arrival or charge.grant) then log_charge('refunded', r, 'all', charge) end
+    charges[r.id], changed_charges[r.id] = false, true
+    return freed
+  end
+
+  -- The balances that an answer shows: of the limits on requests and on tokens the one with the least share left, and
+  -- whether the request was demoted. A text that begins with byte 31; '' without limits.
+  function tenants.quota(r)
+    local found, charge = counting(r.flow), charge_of(r)
+    if #found == 0 or not charge then return '' end
+    prefetch(found)
+    local worst, parts = {}, {}
+    for _, node in ipairs(found) do
+      for _, limit in ipairs(node.limits) do
+        local kind = limit.unit == 'requests' and 'requests' or limit.rate and 'tokens'
+        if kind then
+          local left = left_of(limit)
+          if not worst[kind] or left / limit.burst < worst[kind].left / worst[kind].limit.burst then
+            worst[kind] = {limit = limit, left = left}
+          end
+        end
+      end
+    end
+    for _, kind in ipairs({'requests', 'tokens'}) do
+      local one = worst[kind]
+      if one then
+        parts[#parts + 1] = string.format('%s=%d,%d,%d', kind, one.limit.burst, math.max(0, one.left),
+          math.ceil((one.limit.burst - one.left) / one.limit.rate))
+      end
+    end
+    if charge.demoted then parts[#parts + 1] = 'demoted=1' end
+    return #parts > 0 and '\31' .. table.concat(parts, ';') or ''
+  end
+
+  -- Inner nodes in the order of a band: the virtual time `v` of their children, the tag `new` of newcomers.
+  local states, changed_states = {}, {} -- joined(band, node) -> {band, node, v, new}
+  function tenants.state(band, node)
+    local name = joined(band, node)
+    local state = states[name]
+    if not state then
+      local text = read('HGET', key.nodes[band], node)
+      local valid, v, new = pcall(struct.unpack, 'ddd', text or '')
+      state = {band = band, node = node, v = valid and v or 0, new = valid and new or 0}
+      states[name] = state
+    end
+    return state
+  end
+
+  local function random_fields(hash, count)
+    if read('HLEN', hash) == 0 then return {}, {} end
+    local found = read('HRANDFIELD', hash, count)
+    return found, read('HMGET', hash, unpack(found))
+  end
+
+  -- For the sweep: forget some inner nodes of a band in which nobody has waited for `idle_ms`, and finish tags without
+  -- effect.
+  function tenants.drop_idle_nodes(band, count, idle_ms)
+    if read('ZCARD', key.throttled[band]) > 0 then return end -- a throttled member keeps its tag
+    local found, texts = random_fields(key.nodes[band], count)
+    for i, node in ipairs(found) do
+      local valid, v, _, used_ms = pcall(struct.unpack, 'ddd', texts[i])
+      local is_empty = pool[QUEUED[band]] == 0 or read('ZCARD', key.children[band][node]) == 0
+      if pool[QUEUED[band]] == 0 then defer_unlink(key.children[band][node]) end -- strays at most
+      if is_empty and not (valid and now_ms - used_ms <= idle_ms) then
+        defer_write('HDEL', key.nodes[band], node)
+        defer_unlink(key.finished[band][node])
+      elseif valid then
+        local finished = key.finished[band][node]
+        for _, member in ipairs(read('ZRANGEBYSCORE', finished, '-inf', v, 'LIMIT', 0, count)) do
+          defer_write('ZREM', finished, member)
+        end
+      end
+    end
+  end
+
+  -- Remove a band's tree; no request waits or runs in the band.
+  function tenants.drop_tree(band)
+    for _, node in ipairs(read('HKEYS', key.nodes[band])) do
+      defer_unlink(key.children[band][node])
+      defer_unlink(key.finished[band][node])
+    end
+    defer_unlink(key.nodes[band])
+    states, changed_states = {}, {}
+  end
+
+  -- Add the keys of a band's inner nodes to `names`, except finish tags unless `is_lost`.
+  function tenants.add_keys(band, names, is_lost)
+    for _, node in ipairs(read('HKEYS', key.nodes[band])) do
+      names[#names + 1] = key.children[band][node]
+      if is_lost then names[#names + 1] = key.finished[band][node] end
+    end
+    if is_lost then names[#names + 1] = key.nodes[band] end
+  end
+
+  function tenants.touch(state) changed_states[joined(state.band, state.node)] = state end
+
+  function tenants.commit()
+    for field in pairs(changed_balances) do
+      if balances[field] then defer_write('HSET', key.balances, field, balances[field]) end
+    end
+    for id in pairs(changed_charges) do
+      local c = charges[id]
+      if c then
+        local flags = (c.arrival and 'a' or '') .. (c.grant and 'g' or '') .. (c.demoted and 'd' or '')
+        defer_write('HSET', key.charges, id, string.format('%s %.17g %.17g', flags, c.prompt, c.answer))
+      else
+        defer_write('HDEL', key.charges, id)
+      end
+    end
+    for _, state in pairs(changed_states) do
+      defer_write('HSET', key.nodes[state.band], state.node, struct.pack('ddd', state.v, state.new, now_ms))
+    end
+  end
+
+  -- Members whose balance is short: when it will suffice. Between calls this library caches a lower bound of the
+  -- earliest time.
+  local next_wake_ms
+  function tenants.wake_at(band, member, at_ms)
+    if next_wake_ms and at_ms < next_wake_ms then next_wake_ms = at_ms end
+    defer_write('ZADD', key.budget_waits, at_ms, joined(band, member))
+    local own = notifications.for_caller
+    own[#own + 1] = 'wake ' .. math.max(1, at_ms - now_ms)
+  end
+
+  -- Return a list of band and member, of members whose time has come.
+  local MOST_DUE = 100
+  function tenants.due()
+    if next_wake_ms and now_ms < next_wake_ms then return {} end
+    local due = {}
+    for _, name in ipairs(read('ZRANGEBYSCORE', key.budget_waits, '-inf', now_ms, 'LIMIT', 0, MOST_DUE)) do
+      defer_write('ZREM', key.budget_waits, name)
+      local band, member = string.match(name, '^(%d+)\31(.*)$')
+      if band then due[#due + 1] = {tonumber(band), member} end
+    end
+    next_wake_ms = tonumber(read('ZRANGE', key.budget_waits, 0, 0, 'WITHSCORES')[2] or math.huge)
+    return due
+  end
+
+  -- Reset the tables of a single call.
+  function tenants.reset()
+    if next(balances) then balances, changed_balances = {}, {} end
+    if next(charges) then charges, changed_charges = {}, {} end
+    if next(states) then states, changed_states = {}, {} end
+    if not cache_is_valid then
+      next_wake_ms = nil
+      tenants.forget()
+    end
+  end
+
+  local function drop_counts()
+    local cursor = '0'
+    repeat
+      local scan = read('HSCAN', key.balances, cursor, 'COUNT', 1000)
+      for i = 1, #scan[2], 2 do
+        if string.find(scan[2][i], '\31parallel$') then defer_write('HDEL', key.balances, scan[2][i]) end
+      end
+      cursor = scan[1]
+    until cursor == '0'
+  end
+
+  -- Forget which requests were charged, and the requests in flight: tenants begin or cease to count.
+  function tenants.restart()
+    defer_unlink(key.charges)
+    drop_counts()
+    tenants.forget()
+  end
+
+  -- Count the requests in flight again from the records.
+  function tenants.recount(records)
+    drop_counts()
+    for _, r in ipairs(records) do
+      local charge = charge_of(r)
+      for _, node in ipairs(charge and counting(r.flow) or {}) do
+        for _, limit in ipairs(node.limits) do
+          local counts = charge.arrival and is_charged(node, charge, 'arrival')
+            or charge.grant and is_charged(node, charge, 'grant')
+          if limit.unit == 'parallel' and counts then
+            balances[limit.field] = balances[limit.field] or '0'
+            take(limit, 1)
+          end
+        end
+      end
+    end
+  end
+
+  -- For the sweep: drop some balances without effect.
+  function tenants.drop_idle_balances(count)
+    local found, texts = random_fields(key.balances, count)
+    for i, field in ipairs(found) do
+      local node = tenants.node(string.match(field, '^(.*)\31') or '')
+      local is_idle = field ~= node.served_field
+      balances[field] = texts[i]
+      for _, limit in ipairs(node.limits) do
+        if limit.field == field then is_idle = left_of(limit) >= limit.burst end
+      end
+      if is_idle then defer_write('HDEL', key.balances, field) end
+    end
+  end
+end

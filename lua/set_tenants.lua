@@ -1,0 +1,41 @@
+-- include: dispatch
+-- Change the settings of tenants' nodes, then dispatch queued requests.
+--
+-- Guarantees: balances stay, so a changed limit grants no second burst. A node that `tenant_changes` has is in force
+-- instead of the same node in `tenants`.
+--
+-- keys[1] epp:{POOL}:pool
+-- args[1] the calling replica
+-- args[2] `tenants` (from the configuration) or `tenant_changes` (of operators)
+-- then pairs: path, JSON (lib/tenants.lua); '' removes the node
+--
+-- Returns {epoch, notifications, attempts, served, version}; version '' while the pool is unknown
+
+local function set_tenants(args)
+  reset_notifications(args[1])
+  local hash = ({tenants = key.tenants, tenant_changes = key.tenant_changes})[args[2]]
+  if not hash then error({err = 'ERR no hash of tenants: ' .. args[2]}, 0) end
+  local version = ''
+  if pool.known then
+    for at = 3, #args, 2 do
+      if args[at + 1] == '' then
+        defer_write('HDEL', hash, args[at])
+      else
+        defer_write('HSET', hash, args[at], args[at + 1])
+      end
+      log_change('tenant', args[at] .. '\31' .. args[2] .. '\31' .. args[at + 1])
+    end
+    version = (tonumber(read('HGET', key.pool, 'tenants_version') or 0) or 0) + 1
+    defer_write('HSET', key.pool, 'tenants_version', version)
+    pool.touched = true
+    tenants.forget()
+    if settings.tenants then
+      for _, band in ipairs(BANDS) do -- a limit may have been raised
+        for _, member in ipairs(read('ZRANGE', key.throttled[band], 0, 99)) do
+          queue.unthrottle(band, member)
+        end
+      end
+    end
+  end
+  return finish_call({tostring(version)})
+end

@@ -1,0 +1,325 @@
+"""Tenants: shares at each level of the tree, and limits that hold over all replicas. On simulated time."""
+
+import json
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import redis
+from direct_calls import ClockedPool, arrival
+from script_fleet import OpenFleet, addresses, ask, until
+
+A = addresses(1)[0]
+TREE = {"separator": "/"}
+
+
+class TenantPool(ClockedPool):
+    """A pool with one endpoint; `place` requests until the pool is full."""
+
+    def __init__(self, client: redis.Redis, pool: str) -> None:
+        super().__init__(client, pool)
+        self.numbers = 0
+
+    def passes(self, ms: int) -> None:
+        super().passes(ms)
+        self.client.zadd(f"{self.prefix}replicas", {"a": self.now_ms})
+
+    def start(self, bound: int, nodes: dict[str, Any], **settings: Any) -> None:
+        self.publish(A, upper_per=bound, tenants=TREE, **settings)
+        self.set_nodes(nodes)
+
+    def set_nodes(self, nodes: dict[str, Any], kind: str = "tenants") -> None:
+        pairs = [text for path, node in nodes.items() for text in (path, json.dumps(node) if node else "")]
+        self.call("set_tenants", "a", kind, *pairs)
+
+    def ask(self, flow: str, **fields: Any) -> str:
+        """Admit a request of the next number; return the verdict's word, or the whole text of a refusal."""
+        self.numbers += 1
+        reply = self.call("admit", "a", arrival(f"r{self.numbers}", flow=flow, **fields))
+        text = bytes(reply[4]).decode()
+        return text if text.startswith("refused") else text.split(" ")[0]
+
+    def end(self, request_id: str, outcome: str = "completed", usage: str = "") -> list[str]:
+        """End a request; return the ids that this call has placed."""
+        reply = self.call("settle", "a", request_id, outcome, "", "", "", usage)
+        lines = [bytes(line).decode() for line in reply[1]]
+        return [line.rpartition(" ")[2] for line in lines if line.startswith("placed")]
+
+    def flow_of(self, request_id: str) -> str:
+        record = bytes(self.client.hget(f"{self.prefix}requests", request_id) or b"")
+        return record[1:].split(b"\0")[2].decode()
+
+    def serve(self, count: int) -> list[str]:
+        """End one running request after another; return the flows that are placed, in order."""
+        served = []
+        for _ in range(count):
+            running = self.client.zrange(f"{self.prefix}inflight", 0, 0)[0].decode()
+            self.passes(1)
+            served += map(self.flow_of, self.end(running))
+        return served
+
+    def rebuild(self, **settings: Any) -> None:
+        """Sweep, which finds what is lost, and publish again, as replicas do at the end of an epoch."""
+        self.passes(1000)
+        self.call("sweep", "a", 0, 60_000, 300_000, 60_000)
+        self.publish(A, upper_per=1, **settings)
+
+    def queued(self) -> int:
+        return int(self.call("state", 60_000)[3])
+
+    def names(self) -> set[str]:
+        return {key.decode().removeprefix(self.prefix) for key in self.keys()}
+
+
+@pytest.fixture
+def it(client: redis.Redis, pool: str) -> TenantPool:
+    return TenantPool(client, pool)
+
+
+def test_shares_hold_between_tenants_and_then_between_their_children(it: TenantPool) -> None:
+    it.start(1, {"acme": {"weight": 3}, "acme/search": {"weight": 2}, "zeta": {}})
+    it.ask("zeta/one")
+    for _ in range(60):
+        for flow in ("acme/search/k1", "acme/ads/k1", "acme/ads/k2", "zeta/one"):
+            it.ask(flow)
+    # acme has 3 of 4 turns; of those search has 2 of 3, and each key of ads a half of the rest.
+    served = Counter(it.serve(96))
+    assert abs(served["zeta/one"] - 24) <= 1
+    assert abs(served["acme/search/k1"] - 48) <= 2
+    assert abs(served["acme/ads/k1"] - 12) <= 1
+    assert abs(served["acme/ads/k2"] - 12) <= 1
+
+
+def test_a_thousand_keys_of_one_tenant_gain_nothing(it: TenantPool) -> None:
+    it.start(1, {}, total_capacity=2000)
+    it.ask("zeta/k")
+    for number in range(1000):
+        it.ask(f"acme/k{number}")
+    for _ in range(100):
+        it.ask("zeta/k")
+    served = Counter(flow.split("/")[0] for flow in it.serve(100))
+    assert abs(served["acme"] - 50) <= 1
+
+
+def test_an_idle_tenant_saves_no_turns_and_its_order_is_forgotten(it: TenantPool) -> None:
+    it.start(1, {})
+    it.ask("acme/a")
+    for _ in range(20):
+        it.ask("acme/a")
+    it.serve(10)
+    for _ in range(20):
+        it.ask("zeta/a")
+    # zeta does not catch up on the ten turns before it came.
+    assert abs(Counter(it.serve(10))["zeta/a"] - 5) <= 1
+    it.serve(20)
+    while running := it.client.zrange(f"{it.prefix}inflight", 0, -1):
+        for each in running:
+            it.end(each.decode())
+    it.passes(700_000)
+    for _ in range(4):
+        it.passes(1000)
+        it.call("sweep", "a", 0, 60_000, 300_000, 60_000)
+    kept = {
+        name for name in it.names() if name.partition(":")[0] in ("children", "finished", "nodes", "charges")
+    }
+    assert kept == set()
+
+
+@pytest.mark.parametrize("leave", ["cancel", "expire", "evict"])
+def test_a_tenant_whose_requests_leave_unserved_comes_back_in_its_order(it: TenantPool, leave: str) -> None:
+    it.start(1, {})
+    it.ask("acme/a")
+    it.ask("zeta/a")
+    it.ask("acme/b/c", ttl_ms=1000 if leave == "expire" else 60_000)
+    if leave == "cancel":
+        it.call("cancel", "a", "r3", "1", "cancelled")
+    elif leave == "evict":
+        it.call("evict", "a", "r3")
+    else:
+        it.passes(1500)
+        it.call("cancel", "a")
+    assert it.queued() == 1
+    it.ask("acme/b/c")
+    assert sorted(it.serve(2)) == ["acme/b/c", "zeta/a"]
+
+
+def test_a_request_over_a_rejecting_limit_is_refused_with_the_time_to_wait(it: TenantPool) -> None:
+    limit = {"unit": "requests", "amount": 2, "per_ms": 60_000}
+    it.start(100, {"acme": {"over_limit": "reject", "limits": [limit]}})
+    assert [it.ask("acme/a"), it.ask("acme/b")] == ["placed", "placed"]
+    assert it.ask("acme/c") == "refused over-limit 30\x1frequests 60000 acme"
+    assert it.ask("zeta/c") == "placed"
+    it.passes(29_000)
+    assert it.ask("acme/c") == "refused over-limit 1\x1frequests 60000 acme"
+    it.passes(1001)
+    assert it.ask("acme/c") == "placed"
+
+
+def test_a_request_waits_in_its_place_until_its_balance_suffices_and_others_pass_it(it: TenantPool) -> None:
+    limit = {"unit": "tokens", "amount": 100, "per_ms": 1000, "burst": 50}
+    it.start(100, {"acme": {"limits": [limit]}})
+    assert it.ask("acme/a", prompt_tokens=30, answer_tokens=20) == "placed"
+    assert it.ask("acme/b", prompt_tokens=10, answer_tokens=10) == "queued"  # lacks 20 tokens, for 200 ms
+    assert it.ask("acme/c", prompt_tokens=1) == "queued"
+    assert it.ask("zeta/a", prompt_tokens=1000) == "placed"
+    it.passes(150)
+    it.call("cancel", "a")
+    assert it.queued() == 2
+    it.passes(100)
+    reply = it.call("cancel", "a")
+    assert [line.split()[-1] for line in reply[1] if line.startswith(b"placed")] == [b"r2", b"r3"]
+
+
+def test_a_larger_request_than_a_limit_grants_at_once_is_refused(it: TenantPool) -> None:
+    limit = {"unit": "prompt_tokens", "amount": 100, "per_ms": 1000, "burst": 50}
+    it.start(100, {"*": {"limits": [limit]}})
+    assert it.ask("acme/a", prompt_tokens=51) == "refused over-burst 0\x1fprompt_tokens 1000 acme"
+    assert it.ask("acme/a", prompt_tokens=50) == "placed"
+
+
+def test_a_demoted_request_goes_to_the_lowest_band_and_is_not_charged(it: TenantPool) -> None:
+    limit = {"unit": "requests", "amount": 1, "per_ms": 60_000}
+    it.start(1, {"acme": {"over_limit": "demote", "limits": [limit]}})
+    for _ in range(3):
+        it.ask("acme/a", band=0)
+    it.ask("zeta/a", band=1)
+    state = it.client.hgetall(f"{it.prefix}charges")
+    assert sorted(text.split(b" ")[0] for text in state.values()) == [b"ad", b"ad", b"ag"]
+    assert it.serve(3) == ["zeta/a", "acme/a", "acme/a"]
+    it.passes(60_000)
+    it.end("r4")
+    it.ask("acme/a", band=0)
+    text = it.client.hget(f"{it.prefix}charges", f"r{it.numbers}")
+    assert (text or b"d").split(b" ")[0] == b"a"
+
+
+def _remaining(it: TenantPool, path: str, unit: str, amount: float, per_ms: int) -> float:
+    text = it.client.hget(f"{it.prefix}balances", f"{path}\x1f{unit}:{per_ms}")
+    owed, at_ms = map(float, (text or b"0 0").split())
+    return amount - max(0.0, owed - (it.now_ms - at_ms) * amount / per_ms)
+
+
+@pytest.mark.parametrize(
+    ("end", "left"),
+    [
+        (lambda it: it.end("r1", usage="10,0,200"), 790),
+        (lambda it: it.end("r1"), 850),
+        (lambda it: it.end("r1", "upstream_failed"), 1000),
+        (lambda it: it.end("r1", "upstream_failed", usage="100,0,1"), 899),
+        (lambda it: it.call("cancel", "a", "r1", "1", "cancelled"), 1000),
+    ],
+    ids=["usage", "no-usage", "failed", "failed-with-usage", "cancelled"],
+)
+def test_an_end_corrects_the_charge_once(
+    it: TenantPool, end: Callable[[TenantPool], Any], left: float
+) -> None:
+    limit = {"unit": "tokens", "amount": 1000, "per_ms": 3_600_000}
+    it.start(1, {"acme": {"over_limit": "reject", "limits": [limit]}, "acme/a": {"limits": [limit]}})
+    it.ask("acme/a", prompt_tokens=100, answer_tokens=50)
+    for path in ("acme", "acme/a"):
+        assert _remaining(it, path, "tokens", 1000, 3_600_000) == pytest.approx(850)
+    end(it)
+    end(it)  # a repeated report changes nothing
+    for path in ("acme", "acme/a"):
+        assert _remaining(it, path, "tokens", 1000, 3_600_000) == pytest.approx(left)
+
+
+def test_no_more_requests_run_at_once_than_a_node_allows(it: TenantPool) -> None:
+    it.start(100, {"acme": {"max_parallel": 2}, "zeta": {"max_parallel": 1, "over_limit": "reject"}})
+    assert [it.ask("acme/a") for _ in range(4)] == ["placed", "placed", "queued", "queued"]
+    assert [it.ask("zeta/a") for _ in range(2)] == ["placed", "refused over-limit 1\x1fparallel 0 zeta"]
+    assert it.end("r1") == ["r3"]
+    assert it.end("r2", "upstream_failed") == ["r4"]
+    it.end("r3")
+    it.end("r4")
+    it.end("r5")
+    assert it.ask("zeta/a") == "placed"
+    assert it.client.hget(f"{it.prefix}balances", "acme\x1fparallel") == b"0"
+
+
+def test_a_budget_counts_a_calendar_period_at_the_price_of_the_model(it: TenantPool) -> None:
+    prices = {"m": {"prompt": 1, "cached": 0.5, "answer": 2}}
+    node = {"over_limit": "reject", "budget": {"units": 100, "period": "day"}}
+    it.publish(A, upper_per=100, tenants={**TREE, "prices": prices})
+    it.set_nodes({"acme": node})
+    assert it.ask("acme/a", prompt_tokens=40, answer_tokens=20) == "placed"  # 80 units
+    refused = it.ask("acme/a", prompt_tokens=30)
+    assert refused.startswith("refused over-limit")
+    assert refused.endswith("\x1fbudget day acme")
+    it.end("r1", usage="40,20,10")  # 20 + 10 + 20 units
+    assert it.ask("acme/a", prompt_tokens=30) == "placed"
+    it.passes(24 * 3_600_000)
+    assert it.ask("acme/a", prompt_tokens=100) == "placed"
+
+
+def test_all_nodes_of_a_path_must_agree_and_a_refused_request_is_charged_to_none(it: TenantPool) -> None:
+    limit = {"unit": "requests", "amount": 1, "per_ms": 60_000}
+    tenfold = {**limit, "amount": 10}
+    rejecting = {"over_limit": "reject"}
+    it.start(100, {"acme": {**rejecting, "limits": [tenfold]}, "acme/a": {**rejecting, "limits": [limit]}})
+    assert [it.ask("acme/a").split(" ")[0] for _ in range(5)] == ["placed"] + ["refused"] * 4
+    assert _remaining(it, "acme", "requests", 10, 60_000) == pytest.approx(9)
+
+
+def test_live_nodes_replace_configured_ones_and_a_raised_limit_ends_a_wait_at_once(it: TenantPool) -> None:
+    limit = {"unit": "requests", "amount": 1, "per_ms": 3_600_000}
+    it.start(100, {"acme": {"limits": [limit]}, "*": {"limits": [{**limit, "amount": 2}]}})
+    assert [it.ask("acme/a") for _ in range(2)] == ["placed", "queued"]
+    assert [it.ask("zeta/a") for _ in range(3)] == ["placed", "placed", "queued"]
+    it.set_nodes({"acme": {"limits": [{**limit, "amount": 100}]}}, "tenant_changes")
+    assert it.queued() == 1
+    it.set_nodes({"acme": None}, "tenant_changes")
+    assert it.ask("acme/a") == "queued"
+
+
+def test_the_guard_takes_no_request_that_waits_for_its_balance(it: TenantPool) -> None:
+    limit = {"unit": "requests", "amount": 1, "per_ms": 3_600_000}
+    it.start(1, {"acme": {"limits": [limit]}}, guard_share=1, starvation_ms=100)
+    it.ask("acme/a")
+    it.ask("acme/a")
+    for _ in range(3):
+        it.ask("zeta/a")
+    it.passes(500)
+    assert it.serve(3) == ["zeta/a"] * 3
+    assert it.queued() == 1
+
+
+def test_a_pool_that_lost_its_counters_rebuilds_the_tree_and_what_runs_in_it(it: TenantPool) -> None:
+    it.start(2, {"acme": {"max_parallel": 5}})
+    flows = ("acme/a/x", "acme/b/x", "zeta/a")
+    for flow in flows * 3:
+        it.ask(flow)
+    it.client.hdel(f"{it.prefix}pool", "counters")
+    it.call("state", 60_000)
+    it.publish(A, upper_per=2, tenants=TREE)
+    assert it.queued() == 7
+    assert it.client.hget(f"{it.prefix}balances", "acme\x1fparallel") == b"2"
+    assert sorted(it.serve(7)) == sorted((flows * 3)[2:])
+
+
+def test_tenants_can_be_switched_on_and_off_while_requests_wait(it: TenantPool) -> None:
+    it.publish(A, upper_per=1)
+    for flow in ("acme/a", "acme/b", "zeta/a") * 2:
+        it.ask(flow)
+    it.publish(A, upper_per=1, tenants=TREE)
+    it.rebuild(tenants=TREE)
+    for flow in ("acme/a", "acme/b", "zeta/a") * 2:
+        it.ask(flow)
+    served = it.serve(3)
+    it.publish(A, upper_per=1)
+    it.rebuild()
+    assert len(served) + len(it.serve(8)) == 11
+    assert it.queued() == 0
+
+
+async def test_a_waiting_request_starts_as_soon_as_its_balance_suffices(fleet: OpenFleet) -> None:
+    limit = {"unit": "requests", "amount": 20, "per_ms": 1000, "burst": 1}
+    async with fleet("a", upper_per=100, tenants=TREE, checked=False) as (it, a):
+        await a.store.set_tenants("tenants", {"acme": json.dumps({"limits": [limit]})})
+        requests = [ask(f"r{number}", flow="acme/a", prompt_tokens=1.0) for number in range(5)]
+        for request in requests:
+            await a.store.admit(request, "1", "*")
+        # No other call comes: the replica itself calls when the time has come.
+        await until(lambda: len([1 for what, _ in a.notifications if what == "placed"]) == 4)
+        assert await it.queued() == 0
