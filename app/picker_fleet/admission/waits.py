@@ -26,7 +26,7 @@ from picker_fleet.domain.tenants import Node, Tree
 from picker_fleet.state.schema import Refusal
 from picker_fleet.state.store import AnyVerdict, Placed, Queued, Refused, Verdict
 
-# The queue's reason for a refusal -> the error and its message.
+# The queue's reason for a refusal -> the error and its message; tenants' limits have messages of their own.
 REFUSALS: dict[Refusal, tuple[type[RequestError], str]] = {
     Refusal.NO_ENDPOINTS: (NoEndpoints, "no endpoint is ready that may serve this request"),
     Refusal.SATURATED: (Saturated, "the fleet is saturated, and this request may not wait"),
@@ -38,8 +38,6 @@ REFUSALS: dict[Refusal, tuple[type[RequestError], str]] = {
     Refusal.BAND_CAPACITY: (BandCapacity, "the queue of this band is full"),
     Refusal.BAND_BYTES: (BandBytes, "the request bodies queued in this band have reached its byte limit"),
     Refusal.TOTAL_CAPACITY: (TotalCapacity, "the queue is full"),
-    Refusal.OVER_LIMIT: (OverLimit, "a tenant's limit is used up"),
-    Refusal.OVER_BURST: (OverBurst, "the request needs more than a tenant's limit allows"),
 }
 
 
