@@ -133,15 +133,13 @@ RUNS = [*((policy, 1.0) for policy in POLICIES), ("weighted-fair, fcfs", 1e7)]
 
 
 @pytest.mark.parametrize(("policy", "unit"), RUNS)
-async def test_the_audit_of_a_run_finds_no_violation(
-    valkey_fleet: OpenFleet, policy: str, unit: float
-) -> None:
+async def test_the_audit_of_a_run_finds_no_violation(fleet: OpenFleet, policy: str, unit: float) -> None:
     # Three replicas run with a full queue, overdue requests and wrong cost estimates.
     settings = {
         "total_capacity": 60, "flow_capacity": 40, "upper_per": 3 * unit, "starvation_ms": 5,
         "guard_share": 0.2, **POLICIES[policy],
     }  # fmt: skip
-    async with valkey_fleet("a", "b", "c", endpoints=2, **settings) as it:
+    async with fleet("a", "b", "c", endpoints=2, **settings) as it:
         storm = Storm(it, 11, unit)
         ends = {"expired", "cancelled", "evicted"}
         rare = ends | {"granted", "bypassed", "adopted", "throttled", "unthrottled"}
@@ -165,9 +163,9 @@ async def test_the_audit_of_a_run_finds_no_violation(
         assert all(finding.checked > 50 for finding in report.findings)
 
 
-async def test_requests_of_a_dead_replica_are_adopted(valkey_fleet: OpenFleet) -> None:
+async def test_requests_of_a_dead_replica_are_adopted(fleet: OpenFleet) -> None:
     # Requests wait at a replica that falls silent.
-    async with valkey_fleet("a", "b", upper_per=1, silence_ms=50) as (it, a, b):
+    async with fleet("a", "b", upper_per=1, silence_ms=50) as (it, a, b):
         await b.beat()
         await a.admit("runs")
         for i in range(6):
@@ -187,9 +185,9 @@ async def test_requests_of_a_dead_replica_are_adopted(valkey_fleet: OpenFleet) -
         assert {"orphaned", "adopted"} <= {entry.event for entry in await it.log()}
 
 
-async def test_the_audit_of_a_trimmed_log_has_no_finding(valkey_fleet: OpenFleet, valkey_url: str) -> None:
+async def test_the_audit_of_a_trimmed_log_has_no_finding(fleet: OpenFleet, valkey_url: str) -> None:
     # Redis has trimmed the first part of a run's log.
-    async with valkey_fleet("a", "b", endpoints=2, total_capacity=60) as it:
+    async with fleet("a", "b", endpoints=2, total_capacity=60) as it:
         storm = Storm(it, seed=5)
         await storm.blow(30)
         await storm.calm()
@@ -199,10 +197,10 @@ async def test_the_audit_of_a_trimmed_log_has_no_finding(valkey_fleet: OpenFleet
 
 
 async def test_picker_audit_reports_a_violation_with_its_log_entry(
-    valkey_fleet: OpenFleet, valkey_url: str, capsys: pytest.CaptureFixture[str]
+    fleet: OpenFleet, valkey_url: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     # The log says that a request ended twice.
-    async with valkey_fleet("a", checked=False) as (it, a):
+    async with fleet("a", checked=False) as (it, a):
         await a.admit("r")
         await a.settle("r")
         *_, (_, last) = await it.redis.xrange(it.keys.log)
@@ -215,17 +213,17 @@ async def test_picker_audit_reports_a_violation_with_its_log_entry(
 
 
 async def test_picker_audit_exits_with_2_if_the_pool_has_no_decision_log(
-    valkey_fleet: OpenFleet, valkey_url: str, capsys: pytest.CaptureFixture[str]
+    fleet: OpenFleet, valkey_url: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    async with valkey_fleet("a", log_max=0) as it:
+    async with fleet("a", log_max=0) as it:
         await it.replicas[0].admit("r")
         assert main(["audit", "--redis", valkey_url, "--pool", it.pool]) == 2
         assert f"pool '{it.pool}' has no decision log" in capsys.readouterr().err
 
 
-async def test_log_entries_trimmed_in_a_read_are_reported(valkey_fleet: OpenFleet, valkey_url: str) -> None:
+async def test_log_entries_trimmed_in_a_read_are_reported(fleet: OpenFleet, valkey_url: str) -> None:
     # The decision log has several pages, and the first page has been read.
-    async with valkey_fleet("a") as (it, a):
+    async with fleet("a") as (it, a):
         for i in range(40):
             await a.admit(f"r{i}")
         with LogStream(valkey_url, it.pool, page=10) as log:

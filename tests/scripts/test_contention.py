@@ -7,11 +7,10 @@ from collections import Counter
 from script_fleet import OpenFleet, ask, config, ended, until
 
 
-async def test_three_hundred_requests_on_three_replicas_share_eight_places(valkey_fleet: OpenFleet) -> None:
-    # Four endpoints with a watermark of 2 requests. On Valkey only: fakeredis closes connections under this
-    # load.
+async def test_three_hundred_requests_on_three_replicas_share_eight_places(fleet: OpenFleet) -> None:
+    # Four endpoints with a watermark of 2 requests.
     joined = config(2, "100ms", fair_request_queue={"flow_capacity": 300})
-    async with valkey_fleet("a", "b", "c", endpoints=4, joined=joined, listening=True) as it:
+    async with fleet("a", "b", "c", endpoints=4, joined=joined, listening=True) as it:
         chance = random.Random(7)
         served: Counter[str] = Counter()
 

@@ -45,11 +45,11 @@ async def test_a_waiting_request_is_answered_at_its_ttl(fleet: OpenFleet) -> Non
 
 
 async def test_a_waiting_request_is_answered_at_its_ttl_while_redis_does_not_reply(
-    fleet: OpenFleet, redis_url: str
+    fleet: OpenFleet, valkey_url: str
 ) -> None:
     # A request waits at a replica that then gets no more replies from Redis.
     async with (
-        proxy_to(redis_url) as between,
+        proxy_to(valkey_url) as between,
         fleet("a", "b", full=True, through={"a": between.url}, silence_s=0.75) as (it, a, b),
     ):
         waiter = await waiting(it, a, "q", ttl_s=0.3)

@@ -59,9 +59,9 @@ async def failover_replicas(it: Fleet) -> AsyncIterator[list[FailoverReplica]]:
 
 @pytest.mark.parametrize("names", [("a", "b"), ("a", "b", "c")])
 async def test_a_returning_replica_does_not_restore_requests_whose_end_other_replicas_reported(
-    valkey_fleet: OpenFleet, names: tuple[str, ...]
+    fleet: OpenFleet, names: tuple[str, ...]
 ) -> None:
-    async with valkey_fleet(*names) as it, failover_replicas(it) as (away, here, *others):
+    async with fleet(*names) as it, failover_replicas(it) as (away, here, *others):
         for number in range(2):
             # Redis places two requests; a replica that has lost Redis places a third request locally.
             kept, gone, alone = (f"{what}-{number}" for what in ("kept", "gone", "alone"))
@@ -87,9 +87,9 @@ async def test_a_returning_replica_does_not_restore_requests_whose_end_other_rep
 
 @pytest.mark.parametrize("empty", [False, True])
 async def test_an_end_reported_to_a_replica_without_redis_counts_after_its_resync(
-    valkey_fleet: OpenFleet, empty: bool
+    fleet: OpenFleet, empty: bool
 ) -> None:
-    async with valkey_fleet("a", "b") as it, failover_replicas(it) as (one, other):
+    async with fleet("a", "b") as it, failover_replicas(it) as (one, other):
         # Both replicas have lost Redis; `other` receives the end of a request that replica `one` placed.
         other.leave()
         one.leave()
@@ -108,10 +108,10 @@ async def test_an_end_reported_to_a_replica_without_redis_counts_after_its_resyn
 
 
 async def test_a_replica_keeps_resyncing_while_a_peer_that_redis_lists_has_no_replies(
-    valkey_fleet: OpenFleet, monkeypatch: pytest.MonkeyPatch
+    fleet: OpenFleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Both replicas lose Redis. Replica `late` gets no replies: Redis keeps its old state.
-    async with valkey_fleet("a", "b") as it, failover_replicas(it) as (one, late):
+    async with fleet("a", "b") as it, failover_replicas(it) as (one, late):
         heartbeat = it.replicas[1].store.heartbeat
 
         async def unanswered(*_: object) -> None:
@@ -132,8 +132,8 @@ def _resyncs_for(replica: FailoverReplica, seconds: float) -> bool:
     return outage.resync is not None and outage.clock() - outage.resync.began_s > seconds
 
 
-async def test_a_running_request_is_restored_even_if_its_id_was_used_before(valkey_fleet: OpenFleet) -> None:
-    async with valkey_fleet("a", "b") as it, failover_replicas(it) as (away, here):
+async def test_a_running_request_is_restored_even_if_its_id_was_used_before(fleet: OpenFleet) -> None:
+    async with fleet("a", "b") as it, failover_replicas(it) as (away, here):
         # After a request has ended, a replica that has lost Redis places another with the same id.
         here.end("x", await here.start_locally("x"))
         await until(it.at_rest)

@@ -105,9 +105,9 @@ def test_the_list_of_writing_functions_is_complete() -> None:
 
 
 async def test_a_replica_leaves_a_pool_whose_format_changes_and_joins_again_once_it_is_deleted(
-    valkey_fleet: OpenFleet, pool: str, caplog: pytest.LogCaptureFixture
+    fleet: OpenFleet, pool: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with valkey_fleet("a", joined=config(2, pool=pool), checked=False) as (it, a):
+    async with fleet("a", joined=config(2, pool=pool), checked=False) as (it, a):
         keys = await it.redis.keys(it.keys.prefix + "*")
         pipe = it.redis.pipeline(transaction=True)
         pipe.delete(*keys)

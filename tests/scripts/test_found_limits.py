@@ -111,15 +111,15 @@ async def test_a_pool_changes_its_mode_and_loses_no_waiting_request(fleet: OpenF
         assert await it.at_rest()
 
 
-async def test_a_pool_is_static_under_the_settings_of_an_older_version(valkey_fleet: OpenFleet) -> None:
-    async with valkey_fleet("a", upper_per=1) as (it, a):
+async def test_a_pool_is_static_under_the_settings_of_an_older_version(fleet: OpenFleet) -> None:
+    async with fleet("a", upper_per=1) as (it, a):
         # An older version has published the settings.
         await a.store.set_live_config({"adaptive": 1}, {})
         for name in ("r1", "r2"):
             await a.admit(name)
         assert await it.counts() == (1, 1, [1])
         await a.settle("r1", "r2")
-    async with valkey_fleet("a", upper_per=1, **FOUND) as (it, a):
+    async with fleet("a", upper_per=1, **FOUND) as (it, a):
         # An older version has made a live change, and knows no limits.
         settings = json.loads(await it.redis.hget(it.keys.pool, "settings"))
         del settings["caps"], settings["default_cap"]

@@ -90,14 +90,14 @@ async def test_a_repeated_call_changes_nothing(fleet: OpenFleet, name: str) -> N
 
 @pytest.mark.parametrize("name", CALLS)
 async def test_a_call_whose_reply_is_lost_takes_effect_once(
-    fleet: OpenFleet, redis_url: str, pool: str, name: str
+    fleet: OpenFleet, valkey_url: str, pool: str, name: str
 ) -> None:
     # Record the state after the call without any fault.
     async with one_of_each(fleet) as (it, a):
         await CALLS[name](a)
         expected = await it.dump()
         await it.redis.delete(*await it.redis.keys(it.keys.prefix + "*"))
-    async with proxy_to(redis_url) as between, one_of_each(fleet, through={"a": between.url}) as (it, a):
+    async with proxy_to(valkey_url) as between, one_of_each(fleet, through={"a": between.url}) as (it, a):
         # The reply is lost after the script ran, and the connection sends the call again.
         between.lose_replies = 1
         await CALLS[name](a)
@@ -125,9 +125,9 @@ def _counts(dump: dict[str, Any]) -> dict[str, Any]:
     return counted
 
 
-async def test_a_request_whose_grant_reply_was_lost_is_placed_once(fleet: OpenFleet, redis_url: str) -> None:
+async def test_a_request_whose_grant_reply_was_lost_is_placed_once(fleet: OpenFleet, valkey_url: str) -> None:
     # The owner of a queued request loses the reply that contains the grant.
-    async with proxy_to(redis_url) as between, fleet("a", full=True, through={"a": between.url}) as (it, a):
+    async with proxy_to(valkey_url) as between, fleet("a", full=True, through={"a": between.url}) as (it, a):
         await a.admit("waits")
         between.lose_replies = 1
         assert await a.settle("runs") == [UNKNOWN_END]

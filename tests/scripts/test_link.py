@@ -25,12 +25,9 @@ async def test_more_items_than_a_call_carries_are_each_answered_in_order(fleet: 
         assert await it.at_rest()
 
 
-# The tests of a lost library need Valkey: fakeredis closes the connection with every error reply.
-
-
-async def test_a_library_flushed_before_every_call_is_loaded_again(valkey_fleet: OpenFleet) -> None:
+async def test_a_library_flushed_before_every_call_is_loaded_again(fleet: OpenFleet) -> None:
     # The server loses its library before every call.
-    async with valkey_fleet("a", "b", upper_per=1) as (it, a, b):
+    async with fleet("a", "b", upper_per=1) as (it, a, b):
         calls = (
             a.beat, lambda: a.publish(E1, upper_per=1), lambda: a.admit("r1"), lambda: b.admit("r2"),
             lambda: a.store.renew("r1", 1, "", ""), lambda: a.settle("r1"), lambda: b.place("r2"),
@@ -44,9 +41,9 @@ async def test_a_library_flushed_before_every_call_is_loaded_again(valkey_fleet:
         assert (await it.ledger()).ends == {"completed": 1, "withdrawn": 1}
 
 
-async def test_calls_in_one_message_keep_their_order_if_the_library_is_lost(valkey_fleet: OpenFleet) -> None:
+async def test_calls_in_one_message_keep_their_order_if_the_library_is_lost(fleet: OpenFleet) -> None:
     # One request is in flight, one request is granted, one request is queued.
-    async with valkey_fleet("a", endpoints=2, upper_per=1) as (it, a):
+    async with fleet("a", endpoints=2, upper_per=1) as (it, a):
         for name in ("runs", "ends", "granted", "queued"):
             await a.admit(name)
         await a.settle("ends")
@@ -63,9 +60,9 @@ async def test_calls_in_one_message_keep_their_order_if_the_library_is_lost(valk
         assert ("placed", "queued") in a.notifications
 
 
-async def test_a_script_error_fails_its_call_and_not_the_next(valkey_fleet: OpenFleet) -> None:
+async def test_a_script_error_fails_its_call_and_not_the_next(fleet: OpenFleet) -> None:
     # The pool key has the wrong type.
-    async with valkey_fleet("a") as (it, a):
+    async with fleet("a") as (it, a):
         kept = await it.redis.dump(it.keys.pool)
         await it.redis.set(it.keys.pool, "text")
         # A script fails, and the caller gets the error's text.
@@ -97,10 +94,10 @@ async def test_a_replica_connects_to_a_server_that_starts_later(pool: str, valke
 
 
 async def test_while_the_server_is_silent_calls_time_out_and_ends_of_requests_are_kept(
-    fleet: OpenFleet, redis_url: str
+    fleet: OpenFleet, valkey_url: str
 ) -> None:
     async with (
-        proxy_to(redis_url) as between,
+        proxy_to(valkey_url) as between,
         fleet("a", "b", upper_per=1, through={"a": between.url}, silence_s=1.0) as (it, a, b),
     ):
         # A request is in flight; the server accepts all data and never replies.
@@ -125,9 +122,9 @@ async def test_while_the_server_is_silent_calls_time_out_and_ends_of_requests_ar
         assert await it.at_rest()
 
 
-async def test_unanswered_calls_fail_at_once_when_a_replica_stops(fleet: OpenFleet, redis_url: str) -> None:
+async def test_unanswered_calls_fail_at_once_when_a_replica_stops(fleet: OpenFleet, valkey_url: str) -> None:
     # An admission and a request's durable end are in flight to a server that never replies.
-    async with proxy_to(redis_url) as between:
+    async with proxy_to(valkey_url) as between:
         async with fleet("b", "a", through={"a": between.url}) as it:
             a = it.replicas[1]
             between.vanished = True
@@ -140,9 +137,9 @@ async def test_unanswered_calls_fail_at_once_when_a_replica_stops(fleet: OpenFle
                 await call
 
 
-async def test_an_end_is_kept_until_redis_takes_writes(valkey_url: str, valkey_fleet: OpenFleet) -> None:
+async def test_an_end_is_kept_until_redis_takes_writes(valkey_url: str, fleet: OpenFleet) -> None:
     # A request is in flight; then the server refuses writes because it cannot write its RDB file.
-    async with proxy_to(valkey_url) as between, valkey_fleet("a", through={"a": between.url}) as (it, a):
+    async with proxy_to(valkey_url) as between, fleet("a", through={"a": between.url}) as (it, a):
         await a.admit("r")
         between.refuse("MISCONF Errors writing to the AOF file")
         # The request ends; the replica keeps this end.
@@ -157,8 +154,8 @@ async def test_an_end_is_kept_until_redis_takes_writes(valkey_url: str, valkey_f
         assert await it.at_rest()
 
 
-async def test_a_cut_idle_connection_is_replaced_without_a_call(valkey_fleet: OpenFleet) -> None:
-    async with valkey_fleet("a") as (it, a):
+async def test_a_cut_idle_connection_is_replaced_without_a_call(fleet: OpenFleet) -> None:
+    async with fleet("a") as (it, a):
         link = a.store._client
         epoch = link.connection_epoch
         # The server cuts an idle connection; the replica connects again without a call.
@@ -175,9 +172,9 @@ async def sleep_while_in_flight(replica: Replica) -> None:
     link._in_flight[0].paused_s -= 10
 
 
-async def test_a_reply_read_after_a_pause_is_ignored(valkey_fleet: OpenFleet) -> None:
+async def test_a_reply_read_after_a_pause_is_ignored(fleet: OpenFleet) -> None:
     # An admission is in flight when the replica's process pauses.
-    async with valkey_fleet("a", upper_per=1) as (it, a):
+    async with fleet("a", upper_per=1) as (it, a):
         admission = asyncio.ensure_future(a.admit("r1"))
         # After the pause the process reads the reply before the process's own timer has run.
         await sleep_while_in_flight(a)
@@ -190,9 +187,9 @@ async def test_a_reply_read_after_a_pause_is_ignored(valkey_fleet: OpenFleet) ->
         assert await it.at_rest()
 
 
-async def test_a_view_is_read_again_if_its_reply_is_read_after_a_pause(valkey_fleet: OpenFleet) -> None:
+async def test_a_view_is_read_again_if_its_reply_is_read_after_a_pause(fleet: OpenFleet) -> None:
     # An operator's read is in flight when the replica pauses.
-    async with valkey_fleet("a") as (_, a):
+    async with fleet("a") as (_, a):
         link = a.store._client
         epoch = link.connection_epoch
         listed = asyncio.ensure_future(a.store.reads.flow_queues(10))
@@ -203,9 +200,9 @@ async def test_a_view_is_read_again_if_its_reply_is_read_after_a_pause(valkey_fl
         assert link.connection_epoch > epoch
 
 
-async def test_unsent_ends_lack_ends_that_may_have_reached_redis(fleet: OpenFleet, redis_url: str) -> None:
+async def test_unsent_ends_lack_ends_that_may_have_reached_redis(fleet: OpenFleet, valkey_url: str) -> None:
     async with (
-        proxy_to(redis_url) as between,
+        proxy_to(valkey_url) as between,
         fleet("a", through={"a": between.url}, silence_s=1.0) as (it, a),
     ):
         await a.admit("r1")

@@ -123,8 +123,8 @@ class Load:
 
 
 @pytest.mark.parametrize("name", KEYS)
-async def test_service_and_counts_recover_after_the_loss_of_a_key(valkey_fleet: OpenFleet, name: str) -> None:
-    async with valkey_fleet("a", "b", endpoints=ENDPOINTS, listening=True, joined=CONFIG, checked=False) as (
+async def test_service_and_counts_recover_after_the_loss_of_a_key(fleet: OpenFleet, name: str) -> None:
+    async with fleet("a", "b", endpoints=ENDPOINTS, listening=True, joined=CONFIG, checked=False) as (
         it,
         a,
         b,

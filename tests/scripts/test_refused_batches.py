@@ -39,9 +39,9 @@ async def served(replica: Replica, *request_ids: str) -> None:
         await replica.settle(request_id)
 
 
-async def test_a_batch_queues_all_arrivals_except_those_of_a_broken_flow(valkey_fleet: OpenFleet) -> None:
+async def test_a_batch_queues_all_arrivals_except_those_of_a_broken_flow(fleet: OpenFleet) -> None:
     # The stock is full, and the queue key of one flow has the wrong type.
-    async with valkey_fleet("a", full=True) as (it, a):
+    async with fleet("a", full=True) as (it, a):
         async with broken(it):
             # Requests of this flow and of other flows arrive in one message.
             arrivals = {"g1": "good", "b": "bad", "g2": "good", "h": "other", "b2": "bad"}
@@ -59,8 +59,8 @@ async def test_a_batch_queues_all_arrivals_except_those_of_a_broken_flow(valkey_
         assert await it.at_rest()
 
 
-async def test_a_cancel_takes_effect_although_its_admission_was_sent_again(valkey_fleet: OpenFleet) -> None:
-    async with valkey_fleet("a", full=True) as (it, a):
+async def test_a_cancel_takes_effect_although_its_admission_was_sent_again(fleet: OpenFleet) -> None:
+    async with fleet("a", full=True) as (it, a):
         async with broken(it):
             # One message carries a request of the broken flow, another request, and the cancel of the latter.
             arriving = (a.admit(name, flow=flow) for name, flow in (("g", "good"), ("b", "bad")))
@@ -80,10 +80,10 @@ async def test_a_cancel_takes_effect_although_its_admission_was_sent_again(valke
     ids=["cancel", "settle"],
 )
 async def test_a_broken_flow_does_not_keep_other_requests_in_the_queue(
-    valkey_fleet: OpenFleet, how: str, args: tuple[Any, ...], answer: object
+    fleet: OpenFleet, how: str, args: tuple[Any, ...], answer: object
 ) -> None:
     # Two requests of a good flow wait, and one request of a flow whose key then gets the wrong type.
-    async with valkey_fleet("a", full=True) as (it, a):
+    async with fleet("a", full=True) as (it, a):
         for name, flow in (("g1", "good"), ("g2", "good"), ("b", "bad")):
             await a.admit(name, flow=flow)
         async with broken(it):
@@ -100,9 +100,9 @@ async def test_a_broken_flow_does_not_keep_other_requests_in_the_queue(
         assert await it.at_rest()
 
 
-async def test_an_admission_that_failed_halfway_does_not_stop_the_queue(valkey_fleet: OpenFleet) -> None:
+async def test_an_admission_that_failed_halfway_does_not_stop_the_queue(fleet: OpenFleet) -> None:
     # Flow queues have stray entries, as if a script had failed after queueing a request.
-    async with valkey_fleet("a", full=True) as (it, a):
+    async with fleet("a", full=True) as (it, a):
         await a.admit("first", flow="good")
         for flow in ("good", "lone"):
             await it.redis.zadd(f"{it.keys.prefix}queue:1:{flow}", {"stray": 1})
@@ -113,8 +113,8 @@ async def test_an_admission_that_failed_halfway_does_not_stop_the_queue(valkey_f
         assert await it.at_rest()
 
 
-async def test_the_items_of_a_failed_batch_are_sent_again_once_each(valkey_fleet: OpenFleet) -> None:
-    async with valkey_fleet("a", full=True) as (it, a), broken(it):
+async def test_the_items_of_a_failed_batch_are_sent_again_once_each(fleet: OpenFleet) -> None:
+    async with fleet("a", full=True) as (it, a), broken(it):
         await it.redis.config_resetstat()
         # Every item of a batch belongs to the broken flow.
         _, *answers = await in_one_message(a.beat(), *(a.admit(f"b{n}", flow="bad") for n in range(16)))

@@ -73,8 +73,8 @@ async def two_replicas(url: str, pool: str) -> AsyncIterator[Pair]:
 
 
 @pytest.fixture
-async def pair(redis_url: str, pool: str) -> AsyncIterator[Pair]:
-    async with two_replicas(redis_url, pool) as pair:
+async def pair(valkey_url: str, pool: str) -> AsyncIterator[Pair]:
+    async with two_replicas(valkey_url, pool) as pair:
         yield pair
 
 
@@ -144,20 +144,20 @@ async def test_removed_readings_are_no_longer_stored(pair: Pair) -> None:
     assert (await one.stored()).keys() == {"b:1"}
 
 
-async def test_pools_do_not_receive_each_others_readings(redis_url: str, pair: Pair) -> None:
+async def test_pools_do_not_receive_each_others_readings(valkey_url: str, pair: Pair) -> None:
     one, two = pair
-    async with opened(redis_url, "another", "three", lambda: 0) as three, following(two) as follower:
+    async with opened(valkey_url, "another", "three", lambda: 0) as three, following(two) as follower:
         await three.publish({"z:1": reading(0)})
         await one.publish({"a:1": reading(999_000)})
         await until(lambda: "a:1" in follower.readings)
     assert follower.readings.keys() == {"a:1"}
 
 
-async def test_unreadable_readings_are_ignored(redis_url: str, pool: str, pair: Pair) -> None:
+async def test_unreadable_readings_are_ignored(valkey_url: str, pool: str, pair: Pair) -> None:
     # Foreign writers put unreadable data into the hash and the channel.
     one, two = pair
     name = Keys.of(pool).prefix + "metrics"
-    async with Redis.from_url(redis_url) as redis:
+    async with Redis.from_url(valkey_url) as redis:
         await redis.hset(name, mapping={"bad:1": "{", b"\xff": '{"at":1}', "wrong:1": '{"at":"x"}'})
         await one.publish({"a:1": reading(999_000)})
         async with following(two) as follower:

@@ -59,8 +59,8 @@ async def watched(replica: Replica) -> AsyncIterator[FleetStateCache]:
         running.cancel()
 
 
-async def test_a_snapshot_that_one_replica_has_read_serves_the_others(valkey_fleet: OpenFleet) -> None:
-    async with valkey_fleet("a", "b", "c", upper_per=1) as (it, a, *others):
+async def test_a_snapshot_that_one_replica_has_read_serves_the_others(fleet: OpenFleet) -> None:
+    async with fleet("a", "b", "c", upper_per=1) as (it, a, *others):
         without_end(it)
         await wait_in_line(it)
         # One replica has read the flow queues, and a flow queue has changed since.
@@ -75,8 +75,8 @@ async def test_a_snapshot_that_one_replica_has_read_serves_the_others(valkey_fle
         assert 0 < await it.redis.pttl(it.keys.queue_snapshot) <= FOREVER_MS
 
 
-async def test_of_five_concurrent_replicas_one_reads_the_flow_queues_for_all(valkey_fleet: OpenFleet) -> None:
-    async with valkey_fleet(*"abcde", upper_per=1) as it:
+async def test_of_five_concurrent_replicas_one_reads_the_flow_queues_for_all(fleet: OpenFleet) -> None:
+    async with fleet(*"abcde", upper_per=1) as it:
         without_end(it)
         await wait_in_line(it)
         first, *others = await asyncio.gather(*map(queues_of, it.replicas))
@@ -84,8 +84,8 @@ async def test_of_five_concurrent_replicas_one_reads_the_flow_queues_for_all(val
         assert others == [first] * 4
 
 
-async def test_a_replica_that_dies_while_it_reads_does_not_block_the_others(valkey_fleet: OpenFleet) -> None:
-    async with valkey_fleet("a", "b", "c", upper_per=1) as (it, a, b, c):
+async def test_a_replica_that_dies_while_it_reads_does_not_block_the_others(fleet: OpenFleet) -> None:
+    async with fleet("a", "b", "c", upper_per=1) as (it, a, b, c):
         await wait_in_line(it)
         # A replica claims the read of the flow queues, and then dies.
         assert await a.store._client.call("claim_queue_snapshot", SnapshotTimes().claim_ms) == ["", 0]
@@ -95,8 +95,8 @@ async def test_a_replica_that_dies_while_it_reads_does_not_block_the_others(valk
             assert len(queues) == FLOWS
 
 
-async def test_once_a_snapshot_has_expired_the_flow_queues_are_read_again(valkey_fleet: OpenFleet) -> None:
-    async with valkey_fleet("a", "b", upper_per=1) as (it, a, b):
+async def test_once_a_snapshot_has_expired_the_flow_queues_are_read_again(fleet: OpenFleet) -> None:
+    async with fleet("a", "b", upper_per=1) as (it, a, b):
         await wait_in_line(it)
         await queues_of(a)
         await a.admit("late", flow="late")
@@ -107,8 +107,8 @@ async def test_once_a_snapshot_has_expired_the_flow_queues_are_read_again(valkey
         await until(seen)
 
 
-async def test_a_few_flow_queues_are_read_without_a_snapshot(valkey_fleet: OpenFleet) -> None:
-    async with valkey_fleet("a", "b", upper_per=1) as (it, a, b):
+async def test_a_few_flow_queues_are_read_without_a_snapshot(fleet: OpenFleet) -> None:
+    async with fleet("a", "b", upper_per=1) as (it, a, b):
         without_end(it)
         # With few flow queues each replica reads for itself: both replicas see a new request at once, and
         # leave no snapshot.
@@ -120,7 +120,7 @@ async def test_a_few_flow_queues_are_read_without_a_snapshot(valkey_fleet: OpenF
                 assert not await is_left(it)
 
 
-async def test_a_snapshot_of_another_version_or_a_damaged_one_is_ignored(valkey_fleet: OpenFleet) -> None:
+async def test_a_snapshot_of_another_version_or_a_damaged_one_is_ignored(fleet: OpenFleet) -> None:
     fields = json.dumps(FlowQueueRow._fields)
     others = ('{"fields": ["group", "name"], "flow_queues": [[1, "x"]], "totals": []}', '{"rows": []}')
     damaged = (
@@ -130,7 +130,7 @@ async def test_a_snapshot_of_another_version_or_a_damaged_one_is_ignored(valkey_
         f'{{"fields": {fields}, "flow_queues": [[1]], "totals": []}}',
         f'{{"fields": {fields}}}',
     )
-    async with valkey_fleet("a", upper_per=1) as (it, a):
+    async with fleet("a", upper_per=1) as (it, a):
         await wait_in_line(it)
         for other in (*others, *damaged):
             await it.redis.set(it.keys.queue_snapshot, other, px=FOREVER_MS)
@@ -138,8 +138,8 @@ async def test_a_snapshot_of_another_version_or_a_damaged_one_is_ignored(valkey_
             assert await it.redis.get(it.keys.queue_snapshot) == other
 
 
-async def test_the_fleet_state_cache_reads_nothing_while_no_operator_asks(valkey_fleet: OpenFleet) -> None:
-    async with valkey_fleet("a", upper_per=1) as (it, a):
+async def test_the_fleet_state_cache_reads_nothing_while_no_operator_asks(fleet: OpenFleet) -> None:
+    async with fleet("a", upper_per=1) as (it, a):
         await wait_in_line(it)
         async with watched(a) as cache:
             # The cache runs without callers: the cache reads nothing.
@@ -162,9 +162,9 @@ async def test_the_fleet_state_cache_reads_nothing_while_no_operator_asks(valkey
 
 
 async def test_a_flow_queue_that_moves_while_it_is_read_is_listed_once(
-    valkey_fleet: OpenFleet, monkeypatch: pytest.MonkeyPatch
+    fleet: OpenFleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with valkey_fleet("a", upper_per=1) as (it, a):
+    async with fleet("a", upper_per=1) as (it, a):
         await wait_in_line(it)
         first, *_, last = (await a.store.reads.flow_queues(MOST)).queues
 

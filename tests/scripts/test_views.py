@@ -246,12 +246,12 @@ async def listed(
 
 @pytest.mark.parametrize("limit", [7, 150, 500])
 async def test_pages_list_a_long_queue_completely_and_in_order_of_position(
-    valkey_fleet: OpenFleet, limit: int
+    fleet: OpenFleet, limit: int
 ) -> None:
     # 1500 requests of 45 flows with weights 1 to 3 wait in three bands.
     asked = [(f"r{i:04d}", f"f{i % 45:02d}", NAMED[i % 3]) for i in range(1500)]
     weights = {f"f{i:02d}": 1.0 + i % 3 for i in range(45)}
-    async with listed(valkey_fleet, *asked, **weights) as (_, lists):
+    async with listed(fleet, *asked, **weights) as (_, lists):
         # The queue is read in several pages.
         found = await pages(lists.queue, "requests", limit, band=None, flow=None)
         # Each request is listed once at its position: higher bands first, then by start tag.
@@ -273,10 +273,10 @@ async def test_pages_list_a_long_queue_completely_and_in_order_of_position(
 
 
 @pytest.mark.parametrize("ordering", ["fcfs", "workload-aware"])
-async def test_each_page_has_exactly_the_fields_of_its_model(valkey_fleet: OpenFleet, ordering: str) -> None:
+async def test_each_page_has_exactly_the_fields_of_its_model(fleet: OpenFleet, ordering: str) -> None:
     # Requests are in flight and waiting, with and without workloads and flow limits.
     joined = {**CONFIG, "fair_request_queue": {**QUEUE, "ordering": ordering}}
-    async with valkey_fleet("a", joined=joined) as (_, a):
+    async with fleet("a", joined=joined) as (_, a):
         assert name_of(await a.admit("runs", workload="w0", flow="limited", limit=1)) == "placed"
         for number, kind in enumerate(({"workload": "w1"}, {"flow": "limited", "limit": 1}, {"band": 2})):
             assert name_of(await a.admit(f"q{number}", **kind)) == "queued"
@@ -297,9 +297,9 @@ async def test_each_page_has_exactly_the_fields_of_its_model(valkey_fleet: OpenF
                 assert set(each) == set((model if each is page else row).model_fields)
 
 
-async def test_the_view_of_a_request_says_why_it_waits(valkey_fleet: OpenFleet) -> None:
+async def test_the_view_of_a_request_says_why_it_waits(fleet: OpenFleet) -> None:
     two = [(name, "gold", Band.DEFAULT) for name in ("q1", "q2")]
-    async with listed(valkey_fleet, *two) as (a, lists):
+    async with listed(fleet, *two) as (a, lists):
 
         async def why(request_id: str) -> str:
             return (await lists.request(request_id)).why
@@ -315,8 +315,8 @@ async def test_the_view_of_a_request_says_why_it_waits(valkey_fleet: OpenFleet) 
         assert await lists.request("nobody") is None
 
 
-async def test_a_page_cursor_of_another_list_is_refused(valkey_fleet: OpenFleet) -> None:
-    async with listed(valkey_fleet, *((f"q{i}", f"f{i}", Band.DEFAULT) for i in range(3))) as (_, lists):
+async def test_a_page_cursor_of_another_list_is_refused(fleet: OpenFleet) -> None:
+    async with listed(fleet, *((f"q{i}", f"f{i}", Band.DEFAULT) for i in range(3))) as (_, lists):
         cursor = (await lists.flows(1, None, None)).cursor
         assert cursor
         others = lists.queue(1, cursor, None, None), lists.in_flight(1, cursor), lists.workloads(1, cursor)
@@ -325,8 +325,8 @@ async def test_a_page_cursor_of_another_list_is_refused(valkey_fleet: OpenFleet)
                 await call
 
 
-async def test_flows_beyond_the_limit_max_flows_are_still_listed(valkey_fleet: OpenFleet) -> None:
-    async with listed(valkey_fleet, *((f"q{i:02d}", f"f{i:02d}", Band.DEFAULT) for i in range(25))) as (a, _):
+async def test_flows_beyond_the_limit_max_flows_are_still_listed(fleet: OpenFleet) -> None:
+    async with listed(fleet, *((f"q{i:02d}", f"f{i:02d}", Band.DEFAULT) for i in range(25))) as (a, _):
         lists = lists_of(a, max_flows=10)
         # Pages list all flows; a figure that would need all flows at once is None.
         flows = await pages(lists.flows, "flows", 4, band=None)
@@ -334,8 +334,8 @@ async def test_flows_beyond_the_limit_max_flows_are_still_listed(valkey_fleet: O
         assert {each["fair_share"] for each in flows} == {None}
 
 
-async def test_the_service_of_a_flow_is_the_sum_of_the_replicas_reports(valkey_fleet: OpenFleet) -> None:
-    async with listed(valkey_fleet, ("q1", "gold", Band.DEFAULT)) as (a, lists):
+async def test_the_service_of_a_flow_is_the_sum_of_the_replicas_reports(fleet: OpenFleet) -> None:
+    async with listed(fleet, ("q1", "gold", Band.DEFAULT)) as (a, lists):
         served = '{"host":"h","up_s":5,"served":{"priorities":[[0,%d]],"flows":[[0,"gold",%d]],"cut":false}}'
         nonsense = '{"served": {"priorities": "x"}, "up_s": "long"}'
         # Two more replicas report the service that they gave, and a third replica reports nonsense.
