@@ -1,6 +1,7 @@
 """Runs whole replicas and their clients under random faults, and checks docs/guarantees.md.
 
-A seed determines a schedule: faults, each with its time, duration and replica. The replicas and their Valkey
+A seed determines a schedule: faults, each with its time, duration and replica, and whether the endpoints'
+limits are configured or found by the fleet. The replicas and their Valkey
 run on a simulated clock that skips idle time (time_lapse.py), so a schedule takes seconds even on a busy
 machine. The function `failure` runs one schedule; `smallest` removes every fault that the failure does not
 need.
@@ -26,7 +27,7 @@ from page_server import PageServer, answered, serving
 from proxy import Proxy, proxy
 from redis_servers import Server, redis_server
 from time_lapse import NO_LOAD, PROCESS, TimeLapseLoop, at_rest, entry_of, message_of, noted_pools, time_lapse
-from whole_fleet import assert_no_violation
+from whole_fleet import assert_no_violation, exact_bounds
 
 from picker_fleet import serve
 from picker_fleet.admission import budget_transfer
@@ -38,15 +39,13 @@ from picker_fleet.pool import Pool
 from picker_fleet.state import connection
 
 REPLICAS, ENDPOINTS, BOUND = 3, 2, 6
+BATCH = 3  # requests that a model server runs at once, by its metrics page
 LEASE_S, REPORT_S, SILENCE_S, TTL_S = 12.0, 3.0, 3.0, 30.0
 _CLIENTS, _FLOWS = 12, 3
 _BEGIN_S, _END_S, _REST_S = 8.0, 40.0, 60.0  # first fault, last fault, time for all counts to reach 0
 _ANSWERED_S = TTL_S + 1.0  # G5
 _RUN_S = 400.0
 _CONFIG: dict[str, Any] = {
-    "request_queue_controller": {
-        f"{bound}_per_backend": BOUND / ENDPOINTS for bound in ("lower_bound", "watermark", "upper_bound")
-    },
     "fair_request_queue": {"queue_ttl": TTL_S},
     "leases": {"inflight": LEASE_S, "access_log_interval": REPORT_S, "replica_silence": SILENCE_S},
     "decision_log": {"enabled": True, "max_entries": 1_000_000},
@@ -54,6 +53,8 @@ _CONFIG: dict[str, Any] = {
     "admin": {"listen": "127.0.0.1:0"},
     "http": {"listen": None},
 }
+_ADMITTED = {b"granted", b"bypassed"}
+_RECENT = 100  # entries of the decision log: some seconds
 
 
 class Fault(NamedTuple):
@@ -67,6 +68,7 @@ class Schedule(NamedTuple):
     seed: int
     mode: str
     faults: tuple[Fault, ...]
+    adaptive: bool = False  # whether the fleet finds the endpoints' limits
 
     @classmethod
     def of(cls, seed: int) -> "Schedule":
@@ -81,11 +83,18 @@ class Schedule(NamedTuple):
             )
             for _ in range(dice.randint(1, 6))
         )
-        return cls(seed, dice.choice(("lean", "lean", "standard")), tuple(faults))
+        return cls(seed, dice.choice(("lean", "lean", "standard")), tuple(faults), adaptive=seed % 2 == 1)
 
     @property
     def kinds(self) -> set[str]:
         return {fault.kind for fault in self.faults}
+
+    @property
+    def bounds(self) -> dict[str, Any]:
+        """The settings `request_queue_controller`. The fleet finds its limits from the least one."""
+        if self.adaptive:
+            return {"mode": "adaptive", "initial_per_backend": 1}
+        return exact_bounds(BOUND / ENDPOINTS)
 
 
 class Node:
@@ -149,6 +158,16 @@ class Record:
     tries: int = 1
 
 
+class Running(NamedTuple):
+    """A request at its model server. `seq` and `bound`: the number of its admission in the decision log, and
+    the bound then in force."""
+
+    began_s: float
+    page: PageServer
+    seq: int
+    bound: float
+
+
 class World:
     """The simulated replicas, their Redis and their clients. `at_rest` takes it as a `Fleet`."""
 
@@ -164,9 +183,10 @@ class World:
         self.dice = random.Random(schedule.seed)
         self.nodes: list[Node] = []
         self.history: list[Record] = []
-        self.running: dict[str, tuple[float, PageServer]] = {}  # by request id: start time and model server
+        self.running: dict[str, Running] = {}  # by request id
         self.unseen: set[str] = set()
         self._apart = False
+        self._last_bound = 0.0
         self.wrong: list[str] = []
         self._tree = tree
         self._started = 0
@@ -314,32 +334,50 @@ class World:
             self.wrong.append(f"G6: {request_id} runs twice")
         text = "".join(map(str, answers))
         picked = min(self.pages, key=lambda page: text.find(page.address) % 2**32)  # fallbacks follow it
-        self.running[request_id] = self.loop.time(), picked
+        self.running[request_id] = Running(self.loop.time(), picked, *self._admission_of(request_id))
         self._show()
-        count = len(self.running.keys() - self.unseen)
-        if count > (most := self._most_running(count)):
-            self.wrong.append(f"G1, G8: {count} run at {self.loop.time():.2f} s, at most {most} may")
+        seen = [each for name, each in self.running.items() if name not in self.unseen]
+        if seen and len(seen) > (most := self._most_running(seen)):
+            self.wrong.append(f"G1, G8: {len(seen)} run at {self.loop.time():.2f} s, at most {most:g} may")
 
-    def _most_running(self, count: int) -> int:
-        """The bound (G1, G8). It is doubled if a new primary lacks the last writes, and while only some
-        replicas use Redis and afterwards until the bound holds again (docs/redis.md, limits)."""
+    def _admission_of(self, request_id: str) -> tuple[int, float]:
+        """The number of a request's admission in the decision log, and the bound then in force. For a replica
+        without Redis: the last number, and the largest of the bounds that the replica may know."""
+        if self.loop.server.away:
+            return 0, self._last_bound
+        with self.valkey.client() as client:
+            entries = [fields for _, fields in client.xrevrange("epp:{default}:log", count=_RECENT)]
+        for each in entries:
+            if each[b"request"] == request_id.encode() and each[b"event"] in _ADMITTED:
+                return int(each[b"seq"]), float(each[b"upper"])
+        self._last_bound = max((float(each[b"upper"]) for each in entries), default=self._last_bound)
+        return int(entries[0][b"seq"]) if entries else 0, self._last_bound
+
+    def _most_running(self, seen: Sequence[Running]) -> float:
+        """The bound (G1, G8) at the last admission of `seen`, which found all others in flight. It is doubled
+        if a new primary lacks the last writes, and while only some replicas use Redis and afterwards until
+        the bound holds again (docs/redis.md, limits)."""
+        bound = max(seen, key=lambda each: each.seq).bound
         live = (each.pool for each in self.nodes if not each.dead.is_set())
         uses = {pool.admission.failover.outage is None for pool in live}
-        self._apart = len(uses) == 2 or (self._apart and (False in uses or count > BOUND))
+        self._apart = len(uses) == 2 or (self._apart and (False in uses or len(seen) > bound))
         kinds = self.schedule.kinds
-        return BOUND * (2 if kinds & LOSING_WRITES or (self._apart and kinds & APART) else 1)
+        is_doubled = kinds & LOSING_WRITES or (self._apart and kinds & APART)
+        return 2 * max(each.bound for each in seen) if is_doubled else bound
 
     def _end(self, request_id: str) -> None:
         self.running.pop(request_id, None)
         self._show()
 
     def _show(self) -> None:
-        """Update each model server's metrics page with its number of running requests."""
+        """Update each model server's metrics page: a batch runs, further requests wait."""
         for page in self.pages:
-            count = sum(at is page for _, at in self.running.values())
-            page.answer = answered(
-                NO_LOAD.replace(b'running{model_name="m"} 0', b'running{model_name="m"} %d' % count)
-            )
+            count = sum(each.page is page for each in self.running.values())
+            figures = {b"running": min(count, BATCH), b"waiting": max(count - BATCH, 0)}
+            said = NO_LOAD
+            for name, number in figures.items():
+                said = said.replace(b'%s{model_name="m"} 0' % name, b'%s{model_name="m"} %d' % (name, number))
+            page.answer = answered(said)
 
     # Faults.
 
@@ -353,7 +391,7 @@ class World:
         if fault.kind not in HARMLESS:
             # A replica that loses Redis does not know the last placements of others (docs/redis.md, limits).
             second_ago_s = self.loop.time() - 1.0
-            self.unseen |= {name for name, (began_s, _) in self.running.items() if began_s > second_ago_s}
+            self.unseen |= {name for name, each in self.running.items() if each.began_s > second_ago_s}
         begin_and_end = KINDS[fault.kind](self, self.nodes[fault.replica], fault)
         async with contextlib.aclosing(begin_and_end):
             async for _ in begin_and_end:
@@ -573,7 +611,8 @@ def failure(schedule: Schedule) -> str:
                 for page in pages:
                     page.requests = collections.deque(maxlen=1)
                 static = [{"address": page.address} for page in pages]
-                world = World(schedule, loop, valkey, {**_CONFIG, "discovery": {"static": static}}, pages)
+                own = {"request_queue_controller": schedule.bounds, "discovery": {"static": static}}
+                world = World(schedule, loop, valkey, {**_CONFIG, **own}, pages)
                 worlds.append(world)
                 await stack.enter_async_context(world.alive())
                 async with asyncio.TaskGroup() as tasks:

@@ -1,7 +1,7 @@
 """Keeps the endpoints' limits: the leader feeds the controller and stores its decisions for the scripts.
 
-fleet/heartbeat.py calls `look` after each read of the shared state. The controller's state is in Redis, so
-that a new leader goes on from it.
+fleet/heartbeat.py calls `look` after each read of the shared state. The controller's state is in Redis:
+a new leader goes on from it, and so does a leader that another replica may have replaced for a while.
 """
 
 import logging
@@ -39,7 +39,9 @@ class LimitKeeper:
         self._store, self._fleet, self._clock, self._metrics = store, fleet, clock, metrics
         self._readings, self._latencies = readings, latencies
         self._controller: LimitController | None = None  # None: unknown, or not this replica's task
-        self._epoch_us = 0  # the epoch of the pool that has the limits
+        self._stored: Mapping[str, FoundLimit] = {}  # what Redis has, as far as this replica knows
+        self._epoch_us = 0  # the epoch of the pool that has these limits
+        self._connection, self._looked_s = 0, 0.0  # the connection to Redis and the time of the last look
         self._dispatched = 0  # grants so far, as of the last look
 
     async def look(self, pool: PoolState, addresses: set[str], *, leads: bool) -> None:
@@ -60,11 +62,16 @@ class LimitKeeper:
             "initial": bounds.initial_limit,
         }
         now_s = self._clock()
-        if self._controller is None:
-            self._controller = LimitController(**configured)
-            self._resume(self._controller, await self._store.found_limits(), pool.now_us, now_s)
-            self._dispatched = pool.dispatched_total
+        if not self._knows_the_limits(now_s):
+            found = await self._store.found_limits()
+            if self._controller is None or (found and found != self._stored):
+                self._controller = LimitController(**configured)
+                self._resume(self._controller, found, pool.now_us, now_s)
+                self._dispatched = pool.dispatched_total
+            self._stored = found
+        self._connection, self._looked_s = self._store.connection_epoch, now_s
         controller = self._controller
+        assert controller is not None
         controller.configure(**configured)
         readings = self._readings.snapshot()
         observed = {
@@ -88,25 +95,32 @@ class LimitKeeper:
                 return promise(address, limit / observed[address].mean_request)
 
         controller.look(now_s, observed, waiting=waiting, completed=pool.ended_total, misses=misses)
-        after = controller.limits()
         for address, each in controller.endpoints.items():
             if (former := before.get(address)) is not None and former != each.limit:
                 self._metrics.limit_moved(each.limit - former)
                 _log.info("limit of %s: %d, was %d: %s", address, each.limit, former, each.reason)
-        if after != before or pool.born_us != self._epoch_us:
-            found = {
-                address: FoundLimit(
-                    each.limit,
-                    each.reason,
-                    int(pool.now_us / 1000 - (now_s - each.changed_s) * 1000),
-                    each.grows_fast,
-                    each.full_at,
-                    each.pause_s,
-                )
-                for address, each in controller.endpoints.items()
-            }
+        found = {
+            address: self._found(address, each, pool.now_us, now_s)
+            for address, each in controller.endpoints.items()
+        }
+        if found != self._stored or pool.born_us != self._epoch_us:
             await self._store.set_limits(found)
-            self._epoch_us = pool.born_us
+            self._stored, self._epoch_us = found, pool.born_us
+
+    def _knows_the_limits(self, now_s: float) -> bool:
+        """Whether Redis still has what this replica stored. After a while another replica may have led, and
+        after a reconnection the server may be another primary, which lacks the last writes."""
+        silence_s = self._fleet.config.settings.leases.replica_silence
+        is_recent = now_s - self._looked_s < silence_s
+        return self._controller is not None and is_recent and self._connection == self._store.connection_epoch
+
+    def _found(self, address: str, each: EndpointLimit, now_us: int, now_s: float) -> FoundLimit:
+        """What a new leader has to know of an endpoint's limit."""
+        changed_ms = int(now_us / 1000 - (now_s - each.changed_s) * 1000)
+        former = self._stored.get(address)
+        if former is not None and (former.limit, former.reason) == (each.limit, each.reason):
+            changed_ms = former.changed_ms  # the limit has not moved; the two clocks may have
+        return FoundLimit(each.limit, each.reason, changed_ms, each.grows_fast, each.full_at, each.pause_s)
 
     @staticmethod
     def _resume(

@@ -1,0 +1,81 @@
+"""What Redis has of the endpoints' limits, and what the leader knows, stay the same."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, cast
+from unittest.mock import Mock
+
+import pytest
+from scripted_store import POOL, ScriptedStore
+
+from picker_fleet.domain.config import parse
+from picker_fleet.domain.errors import WritesRefused
+from picker_fleet.domain.known_fleet import KnownFleet
+from picker_fleet.endpoints.readings import EndpointMetrics, Reading
+from picker_fleet.fleet.limits import LimitKeeper
+from picker_fleet.state.pool_state import FoundLimit
+
+A = "10.0.0.1:8000"
+
+
+class Leader:
+    """A leader whose queue fills the limit in force, at an engine that runs all its requests."""
+
+    def __init__(self, store: ScriptedStore) -> None:
+        self.store, self.now_s = store, 0.0
+        self.waiting = 0  # requests of other clients that wait in the engine
+        self._pages: dict[str, Reading] = {}
+        readings = cast(Any, SimpleNamespace(snapshot=lambda: self._pages))
+        fleet = KnownFleet(parse({}))
+        self._keeper = LimitKeeper(cast(Any, store), fleet, readings, Mock(), lambda: self.now_s, Mock())
+
+    @property
+    def limit(self) -> int:
+        """The limit in force."""
+        return self.store.found[A].limit
+
+    async def look(self, after_s: float = 1.0) -> int:
+        """Look `after_s` seconds after the last look. Returns the limit that is then in force."""
+        self.now_s += after_s
+        metrics = EndpointMetrics(0, waiting=self.waiting, running=self.limit)
+        self._pages[A] = Reading(metrics, 0.1, known=True)
+        pool = replace(POOL, now_us=int(self.now_s * 1e6), queued=9, in_flight={A: self.limit})
+        await self._keeper.look(pool, {A}, leads=True)
+        return self.limit
+
+
+def storing(limit: int) -> ScriptedStore:
+    store = ScriptedStore()
+    store.found = {A: FoundLimit(limit, "test", 0)}
+    return store
+
+
+async def test_a_full_engine_is_stored_even_if_the_limit_cannot_fall() -> None:
+    leader = Leader(storing(1))
+    leader.waiting = 3
+    for _ in range(3):
+        assert await leader.look() == 1
+    assert not leader.store.found[A].grows_fast
+    assert leader.store.found[A].pause_s > 0
+
+
+async def test_a_limit_that_redis_refused_to_store_is_stored_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    leader = Leader(storing(8))
+    assert await leader.look() == 16
+    with monkeypatch.context() as patched:
+        patched.setattr(leader.store, "set_limits", Mock(side_effect=WritesRefused("disk full")))
+        with pytest.raises(WritesRefused):
+            await leader.look()
+    assert leader.limit == 16
+    assert await leader.look() == 32
+
+
+@pytest.mark.parametrize(
+    ("away_s", "connections", "stored"), [(10.0, 0, 64), (1.0, 1, 4)], ids=["another leader", "older primary"]
+)
+async def test_a_leader_goes_on_from_what_redis_has(away_s: float, connections: int, stored: int) -> None:
+    leader = Leader(storing(8))
+    assert await leader.look() == 16
+    leader.store.found = storing(stored).found
+    leader.store.connection_epoch += connections
+    assert await leader.look(away_s) == 2 * stored
