@@ -210,6 +210,7 @@ local function admit(args)
   record.prefetch(ids, count)
   workloads.prefetch(workload_ids, count)
   workloads.prefetch_scores(asked, count)
+  if settings.tenants then tenants.prefetch(asked, count) end
   for i = 1, count do
     local r, turn = asked[i], now_us + i + 1
     local known = record.read(r.id)

@@ -38,7 +38,7 @@ local function ghost_in_place_of(r)
   end)
 end
 
-local hosts, workload_ids = {}, {} -- reused by each call
+local hosts, workload_ids, ending = {}, {}, {} -- reused by each call
 local function settle(args)
   local ids, count = column(args, ITEM.settle, 1)
   record.prefetch(ids, count)
@@ -51,11 +51,12 @@ local function settle(args)
         hosts[placed] = endpoints.first(r.endpoints)
       end
       known = known + 1
-      workload_ids[known] = r.workload
+      workload_ids[known], ending[known] = r.workload, r
     end
   end
   endpoints.prefetch(hosts, placed)
   workloads.prefetch(workload_ids, known)
+  if settings.tenants then tenants.prefetch(ending, known, true) end
   local has_ghosts = tombstones.has_ghosts()
   return for_each_item(args, ITEM.settle, function(_, id, outcome, actual, answer_tokens, prompt_size, used)
     local r = record.read(id)

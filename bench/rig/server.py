@@ -148,7 +148,7 @@ class ScriptPool:
         self.call("publish", self.owner, "c", "e", text, *hosts)
 
     def settle(self, ids: Sequence[str]) -> Any:
-        return self.call("settle", self.owner, *(x for id in ids for x in (id, "completed", "", "", "")))
+        return self.call("settle", self.owner, *(x for id in ids for x in (id, "completed", "", "", "", "")))
 
     def acknowledge(self, ids: Sequence[str]) -> None:
         self.call("acknowledge", self.owner, *(x for id in ids for x in (id, 1)))

@@ -123,28 +123,44 @@ do -- a chunk may have 200 locals
     return tenants.node(path).weight
   end
 
-  -- Balances. Each call reads a field once, and writes it once.
-  local balances, changed_balances = {}, {} -- field -> text, or false; field -> true
-  local function prefetch(found)
-    local asked, count = {}, 0
-    for _, node in ipairs(found) do
-      for _, limit in ipairs(node.limits) do
+  -- Balances: field -> what the limit has granted: units owed now, units spent in this period, or requests in flight;
+  -- for `served` the cost served. Each call reads a field once, and writes it once.
+  local balances, changed_balances = {}, {} -- field -> number; field -> its limit
+  local SERVED = {unit = 'served'}
+  local decode -- (limit, text) -> number
+
+  local READ_AT_ONCE = 1000 -- unpack() puts its values on a stack of limited depth
+  local wanted, asked = {}, {} -- reused by each call: the limits and the fields to read
+  local function want(found, count)
+    for i = 1, #found do
+      local node = found[i]
+      for j = 1, #node.limits do
+        local limit = node.limits[j]
         if balances[limit.field] == nil then
           count = count + 1
-          asked[count] = limit.field
+          asked[count], wanted[count], balances[limit.field] = limit.field, limit, false
         end
       end
-      if node.served_field and balances[node.served_field] == nil then
+      local served = node.served_field
+      if served and balances[served] == nil then
         count = count + 1
-        asked[count] = node.served_field
+        asked[count], wanted[count], balances[served] = served, SERVED, false
       end
     end
-    if count == 0 then return end
-    local texts = read('HMGET', key.balances, unpack(asked, 1, count))
-    for i = 1, count do balances[asked[i]] = texts[i] end
+    return count
   end
 
-  local function set_balance(field, value) balances[field], changed_balances[field] = value, true end
+  local function read_wanted(count)
+    for first = 1, count, READ_AT_ONCE do
+      local last = math.min(first + READ_AT_ONCE - 1, count)
+      local texts = read('HMGET', key.balances, unpack(asked, first, last))
+      for i = first, last do balances[asked[i]] = decode(wanted[i], texts[i - first + 1]) end
+    end
+  end
+
+  local function prefetch(found) read_wanted(want(found, 0)) end
+
+  local function set_balance(limit, field, value) balances[field], changed_balances[field] = value, limit end
 
   -- Periods of budgets, by the pool's clock in UTC: the number of a period, and the ms until it ends.
   local DAY_MS = 86400000
@@ -172,37 +188,35 @@ do -- a chunk may have 200 locals
     return months, first_day(months + 1) * DAY_MS - now_ms
   end
 
-  -- What a limit is owed now; `text`: OWED TIME_MS.
-  local function owed(limit, text)
-    local units, at_ms = string.match(text or '', '^(%S+) (%S+)$')
-    units, at_ms = tonumber(units), tonumber(at_ms)
-    return units and at_ms and math.max(0, units - math.max(0, now_us / 1000 - at_ms) * limit.rate) or 0
+  local function ms_left(name)
+    local _, left_ms = period_of(name)
+    return left_ms
   end
 
-  -- Return how much of a limit is left, and for a budget the ms until its period ends.
-  local function left_of(limit)
-    local text = balances[limit.field]
-    if limit.unit == 'parallel' then return limit.burst - (tonumber(text or 0) or 0) end
-    if limit.unit == 'budget' then
-      local period, left_ms = period_of(limit.per)
-      local stored, spent = string.match(text or '', '^(%d+) (%S+)$')
-      return limit.burst - (tonumber(stored) == period and tonumber(spent) or 0), left_ms
+  function decode(limit, text)
+    if not text then return 0 end
+    if limit.rate then
+      local valid, owed, at_ms = pcall(struct.unpack, 'dd', text)
+      if not valid then return 0 end
+      local passed_ms = now_us / 1000 - at_ms
+      if passed_ms > 0 then owed = owed - passed_ms * limit.rate end
+      return owed > 0 and owed or 0
     end
-    return limit.burst - owed(limit, text)
+    if limit.unit ~= 'budget' then return tonumber(text) or 0 end
+    local period, spent = string.match(text, '^(%d+) (%S+)$')
+    return tonumber(period) == period_of(limit.per) and tonumber(spent) or 0
+  end
+
+  local function encode(limit, number)
+    if limit.rate then return struct.pack('dd', number, now_us / 1000) end
+    if limit.unit == 'budget' then return period_of(limit.per) .. ' ' .. exact(number) end
+    return exact(number)
   end
 
   -- Add `amount` to what a limit has granted; a negative amount is a refund.
   local function take(limit, amount)
-    local text = balances[limit.field]
-    if limit.unit == 'parallel' then
-      set_balance(limit.field, string.format('%d', math.max(0, (tonumber(text or 0) or 0) + amount)))
-    elseif limit.unit == 'budget' then
-      local period = period_of(limit.per)
-      local spent = limit.burst - left_of(limit) + amount
-      set_balance(limit.field, period .. ' ' .. exact(math.max(0, spent)))
-    elseif amount ~= 0 then
-      set_balance(limit.field, exact(math.max(0, owed(limit, text) + amount)) .. ' ' .. exact(now_us / 1000))
-    end
+    local granted = balances[limit.field] + amount
+    set_balance(limit, limit.field, granted > 0 and granted or 0)
   end
 
   local FREE = {prompt = 1, cached = 1, answer = 1}
@@ -225,19 +239,38 @@ do -- a chunk may have 200 locals
   -- What each request was charged: prompt and answer tokens, and when. `arrival` and `grant` say which nodes were
   -- charged; no demoted request is charged to a node that demotes.
   local charges, changed_charges = {}, {} -- id -> charge, or false; id -> true
+  local function parse_charge(id, text)
+    local valid, flags, prompt, answer = pcall(struct.unpack, 'Bdd', text or '')
+    charges[id] = valid and {prompt = prompt, answer = answer, arrival = flags % 2 == 1, grant = flags % 4 >= 2,
+      demoted = flags >= 4}
+    return charges[id]
+  end
+
   local function charge_of(r)
     local charge = charges[r.id]
     if charge ~= nil then return charge end
-    local flags, prompt, answer = string.match(read('HGET', key.charges, r.id) or '', '^(%a+) (%S+) (%S+)$')
-    charge = flags and {prompt = tonumber(prompt), answer = tonumber(answer), arrival = string.find(flags, 'a') ~= nil,
-      grant = string.find(flags, 'g') ~= nil, demoted = string.find(flags, 'd') ~= nil}
-    charges[r.id] = charge or false
-    return charge
+    return parse_charge(r.id, read('HGET', key.charges, r.id))
   end
 
   local function is_charged(node, charge, phase)
     if node.over_limit == 'queue' then return phase == 'grant' end
     return phase == 'arrival' and not (charge.demoted and node.over_limit == 'demote')
+  end
+
+  -- Read the charges and balances of the first `count` of `requests`, or the balances only, with one command each.
+  function tenants.prefetch(requests, count, are_charged)
+    local ids, fields = {}, 0
+    for i = 1, count do
+      local found = counting(requests[i].flow)
+      if #found > 0 then
+        fields = want(found, fields)
+        ids[#ids + 1] = requests[i].id
+      end
+    end
+    read_wanted(fields)
+    if not are_charged or #ids == 0 then return end
+    local texts = read('HMGET', key.charges, unpack(ids))
+    for i = 1, #ids do parse_charge(ids[i], texts[i]) end
   end
 
   local function take_all(r, charge, phase, sign)
@@ -258,9 +291,10 @@ do -- a chunk may have 200 locals
     for _, limit in ipairs(node.limits) do
       local amount = amount_of(limit.unit, r, charge.prompt, 0, charge.answer)
       if amount > limit.burst + RESIDUE then return limit, math.huge, true end
-      local left, left_ms = left_of(limit)
+      local left = limit.burst - balances[limit.field]
       if left + RESIDUE < amount then
-        local wait_ms = left_ms or limit.rate and (amount - left) / limit.rate or math.huge
+        local wait_ms = limit.rate and (amount - left) / limit.rate or math.huge
+        if limit.unit == 'budget' then wait_ms = ms_left(limit.per) end
         if not worst or wait_ms > worst_ms then worst, worst_ms = limit, wait_ms end
       end
     end
@@ -335,7 +369,7 @@ do -- a chunk may have 200 locals
   local function count_served(found, cost)
     for _, node in ipairs(found) do
       local field = node.served_field
-      if field then set_balance(field, exact((tonumber(balances[field] or 0) or 0) + cost)) end
+      if field then set_balance(SERVED, field, balances[field] + cost) end
     end
   end
 
@@ -421,7 +455,7 @@ do -- a chunk may have 200 locals
       for _, limit in ipairs(node.limits) do
         local kind = limit.unit == 'requests' and 'requests' or limit.rate and 'tokens'
         if kind then
-          local left = left_of(limit)
+          local left = limit.burst - balances[limit.field]
           if not worst[kind] or left / limit.burst < worst[kind].left / worst[kind].limit.burst then
             worst[kind] = {limit = limit, left = left}
           end
@@ -502,14 +536,14 @@ do -- a chunk may have 200 locals
   function tenants.touch(state) changed_states[joined(state.band, state.node)] = state end
 
   function tenants.commit()
-    for field in pairs(changed_balances) do
-      if balances[field] then defer_write('HSET', key.balances, field, balances[field]) end
+    for field, limit in pairs(changed_balances) do
+      defer_write('HSET', key.balances, field, encode(limit, balances[field]))
     end
     for id in pairs(changed_charges) do
       local c = charges[id]
       if c then
-        local flags = (c.arrival and 'a' or '') .. (c.grant and 'g' or '') .. (c.demoted and 'd' or '')
-        defer_write('HSET', key.charges, id, string.format('%s %.17g %.17g', flags, c.prompt, c.answer))
+        local flags = (c.arrival and 1 or 0) + (c.grant and 2 or 0) + (c.demoted and 4 or 0)
+        defer_write('HSET', key.charges, id, struct.pack('Bdd', flags, c.prompt, c.answer))
       else
         defer_write('HDEL', key.charges, id)
       end
@@ -582,7 +616,7 @@ do -- a chunk may have 200 locals
           local counts = charge.arrival and is_charged(node, charge, 'arrival')
             or charge.grant and is_charged(node, charge, 'grant')
           if limit.unit == 'parallel' and counts then
-            balances[limit.field] = balances[limit.field] or '0'
+            balances[limit.field] = balances[limit.field] or 0
             take(limit, 1)
           end
         end
@@ -596,9 +630,8 @@ do -- a chunk may have 200 locals
     for i, field in ipairs(found) do
       local node = tenants.node(string.match(field, '^(.*)\31') or '')
       local is_idle = field ~= node.served_field
-      balances[field] = texts[i]
       for _, limit in ipairs(node.limits) do
-        if limit.field == field then is_idle = left_of(limit) >= limit.burst end
+        if limit.field == field then is_idle = (balances[field] or decode(limit, texts[i])) == 0 end
       end
       if is_idle then defer_write('HDEL', key.balances, field) end
     end

@@ -19,6 +19,7 @@ do
     if not tag then return nil end
     defer_write('ZREM', key.throttled[band], flow_queue)
     local name = joined(band, flow_queue)
+    if settings.tenants then defer_write('ZREM', key.budget_waits, name) end
     local blockers = read('HGET', key.blockers, name)
     if blockers then
       defer_write('HDEL', key.blockers, name)
