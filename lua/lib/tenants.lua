@@ -15,6 +15,7 @@ do -- a chunk may have 200 locals
   local parents, parents_known = {}, 0 -- member -> the inner node above; '' for the root
   local nodes, nodes_known = {}, 0 -- path -> its settings
   local limited = {} -- flow -> the settings of its nodes that have limits, from the top
+  local weights = {} -- member -> its weight, or false
 
   local function use_separator()
     if separator == settings.tenants.separator then return end
@@ -96,7 +97,7 @@ do -- a chunk may have 200 locals
     for i = 1, #names do text = text or changed[i] or configured[i] end
     node = parse_node(path, text)
     if changed[1] or configured[1] then node.served_field = joined(path, 'served') end
-    if nodes_known >= MOST_KNOWN then nodes, nodes_known, limited = {}, 0, {} end
+    if nodes_known >= MOST_KNOWN then nodes, nodes_known, limited, weights = {}, 0, {}, {} end
     nodes[path], nodes_known = node, nodes_known + 1
     return node
   end
@@ -115,12 +116,17 @@ do -- a chunk may have 200 locals
   end
 
   -- Forget settings of nodes, which another library may have changed.
-  function tenants.forget() nodes, nodes_known, limited = {}, 0, {} end
+  function tenants.forget() nodes, nodes_known, limited, weights = {}, 0, {}, {} end
 
   -- The weight of a member; nil if no node's settings give one.
   function tenants.weight(member)
-    local path = tenants.is_inner(member) and string.sub(member, 1, -2) or member
-    return tenants.node(path).weight
+    local weight = weights[member]
+    if weight == nil then
+      local path = tenants.is_inner(member) and string.sub(member, 1, -2) or member
+      weight = tenants.node(path).weight or false
+      weights[member] = weight
+    end
+    return weight or nil
   end
 
   -- Balances: field -> what the limit has granted: units owed now, units spent in this period, or requests in flight;
@@ -375,8 +381,9 @@ do -- a chunk may have 200 locals
 
   -- Charge a request that starts to the nodes that queue.
   function tenants.start(r)
-    local found, charge = counting(r.flow), charge_of(r)
-    if #found == 0 or not charge then return end
+    local found = counting(r.flow)
+    local charge = #found > 0 and charge_of(r)
+    if not charge then return end
     prefetch(found)
     take_all(r, charge, 'grant', 1)
     count_served(found, r.cost)
@@ -385,8 +392,9 @@ do -- a chunk may have 200 locals
 
   -- Undo `start`: the request returns to the queue.
   function tenants.sent_back(r)
-    local found, charge = counting(r.flow), charge_of(r)
-    if #found == 0 or not (charge and charge.grant) then return end
+    local found = counting(r.flow)
+    local charge = #found > 0 and charge_of(r)
+    if not (charge and charge.grant) then return end
     prefetch(found)
     take_all(r, charge, 'grant', -1)
     count_served(found, -r.cost)
@@ -395,8 +403,9 @@ do -- a chunk may have 200 locals
 
   -- Correct the charge of a request by its usage. Later, the request's end finds nothing to refund.
   function tenants.used(r, prompt, cached, answer)
-    local found, charge = counting(r.flow), charge_of(r)
-    if #found == 0 or not charge then return end
+    local found = counting(r.flow)
+    local charge = #found > 0 and charge_of(r)
+    if not charge then return end
     prefetch(found)
     for _, node in ipairs(found) do
       for _, phase in ipairs({'arrival', 'grant'}) do
@@ -420,8 +429,12 @@ do -- a chunk may have 200 locals
   -- End the charge of a request. Refund it if the request ended `unserved`, unless its usage is known. Return the
   -- members whose number of requests in flight has fallen.
   function tenants.ended(r, unserved)
-    local found, charge = counting(r.flow), charge_of(r)
-    if not charge then return nil end
+    local found = counting(r.flow)
+    local charge = #found > 0 and charge_of(r)
+    if not charge then
+      defer_write('HDEL', key.charges, r.id) -- the node has lost its limits
+      return nil
+    end
     prefetch(found)
     local is_refund, freed = unserved and not charge.is_used, nil
     for _, node in ipairs(found) do
@@ -447,8 +460,9 @@ do -- a chunk may have 200 locals
   -- The balances that an answer shows: of the limits on requests and on tokens the one with the least share left, and
   -- whether the request was demoted. A text that begins with byte 31; '' without limits.
   function tenants.quota(r)
-    local found, charge = counting(r.flow), charge_of(r)
-    if #found == 0 or not charge then return '' end
+    local found = counting(r.flow)
+    local charge = #found > 0 and charge_of(r)
+    if not charge then return '' end
     prefetch(found)
     local worst, parts = {}, {}
     for _, node in ipairs(found) do
