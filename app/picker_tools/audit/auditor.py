@@ -1,4 +1,4 @@
-"""The audit: replays the decision log and checks each of the promises G1–G6 (docs/guarantees.md).
+"""The audit: replays the decision log and checks each of the promises G1–G6 (docs/guarantees.md), and quotas.
 
 The command `picker audit`, the load generator, the fault suite and the tests call the audit.
 """
@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from picker_tools.audit.checks import Capacity, Check, Conservation, Deadline, Finding, Order
 from picker_tools.audit.fairness import Fairness
 from picker_tools.audit.log import Entry, LogStream, LogUnreadable
+from picker_tools.audit.quotas import Quotas
 from picker_tools.audit.replay import Replay, Rules
 from picker_tools.audit.starvation import Starvation
 
-_CHECKS: tuple[type[Check], ...] = (Capacity, Fairness, Starvation, Order, Deadline, Conservation)
+_CHECKS: tuple[type[Check], ...] = (Capacity, Fairness, Starvation, Order, Deadline, Conservation, Quotas)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +34,7 @@ class Report:
         return sum(finding.broken for finding in self.findings)
 
     def of(self, promise: str) -> Finding:
-        """The finding on the promise `promise`: G1 to G6, or `log`.
+        """The finding on the promise `promise`: G1 to G6, `log`, and with tenants `quotas`.
 
         Raises:
             KeyError: no promise has this name.
@@ -113,12 +114,17 @@ class Auditor:
             last_seq=self._newest.seq if self._newest else None,
             open_at_end=len(self._replay.requests),
             remarks=tuple(remarks),
-            findings=(*self._findings.values(), self._log),
+            findings=(*filter(_is_shown, self._findings.values()), self._log),
         )
 
     def _close(self) -> None:
         for check in self._checks:
             check.close()
+
+
+def _is_shown(finding: Finding) -> bool:
+    """Whether a report has the finding: without tenants it has none on quotas."""
+    return finding.promise != Quotas.PROMISE or finding.checked > 0 or finding.broken > 0
 
 
 def audit(entries: Iterable[Mapping[str, str]], settings: str | None = None) -> Report:

@@ -220,12 +220,20 @@ class Order(Check):
             self._push(entry)
         elif entry.event == "bypassed" and step.takes_stock:
             self._finding.checked += 1
-            if replay.queued:
+            if replay.queued and not self._may_overtake(entry):
                 self._finding.add(f"{entry.request} bypassed a queue of {replay.queued}", entry)
         elif entry.event == "granted" and step.leaves_queue and replay.settled and entry.by != GUARD:
             self._finding.checked += 1
             self._check_band(entry)
             self._check_turn(entry)
+
+    def _may_overtake(self, entry: Entry) -> bool:
+        """With tenants, whether all waiting requests are throttled, but not the flow of `entry`."""
+        replay = self._replay
+        if replay.rules is None or not replay.rules.separator:
+            return False
+        queue = replay.flow_queues.at((entry.band, entry.flow))
+        return not replay.settled or (queue.throttled_by is None and not replay.flow_queues.have_turns)
 
     def _check_band(self, entry: Entry) -> None:
         replay = self._replay
@@ -237,7 +245,7 @@ class Order(Check):
                 for request in replay.requests.values()
                 if request.state is RequestState.QUEUED
                 and request.first_entry.band == band
-                and replay.flow_queues.at((band, request.flow_key)).is_servable
+                and replay.flow_queues.at((band, request.flow_key)).throttled_by is None
             )
             waits = replay.flow_queues.priorities[band]
             what = f"priority {entry.priority} served while priority {waits} waits"

@@ -2,13 +2,12 @@
 and the service gap between two flows is bounded.
 
 The check recomputes the start tags by the rules of docs/fairness.md and compares the results with the logged
-tags. The class `Service` checks the bound on the dispatched service. The check is independent on purpose: it
-shares no code with the queue under check.
+tags. The class `Service` checks the bound on the dispatched service, and the class `TreeFairness` all levels
+of a tree of tenants. The check is independent on purpose: it shares no code with the queue under check.
 """
 
 import heapq
 from collections import defaultdict
-from dataclasses import dataclass
 
 from picker_tools.audit.checks import Check, Finding
 from picker_tools.audit.log import GUARD, Entry
@@ -23,8 +22,8 @@ from picker_tools.audit.replay import (
     Step,
     same,
 )
-
-_FREE_STARTS = 100  # NEWCOMERS in lua/lib/flows.lua
+from picker_tools.audit.service import FREE_STARTS, Service
+from picker_tools.audit.tree_fairness import TreeFairness
 
 
 class Bands:
@@ -107,7 +106,7 @@ class Bands:
         if charged is None:
             return v + share if shown is not None and same(shown, v + share) else v
         charged_to = max(charged, v)
-        if charged_to - v >= _FREE_STARTS * share:
+        if charged_to - v >= FREE_STARTS * share:
             return v + share
         self._charged[band] = charged_to + share
         return v
@@ -147,80 +146,6 @@ class Bands:
         heapq.heapify(heap)
 
 
-ROUNDING = 1e-9  # tolerance for rounding errors of sums, relative to the sums
-
-
-@dataclass(slots=True)
-class Service:
-    """The service of one flow since it became backlogged at `since`, measured against its band's virtual
-    time.
-
-    For two flows f and g of a band and every interval [s, e] in which both are backlogged, the bound is:
-
-        W_f − W_g <= c_f + c_g + debt_f(e) + debt_g(s) + claim_f(s) + claim_g(e)
-
-    W is dispatched service by weight (the sum of shares), corrections included; c is the flow's largest
-    share. With v the band's virtual time and S a flow's start tag, debt = max(0, S − v − c) is service that
-    the flow received out of turn (by the guard, or estimated too low) and has not yet worked off;
-    claim = max(0, v − S) is service owed to the flow since a charge was corrected downwards. Without guard
-    and corrections debt and claim are 0, which leaves the bound of start-time fair queueing.
-
-    To check all pairs, the check compares each flow with v. With a = W − debt − v and b = W + claim − v the
-    left side less debts and claims is [a_f(e) − b_f(s)] + [a_g(s) − b_g(e)]. So two inequalities suffice for
-    each flow: for all s <= e of one backlogged interval, a(e) − b(s) <= c (never far ahead) and a(s) − b(e)
-    <= c (never far behind). These inequalities take a few operations per dispatch, whatever the number of
-    flows. a and b only fall between the flow's own events, so the check runs just before and just after each
-    event. The field `served` is W since `since`.
-    """
-
-    since: Entry
-    served: float
-    claim: float
-    low: float  # the least b
-    high: float  # the greatest a
-
-    @classmethod
-    def begin(cls, since: Entry, tag: float, v: float, largest: float) -> "Service":
-        claim = max(0.0, v - tag)
-        debt = max(0.0, tag - v - largest)
-        return cls(since, 0.0, claim, claim - v, -debt - v)
-
-    def before(self, tag: float, v: float, largest: float) -> str:
-        """Check just before an event of the flow. Returns a description of the violation, or ''."""
-        # If the virtual time v passes the flow's tag, the flow missed its turn. A missed turn adds no claim,
-        # so the check reports it.
-        self.claim = min(self.claim, max(0.0, v - tag))
-        return self._check_service(tag, v, largest)
-
-    def serve(self, share: float, tag: float, v: float, largest: float) -> str:
-        """Record a dispatch of `share` that moved the tag to `tag`. Returns the violation, or ''."""
-        self.served += share
-        self.claim = min(self.claim, max(0.0, v - tag))
-        return self._check_service(tag, v, largest)
-
-    def correct(self, change: float, tag: float, v: float, largest: float) -> str:
-        """Record a correction of the flow's charge by `change`. Returns the violation, or ''."""
-        self.served += change
-        self.claim = max(0.0, v - tag)
-        return self._check_service(tag, v, largest)
-
-    def rebase(self, by: float) -> None:
-        """Record that a rebase lowered v and all tags of the band by `by`."""
-        self.low += by
-        self.high += by
-
-    def _check_service(self, tag: float, v: float, largest: float) -> str:
-        debt = max(0.0, tag - v - largest)
-        a, b = self.served - debt - v, self.served + self.claim - v
-        slack = largest + ROUNDING * max(1.0, abs(v), abs(self.served))
-        if a - self.low > slack:
-            return f"{a - self.low:g} ahead of its band's virtual time; {largest:g} is the bound"
-        if self.high - b > slack:
-            return f"{self.high - b:g} behind its band's virtual time; {largest:g} is the bound"
-        self.low, self.high = min(self.low, b), max(self.high, a)
-        return ""
-
-
 class Fairness(Check):
     """Checks G2. If a tag is unknown (the log begins midway, or the order changed), the check takes the tag
     from the next entry that shows it. A change of settings begins a new interval for every flow.
@@ -232,6 +157,7 @@ class Fairness(Check):
     def __init__(self, finding: Finding, replay: Replay) -> None:
         super().__init__(finding, replay)
         self._rules: Rules | None = None
+        self._tree = TreeFairness(finding, replay)
         self._had_gap = False  # whether entries were left unchecked
         # The start tag of a flow queue not seen before; None: unknown.
         self._new_tag = 0.0 if replay.complete else None
@@ -243,6 +169,12 @@ class Fairness(Check):
         entry, replay = step.entry, self._replay
         if entry.event == "tuned":
             return
+        if replay.settled and replay.rules is not None and replay.rules.separator:
+            self._had_gap = True
+            self._services.clear()
+            self._tree.check(step, replay.rules)
+            return
+        self._tree.forget()
         if entry.event == "rebased" and entry.tag is not None:
             self._rebase(entry.band, entry.tag)
         if entry.event == "collected":
@@ -263,6 +195,7 @@ class Fairness(Check):
 
     def close(self) -> None:
         """Check the service of every flow that is still backlogged."""
+        self._tree.close()
         if self._replay.last is None:
             return
         for key in list(self._services):

@@ -27,9 +27,10 @@ ENDS = frozenset({
     "expired", "abandoned", "preempted", "evicted",
 })  # fmt: skip
 THROTTLING = frozenset({"throttled", "unthrottled"})  # events of the flow queue that `flow` names
-EVENTS = ENDS | THROTTLING | {
+CHARGES = frozenset({"charged", "refunded", "used"})  # events of the quotas of a request's tenants
+EVENTS = ENDS | THROTTLING | CHARGES | {
     "queued", "bypassed", "granted", "placed", "requeued", "adopted", "orphaned", "restored", "moved",
-    "corrected", "tuned", "rebased", "collected",
+    "corrected", "tuned", "rebased", "collected", "tenant",
 }  # fmt: skip
 
 
@@ -112,7 +113,7 @@ class Entry(msgspec.Struct, frozen=True):
             if value not in (None, "")
         ]
         about.append(f"v={self.v:g} stock={self.stock:g}/{self.upper:g} queued={self.queued}")
-        if self.note and self.event != "tuned":
+        if self.note and self.event not in ("tuned", "tenant"):
             about.append(f"note={self.note}")
         return " ".join(about)
 

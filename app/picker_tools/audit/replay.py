@@ -8,6 +8,7 @@ requests start once the last such request has left.
 import enum
 import math
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +16,8 @@ import msgspec
 
 from picker_fleet.domain.bands import NAMED
 from picker_fleet.domain.request import largest_claim
-from picker_tools.audit.log import ENDS, THROTTLING, Entry, EntryError
+from picker_tools.audit.log import CHARGES, ENDS, THROTTLING, Entry, EntryError
+from picker_tools.audit.nodes import INNER, Nodes, ancestry
 
 
 class BandLimits(msgspec.Struct, frozen=True):
@@ -24,6 +26,12 @@ class BandLimits(msgspec.Struct, frozen=True):
     priority: int
     capacity: float = math.inf
     bytes: float = math.inf
+
+
+class Tenants(msgspec.Struct, frozen=True):
+    """A flow is a path in a tree; `separator` divides the path's names."""
+
+    separator: str
 
 
 class Rules(msgspec.Struct, frozen=True):
@@ -50,6 +58,7 @@ class Rules(msgspec.Struct, frozen=True):
     claim_share: float = msgspec.field(default=1.0, name="largest_claim")
     queues: bool = msgspec.field(default=True, name="queue_enabled")  # if False, requests take no stock
     log_max: float = 1  # most log entries; 0: no log from here on
+    tenants: Tenants | None = None
 
     @classmethod
     def parse(cls, note: str) -> "Rules":
@@ -65,6 +74,11 @@ class Rules(msgspec.Struct, frozen=True):
             return msgspec.convert({"largest_claim": given.get("claim_share", 1), **given}, cls, strict=False)
         except msgspec.MsgspecError as fault:
             raise EntryError(f"settings cannot be read: {fault}") from None
+
+    @property
+    def separator(self) -> str:
+        """The separator of the names in a flow's path; '' if flows form no tree."""
+        return self.tenants.separator if self.tenants and self.fairness != "none" else ""
 
     def flow_key(self, flow: str) -> str:
         """The name of the flow queue for `flow`: the flow itself, or '' if each band has only one queue."""
@@ -112,7 +126,11 @@ class Rules(msgspec.Struct, frozen=True):
 
     def orders_like(self, other: "Rules | None") -> bool:
         """Whether waiting requests have the same flow queues and order under the settings `other`."""
-        return other is not None and (self.fairness, self.ordering) == (other.fairness, other.ordering)
+        return other is not None and self._order == other._order
+
+    @property
+    def _order(self) -> tuple[str, str, str]:
+        return self.fairness, self.ordering, self.separator
 
 
 class RequestState(enum.StrEnum):
@@ -152,6 +170,7 @@ STATES_BEFORE: dict[str, frozenset[RequestState]] = {
     "abandoned": frozenset({RequestState.ORPHANED}),
     "preempted": frozenset({RequestState.QUEUED}),
     "evicted": _WAITING,
+    **dict.fromkeys(CHARGES, frozenset(RequestState)),
 }
 _STATE_AFTER = {
     "queued": RequestState.QUEUED,
@@ -223,16 +242,23 @@ class Step:
         return self.before in RUNNING and self.after not in RUNNING
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class FlowQueue:
     """The requests of one flow that wait in one band. `tag` is the flow's start tag while the flow is
     backlogged, else its finish tag; None: unknown.
 
     `largest` is the largest share of all waiting and served requests of the flow.
+
+    With tenants, the flow queues are the leaves of a tree, which has a FlowQueue for each inner node, too:
+    `waiting` counts the requests of all flows below, and `ordered` the children that take turns. `parent` is
+    None for the root of a band, and without tenants.
     """
 
     band: int
     name: str
+    parent: "FlowQueue | None" = None
+    children: int = 0
+    ordered: int = 0
     waiting: int = 0
     throttled: bool = False
     tag: float | None = None
@@ -243,14 +269,36 @@ class FlowQueue:
         return self.band, self.name
 
     @property
+    def is_inner(self) -> bool:
+        return self.name.endswith(INNER)
+
+    @property
     def is_servable(self) -> bool:
-        return self.waiting > 0 and not self.throttled
+        """Whether the flow queue takes turns among the children of its parent."""
+        return not self.throttled and (self.ordered > 0 if self.is_inner else self.waiting > 0)
+
+    @property
+    def chain(self) -> Iterator["FlowQueue"]:
+        """The flow queue and its ancestors, the band's root last."""
+        each: FlowQueue | None = self
+        while each is not None:
+            yield each
+            each = each.parent
+
+    @property
+    def throttled_by(self) -> "FlowQueue | None":
+        """The flow queue itself or its ancestor that is throttled; None if there is none."""
+        return next((each for each in self.chain if each.throttled), None)
 
 
 class FlowQueues:
-    """All flow queues that have waiting requests or a tag that is still needed."""
+    """All flow queues that have waiting requests or a tag that is still needed.
 
-    def __init__(self) -> None:
+    `separator`: divides a flow's name into the names of its path in the tree of tenants; '' without a tree.
+    """
+
+    def __init__(self, separator: str = "") -> None:
+        self.separator = separator
         self._flow_queues: dict[tuple[int, str], FlowQueue] = {}
         self._servable: Counter[int] = Counter()
         # The latest logged priority of each band, by the band's number.
@@ -263,8 +311,18 @@ class FlowQueues:
         """The flow queue with the key `key`, if necessary a new flow queue with an unknown tag."""
         queue = self._flow_queues.get(key)
         if queue is None:
-            queue = self._flow_queues[key] = FlowQueue(*key)
+            parent = self._parent(key)
+            queue = self._flow_queues[key] = FlowQueue(*key, parent)
+            if parent is not None:
+                parent.children += 1
         return queue
+
+    def _parent(self, key: tuple[int, str]) -> FlowQueue | None:
+        band, name = key
+        if not self.separator or name == INNER:
+            return None
+        paths = ancestry(name.removesuffix(INNER), self.separator)
+        return self.at((band, (paths[-2] if len(paths) > 1 else "") + INNER))
 
     def of(self, band: int) -> list[FlowQueue]:
         return [queue for queue in self._flow_queues.values() if queue.band == band]
@@ -276,23 +334,29 @@ class FlowQueues:
         """The bands of a higher priority that have a servable flow queue."""
         return [band for band, of in self.priorities.items() if of > priority and self._servable[band] > 0]
 
+    @property
+    def have_turns(self) -> bool:
+        """Whether any band has a flow queue that takes turns."""
+        return any(self._servable.values())
+
     def collect(self, band: int) -> None:
         """Forget a band that has become empty."""
-        for queue in self.of(band):
-            if not queue.waiting:
+        for queue in reversed(self.of(band)):  # children before their parents
+            if not (queue.waiting or queue.children):
                 self.drop(queue)
         self.priorities.pop(band, None)
 
     def wait(self, queue: FlowQueue, change: int) -> None:
         """Add `change` to the number of requests waiting in `queue`."""
-        self._count(queue, -1)
-        queue.waiting += change
-        self._count(queue, 1)
+        was_servable = queue.is_servable
+        for each in queue.chain:
+            each.waiting += change
+        self._take_turns(queue, was_servable)
 
     def set_throttled(self, queue: FlowQueue, throttled: bool) -> None:
-        self._count(queue, -1)
+        was_servable = queue.is_servable
         queue.throttled = throttled
-        self._count(queue, 1)
+        self._take_turns(queue, was_servable)
 
     def unthrottle_empty(self) -> None:
         for queue in self._flow_queues.values():
@@ -304,14 +368,23 @@ class FlowQueues:
         self._servable.clear()
 
     def drop(self, queue: FlowQueue) -> None:
-        """Forget a flow queue that has become empty."""
+        """Forget a flow queue that has become empty and has no children."""
         del self._flow_queues[queue.key]
+        if queue.parent is not None:
+            queue.parent.children -= 1
 
     def __len__(self) -> int:
         return len(self._flow_queues)
 
-    def _count(self, queue: FlowQueue, change: int) -> None:
-        if queue.is_servable:
+    def _take_turns(self, queue: FlowQueue, was_servable: bool) -> None:
+        """Count a flow queue that begins or ceases to take turns, and ancestors that therefore do."""
+        while (change := queue.is_servable - was_servable) and queue.parent is not None:
+            was_servable = queue.parent.is_servable
+            queue = queue.parent
+            queue.ordered += change
+            if not queue.ordered:
+                queue.throttled = False  # a node without children in order leaves the throttled nodes
+        if queue.parent is None:
             self._servable[queue.band] += change
 
 
@@ -338,7 +411,7 @@ def largest_bound(restored: Entry) -> float:
 class Replay:
     """The pool's state after the entries so far. Call `advance` once the checks saw a step.
 
-    requests: by id. rules: the settings in force; None while unknown.
+    requests: by id. rules: the settings in force; None while unknown. nodes: the tenants' settings in force.
     waiting, orphaned, running: the number of known requests in that state.
     stock, queued: the values of the last entry; None before the first.
     reordering: requests that waited when the order changed. The log does not show when the sweep reorders
@@ -347,8 +420,9 @@ class Replay:
 
     def __init__(self, rules: Rules | None = None) -> None:
         self.requests: dict[str, OpenRequest] = {}
-        self.flow_queues = FlowQueues()
+        self.flow_queues = FlowQueues(rules.separator if rules else "")
         self.rules = rules
+        self.nodes = Nodes()
         self.reordering: set[str] = set()
         self.orphaned = 0
         self.stock: float | None = None
@@ -420,6 +494,8 @@ class Replay:
             self.flow_queues.priorities[entry.band] = entry.priority
         if entry.event == "tuned":
             self._tune(Rules.parse(entry.note))
+        elif entry.event == "tenant":
+            self.nodes.change(entry)
         elif entry.event == "collected":
             self.flow_queues.collect(entry.band)
         elif entry.event in THROTTLING:
@@ -479,6 +555,7 @@ class Replay:
             if self.reordering:
                 self.flow_queues.clear()
         self.rules = rules
+        self.flow_queues.separator = rules.separator
         self.flow_queues.priorities |= enumerate(band.priority for band in rules.bands[: len(NAMED)])
 
     def _move(self, step: Step, request: OpenRequest) -> None:

@@ -112,13 +112,22 @@ class Starvation(Check):
         heapq.heappush(self._limit_heap, (limit, request_id))
 
     def _apply_throttling(self, entry: Entry) -> None:
-        for request_id in self._overdue_of.get((entry.band, entry.flow), ()):
-            if entry.event == "throttled":
-                self._limits.pop(request_id, None)
-            else:
-                self._set_limit(
-                    request_id, self._credit + bisect.bisect_left(self._overdue, self._keys[request_id]) + 1
-                )
+        """Except the overdue requests of a flow queue that is throttled, or of a tenant's flow queues, and
+        restart their counts when the throttling ends."""
+        flow_queues = self._replay.flow_queues
+        subject = flow_queues.find((entry.band, entry.flow))
+        keys = list(self._overdue_of) if subject and subject.is_inner else [(entry.band, entry.flow)]
+        for key in keys:
+            queue = flow_queues.find(key)
+            if queue is None or not any(each is subject for each in queue.chain):
+                continue
+            other = any(each.throttled and each is not subject for each in queue.chain)
+            for request_id in self._overdue_of.get(key, ()):
+                if entry.event == "throttled" or other:
+                    self._limits.pop(request_id, None)
+                else:
+                    at = bisect.bisect_left(self._overdue, self._keys[request_id])
+                    self._set_limit(request_id, self._credit + at + 1)
 
     def _restart(self) -> None:
         """Restart all counts when the order is known again: earlier counts no longer apply."""
@@ -132,7 +141,7 @@ class Starvation(Check):
     def _can_be_served(self, request_id: str) -> bool:
         request = self._replay.requests.get(request_id)
         queue = self._replay.flow_queues.find(request.queue_key) if request else None
-        return queue is not None and not queue.throttled
+        return queue is not None and queue.throttled_by is None
 
     def _next_overdue(self) -> str | None:
         """The id of the request that the guard must serve next; None if the guard sees none overdue."""

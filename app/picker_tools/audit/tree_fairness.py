@@ -1,0 +1,420 @@
+"""The check of G2 in a tree of tenants: at each level, the service of two siblings is within the bound.
+
+With tenants, each band is a tree: its leaves are flows, its inner nodes are tenants. The scripts use
+hierarchical start-time fair queueing (Goyal, Guo, Vin, OSDI 1996), so the children of a node share the node's
+service in proportion to their weights. For any two siblings and any time in which both are backlogged and not
+throttled, the bound is the same as for two flows of a band (docs/fairness.md, G2).
+
+The log shows the virtual time of each band and the start tags of leaves. The check computes the tags of inner
+nodes from the dispatched service, and checks the service of each member with the class `Service`.
+"""
+
+from dataclasses import dataclass
+
+from picker_tools.audit.checks import Finding
+from picker_tools.audit.log import GUARD, Entry
+from picker_tools.audit.nodes import INNER
+from picker_tools.audit.replay import RUNNING, FlowQueue, Replay, RequestState, Rules, Step, same
+from picker_tools.audit.service import FREE_STARTS, Service
+
+_FRESH = float("-inf")  # the tag of a member that owes nothing for earlier service
+_LEAST_WEIGHT, _MOST_WEIGHT = 0.001, 1e6
+_KEPT_US = 10_000_000  # the scripts keep the tags of an idle node's children at least so long
+
+
+@dataclass(slots=True)
+class _Level:
+    """The order of one node's children: their virtual time (None: unknown), the charge of newcomers, and the
+    time of the last change of either.
+
+    The log does not show whether the scripts have forgotten the tag of an idle inner node. The check assumes
+    the lesser of both possible tags; `slack` is the largest difference of backlogged children.
+    """
+
+    v: float | None
+    charged: float
+    new_tag: float | None  # the tag of a child not seen before; None: unknown
+    changed_us: int = 0
+    slack: float = 0.0
+
+
+class TreeFairness:
+    """Checks G2 in the trees of all bands. Call `check` before the replay applies each step."""
+
+    def __init__(self, finding: Finding, replay: Replay) -> None:
+        self._finding = finding
+        self._replay = replay
+        self._complete = replay.complete  # whether the log has shown all service so far
+        self._levels: dict[tuple[int, str], _Level] = {}
+        self._services: dict[tuple[int, str], Service] = {}
+        self._slack: dict[tuple[int, str], float] = {}  # member -> by how much its tag may be higher
+        self._has_dropped = False
+        self._idle: dict[int, bool] = {}  # band -> whether nothing has waited or run since its last entry
+        self._settings: tuple[Rules | None, int] = (None, 0)
+
+    def forget(self) -> None:
+        """Entries are not checked: all tags are unknown from here on."""
+        if not (self._levels or self._complete):
+            return
+        self._complete = False
+        self._services.clear()
+        self._slack.clear()
+        self._levels.clear()
+        for queue in self._replay.flow_queues.all():
+            queue.tag = None
+
+    def check(self, step: Step, rules: Rules) -> None:
+        entry, request, flow_queues = step.entry, step.request, self._replay.flow_queues
+        if entry.event in ("tenant", "charged", "refunded", "used"):
+            return
+        if entry.event == "rebased" and entry.tag is not None:
+            self._rebase(entry.band, entry.tag)
+        if entry.event == "collected":
+            self._collect(entry.band)
+            return
+        if (rules, self._replay.nodes.version) != self._settings:
+            self._settings = rules, self._replay.nodes.version
+            self._restart(entry)
+        self._follow_band(entry)
+        if entry.event == "throttled":
+            self._throttle(flow_queues.at((entry.band, entry.flow)), entry)
+        elif entry.event == "unthrottled":
+            self._unthrottle(flow_queues.at((entry.band, entry.flow)), entry)
+        elif entry.event == "corrected":
+            self._correct(flow_queues.at((entry.band, entry.flow)), entry)
+        elif request is None:
+            pass
+        elif step.enters_queue:
+            self._enter(flow_queues.at((entry.band, entry.flow)), entry)
+        elif step.leaves_queue and step.after is RequestState.GRANTED:
+            self._serve(flow_queues.at(request.queue_key), entry)
+        elif step.leaves_queue:
+            queue = flow_queues.at(request.queue_key)
+            if queue.waiting == 1:
+                self._leave(queue, entry)
+        self._show_band(entry)
+
+    def close(self) -> None:
+        last = self._replay.last
+        for key in list(self._services) if last is not None else ():
+            assert last is not None
+            self._check_service(self._replay.flow_queues.at(key), last)
+
+    # The virtual time of a band, which each of its entries shows.
+
+    def _follow_band(self, entry: Entry) -> None:
+        """Follow a sweep of an idle pool: it sets the band's virtual time to the highest tag, so that all
+        members of the band start equal."""
+        root = self._level((entry.band, INNER))
+        was_idle = self._idle.get(entry.band, False)
+        idle = entry.stock == 0 and entry.queued == 0
+        for band in {*self._idle, entry.band}:
+            self._idle[band] = idle or (self._idle.get(band, False) and band != entry.band)
+        if root.v is not None and was_idle and entry.v > root.v and entry.event != "granted":
+            root.v = entry.v
+            for queue in self._replay.flow_queues.of(entry.band):
+                if queue.parent is not None and queue.parent.parent is None:
+                    queue.tag = _FRESH
+
+    def _show_band(self, entry: Entry) -> None:
+        """Check the band's virtual time after the decision of `entry`."""
+        root = self._level((entry.band, INNER))
+        expected, root.v = root.v, entry.v
+        if expected is not None and not same(expected, entry.v) and not root.slack:
+            self._finding.add(
+                f"virtual time of band {entry.band} is {entry.v:g}, expected {expected:g}", entry
+            )
+
+    # Events of members.
+
+    def _enter(self, leaf: FlowQueue, entry: Entry) -> None:
+        for each in leaf.chain:
+            each.largest = max(each.largest, self._share(each, entry))
+        is_new = not leaf.waiting
+        shown = None if entry.tag is None else entry.tag
+        if is_new:
+            if shown is not None and entry.event == "requeued":
+                shown += self._share(leaf, entry)
+            self._start(leaf, entry, shown)
+        elif entry.tag is not None and entry.event != "requeued":
+            what = f"flow {leaf.name!r} gets a new start tag while {leaf.waiting} requests wait"
+            self._finding.add(what, entry)
+        if entry.event == "requeued":  # the request returns to its position and its charge is refunded
+            for each in leaf.chain:
+                self._adjust(each, -self._share(each, entry), entry)
+            self._expect(leaf, entry)
+
+    def _start(self, member: FlowQueue, entry: Entry, shown: float | None) -> None:
+        """A request makes `member`, and perhaps ancestors, backlogged."""
+        while member.parent is not None:
+            parent = member.parent
+            level, share = self._level(parent.key), self._share(member, entry)
+            self._expire(parent, level, entry)
+            if level.v is None and level.new_tag == _FRESH:
+                level.v = level.charged = shown or 0.0
+            if shown == 0 and level.v and not parent.ordered and parent.parent is not None:
+                # The scripts have forgotten the idle node, and so the tags of its children.
+                level.v, level.charged, level.new_tag = 0.0, 0.0, _FRESH
+                for each in self._children(parent):
+                    each.tag = each.tag if each.throttled else _FRESH
+            tag = self._tag(member, level)
+            if level.v is None or tag is None:
+                start = shown
+            elif tag > level.v:
+                start = tag
+            else:
+                reached = max(level.charged, level.v)
+                start = level.v
+                if reached - level.v >= FREE_STARTS * share:
+                    start = level.v + share
+                else:
+                    level.charged, level.changed_us = reached + share, entry.time_us
+            self._set_start(member, level, start, shown, entry)
+            shown = None
+            if parent.ordered or parent.throttled:
+                return
+            member = parent
+
+    def _set_start(
+        self, member: FlowQueue, level: _Level, start: float | None, shown: float | None, entry: Entry
+    ) -> None:
+        assert member.parent is not None
+        slack = 0.0
+        if member.tag is not None and start is not None:
+            slack = max(0.0, member.tag + self._slack.get(member.key, 0.0) - start)
+        self._set_slack(member, slack)
+        level.slack = max(level.slack if member.parent.ordered else 0.0, slack)
+        member.tag = start
+        if shown is not None:
+            self._expect(member, entry, shown)
+        self._begin(member, entry)
+
+    def _serve(self, leaf: FlowQueue, entry: Entry) -> None:
+        blocked, is_turn = leaf.throttled_by, entry.by != GUARD
+        if blocked is not None:
+            what = f"flow {leaf.name!r} served while {blocked.name.removesuffix(INNER)!r} is throttled"
+            self._finding.add(what, entry)
+        share = self._share(leaf, entry)
+        if entry.note and not same(_number(entry.note), share):
+            self._finding.add(f"flow {leaf.name!r} charged {entry.note}, but its share is {share:g}", entry)
+        self._expect(leaf, entry)
+        for member in leaf.chain:
+            if member.parent is None:
+                break
+            level, share = self._level(member.parent.key), self._share(member, entry)
+            member.largest = max(member.largest, share)
+            is_unsure = member.tag is None or level.slack > 0
+            if is_unsure and member.parent.parent is None and is_turn and entry.v > (level.v or 0.0):
+                member.tag = entry.v  # the band's virtual time shows the tag
+            self._check_service(member, entry)
+            if member.tag is not None and is_turn and (level.v is None or member.tag > level.v):
+                level.v, level.changed_us = member.tag, entry.time_us
+            if member.tag is None:
+                continue
+            member.tag += share
+            service = self._services.get(member.key)
+            if service is None:
+                self._begin(member, entry)
+            elif level.v is not None:
+                self._report(member, service.serve(share, member.tag, level.v, self._most(member)), entry)
+        if leaf.waiting == 1:
+            self._leave(leaf, entry)
+
+    def _leave(self, member: FlowQueue, entry: Entry) -> None:
+        """`member` leaves its parent's order, and so does each ancestor without another child in order."""
+        while member.parent is not None and member.is_servable:
+            self._check_service(member, entry)
+            self._services.pop(member.key, None)
+            if member.parent.ordered > 1:
+                break
+            member = member.parent
+        self._drop_idle()
+
+    def _throttle(self, member: FlowQueue, entry: Entry) -> None:
+        self._check_service(member, entry)
+        self._expect(member, entry)
+        self._leave(member, entry)
+
+    def _unthrottle(self, member: FlowQueue, entry: Entry) -> None:
+        """`member` returns to its order, and each ancestor that had no child in order; none catches up."""
+        while member.parent is not None:
+            level = self._level(member.parent.key)
+            tag = self._tag(member, level)
+            member.tag = None if tag is None or level.v is None else max(level.v, tag)
+            if member.key == (entry.band, entry.flow):
+                self._expect(member, entry)
+            self._begin(member, entry)
+            if member.parent.ordered or member.parent.throttled:
+                return
+            member = member.parent
+
+    def _correct(self, leaf: FlowQueue, entry: Entry) -> None:
+        ratio = _number(entry.note) / self._share(leaf, entry)
+        for member in leaf.chain:
+            if member.parent is None:
+                break
+            level = self._level(member.parent.key)
+            member.tag = self._tag(member, level)
+            is_idle = not (member.is_servable or member.throttled)
+            if is_idle and member.tag is not None and level.v is not None and member.tag <= level.v:
+                # The scripts may have forgotten the tag; then they correct the virtual time.
+                member.tag = level.v if member.tag == _FRESH else member.tag
+                self._set_slack(member, max(self._slack.get(member.key, 0.0), level.v - member.tag))
+            self._adjust(member, ratio * self._share(member, entry), entry)
+        self._expect(leaf, entry)
+
+    def _adjust(self, member: FlowQueue, change: float, entry: Entry) -> None:
+        """Change the tag of `member` by `change`, as its charge changes."""
+        if member.parent is None or member.tag is None:
+            return
+        self._check_service(member, entry)
+        member.tag += change
+        service, level = self._services.get(member.key), self._level(member.parent.key)
+        if service is not None and level.v is not None:
+            self._report(member, service.correct(change, member.tag, level.v, self._most(member)), entry)
+
+    def _expect(self, member: FlowQueue, entry: Entry, shown: float | None = None) -> None:
+        """Check that `entry` shows the tag of `member` (or `shown`), then continue with the logged tag."""
+        self._finding.checked += 1
+        shown = entry.tag if shown is None else shown
+        if shown is None:
+            self._finding.add("the entry shows no tag", entry)
+            return
+        slack = self._slack.pop(member.key, 0.0)
+        if member.parent is not None:
+            slack = max(slack, self._level(member.parent.key).slack)
+        if member.tag is not None and not slack and not same(member.tag, shown):
+            name = member.name.removesuffix(INNER)
+            self._finding.add(f"tag of {name!r} is {shown:.12g}, expected {member.tag:.12g}", entry)
+            self._services.pop(member.key, None)
+        member.tag = shown
+
+    # Service.
+
+    def _begin(self, member: FlowQueue, entry: Entry) -> None:
+        level = self._level(member.parent.key) if member.parent else None
+        if level is not None and level.v is not None and member.tag is not None:
+            self._services[member.key] = Service.begin(entry, member.tag, level.v, self._most(member))
+
+    def _check_service(self, member: FlowQueue, entry: Entry) -> None:
+        """Check the service of `member` until just before `entry`."""
+        service = self._services.get(member.key)
+        level = self._level(member.parent.key) if member.parent else None
+        if service and level is not None and level.v is not None and member.tag is not None:
+            self._finding.checked += 1
+            self._report(member, service.before(member.tag, level.v, self._most(member)), entry)
+
+    def _report(self, member: FlowQueue, wrong: str, entry: Entry) -> None:
+        if wrong:
+            name = member.name.removesuffix(INNER)
+            what = f"service of {name!r}, backlogged throughout, is {wrong}"
+            self._finding.add(what, self._services.pop(member.key).since, entry)
+
+    def _most(self, member: FlowQueue) -> float:
+        return member.largest + (self._level(member.parent.key).slack if member.parent else 0.0)
+
+    # Tags.
+
+    def _level(self, key: tuple[int, str]) -> _Level:
+        level = self._levels.get(key)
+        if level is None:
+            known = 0.0 if self._complete and not self._has_dropped else None
+            new_tag = _FRESH if self._complete else None
+            level = self._levels[key] = _Level(known, known or 0.0, new_tag)
+        return level
+
+    def _tag(self, member: FlowQueue, level: _Level) -> float | None:
+        return level.new_tag if member.tag is None else member.tag
+
+    def _set_slack(self, member: FlowQueue, slack: float) -> None:
+        if slack > 0:
+            self._slack[member.key] = slack
+        else:
+            self._slack.pop(member.key, None)
+
+    def _children(self, parent: FlowQueue) -> list[FlowQueue]:
+        return [each for each in self._replay.flow_queues.of(parent.band) if each.parent is parent]
+
+    def _expire(self, parent: FlowQueue, level: _Level, entry: Entry) -> None:
+        """A node whose children were idle for long may have lost their tags."""
+        if parent.ordered or parent.parent is None or level.v is None:
+            return
+        if entry.time_us - level.changed_us <= _KEPT_US:
+            return
+        for each in self._children(parent):
+            if each.tag is not None and each.tag > level.v and not each.throttled:
+                self._set_slack(each, self._slack.get(each.key, 0.0) + each.tag - level.v)
+                each.tag = level.v
+
+    def _share(self, member: FlowQueue, entry: Entry) -> float:
+        """The share that the request of `entry` charges to `member`."""
+        rules = self._replay.rules
+        assert rules is not None
+        if rules.fairness == "round-robin":
+            return 1.0
+        weight = self._replay.nodes.find(member.name.removesuffix(INNER), rules.separator).weight
+        if weight is None:
+            return entry.cost if member.is_inner else rules.share(entry)
+        return entry.cost / min(max(weight, _LEAST_WEIGHT), _MOST_WEIGHT)
+
+    def _restart(self, entry: Entry) -> None:
+        """Begin new backlogged intervals under new settings: earlier service used other shares."""
+        self._services.clear()
+        flow_queues = self._replay.flow_queues
+        for queue in flow_queues.all():
+            queue.largest = 0.0
+        for request in self._replay.requests.values():
+            if request.state is RequestState.QUEUED:
+                for each in flow_queues.at(request.queue_key).chain:
+                    each.largest = max(each.largest, self._share(each, request.first_entry))
+        for queue in flow_queues.all():
+            if queue.is_servable and queue.parent is not None:
+                self._begin(queue, entry)
+
+    def _collect(self, band: int) -> None:
+        for queue in self._replay.flow_queues.of(band):
+            self._services.pop(queue.key, None)
+            self._slack.pop(queue.key, None)
+            queue.tag = _FRESH
+        for key in [key for key in self._levels if key[0] == band]:
+            self._levels[key] = _Level(0.0, 0.0, _FRESH)
+        self._idle.pop(band, None)
+
+    def _rebase(self, band: int, by: float) -> None:
+        """Lower the tags of the band's children by `by`; the differences of tags stay the same."""
+        root = self._level((band, INNER))
+        root.v = None if root.v is None else root.v - by
+        root.charged = max(root.charged - by, 0.0)
+        for queue in self._replay.flow_queues.of(band):
+            if queue.parent is not None and queue.parent.parent is None and queue.tag is not None:
+                queue.tag -= by
+                if (service := self._services.get(queue.key)) is not None:
+                    service.rebase(by)
+
+    def _drop_idle(self) -> None:
+        """Drop members whose tags have no effect, if there are many."""
+        requests, flow_queues = self._replay.requests, self._replay.flow_queues
+        if len(flow_queues) <= 8 * len(requests) + 1000:
+            return
+        charged = {
+            each.key
+            for request in requests.values()
+            if request.state in RUNNING
+            for each in flow_queues.at(request.queue_key).chain
+        }
+        for each in reversed(flow_queues.all()):
+            if each.parent is None or each.waiting or each.children or each.key in charged:
+                continue
+            level = self._level(each.parent.key)
+            if level.v is not None and each.tag is not None and each.tag <= level.v:
+                flow_queues.drop(each)
+                self._has_dropped = True
+                self._slack.pop(each.key, None)
+                self._levels.pop(each.key, None)
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return float("nan")
