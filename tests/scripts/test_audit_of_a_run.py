@@ -1,6 +1,7 @@
 """`picker audit` on runs of real replicas, under every policy and with every event of a request."""
 
 import asyncio
+import json
 import random
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -13,25 +14,46 @@ from picker_fleet.cli import main
 from picker_fleet.domain.bands import Band
 from picker_fleet.domain.request import Outcome
 from picker_fleet.state.store import name_of
-from picker_tools.audit.log import Entry, LogStream
+from picker_tools.audit.log import CHARGES, Entry, LogStream
 
 FLOWS = {"one": 1.0, "two": 2.0, "four": 4.0, "tight": 1.0}
 LIMITS = {"tight": 1}
+# Three levels of tenants; some share, wait, are demoted or refused, and the last two have no limits.
+TENANTS = {
+    **dict.fromkeys(("acme/search/k1", "acme/search/k2", "acme/chat/k1", "acme/chat/k2"), 1.0),
+    **dict.fromkeys(("umbrella/k1", "umbrella/k2", "umbrella/k3"), 1.0), "initech/a/b/c": 2.0, "single": 1.0,
+}  # fmt: skip
+NODES: Mapping[str, Mapping[str, Any]] = {
+    "acme": {"weight": 3, "limits": [{"unit": "tokens", "amount": 9000, "per_ms": 1000, "burst": 200}]},
+    "acme/*": {"max_parallel": 2, "budget": {"units": 1e6, "period": "day"}},
+    "acme/search": {
+        "over_limit": "reject", "weight": 2, "limits": [{"unit": "requests", "amount": 500, "per_ms": 1000}],
+    },
+    "umbrella": {
+        "over_limit": "demote",
+        "limits": [{"unit": "answer_tokens", "amount": 2000, "per_ms": 1000, "burst": 50}],
+    },
+    "umbrella/*": {"limits": [{"unit": "prompt_tokens", "amount": 3000, "per_ms": 1000, "burst": 60}]},
+}  # fmt: skip
 POLICIES: Mapping[str, Mapping[str, Any]] = {
     "weighted-fair, fcfs": {},
     "round-robin, edf": {"fairness": "round-robin", "ordering": "edf", "band_policy": "weighted"},
     "none, workload-aware": {"fairness": "none", "ordering": "workload-aware"},
     "weighted-fair, workload-aware": {"ordering": "workload-aware", "wait_signal": "workload_average"},
+    "tenants": {"tenants": {"separator": "/"}},
 }
 
 
 class Storm:
     """Random load: requests arrive at several replicas, are cancelled, evicted or retried, and end. The load
     comes from a seed, but the server decides the order of concurrent calls. `unit` multiplies each cost.
+    `weights` are the flows' weights.
     """
 
-    def __init__(self, fleet: Fleet, seed: int, unit: float = 1.0) -> None:
-        self._fleet, self._unit = fleet, unit
+    def __init__(
+        self, fleet: Fleet, seed: int, unit: float = 1.0, weights: Mapping[str, float] = FLOWS
+    ) -> None:
+        self._fleet, self._unit, self._weights = fleet, unit, weights
         self._random = random.Random(seed)
         self._owners: dict[str, Replica] = {}
         self._flows: dict[str, str] = {}
@@ -81,13 +103,14 @@ class Storm:
         self._count += 1
         request, chance = f"r{self._count}", self._random
         replica = chance.choice(self._fleet.replicas)
-        self._flows[request] = flow = chance.choice(list(FLOWS))
+        self._flows[request] = flow = chance.choice(list(self._weights))
         self._owners[request] = replica
         await replica.admit(
-            request, flow=flow, weight=FLOWS[flow], limit=LIMITS.get(flow, 0),
+            request, flow=flow, weight=self._weights[flow], limit=LIMITS.get(flow, 0),
             priority=chance.choice([10, 0, 0, 0, -10, 100, 7, -3]),
             cost=self._unit * chance.choice([1.0, 2.0, 3.0]), workload=chance.choice(["", "w1", "w2"]),
             ttl_s=chance.choice([0.05, 1.0, 60.0, 60.0]), age_s=chance.choice([0.0, 0.0, 0.02]),
+            prompt_tokens=chance.choice([1, 10, 30]), answer_tokens=chance.choice([1, 10, 30]),
         )  # fmt: skip
 
     async def _place(self) -> None:
@@ -97,7 +120,9 @@ class Storm:
     async def _settle(self, request: str) -> None:
         units = self._random.choice([None, 0.5, 1.0, 2.5, 6.0])
         actual = None if units is None else self._unit * units
-        await self._owners[request].store.settle(request, Outcome.COMPLETED, actual)
+        outcome = self._random.choice([Outcome.COMPLETED, Outcome.COMPLETED, Outcome.UPSTREAM_FAILED])
+        usage = self._random.choice(["", "10,4,40", "30,0,5"])
+        await self._owners[request].store.settle(request, outcome, actual, usage=usage)
 
     async def _disturb(self, request: str) -> None:
         store = self._owners[request].store
@@ -125,7 +150,7 @@ class Storm:
         for number, fields in await self._fleet.redis.xrange(self._fleet.keys.log, min=self._log_read):
             entry, self._log_read = Entry.parse(fields), f"({number}"
             self._happened |= {entry.event, entry.by}
-            if entry.event not in ("corrected", "adopted"):
+            if entry.event not in ("corrected", "adopted") and entry.event not in CHARGES:
                 self._last[entry.request] = entry.event
 
 
@@ -140,7 +165,9 @@ async def test_the_audit_of_a_run_finds_no_violation(fleet: OpenFleet, policy: s
         "guard_share": 0.2, **POLICIES[policy],
     }  # fmt: skip
     async with fleet("a", "b", "c", endpoints=2, **settings) as it:
-        storm = Storm(it, 11, unit)
+        storm = Storm(it, 11, unit, TENANTS if "tenants" in settings else FLOWS)
+        nodes = {path: json.dumps(node) for path, node in NODES.items()}
+        await it.replicas[0].store.set_tenants("tenants", nodes if "tenants" in settings else {})
         ends = {"expired", "cancelled", "evicted"}
         rare = ends | {"granted", "bypassed", "adopted", "throttled", "unthrottled"}
         await storm.let_one_expire()
@@ -158,7 +185,7 @@ async def test_the_audit_of_a_run_finds_no_violation(fleet: OpenFleet, policy: s
         assert rare <= seen
         assert ("rebased" in seen) is (unit > 1)  # only large tags are rebased
         assert any(entry.by == "guard" for entry in log)
-        assert report.violations == 0
+        assert [violation for finding in report.findings for violation in finding.violations] == []
         assert report.open_at_end == 0
         assert all(finding.checked > 50 for finding in report.findings)
 
