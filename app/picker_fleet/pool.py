@@ -29,7 +29,7 @@ from picker_fleet.domain.config import Settings
 from picker_fleet.domain.errors import StartupError
 from picker_fleet.domain.known_fleet import KnownFleet
 from picker_fleet.domain.sections import Kubernetes as KubernetesPool
-from picker_fleet.endpoints.discovery import serving, source_of
+from picker_fleet.endpoints.discovery import WatchedFile, serving, source_of
 from picker_fleet.endpoints.readings import MetricsCache
 from picker_fleet.endpoints.scraping import ScrapingTask
 from picker_fleet.endpoints.snapshot import SnapshotCell
@@ -37,6 +37,7 @@ from picker_fleet.fleet.endpoint_health import Probes
 from picker_fleet.fleet.heartbeat import HeartbeatTrigger, Membership
 from picker_fleet.fleet.info import ReplicaInfo
 from picker_fleet.fleet.limits import LimitKeeper
+from picker_fleet.fleet.tenant_nodes import nodes_in
 from picker_fleet.grpc.certificates import Certificates
 from picker_fleet.grpc.transport import Handler
 from picker_fleet.ingress.context import (
@@ -277,6 +278,9 @@ class Pool:
         start(partial(listen, settings.redis.url, wake_ups, self.admission.failover.on_event), "wake-ups")
         report = serving(settings.scheduling.endpoint_labels, self.membership.discovered)
         start(partial(self._source.watch, report), "discovery")
+        if settings.tenants is not None and settings.tenants.file is not None:
+            nodes = WatchedFile(settings.tenants.file, partial(nodes_in, settings=settings), "tenants")
+            start(partial(nodes.watch, self.membership.tenants_found), "tenants")
         if settings.discovery.kubernetes is not None:
             start(partial(self._follow_objects, settings.discovery.kubernetes), "objects")
         start(self.membership.run, "membership")

@@ -93,6 +93,7 @@ class Admission:
             endpoints=endpoints,
             chooser=chooser,
             counts_tokens=in_tokens,
+            has_tenants=settings.tenants is not None,
             are_places_awaited=lambda: self.queue.places_are_awaited,
             traces=traces,
         )

@@ -37,9 +37,19 @@ def ignore_loss(answer: asyncio.Future[Any]) -> None:
     answer.add_done_callback(lambda done: done.cancelled() or done.exception())
 
 
+def _usage(completion: Completion) -> str:
+    """The tokens of prompt, prompt from a cache, and answer, as the script `settle` reads them; '' if
+    unknown."""
+    prompt, answer = completion.prompt_tokens, completion.completion_tokens
+    if prompt is not None and answer is not None:
+        return f"{prompt},{min(completion.cached_tokens or 0, prompt)},{answer}"
+    return "0,0,0" if 400 <= completion.status < 500 else ""  # the engine refused the request
+
+
 class Reports:
     """Sends the reports of one replica. The function `are_places_awaited` returns whether requests wait, so
-    that Redis must get each end soon. If the stock `counts_tokens`, an end reports the tokens used."""
+    that Redis must get each end soon. If the stock `counts_tokens`, an end reports the tokens used; if there
+    are tenants with limits (`has_tenants`), an end reports what corrects their charges."""
 
     def __init__(
         self,
@@ -50,13 +60,14 @@ class Reports:
         endpoints: SnapshotCell,
         chooser: EndpointChooser,
         counts_tokens: bool,
+        has_tenants: bool,
         are_places_awaited: Callable[[], bool],
         traces: "Traces | None" = None,
     ) -> None:
         self._store, self._ledger, self._metrics = store, ledger, metrics
         self._endpoints, self._chooser = endpoints, chooser
         self._counts_tokens, self._are_places_awaited = counts_tokens, are_places_awaited
-        self._traces = traces
+        self._has_tenants, self._traces = has_tenants, traces
 
     def settle(self, completion: Completion, token: str, entry: Entry | None) -> None:
         """Report that a request has ended; `token` is its accounting token, '' if unknown. `entry`: None if
@@ -115,6 +126,7 @@ class Reports:
             actual,
             answer_tokens,
             prompt_size,
+            usage=_usage(completion) if self._has_tenants else "",
             answered=completion.answered,
             urgent=self._are_places_awaited(),
         )

@@ -21,11 +21,13 @@ from picker_fleet.domain.errors import ConfigError, OtherFormat, StateFault, Sta
 from picker_fleet.domain.known_fleet import KnownFleet
 from picker_fleet.domain.request import Endpoint
 from picker_fleet.domain.sections import Leases
+from picker_fleet.domain.tenants import Node
 from picker_fleet.endpoints.snapshot import Snapshot, SnapshotCell, unmarked
 from picker_fleet.fleet import live_config
 from picker_fleet.fleet.info import EnvoyLimits
 from picker_fleet.fleet.limits import LimitKeeper
 from picker_fleet.fleet.publisher import UNKNOWN, Publisher
+from picker_fleet.fleet.tenant_nodes import TenantNodes
 from picker_fleet.state.pool_state import PoolState, marked
 from picker_fleet.state.server_check import ServerCheck
 from picker_fleet.state.store import HeartbeatReply, LiveConfig, Store, SweepReply
@@ -177,6 +179,7 @@ class Membership:
         self._limits, self._on_config = limits, on_config
         self._clock = asyncio.get_running_loop().time
         self._publisher = Publisher(store, settings)
+        self._tenants = TenantNodes(store, settings)
         self._sweeper = Sweeper(store, settings, metrics, on_suspects)
         self._server_check = ServerCheck(store, lambda: self.trouble, metrics.redis_unfit)
         self._envoy_limits = EnvoyLimits(self._clock)
@@ -253,6 +256,11 @@ class Membership:
         if self._follow_up is not None:
             self._follow_up.cancel()
         self._look_later(_LOOKS)
+
+    def tenants_found(self, nodes: Sequence[Node]) -> None:
+        """Take the nodes of tenants in the watched file. The leader publishes the nodes at once."""
+        self._tenants.found(nodes)
+        self.heartbeat_now(full=False)
 
     def _look_later(self, looks: int) -> None:
         after_s = _ACKNOWLEDGED_LOOK_S if self._publisher.awaits_envoys else _OTHERS_PUBLISH_S
@@ -358,6 +366,8 @@ class Membership:
             _log.warning("Redis may have lost the requests of this replica; registering them again")
             self._lost = not await self._queue.register_again()
         self._epoch = pulse.epoch
+        with contextlib.suppress(WritesRefused):  # the nodes in force stay valid; heartbeats go on
+            await self._tenants.publish(pulse)
         self._joined.set()
         await self._follow_changes(pulse)
         if full or self._clock() - self._followed_s >= self._leases.heartbeat:
@@ -443,6 +453,8 @@ class Membership:
         self._fleet.live, self._fleet.in_flight = pool.replicas, pool.in_flight
         self._fleet.busy = any(pool.in_flight.values())
         self._fleet.prompt_lines = pool.prompt_lines
+        if (tenants := await self._tenants.follow(self._epoch)) is not None:
+            self._fleet.tenants = tenants
         self._metrics.pool(pool, state.watermark, state.queue_fill)
         bounds = self._fleet.config.settings.request_queue_controller
         least_most = (bounds.min_per_backend, bounds.max_per_backend) if bounds.is_adaptive else (None, None)

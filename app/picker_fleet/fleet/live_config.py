@@ -300,6 +300,7 @@ def shared_settings(settings: Settings, weights: Mapping[str, float]) -> dict[st
     by_name = {band.name: band for band in queue.bands}
     controller, workloads = settings.request_queue_controller, settings.workloads
     leases, log, outliers = settings.leases, settings.decision_log, settings.outlier_detection
+    tenants = {} if settings.tenants is None else {"tenants": settings.tenants.shared()}
     return {
         "adaptive": int(controller.is_adaptive),
         "limit_min": controller.min_per_backend,
@@ -348,6 +349,7 @@ def shared_settings(settings: Settings, weights: Mapping[str, float]) -> dict[st
         "eject_percent": outliers.max_ejection_percent,
         "default_answer": queue.default_answer_tokens,
         "answer_alpha": _ANSWER_ALPHA,
+        **tenants,
     }
 
 

@@ -499,11 +499,16 @@ class Store:
 
     async def tenants(self) -> Mapping[str, str]:
         """The nodes in force: path -> JSON, those of operators in place of the configured."""
-        configured = await self._client.command("HGETALL", self.keys.tenants)
-        changed = await self._client.command("HGETALL", self.keys.tenant_changes)
-        return dict(zip(configured[::2], configured[1::2], strict=True)) | dict(
-            zip(changed[::2], changed[1::2], strict=True)
-        )
+        return {**await self.nodes_of("tenants"), **await self.nodes_of("tenant_changes")}
+
+    async def nodes_of(self, kind: Literal["tenants", "tenant_changes"]) -> Mapping[str, str]:
+        """The nodes of one kind: path -> JSON."""
+        flat = await self._client.command("HGETALL", getattr(self.keys, kind))
+        return dict(zip(flat[::2], flat[1::2], strict=True))
+
+    async def tenants_version(self) -> str:
+        """The version of the nodes, which grows with each change; '' before the first."""
+        return str(await self._client.command("HGET", self.keys.pool, "tenants_version") or "")
 
     async def live_config(self) -> LiveConfig:
         version, overrides, note = await self._client.command(

@@ -1,8 +1,11 @@
 """Tenants: their configuration, the flows that headers name, and what clients are told of limits."""
 
 import time
+from collections import defaultdict
 from collections.abc import Mapping
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
+from unittest.mock import Mock
 
 import orjson
 import pytest
@@ -14,12 +17,16 @@ from picker_fleet.domain.config import Settings, parse
 from picker_fleet.domain.errors import BadRequest, ConfigError, OverBurst, OverLimit
 from picker_fleet.domain.request import InferenceRequest
 from picker_fleet.domain.tenants import Node, Tenants, Tree
+from picker_fleet.endpoints.discovery import FileFault
+from picker_fleet.fleet.tenant_nodes import TenantNodes, nodes_in
 from picker_fleet.ingress.intake import Intake, read_body
 from picker_fleet.ingress.quota_headers import NAMES, quota_headers
 from picker_fleet.state.accounting_token import Keyring
 from picker_fleet.state.schema import Refusal
-from picker_fleet.state.store import Refused
+from picker_fleet.state.store import HeartbeatReply, Refused, Store
 
+LEADER = cast(HeartbeatReply, Mock(leader=True, epoch="1"))
+FOLLOWER = cast(HeartbeatReply, Mock(leader=False, epoch="1"))
 ASK = orjson.dumps({"model": "m", "prompt": "p"})
 LIMIT = {"tokens": 1000, "per": "1m"}
 
@@ -243,3 +250,80 @@ def test_a_refusal_of_a_request_above_a_burst_says_what_it_needs(limit: str, tol
     error = refusal(Refused(Refusal.OVER_BURST, 0, limit), request, 1, NODES)
     assert type(error) is OverBurst
     assert (str(error), error.reason) == (f"the request {told}", "over-burst")
+
+
+class Nodes:
+    """The nodes in the shared state, and the sizes of the calls that changed them."""
+
+    def __init__(self) -> None:
+        self.hashes: dict[str, dict[str, str]] = defaultdict(dict)
+        self.calls: list[int] = []
+
+    async def nodes_of(self, kind: str) -> Mapping[str, str]:
+        return dict(self.hashes[kind])
+
+    async def tenants_version(self) -> str:
+        return str(len(self.calls) or "")
+
+    async def set_tenants(self, kind: str, nodes: Mapping[str, str]) -> None:
+        self.calls.append(len(nodes))
+        merged = {**self.hashes[kind], **nodes}
+        self.hashes[kind] = {path: text for path, text in merged.items() if text}
+
+
+def nodes_of(shared: Nodes, *nodes: dict[str, Any]) -> TenantNodes:
+    return TenantNodes(cast(Store, shared), parse({"tenants": {"nodes": nodes}}))
+
+
+async def test_the_leader_alone_publishes_the_nodes_that_have_changed() -> None:
+    shared = Nodes()
+    own = nodes_of(shared, *(node(f"a{number}", weight=2) for number in range(1200)))
+    await own.publish(FOLLOWER)
+    assert shared.calls == []
+    await own.publish(LEADER)
+    await own.publish(LEADER)
+    assert (sorted(shared.calls), len(shared.hashes["tenants"])) == ([200, 500, 500], 1200)
+    shared.calls.clear()
+    other = nodes_of(shared, *(node(f"a{number}", weight=2) for number in range(1, 1200)), node("b"))
+    await other.publish(LEADER)
+    assert (shared.calls, shared.hashes["tenants"].keys() - {f"a{n}" for n in range(1200)}) == ([2], {"b"})
+    await own.publish(FOLLOWER)  # another replica leads meanwhile
+    await own.publish(LEADER)
+    assert "b" not in shared.hashes["tenants"]
+
+
+async def test_without_tenants_nothing_is_published_or_read() -> None:
+    nodes = TenantNodes(cast(Store, Mock(spec=())), parse({}))
+    await nodes.publish(LEADER)
+    assert await nodes.follow("1") is None
+
+
+async def test_replicas_follow_live_changes_and_restore_them_after_a_loss() -> None:
+    shared = Nodes()
+    own = nodes_of(shared, node("a", limits=[LIMIT]), node("b", weight=2))
+    await own.publish(LEADER)
+    await shared.set_tenants("tenant_changes", {"b": '{"weight":5}'})
+    found = await own.follow("1")
+    assert found is not None
+    assert [getattr(found.node(path), "weight", None) for path in ("a", "b", "c")] == [1, 5, None]
+    assert await own.follow("1") is None
+    shared.hashes.clear()
+    await own.publish(cast(HeartbeatReply, Mock(leader=True, epoch="2")))
+    restored = await own.follow("2")
+    assert shared.hashes["tenant_changes"] == {"b": '{"weight":5}'}
+    assert restored is not None
+    assert restored.node("b") == found.node("b")
+
+
+def test_a_file_of_nodes_has_the_faults_of_the_configuration(tmp_path: Path) -> None:
+    settings = parse({"tenants": {"separator": ":", "file": str(tmp_path / "nodes.yaml")}})
+    assert [each.path for each in nodes_in("- {path: 'a:b', weight: 2}", settings)] == ["a:b"]
+    for text, told in (
+        ("- {path: a, weight: 0}", "tenants.nodes.0 (a).weight: "),
+        ("", "is empty; a tree without nodes is written []"),
+        ("- {", "is not YAML"),
+        ("x" * 9_000_000, "is longer than 8 MiB"),
+    ):
+        with pytest.raises(FileFault) as caught:
+            nodes_in(text, settings)
+        assert told in str(caught.value)
