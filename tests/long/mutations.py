@@ -37,6 +37,7 @@ _RULES, _LEASES, _IN_FAILOVER = (
     "tests/scripts/test_leases.py",
     "tests/unit/test_outages.py",
 )
+_TENANTS = "tests/model/test_tenants.py"
 MUTATIONS = (
     Mutation(
         "a renewal leaves the lease as it is", "lua/renew.lua",
@@ -84,6 +85,27 @@ MUTATIONS = (
     Mutation(
         "a found limit leaves the bound as it is", "lua/set_limits.lua",
         "      marks.update_bounds()\n", "", "tests/scripts/test_found_limits.py",
+    ),
+    Mutation(
+        "a turn charges no tenant above the flow", "lua/lib/flows.lua",
+        "      tag = tag + share_of_node(parent, r)\n", "", _TENANTS,
+    ),
+    Mutation(
+        "a request that fails is refunded twice", "lua/lib/tenants.lua",
+        "take(limit, -amount_of(", "take(limit, -2 * amount_of(", _TENANTS,
+    ),
+    Mutation(
+        "tenants pay the estimate, not the usage", "lua/settle.lua",
+        "      if prompt then tenants.used(", "      if false then tenants.used(", _TENANTS,
+    ),
+    Mutation(
+        "an outage charges a tenant's request twice", "app/picker_fleet/admission/quotas.py",
+        "if charge is None or charge.grant or not self._nodes(charge.flow):",
+        "if charge is None or not self._nodes(charge.flow):", "tests/unit/test_quotas.py",
+    ),
+    Mutation(
+        "each replica has the whole of a tenant's limit", "app/picker_fleet/admission/quotas.py",
+        "whole / live, whole, rate,", "whole, whole, rate,", "tests/unit/test_quotas.py",
     ),
     Mutation(
         "an expired request is granted", "lua/lib/dispatch.lua",

@@ -4,6 +4,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
+from picker_fleet.domain.tenants import Tree
 from picker_fleet.state.connection import smoothed
 from picker_fleet.state.keys import joined
 
@@ -14,6 +15,7 @@ class Moment:
 
     now_us: int = 0
     settings: dict[str, Any] = field(default_factory=dict)
+    tree: Tree = field(default_factory=lambda: Tree([]))  # the nodes of tenants in force
 
     @property
     def now_ms(self) -> int:
@@ -36,6 +38,8 @@ class Request:
     model: str
     limit: int
     body_bytes: int = 0
+    prompt_tokens: float = 0.0
+    answer_tokens: float = 0.0
     any_endpoint: bool = False  # the request's candidates are `*`: its grant also places it
     arrived: int = 0  # us
     deadline_ms: int = 0

@@ -9,7 +9,10 @@ from typing import Any, TypeVar
 from endpoint_counts import Burden, EndpointCounts, burdens, read_candidates
 from model_state import Moment, Request, Workloads
 from outlier_model import FULL_MS, MOST_ALONE, MOST_FAILURES, TRIAL_MS, UNSEEN_MS, Entry, Outliers
-from shared_queue import SharedQueue
+from shared_queue import SharedQueue, throttled_of
+
+from picker_fleet.admission.quotas import Quotas
+from picker_fleet.domain.tenants import Node, Price, Tree
 
 Choose = Callable[[str, dict[str, Burden]], str]
 Item = TypeVar("Item")
@@ -19,6 +22,10 @@ TIMERS_LIMIT = 24
 CHUNK = 32  # the most requests of one kind that a sweep handles
 DOWN_MS = 10_000
 SMALLEST = 1e-9  # smallest value of a smoothed figure
+# Ends after which a tenant's charge is refunded.
+REFUNDED = (
+    "refused", "cancelled", "expired", "preempted", "evicted", "abandoned", "withdrawn", "upstream_failed"
+)  # fmt: skip
 REFILED_BY = (
     "fairness", "ordering", "wait_signal", "wait_weight", "criticality_weight", "rate_weight", "wait_cap_ms",
     "rate_cap",
@@ -73,6 +80,12 @@ class PoolModel:
         self._suspected: list[str] = []  # endpoints of suspect requests, as of the last sweep
         self._caller = ""
         self._notifications: list[str] = []
+        # The nodes of tenants as set: by kind, path -> JSON; nodes in force replace `tenants`.
+        self.tenants: dict[str, dict[str, str]] = {"tenants": {}, "tenant_changes": {}}
+        self.tenants_version = 0
+        self.quotas = Quotas(self.moment.tree, {}, lambda: self.moment.now_us / 1000, log=self._log)
+        self.waits: dict[tuple[int, str], int] = {}  # (priority, child) -> when its balance suffices, ms
+        self._states: dict[tuple[int, str], tuple[float, float, int]] = {}  # (v, newcomers, changed at ms)
         self._aged = Counter[int]()  # this call's requests with an age, by time of arrival
 
     def live(self, silence_ms: int) -> list[str]:
@@ -95,6 +108,12 @@ class PoolModel:
 
     def _conclude(self, answers: list[Any]) -> Reply:
         attempts, served = self._dispatch() if self._base else (0, 0)
+        self._states = {key: each for key, each in self._states.items() if key[0] in self.queue.bands}
+        for priority, band in self.queue.bands.items():
+            for path, order in band.inner.items():
+                v, newcomers, _ = self._states.get((priority, path), (0.0, 0.0, 0))
+                if (v, newcomers) != (order.v, order.newcomers):
+                    self._states[priority, path] = order.v, order.newcomers, self.moment.now_ms
         return Reply(self._notifications, attempts, served, answers)
 
     def _batch(self, caller: str, items: Iterable[Item], answer: Callable[[Item], str]) -> Reply:
@@ -128,8 +147,12 @@ class PoolModel:
         old, new = self.moment.settings, self._base | self._overrides
         changed = any(old.get(name) != new[name] for name in REFILED_BY)
         self.refiling = self.refiling or (changed and len(self.queue) > 0)
+        if bool(old.get("tenants")) != bool(new.get("tenants")):
+            self.quotas.charges.clear()
+            for key in [key for key in self.quotas.balances if key.endswith("\x1fparallel")]:
+                del self.quotas.balances[key]
         self.moment.settings = new
-        self.queue.put_settings(self.moment)
+        self._put_tenants()
         self._put_bounds()
         self._log("tuned", "")
 
@@ -141,6 +164,20 @@ class PoolModel:
             self.upper = float(f"{new['upper_per'] * ready:.9g}")
             self.lower = float(f"{new['lower_per'] * ready:.9g}")
         self.lower = max(self.lower, 1e-9)
+
+    def _put_tenants(self) -> None:
+        """Put the nodes of tenants in force, and the order of the queue."""
+        tenants = self.moment.settings.get("tenants") or {}
+        nodes = self.tenants["tenants"] | self.tenants["tenant_changes"]
+        found = (Node.of_shared(path, text) for path, text in nodes.items())
+        self.moment.tree = Tree(found, tenants.get("separator", "/"))
+        prices = {model: Price(**each) for model, each in tenants.get("prices", {}).items()}
+        self.quotas.put_settings(self.moment.tree, prices)
+        self.queue.put_settings(self.moment)
+
+    @property
+    def has_tenants(self) -> bool:
+        return bool(self.moment.settings.get("tenants"))
 
     def _next_arrival(self) -> int:
         """The next arrival number: unique, increasing, and close to the time in µs."""
@@ -277,7 +314,9 @@ class PoolModel:
         else:
             loads = [str(counts.get(each, "")) for each in named]
         self._reserve(r)
-        return f"placed {r.endpoints} {','.join(loads)}", False, closed
+        quota = self.quotas.quota(r.id) if self.has_tenants else ""
+        told = f"\x1f{quota}" if quota else ""
+        return f"placed {r.endpoints} {','.join(loads)}{told}", False, closed
 
     def _shares_of_limits(self) -> dict[str, float]:
         """The part of its limit that each endpoint has in flight."""
@@ -300,12 +339,14 @@ class PoolModel:
         self.workloads.sent_back(r.workload)
         r.any_endpoint = candidates == "*"
         self.queue.insert(r)
-        self.queue.correct(r, -self.queue.share(r), r.tag)
+        self.queue.correct(r, -1, r.tag)
         self.queue.charge_band(r, -r.cost)
         self._log("requeued", r.id)
+        if self.has_tenants:
+            self.quotas.send_back(r.id, r.cost)
         if not closed or self.places() > 1e-6:
             if not self.queue.is_throttled(r):
-                self.queue.throttle(r)
+                self.queue.throttle(r, r.flow_queue)
             self.queue.wait_for_endpoints(r, closed)
         return f"queued {r.deadline_ms - self.moment.now_ms}"
 
@@ -326,6 +367,10 @@ class PoolModel:
         self.workloads.active(r.workload, -1)
         self.ended += 1
         self._log(event, r.id)
+        freed = self.quotas.end(r.id, unserved=event in REFUNDED) if self.has_tenants else []
+        for child in freed:
+            for priority in self.queue.bands:
+                self.queue.unthrottle(priority, child)
         if state == "placed":
             self._unblock(first(r.endpoints))
         if ran and r.limit > 0:
@@ -369,6 +414,8 @@ class PoolModel:
         s = self.moment.settings
         lower = self.lower if self.queues else math.inf
         attempts = served = 0
+        if self.has_tenants and not s["paused"]:
+            self._end_waits()
         places = self.places()
         while not s["paused"] and self.stock < lower and attempts < DISPATCH_LIMIT and places > 1e-6:
             turn = self.queue.next_turn()
@@ -382,13 +429,30 @@ class PoolModel:
             elif r.owner not in self.live(s["silence_ms"]):
                 self._orphan(r, self.moment.now_ms + s["lease_ms"])
             elif self.endpoints.flow_full(r):
-                self.queue.throttle(r)
+                self.queue.throttle(r, r.flow_queue)
+            elif self.has_tenants and (lacking := self.quotas.lacking(r.id)):
+                self._wait_for_balance(r, *lacking)
             elif self.upper <= 0 or (take > 0 and self.stock + take > self.upper):
                 break
             else:
                 self._grant(r, take, by_guard)
                 served, places = served + 1, places - (take if self.in_tokens else 1)
         return attempts, served
+
+    def _wait_for_balance(self, r: Request, child: str, wait_ms: float) -> None:
+        self.queue.throttle(r, child)
+        if wait_ms < math.inf:
+            at_ms = math.ceil(self.moment.now_us / 1000 + wait_ms)
+            self.waits[r.priority, child] = at_ms
+            self._notifications.append(f"wake {max(1, at_ms - self.moment.now_ms)}")
+
+    def _end_waits(self) -> None:
+        """Unthrottle the nodes whose balances suffice again."""
+        ranks = {priority: rank for rank, priority in enumerate(self.queue.bands)}
+        due = [wait for wait, at_ms in self.waits.items() if at_ms <= self.moment.now_ms]
+        for priority, child in sorted(due, key=lambda wait: (self.waits[wait], ranks[wait[0]], wait[1])):
+            del self.waits[priority, child]
+            self.queue.unthrottle(priority, child)
 
     def _grant(self, r: Request, take: float, by_guard: bool) -> None:
         r.tag = self.queue.serve(r, by_guard)
@@ -398,6 +462,8 @@ class PoolModel:
         self.guards += by_guard
         self.workloads.dispatched(r.flow, r.workload, (self.moment.now_us - r.arrived) / 1000)
         self._log("granted", r.id, "guard" if by_guard else "turn")
+        if self.has_tenants:
+            self.quotas.start(r.id, r.cost)
         reply = self._place(r, "*")[0] if r.any_endpoint else None
         if reply:
             self._log("placed", r.id)
@@ -431,6 +497,21 @@ class PoolModel:
         if self.refiling or self.moment.settings["ordering"] == "workload-aware":
             self.queue.reorder(self.refiling, self.scan_order)
         self.refiling = False
+
+    def _drop_idle(self, idle_ms: int) -> None:
+        """Drop balances without effect, and the virtual times of nodes without requests."""
+        now_ms = self.moment.now_ms
+        self.quotas.drop_idle()
+        for (priority, path), (_, _, changed_ms) in list(self._states.items()):
+            band = self.queue.bands[priority]
+            order = band.inner[path]
+            if throttled_of(band):
+                continue  # a throttled member keeps its tag
+            if (band.queued == 0 or not order.turns) and now_ms - changed_ms > idle_ms:
+                del self._states[priority, path]
+                order.v, order.newcomers, order.finish = 0.0, 0.0, {}
+            else:
+                order.forget_finish_tags(at_rest=False)
 
     def _expire_down_marks(self) -> None:
         """Remove marks `down` that no replica has confirmed for DOWN_MS."""

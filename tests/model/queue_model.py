@@ -3,6 +3,7 @@
 Each public method of `QueueModel` models one script of `lua/`. The clock is `moment.now_us`.
 """
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,6 +12,7 @@ from model_state import Request
 from pool_model import CHUNK, PoolModel, Reply, first
 
 from picker_fleet.admission.fair_queue import QueueFull
+from picker_fleet.admission.quotas import Usage
 from picker_fleet.state.connection import smoothed
 
 
@@ -34,6 +36,8 @@ class Arrival:
     limit: int = 0
     learn: bool = False
     body_bytes: int = 0
+    prompt_tokens: float = 0.0
+    answer_tokens: float = 0.0
 
 
 Batch = Callable[["QueueModel", str, Iterable[tuple[Any, ...]]], Reply]
@@ -79,7 +83,9 @@ class QueueModel(PoolModel):
         return "taken"
 
     @of_each
-    def settle(self, id: str, outcome: str, actual: float | None, answer_tokens: int | None) -> str:
+    def settle(
+        self, id: str, outcome: str, actual: float | None, answer_tokens: int | None, usage: str = ""
+    ) -> str:
         r = self.requests.get(id)
         if r is None:
             return "unknown"
@@ -95,6 +101,8 @@ class QueueModel(PoolModel):
                     self.outliers.answered(address)
         if answer_tokens is not None:
             self._learn({(r.flow, r.model), (r.model, r.model)}, answer_tokens)
+        if usage and self.has_tenants:
+            self.quotas.use(r.id, Usage(*map(int, usage.split(","))))
         self._finish(r, outcome)
         return f"settled {r.model}"
 
@@ -234,6 +242,22 @@ class QueueModel(PoolModel):
                 self._put_settings()
         return self._conclude([])
 
+    def set_tenants(self, caller: str, kind: str, nodes: Mapping[str, str]) -> Reply:
+        self._begin(caller)
+        if not self._base:
+            return self._conclude([""])
+        for path, text in nodes.items():
+            if text:
+                self.tenants[kind][path] = text
+            else:
+                self.tenants[kind].pop(path, None)
+            self._log("tenant", "")
+        self.tenants_version += 1
+        self._put_tenants()
+        if self.has_tenants:
+            self.queue.unthrottle_all()
+        return self._conclude([self.tenants_version])
+
     def sweep(self, caller: str, interval_ms: int, grace_ms: int, idle_ms: int, unseen_ms: int) -> Reply:
         """Answers: whether the sweep ran, numbers of expired and reclaimed requests, whether there is more
         work, 0 ghosts, and the endpoints of suspect requests."""
@@ -250,7 +274,10 @@ class QueueModel(PoolModel):
         self._walk()
         self.queue.unthrottle_all()
         at_rest = len(self.queue) == 0 and self.stock == 0
-        self.queue.forget_finish_tags(at_rest)
+        if fresh and self.has_tenants:
+            self._drop_idle(idle_ms)
+        for band in self.queue.bands.values():
+            band.forget_finish_tags(at_rest)
         if fresh:
             self.queue.rebase()
             self.queue.collect({r.priority for r in self.requests.values()}, at_rest)
@@ -282,10 +309,12 @@ class QueueModel(PoolModel):
         known = self.requests.get(item.id)
         if known:
             return self._adopt(known, item) if self._is_same(known, item) else "foreign"
-        cost = item.cost + (self.mean_answer(item.flow, item.model) if item.learn else 0)
+        answer = self.mean_answer(item.flow, item.model) if item.learn else 0
+        cost = item.cost + answer
         r = Request(
             item.id, self._caller, item.attempt, item.flow, item.priority, item.weight, cost, item.workload,
-            item.criticality, item.model, item.limit, item.body_bytes, item.candidates == "*",
+            item.criticality, item.model, item.limit, item.body_bytes, item.prompt_tokens,
+            item.answer_tokens + answer, item.candidates == "*",
         )  # fmt: skip
         r.arrived = self._arrival_by(item.age_ms) if item.age_ms > 0 else self._next_arrival()
         left_ms = item.ttl_ms - item.age_ms
@@ -294,6 +323,8 @@ class QueueModel(PoolModel):
         self.workloads.arrived(r.flow, r.workload)
         reply = self._decide(r, item, left_ms)
         if reply.startswith(("refused", "expired")):
+            if self.has_tenants:
+                self.quotas.refuse(r.id)
             self.workloads.active(r.workload, -1)
         return reply
 
@@ -301,18 +332,39 @@ class QueueModel(PoolModel):
         if left_ms <= 0:
             return "expired"
         self.queue.band(r.priority)
+        if self.has_tenants and (refusal := self._charge(r)):
+            return refusal
         if self.endpoints.ready == 0 and not self.moment.settings.get("queue_unready"):
             return self._refuse(r, "no-endpoints")
         return self._bypass(r, item) or self._full(r) or self._queue(r, left_ms)
 
+    def _charge(self, r: Request) -> str | None:
+        """Charge r to its tenants. Returns a refusal, or None; a demoted request gets the lowest priority."""
+        lack = self.quotas.arrive(r, may_wait=self.queues)
+        if lack is not None:
+            reason = "over-burst" if lack.over_burst else "over-limit"
+            wait_s = max(1, math.ceil(lack.wait_ms / 1000 - 1e-6)) if lack.wait_ms < math.inf else 1
+            self._log("refused", r.id)
+            return f"refused {reason} {0 if lack.over_burst else wait_s}\x1f{lack}"
+        if self.quotas.is_demoted(r.id):
+            r.priority = min(self.queue.bands)
+        return None
+
     def _bypass(self, r: Request, item: Arrival) -> str | None:
         take = self.share_of_stock(r)
         no_room = take > 0 and self.stock + take > self.upper
-        blocked = self.moment.settings["paused"] or len(self.queue) or no_room or not self.endpoints.ready
+        may_not = self.moment.settings["paused"] or not self._may_bypass(r)
+        blocked = may_not or no_room or not self.endpoints.ready
         if blocked or self.endpoints.flow_full(r) or self.places() <= 1e-6:
             return None
+        if self.has_tenants:
+            if self.quotas.lacking(r.id):
+                return None
+            self.quotas.start(r.id, r.cost)
         reply, limited, _ = self._place(r, item.candidates)
         if reply is None:
+            if self.has_tenants:
+                self.quotas.send_back(r.id, r.cost)
             return None if limited else self._refuse(r, "no-endpoints")
         self.requests[r.id] = r
         self._take(r, take)
@@ -320,10 +372,17 @@ class QueueModel(PoolModel):
         self._log("bypassed", r.id)
         return reply
 
+    def _may_bypass(self, r: Request) -> bool:
+        """Whether r may start before all waiting requests: with tenants, if all are throttled, but not r's
+        flow queue or a node above."""
+        if not len(self.queue) or not self.has_tenants:
+            return not len(self.queue)
+        return not any(band.turns for band in self.queue.bands.values()) and not self.queue.is_throttled(r)
+
     def _full(self, r: Request) -> str | None:
         """Return the refusal of r if the queue has no room, else None. This may preempt another request."""
         s = self.moment.settings
-        if not self.queues and not s["paused"] and not len(self.queue):
+        if not self.queues and not s["paused"] and self._may_bypass(r):
             return self._refuse(r, "saturated")
         try:
             preempted = self.queue.make_room(r)
@@ -398,8 +457,7 @@ class QueueModel(PoolModel):
             return
         self.queue.charge_band(r, actual - r.cost)
         if self.moment.settings["fairness"] == "weighted-fair":
-            share = self.queue.share(r)
-            self.queue.correct(r, (actual - r.cost) * share / r.cost, r.tag + share)
+            self.queue.correct(r, (actual - r.cost) / r.cost, r.tag + self.queue.share(r))
             self._log("corrected", r.id)
 
     def _learn(self, keys: set[tuple[str, str]], tokens: int) -> None:

@@ -41,6 +41,7 @@ class Seen:
     workloads: dict[str, list[float]]  # thirteen numbers of each workload, as docs/redis-schema.md lists them
     flow_workloads: dict[str, list[float]]
     orders: dict[str, dict[str, float]]  # the scores by member of every sorted set, by name without prefix
+    balances: dict[str, tuple[float, ...]]  # the numbers of each field of the hash `balances`
     placed: dict[str, str]  # the endpoints of each placed request, best first
 
 
@@ -81,7 +82,8 @@ class ScriptSide:
         pipe.hgetall(self._keys.prefix + "flow_workloads")
         pipe.eval(READ_ORDERS, 0, f"{self._keys.prefix}*")
         pipe.fcall(self._library.function("view_inflight"), 1, self._keys.pool, "", "", VIEW_LIMIT)
-        _, raw, state, (packed, others, settings), log, *registries, sets, rows = pipe.execute()
+        pipe.hgetall(self._keys.prefix + "balances")
+        _, raw, state, (packed, others, settings), log, *registries, sets, rows, balances = pipe.execute()
         if log:
             self._log_at = log[-1][0]
         events = [f"{e['event']} {e['request'] or flow_queue_of(e)} {e['by']}" for _, e in log]
@@ -95,11 +97,19 @@ class ScriptSide:
         requests = [dict(zip(REQUEST_ROW, row.split("\x1f"), strict=True)) for row in rows[2::2]]
         placed = {each["id"]: each["endpoints"] for each in requests if each["state"] == "placed"}
         numbers = numbers_of(state) | band_tags(packed, others or "", priorities)
-        return Seen(reply, events, numbers, *workloads, orders, placed)
+        found = {key: balance(key, text) for key, text in balances.items()}
+        return Seen(reply, events, numbers, *workloads, orders, found, placed)
 
 
 def flow_queue_of(entry: dict[str, str]) -> str:
     return entry["flow"] if entry["event"] in ("throttled", "unthrottled") else ""
+
+
+def balance(key: str, text: str) -> tuple[float, ...]:
+    """The numbers of a field of the hash `balances` (docs/redis-schema.md)."""
+    kind = key.rpartition("\x1f")[2].partition(":")[0]
+    texts = text.split() if kind in ("parallel", "budget", "served") else doubles(text)
+    return tuple(map(float, texts))
 
 
 def scores_of(pairs: Sequence[Any]) -> dict[str, float]:
@@ -187,6 +197,8 @@ def arguments(name: str, caller: str, *rest: Any) -> list[Any]:
         versions, settings, draining = rest
         listed = {address: json.dumps({"labels": {}, "draining": each}) for address, each in draining.items()}
         return [caller, *versions, json.dumps(settings), *itertools.chain(*listed.items())]
+    if name == "set_tenants":
+        return [caller, rest[0], *itertools.chain(*rest[1].items())]
     if name == "set_limits":
         return [caller, json.dumps(rest[0], sort_keys=True), "{}"]
     if name == "tune":

@@ -9,6 +9,7 @@ from typing import Any
 from model_state import Moment, Request, Workloads
 
 from picker_fleet.admission.fair_queue import BandQueue, Context, FairQueue, Policy
+from picker_fleet.admission.tenant_tree import INNER, Level, Order
 from picker_fleet.domain.bands import NAMED, Band, Bands, Criticality
 
 REBASED_AT, REBASED_TO = 2.0**26, 2.0**20
@@ -18,7 +19,7 @@ _DEFAULTS = {"max_flows": math.inf}
 
 def policy_of(moment: Moment) -> Policy:
     """The settings in force that determine the order of the queue."""
-    settings = _DEFAULTS | moment.settings
+    settings = _DEFAULTS | moment.settings | {"tree": moment.tree if moment.settings.get("tenants") else None}
     return Policy(**{name: settings.get(name) for name in _NAMES} | {"bands": bands_of(settings)})
 
 
@@ -42,9 +43,14 @@ def named_bands() -> list[dict[str, Any]]:
     return [{name: getattr(band, name) for name in shared} for band in NAMED]
 
 
+def throttled_of(band: BandQueue[Request]) -> dict[str, float]:
+    """The throttled flow queues and inner nodes of a band, with their tags."""
+    return {child: tag for order in band.orders() for child, tag in order.throttled.items()}
+
+
 class SharedQueue(FairQueue[Request]):
-    """Adds throttling, corrections of charges, rebasing of tags, and reordering by the sweep. Calls
-    `log(event, flow_queue)` when a flow queue is throttled or unthrottled."""
+    """Adds corrections of charges, rebasing of tags, and reordering by the sweep. Calls `log(event, child)`
+    when a flow queue or an inner node is throttled or unthrottled."""
 
     def __init__(
         self,
@@ -88,25 +94,31 @@ class SharedQueue(FairQueue[Request]):
         if r.flow_queue not in self.bands[r.priority].queues:
             self._blocked.pop((r.priority, r.flow_queue), None)
 
-    def correct(self, r: Request, change: float, floor: float) -> None:
-        """Add `change` to the tag of r's flow queue. A new tag starts from `floor`, or from `v` if lower."""
-        band, name = self.bands[r.priority], self.name_of(r)
-        if name in band.queues:
-            self.charge(band, name, change)
-        else:
-            band.finish[name] = band.finish.get(name, min(floor, band.v)) + change
+    def correct(self, r: Request, by: float, floor: float) -> None:
+        """Add the share of r times `by` to the tag at each level. A new tag starts from v; the tag of a flow
+        queue from `floor`, if lower."""
+        levels = self._levels_of(r)
+        for (order, child, _), share in zip(levels, self.shares(r, levels), strict=True):
+            if child in order.turns or child in order.throttled:
+                self.charge(order, child, by * share)
+            else:
+                least = order.v if child.endswith(INNER) else min(floor, order.v)
+                order.finish[child] = order.finish.get(child, least) + by * share
+
+    def _levels_of(self, r: Request) -> list[Level]:
+        return self.bands[r.priority].levels(self.name_of(r), self.policy.tree)
 
     def is_throttled(self, r: Request) -> bool:
-        return r.flow_queue not in self.bands[r.priority].turns
+        """Whether r's flow queue, or a node above, takes no turns."""
+        return any(child in order.throttled for order, child, _ in self._levels_of(r))
 
-    def throttle(self, r: Request) -> None:
-        """Throttle r's flow queue, as the flow is at its limit: the queue gets no turns and keeps its tag."""
-        self.bands[r.priority].turns.remove(r.flow_queue)
-        self._log("throttled", r.flow_queue)
+    def throttle(self, r: Request, child: str) -> None:
+        super().throttle(r, child)
+        self._log("throttled", child)
 
     def wait_for_endpoints(self, r: Request, closed: Iterable[str]) -> None:
         """Let request r's throttled flow queue wait for room on one of the endpoints in `closed`."""
-        tag = self.bands[r.priority].queues[r.flow_queue].tag
+        tag = self._levels_of(r)[-1].order.tag_of(r.flow_queue)
         self._blocked.setdefault((r.priority, r.flow_queue), {}).update(dict.fromkeys(closed, tag))
 
     def blocked(self, priority: int, address: str) -> dict[str, float]:
@@ -122,22 +134,17 @@ class SharedQueue(FairQueue[Request]):
                 self.unthrottle(priority, min(waiting, key=lambda name: (waiting[name], name)))
                 return
 
-    def unthrottle(self, priority: int, name: str) -> None:
-        """Let a flow queue take turns again. The queue does not catch up on missed turns."""
-        band = self.bands[priority]
-        if name in band.queues and name not in band.turns:
-            self._blocked.pop((priority, name), None)
-            self.activate(band, name, max(band.v, band.queues[name].tag))
-            self._log("unthrottled", name)
-
-    def throttled(self, band: BandQueue[Request]) -> dict[str, float]:
-        """The throttled flow queues of a band, with the queues' tags."""
-        return {name: queue.tag for name, queue in band.queues.items() if name not in band.turns}
+    def unthrottle(self, priority: int, child: str) -> bool:
+        found = super().unthrottle(priority, child)
+        if found:
+            self._blocked.pop((priority, child), None)
+            self._log("unthrottled", child)
+        return found
 
     def unthrottle_all(self) -> None:
         for priority, band in self.bands.items():
-            for _, name in sorted((tag, name) for name, tag in self.throttled(band).items()):
-                self.unthrottle(priority, name)
+            for child in sorted(throttled := throttled_of(band), key=lambda child: (throttled[child], child)):
+                self.unthrottle(priority, child)
 
     def reorder(self, policy_changed: bool, scan_order: Sequence[str]) -> None:
         """The sweep's scan: move each request to its position under the present policy and arrival rates.
@@ -158,19 +165,22 @@ class SharedQueue(FairQueue[Request]):
     def rebase(self) -> None:
         """Lower virtual time and all tags by the same amount when virtual time exceeds REBASED_AT."""
         for priority, band in self.bands.items():
-            if band.v < REBASED_AT:
-                continue
-            by = band.v - REBASED_TO
-            band.v, band.newcomers = band.v - by, max(band.newcomers - by, 0.0)
-            band.finish = {name: tag - by for name, tag in band.finish.items()}
-            for name in band.queues:
-                self.charge(band, name, -by)
-            for (other, _), tags in self._blocked.items():
-                if other == priority:
-                    tags.update({address: tag - by for address, tag in tags.items()})
-            self._log("rebased", "")
+            if band.v >= REBASED_AT:
+                self._rebase(priority, band)
         if self.bv >= REBASED_AT:
             by = self.bv - REBASED_TO
             self.bv -= by
             for band in self.bands.values():
                 band.tag -= by
+
+    def _rebase(self, priority: int, order: Order) -> None:
+        by = order.v - REBASED_TO
+        order.v, order.newcomers = order.v - by, max(order.newcomers - by, 0.0)
+        order.finish = {child: tag - by for child, tag in order.finish.items()}
+        children = [*order.turns, *order.throttled]
+        for child in children:
+            self.charge(order, child, -by)
+        for (other, name), tags in self._blocked.items():
+            if other == priority and name in children:
+                tags.update({address: tag - by for address, tag in tags.items()})
+        self._log("rebased", "")

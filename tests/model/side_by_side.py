@@ -1,15 +1,18 @@
 """Makes each call on the scripts and on the model; raises an AssertionError that shows any difference."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import pytest
 from endpoint_counts import Burden
 from model_state import Registry
 from pool_model import Reply
 from queue_model import QueueModel
 from script_side import SILENCE_MS, ScriptSide, arguments, plain
+from shared_queue import throttled_of
 
+from picker_fleet.admission.tenant_tree import INNER
 from picker_fleet.domain.bands import Band
 
 START_US = 1_750_000_000_000_123
@@ -46,6 +49,7 @@ class SideBySide:
         # A sweep finds the requests of a silent replica in the arbitrary order of the server's hash.
         assert_same(where, seen.events, self.model.events, any_order=name == "sweep")
         self._compare_numbers(where, seen.numbers)
+        assert_same_balances(where, seen.balances, self.model.quotas.balances)
         self._compare_workloads(where, seen.workloads, self.model.workloads)
         self._compare_workloads(where, seen.flow_workloads, self.model.workloads.in_flows)
         assert_same_orders(where, seen.orders, self.orders())
@@ -100,7 +104,10 @@ class SideBySide:
         by_workload = self.model.moment.settings.get("ordering") == "workload-aware"
         for number, band in self.model.queue.bands.items():
             orders[f"flows:{number}"] = band.turns.scores()
-            orders[f"throttled:{number}"] = self.model.queue.throttled(band)
+            orders[f"throttled:{number}"] = throttled_of(band)
+            for path, order in band.inner.items():
+                orders[f"children:{number}:{path}{INNER}"] = order.turns.scores()
+                orders[f"finished:{number}:{path}{INNER}"] = order.finish
             orders[f"finish:{number}"] = band.finish
             if number != Band.CRITICAL.priority:
                 last = {name: float(when) for name, when in band.preempted.items()}
@@ -135,6 +142,20 @@ def assert_alike(where: str, seen: Sequence[Any], expected: Sequence[Any]) -> No
         both_numbers = isinstance(one, int | float) and isinstance(other, int | float)
         same = math.isclose(one, other, rel_tol=1e-9, abs_tol=1e-9) if both_numbers else one == other
         assert same, (where, seen, expected)
+
+
+def assert_same_balances(
+    where: str, seen: Mapping[str, tuple[float, ...]], expected: Mapping[str, tuple[float, ...]]
+) -> None:
+    found, wanted = with_effect(seen), with_effect(expected)
+    assert found.keys() == wanted.keys(), (where, seen, expected)
+    for key, values in wanted.items():
+        assert found[key] == pytest.approx(values, rel=0, abs=0.01), (where, key, found[key], values)
+
+
+def with_effect(balances: Mapping[str, tuple[float, ...]]) -> dict[str, tuple[float, ...]]:
+    """The balances other than 0, which the sweep drops at any time."""
+    return {key: each for key, each in balances.items() if each[1 if "\x1fbudget:" in key else 0]}
 
 
 def assert_same_orders(

@@ -3,6 +3,7 @@
 With PICKER_MODEL_EXAMPLES=N, N random examples run on each server, instead of a few fixed examples.
 """
 
+import json
 import os
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -38,6 +39,8 @@ FAR = 1e7  # multiplies costs, so that tags are soon rebased
 PRIORITIES = (*[0] * 6, *[10] * 2, *[-10] * 2, 100, 7, 7, -3, LEAST_PRIORITY, MOST_PRIORITY)
 LIMITS = {"four": 1, "half": 1}
 WORKLOADS = ("w1", "w2", "w3")
+# The nodes of tenants that a run may configure: two flows, a node above a flow, and wildcards.
+LEVELS = ("top", "flow", "inner", "children", "first level", "second level", "leaf")
 SPELLED = (*WEIGHTS, *WORKLOADS)  # names that each run replaces with random names
 GRACE_MS, IDLE_MS = 2000, 20_000
 UNSEEN_MS = 10**9  # ghosts are never found, as this test reads no metrics pages of endpoints
@@ -95,6 +98,24 @@ FOUND: Choices = {
     "limit_initial": [1, 4],
     "pinned": [{"e1": 1}, {"e2": 5, "e3": 1}],
 }
+# The settings of a node of the tree of tenants.
+NODE: Choices = {
+    "weight": [1, 3, 0.5],
+    "over_limit": ["queue", "queue", "demote", "reject"],
+    "max_parallel": [1, 2],
+    "limits": [
+        [{"unit": unit, "amount": amount, "per_ms": 1000, "burst": burst}]
+        for unit, amount, burst in (("requests", 2, 3), ("tokens", 20, 40), ("prompt_tokens", 9, 9))
+    ]
+    + [
+        [
+            {"unit": "answer_tokens", "amount": 60, "per_ms": 60_000, "burst": 12},
+            {"unit": "requests", "amount": 30, "per_ms": 60_000, "burst": 2},
+        ],
+    ],
+    "budget": [{"units": 50.0, "period": "day"}, {"units": 400.0, "period": "month"}],
+}
+PRICES = {"m": {"prompt": 1.0, "cached": 0.1, "answer": 3.0}}
 BANDS: Choices = {"band_policy": ["weighted", "strict"]}
 POLICY: Choices = {
     "fairness": ["weighted-fair", "round-robin", "none"],
@@ -117,6 +138,14 @@ def some_of(choices: Choices) -> st.SearchStrategy[Fields]:
     return st.fixed_dictionaries({}, optional=values)
 
 
+nodes = st.one_of(
+    st.just({}),
+    st.fixed_dictionaries(
+        {"weight": st.sampled_from(NODE["weight"])},
+        optional={name: st.sampled_from(NODE[name]) for name in NODE if name != "weight"},
+    ),
+)
+usages = st.sampled_from(["", "3,1,2", "14,0,9", "0,0,0"])
 addresses = st.sampled_from((*ENDPOINTS, "away"))
 callers = st.sampled_from(CALLERS)
 plain = st.sampled_from([*["*"] * 6, "e1", "e1", "e2,e1", "away"])
@@ -151,6 +180,8 @@ arrivals: st.SearchStrategy[Fields] = st.builds(
     learn=seldom,
     body_bytes=st.sampled_from([0, 900, 900, 2500, 2**32 - 1]),
     attempt=st.sampled_from(["1", "1", "1", "1-3500"]),
+    prompt_tokens=st.sampled_from([0.0, 3.0, 8.0, 30.0]),
+    answer_tokens=st.sampled_from([1.0, 4.0]),
 )
 # The stream's number, for how many ms `edf` serves the request early, and the body's digest.
 attempts = st.sampled_from(["1", "2-600.one", "3.one", "3.two"])
@@ -219,16 +250,28 @@ class QueueMachine(RuleBasedStateMachine):
         adaptive=st.sampled_from([None, 0, 1, 1]),  # None: the fleet never finds limits
         initial=st.sampled_from([1, 2, 4]),
         in_tokens=st.booleans(),
+        tenants=st.one_of(st.none(), st.lists(nodes, min_size=len(LEVELS), max_size=len(LEVELS))),
         batch=batches,
         names=distinct(len(SPELLED)),
     )
     def begin(
         self, policy: Fields, roomy: bool, unit: float, capped: Fields, adaptive: int | None, initial: int,
-        in_tokens: bool, batch: list[Fields], names: list[str],
+        in_tokens: bool, tenants: list[Fields] | None, batch: list[Fields], names: list[str],
     ) -> None:  # fmt: skip
         self.named = {"": "", **dict(zip(SPELLED, names, strict=True))}
+        self.has_tenants = tenants is not None
+        if self.has_tenants:
+            a, b, c, d = (self.named[flow] for flow in WEIGHTS)
+            # A flow that is above other flows, two flows below one node, and a node of the third level.
+            self.named |= {"one": a, "two": f"{a}/{b}", "four": f"{a}/{c}/{d}", "half": f"{b}/{d}"}
+            paths = (a, f"{a}/{b}", f"{a}/{c}", f"{a}/*", "*", "*/*", f"{a}/{c}/{d}")
+            self.levels = dict(zip(LEVELS, paths, strict=True))
         roomy, self.unit = roomy or bool(capped), unit
         self.base = BASE | policy | capped | (ROOMY if roomy else {})
+        if self.has_tenants:
+            self.base["tenants"] = {"separator": "/", "prices": PRICES}
+            if policy["fairness"] == "none":
+                self.base["fairness"] = "weighted-fair"  # tenants need flows
         self.finds_limits = adaptive is not None
         if self.finds_limits:
             roomy = True
@@ -236,6 +279,8 @@ class QueueMachine(RuleBasedStateMachine):
             self.base["unit"] = "tokens" if in_tokens else "requests"
         self.call("admit", "a", [Arrival("early")])  # nothing is published: the pool is unknown
         self.publish(("open", "open", "open" if roomy else "away"))
+        for level, node in zip(LEVELS, tenants or (), strict=False):
+            self.change_tenants("a", "tenants", level, node)
         for caller in CALLERS:
             self.call("heartbeat", caller, SILENCE_MS)
             self.arrive(caller, batch)
@@ -247,11 +292,15 @@ class QueueMachine(RuleBasedStateMachine):
             flow, name = it["flow"], self.named[it["flow"]]
             called = {"flow": name, "workload": self.named[it["workload"]], "cost": self.cost(it)}
             called |= {"candidates": self.where(name, it["candidates"]), "weight": WEIGHTS[flow]}
+            if self.has_tenants and it["priority"] not in (10, 0, -10):
+                called["priority"] = 0
             items.append(Arrival(self.new_id(), limit=LIMITS.get(flow, 0), **(it | called)))
         self.repeatable("admit", caller, items)
 
     @precondition(with_some("placed", "granted"))
-    @rule(numbers=numbers, outcome=outcomes, actual=actuals, tokens=answers, batch=batches)
+    @rule(
+        numbers=numbers, outcome=outcomes, actual=actuals, tokens=answers, usage=usages, batch=batches
+    )  # fmt: skip
     def one_ends_others_come(self, batch: list[Fields], **of_the_end: Any) -> None:
         self.complete("c", **of_the_end)
         self.arrive("b", batch)
@@ -280,13 +329,16 @@ class QueueMachine(RuleBasedStateMachine):
         self.repeatable("acknowledge", caller, [*items, ("nobody", "1")])
 
     @precondition(with_some("placed", "granted"))
-    @rule(caller=callers, numbers=numbers, outcome=outcomes, actual=actuals, tokens=answers)
+    @rule(
+        caller=callers, numbers=numbers, outcome=outcomes, actual=actuals, tokens=answers, usage=usages
+    )  # fmt: skip
     def complete(
-        self, caller: str, numbers: list[int], outcome: str, actual: float | None, tokens: int | None
-    ) -> None:
+        self, caller: str, numbers: list[int], outcome: str, actual: float | None, tokens: int | None,
+        usage: str,
+    ) -> None:  # fmt: skip
         real = None if actual is None else self.unit * actual
         running = self.those(numbers, "placed", "granted")
-        self.repeatable("settle", caller, [(r.id, outcome, real, tokens) for r in running])
+        self.repeatable("settle", caller, [(r.id, outcome, real, tokens, usage) for r in running])
 
     @precondition(with_some("placed"))
     @rule(
@@ -364,8 +416,18 @@ class QueueMachine(RuleBasedStateMachine):
     def change_limits(self, caller: str, overrides: Fields) -> None:
         self.call("tune", caller, overrides)
 
+    @precondition(lambda self: self.has_tenants)
+    @rule(
+        caller=callers, kind=st.sampled_from(["tenants", "tenant_changes"]),
+        level=st.sampled_from(LEVELS), node=nodes,
+    )  # fmt: skip
+    def change_tenants(self, caller: str, kind: str, level: str, node: Fields) -> None:
+        self.repeatable("set_tenants", caller, kind, {self.levels[level]: json.dumps(node) if node else ""})
+
     @rule(caller=callers, overrides=some_of(POLICY))
     def change_policy(self, caller: str, overrides: Fields) -> None:
+        if self.has_tenants and overrides.get("fairness") == "none":
+            overrides = {**overrides, "fairness": "round-robin"}
         # Pause dispatch until the sweep has reordered all waiting requests. Meanwhile a flow queue mixes two
         # orders, depending on the server's hash; the only promise is that no request is lost or served twice.
         # tests/long/chaos.py covers that: it changes policies amid dispatch, and audits the log.
@@ -399,6 +461,8 @@ class QueueMachine(RuleBasedStateMachine):
         if not self.both.agree or not self.model.moment.settings:
             return
         # All requests end, and time passes.
+        for kind, found in self.model.tenants.items() if self.has_tenants else ():
+            self.call("set_tenants", "a", kind, dict.fromkeys(found, ""))
         self.publish(("open", "open", "away"))
         self.call("mark_endpoint", "a", [(address, what, 0) for what, address in self.model.endpoints.marks])
         self.change_policy("a", dict.fromkeys(LIVE | BANDS | POLICY | FOUND))
@@ -414,6 +478,7 @@ class QueueMachine(RuleBasedStateMachine):
         ]
         assert not any(counts.values()), counts
         kept = self.side.key_names()
+        kept -= {"budget_waits"}  # its entries are removed when their time comes
         assert kept == {"pool", "endpoints", "load", "log"}, kept
 
 

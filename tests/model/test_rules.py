@@ -523,7 +523,7 @@ def test_a_granted_request_at_its_flows_endpoint_limit_is_requeued_uncharged(sid
     # Request p2 is granted, but its only candidate is the endpoint on which request p1 runs.
     assert pool.place("p2", "e1") == "queued 10000"
     assert pool.events[-2:] == ["requeued p2 ", "throttled p "]
-    assert pool.model.queue.bands[0].queues["p"].tag == 0.0
+    assert pool.model.queue.bands[0].tag_of("p") == 0.0
     assert workload_of(pool) == (1, 1, 0)
     pool.passes(40)
     assert pool.end("p1") == ["p2"]

@@ -3,6 +3,7 @@
 from queue_simulator import QueueSimulator, Request
 
 from picker_fleet.admission.fair_queue import BandQueue, FairQueue
+from picker_fleet.admission.tenant_tree import Order
 
 Turn = tuple[Request, bool] | None
 
@@ -69,8 +70,8 @@ class NeverServesFlowB(ChoosesByKey):
 
 class AdvancesTagsByHalf(QueueSimulator):
     class fair_queue(FairQueue[Request]):
-        def charge(self, band: BandQueue[Request], name: str, share: float) -> None:
-            super().charge(band, name, share / 2)
+        def charge(self, order: Order, child: str, share: float) -> None:
+            super().charge(order, child, share / 2)
 
 
 class IgnoresWeights(QueueSimulator):
@@ -85,7 +86,7 @@ class LetsNewFlowsGoFirst(QueueSimulator):
             band, new = self.bands[r.priority], self.length(r) == 0
             super().insert(r)
             if new:
-                self.activate(band, r.flow_queue, max(band.v, band.finish.get(r.flow_queue, 0.0)))
+                band.set_tag(r.flow_queue, max(band.v, band.finish.get(r.flow_queue, 0.0)))
 
 
 class LeavesVirtualTimeBehind(QueueSimulator):

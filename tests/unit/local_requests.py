@@ -11,6 +11,7 @@ from picker_fleet.admission.waits import Wait
 from picker_fleet.domain.bands import Band
 from picker_fleet.domain.config import EffectiveConfig, parse
 from picker_fleet.domain.request import InferenceRequest, Workload
+from picker_fleet.domain.tenants import Tree
 
 
 def ask(request_id: str = "r", **changes: Any) -> InferenceRequest:
@@ -22,10 +23,10 @@ def ask(request_id: str = "r", **changes: Any) -> InferenceRequest:
     return InferenceRequest(**{**fields, **changes})
 
 
-def rules(live: int = 1, **queue: Any) -> Rules:
+def rules(live: int = 1, tree: Tree | None = None, **queue: Any) -> Rules:
     """The queue rules of one of `live` replicas, whose section `fair_request_queue` has the settings
-    `queue`."""
-    return rules_of(EffectiveConfig(parse({"fair_request_queue": queue}), {}), live)
+    `queue`. `tree`: the nodes of tenants."""
+    return rules_of(EffectiveConfig(parse({"fair_request_queue": queue}), {}), live, tree)
 
 
 def start(gate: LocalGate, name: str, since_s: float = 0.0, **changes: Any) -> asyncio.Task[bool]:

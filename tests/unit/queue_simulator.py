@@ -215,7 +215,7 @@ class QueueSimulator:
     # State transitions of requests, which apply the rules.
 
     def tag_of(self, band: BandQueue[Request], name: str) -> float:
-        return band.queues[name].tag if name in band.queues else band.finish[name]
+        return band.tag_of(name) if name in band.queues else band.finish[name]
 
     def wait(self, r: Request) -> None:
         try:
@@ -243,7 +243,7 @@ class QueueSimulator:
             if self.is_late(r):
                 self.end(r, "expired")
             elif self.flow_full(r):
-                band.turns.remove(r.flow_queue)
+                self.queue.throttle(r, r.flow_queue)
                 self.write_throttling("throttled", r.band, r.flow_queue, self.tag_of(band, r.flow_queue))
             elif not self.has_room(r):
                 return
@@ -272,9 +272,8 @@ class QueueSimulator:
         del self.requests[r.id]
         self.write(event, r)
         for number, band in enumerate(self.queue.bands.values()):
-            if ran and r.limit and r.flow in band.queues and r.flow not in band.turns:
-                self.queue.activate(band, r.flow, max(band.v, band.queues[r.flow].tag))
-                self.write_throttling("unthrottled", number, r.flow, band.queues[r.flow].tag)
+            if ran and r.limit and self.queue.unthrottle(NAMED[number].priority, r.flow):
+                self.write_throttling("unthrottled", number, r.flow, band.tag_of(r.flow))
 
     def write_throttling(self, event: str, band: int, name: str, tag: float) -> None:
         self.write(event, Request("", name, band), tag=tag)

@@ -286,6 +286,8 @@ class Admission:
                     raise
             else:
                 failover.is_busy, failover.placed = True, failover.placed + self._cost(request)
+                if waiter.quota:
+                    failover.told.note(request.flow, waiter.quota, self._store.now_ms())
                 return self._placement(request, waiter, stream_owned)
         raise ShuttingDown()
 
@@ -298,7 +300,11 @@ class Admission:
             raise RequestIdTaken()
         cost = outage.gate.charge(self._cost(request))
         is_local = failover.state is FailoverState.LOCAL
-        if not await outage.gate.admit(request, cost, wait, alone=is_local):
+        asking = request
+        if request.learn:
+            answer = self._fleet.config.settings.fair_request_queue.default_answer_tokens
+            asking = request._replace(answer_tokens=request.answer_tokens + answer)
+        if not await outage.gate.admit(asking, cost, wait, alone=is_local):
             return None
         try:
             if failover.state is FailoverState.LOCAL:
@@ -311,6 +317,7 @@ class Admission:
                 placement = self._placement(request, waiter, stream_owned)
         except BaseException as error:
             if failover.outage is not None:  # release the budget even if a later outage has begun
+                failover.outage.gate.end_charge(request.id, unserved=True)
                 failover.outage.gate.release(cost)
             if not isinstance(error, StateUnavailable):
                 raise

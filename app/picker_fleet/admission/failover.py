@@ -23,6 +23,7 @@ from picker_fleet.admission.peers import (
     PeerState,
     lost_budget,
 )
+from picker_fleet.admission.quotas import Quotas, ToldQuotas
 from picker_fleet.admission.reports import Reports
 from picker_fleet.admission.shared_queue import SharedQueue
 from picker_fleet.admission.tombstones import Tombstones
@@ -142,6 +143,7 @@ class Failover:
         self._heartbeat_now, self._peer_client = heartbeat_now, peer_client
         self._times, self._clock = times, clock
         self._peers = Peers(replica)
+        self.told = ToldQuotas()  # of the requests placed through Redis
         self.tombstones = Tombstones(
             store,
             replica,
@@ -321,7 +323,9 @@ class Failover:
         # Requests that have waited in the shared queue since an earlier outage hold local budget; each
         # releases its budget on returning to the local queue.
         free = (0.0 if newcomer else self._own_part(stock)) - self.prepaid
-        gate = LocalGate(self._metrics, free, pulse.upper, rules_of(config, live), paused=pulse.paused)
+        rules = rules_of(config, live, self._fleet.tenants)
+        quotas = self._quotas_of_share(live)
+        gate = LocalGate(self._metrics, free, pulse.upper, rules, paused=pulse.paused, quotas=quotas)
         picker = LocalPicker(self._chooser, self._endpoints, self._fleet.in_flight, self._clock)
         outage = Outage(
             gate,
@@ -343,6 +347,16 @@ class Failover:
         self.outage = outage
         self._go_local()
         return outage
+
+    def _quotas_of_share(self, live: int) -> Quotas | None:
+        """This replica's share of the tenants' limits, with the balances that Redis told last."""
+        tree, settings = self._fleet.tenants, self._fleet.config.settings
+        if tree is None or settings.tenants is None or settings.fair_request_queue.fairness == "none":
+            return None
+        quotas = Quotas(tree, settings.tenants.prices, self._store.now_ms, live=live)
+        for flow, quota, at_ms in self.told.oldest_first():
+            quotas.take_over(flow, quota, at_ms)
+        return quotas
 
     def _own_part(self, stock: Stock) -> float:
         counts_requests = self._fleet.config.settings.request_queue_controller.unit == "requests"

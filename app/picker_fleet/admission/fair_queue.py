@@ -2,26 +2,13 @@
 
 The module `local_queue.py` uses this queue during an outage. The reference model in tests/model, which tests
 compare with the Lua scripts call by call, extends it with features that only the shared queue has:
-throttling, corrections and rebased tags. So comparing the model with the scripts also tests the local queue.
+corrections and rebased tags. So comparing the model with the scripts also tests the local queue.
 
 The order of service: while the starvation guard has credit, the longest overdue request comes first.
 Without credit, choose a band (`strict`: the highest; `weighted`: the least tag), then its flow queue with the
-least start tag (ties by name), then that flow queue's first request by arrival, deadline or score.
-
-Why flows get their shares (G2; Goyal, Vin, Cheng 1996; on several servers: Jin, Chase, Kaur, SFQ(D), 2004).
-A flow queue that becomes backlogged starts at S = max(v, F): v is the band's virtual time, F is the flow
-queue's tag when its last request left. A turn serves the flow queue with the least S, sets v = S, and adds
-the share c/w (cost over weight) to that tag. While f is backlogged, v <= S_f <= v + s_f, s_f being its
-largest share: no tag is below v, because turns take the least tag and newcomers start at v or above; and S_f
-was at most v when f was last served or started, and v never falls. The service of flow queue f in an interval
-is the growth of its tag S_f, which differs from the growth of v by at most f's largest share s_f. So the
-services of flow queues f and g, each divided by its weight, differ by at most s_f + s_g, the sum of their
-largest shares.
-The tag belongs to the flow queue, not to a request, so a request that leaves early leaves no gap.
-
-A client that uses a new flow for each request could keep the virtual time v from growing. So all flow queues
-that start with F <= v together count like one flow of weight 1: once these newcomers are NEWCOMERS shares
-ahead of v, the next newcomer starts a share later.
+least start tag (ties by name), then that flow queue's first request by arrival, deadline or score. With
+tenants flows are leaves of a tree: choose at each node of the tree the child with the least start tag, down
+to a flow queue. The module `tenant_tree.py` proves the shares (G2).
 
 Why no request starves (G3). Each grant adds `guard_share` to the guard's credit, and a credit of 1 serves the
 most overdue request. So of n grants at least floor(n * guard_share) go to overdue requests, the longest
@@ -29,14 +16,14 @@ overdue first, in any band and flow. Service by the guard charges the flow queue
 virtual time v.
 """
 
-import heapq
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
+from picker_fleet.admission.tenant_tree import INNER, Level, Order, ScoredSet
 from picker_fleet.domain.bands import Bands
+from picker_fleet.domain.tenants import Tree
 
-NEWCOMERS = 100
 GUARD_LOOKS_AT = 16  # most overdue requests that the guard examines: throttled flow queues' do not count
 _WHOLE_CREDIT = 1 - 1e-9  # a credit of 1, less rounding: ten times 0.1 adds up to less than 1
 _RELAXED = 0.9  # part of the capacity below which the queue drops the preemption history
@@ -45,7 +32,7 @@ _RELAXED = 0.9  # part of the capacity below which the queue drops the preemptio
 @dataclass(frozen=True, slots=True)
 class Policy:
     """The settings (docs/redis-schema.md) that decide which requests may wait, and in which order.
-    `starvation_ms` 0 stands for half of a request's TTL."""
+    `starvation_ms` 0 stands for half of a request's TTL. With the `tree` of tenants each flow is a leaf."""
 
     total_capacity: int
     flow_capacity: int
@@ -64,6 +51,7 @@ class Policy:
     rate_weight: float
     wait_cap_ms: float
     rate_cap: float
+    tree: Tree | None = None
 
 
 class Queueable(Protocol):
@@ -96,7 +84,6 @@ class WorkloadMetrics(Protocol):
 
 
 R = TypeVar("R", bound=Queueable)
-M = TypeVar("M")
 
 
 class QueueFull(Exception):
@@ -116,66 +103,9 @@ class Context:
     workloads: WorkloadMetrics
 
 
-class ScoredSet(Generic[M]):
-    """A set of members ordered by score, ties by name, like a sorted set of Redis.
-
-    The method `first` takes O(log n) amortised: entries of removed or moved members stay in the heap until
-    they reach its top.
-    """
-
-    def __init__(self) -> None:
-        self._entries: dict[M, tuple[float, str, int, M]] = {}
-        self._heap: list[tuple[float, str, int, M]] = []
-        self._puts = 0
-
-    def __len__(self) -> int:
-        return len(self._entries)
-
-    def __iter__(self) -> Iterator[M]:
-        return iter(self._entries)
-
-    def __contains__(self, member: object) -> bool:
-        return member in self._entries
-
-    def put(self, member: M, score: float, name: str) -> None:
-        self._puts += 1
-        entry = self._entries[member] = (score, name, self._puts, member)
-        if len(self._heap) > 2 * len(self._entries) + 64:
-            self._heap = list(self._entries.values())
-            heapq.heapify(self._heap)
-        else:
-            heapq.heappush(self._heap, entry)
-
-    def remove(self, member: M) -> bool:
-        """Remove `member`. Returns False if the member was not in the set."""
-        return self._entries.pop(member, None) is not None
-
-    def score(self, member: M) -> float:
-        return self._entries[member][0]
-
-    def scores(self) -> dict[str, float]:
-        return {name: score for score, name, _, _ in self._entries.values()}
-
-    def first(self) -> M | None:
-        while self._heap:
-            member = self._heap[0][3]
-            if self._entries.get(member) is self._heap[0]:
-                return member
-            heapq.heappop(self._heap)
-        return None
-
-    def lowest(self, count: int) -> list[M]:
-        """The first `count` members in order; takes O(n)."""
-        return [entry[3] for entry in heapq.nsmallest(count, self._entries.values())]
-
-    def last(self) -> M:
-        """The member with the highest score; takes O(n)."""
-        return max(self._entries.values())[3]
-
-
 class FlowQueue(Generic[R]):
-    """The waiting requests of one flow, or of a band under `fairness: none`. The attribute `tag` is the flow
-    queue's start tag.
+    """The waiting requests of one flow, or of a band under `fairness: none`. The attribute `levels` is the
+    path from the band to this flow queue.
 
     Under `workload-aware` (spec 001) the highest score is served first: wait_weight * min(wait / wait_cap, 1)
     + g, where g = criticality_weight * criticality / 5 - rate_weight * min(rate / rate_cap, 1). Only the
@@ -184,9 +114,9 @@ class FlowQueue(Generic[R]):
     other requests by -score.
     """
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: Context, levels: Sequence[Level]) -> None:
         self._context = context
-        self.tag = 0.0
+        self.levels = levels
         self.requests: ScoredSet[R] = ScoredSet()
         self.growing: ScoredSet[R] = ScoredSet()
         self.static: ScoredSet[R] = ScoredSet()
@@ -278,19 +208,40 @@ class FlowQueue(Generic[R]):
         return static if -self.static.score(static) >= grown else growing
 
 
-@dataclass(slots=True)
-class BandQueue(Generic[R]):
-    """One band. The attribute `turns` has the backlogged flow queues that are not throttled, by tag."""
+class BandQueue(Order, Generic[R]):
+    """One band: the root of the band's tree, all flow queues with requests, and the inner nodes by path."""
 
-    v: float = 0.0  # virtual time: the greatest start tag served, not counting service by the guard
-    newcomers: float = 0.0  # common tag of the flow queues that started at v, charged as one flow
-    tag: float = 0.0  # the band's tag under the band policy `weighted`
-    queued: int = 0  # number of queued requests in the band
-    bytes: int = 0  # total size of the queued requests' bodies
-    queues: dict[str, FlowQueue[R]] = field(default_factory=dict)  # name -> flow queue with requests
-    turns: ScoredSet[str] = field(default_factory=ScoredSet)
-    finish: dict[str, float] = field(default_factory=dict)  # flow queue -> its tag when its last request left
-    preempted: dict[str, int] = field(default_factory=dict)  # flow queue -> number of its last preemption
+    def __init__(self) -> None:
+        super().__init__()
+        self.tag = 0.0  # the band's tag under the band policy `weighted`
+        self.queued = 0  # number of queued requests in the band
+        self.bytes = 0  # total size of the queued requests' bodies
+        self.queues: dict[str, FlowQueue[R]] = {}  # name -> flow queue with requests
+        self.inner: dict[str, Order] = {}  # path -> the children of that node
+        self.preempted: dict[str, int] = {}  # flow queue -> number of its last preemption
+
+    def levels(self, child: str, tree: Tree | None) -> list[Level]:
+        """The path from the root to `child`, a flow queue or an inner node."""
+        if tree is None:
+            return [Level(self, child, child)]
+        order: Order = self
+        found = []
+        *above, path = tree.paths(child.removesuffix(INNER))
+        for each in above:
+            found.append(Level(order, each + INNER, each))
+            order = self.inner.setdefault(each, Order())
+        return [*found, Level(order, child, path)]
+
+    def first(self) -> str | None:
+        """The flow queue whose turn is next; None if no flow queue takes turns."""
+        child = self.turns.first()
+        while child is not None and self.inner and child.endswith(INNER):
+            child = self.inner[child.removesuffix(INNER)].turns.first()
+        return child
+
+    def orders(self) -> Iterator[Order]:
+        yield self
+        yield from self.inner.values()
 
 
 class FairQueue(Generic[R]):
@@ -334,11 +285,23 @@ class FairQueue(Generic[R]):
 
     def share(self, r: R) -> float:
         """The share of request r, by which serving r raises the tag of its flow queue."""
-        if self.policy.fairness == "round-robin":
+        policy = self.policy
+        if policy.fairness == "round-robin":
             return 1.0
-        if self.policy.fairness == "none":
+        if policy.fairness == "none":
             return r.cost
-        return r.cost / self.policy.weights.get(r.flow, r.weight)
+        node = policy.tree.node(r.flow) if policy.tree is not None else None
+        return r.cost / (policy.weights.get(r.flow, r.weight) if node is None else node.weight)
+
+    def shares(self, r: R, levels: Sequence[Level]) -> list[float]:
+        """The shares of request r at each of the `levels` of its flow queue."""
+        tree, own = self.policy.tree, self.share(r)
+        if tree is None or len(levels) == 1:
+            return [own]
+        if self.policy.fairness == "round-robin":
+            return [1.0] * len(levels)
+        nodes = [tree.node(path) for _, _, path in levels[:-1]]
+        return [r.cost / (1.0 if node is None else node.weight) for node in nodes] + [own]
 
     def make_room(self, r: R) -> R | None:
         """The request to preempt so that request r can wait; None if there is room. The preempted request is
@@ -390,36 +353,65 @@ class FairQueue(Generic[R]):
         patience_ms = self.policy.starvation_ms or (r.deadline_ms - arrived_ms) // 2
         r.due_ms = min(arrived_ms + patience_ms, r.deadline_ms)
         if r.flow_queue not in band.queues:
-            band.queues[r.flow_queue] = FlowQueue(self._context)
-            start = self._start_tag(band, band.finish.get(r.flow_queue, 0.0), self.share(r))
-            self.activate(band, r.flow_queue, start)
+            queue = FlowQueue[R](self._context, band.levels(r.flow_queue, self.policy.tree))
+            band.queues[r.flow_queue] = queue
+            self._start(band, r, queue.levels)
         band.queues[r.flow_queue].insert(r)
         band.queued += 1
         band.bytes += r.body_bytes
         self._queued += 1
 
-    def activate(self, band: BandQueue[R], name: str, tag: float) -> None:
-        """Let a flow queue take turns. A band that was idle does not catch up on missed turns."""
-        if not band.turns:
-            band.tag = max(band.tag, self.bv)
-        band.queues[name].tag = tag
-        band.turns.put(name, tag, name)
+    def _start(self, band: BandQueue[R], r: R, levels: Sequence[Level]) -> None:
+        """Let a flow queue that becomes backlogged take turns, and each ancestor that had no such child."""
+        for (order, child, _), share in zip(levels[::-1], self.shares(r, levels)[::-1], strict=True):
+            had_turns = len(order.turns) > 0
+            self._take_turns(band, order, child, order.start_tag(child, share))
+            if had_turns:
+                break
 
-    def _start_tag(self, band: BandQueue[R], finish: float, share: float) -> float:
-        if finish > band.v:
-            return finish
-        reached = max(band.newcomers, band.v)
-        if reached - band.v >= NEWCOMERS * share:
-            return band.v + share
-        band.newcomers = reached + share
-        return band.v
+    def _take_turns(self, band: BandQueue[R], order: Order, child: str, tag: float) -> None:
+        if order is band and not band.turns:
+            band.tag = max(band.tag, self.bv)  # a band that was idle does not catch up on missed turns
+        order.turns.put(child, tag, child)
 
-    def charge(self, band: BandQueue[R], name: str, share: float) -> None:
-        """Raise the tag of a backlogged flow queue by `share`."""
-        queue = band.queues[name]
-        queue.tag += share
-        if name in band.turns:
-            band.turns.put(name, queue.tag, name)
+    def throttle(self, r: R, child: str) -> None:
+        """Let `child`, the flow queue of waiting request r or an inner node above, take no turns, and keep
+        its tag."""
+        levels = self.bands[r.priority].queues[r.flow_queue].levels
+        depth = [level.child for level in levels].index(child)
+        order = levels[depth].order
+        order.throttled[child] = order.turns.score(child)
+        order.turns.remove(child)
+        if not order.turns:
+            self._leave(levels[:depth])
+
+    def unthrottle(self, priority: int, child: str) -> bool:
+        """Let a throttled flow queue or inner node take turns again. It does not catch up on missed turns.
+        Returns False if the child was not throttled."""
+        band = self.bands[priority]
+        *above, (order, _, _) = band.levels(child, self.policy.tree)
+        if child not in order.throttled:
+            return False
+        tag = max(order.v, order.throttled.pop(child))
+        had_turns = len(order.turns) > 0
+        self._take_turns(band, order, child, tag)
+        for order, node, _ in reversed(above):
+            if had_turns:
+                break
+            had_turns = len(order.turns) > 0
+            self._take_turns(band, order, node, max(order.v, order.finish.get(node, 0.0)))
+        return True
+
+    def _leave(self, levels: Sequence[Level]) -> None:
+        """Take a child, and each ancestor without another child that takes turns, out of their orders."""
+        for order, child, _ in reversed(levels):
+            order.leave(child)
+            if order.turns:
+                break
+
+    def charge(self, order: Order, child: str, share: float) -> None:
+        """Raise the tag of a backlogged child by `share`."""
+        order.set_tag(child, order.tag_of(child) + share)
 
     def charge_band(self, r: R, cost: float) -> None:
         """Charge the band of request r, if bands are weighted; a negative cost is a refund."""
@@ -437,7 +429,7 @@ class FairQueue(Generic[R]):
             if r is not None:
                 return r, True
         for band in self.bands_in_order():
-            name = band.turns.first()
+            name = band.first()
             r = band.queues[name].head() if name is not None else None
             if r is not None:
                 return r, False
@@ -450,23 +442,28 @@ class FairQueue(Generic[R]):
         return next(filter(self._takes_turns, self.overdue.lowest(GUARD_LOOKS_AT)), None)
 
     def _takes_turns(self, r: R) -> bool:
-        """Whether the flow queue of request r takes turns, that is, is not throttled."""
-        return r.flow_queue in self.bands[r.priority].turns
+        """Whether neither the flow queue of request r nor a node above is throttled."""
+        levels = self.bands[r.priority].queues[r.flow_queue].levels
+        return all(child in order.turns for order, child, _ in levels)
 
     def bands_in_order(self) -> list[BandQueue[R]]:
         bands = list(self.bands.values())
         return sorted(bands, key=lambda band: band.tag) if self.policy.band_policy == "weighted" else bands
 
     def serve(self, r: R, by_guard: bool) -> float:
-        """Remove request r, which `next_turn` returned, and charge its flow queue. Returns the start tag."""
+        """Remove request r, which `next_turn` returned; charge its flow queue and the nodes above. Returns
+        the flow queue's start tag."""
         band, guard_share = self.bands[r.priority], self.policy.guard_share
-        start = band.queues[r.flow_queue].tag
-        self.charge(band, r.flow_queue, self.share(r))
+        levels = band.queues[r.flow_queue].levels
+        start = 0.0
+        for (order, child, _), share in zip(levels, self.shares(r, levels), strict=True):
+            start = order.tag_of(child)
+            self.charge(order, child, share)
+            if not by_guard:
+                order.v = max(order.v, start)
         self.remove(r)
-        if not by_guard:
-            band.v = max(band.v, start)
-            if self.policy.band_policy == "weighted":
-                self.bv = max(self.bv, band.tag)
+        if not by_guard and self.policy.band_policy == "weighted":
+            self.bv = max(self.bv, band.tag)
         self.charge_band(r, r.cost)
         self.credit = min(self.credit - by_guard + guard_share, 1 + guard_share)
         return start
@@ -481,13 +478,14 @@ class FairQueue(Generic[R]):
         band.bytes -= r.body_bytes
         self._queued -= 1
         if not queue.requests:
-            band.finish[r.flow_queue] = queue.tag
-            band.turns.remove(r.flow_queue)
+            self._leave(queue.levels)
             del band.queues[r.flow_queue]
 
     def forget_finish_tags(self, at_rest: bool) -> None:
         """Drop finish tags at or below v: useless. `at_rest`: no request runs, so drop all tags."""
         for band in self.bands.values():
-            if at_rest:
-                band.v = max([band.v, *band.finish.values()])
-            band.finish = {name: tag for name, tag in band.finish.items() if tag > band.v}
+            for order in band.orders():
+                order.forget_finish_tags(at_rest)
+            if band.inner:
+                above = {path for queue in band.queues.values() for _, _, path in queue.levels[:-1]}
+                band.inner = {at: order for at, order in band.inner.items() if order.finish or at in above}

@@ -15,7 +15,8 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 from picker_fleet.admission.local_queue import LocalQueue, Rules, Waiting
-from picker_fleet.admission.waits import Wait, time_up
+from picker_fleet.admission.quotas import Quotas, Usage
+from picker_fleet.admission.waits import Wait, refusal, time_up
 from picker_fleet.domain.errors import (
     ClientGone,
     NoEndpoints,
@@ -28,6 +29,8 @@ from picker_fleet.domain.request import InferenceRequest, largest_claim
 from picker_fleet.endpoints.snapshot import SnapshotCell
 from picker_fleet.scheduling.chooser import EndpointChooser
 from picker_fleet.scheduling.explain import live_load_addresses
+from picker_fleet.state.schema import Refusal
+from picker_fleet.state.store import Refused
 from picker_fleet.telemetry.metrics import Metrics
 
 RESIDUE = 1e-9  # tolerance for rounding in sums of fractions
@@ -62,11 +65,19 @@ class LocalGate:
     The attribute `free` is the remaining budget, in the stock's unit. Neither `free` nor the cost of a
     request exceeds `bound`. A negative `free` is a debt, which released budget pays off first. While the
     attribute `paused` is True, the gate admits no request. Released budget goes in turn to the local queue
-    and to each peer that waits for a budget transfer.
+    and to each peer that waits for a budget transfer. `quotas` has this replica's share of tenants' limits;
+    None without tenants.
     """
 
     def __init__(
-        self, metrics: Metrics, free: float, bound: float, rules: Rules, *, paused: bool = False
+        self,
+        metrics: Metrics,
+        free: float,
+        bound: float,
+        rules: Rules,
+        *,
+        paused: bool = False,
+        quotas: Quotas | None = None,
     ) -> None:
         self._metrics = metrics
         self._loop = asyncio.get_running_loop()
@@ -74,6 +85,7 @@ class LocalGate:
         self.free = min(free, bound)
         self._bound, self._largest_claim = bound, largest_claim(rules.claim_share, bound)
         self._paused = paused
+        self._quotas = quotas
         self._queue = LocalQueue(rules)
         self._waiting: dict[str, Waiting] = {}  # by id
         self._turns: deque[_TransferRequest | None] = deque([None])  # None: the local queue's turn
@@ -110,13 +122,30 @@ class LocalGate:
             DeadlineExceeded: the client's own deadline passed.
             ClientGone: a newer stream has taken the request over.
             RequestIdTaken: another waiting request has the same id.
+            OverLimit: a tenant's limit refuses the request.
         """
+        if self._quotas is None:
+            return await self._admit(request, cost, wait, alone=alone)
+        request, keeps_charge = self._arrive(self._quotas, request), False
+        try:
+            keeps_charge = await self._admit(request, cost, wait, alone=alone)
+            return keeps_charge
+        except ClientGone:
+            keeps_charge = True  # the newer stream has the charge
+            raise
+        finally:
+            if not keeps_charge:
+                self._quotas.end(request.id, unserved=True)
+
+    async def _admit(self, request: InferenceRequest, cost: float, wait: Wait, *, alone: bool) -> bool:
         former = self._waiting.get(request.id)
         if former is not None and not request.repeats(former.request):
             raise RequestIdTaken()
         if former is not None and not former.turn.done():
             former.turn.set_exception(ClientGone("taken over by a newer stream"))
-        if not self._paused and not len(self._queue) and self.acquire(cost):
+        has_turn = not self._paused and not len(self._queue) and not self._lacking(request.id)
+        if has_turn and self.acquire(cost):
+            self._start(request.id, cost)
             if alone and not wait.queued:
                 self._metrics.bypassed(request.model, request.target_model)
             return True
@@ -155,6 +184,46 @@ class LocalGate:
             timer.cancel()
             self._metrics.waiting(waiting.request, -1)
             self._leave(waiting)
+
+    def _arrive(self, quotas: Quotas, request: InferenceRequest) -> InferenceRequest:
+        """Charge an arriving request, unless an earlier stream has. Returns the request, in the lowest band
+        if a tenant's limit demotes it."""
+        lack = quotas.arrive(request) if request.id not in quotas.charges else None
+        if lack is not None:
+            reason = Refusal.OVER_BURST if lack.over_burst else Refusal.OVER_LIMIT
+            wait_s = math.ceil(lack.wait_ms / 1000) if lack.wait_ms < math.inf else 1
+            error = refusal(Refused(reason, wait_s, str(lack)), request, wait_s, quotas.tree)
+            assert error is not None
+            self._metrics.push_error(request.model, error.code, request.target_model)
+            raise error
+        lowest = self._queue.lowest_band
+        is_lower = quotas.is_demoted(request.id) and lowest.priority < request.band.priority
+        return request._replace(band=lowest) if is_lower else request
+
+    def _lacking(self, request_id: str) -> tuple[str, float] | None:
+        return self._quotas.lacking(request_id) if self._quotas is not None else None
+
+    def _start(self, request_id: str, cost: float) -> None:
+        if self._quotas is not None:
+            self._quotas.start(request_id, cost)
+
+    def end_charge(
+        self, request_id: str, *, unserved: bool, usage: Usage | None = None, flow: str = ""
+    ) -> None:
+        """A request that started has ended: correct what its tenants were charged by its `usage` (tokens of
+        the prompt, of them cached, of the answer), or refund it if the request is `unserved`. `flow`: of a
+        request that another replica may have started in this outage, else ''."""
+        quotas = self._quotas
+        if quotas is None:
+            return
+        if request_id not in quotas.charges:
+            freed = quotas.end_elsewhere(flow) if flow else []
+        else:
+            if usage is not None:
+                quotas.use(request_id, usage)
+            freed = quotas.end(request_id, unserved=unserved)
+        for child in freed:
+            self._queue.unthrottle(child)
 
     def acquire(self, amount: float) -> bool:
         """Take `amount` of the budget if free, else return False. An amount of 0 is granted even in debt."""
@@ -239,14 +308,27 @@ class LocalGate:
                 queue.remove(waiting)
             elif waiting.deadline_s <= now_s:
                 self._end_wait(waiting, None)
+            elif (lacking := self._lacking(waiting.id)) is not None:
+                self._throttle(waiting, *lacking)
             elif self.acquire(waiting.cost):
                 queue.serve(waiting, by_guard)
+                self._start(waiting.id, waiting.cost)
                 waiting.turn.set_result(True)
                 self._metrics.dequeued(1, 1)
                 return True
             else:
                 return None
         return False
+
+    def _throttle(self, waiting: Waiting, child: str, wait_ms: float) -> None:
+        """Pass over the requests below `child` until its balance suffices."""
+        self._queue.throttle(waiting, child)
+        if wait_ms < math.inf:
+            self._loop.call_later(max(wait_ms, 1.0) / 1000, self._unthrottle, child)
+
+    def _unthrottle(self, child: str) -> None:
+        self._queue.unthrottle(child)
+        self._dispatch()
 
     def _end_wait(self, waiting: Waiting, error: RequestError | None) -> None:
         """End a request's wait with `error` or, if that is None, with the error of an expired request."""

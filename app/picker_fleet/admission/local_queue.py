@@ -2,7 +2,7 @@
 
 `LocalGate` calls it. The local queue differs from the shared queue. Virtual times begin at 0 in each outage.
 A score uses only the request's own wait and criticality, because a workload's rate and average wait are
-unknown. The local queue throttles no flow queue, so it does not enforce a flow's limit per endpoint.
+unknown. The local queue does not enforce a flow's limit per endpoint.
 """
 
 import asyncio
@@ -10,11 +10,13 @@ import itertools
 import math
 from dataclasses import dataclass, field, replace
 
-from picker_fleet.admission.fair_queue import Context, FairQueue, Policy, QueueFull, ScoredSet
+from picker_fleet.admission.fair_queue import Context, FairQueue, Policy, QueueFull
+from picker_fleet.admission.tenant_tree import ScoredSet
 from picker_fleet.admission.waits import REFUSALS
 from picker_fleet.domain.bands import Band, Bands
 from picker_fleet.domain.config import EffectiveConfig
 from picker_fleet.domain.request import InferenceRequest
+from picker_fleet.domain.tenants import Tree
 from picker_fleet.state.schema import Refusal
 
 
@@ -26,8 +28,9 @@ class Rules:
     claim_share: float
 
 
-def rules_of(effective: EffectiveConfig, live: int) -> Rules:
-    """Rules of one of `live` replicas: capacities and byte limits are divided by `live`, at least 1."""
+def rules_of(effective: EffectiveConfig, live: int, tree: Tree | None = None) -> Rules:
+    """Rules of one of `live` replicas: capacities and byte limits are divided by `live`, at least 1. `tree`:
+    the nodes of tenants, None without tenants."""
     queue, workloads = effective.settings.fair_request_queue, effective.settings.workloads
 
     def part(capacity: int) -> int:
@@ -56,6 +59,7 @@ def rules_of(effective: EffectiveConfig, live: int) -> Rules:
         rate_weight=0.0,
         wait_cap_ms=workloads.wait_cap * 1000,
         rate_cap=math.inf,
+        tree=tree,
     )
     return Rules(policy, effective.settings.claim_share)
 
@@ -122,6 +126,12 @@ class LocalQueue:
     def capacity(self) -> int:
         return self._queue.policy.total_capacity
 
+    @property
+    def lowest_band(self) -> Band:
+        """The lowest band in use: a configured band, or that of a waiting request."""
+        bands = self._queue.policy.bands
+        return bands.of(min(*self._queue.bands, *(band.priority for band in bands)))
+
     def lengths(self) -> dict[str, int]:
         bands = self._queue.policy.bands
         waiting = {bands.of(priority): band.queued for priority, band in self._queue.bands.items()}
@@ -158,7 +168,8 @@ class LocalQueue:
             self._left(waiting)
 
     def turn(self, now_s: float) -> tuple[Waiting, bool] | None:
-        """The request to serve next, and whether the guard selects it; None if no request waits."""
+        """The request to serve next, and whether the guard selects it; None if no request waits that is not
+        throttled."""
         self._now_us = max(self._now_us, now_s * 1e6)
         while (due := self._due.first()) is not None and due.due_ms * 1000 <= self._now_us:
             self._due.remove(due)
@@ -169,6 +180,14 @@ class LocalQueue:
         """Remove the request that `turn` returned, and charge its flow queue."""
         self._queue.serve(waiting, by_guard)
         self._left(waiting)
+
+    def throttle(self, waiting: Waiting, child: str) -> None:
+        """Serve no request below `child` (tenant_tree.py) of the request's band, until `unthrottle`."""
+        self._queue.throttle(waiting, child)
+
+    def unthrottle(self, child: str) -> None:
+        for priority in self._queue.bands:
+            self._queue.unthrottle(priority, child)
 
     def all(self) -> list[Waiting]:
         """All waiting requests, oldest first."""

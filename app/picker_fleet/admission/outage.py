@@ -10,8 +10,9 @@ from dataclasses import dataclass
 
 from picker_fleet.admission.ledger import Entry, Ledger, released_by_end
 from picker_fleet.admission.local_gate import LocalGate, LocalPicker
+from picker_fleet.admission.quotas import Usage
 from picker_fleet.domain.errors import ScriptFailed
-from picker_fleet.domain.request import Alive, Completion, InferenceRequest, Placement
+from picker_fleet.domain.request import Alive, Completion, InferenceRequest, Outcome, Placement
 from picker_fleet.state import accounting_token
 from picker_fleet.state.store import Store
 
@@ -129,6 +130,7 @@ class Outage:
     def withdraw(self, entry: Entry) -> None:
         """A placement of this outage never reached Envoy: release its cost."""
         self.picker.ended(entry.endpoint)
+        self.gate.end_charge(entry.id, unserved=True)
         self.gate.release(entry.cost)
 
     def see(self, alive: Alive) -> None:
@@ -149,6 +151,12 @@ class Outage:
         cost = released_by_end(entry, token)
         if cost is None:
             return False
+        self.gate.end_charge(
+            completion.id,
+            unserved=completion.outcome is Outcome.UPSTREAM_FAILED,
+            usage=_usage_of(completion),
+            flow="" if accounting_token.alone_since_ms(token) is None else accounting_token.flow_of(token),
+        )
         released = self.gate.charge(cost)
         if self.resync is not None:
             self.resync.released += released
@@ -175,3 +183,10 @@ class Outage:
                 with contextlib.suppress(ScriptFailed):  # the request's next sign of life restores it
                     await answer
         return len(running)
+
+
+def _usage_of(completion: Completion) -> Usage | None:
+    prompt, answer = completion.prompt_tokens, completion.completion_tokens
+    if prompt is None or answer is None:
+        return None
+    return Usage(prompt, completion.cached_tokens or 0, answer)

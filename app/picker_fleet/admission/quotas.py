@@ -1,0 +1,434 @@
+"""Quotas of tenants: which limits a request meets at the nodes of its path, and what it takes of them. Pure.
+
+A `LocalGate` counts this replica's share of each limit during an outage. The reference model in tests/model,
+which tests compare with `lua/lib/tenants.lua` call by call, counts whole limits with the same class.
+
+A limit is a leaky bucket (ITU-T I.371, continuous-state leaky bucket): the units owed leak at `rate`, and a
+request that takes c units may start while at most burst - c are owed. Requests are charged by estimate and
+corrected by usage, so more than the burst may be owed.
+"""
+
+import datetime
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from picker_fleet.admission.tenant_tree import INNER
+from picker_fleet.domain.tenants import Node, Price, Tree
+
+RESIDUE = 1e-6  # tolerance for rounding in sums of fractions
+MOST_KEPT = 10_000  # balances, and flows whose balances are remembered for an outage
+_DAY_MS = 86_400_000
+_FREE = Price()
+
+
+class Arriving(Protocol):
+    """A request. The numbers of tokens are estimates."""
+
+    @property
+    def id(self) -> str: ...
+    @property
+    def flow(self) -> str: ...
+    @property
+    def model(self) -> str: ...
+    @property
+    def prompt_tokens(self) -> float: ...
+    @property
+    def answer_tokens(self) -> float: ...
+
+
+@dataclass(slots=True)
+class Charge:
+    """What a request was charged, in tokens. `arrival`, `grant`: whether the nodes are charged that reject or
+    demote, and those that queue. A `demoted` request is not charged to nodes that demote. `used`: the charge
+    is the usage, not an estimate."""
+
+    flow: str
+    model: str
+    prompt: float
+    answer: float
+    arrival: bool = False
+    grant: bool = False
+    demoted: bool = False
+    used: bool = False
+
+
+class Usage(NamedTuple):
+    """The tokens of a request: of the prompt, `cached` among them, and of the answer."""
+
+    prompt: float
+    cached: float
+    answer: float
+
+
+class Limit(NamedTuple):
+    """One limit of a node. `unit`: requests, tokens, prompt_tokens, answer_tokens, parallel or budget. `per`:
+    ms, '0' for `parallel`, the period's name for `budget`. `burst`: the most units taken at once; `whole`:
+    that of all replicas together. `rate`: units a ms, 0 for `parallel` and `budget`."""
+
+    unit: str
+    per: str
+    burst: float
+    whole: float
+    rate: float
+    key: str
+
+
+class _Settings(NamedTuple):
+    """A node that counts something. `served`: the key of the cost served, '' unless the node is configured
+    by its own path."""
+
+    path: str
+    over_limit: str
+    limits: tuple[Limit, ...]
+    served: str
+
+
+class Lack(NamedTuple):
+    """A node's limit that a request does not fit. `wait_ms`: until it does, infinite if that depends on the
+    ends of requests. `over_burst`: the request never fits."""
+
+    path: str
+    limit: Limit
+    wait_ms: float
+    over_burst: bool
+
+    def __str__(self) -> str:
+        """As in replies of the scripts (lua/admit.lua)."""
+        return f"{self.limit.unit} {self.limit.per} {self.path}"
+
+
+def period_of(name: str, now_ms: float) -> tuple[int, float]:
+    """The number of the calendar period `name` (day, week from Monday on, month; UTC), and the ms until the
+    period ends. Days and weeks are counted from 1970, months from January of year 0."""
+    days = int(now_ms // _DAY_MS)
+    if name == "day":
+        return days, (days + 1) * _DAY_MS - now_ms
+    if name == "week":  # 1970-01-01 was a Thursday
+        week = (days + 3) // 7
+        return week, ((week + 1) * 7 - 3) * _DAY_MS - now_ms
+    today = datetime.date(1970, 1, 1) + datetime.timedelta(days=days)
+    following = (today.replace(day=1) + datetime.timedelta(days=32)).replace(day=1)
+    end = (following - datetime.date(1970, 1, 1)).days
+    return today.year * 12 + today.month - 1, end * _DAY_MS - now_ms
+
+
+class Quotas:
+    """The balances of nodes, and the charges of requests by id.
+
+    `live`: this object counts the share of one of so many replicas: an equal part of each rate, burst and
+    budget, and of the requests in flight at least 1. A request that is larger than the share of a burst, but
+    not than the burst, is granted when the share is whole. `log` gets event and request id.
+
+    `balances` has the numbers of each field of the hash `balances` (docs/redis-schema.md): units owed and the
+    time in ms; requests in flight; a budget's period and the cost units spent in it; a node's cost served.
+    """
+
+    def __init__(
+        self,
+        tree: Tree,
+        prices: Mapping[str, Price],
+        now_ms: Callable[[], float],
+        *,
+        live: int = 1,
+        log: Callable[[str, str], object] = lambda event, request_id: None,
+    ) -> None:
+        self.tree, self._prices, self._now_ms, self._live, self._log = tree, prices, now_ms, live, log
+        self.balances: OrderedDict[str, tuple[float, ...]] = OrderedDict()
+        self.charges: dict[str, Charge] = {}
+
+    def put_settings(self, tree: Tree, prices: Mapping[str, Price]) -> None:
+        """Change nodes and prices. Balances stay, so a changed limit grants no second burst."""
+        self.tree, self._prices = tree, prices
+
+    # The steps of a request
+
+    def arrive(self, r: Arriving, *, may_wait: bool = True) -> Lack | None:
+        """Charge an arriving request to the nodes that reject or demote; mark its charge if one demotes it.
+        Returns the reason and charges nothing if a node refuses the request; unless it `may_wait`, nodes that
+        queue refuse it, too."""
+        nodes = self._nodes(r.flow)
+        if not nodes:
+            return None
+        charge = Charge(r.flow, r.model, r.prompt_tokens, r.answer_tokens)
+        for node in nodes:
+            lack = self._lack(node, charge)
+            if lack is not None and node.over_limit == "demote":
+                charge.demoted = True
+            elif lack is not None and (lack.over_burst or node.over_limit == "reject" or not may_wait):
+                return lack
+        self.charges[r.id] = charge
+        self._charge_arrival(charge, 1)
+        self._log("charged", r.id)
+        return None
+
+    def is_demoted(self, request_id: str) -> bool:
+        charge = self.charges.get(request_id)
+        return charge is not None and charge.demoted
+
+    def lacking(self, request_id: str) -> tuple[str, float] | None:
+        """The highest node on a waiting request's path that queues and lacks balance, by its name among its
+        siblings, and the ms until the balance suffices. None if the request may start."""
+        charge = self.charges.get(request_id)
+        if charge is None or charge.grant:
+            return None
+        for node in self._nodes(charge.flow):
+            if node.over_limit == "queue" and (lack := self._lack(node, charge)) is not None:
+                return _child(node.path, charge.flow), lack.wait_ms
+        return None
+
+    def start(self, request_id: str, cost: float) -> None:
+        """Charge a request that starts to the nodes that queue. A retry is charged once."""
+        charge = self.charges.get(request_id)
+        if charge is None or charge.grant or not self._nodes(charge.flow):
+            return
+        self._charge_grant(charge, 1, cost)
+        self._log("charged", request_id)
+
+    def send_back(self, request_id: str, cost: float) -> None:
+        """Undo `start`: the request waits again."""
+        charge = self.charges.get(request_id)
+        if charge is not None and charge.grant and self._nodes(charge.flow):
+            self._charge_grant(charge, -1, cost)
+            self._log("refunded", request_id)
+
+    def refuse(self, request_id: str) -> None:
+        """Undo `arrive`."""
+        charge = self.charges.pop(request_id, None)
+        if charge is not None:
+            self._charge_arrival(charge, -1)
+            self._log("refunded", request_id)
+
+    def use(self, request_id: str, usage: Usage) -> None:
+        """Correct a charge by the request's usage."""
+        charge = self.charges.get(request_id)
+        if charge is None or not self._nodes(charge.flow):
+            return
+        for _, limit in self._charged(charge):
+            if limit.unit != "parallel":
+                amount = self._amount(limit.unit, charge.model, usage)
+                self._take(limit, amount - self._estimate(limit.unit, charge))
+        charge.prompt, charge.answer, charge.used = usage.prompt, usage.answer, True
+        self._log("used", request_id)
+
+    def end(self, request_id: str, *, unserved: bool) -> list[str]:
+        """End the charge of a request. Refund it if the request is `unserved` and its usage unknown. Returns
+        the nodes with fewer requests in flight now, by their names among their siblings."""
+        charge = self.charges.pop(request_id, None)
+        if charge is None or not self._nodes(charge.flow):
+            return []
+        refunds, freed = unserved and not charge.used, []
+        for path, limit in self._charged(charge):
+            if limit.unit == "parallel":
+                self._take(limit, -1)
+                freed.append(_child(path, charge.flow))
+            elif refunds:
+                self._take(limit, -self._estimate(limit.unit, charge))
+        if refunds and (charge.arrival or charge.grant):
+            self._log("refunded", request_id)
+        return freed
+
+    def end_elsewhere(self, flow: str) -> list[str]:
+        """A request ended whose start another replica counted: this replica may run another in its place.
+        Returns the nodes with fewer requests in flight now, as `end` does."""
+        freed = []
+        for node in self._nodes(flow):
+            for limit in node.limits:
+                if limit.unit == "parallel":
+                    self._take(limit, -1)
+                    freed.append(_child(node.path, flow))
+        return freed
+
+    # What replies tell
+
+    def quota(self, request_id: str) -> str:
+        """The balances that an answer shows (lua/lib/tenants.lua): of the limits on requests and on tokens,
+        the one with the least share left."""
+        charge, worst = self.charges.get(request_id), dict[str, tuple[float, Limit]]()
+        if charge is None:
+            return ""
+        for node in self._nodes(charge.flow):
+            for limit in node.limits:
+                kind = _kind(limit)
+                share = self._left(limit) / limit.burst
+                if kind and (kind not in worst or share < worst[kind][0]):
+                    worst[kind] = share, limit
+        parts = []
+        for kind, (_, limit) in sorted(worst.items()):
+            left = self._left(limit)
+            reset_ms = math.ceil((limit.burst - left) / limit.rate)
+            parts.append(f"{kind}={int(limit.burst)},{int(max(left, 0.0))},{reset_ms}")
+        if charge.demoted:
+            parts.append("demoted=1")
+        return ";".join(parts)
+
+    def take_over(self, flow: str, quota: str, at_ms: float) -> None:
+        """Take over this replica's share of the balances that a reply told at `at_ms` (`quota`)."""
+        for part in quota.split(";"):
+            kind, _, numbers = part.partition("=")
+            if numbers.count(",") != 2:
+                continue
+            burst, left, reset_ms = map(float, numbers.split(","))
+            for node in self._nodes(flow):
+                for limit in node.limits:
+                    # The reply does not name the limit: find it by its burst and the time until it is whole.
+                    expected = max(limit.whole - reset_ms * limit.rate * self._live, 0.0)
+                    tolerance = 1 + limit.rate * self._live  # both numbers are rounded
+                    if _kind(limit) == kind and limit.whole == burst and abs(expected - left) <= tolerance:
+                        self._put(limit.key, reset_ms * limit.rate, at_ms)
+
+    # Balances
+
+    def _nodes(self, flow: str) -> list[_Settings]:
+        """The nodes of a flow's path that count something, from the top."""
+        found = ((path, self.tree.node(path)) for path in self.tree.paths(flow))
+        nodes = [self._settings(path, node) for path, node in found if node is not None]
+        return [node for node in nodes if node.limits or node.served]
+
+    def _settings(self, path: str, node: Node) -> _Settings:
+        live, limits = self._live, []
+        for each in node.limits:
+            per, whole = str(each.per_ms), float(each.most_at_once)
+            rate = each.amount / each.per_ms / live
+            limits.append(Limit(each.unit, per, whole / live, whole, rate, f"{path}\x1f{each.unit}:{per}"))
+        if node.max_parallel_requests is not None:
+            most = float(node.max_parallel_requests)
+            limits.append(Limit("parallel", "0", max(most / live, 1.0), most, 0.0, f"{path}\x1fparallel"))
+        if node.budget is not None:
+            units, period = node.budget.units, node.budget.period
+            limits.append(Limit("budget", period, units / live, units, 0.0, f"{path}\x1fbudget:{period}"))
+        served = f"{path}\x1fserved" if node.path == path else ""
+        return _Settings(path, node.over_limit, tuple(limits), served)
+
+    def _lack(self, node: _Settings, charge: Charge) -> Lack | None:
+        """The limit of a node that a request fits last; None if the request fits all."""
+        worst: Lack | None = None
+        for limit in node.limits:
+            amount = self._estimate(limit.unit, charge)
+            if amount > limit.whole + RESIDUE:
+                return Lack(node.path, limit, math.inf, True)
+            missing = min(amount, limit.burst) - self._left(limit)
+            if missing > RESIDUE:
+                wait_ms = missing / limit.rate if limit.rate else math.inf
+                if limit.unit == "budget":
+                    wait_ms = period_of(limit.per, self._now_ms() // 1)[1]
+                if worst is None or wait_ms > worst.wait_ms:
+                    worst = Lack(node.path, limit, wait_ms, False)
+        return worst
+
+    def _left(self, limit: Limit) -> float:
+        return limit.burst - self._taken(limit)
+
+    def _taken(self, limit: Limit) -> float:
+        """The units owed to a limit, in flight under it, or spent of it in this period."""
+        balance, now_ms = self.balances.get(limit.key), self._now_ms()
+        if balance is None:
+            return 0.0
+        if limit.unit == "parallel":
+            return balance[0]
+        if limit.unit == "budget":
+            return balance[1] if balance[0] == period_of(limit.per, now_ms)[0] else 0.0
+        owed, at_ms = balance
+        return max(owed - max(now_ms - at_ms, 0.0) * limit.rate, 0.0)
+
+    def _take(self, limit: Limit, amount: float) -> None:
+        taken, now_ms = self._taken(limit) + amount, self._now_ms()
+        if limit.unit == "parallel":
+            self._put(limit.key, taken)
+        elif limit.unit == "budget":
+            self._put(limit.key, period_of(limit.per, now_ms)[0], max(taken, 0.0))
+        else:
+            self._put(limit.key, max(taken, 0.0), now_ms)
+
+    def drop_idle(self) -> None:
+        """Forget balances without effect: of limits of which nothing is taken, and of nodes that are gone."""
+        for key in list(self.balances):
+            path = key.rpartition("\x1f")[0]
+            node = self.tree.node(path)
+            settings = self._settings(path, node) if node is not None else None
+            limit = next((each for each in settings.limits if each.key == key), None) if settings else None
+            is_kept = settings is not None and (key == settings.served or (limit and self._taken(limit) > 0))
+            if not is_kept:
+                del self.balances[key]
+
+    def _put(self, key: str, *numbers: float) -> None:
+        self.balances[key] = numbers
+        self.balances.move_to_end(key)
+        if len(self.balances) > MOST_KEPT:
+            self.balances.popitem(last=False)
+
+    def _estimate(self, unit: str, charge: Charge) -> float:
+        return self._amount(unit, charge.model, Usage(charge.prompt, 0.0, charge.answer))
+
+    def _amount(self, unit: str, model: str, usage: Usage) -> float:
+        """What a request takes of a unit."""
+        prompt, cached, answer = usage
+        match unit:
+            case "tokens":
+                return prompt + answer
+            case "prompt_tokens":
+                return prompt
+            case "answer_tokens":
+                return answer
+            case "budget":
+                price = self._prices.get(model) or self._prices.get("*") or _FREE
+                of_cached = price.prompt if price.cached is None else price.cached
+                return (prompt - cached) * price.prompt + cached * of_cached + answer * price.answer
+        return 1.0
+
+    def _charged(self, charge: Charge) -> Iterator[tuple[str, Limit]]:
+        """The limits that a request is charged, each with the path of its node."""
+        for node in self._nodes(charge.flow):
+            is_charged = charge.grant if node.over_limit == "queue" else charge.arrival
+            if is_charged and not (charge.demoted and node.over_limit == "demote"):
+                yield from ((node.path, limit) for limit in node.limits)
+
+    def _charge_arrival(self, charge: Charge, sign: int) -> None:
+        kinds = ("reject",) if charge.demoted else ("reject", "demote")
+        self._take_all(charge, kinds, sign)
+        charge.arrival = sign > 0
+
+    def _charge_grant(self, charge: Charge, sign: int, cost: float) -> None:
+        self._take_all(charge, ("queue",), sign)
+        charge.grant = sign > 0
+        for node in self._nodes(charge.flow):
+            if node.served:
+                served = self.balances.get(node.served, (0.0,))[0]
+                self._put(node.served, served + sign * cost)
+
+    def _take_all(self, charge: Charge, kinds: tuple[str, ...], sign: int) -> None:
+        """Take the estimate of a request at the nodes whose `over_limit` is one of `kinds`."""
+        for node in self._nodes(charge.flow):
+            for limit in node.limits if node.over_limit in kinds else ():
+                self._take(limit, sign * self._estimate(limit.unit, charge))
+
+
+class ToldQuotas:
+    """What the replies of the last requests told about balances, for the begin of an outage: the last reply
+    for each of the MOST_KEPT flows used last."""
+
+    def __init__(self) -> None:
+        self._by_flow: OrderedDict[str, tuple[str, float]] = OrderedDict()
+
+    def note(self, flow: str, quota: str, at_ms: float) -> None:
+        self._by_flow[flow] = quota, at_ms
+        self._by_flow.move_to_end(flow)
+        if len(self._by_flow) > MOST_KEPT:
+            self._by_flow.popitem(last=False)
+
+    def oldest_first(self) -> Iterable[tuple[str, str, float]]:
+        return ((flow, quota, at_ms) for flow, (quota, at_ms) in self._by_flow.items())
+
+
+def _kind(limit: Limit) -> str:
+    """The part of `quota` that shows a limit; '' for `parallel` and `budget`."""
+    if not limit.rate:
+        return ""
+    return "requests" if limit.unit == "requests" else "tokens"
+
+
+def _child(path: str, flow: str) -> str:
+    """The name of a node on the path of a flow among its siblings."""
+    return flow if path == flow else path + INNER

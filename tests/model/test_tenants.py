@@ -1,0 +1,119 @@
+"""Short runs with tenants, on the Lua scripts and on the model at once, with results calculated by hand."""
+
+import json
+from typing import Any
+
+import pytest
+from by_hand import Pool, many
+from script_side import ScriptSide
+
+ROOMY: dict[str, Any] = {"upper_per": 100, "lower_per": 100}
+
+
+def pool_of(side: ScriptSide, nodes: dict[str, dict[str, Any]], **settings: Any) -> Pool:
+    """A pool with the given nodes of tenants, by path; settings as in `Pool`."""
+    pool = Pool(side, tenants={"separator": "/", "prices": {"m": {"answer": 3.0}}}, **settings)
+    pool.call("set_tenants", "tenants", {path: json.dumps(node) for path, node in nodes.items()})
+    return pool
+
+
+def limit(unit: str, amount: int, per_ms: int = 1000, burst: int | None = None) -> dict[str, Any]:
+    return {"unit": unit, "amount": amount, "per_ms": per_ms, "burst": amount if burst is None else burst}
+
+
+def use(pool: Pool, name: str, usage: str, outcome: str = "completed") -> None:
+    pool.call("settle", [(name, outcome, None, None, usage)])
+
+
+def test_tenants_share_first_then_their_teams(side: ScriptSide) -> None:
+    pool = pool_of(side, {"a": {"weight": 2}, "a/y": {"weight": 3}})
+    pool.admit("runs")
+    for flow in ("a/x/1", "a/x/2", "a/y/1", "b/z"):
+        pool.admit(", ".join(f"{flow}-{n} flow={flow}" for n in range(12)))
+    order = [name.rpartition("-")[0] for name in pool.serve(24)]
+    # Of 24 turns a gets two thirds, b a third; of a's turns y gets three quarters; keys share equally.
+    assert {flow: order.count(flow) for flow in order} == {"b/z": 8, "a/y/1": 12, "a/x/1": 2, "a/x/2": 2}
+
+
+def test_a_tenant_over_its_limit_waits_in_its_place_while_others_pass(side: ScriptSide) -> None:
+    pool = pool_of(side, {"a": {"limits": [limit("tokens", 100, burst=20)]}}, **ROOMY, guard_share=1.0)
+    text = "{flow}{n} flow={flow} prompt_tokens=9 answer_tokens=1 ttl_ms=600"
+    pool.admit(many(text.replace("{flow}", "a/x"), 4))
+    assert pool.granted == []  # two were placed at once
+    assert pool.admit("b0 flow=b") == ["placed e1 2"]
+    pool.passes(99)
+    pool.beat()
+    assert pool.granted == []
+    pool.passes(2)  # ten tokens have come back: the limit suffices for one request
+    pool.beat()
+    assert pool.granted == ["a/x2"]
+    # The guard does not take the overdue request either.
+    pool.passes(99)
+    pool.beat()
+    assert pool.granted == ["a/x2"]
+
+
+def test_a_charge_is_corrected_by_usage_and_refunded_without_service(side: ScriptSide) -> None:
+    node = {"limits": [limit("tokens", 60, 60_000)], "budget": {"units": 1000, "period": "month"}}
+    pool = pool_of(side, {"a": node | {"over_limit": "reject", "max_parallel": 3}, "*/*": node}, **ROOMY)
+    arrival = "{name} flow=a/{name} prompt_tokens=10 answer_tokens=5"
+    pool.admit(", ".join(arrival.format(name=name) for name in ("used", "failed", "paid")))
+
+    def taken() -> dict[str, float]:
+        balances = pool.model.quotas.balances
+        return {key.partition("\x1f")[0]: each[0] for key, each in balances.items() if "tokens" in key}
+
+    assert taken() == {"a": 45, "a/used": 15, "a/failed": 15, "a/paid": 15}
+    assert pool.admit(arrival.format(name="more")) == ["refused over-limit 1\x1fparallel 0 a"]
+    use(pool, "used", "20,10,8")
+    use(pool, "used", "20,10,8")  # a repeated end
+    use(pool, "failed", "", "upstream_failed")
+    assert taken() == {"a": 43, "a/used": 28, "a/failed": 0, "a/paid": 15}
+    use(pool, "paid", "30,0,0", "upstream_failed")  # the client gets the usage of a failed answer, too
+    assert taken() == {"a": 58, "a/used": 28, "a/failed": 0, "a/paid": 30}
+    assert pool.admit(arrival.format(name="more")) == ["refused over-limit 13\x1ftokens 60000 a"]
+    assert pool.admit("huge flow=a/huge prompt_tokens=61") == ["refused over-burst 0\x1ftokens 60000 a"]
+    spent = {key: values[1] for key, values in pool.model.quotas.balances.items() if "budget" in key}
+    assert spent["a\x1fbudget:month"] == 20 + 3 * 8 + 30
+
+
+def test_a_request_over_the_limit_of_a_lenient_tenant_goes_to_the_lowest_band(side: ScriptSide) -> None:
+    pool = pool_of(side, {"a": {"limits": [limit("requests", 1)], "over_limit": "demote"}}, upper_per=2)
+    pool.admit("first flow=a band=0, runs flow=b")
+    [queued] = pool.admit("second flow=a band=0")
+    assert queued == "queued 10000"
+    pool.admit("default flow=b")
+    assert pool.end("first") == ["default"]
+    assert pool.end("runs") == ["second"]
+    assert pool.told["a"][-1].split("\x1f")[1].startswith("requests=1,0,1000;demoted=1")
+
+
+@pytest.mark.parametrize("end", ["settle", "cancel", "expire"])
+def test_the_end_of_a_request_frees_its_tenants_place(side: ScriptSide, end: str) -> None:
+    pool = pool_of(side, {"a": {"max_parallel": 1}}, **ROOMY, lease_ms=1000)
+    pool.admit("one flow=a/x, two flow=a/y, other flow=b")
+    assert pool.granted == ["other"]
+    if end == "settle":
+        pool.end("one")
+    elif end == "cancel":
+        pool.cancel("one")
+    else:
+        pool.passes(1000)
+        pool.sweep()
+    assert pool.granted[-1] == "two"
+
+
+def test_a_changed_node_applies_to_waiting_requests_and_grants_no_second_burst(side: ScriptSide) -> None:
+    pool = pool_of(side, {"a/*": {"limits": [limit("requests", 60, 60_000, burst=1)]}}, **ROOMY)
+    pool.admit("one flow=a/x, two flow=a/x, three flow=a/y")
+    assert pool.model.queue.bands[0].inner["a"].throttled.keys() == {"a/x"}
+    pool.call(
+        "set_tenants", "tenant_changes", {"a/x": json.dumps({"limits": [limit("requests", 60, 60_000, 2)]})}
+    )
+    assert pool.granted == ["three", "two"]
+    pool.admit("four flow=a/x")
+    pool.call("set_tenants", "tenant_changes", {"a/x": ""})
+    assert pool.granted == ["three", "two"]
+    pool.passes(2001)
+    pool.beat()
+    assert pool.granted == ["three", "two", "four"]
