@@ -50,7 +50,6 @@ _CONFIG: dict[str, Any] = {
         {"name": TRAP, "endpoint_labels": {"kind": "bad"}},
     ],
     "objectives": [{"name": "gold", "criticality": "Critical", "weight": 9.0}],
-    "request_queue_controller": {"watermark_per_backend": 8},
     "scheduling": {"scorers": [{"name": "queue-depth", "weight": 2}, {"name": "kv-cache", "weight": 2}]},
 }
 

@@ -48,13 +48,14 @@ def case(request: pytest.FixtureRequest, mode: str) -> Iterator[Case]:
 
 @pytest.fixture
 def faulty(case: Case, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Fleet]]:
-    """`faulty(*options, config=None, environment=None, unaudited="")` starts a fleet in the case's mode.
+    """`faulty(*options, config, environment=None, unaudited="")` starts a fleet in the case's mode.
 
-    The fleet is stopped before the case's row is written: if the stop fails, the case fails.
+    In mode `http` the fleet finds its limits (`Case.with_limits`). The fleet is stopped before the case's row
+    is written: if the stop fails, the case fails.
     """
     try:
         with fleets(tmp_path_factory, "--debug-headers", "--mode", case.mode) as start:
-            yield start
+            yield lambda *options, config, **more: start(*options, config=case.with_limits(config), **more)
     except BaseException:
         case.ended_well = False
         raise

@@ -17,6 +17,7 @@ FULL = os.environ.get("FAULT_SUITE") == "full"
 # Simulated time to first token (ms) in cases whose load must fill the pool. In the short form answers take
 # about three times as long, because other tests slow the clients.
 TTFT_MS = "20" if FULL else "150"
+_UPPER = "upper_bound_per_backend"
 RESULTS = Path(__file__).parents[3] / "bench" / "results"
 
 
@@ -46,6 +47,15 @@ class Case:
         self.report(f"G1–G6 over {found.entries} log entries")
         assert found.faults == ()
         return found
+
+    def with_limits(self, config: dict[str, Any]) -> dict[str, Any]:
+        """The configuration of a case: in mode `http` the fleet finds the endpoints' limits, from one request
+        up to the configured bound."""
+        if self.mode != "http":
+            return config
+        given = config["request_queue_controller"]
+        limits = {"mode": "adaptive", "initial_per_backend": 1, "max_per_backend": given[_UPPER]}
+        return {**config, "request_queue_controller": {**given, **limits}}
 
     def all_served(self, load: Load) -> None:
         """Assert that every request was served."""
