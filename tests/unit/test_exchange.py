@@ -80,7 +80,7 @@ async def test_a_request_is_costed_in_tokens_in_every_mode(mode: str) -> None:
     await talk.say(*asks(mode, {"content-length": str(len(ASK))}))
     # The request has the cost of the prompt; the Lua script adds the flow's mean answer.
     request, _ = talk.gate.admitted[0]
-    found = cost.tokens(ASK, len(ASK), json.loads(ASK), most=math.inf, default=0)
+    found = cost.tokens(ASK, len(ASK), json.loads(ASK), count=1, most=math.inf, default=0)
     assert (request.cost, request.learn) == (found.prompt, True)
 
 

@@ -545,7 +545,9 @@ def test_fields_before_and_after_long_strings_of_a_body_are_read(
     read = read_body(body)
     assert (read.model, read.stream, read.body_bytes) == ("m", True, len(body))
     free = PromptLine(0, 0)
-    found = cost.tokens(read.text, read.body_bytes, read.members, most=math.inf, default=0, line=free)
+    found = cost.tokens(
+        read.text, read.body_bytes, read.members, count=1, most=math.inf, default=0, line=free
+    )
     assert found[:3] == (1, 7, False)
     assert read.body is not None
     assert json.loads(bytes(read.body.values["prompt"])) == prompt

@@ -89,6 +89,7 @@ def tokens(
     size_bytes: int,
     members: Members,
     *,
+    count: int,
     most: float,
     default: float,
     line: PromptLine = UNLEARNED,
@@ -97,10 +98,9 @@ def tokens(
     """Estimate a request's tokens.
 
     `body` is b'' if only its length `size_bytes` is known; `files` are the byte ranges of a form's files.
-    `line` is the line of the request's model. `most` bounds the tokens of prompt plus answer in each
-    sequence; `default` is the assumed length of each of several answers of unknown length.
+    `line` is the line of the request's model. `count` is the number of sequences; `most` bounds the tokens of
+    prompt plus answer in each; `default` is the assumed length of each of several answers of unknown length.
     """
-    count = sequences(members)
     answer = min(_largest(members, MAX_ANSWER), _MOST_ANSWER_TOKENS)
     ids, apart_bytes = _apart(members)
     media_bytes, media_tokens = media.of_form(body, files) if files else media.found(body, members)

@@ -421,49 +421,31 @@ class Intake:
         return model
 
     def _tenant(self, headers: Mapping[str, bytes]) -> str:
-        """The path that the headers of tenants name, up to the first header that is missing; '' if the first
-        is.
-
-        Raises:
-            BadRequest: a value contains the separator, so that it could name another tenant, or is no name.
-        """
-        separator, path = self._separator, ""
-        for name in self._tenant_headers:
-            segment = text_of(headers, name).strip()
-            if not segment:
-                break
-            if separator in segment:
-                raise BadRequest(f"header {name} contains {separator!r}, which separates tenants")
-            path = f"{path}{separator}{segment}" if path else segment
-        fault = _name_fault(path) if path else None
-        if fault:
-            raise BadRequest(f"the tenant in {', '.join(self._tenant_headers)} {fault}")
-        return path
+        """The path that the headers of tenants name, '' if none. Raises BadRequest, as `_path_of`."""
+        return _path_of(tuple(map(headers.get, self._tenant_headers)), self._tenant_headers, self._separator)
 
     def _cost(self, ask: Ask, model: str) -> tuple[float, bool, int, float, float]:
         """The cost of `ask` in the stock's unit; whether that cost lacks the answer's tokens; the size of the
         prompt, 0 unless usage will tell its tokens; the tokens of prompt and of answer, 0 without tenants."""
-        is_one = False
-        if not self._in_tokens:
-            is_one = _is_one_sequence(ask.members)
-            if not self._counts_quotas:
-                return 1.0 if is_one else float(cost.sequences(ask.members)), False, 0, 0.0, 0.0
-        found = cost.tokens(
+        members = ask.members
+        count = 1 if _is_one_sequence(members) else cost.sequences(members)
+        if not (self._in_tokens or self._counts_quotas):
+            return float(count), False, 0, 0.0, 0.0
+        prompt, answer, lacks_answer, size = cost.tokens(
             ask.text,
             ask.body_bytes,
-            ask.members,
+            members,
+            count=count,
             most=self._longest.get(model, math.inf),
             default=self._answer_tokens,
             line=self._prompt_line(model),
             files=ask.files,
         )
-        prompt, answer, lacks_answer, size = found
-        if self._in_tokens:
-            quotas = (prompt, answer) if self._counts_quotas else (0.0, 0.0)
-            return prompt + answer, lacks_answer, size, *quotas
-        # The scripts add the mean answer to a cost in tokens alone, so assume an answer's length here.
-        answer = float(self._answer_tokens) if lacks_answer else answer
-        return 1.0 if is_one else float(cost.sequences(ask.members)), False, 0, prompt, answer
+        if not self._in_tokens:
+            # The scripts add the mean answer to a cost in tokens alone, so assume an answer's length here.
+            return float(count), False, 0, prompt, float(self._answer_tokens) if lacks_answer else answer
+        quotas = (prompt, answer) if self._counts_quotas else (0.0, 0.0)
+        return prompt + answer, lacks_answer, size, *quotas
 
     def _settings_of(self, model: str, objective: str) -> _ModelSettings:
         ranks, name = (self._objectives, objective) if objective else (self._models, model)
@@ -497,6 +479,28 @@ class Intake:
         split, key = self._split_of(model), self._keys.variant_key
         assert split is not None, "a model without variants has its target in its settings"
         return split.variant(key, gateway_id or identity_of_body(key, flow, ask.text))
+
+
+@lru_cache(maxsize=4096)
+def _path_of(values: tuple[bytes | None, ...], names: tuple[str, ...], separator: str) -> str:
+    """The tenant's path in the `values` of the headers `names`, up to the first that is missing; cached,
+    since requests repeat the same values.
+
+    Raises:
+        BadRequest: a value contains the separator, so that it could name another tenant, or is no name.
+    """
+    path = ""
+    for name, value in zip(names, values, strict=True):
+        segment = text_of({name: value or b""}, name).strip()
+        if not segment:
+            break
+        if separator in segment:
+            raise BadRequest(f"header {name} contains {separator!r}, which separates tenants")
+        path = f"{path}{separator}{segment}" if path else segment
+    fault = _name_fault(path) if path else None
+    if fault:
+        raise BadRequest(f"the tenant in {', '.join(names)} {fault}")
+    return path
 
 
 def _is_one_sequence(members: cost.Members) -> bool:

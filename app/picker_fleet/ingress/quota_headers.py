@@ -31,11 +31,12 @@ def quota_headers(quota: str, *, is_anthropic: bool, now_s: float) -> dict[str, 
     the time until then. `now_s` is the Unix time.
     """
     found: dict[str, str] = {}
-    for unit, limit, remaining, reset_ms in _PART.findall(quota):
-        wait_s = int(reset_ms) / 1000
-        reset = _at(now_s + wait_s) if is_anthropic else _duration(int(reset_ms))
-        names = (_ANTHROPIC if is_anthropic else _OPENAI)[unit]
-        found |= zip(names, (limit, remaining, reset), strict=True)
+    names = _ANTHROPIC if is_anthropic else _OPENAI
+    for unit, limit, remaining, digits in _PART.findall(quota):
+        of_limit, of_remaining, of_reset = names[unit]
+        reset_ms = int(digits)
+        found[of_limit], found[of_remaining] = limit, remaining
+        found[of_reset] = _at(now_s + reset_ms / 1000) if is_anthropic else _duration(reset_ms)
     if "demoted=1" in quota:
         found[DEMOTED] = "true"
     return found
