@@ -8,8 +8,9 @@
 -- All functions: keys[1] epp:{POOL}:pool
 --
 -- Rows:
---   flow queue: throttled (0 or 1), priority of its band, name, start tag, queued, arrival of the oldest (us), weight,
---     share (added to the tag by serving one request), in flight ('': not counted)
+--   flow queue: throttled (0 or 1), priority of its band, name, start tag (with tenants as if it were a child of the
+--     root), queued, arrival of the oldest (us), weight, share (added to the tag by serving one request), in flight
+--     ('': not counted)
 --   request: id, state, owner, flow, priority of its band, workload, model, criticality, cost, arrival (us),
 --     deadline_ms, due_ms (when it is overdue), overdue (0 or 1), endpoints, limit, score parts (wait, criticality,
 --     rate; '' unless `workload-aware`)
@@ -43,8 +44,9 @@ function view.rank_behind(sorted, score, member)
 end
 
 -- Append a row for each of `flow_queues` (name, start tag, name, start tag ...). Arrival, weight and share are taken
--- from the flow queue's first request: its oldest or, under edf, the one with the earliest deadline.
-function view.add_flow_queues(reply, band, throttled, flow_queues)
+-- from the flow queue's first request: its oldest or, under edf, the one with the earliest deadline. `scales`, if
+-- given, has a factor for each flow queue's share.
+function view.add_flow_queues(reply, band, throttled, flow_queues, scales)
   local heads = {}
   for i = 1, #flow_queues, 2 do
     heads[#heads + 1] = read('ZRANGE', key.queue[band][flow_queues[i]], 0, 0)[1] or ''
@@ -57,6 +59,7 @@ function view.add_flow_queues(reply, band, throttled, flow_queues)
       arrived, weight, share = r.arrived, settings.weights[r.flow] or r.weight, queue.share(r)
       if r.limit > 0 then in_flight = read('HGET', key.limits, r.flow) or '0' end
     end
+    if scales then share = share * scales[flow_queue] end
     reply[#reply + 1] = string.format(FLOW_QUEUE_ROW, throttled, PRIORITY[band], flow_queue, tag,
       queue.length(band, flow_queue), arrived, weight, share, in_flight)
   end
@@ -65,11 +68,65 @@ end
 -- The key of a band's ordered flow queues (`throttled` 0) or throttled flow queues (1).
 function view.flow_queues(band, throttled) return (throttled == 0 and key.flows or key.throttled)[band] end
 
+-- With tenants: append the leaves below `parent` to `found` (name, start tag, name, start tag ...), with start tags as
+-- if they were children of the root. While all children of a node are backlogged, each turn of the node raises its tag
+-- by 1 / weight, and the virtual time of its children by 1 / (sum of their weights), for a cost of 1. So a difference
+-- of tags below the node times `scale` is one of tags of the root. `start` is the parent's own tag.
+local MOST_LEAVES = 2000
+function view.add_leaves(found, scales, members, start, scale)
+  local weights, sum = {}, 0
+  for i = 1, #members, 2 do
+    weights[i] = tenants.weight(members[i]) or settings.weights[members[i]] or 1
+    sum = sum + weights[i]
+  end
+  for i = 1, #members, 2 do
+    local member, below = members[i], start and scale * sum or 1
+    local tag = start and start + (members[i + 1] - members[2]) * below or tonumber(members[i + 1])
+    if not tenants.is_inner(member) then
+      found[#found + 1], found[#found + 2], scales[member] = member, tag, below
+    elseif #found < 2 * MOST_LEAVES then
+      local children = read('ZRANGE', key.children[view.band][member], 0, MOST_LEAVES - 1, 'WITHSCORES')
+      view.add_leaves(found, scales, children, tag, below / weights[i])
+    end
+  end
+end
+
+-- A band's ordered or throttled flow queues, with start tags, and the factors of their shares; sorted by tag and name.
+function view.leaves(band, throttled)
+  local found, scales, sorted = {}, {}, {}
+  view.band = band
+  local members = read('ZRANGE', view.flow_queues(band, throttled), 0, MOST_LEAVES - 1, 'WITHSCORES')
+  view.add_leaves(found, scales, members)
+  for i = 1, #found, 2 do sorted[#sorted + 1] = {found[i], found[i + 1]} end
+  table.sort(sorted, function(a, b) return a[2] < b[2] or (a[2] == b[2] and comes_before(a[1], b[1])) end)
+  return sorted, scales
+end
+
+-- With tenants: the number of a band's flow queues, and `wanted` of them after the position (start tag, name).
+function view.page_of_leaves(band, throttled, score, member, wanted)
+  local sorted, scales = view.leaves(band, throttled)
+  local page, after = {}, tonumber(score)
+  for _, leaf in ipairs(sorted) do
+    local is_after = not after or leaf[2] > after or (leaf[2] == after and comes_before(member, leaf[1]))
+    if is_after and #page < 2 * wanted then page[#page + 1], page[#page + 2] = leaf[1], exact(leaf[2]) end
+  end
+  return #sorted, page, scales
+end
+
 -- Append the row of one flow queue in a band, if requests wait there.
 function view.add_flow_queue(reply, band, flow_queue)
   for throttled = 0, 1 do
-    local tag = read('ZSCORE', view.flow_queues(band, throttled), flow_queue)
-    if tag then view.add_flow_queues(reply, band, throttled, {flow_queue, tag}) end
+    local tag, scales = nil, nil
+    if settings.tenants then
+      local sorted
+      sorted, scales = view.leaves(band, throttled)
+      for _, leaf in ipairs(sorted) do
+        if leaf[1] == flow_queue then tag = exact(leaf[2]) end
+      end
+    else
+      tag = read('ZSCORE', view.flow_queues(band, throttled), flow_queue)
+    end
+    if tag then view.add_flow_queues(reply, band, throttled, {flow_queue, tag}, scales) end
   end
 end
 
@@ -112,13 +169,21 @@ local function view_flows(args)
     for _, band in ipairs(BANDS) do
       local priority, sorted = PRIORITY[band], view.flow_queues(band, throttled)
       local total = read('ZCARD', sorted)
-      totals[#totals + 1], totals[#totals + 2], totals[#totals + 3] = throttled, priority, total
       local is_first = throttled == first_throttled and priority == first_priority
+      local leaves, scales
+      if settings.tenants and total > 0 then
+        local score, member = is_first and args[3] or '', is_first and args[4] or ''
+        total, leaves, scales = view.page_of_leaves(band, throttled, score, member, math.max(wanted, 0))
+      end
+      totals[#totals + 1], totals[#totals + 2], totals[#totals + 3] = throttled, priority, total
       local is_behind = throttled > first_throttled or (throttled == first_throttled and priority < first_priority)
       if (is_first or is_behind) and wanted > 0 and total > 0 and (not only or only == priority) then
-        local from = is_first and view.rank_behind(sorted, args[3], args[4]) or 0
-        local flow_queues = read('ZRANGE', sorted, from, from + wanted - 1, 'WITHSCORES')
-        view.add_flow_queues(reply, band, throttled, flow_queues)
+        local flow_queues = leaves
+        if not leaves then
+          local from = is_first and view.rank_behind(sorted, args[3], args[4]) or 0
+          flow_queues = read('ZRANGE', sorted, from, from + wanted - 1, 'WITHSCORES')
+        end
+        view.add_flow_queues(reply, band, throttled, flow_queues, scales)
         wanted = wanted - #flow_queues / 2
       end
     end

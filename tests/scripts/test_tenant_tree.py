@@ -11,6 +11,8 @@ import redis
 from direct_calls import ClockedPool, arrival
 from script_fleet import OpenFleet, addresses, ask, until
 
+from picker_fleet.admin.queue_order import predicted_order
+
 A = addresses(1)[0]
 TREE = {"separator": "/"}
 
@@ -326,3 +328,23 @@ async def test_a_waiting_request_starts_as_soon_as_its_balance_suffices(fleet: O
         # No other call comes: the replica itself calls when the time has come.
         await until(lambda: len([1 for what, _ in a.notifications if what == "placed"]) == 4)
         assert await it.queued() == 0
+
+
+async def test_the_predicted_order_of_the_queue_is_the_order_of_service(fleet: OpenFleet) -> None:
+    async with fleet("a", upper_per=1, guard_share=0, tenants=TREE) as (_, a):
+        await a.store.set_tenants("tenants", {"acme": '{"weight": 3}', "acme/search": '{"weight": 2}'})
+        await a.admit("runs")
+        flows = ("acme/search/x", "acme/ads/x", "acme/ads/y", "zeta/x", "zeta/y")
+        for number, flow in enumerate(flows * 8):
+            await a.admit(f"r{number}", flow=flow)
+        rows = (await a.store.reads.flow_queues(1000)).queues
+        assert sorted(row.name for row in rows) == sorted(flows)
+        predicted = Counter(each.queue.name for each in predicted_order(rows, None, 16))
+        # acme has 12 of 16 turns, of which search has 8.
+        assert predicted == {"acme/search/x": 8, "acme/ads/x": 2, "acme/ads/y": 2, "zeta/x": 2, "zeta/y": 2}
+        page = (await a.store.reads.flow_queues(2)).queues
+        behind = (repr(page[-1].start), page[-1].name)
+        rest = (await a.store.reads.flow_queues(9, group=page[-1].group, behind=behind)).queues
+        assert [row.name for row in (*page, *rest)] == [row.name for row in rows]
+        (row,) = await a.store.reads.flow_queue("acme/ads/x")
+        assert row == next(each for each in rows if each.name == row.name)._replace(oldest_s=row.oldest_s)
