@@ -12,10 +12,11 @@ import pytest
 from extproc_client import PLACEMENT, Talk, body, headers, response_headers, set_headers
 from tables import cases
 
+from picker_fleet.admission.reports import Reports
 from picker_fleet.admission.waits import refusal
 from picker_fleet.domain.config import Settings, parse
 from picker_fleet.domain.errors import BadRequest, ConfigError, OverBurst, OverLimit
-from picker_fleet.domain.request import InferenceRequest
+from picker_fleet.domain.request import Completion, InferenceRequest, Outcome
 from picker_fleet.domain.tenants import Node, Tenants, Tree
 from picker_fleet.endpoints.discovery import FileFault
 from picker_fleet.fleet.tenant_nodes import TenantNodes, nodes_in
@@ -250,6 +251,27 @@ def test_a_refusal_of_a_request_above_a_burst_says_what_it_needs(limit: str, tol
     error = refusal(Refused(Refusal.OVER_BURST, 0, limit), request, 1, NODES)
     assert type(error) is OverBurst
     assert (str(error), error.reason) == (f"the request {told}", "over-burst")
+
+
+@cases("status, prompt, answer, cached, usage", {
+    "all": (200, 7, 9, 5, "7,5,9"),
+    "no cached tokens": (200, 7, 9, None, "7,0,9"),
+    "more cached than prompt tokens": (200, 7, 9, 8, "7,7,9"),
+    "no prompt": (200, None, 9, None, ""),
+    "refused by the engine": (400, None, None, None, "0,0,0"),
+    "failed": (500, None, None, None, ""),
+})  # fmt: skip
+def test_an_end_reports_the_usage_that_corrects_the_charges_of_tenants(
+    status: int, prompt: int | None, answer: int | None, cached: int | None, usage: str
+) -> None:
+    end = Completion("r", Outcome.COMPLETED, status, None, prompt, answer, None, None, cached_tokens=cached)
+    for has_tenants in (True, False):
+        store, others = Mock(), {name: Mock() for name in ("metrics", "endpoints", "chooser")}
+        reports = Reports(
+            store, Mock(), **others, counts_tokens=False, has_tenants=has_tenants, are_places_awaited=bool
+        )
+        reports.tell_end(end)
+        assert store.settle.call_args.kwargs["usage"] == (usage if has_tenants else "")
 
 
 class Nodes:
