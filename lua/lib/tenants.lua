@@ -59,6 +59,12 @@ do -- a chunk may have 200 locals
   -- The settings of nodes. A node has its own settings, else those for all children of its parent (PARENT/*), else
   -- those for all nodes of its level (*/*).
   local PERIODS = {day = true, week = true, month = true}
+  -- What a request takes of each unit: `fixed` + `prompt` * prompt tokens + `answer` * answer tokens.
+  local UNITS = {
+    requests = {fixed = 1, prompt = 0, answer = 0}, tokens = {fixed = 0, prompt = 1, answer = 1},
+    prompt_tokens = {fixed = 0, prompt = 1, answer = 0}, answer_tokens = {fixed = 0, prompt = 0, answer = 1},
+    parallel = {fixed = 1, prompt = 0, answer = 0},
+  }
   local function parse_node(path, text)
     local node = {path = path, over_limit = 'queue', limits = {}}
     local valid, found = pcall(cjson.decode, text or '{}')
@@ -69,7 +75,7 @@ do -- a chunk may have 200 locals
     node.weight, node.over_limit = tonumber(found.weight), found.over_limit or 'queue'
     for _, each in ipairs(type(found.limits) == 'table' and found.limits or {}) do
       local amount, per_ms = tonumber(each.amount), tonumber(each.per_ms)
-      if amount and per_ms and amount > 0 and per_ms > 0 then
+      if UNITS[each.unit] and amount and per_ms and amount > 0 and per_ms > 0 then
         node.limits[#node.limits + 1] = {unit = each.unit, per = per_ms, amount = amount, rate = amount / per_ms,
           burst = tonumber(each.burst) or amount, field = joined(path, each.unit .. ':' .. each.per_ms)}
       end
@@ -130,25 +136,39 @@ do -- a chunk may have 200 locals
   end
 
   -- Balances: field -> what the limit has granted: units owed now, units spent in this period, or requests in flight;
-  -- for `served` the cost served. Each call reads a field once, and writes it once.
+  -- for `served` the cost served. Each call reads a field once, and writes it once. They are cached between calls while
+  -- only this library changes the pool.
   local balances, changed_balances = {}, {} -- field -> number; field -> its limit
+  local stored, stored_at, stored_count = {}, {}, 0 -- field -> the number as last written, and when (ms)
   local SERVED = {unit = 'served'}
   local decode -- (limit, text) -> number
 
   local READ_AT_ONCE = 1000 -- unpack() puts its values on a stack of limited depth
+  -- Take a balance from the cache. Return false if the cache lacks it.
+  local function take_cached(limit, field)
+    local number = stored[field]
+    if not number or limit.unit == 'budget' then return false end
+    if limit.rate then
+      number = number - (now_us / 1000 - stored_at[field]) * limit.rate
+      if number < 0 then number = 0 end
+    end
+    balances[field] = number
+    return true
+  end
+
   local wanted, asked = {}, {} -- reused by each call: the limits and the fields to read
   local function want(found, count)
     for i = 1, #found do
       local node = found[i]
       for j = 1, #node.limits do
         local limit = node.limits[j]
-        if balances[limit.field] == nil then
+        if balances[limit.field] == nil and not take_cached(limit, limit.field) then
           count = count + 1
           asked[count], wanted[count], balances[limit.field] = limit.field, limit, false
         end
       end
       local served = node.served_field
-      if served and balances[served] == nil then
+      if served and balances[served] == nil and not take_cached(SERVED, served) then
         count = count + 1
         asked[count], wanted[count], balances[served] = served, SERVED, false
       end
@@ -233,10 +253,8 @@ do -- a chunk may have 200 locals
 
   -- What a request takes of a unit: `prompt` and `answer` tokens, `cached` prompt tokens among them.
   local function amount_of(unit, r, prompt, cached, answer)
-    if unit == 'tokens' then return prompt + answer end
-    if unit == 'prompt_tokens' then return prompt end
-    if unit == 'answer_tokens' then return answer end
-    if unit ~= 'budget' then return 1 end
+    local takes = UNITS[unit]
+    if takes then return takes.fixed + takes.prompt * prompt + takes.answer * answer end
     local price = price_of(r.model)
     return (prompt - cached) * (price.prompt or 1) + cached * (price.cached or price.prompt or 1)
       + answer * (price.answer or 1)
@@ -457,6 +475,17 @@ do -- a chunk may have 200 locals
     return freed
   end
 
+  -- The one of two limits of which more is used; `limit` if there is no other.
+  local function more_used(other, limit)
+    if other and balances[other.field] / other.burst >= balances[limit.field] / limit.burst then return other end
+    return limit
+  end
+
+  local function balance_of(limit)
+    local owed = balances[limit.field]
+    return string.format('%d,%d,%d', limit.burst, math.max(0, limit.burst - owed), math.ceil(owed / limit.rate))
+  end
+
   -- The balances that an answer shows: of the limits on requests and on tokens the one with the least share left, and
   -- whether the request was demoted. A text that begins with byte 31; '' without limits.
   function tenants.quota(r)
@@ -464,42 +493,44 @@ do -- a chunk may have 200 locals
     local charge = #found > 0 and charge_of(r)
     if not charge then return '' end
     prefetch(found)
-    local worst, parts = {}, {}
-    for _, node in ipairs(found) do
-      for _, limit in ipairs(node.limits) do
-        local kind = limit.unit == 'requests' and 'requests' or limit.rate and 'tokens'
-        if kind then
-          local left = limit.burst - balances[limit.field]
-          if not worst[kind] or left / limit.burst < worst[kind].left / worst[kind].limit.burst then
-            worst[kind] = {limit = limit, left = left}
-          end
+    local requests, tokens
+    for i = 1, #found do
+      local limits = found[i].limits
+      for j = 1, #limits do
+        local limit = limits[j]
+        if limit.unit == 'requests' then
+          requests = more_used(requests, limit)
+        elseif limit.rate then
+          tokens = more_used(tokens, limit)
         end
       end
     end
-    for _, kind in ipairs({'requests', 'tokens'}) do
-      local one = worst[kind]
-      if one then
-        parts[#parts + 1] = string.format('%s=%d,%d,%d', kind, one.limit.burst, math.max(0, one.left),
-          math.ceil((one.limit.burst - one.left) / one.limit.rate))
-      end
-    end
-    if charge.demoted then parts[#parts + 1] = 'demoted=1' end
-    return #parts > 0 and '\31' .. table.concat(parts, ';') or ''
+    local text = requests and '\31requests=' .. balance_of(requests) or ''
+    if tokens then text = text .. (text == '' and '\31' or ';') .. 'tokens=' .. balance_of(tokens) end
+    if charge.demoted then text = text .. (text == '' and '\31' or ';') .. 'demoted=1' end
+    return text
   end
 
-  -- Inner nodes in the order of a band: the virtual time `v` of their children, the tag `new` of newcomers.
-  local states, changed_states = {}, {} -- joined(band, node) -> {band, node, v, new}
+  -- Inner nodes in the order of a band: the virtual time `v` of their children, the tag `new` of newcomers. They are
+  -- cached between calls while only this library changes the pool.
+  local states, states_known, changed_states = {}, 0, {} -- band -> node -> {band, node, v, new}; state -> true
   function tenants.state(band, node)
-    local name = joined(band, node)
-    local state = states[name]
+    local of_band = states[band]
+    if not of_band then
+      of_band = {}
+      states[band] = of_band
+    end
+    local state = of_band[node]
     if not state then
       local text = read('HGET', key.nodes[band], node)
       local valid, v, new = pcall(struct.unpack, 'ddd', text or '')
       state = {band = band, node = node, v = valid and v or 0, new = valid and new or 0}
-      states[name] = state
+      of_band[node], states_known = state, states_known + 1
     end
     return state
   end
+
+  local function forget_states() states, states_known, changed_states = {}, 0, {} end
 
   local function random_fields(hash, count)
     if read('HLEN', hash) == 0 then return {}, {} end
@@ -519,6 +550,7 @@ do -- a chunk may have 200 locals
       if is_empty and not (valid and now_ms - used_ms <= idle_ms) then
         defer_write('HDEL', key.nodes[band], node)
         defer_unlink(key.finished[band][node])
+        if states[band] then states[band][node] = nil end
       elseif valid then
         local finished = key.finished[band][node]
         for _, member in ipairs(read('ZRANGEBYSCORE', finished, '-inf', v, 'LIMIT', 0, count)) do
@@ -535,7 +567,7 @@ do -- a chunk may have 200 locals
       defer_unlink(key.finished[band][node])
     end
     defer_unlink(key.nodes[band])
-    states, changed_states = {}, {}
+    forget_states()
   end
 
   -- Add the keys of a band's inner nodes to `names`, except finish tags unless `is_lost`.
@@ -547,11 +579,14 @@ do -- a chunk may have 200 locals
     if is_lost then names[#names + 1] = key.nodes[band] end
   end
 
-  function tenants.touch(state) changed_states[joined(state.band, state.node)] = state end
+  function tenants.touch(state) changed_states[state] = true end
 
   function tenants.commit()
     for field, limit in pairs(changed_balances) do
-      defer_write('HSET', key.balances, field, encode(limit, balances[field]))
+      local number = balances[field]
+      defer_write('HSET', key.balances, field, encode(limit, number))
+      if not stored[field] then stored_count = stored_count + 1 end
+      stored[field], stored_at[field] = number, now_us / 1000
     end
     for id in pairs(changed_charges) do
       local c = charges[id]
@@ -562,7 +597,7 @@ do -- a chunk may have 200 locals
         defer_write('HDEL', key.charges, id)
       end
     end
-    for _, state in pairs(changed_states) do
+    for state in pairs(changed_states) do
       defer_write('HSET', key.nodes[state.band], state.node, struct.pack('ddd', state.v, state.new, now_ms))
     end
   end
@@ -595,7 +630,9 @@ do -- a chunk may have 200 locals
   function tenants.reset()
     if next(balances) then balances, changed_balances = {}, {} end
     if next(charges) then charges, changed_charges = {}, {} end
-    if next(states) then states, changed_states = {}, {} end
+    if next(changed_states) then changed_states = {} end
+    if not cache_is_valid or states_known > MOST_KNOWN then forget_states() end
+    if not cache_is_valid or stored_count > MOST_KNOWN then stored, stored_at, stored_count = {}, {}, 0 end
     if not cache_is_valid then
       next_wake_ms = nil
       tenants.forget()
@@ -603,6 +640,7 @@ do -- a chunk may have 200 locals
   end
 
   local function drop_counts()
+    stored, stored_at, stored_count = {}, {}, 0
     local cursor = '0'
     repeat
       local scan = read('HSCAN', key.balances, cursor, 'COUNT', 1000)
