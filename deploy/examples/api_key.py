@@ -5,10 +5,11 @@
 keys.yaml has a line for each key, and none of the keys themselves (`printf %s "$KEY" | sha256sum`):
 
     "4fb2…": team-a
+    "91c0…": team-a/nightly            # a path, where the configuration has `tenants`
 
-A request brings its key as `authorization: Bearer KEY`. Without a key of the table it is answered 401; with
-one, neither the picker nor a model server sees the key. Keys must be long and random, as those of
-`openssl rand -hex 24` are: who guesses one has its flow.
+A request brings its key as `authorization: Bearer KEY`, or as `x-api-key: KEY` as Anthropic's clients do.
+Without a key of the table it is answered 401; with one, neither the picker nor a model server sees the key.
+Keys must be long and random, as those of `openssl rand -hex 24` are: who guesses one has its flow.
 """
 
 import json
@@ -61,8 +62,9 @@ end
 
 function envoy_on_request(handle)
   local headers = handle:headers()
-  local key = (headers:get("authorization") or ""):match("^[Bb]earer (%%S+)$")
+  local key = (headers:get("authorization") or ""):match("^[Bb]earer (%%S+)$") or headers:get("x-api-key")
   headers:remove("authorization")
+  headers:remove("x-api-key")
   local flow = key and #key <= 512 and FLOWS[sha256(key)]
   if not flow then
     local said = {[":status"] = "401", ["content-type"] = "application/json", ["www-authenticate"] = "Bearer"}

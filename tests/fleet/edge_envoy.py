@@ -1,6 +1,7 @@
 """A second Envoy in front of a running fleet, with the bootstrap that `picker envoy-config` prints."""
 
 import subprocess
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from picker_tools.local_fleet.network import LOOPBACK
 from picker_tools.local_fleet.parts import Mode
 from picker_tools.local_fleet.processes import envoy_binary
 
+EXAMPLES = Path(__file__).parents[2] / "deploy" / "examples"
 _READY_S = 60.0
 Tree = dict[str, Any]
 
@@ -65,6 +67,28 @@ def edge(
     edit(tree)
     with started(to_yaml(tree), folder) as running:
         yield running
+
+
+@contextmanager
+def example(
+    fleet: Any,
+    folder: Path,
+    name: str,
+    *arguments: str,
+    mode: Mode = "lean",
+    settings: Mapping[str, Any] = MappingProxyType({}),
+) -> Iterator[Edge]:
+    """Run an Envoy with the bootstrap of `picker envoy-config`, edited by an example of `EXAMPLES`."""
+    plain = to_yaml(bootstrap(fleet, mode, settings))
+    with started(run([str(EXAMPLES / name), *arguments], plain), folder / "envoy") as running:
+        yield running
+
+
+def run(command: list[str], text: str = "") -> str:
+    """Run a Python program with `text` on stdin; return its stdout. AssertionError if the program fails."""
+    done = subprocess.run([sys.executable, *command], input=text, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def bootstrap(

@@ -8,8 +8,6 @@ import ssl
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +15,9 @@ import httpx
 import pytest
 import yaml
 from crowd import http_client
-from edge_envoy import Edge, admitted, bootstrap, started
+from edge_envoy import EXAMPLES, admitted, example, run
 from tls_files import Pair, authority, signed
 
-from picker_tools.local_fleet.bootstrap import to_yaml
-
-EXAMPLES = Path(__file__).parents[2] / "deploy" / "examples"
 Headers = list[tuple[str, str]]
 ASK = {"model": "llama", "prompt": "x", "max_tokens": 1}
 # Request headers with which a client could try to claim another flow.
@@ -40,21 +35,6 @@ CONFIG = {"objectives": [{"name": "gold", "criticality": "Critical", "weight": 9
 @pytest.fixture(scope="module")
 def here(shared_fleet: Any) -> Any:
     return shared_fleet("--replicas", "1", "--endpoints", "1", "--sim-ttft", "20", config=CONFIG)
-
-
-@contextmanager
-def example(fleet: Any, folder: Path, name: str, *arguments: str) -> Iterator[Edge]:
-    """Run an Envoy with the bootstrap of `picker envoy-config`, edited by the example `name`."""
-    plain = to_yaml(bootstrap(fleet, "lean"))
-    with started(run([str(EXAMPLES / name), *arguments], plain), folder / "envoy") as running:
-        yield running
-
-
-def run(command: list[str], text: str = "") -> str:
-    """Run a Python program with `text` on stdin; return its stdout. AssertionError if the program fails."""
-    done = subprocess.run([sys.executable, *command], input=text, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 async def asked(url: str, headers: Headers, **options: Any) -> httpx.Response:
@@ -78,12 +58,15 @@ async def test_an_api_key_gets_the_flow_that_the_table_has_for_its_hash(here: An
     with example(here, tmp_path, "api_key.py", str(table)) as edge:
         for flow, key in keys.items():
             await assert_admitted(here, edge.url, [*SPOOFED, ("authorization", f"Bearer {key}")], flow)
+        # Anthropic's clients send their key in this header.
+        await assert_admitted(here, edge.url, [*SPOOFED, ("x-api-key", key)], flow)
         before = len(await admitted(here))
         digest = next(iter(hashed))
         too_long = f"Bearer {'y' * 513}"
         for refused in ("x", "Bearer", "Bearer another", f"Bearer {digest}", "Basic a2V5", too_long):
             answer = await asked(edge.url, [*SPOOFED, ("authorization", refused)])
             assert (answer.status_code, answer.json()["error"]["code"]) == (401, "invalid_api_key")
+        assert (await asked(edge.url, [*SPOOFED, ("x-api-key", digest)])).status_code == 401
         assert (await asked(edge.url, SPOOFED)).status_code == 401
         assert len(await admitted(here)) == before
 
