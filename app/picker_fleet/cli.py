@@ -33,7 +33,10 @@ _COMMANDS = {
         "picker_tools.load.command",
         "run a load scenario, check the fleet's promises, write a report",
     ),
-    "import-config": ("picker_kubernetes.import_config", "convert the Go picker's EndpointPickerConfig"),
+    "import-config": (
+        "picker_kubernetes.import_config",
+        "convert a file of the Go picker, LiteLLM or Envoy AI Gateway",
+    ),
     "audit": ("picker_tools.audit.command", "replay the decision log and check what the queue promises"),
 }
 _CHECK_SUMMARY = "validate a configuration"

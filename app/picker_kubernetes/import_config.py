@@ -1,6 +1,7 @@
 """Converts an `EndpointPickerConfig` of llm-d's router: for `picker import-config` and `serve --config-file`.
 
-A key with a counterpart becomes a key of Picker Fleet's configuration; a remark names each other key.
+A key with a counterpart becomes a key of Picker Fleet's configuration; a remark names each other key. The
+command also converts limits of tenants (import_tenants.py).
 docs/migration.md documents the mapping.
 """
 
@@ -8,8 +9,7 @@ import argparse
 import math
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,8 @@ from picker_fleet.domain.bands import NAMED
 from picker_fleet.domain.config import YamlFault, parse, read_yaml
 from picker_fleet.domain.errors import ConfigError
 from picker_fleet.domain.sections import MOST_BAND_BYTES, MOST_LIMIT
+from picker_kubernetes import import_tenants
+from picker_kubernetes.import_result import Imported, listed, mapping, mappings
 
 KIND = "EndpointPickerConfig"
 
@@ -127,18 +129,6 @@ _DURATION = re.compile(r"([0-9]+\.?[0-9]*|\.[0-9]+)(ns|us|\u00b5s|ms|s|m|h)")
 Plugins = Mapping[str, tuple[str, Mapping[str, Any]]]  # plugin's name -> its type and parameters
 
 
-@dataclass(slots=True)
-class Imported:
-    """The result: `tree` is a Picker Fleet configuration; `remarks` name keys without a counterpart in it."""
-
-    tree: dict[str, Any] = field(default_factory=dict)
-    remarks: list[str] = field(default_factory=list)
-
-    def section(self, name: str) -> dict[str, Any]:
-        found: dict[str, Any] = self.tree.setdefault(name, {})
-        return found
-
-
 def is_foreign(tree: object) -> bool:
     """Whether `tree` is an EndpointPickerConfig."""
     return isinstance(tree, Mapping) and tree.get("kind") == KIND
@@ -157,15 +147,15 @@ def imported(tree: Mapping[str, Any]) -> Imported:
     _scorers(tree, plugins, result)
     _saturation(tree, plugins, result)
     _flow_control(tree, plugins, result)
-    for gate in map(str, _list(tree, "featureGates")):
+    for gate in map(str, listed(tree, "featureGates")):
         name, _, value = gate.partition("=")
         if name == "flowControl" and value in ("", "true", "false"):
             result.section("request_queue_controller")["enabled"] = value != "false"
         else:
             result.remarks.append(f"featureGates: {gate} has no counterpart")
-    handler = _mapping(tree.get("requestHandler"), "requestHandler")
-    parsers = _mappings(handler, "parsers", "requestHandler.parsers")
-    for parser in (*parsers, *([_mapping(tree["parser"], "parser")] if tree.get("parser") else ())):
+    handler = mapping(tree.get("requestHandler"), "requestHandler")
+    parsers = mappings(handler, "parsers", "requestHandler.parsers")
+    for parser in (*parsers, *([mapping(tree["parser"], "parser")] if tree.get("parser") else ())):
         named = str(parser.get("pluginRef"))
         kind = plugins.get(named, (named, {}))[0]
         if kind not in BUILT_IN and named not in plugins:
@@ -192,55 +182,34 @@ def _name_rest(section: Mapping[str, Any], where: str, result: Imported) -> None
     for key, value in section.items():
         inner = f"{where}.{key}" if where else str(key)
         if inner in _KEYS:
-            _name_rest(_mapping(value, f"{path}{key}"), inner, result)
+            _name_rest(mapping(value, f"{path}{key}"), inner, result)
         elif f"{inner}[]" in _KEYS:
-            for each in _mappings(section, key, f"{path}{key}"):
+            for each in mappings(section, key, f"{path}{key}"):
                 _name_rest(each, f"{inner}[]", result)
-
-
-def _mappings(section: Mapping[str, Any], key: str, where: str) -> list[Mapping[str, Any]]:
-    return [_mapping(each, where) for each in _list(section, key)]
-
-
-def _list(tree: Mapping[str, Any], key: str) -> list[Any]:
-    value = tree.get(key)
-    if value is None:
-        return []
-    if not isinstance(value, list):
-        raise ConfigError(f"{key}: must be a list")
-    return value
-
-
-def _mapping(value: object, where: str) -> Mapping[str, Any]:
-    if value is None:
-        return {}
-    if not isinstance(value, Mapping):
-        raise ConfigError(f"{where}: must be an object")
-    return value
 
 
 def _plugins(tree: Mapping[str, Any]) -> Plugins:
     found: dict[str, tuple[str, Mapping[str, Any]]] = {}
-    for number, entry in enumerate(_list(tree, "plugins")):
-        plugin = _mapping(entry, f"plugins.{number}")
+    for number, entry in enumerate(listed(tree, "plugins")):
+        plugin = mapping(entry, f"plugins.{number}")
         kind = plugin.get("type")
         if not isinstance(kind, str) or not kind:
             raise ConfigError(f"plugins.{number}.type: is missing")
         name = str(plugin.get("name") or kind)
         if name in found:
             raise ConfigError(f"plugins.{number}: two plugins are named {name}")
-        found[name] = kind, _mapping(plugin.get("parameters"), f"plugins.{number}.parameters")
+        found[name] = kind, mapping(plugin.get("parameters"), f"plugins.{number}.parameters")
     return found
 
 
 def _scorers(tree: Mapping[str, Any], plugins: Plugins, result: Imported) -> None:
-    profiles = _list(tree, "schedulingProfiles")
+    profiles = listed(tree, "schedulingProfiles")
     if len(profiles) > 1:
-        names = ", ".join(str(_mapping(each, "schedulingProfiles").get("name")) for each in profiles[1:])
+        names = ", ".join(str(mapping(each, "schedulingProfiles").get("name")) for each in profiles[1:])
         result.remarks.append(f"schedulingProfiles: this picker has one profile; not imported: {names}")
     if profiles:
-        first = _mapping(profiles[0], "schedulingProfiles.0")
-        references = _mappings(first, "plugins", "schedulingProfiles.0.plugins")
+        first = mapping(profiles[0], "schedulingProfiles.0")
+        references = mappings(first, "plugins", "schedulingProfiles.0.plugins")
     else:
         references = [{"pluginRef": name} for name in plugins]
     weights: dict[str, float] = {}
@@ -276,8 +245,8 @@ def _scorers(tree: Mapping[str, Any], plugins: Plugins, result: Imported) -> Non
 
 def _select(name: str, parameters: Mapping[str, Any], result: Imported) -> None:
     """Import a label selector's equality requirements, with a remark for each other expression."""
-    wanted = {str(key): str(value) for key, value in _mapping(parameters.get("matchLabels"), name).items()}
-    for expression in _mappings(parameters, "matchExpressions", f"plugins: {name}.matchExpressions"):
+    wanted = {str(key): str(value) for key, value in mapping(parameters.get("matchLabels"), name).items()}
+    for expression in mappings(parameters, "matchExpressions", f"plugins: {name}.matchExpressions"):
         values = expression.get("values")
         if expression.get("operator") == "In" and isinstance(values, list) and len(values) == 1:
             wanted[str(expression.get("key"))] = str(values[0])
@@ -289,10 +258,10 @@ def _select(name: str, parameters: Mapping[str, Any], result: Imported) -> None:
 
 
 def _saturation(tree: Mapping[str, Any], plugins: Plugins, result: Imported) -> None:
-    control = _mapping(tree.get("flowControl"), "flowControl")
-    detector = _mapping(control.get("saturationDetector"), "flowControl.saturationDetector")
+    control = mapping(tree.get("flowControl"), "flowControl")
+    detector = mapping(control.get("saturationDetector"), "flowControl.saturationDetector")
     if not detector:
-        detector = _mapping(tree.get("saturationDetector"), "saturationDetector")
+        detector = mapping(tree.get("saturationDetector"), "saturationDetector")
     detectors = {name: each for name, each in plugins.items() if each[0].endswith("-detector")}
     name = str(detector.get("pluginRef", ""))
     if name and name not in plugins and name not in BUILT_IN:
@@ -341,7 +310,7 @@ def _saturation(tree: Mapping[str, Any], plugins: Plugins, result: Imported) -> 
 
 
 def _flow_control(tree: Mapping[str, Any], plugins: Plugins, result: Imported) -> None:
-    control = _mapping(tree.get("flowControl"), "flowControl")
+    control = mapping(tree.get("flowControl"), "flowControl")
     if not control:
         return
     queue = result.section("fair_request_queue")
@@ -373,8 +342,8 @@ def _flow_control(tree: Mapping[str, Any], plugins: Plugins, result: Imported) -
             "flowControl.enableEviction: the picker evicts only waiting requests, never running ones "
             "(fair_request_queue.overload)"
         )
-    bands = _mappings(control, "priorityBands", "flowControl.priorityBands")
-    default = _mapping(control.get("defaultPriorityBand"), "flowControl.defaultPriorityBand")
+    bands = mappings(control, "priorityBands", "flowControl.priorityBands")
+    default = mapping(control.get("defaultPriorityBand"), "flowControl.defaultPriorityBand")
     for reference, known, key in (
         ("orderingPolicyRef", _ORDERINGS, "ordering"),
         ("fairnessPolicyRef", _FAIRNESS, "fairness"),
@@ -459,29 +428,43 @@ def _duration_s(value: object, where: str) -> float:
     return sum(float(number) * _SECONDS[unit] for number, unit in parts)
 
 
-def read(path: Path) -> Imported:
-    """Convert the `EndpointPickerConfig` at `path`. Raises ConfigError, whose message names the file."""
+def read(paths: Sequence[Path]) -> Imported:
+    """Convert the files at `paths`: one `EndpointPickerConfig`, or files with limits of tenants.
+
+    Raises:
+        ConfigError: the message names the file, or all files.
+    """
     try:
-        tree = read_yaml(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, YamlFault) as fault:
-        raise ConfigError(f"{path}: {fault}") from fault
-    if not isinstance(tree, Mapping):
-        raise ConfigError(f"{path}: the top level must be a mapping")
-    try:
-        return imported(tree)
-    except ConfigError as fault:
-        raise ConfigError(f"{path}: {fault}") from fault
+        trees = [tree for path in paths for tree in _trees(path)]
+        if not any(map(is_foreign, trees)):
+            return import_tenants.imported(trees)
+        if len(trees) > 1:
+            raise ConfigError(f"import an {KIND} alone")
+        return imported(trees[0])
+    except (OSError, UnicodeDecodeError, YamlFault, ConfigError) as fault:
+        raise ConfigError(f"{', '.join(map(str, paths))}: {fault}") from fault
+
+
+def _trees(path: Path) -> list[Any]:
+    """The documents in the YAML or JSON file at `path`."""
+    parts = re.split(r"(?m)^---(?=\s|$).*$", path.read_text(encoding="utf-8"))
+    trees = [tree for part in parts if (tree := read_yaml(part)) is not None]
+    if not trees:
+        raise ConfigError(f"{path} is empty")
+    return trees
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("file", type=Path, metavar="FILE", help=f"an {KIND} of the Go picker (YAML)")
+    about = f"an {KIND} of the Go picker, or limits of LiteLLM or Envoy AI Gateway (YAML, JSON)"
+    parser.add_argument("files", type=Path, nargs="+", metavar="FILE", help=about)
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the converted configuration on stdout, and the remarks on stderr, one a line."""
-    result = read(args.file)
-    print(f"# Imported from {args.file.name}; add discovery and redis.")
+    result = read(args.files)
+    names = ", ".join(file.name for file in args.files)
+    print(f"# Imported from {names}; add discovery and redis.")
     print(yaml.safe_dump(result.tree, sort_keys=False), end="")
     for remark in result.remarks:
-        print(f"{args.file}: {remark}", file=sys.stderr)
+        print(f"{names}: {remark}", file=sys.stderr)
     return 0

@@ -13,16 +13,17 @@ from picker_fleet import cli
 from picker_fleet.domain.config import parse
 from picker_fleet.domain.errors import ConfigError
 from picker_kubernetes import import_config
+from picker_kubernetes.import_result import Imported
 
 PAGE = Path(__file__).parents[2] / "docs" / "migration.md"
 HEAD = {"apiVersion": "inference.networking.x-k8s.io/v1alpha1", "kind": "EndpointPickerConfig"}
 
 
-def imported(**more: Any) -> import_config.Imported:
+def imported(**more: Any) -> Imported:
     return import_config.imported({**HEAD, **more})
 
 
-def assert_named(result: import_config.Imported, *texts: str) -> None:
+def assert_named(result: Imported, *texts: str) -> None:
     remarks = "\n".join(result.remarks)
     assert [text for text in texts if text not in remarks] == []
 

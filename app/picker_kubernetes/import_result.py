@@ -1,0 +1,43 @@
+"""The result of an import, and how importers read the trees of other products' files."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from picker_fleet.domain.errors import ConfigError
+
+
+@dataclass(slots=True)
+class Imported:
+    """The result: `tree` is a Picker Fleet configuration; `remarks` name keys without a counterpart in it."""
+
+    tree: dict[str, Any] = field(default_factory=dict)
+    remarks: list[str] = field(default_factory=list)
+
+    def section(self, name: str) -> dict[str, Any]:
+        found: dict[str, Any] = self.tree.setdefault(name, {})
+        return found
+
+
+def mappings(section: Mapping[str, Any], key: str, where: str) -> list[Mapping[str, Any]]:
+    """The list of objects in `section[key]`; ConfigError names `where` if there is something else."""
+    return [mapping(each, where) for each in listed(section, key)]
+
+
+def listed(tree: Mapping[str, Any], key: str) -> list[Any]:
+    """The list in `tree[key]`, empty if the key is missing; ConfigError if there is something else."""
+    value = tree.get(key)
+    if value is None:
+        return []
+    if not isinstance(value, list):
+        raise ConfigError(f"{key}: must be a list")
+    return value
+
+
+def mapping(value: object, where: str) -> Mapping[str, Any]:
+    """The object `value`, empty for None; ConfigError names `where` if it is something else."""
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{where}: must be an object")
+    return value

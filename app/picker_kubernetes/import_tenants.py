@@ -1,0 +1,298 @@
+"""Converts limits of tenants, from LiteLLM and Envoy AI Gateway, to the section `tenants`.
+
+From LiteLLM (1.110) it reads config.yaml and the answers of /team/list and /key/list, from Envoy AI Gateway
+(v1.0) BackendTrafficPolicy, AIGatewayRoute and GatewayConfig. A remark names each limit without a
+counterpart; docs/migration.md has the mapping. Both products refuse requests beyond a limit: so do the nodes.
+"""
+
+import contextlib
+import math
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from picker_fleet.domain.allowlist import is_custom
+from picker_fleet.domain.config import parse
+from picker_fleet.domain.errors import ConfigError
+from picker_kubernetes.import_result import Imported, listed, mapping, mappings
+
+Object = Mapping[str, Any]
+Kind = tuple[
+    str, str
+]  # unit and `per` of a limit; units and period of a budget; max_parallel_requests and ""
+Nodes = dict[str, dict[Kind, float]]  # path -> amounts
+Rule = tuple[str, dict[str, str], Kind, float]  # place in the file; header -> value, `*` for each; limit
+
+# LiteLLM's limits; `general_settings.token_rate_limit_type` changes the unit of tokens.
+_RATES = {
+    "rpm_limit": ("requests", "1m"), "tpm_limit": ("tokens", "1m"), "tpd_limit": ("tokens", "1d"),
+    "max_parallel_requests": ("max_parallel_requests", ""),
+}  # fmt: skip
+_TOKEN_UNITS = {"total": "tokens", "input": "prompt_tokens", "output": "answer_tokens"}
+# LiteLLM resets budgets of these durations at midnight, on Mondays, and on the first of a month.
+_PERIODS = {"1d": "day", "24h": "day", "7d": "week", "1w": "week", "30d": "month", "1mo": "month"}
+_SETTINGS = frozenset((*_RATES, "max_budget", "budget_duration"))
+_IS_LIMIT = re.compile(r"(limits?|budgets?|blocked|max_parallel_requests|default_\w+_params)$")
+_DEPLOYMENT_LIMITS = ("rpm", "tpm", "itpm", "otpm", "max_parallel_requests")
+# LiteLLM's prices of a token in dollars.
+_PRICES = (
+    ("prompt", "input_cost_per_token"), ("answer", "output_cost_per_token"),
+    ("cached", "cache_read_input_token_cost"),
+)  # fmt: skip
+_CONFIG = {"model_list", "litellm_settings", "general_settings"}
+
+_PER = {"Second": "1s", "Minute": "1m", "Hour": "1h", "Day": "1d"}
+_TOKEN_TYPES = {"InputToken": "prompt_tokens", "OutputToken": "answer_tokens", "TotalToken": "tokens"}
+
+
+class _NoCounterpart(Exception):
+    """The message names the part of a rule that has no counterpart."""
+
+
+def imported(trees: Sequence[object]) -> Imported:
+    """Convert `trees`, the documents of one product's files. ConfigError names the key of a malformed one."""
+    result = Imported()
+    objects = [tree for tree in trees if isinstance(tree, Mapping) and "apiVersion" in tree]
+    objects = [each for tree in objects for each in mappings(tree, "items", "items") or [tree]]  # of a List
+    nodes = _of_ai_gateway(objects, result) if objects else _LiteLlm(trees, result).nodes()
+    if lowered := list(_lowered_to_parents(nodes)):
+        result.remarks.append(f"limits of {_some(lowered)} are lowered to a limit above them in the tree")
+    if nodes:
+        result.section("tenants")["nodes"] = [_members(path, node) for path, node in nodes.items()]
+    parse(result.tree)
+    return result
+
+
+def _members(path: str, amounts: Mapping[Kind, float]) -> dict[str, Any]:
+    node: dict[str, Any] = {"path": path, "over_limit": "reject"}
+    for (unit, per), amount in amounts.items():
+        if unit == "units":
+            node["budget"] = {"units": amount, "period": per}
+        elif per:
+            node.setdefault("limits", []).append({unit: amount, "per": per})
+        else:
+            node[unit] = amount
+    return node
+
+
+def _lowered_to_parents(nodes: Nodes) -> Iterator[str]:
+    """Lower amounts that exceed the same limit of a node above, as no configuration may; yields the paths."""
+    for path, node in nodes.items():
+        parts = path.split("/")
+        for above in ("/".join(parts[:level]) for level in range(1, len(parts))):
+            parent = next((nodes[each] for each in (above, *_wildcards(above)) if each in nodes), {})
+            for kind in node.keys() & parent.keys():
+                if node[kind] > parent[kind]:
+                    node[kind] = parent[kind]
+                    yield path
+
+
+def _wildcards(path: str) -> list[str]:
+    """Paths with `*` whose node would apply to `path`, the nearest first."""
+    parts = path.split("/")
+    found = ("/".join((*parts[:-1], "*")), "/".join("*" for _ in parts))
+    return [each for each in dict.fromkeys(found) if each != path]
+
+
+def _some(names: Iterable[str]) -> str:
+    """At most three of `names`, and how many more."""
+    few = list(dict.fromkeys(names))
+    return ", ".join(few[:3]) + (f" and {len(few) - 3} more" if len(few) > 3 else "")
+
+
+class _LiteLlm:
+    """Converts config.yaml, teams and keys. A limit without a counterpart gets one remark for all nodes."""
+
+    def __init__(self, trees: Sequence[object], result: Imported) -> None:
+        config: dict[str, Any] = {}
+        self._teams: list[Object] = []
+        self._keys: list[Object] = []
+        for tree in trees:
+            answer = tree if isinstance(tree, Mapping) else {"teams": tree}
+            if not answer.keys() & {"teams", "keys", *_CONFIG}:
+                raise ConfigError("neither an EndpointPickerConfig, nor of LiteLLM or Envoy AI Gateway")
+            config |= {key: answer[key] for key in _CONFIG if key in answer}
+            self._teams += mappings(answer, "teams", "teams: /team/list answers objects")
+            self._keys += mappings(answer, "keys", "keys: add return_full_object=true to /key/list")
+        sections = [mapping(config.get(name), name) for name in ("litellm_settings", "general_settings")]
+        self._settings = {**sections[0], **sections[1]}
+        self._models = mappings(config, "model_list", "model_list")
+        self._token_unit = _TOKEN_UNITS.get(str(self._settings.get("token_rate_limit_type")), "tokens")
+        self._result = result
+        self._left_out: defaultdict[str, list[str]] = defaultdict(list)  # start of a remark -> nodes' paths
+
+    def nodes(self) -> Nodes:
+        nodes: Nodes = {}
+        paths: dict[str, str] = {"": ""}  # id of a team -> path
+        for team in self._teams:
+            identity = str(team.get("team_id") or "")
+            path = paths[identity] = _path("", team.get("team_alias"), identity, nodes)
+            nodes[path] = self._node(team, path, "teams")
+            self._keys += [each for each in listed(team, "keys") if isinstance(each, Mapping)]
+        # A key may be in both answers.
+        for token, key in {str(key.get("token") or at): key for at, key in enumerate(self._keys)}.items():
+            team_id = str(key.get("team_id") or "")
+            above = paths.setdefault(team_id, _path("", None, team_id, nodes))
+            path = _path(above, key.get("key_alias"), token, nodes)
+            nodes[path] = self._node(key, path, "keys")
+        nodes = {path: node for path, node in nodes.items() if node}
+        self._set_prices(nodes)
+        remarks = self._result.remarks
+        if rest := [key for key in map(str, self._settings) if _IS_LIMIT.search(key)]:
+            told = f"{', '.join(rest)}: not imported"
+            remarks.append(f"{told}; the nodes `*` and `*/*` may have limits for each team and key")
+        given = [mapping(each.get("litellm_params"), "litellm_params") for each in self._models]
+        if rest := [limit for limit in _DEPLOYMENT_LIMITS if any(limit in each for each in given)]:
+            remarks.append(f"model_list: {', '.join(rest)}: the fleet finds a limit for each endpoint")
+        remarks += [f"{what} of {_some(paths)}" for what, paths in self._left_out.items()]
+        return nodes
+
+    def _node(self, settings: Object, path: str, kind: str) -> dict[Kind, float]:
+        """The node of a team or key, whose settings may be in a budget table that several keys share."""
+        table = mapping(settings.get("litellm_budget_table"), f"{kind}: litellm_budget_table of {path}")
+        own = {key: value for key, value in settings.items() if value is not None}
+        given: dict[str, Any] = {key: value for key, value in table.items() if key in _SETTINGS} | own
+        more = {f"metadata.{key}": value for key, value in mapping(given.get("metadata"), "metadata").items()}
+        for key, value in (given | more).items():
+            if value and key not in _SETTINGS and _IS_LIMIT.search(key):
+                self._left_out[f"{kind}: no counterpart has {key}"].append(path)
+
+        node: dict[Kind, float] = {}
+        for key in (*_RATES, "max_budget"):
+            if given.get(key) is None:
+                continue
+            amount = _number(given[key], f"{kind}: {key} of {path}")
+            duration = str(given.get("budget_duration"))
+            unit, per = _RATES.get(key) or ("units", _PERIODS.get(duration, ""))
+            if amount and (per or key in _RATES):
+                node[self._token_unit if unit == "tokens" else unit, per] = amount
+            else:
+                what = f"per {duration[:20]}" if amount else "0, which forbids every request,"
+                self._left_out[f"{kind}: no counterpart has {key} {what}"].append(path)
+        return node
+
+    def _set_prices(self, nodes: Nodes) -> None:
+        """Set the prices that LiteLLM's budgets, in dollars, need."""
+        if not any(unit == "units" for node in nodes.values() for unit, _ in node):
+            return
+        prices: dict[str, dict[str, float]] = {}
+        for model in self._models:
+            costs = {**mapping(model.get("model_info"), "model_info")}
+            costs |= mapping(model.get("litellm_params"), "litellm_params")
+            kept = _PRICES if "cache_read_input_token_cost" in costs else _PRICES[:2]
+            with contextlib.suppress(KeyError, ValueError):
+                # YAML reads `3e-05`, without a point, as a text.
+                found = {part: float(str(costs[key])) for part, key in kept}
+                prices.setdefault(str(model.get("model_name")), found)
+        if prices:
+            self._result.section("tenants")["prices"] = prices
+        names = [str(model.get("model_name")) for model in self._models] or ["*"]
+        if missing := [name for name in names if name not in prices]:
+            told = f"budgets are in dollars: set tenants.prices of {_some(missing)} to dollars a token"
+            self._result.remarks.append(f"{told}; without a price each token costs 1")
+
+
+def _number(value: object, where: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+        raise ConfigError(f"{where}: {str(value)[:40]!r} is no number of at least 0")
+    return value
+
+
+def _path(above: str, alias: object, identity: str, nodes: Nodes) -> str:
+    """The path of a child of `above`: its alias, unless another node has the same; else its id."""
+    names = [re.sub(r"[/*]", "_", str(name)) for name in (alias or identity, identity)]
+    paths = [f"{above}/{name}" if above else name for name in names]
+    return next((path for path in paths if path not in nodes), paths[-1])
+
+
+def _of_ai_gateway(objects: Sequence[Object], result: Imported) -> Nodes:
+    types: dict[str, str] = {}
+    for each in objects:
+        spec = mapping(each.get("spec"), "spec")
+        for key in ("llmRequestCosts", "globalLLMRequestCosts"):
+            for cost in mappings(spec, key, key):
+                types.setdefault(str(cost.get("metadataKey")), str(cost.get("type")))
+    rules: list[Rule] = []
+    for each in objects:
+        name = f"{each.get('kind')} {mapping(each.get('metadata'), 'metadata').get('name')}"
+        limits = mapping(mapping(each.get("spec"), "spec").get("rateLimit"), f"{name}: rateLimit")
+        if each.get("kind") == "QuotaPolicy" or limits.get("local"):
+            told = "limits of a node hold for the fleet and all models"
+            result.remarks.append(f"{name} has no counterpart: {told}")
+        several = mapping(limits.get("global"), f"{name}: global")
+        for number, rule in enumerate(mappings(several, "rules", f"{name}: rules")):
+            where = f"{name}, rule {number}"
+            try:
+                rules.append((where, _selects(rule, where), *_limit(rule, where, types)))
+            except _NoCounterpart as part:
+                result.remarks.append(f"{where}: {part} has no counterpart")
+    return _tree_of(rules, result)
+
+
+def _selects(rule: Object, where: str) -> dict[str, str]:
+    """Header -> value, `*` for each value."""
+    if rule.get("shadowMode"):
+        raise _NoCounterpart("shadowMode")
+    found: dict[str, str] = {}
+    for selector in mappings(rule, "clientSelectors", f"{where}: clientSelectors"):
+        if rest := sorted(selector.keys() - {"headers"}):
+            raise _NoCounterpart(f"a selector by {', '.join(rest)}")
+        for header in mappings(selector, "headers", f"{where}: headers"):
+            name, kind = str(header.get("name")).lower(), str(header.get("type") or "Exact")
+            value = "*" if kind == "Distinct" else str(header.get("value"))
+            is_exact = kind == "Exact" and not re.search(r"[/*]", value)
+            is_known = is_custom(name) and name != "x-ai-eg-model" and not header.get("invert")
+            if not is_known or not (is_exact or kind == "Distinct"):
+                raise _NoCounterpart(f"the selector {name[:60]} {kind} {value[:60]}")
+            found[name] = value
+    if not found:
+        raise _NoCounterpart("a limit of all tenants together")
+    return found
+
+
+def _limit(rule: Object, where: str, types: Mapping[str, str]) -> tuple[Kind, float]:
+    limit = mapping(rule.get("limit"), f"{where}: limit")
+    cost = mapping(rule.get("cost"), f"{where}: cost")
+    response = mapping(cost.get("response"), f"{where}: cost.response")
+    amount = _number(limit.get("requests"), f"{where}: limit.requests")
+    per, unit = str(limit.get("unit")), "requests"
+    if response:
+        key = str(mapping(response.get("metadata"), f"{where}: metadata").get("key"))
+        kind = types.get(key, "unknown")  # no llmRequestCosts has the key
+        if kind not in _TOKEN_TYPES:
+            raise _NoCounterpart(f"the cost {key[:60]} of type {kind}")
+        unit = _TOKEN_TYPES[kind]
+    if mapping(cost.get("request"), f"{where}: cost.request").get("number", 1) != (0 if response else 1):
+        raise _NoCounterpart("this cost of a request")
+    if per == "Month" and unit == "tokens":
+        return ("units", "month"), amount
+    if per not in _PER:
+        raise _NoCounterpart(f"the unit {per}")
+    return (unit, _PER[per]), amount
+
+
+def _tree_of(rules: Sequence[Rule], result: Imported) -> Nodes:
+    """The nodes for `rules`. The headers are the levels: a rule with fewer headers has the upper levels."""
+    headers: list[str] = []
+    nodes: Nodes = {}
+    for where, selects, kind, amount in sorted(rules, key=lambda rule: len(rule[1])):
+        if not selects.keys() >= set(headers):
+            told = f"{where}: not imported, since the tree's levels are {', '.join(headers)}"
+            result.remarks.append(f"{told}; the rule has {', '.join(selects)}")
+            continue
+        headers += [name for name in selects if name not in headers]
+        values = [selects[name] for name in headers]
+        if "*" in values[:-1] and set(values) != {"*"}:
+            result.remarks.append(f"{where}: a selector below one of type Distinct has no counterpart")
+            continue
+        node = nodes.setdefault("/".join(values), {})
+        node[kind] = min(amount, node.get(kind, math.inf))
+    # Envoy applies every rule that matches, but only one node applies here: it gets the limits of them all.
+    for path, node in nodes.items():
+        for kind, amount in (each for other in _wildcards(path) for each in nodes.get(other, {}).items()):
+            node[kind] = min(amount, node.get(kind, math.inf))
+    if headers:
+        result.section("extproc")["trusted_headers"] = headers
+        result.section("tenants")["headers"] = list(headers)
+    return nodes
