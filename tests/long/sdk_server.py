@@ -154,11 +154,12 @@ _FIXED: dict[str, Any] = {
 class Server:
     """Listens at `address` during `listening`, and adds each request to `requests`, which servers may share.
 
-    `kept`: ids of the responses and conversations that this server stores.
+    `kept`: ids of the responses and conversations that this server stores. `service_s`: time until an answer.
     """
 
-    def __init__(self, requests: list[Request]) -> None:
+    def __init__(self, requests: list[Request], service_s: float = 0.0) -> None:
         self.requests = requests
+        self._service_s = service_s
         self.address = ""
         self.kept: set[str] = set()
 
@@ -174,6 +175,7 @@ class Server:
             return True
         request = Request(*received, self.address)
         self.requests.append(request)
+        await asyncio.sleep(self._service_s)
         await self._answer(request, writer)
         return True
 

@@ -58,14 +58,19 @@ def run(options: argparse.Namespace, findings: Findings) -> None:
     asyncio.run(_all_calls(options, findings))
 
 
+def sdk_python() -> Path:
+    """The Python of an environment with the SDKs; installs them if needed, InstallFault if that fails."""
+    version = "-".join(each.split("==")[1] for each in _PYTHON)
+    return environment("sdks", version, _PYTHON) / "bin" / "python"
+
+
 def _commands() -> list[tuple[str, ...]]:
     """Install the SDKs if needed; return the commands that run sdk_calls.py and sdk_calls.mjs.
 
     Raises:
         InstallFault: a package cannot be installed, or Node is missing.
     """
-    version = "-".join(each.split("==")[1] for each in _PYTHON)
-    python = environment("sdks", version, _PYTHON) / "bin" / "python"
+    python = sdk_python()
     if not (npm := shutil.which("npm")) or not (node := shutil.which("node")):
         raise InstallFault("Node's `openai` needs node and npm, which are not on the PATH")
     folder = cache_folder("sdks") / _NODE
@@ -103,11 +108,12 @@ async def _all_calls(options: argparse.Namespace, findings: Findings) -> None:
                         faults = [*_differences(name, expected[name], (answer, requests))]
                         faults += [each for one in requests for each in await _replayed(one, fleet)]
                         findings.check(f"`{mode}`: {name}", not faults, "; ".join(faults)[:600])
-                rests = await until(lambda: _at_rest(fleet), within_s=_REST_S, pause_s=0.2)
+                rests = await until(lambda: at_rest(fleet), within_s=_REST_S, pause_s=0.2)
                 findings.check(f"`{mode}`: nothing is in flight at the end", rests)
 
 
-async def _at_rest(fleet: RunningFleet) -> bool:
+async def at_rest(fleet: RunningFleet) -> bool:
+    """Whether no request waits or is in flight."""
     state = await fleet.get("state")
     return not any((*state["in_flight"].values(), state["queued"], state["leases"]))
 
