@@ -19,6 +19,7 @@ from picker_fleet.admission.peers import OutageCount
 from picker_fleet.domain.bands import Band
 from picker_fleet.domain.errors import (
     ExpiredTtl,
+    OverLimit,
     RequestError,
     RequestIdTaken,
     ShuttingDown,
@@ -85,6 +86,35 @@ async def test_without_redis_a_disabled_queue_places_every_request() -> None:
     # The end of a request releases no budget, since no budget was acquired.
     bench.end("0", placed[0])
     assert bench.free == 3.0
+
+
+async def test_without_redis_a_replica_grants_its_share_of_what_a_tenant_had_left() -> None:
+    limit = {"requests": 8, "per": "1h"}
+    acme = {"path": "acme", "over_limit": "reject", "limits": [limit]}
+    bench = Bench(config={"tenants": {"nodes": [acme]}})
+    bench.store.admitting = [Placed((E1,), quota="requests=8,4,1800000")]
+    assert (await bench.place("told", flow="acme/x")).quota == "requests=8,4,1800000"
+    bench.store.away = True
+    # Half of the limit is left, for two replicas.
+    placed = [await bench.place(str(n), flow=f"acme/{n}") for n in range(2)]
+    assert [each.quota.rpartition(",")[0] for each in placed] == ["requests=8,2", "requests=8,0"]
+    with pytest.raises(OverLimit) as refused:
+        await bench.place("more", flow="acme/y")
+    assert refused.value.retry_after_s == 900
+    # A request that no server answered is refunded; one that came from before the outage is not.
+    bench.end("from before", placed[0]._replace(accounting_token=accounting_token.write(ask(), E1)))
+    bench.end("1", placed[1], outcome=Outcome.UPSTREAM_FAILED, prompt_tokens=None, completion_tokens=None)
+    await bench.place("next", flow="acme/y")
+    with pytest.raises(OverLimit):
+        await bench.place("more", flow="acme/y")
+    # Other tenants have no limit.
+    bench.end("0", placed[0])
+    await bench.place("other", flow="beta/x")
+    # While this replica returns to Redis, Redis counts.
+    async with resyncing(bench):
+        bench.store.admitting = [Placed((E1,), quota="requests=8,7,1")]
+        bench.end("next", placed[0])
+        assert (await bench.place("resyncing", flow="acme/x")).quota == "requests=8,7,1"
 
 
 async def test_an_access_log_entry_of_a_refused_request_is_not_counted_as_a_completion() -> None:

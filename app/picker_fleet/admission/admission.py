@@ -311,9 +311,11 @@ class Admission:
                 most = 1 + self._fleet.config.settings.scheduling.fallbacks
                 waiter = self.queue.new_waiter(request, wait)
                 waiter.endpoints = outage.picker.pick(request, most=most)
+                waiter.quota = outage.gate.quota(request.id)
                 placement = self._placement(request, waiter, stream_owned, self._store.now_ms())
             else:
                 waiter = await self._wait_prepaid(request, cost, wait)
+                outage.gate.end_charge(request.id, unserved=True)  # Redis has charged the request
                 placement = self._placement(request, waiter, stream_owned)
         except BaseException as error:
             if failover.outage is not None:  # release the budget even if a later outage has begun

@@ -124,7 +124,7 @@ class LocalGate:
             RequestIdTaken: another waiting request has the same id.
             OverLimit: a tenant's limit refuses the request.
         """
-        if self._quotas is None:
+        if self._quotas is None or not alone:  # if not alone, the shared queue charges the request's tenants
             return await self._admit(request, cost, wait, alone=alone)
         request, keeps_charge = self._arrive(self._quotas, request), False
         try:
@@ -191,7 +191,7 @@ class LocalGate:
         lack = quotas.arrive(request) if request.id not in quotas.charges else None
         if lack is not None:
             reason = Refusal.OVER_BURST if lack.over_burst else Refusal.OVER_LIMIT
-            wait_s = math.ceil(lack.wait_ms / 1000) if lack.wait_ms < math.inf else 1
+            wait_s = math.ceil(lack.wait_ms / 1000 - RESIDUE) if lack.wait_ms < math.inf else 1
             error = refusal(Refused(reason, wait_s, str(lack)), request, wait_s, quotas.tree)
             assert error is not None
             self._metrics.push_error(request.model, error.code, request.target_model)
@@ -206,6 +206,10 @@ class LocalGate:
     def _start(self, request_id: str, cost: float) -> None:
         if self._quotas is not None:
             self._quotas.start(request_id, cost)
+
+    def quota(self, request_id: str) -> str:
+        """The balances that the answer to a placed request shows (Placement.quota)."""
+        return self._quotas.quota(request_id) if self._quotas is not None else ""
 
     def end_charge(
         self, request_id: str, *, unserved: bool, usage: Usage | None = None, flow: str = ""

@@ -245,7 +245,7 @@ class Quotas:
 
     def quota(self, request_id: str) -> str:
         """The balances that an answer shows (lua/lib/tenants.lua): of the limits on requests and on tokens,
-        the one with the least share left."""
+        the one with the least share left, as if all replicas had as much left as this one."""
         charge, worst = self.charges.get(request_id), dict[str, tuple[float, Limit]]()
         if charge is None:
             return ""
@@ -259,7 +259,7 @@ class Quotas:
         for kind, (_, limit) in sorted(worst.items()):
             left = self._left(limit)
             reset_ms = math.ceil((limit.burst - left) / limit.rate)
-            parts.append(f"{kind}={int(limit.burst)},{int(max(left, 0.0))},{reset_ms}")
+            parts.append(f"{kind}={int(limit.whole)},{int(max(left * self._live, 0.0))},{reset_ms}")
         if charge.demoted:
             parts.append("demoted=1")
         return ";".join(parts)
@@ -336,7 +336,8 @@ class Quotas:
     def _take(self, limit: Limit, amount: float) -> None:
         taken, now_ms = self._taken(limit) + amount, self._now_ms()
         if limit.unit == "parallel":
-            self._put(limit.key, taken)
+            # Below 0: this replica may run others' requests, too, but at most the whole limit.
+            self._put(limit.key, max(taken, limit.burst - limit.whole))
         elif limit.unit == "budget":
             self._put(limit.key, period_of(limit.per, now_ms)[0], max(taken, 0.0))
         else:
