@@ -127,6 +127,11 @@ QUOTAS: dict[str, tuple[str, str | None]] = {
         "charged s2 grant 5 1 6",
         "acme/search/k2 is charged 6 units (in a day)",
     ),
+    "an operator tops a limit up": (
+        f"{starts('r2')}, used r2 30 0 5 35, topped_up acme tokens 60000 35, "
+        f"topped_up acme/search/k2 budget day 40, +1, {starts('s2')}",
+        None,
+    ),
     "a new day begins a budget": (
         f"{starts('r2')}, used r2 30 0 5 35, completed r2, +86400, {starts('s2')}", None
     ),
@@ -140,6 +145,9 @@ def quota_log(events: str) -> Log:
             log.now_us += int(event[1:]) * 1_000_000
             continue
         what, name, *note = event.split()
+        if what == "topped_up":
+            log.write(what, note="\x1f".join([name, *note]))
+            continue
         if name not in log.requests:
             leaf = "k2" if "2" in name else "k1"
             log.request(name, f"acme/search/{leaf}", band=LOWEST if name == "d" else 1)

@@ -31,6 +31,7 @@ CHARGES = frozenset({"charged", "refunded", "used"})  # events of the quotas of 
 EVENTS = ENDS | THROTTLING | CHARGES | {
     "queued", "bypassed", "granted", "placed", "requeued", "adopted", "orphaned", "restored", "moved",
     "corrected", "tuned", "rebased", "collected", "tenant",
+    "topped_up",
 }  # fmt: skip
 
 

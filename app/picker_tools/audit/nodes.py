@@ -12,7 +12,7 @@ from picker_tools.audit.log import Entry, EntryError
 
 LEVELS = 8  # levels of the tree; the last has the rest of a flow's name
 INNER = "\x1e"  # ends the name of an inner node; a leaf has the name of its flow
-_BETWEEN = "\x1f"
+BETWEEN = "\x1f"
 _KINDS = ("tenant_changes", "tenants")  # nodes of operators, which are in force before configured nodes
 _MOST_CACHED = 10_000
 
@@ -73,8 +73,8 @@ class Nodes:
         Raises:
             EntryError: the note cannot be read.
         """
-        path, _, rest = entry.note.partition(_BETWEEN)
-        kind, _, text = rest.partition(_BETWEEN)
+        path, _, rest = entry.note.partition(BETWEEN)
+        kind, _, text = rest.partition(BETWEEN)
         if kind not in _KINDS:
             raise EntryError(f"entry {entry.seq}: note is {entry.note[:80]!r}")
         self._nodes[kind].pop(path, None)

@@ -8,6 +8,7 @@ and a request may start if they are at most `burst` with its own. The check comp
   that demote.
 - `used`: the usage replaces the estimate. The tokens are used, so the units owed may pass `burst`.
 - `refunded`: a request was not served, or returned to the queue.
+- `topped_up`: an operator gave back what a limit or budget had granted.
 
 A request counts once, however often it is retried or adopted: a second charge, refund or usage is a
 violation, and so is a request that starts without a charge. If the log begins midway, nothing is owed at its
@@ -21,7 +22,7 @@ from dataclasses import dataclass
 
 from picker_tools.audit.checks import Check, Finding
 from picker_tools.audit.log import Entry, EntryError
-from picker_tools.audit.nodes import DEMOTE, QUEUE, Limit, Node, ancestry
+from picker_tools.audit.nodes import BETWEEN, DEMOTE, QUEUE, Limit, Node, ancestry
 from picker_tools.audit.replay import Replay, RequestState, Step
 
 _ARRIVAL, _GRANT, _ALL, _DEMOTED = "arrival", "grant", "all", "demoted"
@@ -98,6 +99,8 @@ class Quotas(Check):
             self._charges.clear()
             self._parallel.clear()
             self._granted.clear()
+        if has_tenants and entry.event == "topped_up":
+            self._top_up(entry)
         if not has_tenants or not entry.request:
             return
         if entry.time_us != self._decision_us:
@@ -244,6 +247,18 @@ class Quotas(Check):
         charge.grant = None if _GRANT in phases else charge.grant
         if not charge.in_force:
             del self._charges[entry.request]
+
+    def _top_up(self, entry: Entry) -> None:
+        path, unit, per, amount = (entry.note.split(BETWEEN) + [""] * 4)[:4]
+        (by,) = _numbers(entry, [amount], 1)
+        if unit == "budget":
+            number, spent = self._spent.get((path, per), (0, 0.0))
+            self._spent[path, per] = number, max(0.0, spent - by)
+        else:
+            (per_ms,) = _numbers(entry, [per], 1)
+            units, at_ms, empty_ms = self._owed.get((path, unit, per_ms), (0.0, 0.0, 0.0))
+            # What has leaked since `at_ms` is subtracted later, with the same result.
+            self._owed[path, unit, per_ms] = max(0.0, units - by), at_ms, empty_ms
 
     def _use(self, entry: Entry) -> None:
         prompt, cached, answer, units = _numbers(entry, entry.note.split(), 4)
