@@ -574,11 +574,13 @@ end
 local function add_limits(base)
   local function bounded(limit) return math.max(base.limit_min, math.min(limit, base.limit_max or limit)) end
   local decoded, found = pcall(cjson.decode, read('HGET', key.pool, 'limits') or '{}')
-  local caps = {}
-  for address, limit in pairs(decoded and type(found) == 'table' and found or {}) do
+  local caps, in_tokens = {}, base.unit == 'tokens'
+  -- A rolling restart may have changed the unit: 9000 tokens are no limit of requests.
+  local usable = decoded and type(found) == 'table' and (found.unit == 'tokens') == in_tokens
+  for address, limit in pairs(usable and found or {}) do
     if type(limit) == 'number' then caps[address] = bounded(limit) end
   end
-  local default_cap, in_tokens = bounded(base.limit_initial), base.unit == 'tokens'
+  local default_cap = bounded(base.limit_initial)
   for address, limit in pairs(not in_tokens and base.caps or {}) do
     caps[address] = math.min(limit, caps[address] or default_cap)
   end

@@ -3,7 +3,7 @@
 import pytest
 from schedules import BOUND, KINDS, Fault, Schedule, World, failure, report, smallest
 
-_SEEDS = (0, 5, 6, 10, 15, 18, 20, 24, 58, 126)
+_SEEDS = (0, 5, 6, 7, 10, 13, 18, 47, 69, 126)  # the fleet finds its limits under odd seeds
 
 
 @pytest.mark.parametrize("seed", _SEEDS)

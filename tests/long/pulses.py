@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from statistics import mean
 
 import psutil
-from crowd import http_client
+from model_servers import simulators, static
 
 from bench.rig.fleet import RunningFleet, picker_up
 from bench.rig.report import percentile, table
@@ -29,8 +29,10 @@ _PAUSE_S = (0.1, 1.5)  # a process runs for so long between two stops
 _STOP_S = (0.05, 0.6)
 _CLIENTS, _TOKENS = 24, 16
 _WARM_S, _REST_S, _LOOK_S = 3.0, 2.0, 0.1
-_OPTIONS = ("--replicas", "2", "--endpoints", "2", "--sim-ttft", "150", "--sim-itl", "2")
+_OPTIONS = ("--replicas", "2", "--endpoints", "0")
 _BATCH = 6
+_HOSTS = ("127.0.0.71", "127.0.0.72")
+_SIMULATOR = ("--ttft", "150", "--itl", "2", "--max-num-seqs", str(_BATCH))
 _CONFIG = {
     "fair_request_queue": {"flow_capacity": 500},
     "decision_log": {"enabled": True, "max_entries": 3_000_000},
@@ -69,6 +71,14 @@ class _Run:
     stopped_s: float
 
 
+class _Fleet(RunningFleet):
+    simulators: Sequence[str]
+
+    @property
+    def endpoints(self) -> list[str]:
+        return list(self.simulators)
+
+
 def run(options: argparse.Namespace, findings: Findings) -> None:
     calm = asyncio.run(_run(None, options.seconds, options.mode))
     rows, parts = [_row("calm", calm, calm)], []
@@ -101,10 +111,11 @@ def _row(name: str, run: _Run, calm: _Run) -> list[str]:
 
 async def _run(seed: int | None, lasts_s: float, mode: str) -> _Run:
     """Start a fleet and run load on it for `lasts_s`. If `seed` is None, no process is stopped."""
-    async with picker_up({**_CONFIG, "request_queue_controller": _BOUNDS[mode]}, *_OPTIONS) as fleet:
-        async with http_client() as client:
-            for address in fleet.endpoints:
-                await client.post(f"http://{address}/sim", json={"max_num_seqs": _BATCH})
+    async with contextlib.AsyncExitStack() as parts:
+        addresses = list(await parts.enter_async_context(simulators(_HOSTS, *_SIMULATOR)))
+        own = {"request_queue_controller": _BOUNDS[mode], "discovery": static(addresses)}
+        fleet = await parts.enter_async_context(picker_up({**_CONFIG, **own}, *_OPTIONS, kind=_Fleet))
+        fleet.simulators = addresses
         async with closed_loop(fleet.url, clients=_CLIENTS, make_request=_make_request):
             await asyncio.sleep(_WARM_S)
         before = await _departures(fleet)

@@ -73,7 +73,9 @@ class PoolModel:
         self._choose = choose
         self._base: dict[str, Any] = {}
         self._overrides: dict[str, Any] = {}
-        self._found: Mapping[str, int] | None = None  # the limits that the fleet has found, by endpoint
+        self._found: Mapping[
+            str, Any
+        ] = {}  # the limits that the fleet has found, by endpoint, and their `unit`
         self._versions = ("", "")
         self._swept_ms = self._swept_dispatches = 0
         self._more = self.refiling = self._timed = False
@@ -253,7 +255,8 @@ class PoolModel:
         s = self.moment.settings
         if address in (s.get("pinned") or {}):
             return int(s["pinned"][address])
-        limit = (self._found or {}).get(address, s["limit_initial"])
+        is_usable = (self._found.get("unit") == "tokens") == self.in_tokens
+        limit = self._found.get(address, s["limit_initial"]) if is_usable else s["limit_initial"]
         limit = max(s["limit_min"], min(limit, s.get("limit_max", math.inf)))
         limit_of_requests = (s.get("caps") or {}).get(address, math.inf)
         return int(limit if self.in_tokens else min(limit, limit_of_requests))

@@ -233,7 +233,7 @@ class QueueModel(PoolModel):
         self._put_settings()
         return self._conclude([self.tuned])
 
-    def set_limits(self, caller: str, found: Mapping[str, int]) -> Reply:
+    def set_limits(self, caller: str, found: Mapping[str, Any]) -> Reply:
         self._begin(caller)
         changed = found != self._found
         if self._base:

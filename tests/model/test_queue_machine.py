@@ -407,9 +407,10 @@ class QueueMachine(RuleBasedStateMachine):
         self.call("tune", caller, overrides)
 
     @precondition(lambda self: self.finds_limits)
-    @rule(caller=callers, found=found_limits)
-    def set_limits(self, caller: str, found: dict[str, int]) -> None:
-        self.repeatable("set_limits", caller, found)
+    @rule(caller=callers, found=found_limits, is_own=st.sampled_from([True, True, True, False]))
+    def set_limits(self, caller: str, found: dict[str, int], is_own: bool) -> None:
+        unit = "tokens" if self.model.in_tokens == is_own else "requests"
+        self.repeatable("set_limits", caller, {**found, "unit": unit})
 
     @precondition(lambda self: self.finds_limits)
     @rule(caller=callers, overrides=some_of(FOUND))

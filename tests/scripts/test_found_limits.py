@@ -18,8 +18,9 @@ FOUND: Mapping[str, Any] = {"adaptive": 1, "limit_initial": 8, "limit_min": 1, "
 IN_TOKENS = {**FOUND, "unit": "tokens", "limit_initial": 100, "largest_claim": 0.25}
 
 
-async def set_limits(replica: Replica, limits: Mapping[str, int]) -> None:
-    await replica.store.set_limits({each: FoundLimit(limit, "test", 0) for each, limit in limits.items()})
+async def set_limits(replica: Replica, limits: Mapping[str, int], unit: str = "requests") -> None:
+    found = {each: FoundLimit(limit, "test", 0, unit=unit) for each, limit in limits.items()}
+    await replica.store.set_limits(found)
 
 
 async def test_of_100_concurrent_requests_exactly_as_many_run_as_the_limits_allow(fleet: OpenFleet) -> None:
@@ -111,6 +112,16 @@ async def test_a_pool_changes_its_mode_and_loses_no_waiting_request(fleet: OpenF
         assert await it.at_rest()
 
 
+async def test_limits_of_the_former_unit_are_not_in_force(fleet: OpenFleet) -> None:
+    async with fleet("a", **IN_TOKENS) as (it, a):
+        await set_limits(a, {A: 9000}, "tokens")
+        await a.publish(A, **FOUND)
+        assert (await it.state()).limits == {A: 8}
+        await set_limits(a, {A: 20})
+        await a.publish(A, **IN_TOKENS)
+        assert (await it.state()).limits == {A: 100}
+
+
 async def test_a_pool_is_static_under_the_settings_of_an_older_version(fleet: OpenFleet) -> None:
     async with fleet("a", upper_per=1) as (it, a):
         # An older version has published the settings.
@@ -151,7 +162,7 @@ async def test_the_only_endpoint_with_room_is_found_among_40(fleet: OpenFleet) -
 
 async def test_limits_in_tokens_bound_the_cost_in_flight(fleet: OpenFleet) -> None:
     async with fleet("a", endpoints=2, **IN_TOKENS) as (it, a):
-        await set_limits(a, {A: 100, B: 300})
+        await set_limits(a, {A: 100, B: 300}, "tokens")
         assert (await it.state()).upper == 400
         # A request takes at most a quarter of the bound. Endpoints share by their limits.
         for number, cost in enumerate((40, 30, 1000, 90, 60, 70)):
@@ -163,7 +174,7 @@ async def test_limits_in_tokens_bound_the_cost_in_flight(fleet: OpenFleet) -> No
         await a.admit("waits", cost=20)
         assert (await it.state()).queued == 1
         # A limit falls below the tokens in flight: nothing starts until enough have ended.
-        await set_limits(a, {A: 100, B: 100})
+        await set_limits(a, {A: 100, B: 100}, "tokens")
         await a.settle("r2", "r3")
         assert (await it.state()).stock == 200
         await a.settle("r0")

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 from unittest.mock import Mock
 
+import msgspec
 import pytest
 from scripted_store import POOL, ScriptedStore
 
@@ -68,6 +69,12 @@ async def test_a_limit_that_redis_refused_to_store_is_stored_later(monkeypatch: 
             await leader.look()
     assert leader.limit == 16
     assert await leader.look() == 32
+
+
+async def test_limits_of_the_former_unit_are_not_used() -> None:
+    store = storing(9000)
+    store.found = {A: msgspec.structs.replace(store.found[A], unit="tokens")}
+    assert await Leader(store).look() == 8
 
 
 @pytest.mark.parametrize(

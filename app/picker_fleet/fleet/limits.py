@@ -66,7 +66,9 @@ class LimitKeeper:
             found = await self._store.found_limits()
             if self._controller is None or (found and found != self._stored):
                 self._controller = LimitController(**configured)
-                self._resume(self._controller, found, pool.now_us, now_s)
+                # A rolling restart may have changed the unit.
+                usable = {address: each for address, each in found.items() if each.unit == bounds.unit}
+                self._resume(self._controller, usable, pool.now_us, now_s)
                 self._dispatched = pool.dispatched_total
             self._stored = found
         self._connection, self._looked_s = self._store.connection_epoch, now_s
@@ -120,7 +122,15 @@ class LimitKeeper:
         former = self._stored.get(address)
         if former is not None and (former.limit, former.reason) == (each.limit, each.reason):
             changed_ms = former.changed_ms  # the limit has not moved; the two clocks may have
-        return FoundLimit(each.limit, each.reason, changed_ms, each.grows_fast, each.full_at, each.pause_s)
+        return FoundLimit(
+            each.limit,
+            each.reason,
+            changed_ms,
+            each.grows_fast,
+            each.full_at,
+            each.pause_s,
+            self._fleet.config.settings.request_queue_controller.unit,
+        )
 
     @staticmethod
     def _resume(

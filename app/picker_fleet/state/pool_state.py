@@ -120,7 +120,8 @@ def parse_pool_state(reply: Sequence[Any], bands: Bands) -> PoolState:
 class FoundLimit(msgspec.Struct, frozen=True):
     """The limit that the fleet has found for one endpoint, and why it last moved (fleet/limit_controller.py).
 
-    `changed_ms` is by Redis's clock. The other fields let a new leader go on.
+    The limit is in `unit` (requests or tokens). `changed_ms` is by Redis's clock. The other fields let a new
+    leader go on.
     """
 
     limit: int
@@ -129,6 +130,7 @@ class FoundLimit(msgspec.Struct, frozen=True):
     grows_fast: bool = True
     full_at: int = 0
     pause_s: float = 0.0
+    unit: str = "requests"
 
 
 def parse_found_limits(text: str | None) -> Mapping[str, FoundLimit]:

@@ -480,10 +480,12 @@ class Store:
         return str(reply[4])
 
     async def set_limits(self, found: Mapping[str, FoundLimit]) -> None:
-        """Put the limits that the fleet has found in force, by address."""
-        limits = json.dumps({address: each.limit for address, each in found.items()}, sort_keys=True)
+        """Put the limits that the fleet has found in force, by address; all have the same unit."""
+        limits: dict[str, int | str] = {address: each.limit for address, each in found.items()}
+        if any(each.unit == "tokens" for each in found.values()):
+            limits["unit"] = "tokens"
         state = msgspec.json.encode(found).decode()
-        self._take_head(await self._client.call("set_limits", self._replica, limits, state))
+        self._take_head(await self._client.call("set_limits", self._replica, json.dumps(limits), state))
 
     async def found_limits(self) -> Mapping[str, FoundLimit]:
         """The limits that the fleet has found, by address."""

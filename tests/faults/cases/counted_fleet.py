@@ -35,7 +35,8 @@ async def counted(
     async with counting_servers(servers, service_s) as counting:
         config = {
             "discovery": static(counting.addresses),
-            "request_queue_controller": exact_bounds(each),
+            # Without metrics pages the fleet would need long trials to find the bound.
+            "request_queue_controller": {**exact_bounds(each), "initial_per_backend": int(each)},
             **sections,
         }
         options = ("--endpoints", "0", "--redis", redis_url, "--no-restart")

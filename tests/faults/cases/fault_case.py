@@ -54,8 +54,8 @@ class Case:
         if self.mode != "http":
             return config
         given = config["request_queue_controller"]
-        limits = {"mode": "adaptive", "initial_per_backend": 1, "max_per_backend": given[_UPPER]}
-        return {**config, "request_queue_controller": {**given, **limits}}
+        limits = {"mode": "adaptive", "initial_per_backend": 1, "max_per_backend": int(given[_UPPER])}
+        return {**config, "request_queue_controller": {**limits, **given}}
 
     def all_served(self, load: Load) -> None:
         """Assert that every request was served."""
