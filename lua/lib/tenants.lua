@@ -676,16 +676,26 @@ do -- a chunk may have 200 locals
     end
   end
 
-  -- For the sweep: drop some balances without effect.
+  -- For the sweep: drop some balances without effect. Looking up a node costs as much as ten commands, so look at
+  -- MOST_OLD balances at most, and at those of limits only once their period has passed.
+  local MOST_OLD = 32
   function tenants.drop_idle_balances(count)
     local found, texts = random_fields(key.balances, count)
+    local looked_at = 0
     for i, field in ipairs(found) do
-      local node = tenants.node(string.match(field, '^(.*)\31') or '')
-      local is_idle = field ~= node.served_field
-      for _, limit in ipairs(node.limits) do
-        if limit.field == field then is_idle = (balances[field] or decode(limit, texts[i])) == 0 end
+      local path, kind = string.match(field, '^(.*)\31([^\31]*)$')
+      local per_ms = tonumber(string.match(kind or '', ':(%d+)$'))
+      local valid, _, at_ms = pcall(struct.unpack, 'dd', texts[i])
+      local is_recent = per_ms and valid and now_ms - at_ms < per_ms
+      if looked_at < MOST_OLD and not is_recent then
+        looked_at = looked_at + 1
+        local node = tenants.node(path or '')
+        local is_idle = field ~= node.served_field
+        for _, limit in ipairs(node.limits) do
+          if limit.field == field then is_idle = (balances[field] or decode(limit, texts[i])) == 0 end
+        end
+        if is_idle then defer_write('HDEL', key.balances, field) end
       end
-      if is_idle then defer_write('HDEL', key.balances, field) end
     end
   end
 end
