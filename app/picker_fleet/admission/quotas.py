@@ -344,9 +344,14 @@ class Quotas:
             self._put(limit.key, max(taken, 0.0), now_ms)
 
     def drop_idle(self) -> None:
-        """Forget balances without effect: of limits of which nothing is taken, and of nodes that are gone."""
-        for key in list(self.balances):
-            path = key.rpartition("\x1f")[0]
+        """Forget balances without effect, as the sweep does: of nodes that are gone, and of limits of which
+        nothing is taken. The balance of a limit is kept for the limit's period after its last change."""
+        now_ms = self._now_ms() // 1
+        for key, balance in list(self.balances.items()):
+            path, _, kind = key.rpartition("\x1f")
+            per = kind.partition(":")[2]
+            if per.isdecimal() and now_ms - balance[1] < int(per):
+                continue
             node = self.tree.node(path)
             settings = self._settings(path, node) if node is not None else None
             limit = next((each for each in settings.limits if each.key == key), None) if settings else None
