@@ -11,13 +11,16 @@
 --
 -- Returns {epoch, notifications, attempts, served, version}; version '' while the pool is unknown
 
+local MOST_COUNTED = 10000 -- running requests
+
 local function set_tenants(args)
   reset_notifications(args[1])
   local hash = ({tenants = key.tenants, tenant_changes = key.tenant_changes})[args[2]]
   if not hash then error({err = 'ERR no hash of tenants: ' .. args[2]}, 0) end
-  local version = ''
+  local version, counts_running = '', false
   if pool.known then
     for at = 3, #args, 2 do
+      counts_running = counts_running or string.find(args[at + 1], 'max_parallel', 1, true)
       if args[at + 1] == '' then
         defer_write('HDEL', hash, args[at])
       else
@@ -29,6 +32,13 @@ local function set_tenants(args)
     defer_write('HSET', key.pool, 'tenants_version', version)
     pool.touched = true
     tenants.forget()
+    if settings.tenants and counts_running then
+      -- A new node of requests in flight lacks those that run: their ends would lower its count.
+      local ids, running = read('ZRANGE', key.inflight, 0, MOST_COUNTED - 1), {}
+      record.prefetch(ids, #ids)
+      for _, id in ipairs(ids) do running[#running + 1] = record.read(id) end
+      tenants.recount(running)
+    end
     if settings.tenants then
       for _, band in ipairs(BANDS) do -- a limit may have been raised
         for _, member in ipairs(read('ZRANGE', key.throttled[band], 0, 99)) do

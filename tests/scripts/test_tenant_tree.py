@@ -243,6 +243,15 @@ def test_no_more_requests_run_at_once_than_a_node_allows(it: TenantPool) -> None
     assert it.client.hget(f"{it.prefix}balances", "acme\x1fparallel") == b"0"
 
 
+def test_a_live_bound_of_requests_in_flight_counts_those_that_run(it: TenantPool) -> None:
+    it.start(100, {"acme": {"limits": [{"unit": "requests", "amount": 100, "per_ms": 1000}]}})
+    assert [it.ask("acme/a") for _ in range(3)] == ["placed"] * 3
+    it.set_nodes({"acme": {"max_parallel": 2}}, "tenant_changes")
+    assert it.ask("acme/a") == "queued"
+    assert it.end("r1") == []
+    assert it.end("r2") == ["r4"]
+
+
 def test_a_budget_counts_a_calendar_period_at_the_price_of_the_model(it: TenantPool) -> None:
     prices = {"m": {"prompt": 1, "cached": 0.5, "answer": 2}}
     node = {"over_limit": "reject", "budget": {"units": 100, "period": "day"}}
