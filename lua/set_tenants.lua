@@ -11,7 +11,7 @@
 --
 -- Returns {epoch, notifications, attempts, served, version}; version '' while the pool is unknown
 
-local MOST_COUNTED = 10000 -- running requests
+local MOST_COUNTED = 5000 -- running requests, and as many waiting ones
 
 local function set_tenants(args)
   reset_notifications(args[1])
@@ -33,11 +33,14 @@ local function set_tenants(args)
     pool.touched = true
     tenants.forget()
     if settings.tenants and counts_running then
-      -- A new node of requests in flight lacks those that run: their ends would lower its count.
-      local ids, running = read('ZRANGE', key.inflight, 0, MOST_COUNTED - 1), {}
-      record.prefetch(ids, #ids)
-      for _, id in ipairs(ids) do running[#running + 1] = record.read(id) end
-      tenants.recount(running)
+      -- A new bound has not counted the requests that it was not yet charged for: their ends would lower its count.
+      local found = {}
+      for _, set in ipairs({key.inflight, key.timers}) do
+        local ids = read('ZRANGE', set, 0, MOST_COUNTED - 1)
+        record.prefetch(ids, #ids)
+        for _, id in ipairs(ids) do found[#found + 1] = record.read(id) end
+      end
+      tenants.recount(found)
     end
     if settings.tenants then
       for _, band in ipairs(BANDS) do -- a limit may have been raised

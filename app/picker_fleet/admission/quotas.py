@@ -359,6 +359,15 @@ class Quotas:
             if not is_kept:
                 del self.balances[key]
 
+    def recount(self) -> None:
+        """Count the requests in flight again: a node may have got a bound while its requests ran."""
+        for key in [key for key in self.balances if key.endswith("\x1fparallel")]:
+            del self.balances[key]
+        for charge in self.charges.values():
+            for _, limit in self._charged(charge):
+                if limit.unit == "parallel":
+                    self._take(limit, 1)
+
     def _put(self, key: str, *numbers: float) -> None:
         self.balances[key] = numbers
         self.balances.move_to_end(key)
