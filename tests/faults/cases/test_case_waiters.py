@@ -26,10 +26,11 @@ async def test_wake_up_cost_with_many_waiting_requests(faulty: Callable[..., Any
     case.describe(f"{many} waiters, one slot freed at a time")
     files = hard if case.mode == "http" else min(hard, FEW_WORKERS_FILES)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, files), hard))
-    # The pool runs one request at a time. Sweeps are rare, as a sweep scans all that wait.
+    # The pool runs one request at a time. Sweeps are rare, as a sweep scans all that wait; a request with a lost
+    # end waits for the next sweep.
     slow = config(per_endpoint=1)
     slow["fair_request_queue"]["queue_ttl"] = "10m"
-    slow["request_queue_controller"]["expiry_cleanup_interval"] = "1m"
+    slow["request_queue_controller"]["expiry_cleanup_interval"] = f"{case.size(10, 60)}s"
     here = faulty("--endpoints", "1", "--sim-ttft", "50", "--sim-itl", "5", config=slow)
     costs = [await _calls_a_wakeup(here, few), await _calls_a_wakeup(here, many)]
     # A wake-up costs Redis about as many calls with many waiting requests as with few.
@@ -63,7 +64,7 @@ async def _calls_a_wakeup(here: Any, waiters: int) -> tuple[float, float]:
         lambda: sum(task.done() for task in tasks), lambda done: done >= most, within_s=60, what="dispatches"
     )
     after = await _spent(here)
-    # Let requests in flight end before the clients leave: a request with a lost end waits for a sweep.
+    # Let requests in flight end before the clients leave.
     await here.post("pause")
     await here.until_state(stock=0)
     for task in tasks:
