@@ -39,7 +39,8 @@ WORKLOADS = {
 
 @pytest.fixture(params=["lean", "standard", "http"], scope="module")
 def small(request: pytest.FixtureRequest, shared_fleet: Any) -> Any:
-    return shared_fleet("--mode", request.param, "--sim-ttft", "1", "--sim-itl", "1")
+    quick = ("--replicas", "1", "--endpoints", "1", "--sim-ttft", "1", "--sim-itl", "1")
+    return shared_fleet("--mode", request.param, *quick)
 
 
 async def assert_serves(fleet: Any) -> None:

@@ -26,8 +26,8 @@ async def test_wake_up_cost_with_many_waiting_requests(faulty: Callable[..., Any
     case.describe(f"{many} waiters, one slot freed at a time")
     files = hard if case.mode == "http" else min(hard, FEW_WORKERS_FILES)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, files), hard))
-    # The pool runs one request at a time. Sweeps are rare, as a sweep scans all that wait; a request with a lost
-    # end waits for the next sweep.
+    # The pool runs one request at a time. Sweeps are rare, as a sweep scans all that wait; they end requests
+    # whose end is lost.
     slow = config(per_endpoint=1)
     slow["fair_request_queue"]["queue_ttl"] = "10m"
     slow["request_queue_controller"]["expiry_cleanup_interval"] = f"{case.size(10, 60)}s"
