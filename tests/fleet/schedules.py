@@ -347,10 +347,10 @@ class World:
             return 0, self._last_bound
         with self.valkey.client() as client:
             entries = [fields for _, fields in client.xrevrange("epp:{default}:log", count=_RECENT)]
+        self._last_bound = max((float(each[b"upper"]) for each in entries), default=self._last_bound)
         for each in entries:
             if each[b"request"] == request_id.encode() and each[b"event"] in _ADMITTED:
                 return int(each[b"seq"]), float(each[b"upper"])
-        self._last_bound = max((float(each[b"upper"]) for each in entries), default=self._last_bound)
         return int(entries[0][b"seq"]) if entries else 0, self._last_bound
 
     def _most_running(self, seen: Sequence[Running]) -> float:

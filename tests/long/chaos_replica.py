@@ -59,6 +59,8 @@ def change(dice: random.Random) -> Mapping[str, Any]:
         (
             {"upper_per": per * 1.1, "lower_per": per * 0.9},
             {"upper_per": None, "lower_per": None},
+            {"adaptive": 1, "limit_initial": per},
+            {"adaptive": None},
             {"weights": {dice.choice(FLOWS): dice.choice((0.5, 2.0, 8.0))}},
             {"weights": None},
             {"total_capacity": dice.choice((100, 150, 400))},
