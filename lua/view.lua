@@ -1,4 +1,4 @@
--- include: flows
+-- include: flows tenants
 -- Functions that read the pool for the admin API. Rows are text, with fields separated by byte 31, which no field
 -- contains.
 --
@@ -56,7 +56,8 @@ function view.add_flow_queues(reply, band, throttled, flow_queues, scales)
     local flow_queue, tag, r = flow_queues[i], flow_queues[i + 1], record.read(heads[(i + 1) / 2])
     local arrived, weight, share, in_flight = now_us, 1, 1, ''
     if r then
-      arrived, weight, share = r.arrived, settings.weights[r.flow] or r.weight, queue.share(r)
+      arrived, share = r.arrived, queue.share(r)
+      weight = settings.tenants and tenants.weight(r.flow) or settings.weights[r.flow] or r.weight
       if r.limit > 0 then in_flight = read('HGET', key.limits, r.flow) or '0' end
     end
     if scales then share = share * scales[flow_queue] end
@@ -188,6 +189,31 @@ local function view_flows(args)
       end
     end
   end
+  return reply
+end
+
+-- The settings and balances of tenants' nodes.
+--
+-- args    the nodes' paths, at most VIEW_LIMIT
+-- Returns {now_us, {path, source of the settings (1 an operator, 0 the configuration, '' none), path of the settings,
+--   the settings (JSON), cost served ('' not counted), wait, then for each limit unit, per, amount, burst, left,
+--   reset_ms}...}. wait: '' none, the ms until its requests may go on, or 0 until a request ends. reset_ms: until
+--   nothing of the limit is used, or its period ends
+local function view_tenants(args)
+  local waits, members = {}, {}
+  for _, path in ipairs(args) do
+    members[#members + 1], members[#members + 2] = path, path .. tenants.INNER
+  end
+  for _, band in ipairs(BANDS) do
+    for i, tag in ipairs(#members > 0 and read('ZMSCORE', key.throttled[band], unpack(members)) or {}) do
+      if tag then
+        local at_ms = read('ZSCORE', key.budget_waits, joined(band, members[i]))
+        waits[math.ceil(i / 2)] = at_ms and exact(math.max(1, at_ms - now_ms)) or '0'
+      end
+    end
+  end
+  local reply = {exact(now_us)}
+  for i = 1, math.min(#args, VIEW_LIMIT) do reply[i + 1] = tenants.describe(args[i], waits[i] or '') end
   return reply
 end
 

@@ -17,6 +17,8 @@ from picker_fleet.admin.api import OperatedPool
 from picker_fleet.admin.changes import FleetControls
 from picker_fleet.admin.events import Events, SnapshotReader
 from picker_fleet.admin.fleet_state import FleetStateCache
+from picker_fleet.admin.tenants import TenantControls, TenantViews
+from picker_fleet.admin.usage import UsageExport
 from picker_fleet.admin.views import FleetLists, FleetView
 from picker_fleet.admission import budget_transfer
 from picker_fleet.admission.admission import Admission
@@ -38,6 +40,7 @@ from picker_fleet.fleet.heartbeat import HeartbeatTrigger, Membership
 from picker_fleet.fleet.info import ReplicaInfo
 from picker_fleet.fleet.limits import LimitKeeper
 from picker_fleet.fleet.tenant_nodes import nodes_in
+from picker_fleet.fleet.usage import UsageMeter
 from picker_fleet.grpc.certificates import Certificates
 from picker_fleet.grpc.transport import Handler
 from picker_fleet.ingress.context import (
@@ -154,6 +157,8 @@ class Pool:
 
         # Admission
         service = ServiceMeter()
+        tenants = settings.tenants
+        usage = UsageMeter(self.store, tenants.prices) if tenants is not None else None
         self.admission = Admission(
             self.store,
             replica=replica,
@@ -168,6 +173,7 @@ class Pool:
             peer_client=budget_transfer.GrpcPeers(settings.pool, self.signing, certificates),
             times=FailoverTimes(settings.leases.access_log_interval),
             record_cost=service.record,
+            record_usage=None if usage is None else usage.count,
             traces=self.traces,
         )
         self.origins = Origins(self.store, self.signing, clock)
@@ -195,6 +201,7 @@ class Pool:
             limits=LimitKeeper(self.store, self.fleet, self.readings, self.routes.model, clock, self.metrics),
             on_config=self.chooser.follow,
             on_suspects=self.scraping.suspect,
+            usage=usage,
         )
         self._source = source_of(settings.discovery)
 
@@ -242,7 +249,18 @@ class Pool:
         lists = FleetLists(self.store, self.membership, self._fleet_state, self.chooser, replica)
         snapshots = SnapshotReader(view, lists, self.store.reads, decision_log=settings.decision_log.enabled)
         controls = FleetControls(self.store, self.membership, settings)
-        self.operated = OperatedPool(settings.pool, view, lists, controls, Events(snapshots), self.metrics)
+        tenant_views = TenantViews(self.store, self._fleet_state, self.fleet)
+        self.operated = OperatedPool(
+            settings.pool,
+            view,
+            lists,
+            controls,
+            Events(snapshots),
+            self.metrics,
+            tenant_views,
+            TenantControls(self.store, tenant_views),
+            UsageExport(self.store, settings.leases),
+        )
 
     @property
     def account(self) -> Account:

@@ -60,7 +60,8 @@ do -- a chunk may have 200 locals
     for _, name in ipairs({'requests', 'inflight', 'timers', 'overdue', 'limits', 'load', 'endpoints', 'marks',
       'metrics', 'workloads', 'flow_workloads', 'answers', 'prompts', 'replicas', 'replica_info', 'tombstones',
       'unheard', 'suspects', 'ghosts', 'log', 'blockers', 'orphan_cursors', 'outliers', 'queue_snapshot', 'origins',
-      'origin_times', 'tenants', 'tenant_changes', 'balances', 'charges', 'budget_waits'}) do
+      'origin_times', 'tenants', 'tenant_changes', 'balances', 'charges', 'budget_waits',
+      'usage_hours'}) do
       key[name] = base .. name
     end
     for _, kind in ipairs({'flows', 'throttled', 'finish', 'candidates', 'preempted', 'nodes'}) do
@@ -75,6 +76,7 @@ do -- a chunk may have 200 locals
     end
 
     key.inbox = names_with_prefix(base .. 'inbox:')
+    function key.usage(hour) return base .. 'usage:' .. hour end
     function key.wake(replica) return base .. 'wake:' .. replica end
     pools[pool_key] = key
   end

@@ -91,18 +91,25 @@ do -- a chunk may have 200 locals
     return node
   end
 
-  function tenants.node(path)
-    local node = nodes[path]
-    if node then return node end
+  -- Return the JSON of a node's settings, the path that has the settings, and whether an operator gave them; nil
+  -- without settings.
+  function tenants.settings_of(path)
     local all = tenants.paths(path)
     local parent = #all > 1 and all[#all - 1] .. separator or ''
     local names = {path, parent .. '*', string.rep('*' .. separator, #all - 1) .. '*'}
     local changed = read('HMGET', key.tenant_changes, unpack(names))
     local configured = read('HMGET', key.tenants, unpack(names))
-    local text
-    for i = 1, #names do text = text or changed[i] or configured[i] end
+    for i, name in ipairs(names) do
+      if changed[i] or configured[i] then return changed[i] or configured[i], name, changed[i] and true or false end
+    end
+  end
+
+  function tenants.node(path)
+    local node = nodes[path]
+    if node then return node end
+    local text, from = tenants.settings_of(path)
     node = parse_node(path, text)
-    if changed[1] or configured[1] then node.served_field = joined(path, 'served') end
+    if from == path then node.served_field = joined(path, 'served') end
     if nodes_known >= MOST_KNOWN then nodes, nodes_known, limited, weights = {}, 0, {}, {} end
     nodes[path], nodes_known = node, nodes_known + 1
     return node
@@ -473,6 +480,35 @@ do -- a chunk may have 200 locals
     if is_refund and (charge.arrival or charge.grant) then log_charge('refunded', r, 'all', charge) end
     charges[r.id], changed_charges[r.id] = false, true
     return freed
+  end
+
+  -- For the admin API: describe a node, in the form of `view_tenants` (view.lua).
+  function tenants.describe(path, wait)
+    if not settings.tenants then return {path, '', '', '', '', ''} end
+    local node, text, from, is_change = tenants.node(path), tenants.settings_of(path)
+    prefetch({node})
+    local served = node.served_field and exact(balances[node.served_field]) or ''
+    local told = {path, from and (is_change and 1 or 0) or '', from or '', text or '', served, wait}
+    for _, limit in ipairs(node.limits) do
+      local granted = balances[limit.field]
+      local reset_ms = limit.rate and granted / limit.rate or limit.unit == 'budget' and ms_left(limit.per) or 0
+      local numbers = {limit.amount or limit.burst, limit.burst, limit.burst - granted, reset_ms}
+      told[#told + 1], told[#told + 2] = limit.unit, limit.per
+      for _, number in ipairs(numbers) do told[#told + 1] = exact(number) end
+    end
+    return told
+  end
+
+  -- Give back `amount` of what a limit of a node has granted, at most all. Return what is left; nil without the limit.
+  function tenants.top_up(path, unit, per, amount)
+    local node = tenants.node(path)
+    prefetch({node})
+    for _, limit in ipairs(node.limits) do
+      if limit.unit == unit and tostring(limit.per) == per then
+        take(limit, -amount)
+        return limit.burst - balances[limit.field]
+      end
+    end
   end
 
   -- The one of two limits of which more is used; `limit` if there is no other.

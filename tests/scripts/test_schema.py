@@ -12,12 +12,14 @@ from picker_fleet.endpoints.readings import EndpointMetrics, encode_reading
 from picker_fleet.state import accounting_token
 from picker_fleet.state.keys import Keys
 from picker_fleet.state.pool_state import FoundLimit
+from picker_fleet.state.reads import Usage
 
 E1, E2 = addresses(2)
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "redis-schema.md"
 PLACES = {
-    "BAND": "[0-9]+", "FLOWQUEUE": "[^\x1f]*", "WORKLOAD": ".+", "REPLICA": "[^:]+", "ENDPOINT": ".+",
+    "HOUR": "[0-9]+", "BAND": "[0-9]+", "FLOWQUEUE": "[^\x1f]*",
+    "WORKLOAD": ".+", "REPLICA": "[^:]+", "ENDPOINT": ".+",
     "PATH": ".+", "<30>": "\x1e", "<31>": "\x1f",
 }  # fmt: skip
 
@@ -59,8 +61,8 @@ async def live(it: Fleet) -> dict[str, str]:
 def test_the_keys_that_python_code_uses_are_documented() -> None:
     keys = Keys.of("p")
     spelled = [key for name, key in vars(keys).items() if name != "prefix"]
-    assert len(spelled) == 13
-    for key in (*spelled, keys.wake("r-1")):
+    assert len(spelled) == 14
+    for key in (*spelled, keys.usage(490_896), keys.wake("r-1")):
         assert matching(key.removeprefix("epp:{p}:")), key
 
 
@@ -146,6 +148,9 @@ async def test_every_key_of_a_run_is_documented_and_every_documented_key_is_used
         for _ in range(10):
             await look()
             await a.sweep()
+        usage = Usage(1, 0, 1, 0, 1, 2.0)
+        await a.store.count_usage(1, 490_896, {("acme/a", "llama"): usage}, leaves=False)
+        await look()
         # A request may only go to an endpoint that has reached its limit.
         await a.publish(Endpoint(E1, max_inflight=1), E2, upper_per=500, guard_share=0)
         for name in ("fills", "full"):

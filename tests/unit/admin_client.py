@@ -13,11 +13,15 @@ from picker_fleet.admin.api import OperatedPool, create
 from picker_fleet.admin.changes import FleetControls
 from picker_fleet.admin.events import Event, Events
 from picker_fleet.admin.examples import EXAMPLES
+from picker_fleet.admin.fleet_state import FleetStateCache
 from picker_fleet.admin.models import Endpoint, Health, State
 from picker_fleet.admin.protection import Deadlines, RateLimit
 from picker_fleet.admin.server import serving
+from picker_fleet.admin.tenants import TenantControls, TenantViews
+from picker_fleet.admin.usage import UsageExport
 from picker_fleet.admin.views import FleetLists, FleetView
 from picker_fleet.domain.config import Settings
+from picker_fleet.domain.known_fleet import KnownFleet
 from picker_fleet.fleet.heartbeat import Membership
 from picker_fleet.state.store import Store
 from picker_fleet.telemetry.metrics import Metrics
@@ -79,11 +83,14 @@ def api(
     deadlines: Deadlines | None = None,
     rate_limit: Callable[[float], RateLimit] = RateLimit,
     full: str = "",
+    usage: UsageExport | None = None,
 ) -> FastAPI:
     """The admin API of a replica whose shared state is in `store`."""
     settings = settings or Settings()
     membership = cast(Membership, CountingMembership())
-    controls = FleetControls(cast(Store, store or ScriptedStore()), membership, settings)
+    shared = cast(Store, store or ScriptedStore())
+    controls = FleetControls(shared, membership, settings)
+    tenants = TenantViews(shared, cast(FleetStateCache, None), KnownFleet(settings))
     shown = cast(FleetView, view or View())
     pool = OperatedPool(
         settings.pool,
@@ -92,6 +99,9 @@ def api(
         controls,
         events or Events(NoEvents()),
         metrics or Metrics(),
+        tenants,
+        TenantControls(shared, tenants),
+        cast(UsageExport, usage),
     )
     deadlines = deadlines or Deadlines()
     return create([pool], settings, deadlines=deadlines, rate_limit=rate_limit, full=lambda: full)

@@ -1,11 +1,13 @@
 """The admin API on its real server: health, metrics, state, the dashboard's files, and problem documents."""
 
 import base64
+import csv
 import hashlib
 import re
 import socket
-from typing import Any
+from typing import Any, cast
 
+import orjson
 import pytest
 from admin_client import STATE, View, api, asking, problem
 from tables import cases
@@ -13,7 +15,9 @@ from tables import cases
 from picker_fleet.admin.documents import FOLDER, content_security_policy
 from picker_fleet.admin.protection import Deadlines
 from picker_fleet.admin.server import serving
+from picker_fleet.admin.usage import Row, UsageExport
 from picker_fleet.domain.errors import StartupError, StateUnavailable
+from picker_fleet.state.reads import Usage
 from picker_fleet.telemetry.metrics import Metrics
 
 HEALTH = {
@@ -134,3 +138,37 @@ async def test_the_dashboard_and_the_api_page_load_nothing_from_elsewhere() -> N
     for route, calls in described["paths"].items():
         for method in calls:
             assert f"<code>{method.upper()} {route}</code>" in page.text
+
+
+class OneHour:
+    """In place of UsageExport: a row and a note at 2026-01-01T00:00:00Z, and an hour without rows."""
+
+    def now_hour(self) -> int:
+        return 490_900
+
+    async def hours(self) -> list[int]:
+        return [490_896, 490_897]
+
+    async def rows(self, hour: int, *, is_followed: bool) -> list[Row]:
+        used = Row(hour, "acme/a,b", "llama", Usage(2, 0, 5, 1, 7, 12.5), "")
+        return [used, Row(hour, "", "", Usage(0, 0, 0, 0, 0, 0.0), "lost")] if is_followed else []
+
+
+async def test_usage_is_exported_as_json_lines_or_csv_of_the_hours_asked_for() -> None:
+    async with asking(api(usage=cast(UsageExport, OneHour()))) as client:
+        lines = (await client.get("/api/v1/usage")).text.splitlines()
+        note, first, second = map(orjson.loads, lines)
+        assert note["note"] == "no usage is kept of hours before 2026-01-01T00:00:00Z"
+        assert (first["hour"], first["tenant"], first["cost"]) == ("2026-01-01T00:00:00Z", "acme/a,b", 12.5)
+        assert (second["tenant"], second["note"]) == ("", "lost")
+        since = "/api/v1/usage?from=2026-01-01T00:59:59Z"
+        asked = await client.get(since, headers={"accept": "text/csv"})
+        assert asked.headers["content-type"].startswith("text/csv")
+        header, row, _ = asked.text.splitlines()
+        named = dict(zip(header.split(","), next(csv.reader([row])), strict=True))
+        assert named == {name: str(value) for name, value in first.items()}
+        early = await client.get("/api/v1/usage?format=csv&from=2025-12-31T23:00:00&to=2026-01-01T00:00:00Z")
+        assert early.text.splitlines()[1:] == [f"2025-12-31T23:00:00Z,,,0,0,0,0,0,0.0,{note['note']}"]
+        rest = await client.get("/api/v1/usage?from=2026-01-01T01:59:59")
+        assert rest.text == ""
+        assert (await client.get("/api/v1/usage?from=noon")).json()["code"] == "bad_from"

@@ -123,7 +123,10 @@ def test_a_cursor_of_another_list_or_of_a_wrong_type_or_length_is_refused(packed
         decode_cursor(cursor, views.OF_FLOWS)
 
 
-PATH_EXAMPLES = {"flow": "gold", "workload_id": "chat", "request_id": "4f1d-9c", "address": "10.0.0.1:8000"}
+PATH_EXAMPLES = {
+    "flow": "gold", "workload_id": "chat", "request_id": "4f1d-9c", "address": "10.0.0.1:8000",
+    "tenant": "acme/search",
+}  # fmt: skip
 UNAVAILABLE = StateUnavailable("the shared state did not answer within 2 s")
 
 
@@ -213,6 +216,8 @@ PROVOKED = [
     ("get", "/api/v1/flows/{flow}", 404, "", {}),
     ("get", "/api/v1/workloads/{workload_id}", 404, "", {}),
     ("get", "/api/v1/requests/{request_id}", 404, "", {}),
+    ("get", "/api/v1/tenants", 404, "", {}),
+    ("get", "/api/v1/tenants/{tenant}", 404, "", {}),
     ("patch", "/api/v1/config", 400, "", {"content": b"[]"}),
     ("patch", "/api/v1/config", 413, "", {"content": b" " * 70_000}),
     ("patch", "/api/v1/config", 422, "", {"json": {"fair_request_queue": {"total_capacity": 0}}}),

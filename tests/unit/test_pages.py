@@ -12,7 +12,7 @@ from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingResponse
 from picking_table import TABLE
 
 from picker_fleet import cli
-from picker_fleet.admin import api, documents, events, fleet_state, protection
+from picker_fleet.admin import api, documents, events, fleet_state, protection, tenants
 from picker_fleet.admin.server import LIMITS
 from picker_fleet.admin.views import BadCursor
 from picker_fleet.admission import ledger, local_gate, shared_queue
@@ -22,7 +22,7 @@ from picker_fleet.domain.config import Settings
 from picker_fleet.domain.sections import Model, Section
 from picker_fleet.endpoints import metrics_page as endpoint_page
 from picker_fleet.endpoints import pacing
-from picker_fleet.fleet import heartbeat, limit_controller
+from picker_fleet.fleet import heartbeat, limit_controller, usage
 from picker_fleet.fleet.live_config import AFFECTS, LIVE
 from picker_fleet.ingress import json_body
 from picker_fleet.ingress.context import DROPPED_REASON, refusal
@@ -74,6 +74,13 @@ SENTENCES = [
     ("admin-api", f"`limit` is 1 to {api.MAX_LIMIT}"),
     ("admin-api", f"a page has at most {api.MAX_ROWS} rows"),
     ("admin-api", f"goes by the first {fleet_state.MAX_FLOWS}"),
+    ("admin-api", f"and a page of {tenants.PAGE} children"),
+    ("admin-api", f"keep up to {spaced(usage.MOST_ROWS)} rows each"),
+    ("admin-api", f"An hour has at most {spaced(lua('count_usage.lua', 'MOST_ROWS'))} rows"),
+    ("admin-api", f"kept for {lua('count_usage.lua', 'KEPT_HOURS') // 24} days, and at most"
+     f" {spaced(lua('count_usage.lua', 'MOST_IN_ALL'))} rows"),
+    ("metrics",
+     f"shows up to {metrics.MOST_TENANTS} nodes with settings of their own, {reads.CHUNK} a heartbeat"),
     ("admin-api", f"It accepts {events.MAX_LISTENERS} listeners"),
     ("admin-api", f"{LIMITS.connections} connections, {LIMITS.connections // 2} of one address"),
     ("admin-api", f"not whole {LIMITS.request_s:g} s after"),

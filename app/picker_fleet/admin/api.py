@@ -13,7 +13,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import AfterValidator, BaseModel
 
 from picker_fleet import version
-from picker_fleet.admin import changes, documents, models
+from picker_fleet.admin import changes, documents, models, tenants, usage
 from picker_fleet.admin.changes import FleetControls, RequestId
 from picker_fleet.admin.documents import MAX_METRICS_AGE_S, MetricsText
 from picker_fleet.admin.events import Events, EventStream
@@ -29,6 +29,8 @@ from picker_fleet.admin.protection import (
     address_of,
     within,
 )
+from picker_fleet.admin.tenants import TenantControls, TenantViews
+from picker_fleet.admin.usage import UsageExport
 from picker_fleet.admin.views import FleetLists, FleetView
 from picker_fleet.domain.config import Settings
 from picker_fleet.domain.sections import Role
@@ -108,6 +110,9 @@ class OperatedPool:
     controls: FleetControls
     events: Events
     metrics: Metrics
+    tenants: TenantViews
+    tenant_controls: TenantControls
+    usage: UsageExport
 
 
 def create(
@@ -182,9 +187,11 @@ def _add_pool(
     changing = group("changes", dict.fromkeys((403, 503), _PROBLEM), "operator")
     _add_state(state, pool.view, deadlines)
     _add_lists(state, pool.lists, deadlines)
+    usage.add_routes(state, pool.usage, deadlines)
     _add_list_of_pools(stream, pools)
     _add_events(stream, pool.events)
     changes.add_routes(config, changing, pool.controls, deadlines)
+    tenants.add_routes(state, changing, pool.tenants, pool.tenant_controls, pool.controls, deadlines)
     for router in (state, stream, config, changing):
         # FastAPI's `include_router` would rebuild each route and its models twice: at startup and at the
         # first call.

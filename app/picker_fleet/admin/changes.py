@@ -25,7 +25,7 @@ from picker_fleet.state.store import Store
 
 _MAX_ATTEMPTS = 3
 _MAX_BODY_BYTES = 64 * 1024
-_MOST_DETAIL = 1000  # most characters of a change's body that its record keeps
+_MOST_DETAIL = 4000  # most characters that a change's record keeps; two nodes of a tenant fit
 _NOTE_S = 0.5
 _SECRET = "(set)"
 _SECRET_KEYS = re.compile(r"(.*_)?(token|password|secret)")
@@ -203,7 +203,7 @@ def add_routes(
 
         The body is a partial settings tree; null reverts a change. All of the body takes effect, or nothing.
         """
-        patch = await _read_patch(request, deadlines.body_s)
+        patch = await read_object(request, deadlines.body_s)
         request.state.detail = orjson.dumps(patch).decode()
         return await made(request, controls.change(patch))
 
@@ -237,7 +237,7 @@ def add_routes(
         return await made(request, controls.drain(address, False))
 
 
-async def _read_patch(request: Request, limit_s: float) -> dict[str, Any]:
+async def read_object(request: Request, limit_s: float) -> dict[str, Any]:
     """The JSON object in the body. HTTPException: the body is invalid (400), slow (408), or over 64 KiB
     (413)."""
     body = bytearray()

@@ -15,6 +15,7 @@ _CURSORS = {  # by list
     "flows": "WyJmbG93cyIsMjE0NzQ4MzY0NywiNDEuNSIsImdvbGQiXQ",
     "queue": "WyJxdWV1ZSIsMjE0NzQ4MzY0NywiNDEuNSIsImdvbGQiXQ",
     "inflight": "WyJpbmZsaWdodCIsIjE3NjcyMjU2MTIzNDUuMCIsIjRmMWQtOWMiXQ",
+    **dict.fromkeys(("tenants", "{tenant}"), "WyJ0ZW5hbnRzIiwiYWNtZS9zZWFyY2giXQ"),
     "workloads": "WyJ3b3JrbG9hZHMiLCI2NCIsMF0",
 }
 _BANDS: list[dict[str, Any]] = [
@@ -40,7 +41,7 @@ _STATE: dict[str, Any] = {
     "queue_enabled": True, "bands": _BANDS,
     "queued": 16, "queue_fill": 0.016, "overdue": 2, "dispatched_total": 120431,
     "guard_dispatches_total": 96, "ended_total": 130210, "drain_rate": 41.2, "pool_age_s": 86400.0,
-    "now_us": 1767225612000000,
+    "now_us": 1767225612000000, "tenants": True,
 }  # fmt: skip
 _CONFIG: dict[str, Any] = {
     "config": {"pool": "default", "fair_request_queue": {"total_capacity": 2000, "flow_capacity": 100}},
@@ -82,6 +83,16 @@ _RUNNING: dict[str, Any] = {
 _WORKLOAD: dict[str, Any] = {
     "id": "chat", "total": 1290, "active": 14, "dispatched": 1281, "rate": 4.7, "average_wait_s": 0.8,
     "last_request_s_ago": 0.1, "score": {"wait": 0.0, "criticality": 0.24, "rate": -0.0094, "total": 0.23},
+}  # fmt: skip
+_LIMIT: dict[str, Any] = {
+    "unit": "tokens", "per": "1m", "amount": 1000000.0, "burst": 200000.0, "remaining": 41250.5,
+    "reset_s": 9.5,
+}  # fmt: skip
+_TENANT: dict[str, Any] = {
+    "path": "acme/search", "source": "operator", "settings_of": "acme/search", "weight": 3.0,
+    "over_limit": "queue", "limits": [_LIMIT], "in_flight": None, "served_cost": 128411.0, "queued": 12,
+    "oldest_s": 3.4, "served_cost_per_s": 7.2, "share": 0.74, "fair_share": 0.75, "waits": True,
+    "waits_s": 0.4,
 }  # fmt: skip
 _REPLICA: dict[str, Any] = {
     "id": "r-3f9c", "live": True, "heartbeat_s_ago": 0.4, "host": "node-1", "degraded": False, "waiting": 5,
@@ -133,6 +144,13 @@ EXAMPLES: dict[str, Any] = {
     },
     "Workload": _WORKLOAD,
     "Workloads": {"workloads": [_WORKLOAD], "total": 1, "cursor": _CURSORS["workloads"]},
+    "TenantLimit": _LIMIT,
+    "Tenant": _TENANT,
+    "Tenants": {"tenant": _TENANT, "children": [_TENANT], "total": 1, "cursor": _CURSORS["tenants"]},
+    "TenantChange": {
+        "path": "acme/search", "old": None,
+        "new": {"limits": [{"unit": "tokens", "amount": 1000000, "per_ms": 60000, "burst": 200000}]},
+    },
     "Replica": _REPLICA,
     "Replicas": {"replicas": [_REPLICA]},
 }  # fmt: skip
@@ -160,6 +178,14 @@ _FAULTS: dict[tuple[str, str], tuple[str, str]] = {
         "neither the pool nor this replica knows of the request",
     ),
     ("404", "/api/v1/requests/{request_id}/evict"): ("unknown_request", "no such request waits"),
+    **dict.fromkeys(
+        (("404", "/api/v1/tenants"), ("404", "/api/v1/tenants/{tenant}")),
+        ("no_tenants", "the configuration has no section `tenants`"),
+    ),
+    ("404", "/api/v1/tenants/{tenant}/top-up"): (
+        "unknown_limit",
+        "acme/search has no limit of tokens per 1h",
+    ),
     ("404", ""): ("unknown_endpoint", "no endpoint 10.0.0.1:8000"),
     ("408", ""): ("body_too_slow", "the body did not come within 5 s"),
     ("409", ""): ("request_running", "the request has already left the queue"),

@@ -75,6 +75,7 @@ class State(_Open):
     drain_rate: float = Field(0.0, description="dispatches a second, smoothed")
     pool_age_s: float = Field(0.0, description="seconds since this epoch of the pool began")
     now_us: int = Field(0, description="Unix time of Redis in microseconds")
+    tenants: bool = Field(False, description="the configuration has `tenants`")
 
 
 class Config(BaseModel):
@@ -95,7 +96,7 @@ class Change(BaseModel):
     by: str = Field(description="the caller: the name of its token's file, `admin.token`, or its address")
     address: str = Field(description="address of the caller or of its proxy")
     change: str = Field(description="method and path of the call")
-    detail: str = Field(description="the first 1000 characters of a PATCH's body")
+    detail: str = Field(description="the body of a PATCH, or the former and the new value of a tenant")
     outcome: str = Field(description="`made`; `unknown`: the shared state did not answer in time")
 
 
@@ -103,6 +104,81 @@ class Changes(BaseModel):
     """The changes that operators have made, the newest first."""
 
     changes: list[Change] = Field(description="the last 200 changes at most")
+
+
+class TenantLimit(BaseModel):
+    """A limit of a tenant's node, and how much of it is left."""
+
+    unit: str = Field(
+        description="`requests`, `tokens`, `prompt_tokens`, `answer_tokens`, `parallel` (requests in flight) "
+        "or `budget` (cost units)"
+    )
+    per: str | None = Field(
+        description="`1s`, `1m`, `1h`, `1d`; of a budget `day`, `week`, `month`; null for `parallel`"
+    )
+    amount: float = Field(description="units granted in each period")
+    burst: float = Field(description="most units granted at once")
+    remaining: float = Field(description="units left now; negative: usage was more than the estimate")
+    reset_s: Rounded | None = Field(
+        description="seconds until nothing of the limit is used, or until the budget's period ends"
+    )
+
+
+class Tenant(_Open):
+    """A node of the tree of tenants."""
+
+    path: str = Field(description="the node's path; ends in `*`: settings for nodes without their own")
+    source: Literal["configuration", "operator", "default"] = Field(
+        description="where its settings come from; `operator`: a live change"
+    )
+    settings_of: str | None = Field(description="the path that has the settings; null: nothing is set")
+    weight: float = Field(description="its weight among its siblings")
+    over_limit: Literal["queue", "demote", "reject"] = Field(description="what happens beyond a limit")
+    limits: list[TenantLimit] = Field(description="its limits and budget, with their balances")
+    in_flight: int | None = Field(
+        description="requests in flight, and those that wait unless `over_limit` is `queue`; null: not "
+        "counted, without a limit of `parallel`"
+    )
+    served_cost: float | None = Field(
+        description="cost of all requests served; null: not counted, without settings for its own path"
+    )
+    queued: int = Field(description="waiting requests of the flows below")
+    oldest_s: Rounded | None = Field(description="age of the oldest; null: none waits")
+    served_cost_per_s: Rounded | None = Field(description="cost served a second over 10 s; null: unknown")
+    share: Rounded | None = Field(
+        description="its part of the service of its siblings that wait for their turn; null: unknown, or "
+        "it does not"
+    )
+    fair_share: Rounded | None = Field(description="that part by weights; null: as for `share`")
+    waits: bool = Field(description="its requests wait for its balance, or for an end of a request")
+    waits_s: Rounded | None = Field(description="seconds until they may go on; null: none wait, or unknown")
+
+
+class Tenants(_Open):
+    """A node of the tree of tenants, and a page of its children by path."""
+
+    tenant: Tenant | None = Field(description="the node; null: the root")
+    children: list[Tenant] = Field(description="children with settings or requests, by path")
+    total: int = Field(description="number of children on all pages")
+    cursor: NextCursor
+
+
+class TenantChange(BaseModel):
+    """A change of a node, for the whole fleet."""
+
+    path: str = Field(description="the node's path")
+    old: dict[str, Any] | None = Field(description="the former settings or balance; null: none")
+    new: dict[str, Any] | None = Field(description="the settings or balance now in force; null: none")
+
+
+class TopUp(BaseModel):
+    """The body of a top-up."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    unit: Literal["requests", "tokens", "prompt_tokens", "answer_tokens", "budget"]
+    per: Literal["1s", "1m", "1h", "1d", "day", "week", "month"]
+    amount: float = Field(gt=0, le=1e12)
 
 
 class Dispatch(BaseModel):

@@ -184,6 +184,7 @@ class FleetView:
             unit=settings.request_queue_controller.unit,
             mode="adaptive" if settings.request_queue_controller.is_adaptive else "static",
             queue_enabled=settings.request_queue_controller.enabled,
+            tenants=settings.tenants is not None,
             bands=bands,
             pool_age_s=max(0.0, (pool.now_us - pool.born_us) / 1e6) if pool.born_us else 0.0,
         )

@@ -41,8 +41,9 @@ class Admission:
     """Admits, places and accounts for requests. All calls come from one event loop.
 
     `Membership` (fleet/) uses two parts of `Admission`: `queue`, the requests that wait in Redis, and
-    `failover`. Each placement calls the argument `record_cost` with priority, flow and cost. Streams are
-    numbered by the iterator `attempts`, by default 1, 2, …
+    `failover`. Each placement calls the argument `record_cost` with priority, flow and cost; each end calls
+    `record_usage` with the completion, flow ('': unknown) and model. Streams are numbered by the iterator
+    `attempts`, by default 1, 2, …
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class Admission:
         peer_client: PeerClient,
         times: FailoverTimes,
         record_cost: Callable[[int, str, float], object] = lambda priority, flow, cost: None,
+        record_usage: Callable[[Completion, str, str], object] | None = None,
         traces: "Traces | None" = None,
         clock: Callable[[], float] | None = None,
         attempts: Iterator[int] | None = None,
@@ -95,6 +97,7 @@ class Admission:
             counts_tokens=in_tokens,
             has_tenants=settings.tenants is not None,
             are_places_awaited=lambda: self.queue.places_are_awaited,
+            record_usage=record_usage,
             traces=traces,
         )
         self.failover = Failover(
@@ -213,7 +216,7 @@ class Admission:
         if is_local:
             self._reports.note_end(completion, token)
             if is_new:
-                self._metrics.completed(completion, accounting_token.model_of(token))
+                self._reports.count(completion, token, accounting_token.model_of(token))
         else:
             self._reports.settle(completion, token, entry)
         if entry is not None:

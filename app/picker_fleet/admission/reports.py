@@ -62,12 +62,13 @@ class Reports:
         counts_tokens: bool,
         has_tenants: bool,
         are_places_awaited: Callable[[], bool],
+        record_usage: Callable[[Completion, str, str], object] | None = None,
         traces: "Traces | None" = None,
     ) -> None:
         self._store, self._ledger, self._metrics = store, ledger, metrics
         self._endpoints, self._chooser = endpoints, chooser
         self._counts_tokens, self._are_places_awaited = counts_tokens, are_places_awaited
-        self._has_tenants, self._traces = has_tenants, traces
+        self._has_tenants, self._record_usage, self._traces = has_tenants, record_usage, traces
 
     def settle(self, completion: Completion, token: str, entry: Entry | None) -> None:
         """Report that a request has ended; `token` is its accounting token, '' if unknown. `entry`: None if
@@ -151,14 +152,20 @@ class Reports:
             return
         reply = answer.result()
         if reply.kind == "settled":
-            self._metrics.completed(completion, reply.model)
+            self.count(completion, token, reply.model)
             if accounting_token.is_alone(token):  # no replica that saw the request alive may restore it
                 self._tombstone(completion)
         elif reply.kind == "unknown" and token:
             # The request was placed without Redis, or Redis lost its record, or its lease has expired.
-            self._metrics.completed(completion, accounting_token.model_of(token))
+            self.count(completion, token, accounting_token.model_of(token))
             if completion.accounting_token:  # the replica that placed the request may not learn of the end
                 self._tombstone(completion)
+
+    def count(self, completion: Completion, token: str, model: str) -> None:
+        """Count a request's end in metrics and usage; `token` is its accounting token, '' if unknown."""
+        self._metrics.completed(completion, model)
+        if self._record_usage is not None:
+            self._record_usage(completion, accounting_token.flow_of(token), model)
 
     def suspect(self, request_id: str, tries: int = _SUSPECT_TRIES) -> None:
         """Report that a request may have ended: its client has gone. Report a waiting request again later:

@@ -56,6 +56,7 @@ if TYPE_CHECKING:
 
 # Redis expires queued requests; this replica's own timer for a request fires this many seconds later, if no
 # notification came.
+_DEMOTED = "demoted=1"  # the end of the quota of a demoted request (lua/lib/tenants.lua)
 _EXPIRY_SLACK_S = 0.05
 # Answer an expired request within this time, even if Redis does not answer (G5).
 _EXPIRY_ANSWER_S = 0.5
@@ -210,6 +211,8 @@ class SharedQueue:
                 if not wait.queued:
                     self._metrics.bypassed(request.model, request.target_model)
             waiter.endpoints, waiter.quota = placed.endpoints, placed.quota
+            if placed.quota.endswith(_DEMOTED):
+                self._metrics.demoted(request.flow, self._tenants())
         except (asyncio.CancelledError, RequestError) as fault:
             # Undo the admission in case Redis received it. Redis changed nothing if it refused the request,
             # or the call for lack of memory.
@@ -348,6 +351,8 @@ class SharedQueue:
         error = refusal(verdict, request, self.retry_after_s, self._tenants())
         if error is None:
             return None
+        if isinstance(verdict, Refused) and verdict.limit:
+            self._metrics.over_limit(verdict.limit, self._tenants())
         if isinstance(verdict, Refused):
             self._metrics.push_error(request.model, error.code, request.target_model)
         elif isinstance(error, ExpiredTtl):

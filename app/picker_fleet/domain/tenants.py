@@ -247,6 +247,11 @@ class Tree:
             self._nodes.get(separator.join([_ANY] * level)) for level in range(1, MAX_LEVELS + 1)
         )
 
+    @property
+    def nodes(self) -> Mapping[str, Node]:
+        """The nodes with settings by path, those with `*` included."""
+        return self._nodes
+
     def node(self, path: str) -> Node | None:
         """The settings of the node at `path`; None if it has none: weight 1 and no limits."""
         found = self._nodes.get(path)

@@ -27,7 +27,9 @@ from picker_fleet.fleet import live_config
 from picker_fleet.fleet.info import EnvoyLimits
 from picker_fleet.fleet.limits import LimitKeeper
 from picker_fleet.fleet.publisher import UNKNOWN, Publisher
+from picker_fleet.fleet.tenant_metrics import TenantMetrics
 from picker_fleet.fleet.tenant_nodes import TenantNodes
+from picker_fleet.fleet.usage import UsageMeter
 from picker_fleet.state.pool_state import PoolState, marked
 from picker_fleet.state.server_check import ServerCheck
 from picker_fleet.state.store import HeartbeatReply, LiveConfig, Store, SweepReply
@@ -154,7 +156,8 @@ class Membership:
     live changes, reads the shared state. One event loop.
 
     Each heartbeat publishes `replica_info()` as JSON; `heartbeat_now` asks for one at once. Each live change
-    calls `on_config` with the configuration and its live changes; `on_suspects` is for `Sweeper`.
+    calls `on_config` with the configuration and its live changes; `on_suspects` is for `Sweeper`. Each
+    heartbeat also sends the counts of `usage`, which only fleets with tenants have.
     """
 
     def __init__(
@@ -172,11 +175,13 @@ class Membership:
         limits: LimitKeeper,
         on_config: Callable[[EffectiveConfig], object],
         on_suspects: Callable[[Sequence[str]], object],
+        usage: UsageMeter | None = None,
     ) -> None:
         self._store, self._queue, self._settings, self._leases = store, queue, settings, settings.leases
         self._endpoints, self._metrics, self._replica_info = endpoints, metrics, replica_info
         self._fleet, self.heartbeat_now, self._failover = fleet, heartbeat_now, failover
-        self._limits, self._on_config = limits, on_config
+        self._limits, self._on_config, self._usage = limits, on_config, usage
+        self._tenant_metrics = TenantMetrics(store, metrics)
         self._clock = asyncio.get_running_loop().time
         self._publisher = Publisher(store, settings)
         self._tenants = TenantNodes(store, settings)
@@ -290,6 +295,8 @@ class Membership:
         self._left = True
         with contextlib.suppress(StateFault, TimeoutError):
             async with asyncio.timeout(deadline_s):
+                if self._usage is not None:
+                    await self._usage.flush(leaves=True)
                 await self._store.leave()
 
     async def _renew_leases(self) -> None:
@@ -372,6 +379,10 @@ class Membership:
         await self._follow_changes(pulse)
         if full or self._clock() - self._followed_s >= self._leases.heartbeat:
             await self._follow_state()
+            if self._usage is not None:
+                await self._tenant_metrics.look(self._fleet.tenants if self.leads() else None)
+                with contextlib.suppress(WritesRefused):  # the counts stay; heartbeats go on
+                    await self._usage.flush()
 
     async def _endpoints_of(self, pulse: HeartbeatReply) -> tuple[Endpoint, ...]:
         """The published endpoints. If this replica discovered the same endpoints, read only their marks."""

@@ -25,6 +25,7 @@ class Keys:
         self.tenant_changes = self.prefix + "tenant_changes"
         self.log = self.prefix + "log"
         self.operator_changes = self.prefix + "operator_changes"
+        self.usage_hours = self.prefix + "usage_hours"
         self.metrics = self.prefix + "metrics"  # both a hash and a channel (endpoints/metrics_channel.py)
 
     @classmethod
@@ -33,6 +34,10 @@ class Keys:
 
     def inbox(self, replica: str) -> str:
         return f"{self.prefix}inbox:{replica}"
+
+    def usage(self, hour: int) -> str:
+        """The usage counted in an hour, which is numbered in hours since 1970."""
+        return f"{self.prefix}usage:{hour}"
 
     def wake(self, replica: str) -> str:
         return f"{self.prefix}wake:{replica}"

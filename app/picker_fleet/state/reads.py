@@ -14,7 +14,7 @@ import orjson
 from picker_fleet.domain.bands import MOST_PRIORITY
 from picker_fleet.domain.errors import StateFault
 from picker_fleet.state.batching import BatchingClient
-from picker_fleet.state.keys import BETWEEN
+from picker_fleet.state.keys import BETWEEN, Keys
 from picker_fleet.state.schema import VIEW_LIMIT
 
 CHUNK = VIEW_LIMIT  # rows per call
@@ -23,6 +23,8 @@ THROTTLED = 2**32  # added to a flow queue's group while the flow is throttled
 _MAX_SCANS = 10  # most Redis calls for one page of workloads
 _SHARED_PART = 0.7  # part of a snapshot's maximum age after which a replica reads a new one
 _POLL_S = 0.02  # interval at which a replica looks for the snapshot that another replica is making
+_USAGE_ROWS = 500  # rows of usage in one call; they take less than a millisecond to read
+_MARK = "\x1e"  # first byte of the field with a replica's mark; no flow has this byte
 _PARSED_AT_ONCE = 250  # number of queues of a shared snapshot parsed between two pauses
 
 
@@ -82,6 +84,66 @@ class RequestRow(NamedTuple):
     endpoints: tuple[str, ...]
     limit: int
     score: Score | None
+
+
+class Usage(NamedTuple):
+    """The usage of ended requests. `unreported`: served requests whose usage the model server did not report,
+    which count in no other figure but `requests`. `prompt_tokens` include `cached_tokens`. `cost` is in the
+    units of `tenants.prices`."""
+
+    requests: int
+    unreported: int
+    prompt_tokens: int
+    cached_tokens: int
+    answer_tokens: int
+    cost: float
+
+    @classmethod
+    def parse(cls, text: str) -> "Usage":
+        *counts, cost = text.split()
+        return cls(*map(int, counts), float(cost))  # type: ignore[call-arg]
+
+
+class UsageMark(NamedTuple):
+    """The last batch of usage that a replica sent for an hour. `left`: the replica then left the fleet."""
+
+    sent_ms: int
+    left: bool
+
+
+@dataclass(frozen=True, slots=True)
+class UsageHour:
+    """The usage counted in an hour by (leaf, model), and the marks of the replicas that counted. The row
+    ('', '') is the sum of leaves beyond the bound (lua/count_usage.lua)."""
+
+    rows: dict[tuple[str, str], Usage]
+    marks: dict[str, UsageMark]
+
+
+class LimitRow(NamedTuple):
+    """A limit of a tenant's node. `per`: ms as text; the period of a budget; `0` for requests in flight.
+    `reset_s`: seconds until the limit is whole again, or until the period of the budget ends."""
+
+    unit: str
+    per: str
+    amount: float
+    burst: float
+    left: float
+    reset_s: float
+
+
+class TenantRow(NamedTuple):
+    """A node's settings in force (JSON; lua/lib/tenants.lua) and balances. `of`: the path that has the
+    settings, '' without settings. `waits_s`: how long its requests wait for the balance, 0 until a request
+    ends; None: they do not wait. `served`: the cost served; None: not counted."""
+
+    path: str
+    is_live: bool
+    of: str
+    settings: str
+    served: float | None
+    waits_s: float | None
+    limits: tuple[LimitRow, ...]
 
 
 class WorkloadRow(NamedTuple):
@@ -204,9 +266,9 @@ class ReplicaRow:
 class Reads:
     """The reads of one pool. Every method raises StateFault if Redis does not answer (state/batching.py)."""
 
-    def __init__(self, client: BatchingClient, log: str) -> None:
+    def __init__(self, client: BatchingClient, keys: Keys) -> None:
         self._client = client
-        self._log = log
+        self._keys = keys
 
     async def flow_queues(
         self,
@@ -331,11 +393,56 @@ class Reads:
             for replica, last_ms, about in zip(fields[::3], fields[1::3], fields[2::3], strict=True)
         ]
 
+    async def tenants(self, paths: Sequence[str]) -> list[TenantRow]:
+        """The settings and balances of tenants' nodes, in the order of `paths`."""
+        found = []
+        for at in range(0, len(paths), CHUNK):
+            _, *rows = await self._client.call("view_tenants", *paths[at : at + CHUNK])
+            found += [_tenant_row(row) for row in rows]
+        return found
+
+    async def usage_hours(self) -> list[int]:
+        """The hours of which usage is kept, in hours since 1970, the earliest first."""
+        return sorted(map(int, await self._client.command("HKEYS", self._keys.usage_hours)))
+
+    async def usage(self, hour: int) -> UsageHour:
+        found = UsageHour({}, {})
+        cursor = "0"
+        while True:
+            cursor, fields = await self._client.command(
+                "HSCAN", self._keys.usage(hour), cursor, "COUNT", _USAGE_ROWS
+            )
+            for field, text in zip(fields[::2], fields[1::2], strict=True):
+                if field.startswith(_MARK):
+                    _, sent_ms, left = text.split()
+                    found.marks[field.removeprefix(_MARK)] = UsageMark(int(sent_ms), left == "1")
+                else:
+                    leaf, _, model = field.partition(BETWEEN)
+                    found.rows[leaf, model] = Usage.parse(text)
+            if cursor == "0":
+                return found
+
     async def decisions(self, limit: int) -> list[dict[str, str]]:
         """The last `limit` entries of the decision log, oldest first; docs/redis-schema.md lists the
         fields."""
-        page = await self._client.command("XREVRANGE", self._log, "+", "-", "COUNT", limit)
+        page = await self._client.command("XREVRANGE", self._keys.log, "+", "-", "COUNT", limit)
         return [dict(zip(fields[::2], fields[1::2], strict=True)) for _, fields in reversed(page)]
+
+
+def _tenant_row(row: Sequence[str | int]) -> TenantRow:
+    path, source, of, settings, served, waits_ms, *limits = map(str, row)
+    return TenantRow(
+        path,
+        source == "1",
+        of,
+        settings,
+        float(served) if served else None,
+        float(waits_ms) / 1000 if waits_ms else None,
+        tuple(
+            LimitRow(unit, per, float(amount), float(burst), float(left), float(reset_ms) / 1000)
+            for unit, per, amount, burst, left, reset_ms in zip(*[iter(limits)] * 6, strict=True)
+        ),
+    )
 
 
 def _each_once(queues: list[FlowQueueRow]) -> list[FlowQueueRow]:

@@ -29,14 +29,18 @@ NAMES = (
     "acknowledge",
     "cancel", "mark_endpoint", "evict", "heartbeat", "publish",
     "publish_changes", "tune", "set_limits", "set_tenants", "sweep", "claim_queue_snapshot", "state",
+    "top_up_tenant", "count_usage",
     "view_flows", "view_flow", "view_queue", "view_inflight", "view_request",
-    "view_workloads", "view_workload", "view_replicas",
+    "view_workloads", "view_workload", "view_replicas", "view_tenants",
 )  # fmt: skip
 ENDS = ("settle", "cancel")  # scripts that end requests; repeating a call changes nothing
 _READING = ("state", "view_")  # prefixes of scripts that run even if Redis accepts no writes
 # Scripts that add data: Redis refuses such scripts while it is out of memory. All other scripts run, so the
 # pool empties.
-_ADDING = ("note_origin", "admit", "publish", "publish_changes", "set_tenants", "claim_queue_snapshot")
+_ADDING = (
+    "note_origin", "admit", "publish", "publish_changes", "set_tenants", "claim_queue_snapshot",
+    "count_usage",
+)  # fmt: skip
 _REGISTER = (
     "redis.register_function{function_name='%s', flags={%s},\n"
     "  callback=function(keys, args) return run(%s, keys, args) end}"

@@ -31,7 +31,7 @@ from picker_fleet.state.pool_state import (
     parse_marks,
     parse_pool_state,
 )
-from picker_fleet.state.reads import QueueSnapshots, Reads
+from picker_fleet.state.reads import QueueSnapshots, Reads, Usage
 from picker_fleet.state.schema import ARRIVAL_NUMBERS, ARRIVAL_TEXTS, Refusal
 
 _PACKED_NUMBERS = struct.Struct(f"<{len(ARRIVAL_NUMBERS)}d")
@@ -268,7 +268,7 @@ class Store:
             on_batch=self._take_head,
             on_unavailable=self._unavailable,
         )
-        self.reads = Reads(self._client, self.keys.log)
+        self.reads = Reads(self._client, self.keys)
         self.queue_snapshots = QueueSnapshots(self._client, self.reads, self.keys.queue_snapshot)
 
     async def run(self) -> None:
@@ -511,6 +511,26 @@ class Store:
     async def tenants_version(self) -> str:
         """The version of the nodes, which grows with each change; '' before the first."""
         return str(await self._client.command("HGET", self.keys.pool, "tenants_version") or "")
+
+    async def count_usage(
+        self, batch: int, hour: int, rows: Mapping[tuple[str, str], Usage], *, leaves: bool
+    ) -> None:
+        """Add a batch of usage, by (leaf, model), to an hour; a repeated batch counts once."""
+        texts = [text for names, usage in rows.items() for text in (*names, *map(repr, usage))]
+        await self._client.call("count_usage", self._replica, batch, hour, int(leaves), *texts)
+
+    async def tenant_settings(self, path: str) -> tuple[str, str]:
+        """The JSON of a node's settings in the configuration, and of an operator's change; '' for none."""
+        configured = await self._client.command("HGET", self.keys.tenants, path)
+        changed = await self._client.command("HGET", self.keys.tenant_changes, path)
+        return configured or "", changed or ""
+
+    async def top_up_tenant(self, path: str, unit: str, per: str, amount: float) -> float | None:
+        """Give back `amount` of what a limit of a tenant's node has granted, at most all; `per` as of a
+        LimitRow. Returns what is left; None if the node has no such limit."""
+        reply = await self._client.call("top_up_tenant", self._replica, path, unit, per, amount)
+        self._take_head(reply)
+        return float(reply[4]) if reply[4] else None
 
     async def live_config(self) -> LiveConfig:
         version, overrides, note = await self._client.command(

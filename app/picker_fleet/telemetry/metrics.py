@@ -24,11 +24,15 @@ from picker_fleet.domain.bands import NAMED, Band
 from picker_fleet.domain.budgets import BodyBudget
 from picker_fleet.domain.errors import ClientGone
 from picker_fleet.domain.request import Completion, InferenceRequest, Outcome
+from picker_fleet.domain.tenants import Tree
 from picker_fleet.endpoints.readings import EndpointMetrics
 from picker_fleet.state.error_replies import NO_ANSWER, Meaning
 from picker_fleet.state.pool_state import PoolState
+from picker_fleet.state.reads import TenantRow
 
 OTHER = "other"
+MOST_TENANTS = 1000  # most nodes of tenants with metrics
+_PERS = {"1000": "1s", "60000": "1m", "3600000": "1h", "86400000": "1d", "0": ""}  # periods of limits
 _MAX_VALUES = 1000  # most distinct values of a label, and most distinct pairs of two labels' values
 _MAX_VALUE_CHARS = 128
 # The most series of a family: even with capped labels, the number of combinations can be large.
@@ -228,6 +232,18 @@ class Metrics:
         self._limit_moves = counters(
             "epp_endpoint_limit_moves", "Limits that this replica moved, as the leader.", ("direction",)
         )
+        self._tenants: Mapping[str, TenantRow] = {}
+        self._remaining = gauges(
+            "epp_tenant_remaining", "Units left of a tenant's limit.", ("tenant", "unit", "per")
+        )
+        self._remaining.follow_all(self._remaining_by_limit)
+        self._served_cost = counters("epp_tenant_served_cost", "Cost served for a tenant.", ("tenant",))
+        self._served_cost.follow_all(self._served_by_tenant)
+        self._over_limit = counters(
+            "epp_tenant_over_limit",
+            "Requests that a tenant's limit refused or demoted.",
+            ("tenant", "unit", "action"),
+        )
         self._ended_labels: dict[tuple[str, Outcome, int], tuple[Labels, Labels, Labels]] = {}
         self.pool_state: PoolState | None = None  # the shared state last shown
         self.waiting_requests: dict[Waiting, int] = {}  # of this replica
@@ -396,6 +412,39 @@ class Metrics:
     def limit_moved(self, by: int) -> None:
         """Count a limit that this replica, the leader, has moved by `by` requests or tokens."""
         self._limit_moves.add(("up" if by > 0 else "down",))
+
+    def tenants(self, rows: Mapping[str, TenantRow]) -> None:
+        """Show the balances of tenants' nodes by path."""
+        self._tenants = rows
+
+    def _remaining_by_limit(self) -> dict[Labels, float]:
+        left = (
+            ((label_value(path), limit.unit, _PERS.get(limit.per, limit.per)), limit.left)
+            for path, row in self._tenants.items()
+            for limit in row.limits
+        )
+        return dict(itertools.islice(left, _MAX_SERIES))
+
+    def _served_by_tenant(self) -> dict[Labels, float]:
+        return {(label_value(path),): row.served or 0.0 for path, row in self._tenants.items()}
+
+    def over_limit(self, limit: str, tenants: Tree | None) -> None:
+        """Count a request that a limit refused; `limit` as in state/store.py. Only nodes of `tenants` with
+        settings for their own path are named."""
+        unit, _, path = limit.split(" ", 2)
+        node = None if tenants is None else tenants.node(path)
+        named = label_value(path) if node is not None and node.path == path else OTHER
+        self._over_limit.add((named, unit, "reject"))
+
+    def demoted(self, flow: str, tenants: Tree | None) -> None:
+        """Count a demoted request, for the first node of its path that demotes."""
+        nodes = [] if tenants is None else [(path, tenants.node(path)) for path in tenants.paths(flow)]
+        path, node = next(
+            ((path, node) for path, node in nodes if node is not None and node.over_limit == "demote"),
+            ("", None),
+        )
+        named = label_value(path) if node is not None and node.path == path else OTHER
+        self._over_limit.add((named, "", "demote"))
 
     def redis_silence(self, seconds: float, paused_s: float) -> None:
         """Show the `seconds` since Redis last answered, and the total time that this replica was paused."""

@@ -65,7 +65,7 @@ class TreeFairness:
 
     def check(self, step: Step, rules: Rules) -> None:
         entry, request, flow_queues = step.entry, step.request, self._replay.flow_queues
-        if entry.event in ("tenant", "charged", "refunded", "used"):
+        if entry.event in ("tenant", "topped_up", "charged", "refunded", "used"):
             return
         if entry.event == "rebased" and entry.tag is not None:
             self._rebase(entry.band, entry.tag)

@@ -10,6 +10,7 @@ import { lookUp, startLookup } from "./lookup.js";
 import { remember, showOverview, showTrouble } from "./overview.js";
 import { startQueue } from "./queue.js";
 import { rememberEndpoints, showTables } from "./tables.js";
+import { showTenants } from "./tenants.js";
 import { startTheme } from "./theme.js";
 
 let latest = null;
@@ -56,6 +57,7 @@ function draw() {
     pause.classList.toggle("strong", state.paused);
     showOverview(latest);
     showTables(latest);
+    showTenants(latest);
   });
 }
 

@@ -1,0 +1,155 @@
+"""The export of usage by hour, leaf and model, from which bills are made; fleet/usage.py counts it.
+
+Figures add up over all rows. A row without a tenant has a note that says where usage may be missing, and has
+no figures.
+"""
+
+import csv
+import io
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
+from datetime import UTC, datetime
+from typing import Annotated, Any, Literal, NamedTuple
+
+import orjson
+from fastapi import APIRouter, Query, Request
+from fastapi.responses import StreamingResponse
+
+from picker_fleet.admin.protection import Deadlines, within
+from picker_fleet.domain.sections import Leases
+from picker_fleet.fleet.usage import HOUR_MS
+from picker_fleet.state.reads import Usage, UsageMark
+from picker_fleet.state.store import Store
+
+_DEFAULT_HOURS = 24
+_CSV, _JSON_LINES = "text/csv", "application/x-ndjson"
+_NONE = Usage(0, 0, 0, 0, 0, 0.0)
+_OTHERS = "the sum of tenants beyond the bound of an hour"
+_UNFINISHED = "the hour has not ended"
+
+
+class Row(NamedTuple):
+    hour: int  # in hours since 1970
+    tenant: str
+    model: str
+    usage: Usage
+    note: str
+
+    def fields(self) -> dict[str, Any]:
+        """The row's columns by name, in order."""
+        tenant, model = (each.encode(errors="replace").decode() for each in (self.tenant, self.model))
+        named = {"hour": _text_of(self.hour * HOUR_MS), "tenant": tenant, "model": model}
+        return {**named, **self.usage._asdict(), "note": self.note}
+
+
+class UsageExport:
+    """Reads the usage of one pool, an hour at a time. Methods raise StateFault if Redis does not answer."""
+
+    def __init__(self, store: Store, leases: Leases) -> None:
+        self._store, self._leases = store, leases
+
+    def now_hour(self) -> int:
+        """The present hour, by Redis's clock."""
+        return self._store.now_ms() // HOUR_MS
+
+    async def hours(self) -> list[int]:
+        """The hours of which usage is kept, the earliest first."""
+        return await self._store.reads.usage_hours()
+
+    async def rows(self, hour: int, *, is_followed: bool) -> list[Row]:
+        """The rows of an hour. `is_followed`: usage of the next hour is kept, too."""
+        found = await self._store.reads.usage(hour)
+        after = (await self._store.reads.usage(hour + 1)).marks if is_followed else {}
+        figures = [
+            Row(hour, leaf, model, usage, "" if leaf or model else _OTHERS)
+            for (leaf, model), usage in sorted(found.rows.items())
+        ]
+        unfinished = [Row(hour, "", "", _NONE, _UNFINISHED)] if hour >= self.now_hour() else []
+        return [*figures, *unfinished, *self._losses(hour, found.marks, after)]
+
+    def _losses(
+        self, hour: int, marks: Mapping[str, UsageMark], after: Mapping[str, UsageMark]
+    ) -> Iterator[Row]:
+        """A row for each replica that stopped in the hour without leaving the fleet."""
+        silent_ms = self._store.now_ms() - int(self._leases.replica_silence * 1000)
+        for replica, mark in sorted(marks.items()):
+            goes_on = replica in after or mark.sent_ms >= min((hour + 1) * HOUR_MS, silent_ms)
+            if not (mark.left or goes_on):
+                since, interval = _text_of(mark.sent_ms, "milliseconds"), f"{self._leases.heartbeat:g} s"
+                note = f"replica {replica} stopped: usage may be missing, of up to {interval} after {since}"
+                yield Row(hour, "", "", _NONE, note)
+
+
+def _text_of(ms: int, precision: str = "seconds") -> str:
+    return datetime.fromtimestamp(ms / 1000, UTC).isoformat(timespec=precision).replace("+00:00", "Z")
+
+
+_COLUMNS = tuple(Row(0, "", "", _NONE, "").fields())
+_EXAMPLE = Row(490896, "acme/search/key-17", "llama", Usage(12, 1, 5400, 1024, 2210, 12030.0), "")
+
+
+def _encoded(rows: Iterable[Row], kind: str, *, header: bool = False) -> bytes:
+    """The rows as lines of JSON or CSV (RFC 4180), with the names of the columns if `header`."""
+    if kind == _JSON_LINES:
+        return b"".join(orjson.dumps(row.fields(), option=orjson.OPT_APPEND_NEWLINE) for row in rows)
+    text = io.StringIO()
+    writer = csv.writer(text)
+    writer.writerows([_COLUMNS] * header)
+    writer.writerows(row.fields().values() for row in rows)
+    return text.getvalue().encode()
+
+
+_ANSWERS: dict[int | str, dict[str, Any]] = {
+    200: {
+        "description": "a row for each hour, tenant and model; rows without a tenant have a `note`",
+        "content": {
+            kind: {"schema": {"type": "string"}, "example": _encoded([_EXAMPLE], kind, header=True).decode()}
+            for kind in (_JSON_LINES, _CSV)
+        },
+    }
+}
+_FROM = Query(alias="from", description="RFC 3339; from this hour on", examples=["2026-01-01T00:00:00Z"])
+_TO = Query(alias="to", description="RFC 3339; up to this hour, exclusive", examples=["2026-01-02T00:00:00Z"])
+_FORMAT = Query(alias="format", description="left out: by the header Accept, else `jsonl`", examples=["csv"])
+
+
+def add_routes(routes: APIRouter, export: UsageExport, deadlines: Deadlines) -> None:
+    """Add the call that exports usage."""
+    limit_s = deadlines.read_s
+
+    @routes.get(
+        "/usage",
+        summary="Usage by hour, tenant and model",
+        response_class=StreamingResponse,
+        responses=_ANSWERS,
+    )
+    async def usage(
+        request: Request,
+        first: Annotated[datetime | None, _FROM] = None,
+        end: Annotated[datetime | None, _TO] = None,
+        form: Annotated[Literal["jsonl", "csv"] | None, _FORMAT] = None,
+    ) -> StreamingResponse:
+        """Ended requests, their tokens and costs, as JSON lines or CSV; without times the last 24 hours."""
+        kept = await within(limit_s, export.hours())
+        end_hour = export.now_hour() + 1 if end is None else _hour_of(end)
+        first_hour = end_hour - _DEFAULT_HOURS if first is None else _hour_of(first)
+        is_csv = form == "csv" or (form is None and _CSV in request.headers.get("accept", ""))
+        kind = _CSV if is_csv else _JSON_LINES
+
+        async def lines() -> AsyncIterator[bytes]:
+            notes = [] if not kept or first_hour >= kept[0] else [_kept_from(first_hour, kept[0])]
+            yield _encoded(notes, kind, header=True)
+            for hour in kept:
+                if first_hour <= hour < end_hour:
+                    rows = await within(limit_s, export.rows(hour, is_followed=hour + 1 in kept))
+                    yield _encoded(rows, kind)
+
+        return StreamingResponse(lines(), media_type=kind)
+
+
+def _hour_of(time: datetime) -> int:
+    at = time if time.tzinfo is not None else time.replace(tzinfo=UTC)
+    return int(at.timestamp() * 1000) // HOUR_MS
+
+
+def _kept_from(hour: int, oldest: int) -> Row:
+    return Row(hour, "", "", _NONE, f"no usage is kept of hours before {_text_of(oldest * HOUR_MS)}")

@@ -1,0 +1,93 @@
+"""Counts the usage of requests whose ends this replica receives, for the export of usage (admin/usage.py).
+
+Each heartbeat adds the counts to the shared state, by hour, leaf (flow) and model (lua/count_usage.lua). A
+batch is sent until Redis has answered, and Redis counts a repeated batch once. So a replica that dies loses
+the counts since its last heartbeat; nothing else is lost. Only fleets with tenants count usage.
+"""
+
+import asyncio
+from collections.abc import Mapping
+from itertools import islice
+from operator import add
+from typing import NamedTuple
+
+from picker_fleet.domain.request import Completion, Outcome
+from picker_fleet.domain.tenants import Price
+from picker_fleet.state.reads import Usage
+from picker_fleet.state.store import Store
+
+HOUR_MS = 3_600_000
+MOST_ROWS = 50_000  # rows kept while Redis is unavailable; usage of further leaves is summed in one row
+_BATCH_ROWS = 200  # rows in one script call, which then takes less than a millisecond
+
+_OTHERS, _ANY = ("", ""), "*"
+
+
+class Batch(NamedTuple):
+    number: int
+    hour: int
+    rows: dict[tuple[str, str], Usage]
+
+
+class UsageMeter:
+    """Counts ends, and sends the counts to `store`. The field `prices` of the configuration's `tenants` maps
+    models to prices. One event loop."""
+
+    def __init__(self, store: Store, prices: Mapping[str, Price]) -> None:
+        self._store, self._prices = store, prices
+        # Hour -> (leaf, model) -> usage. The hour is 0 before the first heartbeat; no hour is empty.
+        self._hours: dict[int, dict[tuple[str, str], Usage]] = {}
+        self._rows = 0
+        self._batch: Batch | None = None  # the batch sent last, until Redis has answered
+        self._batches = 0
+        self._sending = asyncio.Lock()
+
+    def count(self, completion: Completion, leaf: str, model: str) -> None:
+        """Count an ended request, unless the request used nothing: no model server has answered it."""
+        price = self._prices.get(model) or self._prices.get(_ANY) or Price()
+        usage = _usage(completion, price)
+        if usage is None:
+            return
+        counts = self._hours.setdefault(self._store.now_ms() // HOUR_MS, {})
+        names = leaf, model
+        if names not in counts:
+            names = names if self._rows < MOST_ROWS else _OTHERS
+            self._rows += names not in counts
+        former = counts.get(names)
+        counts[names] = usage if former is None else Usage(*map(add, former, usage))
+
+    async def flush(self, *, leaves: bool = False) -> None:
+        """Send all counts, and at least a mark that this replica has none. `leaves`: the last call.
+
+        Raises:
+            StateFault: Redis has not taken all counts; the next call sends the others.
+        """
+        async with self._sending:
+            while True:
+                batch = self._batch = self._batch or self._next_batch()
+                is_last = leaves and not self._hours
+                await self._store.count_usage(batch.number, batch.hour, batch.rows, leaves=is_last)
+                self._batch = None
+                if not self._hours:
+                    return
+
+    def _next_batch(self) -> Batch:
+        self._batches += 1
+        hour = next(iter(self._hours), 0)
+        counts = self._hours.get(hour, {})
+        rows = {names: counts.pop(names) for names in list(islice(counts, _BATCH_ROWS))}
+        self._rows -= len(rows)
+        if not counts:
+            self._hours.pop(hour, None)
+        return Batch(self._batches, hour or self._store.now_ms() // HOUR_MS, rows)
+
+
+def _usage(completion: Completion, price: Price) -> Usage | None:
+    prompt, answer = completion.prompt_tokens, completion.completion_tokens
+    if prompt is None or answer is None:
+        is_served = completion.outcome is not Outcome.UPSTREAM_FAILED and completion.status < 400
+        return Usage(1, 1, 0, 0, 0, 0.0) if is_served else None
+    cached = min(completion.cached_tokens or 0, prompt)
+    of_cached = price.prompt if price.cached is None else price.cached
+    cost = (prompt - cached) * price.prompt + cached * of_cached + answer * price.answer
+    return Usage(1, 0, prompt, cached, answer, cost)

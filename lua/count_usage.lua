@@ -1,0 +1,82 @@
+-- include: dispatch
+-- Add a batch of usage that one replica has counted to the usage of an hour, by leaf (flow) and model.
+--
+-- Guarantees: a batch counts once, however often its replica sends the batch. Of an hour at most MOST_ROWS rows are
+-- kept, and the usage of further leaves is summed in one row with an empty leaf and model. Beyond MOST_IN_ALL rows, and
+-- after KEPT_HOURS, the oldest hours are removed.
+--
+-- keys[1] epp:{POOL}:pool
+-- args[1] the calling replica
+-- args[2] the batch's number; of the batches for an hour, a replica sends the next one only after a reply
+-- args[3] the hour, in hours since 1970
+-- args[4] 1: the replica leaves, and has nothing more to send; else 0
+-- args[5] and further: for each row leaf, model, then the figures of `Usage` (picker_fleet/state/reads.py)
+--
+-- Returns 'counted', or 'known' for a repeated batch. In both cases the replica's mark becomes `NUMBER TIME_MS LEAVES`.
+
+local ROW, FIRST, FIGURES = 8, 5, 6
+local MOST_ROWS = 100000
+local MOST_IN_ALL = 1000000
+local KEPT_HOURS = 840
+local OTHERS = joined('', '')
+local function parse_usage(text)
+  local figures = {}
+  for figure in string.gmatch(text or '', '%S+') do figures[#figures + 1] = tonumber(figure) end
+  for i = #figures + 1, FIGURES do figures[i] = 0 end
+  return figures
+end
+
+-- Add the rows in `args` to the hash `name`. Return the number of rows that this adds to the hash.
+local function add_usage(name, args, length)
+  local fields, sums, added = {}, {}, 0
+  for at = FIRST, #args, ROW do fields[#fields + 1] = joined(args[at], args[at + 1]) end
+  local found = #fields > 0 and read('HMGET', name, unpack(fields)) or {}
+  for i, field in ipairs(fields) do
+    local text = found[i]
+    if not text and length + added >= MOST_ROWS then
+      field = OTHERS
+      text = not sums[OTHERS] and read('HGET', name, OTHERS)
+    end
+    if not text and not sums[field] then added = added + 1 end
+    sums[field] = sums[field] or parse_usage(text)
+    for n = 1, FIGURES do sums[field][n] = sums[field][n] + tonumber(args[FIRST + (i - 1) * ROW + 1 + n]) end
+  end
+  for field, figures in pairs(sums) do
+    for n = 1, FIGURES do figures[n] = exact(figures[n]) end
+    defer_write('HSET', name, field, table.concat(figures, ' '))
+  end
+  return added
+end
+
+-- Store that the hour has `rows` rows, and remove hours beyond the bounds.
+local function note_usage_hour(hour, rows)
+  local found, hours, total = read('HGETALL', key.usage_hours), {}, rows
+  for i = 1, #found, 2 do
+    if found[i] ~= hour then
+      hours[#hours + 1] = {tonumber(found[i]), tonumber(found[i + 1])}
+      total = total + found[i + 1]
+    end
+  end
+  table.sort(hours, function(a, b) return a[1] < b[1] end)
+  local oldest = now_ms / 3600000 - KEPT_HOURS
+  for _, each in ipairs(hours) do
+    if each[1] >= oldest and total <= MOST_IN_ALL then break end
+    total = total - each[2]
+    defer_write('HDEL', key.usage_hours, exact(each[1]))
+    defer_unlink(key.usage(exact(each[1])))
+  end
+  defer_write('HSET', key.usage_hours, hour, rows)
+end
+
+local function count_usage(args)
+  local hour, mark = args[3], '\30' .. args[1]
+  local name = key.usage(hour)
+  local last, rows = read('HGET', name, mark), read('HLEN', name)
+  local known = last and string.match(last, '^%S+') == args[2]
+  if not last then rows = rows + 1 end
+  if not known then rows = rows + add_usage(name, args, rows) end
+  defer_write('HSET', name, mark, args[2] .. ' ' .. exact(now_ms) .. ' ' .. args[4])
+  if tonumber(read('HGET', key.usage_hours, hour) or 0) ~= rows then note_usage_hour(hour, rows) end
+  commit_writes()
+  return known and 'known' or 'counted'
+end

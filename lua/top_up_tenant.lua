@@ -1,0 +1,22 @@
+-- include: dispatch
+-- Give back to a tenant's node what a limit has granted, at most all of it, then dispatch queued requests.
+--
+-- Guarantees: the limit never holds more than its burst, or its budget.
+--
+-- keys[1] epp:{POOL}:pool
+-- args[1] the calling replica   args[2] the node's path
+-- args[3] unit and args[4] period of the limit (as in view_tenants)   args[5] amount
+--
+-- Returns {epoch, notifications, attempts, served, left}; left '' if the node has no such limit
+
+local function top_up_tenant(args)
+  reset_notifications(args[1])
+  local left = pool.known and settings.tenants and tenants.top_up(args[2], args[3], args[4], tonumber(args[5]))
+  if left then
+    log_change('topped_up', table.concat({args[2], args[3], args[4], args[5]}, '\31'))
+    for _, band in ipairs(BANDS) do
+      for _, member in ipairs({args[2], args[2] .. tenants.INNER}) do queue.unthrottle(band, member) end
+    end
+  end
+  return finish_call({left and exact(left) or ''})
+end

@@ -1,0 +1,63 @@
+"""Operators of a real fleet see and change tenants, and export the usage of their requests."""
+
+import csv
+from typing import Any
+
+import pytest
+from admin_calls import ask
+from fleet_load import metric
+
+SLOW = ("--endpoints", "1", "--sim-ttft", "20", "--sim-itl", "1")
+LIMIT = {"tokens": 100_000, "per": "1m"}
+NODES = [
+    {"path": "acme", "weight": 3, "limits": [LIMIT]},
+    {"path": "acme/*", "limits": [{"requests": 600, "per": "1m"}]},
+    {"path": "umbra"},
+]
+pytestmark = pytest.mark.asyncio(loop_scope="module")  # the browser's event loop
+LEAVES = ("acme/search/k1", "acme/chat/k2", "umbra/k3")
+
+
+async def test_tenants_are_shown_changed_measured_and_billed(fleet: Any, dashboard: Any) -> None:
+    here = fleet(*SLOW, config={"tenants": {"nodes": NODES, "prices": {"llama": {"prompt": 2, "answer": 3}}}})
+    async with here.client() as client:
+        for leaf in LEAVES * 2:
+            assert (await ask(client, leaf)).status_code == 200
+
+        def is_settled(found: Any) -> bool:
+            return [each["served_cost"] for each in found["children"]] == [4.0, 2.0]
+
+        top = await here.until("tenants", is_settled)
+        acme, umbra = top["children"]
+        assert (acme["path"], acme["weight"], acme["limits"][0]["burst"]) == ("acme", 3.0, 100_000.0)
+        assert (umbra["path"], umbra["limits"]) == ("umbra", [])
+        # A change by one replica is in force at the next request, and every replica records it.
+        stop = {"over_limit": "reject", "limits": [{"tokens": 1, "per": "1d"}]}
+        made = await here.admin("/api/v1/tenants/umbra", 1, method="PUT", json=stop)
+        assert made.json()["new"]["over_limit"] == "reject"
+        refused = await ask(client, "umbra/k3")
+        assert (refused.status_code, "umbra" in refused.json()["error"]["message"]) == (429, True)
+        (change,) = (await here.get("changes", 2))["changes"]
+        assert (change["change"], change["outcome"]) == ("PUT /api/v1/tenants/umbra", "made")
+        assert '"old":{' in change["detail"]
+        assert '"over_limit":"reject"' in change["detail"]
+        assert (await here.admin("/api/v1/tenants/umbra", method="DELETE")).json()["new"] == {}
+        assert (await ask(client, "umbra/k3")).status_code == 200
+
+        # Usage: two requests of each leaf, and the third of one leaf.
+        async def billed() -> dict[str, tuple[int, float]]:
+            text = (await here.admin("/api/v1/usage?format=csv")).text
+            rows = [row for row in csv.DictReader(text.splitlines()) if row["tenant"]]
+            for row in rows:
+                tokens = 2 * int(row["prompt_tokens"]) + 3 * int(row["answer_tokens"])
+                assert (float(row["cost"]), row["unreported"]) == (tokens, "0")
+            return {row["tenant"]: (int(row["requests"]), int(row["answer_tokens"])) for row in rows}
+
+        wanted = {LEAVES[0]: (2, 4), LEAVES[1]: (2, 4), LEAVES[2]: (3, 6)}
+        await here.eventually(billed, lambda found: found == wanted)
+    assert await metric(here, "epp_tenant_over_limit_total", tenant="umbra", action="reject") == 1
+    async with dashboard(here) as page:
+        await page.until("() => document.querySelectorAll('#rows-tenants tr').length === 2")
+        await page.page.click("#rows-tenants tr:first-child button")
+        await page.until("() => document.querySelectorAll('#rows-tenants tr').length === 3")  # with acme/*
+        assert "100 000 tokens left, per 1m" in (await page.text("#rows-tenants")).replace("\u202f", " ")

@@ -1,0 +1,154 @@
+"""The admin API shows and changes the tree of tenants, as the scripts see the tree."""
+
+import orjson
+import pytest
+from metrics_page import samples
+from script_fleet import OpenFleet, Replica
+from starlette.requests import Request
+
+from picker_fleet.admin import models
+from picker_fleet.admin.fleet_state import FleetStateCache
+from picker_fleet.admin.protection import Refused
+from picker_fleet.admin.tenants import PAGE, TenantControls, TenantViews
+from picker_fleet.domain.config import Settings
+from picker_fleet.domain.errors import ConfigError
+from picker_fleet.domain.known_fleet import KnownFleet
+from picker_fleet.domain.tenants import Budget, Limit, Node, Tenants, Tree
+from picker_fleet.fleet.tenant_metrics import TenantMetrics
+
+TENANTS = {"separator": "/", "prices": {}}
+TOKENS = Limit(tokens=60, per="1m", burst=100)
+
+
+async def views_of(a: Replica, *nodes: Node) -> tuple[TenantViews, FleetStateCache]:
+    """The views of a replica that knows the configured `nodes`, which are published."""
+    assert await a.store.set_tenants("tenants", {node.path: node.shared() for node in nodes})
+    fleet, cache = (
+        KnownFleet(Settings(tenants=Tenants(nodes=nodes))),
+        FleetStateCache(a.store, 5),
+    )
+    return TenantViews(a.store, cache, fleet), cache
+
+
+async def node(views: TenantViews, path: str) -> models.Tenant:
+    found = (await views.page(path)).tenant
+    assert found is not None
+    return found
+
+
+async def test_a_node_shows_settings_balances_shares_and_how_long_its_requests_wait(fleet: OpenFleet) -> None:
+    async with fleet("a", upper_per=1, tenants=TENANTS, checked=False) as (_, a):
+        acme = Node(path="acme", weight=3.0, limits=(TOKENS,), budget=Budget(units=1000.0, period="month"))
+        teams = Node(path="acme/*", max_parallel_requests=2, over_limit="reject")
+        views, cache = await views_of(a, acme, teams, Node(path="umbra"))
+        await a.admit("runs", flow="acme/search/k1", prompt_tokens=60.0, answer_tokens=20.0)
+        await a.admit("w1", flow="acme/search/k1", prompt_tokens=40.0)
+        await a.admit("w2", flow="acme/chat/k2", prompt_tokens=40.0)
+        for name in ("w3", "w4"):
+            await a.admit(name, flow="umbra/k3")
+        top, umbra = (await views.page("")).children
+        assert (top.path, top.source, top.weight, top.queued, top.fair_share) == (
+            "acme",
+            "configuration",
+            3,
+            2,
+            0.75,
+        )
+        assert (umbra.path, umbra.queued, umbra.fair_share, umbra.limits) == ("umbra", 2, 0.25, [])
+        tokens, month = top.limits
+        assert (tokens.unit, tokens.per, tokens.amount, tokens.burst) == ("tokens", "1m", 60.0, 100.0)
+        assert 20 <= tokens.remaining < 21
+        assert tokens.reset_s == pytest.approx(80, abs=1)
+        assert (month.unit, month.per, month.burst, month.remaining) == ("budget", "month", 1000.0, 920.0)
+        assert not top.waits
+        await a.settle("runs")  # request w2 has its turn, but acme lacks 20 tokens
+        below = await views.page("acme")
+        assert below.tenant is not None
+        assert below.tenant.waits_s == pytest.approx(20, abs=1)
+        assert below.tenant.served_cost == 1.0
+        of = [(each.path, each.source, each.settings_of) for each in below.children]
+        assert of == [(f"acme/{name}", "configuration", "acme/*") for name in ("*", "chat", "search")]
+        search = below.children[-1]
+        (parallel,) = search.limits
+        assert (search.over_limit, search.in_flight, parallel.burst, parallel.per) == ("reject", 1, 2.0, None)
+        leaf = await node(views, "acme/search/k1")
+        assert (leaf.source, leaf.queued, leaf.limits, leaf.fair_share) == ("default", 1, [], None)
+        # The list of flows has the leaves, and says that all flows below acme wait.
+        queues = (await cache.get()).queues
+        shown = [(each.name, each.throttled) for each in queues]
+        assert shown == [("umbra/k3", False), ("acme/chat/k2", True), ("acme/search/k1", True)]
+        (row,) = await a.store.reads.flow_queue("acme/chat/k2")
+        assert row.throttled
+        with pytest.raises(Refused):
+            await views.page("nobody")
+        # Only nodes with settings for their own path have metrics, which the leader shows.
+        shown_metrics = TenantMetrics(a.store, a.metrics)
+        await shown_metrics.look(views.tree())
+        a.metrics.over_limit("tokens 60000 acme", Tree([Node(path="acme")]))
+        a.metrics.over_limit("parallel 0 acme/chat", Tree([Node(path="acme/*")]))
+        a.metrics.demoted("acme/chat/k2", Tree([Node(path="acme", over_limit="demote")]))
+        page = {key: value for key, value in samples(a.metrics).items() if key[0].startswith("epp_tenant")}
+        left = page.pop(("epp_tenant_remaining", "per=1m", "tenant=acme", "unit=tokens"))
+        assert left == pytest.approx(20, abs=2)
+        assert page == {
+            ("epp_tenant_remaining", "per=month", "tenant=acme", "unit=budget"): 920,
+            ("epp_tenant_served_cost_total", "tenant=acme"): 1,
+            ("epp_tenant_served_cost_total", "tenant=umbra"): 1,
+            ("epp_tenant_over_limit_total", "action=reject", "tenant=acme", "unit=tokens"): 1,
+            ("epp_tenant_over_limit_total", "action=reject", "tenant=other", "unit=parallel"): 1,
+            ("epp_tenant_over_limit_total", "action=demote", "tenant=acme"): 1,
+        }
+        await shown_metrics.look(None)
+        assert not [key for key in samples(a.metrics) if key[0] == "epp_tenant_remaining"]
+
+
+async def test_a_change_of_a_node_and_a_top_up_are_in_force_at_once_and_name_both_values(
+    fleet: OpenFleet,
+) -> None:
+    async with fleet("a", tenants=TENANTS) as (_, a):
+        views, _ = await views_of(a, Node(path="acme", limits=(TOKENS,)))
+        controls, call = TenantControls(a.store, views), Request({"type": "http", "state": {}})
+        await a.admit("r1", flow="acme/k", prompt_tokens=90.0)
+        await a.admit("r2", flow="acme/k", prompt_tokens=60.0)
+        assert (await node(views, "acme")).waits
+        change = await controls.top_up(call, "acme", models.TopUp(unit="tokens", per="1m", amount=5000))
+        assert change.old is not None
+        assert change.new == {"unit": "tokens", "per": "1m", "remaining": pytest.approx(100, abs=0.1)}
+        assert orjson.loads(call.state.detail) == change.model_dump()
+        await a.settle("r1")
+        shown = await node(views, "acme")
+        assert (shown.waits, shown.queued) == (False, 0)  # r2 runs
+        with pytest.raises(Refused, match="no limit of requests per 1h"):
+            await controls.top_up(call, "acme", models.TopUp(unit="requests", per="1h", amount=1))
+
+        body = {"over_limit": "reject", "limits": [{"tokens": 10, "per": "1m"}]}
+        put = await controls.put(call, "acme/k", body)
+        assert (put.old, put.new) == (None, orjson.loads((await a.store.tenants())["acme/k"]))
+        assert (await node(views, "acme/k")).source == "operator"
+        for bad in ({"limits": [{"tokens": 61, "per": "1m"}]}, {"wait": 1}, {"limits": [{"per": "1m"}]}):
+            with pytest.raises(ConfigError, match="acme/k"):
+                await controls.put(call, "acme/k", bad)
+        undone = await controls.undo(call, "acme/k")
+        assert (undone.old, undone.new) == (put.new, None)
+        with pytest.raises(Refused, match="no settings"):
+            await node(views, "acme/k")
+        with pytest.raises(Refused, match="no operator"):
+            await controls.undo(call, "acme/k")
+
+
+async def test_the_flows_of_a_large_tree_are_read_in_few_calls_and_children_by_pages(
+    fleet: OpenFleet,
+) -> None:
+    async with fleet("a", full=True, tenants=TENANTS, total_capacity=3000, checked=False) as (_, a):
+        names = [f"t{n % 60:02d}/team{n % 3}/k{n}" for n in range(240)]
+        for at, name in enumerate(names):
+            await a.admit(f"r{at}", flow=name, band=at % 2)
+        views, cache = await views_of(a, Node(path="t00"))
+        queues = (await cache.get()).queues
+        assert sorted(each.name for each in queues) == sorted(names)
+        assert [each.order_key for each in queues] == sorted(each.order_key for each in queues)
+        first = await views.page("")
+        assert (len(first.children), first.total) == (PAGE, 60)
+        second = await views.page("", first.cursor)
+        assert [each.path for each in (*first.children, *second.children)] == [f"t{n:02d}" for n in range(60)]
+        assert second.cursor is None

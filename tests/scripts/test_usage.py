@@ -1,0 +1,104 @@
+"""Usage is counted once, by hour, leaf and model, and exported with a note wherever it may be missing."""
+
+from typing import Any
+
+import pytest
+from script_fleet import OpenFleet, Replica
+
+from picker_fleet.admin.usage import UsageExport
+from picker_fleet.domain.errors import ScriptFailed
+from picker_fleet.domain.request import Completion, Outcome
+from picker_fleet.domain.sections import Leases
+from picker_fleet.domain.tenants import Price
+from picker_fleet.fleet.usage import HOUR_MS, UsageMeter
+from picker_fleet.state.reads import Usage
+
+PRICES = {"llama": Price(prompt=2, cached=0.5, answer=3)}
+
+
+def served(prompt: int | None, answer: int | None, cached: int = 0, **more: Any) -> Completion:
+    end = Completion("r", Outcome.COMPLETED, 200, None, prompt, answer, 0.1, 0.1, cached_tokens=cached)
+    return end._replace(**more)
+
+
+async def exported(a: Replica) -> list[dict[str, Any]]:
+    export = UsageExport(a.store, Leases())
+    hours = await export.hours()
+    rows = [row for hour in hours for row in await export.rows(hour, is_followed=hour + 1 in hours)]
+    return [row.fields() for row in rows]
+
+
+async def test_a_batch_whose_reply_was_lost_is_sent_again_and_counts_once(fleet: OpenFleet) -> None:
+    async with fleet("a", "b") as (_, a, b):
+        await a.beat()
+        await b.beat()
+        one, other = UsageMeter(a.store, PRICES), UsageMeter(b.store, PRICES)
+        one.count(served(100, 10, 60), "acme/search", "llama")
+        one.count(served(None, None), "acme/search", "llama")
+        one.count(served(None, None, status=503), "acme/search", "llama")  # used nothing
+        other.count(served(5, 5), "acme/search", "llama")
+        other.count(served(1, 1), "acme/chat", "unpriced")
+        sent = a.store.count_usage
+
+        async def lost(*args: Any, **named: Any) -> None:
+            await sent(*args, **named)
+            raise ScriptFailed("the reply was lost")
+
+        a.store.count_usage = lost  # type: ignore[method-assign]
+        with pytest.raises(ScriptFailed):
+            await one.flush()
+        a.store.count_usage = sent  # type: ignore[method-assign]
+        one.count(served(1, 0), "acme/search", "llama")  # after the batch: part of the next one
+        await one.flush()
+        await one.flush()
+        await other.flush()
+        (hour,) = await a.store.reads.usage_hours()
+        found = await b.store.reads.usage(hour)
+        assert found.rows == {
+            ("acme/search", "llama"): Usage(
+                4, 1, 106, 60, 15, 40 * 2 + 60 * 0.5 + 10 * 3 + 2 + 5 * 2 + 5 * 3
+            ),
+            ("acme/chat", "unpriced"): Usage(1, 0, 1, 0, 1, 2.0),
+        }
+
+
+async def test_the_export_names_each_replica_that_stopped_without_leaving(fleet: OpenFleet) -> None:
+    async with fleet("a", "dead", "left", "goes-on") as (it, a, _, left, _):
+        for replica in it.replicas:
+            await replica.beat()
+            await UsageMeter(replica.store, {}).flush(leaves=replica is left)
+        hour = a.store.now_ms() // HOUR_MS
+        now_ms = int(await it.now_ms())
+        # In the hour before, `goes-on` sent its last mark early, but it has a mark in the next hour.
+        early = f"7 {(hour - 1) * HOUR_MS + 1000} 0"
+        before = it.keys.usage(hour - 1)
+        await it.redis.hset(before, mapping={"\x1edead": early, "\x1egoes-on": early})
+        await it.redis.hset(it.keys.usage_hours, str(hour - 1), 2)
+        await it.redis.hset(it.keys.usage(hour), "\x1edead", f"8 {now_ms - 6000} 0")
+        notes = [row["note"] for row in await exported(a)]
+        assert ["dead" in note for note in notes] == [False, True]
+        assert notes[0] == "the hour has not ended"
+        await it.redis.hdel(it.keys.usage(hour), "\x1edead")
+        assert "replica dead stopped" in (await exported(a))[0]["note"]
+
+
+async def test_hours_and_rows_are_bounded_and_the_oldest_go_first(fleet: OpenFleet) -> None:
+    async with fleet("a") as (it, a):
+        await a.beat()
+        hour = a.store.now_ms() // HOUR_MS
+        full = {f"t{n}\x1fllama": "1 0 1 0 1 2" for n in range(100_000)}
+        await it.redis.hset(it.keys.usage(hour), mapping=full)
+        ages = {hour - 841: 10, hour - 840 + 1: 900_000, hour - 2: 5}
+        await it.redis.hset(it.keys.usage_hours, mapping=ages)
+        for each in ages:
+            await it.redis.hset(it.keys.usage(each), "a\x1fllama", "1 0 1 0 1 2")
+        meter = UsageMeter(a.store, {})
+        for leaf in ("new", "t0", "newer"):
+            meter.count(served(1, 1), leaf, "llama")
+        await meter.flush()
+        # The two new leaves share a row. The oldest hours are gone, so that the others are within the bounds.
+        assert await a.store.reads.usage_hours() == [hour - 2, hour]
+        assert not await it.redis.exists(it.keys.usage(hour - 841), it.keys.usage(hour - 839))
+        found = await a.store.reads.usage(hour)
+        assert (found.rows["", ""].requests, found.rows["t0", "llama"].requests) == (2, 2)
+        assert ("new", "llama") not in found.rows
