@@ -49,6 +49,7 @@ class ScriptedStore:
         self.renewing = "renewed"
         self.alive: list[tuple[str, str]] = []  # request id and accounting token of each renewal
         self.evicting = "evicted"
+        self.top_ups: list[tuple[str, str, str, float]] = []
         self.marks: list[tuple[str, str, bool]] = []
         self.epoch, self.version = "0", ""
         self.heartbeats: list[str] = []  # each heartbeat's replica info
@@ -142,6 +143,10 @@ class ScriptedStore:
         self.changes = merged(self.changes, note)
         self.version = str(int(self.version or 0) + 1)
         return self.version
+
+    async def top_up_tenant(self, path: str, unit: str, per: str, amount: float) -> float:
+        self.top_ups.append((path, unit, per, amount))
+        return 0.0
 
     async def found_limits(self) -> dict[str, FoundLimit]:
         return self.found

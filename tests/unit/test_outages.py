@@ -115,6 +115,10 @@ async def test_without_redis_a_replica_grants_its_share_of_what_a_tenant_had_lef
         bench.store.admitting = [Placed((E1,), quota="requests=8,7,1")]
         bench.end("next", placed[0])
         assert (await bench.place("resyncing", flow="acme/x")).quota == "requests=8,7,1"
+        bench.tell_peers()
+        # Then the replica charges there the two requests that it granted.
+        await until(lambda: bench.store.top_ups)
+        assert bench.store.top_ups == [("acme", "requests", "3600000", pytest.approx(-2))]
 
 
 async def test_an_access_log_entry_of_a_refused_request_is_not_counted_as_a_completion() -> None:

@@ -5,7 +5,7 @@ import enum
 import logging
 import math
 import random
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -23,7 +23,7 @@ from picker_fleet.admission.peers import (
     PeerState,
     lost_budget,
 )
-from picker_fleet.admission.quotas import Quotas, ToldQuotas
+from picker_fleet.admission.quotas import Granted, Quotas, ToldQuotas
 from picker_fleet.admission.reports import Reports
 from picker_fleet.admission.shared_queue import SharedQueue
 from picker_fleet.admission.tombstones import Tombstones
@@ -470,8 +470,19 @@ class Failover:
         self.ledger.end_outage()
         outage.gate.hand_over_waiting()
         self._cancel_tasks()
+        if granted := outage.gate.granted():
+            self._start(partial(self._charge_granted, granted), "tenants")
         _log.info("resynced with Redis after %.1f s", self._clock() - outage.began_s)
         self._heartbeat_now()
+
+    async def _charge_granted(self, granted: Iterable[Granted]) -> None:
+        """Charge in Redis what this replica granted of tenants' limits without Redis."""
+        for path, unit, per, amount in granted:
+            try:
+                await self._store.top_up_tenant(path, unit, per, -amount)
+            except (ScriptFailed, StateUnavailable, WritesRefused) as fault:
+                _log.warning("not all tenants' requests of the outage are charged: %s", fault)
+                return
 
     def _start(self, work: Work, name: str) -> None:
         task = asyncio.create_task(keep(name, work), name=name)

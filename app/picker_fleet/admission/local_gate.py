@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 from picker_fleet.admission.local_queue import LocalQueue, Rules, Waiting
-from picker_fleet.admission.quotas import Quotas, Usage
+from picker_fleet.admission.quotas import Granted, Quotas, Usage
 from picker_fleet.admission.waits import Wait, refusal, time_up
 from picker_fleet.domain.errors import (
     ClientGone,
@@ -210,6 +210,10 @@ class LocalGate:
     def quota(self, request_id: str) -> str:
         """The balances that the answer to a placed request shows (Placement.quota)."""
         return self._quotas.quota(request_id) if self._quotas is not None else ""
+
+    def granted(self) -> list[Granted]:
+        """What this replica has granted of tenants' limits that Redis does not know."""
+        return list(self._quotas.granted()) if self._quotas is not None else []
 
     def end_charge(
         self, request_id: str, *, unserved: bool, usage: Usage | None = None, flow: str = ""

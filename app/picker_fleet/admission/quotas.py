@@ -63,6 +63,15 @@ class Usage(NamedTuple):
     answer: float
 
 
+class Granted(NamedTuple):
+    """Units granted of the limit of a node; `unit` and `per` as of a Limit."""
+
+    path: str
+    unit: str
+    per: str
+    amount: float
+
+
 class Limit(NamedTuple):
     """One limit of a node. `unit`: requests, tokens, prompt_tokens, answer_tokens, parallel or budget. `per`:
     ms, '0' for `parallel`, the period's name for `budget`. `burst`: the most units taken at once; `whole`:
@@ -137,6 +146,7 @@ class Quotas:
     ) -> None:
         self.tree, self._prices, self._now_ms, self._live, self._log = tree, prices, now_ms, live, log
         self.balances: OrderedDict[str, tuple[float, ...]] = OrderedDict()
+        self._told: dict[str, tuple[float, ...]] = {}  # the balances taken over, by key
         self.charges: dict[str, Charge] = {}
 
     def put_settings(self, tree: Tree, prices: Mapping[str, Price]) -> None:
@@ -278,6 +288,19 @@ class Quotas:
                     tolerance = 1 + limit.rate * self._live  # both numbers are rounded
                     if _kind(limit) == kind and limit.whole == burst and abs(expected - left) <= tolerance:
                         self._put(limit.key, reset_ms * limit.rate, at_ms)
+                        self._told[limit.key] = self.balances[limit.key]
+
+    def granted(self) -> Iterator[Granted]:
+        """What was granted, beyond the balances taken over, and is still owed, or spent in this period. Does
+        not count requests in flight."""
+        for key, balance in self.balances.items():
+            path = key.partition("\x1f")[0]
+            node = self.tree.node(path)
+            for limit in self._settings(path, node).limits if node is not None else ():
+                if limit.key == key and limit.unit != "parallel":
+                    amount = self._units(limit, balance) - self._units(limit, self._told.get(key))
+                    if amount > RESIDUE:
+                        yield Granted(path, limit.unit, limit.per, amount)
 
     # Balances
 
@@ -323,9 +346,12 @@ class Quotas:
 
     def _taken(self, limit: Limit) -> float:
         """The units owed to a limit, in flight under it, or spent of it in this period."""
-        balance, now_ms = self.balances.get(limit.key), self._now_ms()
+        return self._units(limit, self.balances.get(limit.key))
+
+    def _units(self, limit: Limit, balance: tuple[float, ...] | None) -> float:
         if balance is None:
             return 0.0
+        now_ms = self._now_ms()
         if limit.unit == "parallel":
             return balance[0]
         if limit.unit == "budget":
