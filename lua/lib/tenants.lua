@@ -576,14 +576,18 @@ do -- a chunk may have 200 locals
 
   -- For the sweep: forget some inner nodes of a band in which nobody has waited for `idle_ms`, and finish tags without
   -- effect.
+  local MOST_THROTTLED = 1000
   function tenants.drop_idle_nodes(band, count, idle_ms)
-    if read('ZCARD', key.throttled[band]) > 0 then return end -- a throttled member keeps its tag
+    local throttled, is_parent = read('ZRANGE', key.throttled[band], 0, MOST_THROTTLED), {}
+    if #throttled > MOST_THROTTLED then return end
+    for _, member in ipairs(throttled) do is_parent[tenants.parent(member)] = true end
     local found, texts = random_fields(key.nodes[band], count)
     for i, node in ipairs(found) do
       local valid, v, _, used_ms = pcall(struct.unpack, 'ddd', texts[i])
       local is_empty = pool[QUEUED[band]] == 0 or read('ZCARD', key.children[band][node]) == 0
       if pool[QUEUED[band]] == 0 then defer_unlink(key.children[band][node]) end -- strays at most
-      if is_empty and not (valid and now_ms - used_ms <= idle_ms) then
+      -- A throttled child keeps its tag, and so its parent must keep the virtual time.
+      if is_empty and not is_parent[node] and not (valid and now_ms - used_ms <= idle_ms) then
         defer_write('HDEL', key.nodes[band], node)
         defer_unlink(key.finished[band][node])
         if states[band] then states[band][node] = nil end

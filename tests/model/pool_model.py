@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from endpoint_counts import Burden, EndpointCounts, burdens, read_candidates
 from model_state import Moment, Request, Workloads
 from outlier_model import FULL_MS, MOST_ALONE, MOST_FAILURES, TRIAL_MS, UNSEEN_MS, Entry, Outliers
-from shared_queue import SharedQueue, throttled_of
+from shared_queue import SharedQueue
 
 from picker_fleet.admission.quotas import Quotas
 from picker_fleet.domain.tenants import Node, Price, Tree
@@ -508,9 +508,8 @@ class PoolModel:
         for (priority, path), (_, _, changed_ms) in list(self._states.items()):
             band = self.queue.bands[priority]
             order = band.inner[path]
-            if throttled_of(band):
-                continue  # a throttled member keeps its tag
-            if (band.queued == 0 or not order.turns) and now_ms - changed_ms > idle_ms:
+            is_idle = (band.queued == 0 or not order.turns) and now_ms - changed_ms > idle_ms
+            if is_idle and not order.throttled:  # a throttled child keeps its tag
                 del self._states[priority, path]
                 order.v, order.newcomers, order.finish = 0.0, 0.0, {}
             else:

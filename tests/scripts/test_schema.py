@@ -3,6 +3,7 @@
 import asyncio
 import json
 import re
+from functools import partial
 from pathlib import Path
 
 from script_fleet import Fleet, OpenFleet, addresses, ask
@@ -67,10 +68,11 @@ def test_the_keys_that_python_code_uses_are_documented() -> None:
 
 
 async def test_every_key_of_a_run_is_documented_and_every_documented_key_is_used(fleet: OpenFleet) -> None:
-    async with fleet("a", "b", checked=False) as (it, a, b):
+    async with fleet("a", "b") as (it, a, b):
         await it.redis.flushall()
+        publish = partial(a.publish, tenants={"separator": "/"})
         seen: dict[str, str] = {}
-        await a.publish(E1, upper_per=1)
+        await publish(E1, upper_per=1)
         for replica in it.replicas:
             await replica.beat()
 
@@ -98,13 +100,13 @@ async def test_every_key_of_a_run_is_documented_and_every_documented_key_is_used
         await b.admit("limited", flow="limited", limit=1)
         await b.admit("the only one of its flow", flow="lonely", band=2)
         await look()
-        await a.publish(E1, upper_per=1, ordering="edf", starvation_ms=1, total_capacity=3)
+        await publish(E1, upper_per=1, ordering="edf", starvation_ms=1, total_capacity=3)
         await b.admit("edf", band=0)
         await look()
-        await a.publish(E1, upper_per=1, ordering="workload-aware", starvation_ms=1)
+        await publish(E1, upper_per=1, ordering="workload-aware", starvation_ms=1)
         await b.admit("growing", band=0, workload="v")
         await look()
-        await a.publish(E1, upper_per=1, ordering="workload-aware", wait_weight=0)
+        await publish(E1, upper_per=1, ordering="workload-aware", wait_weight=0)
         await b.admit("static", band=0, workload="u")
         await it.after(5)
         await a.sweep()
@@ -124,7 +126,7 @@ async def test_every_key_of_a_run_is_documented_and_every_documented_key_is_used
         await look()
         # An end reports its token count, and the next turn belongs to a flow at its limit.
         await a.store.settle("lost", Outcome.COMPLETED, 37.0, 7, 100)
-        await a.publish(E1, E2, upper_per=500, guard_share=0)
+        await publish(E1, E2, upper_per=500, guard_share=0)
         for name in ("first", "second", "third"):
             await b.admit(name, flow="one", limit=1)
         await look()
@@ -138,13 +140,13 @@ async def test_every_key_of_a_run_is_documented_and_every_documented_key_is_used
         assert (await a.sweep(unseen_s=1.0)).given_up >= 1
         await look()
         # A tenant waits for its balance, and another for its turn.
-        await a.publish(E1, upper_per=1, tenants={"separator": "/"})
+        await publish(E1, upper_per=1)
         limit = {"unit": "requests", "amount": 1, "per_ms": 60_000}
         await a.store.set_tenants("tenants", {"acme": json.dumps({"limits": [limit]})})
         await a.store.set_tenants("tenant_changes", {"zeta": "{}"})
         for number, flow in enumerate(("acme/a", "acme/a", "acme/a", "zeta/a", "zeta/b")):
             await b.admit(f"t{number}", flow=flow)
-        await a.publish(E1, upper_per=500, tenants={"separator": "/"})
+        await publish(E1, upper_per=500)
         for _ in range(10):
             await look()
             await a.sweep()
@@ -152,13 +154,13 @@ async def test_every_key_of_a_run_is_documented_and_every_documented_key_is_used
         await a.store.count_usage(1, 490_896, {("acme/a", "llama"): usage}, leaves=False)
         await look()
         # A request may only go to an endpoint that has reached its limit.
-        await a.publish(Endpoint(E1, max_inflight=1), E2, upper_per=500, guard_share=0)
+        await publish(Endpoint(E1, max_inflight=1), E2, upper_per=500, guard_share=0)
         for name in ("fills", "full"):
             await b.admit(name, flow=f"flow of {name}", candidates=E1)
             await b.place(name, candidates=E1)
         await look()
         # A replica falls silent, and a sweep orphans only a part of this replica's requests.
-        await a.publish(E1, upper_per=1, silence_ms=100)
+        await publish(E1, upper_per=1, silence_ms=100)
         await it.after(110)
         await a.beat(silence_s=0.1)
         assert (await a.sweep()).more
@@ -171,7 +173,7 @@ async def test_every_key_of_a_run_is_documented_and_every_documented_key_is_used
 
 async def test_every_documented_field_of_the_pool_is_used(fleet: OpenFleet) -> None:
     # Each band of the pool has served a request.
-    async with fleet("a", full=True, tenants={"separator": "/"}, checked=False) as (it, a):
+    async with fleet("a", full=True, tenants={"separator": "/"}) as (it, a):
         await a.admit("of another band", priority=7)
         for band in (0, 1, 2):
             await a.admit(f"q{band}", band=band, body_bytes=900)
