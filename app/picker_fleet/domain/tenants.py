@@ -39,7 +39,7 @@ UnitPrice = Annotated[float, Field(strict=True, ge=0, le=1e6)]  # cost units a t
 
 
 class Limit(Section):
-    """At most the amount of one unit in each `per`, and at most `burst` at once (GCRA: ITU-T I.371)."""
+    """At most the amount of one unit in each `per`, at most `burst` at once (leaky bucket: ITU-T I.371)."""
 
     requests: Amount | None = None
     tokens: Amount | None = None  # of prompt and answer
