@@ -7,7 +7,7 @@ import pytest
 from hostile_attacks import ENDED
 from hostile_fleet import attack_fleet
 
-from picker_tools.local_fleet.parts import Mode
+from picker_tools.local_fleet.parts import MODES, Mode
 
 REFUSED_BY_GRPC = ("INTERNAL", "UNKNOWN", "RESOURCE_EXHAUSTED")
 # Allowed outcomes of the attackers' attempts. The only 5xx is 503: a TTL set by the attacker expired, the
@@ -35,8 +35,7 @@ ALLOWED_OUTCOMES = {
 }
 
 
-# `lean` has the request's half of `standard`; `make hostile` runs it for ten minutes.
-@pytest.mark.parametrize("mode", ["standard", "http"])
+@pytest.mark.parametrize("mode", MODES)
 async def test_honest_clients_are_served_during_every_attack_and_no_process_exceeds_its_memory_limit(
     mode: Mode,
 ) -> None:
