@@ -55,11 +55,11 @@ endif
 FILES = --dist loadfile --no-loadscope-reorder
 LONGEST = $(patsubst %,tests/fleet/test_%.py,schedules redis_loss time_lapse real_clients wheel)
 test-fleets:
-	$(BIN)/pytest -m 'not alone' -n 8 $(FILES) tests/model $(LONGEST) tests/faults \
+	$(BIN)/pytest -m 'not alone' -n 6 $(FILES) tests/model $(LONGEST) tests/faults \
 		$(filter-out $(LONGEST),$(wildcard tests/fleet/test_*.py))
 
 test-units:
-	nice -n 5 $(BIN)/pytest -n 4 $(FILES) tests/scripts tests/unit
+	nice -n 5 $(BIN)/pytest -n 2 $(FILES) tests/scripts tests/unit
 
 redis-test: $(VENV)/.installed ## the scripts' tests, and the model's, on Debian's redis-server
 	PICKER_TEST_SERVER=redis-server $(BIN)/pytest tests/scripts tests/model tests/faults/test_redis_acl.py -k 'not fakeredis' $(ARGS)
