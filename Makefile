@@ -13,7 +13,7 @@ LONG = export $(WITH_TESTS); exec $(DIE_WITH_MAKE) $(BIN)/python -m long
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help up demo load test test-fleets test-units redis-test kubernetes-test lint format bench bench-beside-go bench-fairness bench-benefit bench-lifecycle bench-refill bench-targets bench-limits bench-large-pool long chaos hostile compose-test vllm faults lock clean clean-cache
+.PHONY: help up demo load test redis-test kubernetes-test lint format bench bench-beside-go bench-fairness bench-benefit bench-lifecycle bench-refill bench-targets bench-limits bench-large-pool long chaos hostile compose-test vllm faults lock clean clean-cache
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 24
@@ -41,25 +41,18 @@ demo: $(VENV)/.local ## a noisy client, a kill of a replica, a kill of Redis, an
 load: $(VENV)/.local ## a load scenario, judged by the promises (ARGS='noisy-neighbour'; ARGS=-h lists them)
 	@exec $(DIE_WITH_MAKE) $(BIN)/picker load $(or $(ARGS),noisy-neighbour)
 
-# Two runs side by side: whole fleets and the model, which wait more than they work, the longest files first; and with
-# less priority the scripts and units, which use what CPU time is left. Then those that bear no company.
+# Six files at a time, whole fleets among them, which wait more than they work; the longest come first and
+# the many short ones fill the end. Then those that bear no company.
+LONGEST = $(patsubst %,tests/fleet/test_%.py,schedules redis_loss time_lapse real_clients wheel)
 test: $(VENV)/.installed ## all tests, on a real Valkey and a real Envoy (ARGS='-k name')
 	bash .ci/packages
 ifeq ($(ARGS),)
-	$(MAKE) --no-print-directory --jobs 2 --output-sync test-fleets test-units
+	$(BIN)/pytest -m 'not alone' -n 6 --dist loadfile --no-loadscope-reorder tests/model $(LONGEST) \
+		tests/faults $(filter-out $(LONGEST),$(wildcard tests/fleet/test_*.py)) tests/scripts tests/unit
 	$(BIN)/pytest -m alone tests/faults
 else
 	$(BIN)/pytest $(ARGS)
 endif
-
-FILES = --dist loadfile --no-loadscope-reorder
-LONGEST = $(patsubst %,tests/fleet/test_%.py,schedules redis_loss time_lapse real_clients wheel)
-test-fleets:
-	$(BIN)/pytest -m 'not alone' -n 6 $(FILES) tests/model $(LONGEST) tests/faults \
-		$(filter-out $(LONGEST),$(wildcard tests/fleet/test_*.py))
-
-test-units:
-	nice -n 5 $(BIN)/pytest -n 2 $(FILES) tests/scripts tests/unit
 
 redis-test: $(VENV)/.installed ## the scripts' tests, and the model's, on Debian's redis-server
 	PICKER_TEST_SERVER=redis-server $(BIN)/pytest tests/scripts tests/model tests/faults/test_redis_acl.py -k 'not fakeredis' $(ARGS)
