@@ -54,11 +54,11 @@ async def load(fleet: Any) -> AsyncIterator[None]:
             await client.post("/v1/completions", json=body, headers=headers)
             await asyncio.sleep(0.05)  # refusals are immediate: this pause limits their rate
 
-    async def leave(client: Any) -> None:
+    async def leave(client: Any, after_s: float) -> None:
         body = {"model": "llama", "prompt": "hi", "max_tokens": 4}
         while True:
             with contextlib.suppress(httpx.TimeoutException):
-                await client.post("/v1/completions", json=body, timeout=0.2)
+                await client.post("/v1/completions", json=body, timeout=after_s)
 
     clients = [
         *[("f0", "batch", ""), ("f1", "batch", ""), ("f2", "batch", "")] * 5,
@@ -66,7 +66,8 @@ async def load(fleet: Any) -> AsyncIterator[None]:
         *[("late", "batch", "100ms")] * 2,
     ]
     async with fleet.client() as client, asyncio.TaskGroup() as tasks:
-        running = [tasks.create_task(leave(client)) for _ in range(2)]
+        # On a busy machine a request may take 0.2 s to reach the queue.
+        running = [tasks.create_task(leave(client, after_s)) for after_s in (0.2, 0.2, 0.5, 1.0)]
         for flow, objective, ttl in clients:
             headers = {"x-gateway-inference-fairness-id": flow, "x-gateway-inference-objective": objective}
             headers |= {"x-llm-d-inference-ttl": ttl} if ttl else {}
