@@ -288,6 +288,15 @@ do -- a chunk may have 200 locals
     return phase == 'arrival' and not (charge.demoted and node.over_limit == 'demote')
   end
 
+  -- Whether a node has been charged for a request, in the only phase that may charge the node.
+  local function has_charged(node, charge)
+    local phase = node.over_limit == 'queue' and 'grant' or 'arrival'
+    return charge[phase] and is_charged(node, charge, phase)
+  end
+
+  -- The member of an order that a node of request r's path is.
+  local function member_of(node, r) return node.path == r.flow and r.flow or node.path .. INNER end
+
   -- Read the charges and balances of the first `count` of `requests`, or the balances only, with one command each.
   function tenants.prefetch(requests, count, are_charged)
     local ids, fields = {}, 0
@@ -393,7 +402,7 @@ do -- a chunk may have 200 locals
     for _, node in ipairs(found) do
       local limit, wait_ms
       if node.over_limit == 'queue' then limit, wait_ms = lack(node, r, charge) end
-      if limit then return node.path == r.flow and r.flow or node.path .. INNER, wait_ms end
+      if limit then return member_of(node, r), wait_ms end
     end
   end
 
@@ -433,14 +442,10 @@ do -- a chunk may have 200 locals
     if not charge then return end
     prefetch(found)
     for _, node in ipairs(found) do
-      for _, phase in ipairs({'arrival', 'grant'}) do
-        if charge[phase] and is_charged(node, charge, phase) then
-          for _, limit in ipairs(node.limits) do
-            if limit.unit ~= 'parallel' then
-              take(limit, amount_of(limit.unit, r, prompt, cached, answer)
-                - amount_of(limit.unit, r, charge.prompt, 0, charge.answer))
-            end
-          end
+      for _, limit in ipairs(has_charged(node, charge) and node.limits or {}) do
+        if limit.unit ~= 'parallel' then
+          take(limit, amount_of(limit.unit, r, prompt, cached, answer)
+            - amount_of(limit.unit, r, charge.prompt, 0, charge.answer))
         end
       end
     end
@@ -463,17 +468,13 @@ do -- a chunk may have 200 locals
     prefetch(found)
     local is_refund, freed = unserved and not charge.is_used, nil
     for _, node in ipairs(found) do
-      for _, phase in ipairs({'arrival', 'grant'}) do
-        if charge[phase] and is_charged(node, charge, phase) then
-          for _, limit in ipairs(node.limits) do
-            if limit.unit == 'parallel' then
-              take(limit, -1)
-              freed = freed or {}
-              freed[#freed + 1] = node.path == r.flow and r.flow or node.path .. INNER
-            elseif is_refund then
-              take(limit, -amount_of(limit.unit, r, charge.prompt, 0, charge.answer))
-            end
-          end
+      for _, limit in ipairs(has_charged(node, charge) and node.limits or {}) do
+        if limit.unit == 'parallel' then
+          take(limit, -1)
+          freed = freed or {}
+          freed[#freed + 1] = member_of(node, r)
+        elseif is_refund then
+          take(limit, -amount_of(limit.unit, r, charge.prompt, 0, charge.answer))
         end
       end
     end
@@ -704,10 +705,8 @@ do -- a chunk may have 200 locals
     for _, r in ipairs(records) do
       local charge = charge_of(r)
       for _, node in ipairs(charge and counting(r.flow) or {}) do
-        for _, limit in ipairs(node.limits) do
-          local counts = charge.arrival and is_charged(node, charge, 'arrival')
-            or charge.grant and is_charged(node, charge, 'grant')
-          if limit.unit == 'parallel' and counts then
+        for _, limit in ipairs(has_charged(node, charge) and node.limits or {}) do
+          if limit.unit == 'parallel' then
             balances[limit.field] = balances[limit.field] or 0
             take(limit, 1)
           end
