@@ -12,6 +12,7 @@ from pools import a_pool
 from scripted_store import ScriptedStore
 
 from picker_fleet.domain.config import EffectiveConfig, parse
+from picker_fleet.domain.known_fleet import KnownFleet
 from picker_fleet.domain.request import (
     Completion,
     Ejection,
@@ -23,7 +24,7 @@ from picker_fleet.domain.request import (
 from picker_fleet.endpoints.readings import EndpointMetrics, Reading, Readings
 from picker_fleet.endpoints.snapshot import Snapshot, SnapshotCell
 from picker_fleet.fleet.endpoint_health import Probes
-from picker_fleet.scheduling.chooser import SessionTokens
+from picker_fleet.scheduling.chooser import EndpointChooser, SessionTokens
 from picker_fleet.scheduling.forecasts import broken_promise
 from picker_fleet.scheduling.route_stream import RouteStream
 from picker_fleet.state import accounting_token
@@ -102,6 +103,31 @@ def test_only_endpoints_with_the_selected_labels_are_candidates() -> None:
     assert plain.choose(ask(selector={"gpu": "l4"})).candidates == ""
     assert set(scored.choose(selector={"gpu": "h100"})) == {A, C}
     assert scored.choose(selector={"gpu": "l4"}) == {}
+
+
+def in_zones(prefer: Mapping[str, str], own: Mapping[str, str]) -> EndpointChooser:
+    """A chooser without scorers over A in zone a, B in zone b, C in none, at a replica with labels `own`."""
+    cell = SnapshotCell()
+    zones = {A: {"zone": "a"}, B: {"zone": "b"}, C: {}}
+    cell.publish(Snapshot("1", tuple(Endpoint(address, labels=labels) for address, labels in zones.items())))
+    return chooser_of(cell, KnownFleet(parse({"labels": own, "scheduling": {"prefer": prefer}})))
+
+
+def test_endpoints_of_the_replicas_own_zone_are_preferred_by_half_of_the_weight_of_load() -> None:
+    chooser = in_zones({"zone": "same"}, {"zone": "b"})
+    candidates = chooser.choose(ask()).candidates.split(",")
+    assert candidates[0] == f"{B}=0.3333"
+    assert set(candidates[1:]) == {f"{A}=0.0000", f"{C}=0.0000"}
+    assert chooser.live_weight == pytest.approx(2 / 3)
+    assert in_zones({"zone": "a"}, {}).choose(ask()).candidates.startswith(f"{A}=0.3333,")
+
+
+def test_a_replica_without_the_label_prefers_no_endpoint_and_says_so(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    chooser = in_zones({"zone": "same"}, {"zone": ""})
+    assert {each.partition("=")[2] for each in chooser.choose(ask()).candidates.split(",")} == {"0.0000"}
+    assert "`labels` has no zone of this replica" in caplog.text
 
 
 def test_no_endpoint_is_preferred_for_fresh_readings_while_most_readings_are_stale() -> None:

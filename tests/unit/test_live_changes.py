@@ -240,6 +240,15 @@ def test_scorers_can_be_changed_one_by_one_and_the_weight_zero_turns_a_scorer_of
     assert changed(off, scorers(None)) == {}
 
 
+def test_preferred_labels_count_until_their_scorer_weighs_almost_nothing() -> None:
+    configured = parse({"scheduling": {"prefer": {"zone": "a"}}})
+    assert live_config.shared_settings(configured, {})["live_weight"] == pytest.approx(2 / 3)
+    change = changed(scorers({"topology": 1}))
+    assert live_config.overrides(configured, change) == {"live_weight": 0.5}
+    with pytest.raises(ConfigError, match=r"topology: must be above 0 while scheduling\.prefer is set"):
+        live_config.applied(configured, changed(scorers({"topology": 0})))
+
+
 CANNOT_CHANGE: dict[str, Any] = {
     "scheduling.fallbacks": 1, "fair_request_queue.queue_ttl": "5s", "fair_request_queue.nonsense": 1,
     "request_queue_controller.unit": "tokens", "workloads.rate_window": "5s",

@@ -59,6 +59,11 @@ FORECASTS = {
         "slo-headroom", PickRequest(objective=LatencyObjective(0.2, 0.05), forecasts=FORECASTS),
         row("waiting", 0, 0, 0, 0), [0.5, 1 / 17, 16 / 17, (0.5 + 1) / 3]),
     "no latency objective": ("slo-headroom", PickRequest(forecasts=FORECASTS), row("waiting", 0), [0.0]),
+    "the part of the preferred labels": (
+        "topology", PickRequest(preferred={"zone": "a", "rack": "1"}),
+        [EndpointState(A, labels=labels) for labels in (
+            {"zone": "a", "rack": "1", "gpu": "x"}, {"zone": "a", "rack": "2"}, {})], [1.0, 0.5, 0.0]),
+    "no preferred labels": ("topology", PLAIN, row("waiting", 0, 0), [0.0, 0.0]),
     "a random score": (
         "random", PickRequest(random=iter([0.1, 0.7]).__next__), row("waiting", 0, 0), [0.1, 0.7]),
     **{f"{scorer}: empty": (scorer, PickRequest(adapter="a", session_endpoint="s", prefix_blocks=1), [], [])

@@ -29,8 +29,20 @@ _SERVICE_LINK = re.compile(r"PICKER_(\w+_)?(SERVICE_(HOST|PORT(_\w+)?)|PORT(_[0-
 Loc = tuple[str | int, ...]
 
 # Keys that concern the whole process: a pool cannot override them.
-OF_PROCESS: Final = ("pool", "pools", "redis", "extproc", "http", "admin", "leases", "logging", "tracing")
+OF_PROCESS: Final = (
+    "pool",
+    "pools",
+    "redis",
+    "extproc",
+    "http",
+    "admin",
+    "leases",
+    "labels",
+    "logging",
+    "tracing",
+)
 _MAX_YAML_CHARS = 8 * 2**20  # this many take half a minute to parse
+SAME: Final = "same"  # in `scheduling.prefer`: the value of this replica's label
 MAX_POOLS: Final = 32  # each pool has its own Redis connections, and background work even without load
 # The keys whose values are file paths.
 _FILES: Final = (
@@ -76,6 +88,7 @@ class Settings(Section):
     extproc: sections.ExtProc = sections.ExtProc()
     http: sections.Http = sections.Http()
     admin: sections.Admin = sections.Admin()
+    labels: Mapping[Name, str] = Field(default={})  # labels of this replica, such as its zone
     discovery: sections.Discovery = sections.Discovery()
     models: tuple[Model, ...] = ()
     default_model: Name | None = None  # the model assumed for requests that name no model
@@ -103,6 +116,14 @@ class Settings(Section):
         models = (each for each in self.models if each.name == model)
         promised = [ANY_LATENCY, *(each.latency for each in (*models, *self.objectives))]
         return LatencyObjective(*map(min, zip(*promised, strict=True)))
+
+    @property
+    def preferred_labels(self) -> dict[str, str]:
+        """The values of `scheduling.prefer`, where `same` is this replica's value, without the labels that
+        this replica lacks."""
+        prefer = self.scheduling.prefer.items()
+        values = {key: self.labels.get(key, "") if value == SAME else value for key, value in prefer}
+        return {key: value for key, value in values.items() if value}
 
     @model_validator(mode="before")
     @classmethod

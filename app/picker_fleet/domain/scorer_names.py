@@ -5,6 +5,7 @@ from typing import Any, Final
 
 IN_FLIGHT: Final = "in-flight"
 SLO_HEADROOM: Final = "slo-headroom"
+TOPOLOGY: Final = "topology"
 SCORER_NAMES: Final = (
     "queue-depth",
     "kv-cache",
@@ -15,9 +16,9 @@ SCORER_NAMES: Final = (
     "prefix-affinity",
     "session-affinity",
     SLO_HEADROOM,
+    TOPOLOGY,
     "random",
 )
-
 
 # The scorers that read metrics scraped from model servers.
 SCRAPED_SCORERS: Final = frozenset(

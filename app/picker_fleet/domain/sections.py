@@ -37,7 +37,7 @@ from picker_fleet.domain.bands import (
 from picker_fleet.domain.engines import ENGINES, Aggregation, Engine, known_engine, series_of
 from picker_fleet.domain.redis_address import redis_url
 from picker_fleet.domain.request import LatencyObjective
-from picker_fleet.domain.scorer_names import scorer_name, weights_by_name
+from picker_fleet.domain.scorer_names import TOPOLOGY, scorer_name, weights_by_name
 from picker_fleet.domain.units import (
     AUTO,
     LEAST_WEIGHT,
@@ -541,6 +541,11 @@ class Latency(Section):
 SessionKey = Literal["session-id", "x-session-affinity", "prompt_cache_key", "user", "metadata.user_id"]
 
 
+# The scorer `in-flight` has weight 1: so a preferred endpoint may have more requests in flight than another,
+# by half of the highest load.
+_TOPOLOGY_WEIGHT = 0.5
+
+
 class Scheduling(Section):
     """The choice of an endpoint. Without scorers, the endpoint with the fewest requests in flight is best."""
 
@@ -550,6 +555,13 @@ class Scheduling(Section):
     fallbacks: Count = Field(2, ge=0, le=8)
     adapters: tuple[Name, ...] = ()  # names of LoRA adapters, besides adapters that endpoints report
     endpoint_labels: Mapping[Name, str] = Field(default={})  # labels that each endpoint of the pool needs
+    # Labels that endpoints should have, by the scorer `topology`; `same`: the value in this replica's labels.
+    prefer: Mapping[Name, Name] = Field(default={})
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """The scorers' weights, with the scorer `topology` added if labels are preferred."""
+        return {TOPOLOGY: _TOPOLOGY_WEIGHT, **self.scorers} if self.prefer else self.scorers
 
     @model_validator(mode="after")
     def _keys_are_scored(self) -> Self:

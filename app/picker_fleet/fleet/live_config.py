@@ -15,10 +15,10 @@ from picker_fleet.domain.bands import Band, Criticality
 from picker_fleet.domain.config import EffectiveConfig, Settings, parse
 from picker_fleet.domain.errors import ConfigError
 from picker_fleet.domain.request import finite_number
-from picker_fleet.domain.scorer_names import IN_FLIGHT, scorer_name, weights_by_name
+from picker_fleet.domain.scorer_names import IN_FLIGHT, TOPOLOGY, scorer_name, weights_by_name
 from picker_fleet.domain.sections import MOST_LIMIT
 from picker_fleet.domain.units import LEAST_WEIGHT, MOST_WEIGHT, has_control
-from picker_fleet.scheduling.scheduler import Scheduler, with_in_flight
+from picker_fleet.scheduling.scheduler import live_weight, with_in_flight
 from picker_fleet.scheduling.scorers import SCORERS
 
 # Each key that may change live -> the shared settings computed from that key.
@@ -116,7 +116,7 @@ def applied(settings: Settings, changes: Mapping[str, Any]) -> EffectiveConfig:
     patch = nested(changes)
     weights = patch.pop(_WEIGHTS, {})
     scorers = patch.pop("scheduling", {}).get("scorers", {})
-    faults = [*_weight_faults(weights), *_scorer_faults(scorers)]
+    faults = [*_weight_faults(weights), *_scorer_faults(scorers, settings)]
     if faults:
         raise ConfigError("\n".join(faults))
     queue = patch.get("fair_request_queue", {})
@@ -274,7 +274,7 @@ def _weight_faults(weights: Mapping[str, Any]) -> Iterable[str]:
             yield f"weights.{flow[:60]}: must be a number from {LEAST_WEIGHT:g} to {MOST_WEIGHT:g}"
 
 
-def _scorer_faults(scorers: Mapping[str, Any]) -> Iterable[str]:
+def _scorer_faults(scorers: Mapping[str, Any], settings: Settings) -> Iterable[str]:
     for name, weight in scorers.items():
         key, number = f"{_SCORERS}.{name[:60]}", finite_number(weight)
         try:
@@ -285,6 +285,8 @@ def _scorer_faults(scorers: Mapping[str, Any]) -> Iterable[str]:
             yield f"{key}: must be a number, at most {_MOST_SCORER_WEIGHT:g}; 0 turns it off"
         elif name == IN_FLIGHT and number == 0:
             yield f"{key}: must be above 0, or all replicas pick the same endpoint at once"
+        elif name == TOPOLOGY and number == 0 and settings.scheduling.prefer:
+            yield f"{key}: must be above 0 while scheduling.prefer is set; 0.001 nearly turns it off"
 
 
 # Smoothing factor of the moving average of a flow's answer lengths: it spans a few dozen answers.
@@ -343,7 +345,7 @@ def shared_settings(settings: Settings, weights: Mapping[str, float]) -> dict[st
         "paused": 0,
         "queue_enabled": int(controller.enabled),
         "queue_unready": int(queue.queue_without_endpoints),
-        "live_weight": Scheduler(with_in_flight(settings.scheduling.scorers)).live_weight,
+        "live_weight": live_weight(with_in_flight(settings.scheduling.weights)),
         "eject_ms": outliers.base_ejection_time * 1000 if outliers.enabled else 0,
         "eject_most_ms": outliers.max_ejection_time * 1000,
         "eject_percent": outliers.max_ejection_percent,

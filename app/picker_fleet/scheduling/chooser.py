@@ -4,6 +4,7 @@ The script (`lua/place.lua`) makes the final choice among the candidates, by the
 keeps recent choices for explanations, and issues session tokens for scorer `session-affinity`.
 """
 
+import logging
 import random
 from bisect import bisect
 from collections import deque
@@ -34,6 +35,8 @@ from picker_fleet.scheduling.route_stream import RouteStream
 from picker_fleet.scheduling.scheduler import Scheduler, apply_filters, with_in_flight
 from picker_fleet.scheduling.scorers import EndpointState, PickRequest
 from picker_fleet.state.accounting_token import LENGTH, Keyring
+
+_log = logging.getLogger(__name__)
 
 SESSION_HEADER: Final = "x-session-token"  # a header of both requests and responses
 
@@ -197,6 +200,11 @@ class EndpointChooser:
     ) -> None:
         configured = fleet.config.settings.scheduling
         self._fallbacks, self._latency_weights = configured.fallbacks, configured.latency
+        self._preferred = fleet.config.settings.preferred_labels
+        for name in configured.prefer.keys() - self._preferred.keys():
+            _log.warning(
+                "scheduling.prefer: `labels` has no %s of this replica: no endpoint is preferred", name
+            )
         self._fleet, self._endpoints, self._routes = fleet, endpoints, routes
         self._sessions, self._session_keys = SessionTokens(keys, endpoints), SessionKeys(endpoints)
         self._explanations = ExplanationCache()
@@ -214,7 +222,7 @@ class EndpointChooser:
 
     def follow(self, config: EffectiveConfig) -> None:
         """From now on, choose by the scorers of `config`."""
-        weights = config.settings.scheduling.scorers
+        weights = config.settings.scheduling.weights
         self._scheduler = Scheduler(with_in_flight(weights)) if weights else None
         self._drawn_from = ()
         self.live_weight = self._scheduler.live_weight if self._scheduler is not None else 0.0
@@ -284,6 +292,7 @@ class EndpointChooser:
             subset=None if request.subset is None else frozenset(request.subset),
             adapter=request.target_model if request.target_model in self._states.adapters else "",
             selector=request.selector,
+            preferred=self._preferred,
         )
 
     def shortfall_s(self, request: InferenceRequest, wait_s: float = 0.0) -> float | None:
@@ -416,7 +425,7 @@ class EndpointChooser:
         if self._scheduler is None:
             return {}
         self._states.refresh()
-        pick = PickRequest(latency_weights=self._latency_weights)
+        pick = PickRequest(latency_weights=self._latency_weights, preferred=self._preferred)
         ranking = self._scheduler.rank(pick, self._states.everything(), limit=0)
         columns = {**ranking.parts, "total": ranking.totals}
         return {

@@ -151,6 +151,11 @@ def with_in_flight(scorers: Mapping[str, float]) -> dict[str, float]:
     return {IN_FLIGHT: 1.0, **scorers}
 
 
+def live_weight(weights: Mapping[str, float]) -> float:
+    """The normalised weight of the scorer `in-flight`, whose part the script computes."""
+    return weights.get(IN_FLIGHT, 0.0) / math.fsum(weights.values())
+
+
 class Scheduler:
     """Ranks endpoints by one set of weights (scorer name -> weight, from the configuration).
 

@@ -17,7 +17,7 @@ from typing import Final, NamedTuple
 import msgspec
 
 from picker_fleet.domain.request import ANY_LATENCY, LatencyObjective
-from picker_fleet.domain.scorer_names import IN_FLIGHT, SCORER_NAMES, SLO_HEADROOM
+from picker_fleet.domain.scorer_names import IN_FLIGHT, SCORER_NAMES, SLO_HEADROOM, TOPOLOGY
 from picker_fleet.domain.sections import Latency
 from picker_fleet.scheduling.latency_model import UNKNOWN, Forecast
 
@@ -45,7 +45,8 @@ class PickRequest(NamedTuple):
     address of the request's session, '' for none. The prompt has `prefix_blocks` blocks; `prefix_matches`
     has the number of these blocks, counted from the first, that each address has served. `objective` is the
     request's latency objective; `forecasts` has its predicted times on each address, empty if no scorer reads
-    them. `random` returns numbers in [0, 1), for ties and for the scorer `random`.
+    them. An endpoint should have the labels in `preferred`. `random` returns numbers in [0, 1), for ties and
+    for the scorer `random`.
     """
 
     subset: frozenset[str] | None = None
@@ -57,6 +58,7 @@ class PickRequest(NamedTuple):
     latency_weights: Latency = _LATENCY
     objective: LatencyObjective = ANY_LATENCY
     forecasts: Mapping[str, Forecast] = _NO_FORECASTS
+    preferred: Mapping[str, str] = _NO_LABELS
     random: Callable[[], float] = random.random
 
 
@@ -203,6 +205,14 @@ def _headroom(objective: LatencyObjective, forecast: Forecast) -> float | None:
     return 1.0 / (1.0 + max(ratios) ** _STEEPNESS) if ratios else None
 
 
+def topology(pick: PickRequest, candidates: Sequence[EndpointState]) -> list[float]:
+    """Score the share of the preferred labels that the endpoint has."""
+    wanted = pick.preferred.items()
+    if not wanted:
+        return [0.0] * len(candidates)
+    return [len(wanted & candidate.labels.items()) / len(wanted) for candidate in candidates]
+
+
 def random_score(pick: PickRequest, candidates: Sequence[EndpointState]) -> list[float]:
     draw = pick.random
     return [draw() for _ in candidates]
@@ -218,6 +228,7 @@ SCORERS: Mapping[str, Scorer] = {
     "prefix-affinity": prefix_affinity,
     "session-affinity": session_affinity,
     SLO_HEADROOM: slo_headroom,
+    TOPOLOGY: topology,
     "random": random_score,
 }
 assert tuple(SCORERS) == SCORER_NAMES
