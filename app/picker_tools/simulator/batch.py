@@ -9,6 +9,7 @@ import asyncio
 from typing import Self
 
 from picker_tools.simulator.engine import Engine, EngineLoad, Limits, Sequence, Step
+from picker_tools.simulator.transfer import Pull
 
 # A step's time in seconds: vLLM with OPT-13B on one A100-80GB, as fitted by Zhong et al., "DistServe:
 # Disaggregating Prefill and Decoding for Goodput-optimized Large Language Model Serving", OSDI 2024. Source:
@@ -51,17 +52,22 @@ class BatchSimulator:
         max_tokens: int,
         adapter: str | None,
         prompt_blocks: tuple[bytes, ...] = (),
+        keeps_blocks: bool = False,
+        pull: Pull | None = None,
     ) -> "BatchGeneration":
         """Queue a request; leaving the returned context manager ends the request in any state.
+
+        `pull`: transfers the prompt's KV cache from the server that computed the prompt.
 
         Raises:
             ContextTooLong: the request would not fit even if it ran alone.
         """
-        sequence = Sequence(prompt_tokens, max_tokens, adapter, prompt_blocks)
+        sequence = Sequence(
+            prompt_tokens, max_tokens, adapter, prompt_blocks, keeps_blocks, pulls=pull is not None
+        )
         self.engine.submit(sequence)
-        self._generations[sequence] = generation = BatchGeneration(self, sequence)
-        if self._is_idle:
-            self._begin_step(asyncio.get_running_loop().time())
+        self._generations[sequence] = generation = BatchGeneration(self, sequence, pull)
+        self._begin_if_idle()
         return generation
 
     def end(self, sequence: Sequence) -> None:
@@ -69,8 +75,25 @@ class BatchSimulator:
         del self._generations[sequence]
         self.engine.release(sequence)
 
+    def free(self, sequence: Sequence) -> None:
+        """Free the blocks that the complete `sequence` keeps."""
+        self.engine.free(sequence)
+        self._begin_if_idle()
+
+    async def pull(self, sequence: Sequence, pull: Pull) -> None:
+        """Transfer the KV cache of the admitted `sequence`."""
+        arrived = await pull.run(sequence.prompt_tokens - sequence.cached_tokens, self.slowdown)
+        self.engine.pulled(sequence, arrived=arrived)
+        self._begin_if_idle()
+
+    def _begin_if_idle(self) -> None:
+        if self._is_idle:
+            self._begin_step(asyncio.get_running_loop().time())
+
     def _begin_step(self, at_s: float) -> None:
         step = self.engine.begin_step(BUDGET_TOKENS)
+        for sequence in step.pulling:
+            self._generations[sequence].start_pull()
         self._is_idle = not step.tokens
         if step.tokens:
             ends_s = at_s + step_s(step) * self.slowdown
@@ -85,9 +108,11 @@ class BatchSimulator:
 class BatchGeneration:
     """The tokens of one request. Leaving the `with` block frees the request's KV blocks."""
 
-    def __init__(self, simulator: BatchSimulator, sequence: Sequence) -> None:
+    def __init__(self, simulator: BatchSimulator, sequence: Sequence, pull: Pull | None) -> None:
         self._simulator = simulator
-        self._sequence = sequence
+        self.sequence = sequence
+        self._pull = pull
+        self._pulling: asyncio.Task[None] | None = None
         self._returned = 0  # number of tokens that `next_tokens` has returned
         self._wanted = 0
         self._wake = asyncio.Event()
@@ -95,21 +120,30 @@ class BatchGeneration:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self._simulator.end(self._sequence)
+    def __exit__(self, fault: object, *_: object) -> None:
+        if self._pulling is not None:
+            self._pulling.cancel()
+        self._simulator.end(self.sequence)
+        if fault is not None:
+            self._simulator.free(self.sequence)  # the answer that names the kept blocks is lost
 
     @property
     def is_over(self) -> bool:
-        return self._returned == self._sequence.max_tokens
+        return self._returned == self.sequence.max_tokens
 
     @property
     def cached_tokens(self) -> int:
         """Number of prompt tokens found in the prefix cache on admission."""
-        return self._sequence.cached_tokens
+        return self.sequence.cached_tokens
+
+    def start_pull(self) -> None:
+        """Called when the sequence is admitted and its prompt's KV cache is at another server."""
+        assert self._pull is not None
+        self._pulling = asyncio.create_task(self._simulator.pull(self.sequence, self._pull))
 
     def grown(self) -> None:
         """Called when a step has generated a token."""
-        if self._sequence.generated_tokens >= self._wanted:
+        if self.sequence.generated_tokens >= self._wanted:
             self._wake.set()
 
     async def next_tokens(self, stride: int) -> int:
@@ -117,10 +151,10 @@ class BatchGeneration:
 
         Returns the number of tokens: more than `stride` if tokens are overdue, 0 if none remain.
         """
-        self._wanted = min(self._returned + stride, self._sequence.max_tokens)
-        while self._sequence.generated_tokens < self._wanted:
+        self._wanted = min(self._returned + stride, self.sequence.max_tokens)
+        while self.sequence.generated_tokens < self._wanted:
             self._wake.clear()
             await self._wake.wait()
-        count = self._sequence.generated_tokens - self._returned
+        count = self.sequence.generated_tokens - self._returned
         self._returned += count
         return count

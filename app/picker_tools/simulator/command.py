@@ -97,6 +97,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--slowdown", type=decimal("number", 1000), metavar="FACTOR", help=about)
     add("--max-num-seqs", type=_COUNT, default=limits.max_num_seqs, metavar="N", help="requests run at once")
     add("--kv-blocks", type=_COUNT, default=limits.kv_blocks, metavar="N", help="blocks of the KV cache")
+    about = "KV cache from a server that prefills, 10^9 bytes a second (default: %(default)s)"
+    add(
+        "--kv-bandwidth",
+        type=decimal("number", 1e6),
+        default=own.kv_bandwidth_gb_s,
+        metavar="GB/S",
+        help=about,
+    )
     add("--loras", type=_names, default=(), metavar="A,B", help="adapters, which requests name as models")
     add("--max-loras", type=_COUNT, default=None, metavar="N", help="adapters run at once (default: all)")
     add(
@@ -133,6 +141,7 @@ def _profile(args: argparse.Namespace) -> Profile:
             kv_blocks=args.kv_blocks,
             max_loras=args.max_loras or max(1, len(args.loras)),
         ),
+        kv_bandwidth_gb_s=args.kv_bandwidth,
         failure_rate=args.failure_rate,
         seed=args.seed,
     )

@@ -5,6 +5,10 @@ KV blocks of a sequence do not fit, the sequences behind it wait too. A sequence
 is skipped and keeps its position. When a running sequence needs a KV block and none is free, the newest
 running sequence is preempted: it frees its blocks, waits at the head of the queue and is computed again.
 
+Two servers may share the work of a request (`transfer.py`). The sequence of the prefill server keeps its
+blocks after its end, until `free`. The sequence of the decode server waits for the KV cache after its
+admission, until `pulled`.
+
 `schedule` and `grow` are for callers that pace each sequence, `begin_step` and `end_step` for callers that
 compute the whole batch step by step.
 """
@@ -87,13 +91,16 @@ class Sequence:
 
     `prompt_blocks` are hashes of the prompt's blocks, empty without prefix caching; `cached_tokens` counts
     the prompt tokens found in the prefix cache on the first admission. `computed_tokens`, kept only by steps,
-    counts the tokens in the KV cache.
+    counts the tokens in the KV cache. `keeps_blocks`: a complete sequence keeps its blocks until `free`.
+    `pulls`: another server has computed the prompt, and its KV cache has not arrived yet.
     """
 
     prompt_tokens: int
     max_tokens: int
     adapter: str | None = None
     prompt_blocks: tuple[bytes, ...] = ()
+    keeps_blocks: bool = False
+    pulls: bool = False
     cached_tokens: int = 0
     generated_tokens: int = 0
     computed_tokens: int = 0
@@ -116,6 +123,7 @@ class Step:
 
     `left_tokens` remain of the step's budget. `decoding` counts the sequences that compute one token after
     their context, and `kv_tokens` their contexts' tokens; `prefill_tokens` are computed for other sequences.
+    `pulling` are sequences admitted now whose prompts' KV cache must be transferred.
     """
 
     left_tokens: int
@@ -123,9 +131,12 @@ class Step:
     decoding: int = 0
     kv_tokens: int = 0
     prefill_tokens: int = 0
+    pulling: list[Sequence] = field(default_factory=list)
 
     def add(self, sequence: Sequence) -> None:
         """Compute the missing tokens of `sequence` in this step, as far as the budget reaches."""
+        if sequence.pulls:
+            return
         missing = sequence.context_tokens - sequence.computed_tokens
         tokens = min(missing, self.left_tokens)
         if not tokens:
@@ -209,7 +220,8 @@ class Engine:
             if sequence.adapter is not None:
                 self._adapters[sequence.adapter] += 1
             self._look_up(sequence)
-            budget_tokens -= sequence.context_tokens - sequence.computed_tokens
+            if not sequence.pulls:
+                budget_tokens -= sequence.context_tokens - sequence.computed_tokens
             admitted.append(sequence)
         for sequence in admitted:
             del self._waiting[sequence]
@@ -229,7 +241,7 @@ class Engine:
                 sequence.blocks += needed
                 sequence.generated_tokens += tokens
                 return tokens
-            newest = next(reversed(self._running))
+            newest = next(each for each in reversed(self._running) if not each.pulls)
             if newest is not sequence:
                 self._preempt(newest)
                 continue
@@ -249,6 +261,8 @@ class Engine:
         if not running or not self._preempted_in_step:
             for sequence in self.schedule(step.left_tokens):
                 step.add(sequence)
+                if sequence.pulls:
+                    step.pulling.append(sequence)
         self._preempted_in_step = False
         return step
 
@@ -269,12 +283,28 @@ class Engine:
         return grown
 
     def release(self, sequence: Sequence) -> None:
-        """End a finished or abandoned `sequence`, running or waiting, and free its blocks. Idempotent."""
+        """End a finished or abandoned `sequence`, running or waiting, and free its blocks. Idempotent.
+
+        A finished sequence that keeps its blocks frees them with `free`.
+        """
         if sequence.phase is Phase.RUNNING:
             self._stop(sequence)
+            if not sequence.keeps_blocks or sequence.remaining_tokens:
+                self.free(sequence)
         elif sequence.phase is Phase.WAITING:
             del self._waiting[sequence]
         sequence.phase = Phase.ENDED
+
+    def free(self, sequence: Sequence) -> None:
+        """Free the blocks of `sequence`. Idempotent."""
+        self._free_blocks += sequence.blocks
+        sequence.blocks = 0
+
+    def pulled(self, sequence: Sequence, *, arrived: bool) -> None:
+        """End the transfer for `sequence`; if the KV cache has not `arrived`, the prompt is computed here."""
+        sequence.pulls = False
+        if arrived:  # the last token is computed, for the first token of the answer
+            sequence.computed_tokens = sequence.prompt_tokens - 1
 
     def load(self) -> EngineLoad:
         waiting = dict.fromkeys(sequence.adapter for sequence in self._waiting if sequence.adapter)
@@ -310,6 +340,7 @@ class Engine:
 
     def _preempt(self, sequence: Sequence) -> None:
         self._stop(sequence)
+        self.free(sequence)
         sequence.phase = Phase.WAITING
         sequence.preempted = True
         sequence.computed_tokens = 0
@@ -319,8 +350,6 @@ class Engine:
 
     def _stop(self, sequence: Sequence) -> None:
         del self._running[sequence]
-        self._free_blocks += sequence.blocks
-        sequence.blocks = 0
         if sequence.adapter is not None:
             self._adapters[sequence.adapter] -= 1
             if not self._adapters[sequence.adapter]:

@@ -9,6 +9,7 @@ import asyncio
 from typing import Self
 
 from picker_tools.simulator.engine import Engine, EngineLoad, Limits, Phase, Sequence
+from picker_tools.simulator.transfer import Pull
 
 
 class Simulator:
@@ -31,16 +32,22 @@ class Simulator:
         max_tokens: int,
         adapter: str | None,
         prompt_blocks: tuple[bytes, ...] = (),
+        keeps_blocks: bool = False,
+        pull: Pull | None = None,
     ) -> "Generation":
         """Queue a request; leaving the returned context manager ends the request in any state.
+
+        `pull`: transfers the prompt's KV cache from the server that computed the prompt.
 
         Raises:
             ContextTooLong: the request would not fit even if it ran alone.
         """
-        sequence = Sequence(prompt_tokens, max_tokens, adapter, prompt_blocks)
+        sequence = Sequence(
+            prompt_tokens, max_tokens, adapter, prompt_blocks, keeps_blocks, pulls=pull is not None
+        )
         self.engine.submit(sequence)
         self.admit()
-        return Generation(self, sequence)
+        return Generation(self, sequence, pull)
 
     def admit(self) -> None:
         """Admit the requests that fit now, and wake the tasks that wait for their admission."""
@@ -48,6 +55,11 @@ class Simulator:
             admission = self._admissions.get(sequence)
             if admission is not None and not admission.done():
                 admission.set_result(None)
+
+    def free(self, sequence: Sequence) -> None:
+        """Free the blocks that the complete `sequence` keeps."""
+        self.engine.free(sequence)
+        self.admit()
 
     async def wait_admitted(self, sequence: Sequence) -> None:
         """Wait until the sequence `sequence` runs."""
@@ -62,26 +74,29 @@ class Simulator:
 class Generation:
     """The tokens of one request. Leaving the `with` block frees the request's KV blocks."""
 
-    def __init__(self, simulator: Simulator, sequence: Sequence) -> None:
+    def __init__(self, simulator: Simulator, sequence: Sequence, pull: Pull | None) -> None:
         self._simulator = simulator
-        self._sequence = sequence
+        self.sequence = sequence
+        self._pull = pull
         self._loop = asyncio.get_running_loop()
         self._due_at_s = self._loop.time() + self._prefill_s  # next token due (loop's clock)
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, fault: object, *_: object) -> None:
         self._release()
+        if fault is not None:
+            self._simulator.free(self.sequence)  # the answer that names the kept blocks is lost
 
     @property
     def is_over(self) -> bool:
-        return not self._sequence.remaining_tokens
+        return not self.sequence.remaining_tokens
 
     @property
     def cached_tokens(self) -> int:
         """Number of prompt tokens found in the prefix cache on admission."""
-        return self._sequence.cached_tokens
+        return self.sequence.cached_tokens
 
     async def next_tokens(self, stride: int) -> int:
         """Wait for the next `stride` tokens, or for fewer tokens if fewer remain or fit into memory.
@@ -91,10 +106,15 @@ class Generation:
         has the whole answer.
         """
         itl_s = self._simulator.itl_s
-        sequence = self._sequence
+        sequence = self.sequence
         while sequence.remaining_tokens:
             if sequence.phase is Phase.WAITING:
                 await self._simulator.wait_admitted(sequence)
+                self._due_at_s = self._loop.time() + self._prefill_s
+            if sequence.pulls:
+                assert self._pull is not None
+                arrived = await self._pull.run(sequence.prompt_tokens - sequence.cached_tokens, slowdown=1)
+                self._simulator.engine.pulled(sequence, arrived=arrived)
                 self._due_at_s = self._loop.time() + self._prefill_s
             tokens = min(stride, sequence.remaining_tokens)
             late_s = await self._until(self._due_at_s + (tokens - 1) * itl_s)
@@ -112,8 +132,9 @@ class Generation:
 
     @property
     def _prefill_s(self) -> float:
-        sequence = self._sequence
-        return self._simulator.ttft_s * (1 - sequence.cached_tokens / max(1, sequence.prompt_tokens))
+        sequence = self.sequence
+        known_tokens = max(sequence.cached_tokens, sequence.computed_tokens)
+        return self._simulator.ttft_s * (1 - known_tokens / max(1, sequence.prompt_tokens))
 
     async def _until(self, at_s: float) -> float:
         """Sleep until `at_s` on the loop's clock; returns how many seconds late the sleep ended."""
@@ -123,6 +144,6 @@ class Generation:
         return max(0.0, self._loop.time() - at_s)
 
     def _release(self) -> None:
-        if self._sequence.phase is not Phase.ENDED:
-            self._simulator.engine.release(self._sequence)
+        if self.sequence.phase is not Phase.ENDED:
+            self._simulator.engine.release(self.sequence)
             self._simulator.admit()

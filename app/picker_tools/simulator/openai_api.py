@@ -12,6 +12,7 @@ from collections.abc import Container
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import orjson
 
 from picker_fleet.domain.errors import PickerError
@@ -42,13 +43,25 @@ class ApiError(PickerError):
         )
 
 
+class KvTransfer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """`kv_transfer_params` of a request or of an answer, as vLLM's NixlConnector names them."""
+
+    do_remote_decode: bool = False  # compute the prompt, and keep its blocks for another server
+    do_remote_prefill: bool = False  # another server has the prompt's blocks
+    remote_engine_id: str | None = None
+    remote_request_id: str | None = None
+    remote_host: str | None = None
+    remote_port: int | None = None
+
+
 DEFAULT_MAX_TOKENS = 16  # OpenAI's default for completions, used here for chat too
 BYTES_PER_TOKEN = 4
 
 
 @dataclass(frozen=True, slots=True)
 class CompletionRequest:
-    """A valid request. `prompt` is the request's whole text; `finish_reason` is `length` or `stop`."""
+    """A valid request. `prompt` is the request's whole text; `finish_reason` is `length` or `stop`;
+    `kv_transfer` says which part of the work another server does (`transfer.py`)."""
 
     chat: bool
     model: str
@@ -58,6 +71,7 @@ class CompletionRequest:
     stream: bool
     include_usage: bool
     finish_reason: str
+    kv_transfer: KvTransfer | None = None
 
 
 def parse(body: bytes, *, chat: bool, models: Container[str]) -> CompletionRequest:
@@ -93,6 +107,7 @@ def parse(body: bytes, *, chat: bool, models: Container[str]) -> CompletionReque
         include_usage=options is not None and _flag(options, "include_usage"),
         # A chat without a token limit stops by itself; a completion without a limit has the default limit.
         finish_reason="stop" if chat and limit is None else "length",
+        kv_transfer=_kv_transfer(tree),
     )
 
 
@@ -121,6 +136,13 @@ def _flag(tree: dict[str, Any], key: str) -> bool:
     if value is not None and not isinstance(value, bool):
         raise ApiError(f"{key} must be true or false", param=key)
     return bool(value)
+
+
+def _kv_transfer(tree: dict[str, Any]) -> KvTransfer | None:
+    try:
+        return msgspec.convert(tree.get("kv_transfer_params"), KvTransfer | None)
+    except msgspec.ValidationError as fault:
+        raise ApiError(f"kv_transfer_params: {fault}", param="kv_transfer_params") from None
 
 
 def _prompt(tree: dict[str, Any]) -> tuple[bytes, int]:
@@ -195,11 +217,13 @@ _PENDING = b'"logprobs":null,"finish_reason":null}]}\n\n'
 class Answer:
     """Encodes one answer. `created_s` is a Unix time.
 
-    `cached_tokens` is the number of prompt tokens found in the prefix cache.
+    `cached_tokens` is the number of prompt tokens found in the prefix cache. If another server computed the
+    prompt, its number is `prefill_cached_tokens`, which the client is told, as llm-d's sidecar does.
     """
 
     def __init__(self, request: CompletionRequest, *, answer_id: str, created_s: int) -> None:
         self._request = request
+        self.prefill_cached_tokens: int | None = None
         kind = "chat.completion" if request.chat else "text_completion"
         if request.chat and request.stream:
             kind = "chat.completion.chunk"
@@ -233,7 +257,7 @@ class Answer:
         last["usage"] = self._usage(cached_tokens)
         return _event(last) + DONE
 
-    def whole(self, words: list[bytes], cached_tokens: int) -> bytes:
+    def whole(self, words: list[bytes], cached_tokens: int, kv_transfer: KvTransfer | None = None) -> bytes:
         """The body of an answer that is not streamed."""
         text = b"".join(words).decode()
         finish = {"logprobs": None, "finish_reason": self._request.finish_reason}
@@ -241,10 +265,19 @@ class Answer:
             {"message": {"role": "assistant", "content": text}} if self._request.chat else {"text": text}
         )
         choice = {"index": 0, **content, **finish}
-        return orjson.dumps({**self._common, "choices": [choice], "usage": self._usage(cached_tokens)})
+        tree: dict[str, object] = {
+            **self._common,
+            "choices": [choice],
+            "usage": self._usage(cached_tokens),
+        }
+        if kv_transfer is not None:
+            tree["kv_transfer_params"] = msgspec.to_builtins(kv_transfer)
+        return orjson.dumps(tree)
 
     def _usage(self, cached_tokens: int) -> dict[str, object]:
         request = self._request
+        if self.prefill_cached_tokens is not None:
+            cached_tokens = self.prefill_cached_tokens
         return {
             "prompt_tokens": request.prompt_tokens,
             "completion_tokens": request.max_tokens,

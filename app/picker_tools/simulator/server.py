@@ -3,6 +3,7 @@
 Serves `/v1/completions`, `/v1/chat/completions` (POST), `/v1/models`, `/health` and `/metrics` (GET). Every
 answer names its server in `x-served-by: ip:port`. A stream's headers are sent with the first token, so that
 until the first token a gateway can retry the request elsewhere. `POST /sim` changes the server while it runs.
+Each server can compute prompts for others, and can have another server compute a prompt (`transfer.py`).
 """
 
 import asyncio
@@ -10,9 +11,9 @@ import random
 import time
 import uuid
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, MutableMapping
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 import orjson
@@ -22,10 +23,19 @@ from picker_tools.simulator.batch import BatchGeneration, BatchSimulator
 from picker_tools.simulator.engine import ContextTooLong, EngineLoad, Limits, prompt_blocks
 from picker_tools.simulator.generation import Generation, Simulator
 from picker_tools.simulator.openai_api import Answer, ApiError, CompletionRequest, Words, parse
+from picker_tools.simulator.transfer import (
+    KV_BANDWIDTH_GB_S,
+    PREFILLER_HEADER,
+    KeptBlocks,
+    Link,
+    Pull,
+    prefilled,
+)
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+Result = TypeVar("Result")
 
 MAX_BODY_BYTES = 32 * 1024 * 1024
 READ_TIMEOUT_S = 60.0  # timeout of reading a whole body
@@ -106,6 +116,7 @@ class Profile:
     `ttft_ms` is the time from admission to the first token, reduced by the cached share of the prompt;
     `itl_ms` is the time between tokens. With a `slowdown` both times are unused: the server
     computes its batch in steps, each `slowdown` times as long as measured (`batch.py`).
+    `kv_bandwidth_gb_s` is the speed at which the KV cache of a prompt arrives that another server computed.
     `failure_rate` is the part of valid requests (1: all) that get status 500 instead of an answer. `seed`
     determines which requests fail, and the generated words.
     """
@@ -116,6 +127,7 @@ class Profile:
     itl_ms: float = 5.0
     slowdown: float | None = None
     limits: Limits = field(default_factory=Limits)
+    kv_bandwidth_gb_s: float = KV_BANDWIDTH_GB_S
     failure_rate: float = 0.0
     seed: int = 0
 
@@ -131,10 +143,11 @@ class Profile:
 
 
 class Change(msgspec.Struct, forbid_unknown_fields=True):
-    """A change of a running server; None keeps a value. Both values are more than 0."""
+    """A change of a running server; None keeps a value. `pulled` names kept KV blocks to free."""
 
     slowdown: Annotated[float, msgspec.Meta(gt=0)] | None = None
     max_num_seqs: Annotated[int, msgspec.Meta(gt=0)] | None = None
+    pulled: str | None = None
 
 
 @dataclass(slots=True)
@@ -212,6 +225,9 @@ class ModelServer:
             if profile.slowdown is None
             else BatchSimulator(profile.limits, slowdown=profile.slowdown)
         )
+        self._kept = KeptBlocks(self._simulator.free)
+        self._link = Link(profile.kv_bandwidth_gb_s)
+        self._freeing: set[asyncio.Task[None]] = set()
         self._is_paced = bool(profile.itl_ms) or profile.slowdown is not None
         self._counters = Counters()
         self._failures = random.Random(profile.seed)
@@ -257,16 +273,22 @@ class ModelServer:
 
     def _change(self, body: bytes) -> None:
         """Change slowdown or batch size: `{"slowdown": 3, "max_num_seqs": 8}`. Running sequences go on.
+        `{"pulled": ID}` frees KV blocks kept for a decode server.
 
         Raises:
-            ApiError: status 400 for a bad value, and if the server started without a slowdown.
+            ApiError: status 400 for a bad value, or for a change of speed or size of a server that started
+            without a slowdown; 404 if no KV blocks are kept as ID.
         """
-        if not isinstance(self._simulator, BatchSimulator):
-            raise ApiError("the server runs without --slowdown")
         try:
             change = msgspec.json.decode(body, type=Change)
         except msgspec.MsgspecError as fault:
             raise ApiError(str(fault)) from None
+        if change.pulled is not None:
+            if not self._kept.free(change.pulled):
+                raise ApiError(f"no KV blocks are kept as {change.pulled[:100]!r}", status=404)
+            return
+        if not isinstance(self._simulator, BatchSimulator):
+            raise ApiError("the server runs without --slowdown")
         if change.slowdown is not None:
             self._simulator.slowdown = change.slowdown
         if change.max_num_seqs is not None:
@@ -275,36 +297,48 @@ class ModelServer:
             )
 
     async def _complete(self, scope: Scope, receive: Receive, reply: Reply, *, chat: bool) -> None:
-        request = parse(await read_body(receive), chat=chat, models=self._models)
+        body = await read_body(receive)
+        request = parse(body, chat=chat, models=self._models)
         if self._failures.random() < self._profile.failure_rate:
             raise ApiError("injected failure", status=500, code="injected_failure", kind="server_error")
+        request_id = _header(scope, b"x-request-id")[:_MAX_ID_CHARS]
         answer = Answer(
             request,
-            answer_id=f"{'chatcmpl' if chat else 'cmpl'}-{_request_id(scope)}",
+            answer_id=f"{'chatcmpl' if chat else 'cmpl'}-{request_id or uuid.uuid4().hex}",
             created_s=int(time.time()),
         )
-        with self._begin(request) as generation:
-            # Catch with `except*`, because the task group wraps the watcher's ClientGone.
-            try:
-                async with asyncio.TaskGroup() as group:
-                    watcher = group.create_task(watch(receive))
-                    if request.stream:
-                        await self._stream(request, answer, generation, reply)
-                    else:
-                        await self._whole(request, answer, generation, reply)
-                    watcher.cancel()
-            except* ClientGone:
-                pass
+        if prefiller := _header(scope, PREFILLER_HEADER):
+            prefill = prefilled(prefiller, scope["path"], body, request_id)
+            if (done := await _while_connected(receive, prefill)) is not None:
+                request = replace(request, kv_transfer=done[0])
+                answer.prefill_cached_tokens = done[1]
+        pull = None
+        if request.kv_transfer is not None and request.kv_transfer.do_remote_prefill:
+            pull = Pull(request.kv_transfer, self._link)
+        try:
+            with self._begin(request, pull) as generation:
+                if request.stream:
+                    work = self._stream(request, answer, generation, reply)
+                else:
+                    work = self._whole(request, answer, generation, reply, scope["server"])
+                await _while_connected(receive, work)
+        finally:
+            if pull is not None:
+                self._freeing.add(task := asyncio.create_task(pull.abandon()))
+                task.add_done_callback(self._freeing.discard)
 
-    def _begin(self, request: CompletionRequest) -> AnyGeneration:
+    def _begin(self, request: CompletionRequest, pull: Pull | None) -> AnyGeneration:
         adapter = request.model if request.model in self._loras else None
         blocks = prompt_blocks(request.prompt, self._profile.limits.block_size_tokens, adapter)
+        kv = request.kv_transfer
         try:
             return self._simulator.begin(
                 prompt_tokens=request.prompt_tokens,
                 max_tokens=request.max_tokens,
                 adapter=adapter,
                 prompt_blocks=blocks,
+                keeps_blocks=kv is not None and kv.do_remote_decode and not request.stream,
+                pull=pull,
             )
         except ContextTooLong as fault:
             raise ApiError(str(fault), code="context_length_exceeded") from None
@@ -331,7 +365,12 @@ class ModelServer:
         self._counters.succeeded[request.finish_reason] += 1
 
     async def _whole(
-        self, request: CompletionRequest, answer: Answer, generation: AnyGeneration, reply: Reply
+        self,
+        request: CompletionRequest,
+        answer: Answer,
+        generation: AnyGeneration,
+        reply: Reply,
+        server: tuple[str, int],
     ) -> None:
         # The client does not see single tokens: one timer per KV block keeps the KV usage exact.
         stride = self._profile.limits.block_size_tokens if self._is_paced else request.max_tokens
@@ -339,7 +378,8 @@ class ModelServer:
             self._counters.generation_tokens += count
         self._counters.prompt_tokens += request.prompt_tokens
         words = Words(seed=self._profile.seed, prompt=request.prompt)
-        body = answer.whole(words.take(request.max_tokens), generation.cached_tokens)
+        kept = self._kept.keep(generation.sequence, *server) if generation.sequence.keeps_blocks else None
+        body = answer.whole(words.take(request.max_tokens), generation.cached_tokens, kept)
         await reply.whole(200, JSON, body)
         self._counters.succeeded[request.finish_reason] += 1
 
@@ -352,9 +392,22 @@ class ModelServer:
         return orjson.dumps({"object": "list", "data": cards})
 
 
-def _request_id(scope: Scope) -> str:
-    """The id of an answer: the client's header `x-request-id`, as in vLLM, or a new id."""
-    for name, value in scope["headers"]:
-        if name == b"x-request-id" and value:
-            return str(value.decode("latin-1"))[:_MAX_ID_CHARS]
-    return uuid.uuid4().hex
+def _header(scope: Scope, wanted: bytes) -> str:
+    """The value of the first header `wanted`; '' if there is none."""
+    return next((str(value.decode("latin-1")) for name, value in scope["headers"] if name == wanted), "")
+
+
+async def _while_connected(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
+    """Do `work` unless the client disconnects first. For use once the whole body is read.
+
+    Raises:
+        ClientGone: the client disconnected.
+    """
+    try:
+        async with asyncio.TaskGroup() as group:
+            watcher = group.create_task(watch(receive))
+            result = await work
+            watcher.cancel()
+    except* ClientGone as gone:
+        raise ClientGone(str(gone.exceptions[0])) from None
+    return result
