@@ -12,6 +12,7 @@ import httpx
 import psutil
 import pytest
 
+from picker_fleet import cli
 from picker_fleet.state import primary
 from picker_tools.local_fleet.parts import Valkey
 
@@ -150,6 +151,21 @@ async def test_a_replica_that_dies_is_started_again(fleet: Any) -> None:
     await own.eventually(
         lambda: own.admin("/readyz"), lambda answer: answer.is_success, what="readiness of the new process"
     )
+
+
+async def test_endpoints_that_prefill_are_labelled_and_serve_no_request(fleet: Any) -> None:
+    own = fleet("--replicas", "1", "--endpoints", "3", "--prefill", "2", "--debug-headers")
+    roles = {endpoint["address"]: endpoint["role"] for endpoint in own.state["endpoints"]}
+    assert sorted(roles.values()) == ["decode", "prefill", "prefill"]
+    async with httpx.AsyncClient(base_url=own.url, timeout=30) as client:
+        for _ in range(4):
+            answer = await client.post("/v1/completions", json=ASK)
+            assert (answer.status_code, roles[answer.headers["x-served-by"]]) == (200, "decode")
+
+
+def test_prefill_must_leave_an_endpoint_that_decodes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["up", "--endpoints", "2", "--prefill", "2"]) == 2
+    assert "--prefill 2 leaves none of --endpoints 2 to decode" in capsys.readouterr().err
 
 
 async def test_sigterm_leaves_no_process(fleet: Any) -> None:

@@ -38,12 +38,16 @@ _VALKEY_ATTEMPTS = 3  # tries, as another process may take the chosen port befor
 
 @dataclass(frozen=True, slots=True)
 class UpOptions:
-    """Options of `picker up`. Ports are on the loopback; 0 is any free port. `redis` None embeds a Valkey."""
+    """Options of `picker up`. Ports are on the loopback; 0 is any free port. `redis` None embeds a Valkey.
+
+    `prefill` of the `endpoints` prefill for the others, which decode; 0: the endpoints have no roles.
+    """
 
     replicas: int
     endpoints: int
     mode: Mode
     sim: SimOptions
+    prefill: int = 0
     redis: str | None = None
     state_file: Path | None = None
     port: int = 0
@@ -65,7 +69,7 @@ class LocalFleet:
         numbers = itertools.count(1)
         self._simulators_of = {
             name: [
-                Simulator(next(numbers), options.sim, served_models(its)) for _ in range(options.endpoints)
+                Simulator(next(numbers), options.sim, served_models(its), role) for role in _roles(options)
             ]
             for name, its in config.pools_of(settings).items()
         }
@@ -167,7 +171,7 @@ class LocalFleet:
 
     def _tree(self) -> dict[str, Any]:
         endpoints = {
-            name: [each.address for each in simulators if each.address]
+            name: [each.entry for each in simulators if each.address]
             for name, simulators in self._simulators_of.items()
         }
         nearest = self._valkey.socket_url if self._valkey is not None else self._redis_url
@@ -208,7 +212,8 @@ class LocalFleet:
             raise StartupError(f"the parts are up, but the fleet does not serve: {why}")
 
     async def _missing(self) -> str | None:
-        missing = await self._started_envoy.missing(self._options.endpoints or None)
+        decoding = self._options.endpoints - self._options.prefill
+        missing = await self._started_envoy.missing(decoding or None)
         if missing is not None:
             return missing
         for replica in self._replicas:
@@ -243,6 +248,7 @@ class LocalFleet:
                 {
                     "pid": self._supervisor.pid(simulator),
                     "address": simulator.address,
+                    **({"role": simulator.role} if simulator.role else {}),
                     **({"pool": name} if self._settings.pools else {}),
                 }
                 for name, simulators in self._simulators_of.items()
@@ -256,3 +262,10 @@ class LocalFleet:
             draft = path.with_name(f"{path.name}.{os.getpid()}.new")
             write_private(draft, json.dumps(self.state(), indent=2) + "\n")
             draft.replace(path)  # readers see the whole new file or the whole former file
+
+
+def _roles(options: UpOptions) -> list[str]:
+    """The role of each of a pool's simulators."""
+    if not options.prefill:
+        return [""] * options.endpoints
+    return ["prefill"] * options.prefill + ["decode"] * (options.endpoints - options.prefill)

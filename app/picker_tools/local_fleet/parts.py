@@ -106,14 +106,17 @@ class Valkey:
         return self.url
 
 
+ROLE = "llm-d.ai/role"
 _LISTENING = re.compile(r"listening on http://(\S+:\d+)")
 
 
 class Simulator:
-    """Simulator `number`. The simulator serves the first of `models` as base model, the rest as adapters."""
+    """Simulator `number`. The simulator serves the first of `models` as base model, the rest as adapters.
+    `role` is the value of its label `llm-d.ai/role`; '': without the label."""
 
-    def __init__(self, number: int, options: SimOptions, models: Sequence[str]) -> None:
+    def __init__(self, number: int, options: SimOptions, models: Sequence[str], role: str = "") -> None:
         self.name = f"endpoint-{number}"
+        self.role = role
         self._options = options
         self._models = models
         self._address = ""
@@ -122,6 +125,11 @@ class Simulator:
     def address(self) -> str:
         """The simulator's `ip:port`; '' until the simulator was ready once."""
         return self._address
+
+    @property
+    def entry(self) -> dict[str, Any]:
+        """The simulator's entry of static discovery."""
+        return {"address": self._address, **({"labels": {ROLE: self.role}} if self.role else {})}
 
     def command(self) -> list[str]:
         port = self._address.rpartition(":")[2] or "0"
@@ -145,9 +153,10 @@ class Simulator:
 
 
 def overlaid(
-    settings: Settings, *, redis_url: str, endpoints: Mapping[str, Sequence[str]] | None
+    settings: Settings, *, redis_url: str, endpoints: Mapping[str, Sequence[dict[str, Any]]] | None
 ) -> dict[str, Any]:
-    """The set keys of `settings` as a plain tree, with `redis_url` and each pool's `endpoints` (`ip:port`).
+    """The set keys of `settings` as a plain tree, with `redis_url` and each pool's `endpoints` (entries of
+    static discovery).
 
     If `endpoints` is None, the discovery of `settings` stays. The replicas trust the same headers as this
     fleet's Envoy. `settings` already includes the PICKER_* variables, so the replicas start without them.
@@ -162,9 +171,9 @@ def overlaid(
     tree["redis"] = {**tree.get("redis", {}), "url": redis_url}
     if settings.pools:
         tree["pools"] = {name: _plain(pool.own) for name, pool in settings.pools.items()}
-    for pool, addresses in (endpoints or {}).items():
+    for pool, entries in (endpoints or {}).items():
         section = tree["pools"][pool] if settings.pools else tree
-        section["discovery"] = {"static": [{"address": address} for address in addresses]}
+        section["discovery"] = {"static": list(entries)}
     parse(tree)
     return tree
 

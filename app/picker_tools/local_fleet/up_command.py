@@ -7,6 +7,7 @@ from pathlib import Path
 
 from picker_fleet.domain import config
 from picker_fleet.domain.allowlist import FAIRNESS_ID, OBJECTIVE
+from picker_fleet.domain.errors import ConfigError
 from picker_tools.arguments import milliseconds, port, whole_number
 from picker_tools.local_fleet.local_fleet import LocalFleet, UpOptions
 from picker_tools.local_fleet.parts import MODES, SimOptions, mode
@@ -18,6 +19,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--replicas", type=whole_number(1), default=3, metavar="N", help="pickers (default: %(default)s)")
     about = "simulated model servers (default: %(default)s); 0: use the discovery of --config"
     add("--endpoints", type=whole_number(0), default=4, metavar="N", help=about)
+    about = "endpoints of each pool that prefill for the others, which decode (default: no roles)"
+    add("--prefill", type=whole_number(0), default=0, metavar="N", help=about)
     about = "serve these pools, the first by default; each gets --endpoints (default: those of --config)"
     add("--pools", type=_pools, metavar="NAME,…", help=about)
     about = "how Envoy calls the pickers (default: %(default)s)"
@@ -38,12 +41,15 @@ def run(args: argparse.Namespace) -> int:
     """Run until SIGINT or SIGTERM, stop every child, and return 0.
 
     Raises:
-        ConfigError: the configuration cannot be used.
+        ConfigError: the configuration or an option cannot be used.
         StartupError: a part did not start; the message names the part and the folder with the logs.
     """
+    if args.prefill and args.prefill >= args.endpoints:
+        raise ConfigError(f"--prefill {args.prefill} leaves none of --endpoints {args.endpoints} to decode")
     options = UpOptions(
         replicas=args.replicas,
         endpoints=args.endpoints,
+        prefill=args.prefill,
         mode=args.mode,
         redis=args.redis,
         port=args.port,
