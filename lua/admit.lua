@@ -8,11 +8,11 @@
 --
 -- keys[1] epp:{POOL}:pool
 -- args[1] the calling replica; then each request, packed (picker_fleet/state/schema.py): texts, each ended by byte 0:
---   id, attempt (NUMBER.DIGEST of its body), flow, workload ('' anonymous), model, candidates (as in place.lua);
---   then doubles: priority, weight, cost, ttl_ms, age_ms, criticality, limit (of the flow on each endpoint; 0 none),
---   learn (1: cost lacks the answer's part, which is estimated by the flow's mean), bytes (of its body; 0 unknown),
---   prompt_tokens, answer_tokens (estimates for the limits of tenants; with `learn`, the answer's part is added). A
---   request that is queued with candidates '*' is placed by the call that grants it.
+--   id, attempt (NUMBER.DIGEST of its body), flow, workload ('' anonymous), model, candidates, prefill (both as in
+--   place.lua); then doubles: priority, weight, cost, ttl_ms, age_ms, criticality, limit (of the flow on each endpoint;
+--   0 none), learn (1: cost lacks the answer's part, which is estimated by the flow's mean), bytes (of its body; 0
+--   unknown), prompt_tokens, answer_tokens (estimates for the limits of tenants; with `learn`, the answer's part is
+--   added). A request that is queued with candidates '*' and prefill '' is placed by the call that grants it.
 --
 -- Returns {epoch, notifications, attempts, served, reply...}, one reply per request:
 --   'placed a,b,c LOADS' (as in place.lua), and with tenants byte 31 and the balances (tenants.quota)
@@ -43,7 +43,7 @@ local function adopt(r, arrival, turn, picks)
       r.state = STATE_QUEUED
       tag = queue.insert(r)
     end
-    r.any_endpoint = arrival.candidates == endpoints.ANY
+    r.any_endpoint = arrival.candidates == endpoints.ANY and arrival.prefill == ''
     notifications.withdraw(r.owner, r.id) -- drop the notification of an earlier request
     record.put(r)
     log_event('adopted', r, tag)
@@ -60,10 +60,10 @@ local function adopt(r, arrival, turn, picks)
     end
     notifications.withdraw(old_owner, r.id) -- this reply names the endpoint
     record.put(r)
-    return 'placed ' .. r.endpoints .. ' adopted'
+    return stages.placed(r) .. ' adopted'
   end
   notifications.withdraw(old_owner, r.id)
-  local reply = place_granted(r, arrival.candidates, turn, picks)
+  local reply = place_granted(r, arrival.candidates, arrival.prefill, turn, picks)
   return string.find(reply, '^[pq]') and reply .. ' adopted' or reply
 end
 
@@ -103,7 +103,7 @@ local function bypass(r, turn, picks)
   if endpoints.caps and not endpoints.stock_bounds_slots() and endpoints.free_slots() <= RESIDUE then return nil end
   r.taken = take
   if settings.tenants then tenants.start(r) end
-  local reply, limited = place_request(r, r.candidates, turn, picks)
+  local reply, limited = place_request(r, r.candidates, r.prefill, turn, picks)
   if not reply then
     r.taken = 0
     if settings.tenants then tenants.sent_back(r) end
@@ -171,7 +171,7 @@ local function arrive(r, turn, picks)
   if pool.queued >= settings.total_capacity and not (settings.overload == OVERLOAD_PREEMPT and preempt_for(r)) then
     return refuse(r, REFUSED.TOTAL_CAPACITY)
   end
-  r.state, r.any_endpoint = STATE_QUEUED, r.candidates == endpoints.ANY
+  r.state, r.any_endpoint = STATE_QUEUED, r.candidates == endpoints.ANY and r.prefill == ''
   local tag = queue.insert(r)
   record.put(r)
   if settings.log_max > 0 then log_event('queued', r, tag) end
@@ -218,8 +218,8 @@ local function admit(args)
       replies[i] = is_same(known, r) and adopt(known, r, turn, count) or 'foreign'
     else
       -- Count the arrival in its workload before the decision, so the rate includes refused requests (specs 000, 001).
-      r.state, r.owner, r.workload, r.arrived, r.deadline_ms, r.endpoints, r.taken, r.tag = 'new', args[1],
-        workloads.arrived(r.flow, r.workload), arrival_us(r.age_ms), 0, '', 0, -1
+      r.state, r.owner, r.workload, r.arrived, r.deadline_ms, r.endpoints, r.prefillers, r.taken, r.tag = 'new',
+        args[1], workloads.arrived(r.flow, r.workload), arrival_us(r.age_ms), 0, '', '', 0, -1
       r.age_ms = math.floor(r.age_ms)
       if r.learn == 1 then
         local answer = usage.mean_answer(r.flow, r.model)

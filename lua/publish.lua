@@ -8,7 +8,7 @@
 -- args[1] the calling replica
 -- args[2] config version      args[3] endpoints version
 -- args[4] settings: JSON, named as in docs/redis-schema.md
--- then pairs: endpoint, JSON {labels, draining}
+-- then pairs: endpoint, JSON {labels, draining, stages}; stages 'prefill' or 'decode prefill', without it decode
 --
 -- Returns {epoch, notifications, attempts, served, upper, lower, ready, records from which the pool was rebuilt (-1: no
 --   rebuild), the lost key ('' for `pool`)}; bounds as strings. The epoch is '0' if records are left: call again.
@@ -29,18 +29,22 @@ local function publish(args)
   local known = read('HGETALL', key.endpoints)
   local former = {}
   for i = 1, #known, 2 do former[known[i]] = known[i + 1] end
+  pool.prefillers, pool.prefill_only = 0, 0
   for at = FIRST_ENDPOINT, #args, 2 do
     local address = args[at]
-    wanted[address] = true
+    wanted[address] = endpoints.described(args[at + 1])
+    marks.count_stages(wanted[address], 1)
     if marks.publish(address, args[at + 1], former[address], marked) then ready = ready + 1 end
   end
   for address in pairs(former) do
-    if not wanted[address] then marks.publish(address, '') end
+    if not wanted[address] then marks.publish(address, '', former[address]) end
   end
 
-  -- All other endpoints in `load` are unpublished: they keep their load, but take no new requests.
-  for _, address in ipairs(read('ZRANGE', key.load, 0, -1)) do
-    if not (wanted[address] or former[address]) then marks.unpublish(address) end
+  -- All other endpoints with a load are unpublished: they keep their load, but take no new requests.
+  for name, stage in pairs({decode = endpoints, prefill = prefill}) do
+    for _, address in ipairs(stage.counted()) do
+      if not (wanted[address] and wanted[address][name]) then marks.unpublish(stage, address) end
+    end
   end
   local is_new = not pool.known
   if is_new then

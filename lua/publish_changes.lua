@@ -8,7 +8,7 @@
 -- keys[1] epp:{POOL}:pool
 -- args[1] the calling replica
 -- args[2] endpoints version before the changes      args[3] endpoints version after them
--- then pairs: endpoint, JSON {labels, draining}, or '' if it is no longer published (limits of endpoints are settings,
+-- then pairs: endpoint, JSON as in publish, or '' if it is no longer published (limits of endpoints are settings,
 --   which publish changes)
 --
 -- Returns {epoch, notifications, attempts, served, changed (1; 0: another version is published)}
@@ -21,9 +21,14 @@ local function publish_changes(args)
     local marked, addresses = marks.all(), {}
     for at = FIRST_CHANGE, #args, 2 do addresses[#addresses + 1] = args[at] end
     endpoints.prefetch(addresses, #addresses)
+    local former = read('HMGET', key.endpoints, unpack(addresses))
+    for i, address in ipairs(addresses) do former[address] = former[i] or nil end
     for at = FIRST_CHANGE, #args, 2 do
       local was_ready = endpoints.is_ready(args[at])
-      local is_ready = marks.publish(args[at], args[at + 1], nil, marked)
+      local before, after = former[args[at]], args[at + 1]
+      local is_ready = marks.publish(args[at], after, before, marked)
+      if before then marks.count_stages(endpoints.described(before), -1) end
+      if after ~= '' then marks.count_stages(endpoints.described(after), 1) end
       if was_ready ~= is_ready then pool.ready = pool.ready + (is_ready and 1 or -1) end
     end
     defer_write('HSET', key.pool, 'endpoints_version', args[3])

@@ -6,7 +6,8 @@
 --
 -- keys[1] epp:{POOL}:pool
 -- args[1] the calling replica
--- args[2] JSON {endpoint: limit}, of all endpoints; "unit": the limits' unit, if not requests
+-- args[2] JSON {endpoint: limit}, of all endpoints; "unit": the limits' unit, if not requests; "prefill": {endpoint:
+--   limit} of the stage prefill
 -- args[3] JSON {endpoint: {...}}: the state of the controller, which the scripts do not read (fleet/limits.py)
 --
 -- Returns {epoch, notifications, attempts, served}

@@ -25,6 +25,8 @@
 --   tuned version: number of the last live change
 --   retry after: estimated seconds until the queue has drained (1 to 60)
 --   refusals: JSON of endpoint -> requests that the endpoint has refused (lua/report_fault.lua)
+--   list of address and load of each endpoint of the stage prefill: prefills in flight, plus 1e9 as above
+--   list of the limits of these endpoints, in the same order ('' without a limit); empty if none has a limit
 --   list of name, base and slope of each model whose prompts are known (lib/usage.lua)
 
 local function state(args)
@@ -50,11 +52,15 @@ local function state(args)
     limits[#limits + 1] = tostring(limit_of(loads[i]) or '')
     if settings.token_caps then amounts[#amounts + 1] = exact(endpoints.amounts({loads[i]})[1]) end
   end
+  local prefill_loads, prefill_limits = read('ZRANGE', key.prefill_load, 0, 999, 'WITHSCORES'), {}
+  for i = 1, prefill.caps and #prefill_loads or 0, 2 do
+    prefill_limits[#prefill_limits + 1] = tostring(prefill.cap(prefill_loads[i]) or '')
+  end
   return {
     exact(pool.epoch), exact(now_us), exact(pool.stock), pool.queued, exact(pool.upper), exact(pool.lower), pool.ready,
     read('ZCARD', key.inflight), exact(pool.dispatches), exact(pool.ended), of_bands, replicas,
     loads, limits, amounts, exact(pool.guards), exact(pool.credit), pool.overdue,
     exact(pool.rate), settings.paused or 0, read('HGET', key.pool, 'tuned_version') or '', pool.retry_after_s(),
-    read('HGET', key.pool, 'endpoint_refusals') or '{}', usage.prompt_lines(),
+    read('HGET', key.pool, 'endpoint_refusals') or '{}', prefill_loads, prefill_limits, usage.prompt_lines(),
   }
 end

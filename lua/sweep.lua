@@ -1,7 +1,7 @@
 -- include: outliers upkeep
--- Periodic maintenance: expired requests, leases that ran out, silent replicas, ghosts (placed requests that ended
--- without a report), idle workloads, and waiting requests whose order has changed with time or with a new policy. Any
--- replica may call the sweep at any time.
+-- Periodic maintenance: expired requests, leases of requests and prefills that ran out, silent replicas, ghosts (placed
+-- requests that ended without a report), idle workloads, and waiting requests whose order has changed with time or with
+-- a new policy. Any replica may call the sweep at any time.
 --
 -- Guarantees: the sweep runs once per interval, whichever replica calls; a call does a bounded amount of work. A call
 -- that leaves work returns 1 as `more`, and may be repeated at once.
@@ -52,6 +52,20 @@ local function reclaim_expired_leases(limit)
     if reaped > 0 or #ids < limit then break end
   end
   return reaped
+end
+
+-- End at most `limit` prefill reservations whose leases have ended: no replica has reported the first token.
+local function end_lapsed_prefills(limit)
+  for _, member in ipairs(read('ZRANGEBYSCORE', key.prefills, '-inf', now_ms, 'LIMIT', 0, limit)) do
+    local endpoint, id = string.match(member, '^(.-)\31(.*)$')
+    local r = record.read(id or '')
+    if r and prefill.first(r.prefillers) == endpoint then
+      stages.end_prefill(r, 'lease')
+    else
+      if endpoint then stages.release_prefill(endpoint, id) end
+      drop_stray('ZREM', key.prefills, member)
+    end
+  end
 end
 
 -- Parse an endpoint's entry in `metrics`. Return the higher request count of its last two metrics pages, and the times
@@ -265,6 +279,7 @@ local function sweep(args)
   local ran, expired = run_timers(CHUNK)
   local reaped = ran < CHUNK and reclaim_expired_leases(CHUNK - ran) or 0
   local ghosts, suspects = 0, {}
+  end_lapsed_prefills(CHUNK)
   if ran + reaped < CHUNK then ghosts, suspects = reclaim_ghosts(unseen_ms, CHUNK - ran - reaped) end
   local left = CHUNK - ran - reaped - ghosts
   if left == 0 or orphan_silent_replica(grace_ms, left) then more = true end
@@ -307,6 +322,7 @@ local function sweep(args)
   if fresh then
     clamp_future(key.replicas, 0)
     clamp_future(key.inflight, settings.lease_ms)
+    clamp_future(key.prefills, settings.lease_ms)
     marks.expire(DOWN_MS)
     outliers.sweep()
     upkeep.add_preemption_candidates(LIGHT)

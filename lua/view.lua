@@ -13,7 +13,7 @@
 --     ('': not counted)
 --   request: id, state, owner, flow, priority of its band, workload, model, criticality, cost, arrival (us),
 --     deadline_ms, due_ms (when it is overdue), overdue (0 or 1), endpoints, limit, score parts (wait, criticality,
---     rate; '' unless `workload-aware`)
+--     rate; '' unless `workload-aware`), prefill endpoints while they compute its prompt
 --   workload: id, total, active, dispatched, average wait (ms), last request (ms), requests per second
 
 local view = {}
@@ -146,7 +146,7 @@ function view.request(r, is_overdue)
   local wait, criticality, rate = score_parts(r)
   return string.format(REQUEST_ROW, r.id, r.state, r.owner, r.flow, PRIORITY[r.band], r.workload, r.model,
     r.criticality, r.cost, r.arrived, r.deadline_ms, queue.due_ms(r), is_overdue and 1 or 0, r.endpoints,
-    r.limit, wait, criticality, rate)
+    r.limit, wait, criticality, rate, r.prefillers)
 end
 
 function view.workload(id, text)

@@ -5,28 +5,38 @@
 -- `place_request`, `place_granted`, `run_timers`, `finish_call`, `for_each_item`, `column` and `run`.
 
 -- Choose and reserve an endpoint for request r in one step, so that two replicas never both take the same idle endpoint
--- (G1). Return 'placed a,b,c LOADS'; or nil, whether only a limit prevents the placement, and the endpoints that are at
--- their own limit. The caller accounts for the stock and for the flow's total in flight.
-local function place_request(r, candidates, turn, picks)
+-- (G1); with `split`, the candidates of its prefill ('': none), also a prefill endpoint in the same step. A request
+-- without a ready prefill endpoint other than its own endpoint is served whole. Return 'placed a,b,c LOADS', with
+-- prefill endpoints 'placed a,b,c>x,y LOADS'; or nil, whether only a limit prevents the placement, and the endpoints
+-- that are at their own limit (prefill endpoints as `stages.blocker` names them). The caller accounts for the stock and
+-- for the flow's total in flight.
+local function place_request(r, candidates, split, turn, picks)
   local picked, seen, endpoint = endpoints.pick(r, candidates, turn, picks)
   if not picked then return nil, seen, endpoint end
+  local prefillers = ''
+  if split ~= '' then
+    local closed
+    prefillers, closed = stages.choose_prefill(split, endpoint, turn, picks)
+    if not prefillers then return nil, true, closed end
+  end
   local granted = r.state == STATE_GRANTED
-  r.endpoints, r.state = picked, STATE_PLACED
+  r.endpoints, r.state, r.prefillers = picked, STATE_PLACED, prefillers
   endpoints.reserve(endpoint, r.taken)
+  if prefillers ~= '' then stages.reserve_prefill(r) end
   if r.limit > 0 then endpoints.count_flow(r, endpoint, 1) end
   record.put(r)
   if granted and settings.log_max > 0 then log_event('placed', r) end
   if settings.tenants then seen = seen .. tenants.quota(r) end
-  return 'placed ' .. picked .. ' ' .. seen
+  return stages.placed(r) .. ' ' .. seen
 end
 
 -- Place a granted request. If every endpoint that it may use is at its own limit or at the flow's limit, the request
 -- returns to its position in the queue, and its charge is refunded. The request's flow queue is throttled until a
 -- request of the flow ends or one of those endpoints has room. If no endpoint of the pool has room, dispatch stops
 -- anyway, so the flow queue stays in order.
-local function place_granted(r, candidates, turn, picks)
+local function place_granted(r, candidates, split, turn, picks)
   notifications.withdraw(r.owner, r.id)
-  local reply, limited, closed = place_request(r, candidates, turn, picks)
+  local reply, limited, closed = place_request(r, candidates, split, turn, picks)
   if reply then return reply end
   if not limited or r.deadline_ms <= now_ms then
     finish_request(r, limited and 'expired' or 'refused', limited and '' or REFUSED.NO_ENDPOINTS)
@@ -36,7 +46,7 @@ local function place_granted(r, candidates, turn, picks)
   pool.release(r.taken)
   endpoints.count_flow(r, nil, -1)
   workloads.sent_back(r.workload)
-  r.state, r.taken, r.any_endpoint = STATE_QUEUED, 0, candidates == endpoints.ANY
+  r.state, r.taken, r.any_endpoint = STATE_QUEUED, 0, candidates == endpoints.ANY and split == ''
   queue.insert(r)
   local flow_queue = queue.flow_queue(r)
   local tag = queue.correct(r, flow_queue, -queue.share(r), r.tag)
@@ -45,7 +55,7 @@ local function place_granted(r, candidates, turn, picks)
   log_event('requeued', r, tag)
   if settings.tenants then tenants.sent_back(r) end
   closed = closed or {}
-  if #closed == 0 or endpoints.free_slots() > RESIDUE then
+  if #closed == 0 or stages.is_prefill(closed[1]) or endpoints.free_slots() > RESIDUE then
     if queue.is_in_order(r.band, flow_queue) then queue.throttle(r.band, flow_queue, tag) end
     throttle.wait_for(r.band, flow_queue, tag, closed)
   end
@@ -120,7 +130,7 @@ local function grant(r, tag, take, turn_of, picks)
   workloads.dispatched(r, (now_us - r.arrived) / 1000)
   if settings.log_max > 0 then log_event('granted', r, tag, turn_of and 'turn' or 'guard', share) end
   if settings.tenants then tenants.start(r) end
-  local reply = r.any_endpoint and place_request(r, endpoints.ANY, now_us + counters.dispatches, picks)
+  local reply = r.any_endpoint and place_request(r, endpoints.ANY, '', now_us + counters.dispatches, picks)
   if reply then
     notifications.add_placed(r, reply)
   else
@@ -189,6 +199,7 @@ local function commit()
   workloads.commit()
   pool.commit()
   endpoints.commit()
+  if prefill.have_changed() then prefill.commit() end
   if settings.tenants then tenants.commit() end
   commit_writes()
   commit_log()
@@ -217,7 +228,7 @@ local function finish_call(replies)
   local served, attempts = 0, 0
   if pool.known then served, attempts = dispatch() end
   if strays > 0 then notifications.for_caller[#notifications.for_caller + 1] = 'strays ' .. strays end
-  pool.touched = pool.touched or endpoints.have_changed()
+  pool.touched = pool.touched or endpoints.have_changed() or prefill.have_changed()
   committing = true
   if not pcall(commit) then commit_again() end
   if epoch ~= pool.epoch then epoch, epoch_text = pool.epoch, exact(pool.epoch) end
@@ -256,7 +267,9 @@ end
 local function reset_caches()
   if queue.has_lengths then queue.reset() end
   if usage.has_learned then usage.reset() end
-  reset_endpoints()
+  endpoints.reset()
+  prefill.reset()
+  endpoints.outliers = {}
   if pool.outliers > 0 then marks.read_outliers() end
   reset_workloads()
   if settings.tenants then tenants.reset() end

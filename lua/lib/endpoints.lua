@@ -1,17 +1,23 @@
 -- include: pool
--- The live load of every endpoint, and the choice among endpoints. The load is the endpoint's number of requests in
--- flight, plus UNPICKABLE if it takes no new requests (draining, marked, or unpublished while requests still run).
--- The hash `limits` counts the requests in flight of flows that have a limit per endpoint. The table `endpoints.caps`
--- is endpoint -> limit, nil if no endpoint has a limit: the limits in the settings, and the temporary limits of
--- endpoints that are full or on trial (lib/marks.lua). An endpoint that the table lacks has the limit
--- `settings.default_cap`, if set. Limits that the fleet finds in tokens are `settings.token_caps`; `limits` then has
--- each endpoint's tokens in flight: what its requests have taken of the stock. The last request may pass the limit.
--- Uses reads and writes from lib/storage.lua, settings from lib/pool.lua. Defines `endpoints`.
+-- The live load of every endpoint, and the choice among endpoints, for each stage: `endpoints` is the stage decode,
+-- which answers; `prefill` is the stage prefill, which computes the prompts of split requests. The load is the
+-- endpoint's number of requests in flight, in `prefill` of prefills in flight, plus UNPICKABLE if it takes no new
+-- requests (draining, marked, or unpublished while requests still run). An endpoint of both stages has a load in each.
+-- The hash `limits` counts the requests in flight of flows that have a limit per endpoint. The table `caps` of a stage
+-- is endpoint -> limit, nil if no endpoint has a limit: the limits in the settings and, in `endpoints`, the temporary
+-- limits of endpoints that are full or on trial (lib/marks.lua). An endpoint that the table lacks has the limit
+-- `default_cap`, if set. Limits that the fleet finds in tokens are `settings.token_caps`, of the stage decode only;
+-- `limits` then has each endpoint's tokens in flight: what its requests have taken of the stock. The last request may
+-- pass the limit. Uses reads and writes from lib/storage.lua, settings from lib/pool.lua. Defines `endpoints` and
+-- `prefill`.
 
--- ANY: `candidates` of a request that accepts any endpoint; counts_flows: whether this library has seen a flow's limit
-local endpoints = {ANY = '*', counts_flows = false}
-local reset_endpoints
-do -- a chunk may have 200 locals
+-- A stage: `set` is the name of the sorted set with its loads; `caps_name` and `default_cap_name` are the settings with
+-- its limits. `is_decode`: the limits may be in tokens. `described`: as below, for the stages to share.
+local function new_stage(name, set, caps_name, default_cap_name, described)
+  local is_decode = name == 'decode'
+  -- ANY: `candidates` of a request that accepts any endpoint; counts_flows: whether this library has seen a flow's
+  -- limit
+  local stage = {ANY = '*', counts_flows = false}
   -- endpoint -> load, as far as known. The loads are cached between calls while only this library changes the pool.
   local loads, loads_known = {}, 0
   local MOST_LOADS = 1000 -- cache size: requests may name any number of unknown endpoints
@@ -38,12 +44,20 @@ do -- a chunk may have 200 locals
     end
   end
 
+  -- What the scripts read of an endpoint's JSON description. An endpoint without `stages` is of the stage decode.
+  stage.described = described or memoized(function(description)
+    local it = cjson.decode(description)
+    local stages = it.stages or 'decode'
+    return {draining = it.draining == true, decode = string.find(stages, 'decode', 1, true) ~= nil,
+      prefill = string.find(stages, 'prefill', 1, true) ~= nil}
+  end)
+
   -- The first endpoint of a list 'a,b,c'.
-  endpoints.first = memoized(function(list) return string.match(list, '^[^,]*') end)
+  stage.first = memoized(function(list) return string.match(list, '^[^,]*') end)
 
   -- Read the loads of the first `named` addresses with one command.
   local asked_addresses = {} -- reused by each call
-  function endpoints.prefetch(addresses, named)
+  function stage.prefetch(addresses, named)
     local asked, count = asked_addresses, 0
     for i = 1, named do
       local address = addresses[i]
@@ -55,22 +69,22 @@ do -- a chunk may have 200 locals
     loads_known = loads_known + count
     for first = 1, count, READ_AT_ONCE do
       local last = math.min(first + READ_AT_ONCE - 1, count)
-      local scores = redis.call('ZMSCORE', key.load, unpack(asked, first, last))
+      local scores = redis.call('ZMSCORE', key[set], unpack(asked, first, last))
       for i = first, last do loads[asked[i]] = tonumber(scores[i - first + 1] or -1) end -- -1: not listed
     end
   end
 
   local function load_of(address)
     if not loads[address] then
-      loads[address] = tonumber(redis.call('ZSCORE', key.load, address) or -1) -- -1: not listed
+      loads[address] = tonumber(redis.call('ZSCORE', key[set], address) or -1) -- -1: not listed
       loads_known = loads_known + 1
     end
     return loads[address]
   end
-  endpoints.load = load_of
+  stage.load = load_of
 
   -- The number of requests in flight on an endpoint, whether or not it takes new requests.
-  function endpoints.in_flight(address)
+  function stage.in_flight(address)
     local load = load_of(address)
     return load >= UNPICKABLE and load - UNPICKABLE or math.max(load, 0)
   end
@@ -93,45 +107,52 @@ do -- a chunk may have 200 locals
   end
 
   -- The tokens in flight on each endpoint of the list `among`. Call this function only if limits are in tokens.
-  function endpoints.amounts(among)
+  function stage.amounts(among)
     local fields = {}
     for i, address in ipairs(among) do fields[i] = joined('', address) end
     return flow_counts(fields)
   end
 
   -- Add to an endpoint's tokens in flight; `is_idle`: no request is left, so drop the residue of fractions.
-  function endpoints.add_amount(address, difference, is_idle)
+  function stage.add_amount(address, difference, is_idle)
     local field = joined('', address)
     limit_counts[field], changed_limits[field] = is_idle and 0 or flow_counts({field})[1] + difference, true
   end
 
   -- Whether an endpoint is published, or was published before and still runs requests.
-  function endpoints.is_known(address) return load_of(address) >= 0 end
+  function stage.is_known(address) return load_of(address) >= 0 end
 
   -- Set the load of an endpoint that begins or ceases to take new requests. The table `window` is then out of date.
-  function endpoints.set_load(address, load)
+  function stage.set_load(address, load)
     loads[address], changed_loads[address] = load, true
     window, all_counted = nil, nil
   end
 
-  function endpoints.reserve(address, taken)
+  function stage.reserve(address, taken)
     local load = loads[address] or load_of(address)
     if load < 0 then all_counted = nil end
     loads[address], changed_loads[address] = load < 0 and UNPICKABLE + 1 or load + 1, true
-    if settings.token_caps then endpoints.add_amount(address, taken) end
+    if is_decode and settings.token_caps then stage.add_amount(address, taken) end
   end
 
-  function endpoints.release(address, taken)
+  function stage.release(address, taken)
     local load = loads[address] or load_of(address)
     if load <= 0 or load == UNPICKABLE then return end
     load = load - 1
-    if settings.token_caps then endpoints.add_amount(address, -taken, load == 0 or load == UNPICKABLE) end
-    if load == UNPICKABLE and read('HEXISTS', key.endpoints, address) == 0 then load = -1 end
+    if is_decode and settings.token_caps then stage.add_amount(address, -taken, load == 0 or load == UNPICKABLE) end
+    if load == UNPICKABLE and not stage.lists(address) then load = -1 end
     loads[address], changed_loads[address] = load, true
   end
 
-  -- Whether an endpoint's JSON description says `draining`.
-  endpoints.is_draining = memoized(function(description) return cjson.decode(description).draining == true end)
+  function stage.is_draining(description) return stage.described(description).draining end
+  -- Whether an endpoint's JSON description says that it is of this stage.
+  function stage.includes(description) return stage.described(description)[name] end
+
+  -- Whether an endpoint is published in this stage.
+  function stage.lists(address)
+    local description = read('HGET', key.endpoints, address)
+    return description and stage.includes(description)
+  end
 
   local function is_pickable(load) return load >= 0 and load < UNPICKABLE end
   local function is_less_loaded(a, b) return loads[a] < loads[b] end
@@ -140,7 +161,7 @@ do -- a chunk may have 200 locals
   -- `want` endpoints each. Insert the endpoints whose load this call has changed at their new places, since Redis has
   -- only their former loads.
   local function read_window(picks, want)
-    local small = endpoints.caps and SMALL_WITH_CAPS or SMALL
+    local small = stage.caps and SMALL_WITH_CAPS or SMALL
     local most = math.max(math.max(picks, 1) + want, small)
     local changed, changed_count, own = changed_loads, 0, {}
     for address in pairs(changed) do
@@ -148,7 +169,7 @@ do -- a chunk may have 200 locals
       if is_pickable(loads[address]) then own[#own + 1] = address end
     end
     table.sort(own, is_less_loaded)
-    local listed, count, next_own = redis.call('ZRANGE', key.load, 0, most + changed_count - 1, 'WITHSCORES'), 0, 1
+    local listed, count, next_own = redis.call('ZRANGE', key[set], 0, most + changed_count - 1, 'WITHSCORES'), 0, 1
     window = {}
     for i = 1, #listed, 2 do
       local address = listed[i]
@@ -182,17 +203,17 @@ do -- a chunk may have 200 locals
         scores[address] = tonumber(score)
       end
     end
-    endpoints.prefetch(found, #found)
+    stage.prefetch(found, #found)
     return found, scores
   end
 
   -- Whether an endpoint takes new requests: it is published, not draining and not marked.
-  function endpoints.is_ready(address) return is_pickable(load_of(address)) end
+  function stage.is_ready(address) return is_pickable(load_of(address)) end
 
   -- All endpoints in the set `load`, with or without requests in flight; read once a call.
-  function endpoints.counted()
+  function stage.counted()
     if all_counted then return all_counted end
-    local all, listed_ones = redis.call('ZRANGE', key.load, 0, -1), {}
+    local all, listed_ones = redis.call('ZRANGE', key[set], 0, -1), {}
     local count = #all
     for i = 1, count do listed_ones[all[i]] = true end
     for address in pairs(changed_loads) do
@@ -201,46 +222,46 @@ do -- a chunk may have 200 locals
         all[count] = address
       end
     end
-    endpoints.prefetch(all, count)
+    stage.prefetch(all, count)
     all_counted = all
     return all
   end
 
   -- The limit of an endpoint, nil if it has none. Call this function only if endpoints have limits.
-  function endpoints.cap(address) return endpoints.caps[address] or settings.default_cap end
+  function stage.cap(address) return stage.caps[address] or settings[default_cap_name] end
 
-  function endpoints.token_cap(address) return settings.token_caps[address] or settings.default_token_cap end
+  function stage.token_cap(address) return settings.token_caps[address] or settings.default_token_cap end
 
   -- Whether an endpoint whose load is known is at a limit. Call this function only if endpoints have limits.
   local function is_full(address)
-    local cap = endpoints.caps[address] or settings.default_cap
+    local cap = stage.caps[address] or settings[default_cap_name]
     if cap and loads[address] >= cap then return true end
-    return settings.token_caps and endpoints.amounts({address})[1] + RESIDUE >= endpoints.token_cap(address)
+    return is_decode and settings.token_caps and stage.amounts({address})[1] + RESIDUE >= stage.token_cap(address)
   end
 
   -- Whether a free slot is certain while the stock is below its upper bound: the bound is the sum of the limits of the
   -- ready endpoints (`adaptive`), no temporary limit is lower, and each request in flight has taken at least 1 of the
   -- stock. Requests that arrived while the queue was disabled have taken nothing, so compare the sums, once a call.
   -- Amounts in tokens are what requests have taken, but limits of requests may be lower.
-  function endpoints.stock_bounds_slots()
-    if settings.adaptive ~= 1 or endpoints.caps ~= settings.caps or settings.queue_enabled == 0 then return false end
-    if settings.token_caps then return next(endpoints.caps) == nil and pool.upper > 0 end
+  function stage.stock_bounds_slots()
+    if settings.adaptive ~= 1 or stage.caps ~= settings[caps_name] or settings.queue_enabled == 0 then return false end
+    if is_decode and settings.token_caps then return next(stage.caps) == nil and pool.upper > 0 end
     if takes_suffice == nil then takes_suffice = pool.stock >= read('ZCARD', key.inflight) end
     return takes_suffice and pool.upper > 0
   end
 
   -- Return how many more requests, or tokens under `token_caps`, may be granted before every ready endpoint is at its
   -- limit. A granted request that is not placed yet also takes a slot. Call this only if endpoints have limits.
-  function endpoints.free_slots()
+  function stage.free_slots()
     local left, placed, granted = 0, 0, read('ZCARD', key.inflight)
-    local amounts = settings.token_caps and endpoints.amounts(endpoints.counted())
+    local amounts = is_decode and settings.token_caps and stage.amounts(stage.counted())
     local mean = math.max(pool.stock / math.max(granted, 1), 1) -- the tokens that one more request will take
-    for i, address in ipairs(endpoints.counted()) do
-      local load, used = loads[address] or load_of(address), amounts and amounts[i] or endpoints.in_flight(address)
+    for i, address in ipairs(stage.counted()) do
+      local load, used = loads[address] or load_of(address), amounts and amounts[i] or stage.in_flight(address)
       placed = placed + used
       if is_pickable(load) then
-        local slots = (endpoints.cap(address) or math.huge) - load
-        if amounts then slots = math.min(slots * mean, endpoints.token_cap(address) - used) end
+        local slots = (stage.cap(address) or math.huge) - load
+        if amounts then slots = math.min(slots * mean, stage.token_cap(address) - used) end
         left = left + math.max(slots, 0)
       end
     end
@@ -248,7 +269,7 @@ do -- a chunk may have 200 locals
   end
 
   -- Return the ready endpoints of `among` in two lists: below their limit, and at their limit.
-  function endpoints.split_by_limit(among)
+  function stage.split_by_limit(among)
     local free, closed = {}, {}
     for _, address in ipairs(among) do
       if is_pickable(load_of(address)) then
@@ -287,7 +308,7 @@ do -- a chunk may have 200 locals
   end
 
   -- The loads on which a choice was based, joined by commas: the loads of the named candidates in their order ('' if
-  -- not eligible) or, without named candidates, the loads of the chosen endpoints.
+  -- not eligible) or, without named candidates, the loads of the chosen stage.
   local load_fields, load_texts = {}, {} -- kept between calls: formatting costs five times a lookup
   local function load_text(load)
     if not is_pickable(load) then return '' end
@@ -325,8 +346,9 @@ do -- a chunk may have 200 locals
   local best_ones, their_costs = {}, {} -- reused by each choice
   local function rank(among, want, turn, cost_of)
     local best, costs, kept, count = best_ones, their_costs, 0, #among
-    local caps, default_cap = settings.adaptive == 1 and endpoints.caps, settings.default_cap
-    local amounts = settings.token_caps and endpoints.amounts(among)
+    local default_cap = settings[default_cap_name]
+    local caps = settings.adaptive == 1 and (is_decode or default_cap) and stage.caps
+    local amounts = is_decode and settings.token_caps and stage.amounts(among)
     local next_one = turn % count
     for _ = 1, count do
       local address, amount = among[next_one + 1], amounts and amounts[next_one + 1]
@@ -335,7 +357,7 @@ do -- a chunk may have 200 locals
       if load >= 0 and load < UNPICKABLE then
         local cost = cost_of and cost_of(address) or load
         if caps then
-          local cap = amount and endpoints.token_cap(address) or caps[address] or default_cap
+          local cap = amount and stage.token_cap(address) or caps[address] or default_cap
           if not cost_of and cap > 0 then cost = (amount or load) / cap end -- cap 0: it has refused all
           if amount and is_full(address) or not amount and load >= cap then cost = cost + AT_LIMIT end
         end
@@ -357,14 +379,14 @@ do -- a chunk may have 200 locals
   -- 'a,b,c' (choose by load) or 'a=0.7,b=0.5' (scores, which do not include live load). `picks` is how many requests
   -- this call may still place. Return 'a,b,c' (the endpoint and up to `fallbacks` fallbacks), the loads seen, and the
   -- endpoint; or nil, whether only a limit prevents a choice, and the endpoints that are at their own limit.
-  local function choose(r, candidates, turn, picks)
+  function stage.choose(r, candidates, turn, picks)
     local want, among, scores, named = settings.fallbacks + 1
-    local finds_limits = settings.adaptive == 1
-    if candidates ~= endpoints.ANY then
+    local finds_limits = settings.adaptive == 1 and (is_decode or settings[default_cap_name])
+    if candidates ~= stage.ANY then
       named, scores = listed(candidates)
       among = named
-    elseif r.limit > 0 or endpoints.caps and not finds_limits then
-      among = endpoints.counted()
+    elseif r.limit > 0 or stage.caps and not finds_limits then
+      among = stage.counted()
     else
       if not window or window_left < 1 then read_window(picks, want) end
       among, window_left = window, window_left - 1
@@ -372,8 +394,8 @@ do -- a chunk may have 200 locals
     local limited, closed = false, nil
     if r.limit > 0 then among, limited = below_limit(r, among) end
     local eligible = among
-    if endpoints.caps and (named or not finds_limits) then
-      eligible, closed = endpoints.split_by_limit(among)
+    if stage.caps and (named or not finds_limits) then
+      eligible, closed = stage.split_by_limit(among)
       limited = limited or #closed > 0
       if not finds_limits then among = eligible end
     end
@@ -381,52 +403,52 @@ do -- a chunk may have 200 locals
     local kept = rank(among, want, turn, cost_of)
     if finds_limits and kept > 0 and is_full(best_ones[1]) then
       if among == window and window_left ~= math.huge then -- an endpoint with more load may have room
-        among = endpoints.counted()
+        among = stage.counted()
         kept = rank(among, want, turn)
       end
       if is_full(best_ones[1]) then
-        kept, limited, closed = 0, true, closed or select(2, endpoints.split_by_limit(among))
+        kept, limited, closed = 0, true, closed or select(2, stage.split_by_limit(among))
       end
     end
     if kept == 0 then return nil, limited, closed end
     return table.concat(best_ones, ',', 1, kept), loads_seen(named, eligible, best_ones, kept), best_ones[1]
   end
 
-  -- Choose like `choose`; but if no named candidate takes new requests, and no limit is the cause, choose among the
-  -- candidates that only an ejection excludes.
-  function endpoints.pick(r, candidates, turn, picks)
-    local picked, seen, first = choose(r, candidates, turn, picks)
-    if picked or seen or candidates == endpoints.ANY or pool.outliers == 0 then return picked, seen, first end
+  -- Choose like `stage.choose`; but if no named candidate takes new requests, and no limit is the cause, choose among
+  -- the candidates that only an ejection excludes.
+  function stage.pick(r, candidates, turn, picks)
+    local picked, seen, first = stage.choose(r, candidates, turn, picks)
+    if picked or seen or candidates == stage.ANY or pool.outliers == 0 then return picked, seen, first end
     local tried = {}
     for _, address in ipairs(listed(candidates)) do
-      local description = endpoints.has_mark('ejected', address) and read('HGET', key.endpoints, address)
-      local is_out = endpoints.has_mark('down', address) or endpoints.has_mark('drained', address)
-      if description and not is_out and not endpoints.is_draining(description) then tried[#tried + 1] = address end
+      local description = stage.has_mark('ejected', address) and read('HGET', key.endpoints, address)
+      local is_out = stage.has_mark('down', address) or stage.has_mark('drained', address)
+      if description and not is_out and not stage.is_draining(description) then tried[#tried + 1] = address end
     end
     for _, address in ipairs(tried) do loads[address] = loads[address] - UNPICKABLE end
-    picked, seen, first = choose(r, candidates, turn, picks)
+    picked, seen, first = stage.choose(r, candidates, turn, picks)
     for _, address in ipairs(tried) do loads[address] = loads[address] + UNPICKABLE end
     return picked, seen, first
   end
 
-  function endpoints.has_mark(what, address) return read('HEXISTS', key.marks, joined(what, address)) == 1 end
-  function endpoints.is_ejected(address) return endpoints.has_mark('ejected', address) end
+  function stage.has_mark(what, address) return read('HEXISTS', key.marks, joined(what, address)) == 1 end
+  function stage.is_ejected(address) return stage.has_mark('ejected', address) end
 
   -- Whether r's flow has as many requests in flight as its limit allows on all ready endpoints together. The total
   -- count of a flow includes granted requests, which are not placed yet; the counts per endpoint do not.
-  function endpoints.flow_at_limit(r)
+  function stage.flow_at_limit(r)
     return r.limit > 0 and flow_counts({r.flow})[1] >= r.limit * pool.ready
   end
 
-  function endpoints.count_flow(r, endpoint, difference)
+  function stage.count_flow(r, endpoint, difference)
     if r.limit == 0 then return end
     local field = endpoint and joined(r.flow, endpoint) or r.flow
-    endpoints.counts_flows = true
+    stage.counts_flows = true
     limit_counts[field], changed_limits[field] = flow_counts({field})[1] + difference, true
   end
 
   local scored_addresses = {} -- load, address, load, address ...; reused by each call
-  function endpoints.commit()
+  function stage.commit()
     local count = 0
     for address in pairs(changed_loads) do
       local load = loads[address]
@@ -434,19 +456,19 @@ do -- a chunk may have 200 locals
         scored_addresses[count + 1], scored_addresses[count + 2] = load, address
         count = count + 2
       else
-        redis.call('ZREM', key.load, address)
+        redis.call('ZREM', key[set], address)
       end
     end
-    write_values('ZADD', key.load, scored_addresses, count)
+    write_values('ZADD', key[set], scored_addresses, count)
     for field in pairs(changed_limits) do
       local running = limit_counts[field]
       if running > 0 then redis.call('HSET', key.limits, field, running) else redis.call('HDEL', key.limits, field) end
     end
   end
 
-  function endpoints.have_changed() return next(changed_loads) ~= nil end
-  function reset_endpoints()
-    endpoints.caps, endpoints.outliers = settings.caps, {}
+  function stage.have_changed() return next(changed_loads) ~= nil end
+  function stage.reset()
+    stage.caps = settings[caps_name]
     all_counted, takes_suffice = nil, nil
     for address in pairs(changed_loads) do changed_loads[address] = nil end
     if next(limit_counts) then limit_counts, changed_limits = {}, {} end
@@ -456,4 +478,8 @@ do -- a chunk may have 200 locals
       window = nil
     end
   end
+  return stage
 end
+
+local endpoints = new_stage('decode', 'load', 'caps', 'default_cap')
+local prefill = new_stage('prefill', 'prefill_load', 'prefill_caps', 'default_prefill_cap', endpoints.described)

@@ -2,11 +2,72 @@
 -- End requests: release the stock, endpoint and lease of each request exactly once. Restore requests: acquire stock,
 -- endpoint and lease again.
 -- Uses the queue from lib/flows.lua, loads from lib/endpoints.lua, records from lib/registry.lua, `tombstones`. Defines
--- the functions below.
+-- `stages` and the functions below.
 
 -- Whether an endpoint has a limit, takes new requests and is below the limit.
 local function has_free_slot(address)
   return (endpoints.cap(address) or settings.token_caps) and #endpoints.split_by_limit({address}) > 0
+end
+
+-- The prefill of a split request: `r.prefillers` are its prefill endpoint and fallbacks, '' for a whole request and
+-- once the prefill has ended. The key `prefills` has the reservations, ENDPOINT and id, with the ends of their leases.
+local stages = {}
+do
+  local NO_FLOW_LIMIT = {limit = 0}
+  local MARK = '=' -- begins the name under which a flow queue waits for room in the stage prefill of an endpoint
+
+  function stages.blocker(address) return MARK .. address end
+  function stages.is_prefill(blocker) return string.sub(blocker, 1, 1) == MARK end
+
+  -- Choose prefill endpoints for a request on `endpoint`. Return 'x,y', '' if the request must be served whole; or nil,
+  -- and the names of the endpoints at their limit.
+  function stages.choose_prefill(candidates, endpoint, turn, picks)
+    local picked, limited, first = prefill.choose(NO_FLOW_LIMIT, candidates, turn, picks)
+    if not picked then
+      if not limited then return '' end
+      for i, address in ipairs(first) do first[i] = stages.blocker(address) end
+      return nil, first
+    end
+    if first == endpoint then return '' end -- the endpoint computes the prompt itself
+    local others = {}
+    for address in string.gmatch(picked, '[^,]+') do
+      if address ~= endpoint then others[#others + 1] = address end
+    end
+    return table.concat(others, ',')
+  end
+
+  -- Reserve the first of r.prefillers, with a whole lease.
+  function stages.reserve_prefill(r)
+    local endpoint = prefill.first(r.prefillers)
+    prefill.reserve(endpoint)
+    defer_write('ZADD', key.prefills, now_ms + settings.lease_ms, joined(endpoint, r.id))
+  end
+
+  function stages.release_prefill(endpoint, id)
+    prefill.release(endpoint)
+    defer_write('ZREM', key.prefills, joined(endpoint, id))
+  end
+
+  -- Let a flow queue go on that waits for room in the stage prefill of `endpoint`.
+  function stages.prefill_has_room(endpoint)
+    local has_room = prefill.caps and prefill.cap(endpoint) and #prefill.split_by_limit({endpoint}) > 0
+    if has_room then queue.endpoint_has_room(stages.blocker(endpoint)) end
+  end
+
+  -- End the prefill of a placed request whose answer goes on. `note`: why, '' for its first token.
+  function stages.end_prefill(r, note)
+    local endpoint = prefill.first(r.prefillers)
+    stages.release_prefill(endpoint, r.id)
+    log_event('prefilled', r, nil, nil, note)
+    r.prefillers = ''
+    record.put(r)
+    stages.prefill_has_room(endpoint)
+  end
+
+  -- The reply about a placed request.
+  function stages.placed(r)
+    return 'placed ' .. r.endpoints .. (r.prefillers ~= '' and '>' .. r.prefillers or '')
+  end
 end
 
 local function leave_endpoint(r, listed)
@@ -20,6 +81,7 @@ local function release(r)
   defer_write('ZREM', key.inflight, r.id)
   pool.release(r.taken)
   if r.state == STATE_PLACED then leave_endpoint(r, r.endpoints) else notifications.withdraw(r.owner, r.id) end
+  if r.prefillers ~= '' then stages.release_prefill(prefill.first(r.prefillers), r.id) end
   endpoints.count_flow(r, nil, -1)
 end
 
@@ -34,11 +96,13 @@ local function restore_running(r, lease_end_ms)
     local endpoint = endpoints.first(r.endpoints)
     endpoints.reserve(endpoint, r.taken)
     endpoints.count_flow(r, endpoint, 1)
+    if r.prefillers ~= '' then stages.reserve_prefill(r) end
   end
 end
 
--- Restore a placed request whose record was missing.
+-- Restore a placed request whose record was missing. By then its prefill has ended.
 local function restore_placed(r, lease_end_ms)
+  r.prefillers = ''
   restore_running(r, lease_end_ms)
   workloads.restored(r.workload)
   tombstones.has_come_back(r.id)
@@ -72,6 +136,7 @@ local function finish_request(r, event, note)
     local endpoint = endpoints.first(r.endpoints)
     if has_free_slot(endpoint) then queue.endpoint_has_room(endpoint) end
   end
+  if r.prefillers ~= '' then stages.prefill_has_room(prefill.first(r.prefillers)) end
   if r.limit > 0 and not record.is_waiting(r) then
     for _, band in ipairs(BANDS) do queue.unthrottle(band, queue.flow_queue(r)) end
   end

@@ -569,23 +569,33 @@ do
 end
 
 -- Add the limits that the fleet has found to the settings `base`, as `caps` (endpoint -> limit) and `default_cap` (of
--- all other endpoints). A found limit is at most the limit that discovery gives (`base.caps`); a pinned limit replaces
--- it. Limits in tokens become `token_caps` and `default_token_cap`: discovery limits requests.
+-- all other endpoints), and those of the stage prefill as `prefill_caps` and `default_prefill_cap`. A found limit is at
+-- most the limit that discovery gives (`base.caps`); a pinned limit replaces it, in each stage of its endpoint. Limits
+-- in tokens become `token_caps` and `default_token_cap`: discovery limits requests. Prefills have no limits in tokens.
 local function add_limits(base)
   local function bounded(limit) return math.max(base.limit_min, math.min(limit, base.limit_max or limit)) end
   local decoded, found = pcall(cjson.decode, read('HGET', key.pool, 'limits') or '{}')
-  local caps, in_tokens = {}, base.unit == 'tokens'
+  local in_tokens = base.unit == 'tokens'
   -- A rolling restart may have changed the unit: 9000 tokens are no limit of requests.
   local usable = decoded and type(found) == 'table' and (found.unit == 'tokens') == in_tokens
-  for address, limit in pairs(usable and found or {}) do
-    if type(limit) == 'number' then caps[address] = bounded(limit) end
-  end
+  found = usable and found or {}
   local default_cap = bounded(base.limit_initial)
-  for address, limit in pairs(not in_tokens and base.caps or {}) do
-    caps[address] = math.min(limit, caps[address] or default_cap)
+  local function limits(found_ones, published)
+    local caps = {}
+    for address, limit in pairs(found_ones) do
+      if type(limit) == 'number' then caps[address] = bounded(limit) end
+    end
+    for address, limit in pairs(not in_tokens and published or {}) do
+      caps[address] = math.min(limit, caps[address] or default_cap)
+    end
+    for address, limit in pairs(base.pinned or {}) do caps[address] = limit end
+    return caps
   end
-  for address, limit in pairs(base.pinned or {}) do caps[address] = limit end
-  if in_tokens then
+  local caps = limits(found, base.caps)
+  if not in_tokens then
+    local of_prefill = type(found.prefill) == 'table' and found.prefill or {}
+    base.prefill_caps, base.default_prefill_cap = limits(of_prefill, base.prefill_caps), default_cap
+  else
     base.token_caps, base.default_token_cap, caps, default_cap = caps, default_cap, base.caps or {}, nil
   end
   base.caps, base.default_cap = caps, default_cap

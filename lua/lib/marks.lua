@@ -8,21 +8,29 @@ local marks = {}
 do
   local MARKS = {'drained', 'down', 'ejected'}
 
-  -- Enter a published endpoint in the set `load`; its requests in flight stay counted.
-  local function add_published(address, draining)
-    local load, count = endpoints.load(address), endpoints.in_flight(address)
+  -- Enter a published endpoint in the loads of a stage; its requests in flight stay counted.
+  local function add_published(stage, address, draining)
+    local load, count = stage.load(address), stage.in_flight(address)
     local listed_load = draining and count + UNPICKABLE or count
-    if listed_load ~= load then endpoints.set_load(address, listed_load) end
+    if listed_load ~= load then stage.set_load(address, listed_load) end
   end
 
-  -- Stop new requests to an unpublished endpoint; forget the endpoint when its last request ends.
-  function marks.unpublish(address)
-    local load = endpoints.load(address)
+  -- Stop new requests to an endpoint that is no longer published in a stage; the stage forgets the endpoint when its
+  -- last request ends.
+  function marks.unpublish(stage, address)
+    local load = stage.load(address)
     if load <= 0 or load == UNPICKABLE then
-      endpoints.set_load(address, -1)
+      if load >= 0 then stage.set_load(address, -1) end
     elseif load < UNPICKABLE then
-      endpoints.set_load(address, load + UNPICKABLE)
+      stage.set_load(address, load + UNPICKABLE)
     end
+  end
+
+  -- Add `change` to the numbers of published endpoints that prefill, and that only prefill.
+  function marks.count_stages(described, change)
+    if not described.prefill then return end
+    pool.prefillers = pool.prefillers + change
+    if not described.decode then pool.prefill_only = pool.prefill_only + change end
   end
 
   function marks.is_marked(address)
@@ -48,7 +56,12 @@ do
     defer_write('HSET', key.pool, 'marks_version', version + 1)
     local after = marks.is_marked(address)
     if before == after or endpoints.is_draining(description) then return true end
-    endpoints.set_load(address, endpoints.load(address) + (after and UNPICKABLE or -UNPICKABLE))
+    for _, stage in ipairs({endpoints, prefill}) do
+      if stage.includes(description) then
+        stage.set_load(address, stage.load(address) + (after and UNPICKABLE or -UNPICKABLE))
+      end
+    end
+    if not endpoints.includes(description) then return true end
     pool.ready = pool.ready + (after and -1 or 1)
     marks.try_ejected()
     marks.update_bounds()
@@ -74,17 +87,25 @@ do
   end
 
   -- Publish an endpoint with its JSON description; '' unpublishes the endpoint. `former`: the description published so
-  -- far, if known; `marked`: the addresses of marked endpoints. Return whether the endpoint takes new requests.
+  -- far, or nil; `marked`: the addresses of marked endpoints. Return whether the endpoint takes new requests.
   function marks.publish(address, description, former, marked)
     if description == '' then
       defer_write('HDEL', key.endpoints, address)
       for _, what in ipairs(MARKS) do defer_write('HDEL', key.marks, joined(what, address)) end
       marks.forget_outlier(address)
-      marks.unpublish(address)
+      marks.unpublish(endpoints, address)
+      if former and prefill.includes(former) then marks.unpublish(prefill, address) end
       return false
     end
     if description ~= former then defer_write('HSET', key.endpoints, address, description) end
-    add_published(address, endpoints.is_draining(description) or marked[address])
+    local closed = endpoints.is_draining(description) or marked[address]
+    for _, stage in ipairs({endpoints, prefill}) do
+      if stage.includes(description) then
+        add_published(stage, address, closed)
+      elseif former and former ~= description and stage.includes(former) then
+        marks.unpublish(stage, address)
+      end
+    end
     return endpoints.is_ready(address)
   end
 
@@ -122,7 +143,7 @@ do
   end
 
   function marks.update_caps()
-    endpoints.caps = settings.caps
+    endpoints.caps, prefill.caps = settings.caps, settings.prefill_caps
     for address, entry in pairs(endpoints.outliers) do
       local is_over = entry.cap and entry.cap_until <= now_ms
       if entry.cap and (not is_over or entry.fulls) then
@@ -157,6 +178,6 @@ do
 
   -- The upper bound if all published endpoints were ready. This bound limits the stock that a restored request takes.
   function marks.largest_bound()
-    return math.max(pool.upper, settings.upper_per * math.max(read('HLEN', key.endpoints), 1))
+    return math.max(pool.upper, settings.upper_per * math.max(read('HLEN', key.endpoints) - pool.prefill_only, 1))
   end
 end

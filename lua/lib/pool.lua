@@ -252,6 +252,10 @@ local function log_event(event, r, tag, by, note)
     'owner', r.owner, 'endpoint', string.match(r.endpoints, '^[^,]*'), 'stock', exact(pool.stock),
     'queued', exact(pool.queued), 'upper', exact(pool.upper), 'lower', exact(pool.lower),
     'note', type(note) == 'number' and exact(note) or note or ''}
+  if (r.prefillers or '') ~= '' then
+    local entry = entries[logged]
+    entry[#entry + 1], entry[#entry + 2] = 'prefill', string.match(r.prefillers, '^[^,]*')
+  end
 end
 
 local function commit_log()

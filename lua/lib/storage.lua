@@ -57,11 +57,10 @@ do -- a chunk may have 200 locals
     if key then return end
     local base = string.sub(pool_key, 1, -5)
     key = {pool = pool_key}
-    for _, name in ipairs({'requests', 'inflight', 'timers', 'overdue', 'limits', 'load', 'endpoints', 'marks',
-      'metrics', 'workloads', 'flow_workloads', 'answers', 'prompts', 'replicas', 'replica_info', 'tombstones',
-      'unheard', 'suspects', 'ghosts', 'log', 'blockers', 'orphan_cursors', 'outliers', 'queue_snapshot', 'origins',
-      'origin_times', 'tenants', 'tenant_changes', 'balances', 'charges', 'budget_waits',
-      'usage_hours'}) do
+    for _, name in ipairs({'requests', 'inflight', 'timers', 'overdue', 'limits', 'load', 'prefill_load', 'prefills',
+      'endpoints', 'marks', 'metrics', 'workloads', 'flow_workloads', 'answers', 'prompts', 'replicas', 'replica_info',
+      'tombstones', 'unheard', 'suspects', 'ghosts', 'log', 'blockers', 'orphan_cursors', 'outliers', 'queue_snapshot',
+      'origins', 'origin_times', 'tenants', 'tenant_changes', 'balances', 'charges', 'budget_waits', 'usage_hours'}) do
       key[name] = base .. name
     end
     for _, kind in ipairs({'flows', 'throttled', 'finish', 'candidates', 'preempted', 'nodes'}) do

@@ -147,14 +147,24 @@ do
 
   -- Whether the key `marks` was lost: a published endpoint takes no new requests, yet is neither draining nor marked.
   local function is_mark_lost()
-    local closed = read('ZRANGEBYSCORE', key.load, UNPICKABLE, '+inf', 'LIMIT', 0, MOST_LOOKED_AT)
-    for _, address in ipairs(closed) do
-      local description = read('HGET', key.endpoints, address)
-      if description and not endpoints.is_draining(description) and not marks.is_marked(address) then
-        return true
+    for set, stage in pairs({load = endpoints, prefill_load = prefill}) do
+      local closed = read('ZRANGEBYSCORE', key[set], UNPICKABLE, '+inf', 'LIMIT', 0, MOST_LOOKED_AT)
+      for _, address in ipairs(closed) do
+        local description = read('HGET', key.endpoints, address)
+        if description and stage.includes(description) and not endpoints.is_draining(description)
+          and not marks.is_marked(address) then
+          return true
+        end
       end
     end
     return false
+  end
+
+  -- Whether the key `prefill_load` or `prefills` was lost: both count the same reservations.
+  local function is_prefill_lost()
+    local listed, reserved = read('ZRANGE', key.prefill_load, 0, -1, 'WITHSCORES'), 0
+    for i = 2, #listed, 2 do reserved = reserved + listed[i] % UNPICKABLE end
+    return #listed / 2 < pool.prefillers or reserved ~= read('ZCARD', key.prefills)
   end
 
   -- Whether the key `limits` was lost: it counts fewer requests of a limited flow, or tokens, than the records.
@@ -201,10 +211,11 @@ do
     end
     if lost then return lost end
     if read('ZCARD', key.overdue) < pool.overdue then return 'overdue' end
-    local published = read('HLEN', key.endpoints)
+    local published = read('HLEN', key.endpoints) - pool.prefill_only
     if read('ZCARD', key.load) < published then return 'load' end
     if read('ZCOUNT', key.load, '-inf', UNPICKABLE) > published then return 'endpoints' end
     if is_mark_lost() then return 'marks' end
+    if is_prefill_lost() then return 'prefill_load' end
     if pool.refiling == 0 and is_waiting_lost() then return 'queue' end
     if is_limit_lost() then return 'limits' end
     return read('HGET', key.pool, 'lost') or nil
@@ -252,7 +263,8 @@ do
       if lost == '' then names[#names + 1] = key.finish[band] end
     end
     throttle.each_waiting(function(_, _, waiting) names[#names + 1] = waiting end)
-    for _, name in ipairs({'inflight', 'timers', 'overdue', 'limits', 'load', 'blockers', 'log'}) do
+    for _, name in ipairs({'inflight', 'timers', 'overdue', 'limits', 'load', 'prefill_load', 'prefills', 'blockers',
+      'log'}) do
       names[#names + 1] = key[name]
     end
     if lost == 'workloads' then names[#names + 1] = key.workloads end

@@ -59,7 +59,9 @@ class Pool:
         self.life += 1
         self._answer("lose", (), "")
 
-    def admit(self, request: Any, attempt: int, candidates: str, age_s: float = 0.0) -> Done:
+    def admit(
+        self, request: Any, attempt: int, candidates: str, age_s: float = 0.0, prefill: str = ""
+    ) -> Done:
         self.counted.setdefault(request.id, False)
         return self._answer("admit", (request.id,), Placed((ENDPOINT,)))
 

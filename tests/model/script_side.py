@@ -132,13 +132,14 @@ def numbers_of(state: list[Any]) -> dict[str, Any]:
     names = (
         "epoch", "now_us", "stock", "queued", "upper", "lower", "ready", "in_flight", "dispatches", "ended",
         "bands", "replicas", "loads", "limits", "amounts", "guards", "credit", "overdue", "rate", "paused",
-        "tuned", "retry_after_s", "refusals", "prompt_lines",
+        "tuned", "retry_after_s", "refusals", "prefill_loads",
+        "prefill_limits", "prompt_lines",
     )  # fmt: skip
     found = dict(zip(names, state, strict=True))
     bands, replicas, loads, limits, refusals, amounts = (
         found.pop(each) for each in ("bands", "replicas", "loads", "limits", "refusals", "amounts")
     )
-    del found["epoch"], found["prompt_lines"]
+    del found["epoch"], found["prompt_lines"], found["prefill_loads"], found["prefill_limits"]
     for priority, *values in zip(*(bands[at::5] for at in range(5)), strict=True):
         of_band = (f"{name}:{priority}" for name in ("v", "flow_queues", "queued", "bytes"))
         found |= zip(of_band, values, strict=True)
@@ -177,6 +178,8 @@ def arguments(name: str, caller: str, *rest: Any) -> list[Any]:
         return [caller, *(arrival(**asdict(it)) for it in rest[0])]
     if name == "renew":
         rest = ([(*item[:3], accounting_token(item[3]), 0) for item in rest[0]],)
+    if name == "place":
+        rest = ([(*item, "")[:4] for item in rest[0]],)
     if name == "settle":
         # no prompt sizes: the model learns no lines
         rest = ([(*item[:4], None, *(item[4:] or ("",))) for item in rest[0]],)

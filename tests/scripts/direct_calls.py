@@ -33,16 +33,16 @@ def clock_of(key: str, name: str = "") -> str:
 
 def arrival(
     id: str, *, attempt: str = "1", flow: str = "flow", workload: str = "w", candidates: str = "*",
-    band: int = 1, priority: int | None = None, weight: float = 1, cost: float = 1, ttl_ms: float = 60_000,
-    age_ms: float = 0, criticality: float = 3, limit: int = 0, learn: bool = False, model: str = "m",
-    body_bytes: int = 0, prompt_tokens: float = 0, answer_tokens: float = 0,
+    prefill: str = "", band: int = 1, priority: int | None = None, weight: float = 1, cost: float = 1,
+    ttl_ms: float = 60_000, age_ms: float = 0, criticality: float = 3, limit: int = 0, learn: bool = False,
+    model: str = "m", body_bytes: int = 0, prompt_tokens: float = 0, answer_tokens: float = 0,
 ) -> bytes:  # fmt: skip
     """A packed request for the script `admit`, in named band number `band` or with any `priority`."""
     if priority is None:
         priority = NAMED[band].priority
     numbers = (priority, weight, cost, ttl_ms, age_ms, criticality, limit, learn, body_bytes)
     numbers += (prompt_tokens, answer_tokens)
-    return pack_arrival((id, attempt, flow, workload, model, candidates), numbers)
+    return pack_arrival((id, attempt, flow, workload, model, candidates, prefill), numbers)
 
 
 class DirectPool:

@@ -24,7 +24,7 @@ def of(request_id: str, flow: str = "flow", **fields: Any) -> bytes:
 
 CALLS: dict[str, tuple[str | int | float | bytes, ...]] = {
     "admit": ("a", of("new"), of("other", "fresh"), of("urgent", band=0), of("q1")),
-    "place": ("a", "q1", "1", "*", "g2", "1", "e1:1=0.5,e2:1=0.4"),
+    "place": ("a", "q1", "1", "*", "", "g2", "1", "e1:1=0.5,e2:1=0.4", ""),
     "acknowledge": ("a", "q1", "1", "q2", "1"),
     "settle": (
         "a",

@@ -63,7 +63,8 @@ WRITING: dict[str, tuple[Any, ...]] = {
     "report_fault": ("a", "runs", "a:1", "", "500", 0),
     "settle": ("a", "runs", "completed", "", "", "", ""),
     "admit": ("a", arrival("new", priority=7)),
-    "place": ("a", "waits", "1", "*"),
+    "prefilled": ("a", "runs"),
+    "place": ("a", "waits", "1", "*", ""),
     "acknowledge": ("a", "runs", "1"),
     "cancel": ("a", "waits", "1", "cancelled"),
     "mark_endpoint": ("a", "b:1", "down", "1"),
@@ -193,7 +194,7 @@ class Beside(DirectPool):
             self.of(version, "admit", arrival(name, flow=f"flow-{name}", priority=priority, body_bytes=size))
 
     def place(self, version: int, name: str) -> None:
-        self.of(version, "place", name, "1", "*")
+        self.of(version, "place", name, "1", "*", "")
 
     def move(self, version: int, name: str, endpoint: str) -> None:
         self.of(version, "renew", name, "", endpoint, "", 0)

@@ -32,9 +32,9 @@ def test_every_refusal_by_a_lua_script_has_an_error_for_the_client() -> None:
 
 def test_an_arriving_request_is_packed_as_nul_terminated_texts_and_then_doubles() -> None:
     numbers = (1, 1.0, 1, 60_000, 0, 3, 0, False, 900, 10, 20)
-    packed = store.pack_arrival(("id", "1", "flow", "", "modèle", "*"), numbers)
-    texts = "id\0001\0flow\0\0modèle\0*\0".encode()
+    packed = store.pack_arrival(("id", "1", "flow", "", "modèle", "*", ""), numbers)
+    texts = "id\0001\0flow\0\0modèle\0*\0\0".encode()
     assert packed.startswith(texts)
     assert len(packed) == len(texts) + 8 * len(numbers)
     with pytest.raises(ValueError, match="byte 0"):
-        store.pack_arrival(("i\0d", "1", "flow", "", "m", "*"), numbers)
+        store.pack_arrival(("i\0d", "1", "flow", "", "m", "*", ""), numbers)

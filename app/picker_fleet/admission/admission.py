@@ -13,7 +13,7 @@ from picker_fleet.admission.failover import Failover, FailoverState, FailoverTim
 from picker_fleet.admission.ledger import Entry, Ledger, Phase
 from picker_fleet.admission.outage import Outage, unseen_s
 from picker_fleet.admission.peers import PeerClient
-from picker_fleet.admission.reports import Reports
+from picker_fleet.admission.reports import Reports, ignore_loss
 from picker_fleet.admission.shared_queue import SharedQueue, Waiter
 from picker_fleet.admission.waits import Wait
 from picker_fleet.domain.errors import (
@@ -253,6 +253,12 @@ class Admission:
         if self.failover.state is not FailoverState.LOCAL:
             self._reports.renew(alive)
 
+    def prefilled(self, request_id: str) -> None:
+        """The answer of a split request has begun: its prefill endpoint is free for another request. Returns
+        at once; idempotent. If Redis is unavailable, the lease of the reservation ends it."""
+        if self.failover.state is not FailoverState.LOCAL:
+            ignore_loss(self._store.prefilled(request_id))
+
     def fill(self) -> float:
         """The occupied part of the queue, 0 to 1: of the fleet's queue as of the last heartbeat, or of this
         replica's local queue during an outage."""
@@ -359,7 +365,14 @@ class Admission:
         entry = self.ledger.place(request.id, placed.attempt, token, endpoint, owned=stream_owned)
         entry.unacknowledged = placed.attempt if placed.unacknowledged else ""
         session = self._chooser.session_token(endpoint)
-        return Placement(placed.endpoints, token, placed.attempt, session, quota=placed.quota)
+        return Placement(
+            placed.endpoints,
+            token,
+            placed.attempt,
+            session,
+            quota=placed.quota,
+            prefillers=placed.prefillers,
+        )
 
     def _own_token(self, token: str) -> str:
         """The accounting token `token` as the fleet signed it, without a traceparent."""

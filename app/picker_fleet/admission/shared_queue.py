@@ -78,7 +78,8 @@ class Waiter(msgspec.Struct, eq=False):
     `asking`: Redis has not answered the admission yet. `placing`: the request is granted, and Redis has not
     answered the placement yet. `unacknowledged`: the grant placed the request, and Redis may lack the
     acknowledgement. `error`: why the wait ends without a verdict. `endpoints`: where the request is placed.
-    `load`: the load that the request met there, if its times are to be learnt. `quota`: as of a Placement.
+    `load`: the load that the request met there, if its times are to be learnt. `quota`, `prefillers`: as of
+    a Placement.
     """
 
     request: InferenceRequest
@@ -89,6 +90,7 @@ class Waiter(msgspec.Struct, eq=False):
     placing: bool = False
     unacknowledged: bool = False
     endpoints: tuple[str, ...] = ()
+    prefillers: tuple[str, ...] = ()
     load: Load | None = None
     quota: str = ""
     awaited: asyncio.Future[AnyVerdict] | None = None
@@ -211,6 +213,7 @@ class SharedQueue:
                 if not wait.queued:
                     self._metrics.bypassed(request.model, request.target_model)
             waiter.endpoints, waiter.quota = placed.endpoints, placed.quota
+            waiter.prefillers = placed.prefillers
             if placed.quota.endswith(_DEMOTED):
                 self._metrics.demoted(request.flow, self._tenants())
         except (asyncio.CancelledError, RequestError) as fault:
@@ -288,7 +291,7 @@ class SharedQueue:
         waiter.notification, waiter.placing = self._loop.create_future(), True
         try:
             choice = self._chooser.choose(request)
-            placement = self._store.place(request.id, waiter.attempt, choice.candidates)
+            placement = self._store.place(request.id, waiter.attempt, choice.candidates, choice.prefill)
             if self._traces is not None:
                 self._traces.stage(request.id, "place", placement)
             answer = await waiter.until(placement)
@@ -325,7 +328,7 @@ class SharedQueue:
         """Ask Redis to admit a request, which gets its age at `now_s`."""
         age_s = now_s - waiter.arrived_s
         age_s = age_s if age_s > _YOUNG_S else 0.0
-        answer = self._store.admit(waiter.request, waiter.attempt, choice.candidates, age_s)
+        answer = self._store.admit(waiter.request, waiter.attempt, choice.candidates, age_s, choice.prefill)
         if self._traces is not None:
             self._traces.stage(waiter.request.id, "admit", answer)
         return answer

@@ -103,6 +103,7 @@ class InferenceRequest(NamedTuple):
 
 class Placement(NamedTuple):
     """The decision for a request: its `endpoints` (`ip:port`, best first), and its accounting token.
+    `prefillers` are the endpoints that compute the prompt of a split request, best first; empty: it is whole.
 
     Envoy returns the opaque `accounting_token` in the access log; this token suffices to account for the
     request after a loss of the shared state. `attempt` names the stream that may withdraw the placement, and
@@ -117,6 +118,7 @@ class Placement(NamedTuple):
     session: str = ""
     waited_s: float | None = None
     quota: str = ""
+    prefillers: tuple[str, ...] = ()
 
 
 class Outcome(enum.StrEnum):
@@ -255,7 +257,8 @@ class Endpoint:
 
     `max_inflight` bounds the endpoint's requests in flight from the whole fleet; None: no bound. The endpoint
     gets no new requests while it is `draining` (by discovery), `drained` (by an operator), `down`
-    (connections fail) or `ejected` (its answers fail).
+    (connections fail) or `ejected` (its answers fail). It is of the stage decode if it `decodes`, and of the
+    stage prefill if it `prefills`.
     """
 
     address: str
@@ -265,6 +268,8 @@ class Endpoint:
     down: bool = False
     max_inflight: int | None = None
     ejected: Ejection | None = None
+    prefills: bool = False
+    decodes: bool = True
 
     @property
     def ready(self) -> bool:

@@ -106,6 +106,8 @@ class Publisher:
         if known is not None and (known[0] is endpoint or known[0] == endpoint):
             return known[1]
         facts = [endpoint.address, endpoint.labels, endpoint.draining, endpoint.max_inflight]
+        if endpoint.prefills:
+            facts += ["prefill", endpoint.decodes]
         return hashlib.blake2b(json.dumps(facts, sort_keys=True).encode(), digest_size=16).digest()
 
     def is_due(self, pulse: HeartbeatReply) -> bool:

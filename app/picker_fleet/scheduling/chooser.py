@@ -52,10 +52,12 @@ _ADDRESS_BYTES = 24  # approximate length of one address in a list of candidates
 
 
 class Choice(NamedTuple):
-    """The candidates in the form that the script `lua/place.lua` takes, and the basis of the choice."""
+    """The candidates in the form that the script `lua/place.lua` takes, and the basis of the choice.
+    `prefill`: the candidates of the stage prefill in the same form; '': serve the request whole."""
 
     candidates: str
     basis: PickBasis
+    prefill: str = ""
 
 
 class ExplanationCache:

@@ -3,7 +3,7 @@
 import contextlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -14,6 +14,7 @@ from picker_fleet.domain.request import Ejection, Endpoint, PromptLine
 from picker_fleet.state.keys import BETWEEN
 from picker_fleet.state.schema import UNPICKABLE
 
+PREFILL = "prefill="  # before the address in the name of a limit in the stage prefill
 _UNKNOWN_EJECTION = Ejection("unknown", 0)
 
 
@@ -32,7 +33,8 @@ class PoolState:
     began; 0: unknown. `about`: the replica info of each of the live `replicas`, as its heartbeats report it.
     `endpoint_refusals` counts the requests that each endpoint has refused with status 429 or 503; an endpoint
     without refusals is missing, and the counts begin at 0 again when Redis loses the pool.
-    `prompt_lines` has the models of which usage is known.
+    `prompt_lines` has the models of which usage is known. `prefill_in_flight` and `prefill_limits` are of the
+    stage prefill, as `in_flight` and `limits`.
     """
 
     born_us: int
@@ -63,11 +65,13 @@ class PoolState:
     amounts: Mapping[str, float]
     about: Mapping[str, Mapping[str, object]]
     prompt_lines: Mapping[str, PromptLine]
+    prefill_in_flight: Mapping[str, int] = field(default_factory=dict)
+    prefill_limits: Mapping[str, int] = field(default_factory=dict)
 
 
 def parse_pool_state(reply: Sequence[Any], bands: Bands) -> PoolState:
     """The parsed reply of the script `state`. `bands` are the configured bands."""
-    *reply, refusals, prompts = reply
+    *reply, refusals, prefill_load, prefill_limits, prompts = reply
     epoch, now_us, stock, queued, upper, lower, ready, inflight, dispatched, ended = reply[:10]
     counts, replicas, load, limits, amounts, guards, credit, *reply = reply[10:]
     overdue, rate, paused, tuned_version, retry_after_s = reply
@@ -103,11 +107,10 @@ def parse_pool_state(reply: Sequence[Any], bands: Bands) -> PoolState:
         tuned_version=tuned_version,
         endpoint_refusals=_counts(refusals),
         replicas=replicas[::2],
-        in_flight={
-            address: int(float(score) % UNPICKABLE)
-            for address, score in zip(addresses, load[1::2], strict=True)
-        },
-        limits={address: int(limit) for address, limit in zip(addresses, limits, strict=False) if limit},
+        in_flight=_in_flight(load),
+        limits=_limits(load, limits),
+        prefill_in_flight=_in_flight(prefill_load),
+        prefill_limits=_limits(prefill_load, prefill_limits),
         amounts={address: float(amount) for address, amount in zip(addresses, amounts, strict=False)},
         about={name: _info(text) for name, text in zip(replicas[::2], replicas[1::2], strict=True)},
         prompt_lines={
@@ -115,6 +118,16 @@ def parse_pool_state(reply: Sequence[Any], bands: Bands) -> PoolState:
             for model, base, slope in zip(prompts[::3], prompts[1::3], prompts[2::3], strict=True)
         },
     )
+
+
+def _in_flight(load: Sequence[str]) -> Mapping[str, int]:
+    return {
+        address: int(float(score) % UNPICKABLE) for address, score in zip(load[::2], load[1::2], strict=True)
+    }
+
+
+def _limits(load: Sequence[str], limits: Sequence[str]) -> Mapping[str, int]:
+    return {address: int(limit) for address, limit in zip(load[::2], limits, strict=False) if limit}
 
 
 class FoundLimit(msgspec.Struct, frozen=True):
@@ -187,6 +200,8 @@ def describe(endpoint: Endpoint) -> str:
     about: dict[str, object] = {"labels": endpoint.labels, "draining": endpoint.draining}
     if endpoint.max_inflight is not None:
         about["max_inflight"] = endpoint.max_inflight
+    if endpoint.prefills:
+        about["stages"] = "decode prefill" if endpoint.decodes else "prefill"
     return json.dumps(about, separators=(",", ":"))
 
 

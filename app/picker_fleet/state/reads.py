@@ -66,7 +66,8 @@ class Score(NamedTuple):
 
 
 class RequestRow(NamedTuple):
-    """A request that waits or runs. The `endpoints` are best first, none until it is placed."""
+    """A request that waits or runs. The `endpoints` are best first, none until it is placed; the `prefillers`
+    are endpoints of the stage prefill, while its first computes the prompt."""
 
     id: str
     state: str  # one of queued, orphaned, granted, placed
@@ -84,6 +85,7 @@ class RequestRow(NamedTuple):
     endpoints: tuple[str, ...]
     limit: int
     score: Score | None
+    prefillers: tuple[str, ...] = ()
 
 
 class Usage(NamedTuple):
@@ -179,6 +181,7 @@ def request_row(row: str, now_us: float) -> RequestRow:
     (
         request_id, state, owner, flow, priority, workload, model, criticality, cost, arrived_us,
         deadline_ms, due_ms, overdue, endpoints, limit, wait, for_criticality, rate,
+        prefillers,
     ) = row.split(BETWEEN)  # fmt: skip
     now_s = now_us / 1e6
     return RequestRow(
@@ -198,6 +201,7 @@ def request_row(row: str, now_us: float) -> RequestRow:
         tuple(endpoints.split(",")) if endpoints else (),
         int(float(limit)),
         Score(float(wait), float(for_criticality), float(rate)) if wait else None,
+        tuple(prefillers.split(",")) if prefillers else (),
     )
 
 

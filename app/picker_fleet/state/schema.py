@@ -48,7 +48,7 @@ UNPICKABLE = 10**9
 VIEW_LIMIT = 51
 
 # The layout of an arrival, packed by `store.pack_arrival`: texts that end in byte 0, then doubles.
-ARRIVAL_TEXTS = ("id", "attempt", "flow", "workload", "model", "candidates")
+ARRIVAL_TEXTS = ("id", "attempt", "flow", "workload", "model", "candidates", "prefill")
 ARRIVAL_NUMBERS = (
     "priority", "weight", "cost", "ttl_ms", "age_ms", "criticality", "limit", "learn", "bytes",
     "prompt_tokens", "answer_tokens",
@@ -66,7 +66,8 @@ PLACED_LOAD = "load="
 # A request's record: field -> format in `struct`. A waiting request has only the fields before `endpoints`.
 # Until the request is placed, RECORD_BYTES may follow: the size of the request's body and the epoch that
 # counts it; then, while the request waits, a byte 1 if its grant may place it on any endpoint. If neither
-# part is set, both are absent.
+# part is set, both are absent. While another endpoint computes the prompt of a placed request, its record
+# ends in one more text, the prefill endpoints, best first.
 RECORD = {
     "owner": "s", "attempt": "s", "flow": "s", "band": "B", "weight": "d", "cost": "d", "workload": "s",
     "criticality": "B", "model": "s", "arrived": "d", "deadline_ms": "d", "limit": "H",
@@ -82,17 +83,18 @@ COUNTERS = (
     "epoch", "stock", "queued", "seq", "dispatches", "guards", "ended", "log_seq",
     "queued:0", "queued:1", "queued:2", "ready", "upper", "lower", "v:0", "v:1", "v:2",
     "band:0", "band:1", "band:2", "bv", "credit", "overdue", "rate", "refiling", "pressed",
-    "new:0", "new:1", "new:2", "moved", "outliers",
+    "new:0", "new:1", "new:2", "moved", "outliers", "prefillers", "prefill_only",
 )  # fmt: skip
 # Script -> the arguments of each item in a batch.
 ITEMS = {
     "tombstone": ("id", "ago_ms"),
     "note_origin": ("id", "endpoint"),
+    "prefilled": ("id",),
     "renew": ("id", "attempt", "serving_endpoint", "accounting_token", "ago_ms"),
     "report_client_gone": ("id",),
     "report_fault": ("id", "endpoint", "flow", "why", "hold_ms"),
     "settle": ("id", "outcome", "cost", "answer_tokens", "prompt_size", "usage"),
-    "place": ("id", "attempt", "candidates"),
+    "place": ("id", "attempt", "candidates", "prefill"),
     "acknowledge": ("id", "attempt"),
     "cancel": ("id", "attempt", "why"),
     "mark_endpoint": ("address", "mark", "on"),
@@ -106,7 +108,7 @@ REQUEST_ROW = {
     "id": "%s", "state": "%s", "owner": "%s", "flow": "%s", "priority": "%d", "workload": "%s", "model": "%s",
     "criticality": "%d", "cost": "%.17g", "arrived_us": "%.17g", "deadline_ms": "%.17g", "due_ms": "%.17g",
     "overdue": "%d", "endpoints": "%s", "limit": "%.17g", "wait_score": "%s", "criticality_score": "%s",
-    "rate_score": "%s",
+    "rate_score": "%s", "prefillers": "%s",
 }  # fmt: skip
 WORKLOAD_ROW = {
     "id": "%s", "total": "%.17g", "active": "%.17g", "dispatched": "%.17g", "average_wait_ms": "%.17g",
@@ -143,7 +145,8 @@ def _constants() -> Iterator[str]:
 def _functions() -> Iterator[str]:
     arrival = [f"r.{name}" for name in (*ARRIVAL_TEXTS, *ARRIVAL_NUMBERS)]
     packed = "<" + "s" * len(ARRIVAL_TEXTS) + "d" * len(ARRIVAL_NUMBERS)
-    yield f"local function unpack_arrival(r, text)\n{_commas(arrival)} = struct.unpack('{packed}', text)\nend"
+    yield f"local function unpack_arrival(r, text)\n{_commas(arrival)} ="
+    yield f"    struct.unpack('{packed}', text)\nend"
     record = [f"r.{name}" for name in RECORD]
     layouts = [WAITING_LAYOUT if n < WAITING_STATES else RUNNING_LAYOUT for n in range(len(STATES))]
     bytes, bytes_layout = ", ".join(f"r.{name}" for name in RECORD_BYTES), "".join(RECORD_BYTES.values())
@@ -159,18 +162,24 @@ def _functions() -> Iterator[str]:
 {_commas(["number", *record, "rest"])} =
     struct.unpack(layout, text)
   if number <= {WAITING_STATES} then rest, r.endpoints, r.taken, r.tag = r.endpoints, '', 0, -1 end
-  if rest <= #text then
+  r.prefillers = ''
+  if rest > #text then
+    r.bytes, r.any_endpoint = 0, false
+  elseif number == {len(STATES)} then
+    r.bytes, r.any_endpoint, r.prefillers = 0, false, struct.unpack('s', text, rest)
+  else
     {bytes}, rest = struct.unpack('{bytes_layout}', text, rest)
     r.any_endpoint = rest <= #text
-  else
-    r.bytes, r.any_endpoint = 0, false
   end
 end
 local function pack_record(r)
   local number = STATE_NUMBERS[r.state]
   local text = struct.pack(RECORD_LAYOUTS[number], number,
 {_commas(record)})
-  if r.bytes == 0 and not r.any_endpoint or number == {len(STATES)} then return text end
+  if number == {len(STATES)} then
+    return r.prefillers == '' and text or text .. struct.pack('s', r.prefillers)
+  end
+  if r.bytes == 0 and not r.any_endpoint then return text end
   text = text .. struct.pack('{bytes_layout}', r.bytes, r.bytes_epoch or 0)
   return r.any_endpoint and number <= {WAITING_STATES} and text .. '\\1' or text
 end"""

@@ -25,9 +25,8 @@ _SOURCES = _PACKAGED if _PACKAGED.is_dir() else Path(__file__).parents[3] / "lua
 
 # Script names, in the order in which a message carries their calls (state/batching.py).
 NAMES = (
-    "tombstone", "note_origin", "renew", "report_client_gone", "report_fault", "settle", "admit", "place",
-    "acknowledge",
-    "cancel", "mark_endpoint", "evict", "heartbeat", "publish",
+    "tombstone", "note_origin", "renew", "report_client_gone", "report_fault", "prefilled", "settle", "admit",
+    "place", "acknowledge", "cancel", "mark_endpoint", "evict", "heartbeat", "publish",
     "publish_changes", "tune", "set_limits", "set_tenants", "sweep", "claim_queue_snapshot", "state",
     "top_up_tenant", "count_usage",
     "view_flows", "view_flow", "view_queue", "view_inflight", "view_request",

@@ -22,6 +22,7 @@ from picker_fleet.state.batching import BatchingClient, CallMetrics
 from picker_fleet.state.connection import FailureDetector, PauseDetector
 from picker_fleet.state.keys import BETWEEN, Keys
 from picker_fleet.state.pool_state import (
+    PREFILL,
     FoundLimit,
     PoolState,
     describe,
@@ -44,11 +45,13 @@ _ADOPTED = " adopted"  # word after the verdict on a request that Redis already 
 class Placed:
     """The request runs on the first endpoint. The field `loads` has the loads that the script compared, in
     the form of `lua/place.lua`; '' if the request was placed before. The field `quota` has the balances of
-    its tenant, in the form of `tenants.quota` in `lua/lib/tenants.lua`; '' without limits."""
+    its tenant, in the form of `tenants.quota` in `lua/lib/tenants.lua`; '' without limits. The first of
+    `prefillers`, if any, computes the prompt (its stage prefill is reserved); the others are fallbacks."""
 
     endpoints: tuple[str, ...]
     loads: str = field(default="", compare=False)
     quota: str = field(default="", compare=False)
+    prefillers: tuple[str, ...] = ()
 
 
 @dataclass(slots=True)
@@ -102,7 +105,10 @@ def parse_verdict(reply: str) -> AnyVerdict:
 
 def _placed(endpoints: str, loads: str) -> Placed:
     loads, _, quota = loads.partition(BETWEEN)
-    return Placed(tuple(endpoints.split(",")), loads, quota)
+    endpoints, _, prefillers = endpoints.partition(">")
+    return Placed(
+        tuple(endpoints.split(",")), loads, quota, tuple(prefillers.split(",")) if prefillers else ()
+    )
 
 
 @dataclass(slots=True)
@@ -136,6 +142,7 @@ def parse_notification(what: str, about: str) -> Notification | None:
 Renewal = Literal["renewed", "restored", "waiting", "unknown"]
 FaultReply = Literal["ejected", "down", "noted", "unknown"]
 TombstoneReply = Literal["stored", "back"]
+PrefilledReply = Literal["released", "unknown"]
 SuspicionReply = Literal["suspected", "waiting", "unknown"]
 CancelReply = Literal["ended", "granted", "foreign", "unknown"]
 MarkReply = Literal["marked", "ejected", "unknown"]
@@ -289,14 +296,20 @@ class Store:
         return [str(args[0]) for args in self._client.unsent("settle")]
 
     def admit(
-        self, request: InferenceRequest, attempt: str, candidates: str, age_s: float = 0.0
+        self,
+        request: InferenceRequest,
+        attempt: str,
+        candidates: str,
+        age_s: float = 0.0,
+        prefill: str = "",
     ) -> asyncio.Future[AnyVerdict]:
         """Admit a request: Placed, Queued, Refused, EXPIRED, FOREIGN or UNKNOWN_POOL.
 
         `candidates`: '*', 'a,b' or 'a=0.7,b=0.5' (scores without the load in flight); '' for none. With '*',
-        the call that grants the queued request also places it.
+        the call that grants the queued request also places it. `prefill`: candidates for the stage prefill in
+        the same form; '': serve the request whole.
         """
-        arrival = _arrival(request, attempt, candidates, age_s)
+        arrival = _arrival(request, attempt, candidates, age_s, prefill)
         return self._client.submit("admit", (arrival,), self._admitted)
 
     def _admitted(self, reply: str) -> AnyVerdict:
@@ -305,9 +318,15 @@ class Store:
             self._metrics.adopted()
         return parse_verdict(reply)
 
-    def place(self, request_id: str, attempt: str, candidates: str) -> asyncio.Future[AnyVerdict]:
+    def place(
+        self, request_id: str, attempt: str, candidates: str, prefill: str = ""
+    ) -> asyncio.Future[AnyVerdict]:
         """Place a granted request: Placed, Queued (put back), Refused, EXPIRED or GONE."""
-        return self._client.submit("place", (request_id, attempt, candidates), parse_verdict)
+        return self._client.submit("place", (request_id, attempt, candidates, prefill), parse_verdict)
+
+    def prefilled(self, request_id: str) -> asyncio.Future[PrefilledReply]:
+        """End the prefill reservation of a split request: its answer has begun."""
+        return self._client.submit("prefilled", (request_id,))
 
     def acknowledge(self, request_id: str, attempt: str) -> asyncio.Future[str]:
         """Confirm the endpoint of a request placed by its grant. The call repeats until Redis accepts it."""
@@ -445,9 +464,13 @@ class Store:
         endpoints_version: str,
     ) -> Rebuilt | None:
         """Publish settings and endpoints. Returns the result of the rebuild; None if the pool was known."""
-        caps = {each.address: each.max_inflight for each in endpoints if each.max_inflight is not None}
+        limited = [each for each in endpoints if each.max_inflight is not None]
+        caps = {each.address: each.max_inflight for each in limited if each.decodes}
+        prefill_caps = {each.address: each.max_inflight for each in limited if each.prefills}
         if caps:
             settings = {**settings, "caps": caps}  # limits, read for each placement
+        if prefill_caps:
+            settings = {**settings, "prefill_caps": prefill_caps}
         pairs = [text for each in endpoints for text in (each.address, describe(each))]
         reply = await self._client.call(
             "publish", self._replica, config_version, endpoints_version, json.dumps(settings), *pairs
@@ -480,15 +503,23 @@ class Store:
         return str(reply[4])
 
     async def set_limits(self, found: Mapping[str, FoundLimit]) -> None:
-        """Put the limits that the fleet has found in force, by address; all have the same unit."""
-        limits: dict[str, int | str] = {address: each.limit for address, each in found.items()}
+        """Put the limits that the fleet has found in force, by address; all have the same unit. The key of a
+        limit in the stage prefill is PREFILL and the address."""
+        limits: dict[str, object] = {
+            name: each.limit for name, each in found.items() if not name.startswith(PREFILL)
+        }
+        prefill = {
+            name.removeprefix(PREFILL): each.limit for name, each in found.items() if name.startswith(PREFILL)
+        }
+        if prefill:
+            limits["prefill"] = prefill
         if any(each.unit == "tokens" for each in found.values()):
             limits["unit"] = "tokens"
         state = msgspec.json.encode(found).decode()
         self._take_head(await self._client.call("set_limits", self._replica, json.dumps(limits), state))
 
     async def found_limits(self) -> Mapping[str, FoundLimit]:
-        """The limits that the fleet has found, by address."""
+        """The limits that the fleet has found, by address, with PREFILL before it for the stage prefill."""
         return parse_found_limits(await self._client.command("HGET", self.keys.pool, "limit_state"))
 
     async def set_tenants(self, kind: Literal["tenants", "tenant_changes"], nodes: Mapping[str, str]) -> str:
@@ -581,7 +612,18 @@ class Store:
             if known is None or known[0] != text:
                 about = json.loads(text)
                 labels, limit = about["labels"] or {}, about.get("max_inflight")
-                known = text, Endpoint(address, labels, about["draining"], max_inflight=limit)
+                stages = about.get("stages", "decode")
+                known = (
+                    text,
+                    Endpoint(
+                        address,
+                        labels,
+                        about["draining"],
+                        max_inflight=limit,
+                        prefills="prefill" in stages,
+                        decodes="decode" in stages,
+                    ),
+                )
             self._read[address] = known
         return marked((endpoint for _, endpoint in self._read.values()), marks, ejections)
 
@@ -636,12 +678,14 @@ def _milliseconds(seconds: float) -> int:
     return max(0, int(seconds * 1000))
 
 
-def _arrival(request: InferenceRequest, attempt: str, candidates: str, age_s: float = 0.0) -> bytes:
+def _arrival(
+    request: InferenceRequest, attempt: str, candidates: str, age_s: float = 0.0, prefill: str = ""
+) -> bytes:
     """The `request`, packed for `lua/admit.lua`. Times are in ms; the age is exact to the µs, since ages
     order the requests that one message resubmits. Raises ValueError where a text holds byte 0."""
     workload = request.workload
     return pack_arrival(
-        (request.id, attempt, request.flow, workload.id, request.model, candidates),
+        (request.id, attempt, request.flow, workload.id, request.model, candidates, prefill),
         (
             request.band.priority,
             request.weight,
@@ -658,7 +702,7 @@ def _arrival(request: InferenceRequest, attempt: str, candidates: str, age_s: fl
     )
 
 
-def pack_arrival(texts: tuple[str, str, str, str, str, str], numbers: tuple[float, ...]) -> bytes:
+def pack_arrival(texts: tuple[str, str, str, str, str, str, str], numbers: tuple[float, ...]) -> bytes:
     """Pack the values of ARRIVAL_TEXTS and ARRIVAL_NUMBERS, in that order. Each text ends in byte 0: raises
     ValueError where a text holds one."""
     packed = ("\0".join(texts) + "\0").encode(errors="surrogateescape")

@@ -1,0 +1,21 @@
+-- include: dispatch
+-- End the prefill reservations of split requests: the first token of the answer has come. Then dispatch queued
+-- requests.
+--
+-- Guarantees: a reservation is released once. An unknown request, one without a reservation, and a repeated call change
+-- nothing (G6).
+--
+-- keys[1] epp:{POOL}:pool
+-- args[1] the calling replica; then for each request: id
+--
+-- Returns {epoch, notifications, attempts, served, reply...}: 'released' | 'unknown'
+
+local function prefilled(args)
+  record.prefetch(column(args, ITEM.prefilled, 1))
+  return for_each_item(args, ITEM.prefilled, function(_, id)
+    local r = record.read(id)
+    if not r or r.prefillers == '' then return 'unknown' end
+    stages.end_prefill(r, '')
+    return 'released'
+  end)
+end
