@@ -33,7 +33,7 @@ def arrival(
 ) -> bytes:
     """Pack an arrival for the script `admit`: a request of weight and cost 1, by default for any endpoint."""
     numbers = {"priority": priority, "weight": 1, "cost": 1, "ttl_ms": ttl_ms, "criticality": 3}
-    texts = (request_id, "1", flow, workload, "llama", candidates)
+    texts = (request_id, "1", flow, workload, "llama", candidates, "")
     return pack_arrival(texts, tuple(numbers.get(name, 0) for name in ARRIVAL_NUMBERS))
 
 
