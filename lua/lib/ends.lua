@@ -130,7 +130,9 @@ local function finish_request(r, event, note)
   if settings.log_max > 0 then log_event(event, r, nil, nil, note) end
   local freed = settings.tenants and tenants.ended(r, REFUNDED[event])
   for _, member in ipairs(freed or {}) do
-    for _, band in ipairs(BANDS) do queue.unthrottle(band, member) end
+    for _, band in ipairs(BANDS) do
+      if pool[QUEUED[band]] > 0 then queue.unthrottle(band, member) end
+    end
   end
   if state == STATE_PLACED and endpoints.caps then
     local endpoint = endpoints.first(r.endpoints)

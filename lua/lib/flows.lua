@@ -483,27 +483,42 @@ do
     end
   end
 
-  -- Read ahead for up to `count` turns: the next flow queues, and the records of the first requests of each flow queue,
-  -- the same number from each.
+  -- Append the ids of up to `count` requests that the next turns may serve to `ids`: the same number from each of the
+  -- first members of an order.
+  local function first_requests(band, members, count, ids)
+    local front = read_ahead.scored_front(members)
+    local each, odd = math.floor(2 * count / #front), 2 * count % #front
+    for i = 1, #front, 2 do
+      local part, member = i < odd and each + 1 or each, front[i]
+      if part == 0 then break end
+      if settings.tenants and tenants.is_inner(member) then
+        first_requests(band, key.children[band][member], part, ids)
+      elseif settings.ordering == ORDERING_WORKLOAD_AWARE then
+        order.first_heads(band, member, part, ids)
+      else
+        read_ahead.first_members(key.queue[band][member], part, ids)
+      end
+    end
+  end
+
+  -- Read ahead for up to `count` turns: the next flow queues, and the records of their first requests.
   function queue.prefetch(count)
     read_ahead.expect(count)
     if count < 2 then return end
     local in_order, at = bands_in_order(), 1
     while at < #in_order and pool[QUEUED[in_order[at]]] == 0 do at = at + 1 end
-    if settings.tenants then return end
-    local band, ids = in_order[at], {}
-    local flow_queues, requests = read_ahead.scored_front(key.flows[band]), key.queue[band]
-    local each, odd = math.floor(2 * count / #flow_queues), 2 * count % #flow_queues
-    for i = 1, #flow_queues, 2 do
-      local part = i < odd and each + 1 or each
-      if settings.ordering == ORDERING_WORKLOAD_AWARE then
-        order.first_heads(band, flow_queues[i], part, ids)
-      else
-        read_ahead.first_members(requests[flow_queues[i]], part, ids)
-      end
-    end
+    local ids = {}
+    first_requests(in_order[at], key.flows[in_order[at]], count, ids)
     record.prefetch(ids, #ids)
     if settings.ordering == ORDERING_WORKLOAD_AWARE then order.prefetch_followers(ids) end
+    if settings.tenants then
+      local found, known = {}, 0
+      for i = 1, #ids do
+        found[known + 1] = record.read(ids[i])
+        known = #found
+      end
+      tenants.prefetch(found, known, true)
+    end
   end
 
   -- Return the flow queue whose turn it is, and its start tag; nil if the band has none.

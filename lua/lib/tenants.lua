@@ -59,7 +59,8 @@ do -- a chunk may have 200 locals
   -- The settings of nodes. A node has its own settings, else those for all children of its parent (PARENT/*), else
   -- those for all nodes of its level (*/*).
   local PERIODS = {day = true, week = true, month = true}
-  -- What a request takes of each unit: `fixed` + `prompt` * prompt tokens + `answer` * answer tokens.
+  -- What a request takes of a limit: `fixed` + `prompt` * prompt tokens + `answer` * answer tokens. A budget has
+  -- prices instead.
   local UNITS = {
     requests = {fixed = 1, prompt = 0, answer = 0}, tokens = {fixed = 0, prompt = 1, answer = 1},
     prompt_tokens = {fixed = 0, prompt = 1, answer = 0}, answer_tokens = {fixed = 0, prompt = 0, answer = 1},
@@ -73,20 +74,23 @@ do -- a chunk may have 200 locals
       return node
     end
     node.weight, node.over_limit = tonumber(found.weight), found.over_limit or 'queue'
+    local function add(limit, kind)
+      local takes = UNITS[limit.unit] or {}
+      limit.field, limit.fixed, limit.prompt, limit.answer = joined(path, kind), takes.fixed, takes.prompt, takes.answer
+      node.limits[#node.limits + 1] = limit
+    end
     for _, each in ipairs(type(found.limits) == 'table' and found.limits or {}) do
       local amount, per_ms = tonumber(each.amount), tonumber(each.per_ms)
       if UNITS[each.unit] and amount and per_ms and amount > 0 and per_ms > 0 then
-        node.limits[#node.limits + 1] = {unit = each.unit, per = per_ms, amount = amount, rate = amount / per_ms,
-          burst = tonumber(each.burst) or amount, field = joined(path, each.unit .. ':' .. each.per_ms)}
+        add({unit = each.unit, per = per_ms, amount = amount, rate = amount / per_ms,
+          burst = tonumber(each.burst) or amount}, each.unit .. ':' .. each.per_ms)
       end
     end
     local most, budget = tonumber(found.max_parallel), found.budget
-    if most then
-      node.limits[#node.limits + 1] = {unit = 'parallel', per = 0, burst = most, field = joined(path, 'parallel')}
-    end
+    node.has_parallel = most ~= nil
+    if most then add({unit = 'parallel', per = 0, burst = most}, 'parallel') end
     if type(budget) == 'table' and PERIODS[budget.period] and tonumber(budget.units) then
-      node.limits[#node.limits + 1] = {unit = 'budget', per = budget.period, burst = tonumber(budget.units),
-        field = joined(path, 'budget:' .. budget.period)}
+      add({unit = 'budget', per = budget.period, burst = tonumber(budget.units)}, 'budget:' .. budget.period)
     end
     return node
   end
@@ -191,9 +195,13 @@ do -- a chunk may have 200 locals
     end
   end
 
-  local function prefetch(found) read_wanted(want(found, 0)) end
-
-  local function set_balance(limit, field, value) balances[field], changed_balances[field] = value, limit end
+  local calls = 0 -- number of this call
+  -- Let `balances` have the balances of a flow's nodes.
+  local function prefetch(found)
+    if found.read_in == calls then return end
+    read_wanted(want(found, 0))
+    found.read_in = calls
+  end
 
   -- Periods of budgets, by the pool's clock in UTC: the number of a period, and the ms until it ends.
   local DAY_MS = 86400000
@@ -247,21 +255,24 @@ do -- a chunk may have 200 locals
   end
 
   -- Add `amount` to what a limit has granted; a negative amount is a refund.
+  local changes = 0 -- how often a balance was changed in this process
   local function take(limit, amount)
-    local granted = balances[limit.field] + amount
-    set_balance(limit, limit.field, granted > 0 and granted or 0)
+    changes = changes + 1
+    local field = limit.field
+    local granted = balances[field] + amount
+    balances[field], changed_balances[field] = granted > 0 and granted or 0, limit
   end
 
-  local FREE = {prompt = 1, cached = 1, answer = 1}
+  local NONE = {} -- no limits
+  local BUDGET, FREE = {unit = 'budget'}, {prompt = 1, cached = 1, answer = 1}
   local function price_of(model)
     local prices = settings.tenants.prices
     return prices and (prices[model] or prices['*']) or FREE
   end
 
-  -- What a request takes of a unit: `prompt` and `answer` tokens, `cached` prompt tokens among them.
-  local function amount_of(unit, r, prompt, cached, answer)
-    local takes = UNITS[unit]
-    if takes then return takes.fixed + takes.prompt * prompt + takes.answer * answer end
+  -- What a request takes of a limit: `prompt` and `answer` tokens, `cached` prompt tokens among them.
+  local function amount_of(limit, r, prompt, cached, answer)
+    if limit.fixed then return limit.fixed + limit.prompt * prompt + limit.answer * answer end
     local price = price_of(r.model)
     return (prompt - cached) * (price.prompt or 1) + cached * (price.cached or price.prompt or 1)
       + answer * (price.answer or 1)
@@ -303,22 +314,23 @@ do -- a chunk may have 200 locals
     for i = 1, count do
       local found = counting(requests[i].flow)
       if #found > 0 then
-        fields = want(found, fields)
-        ids[#ids + 1] = requests[i].id
+        if found.read_in ~= calls then fields, found.read_in = want(found, fields), calls end
+        if are_charged and charges[requests[i].id] == nil then ids[#ids + 1] = requests[i].id end
       end
     end
     read_wanted(fields)
-    if not are_charged or #ids == 0 then return end
+    if #ids == 0 then return end
     local texts = read('HMGET', key.charges, unpack(ids))
     for i = 1, #ids do parse_charge(ids[i], texts[i]) end
   end
 
   local function take_all(r, charge, phase, sign)
-    for _, node in ipairs(counting(r.flow)) do
+    local found, prompt, answer = counting(r.flow), charge.prompt, charge.answer
+    for i = 1, #found do
+      local node = found[i]
       if is_charged(node, charge, phase) then
-        for _, limit in ipairs(node.limits) do
-          take(limit, sign * amount_of(limit.unit, r, charge.prompt, 0, charge.answer))
-        end
+        local limits = node.limits
+        for j = 1, #limits do take(limits[j], sign * amount_of(limits[j], r, prompt, 0, answer)) end
       end
     end
     charge[phase], changed_charges[r.id] = sign > 0, true
@@ -328,8 +340,10 @@ do -- a chunk may have 200 locals
   -- flight), and whether the request is larger than the limit grants at once; nil if the node lacks nothing.
   local function lack(node, r, charge)
     local worst, worst_ms
-    for _, limit in ipairs(node.limits) do
-      local amount = amount_of(limit.unit, r, charge.prompt, 0, charge.answer)
+    local limits, prompt, answer = node.limits, charge.prompt, charge.answer
+    for i = 1, #limits do
+      local limit = limits[i]
+      local amount = amount_of(limit, r, prompt, 0, answer)
       if amount > limit.burst + RESIDUE then return limit, math.huge, true end
       local left = limit.burst - balances[limit.field]
       if left + RESIDUE < amount then
@@ -346,7 +360,7 @@ do -- a chunk may have 200 locals
   local function log_charge(event, r, phase, charge)
     if settings.log_max == 0 then return end
     local text = string.format('%s %.17g %.17g %.17g', phase, charge.prompt, charge.answer,
-      amount_of('budget', r, charge.prompt, 0, charge.answer))
+      amount_of(BUDGET, r, charge.prompt, 0, charge.answer))
     log_event(event, r, nil, nil, charge.demoted and text .. ' demoted' or text)
   end
 
@@ -358,8 +372,10 @@ do -- a chunk may have 200 locals
     if #found == 0 then return nil end
     prefetch(found)
     local charge = {prompt = r.prompt_tokens, answer = r.answer_tokens, arrival = false, grant = false, demoted = false}
+    local suffices = true
     for _, node in ipairs(found) do
       local limit, wait_ms, is_over_burst = lack(node, r, charge)
+      if limit then suffices = false end
       if limit and node.over_limit == 'demote' then
         charge.demoted = true
       elseif is_over_burst then
@@ -373,6 +389,7 @@ do -- a chunk may have 200 locals
     if charge.demoted then r.band = BANDS[#BANDS] end
     charges[r.id] = charge
     take_all(r, charge, 'arrival', 1)
+    if suffices then charge.sufficed = changes end
     log_charge('charged', r, 'arrival', charge)
   end
 
@@ -397,7 +414,7 @@ do -- a chunk may have 200 locals
     local found = counting(r.flow)
     if #found == 0 then return nil end
     local charge = charge_of(r)
-    if not charge then return nil end
+    if not charge or charge.sufficed == changes then return nil end -- nothing has changed since r arrived
     prefetch(found)
     for _, node in ipairs(found) do
       local limit, wait_ms
@@ -409,7 +426,7 @@ do -- a chunk may have 200 locals
   local function count_served(found, cost)
     for _, node in ipairs(found) do
       local field = node.served_field
-      if field then set_balance(SERVED, field, balances[field] + cost) end
+      if field then balances[field], changed_balances[field] = balances[field] + cost, SERVED end
     end
   end
 
@@ -441,18 +458,20 @@ do -- a chunk may have 200 locals
     local charge = #found > 0 and charge_of(r)
     if not charge then return end
     prefetch(found)
-    for _, node in ipairs(found) do
-      for _, limit in ipairs(has_charged(node, charge) and node.limits or {}) do
+    for i = 1, #found do
+      local limits = has_charged(found[i], charge) and found[i].limits or NONE
+      for j = 1, #limits do
+        local limit = limits[j]
         if limit.unit ~= 'parallel' then
-          take(limit, amount_of(limit.unit, r, prompt, cached, answer)
-            - amount_of(limit.unit, r, charge.prompt, 0, charge.answer))
+          take(limit, amount_of(limit, r, prompt, cached, answer)
+            - amount_of(limit, r, charge.prompt, 0, charge.answer))
         end
       end
     end
     charge.prompt, charge.answer, charge.is_used = prompt, answer, true
     if settings.log_max > 0 then
       log_event('used', r, nil, nil, string.format('%.17g %.17g %.17g %.17g', prompt, cached, answer,
-        amount_of('budget', r, prompt, cached, answer)))
+        amount_of(BUDGET, r, prompt, cached, answer)))
     end
   end
 
@@ -467,14 +486,17 @@ do -- a chunk may have 200 locals
     end
     prefetch(found)
     local is_refund, freed = unserved and not charge.is_used, nil
-    for _, node in ipairs(found) do
-      for _, limit in ipairs(has_charged(node, charge) and node.limits or {}) do
+    for i = 1, #found do
+      local node = found[i]
+      local limits = (is_refund or node.has_parallel) and has_charged(node, charge) and node.limits or NONE
+      for j = 1, #limits do
+        local limit = limits[j]
         if limit.unit == 'parallel' then
           take(limit, -1)
           freed = freed or {}
           freed[#freed + 1] = member_of(node, r)
         elseif is_refund then
-          take(limit, -amount_of(limit.unit, r, charge.prompt, 0, charge.answer))
+          take(limit, -amount_of(limit, r, charge.prompt, 0, charge.answer))
         end
       end
     end
@@ -672,6 +694,7 @@ do -- a chunk may have 200 locals
     if next(balances) then balances, changed_balances = {}, {} end
     if next(charges) then charges, changed_charges = {}, {} end
     if next(changed_states) then changed_states = {} end
+    calls = calls + 1
     if not cache_is_valid or states_known > MOST_KNOWN then forget_states() end
     if not cache_is_valid or stored_count > MOST_KNOWN then stored, stored_at, stored_count = {}, {}, 0 end
     if not cache_is_valid then
