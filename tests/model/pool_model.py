@@ -10,8 +10,8 @@ from endpoint_counts import Burden, EndpointCounts, burdens, read_candidates
 from model_state import Moment, Request, Workloads
 from outlier_model import FULL_MS, MOST_ALONE, MOST_FAILURES, TRIAL_MS, UNSEEN_MS, Entry, Outliers
 from shared_queue import SharedQueue
+from swept_quotas import SweptQuotas
 
-from picker_fleet.admission.quotas import Quotas
 from picker_fleet.domain.tenants import Node, Price, Tree
 
 Choose = Callable[[str, dict[str, Burden]], str]
@@ -85,7 +85,7 @@ class PoolModel:
         # The nodes of tenants as set: by kind, path -> JSON; nodes in force replace `tenants`.
         self.tenants: dict[str, dict[str, str]] = {"tenants": {}, "tenant_changes": {}}
         self.tenants_version = 0
-        self.quotas = Quotas(self.moment.tree, {}, lambda: self.moment.now_us / 1000, log=self._log)
+        self.quotas = SweptQuotas(self.moment.tree, {}, lambda: self.moment.now_us / 1000, log=self._log)
         self.waits: dict[tuple[int, str], int] = {}  # (priority, child) -> when its balance suffices, ms
         self._states: dict[tuple[int, str], tuple[float, float, int]] = {}  # (v, newcomers, changed at ms)
         self._aged = Counter[int]()  # this call's requests with an age, by time of arrival
