@@ -55,6 +55,7 @@ from picker_fleet.ingress.ext_proc.accesslog import Account
 from picker_fleet.ingress.headers import selected_endpoints
 from picker_fleet.ingress.intake import Intake
 from picker_fleet.scheduling.chooser import EndpointChooser
+from picker_fleet.scheduling.extension_calls import Extensions
 from picker_fleet.scheduling.route_stream import RouteStream
 from picker_fleet.scheduling.router import Router
 from picker_fleet.state.accounting_token import Keyring
@@ -99,7 +100,7 @@ class Pool:
         one pool.
 
         Raises:
-            StartupError: tracing is configured but not installed.
+            StartupError: tracing is configured but not installed, or an extension cannot be made.
         """
         self.settings, self.replica = settings, replica
         # A process with one pool has no label `pool` in metrics and log lines.
@@ -145,6 +146,7 @@ class Pool:
             meter=Probes(self.store, self.endpoints, self.metrics, self.readings, self.fleet, clock),
         )
         self.routes = RouteStream(url, stream=self.store.keys.routes, replica=replica, clock=clock)
+        extensions = Extensions(settings, self.metrics.extension_fault)
         self.chooser = EndpointChooser(
             self.fleet,
             self.endpoints,
@@ -152,6 +154,7 @@ class Pool:
             routes=self.routes,
             keys=self.signing,
             clock=clock,
+            extensions=extensions,
         )
         self.metrics.follow_scores(self.chooser.scores)
 
@@ -223,6 +226,7 @@ class Pool:
                 prefixes=self.chooser,
                 served_models=self.readings.models,
                 prompt_line=self.fleet.prompt_line,
+                estimate_cost=extensions.cost,
             ),
             gate=self.admission,
             router=Router(self.endpoints, self.chooser, settings.scheduling.fallbacks),

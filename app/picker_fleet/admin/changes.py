@@ -84,7 +84,10 @@ class FleetControls:
         Raises:
             ConfigError: a key cannot change live, or the new configuration is invalid; nothing has changed.
         """
-        changes = live_config.flattened(patch, self._settings.fair_request_queue.band_weights)
+        settings = self._settings
+        changes = live_config.flattened(
+            patch, settings.fair_request_queue.band_weights, live_config.scorers_of(settings)
+        )
         async with self._changing:
             for _ in range(_MAX_ATTEMPTS):
                 tuned = await self._store.live_config()

@@ -7,7 +7,7 @@ from types import MappingProxyType
 
 from picker_fleet.domain.config import EffectiveConfig, Settings
 from picker_fleet.domain.request import UNLEARNED, PromptLine
-from picker_fleet.domain.scorer_names import SCRAPED_SCORERS
+from picker_fleet.domain.scorer_names import UNSCRAPED_SCORERS
 from picker_fleet.domain.tenants import Tree
 
 
@@ -35,8 +35,9 @@ class KnownFleet:
 
     @property
     def picks_by_metrics(self) -> bool:
-        """Whether a scorer reads metrics pages of model servers."""
-        return not SCRAPED_SCORERS.isdisjoint(self.config.settings.scheduling.scorers)
+        """Whether a scorer reads metrics pages of model servers; scorers and filters from outside may."""
+        scheduling = self.config.settings.scheduling
+        return bool(scheduling.filters or scheduling.scorers.keys() - UNSCRAPED_SCORERS)
 
     @property
     def limits_by_metrics(self) -> bool:

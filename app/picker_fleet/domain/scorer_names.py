@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from typing import Any, Final
 
+from picker_fleet.domain import extensions
+
 IN_FLIGHT: Final = "in-flight"
 SLO_HEADROOM: Final = "slo-headroom"
 TOPOLOGY: Final = "topology"
@@ -20,21 +22,34 @@ SCORER_NAMES: Final = (
     "random",
 )
 
-# The scorers that read metrics scraped from model servers.
-SCRAPED_SCORERS: Final = frozenset(
-    {"queue-depth", "kv-cache", "running-requests", "lora-affinity", SLO_HEADROOM}
+# The scorers that read no metrics scraped from model servers.
+UNSCRAPED_SCORERS: Final = frozenset(
+    {IN_FLIGHT, "latency", "prefix-affinity", "session-affinity", TOPOLOGY, "random"}
 )
 
 
 def scorer_name(value: str) -> str:
-    """Return `value` if a scorer has that name.
+    """Return `value` if it names a scorer of this project or from outside.
 
     Raises:
-        ValueError: no scorer has that name; the message lists the valid names.
+        ValueError: no scorer has that name, so the message lists the valid names; or the scorer is unusable.
     """
-    if value not in SCORER_NAMES:
-        raise ValueError(f"no scorer is named {value[:40]!r}; valid: {', '.join(SCORER_NAMES)}")
+    extensions.find(extensions.SCORERS, value, SCORER_NAMES)
     return value
+
+
+def without_parameters(scheduling: Any) -> Any:
+    """The section `scheduling` with the `parameters` of a list of scorers moved to `scorer_parameters`."""
+    listed = scheduling.get("scorers") if isinstance(scheduling, Mapping) else None
+    scorers, parameters = [], {}
+    for entry in listed if isinstance(listed, list | tuple) else ():
+        own = dict(entry) if isinstance(entry, Mapping) else entry
+        if isinstance(own, dict) and "parameters" in own:
+            parameters[str(own.get("name"))] = own.pop("parameters")
+        scorers.append(own)
+    if not parameters:
+        return scheduling
+    return {"scorer_parameters": parameters, **scheduling, "scorers": scorers}
 
 
 def weights_by_name(value: Any) -> dict[Any, Any]:

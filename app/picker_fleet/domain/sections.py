@@ -7,6 +7,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
@@ -21,6 +22,7 @@ from pydantic import (
     model_validator,
 )
 
+from picker_fleet.domain import extensions
 from picker_fleet.domain.allowlist import Api, api_of, trusted_name
 from picker_fleet.domain.bands import (
     NAMED,
@@ -37,7 +39,13 @@ from picker_fleet.domain.bands import (
 from picker_fleet.domain.engines import ENGINES, Aggregation, Engine, known_engine, series_of
 from picker_fleet.domain.redis_address import redis_url
 from picker_fleet.domain.request import LatencyObjective
-from picker_fleet.domain.scorer_names import TOPOLOGY, scorer_name, weights_by_name
+from picker_fleet.domain.scorer_names import (
+    SCORER_NAMES,
+    TOPOLOGY,
+    scorer_name,
+    weights_by_name,
+    without_parameters,
+)
 from picker_fleet.domain.units import (
     AUTO,
     LEAST_WEIGHT,
@@ -274,6 +282,23 @@ class Model(Objective):
     endpoint_labels: Mapping[Name, str] = Field(default={})  # labels of the endpoints that serve the model
 
 
+class Outside(Section):
+    """An extension (domain/extensions.py) and its parameters, which it checks itself."""
+
+    name: Name
+    parameters: dict[str, Any] = {}
+
+
+def _usable(group: str, chosen: Outside) -> Outside:
+    extensions.check(group, chosen.name, chosen.parameters)
+    return chosen
+
+
+OutsideFilter = Annotated[Outside, AfterValidator(partial(_usable, extensions.FILTERS))]
+OutsideOrdering = Annotated[Outside, AfterValidator(partial(_usable, extensions.ORDERINGS))]
+OutsideCost = Annotated[Outside, AfterValidator(partial(_usable, extensions.COST_ESTIMATORS))]
+
+
 BandWeight = Annotated[Number, Field(ge=LEAST_WEIGHT, le=MOST_WEIGHT)]
 MOST_BAND_BYTES = 2**50  # doubles in Lua keep sums of such numbers exact
 _MOST_BANDS = 64  # the limit of lua/lib/bands.lua
@@ -332,6 +357,8 @@ class FairRequestQueue(Section):
     band_weights: dict[str, BandWeight] = Field(default={}, validate_default=True)
     fairness: Fairness = "weighted-fair"
     ordering: Ordering = "fcfs"
+    due: OutsideOrdering | None = None  # under `edf`: an extension that says when each request is due
+    cost: OutsideCost | None = None  # an extension that estimates costs
     overload: Overload = "preempt"
     starvation_after: Annotated[Duration, Field(gt=0)] | None = None  # null: half of the request's TTL
     guard_share: Number = Field(0.1, ge=0, lt=1)
@@ -367,6 +394,12 @@ class FairRequestQueue(Section):
     def bands(self) -> Bands:
         found = _configured(self.priority_bands).values()
         return Bands(replace(band, weight=self.band_weights[band.name]) for band in found)
+
+    @model_validator(mode="after")
+    def _due_counts(self) -> Self:
+        if self.due is not None and "ordering" not in self.model_fields_set:
+            raise ValueError("due counts under ordering edf: set ordering, too")
+        return self
 
     @model_validator(mode="after")
     def _flow_fits(self) -> Self:
@@ -550,6 +583,10 @@ class Scheduling(Section):
     """The choice of an endpoint. Without scorers, the endpoint with the fewest requests in flight is best."""
 
     scorers: Annotated[dict[ScorerName, ScorerWeight], BeforeValidator(weights_by_name)] = {}
+    # Parameters of scorers from outside by name; in a list of scorers each entry may have `parameters`.
+    scorer_parameters: dict[str, dict[str, Any]] = {}
+    filters: tuple[OutsideFilter, ...] = ()  # filters from outside, which run after the built-in ones
+    extension_budget: Duration = Field(0.001, gt=0, le=0.1)  # most time for one call of an extension
     session_keys: tuple[SessionKey, ...] = ()  # session keys for the scorer session-affinity
     latency: Latency = Latency()
     fallbacks: Count = Field(2, ge=0, le=8)
@@ -562,6 +599,21 @@ class Scheduling(Section):
     def weights(self) -> dict[str, float]:
         """The scorers' weights, with the scorer `topology` added if labels are preferred."""
         return {TOPOLOGY: _TOPOLOGY_WEIGHT, **self.scorers} if self.prefer else self.scorers
+
+    @model_validator(mode="before")
+    @classmethod
+    def _parameters_apart(cls, tree: Any) -> Any:
+        return without_parameters(tree)
+
+    @model_validator(mode="after")
+    def _parameters_fit(self) -> Self:
+        for name in self.scorer_parameters.keys() & set(SCORER_NAMES):
+            raise ValueError(f"scorer {name} is built in and takes no parameters")
+        for name in {*self.scorers, *self.scorer_parameters} - set(SCORER_NAMES):
+            extensions.check(extensions.SCORERS, name, self.scorer_parameters.get(name, {}))
+        if twice := repeated(each.name for each in self.filters):
+            raise ValueError(f"filters names {twice[0]} more than once")
+        return self
 
     @model_validator(mode="after")
     def _keys_are_scored(self) -> Self:

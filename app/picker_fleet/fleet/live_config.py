@@ -15,11 +15,10 @@ from picker_fleet.domain.bands import Band, Criticality
 from picker_fleet.domain.config import EffectiveConfig, Settings, parse
 from picker_fleet.domain.errors import ConfigError
 from picker_fleet.domain.request import finite_number
-from picker_fleet.domain.scorer_names import IN_FLIGHT, TOPOLOGY, scorer_name, weights_by_name
+from picker_fleet.domain.scorer_names import IN_FLIGHT, SCORER_NAMES, TOPOLOGY, weights_by_name
 from picker_fleet.domain.sections import MOST_LIMIT
 from picker_fleet.domain.units import LEAST_WEIGHT, MOST_WEIGHT, has_control
 from picker_fleet.scheduling.scheduler import live_weight, with_in_flight
-from picker_fleet.scheduling.scorers import SCORERS
 
 # Each key that may change live -> the shared settings computed from that key.
 _BOUNDS = ("adaptive", "largest_claim", "upper_per", "lower_per")
@@ -71,8 +70,12 @@ _LONGEST_FLOW_BYTES = 256
 _OWN_OVERRIDES = frozenset({"paused"})  # overrides that no configuration key can set
 
 
-def flattened(patch: Mapping[str, Any], bands: Iterable[str] = tuple(Criticality)) -> dict[str, Any]:
-    """Convert a partial settings tree to live changes (None: undo); `bands` has the bands' names.
+def flattened(
+    patch: Mapping[str, Any],
+    bands: Iterable[str] = tuple(Criticality),
+    scorers: Iterable[str] = SCORER_NAMES,
+) -> dict[str, Any]:
+    """Convert a partial settings tree to live changes (None: undo); `bands` and `scorers` have their names.
 
     Raises:
         ConfigError: keys cannot change live; the message has a line for each fault.
@@ -86,14 +89,14 @@ def flattened(patch: Mapping[str, Any], bands: Iterable[str] = tuple(Criticality
                 name = f"{section}.{key}"
                 if name == _SCORERS and value is not None:
                     try:
-                        changes |= _by_name(name, weights_by_name(value), SCORERS)
+                        changes |= _by_name(name, weights_by_name(value), scorers)
                     except ValueError as fault:
                         faults.append(f"{name}: {fault}")
                 elif name == _BANDS:
                     faults += _band_faults(value)
                     changes |= _of_bands(value, bands)
                 else:
-                    known_names = SCORERS if name == _SCORERS else bands
+                    known_names = scorers if name == _SCORERS else bands
                     changes |= _by_name(name, value, known_names) if name in _BY_NAME else {name: value}
         else:
             faults.append(f"{section}: {'must be an object' if known else 'cannot change live'}")
@@ -274,13 +277,16 @@ def _weight_faults(weights: Mapping[str, Any]) -> Iterable[str]:
             yield f"weights.{flow[:60]}: must be a number from {LEAST_WEIGHT:g} to {MOST_WEIGHT:g}"
 
 
+def scorers_of(settings: Settings) -> Iterable[str]:
+    """The scorers whose weights may change: an extension starts only with the replica."""
+    return dict.fromkeys((*SCORER_NAMES, *settings.scheduling.scorers))
+
+
 def _scorer_faults(scorers: Mapping[str, Any], settings: Settings) -> Iterable[str]:
     for name, weight in scorers.items():
         key, number = f"{_SCORERS}.{name[:60]}", finite_number(weight)
-        try:
-            scorer_name(name)
-        except ValueError as fault:
-            yield f"{key}: {fault}"
+        if name not in SCORER_NAMES and name not in settings.scheduling.scorers:
+            yield f"{key}: the configuration has no such scorer; valid: {', '.join(scorers_of(settings))}"
         if number is None or not 0 <= number <= _MOST_SCORER_WEIGHT:
             yield f"{key}: must be a number, at most {_MOST_SCORER_WEIGHT:g}; 0 turns it off"
         elif name == IN_FLIGHT and number == 0:

@@ -58,6 +58,7 @@ from picker_fleet.ingress.json_body import (
 )
 from picker_fleet.ingress.traffic_split import Split, identity_of_body
 from picker_fleet.scheduling.chooser import EndpointChooser, session_token_of
+from picker_fleet.scheduling.extension_calls import CostFacts
 from picker_fleet.state.accounting_token import Keyring
 
 _PLAIN = frozenset((REQUEST_ID, *OF_BODY))  # request headers that do not become fields of a request
@@ -261,7 +262,7 @@ class Intake:
 
     `new_id` makes unique ids (UUIDs); `keys` has the key that chooses variants; `prefixes` says whether a
     scorer reads prompt hashes (None: never); `served_models` lists models that endpoints report;
-    `prompt_line` tells what a prompt for a model costs.
+    `prompt_line` tells what a prompt for a model costs; `estimate_cost` is a cost estimator from outside.
     """
 
     def __init__(
@@ -273,6 +274,7 @@ class Intake:
         prefixes: EndpointChooser | None = None,
         served_models: Callable[[], Collection[str]] = tuple,
         prompt_line: Callable[[str], PromptLine] = lambda model: UNLEARNED,
+        estimate_cost: Callable[[CostFacts], float | None] | None = None,
     ) -> None:
         queue = settings.fair_request_queue
         self.headers = wanted_headers(settings)
@@ -282,6 +284,7 @@ class Intake:
         self._ttl_s = queue.queue_ttl
         self._by_fairness_id = queue.flow_key == "fairness-id"
         self._in_tokens = settings.request_queue_controller.unit == "tokens"
+        self._estimate_cost = estimate_cost
         self._answer_tokens, self._prompt_line = queue.default_answer_tokens, prompt_line
         self._models = _ranks(settings.models, self._bands)
         self._limits = _limits(settings.models)
@@ -429,7 +432,7 @@ class Intake:
         prompt, 0 unless usage will tell its tokens; the tokens of prompt and of answer, 0 without tenants."""
         members = ask.members
         count = 1 if _is_one_sequence(members) else cost.sequences(members)
-        if not (self._in_tokens or self._counts_quotas):
+        if not (self._in_tokens or self._counts_quotas or self._estimate_cost):
             return float(count), False, 0, 0.0, 0.0
         prompt, answer, lacks_answer, size = cost.tokens(
             ask.text,
@@ -441,10 +444,18 @@ class Intake:
             line=self._prompt_line(model),
             files=ask.files,
         )
-        if not self._in_tokens:
-            # The scripts add the mean answer to a cost in tokens alone, so assume an answer's length here.
-            return float(count), False, 0, prompt, float(self._answer_tokens) if lacks_answer else answer
+        estimated = None
+        if self._estimate_cost is not None:
+            facts = CostFacts(model, ask.body_bytes, count, prompt, answer, members)
+            estimated = self._estimate_cost(facts)
+        if estimated is not None or not self._in_tokens:
+            # The scripts add the mean answer to our own cost in tokens alone: assume an answer's length here.
+            answer, lacks_answer = float(self._answer_tokens) if lacks_answer else answer, False
         quotas = (prompt, answer) if self._counts_quotas else (0.0, 0.0)
+        if not self._in_tokens:
+            return float(count) if estimated is None else estimated, False, 0, *quotas
+        if estimated is not None:
+            return estimated, False, size, *quotas
         return prompt + answer, lacks_answer, size, *quotas
 
     def _settings_of(self, model: str, objective: str) -> _ModelSettings:

@@ -29,6 +29,7 @@ from picker_fleet.scheduling.explain import (
     explain,
     live_loads,
 )
+from picker_fleet.scheduling.extension_calls import Extensions
 from picker_fleet.scheduling.forecasts import Forecasts, shortfall_s
 from picker_fleet.scheduling.latency_model import Load
 from picker_fleet.scheduling.route_stream import RouteStream
@@ -187,7 +188,7 @@ class EndpointChooser:
     Scorers read this replica's data: the attribute `fleet` has the requests in flight as last read from
     Redis, `readings` has the scraped metrics, `routes` has the prompt prefixes and latencies of endpoints,
     and gets those that this replica observes. `live_weight` is the weight with which the script adds the live
-    load to the candidates' scores.
+    load to the candidates' scores. `extensions` are the pool's, by default made here.
     """
 
     def __init__(
@@ -199,9 +200,11 @@ class EndpointChooser:
         routes: RouteStream,
         keys: Keyring,
         clock: Callable[[], float],
+        extensions: Extensions | None = None,
     ) -> None:
         configured = fleet.config.settings.scheduling
         self._fallbacks, self._latency_weights = configured.fallbacks, configured.latency
+        self._extensions = extensions or Extensions(fleet.config.settings)
         self._preferred = fleet.config.settings.preferred_labels
         for name in configured.prefer.keys() - self._preferred.keys():
             _log.warning(
@@ -225,7 +228,10 @@ class EndpointChooser:
     def follow(self, config: EffectiveConfig) -> None:
         """From now on, choose by the scorers of `config`."""
         weights = config.settings.scheduling.weights
-        self._scheduler = Scheduler(with_in_flight(weights)) if weights else None
+        outside = self._extensions
+        self._scheduler = (
+            Scheduler(with_in_flight(weights), outside.scorers, outside.filters) if weights else None
+        )
         self._drawn_from = ()
         self.live_weight = self._scheduler.live_weight if self._scheduler is not None else 0.0
         self._scores_prefixes = "prefix-affinity" in weights
@@ -284,6 +290,8 @@ class EndpointChooser:
         else:
             limit = max(_MAX_OF_A_SAMPLE if states.samples else _MAX_SCORED, 1 + self._fallbacks)
         ranking = self._scheduler.rank(pick, looked_at, limit=limit)
+        if not ranking.best and states.samples and self._extensions.filters:
+            ranking = self._scheduler.rank(pick, states.everything(), limit=limit)
         choice = Choice(",".join(f"{best.address}={best.base:.4f}" for best in ranking.best), ranking)
         drawn.append(choice)
         return choice
@@ -295,6 +303,7 @@ class EndpointChooser:
             adapter=request.target_model if request.target_model in self._states.adapters else "",
             selector=request.selector,
             preferred=self._preferred,
+            request=request,
         )
 
     def shortfall_s(self, request: InferenceRequest, wait_s: float = 0.0) -> float | None:
@@ -314,6 +323,10 @@ class EndpointChooser:
         keep its TTL and its latency objective, by the prediction for the fastest endpoint; else 0."""
         if not self._orders_by_deadline:
             return 0
+        if self._extensions.due is not None:
+            due_s = self._extensions.due(request)
+            if due_s is not None:
+                return round((request.ttl_s - min(due_s, request.ttl_s)) * 1000)
         predicted_s = 0.0
         if request.latency != ANY_LATENCY:
             self._forecasts.use()
@@ -357,6 +370,12 @@ class EndpointChooser:
         these labels."""
         known, in_flight = self._endpoints.current.endpoints, self._fleet.in_flight
         subset, selector = request.subset, request.selector
+        excluded: Mapping[str, str] = {}
+        if self._extensions.filters:
+            self._states.refresh()
+            kept = apply_filters(self._pick(request), self._states.everything(), self._extensions.filters)
+            subset = tuple(each.address for each in kept.eligible if subset is None or each.address in subset)
+            excluded = kept.excluded
         if subset is None and not selector:
             if known is not self._any.endpoints or in_flight is not self._any.in_flight:
                 self._any = LeastLoadedPick(known, in_flight, None, {}, ANY_ENDPOINT)
@@ -370,7 +389,8 @@ class EndpointChooser:
             )
         else:
             candidates = ",".join(subset or ())
-        return Choice(candidates, LeastLoadedPick(known, in_flight, subset, selector, candidates))
+        pick = LeastLoadedPick(known, in_flight, subset, selector, candidates, excluded=excluded)
+        return Choice(candidates, pick)
 
     def placed(
         self, request: InferenceRequest, choice: Choice, endpoints: tuple[str, ...], live: str = ""

@@ -5,6 +5,7 @@ Choices are kept in the form in which they were made; an explanation is computed
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from types import MappingProxyType
 from typing import Final, NamedTuple
 
 from picker_fleet.domain.request import Endpoint
@@ -30,6 +31,7 @@ class LeastLoadedPick(NamedTuple):
     selector: Mapping[str, str]
     candidates: str
     has_state: bool = False  # the only candidate has the state of the id that the request names
+    excluded: Mapping[str, str] = MappingProxyType({})  # by filters from outside: address -> reason
 
 
 PickBasis = Ranking | LeastLoadedPick
@@ -159,7 +161,7 @@ def _explain_by_load(
             row.in_flight if row.live is None else row.live,
         )
     )
-    rule, excluded = _BY_LOAD, filtered.excluded
+    rule, excluded = _BY_LOAD, {**filtered.excluded, **basis.excluded}
     if basis.has_state:
         rule, excluded = _BY_STATE, dict.fromkeys(excluded, "lacks the state that the request names")
     return Explanation(request_id, chosen, tuple(rows), excluded, filtered.waived, {}, rule)

@@ -12,7 +12,8 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import nlargest
-from typing import NamedTuple
+from types import MappingProxyType
+from typing import NamedTuple, Protocol
 
 from picker_fleet.domain.scorer_names import IN_FLIGHT
 from picker_fleet.scheduling.scorers import REQUEST_INDEPENDENT_SCORERS, SCORERS, EndpointState, PickRequest
@@ -20,7 +21,15 @@ from picker_fleet.scheduling.scorers import REQUEST_INDEPENDENT_SCORERS, SCORERS
 _SORT_LIMIT = 100  # up to this many endpoints a full sort is faster than `nlargest`
 
 Reasons = list[str | None]
-Filter = Callable[[PickRequest, Sequence[EndpointState]], Reasons | None]
+
+
+class Filter(Protocol):
+    def __call__(self, pick: PickRequest, endpoints: Sequence[EndpointState], /) -> Reasons | None:
+        """For each endpoint the reason to exclude it, or None; a single None keeps all."""
+
+
+# A scorer from outside returns None if it is left out (scheduling/extension_calls.py).
+OutsideScorer = Callable[[PickRequest, Sequence[EndpointState]], list[float] | None]
 
 
 def subset(pick: PickRequest, endpoints: Sequence[EndpointState]) -> Reasons | None:
@@ -89,12 +98,14 @@ class Filtered:
     waived: tuple[str, ...]
 
 
-def apply_filters(pick: PickRequest, endpoints: Sequence[EndpointState]) -> Filtered:
+def apply_filters(
+    pick: PickRequest, endpoints: Sequence[EndpointState], filters: Mapping[str, Filter] = FILTERS
+) -> Filtered:
     """Separate the endpoints that may serve `pick` from the others."""
     eligible = list(endpoints)
     excluded: dict[str, str] = {}
     waived: list[str] = []
-    for name, reasons_against in FILTERS.items():
+    for name, reasons_against in filters.items():
         reasons = reasons_against(pick, eligible)
         if reasons is None or not any(reasons):
             continue
@@ -159,27 +170,38 @@ def live_weight(weights: Mapping[str, float]) -> float:
 class Scheduler:
     """Ranks endpoints by one set of weights (scorer name -> weight, from the configuration).
 
-    Weights are normalised, so that totals stay in [0, 1]. Without weights all candidates score 0.
+    Weights are normalised, so that totals stay in [0, 1]. Without weights all candidates score 0. The
+    arguments `scorers` and `filters` are from outside.
     """
 
-    def __init__(self, weights: Mapping[str, float]) -> None:
+    def __init__(
+        self,
+        weights: Mapping[str, float],
+        scorers: Mapping[str, OutsideScorer] = MappingProxyType({}),
+        filters: Mapping[str, Filter] = MappingProxyType({}),
+    ) -> None:
         total = math.fsum(weights.values())
         self.weights: Mapping[str, float] = {
             name: float(weight) / total for name, weight in weights.items() if weight > 0.0
         }
         self.live_weight = self.weights.get(IN_FLIGHT, 0.0)
         self._is_random = "random" in self.weights
-        self._scorers = [(name, SCORERS[name]) for name in self.weights]
+        self._scorers = [(name, SCORERS[name]) for name in self.weights if name in SCORERS]
+        self._outside = [(name, scorers[name]) for name in self.weights if name not in SCORERS]
+        self._filters = {**FILTERS, **filters} if filters else FILTERS
+        self._has_outside = bool(self._outside or filters)
         # Cached for the endpoints `_known`: the result of the filters for a request without preferences; for
         # `_eligible`: the scores that do not depend on the request, and their weighted sums.
         self._known: Sequence[EndpointState] = ()
         self._plain = Filtered([], {}, ())
         self._eligible: Sequence[EndpointState] = ()
-        self._fixed_scores: dict[str, list[float]] = {}
+        self._fixed_scores: dict[str, Sequence[float]] = {}
         self._fixed_totals: list[float] = []
 
     def can_share(self, pick: PickRequest) -> bool:
         """Whether other requests with the same inputs for all scorers may reuse the ranking for `pick`."""
+        if self._has_outside:  # they may read anything of the request
+            return False
         return pick.subset is None and not pick.selector and not pick.forecasts and not self._is_random
 
     def rank(self, pick: PickRequest, endpoints: Sequence[EndpointState], *, limit: int = 8) -> Ranking:
@@ -187,18 +209,19 @@ class Scheduler:
 
         The caller must not change `endpoints`, since later picks reuse the cached scores of the same list.
         """
-        if pick.subset is None and not pick.selector and not pick.adapter:
+        if pick.subset is None and not pick.selector and not pick.adapter and self._filters is FILTERS:
             if endpoints is not self._known:
                 self._known, self._plain = endpoints, apply_filters(pick, endpoints)
             filtered = self._plain
         else:
-            filtered = apply_filters(pick, endpoints)
+            filtered = apply_filters(pick, endpoints, self._filters)
         eligible = filtered.eligible
         if eligible is not self._eligible:
             # Cache the scores: states change only ten times a second, and a replica picks more often.
             self._score_fixed(pick, eligible)
         fixed, draw = self._fixed_scores, pick.random
-        parts, totals = {}, self._fixed_totals
+        totals = self._fixed_totals
+        parts: dict[str, Sequence[float]] = {}
         for name, scorer in self._scorers:
             scores = fixed.get(name)
             if scores is None:
@@ -207,6 +230,11 @@ class Scheduler:
                     weight = self.weights[name]
                     totals = [total + weight * score for total, score in zip(totals, scores, strict=True)]
             parts[name] = scores
+        for name, outside in self._outside:
+            found = outside(pick, tuple(eligible)) if eligible else None
+            if found is not None:
+                weight, parts[name] = self.weights[name], found
+                totals = [total + weight * score for total, score in zip(totals, found, strict=True)]
         drawn = [(total, draw(), at) for at, total in enumerate(totals)]
         first = nlargest(limit, drawn) if len(drawn) > _SORT_LIMIT else sorted(drawn, reverse=True)[:limit]
         live, live_scores = self.live_weight, parts.get(IN_FLIGHT)

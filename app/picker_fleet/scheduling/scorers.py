@@ -4,19 +4,21 @@
 A scorer is a pure function. A scorer takes the pick request and the candidates, and returns one score in [0,
 1] for each candidate, in the same order; 1 is the best. The class `Scheduler` adds up the scores by weight.
 
-A new scorer needs one function, one line in `SCORERS` and its name in domain/scorer_names.py. An endpoint
-whose metric is unknown gets the mean of the known scores, so that it is neither preferred nor avoided. The
-exception is `latency`, where endpoints without statistics are preferred."""
+A new scorer needs one function, one line in `SCORERS` and its name in domain/scorer_names.py; a scorer from
+outside is an extension (picker_fleet/extensions.py). An endpoint whose metric is unknown gets the mean of the
+known scores, so that it is neither preferred nor avoided. The exception is `latency`, where endpoints without
+statistics are preferred."""
 
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, Protocol
 
 import msgspec
 
-from picker_fleet.domain.request import ANY_LATENCY, LatencyObjective
+from picker_fleet.domain.bands import NAMED
+from picker_fleet.domain.request import ANY_LATENCY, InferenceRequest, LatencyObjective, Workload
 from picker_fleet.domain.scorer_names import IN_FLIGHT, SCORER_NAMES, SLO_HEADROOM, TOPOLOGY
 from picker_fleet.domain.sections import Latency
 from picker_fleet.scheduling.latency_model import UNKNOWN, Forecast
@@ -35,11 +37,16 @@ _NO_LABELS: Final[Mapping[str, str]] = MappingProxyType({})
 _NO_MATCHES: Final[Mapping[str, int]] = MappingProxyType({})
 _NO_FORECASTS: Final[Mapping[str, Forecast]] = MappingProxyType({})
 _LATENCY: Final = Latency()
+_NO_REQUEST: Final = InferenceRequest(
+    id="", model="", target_model="", stream=False, flow="", band=NAMED[1], weight=1.0,
+    workload=Workload("", 3), cost=1.0, ttl_s=30.0, subset=None,
+)  # fmt: skip
 
 
 class PickRequest(NamedTuple):
     """One request as filters and scorers see it.
 
+    `request` is the whole request; scores that no request asked for (metrics) are those of an empty one.
     Only addresses in `subset` may be picked (None: any). `adapter` is the target model if it is a LoRA
     adapter, '' for a base model. An endpoint must have the labels in `selector`. `session_endpoint` is the
     address of the request's session, '' for none. The prompt has `prefix_blocks` blocks; `prefix_matches`
@@ -59,6 +66,7 @@ class PickRequest(NamedTuple):
     objective: LatencyObjective = ANY_LATENCY
     forecasts: Mapping[str, Forecast] = _NO_FORECASTS
     preferred: Mapping[str, str] = _NO_LABELS
+    request: InferenceRequest = _NO_REQUEST
     random: Callable[[], float] = random.random
 
 
@@ -98,7 +106,10 @@ class EndpointState(msgspec.Struct, frozen=True):
         return len(self.active_adapters) + len(self.waiting_adapters) < self.max_adapters
 
 
-Scorer = Callable[[PickRequest, Sequence[EndpointState]], list[float]]
+class Scorer(Protocol):
+    def __call__(self, pick: PickRequest, candidates: Sequence[EndpointState], /) -> Sequence[float]:
+        """One score from 0 to 1 for each candidate, in the same order; 1 is the best."""
+
 
 # Scores of the scorer `lora-affinity`, as in the Gateway API's endpoint picker (docs/protocol.md): adapter
 # loaded, a free slot for it, adapter waiting; otherwise 0.

@@ -206,6 +206,11 @@ class Metrics:
             "Attempts that failed on an endpoint, or found it full.",
             ("endpoint", "reason"),
         )
+        self._extension_faults = counters(
+            "epp_extension_faults",
+            "Calls of extensions without a result, or left out.",
+            ("extension", "reason"),
+        )
         self._ejections = counters(
             "epp_endpoint_ejections", "Ejections of an endpoint that failed.", ("endpoint", "reason")
         )
@@ -361,6 +366,9 @@ class Metrics:
 
     def endpoint_fault(self, address: str, why: str) -> None:
         self._faults.add((self._endpoint(address), _class_of(why)))
+
+    def extension_fault(self, extension: str, reason: str) -> None:
+        self._extension_faults.add((extension, reason))
 
     def endpoint_ejected(self, address: str, why: str) -> None:
         self._ejections.add((self._endpoint(address), _class_of(why)))

@@ -1,0 +1,140 @@
+"""Finds scorers, filters, orderings and cost estimators from outside: entry points of distributions.
+
+The configuration names an extension; this module finds, imports and checks it. The installed entry points are
+read once, and only if the configuration names a scorer or an extension. `picker_fleet.extensions` describes
+extensions for their authors; `scheduling/extension_calls.py` calls extensions.
+"""
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any, Final, Generic, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+VERSION: Final = 1  # of the interface: raise it if an extension that was written for it would no longer work
+
+SCORERS: Final = "picker_fleet.scorers"
+FILTERS: Final = "picker_fleet.filters"
+ORDERINGS: Final = "picker_fleet.orderings"
+COST_ESTIMATORS: Final = "picker_fleet.cost_estimators"
+KINDS: Final = {
+    SCORERS: "scorer",
+    FILTERS: "filter",
+    ORDERINGS: "ordering",
+    COST_ESTIMATORS: "cost estimator",
+}
+_LONGEST = 40  # most characters of an unknown name in a message
+
+P = TypeVar("P", bound=BaseModel)
+F = TypeVar("F", covariant=True)
+
+
+class NoParameters(BaseModel):
+    """The model of an extension without parameters."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+@dataclass(frozen=True)
+class Extension(Generic[P, F]):
+    """What an entry point names: the interface `version` that the extension was written for, the function
+    `make`, which gets the parameters and returns the scorer (or filter, …), and the parameters' model.
+
+    `make` is called once at the start of a replica for each pool whose configuration names the extension.
+    """
+
+    version: int
+    make: Callable[[P], F]
+    parameters: type[P]
+
+
+def find(group: str, name: str, built_in: Collection[str] = ()) -> Extension[Any, Any] | None:
+    """The extension `name` of `group`; None if `name` is one of the `built_in` names.
+
+    Raises:
+        ValueError: the extension is unknown or unusable, or has the name of another; the message says what to
+            do.
+    """
+    kind = KINDS[group]
+    found = _installed().get(group, {})
+    entries = found.get(name, ())
+    whose = " and ".join(sorted(_distribution(each) for each in entries))
+    if name in built_in:
+        if entries:
+            raise ValueError(
+                f"the {kind} {name} of {whose} has the name of a built-in {kind}: rename its entry point, or "
+                "uninstall it"
+            )
+        return None
+    if not entries:
+        valid = ", ".join((*built_in, *sorted(found))) or "none is installed"
+        raise ValueError(f"no {kind} is named {name[:_LONGEST]!r}; valid: {valid}")
+    if len(entries) > 1:
+        raise ValueError(f"{whose} both have a {kind} {name}: rename one, or uninstall one")
+    try:
+        extension = entries[0].load()
+    except Exception as fault:
+        raise ValueError(
+            f"the {kind} {name} of {whose} cannot be imported: {type(fault).__name__}: {fault}"
+        ) from fault
+    if not isinstance(extension, Extension):
+        raise ValueError(f"the {kind} {name} of {whose} is no picker_fleet.extensions.Extension")
+    if extension.version != VERSION:
+        raise ValueError(
+            f"the {kind} {name} of {whose} was written for version {extension.version} of the extensions' "
+            f"interface; this picker has version {VERSION}: install a release of {whose} for that version"
+        )
+    return extension
+
+
+def check(group: str, name: str, parameters: Mapping[str, Any]) -> None:
+    """Check that the extension `name` of `group` can be used with `parameters`.
+
+    Raises:
+        ValueError: as `find`, or parameters are invalid; the message names extension and keys.
+    """
+    _parsed(group, name, parameters)
+
+
+def made(group: str, name: str, parameters: Mapping[str, Any]) -> Any:
+    """The scorer, filter, ordering or cost estimator `name`, made with `parameters`.
+
+    Raises:
+        ValueError: as `check`, or the extension cannot be made.
+    """
+    extension, own = _parsed(group, name, parameters)
+    try:
+        return extension.make(own)
+    except Exception as fault:
+        raise ValueError(
+            f"the {KINDS[group]} {name} did not start: {type(fault).__name__}: {fault}"
+        ) from fault
+
+
+def _parsed(group: str, name: str, parameters: Mapping[str, Any]) -> tuple[Extension[Any, Any], BaseModel]:
+    extension = find(group, name)
+    assert extension is not None, "only a built-in name gives None"
+    try:
+        return extension, extension.parameters.model_validate(parameters)
+    except ValidationError as fault:
+        faults = [
+            f"{'.'.join(('parameters', *map(str, each['loc'])))}: {each['msg'].removeprefix('Value error, ')}"
+            for each in fault.errors()
+        ]
+        raise ValueError(f"{KINDS[group]} {name}: {'; '.join(faults)}") from None
+
+
+@cache
+def _installed() -> Mapping[str, Mapping[str, tuple[EntryPoint, ...]]]:
+    """The installed entry points by group and name."""
+    return {
+        group: {name: tuple(found.select(name=name)) for name in found.names}
+        for group in KINDS
+        for found in (entry_points(group=group),)
+    }
+
+
+def _distribution(entry: EntryPoint) -> str:
+    return "an unknown distribution" if entry.dist is None else f"{entry.dist.name} {entry.dist.version}"
