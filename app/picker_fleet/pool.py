@@ -54,6 +54,7 @@ from picker_fleet.ingress.ext_proc import eds
 from picker_fleet.ingress.ext_proc.accesslog import Account
 from picker_fleet.ingress.headers import selected_endpoints
 from picker_fleet.ingress.intake import Intake
+from picker_fleet.scheduling.cache_feedback import CacheWatch
 from picker_fleet.scheduling.chooser import EndpointChooser
 from picker_fleet.scheduling.extension_calls import Extensions
 from picker_fleet.scheduling.route_stream import RouteStream
@@ -134,6 +135,8 @@ class Pool:
         )
 
         # Create the parts for endpoints, scraping and scheduling.
+        self.routes = RouteStream(url, stream=self.store.keys.routes, replica=replica, clock=clock)
+        caches = CacheWatch(self.routes, self.readings)
         self.scraping = ScrapingTask(
             url,
             settings.pool,
@@ -143,9 +146,8 @@ class Pool:
             fleet=self.fleet,
             endpoints=self.endpoints,
             readings=self.readings,
-            meter=Probes(self.store, self.endpoints, self.metrics, self.readings, self.fleet, clock),
+            meter=Probes(self.store, self.endpoints, self.metrics, self.readings, self.fleet, clock, caches),
         )
-        self.routes = RouteStream(url, stream=self.store.keys.routes, replica=replica, clock=clock)
         extensions = Extensions(settings, self.metrics.extension_fault)
         self.chooser = EndpointChooser(
             self.fleet,

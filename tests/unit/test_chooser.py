@@ -286,6 +286,7 @@ class Probed:
             Mock(snapshot=lambda: readings or {}),
             self.fleet,
             clock=lambda: self.now_s,
+            caches=Mock(),
         )
 
     def publish(self, *down: str, of: tuple[str, ...] = (A, B, C)) -> None:

@@ -19,6 +19,8 @@ from picker_fleet.scheduling.endpoint_history import block_hashes
 from picker_fleet.scheduling.latency_model import Load
 from picker_fleet.scheduling.route_stream import (
     CompletionRecord,
+    EvidenceRecord,
+    LossRecord,
     ObservationRecord,
     PlacementRecord,
     Record,
@@ -36,8 +38,11 @@ amounts = st.floats(min_value=0, max_value=1e6)
 observed = st.builds(
     ObservationRecord, addresses, addresses, st.builds(Load, *[amounts] * 4), amounts, amounts
 )
-others = st.builds(CompletionRecord, addresses, amounts) | st.builds(
-    PlacementRecord, addresses, amounts, amounts
+others = (
+    st.builds(CompletionRecord, addresses, amounts)
+    | st.builds(PlacementRecord, addresses, amounts, amounts)
+    | st.builds(EvidenceRecord, addresses, amounts, amounts, amounts)
+    | st.builds(LossRecord, addresses)
 )
 
 

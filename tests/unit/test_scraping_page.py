@@ -22,6 +22,7 @@ from picker_fleet.endpoints.readings import EndpointMetrics
 
 PAGES = Path(__file__).parents[1] / "data" / "pages"
 SIMPLE = Engine("simple", waiting=("queue",), running=("run",), kv_utilisation=("kv",), adapters=("lora",))
+OLDER, NEWER = {"started_s": 1760356823.84}, {"started_s": 1780356823.84, "kv_tokens": 439568.0}
 ALL = Scraping().engines()
 PART = 32 * 1024
 
@@ -47,18 +48,19 @@ def adapters(most: int | None, active: str = "", waiting: str = "") -> dict[str,
 @cases("file, engine, expected", {
     file: (file, engine, EndpointMetrics(5, waiting, running, share, **more))
     for file, engine, waiting, running, share, more in (
-        ("vllm-0.6", "vllm", 2.0, 8.0, 0.31254, {}),
-        ("vllm-0.9-api-servers", "vllm", 2.0, 5.0, 0.1875, {}),
+        ("vllm-0.6", "vllm", 2.0, 8.0, 0.31254, OLDER),
+        ("vllm-0.9-api-servers", "vllm", 2.0, 5.0, 0.1875, {"prefix_queries": 91230.0}),
         ("vllm-0.10-lora", "vllm", 7.0, 23.0, 0.6171875,
-         adapters(4, "sql-lora chat-lora", "code-lora") | {"preemptions": 2.0}),
+         adapters(4, "sql-lora chat-lora", "code-lora") | OLDER | {"preemptions": 2.0, "kv_tokens": 439568.0}
+         | {"prefix_queries": 2488544.0, "prefix_hits": 1714176.0}),
         ("vllm-0.29-two-engines", "vllm", 7.0, 23.0, 0.4375,
-         adapters(4, "sql-lora chat-lora code-lora", "poet-lora") | {"preemptions": 0.0}),
-        ("vllm-0.29-asleep", "vllm", 0.0, 0.0, 0.0, {"unready": "asleep", "preemptions": 0.0}),
-        ("sglang-priority", "sglang", 2826.0, 162.0, 0.28, {}),
+         adapters(4, "sql-lora chat-lora code-lora", "poet-lora") | {"preemptions": 0.0, **NEWER}),
+        ("vllm-0.29-asleep", "vllm", 0.0, 0.0, 0.0, {"unready": "asleep", "preemptions": 0.0, **NEWER}),
+        ("sglang-priority", "sglang", 2826.0, 162.0, 0.28, {"prefix_queries": 8128902.0}),
         ("sglang-tp8", "sglang", 5.0, 12.0, 0.41, {}),
-        ("sglang-dp2-tp2", "sglang", 4.0, 8.0, 0.5, {"preemptions": 4.0}),
+        ("sglang-dp2-tp2", "sglang", 4.0, 8.0, 0.5, {"preemptions": 4.0, "kv_tokens": 196608.0}),
         ("tensorrt-llm", "tensorrt-llm", 1.0, 6.0, 0.1953125, {}),
-        ("triton-tensorrt-llm", "triton-tensorrt-llm", 4.0, 7.0, 0.3125, {}),
+        ("triton-tensorrt-llm", "triton-tensorrt-llm", 4.0, 7.0, 0.3125, {"kv_tokens": 400000.0}),
         ("triton", "triton", 7.0, None, None, {}),
         ("tgi", "tgi", 9.0, 17.0, None, {}),
         ("llama.cpp-b4000", "llama.cpp", 46.0, 4.0, 0.625, {}),

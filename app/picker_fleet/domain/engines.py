@@ -57,12 +57,14 @@ class Engine:
 
     Each metric may have several series; the first of these series that the page has counts. `preemptions`
     counts how often the engine has interrupted a request for want of KV cache. `awake` is 0 while the engine
-    sleeps. `aggregation` says for each label how to combine series that differ in that
-    label. `probe_path` is cheap to answer; the status `unready`, 500, 502, 503 or 504 means that the engine
-    takes no requests. If `health_path` is set, only the status of that path means so; the path is requested
-    seldom, since SGLang generates a token for each request. `sleep_path` reports whether the engine sleeps if
-    the page does not; `models_path` lists usable adapters ('' for a path: the engine has none).
-    """
+    sleeps. The product of the series `kv_size` is the number of tokens in the KV cache (of an info series:
+    the product of its labels `num_gpu_blocks` and `block_size`). `prefix_queries` counts the prompts' tokens
+    looked up in the prefix cache, `prefix_hits` those found. `started` is when the engine's process started.
+    `aggregation` says for each label how to combine series that differ in that label. `probe_path` is cheap
+    to answer; the status `unready`, 500, 502, 503 or 504 means that the engine takes no requests. If
+    `health_path` is set, only the status of that path means so; the path is requested seldom, since SGLang
+    generates a token for each request. `sleep_path` reports whether the engine sleeps if the page does not;
+    `models_path` lists usable adapters ('' for a path: the engine has none)."""
 
     name: str
     waiting: tuple[str, ...] = ()
@@ -71,6 +73,10 @@ class Engine:
     preemptions: tuple[str, ...] = ()
     adapters: tuple[str, ...] = ()
     awake: tuple[str, ...] = ()
+    kv_size: tuple[str, ...] = ()
+    prefix_queries: tuple[str, ...] = ()
+    prefix_hits: tuple[str, ...] = ()
+    started: tuple[str, ...] = ("process_start_time_seconds",)
     aggregation: Mapping[str, Aggregation] = field(default_factory=lambda: _RANKS)
     path: str = "/metrics"
     probe_path: str = "/health"
@@ -92,6 +98,9 @@ ENGINES: Mapping[str, Engine] = {
             preemptions=("vllm:num_preemptions_total",),
             adapters=("vllm:lora_requests_info",),
             awake=('vllm:engine_sleep_state{sleep_state="awake"}',),
+            kv_size=("vllm:cache_config_info",),
+            prefix_queries=("vllm:prefix_cache_queries_total", "vllm:gpu_prefix_cache_queries_total"),
+            prefix_hits=("vllm:prefix_cache_hits_total", "vllm:gpu_prefix_cache_hits_total"),
             sleep_path="/is_sleeping",
             models_path="/v1/models",
         ),
@@ -103,6 +112,9 @@ ENGINES: Mapping[str, Engine] = {
             # SGLang retracts requests. `sglang:num_retracted_reqs` is no counter: it has those since the last
             # update (SGLang, python/sglang/srt/observability/metrics_collector.py).
             preemptions=("sglang:num_retracted_requests_total",),
+            kv_size=("sglang:max_total_num_tokens",),
+            prefix_queries=("sglang:prompt_tokens_total",),
+            prefix_hits=('sglang:cached_tokens_total{cache_source="device"}', "sglang:cached_tokens_total"),
             aggregation={**_RANKS, "priority": "total"},
             probe_path="/ping",
             health_path="/health",
@@ -119,6 +131,10 @@ ENGINES: Mapping[str, Engine] = {
             waiting=('nv_trt_llm_request_metrics{request_type="waiting"}',),
             running=('nv_trt_llm_request_metrics{request_type="scheduled"}',),
             kv_utilisation=('nv_trt_llm_kv_cache_block_metrics{kv_cache_block_type="fraction"}',),
+            kv_size=(
+                'nv_trt_llm_kv_cache_block_metrics{kv_cache_block_type="max"}',
+                'nv_trt_llm_kv_cache_block_metrics{kv_cache_block_type="tokens_per"}',
+            ),
             probe_path="/v2/health/ready",
             unready=400,
         ),

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from picker_fleet.domain.engines import Aggregation, Engine, series_of
 from picker_fleet.domain.errors import PickerError
-from picker_fleet.endpoints.readings import NONE, EndpointMetrics
+from picker_fleet.endpoints.readings import ASLEEP, NONE, EndpointMetrics
 
 _LABEL = re.compile(rb'[ \t]*([a-zA-Z_][a-zA-Z0-9_]*)[ \t]*=[ \t]*"((?:[^"\\\n]|\\[^\n])*+)"[ \t]*(?:,|$)')
 _SAMPLE = re.compile(
@@ -40,6 +40,7 @@ _MOST_DIGITS = 9
 _OVERSHOOT = 1.05  # rounding may lift a share above 1; a higher value is not a share
 _MODEL_LABELS = frozenset({"model_name", "model"})
 _MOST_MODELS = 16
+_SIZE_LABELS = ("num_gpu_blocks", "block_size")
 _ADAPTER_LABELS = frozenset({"max_lora", "running_lora_adapters", "waiting_lora_adapters"})
 
 Labels = frozenset[tuple[str, str]]
@@ -118,7 +119,8 @@ class PageReader:
             series_of(text).name
             for engine in engines
             for texts in (
-                engine.waiting, engine.running, engine.kv_utilisation, engine.preemptions, engine.awake
+                engine.waiting, engine.running, engine.kv_utilisation, engine.preemptions, engine.awake,
+                engine.kv_size, engine.prefix_queries, engine.prefix_hits, engine.started,
             )
             for text in texts
         }  # fmt: skip
@@ -213,17 +215,22 @@ class PageReader:
         awake = self._first(self.engine.awake)
         self.tells_sleep = bool(awake)
         most, active, queued = self._adapters_of(self.engine)
+        sizes = [_size(self._first((text,)), self.engine.aggregation) for text in self.engine.kv_size]
         return EndpointMetrics(
             scraped_ms=scraped_ms,
             waiting=_total(waiting, self.engine.aggregation),
             running=_total(running, self.engine.aggregation),
             kv_utilisation=_highest(utilisation),
             preemptions=_total(self._first(self.engine.preemptions), self.engine.aggregation),
+            kv_tokens=(math.prod(sizes) or None) if sizes else None,
+            prefix_queries=_total(self._first(self.engine.prefix_queries), self.engine.aggregation),
+            prefix_hits=_total(self._first(self.engine.prefix_hits), self.engine.aggregation),
+            started_s=_total(self._first(self.engine.started), self.engine.aggregation),
             max_adapters=most,
             active_adapters=active,
             waiting_adapters=queued - active,
             models=_models(running or waiting or utilisation),
-            unready="asleep" if 0 in awake.values() else None,
+            unready=ASLEEP if 0 in awake.values() else None,
             remark=self.remark,
         )
 
@@ -267,6 +274,21 @@ def _total(found: Mapping[Labels, float], aggregation: Mapping[str, Aggregation]
             parts[part] = max(parts.get(part, 0.0), value)
     whole: Labels = frozenset()
     return sum(parts.get(whole, sum(parts.values())) for parts in figures.values()) if figures else None
+
+
+def _size(found: Mapping[Labels, float], aggregation: Mapping[str, Aggregation]) -> float:
+    """The total of `found`; of samples with the labels `num_gpu_blocks` and `block_size` the product of these
+    counts. 0 if the size is unknown."""
+    sizes = {}
+    for labels, value in found.items():
+        named = dict(labels)
+        texts = [named.get(name, "") for name in _SIZE_LABELS]
+        if all(text.isascii() and text.isdecimal() and len(text) <= _MOST_DIGITS for text in texts):
+            value = math.prod(map(int, texts))
+        elif any(texts):
+            continue
+        sizes[labels] = value
+    return _total(sizes, aggregation) or 0.0
 
 
 def _highest(found: Mapping[Labels, float]) -> float | None:

@@ -7,7 +7,7 @@ messages. Adding `shift_ms` converts a time from one to the other; clocks of two
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Final
 
 import msgspec
 from msgspec import Meta
@@ -16,6 +16,7 @@ from msgspec.structs import replace
 from picker_fleet.domain.errors import PickerError
 
 NONE: frozenset[str] = frozenset()
+ASLEEP: Final = "asleep"  # as `unready`
 _ADAPTERS = ("active_adapters", "waiting_adapters", "idle_adapters")
 _SETS = (*_ADAPTERS, "models")
 _Count = Annotated[int, Meta(ge=0)]
@@ -37,6 +38,10 @@ class EndpointMetrics(
         "idle_adapters": "idle",
         "interval_ms": "every",
         "before_ms": "before",
+        "kv_tokens": "tokens",
+        "prefix_queries": "queries",
+        "prefix_hits": "hits",
+        "started_s": "started",
     },
 ):
     """An endpoint's load according to its metrics page (docs/protocol.md).
@@ -45,10 +50,12 @@ class EndpointMetrics(
     the last scrape failed, `failures` the number of failed scrapes in a row; after a successful scrape,
     `fault` is None and `failures` 0. `remark` names the unreadable parts of the page. `unready` is the reason
     why the endpoint takes no requests although it answers. `kv_utilisation` is between 0 and 1. `preemptions`
-    counts the requests that the engine has interrupted for want of KV cache, from 0 again after a restart.
-    Adapters are names of LoRA adapters: those in `active` have running requests, those in `waiting` only
-    waiting requests, those in `idle` are loaded but have no requests; at most `max_adapters` adapters are
-    active at once.
+    counts the requests that the engine has interrupted for want of KV cache, from 0 again after a restart; so
+    `prefix_queries` counts the prompts' tokens looked up in the prefix cache, and `prefix_hits` those found.
+    The KV cache has `kv_tokens` tokens. `started_s` is when the engine's process started, by the engine's
+    clock. Adapters are names of LoRA adapters: those in `active` have running requests, those in `waiting`
+    only waiting requests, those in `idle` are loaded but have no requests; at most `max_adapters` adapters
+    are active at once.
     `models` has the model names in the labels of the series, adapters excluded.
 
     `interval_ms` is the endpoint's current scrape interval, None if unknown. `before_ms` and `before_load`
@@ -62,6 +69,10 @@ class EndpointMetrics(
     running: _Amount | None = None
     kv_utilisation: Annotated[float, Meta(ge=0, le=1)] | None = None
     preemptions: _Amount | None = None
+    kv_tokens: _Amount | None = None
+    prefix_queries: _Amount | None = None
+    prefix_hits: _Amount | None = None
+    started_s: _Amount | None = None
     max_adapters: _Count | None = None
     active_adapters: frozenset[str] = NONE
     waiting_adapters: frozenset[str] = NONE

@@ -25,7 +25,7 @@ from picker_fleet.endpoints.metrics_channel import MetricsChannel
 from picker_fleet.endpoints.metrics_page import BadPage, PageReader
 from picker_fleet.endpoints.pacing import IntervalPolicy, ScrapeCost, pause_s
 from picker_fleet.endpoints.page_fetch import Access, Connection, Exchange, FetchError, Page, Place, place_of
-from picker_fleet.endpoints.readings import EndpointMetrics, MetricsCache
+from picker_fleet.endpoints.readings import ASLEEP, EndpointMetrics, MetricsCache
 
 _HEALTH_S = 1.0  # most seconds between probes, even if pages are read more often
 _SELDOM_S = 5.0  # seconds between requests for a health path that is expensive for the server
@@ -200,6 +200,8 @@ class Scraper:
                     woken = False
                 else:
                     woken = await _until(due_s, target.server.lost)
+                if woken:
+                    target.paged_s = -math.inf  # the server may have restarted: read its page now
                 interval_s, tick_s = self._pace(target)
                 await self._look(target, interval_s, tick_s)
                 now_s = self._clock()
@@ -469,7 +471,7 @@ class _Target:
     @property
     def unready(self) -> str | None:
         """Why the endpoint takes no requests although it answers; None if it takes requests."""
-        return "asleep" if self.asleep else self.refusal
+        return ASLEEP if self.asleep else self.refusal
 
     @property
     def engines(self) -> tuple[Engine, ...]:

@@ -8,6 +8,7 @@ from picker_fleet.domain.known_fleet import KnownFleet
 from picker_fleet.endpoints.readings import EndpointMetrics, MetricsCache
 from picker_fleet.endpoints.scraper import SILENCE
 from picker_fleet.endpoints.snapshot import SnapshotCell
+from picker_fleet.scheduling.cache_feedback import CacheWatch
 from picker_fleet.state.store import MarkReply, Store
 from picker_fleet.telemetry.metrics import Metrics
 
@@ -25,7 +26,8 @@ class Probes:
     """The scraper's `Meter`: counts scrapes in `metrics`. Marks an endpoint down that refuses connections, is
     silent or reports itself unready. Each further timeout confirms the mark; three good answers in a row
     remove the mark. A probe's status decides whether an ejected endpoint is reinstated. An endpoint whose
-    metrics stay the same while requests run is stuck. `readings` has the fleet's last scraped metrics."""
+    metrics stay the same while requests run is stuck. `caches` gets the pages. `readings` has the fleet's
+    last scraped metrics."""
 
     def __init__(
         self,
@@ -35,9 +37,11 @@ class Probes:
         readings: MetricsCache,
         fleet: KnownFleet,
         clock: Callable[[], float],
+        caches: CacheWatch,
     ) -> None:
         self._store, self._endpoints, self._metrics = store, endpoints, metrics
         self._readings, self._fleet, self._clock = readings, fleet, clock
+        self._caches = caches
         self._figures: dict[str, tuple[tuple[float | None, ...], float]] = {}  # load figures, since
         self._stuck: set[str] = set()
         self._well: dict[str, int] = {}  # endpoint marked down -> its good answers in a row
@@ -48,6 +52,7 @@ class Probes:
 
     def scraped(self, address: str, seconds: float, reading: EndpointMetrics) -> None:
         self._metrics.scraped(address, seconds, reading)
+        self._caches.read(address, reading)
         self._answered(address, reading.unready is None)
         self._watch(address, reading)
 
@@ -95,6 +100,8 @@ class Probes:
     def scrape_failed(self, address: str, kind: str, seconds: float) -> None:
         self._metrics.scrape_failed(address, kind, seconds)
         self._well.pop(address, None)
+        if kind == "connection":
+            self._caches.refused(address)
         if kind in _SERVER_FAULTS and self._is_ejected(address):
             self._mark(address, True, "ejected")
         confirmed = kind in _UNANSWERED and self._is_down(address)

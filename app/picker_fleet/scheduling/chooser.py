@@ -20,6 +20,7 @@ from picker_fleet.domain.request import ANY_LATENCY, KEY_MARK, Completion, Infer
 from picker_fleet.domain.scorer_names import SLO_HEADROOM
 from picker_fleet.endpoints.readings import MetricsCache
 from picker_fleet.endpoints.snapshot import SnapshotCell
+from picker_fleet.scheduling.cache_feedback import PrefixFeedback
 from picker_fleet.scheduling.endpoint_states import EndpointStates
 from picker_fleet.scheduling.explain import (
     ANY_ENDPOINT,
@@ -213,7 +214,7 @@ class EndpointChooser:
         self._fleet, self._endpoints, self._routes = fleet, endpoints, routes
         self._sessions, self._session_keys = SessionTokens(keys, endpoints), SessionKeys(endpoints)
         self._explanations = ExplanationCache()
-        self._forecasts = Forecasts(routes, clock)
+        self._forecasts, self._feedback = Forecasts(routes, clock), PrefixFeedback(routes, clock)
         self._states = EndpointStates(
             endpoints, fleet, readings=readings, routes=routes, clock=clock, adapters=configured.adapters
         )
@@ -403,6 +404,7 @@ class EndpointChooser:
             loads = live_loads(choice.basis, endpoints, live)
             load = self._forecast_placed(request, endpoints[0], loads)
         if request.prefix and (self._shares_routes or self._forecasts.used):
+            self._feedback.placed(request, endpoints[0])
             self._routes.add_route(endpoints[0], request.prefix)
         return load
 
@@ -424,6 +426,7 @@ class EndpointChooser:
     def ended(self, completion: Completion, token: str) -> None:
         """Learn the endpoint's latency from the end of a request; `token` is its accounting token."""
         self._forecasts.learn(completion, token)
+        self._feedback.ended(completion)
         if not self._shares_completions or completion.outcome is not Outcome.COMPLETED:
             return
         if not 200 <= completion.status < 300:

@@ -14,14 +14,16 @@ it, since it may have megabytes; the same text written differently (spaces, esca
 
 import math
 import re
-from collections import OrderedDict
-from collections.abc import Collection, Container, Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from typing import Final
+from itertools import chain
+from typing import Final, NamedTuple
 
 import msgspec
 from xxhash import xxh64_digest
 
+from picker_fleet.scheduling.engine_cache import EngineCache, Evidence, Expectation
 from picker_fleet.scheduling.scorers import LatencyStats
 
 BLOCK_BYTES: Final = 256  # about 64 tokens
@@ -33,6 +35,9 @@ MAX_BLOCKS: Final = 500_000
 BYTES_PER_BLOCK: Final = 250
 HOLDER_BYTES_PER_BLOCK: Final = 150  # additional bytes per block if the index keeps holders
 _MOST_HOLDERS: Final = 4  # most endpoints kept per hash, the latest ones
+_WITH_EVICTED = 1.5  # hashes kept per endpoint, as a multiple of the blocks that its engine keeps
+_BYTES_PER_TOKEN = 4.0  # of prompts' JSON, until answers tell; then a moving mean:
+_NEW_SHARE = 0.05
 LATENCY_WINDOW: Final = 100  # completions kept per endpoint (spec 004)
 
 # Members of the body that chat templates put before the first message, such as Anthropic's system prompt.
@@ -103,60 +108,85 @@ def block_hashes(
     return tuple(hashes)
 
 
+class Predicted(NamedTuple):
+    """`asked` blocks were sent to an endpoint, of these `hits` were predicted to be cached, by a `capacity`
+    in blocks; its answers tell their cached tokens if `tells`."""
+
+    asked: int
+    hits: int
+    capacity: float
+    tells: bool
+
+
+_NOTHING = Predicted(0, 0, 0.0, False)
+
+
 class PrefixIndex:
     """The prompt prefixes that each endpoint has served, as block hashes. One event loop; no I/O.
 
-    Keeps at most `per_endpoint` hashes per endpoint and `in_total` in all, in equal shares: 500 000 hashes
-    take at most 125 MB (`BYTES_PER_BLOCK` each), and up to 16 endpoints have the full 31 250 hashes each,
-    enough for 2 million tokens of prompts. The least recently served hashes are dropped first.
+    An endpoint's `EngineCache` predicts which of its blocks the engine still has; the other methods see only
+    these. Until pages or answers tell otherwise, an engine has `per_endpoint` blocks. The index keeps at most
+    `in_total` hashes in all, in equal shares: 500 000 hashes take at most 125 MB (`BYTES_PER_BLOCK` each),
+    and up to 10 endpoints have their full 31 250 hashes and half as many evicted ones.
 
-    The method `add` touches the later blocks of a chain first, so that later blocks are dropped before
-    earlier ones. So if a hash is in the index, all hashes before it are, too; the binary search of `match`
-    relies on that.
+    The least recently served hashes are dropped first, and of a chain the later blocks before the earlier
+    ones. So if a hash is in the index, all hashes before it are, too; the binary search of `match` relies on
+    that.
 
     For pools too large for a pick to look at each endpoint, the index also keeps the holders of each hash
     (`name_holders`): the last few endpoints that served it and still have it in the index.
     """
 
-    def __init__(self, *, per_endpoint: int = BLOCKS_PER_ENDPOINT, in_total: int = MAX_BLOCKS) -> None:
-        self._per_endpoint = per_endpoint
-        self._in_total = in_total
-        self._served: dict[str, OrderedDict[bytes, None]] = {}
+    def __init__(
+        self,
+        *,
+        per_endpoint: int = BLOCKS_PER_ENDPOINT,
+        in_total: int = MAX_BLOCKS,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._per_endpoint, self._in_total, self._clock = per_endpoint, in_total, clock
+        self._caches: dict[str, EngineCache] = {}
+        self._kv_tokens: dict[str, float] = {}  # by the engines' pages
+        self._bytes_per_token = _BYTES_PER_TOKEN
         self._holders: dict[bytes, tuple[str, ...]] | None = None
 
     def __len__(self) -> int:
-        return sum(map(len, self._served.values()))
-
-    @property
-    def capacity(self) -> int:
-        """The most hashes kept per endpoint, given the current number of endpoints."""
-        return min(self._per_endpoint, self._in_total // max(1, len(self._served)))
+        return sum(map(len, self._caches.values()))
 
     @property
     def addresses(self) -> Collection[str]:
-        return self._served.keys()
+        return self._caches.keys()
+
+    def capacity(self, address: str) -> int:
+        """The number of blocks that the engine at `address` is believed to keep."""
+        cache = self._caches.get(address)
+        return round(min(self._told(address) if cache is None else cache.capacity, self._share))
+
+    def report_size(self, address: str, kv_tokens: float) -> None:
+        """Record that the engine's page tells a KV cache of `kv_tokens` tokens."""
+        if self._kv_tokens.get(address) != kv_tokens:
+            self._kv_tokens[address] = kv_tokens
+            if address in self._caches:
+                self._caches[address].report_size(self._told(address))
 
     def add(self, address: str, hashes: Sequence[bytes]) -> None:
         """Record that `address` was sent a prompt with these block `hashes` (a chain, first block first)."""
         if not hashes:
             return
-        served = self._served.get(address)
-        if served is None:
-            served = self._served[address] = OrderedDict()
-            for other, others in self._served.items():
-                self._trim(other, others)
-        newest = served.move_to_end
-        links = hashes[: self.capacity]
-        for link in reversed(links):
-            served[link] = None
-            newest(link)
+        cache = self._caches.get(address)
+        if cache is None:
+            cache = self._caches[address] = EngineCache(self._told(address))
+            for other, others in self._caches.items():
+                self._let_go(other, others.fit(self._most(others)))
+        links = hashes[: self._share]
+        gone = cache.add(links, self._most(cache), self._clock())
         if self._holders is not None:
             self._hold(self._holders, address, links)
-        self._trim(address, served)
+        self._let_go(address, gone)
 
     def match(self, hashes: Sequence[bytes], among: Iterable[str] | None = None) -> dict[str, int]:
-        """Endpoint -> how many of `hashes`, counted from the first, it has served; without endpoints that
-        have served none or are not in `among` (if given).
+        """Endpoint -> how many of `hashes`, counted from the first, it has served and still has; without
+        endpoints that have none or are not in `among` (if given).
 
         Takes one lookup per endpoint, and log2(len(hashes)) more per endpoint that has the first block.
         """
@@ -164,17 +194,47 @@ class PrefixIndex:
             return {}
         first = hashes[0]
         if among is None:
-            pairs: Iterable[tuple[str, OrderedDict[bytes, None]]] = self._served.items()
+            pairs: Iterable[tuple[str, EngineCache]] = self._caches.items()
         else:
-            pairs = [(address, served) for address in among if (served := self._served.get(address))]
-        return {address: _matched(hashes, served) for address, served in pairs if first in served}
+            pairs = [(address, cache) for address in among if (cache := self._caches.get(address))]
+        return {address: _matched(hashes, cache.cached) for address, cache in pairs if first in cache.cached}
+
+    def expect(self, address: str, hashes: Sequence[bytes]) -> Expectation | None:
+        """The ranks of the blocks `hashes` on `address` now; None if it has none of them."""
+        cache = self._caches.get(address)
+        expected = cache.expect(hashes, self._clock()) if cache is not None else None
+        return expected if expected is not None and expected.steps else None
+
+    def teaches(self, address: str, evidence: Evidence, life: int | None = None) -> bool:
+        """Whether `learn` would change anything. False if the cache was cleared since its life `life`."""
+        cache = self._caches.get(address)
+        return cache is not None and life in (None, cache.life) and cache.teaches(evidence)
+
+    def learn(self, address: str, evidence: Evidence, bytes_per_token: float) -> None:
+        """Correct the capacity of the engine at `address` by the evidence of an answer, whose prompt had
+        `bytes_per_token` (0: unknown)."""
+        if bytes_per_token:
+            self._bytes_per_token += _NEW_SHARE * (bytes_per_token - self._bytes_per_token)
+        if (cache := self._caches.get(address)) is not None:
+            cache.report_size(self._told(address))
+            self._let_go(address, cache.learn(evidence, self._share, of_answer=bytes_per_token > 0))
+
+    def clear(self, address: str) -> None:
+        """Forget the blocks of `address`: its engine has lost its cache."""
+        if (cache := self._caches.get(address)) is not None:
+            self._let_go(address, cache.clear())
+
+    def predicted(self, address: str) -> Predicted:
+        """The blocks of all prompts sent to `address` so far, and what was predicted of these."""
+        cache = self._caches.get(address)
+        return _NOTHING if cache is None else Predicted(cache.asked, cache.hits, cache.capacity, cache.tells)
 
     def name_holders(self) -> None:
         """From now on, keep the holders of each hash. The first call reads the whole index."""
         if self._holders is None:
             self._holders = {}
-            for address, served in self._served.items():
-                self._hold(self._holders, address, served)
+            for address, cache in self._caches.items():
+                self._hold(self._holders, address, chain(cache.evicted, cache.cached))
 
     def holders(self, hashes: Sequence[bytes], most: int) -> list[str]:
         """At most `most` endpoints: first the endpoints that have served the longest prefix of `hashes`, then
@@ -197,16 +257,29 @@ class PrefixIndex:
         return list(found)[:most]
 
     def retain(self, addresses: AbstractSet[str]) -> None:
-        if self._served.keys() <= addresses:
+        if self._caches.keys() <= addresses:
             return
-        for gone in self._served.keys() - addresses:
-            for link in self._served.pop(gone):
-                self._let_go(gone, link)
+        for gone in self._caches.keys() - addresses:
+            self._let_go(gone, self._caches.pop(gone).clear())
+        self._kv_tokens = {each: told for each, told in self._kv_tokens.items() if each in addresses}
 
-    def _trim(self, address: str, served: OrderedDict[bytes, None]) -> None:
-        for _ in range(len(served) - self.capacity):
-            link, _ = served.popitem(last=False)
-            self._let_go(address, link)
+    @property
+    def _share(self) -> int:
+        """The most hashes kept per endpoint, given the current number of endpoints."""
+        return self._in_total // max(1, len(self._caches))
+
+    def _most(self, cache: EngineCache) -> int:
+        """The most hashes kept of `cache`, evicted ones included."""
+        return min(round(_WITH_EVICTED * cache.capacity) + 1, self._share)
+
+    def _told(self, address: str) -> float:
+        """The capacity in blocks, before answers have taught another."""
+        tokens = self._kv_tokens.get(address)
+        return (
+            float(self._per_endpoint)
+            if tokens is None
+            else max(tokens * self._bytes_per_token / BLOCK_BYTES, 1)
+        )
 
     @staticmethod
     def _hold(known: dict[bytes, tuple[str, ...]], address: str, links: Iterable[bytes]) -> None:
@@ -218,13 +291,16 @@ class PrefixIndex:
             elif address not in holders:
                 known[link] = (address, *holders[: _MOST_HOLDERS - 1])
 
-    def _let_go(self, address: str, link: bytes) -> None:
-        if self._holders is None or address not in (holders := self._holders.get(link, ())):
+    def _let_go(self, address: str, links: Iterable[bytes]) -> None:
+        if self._holders is None:
             return
-        if len(holders) == 1:
-            del self._holders[link]
-        else:
-            self._holders[link] = tuple(other for other in holders if other != address)
+        for link in links:
+            if address not in (holders := self._holders.get(link, ())):
+                continue
+            if len(holders) == 1:
+                del self._holders[link]
+            else:
+                self._holders[link] = tuple(other for other in holders if other != address)
 
 
 def _matched(hashes: Sequence[bytes], served: Container[bytes]) -> int:

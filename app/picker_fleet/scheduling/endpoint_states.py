@@ -190,6 +190,8 @@ class EndpointStates:
             return state
         endpoint, reading = self._by_address[address], self._readings.get(address)
         metrics = reading.metrics if reading is not None and reading.known else _UNKNOWN
+        if metrics.kv_tokens is not None:
+            self._index.report_size(address, metrics.kv_tokens)
         loads = metrics if self._compare_loads else _UNKNOWN
         state = self._states[address] = EndpointState(
             address,

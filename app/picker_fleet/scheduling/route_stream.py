@@ -6,14 +6,15 @@ not a ledger: a lost record (trimmed before it was read, or not written) costs a
 sample. No request waits for the stream.
 
 A replica adds its own routes and placements at once, and those of other replicas from the stream. All
-replicas take completions and observations from the stream, and so in the same order. If such a record cannot
+replicas take the other records from the stream, and so in the same order. If such a record cannot
 be written at the second try, only the replica that made it counts it, so each replica keeps its own latencies
 up to date without Redis (G8).
 
 The body of an entry is a sequence of records. Numbers are big-endian. Record of a route: `R`, length
 of the address (2 bytes), number of hashes (2 bytes), address, hashes (8 bytes each). Further records begin
-with `C` (completion), `P` (placement) or `O` (observation), the length of the address (2 bytes) and, of an
-observation, the length of the model (2 bytes); then the record's numbers as doubles, address and model.
+with `C` (completion), `P` (placement), `O` (observation), `E` (evidence of a prefix cache) or `D` (loss of a
+prefix cache), the length of the address (2 bytes) and, of an observation, the length of the model (2 bytes);
+then the record's numbers as doubles, address and model.
 """
 
 import asyncio
@@ -31,6 +32,7 @@ from typing import Final
 from picker_fleet.background import keep
 from picker_fleet.domain.errors import StateUnavailable
 from picker_fleet.scheduling.endpoint_history import HASH_BYTES, LatencyTracker, PrefixIndex
+from picker_fleet.scheduling.engine_cache import Evidence
 from picker_fleet.scheduling.latency_model import LatencyModel, Load, PrefillBacklogs
 from picker_fleet.state.primary import raise_if_cancelled
 from picker_fleet.state.subscriptions import Command, CommandClient
@@ -51,6 +53,8 @@ _PAUSE_S = 0.2
 _ROUTE = struct.Struct(">cHH")
 _COMPLETION = struct.Struct(">cHd")
 _PLACEMENT = struct.Struct(">cH2d")
+_EVIDENCE = struct.Struct(">cH3d")
+_LOSS = struct.Struct(">cH")
 _OBSERVATION = struct.Struct(">cHH6d")
 _MAX_HASHES = 0xFFFF
 
@@ -95,8 +99,26 @@ class ObservationRecord:
     tpot_s: float
 
 
-# All replicas take completions and observations from the stream, their own included.
-Ending = CompletionRecord | ObservationRecord
+@dataclass(frozen=True, slots=True)
+class EvidenceRecord:
+    """What an answer of `address` has shown about its engine's prefix cache (`engine_cache.Evidence`); the
+    prompt had `bytes_per_token` (0: unknown)."""
+
+    address: str
+    kept: float
+    evicted: float
+    bytes_per_token: float
+
+
+@dataclass(frozen=True, slots=True)
+class LossRecord:
+    """The engine at `address` has lost its prefix cache."""
+
+    address: str
+
+
+# All replicas take these records from the stream, their own included.
+Ending = CompletionRecord | ObservationRecord | EvidenceRecord | LossRecord
 Record = RouteRecord | PlacementRecord | Ending
 
 
@@ -116,7 +138,7 @@ class RouteStream:
         self._stream = stream
         self._replica = replica.encode()
         self._clock = clock
-        self.index, self.latencies = PrefixIndex(), LatencyTracker()
+        self.index, self.latencies = PrefixIndex(clock=clock), LatencyTracker()
         self.model, self.backlogs = LatencyModel(), PrefillBacklogs()
         self._shared = asyncio.Event()
         self._routes: deque[bytes] = deque(maxlen=MAX_ROUTES)  # packed records
@@ -154,6 +176,16 @@ class RouteStream:
     def add_observation(self, model: str, address: str, load: Load, ttft_s: float, tpot_s: float) -> None:
         """Publish to the fleet the times of a request (`ObservationRecord`). Returns at once."""
         self._completions.append(ObservationRecord(model, address, load, ttft_s, tpot_s))
+        self._pending.set()
+
+    def add_evidence(self, address: str, evidence: Evidence, bytes_per_token: float = 0.0) -> None:
+        """Publish to the fleet what an answer has shown (`EvidenceRecord`). Returns at once."""
+        self._completions.append(EvidenceRecord(address, *evidence, bytes_per_token))
+        self._pending.set()
+
+    def add_loss(self, address: str) -> None:
+        """Publish to the fleet that the engine at `address` has lost its prefix cache. Returns at once."""
+        self._completions.append(LossRecord(address))
         self._pending.set()
 
     async def caught_up(self) -> None:
@@ -271,6 +303,10 @@ class RouteStream:
                     self.backlogs.add(address, tokens, ttft_s, self._clock())
                 case ObservationRecord(model, address, load, ttft_s, tpot_s):
                     self.model.learn(model, address, load, ttft_s, tpot_s)
+                case EvidenceRecord(address, kept, evicted, bytes_per_token):
+                    self.index.learn(address, Evidence(kept, evicted), bytes_per_token)
+                case LossRecord(address):
+                    self.index.clear(address)
 
 
 def pack(record: Record) -> bytes:
@@ -284,6 +320,11 @@ def pack(record: Record) -> bytes:
             return _COMPLETION.pack(b"C", len(address), record.seconds) + address
         case PlacementRecord():
             return _PLACEMENT.pack(b"P", len(address), record.tokens, record.ttft_s) + address
+        case EvidenceRecord():
+            numbers = record.kept, record.evicted, record.bytes_per_token
+            return _EVIDENCE.pack(b"E", len(address), *numbers) + address
+        case LossRecord():
+            return _LOSS.pack(b"D", len(address)) + address
         case ObservationRecord():
             model, times = record.model.encode(), (*record.load, record.ttft_s, record.tpot_s)
             return _OBSERVATION.pack(b"O", len(address), len(model), *times) + address + model
@@ -333,6 +374,16 @@ def unpack(body: bytes) -> list[Record]:
                 start = at + _PLACEMENT.size
                 at = start + length
                 found.append(PlacementRecord(_text(body, start, at), *_numbers(*numbers)))
+            elif kind == b"E":
+                _, length, *numbers = _EVIDENCE.unpack_from(body, at)
+                start = at + _EVIDENCE.size
+                at = start + length
+                found.append(EvidenceRecord(_text(body, start, at), *_numbers(*numbers)))
+            elif kind == b"D":
+                _, length = _LOSS.unpack_from(body, at)
+                start = at + _LOSS.size
+                at = start + length
+                found.append(LossRecord(_text(body, start, at)))
             elif kind == b"O":
                 _, length, of_model, *numbers = _OBSERVATION.unpack_from(body, at)
                 start = at + _OBSERVATION.size

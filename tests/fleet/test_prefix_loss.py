@@ -1,0 +1,56 @@
+"""A model server restarts, and so loses its prefix cache: no replica of the fleet sends it a prompt for a
+prefix that is gone."""
+
+from typing import Any
+
+from fleet_load import at_rest, complete, decisions
+
+CONFIG = {"scheduling": {"scorers": {"prefix-affinity": 6}}}
+PROMPTS = 80
+
+
+def prompt(number: int) -> str:
+    return f"Conversation {number}. " * 60
+
+
+async def shares(fleet: Any, number: int) -> tuple[int, dict[str, float]]:
+    """Send the conversation's next turn. Returns the replica that placed it, and by endpoint the share of the
+    prompt that this replica took to be cached."""
+    assert (await complete(fleet.url, prompt(number) + "And then?", 2)).served
+    entry = [entry for entry in await decisions(fleet) if entry.event == "bypassed"][-1]
+    for replica in range(3):
+        reply = await fleet.admin(f"/api/v1/requests/{entry.request}", replica)
+        explained = reply.json()["explanation"] if reply.status_code == 200 else None
+        if explained is not None:
+            found = {each["address"]: each["parts"]["prefix-affinity"] for each in explained["candidates"]}
+            return replica, found
+    raise AssertionError("no replica explains the choice")
+
+
+async def test_a_restarted_server_loses_its_prefixes_in_the_index_of_every_replica(fleet: Any) -> None:
+    here = fleet("--endpoints", "2", "--sim-ttft", "5", "--sim-itl", "1", config=CONFIG)
+    address = here.state["endpoints"][0]["address"]
+    served = [(await complete(here.url, prompt(number), 2)).endpoint for number in range(PROMPTS)]
+    there = [number for number, endpoint in enumerate(served) if endpoint == address]
+    known = [await shares(here, number) for number in there[:6]]
+    assert all(found[address] > 0.7 for _, found in known)
+
+    here.endpoint(0).kill()
+
+    back: set[int] = set()
+
+    async def replicas_that_have_it() -> set[int]:
+        replica, found = await shares(here, there[0])
+        back.update({replica} if address in found else ())
+        return back
+
+    await here.eventually(
+        lambda: here.endpoint_status(address), lambda found: found == "down", what="its end"
+    )
+    await here.eventually(
+        replicas_that_have_it, lambda found: len(found) == 3, within_s=60, what="its return"
+    )
+    asked = [await shares(here, number) for number in there[6:]]
+    assert {replica for replica, _ in asked} == {0, 1, 2}
+    assert [found[address] for _, found in asked] == [0.0] * len(asked)
+    await at_rest(here)

@@ -1,0 +1,193 @@
+"""What answers and metrics pages teach the prefix index, without Redis: the records are applied at once."""
+
+from typing import Any
+
+import pytest
+from choosers import chooser_of, fleet_with
+from tables import cases
+
+from picker_fleet.domain.request import Band, Completion, Endpoint, InferenceRequest, Outcome, Workload
+from picker_fleet.endpoints.readings import EndpointMetrics, MetricsCache
+from picker_fleet.endpoints.snapshot import Snapshot, SnapshotCell
+from picker_fleet.scheduling.cache_feedback import CacheWatch
+from picker_fleet.scheduling.endpoint_history import block_hashes
+from picker_fleet.scheduling.route_stream import EvidenceRecord, LossRecord, RouteStream
+
+A, B = "10.0.0.1:8000", "10.0.0.2:8000"
+BLOCKS = 40
+PROMPT = block_hashes("llama", b"x" * (256 * BLOCKS))
+TOKENS = 64 * BLOCKS + 32  # four bytes a token
+
+
+class Replica:
+    """A replica with a chooser and a watch; the test gives answers and pages."""
+
+    def __init__(self) -> None:
+        self.now_s, cell = 100.0, SnapshotCell()
+        cell.publish(Snapshot("1", (Endpoint(A), Endpoint(B))))
+        self.readings = MetricsCache(None, lambda: self.now_s)
+        self.routes = RouteStream("redis://127.0.0.1:1/0", stream="s", replica="r", clock=lambda: self.now_s)
+        self.chooser = chooser_of(
+            cell,
+            fleet_with("prefix-affinity"),
+            readings=self.readings,
+            routes=self.routes,
+            clock=lambda: self.now_s,
+        )
+        self.watch, self.requests = CacheWatch(self.routes, self.readings), 0
+        self.routes.index.add(A, PROMPT)
+        self.routes.index.add(A, block_hashes("other", b"y" * (256 * 300)))
+        self.now_s += 60
+
+    def answer(
+        self, cached: int | None, served: str = A, prompt_tokens: int = TOKENS, status: int = 200
+    ) -> None:
+        """Place a request with the prompt on A, and end it after an answer of `served`."""
+        self.requests += 1
+        request = InferenceRequest(
+            f"r{self.requests}", "m", "m", False, "f", Band.DEFAULT, 1.0, Workload("w", 3), 1.0, 30.0, None
+        )._replace(prefix=PROMPT, body_bytes=256 * BLOCKS)
+        self.chooser.placed(request, self.chooser.choose(request), (A,))
+        self.chooser.ended(
+            Completion(
+                request.id,
+                Outcome.COMPLETED,
+                status,
+                served,
+                prompt_tokens,
+                9,
+                1.0,
+                None,
+                cached_tokens=cached,
+            ),
+            "token",
+        )
+
+    def shared(self) -> list[Any]:
+        """The records of evidence and losses that this replica has shared since the last call; applies
+        them."""
+        found = [each for each in self.routes._completions if isinstance(each, EvidenceRecord | LossRecord)]
+        self.routes._completions.clear()
+        self.routes._apply(found)
+        return found
+
+
+def test_an_answer_that_contradicts_the_index_teaches_and_others_do_not() -> None:
+    replica = Replica()
+
+    replica.answer(TOKENS - 1)
+    (first,) = replica.shared()
+    assert (first.kept, first.evicted) == (340, 0), "the blocks used since, and the prompt's own"
+    assert first.bytes_per_token == pytest.approx(4.0, rel=0.01)
+    replica.now_s += 60
+    replica.answer(TOKENS - 1)
+    assert replica.shared() == [], "as predicted"
+
+    replica.now_s += 60
+    replica.answer(0)
+    (missed,) = replica.shared()
+    assert missed.kept == 0
+    assert missed.evicted == BLOCKS
+
+
+def test_a_missing_number_counts_as_zero_once_the_engine_has_told_one() -> None:
+    replica = Replica()
+    replica.answer(None)
+    assert replica.shared() == [], "vLLM without --enable-prompt-tokens-details tells nothing"
+    replica.answer(TOKENS)
+    assert len(replica.shared()) == 1
+
+    replica.now_s += 60
+    replica.answer(None)
+
+    assert [each.kept for each in replica.shared()] == [0]
+
+
+@cases("answer", {
+    "of another endpoint after a retry": ({"served": B},),
+    "an error": ({"status": 500},),
+    "with images, whose bytes are few tokens": ({"prompt_tokens": 256 * BLOCKS // 20},),
+    "without usage": ({"prompt_tokens": 0},),
+})  # fmt: skip
+def test_other_answers_teach_nothing(answer: dict[str, Any]) -> None:
+    replica = Replica()
+    replica.answer(0, **answer)
+    assert replica.shared() == []
+
+
+PAGE = {"waiting": 0.0, "running": 0.0}
+
+
+def page(at_s: float, **more: Any) -> EndpointMetrics:
+    return EndpointMetrics(int(at_s * 1000), **PAGE, **more)
+
+
+@cases("before, after, refused", {
+    "the process started later": ({"started_s": 1e9}, {"started_s": 1e9 + 5}, False),
+    "the looked up tokens fell": ({"prefix_queries": 50.0}, {"prefix_queries": 9.0}, False),
+    "the preemptions fell": ({"preemptions": 5.0}, {"preemptions": 0.0}, False),
+    "it was away, and its page tells nothing": ({}, {}, True),
+    "it was away, and has looked nothing up since": ({"prefix_queries": 0.0}, {"prefix_queries": 0.0}, True),
+    "it slept": ({"unready": "asleep", "started_s": 1e9}, {"started_s": 1e9}, False),
+})  # fmt: skip
+def test_a_page_shows_that_an_engine_has_lost_its_cache(
+    before: dict[str, Any], after: dict[str, Any], refused: bool
+) -> None:
+    replica = Replica()
+    replica.watch.read(A, page(1, **before))
+    if refused:
+        replica.watch.refused(A)
+    replica.watch.read(A, page(2, **after))
+    replica.watch.read(A, page(3, **after))
+
+    assert replica.shared() == [LossRecord(A)]
+    assert replica.routes.index.match(PROMPT) == {}
+
+
+@cases("before, after, refused", {
+    "nothing changed": ({"started_s": 1e9}, {"started_s": 1e9 + 0.01}, False),
+    "the network was away, but the process is the same": ({"started_s": 1e9}, {"started_s": 1e9}, True),
+    "the network was away, but the counters went on": ({"preemptions": 3.0}, {"preemptions": 3.0}, True),
+    "a page without the counters": ({"prefix_queries": 50.0}, {}, False),
+})  # fmt: skip
+def test_a_cache_that_lives_on_is_kept(before: dict[str, Any], after: dict[str, Any], refused: bool) -> None:
+    replica = Replica()
+    replica.watch.read(A, page(1, **before))
+    if refused:
+        replica.watch.refused(A)
+    replica.watch.read(A, page(2, **after))
+
+    assert replica.shared() == []
+
+
+def test_a_replica_that_takes_over_compares_with_the_page_that_another_has_read() -> None:
+    replica = Replica()
+    replica.watch.read(A, page(1, started_s=1e9))
+    replica.readings.update({A: page(2, started_s=2e9)})  # another replica has noticed this restart
+
+    replica.watch.read(A, page(3, started_s=2e9))
+
+    assert replica.shared() == []
+
+
+@cases("hits, expected", {
+    "half of the predicted hits": (0.5, (0, 0.6)),
+    "as many hits as predicted": (1.0, None),
+})  # fmt: skip
+def test_where_answers_tell_nothing_the_counters_of_the_page_do(
+    hits: float, expected: tuple[float, float] | None
+) -> None:
+    replica = Replica()
+    index, watch = replica.routes.index, replica.watch
+    watch.read(A, page(1, prefix_queries=0.0, prefix_hits=0.0))
+    for _ in range(30):
+        index.add(A, PROMPT)  # predicted to be cached as a whole
+    watch.read(A, page(2, prefix_queries=9_000.0, prefix_hits=9_000.0 * hits))
+    assert replica.shared() == [], "too few tokens"
+
+    capacity = index.capacity(A)
+    watch.read(A, page(3, prefix_queries=76_800.0, prefix_hits=76_800.0 * hits))
+
+    found = [(each.kept / capacity, each.evicted / capacity) for each in replica.shared()]
+    assert found == ([expected] if expected else [])
+    assert not index.predicted(A).tells
