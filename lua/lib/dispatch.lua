@@ -27,7 +27,8 @@ local function place_request(r, candidates, split, turn, picks)
   record.put(r)
   if granted and settings.log_max > 0 then log_event('placed', r) end
   if settings.tenants then seen = seen .. tenants.quota(r) end
-  return stages.placed(r) .. ' ' .. seen
+  if prefillers ~= '' then picked = picked .. stages.SPLIT .. prefillers end
+  return 'placed ' .. picked .. ' ' .. seen
 end
 
 -- Place a granted request. If every endpoint that it may use is at its own limit or at the flow's limit, the request

@@ -11,7 +11,7 @@ end
 
 -- The prefill of a split request: `r.prefillers` are its prefill endpoint and fallbacks, '' for a whole request and
 -- once the prefill has ended. The key `prefills` has the reservations, ENDPOINT and id, with the ends of their leases.
-local stages = {}
+local stages = {SPLIT = '>'} -- between endpoints and prefill endpoints in replies
 do
   local NO_FLOW_LIMIT = {limit = 0}
   local MARK = '=' -- begins the name under which a flow queue waits for room in the stage prefill of an endpoint
@@ -64,9 +64,9 @@ do
     stages.prefill_has_room(endpoint)
   end
 
-  -- The reply about a placed request.
+  -- The reply about a request that was placed before.
   function stages.placed(r)
-    return 'placed ' .. r.endpoints .. (r.prefillers ~= '' and '>' .. r.prefillers or '')
+    return 'placed ' .. r.endpoints .. (r.prefillers ~= '' and stages.SPLIT .. r.prefillers or '')
   end
 end
 

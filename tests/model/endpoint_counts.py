@@ -11,13 +11,14 @@ CLOSED = 1e9  # the scripts add this to the count of an endpoint that takes no n
 
 
 class EndpointCounts:
-    """The endpoints. Draining and removed endpoints take no new requests; idle removed ones are forgotten."""
+    """The endpoints of a stage. Draining and removed endpoints take no new requests; idle removed ones are
+    forgotten. The stages of a pool share `marks`."""
 
-    def __init__(self) -> None:
+    def __init__(self, marks: dict[tuple[str, str], int]) -> None:
         self.counts: dict[str, int] = {}
-        # (drained, down or ejected; endpoint) -> when the mark was set, ms
-        self.marks: dict[tuple[str, str], int] = {}
+        self.marks = marks  # (drained, down or ejected; endpoint) -> when the mark was set, ms
         self.marks_version = 0
+        self._published: set[str] = set()  # of all stages
         self.listed: set[str] = set()
         self._draining: set[str] = set()
         self._of_flow: dict[tuple[str, str], int] = {}  # (flow, endpoint) -> requests; endpoint '': all
@@ -29,7 +30,7 @@ class EndpointCounts:
 
     def mark(self, what: str, on: bool, address: str, now_ms: int) -> bool:
         """Set or remove a mark (drained, down, ejected). False: no such endpoint."""
-        if address not in self.listed:
+        if address not in self._published:
             return False
         before = set(self.marks)
         if on:
@@ -53,10 +54,13 @@ class EndpointCounts:
     def ready(self) -> int:
         return len(self.open)
 
-    def publish(self, draining: Mapping[str, bool]) -> None:
-        self.listed = set(draining)
+    def publish(self, draining: Mapping[str, bool], listed: set[str]) -> None:
+        """Publish all endpoints, of which `listed` are of this stage."""
+        self.listed, self._published = listed, set(draining)
         self._draining = {address for address, drains in draining.items() if drains}
-        self.marks = {(what, a): since_ms for (what, a), since_ms in self.marks.items() if a in draining}
+        for what, address in list(self.marks):
+            if address not in draining:
+                del self.marks[what, address]
         for address in self.listed - set(self.counts):
             self.counts[address] = 0
         for address in set(self.counts) - self.listed:
@@ -78,16 +82,21 @@ class EndpointCounts:
         return {a: count + (0 if a in self.open else CLOSED) for a, count in self.counts.items()}
 
     def options(
-        self, r: Request, named: Collection[str] | None, caps: Mapping[str, float]
+        self,
+        r: Request,
+        named: Collection[str] | None,
+        caps: Mapping[str, float],
+        last_resort: bool = True,
     ) -> tuple[dict[str, int], bool, list[str]]:
         """Return the endpoints among `named` (None: all) that may take r, with their counts; if none, whether
-        only limits prevent it; the endpoints at their `caps`. Named ejected endpoints are a last resort."""
+        only limits prevent it; the endpoints at their `caps`. Named ejected endpoints may be a last
+        resort."""
         if named is None:
             return self._options(r, self.open, caps)
         found = self._options(r, self.open.intersection(named), caps)
-        return (
-            found if found[0] or found[1] else self._options(r, self.only_ejected.intersection(named), caps)
-        )
+        if found[0] or found[1] or not last_resort:
+            return found
+        return self._options(r, self.only_ejected.intersection(named), caps)
 
     def _options(
         self, r: Request, among: set[str], caps: Mapping[str, float]

@@ -48,6 +48,8 @@ class Request:
     state: str = "new"  # state; later queued, orphaned, granted or placed
     flow_queue: str = ""  # name of the request's flow queue while the request is queued
     endpoints: str = ""
+    prefillers: str = ""  # 'x,y' while the first computes the prompt
+    prefill_lease_ms: int = 0
     taken: float = 0.0
     tag: float | None = None
     lease_ms: int = 0

@@ -15,6 +15,7 @@ from swept_quotas import SweptQuotas
 from picker_fleet.domain.tenants import Node, Price, Tree
 
 Choose = Callable[[str, dict[str, Burden]], str]
+ChoosePrefill = Callable[[str, dict[str, Burden], str], str]
 Item = TypeVar("Item")
 
 DISPATCH_LIMIT = 24
@@ -36,6 +37,11 @@ def least_burdened(id: str, burdens: dict[str, Burden]) -> str:
     return min(burdens, key=lambda address: (burdens[address], address))
 
 
+def least_burdened_prefiller(id: str, burdens: dict[str, Burden], endpoint: str) -> str:
+    best = least_burdened(id, burdens)
+    return "" if best == endpoint else best
+
+
 @dataclass(slots=True)
 class Reply:
     """A call's reply: the caller's notifications, dispatch attempts and successes, and the answers."""
@@ -50,14 +56,19 @@ class PoolModel:
     """The pool's state. `events`: decision log of the last call, as 'EVENT REQUEST-OR-FLOW-QUEUE BY'.
 
     The function `choose` gets a request id and the burden of each allowed endpoint, and returns the request's
-    endpoints as 'a,b,c', best first. Thus the model does not depend on how the scripts break ties.
+    endpoints as 'a,b,c', best first. Thus the model does not depend on how the scripts break ties. The
+    function `choose_prefill` also gets the request's endpoint, and returns its prefill endpoints, '' if the
+    best is the endpoint itself.
     """
 
-    def __init__(self, choose: Choose = least_burdened) -> None:
+    def __init__(
+        self, choose: Choose = least_burdened, choose_prefill: ChoosePrefill = least_burdened_prefiller
+    ) -> None:
         self.moment = Moment()
         self.workloads = Workloads(self.moment)
         self.queue = SharedQueue(self.moment, self.workloads, self._next_arrival, self._log)
-        self.endpoints = EndpointCounts()
+        marks: dict[tuple[str, str], int] = {}
+        self.endpoints, self.prefill = EndpointCounts(marks), EndpointCounts(marks)
         self.outliers = Outliers(self.moment)
         self.refusals: dict[str, int] = {}  # endpoint -> requests that it has refused
         self.requests: dict[str, Request] = {}
@@ -70,7 +81,7 @@ class PoolModel:
         self.seq = self.dispatches = self.guards = self.ended = self.tuned = 0
         self.events: list[str] = []
         self.scan_order: Sequence[str] = ()  # request ids in the order of the next sweep's scan
-        self._choose = choose
+        self._choose, self._choose_prefill = choose, choose_prefill
         self._base: dict[str, Any] = {}
         self._overrides: dict[str, Any] = {}
         self._found: Mapping[
@@ -213,6 +224,21 @@ class PoolModel:
         self.endpoints.reserve(first(r.endpoints))
         self.endpoints.count_flow(r, first(r.endpoints), 1)
 
+    def _reserve_prefill(self, r: Request) -> None:
+        self.prefill.reserve(first(r.prefillers))
+        r.prefill_lease_ms = self.moment.now_ms + self.moment.settings["lease_ms"]
+
+    def _end_prefill(self, r: Request) -> None:
+        """End the prefill of a placed request that goes on."""
+        endpoint, r.prefillers = first(r.prefillers), ""
+        self.prefill.release(endpoint)
+        self._log("prefilled", r.id)
+        self._unblock_prefill(endpoint)
+
+    def _unblock_prefill(self, endpoint: str) -> None:
+        if self.prefill.has_place(endpoint, self.prefill_caps):
+            self.queue.endpoint_has_room(f"={endpoint}")
+
     def _release(self, r: Request, endpoints: str) -> None:
         self.endpoints.release(first(endpoints))
         self.endpoints.count_flow(r, first(endpoints), -1)
@@ -252,14 +278,25 @@ class PoolModel:
 
     def _found_limit(self, address: str) -> int:
         """An endpoint's limit in the mode `adaptive`: pinned, or found within the configured limits."""
+        return self._bounded(address, self._found, self.moment.settings.get("caps") or {})
+
+    def _bounded(self, address: str, found: Mapping[str, Any], caps: Mapping[str, float]) -> int:
         s = self.moment.settings
         if address in (s.get("pinned") or {}):
             return int(s["pinned"][address])
         is_usable = (self._found.get("unit") == "tokens") == self.in_tokens
-        limit = self._found.get(address, s["limit_initial"]) if is_usable else s["limit_initial"]
+        limit = found.get(address, s["limit_initial"]) if is_usable else s["limit_initial"]
         limit = max(s["limit_min"], min(limit, s.get("limit_max", math.inf)))
-        limit_of_requests = (s.get("caps") or {}).get(address, math.inf)
-        return int(limit if self.in_tokens else min(limit, limit_of_requests))
+        return int(limit if self.in_tokens else min(limit, caps.get(address, math.inf)))
+
+    @property
+    def prefill_caps(self) -> dict[str, float]:
+        """The limits of the stage prefill. The fleet finds none in tokens."""
+        caps = self.moment.settings.get("prefill_caps") or {}
+        if not self.finds_limits or self.in_tokens:
+            return dict(caps)
+        found = self._found.get("prefill", {})
+        return {each: self._bounded(each, found, caps) for each in self.prefill.counts}
 
     @property
     def found(self) -> dict[str, int]:
@@ -301,12 +338,16 @@ class PoolModel:
         if self.endpoints.has_place(address, self.caps):
             self.queue.endpoint_has_room(address)
 
-    def _place(self, r: Request, candidates: str) -> tuple[str | None, bool, list[str]]:
-        """Place r. Returns the reply or None, whether only a limit prevents it, and the full endpoints."""
+    def _place(self, r: Request, candidates: str, split: str = "") -> tuple[str | None, bool, list[str]]:
+        """Place r. Returns the reply or None, whether only a limit prevents it, and the full endpoints, with
+        '=' before a full prefill endpoint."""
         named, scores = read_candidates(candidates)
         counts, limited, closed = self.endpoints.options(r, named, self.caps)
         if not counts:
             return None, limited, closed
+        prefills = self._weigh_prefills(r, split) if split else {}
+        if isinstance(prefills, list):
+            return None, True, prefills
         # If the fleet finds limits, endpoints at their limit are the last fallbacks.
         fallbacks = {each: self.endpoints.counts[each] for each in closed if self.finds_limits}
         limits, shares = (self.caps, self._shares_of_limits()) if self.finds_limits else ({}, {})
@@ -317,9 +358,27 @@ class PoolModel:
         else:
             loads = [str(counts.get(each, "")) for each in named]
         self._reserve(r)
+        if prefills:
+            r.prefillers = self._choose_prefill(r.id, prefills, first(r.endpoints))
+        if r.prefillers:
+            self._reserve_prefill(r)
         quota = self.quotas.quota(r.id) if self.has_tenants else ""
         told = f"\x1f{quota}" if quota else ""
-        return f"placed {r.endpoints} {','.join(loads)}{told}", False, closed
+        return f"{placed(r)} {','.join(loads)}{told}", False, closed
+
+    def _weigh_prefills(self, r: Request, candidates: str) -> dict[str, Burden] | list[str]:
+        """The burdens of the prefill endpoints that r may use, empty if none is ready; the full endpoints if
+        all ready ones are full."""
+        named, scores = read_candidates(candidates)
+        caps, finds = self.prefill_caps, self.finds_limits and not self.in_tokens
+        among = self.prefill.open if named is None else named
+        counts, _, closed = self.prefill.options(r, among, caps, last_resort=False)
+        if not counts:
+            return [f"={each}" for each in closed] if closed else {}
+        shares = {each: self.prefill.counts[each] / max(caps[each], 1) for each in caps} if finds else {}
+        fallbacks = {each: self.prefill.counts[each] for each in closed if finds}
+        limits = caps if finds else {}
+        return burdens(counts | fallbacks, scores, self.moment.settings["live_weight"], limits, shares)
 
     def _shares_of_limits(self) -> dict[str, float]:
         """The part of its limit that each endpoint has in flight."""
@@ -327,9 +386,9 @@ class PoolModel:
             return {each: self.amounts[each] / limit for each, limit in self.found.items()}
         return {each: self.endpoints.counts[each] / max(cap, 1) for each, cap in self.caps.items()}
 
-    def _place_granted(self, r: Request, candidates: str) -> str:
+    def _place_granted(self, r: Request, candidates: str, split: str = "") -> str:
         self._withdraw_notification(r)
-        reply, limited, closed = self._place(r, candidates)
+        reply, limited, closed = self._place(r, candidates, split)
         if reply:
             self._log("placed", r.id)
             return reply
@@ -340,14 +399,14 @@ class PoolModel:
         # ends or an endpoint has room. If no endpoint has room, dispatch stops: do not throttle the queue.
         self._give_back(r)
         self.workloads.sent_back(r.workload)
-        r.any_endpoint = candidates == "*"
+        r.any_endpoint = candidates == "*" and not split
         self.queue.insert(r)
         self.queue.correct(r, -1, r.tag)
         self.queue.charge_band(r, -r.cost)
         self._log("requeued", r.id)
         if self.has_tenants:
             self.quotas.send_back(r.id, r.cost)
-        if not closed or self.places() > 1e-6:
+        if not closed or closed[0].startswith("=") or self.places() > 1e-6:
             if not self.queue.is_throttled(r):
                 self.queue.throttle(r, r.flow_queue)
             self.queue.wait_for_endpoints(r, closed)
@@ -364,6 +423,8 @@ class PoolModel:
             self._release(r, r.endpoints)
         elif r.state == "granted":
             self._withdraw_notification(r)
+        if r.prefillers:
+            self.prefill.release(first(r.prefillers))
         if ran:
             self._give_back(r)
         del self.requests[r.id]
@@ -376,6 +437,8 @@ class PoolModel:
                 self.queue.unthrottle(priority, child)
         if state == "placed":
             self._unblock(first(r.endpoints))
+        if r.prefillers:
+            self._unblock_prefill(first(r.prefillers))
         if ran and r.limit > 0:
             for priority in self.queue.bands:
                 self.queue.unthrottle(priority, self.queue.name_of(r))
@@ -481,6 +544,12 @@ class PoolModel:
         for _, id in ran_out[:most]:
             self._finish(self.requests[id], "reclaimed")
         return len(ran_out[:most])
+
+    def _end_lapsed_prefills(self, most: int) -> None:
+        splits = (r for r in self.requests.values() if r.prefillers)
+        ran_out = [r for r in splits if r.prefill_lease_ms <= self.moment.now_ms]
+        for r in sorted(ran_out, key=lambda r: (r.prefill_lease_ms, reservation(r).encode()))[:most]:
+            self._end_prefill(r)
 
     def _orphan_silent(self, grace_ms: int) -> None:
         """Orphan the queued requests of the replica that has been silent for the longest time."""
@@ -626,6 +695,15 @@ class PoolModel:
             least = SMALLEST if self.rate and self.queue else 0.0
             self.rate = rate if rate >= SMALLEST else least
         self._swept_ms, self._swept_dispatches = self.moment.now_ms, self.dispatches
+
+
+def placed(r: Request) -> str:
+    return f"placed {r.endpoints}>{r.prefillers}" if r.prefillers else f"placed {r.endpoints}"
+
+
+def reservation(r: Request) -> str:
+    """The member of the key `prefills` for r."""
+    return f"{first(r.prefillers)}\x1f{r.id}"
 
 
 def first(endpoints: str) -> str:

@@ -6,10 +6,11 @@ Each public method of `QueueModel` models one script of `lua/`. The clock is `mo
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 from model_state import Request
-from pool_model import CHUNK, PoolModel, Reply, first
+from pool_model import CHUNK, PoolModel, Reply, first, placed
 
 from picker_fleet.admission.fair_queue import QueueFull
 from picker_fleet.admission.quotas import Usage
@@ -18,7 +19,8 @@ from picker_fleet.state.connection import smoothed
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A request to admit. The field `candidates` is '*', 'a,b' or, with scores, 'a=0.7,b=0.5'. The field
+    """A request to admit. The field `candidates` is '*', 'a,b' or, with scores, 'a=0.7,b=0.5'; `prefill` too,
+    or '' to serve the request whole. The field
     `limit`: the flow's limit per endpoint (0: no limit). `learn`: add the flow's mean answer to `cost`."""
 
     id: str
@@ -33,6 +35,7 @@ class Arrival:
     criticality: int = 3
     model: str = "m"
     candidates: str = "*"
+    prefill: str = ""
     limit: int = 0
     learn: bool = False
     body_bytes: int = 0
@@ -57,22 +60,30 @@ class QueueModel(PoolModel):
         return self._batch(caller, items, self._admit)
 
     @of_each
-    def place(self, id: str, attempt: str, candidates: str) -> str:
+    def place(self, id: str, attempt: str, candidates: str, split: str = "") -> str:
         r = self._owned(id, attempt)
         if r is None or r.state not in ("granted", "placed"):
             return "gone"
         self._lease(r)
         if r.state == "granted":
-            return self._place_granted(r, candidates)
+            return self._place_granted(r, candidates, split)
         reply, former = None, r.endpoints
         if first(former) not in self.endpoints.open and self._is_untaken(r):
             reply = self._place(r, candidates)[0]
         self._withdraw_notification(r)
         if reply is None:
-            return f"placed {former}"
+            return placed(r)
         self._release(r, former)
         self._log("moved", r.id)
         return reply
+
+    @of_each
+    def prefilled(self, id: str) -> str:
+        r = self.requests.get(id)
+        if r is None or not r.prefillers:
+            return "unknown"
+        self._end_prefill(r)
+        return "released"
 
     @of_each
     def acknowledge(self, id: str, attempt: str) -> str:
@@ -209,12 +220,15 @@ class QueueModel(PoolModel):
         versions: tuple[str, str],
         settings: Mapping[str, Any],
         draining: Mapping[str, bool],
+        stages: Mapping[str, str] = MappingProxyType({}),
     ) -> Reply:
-        """Publish settings and endpoints. The model never loses a key, so it has nothing to rebuild."""
+        """Publish settings and endpoints; `stages`: of those endpoints that do not only decode. The model
+        never loses a key, so it has nothing to rebuild."""
         self._begin(caller)
         for address in self.endpoints.listed - draining.keys():
             self.outliers.pop(address, None)
-        self.endpoints.publish(draining)
+        for stage, name in ((self.endpoints, "decode"), (self.prefill, "prefill")):
+            stage.publish(draining, {each for each in draining if name in stages.get(each, "decode")})
         self._try_ejected()
         filed = -1 if self._base else 0
         if not self._base:
@@ -269,6 +283,7 @@ class QueueModel(PoolModel):
             return Reply(answers=[0, 0, 0, 0, 0, []])
         ran, expired = self._run_timers(CHUNK)
         reclaimed = self._reclaim(CHUNK - ran)
+        self._end_lapsed_prefills(CHUNK)
         self._more = ran + reclaimed == CHUNK
         self._suspected = [] if self._more else self._endpoints_of_suspects(CHUNK - ran - reclaimed)
         if not self._more:
@@ -316,7 +331,7 @@ class QueueModel(PoolModel):
         r = Request(
             item.id, self._caller, item.attempt, item.flow, item.priority, item.weight, cost, item.workload,
             item.criticality, item.model, item.limit, item.body_bytes, item.prompt_tokens,
-            item.answer_tokens + answer, item.candidates == "*",
+            item.answer_tokens + answer, item.candidates == "*" and not item.prefill,
         )  # fmt: skip
         r.arrived = self._arrival_by(item.age_ms) if item.age_ms > 0 else self._next_arrival()
         left_ms = item.ttl_ms - item.age_ms
@@ -363,7 +378,7 @@ class QueueModel(PoolModel):
             if self.quotas.lacking(r.id):
                 return None
             self.quotas.start(r.id, r.cost)
-        reply, limited, _ = self._place(r, item.candidates)
+        reply, limited, _ = self._place(r, item.candidates, item.prefill)
         if reply is None:
             if self.has_tenants:
                 self.quotas.send_back(r.id, r.cost)
@@ -418,7 +433,7 @@ class QueueModel(PoolModel):
                 return "expired"
             if r.state == "orphaned":
                 self.queue.insert(r)
-            r.any_endpoint = item.candidates == "*"
+            r.any_endpoint = item.candidates == "*" and not item.prefill
             self._withdraw_notification(r)  # left by an earlier request with this id
             self._log("adopted", r.id)
             return f"queued {r.deadline_ms - self.moment.now_ms} adopted"
@@ -429,8 +444,8 @@ class QueueModel(PoolModel):
             if (old_owner, old_attempt) != (r.owner, r.attempt):
                 # Envoy may still listen to either stream, so neither may cancel: clear the attempt number.
                 r.attempt = "".join(item.attempt.partition(".")[1:])
-            return f"placed {r.endpoints} adopted"
-        reply = self._place_granted(r, item.candidates)
+            return f"{placed(r)} adopted"
+        reply = self._place_granted(r, item.candidates, item.prefill)
         return f"{reply} adopted" if reply.startswith(("placed", "queued")) else reply
 
     def _owned(self, id: str, attempt: str) -> Request | None:

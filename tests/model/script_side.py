@@ -43,6 +43,7 @@ class Seen:
     orders: dict[str, dict[str, float]]  # the scores by member of every sorted set, by name without prefix
     balances: dict[str, tuple[float, ...]]  # the numbers of each field of the hash `balances`
     placed: dict[str, str]  # the endpoints of each placed request, best first
+    prefillers: dict[str, str]  # in the same way, of each request whose prompt another endpoint computes
 
 
 class ScriptSide:
@@ -96,9 +97,10 @@ class ScriptSide:
         }
         requests = [dict(zip(REQUEST_ROW, row.split("\x1f"), strict=True)) for row in rows[2::2]]
         placed = {each["id"]: each["endpoints"] for each in requests if each["state"] == "placed"}
+        prefillers = {each["id"]: each["prefillers"] for each in requests}
         numbers = numbers_of(state) | band_tags(packed, others or "", priorities)
         found = {key: balance(key, text) for key, text in balances.items()}
-        return Seen(reply, events, numbers, *workloads, orders, found, placed)
+        return Seen(reply, events, numbers, *workloads, orders, found, placed, prefillers)
 
 
 def flow_queue_of(entry: dict[str, str]) -> str:
@@ -139,7 +141,8 @@ def numbers_of(state: list[Any]) -> dict[str, Any]:
     bands, replicas, loads, limits, refusals, amounts = (
         found.pop(each) for each in ("bands", "replicas", "loads", "limits", "refusals", "amounts")
     )
-    del found["epoch"], found["prompt_lines"], found["prefill_loads"], found["prefill_limits"]
+    prefills, prefill_limits = found.pop("prefill_loads"), found.pop("prefill_limits")
+    del found["epoch"], found["prompt_lines"]
     for priority, *values in zip(*(bands[at::5] for at in range(5)), strict=True):
         of_band = (f"{name}:{priority}" for name in ("v", "flow_queues", "queued", "bytes"))
         found |= zip(of_band, values, strict=True)
@@ -147,6 +150,9 @@ def numbers_of(state: list[Any]) -> dict[str, Any]:
     numbers["refusals"] = json.loads(refusals)
     of_endpoints = {name: float(limit) for name, limit in zip(loads[::2], limits, strict=False) if limit}
     numbers |= {"loads": scores_of(loads), "limits": of_endpoints, "replicas": sorted(replicas[::2])}
+    of_prefill = zip(prefills[::2], prefill_limits, strict=False)
+    numbers |= {"prefill_loads": scores_of(prefills)}
+    numbers["prefill_limits"] = {name: float(limit) for name, limit in of_prefill if limit}
     return numbers | {f"amount:{each}": float(n) for each, n in zip(loads[::2], amounts, strict=False)}
 
 
@@ -185,6 +191,7 @@ def arguments(name: str, caller: str, *rest: Any) -> list[Any]:
         rest = ([(*item[:4], None, *(item[4:] or ("",))) for item in rest[0]],)
     if name in (
         "place",
+        "prefilled",
         "acknowledge",
         "settle",
         "cancel",
@@ -197,8 +204,10 @@ def arguments(name: str, caller: str, *rest: Any) -> list[Any]:
     if name == "heartbeat":
         return [caller, "{}", *rest]
     if name == "publish":
-        versions, settings, draining = rest
+        versions, settings, draining, *stages = rest
         listed = {address: json.dumps({"labels": {}, "draining": each}) for address, each in draining.items()}
+        for address in draining.keys() & (stages[0] if stages else {}).keys():
+            listed[address] = json.dumps(json.loads(listed[address]) | {"stages": stages[0][address]})
         return [caller, *versions, json.dumps(settings), *itertools.chain(*listed.items())]
     if name == "set_tenants":
         return [caller, rest[0], *itertools.chain(*rest[1].items())]

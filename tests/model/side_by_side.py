@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from endpoint_counts import Burden
 from model_state import Registry
-from pool_model import Reply
+from pool_model import Reply, reservation
 from queue_model import QueueModel
 from script_side import SILENCE_MS, ScriptSide, arguments, plain
 from shared_queue import throttled_of
@@ -24,9 +24,11 @@ class SideBySide:
     def __init__(self, side: ScriptSide) -> None:
         self.side = side
         self.now_us = START_US
-        self.model = QueueModel(self._choose)
+        self.model = QueueModel(self._choose, self._choose_prefill)
         self.agree = True  # False after a call that showed a difference
-        self._placed: dict[str, str] = {}  # request id -> endpoints chosen by the scripts, after a call
+        # Request id -> endpoints and prefill endpoints chosen by the scripts, after a call
+        self._placed: dict[str, str] = {}
+        self._prefillers: dict[str, str] = {}
         side.clear()
 
     def call(self, name: str, caller: str, *rest: Any) -> Reply:
@@ -35,11 +37,13 @@ class SideBySide:
         if name == "sweep":
             self.model.scan_order = self.side.scan_order()
         seen = self.side.call(self.now_us, name, arguments(name, caller, *rest))
-        self._placed = seen.placed  # may be incomplete: the script `view` lists about fifty requests only
+        # May be incomplete: the script `view` lists about fifty requests only.
+        self._placed, self._prefillers = seen.placed, seen.prefillers
         if name in ("admit", "place"):
             for item, answer in zip(rest[0], seen.reply.answers, strict=True):
                 if answer.startswith("placed "):
-                    self._placed[item.id if name == "admit" else item[0]] = answer.split()[1]
+                    id = item.id if name == "admit" else item[0]
+                    self._placed[id], _, self._prefillers[id] = answer.split()[1].partition(">")
         self.model.moment.now_us = self.now_us
         reply: Reply = getattr(self.model, name)(caller, *rest)
         where = f"{name} {caller} {rest}"
@@ -83,6 +87,8 @@ class SideBySide:
             "limits": {each: cap for each, cap in limits.items() if each in model.endpoints.counts},
             "bv": queue.bv, "overdue": len(queue.overdue), "tuned": model.tuned or "",
             "retry_after_s": model.retry_after_s(), "refusals": model.refusals,
+            "prefill_loads": model.prefill.loads(),
+            "prefill_limits": {a: cap for a, cap in model.prefill_caps.items() if a in model.prefill.counts},
             "paused": model.moment.settings.get("paused", 0), "replicas": sorted(model.live(SILENCE_MS)),
         }  # fmt: skip
         if model.in_tokens:
@@ -100,6 +106,7 @@ class SideBySide:
             "timers": {r.id: float(r.timer_ms) for r in requests if r.state in ("queued", "orphaned")},
             "overdue": self.model.queue.overdue.scores(),
             "inflight": {r.id: float(r.lease_ms) for r in self.model.in_flight()},
+            "prefills": {reservation(r): float(r.prefill_lease_ms) for r in requests if r.prefillers},
         }
         by_workload = self.model.moment.settings.get("ordering") == "workload-aware"
         for number, band in self.model.queue.bands.items():
@@ -113,7 +120,7 @@ class SideBySide:
                 last = {name: float(when) for name, when in band.preempted.items()}
                 orders[f"candidates:{number}"] = {name: last.get(name, 0.0) for name in band.queues}
                 orders[f"preempted:{number}"] = {k: when for k, when in last.items() if k not in band.queues}
-            for address in ("e1", "e2", "e3"):
+            for address in ("e1", "e2", "e3", "=e3", "=p1"):
                 orders[f"blocked:{number}:{address}"] = self.model.queue.blocked(number, address)
             for name, queue in band.queues.items() if by_workload and not self.model.refiling else ():
                 orders[f"growing:{number}:{name}"] = queue.growing.scores()
@@ -129,6 +136,23 @@ class SideBySide:
         assert len(set(chosen)) == len(chosen), (id, chosen)
         assert [burdens.get(address) for address in chosen] == best, (id, chosen, burdens)
         return self._placed[id]
+
+    def _choose_prefill(self, id: str, burdens: dict[str, Burden], endpoint: str) -> str:
+        """Return the prefill endpoints that the script chose; assert that the burdens are the least, best
+        first, without the request's own endpoint."""
+        want = min(self.model.moment.settings["fallbacks"] + 1, len(burdens))
+        best = sorted(burdens.values())[:want]
+        chosen = self._prefillers[id].split(",") if self._prefillers[id] else []
+        if not chosen:
+            assert burdens.get(endpoint) == best[0], (id, endpoint, burdens)
+            return ""
+        found = [burdens[address] for address in chosen]
+        assert endpoint not in chosen, (id, endpoint, chosen)
+        assert found[0] == best[0], (id, endpoint, chosen, burdens)
+        if len(chosen) < want:
+            found = sorted([*found, burdens[endpoint]])
+        assert found == best, (id, endpoint, chosen, burdens)
+        return self._prefillers[id]
 
 
 def assert_same(where: str, seen: list[str], expected: list[str], any_order: bool) -> None:

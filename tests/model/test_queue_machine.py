@@ -33,6 +33,7 @@ Choices = dict[str, list[Any]]
 
 CALLERS = ("a", "b", "c")
 ENDPOINTS = ("e1", "e2", "e3")
+STAGES = {"e3": "decode prefill", "p1": "prefill"}  # if a pool has stages; all other endpoints decode
 WEIGHTS = {"one": 1.0, "two": 2.0, "four": 4.0, "half": 0.5}
 FAR = 1e7  # multiplies costs, so that tags are soon rebased
 # The priorities of the three named bands, and other priorities, whose bands are created and collected.
@@ -89,6 +90,7 @@ LIVE: Choices = {
         [{**each, "bytes": limit} for each, limit in zip(named_bands(), (2**32, 5000, 900), strict=True)],
     ],
     "caps": [{"e1": 1}, {"e1": 1, "e2": 2}, {"e1": 1, "e2": 1, "e3": 1}],
+    "prefill_caps": [{"p1": 1}, {"p1": 1, "e3": 1}, {"p1": 2}],
 }
 # Live changes of a pool whose limits the fleet finds: its mode, and the limits' bounds.
 FOUND: Choices = {
@@ -146,7 +148,8 @@ nodes = st.one_of(
     ),
 )
 usages = st.sampled_from(["", "3,1,2", "14,0,9", "0,0,0"])
-addresses = st.sampled_from((*ENDPOINTS, "away"))
+addresses = st.sampled_from((*ENDPOINTS, "p1", "away"))
+splits = st.sampled_from([*["*"] * 4, "", "p1", "p1=0.5,e3=0.6", "e3", "away"])
 callers = st.sampled_from(CALLERS)
 plain = st.sampled_from([*["*"] * 6, "e1", "e1", "e2,e1", "away"])
 # Scores equal, close or far apart relative to `live_weight`; some endpoints without a score or named twice.
@@ -177,6 +180,7 @@ arrivals: st.SearchStrategy[Fields] = st.builds(
     workload=st.sampled_from(["", *WORKLOADS]),
     criticality=st.integers(1, 5),
     candidates=places,
+    prefill=splits,
     learn=seldom,
     body_bytes=st.sampled_from([0, 900, 900, 2500, 2**32 - 1]),
     attempt=st.sampled_from(["1", "1", "1", "1-3500"]),
@@ -187,7 +191,8 @@ arrivals: st.SearchStrategy[Fields] = st.builds(
 attempts = st.sampled_from(["1", "2-600.one", "3.one", "3.two"])
 other_flows = st.sampled_from(["", "", "", "another"])
 batches = st.lists(arrivals, min_size=1, max_size=4)
-found_limits = st.dictionaries(addresses, st.integers(1, 6))
+limits = st.dictionaries(addresses, st.integers(1, 6))
+found_limits = st.builds(lambda found, prefill: {**found, "prefill": prefill}, limits, limits)
 
 
 def with_some(*states: str) -> Callable[[Any], bool]:
@@ -239,26 +244,34 @@ class QueueMachine(RuleBasedStateMachine):
         return f"r{self.ids}"
 
     def publish(self, ways: tuple[str, ...]) -> None:
-        draining = {e: way == "drains" for e, way in zip(ENDPOINTS, ways, strict=True) if way != "away"}
-        self.call("publish", "a", ("1", "2"), self.base, draining)
+        """Publish e1, e2, e3 and, if the pool has stages, p1."""
+        listed = (*ENDPOINTS, "p1") if self.stages else ENDPOINTS
+        draining = {e: way == "drains" for e, way in zip(listed, ways, strict=False) if way != "away"}
+        self.call("publish", "a", ("1", "2"), self.base, draining, self.stages)
 
     @initialize(
         policy=every_of(POLICY | BANDS),
         roomy=st.sampled_from([False, False, True]),
         unit=st.sampled_from([1.0, 1.0, 1.0, FAR]),
         capped=st.sampled_from([{}, {}, {"caps": {"e1": 1}}, {"caps": {"e1": 2, "e2": 2, "e3": 1}}]),
+        prefill_caps=st.sampled_from([{}, {"p1": 1}, {"p1": 1, "e3": 1}, {"p1": 2, "e3": 1}]),
         adaptive=st.sampled_from([None, 0, 1, 1]),  # None: the fleet never finds limits
         initial=st.sampled_from([1, 2, 4]),
         in_tokens=st.booleans(),
+        staged=st.booleans(),
         tenants=st.one_of(st.none(), st.lists(nodes, min_size=len(LEVELS), max_size=len(LEVELS))),
         batch=batches,
         names=distinct(len(SPELLED)),
     )
     def begin(
         self, policy: Fields, roomy: bool, unit: float, capped: Fields, adaptive: int | None, initial: int,
-        in_tokens: bool, tenants: list[Fields] | None, batch: list[Fields], names: list[str],
+        prefill_caps: dict[str, int], in_tokens: bool, staged: bool, tenants: list[Fields] | None,
+        batch: list[Fields], names: list[str],
     ) -> None:  # fmt: skip
         self.named = {"": "", **dict(zip(SPELLED, names, strict=True))}
+        self.stages = STAGES if staged else {}
+        if prefill_caps and staged:
+            capped = {**capped, "prefill_caps": prefill_caps}
         self.has_tenants = tenants is not None
         if self.has_tenants:
             a, b, c, d = (self.named[flow] for flow in WEIGHTS)
@@ -278,7 +291,7 @@ class QueueMachine(RuleBasedStateMachine):
             self.base |= {"adaptive": adaptive, "limit_initial": initial, "limit_min": 1, "limit_max": 5}
             self.base["unit"] = "tokens" if in_tokens else "requests"
         self.call("admit", "a", [Arrival("early")])  # nothing is published: the pool is unknown
-        self.publish(("open", "open", "open" if roomy else "away"))
+        self.publish(("open", "open", "open" if roomy else "away", "open"))
         for level, node in zip(LEVELS, tenants or (), strict=False):
             self.change_tenants("a", "tenants", level, node)
         for caller in CALLERS:
@@ -292,6 +305,7 @@ class QueueMachine(RuleBasedStateMachine):
             flow, name = it["flow"], self.named[it["flow"]]
             called = {"flow": name, "workload": self.named[it["workload"]], "cost": self.cost(it)}
             called |= {"candidates": self.where(name, it["candidates"]), "weight": WEIGHTS[flow]}
+            called["prefill"] = it["prefill"] if self.stages else ""
             if self.has_tenants and it["priority"] not in (10, 0, -10):
                 called["priority"] = 0
             items.append(Arrival(self.new_id(), limit=LIMITS.get(flow, 0), **(it | called)))
@@ -305,23 +319,38 @@ class QueueMachine(RuleBasedStateMachine):
         self.complete("c", **of_the_end)
         self.arrive("b", batch)
 
-    @rule(caller=callers, numbers=numbers, attempt=attempts, other=other_flows, candidates=places)
-    def adopt(self, caller: str, numbers: list[int], attempt: str, other: str, candidates: str) -> None:
-        items = [Arrival(r.id, attempt, other or r.flow, candidates=candidates) for r in self.those(numbers)]
+    @rule(
+        caller=callers, numbers=numbers, attempt=attempts, other=other_flows, candidates=places, split=splits
+    )  # fmt: skip
+    def adopt(
+        self, caller: str, numbers: list[int], attempt: str, other: str, candidates: str, split: str
+    ) -> None:
+        split = split if self.stages else ""
+        items = [
+            Arrival(r.id, attempt, other or r.flow, candidates=candidates, prefill=split)
+            for r in self.those(numbers)
+        ]
         self.repeatable("admit", caller, items)
 
     @precondition(with_some("granted"))
-    @rule(candidates=places)
-    def place_grants(self, candidates: str) -> None:
+    @rule(candidates=places, split=splits)
+    def place_grants(self, candidates: str, split: str) -> None:
+        split = split if self.stages else ""
         for caller in CALLERS:
             granted = [r for r in self.model.in_flight() if r.owner == caller and r.state == "granted"]
-            items = [(r.id, r.attempt, self.where(r.flow, candidates)) for r in granted]
+            items = [(r.id, r.attempt, self.where(r.flow, candidates), split) for r in granted]
             self.repeatable("place", caller, items)
 
     @rule(caller=callers, numbers=numbers, attempt=st.sampled_from("12"))
     def place_any(self, caller: str, numbers: list[int], attempt: str) -> None:
         items = [(r.id, attempt, "*") for r in self.those(numbers)]
         self.repeatable("place", caller, [*items, ("nobody", "1", "*")])
+
+    @precondition(lambda self: self.stages)
+    @rule(caller=callers, numbers=numbers)
+    def prefilled(self, caller: str, numbers: list[int]) -> None:
+        splits = [(r.id,) for r in self.those(numbers, "placed", "queued")]
+        self.repeatable("prefilled", caller, [*splits, ("nobody",)])
 
     @rule(caller=callers, numbers=numbers, attempt=st.sampled_from("112"))
     def acknowledge(self, caller: str, numbers: list[int], attempt: str) -> None:
@@ -436,7 +465,7 @@ class QueueMachine(RuleBasedStateMachine):
         self.sweep_out()
         self.call("tune", caller, {"paused": None})
 
-    @rule(ways=st.tuples(usually_open, usually_open, seldom_open))
+    @rule(ways=st.tuples(usually_open, usually_open, seldom_open, usually_open))
     def endpoints_change(self, ways: tuple[str, ...]) -> None:
         self.publish(ways)
 
@@ -464,7 +493,7 @@ class QueueMachine(RuleBasedStateMachine):
         # All requests end, and time passes.
         for kind, found in self.model.tenants.items() if self.has_tenants else ():
             self.call("set_tenants", "a", kind, dict.fromkeys(found, ""))
-        self.publish(("open", "open", "away"))
+        self.publish(("open", "open", "away", "away"))
         self.call("mark_endpoint", "a", [(address, what, 0) for what, address in self.model.endpoints.marks])
         self.change_policy("a", dict.fromkeys(LIVE | BANDS | POLICY | FOUND))
         while self.model.requests:
@@ -474,9 +503,11 @@ class QueueMachine(RuleBasedStateMachine):
             self.sweep_out()
         # Then all counts of requests are 0, and only the keys of the pool itself are left.
         numbers = self.both.numbers()
-        counts = {name: numbers[name] for name in ("stock", "queued", "in_flight", "overdue")} | numbers[
-            "loads"
-        ]
+        counts = (
+            {name: numbers[name] for name in ("stock", "queued", "in_flight", "overdue")}
+            | numbers["loads"]
+            | numbers["prefill_loads"]
+        )
         assert not any(counts.values()), counts
         kept = self.side.key_names()
         kept -= {"budget_waits"}  # its entries are removed when their time comes
