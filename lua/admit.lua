@@ -218,8 +218,8 @@ local function admit(args)
       replies[i] = is_same(known, r) and adopt(known, r, turn, count) or 'foreign'
     else
       -- Count the arrival in its workload before the decision, so the rate includes refused requests (specs 000, 001).
-      r.state, r.owner, r.workload, r.arrived, r.deadline_ms, r.endpoints, r.prefillers, r.taken, r.tag = 'new',
-        args[1], workloads.arrived(r.flow, r.workload), arrival_us(r.age_ms), 0, '', '', 0, -1
+      r.state, r.owner, r.workload, r.arrived, r.deadline_ms, r.endpoints, r.taken, r.tag = 'new', args[1],
+        workloads.arrived(r.flow, r.workload), arrival_us(r.age_ms), 0, '', 0, -1
       r.age_ms = math.floor(r.age_ms)
       if r.learn == 1 then
         local answer = usage.mean_answer(r.flow, r.model)

@@ -14,7 +14,7 @@ local function prefilled(args)
   record.prefetch(column(args, ITEM.prefilled, 1))
   return for_each_item(args, ITEM.prefilled, function(_, id)
     local r = record.read(id)
-    if not r or r.prefillers == '' then return 'unknown' end
+    if not r or r.state ~= STATE_PLACED or r.prefillers == '' then return 'unknown' end
     stages.end_prefill(r, '')
     return 'released'
   end)

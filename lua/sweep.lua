@@ -59,7 +59,7 @@ local function end_lapsed_prefills(limit)
   for _, member in ipairs(read('ZRANGEBYSCORE', key.prefills, '-inf', now_ms, 'LIMIT', 0, limit)) do
     local endpoint, id = string.match(member, '^(.-)\31(.*)$')
     local r = record.read(id or '')
-    if r and prefill.first(r.prefillers) == endpoint then
+    if r and r.state == STATE_PLACED and prefill.first(r.prefillers) == endpoint then
       stages.end_prefill(r, 'lease')
     else
       if endpoint then stages.release_prefill(endpoint, id) end

@@ -200,7 +200,7 @@ local function commit()
   workloads.commit()
   pool.commit()
   endpoints.commit()
-  if prefill.have_changed() then prefill.commit() end
+  if prefill.in_use then prefill.commit() end
   if settings.tenants then tenants.commit() end
   commit_writes()
   commit_log()
@@ -229,7 +229,7 @@ local function finish_call(replies)
   local served, attempts = 0, 0
   if pool.known then served, attempts = dispatch() end
   if strays > 0 then notifications.for_caller[#notifications.for_caller + 1] = 'strays ' .. strays end
-  pool.touched = pool.touched or endpoints.have_changed() or prefill.have_changed()
+  pool.touched = pool.touched or endpoints.have_changed() or prefill.in_use and prefill.have_changed()
   committing = true
   if not pcall(commit) then commit_again() end
   if epoch ~= pool.epoch then epoch, epoch_text = pool.epoch, exact(pool.epoch) end
@@ -268,8 +268,9 @@ end
 local function reset_caches()
   if queue.has_lengths then queue.reset() end
   if usage.has_learned then usage.reset() end
+  endpoints.caps, prefill.caps = settings.caps, settings.prefill_caps
   endpoints.reset()
-  prefill.reset()
+  if prefill.in_use then prefill.reset() end
   endpoints.outliers = {}
   if pool.outliers > 0 then marks.read_outliers() end
   reset_workloads()

@@ -17,7 +17,8 @@ local function new_stage(name, set, caps_name, default_cap_name, described)
   local is_decode = name == 'decode'
   -- ANY: `candidates` of a request that accepts any endpoint; counts_flows: whether this library has seen a flow's
   -- limit
-  local stage = {ANY = '*', counts_flows = false}
+  -- in_use: whether the stage has cached or changed anything
+  local stage = {ANY = '*', counts_flows = false, in_use = false}
   -- endpoint -> load, as far as known. The loads are cached between calls while only this library changes the pool.
   local loads, loads_known = {}, 0
   local MOST_LOADS = 1000 -- cache size: requests may name any number of unknown endpoints
@@ -66,7 +67,7 @@ local function new_stage(name, set, caps_name, default_cap_name, described)
         asked[count], loads[address] = address, false
       end
     end
-    loads_known = loads_known + count
+    loads_known, stage.in_use = loads_known + count, true
     for first = 1, count, READ_AT_ONCE do
       local last = math.min(first + READ_AT_ONCE - 1, count)
       local scores = redis.call('ZMSCORE', key[set], unpack(asked, first, last))
@@ -77,7 +78,7 @@ local function new_stage(name, set, caps_name, default_cap_name, described)
   local function load_of(address)
     if not loads[address] then
       loads[address] = tonumber(redis.call('ZSCORE', key[set], address) or -1) -- -1: not listed
-      loads_known = loads_known + 1
+      loads_known, stage.in_use = loads_known + 1, true
     end
     return loads[address]
   end
@@ -189,6 +190,7 @@ local function new_stage(name, set, caps_name, default_cap_name, described)
       count = count + 1
       window[count] = own[i]
     end
+    stage.in_use = true
     loads_known, window_left = loads_known + count, count < small and math.huge or most - want
   end
 
@@ -468,12 +470,11 @@ local function new_stage(name, set, caps_name, default_cap_name, described)
 
   function stage.have_changed() return next(changed_loads) ~= nil end
   function stage.reset()
-    stage.caps = settings[caps_name]
     all_counted, takes_suffice = nil, nil
     for address in pairs(changed_loads) do changed_loads[address] = nil end
     if next(limit_counts) then limit_counts, changed_limits = {}, {} end
     if not cache_is_valid or loads_known > MOST_LOADS then
-      loads, loads_known, window = {}, 0, nil
+      loads, loads_known, window, stage.in_use = {}, 0, nil, false
     elseif window_left ~= math.huge then
       window = nil
     end

@@ -9,8 +9,9 @@ local function has_free_slot(address)
   return (endpoints.cap(address) or settings.token_caps) and #endpoints.split_by_limit({address}) > 0
 end
 
--- The prefill of a split request: `r.prefillers` are its prefill endpoint and fallbacks, '' for a whole request and
--- once the prefill has ended. The key `prefills` has the reservations, ENDPOINT and id, with the ends of their leases.
+-- The prefill of a split request: `r.prefillers` of a placed request are its prefill endpoint and fallbacks, '' if it
+-- is whole or the prefill has ended. The key `prefills` has the reservations, ENDPOINT and id, with the ends of their
+-- leases.
 local stages = {SPLIT = '>'} -- between endpoints and prefill endpoints in replies
 do
   local NO_FLOW_LIMIT = {limit = 0}
@@ -80,8 +81,12 @@ end
 local function release(r)
   defer_write('ZREM', key.inflight, r.id)
   pool.release(r.taken)
-  if r.state == STATE_PLACED then leave_endpoint(r, r.endpoints) else notifications.withdraw(r.owner, r.id) end
-  if r.prefillers ~= '' then stages.release_prefill(prefill.first(r.prefillers), r.id) end
+  if r.state == STATE_PLACED then
+    leave_endpoint(r, r.endpoints)
+    if r.prefillers ~= '' then stages.release_prefill(prefill.first(r.prefillers), r.id) end
+  else
+    notifications.withdraw(r.owner, r.id)
+  end
   endpoints.count_flow(r, nil, -1)
 end
 
@@ -134,11 +139,11 @@ local function finish_request(r, event, note)
       if pool[QUEUED[band]] > 0 then queue.unthrottle(band, member) end
     end
   end
-  if state == STATE_PLACED and endpoints.caps then
-    local endpoint = endpoints.first(r.endpoints)
-    if has_free_slot(endpoint) then queue.endpoint_has_room(endpoint) end
+  if state == STATE_PLACED then
+    local endpoint = endpoints.caps and endpoints.first(r.endpoints)
+    if endpoint and has_free_slot(endpoint) then queue.endpoint_has_room(endpoint) end
+    if r.prefillers ~= '' then stages.prefill_has_room(prefill.first(r.prefillers)) end
   end
-  if r.prefillers ~= '' then stages.prefill_has_room(prefill.first(r.prefillers)) end
   if r.limit > 0 and not record.is_waiting(r) then
     for _, band in ipairs(BANDS) do queue.unthrottle(band, queue.flow_queue(r)) end
   end

@@ -252,7 +252,7 @@ local function log_event(event, r, tag, by, note)
     'owner', r.owner, 'endpoint', string.match(r.endpoints, '^[^,]*'), 'stock', exact(pool.stock),
     'queued', exact(pool.queued), 'upper', exact(pool.upper), 'lower', exact(pool.lower),
     'note', type(note) == 'number' and exact(note) or note or ''}
-  if (r.prefillers or '') ~= '' then
+  if r.state == STATE_PLACED and r.prefillers ~= '' then
     local entry = entries[logged]
     entry[#entry + 1], entry[#entry + 2] = 'prefill', string.match(r.prefillers, '^[^,]*')
   end
