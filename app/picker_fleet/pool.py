@@ -31,10 +31,11 @@ from picker_fleet.domain.config import Settings
 from picker_fleet.domain.errors import StartupError
 from picker_fleet.domain.known_fleet import KnownFleet
 from picker_fleet.domain.sections import Kubernetes as KubernetesPool
-from picker_fleet.endpoints.discovery import WatchedFile, serving, source_of
+from picker_fleet.endpoints.discovery import WatchedFile, source_of
 from picker_fleet.endpoints.readings import MetricsCache
 from picker_fleet.endpoints.scraping import ScrapingTask
 from picker_fleet.endpoints.snapshot import SnapshotCell
+from picker_fleet.endpoints.stages import serving
 from picker_fleet.fleet.endpoint_health import Probes
 from picker_fleet.fleet.heartbeat import HeartbeatTrigger, Membership
 from picker_fleet.fleet.info import ReplicaInfo
@@ -300,7 +301,8 @@ class Pool:
         start(self.store.run, "redis-link")
         wake_ups = self.store.keys.wake(self.replica)
         start(partial(listen, settings.redis.url, wake_ups, self.admission.failover.on_event), "wake-ups")
-        report = serving(settings.scheduling.endpoint_labels, self.membership.discovered)
+        scheduling = settings.scheduling
+        report = serving(scheduling.endpoint_labels, scheduling.stages, self.membership.discovered)
         start(partial(self._source.watch, report), "discovery")
         if settings.tenants is not None and settings.tenants.file is not None:
             nodes = WatchedFile(settings.tenants.file, partial(nodes_in, settings=settings), "tenants")

@@ -55,6 +55,7 @@ class ScriptedGate:
         self.renewed: list[Alive] = []
         self.suspected: list[str] = []
         self.faults: list[Fault] = []
+        self.prefilled_ids: list[str] = []
         self.reported: list[Completion | Alive] = []  # calls of the methods `settle` and `renew`, in order
 
     async def admit(self, request: InferenceRequest, *, stream_owned: bool, age_s: float = 0.0) -> Placement:
@@ -69,6 +70,9 @@ class ScriptedGate:
         if self.error is not None:
             raise self.error
         return self.placement
+
+    def prefilled(self, request_id: str) -> None:
+        self.prefilled_ids.append(request_id)
 
     def shut_down(self) -> None:
         self.error = ShuttingDown()
@@ -136,6 +140,9 @@ class Counted:
     def answered(self, mode: str, model: str, code: str, seconds: float, target_model: str = "") -> None:
         assert seconds >= 0
         self.answers.append((mode, model, code))
+
+    def split(self, mode: str, model: str, target_model: str) -> None:
+        self.reports.append(f"split in {mode}")
 
     def client_gone(self, mode: str, model: str, seconds: float, target_model: str = "") -> None:
         self.answered(mode, model, "client_gone", seconds, target_model)

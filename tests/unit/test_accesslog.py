@@ -132,6 +132,21 @@ async def test_a_periodic_entry_renews_the_lease_with_its_accounting_token() -> 
     assert items == [Alive("req-1", None, signed("req-1")), BARE_END]
 
 
+async def test_a_periodic_entry_of_a_split_request_whose_answer_has_begun_ends_its_prefill() -> None:
+    split = accounting_token.signed(f"{FIELDS}\tprefill=10.0.0.7:8000,1,2,3,4", "req-1", KEYS)
+    for token, ttft, ended in ((split, "1500", ["req-1"]), (split, "-", []), (signed("req-1"), "1500", [])):
+        message = bare("DownstreamPeriodic")
+        describe(message, {"picker": {"token": token}})
+        message.common_properties.custom_tags[accesslog.TTFT_TAG] = ttft
+        gate, _ = taken(message)
+        assert [alive.id for alive in gate.renewed] == ["req-1"]
+        assert gate.prefilled_ids == ended
+    unsigned = bare("DownstreamPeriodic")
+    describe(unsigned, {"picker": {"token": split[:-1]}})
+    unsigned.common_properties.custom_tags[accesslog.TTFT_TAG] = "1500"
+    assert taken(unsigned)[0].prefilled_ids == []
+
+
 @pytest.mark.parametrize("kind", ["UpstreamEnd", "UpstreamPeriodic", "DownstreamStart", "TcpConnectionEnd"])
 async def test_other_types_of_entry_and_periodic_entries_of_queued_requests_are_ignored(kind: str) -> None:
     # If these entries counted, each queued request would cost Redis a call in each access-log interval.

@@ -182,7 +182,10 @@ IN_ONE_MODE: dict[Mode, dict[str, Any]] = {
     },
     "http": {
         "service.pathPrefix": "/check",
-        f"{ANSWER}.allowedUpstreamHeaders.patterns": [{"exact": "x-gateway-destination-endpoint"}],
+        f"{ANSWER}.allowedUpstreamHeaders.patterns.*.exact": [
+            "x-gateway-destination-endpoint",
+            "x-prefiller-host-port",
+        ],
         f"{ANSWER}.allowedClientHeadersOnSuccess.patterns.*.exact": ["x-queue-pressure", "x-session-token"],
     },
 }

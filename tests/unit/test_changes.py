@@ -88,7 +88,13 @@ async def test_a_config_patch_is_in_force_at_once_and_null_reverts_a_change(
     assert (config["changes"], config["weights"]) == (patch, {"gold": 3})
     assert (config["tuned_version"], config["paused"]) == ("1", False)
     assert (await fleet.http.get("/api/v1/config")).json() == config
-    bounds = {"adaptive": 0, "largest_claim": 0.25, "lower_per": 9, "upper_per": 11}
+    bounds = {
+        "adaptive": 0,
+        "largest_claim": 0.25,
+        "lower_per": 9,
+        "upper_per": 11,
+        "default_prefill_cap": 10,
+    }
     assert fleet.store.overrides == {"ordering": "edf", "weights": {"gold": 3}, **bounds}
 
     revert = {"fair_request_queue": {"ordering": None}, "weights": {"gold": None}}
@@ -418,7 +424,7 @@ async def test_changes_that_two_replicas_make_at_the_same_time_are_both_in_force
     watermark = {"watermark_per_backend": 10}
     shown = await fleet.controls.change({"weights": {"a": 1}, "request_queue_controller": watermark})
     assert shown.weights == {"a": 1, "b": 2}
-    bounds |= {"lower_per": 5.0, "upper_per": 15.0}
+    bounds |= {"lower_per": 5.0, "upper_per": 15.0, "default_prefill_cap": 10}
     assert fleet.store.overrides == {"weights": {"a": 1, "b": 2}, **bounds}
     assert fleet.store.changes[deviation] == 0.5
 

@@ -229,8 +229,8 @@ def test_a_request_goes_where_its_latency_objective_is_predicted_to_be_kept() ->
 
     def place(request: InferenceRequest, address: str) -> str:
         """Place `request`; returns its accounting token."""
-        load = known.chooser.placed(request, known.chooser.choose(request), (address,), "0,0")
-        written = accounting_token.write(request, address, load=load or ())
+        loads = known.chooser.placed(request, known.chooser.choose(request), (address,), "0,0")
+        written = accounting_token.write(request, address, load=loads.decode or ())
         return accounting_token.signed(written, request.id, Keyring())
 
     assert known.chooser.shortfall_s(prompt) is None, "nothing is known yet"

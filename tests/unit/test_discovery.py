@@ -5,7 +5,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -30,10 +30,10 @@ from picker_fleet.endpoints.discovery import (
     Source,
     endpoints_of,
     listed,
-    serving,
     source_of,
 )
 from picker_fleet.endpoints.dns_source import DnsSource
+from picker_fleet.endpoints.stages import serving
 
 
 class Reports(asyncio.Queue[tuple[Endpoint, ...]]):
@@ -110,16 +110,61 @@ async def test_an_endpoint_entry_may_name_its_metrics_page() -> None:
             listed(json.dumps([{**entry, key: value}]))
 
 
-ROLES = {"": True, "decode": True, "prefill-decode": True, "encode-prefill-decode": True, "both": True,
-         "prefill": False, "encode": False, "encode-prefill": False}  # fmt: skip
+# Role -> the stages of an endpoint with that role, in a pool where another endpoint only prefills.
+ROLES = {
+    "": "decode", "decode": "decode", "prefill-decode": "decode prefill", "both": "decode prefill",
+    "encode-prefill-decode": "decode prefill", "prefill": "prefill", "encode-prefill": "prefill",
+    "encode": "", "encode-decode": "decode", "router": "",
+}  # fmt: skip
 
 
-async def test_endpoints_that_do_not_decode_or_lack_a_label_get_no_requests() -> None:
+def stages_of(endpoints: Iterable[Endpoint]) -> dict[str, str]:
+    """The stages of each endpoint, by address."""
+    return {
+        each.address: " ".join(["decode"] * each.decodes + ["prefill"] * each.prefills) for each in endpoints
+    }
+
+
+def reported_by(endpoints: tuple[Endpoint, ...], stages: Mapping[str, Any] = {}) -> dict[str, str]:
     reports: list[tuple[Endpoint, ...]] = []
-    report = serving({"gpu": "a"}, reports.append)
-    hosts = [Endpoint(role, {"gpu": "a"} | ({"llm-d.ai/role": role} if role else {})) for role in ROLES]
-    report((*hosts, Endpoint("other", {"gpu": "b"})))
-    assert {each.address for each in reports[0]} == {role for role, decodes in ROLES.items() if decodes}
+    settings = parse({"scheduling": {"stages": stages, "endpoint_labels": {"gpu": "a"}}}).scheduling
+    serving(settings.endpoint_labels, settings.stages, reports.append)(endpoints)
+    return stages_of(reports[0])
+
+
+def with_role(role: str) -> Endpoint:
+    return Endpoint(role, {"gpu": "a"} | ({"llm-d.ai/role": role} if role else {}))
+
+
+def test_roles_assign_stages_and_endpoints_without_a_stage_or_a_label_get_no_requests() -> None:
+    found = reported_by((*map(with_role, ROLES), Endpoint("other", {"gpu": "b"})))
+    assert found == {role: stages for role, stages in ROLES.items() if stages}
+
+
+def test_endpoints_of_both_roles_prefill_for_others_only_beside_one_that_only_prefills() -> None:
+    both = (with_role("both"), with_role("prefill-decode"), with_role(""))
+    assert set(reported_by(both).values()) == {"decode"}
+    assert reported_by((*both, with_role("prefill")))["both"] == "decode prefill"
+
+
+def test_selectors_of_stages_take_the_place_of_roles() -> None:
+    endpoints = (with_role("prefill"), with_role("decode"), Endpoint("fast", {"gpu": "a", "tier": "1"}))
+    stages = {"prefill": {"selector": "tier in (1,2)"}, "decode": {"selector": "!tier"}}
+    assert reported_by(endpoints, stages) == {"prefill": "decode", "decode": "decode", "fast": "prefill"}
+    everywhere = {"prefill": {"selector": "gpu"}}
+    assert reported_by(endpoints[1:], everywhere) == {"decode": "decode prefill", "fast": "decode prefill"}
+
+
+def test_the_log_tells_the_stages_once_and_after_each_change(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    report = serving({}, parse({}).scheduling.stages, lambda endpoints: None)
+    for roles in ([""], ["", "prefill"], ["", "prefill"], [""]):
+        report(tuple(map(with_role, roles)))
+    said = [record.getMessage() for record in caplog.records]
+    assert said == [
+        "stages: 1 endpoints decode, 1 prefill, 0 of them both",
+        "stages: 1 endpoints decode, 0 prefill, 0 of them both",
+    ]
 
 
 async def test_a_config_map_whose_symlink_is_swapped_is_read_again(tmp_path: Path) -> None:

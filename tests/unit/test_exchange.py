@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from tables import cases
 
 from picker_fleet.domain import errors
+from picker_fleet.domain.allowlist import PREFILLER
 from picker_fleet.domain.errors import ExpiredTtl, RequestError, StateUnavailable
 from picker_fleet.domain.request import Outcome
 from picker_fleet.ingress import cost
@@ -223,7 +224,7 @@ async def test_a_compressed_body_is_forwarded_as_received_or_decoded_to_rename_i
     mutation = answers[0].request_headers.response.header_mutation
     if model == "m":
         assert envoy.whole(answers) == packed
-        assert list(mutation.remove_headers) == []
+        assert list(mutation.remove_headers) == [PREFILLER]
     else:
         renamed = ASK.replace(b'"m"', b'"renamed"')
         assert envoy.whole(answers) == renamed
@@ -579,6 +580,47 @@ async def test_standard_mode_settles_a_request_once_however_the_answer_ends(
     assert (completion.outcome, completion.status) == (outcome, status)
     assert (completion.prompt_tokens, completion.completion_tokens) == (None, None)
     assert talk.gate.withdrawn == []
+
+
+WITH_PREFILL = PLACEMENT._replace(prefillers=("10.0.0.7:8000", "10.0.0.8:8000"), prefill_s=0.0)
+
+
+@every_mode
+async def test_the_header_of_the_prefill_endpoint_is_set_for_a_split_request_and_else_removed(
+    mode: str,
+) -> None:
+    settings = {"scheduling": {"stages": {"header": "X-Own-Prefiller"}}}
+    for placement, value in ((WITH_PREFILL, "10.0.0.7:8000"), (PLACEMENT, None)):
+        for header, own in ((PREFILLER, {}), ("x-own-prefiller", settings)):
+            talk = Talk(settings=own)
+            talk.gate.placement = placement
+            answers = await talk.say(*asks(mode))
+            mutation = answers[0].request_headers.response.header_mutation
+            assert set_headers(mutation).get(header) == value
+            assert list(mutation.remove_headers) == ([] if value else [header])
+
+
+async def test_standard_mode_reports_a_prefill_as_done_once_the_answer_has_its_first_bytes() -> None:
+    talk = Talk()
+    talk.gate.placement = WITH_PREFILL
+    await talk.say(*asks("standard"), envoy.response_headers(200), envoy.response_body(b""))
+    assert talk.gate.prefilled_ids == [], "some sidecars send the headers before the prefill ends"
+    await talk.say(envoy.response_body(b"a"), envoy.response_body(b"b"), envoy.response_body(b"", ended=True))
+    assert talk.gate.prefilled_ids == [talk.gate.settled[0].id]
+    talk.close()
+    whole = Talk()
+    await whole.say(*asks("standard"), *BEGUN)
+    assert whole.gate.prefilled_ids == []
+    whole.close()
+
+
+async def test_lean_mode_reports_a_prefill_as_done_after_its_predicted_time() -> None:
+    for prefill_s, is_told in ((0.0, True), (None, False)):
+        talk = Talk()
+        talk.gate.placement = WITH_PREFILL._replace(prefill_s=prefill_s)
+        await talk.say(*asks("lean"))
+        await asyncio.sleep(0.01)
+        assert talk.gate.prefilled_ids == ([talk.gate.admitted[0][0].id] if is_told else [])
 
 
 @pytest.mark.parametrize("begun", [[], [headers("standard"), body(b"{", ended=False)]])

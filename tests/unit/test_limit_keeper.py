@@ -12,9 +12,11 @@ from scripted_store import POOL, ScriptedStore
 from picker_fleet.domain.config import parse
 from picker_fleet.domain.errors import WritesRefused
 from picker_fleet.domain.known_fleet import KnownFleet
+from picker_fleet.domain.request import Endpoint
 from picker_fleet.endpoints.readings import EndpointMetrics, Reading
+from picker_fleet.endpoints.snapshot import Snapshot
 from picker_fleet.fleet.limits import LimitKeeper
-from picker_fleet.state.pool_state import FoundLimit
+from picker_fleet.state.pool_state import PREFILL, FoundLimit
 
 A = "10.0.0.1:8000"
 
@@ -22,8 +24,9 @@ A = "10.0.0.1:8000"
 class Leader:
     """A leader whose queue fills the limit in force, at an engine that runs all its requests."""
 
-    def __init__(self, store: ScriptedStore) -> None:
+    def __init__(self, store: ScriptedStore, *, decodes: bool = True, prefills: bool = False) -> None:
         self.store, self.now_s = store, 0.0
+        self.decodes, self.prefills = decodes, prefills
         self.waiting = 0  # requests of other clients that wait in the engine
         self._pages: dict[str, Reading] = {}
         readings = cast(Any, SimpleNamespace(snapshot=lambda: self._pages))
@@ -32,23 +35,48 @@ class Leader:
 
     @property
     def limit(self) -> int:
-        """The limit in force."""
-        return self.store.found[A].limit
+        """The limit in force, of the stage prefill if the endpoint only prefills."""
+        return self.store.found[A if self.decodes else PREFILL + A].limit
 
     async def look(self, after_s: float = 1.0) -> int:
         """Look `after_s` seconds after the last look. Returns the limit that is then in force."""
         self.now_s += after_s
         metrics = EndpointMetrics(0, waiting=self.waiting, running=self.limit)
         self._pages[A] = Reading(metrics, 0.1, known=True)
-        pool = replace(POOL, now_us=int(self.now_s * 1e6), queued=9, in_flight={A: self.limit})
-        await self._keeper.look(pool, {A}, leads=True)
+        prefill_limit = self.store.found[PREFILL + A].limit if self.prefills else 0
+        pool = replace(
+            POOL,
+            now_us=int(self.now_s * 1e6),
+            queued=9,
+            in_flight={A: self.limit},
+            prefill_in_flight={A: prefill_limit},
+        )
+        snapshot = Snapshot("1", (Endpoint(A, prefills=self.prefills, decodes=self.decodes),))
+        await self._keeper.look(pool, snapshot, leads=True)
         return self.limit
 
 
-def storing(limit: int) -> ScriptedStore:
+def storing(limit: int, name: str = A) -> ScriptedStore:
     store = ScriptedStore()
-    store.found = {A: FoundLimit(limit, "test", 0)}
+    store.found = {name: FoundLimit(limit, "test", 0)}
     return store
+
+
+async def test_the_limit_of_the_stage_prefill_is_found_by_the_same_rules() -> None:
+    leader = Leader(storing(8, PREFILL + A), decodes=False, prefills=True)
+    assert [await leader.look(), await leader.look()] == [16, 32]
+    assert leader.store.found.keys() == {PREFILL + A}, "the decode stage has no such endpoint"
+    leader.waiting = 20
+    await leader.look()
+    assert await leader.look() < 40, "the engine queues prompts"
+
+
+async def test_an_endpoint_of_both_stages_has_a_limit_in_each() -> None:
+    store = storing(8)
+    store.found |= storing(3, PREFILL + A).found
+    leader = Leader(store, prefills=True)
+    assert await leader.look() == 16
+    assert {name: each.limit for name, each in store.found.items()} == {A: 16, PREFILL + A: 6}
 
 
 async def test_a_full_engine_is_stored_even_if_the_limit_cannot_fall() -> None:

@@ -48,7 +48,14 @@ EVERYTHING: dict[str, dict[str, Any]] = {
         "enabled": False, "base_ejection_time": "500ms", "max_ejection_time": "5s",
         "max_ejection_percent": 40,
     },
-    "scheduling": {"scorers": {"prefix-affinity": 3}},
+    "scheduling": {
+        "scorers": {"prefix-affinity": 3},
+        "stages": {
+            "threshold": 700,
+            "prefill": {"scorers": {"random": 2}},
+            "decode": {"scorers": {"kv-cache": 3}},
+        },
+    },
     "weights": {"gold": 3, "a.b": 0.5},
 }  # fmt: skip
 
@@ -74,7 +81,7 @@ def fault(patch: Any, settings: Settings = CONFIGURED) -> str:
 def test_shared_settings_have_every_name_that_the_scripts_read() -> None:
     assert shared_settings(parse({}), {"gold": 3.0}) == {
         "adaptive": 1, "limit_min": 1, "limit_max": 1_000_000_000, "limit_initial": 8, "pinned": {},
-        "unit": "requests",
+        "unit": "requests", "prefill_caps": {}, "default_prefill_cap": 8,
         "upper_per": 8, "lower_per": 8, "total_capacity": 1000,
         "flow_capacity": 100, "max_flows": 10_000, "claim_share": 1, "largest_claim": 0,
             "lease_ms": 15_000,
@@ -107,7 +114,8 @@ def test_every_live_key_changes_exactly_its_own_overrides() -> None:
         "total_capacity": 900, "flow_capacity": 90, "max_flows": 50, "claim_share": 1, "largest_claim": 0.5,
         "band_policy": "weighted", "band_weights": [5, 20, 10],
         "fairness": "round-robin", "ordering": "edf", "overload": "reject-noncritical", "starvation_ms": 2500,
-        "adaptive": 0, "limit_min": 2, "limit_max": 64, "pinned": {"10.0.0.1:8000": 7},
+        "adaptive": 0, "default_prefill_cap": 10, "limit_min": 2, "limit_max": 64,
+        "pinned": {"10.0.0.1:8000": 7},
         "guard_share": 0.25, "upper_per": 11, "lower_per": 9, "wait_weight": 0.1, "criticality_weight": 0.2,
         "rate_weight": 0.7, "wait_cap_ms": 30_000, "rate_cap": 50, "wait_signal": "workload_average",
         "weights": {"gold": 3, "a.b": 0.5}, "live_weight": 0.25, "queue_enabled": 0,
@@ -122,7 +130,7 @@ def test_nesting_flattened_changes_restores_the_changes() -> None:
 
 def test_a_live_change_of_the_watermark_changes_both_bounds() -> None:
     patch = {"request_queue_controller": {"watermark_per_backend": 10}}
-    bounds = {"lower_per": pytest.approx(9), "upper_per": pytest.approx(11)}
+    bounds = {"lower_per": pytest.approx(9), "upper_per": pytest.approx(11), "default_prefill_cap": 10}
     assert overridden(patch) == {"adaptive": 0, "largest_claim": 0.25, **bounds}
     effective = live_config.applied(CONFIGURED, live_config.flattened(patch))
     assert effective.settings.request_queue_controller.watermark_per_backend == 10
@@ -321,12 +329,32 @@ live_keys = st.sampled_from(sorted(live_config.AFFECTS)).map(lambda key: tuple(k
 
 
 @given(st.lists(st.tuples(live_keys, json_values), max_size=4))
-def test_any_change_gives_json_overrides_or_a_named_fault(changes: list[tuple[tuple[str, str], Any]]) -> None:
+def test_any_change_gives_json_overrides_or_a_named_fault(changes: list[tuple[tuple[str, ...], Any]]) -> None:
     patch: dict[str, Any] = {}
-    for (section, key), value in changes:
-        patch.setdefault(section, {})[key] = value
+    for (*sections, key), value in changes:
+        at = patch
+        for section in sections:
+            at = at.setdefault(section, {})
+        at[key] = value
     with contextlib.suppress(ConfigError):
         found = overridden(patch)
         assert json.loads(json.dumps(found, allow_nan=False)) == found
         return
     assert fault(patch)
+
+
+def test_stages_change_live_by_whole_keys_and_come_back() -> None:
+    settings = parse({"scheduling": {"scorers": {"kv-cache": 1}, "stages": {"threshold": 500}}})
+    patches = [{"scheduling": {"stages": {"threshold": "auto", "prefill": {"scorers": {"random": 1}}}}}]
+    stages = live_config.applied(settings, changed(*patches)).settings.scheduling.stages
+    assert (stages.threshold, stages.prefill.scorers) == ("auto", {"random": 1})
+    assert live_config.nested(changed(*patches)) == patches[0]
+    patches.append({"scheduling": {"stages": {"threshold": None}}})
+    stages = live_config.applied(settings, changed(*patches)).settings.scheduling.stages
+    assert (stages.threshold, stages.prefill.scorers) == (500, {"random": 1})
+    assert changed(*patches, {"scheduling": {"stages": None}}) == {}
+    assert "scheduling.stages.header: cannot change live" in fault(
+        {"scheduling": {"stages": {"header": "x-other"}}}
+    )
+    assert "scheduling.stages.threshold" in fault({"scheduling": {"stages": {"threshold": "soon"}}})
+    assert "scheduling.stages: " in fault({"scheduling": {"stages": 5}})

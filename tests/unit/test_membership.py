@@ -68,7 +68,13 @@ async def test_a_replica_follows_and_shows_a_live_change_by_another_replica() ->
     async with member(store) as one:
         assert one.membership.effective == EffectiveConfig(CONFIGURED, {})
 
-        bounds = {"adaptive": 0, "largest_claim": 0.25, "upper_per": 11, "lower_per": 9}
+        bounds = {
+            "adaptive": 0,
+            "largest_claim": 0.25,
+            "upper_per": 11,
+            "lower_per": 9,
+            "default_prefill_cap": 10,
+        }
         await store.set_live_config({"weights": {"gold": 3}, **bounds}, {**WIDER, "weights.gold": 3})
         await one.follows(lambda: one.membership.live_config.version == "1")
 
@@ -126,7 +132,11 @@ async def test_overrides_of_live_changes_are_computed_again_for_a_new_configurat
     bounds = {"adaptive": 0, "largest_claim": 0.25}
     store = with_change(deviation, {"lower_per": 2.0, "upper_per": 6.0, **bounds})
     async with member(store, parse({"request_queue_controller": {"watermark_per_backend": 10}})):
-        await until(lambda: store.overrides == {"lower_per": 5.0, "upper_per": 15.0, **bounds})
+        await until(
+            lambda: (
+                store.overrides == {"lower_per": 5.0, "upper_per": 15.0, "default_prefill_cap": 10, **bounds}
+            )
+        )
 
 
 async def test_live_changes_that_contradict_the_configuration_are_ignored() -> None:

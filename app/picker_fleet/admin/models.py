@@ -219,7 +219,14 @@ class Endpoint(BaseModel):
         "its answers fail"
     )
     ejected: Ejected | None = Field(None, description="why the endpoint is ejected; null: it is not")
+    stages: list[Literal["decode", "prefill"]] = Field(
+        default=["decode"], description="`decode`: serves requests; `prefill`: computes prompts for others"
+    )
     in_flight: int = Field(description="requests in flight on the endpoint, fleet-wide")
+    prefills: int | None = Field(
+        None, description="prompts that it computes for others, fleet-wide; null: not of the stage prefill"
+    )
+    prefill_limit: int | None = Field(None, description="limit in force of `prefills`; null: no limit")
     in_flight_tokens: int | None = Field(
         None, description="tokens in flight, if the fleet finds limits in tokens; otherwise null"
     )
@@ -379,6 +386,9 @@ class Running(_Request):
     )
     endpoint: str | None = Field(description="`ip:port` of the chosen endpoint; null: not chosen yet")
     fallbacks: list[str] = Field(description="endpoints that Envoy tries next, in this order")
+    prefiller: str | None = Field(
+        None, description="the endpoint that computes the prompt; null: the prompt is computed, or not apart"
+    )
     lease_in_s: Rounded = Field(description="seconds until the request's lease ends unless renewed")
 
 

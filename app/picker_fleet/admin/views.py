@@ -169,7 +169,8 @@ class FleetView:
             if (band := configured.find(name)) is not None
         ]
         fields = asdict(pool)
-        del fields["about"], fields["limits"]  # the endpoints' rows have the limits
+        for name in ("about", "limits", "prefill_in_flight", "prefill_limits"):
+            del fields[name]  # the endpoints' rows have these
         bounds = models.Bounds(
             lower=fields.pop("lower"), watermark=state.watermark, upper=fields.pop("upper")
         )
@@ -209,6 +210,9 @@ class FleetView:
                 state.pool.amounts.get(each.address),
             )
             loads = {"in_flight": in_flight, "in_flight_tokens": None if tokens is None else round(tokens)}
+            if each.prefills:
+                loads["prefills"] = state.pool.prefill_in_flight.get(each.address, 0)
+                loads["prefill_limit"] = state.pool.prefill_limits.get(each.address)
             rows.append(self._endpoint(each, loads | limits, readings.get(each.address)))
         return rows
 
@@ -244,6 +248,7 @@ class FleetView:
             status=next((name for name, is_set in marks.items() if is_set), "ready"),
             ejected=_ejected(endpoint.ejected),
             max_inflight=endpoint.max_inflight,
+            stages=[*["decode"] * endpoint.decodes, *["prefill"] * endpoint.prefills],
             **loads,
             **figures,
         )
@@ -562,7 +567,8 @@ def _queued(entry: RequestRow, position: int | None, start_tag: float | None, ba
 
 def _placed(entry: RequestRow, bands: Bands) -> dict[str, Any]:
     endpoint, *fallbacks = entry.endpoints or (None,)
-    return {**_request(entry, bands), "endpoint": endpoint, "fallbacks": fallbacks}
+    prefiller = entry.prefillers[0] if entry.prefillers else None
+    return {**_request(entry, bands), "endpoint": endpoint, "fallbacks": fallbacks, "prefiller": prefiller}
 
 
 def _request(entry: RequestRow, bands: Bands) -> dict[str, Any]:

@@ -359,8 +359,16 @@ class Admission:
         """Record a placement; if made without Redis, `alone_ms` is its time by Redis's clock."""
         self._record_cost(request.band.priority, request.flow, request.cost)
         endpoint = placed.endpoints[0]
-        load = placed.load or ()
-        written = accounting_token.write(request, endpoint, self._answer_tokens, alone_ms, load)
+        loads, prefiller = placed.loads, placed.prefillers[0] if placed.prefillers else ""
+        written = accounting_token.write(
+            request,
+            endpoint,
+            self._answer_tokens,
+            alone_ms,
+            loads.decode or (),
+            prefiller=prefiller,
+            prefill_load=loads.prefill or (),
+        )
         token = accounting_token.signed(written, request.id, self._keys)
         entry = self.ledger.place(request.id, placed.attempt, token, endpoint, owned=stream_owned)
         entry.unacknowledged = placed.attempt if placed.unacknowledged else ""
@@ -372,6 +380,7 @@ class Admission:
             session,
             quota=placed.quota,
             prefillers=placed.prefillers,
+            prefill_s=loads.prefill_s,
         )
 
     def _own_token(self, token: str) -> str:

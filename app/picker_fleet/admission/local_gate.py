@@ -387,7 +387,7 @@ class LocalPicker:
         """
         now_s = self._clock()
         self._failed = {address: until_s for address, until_s in self._failed.items() if until_s > now_s}
-        known = self._endpoints.current.endpoints
+        known = self._endpoints.current.decoders
         endpoints = [each for each in known if each.ready]
         ready = {each.address for each in endpoints}
         load = self._load

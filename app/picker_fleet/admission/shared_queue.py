@@ -35,8 +35,7 @@ from picker_fleet.domain.errors import (
 )
 from picker_fleet.domain.request import InferenceRequest
 from picker_fleet.domain.tenants import Tree
-from picker_fleet.scheduling.chooser import Choice, EndpointChooser
-from picker_fleet.scheduling.latency_model import Load
+from picker_fleet.scheduling.chooser import Choice, EndpointChooser, MetLoads
 from picker_fleet.state.connection import PauseDetector
 from picker_fleet.state.schema import Refusal
 from picker_fleet.state.store import (
@@ -78,8 +77,7 @@ class Waiter(msgspec.Struct, eq=False):
     `asking`: Redis has not answered the admission yet. `placing`: the request is granted, and Redis has not
     answered the placement yet. `unacknowledged`: the grant placed the request, and Redis may lack the
     acknowledgement. `error`: why the wait ends without a verdict. `endpoints`: where the request is placed.
-    `load`: the load that the request met there, if its times are to be learnt. `quota`, `prefillers`: as of
-    a Placement.
+    `loads`: the loads that the request met there. `quota`, `prefillers`: as of a Placement.
     """
 
     request: InferenceRequest
@@ -91,7 +89,7 @@ class Waiter(msgspec.Struct, eq=False):
     unacknowledged: bool = False
     endpoints: tuple[str, ...] = ()
     prefillers: tuple[str, ...] = ()
-    load: Load | None = None
+    loads: MetLoads = MetLoads()
     quota: str = ""
     awaited: asyncio.Future[AnyVerdict] | None = None
     error: RequestError | None = None
@@ -338,7 +336,9 @@ class SharedQueue:
         request; raises every refusal."""
         request = waiter.request
         if isinstance(verdict, Placed):
-            waiter.load = self._chooser.placed(request, choice, verdict.endpoints, verdict.loads)
+            waiter.loads = self._chooser.placed(
+                request, choice, verdict.endpoints, verdict.loads, verdict.prefillers
+            )
             return verdict
         if isinstance(verdict, Queued):
             return verdict

@@ -190,7 +190,8 @@ def administers(method: str, path: str) -> bool:
 class Way(NamedTuple):
     """How a request is served, by its method and path. `model` is the model in the path, or ''. `is_known`
     is False for a path of no API, which needs no model (`extproc.unknown_paths: pass`). `has_state`: servers
-    store this API's results under ids. `ref` is the id in the path, or ''."""
+    store this API's results under ids. `ref` is the id in the path, or ''. `can_split`: another endpoint may
+    prefill the prompt, because llm-d's sidecar reads the header of the prefill endpoint on this path."""
 
     kind: Kind
     source: Source = "body"
@@ -198,8 +199,10 @@ class Way(NamedTuple):
     is_known: bool = True
     has_state: bool = False
     ref: str = ""
+    can_split: bool = False
 
 
+_SPLIT: Final = ("/chat/completions", "/completions", "/responses")
 _OF_STATE: Final = ("responses", "conversations")  # path segments of the Responses API
 
 
@@ -279,7 +282,8 @@ class Paths:
                     kind = "read" if method == "OPTIONS" else api.kind
                     named = match.groupdict()
                     model, ref = (unquote(named.get(each) or "") for each in ("model", "ref"))
-                    return Way(kind, api.source, model, has_state=has_state(api.path), ref=ref)
+                    can_split = kind == "inference" and api.path in _SPLIT
+                    return Way(kind, api.source, model, True, has_state(api.path), ref, can_split)
         return None
 
     @property
@@ -322,7 +326,8 @@ STEERING = (FAIRNESS_ID, OBJECTIVE, REWRITE)
 DESTINATION: Final = "x-gateway-destination-endpoint"
 SUBSET: Final = "x-gateway-destination-endpoint-subset"
 SERVED: Final = "x-gateway-destination-endpoint-served"
-NEVER_TRUSTED = (DESTINATION, SUBSET, SERVED)
+PREFILLER: Final = "x-prefiller-host-port"
+NEVER_TRUSTED = (DESTINATION, SUBSET, SERVED, PREFILLER)
 # Headers that any client may set for its own request. Trusting such headers changes nothing.
 ALWAYS_KEPT = (
     "x-workload-context",
@@ -338,7 +343,7 @@ _TRUSTABLE = frozenset((*ALWAYS_KEPT, *(name for pair in STEERING for name in pa
 # Headers of an operator's own, such as `x-tenant`: no header with a meaning to the picker, Envoy or clients.
 _CUSTOM = re.compile(
     r"x-(?!(?:client-)?request-|forwarded|envoy-|gateway-|llm-d-|picker-|queue-|ratelimit-|slo-|session-"
-    r"|workload-|api-key|real-ip|stainless-|should-retry)[a-z0-9_-]{1,61}"
+    r"|workload-|prefiller-|api-key|real-ip|stainless-|should-retry)[a-z0-9_-]{1,61}"
 )
 
 
@@ -358,6 +363,18 @@ def trusted_name(value: object) -> str:
         valid = ", ".join(spelling for pair in STEERING for spelling in pair)
         why = "is never taken from a client" if name in NEVER_TRUSTED else "is not a steering header"
         raise ValueError(f"{str(value)[:60]!r} {why}; valid: {valid}")
+    return name
+
+
+def prefiller_header(value: object) -> str:
+    """`value` as the lower-case name of a header that may name a request's prefill endpoint.
+
+    Raises:
+        ValueError: the header has another meaning; the message says which names may be used.
+    """
+    name = value.strip().lower() if isinstance(value, str) else ""
+    if name != PREFILLER and not is_custom(name):
+        raise ValueError(f"{str(value)[:60]!r} is not free; use {PREFILLER} or an x- header of your own")
     return name
 
 

@@ -15,15 +15,17 @@ class KnownFleet:
     """The fleet as of the last heartbeat; before the first one, only the configuration.
 
     `config` includes the live changes. `live` has the ids of the live replicas, including this one;
-    `in_flight` maps endpoints to their numbers of requests in flight; `busy` is True while any request is in
-    flight. `prompt_lines` maps models to what a prompt costs. `tenants` has the nodes of tenants that the
-    fleet shares, None without tenants. Membership replaces these objects and never changes them.
+    `in_flight` maps endpoints to their numbers of requests in flight, `prefills` to the numbers of prompts
+    that they prefill for others; `busy` is True while any request is in flight. `prompt_lines` maps models to
+    what a prompt costs. `tenants` has the nodes of tenants that the fleet shares, None without tenants.
+    Membership replaces these objects and never changes them.
     """
 
     def __init__(self, settings: Settings) -> None:
         self.config = EffectiveConfig(settings, {})
         self.live: Sequence[str] = ()
         self.in_flight: Mapping[str, int] = {}
+        self.prefills: Mapping[str, int] = {}
         self.busy = False
         self.prompt_lines: Mapping[str, PromptLine] = MappingProxyType({})
         tenants = settings.tenants
@@ -37,7 +39,8 @@ class KnownFleet:
     def picks_by_metrics(self) -> bool:
         """Whether a scorer reads metrics pages of model servers; scorers and filters from outside may."""
         scheduling = self.config.settings.scheduling
-        return bool(scheduling.filters or scheduling.scorers.keys() - UNSCRAPED_SCORERS)
+        names = {*scheduling.weights, *scheduling.prefill_weights}
+        return bool(scheduling.filters or names - UNSCRAPED_SCORERS)
 
     @property
     def limits_by_metrics(self) -> bool:

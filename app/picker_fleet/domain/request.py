@@ -65,7 +65,7 @@ class InferenceRequest(NamedTuple):
     unknown. `latency` is the objective of the client's header or of the configuration. Under the
     ordering `edf` the request is served as if its TTL ended `early_ms` sooner. `prompt_tokens` and
     `answer_tokens` are estimates for the quotas of tenants, 0 without tenants; with `learn`, `answer_tokens`
-    is 0 and lacks the answer's tokens, too.
+    is 0 and lacks the answer's tokens, too. `can_split`: another endpoint may prefill the prompt.
     """
 
     id: str
@@ -95,6 +95,7 @@ class InferenceRequest(NamedTuple):
     early_ms: int = 0
     prompt_tokens: float = 0.0
     answer_tokens: float = 0.0
+    can_split: bool = False
 
     def repeats(self, other: "InferenceRequest") -> bool:
         """Whether this request is a retry of `other`, which has the same id."""
@@ -104,6 +105,7 @@ class InferenceRequest(NamedTuple):
 class Placement(NamedTuple):
     """The decision for a request: its `endpoints` (`ip:port`, best first), and its accounting token.
     `prefillers` are the endpoints that compute the prompt of a split request, best first; empty: it is whole.
+    `prefill_s` is the predicted time (s) until that prompt is computed, None if unknown.
 
     Envoy returns the opaque `accounting_token` in the access log; this token suffices to account for the
     request after a loss of the shared state. `attempt` names the stream that may withdraw the placement, and
@@ -119,6 +121,7 @@ class Placement(NamedTuple):
     waited_s: float | None = None
     quota: str = ""
     prefillers: tuple[str, ...] = ()
+    prefill_s: float | None = None
 
 
 class Outcome(enum.StrEnum):
@@ -185,11 +188,12 @@ class Fault(NamedTuple):
 
 class Alive(NamedTuple):
     """A lease renewal of a request in flight. `accounting_token`, '' if unknown, can restore a lost
-    record."""
+    record. `is_prefilled`: the request is split, and its answer has begun."""
 
     id: str
     served: str | None
     accounting_token: str
+    is_prefilled: bool = False
 
 
 def largest_claim(share: float, bound: float) -> float:
@@ -257,8 +261,8 @@ class Endpoint:
 
     `max_inflight` bounds the endpoint's requests in flight from the whole fleet; None: no bound. The endpoint
     gets no new requests while it is `draining` (by discovery), `drained` (by an operator), `down`
-    (connections fail) or `ejected` (its answers fail). It is of the stage decode if it `decodes`, and of the
-    stage prefill if it `prefills`.
+    (connections fail) or `ejected` (its answers fail). It serves whole requests if it `decodes`, and computes
+    prompts for other endpoints if it `prefills`.
     """
 
     address: str

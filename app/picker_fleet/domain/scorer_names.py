@@ -26,6 +26,10 @@ SCORER_NAMES: Final = (
 UNSCRAPED_SCORERS: Final = frozenset(
     {IN_FLIGHT, "latency", "prefix-affinity", "session-affinity", TOPOLOGY, "random"}
 )
+# The scorers that say where a prompt is computed soonest; all others are about the answer or its client.
+PREFILL_SCORERS: Final = frozenset(
+    {"queue-depth", "running-requests", IN_FLIGHT, "lora-affinity", "prefix-affinity", TOPOLOGY, "random"}
+)
 
 
 def scorer_name(value: str) -> str:
@@ -35,6 +39,14 @@ def scorer_name(value: str) -> str:
         ValueError: no scorer has that name, so the message lists the valid names; or the scorer is unusable.
     """
     extensions.find(extensions.SCORERS, value, SCORER_NAMES)
+    return value
+
+
+def built_in_scorer(value: str) -> str:
+    """Return `value`, or raise ValueError if it names no scorer of this project."""
+    if value not in SCORER_NAMES:
+        valid = ", ".join(SCORER_NAMES)
+        raise ValueError(f"{value[:40]!r} is no built-in scorer, as a stage of its own needs; valid: {valid}")
     return value
 
 

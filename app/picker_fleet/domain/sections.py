@@ -23,7 +23,7 @@ from pydantic import (
 )
 
 from picker_fleet.domain import extensions
-from picker_fleet.domain.allowlist import Api, api_of, trusted_name
+from picker_fleet.domain.allowlist import PREFILLER, Api, api_of, prefiller_header, trusted_name
 from picker_fleet.domain.bands import (
     NAMED,
     Band,
@@ -37,11 +37,14 @@ from picker_fleet.domain.bands import (
     nearest,
 )
 from picker_fleet.domain.engines import ENGINES, Aggregation, Engine, known_engine, series_of
+from picker_fleet.domain.label_selector import label_selector
 from picker_fleet.domain.redis_address import redis_url
 from picker_fleet.domain.request import LatencyObjective
 from picker_fleet.domain.scorer_names import (
+    PREFILL_SCORERS,
     SCORER_NAMES,
     TOPOLOGY,
+    built_in_scorer,
     scorer_name,
     weights_by_name,
     without_parameters,
@@ -578,11 +581,33 @@ SessionKey = Literal["session-id", "x-session-affinity", "prompt_cache_key", "us
 # by half of the highest load.
 _TOPOLOGY_WEIGHT = 0.5
 
+StageScorer = Annotated[str, AfterValidator(built_in_scorer)]
+
+
+class Stage(Section):
+    """One stage of a request, prefill or decode. `selector` is a Kubernetes label selector; null: the label
+    `llm-d.ai/role` decides. `scorers` null: the pool's, for prefill only those about load and prompts."""
+
+    selector: Annotated[str, AfterValidator(label_selector)] | None = None
+    scorers: Annotated[dict[StageScorer, ScorerWeight], BeforeValidator(weights_by_name)] | None = None
+
+
+class Stages(Section):
+    """Prefill and decode on different endpoints (docs/picking.md). A request gets a prefill endpoint, named
+    in `header`, if more than `threshold` tokens of its prompt are cached on no decode endpoint; `auto`: if
+    the predicted times say that it pays."""
+
+    prefill: Stage = Stage()
+    decode: Stage = Stage()
+    threshold: Literal["auto"] | Annotated[Count, Field(ge=0)] = "auto"
+    header: Annotated[str, BeforeValidator(prefiller_header)] = PREFILLER
+
 
 class Scheduling(Section):
     """The choice of an endpoint. Without scorers, the endpoint with the fewest requests in flight is best."""
 
     scorers: Annotated[dict[ScorerName, ScorerWeight], BeforeValidator(weights_by_name)] = {}
+    stages: Stages = Stages()
     # Parameters of scorers from outside by name; in a list of scorers each entry may have `parameters`.
     scorer_parameters: dict[str, dict[str, Any]] = {}
     filters: tuple[OutsideFilter, ...] = ()  # filters from outside, which run after the built-in ones
@@ -597,8 +622,20 @@ class Scheduling(Section):
 
     @property
     def weights(self) -> dict[str, float]:
-        """The scorers' weights, with the scorer `topology` added if labels are preferred."""
-        return {TOPOLOGY: _TOPOLOGY_WEIGHT, **self.scorers} if self.prefer else self.scorers
+        """The scorers' weights for the stage decode, with the scorer `topology` added if labels are
+        preferred."""
+        own = self.stages.decode.scorers
+        return self._with_topology(self.scorers if own is None else own)
+
+    @property
+    def prefill_weights(self) -> dict[str, float]:
+        """The same for the stage prefill; without own scorers, the pool's that are about prefilling."""
+        own = self.stages.prefill.scorers
+        shared = {name: weight for name, weight in self.scorers.items() if name in PREFILL_SCORERS}
+        return self._with_topology(shared if own is None else own)
+
+    def _with_topology(self, scorers: dict[str, float]) -> dict[str, float]:
+        return {TOPOLOGY: _TOPOLOGY_WEIGHT, **scorers} if self.prefer else scorers
 
     @model_validator(mode="before")
     @classmethod
@@ -617,7 +654,7 @@ class Scheduling(Section):
 
     @model_validator(mode="after")
     def _keys_are_scored(self) -> Self:
-        if self.session_keys and "session-affinity" not in self.scorers:
+        if self.session_keys and "session-affinity" not in self.weights:
             raise ValueError("session_keys needs the scorer session-affinity, by which they count")
         return self
 

@@ -10,7 +10,7 @@ import asyncio
 import concurrent.futures
 import logging
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
@@ -173,33 +173,6 @@ def listed(text: str) -> tuple[Endpoint, ...]:
         where = ".".join(str(part) for part in first["loc"]) or "the list"
         message = first["msg"].removeprefix("Value error, ")
         raise FileFault(f"{where}: {message}") from fault
-
-
-_ROLE = "llm-d.ai/role"
-_DECODING_ROLES = ("both", "all", "flexible-decoder")
-
-
-def decodes(endpoint: Endpoint) -> bool:
-    """Whether requests may be sent to `endpoint`: the endpoint has no role, or a role that includes decoding.
-    Only decoders send requests to other endpoints, for a prompt's KV cache or an encoded image."""
-    role = endpoint.labels.get(_ROLE, "")
-    return not role or role in _DECODING_ROLES or "decode" in role.split("-")
-
-
-def serving(labels: Mapping[str, str], report: Report) -> Report:
-    """Wrap `report`: pass on only endpoints that have `labels` and can decode; log all other endpoints."""
-    logged: list[str] = []
-
-    def report_serving(endpoints: tuple[Endpoint, ...]) -> None:
-        serve = tuple(each for each in endpoints if decodes(each) and labels.items() <= each.labels.items())
-        others = sorted({each.address for each in endpoints} - {each.address for each in serve})
-        if others != logged:
-            logged[:] = others
-            which = ", ".join(others[:8])
-            _log.info("%d endpoints get no requests due to their labels or %s: %s", len(others), _ROLE, which)
-        report(serve)
-
-    return report_serving
 
 
 def source_of(settings: Discovery) -> Source:

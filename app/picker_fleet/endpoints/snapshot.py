@@ -5,7 +5,7 @@ import hashlib
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from picker_fleet.domain.request import Endpoint
@@ -18,10 +18,22 @@ MAX_REMOVED: Final = 4096  # most removed endpoints listed at once; the oldest b
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """The fleet's endpoints at one moment; `version` changes whenever the endpoints change."""
+    """The fleet's endpoints at one moment; `version` changes whenever the endpoints change.
+
+    `decoders` are the endpoints that serve whole requests, `prefillers` those that prefill for decoders.
+    """
 
     version: str
     endpoints: tuple[Endpoint, ...]
+    decoders: tuple[Endpoint, ...] = field(init=False)
+    prefillers: tuple[Endpoint, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        decoders = tuple(each for each in self.endpoints if each.decodes)
+        if len(decoders) == len(self.endpoints):
+            decoders = self.endpoints
+        object.__setattr__(self, "decoders", decoders)  # the class is frozen
+        object.__setattr__(self, "prefillers", tuple(each for each in self.endpoints if each.prefills))
 
 
 class SnapshotCell:
@@ -99,8 +111,8 @@ class SnapshotCell:
     def _remember_removed(self, snapshot: Snapshot) -> None:
         """Remember the endpoints that leave with `snapshot`, and forget those that return."""
         until_s = self._clock() + REMOVED_S
-        self._removed |= {each.address: until_s for each in self.current.endpoints}
-        for each in snapshot.endpoints:
+        self._removed |= {each.address: until_s for each in self.current.decoders}
+        for each in snapshot.decoders:
             self._removed.pop(each.address, None)
         self._forget_expired()
         self._removed = dict(list(self._removed.items())[-MAX_REMOVED:])

@@ -462,6 +462,7 @@ class Membership:
         self._followed_s = self._clock()
         pool = state.pool
         self._fleet.live, self._fleet.in_flight = pool.replicas, pool.in_flight
+        self._fleet.prefills = pool.prefill_in_flight
         self._fleet.busy = any(pool.in_flight.values())
         self._fleet.prompt_lines = pool.prompt_lines
         if (tenants := await self._tenants.follow(self._epoch)) is not None:
@@ -472,9 +473,8 @@ class Membership:
         self._metrics.limits_between(*least_most)
         if self.leads():
             self._envoy_limits.look(pool.about.values())
-        addresses = {each.address for each in self._endpoints.current.endpoints}
         with contextlib.suppress(WritesRefused):  # the limits in force stay valid; heartbeats go on
-            await self._limits.look(pool, addresses, leads=self.leads())
+            await self._limits.look(pool, self._endpoints.current, leads=self.leads())
         self._queue.retry_after_s = pool.retry_after_s
         self._queue.expected_wait_s = pool.queued / pool.drain_rate if pool.drain_rate else 0.0
 

@@ -1,7 +1,8 @@
 """Keeps the endpoints' limits: the leader feeds the controller and stores its decisions for the scripts.
 
-fleet/heartbeat.py calls `look` after each read of the shared state. The controller's state is in Redis:
-a new leader goes on from it, and so does a leader that another replica may have replaced for a while.
+fleet/heartbeat.py calls `look` after each read of the shared state. Each stage has a controller. The
+controllers' state is in Redis: a new leader goes on from it, and so does a leader that another replica may
+have replaced for a while.
 """
 
 import logging
@@ -11,12 +12,17 @@ from functools import partial
 from picker_fleet.domain.known_fleet import KnownFleet
 from picker_fleet.domain.sections import MOST_LIMIT
 from picker_fleet.endpoints.readings import MetricsCache, Reading
+from picker_fleet.endpoints.snapshot import Snapshot
 from picker_fleet.fleet.limit_controller import EndpointLimit, LimitController, Misses, Observation, Page
 from picker_fleet.scheduling.forecasts import broken_promise
 from picker_fleet.scheduling.latency_model import LatencyModel
-from picker_fleet.state.pool_state import FoundLimit, PoolState
+from picker_fleet.state.pool_state import PREFILL, FoundLimit, PoolState
 from picker_fleet.state.store import Store
 from picker_fleet.telemetry.metrics import Metrics
+
+# The stages, by what precedes an endpoint's address in the name of its limit there.
+_DECODE = ""
+_STAGES = (_DECODE, PREFILL)
 
 _log = logging.getLogger(__name__)
 
@@ -38,23 +44,24 @@ class LimitKeeper:
     ) -> None:
         self._store, self._fleet, self._clock, self._metrics = store, fleet, clock, metrics
         self._readings, self._latencies = readings, latencies
-        self._controller: LimitController | None = None  # None: unknown, or not this replica's task
+        # The controller of each stage; empty: the limits are unknown, or not this replica's task.
+        self._controllers: dict[str, LimitController] = {}
         self._stored: Mapping[str, FoundLimit] = {}  # what Redis has, as far as this replica knows
         self._epoch_us = 0  # the epoch of the pool that has these limits
         self._connection, self._looked_s = 0, 0.0  # the connection to Redis and the time of the last look
         self._dispatched = 0  # grants so far, as of the last look
 
-    async def look(self, pool: PoolState, addresses: set[str], *, leads: bool) -> None:
-        """Take the state `pool` and the newest pages into account. `addresses` are the published endpoints.
+    async def look(self, pool: PoolState, snapshot: Snapshot, *, leads: bool) -> None:
+        """Take the state `pool` and the newest pages into account. `snapshot` has the published endpoints.
 
         Raises:
             StateFault: the limits cannot be read or stored.
         """
         bounds = self._fleet.config.settings.request_queue_controller
         if not (leads and bounds.is_adaptive):
-            self._controller = None
+            self._controllers = {}
             return
-        if pool.paused or not addresses:
+        if pool.paused or not snapshot.endpoints:
             return
         configured = {
             "least": bounds.min_per_backend,
@@ -64,62 +71,76 @@ class LimitKeeper:
         now_s = self._clock()
         if not self._knows_the_limits(now_s):
             found = await self._store.found_limits()
-            if self._controller is None or (found and found != self._stored):
-                self._controller = LimitController(**configured)
+            if not self._controllers or (found and found != self._stored):
                 # A rolling restart may have changed the unit.
-                usable = {address: each for address, each in found.items() if each.unit == bounds.unit}
-                self._resume(self._controller, usable, pool.now_us, now_s)
+                usable = {name: each for name, each in found.items() if each.unit == bounds.unit}
+                self._controllers = {stage: LimitController(**configured) for stage in _STAGES}
+                for stage, controller in self._controllers.items():
+                    self._resume(controller, _of_stage(stage, usable), pool.now_us, now_s)
                 self._dispatched = pool.dispatched_total
             self._stored = found
         self._connection, self._looked_s = self._store.connection_epoch, now_s
-        controller = self._controller
-        assert controller is not None
-        controller.configure(**configured)
-        readings = self._readings.snapshot()
-        observed = {
-            address: Observation(
-                pool.in_flight.get(address, 0),
-                _page(readings.get(address)),
-                pool.endpoint_refusals.get(address, 0),
-                round(pool.amounts.get(address, 0.0)) if bounds.unit == "tokens" else None,
-            )
-            for address in addresses
-        }
         waiting = pool.queued > 0 or pool.dispatched_total > self._dispatched
         self._dispatched = pool.dispatched_total
-        before = controller.limits()
-        settings = self._fleet.config.settings
-        misses: Misses | None = None
-        if settings.promises_latencies:
-            promise = partial(broken_promise, self._latencies, settings.promised_latency)
-
-            def misses(address: str, limit: int) -> str:
-                return promise(address, limit / observed[address].mean_request)
-
-        controller.look(now_s, observed, waiting=waiting, completed=pool.ended_total, misses=misses)
-        for address, each in controller.endpoints.items():
-            if (former := before.get(address)) is not None and former != each.limit:
-                self._metrics.limit_moved(each.limit - former)
-                _log.info("limit of %s: %d, was %d: %s", address, each.limit, former, each.reason)
-        found = {
-            address: self._found(address, each, pool.now_us, now_s)
-            for address, each in controller.endpoints.items()
+        in_tokens, readings = bounds.unit == "tokens", self._readings.snapshot()
+        observed = {
+            _DECODE: {
+                address: Observation(
+                    pool.in_flight.get(address, 0),
+                    _page(readings.get(address)),
+                    pool.endpoint_refusals.get(address, 0),
+                    round(pool.amounts.get(address, 0.0)) if in_tokens else None,
+                )
+                for address in (each.address for each in snapshot.decoders)
+            },
+            # In tokens the stage prefill has no limits (lua/lib/flows.lua).
+            PREFILL: {
+                address: Observation(pool.prefill_in_flight.get(address, 0), _page(readings.get(address)))
+                for address in (each.address for each in snapshot.prefillers if not in_tokens)
+            },
         }
+        found = {}
+        for stage, controller in self._controllers.items():
+            controller.configure(**configured)
+            before = controller.limits()
+            controller.look(
+                now_s,
+                observed[stage],
+                waiting=waiting,
+                completed=pool.ended_total,
+                misses=self._misses(stage, observed[stage]),
+            )
+            for address, each in controller.endpoints.items():
+                if (former := before.get(address)) is not None and former != each.limit:
+                    self._metrics.limit_moved(each.limit - former)
+                    whose = f"{'prefills on ' if stage else ''}{address}"
+                    _log.info("limit of %s: %d, was %d: %s", whose, each.limit, former, each.reason)
+                found[stage + address] = self._found(stage + address, each, pool.now_us, now_s)
         if found != self._stored or pool.born_us != self._epoch_us:
             await self._store.set_limits(found)
             self._stored, self._epoch_us = found, pool.born_us
+
+    def _misses(self, stage: str, observed: Mapping[str, Observation]) -> Misses | None:
+        """Which limits of a stage would break a configured latency objective; None without objectives."""
+        settings = self._fleet.config.settings
+        if not settings.promises_latencies:
+            return None
+        promise = partial(
+            broken_promise, self._latencies, settings.promised_latency, prefill=stage == PREFILL
+        )
+        return lambda address, limit: promise(address, limit / observed[address].mean_request)
 
     def _knows_the_limits(self, now_s: float) -> bool:
         """Whether Redis still has what this replica stored. After a while another replica may have led, and
         after a reconnection the server may be another primary, which lacks the last writes."""
         silence_s = self._fleet.config.settings.leases.replica_silence
         is_recent = now_s - self._looked_s < silence_s
-        return self._controller is not None and is_recent and self._connection == self._store.connection_epoch
+        return bool(self._controllers) and is_recent and self._connection == self._store.connection_epoch
 
-    def _found(self, address: str, each: EndpointLimit, now_us: int, now_s: float) -> FoundLimit:
-        """What a new leader has to know of an endpoint's limit."""
+    def _found(self, name: str, each: EndpointLimit, now_us: int, now_s: float) -> FoundLimit:
+        """What a new leader has to know of the limit `name`."""
         changed_ms = int(now_us / 1000 - (now_s - each.changed_s) * 1000)
-        former = self._stored.get(address)
+        former = self._stored.get(name)
         if former is not None and (former.limit, former.reason) == (each.limit, each.reason):
             changed_ms = former.changed_ms  # the limit has not moved; the two clocks may have
         return FoundLimit(
@@ -148,6 +169,15 @@ class LimitKeeper:
                 pause_s=each.pause_s,
                 resumes_s=now_s if each.grows_fast else now_s + each.pause_s,
             )
+
+
+def _of_stage(stage: str, found: Mapping[str, FoundLimit]) -> dict[str, FoundLimit]:
+    """The limits of one stage among those of both, by address."""
+    return {
+        name.removeprefix(stage): each
+        for name, each in found.items()
+        if name.startswith(PREFILL) is (stage == PREFILL)
+    }
 
 
 def _page(reading: Reading | None) -> Page | None:

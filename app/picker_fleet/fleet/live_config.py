@@ -3,9 +3,10 @@
 The shared state stores live changes in two forms. The *changes* use the operator's keys: {`section.key`:
 value}, {`weights.FLOW`: weight}, and one key for each entry of a mapping:
 {`fair_request_queue.band_weights.BAND`: …}, {`fair_request_queue.priority_bands.BAND.ATTRIBUTE`: …},
-{`scheduling.scorers.NAME`: weight}. The *overrides* are settings that the scripts read in place of published
-settings. Overrides are always computed from all changes together, so that a conflict between two keys is
-found whichever key changes last. `admin/changes.py` makes changes; `fleet/heartbeat.py` applies them.
+{`scheduling.scorers.NAME`: weight}. The scorers of a stage change as a whole. The *overrides* are settings
+that the scripts read in place of published settings. Overrides are always computed from all changes together,
+so that a conflict between two keys is found whichever key changes last. `admin/changes.py` makes changes;
+`fleet/heartbeat.py` applies them.
 """
 
 from collections.abc import Iterable, Mapping
@@ -21,7 +22,7 @@ from picker_fleet.domain.units import LEAST_WEIGHT, MOST_WEIGHT, has_control
 from picker_fleet.scheduling.scheduler import live_weight, with_in_flight
 
 # Each key that may change live -> the shared settings computed from that key.
-_BOUNDS = ("adaptive", "largest_claim", "upper_per", "lower_per")
+_BOUNDS = ("adaptive", "largest_claim", "upper_per", "lower_per", "default_prefill_cap")
 AFFECTS: Mapping[str, tuple[str, ...]] = {
     "fair_request_queue.total_capacity": ("total_capacity",),
     "fair_request_queue.flow_capacity": ("flow_capacity",),
@@ -52,6 +53,9 @@ AFFECTS: Mapping[str, tuple[str, ...]] = {
     "workloads.rate_cap": ("rate_cap",),
     "workloads.wait_signal": ("wait_signal",),
     "scheduling.scorers": ("live_weight",),
+    "scheduling.stages.threshold": (),
+    "scheduling.stages.prefill.scorers": (),
+    "scheduling.stages.decode.scorers": ("live_weight",),
     "outlier_detection.enabled": ("eject_ms",),
     "outlier_detection.base_ejection_time": ("eject_ms",),
     "outlier_detection.max_ejection_time": ("eject_most_ms",),
@@ -63,6 +67,7 @@ _BAND_WEIGHTS = "fair_request_queue.band_weights"
 _BANDS = "fair_request_queue.priority_bands"
 _BAND_ATTRIBUTES = ("bytes", "capacity", "guaranteed", "preemptible")
 _SCORERS = "scheduling.scorers"
+_STAGES = "scheduling.stages"
 _BY_NAME = (_BAND_WEIGHTS, _BANDS, _SCORERS)  # mappings whose entries change one by one
 _MOST_SCORER_WEIGHT = 1e6
 _MOST_WEIGHTS = 200  # most flows with live weights: after every change the scripts read all
@@ -92,6 +97,8 @@ def flattened(
                         changes |= _by_name(name, weights_by_name(value), scorers)
                     except ValueError as fault:
                         faults.append(f"{name}: {fault}")
+                elif name == _STAGES:
+                    changes |= _leaves(name, value)
                 elif name == _BANDS:
                     faults += _band_faults(value)
                     changes |= _of_bands(value, bands)
@@ -118,7 +125,8 @@ def applied(settings: Settings, changes: Mapping[str, Any]) -> EffectiveConfig:
     """
     patch = nested(changes)
     weights = patch.pop(_WEIGHTS, {})
-    scorers = patch.pop("scheduling", {}).get("scorers", {})
+    scheduling = patch.pop("scheduling", {})
+    scorers, stages = scheduling.get("scorers", {}), scheduling.get("stages", {})
     faults = [*_weight_faults(weights), *_scorer_faults(scorers, settings)]
     if faults:
         raise ConfigError("\n".join(faults))
@@ -135,6 +143,12 @@ def applied(settings: Settings, changes: Mapping[str, Any]) -> EffectiveConfig:
         by_name = settings.scheduling.scorers | scorers
         named = {name: weight for name, weight in by_name.items() if weight > 0}
         tree["scheduling"] = {**tree.get("scheduling", {}), "scorers": named}
+    if stages:
+        given = tree.get("scheduling", {})
+        own = dict(given.get("stages", {}))
+        for name, value in stages.items():
+            own[name] = {**own.get(name, {}), **value} if isinstance(value, Mapping) else value
+        tree["scheduling"] = {**given, "stages": own}
     try:
         return EffectiveConfig(parse(tree), weights)
     except ConfigError as fault:
@@ -152,7 +166,7 @@ def overrides(settings: Settings, changes: Mapping[str, Any]) -> dict[str, objec
     names = {name for key in changes for name in AFFECTS.get(_whole(key), ())}
     if effective.weights:
         names.add(_WEIGHTS)
-    return {name: shared[name] for name in sorted(names)}
+    return {name: shared[name] for name in sorted(names & shared.keys())}
 
 
 def replacing(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
@@ -178,8 +192,23 @@ def nested(changes: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
             if isinstance(whole, dict):
                 whole[part] = value
             continue
-        keys[name] = value
+        *above, last = name.split(".") if key in AFFECTS else (name,)
+        for part in above:
+            keys = keys.setdefault(part, {})
+        keys[last] = value
     return tree
+
+
+def _leaves(key: str, value: Any) -> dict[str, Any]:
+    """Live changes of the keys in the partial tree `value` at `key`; None undoes all their changes."""
+    if value is None and key not in AFFECTS:
+        return {each: None for each in AFFECTS if each.startswith(key + ".")}
+    if key in AFFECTS or not isinstance(value, Mapping):
+        return {key: value}
+    changes: dict[str, Any] = {}
+    for name, part in value.items():
+        changes |= _leaves(f"{key}.{name}", part)
+    return changes
 
 
 def _is_live(key: str) -> bool:
@@ -309,11 +338,17 @@ def shared_settings(settings: Settings, weights: Mapping[str, float]) -> dict[st
     controller, workloads = settings.request_queue_controller, settings.workloads
     leases, log, outliers = settings.leases, settings.decision_log, settings.outlier_detection
     tenants = {} if settings.tenants is None else {"tenants": settings.tenants.shared()}
+    # Prefills count as requests. In mode `adaptive` the scripts replace these limits by the found ones.
+    prefill_caps: dict[str, object] = {}
+    if controller.unit == "requests":
+        most = controller.initial_limit if controller.is_adaptive else round(controller.watermark_per_backend)
+        prefill_caps = {"prefill_caps": {}, "default_prefill_cap": max(most, 1)}
     return {
         "adaptive": int(controller.is_adaptive),
         "limit_min": controller.min_per_backend,
         "limit_max": controller.max_per_backend or MOST_LIMIT,
         "limit_initial": controller.initial_limit,
+        **prefill_caps,
         "unit": controller.unit,
         "pinned": dict(controller.pinned),
         "upper_per": controller.upper_per_backend,

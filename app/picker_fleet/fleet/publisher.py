@@ -105,7 +105,9 @@ class Publisher:
         known = self._digests.get(endpoint.address)
         if known is not None and (known[0] is endpoint or known[0] == endpoint):
             return known[1]
-        facts = [endpoint.address, endpoint.labels, endpoint.draining, endpoint.max_inflight]
+        facts: list[object] = [endpoint.address, endpoint.labels, endpoint.draining, endpoint.max_inflight]
+        if endpoint.prefills:  # without stages the digests stay those of earlier versions
+            facts.append(endpoint.decodes)
         if endpoint.prefills:
             facts += ["prefill", endpoint.decodes]
         return hashlib.blake2b(json.dumps(facts, sort_keys=True).encode(), digest_size=16).digest()

@@ -446,6 +446,13 @@ class Decision:
         context = self._context
         seconds = context.clock() - self.began_s
         context.metrics.answered(self.mode, self.model, "ok", seconds, self.target_model)
+        if placement.prefillers:
+            context.metrics.split(self.mode, self.model, self.target_model)
+            if self.mode != "standard" and placement.prefill_s is not None:
+                # Only in `standard` the picker sees the answer begin; the access log tells that late.
+                asyncio.get_running_loop().call_later(
+                    placement.prefill_s, context.gate.prefilled, self.request_id
+                )
         if context.lines.debug:
             context.lines.placed(self.request, placement.endpoints, self.mode, seconds)
 

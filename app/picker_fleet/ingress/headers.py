@@ -77,7 +77,7 @@ def selected_endpoints(endpoints: SnapshotCell, choice: bytes) -> tuple[str, ...
     """The endpoints that the conformance suite's header names, by `ip:port` or by an `ip` of `endpoints`."""
     parts = [part.strip() for part in choice.decode(errors="replace").split(",")]
     by_host: dict[str, list[str]] = {}
-    for address in (each.address for each in endpoints.current.endpoints):
+    for address in (each.address for each in endpoints.current.decoders):
         by_host.setdefault(address.rpartition(":")[0].strip("[]"), []).append(address)
     found = [address for part in parts for address in by_host.get(part.strip("[]"), ())]
     return tuple(dict.fromkeys((*found, *read_subset(parts))))

@@ -90,7 +90,7 @@ class Ask(NamedTuple):
     `model` is '' if the body names none; `needs_model` is False on a path of no known API. `read` is the
     parsed body, or the bytes of a simple body (`_simple_members`), whose `members` are already decoded.
     `body_bytes` counts the bytes of the whole body; `files` has the byte ranges of a form's files. `refers`
-    are the ids of stored state that the request continues.
+    are the ids of stored state that the request continues. `can_split` is that of the `Way`.
     """
 
     model: str
@@ -101,6 +101,7 @@ class Ask(NamedTuple):
     files: tuple[tuple[int, int], ...] = ()
     needs_model: bool = True
     refers: tuple[str, ...] = ()
+    can_split: bool = False
 
     @property
     def body(self) -> "Body | OtherBody":
@@ -141,6 +142,8 @@ def read_body(text: bytes, way: Way = _JSON, content_type: bytes = b"") -> Ask:
         ask = _read_otherwise(text, way, content_type, fault)
     if way.has_state:
         ask = ask._replace(refers=_refers(ask.members))
+    if way.can_split:
+        ask = ask._replace(can_split=True)
     if way.model and (way.source == "path" or not ask.model):
         ask = ask._replace(model=_model(way.model))
     return ask if way.is_known else ask._replace(needs_model=False)
@@ -384,7 +387,7 @@ class Intake:
             subset, limit, learn, session, prefix, selector, trace, by_client, ask.body_bytes,
             xxh3_64_hexdigest(ask.text)[:_DIGEST_CHARS], ask.refers,
             0 if ask.refers else prompt_size,  # usage then counts stored texts, too
-            "", latency, 0, prompt_tokens, answer_tokens,
+            "", latency, 0, prompt_tokens, answer_tokens, ask.can_split,
         )  # fmt: skip
 
     def session_of(self, headers: Mapping[str, bytes]) -> str:

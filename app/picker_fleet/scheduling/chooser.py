@@ -9,6 +9,7 @@ import random
 from bisect import bisect
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Final, NamedTuple
 
 import msgspec
@@ -21,6 +22,7 @@ from picker_fleet.domain.scorer_names import SLO_HEADROOM
 from picker_fleet.endpoints.readings import MetricsCache
 from picker_fleet.endpoints.snapshot import SnapshotCell
 from picker_fleet.scheduling.cache_feedback import PrefixFeedback
+from picker_fleet.scheduling.endpoint_history import BLOCK_BYTES
 from picker_fleet.scheduling.endpoint_states import EndpointStates
 from picker_fleet.scheduling.explain import (
     ANY_ENDPOINT,
@@ -34,8 +36,9 @@ from picker_fleet.scheduling.extension_calls import Extensions
 from picker_fleet.scheduling.forecasts import Forecasts, shortfall_s
 from picker_fleet.scheduling.latency_model import Load
 from picker_fleet.scheduling.route_stream import RouteStream
-from picker_fleet.scheduling.scheduler import Scheduler, apply_filters, with_in_flight
+from picker_fleet.scheduling.scheduler import FILTERS, Scheduler, apply_filters, with_in_flight
 from picker_fleet.scheduling.scorers import EndpointState, PickRequest
+from picker_fleet.scheduling.splitting import SplitDecision, StageTimes, decide
 from picker_fleet.state.accounting_token import LENGTH, Keyring
 
 _log = logging.getLogger(__name__)
@@ -55,11 +58,23 @@ _ADDRESS_BYTES = 24  # approximate length of one address in a list of candidates
 
 class Choice(NamedTuple):
     """The candidates in the form that the script `lua/place.lua` takes, and the basis of the choice.
-    `prefill`: the candidates of the stage prefill in the same form; '': serve the request whole."""
+    `prefill`: the candidates of the stage prefill in the same form; '': serve the request whole. `split` says
+    why, None if no endpoint may prefill for others."""
 
     candidates: str
     basis: PickBasis
     prefill: str = ""
+    split: SplitDecision | None = None
+
+
+class MetLoads(NamedTuple):
+    """The loads that a placed request met on its endpoint and on its prefill endpoint, for the latency model;
+    None if nothing is to be learnt. Nine in ten requests like a split one have their first token within
+    `prefill_s`, None if unknown."""
+
+    decode: Load | None = None
+    prefill: Load | None = None
+    prefill_s: float | None = None
 
 
 class ExplanationCache:
@@ -71,20 +86,31 @@ class ExplanationCache:
         self._max_values = max_values
         self._values = 0
         # Kept choices, oldest first; the last element of each is the number of its scores and reasons.
-        self._choices: deque[tuple[str, PickBasis, tuple[str, ...], str, int]] = deque()
+        self._choices: deque[
+            tuple[str, PickBasis, tuple[str, ...], str, SplitDecision | None, tuple[str, ...], int]
+        ] = deque()
 
     def __len__(self) -> int:
         return len(self._choices)
 
-    def add(self, request_id: str, basis: PickBasis, chosen: tuple[str, ...], live: str = "") -> None:
-        """Keep the choice for `request_id`: the `chosen` endpoints (best first; empty: the request was
-        refused), and the `live` loads that the script compared (see `explain`)."""
+    def add(
+        self,
+        request_id: str,
+        basis: PickBasis,
+        chosen: tuple[str, ...],
+        live: str = "",
+        split: SplitDecision | None = None,
+        prefillers: tuple[str, ...] = (),
+    ) -> None:
+        """Keep the choice for `request_id`: the `chosen` endpoints and `prefillers` (best first; empty: the
+        request was refused), the `live` loads that the script compared (see `explain`), and why the request
+        was `split` or not."""
         choices = self._choices
         if isinstance(basis, LeastLoadedPick):
             values = 1 + len(basis.endpoints) + len(basis.in_flight) + len(basis.candidates) // _ADDRESS_BYTES
         else:
             values = basis.values
-        choices.append((request_id, basis, chosen, live, values))
+        choices.append((request_id, basis, chosen, live, split, prefillers, values))
         self._values += values
         while len(choices) > self._max_choices or (self._values > self._max_values and len(choices) > 1):
             self._values -= choices.popleft()[-1]
@@ -92,7 +118,11 @@ class ExplanationCache:
     def get(self, request_id: str) -> Explanation | None:
         """Explain the last choice for `request_id`; None if the choice is no longer kept."""
         found = next((each for each in reversed(self._choices) if each[0] == request_id), None)
-        return None if found is None else explain(*found[:-1])
+        if found is None:
+            return None
+        _, basis, chosen, live, split, prefillers, _ = found
+        explained = explain(request_id, basis, chosen, live)
+        return replace(explained, stages="" if split is None else str(split), prefillers=prefillers)
 
 
 class SessionTokens:
@@ -130,7 +160,7 @@ class SessionTokens:
             former = self._signed if version[1] == self._addresses_version[1] else {}
             self._signed = {
                 address: former.get(address) or tuple(self._keys.signatures(_SESSION_PURPOSE, address))
-                for address in (endpoint.address for endpoint in known.endpoints)
+                for address in (endpoint.address for endpoint in known.decoders)
             }
             self._addresses = {token: address for address, tokens in self._signed.items() for token in tokens}
             self._addresses_version = version
@@ -160,13 +190,13 @@ class SessionKeys:
         """The endpoint for session key `key`, in `subset` and with the labels in `selector`; '' if none."""
         known = self._endpoints.current
         if known.version != self._version:
-            ready = (each.address for each in known.endpoints if each.ready)
+            ready = (each.address for each in known.decoders if each.ready)
             self._ring = sorted((xxh3_64_intdigest(address.encode()), address) for address in ready)
             self._version = known.version
         ring = self._ring
         if subset is not None or selector:
             wanted = (selector or {}).items()
-            able = {each.address for each in known.endpoints if wanted <= each.labels.items()}
+            able = {each.address for each in known.decoders if wanted <= each.labels.items()}
             ring = [each for each in ring if each[1] in able and (subset is None or each[1] in subset)]
         if not ring:
             return ""
@@ -206,6 +236,7 @@ class EndpointChooser:
         configured = fleet.config.settings.scheduling
         self._fallbacks, self._latency_weights = configured.fallbacks, configured.latency
         self._extensions = extensions or Extensions(fleet.config.settings)
+        self._filters = {**FILTERS, **self._extensions.filters}
         self._preferred = fleet.config.settings.preferred_labels
         for name in configured.prefer.keys() - self._preferred.keys():
             _log.warning(
@@ -215,8 +246,17 @@ class EndpointChooser:
         self._sessions, self._session_keys = SessionTokens(keys, endpoints), SessionKeys(endpoints)
         self._explanations = ExplanationCache()
         self._forecasts, self._feedback = Forecasts(routes, clock), PrefixFeedback(routes, clock)
-        self._states = EndpointStates(
-            endpoints, fleet, readings=readings, routes=routes, clock=clock, adapters=configured.adapters
+        self._states, self._prefill_states = (
+            EndpointStates(
+                endpoints,
+                fleet,
+                readings=readings,
+                routes=routes,
+                clock=clock,
+                adapters=configured.adapters,
+                prefill=prefill,
+            )
+            for prefill in (False, True)
         )
         # The basis of choices for requests that any endpoint may serve, until endpoints or loads are read
         # again.
@@ -229,17 +269,20 @@ class EndpointChooser:
     def follow(self, config: EffectiveConfig) -> None:
         """From now on, choose by the scorers of `config`."""
         weights = config.settings.scheduling.weights
+        prefill_weights = config.settings.scheduling.prefill_weights
         outside = self._extensions
-        self._scheduler = (
-            Scheduler(with_in_flight(weights), outside.scorers, outside.filters) if weights else None
+        self._scheduler, self._prefill_scheduler = (
+            Scheduler(with_in_flight(each), outside.scorers, outside.filters) if each else None
+            for each in (weights, prefill_weights)
         )
+        self._threshold = config.settings.scheduling.stages.threshold
         self._drawn_from = ()
         self.live_weight = self._scheduler.live_weight if self._scheduler is not None else 0.0
-        self._scores_prefixes = "prefix-affinity" in weights
+        self._scores_prefixes = "prefix-affinity" in weights or "prefix-affinity" in prefill_weights
         self._scores_forecasts = SLO_HEADROOM in weights
         self._orders_by_deadline = config.settings.fair_request_queue.ordering == "edf"
         self._gives_tokens = "session-affinity" in weights
-        self._shares_routes = not _ROUTE_SCORERS.isdisjoint(weights)
+        self._shares_routes = not _ROUTE_SCORERS.isdisjoint((*weights, *prefill_weights))
         self._shares_completions = "latency" in weights
         if self._shares_routes:
             self._routes.share()
@@ -252,10 +295,16 @@ class EndpointChooser:
         return self._scores_prefixes or self._forecasts.used
 
     def choose(self, request: InferenceRequest) -> Choice:
-        """The candidate endpoints for `request`."""
+        """The candidate endpoints for `request`, and, if it is to be split, for its prefill."""
+        choice = self._choose(request)
+        if self._endpoints.current.prefillers and request.can_split and not request.origin:
+            return self._with_prefill(request, choice)
+        return choice
+
+    def _choose(self, request: InferenceRequest) -> Choice:
         if request.origin and self._is_able(request, request.origin):
             known = LeastLoadedPick(
-                self._endpoints.current.endpoints,
+                self._endpoints.current.decoders,
                 self._fleet.in_flight,
                 (request.origin,),
                 request.selector,
@@ -296,6 +345,57 @@ class EndpointChooser:
         choice = Choice(",".join(f"{best.address}={best.base:.4f}" for best in ranking.best), ranking)
         drawn.append(choice)
         return choice
+
+    def _with_prefill(self, request: InferenceRequest, choice: Choice) -> Choice:
+        """Decide whether to split `request`, whose decode endpoint will be one of `choice`; if so, add the
+        candidates for its prefill."""
+        if self._threshold == "auto":
+            self._forecasts.use()
+        states, scheduler = self._prefill_states, self._prefill_scheduler
+        self._states.refresh()
+        states.refresh()
+        matches = self._routes.index.match(request.prefix)
+        pick = self._pick(request)._replace(prefix_blocks=len(request.prefix), prefix_matches=matches)
+        looked_at = states.looked_at(request, "")
+        prefill = ANY_ENDPOINT
+        if scheduler is not None:
+            ranking = scheduler.rank(pick, looked_at, limit=_MAX_SCORED)
+            best = [each.address for each in ranking.best]
+            # The script gives the load in flight the same weight in both stages: scale the other scores.
+            scale = (self.live_weight or 1.0) / scheduler.live_weight
+            prefill = ",".join(f"{each.address}={each.base * scale:.4f}" for each in ranking.best)
+        else:
+            able = apply_filters(pick, looked_at, self._filters).eligible
+            best = [min(able, key=_in_flight).address] if able else []
+            if request.subset is not None or request.selector or self._extensions.filters:
+                prefill = ",".join(each.address for each in able)
+        prefiller = states.state(best[0]) if best else None
+        decoder = self._likely_decoder(pick, choice)
+        if prefiller is None or decoder is None:
+            return choice
+        cached = 0
+        if self._scores_prefixes:  # only then a request goes where its prompt is cached
+            on_decoders = (n for address, n in matches.items() if self._states.state(address) is not None)
+            cached = max(on_decoders, default=0)
+        times = StageTimes()
+        if self._threshold == "auto":
+            times = self._forecasts.stage_times(request, decoder, prefiller, matches)
+        split = decide(self._uncached_tokens(request, cached), self._threshold, times, random.random)
+        return choice._replace(prefill=prefill if split.is_split else "", split=split)
+
+    def _likely_decoder(self, pick: PickRequest, choice: Choice) -> EndpointState | None:
+        """The endpoint that will probably serve the request of `choice`; None if no endpoint is ready."""
+        if isinstance(choice.basis, LeastLoadedPick):
+            able = apply_filters(pick, self._states.everything(), self._filters).eligible
+            return min(able, key=_in_flight, default=None)
+        return self._states.state(choice.basis.best[0].address) if choice.basis.best else None
+
+    def _uncached_tokens(self, request: InferenceRequest, cached_blocks: int) -> float:
+        """The estimated tokens of the prompt beyond its first `cached_blocks` blocks."""
+        line = self._fleet.prompt_line(request.model)
+        tokens = request.prompt_tokens or line.tokens(request.prompt_size or request.body_bytes)
+        cached = cached_blocks * BLOCK_BYTES / max(request.body_bytes, 1)
+        return tokens * max(1.0 - cached, 0.0)
 
     def _pick(self, request: InferenceRequest) -> PickRequest:
         """What the filters read of `request`."""
@@ -344,7 +444,7 @@ class EndpointChooser:
         """Whether the endpoint takes requests, and `request` may be placed on it."""
         if request.subset is not None and address not in request.subset:
             return False
-        known, wanted = self._endpoints.current.endpoints, request.selector.items()
+        known, wanted = self._endpoints.current.decoders, request.selector.items()
         return any(e.address == address and e.ready and wanted <= e.labels.items() for e in known)
 
     def session_endpoint(
@@ -369,7 +469,7 @@ class EndpointChooser:
         """Candidates without scores, among which the script chooses by load: this replica's readings may be
         out of date. The script does not know labels: if a request selects by labels, list the endpoints with
         these labels."""
-        known, in_flight = self._endpoints.current.endpoints, self._fleet.in_flight
+        known, in_flight = self._endpoints.current.decoders, self._fleet.in_flight
         subset, selector = request.subset, request.selector
         excluded: Mapping[str, str] = {}
         if self._extensions.filters:
@@ -394,34 +494,52 @@ class EndpointChooser:
         return Choice(candidates, pick)
 
     def placed(
-        self, request: InferenceRequest, choice: Choice, endpoints: tuple[str, ...], live: str = ""
-    ) -> Load | None:
-        """Record that `request` was placed on the first of `endpoints`; `live` are the loads that the script
-        compared (lua/place.lua). Returns the load that the request met, None if nothing is to be learnt."""
-        self._explanations.add(request.id, choice.basis, endpoints, live)
-        load = None
+        self,
+        request: InferenceRequest,
+        choice: Choice,
+        endpoints: tuple[str, ...],
+        live: str = "",
+        prefillers: tuple[str, ...] = (),
+    ) -> MetLoads:
+        """Record that `request` was placed on the first of `endpoints`, and its prefill, if the request is
+        split, on the first of `prefillers`; `live` are the loads that the script compared (lua/place.lua).
+        Returns the loads that the request met."""
+        self._explanations.add(request.id, choice.basis, endpoints, live, choice.split, prefillers)
+        loads = MetLoads()
+        placed_on = (endpoints[0], *prefillers[:1])
         if self._forecasts.used:
-            loads = live_loads(choice.basis, endpoints, live)
-            load = self._forecast_placed(request, endpoints[0], loads)
+            seen = live_loads(choice.basis, endpoints, live)
+            loads = self._forecast_placed(request, placed_on, seen)
         if request.prefix and (self._shares_routes or self._forecasts.used):
-            self._feedback.placed(request, endpoints[0])
-            self._routes.add_route(endpoints[0], request.prefix)
-        return load
+            if not prefillers:  # of a split request the cached tokens are those of the prefill endpoint
+                self._feedback.placed(request, endpoints[0])
+            for address in placed_on:
+                self._routes.add_route(address, request.prefix)
+        return loads
 
     def _forecast_placed(
-        self, request: InferenceRequest, address: str, loads: Mapping[str, float]
-    ) -> Load | None:
+        self, request: InferenceRequest, placed_on: tuple[str, ...], loads: Mapping[str, float]
+    ) -> MetLoads:
+        address, *prefillers = placed_on
         self._states.refresh()
         state = self._states.state(address)
         if state is None:
-            return None
+            return MetLoads()
         if address in loads:
             state = msgspec.structs.replace(state, in_flight=loads[address])
-        return self._forecasts.placed(request, state, self._routes.index.match(request.prefix, (address,)))
+        matches = self._routes.index.match(request.prefix, placed_on)
+        if not prefillers:
+            return MetLoads(self._forecasts.placed(request, state, matches))
+        self._prefill_states.refresh()
+        prefiller = self._prefill_states.state(prefillers[0])
+        if prefiller is None:
+            return MetLoads()
+        decode, prefill, prefill_s = self._forecasts.placed_split(request, state, prefiller, matches)
+        return MetLoads(decode, prefill, prefill_s) if request.stream else MetLoads(prefill_s=prefill_s)
 
     def refused(self, request: InferenceRequest, choice: Choice) -> None:
         """Record that no endpoint could take `request`."""
-        self._explanations.add(request.id, choice.basis, ())
+        self._explanations.add(request.id, choice.basis, (), split=choice.split)
 
     def ended(self, completion: Completion, token: str) -> None:
         """Learn the endpoint's latency from the end of a request; `token` is its accounting token."""
@@ -457,3 +575,7 @@ class EndpointChooser:
             endpoint.address: {name: scores[at] for name, scores in columns.items()}
             for at, endpoint in enumerate(ranking.eligible)
         }
+
+
+def _in_flight(state: EndpointState) -> float:
+    return state.in_flight

@@ -32,8 +32,9 @@ Selector = frozenset[tuple[str, str]]
 class EndpointStates:
     """The states of all endpoints, at most `REFRESH_S` old after a call of `refresh`. One event loop.
 
-    The argument `adapters` has names of LoRA adapters that the readings may lack. The method `refresh`
-    removes endpoints that have left the pool from the index of `routes`.
+    The argument `adapters` has names of LoRA adapters that the readings may lack. `prefill`: the states are
+    those of the endpoints that prefill, not of those that decode. The method `refresh` removes endpoints that
+    have left the pool from the index of `routes`.
     """
 
     def __init__(
@@ -45,8 +46,9 @@ class EndpointStates:
         routes: RouteStream,
         clock: Callable[[], float],
         adapters: Collection[str],
+        prefill: bool = False,
     ) -> None:
-        self._endpoints, self._fleet, self._clock = endpoints, fleet, clock
+        self._endpoints, self._fleet, self._clock, self._prefill = endpoints, fleet, clock, prefill
         self._cache = readings
         self._index = routes.index
         self._latencies, self._model, self._backlogs = routes.latencies, routes.model, routes.backlogs
@@ -55,6 +57,7 @@ class EndpointStates:
         # The following derive from the endpoint snapshot with version `_version`.
         self._version = ""
         self._by_address: dict[str, Endpoint] = {}
+        self._all_addresses: frozenset[str] = frozenset()  # of both stages
         self._open: list[str] = []  # addresses of endpoints that take requests
         self._is_open: frozenset[str] = frozenset()
         self._selected: dict[Selector, list[str]] = {}  # selector -> addresses in `_open` with these labels
@@ -81,9 +84,10 @@ class EndpointStates:
             return
         if snapshot.version != self._version:
             self._take(snapshot)
-        self._index.retain(self._by_address.keys())  # routes to endpoints that have left may still arrive
+        self._index.retain(self._all_addresses)  # routes to endpoints that have left may still arrive
         self._refreshed_s = now_s
-        self._readings, self._in_flight = self._cache.snapshot(), self._fleet.in_flight
+        self._readings = self._cache.snapshot()
+        self._in_flight = self._fleet.prefills if self._prefill else self._fleet.in_flight
         self._states = {}
         self._note_adapters()
         drawn = self._draw()
@@ -138,17 +142,19 @@ class EndpointStates:
 
     def _take(self, snapshot: Snapshot) -> None:
         self._version = snapshot.version
-        self._by_address = {endpoint.address: endpoint for endpoint in snapshot.endpoints}
+        listed = snapshot.prefillers if self._prefill else snapshot.decoders
+        self._all_addresses = frozenset(endpoint.address for endpoint in snapshot.endpoints)
+        self._by_address = {endpoint.address: endpoint for endpoint in listed}
         # If endpoints have limits, look at all endpoints: a whole sample may be full.
-        limits = any(endpoint.max_inflight is not None for endpoint in snapshot.endpoints)
-        self.samples = len(snapshot.endpoints) > ALL_LOOKED_AT and not limits
+        limits = any(endpoint.max_inflight is not None for endpoint in listed)
+        self.samples = len(listed) > ALL_LOOKED_AT and not limits
         if self.samples:
             self._index.name_holders()
-        self._open = [endpoint.address for endpoint in snapshot.endpoints if endpoint.ready]
+        self._open = [endpoint.address for endpoint in listed if endpoint.ready]
         self._is_open = frozenset(self._open)
         self._selected = {}
         for statistics in (self._latencies, self._model, self._backlogs):
-            statistics.retain(self._by_address.keys())
+            statistics.retain(self._all_addresses)
 
     def _note_adapters(self) -> None:
         self._running_adapters = {}

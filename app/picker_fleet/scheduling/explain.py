@@ -60,7 +60,8 @@ class ScoredCandidate:
 class Explanation:
     """One pick: the `chosen` endpoints in the order of the answer (empty: the request was refused),
     `candidates` best first, the `excluded` endpoints with reasons, the soft filters that were `waived`, the
-    scorers' normalised `weights`, and the `rule` that decided among the candidates."""
+    scorers' normalised `weights`, and the `rule` that decided among the candidates. `stages` says why the
+    request was split or not, '' if that was not asked; `prefillers` are the prefill endpoints, best first."""
 
     request_id: str
     chosen: tuple[str, ...]
@@ -69,6 +70,8 @@ class Explanation:
     waived: tuple[str, ...]
     weights: Mapping[str, float]
     rule: str
+    stages: str = ""
+    prefillers: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, object]:
         """The explanation as JSON-compatible values; numbers are rounded to four digits."""
@@ -77,12 +80,14 @@ class Explanation:
     def summary(self) -> dict[str, str]:
         """Fields of a log line: each candidate as `address score/live`, and excluded endpoints with
         reasons."""
+        stages = {"stages": self.stages, "prefillers": ", ".join(self.prefillers)}
         return {
             "candidates": ", ".join(
                 f"{one.address} {_figure(one.score if one.final is None else one.final)}/{_figure(one.live)}"
                 for one in self.candidates
             ),
             "excluded": ", ".join(f"{address} {why}" for address, why in self.excluded.items()),
+            **(stages if self.stages else {}),
         }
 
 

@@ -11,12 +11,16 @@ from typing import Final
 from picker_fleet.domain.rates import Rates
 from picker_fleet.domain.request import Completion, InferenceRequest, LatencyObjective
 from picker_fleet.scheduling.endpoint_history import BLOCK_BYTES
-from picker_fleet.scheduling.latency_model import Forecast, LatencyModel, Load
+from picker_fleet.scheduling.latency_model import Forecast, LatencyModel, Load, Prediction
 from picker_fleet.scheduling.route_stream import RouteStream
 from picker_fleet.scheduling.scorers import EndpointState
+from picker_fleet.scheduling.splitting import StageTimes
 from picker_fleet.state import accounting_token
 
 _BYTES_A_TOKEN = 4  # the fit corrects this estimate, so only its ratio between requests matters
+# Put before a model's name, which has no control characters: split requests of the model, whose times to the
+# first token are those of their prefill endpoints.
+_SPLIT: Final = "\x1f"
 _FEWEST_TOKENS = 8  # a shorter answer says little about the time per token
 # Most observations a second that one replica shares. Each costs every replica about 25 µs.
 _OBSERVATIONS_A_SECOND: Final = 50.0
@@ -62,6 +66,51 @@ class Forecasts:
             self._routes.add_placement(state.address, own, ttft.median_s)
         return load if request.stream else None
 
+    def stage_times(
+        self,
+        request: InferenceRequest,
+        decoder: EndpointState,
+        prefiller: EndpointState,
+        matches: Mapping[str, int],
+    ) -> StageTimes:
+        """The predicted times of `request` on the endpoint of `decoder`, without and with `prefiller`."""
+        load = self._load(request, decoder, matches)
+        rest = load._replace(prefill_tokens=self._backlog(decoder.address))  # without the prompt itself
+        whole, others = (
+            self._routes.model.forecast(request.model, decoder.address, each).ttft for each in (load, rest)
+        )
+        split = self._split_ttft(request, prefiller, self._load(request, prefiller, matches))
+        whole_s = None if whole is None else whole.median_s
+        return StageTimes(
+            whole_s,
+            None if split is None else split.median_s,
+            (whole_s or 0.0) - (0.0 if others is None else others.median_s),
+            decoder.in_flight,
+        )
+
+    def placed_split(
+        self,
+        request: InferenceRequest,
+        decoder: EndpointState,
+        prefiller: EndpointState,
+        matches: Mapping[str, int],
+    ) -> tuple[Load, Load, float | None]:
+        """As `placed`, of a split request. Returns the loads that it met on both endpoints, and the time (s)
+        within which nine in ten such requests have their first token, None if unknown."""
+        load = self._load(request, prefiller, matches)
+        ttft = self._split_ttft(request, prefiller, load)
+        if ttft is not None:
+            own = load.prefill_tokens - self._backlog(prefiller.address)
+            self._routes.add_placement(prefiller.address, own, ttft.median_s)
+        decode_load = self._load(request, decoder, matches)
+        decode_load = decode_load._replace(prefill_tokens=self._backlog(decoder.address))
+        return decode_load, load, None if ttft is None else ttft.p90_s
+
+    def _split_ttft(
+        self, request: InferenceRequest, prefiller: EndpointState, load: Load
+    ) -> Prediction | None:
+        return self._routes.model.forecast(_SPLIT + request.model, prefiller.address, load).ttft
+
     def learn(self, completion: Completion, token: str) -> None:
         """Share the times of a completed request; `token` is its accounting token."""
         load, address = accounting_token.load_of(token), accounting_token.endpoint_of(token)
@@ -73,8 +122,13 @@ class Forecasts:
         tokens, tpot_s = completion.completion_tokens, 0.0
         if completion.service_s is not None and tokens is not None and tokens >= _FEWEST_TOKENS:
             tpot_s = max(completion.service_s - completion.ttft_s, 0.0) / (tokens - 1)
-        model = accounting_token.model_of(token)
-        self._routes.add_observation(model, address, Load(*load), completion.ttft_s, tpot_s)
+        model, ttft_s = accounting_token.model_of(token), completion.ttft_s
+        prefiller, prefill_load = accounting_token.prefill_of(token)
+        if prefiller:
+            if len(prefill_load) == len(Load._fields):
+                self._routes.add_observation(_SPLIT + model, prefiller, Load(*prefill_load), ttft_s, 0.0)
+            ttft_s = 0.0  # this time says nothing about the decode endpoint
+        self._routes.add_observation(model, address, Load(*load), ttft_s, tpot_s)
 
     def _load(self, request: InferenceRequest, state: EndpointState, matches: Mapping[str, int]) -> Load:
         cached_bytes = matches.get(state.address, 0) * BLOCK_BYTES
@@ -106,15 +160,22 @@ def shortfall_s(objective: LatencyObjective, forecasts: Sequence[Forecast]) -> f
 
 
 def broken_promise(
-    latencies: LatencyModel, promised: Callable[[str], LatencyObjective], address: str, in_flight: float
+    latencies: LatencyModel,
+    promised: Callable[[str], LatencyObjective],
+    address: str,
+    in_flight: float,
+    *,
+    prefill: bool = False,
 ) -> str:
-    """Why the endpoint `address` would break a latency objective with `in_flight` requests in flight: for
-    some model, one request in ten would take longer than `promised` for it. '' if the endpoint keeps all
-    objectives, or too little is known."""
+    """Why the endpoint `address` would break a latency objective with `in_flight` requests in flight, or, if
+    `prefill`, with as many prompts to prefill for others: for some model, one request in ten would take
+    longer than `promised` for it. '' if the endpoint keeps all objectives, or too little is known."""
     for model in latencies.models:
+        if model.startswith(_SPLIT) is not prefill:
+            continue
         forecast = latencies.forecast_at(model, address, in_flight)
         for name, prediction, most_s in zip(
-            ("TTFT", "time per token"), forecast, promised(model), strict=True
+            ("TTFT", "time per token"), forecast, promised(model.removeprefix(_SPLIT)), strict=True
         ):
             if prediction is not None and prediction.p90_s > most_s:
                 return (

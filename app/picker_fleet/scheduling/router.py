@@ -9,7 +9,7 @@ from picker_fleet.scheduling.chooser import EndpointChooser
 
 
 class Router:
-    """Routes requests without a body (GET) to `endpoints`, each request with `fallbacks` alternatives."""
+    """Routes requests without a body (GET) to `endpoints` that decode, each with `fallbacks` alternatives."""
 
     def __init__(self, endpoints: SnapshotCell, chooser: EndpointChooser, fallbacks: int) -> None:
         self._endpoints, self._chooser, self._fallbacks = endpoints, chooser, fallbacks
@@ -21,7 +21,7 @@ class Router:
         Raises:
             NoEndpoints: no endpoint, or no endpoint of the subset, is ready.
         """
-        allowed = [e for e in self._endpoints.current.endpoints if subset is None or e.address in subset]
+        allowed = [e for e in self._endpoints.current.decoders if subset is None or e.address in subset]
         ready = [e.address for e in allowed if e.ready]
         first = [e.address for e in allowed if e.address == origin and not e.down]
         if session and not first:

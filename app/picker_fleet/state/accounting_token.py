@@ -3,9 +3,10 @@
 Envoy carries the token in dynamic metadata and returns it with each access-log entry. Tabs join the token's
 fields, in the order of state/schema.py; no field can contain a tab, since the picker refuses control
 characters in requests. Optional fields follow: the time, if the request was placed without Redis; the
-priority, if the band is not a named one; the load of the endpoint, if latencies are predicted; the size of
-the prompt, if usage will tell the prompt's tokens. The last field is the fleet's signature over the request's
-id and all fields before it; a traceparent may follow.
+priority, if the band is not a named one; the load of the endpoint, if latencies are predicted; the prefill
+endpoint of a split request, with its load; the size of the prompt, if usage will tell the prompt's tokens.
+The last field is the fleet's signature over the request's id and all fields before it; a traceparent may
+follow.
 
 The fleet's signing keys are kept in Redis; they also sign session tokens and requests between replicas. Each
 heartbeat offers the keys that this replica holds and gets the keys in force (lua/heartbeat.lua), so the keys
@@ -27,6 +28,7 @@ from picker_fleet.state.schema import (
     ADMITTED_ALONE,
     OTHER_PRIORITY,
     PLACED_LOAD,
+    PREFILL,
     PROMPT_SIZE,
 )
 
@@ -119,12 +121,16 @@ def write(
     answer_tokens: float = 0,
     alone_ms: int | None = None,
     load: Iterable[float] = (),
+    prefiller: str = "",
+    prefill_load: Iterable[float] = (),
 ) -> str:
     """The accounting token of `request` placed on `endpoint` (`ip:port`).
 
     `alone_ms` is the time by Redis's clock, if the request was placed without Redis. `answer_tokens` is
     added to a cost that lacks the answer: when Redis needs the token, it has also lost the flow's mean answer
     length. `load` is the load that the request met, for the latency model; empty if the model needs none.
+    `prefiller` is the endpoint that computes the prompt of a split request, and `prefill_load` the load that
+    the request met there.
     """
     workload, band = request.workload, request.band
     cost = request.cost + answer_tokens if request.learn else request.cost
@@ -139,6 +145,8 @@ def write(
         fields += f"\t{OTHER_PRIORITY}{band.priority}"
     if load:
         fields += f"\t{PLACED_LOAD}{','.join(f'{number:.6g}' for number in load)}"
+    if prefiller:
+        fields += f"\t{PREFILL}{','.join((prefiller, *(f'{number:.6g}' for number in prefill_load)))}"
     if request.prompt_size:
         fields += f"\t{PROMPT_SIZE}{request.prompt_size}"
     return fields
@@ -202,15 +210,21 @@ def model_of(token: str) -> str:
 
 def load_of(token: str) -> tuple[float, ...]:
     """The load that the request met when it was placed; empty if the token has none."""
-    if PLACED_LOAD not in token:
+    return _numbers(_optional(token, PLACED_LOAD).split(","))
+
+
+def prefill_of(token: str) -> tuple[str, tuple[float, ...]]:
+    """The prefill endpoint of a split request, '' of a whole one, and the load that the request met there."""
+    prefiller, *load = _optional(token, PREFILL).split(",")
+    return prefiller, _numbers(load)
+
+
+def _numbers(texts: Iterable[str]) -> tuple[float, ...]:
+    """The numbers in `texts`; empty if one is no number."""
+    try:
+        return tuple(map(float, texts))
+    except ValueError:
         return ()
-    for field in token.split("\t")[_FIELDS:]:
-        if field.startswith(PLACED_LOAD):
-            try:
-                return tuple(map(float, field.removeprefix(PLACED_LOAD).split(",")))
-            except ValueError:
-                return ()
-    return ()
 
 
 def cost_of(token: str) -> float:
@@ -224,13 +238,17 @@ def cost_of(token: str) -> float:
 
 def prompt_size_of(token: str) -> int | None:
     """The size of the prompt's text (ingress/cost.py); None if usage does not tell the text's tokens."""
-    if PROMPT_SIZE not in token:
-        return None
-    for field in token.split("\t")[_FIELDS:]:
-        digits = field.removeprefix(PROMPT_SIZE)
-        if digits is not field and digits.isdecimal():
-            return int(digits)
-    return None
+    digits = _optional(token, PROMPT_SIZE)
+    return int(digits) if digits.isdecimal() else None
+
+
+def _optional(token: str, prefix: str) -> str:
+    """The optional field that begins with `prefix`, without the prefix; '' if the token has none."""
+    if prefix in token:  # most tokens have few optional fields: return without a split
+        for field in token.split("\t")[_FIELDS:]:
+            if field.startswith(prefix):
+                return field.removeprefix(prefix)
+    return ""
 
 
 def _field(token: str, at: int) -> str:

@@ -63,6 +63,8 @@ PROMPT_SIZE = "prompt="  # prefix of an optional field: the size of the prompt's
 OTHER_PRIORITY = "priority="
 # Prefix of an optional field: the load that a streamed request met, for the latency model; Lua ignores it.
 PLACED_LOAD = "load="
+# Prefix of an optional field of a split request: its prefill endpoint, and the load that it met there.
+PREFILL = "prefill="
 # A request's record: field -> format in `struct`. A waiting request has only the fields before `endpoints`.
 # Until the request is placed, RECORD_BYTES may follow: the size of the request's body and the epoch that
 # counts it; then, while the request waits, a byte 1 if its grant may place it on any endpoint. If neither

@@ -232,6 +232,15 @@ class Metrics:
             "epp_endpoint_in_flight", "Requests in flight on an endpoint.", ("endpoint",)
         )
         self._limits = gauges("epp_endpoint_limit", "Limit of requests (or tokens) in flight.", ("endpoint",))
+        self._prefills = gauges(
+            "epp_endpoint_prefills", "Prompts that an endpoint prefills for others.", ("endpoint",)
+        )
+        self._prefill_limits = gauges(
+            "epp_endpoint_prefill_limit", "Limit of such prompts of an endpoint.", ("endpoint",)
+        )
+        self._splits = counters(
+            "epp_split_requests", "Requests whose prompt another endpoint prefills.", (*_MODEL, "mode")
+        )
         self._least_limit = gauges("epp_limit_min", "The least limit that the fleet may find.")
         self._most_limit = gauges("epp_limit_max", "The highest limit that the fleet may find.")
         self._limit_moves = counters(
@@ -271,6 +280,10 @@ class Metrics:
         if code != "ok":
             self.refusals.add((*labels, code))
         self._decision.observe(seconds, (mode,))
+
+    def split(self, mode: str, model: str, target_model: str) -> None:
+        """Count a request that was sent to Envoy with a prefill endpoint."""
+        self._splits.add((*self._variant(model, target_model), mode))
 
     def completed(self, completion: Completion, model: str) -> None:
         """Count a request that has ended. Fields of `completion` that are None are not counted."""
@@ -411,6 +424,8 @@ class Metrics:
             by_band.keep(lambda labels: labels[0] in in_use)
         self._in_flight.follow_all(lambda: _by_endpoint(state.in_flight))
         self._limits.follow_all(lambda: _by_endpoint(state.limits))
+        self._prefills.follow_all(lambda: _by_endpoint(state.prefill_in_flight))
+        self._prefill_limits.follow_all(lambda: _by_endpoint(state.prefill_limits))
 
     def limits_between(self, least: int | None, most: int | None) -> None:
         """Show the limits' bounds. A bound that is None has no series."""

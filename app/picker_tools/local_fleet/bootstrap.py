@@ -317,7 +317,12 @@ class _Manager:
             "manager",
             mode=mode,
             pool=settings.pool,
-            untrusted=[{"remove": name} for name in untrusted(self.trusted, self._tenant_headers)],
+            untrusted=[
+                {"remove": name}
+                for name in dict.fromkeys(
+                    (*untrusted(self.trusted, self._tenant_headers), *self._prefiller_headers)
+                )
+            ],
             silent=_seconds(max(_SILENT_S, request_s)),
             request=_seconds(request_s),
             flush=_seconds(_BODY_S),
@@ -352,6 +357,12 @@ class _Manager:
         """The headers that name tenants, in any pool."""
         sections = [each.tenants for each in pools_of(self.settings).values()]
         names = (name for tenants in sections if tenants is not None for name in tenants.headers or ())
+        return tuple(dict.fromkeys(names))
+
+    @property
+    def _prefiller_headers(self) -> Sequence[str]:
+        """The headers that name a request's prefill endpoint, of all pools."""
+        names = (each.scheduling.stages.header for each in pools_of(self.settings).values())
         return tuple(dict.fromkeys(names))
 
     def _answer_headers(self) -> dict[str, str]:
@@ -403,6 +414,7 @@ class _Manager:
                 prefix=PREFIX.decode(),
                 wait=_seconds(self._longest_wait_s + _ANSWER_MARGIN_S),
                 request_headers=_pairs({SUBSET: f"%DYNAMIC_METADATA({SUBSET_HINT}:{SUBSET})%", **naming}),
+                upstream_headers=_exactly((DESTINATION, *self._prefiller_headers)),
                 refusal_headers=_exactly((*REFUSAL_HEADERS, *of_tenants)),
                 client_headers=_exactly((*CLIENT_HEADERS, *of_tenants)),
                 metadata_headers=_exactly(METADATA_HEADERS),

@@ -85,8 +85,9 @@ const endpoints = new Rows(byId("rows-endpoints"), (endpoint) => endpoint.addres
       const metrics = endpoint.scrape_fault ?? endpoint.scrape_remark;
       const fault = endpoint.unready ?? (metrics ? `metrics: ${metrics}` : "");
       if (cells[1].title !== fault) cells[1].title = fault;
-      setText(cells[2], number(endpoint.in_flight, 0));
-      setText(cells[3], number(endpoint.limit, 0));
+      const load = loadOf(endpoint);
+      setText(cells[2], load.text);
+      setText(cells[3], number(load.limit, 0));
       chart.history = limits.get(endpoint.address);
       chart.draw();
       const found = chart.history.points.map((point) => point.limit).filter((each) => each !== null);
@@ -109,10 +110,20 @@ const endpoints = new Rows(byId("rows-endpoints"), (endpoint) => endpoint.addres
 export function rememberEndpoints({ at, endpoints: listed }) {
   const addresses = new Set(listed.map((each) => each.address));
   for (const address of limits.keys()) if (!addresses.has(address)) limits.delete(address);
-  for (const { address, in_flight: requests, in_flight_tokens: tokens, limit } of listed) {
+  for (const endpoint of listed) {
+    const { address } = endpoint;
+    const { inFlight, limit } = loadOf(endpoint);
     if (!limits.has(address)) limits.set(address, new History(STEP_S));
-    limits.get(address).add({ at, inFlight: tokens ?? requests, limit });
+    limits.get(address).add({ at, inFlight: endpoint.in_flight_tokens ?? inFlight, limit });
   }
+}
+
+/** What an endpoint has in flight, in numbers and in words: of an endpoint that only prefills, its prefills. */
+function loadOf({ stages, in_flight: requests, limit, prefills, prefill_limit: prefillLimit }) {
+  if (typeof prefills !== "number") return { inFlight: requests, limit, text: number(requests, 0) };
+  const text = plural(prefills, "prefill");
+  if (!stages.includes("decode")) return { inFlight: prefills, limit: prefillLimit, text };
+  return { inFlight: requests, limit, text: `${number(requests, 0)} and ${text}` };
 }
 
 function pinOrUnpin(button, { address, pinned, limit }) {

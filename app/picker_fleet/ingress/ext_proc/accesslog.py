@@ -172,6 +172,8 @@ def take(entries: Any, accounts: Sequence[Account], namespace: str = NAMESPACE) 
             account.metrics.access_log("failed")
         else:
             account.gate.renew(item)
+            if item.is_prefilled:
+                account.gate.prefilled(item.id)
             account.metrics.access_log("alive")
 
 
@@ -208,7 +210,11 @@ def read(entry: Any, namespace: str = NAMESPACE) -> Completion | Alive | Fault |
         return _failed_attempt(entry, flags, status, request_id, token)
     served = _text(_fields(metadata, namespace), SERVED) or _address(common)
     if intermediate:
-        return Alive(request_id, served, token)
+        is_prefilled = (
+            accounting_token.prefill_of(token)[0] != ""
+            and _ttft_s(common.custom_tags.get(TTFT_TAG, "")) is not None
+        )
+        return Alive(request_id, served, token, is_prefilled)
     usage = _fields(metadata, "picker.usage")
     prompt_tokens, completion_tokens = _counts(usage) if usage else (None, None)
     cached_tokens = None

@@ -20,7 +20,7 @@ from typing import Any, Final, NamedTuple
 from envoy.extensions.filters.http.ext_proc.v3.processing_mode_pb2 import ProcessingMode
 from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingRequest, ProcessingResponse
 
-from picker_fleet.domain.allowlist import DESTINATION
+from picker_fleet.domain.allowlist import DESTINATION, PREFILLER
 from picker_fleet.domain.errors import Unsupported
 from picker_fleet.domain.request import Placement
 from picker_fleet.ingress import quota_headers
@@ -192,21 +192,25 @@ def placed(
     quota: Mapping[str, str] = _NOTHING,
     removes: str = "",
     is_our_envoy: bool = False,
+    prefiller: str = "",
+    prefiller_header: str = PREFILLER,
 ) -> Placed:
     """The answer to request headers that names `destinations` in a header and in the metadata `namespace`.
 
     `request_id` is '' if the access log need not report the request; `content_length` is None to keep that
     header; `target_model` is the model name sent upstream; `pressure` is the value of x-queue-pressure for
     the client, `quota` has the client's headers about limits of tenants; `removes` is a header not sent
-    upstream. `is_our_envoy`: Envoy restores the content-length from `LENGTH_HEADER`.
+    upstream. `is_our_envoy`: Envoy restores the content-length from `LENGTH_HEADER`. `prefiller_header` names
+    the `prefiller` of a split request; without one the header is removed.
     """
     set_headers, destination = _towards(destinations, namespace)
+    set_headers += _set_header(prefiller_header, prefiller) if prefiller else _remove_header(prefiller_header)
     if content_length is not None:
         for name in ("content-length", LENGTH_HEADER) if is_our_envoy else ("content-length",):
             set_headers += _set_header(name, str(content_length))
         set_headers += _PLAIN_ANSWER
     if removes:
-        set_headers += _field(b"\x12", removes.encode())
+        set_headers += _remove_header(removes)
     account = _PRESSURE_ENTRIES[pressure]
     for name, value in quota.items():
         account += _QUOTA_ENTRIES[name](value)
@@ -239,6 +243,12 @@ def _set_header(key: str, value: str) -> bytes:
     """A HeaderMutation entry that sets header `key` to `value`, replacing any former value."""
     header = _field(b"\x0a", key.encode()) + _field(b"\x1a", value.encode())
     return _field(b"\x0a", _field(b"\x0a", header) + bytes((0x18, _OVERWRITE)))
+
+
+@lru_cache(maxsize=64)
+def _remove_header(key: str) -> bytes:
+    """A HeaderMutation entry that removes header `key`."""
+    return _field(b"\x12", key.encode())
 
 
 # Removes accept-encoding: the client's model name can be restored only in an uncompressed answer.

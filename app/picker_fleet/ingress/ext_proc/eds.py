@@ -50,7 +50,7 @@ def assignment(name: str, snapshot: Snapshot) -> Any:
     message = endpoint_pb2.ClusterLoadAssignment(cluster_name=name)
     if name == CLUSTER:
         locality = message.endpoints.add()
-        for endpoint in snapshot.endpoints:
+        for endpoint in snapshot.decoders:
             _describe(locality.lb_endpoints.add(), endpoint)
     return message
 

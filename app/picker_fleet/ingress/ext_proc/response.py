@@ -467,7 +467,7 @@ class Response:
         self._settings = context.settings.extproc
         self._quota = decision.quota_headers()
         self._replaced = quota_headers.NAMES if context.settings.tenants is not None else ()
-        self._settle, self._clock = context.gate.settle, context.clock
+        self._gate, self._clock = context.gate, context.clock
         self._decision, self._placement = decision, decision.placement
         self._picked = "" if self._placement is None else self._placement.endpoints[0]
         self._rename = rename
@@ -530,6 +530,9 @@ class Response:
         decoded = self._usage.add(body) if body else b""  # most answers end with an empty chunk
         if self._ttft_s is None and body:
             self._ttft_s = self._clock() - self._decision.placed_s
+            if self._placement is not None and self._placement.prefillers:
+                assert self._decision.request is not None, "only an admitted request is split"
+                self._gate.prefilled(self._decision.request.id)
         if self._ids is not None and (ids := self._ids.add(decoded, ended=ended)) and self._status < 300:
             assert self._note_ids is not None
             self._note_ids(ids, self._served or self._picked)
@@ -554,7 +557,7 @@ class Response:
             error = not has_usage and self._usage.tells_error()
             size = None if has_usage else self._usage.total
             fault = fault_of(self._status, size, error, self._content_type.decode(errors="replace"))
-        self._settle(
+        self._gate.settle(
             Completion(
                 id=decision.request.id,
                 outcome=Outcome.UPSTREAM_FAILED if self._status >= 500 else outcome,

@@ -36,6 +36,7 @@ from picker_fleet.ingress.headers import (
 from picker_fleet.scheduling.chooser import SESSION_HEADER
 
 MODE: Final = "http"
+REMOVED_HEADERS: Final = "x-envoy-auth-headers-to-remove"  # Envoy removes these headers from the request
 # Headers of a placement and of a refusal that Envoy passes on to the client.
 CLIENT_HEADERS: Final = (SESSION_HEADER, PRESSURE)
 REFUSAL_HEADERS: Final = ("content-type", "retry-after", PRESSURE, DROPPED_REASON)
@@ -115,6 +116,11 @@ class Check:
         decision, request, placement = self.decision, self.decision.request, self.decision.placement
         assert placement is not None, "the request is placed"
         lines = f"{DESTINATION}: {decision.destinations(placement)}\r\n{PRESSURE}: {decision.pressure}\r\n"
+        header = self._context.settings.scheduling.stages.header
+        if placement.prefillers:
+            lines += f"{header}: {placement.prefillers[0]}\r\n"
+        else:
+            lines += f"{REMOVED_HEADERS}: {header}\r\n"
         if decision.request_id:
             token = TOKEN_MARK + placement.accounting_token
             lines += f"{ID_HEADER}: {decision.request_id}\r\n{TOKEN_HEADER}: {token}\r\n"

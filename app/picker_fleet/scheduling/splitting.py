@@ -1,0 +1,72 @@
+"""Decides whether to split a request: whether another endpoint than its decode endpoint computes its prompt.
+Pure.
+
+A split request waits for the prefill endpoint and for the transfer of the KV cache. A whole request waits for
+the decode endpoint, and its prompt delays the answers that run there by the time of its prefill, which is the
+reason to separate the stages (DistServe, Zhong et al. 2024). `auto` takes the choice that adds less waiting
+time to all these requests, by the times that scheduling/latency_model.py predicts.
+
+Until both choices of a model have been observed, prompts of more than `START_TOKENS` are split: the default
+of Dynamo's `max-local-prefill-length`, whose guide shows that GPUs prefill shorter prompts inefficiently. A
+few requests take the other choice, so that both stay known.
+"""
+
+from collections.abc import Callable
+from typing import Final, Literal, NamedTuple
+
+START_TOKENS: Final = 1000
+LEAST_TOKENS: Final = (
+    16  # a shorter prompt fills no block of vLLM's KV cache, so nothing could be transferred
+)
+_EXPLORED: Final = 1 / 64  # part of the requests that take the choice predicted to be slower
+_EXPLORED_UNKNOWN: Final = 1 / 16  # the same part while that choice's time is unknown
+
+
+class StageTimes(NamedTuple):
+    """The predicted times (s) to the first token of one request, None if unknown: `whole_s` on its decode
+    endpoint, `split_s` with its prefill endpoint. `own_s` is the time of its prompt alone in `whole_s`, and
+    `running` the number of answers that this prompt would delay."""
+
+    whole_s: float | None = None
+    split_s: float | None = None
+    own_s: float = 0.0
+    running: float = 0.0
+
+
+class SplitDecision(NamedTuple):
+    """`tokens` of the prompt are cached on no decode endpoint. `explores`: the other choice was expected to
+    be better."""
+
+    is_split: bool
+    tokens: float
+    times: StageTimes = StageTimes()
+    explores: bool = False
+
+    def __str__(self) -> str:
+        whole_s, split_s, own_s, running = self.times
+        text = f"{'split' if self.is_split else 'whole'}: {self.tokens:.0f} uncached tokens"
+        if whole_s is not None:
+            text += f", whole {whole_s:.2f} s"
+            if running:
+                text += f" and {own_s:.2f} s for each of {running:.0f} running answers"
+        if split_s is not None:
+            text += f", split {split_s:.2f} s"
+        return f"{text}; chosen to learn its time" if self.explores else text
+
+
+def decide(
+    tokens: float, threshold: Literal["auto"] | int, times: StageTimes, draw: Callable[[], float]
+) -> SplitDecision:
+    """Whether to split a request of which `tokens` are uncached. `draw` returns random numbers in [0, 1)."""
+    if threshold != "auto":
+        return SplitDecision(tokens > threshold, tokens)
+    if tokens < LEAST_TOKENS:
+        return SplitDecision(False, tokens)
+    whole_s, split_s, own_s, running = times
+    if whole_s is None or split_s is None:
+        is_better = tokens > START_TOKENS
+    else:
+        is_better = split_s <= whole_s + running * own_s
+    other_s = whole_s if is_better else split_s
+    explores = draw() < (_EXPLORED_UNKNOWN if other_s is None else _EXPLORED)
+    return SplitDecision(is_better is not explores, tokens, times, explores)

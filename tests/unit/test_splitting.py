@@ -1,0 +1,188 @@
+"""Whether a request is split: by a threshold, or by the predicted times of both choices."""
+
+import random
+
+import pytest
+from choosers import fleet_with
+from local_requests import ask
+from tables import cases
+from test_chooser import A, B, C, Knowledge
+
+from picker_fleet.domain.config import EffectiveConfig, parse
+from picker_fleet.domain.request import Completion, Endpoint, InferenceRequest, Outcome
+from picker_fleet.endpoints.snapshot import Snapshot
+from picker_fleet.scheduling.splitting import StageTimes, decide
+from picker_fleet.state import accounting_token
+from picker_fleet.state.accounting_token import Keyring
+
+D = "10.0.0.4:8000"
+KNOWN = StageTimes(whole_s=1.0, split_s=0.8, own_s=0.9, running=4)
+
+
+def never() -> float:
+    """A draw that never explores."""
+    return 1.0
+
+
+@cases(
+    "tokens, threshold, times, is_split",
+    {
+        "above the threshold": (501, 500, StageTimes(), True),
+        "at the threshold": (500, 500, StageTimes(), False),
+        "a threshold ignores predictions": (501, 500, StageTimes(0.1, 9.0), True),
+        "unknown times, a long prompt": (1001, "auto", StageTimes(), True),
+        "unknown times, a short prompt": (1000, "auto", StageTimes(), False),
+        "one time unknown": (1001, "auto", StageTimes(whole_s=0.1), True),
+        "a split is predicted to be faster": (100, "auto", StageTimes(1.0, 0.9), True),
+        "a split is predicted to be slower": (9000, "auto", StageTimes(1.0, 1.1), False),
+        "slower, but it would delay running answers": (9000, "auto", StageTimes(1.0, 1.8, 0.9, 1), True),
+        "a prompt too short for a transfer": (15, "auto", StageTimes(1.0, 0.5), False),
+    },
+)
+def test_a_request_is_split_if_that_costs_less_time(
+    tokens: float, threshold: int, times: StageTimes, is_split: bool
+) -> None:
+    assert decide(tokens, threshold, times, never).is_split is is_split
+
+
+@pytest.mark.parametrize(("times", "least", "most"), [(KNOWN, 60, 200), (StageTimes(), 500, 750)])
+def test_a_few_requests_take_the_other_choice_more_while_its_time_is_unknown(
+    times: StageTimes, least: int, most: int
+) -> None:
+    draw = random.Random(50).random
+    found = [decide(2000, "auto", times, draw) for _ in range(10_000)]
+    explored = [each for each in found if each.explores]
+    assert least <= len(explored) <= most
+    assert all(each.is_split is not each.explores for each in found)
+    assert not any(decide(2000, 1000, times, lambda: 0.0).explores for _ in range(9)), "a threshold is kept"
+
+
+def test_the_decision_is_told_in_words() -> None:
+    assert str(decide(3100, "auto", KNOWN, never)) == (
+        "split: 3100 uncached tokens, whole 1.00 s and 0.90 s for each of 4 running answers, split 0.80 s"
+    )
+    assert str(decide(3100, "auto", StageTimes(1.9, 2.0), lambda: 0.0)) == (
+        "split: 3100 uncached tokens, whole 1.90 s, split 2.00 s; chosen to learn its time"
+    )
+    assert str(decide(90, 100, StageTimes(), never)) == "whole: 90 uncached tokens"
+
+
+class Staged(Knowledge):
+    """A chooser over decode endpoints A and B and prefill endpoints C and D, which never explores."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, threshold: object = 100, **scorers: float) -> None:
+        super().__init__(
+            *(Endpoint(each) for each in (A, B)),
+            *(Endpoint(each, prefills=True, decodes=False) for each in (C, D)),
+            **scorers,
+        )
+        weights = {name.replace("_", "-"): weight for name, weight in scorers.items()}
+        settings = parse({"scheduling": {"scorers": weights, "stages": {"threshold": threshold}}})
+        self.chooser.follow(EffectiveConfig(settings, {}))
+        monkeypatch.setattr("random.random", never)
+
+    def prefill(self, **fields: object) -> str:
+        return self.chooser.choose(self.ask(**fields)).prefill
+
+    @staticmethod
+    def ask(**fields: object) -> InferenceRequest:
+        return ask(**{"can_split": True, "body_bytes": 4000, **fields})
+
+
+def test_only_prompts_beyond_the_threshold_and_on_paths_that_can_be_split_get_prefill_candidates(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    staged = Staged(monkeypatch)
+    assert staged.prefill() == "*"
+    assert staged.chooser.choose(staged.ask()).candidates == "*", "the script knows the stages"
+    assert staged.prefill(body_bytes=399) == ""
+    assert staged.prefill(can_split=False) == ""
+    assert staged.prefill(origin=A) == "", "the endpoint that stores the state prefills itself"
+    assert staged.prefill(prompt_tokens=50.0) == "", "an estimate of tokens counts before the body's size"
+    # A hint, or labels, restrict the prefill as well.
+    assert staged.prefill(subset=(A, D)) == D
+    assert staged.prefill(subset=(A, B)) == ""
+    assert staged.prefill(selector={"gpu": "h100"}) == ""
+    assert staged.chooser.choose(staged.ask(subset=(A, D))).candidates == f"{A},{D}"
+
+
+def test_no_request_is_split_while_no_prefill_endpoint_is_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    staged = Staged(monkeypatch)
+    gone = (Endpoint(C, down=True, prefills=True, decodes=False), Endpoint(D, drained=True, prefills=True))
+    staged.cell.publish(Snapshot("2", (Endpoint(A), *gone)))
+    assert staged.prefill() == ""
+    staged.cell.publish(Snapshot("3", (Endpoint(A),)))
+    assert staged.prefill() == ""
+    assert staged.chooser.choose(staged.ask()).split is None
+
+
+def test_prefill_endpoints_are_scored_by_prefixes_and_never_candidates_of_whole_requests(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    staged = Staged(monkeypatch, prefix_affinity=3)
+    prompt = tuple(b"block-%02d" % number for number in range(15))
+    asked = staged.ask(prefix=prompt)
+    choice = staged.chooser.choose(asked)
+    staged.chooser.placed(asked, choice, (A,), "0", (D,))
+    explained = staged.chooser.explain("r")
+    assert explained is not None
+    assert (explained.stages, explained.prefillers) == ("split: 1000 uncached tokens", (D,))
+    again = staged.chooser.choose(asked)
+    assert {each.split("=")[0] for each in again.candidates.split(",")} == {A, B}
+    # 15 blocks of 256 bytes are cached on A, which leaves 40 tokens of 1000.
+    assert again.prefill == ""
+    assert str(again.split) == "whole: 40 uncached tokens"
+    longer = staged.chooser.choose(staged.ask(prefix=(*prompt, b"block-15", b"block-16"), body_bytes=8000))
+    assert longer.prefill.split("=")[0] == D
+    assert {each.split("=")[0] for each in longer.prefill.split(",")} == {C, D}
+
+
+def test_auto_learns_the_times_of_both_choices_and_splits_where_that_is_faster(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    staged = Staged(monkeypatch, "auto")
+    end = Completion("r", Outcome.COMPLETED, 200, None, 10_000, 11, 1.0, 0.4, service_s=1.4)
+
+    def run(size: int, prefiller: str, ttft_s: float) -> None:
+        """Serve a streamed request of `size` bytes, split if there is a `prefiller`."""
+        request = staged.ask(stream=True, body_bytes=size)
+        choice = staged.chooser.choose(request)
+        prefillers = (prefiller,) if prefiller else ()
+        loads = staged.chooser.placed(request, choice, (A,), "0", prefillers)
+        written = accounting_token.write(
+            request, A, load=loads.decode or (), prefiller=prefiller, prefill_load=loads.prefill or ()
+        )
+        token = accounting_token.signed(written, "r", Keyring())
+        assert accounting_token.prefill_of(token) == (prefiller, loads.prefill or ())
+        staged.chooser.ended(end._replace(ttft_s=ttft_s), token)
+        staged.routes._apply(staged.routes._completions)
+        staged.routes._completions.clear()
+        staged.tick()
+
+    assert staged.prefill(body_bytes=4004) == "*", "as by the default threshold"
+    assert staged.prefill(body_bytes=4000) == ""
+    # Whole, 1000 bytes take 100 ms; split, they take 50 ms, after 100 ms for the transfer.
+    for turn in range(150):
+        size = 1000 + 100 * (turn % 60)
+        run(size, "", size * 1e-4)
+        run(size, C, 0.1 + size * 0.5e-4)
+    for size, is_split in ((1000, False), (1500, False), (2600, True), (4000, True), (40_000, True)):
+        assert (staged.prefill(body_bytes=size) != "") is is_split, size
+    explained = staged.chooser.choose(staged.ask(body_bytes=4000)).split
+    assert explained is not None
+    assert explained.times.whole_s == pytest.approx(0.4, rel=0.1)
+    assert explained.times.split_s == pytest.approx(0.3, rel=0.1)
+    # A prompt that would delay four running answers is split although that is slower for itself.
+    staged.fleet.in_flight = {A: 4, B: 4}
+    staged.tick()
+    assert staged.prefill(body_bytes=1500) == "*"
+    loads = staged.chooser.placed(staged.ask(), staged.chooser.choose(staged.ask()), (A,), "0", (C,))
+    assert loads.prefill_s == pytest.approx(0.3, rel=0.3)
+    assert (loads.decode, loads.prefill) == (None, None), "the answer is not streamed"
+
+
+def test_settings_for_stages_reach_the_chooser() -> None:
+    scheduling = fleet_with("queue-depth", "kv-cache", "prefix-affinity").config.settings.scheduling
+    assert scheduling.prefill_weights == {"queue-depth": 1, "prefix-affinity": 1}
+    own = parse({"scheduling": {"stages": {"prefill": {"scorers": {"random": 1}}}}}).scheduling
+    assert (own.prefill_weights, own.weights) == ({"random": 1}, {})
