@@ -9,7 +9,7 @@ from tables import cases
 from test_chooser import A, B, C, Knowledge
 
 from picker_fleet.domain.config import EffectiveConfig, parse
-from picker_fleet.domain.request import Completion, Endpoint, InferenceRequest, Outcome
+from picker_fleet.domain.request import Completion, Endpoint, InferenceRequest, LatencyObjective, Outcome
 from picker_fleet.endpoints.snapshot import Snapshot
 from picker_fleet.scheduling.splitting import StageTimes, decide
 from picker_fleet.state import accounting_token
@@ -127,6 +127,10 @@ def test_prefill_endpoints_are_scored_by_prefixes_and_never_candidates_of_whole_
     explained = staged.chooser.explain("r")
     assert explained is not None
     assert (explained.stages, explained.prefillers) == ("split: 1000 uncached tokens", (D,))
+    staged.chooser.placed(asked._replace(id="s", prefix=()), choice, (A,), "0")
+    explained = staged.chooser.explain("s")
+    assert explained is not None
+    assert explained.stages.startswith("whole, since no prefill endpoint could be reserved; split: ")
     again = staged.chooser.choose(asked)
     assert {each.split("=")[0] for each in again.candidates.split(",")} == {A, B}
     # 15 blocks of 256 bytes are cached on A, which leaves 40 tokens of 1000.
@@ -179,6 +183,11 @@ def test_auto_learns_the_times_of_both_choices_and_splits_where_that_is_faster(
     loads = staged.chooser.placed(staged.ask(), staged.chooser.choose(staged.ask()), (A,), "0", (C,))
     assert loads.prefill_s == pytest.approx(0.3, rel=0.3)
     assert (loads.decode, loads.prefill) == (None, None), "the answer is not streamed"
+    # A request is refused for its objective only if neither choice is predicted to keep it.
+    slow = staged.ask(body_bytes=40_000, latency=LatencyObjective(ttft_s=3.0))
+    assert staged.chooser.shortfall_s(slow) is None
+    assert staged.chooser.shortfall_s(slow._replace(can_split=False)) == pytest.approx(1.0, rel=0.2)
+    assert staged.chooser.shortfall_s(slow, 2.0) == pytest.approx(1.1, rel=0.3)
 
 
 def test_settings_for_stages_reach_the_chooser() -> None:

@@ -122,7 +122,10 @@ class ExplanationCache:
             return None
         _, basis, chosen, live, split, prefillers, _ = found
         explained = explain(request_id, basis, chosen, live)
-        return replace(explained, stages="" if split is None else str(split), prefillers=prefillers)
+        stages = "" if split is None else str(split)
+        if split is not None and split.is_split and chosen and not prefillers:
+            stages = f"whole, since no prefill endpoint could be reserved; {stages}"
+        return replace(explained, stages=stages, prefillers=prefillers)
 
 
 class SessionTokens:
@@ -349,8 +352,7 @@ class EndpointChooser:
     def _with_prefill(self, request: InferenceRequest, choice: Choice) -> Choice:
         """Decide whether to split `request`, whose decode endpoint will be one of `choice`; if so, add the
         candidates for its prefill."""
-        if self._threshold == "auto":
-            self._forecasts.use()
+        self._forecasts.use()  # also to know when a prefill ends
         states, scheduler = self._prefill_states, self._prefill_scheduler
         self._states.refresh()
         states.refresh()
@@ -417,7 +419,12 @@ class EndpointChooser:
         able = apply_filters(self._pick(request), self._states.everything()).eligible
         matches = self._routes.index.match(request.prefix)
         left = request.latency._replace(ttft_s=request.latency.ttft_s - wait_s)
-        return shortfall_s(left, [*self._forecasts.of(request, able, matches).values()])
+        forecasts = [*self._forecasts.of(request, able, matches).values()]
+        if self._endpoints.current.prefillers and request.can_split:
+            self._prefill_states.refresh()
+            prefillers = apply_filters(self._pick(request), self._prefill_states.everything()).eligible
+            forecasts += self._forecasts.of_split(request, prefillers, matches, forecasts)
+        return shortfall_s(left, forecasts)
 
     def early_ms(self, request: InferenceRequest) -> int:
         """Under the ordering `edf`: how many milliseconds before the end of its TTL the request must start to

@@ -66,6 +66,22 @@ class Forecasts:
             self._routes.add_placement(state.address, own, ttft.median_s)
         return load if request.stream else None
 
+    def of_split(
+        self,
+        request: InferenceRequest,
+        prefillers: Iterable[EndpointState],
+        matches: Mapping[str, int],
+        whole: Sequence[Forecast],
+    ) -> list[Forecast]:
+        """The forecasts for `request` if one of `prefillers` computes its prompt, and the fastest endpoint of
+        those with the forecasts `whole` writes the answer."""
+        known = (each.tpot for each in whole if each.tpot is not None)
+        tpot = min(known, key=lambda prediction: prediction.median_s, default=None)
+        return [
+            Forecast(self._split_ttft(request, state, self._load(request, state, matches)), tpot)
+            for state in prefillers
+        ]
+
     def stage_times(
         self,
         request: InferenceRequest,
