@@ -200,6 +200,10 @@ WRONG: dict[str, list[Any]] = {
     "scheduling.scorers.random": ["3", 0, True, None],
     "scheduling.scorers": [5, ["random"], [{"weight": 2}], [{"name": "random", "wait": 2}],
                            [{"name": "random"}, {"name": "random"}]],
+    "scheduling.stages.prefill.selector": ["", "a in b", 7],
+    "scheduling.stages.decode.scorers.luck": [1],
+    "scheduling.stages.threshold": ["soon", -1, 0.5, True],
+    "scheduling.stages.header": ["x-gateway-destination-endpoint", "authorization", "x-a b", "", 7],
     "scheduling.latency.alpha": [-1],
     "scheduling.latency.beta": ["high"],
     "scheduling.latency.gamma": [float("inf")],
@@ -286,6 +290,10 @@ def test_each_fault_has_one_line_that_lists_the_valid_values() -> None:
     assert re.search(r"redis\.silence 8s.*leases\.inflight 15s", fault({"redis": {"silence": "8s"}}))
     lines = fault({"pool": "", "redis": {"url": "http://x"}, "nonsense": 1}).splitlines()
     assert [line.split(":")[0] for line in lines] == ["pool", "redis.url", "nonsense"]
+    selector = fault({"scheduling": {"stages": {"prefill": {"selector": "role=prefill,tier in fast"}}}})
+    assert selector.startswith(
+        "scheduling.stages.prefill.selector: no label selector at 'tier in fast': write a=b, "
+    )
     headers = fault({"extproc": {"trusted_headers": ["x-gateway-destination-endpoint", "x-request-id"]}})
     assert ["is never taken from a client" in line for line in headers.splitlines()] == [True, False]
     assert ["is not a steering header" in line for line in headers.splitlines()] == [False, True]

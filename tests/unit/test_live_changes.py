@@ -347,7 +347,7 @@ def test_stages_change_live_by_whole_keys_and_come_back() -> None:
     settings = parse({"scheduling": {"scorers": {"kv-cache": 1}, "stages": {"threshold": 500}}})
     patches = [{"scheduling": {"stages": {"threshold": "auto", "prefill": {"scorers": {"random": 1}}}}}]
     stages = live_config.applied(settings, changed(*patches)).settings.scheduling.stages
-    assert (stages.threshold, stages.prefill.scorers) == ("auto", {"random": 1})
+    assert (stages.threshold, stages.prefill.scorers) == (None, {"random": 1})
     assert live_config.nested(changed(*patches)) == patches[0]
     patches.append({"scheduling": {"stages": {"threshold": None}}})
     stages = live_config.applied(settings, changed(*patches)).settings.scheduling.stages

@@ -54,6 +54,7 @@ from picker_fleet.domain.units import (
     LEAST_WEIGHT,
     MOST_COST,
     MOST_WEIGHT,
+    AutoCount,
     AutoDuration,
     Count,
     CriticalityName,
@@ -599,7 +600,7 @@ class Stages(Section):
 
     prefill: Stage = Stage()
     decode: Stage = Stage()
-    threshold: Literal["auto"] | Annotated[Count, Field(ge=0)] = "auto"
+    threshold: AutoCount = Field(None, ge=0)
     header: Annotated[str, BeforeValidator(prefiller_header)] = PREFILLER
 
 

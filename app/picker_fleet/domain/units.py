@@ -187,11 +187,9 @@ def _countable(value: float) -> float:
 
 Duration = Annotated[float, BeforeValidator(duration_s)]
 # None stands for `auto`, the spelling in the configuration and in its JSON.
-AutoDuration = Annotated[
-    Duration | None,
-    BeforeValidator(lambda value: None if value == AUTO else value),
-    PlainSerializer(lambda value: AUTO if value is None else value, when_used="json"),
-]
+_from_auto = BeforeValidator(lambda value: None if value == AUTO else value)
+_to_auto = PlainSerializer(lambda value: AUTO if value is None else value, when_used="json")
+AutoDuration = Annotated[Duration | None, _from_auto, _to_auto]
 HostPort = Annotated[str, BeforeValidator(host_port)]
 HostName = Annotated[str, BeforeValidator(host_name)]
 EndpointAddress = Annotated[str, BeforeValidator(endpoint_address)]
@@ -204,6 +202,7 @@ MOST_COST = 1e9  # largest cost of a request, and largest bound of the stock per
 # Strict types: `true` or "1" is refused where the number 1 is meant. A YAML value of the wrong type is
 # probably the user's mistake.
 Count = Annotated[int, Field(strict=True), AfterValidator(_countable)]
+AutoCount = Annotated[Count | None, _from_auto, _to_auto]
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False), AfterValidator(_countable)]
 Flag = Annotated[bool, Field(strict=True)]
 Name = Annotated[str, Field(min_length=1, max_length=512), AfterValidator(_name)]

@@ -380,9 +380,10 @@ class EndpointChooser:
             on_decoders = (n for address, n in matches.items() if self._states.state(address) is not None)
             cached = max(on_decoders, default=0)
         times = StageTimes()
-        if self._threshold == "auto":
+        if self._threshold is None:
             times = self._forecasts.stage_times(request, decoder, prefiller, matches)
-        split = decide(self._uncached_tokens(request, cached), self._threshold, times, random.random)
+        draw = random.random if request.stream else None  # only streams tell the time to the first token
+        split = decide(self._uncached_tokens(request, cached), self._threshold, times, draw)
         return choice._replace(prefill=prefill if split.is_split else "", split=split)
 
     def _likely_decoder(self, pick: PickRequest, choice: Choice) -> EndpointState | None:

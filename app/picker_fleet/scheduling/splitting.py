@@ -12,14 +12,14 @@ few requests take the other choice, so that both stay known.
 """
 
 from collections.abc import Callable
-from typing import Final, Literal, NamedTuple
+from typing import Final, NamedTuple
 
 START_TOKENS: Final = 1000
 LEAST_TOKENS: Final = (
     16  # a shorter prompt fills no block of vLLM's KV cache, so nothing could be transferred
 )
 _EXPLORED: Final = 1 / 64  # part of the requests that take the choice predicted to be slower
-_EXPLORED_UNKNOWN: Final = 1 / 16  # the same part while that choice's time is unknown
+_EXPLORED_UNKNOWN: Final = 1 / 8  # the same part until some fifty such requests have made that time known
 
 
 class StageTimes(NamedTuple):
@@ -55,10 +55,11 @@ class SplitDecision(NamedTuple):
 
 
 def decide(
-    tokens: float, threshold: Literal["auto"] | int, times: StageTimes, draw: Callable[[], float]
+    tokens: float, threshold: int | None, times: StageTimes, draw: Callable[[], float] | None
 ) -> SplitDecision:
-    """Whether to split a request of which `tokens` are uncached. `draw` returns random numbers in [0, 1)."""
-    if threshold != "auto":
+    """Whether to split a request of which `tokens` are uncached; a `threshold` of None is `auto`. `draw`
+    returns random numbers in [0, 1); None: the request's times will not be known, so never explore."""
+    if threshold is not None:
         return SplitDecision(tokens > threshold, tokens)
     if tokens < LEAST_TOKENS:
         return SplitDecision(False, tokens)
@@ -68,5 +69,5 @@ def decide(
     else:
         is_better = split_s <= whole_s + running * own_s
     other_s = whole_s if is_better else split_s
-    explores = draw() < (_EXPLORED_UNKNOWN if other_s is None else _EXPLORED)
+    explores = draw is not None and draw() < (_EXPLORED_UNKNOWN if other_s is None else _EXPLORED)
     return SplitDecision(is_better is not explores, tokens, times, explores)

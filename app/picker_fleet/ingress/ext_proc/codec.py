@@ -203,8 +203,9 @@ def placed(
     upstream. `is_our_envoy`: Envoy restores the content-length from `LENGTH_HEADER`. `prefiller_header` names
     the `prefiller` of a split request; without one the header is removed.
     """
-    set_headers, destination = _towards(destinations, namespace)
-    set_headers += _set_header(prefiller_header, prefiller) if prefiller else _remove_header(prefiller_header)
+    set_headers, destination = _towards(destinations, namespace, "" if prefiller else prefiller_header)
+    if prefiller:
+        set_headers += _set_header(prefiller_header, prefiller)
     if content_length is not None:
         for name in ("content-length", LENGTH_HEADER) if is_our_envoy else ("content-length",):
             set_headers += _set_header(name, str(content_length))
@@ -232,10 +233,12 @@ def _account_opening(length: int) -> bytes:
 
 
 @lru_cache(maxsize=1024)
-def _towards(destination: str, namespace: str) -> tuple[bytes, bytes]:
-    """The header mutation and the metadata entry that name the endpoints in `destination`."""
+def _towards(destination: str, namespace: str, removed: str) -> tuple[bytes, bytes]:
+    """The header mutation and the metadata entry that name the endpoints in `destination`; the mutation also
+    removes the header `removed`, if not ''."""
     fields = _text(DESTINATION)(destination)
-    return _set_header(DESTINATION, destination), _entry(namespace, _field(b"\x2a", fields))
+    mutation = _set_header(DESTINATION, destination) + (_remove_header(removed) if removed else b"")
+    return mutation, _entry(namespace, _field(b"\x2a", fields))
 
 
 @lru_cache(maxsize=1024)
@@ -245,7 +248,6 @@ def _set_header(key: str, value: str) -> bytes:
     return _field(b"\x0a", _field(b"\x0a", header) + bytes((0x18, _OVERWRITE)))
 
 
-@lru_cache(maxsize=64)
 def _remove_header(key: str) -> bytes:
     """A HeaderMutation entry that removes header `key`."""
     return _field(b"\x12", key.encode())
