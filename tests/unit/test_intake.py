@@ -15,7 +15,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from tables import cases
 
-from picker_fleet.domain.allowlist import Way
+from picker_fleet.domain.allowlist import Paths, Way
 from picker_fleet.domain.bands import Band
 from picker_fleet.domain.config import parse
 from picker_fleet.domain.errors import BadRequest, Unsupported
@@ -24,7 +24,7 @@ from picker_fleet.domain.units import MOST_COST
 from picker_fleet.ingress import cost
 from picker_fleet.ingress.headers import HEADERS, read_subset, wanted_headers
 from picker_fleet.ingress.intake import Ask, Intake, _name_fault, read_body
-from picker_fleet.ingress.json_body import Body
+from picker_fleet.ingress.json_body import SMALL_BYTES, Body
 from picker_fleet.ingress.traffic_split import Split
 from picker_fleet.state.accounting_token import Keyring
 
@@ -857,3 +857,18 @@ def test_a_configured_header_or_body_field_names_the_session(
     plain = Intake(parse({}), new_id=lambda: "made", keys=Keyring())
     raw.pop("x-session-token", None)
     assert plain.request(read, raw, subset=None, trusted=False).session == ""
+
+
+@pytest.mark.parametrize("size", [1, SMALL_BYTES])
+def test_only_requests_whose_path_the_sidecar_knows_can_be_split(size: int) -> None:
+    text = json.dumps({"model": "m", "prompt": "x" * size}).encode()
+    paths = {"/v1/chat/completions": True, "/p/v1/completions": True, "/v1/responses": True,
+             "/v1/embeddings": False, "/v1/messages": False, "/v1/responses/compact": False}  # fmt: skip
+    for path, can_split in paths.items():
+        way = Paths().way("POST", path)
+        assert way is not None
+        found = read_body(text, way)
+        assert found.can_split is can_split, path
+        intake = Intake(SETTINGS, new_id=lambda: "made", keys=Keyring())
+        request = intake.request(found, {}, subset=None, trusted=True)
+        assert request.can_split is can_split

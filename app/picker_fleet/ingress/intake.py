@@ -137,13 +137,11 @@ def read_body(text: bytes, way: Way = _JSON, content_type: bytes = b"") -> Ask:
             is_stream = form.stream.lower() in ("true", "1")
             return Ask(model, is_stream, form.body, len(text), files=form.files)
     try:
-        ask = _read_object(text)
+        ask = _read_object(text, way.can_split)
     except BadRequest as fault:
         ask = _read_otherwise(text, way, content_type, fault)
     if way.has_state:
         ask = ask._replace(refers=_refers(ask.members))
-    if way.can_split:
-        ask = ask._replace(can_split=True)
     if way.model and (way.source == "path" or not ask.model):
         ask = ask._replace(model=_model(way.model))
     return ask if way.is_known else ask._replace(needs_model=False)
@@ -203,8 +201,8 @@ def _read_otherwise(text: bytes, way: Way, content_type: bytes, fault: BadReques
     return Ask("", False, OtherBody(text), len(text))
 
 
-def _read_object(text: bytes) -> Ask:
-    """Parse a body that is a JSON object.
+def _read_object(text: bytes, can_split: bool = False) -> Ask:
+    """Parse a body that is a JSON object; `can_split` is that of the `Way`.
 
     Raises:
         BadRequest: the body is empty, no JSON object, or repeats a used key; or its model is unusable.
@@ -215,7 +213,7 @@ def _read_object(text: bytes) -> Ask:
         asks_stream = members.get("stream") is True
         name = members.get(MODEL)
         model = "" if name is None or name == "" else _model(name)
-        return Ask(model, asks_stream, text, len(text), members)
+        return Ask(model, asks_stream, text, len(text), members, (), True, (), can_split)
     body = Body(text)
     try:
         values = (body if short is text else Body(short)).values
@@ -226,7 +224,7 @@ def _read_object(text: bytes) -> Ask:
         "" if member is None or bytes(memoryview(member)[:5]) in _NO_NAMES else _model_of(memoryview(member))
     )
     asks_stream = "stream" in values and bytes(memoryview(values["stream"])[:5]) == b"true"
-    return Ask(model, asks_stream, body, len(text), values)
+    return Ask(model, asks_stream, body, len(text), values, (), True, (), can_split)
 
 
 def _simple_members(text: bytes) -> dict[str, Any] | None:
