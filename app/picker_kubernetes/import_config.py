@@ -19,8 +19,9 @@ from picker_fleet.domain.bands import NAMED
 from picker_fleet.domain.config import YamlFault, parse, read_yaml
 from picker_fleet.domain.errors import ConfigError
 from picker_fleet.domain.sections import MOST_BAND_BYTES, MOST_LIMIT
-from picker_kubernetes import import_tenants
+from picker_kubernetes import import_stages, import_tenants
 from picker_kubernetes.import_result import Imported, listed, mapping, mappings
+from picker_kubernetes.import_stages import Plugins
 
 KIND = "EndpointPickerConfig"
 
@@ -31,9 +32,11 @@ SCORERS: Mapping[str, str] = {
     "running-requests-size-scorer": "running-requests",
     "load-aware-scorer": "queue-depth",
     "active-request-scorer": "in-flight",
+    "token-load-scorer": "in-flight",
     "lora-affinity-scorer": "lora-affinity",
     "prefix-cache-scorer": "prefix-affinity",
     "precise-prefix-cache-scorer": "prefix-affinity",
+    "prefix-cache-affinity-filter": "prefix-affinity",
     "session-affinity-scorer": "session-affinity",
     "latency-scorer": "latency",
     "predicted-latency-scorer": "latency",
@@ -50,9 +53,16 @@ BUILT_IN: Mapping[str, str] = {
     "vllmhttp-parser": "bodies of vLLM's own API are read",
     "approx-prefix-cache-producer": "scorer prefix-affinity",
     "inflight-load-producer": "scorer in-flight",
+    "disagg-profile-handler": "scheduling.stages",
+    "pd-profile-handler": "scheduling.stages",
+    "always-disagg-pd-decider": "scheduling.stages.threshold",
+    "prefix-based-pd-decider": "scheduling.stages.threshold",
+    "prefill-filter": "endpoints whose role is prefill compute prompts",
     "decode-filter": "endpoints whose role does not decode get no requests",
-    "label-selector-filter": "scheduling.endpoint_labels",
-    "by-label-selector": "scheduling.endpoint_labels",
+    "disagg-headers-handler": "scheduling.stages.header",
+    "prefill-header-handler": "scheduling.stages.header",
+    "label-selector-filter": "scheduling.endpoint_labels or the selector of a stage",
+    "by-label-selector": "scheduling.endpoint_labels or the selector of a stage",
     "request-attribute-reporter": "decision lines and metrics",
     "fcfs-ordering-policy": "fair_request_queue.ordering",
     "edf-ordering-policy": "fair_request_queue.ordering",
@@ -71,6 +81,11 @@ _PARAMETERS: Mapping[str, tuple[str, ...]] = {
     "weighted-random-picker": ("maxNumOfEndpoints",),
     "label-selector-filter": ("matchLabels", "matchExpressions"),
     "by-label-selector": ("matchLabels", "matchExpressions"),
+    "disagg-profile-handler": ("profiles", "deciders"),
+    "pd-profile-handler": ("decodeProfile", "prefillProfile", "deciderPluginName", "threshold"),
+    "prefix-based-pd-decider": ("nonCachedTokens",),
+    "disagg-headers-handler": ("prefillProfile",),
+    "prefill-header-handler": ("prefillProfile",),
     "concurrency-detector": ("maxConcurrency", "maxTokenConcurrency", "concurrencyMode", "headroom"),
     "utilization-detector": ("queueDepthThreshold", "kvCacheUtilThreshold"),
 }
@@ -126,9 +141,6 @@ _SECONDS = {"ns": 1e-9, "us": 1e-6, "\u00b5s": 1e-6, "ms": 1e-3, "s": 1.0, "m": 
 _DURATION = re.compile(r"([0-9]+\.?[0-9]*|\.[0-9]+)(ns|us|\u00b5s|ms|s|m|h)")
 
 
-Plugins = Mapping[str, tuple[str, Mapping[str, Any]]]  # plugin's name -> its type and parameters
-
-
 def is_foreign(tree: object) -> bool:
     """Whether `tree` is an EndpointPickerConfig."""
     return isinstance(tree, Mapping) and tree.get("kind") == KIND
@@ -144,7 +156,7 @@ def imported(tree: Mapping[str, Any]) -> Imported:
         raise ConfigError(f"kind must be {KIND} (got {str(tree.get('kind'))[:60]!r})")
     result = Imported()
     plugins = _plugins(tree)
-    _scorers(tree, plugins, result)
+    _scheduling(tree, plugins, result)
     _saturation(tree, plugins, result)
     _flow_control(tree, plugins, result)
     for gate in map(str, listed(tree, "featureGates")):
@@ -202,45 +214,72 @@ def _plugins(tree: Mapping[str, Any]) -> Plugins:
     return found
 
 
-def _scorers(tree: Mapping[str, Any], plugins: Plugins, result: Imported) -> None:
-    profiles = listed(tree, "schedulingProfiles")
-    if len(profiles) > 1:
-        names = ", ".join(str(mapping(each, "schedulingProfiles").get("name")) for each in profiles[1:])
-        result.remarks.append(f"schedulingProfiles: this picker has one profile; not imported: {names}")
-    if profiles:
-        first = mapping(profiles[0], "schedulingProfiles.0")
-        references = mappings(first, "plugins", "schedulingProfiles.0.plugins")
+def _scheduling(tree: Mapping[str, Any], plugins: Plugins, result: Imported) -> None:
+    """Import the first profile, or with a handler of stages the profiles for prefill and decode."""
+    profiles = {
+        str(each.get("name")): mappings(each, "plugins", "schedulingProfiles.plugins")
+        for each in mappings(tree, "schedulingProfiles", "schedulingProfiles")
+    }
+    handler = import_stages.handler(plugins, result)
+    used = [handler.decode, handler.prefill] if handler else list(profiles)[:1]
+    if handler and profiles and handler.decode not in profiles:
+        raise ConfigError(f"schedulingProfiles: no profile is named {handler.decode[:60]!r}")
+    if others := [name for name in profiles if name not in used]:
+        result.remarks.append(f"schedulingProfiles: not imported: {', '.join(others)}")
+    main = profiles[used[0]] if profiles else [{"pluginRef": name} for name in plugins]
+    scheduling = result.section("scheduling")
+    filters = _profile(main, plugins, result, scheduling)
+    if handler is None:
+        for name, parameters in filters:
+            _select(name, parameters, result)
     else:
-        references = [{"pluginRef": name} for name in plugins]
+        prefill: dict[str, Any] = {}
+        stages: dict[str, Any] = {"prefill": prefill, "decode": {}}
+        of_prefill = _profile(profiles.get(handler.prefill, ()), plugins, result, prefill)
+        for stage, its_filters in (("prefill", of_prefill), ("decode", filters)):
+            if wanted := [each for named in its_filters for each in import_stages.selector(*named, result)]:
+                stages[stage]["selector"] = ", ".join(wanted)
+        if handler.threshold is not None:
+            stages["threshold"] = handler.threshold
+        scheduling["stages"] = {key: each for key, each in stages.items() if each != {}}
+    if not scheduling:
+        del result.tree["scheduling"]
+
+
+def _profile(
+    references: Sequence[Mapping[str, Any]], plugins: Plugins, result: Imported, section: dict[str, Any]
+) -> list[tuple[str, Mapping[str, Any]]]:
+    """Import the plugins that a profile has in `references`: scorers into `section`, and the picker's number
+    of endpoints. Returns names and parameters of the profile's label filters."""
     weights: dict[str, float] = {}
+    filters = []
     for reference in references:
         name = str(reference.get("pluginRef"))
         if name not in plugins:
-            raise ConfigError(f"schedulingProfiles.0.plugins: no plugin is named {name[:60]!r}")
+            raise ConfigError(f"schedulingProfiles.plugins: no plugin is named {name[:60]!r}")
         kind, parameters = plugins[name]
         scorer = SCORERS.get(kind)
         if scorer is not None:
             weight = reference.get("weight", 1)
             weight = 1 if weight is None else weight
             if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight < math.inf:
-                raise ConfigError(f"schedulingProfiles.0.plugins: weight of {name[:60]} must be a number")
+                raise ConfigError(f"schedulingProfiles.plugins: weight of {name[:60]} must be a number")
             if weight:
                 weights[scorer] = weights.get(scorer, 0) + weight
         if kind in _LABEL_FILTERS:
-            _select(name, parameters, result)
-        if kind in _PICKERS:
+            filters.append((name, parameters))
+        if kind in _PICKERS and section is result.tree["scheduling"]:
             most = parameters.get("maxNumOfEndpoints")
             if isinstance(most, int) and not isinstance(most, bool) and most >= 1:
-                result.section("scheduling")["fallbacks"] = min(most - 1, 8)
+                section["fallbacks"] = min(most - 1, 8)
                 if most > 1:
                     result.remarks.append(
                         f"plugins: maxNumOfEndpoints {most} of {name}: for a gateway that takes one address, "
                         "such as agentgateway, set scheduling.fallbacks 0"
                     )
     if weights:
-        result.section("scheduling")["scorers"] = [
-            {"name": name, "weight": weight} for name, weight in weights.items()
-        ]
+        section["scorers"] = [{"name": name, "weight": weight} for name, weight in weights.items()]
+    return filters
 
 
 def _select(name: str, parameters: Mapping[str, Any], result: Imported) -> None:

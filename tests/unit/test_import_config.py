@@ -47,7 +47,7 @@ def test_scorers_of_the_first_profile_keep_their_weights() -> None:
     )  # fmt: skip
     assert result.tree["scheduling"] == {"fallbacks": 2, "scorers": [{"name": "queue-depth", "weight": 2.5}]}
     assert result.remarks == [
-        "schedulingProfiles: this picker has one profile; not imported: prefill",
+        "schedulingProfiles: not imported: prefill",
         "plugins: maxNumOfEndpoints 3 of max-score-picker: for a gateway that takes one address, such "
         "as agentgateway, set scheduling.fallbacks 0",
     ]
@@ -120,10 +120,10 @@ def test_a_limit_may_be_any_kubernetes_quantity(text: object, capacity: int) -> 
 
 def test_remarks_name_plugins_and_keys_without_a_counterpart() -> None:
     result = imported(
-        plugins=[{"type": "pd-profile-handler", "name": "pd"}, {"type": "vllmgrpc-parser", "name": "p"}],
+        plugins=[{"type": "encode-filter", "name": "e"}, {"type": "vllmgrpc-parser", "name": "p"}],
         parser={"pluginRef": "p"}, saturationDetector={"queueDepthThreshold": 5}, strange={},
     )  # fmt: skip
-    plugins = ("pd (type pd-profile-handler)", "vllmgrpc-parser")
+    plugins = ("e (type encode-filter)", "vllmgrpc-parser")
     assert_named(result, *plugins, "queueDepthThreshold 5", "strange")
 
 
@@ -174,12 +174,101 @@ def test_each_key_of_a_v0_10_configuration_is_imported_or_named_in_a_remark() ->
     )  # fmt: skip
 
 
+def staged(prefill: list[Any], decode: list[Any], *plugins: dict[str, Any]) -> Imported:
+    """Import a file with `plugins` and two profiles, whose entries are names or pairs of name and weight."""
+
+    def references(entries: list[Any]) -> list[dict[str, Any]]:
+        pairs = [each if isinstance(each, tuple) else (each, None) for each in entries]
+        return [
+            {"pluginRef": name, **({} if weight is None else {"weight": weight})} for name, weight in pairs
+        ]
+
+    return imported(plugins=list(plugins), schedulingProfiles=[
+        {"name": "prefill", "plugins": references(prefill)},
+        {"name": "decode", "plugins": references(decode)},
+    ])  # fmt: skip
+
+
+BY_PREFIX, ALWAYS, OLD = "prefix-based-pd-decider", "always-disagg-pd-decider", "pd-profile-handler"
+
+
+def plugin(kind: str, name: str = "d", **parameters: object) -> dict[str, Any]:
+    return {"type": kind, "name": name, "parameters": parameters}
+
+
+def disagg(**deciders: str) -> dict[str, Any]:
+    return {"type": "disagg-profile-handler", "parameters": {"deciders": deciders}}
+
+
+def test_the_guide_of_llm_d_for_prefill_and_decode_is_imported_with_one_remark() -> None:
+    result = staged(
+        ["prefill-filter", "prefix-cache-affinity-filter", "token-load-scorer", "max-score-picker"],
+        ["decode-filter", "active-request-scorer", "max-score-picker"],
+        disagg(prefill="always-disagg-pd-decider"),
+        {"type": "always-disagg-pd-decider"},
+        {"type": "prefill-filter"}, {"type": "decode-filter"}, {"type": "inflight-load-producer"},
+        {"type": "prefix-cache-affinity-filter", "parameters": {"peakPrefillThroughput": 30000}},
+        {"type": "token-load-scorer"}, {"type": "active-request-scorer"}, {"type": "max-score-picker"},
+    )  # fmt: skip
+    scheduling = parse(result.tree).scheduling
+    assert scheduling.stages.threshold == 0  # each request is split
+    assert scheduling.weights == {"in-flight": 1}
+    assert scheduling.prefill_weights == {"prefix-affinity": 1, "in-flight": 1}
+    remark = "parameters of prefix-cache-affinity-filter (peakPrefillThroughput) have no counterpart"
+    assert result.remarks == [f"plugins: {remark}"]
+
+
+@cases("plugins, threshold", {
+    "uncached tokens": ([disagg(prefill="d"), plugin(BY_PREFIX, nonCachedTokens=16)], 15),
+    "no tokens, which never splits": ([disagg(prefill="d"), plugin(BY_PREFIX)], 10**9),
+    "no decider, which never splits": ([disagg()], 10**9),
+    "a decider of another kind": ([disagg(prefill="d"), plugin("own-decider")], None),
+    "the old handler, always": ([plugin(OLD, threshold=0)], 0),
+    "the old handler, from ten tokens on": ([plugin(OLD, threshold=10)], 9),
+    "the old handler with a decider": ([plugin(OLD, "pd", deciderPluginName="d"), plugin(ALWAYS)], 0),
+})  # fmt: skip
+def test_a_decider_of_llm_d_becomes_a_threshold(plugins: list[dict[str, Any]], threshold: object) -> None:
+    result = staged([], ["queue-scorer"], *plugins, {"type": "queue-scorer"})
+    assert parse(result.tree).scheduling.stages.threshold == threshold
+    if threshold is None or threshold == 10**9:
+        assert_named(result, "no decider splits" if threshold == 10**9 else "own-decider) has no counterpart")
+
+
+def test_label_filters_of_stages_become_selectors() -> None:
+    expressions = [
+        {"key": "role", "operator": "In", "values": ["prefill", "both"]},
+        {"key": "old", "operator": "DoesNotExist"}, {"key": "gpu", "operator": "Exists"},
+        {"key": "rack", "operator": "NotIn", "values": ["r1"]},
+        {"key": "n", "operator": "Gt", "values": ["1"]},
+    ]  # fmt: skip
+    result = staged(
+        ["p", ("queue-scorer", 2)], ["d", ("queue-scorer", 3)],
+        {"type": "label-selector-filter", "name": "p", "parameters": {"matchExpressions": expressions}},
+        {"type": "by-label-selector", "name": "d", "parameters": {"matchLabels": {"role": "decode"}}},
+        {"type": "queue-scorer"}, {"type": ALWAYS}, {"type": "always-disagg-multimodal-decider"},
+        disagg(prefill="always-disagg-pd-decider", encode="always-disagg-multimodal-decider"),
+    )  # fmt: skip
+    scheduling = parse(result.tree).scheduling
+    stages = scheduling.stages
+    assert stages.prefill.selector == "role in (prefill,both), !old, gpu, rack notin (r1)"
+    assert (stages.decode.selector, scheduling.endpoint_labels) == ("role=decode", {})
+    assert (scheduling.weights, scheduling.prefill_weights) == ({"queue-depth": 3}, {"queue-depth": 2})
+    assert_named(
+        result, "n Gt ['1'] has no counterpart", "no stage encode", "always-disagg-multimodal-decider"
+    )
+
+
 @cases("more, fault", {
     "no such detector": ({"saturationDetector": {"pluginRef": "x"}}, "no plugin is named 'x'"),
     "another kind": ({"kind": "Other"}, "kind must be"),
     "no list": ({"plugins": {}}, "plugins: must be a list"),
     "no type": ({"plugins": [{"name": "a"}]}, r"plugins\.0\.type: is missing"),
     "one name twice": ({"plugins": [{"type": "a"}, {"type": "a"}]}, "two plugins are named a"),
+    "no such profile": ({"plugins": [disagg()], "schedulingProfiles": [{"name": "x"}]},
+                        "no profile is named 'decode'"),
+    "no such decider": ({"plugins": [disagg(prefill="x")]}, "no decider is named 'x'"),
+    "no number of tokens": ({"plugins": [{"type": "pd-profile-handler", "parameters": {"threshold": "x"}}]},
+                            "threshold: 'x' is no number"),
     "no such plugin": ({"plugins": [], "schedulingProfiles": [{"plugins": [{"pluginRef": "x"}]}]},
                        "no plugin is named"),
     **{f"a quantity {each}": ({"flowControl": {"maxRequests": each}},

@@ -1,0 +1,103 @@
+"""Reads prefill and decode profiles of an `EndpointPickerConfig`: for import_config.py.
+
+Sources: the plugins' README and sources in github.com/llm-d/llm-d-router,
+pkg/epp/framework/plugins/scheduling/profilehandler/disagg.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from picker_fleet.domain.errors import ConfigError
+from picker_kubernetes.import_result import Imported, mapping, mappings
+
+HANDLERS = ("disagg-profile-handler", "pd-profile-handler")
+_NEVER_TOKENS = 1_000_000_000  # a threshold that no prompt exceeds
+
+Plugins = Mapping[str, tuple[str, Mapping[str, Any]]]  # plugin's name -> its type and parameters
+
+
+@dataclass(frozen=True, slots=True)
+class Handler:
+    """The handler of a file with stages: the names of its profiles, and from how many uncached tokens on it
+    splits requests, as `scheduling.stages.threshold` (None: the file does not say)."""
+
+    decode: str
+    prefill: str
+    threshold: int | None
+
+
+def handler(plugins: Plugins, result: Imported) -> Handler | None:
+    """The handler of prefill and decode profiles; None if there is none."""
+    for name, (kind, parameters) in plugins.items():
+        if kind == "disagg-profile-handler":
+            profiles = mapping(parameters.get("profiles"), f"plugins: {name}.profiles")
+            deciders = mapping(parameters.get("deciders"), f"plugins: {name}.deciders")
+            if deciders.get("encode"):
+                result.remarks.append(f"plugins: {name}: deciders.encode: there is no stage encode here")
+            return Handler(
+                str(profiles.get("decode") or "decode"),
+                str(profiles.get("prefill") or "prefill"),
+                _decided(deciders.get("prefill"), plugins, result),
+            )
+        if kind == "pd-profile-handler":
+            decider = parameters.get("deciderPluginName")
+            return Handler(
+                str(parameters.get("decodeProfile") or "decode"),
+                str(parameters.get("prefillProfile") or "prefill"),
+                _decided(decider, plugins, result) if decider else _old(parameters, plugins, result),
+            )
+    return None
+
+
+def _old(parameters: Mapping[str, Any], plugins: Plugins, result: Imported) -> int | None:
+    """The threshold of a `pd-profile-handler` without `deciderPluginName`: earlier versions have `threshold`,
+    later ones a decider's default name."""
+    if "threshold" in parameters:
+        return max(_tokens(parameters["threshold"], "threshold") - 1, 0)
+    default = "prefix-based-pd-decider"
+    return _decided(default, plugins, result) if default in plugins else None
+
+
+def _decided(name: object, plugins: Plugins, result: Imported) -> int | None:
+    """The threshold of the decider `name`; no decider never splits."""
+    if name and str(name) not in plugins:
+        raise ConfigError(f"plugins: no decider is named {str(name)[:60]!r}")
+    kind, parameters = plugins[str(name)] if name else ("", {})
+    if kind == "always-disagg-pd-decider":
+        return 0
+    if kind not in ("", "prefix-based-pd-decider"):
+        result.remarks.append(
+            f"plugins: the decider {name} (type {kind}) has no counterpart; threshold is auto"
+        )
+        return None
+    # The decider splits from `nonCachedTokens` on, this picker above its threshold.
+    least = _tokens(parameters.get("nonCachedTokens") or 0, "nonCachedTokens")
+    if least:
+        return least - 1
+    result.remarks.append("plugins: no decider splits requests, so prefill endpoints get none")
+    return _NEVER_TOKENS
+
+
+def _tokens(value: object, what: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= _NEVER_TOKENS:
+        raise ConfigError(f"plugins: {what}: {str(value)[:40]!r} is no number of tokens")
+    return value
+
+
+def selector(name: str, parameters: Mapping[str, Any], result: Imported) -> list[str]:
+    """The requirements of the label selector `parameters` of the plugin `name`, as Kubernetes spells them."""
+    labels = mapping(parameters.get("matchLabels"), name)
+    found = [f"{key}={value}" for key, value in labels.items()]
+    for each in mappings(parameters, "matchExpressions", f"plugins: {name}.matchExpressions"):
+        key, operator = each.get("key"), each.get("operator")
+        values = each.get("values")
+        listed = f"({','.join(map(str, values))})" if isinstance(values, list) else ""
+        forms = {"In": f"{key} in {listed}", "NotIn": f"{key} notin {listed}", "Exists": f"{key}"}
+        form = {**forms, "DoesNotExist": f"!{key}"}.get(str(operator))
+        if form is None or (operator in ("In", "NotIn") and not listed):
+            told = f"{key} {operator} {values}"
+            result.remarks.append(f"plugins: matchExpressions of {name}: {told[:80]} has no counterpart")
+        else:
+            found.append(form)
+    return found
