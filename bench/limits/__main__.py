@@ -23,7 +23,7 @@ from whole_fleet import exact_bounds
 from bench.limits.kinds import KINDS, Kind
 from bench.limits.servers import SLOTS, Event, Figures, Record, Servers, fleet, run, servers
 from bench.rig.fleet import RunningFleet
-from bench.rig.report import describe_run, options_parser, table, write_page
+from bench.rig.report import describe_run, options_parser, table, with_section, write_page
 
 _GRID = (8, 16, 32, 64)
 _SETTLED_S, _SEARCHED_S = 6.0, 18.0  # a run of the search: its first figures, its end
@@ -179,13 +179,6 @@ _CASES: Mapping[str, Case] = {
 _TITLE = "# Limits that the fleet finds, beside the best static bound\n"
 
 
-def _with_section(page: str, name: str, text: str) -> str:
-    """`page` with the section `name` replaced or added; sections are in alphabetical order."""
-    sections = dict(each.split("\n", 1) for each in page.split("\n## ")[1:])
-    sections[name] = f"\n{text.strip()}\n"
-    return _TITLE + "".join(f"\n## {each}\n{sections[each]}" for each in sorted(sections))
-
-
 def main() -> int:
     parser = options_parser("python -m bench.limits", __doc__)
     parser.add_argument("case", nargs="?", choices=_CASES, metavar="CASE", help=", ".join(_CASES))
@@ -198,11 +191,8 @@ def main() -> int:
             command = f"python -m bench.limits {name} --replicas {replicas} --rounds {options.rounds}"
             with tempfile.TemporaryDirectory() as folder:
                 text = uvloop.run(_CASES[name](Path(folder), replicas, options.rounds))
-            page = file.read_text(encoding="utf-8") if file.exists() else _TITLE
-            write_page(
-                file,
-                _with_section(page, f"{name}, {replicas} replicas", f"{describe_run(command)}\n\n{text}"),
-            )
+            section = f"{name}, {replicas} replicas"
+            write_page(file, with_section(file, _TITLE, section, f"{describe_run(command)}\n\n{text}"))
     return 0
 
 

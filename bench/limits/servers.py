@@ -18,6 +18,7 @@ from bench.limits.kinds import Kind
 from bench.rig.fleet import RunningFleet, picker_up
 from picker_tools.load.generator import Answer, Client, Load, quantiles
 from picker_tools.local_fleet.network import LOOPBACK, free_port
+from picker_tools.local_fleet.parts import ROLE
 from picker_tools.local_fleet.processes import picker_command
 
 SLOTS = 16  # sequences that a server runs at once
@@ -27,10 +28,15 @@ _READY_S, _DRAIN_S, _SAMPLE_S = 30.0, 10.0, 0.5
 
 
 class Servers:
-    """Model servers of given sizes (sequences at once). The fleet discovers the first `shown` of them."""
+    """Model servers of given sizes (sequences at once). The fleet discovers the first `shown` of them, with
+    their `roles` (default: none)."""
 
-    def __init__(self, file: Path, sizes: Sequence[int]) -> None:
+    def __init__(
+        self, file: Path, sizes: Sequence[int], *, kv_blocks: int = _KV_BLOCKS, roles: Sequence[str] = ()
+    ) -> None:
         self.file = file
+        self.roles = roles or [""] * len(sizes)
+        self._kv_blocks = kv_blocks
         self.sizes = {f"{LOOPBACK}:{free_port()}": size for size in sizes}
         self.addresses = list(self.sizes)
         self.shown = 0
@@ -38,7 +44,7 @@ class Servers:
 
     async def start(self, address: str) -> None:
         size = self.sizes[address]
-        sizes = ("--max-num-seqs", f"{size}", "--kv-blocks", f"{size * _KV_BLOCKS // SLOTS}")
+        sizes = ("--max-num-seqs", f"{size}", "--kv-blocks", f"{size * self._kv_blocks // SLOTS}")
         port = address.rpartition(":")[2]
         command = picker_command("sim", "--port", port, "--slowdown", f"{SLOWDOWN}", *sizes)
         self._running[address] = stack = contextlib.AsyncExitStack()
@@ -53,7 +59,10 @@ class Servers:
         """Write the first `count` addresses into the file that the fleet reads."""
         self.shown = count
         written = self.file.with_suffix(".new")
-        listed = [{"address": address} for address in self.addresses[:count]]
+        listed = [
+            {"address": address, **({"labels": {ROLE: role}} if role else {})}
+            for address, role in zip(self.addresses[:count], self.roles, strict=False)
+        ]
         written.write_text(yaml.safe_dump(listed), encoding="utf-8")
         written.replace(self.file)
 
@@ -65,9 +74,9 @@ class Servers:
 
 
 @contextlib.asynccontextmanager
-async def servers(folder: Path, sizes: Sequence[int]) -> AsyncIterator[Servers]:
-    """Run servers until the block ends; all are shown."""
-    them = Servers(folder / "endpoints.yaml", sizes)
+async def servers(folder: Path, sizes: Sequence[int], **more: Any) -> AsyncIterator[Servers]:
+    """Run servers until the block ends; all are shown. `more` are further arguments of `Servers`."""
+    them = Servers(folder / "endpoints.yaml", sizes, **more)
     try:
         for address in them.addresses:
             await them.start(address)
@@ -79,12 +88,15 @@ async def servers(folder: Path, sizes: Sequence[int]) -> AsyncIterator[Servers]:
 
 
 @contextlib.asynccontextmanager
-async def fleet(them: Servers, replicas: int, controller: Mapping[str, Any]) -> AsyncIterator[RunningFleet]:
-    """Run a fleet whose only settings are discovery and `controller`, until the block ends."""
-    config = {"discovery": {"file": str(them.file)}, "request_queue_controller": dict(controller)}
-    options = ("--replicas", f"{replicas}", "--endpoints", "0", "--mode", "lean")
+async def fleet(
+    them: Servers, replicas: int, controller: Mapping[str, Any], *, mode: str = "lean", **more: Any
+) -> AsyncIterator[RunningFleet]:
+    """Run a fleet whose only settings are discovery, `controller` and `more`, until the block ends."""
+    config = {"discovery": {"file": str(them.file)}, "request_queue_controller": dict(controller), **more}
+    options = ("--replicas", f"{replicas}", "--endpoints", "0", "--mode", mode)
     async with picker_up(config, *options) as it:
-        await it.until_state(ready_backends=them.shown, within_s=_READY_S)
+        decoding = sum(role != "prefill" for role in them.roles[: them.shown])
+        await it.until_state(ready_backends=decoding, within_s=_READY_S)
         yield it
 
 

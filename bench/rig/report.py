@@ -62,6 +62,15 @@ def write_page(file: Path, text: str) -> None:
     print(text)
 
 
+def with_section(file: Path, title: str, name: str, text: str) -> str:
+    """The page `file`, or a new page with `title`, with the section `name` replaced or added; sections are in
+    alphabetical order."""
+    page = file.read_text(encoding="utf-8") if file.exists() else title
+    sections = dict(each.split("\n", 1) for each in page.split("\n## ")[1:])
+    sections[name] = f"\n{text.strip()}\n"
+    return title + "".join(f"\n## {each}\n{sections[each]}" for each in sorted(sections))
+
+
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *rows))
 
