@@ -1,6 +1,8 @@
 """The example of an extension, from its wheel: its own test, `picker check`, and a fleet, which also has
 scorers that sleep and that raise."""
 
+import asyncio
+import json
 import os
 import shutil
 import subprocess
@@ -11,9 +13,10 @@ from typing import Any
 
 import pytest
 import yaml
-from extension_folder import install, scorers
-from fleet_load import complete, metric
-from model_servers import failing_servers
+from extension_folder import IMPORTS, install, scorers
+from fleet_load import at_rest, complete, metric
+from model_servers import COMPLETION, Ends, Received, failing_servers, http_answer, listening
+from whole_fleet import exact_bounds
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "extension"
 BY_PRICE = {"name": "by-price", "weight": 50, "parameters": {"otherwise": 9}}
@@ -21,6 +24,20 @@ BAD = {
     "sleeps": "time.sleep(0.05); return [1.0] * len(candidates)",
     "raises": "raise RuntimeError('no such rack')",
 }
+
+# A filter that keeps the endpoints of one rack, and an ordering: each byte of the body takes a millisecond.
+ORDER = (
+    IMPORTS
+    + """
+def keep_rack(parameters):
+    return lambda pick, endpoints: [
+        None if each.labels["rack"] == "1" else "in another rack" for each in endpoints]
+def shortest(parameters):
+    return lambda request: request.body_bytes / 1000
+RACK = Extension(version=1, make=keep_rack, parameters=NoParameters)
+SHORTEST = Extension(version=1, make=shortest, parameters=NoParameters)
+"""
+)
 
 
 @pytest.fixture(scope="module")
@@ -35,6 +52,8 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, str]:
     (wheel,) = wheels.iterdir()
     subprocess.run([*pip, "install", "--no-deps", "--no-index", "--target", target, wheel], check=True)
     install(target, scorers(BAD), {name: f"EXTENSION_{name}" for name in BAD})
+    install(target, ORDER, {"rack-1": "RACK"}, "filters", "rack_filter")
+    install(target, ORDER, {"shortest-first": "SHORTEST"}, "orderings", "shortest")
     return {"PYTHONPATH": os.pathsep.join(filter(None, (str(target), os.environ.get("PYTHONPATH"))))}
 
 
@@ -92,3 +111,37 @@ async def test_a_fleet_serves_by_the_extension_and_without_those_that_sleep_or_r
         assert await metric(here, faults, extension="scorer raises", reason="suspended") > 0
         changed = await here.patch({"scheduling": {"scorers": {"by-price": 7}}})
         assert changed["changes"]["scheduling"]["scorers"] == {"by-price": 7}
+
+
+async def test_a_queue_is_served_by_an_ordering_from_outside_on_endpoints_that_a_filter_keeps(
+    fleet: Any, environment: Mapping[str, str]
+) -> None:
+    served: list[tuple[str, int]] = []
+
+    async def serve(request: Received, ends: Ends) -> bool:
+        is_page = request.method == "GET"
+        if not is_page:
+            address = "{}:{}".format(*ends[1].get_extra_info("sockname"))
+            served.append((address, len(json.loads(request.body)["prompt"])))
+        ends[1].write(http_answer(b"" if is_page else COMPLETION))
+        return True
+
+    async with listening(serve) as kept, listening(serve) as other:
+        racks = [{"address": kept, "labels": {"rack": "1"}}, {"address": other, "labels": {"rack": "2"}}]
+        config = {
+            "discovery": {"static": racks},
+            "request_queue_controller": exact_bounds(0.5),  # one request at a time
+            "fair_request_queue": {"ordering": "edf", "due": {"name": "shortest-first"}},
+            "scheduling": {"filters": [{"name": "rack-1"}], "extension_budget": "100ms"},
+        }
+        options = ("--endpoints", "0", "--replicas", "2")
+        here = fleet(*options, config=config, environment=environment)
+        await here.post("pause")
+        sizes = [4000, 1000, 3000, 20, 2000]
+        async with asyncio.TaskGroup() as tasks:
+            for queued, size in enumerate(sizes, 1):
+                tasks.create_task(complete(here.url, "x" * size, 1))
+                await here.until_state(queued=queued)
+            await here.post("resume")
+        assert served == [(kept, size) for size in sorted(sizes)]
+        await at_rest(here)

@@ -129,10 +129,11 @@ def _parsed(group: str, name: str, parameters: Mapping[str, Any]) -> tuple[Exten
 @cache
 def _installed() -> Mapping[str, Mapping[str, tuple[EntryPoint, ...]]]:
     """The installed entry points by group and name."""
+    everything = entry_points()
+    by_group = {group: everything.select(group=group) for group in KINDS}
     return {
         group: {name: tuple(found.select(name=name)) for name in found.names}
-        for group in KINDS
-        for found in (entry_points(group=group),)
+        for group, found in by_group.items()
     }
 
 
