@@ -300,10 +300,10 @@ def test_a_failing_extension_gets_no_calls_for_twice_as_long_after_each_failure(
 
 
 def test_a_caller_goes_on_without_an_extension_that_has_not_returned() -> None:
-    released, began = threading.Event(), []
+    released, began = threading.Event(), threading.Semaphore(0)
 
     def wait() -> str:
-        began.append(True)
+        began.release()
         released.wait(60)
         return "done"
 
@@ -312,7 +312,9 @@ def test_a_caller_goes_on_without_an_extension_that_has_not_returned() -> None:
     assert caller.call() is None
     caller.now_s += 1000
     assert caller.call() is None
-    assert (caller.faults, len(began)) == (["late", "suspended", "suspended"], 1)
+    assert caller.faults == ["late", "suspended", "suspended"]
+    assert began.acquire(timeout=60), "the one call"
+    assert not began.acquire(blocking=False), "a second call"
     released.set()
     while caller.call() is None:  # its late return suspends it for a second; the clock goes on
         caller.now_s += 0.5

@@ -3,14 +3,15 @@
 import random
 
 import pytest
-from choosers import fleet_with
+from choosers import chooser_of, fleet_with
 from local_requests import ask
 from tables import cases
 from test_chooser import A, B, C, Knowledge
 
 from picker_fleet.domain.config import EffectiveConfig, parse
+from picker_fleet.domain.known_fleet import KnownFleet
 from picker_fleet.domain.request import Completion, Endpoint, InferenceRequest, LatencyObjective, Outcome
-from picker_fleet.endpoints.snapshot import Snapshot
+from picker_fleet.endpoints.snapshot import Snapshot, SnapshotCell
 from picker_fleet.scheduling.splitting import StageTimes, decide
 from picker_fleet.state import accounting_token
 from picker_fleet.state.accounting_token import Keyring
@@ -140,6 +141,22 @@ def test_prefill_endpoints_are_scored_by_prefixes_and_never_candidates_of_whole_
     longer = staged.chooser.choose(staged.ask(prefix=(*prompt, b"block-15", b"block-16"), body_bytes=8000))
     assert longer.prefill.split("=")[0] == D
     assert {each.split("=")[0] for each in longer.prefill.split(",")} == {C, D}
+
+
+@pytest.mark.parametrize(("zone", "near"), [("a", C), ("b", D), ("", "")])
+def test_a_prefill_endpoint_near_the_decode_endpoint_is_preferred(zone: str, near: str) -> None:
+    cell = SnapshotCell()
+    stages = (
+        Endpoint(A, labels={"zone": zone} if zone else {}),
+        Endpoint(C, labels={"zone": "a"}, prefills=True, decodes=False),
+        Endpoint(D, labels={"zone": "b"}, prefills=True, decodes=False),
+    )
+    cell.publish(Snapshot("1", stages))
+    prefer = {"prefer": {"zone": "same"}, "stages": {"threshold": 100}}
+    chooser = chooser_of(cell, KnownFleet(parse({"labels": {"zone": "a"}, "scheduling": prefer})))
+    prefill = chooser.choose(Staged.ask()).prefill.split(",")
+    scores = {address: float(score) for address, _, score in (each.partition("=") for each in prefill)}
+    assert {address for address in scores if scores[address] > 0} == ({near} if near else set())
 
 
 def test_auto_learns_the_times_of_both_choices_and_splits_where_that_is_faster(

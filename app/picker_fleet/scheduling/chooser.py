@@ -240,7 +240,7 @@ class EndpointChooser:
         self._fallbacks, self._latency_weights = configured.fallbacks, configured.latency
         self._extensions = extensions or Extensions(fleet.config.settings)
         self._filters = {**FILTERS, **self._extensions.filters}
-        self._preferred = fleet.config.settings.preferred_labels
+        self._prefer, self._preferred = configured.prefer, fleet.config.settings.preferred_labels
         for name in configured.prefer.keys() - self._preferred.keys():
             _log.warning(
                 "scheduling.prefer: `labels` has no %s of this replica: no endpoint is preferred", name
@@ -358,6 +358,12 @@ class EndpointChooser:
         states.refresh()
         matches = self._routes.index.match(request.prefix)
         pick = self._pick(request)._replace(prefix_blocks=len(request.prefix), prefix_matches=matches)
+        decoder = self._likely_decoder(pick, choice)
+        if decoder is None:
+            return choice
+        if self._prefer:  # the KV cache goes from the prefill endpoint to the decode endpoint
+            own = decoder.labels
+            pick = pick._replace(preferred={name: own[name] for name in self._prefer if name in own})
         looked_at = states.looked_at(request, "")
         prefill = ANY_ENDPOINT
         if scheduler is not None:
@@ -372,8 +378,7 @@ class EndpointChooser:
             if request.subset is not None or request.selector or self._extensions.filters:
                 prefill = ",".join(each.address for each in able)
         prefiller = states.state(best[0]) if best else None
-        decoder = self._likely_decoder(pick, choice)
-        if prefiller is None or decoder is None:
+        if prefiller is None:
             return choice
         cached = 0
         if self._scores_prefixes:  # only then a request goes where its prompt is cached
