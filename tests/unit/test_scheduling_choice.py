@@ -10,7 +10,7 @@ import pytest
 from tables import cases
 
 from picker_fleet.domain.request import Endpoint, LatencyObjective
-from picker_fleet.domain.sections import Latency
+from picker_fleet.domain.scheduling import Latency
 from picker_fleet.scheduling.chooser import ExplanationCache, session_token_of
 from picker_fleet.scheduling.explain import Explanation, LeastLoadedPick
 from picker_fleet.scheduling.latency_model import UNKNOWN, Forecast, Prediction

@@ -18,6 +18,7 @@ from pydantic import BeforeValidator, Field, ValidationError, model_validator
 from picker_fleet.domain import sections
 from picker_fleet.domain.errors import ConfigError
 from picker_fleet.domain.request import ANY_LATENCY, LatencyObjective
+from picker_fleet.domain.scheduling import Scheduling
 from picker_fleet.domain.sections import Model, Objective, Section
 from picker_fleet.domain.tenants import Tenants
 from picker_fleet.domain.units import HostPort, Name, repeated, split_host_port, without_secrets
@@ -97,7 +98,7 @@ class Settings(Section):
     request_queue_controller: sections.RequestQueueController = sections.RequestQueueController()
     tenants: Tenants | None = None
     workloads: sections.Workloads = sections.Workloads()
-    scheduling: sections.Scheduling = sections.Scheduling()
+    scheduling: Scheduling = Scheduling()
     outlier_detection: sections.OutlierDetection = sections.OutlierDetection()
     scraping: sections.Scraping = sections.Scraping()
     leases: sections.Leases = sections.Leases()

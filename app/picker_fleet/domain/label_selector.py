@@ -2,7 +2,7 @@
 
 A selector is a comma-separated list of requirements, all of which must hold: `a=b` (or `a==b`), `a!=b`,
 `a in (b,c)`, `a notin (b,c)`, `a` (the label is set) and `!a` (the label is not set). `!=` and `notin` also
-hold if the label is not set. domain/sections.py checks selectors, endpoints/stages.py applies them.
+hold if the label is not set. domain/scheduling.py checks selectors, endpoints/stages.py applies them.
 """
 
 import re

@@ -11,7 +11,7 @@ from typing import Final
 
 from picker_fleet.domain.label_selector import selects
 from picker_fleet.domain.request import Endpoint
-from picker_fleet.domain.sections import Stage, Stages
+from picker_fleet.domain.scheduling import Stage, Stages
 from picker_fleet.endpoints.discovery import Report
 
 ROLE: Final = "llm-d.ai/role"

@@ -19,8 +19,8 @@ import msgspec
 
 from picker_fleet.domain.bands import NAMED
 from picker_fleet.domain.request import ANY_LATENCY, InferenceRequest, LatencyObjective, Workload
+from picker_fleet.domain.scheduling import Latency
 from picker_fleet.domain.scorer_names import IN_FLIGHT, SCORER_NAMES, SLO_HEADROOM, TOPOLOGY
-from picker_fleet.domain.sections import Latency
 from picker_fleet.scheduling.latency_model import UNKNOWN, Forecast
 
 
