@@ -32,11 +32,17 @@ class Servers:
     their `roles` (default: none)."""
 
     def __init__(
-        self, file: Path, sizes: Sequence[int], *, kv_blocks: int = _KV_BLOCKS, roles: Sequence[str] = ()
+        self,
+        file: Path,
+        sizes: Sequence[int],
+        *,
+        slowdown: float = SLOWDOWN,
+        kv_blocks: int = _KV_BLOCKS,
+        roles: Sequence[str] = (),
     ) -> None:
         self.file = file
         self.roles = roles or [""] * len(sizes)
-        self._kv_blocks = kv_blocks
+        self._kv_blocks, self._slowdown = kv_blocks, slowdown
         self.sizes = {f"{LOOPBACK}:{free_port()}": size for size in sizes}
         self.addresses = list(self.sizes)
         self.shown = 0
@@ -46,7 +52,7 @@ class Servers:
         size = self.sizes[address]
         sizes = ("--max-num-seqs", f"{size}", "--kv-blocks", f"{size * self._kv_blocks // SLOTS}")
         port = address.rpartition(":")[2]
-        command = picker_command("sim", "--port", port, "--slowdown", f"{SLOWDOWN}", *sizes)
+        command = picker_command("sim", "--port", port, "--slowdown", f"{self._slowdown}", *sizes)
         self._running[address] = stack = contextlib.AsyncExitStack()
         child = await stack.enter_async_context(process_at(f"http://{address}/health", command))
         stack.callback(child.kill)
@@ -69,7 +75,7 @@ class Servers:
     async def slow(self, address: str, factor: float) -> None:
         """Make each step of one server `factor` times as long as at its start."""
         async with http_client() as client:
-            changed = await client.post(f"http://{address}/sim", json={"slowdown": SLOWDOWN * factor})
+            changed = await client.post(f"http://{address}/sim", json={"slowdown": self._slowdown * factor})
             changed.raise_for_status()
 
 
