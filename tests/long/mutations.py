@@ -38,6 +38,7 @@ _RULES, _LEASES, _IN_FAILOVER = (
     "tests/unit/test_outages.py",
 )
 _TENANTS = "tests/model/test_tenants.py"
+_STAGES = "tests/scripts/test_stages.py"
 MUTATIONS = (
     Mutation(
         "a renewal leaves the lease as it is", "lua/renew.lua",
@@ -80,11 +81,26 @@ MUTATIONS = (
     ),
     Mutation(
         "an end leaves its tokens on the endpoint", "lua/lib/endpoints.lua",
-        "endpoints.add_amount(address, -taken,", "endpoints.add_amount(address, 0,", _RULES,
+        "stage.add_amount(address, -taken,", "stage.add_amount(address, 0,", _RULES,
     ),
     Mutation(
         "a found limit leaves the bound as it is", "lua/set_limits.lua",
         "      marks.update_bounds()\n", "", "tests/scripts/test_found_limits.py",
+    ),
+    Mutation(
+        "an end forgets the prefill of its request", "lua/lib/ends.lua",
+        "    if r.prefillers ~= '' then stages.release_prefill(prefill.first(r.prefillers), r.id) end\n", "",
+        _STAGES,
+    ),
+    Mutation(
+        "the first token leaves the prefill to the request's end", "lua/lib/ends.lua",
+        "    r.prefillers = ''\n    record.put(r)\n    stages", "    record.put(r)\n    stages", _STAGES,
+    ),
+    Mutation(
+        "a prefill endpoint at its limit takes one more", "lua/lib/ends.lua",
+        "      if not limited then return '' end\n",
+        "      if limited then return prefill.counted()[1] end\n      if not limited then return '' end\n",
+        _STAGES,
     ),
     Mutation(
         "a turn charges no tenant above the flow", "lua/lib/flows.lua",

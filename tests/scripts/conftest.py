@@ -10,6 +10,8 @@ from direct_calls import DirectPool
 from script_backends import real_server
 from script_fleet import OpenFleet, running
 
+from picker_fleet.scheduling.chooser import EndpointChooser
+
 _POOLS = itertools.count(1)
 
 
@@ -29,6 +31,15 @@ def client(valkey_url: str) -> Iterator[redis.Redis]:
 @pytest.fixture
 def direct(client: redis.Redis, pool: str) -> DirectPool:
     return DirectPool(client, pool)
+
+
+@pytest.fixture
+def splitting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every request asks for any prefill endpoint."""
+    choose = EndpointChooser.choose
+    monkeypatch.setattr(
+        EndpointChooser, "choose", lambda chooser, request: choose(chooser, request)._replace(prefill="*")
+    )
 
 
 @pytest.fixture

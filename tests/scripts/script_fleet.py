@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import itertools
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import httpx
@@ -270,7 +270,8 @@ class Fleet:
         state = await self.state()
         counts = (state.stock, state.queued, state.leases, state.active_flows)
         waiting = [await self.has(name) for name in ("requests", "timers")]
-        return not any(counts) and not any(waiting) and not any(state.in_flight.values())
+        loads = (*state.in_flight.values(), *state.prefill_in_flight.values())
+        return not any(counts) and not any(waiting) and not any(loads)
 
     async def ends(self, replica: Replica, *request_ids: str) -> None:
         """Settle the requests through `replica`, and wait until the fleet is at rest."""
@@ -327,7 +328,7 @@ async def running(
     url: str,
     pool: str,
     *names: str,
-    endpoints: int = 1,
+    endpoints: int | Sequence[Endpoint] = 1,
     listening: bool = False,
     joined: Mapping[str, Any] | None = None,
     silence_s: float = SILENCE_S,
@@ -336,7 +337,7 @@ async def running(
     checked: bool = True,
     **settings: Any,
 ) -> AsyncIterator[Fleet]:
-    """Run replicas called `names` on a pool with as many endpoints as `endpoints` says.
+    """Run replicas called `names` on a pool with the `endpoints`, or as many as `endpoints` says.
 
     If `joined` is a configuration, each replica runs a membership, which publishes this configuration.
     Without `joined` nothing runs in the background: at the start the first replica publishes SETTINGS updated
@@ -348,6 +349,7 @@ async def running(
     """
     if full:
         settings = {"upper_per": 1, **settings}
+    listed = tuple(map(Endpoint, addresses(endpoints))) if isinstance(endpoints, int) else endpoints
     through = through or {}
     patience_s = dict.fromkeys(through, silence_s)
     timeouts = dict.fromkeys(("socket_timeout", "socket_connect_timeout"), DEADLINE_S)
@@ -364,7 +366,7 @@ async def running(
         background = [tasks.create_task(replica.store.run()) for replica in replicas]
         try:
             if joined is None:
-                await replicas[0].publish(*addresses(endpoints), **settings)
+                await replicas[0].publish(*listed, **settings)
                 for replica in replicas:
                     await replica.beat()
             if listening:
@@ -378,7 +380,7 @@ async def running(
                 ]
                 await until(lambda: _listen(fleet))
             if joined is not None:
-                members = [_member(replica, joined, endpoints) for replica in replicas]
+                members = [_member(replica, joined, listed) for replica in replicas]
                 background += [tasks.create_task(member.run()) for member in members]
                 async with asyncio.timeout(DEADLINE_S):
                     await asyncio.gather(*(member.known() for member in members))
@@ -393,9 +395,9 @@ async def running(
                 task.cancel()
 
 
-def _member(replica: Replica, joined: Mapping[str, Any], endpoints: int) -> Membership:
+def _member(replica: Replica, joined: Mapping[str, Any], endpoints: Sequence[Endpoint]) -> Membership:
     member = member_of(replica.store, replica.gate.queue, parse(joined), replica.cell, replica.metrics)
-    member.discovered([Endpoint(address) for address in addresses(endpoints)])
+    member.discovered(endpoints)
     replica.membership = member
     return member
 

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import random
+from collections import Counter
 from collections.abc import AsyncIterator
 
 import pytest
@@ -12,11 +13,16 @@ from test_schema import documented, matching
 
 from picker_fleet.admission.admission import Admission
 from picker_fleet.domain.errors import RequestError
-from picker_fleet.domain.request import Alive, Placement
+from picker_fleet.domain.request import Alive, Endpoint, Placement
 
 ENDPOINTS, EACH, CLIENTS = 4, 2, 16
 DRAINED = addresses(ENDPOINTS)[-1]
 BOUND = (ENDPOINTS - 1) * EACH
+PREFILLERS = ("10.0.1.1:8000", "10.0.1.2:8000")
+STAGES = (
+    *map(Endpoint, addresses(ENDPOINTS)),
+    *(Endpoint(each, prefills=True, decodes=False) for each in PREFILLERS),
+)
 LIMITED = "f0"
 CONFIG = config(
     EACH,
@@ -34,7 +40,8 @@ KEYS = [name for name, kind in documented().items() if kind != "channel"]
 # The loss of these keys is detected, because counts or operators depend on these; the other keys are hints.
 FOUND = {
     "pool", "requests", "inflight", "timers", "queue:BAND:FLOWQUEUE", "line:BAND:FLOWQUEUE<31>WORKLOAD",
-    "flows:BAND", "limits", "load", "endpoints", "marks", "replicas", "replica_info",
+    "flows:BAND", "limits", "load", "prefill_load", "prefills", "endpoints", "marks", "replicas",
+    "replica_info",
 }  # fmt: skip
 
 
@@ -44,6 +51,7 @@ class Load:
     def __init__(self, fleet: Fleet) -> None:
         self.fleet = fleet
         self.running: dict[str, Placement] = {}
+        self.prefills: dict[str, str] = {}  # running request -> the endpoint that computes its prompt
         self.served = self.failed = self.peak = self.waiting = 0
         self.paused = False  # while this is True, no request ends
 
@@ -77,14 +85,20 @@ class Load:
             finally:
                 self.waiting -= 1
             self.running[name] = placement
+            if placement.prefillers:
+                self.prefills[name] = placement.prefillers[0]
             self.peak = max(self.peak, len(self.running))
             try:
                 await asyncio.sleep(random.uniform(0.02, 0.06))
                 while self.paused:  # noqa: ASYNC110
                     await asyncio.sleep(0.02)
+                if number % 2:
+                    gate.prefilled(name)
+                    await asyncio.sleep(0.01)
             finally:
                 gate.settle(ended(name))
                 del self.running[name]
+                self.prefills.pop(name, None)
             self.served += 1
 
     def _gate_of(self, name: str) -> Admission:
@@ -109,6 +123,10 @@ class Load:
 
         await until(are_served, within_s)
 
+    async def prefills_are_right(self) -> bool:
+        found = (await self.fleet.state()).prefill_in_flight
+        return {each: n for each, n in found.items() if n} == Counter(self.prefills.values())
+
     async def counts_are_right(self) -> bool:
         state = await self.fleet.state()
         by_endpoint = [placement.endpoints[0] for placement in self.running.values()]
@@ -123,8 +141,10 @@ class Load:
 
 
 @pytest.mark.parametrize("name", KEYS)
-async def test_service_and_counts_recover_after_the_loss_of_a_key(fleet: OpenFleet, name: str) -> None:
-    async with fleet("a", "b", endpoints=ENDPOINTS, listening=True, joined=CONFIG, checked=False) as (
+async def test_service_and_counts_recover_after_the_loss_of_a_key(
+    fleet: OpenFleet, name: str, splitting: None
+) -> None:
+    async with fleet("a", "b", endpoints=STAGES, listening=True, joined=CONFIG, checked=False) as (
         it,
         a,
         b,
@@ -144,6 +164,8 @@ async def test_service_and_counts_recover_after_the_loss_of_a_key(fleet: OpenFle
             if name in FOUND:
                 await until(lambda: is_told(a, b), SERVICE_S)
             await until(load.counts_are_right)
+            if name != "requests":  # a restored request is past its prefill
+                await until(load.prefills_are_right)
             load.paused = False
             await load.until_served(60, SERVICE_S)
             # Requests with lost records are not counted until the access log reports these requests. A

@@ -5,11 +5,16 @@ from typing import Any
 
 import pytest
 import redis
-from direct_calls import DirectPool
+from direct_calls import START_MS, DirectPool, clock_of
 from script_fleet import settings_with
+
+from picker_fleet.state.schema import REQUEST_ROW, UNPICKABLE
+from picker_fleet.state.scripts import load_library
+from picker_tools.audit.auditor import audit
 
 DECODE = json.dumps({"labels": {}, "draining": False})
 PREFILL = json.dumps({"labels": {}, "draining": False, "stages": "prefill"})
+CLOSED = UNPICKABLE
 BOTH = json.dumps({"labels": {}, "draining": False, "stages": "decode prefill"})
 
 
@@ -35,6 +40,10 @@ class StagedPool(DirectPool):
 
     def prefilled(self, request_id: str) -> str:
         return bytes(self.call("prefilled", "a", request_id)[4]).decode()
+
+    def sweep(self) -> list[Any]:
+        reply: list[Any] = self.call("sweep", "a", 0, 60_000, 600_000, 10**9)
+        return reply
 
     def split(self, request_id: str, prefill: str = "*", **fields: Any) -> tuple[str, str]:
         """Admit a request; return its endpoint and its prefill endpoints."""
@@ -129,3 +138,155 @@ def test_a_request_that_moves_keeps_its_prefill(staged: StagedPool) -> None:
     assert staged.prefill_counts()[prefillers.split(",")[0]] == 1
     staged.settle("r1")
     assert staged.prefill_counts() == {"p:1": 0, "p:2": 0}
+
+
+def test_a_mark_closes_an_endpoint_in_each_of_its_stages(staged: StagedPool) -> None:
+    staged.stages({"d:1": DECODE, "b:1": BOTH, "p:1": PREFILL}, upper_per=10)
+    for what in ("drained", "down"):
+        staged.call("mark_endpoint", "a", "p:1", what, "1", "b:1", what, "1")
+    assert staged.counts() == {"d:1": 0, "b:1": CLOSED}
+    assert staged.prefill_counts() == {"p:1": CLOSED, "b:1": CLOSED}
+    assert staged.split("whole") == ("d:1", "")
+    staged.call("mark_endpoint", "a", "p:1", "drained", "0", "b:1", "drained", "0")
+    assert staged.split("still whole") == ("d:1", "")
+    staged.call("mark_endpoint", "a", "p:1", "down", "0", "b:1", "down", "0")
+    assert staged.prefill_counts() == {"p:1": 0, "b:1": 0}
+    assert staged.split("split", candidates="d:1", prefill="p:1") == ("d:1", "p:1")
+
+
+def test_an_ejected_prefill_endpoint_is_no_last_resort(staged: StagedPool) -> None:
+    staged.stages(
+        {"d:1": DECODE, "d:2": DECODE, "b:1": BOTH}, upper_per=10, eject_ms=60_000, eject_percent=50
+    )
+    for flow in ("f1", "f2"):
+        assert staged.split(flow, prefill="", candidates="b:1", flow=flow)[0] == "b:1"
+    replies = staged.call("report_fault", "a", "f1", "b:1", "f1", "500", 0, "f2", "b:1", "f2", "500", 0)
+    assert replies[5] == b"ejected"
+    assert staged.prefill_counts() == {"b:1": CLOSED}
+    assert staged.split("r1", prefill="b:1")[1] == ""
+
+
+def test_a_removed_prefill_endpoint_is_counted_until_its_last_prefill_ends(staged: StagedPool) -> None:
+    staged.stages(fallbacks=0)
+    _, prefiller = staged.split("r1")
+    staged.stages({"d:1": DECODE, "d:2": DECODE}, version="e2")
+    assert staged.prefill_counts() == {prefiller: CLOSED + 1}
+    assert staged.split("r2")[1] == ""
+    staged.stages(version="e3")  # both return: the prefill still counts
+    assert staged.prefill_counts()[prefiller] == 1
+    staged.stages({"d:1": DECODE, "d:2": DECODE}, version="e4")
+    assert staged.prefilled("r1") == "released"
+    assert staged.prefill_counts() == {}
+
+
+@pytest.mark.parametrize("by", ["publish", "publish_changes"])
+def test_an_endpoint_that_leaves_a_stage_finishes_what_it_runs_there(staged: StagedPool, by: str) -> None:
+    def becomes(description: str, former: str, version: str) -> None:
+        if by == "publish":
+            staged.stages({"d:1": DECODE, "x:1": description}, version=version, upper_per=10)
+        else:
+            assert staged.call("publish_changes", "a", former, version, "x:1", description)[4] == 1
+
+    staged.stages({"d:1": DECODE, "x:1": BOTH}, upper_per=10)
+    staged.split("decodes", candidates="x:1", prefill="")
+    staged.split("split", candidates="d:1", prefill="x:1")
+    becomes(PREFILL, "e", "e2")
+    assert (staged.counts()["x:1"], staged.prefill_counts()["x:1"]) == (CLOSED + 1, 1)
+    assert staged.call("state", 60_000)[6] == 1
+    becomes(DECODE, "e2", "e3")
+    assert (staged.counts()["x:1"], staged.prefill_counts()["x:1"]) == (1, CLOSED + 1)
+    assert staged.call("state", 60_000)[6] == 2
+    staged.settle("split")
+    assert staged.prefill_counts() == {}
+    assert staged.sweep()[4] == 1
+    assert staged.call("state", 60_000)[0] != b"0"  # no key counts as lost
+
+
+def test_a_reservation_ends_with_its_own_lease(staged: StagedPool, client: redis.Redis) -> None:
+    clock = f"{staged.prefix}test-clock"
+    client.set(clock, START_MS * 1000)
+    staged.library = staged.load(load_library(clock_of(clock, "stages")))
+    staged.stages({"d:1": DECODE, "p:1": PREFILL}, lease_ms=10_000)
+    staged.split("r1")
+    client.set(clock, (START_MS + 8_000) * 1000)
+    staged.call("renew", "a", "r1", "1", "", "", 0)
+    staged.sweep()
+    assert staged.prefill_counts() == {"p:1": 1}
+    client.set(clock, (START_MS + 11_000) * 1000)
+    staged.sweep()
+    assert (staged.counts(), staged.prefill_counts()) == ({"d:1": 1}, {"p:1": 0})
+    assert staged.prefilled("r1") == "unknown"
+    assert staged.settle("r1") == "settled m"
+
+
+def test_a_reservation_without_a_record_ends_with_its_lease(staged: StagedPool, client: redis.Redis) -> None:
+    clock = f"{staged.prefix}test-clock"
+    client.set(clock, START_MS * 1000)
+    staged.library = staged.load(load_library(clock_of(clock, "stages")))
+    staged.stages({"d:1": DECODE, "p:1": PREFILL}, lease_ms=10_000)
+    client.zadd(f"{staged.prefix}prefills", {"p:1\x1fnobody": START_MS + 10_000})
+    client.zadd(f"{staged.prefix}prefill_load", {"p:1": 1})
+    client.set(clock, (START_MS + 11_000) * 1000)
+    staged.sweep()
+    assert staged.prefill_counts() == {"p:1": 0}
+    assert client.zcard(f"{staged.prefix}prefills") == 0
+
+
+def test_a_request_restored_after_a_flushall_is_past_its_prefill(
+    staged: StagedPool, client: redis.Redis
+) -> None:
+    staged.stages(upper_per=10)
+    staged.split("r1")
+    for key in client.scan_iter(f"{staged.prefix}*"):
+        client.delete(key)
+    staged.stages(upper_per=10)
+    token = "flow\t1\t1\t1\tw\t3\tm\td:1\t0"
+    assert staged.call("renew", "a", "r1", "1", "", token, 0)[4] == b"restored"
+    assert staged.prefill_counts() == {"p:1": 0, "p:2": 0}
+    assert staged.prefilled("r1") == "unknown"
+    assert staged.settle("r1") == "settled m"
+
+
+def test_the_limit_that_the_fleet_finds_for_a_prefill_endpoint_bounds_its_prefills(
+    staged: StagedPool,
+) -> None:
+    found = {"adaptive": 1, "limit_initial": 5, "limit_min": 1, "limit_max": 20, "unit": "requests"}
+    staged.stages({"d:1": DECODE, "p:1": PREFILL}, **found)
+    staged.call("set_limits", "a", json.dumps({"d:1": 9, "prefill": {"p:1": 2}}), "{}")
+    assert float(staged.call("state", 60_000)[4]) == 9  # the upper bound
+    assert [staged.split(f"r{n}")[1] for n in range(2)] == ["p:1", "p:1"]
+    assert staged.admit("waits", prefill="*")[0] == "queued"
+    staged.call("set_limits", "a", json.dumps({"d:1": 9, "prefill": {"p:1": 3}}), "{}")
+    staged.sweep()
+    assert staged.place("waits")[:2] == ["placed", "d:1>p:1"]
+
+
+def test_views_name_the_prefill_endpoint_of_a_request(staged: StagedPool) -> None:
+    staged.stages(fallbacks=1)
+    _, prefillers = staged.split("r1")
+    row = dict(zip(REQUEST_ROW, staged.call("view_request", "r1")[1].decode().split("\x1f"), strict=True))
+    assert row["prefillers"] == prefillers
+
+
+def test_the_audit_finds_prefills_beyond_a_limit_and_wrong_releases(staged: StagedPool) -> None:
+    staged.stages({"d:1": DECODE, "p:1": PREFILL}, upper_per=10, prefill_caps={"p:1": 2})
+    staged.split("r1")
+    staged.split("r2")
+    staged.prefilled("r1")
+    staged.settle("r1")
+    staged.settle("r2")
+    found = staged.client.xrange(f"{staged.prefix}log")
+    log = [{name.decode(): value.decode() for name, value in fields.items()} for _, fields in found]
+    by_event = {(entry["event"], entry["request"]): at for at, entry in enumerate(log)}
+    assert audit(log).violations == 0
+
+    def audited(event: str, request: str, **changes: str) -> int:
+        changed = [dict(entry) for entry in log]
+        changed[by_event[event, request]] |= changes
+        return audit(changed).violations
+
+    tuned = log[by_event["tuned", ""]]["note"]
+    assert audited("tuned", "", note=tuned.replace('{"p:1":2}', '{"p:1":1}')) == 1
+    assert audited("completed", "r1", prefill="p:1") == 1  # released twice
+    assert audited("completed", "r2", prefill="") == 1  # forgotten
+    assert audited("prefilled", "r1", prefill="p:2") == 1

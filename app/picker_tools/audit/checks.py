@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-from picker_tools.audit.log import ENDS, GUARD, Entry
+from picker_tools.audit.log import CHARGES, ENDS, GUARD, Entry
 from picker_tools.audit.replay import RUNNING, STATES_BEFORE, Replay, RequestState, Step, largest_bound, same
 
 KEPT = 50  # a finding keeps so many violations, but counts all violations
@@ -77,6 +77,7 @@ class Capacity(Check):
         self._in_flight: Counter[str] = Counter()  # limited flow -> granted and placed requests
         self._placed: Counter[tuple[str, str]] = Counter()  # (limited flow, endpoint) -> placed requests
         self._on: Counter[str] = Counter()  # endpoint -> all placed requests
+        self._prefilling: Counter[str] = Counter()  # endpoint -> prefills in flight
         self._waiting: Counter[int] = Counter()  # band -> waiting requests
         self._waiting_bytes: Counter[int] = Counter()  # band -> bytes of waiting bodies
 
@@ -107,6 +108,25 @@ class Capacity(Check):
             self._on[entry.endpoint] += 1
             if entry.event not in ("restored", "moved"):
                 self._check_placement(entry)
+        self._check_prefill(step, request.prefill)
+
+    def _check_prefill(self, step: Step, reserved: str) -> None:
+        """Check the reservation of a prefill endpoint; `reserved`: as of before the entry. Every entry of a
+        placed request names it until the prefill or the request ends."""
+        entry = step.entry
+        if step.before is not RequestState.PLACED:
+            if step.after is RequestState.PLACED and entry.prefill:
+                self._prefilling[entry.prefill] += 1
+                rules, count = self._replay.rules, self._prefilling[entry.prefill]
+                if rules is not None and count > (most := rules.prefill_cap(entry.prefill)):
+                    what = f"{count} prefills on {entry.prefill}, {most:g} allowed"
+                    self._finding.add(f"endpoint limit passed: {what}", entry)
+            return
+        if entry.prefill != reserved and entry.event not in CHARGES:
+            what = f"prefill on {entry.prefill or 'no endpoint'}, reserved on {reserved or 'none'}"
+            self._finding.add(what, *self._with_previous(entry))
+        if reserved and (entry.event == "prefilled" or step.returns_stock):
+            self._prefilling[reserved] -= 1
 
     def _check_band(self, entry: Entry) -> None:
         rules = self._replay.rules

@@ -30,7 +30,7 @@ THROTTLING = frozenset({"throttled", "unthrottled"})  # events of the flow queue
 CHARGES = frozenset({"charged", "refunded", "used"})  # events of the quotas of a request's tenants
 EVENTS = ENDS | THROTTLING | CHARGES | {
     "queued", "bypassed", "granted", "placed", "requeued", "adopted", "orphaned", "restored", "moved",
-    "corrected", "tuned", "rebased", "collected", "tenant",
+    "prefilled", "corrected", "tuned", "rebased", "collected", "tenant",
     "topped_up",
 }  # fmt: skip
 
@@ -49,7 +49,9 @@ class Entry(msgspec.Struct, frozen=True):
     orders bands, the highest first. `tag` is the flow's start tag; in `rebased` entries, the amount by which
     all tags of the band fall. `due_ms` is the time at which the request becomes overdue. `tag` and `due_ms`
     are None if the log omits the field. `limit` is the flow's limit on each endpoint (0: none). `endpoint` is
-    '' while the request has no endpoint. `body_bytes` is 0 if unknown, and also once the request is placed.
+    '' while the request has no endpoint; `prefill` is the endpoint that computes the prompt of a placed
+    request, '' if that is `endpoint` or the prompt is computed. `body_bytes` is 0 if unknown, and also once
+    the request is placed.
     """
 
     seq: int
@@ -77,6 +79,7 @@ class Entry(msgspec.Struct, frozen=True):
     lower: float
     note: str
     body_bytes: int = msgspec.field(name="bytes")
+    prefill: str = ""
     early_ms: int = 0  # how long before its deadline the ordering `edf` serves the request
 
     @classmethod
@@ -110,7 +113,12 @@ class Entry(msgspec.Struct, frozen=True):
             about.append(f"arrived={self.arrived / 1e6:.6f}")
         about += [
             f"{name}={value}"
-            for name, value in (("tag", self.tag), ("by", self.by), ("endpoint", self.endpoint))
+            for name, value in (
+                ("tag", self.tag),
+                ("by", self.by),
+                ("endpoint", self.endpoint),
+                ("prefill", self.prefill),
+            )
             if value not in (None, "")
         ]
         about.append(f"v={self.v:g} stock={self.stock:g}/{self.upper:g} queued={self.queued}")

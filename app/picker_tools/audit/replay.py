@@ -50,6 +50,8 @@ class Rules(msgspec.Struct, frozen=True):
     adaptive: bool = False  # both bounds are the sum of the ready endpoints' limits
     caps: dict[str, int] = {}  # endpoint -> its limit of requests
     default_cap: float = math.inf  # the limit of all other endpoints
+    prefill_caps: dict[str, int] = {}  # the same limits of the stage prefill
+    default_prefill_cap: float = math.inf
     token_caps: dict[str, int] = {}  # the same limits in tokens, if the fleet finds these
     default_token_cap: float = math.inf
     bands: tuple[BandLimits, ...] = tuple(BandLimits(band.priority) for band in NAMED)  # named bands first
@@ -101,6 +103,10 @@ class Rules(msgspec.Struct, frozen=True):
     def cap(self, endpoint: str) -> float:
         """The limit of requests in flight on `endpoint`; infinity if it has none."""
         return self.caps.get(endpoint, self.default_cap)
+
+    def prefill_cap(self, endpoint: str) -> float:
+        """The limit of prefills in flight on `endpoint`; infinity if it has none."""
+        return self.prefill_caps.get(endpoint, self.default_prefill_cap)
 
     def token_cap(self, endpoint: str) -> float:
         """The limit of tokens in flight on `endpoint`; infinity if it has none."""
@@ -159,6 +165,7 @@ STATES_BEFORE: dict[str, frozenset[RequestState]] = {
     "orphaned": frozenset({RequestState.QUEUED}),
     "adopted": _PRESENT,
     "moved": frozenset({RequestState.PLACED}),
+    "prefilled": frozenset({RequestState.PLACED}),
     "corrected": RUNNING,
     "completed": RUNNING,
     "client_gone": RUNNING,
@@ -204,6 +211,7 @@ class OpenRequest:
     flow_key: str
     stock_taken: float | None = 0.0
     endpoint: str = ""
+    prefill: str = ""  # the endpoint that computes the prompt; '' if there is none, or once it has
     grant_entry: Entry | None = None
 
     @property
@@ -564,7 +572,7 @@ class Replay:
             self._leave(entry.request, request)
         if step.returns_stock:
             self._in_use -= request.stock_taken or 0.0
-            request.stock_taken, request.endpoint = 0.0, ""
+            request.stock_taken, request.endpoint, request.prefill = 0.0, "", ""
         if step.takes_stock:
             shown = None if self.stock is None else entry.stock - self.stock
             stock_taken = self._stock_taken_by(entry)
@@ -576,6 +584,9 @@ class Replay:
             request.grant_entry = entry
         if step.after is RequestState.PLACED and entry.event in ("bypassed", "placed", "restored", "moved"):
             request.endpoint = entry.endpoint
+            request.prefill = entry.prefill
+        if entry.event == "prefilled":
+            request.prefill = ""
         self.orphaned += (step.after is RequestState.ORPHANED) - (step.before is RequestState.ORPHANED)
         request.state = step.after
         if step.after is RequestState.ABSENT:
