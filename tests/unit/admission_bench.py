@@ -42,14 +42,14 @@ class FickleStore(ScriptedStore):
         self.admitting = [Placed((E1,))]
 
     def admit(
-        self, request: InferenceRequest, attempt: int, candidates: str, age_s: float = 0.0
+        self, request: InferenceRequest, attempt: int, candidates: str, age_s: float = 0.0, prefill: str = ""
     ) -> asyncio.Future[AnyVerdict]:
         self.ages_s.append(age_s)
         if self.silent:
             return asyncio.get_running_loop().create_future()
         if self.away:
             return answered(StateUnavailable("away"))
-        return super().admit(request, attempt, candidates, age_s)
+        return super().admit(request, attempt, candidates, age_s, prefill)
 
     def renew(self, *call: Any, **options: Any) -> asyncio.Future[Any]:
         renewed = super().renew(*call, **options)

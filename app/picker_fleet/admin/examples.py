@@ -55,6 +55,7 @@ _CHANGE: dict[str, Any] = {
 }  # fmt: skip
 _ENDPOINT: dict[str, Any] = {
     "address": "10.0.0.1:8000", "labels": {"zone": "a"}, "status": "down", "in_flight": 2,
+    "stages": ["decode", "prefill"], "prefills": 1, "prefill_limit": 4,
     "in_flight_tokens": None, "max_inflight": 64,
     "limit": 36, "limit_reason": "engine queued 3 requests at 40 in flight", "limit_changed_s": 41.5,
     "pinned": False, "waiting": 0.0,
@@ -78,7 +79,7 @@ _QUEUED: dict[str, Any] = {
 }  # fmt: skip
 _RUNNING: dict[str, Any] = {
     **_REQUEST, "state": "placed", "endpoint": "10.0.0.1:8000", "fallbacks": ["10.0.0.2:8000"],
-    "lease_in_s": 12.1,
+    "prefiller": "10.0.0.3:8000", "lease_in_s": 12.1,
 }  # fmt: skip
 _WORKLOAD: dict[str, Any] = {
     "id": "chat", "total": 1290, "active": 14, "dispatched": 1281, "rate": 4.7, "average_wait_s": 0.8,
