@@ -100,7 +100,7 @@ def _run(size: int) -> Hits:
             fleet.in_flight = seen = dict(loads)
             now_s += 1.0
         prefix = chats.next()
-        chosen = _as_the_script(chooser.choose(_request(prefix)).candidates, loads, chooser.live_weight)
+        chosen = as_the_script(chooser.choose(_request(prefix)).candidates, loads, chooser.live_weight)
         if number >= _WARM:
             asked += len(prefix)
             had += index.match(prefix, [chosen]).get(chosen, 0)
@@ -113,7 +113,7 @@ def _run(size: int) -> Hits:
     return Hits(had / asked, sum(found) / len(found), int(percentile(found, 0.99)))
 
 
-def _as_the_script(candidates: str, loads: Counter[str], live_weight: float) -> str:
+def as_the_script(candidates: str, loads: Counter[str], live_weight: float) -> str:
     """Choose among scored candidates, as lua/lib/endpoints.lua does."""
     scores = {address: float(score) for address, score in (each.split("=") for each in candidates.split(","))}
     most = max(1, *(loads[address] for address in scores))
