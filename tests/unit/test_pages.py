@@ -103,8 +103,8 @@ SENTENCES = [
      f"each endpoint is probed every {pacing.PROBE_S:g} s, and every {pacing.REST_PROBE_S:g} s at rest"),
     ("picking", f"a bound of work ({endpoint_page._MOST_WORK // 2**20} MiB"),
     ("picking", f"blocks of {history.BLOCK_BYTES} bytes, the first {history.MAX_PROMPT_BYTES // 1024} KB"),
-    ("picking",
-     f"{spaced(history.BLOCKS_PER_ENDPOINT)} blocks an endpoint, {spaced(history.MAX_BLOCKS)} in all"),
+    ("picking", f"keeps {spaced(history.MAX_BLOCKS)} blocks, at most 125 MB"),
+    ("picking", f"else {spaced(history.BLOCKS_PER_ENDPOINT)} blocks."),
     ("picking", f"in `tests/fleet/picking_table.py`: {len(TABLE)} of them"),
     ("guarantees", f"{len(TABLE)} cases from headers"),
 ]  # fmt: skip
