@@ -8,7 +8,8 @@
 -- args[1] the calling replica
 -- args[2] config version      args[3] endpoints version
 -- args[4] settings: JSON, named as in docs/redis-schema.md
--- then pairs: endpoint, JSON {labels, draining, stages}; stages 'prefill' or 'decode prefill', without it decode
+-- then pairs: endpoint, JSON {labels, draining, stages}; stages 'prefill', 'decode prefill', without it
+--   decode, '' if it only prefills and drains
 --
 -- Returns {epoch, notifications, attempts, served, upper, lower, ready, records from which the pool was rebuilt (-1: no
 --   rebuild), the lost key ('' for `pool`)}; bounds as strings. The epoch is '0' if records are left: call again.
@@ -41,10 +42,11 @@ local function publish(args)
   end
 
   -- All other endpoints with a load are unpublished: they keep their load, but take no new requests.
-  for name, stage in pairs({decode = endpoints, prefill = prefill}) do
-    for _, address in ipairs(stage.counted()) do
-      if not (wanted[address] and wanted[address][name]) then marks.unpublish(stage, address) end
-    end
+  for _, address in ipairs(endpoints.counted()) do
+    if not wanted[address] then marks.unpublish(endpoints, address) end
+  end
+  for _, address in ipairs(prefill.counted()) do
+    if not (wanted[address] and wanted[address].prefill) then marks.unpublish(prefill, address) end
   end
   local is_new = not pool.known
   if is_new then

@@ -49,8 +49,8 @@ local function new_stage(name, set, caps_name, default_cap_name, described)
   stage.described = described or memoized(function(description)
     local it = cjson.decode(description)
     local stages = it.stages or 'decode'
-    return {draining = it.draining == true, decode = string.find(stages, 'decode', 1, true) ~= nil,
-      prefill = string.find(stages, 'prefill', 1, true) ~= nil}
+    return {draining = it.draining == true and stages ~= 'prefill',
+      decode = string.find(stages, 'decode', 1, true) ~= nil, prefill = string.find(stages, 'prefill', 1, true) ~= nil}
   end)
 
   -- The first endpoint of a list 'a,b,c'.
@@ -149,10 +149,11 @@ local function new_stage(name, set, caps_name, default_cap_name, described)
   -- Whether an endpoint's JSON description says that it is of this stage.
   function stage.includes(description) return stage.described(description)[name] end
 
-  -- Whether an endpoint is published in this stage.
+  -- Whether this stage counts a published endpoint. The stage decode also counts endpoints that only prefill, as
+  -- closed: older versions expect each published endpoint in its loads.
   function stage.lists(address)
     local description = read('HGET', key.endpoints, address)
-    return description and stage.includes(description)
+    return description and (is_decode or stage.includes(description))
   end
 
   local function is_pickable(load) return load >= 0 and load < UNPICKABLE end

@@ -99,12 +99,11 @@ do
     end
     if description ~= former then defer_write('HSET', key.endpoints, address, description) end
     local closed = endpoints.is_draining(description) or marked[address]
-    for _, stage in ipairs({endpoints, prefill}) do
-      if stage.includes(description) then
-        add_published(stage, address, closed)
-      elseif former and former ~= description and stage.includes(former) then
-        marks.unpublish(stage, address)
-      end
+    add_published(endpoints, address, closed or not endpoints.includes(description))
+    if prefill.includes(description) then
+      add_published(prefill, address, closed)
+    elseif former and former ~= description and prefill.includes(former) then
+      marks.unpublish(prefill, address)
     end
     return endpoints.is_ready(address)
   end

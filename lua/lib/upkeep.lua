@@ -211,7 +211,7 @@ do
     end
     if lost then return lost end
     if read('ZCARD', key.overdue) < pool.overdue then return 'overdue' end
-    local published = read('HLEN', key.endpoints) - pool.prefill_only
+    local published = read('HLEN', key.endpoints)
     if read('ZCARD', key.load) < published then return 'load' end
     if read('ZCOUNT', key.load, '-inf', UNPICKABLE) > published then return 'endpoints' end
     if is_mark_lost() then return 'marks' end

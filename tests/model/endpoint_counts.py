@@ -19,6 +19,7 @@ class EndpointCounts:
         self.marks = marks  # (drained, down or ejected; endpoint) -> when the mark was set, ms
         self.marks_version = 0
         self._published: set[str] = set()  # of all stages
+        self._counted: set[str] = set()  # published here, even if it takes no requests
         self.listed: set[str] = set()
         self._draining: set[str] = set()
         self._of_flow: dict[tuple[str, str], int] = {}  # (flow, endpoint) -> requests; endpoint '': all
@@ -54,16 +55,16 @@ class EndpointCounts:
     def ready(self) -> int:
         return len(self.open)
 
-    def publish(self, draining: Mapping[str, bool], listed: set[str]) -> None:
-        """Publish all endpoints, of which `listed` are of this stage."""
-        self.listed, self._published = listed, set(draining)
+    def publish(self, draining: Mapping[str, bool], listed: set[str], counted: set[str]) -> None:
+        """Publish all endpoints, of which `listed` are of this stage, and `counted` have a count in it."""
+        self.listed, self._published, self._counted = listed, set(draining), counted
         self._draining = {address for address, drains in draining.items() if drains}
         for what, address in list(self.marks):
             if address not in draining:
                 del self.marks[what, address]
-        for address in self.listed - set(self.counts):
+        for address in counted - set(self.counts):
             self.counts[address] = 0
-        for address in set(self.counts) - self.listed:
+        for address in set(self.counts) - counted:
             self._forget_idle(address)
 
     def reserve(self, address: str) -> None:
@@ -75,7 +76,7 @@ class EndpointCounts:
             self._forget_idle(address)
 
     def _forget_idle(self, address: str) -> None:
-        if self.counts[address] == 0 and address not in self.listed:
+        if self.counts[address] == 0 and address not in self._counted:
             del self.counts[address]
 
     def loads(self) -> dict[str, float]:

@@ -225,10 +225,13 @@ class QueueModel(PoolModel):
         """Publish settings and endpoints; `stages`: of those endpoints that do not only decode. The model
         never loses a key, so it has nothing to rebuild."""
         self._begin(caller)
-        for address in self.endpoints.listed - draining.keys():
+        for address in self.outliers.keys() - draining.keys():
             self.outliers.pop(address, None)
-        for stage, name in ((self.endpoints, "decode"), (self.prefill, "prefill")):
-            stage.publish(draining, {each for each in draining if name in stages.get(each, "decode")})
+        decode = {each for each in draining if "decode" in stages.get(each, "decode")}
+        self.endpoints.publish(draining, decode, set(draining))
+        # A draining endpoint that only prefills leaves its stage.
+        prefill = {each for each in draining if each in stages and (each in decode or not draining[each])}
+        self.prefill.publish(draining, prefill, prefill)
         self._try_ejected()
         filed = -1 if self._base else 0
         if not self._base:

@@ -13,7 +13,9 @@ from packed import counters, doubles
 from pool_model import Reply
 from shared_queue import named_bands
 
+from picker_fleet.domain.request import Endpoint
 from picker_fleet.state.keys import Keys
+from picker_fleet.state.pool_state import describe
 from picker_fleet.state.schema import REQUEST_ROW, VIEW_LIMIT
 from picker_fleet.state.scripts import load_library
 
@@ -205,9 +207,11 @@ def arguments(name: str, caller: str, *rest: Any) -> list[Any]:
         return [caller, "{}", *rest]
     if name == "publish":
         versions, settings, draining, *stages = rest
-        listed = {address: json.dumps({"labels": {}, "draining": each}) for address, each in draining.items()}
-        for address in draining.keys() & (stages[0] if stages else {}).keys():
-            listed[address] = json.dumps(json.loads(listed[address]) | {"stages": stages[0][address]})
+        listed = {}
+        for address, drains in draining.items():
+            of = stages[0].get(address, "decode") if stages else "decode"
+            endpoint = Endpoint(address, {}, drains, prefills="prefill" in of, decodes="decode" in of)
+            listed[address] = describe(endpoint)
         return [caller, *versions, json.dumps(settings), *itertools.chain(*listed.items())]
     if name == "set_tenants":
         return [caller, rest[0], *itertools.chain(*rest[1].items())]

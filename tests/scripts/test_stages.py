@@ -1,6 +1,7 @@
 """Split requests: a decode endpoint and a prefill endpoint, chosen and reserved in one call."""
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -8,6 +9,8 @@ import redis
 from direct_calls import START_MS, DirectPool, clock_of
 from script_fleet import settings_with
 
+from picker_fleet.domain.request import Endpoint
+from picker_fleet.state.pool_state import describe
 from picker_fleet.state.schema import REQUEST_ROW, UNPICKABLE
 from picker_fleet.state.scripts import load_library
 from picker_tools.audit.auditor import audit
@@ -32,8 +35,9 @@ class StagedPool(DirectPool):
         return {address.decode(): count for address, count in found}
 
     def counts(self) -> dict[str, float]:
+        """The requests in flight by endpoint, without closed idle endpoints."""
         found = self.client.zrange(f"{self.prefix}load", 0, -1, withscores=True)
-        return {address.decode(): count for address, count in found}
+        return {address.decode(): count for address, count in found if count != CLOSED}
 
     def place(self, request_id: str, candidates: str = "*", prefill: str = "*") -> list[str]:
         return bytes(self.call("place", "a", request_id, "1", candidates, prefill)[4]).decode().split()
@@ -144,7 +148,7 @@ def test_a_mark_closes_an_endpoint_in_each_of_its_stages(staged: StagedPool) -> 
     staged.stages({"d:1": DECODE, "b:1": BOTH, "p:1": PREFILL}, upper_per=10)
     for what in ("drained", "down"):
         staged.call("mark_endpoint", "a", "p:1", what, "1", "b:1", what, "1")
-    assert staged.counts() == {"d:1": 0, "b:1": CLOSED}
+    assert staged.counts() == {"d:1": 0}
     assert staged.prefill_counts() == {"p:1": CLOSED, "b:1": CLOSED}
     assert staged.split("whole") == ("d:1", "")
     staged.call("mark_endpoint", "a", "p:1", "drained", "0", "b:1", "drained", "0")
@@ -152,6 +156,25 @@ def test_a_mark_closes_an_endpoint_in_each_of_its_stages(staged: StagedPool) -> 
     staged.call("mark_endpoint", "a", "p:1", "down", "0", "b:1", "down", "0")
     assert staged.prefill_counts() == {"p:1": 0, "b:1": 0}
     assert staged.split("split", candidates="d:1", prefill="p:1") == ("d:1", "p:1")
+
+
+def test_a_draining_endpoint_that_only_prefills_leaves_its_stage(staged: StagedPool) -> None:
+    endpoint = Endpoint("p:1", prefills=True, decodes=False)
+    staged.stages({"d:1": DECODE, "p:1": describe(endpoint)}, upper_per=10)
+    assert staged.split("r1") == ("d:1", "p:1")
+    staged.stages(
+        {"d:1": DECODE, "p:1": describe(replace(endpoint, draining=True))}, version="e2", upper_per=10
+    )
+    assert staged.split("r2") == ("d:1", "")
+    assert staged.prefill_counts() == {"p:1": CLOSED + 1}
+    staged.stages({"d:1": DECODE, "p:1": describe(endpoint)}, version="e3", upper_per=10)
+    assert staged.split("r3") == ("d:1", "p:1")
+    assert staged.sweep()[4] == 1
+    assert staged.call("state", 60_000)[0] != b"0"  # no key counts as lost
+
+
+def test_an_older_version_sees_an_endpoint_that_only_prefills_as_draining() -> None:
+    assert json.loads(describe(Endpoint("p:1", prefills=True, decodes=False)))["draining"] is True
 
 
 def test_an_ejected_prefill_endpoint_is_no_last_resort(staged: StagedPool) -> None:
@@ -192,6 +215,7 @@ def test_an_endpoint_that_leaves_a_stage_finishes_what_it_runs_there(staged: Sta
     staged.split("split", candidates="d:1", prefill="x:1")
     becomes(PREFILL, "e", "e2")
     assert (staged.counts()["x:1"], staged.prefill_counts()["x:1"]) == (CLOSED + 1, 1)
+    assert staged.sweep()[4] == 1
     assert staged.call("state", 60_000)[6] == 1
     becomes(DECODE, "e2", "e3")
     assert (staged.counts()["x:1"], staged.prefill_counts()["x:1"]) == (1, CLOSED + 1)

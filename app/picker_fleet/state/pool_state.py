@@ -200,8 +200,11 @@ def describe(endpoint: Endpoint) -> str:
     about: dict[str, object] = {"labels": endpoint.labels, "draining": endpoint.draining}
     if endpoint.max_inflight is not None:
         about["max_inflight"] = endpoint.max_inflight
-    if endpoint.prefills:
-        about["stages"] = "decode prefill" if endpoint.decodes else "prefill"
+    if endpoint.prefills and endpoint.decodes:
+        about["stages"] = "decode prefill"
+    elif endpoint.prefills:
+        # An older version, which does not know stages, must not let the endpoint decode.
+        about |= {"stages": "" if endpoint.draining else "prefill", "draining": True}
     return json.dumps(about, separators=(",", ":"))
 
 

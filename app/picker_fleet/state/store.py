@@ -618,9 +618,9 @@ class Store:
                     Endpoint(
                         address,
                         labels,
-                        about["draining"],
+                        about["draining"] and stages != "prefill",
                         max_inflight=limit,
-                        prefills="prefill" in stages,
+                        prefills=stages != "decode",
                         decodes="decode" in stages,
                     ),
                 )
