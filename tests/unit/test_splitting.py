@@ -198,6 +198,10 @@ def test_auto_learns_the_times_of_both_choices_and_splits_where_that_is_faster(
     staged.fleet.in_flight = {A: 4, B: 4}
     staged.tick()
     assert staged.prefill(body_bytes=1500) == "*"
+    for address in (A, B):  # all four wait for their own prefill elsewhere
+        staged.scraped(address, running=0.0)
+    staged.tick()
+    assert staged.prefill(body_bytes=1500) == ""
     loads = staged.chooser.placed(staged.ask(), staged.chooser.choose(staged.ask()), (A,), "0", (C,))
     assert loads.prefill_s == pytest.approx(0.3, rel=0.3)
     assert (loads.decode, loads.prefill) == (None, None), "the answer is not streamed"

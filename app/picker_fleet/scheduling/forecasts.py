@@ -97,11 +97,13 @@ class Forecasts:
         )
         split = self._split_ttft(request, prefiller, self._load(request, prefiller, matches))
         whole_s = None if whole is None else whole.median_s
+        # Some requests in flight wait for their prefill elsewhere: the engine's page tells how many run.
+        running = decoder.in_flight if decoder.running is None else min(decoder.running, decoder.in_flight)
         return StageTimes(
             whole_s,
             None if split is None else split.median_s,
             (whole_s or 0.0) - (0.0 if others is None else others.median_s),
-            decoder.in_flight,
+            running,
         )
 
     def placed_split(
