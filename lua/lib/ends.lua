@@ -21,11 +21,11 @@ do
   function stages.is_prefill(blocker) return string.sub(blocker, 1, 1) == MARK end
 
   -- Choose prefill endpoints for a request on `endpoint`. Return 'x,y', '' if the request must be served whole; or nil,
-  -- and the names of the endpoints at their limit.
+  -- and the names of the endpoints at their limit. If the queue is off, no request waits for a prefill endpoint.
   function stages.choose_prefill(candidates, endpoint, turn, picks)
     local picked, limited, first = prefill.choose(NO_FLOW_LIMIT, candidates, turn, picks)
     if not picked then
-      if not limited then return '' end
+      if not limited or settings.queue_enabled == 0 then return '' end
       for i, address in ipairs(first) do first[i] = stages.blocker(address) end
       return nil, first
     end

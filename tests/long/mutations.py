@@ -98,8 +98,8 @@ MUTATIONS = (
     ),
     Mutation(
         "a prefill endpoint at its limit takes one more", "lua/lib/ends.lua",
-        "      if not limited then return '' end\n",
-        "      if limited then return prefill.counted()[1] end\n      if not limited then return '' end\n",
+        "      if not limited or",
+        "      if limited then return prefill.counted()[1] end\n      if not limited or",
         _STAGES,
     ),
     Mutation(

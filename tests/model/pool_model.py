@@ -347,7 +347,9 @@ class PoolModel:
             return None, limited, closed
         prefills = self._weigh_prefills(r, split) if split else {}
         if isinstance(prefills, list):
-            return None, True, prefills
+            if self.queues:
+                return None, True, prefills
+            prefills = {}  # without a queue no request waits for a prefill endpoint
         # If the fleet finds limits, endpoints at their limit are the last fallbacks.
         fallbacks = {each: self.endpoints.counts[each] for each in closed if self.finds_limits}
         limits, shares = (self.caps, self._shares_of_limits()) if self.finds_limits else ({}, {})

@@ -127,6 +127,12 @@ def test_a_request_waits_while_the_prefill_endpoints_are_at_their_limits(staged:
     assert staged.prefill_counts() == {"p:1": 1}
 
 
+def test_without_a_queue_a_request_is_whole_while_the_prefill_endpoints_are_full(staged: StagedPool) -> None:
+    staged.stages({"d:1": DECODE, "p:1": PREFILL}, queue_enabled=0, prefill_caps={"p:1": 1})
+    assert staged.split("r1") == ("d:1", "p:1")
+    assert staged.split("r2") == ("d:1", "")
+
+
 def test_a_repeated_call_returns_the_same_endpoints_of_both_stages(staged: StagedPool) -> None:
     staged.stages(fallbacks=1)
     placed = staged.admit("r1", prefill="*")

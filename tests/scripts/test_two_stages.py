@@ -7,6 +7,8 @@ from collections import Counter
 from script_fleet import Fleet, OpenFleet, addresses, asked, ended, until
 
 from picker_fleet.domain.request import Endpoint
+from picker_fleet.state.pool_state import PREFILL as PREFILL_NAME
+from picker_fleet.state.pool_state import FoundLimit
 
 REPLICAS, REQUESTS = ("a", "b", "c", "d"), 1000
 DECODE, PREFILL = addresses(4), tuple(f"10.0.1.{i}:8000" for i in range(1, 5))
@@ -77,3 +79,22 @@ async def audited_peaks(it: Fleet) -> tuple[int, int]:
             counts = Counter(each[stage] for each in running.values() if each[stage])
             peaks[stage] = max(peaks[stage], *counts.values(), 0)
     return peaks[0], peaks[1]
+
+
+async def test_limits_that_the_fleet_finds_reach_both_stages(fleet: OpenFleet) -> None:
+    bounds = {"adaptive": 1, "limit_initial": 5, "limit_min": 1, "limit_max": 20, "unit": "requests"}
+    endpoints = (
+        Endpoint("10.0.0.1:8000", prefills=True),
+        Endpoint("10.0.1.1:8000", prefills=True, decodes=False),
+    )
+    async with fleet("a", endpoints=endpoints, **bounds) as (it, a):
+        found = {"10.0.0.1:8000": 7, f"{PREFILL_NAME}10.0.0.1:8000": 2, f"{PREFILL_NAME}10.0.1.1:8000": 3}
+        await a.store.set_limits({name: FoundLimit(limit, "test", 0) for name, limit in found.items()})
+        assert {name: each.limit for name, each in (await a.store.found_limits()).items()} == found
+        state = await it.state()
+        assert (state.upper, state.ready_backends, state.limits["10.0.0.1:8000"]) == (7, 1, 7)
+        assert state.prefill_limits == {"10.0.0.1:8000": 2, "10.0.1.1:8000": 3}
+        listed = {
+            each.address: (each.decodes, each.prefills, each.ready) for each in await a.store.endpoints()
+        }
+        assert listed == {"10.0.0.1:8000": (True, True, True), "10.0.1.1:8000": (False, True, True)}
