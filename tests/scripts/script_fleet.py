@@ -201,13 +201,15 @@ class Replica:
         self, request_id: str, attempt: int | str = 1, age_s: float = 0.0, **fields: Any
     ) -> AnyVerdict:
         self._by_hand.add(request_id)
-        candidates = fields.pop("candidates", None)
+        candidates, prefill = fields.pop("candidates", None), fields.pop("prefill", "")
         request = ask(request_id, **fields)
         candidates = candidates or ("*" if request.subset is None else ",".join(request.subset))
-        return await self.store.admit(request, str(attempt), candidates, age_s)
+        return await self.store.admit(request, str(attempt), candidates, age_s, prefill)
 
-    async def place(self, request_id: str, attempt: int = 1, candidates: str = "*") -> AnyVerdict:
-        return await self.store.place(request_id, attempt, candidates)
+    async def place(
+        self, request_id: str, attempt: int = 1, candidates: str = "*", prefill: str = ""
+    ) -> AnyVerdict:
+        return await self.store.place(request_id, attempt, candidates, prefill)
 
     async def settle(self, *request_ids: str) -> list[SettleReply]:
         return await asyncio.gather(*(self.store.settle(each, Outcome.COMPLETED) for each in request_ids))

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 from decision_ledger import events_of
-from script_fleet import Fleet, OpenFleet, Replica, until
+from script_fleet import Fleet, OpenFleet, Replica, addresses, until
 
 from picker_fleet.cli import main
 from picker_fleet.domain.bands import Band
-from picker_fleet.domain.request import Outcome
+from picker_fleet.domain.request import Endpoint, Outcome
 from picker_fleet.state.store import name_of
 from picker_tools.audit.log import CHARGES, Entry, LogStream
 
@@ -42,17 +42,24 @@ POLICIES: Mapping[str, Mapping[str, Any]] = {
     "weighted-fair, workload-aware": {"ordering": "workload-aware", "wait_signal": "workload_average"},
     "tenants": {"tenants": {"separator": "/"}},
 }
+STAGES = (
+    *map(Endpoint, addresses(2)),
+    Endpoint("10.0.1.1:8000", max_inflight=2, prefills=True, decodes=False),
+    Endpoint("10.0.1.2:8000", max_inflight=1, prefills=True, decodes=False),
+)
 
 
 class Storm:
     """Random load: requests arrive at several replicas, are cancelled, evicted or retried, and end. The load
     comes from a seed, but the server decides the order of concurrent calls. `unit` multiplies each cost.
-    `weights` are the flows' weights.
+    `weights` are the flows' weights. If the load `splits`, prefill endpoints compute half of all prompts.
     """
 
     def __init__(
-        self, fleet: Fleet, seed: int, unit: float = 1.0, weights: Mapping[str, float] = FLOWS
-    ) -> None:
+        self, fleet: Fleet, seed: int, unit: float = 1.0, weights: Mapping[str, float] = FLOWS,
+        *, splits: bool = False,
+    ) -> None:  # fmt: skip
+        self._splits = splits
         self._fleet, self._unit, self._weights = fleet, unit, weights
         self._random = random.Random(seed)
         self._owners: dict[str, Replica] = {}
@@ -73,6 +80,9 @@ class Storm:
                 await self._fleet.replicas[0].sweep()
             await asyncio.gather(*(self._arrive() for _ in range(self._random.randrange(6))))
             await self._place()
+            if self._splits:
+                for request in await self._some("placed", 2):
+                    await self._owners[request].store.prefilled(request)
             await asyncio.gather(*map(self._settle, await self._some("placed", 2)))
             for request in await self._some("queued", 2):
                 await self._disturb(request)
@@ -111,11 +121,16 @@ class Storm:
             cost=self._unit * chance.choice([1.0, 2.0, 3.0]), workload=chance.choice(["", "w1", "w2"]),
             ttl_s=chance.choice([0.05, 1.0, 60.0, 60.0]), age_s=chance.choice([0.0, 0.0, 0.02]),
             prompt_tokens=chance.choice([1, 10, 30]), answer_tokens=chance.choice([1, 10, 30]),
+            prefill=self._prefill(),
         )  # fmt: skip
 
     async def _place(self) -> None:
         granted = await self._some("granted", len(self._owners))
-        await asyncio.gather(*(self._owners[each].place(each) for each in granted))
+        places = (self._owners[each].place(each, prefill=self._prefill()) for each in granted)
+        await asyncio.gather(*places)
+
+    def _prefill(self) -> str:
+        return "*" if self._splits and self._random.random() < 0.5 else ""
 
     async def _settle(self, request: str) -> None:
         units = self._random.choice([None, 0.5, 1.0, 2.5, 6.0])
@@ -150,8 +165,18 @@ class Storm:
         for number, fields in await self._fleet.redis.xrange(self._fleet.keys.log, min=self._log_read):
             entry, self._log_read = Entry.parse(fields), f"({number}"
             self._happened |= {entry.event, entry.by}
-            if entry.event not in ("corrected", "adopted") and entry.event not in CHARGES:
+            if entry.event not in ("corrected", "adopted", "prefilled") and entry.event not in CHARGES:
                 self._last[entry.request] = entry.event
+
+
+async def test_the_audit_of_a_run_with_two_stages_finds_no_violation(fleet: OpenFleet) -> None:
+    async with fleet("a", "b", "c", endpoints=STAGES, total_capacity=60, upper_per=4) as it:
+        storm = Storm(it, 12, splits=True)
+        await storm.blow(60, until_seen={"prefilled", "requeued", "expired", "cancelled", "evicted"})
+        await storm.calm()
+        report = await it.audit()
+        assert [violation for finding in report.findings for violation in finding.violations] == []
+        assert await it.at_rest()
 
 
 RUNS = [*((policy, 1.0) for policy in POLICIES), ("weighted-fair, fcfs", 1e7)]
@@ -214,8 +239,8 @@ async def test_requests_of_a_dead_replica_are_adopted(fleet: OpenFleet) -> None:
 
 async def test_the_audit_of_a_trimmed_log_has_no_finding(fleet: OpenFleet, valkey_url: str) -> None:
     # Redis has trimmed the first part of a run's log.
-    async with fleet("a", "b", endpoints=2, total_capacity=60) as it:
-        storm = Storm(it, seed=5)
+    async with fleet("a", "b", endpoints=STAGES, total_capacity=60) as it:
+        storm = Storm(it, seed=5, splits=True)
         await storm.blow(30)
         await storm.calm()
         await it.redis.xtrim(it.keys.log, maxlen=500, approximate=False)
