@@ -186,6 +186,11 @@ async def test_long_prompts_reach_a_decode_server_with_a_prefill_server_which_cl
         await until_split(False)
         write(file, servers.entries())
         await until_split(True)
+        # The threshold changes live, and back.
+        await here.patch({"scheduling": {"stages": {"threshold": 100_000}}})
+        await until_split(False)
+        await here.patch({"scheduling": {"stages": {"threshold": None}}}, 1)
+        await until_split(True)
         await servers.kill(servers.prefillers[0])
         await until_split(True)
         stop.set()

@@ -15,10 +15,10 @@ from collections.abc import Callable
 from typing import Final, NamedTuple
 
 START_TOKENS: Final = 1000
-LEAST_TOKENS: Final = (
-    16  # a shorter prompt fills no block of vLLM's KV cache, so nothing could be transferred
-)
-_EXPLORED: Final = 1 / 64  # part of the requests that take the choice predicted to be slower
+LEAST_TOKENS: Final = 16  # a shorter prompt fills no block of vLLM's KV cache: nothing could be transferred
+# Part of the requests that take the slower choice if it is hardly slower. If it is predicted to cost n times
+# as much, an n-th of this part takes it: exploring adds at most this part to the time.
+_EXPLORED: Final = 1 / 64
 _EXPLORED_UNKNOWN: Final = 1 / 8  # the same part until some fifty such requests have made that time known
 
 
@@ -66,8 +66,11 @@ def decide(
     whole_s, split_s, own_s, running = times
     if whole_s is None or split_s is None:
         is_better = tokens > START_TOKENS
+        is_known = (whole_s if is_better else split_s) is not None
+        share = _EXPLORED if is_known else _EXPLORED_UNKNOWN
     else:
-        is_better = split_s <= whole_s + running * own_s
-    other_s = whole_s if is_better else split_s
-    explores = draw is not None and draw() < (_EXPLORED_UNKNOWN if other_s is None else _EXPLORED)
+        cost_s = whole_s + running * own_s
+        is_better = split_s <= cost_s
+        share = _EXPLORED * min(split_s, cost_s) / max(split_s, cost_s)
+    explores = draw is not None and draw() < share
     return SplitDecision(is_better is not explores, tokens, times, explores)
