@@ -300,6 +300,22 @@ async def test_a_server_that_closes_its_connection_is_checked_at_once(bench: Ben
         await until(lambda: bench.failed[server.address, "connection"] >= 1)
 
 
+async def test_the_page_of_a_server_that_closes_its_connection_is_read_at_once(bench: Bench) -> None:
+    server, told_to_end = bench.server, asyncio.Event()
+
+    async def answer_and_end(writer: asyncio.StreamWriter) -> None:
+        writer.write(server.answer)
+        await writer.drain()
+        await told_to_end.wait()
+        writer.close()
+
+    server.act = answer_and_end
+    async with bench.scraping(pacing=Seldom(60.0, READING), vary=lambda: 0.0):
+        await until(lambda: bench.worked[server.address] == 1)
+        told_to_end.set()  # a restarted server has lost its prefix cache, which only the page shows
+        await until(lambda: bench.worked[server.address] >= 2)
+
+
 async def test_a_server_that_closes_each_connection_is_scraped_no_more_often(bench: Bench) -> None:
     server, clock = bench.server, asyncio.get_running_loop().time
     server.act = server.cut(server.answer)
