@@ -1,9 +1,13 @@
-"""A model server restarts, and so loses its prefix cache: no replica of the fleet sends it a prompt for a
-prefix that is gone."""
+"""The fleet's prefix index follows the caches of its model servers: answers teach it in each mode, and no
+replica sends a prompt to a restarted server for a prefix that is gone."""
 
+import asyncio
 from typing import Any
 
+import pytest
 from fleet_load import at_rest, complete, decisions
+
+from picker_fleet.scheduling.route_stream import EvidenceRecord, unpack
 
 CONFIG = {"scheduling": {"scorers": {"prefix-affinity": 6}}}
 PROMPTS = 80
@@ -25,6 +29,23 @@ async def shares(fleet: Any, number: int) -> tuple[int, dict[str, float]]:
             found = {each["address"]: each["parts"]["prefix-affinity"] for each in explained["candidates"]}
             return replica, found
     raise AssertionError("no replica explains the choice")
+
+
+@pytest.mark.parametrize("mode", ["standard", "lean", "http"])
+async def test_answers_teach_the_index_how_much_a_server_has_cached(fleet: Any, mode: str) -> None:
+    here = fleet("--replicas", "2", "--endpoints", "2", "--mode", mode, "--sim-ttft", "50", config=CONFIG)
+
+    async def evidence() -> list[EvidenceRecord]:
+        await asyncio.gather(*(complete(here.url, prompt(number), 2) for number in range(16)))
+        async with here.redis() as redis:
+            found = await redis.execute_command("XRANGE", "epp:{default}:routes", "-", "+", NEVER_DECODE=True)
+        records = [record for _, fields in found for record in unpack(fields[b"body"])]
+        return [record for record in records if isinstance(record, EvidenceRecord)]
+
+    taught = await here.eventually(evidence, within_s=60, what="evidence of an answer")
+    assert taught[0].kept > 0, "the prompt was there"
+    assert 3 < taught[0].bytes_per_token < 6, "the simulator's tokens have four bytes"
+    await at_rest(here)
 
 
 async def test_a_restarted_server_loses_its_prefixes_in_the_index_of_every_replica(fleet: Any) -> None:

@@ -334,6 +334,13 @@ def test_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.startswith("picker ")
 
 
+@pytest.mark.parametrize("mode", ["lean", "http"])
+def test_envoy_reads_cached_tokens_if_the_prefix_index_needs_them(mode: str) -> None:
+    scored = built(mode, {"scheduling": {"scorers": {"prefix-affinity": 3}}})
+    assert "prompt_tokens_details" in str(scored)
+    assert "prompt_tokens_details" not in str(built(mode, {"scheduling": {"scorers": {"queue-depth": 3}}}))
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_with_tenants_envoy_takes_their_headers_from_clients_and_tells_limits(
     mode: Mode, tmp_path: Path

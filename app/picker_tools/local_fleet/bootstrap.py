@@ -353,6 +353,12 @@ class _Manager:
         return any(each.tenants is not None for each in pools_of(self.settings).values())
 
     @property
+    def _needs_cached_tokens(self) -> bool:
+        """Whether a pool's prices or prefix index read an answer's cached tokens."""
+        scheduling = [each.scheduling for each in pools_of(self.settings).values()]
+        return self._has_tenants or any("prefix-affinity" in each.scorers for each in scheduling)
+
+    @property
     def _tenant_headers(self) -> Sequence[str]:
         """The headers that name tenants, in any pool."""
         sections = [each.tenants for each in pools_of(self.settings).values()]
@@ -390,7 +396,7 @@ class _Manager:
         if self.mode != "standard":  # in the mode `standard` the picker reads usage
             events = _rules("usage_in_events", ("response.id", "response.conversation.id"))
             answers = _rules("usage_in_answer", ("id", "conversation.id"))
-            if self._has_tenants:
+            if self._needs_cached_tokens:
                 events += _numbers("cached_in_events")
                 answers += _numbers("cached_in_answer")
             filters.append(_part("sse_to_metadata", rules=[{"rule": rule} for rule in events]))
