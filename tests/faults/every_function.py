@@ -103,6 +103,7 @@ async def _requests(fleet: Fleet) -> None:
     await me.store.renew("lost", None, "", "f\t1\t1\t1\tw1\t3\tllama\t10.0.0.1:8000\t0")
     await me.store.settle("lost", Outcome.COMPLETED)
     await me.store.tombstone("over")
+    await me.store.prefilled("over")
     for name, flow in ((names[0], ""), ("over", "f"), ("gone", "g")):
         for why in ("500", "full", "connect"):
             await me.store.report_fault(Fault(name, "10.0.0.1:8000", why, ""), flow)

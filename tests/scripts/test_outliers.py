@@ -117,7 +117,7 @@ def test_a_request_that_fails_on_two_endpoints_ejects_neither_endpoint(it: Faili
 
 def test_a_request_that_an_endpoint_refuses_counts_once(it: FailingPool) -> None:
     def refusals() -> dict[str, int]:
-        counts: dict[str, int] = json.loads(it.call("state", 1000)[-2])
+        counts: dict[str, int] = json.loads(it.call("state", 1000)[-4])
         return counts
 
     request_id = it.place(E1, E2)
