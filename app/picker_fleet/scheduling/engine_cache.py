@@ -16,9 +16,9 @@ running requests take blocks that no prompt shows, so the estimate settles below
 """
 
 import math
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
-from itertools import groupby
+from itertools import islice
 from typing import Final, NamedTuple
 
 _GAIN = 0.2
@@ -118,19 +118,16 @@ class EngineCache:
         returns the blocks that were dropped."""
         self._number = number = self._number + 1
         self._left[number], self._since_s[number] = len(links), now_s
-        cached, evicted, newest = self.cached, self.evicted, self.cached.move_to_end
+        cached, evicted = self.cached, self.evicted
         had = _count(links, lambda link: cached.get(link, 0), 0)
-        used_before = []
-        for link in reversed(links[had:]):
-            if evicted and (last := evicted.pop(link, 0)):
-                used_before.append(last)
-            cached[link] = number
+        known = had + (_count(links[had:], lambda link: evicted.get(link, 0), 0) if evicted else 0)
+        used_before = Counter(map(cached.__getitem__, links[:had]))
+        used_before.update(map(evicted.pop, links[had:known]))
+        for last, count in used_before.items():
+            self._less(last, count)
+        cached.update(dict.fromkeys(reversed(links), number))
         for link in reversed(links[:had]):
-            used_before.append(cached[link])
-            cached[link] = number
-            newest(link)
-        for last, run in groupby(used_before):
-            self._less(last, len(list(run)))
+            cached.move_to_end(link)
         self.asked += len(links)
         self.hits += had
         return self.fit(most, len(links))
@@ -140,18 +137,20 @@ class EngineCache:
         beyond `most`. Returns the dropped blocks."""
         cached, evicted = self.cached, self.evicted
         capacity = min(max(round(self.capacity), least), most)
-        while len(cached) > capacity:
-            link, number = cached.popitem(last=False)
+        oldest = cached.popitem
+        for _ in range(len(cached) - capacity):
+            link, number = oldest(last=False)
             evicted[link] = number
         while evicted and len(cached) < capacity:
             link, number = evicted.popitem()
             cached[link] = number
             cached.move_to_end(link, last=False)
-        gone = []
-        while len(cached) + len(evicted) > most:
-            link, number = evicted.popitem(last=False)
-            self._less(number, 1)
-            gone.append(link)
+        surplus = len(cached) + len(evicted) - most
+        if surplus <= 0:
+            return []
+        gone = list(islice(evicted, surplus))
+        for number, count in Counter(map(evicted.pop, gone)).items():
+            self._less(number, count)
         return gone
 
     def _less(self, number: int, count: int) -> None:
