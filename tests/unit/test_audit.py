@@ -163,6 +163,18 @@ def test_dispatch_order_is_checked_once_requests_from_before_the_log_have_left()
     assert report.of("G2").checked > 15
 
 
+def test_all_new_flows_of_a_collected_band_are_charged_whatever_the_log_lacks_before() -> None:
+    queue = QueueSimulator(total_capacity=200)
+    queue.admit("first")
+    queue.run_dry()
+    queue.write("collected", Request("", "", band=1))
+    flood(queue)
+    queue.admit_many("busy", 4)
+    for i in range(4):
+        queue.admit(f"again{i}", f"flow{i}")
+    audited(queue.log[1:], queue.log[0]["note"])
+
+
 def test_requests_from_before_the_log_was_switched_on_are_ignored() -> None:
     queue = QueueSimulator()
     queue.admit_many("old", 10)

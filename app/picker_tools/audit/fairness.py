@@ -161,6 +161,7 @@ class Fairness(Check):
         self._had_gap = False  # whether entries were left unchecked
         # The start tag of a flow queue not seen before; None: unknown.
         self._new_tag = 0.0 if replay.complete else None
+        self._collected: set[int] = set()  # bands of which every flow queue is known, since all began anew
         self._bands = Bands(finding, replay.flow_queues, self._new_tag)
         self._services: dict[tuple[int, str], Service] = {}
         self._tag_entries: dict[tuple[int, str], Entry] = {}  # flow queue -> the last entry with its tag
@@ -350,7 +351,7 @@ class Fairness(Check):
         queue = self._replay.flow_queues.find((band, name))
         if queue is None:
             queue = self._replay.flow_queues.at((band, name))
-            queue.tag = self._new_tag
+            queue.tag = 0.0 if band in self._collected else self._new_tag
         return queue
 
     def _restart(self, entry: Entry, rules: Rules) -> None:
@@ -370,6 +371,7 @@ class Fairness(Check):
 
     def _collect(self, band: int) -> None:
         self._bands.collect(band)
+        self._collected.add(band)
         for queue in self._replay.flow_queues.of(band):
             self._services.pop(queue.key, None)
             self._tag_entries.pop(queue.key, None)
@@ -382,6 +384,7 @@ class Fairness(Check):
 
     def _forget_tags(self) -> None:
         self._new_tag = None
+        self._collected.clear()
         self._bands.forget_flow_queues()
         for queue in self._replay.flow_queues.all():
             queue.tag = None
