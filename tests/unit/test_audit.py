@@ -170,7 +170,7 @@ def test_all_new_flows_of_a_collected_band_are_charged_whatever_the_log_lacks_be
     queue.write("collected", Request("", "", band=1))
     flood(queue)
     queue.admit_many("busy", 4)
-    for i in range(4):
+    for i in range(6):
         queue.admit(f"again{i}", f"flow{i}")
     audited(queue.log[1:], queue.log[0]["note"])
 
