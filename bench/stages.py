@@ -13,6 +13,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 import uvloop
@@ -23,6 +24,7 @@ from bench.limits.servers import SLOTS, fleet, servers
 from bench.rig.fleet import PLENTY, RunningFleet
 from bench.rig.report import describe_run, options_parser, table, with_section, write_page
 from picker_tools.load.generator import Answer, Client, Load, Planned, Request, quantile
+from picker_tools.local_fleet.parts import ROLE
 from picker_tools.simulator.openai_api import BYTES_PER_TOKEN
 
 _ROLES = ("prefill",) * 4 + ("decode",) * 4
@@ -151,13 +153,18 @@ def _goodput(levels: Sequence[Level]) -> float:
 async def _compare(case: Case, folder: Path) -> str:
     found: dict[str, float] = {}
     rows, cpu = [], 0.0
-    plans: dict[str, int | str | None] = {"8 endpoints, whole": None, "4 + 4, auto": "auto"}
+    plans: dict[str, tuple[Sequence[str], dict[str, Any]]] = {
+        "8 endpoints, whole": ((), {}),
+        "8 of both stages, auto": (("prefill-decode",) * 8, {"prefill": {"selector": ROLE}}),
+        "4 + 4, auto": (_ROLES, {}),
+    }
     names = {0: "4 + 4, always split", _NEVER: "4 + 4, never split"}
-    plans |= {names.get(each, f"4 + 4, above {each} tokens"): each for each in case.thresholds}
+    for each in case.thresholds:
+        plans[names.get(each, f"4 + 4, above {each} tokens")] = _ROLES, {"threshold": each}
     start_per_s = case.per_s
-    for name, threshold in plans.items():
-        own = {"slowdown": 1.0, "kv_blocks": _KV_BLOCKS, "roles": () if threshold is None else _ROLES}
-        more = {} if threshold is None else {"scheduling": {"stages": {"threshold": threshold}}}
+    for name, (roles, stages) in plans.items():
+        own = {"slowdown": 1.0, "kv_blocks": _KV_BLOCKS, "roles": roles}
+        more = {"scheduling": {"stages": stages}} if stages else {}
         async with (
             servers(folder, [_SEQUENCES] * 8, **own) as them,
             fleet(them, _REPLICAS, exact_bounds(PLENTY), **more) as it,
@@ -173,7 +180,7 @@ async def _compare(case: Case, folder: Path) -> str:
             f"{1000 * best.pace_p90_s:.0f}", f"{sum(each.unserved for each in levels)}",
         ])  # fmt: skip
         print(rows[-1], flush=True)
-    fixed = {name: found[name] for name in list(found)[2:]}
+    fixed = {name: found[name] for name in list(found)[3:]}
     best_fixed = max(fixed, key=lambda name: fixed[name])
     head = ["", "goodput, requests/s", "to the first row", "TTFT p90, s", "per token p90, ms", "unserved"]
     return "\n\n".join([
