@@ -10,7 +10,7 @@
     pulses           replicas and Valkey are stopped and continued at random
     sdks             calls of official SDKs, through the fleet and directly (installs 400 MB once)
     soak             an hour of steady load: memory, keys, drift
-    stages           prefill and decode apart: kills in each stage, in every mode
+    stage-kills      prefill and decode apart: kills in each stage, in every mode
     tenant-shares    shares and limits of tenants on three levels, for ten simulated minutes with kills
     tenants          two tenants with API keys and official SDKs, one over its limit (installs as sdks)
     time-lapse       a simulated week of a fleet, on a clock that jumps to the next event
