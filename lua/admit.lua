@@ -15,7 +15,7 @@
 --   added). A request that is queued with candidates '*' and prefill '' is placed by the call that grants it.
 --
 -- Returns {epoch, notifications, attempts, served, reply...}, one reply per request:
---   'placed a,b,c LOADS' (as in place.lua), and with tenants byte 31 and the balances (tenants.quota)
+--   'placed a,b,c LOADS' (as in place.lua), and with tenants byte 31 and the balances (quotas.shown)
 --   | 'queued TTL_LEFT_MS'; either is followed by ' adopted' for a known id
 --   | 'refused REASON RETRY_AFTER_S', REASON one of no-endpoints, saturated, insufficient-flow-capacity,
 --     too-many-flows, band-capacity, band-bytes, total-capacity, over-limit, over-burst; after the last two follow byte
@@ -99,14 +99,14 @@ local function bypass(r, turn, picks)
   if settings.paused == 1 then return nil end
   local take = pool.stock_for(r.cost, pool.upper)
   if (take > 0 and pool.stock + take > pool.upper) or endpoints.flow_at_limit(r) then return nil end
-  if settings.tenants and tenants.lacking(r) then return nil end
+  if settings.tenants and quotas.lacking(r) then return nil end
   if endpoints.caps and not endpoints.stock_bounds_slots() and endpoints.free_slots() <= RESIDUE then return nil end
   r.taken = take
-  if settings.tenants then tenants.start(r) end
+  if settings.tenants then quotas.start(r) end
   local reply, limited = place_request(r, r.candidates, r.prefill, turn, picks)
   if not reply then
     r.taken = 0
-    if settings.tenants then tenants.sent_back(r) end
+    if settings.tenants then quotas.sent_back(r) end
     return not limited and refuse(r, REFUSED.NO_ENDPOINTS) or nil
   end
   pool.stock = pool.stock + take
@@ -137,9 +137,9 @@ local function arrive(r, turn, picks)
   local band = bands.of(r.priority)
   r.band = band
   if settings.tenants then
-    local refusal = tenants.arrive(r)
+    local refusal = quotas.arrive(r)
     if refusal then
-      log_event('refused', r, nil, nil, tenants.reason(refusal))
+      log_event('refused', r, nil, nil, quotas.reason(refusal))
       return refusal
     end
     band = r.band
@@ -210,7 +210,7 @@ local function admit(args)
   record.prefetch(ids, count)
   workloads.prefetch(workload_ids, count)
   workloads.prefetch_scores(asked, count)
-  if settings.tenants then tenants.prefetch(asked, count) end
+  if settings.tenants then quotas.prefetch(asked, count) end
   for i = 1, count do
     local r, turn = asked[i], now_us + i + 1
     local known = record.read(r.id)
@@ -228,7 +228,7 @@ local function admit(args)
       r.cost = bands.clamp_cost(r.cost)
       replies[i] = arrive(r, turn, count)
       if r.state == 'new' then -- refused or expired
-        if settings.tenants then tenants.refused(r) end
+        if settings.tenants then quotas.refused(r) end
         workloads.refused(r.flow, r.workload)
       elseif r.band > LAST_NAMED then
         bands.count_request(r.band, 1)

@@ -40,7 +40,7 @@ local function set_tenants(args)
         record.prefetch(ids, #ids)
         for _, id in ipairs(ids) do found[#found + 1] = record.read(id) end
       end
-      tenants.recount(found)
+      quotas.recount(found)
     end
     if settings.tenants then
       for _, band in ipairs(BANDS) do -- a limit may have been raised

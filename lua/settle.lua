@@ -56,7 +56,7 @@ local function settle(args)
   end
   endpoints.prefetch(hosts, placed)
   workloads.prefetch(workload_ids, known)
-  if settings.tenants then tenants.prefetch(ending, known, true) end
+  if settings.tenants then quotas.prefetch(ending, known, true) end
   local has_ghosts = tombstones.has_ghosts()
   return for_each_item(args, ITEM.settle, function(_, id, outcome, actual, answer_tokens, prompt_size, used)
     local r = record.read(id)
@@ -79,7 +79,7 @@ local function settle(args)
     end
     if settings.tenants and used ~= '' then
       local prompt, cached, answer = string.match(used, '^(%d+),(%d+),(%d+)$')
-      if prompt then tenants.used(r, tonumber(prompt), tonumber(cached), tonumber(answer)) end
+      if prompt then quotas.used(r, tonumber(prompt), tonumber(cached), tonumber(answer)) end
     end
     local ghost, page_ms
     if has_ghosts and r.state == STATE_PLACED then ghost, page_ms = ghost_in_place_of(r) end

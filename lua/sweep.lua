@@ -330,7 +330,7 @@ local function sweep(args)
     defer_write('HSET', key.pool, 'swept_ms', now_ms)
     defer_write('HSET', key.pool, 'swept_dispatches', pool.dispatches)
   end
-  if fresh and settings.tenants then tenants.drop_idle_balances(3 * CHUNK) end
+  if fresh and settings.tenants then quotas.drop_idle_balances(3 * CHUNK) end
   local positions = {sweep_more = (more or #suspects > 0) and 1 or 0, walk = walked, walks = walks,
     workload_cursor = forget_idle(key.workloads, workload_cursor, workloads.by_id, idle_ms),
     flow_workload_cursor = forget_idle(key.flow_workloads, flow_workload_cursor, workloads.by_flow, idle_ms),

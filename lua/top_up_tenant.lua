@@ -11,7 +11,7 @@
 
 local function top_up_tenant(args)
   reset_notifications(args[1])
-  local left = pool.known and settings.tenants and tenants.top_up(args[2], args[3], args[4], tonumber(args[5]))
+  local left = pool.known and settings.tenants and quotas.top_up(args[2], args[3], args[4], tonumber(args[5]))
   if left then
     log_change('topped_up', table.concat({args[2], args[3], args[4], args[5]}, '\31'))
     for _, band in ipairs(BANDS) do

@@ -1,4 +1,4 @@
--- include: flows tenants
+-- include: flows
 -- Functions that read the pool for the admin API. Rows are text, with fields separated by byte 31, which no field
 -- contains.
 --
@@ -213,7 +213,7 @@ local function view_tenants(args)
     end
   end
   local reply = {exact(now_us)}
-  for i = 1, math.min(#args, VIEW_LIMIT) do reply[i + 1] = tenants.describe(args[i], waits[i] or '') end
+  for i = 1, math.min(#args, VIEW_LIMIT) do reply[i + 1] = quotas.describe(args[i], waits[i] or '') end
   return reply
 end
 

@@ -26,7 +26,7 @@ local function place_request(r, candidates, split, turn, picks)
   if r.limit > 0 then endpoints.count_flow(r, endpoint, 1) end
   record.put(r)
   if granted and settings.log_max > 0 then log_event('placed', r) end
-  if settings.tenants then seen = seen .. tenants.quota(r) end
+  if settings.tenants then seen = seen .. quotas.shown(r) end
   if prefillers ~= '' then picked = picked .. stages.SPLIT .. prefillers end
   return 'placed ' .. picked .. ' ' .. seen
 end
@@ -54,7 +54,7 @@ local function place_granted(r, candidates, split, turn, picks)
   queue.charge_band(r, -r.cost)
   record.put(r)
   log_event('requeued', r, tag)
-  if settings.tenants then tenants.sent_back(r) end
+  if settings.tenants then quotas.sent_back(r) end
   closed = closed or {}
   if #closed == 0 or stages.is_prefill(closed[1]) or endpoints.free_slots() > RESIDUE then
     if queue.is_in_order(r.band, flow_queue) then queue.throttle(r.band, flow_queue, tag) end
@@ -130,7 +130,7 @@ local function grant(r, tag, take, turn_of, picks)
   if r.limit > 0 then endpoints.count_flow(r, nil, 1) end
   workloads.dispatched(r, (now_us - r.arrived) / 1000)
   if settings.log_max > 0 then log_event('granted', r, tag, turn_of and 'turn' or 'guard', share) end
-  if settings.tenants then tenants.start(r) end
+  if settings.tenants then quotas.start(r) end
   local reply = r.any_endpoint and place_request(r, endpoints.ANY, '', now_us + counters.dispatches, picks)
   if reply then
     notifications.add_placed(r, reply)
@@ -144,7 +144,7 @@ end
 -- its TTL (G5). Orphan a request whose replica is silent, so that another replica can adopt it (G7).
 -- Whether a node of request r lacks balance. If so, throttle the node.
 local function is_short_of_balance(r)
-  local member, wait_ms = tenants.lacking(r)
+  local member, wait_ms = quotas.lacking(r)
   if member then queue.wait_for_balance(r, member, wait_ms) end
   return member
 end
@@ -201,7 +201,10 @@ local function commit()
   pool.commit()
   endpoints.commit()
   if prefill.in_use then prefill.commit() end
-  if settings.tenants then tenants.commit() end
+  if settings.tenants then
+    tenants.commit()
+    quotas.commit()
+  end
   commit_writes()
   commit_log()
   notifications.publish()
@@ -274,7 +277,10 @@ local function reset_caches()
   endpoints.outliers = {}
   if pool.outliers > 0 then marks.read_outliers() end
   reset_workloads()
-  if settings.tenants then tenants.reset() end
+  if settings.tenants then
+    tenants.reset()
+    quotas.reset()
+  end
   if not cache_is_valid then
     timers.forget()
     order.forget()

@@ -133,7 +133,7 @@ local function finish_request(r, event, note)
   workloads.ended(r.workload)
   pool.ended = pool.ended + 1
   if settings.log_max > 0 then log_event(event, r, nil, nil, note) end
-  local freed = settings.tenants and tenants.ended(r, REFUNDED[event])
+  local freed = settings.tenants and quotas.ended(r, REFUNDED[event])
   for _, member in ipairs(freed or {}) do
     for _, band in ipairs(BANDS) do
       if pool[QUEUED[band]] > 0 then queue.unthrottle(band, member) end

@@ -1,9 +1,9 @@
--- include: endpoints order throttle tenants
+-- include: endpoints order throttle quotas
 -- The queue consists of bands; each band has flow queues ordered by start tag; each flow queue has requests in the
 -- order of lib/order.lua. With tenants, a band is a tree whose leaves are the flow queues. Also chooses preemption
 -- candidates, and applies new settings, which may change the order.
 -- Uses fronts from lib/fronts.lua, bands from lib/bands.lua, records and timers from lib/registry.lua, `endpoints`,
--- `order`, `throttle` and `tenants`. Defines `preemption`, `queue` and `put_settings`.
+-- `order`, `throttle`, `tenants` and `quotas`. Defines `preemption`, `queue` and `put_settings`.
 
 -- The preemption candidates when the queue is full: the backlogged flow queues of each preemptible band, ordered by
 -- the time of their last preemption. While pool.pressed is 1, the key `preempted` keeps the last preemption times of
@@ -425,12 +425,12 @@ do
     local tag = queue.is_in_order(r.band, member)
     if not tag then return end
     queue.throttle(r.band, member, tonumber(tag))
-    if wait_ms < math.huge then tenants.wake_at(r.band, member, math.ceil(now_us / 1000 + wait_ms)) end
+    if wait_ms < math.huge then quotas.wake_at(r.band, member, math.ceil(now_us / 1000 + wait_ms)) end
   end
 
   -- Put the members back in order whose balances suffice again.
   function queue.end_waits()
-    for _, due in ipairs(tenants.due()) do queue.unthrottle(due[1], due[2]) end
+    for _, due in ipairs(quotas.due()) do queue.unthrottle(due[1], due[2]) end
   end
 
   -- Orphan a silent replica's request: remove the request from the queue until another replica adopts it, but at most
@@ -517,7 +517,7 @@ do
         found[known + 1] = record.read(ids[i])
         known = #found
       end
-      tenants.prefetch(found, known, true)
+      quotas.prefetch(found, known, true)
     end
   end
 
@@ -629,7 +629,7 @@ local function put_settings(base, overrides)
   end
   local text = cjson.encode(base)
   local former, separator = settings.tenants, base.tenants and base.tenants.separator
-  if (former == nil) ~= (separator == nil) then tenants.restart() end
+  if (former == nil) ~= (separator == nil) then quotas.restart() end
   if pool.queued > 0 and (former and former.separator) ~= separator then
     pool.note_lost('tenants') -- the order is rebuilt from the records
   end

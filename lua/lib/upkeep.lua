@@ -304,7 +304,7 @@ do
         record.remove(r)
       end
     end
-    if settings.tenants then tenants.recount(records) end
+    if settings.tenants then quotas.recount(records) end
     if read('HLEN', key.marks) > 0 then -- a new version makes replicas read the marks
       local version = tonumber(read('HGET', key.pool, 'marks_version') or 0) or 0
       defer_write('HSET', key.pool, 'marks_version', version + 1)

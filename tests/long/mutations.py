@@ -107,12 +107,12 @@ MUTATIONS = (
         "      tag = tag + share_of_node(parent, r)\n", "", _TENANTS,
     ),
     Mutation(
-        "a request that fails is refunded twice", "lua/lib/tenants.lua",
+        "a request that fails is refunded twice", "lua/lib/quotas.lua",
         "take(limit, -amount_of(", "take(limit, -2 * amount_of(", _TENANTS,
     ),
     Mutation(
         "tenants pay the estimate, not the usage", "lua/settle.lua",
-        "      if prompt then tenants.used(", "      if false then tenants.used(", _TENANTS,
+        "      if prompt then quotas.used(", "      if false then quotas.used(", _TENANTS,
     ),
     Mutation(
         "an outage charges a tenant's request twice", "app/picker_fleet/admission/quotas.py",

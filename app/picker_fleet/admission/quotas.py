@@ -1,7 +1,7 @@
 """Quotas of tenants: which limits a request meets at the nodes of its path, and what it takes of them. Pure.
 
 A `LocalGate` counts this replica's share of each limit during an outage. The reference model in tests/model,
-which tests compare with `lua/lib/tenants.lua` call by call, counts whole limits with the same class.
+which tests compare with `lua/lib/quotas.lua` call by call, counts whole limits with the same class.
 
 A limit is a leaky bucket (ITU-T I.371, continuous-state leaky bucket): the units owed leak at `rate`, and a
 request that takes c units may start while at most burst - c are owed. Requests are charged by estimate and
@@ -254,7 +254,7 @@ class Quotas:
     # What replies tell
 
     def quota(self, request_id: str) -> str:
-        """The balances that an answer shows (lua/lib/tenants.lua): of the limits on requests and on tokens,
+        """The balances that an answer shows (lua/lib/quotas.lua): of the limits on requests and on tokens,
         the one with the least share left, as if all replicas had as much left as this one."""
         charge, worst = self.charges.get(request_id), dict[str, tuple[float, Limit]]()
         if charge is None:

@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 
 # Redis expires queued requests; this replica's own timer for a request fires this many seconds later, if no
 # notification came.
-_DEMOTED = "demoted=1"  # the end of the quota of a demoted request (lua/lib/tenants.lua)
+_DEMOTED = "demoted=1"  # the end of the quota of a demoted request (lua/lib/quotas.lua)
 _EXPIRY_SLACK_S = 0.05
 # Answer an expired request within this time, even if Redis does not answer (G5).
 _EXPIRY_ANSWER_S = 0.5
