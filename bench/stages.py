@@ -11,7 +11,7 @@ import random
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,9 @@ _ATTAINED = 0.9  # share of requests that must meet both objectives
 _STEP, _STRIDE, _MOST_STEPS = 1.08, 3, 45  # ratio of two neighbouring rates; first stride of the search
 _NEVER = 1_000_000  # a threshold that no prompt exceeds
 _REPLICAS = 2
+_LEARNT = (
+    480  # requests before the search, of which `auto` sends one in eight the slower way until it knows both
+)
 _REST_S = 60.0
 
 
@@ -169,7 +172,8 @@ async def _compare(case: Case, folder: Path) -> str:
             servers(folder, [_SEQUENCES] * 8, **own) as them,
             fleet(them, _REPLICAS, exact_bounds(PLENTY), **more) as it,
         ):
-            await _level(it, case, start_per_s / 2, seed=0)  # `auto` learns
+            if stages.get("threshold") is None and roles:
+                await _level(it, replace(case, requests=_LEARNT), start_per_s, seed=0)
             levels = await _search(it, case, start_per_s)
         found[name] = start_per_s = _goodput(levels)
         best = levels[-2]

@@ -17,7 +17,7 @@ from picker_fleet.domain.tenants import Budget, Limit, Node, Tenants, Tree
 from picker_fleet.fleet.tenant_metrics import TenantMetrics
 
 TENANTS = {"separator": "/", "prices": {}}
-TOKENS = Limit(tokens=60, per="1m", burst=100)
+TOKENS = Limit(tokens=60, per="1h", burst=100)
 
 
 async def views_of(a: Replica, *nodes: Node) -> tuple[TenantViews, FleetStateCache]:
@@ -56,15 +56,15 @@ async def test_a_node_shows_settings_balances_shares_and_how_long_its_requests_w
         )
         assert (umbra.path, umbra.queued, umbra.fair_share, umbra.limits) == ("umbra", 2, 0.25, [])
         tokens, month = top.limits
-        assert (tokens.unit, tokens.per, tokens.amount, tokens.burst) == ("tokens", "1m", 60.0, 100.0)
+        assert (tokens.unit, tokens.per, tokens.amount, tokens.burst) == ("tokens", "1h", 60.0, 100.0)
         assert 20 <= tokens.remaining < 21
-        assert tokens.reset_s == pytest.approx(80, abs=1)
+        assert tokens.reset_s == pytest.approx(4800, abs=60)
         assert (month.unit, month.per, month.burst, month.remaining) == ("budget", "month", 1000.0, 920.0)
         assert not top.waits
         await a.settle("runs")  # request w2 has its turn, but acme lacks 20 tokens
         below = await views.page("acme")
         assert below.tenant is not None
-        assert below.tenant.waits_s == pytest.approx(20, abs=1)
+        assert below.tenant.waits_s == pytest.approx(1200, abs=60)
         assert below.tenant.served_cost == 1.0
         of = [(each.path, each.source, each.settings_of) for each in below.children]
         assert of == [(f"acme/{name}", "configuration", "acme/*") for name in ("*", "chat", "search")]
@@ -84,11 +84,11 @@ async def test_a_node_shows_settings_balances_shares_and_how_long_its_requests_w
         # Only nodes with settings for their own path have metrics, which the leader shows.
         shown_metrics = TenantMetrics(a.store, a.metrics)
         await shown_metrics.look(views.tree())
-        a.metrics.over_limit("tokens 60000 acme", Tree([Node(path="acme")]))
+        a.metrics.over_limit("tokens 3600000 acme", Tree([Node(path="acme")]))
         a.metrics.over_limit("parallel 0 acme/chat", Tree([Node(path="acme/*")]))
         a.metrics.demoted("acme/chat/k2", Tree([Node(path="acme", over_limit="demote")]))
         page = {key: value for key, value in samples(a.metrics).items() if key[0].startswith("epp_tenant")}
-        left = page.pop(("epp_tenant_remaining", "per=1m", "tenant=acme", "unit=tokens"))
+        left = page.pop(("epp_tenant_remaining", "per=1h", "tenant=acme", "unit=tokens"))
         assert left == pytest.approx(20, abs=2)
         assert page == {
             ("epp_tenant_remaining", "per=month", "tenant=acme", "unit=budget"): 920,
@@ -106,7 +106,7 @@ async def test_a_change_of_a_node_and_a_top_up_are_in_force_at_once_and_name_bot
     fleet: OpenFleet,
 ) -> None:
     async with fleet("a", tenants=TENANTS) as (_, a):
-        views, _ = await views_of(a, Node(path="acme", limits=(TOKENS,)))
+        views, _ = await views_of(a, Node(path="acme", limits=(Limit(tokens=60, per="1m", burst=100),)))
         controls, call = TenantControls(a.store, views), Request({"type": "http", "state": {}})
         await a.admit("r1", flow="acme/k", prompt_tokens=90.0)
         await a.admit("r2", flow="acme/k", prompt_tokens=60.0)
