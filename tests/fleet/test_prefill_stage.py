@@ -129,12 +129,12 @@ async def test_long_prompts_reach_a_decode_server_with_a_prefill_server_which_cl
         httpx.AsyncClient(base_url=here.url, timeout=60.0) as client,
     ):
         forged = {"X-Prefiller-Host-Port": "127.0.0.1:1"}
-        for prompt in (LONG, SHORT) * 8:
+        for prompt in (LONG, SHORT) * 16:
             assert await ask(client, prompt, **forged) == 200
         named = {prefiller for prompt, prefiller in servers.headers if prompt == LONG}
         assert named == set(servers.prefillers)
         assert {prefiller for prompt, prefiller in servers.headers if prompt == SHORT} == {None}
-        assert (servers.prefilled, servers.fallbacks) == (8, 0)
+        assert (servers.prefilled, servers.fallbacks) == (16, 0)
         await rests(here)
         rows = {row["address"]: row for row in await here.get("endpoints")}
         assert {row["address"] for row in rows.values() if row["prefills"] is not None} == set(

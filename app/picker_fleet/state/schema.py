@@ -153,10 +153,11 @@ def _functions() -> Iterator[str]:
     layouts = [WAITING_LAYOUT if n < WAITING_STATES else RUNNING_LAYOUT for n in range(len(STATES))]
     bytes, bytes_layout = ", ".join(f"r.{name}" for name in RECORD_BYTES), "".join(RECORD_BYTES.values())
     numbered = [f"{state} = {number}" for number, state in enumerate(STATES, 1)]
+    yield "local unpack_record, pack_record\ndo -- a chunk may have 200 locals"
     yield f"local STATE_NAMES = {_list([_quoted(state) for state in STATES])}"
     yield f"local STATE_NUMBERS = {_list(numbered)}"
     yield f"local RECORD_LAYOUTS = {_list([_quoted(layout) for layout in layouts])}"
-    yield f"""local function unpack_record(r, text)
+    yield f"""function unpack_record(r, text)
   local number = string.byte(text)
   local layout = RECORD_LAYOUTS[number]
   r.state = STATE_NAMES[number]
@@ -174,7 +175,7 @@ def _functions() -> Iterator[str]:
     r.any_endpoint = rest <= #text
   end
 end
-local function pack_record(r)
+function pack_record(r)
   local number = STATE_NUMBERS[r.state]
   local text = struct.pack(RECORD_LAYOUTS[number], number,
 {_commas(record)})
@@ -184,6 +185,7 @@ local function pack_record(r)
   if r.bytes == 0 and not r.any_endpoint then return text end
   text = text .. struct.pack('{bytes_layout}', r.bytes, r.bytes_epoch or 0)
   return r.any_endpoint and number <= {WAITING_STATES} and text .. '\\1' or text
+end
 end"""
     fields = _commas([*ACCOUNTING_TOKEN, "rest"])
     pattern = "^" + r"([^\t]*)\t" * (len(ACCOUNTING_TOKEN) - 1) + r"([^\t]*)(.*)"
