@@ -51,11 +51,8 @@ def with_stages(endpoints: tuple[Endpoint, ...], settings: Stages) -> tuple[Endp
 def serving(labels: Mapping[str, str], settings: Stages, report: Report) -> Report:
     """Wrap `report`: pass on only endpoints that have `labels` and a stage; log the stages and all other
     endpoints."""
-    logged: tuple[int, int, tuple[str, ...]] = (
-        0,
-        0,
-        (),
-    )  # how many endpoints prefill, how many also decode, and the endpoints without a stage
+    # How many endpoints prefill, how many of them also decode, and the endpoints without a stage.
+    logged: tuple[int, int, tuple[str, ...]] = (0, 0, ())
 
     def report_serving(endpoints: tuple[Endpoint, ...]) -> None:
         nonlocal logged
