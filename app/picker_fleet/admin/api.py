@@ -19,6 +19,7 @@ from picker_fleet.admin.documents import MAX_METRICS_AGE_S, MetricsText
 from picker_fleet.admin.events import Events, EventStream
 from picker_fleet.admin.examples import HEALTHY
 from picker_fleet.admin.protection import (
+    PROBLEM,
     Access,
     Deadlines,
     Protection,
@@ -40,8 +41,7 @@ MAX_ROWS = 200  # rows on a page; a longer page would take too long to build and
 MAX_LIMIT = 1000
 _HEALTH_RATE = 100.0  # health calls a second from one address; the limit of other calls is separate
 _Responses = dict[int | str, dict[str, Any]]
-_PROBLEM: dict[str, Any] = {"model": models.Problem}
-_ANY_FAULT: _Responses = {"default": {**_PROBLEM, "description": "a fault (application/problem+json)"}}
+_ANY_FAULT: _Responses = {"default": {**PROBLEM, "description": "a fault (application/problem+json)"}}
 _UNREADY_EXAMPLE = {**HEALTHY, "status": "unready", "components": {"redis": "no answer", "grpc": "ok"}}
 _UNREADY: _Responses = {
     503: {
@@ -72,25 +72,22 @@ _EVENTS: _Responses = {
         " replicas), `decisions` (while the decision log is on) and `unavailable`, each second.",
         'event: snapshot\ndata: {"at": 1767225600.5, "flows": [], "flows_total": 0}\n\n',
     ),
-    503: {**_PROBLEM, "description": "`too_many_listeners`: on this replica, or from the client's address"},
+    503: {**PROBLEM, "description": "`too_many_listeners`: on this replica, or from the client's address"},
 }
 _UNREACHABLE: _Responses = {
-    503: {**_PROBLEM, "description": "`state_unavailable`: the shared state does not answer"}
+    503: {**PROBLEM, "description": "`state_unavailable`: the shared state does not answer"}
 }
 _PAGED: _Responses = {
-    400: {**_PROBLEM, "description": "`bad_cursor`"},
-    422: {**_PROBLEM, "description": "`bad_limit`, `bad_band`: names what would be valid"},
+    400: {**PROBLEM, "description": "`bad_cursor`"},
+    422: {**PROBLEM, "description": "`bad_limit`, `bad_band`: names what would be valid"},
     **_UNREACHABLE,
 }
-_UNKNOWN: _Responses = {404: {**_PROBLEM, "description": "the object that the path names is unknown"}}
+_UNKNOWN: _Responses = {404: {**PROBLEM, "description": "the object that the path names is unknown"}}
 
 _Limit = Annotated[
     int,
     Query(ge=1, le=MAX_LIMIT, description=f"rows wanted; a page has at most {MAX_ROWS}", examples=[100]),
     AfterValidator(lambda wanted: min(wanted, MAX_ROWS)),
-]
-_Cursor = Annotated[
-    str | None, Query(description="`cursor` of the previous page; left out for the first page")
 ]
 _OnlyBand = Annotated[
     str | None, Query(description="only this band: its name, or its priority", examples=["Default"])
@@ -179,12 +176,12 @@ def _add_pool(
         return APIRouter(
             prefix="/api/v1",
             tags=[tag],
-            responses={**_ANY_FAULT, **dict.fromkeys((401, 429), _PROBLEM), **responses},
+            responses={**_ANY_FAULT, **dict.fromkeys((401, 429), PROBLEM), **responses},
             dependencies=[Depends(Access(tokens, role))],
         )
 
-    state, stream, config = group("state", _UNREACHABLE), group("state", {}), group("config", {503: _PROBLEM})
-    changing = group("changes", dict.fromkeys((403, 503), _PROBLEM), "operator")
+    state, stream, config = group("state", _UNREACHABLE), group("state", {}), group("config", {503: PROBLEM})
+    changing = group("changes", dict.fromkeys((403, 503), PROBLEM), "operator")
     _add_state(state, pool.view, deadlines)
     _add_lists(state, pool.lists, deadlines)
     usage.add_routes(state, pool.usage, deadlines)
@@ -265,7 +262,7 @@ def _add_lists(routes: APIRouter, lists: FleetLists, deadlines: Deadlines) -> No
         return await within(limit_s, lists.replicas())
 
     @routes.get("/flows", summary="Flows that wait", response_model=models.Flows, responses=_PAGED)
-    async def flows(limit: _Limit = 100, cursor: _Cursor = None, band: _OnlyBand = None) -> Response:
+    async def flows(limit: _Limit = 100, cursor: models.Cursor = None, band: _OnlyBand = None) -> Response:
         """Flows with waiting requests in the order in which the queue serves them, then flows at their limit.
 
         Start tags grow while flows are served, so a flow may appear on two pages, but no flow is left out.
@@ -282,18 +279,18 @@ def _add_lists(routes: APIRouter, lists: FleetLists, deadlines: Deadlines) -> No
 
     @routes.get("/queue", summary="Requests that wait", response_model=models.Queue, responses=_PAGED)
     async def queue(
-        limit: _Limit = 100, cursor: _Cursor = None, band: _OnlyBand = None, flow: _OnlyFlow = None
+        limit: _Limit = 100, cursor: models.Cursor = None, band: _OnlyBand = None, flow: _OnlyFlow = None
     ) -> Response:
         """Waiting requests in the predicted dispatch order; `order` describes that order and its limits."""
         return _json(await within(limit_s, lists.queue(limit, cursor, band, flow)))
 
     @routes.get("/inflight", summary="Requests in flight", response_model=models.Inflight, responses=_PAGED)
-    async def inflight(limit: _Limit = 100, cursor: _Cursor = None) -> Response:
+    async def inflight(limit: _Limit = 100, cursor: models.Cursor = None) -> Response:
         """Requests in flight, in the order in which their leases end."""
         return _json(await within(limit_s, lists.in_flight(limit, cursor)))
 
     @routes.get("/workloads", summary="Workloads", response_model=models.Workloads, responses=_PAGED)
-    async def workloads(limit: _Limit = 100, cursor: _Cursor = None) -> Response:
+    async def workloads(limit: _Limit = 100, cursor: models.Cursor = None) -> Response:
         """Known workloads, unordered; workloads that come or go between two pages may be missing."""
         return _json(await within(limit_s, lists.workloads(limit, cursor)))
 

@@ -15,7 +15,7 @@ from fastapi import APIRouter, HTTPException, Path, Request
 from starlette.requests import ClientDisconnect
 
 from picker_fleet.admin import models
-from picker_fleet.admin.protection import Deadlines, Refused, address_of, within
+from picker_fleet.admin.protection import PROBLEM, Deadlines, Refused, address_of, within
 from picker_fleet.domain.config import Settings
 from picker_fleet.domain.errors import ConfigError, RequestError, StateUnavailable
 from picker_fleet.domain.units import without_secrets
@@ -29,7 +29,6 @@ _MOST_DETAIL = 4000  # most characters that a change's record keeps; two nodes o
 _NOTE_S = 0.5
 _SECRET = "(set)"
 _SECRET_KEYS = re.compile(r"(.*_)?(token|password|secret)")
-_PROBLEM: dict[str, Any] = {"model": models.Problem}
 _PATCH_BODY = {
     "required": True,
     "content": {
@@ -198,7 +197,7 @@ def add_routes(
     @changing.patch(
         "/config",
         summary="Change the configuration, fleet-wide",
-        responses=dict.fromkeys((400, 408, 413, 422), _PROBLEM),
+        responses=dict.fromkeys((400, 408, 413, 422), PROBLEM),
         openapi_extra={"requestBody": _PATCH_BODY},
     )
     async def change(request: Request) -> models.Config:
@@ -223,18 +222,18 @@ def add_routes(
     @changing.post(
         "/requests/{request_id:path}/evict",
         summary="Take a request out of the queue",
-        responses=dict.fromkeys((404, 409), _PROBLEM),
+        responses=dict.fromkeys((404, 409), PROBLEM),
     )
     async def evict(request: Request, request_id: RequestId) -> models.Eviction:
         """Take a request out of the queue; its client is answered at once."""
         return await made(request, controls.evict(request_id))
 
-    @changing.post("/endpoints/{address}/drain", summary="Drain an endpoint", responses={404: _PROBLEM})
+    @changing.post("/endpoints/{address}/drain", summary="Drain an endpoint", responses={404: PROBLEM})
     async def drain(request: Request, address: Address) -> models.Drained:
         """Send no new requests to an endpoint; requests that run there finish."""
         return await made(request, controls.drain(address, True))
 
-    @changing.post("/endpoints/{address}/undrain", summary="Undrain an endpoint", responses={404: _PROBLEM})
+    @changing.post("/endpoints/{address}/undrain", summary="Undrain an endpoint", responses={404: PROBLEM})
     async def undrain(request: Request, address: Address) -> models.Drained:
         """End the drain of an endpoint: send new requests to it again."""
         return await made(request, controls.drain(address, False))

@@ -210,7 +210,12 @@ def _call_html(document: dict[str, Any], method: str, path: str, call: dict[str,
     parts = [f"<p>{escape(call.get('description', ''))}</p>"]
     rows = ""
     for each in call.get("parameters", ()):
-        cells = (each["name"], each["in"], each.get("description", ""), json.dumps(each.get("example")))
+        cells = (
+            each["name"],
+            each["in"],
+            each.get("description", ""),
+            json.dumps(each["schema"]["examples"][0]),
+        )
         rows += f"<tr>{''.join(f'<td>{escape(cell)}' for cell in cells)}</tr>"
     if rows:
         parts.append(f"<table><tr><th>parameter<th>in<th>what<th>example</tr>{rows}</table>")

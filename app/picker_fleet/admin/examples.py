@@ -1,23 +1,13 @@
-"""Examples in the OpenAPI document, of models, parameters and faults.
+"""Examples of the models in the OpenAPI document.
 
-tests/unit/test_admin_queue_order.py compares the examples with the models and with real answers.
+tests/unit/test_admin_queue_order.py compares the examples with the models.
 """
 
-from http import HTTPStatus
 from typing import Any
 
 from fastapi import FastAPI
 
-from picker_fleet.admin.views import BadCursor
-from picker_fleet.fleet.live_config import LIVE
-
-_CURSORS = {  # by list
-    "flows": "WyJmbG93cyIsMjE0NzQ4MzY0NywiNDEuNSIsImdvbGQiXQ",
-    "queue": "WyJxdWV1ZSIsMjE0NzQ4MzY0NywiNDEuNSIsImdvbGQiXQ",
-    "inflight": "WyJpbmZsaWdodCIsIjE3NjcyMjU2MTIzNDUuMCIsIjRmMWQtOWMiXQ",
-    **dict.fromkeys(("tenants", "{tenant}"), "WyJ0ZW5hbnRzIiwiYWNtZS9zZWFyY2giXQ"),
-    "workloads": "WyJ3b3JrbG9hZHMiLCI2NCIsMF0",
-}
+_CURSOR = "WyJmbG93cyIsMjE0NzQ4MzY0NywiNDEuNSIsImdvbGQiXQ"  # of the list of flows
 _BANDS: list[dict[str, Any]] = [
     {
         "band": band, "priority": priority, "queued": queued, "queued_bytes": 900 * queued,
@@ -128,26 +118,26 @@ EXAMPLES: dict[str, Any] = {
         "detail": "GET /api/v1/nonsense: Not Found", "instance": "/api/v1/nonsense",
     },
     "Flow": _FLOW,
-    "Flows": {"flows": [_FLOW], "total": 1, "cursor": _CURSORS["flows"]},
+    "Flows": {"flows": [_FLOW], "total": 1, "cursor": _CURSOR},
     "FlowDetail": {
         "flow": "gold", "bands": [_FLOW], "weight_override": 3.0, "flow_capacity": 100,
         "served_cost_per_s": {"Critical": 0.0, "Default": 7.2, "Sheddable": 0.0},
     },
     "Score": _QUEUED["score"],
     "Queued": _QUEUED,
-    "Queue": {"requests": [_QUEUED], "total": 1, "cursor": _CURSORS["queue"], "order": _ORDER},
+    "Queue": {"requests": [_QUEUED], "total": 1, "cursor": _CURSOR, "order": _ORDER},
     "Running": _RUNNING,
-    "Inflight": {"requests": [_RUNNING], "total": 1, "cursor": _CURSORS["inflight"]},
+    "Inflight": {"requests": [_RUNNING], "total": 1, "cursor": _CURSOR},
     "RequestStatus": {
         **_QUEUED, "position": 4,
         "why": "flow gold has 3 requests before it; the stock (8) is at its bounds (7.2 to 8.8)",
         "explanation": {"request_id": "4f1d-9c", "chosen": [], "candidates": [], "excluded": {}},
     },
     "Workload": _WORKLOAD,
-    "Workloads": {"workloads": [_WORKLOAD], "total": 1, "cursor": _CURSORS["workloads"]},
+    "Workloads": {"workloads": [_WORKLOAD], "total": 1, "cursor": _CURSOR},
     "TenantLimit": _LIMIT,
     "Tenant": _TENANT,
-    "Tenants": {"tenant": _TENANT, "children": [_TENANT], "total": 1, "cursor": _CURSORS["tenants"]},
+    "Tenants": {"tenant": _TENANT, "children": [_TENANT], "total": 1, "cursor": _CURSOR},
     "TenantChange": {
         "path": "acme/search", "old": None,
         "new": {"limits": [{"unit": "tokens", "amount": 1000000, "per_ms": 60000, "burst": 200000}]},
@@ -156,61 +146,9 @@ EXAMPLES: dict[str, Any] = {
     "Replicas": {"replicas": [_REPLICA]},
 }  # fmt: skip
 
-_JSON, _PROBLEM = "application/json", "application/problem+json"
-# (status, path) -> code and detail of the example problem document; path '' stands for all other paths.
-_FAULTS: dict[tuple[str, str], tuple[str, str]] = {
-    ("400", ""): ("bad_cursor", str(BadCursor())),
-    ("400", "/api/v1/config"): ("bad_request", "the body must be a JSON object of sections"),
-    ("401", ""): ("token_needed", "a bearer token of this fleet is needed"),
-    ("403", ""): (
-        "not_local",
-        "without an admin.token in the configuration only this machine may make changes",
-    ),
-    ("404", "/api/v1/flows/{flow}"): (
-        "unknown_flow",
-        "no request of this flow waits, and none was served lately",
-    ),
-    ("404", "/api/v1/workloads/{workload_id}"): (
-        "unknown_workload",
-        "no such workload has sent a request lately",
-    ),
-    ("404", "/api/v1/requests/{request_id}"): (
-        "unknown_request",
-        "neither the pool nor this replica knows of the request",
-    ),
-    ("404", "/api/v1/requests/{request_id}/evict"): ("unknown_request", "no such request waits"),
-    **dict.fromkeys(
-        (("404", "/api/v1/tenants"), ("404", "/api/v1/tenants/{tenant}")),
-        ("no_tenants", "the configuration has no section `tenants`"),
-    ),
-    ("404", "/api/v1/tenants/{tenant}/top-up"): (
-        "unknown_limit",
-        "acme/search has no limit of tokens per 1h",
-    ),
-    ("404", ""): ("unknown_endpoint", "no endpoint 10.0.0.1:8000"),
-    ("408", ""): ("body_too_slow", "the body did not come within 5 s"),
-    ("409", ""): ("request_running", "the request has already left the queue"),
-    ("413", ""): ("body_too_large", "the body is larger than 65536 bytes"),
-    ("422", ""): ("bad_limit", "query.limit: Input should be greater than or equal to 1"),
-    ("422", "/api/v1/config"): (
-        "bad_config",
-        "fair_request_queue.total_capacity: Input should be greater than or equal to 1 (got '0')",
-    ),
-    ("429", ""): ("too_many_calls", "more than 200 calls a second from one client (a change counts as 10)"),
-    ("500", ""): ("internal_error", "the replica failed to answer: KeyError"),
-    ("503", ""): ("state_unavailable", "the shared state did not answer within 2 s"),
-    ("503", "/api/v1/events"): (
-        "too_many_listeners",
-        "this replica takes no more listeners, or no more from this address; ask another replica",
-    ),
-}
-# The details of these faults do not begin with the method and path.
-_WITHOUT_CALL = ("bad_cursor", "bad_limit", "bad_config", "internal_error", "state_unavailable")
-
 
 def add(app: FastAPI) -> None:
-    """Add an example of each model, parameter and fault to the OpenAPI document of `app`; faults are problem
-    documents."""
+    """Add an example of each model to the OpenAPI document of `app`, and mark faults as problem documents."""
     openapi = app.openapi
 
     def with_examples() -> dict[str, Any]:
@@ -218,41 +156,11 @@ def add(app: FastAPI) -> None:
             document = openapi()
             for name, schema in document["components"]["schemas"].items():
                 schema["example"] = EXAMPLES[name]
-            for path, methods in document["paths"].items():
-                for method, call in methods.items():
-                    parameters = call.get("parameters", ())
-                    for parameter in parameters:
-                        # Some OpenAPI tools look for an example only beside the schema, not in the schema.
-                        if parameter["name"] == "cursor":  # each list accepts only its own cursors
-                            parameter["example"] = _CURSORS[path.rpartition("/")[2]]
-                        else:
-                            parameter["example"] = parameter["schema"]["examples"][0]
-                    instance = path.format(**{each["name"]: each["example"] for each in parameters})
-                    for status, response in call["responses"].items():
-                        content = response.get("content", {})
-                        schema = content.get(_JSON, {}).get("schema", {})
-                        if schema.get("$ref", "").endswith("/Problem"):
-                            example = _problem(status, method.upper(), path, instance)
-                            content[_PROBLEM] = {**content.pop(_JSON), "example": example}
+            calls = [call for methods in document["paths"].values() for call in methods.values()]
+            for response in (response for call in calls for response in call["responses"].values()):
+                content = response.get("content", {})
+                if content.get("application/json", {}).get("schema", {}).get("$ref", "").endswith("/Problem"):
+                    content["application/problem+json"] = content.pop("application/json")
         return openapi()
 
     app.openapi = with_examples  # type: ignore[method-assign]
-
-
-def _problem(status: str, method: str, path: str, instance: str) -> dict[str, Any]:
-    """An example problem document for a call to the path `instance`; the status `default` becomes 500."""
-    status = "500" if status == "default" else status
-    code, text = _FAULTS.get((status, path)) or _FAULTS[status, ""]
-    document: dict[str, Any] = {
-        "type": "about:blank",
-        "title": HTTPStatus(int(status)).phrase,
-        "status": int(status),
-        "code": code,
-        "detail": text if code in _WITHOUT_CALL else f"{method} {instance}: {text}",
-        "instance": instance,
-    }
-    if status == "422":
-        document["faults"] = [text]
-    if code == "bad_config":
-        document["live"] = list(LIVE)
-    return document

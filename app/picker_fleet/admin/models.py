@@ -5,9 +5,17 @@ examples.py has an example of each. Ages and durations in the models are in seco
 from datetime import datetime
 from typing import Annotated, Any, Literal
 
+from fastapi import Query
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 Rounded = Annotated[float, AfterValidator(lambda value: round(value, 6))]
+Cursor = Annotated[
+    str | None,
+    Query(
+        description="`cursor` of the previous page; left out for the first page",
+        examples=["WyJmbG93cyIsMjE0NzQ4MzY0NywiNDEuNSIsImdvbGQiXQ"],
+    ),
+]
 NextCursor = Annotated[str | None, Field(description="cursor of the next page; null on the last page")]
 
 

@@ -57,6 +57,7 @@ _CODES = {
 }
 
 _log = logging.getLogger(__name__)
+PROBLEM: dict[str, Any] = {"model": Problem}  # the OpenAPI description of a fault
 _T = TypeVar("_T")
 
 

@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import orjson
-from fastapi import APIRouter, Path, Query, Request
+from fastapi import APIRouter, Path, Request
 from fastapi.exceptions import RequestValidationError
 from pydantic import TypeAdapter, ValidationError
 
 from picker_fleet.admin import models
 from picker_fleet.admin.changes import FleetControls, read_object
 from picker_fleet.admin.fleet_state import PAUSE_S, FleetState, FleetStateCache
-from picker_fleet.admin.protection import Deadlines, Refused, within
+from picker_fleet.admin.protection import PROBLEM, Deadlines, Refused, within
 from picker_fleet.admin.views import decode_cursor, encode_cursor
 from picker_fleet.domain.config import parse
 from picker_fleet.domain.errors import ConfigError, StateUnavailable
@@ -30,7 +30,6 @@ from picker_fleet.state.store import Store
 PAGE = 50  # children on a page
 _SUMMED_AT_ONCE = 100  # flows summed between two pauses
 _PERS = {"1000": "1s", "60000": "1m", "3600000": "1h", "86400000": "1d"}
-_PROBLEM: dict[str, Any] = {"model": models.Problem}
 OF_TENANTS = TypeAdapter(tuple[Literal["tenants"], str])
 _NODE: dict[str, Any] = {
     "weight": 3,
@@ -48,9 +47,6 @@ def _body(example: Mapping[str, Any]) -> dict[str, Any]:
 
 
 _Path = Annotated[str, Path(description="the node's path, such as acme/search", examples=["acme/search"])]
-_Cursor = Annotated[
-    str | None, Query(description="`cursor` of the previous page; left out for the first page")
-]
 
 
 @dataclass(slots=True)
@@ -263,20 +259,20 @@ def add_routes(
 ) -> None:
     """Add the calls that read the tree to `reading`, and the calls that change it, which `noted` records, to
     `changing`."""
-    unknown: dict[int | str, dict[str, Any]] = {404: _PROBLEM}
-    paged: dict[int | str, dict[str, Any]] = {400: _PROBLEM, 404: _PROBLEM}
-    faulty: dict[int | str, dict[str, Any]] = dict.fromkeys((400, 404, 408, 413, 422), _PROBLEM)
+    unknown: dict[int | str, dict[str, Any]] = {404: PROBLEM}
+    paged: dict[int | str, dict[str, Any]] = {400: PROBLEM, 404: PROBLEM}
+    faulty: dict[int | str, dict[str, Any]] = dict.fromkeys((400, 404, 408, 413, 422), PROBLEM)
 
     async def made(request: Request, change: Awaitable[models.TenantChange]) -> models.TenantChange:
         return await noted.noted(request, within(deadlines.change_s, change))
 
     @reading.get("/tenants", summary="The tenants", responses=paged)
-    async def tenants(cursor: _Cursor = None) -> models.Tenants:
+    async def tenants(cursor: models.Cursor = None) -> models.Tenants:
         """The tenants at the top of the tree: those with settings, and those with requests."""
         return await within(deadlines.read_s, views.page("", cursor))
 
     @reading.get("/tenants/{tenant:path}", summary="One tenant", responses=paged)
-    async def tenant(tenant: _Path, cursor: _Cursor = None) -> models.Tenants:
+    async def tenant(tenant: _Path, cursor: models.Cursor = None) -> models.Tenants:
         """One node of the tree, and a page of its children: those with settings, and those with requests."""
         return await within(deadlines.read_s, views.page(tenant, cursor))
 
