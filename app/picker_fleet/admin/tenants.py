@@ -23,13 +23,12 @@ from picker_fleet.admin.views import decode_cursor, encode_cursor
 from picker_fleet.domain.config import parse
 from picker_fleet.domain.errors import ConfigError, StateUnavailable
 from picker_fleet.domain.known_fleet import KnownFleet
-from picker_fleet.domain.tenants import Tree
+from picker_fleet.domain.tenants import PERIODS, Tree
 from picker_fleet.state.reads import LimitRow, TenantRow
 from picker_fleet.state.store import Store
 
 PAGE = 50  # children on a page
 _SUMMED_AT_ONCE = 100  # flows summed between two pauses
-_PERS = {"1000": "1s", "60000": "1m", "3600000": "1h", "86400000": "1d"}
 OF_TENANTS = TypeAdapter(tuple[Literal["tenants"], str])
 _NODE: dict[str, Any] = {
     "weight": 3,
@@ -183,7 +182,7 @@ def _tenant(
 def _limit(row: LimitRow) -> models.TenantLimit:
     return models.TenantLimit(
         unit=row.unit,
-        per=_PERS.get(row.per, None if row.per == "0" else row.per),
+        per=PERIODS.get(row.per, row.per) or None,
         amount=row.amount,
         burst=row.burst,
         remaining=row.left,
@@ -235,7 +234,7 @@ class TenantControls:
     async def top_up(self, request: Request, path: str, asked: models.TopUp) -> models.TenantChange:
         """Give back what a limit has granted. Raises Refused (404) if the node has no such limit."""
         self._views.tree()
-        kind = asked.unit, next((ms for ms, name in _PERS.items() if name == asked.per), asked.per)
+        kind = asked.unit, next((ms for ms, name in PERIODS.items() if name == asked.per), asked.per)
         (row,) = await self._store.reads.tenants([path])
         left = await self._store.top_up_tenant(path, *kind, asked.amount)
         if left is None:

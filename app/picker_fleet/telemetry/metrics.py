@@ -1,10 +1,10 @@
 """The metrics of a pool in one replica; admin/documents.py shows them as Prometheus text.
 
-Metric names follow spec 003, with the prefix `epp_`; further metrics have names that operators expect.
-Counters, histograms and `epp_queue_length` concern this replica only: sum them over the fleet. Gauges of the
-shared state (bounds, stock, queue by band) are equal on all replicas: query such gauges with `max`. A label
-has at most 1000 values; further values become `other`. Times are in seconds. The label `target_model` is
-empty if the model variant is unknown.
+catalogue.py lists them. Names follow spec 003, with the prefix `epp_`; further metrics have names that
+operators expect. Counters, histograms and `epp_queue_length` concern this replica only: sum them over the
+fleet. Gauges of the shared state (bounds, stock, queue by band) are equal on all replicas: query such gauges
+with `max`. A label has at most 1000 values; further values become `other`. Times are in seconds. The label
+`target_model` is empty if the model variant is unknown.
 
 The instruments of prometheus-client take a lock for each update and visit every bucket: 1 µs a count, up to 3
 µs an observation. Rendering a thousand models takes more than half a second. The families here belong to one
@@ -14,7 +14,6 @@ event loop, find the bucket by bisection, and keep the text of each series until
 import itertools
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import partial
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -24,31 +23,21 @@ from picker_fleet.domain.bands import NAMED, Band
 from picker_fleet.domain.budgets import BodyBudget
 from picker_fleet.domain.errors import ClientGone
 from picker_fleet.domain.request import Completion, InferenceRequest, Outcome
-from picker_fleet.domain.tenants import Tree
+from picker_fleet.domain.tenants import PERIODS, Tree
 from picker_fleet.endpoints.readings import EndpointMetrics
 from picker_fleet.state.error_replies import NO_ANSWER, Meaning
 from picker_fleet.state.pool_state import PoolState
 from picker_fleet.state.reads import TenantRow
+from picker_fleet.telemetry.catalogue import COUNTERS, GAUGES, HISTOGRAMS, POOL_GAUGES, POOL_TOTALS, Labels
 
 OTHER = "other"
 MOST_TENANTS = 1000  # most nodes of tenants with metrics
-_PERS = {"1000": "1s", "60000": "1m", "3600000": "1h", "86400000": "1d", "0": ""}  # periods of limits
 _MAX_VALUES = 1000  # most distinct values of a label, and most distinct pairs of two labels' values
 _MAX_VALUE_CHARS = 128
 # The most series of a family: even with capped labels, the number of combinations can be large.
 _MAX_SERIES = 10_000
 _MAX_HISTOGRAMS = 2_500
 
-Labels = tuple[str, ...]
-
-_DECISION = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
-_QUEUE = (0.001, 0.005, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 30.0, 60.0)
-_DURATION = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
-_FIRST_BYTE = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
-_REDIS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5)
-_ITEMS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0)
-
-_MODEL = ("model", "target_model")
 _SCRIPTS = (
     "tombstone", "renew", "report_client_gone", "settle", "admit", "place", "acknowledge", "cancel",
     "heartbeat", "sweep",
@@ -63,25 +52,6 @@ _TRANSITIONS = (
     ("resyncing", "answers"),
     ("shared", "all-told"),
 )
-# Field of the shared state -> the name of its metric, and the help text.
-_POOL_GAUGES = {
-    "stock": ("stock_level", "Requests or tokens in flight, fleet-wide."),
-    "lower": ("lower_bound", "While the stock is below this bound, requests are dispatched."),
-    "watermark": ("watermark", "The target of the stock."),
-    "upper": ("upper_bound", "The stock never exceeds this bound."),
-    "queue_fill": ("queue_fill", "The part of the queue's total capacity in use."),
-    "active_flows": ("active_flows", "Flows with a queued request."),
-    "overdue": ("overdue_requests", "Queued requests past their starvation threshold."),
-    "leases": ("leases", "Requests in flight that have a lease."),
-    "ready_backends": ("ready_backends", "Endpoints that take new requests."),
-    "replicas": ("live_replicas", "Replicas that send heartbeats."),
-    "paused": ("paused", "1 while dispatch is paused, fleet-wide."),
-}
-_POOL_TOTALS = {
-    "dispatched_total": ("dispatches", "Requests dispatched from the queue, fleet-wide."),
-    "guard_dispatches_total": ("guard_dispatches", "Requests dispatched by the starvation guard."),
-    "ended_total": ("ended", "Requests in flight that ended, fleet-wide."),
-}
 
 
 class Waiting(NamedTuple):
@@ -111,195 +81,62 @@ class Metrics:
         self._variant = PairCap((model, target) for model in known for target in ("", model))
         self._endpoint = LabelCap()
 
-        counters, gauges = partial(Counters, page), partial(Gauges, page)
-        histograms = partial(Histograms, page)
-
-        self.requests = counters(
-            "epp_requests", "Decisions sent to Envoy, by code.", (*_MODEL, "code", "mode")
-        )
-        self.refusals = counters("epp_request_errors", "Decisions that were refusals.", (*_MODEL, "code"))
-        self._decision = histograms(
-            "epp_decision_latency_seconds",
-            "Time from a request's first message to its decision.",
-            _DECISION,
-            ("mode",),
-        )
-        self.waits = histograms(
-            "epp_queue_latency_seconds", "Time in the queue.", _QUEUE, (*_MODEL, "success")
-        )
-        self._bypasses = counters("epp_bypass", "Requests that bypassed the queue.", _MODEL)
-        self._expired = counters("epp_requests_expired", "Requests dropped past their TTL.", _MODEL)
-        self._cancelled = counters(
-            "epp_requests_cancelled", "Requests whose client disconnected before the decision.", _MODEL
-        )
-        self._waiting = gauges("epp_queue_length", "Requests of this replica that wait in the queue.", _MODEL)
-        self._bodies = gauges("epp_buffered_bytes", "Bytes of bodies that this replica holds.")
-        self._preemptions = counters("epp_preemptions", "Requests preempted for a higher band.", ("band",))
-        self._evictions = counters("epp_evictions", "Requests an operator took out of the queue.", ("band",))
-        self._push_errors = counters(
-            "epp_queue_push_errors", "Requests the queue refused.", (*_MODEL, "error_type")
-        )
-        self._attempts = counters("epp_popper_dequeue_attempts", "Dispatch attempts.")
-        self._successes = counters("epp_popper_dequeue_successes", "Dispatch attempts that served a request.")
-        self.adopted = counters("epp_adoptions", "Requests adopted from another replica.").count
-        self.reclaimed = counters("epp_lease_reclaims", "Requests released because their lease ended.").count
-
-        self._completions = counters(
-            "epp_completions", "Requests that ended, by outcome.", ("model", "outcome")
-        )
-        self._statuses = counters("epp_responses", "Answers by HTTP status, or 0.", ("model", "status"))
-        self._tokens_in = counters(
-            "epp_input_tokens", "Prompt tokens, as model servers count them.", ("model",)
-        )
-        self._tokens_out = counters(
-            "epp_output_tokens", "Completion tokens, as model servers count them.", ("model",)
-        )
-        self.durations = histograms(
-            "epp_request_duration_seconds", "Time until the last byte of the answer.", _DURATION, ("model",)
-        )
-        self.first_bytes = histograms(
-            "epp_time_to_first_token_seconds", "Time until the answer's first byte.", _FIRST_BYTE, ("model",)
-        )
-
-        self.access_log = counters(
-            "epp_access_log_entries", "Access-log entries, by what they report.", ("kind",)
-        ).count_one
-        self.access_log_rejected = counters(
-            "epp_access_log_rejected",
-            "Access-log entries without a valid accounting token, by fault.",
-            ("reason",),
-        ).count_one
-        self._calls = histograms("epp_redis_call_seconds", "Time of one script call.", _REDIS, ("script",))
-        self._items = histograms("epp_redis_call_items", "Items in one script call.", _ITEMS, ("script",))
-        self._errors = counters(
-            "epp_redis_errors", "Failed script calls, by kind of failure.", ("script", "kind")
-        )
-
-        self._degraded = gauges("epp_degraded", "1 while this replica works without the shared state.")
-        self._failover_state = gauges("epp_failover_state", "1 for this replica's current state.", ("state",))
-        self._transitions = counters(
-            "epp_failover_transitions", "Changes of the failover state, by cause.", ("to", "cause")
-        )
-        self._paused_s = counters("epp_stood_still_seconds", "Seconds in which this replica did not run.")
-        self._redis_answer_age = gauges("epp_redis_answer_age_seconds", "Time since Redis last answered.")
-        self.background_failure = counters(
-            "epp_background_failures",
-            "Failures of background tasks, each followed by a new attempt.",
-            ("task",),
-        ).count_one
-        self.strays = counters("epp_strays", "Dropped entries of requests without a record.").count
-        self.keys_lost = counters("epp_redis_keys_lost", "How often Redis had lost keys of the pool.").count
-        self._unfit = gauges(
-            "epp_redis_unfit", "1 for each fault that makes the Redis server unfit.", ("fault",)
-        )
-        self.ghosts = counters(
-            "epp_ghosts", "Requests released early: their endpoint no longer had them."
-        ).count
-        self._scrapes = counters(
-            "epp_scrapes", "Metrics pages of model servers read, by result.", ("endpoint", "result")
-        )
-        self._probes = counters(
-            "epp_probes", "Probes that model servers answered, between two scrapes.", ("endpoint",)
-        )
-        self._faults = counters(
-            "epp_endpoint_faults",
-            "Attempts that failed on an endpoint, or found it full.",
-            ("endpoint", "reason"),
-        )
-        self._extension_faults = counters(
-            "epp_extension_faults",
-            "Calls of extensions without a result, or left out.",
-            ("extension", "reason"),
-        )
-        self._ejections = counters(
-            "epp_endpoint_ejections", "Ejections of an endpoint that failed.", ("endpoint", "reason")
-        )
-        self._scrape_s = histograms("epp_scrape_seconds", "Duration of a scrape.", _REDIS, ("result",))
-        self._readings = counters(
-            "epp_scrape_readings", "Readings published to the fleet, or lost.", ("result",)
-        )
-        self._owned = gauges("epp_scrape_endpoints", "Endpoints that this replica scrapes.")
-        self._ages = gauges("epp_scrape_age_seconds", "Age of an endpoint's last reading.", ("endpoint",))
-        self._scores = gauges("epp_endpoint_score", "Score of an endpoint by scorer.", ("endpoint", "scorer"))
-
-        self._pool_gauges = {key: gauges(f"epp_{name}", text) for key, (name, text) in _POOL_GAUGES.items()}
-        self._pool_totals = {key: counters(f"epp_{name}", text) for key, (name, text) in _POOL_TOTALS.items()}
-        self._band_queues = gauges("epp_band_queue_length", "Queued requests, fleet-wide.", ("band",))
-        self._band_bytes = gauges(
-            "epp_band_queue_bytes", "Bytes of the bodies of queued requests, fleet-wide.", ("band",)
-        )
-        self._in_flight = gauges(
-            "epp_endpoint_in_flight", "Requests in flight on an endpoint.", ("endpoint",)
-        )
-        self._limits = gauges("epp_endpoint_limit", "Limit of requests (or tokens) in flight.", ("endpoint",))
-        self._prefills = gauges(
-            "epp_endpoint_prefills", "Prompts that an endpoint prefills for others.", ("endpoint",)
-        )
-        self._prefill_limits = gauges(
-            "epp_endpoint_prefill_limit", "Limit of such prompts of an endpoint.", ("endpoint",)
-        )
-        self._splits = counters(
-            "epp_split_requests", "Requests whose prompt another endpoint prefills.", (*_MODEL, "mode")
-        )
-        self._least_limit = gauges("epp_limit_min", "The least limit that the fleet may find.")
-        self._most_limit = gauges("epp_limit_max", "The highest limit that the fleet may find.")
-        self._limit_moves = counters(
-            "epp_endpoint_limit_moves", "Limits that this replica moved, as the leader.", ("direction",)
-        )
+        self.counters = {name: Counters(page, name, *about) for name, about in COUNTERS.items()}
+        self.gauges = {name: Gauges(page, name, *about) for name, about in GAUGES.items()}
+        self.histograms = {name: Histograms(page, name, *about) for name, about in HISTOGRAMS.items()}
+        self.adopted = self.counters["epp_adoptions"].count
+        self.reclaimed = self.counters["epp_lease_reclaims"].count
+        self.access_log = self.counters["epp_access_log_entries"].count_one
+        self.access_log_rejected = self.counters["epp_access_log_rejected"].count_one
+        self.background_failure = self.counters["epp_background_failures"].count_one
+        self.strays = self.counters["epp_strays"].count
+        self.keys_lost = self.counters["epp_redis_keys_lost"].count
+        self.ghosts = self.counters["epp_ghosts"].count
         self._tenants: Mapping[str, TenantRow] = {}
-        self._remaining = gauges(
-            "epp_tenant_remaining", "Units left of a tenant's limit.", ("tenant", "unit", "per")
-        )
-        self._remaining.follow_all(self._remaining_by_limit)
-        self._served_cost = counters("epp_tenant_served_cost", "Cost served for a tenant.", ("tenant",))
-        self._served_cost.follow_all(self._served_by_tenant)
-        self._over_limit = counters(
-            "epp_tenant_over_limit",
-            "Requests that a tenant's limit refused or demoted.",
-            ("tenant", "unit", "action"),
-        )
+        self.gauges["epp_tenant_remaining"].follow_all(self._remaining_by_limit)
+        self.counters["epp_tenant_served_cost"].follow_all(self._served_by_tenant)
         self._ended_labels: dict[tuple[str, Outcome, int], tuple[Labels, Labels, Labels]] = {}
         self.pool_state: PoolState | None = None  # the shared state last shown
         self.waiting_requests: dict[Waiting, int] = {}  # of this replica
         # Start the series at 0, so that a query finds a rate of 0 and not a missing series.
         self._bands = frozenset(band.name for band in bands)
         for name in sorted(self._bands):
-            self._preemptions.add((name,), 0)
-            self._evictions.add((name,), 0)
+            self.counters["epp_preemptions"].add((name,), 0)
+            self.counters["epp_evictions"].add((name,), 0)
         for script, kind in itertools.product(_SCRIPTS, _ERROR_KINDS):
-            self._errors.add((script, kind), 0)
+            self.counters["epp_redis_errors"].add((script, kind), 0)
         for direction in ("up", "down"):
-            self._limit_moves.add((direction,), 0)
+            self.counters["epp_endpoint_limit_moves"].add((direction,), 0)
         for transition in _TRANSITIONS:
-            self._transitions.add(transition, 0)
+            self.counters["epp_failover_transitions"].add(transition, 0)
 
     def answered(self, mode: str, model: str, code: str, seconds: float, target_model: str = "") -> None:
         """Count a decision sent to Envoy; `code` is `ok` or the RequestError's code."""
         labels = self._variant(model, target_model)
-        self.requests.add((*labels, code, mode))
+        self.counters["epp_requests"].add((*labels, code, mode))
         if code != "ok":
-            self.refusals.add((*labels, code))
-        self._decision.observe(seconds, (mode,))
+            self.counters["epp_request_errors"].add((*labels, code))
+        self.histograms["epp_decision_latency_seconds"].observe(seconds, (mode,))
 
     def split(self, mode: str, model: str, target_model: str) -> None:
         """Count a request that was sent to Envoy with a prefill endpoint."""
-        self._splits.add((*self._variant(model, target_model), mode))
+        self.counters["epp_split_requests"].add((*self._variant(model, target_model), mode))
 
     def completed(self, completion: Completion, model: str) -> None:
         """Count a request that has ended. Fields of `completion` that are None are not counted."""
         ended = model, completion.outcome, completion.status
         labels = self._ended_labels.get(ended) or self._labels_of_end(*ended)
         label, of_outcome, of_status = labels
-        self._completions.add(of_outcome)
-        self._statuses.add(of_status)
+        self.counters["epp_completions"].add(of_outcome)
+        self.counters["epp_responses"].add(of_status)
         if completion.prompt_tokens:
-            self._tokens_in.add(label, completion.prompt_tokens)
+            self.counters["epp_input_tokens"].add(label, completion.prompt_tokens)
         if completion.completion_tokens:
-            self._tokens_out.add(label, completion.completion_tokens)
+            self.counters["epp_output_tokens"].add(label, completion.completion_tokens)
         if completion.duration_s is not None:
-            self.durations.observe(completion.duration_s, label)
+            self.histograms["epp_request_duration_seconds"].observe(completion.duration_s, label)
         if completion.first_byte_s is not None:
-            self.first_bytes.observe(completion.first_byte_s, label)
+            self.histograms["epp_time_to_first_token_seconds"].observe(completion.first_byte_s, label)
         if completion.waited_s is not None:
             success = completion.outcome is Outcome.COMPLETED
             self.waited(model, completion.waited_s, success, completion.target_model)
@@ -319,23 +156,23 @@ class Metrics:
     def waited(self, model: str, seconds: float, success: bool, target_model: str = "") -> None:
         """Record the queue time of a request that has ended, in `success` or not (answered in full)."""
         labels = (*self._variant(model, target_model), "true" if success else "false")
-        self.waits.observe(seconds, labels)
+        self.histograms["epp_queue_latency_seconds"].observe(seconds, labels)
 
     def bypassed(self, model: str, target_model: str = "") -> None:
-        self._bypasses.add(self._variant(model, target_model))
+        self.counters["epp_bypass"].add(self._variant(model, target_model))
 
     def expired(self, model: str, target_model: str = "") -> None:
-        self._expired.add(self._variant(model, target_model))
+        self.counters["epp_requests_expired"].add(self._variant(model, target_model))
 
     def client_gone(self, mode: str, model: str, seconds: float, target_model: str = "") -> None:
         """Count a request whose client disconnected before the decision, as status 499."""
         self.answered(mode, model, ClientGone.code, seconds, target_model)
-        self._cancelled.add(self._variant(model, target_model))
-        self._statuses.add((self._model(model), _CLIENT_GONE))
+        self.counters["epp_requests_cancelled"].add(self._variant(model, target_model))
+        self.counters["epp_responses"].add((self._model(model), _CLIENT_GONE))
 
     def waiting(self, request: InferenceRequest, change: int) -> None:
         """Add `change` to the number of this replica's waiting requests with the labels of `request`."""
-        self._waiting.add(self._variant(request.model, request.target_model), change)
+        self.gauges["epp_queue_length"].add(self._variant(request.model, request.target_model), change)
         alike = Waiting(request.flow, request.band, request.model, request.target_model)
         count = self.waiting_requests.pop(alike, 0) + change
         if count:
@@ -343,67 +180,67 @@ class Metrics:
 
     def follow_bodies(self, bodies: BodyBudget) -> None:
         """Show the body bytes that this replica holds, read whenever the page is rendered."""
-        self._bodies.follow_all(lambda: {(): float(bodies.held_bytes)})
+        self.gauges["epp_buffered_bytes"].follow_all(lambda: {(): float(bodies.held_bytes)})
 
     def preempted(self, band: Band) -> None:
-        self._preemptions.add((band.name,))
+        self.counters["epp_preemptions"].add((band.name,))
 
     def evicted(self, band: Band) -> None:
-        self._evictions.add((band.name,))
+        self.counters["epp_evictions"].add((band.name,))
 
     def push_error(self, model: str, error_type: str, target_model: str = "") -> None:
         """Count a request that the queue refused; `error_type` is the Dropped error's code."""
-        self._push_errors.add((*self._variant(model, target_model), error_type))
+        self.counters["epp_queue_push_errors"].add((*self._variant(model, target_model), error_type))
 
     def dequeued(self, attempts: int, successes: int) -> None:
-        self._attempts.add(amount=attempts)
-        self._successes.add(amount=successes)
+        self.counters["epp_popper_dequeue_attempts"].add(amount=attempts)
+        self.counters["epp_popper_dequeue_successes"].add(amount=successes)
 
     def redis_unfit(self, faults: Mapping[str, bool]) -> None:
         """Show for each fault that state/server_check.py looks for whether the Redis server has it."""
-        self._unfit.replace({(fault,): float(has_it) for fault, has_it in faults.items()})
+        self.gauges["epp_redis_unfit"].replace({(fault,): float(has_it) for fault, has_it in faults.items()})
 
     def redis_call(self, script: str, seconds: float, items: int) -> None:
         """Record an answered call of the script `script` for `items` items."""
         label = (script,)
-        self._calls.observe(seconds, label)
-        self._items.observe(items, label)
+        self.histograms["epp_redis_call_seconds"].observe(seconds, label)
+        self.histograms["epp_redis_call_items"].observe(items, label)
 
     def redis_error(self, script: str, kind: str) -> None:
         """Count a failed call to Redis; `kind` is `no-answer` or a meaning of state/error_replies.py."""
-        self._errors.add((script, kind))
+        self.counters["epp_redis_errors"].add((script, kind))
 
     def scraped(self, address: str, seconds: float, reading: EndpointMetrics) -> None:
-        self._scrapes.add((self._endpoint(address), "partial" if reading.remark else "ok"))
-        self._scrape_s.observe(seconds, ("ok",))
+        self.counters["epp_scrapes"].add((self._endpoint(address), "partial" if reading.remark else "ok"))
+        self.histograms["epp_scrape_seconds"].observe(seconds, ("ok",))
 
     def endpoint_fault(self, address: str, why: str) -> None:
-        self._faults.add((self._endpoint(address), _class_of(why)))
+        self.counters["epp_endpoint_faults"].add((self._endpoint(address), _class_of(why)))
 
     def extension_fault(self, extension: str, reason: str) -> None:
-        self._extension_faults.add((extension, reason))
+        self.counters["epp_extension_faults"].add((extension, reason))
 
     def endpoint_ejected(self, address: str, why: str) -> None:
-        self._ejections.add((self._endpoint(address), _class_of(why)))
+        self.counters["epp_endpoint_ejections"].add((self._endpoint(address), _class_of(why)))
 
     def probed(self, address: str, status: int, ready: bool) -> None:
-        self._probes.add((self._endpoint(address),))
+        self.counters["epp_probes"].add((self._endpoint(address),))
 
     def scrape_failed(self, address: str, kind: str, seconds: float) -> None:
         """Count a failed scrape; `kind` is timeout, silent, connection, status or page."""
-        self._scrapes.add((self._endpoint(address), kind))
-        self._scrape_s.observe(seconds, ("failed",))
+        self.counters["epp_scrapes"].add((self._endpoint(address), kind))
+        self.histograms["epp_scrape_seconds"].observe(seconds, ("failed",))
 
     def scrape_published(self, readings: int, seconds: float) -> None:
-        self._readings.add(("published",), readings)
-        self._calls.observe(seconds, ("scrape",))
+        self.counters["epp_scrape_readings"].add(("published",), readings)
+        self.histograms["epp_redis_call_seconds"].observe(seconds, ("scrape",))
 
     def scrape_unpublished(self, readings: int) -> None:
-        self._readings.add(("lost",), readings)
+        self.counters["epp_scrape_readings"].add(("lost",), readings)
 
     def scrape_ages(self, owned: int, ages_s: Callable[[], Mapping[str, float]]) -> None:
-        self._owned.set(owned)
-        self._ages.follow_all(lambda: _by_endpoint(ages_s()))
+        self.gauges["epp_scrape_endpoints"].set(owned)
+        self.gauges["epp_scrape_age_seconds"].follow_all(lambda: _by_endpoint(ages_s()))
 
     def pool(self, state: PoolState, watermark: float, queue_fill: float) -> None:
         """Show the shared state; `queue_fill` is the occupied part (0 to 1) of the queue."""
@@ -413,28 +250,32 @@ class Metrics:
             "queue_fill": queue_fill,
             "replicas": len(state.replicas),
         }
-        for key, gauge in self._pool_gauges.items():
-            gauge.set(float(others[key] if key in others else getattr(state, key)))
-        for key, counter in self._pool_totals.items():
-            counter.follow(float(getattr(state, key)))
-        self._band_queues.replace({(band,): float(n) for band, n in state.queue_length.items()})
-        self._band_bytes.replace({(band,): float(n) for band, n in state.queue_bytes.items()})
+        for key, name in POOL_GAUGES.items():
+            self.gauges[name].set(float(others[key] if key in others else getattr(state, key)))
+        for key, name in POOL_TOTALS.items():
+            self.counters[name].follow(float(getattr(state, key)))
+        self.gauges["epp_band_queue_length"].replace(
+            {(band,): float(n) for band, n in state.queue_length.items()}
+        )
+        self.gauges["epp_band_queue_bytes"].replace(
+            {(band,): float(n) for band, n in state.queue_bytes.items()}
+        )
         in_use = self._bands.union(state.queue_length)
-        for by_band in (self._preemptions, self._evictions):
+        for by_band in (self.counters["epp_preemptions"], self.counters["epp_evictions"]):
             by_band.keep(lambda labels: labels[0] in in_use)
-        self._in_flight.follow_all(lambda: _by_endpoint(state.in_flight))
-        self._limits.follow_all(lambda: _by_endpoint(state.limits))
-        self._prefills.follow_all(lambda: _by_endpoint(state.prefill_in_flight))
-        self._prefill_limits.follow_all(lambda: _by_endpoint(state.prefill_limits))
+        self.gauges["epp_endpoint_in_flight"].follow_all(lambda: _by_endpoint(state.in_flight))
+        self.gauges["epp_endpoint_limit"].follow_all(lambda: _by_endpoint(state.limits))
+        self.gauges["epp_endpoint_prefills"].follow_all(lambda: _by_endpoint(state.prefill_in_flight))
+        self.gauges["epp_endpoint_prefill_limit"].follow_all(lambda: _by_endpoint(state.prefill_limits))
 
     def limits_between(self, least: int | None, most: int | None) -> None:
         """Show the limits' bounds. A bound that is None has no series."""
-        for gauge, bound in ((self._least_limit, least), (self._most_limit, most)):
+        for gauge, bound in ((self.gauges["epp_limit_min"], least), (self.gauges["epp_limit_max"], most)):
             gauge.replace({} if bound is None else {(): float(bound)})
 
     def limit_moved(self, by: int) -> None:
         """Count a limit that this replica, the leader, has moved by `by` requests or tokens."""
-        self._limit_moves.add(("up" if by > 0 else "down",))
+        self.counters["epp_endpoint_limit_moves"].add(("up" if by > 0 else "down",))
 
     def tenants(self, rows: Mapping[str, TenantRow]) -> None:
         """Show the balances of tenants' nodes by path."""
@@ -442,7 +283,7 @@ class Metrics:
 
     def _remaining_by_limit(self) -> dict[Labels, float]:
         left = (
-            ((label_value(path), limit.unit, _PERS.get(limit.per, limit.per)), limit.left)
+            ((label_value(path), limit.unit, PERIODS.get(limit.per, limit.per)), limit.left)
             for path, row in self._tenants.items()
             for limit in row.limits
         )
@@ -457,7 +298,7 @@ class Metrics:
         unit, _, path = limit.split(" ", 2)
         node = None if tenants is None else tenants.node(path)
         named = label_value(path) if node is not None and node.path == path else OTHER
-        self._over_limit.add((named, unit, "reject"))
+        self.counters["epp_tenant_over_limit"].add((named, unit, "reject"))
 
     def demoted(self, flow: str, tenants: Tree | None) -> None:
         """Count a demoted request, for the first node of its path that demotes."""
@@ -467,19 +308,21 @@ class Metrics:
             ("", None),
         )
         named = label_value(path) if node is not None and node.path == path else OTHER
-        self._over_limit.add((named, "", "demote"))
+        self.counters["epp_tenant_over_limit"].add((named, "", "demote"))
 
     def redis_silence(self, seconds: float, paused_s: float) -> None:
         """Show the `seconds` since Redis last answered, and the total time that this replica was paused."""
-        self._redis_answer_age.set(seconds)
-        self._paused_s.follow(paused_s)
+        self.gauges["epp_redis_answer_age_seconds"].set(seconds)
+        self.counters["epp_stood_still_seconds"].follow(paused_s)
 
     def failover(self, state: str, cause: str = "") -> None:
         """Show the failover state (admission/failover.py); if there is a `cause`, count a transition."""
-        self._failover_state.replace({(side,): float(side == state) for side in _FAILOVER_STATES})
-        self._degraded.set(float(state != "shared"))
+        self.gauges["epp_failover_state"].replace(
+            {(side,): float(side == state) for side in _FAILOVER_STATES}
+        )
+        self.gauges["epp_degraded"].set(float(state != "shared"))
         if cause:
-            self._transitions.add((state, cause))
+            self.counters["epp_failover_transitions"].add((state, cause))
 
     def follow_scores(self, scores: Callable[[], Mapping[str, Mapping[str, float]]]) -> None:
         """Call `scores`, whenever the page is rendered, for `ip:port` -> scorer -> score in [0, 1]."""
@@ -492,7 +335,7 @@ class Metrics:
                 for scorer, score in parts.items()
             }
 
-        self._scores.follow_all(by_endpoint_and_scorer)
+        self.gauges["epp_endpoint_score"].follow_all(by_endpoint_and_scorer)
 
 
 def _class_of(why: str) -> str:

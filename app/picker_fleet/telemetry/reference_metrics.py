@@ -11,7 +11,8 @@ from statistics import fmean
 from typing import Final
 
 from picker_fleet.endpoints.readings import EndpointMetrics, Reading
-from picker_fleet.telemetry.metrics import OTHER, Counters, Gauges, LabelCap, Labels, Metrics, label_value
+from picker_fleet.telemetry.catalogue import Labels
+from picker_fleet.telemetry.metrics import OTHER, Counters, Gauges, LabelCap, Metrics, label_value
 
 _FLOW_CONTROL: Final = ("llm_d_epp_flow_control", "inference_extension_flow_control")
 _POOL: Final = ("llm_d_epp", "inference_pool")
@@ -83,18 +84,20 @@ class ReferenceMetrics:
         for prefix in _REQUEST:
             requests = Counters(page, prefix, "Decisions sent to Envoy.", _MODEL)
             requests.follow_all(self._requests_by_model)
-            metrics.durations.also(f"{prefix}_duration_seconds", _MODEL[:1])
-            metrics.first_bytes.also(f"{prefix}_ttft_seconds", _MODEL[:1])
+            metrics.histograms["epp_request_duration_seconds"].also(f"{prefix}_duration_seconds", _MODEL[:1])
+            metrics.histograms["epp_time_to_first_token_seconds"].also(f"{prefix}_ttft_seconds", _MODEL[:1])
         errors = Counters(
             page, f"{_REQUEST[1]}_error", "Decisions that were refusals.", (*_MODEL, "error_code")
         )
-        errors.follow_all(lambda: dict(metrics.refusals.values))
+        errors.follow_all(lambda: dict(metrics.counters["epp_request_errors"].values))
         for prefix in _FLOW_CONTROL:
-            metrics.waits.also(f"{prefix}_request_queue_duration_seconds", (*_MODEL, "success"))
+            metrics.histograms["epp_queue_latency_seconds"].also(
+                f"{prefix}_request_queue_duration_seconds", (*_MODEL, "success")
+            )
 
     def _requests_by_model(self) -> dict[Labels, float]:
         found: dict[Labels, float] = {}
-        for (model, target, *_), count in self._metrics.requests.values.items():
+        for (model, target, *_), count in self._metrics.counters["epp_requests"].values.items():
             found[model, target] = found.get((model, target), 0.0) + count
         return found
 
