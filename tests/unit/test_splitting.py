@@ -39,9 +39,11 @@ def never() -> float:
         "unknown times, a long prompt": (1001, None, StageTimes(), True),
         "unknown times, a short prompt": (1000, None, StageTimes(), False),
         "one time unknown": (1001, None, StageTimes(whole_s=0.1), True),
-        "a split is predicted to be faster": (100, None, StageTimes(1.0, 0.9), True),
+        "a split is predicted to be faster": (100, None, StageTimes(1.0, 0.85), True),
+        "a split is predicted to be hardly faster": (100, None, StageTimes(1.0, 0.95), False),
         "a split is predicted to be slower": (9000, None, StageTimes(1.0, 1.1), False),
-        "slower, but it would delay running answers": (9000, None, StageTimes(1.0, 1.8, 0.9, 1), True),
+        "slower, but it would delay running answers": (9000, None, StageTimes(1.0, 1.7, 0.9, 1), True),
+        "a split would delay answers elsewhere": (9000, None, StageTimes(1.0, 0.1, 0.9, 1, 2), False),
         "a prompt too short for a transfer": (15, None, StageTimes(1.0, 0.5), False),
     },
 )
@@ -53,7 +55,7 @@ def test_a_request_is_split_if_that_costs_less_time(
 
 @pytest.mark.parametrize(
     ("times", "least", "most"),
-    [(KNOWN, 10, 50), (StageTimes(1.0, 0.9), 100, 190), (StageTimes(), 1000, 1500)],
+    [(KNOWN, 10, 50), (StageTimes(1.0, 0.89), 100, 190), (StageTimes(), 1000, 1500)],
 )
 def test_a_few_requests_take_the_other_choice_more_while_its_time_is_unknown(
     times: StageTimes, least: int, most: int

@@ -386,7 +386,9 @@ class EndpointChooser:
             cached = max(on_decoders, default=0)
         times = StageTimes()
         if self._threshold is None:
-            times = self._forecasts.stage_times(request, decoder, prefiller, matches)
+            times = self._forecasts.stage_times(
+                request, decoder, prefiller, self._states.state(prefiller.address), matches
+            )
         draw = random.random if request.stream else None  # only streams tell the time to the first token
         split = decide(self._uncached_tokens(request, cached), self._threshold, times, draw)
         return choice._replace(prefill=prefill if split.is_split else "", split=split)

@@ -87,9 +87,11 @@ class Forecasts:
         request: InferenceRequest,
         decoder: EndpointState,
         prefiller: EndpointState,
+        prefiller_decodes: EndpointState | None,
         matches: Mapping[str, int],
     ) -> StageTimes:
-        """The predicted times of `request` on the endpoint of `decoder`, without and with `prefiller`."""
+        """The predicted times of `request` on the endpoint of `decoder`, without and with `prefiller`, whose
+        state in the decode stage is `prefiller_decodes`, None if it writes no answers."""
         load = self._load(request, decoder, matches)
         rest = load._replace(prefill_tokens=self._backlog(decoder.address))  # without the prompt itself
         whole, others = (
@@ -97,13 +99,12 @@ class Forecasts:
         )
         split = self._split_ttft(request, prefiller, self._load(request, prefiller, matches))
         whole_s = None if whole is None else whole.median_s
-        # Some requests in flight wait for their prefill elsewhere: the engine's page tells how many run.
-        running = decoder.in_flight if decoder.running is None else min(decoder.running, decoder.in_flight)
         return StageTimes(
             whole_s,
             None if split is None else split.median_s,
             (whole_s or 0.0) - (0.0 if others is None else others.median_s),
-            running,
+            _running(decoder),
+            0.0 if prefiller_decodes is None else _running(prefiller_decodes),
         )
 
     def placed_split(
@@ -159,6 +160,12 @@ class Forecasts:
 
     def _backlog(self, address: str) -> float:
         return self._routes.backlogs.tokens(address, self._clock())
+
+
+def _running(state: EndpointState) -> float:
+    """The answers that the endpoint in `state` writes. Some requests in flight wait for their prefill
+    elsewhere; the engine's page tells how many run."""
+    return state.in_flight if state.running is None else min(state.running, state.in_flight)
 
 
 def shortfall_s(objective: LatencyObjective, forecasts: Sequence[Forecast]) -> float | None:

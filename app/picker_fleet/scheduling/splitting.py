@@ -3,8 +3,9 @@ Pure.
 
 A split request waits for the prefill endpoint and for the transfer of the KV cache. A whole request waits for
 the decode endpoint, and its prompt delays the answers that run there by the time of its prefill, which is the
-reason to separate the stages (DistServe, Zhong et al. 2024). `auto` takes the choice that adds less waiting
-time to all these requests, by the times that scheduling/latency_model.py predicts.
+reason to separate the stages (DistServe, Zhong et al. 2024). If the prefill endpoint also writes answers, a
+split delays those. `auto` takes the choice that adds less waiting time to all these requests, by the times
+that scheduling/latency_model.py predicts, and splits only for a clear gain.
 
 Until both choices of a model have been observed, prompts of more than `START_TOKENS` are split: the default
 of Dynamo's `max-local-prefill-length`, whose guide shows that GPUs prefill shorter prompts inefficiently. A
@@ -19,18 +20,22 @@ LEAST_TOKENS: Final = 16  # a shorter prompt fills no block of vLLM's KV cache: 
 # Part of the requests that take the slower choice if it is hardly slower. If it is predicted to cost n times
 # as much, an n-th of this part takes it: exploring adds at most this part to the time.
 _EXPLORED: Final = 1 / 64
+# A split must cost less than this part of serving whole. Of two choices that cost about the same, errors of
+# the predictions would otherwise choose, and a split adds a transfer.
+_CLEARLY: Final = 0.9
 _EXPLORED_UNKNOWN: Final = 1 / 8  # the same part until some fifty such requests have made that time known
 
 
 class StageTimes(NamedTuple):
     """The predicted times (s) to the first token of one request, None if unknown: `whole_s` on its decode
-    endpoint, `split_s` with its prefill endpoint. `own_s` is the time of its prompt alone in `whole_s`, and
-    `running` the number of answers that this prompt would delay."""
+    endpoint, `split_s` with its prefill endpoint. `own_s` is the time of its prompt alone in `whole_s`. The
+    prompt would delay `running` answers on its decode endpoint, `running_split` on its prefill endpoint."""
 
     whole_s: float | None = None
     split_s: float | None = None
     own_s: float = 0.0
     running: float = 0.0
+    running_split: float = 0.0
 
 
 class SplitDecision(NamedTuple):
@@ -43,15 +48,18 @@ class SplitDecision(NamedTuple):
     explores: bool = False
 
     def __str__(self) -> str:
-        whole_s, split_s, own_s, running = self.times
+        whole_s, split_s, own_s, running, running_split = self.times
         text = f"{'split' if self.is_split else 'whole'}: {self.tokens:.0f} uncached tokens"
         if whole_s is not None:
             text += f", whole {whole_s:.2f} s"
-            if running:
-                text += f" and {own_s:.2f} s for each of {running:.0f} running answers"
+            text += _delay(own_s, running)
         if split_s is not None:
-            text += f", split {split_s:.2f} s"
+            text += f", split {split_s:.2f} s{_delay(own_s, running_split)}"
         return f"{text}; chosen to learn its time" if self.explores else text
+
+
+def _delay(own_s: float, running: float) -> str:
+    return f" and {own_s:.2f} s for each of {running:.0f} running answers" if running else ""
 
 
 def decide(
@@ -63,14 +71,15 @@ def decide(
         return SplitDecision(tokens > threshold, tokens)
     if tokens < LEAST_TOKENS:
         return SplitDecision(False, tokens)
-    whole_s, split_s, own_s, running = times
+    whole_s, split_s, own_s, running, running_split = times
     if whole_s is None or split_s is None:
         is_better = tokens > START_TOKENS
         is_known = (whole_s if is_better else split_s) is not None
         share = _EXPLORED if is_known else _EXPLORED_UNKNOWN
     else:
-        cost_s = whole_s + running * own_s
-        is_better = split_s <= cost_s
-        share = _EXPLORED * min(split_s, cost_s) / max(split_s, cost_s)
+        whole_s += running * own_s
+        split_s += running_split * own_s
+        is_better = split_s < whole_s * _CLEARLY
+        share = _EXPLORED * min(split_s, whole_s) / max(split_s, whole_s)
     explores = draw is not None and draw() < share
     return SplitDecision(is_better is not explores, tokens, times, explores)
