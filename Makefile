@@ -54,7 +54,7 @@ else
 endif
 
 redis-test: $(VENV)/.installed ## the scripts' tests, and the model's, on Debian's redis-server
-	PICKER_TEST_SERVER=redis-server $(BIN)/pytest tests/scripts tests/model tests/faults/test_redis_acl.py -k 'not fakeredis' $(ARGS)
+	PICKER_TEST_SERVER=redis-server $(BIN)/pytest tests/scripts tests/model tests/faults/test_redis_acl.py $(ARGS)
 
 kubernetes-test: $(VENV)/.installed ## discovery and manifests against a real API server, built once (about ten minutes)
 	@KUBERNETES_TEST_PARTS="$$(bash .ci/kubernetes)" && export KUBERNETES_TEST_PARTS && $(BIN)/pytest tests/kubernetes $(ARGS)

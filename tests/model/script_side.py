@@ -8,7 +8,6 @@ from typing import Any
 
 import redis
 from direct_calls import arrival, clock_of
-from fake_struct import with_struct
 from packed import counters, doubles
 from pool_model import Reply
 from shared_queue import named_bands
@@ -49,15 +48,12 @@ class Seen:
 
 
 class ScriptSide:
-    """A pool on the server of `client` (made with options TEXT); `clear` empties the pool. The argument
-    `server` is 'valkey' or 'fakeredis'."""
+    """A pool on the server of `client` (made with options TEXT); `clear` empties the pool."""
 
-    def __init__(self, client: redis.Redis, server: str) -> None:
-        self.server = server
+    def __init__(self, client: redis.Redis) -> None:
         self._redis = client
         self._library = load_library(clock=clock_of("clock"))
-        loaded = with_struct(self._library) if server == "fakeredis" else self._library
-        self._redis.function_load(loaded.source, replace=True)
+        self._redis.function_load(self._library.source, replace=True)
         self._keys = Keys.of("model")
         self._log_at = 0
 

@@ -1,6 +1,6 @@
 """Compares the scripts with the model under random calls, clock steps and actions of operators.
 
-With PICKER_MODEL_EXAMPLES=N, N random examples run on each server, instead of a few fixed examples.
+With PICKER_MODEL_EXAMPLES=N, N random examples run, instead of a few fixed examples.
 """
 
 import json
@@ -46,7 +46,7 @@ SPELLED = (*WEIGHTS, *WORKLOADS)  # names that each run replaces with random nam
 GRACE_MS, IDLE_MS = 2000, 20_000
 UNSEEN_MS = 10**9  # ghosts are never found, as this test reads no metrics pages of endpoints
 EXAMPLES = os.environ.get("PICKER_MODEL_EXAMPLES", "")
-FEW = {"valkey": 100, "fakeredis": 10}  # fakeredis takes ten times as long, and runs all of test_rules.py
+FEW = 100
 STEPS = 50
 TO_SETTLE = 3_601_000_000  # us: longer than this test's timeouts and GIVEN_UP_MS (lua/lib/tombstones.lua)
 
@@ -521,7 +521,7 @@ def test_the_scripts_do_what_the_model_does(side: ScriptSide) -> None:
     run_state_machine_as_test(
         machine,
         settings=settings(
-            max_examples=int(EXAMPLES or FEW[side.server]),
+            max_examples=int(EXAMPLES or FEW),
             stateful_step_count=STEPS,
             derandomize=not EXAMPLES,
             # Hypothesis takes minutes to shrink a failure: let it shrink only with PICKER_MODEL_EXAMPLES.

@@ -1,6 +1,5 @@
-"""Reads packed values that the scripts store: doubles as `struct` or fakeredis packs them."""
+"""Reads doubles that the scripts store with Lua's `struct`."""
 
-import re
 import struct
 
 from picker_fleet.state.schema import COUNTERS
@@ -8,8 +7,6 @@ from picker_fleet.state.schema import COUNTERS
 
 def doubles(packed: str) -> list[float]:
     """The numbers of a packed string that a client decoded with `surrogateescape`."""
-    if re.fullmatch("[-+.0-9e\x1f]*", packed):
-        return [float(text) for text in packed.split("\x1f")[:-1]]
     raw = packed.encode("utf-8", "surrogateescape")
     return list(struct.unpack(f"<{len(raw) // 8}d", raw))
 
