@@ -27,40 +27,11 @@ CALLS: dict[str, tuple[str | int | float | bytes, ...]] = {
     "place": ("a", "q1", "1", "*", "", "g2", "1", "e1:1=0.5,e2:1=0.4", ""),
     "acknowledge": ("a", "q1", "1", "q2", "1"),
     "settle": (
-        "a",
-        "p1",
-        "completed",
-        "30",
-        "7",
-        "80",
-        "p2",
-        "client_gone",
-        "",
-        "",
-        "",
-        "q2",
-        "completed",
-        "",
-        "",
-        "",
+        "a", "p1", "completed", "30", "7", "80", "p2", "client_gone", "", "", "",
+        "q2", "completed", "", "", "",
     ),
     "report_fault": (
-        "a",
-        "p1",
-        "e1:1",
-        "",
-        "500",
-        0,
-        "p2",
-        "e2:1",
-        "",
-        "full",
-        0,
-        "x",
-        "e1:1",
-        "f9",
-        "500",
-        0,
+        "a", "p1", "e1:1", "", "500", 0, "p2", "e2:1", "", "full", 0, "x", "e1:1", "f9", "500", 0,
     ),
     "cancel": ("a", "p3", "1", "withdrawn", "q3", "1", "cancelled"),
     "renew": ("a", "p1", "", "e3:1", "", 0, "gone", "", "", TOKEN, 0, "p2", "1", "", "", 0),
@@ -74,12 +45,12 @@ CALLS: dict[str, tuple[str | int | float | bytes, ...]] = {
     "tune": ("a", '{"upper_per": 3, "lower_per": 3}', '{"x": 1}'),
     "sweep": SWEEP,
     "next sweep": SWEEP,
-}
+}  # fmt: skip
 
 
-def prepare(library: FailingPool, ordering: str) -> None:
+def prepare(library: FailingPool) -> None:
     """Fill a pool with placed, granted, waiting and overdue requests, and a silent replica."""
-    library.publish(*ENDPOINTS, **ROOM, ordering=ordering, silence_ms=5000)
+    library.publish(*ENDPOINTS, **ROOM, ordering="workload-aware", silence_ms=5000)
     for replica in ("a", "silent"):
         library.call("heartbeat", replica, "{}", 5000, f"key-{replica}")
     placed = [of(f"p{number}", f"f{number % 2}", limit=number % 2) for number in range(1, 7)]
@@ -95,14 +66,13 @@ def prepare(library: FailingPool, ordering: str) -> None:
     library.passes(500)
 
 
-@pytest.mark.parametrize("ordering", ["fcfs", "workload-aware"])
 @pytest.mark.parametrize("name", CALLS)
 def test_a_call_that_failed_at_any_redis_command_has_its_usual_effect_when_repeated(
-    client: redis.Redis, pool: str, name: str, ordering: str
+    client: redis.Redis, pool: str, name: str
 ) -> None:
     # Record the state after a call without failures.
     library = FailingPool(client, pool)
-    prepare(library, ordering)
+    prepare(library)
     if name == "next sweep":
         library.passes(90_000)
     script, args = name.split()[-1], CALLS[name]

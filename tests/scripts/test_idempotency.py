@@ -53,6 +53,8 @@ CALLS: dict[str, Call] = {
 }
 # A rejected request has no record, so a repetition counts as another arrival of the request's workload.
 TURNED_AWAY = frozenset(("admit, expired", "admit, refused"))
+# A connection repeats a lost call in the same way for each script: in batches, durably, or alone.
+LOST = ("admit, new", "place", "settle, in flight", "cancel, granted", "renew, restored", "publish", "sweep")
 
 
 @asynccontextmanager
@@ -88,7 +90,7 @@ async def test_a_repeated_call_changes_nothing(fleet: OpenFleet, name: str) -> N
         assert after == before
 
 
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("name", LOST)
 async def test_a_call_whose_reply_is_lost_takes_effect_once(
     fleet: OpenFleet, valkey_url: str, pool: str, name: str
 ) -> None:
@@ -103,10 +105,7 @@ async def test_a_call_whose_reply_is_lost_takes_effect_once(
         await CALLS[name](a)
         # The state is the same as after the call without the fault.
         assert between.lost == 1
-        found, wanted = _counts(await it.dump()), _counts(expected)
-        if name in TURNED_AWAY:
-            wanted["workloads"]["w"][0] += 1
-        assert found == wanted
+        assert _counts(await it.dump()) == _counts(expected)
 
 
 def _workload(dump: dict[str, Any]) -> list[float]:
