@@ -107,7 +107,7 @@ async def ended(message: Entry) -> Completion:
 def taken(*entries: Entry) -> tuple[ScriptedGate, str]:
     """Account for `entries`; return the gate, which records calls, and the text of the metrics page."""
     gate, metrics = ScriptedGate(), Metrics()
-    accesslog.take(entries, [Account(gate, metrics, KEYS, KnownOrigins())])
+    accesslog.Collector([Account(gate, metrics, KEYS, KnownOrigins())]).take(entries)
     return gate, page_of(metrics).decode()
 
 
@@ -406,11 +406,11 @@ def test_ids_of_stored_state_are_noted_with_their_endpoint_if_the_fleet_signed_t
         )
         entries.append(message)
     gate, origins = ScriptedGate(), KnownOrigins()
-    accesslog.take(entries, [Account(gate, Metrics(), KEYS, origins)])  # type: ignore[arg-type]
+    accesslog.Collector([Account(gate, Metrics(), KEYS, origins)]).take(entries)  # type: ignore[arg-type]
     assert origins.noted == [(("resp_1", "conv_1"), "10.0.0.1:8000")] * 3
     # A 404 means that the server lacks the state, so no id is noted.
     entries[0].response.response_code.value = 404
-    accesslog.take(entries[:1], [Account(ScriptedGate(), Metrics(), KEYS, origins)])  # type: ignore[arg-type]
+    accesslog.Collector([Account(ScriptedGate(), Metrics(), KEYS, origins)]).take(entries[:1])  # type: ignore[arg-type]
     assert origins.noted[3:] == [((), "10.0.0.1:8000")]
     # A read of stored state is not admitted, so the gate gets no report of the end of the read.
     assert [each.id for each in gate.reported] == ["r-1", "r-2", "r-3"]

@@ -245,7 +245,7 @@ def test_an_access_log_entry_belongs_to_the_pool_that_signed_its_accounting_toke
         ended("r-5", keys[1], signed_for="r-1"),  # forged
         gone,
     ]  # fmt: skip
-    accesslog.take(entries, accounts)
+    accesslog.Collector(accounts).take(entries)
     assert [[each.id for each in gate.reported] for gate in gates] == [["r-2"], ["r-1", "r-3"]]
     # An access-log entry without a token names no pool, so every pool checks the request id.
     assert [gate.suspected for gate in gates] == [["gone"], ["gone"]]

@@ -9,7 +9,7 @@ import re
 import secrets
 from collections.abc import Collection, Mapping
 from itertools import islice
-from typing import Any, TypedDict
+from typing import Any
 
 import msgspec
 
@@ -45,6 +45,11 @@ _HALF_PAIR = re.compile(
     re.DOTALL,
 )
 _MOST_HALF_PAIRS = 64
+
+# Decodes the members of a simple body (`intake.Ask`) that make up its prompt.
+_prompt_decoder: msgspec.json.Decoder[Mapping[str, msgspec.Raw]] = msgspec.json.Decoder(
+    media.only((*PROMPT_MEMBERS, "cache_salt"))
+)
 
 _keys: list[str] = []  # keys of the body that is being decoded; a shared list, since decoding never awaits
 
@@ -211,22 +216,3 @@ def prompt_prefix(target_model: str, read: "Body | OtherBody | bytes") -> tuple[
             return ()
     salt = bytes(memoryview(members["cache_salt"])[:_SALT_BYTES]) if "cache_salt" in members else b""
     return block_hashes(target_model, prompt_bytes(members), salt=salt)
-
-
-class _PromptMembers(TypedDict, total=False):
-    """The members of a simple body (`intake.Ask`) that make up its prompt, as JSON texts."""
-
-    tools: msgspec.Raw
-    functions: msgspec.Raw
-    instructions: msgspec.Raw
-    system: msgspec.Raw
-    systemInstruction: msgspec.Raw
-    messages: msgspec.Raw
-    prompt: msgspec.Raw
-    input: msgspec.Raw
-    contents: msgspec.Raw
-    inputs: msgspec.Raw
-    cache_salt: msgspec.Raw
-
-
-_prompt_decoder: msgspec.json.Decoder[Mapping[str, msgspec.Raw]] = msgspec.json.Decoder(_PromptMembers)

@@ -47,6 +47,12 @@ _MPEG_1 = (0, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 0)
 _MPEG_2 = (0, 8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 144, 160, 0)
 
 
+def only(names: Iterable[str]) -> Any:
+    """A type of JSON objects: msgspec returns the members `names` as JSON texts, and skips all others."""
+    typed_dict: Any = TypedDict
+    return typed_dict("Members", dict.fromkeys(names, msgspec.Raw), total=False)
+
+
 def found(body: bytes, members: Mapping[str, Any]) -> tuple[int, float]:
     """The bytes that media take in a body, and their cost in tokens; 0, 0 in a form that is not known."""
     if not _may_have_media(body, members):

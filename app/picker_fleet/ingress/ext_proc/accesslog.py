@@ -11,7 +11,7 @@ with its own keys, so the signature identifies the pool. The replica's gRPC serv
 import contextlib
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from envoy.data.accesslog.v3 import accesslog_pb2
@@ -112,69 +112,70 @@ class Collector:
         return b""  # StreamAccessLogsResponse has no fields
 
     def on_message(self, data: bytes) -> tuple[Sequence[bytes], bool]:
-        """Handle one StreamAccessLogsMessage, which has no answer and is never the last."""
-        message = _message(data)
-        if message.HasField("http_logs"):
-            take(message.http_logs.log_entry, self._accounts, self._namespace)
+        """Handle one StreamAccessLogsMessage, which has no answer and is never the last. A malformed message
+        is dropped, so that the stream continues."""
+        try:
+            message = als_pb2.StreamAccessLogsMessage.FromString(data)
+        except DecodeError:
+            _log.warning("an access-log message could not be decoded", extra={"size_bytes": len(data)})
+        else:
+            self.take(message.http_logs.log_entry)
         return (), False
 
+    def take(self, entries: Iterable[Any]) -> None:
+        """Report the HTTPAccessLogEntry messages `entries`, in order, each to its request's pool."""
+        accounts = self._accounts
+        for entry in entries:
+            try:
+                item = read(entry, self._namespace)
+            except (ValueError, TypeError, OverflowError):
+                _log.warning("an access-log entry could not be read", exc_info=True)
+                item = None
+            if item is None:
+                accounts[0].metrics.access_log("ignored")
+                continue
+            if isinstance(item, Fault) and not item.accounting_token:
+                for each in accounts:  # without a token, every pool is asked for the request
+                    each.gate.fault(item)
+                accounts[0].metrics.access_log("failed")
+                continue
+            account, fault = accounts[0], NO_TOKEN
+            if item.accounting_token:  # an entry without a token is about a request that waits or was refused
+                account, fault = self._owner(item.accounting_token, item.id)
+            if fault:
+                account.metrics.access_log_rejected(fault)
+                if fault is NO_TOKEN and isinstance(item, Completion) and item.outcome is Outcome.CLIENT_GONE:
+                    # The client left before Envoy had the token, or the entry is forged: report a suspicion.
+                    for each in accounts:
+                        each.gate.suspect(item.id)
+                account.metrics.access_log("ignored")
+                continue
+            if has_state(entry.request.path) and not isinstance(item, Fault):
+                account.origins.note(_ids(entry), item.served)
+            if accounting_token.is_read(item.accounting_token):
+                account.metrics.access_log("ignored")
+            elif isinstance(item, Completion):
+                account.gate.settle(item)
+                account.metrics.access_log("ended")
+            elif isinstance(item, Fault):
+                account.gate.fault(item)
+                account.metrics.access_log("failed")
+            else:
+                account.gate.renew(item)
+                if item.is_prefilled:
+                    account.gate.prefilled(item.id)
+                account.metrics.access_log("alive")
 
-def _owner(token: str, request_id: str, accounts: Sequence[Account]) -> tuple[Account, str]:
-    """The account of the pool that signed the accounting token, and the fault of that token ('' if valid).
-
-    If no pool has signed the token, the first account is returned.
-    """
-    fault = UNKNOWN_KEY
-    for account in accounts:
-        its_fault = accounting_token.fault_of(token, request_id, account.keys)
-        if not its_fault:
-            return account, ""
-        fault = its_fault if fault is UNKNOWN_KEY else fault
-    return accounts[0], fault
-
-
-def take(entries: Any, accounts: Sequence[Account], namespace: str = NAMESPACE) -> None:
-    """Report the HTTPAccessLogEntry messages `entries`, in order, each to the gate of its request's pool."""
-    for entry in entries:
-        try:
-            item = read(entry, namespace)
-        except (ValueError, TypeError, OverflowError):
-            _log.warning("an access-log entry could not be read", exc_info=True)
-            item = None
-        if item is None:
-            accounts[0].metrics.access_log("ignored")
-            continue
-        if isinstance(item, Fault) and not item.accounting_token:
-            for each in accounts:  # without a token, every pool is asked for the request
-                each.gate.fault(item)
-            accounts[0].metrics.access_log("failed")
-            continue
-        account, fault = accounts[0], NO_TOKEN
-        if item.accounting_token:  # an entry without a token is about a request that waits or was refused
-            account, fault = _owner(item.accounting_token, item.id, accounts)
-        if fault:
-            account.metrics.access_log_rejected(fault)
-            if fault is NO_TOKEN and isinstance(item, Completion) and item.outcome is Outcome.CLIENT_GONE:
-                # The client left before Envoy had the token, or the entry is forged: report a suspicion.
-                for each in accounts:
-                    each.gate.suspect(item.id)
-            account.metrics.access_log("ignored")
-            continue
-        if has_state(entry.request.path) and not isinstance(item, Fault):
-            account.origins.note(_ids(entry), item.served)
-        if accounting_token.is_read(item.accounting_token):
-            account.metrics.access_log("ignored")
-        elif isinstance(item, Completion):
-            account.gate.settle(item)
-            account.metrics.access_log("ended")
-        elif isinstance(item, Fault):
-            account.gate.fault(item)
-            account.metrics.access_log("failed")
-        else:
-            account.gate.renew(item)
-            if item.is_prefilled:
-                account.gate.prefilled(item.id)
-            account.metrics.access_log("alive")
+    def _owner(self, token: str, request_id: str) -> tuple[Account, str]:
+        """The account of the pool that signed the accounting token, and the fault of that token ('' if
+        valid). If no pool has signed the token, the first account is returned."""
+        fault = UNKNOWN_KEY
+        for account in self._accounts:
+            its_fault = accounting_token.fault_of(token, request_id, account.keys)
+            if not its_fault:
+                return account, ""
+            fault = its_fault if fault is UNKNOWN_KEY else fault
+        return self._accounts[0], fault
 
 
 def read(entry: Any, namespace: str = NAMESPACE) -> Completion | Alive | Fault | None:
@@ -283,15 +284,6 @@ def _ids(entry: Any) -> tuple[str, ...]:
     return tuple(filter(None, (_text(usage, key) for key in STATE_IDS)))
 
 
-def _message(data: bytes) -> Any:
-    """The message in `data`; an empty message if `data` is malformed, so that the stream continues."""
-    try:
-        return als_pb2.StreamAccessLogsMessage.FromString(data)
-    except DecodeError:
-        _log.warning("an access-log message could not be decoded", extra={"size_bytes": len(data)})
-        return als_pb2.StreamAccessLogsMessage()
-
-
 def _outcome(flags: Any, status: int) -> Outcome:
     if flags is not None:
         names = {field.name for field, _ in flags.ListFields()}
@@ -322,12 +314,11 @@ def _text(fields: Any, key: str) -> str:
 
 def _wait_of_check(fields: Any) -> tuple[float | None, str]:
     """Seconds in the queue and target model, from the check's answer; (None, '') without a wait."""
-    waited = fields.get(WAITED_HEADER)
-    if waited is None:
+    if WAITED_HEADER not in fields:
         return None, ""
     waited_s = None
     with contextlib.suppress(ValueError):
-        seconds = float(waited.string_value)
+        seconds = float(_text(fields, WAITED_HEADER))
         waited_s = seconds if 0 <= seconds < math.inf else None
     return waited_s, _text(fields, TARGET_HEADER).removeprefix(TOKEN_MARK)
 

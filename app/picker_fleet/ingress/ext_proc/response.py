@@ -5,7 +5,7 @@ import re
 import zlib
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, TypedDict
+from typing import Any, Final
 
 import msgspec
 import orjson
@@ -15,7 +15,7 @@ from picker_fleet.domain.request import Completion, Outcome, fault_of, hold_of
 from picker_fleet.ingress import quota_headers
 from picker_fleet.ingress.context import PRESSURE, Decision, ExchangeContext
 from picker_fleet.ingress.ext_proc import codec
-from picker_fleet.ingress.media import MALFORMED
+from picker_fleet.ingress.media import MALFORMED, only
 from picker_fleet.scheduling.chooser import SESSION_HEADER
 
 _STATUS = ":status"
@@ -140,66 +140,39 @@ class ModelRename:
         self._key, self._is_value = b"", False
 
 
-class _Members(TypedDict, total=False):
-    """Members of an answer, at any depth, that report token counts or contain them, in the APIs of OpenAI,
-    Anthropic, Cohere, Gemini, Bedrock, TGI, SGLang, Ollama and llama.cpp.
-    """
-
-    usage: msgspec.Raw
-    message: msgspec.Raw
-    response: msgspec.Raw
-    usageMetadata: msgspec.Raw
-    meta_info: msgspec.Raw
-    details: msgspec.Raw
-    meta: msgspec.Raw
-    tokens: msgspec.Raw
-    billed_units: msgspec.Raw
-    prompt_tokens_details: msgspec.Raw
-    input_tokens_details: msgspec.Raw
-    prompt_tokens: msgspec.Raw
-    input_tokens: msgspec.Raw
-    inputTokens: msgspec.Raw
-    promptTokenCount: msgspec.Raw
-    prompt_eval_count: msgspec.Raw
-    tokens_evaluated: msgspec.Raw
-    input_length: msgspec.Raw
-    completion_tokens: msgspec.Raw
-    output_tokens: msgspec.Raw
-    outputTokens: msgspec.Raw
-    candidatesTokenCount: msgspec.Raw
-    eval_count: msgspec.Raw
-    tokens_predicted: msgspec.Raw
-    generated_tokens: msgspec.Raw
-    total_tokens: msgspec.Raw
-    totalTokens: msgspec.Raw
-    totalTokenCount: msgspec.Raw
-    cache_creation_input_tokens: msgspec.Raw
-    cacheWriteInputTokens: msgspec.Raw
-    cache_read_input_tokens: msgspec.Raw
-    cacheReadInputTokens: msgspec.Raw
-    cached_tokens: msgspec.Raw
-
-
-# The kind of each member of `_Members`, in order: 11 containers of counts, then the counts of each kind. The
-# prompt's tokens exclude those _WRITTEN to a cache and _READ from it, but include the _CACHED ones.
+# Members of an answer, at any depth, that contain token counts or report them, in the APIs of OpenAI,
+# Anthropic, Cohere, Gemini, Bedrock, TGI, SGLang, Ollama and llama.cpp. The prompt's tokens exclude those
+# _WRITTEN to a cache and _READ from it, but include the _CACHED ones.
 _HOLDS, _PROMPT, _COMPLETION, _TOTAL, _WRITTEN, _READ, _CACHED = range(7)
-_KINDS: Final = dict(
-    zip(
-        _Members.__annotations__,
-        (
-            *(*[_HOLDS] * 11, *[_PROMPT] * 7, *[_COMPLETION] * 7, *[_TOTAL] * 3),
-            *(*[_WRITTEN] * 2, *[_READ] * 2, _CACHED),
-        ),
-        strict=True,
-    )
-)
+_NAMES: Final = {
+    _HOLDS: (
+        "usage", "message", "response", "usageMetadata", "meta_info", "details", "meta", "tokens",
+        "billed_units", "prompt_tokens_details", "input_tokens_details",
+    ),
+    _PROMPT: (
+        "prompt_tokens", "input_tokens", "inputTokens", "promptTokenCount", "prompt_eval_count",
+        "tokens_evaluated", "input_length",
+    ),
+    _COMPLETION: (
+        "completion_tokens", "output_tokens", "outputTokens", "candidatesTokenCount", "eval_count",
+        "tokens_predicted", "generated_tokens",
+    ),
+    _TOTAL: ("total_tokens", "totalTokens", "totalTokenCount"),
+    _WRITTEN: ("cache_creation_input_tokens", "cacheWriteInputTokens"),
+    _READ: ("cache_read_input_tokens", "cacheReadInputTokens"),
+    _CACHED: ("cached_tokens",),
+}  # fmt: skip
+_KINDS: Final = {name: kind for kind, names in _NAMES.items() for name in names}
 _MOST_NESTED = 3  # Cohere: {"usage": {"tokens": {…}}}; Responses: {"response": {"usage": {…}}}
 # Member names to search a text for to find usage, the most frequent first.
 _MARKS: Final = tuple(b'"%s"' % name.encode() for name in (
     "usage", "usageMetadata", "meta_info", "details", "meta", "eval_count", "tokens_predicted",
 ))  # fmt: skip
+_Members = only(_KINDS)
 _members: msgspec.json.Decoder[Mapping[str, msgspec.Raw]] = msgspec.json.Decoder(_Members)
-_list_of_members: msgspec.json.Decoder[list[Mapping[str, msgspec.Raw]]] = msgspec.json.Decoder(list[_Members])
+_list_of_members: msgspec.json.Decoder[list[Mapping[str, msgspec.Raw]]] = msgspec.json.Decoder(
+    list[_Members]  # type: ignore[valid-type]
+)
 _PREFIX = json.JSONDecoder()
 
 # Numbers of prompt, completion and cached prompt tokens; None if unknown.
