@@ -8,7 +8,6 @@ from typing import Any
 from unittest.mock import AsyncMock
 
 import grpc
-import psutil
 import pytest
 from background import running, until
 from extproc_client import serving_on
@@ -40,15 +39,10 @@ async def replica(transfer: Transfer, tls: Certificates | None = None, **answers
         yield address
 
 
-@asynccontextmanager
-async def peers(
+def peers(
     pool: str = "p", keys: Keyring = KEYS, tls: Certificates | None = None, margin_s: float = PATIENT_S
-) -> AsyncIterator[GrpcPeers]:
-    them = GrpcPeers(pool, keys, tls, margin_s)
-    try:
-        yield them
-    finally:
-        await them.close()
+) -> GrpcPeers:
+    return GrpcPeers(pool, keys, tls, margin_s)
 
 
 async def gives(least: float, most: float) -> float:
@@ -56,13 +50,15 @@ async def gives(least: float, most: float) -> float:
 
 
 async def test_a_replica_with_free_budget_transfers_some_to_a_peer() -> None:
-    async with replica(gives) as address, peers() as them:
+    them = peers()
+    async with replica(gives) as address:
         assert await them.ask(address, 1.0, 5.0) == 2.0
         assert await them.ask(address, 1.0, 1.0) == 1.0
 
 
 async def test_another_pool_or_a_malformed_request_gets_no_budget() -> None:
-    async with replica(gives) as address, peers("other") as strangers:
+    strangers = peers("other")
+    async with replica(gives) as address:
         assert await strangers.ask(address, 1.0, 5.0) == 0.0
         amounts = (b'-1, "most": 2', b'3, "most": 2', b'"x", "most": 2', b'NaN, "most": NaN')
         wrong = [b'{"pool": "p", "least": %s}' % each for each in amounts]
@@ -72,7 +68,8 @@ async def test_another_pool_or_a_malformed_request_gets_no_budget() -> None:
 
 async def test_a_call_gets_budget_only_if_the_fleet_signed_it_for_this_replica_and_only_once() -> None:
     counts = AsyncMock(return_value=2.0)
-    async with replica(counts) as address, replica(gives) as other, peers(keys=Keyring()) as strangers:
+    strangers = peers(keys=Keyring())
+    async with replica(counts) as address, replica(gives) as other:
         # A call without a signature by the fleet's key gets no budget.
         assert await strangers.ask(address, 1.0, 5.0) == 0.0
         unsigned = b'{"pool":"p","least":1.0,"most":5.0,"nonce":"n","signature":""}'
@@ -104,7 +101,8 @@ async def test_budget_in_a_late_answer_is_not_lost() -> None:
 
     slow = AsyncMock(side_effect=gives_late)
     counted = AsyncMock(side_effect=handlers("p", slow, KEYS, lambda: address)[METHOD])
-    async with serving_on({METHOD: counted}) as address, peers(margin_s=0.0) as them:
+    them = peers(margin_s=0.0)
+    async with serving_on({METHOD: counted}) as address:
         answer = asyncio.create_task(them.ask(address, 1.0, 5.0))
         await until(lambda: counted.call_count == 2)  # the first call has timed out
         open_.set()
@@ -114,15 +112,15 @@ async def test_budget_in_a_late_answer_is_not_lost() -> None:
 
 @pytest.mark.parametrize("said", [-1.0, 7.0, float("nan")])
 async def test_an_impossible_amount_of_budget_is_ignored(said: float) -> None:
-    async with replica(AsyncMock(return_value=said)) as address, peers() as them:
+    them = peers()
+    async with replica(AsyncMock(return_value=said)) as address:
         assert not await them.ask(address, 1.0, 5.0)
 
 
 async def test_asking_an_unreachable_peer_for_budget_returns_none() -> None:
     async with replica(gives) as address:
         pass
-    async with peers() as them:
-        assert await them.ask(address, 1.0, 5.0) is None
+    assert await peers().ask(address, 1.0, 5.0) is None
 
 
 async def test_only_the_fleet_can_read_the_outage_count_and_the_ends_of_a_replica() -> None:
@@ -131,18 +129,15 @@ async def test_only_the_fleet_can_read_the_outage_count_and_the_ends_of_a_replic
     def ended_before(ids: Collection[str]) -> list[str]:
         return [name for name in ids if name != "s"]
 
-    async with (
-        replica(gives, count=lambda: own, ended_before=ended_before) as address,
-        peers() as them,
-        peers(keys=Keyring()) as strangers,
-    ):
+    them, strangers = peers(), peers(keys=Keyring())
+    async with replica(gives, count=lambda: own, ended_before=ended_before) as address:
         assert await them.count(address) == own
         assert await them.ended_before(address, ["r", "s"]) == ["r"]
         assert await strangers.count(address) is None
         assert await strangers.ended_before(address, ["r"]) is None
         many = [f"{n:036}" for n in range(30_000)]
         assert await them.ended_before(address, many) == many
-    async with replica(gives) as address, peers() as them:  # this replica reports no outage
+    async with replica(gives) as address:  # this replica reports no outage
         assert await them.count(address) is None
         assert await them.ended_before(address, ["r"]) is None
 
@@ -152,15 +147,16 @@ async def test_the_ended_ids_of_any_number_of_requests_arrive_over_tls() -> None
     many = {f"{n:036}": 1.0 for n in range(20_000)}
     own = OutageCount(2, 1e6, 1.0, many)
     tls = Certificates(Tls(), "extproc.tls", "h2")
-    async with replica(gives, tls, count=lambda: own, ended_before=list) as address, peers(tls=tls) as them:
+    them = peers(tls=tls)
+    async with replica(gives, tls, count=lambda: own, ended_before=list) as address:
         assert await them.count(address) == own
         assert await them.ended_before(address, many) == list(many)
 
 
-def borrowing(gate: LocalGate, *addresses: str, **options: float) -> AbstractAsyncContextManager[None]:
+def borrowing(gate: LocalGate, *addresses: str) -> AbstractAsyncContextManager[None]:
     """Let the local gate `gate` ask the replicas at `addresses` for budget until the block ends."""
     them = GrpcPeers("p", KEYS, margin_s=PATIENT_S)
-    return running(BudgetTransfer(gate, them, lambda: addresses, **options).run())
+    return running(BudgetTransfer(gate, them, lambda: addresses).run())
 
 
 async def test_a_waiting_request_is_admitted_with_the_budget_of_another_replica() -> None:
@@ -178,20 +174,6 @@ async def test_a_waiting_request_is_admitted_with_the_budget_of_another_replica(
         async with asyncio.timeout(30):
             assert await tasks[2]
     assert rich.free + poor.free == 0.0
-
-
-async def test_connections_to_peers_are_closed_when_no_request_waits() -> None:
-    def connections() -> int:
-        return sum(each.status == psutil.CONN_ESTABLISHED for each in psutil.Process().net_connections("tcp"))
-
-    before, poor = connections(), LocalGate(Metrics(), 0.0, 10.0, rules())
-    async with replica(gives) as address, borrowing(poor, address, idle_s=0.3):
-        assert await start(poor, "one")
-        assert connections() > before
-        await until(lambda: connections() == before)
-        # When the next request waits, the replica connects to its peers again.
-        poor.limit_budget(0.0)
-        assert await start(poor, "other")
 
 
 async def test_without_peers_requests_wait_for_local_budget() -> None:

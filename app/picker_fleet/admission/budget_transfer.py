@@ -20,13 +20,12 @@ from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator,
 from dataclasses import asdict
 from typing import Any, Final
 
-import grpc
 import orjson
 
 from picker_fleet.admission.peers import TRANSFER_WAIT_S, OutageCount
 from picker_fleet.domain.budgets import POOL_HEADER
 from picker_fleet.grpc.certificates import Certificates
-from picker_fleet.grpc.tls_call import LONGEST_ANSWER, LONGEST_QUESTION, call
+from picker_fleet.grpc.client import LONGEST_QUESTION, call
 from picker_fleet.grpc.transport import Handler, Stream
 from picker_fleet.state.accounting_token import Keyring
 
@@ -123,10 +122,8 @@ def handlers(
 
 
 class GrpcPeers:
-    """Implements `peers.PeerClient` over gRPC, with one channel per address, kept until `close`.
-
-    If `certificates` are given, replicas speak TLS, and each call opens its own connection. A call waits for
-    `margin_s` longer than the peer's own deadline.
+    """Implements `peers.PeerClient` over gRPC, over TLS if `certificates` are given. Each call opens its own
+    connection, and waits for `margin_s` longer than the peer's own deadline.
     """
 
     def __init__(
@@ -136,7 +133,6 @@ class GrpcPeers:
         self._tls = certificates.client_context if certificates is not None else None
         self._pool = pool
         self._keys = keys
-        self._channels: dict[str, grpc.aio.Channel] = {}
 
     async def ask(self, address: str, least: float, most: float) -> float | None:
         request = self._request(_ASK, address, {"least": least, "most": most})
@@ -188,10 +184,6 @@ class GrpcPeers:
         """
         try:
             answer = orjson.loads(await self._send(method, address, request))
-        except grpc.aio.AioRpcError as error:
-            if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
-                raise TimeoutError from error
-            return None
         except TimeoutError:
             raise
         except (OSError, ValueError):
@@ -199,20 +191,5 @@ class GrpcPeers:
         return answer if isinstance(answer, dict) else None
 
     async def _send(self, method: str, address: str, request: bytes) -> bytes:
-        if self._tls is not None:
-            return await call(
-                address, method, request, self._tls(), self._timeout_s, {POOL_HEADER: self._pool}
-            )
-        channel = self._channels.get(address)
-        if channel is None:
-            options = (("grpc.max_receive_message_length", LONGEST_ANSWER),)
-            channel = self._channels[address] = grpc.aio.insecure_channel(address, options)
-        named = ((POOL_HEADER, self._pool),)
-        response: bytes = await channel.unary_unary(method)(request, timeout=self._timeout_s, metadata=named)
-        return response
-
-    async def close(self) -> None:
-        """Close every channel; the next call opens a new one."""
-        channels, self._channels = self._channels, {}
-        for channel in channels.values():
-            await channel.close()
+        tls = None if self._tls is None else self._tls()
+        return await call(address, method, request, tls, self._timeout_s, {POOL_HEADER: self._pool})

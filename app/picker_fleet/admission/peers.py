@@ -9,7 +9,6 @@ peer that dies stays unused until Redis is back; two replicas never use the same
 import asyncio
 import math
 from collections.abc import Callable, Collection, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -17,7 +16,6 @@ from picker_fleet.admission.local_gate import LocalGate, part_of
 from picker_fleet.state.store import HeartbeatReply
 
 _PAUSE_S = 0.2  # pause before the next call to a peer that had no spare budget
-_IDLE_S = 10.0  # time without waiting requests after which connections to peers are closed
 _COMPARED = 30_000  # most running requests that `lost_budget` compares
 TRANSFER_WAIT_S = 0.5  # seconds for which a peer without free budget waits for some before it answers
 
@@ -46,10 +44,6 @@ class PeerClient(Protocol):
 
     async def ask(self, address: str, least: float, most: float) -> float | None:
         """The budget that the replica at `address` gives (0: no budget); None without an answer."""
-        ...
-
-    async def close(self) -> None:
-        """Close all connections; `ask` opens new connections."""
         ...
 
 
@@ -167,45 +161,25 @@ async def lost_budget(
 class BudgetTransfer:
     """Gets budget for the `gate` from the replicas at `addresses()` while requests wait in the gate."""
 
-    def __init__(
-        self,
-        gate: LocalGate,
-        client: PeerClient,
-        addresses: Callable[[], list[str]],
-        *,
-        idle_s: float = _IDLE_S,
-    ) -> None:
+    def __init__(self, gate: LocalGate, client: PeerClient, addresses: Callable[[], list[str]]) -> None:
         self._gate, self._client, self._addresses = gate, client, addresses
-        self._idle_s = idle_s
         self._clock = asyncio.get_running_loop().time
 
     async def run(self) -> None:
         asking: dict[str, asyncio.Task[None]] = {}
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                while True:
-                    if not await self._needed():
-                        await self._client.close()
-                        continue
-                    for address in self._addresses():
-                        if address not in asking or asking[address].done():
-                            asking[address] = tasks.create_task(self._ask(address))
-                    asking = {address: task for address, task in asking.items() if not task.done()}
-                    if asking:
-                        await asyncio.wait(
-                            asking.values(), return_when=asyncio.FIRST_COMPLETED, timeout=TRANSFER_WAIT_S
-                        )
-                    else:
-                        await asyncio.sleep(_PAUSE_S)
-        finally:
-            await self._client.close()
-
-    async def _needed(self) -> bool:
-        """Wait up to `idle_s` until a request waits in `gate`. Returns whether a request waits."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(self._idle_s):
+        async with asyncio.TaskGroup() as tasks:
+            while True:
                 await self._gate.has_waiting.wait()
-        return self._gate.has_waiting.is_set()
+                for address in self._addresses():
+                    if address not in asking or asking[address].done():
+                        asking[address] = tasks.create_task(self._ask(address))
+                asking = {address: task for address, task in asking.items() if not task.done()}
+                if asking:
+                    await asyncio.wait(
+                        asking.values(), return_when=asyncio.FIRST_COMPLETED, timeout=TRANSFER_WAIT_S
+                    )
+                else:
+                    await asyncio.sleep(_PAUSE_S)
 
     async def _ask(self, address: str) -> None:
         minimum, maximum = self._gate.shortage()

@@ -1,8 +1,8 @@
-"""One gRPC call to another replica over TLS, without a check of the replica's certificate.
+"""One gRPC call to another replica, which budget transfers make (admission/budget_transfer.py).
 
-Budget transfers use this call: their requests are signed, and grpcio's client always checks certificates,
-although self-signed certificates prove nothing. Each connection carries a single call. The request fits into
-one frame, so no window limits it; the receive window, opened once, limits the response.
+Their requests are signed, so TLS goes without a check of the replica's certificate, which grpcio's client
+cannot leave out. Each connection carries a single call. The request fits into one frame, so no window limits
+it; the receive window, opened once, limits the response.
 """
 
 import asyncio
@@ -27,12 +27,12 @@ async def call(
     address: str,
     path: str,
     message: bytes,
-    context: ssl.SSLContext,
+    context: ssl.SSLContext | None,
     timeout_s: float,
     metadata: Mapping[str, str] = MappingProxyType({}),
 ) -> bytes:
-    """Call the method `path` at `address` with `message`, which has at most `LONGEST_QUESTION` bytes. Returns
-    the response's bytes; empty if the method answers with an error.
+    """Call the method `path` at `address` with `message`, of at most `LONGEST_QUESTION` bytes, over TLS
+    if there is a `context`. Returns the response's bytes; empty if the method answers with an error.
 
     Raises:
         OSError: the method gives no answer; a timeout is a TimeoutError.
@@ -43,7 +43,7 @@ async def call(
         try:
             fields = (
                 (b":method", b"POST"),
-                (b":scheme", b"https"),
+                (b":scheme", b"http" if context is None else b"https"),
                 (b":path", path.encode()),
                 (b":authority", address.encode()),
                 (b"content-type", b"application/grpc"),
