@@ -3,7 +3,6 @@
 import asyncio
 import gzip
 import json
-import math
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
@@ -19,7 +18,6 @@ from picker_fleet.domain import errors
 from picker_fleet.domain.allowlist import PREFILLER
 from picker_fleet.domain.errors import ExpiredTtl, RequestError, StateUnavailable
 from picker_fleet.domain.request import Outcome
-from picker_fleet.ingress import cost
 from picker_fleet.ingress.ext_proc.codec import WHOLE_BYTES
 from picker_fleet.state import accounting_token
 
@@ -73,16 +71,6 @@ async def test_a_request_is_placed_in_every_mode(mode: str) -> None:
     assert talk.metrics.answers == [(mode, "m", "ok")]
     talk.close()
     assert talk.gate.withdrawn == []
-
-
-@every_mode
-async def test_a_request_is_costed_in_tokens_in_every_mode(mode: str) -> None:
-    talk = Talk(settings={"request_queue_controller": {"unit": "tokens", "watermark_per_backend": 8000}})
-    await talk.say(*asks(mode, {"content-length": str(len(ASK))}))
-    # The request has the cost of the prompt; the Lua script adds the flow's mean answer.
-    request, _ = talk.gate.admitted[0]
-    found = cost.tokens(ASK, len(ASK), json.loads(ASK), count=1, most=math.inf, default=0)
-    assert (request.cost, request.learn) == (found.prompt, True)
 
 
 @every_mode
@@ -501,7 +489,7 @@ ANSWERS = {
 
 
 @pytest.mark.parametrize("answer", ANSWERS.values(), ids=ANSWERS)
-@pytest.mark.parametrize("size", [1, 7, 1000, 1_000_000])
+@pytest.mark.parametrize("size", [7, 1_000_000])
 async def test_standard_mode_passes_an_answer_on_and_accounts_for_its_tokens(
     answer: bytes, size: int
 ) -> None:

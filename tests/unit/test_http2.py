@@ -14,7 +14,7 @@ from unittest.mock import Mock
 import hpack
 import pytest
 from background import until
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tables import cases
 
@@ -324,7 +324,6 @@ VALID = st.sampled_from([WHOLE, frame(DATA, 0, 1, ASK), frame(DATA, END_STREAM, 
 
 
 @given(st.lists(st.binary(max_size=40) | FRAMES | VALID, max_size=12), st.integers(1, 30))
-@settings(max_examples=200, deadline=None)
 def test_after_random_frames_the_byte_budget_is_empty_and_a_new_connection_is_served(
     sent: list[bytes], size: int
 ) -> None:

@@ -68,23 +68,6 @@ def test_a_request_without_optional_headers_and_fields_has_the_defaults() -> Non
     )  # fmt: skip
 
 
-def test_a_request_selects_endpoints_by_the_labels_configured_for_its_model() -> None:
-    settings = parse({"models": [{"name": "big", "endpoint_labels": {"gpu": "h100"}}]})
-    assert asked(model="big", settings=settings).selector == {"gpu": "h100"}
-    assert asked(settings=settings).selector == {}
-
-
-@cases("more, stream", {
-    "no stream": ("", False),
-    "a stream": (', "stream": true', True),
-    "a text": (', "stream": "true"', False),
-    "a number": (', "stream": 1', False),
-})  # fmt: skip
-def test_model_and_stream_flag_are_read_from_the_request_body(more: str, stream: bool) -> None:
-    read = read_body(b' {"model": "m"%s} ' % more.encode())
-    assert (read.model, read.stream) == ("m", stream)
-
-
 def form(*fields: tuple[str, bytes], head: bytes = b"", end: bytes = b"--b--\r\n") -> bytes:
     """A multipart form whose boundary is `b`."""
     parts = (
@@ -155,24 +138,10 @@ def test_renaming_the_model_in_a_form_keeps_all_other_bytes() -> None:
         read_body(b"[]").renamed("n")
 
 
-def test_renaming_the_model_keeps_lone_surrogates_in_the_body_unchanged() -> None:
-    text = b'{"prompt": "\\ud83d \\ud83d\\ude00 \\ude00", "model": "m", "n": 1}'
-    assert read_body(text).renamed("t") == text.replace(b'"m"', b'"t"')
-
-
 def test_a_body_with_more_than_64_lone_surrogates_is_refused() -> None:
     read_body(b'{"prompt": "%s", "model": "m"}' % (b"\\ud83d " * 64))
     with pytest.raises(BadRequest, match="not valid JSON"):
         read_body(b'{"prompt": "%s", "model": "m"}' % (b"\\ud83d " * 65))
-
-
-def test_renaming_adds_the_model_to_a_body_that_has_none() -> None:
-    for text, renamed in (
-        (b"{}", b'{"model":"t"}'),
-        (b' { "a": {"model": 1} }', b' {"model":"t", "a": {"model": 1} }'),
-        (b'{"a": 1, "model" : null}', b'{"a": 1, "model" : "t"}'),
-    ):
-        assert read_body(text).renamed("t") == renamed
 
 
 def test_an_uploaded_audio_file_is_charged_as_speech_and_not_as_text_of_its_length() -> None:
@@ -302,17 +271,27 @@ def costed(read: Ask, settings: Any = TOKENS) -> tuple[float, bool]:
     return request.cost, request.learn
 
 
-@pytest.mark.parametrize(
-    ("value", "answer"),
-    [
-        *((given, given) for given in (1, 100, 7.0, 1e6)),
-        *((given, 1_000_000) for given in (2**62, 1e300)),
-        ("100", 100),  # model servers accept a quoted number
-        *((given, None) for given in (0, -5, 0.5, True, "many", None, [100])),
-    ],
-)
-@pytest.mark.parametrize("within", ["", "sampling_params", "parameters", "options", "generationConfig"])
-@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens", "max_output_tokens", "num_predict"])
+# For each case: the member, the object around it, the value in the body, and the value read.
+MAXIMA = [
+    *(
+        (name, within, 100, 100)
+        for name in ("max_tokens", "max_completion_tokens", "max_output_tokens", "num_predict")
+        for within in ("", "sampling_params", "parameters", "options", "generationConfig")
+    ),
+    *(
+        ("max_tokens", within, value, answer)
+        for within in ("", "options")
+        for value, answer in (
+            *((given, given) for given in (1, 7.0, 1e6)),
+            *((given, 1_000_000) for given in (2**62, 1e300)),
+            ("100", 100),  # model servers accept a quoted number
+            *((given, None) for given in (0, -5, 0.5, True, "many", None, [100])),
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "within", "value", "answer"), MAXIMA)
 def test_the_maximum_length_of_the_answer_is_charged_if_the_value_is_valid(
     name: str, within: str, value: object, answer: float | None
 ) -> None:
@@ -438,7 +417,14 @@ def test_the_lower_limit_of_model_and_objective_is_used(objective: str, limits: 
 
 
 def test_renaming_the_model_in_a_json_body_keeps_all_other_bytes() -> None:
+    for text, renamed in (
+        ("{}", '{"model":"t"}'),
+        (' { "a": {"model": 1} }', ' {"model":"t", "a": {"model": 1} }'),
+        ('{"a": 1, "model" : null}', '{"a": 1, "model" : "t"}'),
+    ):
+        assert read_body(text.encode()).renamed("t") == renamed.encode()
     for before, after in (
+        ('{"prompt": "\\ud83d \\ud83d\\ude00 \\ude00", "model": ', ', "n": 1}'),
         ('{"a": {"model": "m"}, "x":1e400 ,\n "model" :\t', ', "prompt": "üñí \\u00fc", "f": 0.10}'),
         ('{"\\"model\\"": "m", "mod\\u0065l":', "}"),
         ("{" + '"deep":' + "[" * 300 + "]" * 300 + ', "model":', ' , "n":1, "n":2} '),
@@ -511,11 +497,11 @@ NO_CONTEXTS = [
 
 WORKLOADS = [
     *(
-        (
-            json.dumps({"workload_id": given_id, "criticality": given}),
-            Workload(taken_id or "", taken),
-        )
-        for given_id, taken_id in IDS
+        (json.dumps({"workload_id": given, "criticality": 4}), Workload(taken or "", 4))
+        for given, taken in IDS
+    ),
+    *(
+        (json.dumps({"workload_id": "batch", "criticality": given}), Workload("batch", taken))
         for given, taken in CRITICALITIES
     ),
     ('{"workload_id": "b"}', Workload("b", 3)),
@@ -778,6 +764,7 @@ def test_a_rewritten_request_gets_all_settings_of_the_new_model() -> None:
         body_bytes=rewritten.body_bytes, digest=rewritten.digest
     )
     assert (rewritten.flow, rewritten.target_model, rewritten.limit) == ("big", "big-v2", 3)
+    assert rewritten.selector == {"gpu": "h100"}
 
 
 def test_headers_that_choose_a_flow_or_a_band_or_a_model_are_read_only_if_trusted() -> None:

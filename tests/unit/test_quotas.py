@@ -60,20 +60,6 @@ def test_siblings_share_by_weight_at_each_level_of_the_tree(
                 assert abs(served[one] / w - served[other] / u) <= most / w + most / u + 1e-9
 
 
-def test_a_tenant_with_many_keys_gets_no_more_than_a_tenant_with_one() -> None:
-    queue = LocalQueue(rules(tree=Tree([]), total_capacity=10**6, guard_share=0))
-    for n in range(100):
-        queue.offer(ask(f"many{n}", flow=f"acme/key{n}"), 1.0, 0.0)
-        queue.offer(ask(f"one{n}", flow="beta/key"), 1.0, 0.0)
-    served = Counter[str]()
-    for _ in range(40):
-        turn = queue.turn(0.0)
-        assert turn is not None
-        queue.serve(*turn)
-        served[turn[0].flow.partition("/")[0]] += 1
-    assert served == {"acme": 20, "beta": 20}
-
-
 ARRIVALS = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 400), st.integers(1, 60)), max_size=60)
 
 

@@ -1,7 +1,6 @@
 """Choice of endpoints: single scorers, filters, weighted scorers, and explanations."""
 
 import random
-from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -155,21 +154,6 @@ SUMMARISE = PickRequest(adapter="sum")
 ZONE_B = PickRequest(selector={"zone": "b"})
 
 
-# tests/fleet/picking_table.py has the order by load, adapters, subsets and labels.
-@cases("pick, endpoints, expected", {
-    "a free slot and a much emptier KV cache precede a loaded adapter": (
-        SUMMARISE, [at(A, 2, 0.1, active="foo"), at(B, 2, 0.8, active="sum", slots=8)], A),
-    "adapter affinity over KV where only it and a slot can serve": (
-        SUMMARISE,
-        [at(A, 10, 0.2, active="foo bar"), at(B, 10, 0.85, active="sum foo"), at(C, 10, 0.9, active="foo")],
-        B),
-    "unknown slots may be free, full slots are not": (
-        SUMMARISE, [at(A, active="foo bar"), at(B, 40, 0.9, slots=None)], B),
-})  # fmt: skip
-def test_the_first_choice(pick: PickRequest, endpoints: list[EndpointState], expected: str) -> None:
-    assert first(DEFAULT, pick, *endpoints) == expected
-
-
 OUTSIDE = {A: "not in the subset hint"}
 
 
@@ -195,16 +179,6 @@ def test_a_soft_filter_that_excludes_every_endpoint_is_waived() -> None:
     # An endpoint that a hard filter has excluded stays excluded.
     ranking = rank(DEFAULT, SUMMARISE, at(A, active="sum", draining=True), at(B, active="x y"))
     assert (addresses(ranking), ranking.excluded) == ([B], {A: "draining"})
-
-
-def test_if_all_endpoints_are_stale_scores_are_equal_and_each_can_be_picked() -> None:
-    endpoints = [EndpointState(address, stale=True) for address in (A, B, C)]
-    pick = PickRequest(random=random.Random(1).random)
-
-    firsts = Counter(first(DEFAULT, pick, *endpoints) for _ in range(60))
-
-    assert set(firsts) == {A, B, C}
-    assert len({one.score for one in rank(DEFAULT, pick, *endpoints).best}) == 1
 
 
 def test_among_endpoints_of_equal_score_the_choice_is_random() -> None:

@@ -357,24 +357,22 @@ async def generate(
     return tokens
 
 
-@pytest.mark.parametrize("itl_s", [0.0, 0.0005])
+@pytest.mark.parametrize("itl_s", [0.0, 0.0005, None], ids=["at once", "paced", "in steps"])
 @pytest.mark.parametrize("stride", [1, 3, 64])
-async def test_all_requests_get_their_tokens_when_memory_forces_preemption(itl_s: float, stride: int) -> None:
+async def test_all_requests_get_their_tokens_when_memory_forces_preemption(
+    itl_s: float | None, stride: int
+) -> None:
     # Six requests run at once, with memory for fewer than two requests.
-    simulator = Simulator(Limits(kv_blocks=10, block_size_tokens=4), ttft_s=itl_s, itl_s=itl_s)
+    limits = Limits(kv_blocks=10, block_size_tokens=4)
+    simulator: Simulator | BatchSimulator = (
+        BatchSimulator(limits, slowdown=0.001)
+        if itl_s is None
+        else Simulator(limits, ttft_s=itl_s, itl_s=itl_s)
+    )
     asks = (generate(simulator, prompt_tokens=5, max_tokens=30, stride=stride) for _ in range(6))
     assert await asyncio.gather(*asks) == [30] * 6
     assert (simulator.load.running, simulator.load.waiting, simulator.load.kv_usage) == (0, 0, 0)
-    assert simulator.load.preemptions >= (stride == 1)
-
-
-@pytest.mark.parametrize("stride", [1, 3, 64])
-async def test_all_requests_get_their_tokens_in_steps_though_memory_forces_preemption(stride: int) -> None:
-    simulator = BatchSimulator(Limits(kv_blocks=10, block_size_tokens=4), slowdown=0.001)
-    asks = (generate(simulator, prompt_tokens=5, max_tokens=30, stride=stride) for _ in range(6))
-    assert await asyncio.gather(*asks) == [30] * 6
-    assert (simulator.load.running, simulator.load.waiting, simulator.load.kv_usage) == (0, 0, 0)
-    assert simulator.load.preemptions
+    assert simulator.load.preemptions >= (stride == 1 or itl_s is None)
 
 
 async def test_without_simulated_delays_tokens_come_in_as_few_bursts_as_possible() -> None:

@@ -30,8 +30,7 @@ async def until_kv_usage(client: httpx.AsyncClient, usage: float) -> None:
             await asyncio.sleep(0.01)
 
 
-@pytest.mark.parametrize("pace", [AT_ONCE, ("--slowdown", "0.001")])
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("pace", "stream"), [(AT_ONCE, False), (("--slowdown", "0.001"), True)])
 async def test_a_split_request_has_the_answer_of_a_whole_one_and_frees_both_servers(
     pace: tuple[str, ...], stream: bool
 ) -> None:

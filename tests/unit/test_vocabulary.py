@@ -83,7 +83,3 @@ def test_the_code_has_no_former_private_names() -> None:
         f"{n}:{use}" for n, text in code.items() for use in uses(NAMES, text, lambda name: [name.strip("_")])
     ]
     assert bare == []
-
-
-def test_no_test_name_begins_with_given() -> None:
-    assert [name for name, text in texts() if "def test_given_" in text] == []
