@@ -34,12 +34,18 @@ def here(shared_fleet: Any) -> Any:
     return shared_fleet(*SLOW, config=CONFIG)
 
 
-@pytest_asyncio.fixture(loop_scope="module")
-async def page(here: Any, dashboard: Any) -> AsyncIterator[Dashboard]:
-    """The fleet's dashboard; at the end dispatch must not be paused."""
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def open_page(here: Any, dashboard: Any) -> AsyncIterator[Dashboard]:
     async with dashboard(here) as shown:
         yield shown
-        assert not (await here.get("state"))["paused"]
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def page(here: Any, open_page: Dashboard) -> AsyncIterator[Dashboard]:
+    """The fleet's dashboard, which tests share; at the end of each dispatch must not be paused."""
+    yield open_page
+    open_page.check()
+    assert not (await here.get("state"))["paused"]
 
 
 async def test_the_page_of_one_replica_shows_the_queue_that_others_report(here: Any, dashboard: Any) -> None:
@@ -107,8 +113,13 @@ async def test_an_endpoints_limit_is_drawn_and_can_be_pinned_and_unpinned(here: 
     await page.until("() => !document.getElementById('count-endpoints').textContent.includes('limits')")
 
 
-async def test_the_evict_button_evicts_and_a_refusal_shows_the_apis_text(here: Any, dashboard: Any) -> None:
-    async with waiting(here, "keep", "drop"), dashboard(here) as page:
+async def test_the_captions_count_waiting_requests_and_the_evict_button_evicts(
+    here: Any, page: Dashboard
+) -> None:
+    async with waiting(here, "keep", "drop"):
+        await page.says("#text-queued", "2 requests now")
+        await page.says("#text-stock", "never above 4.4")
+        assert await page.page.locator("#chart-stock path.line").count() == 1
         await page.row("queue", "drop").get_by_role("button", name="Evict").click()
         await page.confirm("Evict")
         await page.says("#toast", "has left the queue")
@@ -117,12 +128,18 @@ async def test_the_evict_button_evicts_and_a_refusal_shows_the_apis_text(here: A
         (left,) = (await here.get("queue"))["requests"]
         await page.row("queue", "keep").get_by_role("button", name="Evict").click()
         await here.post(f"requests/{left['id']}/evict")
+        # Another operator has evicted the request meanwhile: the page shows the API's text.
         page.allowed.append("404")
         await page.confirm("Evict")
         await page.says("#toast", "no such request waits")
 
 
-async def test_dispatch_can_be_paused_and_resumed_by_keyboard_alone(page: Dashboard) -> None:
+async def test_dispatch_can_be_paused_and_resumed_by_keyboard_alone(here: Any, dashboard: Any) -> None:
+    async with dashboard(here) as page:  # the focus begins at the top of a new page
+        await _pauses_and_resumes_by_keyboard(page)
+
+
+async def _pauses_and_resumes_by_keyboard(page: Dashboard) -> None:
     async def press(*names: str) -> None:
         for name in names:
             await page.page.keyboard.press(name)
@@ -157,18 +174,20 @@ CLICKS = """const [pause, question, yes] = ['pause', 'confirm', 'confirm-yes'].m
   (id) => document.getElementById(id));"""
 
 
-async def test_a_confirmation_dialog_that_is_reopened_at_once_works(page: Dashboard) -> None:
-    await page.page.evaluate(f"{CLICKS} pause.click(); question.close(); pause.click()")
-    await page.confirm("Pause")
+@pytest.mark.parametrize(
+    ("clicks", "answer"),
+    [
+        ("pause.click(); question.close(); pause.click()", "Pause"),
+        ("pause.click(); yes.click(); pause.click()", "Cancel"),
+    ],
+    ids=["unanswered", "confirmed"],
+)
+async def test_a_dialog_that_is_reopened_at_once_makes_the_confirmed_change_once(
+    page: Dashboard, clicks: str, answer: str
+) -> None:
+    await page.page.evaluate(CLICKS + clicks)
+    await page.confirm(answer)
     await page.says("#toast", "stopped dispatching")
-    await page.says("#pause", "Resume dispatch")
-    await switch(page, "Resume", "dispatches again")
-
-
-async def test_a_confirmed_change_is_made_even_if_another_dialog_opens_at_once(page: Dashboard) -> None:
-    await page.page.evaluate(f"{CLICKS} pause.click(); yes.click(); pause.click()")
-    await page.says("#toast", "stopped dispatching")
-    await page.confirm("Cancel")
     await page.says("#pause", "Resume dispatch")
     await switch(page, "Resume", "dispatches again")
 
@@ -201,9 +220,10 @@ async def test_removing_a_table_row_above_a_pressed_button_does_not_lose_the_cli
     assert answer == [0, True, 3]
 
 
-async def test_names_that_clients_choose_are_shown_as_text(here: Any, dashboard: Any) -> None:
+async def test_names_that_clients_choose_are_shown_as_text(here: Any, page: Dashboard) -> None:
     workload = "<script>window.owned=2</script>"
-    async with waiting(here, XSS, workload=workload), dashboard(here) as page:
+    async with waiting(here, XSS, workload=workload):
+        await page.page.locator("#queue").scroll_into_view_if_needed()  # a page reads the queue it shows
         await page.row("flows", XSS).wait_for()
         await page.row("queue", XSS).wait_for()
         await page.says("#why", XSS)
@@ -290,13 +310,6 @@ async def test_new_decisions_appear_live_unless_the_list_is_put_on_hold(here: An
         assert "unseen" not in await page.text("#rows-decisions")
         await page.page.click("#decisions-hold")
         await page.says("#rows-decisions", "unseen")
-
-
-async def test_chart_captions_give_the_current_figures(here: Any, dashboard: Any) -> None:
-    async with waiting(here, "one", "two"), dashboard(here) as page:
-        await page.says("#text-queued", "2 requests now")
-        await page.says("#text-stock", "never above 4.4")
-        assert await page.page.locator("#chart-stock path.line").count() == 1
 
 
 @pytest.fixture(scope="module")

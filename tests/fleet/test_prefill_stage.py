@@ -119,7 +119,7 @@ async def fleet_of(servers: Servers, folder: Path, mode: str) -> AsyncIterator[t
         yield here, file
 
 
-@pytest.mark.parametrize("mode", ["standard", "lean", "http"])
+@pytest.mark.parametrize("mode", ["standard", "http"])
 async def test_long_prompts_reach_a_decode_server_with_a_prefill_server_which_clients_cannot_name(
     tmp_path: Path, mode: str
 ) -> None:

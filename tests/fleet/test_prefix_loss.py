@@ -32,7 +32,7 @@ async def shares(fleet: Any, number: int) -> tuple[int, dict[str, float]]:
     raise AssertionError("no replica explains the choice")
 
 
-@pytest.mark.parametrize("mode", ["standard", "lean", "http"])
+@pytest.mark.parametrize("mode", ["standard", "http"])
 async def test_answers_teach_the_index_how_much_a_server_has_cached(fleet: Any, mode: str) -> None:
     here = fleet("--replicas", "2", "--endpoints", "2", "--mode", mode, "--sim-ttft", "50", config=CONFIG)
 

@@ -133,7 +133,7 @@ async def test_without_redis_a_replica_serves_its_local_queue_by_priority(three:
 
 
 @pytest.mark.parametrize(
-    ("three", "loss"), [("lean", "silent"), ("standard", "killed"), ("http", "silent")], indirect=["three"]
+    ("three", "loss"), [("standard", "killed"), ("http", "silent")], indirect=["three"]
 )
 async def test_without_redis_every_replica_admits_within_the_last_bound(three: Three, loss: str) -> None:
     here, valkey, servers = three

@@ -18,7 +18,7 @@ def lapse(valkey: Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[TimeLapse
         yield loop
 
 
-@pytest.mark.parametrize(("mode", "replicas"), [("lean", 3), ("standard", 1), ("http", 1)])
+@pytest.mark.parametrize(("mode", "replicas"), [("lean", 3), ("standard", 1)])
 def test_a_fleet_serves_a_light_load_long_after_its_queue_has_emptied(
     mode: str, replicas: int, valkey: Server, lapse: TimeLapseLoop, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -27,7 +27,7 @@ async def test_stream_outlives_its_lease(faulty: Callable[..., Any], case: Case)
     options = ("--sim-ttft", "20", "--sim-itl", f"{ITL_S * 1000:g}")
     here = faulty(*options, config=config(lease_s=lease_s))
     tokens = int(times * lease_s / ITL_S)
-    async with closed_loop(here.url, clients=10) as load:
+    async with closed_loop(here.url, clients=case.size(2, 10)) as load:
         asked = [sent(here, f"long {n}", tokens, streamed=True) for n in range(6)]
         streams = await asyncio.gather(*asked)
     await rests(here)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from case_fleet import config, log_of, replace, rests
-from fault_case import TTFT_MS, Case
+from fault_case import FULL, TTFT_MS, Case
 
 from picker_tools.load.generator import Load, MakeRequest, Request, closed_loop
 
@@ -19,7 +19,7 @@ async def test_endpoint_killed_before_first_byte(faulty: Callable[..., Any], cas
     kills = case.size(2, 20)
     case.describe(f"an endpoint killed before the first byte, {kills} times")
     # Model servers do not stream, so every kill comes before the first byte of an answer.
-    here = faulty("--sim-ttft", "100", "--sim-itl", "5", config=config())
+    here = faulty("--sim-ttft", "100" if FULL else TTFT_MS, "--sim-itl", "5", config=config())
     load = await _killed_amid_load(here, kills, _plain, seed=2)
     case.all_served(load)
     await rests(here)
@@ -43,8 +43,9 @@ async def test_endpoint_killed_during_answers(faulty: Callable[..., Any], case: 
     await case.check(here, load.history, may_end=ENDS)
 
 
+@pytest.mark.skipif(not FULL, reason="tests/fleet/test_one_queue.py is its short form")
 async def test_endpoint_killed_after_each_restart(faulty: Callable[..., Any], case: Case) -> None:
-    flaps = case.size(3, 30)
+    flaps = 30
     case.describe(f"an endpoint killed as soon as it has restarted, {flaps} times")
     # Under load, read the shared state every 50 ms, and record the lowest count of requests.
     here = faulty("--sim-ttft", TTFT_MS, "--sim-itl", "5", config=config())

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from case_fleet import REAP_S, TERMS, cluster_of, config, envoy_stats, model_servers, ready, replace, rests
-from fault_case import TTFT_MS, Case
+from fault_case import FULL, TTFT_MS, Case
 from whole_fleet import suspended
 
 from picker_tools.load.generator import Request, closed_loop, send_request
@@ -20,9 +20,9 @@ OPTIONS = ("--sim-ttft", TTFT_MS, "--sim-itl", "5")
 ENDS = ("completed", "reclaimed")
 
 
-@pytest.mark.short_form("http")  # tests/fleet/test_replica_loss.py kills a replica in mode `lean`
+@pytest.mark.skipif(not FULL, reason="tests/fleet/test_replica_loss.py is its short form")
 async def test_replica_killed(faulty: Callable[..., Any], case: Case) -> None:
-    kills = case.size(3, 20)
+    kills = 20
     case.describe(f"SIGKILL of a replica, {kills} times, at random moments")
     # The load on three replicas has streamed answers, and request bodies of up to 60 KB.
     here, dice = faulty(*OPTIONS, config=config()), random.Random(11)
@@ -74,16 +74,16 @@ async def test_replica_stopped_beyond_its_lease(faulty: Callable[..., Any], case
     assert highest <= 16
 
 
-@pytest.mark.short_form("http")
+@pytest.mark.skipif(not FULL, reason="tests/scripts/test_format.py is its short form")
 async def test_rolling_restart_with_another_library(
     faulty: Callable[..., Any], case: Case, two_versions: Any
 ) -> None:
-    rounds = case.size(1, 4)
+    rounds = 4
     case.describe(f"rolling restart, old and new script versions together, {rounds} × 3 replicas")
     # Three replicas run one version of the scripts under load.
     graceful = config(extproc={"drain_grace": "1s"})
     how = {"config": graceful, "environment": two_versions.environment}
-    here = faulty(*OPTIONS, "--endpoints", "2", **how)  # processes that are not forked cost CPU
+    here = faulty(*OPTIONS, **how)
     async with closed_loop(here.url, clients=CLIENTS) as load:
         await load.wait_for_served(100)
         for number in range(rounds):
