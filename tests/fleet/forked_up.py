@@ -149,6 +149,7 @@ def _picker(words: list[str], environment: Mapping[str, str]) -> int:
 
     os.environ.clear()
     os.environ.update(environment)
+    sys.path[:0] = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))  # may have extensions
     tempfile.tempdir = None  # its cached value may depend on the former environment
     try:
         return cli.main(words)

@@ -132,9 +132,7 @@ async def test_without_redis_a_replica_serves_its_local_queue_by_priority(three:
     await at_rest(here, within_s=LEASE_S + 5)
 
 
-@pytest.mark.parametrize(
-    ("three", "loss"), [("standard", "killed"), ("http", "silent")], indirect=["three"]
-)
+@pytest.mark.parametrize(("three", "loss"), [("standard", "killed"), ("http", "silent")], indirect=["three"])
 async def test_without_redis_every_replica_admits_within_the_last_bound(three: Three, loss: str) -> None:
     here, valkey, servers = three
     servers.forget_peak()

@@ -17,7 +17,7 @@ from picker_fleet.domain.units import split_host_port
 from picker_tools.local_fleet.bootstrap import PickerTls
 from picker_tools.local_fleet.parts import Mode
 
-CASES = [("lean", "native"), ("lean", "grpcio"), ("standard", "native"), ("http", "native")]
+CASES = [("standard", "native"), ("lean", "grpcio"), ("http", "native")]
 
 
 class Certificates:

@@ -45,9 +45,8 @@ class Fleet:
 
     The decision log is enabled unless `config` disables it, and is audited when the fleet ends: a violation
     fails the test. The text `unaudited` says why an audit is impossible (Redis ends sooner, the state is
-    damaged on purpose). With `spawned` a fleet starts a new interpreter, as for a user; so does a fleet with
-    an `environment`, which an interpreter may read when it starts. All other fleets are forked from a process
-    that has imported everything (forked_up.py), which is faster.
+    damaged on purpose). With `spawned` a fleet starts a new interpreter, as for a user. All other fleets are
+    forked from a process that has imported everything (forked_up.py), which is faster.
     """
 
     def __init__(
@@ -77,7 +76,7 @@ class Fleet:
         self._lines: list[str] = []
         self._line_read = threading.Condition()
         inherited = {**os.environ, **grace, **log, "TMPDIR": str(folder), **(environment or {})}
-        self.process = (_spawned if spawned or environment else ForkedUp)(arguments, inherited)
+        self.process = (_spawned if spawned else ForkedUp)(arguments, inherited)
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 

@@ -49,7 +49,9 @@ async def test_wrong_clocks(faulty: Callable[..., Any], case: Case, wrong_clocks
     # The replicas of one fleet have right clocks, the replicas of the other have wrong clocks.
     options = ("--endpoints", "1", "--sim-ttft", "5", "--sim-itl", "10")
     right = faulty(*options, config=config(lease_s=15, per_endpoint=1))
-    wrong = faulty(*options, config=config(lease_s=15, per_endpoint=1), environment=wrong_clocks)
+    wrong = faulty(
+        *options, config=config(lease_s=15, per_endpoint=1), environment=wrong_clocks, spawned=True
+    )
     off_s = [await _offset_s(wrong, replica) for replica in range(3)]
     assert [round(seconds / 60) for seconds in off_s] == [5, -5, 0]
     # Each fleet gets the same requests in the same order; the requests wait behind one long answer.

@@ -82,7 +82,7 @@ async def test_rolling_restart_with_another_library(
     case.describe(f"rolling restart, old and new script versions together, {rounds} × 3 replicas")
     # Three replicas run one version of the scripts under load.
     graceful = config(extproc={"drain_grace": "1s"})
-    how = {"config": graceful, "environment": two_versions.environment}
+    how = {"config": graceful, "environment": two_versions.environment, "spawned": True}
     here = faulty(*OPTIONS, **how)
     async with closed_loop(here.url, clients=CLIENTS) as load:
         await load.wait_for_served(100)
