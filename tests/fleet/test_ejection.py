@@ -15,7 +15,7 @@ from model_servers import FAILURES, FailingServers, failing_servers, static
 from picker_tools.load.generator import Answer, Request, closed_loop, flow_header, requests_of_flows
 
 MODES: dict[str, tuple[str, ...]] = {
-    "lean": ("reset", "429", "error in a stream"),
+    "lean": ("reset", "error in a stream"),
     "http": ("307",),
     "standard": ("503 with a healthy page", "reset after the head", "429"),
 }

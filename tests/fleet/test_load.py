@@ -16,6 +16,7 @@ import pytest
 from picker_tools.local_fleet.processes import picker_command
 
 ROOT = Path(__file__).parents[2]
+SMALL = ("--own", "--replicas", "2", "--endpoints", "2")
 END_S = 200.0  # on a busy machine some scenarios take more than a minute
 
 
@@ -46,8 +47,7 @@ def here(shared_fleet: Any) -> Any:
 
 
 def test_a_scenario_with_option_own_starts_a_fleet_and_keeps_every_promise(tmp_path: Path) -> None:
-    size = ("--own", "--replicas", "2", "--endpoints", "2", "--duration", "2")
-    status, said = load("noisy-neighbour", *size, report=tmp_path)
+    status, said = load("noisy-neighbour", *SMALL, "--duration", "2", report=tmp_path)
     # Every promise holds, also the guarantees that are checked in the decision log.
     found = verdicts(tmp_path)
     assert status == 0, said
@@ -60,7 +60,7 @@ def test_a_scenario_with_option_own_starts_a_fleet_and_keeps_every_promise(tmp_p
 
 
 def test_no_client_notices_killed_replicas(tmp_path: Path) -> None:
-    status, said = load("replica-crash", "--duration", "4", report=tmp_path)
+    status, said = load("replica-crash", *SMALL, "--duration", "4", report=tmp_path)
     found, summary = verdicts(tmp_path), summary_of(tmp_path)
     assert summary["kills"]
     assert {found["at-rest"], found["G6"]} == {"held"}

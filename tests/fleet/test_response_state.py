@@ -67,7 +67,7 @@ class Behind:
     servers: Sequence[StateServer]
 
 
-@pytest_asyncio.fixture(params=["lean", "standard", "http"], scope="module", loop_scope="module")
+@pytest_asyncio.fixture(params=["standard", "http"], scope="module", loop_scope="module")
 async def behind(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[Behind]:

@@ -48,7 +48,7 @@ def case(request: pytest.FixtureRequest, mode: str) -> Iterator[Case]:
 
 @pytest.fixture
 def faulty(case: Case, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Fleet]]:
-    """`faulty(*options, config, environment=None, spawned=False, unaudited="")` starts a fleet in the case's mode.
+    """`faulty(*options, config, **more)` starts a fleet in the case's mode; `more` is as for `Fleet`.
 
     In mode `http` the fleet finds its limits (`Case.with_limits`). The fleet is stopped before the case's row
     is written: if the stop fails, the case fails.

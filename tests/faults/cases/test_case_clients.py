@@ -41,7 +41,7 @@ async def test_stream_outlives_its_lease(faulty: Callable[..., Any], case: Case)
     case.all_served(load)
 
 
-@pytest.mark.short_form("http")  # the tests in tests/fleet/test_disconnects.py run in each mode
+@pytest.mark.short_form("http")  # beside tests/fleet/test_disconnects.py
 async def test_clients_leave(faulty: Callable[..., Any], case: Case) -> None:
     count = case.size(200, 10_000)
     case.describe(f"{count} clients leave at random phases")
