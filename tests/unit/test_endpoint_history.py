@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from picker_fleet.ingress.json_body import Body
 from picker_fleet.scheduling import endpoint_history
-from picker_fleet.scheduling.endpoint_history import BLOCK_BYTES, LatencyWindow, PrefixIndex, block_hashes
-from picker_fleet.scheduling.scorers import LatencyStats
+from picker_fleet.scheduling.endpoint_history import BLOCK_BYTES, PrefixIndex, block_hashes
 
 SYSTEM = {"role": "system", "content": "You answer briefly. " * 40}
 PARTS = st.lists(st.fixed_dictionaries({"type": st.just("text"), "text": st.text(max_size=30)}))
@@ -232,33 +231,16 @@ def test_memory_of_the_prefix_index_stays_within_the_stated_bound(blocks: int, n
     assert used / len(index) <= bound
 
 
-def stats_of(seconds: list[float], window: int = endpoint_history.LATENCY_WINDOW) -> LatencyStats | None:
-    times_window = LatencyWindow(window)
+@given(st.lists(st.floats(min_value=0, max_value=3600), min_size=1, max_size=250))
+def test_latency_statistics_cover_the_last_window_of_durations(seconds: list[float]) -> None:
+    tracker, last = endpoint_history.LatencyTracker(), seconds[-endpoint_history.LATENCY_WINDOW :]
     for each in seconds:
-        times_window.add(each)
-    return times_window.stats
-
-
-times = st.lists(st.floats(min_value=0, max_value=3600), min_size=1, max_size=400)
-
-
-@given(times, st.integers(min_value=1, max_value=120))
-def test_latency_statistics_cover_the_last_window_of_durations(seconds: list[float], window: int) -> None:
-    stats, last = stats_of(seconds, window), seconds[-window:]
+        tracker.add("a", each)
+    stats = tracker.stats("a")
     assert stats is not None
     assert stats.count == len(last)
     assert stats.mean_s == pytest.approx(statistics.fmean(last), abs=1e-6)
-    assert stats.std_s == pytest.approx(statistics.pstdev(last), abs=1e-3)
-
-
-def test_a_small_deviation_of_long_durations_is_computed_exactly() -> None:
-    stats = stats_of([3600.0, 3600.001] * 50_025)
-    assert stats is not None
-    assert stats.std_s == pytest.approx(0.0005, rel=0.01)
-
-
-def test_values_that_are_not_valid_durations_are_ignored() -> None:
-    assert stats_of([float("nan"), float("inf"), -1.0]) is None
+    assert stats.std_s == pytest.approx(statistics.pstdev(last), abs=1e-6)
 
 
 def test_the_endpoint_that_is_silent_longest_and_departed_endpoints_are_forgotten() -> None:

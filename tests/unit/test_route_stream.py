@@ -128,10 +128,10 @@ async def test_three_replicas_that_follow_the_stream_have_equal_indexes(fleet: F
         for n, replica in enumerate(replicas):
             for turn in range(50):
                 replica.routes.add_route((A, B, C)[(n + turn) % 3], prompt(f"{n}-{turn}"))
-                replica.routes.add_completion(A, n + turn / 100)
-                replica.routes.add_observation("llama", A, Load(turn, n), 0.1 + turn / 100, 0.01)
+                replica.routes.add(CompletionRecord(A, n + turn / 100))
+                replica.routes.add(ObservationRecord(A, "llama", Load(turn, n), 0.1 + turn / 100, 0.01))
             replica.routes.add_placement(B, 100.0 * (n + 1), 1e6)
-            replica.routes.add_completion(f"the last of {n}", 1.0)
+            replica.routes.add(CompletionRecord(f"the last of {n}", 1.0))
 
         await until(
             lambda: all(
@@ -158,10 +158,10 @@ async def test_a_restarted_replica_catches_up_with_the_route_stream(fleet: Fleet
         async with following(one):
             one.routes.add_route(A, prompt("by one"))
             assert one.index.match(prompt("by one")) == {A: 4}  # a replica knows its own routes at once
-            one.routes.add_completion(A, 1.5)
+            one.routes.add(CompletionRecord(A, 1.5))
             await until(lambda: other.completions(A) == 1 and len(other.index) == 4)
         other.routes.add_route(B, prompt("by other"))
-        other.routes.add_completion(A, 2.5)
+        other.routes.add(CompletionRecord(A, 2.5))
         await until(lambda: other.completions(A) == 2)
 
         again = fleet.replica("one, second life")
@@ -189,10 +189,10 @@ async def test_a_replica_that_falls_behind_the_stream_misses_only_trimmed_entrie
     writer, slow = fleet.replica("writer"), fleet.replica("slow")
     async with following(writer):
         async with following(slow):
-            writer.routes.add_completion(A, 1.0)
+            writer.routes.add(CompletionRecord(A, 1.0))
             await until(lambda: slow.completions(A) == 1)
         for count, address in enumerate((B, C), start=1):
-            writer.routes.add_completion(address, 1.0)
+            writer.routes.add(CompletionRecord(address, 1.0))
             await until(lambda count=count: sum(map(writer.completions, (B, C))) == count)
         await fleet.client.xtrim(fleet.stream, maxlen=1, approximate=False)
 
@@ -207,7 +207,7 @@ async def test_replicas_follow_the_route_stream_across_broken_connections(fleet:
     async with following(one, other):
         for n in range(5):
             address = f"10.0.0.{n}:80"
-            one.routes.add_completion(address, 1.0)
+            one.routes.add(CompletionRecord(address, 1.0))
             other.routes.add_route(address, prompt(address))
             await until(
                 lambda address=address: (
@@ -235,13 +235,13 @@ async def test_without_redis_a_replica_learns_its_routes_and_later_joins_the_str
     one, other = map(Fleet(valkey.url).replica, ("one", "other"))
     async with following(one, other, caught_up=False):
         one.routes.add_route(A, prompt("m"))
-        one.routes.add_completion(A, 1.0)
+        one.routes.add(CompletionRecord(A, 1.0))
         await until(lambda: one.completions(A) == 1)
         assert other.completions(A) == 0
 
         await asyncio.to_thread(valkey.revive)
         await wait_caught_up(one, other)
-        one.routes.add_completion(B, 1.0)
+        one.routes.add(CompletionRecord(B, 1.0))
         await until(lambda: other.completions(B) >= 1)
         one.routes.add_route(B, prompt("n"))
         await until(lambda: other.index.match(prompt("n")) == {B: 4})
@@ -257,7 +257,7 @@ async def test_many_routes_make_few_stream_entries_and_the_stream_stays_short(fl
         last = (await fleet.client.xrevrange(fleet.stream, count=1))[0][0]
         for n in range(100):
             replica.routes.add_route(A, prompt(str(n), 100))
-        replica.routes.add_completion(A, 1.0)
+        replica.routes.add(CompletionRecord(A, 1.0))
         await until(lambda: replica.completions(A) == 1)
 
     entries = await fleet.client.xrange(fleet.stream, min=b"(" + last)
@@ -271,7 +271,7 @@ async def test_without_redis_only_the_latest_completions_are_kept() -> None:
     replica = Fleet("redis://127.0.0.1:1/0").replica()
     for n in range(5000):
         replica.routes.add_route(A, prompt(str(n), 1))
-        replica.routes.add_completion(A, float(n))
+        replica.routes.add(CompletionRecord(A, float(n)))
 
     async with following(replica, caught_up=False):
         await until(lambda: replica.completions(A) == 100)

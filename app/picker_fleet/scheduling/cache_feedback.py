@@ -15,8 +15,8 @@ from picker_fleet.domain.rates import Rates
 from picker_fleet.domain.request import Completion, InferenceRequest
 from picker_fleet.endpoints.readings import ASLEEP, EndpointMetrics, MetricsCache
 from picker_fleet.scheduling.endpoint_history import BLOCK_BYTES, MAX_PROMPT_BYTES, Predicted
-from picker_fleet.scheduling.engine_cache import Evidence, Expectation, evidence_of
-from picker_fleet.scheduling.route_stream import RouteStream
+from picker_fleet.scheduling.engine_cache import Expectation, evidence_of
+from picker_fleet.scheduling.route_stream import EvidenceRecord, LossRecord, RouteStream
 
 # Most requests a second whose answers one replica compares. Each costs about 50 µs.
 _ANSWERS_A_SECOND: Final = 50.0
@@ -76,7 +76,7 @@ class PrefixFeedback:
             return
         evidence = evidence_of(expected, cached * bytes_per_token / BLOCK_BYTES)
         if self._routes.index.teaches(address, evidence, expected.life):
-            self._routes.add_evidence(address, evidence, bytes_per_token)
+            self._routes.add(EvidenceRecord(address, *evidence, bytes_per_token))
 
 
 class _Counted(NamedTuple):
@@ -110,7 +110,7 @@ class CacheWatch:
         if last is not None and _has_lost_cache(last, page, refused):
             self._counted.pop(address, None)
             if address in self._routes.index.addresses:
-                self._routes.add_loss(address)
+                self._routes.add(LossRecord(address))
         elif page.prefix_queries is not None and page.prefix_hits is not None:
             self._compare(address, page.prefix_queries, page.prefix_hits)
         if len(self._last) > 2 * len(self._readings.addresses) + 1:
@@ -132,9 +132,9 @@ class CacheWatch:
             return
         ratio = max(share / predicted, _LEAST_RATIO)
         if ratio < 1 - _UNEQUAL:
-            self._routes.add_evidence(address, Evidence(0, now.capacity * ratio))
+            self._routes.add(EvidenceRecord(address, 0, now.capacity * ratio))
         elif ratio > 1 + _UNEQUAL:
-            self._routes.add_evidence(address, Evidence(now.capacity * ratio, 0))
+            self._routes.add(EvidenceRecord(address, now.capacity * ratio, 0))
 
 
 def _has_lost_cache(last: EndpointMetrics, page: EndpointMetrics, refused: bool) -> bool:

@@ -35,7 +35,7 @@ from picker_fleet.scheduling.explain import (
 from picker_fleet.scheduling.extension_calls import Extensions
 from picker_fleet.scheduling.forecasts import Forecasts, shortfall_s
 from picker_fleet.scheduling.latency_model import Load
-from picker_fleet.scheduling.route_stream import RouteStream
+from picker_fleet.scheduling.route_stream import CompletionRecord, RouteStream
 from picker_fleet.scheduling.scheduler import FILTERS, Scheduler, apply_filters, with_in_flight
 from picker_fleet.scheduling.scorers import EndpointState, PickRequest
 from picker_fleet.scheduling.splitting import SplitDecision, StageTimes, decide
@@ -567,7 +567,7 @@ class EndpointChooser:
         # The endpoint's own time without the request's wait in the queue, if that time is known.
         seconds = completion.duration_s if completion.service_s is None else completion.service_s
         if completion.served and seconds is not None:
-            self._routes.add_completion(completion.served, seconds)
+            self._routes.add(CompletionRecord(completion.served, seconds))
 
     def session_token(self, endpoint: str) -> str:
         """The token for the client of a request that `endpoint` serves; '' if no scorer uses sessions."""

@@ -15,6 +15,7 @@ it, since it may have megabytes; the same text written differently (spaces, esca
 import math
 import re
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from itertools import chain
@@ -275,11 +276,9 @@ class PrefixIndex:
     def _told(self, address: str) -> float:
         """The capacity in blocks, before answers have taught another."""
         tokens = self._kv_tokens.get(address)
-        return (
-            float(self._per_endpoint)
-            if tokens is None
-            else max(tokens * self._bytes_per_token / BLOCK_BYTES, 1)
-        )
+        if tokens is None:
+            return float(self._per_endpoint)
+        return max(tokens * self._bytes_per_token / BLOCK_BYTES, 1)
 
     @staticmethod
     def _hold(known: dict[bytes, tuple[str, ...]], address: str, links: Iterable[bytes]) -> None:
@@ -315,78 +314,41 @@ def _matched(hashes: Sequence[bytes], served: Container[bytes]) -> int:
     return low
 
 
-class LatencyWindow:
-    """The last `size` completion times of one endpoint; `add` and `stats` take O(1)."""
-
-    __slots__ = ("_at", "_base_s", "_seconds", "_size", "_squares", "_sum")
-
-    def __init__(self, size: int = LATENCY_WINDOW) -> None:
-        self._size = size
-        self._seconds: list[float] = []
-        self._at = 0
-        self._base_s = 0.0  # the sums add differences from `_base_s`, which keeps a small spread exact
-        self._sum = 0.0
-        self._squares = 0.0
-
-    def add(self, seconds: float) -> None:
-        """Add one completion time; ignore it if it is negative, infinite or not a number."""
-        if not 0.0 <= seconds < math.inf:
-            return
-        if len(self._seconds) < self._size:
-            self._seconds.append(seconds)
-        else:
-            oldest = self._seconds[self._at] - self._base_s
-            self._sum -= oldest
-            self._squares -= oldest * oldest
-            self._seconds[self._at] = seconds
-        self._at = (self._at + 1) % self._size
-        if self._at == 0 or len(self._seconds) == 1:
-            self._recompute()  # once per `size` calls: limits rounding errors, and keeps the mean cost O(1)
-        else:
-            newest = seconds - self._base_s
-            self._sum += newest
-            self._squares += newest * newest
-
-    @property
-    def stats(self) -> LatencyStats | None:
-        """Statistics of the completions in the window; None without completions."""
-        count = len(self._seconds)
-        if not count:
-            return None
-        mean = self._sum / count
-        variance = self._squares / count - mean * mean
-        return LatencyStats(count, self._base_s + mean, math.sqrt(max(0.0, variance)))
-
-    def _recompute(self) -> None:
-        base_s = self._base_s = math.fsum(self._seconds) / len(self._seconds)
-        differences = [seconds - base_s for seconds in self._seconds]
-        self._sum = math.fsum(differences)
-        self._squares = math.fsum(difference * difference for difference in differences)
-
-
 class LatencyTracker:
-    """Completion times from the whole fleet, one window per endpoint (spec 004). One event loop; no I/O.
+    """Completion times from the whole fleet, the last `LATENCY_WINDOW` of each endpoint (spec 004). One event
+    loop; no I/O.
 
-    Keeps at most `max_endpoints` windows; first drops the window whose last completion is the oldest.
+    Keeps at most `max_endpoints` endpoints; first drops the endpoint whose last completion is the oldest.
     """
 
     def __init__(self, *, max_endpoints: int = 4096) -> None:
         self._max_endpoints = max_endpoints
-        self._windows: dict[str, LatencyWindow] = {}
+        self._windows: dict[str, deque[float]] = {}
+        self._stats: dict[str, LatencyStats] = {}  # a cache: picks read the statistics of many endpoints
 
     def add(self, address: str, seconds: float) -> None:
         window = self._windows.pop(address, None)
         if window is None:
-            window = LatencyWindow()
+            window = deque(maxlen=LATENCY_WINDOW)
             if len(self._windows) >= self._max_endpoints:
-                del self._windows[next(iter(self._windows))]
+                oldest = next(iter(self._windows))
+                del self._windows[oldest]
+                self._stats.pop(oldest, None)
         self._windows[address] = window
-        window.add(seconds)
+        window.append(seconds)
+        self._stats.pop(address, None)
 
     def stats(self, address: str) -> LatencyStats | None:
-        window = self._windows.get(address)
-        return window.stats if window else None
+        """Statistics of the endpoint's completions; None without completions."""
+        stats, window = self._stats.get(address), self._windows.get(address)
+        if stats is None and window is not None:
+            count = len(window)
+            mean_s = math.fsum(window) / count
+            std_s = math.dist(window, [mean_s] * count) / math.sqrt(count)
+            stats = self._stats[address] = LatencyStats(count, mean_s, std_s)
+        return stats
 
     def retain(self, addresses: Collection[str]) -> None:
         for gone in self._windows.keys() - set(addresses):
             del self._windows[gone]
+            self._stats.pop(gone, None)

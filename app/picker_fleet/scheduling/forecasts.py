@@ -12,7 +12,7 @@ from picker_fleet.domain.rates import Rates
 from picker_fleet.domain.request import Completion, InferenceRequest, LatencyObjective
 from picker_fleet.scheduling.endpoint_history import BLOCK_BYTES
 from picker_fleet.scheduling.latency_model import Forecast, LatencyModel, Load, Prediction
-from picker_fleet.scheduling.route_stream import RouteStream
+from picker_fleet.scheduling.route_stream import ObservationRecord, RouteStream
 from picker_fleet.scheduling.scorers import EndpointState
 from picker_fleet.scheduling.splitting import StageTimes
 from picker_fleet.state import accounting_token
@@ -145,9 +145,11 @@ class Forecasts:
         prefiller, prefill_load = accounting_token.prefill_of(token)
         if prefiller:
             if len(prefill_load) == len(Load._fields):
-                self._routes.add_observation(_SPLIT + model, prefiller, Load(*prefill_load), ttft_s, 0.0)
+                self._routes.add(
+                    ObservationRecord(prefiller, _SPLIT + model, Load(*prefill_load), ttft_s, 0.0)
+                )
             ttft_s = 0.0  # this time says nothing about the decode endpoint
-        self._routes.add_observation(model, address, Load(*load), ttft_s, tpot_s)
+        self._routes.add(ObservationRecord(address, model, Load(*load), ttft_s, tpot_s))
 
     def _load(self, request: InferenceRequest, state: EndpointState, matches: Mapping[str, int]) -> Load:
         cached_bytes = matches.get(state.address, 0) * BLOCK_BYTES

@@ -23,11 +23,10 @@ import math
 import struct
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
-from typing import Final
+from typing import Final, NamedTuple
 
 from picker_fleet.background import keep
 from picker_fleet.domain.errors import StateUnavailable
@@ -50,35 +49,19 @@ _READ_S = 3.0  # deadline of a read; longer than _BLOCK_MS: only dead connection
 _READ_ENTRIES = 16
 _PAUSE_S = 0.2
 
-_ROUTE = struct.Struct(">cHH")
-_COMPLETION = struct.Struct(">cHd")
-_PLACEMENT = struct.Struct(">cH2d")
-_EVIDENCE = struct.Struct(">cH3d")
-_LOSS = struct.Struct(">cH")
-_OBSERVATION = struct.Struct(">cHH6d")
 _MAX_HASHES = 0xFFFF
 
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class RouteRecord:
+class RouteRecord(NamedTuple):
     """A prompt with these block hashes, first block first, was routed to `address` (`ip:port`)."""
 
     address: str
     hashes: tuple[bytes, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class CompletionRecord:
-    """`address` completed a request after `seconds`."""
-
-    address: str
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True)
-class PlacementRecord:
+class PlacementRecord(NamedTuple):
     """A prompt of which `tokens` are not cached was placed on `address`; the request's first token is due
     after `ttft_s`."""
 
@@ -87,35 +70,50 @@ class PlacementRecord:
     ttft_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class ObservationRecord:
+class CompletionRecord(NamedTuple):
+    """`address` completed a request after `seconds`."""
+
+    address: str
+    seconds: float
+
+
+class ObservationRecord(NamedTuple):
     """A request of `model` that met `load` on `address` took `ttft_s` to its first token, and `tpot_s` for
     each further token (0: unknown)."""
 
-    model: str
     address: str
+    model: str
     load: Load
     ttft_s: float
     tpot_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class EvidenceRecord:
+class EvidenceRecord(NamedTuple):
     """What an answer of `address` has shown about its engine's prefix cache (`engine_cache.Evidence`); the
     prompt had `bytes_per_token` (0: unknown)."""
 
     address: str
     kept: float
     evicted: float
-    bytes_per_token: float
+    bytes_per_token: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class LossRecord:
+class LossRecord(NamedTuple):
     """The engine at `address` has lost its prefix cache."""
 
     address: str
 
+
+_ROUTE = struct.Struct(">cHH")
+_OBSERVATION = struct.Struct(">cHH6d")
+# The layouts of the records that have only numbers besides their address.
+_LAYOUTS: Final[Mapping[bytes, tuple[Callable[..., "Record"], struct.Struct]]] = {
+    b"C": (CompletionRecord, struct.Struct(">cHd")),
+    b"P": (PlacementRecord, struct.Struct(">cH2d")),
+    b"E": (EvidenceRecord, struct.Struct(">cH3d")),
+    b"D": (LossRecord, struct.Struct(">cH")),
+}
+_MARKS = {kind: (mark, layout) for mark, (kind, layout) in _LAYOUTS.items()}
 
 # All replicas take these records from the stream, their own included.
 Ending = CompletionRecord | ObservationRecord | EvidenceRecord | LossRecord
@@ -160,11 +158,6 @@ class RouteStream:
             self._routes.append(pack(RouteRecord(address, hashes)))
             self._pending.set()
 
-    def add_completion(self, address: str, seconds: float) -> None:
-        """Publish to the fleet that `address` completed a request after `seconds`. Returns at once."""
-        self._completions.append(CompletionRecord(address, seconds))
-        self._pending.set()
-
     def add_placement(self, address: str, tokens: float, ttft_s: float) -> None:
         """Publish to the fleet that a prompt of `tokens` uncached tokens was placed on `address`, and that
         the first token is due after `ttft_s`. Returns at once."""
@@ -173,19 +166,9 @@ class RouteStream:
         self._routes.append(pack(record))
         self._pending.set()
 
-    def add_observation(self, model: str, address: str, load: Load, ttft_s: float, tpot_s: float) -> None:
-        """Publish to the fleet the times of a request (`ObservationRecord`). Returns at once."""
-        self._completions.append(ObservationRecord(model, address, load, ttft_s, tpot_s))
-        self._pending.set()
-
-    def add_evidence(self, address: str, evidence: Evidence, bytes_per_token: float = 0.0) -> None:
-        """Publish to the fleet what an answer has shown (`EvidenceRecord`). Returns at once."""
-        self._completions.append(EvidenceRecord(address, *evidence, bytes_per_token))
-        self._pending.set()
-
-    def add_loss(self, address: str) -> None:
-        """Publish to the fleet that the engine at `address` has lost its prefix cache. Returns at once."""
-        self._completions.append(LossRecord(address))
+    def add(self, record: Ending) -> None:
+        """Publish `record` to the fleet. Returns at once."""
+        self._completions.append(record)
         self._pending.set()
 
     async def caught_up(self) -> None:
@@ -301,7 +284,7 @@ class RouteStream:
                     self.latencies.add(address, seconds)
                 case PlacementRecord(address, tokens, ttft_s):
                     self.backlogs.add(address, tokens, ttft_s, self._clock())
-                case ObservationRecord(model, address, load, ttft_s, tpot_s):
+                case ObservationRecord(address, model, load, ttft_s, tpot_s):
                     self.model.learn(model, address, load, ttft_s, tpot_s)
                 case EvidenceRecord(address, kept, evicted, bytes_per_token):
                     self.index.learn(address, Evidence(kept, evicted), bytes_per_token)
@@ -313,21 +296,15 @@ def pack(record: Record) -> bytes:
     """Encode `record` for the stream; keeps at most the first 65 535 hashes."""
     address = record.address.encode()
     match record:
-        case RouteRecord():
-            hashes = record.hashes[:_MAX_HASHES]
+        case RouteRecord(_, hashes):
+            hashes = hashes[:_MAX_HASHES]
             return _ROUTE.pack(b"R", len(address), len(hashes)) + address + b"".join(hashes)
-        case CompletionRecord():
-            return _COMPLETION.pack(b"C", len(address), record.seconds) + address
-        case PlacementRecord():
-            return _PLACEMENT.pack(b"P", len(address), record.tokens, record.ttft_s) + address
-        case EvidenceRecord():
-            numbers = record.kept, record.evicted, record.bytes_per_token
-            return _EVIDENCE.pack(b"E", len(address), *numbers) + address
-        case LossRecord():
-            return _LOSS.pack(b"D", len(address)) + address
-        case ObservationRecord():
-            model, times = record.model.encode(), (*record.load, record.ttft_s, record.tpot_s)
+        case ObservationRecord(_, name, load, ttft_s, tpot_s):
+            model, times = name.encode(), (*load, ttft_s, tpot_s)
             return _OBSERVATION.pack(b"O", len(address), len(model), *times) + address + model
+        case _:
+            mark, layout = _MARKS[type(record)]
+            return layout.pack(mark, len(address), *record[1:]) + address
 
 
 def join_records(packed: Iterable[bytes], max_bytes: int) -> Iterator[bytes]:
@@ -355,56 +332,40 @@ def unpack(body: bytes) -> list[Record]:
     at = 0
     try:
         while at < len(body):
-            kind = body[at : at + 1]
-            if kind == b"R":
+            mark = body[at : at + 1]
+            if mark == b"R":
                 _, length, count = _ROUTE.unpack_from(body, at)
-                start = at + _ROUTE.size + length
+                address, start = _text(body, at + _ROUTE.size, length)
                 at = start + count * HASH_BYTES
                 _check_length(body, at)
-                address = body[start - length : start].decode()
                 hashes = tuple(body[i : i + HASH_BYTES] for i in range(start, at, HASH_BYTES))
                 found.append(RouteRecord(address, hashes))
-            elif kind == b"C":
-                _, length, seconds = _COMPLETION.unpack_from(body, at)
-                start = at + _COMPLETION.size
-                at = start + length
-                found.append(CompletionRecord(_text(body, start, at), *_numbers(seconds)))
-            elif kind == b"P":
-                _, length, *numbers = _PLACEMENT.unpack_from(body, at)
-                start = at + _PLACEMENT.size
-                at = start + length
-                found.append(PlacementRecord(_text(body, start, at), *_numbers(*numbers)))
-            elif kind == b"E":
-                _, length, *numbers = _EVIDENCE.unpack_from(body, at)
-                start = at + _EVIDENCE.size
-                at = start + length
-                found.append(EvidenceRecord(_text(body, start, at), *_numbers(*numbers)))
-            elif kind == b"D":
-                _, length = _LOSS.unpack_from(body, at)
-                start = at + _LOSS.size
-                at = start + length
-                found.append(LossRecord(_text(body, start, at)))
-            elif kind == b"O":
+            elif mark == b"O":
                 _, length, of_model, *numbers = _OBSERVATION.unpack_from(body, at)
-                start = at + _OBSERVATION.size
-                middle = start + length
-                at = middle + of_model
-                address, model = _text(body, start, middle), _text(body, middle, at)
-                *load, ttft_s, tpot_s = _numbers(*numbers)
-                found.append(ObservationRecord(model, address, Load(*load), ttft_s, tpot_s))
+                address, at = _text(body, at + _OBSERVATION.size, length)
+                model, at = _text(body, at, of_model)
+                *load, ttft_s, tpot_s = _checked(numbers)
+                found.append(ObservationRecord(address, model, Load(*load), ttft_s, tpot_s))
+            elif mark in _LAYOUTS:
+                kind, layout = _LAYOUTS[mark]
+                _, length, *numbers = layout.unpack_from(body, at)
+                address, at = _text(body, at + layout.size, length)
+                found.append(kind(address, *_checked(numbers)))
             else:
-                raise ValueError(f"no record begins with {kind!r}")
+                raise ValueError(f"no record begins with {mark!r}")
     except struct.error as error:
         raise ValueError(f"cut off: {error}") from None
     return found
 
 
-def _text(body: bytes, start: int, end: int) -> str:
+def _text(body: bytes, start: int, length: int) -> tuple[str, int]:
+    """The text of `length` bytes at `start`, and where it ends."""
+    end = start + length
     _check_length(body, end)
-    return body[start:end].decode()
+    return body[start:end].decode(), end
 
 
-def _numbers(*numbers: float) -> tuple[float, ...]:
+def _checked(numbers: Sequence[float]) -> Sequence[float]:
     for number in numbers:
         if not 0.0 <= number < math.inf:
             raise ValueError(f"{number} is neither a duration nor an amount")
