@@ -42,38 +42,6 @@ SCORERS: Mapping[str, str] = {
     "predicted-latency-scorer": "latency",
     "random-picker": "random",
 }
-# Plugin types that are not imported -> the setting or behaviour of this picker that replaces them.
-BUILT_IN: Mapping[str, str] = {
-    "single-profile-handler": "there is one profile",
-    "max-score-picker": "the best endpoint is picked, ties at random",
-    "metrics-data-source": "pages of the endpoints in use are scraped",
-    "core-metrics-extractor": "scraping.engine and scraping.series",
-    "openai-parser": "bodies of the OpenAI API are read",
-    "anthropic-parser": "bodies of Anthropic's API are read",
-    "vllmhttp-parser": "bodies of vLLM's own API are read",
-    "approx-prefix-cache-producer": "scorer prefix-affinity",
-    "inflight-load-producer": "scorer in-flight",
-    "disagg-profile-handler": "scheduling.stages",
-    "pd-profile-handler": "scheduling.stages",
-    "always-disagg-pd-decider": "scheduling.stages.threshold",
-    "prefix-based-pd-decider": "scheduling.stages.threshold",
-    "prefill-filter": "endpoints whose role is prefill compute prompts",
-    "decode-filter": "endpoints whose role does not decode get no requests",
-    "disagg-headers-handler": "scheduling.stages.header",
-    "prefill-header-handler": "scheduling.stages.header",
-    "label-selector-filter": "scheduling.endpoint_labels or the selector of a stage",
-    "by-label-selector": "scheduling.endpoint_labels or the selector of a stage",
-    "request-attribute-reporter": "decision lines and metrics",
-    "fcfs-ordering-policy": "fair_request_queue.ordering",
-    "edf-ordering-policy": "fair_request_queue.ordering",
-    "slo-deadline-ordering-policy": "fair_request_queue.ordering",
-    "round-robin-fairness-policy": "fair_request_queue.fairness",
-    "global-strict-fairness-policy": "fair_request_queue.fairness",
-    "utilization-detector": "request_queue_controller",
-    "concurrency-detector": "request_queue_controller",
-    "header-based-testing-filter": "serve --conformance",
-    "destination-endpoint-served-verifier": "serve --conformance",
-}
 # Plugin type -> parameters that are imported or have a remark of their own.
 _PARAMETERS: Mapping[str, tuple[str, ...]] = {
     "max-score-picker": ("maxNumOfEndpoints",),
@@ -101,6 +69,16 @@ _FAIRNESS: Mapping[str, str] = {
     "round-robin-fairness-policy": "round-robin",
     "global-strict-fairness-policy": "none",
 }
+# Plugin types that are imported by other means, or whose work this picker does anyway (docs/migration.md).
+BUILT_IN: frozenset[str] = frozenset({
+    "single-profile-handler", "max-score-picker", "request-attribute-reporter",
+    "metrics-data-source", "core-metrics-extractor", "approx-prefix-cache-producer", "inflight-load-producer",
+    "openai-parser", "anthropic-parser", "vllmhttp-parser",
+    *import_stages.HANDLERS, "always-disagg-pd-decider", "prefix-based-pd-decider",
+    "prefill-filter", "decode-filter", "disagg-headers-handler", "prefill-header-handler",
+    *_LABEL_FILTERS, *_ORDERINGS, *_FAIRNESS, _DETECTOR, "concurrency-detector",
+    "header-based-testing-filter", "destination-endpoint-served-verifier",
+})  # fmt: skip
 # Section of the file (`[]` follows a list) -> keys that are imported or have a remark of their own.
 _KEYS: Mapping[str, frozenset[str]] = {
     where: frozenset(keys.split())

@@ -127,16 +127,18 @@ def test_the_fault_names_a_cycle_of_rewrites() -> None:
     assert cycles([first, second]) == {}, "a model may keep a share of its own requests"
     third = rewrite("third", "3", rule({"x": 1, "a": 1}, "c"), rule({"y": 1}, "z"))
     found = cycles([first, second, third])
-    assert found == {"first": "a to b to c to a", "second": "b to c to a to b", "third": "c to a to b to c"}
+    assert found == dict.fromkeys(("first", "second", "third"), "a to b to c to a")
+    fourth = rewrite("fourth", "4", rule({"c": 1}, "d"), rule({"d": 1, "y": 1}, "x"))
+    assert cycles([first, second, third, fourth])["fourth"] == "c to x to d to c"
 
 
-def test_the_search_for_cycles_among_thousands_of_rewrites_is_bounded() -> None:
+def test_cycles_among_thousands_of_rewrites_are_found_in_bounded_time() -> None:
     chain = [rule({f"m{n + 1}": 1}, f"m{n}") for n in range(5000)]
     assert cycles([rewrite("chain", "1", *chain)]) == {}
-    ring = [rewrite(f"r{n}", "1", rule({f"m{(n + 1) % 1000}": 1}, f"m{n}")) for n in range(1000)]
-    found = cycles(ring)  # would take seconds without the limit of steps
-    assert found["r0"].startswith("m0 to m1 to m2")
-    assert 10 < len(found) < 100
+    pairs = [(f"m{n}", f"m{n ^ 1}") for n in range(1000)]
+    found = cycles(rewrite(one, "1", rule({other: 1}, one)) for one, other in pairs)
+    assert 2 <= len(found) < 100
+    assert found["m0"] == "m0 to m1 to m0"
 
 
 @cases("rules, fault", {
