@@ -59,7 +59,6 @@ from picker_fleet.scheduling.cache_feedback import CacheWatch
 from picker_fleet.scheduling.chooser import EndpointChooser
 from picker_fleet.scheduling.extension_calls import Extensions
 from picker_fleet.scheduling.route_stream import RouteStream
-from picker_fleet.scheduling.router import Router
 from picker_fleet.state.accounting_token import Keyring
 from picker_fleet.state.connection import FailureDetector, PauseDetector
 from picker_fleet.state.store import Store
@@ -232,7 +231,7 @@ class Pool:
                 estimate_cost=extensions.cost,
             ),
             gate=self.admission,
-            router=Router(self.endpoints, self.chooser, settings.scheduling.fallbacks),
+            chooser=self.chooser,
             origins=self.origins,
             open_requests=open_requests,
             metrics=self.metrics,

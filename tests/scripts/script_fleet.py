@@ -20,7 +20,6 @@ from picker_fleet.domain.config import parse
 from picker_fleet.domain.request import Completion, Endpoint, InferenceRequest, Outcome, Placement, Workload
 from picker_fleet.endpoints.snapshot import Snapshot, SnapshotCell
 from picker_fleet.fleet.heartbeat import Membership
-from picker_fleet.scheduling.router import Router
 from picker_fleet.state.accounting_token import Keyring
 from picker_fleet.state.connection import FailureDetector, PauseDetector
 from picker_fleet.state.keys import Keys
@@ -170,7 +169,7 @@ class Replica:
 
     def route(self, subset: tuple[str, ...] | None, **first: str) -> tuple[str, ...]:
         """The endpoints of a request without admission, with two fallbacks."""
-        return Router(self.cell, chooser_of(self.cell), 2).route(subset, **first).endpoints
+        return chooser_of(self.cell).route(subset, **first).endpoints
 
     def _on_event(self, event: Event) -> None:
         if isinstance(event, Notification):

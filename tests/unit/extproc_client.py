@@ -176,7 +176,7 @@ def exchange_context(
         new_flows=context.new_flow_limit(settings, lambda: 0.0),
         intake=Intake(settings, new_id=lambda: f"made-{next(ids)}", keys=Mock(variant_key=b"the pool's")),
         gate=gate,
-        router=gate,  # type: ignore[arg-type]
+        chooser=gate,  # type: ignore[arg-type]
         origins=origins or KnownOrigins(),  # type: ignore[arg-type]
         open_requests=context.OpenRequests(),
         metrics=metrics or Counted(),

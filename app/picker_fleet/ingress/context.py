@@ -39,7 +39,7 @@ from picker_fleet.ingress.bodies import decode
 from picker_fleet.ingress.headers import CONTENT_ENCODING, CONTENT_TYPE, REQUEST_ID
 from picker_fleet.ingress.intake import Ask, Intake, bodiless, read_body
 from picker_fleet.ingress.quota_headers import quota_headers
-from picker_fleet.scheduling.router import Router
+from picker_fleet.scheduling.chooser import EndpointChooser
 from picker_fleet.telemetry.logs import DecisionLines
 from picker_fleet.telemetry.metrics import Metrics
 
@@ -253,7 +253,7 @@ class ExchangeContext:
     new_flows: NewFlowLimit
     intake: Intake
     gate: Admission
-    router: Router
+    chooser: EndpointChooser
     origins: Origins
     open_requests: OpenRequests
     metrics: Metrics
@@ -352,7 +352,7 @@ class Decision:
         context, self._subset = self._context, subset
         origin = await context.origins.find((way.ref,)) if way.ref else ""
         session = context.intake.session_of(headers)
-        placement = context.router.route(subset, origin=origin, session=session)
+        placement = context.chooser.route(subset, origin=origin, session=session)
         if way.has_state and self.mode != "standard":  # the access log reports the state ids in the answer
             self.request_id = headers.get(REQUEST_ID, b"").decode("latin-1") or context.intake.new_id()
             placement = placement._replace(accounting_token=context.origins.read_token(self.request_id))

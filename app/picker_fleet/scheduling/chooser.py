@@ -1,23 +1,30 @@
 """Chooses candidate endpoints for a request from the data of one replica.
 
 The script (`lua/place.lua`) makes the final choice among the candidates, by the live load. The chooser also
-keeps recent choices for explanations, and issues session tokens for scorer `session-affinity`.
+issues session tokens for scorer `session-affinity`.
 """
 
 import logging
 import random
 from bisect import bisect
-from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
+from operator import attrgetter
 from typing import Final, NamedTuple
 
 import msgspec
 from xxhash import xxh3_64_intdigest
 
 from picker_fleet.domain.config import EffectiveConfig
+from picker_fleet.domain.errors import NoEndpoints
 from picker_fleet.domain.known_fleet import KnownFleet
-from picker_fleet.domain.request import ANY_LATENCY, KEY_MARK, Completion, InferenceRequest, Outcome
+from picker_fleet.domain.request import (
+    ANY_LATENCY,
+    KEY_MARK,
+    Completion,
+    InferenceRequest,
+    Outcome,
+    Placement,
+)
 from picker_fleet.domain.scorer_names import SLO_HEADROOM
 from picker_fleet.endpoints.readings import MetricsCache
 from picker_fleet.endpoints.snapshot import SnapshotCell
@@ -27,9 +34,9 @@ from picker_fleet.scheduling.endpoint_states import EndpointStates
 from picker_fleet.scheduling.explain import (
     ANY_ENDPOINT,
     Explanation,
+    ExplanationCache,
     LeastLoadedPick,
     PickBasis,
-    explain,
     live_loads,
 )
 from picker_fleet.scheduling.extension_calls import Extensions
@@ -52,8 +59,7 @@ _MAX_SCORED, _MAX_OF_A_SAMPLE = 8, 5
 _DRAWS = 32  # choices kept for similar requests to share; each breaks ties differently
 _ROUTE_SCORERS = frozenset({"prefix-affinity", "latency"})  # scorers that need the routes of all replicas
 _SESSION_PURPOSE = "session"
-_MAX_TOKENS = 10_000
-_ADDRESS_BYTES = 24  # approximate length of one address in a list of candidates
+_in_flight = attrgetter("in_flight")
 
 
 class Choice(NamedTuple):
@@ -77,57 +83,6 @@ class MetLoads(NamedTuple):
     prefill_s: float | None = None
 
 
-class ExplanationCache:
-    """Keeps the last choices for explanations: at most `max_choices`, with at most `max_values` scores and
-    reasons (about 40 bytes each) in all. The method `add` is cheap; `get` computes the explanation."""
-
-    def __init__(self, *, max_choices: int = 1000, max_values: int = 500_000) -> None:
-        self._max_choices = max_choices
-        self._max_values = max_values
-        self._values = 0
-        # Kept choices, oldest first; the last element of each is the number of its scores and reasons.
-        self._choices: deque[
-            tuple[str, PickBasis, tuple[str, ...], str, SplitDecision | None, tuple[str, ...], int]
-        ] = deque()
-
-    def __len__(self) -> int:
-        return len(self._choices)
-
-    def add(
-        self,
-        request_id: str,
-        basis: PickBasis,
-        chosen: tuple[str, ...],
-        live: str = "",
-        split: SplitDecision | None = None,
-        prefillers: tuple[str, ...] = (),
-    ) -> None:
-        """Keep the choice for `request_id`: the `chosen` endpoints and `prefillers` (best first; empty: the
-        request was refused), the `live` loads that the script compared (see `explain`), and why the request
-        was `split` or not."""
-        choices = self._choices
-        if isinstance(basis, LeastLoadedPick):
-            values = 1 + len(basis.endpoints) + len(basis.in_flight) + len(basis.candidates) // _ADDRESS_BYTES
-        else:
-            values = basis.values
-        choices.append((request_id, basis, chosen, live, split, prefillers, values))
-        self._values += values
-        while len(choices) > self._max_choices or (self._values > self._max_values and len(choices) > 1):
-            self._values -= choices.popleft()[-1]
-
-    def get(self, request_id: str) -> Explanation | None:
-        """Explain the last choice for `request_id`; None if the choice is no longer kept."""
-        found = next((each for each in reversed(self._choices) if each[0] == request_id), None)
-        if found is None:
-            return None
-        _, basis, chosen, live, split, prefillers, _ = found
-        explained = explain(request_id, basis, chosen, live)
-        stages = "" if split is None else str(split)
-        if split is not None and split.is_split and chosen and not prefillers:
-            stages = f"whole, since no prefill endpoint could be reserved; {stages}"
-        return replace(explained, stages=stages, prefillers=prefillers)
-
-
 class SessionTokens:
     """Issues and resolves session tokens for the endpoints of the current snapshot. One event loop.
 
@@ -140,20 +95,13 @@ class SessionTokens:
     def __init__(self, keys: Keyring, endpoints: SnapshotCell) -> None:
         self._keys = keys
         self._endpoints = endpoints
-        self._tokens: dict[str, str] = {}  # address -> token signed by the present signing key
-        self._tokens_version = -1
         self._signed: dict[str, tuple[str, ...]] = {}  # address -> its valid tokens, one per signing key
         self._addresses: dict[str, str] = {}  # valid token -> address
         self._addresses_version = ("", -1)
 
     def token_of(self, address: str) -> str:
         """The token for a client that `address` serves."""
-        if self._tokens_version != self._keys.version or len(self._tokens) > _MAX_TOKENS:
-            self._tokens, self._tokens_version = {}, self._keys.version
-        token = self._tokens.get(address)
-        if token is None:
-            token = self._tokens[address] = self._keys.sign(_SESSION_PURPOSE, address)
-        return token
+        return self._keys.sign(_SESSION_PURPOSE, address)
 
     def endpoint_of(self, token: str) -> str:
         """The endpoint that `token` names; '' if the fleet did not sign it, or the endpoint has left."""
@@ -299,12 +247,12 @@ class EndpointChooser:
 
     def choose(self, request: InferenceRequest) -> Choice:
         """The candidate endpoints for `request`, and, if it is to be split, for its prefill."""
-        choice = self._choose(request)
-        if self._endpoints.current.prefillers and request.can_split and not request.origin:
-            return self._with_prefill(request, choice)
-        return choice
+        if not self._endpoints.current.prefillers or not request.can_split or request.origin:
+            return self._choose(request)
+        matches = self._routes.index.match(request.prefix)
+        return self._with_prefill(request, self._choose(request, matches), matches)
 
-    def _choose(self, request: InferenceRequest) -> Choice:
+    def _choose(self, request: InferenceRequest, matches: Mapping[str, int] | None = None) -> Choice:
         if request.origin and self._is_able(request, request.origin):
             known = LeastLoadedPick(
                 self._endpoints.current.decoders,
@@ -323,11 +271,13 @@ class EndpointChooser:
         if request.session:
             session_endpoint = self.session_endpoint(request.session, request.subset, request.selector)
         looked_at = states.looked_at(request, session_endpoint)
-        among = [state.address for state in looked_at] if states.samples else None
+        if matches is None:
+            among = [state.address for state in looked_at] if states.samples else None
+            matches = self._routes.index.match(request.prefix, among)
         pick = self._pick(request)._replace(
             session_endpoint=session_endpoint,
             prefix_blocks=len(request.prefix),
-            prefix_matches=self._routes.index.match(request.prefix, among),
+            prefix_matches=matches,
             latency_weights=self._latency_weights,
         )
         if self._scores_forecasts and request.latency != ANY_LATENCY:
@@ -349,14 +299,13 @@ class EndpointChooser:
         drawn.append(choice)
         return choice
 
-    def _with_prefill(self, request: InferenceRequest, choice: Choice) -> Choice:
+    def _with_prefill(self, request: InferenceRequest, choice: Choice, matches: Mapping[str, int]) -> Choice:
         """Decide whether to split `request`, whose decode endpoint will be one of `choice`; if so, add the
         candidates for its prefill."""
         self._forecasts.use()  # also to know when a prefill ends
         states, scheduler = self._prefill_states, self._prefill_scheduler
         self._states.refresh()
         states.refresh()
-        matches = self._routes.index.match(request.prefix)
         pick = self._pick(request)._replace(prefix_blocks=len(request.prefix), prefix_matches=matches)
         decoder = self._likely_decoder(pick, choice)
         if decoder is None:
@@ -577,6 +526,24 @@ class EndpointChooser:
         """The reasons why a recent request was placed on its endpoint, or refused; None if unknown."""
         return self._explanations.get(request_id)
 
+    def route(self, subset: tuple[str, ...] | None, *, origin: str = "", session: str = "") -> Placement:
+        """Choose random ready endpoints for a request that needs no admission. The first is the endpoint
+        `origin`, even if it takes no new requests; without `origin`, the endpoint of the `session`.
+
+        Raises:
+            NoEndpoints: no endpoint, or no endpoint of the subset, is ready.
+        """
+        allowed = [e for e in self._endpoints.current.decoders if subset is None or e.address in subset]
+        ready = [e.address for e in allowed if e.ready]
+        first = [e.address for e in allowed if e.address == origin and not e.down]
+        if session and not first:
+            preferred = self.session_endpoint(session, subset)
+            first = [address for address in ready if address == preferred]
+        if not ready and not first:
+            raise NoEndpoints("no endpoint is ready that may serve this request", retry_after_s=1)
+        others = random.sample(ready, min(len(ready), 1 + self._fallbacks))
+        return Placement(tuple(dict.fromkeys((*first, *others)))[: 1 + self._fallbacks], "")
+
     def scores(self) -> Mapping[str, Mapping[str, float]]:
         """The scores of each eligible endpoint (`ip:port` -> scorer -> 0 to 1) for a request without
         preferences; `total` is their weighted sum."""
@@ -590,7 +557,3 @@ class EndpointChooser:
             endpoint.address: {name: scores[at] for name, scores in columns.items()}
             for at, endpoint in enumerate(ranking.eligible)
         }
-
-
-def _in_flight(state: EndpointState) -> float:
-    return state.in_flight
