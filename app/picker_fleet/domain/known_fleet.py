@@ -7,7 +7,7 @@ from types import MappingProxyType
 
 from picker_fleet.domain.config import EffectiveConfig, Settings
 from picker_fleet.domain.request import UNLEARNED, PromptLine
-from picker_fleet.domain.scorer_names import UNSCRAPED_SCORERS
+from picker_fleet.domain.scheduling import use_of
 from picker_fleet.domain.tenants import Tree
 
 
@@ -39,8 +39,8 @@ class KnownFleet:
     def picks_by_metrics(self) -> bool:
         """Whether a scorer reads metrics pages of model servers; scorers and filters from outside may."""
         scheduling = self.config.settings.scheduling
-        names = {*scheduling.weights, *scheduling.prefill_weights}
-        return bool(scheduling.filters or names - UNSCRAPED_SCORERS)
+        names = (*scheduling.weights, *scheduling.prefill_weights)
+        return bool(scheduling.filters) or any(use_of(name).pages for name in names)
 
     @property
     def limits_by_metrics(self) -> bool:

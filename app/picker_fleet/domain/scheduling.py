@@ -1,26 +1,95 @@
-"""The section `scheduling` of the settings: the choice of endpoints, in both stages."""
+"""The section `scheduling` of the settings: the choice of endpoints, in both stages, and the scorers' names.
+
+The module scheduling/scorers.py computes the scores.
+"""
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Final, Literal, NamedTuple, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from picker_fleet.domain import extensions
 from picker_fleet.domain.allowlist import PREFILLER, prefiller_header
 from picker_fleet.domain.label_selector import label_selector
-from picker_fleet.domain.scorer_names import (
-    PREFILL_SCORERS,
-    SCORER_NAMES,
-    TOPOLOGY,
-    built_in_scorer,
-    scorer_name,
-    weights_by_name,
-    without_parameters,
-)
 from picker_fleet.domain.sections import OutsideFilter, Section
 from picker_fleet.domain.units import AutoCount, Count, Duration, Name, Number, repeated
 
-ScorerName = Annotated[str, AfterValidator(scorer_name)]
+
+class ScorerUse(NamedTuple):
+    """What a scorer reads, and whether it serves the stage prefill.
+
+    `pages`: metrics scraped from model servers. `request`: the request, so that its scores cannot be cached
+    for others. `prefill`: it says where a prompt is computed soonest; other scorers are about the answer or
+    its client.
+    """
+
+    pages: bool = False
+    request: bool = False
+    prefill: bool = False
+
+
+IN_FLIGHT: Final = "in-flight"
+SLO_HEADROOM: Final = "slo-headroom"
+TOPOLOGY: Final = "topology"
+# The scorers of this project; further ones come from outside (domain/extensions.py).
+BUILT_IN: Final[Mapping[str, ScorerUse]] = {
+    "queue-depth": ScorerUse(pages=True, prefill=True),
+    "kv-cache": ScorerUse(pages=True),
+    "running-requests": ScorerUse(pages=True, prefill=True),
+    IN_FLIGHT: ScorerUse(prefill=True),
+    "lora-affinity": ScorerUse(pages=True, request=True, prefill=True),
+    "latency": ScorerUse(request=True),
+    "prefix-affinity": ScorerUse(request=True, prefill=True),
+    "session-affinity": ScorerUse(request=True),
+    SLO_HEADROOM: ScorerUse(pages=True, request=True),
+    TOPOLOGY: ScorerUse(request=True, prefill=True),
+    "random": ScorerUse(request=True, prefill=True),
+}
+
+
+def use_of(scorer: str) -> ScorerUse:
+    """What the scorer reads; a scorer from outside may read everything."""
+    return BUILT_IN.get(scorer, ScorerUse(pages=True, request=True))
+
+
+def _scorer_name(value: str) -> str:
+    """Return `value` if it names a scorer of this project or from outside.
+
+    Raises:
+        ValueError: no scorer has that name, so the message lists the valid names; or the scorer is unusable.
+    """
+    extensions.find(extensions.SCORERS, value, BUILT_IN)
+    return value
+
+
+def _built_in_scorer(value: str) -> str:
+    if value not in BUILT_IN:
+        valid = ", ".join(BUILT_IN)
+        raise ValueError(f"{value[:40]!r} is no built-in scorer, as a stage of its own needs; valid: {valid}")
+    return value
+
+
+def weights_by_name(value: Any) -> dict[Any, Any]:
+    """Parse scorers and their weights, unchecked, from either of two forms: `[{name, weight}]`, weight 1 by
+    default, or `{name: weight}`.
+
+    Raises:
+        ValueError: `value` has neither form, or lists a scorer twice.
+    """
+    if isinstance(value, Mapping):
+        return dict(value)
+    weights: dict[Any, Any] = {}
+    for entry in value if isinstance(value, list | tuple) else (value,):
+        if not isinstance(entry, Mapping) or not {"name"} <= entry.keys() <= {"name", "weight"}:
+            raise ValueError("must map scorers to weights, or list {name, weight}")
+        name = str(entry["name"])
+        if name in weights:
+            raise ValueError(f"scorer {name[:40]} is named twice")
+        weights[name] = entry.get("weight", 1)
+    return weights
+
+
+ScorerName = Annotated[str, AfterValidator(_scorer_name)]
 ScorerWeight = Annotated[Number, Field(gt=0, le=1e6)]
 
 
@@ -47,7 +116,7 @@ SessionKey = Literal["session-id", "x-session-affinity", "prompt_cache_key", "us
 # by half of the highest load.
 _TOPOLOGY_WEIGHT = 0.5
 
-StageScorer = Annotated[str, AfterValidator(built_in_scorer)]
+StageScorer = Annotated[str, AfterValidator(_built_in_scorer)]
 
 
 class Stage(Section):
@@ -97,7 +166,7 @@ class Scheduling(Section):
     def prefill_weights(self) -> dict[str, float]:
         """The same for the stage prefill; without own scorers, the pool's that are about prefilling."""
         own = self.stages.prefill.scorers
-        shared = {name: weight for name, weight in self.scorers.items() if name in PREFILL_SCORERS}
+        shared = {name: weight for name, weight in self.scorers.items() if use_of(name).prefill}
         return self._with_topology(shared if own is None else own)
 
     def _with_topology(self, scorers: dict[str, float]) -> dict[str, float]:
@@ -106,13 +175,21 @@ class Scheduling(Section):
     @model_validator(mode="before")
     @classmethod
     def _parameters_apart(cls, tree: Any) -> Any:
-        return without_parameters(tree)
+        """Move the `parameters` of a list of scorers to `scorer_parameters`."""
+        listed = tree.get("scorers") if isinstance(tree, Mapping) else None
+        scorers, parameters = [], {}
+        for entry in listed if isinstance(listed, list | tuple) else ():
+            own = dict(entry) if isinstance(entry, Mapping) else entry
+            if isinstance(own, dict) and "parameters" in own:
+                parameters[str(own.get("name"))] = own.pop("parameters")
+            scorers.append(own)
+        return {"scorer_parameters": parameters, **tree, "scorers": scorers} if parameters else tree
 
     @model_validator(mode="after")
     def _parameters_fit(self) -> Self:
-        for name in self.scorer_parameters.keys() & set(SCORER_NAMES):
+        for name in self.scorer_parameters.keys() & BUILT_IN.keys():
             raise ValueError(f"scorer {name} is built in and takes no parameters")
-        for name in {*self.scorers, *self.scorer_parameters} - set(SCORER_NAMES):
+        for name in {*self.scorers, *self.scorer_parameters} - BUILT_IN.keys():
             extensions.check(extensions.SCORERS, name, self.scorer_parameters.get(name, {}))
         if twice := repeated(each.name for each in self.filters):
             raise ValueError(f"filters names {twice[0]} more than once")

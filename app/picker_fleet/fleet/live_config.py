@@ -16,7 +16,7 @@ from picker_fleet.domain.bands import Band, Criticality
 from picker_fleet.domain.config import EffectiveConfig, Settings, parse
 from picker_fleet.domain.errors import ConfigError
 from picker_fleet.domain.request import finite_number
-from picker_fleet.domain.scorer_names import IN_FLIGHT, SCORER_NAMES, TOPOLOGY, weights_by_name
+from picker_fleet.domain.scheduling import BUILT_IN, IN_FLIGHT, TOPOLOGY, weights_by_name
 from picker_fleet.domain.sections import MOST_LIMIT
 from picker_fleet.domain.units import LEAST_WEIGHT, MOST_WEIGHT, has_control
 from picker_fleet.scheduling.scheduler import live_weight, with_in_flight
@@ -78,7 +78,7 @@ _OWN_OVERRIDES = frozenset({"paused"})  # overrides that no configuration key ca
 def flattened(
     patch: Mapping[str, Any],
     bands: Iterable[str] = tuple(Criticality),
-    scorers: Iterable[str] = SCORER_NAMES,
+    scorers: Iterable[str] = BUILT_IN,
 ) -> dict[str, Any]:
     """Convert a partial settings tree to live changes (None: undo); `bands` and `scorers` have their names.
 
@@ -308,13 +308,13 @@ def _weight_faults(weights: Mapping[str, Any]) -> Iterable[str]:
 
 def scorers_of(settings: Settings) -> Iterable[str]:
     """The scorers whose weights may change: an extension starts only with the replica."""
-    return dict.fromkeys((*SCORER_NAMES, *settings.scheduling.scorers))
+    return dict.fromkeys((*BUILT_IN, *settings.scheduling.scorers))
 
 
 def _scorer_faults(scorers: Mapping[str, Any], settings: Settings) -> Iterable[str]:
     for name, weight in scorers.items():
         key, number = f"{_SCORERS}.{name[:60]}", finite_number(weight)
-        if name not in SCORER_NAMES and name not in settings.scheduling.scorers:
+        if name not in BUILT_IN and name not in settings.scheduling.scorers:
             yield f"{key}: the configuration has no such scorer; valid: {', '.join(scorers_of(settings))}"
         if number is None or not 0 <= number <= _MOST_SCORER_WEIGHT:
             yield f"{key}: must be a number, at most {_MOST_SCORER_WEIGHT:g}; 0 turns it off"

@@ -25,7 +25,7 @@ from picker_fleet.domain.request import (
     Outcome,
     Placement,
 )
-from picker_fleet.domain.scorer_names import SLO_HEADROOM
+from picker_fleet.domain.scheduling import SLO_HEADROOM
 from picker_fleet.endpoints.readings import MetricsCache
 from picker_fleet.endpoints.snapshot import SnapshotCell
 from picker_fleet.scheduling.cache_feedback import PrefixFeedback

@@ -23,7 +23,7 @@ from picker_fleet.domain import extensions
 from picker_fleet.domain.config import Settings
 from picker_fleet.domain.errors import StartupError
 from picker_fleet.domain.request import InferenceRequest
-from picker_fleet.domain.scorer_names import SCORER_NAMES
+from picker_fleet.domain.scheduling import BUILT_IN
 from picker_fleet.domain.units import MOST_COST
 from picker_fleet.scheduling.scheduler import Filter, Reasons
 from picker_fleet.scheduling.scorers import EndpointState, PickRequest, Scorer
@@ -163,7 +163,7 @@ class Extensions:
         self.scorers: Mapping[str, Calls[list[float]]] = {
             name: self._calls(extensions.SCORERS, name, scheduling.scorer_parameters.get(name, {}), _scores)
             for name in scheduling.scorers
-            if name not in SCORER_NAMES
+            if name not in BUILT_IN
         }
         self.filters: Mapping[str, Calls[Reasons | None]] = {
             each.name: self._calls(extensions.FILTERS, each.name, each.parameters, _reasons)

@@ -15,8 +15,8 @@ from heapq import nlargest
 from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
-from picker_fleet.domain.scorer_names import IN_FLIGHT
-from picker_fleet.scheduling.scorers import REQUEST_INDEPENDENT_SCORERS, SCORERS, EndpointState, PickRequest
+from picker_fleet.domain.scheduling import IN_FLIGHT, use_of
+from picker_fleet.scheduling.scorers import SCORERS, EndpointState, PickRequest
 
 _SORT_LIMIT = 100  # up to this many endpoints a full sort is faster than `nlargest`
 
@@ -248,11 +248,7 @@ class Scheduler:
 
     def _score_fixed(self, pick: PickRequest, eligible: Sequence[EndpointState]) -> None:
         """Score `eligible` by the scorers that ignore the request, and cache the scores."""
-        fixed = {
-            name: scorer(pick, eligible)
-            for name, scorer in self._scorers
-            if name in REQUEST_INDEPENDENT_SCORERS
-        }
+        fixed = {name: scorer(pick, eligible) for name, scorer in self._scorers if not use_of(name).request}
         totals = [0.0] * len(eligible)
         for name, scores in fixed.items():
             weight = self.weights[name]

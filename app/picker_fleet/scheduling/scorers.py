@@ -4,7 +4,7 @@
 A scorer is a pure function. A scorer takes the pick request and the candidates, and returns one score in [0,
 1] for each candidate, in the same order; 1 is the best. The class `Scheduler` adds up the scores by weight.
 
-A new scorer needs one function, one line in `SCORERS` and its name in domain/scorer_names.py; a scorer from
+A new scorer needs one function, one line in `SCORERS` and one in domain/scheduling.py; a scorer from
 outside is an extension (picker_fleet/extensions.py). An endpoint whose metric is unknown gets the mean of the
 known scores, so that it is neither preferred nor avoided. The exception is `latency`, where endpoints without
 statistics are preferred."""
@@ -19,8 +19,7 @@ import msgspec
 
 from picker_fleet.domain.bands import NAMED
 from picker_fleet.domain.request import ANY_LATENCY, InferenceRequest, LatencyObjective, Workload
-from picker_fleet.domain.scheduling import Latency
-from picker_fleet.domain.scorer_names import IN_FLIGHT, SCORER_NAMES, SLO_HEADROOM, TOPOLOGY
+from picker_fleet.domain.scheduling import BUILT_IN, IN_FLIGHT, SLO_HEADROOM, TOPOLOGY, Latency
 from picker_fleet.scheduling.latency_model import UNKNOWN, Forecast
 
 
@@ -242,10 +241,7 @@ SCORERS: Mapping[str, Scorer] = {
     TOPOLOGY: topology,
     "random": random_score,
 }
-assert tuple(SCORERS) == SCORER_NAMES
-
-# Scorers that ignore the request: `Scheduler` caches their scores for the same candidates.
-REQUEST_INDEPENDENT_SCORERS = frozenset({"queue-depth", "kv-cache", "running-requests", IN_FLIGHT})
+assert SCORERS.keys() == BUILT_IN.keys()
 
 
 def _fewest_first(figures: Sequence[float | None]) -> list[float]:
