@@ -243,6 +243,13 @@ def test_latency_statistics_cover_the_last_window_of_durations(seconds: list[flo
     assert stats.std_s == pytest.approx(statistics.pstdev(last), abs=1e-6)
 
 
+def test_values_that_are_not_valid_durations_are_ignored() -> None:
+    tracker = endpoint_history.LatencyTracker()
+    for each in (float("nan"), float("inf"), -1.0):
+        tracker.add("a", each)
+    assert tracker.stats("a") is None
+
+
 def test_the_endpoint_that_is_silent_longest_and_departed_endpoints_are_forgotten() -> None:
     tracker = endpoint_history.LatencyTracker(max_endpoints=2)
     for address in "abac":

@@ -327,6 +327,9 @@ class LatencyTracker:
         self._stats: dict[str, LatencyStats] = {}  # a cache: picks read the statistics of many endpoints
 
     def add(self, address: str, seconds: float) -> None:
+        """Add one completion time; ignore it if it is negative, infinite or not a number."""
+        if not 0.0 <= seconds < math.inf:
+            return
         window = self._windows.pop(address, None)
         if window is None:
             window = deque(maxlen=LATENCY_WINDOW)
