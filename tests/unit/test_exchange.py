@@ -693,18 +693,6 @@ async def test_the_model_in_an_answer_is_renamed_without_delay_unless_compressed
     assert await renamed([event], {"content-encoding": "gzip"}) == [event]
 
 
-@given(st.binary(max_size=64), st.binary(max_size=64))
-async def test_no_random_header_or_body_breaks_an_exchange(header: bytes, ask: bytes) -> None:
-    names = ("x-workload-context", "x-llm-d-inference-fairness-id", "x-llm-d-inference-ttl", "content-length")
-    talk = Talk(settings={"extproc": {"trusted_headers": ["x-llm-d-inference-fairness-id"]}})
-    answers = await talk.say(headers("lean", dict.fromkeys(names, header)))
-    if not talk.exchange.done:
-        answers = await talk.say(body(ask))
-    assert talk.exchange.done
-    refused = parts(answers) == ["immediate_response"]
-    assert envoy.refusal(answers).status in (400, 413) if refused else len(talk.gate.admitted) == 1
-
-
 @every_mode
 async def test_a_client_receives_its_session_token_in_every_mode(mode: str) -> None:
     talk = Talk()

@@ -513,8 +513,8 @@ async def test_a_changed_initial_window_size_applies_to_open_streams_too() -> No
         assert await peer.data(1) == ASK
 
 
-async def test_ten_thousand_streams_wait_on_one_connection() -> None:
-    handler, ids = Held(), range(1, 20_001, 2)
+async def test_thousands_of_streams_wait_on_one_connection() -> None:
+    handler, ids = Held(), range(1, 6001, 2)
     async with serving(handler) as server, server.peer() as peer:
         for stream in ids:
             await peer.send(peer.request(stream))

@@ -305,16 +305,6 @@ async def test_the_request_of_a_client_that_leaves_as_redis_is_lost_is_not_place
     assert bench.store.cancelled == [("r", "cancelled")]
 
 
-@pytest.mark.parametrize("notification", ["expired", "preempted", "evicted"])
-async def test_a_refused_wait_in_the_shared_queue_counts_once_as_failed(notification: str) -> None:
-    bench = Bench()
-    task = await bench.wait_in_redis("r")
-    bench.gate.queue.notified(Notification("r", Verdict(notification)))
-    with pytest.raises(RequestError):
-        await task
-    assert bench.waits == {"false": 1}
-
-
 @pytest.mark.parametrize("outcome", [Outcome.COMPLETED, Outcome.UPSTREAM_FAILED])
 async def test_a_wait_in_both_queues_counts_once_by_its_outcome(outcome: Outcome) -> None:
     # The stock is full, and the request waits in the shared queue.
@@ -391,19 +381,6 @@ async def test_after_a_pause_of_the_replica_an_ended_stream_is_not_admitted() ->
     assert len(bench.store.ages_s) == 1
 
 
-async def test_after_a_pause_a_resyncing_replica_goes_local_when_redis_is_lost() -> None:
-    bench = Bench(wait_s=PATIENT_S, away=True)
-    await bench.place("r")
-    bench.tell_peers(b=True)
-    async with watched(bench):
-        bench.store.away = False
-        bench.answer_heartbeats()
-        bench.stand_still()
-        bench.store.away = True
-        assert (await bench.place("s")).endpoints
-        assert bench.gate.failover.state is FailoverState.LOCAL
-
-
 async def test_a_resync_reports_all_running_and_ended_requests_to_redis() -> None:
     bench = Bench(away=True)
     placed = [await bench.place(str(n)) for n in range(3)]
@@ -449,11 +426,14 @@ async def test_each_request_that_bypasses_the_queue_counts_once_in_every_failove
     assert bench.counted("epp_bypass_total", "model") == {"m": 3}
 
 
-async def test_losing_redis_while_resyncing_goes_local_again() -> None:
-    bench = Bench(away=True)
+@pytest.mark.parametrize("paused", [False, True])
+async def test_losing_redis_while_resyncing_goes_local_again(paused: bool) -> None:
+    bench = Bench(wait_s=PATIENT_S, away=True)
     await bench.place("a")
     free = bench.free
     async with resyncing(bench):
+        if paused:
+            bench.stand_still()
         # The next decision by Redis fails; the request keeps the local budget that the request has acquired.
         bench.store.away = True
         assert (await bench.place("b")).endpoints

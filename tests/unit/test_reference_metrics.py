@@ -53,12 +53,9 @@ def page() -> Page:
     return Page()
 
 
-def test_metrics_of_waiting_and_running_requests_are_0_before_the_first_request(page: Page) -> None:
+def test_requests_are_counted_by_flow_and_priority_and_model_and_fall_to_0(page: Page) -> None:
     assert page.values(QUEUE, "inference_pool=llm") == [0, 0]
     assert page.values(RUNNING) == [0, 0]
-
-
-def test_requests_are_counted_by_flow_and_priority_and_model_and_fall_to_0(page: Page) -> None:
     urgent = ask(flow="tenant", band=Band.CRITICAL, model="llama", target_model="llama-7b")
     page.metrics.waiting(urgent, 3)
     page.metrics.waiting(urgent._replace(band=Band.SHEDDABLE), 1)

@@ -26,7 +26,34 @@ def row(name: str, *values: object) -> list[EndpointState]:
 
 
 FEWEST = {"queue-depth": "waiting", "running-requests": "running", "in-flight": "in_flight"}
-ADAPTERS = [(2, "a b", ""), (2, "b", ""), (2, "b c", "a"), (2, "b c", ""), (2, "b", "c"), (None, "", "")]
+
+
+def at(
+    address: str,
+    waiting: float | None = 0,
+    kv: float | None = 0.0,
+    *,
+    active: str = "",
+    queued: str = "",
+    slots: int | None = 2,
+    **more: object,
+) -> EndpointState:
+    more |= {"active_adapters": frozenset(active.split()), "waiting_adapters": frozenset(queued.split())}
+    return EndpointState(address, waiting=waiting, kv_utilisation=kv, max_adapters=slots, **more)  # type: ignore[arg-type]
+
+
+def timed(mean_s: float | None, spread_s: float = 0.0, load: int = 0) -> EndpointState:
+    """An endpoint with these statistics of its latency (None: no statistics) and load in flight."""
+    return EndpointState("a", latency=mean_s and LatencyStats(9, mean_s, spread_s), in_flight=load)
+
+
+# Endpoints on which the adapter `a` runs, has a free slot, waits, has no slot (twice), and has none at all.
+ADAPTERS = [
+    at(A, slots=slots, active=active, queued=queued)
+    for slots, active, queued in (
+        (2, "a b", ""), (2, "b", ""), (2, "b c", "a"), (2, "b c", ""), (2, "b", "c"), (None, "", ""),
+    )
+]  # fmt: skip
 SEVERAL = PickRequest(prefix_blocks=8, prefix_matches={"10.0.0.0:80": 8, "10.0.0.1:80": 2, "elsewhere": 8})
 # The worse p90 equals the objective (0.2 s and 0.05 s), then twice, then half of the objective, then unknown.
 FORECASTS = {
@@ -63,6 +90,17 @@ FORECASTS = {
         [EndpointState(A, labels=labels) for labels in (
             {"zone": "a", "rack": "1", "gpu": "x"}, {"zone": "a", "rack": "2"}, {})], [1.0, 0.5, 0.0]),
     "no preferred labels": ("topology", PLAIN, row("waiting", 0, 0), [0.0, 0.0]),
+    "running adapters, then free slots, then waiting adapters": (
+        "lora-affinity", PickRequest(adapter="a"), ADAPTERS, [1.0, 0.8, 0.6, 0.0, 0.0, 0.0]),
+    "no adapter": ("lora-affinity", PLAIN, ADAPTERS, [1.0] * 6),
+    "latency by mean, load and spread": (  # weighed: 1, 6, 11
+        "latency", PickRequest(latency_weights=Latency(alpha=1.0, beta=2.0, gamma=3.0)),
+        [timed(1.0), timed(1.0, 1.0, 1), timed(5.0, load=3)], [1.0, 0.5, 0.0]),
+    "an idle endpoint of unknown latency": (
+        "latency", PLAIN, [timed(1.0), timed(None), timed(2.0)], [0.5, 1.0, 0.0]),
+    "a busy endpoint of unknown latency": (
+        "latency", PLAIN, [timed(1.0), timed(None, load=4), timed(2.0)], [1.0, 0.0, 0.0]),
+    "idle endpoints of unknown latency": ("latency", PLAIN, [timed(None)] * 2, [1.0, 1.0]),
     "a random score": (
         "random", PickRequest(random=iter([0.1, 0.7]).__next__), row("waiting", 0, 0), [0.1, 0.7]),
     **{f"{scorer}: empty": (scorer, PickRequest(adapter="a", session_endpoint="s", prefix_blocks=1), [], [])
@@ -72,28 +110,6 @@ def test_the_scores_of_one_scorer(
     scorer: str, pick: PickRequest, endpoints: list[EndpointState], expected: list[float]
 ) -> None:
     assert SCORERS[scorer](pick, endpoints) == expected
-
-
-def latencies(*known: tuple[float | None, float, int], **pick: Any) -> list[float]:
-    """Scores of endpoints with the given mean latencies (None: no statistics), deviations and load in
-    flight."""
-    endpoints = [
-        EndpointState("a", latency=None if mean is None else LatencyStats(9, mean, spread), in_flight=load)
-        for mean, spread, load in known
-    ]
-    return SCORERS["latency"](PickRequest(**pick), endpoints)
-
-
-def test_latency_weighs_mean_load_and_spread() -> None:
-    weights = Latency(alpha=1.0, beta=2.0, gamma=3.0)
-    weighed = latencies((1.0, 0.0, 0), (1.0, 1.0, 1), (5.0, 0.0, 3), latency_weights=weights)  # 1, 6, 11
-    assert weighed == [1.0, 0.5, 0.0]
-
-
-def test_latency_prefers_an_idle_endpoint_without_statistics_but_not_a_busy_one() -> None:
-    assert latencies((1.0, 0.0, 0), (None, 0.0, 0), (2.0, 0.0, 0)) == [0.5, 1.0, 0.0]
-    assert latencies((1.0, 0.0, 0), (None, 0.0, 4), (2.0, 0.0, 0)) == [1.0, 0.0, 0.0]
-    assert latencies((None, 0.0, 0), (None, 0.0, 0)) == [1.0, 1.0]
 
 
 def test_an_endpoint_with_stale_readings_is_unknown_to_every_scorer() -> None:
@@ -107,12 +123,6 @@ def test_an_endpoint_with_stale_readings_is_unknown_to_every_scorer() -> None:
     assert SCORERS["lora-affinity"](PickRequest(adapter="a"), [stale, idle]) == [0.8, 1.0]
 
 
-def test_lora_affinity_prefers_running_then_free_then_waiting() -> None:
-    endpoints = [at(A, slots=most, active=active, queued=queued) for most, active, queued in ADAPTERS]
-    assert SCORERS["lora-affinity"](PickRequest(adapter="a"), endpoints) == [1.0, 0.8, 0.6, 0.0, 0.0, 0.0]
-    assert SCORERS["lora-affinity"](PLAIN, endpoints) == [1.0] * 6
-
-
 @cases("token, expected", {
     "a well-formed token": (b" 0123456789abcdef0123456789ab ", "0123456789abcdef0123456789ab"),
     "a short one": (b"alice", ""),
@@ -122,20 +132,6 @@ def test_lora_affinity_prefers_running_then_free_then_waiting() -> None:
 })  # fmt: skip
 def test_only_text_in_the_form_of_a_session_token_is_read_as_one(token: bytes | None, expected: str) -> None:
     assert session_token_of({} if token is None else {"x-session-token": token}) == expected
-
-
-def at(
-    address: str,
-    waiting: float | None = 0,
-    kv: float | None = 0.0,
-    *,
-    active: str = "",
-    queued: str = "",
-    slots: int | None = 2,
-    **more: object,
-) -> EndpointState:
-    more |= {"active_adapters": frozenset(active.split()), "waiting_adapters": frozenset(queued.split())}
-    return EndpointState(address, waiting=waiting, kv_utilisation=kv, max_adapters=slots, **more)  # type: ignore[arg-type]
 
 
 def rank(weights: Mapping[str, float], pick: PickRequest, *endpoints: EndpointState) -> Ranking:

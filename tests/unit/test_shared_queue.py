@@ -1,34 +1,33 @@
 """Admission of requests over a scripted store: refusals, waits, repeated queueing, pauses, settled costs."""
 
 import asyncio
-from typing import Any, cast
+from typing import Any
 
+import admission_bench
 import pytest
-from admission_bench import admission_over
+from admission_bench import E1, QUEUED
 from background import until
-from local_requests import ask as any_ask
+from local_requests import ask
 from metrics_page import samples
-from scripted_store import ScriptedStore
 from tables import cases
 
 from picker_fleet.domain import errors
 from picker_fleet.domain.bands import Band
-from picker_fleet.domain.request import Alive, Completion, InferenceRequest, Outcome, Placement
-from picker_fleet.endpoints.snapshot import SnapshotCell
+from picker_fleet.domain.request import Alive, Completion, Outcome, Placement
 from picker_fleet.state import accounting_token
 from picker_fleet.state.store import (
     AnyVerdict,
     Notification,
     Placed,
-    Store,
     Verdict,
     parse_notification,
     parse_verdict,
 )
-from picker_fleet.telemetry.metrics import Metrics
 
-E1 = "10.0.0.1:8000"
-QUEUED = parse_verdict("queued 30000")
+TOKENS = {
+    "request_queue_controller": {"unit": "tokens", "watermark_per_backend": 4096},
+    "fair_request_queue": {"default_answer_tokens": 256},
+}
 GONE = parse_verdict("gone")
 PLACED = Placed((E1,))
 
@@ -42,32 +41,20 @@ REMOVED = {
 }
 
 
-def ask(**changes: Any) -> InferenceRequest:
-    return any_ask(**{"target_model": "m-v2", "band": Band.SHEDDABLE, **changes})
+class Bench(admission_bench.Bench):
+    """Admission of requests for the model variant `m-v2` in the lowest band."""
 
-
-class Bench:
-    """An admission gate over a scripted store, with metrics."""
-
-    def __init__(self, answer_tokens: int | None = None) -> None:
-        self.store, self.metrics = ScriptedStore(), Metrics()
-        tokens = {
-            "request_queue_controller": {"unit": "tokens", "watermark_per_backend": 4096},
-            "fair_request_queue": {"default_answer_tokens": answer_tokens},
-        }
-        config = tokens if answer_tokens is not None else {}
-        self.gate = admission_over(cast(Store, self.store), self.metrics, SnapshotCell(), config=config)
+    async def place(self, request_id: str = "r", *, stream_owned: bool = False, **changes: Any) -> Placement:
+        own = {"target_model": "m-v2", "band": Band.SHEDDABLE}
+        return await super().place(request_id, stream_owned=stream_owned, **(own | changes))
 
     def count(self, *sample: str) -> float:
         return samples(self.metrics).get(sample, 0.0)
 
     async def queued(self, *placing: AnyVerdict) -> asyncio.Task[Placement]:
         """Queue a request; the store will answer calls of `place` with the verdicts `placing`."""
-        self.store.admitting = [QUEUED]
         self.store.placing = list(placing)
-        task = asyncio.create_task(self.gate.admit(ask(), stream_owned=False))
-        await until(lambda: self.count(*WAITING))
-        return task
+        return await self.wait_in_redis()
 
     def grant(self) -> None:
         assert self.gate.queue.notified(Notification("r", Verdict.GRANTED))
@@ -97,7 +84,7 @@ async def test_a_refusal_has_its_own_retry_after(
 ) -> None:
     bench.store.admitting = [parse_verdict(f"refused {detail}")]
     with pytest.raises(error) as caught:
-        await bench.gate.admit(ask(), stream_owned=False)
+        await bench.place()
     code, seconds = detail.replace("-", "_").split()
     assert (caught.value.retry_after_s, caught.value.reason) == (int(seconds), reason)
     assert bench.count("epp_queue_push_errors_total", f"error_type={code}", *WAITING[1:]) == 1
@@ -122,7 +109,7 @@ async def test_a_queued_request_that_is_removed_is_answered_at_once(
     assert {name: bench.count(name, *labels) for name, labels in REMOVED.items()} == {
         name: float(name == counter) for name in REMOVED
     }
-    assert bench.count(*WAITING) == 0
+    assert (bench.count(*WAITING), bench.waits) == (0, {"false": 1})
     assert bench.store.cancelled == []
 
 
@@ -130,7 +117,7 @@ async def test_a_request_of_another_flow_cannot_take_the_id_of_a_granted_request
     task = await bench.queued(GONE)
     bench.grant()
     with pytest.raises(errors.RequestIdTaken):  # before the waiting task has run
-        await bench.gate.admit(ask(flow="other"), stream_owned=False)
+        await bench.place(flow="other")
     bench.store.admitting = [PLACED]
     assert (await task).endpoints == (E1,)
 
@@ -147,7 +134,7 @@ def test_a_malformed_notification_from_redis_is_ignored(line: str) -> None:
 async def test_a_request_past_a_deadline_set_by_its_client_is_answered_504(bench: Bench, when: str) -> None:
     bench.store.admitting = [QUEUED if when != "admitted" else parse_verdict("expired")]
     bench.store.placing = [parse_verdict("expired")]
-    task = asyncio.create_task(bench.gate.admit(ask(ttl_s=0.25, by_client=True), stream_owned=False))
+    task = bench.start(ttl_s=0.25, by_client=True)
     if when != "admitted":
         await until(lambda: bench.gate.queue.waiting)
         verdict = Verdict.EXPIRED if when == "waiting" else Verdict.GRANTED
@@ -226,7 +213,7 @@ async def test_an_older_stream_ends_when_a_newer_stream_queues_the_same_request_
     older = await bench.being_placed(QUEUED, PLACED)
 
     # Envoy sends the request again on a newer stream; Redis queues the older stream's request again.
-    newer = asyncio.create_task(bench.gate.admit(ask(), stream_owned=False))
+    newer = bench.start()
     await until(lambda: len(bench.store.admitted) == 2)
     bench.store.placement.set()
     with pytest.raises(errors.ClientGone):
@@ -237,23 +224,23 @@ async def test_an_older_stream_ends_when_a_newer_stream_queues_the_same_request_
 
 
 @cases("in_tokens, status, prompt, answer, actual, learned", {
-    "in requests": (None, 200, 7, 100, None, None),
-    "in tokens": (256, 200, 7, 100, 107.0, 100),
-    "an unknown prompt": (256, 200, None, 100, None, 100),
-    "an unknown answer": (256, 200, 7, None, None, None),
-    "refused by its engine": (None, 400, None, None, 1.0, None),
-    "refused by its engine, in tokens": (256, 422, None, None, 1.0, None),
-    "failed": (256, 500, None, None, None, None),
+    "in requests": (False, 200, 7, 100, None, None),
+    "in tokens": (True, 200, 7, 100, 107.0, 100),
+    "an unknown prompt": (True, 200, None, 100, None, 100),
+    "an unknown answer": (True, 200, 7, None, None, None),
+    "refused by its engine": (False, 400, None, None, 1.0, None),
+    "refused by its engine, in tokens": (True, 422, None, None, 1.0, None),
+    "failed": (True, 500, None, None, None, None),
 })  # fmt: skip
 async def test_a_request_is_settled_with_the_real_cost(
-    in_tokens: int | None,
+    in_tokens: bool,
     status: int,
     prompt: int | None,
     answer: int | None,
     actual: float | None,
     learned: int | None,
 ) -> None:
-    bench = Bench(in_tokens)
+    bench = Bench(config=TOKENS if in_tokens else {})
     bench.gate.settle(Completion("r", Outcome.COMPLETED, status, None, prompt, answer, 1.0, 0.1))
     assert bench.store.settled == [("r", actual, learned)]
 
@@ -275,11 +262,7 @@ def test_a_successful_dispatch_shows_that_requests_wait(bench: Bench) -> None:
 
 
 async def test_the_accounting_token_adds_the_default_answer_length_to_a_cost_without_it() -> None:
-    bench = Bench(256)
-    bench.store.admitting = [PLACED]
-    placement = await bench.gate.admit(ask(cost=10.0, learn=True, limit=4), stream_owned=False)
+    bench = Bench(config=TOKENS)
+    placement = await bench.place(cost=10.0, learn=True, limit=4)
     assert placement.accounting_token.split("\t")[:9] == ["f", "2", "1.0", "266.0", "", "3", "m", E1, "4"]
-
-
-def test_the_accounting_token_adds_nothing_to_a_complete_cost() -> None:
     assert accounting_token.write(ask(cost=10.0), E1, 256).split("\t")[3] == "10.0"

@@ -1,11 +1,6 @@
 """Whether a request is split: by a threshold, or by the predicted times of both choices."""
 
-import heapq
-import itertools
 import random
-from collections import Counter
-from collections.abc import Callable
-from random import Random
 
 import pytest
 from choosers import chooser_of, fleet_with
@@ -227,93 +222,3 @@ def test_settings_for_stages_reach_the_chooser() -> None:
     assert scheduling.prefill_weights == {"queue-depth": 1, "prefix-affinity": 1}
     own = parse({"scheduling": {"stages": {"prefill": {"scorers": {"random": 1}}}}}).scheduling
     assert (own.prefill_weights, own.weights) == ({"random": 1}, {})
-
-
-class Pool:
-    """A simulated pool with two choices for each prompt, which takes 0.5 s for 6000 bytes: first come, first
-    served on a prefill endpoint and 60 ms for the transfer, or on the decode endpoint, where it delays the
-    running answers by its own time. Answers take 3 s."""
-
-    def __init__(self, prefill: int, decode: int, threshold: object) -> None:
-        self.prefillers = [f"10.0.1.{number}:80" for number in range(prefill)]
-        self.decoders = [f"10.0.2.{number}:80" for number in range(decode)]
-        self.known = Knowledge(
-            *map(Endpoint, self.decoders),
-            *(Endpoint(each, prefills=True, decodes=False) for each in self.prefillers),
-        )
-        settings = parse({"scheduling": {"stages": {"threshold": threshold}}})
-        self.known.chooser.follow(EffectiveConfig(settings, {}))
-        self._counts = {what: Counter[str]() for what in ("in flight", "prefills", "running")}
-        self._free_s = Counter[str]()  # when the endpoint has computed its prompts
-        self._due: list[tuple[float, int, Callable[[], None]]] = []
-        self._numbers = itertools.count()
-
-    def cost_s(self, arrivals: Random, rate: float, long_share: float, lasts_s: float = 400.0) -> float:
-        """The mean cost of a request in the second half: its time to the first token, and what it delays."""
-        costs, at_s = [], 0.0
-        while (at_s := at_s + arrivals.expovariate(rate)) < lasts_s:
-            while self._due and self._due[0][0] <= at_s:
-                self.known.now_s, _, act = heapq.heappop(self._due)
-                act()
-            self.known.now_s = at_s
-            cost = self._serve(8000 if arrivals.random() < long_share else 400)
-            costs += [cost] if at_s > lasts_s / 2 else []
-        return sum(costs) / len(costs)
-
-    def _at(self, when_s: float, *changes: tuple[str, str, int]) -> None:
-        def act() -> None:
-            for what, address, change in changes:
-                self._counts[what][address] += change
-
-        heapq.heappush(self._due, (when_s, next(self._numbers), act))
-
-    def _serve(self, size: int) -> float:
-        known, now_s, work_s = self.known, self.known.now_s, size * 0.5 / 6000
-        in_flight, prefills, running = self._counts.values()
-        known.fleet.in_flight, known.fleet.prefills = dict(in_flight), dict(prefills)
-        for address in self.decoders:
-            known.scraped(address, running=float(running[address]))
-        request = ask(id="r", stream=True, can_split=True, body_bytes=size)
-        choice = known.chooser.choose(request)
-        decoder = min(self.decoders, key=lambda each: in_flight[each])
-        prefiller = min(self.prefillers, key=lambda each: prefills[each]) if choice.prefill else ""
-        loads = known.chooser.placed(request, choice, (decoder,), "", (prefiller,) if prefiller else ())
-        at = prefiller or decoder
-        self._free_s[at] = max(now_s, self._free_s[at]) + work_s  # type: ignore[assignment]
-        first_s = self._free_s[at] + (0.06 if prefiller else 0.0)
-        in_flight[decoder] += 1
-        prefills[prefiller] += 1
-        self._at(first_s, ("running", decoder, 1), ("prefills", prefiller, -1))
-        self._at(first_s + 3.0, ("running", decoder, -1), ("in flight", decoder, -1))
-        written = accounting_token.write(
-            request, decoder, load=loads.decode or (), prefiller=prefiller, prefill_load=loads.prefill or ()
-        )
-        end = Completion("r", Outcome.COMPLETED, 200, None, size // 4, 60, 1.0, 0.4, ttft_s=first_s - now_s)
-        known.chooser.ended(end, accounting_token.signed(written, "r", Keyring()))
-        known.routes._apply(known.routes._completions)
-        known.routes._completions.clear()
-        return first_s - now_s + (0.0 if prefiller else running[decoder] * work_s)
-
-
-@cases(
-    "prefill, decode, rate, long_share, thresholds",
-    {
-        "enough prefill endpoints": (2, 2, 2.0, 1.0, (0,)),
-        "too few for all prompts": (1, 3, 3.0, 1.0, (10**6,)),
-        "short prompts among long ones": (2, 2, 4.0, 0.3, (0, 1000)),
-    },
-)
-def test_auto_costs_little_more_time_than_the_best_threshold(
-    monkeypatch: pytest.MonkeyPatch,
-    prefill: int,
-    decode: int,
-    rate: float,
-    long_share: float,
-    thresholds: tuple[int, ...],
-) -> None:
-    monkeypatch.setattr("random.random", Random(50).random)
-    auto_s, *fixed_s = (
-        Pool(prefill, decode, threshold).cost_s(Random(7), rate, long_share)
-        for threshold in ("auto", *thresholds)
-    )
-    assert auto_s <= 1.15 * min(fixed_s)
