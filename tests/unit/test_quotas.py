@@ -40,12 +40,12 @@ def test_siblings_share_by_weight_at_each_level_of_the_tree(
     queue = LocalQueue(rules(tree=found, total_capacity=10**6, flow_capacity=10**6))
     numbers = itertools.count()
     for flow in flows:
-        for _ in range(60):
+        for _ in range(30):
             cost = costs[next(numbers) % len(costs)]
             queue.offer(ask(f"r{next(numbers)}", flow=flow), cost, 0.0)
     served = Counter[str]()
     most = max(costs)
-    for _ in range(60):  # so every flow has requests left
+    for _ in range(30):  # so every flow has requests left
         turn = queue.turn(0.0)
         assert turn is not None
         queue.serve(*turn)

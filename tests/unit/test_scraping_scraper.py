@@ -207,22 +207,6 @@ async def test_a_malformed_metrics_page_is_a_fault_until_a_valid_page_comes(benc
         assert (metrics.failures, metrics.waiting) == (0, 3.0)
 
 
-async def test_new_endpoints_are_scraped_at_once_and_removed_ones_no_longer(bench: Bench) -> None:
-    first, second, _ = bench.servers
-    first.act = first.hang
-    async with bench.scraping([first.address]) as scraper:
-        await until(lambda: len(first.requests) == 1)
-        scraper.set_targets([Endpoint(second.address)])
-        assert scraper.targets == {second.address}
-        await until(lambda: bench.worked[second.address] >= 2)
-        first.release()
-        await until(lambda: first.open == 0)
-        assert len(first.requests) == 1
-        assert bench.newest.keys() == {second.address}
-        scraper.set_targets([Endpoint(first.address), Endpoint(second.address)])
-        await until(lambda: bench.worked[first.address] >= 1)
-
-
 async def test_readings_that_could_not_be_published_are_published_later(bench: Bench) -> None:
     failing, good, dropped = bench.servers
     failing.answer = answered(b"", status="500 Oops")

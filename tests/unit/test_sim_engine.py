@@ -4,7 +4,7 @@ import asyncio
 
 import orjson
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tables import cases
 
@@ -129,15 +129,6 @@ def engine_with(limits: Limits, *sequences: Sequence) -> tuple[Engine, *tuple[Se
     return engine, *sequences
 
 
-def test_at_most_max_num_seqs_requests_run_and_the_rest_follow_in_order_of_arrival() -> None:
-    engine, first, second, third, fourth = engine_with(Limits(max_num_seqs=2), *map(sequence, (4,) * 4))
-    assert engine.schedule() == [first, second]
-    assert (engine.load().running, engine.load().waiting) == (2, 2)
-    engine.release(second)
-    assert engine.schedule() == [third]
-    assert fourth.phase is Phase.WAITING
-
-
 def test_kv_cache_blocks_are_taken_for_prompt_and_generated_tokens_and_returned() -> None:
     engine, one = engine_with(Limits(kv_blocks=10, block_size_tokens=4), sequence(7, 6))
     # The sequence has two blocks at first; the ninth and the thirteenth token each need one more block.
@@ -222,6 +213,7 @@ LIMITS = st.builds(
     stride=st.integers(1, 7),
     data=st.data(),
 )
+@settings(max_examples=40)
 def test_no_limit_of_the_engine_is_exceeded_and_every_request_ends(
     asks: list[tuple[int, int, str | None]], limits: Limits, stride: int, data: st.DataObject
 ) -> None:

@@ -83,6 +83,13 @@ async def until_queue(client: httpx.AsyncClient, running: int, waiting: int) -> 
             await asyncio.sleep(0.01)
 
 
+@pytest.fixture(scope="module")
+def at_once() -> Iterator[str]:
+    """The URL of a simulated model server that answers at once, shared by the tests that count nothing."""
+    with process(*AT_ONCE) as (_, url):
+        yield url
+
+
 def ask(**keys: object) -> dict[str, object]:
     return {"model": "llama", "prompt": "tell me", **keys}
 
@@ -119,8 +126,8 @@ async def test_the_official_openai_client_gets_streams_of_one_event_per_token() 
         assert events[-1].usage == whole.usage
 
 
-async def test_a_streamed_chat_has_token_usage_on_its_last_choice_by_default() -> None:
-    async with sim(*AT_ONCE) as client, official(client) as api:
+async def test_a_streamed_chat_has_token_usage_on_its_last_choice_by_default(at_once: str) -> None:
+    async with client_of(at_once) as client, official(client) as api:
         stream = await api.chat.completions.create(model="llama", messages=HI, stream=True, max_tokens=4)
         events = [event async for event in stream]
         assert events[0].choices[0].delta.role == "assistant"
@@ -164,8 +171,8 @@ async def test_a_change_of_a_running_server_holds_from_the_next_step() -> None:
         assert (await client.post("/sim", json={"max_num_seqs": 1})).status_code == 400
 
 
-async def test_answers_have_headers_with_the_servers_address_and_the_request_id() -> None:
-    async with sim(*AT_ONCE) as client:
+async def test_answers_have_headers_with_the_servers_address_and_the_request_id(at_once: str) -> None:
+    async with client_of(at_once) as client:
         answer = await client.post("/v1/completions", json=ask(), headers={"x-request-id": "r-1"})
         health = await client.get("/health")
         assert (answer.json()["id"], health.status_code) == ("cmpl-r-1", 200)
@@ -232,8 +239,8 @@ async def test_bad_requests_get_errors_in_the_format_of_openai() -> None:
         assert (await client.post("/v1/completions", json=ask())).status_code == 200
 
 
-async def test_a_prompt_of_400_kb_is_answered_and_a_prompt_of_40_mb_refused() -> None:
-    async with sim(*AT_ONCE) as client:
+async def test_a_prompt_of_400_kb_is_answered_and_a_prompt_of_40_mb_refused(at_once: str) -> None:
+    async with client_of(at_once) as client:
         answer = await client.post("/v1/completions", json=ask(prompt="x" * 400_000))
         assert answer.json()["usage"]["prompt_tokens"] == 100_000
         async with asyncio.timeout(30):

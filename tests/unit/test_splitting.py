@@ -40,6 +40,7 @@ def never() -> float:
         "slower, but it would delay running answers": (9000, None, StageTimes(1.0, 1.7, 0.9, 1), True),
         "a split would delay answers elsewhere": (9000, None, StageTimes(1.0, 0.1, 0.9, 1, 2), False),
         "a prompt too short for a transfer": (15, None, StageTimes(1.0, 0.5), False),
+        "the shortest prompt for a transfer": (16, None, StageTimes(1.0, 0.5), True),
     },
 )
 def test_a_request_is_split_if_that_costs_less_time(
@@ -62,16 +63,6 @@ def test_a_few_requests_take_the_other_choice_more_while_its_time_is_unknown(
     assert all(each.is_split is not each.explores for each in found)
     assert not decide(2000, 1000, times, lambda: 0.0).explores, "a threshold is kept"
     assert not decide(2000, None, times, None).explores, "an answer that is no stream teaches nothing"
-
-
-def test_the_decision_is_told_in_words() -> None:
-    assert str(decide(3100, None, KNOWN, never)) == (
-        "split: 3100 uncached tokens, whole 1.00 s and 0.90 s for each of 4 running answers, split 0.80 s"
-    )
-    assert str(decide(3100, None, StageTimes(1.9, 2.0), lambda: 0.0)) == (
-        "split: 3100 uncached tokens, whole 1.90 s, split 2.00 s; chosen to learn its time"
-    )
-    assert str(decide(90, 100, StageTimes(), never)) == "whole: 90 uncached tokens"
 
 
 class Staged(Knowledge):

@@ -58,16 +58,14 @@ def texts() -> Iterator[tuple[str, str]]:
 
 
 def uses(words: Mapping[str, str], text: str, parts: Callable[[str], Iterable[str]]) -> Iterator[str]:
-    """Line number and replacement of each word in `words` that is a part of a name in `text`."""
-    for number, line in enumerate(text.splitlines(), 1):
-        for name in _IDENTIFIER.findall(line):
-            yield from (f"{number}: {part} (say {words[part]})" for part in {*parts(name)} & words.keys())
+    """Each name in `text` with a part that is one of `words`, and the term that replaces the part."""
+    for name in {*_IDENTIFIER.findall(text)}:
+        yield from (f"{name} (for {part} say {words[part]})" for part in {*parts(name)} & words.keys())
 
 
 def code_of(name: str, text: str) -> str:
-    """The source `text` without strings and comments; line numbers stay the same."""
-    code = _STRINGS_AND_COMMENTS[Path(name).suffix].sub(lambda found: "\n" * found[0].count("\n"), text)
-    return _FROM_ELSEWHERE.sub("", code)
+    """The source `text` without strings and comments."""
+    return _FROM_ELSEWHERE.sub("", _STRINGS_AND_COMMENTS[Path(name).suffix].sub(" ", text))
 
 
 def test_no_text_has_former_private_words() -> None:
