@@ -46,7 +46,7 @@ SPELLED = (*WEIGHTS, *WORKLOADS)  # names that each run replaces with random nam
 GRACE_MS, IDLE_MS = 2000, 20_000
 UNSEEN_MS = 10**9  # ghosts are never found, as this test reads no metrics pages of endpoints
 EXAMPLES = os.environ.get("PICKER_MODEL_EXAMPLES", "")
-FEW = 100
+FEW = 60
 STEPS = 50
 TO_SETTLE = 3_601_000_000  # us: longer than this test's timeouts and GIVEN_UP_MS (lua/lib/tombstones.lua)
 

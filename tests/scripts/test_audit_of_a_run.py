@@ -215,28 +215,6 @@ async def test_the_audit_of_a_run_finds_no_violation(fleet: OpenFleet, policy: s
         assert all(finding.checked > 50 for finding in report.findings)
 
 
-async def test_requests_of_a_dead_replica_are_adopted(fleet: OpenFleet) -> None:
-    # Requests wait at a replica that falls silent.
-    async with fleet("a", "b", upper_per=1, silence_ms=50) as (it, a, b):
-        await b.beat()
-        await a.admit("runs")
-        for i in range(6):
-            await a.admit(f"left{i}", flow=f"flow{i % 2}")
-        await it.after(60)
-        await b.beat()
-        await b.sweep()
-        # Another replica adopts three of these requests; the rest stay orphaned.
-        for i in range(3):
-            await b.admit(f"left{i}", flow=f"flow{i % 2}")
-        await it.after(10)
-        await b.settle("runs")
-        for i in range(3):
-            await b.place(f"left{i}")
-            await b.settle(f"left{i}")
-        # The decision log has orphaned and adopted requests; the fleet audits the log when it closes.
-        assert {"orphaned", "adopted"} <= {entry.event for entry in await it.log()}
-
-
 async def test_the_audit_of_a_trimmed_log_has_no_finding(fleet: OpenFleet, valkey_url: str) -> None:
     # Redis has trimmed the first part of a run's log.
     async with fleet("a", "b", endpoints=STAGES, total_capacity=60) as it:

@@ -118,22 +118,6 @@ def test_a_token_with_an_invalid_priority_restores_nothing(full: DirectPool, pri
     assert len(full.requests()) == known
 
 
-def test_the_named_bands_can_change_priority_while_requests_wait(full: DirectPool) -> None:
-    queue(full, (10, 0, 5))
-    assert list(lengths_of(full)) == [10, 5, 0, -10]
-    lower = [{"priority": each, "preemptible": True} for each in (5, -10)]
-    full.publish("a:1", upper_per=1, bands=[{"priority": 50, "guaranteed": True}, *lower])
-    # Waiting requests stay in their bands. The band Default now has priority 5, so the dynamic band 5 drains.
-    assert set(lengths_of(full)) == {50, 5, -10}
-    assert sum(full.call("state", 60_000)[10][3::5]) == 3
-    full.admit("new", priority=5)
-    full.settle("runs")
-    assert full.client.hgetall(f"{full.prefix}inbox:a") == {b"of 10": b"placed 1"}
-    end_all(full)
-    sweep(full)
-    assert list(lengths_of(full)) == [50, 5, -10]
-
-
 def counted_anew(pool: DirectPool) -> dict[int, int]:
     """Bytes of the waiting requests' bodies, as a newly loaded library reads these counts."""
     pool.load(pool.library)
@@ -162,18 +146,3 @@ def test_body_bytes_of_requests_registered_again_after_a_flush_are_counted(full:
     assert bytes_of(full) == {0: 900}
     full.settle("waits")
     assert bytes_of(full) == {}
-
-
-def test_a_changed_byte_limit_of_a_band_applies_to_new_requests_only(full: DirectPool) -> None:
-    limited = [{"priority": 10}, {"priority": 0, "bytes": 1000}, {"priority": -10}]
-    # Bodies that waited before a limit was set count towards the limit.
-    full.admit("a", body_bytes=900)
-    full.publish("a:1", upper_per=1, bands=limited)
-    assert full.admit("b", body_bytes=101) == ["refused", "band-bytes", "1"]
-    # A lowered limit drops no waiting request.
-    limited[1]["bytes"] = 10
-    full.publish("a:1", upper_per=1, bands=limited)
-    assert full.admit("b", body_bytes=1) == ["refused", "band-bytes", "1"]
-    assert bytes_of(full) == {0: 900}
-    full.publish("a:1", upper_per=1)
-    assert full.admit("b", body_bytes=101)[0] == "queued"

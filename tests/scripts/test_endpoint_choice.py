@@ -42,18 +42,6 @@ async def test_equal_scores_spread_requests_of_all_replicas_evenly(fleet: OpenFl
         assert set((await it.state()).in_flight.values()) == {125}
 
 
-async def test_the_load_of_a_drained_endpoint_does_not_affect_the_choice(fleet: OpenFleet) -> None:
-    # Endpoint E1 has the most requests and drains; E2 has one request and a higher score than the idle E3.
-    async with fleet("a", endpoints=3, upper_per=10, live_weight=0.5) as (_, a):
-        for name, where in (("busy", E2), ("other", E1), ("another", E1)):
-            await a.admit(name, subset=(where,))
-        await a.store.mark_endpoint(E1, "drained", True)
-        # The most loaded open endpoint scales the loads, so E2's single request outweighs E2's score.
-        assert await a.admit("r", candidates=f"{E1}=0.9,{E2}=0.3,{E3}=0") == parse_verdict(
-            f"placed {E3},{E2}"
-        )
-
-
 @pytest.mark.parametrize("what", ["drained", "down"])
 async def test_a_mark_lasts_until_its_endpoint_is_removed(fleet: OpenFleet, what: str) -> None:
     async with fleet("a", endpoints=2, upper_per=5) as (it, a):

@@ -1,4 +1,4 @@
-"""Limits that the fleet finds (`request_queue_controller.mode: adaptive`) hold at every moment."""
+"""Limits of endpoints hold at every moment: limits from discovery, and limits that the fleet finds."""
 
 import asyncio
 import json
@@ -6,14 +6,16 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
+import pytest
 from decision_ledger import order_of
-from script_fleet import OpenFleet, Replica, addresses, ask, ended, until, until_is
+from script_fleet import OpenFleet, Replica, addresses, ask, asked, config, ended, until, until_is
 
 from picker_fleet.domain.request import Endpoint
 from picker_fleet.state.pool_state import FoundLimit
 from picker_fleet.state.scripts import load_library
 
 A, B, C = addresses(3)
+ROOM = 1000  # stock per endpoint, in requests: so large that only the limits matter
 FOUND: Mapping[str, Any] = {"adaptive": 1, "limit_initial": 8, "limit_min": 1, "limit_max": 1000}
 IN_TOKENS = {**FOUND, "unit": "tokens", "limit_initial": 100, "largest_claim": 0.25}
 
@@ -23,9 +25,17 @@ async def set_limits(replica: Replica, limits: Mapping[str, int], unit: str = "r
     await replica.store.set_limits(found)
 
 
-async def test_of_100_concurrent_requests_exactly_as_many_run_as_the_limits_allow(fleet: OpenFleet) -> None:
-    async with fleet("a", "b", endpoints=2, listening=True, **FOUND) as it:
-        await set_limits(it.replicas[0], {A: 5, B: 3})
+@pytest.mark.parametrize("source", ["discovery", "the fleet"])
+async def test_of_100_concurrent_requests_exactly_as_many_run_as_the_limits_allow(
+    fleet: OpenFleet, source: str
+) -> None:
+    settings = FOUND if source == "the fleet" else {"upper_per": ROOM}
+    async with fleet("a", "b", endpoints=2, listening=True, **settings) as it:
+        if source == "the fleet":
+            await set_limits(it.replicas[0], {A: 5, B: 3})
+        else:
+            listed = Endpoint(A, max_inflight=5), Endpoint(B, max_inflight=3)
+            await it.replicas[0].publish(*listed, **settings)
         running: Counter[str] = Counter()
         most: Counter[str] = Counter()
         release = asyncio.Event()
@@ -51,27 +61,6 @@ async def test_of_100_concurrent_requests_exactly_as_many_run_as_the_limits_allo
         assert most == {A: 5, B: 3}
         await until(it.at_rest)
         assert (await it.ledger()).started == {f"r{number}": 1 for number in range(100)}
-
-
-async def test_a_limit_that_falls_ends_no_request_and_a_limit_that_rises_dispatches(fleet: OpenFleet) -> None:
-    async with fleet("a", **FOUND) as (it, a):
-        # A new endpoint begins with 8 requests. Four more requests wait.
-        names = [f"r{number}" for number in range(12)]
-        for name in names:
-            await a.admit(name)
-        assert await it.counts() == (8, 4, [8])
-        # The limit falls to 3: all 8 go on, and no other request starts until 6 have ended.
-        await set_limits(a, {A: 3})
-        assert await it.counts() == (8, 4, [8])
-        await a.settle(*names[:5])
-        assert await it.counts() == (3, 4, [3])
-        await a.settle(names[5])
-        assert await it.counts() == (3, 3, [3])
-        # The limit rises: two more requests start at once.
-        await set_limits(a, {A: 5})
-        assert await it.counts() == (5, 1, [5])
-        assert order_of(await it.log()) == names[8:11]
-        assert (await it.ledger()).ends == {"completed": 6}
 
 
 async def test_limits_are_pinned_configured_or_found_within_the_configured_bounds(fleet: OpenFleet) -> None:
@@ -112,16 +101,6 @@ async def test_a_pool_changes_its_mode_and_loses_no_waiting_request(fleet: OpenF
         assert await it.at_rest()
 
 
-async def test_limits_of_the_former_unit_are_not_in_force(fleet: OpenFleet) -> None:
-    async with fleet("a", **IN_TOKENS) as (it, a):
-        await set_limits(a, {A: 9000}, "tokens")
-        await a.publish(A, **FOUND)
-        assert (await it.state()).limits == {A: 8}
-        await set_limits(a, {A: 20})
-        await a.publish(A, **IN_TOKENS)
-        assert (await it.state()).limits == {A: 100}
-
-
 async def test_a_pool_is_static_under_the_settings_of_an_older_version(fleet: OpenFleet) -> None:
     async with fleet("a", upper_per=1) as (it, a):
         # An older version has published the settings.
@@ -140,14 +119,6 @@ async def test_a_pool_is_static_under_the_settings_of_an_older_version(fleet: Op
         assert await it.counts() == (1, 0, [1])
 
 
-async def test_endpoints_share_requests_in_proportion_to_their_limits(fleet: OpenFleet) -> None:
-    async with fleet("a", endpoints=2, **FOUND) as (it, a):
-        await set_limits(a, {A: 4, B: 64})
-        for number in range(34):
-            await a.admit(f"r{number}")
-        assert await it.counts() == (34, 0, [2, 32])
-
-
 async def test_the_only_endpoint_with_room_is_found_among_40(fleet: OpenFleet) -> None:
     small, large = addresses(40)[:-1], addresses(40)[-1]
     async with fleet("a", endpoints=40, **FOUND) as (it, a):
@@ -158,30 +129,6 @@ async def test_the_only_endpoint_with_room_is_found_among_40(fleet: OpenFleet) -
         state = await it.state()
         assert (state.stock, state.queued) == (59, 1)
         assert state.in_flight == {**dict.fromkeys(small, 1), large: 20}
-
-
-async def test_limits_in_tokens_bound_the_cost_in_flight(fleet: OpenFleet) -> None:
-    async with fleet("a", endpoints=2, **IN_TOKENS) as (it, a):
-        await set_limits(a, {A: 100, B: 300}, "tokens")
-        assert (await it.state()).upper == 400
-        # A request takes at most a quarter of the bound. Endpoints share by their limits.
-        for number, cost in enumerate((40, 30, 1000, 90, 60, 70)):
-            await a.admit(f"r{number}", cost=cost)
-        state = await it.state()
-        assert (state.stock, state.queued) == (390, 0)
-        assert sum(state.amounts.values()) == 390
-        assert state.limits == {A: 100, B: 300}
-        await a.admit("waits", cost=20)
-        assert (await it.state()).queued == 1
-        # A limit falls below the tokens in flight: nothing starts until enough have ended.
-        await set_limits(a, {A: 100, B: 100}, "tokens")
-        await a.settle("r2", "r3")
-        assert (await it.state()).stock == 200
-        await a.settle("r0")
-        assert (await it.state()).stock == 180
-        await a.settle("r1", "r4", "r5", "waits")
-        assert await it.at_rest()
-        assert set((await it.state()).amounts.values()) == {0}
 
 
 async def test_amounts_are_counted_from_the_records_after_a_change_of_mode_and_a_loss(
@@ -202,3 +149,21 @@ async def test_amounts_are_counted_from_the_records_after_a_change_of_mode_and_a
         assert (await it.state()).amounts == {A: 90}
         await a.store.set_live_config({"adaptive": None}, {})
         assert not await it.has("limits")
+
+
+async def test_a_limit_that_discovery_reports_is_in_force_on_all_replicas(fleet: OpenFleet) -> None:
+    # Two replicas have joined a pool whose endpoint has no limit.
+    async with fleet("a", "b", joined=config(ROOM, "100ms"), listening=True) as it:
+        # Discovery reports a limit of 2 requests to both replicas.
+        for replica in it.replicas:
+            replica.membership.discovered([Endpoint(A, max_inflight=2)])
+        for replica in it.replicas:
+            await until(lambda now=replica.cell: [each.max_inflight for each in now.current.endpoints] == [2])
+        # Two requests are placed, through either replica, and a third request waits until one of these ends.
+        placed = [await it.replicas[i].gate.admit(ask(f"r{i}"), stream_owned=True) for i in range(2)]
+        assert [each.endpoints for each in placed] == [(A,), (A,)]
+        third = asked(it.replicas[0], "third")
+        await until_is(it.counts, (2, 1, [2]))
+        it.replicas[1].gate.settle(ended("r1"))
+        assert (await third).endpoints == (A,)
+        await it.ends(it.replicas[0], "r0", "third")

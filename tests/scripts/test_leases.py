@@ -14,6 +14,7 @@ from picker_fleet.state.store import name_of
 E1, E2 = addresses(2)
 ONE_RUNS = (1, 0, [1])
 MOST_TOMBSTONES = 100_000
+FILL = "for n = 0, ARGV[1] - 1 do redis.call('ZADD', KEYS[1], ARGV[2] + n, 'r' .. n) end"
 
 
 async def test_a_sweep_reclaims_at_most_32_requests(fleet: OpenFleet) -> None:
@@ -49,21 +50,6 @@ async def test_a_replica_renews_the_leases_of_its_own_streams(fleet: OpenFleet) 
         a.gate.withdraw("streamed", stream)
         a.gate.queue.renew_owned_streams()
         await until_is(it.counts, ONE_RUNS)
-
-
-@pytest.mark.parametrize("candidates", ["*", E1])
-async def test_placing_a_grant_after_its_lease_starts_a_new_lease(fleet: OpenFleet, candidates: str) -> None:
-    # One request waits and is granted; with candidates `*` the grant also places the request.
-    async with fleet("a", upper_per=1, lease_ms=100) as (it, a):
-        await a.admit("first")
-        assert name_of(await a.admit("second", candidates=candidates)) == "queued"
-        await a.settle("first")
-        # The replica pauses for longer than the lease, and calls `place` before a sweep.
-        await it.after(110)
-        assert name_of(await a.place("second", candidates=candidates)) == "placed"
-        # The sweep does not reclaim the request.
-        assert (await a.sweep()).reclaimed == 0
-        assert await it.counts() == ONE_RUNS
 
 
 async def test_a_running_request_is_restored_from_its_accounting_token_after_a_loss(fleet: OpenFleet) -> None:
@@ -141,7 +127,8 @@ async def test_a_sweep_deletes_at_most_500_tombstones_beyond_the_limit(fleet: Op
         tombstones = it.keys.prefix + "tombstones"
         now_ms = await it.now_ms()
         # Redis has 600 tombstones more than the limit.
-        await it.redis.zadd(tombstones, {f"r{n}": now_ms + n for n in range(MOST_TOMBSTONES + 600)})
+        count = MOST_TOMBSTONES + 600
+        await it.redis.eval(FILL, 1, tombstones, count, now_ms)
         # Sweeps delete the oldest tombstones.
         assert (await a.sweep()).more
         assert await it.redis.zcard(tombstones) == MOST_TOMBSTONES + 100
@@ -167,25 +154,6 @@ async def test_a_request_started_without_redis_is_not_restored_after_its_end(fle
         await it.redis.zincrby(tombstones, -SETTINGS["lease_ms"] - 9_000, "r")
         assert await a.store.renew("r", None, E1, token) == "unknown"
         assert await a.store.settle("r", Outcome.COMPLETED) == UNKNOWN_END
-        assert await it.at_rest()
-
-
-@pytest.mark.parametrize(
-    ("claimed", "unready", "taken"), [(1.0, 0, 1.0), (7.0, 0, 4.0), (1e12, 0, 4.0), (7.0, 2, 4.0)]
-)
-async def test_a_restored_request_takes_no_more_stock_than_an_admitted_one(
-    fleet: OpenFleet, claimed: float, unready: int, taken: float
-) -> None:
-    # The bound is four requests, even while endpoints are down.
-    async with fleet("a", endpoints=2) as (it, a):
-        for address in (E1, E2)[:unready]:
-            await a.store.mark_endpoint(address, "down", True)
-        # The accounting token claims a cost of `claimed`.
-        token = accounting_token.write(ask("r", cost=claimed), E1)
-        assert await a.store.renew("r", None, E1, token) == "restored"
-        # The restored request takes at most the whole stock, and its end releases the stock.
-        assert (await it.state()).stock == taken
-        await a.settle("r")
         assert await it.at_rest()
 
 
@@ -228,14 +196,14 @@ DAMAGED = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("damaged", ["\t".join(each) for each in DAMAGED])
-async def test_a_damaged_accounting_token_restores_nothing(fleet: OpenFleet, damaged: str) -> None:
+async def test_a_damaged_accounting_token_restores_nothing(fleet: OpenFleet) -> None:
     # One request is in flight.
     async with fleet("a") as (it, a):
         await a.admit("r")
         # The access log reports an unknown request with a damaged accounting token.
-        for served in ("",) if "llama\t\t" in damaged else ("", E1):
-            assert await a.store.renew("x", None, served, damaged) == "unknown"
+        for damaged in map("\t".join, DAMAGED):
+            for served in ("",) if "llama\t\t" in damaged else ("", E1):
+                assert await a.store.renew("x", None, served, damaged) == "unknown", damaged
         # Only the request in flight is counted.
         assert await it.counts() == ONE_RUNS
         await a.settle("r")

@@ -31,7 +31,7 @@ async def _serve_all(it: Fleet, replica: Replica, first: str) -> list[str]:
     return served
 
 
-@settings(max_examples=25, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=12, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @example(
     flows=["llama3", "llama3:8b"], workloads=["8b:chat", "chat"], replica="a", ids=["1", "2", "3", "4"],
     fairness="weighted-fair",

@@ -13,6 +13,12 @@ from picker_fleet.state.accounting_token import Keyring
 
 E1, E2 = addresses(2)
 MOST = 100_000
+FILL = """
+for n = 0, ARGV[1] - 1 do
+  redis.call('ZADD', KEYS[1], ARGV[2] - n, 'r' .. n)
+  redis.call('HSET', KEYS[2], 'r' .. n, ARGV[3])
+end
+"""
 
 
 def origins(replica: Replica) -> Origins:
@@ -51,11 +57,10 @@ async def test_the_sweep_bounds_the_age_and_number_of_ids(fleet: OpenFleet) -> N
     async with fleet("a") as (it, a):
         times = it.keys.prefix + "origin_times"
         now_ms = int(await it.now_ms())
-        ages_ms = {"old": 86_400_001, "young": 86_000_000, **{f"r{n}": n for n in range(MOST)}}
+        ages_ms = {"old": 86_400_001, "young": 86_000_000}
         await it.redis.zadd(times, {name: now_ms - age_ms for name, age_ms in ages_ms.items()})
-        names = list(ages_ms)
-        for at in range(0, len(names), 1000):
-            await it.redis.hset(it.keys.origins, mapping=dict.fromkeys(names[at : at + 1000], E1))
+        await it.redis.hset(it.keys.origins, mapping=dict.fromkeys(ages_ms, E1))
+        await it.redis.eval(FILL, 2, times, it.keys.origins, MOST, now_ms, E1)
         await a.sweep()
         assert (await it.redis.zcard(times), await it.redis.hlen(it.keys.origins)) == (MOST, MOST)
         assert await it.redis.hmget(it.keys.origins, "old", "young", "r0") == [None, None, E1]

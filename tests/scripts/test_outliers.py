@@ -88,14 +88,6 @@ def test_five_failures_of_the_only_flow_eject_an_endpoint_if_another_answers_it(
     assert [it.fails(E1, "x") for _ in range(4)] == [*["noted"] * 3, "ejected"]
 
 
-def test_an_answer_resets_the_failures_of_its_endpoint(it: FailingPool) -> None:
-    it.fails(E1, "x")
-    it.answers(E1)
-    assert it.fails(E1, "y") == "noted"
-    it.answers(E1)
-    assert it.client.exists(f"{it.prefix}outliers") == 0
-
-
 def test_a_request_that_fails_on_two_endpoints_ejects_neither_endpoint(it: FailingPool) -> None:
     # After each failure Envoy tries another endpoint; the request counts at the endpoint of this attempt.
     for flow in "xyz":
@@ -113,22 +105,6 @@ def test_a_request_that_fails_on_two_endpoints_ejects_neither_endpoint(it: Faili
     assert it.fault(last, E1) == "ejected"
     it.fault(last, E2)
     assert it.ejected == set()
-
-
-def test_a_request_that_an_endpoint_refuses_counts_once(it: FailingPool) -> None:
-    def refusals() -> dict[str, int]:
-        counts: dict[str, int] = json.loads(it.call("state", 1000)[-4])
-        return counts
-
-    request_id = it.place(E1, E2)
-    for why in ("full", "retried"):
-        it.fault(request_id, E1, why)
-    it.fault(request_id, E2, "503")
-    it.fault(request_id, E2, "503", flow="x")  # the request has ended: no other endpoint follows
-    assert refusals() == {E1: 1, E2: 1}
-    it.publish(E2, E3, E4, **ROOMY)
-    it.fault(it.place(E3, E2), E3, "full")
-    assert refusals() == {E2: 1, E3: 1}
 
 
 def test_ejections_double_in_length_and_end_after_a_probe_and_a_trial_request(it: FailingPool) -> None:
@@ -179,14 +155,6 @@ def test_at_most_the_configured_share_of_the_pool_is_ejected(
     assert it.admit("goes on")[0] == "placed"
 
 
-def test_ejected_endpoints_get_requests_if_no_other_endpoint_is_ready(it: FailingPool) -> None:
-    for flow in "xy":
-        it.fails(E1, flow)
-    for address in (E2, E3, E4):
-        it.call("mark_endpoint", "a", address, "down", 1)
-    assert it.admit("r")[:2] == ["placed", E1]
-
-
 def test_a_full_endpoint_gets_one_request_for_each_end_until_its_hold_is_over(it: FailingPool) -> None:
     running = [it.place(E1) for _ in range(2)]
     refused = it.place(E1, E2)
@@ -221,20 +189,6 @@ def test_a_full_endpoint_gets_one_request_for_each_end_until_its_hold_is_over(it
     assert it.admit("waits", flow="w")[0] == "queued"
 
 
-def test_the_sweep_ends_an_ejection_that_no_probe_confirms(it: FailingPool) -> None:
-    for flow in "xy":
-        it.fails(E1, flow)
-    sweep = ("a", 0, 3000, 60_000, 6000)
-    for _ in range(30):
-        it.passes(1000)
-        it.probed(E1, well=False)
-        it.call("sweep", *sweep)
-    assert it.ejected == {E1}
-    it.passes(10_001)
-    it.call("sweep", *sweep)
-    assert it.ejected == set()
-
-
 def test_an_endpoint_that_stands_still_while_others_answer_is_ejected(it: FailingPool) -> None:
     def stuck(seconds: int, *, others_answer: bool) -> str:
         it.call("mark_endpoint", "a", E1, "stuck", 1)
@@ -256,23 +210,3 @@ def test_the_sweep_ends_ejections_whose_outlier_records_are_lost(it: FailingPool
         it.call("sweep", "a", 0, 3000, 60_000, 6000)
     assert it.ejected == set()
     assert it.takes(E1)
-
-
-@pytest.mark.parametrize("second", ["down", "drained"])
-def test_each_new_mark_of_an_ejected_endpoint_raises_marks_version(it: FailingPool, second: str) -> None:
-    def version() -> int:
-        return int(it.client.hget(f"{it.prefix}pool", "marks_version") or 0)
-
-    it.fails(E1, "x")
-    it.fails(E1, "y")
-    assert it.ejected == {E1}
-    ejected = version()
-    it.call("mark_endpoint", "a", E1, second, 1)
-    assert version() == ejected + 1
-    it.call("mark_endpoint", "a", E1, second, 1)
-    assert version() == ejected + 1, "confirming a mark must not raise the version"
-    it.passes(1500)
-    it.probed(E1, well=True)
-    assert (it.ejected, version()) == (set(), ejected + 2)
-    it.call("mark_endpoint", "a", E1, second, 0)
-    assert version() == ejected + 3

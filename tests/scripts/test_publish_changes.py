@@ -36,7 +36,7 @@ async def test_publishing_changes_equals_publishing_the_whole_list(valkey_url: s
         former: dict[str, Endpoint] = {}
         for each in (a, b):
             await publish(each, former, "v0")
-        for number in range(1, 80):
+        for number in range(1, 40):
             wanted = {
                 name: Endpoint(name, labels={"zone": dice.choice("ab")}, draining=dice.random() < 0.3)
                 for name in dice.sample(names, dice.randint(0, 6))
@@ -57,7 +57,7 @@ async def test_publishing_changes_equals_publishing_the_whole_list(valkey_url: s
             assert placed[0] == placed[1]
         assert await what_is_published(by_changes) == await what_is_published(by_lists)
         for each in (a, b):
-            await each.settle(*(f"r{number}" for number in range(80)))
+            await each.settle(*(f"r{number}" for number in range(40)))
 
 
 async def test_changes_of_another_version_of_endpoints_are_ignored(valkey_url: str, pool: str) -> None:

@@ -71,13 +71,6 @@ def test_one_call_reserves_an_endpoint_of_each_stage(staged: StagedPool) -> None
     assert staged.prefill_counts() == {"p:1": 1, "p:2": 1}
 
 
-def test_a_whole_request_reserves_no_prefill_endpoint(staged: StagedPool) -> None:
-    staged.stages()
-    assert staged.split("whole", prefill="")[1] == ""
-    assert staged.prefill_counts() == {"p:1": 0, "p:2": 0}
-    assert staged.prefilled("whole") == staged.prefilled("nobody") == "unknown"
-
-
 def test_an_endpoint_that_only_prefills_is_never_asked_to_decode(staged: StagedPool) -> None:
     staged.stages({"d:1": DECODE, "p:1": PREFILL}, upper_per=10)
     for n in range(6):
@@ -98,12 +91,6 @@ def test_a_prefill_reservation_ends_once(staged: StagedPool, end: str) -> None:
     staged.settle("r1")
     assert staged.prefill_counts() == {"p:1": 0, "p:2": 0}
     assert staged.client.zcard(f"{staged.prefix}prefills") == 0
-
-
-def test_a_request_without_a_ready_prefill_endpoint_is_served_whole(staged: StagedPool) -> None:
-    staged.stages({"d:1": DECODE})
-    assert staged.split("r1") == ("d:1", "")
-    assert staged.split("r2", prefill="p:1=0.5") == ("d:1", "")
 
 
 def test_an_endpoint_of_both_stages_serves_a_request_whole(staged: StagedPool) -> None:
@@ -127,43 +114,6 @@ def test_a_request_waits_while_the_prefill_endpoints_are_at_their_limits(staged:
     assert staged.prefill_counts() == {"p:1": 1}
 
 
-def test_without_a_queue_a_request_is_whole_while_the_prefill_endpoints_are_full(staged: StagedPool) -> None:
-    staged.stages({"d:1": DECODE, "p:1": PREFILL}, queue_enabled=0, prefill_caps={"p:1": 1})
-    assert staged.split("r1") == ("d:1", "p:1")
-    assert staged.split("r2") == ("d:1", "")
-
-
-def test_a_repeated_call_returns_the_same_endpoints_of_both_stages(staged: StagedPool) -> None:
-    staged.stages(fallbacks=1)
-    placed = staged.admit("r1", prefill="*")
-    assert staged.admit("r1", prefill="*")[1] == staged.place("r1")[1] == placed[1]
-    assert sum(staged.prefill_counts().values()) == 1
-
-
-def test_a_request_that_moves_keeps_its_prefill(staged: StagedPool) -> None:
-    staged.stages(fallbacks=1)
-    first, prefillers = staged.split("r1")
-    staged.call("report_fault", "a", "r1", first, "", "500", 0)
-    assert staged.counts() == {"d:1": float(first == "d:2"), "d:2": float(first == "d:1")}
-    assert staged.prefill_counts()[prefillers.split(",")[0]] == 1
-    staged.settle("r1")
-    assert staged.prefill_counts() == {"p:1": 0, "p:2": 0}
-
-
-def test_a_mark_closes_an_endpoint_in_each_of_its_stages(staged: StagedPool) -> None:
-    staged.stages({"d:1": DECODE, "b:1": BOTH, "p:1": PREFILL}, upper_per=10)
-    for what in ("drained", "down"):
-        staged.call("mark_endpoint", "a", "p:1", what, "1", "b:1", what, "1")
-    assert staged.counts() == {"d:1": 0}
-    assert staged.prefill_counts() == {"p:1": CLOSED, "b:1": CLOSED}
-    assert staged.split("whole") == ("d:1", "")
-    staged.call("mark_endpoint", "a", "p:1", "drained", "0", "b:1", "drained", "0")
-    assert staged.split("still whole") == ("d:1", "")
-    staged.call("mark_endpoint", "a", "p:1", "down", "0", "b:1", "down", "0")
-    assert staged.prefill_counts() == {"p:1": 0, "b:1": 0}
-    assert staged.split("split", candidates="d:1", prefill="p:1") == ("d:1", "p:1")
-
-
 def test_a_draining_endpoint_that_only_prefills_leaves_its_stage(staged: StagedPool) -> None:
     endpoint = Endpoint("p:1", prefills=True, decodes=False)
     staged.stages({"d:1": DECODE, "p:1": describe(endpoint)}, upper_per=10)
@@ -181,31 +131,6 @@ def test_a_draining_endpoint_that_only_prefills_leaves_its_stage(staged: StagedP
 
 def test_an_older_version_sees_an_endpoint_that_only_prefills_as_draining() -> None:
     assert json.loads(describe(Endpoint("p:1", prefills=True, decodes=False)))["draining"] is True
-
-
-def test_an_ejected_prefill_endpoint_is_no_last_resort(staged: StagedPool) -> None:
-    staged.stages(
-        {"d:1": DECODE, "d:2": DECODE, "b:1": BOTH}, upper_per=10, eject_ms=60_000, eject_percent=50
-    )
-    for flow in ("f1", "f2"):
-        assert staged.split(flow, prefill="", candidates="b:1", flow=flow)[0] == "b:1"
-    replies = staged.call("report_fault", "a", "f1", "b:1", "f1", "500", 0, "f2", "b:1", "f2", "500", 0)
-    assert replies[5] == b"ejected"
-    assert staged.prefill_counts() == {"b:1": CLOSED}
-    assert staged.split("r1", prefill="b:1")[1] == ""
-
-
-def test_a_removed_prefill_endpoint_is_counted_until_its_last_prefill_ends(staged: StagedPool) -> None:
-    staged.stages(fallbacks=0)
-    _, prefiller = staged.split("r1")
-    staged.stages({"d:1": DECODE, "d:2": DECODE}, version="e2")
-    assert staged.prefill_counts() == {prefiller: CLOSED + 1}
-    assert staged.split("r2")[1] == ""
-    staged.stages(version="e3")  # both return: the prefill still counts
-    assert staged.prefill_counts()[prefiller] == 1
-    staged.stages({"d:1": DECODE, "d:2": DECODE}, version="e4")
-    assert staged.prefilled("r1") == "released"
-    assert staged.prefill_counts() == {}
 
 
 @pytest.mark.parametrize("by", ["publish", "publish_changes"])
@@ -230,23 +155,6 @@ def test_an_endpoint_that_leaves_a_stage_finishes_what_it_runs_there(staged: Sta
     assert staged.prefill_counts() == {}
     assert staged.sweep()[4] == 1
     assert staged.call("state", 60_000)[0] != b"0"  # no key counts as lost
-
-
-def test_a_reservation_ends_with_its_own_lease(staged: StagedPool, client: redis.Redis) -> None:
-    clock = f"{staged.prefix}test-clock"
-    client.set(clock, START_MS * 1000)
-    staged.library = staged.load(load_library(clock_of(clock, "stages")))
-    staged.stages({"d:1": DECODE, "p:1": PREFILL}, lease_ms=10_000)
-    staged.split("r1")
-    client.set(clock, (START_MS + 8_000) * 1000)
-    staged.call("renew", "a", "r1", "1", "", "", 0)
-    staged.sweep()
-    assert staged.prefill_counts() == {"p:1": 1}
-    client.set(clock, (START_MS + 11_000) * 1000)
-    staged.sweep()
-    assert (staged.counts(), staged.prefill_counts()) == ({"d:1": 1}, {"p:1": 0})
-    assert staged.prefilled("r1") == "unknown"
-    assert staged.settle("r1") == "settled m"
 
 
 def test_a_reservation_without_a_record_ends_with_its_lease(staged: StagedPool, client: redis.Redis) -> None:
@@ -275,20 +183,6 @@ def test_a_request_restored_after_a_flushall_is_past_its_prefill(
     assert staged.prefill_counts() == {"p:1": 0, "p:2": 0}
     assert staged.prefilled("r1") == "unknown"
     assert staged.settle("r1") == "settled m"
-
-
-def test_the_limit_that_the_fleet_finds_for_a_prefill_endpoint_bounds_its_prefills(
-    staged: StagedPool,
-) -> None:
-    found = {"adaptive": 1, "limit_initial": 5, "limit_min": 1, "limit_max": 20, "unit": "requests"}
-    staged.stages({"d:1": DECODE, "p:1": PREFILL}, **found)
-    staged.call("set_limits", "a", json.dumps({"d:1": 9, "prefill": {"p:1": 2}}), "{}")
-    assert float(staged.call("state", 60_000)[4]) == 9  # the upper bound
-    assert [staged.split(f"r{n}")[1] for n in range(2)] == ["p:1", "p:1"]
-    assert staged.admit("waits", prefill="*")[0] == "queued"
-    staged.call("set_limits", "a", json.dumps({"d:1": 9, "prefill": {"p:1": 3}}), "{}")
-    staged.sweep()
-    assert staged.place("waits")[:2] == ["placed", "d:1>p:1"]
 
 
 def test_views_name_the_prefill_endpoint_of_a_request(staged: StagedPool) -> None:

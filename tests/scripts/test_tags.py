@@ -128,10 +128,10 @@ async def life(it: Fleet, name: str) -> None:
     "growing:1:flow", "static:1:flow", "line:1:flow\x1fw", "candidates:1", "preempted:1", "finish:1",
     "replicas", "tombstones", "load",
 ])  # fmt: skip
-@pytest.mark.parametrize("ordering", ["fcfs", "workload-aware"])
 async def test_requests_are_served_and_expire_despite_stray_entries_in_a_sorted_set(
-    fleet: OpenFleet, kind: str, ordering: str
+    fleet: OpenFleet, kind: str
 ) -> None:
+    ordering = "fcfs" if kind.startswith("queue") else "workload-aware"
     async with fleet("a", upper_per=1, lower_per=1, ordering=ordering, lease_ms=2000) as (it, a):
         # The sorted set has members that do not exist as requests, flow queues, replicas or endpoints.
         await it.redis.zadd(it.keys.prefix + kind, dict.fromkeys(STRAYS, LONG_AGO))

@@ -3,7 +3,6 @@
 import json
 import struct
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -84,20 +83,6 @@ def it(client: redis.Redis, pool: str) -> TenantPool:
     return TenantPool(client, pool)
 
 
-def test_shares_hold_between_tenants_and_then_between_their_children(it: TenantPool) -> None:
-    it.start(1, {"acme": {"weight": 3}, "acme/search": {"weight": 2}, "zeta": {}})
-    it.ask("zeta/one")
-    for _ in range(60):
-        for flow in ("acme/search/k1", "acme/ads/k1", "acme/ads/k2", "zeta/one"):
-            it.ask(flow)
-    # acme has 3 of 4 turns; of those search has 2 of 3, and each key of ads a half of the rest.
-    served = Counter(it.serve(96))
-    assert abs(served["zeta/one"] - 24) <= 1
-    assert abs(served["acme/search/k1"] - 48) <= 2
-    assert abs(served["acme/ads/k1"] - 12) <= 1
-    assert abs(served["acme/ads/k2"] - 12) <= 1
-
-
 def test_a_thousand_keys_of_one_tenant_gain_nothing(it: TenantPool) -> None:
     it.start(1, {}, total_capacity=2000)
     it.ask("zeta/k")
@@ -163,93 +148,10 @@ def test_a_request_over_a_rejecting_limit_is_refused_with_the_time_to_wait(it: T
     assert it.ask("acme/c") == "placed"
 
 
-def test_a_request_waits_in_its_place_until_its_balance_suffices_and_others_pass_it(it: TenantPool) -> None:
-    limit = {"unit": "tokens", "amount": 100, "per_ms": 1000, "burst": 50}
-    it.start(100, {"acme": {"limits": [limit]}})
-    assert it.ask("acme/a", prompt_tokens=30, answer_tokens=20) == "placed"
-    assert it.ask("acme/b", prompt_tokens=10, answer_tokens=10) == "queued"  # lacks 20 tokens, for 200 ms
-    assert it.ask("acme/c", prompt_tokens=1) == "queued"
-    assert it.ask("zeta/a", prompt_tokens=1000) == "placed"
-    it.passes(150)
-    it.call("cancel", "a")
-    assert it.queued() == 2
-    it.passes(100)
-    reply = it.call("cancel", "a")
-    assert [line.split()[-1] for line in reply[1] if line.startswith(b"placed")] == [b"r2", b"r3"]
-
-
-def test_a_larger_request_than_a_limit_grants_at_once_is_refused(it: TenantPool) -> None:
-    limit = {"unit": "prompt_tokens", "amount": 100, "per_ms": 1000, "burst": 50}
-    it.start(100, {"*": {"limits": [limit]}})
-    assert it.ask("acme/a", prompt_tokens=51) == "refused over-burst 0\x1fprompt_tokens 1000 acme"
-    assert it.ask("acme/a", prompt_tokens=50) == "placed"
-
-
-def test_a_demoted_request_goes_to_the_lowest_band_and_is_not_charged(it: TenantPool) -> None:
-    limit = {"unit": "requests", "amount": 1, "per_ms": 60_000}
-    it.start(1, {"acme": {"over_limit": "demote", "limits": [limit]}})
-    for _ in range(3):
-        it.ask("acme/a", band=0)
-    it.ask("zeta/a", band=1)
-    assert sorted(it.charged().values()) == [3, 5, 5]
-    assert it.serve(3) == ["zeta/a", "acme/a", "acme/a"]
-    it.passes(60_000)
-    it.end("r4")
-    it.ask("acme/a", band=0)
-    assert it.charged()[f"r{it.numbers}"] == 1
-
-
 def _remaining(it: TenantPool, path: str, unit: str, amount: float, per_ms: int) -> float:
     text = it.client.hget(f"{it.prefix}balances", f"{path}\x1f{unit}:{per_ms}")
     owed, at_ms = struct.unpack("<dd", text) if text else (0.0, 0.0)
     return amount - max(0.0, owed - (it.now_ms - at_ms) * amount / per_ms)
-
-
-@pytest.mark.parametrize(
-    ("end", "left"),
-    [
-        (lambda it: it.end("r1", usage="10,0,200"), 790),
-        (lambda it: it.end("r1"), 850),
-        (lambda it: it.end("r1", "upstream_failed"), 1000),
-        (lambda it: it.end("r1", "upstream_failed", usage="100,0,1"), 899),
-        (lambda it: it.call("cancel", "a", "r1", "1", "cancelled"), 1000),
-    ],
-    ids=["usage", "no-usage", "failed", "failed-with-usage", "cancelled"],
-)
-def test_an_end_corrects_the_charge_once(
-    it: TenantPool, end: Callable[[TenantPool], Any], left: float
-) -> None:
-    limit = {"unit": "tokens", "amount": 1000, "per_ms": 3_600_000}
-    it.start(1, {"acme": {"over_limit": "reject", "limits": [limit]}, "acme/a": {"limits": [limit]}})
-    it.ask("acme/a", prompt_tokens=100, answer_tokens=50)
-    for path in ("acme", "acme/a"):
-        assert _remaining(it, path, "tokens", 1000, 3_600_000) == pytest.approx(850)
-    end(it)
-    end(it)  # a repeated report changes nothing
-    for path in ("acme", "acme/a"):
-        assert _remaining(it, path, "tokens", 1000, 3_600_000) == pytest.approx(left)
-
-
-def test_no_more_requests_run_at_once_than_a_node_allows(it: TenantPool) -> None:
-    it.start(100, {"acme": {"max_parallel": 2}, "zeta": {"max_parallel": 1, "over_limit": "reject"}})
-    assert [it.ask("acme/a") for _ in range(4)] == ["placed", "placed", "queued", "queued"]
-    assert [it.ask("zeta/a") for _ in range(2)] == ["placed", "refused over-limit 1\x1fparallel 0 zeta"]
-    assert it.end("r1") == ["r3"]
-    assert it.end("r2", "upstream_failed") == ["r4"]
-    it.end("r3")
-    it.end("r4")
-    it.end("r5")
-    assert it.ask("zeta/a") == "placed"
-    assert it.client.hget(f"{it.prefix}balances", "acme\x1fparallel") == b"0"
-
-
-def test_a_live_bound_of_requests_in_flight_counts_those_that_run(it: TenantPool) -> None:
-    it.start(100, {"acme": {"limits": [{"unit": "requests", "amount": 100, "per_ms": 1000}]}})
-    assert [it.ask("acme/a") for _ in range(3)] == ["placed"] * 3
-    it.set_nodes({"acme": {"max_parallel": 2}}, "tenant_changes")
-    assert it.ask("acme/a") == "queued"
-    assert it.end("r1") == []
-    assert it.end("r2") == ["r4"]
 
 
 def test_a_budget_counts_a_calendar_period_at_the_price_of_the_model(it: TenantPool) -> None:
@@ -278,29 +180,6 @@ def test_all_nodes_of_a_path_must_agree_and_a_refused_request_is_charged_to_none
     it.start(100, {"acme": {**rejecting, "limits": [tenfold]}, "acme/a": {**rejecting, "limits": [limit]}})
     assert [it.ask("acme/a").split(" ")[0] for _ in range(5)] == ["placed"] + ["refused"] * 4
     assert _remaining(it, "acme", "requests", 10, 60_000) == pytest.approx(9)
-
-
-def test_live_nodes_replace_configured_ones_and_a_raised_limit_ends_a_wait_at_once(it: TenantPool) -> None:
-    limit = {"unit": "requests", "amount": 1, "per_ms": 3_600_000}
-    it.start(100, {"acme": {"limits": [limit]}, "*": {"limits": [{**limit, "amount": 2}]}})
-    assert [it.ask("acme/a") for _ in range(2)] == ["placed", "queued"]
-    assert [it.ask("zeta/a") for _ in range(3)] == ["placed", "placed", "queued"]
-    it.set_nodes({"acme": {"limits": [{**limit, "amount": 100}]}}, "tenant_changes")
-    assert it.queued() == 1
-    it.set_nodes({"acme": None}, "tenant_changes")
-    assert it.ask("acme/a") == "queued"
-
-
-def test_the_guard_takes_no_request_that_waits_for_its_balance(it: TenantPool) -> None:
-    limit = {"unit": "requests", "amount": 1, "per_ms": 3_600_000}
-    it.start(1, {"acme": {"limits": [limit]}}, guard_share=1, starvation_ms=100)
-    it.ask("acme/a")
-    it.ask("acme/a")
-    for _ in range(3):
-        it.ask("zeta/a")
-    it.passes(500)
-    assert it.serve(3) == ["zeta/a"] * 3
-    assert it.queued() == 1
 
 
 def test_a_pool_that_lost_its_counters_rebuilds_the_tree_and_what_runs_in_it(it: TenantPool) -> None:

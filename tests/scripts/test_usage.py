@@ -13,6 +13,7 @@ from picker_fleet.domain.tenants import Price
 from picker_fleet.fleet.usage import HOUR_MS, UsageMeter
 from picker_fleet.state.reads import Usage
 
+FILL = r"for n = 0, ARGV[1] - 1 do redis.call('HSET', KEYS[1], 't' .. n .. '\031llama', '1 0 1 0 1 2') end"
 PRICES = {"llama": Price(prompt=2, cached=0.5, answer=3)}
 
 
@@ -86,8 +87,7 @@ async def test_hours_and_rows_are_bounded_and_the_oldest_go_first(fleet: OpenFle
     async with fleet("a") as (it, a):
         await a.beat()
         hour = a.store.now_ms() // HOUR_MS
-        full = {f"t{n}\x1fllama": "1 0 1 0 1 2" for n in range(100_000)}
-        await it.redis.hset(it.keys.usage(hour), mapping=full)
+        await it.redis.eval(FILL, 1, it.keys.usage(hour), 100_000)
         ages = {hour - 841: 10, hour - 840 + 1: 900_000, hour - 2: 5}
         await it.redis.hset(it.keys.usage_hours, mapping=ages)
         for each in ages:
