@@ -33,15 +33,6 @@ REFILED_BY = (
 )  # fmt: skip
 
 
-def least_burdened(id: str, burdens: dict[str, Burden]) -> str:
-    return min(burdens, key=lambda address: (burdens[address], address))
-
-
-def least_burdened_prefiller(id: str, burdens: dict[str, Burden], endpoint: str) -> str:
-    best = least_burdened(id, burdens)
-    return "" if best == endpoint else best
-
-
 @dataclass(slots=True)
 class Reply:
     """A call's reply: the caller's notifications, dispatch attempts and successes, and the answers."""
@@ -61,9 +52,7 @@ class PoolModel:
     best is the endpoint itself.
     """
 
-    def __init__(
-        self, choose: Choose = least_burdened, choose_prefill: ChoosePrefill = least_burdened_prefiller
-    ) -> None:
+    def __init__(self, choose: Choose, choose_prefill: ChoosePrefill) -> None:
         self.moment = Moment()
         self.workloads = Workloads(self.moment)
         self.queue = SharedQueue(self.moment, self.workloads, self._next_arrival, self._log)

@@ -8,8 +8,8 @@ from typing import Any
 
 import redis
 from direct_calls import arrival, clock_of
-from packed import counters, doubles
 from pool_model import Reply
+from script_fleet import counters, doubles
 from shared_queue import named_bands
 
 from picker_fleet.domain.request import Endpoint
@@ -65,6 +65,10 @@ class ScriptSide:
         """The names of the pool's keys, without the prefix."""
         names = self._redis.keys(f"{self._keys.prefix}*")
         return {str(name).removeprefix(self._keys.prefix) for name in names}
+
+    def log(self) -> list[dict[str, str]]:
+        """All entries of the decision log, oldest first."""
+        return [fields for _, fields in self._redis.xrange(self._keys.log)]
 
     def scan_order(self) -> list[str]:
         """The ids of all requests in the order of a scan by the server."""

@@ -1,10 +1,12 @@
-"""Compares the scripts with the model under random calls, clock steps and actions of operators.
+"""Compares the scripts with the model under random calls, clock steps and actions of operators, and audits
+the decision log of each run.
 
 With PICKER_MODEL_EXAMPLES=N, N random examples run, instead of a few fixed examples.
 """
 
 import json
 import os
+from collections import Counter
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -27,6 +29,7 @@ from shared_queue import named_bands
 from side_by_side import SideBySide
 
 from picker_fleet.domain.bands import LEAST_PRIORITY, MOST_PRIORITY
+from picker_tools.audit.auditor import audit
 
 Fields = dict[str, Any]
 Choices = dict[str, list[Any]]
@@ -204,6 +207,7 @@ class QueueMachine(RuleBasedStateMachine):
     """Draws random calls; `SideBySide` makes each call on scripts and model and compares the results."""
 
     side: ClassVar[ScriptSide]
+    audited: ClassVar[Counter[str]]  # by promise, the checks of the decision logs of all examples
 
     def __init__(self) -> None:
         super().__init__()
@@ -509,6 +513,9 @@ class QueueMachine(RuleBasedStateMachine):
             | numbers["prefill_loads"]
         )
         assert not any(counts.values()), counts
+        for finding in audit(self.side.log()).findings:
+            assert finding.violations == []
+            self.audited[finding.promise] += finding.checked
         kept = self.side.key_names()
         kept -= {"budget_waits"}  # its entries are removed when their time comes
         assert kept == {"pool", "endpoints", "load", "log"}, kept
@@ -516,7 +523,8 @@ class QueueMachine(RuleBasedStateMachine):
 
 @pytest.mark.timeout(7200 if EXAMPLES else 600)
 def test_the_scripts_do_what_the_model_does(side: ScriptSide) -> None:
-    machine = type("Machine", (QueueMachine,), {"side": side})
+    audited = Counter[str]()
+    machine = type("Machine", (QueueMachine,), {"side": side, "audited": audited})
     # SideBySide raises an AssertionError at the first difference.
     run_state_machine_as_test(
         machine,
@@ -531,3 +539,5 @@ def test_the_scripts_do_what_the_model_does(side: ScriptSide) -> None:
             suppress_health_check=list(HealthCheck),
         ),
     )
+    assert audited.keys() >= {"G1", "G2", "G3", "G4", "G5", "G6", "quotas"}
+    assert min(audited.values()) > 50, audited

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import itertools
+import struct
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -11,7 +12,6 @@ from admission_bench import admission_over
 from choosers import chooser_of
 from decision_ledger import Ledger
 from members import member_of
-from packed import counters
 from redis import exceptions as redis_errors
 from redis.asyncio import Redis
 
@@ -25,6 +25,7 @@ from picker_fleet.state.connection import FailureDetector, PauseDetector
 from picker_fleet.state.keys import Keys
 from picker_fleet.state.pool_state import PoolState
 from picker_fleet.state.primary import client
+from picker_fleet.state.schema import COUNTERS
 from picker_fleet.state.store import (
     AnyVerdict,
     Dispatched,
@@ -92,6 +93,17 @@ def ask(
 
 def ended(request_id: str, outcome: Outcome = Outcome.COMPLETED) -> Completion:
     return Completion(request_id, outcome, 200, None, 1, 1, 0.1, 0.1)
+
+
+def doubles(packed: str) -> list[float]:
+    """The numbers that a script packed with Lua's `struct`, decoded by a client with `surrogateescape`."""
+    raw = packed.encode("utf-8", "surrogateescape")
+    return list(struct.unpack(f"<{len(raw) // 8}d", raw))
+
+
+def counters(packed: str) -> dict[str, float]:
+    """The pool's counters by name."""
+    return dict(zip(COUNTERS, doubles(packed), strict=True))
 
 
 async def until(condition: Callable[[], Any], within_s: float = DEADLINE_S) -> Any:

@@ -5,9 +5,8 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
-from packed import doubles
 from proxy import proxy_to
-from script_fleet import SETTINGS, UNKNOWN_END, Fleet, OpenFleet, Replica, addresses, ask
+from script_fleet import SETTINGS, UNKNOWN_END, Fleet, OpenFleet, Replica, addresses, ask, doubles
 
 from picker_fleet.state import accounting_token
 from picker_fleet.state.store import parse_verdict

@@ -3,8 +3,18 @@
 import asyncio
 
 import pytest
-from packed import doubles
-from script_fleet import SETTINGS, SETTLED, UNKNOWN_END, OpenFleet, addresses, ask, ended, until, until_is
+from script_fleet import (
+    SETTINGS,
+    SETTLED,
+    UNKNOWN_END,
+    OpenFleet,
+    addresses,
+    ask,
+    doubles,
+    ended,
+    until,
+    until_is,
+)
 
 from picker_fleet.domain.request import Alive, Outcome
 from picker_fleet.state import accounting_token

@@ -5,8 +5,7 @@ from collections import Counter
 
 import pytest
 from metrics_page import samples
-from packed import doubles
-from script_fleet import SETTLED, Fleet, OpenFleet, Replica, until
+from script_fleet import SETTLED, Fleet, OpenFleet, Replica, doubles, until
 
 from picker_fleet.domain.bands import Band
 from picker_fleet.domain.config import parse

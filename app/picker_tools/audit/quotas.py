@@ -86,7 +86,8 @@ class Quotas(Check):
         self._parallel: Counter[str] = Counter()  # path -> charged requests that have not ended
         self._charges: dict[str, _Charge] = {}
         self._granted: dict[str, Entry] = {}  # requests that this decision granted and has not charged yet
-        self._ended: list[tuple[str, _Charge]] = []  # requests that this decision ended
+        # Requests that this decision ended, and whether a node of theirs has a limit.
+        self._ended: list[tuple[str, _Charge, bool]] = []
         self._most_kept = _LEAST_KEPT
         self._decision_us = 0
         self._had_tenants = False
@@ -132,7 +133,9 @@ class Quotas(Check):
             self._granted[entry.request] = entry
         elif step.before is not RequestState.ABSENT and step.after is RequestState.ABSENT:
             charge.end = entry
-            self._ended.append((entry.request, charge))
+            # Nodes may have lost their limits since the charge: then there is nothing to refund.
+            has_quota = any(node.has_quota for _, node in self._path(entry))
+            self._ended.append((entry.request, charge, has_quota))
             self._granted.pop(entry.request, None)
             for phase in charge.in_force:
                 for path, node in self._path(entry):
@@ -141,9 +144,9 @@ class Quotas(Check):
 
     def _end_decision(self) -> None:
         """Check the requests of a decision whose entries have all been seen."""
-        for name, charge in self._ended:
+        for name, charge, has_quota in self._ended:
             assert charge.end is not None
-            if charge.end.event in _UNSERVED and charge.used is None and charge.in_force:
+            if charge.end.event in _UNSERVED and charge.used is None and charge.in_force and has_quota:
                 what = f"request {name} was not served and is not refunded"
                 self._finding.add(what, charge.first, charge.end)
             if self._charges.get(name) is charge:
