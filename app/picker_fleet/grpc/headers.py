@@ -1,4 +1,4 @@
-"""Decodes HTTP/2 header blocks (HPACK, RFC 7541) and detects malformed requests (RFC 9113, 8.2 and 8.3)."""
+"""Encodes and decodes header blocks (HPACK, RFC 7541); detects malformed requests (RFC 9113, 8.2 and 8.3)."""
 
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -21,22 +21,9 @@ _Found = TypeVar("_Found")
 
 
 def literal(name: bytes, value: bytes) -> bytes:
-    """Encode a header field as an HPACK literal without indexing."""
-    return b"\0" + _string(name) + _string(value)
-
-
-def _string(text: bytes) -> bytes:
-    """Encode the length of `text` as an integer with a 7-bit prefix, then `text` without Huffman coding."""
-    size = len(text)
-    if size < 127:
-        return bytes((size,)) + text
-    size -= 127
-    length = bytearray((127,))
-    while size >= 128:
-        length.append(size % 128 + 128)
-        size //= 128
-    length.append(size)
-    return bytes(length) + text
+    """Encode a header field without an entry in the header table."""
+    field = hpack.NeverIndexedHeaderTuple(name, value)
+    return hpack.Encoder().encode([field], huffman=False)
 
 
 def resizes_table(block: bytes) -> bool:

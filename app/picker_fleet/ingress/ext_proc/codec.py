@@ -257,13 +257,6 @@ def _remove_header(key: str) -> bytes:
 _PLAIN_ANSWER = _field(b"\x12", b"accept-encoding")
 
 
-def _overwrite(mutation: Any, key: str, value: str) -> None:
-    """Make a HeaderMutation set header `key` to `value`, replacing any former value."""
-    option = mutation.set_headers.add(append_action=_OVERWRITE)
-    option.header.key = key
-    option.header.raw_value = value.encode()
-
-
 def request_body(body: bytes) -> Iterator[bytes]:
     """The answers that carry the request body in chunks, built lazily; the last chunk ends the request."""
     last = max(len(body) - 1, 0) // CHUNK_BYTES * CHUNK_BYTES
@@ -322,7 +315,8 @@ def refused(refusal: Refusal, code: str) -> bytes:
     immediate.details = f"picker_{code}"
     immediate.body = refusal.body
     for key, value in refusal.headers.items():
-        _overwrite(immediate.headers, key, value)
+        option = immediate.headers.set_headers.add(append_action=_OVERWRITE)
+        option.header.key, option.header.raw_value = key, value.encode()
     data: bytes = answer.SerializeToString()
     return data
 

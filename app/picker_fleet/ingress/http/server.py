@@ -32,7 +32,6 @@ HEALTH_PATH: Final = b"/healthz"
 _MAX_NAMES, _LONGEST_NAME = 1000, 64  # most cached header names, and most bytes of a name
 _MAX_HEAD_BYTES = 64 * 1024  # most bytes of request line, headers and trailers
 _VERSIONS = ("1.0", "1.1")
-_WARNING_S = 1.0  # minimum seconds between two warnings
 _IDLE_S = 300.0  # a connection without a request is closed after this many seconds
 _KEEPALIVE_S = 20
 _CHECKS = 6  # number of checks for stalled connections per STALLED_S
@@ -59,7 +58,6 @@ class CheckServer:
         self._listen = listen
         self._connections: set[_Connection] = set()
         self._idle: OrderedDict[_Connection, None] = OrderedDict()  # idle connections, the longest idle first
-        self._warned_s, self._left_out = float("-inf"), 0
         self._server: asyncio.Server | None = None
         self._ready = False
         self.draining = False
@@ -118,7 +116,10 @@ class CheckServer:
     def opened(self, connection: "_Connection") -> bool:
         """Add a connection; at the limit replace an idle one. Returns False if no connection is idle."""
         if len(self._connections) >= self._max_connections:
-            self._warn_of_full()
+            _log.warning(
+                "all %d connections of the http mode's port are taken: idle ones are closed",
+                self._max_connections,
+            )
             if not self._idle:
                 return False
             self._idle.popitem(last=False)[0].abort()
@@ -139,18 +140,6 @@ class CheckServer:
         """Mark a connection as idle: its request has been answered."""
         if connection in self._connections:
             self._idle[connection] = None
-
-    def _warn_of_full(self) -> None:
-        now_s = self.context.clock()
-        if now_s - self._warned_s < _WARNING_S:
-            self._left_out += 1
-            return
-        _log.warning(
-            "all %d connections of the http mode's port are taken: idle ones are closed",
-            self._max_connections,
-            extra={"left_out": self._left_out},
-        )
-        self._warned_s, self._left_out = now_s, 0
 
 
 class _Wanted(dict[bytes, str]):
