@@ -257,6 +257,7 @@ TOO_MUCH_WINDOW = b"\x7f\xff\xff\xff"
     "a reset of an idle stream": (PROTOCOL, frame(frames.RST_STREAM, 0, 5, b"\0\0\0\1")),
     "a cut reset": (SIZE, frame(frames.RST_STREAM, 0, 1, b"\0")),
     "a priority of stream 0": (PROTOCOL, frame(frames.PRIORITY, 0, 0, b"12345")),
+    "a priority of four bytes": (SIZE, frame(frames.PRIORITY, 0, 1, b"\0\0\0\1")),
     "a cut GOAWAY": (SIZE, frame(frames.GOAWAY, 0, 0, b"1")),
     "a closed stream": (frames.STREAM_CLOSED, WHOLE + RESET_OF_1 + WHOLE),
 })  # fmt: skip
@@ -290,7 +291,6 @@ async def test_a_connection_that_does_not_begin_with_preface_and_settings_is_clo
     "trailers that do not end the stream": (PROTOCOL, FIELDS, WHOLE),
     "a window update of 0": (PROTOCOL, FIELDS, frame(frames.WINDOW_UPDATE, 0, 1, b"\0\0\0\0")),
     "too much window": (FLOW, FIELDS, frame(frames.WINDOW_UPDATE, 0, 1, TOO_MUCH_WINDOW)),
-    "a cut priority": (SIZE, FIELDS, frame(frames.PRIORITY, 0, 1, b"\0\0\0\1")),
 })  # fmt: skip
 async def test_a_protocol_error_within_one_stream_resets_only_that_stream(
     code: int, fields: list[tuple[str, str]], after: bytes

@@ -43,6 +43,9 @@ _BYTES_SENT: Final = 1024  # bytes sent to the peer that allow one more frame
 _PER_S: Final = 50  # frames allowed for each second of the connection's age
 _DECODE_COST: Final = 32  # decoding uncached headers counts as this many frames of `Limits.step_frames`
 _DECODE_BYTES: Final = 16  # each so many encoded header bytes count as one frame more
+# Bytes of the frames that all have one size.
+_SIZES: Final = {frames.PRIORITY: 5, frames.RST_STREAM: 4, frames.PING: 8, frames.WINDOW_UPDATE: 4}
+_OF_CONNECTION: Final = (frames.SETTINGS, frames.PING, frames.GOAWAY)
 
 _log = logging.getLogger(__name__)
 
@@ -530,27 +533,27 @@ class Connection(asyncio.Protocol):
     def _on_frame(self, kind: int, flags: int, stream_id: int, data: bytes, start: int, end: int) -> None:
         if self._block is not None and (kind != frames.CONTINUATION or stream_id != self._block_of[1]):
             raise ConnectionFault(frames.PROTOCOL_ERROR, "headers are not complete")
+        size = end - start
+        if size != _SIZES.get(kind, size) or (kind == frames.GOAWAY and size < 8):
+            raise ConnectionFault(frames.FRAME_SIZE_ERROR, "a frame has a wrong size")
+        if stream_id and kind in _OF_CONNECTION:
+            raise ConnectionFault(frames.PROTOCOL_ERROR, "a frame of the connection names a stream")
         if kind == frames.HEADERS:
             self._on_headers(flags, stream_id, data, start, end)
         elif kind == frames.WINDOW_UPDATE:
             self._on_window_update(stream_id, data[start:end])
         elif kind == frames.RST_STREAM:
-            self._on_reset(stream_id, end - start)
+            self._on_reset(stream_id)
         elif kind == frames.PING:
-            self._on_ping(flags, stream_id, data[start:end])
+            self._on_ping(flags, data[start:end])
         elif kind == frames.SETTINGS:
-            self._on_settings(flags, stream_id, data[start:end])
+            self._on_settings(flags, data[start:end])
         elif kind == frames.CONTINUATION:
             self._on_continuation(flags, data[start:end])
-        elif kind == frames.PRIORITY:
-            self._on_priority(stream_id, end - start)
-        elif kind == frames.PUSH_PROMISE:
-            raise ConnectionFault(frames.PROTOCOL_ERROR, "a client must not send PUSH_PROMISE")
-        elif kind == frames.GOAWAY:
-            self._count_idle(1)
-            _check("a GOAWAY", stream_id, end - start >= 8)
+        elif kind == frames.PUSH_PROMISE or (kind == frames.PRIORITY and not stream_id):
+            raise ConnectionFault(frames.PROTOCOL_ERROR, "a client must not send this frame")
         else:
-            self._count_idle(1)
+            self._count_idle(1)  # PRIORITY, GOAWAY, or a kind of an extension: without effect
 
     def _count_idle(self, cost: int) -> None:
         """Count a frame without effect; a gateway sends few of these, whatever its clients do."""
@@ -676,9 +679,7 @@ class Connection(asyncio.Protocol):
         elif not flags & frames.END_STREAM or not stream.end_remote():
             self._fault(stream_id, frames.PROTOCOL_ERROR)
 
-    def _on_reset(self, stream_id: int, size: int) -> None:
-        if size != 4:
-            raise ConnectionFault(frames.FRAME_SIZE_ERROR, "a malformed reset")
+    def _on_reset(self, stream_id: int) -> None:
         if stream_id == 0 or stream_id > self._last_id:
             raise ConnectionFault(frames.PROTOCOL_ERROR, "a reset of a stream that is not open")
         if stream_id in self._streams:
@@ -687,8 +688,6 @@ class Connection(asyncio.Protocol):
             self._count_idle(1)
 
     def _on_window_update(self, stream_id: int, payload: bytes) -> None:
-        if len(payload) != 4:
-            raise ConnectionFault(frames.FRAME_SIZE_ERROR, "a malformed window update")
         self._count_idle(1)
         more = int.from_bytes(payload, "big") & frames.MAX_WINDOW
         if stream_id == 0:
@@ -710,8 +709,7 @@ class Connection(asyncio.Protocol):
         else:
             stream.wake_writer()
 
-    def _on_ping(self, flags: int, stream_id: int, payload: bytes) -> None:
-        _check("a ping", stream_id, len(payload) == 8)
+    def _on_ping(self, flags: int, payload: bytes) -> None:
         self._count_idle(1)
         if not flags & frames.ACK:
             self._reply(frame(frames.PING, frames.ACK, 0, payload))
@@ -719,8 +717,9 @@ class Connection(asyncio.Protocol):
             self._refuse_after = self._last_id
             self._go_away(self._last_id, frames.NO_ERROR)
 
-    def _on_settings(self, flags: int, stream_id: int, payload: bytes) -> None:
-        _check("settings", stream_id, len(payload) % 6 == 0 and not (flags & frames.ACK and payload))
+    def _on_settings(self, flags: int, payload: bytes) -> None:
+        if len(payload) % 6 or (flags & frames.ACK and payload):
+            raise ConnectionFault(frames.FRAME_SIZE_ERROR, "settings have a wrong size")
         self._count_idle(_SETTINGS_COST)
         if flags & frames.ACK:
             return
@@ -742,18 +741,3 @@ class Connection(asyncio.Protocol):
                     raise ConnectionFault(frames.FLOW_CONTROL_ERROR, "a window is too large")
                 stream.wake_writer()
         self._reply(frame(frames.SETTINGS, frames.ACK, 0))
-
-    def _on_priority(self, stream_id: int, size: int) -> None:
-        if stream_id == 0:
-            raise ConnectionFault(frames.PROTOCOL_ERROR, "a priority for stream 0")
-        self._count_idle(1)
-        if size != 5:
-            self._fault(stream_id, frames.FRAME_SIZE_ERROR)
-
-
-def _check(what: str, stream_id: int, right_size: bool) -> None:
-    """Check a frame that concerns the whole connection."""
-    if stream_id:
-        raise ConnectionFault(frames.PROTOCOL_ERROR, f"{what} on a stream")
-    if not right_size:
-        raise ConnectionFault(frames.FRAME_SIZE_ERROR, f"{what} of a wrong size")
