@@ -17,7 +17,7 @@ from picker_fleet.admin.api import OperatedPool
 from picker_fleet.admin.changes import FleetControls
 from picker_fleet.admin.events import Events, SnapshotReader
 from picker_fleet.admin.fleet_state import FleetStateCache
-from picker_fleet.admin.tenants import TenantControls, TenantViews
+from picker_fleet.admin.tenants import TenantTree
 from picker_fleet.admin.usage import UsageExport
 from picker_fleet.admin.views import FleetLists, FleetView
 from picker_fleet.admission import budget_transfer
@@ -255,7 +255,6 @@ class Pool:
         lists = FleetLists(self.store, self.membership, self._fleet_state, self.chooser, replica)
         snapshots = SnapshotReader(view, lists, self.store.reads, decision_log=settings.decision_log.enabled)
         controls = FleetControls(self.store, self.membership, settings)
-        tenant_views = TenantViews(self.store, self._fleet_state, self.fleet)
         self.operated = OperatedPool(
             settings.pool,
             view,
@@ -263,8 +262,7 @@ class Pool:
             controls,
             Events(snapshots),
             self.metrics,
-            tenant_views,
-            TenantControls(self.store, tenant_views),
+            TenantTree(self.store, self._fleet_state, self.fleet),
             UsageExport(self.store, settings.leases),
         )
 

@@ -9,7 +9,7 @@ from starlette.requests import Request
 from picker_fleet.admin import models
 from picker_fleet.admin.fleet_state import FleetStateCache
 from picker_fleet.admin.protection import Refused
-from picker_fleet.admin.tenants import PAGE, TenantControls, TenantViews
+from picker_fleet.admin.tenants import PAGE, TenantTree
 from picker_fleet.domain.config import Settings
 from picker_fleet.domain.errors import ConfigError
 from picker_fleet.domain.known_fleet import KnownFleet
@@ -20,17 +20,17 @@ TENANTS = {"separator": "/", "prices": {}}
 TOKENS = Limit(tokens=60, per="1h", burst=100)
 
 
-async def views_of(a: Replica, *nodes: Node) -> tuple[TenantViews, FleetStateCache]:
+async def views_of(a: Replica, *nodes: Node) -> tuple[TenantTree, FleetStateCache]:
     """The views of a replica that knows the configured `nodes`, which are published."""
     assert await a.store.set_tenants("tenants", {node.path: node.shared() for node in nodes})
     fleet, cache = (
         KnownFleet(Settings(tenants=Tenants(nodes=nodes))),
         FleetStateCache(a.store, 5),
     )
-    return TenantViews(a.store, cache, fleet), cache
+    return TenantTree(a.store, cache, fleet), cache
 
 
-async def node(views: TenantViews, path: str) -> models.Tenant:
+async def node(views: TenantTree, path: str) -> models.Tenant:
     found = (await views.page(path)).tenant
     assert found is not None
     return found
@@ -107,11 +107,11 @@ async def test_a_change_of_a_node_and_a_top_up_are_in_force_at_once_and_name_bot
 ) -> None:
     async with fleet("a", tenants=TENANTS) as (_, a):
         views, _ = await views_of(a, Node(path="acme", limits=(Limit(tokens=60, per="1m", burst=100),)))
-        controls, call = TenantControls(a.store, views), Request({"type": "http", "state": {}})
+        call = Request({"type": "http", "state": {}})
         await a.admit("r1", flow="acme/k", prompt_tokens=90.0)
         await a.admit("r2", flow="acme/k", prompt_tokens=60.0)
         assert (await node(views, "acme")).waits
-        change = await controls.top_up(call, "acme", models.TopUp(unit="tokens", per="1m", amount=5000))
+        change = await views.top_up(call, "acme", models.TopUp(unit="tokens", per="1m", amount=5000))
         assert change.old is not None
         assert change.new == {"unit": "tokens", "per": "1m", "remaining": pytest.approx(100, abs=0.1)}
         assert orjson.loads(call.state.detail) == change.model_dump()
@@ -119,21 +119,21 @@ async def test_a_change_of_a_node_and_a_top_up_are_in_force_at_once_and_name_bot
         shown = await node(views, "acme")
         assert (shown.waits, shown.queued) == (False, 0)  # r2 runs
         with pytest.raises(Refused, match="no limit of requests per 1h"):
-            await controls.top_up(call, "acme", models.TopUp(unit="requests", per="1h", amount=1))
+            await views.top_up(call, "acme", models.TopUp(unit="requests", per="1h", amount=1))
 
         body = {"over_limit": "reject", "limits": [{"tokens": 10, "per": "1m"}]}
-        put = await controls.put(call, "acme/k", body)
+        put = await views.put(call, "acme/k", body)
         assert (put.old, put.new) == (None, orjson.loads((await a.store.tenants())["acme/k"]))
         assert (await node(views, "acme/k")).source == "operator"
         for bad in ({"limits": [{"tokens": 61, "per": "1m"}]}, {"wait": 1}, {"limits": [{"per": "1m"}]}):
             with pytest.raises(ConfigError, match="acme/k"):
-                await controls.put(call, "acme/k", bad)
-        undone = await controls.undo(call, "acme/k")
+                await views.put(call, "acme/k", bad)
+        undone = await views.undo(call, "acme/k")
         assert (undone.old, undone.new) == (put.new, None)
         with pytest.raises(Refused, match="no settings"):
             await node(views, "acme/k")
         with pytest.raises(Refused, match="no operator"):
-            await controls.undo(call, "acme/k")
+            await views.undo(call, "acme/k")
 
 
 async def test_the_flows_of_a_large_tree_are_read_in_few_calls_and_children_by_pages(

@@ -17,7 +17,7 @@ from picker_fleet.admin.fleet_state import FleetStateCache
 from picker_fleet.admin.models import Endpoint, Health, State
 from picker_fleet.admin.protection import Deadlines, RateLimit
 from picker_fleet.admin.server import serving
-from picker_fleet.admin.tenants import TenantControls, TenantViews
+from picker_fleet.admin.tenants import TenantTree
 from picker_fleet.admin.usage import UsageExport
 from picker_fleet.admin.views import FleetLists, FleetView
 from picker_fleet.domain.config import Settings
@@ -90,7 +90,7 @@ def api(
     membership = cast(Membership, CountingMembership())
     shared = cast(Store, store or ScriptedStore())
     controls = FleetControls(shared, membership, settings)
-    tenants = TenantViews(shared, cast(FleetStateCache, None), KnownFleet(settings))
+    tenants = TenantTree(shared, cast(FleetStateCache, None), KnownFleet(settings))
     shown = cast(FleetView, view or View())
     pool = OperatedPool(
         settings.pool,
@@ -100,7 +100,6 @@ def api(
         events or Events(NoEvents()),
         metrics or Metrics(),
         tenants,
-        TenantControls(shared, tenants),
         cast(UsageExport, usage),
     )
     deadlines = deadlines or Deadlines()

@@ -92,9 +92,9 @@ QUEUE_EVENTS: list[tuple[str, tuple[Any, ...], dict[str, float]]] = [
         "request_errors_total code=client_gone model=m": 1}),
     ("push_error", ("m", "total_capacity"), {"queue_push_errors_total error_type=total_capacity model=m": 1}),
     *(("waiting", (WAITS, change), {"queue_length model=m target_model=m-v2": 1}) for change in (1, 1, -1)),
-    ("preempted", (Band.SHEDDABLE,), {"preemptions_total band=Sheddable": 1,
+    ("preempted", ("Sheddable",), {"preemptions_total band=Sheddable": 1,
                                       "preemptions_total band=Critical": 0}),
-    ("evicted", (Band.CRITICAL,), {"evictions_total band=Critical": 1}),
+    ("evicted", ("Critical",), {"evictions_total band=Critical": 1}),
     ("dequeued", (3, 2), {"popper_dequeue_attempts_total": 3, "popper_dequeue_successes_total": 2}),
     ("adopted", (4,), {"adoptions_total": 4}),
     ("reclaimed", (5,), {"lease_reclaims_total": 5}),
@@ -271,7 +271,7 @@ def test_a_band_that_is_not_configured_has_metric_series_while_in_use() -> None:
     metrics = Metrics(bands=bands)
     # Requests of three bands were preempted: band 7 is configured, band 100 is in use, band -3 is neither.
     for priority in (7, 100, -3):
-        metrics.preempted(bands.of(priority))
+        metrics.preempted(bands.of(priority).name)
     metrics.pool(replace(STATE, queue_length={"100": 2, "Critical": 0, "seven": 0}), 8.0, 0.016)
     page = samples(metrics)
 

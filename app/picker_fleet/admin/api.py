@@ -30,7 +30,7 @@ from picker_fleet.admin.protection import (
     address_of,
     within,
 )
-from picker_fleet.admin.tenants import TenantControls, TenantViews
+from picker_fleet.admin.tenants import TenantTree
 from picker_fleet.admin.usage import UsageExport
 from picker_fleet.admin.views import FleetLists, FleetView
 from picker_fleet.domain.config import Settings
@@ -107,8 +107,7 @@ class OperatedPool:
     controls: FleetControls
     events: Events
     metrics: Metrics
-    tenants: TenantViews
-    tenant_controls: TenantControls
+    tenants: TenantTree
     usage: UsageExport
 
 
@@ -188,7 +187,7 @@ def _add_pool(
     _add_list_of_pools(stream, pools)
     _add_events(stream, pool.events)
     changes.add_routes(config, changing, pool.controls, deadlines)
-    tenants.add_routes(state, changing, pool.tenants, pool.tenant_controls, pool.controls, deadlines)
+    tenants.add_routes(state, changing, pool.tenants, pool.controls, deadlines)
     for router in (state, stream, config, changing):
         # FastAPI's `include_router` would rebuild each route and its models twice: at startup and at the
         # first call.

@@ -1,7 +1,7 @@
 """The tree of tenants in the admin API: each node's settings, balances and shares, and operators' changes.
 
-`TenantViews` reads, `TenantControls` changes nodes; both work through the shared state, so a change is in
-force for the whole fleet with the next decision. `add_routes` adds the calls to the API.
+`TenantTree` works through the shared state, so a change is in force for the whole fleet with the next
+decision. `add_routes` adds the calls to the API.
 """
 
 import asyncio
@@ -60,8 +60,8 @@ class _Activity:
     can_run: bool = False  # some flow waits that is not throttled
 
 
-class TenantViews:
-    """Reads the tree of one pool; `fleet` has the nodes with settings. One event loop."""
+class TenantTree:
+    """Reads and changes the tree of one pool; `fleet` has the nodes with settings. One event loop."""
 
     def __init__(self, store: Store, cache: FleetStateCache, fleet: KnownFleet) -> None:
         self._store, self._cache, self._fleet = store, cache, fleet
@@ -103,6 +103,58 @@ class TenantViews:
             total=len(children),
             cursor=encode_cursor("tenants", shown[PAGE - 1]) if len(shown) > PAGE else None,
         )
+
+    # Changes return the former and the new value, and also note them in `request.state.detail`, for the
+    # record of the change. They raise StateFault if Redis does not answer.
+
+    async def put(self, request: Request, path: str, body: Mapping[str, Any]) -> models.TenantChange:
+        """Replace the node at `path`. Raises ConfigError if the node is invalid."""
+        tree = self.tree()
+        section = {"separator": tree.separator, "nodes": [{**body, "path": path}]}
+        tenants = parse({"tenants": section}).tenants
+        assert tenants is not None
+        (node,) = tenants.nodes
+        if fault := tree.limit_fault(node):
+            raise ConfigError(f"node {path}: {fault}")
+        configured, live = await self._store.tenant_settings(path)
+        return await self._set(request, path, live or configured, node.shared())
+
+    async def undo(self, request: Request, path: str) -> models.TenantChange:
+        """Undo the live change of the node at `path`. Raises Refused (404) if there is none."""
+        self.tree()
+        configured, live = await self._store.tenant_settings(path)
+        if not live:
+            raise Refused(404, "unknown_change", "no operator has changed this node")
+        return await self._set(request, path, live, "", then=configured)
+
+    async def _set(
+        self, request: Request, path: str, old: str, text: str, *, then: str = ""
+    ) -> models.TenantChange:
+        """Store the live change `text`; '' removes the change, and the settings `then` are in force."""
+        now = text or then
+        change = models.TenantChange(
+            path=path, old=orjson.loads(old) if old else None, new=orjson.loads(now) if now else None
+        )
+        request.state.detail = change.model_dump_json()
+        if not await self._store.set_tenants("tenant_changes", {path: text}):
+            raise StateUnavailable("the pool is not known yet: no replica has published its settings")
+        return change
+
+    async def top_up(self, request: Request, path: str, asked: models.TopUp) -> models.TenantChange:
+        """Give back what a limit has granted. Raises Refused (404) if the node has no such limit."""
+        self.tree()
+        kind = asked.unit, next((ms for ms, name in PERIODS.items() if name == asked.per), asked.per)
+        (row,) = await self._store.reads.tenants([path])
+        left = await self._store.top_up_tenant(path, *kind, asked.amount)
+        if left is None:
+            raise Refused(404, "unknown_limit", f"{path} has no limit of {asked.unit} per {asked.per}")
+        limit = {"unit": asked.unit, "per": asked.per}
+        before = next((each.left for each in row.limits if (each.unit, each.per) == kind), None)
+        change = models.TenantChange(
+            path=path, old={**limit, "remaining": before}, new={**limit, "remaining": left}
+        )
+        request.state.detail = change.model_dump_json()
+        return change
 
     def _with_settings(self, tree: Tree, above: str) -> set[str]:
         """The children of `above` with settings, for themselves or for nodes below."""
@@ -190,90 +242,31 @@ def _limit(row: LimitRow) -> models.TenantLimit:
     )
 
 
-class TenantControls:
-    """Changes nodes for the whole fleet. Each method returns the former and the new value, and also notes
-    them in `request.state.detail`, for the record of the change. Methods raise StateFault if Redis does not
-    answer."""
-
-    def __init__(self, store: Store, views: TenantViews) -> None:
-        self._store, self._views = store, views
-
-    async def put(self, request: Request, path: str, body: Mapping[str, Any]) -> models.TenantChange:
-        """Replace the node at `path`. Raises ConfigError if the node is invalid."""
-        tree = self._views.tree()
-        section = {"separator": tree.separator, "nodes": [{**body, "path": path}]}
-        tenants = parse({"tenants": section}).tenants
-        assert tenants is not None
-        (node,) = tenants.nodes
-        if fault := tree.limit_fault(node):
-            raise ConfigError(f"node {path}: {fault}")
-        configured, live = await self._store.tenant_settings(path)
-        return await self._set(request, path, live or configured, node.shared())
-
-    async def undo(self, request: Request, path: str) -> models.TenantChange:
-        """Undo the live change of the node at `path`. Raises Refused (404) if there is none."""
-        self._views.tree()
-        configured, live = await self._store.tenant_settings(path)
-        if not live:
-            raise Refused(404, "unknown_change", "no operator has changed this node")
-        return await self._set(request, path, live, "", then=configured)
-
-    async def _set(
-        self, request: Request, path: str, old: str, text: str, *, then: str = ""
-    ) -> models.TenantChange:
-        """Store the live change `text`; '' removes the change, and the settings `then` are in force."""
-        now = text or then
-        change = models.TenantChange(
-            path=path, old=orjson.loads(old) if old else None, new=orjson.loads(now) if now else None
-        )
-        request.state.detail = change.model_dump_json()
-        if not await self._store.set_tenants("tenant_changes", {path: text}):
-            raise StateUnavailable("the pool is not known yet: no replica has published its settings")
-        return change
-
-    async def top_up(self, request: Request, path: str, asked: models.TopUp) -> models.TenantChange:
-        """Give back what a limit has granted. Raises Refused (404) if the node has no such limit."""
-        self._views.tree()
-        kind = asked.unit, next((ms for ms, name in PERIODS.items() if name == asked.per), asked.per)
-        (row,) = await self._store.reads.tenants([path])
-        left = await self._store.top_up_tenant(path, *kind, asked.amount)
-        if left is None:
-            raise Refused(404, "unknown_limit", f"{path} has no limit of {asked.unit} per {asked.per}")
-        limit = {"unit": asked.unit, "per": asked.per}
-        before = next((each.left for each in row.limits if (each.unit, each.per) == kind), None)
-        change = models.TenantChange(
-            path=path, old={**limit, "remaining": before}, new={**limit, "remaining": left}
-        )
-        request.state.detail = change.model_dump_json()
-        return change
-
-
 def add_routes(
     reading: APIRouter,
     changing: APIRouter,
-    views: TenantViews,
-    controls: TenantControls,
-    noted: FleetControls,
+    tree: TenantTree,
+    controls: FleetControls,
     deadlines: Deadlines,
 ) -> None:
-    """Add the calls that read the tree to `reading`, and the calls that change it, which `noted` records, to
-    `changing`."""
+    """Add the calls that read the tree to `reading`, and the calls that change it, which `controls` records,
+    to `changing`."""
     unknown: dict[int | str, dict[str, Any]] = {404: PROBLEM}
     paged: dict[int | str, dict[str, Any]] = {400: PROBLEM, 404: PROBLEM}
     faulty: dict[int | str, dict[str, Any]] = dict.fromkeys((400, 404, 408, 413, 422), PROBLEM)
 
     async def made(request: Request, change: Awaitable[models.TenantChange]) -> models.TenantChange:
-        return await noted.noted(request, within(deadlines.change_s, change))
+        return await controls.noted(request, within(deadlines.change_s, change))
 
     @reading.get("/tenants", summary="The tenants", responses=paged)
     async def tenants(cursor: models.Cursor = None) -> models.Tenants:
         """The tenants at the top of the tree: those with settings, and those with requests."""
-        return await within(deadlines.read_s, views.page("", cursor))
+        return await within(deadlines.read_s, tree.page("", cursor))
 
     @reading.get("/tenants/{tenant:path}", summary="One tenant", responses=paged)
     async def tenant(tenant: _Path, cursor: models.Cursor = None) -> models.Tenants:
         """One node of the tree, and a page of its children: those with settings, and those with requests."""
-        return await within(deadlines.read_s, views.page(tenant, cursor))
+        return await within(deadlines.read_s, tree.page(tenant, cursor))
 
     @changing.put(
         "/tenants/{tenant:path}", summary="Change a tenant", responses=faulty, openapi_extra=_body(_NODE)
@@ -281,12 +274,12 @@ def add_routes(
     async def put(request: Request, tenant: _Path) -> models.TenantChange:
         """Put a node's settings in force in place of the configured ones; the body is the whole node."""
         body = await read_object(request, deadlines.body_s)
-        return await made(request, controls.put(request, tenant, body))
+        return await made(request, tree.put(request, tenant, body))
 
     @changing.delete("/tenants/{tenant:path}", summary="Undo a tenant's change", responses=unknown)
     async def undo(request: Request, tenant: _Path) -> models.TenantChange:
         """Remove a node's live change, so that the configured settings, if any, are in force again."""
-        return await made(request, controls.undo(request, tenant))
+        return await made(request, tree.undo(request, tenant))
 
     @changing.post(
         "/tenants/{tenant:path}/top-up",
@@ -301,4 +294,4 @@ def add_routes(
             asked = models.TopUp.model_validate(body)
         except ValidationError as fault:
             raise RequestValidationError(fault.errors()) from None
-        return await made(request, controls.top_up(request, tenant, asked))
+        return await made(request, tree.top_up(request, tenant, asked))

@@ -164,7 +164,7 @@ class LocalGate:
         if preempted is not None:
             why = Preempted("preempted by a request of a higher band", retry_after_s=1)
             self._end_wait(preempted, why)
-            self._metrics.preempted(preempted.request.band)
+            self._metrics.preempted(preempted.request.band.name)
         waiting.turn = self._loop.create_future()
         self._waiting[request.id] = waiting
         self.has_waiting.set()

@@ -361,9 +361,9 @@ class SharedQueue:
         elif isinstance(error, ExpiredTtl):
             self._metrics.expired(request.model, request.target_model)
         elif verdict is Verdict.PREEMPTED:
-            self._metrics.preempted(request.band)
+            self._metrics.preempted(request.band.name)
         elif verdict is Verdict.EVICTED:
-            self._metrics.evicted(request.band)
+            self._metrics.evicted(request.band.name)
         return error
 
     async def _turn(self, waiter: Waiter, queued: Queued) -> Placed | None:

@@ -86,6 +86,10 @@ class Metrics:
         self.histograms = {name: Histograms(page, name, *about) for name, about in HISTOGRAMS.items()}
         self.adopted = self.counters["epp_adoptions"].count
         self.reclaimed = self.counters["epp_lease_reclaims"].count
+        self.preempted = self.counters["epp_preemptions"].count_one
+        self.evicted = self.counters["epp_evictions"].count_one
+        self.extension_fault = self.counters["epp_extension_faults"].count_one
+        self.redis_error = self.counters["epp_redis_errors"].count_one
         self.access_log = self.counters["epp_access_log_entries"].count_one
         self.access_log_rejected = self.counters["epp_access_log_rejected"].count_one
         self.background_failure = self.counters["epp_background_failures"].count_one
@@ -182,12 +186,6 @@ class Metrics:
         """Show the body bytes that this replica holds, read whenever the page is rendered."""
         self.gauges["epp_buffered_bytes"].follow_all(lambda: {(): float(bodies.held_bytes)})
 
-    def preempted(self, band: Band) -> None:
-        self.counters["epp_preemptions"].add((band.name,))
-
-    def evicted(self, band: Band) -> None:
-        self.counters["epp_evictions"].add((band.name,))
-
     def push_error(self, model: str, error_type: str, target_model: str = "") -> None:
         """Count a request that the queue refused; `error_type` is the Dropped error's code."""
         self.counters["epp_queue_push_errors"].add((*self._variant(model, target_model), error_type))
@@ -206,19 +204,12 @@ class Metrics:
         self.histograms["epp_redis_call_seconds"].observe(seconds, label)
         self.histograms["epp_redis_call_items"].observe(items, label)
 
-    def redis_error(self, script: str, kind: str) -> None:
-        """Count a failed call to Redis; `kind` is `no-answer` or a meaning of state/error_replies.py."""
-        self.counters["epp_redis_errors"].add((script, kind))
-
     def scraped(self, address: str, seconds: float, reading: EndpointMetrics) -> None:
         self.counters["epp_scrapes"].add((self._endpoint(address), "partial" if reading.remark else "ok"))
         self.histograms["epp_scrape_seconds"].observe(seconds, ("ok",))
 
     def endpoint_fault(self, address: str, why: str) -> None:
         self.counters["epp_endpoint_faults"].add((self._endpoint(address), _class_of(why)))
-
-    def extension_fault(self, extension: str, reason: str) -> None:
-        self.counters["epp_extension_faults"].add((extension, reason))
 
     def endpoint_ejected(self, address: str, why: str) -> None:
         self.counters["epp_endpoint_ejections"].add((self._endpoint(address), _class_of(why)))
@@ -501,9 +492,9 @@ class Counters(_Values):
         """Add `n` to the only series of a family without labels."""
         self.add(amount=n)
 
-    def count_one(self, value: str) -> None:
-        """Add 1 to the series with `value` of a family with one label."""
-        self.add((value,))
+    def count_one(self, *labels: str) -> None:
+        """Add 1 to the series with `labels`."""
+        self.add(labels)
 
     def follow(self, total: float) -> None:
         """Show a total that another module counts; the total may restart at 0."""
