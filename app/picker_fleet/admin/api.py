@@ -25,9 +25,11 @@ from picker_fleet.admin.protection import (
     Protection,
     RateLimit,
     Refused,
+    Responses,
     Tokens,
     add_problem_documents,
     address_of,
+    faults,
     within,
 )
 from picker_fleet.admin.tenants import TenantTree
@@ -40,10 +42,9 @@ from picker_fleet.telemetry.metrics import Metrics
 MAX_ROWS = 200  # rows on a page; a longer page would take too long to build and to read
 MAX_LIMIT = 1000
 _HEALTH_RATE = 100.0  # health calls a second from one address; the limit of other calls is separate
-_Responses = dict[int | str, dict[str, Any]]
-_ANY_FAULT: _Responses = {"default": {**PROBLEM, "description": "a fault (application/problem+json)"}}
+_ANY_FAULT: Responses = {"default": {**PROBLEM, "description": "a fault (application/problem+json)"}}
 _UNREADY_EXAMPLE = {**HEALTHY, "status": "unready", "components": {"redis": "no answer", "grpc": "ok"}}
-_UNREADY: _Responses = {
+_UNREADY: Responses = {
     503: {
         "model": models.Health,
         "description": "the replica must get no traffic; `components` says why",
@@ -57,7 +58,7 @@ def _text(kind: str, description: str, example: str) -> dict[str, Any]:
     return {"description": description, "content": {kind: {"schema": {"type": "string"}, "example": example}}}
 
 
-_METRICS: _Responses = {
+_METRICS: Responses = {
     200: _text(
         "text/plain",
         "the Prometheus text format",
@@ -65,7 +66,7 @@ _METRICS: _Responses = {
         "# TYPE epp_stock_level gauge\nepp_stock_level 7.0\n",
     )
 }
-_EVENTS: _Responses = {
+_EVENTS: Responses = {
     200: _text(
         "text/event-stream",
         "Server-sent events: `snapshot` (the state, 50 flows and workloads, endpoints and"
@@ -74,15 +75,15 @@ _EVENTS: _Responses = {
     ),
     503: {**PROBLEM, "description": "`too_many_listeners`: on this replica, or from the client's address"},
 }
-_UNREACHABLE: _Responses = {
+_UNREACHABLE: Responses = {
     503: {**PROBLEM, "description": "`state_unavailable`: the shared state does not answer"}
 }
-_PAGED: _Responses = {
+_PAGED: Responses = {
     400: {**PROBLEM, "description": "`bad_cursor`"},
     422: {**PROBLEM, "description": "`bad_limit`, `bad_band`: names what would be valid"},
     **_UNREACHABLE,
 }
-_UNKNOWN: _Responses = {404: {**PROBLEM, "description": "the object that the path names is unknown"}}
+_UNKNOWN: Responses = {404: {**PROBLEM, "description": "the object that the path names is unknown"}}
 
 _Limit = Annotated[
     int,
@@ -171,16 +172,16 @@ def _add_pool(
 ) -> None:
     """Add the routes for `pool`, and the route that lists all `pools`."""
 
-    def group(tag: str, responses: _Responses, role: Role = "viewer") -> APIRouter:
+    def group(tag: str, responses: Responses, role: Role = "viewer") -> APIRouter:
         return APIRouter(
             prefix="/api/v1",
             tags=[tag],
-            responses={**_ANY_FAULT, **dict.fromkeys((401, 429), PROBLEM), **responses},
+            responses={**_ANY_FAULT, **faults(401, 429), **responses},
             dependencies=[Depends(Access(tokens, role))],
         )
 
-    state, stream, config = group("state", _UNREACHABLE), group("state", {}), group("config", {503: PROBLEM})
-    changing = group("changes", dict.fromkeys((403, 503), PROBLEM), "operator")
+    state, stream, config = group("state", _UNREACHABLE), group("state", {}), group("config", faults(503))
+    changing = group("changes", faults(403, 503), "operator")
     _add_state(state, pool.view, deadlines)
     _add_lists(state, pool.lists, deadlines)
     usage.add_routes(state, pool.usage, deadlines)

@@ -15,7 +15,7 @@ from fastapi import APIRouter, HTTPException, Path, Request
 from starlette.requests import ClientDisconnect
 
 from picker_fleet.admin import models
-from picker_fleet.admin.protection import PROBLEM, Deadlines, Refused, address_of, within
+from picker_fleet.admin.protection import Deadlines, Refused, address_of, faults, within
 from picker_fleet.domain.config import Settings
 from picker_fleet.domain.errors import ConfigError, RequestError, StateUnavailable
 from picker_fleet.domain.units import without_secrets
@@ -29,17 +29,9 @@ _MOST_DETAIL = 4000  # most characters that a change's record keeps; two nodes o
 _NOTE_S = 0.5
 _SECRET = "(set)"
 _SECRET_KEYS = re.compile(r"(.*_)?(token|password|secret)")
-_PATCH_BODY = {
-    "required": True,
-    "content": {
-        "application/json": {
-            "schema": {"type": "object"},
-            "example": {
-                "fair_request_queue": {"total_capacity": 2000, "ordering": None},
-                "weights": {"gold": 3.0},
-            },
-        }
-    },
+_PATCH: dict[str, Any] = {
+    "fair_request_queue": {"total_capacity": 2000, "ordering": None},
+    "weights": {"gold": 3.0},
 }
 _T = TypeVar("_T")
 _log = logging.getLogger(__name__)
@@ -48,6 +40,12 @@ RequestId = Annotated[str, Path(description="its `x-request-id`", examples=["4f1
 Address = Annotated[
     str, Path(description="the endpoint's `ip:port`, IPv6 in brackets", examples=["10.0.0.1:8000"])
 ]
+
+
+def json_body(example: Mapping[str, Any]) -> dict[str, Any]:
+    """The OpenAPI description of a call whose body is a JSON object."""
+    content = {"application/json": {"schema": {"type": "object"}, "example": example}}
+    return {"requestBody": {"required": True, "content": content}}
 
 
 class FleetControls:
@@ -197,8 +195,8 @@ def add_routes(
     @changing.patch(
         "/config",
         summary="Change the configuration, fleet-wide",
-        responses=dict.fromkeys((400, 408, 413, 422), PROBLEM),
-        openapi_extra={"requestBody": _PATCH_BODY},
+        responses=faults(400, 408, 413, 422),
+        openapi_extra=json_body(_PATCH),
     )
     async def change(request: Request) -> models.Config:
         """Change bounds, capacities, policies or weights for the whole fleet, while requests wait.
@@ -222,18 +220,18 @@ def add_routes(
     @changing.post(
         "/requests/{request_id:path}/evict",
         summary="Take a request out of the queue",
-        responses=dict.fromkeys((404, 409), PROBLEM),
+        responses=faults(404, 409),
     )
     async def evict(request: Request, request_id: RequestId) -> models.Eviction:
         """Take a request out of the queue; its client is answered at once."""
         return await made(request, controls.evict(request_id))
 
-    @changing.post("/endpoints/{address}/drain", summary="Drain an endpoint", responses={404: PROBLEM})
+    @changing.post("/endpoints/{address}/drain", summary="Drain an endpoint", responses=faults(404))
     async def drain(request: Request, address: Address) -> models.Drained:
         """Send no new requests to an endpoint; requests that run there finish."""
         return await made(request, controls.drain(address, True))
 
-    @changing.post("/endpoints/{address}/undrain", summary="Undrain an endpoint", responses={404: PROBLEM})
+    @changing.post("/endpoints/{address}/undrain", summary="Undrain an endpoint", responses=faults(404))
     async def undrain(request: Request, address: Address) -> models.Drained:
         """End the drain of an endpoint: send new requests to it again."""
         return await made(request, controls.drain(address, False))

@@ -57,8 +57,14 @@ _CODES = {
 }
 
 _log = logging.getLogger(__name__)
-PROBLEM: dict[str, Any] = {"model": Problem}  # the OpenAPI description of a fault
+Responses = dict[int | str, dict[str, Any]]  # the OpenAPI descriptions of a call's answers by status
+PROBLEM: dict[str, Any] = {"model": Problem}
 _T = TypeVar("_T")
+
+
+def faults(*statuses: int) -> Responses:
+    """The OpenAPI descriptions of faults with these statuses."""
+    return dict.fromkeys(statuses, PROBLEM)
 
 
 @dataclass(frozen=True, slots=True)

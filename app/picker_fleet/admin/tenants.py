@@ -16,9 +16,9 @@ from fastapi.exceptions import RequestValidationError
 from pydantic import TypeAdapter, ValidationError
 
 from picker_fleet.admin import models
-from picker_fleet.admin.changes import FleetControls, read_object
+from picker_fleet.admin.changes import FleetControls, json_body, read_object
 from picker_fleet.admin.fleet_state import PAUSE_S, FleetState, FleetStateCache
-from picker_fleet.admin.protection import PROBLEM, Deadlines, Refused, within
+from picker_fleet.admin.protection import Deadlines, Refused, faults, within
 from picker_fleet.admin.views import decode_cursor, encode_cursor
 from picker_fleet.domain.config import parse
 from picker_fleet.domain.errors import ConfigError, StateUnavailable
@@ -36,13 +36,6 @@ _NODE: dict[str, Any] = {
     "limits": [{"tokens": 1000000, "per": "1m", "burst": 200000}],
 }
 _TOP_UP: dict[str, Any] = {"unit": "tokens", "per": "1m", "amount": 50000}
-
-
-def _body(example: Mapping[str, Any]) -> dict[str, Any]:
-    """The OpenAPI description of a call whose body is a JSON object."""
-    schema = {"type": "object"}
-    content = {"application/json": {"schema": schema, "example": example}}
-    return {"requestBody": {"required": True, "content": content}}
 
 
 _Path = Annotated[str, Path(description="the node's path, such as acme/search", examples=["acme/search"])]
@@ -251,32 +244,32 @@ def add_routes(
 ) -> None:
     """Add the calls that read the tree to `reading`, and the calls that change it, which `controls` records,
     to `changing`."""
-    unknown: dict[int | str, dict[str, Any]] = {404: PROBLEM}
-    paged: dict[int | str, dict[str, Any]] = {400: PROBLEM, 404: PROBLEM}
-    faulty: dict[int | str, dict[str, Any]] = dict.fromkeys((400, 404, 408, 413, 422), PROBLEM)
 
     async def made(request: Request, change: Awaitable[models.TenantChange]) -> models.TenantChange:
         return await controls.noted(request, within(deadlines.change_s, change))
 
-    @reading.get("/tenants", summary="The tenants", responses=paged)
+    @reading.get("/tenants", summary="The tenants", responses=faults(400, 404))
     async def tenants(cursor: models.Cursor = None) -> models.Tenants:
         """The tenants at the top of the tree: those with settings, and those with requests."""
         return await within(deadlines.read_s, tree.page("", cursor))
 
-    @reading.get("/tenants/{tenant:path}", summary="One tenant", responses=paged)
+    @reading.get("/tenants/{tenant:path}", summary="One tenant", responses=faults(400, 404))
     async def tenant(tenant: _Path, cursor: models.Cursor = None) -> models.Tenants:
         """One node of the tree, and a page of its children: those with settings, and those with requests."""
         return await within(deadlines.read_s, tree.page(tenant, cursor))
 
     @changing.put(
-        "/tenants/{tenant:path}", summary="Change a tenant", responses=faulty, openapi_extra=_body(_NODE)
+        "/tenants/{tenant:path}",
+        summary="Change a tenant",
+        responses=faults(400, 404, 408, 413, 422),
+        openapi_extra=json_body(_NODE),
     )
     async def put(request: Request, tenant: _Path) -> models.TenantChange:
         """Put a node's settings in force in place of the configured ones; the body is the whole node."""
         body = await read_object(request, deadlines.body_s)
         return await made(request, tree.put(request, tenant, body))
 
-    @changing.delete("/tenants/{tenant:path}", summary="Undo a tenant's change", responses=unknown)
+    @changing.delete("/tenants/{tenant:path}", summary="Undo a tenant's change", responses=faults(404))
     async def undo(request: Request, tenant: _Path) -> models.TenantChange:
         """Remove a node's live change, so that the configured settings, if any, are in force again."""
         return await made(request, tree.undo(request, tenant))
@@ -284,8 +277,8 @@ def add_routes(
     @changing.post(
         "/tenants/{tenant:path}/top-up",
         summary="Top a tenant's limit up",
-        responses=faulty,
-        openapi_extra=_body(_TOP_UP),
+        responses=faults(400, 404, 408, 413, 422),
+        openapi_extra=json_body(_TOP_UP),
     )
     async def top_up(request: Request, tenant: _Path) -> models.TenantChange:
         """Give back what one limit or budget of a node has granted, at most all of it."""

@@ -14,7 +14,7 @@ import orjson
 from fastapi import APIRouter, Query, Request
 from fastapi.responses import StreamingResponse
 
-from picker_fleet.admin.protection import Deadlines, within
+from picker_fleet.admin.protection import Deadlines, Responses, within
 from picker_fleet.domain.sections import Leases
 from picker_fleet.fleet.usage import HOUR_MS
 from picker_fleet.state.reads import Usage, UsageMark
@@ -98,7 +98,7 @@ def _encoded(rows: Iterable[Row], kind: str, *, header: bool = False) -> bytes:
     return text.getvalue().encode()
 
 
-_ANSWERS: dict[int | str, dict[str, Any]] = {
+_ANSWERS: Responses = {
     200: {
         "description": "a row for each hour, tenant and model; rows without a tenant have a `note`",
         "content": {
@@ -136,7 +136,10 @@ def add_routes(routes: APIRouter, export: UsageExport, deadlines: Deadlines) -> 
         kind = _CSV if is_csv else _JSON_LINES
 
         async def lines() -> AsyncIterator[bytes]:
-            notes = [] if not kept or first_hour >= kept[0] else [_kept_from(first_hour, kept[0])]
+            notes = []
+            if kept and first_hour < kept[0]:
+                oldest = _text_of(kept[0] * HOUR_MS)
+                notes.append(Row(first_hour, "", "", _NONE, f"no usage is kept of hours before {oldest}"))
             yield _encoded(notes, kind, header=True)
             for hour in kept:
                 if first_hour <= hour < end_hour:
@@ -149,7 +152,3 @@ def add_routes(routes: APIRouter, export: UsageExport, deadlines: Deadlines) -> 
 def _hour_of(time: datetime) -> int:
     at = time if time.tzinfo is not None else time.replace(tzinfo=UTC)
     return int(at.timestamp() * 1000) // HOUR_MS
-
-
-def _kept_from(hour: int, oldest: int) -> Row:
-    return Row(hour, "", "", _NONE, f"no usage is kept of hours before {_text_of(oldest * HOUR_MS)}")

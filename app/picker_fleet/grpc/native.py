@@ -59,33 +59,6 @@ class GrpcStream:
     largest message that a client may send.
     """
 
-    __slots__ = (
-        "_budget",
-        "_content_length",
-        "_counted_bytes",
-        "_fault",
-        "_handler",
-        "_message_bytes",
-        "_messages",
-        "_partial",
-        "_reader",
-        "_received_bytes",
-        "_shifted_id",
-        "_sid",
-        "_started",
-        "_take",
-        "_unread_bytes",
-        "_wanted_bytes",
-        "_writer",
-        "began_s",
-        "connection",
-        "id",
-        "receive_window",
-        "remote_ended",
-        "send_window",
-        "task",
-    )
-
     def __init__(
         self,
         connection: Connection,
