@@ -533,14 +533,15 @@ class Connection(asyncio.Protocol):
     def _on_frame(self, kind: int, flags: int, stream_id: int, data: bytes, start: int, end: int) -> None:
         if self._block is not None and (kind != frames.CONTINUATION or stream_id != self._block_of[1]):
             raise ConnectionFault(frames.PROTOCOL_ERROR, "headers are not complete")
+        if kind == frames.HEADERS:
+            self._on_headers(flags, stream_id, data, start, end)
+            return
         size = end - start
         if size != _SIZES.get(kind, size) or (kind == frames.GOAWAY and size < 8):
             raise ConnectionFault(frames.FRAME_SIZE_ERROR, "a frame has a wrong size")
         if stream_id and kind in _OF_CONNECTION:
             raise ConnectionFault(frames.PROTOCOL_ERROR, "a frame of the connection names a stream")
-        if kind == frames.HEADERS:
-            self._on_headers(flags, stream_id, data, start, end)
-        elif kind == frames.WINDOW_UPDATE:
+        if kind == frames.WINDOW_UPDATE:
             self._on_window_update(stream_id, data[start:end])
         elif kind == frames.RST_STREAM:
             self._on_reset(stream_id)
