@@ -8,7 +8,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from picker_tools.audit.log import CHARGES, ENDS, GUARD, Entry
-from picker_tools.audit.replay import RUNNING, STATES_BEFORE, Replay, RequestState, Step, largest_bound, same
+from picker_tools.audit.replay import (
+    RUNNING,
+    STATES_BEFORE,
+    Replay,
+    RequestState,
+    Step,
+    largest_bound,
+    same,
+)
 
 KEPT = 50  # a finding keeps so many violations, but counts all violations
 
@@ -118,7 +126,9 @@ class Capacity(Check):
             if step.after is RequestState.PLACED and entry.prefill:
                 self._prefilling[entry.prefill] += 1
                 rules, count = self._replay.rules, self._prefilling[entry.prefill]
-                if rules is not None and count > (most := rules.prefill_cap(entry.prefill)):
+                if rules is not None and count > (
+                    most := rules.prefill_caps.get(entry.prefill, rules.default_prefill_cap)
+                ):
                     what = f"{count} prefills on {entry.prefill}, {most:g} allowed"
                     self._finding.add(f"endpoint limit passed: {what}", entry)
             return
@@ -170,10 +180,10 @@ class Capacity(Check):
         rules = self._replay.rules
         if rules is None:
             return
-        if self._on[entry.endpoint] > (most := rules.cap(entry.endpoint)):
+        if self._on[entry.endpoint] > (most := rules.caps.get(entry.endpoint, rules.default_cap)):
             what = f"{self._on[entry.endpoint]} requests on {entry.endpoint}, {most:g} allowed"
             self._finding.add(f"endpoint limit passed: {what}", entry)
-        if (most := rules.token_cap(entry.endpoint)) < math.inf:
+        if (most := rules.token_caps.get(entry.endpoint, rules.default_token_cap)) < math.inf:
             tokens = self._tokens_beside(entry)
             if tokens >= most:
                 what = f"{tokens:g} tokens on {entry.endpoint}, {most:g} allowed"

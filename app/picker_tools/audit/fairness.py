@@ -2,7 +2,7 @@
 and the service gap between two flows is bounded.
 
 The check recomputes the start tags by the rules of docs/fairness.md and compares the results with the logged
-tags. The class `Service` checks the bound on the dispatched service, and the class `TreeFairness` all levels
+tags. The class `Services` checks the bound on the dispatched service, and the class `TreeFairness` all levels
 of a tree of tenants. The check is independent on purpose: it shares no code with the queue under check.
 """
 
@@ -22,7 +22,7 @@ from picker_tools.audit.replay import (
     Step,
     same,
 )
-from picker_tools.audit.service import FREE_STARTS, Service
+from picker_tools.audit.service import FREE_STARTS, Services
 from picker_tools.audit.tree_fairness import TreeFairness
 
 
@@ -163,7 +163,7 @@ class Fairness(Check):
         self._new_tag = 0.0 if replay.complete else None
         self._collected: set[int] = set()  # bands of which every flow queue is known, since all began anew
         self._bands = Bands(finding, replay.flow_queues, self._new_tag)
-        self._services: dict[tuple[int, str], Service] = {}
+        self._services = Services(finding, replay)
         self._tag_entries: dict[tuple[int, str], Entry] = {}  # flow queue -> the last entry with its tag
 
     def check(self, step: Step) -> None:
@@ -199,20 +199,20 @@ class Fairness(Check):
         self._tree.close()
         if self._replay.last is None:
             return
-        for key in list(self._services):
-            self._check_service(self._replay.flow_queues.at(key), self._replay.last)
+        for queue in self._services.open():
+            self._services.check(queue, self._replay.last, self._bands.v(queue.band))
 
     def _check(self, step: Step, v: float, rules: Rules) -> None:
         entry, request = step.entry, step.request
         if entry.event == "throttled":
             queue = self._flow_queue(entry.band, entry.flow)
-            self._check_service(queue, entry)
+            self._services.check(queue, entry, self._bands.v(queue.band))
             self._expect(queue, queue.tag, entry)
             self._end_service(queue)
         elif entry.event == "unthrottled":
             queue = self._flow_queue(entry.band, entry.flow)
             self._expect(queue, None if queue.tag is None else max(v, queue.tag), entry)
-            self._begin_service(queue, entry, v)
+            self._services.begin(queue, entry, v)
         elif entry.event == "corrected":
             self._correct(entry, request, v, rules)
         elif request is None:
@@ -224,21 +224,21 @@ class Fairness(Check):
             if step.after is RequestState.GRANTED:
                 self._serve(queue, entry, v, rules)
             else:
-                self._check_service(queue, entry)
+                self._services.check(queue, entry, self._bands.v(queue.band))
             if queue.waiting == 1:
                 self._end_service(queue)
 
     def _serve(self, queue: FlowQueue, entry: Entry, v: float, rules: Rules) -> None:
         share = rules.share(entry)
         queue.largest = max(queue.largest, share)
-        if entry.note and not same(_number(entry.note), share):
+        if entry.note and not same(entry.number, share):
             self._finding.add(f"flow {queue.name!r} charged {entry.note}, but its share is {share:g}", entry)
         if queue.throttled:
             self._finding.add(f"throttled flow {queue.name!r} served", *self._evidence(queue, entry))
         if entry.tag is None:
             self._finding.add("the grant shows no tag", entry)
             return
-        self._check_service(queue, entry, v)
+        self._services.check(queue, entry, v)
         self._expect(queue, queue.tag, entry)
         first = None if entry.by == GUARD else self._bands.earlier_than(queue, entry.tag)
         if first is not None:
@@ -247,11 +247,7 @@ class Fairness(Check):
             )
             self._finding.add(what, *self._evidence(first, entry))
         self._set_tag(queue, entry.tag + share, entry)
-        service = self._services.get(queue.key)
-        if service is None:
-            self._begin_service(queue, entry, entry.v)
-        else:
-            self._report(queue, service.serve(share, entry.tag + share, entry.v, queue.largest), entry)
+        self._services.serve(queue, share, entry, entry.v)
 
     def _enter(self, entry: Entry, v: float, rules: Rules) -> None:
         queue, share = self._flow_queue(entry.band, rules.flow_key(entry.flow)), rules.share(entry)
@@ -264,18 +260,18 @@ class Fairness(Check):
         if entry.event == "requeued":  # the request returns to its position and its charge is refunded
             self._adjust(queue, None if start is None else start - share, -share, entry, v)
             if not queue.waiting:
-                self._begin_service(queue, entry, v)
+                self._services.begin(queue, entry, v)
         elif not queue.waiting:
             if entry.tag is None:
                 self._finding.add(f"flow {queue.name!r} becomes backlogged and shows no tag", entry)
             self._expect(queue, start, entry)
-            self._begin_service(queue, entry, v)
+            self._services.begin(queue, entry, v)
         elif entry.tag is not None:
             what = f"flow {queue.name!r} gets a new start tag while {queue.waiting} requests wait"
             self._finding.add(what, *self._evidence(queue, entry))
 
     def _correct(self, entry: Entry, request: OpenRequest | None, v: float, rules: Rules) -> None:
-        queue, change = self._flow_queue(entry.band, rules.flow_key(entry.flow)), _number(entry.note)
+        queue, change = self._flow_queue(entry.band, rules.flow_key(entry.flow)), entry.number
         after = None if queue.tag is None else queue.tag + change
         if not queue.waiting and queue.tag is not None and queue.tag <= v:
             # If the queue forgot the flow's finish tag, the correction applies to the request's own charge.
@@ -287,11 +283,9 @@ class Fairness(Check):
 
     def _adjust(self, queue: FlowQueue, after: float | None, change: float, entry: Entry, v: float) -> None:
         """Change the flow's charge by `change` and expect the tag `after` (None: unknown)."""
-        self._check_service(queue, entry, v)
+        self._services.check(queue, entry, v)
         self._expect(queue, after, entry)
-        service = self._services.get(queue.key)
-        if service is not None and queue.tag is not None:
-            self._report(queue, service.correct(change, queue.tag, v, queue.largest), entry)
+        self._services.check(queue, entry, v, share=change, is_correction=True)
 
     def _expect(self, queue: FlowQueue, tag: float | None, entry: Entry) -> None:
         """Check that `entry` shows `tag` (None: unknown), then continue with the logged tag."""
@@ -301,7 +295,7 @@ class Fairness(Check):
         if tag is not None and not same(tag, entry.tag):
             what = f"tag of flow {queue.name!r} is {entry.tag:.12g}, expected {tag:.12g}"
             self._finding.add(what, *self._evidence(queue, entry))
-            self._services.pop(queue.key, None)
+            self._services.end(queue)
         self._set_tag(queue, entry.tag, entry)
 
     def _set_tag(self, queue: FlowQueue, tag: float, entry: Entry) -> None:
@@ -309,28 +303,9 @@ class Fairness(Check):
         self._tag_entries[queue.key] = entry
         self._bands.push(queue)
 
-    def _begin_service(self, queue: FlowQueue, entry: Entry, v: float) -> None:
-        if queue.tag is not None:
-            self._services[queue.key] = Service.begin(entry, queue.tag, v, queue.largest)
-
-    def _check_service(self, queue: FlowQueue, entry: Entry, v: float | None = None) -> None:
-        """Check the flow's service until just before `entry`."""
-        service = self._services.get(queue.key)
-        if v is None:
-            v = self._bands.v(queue.band)
-        if service is not None and queue.tag is not None and v is not None:
-            self._report(queue, service.before(queue.tag, v, queue.largest), entry)
-
-    def _report(self, queue: FlowQueue, wrong: str, entry: Entry) -> None:
-        service = self._services.get(queue.key)
-        if wrong and service is not None:
-            what = f"service of flow {queue.name!r}, backlogged throughout, is {wrong}"
-            self._finding.add(what, service.since, entry)
-            del self._services[queue.key]
-
     def _end_service(self, queue: FlowQueue) -> None:
         """End the interval of a flow no longer backlogged. Drop flow queues with outdated tags."""
-        self._services.pop(queue.key, None)
+        self._services.end(queue)
         requests, flow_queues = self._replay.requests, self._replay.flow_queues
         if len(flow_queues) <= 2 * len(requests) + 1000:
             return
@@ -356,31 +331,22 @@ class Fairness(Check):
 
     def _restart(self, entry: Entry, rules: Rules) -> None:
         """Begin new backlogged intervals under new settings: earlier service used other shares."""
-        self._services.clear()
-        flow_queues = self._replay.flow_queues
-        for queue in flow_queues.all():
-            queue.largest = 0.0
-        for request in self._replay.requests.values():
-            if request.state is RequestState.QUEUED:
-                queue = flow_queues.at(request.queue_key)
-                queue.largest = max(queue.largest, rules.share(request.first_entry))
-        for queue in [queue for queue in flow_queues.all() if queue.is_servable]:
-            v = self._bands.v(queue.band)
-            if v is not None:
-                self._begin_service(queue, entry, v)
+        self._services.restart(lambda _, first_entry: rules.share(first_entry))
+        for queue in self._replay.flow_queues.all():
+            if queue.is_servable:
+                self._services.begin(queue, entry, self._bands.v(queue.band))
 
     def _collect(self, band: int) -> None:
         self._bands.collect(band)
         self._collected.add(band)
         for queue in self._replay.flow_queues.of(band):
-            self._services.pop(queue.key, None)
+            self._services.end(queue)
             self._tag_entries.pop(queue.key, None)
 
     def _rebase(self, band: int, by: float) -> None:
         self._bands.rebase(band, by)
-        for (number, _), service in self._services.items():
-            if number == band:
-                service.rebase(by)
+        for queue in self._replay.flow_queues.of(band):
+            self._services.rebase(queue, by)
 
     def _forget_tags(self) -> None:
         self._new_tag = None
@@ -388,10 +354,3 @@ class Fairness(Check):
         self._bands.forget_flow_queues()
         for queue in self._replay.flow_queues.all():
             queue.tag = None
-
-
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        return float("nan")

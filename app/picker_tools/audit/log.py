@@ -5,6 +5,7 @@ the entries (docs/redis-schema.md).
 """
 
 import asyncio
+import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -103,6 +104,14 @@ class Entry(msgspec.Struct, frozen=True):
     def now_ms(self) -> int:
         """The time of the decision in milliseconds, rounded down as in the scripts."""
         return self.time_us // 1000
+
+    @property
+    def number(self) -> float:
+        """The number in the note; NaN if the note is no number."""
+        try:
+            return float(self.note)
+        except ValueError:
+            return math.nan
 
     def __str__(self) -> str:
         about = [f"#{self.seq}", f"{self.time_us / 1e6:.6f}", self.event]

@@ -100,18 +100,6 @@ class Rules(msgspec.Struct, frozen=True):
         patience_ms = self.starvation_ms or (entry.deadline_ms - arrived_ms) // 2
         return min(arrived_ms + patience_ms, entry.deadline_ms)
 
-    def cap(self, endpoint: str) -> float:
-        """The limit of requests in flight on `endpoint`; infinity if it has none."""
-        return self.caps.get(endpoint, self.default_cap)
-
-    def prefill_cap(self, endpoint: str) -> float:
-        """The limit of prefills in flight on `endpoint`; infinity if it has none."""
-        return self.prefill_caps.get(endpoint, self.default_prefill_cap)
-
-    def token_cap(self, endpoint: str) -> float:
-        """The limit of tokens in flight on `endpoint`; infinity if it has none."""
-        return self.token_caps.get(endpoint, self.default_token_cap)
-
     def ready(self, upper: float) -> int:
         """The number of ready endpoints that yields the upper bound `upper`; 0 if unknown.
 
@@ -407,13 +395,9 @@ def largest_bound(restored: Entry) -> float:
     Raises:
         EntryError: the entry's note is no finite number.
     """
-    try:
-        bound = float(restored.note)
-    except ValueError:
-        bound = math.nan
-    if not math.isfinite(bound):
+    if not math.isfinite(restored.number):
         raise EntryError(f"entry {restored.seq}: note is {restored.note[:80]!r}")
-    return bound
+    return restored.number
 
 
 class Replay:

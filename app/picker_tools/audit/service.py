@@ -1,8 +1,12 @@
 """The bound of start-time fair queueing on the service of one member of an order (docs/fairness.md, G2)."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
+from picker_tools.audit.checks import Finding
 from picker_tools.audit.log import Entry
+from picker_tools.audit.nodes import INNER
+from picker_tools.audit.replay import FlowQueue, Replay, RequestState
 
 FREE_STARTS = 100  # NEWCOMERS in lua/lib/flows.lua
 ROUNDING = 1e-9  # tolerance for rounding errors of sums, relative to the sums
@@ -43,23 +47,14 @@ class Service:
         debt = max(0.0, tag - v - largest)
         return cls(since, 0.0, claim, claim - v, -debt - v)
 
-    def before(self, tag: float, v: float, largest: float) -> str:
-        """Check just before an event of the flow. Returns a description of the violation, or ''."""
+    def add(self, share: float, tag: float, v: float, largest: float, *, is_correction: bool) -> str:
+        """Record a dispatch of `share`, or a correction by `share`, that moved the tag to `tag`. Returns the
+        violation, or ''."""
+        self.served += share
+        claim = max(0.0, v - tag)
         # If the virtual time v passes the flow's tag, the flow missed its turn. A missed turn adds no claim,
         # so the check reports it.
-        self.claim = min(self.claim, max(0.0, v - tag))
-        return self._check_service(tag, v, largest)
-
-    def serve(self, share: float, tag: float, v: float, largest: float) -> str:
-        """Record a dispatch of `share` that moved the tag to `tag`. Returns the violation, or ''."""
-        self.served += share
-        self.claim = min(self.claim, max(0.0, v - tag))
-        return self._check_service(tag, v, largest)
-
-    def correct(self, change: float, tag: float, v: float, largest: float) -> str:
-        """Record a correction of the flow's charge by `change`. Returns the violation, or ''."""
-        self.served += change
-        self.claim = max(0.0, v - tag)
+        self.claim = claim if is_correction else min(self.claim, claim)
         return self._check_service(tag, v, largest)
 
     def rebase(self, by: float) -> None:
@@ -77,3 +72,76 @@ class Service:
             return f"{self.high - b:g} behind the virtual time; {largest:g} is the bound"
         self.low, self.high = min(self.low, b), max(self.high, a)
         return ""
+
+
+class Services:
+    """The service of each backlogged member of an order; reports every service beyond its bound.
+
+    In all methods `v` is the virtual time of the member's order (None: unknown, so nothing is checked), and
+    `slack` is by how much the log leaves the member's tag open.
+    """
+
+    def __init__(self, finding: Finding, replay: Replay) -> None:
+        self._finding = finding
+        self._replay = replay
+        self._services: dict[tuple[int, str], Service] = {}
+
+    def restart(self, share: Callable[[FlowQueue, Entry], float]) -> None:
+        """End all intervals, because new settings change the shares; `share` gives a member's new share."""
+        self.clear()
+        for member in self._replay.flow_queues.all():
+            member.largest = 0.0
+        for request in self._replay.requests.values():
+            if request.state is RequestState.QUEUED:
+                for member in self._replay.flow_queues.at(request.queue_key).chain:
+                    member.largest = max(member.largest, share(member, request.first_entry))
+
+    def clear(self) -> None:
+        self._services.clear()
+
+    def begin(self, member: FlowQueue, since: Entry, v: float | None, slack: float = 0.0) -> None:
+        """Record that `member` became backlogged at `since`."""
+        if v is not None and member.tag is not None:
+            self._services[member.key] = Service.begin(since, member.tag, v, member.largest + slack)
+
+    def end(self, member: FlowQueue) -> None:
+        self._services.pop(member.key, None)
+
+    def open(self) -> list[FlowQueue]:
+        """The members whose service is recorded."""
+        return [self._replay.flow_queues.at(key) for key in self._services]
+
+    def check(
+        self,
+        member: FlowQueue,
+        entry: Entry,
+        v: float | None,
+        slack: float = 0.0,
+        *,
+        share: float = 0.0,
+        is_correction: bool = False,
+    ) -> None:
+        """Check the service of `member` just before `entry`, or after `entry` dispatched its `share`, or
+        corrected its charge by `share`."""
+        service = self._services.get(member.key)
+        if service is None or v is None or member.tag is None:
+            return
+        self._finding.checked += 1
+        wrong = service.add(share, member.tag, v, member.largest + slack, is_correction=is_correction)
+        if wrong:
+            what = f"service of {member.name.removesuffix(INNER)!r}, backlogged throughout, is {wrong}"
+            self._finding.add(what, service.since, entry)
+            self.end(member)
+
+    def serve(
+        self, member: FlowQueue, share: float, entry: Entry, v: float | None, slack: float = 0.0
+    ) -> None:
+        """Record that `entry` dispatched `share` of `member`, whose interval may begin here."""
+        if member.key in self._services:
+            self.check(member, entry, v, slack, share=share)
+        else:
+            self.begin(member, entry, v, slack)
+
+    def rebase(self, member: FlowQueue, by: float) -> None:
+        if member.key in self._services:
+            self._services[member.key].rebase(by)

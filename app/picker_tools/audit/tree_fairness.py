@@ -6,7 +6,7 @@ service in proportion to their weights. For any two siblings and any time in whi
 throttled, the bound is the same as for two flows of a band (docs/fairness.md, G2).
 
 The log shows the virtual time of each band and the start tags of leaves. The check computes the tags of inner
-nodes from the dispatched service, and checks the service of each member with the class `Service`.
+nodes from the dispatched service, and checks the service of each member with the class `Services`.
 """
 
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from picker_tools.audit.checks import Finding
 from picker_tools.audit.log import GUARD, Entry
 from picker_tools.audit.nodes import INNER
 from picker_tools.audit.replay import RUNNING, FlowQueue, Replay, RequestState, Rules, Step, same
-from picker_tools.audit.service import FREE_STARTS, Service
+from picker_tools.audit.service import FREE_STARTS, Services
 
 _FRESH = float("-inf")  # the tag of a member that owes nothing for earlier service
 _LEAST_WEIGHT, _MOST_WEIGHT = 0.001, 1e6
@@ -46,7 +46,7 @@ class TreeFairness:
         self._replay = replay
         self._complete = replay.complete  # whether the log has shown all service so far
         self._levels: dict[tuple[int, str], _Level] = {}
-        self._services: dict[tuple[int, str], Service] = {}
+        self._services = Services(finding, replay)
         self._slack: dict[tuple[int, str], float] = {}  # member -> by how much its tag may be higher
         self._has_dropped = False
         self._idle: dict[int, bool] = {}  # band -> whether nothing has waited or run since its last entry
@@ -95,10 +95,10 @@ class TreeFairness:
         self._show_band(entry)
 
     def close(self) -> None:
-        last = self._replay.last
-        for key in list(self._services) if last is not None else ():
-            assert last is not None
-            self._check_service(self._replay.flow_queues.at(key), last)
+        if self._replay.last is None:
+            return
+        for member in self._services.open():
+            self._services.check(member, self._replay.last, *self._order(member))
 
     # The virtual time of a band, which each of its entries shows.
 
@@ -195,7 +195,7 @@ class TreeFairness:
             what = f"flow {leaf.name!r} served while {blocked.name.removesuffix(INNER)!r} is throttled"
             self._finding.add(what, entry)
         share = self._share(leaf, entry)
-        if entry.note and not same(_number(entry.note), share):
+        if entry.note and not same(entry.number, share):
             self._finding.add(f"flow {leaf.name!r} charged {entry.note}, but its share is {share:g}", entry)
         self._expect(leaf, entry)
         for member in leaf.chain:
@@ -206,32 +206,28 @@ class TreeFairness:
             is_unsure = member.tag is None or level.slack > 0
             if is_unsure and member.parent.parent is None and is_turn and entry.v > (level.v or 0.0):
                 member.tag = entry.v  # the band's virtual time shows the tag
-            self._check_service(member, entry)
+            self._services.check(member, entry, *self._order(member))
             if member.tag is not None and is_turn and (level.v is None or member.tag > level.v):
                 level.v, level.changed_us = member.tag, entry.time_us
             if member.tag is None:
                 continue
             member.tag += share
-            service = self._services.get(member.key)
-            if service is None:
-                self._begin(member, entry)
-            elif level.v is not None:
-                self._report(member, service.serve(share, member.tag, level.v, self._most(member)), entry)
+            self._services.serve(member, share, entry, *self._order(member))
         if leaf.waiting == 1:
             self._leave(leaf, entry)
 
     def _leave(self, member: FlowQueue, entry: Entry) -> None:
         """`member` leaves its parent's order, and so does each ancestor without another child in order."""
         while member.parent is not None and member.is_servable:
-            self._check_service(member, entry)
-            self._services.pop(member.key, None)
+            self._services.check(member, entry, *self._order(member))
+            self._services.end(member)
             if member.parent.ordered > 1:
                 break
             member = member.parent
         self._drop_idle()
 
     def _throttle(self, member: FlowQueue, entry: Entry) -> None:
-        self._check_service(member, entry)
+        self._services.check(member, entry, *self._order(member))
         self._expect(member, entry)
         self._leave(member, entry)
 
@@ -249,7 +245,7 @@ class TreeFairness:
             member = member.parent
 
     def _correct(self, leaf: FlowQueue, entry: Entry) -> None:
-        ratio = _number(entry.note) / self._share(leaf, entry)
+        ratio = entry.number / self._share(leaf, entry)
         for member in leaf.chain:
             if member.parent is None:
                 break
@@ -267,11 +263,9 @@ class TreeFairness:
         """Change the tag of `member` by `change`, as its charge changes."""
         if member.parent is None or member.tag is None:
             return
-        self._check_service(member, entry)
+        self._services.check(member, entry, *self._order(member))
         member.tag += change
-        service, level = self._services.get(member.key), self._level(member.parent.key)
-        if service is not None and level.v is not None:
-            self._report(member, service.correct(change, member.tag, level.v, self._most(member)), entry)
+        self._services.check(member, entry, *self._order(member), share=change, is_correction=True)
 
     def _expect(self, member: FlowQueue, entry: Entry, shown: float | None = None) -> None:
         """Check that `entry` shows the tag of `member` (or `shown`), then continue with the logged tag."""
@@ -286,32 +280,20 @@ class TreeFairness:
         if member.tag is not None and not slack and not same(member.tag, shown):
             name = member.name.removesuffix(INNER)
             self._finding.add(f"tag of {name!r} is {shown:.12g}, expected {member.tag:.12g}", entry)
-            self._services.pop(member.key, None)
+            self._services.end(member)
         member.tag = shown
 
     # Service.
 
     def _begin(self, member: FlowQueue, entry: Entry) -> None:
-        level = self._level(member.parent.key) if member.parent else None
-        if level is not None and level.v is not None and member.tag is not None:
-            self._services[member.key] = Service.begin(entry, member.tag, level.v, self._most(member))
+        self._services.begin(member, entry, *self._order(member))
 
-    def _check_service(self, member: FlowQueue, entry: Entry) -> None:
-        """Check the service of `member` until just before `entry`."""
-        service = self._services.get(member.key)
-        level = self._level(member.parent.key) if member.parent else None
-        if service and level is not None and level.v is not None and member.tag is not None:
-            self._finding.checked += 1
-            self._report(member, service.before(member.tag, level.v, self._most(member)), entry)
-
-    def _report(self, member: FlowQueue, wrong: str, entry: Entry) -> None:
-        if wrong:
-            name = member.name.removesuffix(INNER)
-            what = f"service of {name!r}, backlogged throughout, is {wrong}"
-            self._finding.add(what, self._services.pop(member.key).since, entry)
-
-    def _most(self, member: FlowQueue) -> float:
-        return member.largest + (self._level(member.parent.key).slack if member.parent else 0.0)
+    def _order(self, member: FlowQueue) -> tuple[float | None, float]:
+        """The virtual time and the slack of the order to which `member` belongs; the root belongs to none."""
+        if member.parent is None:
+            return None, 0.0
+        level = self._level(member.parent.key)
+        return level.v, level.slack
 
     # Tags.
 
@@ -359,21 +341,14 @@ class TreeFairness:
 
     def _restart(self, entry: Entry) -> None:
         """Begin new backlogged intervals under new settings: earlier service used other shares."""
-        self._services.clear()
-        flow_queues = self._replay.flow_queues
-        for queue in flow_queues.all():
-            queue.largest = 0.0
-        for request in self._replay.requests.values():
-            if request.state is RequestState.QUEUED:
-                for each in flow_queues.at(request.queue_key).chain:
-                    each.largest = max(each.largest, self._share(each, request.first_entry))
-        for queue in flow_queues.all():
-            if queue.is_servable and queue.parent is not None:
+        self._services.restart(self._share)
+        for queue in self._replay.flow_queues.all():
+            if queue.is_servable:
                 self._begin(queue, entry)
 
     def _collect(self, band: int) -> None:
         for queue in self._replay.flow_queues.of(band):
-            self._services.pop(queue.key, None)
+            self._services.end(queue)
             self._slack.pop(queue.key, None)
             queue.tag = _FRESH
         for key in [key for key in self._levels if key[0] == band]:
@@ -388,8 +363,7 @@ class TreeFairness:
         for queue in self._replay.flow_queues.of(band):
             if queue.parent is not None and queue.parent.parent is None and queue.tag is not None:
                 queue.tag -= by
-                if (service := self._services.get(queue.key)) is not None:
-                    service.rebase(by)
+                self._services.rebase(queue, by)
 
     def _drop_idle(self) -> None:
         """Drop members whose tags have no effect, if there are many."""
@@ -411,10 +385,3 @@ class TreeFairness:
                 self._has_dropped = True
                 self._slack.pop(each.key, None)
                 self._levels.pop(each.key, None)
-
-
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        return float("nan")
