@@ -23,7 +23,6 @@ _BASELINES = 3.0
 _GROWTH = 1.7
 _LONGEST_US = 5000
 _BYTES = 500
-_MEGABYTES = 10
 _SMALL = Size()
 
 
@@ -116,15 +115,6 @@ def _upkeep(redis_server: Server, queued: int) -> Iterator[Row]:
         yield Row(f"{queued} queued, many of all: longest of {kind}", us, _LONGEST_US, "us")
 
 
-def _thousand_workloads(redis_server: Server) -> Iterator[Row]:
-    state = Workload(redis_server, Size(queued=10_000, workloads=1000, ordering="workload-aware"), 0)
-    redis_server.forget_slow()
-    mega = 1_000_000
-    yield Row("memory of 1000 workloads in the registry", state.registry_bytes() / mega, _MEGABYTES, "MB")
-    all_of_it = (redis_server.memory_bytes() - state.empty_bytes) / mega
-    yield Row("the same with ten requests waiting of each", all_of_it, _MEGABYTES, "MB")
-
-
 def _keys_left(redis_server: Server, requests: int) -> Row:
     """Count the unexpected keys in Redis after `requests` requests have ended."""
     state = Workload(redis_server, _SMALL, 0)
@@ -160,7 +150,6 @@ def _all_rows(redis_server: Server, *, quick: bool) -> Iterator[Row]:
         requests, most, ended, crowd = 1600, 100_000, 20_000, 5000
     yield from _measure(redis_server, requests, most)
     yield from _upkeep(redis_server, crowd)
-    yield from _thousand_workloads(redis_server)
     yield _keys_left(redis_server, ended)
 
 

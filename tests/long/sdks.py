@@ -19,6 +19,7 @@ from typing import Any
 
 import httpx
 from crowd import http_client
+from fleet_load import counts
 
 from bench.rig.fleet import RunningFleet, picker_up
 from long.environments import InstallFault, cache_folder, environment
@@ -114,8 +115,7 @@ async def _all_calls(options: argparse.Namespace, findings: Findings) -> None:
 
 async def at_rest(fleet: RunningFleet) -> bool:
     """Whether no request waits or is in flight."""
-    state = await fleet.get("state")
-    return not any((*state["in_flight"].values(), state["queued"], state["leases"]))
+    return not any(counts(await fleet.get("state")))
 
 
 _Seen = tuple[Any, list[Request]]  # a call's return value, and the requests that the server got from the call
