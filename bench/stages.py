@@ -1,68 +1,75 @@
 """`python -m bench.stages CASE` compares when to split requests between prefill and decode servers.
 
-Eight simulated model servers, whose steps take the times that were measured for vLLM with OPT-13B
-(app/picker_tools/simulator/batch.py), either all serve whole requests, or four prefill and four decode.
+A simulation, so its figures do not depend on the machine: eight model servers with the simulator's engine,
+whose steps take the times that were measured for vLLM with OPT-13B (app/picker_tools/simulator/batch.py),
+either all serve whole requests, or four prefill and four decode. The choice is the product's code
+(scheduling/chooser.py); the endpoint with the fewest requests is taken, as by lua/lib/endpoints.lua. The
+network and Redis take no time, but a transfer of the KV cache does. Metrics pages are read every 0.5 s.
+
 The figure is goodput as DistServe (Zhong et al., OSDI 2024) defines it: the highest rate of requests of which
 90 % meet both objectives, time to the first token and mean time per further token. Without CASE all cases
 run. Each case replaces its section in bench/results/stages.md.
 """
 
+import heapq
+import itertools
 import random
 import sys
-import tempfile
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
-import psutil
-import uvloop
-from whole_fleet import exact_bounds
-
 from bench.limits.kinds import Sizes
-from bench.limits.servers import SLOTS, fleet, servers
-from bench.rig.fleet import PLENTY, RunningFleet
-from bench.rig.report import describe_run, options_parser, table, with_section, write_page
-from picker_tools.load.generator import Answer, Client, Load, Planned, Request, quantile
-from picker_tools.local_fleet.parts import ROLE
+from bench.rig.report import describe_run, options_parser, percentile, table, with_section, write_page
+from picker_fleet.domain.bands import Band
+from picker_fleet.domain.config import parse
+from picker_fleet.domain.known_fleet import KnownFleet
+from picker_fleet.domain.request import Completion, Endpoint, InferenceRequest, Outcome, Workload
+from picker_fleet.endpoints.readings import EndpointMetrics, MetricsCache
+from picker_fleet.endpoints.snapshot import Snapshot, SnapshotCell
+from picker_fleet.scheduling.chooser import EndpointChooser
+from picker_fleet.scheduling.route_stream import Ending, ObservationRecord, RouteStream
+from picker_fleet.state import accounting_token
+from picker_fleet.state.accounting_token import Keyring
+from picker_tools.simulator.batch import BUDGET_TOKENS, step_s
+from picker_tools.simulator.engine import Engine, Limits, Step
+from picker_tools.simulator.engine import Sequence as Generation
 from picker_tools.simulator.openai_api import BYTES_PER_TOKEN
+from picker_tools.simulator.transfer import KV_BANDWIDTH_GB_S, KV_BYTES_PER_TOKEN
 
-_ROLES = ("prefill",) * 4 + ("decode",) * 4
-_SEQUENCES = 256  # vLLM's default of --max-num-seqs
 # An A100-80GB at vLLM's default of 0.9 has 46 GB beside OPT-13B's weights: 3500 blocks of 16 tokens.
-_KV_BLOCKS = 3500 * SLOTS // _SEQUENCES
+_LIMITS = Limits(max_num_seqs=256, kv_blocks=3500)
+_TRANSFER_TOKEN_S = KV_BYTES_PER_TOKEN / (KV_BANDWIDTH_GB_S * 1e9)
+_SERVERS = 8
+_PAGE_S = 0.5  # time between two readings of a metrics page
 _ATTAINED = 0.9  # share of requests that must meet both objectives
-_STEP, _STRIDE, _MOST_STEPS = 1.08, 3, 45  # ratio of two neighbouring rates; first stride of the search
+_SEEDS = (1, 2, 3)
+_LEARNT = 480  # requests before, from which `auto` learns the times of both choices
+_STEP, _HALVINGS = 1.15, 6  # ratio of two neighbouring rates of the search, and how often it halves the last
 _NEVER = 1_000_000  # a threshold that no prompt exceeds
-_REPLICAS = 2
-_LEARNT = (
-    480  # requests before the search, of which `auto` sends one in eight the slower way until it knows both
-)
-_REST_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
     """Requests of `sizes`, and the objectives in s: `ttft_s` to the first token, `pace_s` for each further
-    one. A run has `requests`; the search begins at `per_s` requests a second. `thresholds` of tokens."""
+    one. The search begins at `per_s` requests a second. `thresholds` of tokens. A run has `requests`."""
 
     sizes: Sizes
     ttft_s: float
     pace_s: float
     per_s: float
     thresholds: Sequence[int]
-    requests: int = 120
+    requests: int = 600
 
-    def plan(self, per_s: float, seed: int) -> Iterator[Planned]:
-        """Poisson arrivals. Plans of one seed differ only in their pace."""
-        dice = random.Random(seed)
-        at_s = 0.0
-        for number in range(1, self.requests + 1):
+    def arrivals(self, requests: int, per_s: float, seed: int) -> Iterator[tuple[float, int, int]]:
+        """Poisson arrivals: the time in s, the tokens of the prompt and of the answer. Plans of one seed
+        differ only in their pace."""
+        dice, at_s = random.Random(seed), 0.0
+        for _ in range(requests):
             at_s += dice.expovariate(1.0) / per_s
-            prompt_tokens, tokens = self.sizes(dice)
-            start = f"{dice.getrandbits(48):012x} "  # no two prompts begin alike, so no prompt is cached
-            pad_bytes = BYTES_PER_TOKEN * prompt_tokens - len(start)
-            yield Planned(at_s, Request(start, tokens, streamed=True, pad_bytes=pad_bytes), number=number)
+            yield (at_s, *self.sizes(dice))
 
 
 def _long(dice: random.Random) -> tuple[int, int]:
@@ -80,119 +87,295 @@ def _mixed(dice: random.Random) -> tuple[int, int]:
 # A long prompt alone takes 0.63 s, and each further token 0.022 s. The strict objectives are 3 and 1.5 times
 # that, as those of Splitwise for 90 % of requests (Patel et al., ISCA 2024, table VI). The relaxed ones are
 # DistServe's for summarization, those of `short` for a chatbot with OPT-13B (table 1).
-_STRICT_S = {"ttft_s": 1.9, "pace_s": 0.033}
-_CASES = {
-    "long-strict": Case(_long, **_STRICT_S, per_s=3.3, thresholds=(0, _NEVER)),
-    "long-relaxed": Case(_long, ttft_s=15.0, pace_s=0.15, per_s=8.0, thresholds=(0, _NEVER), requests=200),
-    "short": Case(_short, ttft_s=0.25, pace_s=0.1, per_s=40.0, thresholds=(0, 500, _NEVER), requests=500),
-    "mixed-strict": Case(_mixed, **_STRICT_S, per_s=8.0, thresholds=(0, 500, _NEVER), requests=200),
+_STRICT_S = 1.9, 0.033
+CASES = {
+    "long-strict": Case(_long, *_STRICT_S, per_s=3.3, thresholds=(0, _NEVER)),
+    "long-relaxed": Case(_long, ttft_s=15.0, pace_s=0.15, per_s=8.0, thresholds=(0, _NEVER)),
+    "short": Case(_short, ttft_s=0.25, pace_s=0.1, per_s=200.0, thresholds=(0, 500, _NEVER), requests=5000),
+    "mixed-strict": Case(_mixed, *_STRICT_S, per_s=8.0, thresholds=(0, 500, _NEVER), requests=1200),
 }
+
+
+class _Routes(RouteStream):
+    """Learns its own observations at once instead of by the shared stream."""
+
+    def add(self, record: Ending) -> None:
+        if isinstance(record, ObservationRecord):
+            self.model.learn(record.model, record.address, record.load, record.ttft_s, record.tpot_s)
+
+
+@dataclass(slots=True)
+class _Served:
+    """A request and its times in s: when it began, had its first token, and ended."""
+
+    prompt_tokens: int
+    tokens: int
+    began_s: float
+    token: str = ""
+    decoder: str = ""
+    prefiller: str = ""
+    first_s: float = 0.0
+    ended_s: float = 0.0
+
+    @property
+    def ttft_s(self) -> float:
+        return self.first_s - self.began_s
+
+    @property
+    def pace_s(self) -> float:
+        return (self.ended_s - self.first_s) / max(1, self.tokens - 1)
+
+
+@dataclass(slots=True)
+class _Server:
+    """The engine of one server, and what to do with each token of a sequence and when its KV cache has
+    arrived."""
+
+    engine: Engine = field(default_factory=lambda: Engine(_LIMITS))
+    grown: dict[Generation, Callable[[Generation], None]] = field(default_factory=dict)
+    arrived: dict[Generation, Callable[[], None]] = field(default_factory=dict)
+    link_free_s: float = 0.0
+    idle: bool = True
+
+
+class Pool:
+    """`prefill` servers that prefill and `decode` that decode, in simulated time; with `both`, all do both.
+    `stages` is the section `scheduling.stages`, None for whole requests."""
+
+    def __init__(
+        self, prefill: int, decode: int, stages: dict[str, Any] | None, seed: int, *, both: bool = False
+    ) -> None:
+        addresses = [f"10.0.0.{number}:8000" for number in range(1, prefill + decode + 1)]
+        self._prefillers = addresses if both else addresses[:prefill]
+        self._decoders = addresses if both else addresses[prefill:]
+        self._servers = {each: _Server() for each in addresses}
+        self.served: list[_Served] = []
+        self.now_s = 0.0
+        self._due: list[tuple[float, int, Callable[[], None]]] = []
+        self._numbers = itertools.count()
+        self._in_flight, self._prefills = Counter[str](), Counter[str]()
+        self._keys, self._dice = Keyring(), random.Random(seed)
+        random.seed(seed)  # the chooser draws which requests take the other choice
+        cell = SnapshotCell()
+        endpoints = (
+            Endpoint(each, prefills=each in self._prefillers, decodes=each in self._decoders)
+            for each in addresses
+        )
+        cell.publish(Snapshot("1", tuple(endpoints)))
+        scheduling = {} if stages is None else {"stages": stages}
+        self._fleet = KnownFleet(parse({"scheduling": scheduling, "request_queue_controller": {}}))
+        self._pages = MetricsCache(None, self._clock)
+        routes = _Routes("redis://127.0.0.1:1/0", stream="s", replica="r", clock=self._clock)
+        self._chooser = EndpointChooser(
+            self._fleet, cell, readings=self._pages, routes=routes, keys=self._keys, clock=self._clock
+        )
+
+    def _clock(self) -> float:
+        return self.now_s
+
+    def _at(self, when_s: float, act: Callable[[], None]) -> None:
+        heapq.heappush(self._due, (when_s, next(self._numbers), act))
+
+    def serve(self, arrivals: Iterator[tuple[float, int, int]]) -> list[_Served]:
+        """Serve all of `arrivals`, whose times begin now; returns the requests in order of their ends."""
+        begun_s, self.served = self.now_s, []
+        asked = 0
+        for at_s, *sizes in arrivals:
+            self._at(begun_s + at_s, lambda sizes=sizes: self._ask(*sizes))  # type: ignore[misc]
+            asked += 1
+        page_s = begun_s
+        while len(self.served) < asked:
+            self.now_s, _, act = heapq.heappop(self._due)
+            if self.now_s >= page_s:
+                self._read_pages()
+                page_s = self.now_s + _PAGE_S
+            act()
+        return self.served
+
+    def _read_pages(self) -> None:
+        at_ms = int(self.now_s * 1000)
+        for address, server in self._servers.items():
+            load = server.engine.load()
+            page = EndpointMetrics(
+                at_ms, waiting=load.waiting, running=load.running, kv_utilisation=load.kv_usage
+            )
+            self._pages.update({address: page})
+
+    def _least(self, among: Sequence[str], counts: Counter[str], other: str = "") -> str:
+        """The one with the fewest requests, equal ones in random order; not `other`."""
+        able = [each for each in among if each != other]
+        return min(able, key=lambda each: (counts[each], self._dice.random()))
+
+    def _ask(self, prompt_tokens: int, tokens: int) -> None:
+        self._fleet.in_flight, self._fleet.prefills = dict(self._in_flight), dict(self._prefills)
+        request = InferenceRequest(
+            f"{next(self._numbers)}", model="m", target_model="m", stream=True, flow="f", band=Band.DEFAULT,
+            weight=1.0, workload=Workload("", 3), cost=1.0, ttl_s=30.0, subset=None,
+            body_bytes=BYTES_PER_TOKEN * prompt_tokens, can_split=True,
+        )  # fmt: skip
+        choice = self._chooser.choose(request)
+        served = _Served(prompt_tokens, tokens, self.now_s)
+        served.decoder = decoder = self._least(self._decoders, self._in_flight)
+        self._in_flight[decoder] += 1
+        if choice.prefill:
+            served.prefiller = prefiller = self._least(self._prefillers, self._prefills, decoder)
+            self._prefills[prefiller] += 1
+        chosen = (served.prefiller,) if served.prefiller else ()
+        loads = self._chooser.placed(request, choice, (decoder,), "", chosen)
+        served.token = accounting_token.signed(
+            accounting_token.write(
+                request, decoder, load=loads.decode or (), prefiller=served.prefiller,
+                prefill_load=loads.prefill or (),
+            ),
+            request.id, self._keys,
+        )  # fmt: skip
+        if served.prefiller:
+            prompt = Generation(prompt_tokens, 1, keeps_blocks=True)
+            self._submit(served.prefiller, prompt, lambda _: self._prefilled(served, prompt))
+        else:
+            self._submit(decoder, Generation(prompt_tokens, tokens), lambda each: self._grown(served, each))
+
+    def _prefilled(self, served: _Served, prompt: Generation) -> None:
+        def free() -> None:
+            self._servers[served.prefiller].engine.free(prompt)
+            self._begin_if_idle(served.prefiller)
+
+        answer = Generation(served.prompt_tokens, served.tokens, pulls=True)
+        self._servers[served.decoder].arrived[answer] = free
+        self._submit(served.decoder, answer, lambda each: self._grown(served, each))
+
+    def _grown(self, served: _Served, sequence: Generation) -> None:
+        if not served.first_s:
+            served.first_s = self.now_s
+            self._prefills[served.prefiller] -= 1
+        if sequence.remaining_tokens:
+            return
+        served.ended_s = self.now_s
+        self._in_flight[served.decoder] -= 1
+        self.served.append(served)
+        took_s = served.ended_s - served.began_s
+        self._chooser.ended(
+            Completion(
+                "r", Outcome.COMPLETED, 200, served.decoder, served.prompt_tokens, served.tokens, took_s,
+                first_byte_s=None, service_s=took_s, ttft_s=served.ttft_s,
+            ),
+            served.token,
+        )  # fmt: skip
+
+    def _submit(self, address: str, sequence: Generation, grown: Callable[[Generation], None]) -> None:
+        server = self._servers[address]
+        server.engine.submit(sequence)
+        server.grown[sequence] = grown
+        self._begin_if_idle(address)
+
+    def _begin_if_idle(self, address: str) -> None:
+        if self._servers[address].idle:
+            self._begin_step(address)
+
+    def _begin_step(self, address: str) -> None:
+        server = self._servers[address]
+        step = server.engine.begin_step(BUDGET_TOKENS)
+        for sequence in step.pulling:
+            transfer_s = sequence.prompt_tokens * _TRANSFER_TOKEN_S
+            server.link_free_s = max(server.link_free_s, self.now_s) + transfer_s
+            self._at(server.link_free_s, lambda each=sequence: self._pulled(address, each))  # type: ignore[misc]
+        server.idle = not step.tokens
+        if step.tokens:
+            self._at(self.now_s + step_s(step), lambda: self._end_step(address, step))
+
+    def _pulled(self, address: str, sequence: Generation) -> None:
+        server = self._servers[address]
+        server.arrived.pop(sequence)()
+        server.engine.pulled(sequence, arrived=True)
+        self._begin_if_idle(address)
+
+    def _end_step(self, address: str, step: Step) -> None:
+        server = self._servers[address]
+        for sequence in server.engine.end_step(step):
+            grown = server.grown[sequence] if sequence.remaining_tokens else server.grown.pop(sequence)
+            grown(sequence)
+        self._begin_step(address)
 
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """A run at one rate: the share of requests that met both objectives, p90 of their times, the number not
-    served, and how busy the machine's CPUs were, in %."""
+    """Runs at one rate: the share of requests that met both objectives, that were split, and p90 of the
+    times."""
 
     per_s: float
     attained: float
+    split: float
     ttft_p90_s: float
     pace_p90_s: float
-    unserved: int
-    cpu: float
-
-    @property
-    def suffices(self) -> bool:
-        return self.attained >= _ATTAINED
 
 
-def _pace_s(answer: Answer) -> float:
-    assert answer.first_s is not None
-    return (answer.took_s - answer.first_s) / max(1, answer.request.tokens - 1)
+def level(case: Case, per_s: float, pool: Callable[[int], Pool], learnt: int) -> Level:
+    served: list[_Served] = []
+    for seed in _SEEDS:
+        it = pool(seed)
+        if learnt:
+            it.serve(case.arrivals(learnt, per_s, 1000 + seed))
+        served += it.serve(case.arrivals(case.requests, per_s, seed))
+    met = sum(each.ttft_s <= case.ttft_s and each.pace_s <= case.pace_s for each in served)
+    split = sum(each.prefiller != "" for each in served)
+    firsts, paces = [each.ttft_s for each in served], [each.pace_s for each in served]
+    return Level(
+        per_s, met / len(served), split / len(served), percentile(firsts, 0.9), percentile(paces, 0.9)
+    )
 
 
-async def _level(it: RunningFleet, case: Case, per_s: float, seed: int) -> Level:
-    psutil.cpu_percent()  # starts the interval
-    with Client(it.url) as client:
-        load = Load(client)
-        await load.send_open(case.plan(per_s, seed))
-    cpu = psutil.cpu_percent()
-    await it.wait_for_rest(_REST_S)
-    served = [(each.first_s, _pace_s(each)) for each in load.history if each.served and each.first_s]
-    met = sum(first_s <= case.ttft_s and pace_s <= case.pace_s for first_s, pace_s in served)
-    firsts, paces = (quantile(sorted(each), 0.9) for each in zip(*served, strict=True))
-    level = Level(per_s, met / len(load.history), firsts, paces, len(load.unserved), cpu)
-    print(level, flush=True)
-    return level
+def goodput(case: Case, pool: Callable[[int], Pool], learnt: int = 0) -> Level:
+    """The highest rate found at which 90 % meet the objectives."""
+
+    def at(per_s: float) -> Level:
+        return level(case, per_s, pool, learnt)
+
+    best = at(case.per_s)
+    while best.attained < _ATTAINED:
+        best = at(best.per_s / _STEP)
+    above_s = best.per_s * _STEP
+    while (higher := at(above_s)).attained >= _ATTAINED:
+        best, above_s = higher, above_s * _STEP
+    for _ in range(_HALVINGS):
+        middle = at((best.per_s + above_s) / 2)
+        if middle.attained >= _ATTAINED:
+            best = middle
+        else:
+            above_s = middle.per_s
+    return best
 
 
-async def _search(it: RunningFleet, case: Case, start_per_s: float) -> list[Level]:
-    """Levels around goodput, by rate: the last that suffices and the next, `_STEP` above, that does not."""
-    levels: dict[int, Level] = {}
-
-    async def suffices(step: int) -> bool:
-        if step not in levels:
-            levels[step] = await _level(it, case, start_per_s * _STEP**step, seed=1)
-        return levels[step].suffices
-
-    up = 1 if await suffices(0) else -1
-    near, stride = 0, _STRIDE
-    while abs(near) < _MOST_STEPS and await suffices(near + up * stride) == (up > 0):
-        near, stride = near + up * stride, 2 * stride
-    low, high = sorted((near, near + up * stride))
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if await suffices(middle) else (low, middle)
-    return [levels[step] for step in sorted(levels) if step <= high]
-
-
-def _goodput(levels: Sequence[Level]) -> float:
-    """The rate at which 90 % meet the objectives, between the last two levels."""
-    below, above = levels[-2:]
-    part = (below.attained - _ATTAINED) / max(1e-9, below.attained - above.attained)
-    return float(below.per_s * (above.per_s / below.per_s) ** part)
-
-
-async def _compare(case: Case, folder: Path) -> str:
-    found: dict[str, float] = {}
-    rows, cpu = [], 0.0
-    plans: dict[str, tuple[Sequence[str], dict[str, Any]]] = {
-        "8 endpoints, whole": ((), {}),
-        "8 of both stages, auto": (("prefill-decode",) * 8, {"prefill": {"selector": ROLE}}),
-        "4 + 4, auto": (_ROLES, {}),
+def _compare(name: str, case: Case) -> str:
+    half = _SERVERS // 2
+    pools: dict[str, Callable[[int], Pool]] = {
+        "8 endpoints, whole": partial(Pool, 0, _SERVERS, None),
+        "8 of both stages, auto": partial(Pool, half, half, {}, both=True),
+        "4 + 4, auto": partial(Pool, half, half, {}),
     }
     names = {0: "4 + 4, always split", _NEVER: "4 + 4, never split"}
     for each in case.thresholds:
-        plans[names.get(each, f"4 + 4, above {each} tokens")] = _ROLES, {"threshold": each}
-    start_per_s = case.per_s
-    for name, (roles, stages) in plans.items():
-        own = {"slowdown": 1.0, "kv_blocks": _KV_BLOCKS, "roles": roles}
-        more = {"scheduling": {"stages": stages}} if stages else {}
-        async with (
-            servers(folder, [_SEQUENCES] * 8, **own) as them,
-            fleet(them, _REPLICAS, exact_bounds(PLENTY), **more) as it,
-        ):
-            if stages.get("threshold") is None and roles:
-                await _level(it, replace(case, requests=_LEARNT), start_per_s, seed=0)
-            levels = await _search(it, case, start_per_s)
-        found[name] = start_per_s = _goodput(levels)
-        best = levels[-2]
-        cpu = max(cpu, *(each.cpu for each in levels))
-        first = next(iter(found.values()))
-        rows.append([
-            name, f"{found[name]:.2f}", f"{found[name] / first:.2f}", f"{best.ttft_p90_s:.2f}",
-            f"{1000 * best.pace_p90_s:.0f}", f"{sum(each.unserved for each in levels)}",
-        ])  # fmt: skip
-        print(rows[-1], flush=True)
-    fixed = {name: found[name] for name in list(found)[3:]}
-    best_fixed = max(fixed, key=lambda name: fixed[name])
-    head = ["", "goodput, requests/s", "to the first row", "TTFT p90, s", "per token p90, ms", "unserved"]
+        title = names.get(each, f"4 + 4, above {each} tokens")
+        pools[title] = partial(Pool, half, half, {"threshold": each})
+    found: dict[str, Level] = {}
+    for title, pool in pools.items():
+        found[title] = goodput(case, pool, _LEARNT if "auto" in title else 0)
+        print(name, title, found[title], flush=True)
+    whole = found["8 endpoints, whole"].per_s
+    best = max([*found][3:], key=lambda each: found[each].per_s)
+    rows = [
+        [
+            title, f"{it.per_s:.2f}", f"{it.per_s / whole:.2f}", f"{it.split:.0%}", f"{it.ttft_p90_s:.2f}",
+            f"{1000 * it.pace_p90_s:.0f}",
+        ]
+        for title, it in found.items()
+    ]  # fmt: skip
+    head = ["", "goodput, requests/s", "to the first row", "split", "TTFT p90, s", "per token p90, ms"]
     return "\n\n".join([
-        f"{case.requests} requests a run. Objectives: the first token within {case.ttft_s:g} s, "
-        f"{1000 * case.pace_s:g} ms for each further one.",
+        f"{case.requests} requests a run, {len(_SEEDS)} seeds. Objectives: the first token within "
+        f"{case.ttft_s:g} s, {1000 * case.pace_s:g} ms for each further one.",
         table(head, rows),
-        f"`auto` has {found['4 + 4, auto'] / fixed[best_fixed]:.2f} of the goodput of the best fixed "
-        f"threshold ({best_fixed}). The machine's CPUs were at most {cpu:.0f} % busy.",
+        f"`auto` has {found['4 + 4, auto'].per_s / found[best].per_s:.2f} of the goodput of the best fixed "
+        f"threshold ({best}).",
     ])  # fmt: skip
 
 
@@ -201,12 +384,11 @@ _TITLE = "# Prefill and decode apart: goodput by when requests are split\n"
 
 def main() -> int:
     parser = options_parser("python -m bench.stages", __doc__)
-    parser.add_argument("case", nargs="?", choices=_CASES, metavar="CASE", help=", ".join(_CASES))
+    parser.add_argument("case", nargs="?", choices=CASES, metavar="CASE", help=", ".join(CASES))
     options = parser.parse_args()
     file = options.out / "stages.md"
-    for name in [options.case] if options.case else _CASES:
-        with tempfile.TemporaryDirectory() as folder:
-            text = uvloop.run(_compare(_CASES[name], Path(folder)))
+    for name in [options.case] if options.case else CASES:
+        text = _compare(name, CASES[name])
         about = describe_run(f"python -m bench.stages {name}")
         write_page(file, with_section(file, _TITLE, name, f"{about}\n\n{text}"))
     return 0

@@ -103,8 +103,8 @@ class Forecasts:
             whole_s,
             None if split is None else split.median_s,
             (whole_s or 0.0) - (0.0 if others is None else others.median_s),
-            _running(decoder),
-            0.0 if prefiller_decodes is None else _running(prefiller_decodes),
+            _delayed(decoder),
+            0.0 if prefiller_decodes is None else _delayed(prefiller_decodes),
         )
 
     def placed_split(
@@ -164,10 +164,12 @@ class Forecasts:
         return self._routes.backlogs.tokens(address, self._clock())
 
 
-def _running(state: EndpointState) -> float:
-    """The answers that the endpoint in `state` writes. Some requests in flight wait for their prefill
-    elsewhere; the engine's page tells how many run."""
-    return state.in_flight if state.running is None else min(state.running, state.in_flight)
+def _delayed(state: EndpointState) -> float:
+    """How many answers a prompt's whole prefill on the endpoint in `state` delays by its time. The engine's
+    page tells how many run; other requests in flight wait for their prefill elsewhere, and arrive on average
+    in the middle of this one: two of them count as one."""
+    running = state.in_flight if state.running is None else min(state.running, state.in_flight)
+    return (running + state.in_flight) / 2
 
 
 def shortfall_s(objective: LatencyObjective, forecasts: Sequence[Forecast]) -> float | None:

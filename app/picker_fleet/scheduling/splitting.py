@@ -29,13 +29,13 @@ _EXPLORED_UNKNOWN: Final = 1 / 8  # the same part until some fifty such requests
 class StageTimes(NamedTuple):
     """The predicted times (s) to the first token of one request, None if unknown: `whole_s` on its decode
     endpoint, `split_s` with its prefill endpoint. `own_s` is the time of its prompt alone in `whole_s`. The
-    prompt would delay `running` answers on its decode endpoint, `running_split` on its prefill endpoint."""
+    prompt would delay `delayed` answers on its decode endpoint, `delayed_split` on its prefill endpoint."""
 
     whole_s: float | None = None
     split_s: float | None = None
     own_s: float = 0.0
-    running: float = 0.0
-    running_split: float = 0.0
+    delayed: float = 0.0
+    delayed_split: float = 0.0
 
 
 class SplitDecision(NamedTuple):
@@ -48,18 +48,18 @@ class SplitDecision(NamedTuple):
     explores: bool = False
 
     def __str__(self) -> str:
-        whole_s, split_s, own_s, running, running_split = self.times
+        whole_s, split_s, own_s, delayed, delayed_split = self.times
         text = f"{'split' if self.is_split else 'whole'}: {self.tokens:.0f} uncached tokens"
         if whole_s is not None:
             text += f", whole {whole_s:.2f} s"
-            text += _delay(own_s, running)
+            text += _delay(own_s, delayed)
         if split_s is not None:
-            text += f", split {split_s:.2f} s{_delay(own_s, running_split)}"
+            text += f", split {split_s:.2f} s{_delay(own_s, delayed_split)}"
         return f"{text}; chosen to learn its time" if self.explores else text
 
 
-def _delay(own_s: float, running: float) -> str:
-    return f" and {own_s:.2f} s for each of {running:.0f} running answers" if running else ""
+def _delay(own_s: float, answers: float) -> str:
+    return f" and {own_s:.2f} s for each of {answers:.0f} answers" if answers else ""
 
 
 def decide(
@@ -71,14 +71,14 @@ def decide(
         return SplitDecision(tokens > threshold, tokens)
     if tokens < LEAST_TOKENS:
         return SplitDecision(False, tokens)
-    whole_s, split_s, own_s, running, running_split = times
+    whole_s, split_s, own_s, delayed, delayed_split = times
     if whole_s is None or split_s is None:
         is_better = tokens > START_TOKENS
         is_known = (whole_s if is_better else split_s) is not None
         share = _EXPLORED if is_known else _EXPLORED_UNKNOWN
     else:
-        whole_s += running * own_s
-        split_s += running_split * own_s
+        whole_s += delayed * own_s
+        split_s += delayed_split * own_s
         is_better = split_s < whole_s * _CLEARLY
         share = _EXPLORED * min(split_s, whole_s) / max(split_s, whole_s)
     explores = draw is not None and draw() < share
