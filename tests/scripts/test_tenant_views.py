@@ -123,7 +123,8 @@ async def test_a_change_of_a_node_and_a_top_up_are_in_force_at_once_and_name_bot
 
         body = {"over_limit": "reject", "limits": [{"tokens": 10, "per": "1m"}]}
         put = await views.put(call, "acme/k", body)
-        assert (put.old, put.new) == (None, orjson.loads((await a.store.tenants())["acme/k"]))
+        changes = await a.store.nodes_of("tenant_changes")
+        assert (put.old, put.new) == (None, orjson.loads(changes["acme/k"]))
         assert (await node(views, "acme/k")).source == "operator"
         for bad in ({"limits": [{"tokens": 61, "per": "1m"}]}, {"wait": 1}, {"limits": [{"per": "1m"}]}):
             with pytest.raises(ConfigError, match="acme/k"):

@@ -18,7 +18,7 @@ import msgspec
 from picker_fleet.domain.bands import Bands
 from picker_fleet.domain.request import Ejection, Endpoint, Fault, InferenceRequest, Outcome
 from picker_fleet.state.accounting_token import Keyring
-from picker_fleet.state.batching import BatchingClient, CallMetrics
+from picker_fleet.state.batching import HEAD, BatchingClient, CallMetrics
 from picker_fleet.state.connection import FailureDetector, PauseDetector
 from picker_fleet.state.keys import BETWEEN, Keys
 from picker_fleet.state.pool_state import (
@@ -400,18 +400,15 @@ class Store:
         """Report that this replica is alive. `about` is the replica info (JSON); '': unchanged."""
         signing = self._signing
         keys = (signing.offer(), signing.first)
-        reply = await self._client.call(
-            "heartbeat", self._replica, about, int(silence_s * 1000), *keys, *self._now_at_least()
-        )
-        self._take_head(reply)
+        reply = await self._call("heartbeat", about, int(silence_s * 1000), *keys, *self._now_at_least())
         (
             known, leader, live, config, endpoints, tuned, stock, queued, upper, lower, ready, paused,
             signing_keys, now_us, variant_key,
-        ) = reply[4:]  # fmt: skip
-        self._redis_clock = (reply[0], int(now_us), self._clock())
+        ) = reply  # fmt: skip
+        self._redis_clock = (self.epoch, int(now_us), self._clock())
         signing.take(signing_keys, variant_key)
         return HeartbeatReply(
-            reply[0], known == 1, leader == 1, live, config, endpoints,
+            self.epoch, known == 1, leader == 1, live, config, endpoints,
             float(stock), queued, float(upper), float(lower), ready, tuned, paused == 1,
         )  # fmt: skip
 
@@ -472,11 +469,10 @@ class Store:
         if prefill_caps:
             settings = {**settings, "prefill_caps": prefill_caps}
         pairs = [text for each in endpoints for text in (each.address, describe(each))]
-        reply = await self._client.call(
-            "publish", self._replica, config_version, endpoints_version, json.dumps(settings), *pairs
+        *_, records, lost = await self._call(
+            "publish", config_version, endpoints_version, json.dumps(settings), *pairs
         )
-        self._take_head(reply)
-        return Rebuilt(int(reply[7]), str(reply[8])) if reply[7] >= 0 else None
+        return Rebuilt(records, lost) if records >= 0 else None
 
     async def publish_changes(
         self, former_version: str, version: str, changes: Mapping[str, Endpoint | None]
@@ -488,9 +484,8 @@ class Store:
             for address, each in changes.items()
             for text in (address, "" if each is None else describe(each))
         ]
-        reply = await self._client.call("publish_changes", self._replica, former_version, version, *pairs)
-        self._take_head(reply)
-        return bool(reply[4] == 1)
+        (changed,) = await self._call("publish_changes", former_version, version, *pairs)
+        return bool(changed == 1)
 
     async def set_live_config(self, overrides: Mapping[str, object], note: Mapping[str, object]) -> str:
         """Change settings for the whole fleet. Returns the new version; '' while the pool is unknown.
@@ -498,9 +493,8 @@ class Store:
         The argument `overrides` uses the setting names of `publish`; `note` has the same changes in the
         operator's words. The value None removes a change.
         """
-        reply = await self._client.call("tune", self._replica, json.dumps(overrides), json.dumps(note))
-        self._take_head(reply)
-        return str(reply[4])
+        (version,) = await self._call("tune", json.dumps(overrides), json.dumps(note))
+        return str(version)
 
     async def set_limits(self, found: Mapping[str, FoundLimit]) -> None:
         """Put the limits that the fleet has found in force, by address; all have the same unit. The key of a
@@ -516,7 +510,7 @@ class Store:
         if any(each.unit == "tokens" for each in found.values()):
             limits["unit"] = "tokens"
         state = msgspec.json.encode(found).decode()
-        self._take_head(await self._client.call("set_limits", self._replica, json.dumps(limits), state))
+        await self._call("set_limits", json.dumps(limits), state)
 
     async def found_limits(self) -> Mapping[str, FoundLimit]:
         """The limits that the fleet has found, by address, with PREFILL before it for the stage prefill."""
@@ -526,13 +520,8 @@ class Store:
         """Change tenants' nodes: path -> JSON (lua/lib/tenants.lua), '' removes the node. `kind`: from the
         configuration, or of operators. Returns the new version; '' while the pool is unknown."""
         pairs = [text for pair in nodes.items() for text in pair]
-        reply = await self._client.call("set_tenants", self._replica, kind, *pairs)
-        self._take_head(reply)
-        return str(reply[4])
-
-    async def tenants(self) -> Mapping[str, str]:
-        """The nodes in force: path -> JSON, those of operators in place of the configured."""
-        return {**await self.nodes_of("tenants"), **await self.nodes_of("tenant_changes")}
+        (version,) = await self._call("set_tenants", kind, *pairs)
+        return str(version)
 
     async def nodes_of(self, kind: Literal["tenants", "tenant_changes"]) -> Mapping[str, str]:
         """The nodes of one kind: path -> JSON."""
@@ -559,9 +548,8 @@ class Store:
     async def top_up_tenant(self, path: str, unit: str, per: str, amount: float) -> float | None:
         """Give back `amount` of what a limit of a tenant's node has granted, at most all; `per` as of a
         LimitRow. Returns what is left; None if the node has no such limit."""
-        reply = await self._client.call("top_up_tenant", self._replica, path, unit, per, amount)
-        self._take_head(reply)
-        return float(reply[4]) if reply[4] else None
+        (left,) = await self._call("top_up_tenant", path, unit, per, amount)
+        return float(left) if left else None
 
     async def live_config(self) -> LiveConfig:
         version, overrides, note = await self._client.command(
@@ -590,15 +578,12 @@ class Store:
 
     async def evict(self, request_id: str) -> EvictReply:
         """Evict a waiting request from the queue."""
-        reply = await self._client.call("evict", self._replica, request_id)
-        self._take_head(reply)
-        return cast(EvictReply, reply[4])
+        (reply,) = await self._call("evict", request_id)
+        return cast(EvictReply, reply)
 
     async def sweep(self, *, interval_s: float, grace_s: float, idle_s: float, unseen_s: float) -> SweepReply:
         times = (int(seconds * 1000) for seconds in (interval_s, grace_s, idle_s, unseen_s))
-        reply = await self._client.call("sweep", self._replica, *times)
-        self._take_head(reply)
-        ran, expired, reclaimed, more, ghosts, suspects = reply[4:]
+        ran, expired, reclaimed, more, ghosts, suspects = await self._call("sweep", *times)
         return SweepReply(ran == 1, expired, reclaimed, more == 1, ghosts, tuple(suspects))
 
     async def endpoints(self) -> tuple[Endpoint, ...]:
@@ -642,6 +627,12 @@ class Store:
 
     def _unavailable(self, cause: str, why: str) -> None:
         self.on_event(RedisLost(cause, why))
+
+    async def _call(self, script: str, *args: str | int | float) -> Sequence[Any]:
+        """Run `script` alone. Returns its reply without the head, which every call has."""
+        reply = await self._client.call(script, self._replica, *args)
+        self._take_head(reply)
+        return reply[HEAD:]  # type: ignore[no-any-return]
 
     def _take_head(self, head: Sequence[Any]) -> None:
         self.epoch = head[0]
