@@ -30,7 +30,7 @@ from picker_fleet.scheduling.chooser import EndpointChooser
 from picker_fleet.state import accounting_token
 from picker_fleet.state.accounting_token import Keyring
 from picker_fleet.state.connection import FailureDetector, PauseDetector
-from picker_fleet.state.store import Store
+from picker_fleet.state.store import Placed, Store
 from picker_fleet.telemetry.metrics import Metrics
 
 if TYPE_CHECKING:
@@ -295,8 +295,8 @@ class Admission:
                     raise
             else:
                 failover.is_busy, failover.placed = True, failover.placed + self._cost(request)
-                if waiter.quota:
-                    failover.told.note(request.flow, waiter.quota, self._store.now_ms())
+                if waiter.placed.quota:
+                    failover.told.note(request.flow, waiter.placed.quota, self._store.now_ms())
                 return self._placement(request, waiter, stream_owned)
         raise ShuttingDown()
 
@@ -319,8 +319,8 @@ class Admission:
             if failover.state is FailoverState.LOCAL:
                 most = 1 + self._fleet.config.settings.scheduling.fallbacks
                 waiter = self.queue.new_waiter(request, wait)
-                waiter.endpoints = outage.picker.pick(request, most=most)
-                waiter.quota = outage.gate.quota(request.id)
+                endpoints = outage.picker.pick(request, most=most)
+                waiter.placed = Placed(endpoints, quota=outage.gate.quota(request.id))
                 placement = self._placement(request, waiter, stream_owned, self._store.now_ms())
             else:
                 waiter = await self._wait_prepaid(request, cost, wait)
@@ -354,12 +354,12 @@ class Admission:
         return request.cost + self._answer_tokens if request.learn else request.cost
 
     def _placement(
-        self, request: InferenceRequest, placed: Waiter, stream_owned: bool, alone_ms: int | None = None
+        self, request: InferenceRequest, waiter: Waiter, stream_owned: bool, alone_ms: int | None = None
     ) -> Placement:
         """Record a placement; if made without Redis, `alone_ms` is its time by Redis's clock."""
         self._record_cost(request.band.priority, request.flow, request.cost)
-        endpoint = placed.endpoints[0]
-        loads, prefiller = placed.loads, placed.prefillers[0] if placed.prefillers else ""
+        placed, loads = waiter.placed, waiter.loads
+        endpoint, prefiller = placed.endpoints[0], placed.prefillers[0] if placed.prefillers else ""
         written = accounting_token.write(
             request,
             endpoint,
@@ -370,13 +370,13 @@ class Admission:
             prefill_load=loads.prefill or (),
         )
         token = accounting_token.signed(written, request.id, self._keys)
-        entry = self.ledger.place(request.id, placed.attempt, token, endpoint, owned=stream_owned)
-        entry.unacknowledged = placed.attempt if placed.unacknowledged else ""
+        entry = self.ledger.place(request.id, waiter.attempt, token, endpoint, owned=stream_owned)
+        entry.unacknowledged = waiter.attempt if waiter.unacknowledged else ""
         session = self._chooser.session_token(endpoint)
         return Placement(
             placed.endpoints,
             token,
-            placed.attempt,
+            waiter.attempt,
             session,
             quota=placed.quota,
             prefillers=placed.prefillers,

@@ -76,8 +76,8 @@ class Waiter(msgspec.Struct, eq=False):
 
     `asking`: Redis has not answered the admission yet. `placing`: the request is granted, and Redis has not
     answered the placement yet. `unacknowledged`: the grant placed the request, and Redis may lack the
-    acknowledgement. `error`: why the wait ends without a verdict. `endpoints`: where the request is placed.
-    `loads`: the loads that the request met there. `quota`, `prefillers`: as of a Placement.
+    acknowledgement. `error`: why the wait ends without a verdict. `placed`: the placement, without endpoints
+    until it is made. `loads`: the loads that the request met there.
     """
 
     request: InferenceRequest
@@ -87,10 +87,8 @@ class Waiter(msgspec.Struct, eq=False):
     asking: bool = True
     placing: bool = False
     unacknowledged: bool = False
-    endpoints: tuple[str, ...] = ()
-    prefillers: tuple[str, ...] = ()
+    placed: Placed = Placed(())
     loads: MetLoads = MetLoads()
-    quota: str = ""
     awaited: asyncio.Future[AnyVerdict] | None = None
     error: RequestError | None = None
 
@@ -205,14 +203,12 @@ class SharedQueue:
             verdict = await self._admit_known(waiter)
             if isinstance(verdict, Queued):
                 wait.queued = True
-                placed = await self._queue(waiter, verdict)
+                waiter.placed = await self._queue(waiter, verdict)
             else:
-                placed = verdict
+                waiter.placed = verdict
                 if not wait.queued:
                     self._metrics.bypassed(request.model, request.target_model)
-            waiter.endpoints, waiter.quota = placed.endpoints, placed.quota
-            waiter.prefillers = placed.prefillers
-            if placed.quota.endswith(_DEMOTED):
+            if waiter.placed.quota.endswith(_DEMOTED):
                 self._metrics.demoted(request.flow, self._tenants())
         except (asyncio.CancelledError, RequestError) as fault:
             # Undo the admission in case Redis received it. Redis changed nothing if it refused the request,
