@@ -520,7 +520,7 @@ class PoolModel:
         self.workloads.dispatched(r.flow, r.workload, (self.moment.now_us - r.arrived) / 1000)
         self._log("granted", r.id, "guard" if by_guard else "turn")
         if self.has_tenants:
-            self.quotas.start(r.id, r.cost)
+            self.quotas.count_start(r.id, r.cost)
         reply = self._place(r, "*")[0] if r.any_endpoint else None
         if reply:
             self._log("placed", r.id)

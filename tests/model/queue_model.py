@@ -380,7 +380,7 @@ class QueueModel(PoolModel):
         if self.has_tenants:
             if self.quotas.lacking(r.id):
                 return None
-            self.quotas.start(r.id, r.cost)
+            self.quotas.count_start(r.id, r.cost)
         reply, limited, _ = self._place(r, item.candidates, item.prefill)
         if reply is None:
             if self.has_tenants:

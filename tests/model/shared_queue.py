@@ -8,7 +8,7 @@ from typing import Any
 
 from model_state import Moment, Request, Workloads
 
-from picker_fleet.admission.fair_queue import BandQueue, Context, FairQueue, Policy
+from picker_fleet.admission.fair_queue import BandQueue, Context, FairQueue, FlowQueue, Policy
 from picker_fleet.admission.tenant_tree import INNER, Level, Order
 from picker_fleet.domain.bands import NAMED, Band, Bands, Criticality
 
@@ -159,8 +159,13 @@ class SharedQueue(FairQueue[Request]):
                     self.remove(r)
                     self.insert(r)
         for band in self.bands.values():
-            for queue in band.queues.values():
-                queue.reorder() if policy_changed else queue.refresh()
+            for name, queue in band.queues.items():
+                if not policy_changed:
+                    queue.refresh()
+                    continue
+                band.queues[name] = sorted_again = FlowQueue[Request](self._rules, queue.levels)
+                for r in queue.requests:
+                    sorted_again.insert(r)
 
     def rebase(self) -> None:
         """Lower virtual time and all tags by the same amount when virtual time exceeds REBASED_AT."""

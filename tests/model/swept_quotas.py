@@ -1,10 +1,56 @@
-"""The balances of tenants in the model: as in an outage, and what the sweep and new limits do in Redis."""
+"""The balances of tenants in the model: as in an outage, and what only the scripts do."""
 
-from picker_fleet.admission.quotas import Quotas
+from collections.abc import Mapping
+
+from picker_fleet.admission.quotas import Quotas, _Settings
+from picker_fleet.domain.tenants import Price, Tree
 
 
 class SweptQuotas(Quotas):
-    """Forgets balances without effect, and counts requests in flight again."""
+    """Also changes settings, refunds requests that return to the queue, counts the cost served at each node
+    with settings for its own path, forgets balances without effect, and counts requests in flight again."""
+
+    def put_settings(self, tree: Tree, prices: Mapping[str, Price]) -> None:
+        """Change nodes and prices. Balances stay, so a changed limit grants no second burst."""
+        self.tree, self._prices = tree, prices
+
+    def count_start(self, request_id: str, cost: float) -> None:
+        charge = self.charges.get(request_id)
+        if charge is not None and not charge.grant:
+            self.start(request_id)
+            self._count_served(charge.flow, cost)
+
+    def send_back(self, request_id: str, cost: float) -> None:
+        """Undo `count_start`: the request waits again."""
+        charge = self.charges.get(request_id)
+        if charge is not None and charge.grant and self._nodes(charge.flow):
+            self._take_all(charge, "grant", -1)
+            charge.grant = False
+            self._count_served(charge.flow, -cost)
+            self._log("refunded", request_id)
+
+    def refuse(self, request_id: str) -> None:
+        """Undo `arrive`."""
+        charge = self.charges.pop(request_id, None)
+        if charge is not None:
+            self._take_all(charge, "arrival", -1)
+            self._log("refunded", request_id)
+
+    def _nodes(self, flow: str) -> list[_Settings]:
+        """The nodes of a flow's path that have limits or count the cost served, from the top."""
+        found = [(path, self.tree.node(path)) for path in self.tree.paths(flow)]
+        nodes = [(self._settings(path, node), node.path) for path, node in found if node is not None]
+        return [node for node, configured in nodes if node.limits or configured == node.path]
+
+    def _count_served(self, flow: str, cost: float) -> None:
+        for path in self.tree.paths(flow):
+            if self._counts_served(path):
+                key = f"{path}\x1fserved"
+                self._put(key, self.balances.get(key, (0.0,))[0] + cost)
+
+    def _counts_served(self, path: str) -> bool:
+        node = self.tree.node(path)
+        return node is not None and node.path == path
 
     def drop_idle(self) -> None:
         """Forget balances without effect, as the sweep does: of nodes that are gone, and of limits of which
@@ -18,8 +64,8 @@ class SweptQuotas(Quotas):
             node = self.tree.node(path)
             settings = self._settings(path, node) if node is not None else None
             limit = next((each for each in settings.limits if each.key == key), None) if settings else None
-            is_kept = settings is not None and (key == settings.served or (limit and self._taken(limit) > 0))
-            if not is_kept:
+            is_served = kind == "served" and self._counts_served(path)
+            if not (is_served or (limit and self._taken(limit) > 0)):
                 del self.balances[key]
 
     def recount(self) -> None:

@@ -78,7 +78,7 @@ def test_all_replicas_together_grant_a_burst_and_the_rate(
         lack = quotas.arrive(ask(name, flow="acme/key", prompt_tokens=tokens - 1, answer_tokens=1))
         assert (lack is not None and lack.over_burst) == (tokens > 50)
         if lack is None and quotas.lacking(name) is None:
-            quotas.start(name, 1.0)
+            quotas.start(name)
             granted += tokens
         # A replica may grant one request that is larger than its share of the burst.
         assert granted <= 50 + 0.1 * now_ms[0] + (50 * live if live > 1 else 0) + 1e-6
@@ -93,8 +93,8 @@ def test_a_charge_is_corrected_by_usage_and_refunded_without_service() -> None:
         assert quotas.arrive(ask(name, flow="acme", prompt_tokens=30, answer_tokens=10)) is None
     for name in ("served", "failed"):
         assert quotas.lacking(name) is None
-        quotas.start(name, 1.0)
-        quotas.start(name, 1.0)  # a retry is charged once
+        quotas.start(name)
+        quotas.start(name)  # a retry is charged once
     assert quotas.lacking("gone") == ("acme", float("inf"))  # two requests are in flight
     assert quotas.quota("served") == "tokens=100,20,48000"
     quotas.use("served", Usage(20, 10, 5))
@@ -186,7 +186,7 @@ async def test_an_outage_begins_with_the_balances_that_redis_told() -> None:
     whole, share = (Quotas(found, {}, lambda: now_ms, live=live) for live in (1, 3))
     for n in range(2):
         whole.arrive(ask(str(n), flow="acme/x", prompt_tokens=240))
-        whole.start(str(n), 1.0)
+        whole.start(str(n))
     share.take_over("acme/x", whole.quota("1"), now_ms)
     share.take_over("acme/x", "demoted=1", now_ms)
     # Of 120 tokens and 598 requests this replica has a third.
@@ -198,6 +198,6 @@ async def test_an_outage_begins_with_the_balances_that_redis_told() -> None:
     for n in range(20):
         assert share.arrive(ask(f"o{n}", flow="other/x")) is None
         assert share.lacking(f"o{n}") is None
-        share.start(f"o{n}", 1.0)
+        share.start(f"o{n}")
     assert share.arrive(ask("more", flow="other/x")) is None
     assert share.lacking("more") is not None

@@ -159,13 +159,6 @@ class FlowQueue(Generic[R]):
         predicted time."""
         return self.requests.last()
 
-    def reorder(self) -> None:
-        """Sort all requests again by the policy in force."""
-        former = list(self.requests)
-        self.requests, self.growing, self.static, self._lines = ScoredSet(), ScoredSet(), ScoredSet(), {}
-        for r in former:
-            self.insert(r)
-
     def refresh(self) -> None:
         """Update the score of each workload's oldest request: a workload's rate falls with time."""
         for line in self._lines.values():

@@ -145,7 +145,7 @@ class LocalGate:
             former.turn.set_exception(ClientGone("taken over by a newer stream"))
         has_turn = not self._paused and not len(self._queue) and not self._lacking(request.id)
         if has_turn and self.acquire(cost):
-            self._start(request.id, cost)
+            self._start(request.id)
             if alone and not wait.queued:
                 self._metrics.bypassed(request.model, request.target_model)
             return True
@@ -203,9 +203,9 @@ class LocalGate:
     def _lacking(self, request_id: str) -> tuple[str, float] | None:
         return self._quotas.lacking(request_id) if self._quotas is not None else None
 
-    def _start(self, request_id: str, cost: float) -> None:
+    def _start(self, request_id: str) -> None:
         if self._quotas is not None:
-            self._quotas.start(request_id, cost)
+            self._quotas.start(request_id)
 
     def quota(self, request_id: str) -> str:
         """The balances that the answer to a placed request shows (Placement.quota)."""
@@ -320,7 +320,7 @@ class LocalGate:
                 self._throttle(waiting, *lacking)
             elif self.acquire(waiting.cost):
                 queue.serve(waiting, by_guard)
-                self._start(waiting.id, waiting.cost)
+                self._start(waiting.id)
                 waiting.turn.set_result(True)
                 self._metrics.dequeued(1, 1)
                 return True

@@ -13,7 +13,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 from picker_fleet.admission.tenant_tree import INNER
 from picker_fleet.domain.tenants import Node, Price, Tree
@@ -86,13 +86,11 @@ class Limit(NamedTuple):
 
 
 class _Settings(NamedTuple):
-    """A node that counts something. `served`: the key of the cost served, '' unless the node is configured
-    by its own path."""
+    """A node, with its limits."""
 
     path: str
     over_limit: str
     limits: tuple[Limit, ...]
-    served: str
 
 
 class Lack(NamedTuple):
@@ -132,7 +130,7 @@ class Quotas:
     not than the burst, is granted when the share is whole. `log` gets event and request id.
 
     `balances` has the numbers of each field of the hash `balances` (docs/redis-schema.md): units owed and the
-    time in ms; requests in flight; a budget's period and the cost units spent in it; a node's cost served.
+    time in ms; requests in flight; a budget's period and the cost units spent in it.
     """
 
     def __init__(
@@ -148,10 +146,6 @@ class Quotas:
         self.balances: OrderedDict[str, tuple[float, ...]] = OrderedDict()
         self._told: dict[str, tuple[float, ...]] = {}  # the balances taken over, by key
         self.charges: dict[str, Charge] = {}
-
-    def put_settings(self, tree: Tree, prices: Mapping[str, Price]) -> None:
-        """Change nodes and prices. Balances stay, so a changed limit grants no second burst."""
-        self.tree, self._prices = tree, prices
 
     # The steps of a request
 
@@ -170,7 +164,8 @@ class Quotas:
             elif lack is not None and (lack.over_burst or node.over_limit == "reject" or not may_wait):
                 return lack
         self.charges[r.id] = charge
-        self._charge_arrival(charge, 1)
+        self._take_all(charge, "arrival", 1)
+        charge.arrival = True
         self._log("charged", r.id)
         return None
 
@@ -189,27 +184,13 @@ class Quotas:
                 return _child(node.path, charge.flow), lack.wait_ms
         return None
 
-    def start(self, request_id: str, cost: float) -> None:
+    def start(self, request_id: str) -> None:
         """Charge a request that starts to the nodes that queue. A retry is charged once."""
         charge = self.charges.get(request_id)
-        if charge is None or charge.grant or not self._nodes(charge.flow):
-            return
-        self._charge_grant(charge, 1, cost)
-        self._log("charged", request_id)
-
-    def send_back(self, request_id: str, cost: float) -> None:
-        """Undo `start`: the request waits again."""
-        charge = self.charges.get(request_id)
-        if charge is not None and charge.grant and self._nodes(charge.flow):
-            self._charge_grant(charge, -1, cost)
-            self._log("refunded", request_id)
-
-    def refuse(self, request_id: str) -> None:
-        """Undo `arrive`."""
-        charge = self.charges.pop(request_id, None)
-        if charge is not None:
-            self._charge_arrival(charge, -1)
-            self._log("refunded", request_id)
+        if charge is not None and not charge.grant and self._nodes(charge.flow):
+            self._take_all(charge, "grant", 1)
+            charge.grant = True
+            self._log("charged", request_id)
 
     def use(self, request_id: str, usage: Usage) -> None:
         """Correct a charge by the request's usage."""
@@ -305,10 +286,10 @@ class Quotas:
     # Balances
 
     def _nodes(self, flow: str) -> list[_Settings]:
-        """The nodes of a flow's path that count something, from the top."""
+        """The nodes of a flow's path that have limits, from the top."""
         found = ((path, self.tree.node(path)) for path in self.tree.paths(flow))
         nodes = [self._settings(path, node) for path, node in found if node is not None]
-        return [node for node in nodes if node.limits or node.served]
+        return [node for node in nodes if node.limits]
 
     def _settings(self, path: str, node: Node) -> _Settings:
         live, limits = self._live, []
@@ -322,8 +303,7 @@ class Quotas:
         if node.budget is not None:
             units, period = node.budget.units, node.budget.period
             limits.append(Limit("budget", period, units / live, units, 0.0, f"{path}\x1fbudget:{period}"))
-        served = f"{path}\x1fserved" if node.path == path else ""
-        return _Settings(path, node.over_limit, tuple(limits), served)
+        return _Settings(path, node.over_limit, tuple(limits))
 
     def _lack(self, node: _Settings, charge: Charge) -> Lack | None:
         """The limit of a node that a request fits last; None if the request fits all."""
@@ -397,28 +377,19 @@ class Quotas:
     def _charged(self, charge: Charge) -> Iterator[tuple[str, Limit]]:
         """The limits that a request is charged, each with the path of its node."""
         for node in self._nodes(charge.flow):
-            is_charged = charge.grant if node.over_limit == "queue" else charge.arrival
-            if is_charged and not (charge.demoted and node.over_limit == "demote"):
-                yield from ((node.path, limit) for limit in node.limits)
+            if charge.grant if node.over_limit == "queue" else charge.arrival:
+                yield from self._limits_for(node, charge)
 
-    def _charge_arrival(self, charge: Charge, sign: int) -> None:
-        kinds = ("reject",) if charge.demoted else ("reject", "demote")
-        self._take_all(charge, kinds, sign)
-        charge.arrival = sign > 0
-
-    def _charge_grant(self, charge: Charge, sign: int, cost: float) -> None:
-        self._take_all(charge, ("queue",), sign)
-        charge.grant = sign > 0
+    def _take_all(self, charge: Charge, phase: Literal["arrival", "grant"], sign: int) -> None:
+        """Take the estimate of a request at the nodes that charge it in that phase, or give it back."""
         for node in self._nodes(charge.flow):
-            if node.served:
-                served = self.balances.get(node.served, (0.0,))[0]
-                self._put(node.served, served + sign * cost)
+            if (node.over_limit == "queue") == (phase == "grant"):
+                for _, limit in self._limits_for(node, charge):
+                    self._take(limit, sign * self._estimate(limit.unit, charge))
 
-    def _take_all(self, charge: Charge, kinds: tuple[str, ...], sign: int) -> None:
-        """Take the estimate of a request at the nodes whose `over_limit` is one of `kinds`."""
-        for node in self._nodes(charge.flow):
-            for limit in node.limits if node.over_limit in kinds else ():
-                self._take(limit, sign * self._estimate(limit.unit, charge))
+    def _limits_for(self, node: _Settings, charge: Charge) -> Iterator[tuple[str, Limit]]:
+        if not (charge.demoted and node.over_limit == "demote"):
+            yield from ((node.path, limit) for limit in node.limits)
 
 
 class ToldQuotas:
