@@ -85,17 +85,8 @@ def _guidellm(url: str, seconds: int, folder: Path, tenant: _Tenant) -> _Job:
 def _aiperf(url: str, seconds: int, folder: Path, tenant: _Tenant) -> _Job:
     out = folder / tenant.name
     command = (
-        *(
-            _program("aiperf"),
-            "profile",
-            "-m",
-            "llama",
-            "--url",
-            url,
-            "--endpoint-type",
-            "chat",
-            "--streaming",
-        ),
+        *(_program("aiperf"), "profile", "-m", "llama", "--url", url),
+        *("--endpoint-type", "chat", "--streaming"),
         *("--tokenizer", str(made_model(folder / "model")), "--use-server-token-count", "--ui", "none"),
         *("--synthetic-input-tokens-mean", str(_PROMPT_TOKENS), "--output-tokens-mean", str(_TOKENS)),
         *("--concurrency", str(tenant.streams), "--benchmark-duration", str(seconds)),
