@@ -1,6 +1,7 @@
 """Compressed bodies: decoding, refusals, and limits on the cost of decoding."""
 
 import asyncio
+import functools
 import gzip
 import time
 import zlib
@@ -32,7 +33,7 @@ PACK: dict[str, Callable[[bytes], bytes]] = {
     "x-gzip": gzip.compress,
     "deflate": zlib.compress,
     "Deflate": raw_deflate,
-    "br": brotli.compress,
+    "br": functools.partial(brotli.compress, quality=1),
     "zstd": zstandard.ZstdCompressor().compress,
     "identity": bytes,
 }
