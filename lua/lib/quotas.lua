@@ -287,15 +287,6 @@ do -- a chunk may have 200 locals
     end
   end
 
-  -- Return the nodes of a request that count something, with their balances read, and the request's charge; nil as the
-  -- charge if it has none.
-  local function charged_nodes(r)
-    local found = counting(r.flow)
-    local charge = #found > 0 and charge_of(r)
-    if charge then prefetch(found) end
-    return found, charge
-  end
-
   local function count_served(found, cost)
     for _, node in ipairs(found) do
       local field = node.served_field
@@ -305,8 +296,10 @@ do -- a chunk may have 200 locals
 
   -- Charge a request that starts to the nodes that queue.
   function quotas.start(r)
-    local found, charge = charged_nodes(r)
+    local found = counting(r.flow)
+    local charge = #found > 0 and charge_of(r)
     if not charge then return end
+    prefetch(found)
     take_all(r, charge, 'grant', 1)
     count_served(found, r.cost)
     log_charge('charged', r, 'grant', charge)
@@ -314,8 +307,10 @@ do -- a chunk may have 200 locals
 
   -- Undo `start`: the request returns to the queue.
   function quotas.sent_back(r)
-    local found, charge = charged_nodes(r)
+    local found = counting(r.flow)
+    local charge = #found > 0 and charge_of(r)
     if not (charge and charge.grant) then return end
+    prefetch(found)
     take_all(r, charge, 'grant', -1)
     count_served(found, -r.cost)
     log_charge('refunded', r, 'grant', charge)
@@ -323,8 +318,10 @@ do -- a chunk may have 200 locals
 
   -- Correct the charge of a request by its usage. Later, the request's end finds nothing to refund.
   function quotas.used(r, prompt, cached, answer)
-    local found, charge = charged_nodes(r)
+    local found = counting(r.flow)
+    local charge = #found > 0 and charge_of(r)
     if not charge then return end
+    prefetch(found)
     for i = 1, #found do
       local limits = has_charged(found[i], charge) and found[i].limits or NONE
       for j = 1, #limits do
@@ -345,11 +342,13 @@ do -- a chunk may have 200 locals
   -- End the charge of a request. Refund it if the request ended `unserved`, unless its usage is known. Return the
   -- members whose number of requests in flight has fallen.
   function quotas.ended(r, unserved)
-    local found, charge = charged_nodes(r)
+    local found = counting(r.flow)
+    local charge = #found > 0 and charge_of(r)
     if not charge then
       defer_write('HDEL', key.charges, r.id) -- the node has lost its limits
       return nil
     end
+    prefetch(found)
     local is_refund, freed = unserved and not charge.is_used, nil
     for i = 1, #found do
       local node = found[i]
@@ -413,8 +412,10 @@ do -- a chunk may have 200 locals
   -- The balances that an answer shows: of the limits on requests and on tokens the one with the least share left, and
   -- whether the request was demoted. A text that begins with byte 31; '' without limits.
   function quotas.shown(r)
-    local found, charge = charged_nodes(r)
+    local found = counting(r.flow)
+    local charge = #found > 0 and charge_of(r)
     if not charge then return '' end
+    prefetch(found)
     local requests, tokens
     for i = 1, #found do
       local limits = found[i].limits
