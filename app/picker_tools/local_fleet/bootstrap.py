@@ -236,7 +236,8 @@ def build_bootstrap(
 
 
 def to_yaml(bootstrap: Mapping[str, Any]) -> str:
-    text: str = yaml.safe_dump(dict(bootstrap), sort_keys=False, width=110)
+    dumper = yaml.CSafeDumper  # ten times faster than SafeDumper
+    text: str = yaml.dump(dict(bootstrap), Dumper=dumper, sort_keys=False, width=110)
     return text
 
 
