@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from subprocess import PIPE, STDOUT
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
+from picker_fleet import cli
 from picker_tools.local_fleet.processes import picker_command
 
 ROOT = Path(__file__).parents[2]
@@ -27,8 +29,15 @@ def run(*arguments: str) -> tuple[int, str]:
     return done.returncode, done.stdout
 
 
-def load(*arguments: str, report: Path) -> tuple[int, str]:
-    return run("picker_fleet.cli", "load", *arguments, "--report", str(report))
+@pytest.fixture
+def load(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]:
+    """Runs `picker load` in this process, with its report in `tmp_path`; returns exit status and output."""
+
+    def run_here(*arguments: str) -> tuple[int, str]:
+        status = cli.main(["load", *arguments, "--report", str(tmp_path)])
+        return status, "".join(capfd.readouterr())
+
+    return run_here
 
 
 def summary_of(report: Path) -> dict[str, Any]:
@@ -46,8 +55,8 @@ def here(shared_fleet: Any) -> Any:
     return shared_fleet("--replicas", "1", "--endpoints", "2")
 
 
-def test_a_scenario_with_option_own_starts_a_fleet_and_keeps_every_promise(tmp_path: Path) -> None:
-    status, said = load("noisy-neighbour", *SMALL, "--duration", "2", report=tmp_path)
+def test_a_scenario_with_option_own_starts_a_fleet_and_keeps_every_promise(load: Any, tmp_path: Path) -> None:
+    status, said = load("noisy-neighbour", *SMALL, "--duration", "2")
     # Every promise holds, also the guarantees that are checked in the decision log.
     found = verdicts(tmp_path)
     assert status == 0, said
@@ -59,8 +68,8 @@ def test_a_scenario_with_option_own_starts_a_fleet_and_keeps_every_promise(tmp_p
     assert [child for child in children if "picker-load-" in str(child.cmdline())] == []
 
 
-def test_no_client_notices_killed_replicas(tmp_path: Path) -> None:
-    status, said = load("replica-crash", *SMALL, "--duration", "4", report=tmp_path)
+def test_no_client_notices_killed_replicas(load: Any, tmp_path: Path) -> None:
+    status, said = load("replica-crash", *SMALL, "--duration", "4")
     found, summary = verdicts(tmp_path), summary_of(tmp_path)
     assert summary["kills"]
     assert {found["at-rest"], found["G6"]} == {"held"}
@@ -68,10 +77,10 @@ def test_no_client_notices_killed_replicas(tmp_path: Path) -> None:
     assert (status, unserved) == (0, 0), said
 
 
-def test_a_broken_promise_ends_with_exit_status_1(here: Any, tmp_path: Path) -> None:
+def test_a_broken_promise_ends_with_exit_status_1(here: Any, load: Any, tmp_path: Path) -> None:
     # The SLO demands first tokens sooner than the model servers can produce them.
     where = ("--state-file", str(here.state_file), "--duration", "2")
-    status, said = load("steady", *where, "--slo-ttft", "0.005", report=tmp_path)
+    status, said = load("steady", *where, "--slo-ttft", "0.005")
     assert status == 1, said
     assert "BROKEN slo-ttft: 95 % of first tokens come within 0.005 s" in said
     found = verdicts(tmp_path)
@@ -80,8 +89,8 @@ def test_a_broken_promise_ends_with_exit_status_1(here: Any, tmp_path: Path) -> 
     assert {found["no-errors"], found["one-answer"], found["at-rest"]} == {"held"}
 
 
-def test_a_fleet_that_is_not_configured_for_a_scenario_is_refused(here: Any, tmp_path: Path) -> None:
-    status, said = load("starvation", "--state-file", str(here.state_file), report=tmp_path)
+def test_a_fleet_that_is_not_configured_for_a_scenario_is_refused(here: Any, load: Any) -> None:
+    status, said = load("starvation", "--state-file", str(here.state_file))
     assert status == 2
     assert "needs a fleet with an objective 'sheddable', fair_request_queue.ordering: workload-aware" in said
 

@@ -15,14 +15,6 @@ from picker_tools.local_fleet.processes import picker_command
 SMALL = ("--replicas", "1", "--endpoints", "1")
 
 
-def up(*options: str, temporary: Path | None = None) -> subprocess.CompletedProcess[str]:
-    """Run `picker up`, which is expected to exit; it creates its files in `temporary`."""
-    environment = {**os.environ, **({"TMPDIR": str(temporary)} if temporary else {})}
-    return subprocess.run(
-        picker_command("up", *options), capture_output=True, text=True, timeout=90, env=environment
-    )
-
-
 @pytest.fixture
 def taken_port() -> Iterator[int]:
     with socket.socket() as holder:
@@ -39,11 +31,13 @@ def taken_port() -> Iterator[int]:
         ("free", "free", "port {free} is wanted for Envoy (--port) and for the admin API"),
     ],
 )
-def test_a_port_that_cannot_be_used_is_named(taken_port: int, envoy: str, admin: str, said: str) -> None:
+def test_a_port_that_cannot_be_used_is_named(
+    taken_port: int, envoy: str, admin: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     ports = {"taken": taken_port, "free": free_port()}
-    done = up(*SMALL, "--port", str(ports[envoy]), "--admin-port", str(ports[admin]))
-    assert done.returncode == 1
-    assert done.stderr.startswith(said.format(**ports))
+    asked = ("--port", str(ports[envoy]), "--admin-port", str(ports[admin]))
+    assert cli.main(["up", *SMALL, *asked]) == 1
+    assert capsys.readouterr().err.startswith(said.format(**ports))
 
 
 @pytest.mark.parametrize(
@@ -65,7 +59,10 @@ def test_a_process_that_fails_is_named_with_the_end_of_its_log(
     config = tmp_path / "picker.yaml"
     config.write_text(text)
     options = ("--replicas", "1", "--endpoints", endpoints, "--port", "0", "--config", str(config))
-    done = up(*options, temporary=tmp_path)
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    done = subprocess.run(
+        picker_command("up", *options), capture_output=True, text=True, timeout=90, env=environment
+    )
     # The error names the process, shows the end of its log, and gives the log's path.
     first, *tail, last = done.stderr.splitlines()
     assert done.returncode == 1
@@ -76,11 +73,12 @@ def test_a_process_that_fails_is_named_with_the_end_of_its_log(
     assert (folder / f"{part}.log").exists()
 
 
-def test_an_unreachable_redis_is_reported() -> None:
-    said = up(*SMALL, "--port", "0", "--redis", f"redis://:secret@127.0.0.1:{free_port()}/0")
-    assert said.returncode == 1
-    assert said.stderr.startswith("redis: nothing accepts connections")
-    assert "secret" not in said.stderr
+def test_an_unreachable_redis_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
+    url = f"redis://:secret@127.0.0.1:{free_port()}/0"
+    assert cli.main(["up", *SMALL, "--port", "0", "--redis", url]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith("redis: nothing accepts connections")
+    assert "secret" not in said
 
 
 def test_a_bad_configuration_is_reported_before_anything_starts(

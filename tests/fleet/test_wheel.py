@@ -1,15 +1,21 @@
-"""Installs the wheel into its own virtual environment, as in production, and runs its commands there."""
+"""Installs the wheel into its own virtual environment, and runs its commands there.
+
+The environment has links to the packages that the wheel requires, of this environment's versions.
+"""
 
 import os
-import re
 import subprocess
 import sys
+from collections.abc import Iterable
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import pytest
 from extproc_client import parts
 from own_replica import served
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 from redis_servers import Server
 
 ROOT = Path(__file__).parents[2]
@@ -29,11 +35,15 @@ class Installed:
         )
         (wheel,) = wheels.glob("picker_fleet-*.whl")
         subprocess.run([sys.executable, "-m", "venv", "--without-pip", environment], check=True)
-        # With hashes in the constraints, pip would also require a hash of the wheel.
-        locked, versions = (ROOT / "requirements.lock").read_text(), folder / "versions"
-        versions.write_text("\n".join(re.findall(r"^[\w.-]+==[^\\\n]+", locked, re.MULTILINE)))
-        install = ["install", "--no-compile", "--constraint", versions, wheel]
+        install = ["install", "--no-compile", "--no-deps", wheel]
         subprocess.run([*pip, "--python", self.python, *install], check=True)
+        (site,) = environment.glob("lib/*/site-packages")
+        (own,) = metadata.distributions(name="picker-fleet", path=[str(site)])
+        for needed in _needs(own):
+            for file in needed.files or ():
+                if ".." not in file.parts:
+                    (site / file).parent.mkdir(parents=True, exist_ok=True)
+                    (site / file).symlink_to(needed.locate_file(file))
 
     def run(self, *command: str | Path) -> tuple[int, str]:
         """Run a command of the wheel's environment outside the checkout; return exit status and output."""
@@ -48,6 +58,23 @@ class Installed:
     def scripts(self) -> Path:
         (folder,) = self._folder.glob("venv/lib/*/site-packages/picker_fleet/_lua")
         return folder
+
+
+def _needs(of: metadata.Distribution) -> Iterable[metadata.Distribution]:
+    """The distributions of this environment that `of` requires without extras, directly or not."""
+    found: dict[str, metadata.Distribution] = {}
+    waiting: list[tuple[metadata.Distribution, set[str]]] = [(of, set())]
+    while waiting:
+        each, extras = waiting.pop()
+        for requirement in map(Requirement, each.requires or ()):
+            is_needed = requirement.marker is None or any(
+                requirement.marker.evaluate({"extra": extra}) for extra in (*extras, "")
+            )
+            name = canonicalize_name(requirement.name)
+            if is_needed and name not in found:
+                found[name] = metadata.distribution(name)
+                waiting.append((found[name], requirement.extras))
+    return found.values()
 
 
 @pytest.fixture(scope="module")
