@@ -31,7 +31,6 @@ from picker_tools.load import generator, result
 from picker_tools.load.checks import check_promises
 from picker_tools.load.fleet import OwnFleet, check_url
 from picker_tools.load.generator import Answer, Client, Kind, Load, Request
-from picker_tools.load.report import show, write
 from picker_tools.load.scenarios import SCENARIOS, Plan, Source, planned, source_request
 from picker_tools.load.session import kill_moments
 from picker_tools.local_fleet.local_fleet import UpOptions
@@ -357,6 +356,8 @@ FAULTS = result.FaultsInjected(kills=[(3.0, "replica-1")], outages=[(5.0, 8.0)])
 
 
 def written(evidence: result.RunResult, folder: Path) -> tuple[dict[str, Any], str]:
+    from picker_tools.load.report import write  # imports matplotlib, which takes a second in each worker
+
     write(evidence, check_promises(evidence), folder)
     summary: dict[str, Any] = json.loads((folder / "summary.json").read_text())
     return summary, (folder / "report.md").read_text()
@@ -394,6 +395,8 @@ def test_a_broken_promise_is_reported_with_the_evidence(
     assert len(promises["no-errors"]["cases"]) == 2
     assert summary["ends"]["503 rejected-saturated"] == 1
     # The terminal shows one line for each promise, and the cases of a broken promise.
+    from picker_tools.load.report import show
+
     show(check_promises(evidence))
     lines = capsys.readouterr().out.splitlines()
     kept = [line.split()[1] for line in lines if line.startswith("held")]
