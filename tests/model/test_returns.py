@@ -2,7 +2,6 @@
 
 import json
 import logging
-import os
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -13,24 +12,16 @@ from returns import ENDPOINT, Pool, World, search, walk
 from script_fleet import SETTINGS
 from script_side import SILENCE_MS, ScriptSide
 
-from picker_fleet.admission.tombstones import Tombstones
 from picker_fleet.state.store import SettleReply, name_of
 
 START_US = 1_750_000_000_000_000
-# Number of replicas, and options of `World`. PICKER_RETURNS=full adds the second list, which takes minutes.
+# Number of replicas, and options of `World`.
 CASES: list[tuple[int, dict[str, Any]]] = [
-    (2, {"patient": True}),
     (2, {"patient": False}),
     (2, {"patient": False, "losses": 1, "whole": True}),
     (2, {"patient": True, "outs": 2, "whole": True}),
     (3, {"patient": True, "whole": True}),
 ]
-if os.environ.get("PICKER_RETURNS") == "full":
-    CASES += [
-        (2, {"outs": 2, "patient": True}),
-        (2, {"outs": 2, "patient": False}),
-        (3, {"outs": 2, "patient": True, "whole": True}),
-    ]
 WALKS, LONGEST_WALK, COMPARED = 200, 60, 20  # every 20th walk is compared with the scripts
 
 
@@ -57,14 +48,6 @@ async def test_after_every_order_of_outages_exactly_the_running_requests_are_cou
     states, fault = search(World(replicas, **{"outs": 1, **how}))
     assert fault == ""
     assert states > 1000
-
-
-async def test_without_tombstones_the_search_finds_a_ghost_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    # In this search replicas report each completion once, and keep no tombstone.
-    monkeypatch.setattr(Tombstones, "add", lambda self, request_id: None)
-    # Then in some order of outages and resyncs an ended request is counted as running.
-    _, fault = search(World(2, outs=1))
-    assert fault.endswith("an ended request is counted")
 
 
 @pytest.mark.parametrize("replicas", [2, 3])

@@ -20,11 +20,6 @@ async def asker(valkey_url: str, pool: str) -> AsyncIterator[CommandClient]:
     await asker.close()
 
 
-async def test_replies_come_in_the_order_of_the_commands(asker: CommandClient) -> None:
-    replies = await asker.execute([("SET", "a", b"\xff"), ("GET", "a"), ("GET", "none")])
-    assert replies == [b"OK", b"\xff", None]
-
-
 async def test_concurrent_callers_get_their_own_replies(asker: CommandClient) -> None:
     asked = [[("ECHO", str(number)), ("ECHO", f"{number} again")] for number in range(50)]
     answers = await asyncio.gather(*map(asker.execute, asked))

@@ -136,13 +136,3 @@ def test_counts_of_waiting_body_bytes_survive_a_server_restart(full: DirectPool)
     end_all(full)
     assert counted_anew(full) == {}
     assert full.client.hget(f"{full.prefix}pool", "waiting_bytes") == b""
-
-
-def test_body_bytes_of_requests_registered_again_after_a_flush_are_counted(full: DirectPool) -> None:
-    full.admit("waits", body_bytes=900)
-    full.clear()
-    fill(full, age_ms=9000)
-    full.admit("waits", age_ms=5000, body_bytes=900)
-    assert bytes_of(full) == {0: 900}
-    full.settle("waits")
-    assert bytes_of(full) == {}

@@ -16,7 +16,7 @@ STEPS = st.sampled_from([HOUR_MS, -HOUR_MS, 600_000, -600_000, 3_000, -3_000])
 
 
 @given(steps=st.lists(st.tuples(st.integers(0, 40), STEPS), max_size=6))
-@settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
 def test_leases_and_ttls_end_on_time_although_redis_time_steps_by_an_hour(
     client: redis.Redis, steps: list[tuple[int, int]]
 ) -> None:

@@ -127,13 +127,6 @@ async def test_a_follower_receives_its_own_messages_without_readings(pair: Pair)
     assert not follower.readings
 
 
-async def test_followers_receive_an_empty_batch_as_a_sign_of_life(pair: Pair) -> None:
-    one, two = pair
-    async with following(two) as follower:
-        await one.publish({})
-        await until(lambda: ("one", {}) in follower.batches)
-
-
 async def test_removed_readings_are_no_longer_stored(pair: Pair) -> None:
     # Two readings are stored in Redis, and one reading is removed.
     one, two = pair
@@ -142,15 +135,6 @@ async def test_removed_readings_are_no_longer_stored(pair: Pair) -> None:
     await two.remove([])
     # The other reading is still stored.
     assert (await one.stored()).keys() == {"b:1"}
-
-
-async def test_pools_do_not_receive_each_others_readings(valkey_url: str, pair: Pair) -> None:
-    one, two = pair
-    async with opened(valkey_url, "another", "three", lambda: 0) as three, following(two) as follower:
-        await three.publish({"z:1": reading(0)})
-        await one.publish({"a:1": reading(999_000)})
-        await until(lambda: "a:1" in follower.readings)
-    assert follower.readings.keys() == {"a:1"}
 
 
 async def test_unreadable_readings_are_ignored(valkey_url: str, pool: str, pair: Pair) -> None:

@@ -1,7 +1,6 @@
 """One replica scrapes each endpoint, and all replicas get the readings, through a real Valkey."""
 
 import asyncio
-import json
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -17,7 +16,7 @@ from script_fleet import until, until_is
 from picker_fleet.domain.request import Endpoint
 from picker_fleet.domain.sections import Scraping
 from picker_fleet.endpoints.readings import EndpointMetrics, MetricsCache
-from picker_fleet.endpoints.scraping import Scrapers, ScrapingTask
+from picker_fleet.endpoints.scraping import ScrapingTask
 from picker_fleet.endpoints.snapshot import Snapshot, SnapshotCell
 from picker_fleet.state.keys import Keys
 from picker_fleet.telemetry.metrics import Metrics
@@ -141,10 +140,8 @@ async def simulators(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[
 
 
 @asynccontextmanager
-async def running(
-    url: str, pool: str, addresses: list[str], names: Sequence[str] = ("one", "two", "three")
-) -> AsyncIterator[ScrapingFleet]:
-    fleet = ScrapingFleet(url, pool, addresses, names)
+async def running(url: str, pool: str, addresses: list[str]) -> AsyncIterator[ScrapingFleet]:
+    fleet = ScrapingFleet(url, pool, addresses, ("one", "two", "three"))
     try:
         yield fleet
     finally:
@@ -154,7 +151,7 @@ async def running(
 
 @pytest.fixture
 def scraping(valkey_url: str, pool: str, simulators: list[str]) -> OpenScraping:
-    """Opens a fleet of scrapers; takes the replicas' names, by default three names."""
+    """Opens a fleet of three scrapers."""
     return partial(running, valkey_url, pool, simulators)
 
 
@@ -199,29 +196,6 @@ async def test_endpoints_of_a_silent_replica_are_scraped_by_the_others(scraping:
         for address, names in scrapers.items():
             assert len(after[address]) == 1
             assert after[address] == names or names == {lost_name}
-
-
-async def test_in_a_large_fleet_some_replicas_scrape_and_all_get_the_readings(scraping: OpenScraping) -> None:
-    names = [f"replica-{number}" for number in range(12)]
-    expected = set(Scrapers(names[0], 1.0).among(names, 8, 0.0))
-    async with (
-        scraping(names) as fleet,
-        Redis.from_url(fleet.url) as redis,
-        redis.pubsub(ignore_subscribe_messages=True) as channel,
-    ):
-        await fleet.settled()
-        await channel.subscribe(fleet.key)
-        # Collect published messages until each of the senders has published twice.
-        senders: Counter[str] = Counter()
-        async with asyncio.timeout(30):
-            while len(senders) < len(expected) or min(senders.values()) < 2:
-                if message := await channel.get_message(timeout=1):
-                    senders[json.loads(message["data"])["from"]] += 1
-        assert senders.keys() == expected
-        # A sender that scrapes an endpoint stops without notice: another replica takes over.
-        lost_name = next(iter((await fleet.scrapers(1))[fleet.addresses[0]]))
-        await fleet.replicas.pop(lost_name).stop()
-        await fleet.settled()
 
 
 async def test_removed_endpoints_are_forgotten_and_new_ones_are_scraped(scraping: OpenScraping) -> None:

@@ -59,22 +59,6 @@ async def watched(replica: Replica) -> AsyncIterator[FleetStateCache]:
         running.cancel()
 
 
-async def test_a_snapshot_that_one_replica_has_read_serves_the_others(fleet: OpenFleet) -> None:
-    async with fleet("a", "b", "c", upper_per=1) as (it, a, *others):
-        without_end(it)
-        await wait_in_line(it)
-        # One replica has read the flow queues, and a flow queue has changed since.
-        read = await queues_of(a)
-        assert len(read) == FLOWS
-        await a.admit("late", flow="late")
-        # The other replicas get the same snapshot, with identical ages, and do not read the queues.
-        for other in others:
-            assert await queues_of(other) == read
-        assert "late" in names((await others[0].store.reads.flow_queues(MOST)).queues)
-        # The snapshot expires.
-        assert 0 < await it.redis.pttl(it.keys.queue_snapshot) <= FOREVER_MS
-
-
 async def test_of_five_concurrent_replicas_one_reads_the_flow_queues_for_all(fleet: OpenFleet) -> None:
     async with fleet(*"abcde", upper_per=1) as it:
         without_end(it)

@@ -3,13 +3,12 @@
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 from choosers import chooser_of
 from script_fleet import Fleet, OpenFleet, Replica, addresses, until
 
-from picker_fleet.admin import models
 from picker_fleet.admin.fleet_state import MAX_FLOWS, FleetStateCache
 from picker_fleet.admin.views import BadCursor, FleetLists
 from picker_fleet.domain.bands import NAMED, Band
@@ -267,31 +266,6 @@ async def test_pages_list_a_long_queue_completely_and_in_order_of_position(fleet
         flows = await pages(lists.flows, "flows", 7, band="Default")
         assert len(flows) == len({each["flow"] for each in flows}) == 15
         assert sum(each["fair_share"] for each in flows) == pytest.approx(1.0, abs=1e-4)
-
-
-@pytest.mark.parametrize("ordering", ["fcfs", "workload-aware"])
-async def test_each_page_has_exactly_the_fields_of_its_model(fleet: OpenFleet, ordering: str) -> None:
-    # Requests are in flight and waiting, with and without workloads and flow limits.
-    joined = {**CONFIG, "fair_request_queue": {**QUEUE, "ordering": ordering}}
-    async with fleet("a", joined=joined) as (_, a):
-        assert name_of(await a.admit("runs", workload="w0", flow="limited", limit=1)) == "placed"
-        for number, kind in enumerate(({"workload": "w1"}, {"flow": "limited", "limit": 1}, {"band": 2})):
-            assert name_of(await a.admit(f"q{number}", **kind)) == "queued"
-        lists = lists_of(a)
-        # Each page of the admin API has exactly the fields of the page's model.
-        kinds = (
-            *((models.Flows, lists.flows(limit, None, None), "flows") for limit in (2, 200)),
-            *((models.Queue, lists.queue(limit, None, None, None), "requests") for limit in (2, 200)),
-            (models.Inflight, lists.in_flight(200, None), "requests"),
-            (models.Workloads, lists.workloads(200, None), "workloads"),
-        )
-        for model, reading, rows in kinds:
-            page = (await reading).model_dump()
-            assert page[rows]
-            assert model.model_validate(page, strict=True).model_dump() == page
-            (row,) = get_args(model.model_fields[rows].annotation)
-            for each in (page, *page[rows]):
-                assert set(each) == set((model if each is page else row).model_fields)
 
 
 async def test_the_view_of_a_request_says_why_it_waits(fleet: OpenFleet) -> None:

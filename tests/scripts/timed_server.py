@@ -61,9 +61,9 @@ class TimedPool(DirectPool):
         self.call("renew", "a", *(part for name in names for part in (name, "", "", "", "0")))
 
     def calm(self, ms: int) -> None:
-        """Let `ms` milliseconds pass while the replica sends a heartbeat each second."""
-        for _ in range(ms // SECOND_MS):
-            self.passes(SECOND_MS)
+        """Let `ms` milliseconds pass while the replica sends heartbeats more often than the silence limit."""
+        for at in range(0, ms, SILENCE_MS - SECOND_MS):
+            self.passes(min(SILENCE_MS - SECOND_MS, ms - at))
             self.beat()
 
     def lose(self, *names: str) -> None:
