@@ -81,7 +81,8 @@ MUTATIONS = (
     ),
     Mutation(
         "an end leaves its tokens on the endpoint", "lua/lib/endpoints.lua",
-        "stage.add_amount(address, -taken,", "stage.add_amount(address, 0,", _RULES,
+        "stage.add_amount(address, -taken,", "stage.add_amount(address, 0,",
+        "tests/model/test_queue_machine.py",
     ),
     Mutation(
         "a found limit leaves the bound as it is", "lua/set_limits.lua",

@@ -154,10 +154,10 @@ class Capacity(Check):
     def _check_take(self, entry: Entry) -> None:
         replay, finding = self._replay, self._finding
         finding.checked += 1
-        if entry.stock > entry.upper and not same(entry.stock, entry.upper):
-            finding.add(f"over-admission: stock {entry.stock:g} past the bound {entry.upper:g}", entry)
         before = replay.stock
-        queues = replay.rules is None or replay.rules.queues
+        queues = replay.rules is None or replay.rules.queues  # if not, requests take no stock
+        if queues and entry.stock > entry.upper and not same(entry.stock, entry.upper):
+            finding.add(f"over-admission: stock {entry.stock:g} past the bound {entry.upper:g}", entry)
         if queues and entry.event == "granted" and before is not None and before >= entry.lower:
             what = f"dispatched at a stock of {before:g}, not below the lower bound {entry.lower:g}"
             finding.add(what, *self._with_previous(entry))
