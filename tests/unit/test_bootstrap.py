@@ -93,10 +93,10 @@ def command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Command:
     return run
 
 
-@pytest.mark.parametrize("debug_headers", [False, True])
 @pytest.mark.parametrize("mode", MODES)
-def test_real_envoy_accepts_each_modes_bootstrap(mode: Mode, debug_headers: bool, tmp_path: Path) -> None:
-    assert_envoy_accepts(to_yaml(built(mode, debug_headers=debug_headers)), tmp_path)
+def test_real_envoy_accepts_each_modes_bootstrap(mode: Mode, tmp_path: Path) -> None:
+    # Fleets of tests/fleet run on bootstraps without these headers.
+    assert_envoy_accepts(to_yaml(built(mode, debug_headers=True)), tmp_path)
 
 
 UNUSUAL: list[dict[str, dict[str, Any]]] = [

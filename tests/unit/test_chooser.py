@@ -548,14 +548,3 @@ def test_in_a_large_pool_with_endpoint_limits_all_endpoints_are_considered() -> 
         known.scraped(address, waiting=float(n != 250))
     known.tick()
     assert next(iter(known.choose())) == MANY[250]
-
-
-def test_the_explanation_says_why_no_endpoint_of_a_pool_takes_requests() -> None:
-    known = Knowledge(*(Endpoint(address, draining=True) for address in MANY), queue_depth=1)
-    asked = ask("r")
-    choice = known.chooser.choose(asked)
-    assert choice.candidates == ""
-    known.chooser.refused(asked, choice)
-    explanation = known.chooser.explain("r")
-    assert explanation is not None
-    assert set(explanation.excluded.values()) == {"draining"}

@@ -3,7 +3,7 @@
 import asyncio
 import gzip
 import json
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import extproc_client as envoy
@@ -26,7 +26,6 @@ BIG = json.dumps({"model": "m", "prompt": "x" * 600_000}).encode()
 LONG = json.dumps({"model": "m", "prompt": "x" * WHOLE_BYTES}).encode()  # too long for one ext_proc message
 DESTINATION = {"x-gateway-destination-endpoint": ",".join(PLACEMENT.endpoints)}
 SPLIT = {"models": [{"name": "m", "target_models": [{"name": "m-v2"}]}]}
-TWO_VARIANTS = {"models": [{"name": "m", "target_models": [{"name": "m"}, {"name": "m-v2"}]}]}
 FAIRNESS = "x-gateway-inference-fairness-id"
 
 every_mode = pytest.mark.parametrize("mode", ["standard", "lean"])
@@ -641,24 +640,6 @@ async def test_a_rewritten_model_goes_out_with_the_right_length(mode: str) -> No
     names = ["content-length"] + ["x-picker-content-length"] * (mode == "lean")
     assert sent_headers == {**DESTINATION, **dict.fromkeys(names, str(len(sent)))}
     assert (talk.gate.admitted[0][0].model, talk.gate.admitted[0][0].target_model) == ("m", "m-v2")
-
-
-async def sent_by_other_replicas(mode: str, ids: Sequence[str], ask: bytes = ASK) -> list[bytes]:
-    """The forwarded bodies of requests with the ids `ids`, each sent through a different replica."""
-    asked = ((headers(mode, {"x-request-id": each}), body(ask)) for each in ids)
-    return [envoy.whole(await Talk(settings=TWO_VARIANTS).say(*each)) for each in asked]
-
-
-async def test_a_retry_at_another_replica_is_sent_to_the_same_model_variant() -> None:
-    ids = [f"id-{number}" for number in range(40)]
-    sent = await sent_by_other_replicas("lean", ids)
-    assert {json.loads(each)["model"] for each in sent} == {"m", "m-v2"}
-    assert await sent_by_other_replicas("lean", ids) == sent
-    # In the mode `standard` a client may set the request id, so the body decides the variant.
-    assert len(set(await sent_by_other_replicas("standard", ids))) == 1
-    # A body that already names a model variant stays unchanged.
-    rewritten = next(each for each in sent if each != ASK)
-    assert set(await sent_by_other_replicas("lean", ids, rewritten)) == {rewritten}
 
 
 async def renamed(

@@ -46,6 +46,13 @@ def ask(model: str = "m") -> Ask:
     return read_body(orjson.dumps({"model": model, "prompt": "p"}))
 
 
+def intake_of(settings: Any = SETTINGS, **more: Any) -> Intake:
+    return Intake(settings, new_id=lambda: "made", keys=Keyring(), **more)
+
+
+INTAKE = intake_of()
+
+
 def asked(
     headers: dict[str, str | bytes] | None = None,
     *,
@@ -54,7 +61,7 @@ def asked(
     settings: Any = SETTINGS,
 ) -> InferenceRequest:
     raw = {key: value.encode() if isinstance(value, str) else value for key, value in (headers or {}).items()}
-    intake = Intake(settings, new_id=lambda: "made", keys=Keyring())
+    intake = INTAKE if settings is SETTINGS else intake_of(settings)
     return intake.request(ask(model), raw, subset=None, trusted=trusted)
 
 
@@ -198,7 +205,7 @@ UNNAMED = {
 def test_a_request_without_a_model_gets_the_model_of_its_pool(
     config: Any, rewrite: str | None, served: tuple[str, ...], expected: tuple[str, str, str]
 ) -> None:
-    intake = Intake(parse(config), new_id=lambda: "made", keys=Keyring(), served_models=lambda: served)
+    intake = intake_of(parse(config), served_models=lambda: served)
     if rewrite:
         intake.use_live({}, {}, Split.of([(rewrite, 1)]))
     read = read_body(b'{"prompt": "p"}')
@@ -208,7 +215,7 @@ def test_a_request_without_a_model_gets_the_model_of_its_pool(
 
 @pytest.mark.parametrize("served", [(), ("a", "b")])
 def test_a_request_without_a_model_is_refused_unless_its_pool_has_one(served: tuple[str, ...]) -> None:
-    intake = Intake(parse({}), new_id=lambda: "made", keys=Keyring(), served_models=lambda: served)
+    intake = intake_of(parse({}), served_models=lambda: served)
     with pytest.raises(BadRequest, match="default_model"):
         intake.request(read_body(b"{}"), {}, subset=None, trusted=False)
     unknown = read_body(b"", Way("inference", is_known=False))
@@ -266,8 +273,7 @@ TOKENS = parse({
 
 
 def costed(read: Ask, settings: Any = TOKENS) -> tuple[float, bool]:
-    intake = Intake(settings, new_id=lambda: "made", keys=Keyring())
-    request = intake.request(read, {}, subset=None, trusted=False)
+    request = intake_of(settings).request(read, {}, subset=None, trusted=False)
     return request.cost, request.learn
 
 
@@ -557,8 +563,7 @@ def test_prompt_hashes_of_a_small_body_are_the_same_on_both_parsing_paths(
     text = json.dumps({"model": "m", **members}, ensure_ascii=False).encode()
     simple = read_body(text)
     assume(isinstance(simple.read, bytes))
-    prefixes = Mock(needs_prefix_hashes=True)
-    intake = Intake(SETTINGS, new_id=lambda: "made", keys=Keyring(), prefixes=prefixes)
+    intake = intake_of(prefixes=Mock(needs_prefix_hashes=True))
     small, whole = (
         intake.request(each, {}, subset=None, trusted=True).prefix
         for each in (simple, simple._replace(read=Body(text)))
@@ -567,8 +572,7 @@ def test_prompt_hashes_of_a_small_body_are_the_same_on_both_parsing_paths(
 
 
 def test_a_lone_surrogate_at_the_end_of_a_long_prompt_keeps_its_prefix_hashes() -> None:
-    prefixes = Mock(needs_prefix_hashes=True)
-    intake = Intake(SETTINGS, new_id=lambda: "made", keys=Keyring(), prefixes=prefixes)
+    intake = intake_of(prefixes=Mock(needs_prefix_hashes=True))
     same = b"a" * 100_000
     half, whole, malformed = (
         intake.request(read_body(text % same), {}, subset=None, trusted=True).prefix
@@ -742,8 +746,7 @@ def test_without_a_gateway_id_the_variant_depends_on_flow_and_body(trusted: bool
 
 
 def test_prefix_hashes_are_computed_for_the_target_model() -> None:
-    prefixes = Mock(needs_prefix_hashes=True)
-    intake = Intake(SETTINGS, new_id=lambda: "made", keys=Keyring(), prefixes=prefixes)
+    intake = intake_of(prefixes=Mock(needs_prefix_hashes=True))
 
     def asking(model: str) -> InferenceRequest:
         return intake.request(Ask(model, False, b'{"prompt": "%s"}' % LONG), {}, subset=None, trusted=False)
@@ -837,13 +840,12 @@ def test_a_configured_header_or_body_field_names_the_session(
     assert {"session-id"} == wanted_headers(settings) - wanted_headers(parse({}))
     raw = {name: value.encode() if isinstance(value, str) else value for name, value in headers.items()}
     read = read_body(json.dumps({"model": "m", "prompt": prompt, **members}).encode())
-    intake = Intake(settings, new_id=lambda: "made", keys=Keyring())
+    intake = intake_of(settings)
     assert intake.request(read, raw, subset=None, trusted=False).session == session
     if headers:
         assert intake.session_of(raw) == session
-    plain = Intake(parse({}), new_id=lambda: "made", keys=Keyring())
     raw.pop("x-session-token", None)
-    assert plain.request(read, raw, subset=None, trusted=False).session == ""
+    assert intake_of(parse({})).request(read, raw, subset=None, trusted=False).session == ""
 
 
 @pytest.mark.parametrize("size", [1, SMALL_BYTES])
@@ -856,6 +858,4 @@ def test_only_requests_whose_path_the_sidecar_knows_can_be_split(size: int) -> N
         assert way is not None
         found = read_body(text, way)
         assert found.can_split is can_split, path
-        intake = Intake(SETTINGS, new_id=lambda: "made", keys=Keyring())
-        request = intake.request(found, {}, subset=None, trusted=True)
-        assert request.can_split is can_split
+        assert INTAKE.request(found, {}, subset=None, trusted=True).can_split is can_split

@@ -137,13 +137,13 @@ def test_a_load_of_equal_seed_sends_equal_requests_at_equal_times() -> None:
 
 
 def test_the_arrivals_of_each_source_are_a_poisson_process() -> None:
-    found = sent_by("noisy-neighbour", duration_s=200)
+    found = sent_by("noisy-neighbour", duration_s=100)
     by_second = Counter(int(each.at_s) for each in found)
-    counts = [by_second[second] for second in range(200)]
+    counts = [by_second[second] for second in range(100)]
     assert mean(counts) == pytest.approx(170, rel=0.05)
     # The variance of a Poisson process equals the mean.
     assert pvariance(counts) == pytest.approx(170, rel=0.25)
-    assert sum(each.source == "quiet" for each in found) == pytest.approx(200 * 20, rel=0.1)
+    assert sum(each.source == "quiet" for each in found) == pytest.approx(100 * 20, rel=0.1)
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
