@@ -10,8 +10,6 @@ import extproc_client as envoy
 import pytest
 from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingRequest
 from extproc_client import PLACEMENT, ScriptedGate, Talk, body, given_back, headers, parts, set_headers
-from hypothesis import given
-from hypothesis import strategies as st
 from tables import cases
 
 from picker_fleet.domain import errors
@@ -380,15 +378,8 @@ async def test_an_envoy_that_forwards_no_path_is_refused_with_the_setting_to_cha
     assert "forward_rules" in refused.error["message"]
 
 
-HINTS = {
-    "no hint": (None, None),
-    "an empty hint": ([], ()),
-    "a hint with a malformed address": (["10.0.0.1:8000", "nonsense"], ("10.0.0.1:8000",)),
-    "a hint as text": ("10.0.0.1:80", ("10.0.0.1:80",)),
-}
-
-
-@cases("hint, subset", HINTS)
+# test_intake.py has all forms of a hint.
+@pytest.mark.parametrize(("hint", "subset"), [(None, None), ([], ()), (["10.0.0.1:80"], ("10.0.0.1:80",))])
 async def test_the_gate_gets_a_requests_subset_hint(hint: object, subset: tuple[str, ...] | None) -> None:
     talk, key = Talk(), "x-gateway-destination-endpoint-subset"
     metadata = {"envoy.lb.subset_hint": {key: hint}} if hint is not None else {}
@@ -661,7 +652,9 @@ NAMED = b'data: {"model":"m-v2",%b}\n\ndata: {"model": "m-v2"}\n\n{"model":"m-v2
 SHOWN = b'data: {"model":"m",%b}\n\ndata: {"model": "m"}\n\n{"model":"m-v22"}' % TEXT
 
 
-@given(st.integers(min_value=1, max_value=len(NAMED)), st.booleans())
+# test_response.py renames the model in answers of chunks of any size.
+@pytest.mark.parametrize("trailing", [False, True])
+@pytest.mark.parametrize("size", [1, 7, len(NAMED)])
 async def test_the_client_receives_the_model_name_that_it_requested(size: int, trailing: bool) -> None:
     assert b"".join(await renamed(chunks(NAMED, size), trailing=trailing)) == SHOWN
 

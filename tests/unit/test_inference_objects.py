@@ -2,8 +2,6 @@
 
 import asyncio
 import itertools
-import math
-from collections import Counter
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
@@ -86,12 +84,10 @@ def test_a_new_priority_gets_its_own_band_with_the_attributes_of_the_nearest_ban
         assert ask(gate, "m", x_gateway_inference_objective="o") == ("m", band)
 
 
-def test_a_traffic_split_follows_its_weights_and_a_request_id_keeps_its_target_model() -> None:
+def test_a_request_id_keeps_its_target_model_in_a_traffic_split() -> None:
     split = rewrite("r", "1", rule({"v1": 90, "v2": 10, "never": 0}, "m"))
     gate = use(intake(), split)
-    targets = Counter(ask(gate, "m")[0] for _ in range(1000))
-    assert targets.keys() == {"v1", "v2"}
-    assert abs(targets["v2"] - 100) < 5 * math.sqrt(1000 * 0.1 * 0.9)
+    assert {ask(gate, "m")[0] for _ in range(200)} == {"v1", "v2"}  # test_traffic_split.py checks shares
     # A request id keeps its target model at every replica, and when other objects change.
     ids = [f"again-{number}" for number in range(100)]
     given = [ask(gate, "m", x_request_id=each)[0] for each in ids]

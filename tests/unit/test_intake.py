@@ -723,23 +723,22 @@ def variants(
 
 def test_the_model_variant_depends_only_on_a_request_id_that_the_gateway_sets() -> None:
     ids = {"request_id": lambda number: f"id-{number}", "trusted": True}
-    found = variants(1000, **ids)
-    # The share must be within five standard deviations of the binomial distribution.
-    assert abs(found.count("split-a") - 250) < 5 * math.sqrt(1000 * 0.25 * 0.75)
+    found = variants(200, **ids)
+    assert {*found} == {"split-a", "split-b"}  # test_traffic_split.py checks the shares
     # A retry with an edited body gets the same variant at another replica.
-    assert variants(1000, lambda number: f"prompt {number}", **ids) == found
-    assert variants(1000, key=b"other", **ids) != found
+    assert variants(200, lambda number: f"prompt {number}", **ids) == found
+    assert variants(200, key=b"other", **ids) != found
     assert len(set(variants(100, str, trusted=True))) == 1
 
 
 @pytest.mark.parametrize(("trusted", "request_id"), [(False, "id-{}"), (True, "no id {}"), (True, "")])
 def test_without_a_gateway_id_the_variant_depends_on_flow_and_body(trusted: bool, request_id: str) -> None:
     ids = {"request_id": request_id.format, "trusted": trusted}
-    found = variants(1000, str, **ids)
-    assert abs(found.count("split-a") - 250) < 5 * math.sqrt(1000 * 0.25 * 0.75)
-    assert variants(1000, str, **ids) == found
-    assert variants(1000, str, **ids, key=b"other") != found
-    assert variants(1000, str, **ids, headers={LLM_D_FAIRNESS: b"tenant"}) != found
+    found = variants(200, str, **ids)
+    assert {*found} == {"split-a", "split-b"}
+    assert variants(200, str, **ids) == found
+    assert variants(200, str, **ids, key=b"other") != found
+    assert variants(200, str, **ids, headers={LLM_D_FAIRNESS: b"tenant"}) != found
     # A client's request id does not change the variant; long bodies of equal size may differ in variant.
     assert len(set(variants(100, lambda number: "p" * 10_000, **ids))) == 1
     assert len(set(variants(100, lambda number: f"{number}" + "p" * 10_000, **ids))) == 2

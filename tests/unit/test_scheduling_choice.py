@@ -295,19 +295,12 @@ def test_only_the_latest_explanations_are_kept(limits: dict[str, int], asked: st
     assert [request_id for request_id in "12345" if cache.get(request_id) is not None] == list(kept)
 
 
-def drawn(weights: Mapping[str, float], limit: int) -> Ranking:
-    """Three candidates of equal scores, drawn at random in the order b, c, a."""
-    equal = [EndpointState(address, kv_utilisation=0.5) for address in "abc"]
-    return Scheduler(weights).rank(PickRequest(random=iter([0.1, 0.9, 0.5]).__next__), equal, limit=limit)
-
-
-def test_candidates_of_equal_score_are_explained_in_the_order_in_which_they_were_drawn() -> None:
-    found = explained(drawn({"kv-cache": 1.0}, 2), ("b", "c"))
-    assert [one.address for one in found.candidates] == ["b", "c", "a"]
-
-
 def test_the_live_load_that_the_script_saw_decides_among_equal_scores() -> None:
-    found = explained(drawn({"kv-cache": 1.0, "in-flight": 1.0}, 3), ("b", "c"), "4,0,2")
+    # Three candidates of equal scores are drawn at random in the order b, c, a.
+    equal = [EndpointState(address, kv_utilisation=0.5) for address in "abc"]
+    by_chance = PickRequest(random=iter([0.1, 0.9, 0.5]).__next__)
+    ranking = rank({"kv-cache": 1.0, "in-flight": 1.0}, by_chance, *equal)
+    found = explained(ranking, ("b", "c"), "4,0,2")
     seen = {one.address: (one.live, one.final) for one in found.candidates}
     assert seen == {"b": (4.0, 0.25), "c": (0.0, 0.75), "a": (2.0, 0.5)}
 
