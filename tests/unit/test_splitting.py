@@ -68,6 +68,16 @@ def test_a_few_requests_take_the_other_choice_more_while_its_time_is_unknown(
     assert not decide(2000, None, times, None).explores, "an answer that is no stream teaches nothing"
 
 
+def test_the_decision_is_told_in_words() -> None:
+    assert str(decide(3100, None, KNOWN, never)) == (
+        "split: 3100 uncached tokens, whole 1.00 s and 0.90 s for each of 4 answers, split 0.80 s"
+    )
+    assert str(decide(3100, None, StageTimes(1.9, 2.0), lambda: 0.0)) == (
+        "split: 3100 uncached tokens, whole 1.90 s, split 2.00 s; chosen to learn its time"
+    )
+    assert str(decide(90, 100, StageTimes(), never)) == "whole: 90 uncached tokens"
+
+
 class Staged(Knowledge):
     """A chooser over decode endpoints A and B and prefill endpoints C and D, which never explores."""
 
