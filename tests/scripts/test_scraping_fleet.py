@@ -14,7 +14,7 @@ from redis.asyncio import Redis
 from script_fleet import until, until_is
 
 from picker_fleet.domain.request import Endpoint
-from picker_fleet.domain.sections import Scraping
+from picker_fleet.domain.scraping import Scraping
 from picker_fleet.endpoints.readings import EndpointMetrics, MetricsCache
 from picker_fleet.endpoints.scraping import ScrapingTask
 from picker_fleet.endpoints.snapshot import Snapshot, SnapshotCell

@@ -26,8 +26,8 @@ from picker_fleet.domain.errors import StartupError
 from picker_fleet.domain.request import Endpoint
 from picker_fleet.endpoints.discovery import (
     FileFault,
-    FileSource,
     Source,
+    WatchedFile,
     endpoints_of,
     listed,
     source_of,
@@ -60,7 +60,7 @@ async def test_a_static_list_is_reported_once_or_an_empty_list_without_discovery
         assert await reports.next() == []
 
 
-KINDS = {"file": ({"file": "e.yaml"}, FileSource), "dns": ({"dns": {"name": "m", "port": 8000}}, DnsSource)}
+KINDS = {"file": ({"file": "e.yaml"}, WatchedFile), "dns": ({"dns": {"name": "m", "port": 8000}}, DnsSource)}
 
 
 @cases("source, kind", KINDS)
@@ -81,7 +81,7 @@ def replace(path: Path, text: str) -> None:
 async def test_an_endpoints_file_that_is_changed_or_replaced_is_read_again(tmp_path: Path) -> None:
     path = tmp_path / "endpoints.yaml"
     path.write_text("- address: 10.0.0.1:8000\n  labels: {gpu: a}\n")
-    async with reported(FileSource(path, recheck_s=0.2)) as reports:
+    async with reported(WatchedFile(path, listed, "endpoints", recheck_s=0.2)) as reports:
         assert await reports.next() == ["10.0.0.1:8000"]
         path.write_text(entries("10.0.0.2:8000"))
         assert await reports.next() == ["10.0.0.2:8000"]
@@ -173,7 +173,9 @@ async def test_a_config_map_whose_symlink_is_swapped_is_read_again(tmp_path: Pat
         (tmp_path / version / "endpoints.yaml").write_text(entries(address))
     (tmp_path / "..data").symlink_to("v1")
     (tmp_path / "endpoints.yaml").symlink_to("..data/endpoints.yaml")
-    async with reported(FileSource(tmp_path / "endpoints.yaml", recheck_s=0.2)) as reports:
+    async with reported(
+        WatchedFile(tmp_path / "endpoints.yaml", listed, "endpoints", recheck_s=0.2)
+    ) as reports:
         assert await reports.next() == ["10.0.0.1:8000"]
         (tmp_path / "..data_tmp").symlink_to("v2")
         os.replace(tmp_path / "..data_tmp", tmp_path / "..data")
@@ -185,7 +187,7 @@ async def test_when_a_file_breaks_the_last_good_list_stays_and_the_fault_is_logg
 ) -> None:
     path = tmp_path / "endpoints.yaml"
     path.write_text(entries("10.0.0.1:8000"))
-    async with reported(FileSource(path, recheck_s=0.2)) as reports:
+    async with reported(WatchedFile(path, listed, "endpoints", recheck_s=0.2)) as reports:
         await reports.next()
         replace(path, entries("model-server:8000"))
         assert str(path) in await log.saying("'model-server:8000' is no ip:port")
@@ -204,7 +206,7 @@ async def test_a_startup_error_names_an_unusable_file(tmp_path: Path, file: str,
     if content is not None:
         (tmp_path / file).write_text(content)
     with pytest.raises(StartupError, match=r"e\.yaml: ") as caught:
-        await FileSource(tmp_path / file).watch(Reports().put_nowait)
+        await WatchedFile(tmp_path / file, listed, "endpoints").watch(Reports().put_nowait)
     assert content is not None or "cannot be read" in str(caught.value)
 
 
@@ -212,7 +214,7 @@ def test_a_file_whose_read_hangs_is_named_and_does_not_keep_the_process_from_end
     os.mkfifo(tmp_path / "endpoints.yaml")  # opening a FIFO hangs, as on a hung network file system
     code = (
         "import asyncio, pathlib, sys; from picker_fleet.endpoints import discovery as it; it._READ_S = 0.1\n"
-        "asyncio.run(it.FileSource(pathlib.Path(sys.argv[1])).watch(print))"
+        "asyncio.run(it.WatchedFile(pathlib.Path(sys.argv[1]), it.listed, 'endpoints').watch(print))"
     )
     command = (sys.executable, "-c", code, str(tmp_path / "endpoints.yaml"))
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)

@@ -16,7 +16,7 @@ from tls_files import authority
 
 from picker_fleet.domain.engines import ENGINES
 from picker_fleet.domain.request import Endpoint
-from picker_fleet.domain.sections import Scraping
+from picker_fleet.domain.scraping import Scraping
 from picker_fleet.endpoints.page_fetch import Access, Connection, FetchError, Page, place_of
 
 NO_ACCESS = Access(Scraping())

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from tables import cases
 
 from picker_fleet.domain.engines import ENGINES, Engine
-from picker_fleet.domain.sections import Scraping
+from picker_fleet.domain.scraping import Scraping
 from picker_fleet.endpoints import metrics_page
 from picker_fleet.endpoints.metrics_page import BadPage, PageReader
 from picker_fleet.endpoints.readings import EndpointMetrics

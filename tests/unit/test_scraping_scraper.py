@@ -16,7 +16,7 @@ from page_server import PAGE, PageServer, answered, serving
 
 from picker_fleet.domain.errors import StateUnavailable
 from picker_fleet.domain.request import METRICS_PORT, Endpoint
-from picker_fleet.domain.sections import Scraping
+from picker_fleet.domain.scraping import Scraping
 from picker_fleet.endpoints.pacing import IntervalPolicy, pause_s
 from picker_fleet.endpoints.readings import EndpointMetrics, MetricsCache
 from picker_fleet.endpoints.scraper import Scraper

@@ -35,7 +35,8 @@ from picker_fleet.domain.errors import (
 )
 from picker_fleet.domain.request import InferenceRequest
 from picker_fleet.domain.tenants import Tree
-from picker_fleet.scheduling.chooser import Choice, EndpointChooser, MetLoads
+from picker_fleet.scheduling.chooser import Choice, EndpointChooser
+from picker_fleet.scheduling.forecasts import MetLoads
 from picker_fleet.state.connection import PauseDetector
 from picker_fleet.state.schema import Refusal
 from picker_fleet.state.store import (

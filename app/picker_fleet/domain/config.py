@@ -19,6 +19,7 @@ from picker_fleet.domain import sections
 from picker_fleet.domain.errors import ConfigError
 from picker_fleet.domain.request import ANY_LATENCY, LatencyObjective
 from picker_fleet.domain.scheduling import Scheduling
+from picker_fleet.domain.scraping import Scraping
 from picker_fleet.domain.sections import Model, Objective, Section
 from picker_fleet.domain.tenants import Tenants
 from picker_fleet.domain.units import HostPort, Name, repeated, split_host_port, without_secrets
@@ -100,7 +101,7 @@ class Settings(Section):
     workloads: sections.Workloads = sections.Workloads()
     scheduling: Scheduling = Scheduling()
     outlier_detection: sections.OutlierDetection = sections.OutlierDetection()
-    scraping: sections.Scraping = sections.Scraping()
+    scraping: Scraping = Scraping()
     leases: sections.Leases = sections.Leases()
     decision_log: sections.DecisionLog = sections.DecisionLog()
     logging: sections.Logging = sections.Logging()

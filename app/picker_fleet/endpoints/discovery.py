@@ -146,13 +146,6 @@ def _in_thread(work: Callable[[], T]) -> asyncio.Future[T]:
     return running
 
 
-class FileSource(WatchedFile[tuple[Endpoint, ...]]):
-    """The endpoints in the file `path`."""
-
-    def __init__(self, path: Path, *, recheck_s: float = 5.0) -> None:
-        super().__init__(path, listed, "endpoints", recheck_s=recheck_s)
-
-
 def listed(text: str) -> tuple[Endpoint, ...]:
     """Parse the list of endpoints in `text`.
 
@@ -182,7 +175,7 @@ def source_of(settings: Discovery) -> Source:
         MissingExtra: `settings` names an InferencePool, but the Kubernetes client is not installed.
     """
     if settings.file is not None:
-        return FileSource(settings.file)
+        return WatchedFile(settings.file, listed, "endpoints")
     if settings.dns is not None:
         # Import the DNS source only if needed: its package takes a tenth of a replica's start-up time.
         from picker_fleet.endpoints.dns_source import DnsSource

@@ -21,7 +21,8 @@ import httptools
 from picker_fleet.domain.engines import Engine
 from picker_fleet.domain.errors import PickerError
 from picker_fleet.domain.request import METRICS_PATH, METRICS_PORT, METRICS_SCHEME, Endpoint
-from picker_fleet.domain.sections import Scraping, url_path
+from picker_fleet.domain.scraping import Scraping
+from picker_fleet.domain.sections import url_path
 from picker_fleet.domain.units import split_host_port
 from picker_fleet.state.primary import raise_if_cancelled
 

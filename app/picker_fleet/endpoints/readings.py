@@ -167,10 +167,6 @@ class Readings(Mapping[str, Reading]):
     def __len__(self) -> int:
         return len(self._pages)
 
-    def models(self) -> frozenset[str]:
-        """The models that any endpoint's page names."""
-        return NONE.union(*(page.models for page in self._pages.values()))
-
     def with_adapters(self) -> list[str]:
         """The addresses whose pages name adapters."""
         return [
@@ -243,7 +239,7 @@ class MetricsCache:
 
     def models(self) -> frozenset[str]:
         """The models that any endpoint's page names."""
-        return self.snapshot().models()
+        return NONE.union(*(page.models for page in (self._newest | self._worked).values()))
 
     def ages_s(self) -> dict[str, float]:
         """By address, the age of the endpoint's last successful scrape, else of its newest reading."""

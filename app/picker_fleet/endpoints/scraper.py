@@ -20,7 +20,7 @@ from picker_fleet.background import keep
 from picker_fleet.domain.engines import ENGINES, Engine
 from picker_fleet.domain.errors import StateUnavailable
 from picker_fleet.domain.request import Endpoint
-from picker_fleet.domain.sections import Scraping
+from picker_fleet.domain.scraping import Scraping
 from picker_fleet.endpoints.metrics_channel import MetricsChannel
 from picker_fleet.endpoints.metrics_page import BadPage, PageReader
 from picker_fleet.endpoints.pacing import IntervalPolicy, ScrapeCost, pause_s
@@ -50,12 +50,8 @@ _HABIT_S = 10.0
 _BODY_S = 0.25  # limit of the seconds for the body of a probe's response
 _MOST_BODY_BYTES = 64 * 1024
 _NO_ANSWER = ("connection", "timeout", "silent")
-_UNREADY = (
-    500,
-    502,
-    503,
-    504,
-)  # statuses of a probe by which a server, or a proxy before it, says that it takes no requests
+# Statuses of a probe by which a server, or a proxy before it, says that it takes no requests.
+_UNREADY = (500, 502, 503, 504)
 _MODELS_S = 10.0  # seconds between requests for the list of an engine's adapters
 _MOST_IDLE, _MOST_IDLE_CHARACTERS = 256, 256  # most idle adapters per engine, and most characters of a name
 _MOST_NAMES = 100  # most engine names in the cache
@@ -287,7 +283,9 @@ class Scraper:
             return metrics
         target.asleep = metrics.unready is not None
         if target.asks_sleep:
-            await self._ask_sleep(target)
+            # Its page does not tell. An engine that gives no usable answer is not asked again.
+            sleep = await self._ask_aside(target, target.engine.sleep_path, _Sleep)
+            target.asks_sleep, target.asleep = sleep is not None, sleep is not None and sleep.is_sleeping
         metrics = target.with_idle_adapters(metrics)
         if (
             metrics.idle_adapters
@@ -295,8 +293,10 @@ class Scraper:
             and self._clock() - target.models_s >= _MODELS_S
         ):
             target.models_s = self._clock()
-            await self._ask_models(target)
-            metrics = target.with_idle_adapters(metrics)
+            models = await self._ask_aside(target, target.engine.models_path, _Models)
+            if models is not None:
+                target.keep_adapters({model.id for model in models.data})
+                metrics = target.with_idle_adapters(metrics)
         metrics = replace(metrics, unready=target.unready)
         self._meter.scraped(target.address, self._clock() - started_s, metrics)
         last = target.last
@@ -335,18 +335,6 @@ class Scraper:
         target.cost.add_probe(self._clock() - started_s)
         self._meter.probed(target.address, status, target.unready is None)
         return None
-
-    async def _ask_sleep(self, target: "_Target") -> None:
-        """Ask an engine whether the engine sleeps, since its page does not tell. An engine that gives no
-        usable answer is not asked again."""
-        answer = await self._ask_aside(target, target.engine.sleep_path, _Sleep)
-        target.asks_sleep, target.asleep = answer is not None, answer is not None and answer.is_sleeping
-
-    async def _ask_models(self, target: "_Target") -> None:
-        """Ask an engine for its adapters, and forget adapters that the engine no longer has."""
-        answer = await self._ask_aside(target, target.engine.models_path, _Models)
-        if answer is not None:
-            target.keep_adapters({model.id for model in answer.data})
 
     async def _ask_aside(self, target: "_Target", path: str, kind: type[S]) -> S | None:
         """Get the JSON at `path`, decoded as `kind`; None if the request fails or the JSON does not fit."""
@@ -390,7 +378,7 @@ class Scraper:
         if kind in _NO_ANSWER:
             target.missed += 1
         if kind == "connection":
-            target.restarted()
+            target.keep_adapters(())  # the engine may have restarted
         self._meter.scrape_failed(target.address, kind, self._clock() - started_s)
         return EndpointMetrics(scraped_ms=int(started_s * 1000), fault=why, failures=target.failures + 1)
 
@@ -499,9 +487,6 @@ class _Target:
         """Forget page and engine: the page cannot be read, so the endpoint may run another engine now."""
         self._page = None
         self._engine = self._candidates[0] if len(self._candidates) == 1 else None
-
-    def restarted(self) -> None:
-        self._loaded.clear()
 
     def keep_adapters(self, names: Collection[str]) -> None:
         """Forget the adapters that are not in `names`."""

@@ -21,7 +21,7 @@ from functools import partial
 from picker_fleet.background import keep
 from picker_fleet.domain.errors import StateUnavailable
 from picker_fleet.domain.known_fleet import KnownFleet
-from picker_fleet.domain.sections import Scraping
+from picker_fleet.domain.scraping import Scraping
 from picker_fleet.endpoints.metrics_channel import MetricsChannel
 from picker_fleet.endpoints.pacing import IntervalPolicy
 from picker_fleet.endpoints.readings import EndpointMetrics, MetricsCache
@@ -31,7 +31,14 @@ from picker_fleet.endpoints.snapshot import SnapshotCell
 
 def assigned_replica(address: str, replicas: Sequence[str]) -> str:
     """The replica that scrapes the endpoint `address`; `replicas` may be in any order, but not empty."""
-    return max(replicas, key=lambda replica: (_weight(address, replica), replica))
+    # The length distinguishes pairs of address and replica whose texts join to the same.
+    prefix = f"{len(address)}:{address}"
+    return max(replicas, key=lambda replica: (_hash(prefix + replica), replica))
+
+
+def _hash(text: str) -> bytes:
+    # Python's `hash` differs between processes.
+    return hashlib.blake2b(text.encode(), digest_size=8).digest()
 
 
 class Assignment:
@@ -49,15 +56,6 @@ class Assignment:
         for address in addresses:
             self._owners[address] = former.get(address) or assigned_replica(address, self.replicas)
         return frozenset(address for address, owner in self._owners.items() if owner == replica)
-
-
-def _weight(address: str, replica: str) -> bytes:
-    # Python's `hash` differs between processes. The length distinguishes pairs whose texts join to the same.
-    return _hash(f"{len(address)}:{address}{replica}")
-
-
-def _hash(text: str) -> bytes:
-    return hashlib.blake2b(text.encode(), digest_size=8).digest()
 
 
 def scrapers_wanted(endpoints: int) -> int:

@@ -40,8 +40,7 @@ from picker_fleet.scheduling.explain import (
     live_loads,
 )
 from picker_fleet.scheduling.extension_calls import Extensions
-from picker_fleet.scheduling.forecasts import Forecasts, shortfall_s
-from picker_fleet.scheduling.latency_model import Load
+from picker_fleet.scheduling.forecasts import Forecasts, MetLoads, shortfall_s
 from picker_fleet.scheduling.route_stream import CompletionRecord, RouteStream
 from picker_fleet.scheduling.scheduler import FILTERS, Scheduler, apply_filters, with_in_flight
 from picker_fleet.scheduling.scorers import EndpointState, PickRequest
@@ -71,16 +70,6 @@ class Choice(NamedTuple):
     basis: PickBasis
     prefill: str = ""
     split: SplitDecision | None = None
-
-
-class MetLoads(NamedTuple):
-    """The loads that a placed request met on its endpoint and on its prefill endpoint, for the latency model;
-    None if nothing is to be learnt. Nine in ten requests like a split one have their first token within
-    `prefill_s`, None if unknown."""
-
-    decode: Load | None = None
-    prefill: Load | None = None
-    prefill_s: float | None = None
 
 
 class SessionTokens:
@@ -493,13 +482,12 @@ class EndpointChooser:
             state = msgspec.structs.replace(state, in_flight=loads[address])
         matches = self._routes.index.match(request.prefix, placed_on)
         if not prefillers:
-            return MetLoads(self._forecasts.placed(request, state, matches))
+            return self._forecasts.placed(request, state, matches)
         self._prefill_states.refresh()
         prefiller = self._prefill_states.state(prefillers[0])
         if prefiller is None:
             return MetLoads()
-        decode, prefill, prefill_s = self._forecasts.placed_split(request, state, prefiller, matches)
-        return MetLoads(decode, prefill, prefill_s) if request.stream else MetLoads(prefill_s=prefill_s)
+        return self._forecasts.placed_split(request, state, prefiller, matches)
 
     def refused(self, request: InferenceRequest, choice: Choice) -> None:
         """Record that no endpoint could take `request`."""

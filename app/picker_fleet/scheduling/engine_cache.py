@@ -54,9 +54,6 @@ class Evidence(NamedTuple):
     evicted: float
 
 
-NO_EVIDENCE: Final = Evidence(0, 0)
-
-
 def evidence_of(expected: Expectation, cached_blocks: float) -> Evidence:
     """The evidence of an answer that had `cached_blocks` of its prompt's blocks in the cache."""
     kept = before = 0
