@@ -10,7 +10,7 @@ from picker_fleet.domain.request import Endpoint
 from picker_fleet.state.pool_state import PREFILL as PREFILL_NAME
 from picker_fleet.state.pool_state import FoundLimit
 
-REPLICAS, REQUESTS = ("a", "b", "c", "d"), 300
+REPLICAS, REQUESTS = ("a", "b", "c", "d"), 1000
 DECODE, PREFILL = addresses(4), tuple(f"10.0.1.{i}:8000" for i in range(1, 5))
 DECODE_LIMIT, PREFILL_LIMIT = 3, 2
 STAGES = (
@@ -19,7 +19,7 @@ STAGES = (
 )
 
 
-async def test_300_simultaneous_splits_pass_no_limit_of_either_stage(
+async def test_a_thousand_simultaneous_splits_pass_no_limit_of_either_stage(
     fleet: OpenFleet, splitting: None
 ) -> None:
     async with fleet(

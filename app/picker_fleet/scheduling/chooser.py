@@ -7,7 +7,9 @@ issues session tokens for scorer `session-affinity`.
 import logging
 import random
 from bisect import bisect
+from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from operator import attrgetter
 from typing import Final, NamedTuple
 
@@ -34,9 +36,9 @@ from picker_fleet.scheduling.endpoint_states import EndpointStates
 from picker_fleet.scheduling.explain import (
     ANY_ENDPOINT,
     Explanation,
-    ExplanationCache,
     LeastLoadedPick,
     PickBasis,
+    explain,
     live_loads,
 )
 from picker_fleet.scheduling.extension_calls import Extensions
@@ -58,6 +60,7 @@ _MAX_SCORED, _MAX_OF_A_SAMPLE = 8, 5
 _DRAWS = 32  # choices kept for similar requests to share; each breaks ties differently
 _ROUTE_SCORERS = frozenset({"prefix-affinity", "latency"})  # scorers that need the routes of all replicas
 _SESSION_PURPOSE = "session"
+_ADDRESS_BYTES = 24  # approximate length of one address in a list of candidates
 _in_flight = attrgetter("in_flight")
 
 
@@ -70,6 +73,56 @@ class Choice(NamedTuple):
     basis: PickBasis
     prefill: str = ""
     split: SplitDecision | None = None
+
+
+class ExplanationCache:
+    """Keeps the last choices for explanations: at most `max_choices`, with at most `max_values` scores and
+    reasons (about 40 bytes each) in all. The method `add` is cheap; `get` computes the explanation."""
+
+    def __init__(self, *, max_choices: int = 1000, max_values: int = 500_000) -> None:
+        self._max_choices = max_choices
+        self._max_values = max_values
+        self._values = 0
+        # Kept choices, oldest first; the last element of each is the number of its scores and reasons.
+        self._choices: deque[
+            tuple[str, PickBasis, tuple[str, ...], str, SplitDecision | None, tuple[str, ...], int]
+        ] = deque()
+
+    def __len__(self) -> int:
+        return len(self._choices)
+
+    def add(
+        self,
+        request_id: str,
+        basis: PickBasis,
+        chosen: tuple[str, ...],
+        live: str = "",
+        split: SplitDecision | None = None,
+        prefillers: tuple[str, ...] = (),
+    ) -> None:
+        """Keep the choice for `request_id`: the `chosen` endpoints and `prefillers` (best first; empty: the
+        request was refused), the `live` loads that the script compared, and why it was `split` or not."""
+        choices = self._choices
+        if isinstance(basis, LeastLoadedPick):
+            values = 1 + len(basis.endpoints) + len(basis.in_flight) + len(basis.candidates) // _ADDRESS_BYTES
+        else:
+            values = basis.values
+        choices.append((request_id, basis, chosen, live, split, prefillers, values))
+        self._values += values
+        while len(choices) > self._max_choices or (self._values > self._max_values and len(choices) > 1):
+            self._values -= choices.popleft()[-1]
+
+    def get(self, request_id: str) -> Explanation | None:
+        """Explain the last choice for `request_id`; None if the choice is no longer kept."""
+        found = next((each for each in reversed(self._choices) if each[0] == request_id), None)
+        if found is None:
+            return None
+        _, basis, chosen, live, split, prefillers, _ = found
+        explained = explain(request_id, basis, chosen, live)
+        stages = "" if split is None else str(split)
+        if split is not None and split.is_split and chosen and not prefillers:
+            stages = f"whole, since no prefill endpoint could be reserved; {stages}"
+        return replace(explained, stages=stages, prefillers=prefillers)
 
 
 class SessionTokens:

@@ -1,21 +1,18 @@
 """Explains why a request was placed on its endpoint, or refused: candidates, scores, loads and reasons.
 
-Choices are kept in the form in which they were made; an explanation is computed only on request.
+The chooser keeps choices as it made them; an explanation is computed only on request.
 """
 
-from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from types import MappingProxyType
 from typing import Final, NamedTuple
 
 from picker_fleet.domain.request import Endpoint
 from picker_fleet.scheduling.scheduler import Ranking, apply_filters
 from picker_fleet.scheduling.scorers import EndpointState, PickRequest
-from picker_fleet.scheduling.splitting import SplitDecision
 
 ANY_ENDPOINT: Final = "*"
-_ADDRESS_BYTES = 24  # approximate length of one address in a list of candidates
 _BY_SCORE = "highest `final`: the score with the live load in place of the load as last read; ties in turn"
 _BY_STATE = "the request names an id whose state this endpoint has"
 _BY_LOAD = (
@@ -35,11 +32,6 @@ class LeastLoadedPick(NamedTuple):
     candidates: str
     has_state: bool = False  # the only candidate has the state of the id that the request names
     excluded: Mapping[str, str] = MappingProxyType({})  # by filters from outside: address -> reason
-
-    @property
-    def values(self) -> int:
-        """As `Ranking.values`."""
-        return 1 + len(self.endpoints) + len(self.in_flight) + len(self.candidates) // _ADDRESS_BYTES
 
 
 PickBasis = Ranking | LeastLoadedPick
@@ -99,54 +91,12 @@ class Explanation:
         }
 
 
-class ExplanationCache:
-    """Keeps the last choices for explanations: at most `max_choices`, with at most `max_values` scores and
-    reasons (about 40 bytes each) in all. The method `add` is cheap; `get` computes the explanation."""
-
-    def __init__(self, *, max_choices: int = 1000, max_values: int = 500_000) -> None:
-        self._max_choices = max_choices
-        self._max_values = max_values
-        self._values = 0
-        # Kept choices, oldest first; the last element of each is the number of its scores and reasons.
-        self._choices: deque[
-            tuple[str, PickBasis, tuple[str, ...], str, SplitDecision | None, tuple[str, ...], int]
-        ] = deque()
-
-    def __len__(self) -> int:
-        return len(self._choices)
-
-    def add(
-        self,
-        request_id: str,
-        basis: PickBasis,
-        chosen: tuple[str, ...],
-        live: str = "",
-        split: SplitDecision | None = None,
-        prefillers: tuple[str, ...] = (),
-    ) -> None:
-        """Keep the choice for `request_id`: the `chosen` endpoints and `prefillers` (best first; empty: the
-        request was refused), the `live` loads that the script compared, as `lua/place.lua` returns loads (''
-        for none), and why the request was `split` or not."""
-        choices = self._choices
-        choices.append((request_id, basis, chosen, live, split, prefillers, basis.values))
-        self._values += basis.values
-        while len(choices) > self._max_choices or (self._values > self._max_values and len(choices) > 1):
-            self._values -= choices.popleft()[-1]
-
-    def get(self, request_id: str) -> Explanation | None:
-        """Explain the last choice for `request_id`; None if the choice is no longer kept."""
-        found = next((each for each in reversed(self._choices) if each[0] == request_id), None)
-        if found is None:
-            return None
-        _, basis, chosen, live, split, prefillers, _ = found
-        if isinstance(basis, LeastLoadedPick):
-            explained = _explain_by_load(request_id, basis, chosen, live)
-        else:
-            explained = _explain_by_score(request_id, basis, chosen, live)
-        stages = "" if split is None else str(split)
-        if split is not None and split.is_split and chosen and not prefillers:
-            stages = f"whole, since no prefill endpoint could be reserved; {stages}"
-        return replace(explained, stages=stages, prefillers=prefillers)
+def explain(request_id: str, basis: PickBasis, chosen: tuple[str, ...], live: str) -> Explanation:
+    """Explain the choice of `chosen` on `basis`. `live`: the loads that the script compared, as
+    `lua/place.lua` returns loads ('' for none)."""
+    if isinstance(basis, LeastLoadedPick):
+        return _explain_by_load(request_id, basis, chosen, live)
+    return _explain_by_score(request_id, basis, chosen, live)
 
 
 def live_load_addresses(basis: PickBasis, chosen: Sequence[str]) -> list[str]:
