@@ -46,7 +46,6 @@ _SERVERS = 8
 _PAGE_S = 0.5  # time between two readings of a metrics page
 _ATTAINED = 0.9  # share of requests that must meet both objectives
 _SEEDS = (1, 2, 3)
-_LEARNT = 480  # requests before, from which `auto` learns the times of both choices
 _STEP, _HALVINGS = 1.15, 6  # ratio of two neighbouring rates of the search, and how often it halves the last
 _NEVER = 1_000_000  # a threshold that no prompt exceeds
 
@@ -309,12 +308,13 @@ class Level:
     pace_p90_s: float
 
 
-def level(case: Case, per_s: float, pool: Callable[[int], Pool], learnt: int) -> Level:
+def level(case: Case, per_s: float, pool: Callable[[int], Pool], *, learns: bool) -> Level:
+    """`learns`: before, as many requests come at half the rate."""
     served: list[_Served] = []
     for seed in _SEEDS:
         it = pool(seed)
-        if learnt:
-            it.serve(case.arrivals(learnt, per_s, 1000 + seed))
+        if learns:
+            it.serve(case.arrivals(case.requests, per_s / 2, 1000 + seed))
         served += it.serve(case.arrivals(case.requests, per_s, seed))
     met = sum(each.ttft_s <= case.ttft_s and each.pace_s <= case.pace_s for each in served)
     split = sum(each.prefiller != "" for each in served)
@@ -324,11 +324,11 @@ def level(case: Case, per_s: float, pool: Callable[[int], Pool], learnt: int) ->
     )
 
 
-def goodput(case: Case, pool: Callable[[int], Pool], learnt: int = 0) -> Level:
+def goodput(case: Case, pool: Callable[[int], Pool], *, learns: bool) -> Level:
     """The highest rate found at which 90 % meet the objectives."""
 
     def at(per_s: float) -> Level:
-        return level(case, per_s, pool, learnt)
+        return level(case, per_s, pool, learns=learns)
 
     best = at(case.per_s)
     while best.attained < _ATTAINED:
@@ -358,7 +358,7 @@ def _compare(name: str, case: Case) -> str:
         pools[title] = partial(Pool, half, half, {"threshold": each})
     found: dict[str, Level] = {}
     for title, pool in pools.items():
-        found[title] = goodput(case, pool, _LEARNT if "auto" in title else 0)
+        found[title] = goodput(case, pool, learns="auto" in title)
         print(name, title, found[title], flush=True)
     whole = found["8 endpoints, whole"].per_s
     best = max([*found][3:], key=lambda each: found[each].per_s)
