@@ -100,20 +100,25 @@ class Forecasts:
     ) -> StageTimes:
         """The predicted times of `request` on the endpoint of `decoder`, without and with `prefiller`, whose
         state in the decode stage is `prefiller_decodes`, None if it writes no answers."""
-        load = self._load(request, decoder, matches)
-        rest = load._replace(prefill_tokens=self._backlog(decoder.address))  # without the prompt itself
+        whole_s, whole_own_s = self._time_and_own(request.model, request, decoder, matches)
+        split_s, split_own_s = self._time_and_own(_SPLIT + request.model, request, prefiller, matches)
+        # A fit that has seen little variation does not show a prompt's own time: take the longer one.
+        own_s = max(whole_own_s, split_own_s)
+        delayed_split = 0.0 if prefiller_decodes is None else _delayed(prefiller_decodes)
+        return StageTimes(whole_s, split_s, own_s, _delayed(decoder), delayed_split)
+
+    def _time_and_own(
+        self, model: str, request: InferenceRequest, state: EndpointState, matches: Mapping[str, int]
+    ) -> tuple[float | None, float]:
+        """The predicted time to the first token, None if unknown, and the part that the prompt takes."""
+        load = self._load(request, state, matches)
+        rest = load._replace(prefill_tokens=self._backlog(state.address))
         whole, others = (
-            self._routes.model.forecast(request.model, decoder.address, each).ttft for each in (load, rest)
+            self._routes.model.forecast(model, state.address, each).ttft for each in (load, rest)
         )
-        split = self._split_ttft(request, prefiller, self._load(request, prefiller, matches))
-        whole_s = None if whole is None else whole.median_s
-        return StageTimes(
-            whole_s,
-            None if split is None else split.median_s,
-            (whole_s or 0.0) - (0.0 if others is None else others.median_s),
-            _delayed(decoder),
-            0.0 if prefiller_decodes is None else _delayed(prefiller_decodes),
-        )
+        if whole is None:
+            return None, 0.0
+        return whole.median_s, whole.median_s - (0.0 if others is None else others.median_s)
 
     def placed_split(
         self,
