@@ -20,13 +20,15 @@ local function set_tenants(args)
   local version, counts_running = '', false
   if pool.known then
     for at = 3, #args, 2 do
-      counts_running = counts_running or string.find(args[at + 1], 'max_parallel', 1, true)
-      if args[at + 1] == '' then
-        defer_write('HDEL', hash, args[at])
+      -- A removed node may uncover one with a bound: the configured one, or a default for unknown children.
+      local path, node = args[at], args[at + 1]
+      counts_running = counts_running or node == '' or string.find(node, 'max_parallel', 1, true)
+      if node == '' then
+        defer_write('HDEL', hash, path)
       else
-        defer_write('HSET', hash, args[at], args[at + 1])
+        defer_write('HSET', hash, path, node)
       end
-      log_change('tenant', args[at] .. '\31' .. args[2] .. '\31' .. args[at + 1])
+      log_change('tenant', path .. '\31' .. args[2] .. '\31' .. node)
     end
     version = (tonumber(read('HGET', key.pool, 'tenants_version') or 0) or 0) + 1
     defer_write('HSET', key.pool, 'tenants_version', version)

@@ -398,7 +398,7 @@ class PoolModel:
         if self.has_tenants:
             self.quotas.send_back(r.id, r.cost)
         if not closed or closed[0].startswith("=") or self.places() > 1e-6:
-            if not self.queue.is_throttled(r):
+            if self.queue.is_in_order(r):
                 self.queue.throttle(r, r.flow_queue)
             self.queue.wait_for_endpoints(r, closed)
         return f"queued {r.deadline_ms - self.moment.now_ms}"

@@ -272,7 +272,7 @@ class QueueModel(PoolModel):
         self.tenants_version += 1
         self._put_tenants()
         if self.has_tenants:
-            if any("max_parallel" in text for text in nodes.values()):
+            if any(not text or "max_parallel" in text for text in nodes.values()):
                 self.quotas.recount()
             self.queue.unthrottle_all()
         return self._conclude([self.tenants_version])

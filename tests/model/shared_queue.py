@@ -112,6 +112,10 @@ class SharedQueue(FairQueue[Request]):
         """Whether r's flow queue, or a node above, takes no turns."""
         return any(child in order.throttled for order, child, _ in self._levels_of(r))
 
+    def is_in_order(self, r: Request) -> bool:
+        """Whether r's flow queue takes turns among the children of its parent, which may be throttled."""
+        return r.flow_queue in self._levels_of(r)[-1].order.turns
+
     def throttle(self, r: Request, child: str) -> None:
         super().throttle(r, child)
         self._log("throttled", child)

@@ -117,3 +117,14 @@ def test_a_changed_node_applies_to_waiting_requests_and_grants_no_second_burst(s
     pool.passes(2001)
     pool.beat()
     assert pool.granted == ["three", "two", "four"]
+
+
+def test_a_bound_uncovered_by_a_removed_node_counts_running_requests(side: ScriptSide) -> None:
+    pool = pool_of(side, {"*": {"max_parallel": 1, "over_limit": "reject"}, "a": {}}, **ROOMY)
+    pool.admit("one flow=a/x, two flow=a/y")
+    pool.call("set_tenants", "tenants", {"a": ""})
+    assert pool.admit("three flow=a/z") == ["refused over-limit 1\x1fparallel 0 a"]
+    pool.end("one")
+    assert pool.admit("four flow=a/z") == ["refused over-limit 1\x1fparallel 0 a"]
+    pool.end("two")
+    assert pool.admit("five flow=a/z")[0].startswith("placed")
