@@ -26,10 +26,10 @@ do
     end
   end
 
-  -- Add `change` to the numbers of published endpoints that prefill, and that only prefill.
+  -- Add `change` to the numbers of published endpoints that prefill, and that do not decode: those that only prefill,
+  -- also while they drain.
   function marks.count_stages(described, change)
-    if not described.prefill then return end
-    pool.prefillers = pool.prefillers + change
+    if described.prefill then pool.prefillers = pool.prefillers + change end
     if not described.decode then pool.prefill_only = pool.prefill_only + change end
   end
 

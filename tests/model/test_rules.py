@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 from by_hand import Pool, full, holding, many
+from model_state import Request
 from script_side import ScriptSide
 from shared_queue import named_bands
 
@@ -645,3 +646,11 @@ def test_the_examples_of_specification_001_hold(side: ScriptSide) -> None:
         pool.admit(f"{name} workload={name} criticality={criticality} flow=f")
         assert -pool.model.queue.bands[0].queues["f"].static.scores()[name] == pytest.approx(score, abs=2e-4)
     assert pool.serve() == ["interactive-user-456", "batch-job-123", "low-priority-789"]
+
+
+def test_a_draining_prefill_endpoint_adds_nothing_to_a_restored_requests_claim(side: ScriptSide) -> None:
+    pool = Pool(side, endpoints=2, upper_per=2)
+    pool.call("publish", ("2", "2"), pool.model.moment.settings, {"e1": False, "p1": True}, {"p1": "prefill"})
+    token = Request("lost", "a", "1", "f", 0, 1.0, 100.0, "", 3, "m", 0, endpoints="e1")
+    pool.call("renew", [("lost", "1", "", token)])
+    assert pool.model.requests["lost"].taken == pool.model.upper == 2

@@ -167,7 +167,7 @@ class Capacity(Check):
         if rules.paused:
             finding.add("stock was taken while the pool is paused", entry)
         count, ready = self._in_flight[entry.flow], rules.ready(entry.upper)
-        if entry.limit and count > entry.limit * ready:
+        if entry.limit and ready is not None and count > entry.limit * ready:
             what = f"{count} of flow {entry.flow!r} in flight, {entry.limit} on each of {ready} endpoints"
             finding.add(f"flow limit passed: {what} allowed", *self._others(entry))
 

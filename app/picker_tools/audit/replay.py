@@ -100,8 +100,8 @@ class Rules(msgspec.Struct, frozen=True):
         patience_ms = self.starvation_ms or (entry.deadline_ms - arrived_ms) // 2
         return min(arrived_ms + patience_ms, entry.deadline_ms)
 
-    def ready(self, upper: float) -> int:
-        """The number of ready endpoints that yields the upper bound `upper`; 0 if unknown.
+    def ready(self, upper: float) -> int | None:
+        """The number of ready endpoints that yields the upper bound `upper`; None if unknown.
 
         If endpoints have different limits, the largest number that may yield `upper`.
         """
@@ -109,7 +109,7 @@ class Rules(msgspec.Struct, frozen=True):
         if self.default_token_cap < math.inf:
             found = [self.default_token_cap, *self.token_caps.values()]
         least = min(found) if self.adaptive else self.upper_per
-        return round(upper / least) if least > 0 else 0
+        return round(upper / least) if least > 0 else None
 
     def limits_at(self, priority: int) -> BandLimits:
         """The limits of the next configured band at or below `priority`, or else of the lowest band."""
