@@ -43,7 +43,7 @@ async def test_endpoint_killed_during_answers(faulty: Callable[..., Any], case: 
     await case.check(here, load.history, may_end=ENDS)
 
 
-@pytest.mark.skipif(not FULL, reason="tests/fleet/test_one_queue.py is its short form")
+@pytest.mark.skipif(not FULL, reason="only in `make faults`; test_one_queue.py kills an endpoint once")
 async def test_endpoint_killed_after_each_restart(faulty: Callable[..., Any], case: Case) -> None:
     flaps = 30
     case.describe(f"an endpoint killed as soon as it has restarted, {flaps} times")

@@ -74,7 +74,7 @@ async def test_replica_stopped_beyond_its_lease(faulty: Callable[..., Any], case
     assert highest <= 16
 
 
-@pytest.mark.skipif(not FULL, reason="tests/scripts/test_format.py is its short form")
+@pytest.mark.skipif(not FULL, reason="only in `make faults`; test_format.py changes only libraries")
 async def test_rolling_restart_with_another_library(
     faulty: Callable[..., Any], case: Case, two_versions: Any
 ) -> None:
