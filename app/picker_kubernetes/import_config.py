@@ -52,7 +52,7 @@ _PARAMETERS: Mapping[str, tuple[str, ...]] = {
     "disagg-profile-handler": ("profiles", "deciders"),
     "pd-profile-handler": ("decodeProfile", "prefillProfile", "deciderPluginName", "threshold"),
     "prefix-based-pd-decider": ("nonCachedTokens",),
-    "disagg-headers-handler": ("prefillProfile",),
+    "disagg-headers-handler": ("prefillProfile", "encodeProfile"),
     "prefill-header-handler": ("prefillProfile",),
     "concurrency-detector": ("maxConcurrency", "maxTokenConcurrency", "concurrencyMode", "headroom"),
     "utilization-detector": ("queueDepthThreshold", "kvCacheUtilThreshold"),
@@ -75,7 +75,8 @@ BUILT_IN: frozenset[str] = frozenset({
     "metrics-data-source", "core-metrics-extractor", "approx-prefix-cache-producer", "inflight-load-producer",
     "openai-parser", "anthropic-parser", "vllmhttp-parser",
     *import_stages.HANDLERS, "always-disagg-pd-decider", "prefix-based-pd-decider",
-    "prefill-filter", "decode-filter", "disagg-headers-handler", "prefill-header-handler",
+    "always-disagg-multimodal-decider", "encode-filter", "prefill-filter", "decode-filter",
+    "disagg-headers-handler", "prefill-header-handler",
     *_LABEL_FILTERS, *_ORDERINGS, *_FAIRNESS, _DETECTOR, "concurrency-detector",
     "header-based-testing-filter", "destination-endpoint-served-verifier",
 })  # fmt: skip
@@ -193,13 +194,13 @@ def _plugins(tree: Mapping[str, Any]) -> Plugins:
 
 
 def _scheduling(tree: Mapping[str, Any], plugins: Plugins, result: Imported) -> None:
-    """Import the first profile, or with a handler of stages the profiles for prefill and decode."""
+    """Import the first profile, or with a handler of stages the profiles of the stages."""
     profiles = {
         str(each.get("name")): mappings(each, "plugins", "schedulingProfiles.plugins")
         for each in mappings(tree, "schedulingProfiles", "schedulingProfiles")
     }
     handler = import_stages.handler(plugins, result)
-    used = [handler.decode, handler.prefill] if handler else list(profiles)[:1]
+    used = [handler.decode, handler.prefill, handler.encode] if handler else list(profiles)[:1]
     if handler and profiles and handler.decode not in profiles:
         raise ConfigError(f"schedulingProfiles: no profile is named {handler.decode[:60]!r}")
     if others := [name for name in profiles if name not in used]:
@@ -212,9 +213,12 @@ def _scheduling(tree: Mapping[str, Any], plugins: Plugins, result: Imported) -> 
             _select(name, parameters, result)
     else:
         prefill: dict[str, Any] = {}
-        stages: dict[str, Any] = {"prefill": prefill, "decode": {}}
+        stages: dict[str, Any] = {"prefill": prefill, "decode": {}, "encode": {}}
         of_prefill = _profile(profiles.get(handler.prefill, ()), plugins, result, prefill)
-        for stage, its_filters in (("prefill", of_prefill), ("decode", filters)):
+        of_encode = _profile(profiles.get(handler.encode, ()), plugins, result, scorers := {})
+        if scorers:
+            result.remarks.append(f"schedulingProfiles: {handler.encode}: encoders need no scorers here")
+        for stage, its_filters in (("prefill", of_prefill), ("decode", filters), ("encode", of_encode)):
             if wanted := [each for named in its_filters for each in import_stages.selector(*named, result)]:
                 stages[stage]["selector"] = ", ".join(wanted)
         if handler.threshold is not None:

@@ -1,4 +1,4 @@
-"""Reads prefill and decode profiles of an `EndpointPickerConfig`: for import_config.py.
+"""Reads encode, prefill and decode profiles of an `EndpointPickerConfig`: for import_config.py.
 
 Sources: the plugins' README and sources in github.com/llm-d/llm-d-router,
 pkg/epp/framework/plugins/scheduling/profilehandler/disagg.
@@ -19,12 +19,14 @@ Plugins = Mapping[str, tuple[str, Mapping[str, Any]]]  # plugin's name -> its ty
 
 @dataclass(frozen=True, slots=True)
 class Handler:
-    """The handler of a file with stages: the names of its profiles, and from how many uncached tokens on it
-    splits requests, as `scheduling.stages.threshold` (None: the file does not say)."""
+    """The handler of a file with stages: the names of its profiles (`encode` '': no stage encode), and from
+    how many uncached tokens on it splits requests, as `scheduling.stages.threshold` (None: the file does not
+    say)."""
 
     decode: str
     prefill: str
     threshold: int | None
+    encode: str = ""
 
 
 def handler(plugins: Plugins, result: Imported) -> Handler | None:
@@ -33,12 +35,11 @@ def handler(plugins: Plugins, result: Imported) -> Handler | None:
         if kind == "disagg-profile-handler":
             profiles = mapping(parameters.get("profiles"), f"plugins: {name}.profiles")
             deciders = mapping(parameters.get("deciders"), f"plugins: {name}.deciders")
-            if deciders.get("encode"):
-                result.remarks.append(f"plugins: {name}: deciders.encode: there is no stage encode here")
             return Handler(
                 str(profiles.get("decode") or "decode"),
                 str(profiles.get("prefill") or "prefill"),
                 _decided(deciders.get("prefill"), plugins, result),
+                str(profiles.get("encode") or "encode") if deciders.get("encode") else "",
             )
         if kind == "pd-profile-handler":
             decider = parameters.get("deciderPluginName")

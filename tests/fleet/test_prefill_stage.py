@@ -1,4 +1,4 @@
-"""Endpoints that prefill for others, behind a real Envoy: the header, the counts, and a stage that goes."""
+"""Endpoints that prefill or encode for others, behind a real Envoy: headers, counts, a stage that goes."""
 
 import asyncio
 import contextlib
@@ -15,7 +15,7 @@ from fleet_load import at_rest
 from model_servers import COMPLETION, Ends, Received, http_answer, listening
 from whole_fleet import Fleet, running
 
-PREFILLER = "x-prefiller-host-port"
+PREFILLER, ENCODERS = "x-prefiller-host-port", "x-encoder-hosts-ports"
 LONG, SHORT = "a long prompt " * 100, "short"
 CONFIG = {
     "scheduling": {"stages": {"threshold": 100}},
@@ -25,15 +25,20 @@ CLIENTS = 8
 
 
 class Servers:
-    """Two servers that decode, as behind llm-d's sidecar, and two that only prefill.
+    """Two servers that decode, as behind llm-d's sidecar, two that only prefill, and two that only encode.
 
     The sidecar has the prefill server of the header compute the prompt. If that fails, its own engine does:
-    one of `fallbacks`.
+    one of `fallbacks`. The sidecar has the encoders of the header encode images in turn; if one fails, the
+    client gets 502.
     """
 
     def __init__(self) -> None:
         self.decoders: list[str] = []
         self.prefillers: list[str] = []
+        self.encoders: list[str] = []
+        self.named_encoders: list[list[str]] = []  # of each request to a decode server, by its header
+        self.encoded = 0  # images
+        self.values: set[str] = set()  # of headers of requests to decode servers
         self.headers: list[
             tuple[str, str | None]
         ] = []  # prompt and header of each request to a decode server
@@ -47,7 +52,18 @@ class Servers:
             ends[1].write(http_answer(b"", kind="text/plain"))
             return True
         prefiller = request.headers.get(PREFILLER)
-        self.headers.append((json.loads(request.body)["prompt"], prefiller))
+        asked = json.loads(request.body)
+        self.values |= set(request.headers.values())
+        self.headers.append((asked.get("prompt", ""), prefiller))
+        encoders = request.headers.get(ENCODERS, "").split(",")
+        self.named_encoders.append([each for each in encoders if each])
+        images = [each for part in asked.get("messages", ()) for each in part["content"][1:]]
+        try:
+            for image, encoder in zip(images if encoders[0] else (), itertools.cycle(encoders)):
+                await self._http.post(f"http://{encoder}{request.path}", json={"messages": [image]})
+        except httpx.HTTPError:
+            ends[1].write(http_answer(b"", 502))
+            return True
         if prefiller is not None:
             try:
                 await self._http.post(f"http://{prefiller}{request.path}", content=request.body)
@@ -63,6 +79,11 @@ class Servers:
         ends[1].write(http_answer(COMPLETION if request.method == "POST" else b""))
         return True
 
+    async def encode(self, request: Received, ends: Ends) -> bool:
+        self.encoded += request.method == "POST"
+        ends[1].write(http_answer(COMPLETION if request.method == "POST" else b""))
+        return True
+
     async def kill(self, address: str) -> None:
         await self._stacks.pop(address).aclose()
 
@@ -71,7 +92,11 @@ class Servers:
     async def started(cls) -> AsyncIterator["Servers"]:
         servers = cls()
         async with contextlib.AsyncExitStack() as stack, servers._http:
-            for listed, serve in ((servers.decoders, servers.decode), (servers.prefillers, servers.prefill)):
+            for listed, serve in (
+                (servers.decoders, servers.decode),
+                (servers.prefillers, servers.prefill),
+                (servers.encoders, servers.encode),
+            ):
                 for _ in range(2):
                     own = await stack.enter_async_context(contextlib.AsyncExitStack())
                     address = await own.enter_async_context(listening(serve))
@@ -81,7 +106,7 @@ class Servers:
 
     def entries(self, *, prefill: bool = True) -> str:
         """The endpoints file, with or without the servers that prefill."""
-        roles = dict.fromkeys(self.decoders, "decode")
+        roles = dict.fromkeys(self.decoders, "decode") | dict.fromkeys(self.encoders, "encode")
         roles |= dict.fromkeys(self.prefillers if prefill else (), "prefill")
         labels = {address: {"llm-d.ai/role": role} for address, role in roles.items()}
         return json.dumps([{"address": address, "labels": each} for address, each in labels.items()])
@@ -96,6 +121,14 @@ def write(file: Path, text: str) -> None:
 async def ask(client: httpx.AsyncClient, prompt: str, **headers: str) -> int:
     body = {"model": "llama", "prompt": prompt, "max_tokens": 1}
     return (await client.post("/v1/completions", json=body, headers=headers)).status_code
+
+
+async def show(client: httpx.AsyncClient, images: int, **headers: str) -> int:
+    """Ask about images."""
+    parts = [{"type": "image_url", "image_url": {"url": f"http://x/{n}.png"}} for n in range(images)]
+    message = {"role": "user", "content": [{"type": "text", "text": "what is it?"}, *parts]}
+    body = {"model": "llama", "messages": [message], "max_tokens": 1}
+    return (await client.post("/v1/chat/completions", json=body, headers=headers)).status_code
 
 
 async def rests(here: Fleet) -> None:
@@ -199,8 +232,41 @@ async def test_long_prompts_reach_a_decode_server_with_a_prefill_server_which_cl
         await rests(here)
 
 
+@pytest.mark.parametrize("mode", ["standard", "lean", "http"])
+async def test_media_are_encoded_by_ready_servers_that_clients_cannot_name(tmp_path: Path, mode: str) -> None:
+    async with (
+        Servers.started() as servers,
+        fleet_of(servers, tmp_path, mode) as (here, _),
+        httpx.AsyncClient(base_url=here.url, timeout=60.0) as client,
+    ):
+        forged = {"X-Encoder-Hosts-Ports": "127.0.0.1:1"}
+        for images in (0, 1, 2, 5):
+            assert await show(client, images, **forged) == 200
+        assert [len(each) for each in servers.named_encoders] == [0, 1, 2, 2]
+        assert set(itertools.chain(*servers.named_encoders)) == set(servers.encoders)
+        assert servers.encoded == 8
+        rows = {row["address"]: row for row in await here.get("endpoints")}
+        assert {rows[each]["stages"] == ["encode"] for each in servers.encoders} == {True}
+
+        # Encoders that fail are named no longer; without any, the server that decodes encodes.
+        for left, killed in ((1, servers.encoders[0]), (0, servers.encoders[1])):
+            await servers.kill(killed)
+            async with asyncio.timeout(60):
+                while killed in itertools.chain(*servers.named_encoders[-8:]):
+                    await show(client, 3)
+                    await asyncio.sleep(0.05)
+            assert [await show(client, 3) for _ in range(8)] == [200] * 8
+            assert [len(each) for each in servers.named_encoders[-8:]] == [left] * 8
+        await rests(here)
+        assert {row["in_flight"] for row in await here.get("endpoints")} == {0}
+
+
 async def test_the_emitted_envoy_removes_a_header_of_another_name_as_well(tmp_path: Path) -> None:
-    own = {"scheduling": {"stages": {"threshold": 100, "header": "x-prefill-at"}}}
+    own = {
+        "scheduling": {
+            "stages": {"threshold": 100, "header": "x-prefill-at", "encode": {"header": "x-encode-at"}}
+        }
+    }
     async with Servers.started() as servers:
         file = tmp_path / "endpoints.json"
         write(file, servers.entries())
@@ -211,6 +277,8 @@ async def test_the_emitted_envoy_removes_a_header_of_another_name_as_well(tmp_pa
             await here.until_state(ready_backends=2)
             with edge(here, tmp_path / "edge", settings=own) as strangers:
                 async with httpx.AsyncClient(base_url=strangers.url, timeout=60.0) as client:
-                    for name in (PREFILLER, "x-prefill-at"):
+                    for name in (PREFILLER, "x-prefill-at", ENCODERS, "x-encode-at"):
                         assert await ask(client, SHORT, **{name: "127.0.0.1:1"}) == 200
-            assert servers.headers == [(SHORT, None)] * 2
+            assert servers.headers == [(SHORT, None)] * 4
+            assert servers.named_encoders == [[]] * 4
+            assert "127.0.0.1:1" not in servers.values

@@ -129,8 +129,24 @@ def test_a_draining_endpoint_that_only_prefills_leaves_its_stage(staged: StagedP
     assert staged.call("state", 60_000)[0] != b"0"  # no key counts as lost
 
 
-def test_an_older_version_sees_an_endpoint_that_only_prefills_as_draining() -> None:
-    assert json.loads(describe(Endpoint("p:1", prefills=True, decodes=False)))["draining"] is True
+def test_an_endpoint_that_only_encodes_gets_no_request_and_adds_nothing_to_the_bounds(
+    staged: StagedPool,
+) -> None:
+    encoder = describe(Endpoint("e:1", encodes=True, decodes=False))
+    staged.stages({"d:1": DECODE, "p:1": PREFILL, "e:1": encoder}, upper_per=2)
+    assert staged.split("r1", candidates="e:1=1,d:1=0.1", prefill="e:1=1,p:1=0.1") == ("d:1", "p:1")
+    for on in (1, 0):  # a mark that ends does not let the endpoint decode
+        staged.call("mark_endpoint", "a", "e:1", "down", on)
+        assert staged.call("state", 60_000)[6] == 1
+    assert staged.split("r2") == ("d:1", "p:1")
+    assert staged.admit("r3")[0] == "queued"
+    assert staged.sweep()[4] == 1
+    assert staged.call("state", 60_000)[0] != b"0"  # no key counts as lost
+
+
+@pytest.mark.parametrize("does", [{"prefills": True}, {"encodes": True}])
+def test_an_older_version_sees_an_endpoint_that_does_not_decode_as_draining(does: dict[str, bool]) -> None:
+    assert json.loads(describe(Endpoint("p:1", decodes=False, **does)))["draining"] is True
 
 
 @pytest.mark.parametrize("by", ["publish", "publish_changes"])

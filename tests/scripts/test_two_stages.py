@@ -3,6 +3,8 @@
 import asyncio
 import random
 from collections import Counter
+from itertools import product
+from operator import attrgetter
 
 from script_fleet import Fleet, OpenFleet, addresses, asked, ended, until
 
@@ -98,3 +100,18 @@ async def test_limits_that_the_fleet_finds_reach_both_stages(fleet: OpenFleet) -
             each.address: (each.decodes, each.prefills, each.ready) for each in await a.store.endpoints()
         }
         assert listed == {"10.0.0.1:8000": (True, True, True), "10.0.1.1:8000": (False, True, True)}
+
+
+async def test_every_replica_reads_the_stages_that_one_published(fleet: OpenFleet) -> None:
+    endpoints = tuple(
+        Endpoint(
+            f"10.0.0.{number + 10}:8000", {}, draining, decodes=decodes, prefills=prefills, encodes=encodes
+        )
+        for number, (draining, decodes, prefills, encodes) in enumerate(product((False, True), repeat=4))
+        if decodes or prefills or encodes
+    )
+    async with fleet("a", endpoints=endpoints) as (it, a):
+        assert sorted(await a.store.endpoints(), key=attrgetter("address")) == list(endpoints)
+        assert (await it.state()).ready_backends == sum(each.decodes and each.ready for each in endpoints)
+        await a.store.mark_endpoint(endpoints[0].address, "down", True)
+        assert [each.down for each in await a.store.endpoints()].count(True) == 1

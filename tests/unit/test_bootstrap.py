@@ -183,6 +183,7 @@ IN_ONE_MODE: dict[Mode, dict[str, Any]] = {
     "http": {
         "service.pathPrefix": "/check",
         f"{ANSWER}.allowedUpstreamHeaders.patterns.*.exact": [
+            "x-encoder-hosts-ports",
             "x-gateway-destination-endpoint",
             "x-prefiller-host-port",
         ],

@@ -33,10 +33,12 @@ def test_a_placement_names_the_same_endpoints_in_header_and_metadata() -> None:
 
 def test_a_split_request_carries_its_prefill_endpoint_alone_in_the_configured_header() -> None:
     placed = partial(codec.placed, PLACEMENT, HEADER, "id-1", None, namespace="envoy.lb", pressure="0.25")
-    split = message(placed(prefiller="10.0.0.7:8000").message()).request_headers.response.header_mutation
+    split = message(
+        placed(stages=((PREFILLER, "10.0.0.7:8000"),)).message()
+    ).request_headers.response.header_mutation
     assert set_headers(split) == {DESTINATION: HEADER, PREFILLER: "10.0.0.7:8000"}
     assert list(split.remove_headers) == []
-    whole = message(placed(prefiller_header="x-own").message()).request_headers.response.header_mutation
+    whole = message(placed(stages=(("x-own", ""),)).message()).request_headers.response.header_mutation
     assert (set_headers(whole), list(whole.remove_headers)) == ({DESTINATION: HEADER}, ["x-own"])
 
 

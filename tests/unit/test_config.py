@@ -202,6 +202,8 @@ WRONG: dict[str, list[Any]] = {
                            [{"name": "random"}, {"name": "random"}]],
     "scheduling.stages.prefill.selector": ["", "a in b", 7],
     "scheduling.stages.decode.scorers.luck": [1],
+    "scheduling.stages.encode.header": ["x-encoder-own", "x-envoy-own", "host", ":path"],
+    "scheduling.stages.encode.selector": [""],
     "scheduling.stages.threshold": ["soon", -1, 0.5, True],
     "scheduling.stages.header": ["x-gateway-destination-endpoint", "authorization", "x-a b", "", 7],
     "scheduling.latency.alpha": [-1],
@@ -294,6 +296,8 @@ def test_each_fault_has_one_line_that_lists_the_valid_values() -> None:
     assert selector.startswith(
         "scheduling.stages.prefill.selector: no label selector at 'tier in fast': write a=b, "
     )
+    same = fault({"scheduling": {"stages": {"header": "x-own", "encode": {"header": "X-Own"}}}})
+    assert same == "scheduling.stages: header and encode.header are both x-own; use two names"
     headers = fault({"extproc": {"trusted_headers": ["x-gateway-destination-endpoint", "x-request-id"]}})
     assert ["is never taken from a client" in line for line in headers.splitlines()] == [True, False]
     assert ["is not a steering header" in line for line in headers.splitlines()] == [False, True]

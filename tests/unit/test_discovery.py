@@ -110,18 +110,21 @@ async def test_an_endpoint_entry_may_name_its_metrics_page() -> None:
             listed(json.dumps([{**entry, key: value}]))
 
 
-# Role -> the stages of an endpoint with that role, in a pool where another endpoint only prefills.
+# Role -> the stages of an endpoint with that role, in a pool where others only prefill and only encode.
 ROLES = {
     "": "decode", "decode": "decode", "prefill-decode": "decode prefill", "both": "decode prefill",
-    "encode-prefill-decode": "decode prefill", "prefill": "prefill", "encode-prefill": "prefill",
-    "encode": "", "encode-decode": "decode", "router": "",
+    "encode-prefill-decode": "decode prefill encode", "encode-decode": "decode encode", "prefill": "prefill",
+    "encode-prefill": "prefill encode", "encode": "encode", "router": "", "decoder": "", "Encode": "",
 }  # fmt: skip
 
 
 def stages_of(endpoints: Iterable[Endpoint]) -> dict[str, str]:
     """The stages of each endpoint, by address."""
     return {
-        each.address: " ".join(["decode"] * each.decodes + ["prefill"] * each.prefills) for each in endpoints
+        each.address: " ".join(
+            ["decode"] * each.decodes + ["prefill"] * each.prefills + ["encode"] * each.encodes
+        )
+        for each in endpoints
     }
 
 
@@ -145,6 +148,9 @@ def test_endpoints_of_both_roles_prefill_for_others_only_beside_one_that_only_pr
     both = (with_role("both"), with_role("prefill-decode"), with_role(""))
     assert set(reported_by(both).values()) == {"decode"}
     assert reported_by((*both, with_role("prefill")))["both"] == "decode prefill"
+    all_three = with_role("encode-prefill-decode")
+    assert reported_by((*both, all_three))[all_three.address] == "decode"
+    assert reported_by((*both, all_three, with_role("encode")))[all_three.address] == "decode encode"
 
 
 def test_selectors_of_stages_take_the_place_of_roles() -> None:
@@ -162,8 +168,8 @@ def test_the_log_tells_the_stages_once_and_after_each_change(caplog: pytest.LogC
         report(tuple(map(with_role, roles)))
     said = [record.getMessage() for record in caplog.records]
     assert said == [
-        "stages: 1 endpoints decode, 1 prefill, 0 of them both",
-        "stages: 1 endpoints decode, 0 prefill, 0 of them both",
+        "stages: 1 endpoints decode, 1 prefill, 0 of them both; 0 encode",
+        "stages: 1 endpoints decode, 0 prefill, 0 of them both; 0 encode",
     ]
 
 

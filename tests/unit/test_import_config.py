@@ -120,10 +120,10 @@ def test_a_limit_may_be_any_kubernetes_quantity(text: object, capacity: int) -> 
 
 def test_remarks_name_plugins_and_keys_without_a_counterpart() -> None:
     result = imported(
-        plugins=[{"type": "encode-filter", "name": "e"}, {"type": "vllmgrpc-parser", "name": "p"}],
+        plugins=[{"type": "token-producer", "name": "e"}, {"type": "vllmgrpc-parser", "name": "p"}],
         parser={"pluginRef": "p"}, saturationDetector={"queueDepthThreshold": 5}, strange={},
     )  # fmt: skip
-    plugins = ("e (type encode-filter)", "vllmgrpc-parser")
+    plugins = ("e (type token-producer)", "vllmgrpc-parser")
     assert_named(result, *plugins, "queueDepthThreshold 5", "strange")
 
 
@@ -174,8 +174,10 @@ def test_each_key_of_a_v0_10_configuration_is_imported_or_named_in_a_remark() ->
     )  # fmt: skip
 
 
-def staged(prefill: list[Any], decode: list[Any], *plugins: dict[str, Any]) -> Imported:
-    """Import a file with `plugins` and two profiles, whose entries are names or pairs of name and weight."""
+def staged(
+    prefill: list[Any], decode: list[Any], *plugins: dict[str, Any], encode: list[Any] | None = None
+) -> Imported:
+    """Import a file with `plugins` and two or three profiles, of names or pairs of name and weight."""
 
     def references(entries: list[Any]) -> list[dict[str, Any]]:
         pairs = [each if isinstance(each, tuple) else (each, None) for each in entries]
@@ -183,13 +185,14 @@ def staged(prefill: list[Any], decode: list[Any], *plugins: dict[str, Any]) -> I
             {"pluginRef": name, **({} if weight is None else {"weight": weight})} for name, weight in pairs
         ]
 
+    profiles = {"prefill": prefill, "decode": decode} | ({} if encode is None else {"encode": encode})
     return imported(plugins=list(plugins), schedulingProfiles=[
-        {"name": "prefill", "plugins": references(prefill)},
-        {"name": "decode", "plugins": references(decode)},
+        {"name": name, "plugins": references(entries)} for name, entries in profiles.items()
     ])  # fmt: skip
 
 
 BY_PREFIX, ALWAYS, OLD = "prefix-based-pd-decider", "always-disagg-pd-decider", "pd-profile-handler"
+MEDIA = "always-disagg-multimodal-decider"
 
 
 def plugin(kind: str, name: str = "d", **parameters: object) -> dict[str, Any]:
@@ -253,9 +256,23 @@ def test_label_filters_of_stages_become_selectors() -> None:
     assert stages.prefill.selector == "role in (prefill,both), !old, gpu, rack notin (r1)"
     assert (stages.decode.selector, scheduling.endpoint_labels) == ("role=decode", {})
     assert (scheduling.weights, scheduling.prefill_weights) == ({"queue-depth": 3}, {"queue-depth": 2})
-    assert_named(
-        result, "n Gt ['1'] has no counterpart", "no stage encode", "always-disagg-multimodal-decider"
-    )
+    assert_named(result, "n Gt ['1'] has no counterpart")
+
+
+def test_the_profile_encode_of_llm_d_becomes_a_stage() -> None:
+    plugins = (
+        {"type": "by-label-selector", "name": "e", "parameters": {"matchLabels": {"role": "encode"}}},
+        {"type": "queue-scorer"}, {"type": MEDIA}, {"type": "own-decider"},
+    )  # fmt: skip
+    result = staged([], [], *plugins, disagg(encode=MEDIA), encode=["e"])
+    stages = parse(result.tree).scheduling.stages
+    assert (stages.encode.selector, stages.threshold) == ("role=encode", 10**9)
+    assert_named(result, "no decider splits")
+    result = staged([], [], *plugins, disagg(encode="own-decider"), encode=["queue-scorer"])
+    named = ("encoders need no scorers", "own-decider) has no counterpart")
+    assert_named(result, "no decider splits", *named)
+    unused = staged([], [], *plugins, disagg(), encode=["e"])
+    assert_named(unused, "no decider splits", "not imported: encode", "own-decider")
 
 
 @cases("more, fault", {

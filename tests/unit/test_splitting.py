@@ -1,8 +1,10 @@
 """Whether a request is split: by a threshold, or by the predicted times of both choices."""
 
 import random
+from collections import Counter
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 from choosers import chooser_of, fleet_with
@@ -13,7 +15,15 @@ from test_chooser import A, B, C, Knowledge
 from bench.stages import CASES, Pool, level
 from picker_fleet.domain.config import EffectiveConfig, parse
 from picker_fleet.domain.known_fleet import KnownFleet
-from picker_fleet.domain.request import Completion, Endpoint, InferenceRequest, LatencyObjective, Outcome
+from picker_fleet.domain.request import (
+    Completion,
+    Endpoint,
+    InferenceRequest,
+    LatencyObjective,
+    Outcome,
+    Placement,
+)
+from picker_fleet.endpoints.readings import EndpointMetrics, MetricsCache
 from picker_fleet.endpoints.snapshot import Snapshot, SnapshotCell
 from picker_fleet.scheduling.splitting import StageTimes, decide
 from picker_fleet.state import accounting_token
@@ -251,3 +261,34 @@ def test_auto_has_nearly_the_goodput_of_the_best_threshold(
 
     assert attained(rate, fixed) >= 0.9
     assert attained(0.95 * rate, {}) >= 0.9
+
+
+def test_media_are_encoded_by_as_many_endpoints_as_able_to_and_little_loaded() -> None:
+    encoders = [
+        Endpoint(f"10.0.1.{n}:8000", {"gpu": "ab"[n % 2]}, encodes=True, decodes=False) for n in range(6)
+    ]
+    cell, readings = SnapshotCell(), MetricsCache(None, lambda: 0.0)
+    readings.update(
+        {each.address: EndpointMetrics(1, waiting=n, running=n) for n, each in enumerate(encoders)}
+    )
+    cell.publish(Snapshot("1", (Endpoint(A), *encoders)))
+    chooser = chooser_of(cell, readings=readings)
+    addresses = [each.address for each in encoders]
+
+    def named(media: int, prefiller: str = "", **fields: Any) -> tuple[str, ...]:
+        return chooser.encoders(
+            ask()._replace(media=media, **fields), Placement((A,), "", prefillers=(prefiller,))
+        )
+
+    assert named(3) == tuple(addresses[:3]), "all are drawn"
+    once = Counter(each for _ in range(400) for each in named(1))
+    assert once[addresses[0]] > once[addresses[3]] > 0 == once[addresses[5]], "one of two drawn at random"
+    assert named(100) == tuple(addresses)
+    assert set(named(9, selector={"gpu": "b"})) == set(addresses[1::2])
+    assert set(named(9, subset=(A, addresses[2]))) == {addresses[2]}
+    assert named(9, addresses[1]) == (), "its prefill endpoint encodes"
+    marked = (replace(encoders[0], down=True), replace(encoders[1], draining=True), *encoders[2:4])
+    cell.publish(Snapshot("2", (Endpoint(A), *marked)))
+    assert named(9) == tuple(addresses[2:4])
+    cell.publish(Snapshot("3", (Endpoint(A), *marked[:2])))
+    assert named(9) == ()

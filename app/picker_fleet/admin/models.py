@@ -227,8 +227,10 @@ class Endpoint(BaseModel):
         "its answers fail"
     )
     ejected: Ejected | None = Field(None, description="why the endpoint is ejected; null: it is not")
-    stages: list[Literal["decode", "prefill"]] = Field(
-        default=["decode"], description="`decode`: serves requests; `prefill`: computes prompts for others"
+    stages: list[Literal["decode", "prefill", "encode"]] = Field(
+        default=["decode"],
+        description="`decode`: serves requests; `prefill` and `encode`: computes prompts, encodes media, "
+        "for others",
     )
     in_flight: int = Field(description="requests in flight on the endpoint, fleet-wide")
     prefills: int | None = Field(

@@ -248,7 +248,11 @@ class FleetView:
             status=next((name for name, is_set in marks.items() if is_set), "ready"),
             ejected=_ejected(endpoint.ejected),
             max_inflight=endpoint.max_inflight,
-            stages=[*["decode"] * endpoint.decodes, *["prefill"] * endpoint.prefills],
+            stages=[
+                *["decode"] * endpoint.decodes,
+                *["prefill"] * endpoint.prefills,
+                *["encode"] * endpoint.encodes,
+            ],
             **loads,
             **figures,
         )

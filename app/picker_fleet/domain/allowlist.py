@@ -327,7 +327,8 @@ DESTINATION: Final = "x-gateway-destination-endpoint"
 SUBSET: Final = "x-gateway-destination-endpoint-subset"
 SERVED: Final = "x-gateway-destination-endpoint-served"
 PREFILLER: Final = "x-prefiller-host-port"
-NEVER_TRUSTED = (DESTINATION, SUBSET, SERVED, PREFILLER)
+ENCODERS: Final = "x-encoder-hosts-ports"
+NEVER_TRUSTED = (DESTINATION, SUBSET, SERVED, PREFILLER, ENCODERS)
 # Headers that any client may set for its own request. Trusting such headers changes nothing.
 ALWAYS_KEPT = (
     "x-workload-context",
@@ -343,7 +344,7 @@ _TRUSTABLE = frozenset((*ALWAYS_KEPT, *(name for pair in STEERING for name in pa
 # Headers of an operator's own, such as `x-tenant`: no header with a meaning to the picker, Envoy or clients.
 _CUSTOM = re.compile(
     r"x-(?!(?:client-)?request-|forwarded|envoy-|gateway-|llm-d-|picker-|queue-|ratelimit-|slo-|session-"
-    r"|workload-|prefiller-|api-key|real-ip|stainless-|should-retry)[a-z0-9_-]{1,61}"
+    r"|workload-|prefiller-|encoder-|api-key|real-ip|stainless-|should-retry)[a-z0-9_-]{1,61}"
 )
 
 
@@ -366,15 +367,15 @@ def trusted_name(value: object) -> str:
     return name
 
 
-def prefiller_header(value: object) -> str:
-    """`value` as the lower-case name of a header that may name a request's prefill endpoint.
+def stage_header(value: object) -> str:
+    """`value` as the lower-case name of a header that may name a request's prefill endpoint or its encoders.
 
     Raises:
         ValueError: the header has another meaning; the message says which names may be used.
     """
     name = value.strip().lower() if isinstance(value, str) else ""
-    if name != PREFILLER and not is_custom(name):
-        raise ValueError(f"{str(value)[:60]!r} is not free; use {PREFILLER} or an x- header of your own")
+    if name not in (PREFILLER, ENCODERS) and not is_custom(name):
+        raise ValueError(f"{str(value)[:60]!r} is not free; use the default or an x- header of your own")
     return name
 
 

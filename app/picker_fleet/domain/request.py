@@ -65,7 +65,8 @@ class InferenceRequest(NamedTuple):
     unknown. `latency` is the objective of the client's header or of the configuration. Under the
     ordering `edf` the request is served as if its TTL ended `early_ms` sooner. `prompt_tokens` and
     `answer_tokens` are estimates for the quotas of tenants, 0 without tenants; with `learn`, `answer_tokens`
-    is 0 and lacks the answer's tokens, too. `can_split`: another endpoint may prefill the prompt.
+    is 0 and lacks the answer's tokens, too. `can_split`: other endpoints may prefill the prompt and encode
+    its media, such as images: at most as many endpoints as `media`, 0 if no endpoint encodes.
     """
 
     id: str
@@ -96,6 +97,7 @@ class InferenceRequest(NamedTuple):
     prompt_tokens: float = 0.0
     answer_tokens: float = 0.0
     can_split: bool = False
+    media: int = 0
 
     def repeats(self, other: "InferenceRequest") -> bool:
         """Whether this request is a retry of `other`, which has the same id."""
@@ -261,8 +263,8 @@ class Endpoint:
 
     `max_inflight` bounds the endpoint's requests in flight from the whole fleet; None: no bound. The endpoint
     gets no new requests while it is `draining` (by discovery), `drained` (by an operator), `down`
-    (connections fail) or `ejected` (its answers fail). It serves whole requests if it `decodes`, and computes
-    prompts for other endpoints if it `prefills`.
+    (connections fail) or `ejected` (its answers fail). It serves whole requests if it `decodes`; for other
+    endpoints it computes prompts if it `prefills`, and encodes media if it `encodes`.
     """
 
     address: str
@@ -274,6 +276,7 @@ class Endpoint:
     ejected: Ejection | None = None
     prefills: bool = False
     decodes: bool = True
+    encodes: bool = False
 
     @property
     def ready(self) -> bool:

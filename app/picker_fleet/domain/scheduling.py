@@ -9,7 +9,7 @@ from typing import Annotated, Any, Final, Literal, NamedTuple, Self
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from picker_fleet.domain import extensions
-from picker_fleet.domain.allowlist import PREFILLER, prefiller_header
+from picker_fleet.domain.allowlist import ENCODERS, PREFILLER, stage_header
 from picker_fleet.domain.label_selector import label_selector
 from picker_fleet.domain.sections import OutsideFilter, Section
 from picker_fleet.domain.units import AutoCount, Count, Duration, Name, Number, repeated
@@ -119,12 +119,23 @@ _TOPOLOGY_WEIGHT = 0.5
 StageScorer = Annotated[str, AfterValidator(_built_in_scorer)]
 
 
+Selector = Annotated[str, AfterValidator(label_selector)]
+StageHeader = Annotated[str, BeforeValidator(stage_header)]
+
+
 class Stage(Section):
     """One stage of a request, prefill or decode. `selector` is a Kubernetes label selector; null: the label
     `llm-d.ai/role` decides. `scorers` null: the pool's, for prefill only those about load and prompts."""
 
-    selector: Annotated[str, AfterValidator(label_selector)] | None = None
+    selector: Selector | None = None
     scorers: Annotated[dict[StageScorer, ScorerWeight], BeforeValidator(weights_by_name)] | None = None
+
+
+class Encode(Section):
+    """The stage that encodes images, audio and video for others; `header` names a request's encoders."""
+
+    selector: Selector | None = None
+    header: StageHeader = ENCODERS
 
 
 class Stages(Section):
@@ -134,8 +145,15 @@ class Stages(Section):
 
     prefill: Stage = Stage()
     decode: Stage = Stage()
+    encode: Encode = Encode()
     threshold: AutoCount = Field(None, ge=0)
-    header: Annotated[str, BeforeValidator(prefiller_header)] = PREFILLER
+    header: StageHeader = PREFILLER
+
+    @model_validator(mode="after")
+    def _headers_differ(self) -> Self:
+        if self.header == self.encode.header:
+            raise ValueError(f"header and encode.header are both {self.header}; use two names")
+        return self
 
 
 class Scheduling(Section):

@@ -20,13 +20,15 @@ MAX_REMOVED: Final = 4096  # most removed endpoints listed at once; the oldest b
 class Snapshot:
     """The fleet's endpoints at one moment; `version` changes whenever the endpoints change.
 
-    `decoders` are the endpoints that serve whole requests, `prefillers` those that prefill for decoders.
+    `decoders` are the endpoints that serve whole requests, `prefillers` those that prefill for decoders, and
+    `encoders` those that encode for decoders.
     """
 
     version: str
     endpoints: tuple[Endpoint, ...]
     decoders: tuple[Endpoint, ...] = field(init=False)
     prefillers: tuple[Endpoint, ...] = field(init=False)
+    encoders: tuple[Endpoint, ...] = field(init=False)
 
     def __post_init__(self) -> None:
         decoders = tuple(each for each in self.endpoints if each.decodes)
@@ -34,6 +36,7 @@ class Snapshot:
             decoders = self.endpoints
         object.__setattr__(self, "decoders", decoders)  # the class is frozen
         object.__setattr__(self, "prefillers", tuple(each for each in self.endpoints if each.prefills))
+        object.__setattr__(self, "encoders", tuple(each for each in self.endpoints if each.encodes))
 
 
 class SnapshotCell:

@@ -108,6 +108,8 @@ class Publisher:
         facts: list[object] = [endpoint.address, endpoint.labels, endpoint.draining, endpoint.max_inflight]
         if endpoint.prefills:  # without stages the digests stay those of earlier versions
             facts.append(endpoint.decodes)
+        if endpoint.encodes:
+            facts += ["encodes", endpoint.decodes]
         return hashlib.blake2b(json.dumps(facts, sort_keys=True).encode(), digest_size=16).digest()
 
     def is_due(self, pulse: HeartbeatReply) -> bool:

@@ -430,6 +430,16 @@ class Decision:
             named = (*named, *islice(cycle(named), max(missing, 0)))
         return ",".join(named)
 
+    def stage_headers(self, placement: Placement) -> tuple[tuple[str, str], ...]:
+        """The headers that name the request's prefill endpoint and encoders, and their values; a header with
+        the value '' is to be removed from the client's request."""
+        stages, request = self._context.settings.scheduling.stages, self.request
+        encoders: tuple[str, ...] = ()
+        if request is not None and request.media:
+            encoders = self._context.chooser.encoders(request, placement)
+        prefiller = placement.prefillers[0] if placement.prefillers else ""
+        return (stages.header, prefiller), (stages.encode.header, ",".join(encoders))
+
     def quota_headers(self) -> dict[str, str]:
         """The headers that tell the client what remains of its tenants' limits; empty without tenants."""
         quota = "" if self.placement is None else self.placement.quota

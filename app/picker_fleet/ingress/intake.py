@@ -28,7 +28,7 @@ from picker_fleet.domain.request import (
 )
 from picker_fleet.domain.sections import Model, Objective
 from picker_fleet.domain.units import has_control
-from picker_fleet.ingress import cost
+from picker_fleet.ingress import cost, media
 from picker_fleet.ingress.bodies import OtherBody, as_utf8, is_form, read_form
 from picker_fleet.ingress.headers import (
     ANONYMOUS,
@@ -379,6 +379,7 @@ class Intake:
             target = self._variant(model, raw_id if by_gateway else b"", flow, ask)
         prefixes = self._prefixes
         prefix = prompt_prefix(target, ask.read) if prefixes and prefixes.needs_prefix_hashes else ()
+        has_encoders = ask.can_split and prefixes is not None and prefixes.has_encoders
         # Positional arguments: keyword arguments take three times as long.
         return InferenceRequest(
             request_id, model, target, ask.stream, flow, band, weight, workload, charge, ttl_s,
@@ -386,6 +387,7 @@ class Intake:
             xxh3_64_hexdigest(ask.text)[:_DIGEST_CHARS], ask.refers,
             0 if ask.refers else prompt_size,  # usage then counts stored texts, too
             "", latency, 0, prompt_tokens, answer_tokens, ask.can_split,
+            media.found(ask.text, ask.members).count if has_encoders else 0,
         )  # fmt: skip
 
     def session_of(self, headers: Mapping[str, bytes]) -> str:

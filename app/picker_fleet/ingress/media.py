@@ -3,7 +3,7 @@
 Called by cost.py. Engines differ; this module applies one rule to each kind, and `settle` corrects the cost:
 
 - An image costs a token for each 28 × 28 pixels, as in Qwen2-VL (arXiv 2409.12191), from 4 to 16 384.
-- Audio costs 25 tokens a second, as in Qwen2-Audio (arXiv 2407.10759).
+- Audio costs 25 tokens a second, as in Qwen2-Audio (arXiv 2407.10759), at least 4.
 - A page of a PDF costs 1500 tokens; 50 KB are a page if the file does not tell.
 
 The header of a PNG, JPEG, WebP, GIF, WAV or MP3 file tells the pixels or seconds. All else costs 1500
@@ -23,7 +23,7 @@ MALFORMED: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)  # 
 MEMBERS: Final = ("messages", "input", "contents", "images", "image_data")  # members that may have media
 
 _PIXELS = 28  # the side of a token's square
-_LEAST_IMAGE_TOKENS, _MOST_IMAGE_TOKENS = 4, 16_384
+_LEAST_TOKENS, _MOST_IMAGE_TOKENS = 4, 16_384
 _AUDIO_TOKENS_A_S = 25
 _PAGE_TOKENS, _PAGE_BYTES, _MOST_PAGES = 1500, 50_000, 1000
 _UNKNOWN_TOKENS, _UNKNOWN_BYTES_A_TOKEN = 1500, 1000
@@ -53,20 +53,20 @@ def only(names: Iterable[str]) -> Any:
     return typed_dict("Members", dict.fromkeys(names, msgspec.Raw), total=False)
 
 
-def found(body: bytes, members: Mapping[str, Any]) -> tuple[int, float]:
-    """The bytes that media take in a body, and their cost in tokens; 0, 0 in a form that is not known."""
+def found(body: bytes, members: Mapping[str, Any]) -> "Media":
+    """The media in a body; none in a form that is not known."""
+    media = Media()
     if not _may_have_media(body, members):
-        return 0, 0.0
+        return media
     try:
         prompted: Any = _prompted.decode(body)
     except MALFORMED:
-        return 0, 0.0
-    media = _Media()
+        return media
     said = prompted.pop("input", ())
     _collect((prompted, *prompted.pop("messages", ()), *prompted.pop("contents", ())), media)
     if not isinstance(said, str):
         _collect(said, media)
-    return media.size_bytes, media.tokens
+    return media
 
 
 def of_form(body: bytes, files: Sequence[tuple[int, int]]) -> tuple[int, float]:
@@ -83,8 +83,8 @@ def of_form(body: bytes, files: Sequence[tuple[int, int]]) -> tuple[int, float]:
     return size_bytes, tokens
 
 
-class _Media:
-    """The number of the files found so far, their length as JSON text, and their cost."""
+class Media:
+    """The number of the files found so far, their length as JSON text, and their cost in tokens."""
 
     def __init__(self) -> None:
         self.count, self.size_bytes, self.tokens = 0, 0, 0.0
@@ -93,7 +93,10 @@ class _Media:
         self.count += 1
         self.size_bytes += len(text)
         known = _of_base64(text) if self.count <= _MOST_HEADERS else 0.0
-        self.tokens += known or _UNKNOWN_TOKENS + (0 if is_image else len(text) / _UNKNOWN_BYTES_A_TOKEN)
+        if known:  # a header may tell of any rate
+            self.tokens += max(known, _LEAST_TOKENS)
+        else:
+            self.tokens += _UNKNOWN_TOKENS + (0 if is_image else len(text) / _UNKNOWN_BYTES_A_TOKEN)
 
 
 def _may_have_media(body: bytes, members: Mapping[str, Any]) -> bool:
@@ -196,7 +199,7 @@ def _of_base64(text: bytes) -> float:
 
 def _image_tokens(width: int, height: int) -> float:
     squares = -(-width // _PIXELS) * -(-height // _PIXELS)
-    return float(min(max(squares, _LEAST_IMAGE_TOKENS), _MOST_IMAGE_TOKENS))
+    return float(min(max(squares, _LEAST_TOKENS), _MOST_IMAGE_TOKENS))
 
 
 def _webp_tokens(head: bytes) -> float:
@@ -255,7 +258,7 @@ class _Prompted(TypedDict, total=False):
 _prompted = msgspec.json.Decoder(_Prompted)
 
 
-def _collect(parts: Iterable[Mapping[str, Any]], media: _Media) -> None:
+def _collect(parts: Iterable[Mapping[str, Any]], media: Media) -> None:
     """Add the media in `parts` to `media`."""
     for part in parts:
         for name, value in part.items():

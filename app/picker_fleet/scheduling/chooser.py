@@ -5,13 +5,14 @@ issues session tokens for scorer `session-affinity`.
 """
 
 import logging
+import math
 import random
 from bisect import bisect
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from operator import attrgetter
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, get_args
 
 import msgspec
 from xxhash import xxh3_64_intdigest
@@ -32,7 +33,7 @@ from picker_fleet.endpoints.readings import MetricsCache
 from picker_fleet.endpoints.snapshot import SnapshotCell
 from picker_fleet.scheduling.cache_feedback import PrefixFeedback
 from picker_fleet.scheduling.endpoint_history import BLOCK_BYTES
-from picker_fleet.scheduling.endpoint_states import EndpointStates
+from picker_fleet.scheduling.endpoint_states import EndpointStates, StageName
 from picker_fleet.scheduling.explain import (
     ANY_ENDPOINT,
     Explanation,
@@ -62,6 +63,13 @@ _ROUTE_SCORERS = frozenset({"prefix-affinity", "latency"})  # scorers that need 
 _SESSION_PURPOSE = "session"
 _ADDRESS_BYTES = 24  # approximate length of one address in a list of candidates
 _in_flight = attrgetter("in_flight")
+_MOST_ENCODERS = 8
+
+
+def _scraped_load(endpoint: EndpointState) -> float:
+    if endpoint.waiting is None or endpoint.running is None:
+        return math.inf
+    return endpoint.waiting + endpoint.running
 
 
 class Choice(NamedTuple):
@@ -239,7 +247,7 @@ class EndpointChooser:
         self._sessions, self._session_keys = SessionTokens(keys, endpoints), SessionKeys(endpoints)
         self._explanations = ExplanationCache()
         self._forecasts, self._feedback = Forecasts(routes, clock), PrefixFeedback(routes, clock)
-        self._states, self._prefill_states = (
+        self._states, self._prefill_states, self._encode_states = (
             EndpointStates(
                 endpoints,
                 fleet,
@@ -247,9 +255,9 @@ class EndpointChooser:
                 routes=routes,
                 clock=clock,
                 adapters=configured.adapters,
-                prefill=prefill,
+                stage=stage,
             )
-            for prefill in (False, True)
+            for stage in get_args(StageName)
         )
         # The basis of choices for requests that any endpoint may serve, until endpoints or loads are read
         # again.
@@ -286,6 +294,30 @@ class EndpointChooser:
     def needs_prefix_hashes(self) -> bool:
         """Whether a scorer, or a forecast, reads the hashes of prompts."""
         return self._scores_prefixes or self._forecasts.used
+
+    @property
+    def has_encoders(self) -> bool:
+        """Whether an endpoint encodes images, audio and video for others."""
+        return bool(self._endpoints.current.encoders)
+
+    def encoders(self, request: InferenceRequest, placement: Placement) -> tuple[str, ...]:
+        """The endpoints that encode the media of `request`, at most one for each of them; none if its
+        endpoint or prefill endpoint encodes, too.
+
+        Nothing tells when they have encoded, so no count in Redis would be right. Of twice as many random
+        endpoints take those with the least scraped load: to choose the least loaded of all would crowd them
+        while loads are out of date ("How Useful Is Old Information?", Mitzenmacher 2000).
+        """
+        states = self._encode_states
+        states.refresh()
+        pick = self._pick(request)
+        able = apply_filters(pick, states.looked_at(request, ""), self._filters).eligible
+        addresses = {each.address for each in able}
+        if not addresses.isdisjoint((placement.endpoints[0], *placement.prefillers[:1])):
+            return ()
+        count = min(request.media, _MOST_ENCODERS)
+        drawn = sorted(random.sample(able, min(2 * count, len(able))), key=_scraped_load)
+        return tuple(each.address for each in drawn[:count])
 
     def choose(self, request: InferenceRequest) -> Choice:
         """The candidate endpoints for `request`, and, if it is to be split, for its prefill."""

@@ -9,6 +9,7 @@ So the cost of a pick is independent of the size of the pool (docs/decisions.md,
 
 import random
 from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Literal
 
 from picker_fleet.domain.known_fleet import KnownFleet
 from picker_fleet.domain.request import Endpoint, InferenceRequest
@@ -27,14 +28,14 @@ _MOST_SELECTORS = 64  # most label selectors whose endpoints are cached
 _UNKNOWN = EndpointMetrics(0)  # used as the metrics of an endpoint without a fresh reading
 
 Selector = frozenset[tuple[str, str]]
+StageName = Literal["decode", "prefill", "encode"]
 
 
 class EndpointStates:
     """The states of all endpoints, at most `REFRESH_S` old after a call of `refresh`. One event loop.
 
-    The argument `adapters` has names of LoRA adapters that the readings may lack. `prefill`: the states are
-    those of the endpoints that prefill, not of those that decode. The method `refresh` removes endpoints that
-    have left the pool from the index of `routes`.
+    The argument `adapters` has names of LoRA adapters that the readings may lack. The endpoints are those of
+    `stage`. The method `refresh` removes endpoints that have left the pool from the index of `routes`.
     """
 
     def __init__(
@@ -46,9 +47,9 @@ class EndpointStates:
         routes: RouteStream,
         clock: Callable[[], float],
         adapters: Collection[str],
-        prefill: bool = False,
+        stage: StageName = "decode",
     ) -> None:
-        self._endpoints, self._fleet, self._clock, self._prefill = endpoints, fleet, clock, prefill
+        self._endpoints, self._fleet, self._clock, self._stage = endpoints, fleet, clock, stage
         self._cache = readings
         self._index = routes.index
         self._latencies, self._model, self._backlogs = routes.latencies, routes.model, routes.backlogs
@@ -57,7 +58,7 @@ class EndpointStates:
         # The following derive from the endpoint snapshot with version `_version`.
         self._version = ""
         self._by_address: dict[str, Endpoint] = {}
-        self._all_addresses: frozenset[str] = frozenset()  # of both stages
+        self._all_addresses: frozenset[str] = frozenset()  # of all stages
         self._open: list[str] = []  # addresses of endpoints that take requests
         self._is_open: frozenset[str] = frozenset()
         self._selected: dict[Selector, list[str]] = {}  # selector -> addresses in `_open` with these labels
@@ -87,7 +88,7 @@ class EndpointStates:
         self._index.retain(self._all_addresses)  # routes to endpoints that have left may still arrive
         self._refreshed_s = now_s
         self._readings = self._cache.snapshot()
-        self._in_flight = self._fleet.prefills if self._prefill else self._fleet.in_flight
+        self._in_flight = self._fleet.prefills if self._stage == "prefill" else self._fleet.in_flight
         self._states = {}
         self._note_adapters()
         drawn = self._draw()
@@ -142,7 +143,9 @@ class EndpointStates:
 
     def _take(self, snapshot: Snapshot) -> None:
         self._version = snapshot.version
-        listed = snapshot.prefillers if self._prefill else snapshot.decoders
+        listed = snapshot.decoders if self._stage == "decode" else snapshot.prefillers
+        if self._stage == "encode":
+            listed = snapshot.encoders
         self._all_addresses = frozenset(endpoint.address for endpoint in snapshot.endpoints)
         self._by_address = {endpoint.address: endpoint for endpoint in listed}
         # If endpoints have limits, look at all endpoints: a whole sample may be full.

@@ -202,9 +202,12 @@ def describe(endpoint: Endpoint) -> str:
         about["max_inflight"] = endpoint.max_inflight
     if endpoint.prefills and endpoint.decodes:
         about["stages"] = "decode prefill"
-    elif endpoint.prefills:
+    elif not endpoint.decodes:
         # An older version, which does not know stages, must not let the endpoint decode.
-        about |= {"stages": "" if endpoint.draining else "prefill", "draining": True}
+        prefill = "" if endpoint.draining else "prefill"
+        about |= {"stages": prefill if endpoint.prefills else "encode", "draining": True}
+    if endpoint.encodes:
+        about["encodes"] = not endpoint.draining
     return json.dumps(about, separators=(",", ":"))
 
 

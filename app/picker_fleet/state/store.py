@@ -597,16 +597,17 @@ class Store:
             if known is None or known[0] != text:
                 about = json.loads(text)
                 labels, limit = about["labels"] or {}, about.get("max_inflight")
-                stages = about.get("stages", "decode")
+                stages, encodes = about.get("stages", "decode"), about.get("encodes")
                 known = (
                     text,
                     Endpoint(
                         address,
                         labels,
-                        about["draining"] and stages != "prefill",
+                        about["draining"] and stages != "prefill" and not encodes,
                         max_inflight=limit,
-                        prefills=stages != "decode",
+                        prefills=stages not in ("decode", "encode"),
                         decodes="decode" in stages,
+                        encodes=encodes is not None,
                     ),
                 )
             self._read[address] = known

@@ -321,7 +321,7 @@ class _Manager:
             untrusted=[
                 {"remove": name}
                 for name in dict.fromkeys(
-                    (*untrusted(self.trusted, self._tenant_headers), *self._prefiller_headers)
+                    (*untrusted(self.trusted, self._tenant_headers), *self._stage_headers)
                 )
             ],
             silent=_seconds(max(_SILENT_S, request_s)),
@@ -367,10 +367,10 @@ class _Manager:
         return tuple(dict.fromkeys(names))
 
     @property
-    def _prefiller_headers(self) -> Sequence[str]:
-        """The headers that name a request's prefill endpoint, of all pools."""
-        names = (each.scheduling.stages.header for each in pools_of(self.settings).values())
-        return tuple(dict.fromkeys(names))
+    def _stage_headers(self) -> Sequence[str]:
+        """The headers that name a request's prefill endpoint and encoders, of all pools."""
+        stages = [each.scheduling.stages for each in pools_of(self.settings).values()]
+        return tuple(dict.fromkeys(name for each in stages for name in (each.header, each.encode.header)))
 
     def _answer_headers(self) -> dict[str, str]:
         found = {}
@@ -421,7 +421,7 @@ class _Manager:
                 prefix=PREFIX.decode(),
                 wait=_seconds(self._longest_wait_s + _ANSWER_MARGIN_S),
                 request_headers=_pairs({SUBSET: f"%DYNAMIC_METADATA({SUBSET_HINT}:{SUBSET})%", **naming}),
-                upstream_headers=_exactly((DESTINATION, *self._prefiller_headers)),
+                upstream_headers=_exactly((DESTINATION, *self._stage_headers)),
                 refusal_headers=_exactly((*REFUSAL_HEADERS, *of_tenants)),
                 client_headers=_exactly((*CLIENT_HEADERS, *of_tenants)),
                 metadata_headers=_exactly(METADATA_HEADERS),

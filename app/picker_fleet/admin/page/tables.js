@@ -57,10 +57,12 @@ const STATUS_LEVELS = { ready: "good", draining: "warn", drained: "warn", down: 
 
 const STEP_S = 4; // a snapshot in five is kept: a fleet may have a thousand endpoints
 const limits = new Map(); // address -> History of limit and requests (or tokens) in flight
+let isStaged = false; // whether some endpoint does not only decode
 
 const endpoints = new Rows(byId("rows-endpoints"), (endpoint) => endpoint.address, () => {
   const { tr, cells } = row("addr head", "", "n", "n", "long", "why long", "n", "n", "n long", "act");
   const address = cells[0].appendChild(el("span"));
+  const stages = cells[0].appendChild(el("small"));
   const adapters = cells[0].appendChild(el("small"));
   const status = cells[1].appendChild(el("span", "state"));
   const chart = new Chart(cells[4].appendChild(el("span", "chart small")), null, "inFlight", ["limit"]);
@@ -77,6 +79,7 @@ const endpoints = new Rows(byId("rows-endpoints"), (endpoint) => endpoint.addres
     update(endpoint) {
       now = endpoint;
       setText(address, endpoint.address);
+      setText(stages, isStaged ? endpoint.stages.join(", ") : "");
       const loaded = endpoint.adapters ?? [];
       setText(adapters, loaded.length ? `${loaded.length} of ${number(endpoint.max_adapters, 0)} adapters: ${plain(loaded.join(", "))}` : "");
       adapters.title = plain(loaded.join(", "));
@@ -110,6 +113,7 @@ const endpoints = new Rows(byId("rows-endpoints"), (endpoint) => endpoint.addres
 export function rememberEndpoints({ at, endpoints: listed }) {
   const addresses = new Set(listed.map((each) => each.address));
   for (const address of limits.keys()) if (!addresses.has(address)) limits.delete(address);
+  isStaged = listed.some((each) => each.stages.join() !== "decode");
   for (const endpoint of listed) {
     const { address } = endpoint;
     const { inFlight, limit } = loadOf(endpoint);

@@ -20,7 +20,7 @@ from typing import Any, Final, NamedTuple
 from envoy.extensions.filters.http.ext_proc.v3.processing_mode_pb2 import ProcessingMode
 from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingRequest, ProcessingResponse
 
-from picker_fleet.domain.allowlist import DESTINATION, PREFILLER
+from picker_fleet.domain.allowlist import DESTINATION
 from picker_fleet.domain.errors import Unsupported
 from picker_fleet.domain.request import Placement
 from picker_fleet.ingress import quota_headers
@@ -192,20 +192,18 @@ def placed(
     quota: Mapping[str, str] = _NOTHING,
     removes: str = "",
     is_our_envoy: bool = False,
-    prefiller: str = "",
-    prefiller_header: str = PREFILLER,
+    stages: tuple[tuple[str, str], ...] = (),
 ) -> Placed:
     """The answer to request headers that names `destinations` in a header and in the metadata `namespace`.
 
     `request_id` is '' if the access log need not report the request; `content_length` is None to keep that
     header; `target_model` is the model name sent upstream; `pressure` is the value of x-queue-pressure for
     the client, `quota` has the client's headers about limits of tenants; `removes` is a header not sent
-    upstream. `is_our_envoy`: Envoy restores the content-length from `LENGTH_HEADER`. `prefiller_header` names
-    the `prefiller` of a split request; without one the header is removed.
+    upstream. `is_our_envoy`: Envoy restores the content-length from `LENGTH_HEADER`. `stages` are headers for
+    the server that decodes, with their values; '' removes the client's.
     """
-    set_headers, destination = _towards(destinations, namespace, "" if prefiller else prefiller_header)
-    if prefiller:
-        set_headers += _set_header(prefiller_header, prefiller)
+    set_headers, destination = _towards(destinations, namespace)
+    set_headers += _stage_headers(stages)
     if content_length is not None:
         for name in ("content-length", LENGTH_HEADER) if is_our_envoy else ("content-length",):
             set_headers += _set_header(name, str(content_length))
@@ -233,12 +231,15 @@ def _account_opening(length: int) -> bytes:
 
 
 @lru_cache(maxsize=1024)
-def _towards(destination: str, namespace: str, removed: str) -> tuple[bytes, bytes]:
-    """The header mutation and the metadata entry that name the endpoints in `destination`; the mutation also
-    removes the header `removed`, if not ''."""
+def _towards(destination: str, namespace: str) -> tuple[bytes, bytes]:
+    """The header mutation and the metadata entry that name the endpoints in `destination`."""
     fields = _text(DESTINATION)(destination)
-    mutation = _set_header(DESTINATION, destination) + (_remove_header(removed) if removed else b"")
-    return mutation, _entry(namespace, _field(b"\x2a", fields))
+    return _set_header(DESTINATION, destination), _entry(namespace, _field(b"\x2a", fields))
+
+
+@lru_cache(maxsize=1024)
+def _stage_headers(stages: tuple[tuple[str, str], ...]) -> bytes:
+    return b"".join(_set_header(name, value) if value else _remove_header(name) for name, value in stages)
 
 
 @lru_cache(maxsize=1024)

@@ -338,8 +338,7 @@ class Exchange:
             quota=decision.quota_headers() if decision.mode != "standard" else {},
             removes=CONTENT_ENCODING if is_decoded else "",
             is_our_envoy=decision.mode == "lean",
-            prefiller=placement.prefillers[0] if placement.prefillers else "",
-            prefiller_header=self._context.settings.scheduling.stages.header,
+            stages=decision.stage_headers(placement),
         )
         if body is not None and in_one:
             last = answer.with_body(body)

@@ -116,11 +116,10 @@ class Check:
         decision, request, placement = self.decision, self.decision.request, self.decision.placement
         assert placement is not None, "the request is placed"
         lines = f"{DESTINATION}: {decision.destinations(placement)}\r\n{PRESSURE}: {decision.pressure}\r\n"
-        header = self._context.settings.scheduling.stages.header
-        if placement.prefillers:
-            lines += f"{header}: {placement.prefillers[0]}\r\n"
-        else:
-            lines += f"{REMOVED_HEADERS}: {header}\r\n"
+        stages = decision.stage_headers(placement)
+        lines += "".join([f"{name}: {value}\r\n" for name, value in stages if value])
+        if removed := ",".join([name for name, value in stages if not value]):
+            lines += f"{REMOVED_HEADERS}: {removed}\r\n"
         if decision.request_id:
             token = TOKEN_MARK + placement.accounting_token
             lines += f"{ID_HEADER}: {decision.request_id}\r\n{TOKEN_HEADER}: {token}\r\n"
