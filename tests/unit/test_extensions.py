@@ -96,6 +96,28 @@ def test_a_scorer_from_outside_ranks_with_its_own_parameters(installed: Callable
     assert set(candidates(chooser_with(scheduling("racks", rack="2")))[:2]) == {B, C}
 
 
+def test_a_stage_may_have_a_scorer_from_outside_of_its_own(installed: Callable[..., None]) -> None:
+    installed(PARAMETERS, {"racks": "EXTENSION"})
+    own = {"scorer_parameters": {"racks": {"rack": "2"}}, "extension_budget": "100ms"}
+    settings = settings_with(
+        {"scheduling": {"stages": {"prefill": {"scorers": {"racks": 3}}, "threshold": 0}, **own}}
+    )
+    cell = SnapshotCell()
+    prefillers = (
+        Endpoint(each, {"rack": rack}, decodes=False, prefills=True) for each, rack in ((B, "1"), (C, "2"))
+    )
+    cell.publish(Snapshot("1", (Endpoint(A), *prefillers)))
+    choice = chooser_of(cell, KnownFleet(settings)).choose(ask(can_split=True, body_bytes=9000))
+    assert [each.partition("=")[0] for each in choice.prefill.split(",")] == [C, B]
+    # No replica has started a scorer that a live change names for the first time.
+    change = live_config.flattened({"scheduling": {"stages": {"decode": {"scorers": {"racks": 1}}}}})
+    assert live_config.applied(settings, change).settings.scheduling.weights == {"racks": 1}
+    with pytest.raises(ConfigError, match="a replica starts without the scorer racks"):
+        live_config.applied(settings_with({"scheduling": own}), change)
+    with pytest.raises(ConfigError, match="rack: Field required"):
+        settings_with({"scheduling": {"stages": {"prefill": {"scorers": {"racks": 1}}}}})
+
+
 @cases("source, entries, tree, message", {
     "no such scorer": (SCORERS, GOOD, scheduling("third"),
      "no scorer is named 'third'; valid: queue-depth,.*random, raises, second"),

@@ -62,13 +62,6 @@ def _scorer_name(value: str) -> str:
     return value
 
 
-def _built_in_scorer(value: str) -> str:
-    if value not in BUILT_IN:
-        valid = ", ".join(BUILT_IN)
-        raise ValueError(f"{value[:40]!r} is no built-in scorer, as a stage of its own needs; valid: {valid}")
-    return value
-
-
 def weights_by_name(value: Any) -> dict[Any, Any]:
     """Parse scorers and their weights, unchecked, from either of two forms: `[{name, weight}]`, weight 1 by
     default, or `{name: weight}`.
@@ -116,8 +109,6 @@ SessionKey = Literal["session-id", "x-session-affinity", "prompt_cache_key", "us
 # by half of the highest load.
 _TOPOLOGY_WEIGHT = 0.5
 
-StageScorer = Annotated[str, AfterValidator(_built_in_scorer)]
-
 
 Selector = Annotated[str, AfterValidator(label_selector)]
 StageHeader = Annotated[str, BeforeValidator(stage_header)]
@@ -128,7 +119,7 @@ class Stage(Section):
     `llm-d.ai/role` decides. `scorers` null: the pool's, for prefill only those about load and prompts."""
 
     selector: Selector | None = None
-    scorers: Annotated[dict[StageScorer, ScorerWeight], BeforeValidator(weights_by_name)] | None = None
+    scorers: Annotated[dict[ScorerName, ScorerWeight], BeforeValidator(weights_by_name)] | None = None
 
 
 class Encode(Section):
@@ -161,7 +152,7 @@ class Scheduling(Section):
 
     scorers: Annotated[dict[ScorerName, ScorerWeight], BeforeValidator(weights_by_name)] = Field(default={})
     stages: Stages = Stages()
-    # Parameters of scorers from outside by name; in a list of scorers each entry may have `parameters`.
+    # Parameters of scorers from outside by name; in the list `scorers` each entry may have `parameters`.
     scorer_parameters: dict[str, dict[str, Any]] = Field(default={})
     filters: tuple[OutsideFilter, ...] = ()  # filters from outside, which run after the built-in ones
     extension_budget: Duration = Field(0.001, gt=0, le=0.1)  # most time for one call of an extension
@@ -172,6 +163,12 @@ class Scheduling(Section):
     endpoint_labels: Mapping[Name, str] = Field(default={})  # labels that each endpoint of the pool needs
     # Labels that endpoints should have, by the scorer `topology`; `same`: the value in this replica's labels.
     prefer: Mapping[Name, Name] = Field(default={})
+
+    @property
+    def outside(self) -> set[str]:
+        """The scorers from outside, of the pool and of its stages."""
+        own = (self.stages.decode.scorers or {}, self.stages.prefill.scorers or {})
+        return {*self.scorers, *own[0], *own[1]} - BUILT_IN.keys()
 
     @property
     def weights(self) -> dict[str, float]:
@@ -207,7 +204,7 @@ class Scheduling(Section):
     def _parameters_fit(self) -> Self:
         for name in self.scorer_parameters.keys() & BUILT_IN.keys():
             raise ValueError(f"scorer {name} is built in and takes no parameters")
-        for name in {*self.scorers, *self.scorer_parameters} - BUILT_IN.keys():
+        for name in self.outside | self.scorer_parameters.keys():
             extensions.check(extensions.SCORERS, name, self.scorer_parameters.get(name, {}))
         if twice := repeated(each.name for each in self.filters):
             raise ValueError(f"filters names {twice[0]} more than once")

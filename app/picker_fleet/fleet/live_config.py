@@ -150,9 +150,14 @@ def applied(settings: Settings, changes: Mapping[str, Any]) -> EffectiveConfig:
             own[name] = {**own.get(name, {}), **value} if isinstance(value, Mapping) else value
         tree["scheduling"] = {**given, "stages": own}
     try:
-        return EffectiveConfig(parse(tree), weights)
+        live = parse(tree)
     except ConfigError as fault:
         raise ConfigError(_naming_bands(str(fault), queue.get("priority_bands", ()))) from None
+    if new := sorted(live.scheduling.outside - settings.scheduling.outside):
+        raise ConfigError(
+            f"scheduling.stages: a replica starts without the scorer {new[0]}: name it in the configuration"
+        )
+    return EffectiveConfig(live, weights)
 
 
 def overrides(settings: Settings, changes: Mapping[str, Any]) -> dict[str, object]:
@@ -308,13 +313,13 @@ def _weight_faults(weights: Mapping[str, Any]) -> Iterable[str]:
 
 def scorers_of(settings: Settings) -> Iterable[str]:
     """The scorers whose weights may change: an extension starts only with the replica."""
-    return dict.fromkeys((*BUILT_IN, *settings.scheduling.scorers))
+    return (*BUILT_IN, *sorted(settings.scheduling.outside))
 
 
 def _scorer_faults(scorers: Mapping[str, Any], settings: Settings) -> Iterable[str]:
     for name, weight in scorers.items():
         key, number = f"{_SCORERS}.{name[:60]}", finite_number(weight)
-        if name not in BUILT_IN and name not in settings.scheduling.scorers:
+        if name not in scorers_of(settings):
             yield f"{key}: the configuration has no such scorer; valid: {', '.join(scorers_of(settings))}"
         if number is None or not 0 <= number <= _MOST_SCORER_WEIGHT:
             yield f"{key}: must be a number, at most {_MOST_SCORER_WEIGHT:g}; 0 turns it off"

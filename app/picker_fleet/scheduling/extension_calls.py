@@ -23,7 +23,6 @@ from picker_fleet.domain import extensions
 from picker_fleet.domain.config import Settings
 from picker_fleet.domain.errors import StartupError
 from picker_fleet.domain.request import InferenceRequest
-from picker_fleet.domain.scheduling import BUILT_IN
 from picker_fleet.domain.units import MOST_COST
 from picker_fleet.scheduling.scheduler import Filter, Reasons
 from picker_fleet.scheduling.scorers import EndpointState, PickRequest, Scorer
@@ -162,8 +161,7 @@ class Extensions:
         scheduling, queue = settings.scheduling, settings.fair_request_queue
         self.scorers: Mapping[str, Calls[list[float]]] = {
             name: self._calls(extensions.SCORERS, name, scheduling.scorer_parameters.get(name, {}), _scores)
-            for name in scheduling.scorers
-            if name not in BUILT_IN
+            for name in scheduling.outside
         }
         self.filters: Mapping[str, Calls[Reasons | None]] = {
             each.name: self._calls(extensions.FILTERS, each.name, each.parameters, _reasons)
@@ -192,7 +190,8 @@ class Extensions:
 
 
 def _scores(scorer: Scorer, pick: PickRequest, candidates: Sequence[EndpointState]) -> list[float]:
-    scores = [float(score) for score in scorer(pick, candidates)]
+    # A copy: an extension that changed the list would change later picks. It need not expect an empty list.
+    scores = [float(score) for score in scorer(pick, tuple(candidates))] if candidates else []
     if len(scores) != len(candidates):
         raise Nonsense(f"{len(scores)} scores for {len(candidates)} candidates")
     if not all(0.0 <= score <= 1.0 for score in scores):

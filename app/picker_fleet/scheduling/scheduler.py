@@ -28,8 +28,8 @@ class Filter(Protocol):
         """For each endpoint the reason to exclude it, or None; a single None keeps all."""
 
 
-# A scorer from outside returns None if it is left out (scheduling/extension_calls.py).
-OutsideScorer = Callable[[PickRequest, Sequence[EndpointState]], list[float] | None]
+# As `Scorer`; one from outside returns None if it is left out (scheduling/extension_calls.py).
+AnyScorer = Callable[[PickRequest, Sequence[EndpointState]], Sequence[float] | None]
 
 
 def subset(pick: PickRequest, endpoints: Sequence[EndpointState]) -> Reasons | None:
@@ -177,7 +177,7 @@ class Scheduler:
     def __init__(
         self,
         weights: Mapping[str, float],
-        scorers: Mapping[str, OutsideScorer] = MappingProxyType({}),
+        scorers: Mapping[str, AnyScorer] = MappingProxyType({}),
         filters: Mapping[str, Filter] = MappingProxyType({}),
     ) -> None:
         total = math.fsum(weights.values())
@@ -186,10 +186,10 @@ class Scheduler:
         }
         self.live_weight = self.weights.get(IN_FLIGHT, 0.0)
         self._is_random = "random" in self.weights
-        self._scorers = [(name, SCORERS[name]) for name in self.weights if name in SCORERS]
-        self._outside = [(name, scorers[name]) for name in self.weights if name not in SCORERS]
+        known: Mapping[str, AnyScorer] = {**SCORERS, **scorers}
+        self._scorers = [(name, known[name]) for name in self.weights]
         self._filters = {**FILTERS, **filters} if filters else FILTERS
-        self._has_outside = bool(self._outside or filters)
+        self._has_outside = bool(filters) or not self.weights.keys() <= SCORERS.keys()
         # Cached for the endpoints `_known`: the result of the filters for a request without preferences; for
         # `_eligible`: the scores that do not depend on the request, and their weighted sums.
         self._known: Sequence[EndpointState] = ()
@@ -226,15 +226,12 @@ class Scheduler:
             scores = fixed.get(name)
             if scores is None:
                 scores = scorer(pick, eligible)
+                if scores is None:
+                    continue
                 if any(scores):
                     weight = self.weights[name]
                     totals = [total + weight * score for total, score in zip(totals, scores, strict=True)]
             parts[name] = scores
-        for name, outside in self._outside:
-            found = outside(pick, tuple(eligible)) if eligible else None
-            if found is not None:
-                weight, parts[name] = self.weights[name], found
-                totals = [total + weight * score for total, score in zip(totals, found, strict=True)]
         drawn = [(total, draw(), at) for at, total in enumerate(totals)]
         first = nlargest(limit, drawn) if len(drawn) > _SORT_LIMIT else sorted(drawn, reverse=True)[:limit]
         live, live_scores = self.live_weight, parts.get(IN_FLIGHT)
@@ -248,7 +245,7 @@ class Scheduler:
 
     def _score_fixed(self, pick: PickRequest, eligible: Sequence[EndpointState]) -> None:
         """Score `eligible` by the scorers that ignore the request, and cache the scores."""
-        fixed = {name: scorer(pick, eligible) for name, scorer in self._scorers if not use_of(name).request}
+        fixed = {name: SCORERS[name](pick, eligible) for name in self.weights if not use_of(name).request}
         totals = [0.0] * len(eligible)
         for name, scores in fixed.items():
             weight = self.weights[name]
