@@ -215,9 +215,8 @@ def _scheduling(tree: Mapping[str, Any], plugins: Plugins, result: Imported) -> 
         prefill: dict[str, Any] = {}
         stages: dict[str, Any] = {"prefill": prefill, "decode": {}, "encode": {}}
         of_prefill = _profile(profiles.get(handler.prefill, ()), plugins, result, prefill)
-        scorers: dict[str, Any] = {}
-        of_encode = _profile(profiles.get(handler.encode, ()), plugins, result, scorers)
-        if scorers:
+        of_encode = _profile(profiles.get(handler.encode, ()), plugins, result, stages["encode"])
+        if stages["encode"].pop("scorers", None):
             result.remarks.append(f"schedulingProfiles: {handler.encode}: encoders need no scorers here")
         for stage, its_filters in (("prefill", of_prefill), ("decode", filters), ("encode", of_encode)):
             if wanted := [each for named in its_filters for each in import_stages.selector(*named, result)]:

@@ -19,14 +19,13 @@ Plugins = Mapping[str, tuple[str, Mapping[str, Any]]]  # plugin's name -> its ty
 
 @dataclass(frozen=True, slots=True)
 class Handler:
-    """The handler of a file with stages: the names of its profiles (`encode` '': no stage encode), and from
-    how many uncached tokens on it splits requests, as `scheduling.stages.threshold` (None: the file does not
-    say)."""
+    """The handler of a file with stages: the names of its profiles, and from how many uncached tokens on it
+    splits requests, as `scheduling.stages.threshold` (None: the file does not say)."""
 
     decode: str
     prefill: str
     threshold: int | None
-    encode: str = ""
+    encode: str = ""  # '': no request is encoded apart
 
 
 def handler(plugins: Plugins, result: Imported) -> Handler | None:

@@ -24,9 +24,10 @@ from picker_fleet.domain.request import (
 from picker_fleet.endpoints.readings import EndpointMetrics, Reading, Readings
 from picker_fleet.endpoints.snapshot import Snapshot, SnapshotCell
 from picker_fleet.fleet.endpoint_health import Probes
-from picker_fleet.scheduling.chooser import EndpointChooser, SessionTokens
+from picker_fleet.scheduling.chooser import EndpointChooser
 from picker_fleet.scheduling.forecasts import broken_promise
 from picker_fleet.scheduling.route_stream import RouteStream
+from picker_fleet.scheduling.sessions import SessionTokens
 from picker_fleet.state import accounting_token
 from picker_fleet.state.accounting_token import Keyring
 

@@ -10,11 +10,12 @@ from tables import cases
 
 from picker_fleet.domain.request import Endpoint, LatencyObjective
 from picker_fleet.domain.scheduling import Latency
-from picker_fleet.scheduling.chooser import ExplanationCache, session_token_of
+from picker_fleet.scheduling.chooser import ExplanationCache
 from picker_fleet.scheduling.explain import Explanation, LeastLoadedPick
 from picker_fleet.scheduling.latency_model import UNKNOWN, Forecast, Prediction
 from picker_fleet.scheduling.scheduler import Ranking, Scheduler
 from picker_fleet.scheduling.scorers import SCORERS, EndpointState, LatencyStats, PickRequest
+from picker_fleet.scheduling.sessions import session_token_of
 
 A, B, C = "10.0.0.1:8000", "10.0.0.2:8000", "10.0.0.3:8000"
 DEFAULT = {"queue-depth": 2.0, "kv-cache": 2.0, "lora-affinity": 3.0}

@@ -167,8 +167,7 @@ class Scheduling(Section):
     @property
     def outside(self) -> set[str]:
         """The scorers from outside, of the pool and of its stages."""
-        own = (self.stages.decode.scorers or {}, self.stages.prefill.scorers or {})
-        return {*self.scorers, *own[0], *own[1]} - BUILT_IN.keys()
+        return {*self.scorers, *self.weights, *self.prefill_weights} - BUILT_IN.keys()
 
     @property
     def weights(self) -> dict[str, float]:

@@ -103,11 +103,7 @@ def tokens(
     """
     answer = min(_largest(members, MAX_ANSWER), _MOST_ANSWER_TOKENS)
     ids, apart_bytes = _apart(members)
-    if files:
-        media_bytes, media_tokens = media.of_form(body, files)
-    else:
-        found = media.found(body, members)
-        media_bytes, media_tokens = found.size_bytes, found.tokens
+    media_bytes, media_tokens = media.of_form(body, files) if files else media.found(body, members)[:2]
     size = _text_size(body, size_bytes, apart_bytes, media_bytes)
     other_tokens = ids + media_tokens
     prompt = min(max(1.0, line.tokens(size) + other_tokens), count * most, MOST_COST)

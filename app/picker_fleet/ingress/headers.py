@@ -19,7 +19,7 @@ from picker_fleet.domain.errors import BadRequest
 from picker_fleet.domain.request import LatencyObjective, Workload, finite_number
 from picker_fleet.domain.units import duration_s, endpoint_address, has_control
 from picker_fleet.endpoints.snapshot import SnapshotCell
-from picker_fleet.scheduling.chooser import SESSION_HEADER
+from picker_fleet.scheduling.sessions import SESSION_HEADER
 
 METHOD, PATH = ":method", ":path"
 REQUEST_ID = "x-request-id"

@@ -57,8 +57,9 @@ from picker_fleet.ingress.json_body import (
     without_long_strings,
 )
 from picker_fleet.ingress.traffic_split import Split, identity_of_body
-from picker_fleet.scheduling.chooser import EndpointChooser, session_token_of
+from picker_fleet.scheduling.chooser import EndpointChooser
 from picker_fleet.scheduling.extension_calls import CostFacts
+from picker_fleet.scheduling.sessions import session_token_of
 from picker_fleet.state.accounting_token import Keyring
 
 _PLAIN = frozenset((REQUEST_ID, *OF_BODY))  # request headers that do not become fields of a request
@@ -387,7 +388,7 @@ class Intake:
             xxh3_64_hexdigest(ask.text)[:_DIGEST_CHARS], ask.refers,
             0 if ask.refers else prompt_size,  # usage then counts stored texts, too
             "", latency, 0, prompt_tokens, answer_tokens, ask.can_split,
-            media.found(ask.text, ask.members).count if has_encoders else 0,
+            media.found(ask.text, ask.members)[2] if has_encoders else 0,
         )  # fmt: skip
 
     def session_of(self, headers: Mapping[str, bytes]) -> str:

@@ -53,20 +53,20 @@ def only(names: Iterable[str]) -> Any:
     return typed_dict("Members", dict.fromkeys(names, msgspec.Raw), total=False)
 
 
-def found(body: bytes, members: Mapping[str, Any]) -> "Media":
-    """The media in a body; none in a form that is not known."""
-    media = Media()
+def found(body: bytes, members: Mapping[str, Any]) -> tuple[int, float, int]:
+    """The bytes that media take in a body, their cost in tokens, and their number; 0 in an unknown form."""
     if not _may_have_media(body, members):
-        return media
+        return 0, 0.0, 0
     try:
         prompted: Any = _prompted.decode(body)
     except MALFORMED:
-        return media
+        return 0, 0.0, 0
+    media = _Media()
     said = prompted.pop("input", ())
     _collect((prompted, *prompted.pop("messages", ()), *prompted.pop("contents", ())), media)
     if not isinstance(said, str):
         _collect(said, media)
-    return media
+    return media.size_bytes, media.tokens, media.count
 
 
 def of_form(body: bytes, files: Sequence[tuple[int, int]]) -> tuple[int, float]:
@@ -83,8 +83,8 @@ def of_form(body: bytes, files: Sequence[tuple[int, int]]) -> tuple[int, float]:
     return size_bytes, tokens
 
 
-class Media:
-    """The number of the files found so far, their length as JSON text, and their cost in tokens."""
+class _Media:
+    """The number of the files found so far, their length as JSON text, and their cost."""
 
     def __init__(self) -> None:
         self.count, self.size_bytes, self.tokens = 0, 0, 0.0
@@ -258,7 +258,7 @@ class _Prompted(TypedDict, total=False):
 _prompted = msgspec.json.Decoder(_Prompted)
 
 
-def _collect(parts: Iterable[Mapping[str, Any]], media: Media) -> None:
+def _collect(parts: Iterable[Mapping[str, Any]], media: _Media) -> None:
     """Add the media in `parts` to `media`."""
     for part in parts:
         for name, value in part.items():

@@ -1,21 +1,17 @@
 """Chooses candidate endpoints for a request from the data of one replica.
 
-The script (`lua/place.lua`) makes the final choice among the candidates, by the live load. The chooser also
-issues session tokens for scorer `session-affinity`.
+The script (`lua/place.lua`) makes the final choice among the candidates, by the live load.
 """
 
 import logging
-import math
 import random
-from bisect import bisect
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from operator import attrgetter
-from typing import Final, NamedTuple, get_args
+from typing import NamedTuple, get_args
 
 import msgspec
-from xxhash import xxh3_64_intdigest
 
 from picker_fleet.domain.config import EffectiveConfig
 from picker_fleet.domain.errors import NoEndpoints
@@ -47,12 +43,11 @@ from picker_fleet.scheduling.forecasts import Forecasts, MetLoads, shortfall_s
 from picker_fleet.scheduling.route_stream import CompletionRecord, RouteStream
 from picker_fleet.scheduling.scheduler import FILTERS, Scheduler, apply_filters, with_in_flight
 from picker_fleet.scheduling.scorers import EndpointState, PickRequest
+from picker_fleet.scheduling.sessions import SessionKeys, SessionTokens
 from picker_fleet.scheduling.splitting import SplitDecision, StageTimes, decide
-from picker_fleet.state.accounting_token import LENGTH, Keyring
+from picker_fleet.state.accounting_token import Keyring
 
 _log = logging.getLogger(__name__)
-
-SESSION_HEADER: Final = "x-session-token"  # a header of both requests and responses
 
 # The most candidates with scores passed to the script: more would cost the script more than they improve the
 # choice. Of a sample of the endpoints, pass fewer candidates: they differ between picks, and each costs the
@@ -60,16 +55,9 @@ SESSION_HEADER: Final = "x-session-token"  # a header of both requests and respo
 _MAX_SCORED, _MAX_OF_A_SAMPLE = 8, 5
 _DRAWS = 32  # choices kept for similar requests to share; each breaks ties differently
 _ROUTE_SCORERS = frozenset({"prefix-affinity", "latency"})  # scorers that need the routes of all replicas
-_SESSION_PURPOSE = "session"
 _ADDRESS_BYTES = 24  # approximate length of one address in a list of candidates
 _in_flight = attrgetter("in_flight")
 _MOST_ENCODERS = 8
-
-
-def _scraped_load(endpoint: EndpointState) -> float:
-    if endpoint.waiting is None or endpoint.running is None:
-        return math.inf
-    return endpoint.waiting + endpoint.running
 
 
 class Choice(NamedTuple):
@@ -133,86 +121,6 @@ class ExplanationCache:
         return replace(explained, stages=stages, prefillers=prefillers)
 
 
-class SessionTokens:
-    """Issues and resolves session tokens for the endpoints of the current snapshot. One event loop.
-
-    A client that returns the token of its last response asks for the endpoint that sent the response. A
-    session token is the fleet's signature of an endpoint's address. So clients learn nothing about the pool,
-    and a client can ask only for an endpoint that has served this client (or another client that passed its
-    token on).
-    """
-
-    def __init__(self, keys: Keyring, endpoints: SnapshotCell) -> None:
-        self._keys = keys
-        self._endpoints = endpoints
-        self._signed: dict[str, tuple[str, ...]] = {}  # address -> its valid tokens, one per signing key
-        self._addresses: dict[str, str] = {}  # valid token -> address
-        self._addresses_version = ("", -1)
-
-    def token_of(self, address: str) -> str:
-        """The token for a client that `address` serves."""
-        return self._keys.sign(_SESSION_PURPOSE, address)
-
-    def endpoint_of(self, token: str) -> str:
-        """The endpoint that `token` names; '' if the fleet did not sign it, or the endpoint has left."""
-        known = self._endpoints.current
-        version = (known.version, self._keys.version)
-        if version != self._addresses_version:
-            former = self._signed if version[1] == self._addresses_version[1] else {}
-            self._signed = {
-                address: former.get(address) or tuple(self._keys.signatures(_SESSION_PURPOSE, address))
-                for address in (endpoint.address for endpoint in known.decoders)
-            }
-            self._addresses = {token: address for address, tokens in self._signed.items() for token in tokens}
-            self._addresses_version = version
-        return self._addresses.get(token, "")
-
-
-class SessionKeys:
-    """Maps session keys, which clients choose, to endpoints; all replicas compute the same mapping.
-
-    Multi-probe consistent hashing (Appleton and O'Reilly 2015): each endpoint that takes requests has one
-    point on a ring, each key has several, and the key gets the endpoint that follows one of its points most
-    closely. So when endpoints join or leave, only the keys of endpoints that join or leave move. One event
-    loop.
-    """
-
-    _PROBES = 21  # the endpoint with most session keys then has 1.05 times the mean
-    _ROUND = 2**64
-
-    def __init__(self, endpoints: SnapshotCell) -> None:
-        self._endpoints = endpoints
-        self._version = ""
-        self._ring: list[tuple[int, str]] = []
-
-    def endpoint_of(
-        self, key: str, subset: Collection[str] | None, selector: Mapping[str, str] | None = None
-    ) -> str:
-        """The endpoint for session key `key`, in `subset` and with the labels in `selector`; '' if none."""
-        known = self._endpoints.current
-        if known.version != self._version:
-            ready = (each.address for each in known.decoders if each.ready)
-            self._ring = sorted((xxh3_64_intdigest(address.encode()), address) for address in ready)
-            self._version = known.version
-        ring = self._ring
-        if subset is not None or selector:
-            wanted = (selector or {}).items()
-            able = {each.address for each in known.decoders if wanted <= each.labels.items()}
-            ring = [each for each in ring if each[1] in able and (subset is None or each[1] in subset)]
-        if not ring:
-            return ""
-        points = [xxh3_64_intdigest(key.encode(), probe) for probe in range(self._PROBES)]
-        following = [(ring[bisect(ring, (point, "")) % len(ring)], point) for point in points]
-        return min(following, key=lambda found: (found[0][0] - found[1]) % self._ROUND)[0][1]
-
-
-def session_token_of(headers: Mapping[str, bytes]) -> str:
-    """The session token in a request's headers. '' if it is missing or malformed: affinity is only a
-    preference, so a malformed token does not refuse the request."""
-    raw = headers.get(SESSION_HEADER, b"").strip()
-    return raw.decode() if len(raw) == LENGTH and raw.isalnum() else ""
-
-
 class EndpointChooser:
     """Lists the candidates of a request: the best by the configured scorers or, without scorers, all, so that
     the script chooses by load. One event loop.
@@ -259,6 +167,7 @@ class EndpointChooser:
             )
             for stage in get_args(StageName)
         )
+        self._encode_scheduler = Scheduler({"queue-depth": 1.0, "running-requests": 1.0})
         # The basis of choices for requests that any endpoint may serve, until endpoints or loads are read
         # again.
         self._any = LeastLoadedPick((), {}, None, {}, ANY_ENDPOINT)
@@ -316,8 +225,8 @@ class EndpointChooser:
         if not addresses.isdisjoint((placement.endpoints[0], *placement.prefillers[:1])):
             return ()
         count = min(request.media, _MOST_ENCODERS)
-        drawn = sorted(random.sample(able, min(2 * count, len(able))), key=_scraped_load)
-        return tuple(each.address for each in drawn[:count])
+        drawn = random.sample(able, min(2 * count, len(able)))
+        return tuple(each.address for each in self._encode_scheduler.rank(pick, drawn, limit=count).best)
 
     def choose(self, request: InferenceRequest) -> Choice:
         """The candidate endpoints for `request`, and, if it is to be split, for its prefill."""

@@ -52,7 +52,7 @@ from picker_fleet.ingress.ext_proc.codec import ID_ATTRIBUTE, LENGTH_HEADER, SUB
 from picker_fleet.ingress.headers import METHOD, PATH, wanted_headers
 from picker_fleet.ingress.http.check import CARRIED, CLIENT_HEADERS, REFUSAL_HEADERS, TENANT_HEADERS
 from picker_fleet.ingress.http.server import HEALTH_PATH, PREFIX
-from picker_fleet.scheduling.chooser import SESSION_HEADER
+from picker_fleet.scheduling.sessions import SESSION_HEADER
 from picker_tools.local_fleet.parts import Mode
 
 Host = tuple[str, int]  # a name or an address, and a port
@@ -375,7 +375,7 @@ class _Manager:
     def _answer_headers(self) -> dict[str, str]:
         found = {}
         if self.mode == "lean":
-            # The session token, if the picker issues one (picker_fleet/scheduling/chooser.py), and the queue
+            # The session token, if the picker issues one (picker_fleet/scheduling/sessions.py), and the queue
             # pressure. In the mode `standard` the picker sets these headers.
             found[SESSION_HEADER] = "%DYNAMIC_METADATA(picker:session)%"
             found[PRESSURE_HEADER] = "%DYNAMIC_METADATA(picker:pressure)%"

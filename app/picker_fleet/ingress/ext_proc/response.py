@@ -16,7 +16,7 @@ from picker_fleet.ingress import quota_headers
 from picker_fleet.ingress.context import PRESSURE, Decision, ExchangeContext
 from picker_fleet.ingress.ext_proc import codec
 from picker_fleet.ingress.media import MALFORMED, only
-from picker_fleet.scheduling.chooser import SESSION_HEADER
+from picker_fleet.scheduling.sessions import SESSION_HEADER
 
 _STATUS = ":status"
 _ENCODING = "content-encoding"

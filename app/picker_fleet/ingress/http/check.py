@@ -33,7 +33,7 @@ from picker_fleet.ingress.headers import (
     ROUTE_TIMEOUT,
     read_subset,
 )
-from picker_fleet.scheduling.chooser import SESSION_HEADER
+from picker_fleet.scheduling.sessions import SESSION_HEADER
 
 MODE: Final = "http"
 REMOVED_HEADERS: Final = "x-envoy-auth-headers-to-remove"  # Envoy removes these headers from the request
