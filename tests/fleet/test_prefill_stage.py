@@ -10,6 +10,7 @@ from typing import Any
 
 import httpx
 import pytest
+from dashboard_page import browser, opened
 from edge_envoy import edge
 from fleet_load import at_rest
 from model_servers import COMPLETION, Ends, Received, http_answer, listening
@@ -247,6 +248,10 @@ async def test_media_are_encoded_by_ready_servers_that_clients_cannot_name(tmp_p
         assert servers.encoded == 8
         rows = {row["address"]: row for row in await here.get("endpoints")}
         assert {rows[each]["stages"] == ["encode"] for each in servers.encoders} == {True}
+        if mode == "standard":
+            async with browser() as chromium, opened(chromium, here) as page:
+                shown = await page.page.locator("#rows-endpoints").inner_text()
+                assert [shown.count(stage) for stage in ("decode", "prefill", "encode")] == [2, 4, 2]
 
         # Encoders that fail are named no longer; without any, the server that decodes encodes.
         for left, killed in ((1, servers.encoders[0]), (0, servers.encoders[1])):

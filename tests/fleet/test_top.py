@@ -253,6 +253,8 @@ async def test_the_cursor_stays_on_its_row_and_the_key_s_changes_the_order(api: 
         await top.press("1", *"sss")
         await top.shows("sorted by Waits")
         assert column(top, "flows", 2) == ["90", "12"]
+        await top.press("3")
+        assert [column(top, "endpoints", at) for at in (1, 5, 6)] == [["decode, prefill"], ["1"], ["4"]]
 
 
 async def test_the_log_shows_new_decisions_only_while_the_cursor_is_on_the_first_row(api: Api) -> None:
