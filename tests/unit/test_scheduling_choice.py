@@ -277,7 +277,7 @@ def test_the_explanation_includes_candidates_beyond_the_limit() -> None:
     assert found.to_dict() == {
         "request_id": "r1", "chosen": ["b", "a"], "candidates": candidates, "excluded": {"c": "draining"},
         "waived": [], "weights": {"queue-depth": 0.25, "kv-cache": 0.75}, "rule": found.rule,
-        "stages": "", "prefillers": [],
+        "stages": "", "prefillers": [], "encoders": [],
     }  # fmt: skip
     assert found.rule.startswith("highest `final`")
     assert found.summary() == {"candidates": "b 0.85/1, a 0.375/?, d 0.125/?", "excluded": "c draining"}

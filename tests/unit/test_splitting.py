@@ -285,6 +285,10 @@ def test_media_are_encoded_by_as_many_endpoints_as_able_to_and_little_loaded() -
     assert once[addresses[0]] > once[addresses[3]] > 0 == once[addresses[5]], "one of two drawn at random"
     assert named(100) == tuple(addresses)
     assert set(named(9, selector={"gpu": "b"})) == set(addresses[1::2])
+    chooser.placed(ask(), chooser.choose(ask()), (A,))
+    explained = chooser.explain("r")
+    assert explained is not None
+    assert set(explained.encoders) == set(addresses[1::2])
     assert set(named(9, subset=(A, addresses[2]))) == {addresses[2]}
     assert named(9, addresses[1]) == (), "its prefill endpoint encodes"
     marked = (replace(encoders[0], down=True), replace(encoders[1], draining=True), *encoders[2:4])

@@ -79,6 +79,7 @@ class ExplanationCache:
         self._max_choices = max_choices
         self._max_values = max_values
         self._values = 0
+        self._encoders: deque[tuple[str, tuple[str, ...]]] = deque(maxlen=max_choices)
         # Kept choices, oldest first; the last element of each is the number of its scores and reasons.
         self._choices: deque[
             tuple[str, PickBasis, tuple[str, ...], str, SplitDecision | None, tuple[str, ...], int]
@@ -108,6 +109,9 @@ class ExplanationCache:
         while len(choices) > self._max_choices or (self._values > self._max_values and len(choices) > 1):
             self._values -= choices.popleft()[-1]
 
+    def add_encoders(self, request_id: str, encoders: tuple[str, ...]) -> None:
+        self._encoders.append((request_id, encoders))
+
     def get(self, request_id: str) -> Explanation | None:
         """Explain the last choice for `request_id`; None if the choice is no longer kept."""
         found = next((each for each in reversed(self._choices) if each[0] == request_id), None)
@@ -118,7 +122,8 @@ class ExplanationCache:
         stages = "" if split is None else str(split)
         if split is not None and split.is_split and chosen and not prefillers:
             stages = f"whole, since no prefill endpoint could be reserved; {stages}"
-        return replace(explained, stages=stages, prefillers=prefillers)
+        encoders = next((found for each, found in reversed(self._encoders) if each == request_id), ())
+        return replace(explained, stages=stages, prefillers=prefillers, encoders=encoders)
 
 
 class EndpointChooser:
@@ -226,7 +231,10 @@ class EndpointChooser:
             return ()
         count = min(request.media, _MOST_ENCODERS)
         drawn = random.sample(able, min(2 * count, len(able)))
-        return tuple(each.address for each in self._encode_scheduler.rank(pick, drawn, limit=count).best)
+        best = self._encode_scheduler.rank(pick, drawn, limit=count).best
+        named = tuple(each.address for each in best)
+        self._explanations.add_encoders(request.id, named)
+        return named
 
     def choose(self, request: InferenceRequest) -> Choice:
         """The candidate endpoints for `request`, and, if it is to be split, for its prefill."""

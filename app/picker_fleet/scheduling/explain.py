@@ -61,7 +61,8 @@ class Explanation:
     """One pick: the `chosen` endpoints in the order of the answer (empty: the request was refused),
     `candidates` best first, the `excluded` endpoints with reasons, the soft filters that were `waived`, the
     scorers' normalised `weights`, and the `rule` that decided among the candidates. `stages` says why the
-    request was split or not, '' if that was not asked; `prefillers` are the prefill endpoints, best first."""
+    request was split or not, '' if that was not asked; `prefillers` are the prefill endpoints, best first.
+    `encoders` encode the request's media."""
 
     request_id: str
     chosen: tuple[str, ...]
@@ -72,6 +73,7 @@ class Explanation:
     rule: str
     stages: str = ""
     prefillers: tuple[str, ...] = ()
+    encoders: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, object]:
         """The explanation as JSON-compatible values; numbers are rounded to four digits."""
