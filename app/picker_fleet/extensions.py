@@ -19,7 +19,7 @@ source is a whole distribution. The configuration names extensions:
 
 | group | protocol | key |
 |---|---|---|
-| `picker_fleet.scorers` | `Scorer` | `scheduling.scorers: [{name, weight, parameters}]` |
+| `picker_fleet.scorers` | `Scorer` | `scheduling.scorers: [{name, weight, parameters}]`, or of a stage |
 | `picker_fleet.filters` | `Filter` | `scheduling.filters: [{name, parameters}]` |
 | `picker_fleet.orderings` | `Ordering` | `fair_request_queue: {ordering: edf, due: {name, parameters}}` |
 | `picker_fleet.cost_estimators` | `CostEstimator` | `fair_request_queue.cost: {name, parameters}` |

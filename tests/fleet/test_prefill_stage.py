@@ -16,6 +16,8 @@ from fleet_load import at_rest
 from model_servers import COMPLETION, Ends, Received, http_answer, listening
 from whole_fleet import Fleet, running
 
+from picker_fleet.domain.allowlist import OF_SIDECAR
+
 PREFILLER, ENCODERS = "x-prefiller-host-port", "x-encoder-hosts-ports"
 LONG, SHORT = "a long prompt " * 100, "short"
 CONFIG = {
@@ -240,12 +242,13 @@ async def test_media_are_encoded_by_ready_servers_that_clients_cannot_name(tmp_p
         fleet_of(servers, tmp_path, mode) as (here, _),
         httpx.AsyncClient(base_url=here.url, timeout=60.0) as client,
     ):
-        forged = {"X-Encoder-Hosts-Ports": "127.0.0.1:1"}
+        forged = dict.fromkeys((ENCODERS.title(), "X-KV-Cache-Source-Host-Port"), "127.0.0.1:1")
         for images in (0, 1, 2, 5):
             assert await show(client, images, **forged) == 200
         assert [len(each) for each in servers.named_encoders] == [0, 1, 2, 2]
         assert set(itertools.chain(*servers.named_encoders)) == set(servers.encoders)
         assert servers.encoded == 8
+        assert "127.0.0.1:1" not in servers.values
         rows = {row["address"]: row for row in await here.get("endpoints")}
         assert {rows[each]["stages"] == ["encode"] for each in servers.encoders} == {True}
         if mode == "standard":
@@ -282,8 +285,8 @@ async def test_the_emitted_envoy_removes_a_header_of_another_name_as_well(tmp_pa
             await here.until_state(ready_backends=2)
             with edge(here, tmp_path / "edge", settings=own) as strangers:
                 async with httpx.AsyncClient(base_url=strangers.url, timeout=60.0) as client:
-                    for name in (PREFILLER, "x-prefill-at", ENCODERS, "x-encode-at"):
+                    for name in (PREFILLER, "x-prefill-at", ENCODERS, "x-encode-at", *OF_SIDECAR):
                         assert await ask(client, SHORT, **{name: "127.0.0.1:1"}) == 200
-            assert servers.headers == [(SHORT, None)] * 4
-            assert servers.named_encoders == [[]] * 4
+            assert servers.headers == [(SHORT, None)] * 6
+            assert servers.named_encoders == [[]] * 6
             assert "127.0.0.1:1" not in servers.values

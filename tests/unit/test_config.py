@@ -202,7 +202,7 @@ WRONG: dict[str, list[Any]] = {
                            [{"name": "random"}, {"name": "random"}]],
     "scheduling.stages.prefill.selector": ["", "a in b", 7],
     "scheduling.stages.decode.scorers.luck": [1],
-    "scheduling.stages.encode.header": ["x-encoder-own", "x-envoy-own", "host", ":path"],
+    "scheduling.stages.encode.header": ["x-encoder-own", "x-envoy-a", ":path", "x-kv-cache-source-host-port"],
     "scheduling.stages.encode.selector": [""],
     "scheduling.stages.threshold": ["soon", -1, 0.5, True],
     "scheduling.stages.header": ["x-gateway-destination-endpoint", "authorization", "x-a b", "", 7],

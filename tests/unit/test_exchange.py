@@ -13,7 +13,7 @@ from extproc_client import PLACEMENT, ScriptedGate, Talk, body, given_back, head
 from tables import cases
 
 from picker_fleet.domain import errors
-from picker_fleet.domain.allowlist import ENCODERS, PREFILLER
+from picker_fleet.domain.allowlist import ENCODERS, OF_SIDECAR, PREFILLER
 from picker_fleet.domain.errors import ExpiredTtl, RequestError, StateUnavailable
 from picker_fleet.domain.request import Outcome
 from picker_fleet.ingress.ext_proc.codec import WHOLE_BYTES
@@ -209,7 +209,7 @@ async def test_a_compressed_body_is_forwarded_as_received_or_decoded_to_rename_i
     mutation = answers[0].request_headers.response.header_mutation
     if model == "m":
         assert envoy.whole(answers) == packed
-        assert list(mutation.remove_headers) == [PREFILLER, ENCODERS]
+        assert list(mutation.remove_headers) == [PREFILLER, ENCODERS, *OF_SIDECAR]
     else:
         renamed = ASK.replace(b'"m"', b'"renamed"')
         assert envoy.whole(answers) == renamed
@@ -575,7 +575,8 @@ async def test_the_header_of_the_prefill_endpoint_is_set_for_a_split_request_and
             answers = await talk.say(*asks(mode))
             mutation = answers[0].request_headers.response.header_mutation
             assert set_headers(mutation).get(header) == value
-            assert list(mutation.remove_headers) == ([ENCODERS] if value else [header, ENCODERS])
+            removed = [ENCODERS] if value else [header, ENCODERS]
+            assert list(mutation.remove_headers) == [*removed, *OF_SIDECAR]
 
 
 async def test_standard_mode_reports_a_prefill_as_done_once_the_answer_has_its_first_bytes() -> None:

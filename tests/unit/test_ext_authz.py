@@ -19,6 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tls_files import authority, signed
 
+from picker_fleet.domain.allowlist import ENCODERS, OF_SIDECAR, PREFILLER
 from picker_fleet.domain.config import parse
 from picker_fleet.domain.errors import ExpiredTtl
 from picker_fleet.domain.sections import Tls
@@ -89,7 +90,7 @@ async def test_the_answer_for_a_split_request_names_its_prefill_endpoint() -> No
         stage.gate.placement = PLACEMENT._replace(prefillers=("10.0.0.7:8000",), prefill_s=0.0)
         reply = await stage.ask(check())
         assert reply.headers["x-own"] == "10.0.0.7:8000"
-        assert reply.headers["x-envoy-auth-headers-to-remove"] == "x-encoder-hosts-ports"
+        assert reply.headers["x-envoy-auth-headers-to-remove"] == ",".join((ENCODERS, *OF_SIDECAR))
         await until(lambda: stage.gate.prefilled_ids == ["req-1"])
 
 
@@ -101,7 +102,7 @@ async def test_the_answer_to_a_placement_has_endpoints_and_fields_for_the_access
     assert reply.status == 200
     assert reply.headers == {
         "x-gateway-destination-endpoint": "10.0.0.1:8000,[fd00::2]:8000",
-        "x-envoy-auth-headers-to-remove": "x-prefiller-host-port,x-encoder-hosts-ports",
+        "x-envoy-auth-headers-to-remove": ",".join((PREFILLER, ENCODERS, *OF_SIDECAR)),
         "x-queue-pressure": "0.25",
         "x-picker-request-id": "req-1",
         "x-picker-accounting-token": f"={PLACEMENT.accounting_token}",

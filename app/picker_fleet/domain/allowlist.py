@@ -328,7 +328,9 @@ SUBSET: Final = "x-gateway-destination-endpoint-subset"
 SERVED: Final = "x-gateway-destination-endpoint-served"
 PREFILLER: Final = "x-prefiller-host-port"
 ENCODERS: Final = "x-encoder-hosts-ports"
-NEVER_TRUSTED = (DESTINATION, SUBSET, SERVED, PREFILLER, ENCODERS)
+# Headers that also name hosts to llm-d's sidecar (llm-d-router, pkg/common/routing); nothing here sets them.
+OF_SIDECAR: Final = ("x-data-parallel-host-port", "x-kv-cache-source-host-port")
+NEVER_TRUSTED = (DESTINATION, SUBSET, SERVED, PREFILLER, ENCODERS, *OF_SIDECAR)
 # Headers that any client may set for its own request. Trusting such headers changes nothing.
 ALWAYS_KEPT = (
     "x-workload-context",
@@ -350,7 +352,7 @@ _CUSTOM = re.compile(
 
 def is_custom(name: object) -> bool:
     """Whether `name` is the lower-case name of a header that operators may use for tenants."""
-    return isinstance(name, str) and _CUSTOM.fullmatch(name) is not None
+    return isinstance(name, str) and _CUSTOM.fullmatch(name) is not None and name not in NEVER_TRUSTED
 
 
 def trusted_name(value: object) -> str:

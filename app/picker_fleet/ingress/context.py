@@ -16,7 +16,7 @@ import orjson
 
 from picker_fleet.admission.admission import Admission
 from picker_fleet.admission.origins import Origins
-from picker_fleet.domain.allowlist import NOT_LISTED, Api, Paths, Way, model_in_query
+from picker_fleet.domain.allowlist import NOT_LISTED, OF_SIDECAR, Api, Paths, Way, model_in_query
 from picker_fleet.domain.budgets import BodyBudget, BodyBuffer
 from picker_fleet.domain.config import Settings
 from picker_fleet.domain.errors import (
@@ -60,6 +60,7 @@ SHOULD_RETRY: Final = "x-should-retry"  # `false` keeps OpenAI's and Anthropic's
 _PRESSURE_STEPS = 100
 PRESSURES: Final = tuple(f"{step / _PRESSURE_STEPS:.2f}" for step in range(_PRESSURE_STEPS + 1))
 _RETRY_AFTER_S = 1
+_REMOVED: Final = tuple((name, "") for name in OF_SIDECAR)
 _ANTHROPIC_PATH = re.compile(rb"[^?]*/v1/messages(?:[/?]|$)")
 _ANTHROPIC_KINDS: Final = {404: "not_found_error", 413: "request_too_large", 429: "rate_limit_error"}
 
@@ -438,7 +439,7 @@ class Decision:
         if request is not None and request.media:
             encoders = self._context.chooser.encoders(request, placement)
         prefiller = placement.prefillers[0] if placement.prefillers else ""
-        return (stages.header, prefiller), (stages.encode.header, ",".join(encoders))
+        return (stages.header, prefiller), (stages.encode.header, ",".join(encoders)), *_REMOVED
 
     def quota_headers(self) -> dict[str, str]:
         """The headers that tell the client what remains of its tenants' limits; empty without tenants."""
