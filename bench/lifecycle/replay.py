@@ -8,7 +8,7 @@ from functools import partial
 
 from bench.lifecycle.workload import BATCH, Size, Workload, upkeep
 from bench.rig.server import Server
-from picker_fleet.state.batching import HEAD
+from picker_fleet.state.connection import HEAD
 
 _DEADLINE_S = 60.0
 _MISMATCH = (b"gone", b"left", b"unknown")

@@ -20,7 +20,8 @@ from picker_fleet.admission.failover import FailoverState
 from picker_fleet.domain.request import Alive, Endpoint, Outcome
 from picker_fleet.endpoints.snapshot import Snapshot, SnapshotCell
 from picker_fleet.state.connection import PauseDetector
-from picker_fleet.state.store import Placed, SettleReply, Store
+from picker_fleet.state.replies import Placed, SettleReply
+from picker_fleet.state.store import Store
 from picker_fleet.telemetry.metrics import Metrics
 
 REQUEST, ENDPOINT = "x", "10.0.0.1:8000"

@@ -25,18 +25,17 @@ from picker_fleet.state.connection import FailureDetector, PauseDetector
 from picker_fleet.state.keys import Keys
 from picker_fleet.state.pool_state import PoolState
 from picker_fleet.state.primary import client
-from picker_fleet.state.schema import COUNTERS
-from picker_fleet.state.store import (
+from picker_fleet.state.replies import (
     AnyVerdict,
     Dispatched,
     Event,
     HeartbeatReply,
     Notification,
     SettleReply,
-    Store,
     SweepReply,
-    name_of,
 )
+from picker_fleet.state.schema import COUNTERS
+from picker_fleet.state.store import Store, name_of
 from picker_fleet.state.subscriptions import listen
 from picker_fleet.telemetry.metrics import Metrics
 from picker_tools.audit.auditor import Report, audit

@@ -9,7 +9,7 @@ from script_fleet import Fleet, OpenFleet, addresses, ask, asked, until, until_i
 
 from picker_fleet.domain.errors import NoEndpoints
 from picker_fleet.domain.request import Endpoint, Placement
-from picker_fleet.state.store import AnyVerdict, Notification, Verdict
+from picker_fleet.state.replies import AnyVerdict, Notification, Verdict
 
 E1, E2 = addresses(2)
 

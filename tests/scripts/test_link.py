@@ -9,7 +9,8 @@ from script_fleet import DEADLINE_S, SETTLED, UNKNOWN_END, OpenFleet, Replica, a
 
 from picker_fleet.domain.errors import ScriptFailed, StateUnavailable, WritesRefused
 from picker_fleet.domain.request import Outcome
-from picker_fleet.state.store import Placed, name_of
+from picker_fleet.state.replies import Placed
+from picker_fleet.state.store import name_of
 
 E1 = addresses(1)[0]
 

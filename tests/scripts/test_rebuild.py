@@ -14,7 +14,7 @@ from timed_server import LEASE_MS, SECOND_MS, SILENCE_MS, TimedPool
 from picker_fleet.domain.errors import StateUnavailable
 from picker_fleet.domain.request import Alive, Placement
 from picker_fleet.state import accounting_token
-from picker_fleet.state.store import AnyVerdict
+from picker_fleet.state.replies import AnyVerdict
 
 # Two endpoints with a watermark of 2: at most 4 requests in flight; dispatch only below 3.6 requests.
 CONFIG = config(2)

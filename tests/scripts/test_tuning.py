@@ -11,7 +11,7 @@ from script_fleet import OpenFleet, addresses, ask, until
 from picker_fleet.admin.changes import FleetControls
 from picker_fleet.domain.request import Endpoint, InferenceRequest
 from picker_fleet.pool import Pool
-from picker_fleet.state.store import LiveConfig
+from picker_fleet.state.replies import LiveConfig
 
 
 async def test_a_raised_bound_dispatches_a_waiting_request_at_once(fleet: OpenFleet) -> None:

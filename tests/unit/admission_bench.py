@@ -21,7 +21,8 @@ from picker_fleet.domain.request import Completion, Endpoint, InferenceRequest, 
 from picker_fleet.endpoints.snapshot import Snapshot, SnapshotCell
 from picker_fleet.state.accounting_token import Keyring
 from picker_fleet.state.connection import FailureDetector, PauseDetector
-from picker_fleet.state.store import AnyVerdict, HeartbeatReply, Placed, Store, parse_verdict
+from picker_fleet.state.replies import AnyVerdict, HeartbeatReply, Placed
+from picker_fleet.state.store import Store, parse_verdict
 from picker_fleet.telemetry.metrics import Metrics
 
 E1, E2 = "10.0.0.1:8000", "10.0.0.2:8000"

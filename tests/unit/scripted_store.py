@@ -7,7 +7,7 @@ from typing import Any
 from picker_fleet.domain.request import Endpoint, InferenceRequest, Outcome
 from picker_fleet.fleet.live_config import merged
 from picker_fleet.state.pool_state import FoundLimit, PoolState
-from picker_fleet.state.store import (
+from picker_fleet.state.replies import (
     AnyVerdict,
     EvictReply,
     HeartbeatReply,

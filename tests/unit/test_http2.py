@@ -20,11 +20,11 @@ from tables import cases
 
 from picker_fleet.domain.budgets import BodyBudget
 from picker_fleet.domain.errors import BufferFull
-from picker_fleet.grpc import frames, http2, native
+from picker_fleet.grpc import frames, http2, streams
 from picker_fleet.grpc.frames import ACK, DATA, END_HEADERS, END_STREAM, HEADERS, PING, SETTINGS, frame
 from picker_fleet.grpc.headers import literal
 from picker_fleet.grpc.native import NativeTransport
-from picker_fleet.grpc.transport import Handler, RpcError, Status, Stream
+from picker_fleet.grpc.transport import Handler, Limits, RpcError, Status, Stream
 
 BUDGET_BYTES = 1024 * 1024
 MESSAGE_BYTES = 4 * 1024 * 1024
@@ -404,15 +404,15 @@ async def test_unread_messages_close_the_streams_window_and_count_in_the_byte_bu
     async with serving(slow) as server, server.peer() as peer:
         size = 16_384
         piece = b"\0" + (size - 5).to_bytes(4, "big") + b"x" * (size - 5)
-        count = http2.WINDOW_BYTES // size
+        count = streams.WINDOW_BYTES // size
         await peer.send(peer.headers(1), *[frame(DATA, 0, 1, piece)] * count)
-        kept = count * (size - 5 + native.MESSAGE_COST) - native.FREE_BYTES
+        kept = count * (size - 5 + streams.MESSAGE_COST) - streams.FREE_BYTES
         await until(lambda: server.budget.held_bytes == kept)
         # Once all messages are read, the window reopens in full; one byte beyond it is a flow-control error.
         for _ in range(count):
             reads.release()
         credit = await peer.until(lambda got: got.kind == frames.WINDOW_UPDATE and got.stream == 1)
-        assert int.from_bytes(credit.payload, "big") == http2.WINDOW_BYTES
+        assert int.from_bytes(credit.payload, "big") == streams.WINDOW_BYTES
         assert server.budget.held_bytes == 0
         await peer.send(*[frame(DATA, 0, 1, piece)] * count, frame(DATA, 0, 1, b"x"))
         assert await peer.reset() == (1, FLOW)
@@ -527,7 +527,7 @@ async def test_thousands_of_streams_wait_on_one_connection() -> None:
 
 
 async def test_streams_beyond_the_limit_over_all_connections_are_reset_with_refused_stream() -> None:
-    async with serving(limits=http2.Limits(streams=2)) as server, server.peer() as one, server.peer() as two:
+    async with serving(limits=Limits(streams=2)) as server, server.peer() as one, server.peer() as two:
         await one.send(*(one.headers(stream) for stream in (1, 3, 5)))
         assert await one.reset() == (5, frames.REFUSED_STREAM)
         await two.send(two.headers(1))
@@ -543,7 +543,7 @@ async def test_a_connection_beyond_the_limit_of_connections_replaces_only_an_idl
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     handler = Held()
-    async with serving(handler, limits=http2.Limits(connections=3)) as server, server.peer() as busy:
+    async with serving(handler, limits=Limits(connections=3)) as server, server.peer() as busy:
         await busy.send(busy.request(1))
         await until(lambda: handler.waiting == 1)
         async with server.peer() as used, server.peer() as unused:
@@ -571,7 +571,9 @@ async def test_small_unread_messages_count_with_their_memory_overhead_in_the_byt
     async with serving(deaf) as server, server.peer() as peer:
         tiny = b"\0\0\0\0\2hi" * 1000
         await peer.send(peer.request(1, tiny, flags=0))
-        await until(lambda: server.budget.held_bytes == 1000 * (2 + native.MESSAGE_COST) - native.FREE_BYTES)
+        await until(
+            lambda: server.budget.held_bytes == 1000 * (2 + streams.MESSAGE_COST) - streams.FREE_BYTES
+        )
         # More bytes exhaust the byte budget before the window; the stream then releases all its bytes.
         await peer.send(*[frame(DATA, 0, 1, tiny)] * 60)
         await until(lambda: server.budget.held_bytes == 0)
@@ -614,10 +616,10 @@ async def test_too_many_resizes_of_the_header_table_end_the_connection() -> None
             assert await peer.ended() == HPACK
 
 
-def connected(limits: http2.Limits = http2.Limits()) -> tuple[http2.Connection, Mock]:  # noqa: B008
+def connected(limits: Limits = Limits()) -> tuple[http2.Connection, Mock]:  # noqa: B008
     """An HTTP/2 connection after preface and settings, and the mock transport that receives its output."""
     transport = Mock(spec=asyncio.Transport)
-    connection = http2.Connection(lambda fields: b"", http2.Peers(limits))
+    connection = http2.Connection(lambda fields: b"", streams.Peers(limits))
     connection.connection_made(transport)
     connection.data_received(frames.PREFACE + frame(SETTINGS, 0, 0))
     return connection, transport
@@ -625,14 +627,14 @@ def connected(limits: http2.Limits = http2.Limits()) -> tuple[http2.Connection, 
 
 async def test_a_window_update_wakes_no_more_writers_than_it_serves(monkeypatch: pytest.MonkeyPatch) -> None:
     woken = 0
-    wake = native.GrpcStream.wake_writer
+    wake = streams.GrpcStream.wake_writer
 
-    def counted(stream: native.GrpcStream) -> None:
+    def counted(stream: streams.GrpcStream) -> None:
         nonlocal woken
         woken += 1
         wake(stream)
 
-    monkeypatch.setattr(native.GrpcStream, "wake_writer", counted)
+    monkeypatch.setattr(streams.GrpcStream, "wake_writer", counted)
     async with serving() as server, server.peer(2**20) as peer:
         message = b"\0" + (2995).to_bytes(4, "big") + b"x" * 2995
         await peer.send(*(peer.request(stream, message) for stream in range(1, 201, 2)))
@@ -649,7 +651,7 @@ async def test_a_window_update_wakes_no_more_writers_than_it_serves(monkeypatch:
 async def test_answers_that_the_peer_does_not_read_count_in_the_byte_budget_until_a_deadline(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(native, "_WRITE_S", 0.5)
+    monkeypatch.setattr(streams, "_WRITE_S", 0.5)
     size = 600_000
 
     async def large(stream: Stream) -> bytes | None:
@@ -660,13 +662,13 @@ async def test_answers_that_the_peer_does_not_read_count_in_the_byte_budget_unti
         await peer.send(peer.request(1), peer.request(3))
         # The byte budget has room for one of the two answers.
         assert (await peer.fields(3))["grpc-status"] == str(Status.RESOURCE_EXHAUSTED)
-        assert server.budget.held_bytes == 5 + size - native.FREE_BYTES
+        assert server.budget.held_bytes == 5 + size - streams.FREE_BYTES
         assert (await peer.fields(1))["grpc-status"] == str(Status.UNAVAILABLE)
         assert server.budget.held_bytes == 0
 
 
 async def test_a_peer_that_does_not_read_replies_to_its_frames_is_disconnected() -> None:
-    connection, transport = connected(http2.Limits(unsent_replies=100))
+    connection, transport = connected(Limits(unsent_replies=100))
     connection.pause_writing()
     for _ in range(200):
         connection.data_received(PING_FRAME)
@@ -740,7 +742,7 @@ async def test_a_flood_of_abandoned_requests_starts_few_handlers_and_does_not_en
 
 async def test_each_step_of_the_event_loop_starts_a_limited_number_of_requests() -> None:
     handler = Held()
-    limits = http2.Limits(step_frames=10, step_starts=3)
+    limits = Limits(step_frames=10, step_starts=3)
     async with serving(handler, limits=limits) as server, server.peer() as greedy, server.peer() as modest:
         steps: list[int] = []
 
@@ -759,7 +761,7 @@ async def test_each_step_of_the_event_loop_starts_a_limited_number_of_requests()
 
 
 async def test_streams_that_send_no_first_message_are_limited_in_number_and_time() -> None:
-    limits = http2.Limits(streams=12, silent=4, silent_here=3, silent_s=1.0)
+    limits = Limits(streams=12, silent=4, silent_here=3, silent_s=1.0)
     async with serving(limits=limits) as server, server.peer() as one, server.peer() as two:
         await one.send(*(one.headers(stream) for stream in (1, 3, 5, 7)))
         assert await one.reset() == (7, frames.REFUSED_STREAM)
@@ -775,7 +777,7 @@ async def test_streams_that_send_no_first_message_are_limited_in_number_and_time
 async def test_one_connection_cannot_take_all_streams_and_a_full_replica_reports_the_limit() -> None:
     handler = Held()
     async with (
-        serving(handler, limits=http2.Limits(streams=9)) as server,
+        serving(handler, limits=Limits(streams=9)) as server,
         server.peer() as greedy, server.peer() as other,
     ):  # fmt: skip
         await greedy.send(*(greedy.request(stream) for stream in range(1, 19, 2)))
@@ -792,7 +794,7 @@ async def test_one_connection_cannot_take_all_streams_and_a_full_replica_reports
 
 async def test_a_peer_is_disconnected_unless_it_answers_keepalive_pings() -> None:
     # The peer shares this event loop; if the loop pauses for longer than 0.02 s, no peer is disconnected.
-    limits = http2.Limits(silence_s=0.05, answer_s=0.3, pause_s=0.02)
+    limits = Limits(silence_s=0.05, answer_s=0.3, pause_s=0.02)
     async with serving(limits=limits) as server, server.peer() as silent:
         await silent.next(PING)
         while await silent.read() is not None:

@@ -27,7 +27,7 @@ from picker_fleet.domain.errors import (
 )
 from picker_fleet.domain.request import Alive, Outcome, Placement
 from picker_fleet.state import accounting_token
-from picker_fleet.state.store import Notification, Placed, Renewal, Verdict
+from picker_fleet.state.replies import Notification, Placed, Renewal, Verdict
 
 UNSEEN_S = unseen_s(0.0)  # in seconds, for an access-log interval of 0 s
 PATIENT_S = 60.0  # seconds that a resync waits for the other replica, enough on a slow machine

@@ -15,14 +15,8 @@ from picker_fleet.domain import errors
 from picker_fleet.domain.bands import Band
 from picker_fleet.domain.request import Alive, Completion, Outcome, Placement
 from picker_fleet.state import accounting_token
-from picker_fleet.state.store import (
-    AnyVerdict,
-    Notification,
-    Placed,
-    Verdict,
-    parse_notification,
-    parse_verdict,
-)
+from picker_fleet.state.replies import AnyVerdict, Notification, Placed, Verdict
+from picker_fleet.state.store import parse_notification, parse_verdict
 
 TOKENS = {
     "request_queue_controller": {"unit": "tokens", "watermark_per_backend": 4096},

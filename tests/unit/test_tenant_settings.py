@@ -23,8 +23,9 @@ from picker_fleet.fleet.tenant_nodes import TenantNodes, nodes_in
 from picker_fleet.ingress.intake import Intake, read_body
 from picker_fleet.ingress.quota_headers import NAMES, quota_headers
 from picker_fleet.state.accounting_token import Keyring
+from picker_fleet.state.replies import HeartbeatReply, Refused
 from picker_fleet.state.schema import Refusal
-from picker_fleet.state.store import HeartbeatReply, Refused, Store
+from picker_fleet.state.store import Store
 
 LEADER = cast(HeartbeatReply, Mock(leader=True, epoch="1"))
 FOLLOWER = cast(HeartbeatReply, Mock(leader=False, epoch="1"))

@@ -21,7 +21,8 @@ from picker_fleet.ingress.headers import HEADERS
 from picker_fleet.ingress.intake import Intake, read_body
 from picker_fleet.state import accounting_token
 from picker_fleet.state.accounting_token import Keyring
-from picker_fleet.state.store import Placed, Queued, Store, parse_verdict
+from picker_fleet.state.replies import Placed, Queued
+from picker_fleet.state.store import Store, parse_verdict
 from picker_fleet.telemetry.metrics import Metrics
 from picker_fleet.telemetry.tracing import Traces
 from picker_tools.local_fleet.bootstrap import build_bootstrap, to_yaml

@@ -30,7 +30,8 @@ from picker_fleet.scheduling.chooser import EndpointChooser
 from picker_fleet.state import accounting_token
 from picker_fleet.state.accounting_token import Keyring
 from picker_fleet.state.connection import FailureDetector, PauseDetector
-from picker_fleet.state.store import Placed, Store
+from picker_fleet.state.replies import Placed
+from picker_fleet.state.store import Store
 from picker_fleet.telemetry.metrics import Metrics
 
 if TYPE_CHECKING:

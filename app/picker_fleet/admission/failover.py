@@ -34,7 +34,8 @@ from picker_fleet.endpoints.snapshot import SnapshotCell
 from picker_fleet.scheduling.chooser import EndpointChooser
 from picker_fleet.state import accounting_token
 from picker_fleet.state.connection import FailureDetector
-from picker_fleet.state.store import Dispatched, Event, HeartbeatReply, Notification, Store
+from picker_fleet.state.replies import Dispatched, Event, HeartbeatReply, Notification
+from picker_fleet.state.store import Store
 from picker_fleet.telemetry.metrics import Metrics
 
 _log = logging.getLogger(__name__)

@@ -29,8 +29,8 @@ from picker_fleet.domain.request import InferenceRequest, largest_claim
 from picker_fleet.endpoints.snapshot import SnapshotCell
 from picker_fleet.scheduling.chooser import EndpointChooser
 from picker_fleet.scheduling.explain import live_load_addresses
+from picker_fleet.state.replies import Refused
 from picker_fleet.state.schema import Refusal
-from picker_fleet.state.store import Refused
 from picker_fleet.telemetry.metrics import Metrics
 
 RESIDUE = 1e-9  # tolerance for rounding in sums of fractions

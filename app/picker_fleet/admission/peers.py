@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from picker_fleet.admission.local_gate import LocalGate, part_of
-from picker_fleet.state.store import HeartbeatReply
+from picker_fleet.state.replies import HeartbeatReply
 
 _PAUSE_S = 0.2  # pause before the next call to a peer that had no spare budget
 _COMPARED = 30_000  # most running requests that `lost_budget` compares

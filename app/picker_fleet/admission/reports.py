@@ -15,13 +15,8 @@ from picker_fleet.domain.request import Alive, Completion, Fault
 from picker_fleet.endpoints.snapshot import SnapshotCell
 from picker_fleet.scheduling.chooser import EndpointChooser
 from picker_fleet.state import accounting_token
-from picker_fleet.state.store import (
-    FaultReply,
-    SettleReply,
-    Store,
-    SuspicionReply,
-    TombstoneReply,
-)
+from picker_fleet.state.replies import FaultReply, SettleReply, SuspicionReply, TombstoneReply
+from picker_fleet.state.store import Store
 from picker_fleet.telemetry.metrics import Metrics
 
 if TYPE_CHECKING:

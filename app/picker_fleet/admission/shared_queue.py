@@ -38,17 +38,9 @@ from picker_fleet.domain.tenants import Tree
 from picker_fleet.scheduling.chooser import Choice, EndpointChooser
 from picker_fleet.scheduling.forecasts import MetLoads
 from picker_fleet.state.connection import PauseDetector
+from picker_fleet.state.replies import AnyVerdict, Notification, Placed, Queued, Refused, Renewal, Verdict
 from picker_fleet.state.schema import Refusal
-from picker_fleet.state.store import (
-    AnyVerdict,
-    Notification,
-    Placed,
-    Queued,
-    Refused,
-    Renewal,
-    Store,
-    Verdict,
-)
+from picker_fleet.state.store import Store
 from picker_fleet.telemetry.metrics import Metrics
 
 if TYPE_CHECKING:

@@ -18,7 +18,8 @@ from picker_fleet.admission.peers import PeerState
 from picker_fleet.admission.reports import ignore_loss
 from picker_fleet.domain.errors import ScriptFailed, StateFault
 from picker_fleet.domain.request import Outcome
-from picker_fleet.state.store import Store, TombstoneReply
+from picker_fleet.state.replies import TombstoneReply
+from picker_fleet.state.store import Store
 
 _CHUNK = 512  # most tombstones in flight at a time; the store sends 16 in a call
 _UNPUBLISHED = ""

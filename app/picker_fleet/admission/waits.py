@@ -23,8 +23,8 @@ from picker_fleet.domain.errors import (
 )
 from picker_fleet.domain.request import InferenceRequest
 from picker_fleet.domain.tenants import Node, Tree
+from picker_fleet.state.replies import AnyVerdict, Placed, Queued, Refused, Verdict
 from picker_fleet.state.schema import Refusal
-from picker_fleet.state.store import AnyVerdict, Placed, Queued, Refused, Verdict
 
 # The queue's reason for a refusal -> the error and its message; tenants' limits have messages of their own.
 REFUSALS: dict[Refusal, tuple[type[RequestError], str]] = {

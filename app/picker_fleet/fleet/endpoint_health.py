@@ -9,7 +9,8 @@ from picker_fleet.endpoints.readings import EndpointMetrics, MetricsCache
 from picker_fleet.endpoints.scraper import SILENCE
 from picker_fleet.endpoints.snapshot import SnapshotCell
 from picker_fleet.scheduling.cache_feedback import CacheWatch
-from picker_fleet.state.store import MarkReply, Store
+from picker_fleet.state.replies import MarkReply
+from picker_fleet.state.store import Store
 from picker_fleet.telemetry.metrics import Metrics
 
 _WELL_AGAIN = 3  # successful probes or scrapes in a row that remove the mark `down`

@@ -31,8 +31,9 @@ from picker_fleet.fleet.tenant_metrics import TenantMetrics
 from picker_fleet.fleet.tenant_nodes import TenantNodes
 from picker_fleet.fleet.usage import UsageMeter
 from picker_fleet.state.pool_state import PoolState, marked
+from picker_fleet.state.replies import HeartbeatReply, LiveConfig, SweepReply
 from picker_fleet.state.server_check import ServerCheck
-from picker_fleet.state.store import HeartbeatReply, LiveConfig, Store, SweepReply
+from picker_fleet.state.store import Store
 from picker_fleet.telemetry.metrics import Metrics
 
 _log = logging.getLogger(__name__)

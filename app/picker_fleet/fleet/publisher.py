@@ -15,7 +15,8 @@ from picker_fleet.domain.request import Endpoint
 from picker_fleet.endpoints.snapshot import Snapshot, unmarked
 from picker_fleet.fleet import live_config
 from picker_fleet.state.pool_state import PoolState
-from picker_fleet.state.store import HeartbeatReply, Rebuilt, Store
+from picker_fleet.state.replies import HeartbeatReply, Rebuilt
+from picker_fleet.state.store import Store
 
 _RECENT = 64  # discovered lists that a `Publisher` keeps
 # A new endpoint takes no requests until every Envoy has acknowledged it, or this time (s) has passed. An

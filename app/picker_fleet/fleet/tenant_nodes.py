@@ -10,7 +10,8 @@ from picker_fleet.domain.config import Settings, YamlFault, parse, read_yaml
 from picker_fleet.domain.errors import ConfigError
 from picker_fleet.domain.tenants import Node, Tree
 from picker_fleet.endpoints.discovery import FileFault
-from picker_fleet.state.store import HeartbeatReply, Store
+from picker_fleet.state.replies import HeartbeatReply
+from picker_fleet.state.store import Store
 
 _AT_A_TIME = 500  # nodes that one call changes
 

@@ -1,8 +1,8 @@
-"""The part of HTTP/2 (RFC 9113) that a gRPC server needs: frames, flow control, and limits on the peers.
+"""The part of HTTP/2 (RFC 9113) that a gRPC server needs: frames, flow control, and limits on each peer.
 
-`native.NativeTransport` makes a `Connection` for each peer. The connection runs each request's `Stream` in
-a task of its own. Frames are parsed and written in the event loop's thread, so a reset cancels the stream's
-handler in the same step and no message is copied between threads.
+`native.NativeTransport` makes a `Connection` for each peer. Each request's `GrpcStream` (`streams.py`) runs
+in a task of its own. Frames are parsed and written in the event loop's thread, so a reset cancels the
+stream's handler in the same step and no message is copied between threads.
 
 Input is untrusted. Malformed input ends its stream with a reset, or the connection with a GOAWAY. Memory is
 bounded: a connection keeps one frame and 32 KiB of headers, `Limits` bounds all connections together, and
@@ -16,24 +16,20 @@ without effect; a peer that sends too many loses its connection (docs/security.m
 
 import asyncio
 import logging
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from picker_fleet.grpc import frames
 from picker_fleet.grpc.frames import ConnectionFault, frame
 from picker_fleet.grpc.headers import LIST_BYTES, HeaderReader, resizes_table
+from picker_fleet.grpc.streams import WINDOW_BYTES, WRITE_BUFFER, GrpcStream, Peers
 
-WINDOW_BYTES: Final = 512 * 1024  # bytes of a stream's receive window
 _CONNECTION_WINDOW: Final = 16 * 1024 * 1024  # reopens as data arrives: the streams' windows limit the data
 _BLOCK_BYTES: Final = 32 * 1024  # most bytes of one request's headers, encoded
 _ENDED_IDS: Final = 4096  # remembered ids of streams that this side ended first
 _FLUSH_BYTES: Final = 64 * 1024
-_WRITE_BUFFER: Final = 1024 * 1024  # unsent bytes of a connection above which its handlers wait
 _CLOSE_S: Final = 5.0  # seconds to send a closing connection's last bytes
-_STUCK_S: Final = 30.0  # a peer that reads nothing for this many seconds is cut off
-_STUCK: Final = 64  # most connections whose peers read nothing; each holds up to `_WRITE_BUFFER`
 
 # Costs of frames without effect, charged to the allowance `Limits.idle_frames`, and additions to it.
 _SETTINGS_COST: Final = 20  # cost of a SETTINGS frame, which may update every stream
@@ -50,210 +46,8 @@ _OF_CONNECTION: Final = (frames.SETTINGS, frames.PING, frames.GOAWAY)
 _log = logging.getLogger(__name__)
 
 
-class Stream(Protocol):
-    """One request's stream, as its connection sees it; `native.GrpcStream` implements this protocol."""
-
-    connection: "Connection"
-    id: int
-    began_s: float
-    receive_window: int
-    send_window: int
-    remote_ended: bool  # whether the client has ended its side
-    task: asyncio.Task[None] | None  # runs the stream's handler; None before and after
-
-    async def serve(self) -> None:
-        """Run the handler and send the end of the stream."""
-
-    def receive(self, data: bytes, start: int, end: int) -> None:
-        """Take the payload of a DATA frame, `data[start:end]`."""
-
-    def end_remote(self) -> bool:
-        """End the client's side. Returns whether its bytes match the content-length, if there is one."""
-
-    def wake_writer(self) -> None:
-        """Resume a handler that waits to write: a window has grown."""
-
-    def drop(self) -> None:
-        """Free everything that the ended stream holds."""
-
-
-# Makes the stream for a stream id; None refuses the stream: the peer sends the request elsewhere.
-Open = Callable[["Connection", int], Stream | None]
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """Limits on the peers of one transport.
-
-    All `connections` together may have `streams` open streams. At most `silent` open streams, and
-    `silent_here` of one connection, may lack a first message, each for `silent_s`; further streams are
-    refused. Up to `unsent_replies` replies to frames wait for a peer that does not read. A connection may
-    send `idle_frames` frames without effect, and more as it ages, opens streams and receives data.
-
-    A peer that sent nothing for `silence_s` seconds is pinged and has `answer_s` seconds to answer. If that
-    wait takes `pause_s` longer than planned, this process was paused, and the peer is not cut off.
-
-    One step of the event loop reads at most `step_frames` frames and starts at most `step_starts` handlers.
-    """
-
-    streams: int = 20_000
-    connections: int = 4096
-    silent: int = 4096
-    silent_here: int = 1024
-    silent_s: float = 10.0
-    unsent_replies: int = 10_000
-    idle_frames: int = 2000
-    silence_s: float = 20.0
-    answer_s: float = 10.0
-    pause_s: float = 1.0
-    step_frames: int = 512
-    step_starts: int = 32
-
-
-class Peers:
-    """All `connections`, the `count` of open streams, the `cancelled` handlers that have not ended yet, and
-    the work budget of one event-loop step.
-
-    A handler starts once its stream's first message has arrived and all data read with that message has been
-    parsed, if the step's budget allows. A request that is reset before its handler starts costs neither a
-    task nor a Redis call. Frames beyond a step's budget wait for the frames of other connections.
-
-    At the limit, a new connection replaces a connection without an open stream: the oldest that never had a
-    stream, or else the connection idle for longest.
-    """
-
-    def __init__(self, limits: Limits) -> None:
-        self.limits = limits
-        self.connections: set[Connection] = set()
-        self.count = 0
-        self.cancelled: set[asyncio.Task[None]] = set()
-        self.frames_left, self._starts_left = limits.step_frames, limits.step_starts
-        self._loop = asyncio.get_running_loop()
-        self._silent: OrderedDict[Stream, None] = OrderedDict()  # streams with no first message, oldest first
-        self._starting: OrderedDict[Stream, None] = OrderedDict()
-        self._unread: deque[Connection] = deque()  # connections with frames to read in a later step
-        self._refilling = False
-        self._unused: OrderedDict[Connection, None] = OrderedDict()
-        self._idle: OrderedDict[Connection, None] = OrderedDict()
-        self._stuck: OrderedDict[Connection, float] = OrderedDict()  # when each peer stopped reading
-
-    @property
-    def full(self) -> str:
-        """The reason why new streams are refused; empty while new streams are accepted."""
-        if self.count >= self.limits.streams:
-            return f"all {self.limits.streams} streams are taken"
-        if len(self.connections) >= self.limits.connections and not (self._unused or self._idle):
-            return f"all {self.limits.connections} connections are taken"
-        return ""
-
-    # Connections.
-
-    def opened(self, connection: "Connection") -> bool:
-        """Add a new connection. Returns False if there is no room for the connection."""
-        if len(self.connections) >= self.limits.connections:
-            _log.warning("all %d connections are taken: idle ones are closed", self.limits.connections)
-            spare = self._unused or self._idle
-            if not spare:
-                return False
-            spare.popitem(last=False)[0].abort()
-        self.connections.add(connection)
-        self._unused[connection] = None
-        return True
-
-    def closed(self, connection: "Connection") -> None:
-        self.connections.discard(connection)
-        for some in (self._unused, self._idle, self._stuck):
-            some.pop(connection, None)
-
-    def busy(self, connection: "Connection") -> None:
-        """Mark `connection` as in use, since it has an open stream."""
-        self._unused.pop(connection, None)
-        self._idle.pop(connection, None)
-
-    def idle(self, connection: "Connection") -> None:
-        """Mark `connection` as idle, since its last stream has ended."""
-        if connection in self.connections:
-            self._idle[connection] = None
-
-    def stuck(self, connection: "Connection") -> None:
-        """Record a peer that reads nothing; if there are too many, cut the connection stuck for longest."""
-        self._stuck[connection] = self._loop.time()
-        if len(self._stuck) > _STUCK:
-            self._stuck.popitem(last=False)[0].abort()
-
-    def freed(self, connection: "Connection") -> None:
-        """Record that the connection's peer reads again."""
-        self._stuck.pop(connection, None)
-
-    def end_overdue(self) -> None:
-        """Refuse streams whose first message is overdue; cut connections whose peers have stopped reading."""
-        now_s = self._loop.time()
-        while self._silent and (stream := next(iter(self._silent))).began_s < now_s - self.limits.silent_s:
-            stream.connection.reset(stream.id, frames.REFUSED_STREAM)
-        while self._stuck and next(iter(self._stuck.values())) < now_s - _STUCK_S:
-            self._stuck.popitem(last=False)[0].abort()
-
-    # Streams.
-
-    def begin(self, stream: Stream) -> None:
-        """Count a new stream without a first message; if too many such streams wait, refuse the oldest."""
-        self.count += 1
-        self._silent[stream] = None
-        stream.connection.silent += 1
-        if len(self._silent) > self.limits.silent:
-            oldest = next(iter(self._silent))
-            oldest.connection.reset(oldest.id, frames.REFUSED_STREAM)
-
-    def heard(self, stream: Stream) -> None:
-        """Queue a stream's handler to start: the first message or the end of the stream has arrived."""
-        if stream in self._silent:
-            self._leave_silent(stream)
-            self._starting[stream] = None
-
-    def end(self, stream: Stream) -> None:
-        """Stop counting a stream that has ended, and cancel the stream's handler if that still runs."""
-        self.count -= 1
-        if stream.task is not None:
-            task, stream.task = stream.task, None
-            task.cancel()
-            self.cancelled.add(task)
-            task.add_done_callback(self.cancelled.discard)
-        elif stream in self._silent:
-            self._leave_silent(stream)
-        else:
-            self._starting.pop(stream, None)
-
-    def _leave_silent(self, stream: Stream) -> None:
-        del self._silent[stream]
-        stream.connection.silent -= 1
-
-    def start(self) -> None:
-        """Start queued handlers, as many as the step's budget allows."""
-        while self._starting and self._starts_left > 0:
-            stream, _ = self._starting.popitem(last=False)
-            self._starts_left -= 1
-            stream.task = self._loop.create_task(stream.serve())
-        limits = self.limits
-        if not self._refilling and (
-            2 * self.frames_left < limits.step_frames or 2 * self._starts_left < limits.step_starts
-        ):
-            self._refilling = True
-            self._loop.call_soon(self._refill)
-
-    def wait(self, connection: "Connection") -> None:
-        """Queue `connection`: a later step reads its remaining frames."""
-        self._unread.append(connection)
-
-    def _refill(self) -> None:
-        """Renew the work budget for a new event-loop step, and continue with queued frames and handlers."""
-        self._refilling = False
-        self.frames_left, self._starts_left = self.limits.step_frames, self.limits.step_starts
-        self.start()
-        for _ in range(len(self._unread)):
-            if self.frames_left <= 0:
-                break
-            self._unread.popleft().read_on()
-        self.start()
+# Opens the stream for a stream id; None refuses the stream: the peer sends the request elsewhere.
+Open = Callable[["Connection", int], GrpcStream | None]
 
 
 class Connection(asyncio.Protocol):
@@ -271,14 +65,14 @@ class Connection(asyncio.Protocol):
         self.initial_send_window = frames.DEFAULT_WINDOW  # of new streams
         self.paused = False  # whether the peer has stopped reading
         # Streams whose handlers wait for the connection's window, in order of waiting.
-        self.blocked: OrderedDict[int, Stream] = OrderedDict()
+        self.blocked: OrderedDict[int, GrpcStream] = OrderedDict()
         self.received = False  # whether data has arrived since the transport last cleared this flag
         self._transport: Any = None
         self._closed = False
         self._settled = False  # whether the peer's preface and settings have arrived
         self._waiting = False  # whether a later step reads the frames in `_tail`
         self._tail = b""
-        self._streams: dict[int, Stream] = {}
+        self._streams: dict[int, GrpcStream] = {}
         self._ended: OrderedDict[int, None] = OrderedDict()
         self._last_id = 0
         self._refuse_after = frames.LAST_STREAM
@@ -310,7 +104,7 @@ class Connection(asyncio.Protocol):
         if not self.peers.opened(self):
             self.abort()
             return
-        transport.set_write_buffer_limits(high=_WRITE_BUFFER)
+        transport.set_write_buffer_limits(high=WRITE_BUFFER)
         settings = {
             frames.MAX_STREAMS: self._limits.streams,
             frames.INITIAL_WINDOW: WINDOW_BYTES,
@@ -474,7 +268,7 @@ class Connection(asyncio.Protocol):
         self._closed = True
         self._transport.abort()
 
-    def finished(self, stream: Stream) -> None:
+    def finished(self, stream: GrpcStream) -> None:
         """Remove a stream that its handler has ended."""
         stream.task = None
         if not stream.remote_ended and stream.id in self._streams:

@@ -12,6 +12,7 @@ import os
 import threading
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, NamedTuple, Protocol
 
@@ -42,6 +43,35 @@ class Status(enum.IntEnum):
 
     def __str__(self) -> str:
         return str(self.value)
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Limits on the peers of one transport.
+
+    All `connections` together may have `streams` open streams. At most `silent` open streams, and
+    `silent_here` of one connection, may lack a first message, each for `silent_s`; further streams are
+    refused. Up to `unsent_replies` replies to frames wait for a peer that does not read. A connection may
+    send `idle_frames` frames without effect, and more as it ages, opens streams and receives data.
+
+    A peer that sent nothing for `silence_s` seconds is pinged and has `answer_s` seconds to answer. If that
+    wait takes `pause_s` longer than planned, this process was paused, and the peer is not cut off.
+
+    One step of the event loop reads at most `step_frames` frames and starts at most `step_starts` handlers.
+    """
+
+    streams: int = 20_000
+    connections: int = 4096
+    silent: int = 4096
+    silent_here: int = 1024
+    silent_s: float = 10.0
+    unsent_replies: int = 10_000
+    idle_frames: int = 2000
+    silence_s: float = 20.0
+    answer_s: float = 10.0
+    pause_s: float = 1.0
+    step_frames: int = 512
+    step_starts: int = 32
 
 
 class RpcError(Exception):

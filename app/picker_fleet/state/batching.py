@@ -22,7 +22,8 @@ idempotent by request id). Redis is unavailable when its silence is proven (stat
 connection is refused, or when a connection is lost before any reply. While Redis is unavailable, items fail
 with StateUnavailable, except durable items, which stay pending until Redis has accepted them.
 
-Items, calls and messages are msgspec structs, which are faster to construct than dataclasses.
+Items, calls (state/connection.py) and messages are msgspec structs, which are faster to construct than
+dataclasses.
 """
 
 import asyncio
@@ -35,14 +36,19 @@ import hiredis
 import msgspec
 
 from picker_fleet.background import keep
-from picker_fleet.domain.errors import OtherFormat, ScriptFailed, StateFault, StateUnavailable, WritesRefused
+from picker_fleet.domain.errors import OtherFormat, ScriptFailed, StateUnavailable, WritesRefused
 from picker_fleet.state.connection import (
     DOWN,
     LONG_PAUSE_S,
+    Argument,
+    Call,
     ConnectionMonitor,
+    DelayedCalls,
     FailureDetector,
+    Item,
     PauseDetector,
     RedisConnection,
+    Reply,
 )
 from picker_fleet.state.error_replies import (
     NO_ANSWER,
@@ -55,10 +61,6 @@ from picker_fleet.state.error_replies import (
 from picker_fleet.state.primary import TIMEOUTS, connections, named_primary, raise_if_cancelled
 from picker_fleet.state.scripts import ENDS, NAMES, load_library
 
-Reply = Any
-Argument = str | int | float | bytes
-
-HEAD = 4  # number of leading elements of a batched reply: epoch, notifications, attempts, served
 MAX_BATCH = 16  # most items per script call: sixteen preemptions take well below 5 ms
 MAX_DURABLE = 50_000
 _MAX_IN_FLIGHT = 64
@@ -68,7 +70,6 @@ _END_ALPHA = 0.1
 _RANK = {name: rank for rank, name in enumerate(NAMES)}
 _DELAYED = ("renew", "acknowledge", "prefilled")  # scripts for whose replies no caller waits
 _DECISIONS = ("admit", "place")
-_REPEATABLE = ("view_", "claim_queue_snapshot")  # prefixes of scripts that may run repeatedly
 _RECONNECT_PAUSE_S = 0.05
 _UNREACHABLE = "Redis cannot be reached: {}"
 _LIBRARY_MISSING = "ERR Function not found"
@@ -89,64 +90,6 @@ class CallMetrics(Protocol):
     def strays(self, n: int) -> None: ...
 
     def adopted(self) -> None: ...
-
-
-class Item(msgspec.Struct, eq=False):
-    """One submission. `durable`: the item is resent until Redis has accepted it. `tried`: Redis may have
-    received the item. The function `parse` converts the reply into the answer."""
-
-    args: tuple[Argument, ...]
-    answer: asyncio.Future[Any]
-    durable: bool
-    parse: Callable[[Any], Any] | None = None
-    tried: bool = False
-
-
-class Call(msgspec.Struct, eq=False):
-    """One function call or plain command, and the items that the reply answers: none, one, or a batch."""
-
-    name: str
-    command: tuple[Any, ...]
-    items: list[Item]
-    batched: bool = False
-    head: int = 0  # number of words in `command` before the items' arguments
-    denied: bool = False  # Redis has already denied this call once
-
-    @property
-    def answered(self) -> bool:
-        return all(item.answer.done() for item in self.items)
-
-    @property
-    def repeatable(self) -> bool:
-        """Whether the call may run any number of times: it is a view, whose caller has a deadline."""
-        return self.name.startswith(_REPEATABLE)
-
-    def answer(self, reply: Reply, on_batch: Callable[[Sequence[Any]], None]) -> None:
-        """Give each item its part of `reply`; then pass the head of a batched reply to `on_batch`."""
-        parts = reply[HEAD:] if self.batched else [reply] * len(self.items)
-        for item, part in zip(self.items, parts, strict=True):
-            if not item.answer.done():
-                item.answer.set_result(part if item.parse is None else item.parse(part))
-        if self.batched:
-            on_batch(reply[:HEAD])
-
-    def split(self) -> list["Call"]:
-        head = self.command[: self.head]
-        return [
-            Call(self.name, (*head, *item.args), [item], self.batched, self.head, self.denied)
-            for item in self.items
-            if not item.answer.done()
-        ]
-
-    def mark_tried(self) -> None:
-        for item in self.items:
-            item.tried = True
-
-    def fail(self, fault: type[StateFault], why: str) -> None:
-        for item in self.items:
-            if not item.answer.done():
-                item.answer.set_exception(fault(why, retry_after_s=1))
-                item.answer.exception()  # mark as retrieved: asyncio must not warn if the caller has gone
 
 
 class Pending:
@@ -206,31 +149,6 @@ class Pending:
                 self._batched.setdefault(call.name, deque()).extendleft(reversed(kept))
             call.items = [item for item in call.items if item not in kept]
             call.fail(StateUnavailable, _UNREACHABLE.format(why))
-
-
-class DelayedCalls:
-    """Collects calls. `delay_s` after the first call, passes the calls that lack an answer to `on_due`."""
-
-    def __init__(self, delay_s: float, on_due: Callable[[list[Call]], None]) -> None:
-        self._delay_s, self._on_due = delay_s, on_due
-        self._calls: list[Call] = []
-        self._timer: asyncio.TimerHandle | None = None
-
-    def add(self, *calls: Call) -> None:
-        self._calls += calls
-        if self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(self._delay_s, self._due)
-
-    def take(self) -> list[Call]:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        calls, self._calls = self._calls, []
-        return calls
-
-    def _due(self) -> None:
-        if calls := [call for call in self.take() if not call.answered]:
-            self._on_due(calls)
 
 
 class Message(msgspec.Struct, eq=False):

@@ -1,6 +1,7 @@
-"""A connection to Redis, and failure detection: tells apart an unavailable Redis, a slow Redis, a stuck
-connection, and a pause of this replica itself.
+"""Calls, a connection to Redis, and failure detection: tells apart an unavailable Redis, a slow Redis, a
+stuck connection, and a pause of this replica itself.
 
+- Call is a script call or command with the items that its reply answers; DelayedCalls keeps some for later.
 - RedisConnection writes messages and passes on replies.
 - PauseDetector measures for how long this process did not run.
 - FailureDetector decides what a silence means. Pure; the detector counts only time in which this replica was
@@ -23,17 +24,24 @@ import enum
 import math
 import os
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Protocol, cast
 
 import hiredis
+import msgspec
 from redis import exceptions as redis_errors
 from redis.asyncio.connection import Connection, ConnectionPool
 
+from picker_fleet.domain.errors import StateFault
 from picker_fleet.state.primary import raise_if_cancelled
 
-DOWN = (redis_errors.RedisError, OSError, TimeoutError, EOFError)
+Reply = Any
+Argument = str | int | float | bytes
 
+HEAD = 4  # number of leading elements of a batched reply: epoch, notifications, attempts, served
+_REPEATABLE = ("view_", "claim_queue_snapshot")  # prefixes of scripts that may run repeatedly
+
+DOWN = (redis_errors.RedisError, OSError, TimeoutError, EOFError)
 TICK_S = 0.1
 # After a pause this long, requests granted here or streams begun here may belong to another replica, since
 # Envoy has given up on this replica. This time is shorter than the shortest lease, 2 s.
@@ -48,6 +56,89 @@ _STUCK = 0.25  # part of `floor_s`: the shortest silence, after an answered prob
 _MAX_REPEATS = 4
 _PROBE_PAUSE_S = 0.25  # interval of probes during a silence; each probe opens a connection
 _MAX_PROBES = 8  # concurrent probes; a further probe replaces the oldest
+
+
+class Item(msgspec.Struct, eq=False):
+    """One submission. `durable`: the item is resent until Redis has accepted it. `tried`: Redis may have
+    received the item. The function `parse` converts the reply into the answer."""
+
+    args: tuple[Argument, ...]
+    answer: asyncio.Future[Any]
+    durable: bool
+    parse: Callable[[Any], Any] | None = None
+    tried: bool = False
+
+
+class Call(msgspec.Struct, eq=False):
+    """One function call or plain command, and the items that the reply answers: none, one, or a batch."""
+
+    name: str
+    command: tuple[Any, ...]
+    items: list[Item]
+    batched: bool = False
+    head: int = 0  # number of words in `command` before the items' arguments
+    denied: bool = False  # Redis has already denied this call once
+
+    @property
+    def answered(self) -> bool:
+        return all(item.answer.done() for item in self.items)
+
+    @property
+    def repeatable(self) -> bool:
+        """Whether the call may run any number of times: it is a view, whose caller has a deadline."""
+        return self.name.startswith(_REPEATABLE)
+
+    def answer(self, reply: Reply, on_batch: Callable[[Sequence[Any]], None]) -> None:
+        """Give each item its part of `reply`; then pass the head of a batched reply to `on_batch`."""
+        parts = reply[HEAD:] if self.batched else [reply] * len(self.items)
+        for item, part in zip(self.items, parts, strict=True):
+            if not item.answer.done():
+                item.answer.set_result(part if item.parse is None else item.parse(part))
+        if self.batched:
+            on_batch(reply[:HEAD])
+
+    def split(self) -> list["Call"]:
+        head = self.command[: self.head]
+        return [
+            Call(self.name, (*head, *item.args), [item], self.batched, self.head, self.denied)
+            for item in self.items
+            if not item.answer.done()
+        ]
+
+    def mark_tried(self) -> None:
+        for item in self.items:
+            item.tried = True
+
+    def fail(self, fault: type[StateFault], why: str) -> None:
+        for item in self.items:
+            if not item.answer.done():
+                item.answer.set_exception(fault(why, retry_after_s=1))
+                item.answer.exception()  # mark as retrieved: asyncio must not warn if the caller has gone
+
+
+class DelayedCalls:
+    """Collects calls. `delay_s` after the first call, passes the calls that lack an answer to `on_due`."""
+
+    def __init__(self, delay_s: float, on_due: Callable[[list[Call]], None]) -> None:
+        self._delay_s, self._on_due = delay_s, on_due
+        self._calls: list[Call] = []
+        self._timer: asyncio.TimerHandle | None = None
+
+    def add(self, *calls: Call) -> None:
+        self._calls += calls
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(self._delay_s, self._due)
+
+    def take(self) -> list[Call]:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        calls, self._calls = self._calls, []
+        return calls
+
+    def _due(self) -> None:
+        if calls := [call for call in self.take() if not call.answered]:
+            self._on_due(calls)
 
 
 class RedisConnection(asyncio.Protocol):

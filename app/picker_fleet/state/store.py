@@ -1,16 +1,13 @@
 """Typed access to the state in Redis, with one method per script. state/reads.py has the admin API's reads.
 
 Admission, failover, fleet/ and admin/ call this module. Only state/ names scripts and reads their words;
-other code matches the types below. A verdict says how one request goes on: an admission or a placement
-returns a verdict, and a notification brings a verdict to the replica that owns a waiting request. The files
-in `lua/` describe arguments and replies. Times are seconds unless their names end in `_ms`."""
+other code matches the types of state/replies.py. The files in `lua/` describe arguments and replies. Times
+are seconds unless their names end in `_ms`."""
 
 import asyncio
-import enum
 import json
 import struct
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
 import msgspec
@@ -18,8 +15,8 @@ import msgspec
 from picker_fleet.domain.bands import Bands
 from picker_fleet.domain.request import Ejection, Endpoint, Fault, InferenceRequest, Outcome
 from picker_fleet.state.accounting_token import Keyring
-from picker_fleet.state.batching import HEAD, BatchingClient, CallMetrics
-from picker_fleet.state.connection import FailureDetector, PauseDetector
+from picker_fleet.state.batching import BatchingClient, CallMetrics
+from picker_fleet.state.connection import HEAD, FailureDetector, PauseDetector
 from picker_fleet.state.keys import BETWEEN, Keys
 from picker_fleet.state.pool_state import (
     PREFILL,
@@ -33,54 +30,37 @@ from picker_fleet.state.pool_state import (
     parse_pool_state,
 )
 from picker_fleet.state.reads import QueueSnapshots, Reads, Usage
+from picker_fleet.state.replies import (
+    AnyVerdict,
+    CancelReply,
+    Dispatched,
+    EndKind,
+    Event,
+    EvictReply,
+    FaultReply,
+    HeartbeatReply,
+    LiveConfig,
+    MarkReply,
+    Notification,
+    Placed,
+    PrefilledReply,
+    Queued,
+    Rebuilt,
+    RedisLost,
+    Refused,
+    Renewal,
+    SettleReply,
+    SuspicionReply,
+    SweepReply,
+    TombstoneReply,
+    Verdict,
+)
 from picker_fleet.state.schema import ARRIVAL_NUMBERS, ARRIVAL_TEXTS, Refusal
 
 _PACKED_NUMBERS = struct.Struct(f"<{len(ARRIVAL_NUMBERS)}d")
 _KEPT_CHANGES = 200
 _ANSWERED = "answered"  # like the outcome `completed`; also, the request's endpoint is healthy
 _ADOPTED = " adopted"  # word after the verdict on a request that Redis already knew
-
-
-@dataclass(slots=True)  # not frozen: each request makes one, and making a frozen one takes thrice as long
-class Placed:
-    """The request runs on the first endpoint. The field `loads` has the loads that the script compared, in
-    the form of `lua/place.lua`; '' if the request was placed before. The field `quota` has the balances of
-    its tenant, in the form of `quotas.shown` in `lua/lib/quotas.lua`; '' without limits. The first of
-    `prefillers`, if any, computes the prompt (its stage prefill is reserved); the others are fallbacks."""
-
-    endpoints: tuple[str, ...]
-    loads: str = field(default="", compare=False)
-    quota: str = field(default="", compare=False)
-    prefillers: tuple[str, ...] = ()
-
-
-@dataclass(slots=True)
-class Queued:
-    left_s: float  # seconds until the request's deadline
-
-
-@dataclass(slots=True)
-class Refused:
-    """The field `limit` is `UNIT PER_MS PATH` if a tenant's limit refuses the request (lua/admit.lua)."""
-
-    reason: Refusal
-    retry_after_s: int
-    limit: str = ""
-
-
-class Verdict(enum.Enum):
-    """A verdict that has no further fields."""
-
-    GRANTED = "granted"  # the replica must ask for the placement
-    EXPIRED = "expired"
-    PREEMPTED = "preempted"
-    EVICTED = "evicted"
-    GONE = "gone"  # Redis does not know the request, or another stream owns it
-    FOREIGN = "foreign"  # another request has this id
-    UNKNOWN_POOL = "unknown-pool"
-
-
-AnyVerdict = Placed | Queued | Refused | Verdict
 
 
 def name_of(verdict: AnyVerdict) -> str:
@@ -111,15 +91,6 @@ def _placed(endpoints: str, loads: str) -> Placed:
     )
 
 
-@dataclass(slots=True)
-class Notification:
-    """The queue's verdict on a waiting request of this replica. `attempt`: only if it is Placed."""
-
-    request_id: str
-    verdict: AnyVerdict
-    attempt: str = ""
-
-
 _NOTIFIED: Mapping[str, Verdict] = {
     each.value: each for each in (Verdict.GRANTED, Verdict.EXPIRED, Verdict.PREEMPTED, Verdict.EVICTED)
 }
@@ -138,97 +109,9 @@ def parse_notification(what: str, about: str) -> Notification | None:
     return Notification(about, verdict) if verdict is not None else None
 
 
-# The replies of the scripts; the scripts' headers explain each reply.
-Renewal = Literal["renewed", "restored", "waiting", "unknown"]
-FaultReply = Literal["ejected", "down", "noted", "unknown"]
-TombstoneReply = Literal["stored", "back"]
-PrefilledReply = Literal["released", "unknown"]
-SuspicionReply = Literal["suspected", "waiting", "unknown"]
-CancelReply = Literal["ended", "granted", "foreign", "unknown"]
-MarkReply = Literal["marked", "ejected", "unknown"]
-EvictReply = Literal["evicted", "running", "unknown"]
-EndKind = Literal["settled", "left", "unknown"]
-
-
-@dataclass(slots=True)
-class SettleReply:
-    """`left`: the request was queued. `model`: the request's model; '' if Redis did not know the request."""
-
-    kind: EndKind
-    model: str = ""
-
-
 def parse_settled(reply: str) -> SettleReply:
     kind, _, model = reply.partition(" ")
     return SettleReply(cast(EndKind, kind), model)
-
-
-@dataclass(frozen=True, slots=True)
-class HeartbeatReply:
-    """The reply to a heartbeat. `epoch` identifies a lifetime of the shared state; 0: Redis has no pool."""
-
-    epoch: str
-    was_known: bool
-    leader: bool
-    live_replicas: int
-    config_version: str
-    endpoints_version: str
-    stock: float
-    queued: int
-    upper: float
-    lower: float
-    ready_endpoints: int
-    tuned_version: str
-    paused: bool
-
-
-@dataclass(frozen=True, slots=True)
-class SweepReply:
-    ran: bool
-    expired: int
-    reclaimed: int
-    more: bool
-    given_up: int = 0  # number of requests that ended unreported, reclaimed before their leases ran out
-    suspects: tuple[str, ...] = ()  # endpoints whose metrics pages may show more unreported ends
-
-
-@dataclass(frozen=True, slots=True)
-class Rebuilt:
-    """The result of rebuilding an unknown pool: `records` is the number of requests indexed again, `lost` the
-    name of the missing key ('': the key `pool`)."""
-
-    records: int
-    lost: str
-
-
-@dataclass(frozen=True, slots=True)
-class LiveConfig:
-    """The live changes in force: the settings they override, and the changes in the operator's words
-    (fleet/live_config.py). `version` is '' until the first live change."""
-
-    version: str = ""
-    overrides: Mapping[str, Any] = field(default_factory=dict)
-    changes: Mapping[str, Any] = field(default_factory=dict)
-
-
-@dataclass(slots=True)
-class Dispatched:
-    """A call of this replica tried to dispatch queued requests of any replica."""
-
-    attempts: int
-    successes: int
-
-
-@dataclass(slots=True)
-class RedisLost:
-    """Redis is unavailable. The field `cause` is a label of the metric; `reason` goes to the log."""
-
-    cause: str
-    reason: str
-
-
-# The events that replies and channels of Redis bring.
-Event = Notification | Dispatched | RedisLost
 
 
 class Store:

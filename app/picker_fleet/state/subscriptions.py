@@ -17,7 +17,8 @@ from picker_fleet.domain.errors import StateUnavailable
 from picker_fleet.state.connection import DOWN, RedisConnection
 from picker_fleet.state.error_replies import Meaning, meaning_of
 from picker_fleet.state.primary import connections, is_replaced, raise_if_cancelled
-from picker_fleet.state.store import Notification, parse_notification
+from picker_fleet.state.replies import Notification
+from picker_fleet.state.store import parse_notification
 
 CHECK_S = 1.0  # seconds between a subscription's PINGs, and the deadline of each answer
 _CONNECT_S = 2.0

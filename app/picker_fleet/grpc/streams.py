@@ -1,0 +1,579 @@
+"""gRPC streams of messages on HTTP/2 connections (`http2.py`), and the bounds on all peers together.
+
+`native.NativeTransport` makes a `GrpcStream` for each request; `Peers` starts its handler.
+"""
+
+import asyncio
+import logging
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from typing import Final, Protocol
+
+from picker_fleet.domain.budgets import BodyBudget
+from picker_fleet.domain.errors import BufferFull
+from picker_fleet.grpc import frames
+from picker_fleet.grpc.frames import frame, start_of_frame
+from picker_fleet.grpc.headers import literal
+from picker_fleet.grpc.transport import Handler, Limits, Relay, RpcError, Status
+
+WINDOW_BYTES: Final = 512 * 1024  # bytes of a stream's receive window
+FREE_BYTES = 4096  # unread bytes per stream that are not charged to the budget: about the stream's own size
+MESSAGE_COST = 64  # bytes of overhead that a queued message and its frame take in memory
+WRITE_BUFFER: Final = 1024 * 1024  # unsent bytes of a connection above which its handlers wait
+_CREDIT_BELOW = WINDOW_BYTES // 2  # a stream's window is reopened when at most this many bytes are left
+_WRITE_S = 60.0  # most seconds for a peer to open its window
+_STUCK_S: Final = 30.0  # a peer that reads nothing for this many seconds is cut off
+_STUCK: Final = 64  # most connections whose peers read nothing; each holds up to `WRITE_BUFFER`
+
+OK_BLOCK = b"\x88" + literal(b"content-type", b"application/grpc")  # 0x88: `:status: 200`
+_END_BLOCK = literal(b"grpc-status", b"0")
+_OK = start_of_frame(frames.HEADERS, frames.END_HEADERS, len(OK_BLOCK))
+_END = start_of_frame(frames.HEADERS, frames.END_HEADERS | frames.END_STREAM, len(_END_BLOCK))
+_STOP = start_of_frame(frames.RST_STREAM, 0, 4)
+_DATA = bytes((frames.DATA, 0))  # type and flags of a DATA frame, which follow the frame's size
+_CREDIT = start_of_frame(frames.WINDOW_UPDATE, 0, 4)
+
+_log = logging.getLogger(__name__)
+
+
+class Link(Protocol):
+    """One peer's connection for its streams and `Peers`; `http2.Connection` implements this protocol."""
+
+    peers: "Peers"
+    loop: asyncio.AbstractEventLoop
+    silent: int  # open streams without a first message
+    send_window: int
+    initial_send_window: int  # of new streams
+    paused: bool  # whether the peer has stopped reading
+    # Streams whose handlers wait for the connection's window, in order of waiting.
+    blocked: "OrderedDict[int, GrpcStream]"
+
+    def write(self, data: bytes) -> None: ...
+
+    def wake_next(self) -> None: ...
+
+    def finished(self, stream: "GrpcStream") -> None: ...
+
+    def reset(self, stream_id: int, code: int) -> None: ...
+
+    def read_on(self) -> None: ...
+
+    def abort(self) -> None: ...
+
+
+def status_block(status: Status, why: str) -> bytes:
+    """The header fields of an error status; printable ASCII of `why` is kept, all else percent-encoded."""
+    message = b"".join(
+        bytes((byte,)) if 32 <= byte < 127 and byte != 37 else f"%{byte:02X}".encode()
+        for byte in why.encode()[:400]
+    )
+    return literal(b"grpc-status", str(status).encode()) + literal(b"grpc-message", message)
+
+
+class GrpcStream:
+    """One request's stream, for its handler (`transport.Stream`) and its connection.
+
+    `content_length` is the length that the client announces, -1 if it announces none; `message_bytes` is the
+    largest message that a client may send.
+    """
+
+    def __init__(
+        self,
+        connection: Link,
+        stream_id: int,
+        handler: Handler,
+        budget: BodyBudget,
+        content_length: int,
+        message_bytes: int,
+    ) -> None:
+        self.connection = connection
+        self.id = stream_id
+        self._sid = stream_id.to_bytes(4, "big")
+        self._shifted_id = stream_id << 40  # the stream id at its place in the 14 bytes before a message
+        self._handler = handler
+        self._budget = budget
+        self._content_length = content_length
+        self._message_bytes = message_bytes
+        self._messages: deque[bytes] = deque()
+        self._partial = bytearray()  # the received beginning of a message
+        self._wanted_bytes = 0  # length at which `_partial` is complete or contains its size field
+        self._reader: asyncio.Future[bytes | None] | None = None  # yields a message, or None: check again
+        self._take: Callable[[bytes], None] | None = None  # called with each message on arrival
+        self._writer: asyncio.Future[None] | None = None
+        self._started = False  # whether the response's headers have been sent
+        self._fault: Exception | None = None
+        self._unread_bytes = 0  # bytes of whole messages not read yet
+        self._counted_bytes = 0  # unread bytes charged to the budget
+        self._received_bytes = 0
+        self.began_s = connection.loop.time()
+        self.receive_window = WINDOW_BYTES
+        self.send_window = connection.initial_send_window
+        self.remote_ended = False
+        self.task: asyncio.Task[None] | None = None
+
+    # Methods that the handler calls.
+
+    @property
+    def has_message(self) -> bool:
+        return bool(self._messages)
+
+    async def read(self) -> bytes | None:
+        """The next message; None once the client has ended its side.
+
+        Raises:
+            BufferFull: the replica's byte budget is used up; no further bytes of the request are kept.
+            RpcError: the data is not a gRPC message, or the message is too large.
+        """
+        while not self._messages:
+            if self._fault is not None:
+                raise self._fault
+            if self.remote_ended:
+                return None
+            self._reader = self.connection.loop.create_future()
+            try:
+                handed_over = await self._reader
+            finally:
+                self._reader = None
+            if handed_over is not None:
+                return handed_over
+        message = self._messages.popleft()
+        if not self._messages:
+            self._unread_bytes = 0
+            if self._counted_bytes:
+                self._count()
+            if self.receive_window <= _CREDIT_BELOW:
+                self._give_credit()
+        return message
+
+    def interrupt(self, error: Exception) -> None:
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_exception(error)
+
+    async def relay(self, answer: Relay) -> bytes | None:
+        """Does what `Stream.relay` does, without waking a task for each message. Raises the errors of `read`,
+        and any error of `answer`."""
+        unsent: deque[bytes] = deque()
+        is_last = False
+
+        def take(message: bytes) -> None:
+            nonlocal is_last
+            answers, is_last = answer(message)
+            unsent.extend(answers)
+            while len(unsent) > is_last and self._write_now(unsent[0]):
+                unsent.popleft()
+            if unsent or is_last:
+                self._take = None  # queue further messages until the task has sent the remaining answers
+                self._wake_reader(b"")
+
+        while True:
+            while self._messages and not (unsent or is_last):
+                take(await self.read() or b"")
+            while len(unsent) > is_last:
+                await self.write(unsent.popleft())
+            if is_last:
+                return unsent.popleft() if unsent else None
+            if not self._messages:
+                self._take = take
+                try:
+                    if await self.read() is None:  # else `take` has stopped: send the remaining answers
+                        return None
+                finally:
+                    self._take = None
+
+    async def write(self, message: bytes) -> None:
+        """Send one message; returns when the connection has all frames of the message.
+
+        Raises:
+            RpcError: the peer's flow-control windows stay closed too long, or the byte budget is used up.
+        """
+        if not self._write_now(message):
+            await self._write_parts(message)
+
+    def _write_now(self, message: bytes) -> bool:
+        """Send a message as one frame. Returns False if the message cannot be sent this way now."""
+        data = self._in_one_frame(message)
+        if data:
+            self._send(data)
+        return bool(data)
+
+    def _send(self, data: bytes) -> None:
+        """Send the frames `data`, preceded by the response's headers if these have not been sent."""
+        if not self._started:
+            self._started = True
+            data = b"".join((_OK, self._sid, OK_BLOCK, data))
+        self.connection.write(data)
+
+    async def serve(self) -> None:
+        """Run the handler and send the end of the stream."""
+        try:
+            message = await self._handler(self)
+            data = b""
+            if message is not None and not (data := self._in_one_frame(message)):
+                await self._write_parts(message)
+            self._send(b"".join((data, _END, self._sid, _END_BLOCK)))
+            self._end()
+        except asyncio.CancelledError:
+            if self.task is not None:  # the stream is still open: its handler has cancelled itself
+                self.task = None
+                self.connection.reset(self.id, frames.CANCEL)
+        except RpcError as fault:
+            self._fail(fault.status, str(fault))
+        except Exception:
+            _log.exception("a stream failed")
+            self._fail(Status.INTERNAL, "the picker failed on this stream; its log says why")
+
+    def _fail(self, status: Status, why: str) -> None:
+        """End the stream with an error status."""
+        block = (b"" if self._started else OK_BLOCK) + status_block(status, why)
+        self.connection.write(frame(frames.HEADERS, frames.END_HEADERS | frames.END_STREAM, self.id, block))
+        self._end()
+
+    def _end(self) -> None:
+        """Remove the stream from its connection, after the end of the response."""
+        if not self.remote_ended:
+            # RST_STREAM with NO_ERROR tells the client to stop sending, as gRPC's own servers do.
+            self.connection.write(b"".join((_STOP, self._sid, frames.NO_ERROR_CODE)))
+        self.connection.finished(self)
+
+    def _in_one_frame(self, message: bytes) -> bytes:
+        """A message as one frame, charged to the windows; empty if too large or not to be sent now."""
+        connection = self.connection
+        size = len(message) + 5
+        window = connection.send_window
+        if size > window or size > self.send_window or size > frames.FRAME_BYTES or connection.paused:
+            return b""
+        connection.send_window = window - size
+        self.send_window -= size
+        # The frame's size, DATA (0), flags (0) and stream id; the message's compression flag (0) and size.
+        return (size << 88 | self._shifted_id | size - 5).to_bytes(14, "big") + message
+
+    async def _write_parts(self, message: bytes) -> None:
+        """Send a message in several frames, as far as the peer's windows allow at a time."""
+        connection = self.connection
+        rest = memoryview(b"".join((b"\0", len(message).to_bytes(4, "big"), message)))
+        while rest:
+            room = min(self.send_window, connection.send_window)
+            if room <= 0 or connection.paused:
+                await self._until_writable(len(rest))
+                continue
+            # Write several frames at once, but at most 64 KiB: a slow connection's buffer has a limit.
+            now, rest = rest[: min(room, 64 * 1024)], rest[min(room, 64 * 1024) :]
+            self.send_window -= len(now)
+            connection.send_window -= len(now)
+            parts: list[bytes | memoryview] = []
+            for start in range(0, len(now), frames.FRAME_BYTES):
+                part = now[start : start + frames.FRAME_BYTES]
+                parts += (len(part).to_bytes(3, "big"), _DATA, self._sid, part)
+            self._send(b"".join(parts))
+            connection.wake_next()
+
+    async def _until_writable(self, unsent_bytes: int) -> None:
+        """Wait until the peer's windows open; `unsent_bytes` are charged to the byte budget meanwhile.
+
+        Raises:
+            RpcError: the byte budget is used up, or the peer's windows stay closed.
+        """
+        connection = self.connection
+        counted_bytes = max(unsent_bytes - FREE_BYTES, 0)
+        try:
+            self._budget.take(counted_bytes, unsent_bytes)
+        except BufferFull as fault:
+            raise RpcError(Status.RESOURCE_EXHAUSTED, str(fault)) from None
+        self._writer = connection.loop.create_future()
+        if self.send_window > 0:
+            connection.blocked[self.id] = self
+        try:
+            async with asyncio.timeout(_WRITE_S):
+                await self._writer
+        except BaseException as fault:
+            connection.blocked.pop(self.id, None)
+            connection.wake_next()  # another stream may use the connection's window
+            if isinstance(fault, TimeoutError):
+                raise RpcError(Status.UNAVAILABLE, "the peer does not read the answer") from None
+            raise
+        finally:
+            self._budget.give_back(counted_bytes)
+            self._writer = None
+        connection.blocked.pop(self.id, None)
+        if self.send_window <= 0:
+            connection.wake_next()
+
+    def wake_writer(self) -> None:
+        if self._writer is not None and not self._writer.done():
+            self._writer.set_result(None)
+
+    # Methods that the connection calls.
+
+    def receive(self, data: bytes, start: int, end: int) -> None:
+        """Take the payload of a DATA frame, `data[start:end]`."""
+        size = end - start
+        self._received_bytes += size
+        if self._fault is not None:
+            return  # do not reopen the stream's window
+        if (
+            5 <= size <= self._message_bytes
+            and not self._partial
+            and data[start : start + 5] == (size - 5).to_bytes(5, "big")
+        ):
+            self._hand_over(data[start + 5 : end])  # most frames are one whole message
+        else:
+            self._take_frame(data, start, end)
+        if self.receive_window <= _CREDIT_BELOW and not self._messages:
+            self._give_credit()
+
+    def _take_frame(self, data: bytes, start: int, end: int) -> None:
+        """Take a frame that is not exactly one message: hand over whole messages, keep the other bytes."""
+        if self._partial:
+            self._partial += data[start:end]
+            if len(self._partial) < self._wanted_bytes:
+                self._count()
+                return
+            data, self._partial = bytes(self._partial), bytearray()
+            start, end = 0, len(data)
+        whole_bytes = 5
+        while end - start >= 5:
+            whole_bytes = 5 + int.from_bytes(data[start + 1 : start + 5], "big")
+            if data[start]:
+                self._fail_reads(RpcError(Status.UNIMPLEMENTED, "compressed messages are not supported"))
+                return
+            if whole_bytes > self._message_bytes:
+                why = f"a message of {whole_bytes - 5} bytes is too large"
+                self._fail_reads(RpcError(Status.RESOURCE_EXHAUSTED, why))
+                return
+            if start + whole_bytes > end:
+                break
+            self._hand_over(data[start + 5 : start + whole_bytes])
+            if self._fault is not None:
+                return
+            start += whole_bytes
+            whole_bytes = 5
+        self._partial += data[start:end]
+        self._wanted_bytes = whole_bytes
+        self._count()
+
+    def _hand_over(self, message: bytes) -> None:
+        """Give the handler a message, or queue the message until the handler reads."""
+        if self._take is not None:
+            try:
+                self._take(message)
+            except Exception as fault:
+                self._fail_reads(fault)
+            return
+        reader = self._reader
+        if reader is None or self._messages or reader.done():
+            if self.task is None and not self._messages:
+                self.connection.peers.heard(self)
+            self._messages.append(message)
+            self._unread_bytes += len(message) + MESSAGE_COST
+            if self._unread_bytes > FREE_BYTES:
+                self._count()
+        else:
+            reader.set_result(message)  # the handler waits for the message: none of its bytes count as unread
+
+    def end_remote(self) -> bool:
+        """End the client's side. Returns whether its bytes match the content-length, if there is one."""
+        self.remote_ended = True
+        if self._partial:
+            self._fail_reads(RpcError(Status.INTERNAL, "the stream ended within a message"))
+        self._wake_reader()
+        return self._content_length in (-1, self._received_bytes)
+
+    def drop(self) -> None:
+        """Free everything that the ended stream holds."""
+        self._messages.clear()
+        self._partial.clear()
+        self._unread_bytes = 0
+        if self._counted_bytes:
+            self._count()
+
+    def _give_credit(self) -> None:
+        """Reopen the stream's window: the handler has read every complete message, so more data may come."""
+        if not self.remote_ended and self._fault is None:
+            used = WINDOW_BYTES - self.receive_window
+            self.connection.write(_CREDIT + self._sid + used.to_bytes(4, "big"))
+            self.receive_window = WINDOW_BYTES
+
+    def _count(self) -> None:
+        """Charge the stream's unread bytes to the budget, except for the first `FREE_BYTES`."""
+        unread_bytes = self._unread_bytes + len(self._partial)
+        more = max(unread_bytes - FREE_BYTES, 0) - self._counted_bytes
+        try:
+            if more > 0:
+                self._budget.take(more, unread_bytes)
+            else:
+                self._budget.give_back(-more)
+        except BufferFull as fault:
+            self._fail_reads(fault)
+        else:
+            self._counted_bytes += more
+
+    def _fail_reads(self, fault: Exception) -> None:
+        if self._fault is None:
+            self._fault = fault
+            self.drop()
+        self._wake_reader()
+
+    def _wake_reader(self, result: bytes | None = None) -> None:
+        if self.task is None:
+            self.connection.peers.heard(self)
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(result)
+
+
+def open_stream(
+    path: bytes,
+    refused: set[bytes],
+    make: Callable[[Link, int], GrpcStream],
+    connection: Link,
+    stream_id: int,
+) -> GrpcStream | None:
+    """Make a stream for a request of `path`; None if new streams of `path` are refused."""
+    return None if path in refused else make(connection, stream_id)
+
+
+class Peers:
+    """All `connections`, the `count` of open streams, the `cancelled` handlers that have not ended yet, and
+    the work budget of one event-loop step.
+
+    A handler starts once its stream's first message has arrived and all data read with that message has been
+    parsed, if the step's budget allows. A request that is reset before its handler starts costs neither a
+    task nor a Redis call. Frames beyond a step's budget wait for the frames of other connections.
+
+    At the limit, a new connection replaces a connection without an open stream: the oldest that never had a
+    stream, or else the connection idle for longest.
+    """
+
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
+        self.connections: set[Link] = set()
+        self.count = 0
+        self.cancelled: set[asyncio.Task[None]] = set()
+        self.frames_left, self._starts_left = limits.step_frames, limits.step_starts
+        self._loop = asyncio.get_running_loop()
+        self._silent: OrderedDict[GrpcStream, None] = (
+            OrderedDict()
+        )  # streams with no first message, oldest first
+        self._starting: OrderedDict[GrpcStream, None] = OrderedDict()
+        self._unread: deque[Link] = deque()  # connections with frames to read in a later step
+        self._refilling = False
+        self._unused: OrderedDict[Link, None] = OrderedDict()
+        self._idle: OrderedDict[Link, None] = OrderedDict()
+        self._stuck: OrderedDict[Link, float] = OrderedDict()  # when each peer stopped reading
+
+    @property
+    def full(self) -> str:
+        """The reason why new streams are refused; empty while new streams are accepted."""
+        if self.count >= self.limits.streams:
+            return f"all {self.limits.streams} streams are taken"
+        if len(self.connections) >= self.limits.connections and not (self._unused or self._idle):
+            return f"all {self.limits.connections} connections are taken"
+        return ""
+
+    # Connections.
+
+    def opened(self, connection: Link) -> bool:
+        """Add a new connection. Returns False if there is no room for the connection."""
+        if len(self.connections) >= self.limits.connections:
+            _log.warning("all %d connections are taken: idle ones are closed", self.limits.connections)
+            spare = self._unused or self._idle
+            if not spare:
+                return False
+            spare.popitem(last=False)[0].abort()
+        self.connections.add(connection)
+        self._unused[connection] = None
+        return True
+
+    def closed(self, connection: Link) -> None:
+        self.connections.discard(connection)
+        for some in (self._unused, self._idle, self._stuck):
+            some.pop(connection, None)
+
+    def busy(self, connection: Link) -> None:
+        """Mark `connection` as in use, since it has an open stream."""
+        self._unused.pop(connection, None)
+        self._idle.pop(connection, None)
+
+    def idle(self, connection: Link) -> None:
+        """Mark `connection` as idle, since its last stream has ended."""
+        if connection in self.connections:
+            self._idle[connection] = None
+
+    def stuck(self, connection: Link) -> None:
+        """Record a peer that reads nothing; if there are too many, cut the connection stuck for longest."""
+        self._stuck[connection] = self._loop.time()
+        if len(self._stuck) > _STUCK:
+            self._stuck.popitem(last=False)[0].abort()
+
+    def freed(self, connection: Link) -> None:
+        """Record that the connection's peer reads again."""
+        self._stuck.pop(connection, None)
+
+    def end_overdue(self) -> None:
+        """Refuse streams whose first message is overdue; cut connections whose peers have stopped reading."""
+        now_s = self._loop.time()
+        while self._silent and (stream := next(iter(self._silent))).began_s < now_s - self.limits.silent_s:
+            stream.connection.reset(stream.id, frames.REFUSED_STREAM)
+        while self._stuck and next(iter(self._stuck.values())) < now_s - _STUCK_S:
+            self._stuck.popitem(last=False)[0].abort()
+
+    # Streams.
+
+    def begin(self, stream: GrpcStream) -> None:
+        """Count a new stream without a first message; if too many such streams wait, refuse the oldest."""
+        self.count += 1
+        self._silent[stream] = None
+        stream.connection.silent += 1
+        if len(self._silent) > self.limits.silent:
+            oldest = next(iter(self._silent))
+            oldest.connection.reset(oldest.id, frames.REFUSED_STREAM)
+
+    def heard(self, stream: GrpcStream) -> None:
+        """Queue a stream's handler to start: the first message or the end of the stream has arrived."""
+        if stream in self._silent:
+            self._leave_silent(stream)
+            self._starting[stream] = None
+
+    def end(self, stream: GrpcStream) -> None:
+        """Stop counting a stream that has ended, and cancel the stream's handler if that still runs."""
+        self.count -= 1
+        if stream.task is not None:
+            task, stream.task = stream.task, None
+            task.cancel()
+            self.cancelled.add(task)
+            task.add_done_callback(self.cancelled.discard)
+        elif stream in self._silent:
+            self._leave_silent(stream)
+        else:
+            self._starting.pop(stream, None)
+
+    def _leave_silent(self, stream: GrpcStream) -> None:
+        del self._silent[stream]
+        stream.connection.silent -= 1
+
+    def start(self) -> None:
+        """Start queued handlers, as many as the step's budget allows."""
+        while self._starting and self._starts_left > 0:
+            stream, _ = self._starting.popitem(last=False)
+            self._starts_left -= 1
+            stream.task = self._loop.create_task(stream.serve())
+        limits = self.limits
+        if not self._refilling and (
+            2 * self.frames_left < limits.step_frames or 2 * self._starts_left < limits.step_starts
+        ):
+            self._refilling = True
+            self._loop.call_soon(self._refill)
+
+    def wait(self, connection: Link) -> None:
+        """Queue `connection`: a later step reads its remaining frames."""
+        self._unread.append(connection)
+
+    def _refill(self) -> None:
+        """Renew the work budget for a new event-loop step, and continue with queued frames and handlers."""
+        self._refilling = False
+        self.frames_left, self._starts_left = self.limits.step_frames, self.limits.step_starts
+        self.start()
+        for _ in range(len(self._unread)):
+            if self.frames_left <= 0:
+                break
+            self._unread.popleft().read_on()
+        self.start()
