@@ -282,20 +282,20 @@ end
 -- The record of one request, and its position in the queue.
 --
 -- args[1] request id
--- Returns {now_us} if it is unknown, else {now_us, request row, rank in its flow queue, row of its flow queue, rank
---   among the overdue, end of its lease (ms)}; '' for a part that does not apply
+-- Returns {now_us} if it is unknown, else {now_us, request row, rank in its flow queue, row of its flow queue, end
+--   of its lease (ms)}; '' for a part that does not apply
 local function view_request(args)
   local id = args[1]
   local r = record.read(id)
   if not r then return {exact(now_us)} end
-  local overdue = read('ZRANK', key.overdue, id) or ''
+  local overdue = read('ZSCORE', key.overdue, id)
   local rank, queue_rows = '', {}
   if r.state == STATE_QUEUED then
     local flow_queue = queue.current_flow_queue(r)
     rank = read('ZRANK', key.queue[r.band][flow_queue], id) or ''
     if rank ~= '' then view.add_flow_queue(queue_rows, r.band, flow_queue) end
   end
-  return {exact(now_us), view.request(r, overdue ~= ''), rank, queue_rows[1] or '', overdue,
+  return {exact(now_us), view.request(r, overdue), rank, queue_rows[1] or '',
     read('ZSCORE', key.inflight, id) or ''}
 end
 

@@ -139,15 +139,15 @@ async def test_requests_in_flight_are_listed_in_pages_by_lease(fleet: OpenFleet)
 async def test_a_request_is_found_in_every_state(fleet: OpenFleet) -> None:
     async with fleet("a", "b", upper_per=1, starvation_ms=1) as (it, a, b):
         await queued_behind_one(it, ("first", "f", 1), ("second", "f", 1))
-        # A queued request is listed with its rank, its flow queue, and its rank among the overdue requests.
+        # A queued request is listed with its rank, its flow queue, and whether it is overdue.
         await it.after(5)
         await a.beat()
         found = await a.store.reads.request("second")
         assert (found.entry.state, found.rank, found.queue.name, found.queue.queued) == ("queued", 1, "f", 2)
-        assert (found.overdue_rank, found.lease_in_s) == (1, None)
+        assert (found.entry.overdue, found.lease_in_s) == (True, None)
         # A placed request is listed with its lease.
         runs = await a.store.reads.request("runs")
-        assert (runs.entry.state, runs.rank, runs.queue, runs.overdue_rank) == ("placed", None, None, None)
+        assert (runs.entry.state, runs.rank, runs.queue, runs.entry.overdue) == ("placed", None, None, False)
         assert runs.lease_in_s is not None
         # Granted; ended.
         await a.admit("first", flow="f", candidates=E1)  # else the grant would also place the request

@@ -256,7 +256,6 @@ class RequestStatus:
     entry: RequestRow
     rank: int | None
     queue: FlowQueueRow | None
-    overdue_rank: int | None
     lease_in_s: float | None
 
 
@@ -351,12 +350,11 @@ class Reads:
         if not fields:
             return None
         now_us = float(now)
-        row, rank, queue, overdue, lease_ms = fields
+        row, rank, queue, lease_ms = fields
         return RequestStatus(
             request_row(row, now_us),
             None if rank == "" else int(rank),
             flow_queue_row(queue, now_us) if queue else None,
-            None if overdue == "" else int(overdue),
             float(lease_ms) / 1e3 - now_us / 1e6 if lease_ms else None,
         )
 

@@ -421,9 +421,9 @@ class Planned:
     number: int = 0
 
 
-def steady(per_s: float, make_request: MakeRequest, seed: int = 1) -> Iterator[Planned]:
+def steady(per_s: float, make_request: MakeRequest) -> Iterator[Planned]:
     """An endless plan of `per_s` requests a second, evenly spaced."""
-    dice = random.Random(seed)
+    dice = random.Random(1)
     for number in itertools.count(1):
         yield Planned((number - 1) / per_s, make_request(dice, number), number=number)
 

@@ -1,12 +1,11 @@
 """Envoy as a part of a local fleet."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
 from picker_fleet.domain.config import Settings, pools_of
 from picker_tools.local_fleet.bootstrap import (
-    MAX_HEAP_BYTES,
     PICKER,
     PICKER_HTTP,
     Host,
@@ -22,10 +21,7 @@ _CONCURRENCY = 2
 
 
 class Envoy:
-    """Envoy before the replicas `pickers`, for clients on this machine. Envoy's admin port is any free port.
-
-    `edit` changes the bootstrap's YAML before Envoy reads it.
-    """
+    """Envoy before the replicas `pickers`, for clients on this machine; its admin port is any free port."""
 
     name = "envoy"
 
@@ -37,11 +33,8 @@ class Envoy:
         pickers: Sequence[Host],
         folder: Path,
         *,
-        http_pickers: Sequence[Host] = (),
-        debug_headers: bool = False,
-        trusted: Iterable[str] = TRUSTED_HEADERS,
-        max_heap_bytes: int = MAX_HEAP_BYTES,
-        edit: Callable[[str], str] = str,
+        http_pickers: Sequence[Host],
+        debug_headers: bool,
     ) -> None:
         self._settings = settings
         self._mode = mode
@@ -50,15 +43,13 @@ class Envoy:
         self._pickers, self._http_pickers = pickers, http_pickers
         self._file = folder / "envoy.yaml"
         self._admin_file = folder / "envoy-admin-address"
-        self._edit = edit
         self._bootstrap = partial(
             build_bootstrap,
             settings,
             mode=mode,
             pickers=pickers,
             http_pickers=http_pickers,
-            trusted=tuple(trusted),
-            max_heap_bytes=max_heap_bytes,
+            trusted=TRUSTED_HEADERS,
             debug_headers=debug_headers,
         )
 
@@ -72,7 +63,7 @@ class Envoy:
 
     def command(self) -> list[str]:
         bootstrap = self._bootstrap(listen=(LOOPBACK, self._port), admin=(LOOPBACK, self._admin_port))
-        self._file.write_text(self._edit(to_yaml(bootstrap)), encoding="utf-8")
+        self._file.write_text(to_yaml(bootstrap), encoding="utf-8")
         self._admin_file.unlink(missing_ok=True)
         return [
             envoy_binary(),
