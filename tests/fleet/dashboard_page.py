@@ -8,10 +8,12 @@ import asyncio
 import shutil
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from admin_calls import event_stream
-from playwright.async_api import Browser, ConsoleMessage, Locator, Page, async_playwright
+
+if TYPE_CHECKING:
+    from playwright.async_api import Browser, ConsoleMessage, Locator, Page
 
 CHROMIUM = "/usr/bin/chromium-headless-shell"  # opens a page with half of the CPU time of chromium
 _ARGUMENTS = [
@@ -28,8 +30,10 @@ _POLL_S = 0.03
 
 
 @asynccontextmanager
-async def browser() -> AsyncIterator[Browser]:
+async def browser() -> AsyncIterator["Browser"]:
     """A headless Chromium; .ci/packages installs it."""
+    from playwright.async_api import async_playwright  # here: every worker imports this module
+
     assert shutil.which(CHROMIUM), f"{CHROMIUM} is missing: run .ci/packages"
     async with async_playwright() as driver:
         running = await driver.chromium.launch(executable_path=CHROMIUM, args=_ARGUMENTS)
@@ -42,7 +46,7 @@ async def browser() -> AsyncIterator[Browser]:
 class Dashboard:
     """One open page. `check` ignores console messages that contain a text in `allowed`."""
 
-    def __init__(self, page: Page, url: str) -> None:
+    def __init__(self, page: "Page", url: str) -> None:
         self.page = page
         self.url = url
         self.requested: list[str] = []
@@ -53,7 +57,7 @@ class Dashboard:
         page.on("console", self._on_console)
         page.set_default_timeout(PATIENCE_MS)
 
-    def _on_console(self, message: ConsoleMessage) -> None:
+    def _on_console(self, message: "ConsoleMessage") -> None:
         if message.type in ("error", "warning"):
             self.faults.append(message.text)
 
@@ -76,7 +80,7 @@ class Dashboard:
         shown = "([selector, part]) => document.querySelector(selector)?.textContent.includes(part)"
         await self.until(shown, [selector, part])
 
-    def row(self, table: str, part: str) -> Locator:
+    def row(self, table: str, part: str) -> "Locator":
         """The table row (flows, queue, …) that contains the text `part`."""
         return self.page.locator(f"#rows-{table} tr", has_text=part)
 
@@ -98,7 +102,7 @@ class Dashboard:
 
 @asynccontextmanager
 async def opened(
-    chromium: Browser, fleet: Any, replica: int = 0, *, tokens: Sequence[str] = (), **options: Any
+    chromium: "Browser", fleet: Any, replica: int = 0, *, tokens: Sequence[str] = (), **options: Any
 ) -> AsyncIterator[Dashboard]:
     """Open a replica's dashboard in its own window and wait for figures; `options` go to `new_page`.
 

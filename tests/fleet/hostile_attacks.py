@@ -1,15 +1,11 @@
-"""Clients and model servers that attack a fleet, run as a separate process.
+"""Clients that attack a fleet, run as a separate process.
 
-`hostile_attacks.py attack TARGET ONLY` runs the attacks whose names contain ONLY on TARGET (a `Target` as
+`hostile_attacks.py TARGET ONLY` runs the attacks whose names contain ONLY on TARGET (a `Target` as
 JSON) until stdin ends, then prints one line of JSON that counts outcomes: a status code, or `ended` where the
 fleet closed the connection. Each attack repeats at a rate that one attacker on the same machine can sustain.
-
-`hostile_attacks.py serve big|slow ADDRESS` is a model server whose metrics page is oversized (`big`) or
-arrives one byte at a time (`slow`). Both answer requests with valid JSON that has no completion.
 """
 
 import asyncio
-import contextlib
 import itertools
 import json
 import random
@@ -25,10 +21,8 @@ import grpc
 import hpack
 from envoy.data.accesslog.v3 import accesslog_pb2
 from envoy.service.accesslog.v3 import als_pb2
-from model_servers import http_answer, read_request
 
 from picker_fleet.admission.budget_transfer import SERVICE as SHARES
-from picker_fleet.domain.units import split_host_port
 from picker_fleet.grpc.frames import (
     CANCEL,
     CONTINUATION,
@@ -482,39 +476,6 @@ async def _repeat(attack: Attack, target: Target, numbers: Iterator[int], outcom
         await asyncio.sleep(max(_LEAST_PAUSE_S, begun_s + attack.every_s - clock()))
 
 
-_ANSWER = b'{"id":"x","choices":[],"usage":{"prompt_tokens":-1,"completion_tokens":1e99}}'
-_LINE = b'vllm:num_requests_waiting{model_name="%06d"} 1e400\n'
-_PAGE_LINES = 80_000  # a page of 4 MiB
-_PAUSE_S = 0.05
-
-
-async def _serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, slow: bool) -> None:
-    with contextlib.suppress(OSError, EOFError, asyncio.IncompleteReadError):
-        while True:
-            request = await read_request(reader)
-            if "/metrics" not in request.path:
-                writer.write(http_answer(_ANSWER))
-                await writer.drain()
-            elif slow:
-                writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 1000000\r\n\r\n")
-                for _ in range(1_000_000):
-                    writer.write(b"#")
-                    await writer.drain()
-                    await asyncio.sleep(_PAUSE_S)
-            else:
-                writer.write(b"HTTP/1.1 200 OK\r\n\r\n")
-                for number in range(_PAGE_LINES):
-                    writer.write(_LINE % number)
-                    await writer.drain()
-                break
-    writer.close()
-
-
-async def _serve_until_killed(slow: bool, address: str) -> None:
-    server = await asyncio.start_server(lambda *ends: _serve(*ends, slow), *split_host_port(address))
-    await server.serve_forever()
-
-
 async def _attack_until_eof(target: Target, only: str) -> None:
     attacks = [attack for attack in ATTACKS if only in attack.name]
     outcomes: dict[str, Counter[str]] = {attack.name: Counter() for attack in attacks}
@@ -534,9 +495,5 @@ async def _attack_until_eof(target: Target, only: str) -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "attack":
-        envoy, grpc_ports, admin = json.loads(sys.argv[2])
-        asyncio.run(_attack_until_eof(Target(envoy, tuple(grpc_ports), tuple(admin)), sys.argv[3]))
-    else:
-        with contextlib.suppress(KeyboardInterrupt):
-            asyncio.run(_serve_until_killed(sys.argv[2] == "slow", sys.argv[3]))
+    envoy, grpc_ports, admin = json.loads(sys.argv[1])
+    asyncio.run(_attack_until_eof(Target(envoy, tuple(grpc_ports), tuple(admin)), sys.argv[2]))

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import hostile_attacks
+import hostile_servers
 import httpx
 import psutil
 import yaml
@@ -40,7 +41,6 @@ MIB = 1024 * 1024
 # The memory limits in deploy/kubernetes and docker-compose.yml.
 LIMITS_MIB = {"replica": 512, "envoy": 512, "valkey": 640, "endpoint": 256}
 
-_ATTACKS = hostile_attacks.__file__
 _EXAMPLE = Path(__file__).parents[2] / "deploy" / "examples" / "api_key.py"
 _HEAP_BYTES = 400 * MIB
 _CONFIG: dict[str, Any] = {
@@ -90,7 +90,7 @@ async def _running_fleet(
         hostile = {}
         for kind in ("big", "slow"):
             address = f"{LOOPBACK}:{free_port()}"
-            command = [sys.executable, _ATTACKS, "serve", kind, address]
+            command = [sys.executable, hostile_servers.__file__, kind, address]
             hostile[address] = await stack.enter_async_context(process_at(f"http://{address}/", command))
         endpoints = [
             {"address": address, "labels": {"kind": kind}}
@@ -99,7 +99,7 @@ async def _running_fleet(
         ]
         config = {**_CONFIG, "discovery": {"static": endpoints}}
         options = ("--replicas", str(replicas), "--endpoints", "0", "--mode", mode)
-        fleet = await stack.enter_async_context(running(folder, *options, config=config, spawned=True))
+        fleet = await stack.enter_async_context(running(folder, *options, config=config))
         plain = to_yaml(bootstrap(fleet, mode, config, max_heap_bytes=_HEAP_BYTES))
         envoy = stack.enter_context(started(_flow_by_api_key(folder / "keys.yaml", plain), folder / "edge"))
         parts = fleet.state["replicas"]
@@ -236,7 +236,7 @@ async def attack_fleet(
         await _calm(target, report.calm, per_s, calm_s)
         calm_cores = (_cpu_s(pids) - before_s) / calm_s if calm_s else 0.0
         attackers = await asyncio.create_subprocess_exec(
-            *(sys.executable, _ATTACKS, "attack", json.dumps(target), only),
+            *(sys.executable, hostile_attacks.__file__, json.dumps(target), only),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
         )

@@ -3,11 +3,9 @@
 import argparse
 import asyncio
 import fcntl
-import html
 import json
 import os
 import pty
-import re
 import signal
 import struct
 import subprocess
@@ -41,8 +39,7 @@ class Screen:
     async def shows(self, *parts: str, but: str = "\0") -> str:
         """Wait until the screen contains all `parts` and not `but`; return the screen's text."""
         for _ in range(300):
-            drawn = html.unescape(self.app.export_screenshot())
-            text = "".join(re.findall(r"<text[^>]*>([^\n]*?)</text>", drawn)).replace("\xa0", " ")
+            text = "\n".join(line.text for line in self.app.screen._compositor.render_strips())
             if all(part in text for part in parts) and but not in text:
                 return text
             await asyncio.sleep(0.1)

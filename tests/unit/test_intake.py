@@ -327,7 +327,7 @@ def chat(*content: object, **more: object) -> dict[str, object]:
 WORDS = [f'{number}, \\"[{{' for number in range(100)]
 IDS = list(range(1000, 2000))
 TEXT = {"role": "user", "content": "p" * 400}
-PNG = {"media_type": "image/png", "data": "iVBO" * 500_000}
+PNG = {"media_type": "image/png", "data": "iVBO" * 50_000}
 ANTHROPICS_IMAGE = {"type": "image", "source": {"type": "base64", **PNG}}
 PLAIN_TEXT = {"type": "text", "media_type": "text/plain", "data": "p" * 4000}
 # For each case: fields, expected sequences, expected tokens (None: by each byte of the body).
@@ -353,12 +353,12 @@ COSTS: dict[str, tuple[dict[str, object], float, float | None]] = {
     "absurd": ({"prompt": "p", "n": 1e300, "max_tokens": 1}, 1_000_000, 1_000_000),
     "more absurd": ({"prompt": "p", "n": 1e300, "max_tokens": 1e300}, 1_000_000, MOST_COST),
     "no numbers": ({"prompt": "p", "n": None, "best_of": "x", "max_tokens": 1, "options": "o"}, 1, 1),
-    "an image": (chat({"image_url": {"url": "data:image/png;base64," + "iVBO" * 500_000}}), 1, 1500 + 10),
+    "an image": (chat({"image_url": {"url": "data:image/png;base64," + "iVBO" * 50_000}}), 1, 1500 + 10),
     "an image by address": (chat({"type": "image_url", "image_url": {"url": "http://a"}}), 1, 1500 + 10),
     "a tool's image": (chat({"type": "tool_result", "content": [ANTHROPICS_IMAGE]}), 1, 1500 + 10),
-    "Ollama's image": (chat(images=["iVBO" * 500_000]), 1, 1500 + 10),
+    "Ollama's image": (chat(images=["iVBO" * 50_000]), 1, 1500 + 10),
     "Responses' image": (
-        {"input": [{"content": [{"image_url": "data:" + "iVBO" * 500_000}]}], "max_tokens": 10}, 1, 1510),
+        {"input": [{"content": [{"image_url": "data:" + "iVBO" * 50_000}]}], "max_tokens": 10}, 1, 1510),
     "Gemini's image": ({"contents": [{"parts": [{"inlineData": PNG}]}], "max_tokens": 10}, 1, 1500 + 10),
     "sound": (chat({"type": "input_audio", "input_audio": {"data": "U" * 10**6}}), 1, 1500 + 1000 + 10),
     "a document that is text": (chat({"type": "document", "source": PLAIN_TEXT}), 1, 1000 + 10),
