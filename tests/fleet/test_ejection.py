@@ -24,7 +24,7 @@ CONFIG = {
     "outlier_detection": {"max_ejection_time": "2s"},
 }
 SERVICE_S = 0.1  # this load makes 160 requests a second; more would only cost CPU
-LOOKED_AT = 200  # the test counts errors in this many requests after a failure
+LOOKED_AT = 100  # the test counts errors in this many requests after a failure
 
 
 @pytest_asyncio.fixture(params=MODES, loop_scope="function")

@@ -8,9 +8,6 @@ import pytest
 from crowd import http_client
 from edge_envoy import Tree, edge, http_manager
 from fleet_load import Caller, at_rest, decisions, fresh, total
-from model_servers import counting_servers, static
-from redis_servers import Server
-from whole_fleet import exact_bounds, running
 
 DROPPED = "x-llm-d-request-dropped-reason"
 BODY = {"model": "llama", "prompt": "x", "max_tokens": 1}
@@ -94,35 +91,3 @@ async def test_the_route_timeout_of_a_trusted_envoy_is_the_requests_deadline(
     assert (answer.status_code, answer.json()["error"]["code"]) == (504, "deadline_exceeded")
     await here.post("resume")
     await at_rest(here)
-
-
-async def test_a_request_queued_through_a_redis_outage_is_counted_once_and_as_served(
-    valkey: Server, tmp_path: Path
-) -> None:
-    async with counting_servers(1, service_s=0.6) as servers:
-        config = {
-            "discovery": static(servers.addresses),
-            "request_queue_controller": exact_bounds(1),
-        }
-        options = ("--replicas", "1", "--endpoints", "0", "--redis", valkey.url)
-        folder = tmp_path / "fleet"
-        folder.mkdir()
-        async with running(folder, *options, config=config, unaudited="the log is lost with Redis") as here:
-            async with here.client() as client, asyncio.TaskGroup() as tasks:
-                asked = [tasks.create_task(client.post("/v1/completions", json=BODY)) for _ in range(9)]
-                await here.until_state(queued=8)
-                valkey.kill()
-                await here.until_state(degraded=True)
-                await servers.until_served(2)
-                await asyncio.to_thread(valkey.revive)  # Redis returns empty while requests still wait
-                await here.until_state(degraded=False)
-            assert [task.result().status_code for task in asked] == [200] * 9
-            expected = {
-                ("epp_queue_latency_seconds_count", "success", "true"): 8,
-                ("epp_queue_latency_seconds_count", "success", "false"): 0,
-                ("epp_bypass_total", "model", "llama"): 1,
-                ("epp_requests_total", "code", "client_gone"): 0,
-                ("epp_completions_total", "outcome", "completed"): 9,
-                ("epp_requests_cancelled_total", "model", "llama"): 0,
-            }
-            await assert_counts(here, 8, expected)
