@@ -26,7 +26,7 @@ _ARGUMENTS = [
     "--disable-sync",
 ]
 PATIENCE_MS = 30_000
-_POLL_S = 0.03
+_POLL_S = 0.1
 
 
 @asynccontextmanager

@@ -52,7 +52,7 @@ async def load(fleet: Any) -> AsyncIterator[None]:
         while True:
             body = {"model": "llama", "prompt": "hi", "max_tokens": random.randint(2, 8)}
             await client.post("/v1/completions", json=body, headers=headers)
-            await asyncio.sleep(0.05)  # refusals are immediate: this pause limits their rate
+            await asyncio.sleep(0.2)  # refusals are immediate: this pause limits their rate
 
     async def leave(client: Any, after_s: float) -> None:
         body = {"model": "llama", "prompt": "hi", "max_tokens": 4}

@@ -105,7 +105,7 @@ class Api:
                     text = json.dumps(data, ensure_ascii=False)  # the real API does not escape U+2028 either
                     writer.write(b"" if self.silent else f"event: {name}\ndata: {text}\n\n".encode())
                 await writer.drain()
-                await asyncio.sleep(0.2)
+                await asyncio.sleep(0.4)
             writer.write(body.encode())
         writer.close()
 
