@@ -221,25 +221,3 @@ async def test_both_pools_are_served_during_a_redis_outage_and_return_to_redis(t
     for pool, replica in product(POOLS, (0, 1)):
         await here.until_state(pool=pool, replica=replica, within_s=30, degraded=False)
     await at_rest(here)
-
-
-async def test_a_killed_replicas_waiting_requests_of_both_pools_are_served(two: Two) -> None:
-    here, _ = two
-    for pool in POOLS:
-        await here.post("pause", pool=pool)
-        await here.until_state(pool=pool, within_s=30, paused=True)
-    async with here.client() as client, asyncio.TaskGroup() as tasks:
-        waiting = {pool: [tasks.create_task(ask(client, pool)) for _ in range(PLACES)] for pool in POOLS}
-        for pool in POOLS:
-            await here.until_state(pool=pool, within_s=30, queued=PLACES)
-        here.replica(1).kill()
-        for pool in POOLS:
-            await here.post("resume", pool=pool)
-    for pool, asked in waiting.items():
-        assert [task.result().status for task in asked] == [200] * PLACES
-        assert {task.result().endpoint for task in asked} == {endpoint_of(here, pool)}
-    here.wait_line("starting it again")
-    for pool in POOLS:
-        both = {"within_s": 60, "what": "two replicas"}
-        await here.until("state", lambda state: len(state["replicas"]) == 2, pool=pool, **both)
-    await at_rest(here)

@@ -20,7 +20,7 @@ from picker_fleet.state import accounting_token
 from picker_fleet.state.accounting_token import Keyring
 from picker_fleet.telemetry.metrics import Metrics
 
-pytestmark = pytest.mark.usefixtures("transport")
+on_both_transports = pytest.mark.usefixtures("transport")
 
 Entry = accesslog_pb2.HTTPAccessLogEntry
 METHOD = f"/{accesslog.SERVICE}/StreamAccessLogs"
@@ -97,9 +97,9 @@ async def reported(*messages: als_pb2.StreamAccessLogsMessage | bytes) -> list[C
     return gate.reported
 
 
-async def ended(message: Entry) -> Completion:
+def ended(message: Entry) -> Completion:
     """The only completion that `message` reports."""
-    (completion,) = await reported(batch(message))
+    (completion,) = taken(message)[0].reported
     assert isinstance(completion, Completion)
     return completion
 
@@ -114,6 +114,7 @@ def taken(*entries: Entry) -> tuple[ScriptedGate, str]:
 BARE_END = Completion("req-1", Outcome.COMPLETED, 200, *[None] * 5, accounting_token=signed("req-1"))
 
 
+@on_both_transports
 async def test_a_final_entry_settles_its_request_with_all_its_fields() -> None:
     end = Completion("from-picker", Outcome.COMPLETED, 200, "10.0.0.1:8000", 7, 100, 3.5, 0.25)
     assert await reported(batch(full())) == [end._replace(accounting_token=signed("from-picker"))]
@@ -121,6 +122,7 @@ async def test_a_final_entry_settles_its_request_with_all_its_fields() -> None:
     assert await reported(batch(entry())) == [BARE_END]
 
 
+@on_both_transports
 async def test_a_periodic_entry_renews_the_lease_with_its_accounting_token() -> None:
     message = full()
     message.common_properties.access_log_type = accesslog_pb2.DownstreamPeriodic
@@ -132,7 +134,7 @@ async def test_a_periodic_entry_renews_the_lease_with_its_accounting_token() -> 
     assert items == [Alive("req-1", None, signed("req-1")), BARE_END]
 
 
-async def test_a_periodic_entry_of_a_split_request_whose_answer_has_begun_ends_its_prefill() -> None:
+def test_a_periodic_entry_of_a_split_request_whose_answer_has_begun_ends_its_prefill() -> None:
     split = accounting_token.signed(f"{FIELDS}\tprefill=10.0.0.7:8000,1,2,3,4", "req-1", KEYS)
     for token, ttft, ended in ((split, "1500", ["req-1"]), (split, "-", []), (signed("req-1"), "1500", [])):
         message = bare("DownstreamPeriodic")
@@ -148,6 +150,7 @@ async def test_a_periodic_entry_of_a_split_request_whose_answer_has_begun_ends_i
 
 
 @pytest.mark.parametrize("kind", ["UpstreamEnd", "UpstreamPeriodic", "DownstreamStart", "TcpConnectionEnd"])
+@on_both_transports
 async def test_other_types_of_entry_and_periodic_entries_of_queued_requests_are_ignored(kind: str) -> None:
     # If these entries counted, each queued request would cost Redis a call in each access-log interval.
     assert await reported(batch(entry(kind), bare("DownstreamPeriodic"))) == []
@@ -166,27 +169,27 @@ OUTCOMES = [
 
 
 @pytest.mark.parametrize(("flag", "status", "outcome"), OUTCOMES)
-async def test_response_flags_and_status_decide_the_outcome(flag: str, status: int, outcome: Outcome) -> None:
-    completion = await ended(entry(status=status, flag=flag))
+def test_response_flags_and_status_decide_the_outcome(flag: str, status: int, outcome: Outcome) -> None:
+    completion = ended(entry(status=status, flag=flag))
     assert (completion.outcome, completion.status) == (outcome, status)
 
 
-async def test_without_served_metadata_the_upstream_address_names_the_serving_endpoint() -> None:
+def test_without_served_metadata_the_upstream_address_names_the_serving_endpoint() -> None:
     message = entry()
     socket = message.common_properties.upstream_remote_address.socket_address
     socket.address, socket.port_value = "fd00::1", 8000
-    assert (await ended(message)).served == "[fd00::1]:8000"
+    assert ended(message).served == "[fd00::1]:8000"
 
 
-async def test_service_time_excludes_the_wait_in_the_queue() -> None:
+def test_service_time_excludes_the_wait_in_the_queue() -> None:
     message = full()
     common = message.common_properties
     common.time_to_first_upstream_tx_byte.FromMilliseconds(3000)
     common.time_to_last_upstream_rx_byte.FromMilliseconds(3400)
-    completion = await ended(message)
+    completion = ended(message)
     assert completion.duration_s == 3.5
     assert completion.service_s == pytest.approx(0.4)
-    assert (await ended(full())).service_s is None
+    assert ended(full()).service_s is None
 
 
 PICKED, UNCONNECTED = "10.0.0.1:8000", "upstream_connection_failure"
@@ -202,14 +205,14 @@ SERVED = {
 
 
 @cases("served, flag, attempts, failed, passed_over", SERVED)
-async def test_a_picked_endpoint_that_did_not_serve_is_reported(
+def test_a_picked_endpoint_that_did_not_serve_is_reported(
     served: str, flag: str, attempts: int, failed: str, passed_over: str
 ) -> None:
     message = entry(flag=flag)
     if served:
         describe(message, {"envoy.lb": {SERVED_KEY: served}})
     message.common_properties.upstream_request_attempt_count = attempts
-    completion = await ended(message)
+    completion = ended(message)
     assert (completion.failed, completion.passed_over) == (failed, passed_over)
 
 
@@ -243,7 +246,7 @@ FAULTS: dict[str, tuple[int, int, str, Callable[[Any], None] | None, str]] = {
 
 
 @cases("status, size, flag, tells, fault", FAULTS)
-async def test_the_end_of_a_request_shows_whether_its_endpoint_failed(
+def test_the_end_of_a_request_shows_whether_its_endpoint_failed(
     status: int, size: int, flag: str, tells: Callable[[Any], None] | None, fault: str
 ) -> None:
     message = entry(flag=flag)
@@ -252,7 +255,7 @@ async def test_the_end_of_a_request_shows_whether_its_endpoint_failed(
     message.response.response_body_bytes = size
     if tells is not None:
         tells(message)
-    completion = await ended(message)
+    completion = ended(message)
     assert completion.fault == fault
     assert completion.answered == (not fault and status in (200, 204) and not flag)
 
@@ -285,6 +288,7 @@ def test_a_failed_attempt_is_reported_as_a_fault_of_its_endpoint(
 @pytest.mark.parametrize(
     ("prompt", "completion"), [(float("nan"), -5), ("many", None), (1e300, float("inf"))]
 )
+@on_both_transports
 async def test_invalid_values_of_an_entry_count_as_unknown(prompt: object, completion: object) -> None:
     message = entry()
     describe(message, {"picker.usage": {"prompt_tokens": prompt, "completion_tokens": completion}})
@@ -361,6 +365,7 @@ def test_accounting_tokens_stay_valid_over_key_rotations() -> None:
         assert accounting_token.fault_of(token, "r", newcomer) == "unsigned"
 
 
+@on_both_transports
 async def test_malformed_messages_between_entries_lose_no_entry() -> None:
     tcp = als_pb2.StreamAccessLogsMessage()
     tcp.tcp_logs.log_entry.add().common_properties.upstream_cluster = "pool"
@@ -370,7 +375,7 @@ async def test_malformed_messages_between_entries_lose_no_entry() -> None:
     assert [item.id for item in items] == ["first", "last"]
 
 
-async def test_access_log_entries_are_counted_by_kind() -> None:
+def test_access_log_entries_are_counted_by_kind() -> None:
     _, page = taken(entry(), entry("DownstreamPeriodic"), entry("UpstreamEnd"))
     for kind in ("ended", "alive", "ignored"):
         assert f'epp_access_log_entries_total{{kind="{kind}"}} 1.0' in page

@@ -1,18 +1,15 @@
 """The local queue of a replica: order of service, limits, preemption."""
 
-import itertools
 from collections.abc import Iterator
 from typing import Any
 
-import hypothesis.strategies as st
 import pytest
-from hypothesis import given
 from local_requests import ask, rules
 from tables import cases
 
 from picker_fleet.admission.local_queue import LocalQueue, Waiting
 from picker_fleet.domain import errors
-from picker_fleet.domain.bands import LEAST_PRIORITY, MOST_PRIORITY, NAMED, Band, Bands
+from picker_fleet.domain.bands import LEAST_PRIORITY, MOST_PRIORITY, Band, Bands
 from picker_fleet.domain.config import parse
 from picker_fleet.domain.request import Workload
 
@@ -119,27 +116,6 @@ def test_the_byte_limit_of_a_band_is_divided_among_replicas() -> None:
     queue.offer(ask("fourth", band=band, body_bytes=200), 1.0, 3.0)
 
 
-def test_the_starvation_guard_serves_overdue_requests_up_to_its_share() -> None:
-    # 30 sheddable requests have waited for more than half of the TTL, beside 100 critical requests.
-    queue = LocalQueue(rules(guard_share=0.1, flow_capacity=1000))
-    for n in range(30):
-        queue.offer(ask(f"s{n}", band=Band.SHEDDABLE), 1.0, 0.0)
-    for n in range(100):
-        queue.offer(ask(f"c{n}", band=Band.CRITICAL), 1.0, 15.0)
-    found = [waiting.request.id for waiting in itertools.islice(served(queue, 16.0), 100)]
-    assert found[0] == "s0"
-    assert sum(name.startswith("s") for name in found) in (10, 11)
-
-
-def test_the_order_of_preemption_starts_again_once_the_queue_is_no_longer_full() -> None:
-    queue = LocalQueue(rules(total_capacity=2, flow_capacity=2))
-    for _ in range(2):
-        for flow in ("a", "b"):
-            queue.offer(ask(flow, flow=flow, band=Band.SHEDDABLE), 1.0, 0.0)
-        assert preempted_by(queue, "high", band=Band.CRITICAL) == "a"
-        assert drain(queue) == ["high", "b"]
-
-
 def test_a_full_queue_refuses_with_the_errors_of_the_shared_queue() -> None:
     full = LocalQueue(rules(total_capacity=1, flow_capacity=1))
     tight = LocalQueue(rules(total_capacity=9, flow_capacity=1, max_flows=1))
@@ -162,30 +138,3 @@ def test_a_full_queue_refuses_with_the_errors_of_the_shared_queue() -> None:
 def test_capacities_are_divided_among_replicas() -> None:
     parts = rules(3, total_capacity=100, flow_capacity=2)
     assert (parts.policy.total_capacity, parts.policy.flow_capacity) == (33, 1)
-
-
-@given(st.lists(st.tuples(st.sampled_from(["offer", "serve", "leave"]), st.integers(0, 5)), max_size=120))
-def test_no_request_is_lost_or_served_twice(steps: list[tuple[str, int]]) -> None:
-    queue = LocalQueue(rules(total_capacity=20, flow_capacity=8))
-    inside: dict[str, Waiting] = {}
-    seen: set[str] = set()
-    for n, (what, pick) in enumerate(steps):
-        if what == "offer":
-            try:
-                request = ask(str(n), flow=f"f{pick}", band=NAMED[pick % 3], ttl_s=20.0)
-                waiting, preempted = queue.offer(request, 1.0, float(n))
-            except (errors.TotalCapacity, errors.InsufficientFlowCapacity):
-                continue
-            inside[str(n)] = waiting
-            if preempted is not None:
-                del inside[preempted.request.id]
-        elif what == "serve" and (waiting := next(served(queue, float(n)), None)) is not None:
-            assert waiting.request.id not in seen
-            seen.add(waiting.request.id)
-            del inside[waiting.request.id]
-        elif what == "leave" and inside:
-            name = sorted(inside)[pick % len(inside)]
-            queue.remove(inside.pop(name))
-        assert (len(queue), sum(queue.lengths().values())) == (len(inside), len(inside))
-        assert {each.request.id for each in queue.all()} == set(inside)
-    assert set(drain(queue, 1000.0)) == set(inside)
