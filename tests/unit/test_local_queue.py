@@ -136,5 +136,6 @@ def test_a_full_queue_refuses_with_the_errors_of_the_shared_queue() -> None:
 
 
 def test_capacities_are_divided_among_replicas() -> None:
-    parts = rules(3, total_capacity=100, flow_capacity=2)
-    assert (parts.policy.total_capacity, parts.policy.flow_capacity) == (33, 1)
+    for live, parts in ((1, (100, 2)), (3, (33, 1))):
+        policy = rules(live, total_capacity=100, flow_capacity=2).policy
+        assert (policy.total_capacity, policy.flow_capacity) == parts
