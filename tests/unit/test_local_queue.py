@@ -116,6 +116,15 @@ def test_the_byte_limit_of_a_band_is_divided_among_replicas() -> None:
     queue.offer(ask("fourth", band=band, body_bytes=200), 1.0, 3.0)
 
 
+def test_the_order_of_preemption_starts_again_once_the_queue_is_no_longer_full() -> None:
+    queue = LocalQueue(rules(total_capacity=2, flow_capacity=2))
+    for _ in range(2):
+        for flow in ("a", "b"):
+            queue.offer(ask(flow, flow=flow, band=Band.SHEDDABLE), 1.0, 0.0)
+        assert preempted_by(queue, "high", band=Band.CRITICAL) == "a"
+        assert drain(queue) == ["high", "b"]
+
+
 def test_a_full_queue_refuses_with_the_errors_of_the_shared_queue() -> None:
     full = LocalQueue(rules(total_capacity=1, flow_capacity=1))
     tight = LocalQueue(rules(total_capacity=9, flow_capacity=1, max_flows=1))

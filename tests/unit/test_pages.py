@@ -110,9 +110,9 @@ SENTENCES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("page", "sentence"), SENTENCES)
-def test_numbers_on_pages_equal_the_constants_in_the_code(page: str, sentence: str) -> None:
-    assert sentence in " ".join(text_of(page).split()), f"docs/{page}.md does not say: {sentence}"
+def test_numbers_on_pages_equal_the_constants_in_the_code() -> None:
+    for page, sentence in SENTENCES:
+        assert sentence in " ".join(text_of(page).split()), f"docs/{page}.md does not say: {sentence}"
 
 
 CODE = re.compile(r"`([a-z_]+)`")
@@ -227,25 +227,25 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
 
 
-@pytest.mark.parametrize("page", LINKED, ids=lambda page: page.name)
-def test_links_on_pages_have_existing_targets(page: Path) -> None:
-    links = LINK.findall(page.read_text(encoding="utf-8"))
-    for target, anchor in (each for each in links if "://" not in each[0]):
-        found = (page.parent / target).resolve() if target else page
-        assert found.exists(), target
-        assert not anchor or anchor in anchors(found), f"{target}#{anchor}"
+def test_links_on_pages_have_existing_targets() -> None:
+    for page in LINKED:
+        for target, anchor in LINK.findall(page.read_text(encoding="utf-8")):
+            if "://" not in target:
+                found = (page.parent / target).resolve() if target else page
+                assert found.exists(), (page.name, target)
+                assert not anchor or anchor in anchors(found), f"{page.name}: {target}#{anchor}"
 
 
 FILE = re.compile(r"`((?:app|bench|deploy|examples|lua|tests)/[\w./-]+)(?:::(\w+))?`")
 EXAMPLES = ("lua/flow_length.lua", "bench/results/faults/CASE/")  # these paths are not in the repository
 
 
-@pytest.mark.parametrize("page", LINKED, ids=lambda page: page.name)
-def test_files_and_tests_that_a_page_names_exist(page: Path) -> None:
-    for path, test in FILE.findall(page.read_text(encoding="utf-8")):
-        assert path in EXAMPLES or (ROOT / path).exists(), path
-        if test:
-            assert re.search(rf"def {test}\(", (ROOT / path).read_text(encoding="utf-8")), f"{path}::{test}"
+def test_files_and_tests_that_a_page_names_exist() -> None:
+    for page in LINKED:
+        for path, test in FILE.findall(page.read_text(encoding="utf-8")):
+            assert path in EXAMPLES or (ROOT / path).exists(), (page.name, path)
+            code = (ROOT / path).read_text(encoding="utf-8") if test else ""
+            assert not test or re.search(rf"def {test}\(", code), f"{page.name}: {path}::{test}"
 
 
 CITED = re.compile(r'docs/([\w-]+)\.md, "([^"\n]+)"')
@@ -259,11 +259,11 @@ def test_sections_of_pages_that_the_code_cites_exist() -> None:
         assert re.search(rf"^(#+ |\*\*){re.escape(title)}", text_of(page), re.MULTILINE), f"{page}: {title}"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_settings_that_a_page_names_exist(page: Path) -> None:
-    named = {key.replace("[]", "") for key in KEY.findall(page.read_text(encoding="utf-8"))}
-    assert named
-    assert named <= set(keys(Settings))
+def test_settings_that_a_page_names_exist() -> None:
+    for page in PAGES:
+        named = {key.replace("[]", "") for key in KEY.findall(page.read_text(encoding="utf-8"))}
+        assert named, page.name
+        assert named <= set(keys(Settings)), page.name
 
 
 def test_operations_md_names_every_alert_once() -> None:
@@ -320,9 +320,9 @@ def tuned() -> list[tuple[str, str]]:
     return found + [("models[]", key) for key in Model.model_fields if key != "name"]
 
 
-@pytest.mark.parametrize(("section", "key"), tuned())
-def test_a_key_of_the_settings_has_a_row_that_says_whether_the_key_is_live(section: str, key: str) -> None:
-    # The first cell of a row names a key with its section, and may list more keys of that section.
-    cell = next((cell for cell in ROWS if f"`{section}." in cell and f"{key}`" in cell), None)
-    assert cell is not None, f"docs/tuning.md has no row for {section}.{key}"
-    assert ("*live*" in cell) == (f"{section}.{key}" in LIVE)
+def test_a_key_of_the_settings_has_a_row_that_says_whether_the_key_is_live() -> None:
+    for section, key in tuned():
+        # The first cell of a row names a key with its section, and may list more keys of that section.
+        cell = next((cell for cell in ROWS if f"`{section}." in cell and f"{key}`" in cell), None)
+        assert cell is not None, f"docs/tuning.md has no row for {section}.{key}"
+        assert ("*live*" in cell) == (f"{section}.{key}" in LIVE), f"{section}.{key}"
