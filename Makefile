@@ -42,13 +42,12 @@ load: $(VENV)/.local ## a load scenario, judged by the promises (ARGS='noisy-nei
 	@exec $(DIE_WITH_MAKE) $(BIN)/picker load $(or $(ARGS),noisy-neighbour)
 
 # Six files at a time, whole fleets among them, which wait more than they work; the longest come first and
-# the many short ones fill the end. Then those that bear no company.
+# the many short ones fill the end.
 test: $(VENV)/.installed ## all tests, on a real Valkey and a real Envoy (ARGS='-k name')
 	bash .ci/packages
 ifeq ($(ARGS),)
-	$(BIN)/pytest -m 'not alone' -n 6 --dist loadfile --no-loadscope-reorder \
+	$(BIN)/pytest -n 6 --dist loadfile --no-loadscope-reorder \
 		tests/model tests/faults tests/fleet tests/scripts tests/unit
-	$(BIN)/pytest -m alone tests/faults
 else
 	$(BIN)/pytest $(ARGS)
 endif

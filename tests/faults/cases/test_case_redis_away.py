@@ -8,15 +8,11 @@ from typing import Any
 
 import pytest
 from counted_fleet import all_at_rest, all_shared, counted, format_ms, refused_with_retry_after
-from fault_case import FULL, Case
+from fault_case import Case
 from redis_servers import Server
 
 from picker_tools.load.generator import Answer, closed_loop, requests_of_flows
 
-pytestmark = [
-    pytest.mark.alone,
-    pytest.mark.skipif(not FULL, reason="tests/fleet/test_redis_loss.py is its short form"),
-]
 SERVERS, EACH = 4, 3
 BOUND = SERVERS * EACH
 CLIENTS = 40
