@@ -200,10 +200,9 @@ class Pool:
             )
             self._pages.update({address: page})
 
-    def _least(self, among: Sequence[str], counts: Counter[str], other: str = "") -> str:
-        """The one with the fewest requests, equal ones in random order; not `other`."""
-        able = [each for each in among if each != other]
-        return min(able, key=lambda each: (counts[each], self._dice.random()))
+    def _least(self, among: Sequence[str], counts: Counter[str]) -> str:
+        """The one with the fewest requests, equal ones in random order."""
+        return min(among, key=lambda each: (counts[each], self._dice.random()))
 
     def _ask(self, prompt_tokens: int, tokens: int) -> None:
         self._fleet.in_flight, self._fleet.prefills = dict(self._in_flight), dict(self._prefills)
@@ -216,8 +215,8 @@ class Pool:
         served = _Served(prompt_tokens, tokens, self.now_s)
         served.decoder = decoder = self._least(self._decoders, self._in_flight)
         self._in_flight[decoder] += 1
-        if choice.prefill:
-            served.prefiller = prefiller = self._least(self._prefillers, self._prefills, decoder)
+        if choice.prefill and (prefiller := self._least(self._prefillers, self._prefills)) != decoder:
+            served.prefiller = prefiller
             self._prefills[prefiller] += 1
         chosen = (served.prefiller,) if served.prefiller else ()
         loads = self._chooser.placed(request, choice, (decoder,), "", chosen)

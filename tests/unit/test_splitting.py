@@ -47,9 +47,8 @@ def never() -> float:
         "unknown times, a long prompt": (1001, None, StageTimes(), True),
         "unknown times, a short prompt": (1000, None, StageTimes(), False),
         "one time unknown": (1001, None, StageTimes(whole_s=0.1), True),
-        "a split is predicted to be faster": (100, None, StageTimes(1.0, 0.85), True),
-        "a split is predicted to be hardly faster": (100, None, StageTimes(1.0, 0.95), False),
-        "a split is predicted to be slower": (9000, None, StageTimes(1.0, 1.1), False),
+        "a split is predicted to be faster": (100, None, StageTimes(1.0, 0.95), True),
+        "a split is predicted to be as fast": (9000, None, StageTimes(1.0, 1.0), False),
         "slower, but it would delay running answers": (9000, None, StageTimes(1.0, 1.7, 0.9, 1), True),
         "a split would delay answers elsewhere": (9000, None, StageTimes(1.0, 0.1, 0.9, 1, 2), False),
         "a prompt too short for a transfer": (15, None, StageTimes(1.0, 0.5), False),
@@ -248,6 +247,7 @@ SPLIT, WHOLE = {"threshold": 0}, {"threshold": 10**6}
     {
         "enough prefill endpoints": (4, 4, False, "long-strict", 4.7, SPLIT),
         "all endpoints do both": (4, 4, True, "long-strict", 2.9, WHOLE),
+        "all do both and have full KV caches": (4, 4, True, "long-relaxed", 13.0, WHOLE),
     },
 )
 def test_auto_has_nearly_the_goodput_of_the_best_threshold(

@@ -371,7 +371,7 @@ class EndpointChooser:
         if self._endpoints.current.prefillers and request.can_split:
             self._prefill_states.refresh()
             prefillers = apply_filters(self._pick(request), self._prefill_states.everything()).eligible
-            forecasts += self._forecasts.of_split(request, prefillers, matches, forecasts)
+            forecasts += self._forecasts.of_split(request, able, prefillers, matches)
         return shortfall_s(left, forecasts)
 
     def early_ms(self, request: InferenceRequest) -> int:

@@ -18,9 +18,10 @@ from picker_fleet.scheduling.splitting import StageTimes
 from picker_fleet.state import accounting_token
 
 _BYTES_A_TOKEN = 4  # the fit corrects this estimate, so only its ratio between requests matters
-# Put before a model's name, which has no control characters: split requests of the model, whose times to the
-# first token are those of their prefill endpoints.
+# Put before a model's name, which has no control characters: split requests of the model. Their times to the
+# first token are learnt without the predicted wait at the decode endpoint.
 _SPLIT: Final = "\x1f"
+_SHORTEST_PREFILL_S = 1e-3  # of a split request, whose predicted wait may exceed its time to the first token
 _FEWEST_TOKENS = 8  # a shorter answer says little about the time per token
 # Most observations a second that one replica shares. Each costs every replica about 25 µs.
 _OBSERVATIONS_A_SECOND: Final = 50.0
@@ -58,36 +59,37 @@ class Forecasts:
     ) -> dict[str, Forecast]:
         """The forecast for `request` on each endpoint in `states`. `matches` has the number of the prompt's
         blocks that an endpoint has served."""
-        predict = self._routes.model.forecast
         return {
-            state.address: predict(request.model, state.address, self._load(request, state, matches))
+            state.address: self._forecast(request.model, state, _own_tokens(request, state, matches))
             for state in states
         }
 
     def placed(self, request: InferenceRequest, state: EndpointState, matches: Mapping[str, int]) -> MetLoads:
         """Count the prompt of `request`, which was placed on the endpoint in `state`. Returns the load that
         the request met; no load if its times say nothing, because its answer is not streamed."""
-        load = self._load(request, state, matches)
-        ttft = self._routes.model.forecast(request.model, state.address, load).ttft
-        if ttft is not None:
-            own = load.prefill_tokens - self._backlog(state.address)
-            self._routes.add_placement(state.address, own, ttft.median_s)
+        load, _ = self._place(request.model, request, state, matches)
         return MetLoads(load) if request.stream else MetLoads()
 
     def of_split(
         self,
         request: InferenceRequest,
+        decoders: Iterable[EndpointState],
         prefillers: Iterable[EndpointState],
         matches: Mapping[str, int],
-        whole: Sequence[Forecast],
     ) -> list[Forecast]:
-        """The forecasts for `request` if one of `prefillers` computes its prompt, and the fastest endpoint of
-        those with the forecasts `whole` writes the answer."""
-        known = (each.tpot for each in whole if each.tpot is not None)
+        """The forecasts for `request` if one of `prefillers` computes its prompt, and the fastest of
+        `decoders` writes the answer."""
+        arrivals = [self._forecast(request.model, each) for each in decoders]
+        known = (each.tpot for each in arrivals if each.tpot is not None)
         tpot = min(known, key=lambda prediction: prediction.median_s, default=None)
+        wait_s = min(filter(None, map(_ttft_s, arrivals)), default=0.0)
+        prefills = (
+            self._forecast(_SPLIT + request.model, each, _own_tokens(request, each, matches)).ttft
+            for each in prefillers
+        )
         return [
-            Forecast(self._split_ttft(request, state, self._load(request, state, matches)), tpot)
-            for state in prefillers
+            Forecast(ttft and Prediction(wait_s + ttft.median_s, wait_s + ttft.p90_s), tpot)
+            for ttft in prefills
         ]
 
     def stage_times(
@@ -100,25 +102,15 @@ class Forecasts:
     ) -> StageTimes:
         """The predicted times of `request` on the endpoint of `decoder`, without and with `prefiller`, whose
         state in the decode stage is `prefiller_decodes`, None if it writes no answers."""
-        whole_s, whole_own_s = self._time_and_own(request.model, request, decoder, matches)
-        split_s, split_own_s = self._time_and_own(_SPLIT + request.model, request, prefiller, matches)
+        whole, split = request.model, _SPLIT + request.model
+        whole_s = _ttft_s(self._forecast(whole, decoder, _own_tokens(request, decoder, matches)))
+        wait_s = _ttft_s(self._forecast(whole, decoder))
+        prefill_s = _ttft_s(self._forecast(split, prefiller, _own_tokens(request, prefiller, matches)))
         # A fit that has seen little variation does not show a prompt's own time: take the longer one.
-        own_s = max(whole_own_s, split_own_s)
+        own_s = max(whole_s - wait_s, prefill_s - _ttft_s(self._forecast(split, prefiller)))
         delayed_split = 0.0 if prefiller_decodes is None else _delayed(prefiller_decodes)
-        return StageTimes(whole_s, split_s, own_s, _delayed(decoder), delayed_split)
-
-    def _time_and_own(
-        self, model: str, request: InferenceRequest, state: EndpointState, matches: Mapping[str, int]
-    ) -> tuple[float | None, float]:
-        """The predicted time to the first token, None if unknown, and the part that the prompt takes."""
-        load = self._load(request, state, matches)
-        rest = load._replace(prefill_tokens=self._backlog(state.address))
-        whole, others = (
-            self._routes.model.forecast(model, state.address, each).ttft for each in (load, rest)
-        )
-        if whole is None:
-            return None, 0.0
-        return whole.median_s, whole.median_s - (0.0 if others is None else others.median_s)
+        split_s = wait_s + prefill_s if prefill_s else None
+        return StageTimes(whole_s or None, split_s, own_s, _delayed(decoder), delayed_split)
 
     def placed_split(
         self,
@@ -128,22 +120,22 @@ class Forecasts:
         matches: Mapping[str, int],
     ) -> MetLoads:
         """As `placed`, of a split request."""
-        load = self._load(request, prefiller, matches)
-        ttft = self._split_ttft(request, prefiller, load)
-        if ttft is not None:
-            own = load.prefill_tokens - self._backlog(prefiller.address)
-            self._routes.add_placement(prefiller.address, own, ttft.median_s)
-        prefill_s = None if ttft is None else ttft.p90_s
-        if not request.stream:
-            return MetLoads(prefill_s=prefill_s)
-        decode_load = self._load(request, decoder, matches)
-        decode_load = decode_load._replace(prefill_tokens=self._backlog(decoder.address))
-        return MetLoads(decode_load, load, prefill_s)
+        load, prefill = self._place(_SPLIT + request.model, request, prefiller, matches)
+        prefill_s = prefill and prefill.p90_s + _ttft_s(self._forecast(request.model, decoder))
+        met = MetLoads(prefill_s=prefill_s)
+        return met._replace(decode=self._load(decoder), prefill=load) if request.stream else met
 
-    def _split_ttft(
-        self, request: InferenceRequest, prefiller: EndpointState, load: Load
-    ) -> Prediction | None:
-        return self._routes.model.forecast(_SPLIT + request.model, prefiller.address, load).ttft
+    def _place(
+        self, model: str, request: InferenceRequest, state: EndpointState, matches: Mapping[str, int]
+    ) -> tuple[Load, Prediction | None]:
+        """Count the prompt of `request` on the endpoint in `state`. Returns the load that the request met and
+        its predicted time to the first token."""
+        own_tokens = _own_tokens(request, state, matches)
+        load = self._load(state, own_tokens)
+        ttft = self._routes.model.forecast(model, state.address, load).ttft
+        if ttft is not None:
+            self._routes.add_placement(state.address, own_tokens, ttft.median_s)
+        return load, ttft
 
     def learn(self, completion: Completion, token: str) -> None:
         """Share the times of a completed request; `token` is its accounting token."""
@@ -160,23 +152,36 @@ class Forecasts:
         prefiller, prefill_load = accounting_token.prefill_of(token)
         if prefiller:
             if len(prefill_load) == len(Load._fields):
+                wait_s = _ttft_s(self._routes.model.forecast(model, address, Load(*load)))
+                prefill_s = max(ttft_s - wait_s, _SHORTEST_PREFILL_S)
                 self._routes.add(
-                    ObservationRecord(prefiller, _SPLIT + model, Load(*prefill_load), ttft_s, 0.0)
+                    ObservationRecord(prefiller, _SPLIT + model, Load(*prefill_load), prefill_s, 0.0)
                 )
             ttft_s = 0.0  # this time says nothing about the decode endpoint
         self._routes.add(ObservationRecord(address, model, Load(*load), ttft_s, tpot_s))
 
-    def _load(self, request: InferenceRequest, state: EndpointState, matches: Mapping[str, int]) -> Load:
-        cached_bytes = matches.get(state.address, 0) * BLOCK_BYTES
+    def _forecast(self, model: str, state: EndpointState, own_tokens: float = 0.0) -> Forecast:
+        return self._routes.model.forecast(model, state.address, self._load(state, own_tokens))
+
+    def _load(self, state: EndpointState, own_tokens: float = 0.0) -> Load:
+        """The load that a request meets of whose prompt the endpoint in `state` computes `own_tokens`."""
         return Load(
-            max(request.body_bytes - cached_bytes, 0) / _BYTES_A_TOKEN + self._backlog(state.address),
+            own_tokens + self._routes.backlogs.tokens(state.address, self._clock()),
             state.in_flight,
             state.kv_utilisation or 0.0,
             state.waiting or 0.0,
         )
 
-    def _backlog(self, address: str) -> float:
-        return self._routes.backlogs.tokens(address, self._clock())
+
+def _own_tokens(request: InferenceRequest, state: EndpointState, matches: Mapping[str, int]) -> float:
+    """The tokens of the prompt that are not cached on the endpoint in `state`."""
+    cached_bytes = matches.get(state.address, 0) * BLOCK_BYTES
+    return max(request.body_bytes - cached_bytes, 0) / _BYTES_A_TOKEN
+
+
+def _ttft_s(forecast: Forecast) -> float:
+    """The median, 0 if unknown."""
+    return 0.0 if forecast.ttft is None else forecast.ttft.median_s
 
 
 def _delayed(state: EndpointState) -> float:

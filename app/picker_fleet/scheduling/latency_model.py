@@ -144,9 +144,7 @@ class _Fit:
         self._ratios = [0.0] * (2 * _ZERO_BIN + 1)  # weights of log ratios of actual to predicted times
         self._ratio_gain = 1.0
         self._median = self._p90 = 1.0  # quantiles of the ratios
-        self._scales: dict[
-            str, tuple[float, float]
-        ] = {}  # address -> its factor times each quantile; a cache
+        self._scales: dict[str, tuple[float, float]] = {}  # address -> factor times each quantile; a cache
 
     def add(self, address: str, terms: tuple[float, ...], actual_s: float) -> None:
         fitted_s, factor = self._fitted_s(terms), self._factor(address)

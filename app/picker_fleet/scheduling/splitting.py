@@ -1,11 +1,12 @@
 """Decides whether to split a request: whether another endpoint than its decode endpoint computes its prompt.
 Pure.
 
-A split request waits for the prefill endpoint and for the transfer of the KV cache. A whole request waits for
-the decode endpoint, and its prompt delays the answers that run there by the time of its prefill, which is the
-reason to separate the stages (DistServe, Zhong et al. 2024). If the prefill endpoint also writes answers, a
-split delays those. `auto` takes the choice that adds less waiting time to all these requests, by the times
-that scheduling/latency_model.py predicts, and splits only for a clear gain.
+Every request waits at its decode endpoint for prompts before its own and for room in the KV cache. A split
+request also waits for the prefill endpoint and for the transfer of its KV cache. The prompt of a whole
+request delays the answers that run on the decode endpoint by the time of its prefill, which is the reason to
+separate the stages (DistServe, Zhong et al. 2024). If the prefill endpoint also writes answers, a split
+delays those. `auto` takes the choice that adds less waiting time to all these requests, by the times that
+scheduling/latency_model.py predicts.
 
 Until both choices of a model have been observed, prompts of more than `START_TOKENS` are split: the default
 of Dynamo's `max-local-prefill-length`, whose guide shows that GPUs prefill shorter prompts inefficiently. A
@@ -20,9 +21,6 @@ LEAST_TOKENS: Final = 16  # a shorter prompt fills no block of vLLM's KV cache: 
 # Part of the requests that take the slower choice if it is hardly slower. If it is predicted to cost n times
 # as much, an n-th of this part takes it: exploring adds at most this part to the time.
 _EXPLORED: Final = 1 / 64
-# A split must cost less than this part of serving whole. Of two choices that cost about the same, errors of
-# the predictions would otherwise choose, and a split adds a transfer.
-_CLEARLY: Final = 0.9
 _EXPLORED_UNKNOWN: Final = 1 / 8  # the same part until some fifty such requests have made that time known
 
 
@@ -51,8 +49,7 @@ class SplitDecision(NamedTuple):
         whole_s, split_s, own_s, delayed, delayed_split = self.times
         text = f"{'split' if self.is_split else 'whole'}: {self.tokens:.0f} uncached tokens"
         if whole_s is not None:
-            text += f", whole {whole_s:.2f} s"
-            text += _delay(own_s, delayed)
+            text += f", whole {whole_s:.2f} s{_delay(own_s, delayed)}"
         if split_s is not None:
             text += f", split {split_s:.2f} s{_delay(own_s, delayed_split)}"
         return f"{text}; chosen to learn its time" if self.explores else text
@@ -79,7 +76,7 @@ def decide(
     else:
         whole_s += delayed * own_s
         split_s += delayed_split * own_s
-        is_better = split_s < whole_s * _CLEARLY
+        is_better = split_s < whole_s
         share = _EXPLORED * min(split_s, whole_s) / max(split_s, whole_s)
     explores = draw is not None and draw() < share
     return SplitDecision(is_better is not explores, tokens, times, explores)
