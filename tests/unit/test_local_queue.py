@@ -1,5 +1,6 @@
 """The local queue of a replica: order of service, limits, preemption."""
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -114,6 +115,18 @@ def test_the_byte_limit_of_a_band_is_divided_among_replicas() -> None:
     queue.offer(ask("third", band=band, body_bytes=300), 1.0, 2.0)
     assert next(served(queue), None) is not None
     queue.offer(ask("fourth", band=band, body_bytes=200), 1.0, 3.0)
+
+
+def test_the_starvation_guard_serves_overdue_requests_up_to_its_share() -> None:
+    # 30 sheddable requests have waited for more than half of the TTL, beside 100 critical requests.
+    queue = LocalQueue(rules(guard_share=0.1, flow_capacity=1000))
+    for n in range(30):
+        queue.offer(ask(f"s{n}", band=Band.SHEDDABLE), 1.0, 0.0)
+    for n in range(100):
+        queue.offer(ask(f"c{n}", band=Band.CRITICAL), 1.0, 15.0)
+    found = [waiting.request.id for waiting in itertools.islice(served(queue, 16.0), 100)]
+    assert found[0] == "s0"
+    assert sum(name.startswith("s") for name in found) in (10, 11)
 
 
 def test_the_order_of_preemption_starts_again_once_the_queue_is_no_longer_full() -> None:
