@@ -23,7 +23,7 @@ from picker_fleet.scheduling.endpoint_history import block_hashes
 from picker_fleet.scheduling.route_stream import RouteStream
 from picker_fleet.state.accounting_token import Keyring
 
-_SCORERS = {"queue-depth": 2.0, "kv-cache": 2.0, "prefix-affinity": 3.0}  # weights in the chart's flags
+SCORERS = {"queue-depth": 2.0, "kv-cache": 2.0, "prefix-affinity": 3.0}  # weights in the chart's flags
 _SYSTEM_PROMPTS, _SYSTEM_BLOCKS = 20, (4, 16)
 _CHATS, _TURNS, _TURN_BLOCKS = 3000, 8, (2, 6)
 _RUNNING = 2000
@@ -78,7 +78,7 @@ def _run(size: int) -> Hits:
     cell, loads, now_s = SnapshotCell(), Counter[str](), 0.0
     cell.publish(Snapshot("1", tuple(map(Endpoint, addresses))))
     seen: dict[str, int] = {}
-    fleet = KnownFleet(parse({"scheduling": {"scorers": _SCORERS}}))
+    fleet = KnownFleet(parse({"scheduling": {"scorers": SCORERS}}))
     routes = RouteStream("redis://127.0.0.1:1/0", stream="unused", replica="r")
     index = routes.index
 
@@ -100,7 +100,7 @@ def _run(size: int) -> Hits:
             fleet.in_flight = seen = dict(loads)
             now_s += 1.0
         prefix = chats.next()
-        chosen = as_the_script(chooser.choose(_request(prefix)).candidates, loads, chooser.live_weight)
+        chosen = as_the_script(chooser.choose(request(prefix)).candidates, loads, chooser.live_weight)
         if number >= _WARM:
             asked += len(prefix)
             had += index.match(prefix, [chosen]).get(chosen, 0)
@@ -120,8 +120,8 @@ def as_the_script(candidates: str, loads: Counter[str], live_weight: float) -> s
     return min(scores, key=lambda address: live_weight * loads[address] / most - scores[address])
 
 
-def _request(prefix: Sequence[bytes]) -> InferenceRequest:
+def request(prefix: Sequence[bytes], request_id: str = "r", body_bytes: int = 0) -> InferenceRequest:
     plain = InferenceRequest(
-        "r", "llama", "llama", False, "f", Band.DEFAULT, 1.0, Workload("w", 3), 1.0, 30.0, None
+        request_id, "llama", "llama", False, "f", Band.DEFAULT, 1.0, Workload("w", 3), 1.0, 30.0, None
     )
-    return plain._replace(prefix=tuple(prefix))
+    return plain._replace(prefix=tuple(prefix), body_bytes=body_bytes)

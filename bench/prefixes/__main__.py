@@ -13,11 +13,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from unittest.mock import Mock
 
-from bench.large_pool.hits import as_the_script
+from bench.large_pool.hits import SCORERS, as_the_script
+from bench.large_pool.hits import request as make_request
 from bench.rig.report import options_parser, table, write_page
 from picker_fleet.domain.config import parse
 from picker_fleet.domain.known_fleet import KnownFleet
-from picker_fleet.domain.request import Band, Completion, Endpoint, InferenceRequest, Outcome, Workload
+from picker_fleet.domain.request import Completion, Endpoint, InferenceRequest, Outcome
 from picker_fleet.endpoints.readings import EndpointMetrics, MetricsCache
 from picker_fleet.endpoints.snapshot import Snapshot, SnapshotCell
 from picker_fleet.scheduling.cache_feedback import CacheWatch
@@ -29,7 +30,6 @@ from picker_tools.simulator import engine as simulated
 from picker_tools.simulator.engine import PrefixCache, prompt_blocks
 from picker_tools.simulator.openai_api import BYTES_PER_TOKEN
 
-_SCORERS = {"queue-depth": 2.0, "kv-cache": 2.0, "prefix-affinity": 3.0}  # weights in the chart's flags
 _TOKENS_A_BLOCK = BLOCK_BYTES // BYTES_PER_TOKEN
 _ENGINE_BLOCK_TOKENS = 16
 _QUESTION_BLOCKS = (1, 5)
@@ -148,7 +148,7 @@ class _Run:
         self._loads, self._asked = Counter[str](), b""
         cell, clock = SnapshotCell(), lambda: self._now_s
         cell.publish(Snapshot("1", tuple(map(Endpoint, self._servers))))
-        self._fleet = KnownFleet(parse({"scheduling": {"scorers": _SCORERS}}))
+        self._fleet = KnownFleet(parse({"scheduling": {"scorers": SCORERS}}))
         self._readings = MetricsCache(None, clock)
         self._routes = RouteStream("redis://127.0.0.1:1/0", stream="unused", replica="r", clock=clock)
         if index != LEARNT:
@@ -176,7 +176,7 @@ class _Run:
             if number == case.requests // 2:
                 before = self._counted()
             self._asked = text = conversations.next()
-            request = _request(number, text)
+            request = make_request(block_hashes("llama", text), str(number), len(text))
             choice = self._chooser.choose(request)
             address = as_the_script(choice.candidates, self._loads, self._chooser.live_weight)
             self._chooser.placed(request, choice, (address,))
@@ -250,13 +250,6 @@ class _Run:
         per_block = _TOKENS_A_BLOCK // _ENGINE_BLOCK_TOKENS
         cached = {at: server.copy.cached(blocks) // per_block for at, server in self._servers.items()}
         return {at: min(count, len(hashes)) for at, count in cached.items() if count}
-
-
-def _request(number: int, text: bytes) -> InferenceRequest:
-    plain = InferenceRequest(
-        str(number), "llama", "llama", False, "f", Band.DEFAULT, 1.0, Workload("w", 3), 1.0, 30.0, None
-    )
-    return plain._replace(prefix=block_hashes("llama", text), body_bytes=len(text))
 
 
 _PAGE = f"""\

@@ -3,7 +3,6 @@
 import contextlib
 import json
 import socket
-import subprocess
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -11,15 +10,15 @@ from typing import Any
 
 import hiredis
 import redis
+from redis_servers import redis_server
 
 from bench.rig.report import cpu_ns
 from picker_fleet.state.keys import Keys
 from picker_fleet.state.schema import ARRIVAL_NUMBERS
 from picker_fleet.state.scripts import load_library
 from picker_fleet.state.store import pack_arrival
-from picker_tools.local_fleet.network import LOOPBACK, free_port
+from picker_tools.local_fleet.network import LOOPBACK
 from picker_tools.local_fleet.parts import VALKEY_SETTINGS
-from picker_tools.local_fleet.processes import valkey_binary
 
 _DEADLINE_S = 60.0
 _PIPELINED = 12  # number of commands sent before waiting for replies
@@ -161,22 +160,6 @@ def granted_ids(grants: Sequence[bytes]) -> list[str]:
 
 @contextlib.contextmanager
 def server() -> Iterator[Server]:
-    """Run a Valkey until the `with` block ends."""
-    port, binary = free_port(), valkey_binary()
-    with tempfile.TemporaryDirectory() as folder:
-        child = subprocess.Popen(
-            [binary, "--bind", LOOPBACK, "--port", str(port), *VALKEY_SETTINGS, "--dir", str(Path(folder))],
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        assert child.stdout is not None
-        try:
-            for line in child.stdout:
-                if "Ready to accept connections" in line:
-                    break
-            else:
-                raise RuntimeError(f"{binary} did not start")
-            yield Server(port, child.pid)
-        finally:
-            child.terminate()
-            child.wait(10)
+    """Run a Valkey, set as in a local fleet, until the `with` block ends."""
+    with tempfile.TemporaryDirectory() as folder, redis_server(Path(folder), *VALKEY_SETTINGS) as it:
+        yield Server(it.port, it.process.pid)
