@@ -32,6 +32,7 @@ from picker_fleet.domain.errors import StartupError
 from picker_fleet.domain.known_fleet import KnownFleet
 from picker_fleet.domain.sections import Kubernetes as KubernetesPool
 from picker_fleet.endpoints.discovery import WatchedFile, source_of
+from picker_fleet.endpoints.kv_events import KvEventReader
 from picker_fleet.endpoints.readings import MetricsCache
 from picker_fleet.endpoints.scraping import ScrapingTask
 from picker_fleet.endpoints.snapshot import SnapshotCell
@@ -59,6 +60,7 @@ from picker_fleet.scheduling.cache_feedback import CacheWatch
 from picker_fleet.scheduling.chooser import EndpointChooser
 from picker_fleet.scheduling.extension_calls import Extensions
 from picker_fleet.scheduling.route_stream import RouteStream
+from picker_fleet.scheduling.token_prefixes import TokenPrefixes
 from picker_fleet.state.accounting_token import Keyring
 from picker_fleet.state.connection import FailureDetector, PauseDetector
 from picker_fleet.state.store import Store
@@ -137,6 +139,8 @@ class Pool:
         # Create the parts for endpoints, scraping and scheduling.
         self.routes = RouteStream(url, stream=self.store.keys.routes, replica=replica, clock=clock)
         caches = CacheWatch(self.routes, self.readings)
+        port = settings.scheduling.kv_events_port
+        self.tokens = None if port is None else TokenPrefixes(self.routes, settings.scraping, clock)
         self.scraping = ScrapingTask(
             url,
             settings.pool,
@@ -147,6 +151,7 @@ class Pool:
             endpoints=self.endpoints,
             readings=self.readings,
             meter=Probes(self.store, self.endpoints, self.metrics, self.readings, self.fleet, clock, caches),
+            kv_events=None if port is None or self.tokens is None else KvEventReader(port, self.tokens),
         )
         extensions = Extensions(settings, self.metrics.extension_fault)
         self.chooser = EndpointChooser(
@@ -239,6 +244,7 @@ class Pool:
             clock=clock,
             fill=self.admission.fill,
             selected=selected,
+            tokens=self.tokens,
         )
 
         # The admin API
@@ -312,6 +318,8 @@ class Pool:
         start(self._fleet_state.run, "fleet-state")
         start(self.operated.events.run, "events")
         start(self.routes.run, "routes")
+        if self.tokens is not None:
+            start(self.tokens.run, "tokenize")
 
     async def _follow_objects(self, named: KubernetesPool) -> None:
         """Keep the request intake up to date with the objectives and model rewrites in the Kubernetes API."""

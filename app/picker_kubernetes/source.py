@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import msgspec
 
 from picker_fleet.background import keep
-from picker_fleet.domain.request import METRICS_PATH, METRICS_PORT, METRICS_SCHEME, Endpoint
+from picker_fleet.domain.request import KV_EVENTS_PORT, METRICS_PATH, METRICS_PORT, METRICS_SCHEME, Endpoint
 from picker_fleet.domain.units import endpoint_address
 from picker_fleet.endpoints.discovery import Report
 from picker_kubernetes.api import Api, Collection, Metadata, Reflector
@@ -24,7 +24,7 @@ NAMESPACE_LABEL = "picker-fleet/namespace"
 PORT_RANK_LABEL = "picker-fleet/port-rank"
 # Annotations with the ports on which a pod serves; the first annotation that a pod has applies.
 _ACTIVE_PORTS = ("llm-d.ai/active-ports", "inference.networking.k8s.io/active-ports")
-_METRICS = (METRICS_PORT, METRICS_PATH, METRICS_SCHEME)  # labels or annotations of a pod
+_PORTS = (METRICS_PORT, METRICS_PATH, METRICS_SCHEME, KV_EVENTS_PORT)  # labels or annotations of a pod
 _SETTLE_S = 0.25  # pause between updates: many pods change together; the first change is reported at once
 
 
@@ -138,7 +138,7 @@ def _endpoint(pod: Pod, port: int, rank: int) -> Endpoint | None:
         PORT_RANK_LABEL: str(rank),
     }
     annotations = pod.metadata.annotations or {}
-    page = {name: annotations[name] for name in _METRICS if name in annotations}
+    page = {name: annotations[name] for name in _PORTS if name in annotations}
     return Endpoint(
         address=address, labels={**page, **(pod.metadata.labels or {}), **own}, draining=not pod.ready
     )

@@ -15,6 +15,7 @@
     tenants          two tenants with API keys and official SDKs, one over its limit (installs as sdks)
     time-lapse       a simulated week of a fleet, on a clock that jumps to the next event
     vllm             real vLLM servers on the CPU behind the fleet (installs 6 GB once)
+    vllm-prefixes    prefix hits of real vLLM servers: capacity fixed or learnt, or by KV events
     vllm-limits      limits found for real vLLM servers, beside static bounds and vLLM alone
 
 `NAME --help` lists the options. `--out DIR` writes the report to DIR/NAME.md.

@@ -11,6 +11,7 @@ import os
 import random
 import re
 import shutil
+import socket
 import struct
 import sys
 from array import array
@@ -35,6 +36,7 @@ _HIDDEN, _LAYERS, _HEADS, _HEAD = 128, 2, 2, 64  # 64 is the smallest head size 
 _VOCABULARY = 320
 _RANK = 8
 _KV_BLOCKS = 128  # blocks of 128 tokens; so few that a check's requests fill a visible part of the KV cache
+_EVENTS_PORT = 15557
 _READY_S, _GRACE_S = 300.0, 20.0
 
 
@@ -147,11 +149,12 @@ def _write_adapter(folder: Path, chance: random.Random) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """A running `vllm serve`. `address` is `ip:port`."""
+    """A running `vllm serve`. `address` is `ip:port`; `events_port` is the port of its KV events, 0: none."""
 
     address: str
     process: asyncio.subprocess.Process
     log: Path
+    events_port: int
 
     async def counted(self, name: str, **labels: str) -> float:
         """The sum of the series `name` with `labels` on the server's metrics page; 0 if there is none."""
@@ -176,10 +179,12 @@ async def servers(
     places: int = PLACES,
     kv_blocks: int = _KV_BLOCKS,
     with_adapters: bool = False,
+    with_events: bool = False,
 ) -> AsyncIterator[list[Server]]:
     """Start `count` vLLM servers, yield them once all are ready, and stop them at the end of the block.
 
-    A server runs `places` requests at once, in a KV cache of `kv_blocks` blocks of 128 tokens.
+    A server runs `places` requests at once, in a KV cache of `kv_blocks` blocks of 128 tokens. `with_events`:
+    it publishes its KV events, and POST /reset_prefix_cache clears the cache.
 
     Raises:
         EngineFault: a server did not become ready.
@@ -189,16 +194,36 @@ async def servers(
         for number in range(count):
             sizes = ("--max-num-seqs", f"{places}", "--num-gpu-blocks-override", f"{kv_blocks}")
             log = folder / f"vllm-{number + 1}.log"
-            server = await _started(python, model, log, sizes, with_adapters)
+            events = _events_ports(_EVENTS_PORT + 2 * number) if with_events else (0, 0)
+            server = await _started(python, model, log, sizes, with_adapters, events)
             running.push_async_callback(_ended, server)
             started.append(server)
         await asyncio.gather(*(_ready(server) for server in started))
         yield started
 
 
-async def _started(python: Path, model: Path, log: Path, sizes: Sequence[str], with_adapters: bool) -> Server:
+def _events_ports(first: int) -> tuple[int, int]:
+    """Two free ports, the second one higher: of the KV events and of their replay. Clients' connections take
+    no ports of this range while a server starts."""
+    for port in range(first, first + 1000, 20):
+        with contextlib.suppress(OSError), socket.socket() as one, socket.socket() as next_one:
+            one.bind(("", port))
+            next_one.bind(("", port + 1))
+            return port, port + 1
+    raise EngineFault("no two ports are free for KV events")
+
+
+async def _started(
+    python: Path, model: Path, log: Path, sizes: Sequence[str], with_adapters: bool, events: tuple[int, int]
+) -> Server:
     port = free_port()
     adapters: Sequence[str] = ()
+    more: Sequence[str] = ()
+    if events[0]:
+        published, past = (f"tcp://*:{each}" for each in events)
+        config = {"enable_kv_cache_events": True, "publisher": "zmq"}
+        config |= {"endpoint": published, "replay_endpoint": past}
+        more = ("--kv-events-config", json.dumps(config))
     if with_adapters:
         limits = ("--max-loras", "1", "--max-cpu-loras", "2", "--max-lora-rank", str(_RANK))
         modules = (f"{name}={model / name}" for name in ADAPTERS)
@@ -210,13 +235,14 @@ async def _started(python: Path, model: Path, log: Path, sizes: Sequence[str], w
             *("--max-model-len", str(MAX_TOKENS), "--enforce-eager", *sizes),
             *("--enable-prompt-tokens-details", "--host", LOOPBACK, "--port", str(port)),
             *adapters,
+            *more,
             env=_environment(),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=output,
             stderr=output,
             start_new_session=True,
         )
-    return Server(f"{LOOPBACK}:{port}", process, log)
+    return Server(f"{LOOPBACK}:{port}", process, log, events[0])
 
 
 def _environment() -> dict[str, str]:
@@ -225,6 +251,7 @@ def _environment() -> dict[str, str]:
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_SERVER_DEV_MODE": "1",
         "OMP_NUM_THREADS": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     }

@@ -20,11 +20,15 @@ from picker_fleet.scheduling.latency_model import Load
 from picker_fleet.scheduling.route_stream import (
     CompletionRecord,
     EvidenceRecord,
+    FollowedRecord,
     LossRecord,
     ObservationRecord,
     PlacementRecord,
     Record,
+    RemovedRecord,
     RouteRecord,
+    StoredRecord,
+    TokensRecord,
     pack,
     unpack,
 )
@@ -33,7 +37,9 @@ A, B, C = "10.0.0.1:8000", "10.0.0.2:8000", "[fd00::1]:8000"
 _STREAMS = itertools.count(1)
 
 addresses = st.text(max_size=40)
-routes = st.builds(RouteRecord, addresses, st.lists(st.binary(min_size=8, max_size=8), max_size=9).map(tuple))
+hashes = st.lists(st.binary(min_size=8, max_size=8), max_size=9).map(tuple)
+kinds = st.sampled_from([RouteRecord, StoredRecord, RemovedRecord, TokensRecord])
+routes = st.builds(lambda kind, *parts: kind(*parts), kinds, addresses, hashes)
 amounts = st.floats(min_value=0, max_value=1e6)
 observed = st.builds(
     ObservationRecord, addresses, addresses, st.builds(Load, *[amounts] * 4), amounts, amounts
@@ -43,6 +49,7 @@ others = (
     | st.builds(PlacementRecord, addresses, amounts, amounts)
     | st.builds(EvidenceRecord, addresses, amounts, amounts, amounts)
     | st.builds(LossRecord, addresses)
+    | st.builds(FollowedRecord, addresses, amounts)
 )
 
 

@@ -248,6 +248,7 @@ def finite_number(value: object) -> float | None:
 METRICS_PORT = "picker-fleet/metrics-port"
 METRICS_PATH = "picker-fleet/metrics-path"
 METRICS_SCHEME = "picker-fleet/metrics-scheme"
+KV_EVENTS_PORT = "picker-fleet/kv-events-port"  # overrides `scheduling.kv_events_port`
 
 
 class Ejection(NamedTuple):

@@ -3,6 +3,7 @@
 The module scheduling/scorers.py computes the scores.
 """
 
+import importlib.util
 from collections.abc import Mapping
 from typing import Annotated, Any, Final, Literal, NamedTuple, Self
 
@@ -11,7 +12,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from picker_fleet.domain import extensions
 from picker_fleet.domain.allowlist import ENCODERS, PREFILLER, stage_header
 from picker_fleet.domain.label_selector import label_selector
-from picker_fleet.domain.sections import OutsideFilter, Section
+from picker_fleet.domain.sections import OutsideFilter, Port, Section
 from picker_fleet.domain.units import AutoCount, Count, Duration, Name, Number, repeated
 
 
@@ -101,6 +102,12 @@ class Latency(Section):
         return self
 
 
+def _with_zmq(port: int) -> int:
+    if importlib.util.find_spec("zmq") is None:
+        raise ValueError("needs picker-fleet[kv-events], which is not installed: pyzmq is missing")
+    return port
+
+
 # Headers and body members that can identify a client's session.
 SessionKey = Literal["session-id", "x-session-affinity", "prompt_cache_key", "user", "metadata.user_id"]
 
@@ -157,6 +164,8 @@ class Scheduling(Section):
     filters: tuple[OutsideFilter, ...] = ()  # filters from outside, which run after the built-in ones
     extension_budget: Duration = Field(0.001, gt=0, le=0.1)  # most time for one call of an extension
     session_keys: tuple[SessionKey, ...] = ()  # session keys for the scorer session-affinity
+    # Port of the engines' KV events (docs/picking.md); null: they are not read.
+    kv_events_port: Annotated[Port, AfterValidator(_with_zmq)] | None = None
     latency: Latency = Latency()
     fallbacks: Count = Field(2, ge=0, le=8)
     adapters: tuple[Name, ...] = ()  # names of LoRA adapters, besides adapters that endpoints report

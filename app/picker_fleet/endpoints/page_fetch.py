@@ -160,14 +160,17 @@ class Connection:
             "User-Agent: picker\r\n"
         ).encode("ascii")
 
-    async def ask(self, path: str, header: bytes = b"") -> "Exchange":
-        """Send GET `path`. Returns when the head of the response, of any status, has arrived. There is no
-        timeout: the caller sets the deadline.
+    async def ask(self, path: str, header: bytes = b"", body: bytes | None = None) -> "Exchange":
+        """Send GET `path`, or POST if there is a `body`. Returns when the head of the response, of any
+        status, has arrived. There is no timeout: the caller sets the deadline.
 
         Raises:
             FetchError: the server does not accept a connection, or its response is truncated or not HTTP.
         """
-        request = b"GET " + path.encode("ascii") + self._headers + header + b"\r\n"
+        head = path.encode("ascii") + self._headers + header
+        request = b"GET " + head + b"\r\n"
+        if body is not None:
+            request = b"POST %sContent-Length: %d\r\n\r\n%s" % (head, len(body), body)
         self.unanswered += 1
         try:
             exchange = await self._sent(request)

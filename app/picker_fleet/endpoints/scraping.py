@@ -22,6 +22,7 @@ from picker_fleet.background import keep
 from picker_fleet.domain.errors import StateUnavailable
 from picker_fleet.domain.known_fleet import KnownFleet
 from picker_fleet.domain.scraping import Scraping
+from picker_fleet.endpoints.kv_events import KvEventReader
 from picker_fleet.endpoints.metrics_channel import MetricsChannel
 from picker_fleet.endpoints.pacing import IntervalPolicy
 from picker_fleet.endpoints.readings import EndpointMetrics, MetricsCache
@@ -124,7 +125,7 @@ class ScrapingTask:
 
     `endpoints` holds the pool's endpoints. The assignment is computed five times per heartbeat, so that
     others take over the endpoints of a silent replica within one heartbeat. While Redis is unavailable each
-    replica goes on scraping its own endpoints.
+    replica goes on scraping its own endpoints. `kv_events` gets the same assignment.
     """
 
     def __init__(
@@ -139,10 +140,11 @@ class ScrapingTask:
         endpoints: SnapshotCell,
         readings: MetricsCache,
         meter: Meter,
+        kv_events: KvEventReader | None = None,
     ) -> None:
         self._clock = asyncio.get_running_loop().time
         self._replica, self._fleet, self._endpoints = replica, fleet, endpoints
-        self._readings, self._meter = readings, meter
+        self._readings, self._meter, self._kv_events = readings, meter, kv_events
         self._channel = MetricsChannel(url, pool, replica, now_ms=readings.now_ms)
         self._look_s = heartbeat_s / _LOOKS_A_HEARTBEAT
         self._scraper = Scraper(
@@ -170,6 +172,8 @@ class ScrapingTask:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(keep("scraper", self._scraper.run), name="scraper")
                 tasks.create_task(keep("metrics-channel", follow), name="metrics-channel")
+                if self._kv_events is not None:
+                    tasks.create_task(keep("kv-events", self._kv_events.run), name="kv-events")
                 tasks.create_task(keep("scraping-assignment", self._look_forever), name="scraping-assignment")
         finally:
             with contextlib.suppress(Exception):
@@ -208,7 +212,10 @@ class ScrapingTask:
             self._assigned_version = snapshot.version
             mine = self._assignment.of(self._replica, (each.address for each in snapshot.endpoints))
             _log.info("scraping %d of %d endpoints", len(mine), len(snapshot.endpoints))
-            self._scraper.set_targets(each for each in snapshot.endpoints if each.address in mine)
+            targets = [each for each in snapshot.endpoints if each.address in mine]
+            self._scraper.set_targets(targets)
+            if self._kv_events is not None:
+                self._kv_events.set_targets(targets)
         self._meter.scrape_ages(len(self._scraper.targets), self._readings.ages_s)
 
     async def _forget_gone(self) -> None:

@@ -9,6 +9,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import cycle, islice
 from typing import Final, NamedTuple
 
@@ -40,6 +41,7 @@ from picker_fleet.ingress.headers import CONTENT_ENCODING, CONTENT_TYPE, REQUEST
 from picker_fleet.ingress.intake import Ask, Intake, bodiless, read_body
 from picker_fleet.ingress.quota_headers import quota_headers
 from picker_fleet.scheduling.chooser import EndpointChooser
+from picker_fleet.scheduling.token_prefixes import TokenPrefixes
 from picker_fleet.telemetry.logs import DecisionLines
 from picker_fleet.telemetry.metrics import Metrics
 
@@ -245,7 +247,7 @@ class ExchangeContext:
     """The objects that all requests of a pool share. `paths` is None for a pool that this replica does not
     serve. `reads` limits requests without admission; `fill` returns the used part of the queue's capacity, 0
     to 1. `clock` counts seconds from any origin. `selected` parses the header by which the conformance suite
-    chooses endpoints; None if clients may not choose."""
+    chooses endpoints; None if clients may not choose. `tokens` is None unless KV events are read."""
 
     settings: Settings
     paths: AllowedPaths | None
@@ -262,6 +264,7 @@ class ExchangeContext:
     clock: Callable[[], float]
     fill: Callable[[], float]
     selected: Callable[[bytes], tuple[str, ...]] | None = None
+    tokens: TokenPrefixes | None = None
 
     def way(self, method: bytes, path: bytes, *, has_body: bool) -> Way:
         """How a request with this method and path is served. Counts a read request towards the read limit.
@@ -342,6 +345,7 @@ class Decision:
         self.placement: Placement | None = None
         self.pressure = ""
         self._subset: tuple[str, ...] | None = None
+        self._ask: Ask | None = None  # kept only while KV events are read
 
     async def route(self, way: Way, headers: Mapping[str, bytes], subset: tuple[str, ...] | None) -> None:
         """Choose endpoints for a request without admission. The endpoint that stores the state which the
@@ -376,6 +380,8 @@ class Decision:
         self.request, self.model, self.target_model = request, request.model, request.target_model
         context.new_flows.check(request.flow, forwarded_for)
         self.arrived_s = context.clock()
+        if context.tokens is not None:
+            self._ask = ask
         asked = ask.model or context.intake.default_model
         return request.target_model != asked and (ask.model != "" or ask.needs_model)
 
@@ -464,6 +470,10 @@ class Decision:
                 asyncio.get_running_loop().call_later(
                     placement.prefill_s, context.gate.prefilled, self.request_id
                 )
+        if self._ask is not None and context.tokens is not None and self.request is not None:
+            (ask, self._ask), target = (self._ask, None), self.target_model
+            text = partial(ask.renamed, target) if ask.model not in ("", target) else lambda: ask.text
+            context.tokens.placed(self.request, placement.endpoints[0], self.path, text)
         if context.lines.debug:
             context.lines.placed(self.request, placement.endpoints, self.mode, seconds)
 

@@ -39,6 +39,7 @@ _MOST_HOLDERS: Final = 4  # most endpoints kept per hash, the latest ones
 _WITH_EVICTED = 1.5  # hashes kept per endpoint, as a multiple of the blocks that its engine keeps
 _BYTES_PER_TOKEN = 4.0  # of prompts' JSON, until answers tell; then a moving mean:
 _NEW_SHARE = 0.05
+_FOLLOWED_S = 5.0  # after the last sign that an engine's KV events are read
 LATENCY_WINDOW: Final = 100  # completions kept per endpoint (spec 004)
 
 # Members of the body that chat templates put before the first message, such as Anthropic's system prompt.
@@ -149,6 +150,7 @@ class PrefixIndex:
         self._caches: dict[str, EngineCache] = {}
         self._kv_tokens: dict[str, float] = {}  # by the engines' pages
         self._bytes_per_token = _BYTES_PER_TOKEN
+        self._followed: dict[str, tuple[int, float]] = {}  # address -> tokens of a block, until when
         self._holders: dict[bytes, tuple[str, ...]] | None = None
 
     def __len__(self) -> int:
@@ -180,6 +182,7 @@ class PrefixIndex:
             for other, others in self._caches.items():
                 self._let_go(other, others.fit(self._most(others)))
         links = hashes[: self._share]
+        cache.follows = self.followed(address) > 0
         gone = cache.add(links, self._most(cache), self._clock())
         if self._holders is not None:
             self._hold(self._holders, address, links)
@@ -209,14 +212,16 @@ class PrefixIndex:
     def teaches(self, address: str, evidence: Evidence, life: int | None = None) -> bool:
         """Whether `learn` would change anything. False if the cache was cleared since its life `life`."""
         cache = self._caches.get(address)
-        return cache is not None and life in (None, cache.life) and cache.teaches(evidence)
+        return (
+            cache is not None and life in (None, cache.life) and not cache.follows and cache.teaches(evidence)
+        )
 
     def learn(self, address: str, evidence: Evidence, bytes_per_token: float) -> None:
         """Correct the capacity of the engine at `address` by the evidence of an answer, whose prompt had
         `bytes_per_token` (0: unknown)."""
         if bytes_per_token:
             self._bytes_per_token += _NEW_SHARE * (bytes_per_token - self._bytes_per_token)
-        if (cache := self._caches.get(address)) is not None:
+        if (cache := self._caches.get(address)) is not None and not cache.follows:
             cache.report_size(self._told(address))
             self._let_go(address, cache.learn(evidence, self._share, of_answer=bytes_per_token > 0))
 
@@ -224,6 +229,29 @@ class PrefixIndex:
         """Forget the blocks of `address`: its engine has lost its cache."""
         if (cache := self._caches.get(address)) is not None:
             self._let_go(address, cache.clear())
+
+    def follow(self, address: str, block_tokens: int) -> None:
+        """Record that a replica reads the KV events of the engine at `address`, whose blocks have
+        `block_tokens` tokens; 0: it does not, so the capacity alone tells what is evicted."""
+        self._followed[address] = block_tokens, self._clock() + _FOLLOWED_S
+
+    def followed(self, address: str) -> int:
+        """The tokens of a block of the engine at `address`; 0 if its KV events are not read."""
+        block_tokens, until_s = self._followed.get(address, (0, 0.0))
+        return block_tokens if block_tokens and self._clock() < until_s else 0
+
+    def restore(self, address: str, hashes: Sequence[bytes]) -> None:
+        """Record that the engine has stored the blocks `hashes`, by its KV events."""
+        if (cache := self._caches.get(address)) is not None:
+            gone = cache.restore(hashes, self._most(cache), self._clock())
+            if self._holders is not None:
+                self._hold(self._holders, address, hashes)
+            self._let_go(address, gone)
+
+    def remove(self, address: str, hashes: Sequence[bytes]) -> None:
+        """Record that the engine has removed the blocks `hashes`, by its KV events."""
+        if (cache := self._caches.get(address)) is not None:
+            self._let_go(address, cache.remove(hashes))
 
     def predicted(self, address: str) -> Predicted:
         """The blocks of all prompts sent to `address` so far, and what was predicted of these."""
@@ -263,6 +291,7 @@ class PrefixIndex:
         for gone in self._caches.keys() - addresses:
             self._let_go(gone, self._caches.pop(gone).clear())
         self._kv_tokens = {each: told for each, told in self._kv_tokens.items() if each in addresses}
+        self._followed = {each: until for each, until in self._followed.items() if each in addresses}
 
     @property
     def _share(self) -> int:

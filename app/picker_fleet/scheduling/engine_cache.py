@@ -13,6 +13,9 @@ was placed, and the number of blocks that were cached, give the highest rank tha
 that was evicted (`Evidence`). If the estimate contradicts one of them, it moves by a part of the distance on
 a logarithmic scale, at most `_MOST_STEP` (stochastic approximation, Robbins and Monro 1951). Answers and
 running requests take blocks that no prompt shows, so the estimate settles below the configured capacity.
+
+While a replica reads the engine's KV events, these say what is evicted, and the capacity is only a bound: not
+below the capacity told, since the engine has no more.
 """
 
 import math
@@ -74,14 +77,15 @@ class EngineCache:
     be cached, `evicted` has older ones. Each has the number of the last request that used it."""
 
     __slots__ = (
-        "_left", "_log_factor", "_number", "_since_s", "_strikes", "_told",
-        "asked", "cached", "evicted", "hits", "life", "tells",
+        "_has_holes", "_left", "_log_factor", "_number", "_since_s", "_strikes", "_told",
+        "asked", "cached", "evicted", "follows", "hits", "life", "tells",
     )  # fmt: skip
 
     def __init__(self, told: float) -> None:
         self._told = told
         self._log_factor = 0.0  # of the estimate to `_told`
         self.tells = False  # whether answers of the endpoint tell their cached tokens
+        self.follows = False  # whether the engine's KV events are read
         self.life = 0  # number of the cache's clearings
         self.asked = self.hits = 0  # blocks of all prompts, and those predicted to be cached
         self.clear()
@@ -98,13 +102,14 @@ class EngineCache:
         self._left: dict[int, int] = {}  # request -> blocks that no later request has used; oldest first
         self._since_s: dict[int, float] = {}
         self._number = self._strikes = 0
+        self._has_holes = False  # whether a block may be missing before others of its prompt
         self.tells = False
         return gone
 
     @property
     def capacity(self) -> float:
         """The estimated capacity, in blocks."""
-        return self._told * math.exp(self._log_factor)
+        return self._told * math.exp(max(self._log_factor, 0.0) if self.follows else self._log_factor)
 
     def report_size(self, capacity: float) -> None:
         """Use the `capacity` in blocks that the engine's page tells; what answers have taught stays."""
@@ -117,6 +122,9 @@ class EngineCache:
         self._left[number], self._since_s[number] = len(links), now_s
         cached, evicted = self.cached, self.evicted
         had = _count(links, lambda link: cached.get(link, 0), 0)
+        if self._has_holes:
+            had = next((at for at, link in enumerate(links) if link not in cached), len(links))
+            self.remove(links[had:])
         known = had + (_count(links[had:], lambda link: evicted.get(link, 0), 0) if evicted else 0)
         used_before = Counter(map(cached.__getitem__, links[:had]))
         used_before.update(map(evicted.pop, links[had:known]))
@@ -148,6 +156,26 @@ class EngineCache:
         gone = list(islice(evicted, surplus))
         for number, count in Counter(map(evicted.pop, gone)).items():
             self._less(number, count)
+        return gone
+
+    def remove(self, links: Sequence[bytes]) -> list[bytes]:
+        """Forget the blocks `links`, and return those that were known: the engine has removed them."""
+        self._has_holes = True
+        gone = []
+        for link in links:
+            number = self.cached.pop(link, 0) or self.evicted.pop(link, 0)
+            if number:
+                self._less(number, 1)
+                gone.append(link)
+        return gone
+
+    def restore(self, links: Sequence[bytes], most: int, now_s: float) -> list[bytes]:
+        """Record that the engine has stored the blocks `links`. Returns the blocks that were dropped."""
+        new = [link for link in dict.fromkeys(links) if link not in self.cached]
+        self.remove(new)
+        asked, hits = self.asked, self.hits
+        gone = self.add(new, most, now_s) if new else []
+        self.asked, self.hits = asked, hits
         return gone
 
     def _less(self, number: int, count: int) -> None:

@@ -11,10 +11,11 @@ be written at the second try, only the replica that made it counts it, so each r
 up to date without Redis (G8).
 
 The body of an entry is a sequence of records. Numbers are big-endian. Record of a route: `R`, length
-of the address (2 bytes), number of hashes (2 bytes), address, hashes (8 bytes each). Further records begin
-with `C` (completion), `P` (placement), `O` (observation), `E` (evidence of a prefix cache) or `D` (loss of a
-prefix cache), the length of the address (2 bytes) and, of an observation, the length of the model (2 bytes);
-then the record's numbers as doubles, address and model.
+of the address (2 bytes), number of hashes (2 bytes), address, hashes (8 bytes each); the same with `S`
+(blocks stored), `X` (blocks removed) or `T` (tokens). Further records begin with `C` (completion), `P`
+(placement), `O` (observation), `E` (evidence of a prefix cache), `D` (loss of a prefix cache) or `F` (KV
+events are read), the length of the address (2 bytes) and, of an observation, the length of the model (2
+bytes); then the record's numbers as doubles, address and model.
 """
 
 import asyncio
@@ -104,7 +105,44 @@ class LossRecord(NamedTuple):
     address: str
 
 
+class StoredRecord(NamedTuple):
+    """By its KV events, the engine at `address` has these blocks of prompts again."""
+
+    address: str
+    hashes: tuple[bytes, ...]
+
+
+class RemovedRecord(NamedTuple):
+    """By its KV events, the engine at `address` has removed these blocks of prompts."""
+
+    address: str
+    hashes: tuple[bytes, ...]
+
+
+class TokensRecord(NamedTuple):
+    """Pairs: the link of a block of tokens (`kv_events.token_links`), and the hash of a prompt's block that
+    is cached as long as these tokens are. `address` has tokenized the prompt."""
+
+    address: str
+    hashes: tuple[bytes, ...]
+
+
+class FollowedRecord(NamedTuple):
+    """A replica reads the KV events of the engine at `address`, whose blocks have `block_tokens` tokens; 0:
+    it has missed events, or reads them no longer."""
+
+    address: str
+    block_tokens: float
+
+
 _ROUTE = struct.Struct(">cHH")
+_HASHES: Final[Mapping[bytes, Callable[..., "Record"]]] = {
+    b"R": RouteRecord,
+    b"S": StoredRecord,
+    b"X": RemovedRecord,
+    b"T": TokensRecord,
+}
+_HASH_MARKS = {kind: mark for mark, kind in _HASHES.items()}
 _OBSERVATION = struct.Struct(">cHH6d")
 # The layouts of the records that have only numbers besides their address.
 _LAYOUTS: Final[Mapping[bytes, tuple[Callable[..., "Record"], struct.Struct]]] = {
@@ -112,11 +150,13 @@ _LAYOUTS: Final[Mapping[bytes, tuple[Callable[..., "Record"], struct.Struct]]] =
     b"P": (PlacementRecord, struct.Struct(">cH2d")),
     b"E": (EvidenceRecord, struct.Struct(">cH3d")),
     b"D": (LossRecord, struct.Struct(">cH")),
+    b"F": (FollowedRecord, struct.Struct(">cHd")),
 }
 _MARKS = {kind: (mark, layout) for mark, (kind, layout) in _LAYOUTS.items()}
 
 # All replicas take these records from the stream, their own included.
-Ending = CompletionRecord | ObservationRecord | EvidenceRecord | LossRecord
+Engines = StoredRecord | RemovedRecord | TokensRecord | FollowedRecord
+Ending = CompletionRecord | ObservationRecord | EvidenceRecord | LossRecord | Engines
 Record = RouteRecord | PlacementRecord | Ending
 
 
@@ -138,6 +178,7 @@ class RouteStream:
         self._clock = clock
         self.index, self.latencies = PrefixIndex(clock=clock), LatencyTracker()
         self.model, self.backlogs = LatencyModel(), PrefillBacklogs()
+        self.on_tokens: Callable[[Sequence[bytes]], None] = lambda hashes: None  # gets those of TokensRecords
         self._shared = asyncio.Event()
         self._routes: deque[bytes] = deque(maxlen=MAX_ROUTES)  # packed records
         self._completions: deque[Ending] = deque(maxlen=MAX_COMPLETIONS)
@@ -290,15 +331,23 @@ class RouteStream:
                     self.index.learn(address, Evidence(kept, evicted), bytes_per_token)
                 case LossRecord(address):
                     self.index.clear(address)
+                case StoredRecord(address, hashes):
+                    self.index.restore(address, hashes)
+                case RemovedRecord(address, hashes):
+                    self.index.remove(address, hashes)
+                case TokensRecord(_, hashes):
+                    self.on_tokens(hashes)
+                case FollowedRecord(address, block_tokens):
+                    self.index.follow(address, round(block_tokens))
 
 
 def pack(record: Record) -> bytes:
     """Encode `record` for the stream; keeps at most the first 65 535 hashes."""
     address = record.address.encode()
     match record:
-        case RouteRecord(_, hashes):
-            hashes = hashes[:_MAX_HASHES]
-            return _ROUTE.pack(b"R", len(address), len(hashes)) + address + b"".join(hashes)
+        case RouteRecord() | StoredRecord() | RemovedRecord() | TokensRecord():
+            mark, hashes = _HASH_MARKS[type(record)], record.hashes[:_MAX_HASHES]
+            return _ROUTE.pack(mark, len(address), len(hashes)) + address + b"".join(hashes)
         case ObservationRecord(_, name, load, ttft_s, tpot_s):
             model, times = name.encode(), (*load, ttft_s, tpot_s)
             return _OBSERVATION.pack(b"O", len(address), len(model), *times) + address + model
@@ -333,13 +382,13 @@ def unpack(body: bytes) -> list[Record]:
     try:
         while at < len(body):
             mark = body[at : at + 1]
-            if mark == b"R":
+            if mark in _HASHES:
                 _, length, count = _ROUTE.unpack_from(body, at)
                 address, start = _text(body, at + _ROUTE.size, length)
                 at = start + count * HASH_BYTES
                 _check_length(body, at)
                 hashes = tuple(body[i : i + HASH_BYTES] for i in range(start, at, HASH_BYTES))
-                found.append(RouteRecord(address, hashes))
+                found.append(_HASHES[mark](address, hashes))
             elif mark == b"O":
                 _, length, of_model, *numbers = _OBSERVATION.unpack_from(body, at)
                 address, at = _text(body, at + _OBSERVATION.size, length)

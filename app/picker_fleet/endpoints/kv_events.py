@@ -1,0 +1,312 @@
+"""Reads the KV events of engines: which blocks of tokens an engine stores in its prefix cache, and removes.
+
+vLLM (`--kv-events-config`, vllm/distributed/kv_events.py) and SGLang publish the events on a ZeroMQ PUB
+socket. A message has the topic, a sequence number of 8 bytes and a batch in MessagePack: time, events, rank.
+An event is an array that begins with its type (SGLang, older versions of vLLM) or a map with the key `type`.
+vLLM's replay socket, a ROUTER, sends past batches again from a sequence number on.
+
+Engines name blocks by hashes of their own. So that a replica can compute the name of a prompt's block from
+token ids, events are translated into *links*: the hash of a block's token ids and of the link before it.
+"""
+
+import asyncio
+import logging
+import time
+from array import array
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple, Protocol
+
+import msgspec
+from xxhash import xxh64_digest
+
+from picker_fleet.background import keep
+from picker_fleet.domain.request import KV_EVENTS_PORT, Endpoint
+from picker_fleet.domain.units import split_host_port
+from picker_fleet.state.primary import raise_if_cancelled
+
+if TYPE_CHECKING:
+    import zmq.asyncio
+
+MOST_BLOCKS: Final = 500_000  # of one engine: about 150 MB
+_MOST_BLOCK_TOKENS = 4096
+_MOST_MESSAGE_BYTES = 512 * 1024  # about 70 000 tokens in one step of the engine
+_MOST_MESSAGES = 200  # waiting in ZeroMQ's queue; further ones are missed
+_PAUSES = 19.0  # pause as a multiple of the time to read a batch: a flooding engine gets 5 % of a core
+_POLL_MS = 1000
+_REPLAY_S, _REPLAY_SILENCE_MS = 60.0, 1000
+_HEARTBEAT_MS, _DEAD_MS = 2000, 6000  # ZeroMQ's heartbeats, which show a connection that is silently dead
+_PAUSES_S = (0.5, 30.0)  # shortest and longest pause between two sessions
+_SEQUENCE_BYTES = 8
+
+_log = logging.getLogger(__name__)
+
+TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
+
+
+def token_links(tokens: Sequence[int], block_tokens: int, link: bytes = b"") -> list[bytes]:
+    """The links of the whole blocks of `tokens`, first to last; `link` is that of the block before."""
+    width = array("I").itemsize * block_tokens
+    text = array("I", tokens).tobytes()
+    links = []
+    for start in range(0, len(text) - width + 1, width):
+        link = xxh64_digest(text[start : start + width] + link)
+        links.append(link)
+    return links
+
+
+class _Stored(msgspec.Struct):
+    block_hashes: list[int | bytes]
+    parent_block_hash: int | bytes | None
+    token_ids: list[TokenId]
+    block_size: Annotated[int, msgspec.Meta(ge=1, le=_MOST_BLOCK_TOKENS)]
+    lora_id: int | None = None
+    medium: str | None = None
+    lora_name: str | None = None
+    extra_keys: list[Any] | None = None
+    group_idx: int | None = None
+
+
+class _Removed(msgspec.Struct):
+    block_hashes: list[int | bytes]
+    medium: str | None = None
+    group_idx: int | None = None
+
+
+_EVENTS: Final[dict[str, type[_Stored] | type[_Removed]]] = {"BlockStored": _Stored, "BlockRemoved": _Removed}
+_CLEARED: Final = "AllBlocksCleared"
+
+
+class Changes(NamedTuple):
+    """`is_cleared`: the engine has dropped its whole cache. Then: link -> whether it is stored now."""
+
+    is_cleared: bool
+    stored: dict[bytes, bool]
+
+
+class EngineBlocks:
+    """The blocks that one engine has in its prefix cache. Pure.
+
+    Blocks of LoRA adapters, salted prompts and images are left out, since their token ids do not identify
+    them; so are blocks in other memory than the accelerator's, and blocks whose predecessor is unknown.
+    """
+
+    def __init__(self, most: int = MOST_BLOCKS) -> None:
+        self.block_tokens = 0  # tokens of a block; 0 until the first block is stored
+        self._most = most
+        # An engine may store a block several times, and then removes it as often.
+        self._known: dict[int | bytes, tuple[bytes, int]] = {}  # the engine's hash -> link, copies
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def read(self, payload: bytes) -> Changes:
+        """Apply a batch of events.
+
+        Raises:
+            ValueError: the batch is malformed; none of it, or only its first events, are applied.
+        """
+        changes = Changes(False, {})
+        try:
+            batch = msgspec.msgpack.decode(payload)
+            for event in batch[1]:
+                changes = self._apply(event, changes)
+        except (msgspec.MsgspecError, RecursionError, LookupError, TypeError) as fault:
+            raise ValueError(f"no batch of KV events: {fault}") from None
+        return changes
+
+    def _apply(self, event: Any, changes: Changes) -> Changes:
+        kind = event["type"] if isinstance(event, dict) else event[0]
+        if kind == _CLEARED:
+            self._known.clear()
+            return Changes(True, {})
+        if kind not in _EVENTS:
+            return changes  # from a later version of the engine
+        shape = _EVENTS[kind]
+        fields = (
+            event if isinstance(event, dict) else dict(zip(shape.__struct_fields__, event[1:], strict=False))
+        )
+        found = msgspec.convert(fields, shape)
+        if found.medium in (None, "GPU") and not found.group_idx:
+            if isinstance(found, _Stored):
+                self._store(found, changes.stored)
+            else:
+                self._remove(found, changes.stored)
+        return changes
+
+    def _store(self, event: _Stored, stored: dict[bytes, bool]) -> None:
+        if event.lora_id is not None or event.lora_name or any(event.extra_keys or ()):
+            return
+        self.block_tokens = self.block_tokens or event.block_size
+        before = b""
+        if event.parent_block_hash is not None:
+            before, _ = self._known.get(event.parent_block_hash, (b"", 0))
+            if not before:
+                return
+        if event.block_size != self.block_tokens:
+            return  # a part of a block
+        links = token_links(event.token_ids, self.block_tokens, before)
+        for name, link in zip(event.block_hashes, links, strict=False):
+            _, copies = self._known.get(name, (link, 0))
+            if copies or len(self._known) < self._most:
+                self._known[name] = link, copies + 1
+                stored[link] = True
+
+    def _remove(self, event: _Removed, stored: dict[bytes, bool]) -> None:
+        for name in event.block_hashes:
+            link, copies = self._known.pop(name, (b"", 0))
+            if copies > 1:
+                self._known[name] = link, copies - 1
+            elif copies:
+                stored[link] = False
+
+
+class Listener(Protocol):
+    """Receives the changes of engines' caches; no method blocks."""
+
+    def changed(self, address: str, block_tokens: int, changes: Changes) -> None:
+        """The cache of the engine at `address`, whose blocks have `block_tokens` tokens, has changed, or
+        another second has passed (no changes)."""
+
+    def lost(self, address: str) -> None:
+        """Changes may have been missed; later calls of `changed` begin anew."""
+
+
+class KvEventReader:
+    """Reads the events of a set of endpoints, which `set_targets` changes, and passes them to `listener`.
+    The endpoint's label `picker-fleet/kv-events-port`, else `port`, is the port of its PUB socket; the replay
+    socket, if there is one, has the next port. One event loop.
+
+    A session lasts as long as a connection. It begins with the past batches that the engine still has, and
+    reads missed batches again. If the engine no longer has them, and after a malformed batch, a new session
+    begins.
+    """
+
+    def __init__(self, port: int, listener: Listener) -> None:
+        import zmq.asyncio  # only with the extra [kv-events]
+
+        self._zmq, self._port, self._listener = zmq, port, listener
+        self._targets: frozenset[tuple[str, int]] = frozenset()
+        self._changed = asyncio.Event()
+
+    def set_targets(self, endpoints: Iterable[Endpoint]) -> None:
+        """Read the events of exactly these endpoints from now on."""
+        self._targets = frozenset((each.address, self._port_of(each)) for each in endpoints)
+        self._changed.set()
+
+    def _port_of(self, endpoint: Endpoint) -> int:
+        text = endpoint.labels.get(KV_EVENTS_PORT, "")
+        return int(text) if text.isascii() and text.isdecimal() and 0 < int(text[:6]) < 65535 else self._port
+
+    async def run(self) -> None:
+        """Read events until cancelled."""
+        tasks: dict[tuple[str, int], asyncio.Task[None]] = {}
+        self._context = self._zmq.asyncio.Context()
+        try:
+            while True:
+                self._changed.clear()
+                for gone in tasks.keys() - self._targets:
+                    tasks.pop(gone).cancel()
+                for target in self._targets - tasks.keys():
+                    work = keep("kv-events", partial(self._follow, *target))
+                    tasks[target] = asyncio.create_task(work, name=f"kv-events-{target[0]}")
+                await self._changed.wait()
+        finally:
+            for task in tasks.values():
+                task.cancel()
+            await asyncio.gather(*tasks.values(), return_exceptions=True)
+            self._context.destroy(linger=0)
+
+    async def _follow(self, address: str, port: int) -> None:
+        """Run one session after the other."""
+        pause_s = _PAUSES_S[0]
+        while True:
+            try:
+                await self._session(address, split_host_port(address)[0], port)
+                pause_s = _PAUSES_S[0]
+            except (ValueError, TimeoutError) as fault:
+                raise_if_cancelled()
+                _log.warning("KV events of %s cannot be read: %s", address, str(fault) or "too many")
+                pause_s = min(2 * pause_s, _PAUSES_S[1])
+            finally:
+                self._listener.lost(address)
+            await asyncio.sleep(pause_s)
+
+    async def _session(self, address: str, host: str, port: int) -> None:
+        """Pass changes to the listener until the connection ends or batches are missed. Raises ValueError."""
+        zmq, blocks = self._zmq, EngineBlocks()
+        ended = zmq.EVENT_DISCONNECTED
+        with self._socket(zmq.SUB, host, port) as events, events.get_monitor_socket(ended) as watch:
+            replay = partial(self._replay, address, blocks, host, port + 1)
+            expected, is_complete = await replay(0), False
+            events.setsockopt(zmq.SUBSCRIBE, b"")
+            poller = zmq.asyncio.Poller()
+            poller.register(events, zmq.POLLIN)
+            poller.register(watch, zmq.POLLIN)
+            while True:
+                ready = dict(await poller.poll(_POLL_MS))
+                if watch in ready:
+                    return
+                if events not in ready:
+                    if expected is not None and not is_complete:  # until the subscription took effect
+                        expected, is_complete = await replay(expected), True
+                    self._listener.changed(address, blocks.block_tokens, Changes(False, {}))
+                    continue
+                sequence, payload = _parts(await events.recv_multipart())
+                if expected is not None and sequence > expected:
+                    expected = await replay(expected)
+                if expected is not None and sequence < expected:
+                    continue  # the replay had it already
+                if expected not in (None, sequence):
+                    return
+                expected = sequence + 1
+                await self._apply(address, blocks, payload)
+
+    async def _apply(self, address: str, blocks: EngineBlocks, payload: bytes) -> None:
+        began_s = time.perf_counter()
+        changes = blocks.read(payload)
+        self._listener.changed(address, blocks.block_tokens, changes)
+        await asyncio.sleep(_PAUSES * (time.perf_counter() - began_s))
+
+    async def _replay(
+        self, address: str, blocks: EngineBlocks, host: str, port: int, start: int
+    ) -> int | None:
+        """Read the past batches that the engine still has, from number `start` on. Returns the number of the
+        next batch, None if there is no replay socket. Raises ValueError.
+
+        The engine drops batches that its socket cannot send at once: these are asked for again.
+        """
+        zmq, expected = self._zmq, start or None
+        with self._socket(zmq.DEALER, host, port) as past:
+            async with asyncio.timeout(_REPLAY_S):
+                asked: int | None = -1
+                while asked != expected:
+                    asked = expected
+                    await past.send_multipart([b"", (expected or 0).to_bytes(_SEQUENCE_BYTES)])
+                    while await past.poll(_REPLAY_SILENCE_MS):
+                        sequence, payload = _parts(await past.recv_multipart())
+                        if not payload:
+                            return expected or 0
+                        if expected in (None, sequence):
+                            expected = sequence + 1
+                            await self._apply(address, blocks, payload)
+        return expected
+
+    def _socket(self, kind: int, host: str, port: int) -> "zmq.asyncio.Socket":
+        zmq = self._zmq
+        socket = self._context.socket(kind)
+        options = {
+            zmq.LINGER: 0, zmq.IPV6: 1, zmq.RCVHWM: _MOST_MESSAGES, zmq.MAXMSGSIZE: _MOST_MESSAGE_BYTES,
+            zmq.HEARTBEAT_IVL: _HEARTBEAT_MS, zmq.HEARTBEAT_TIMEOUT: _DEAD_MS,
+        }  # fmt: skip
+        for option, value in options.items():
+            socket.setsockopt(option, value)
+        socket.connect(f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}")
+        return socket
+
+
+def _parts(frames: Sequence[bytes]) -> tuple[int, bytes]:
+    """The sequence number and payload of a message; a topic may come before. Raises ValueError."""
+    if len(frames) < 2 or len(frames[-2]) != _SEQUENCE_BYTES:
+        raise ValueError("a message has no sequence number")
+    return int.from_bytes(frames[-2]), frames[-1]

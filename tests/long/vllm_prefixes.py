@@ -1,0 +1,229 @@
+"""Prefix hits of real vLLM servers by a fixed and a learnt capacity of their caches, and by their KV events.
+
+Twice the conversations that fit into the servers' caches; a client sends the next turn of a random one. Each
+round starts a new fleet for each index in turn. Hits are by vLLM's own counters, in the second half of a run.
+*Fixed*: the index assumes 31 250 blocks for each server. First, two checks of the KV events on their own.
+"""
+
+import argparse
+import asyncio
+import os
+import random
+import statistics
+import string
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from crowd import http_client
+from fleet_load import decisions
+
+from bench.rig.fleet import picker_up
+from long.findings import Findings
+from long.vllm_servers import BASE, Server, installed, made_model, servers
+
+FIXED, LEARNT, PRECISE = "fixed", "learnt", "precise"
+_SCORERS = {"queue-depth": 2, "kv-cache": 2, "prefix-affinity": 3}
+_BLOCK_TOKENS = 128  # of vLLM on the CPU; the tokenizer makes a token of each byte
+_QUESTION_BYTES, _ANSWER_BYTES = (64, 160), 64
+_TIMES_WHAT_FITS = 2
+_TOKENS = 16  # of an answer
+_LONG_BYTES = 1800
+_CALL_S = 120.0
+# Replaces the methods by which the index learns; Python imports a module of this name at its start.
+_UNTAUGHT = """
+from picker_fleet.scheduling.endpoint_history import PrefixIndex
+PrefixIndex.learn = PrefixIndex.report_size = lambda *_, **__: None
+"""
+
+
+class Case(NamedTuple):
+    """Conversations of `turns` turns that begin with one of `systems` system prompts of `system_bytes`."""
+
+    name: str
+    systems: int
+    system_bytes: tuple[int, int]
+    turns: int
+
+    @property
+    def mean_bytes(self) -> float:
+        turn_bytes = sum(_QUESTION_BYTES) / 2 + _ANSWER_BYTES
+        return sum(self.system_bytes) / 2 + self.turns / 2 * turn_bytes
+
+
+# Of agents the system prompts alone fill the caches of two servers once.
+CASES = (Case("chats", 4, (256, 512), 6), Case("agents", 32, (800, 1200), 3))
+
+
+class _Conversations:
+    """Makes prompts of random conversations, of which a prompt takes one until its answer has come."""
+
+    def __init__(self, case: Case, count: int, mark: str, dice: random.Random) -> None:
+        self._case, self._dice = case, dice
+        texts = (self._text(case.system_bytes) for _ in range(case.systems))
+        self._systems = [f"{mark} {number} {text}" for number, text in enumerate(texts)]
+        self._idle = [(self._begun(), turn % case.turns) for turn in range(count)]
+
+    def _begun(self) -> str:
+        return self._dice.choice(self._systems)
+
+    def _text(self, length: tuple[int, int]) -> str:
+        return "".join(self._dice.choices(string.ascii_lowercase, k=self._dice.randint(*length)))
+
+    def take(self) -> tuple[str, int]:
+        text, turn = self._idle.pop(self._dice.randrange(len(self._idle)))
+        if turn == self._case.turns:
+            text, turn = self._begun(), 0
+        return text + self._text(_QUESTION_BYTES), turn + 1
+
+    def give_back(self, text: str, turn: int) -> None:
+        self._idle.append((text + self._text((_ANSWER_BYTES, _ANSWER_BYTES)), turn))
+
+
+def _config(running: Sequence[Server], index: str) -> dict[str, Any]:
+    static = [
+        {"address": each.address, "labels": {"picker-fleet/kv-events-port": str(each.events_port)}}
+        for each in running
+    ]
+    scheduling: dict[str, Any] = {"scorers": _SCORERS}
+    if index == PRECISE:
+        scheduling["kv_events_port"] = running[0].events_port
+    return {
+        "discovery": {"static": static},
+        "scheduling": scheduling,
+        "request_queue_controller": {"watermark_per_backend": 16},
+        "fair_request_queue": {"queue_ttl": "60s"},
+    }
+
+
+def _body(prompt: str, tokens: int = _TOKENS) -> dict[str, Any]:
+    return {"model": BASE, "prompt": prompt, "max_tokens": tokens, "ignore_eos": True}
+
+
+async def _run(
+    running: Sequence[Server], case: Case, index: str, seed: int, options: argparse.Namespace, folder: Path
+) -> float:
+    """The share of the prompts' tokens that were hits, in the second half of the run."""
+    dice = random.Random(seed)
+    count = round(_TIMES_WHAT_FITS * len(running) * options.kv_blocks * _BLOCK_TOKENS / case.mean_bytes)
+    conversations = _Conversations(case, count, f"{index} {seed}", dice)
+    environment = None
+    if index == FIXED:
+        (folder / "sitecustomize.py").write_text(_UNTAUGHT, encoding="utf-8")
+        environment = {"PYTHONPATH": f"{folder}:{os.environ.get('PYTHONPATH', '')}"}
+    up = ("--replicas", "2", "--endpoints", "0")
+    left = options.requests
+    async with (
+        picker_up(_config(running, index), *up, environment=environment) as fleet,
+        http_client(timeout=_CALL_S) as client,
+    ):
+
+        async def ask(rest: int) -> None:
+            nonlocal left
+            while left > rest:
+                left -= 1
+                prompt, turn = conversations.take()
+                answer = await client.post(f"{fleet.url}/v1/completions", json=_body(prompt))
+                answer.raise_for_status()
+                conversations.give_back(prompt, turn)
+
+        for rest in (options.requests // 2, 0):
+            before = await _hits(running)
+            await asyncio.gather(*(ask(rest) for _ in range(options.clients)))
+        after = await _hits(running)
+    return (after[0] - before[0]) / (after[1] - before[1])
+
+
+async def _hits(running: Sequence[Server]) -> tuple[float, float]:
+    """The tokens that were found in the servers' caches, and those looked up, so far."""
+    hits = [await server.counted("vllm:prefix_cache_hits_total") for server in running]
+    queries = [await server.counted("vllm:prefix_cache_queries_total") for server in running]
+    return sum(hits), sum(queries)
+
+
+async def _events_are_followed(running: Sequence[Server], kv_blocks: int, findings: Findings) -> None:
+    """Check that choices know within a second what a server has removed, and that its cache was cleared."""
+    dice = random.Random(1)
+
+    def prompt() -> str:
+        return "".join(dice.choices(string.ascii_lowercase, k=_LONG_BYTES))
+
+    up = ("--replicas", "2", "--endpoints", "0")
+    config = _config(running, PRECISE) | {"decision_log": {"enabled": True}}
+    async with picker_up(config, *up) as fleet, http_client(timeout=_CALL_S) as client:
+
+        async def ask(text: str, url: str = fleet.url) -> None:
+            (await client.post(f"{url}/v1/completions", json=_body(text, 1))).raise_for_status()
+
+        async def shares(text: str) -> dict[str, float]:
+            """By server the share of `text` that the choice for `text` took to be cached."""
+            await ask(text)
+            entry = [entry for entry in await decisions(fleet) if entry.event == "bypassed"][-1]
+            for replica in range(2):
+                reply = await fleet.admin(f"/api/v1/requests/{entry.request}", replica)
+                explained = reply.json()["explanation"] if reply.status_code == 200 else None
+                if explained is not None:
+                    found = explained["candidates"]
+                    return {each["address"]: each["parts"]["prefix-affinity"] for each in found}
+            raise KeyError(entry.request)
+
+        asked = [prompt() for _ in range(8)]
+        for text in asked + asked:  # a server's first event tells the size of its blocks
+            await ask(text)
+            await asyncio.sleep(0.3)
+        first, second = [await shares(text) for text in asked[:2]]
+        holds = max(first.values()) > 0.7 and max(second.values()) > 0.7
+        findings.check("prompts that were served are predicted to be cached", holds, f"{first} {second}")
+        for server in running:
+            for _ in range(2 * kv_blocks * _BLOCK_TOKENS // _LONG_BYTES):
+                await ask(prompt(), f"http://{server.address}")
+        await asyncio.sleep(1)
+        found = await shares(asked[2])
+        findings.check(
+            "1 s after requests that bypass the fleet have evicted a prompt, it is predicted to be gone",
+            max(found.values()) == 0,
+            f"{found}",
+        )
+        for _ in range(2):
+            await ask(asked[3])
+            await asyncio.sleep(0.3)
+        for server in running:
+            (await client.post(f"http://{server.address}/reset_prefix_cache")).raise_for_status()
+            await ask("x", f"http://{server.address}")  # vLLM publishes events with its next step
+        await asyncio.sleep(1)
+        found = await shares(asked[3])
+        findings.check("1 s after POST /reset_prefix_cache, too", max(found.values()) == 0, f"{found}")
+
+
+async def _compare(options: argparse.Namespace, folder: Path, findings: Findings) -> None:
+    python, model = await asyncio.to_thread(installed), made_model(folder / "model")
+    sizes = {"kv_blocks": options.kv_blocks, "with_events": True}
+    async with servers(python, model, folder, count=options.servers, **sizes) as running:
+        await _events_are_followed(running, options.kv_blocks, findings)
+        for case in (each for each in CASES if options.case in (None, each.name)):
+            hits: dict[str, list[float]] = {FIXED: [], LEARNT: [], PRECISE: []}
+            for seed in range(1, options.rounds + 1):
+                for index in tuple(hits)[:: 1 if seed % 2 else -1]:
+                    hits[index].append(await _run(running, case, index, seed, options, folder))
+                    print(f"{case.name}, {index}, round {seed}: {hits[index][-1]:.1%}", flush=True)
+            fixed, learnt, precise = (statistics.median(each) for each in hits.values())
+            seen = f"fixed {fixed:.1%}, learnt {learnt:.1%}, precise {precise:.1%}"
+            name = f"{case.name}: learnt ≥ 1.15 × fixed"
+            findings.check(name, learnt >= 1.15 * fixed, f"{learnt / fixed:.2f}; {seen}")
+            name = f"{case.name}: learnt ≥ 0.95 × precise"
+            findings.check(name, learnt >= 0.95 * precise, f"{learnt / precise:.2f}; {seen}")
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--case", choices=[each.name for each in CASES], help="only this case")
+    parser.add_argument("--kv-blocks", type=int, default=128, metavar="N", help="blocks of 128 tokens")
+    parser.add_argument("--servers", type=int, default=2, metavar="N")
+    parser.add_argument("--clients", type=int, default=14, metavar="N")
+    parser.add_argument("--requests", type=int, default=600, metavar="N", help="requests of a run")
+    parser.add_argument("--rounds", type=int, default=3, metavar="N")
+
+
+def run(options: argparse.Namespace, findings: Findings) -> None:
+    with tempfile.TemporaryDirectory(prefix="picker-vllm-") as name:
+        asyncio.run(_compare(options, Path(name), findings))
