@@ -33,7 +33,7 @@ local function set_tenants(args)
     version = (tonumber(read('HGET', key.pool, 'tenants_version') or 0) or 0) + 1
     defer_write('HSET', key.pool, 'tenants_version', version)
     pool.touched = true
-    tenants.forget()
+    quotas.forget()
     if settings.tenants and counts_running then
       -- A new bound has not counted the requests that it was not yet charged for: their ends would lower its count.
       local found = {}

@@ -56,7 +56,7 @@ local function settle(args)
   end
   endpoints.prefetch(hosts, placed)
   workloads.prefetch(workload_ids, known)
-  if settings.tenants then quotas.prefetch(ending, known, true) end
+  if settings.tenants then quotas.prefetch(ending, known) end
   local has_ghosts = tombstones.has_ghosts()
   return for_each_item(args, ITEM.settle, function(_, id, outcome, actual, answer_tokens, prompt_size, used)
     local r = record.read(id)

@@ -105,9 +105,9 @@ local function restore_running(r, lease_end_ms)
   end
 end
 
--- Restore a placed request whose record was missing. By then its prefill has ended.
+-- Restore a placed request whose record was missing. By then its prefill has ended, and its charge.
 local function restore_placed(r, lease_end_ms)
-  r.prefillers = ''
+  r.prefillers, r.tenancy = '', 0
   restore_running(r, lease_end_ms)
   workloads.restored(r.workload)
   tombstones.has_come_back(r.id)
@@ -134,9 +134,11 @@ local function finish_request(r, event, note)
   pool.ended = pool.ended + 1
   if settings.log_max > 0 then log_event(event, r, nil, nil, note) end
   local freed = settings.tenants and quotas.ended(r, REFUNDED[event])
-  for _, member in ipairs(freed or {}) do
-    for _, band in ipairs(BANDS) do
-      if pool[QUEUED[band]] > 0 then queue.unthrottle(band, member) end
+  if freed then
+    for _, member in ipairs(freed) do
+      for _, band in ipairs(BANDS) do
+        if pool[QUEUED[band]] > 0 then queue.unthrottle(band, member) end
+      end
     end
   end
   if state == STATE_PLACED then

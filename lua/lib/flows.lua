@@ -517,7 +517,7 @@ do
         found[known + 1] = record.read(ids[i])
         known = #found
       end
-      quotas.prefetch(found, known, true)
+      quotas.prefetch(found, known)
     end
   end
 
@@ -627,9 +627,13 @@ local function put_settings(base, overrides)
     'wait_cap_ms', 'rate_cap'}) do
     changed = changed or settings[name] ~= base[name]
   end
-  local text = cjson.encode(base)
   local former, separator = settings.tenants, base.tenants and base.tenants.separator
-  if (former == nil) ~= (separator == nil) then quotas.restart() end
+  base.tenancy = settings.tenancy
+  if (former == nil) ~= (separator == nil) then
+    base.tenancy = math.max((settings.tenancy or 0) + 1, now_ms)
+    quotas.restart()
+  end
+  local text = cjson.encode(base)
   if pool.queued > 0 and (former and former.separator) ~= separator then
     pool.note_lost('tenants') -- the order is rebuilt from the records
   end

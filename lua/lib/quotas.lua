@@ -2,50 +2,40 @@
 -- What requests take of the limits of their tenants. A limit of `amount` units per `per_ms` is a leaky bucket (ITU-T
 -- I.371, continuous-state leaky bucket): `owed` units leak at amount / per_ms, and a request that takes c units may
 -- start while owed + c <= `burst`. Requests are charged by estimate and corrected by usage, so `owed` may pass `burst`.
--- A budget counts what a calendar period has spent. The hash `balances` has both, and requests in flight; the hash
--- `charges` has what each request was charged.
+-- A budget counts what a calendar period has spent. The hash `balances` has both, and requests in flight; a request's
+-- record has what the request was charged.
 -- Uses nodes from lib/tenants.lua, reads and writes from lib/storage.lua, the clock and settings from lib/pool.lua.
 -- Defines `quotas`.
 local quotas = {}
 do -- a chunk may have 200 locals
-  local INNER, counting, MOST_KEPT = tenants.INNER, tenants.counting, 4096
+  local INNER, counting = tenants.INNER, tenants.counting
 
-  -- Balances: field -> what the limit has granted: units owed now, units spent in this period, or requests in flight;
-  -- for `served` the cost served. Each call reads a field once, and writes it once. They are cached between calls while
-  -- only this library changes the pool.
-  local balances, changed_balances = {}, {} -- field -> number; field -> its limit
-  local stored, stored_at, stored_count = {}, {}, 0 -- field -> the number as last written, and when (ms)
-  local SERVED = {unit = 'served'}
+  -- Balances, in the tables of limits (lib/tenants.lua): `owed` is what the limit has granted: units owed now, units
+  -- spent in this period, or requests in flight; of a `served` count, the cost served. Each call reads a balance once,
+  -- and writes it once. They are cached between calls while only this library changes the pool: `stored` is the number
+  -- as last written, `stored_ms` when; that of a budget is valid until `ends_ms`.
+  local calls = 0 -- number of this call
   local decode -- (limit, text) -> number
 
   local READ_AT_ONCE = 1000 -- unpack() puts its values on a stack of limited depth
-  -- Take a balance from the cache. Return false if the cache lacks it.
-  local function take_cached(limit, field)
-    local number = stored[field]
-    if not number or limit.unit == 'budget' then return false end
-    if limit.rate then
-      number = number - (now_us / 1000 - stored_at[field]) * limit.rate
-      if number < 0 then number = 0 end
-    end
-    balances[field] = number
-    return true
-  end
-
   local wanted, asked = {}, {} -- reused by each call: the limits and the fields to read
   local function want(found, count)
-    for i = 1, #found do
-      local node = found[i]
-      for j = 1, #node.limits do
-        local limit = node.limits[j]
-        if balances[limit.field] == nil and not take_cached(limit, limit.field) then
+    found.read_in = calls
+    for i = 1, #found.balances do
+      local limit = found.balances[i]
+      if limit.read_in ~= calls then
+        limit.read_in = calls
+        local owed = limit.stored
+        if owed and not (limit.ends_ms and now_ms >= limit.ends_ms) then
+          if limit.rate then
+            owed = owed - (now_us / 1000 - limit.stored_ms) * limit.rate
+            if owed < 0 then owed = 0 end
+          end
+          limit.owed = owed
+        else
           count = count + 1
-          asked[count], wanted[count], balances[limit.field] = limit.field, limit, false
+          asked[count], wanted[count] = limit.field, limit
         end
-      end
-      local served = node.served_field
-      if served and balances[served] == nil and not take_cached(SERVED, served) then
-        count = count + 1
-        asked[count], wanted[count], balances[served] = served, SERVED, false
       end
     end
     return count
@@ -55,16 +45,23 @@ do -- a chunk may have 200 locals
     for first = 1, count, READ_AT_ONCE do
       local last = math.min(first + READ_AT_ONCE - 1, count)
       local texts = read('HMGET', key.balances, unpack(asked, first, last))
-      for i = first, last do balances[asked[i]] = decode(wanted[i], texts[i - first + 1]) end
+      for i = first, last do wanted[i].owed = decode(wanted[i], texts[i - first + 1]) end
     end
   end
 
-  local calls = 0 -- number of this call
-  -- Let `balances` have the balances of a flow's nodes.
+  -- Read the balances of a flow's nodes.
   local function prefetch(found)
-    if found.read_in == calls then return end
-    read_wanted(want(found, 0))
-    found.read_in = calls
+    if found.read_in ~= calls then read_wanted(want(found, 0)) end
+  end
+
+  -- Read the balances of the first `count` of `requests` with one command.
+  function quotas.prefetch(requests, count)
+    local fields = 0
+    for i = 1, count do
+      local found = counting(requests[i].flow)
+      if found.read_in ~= calls then fields = want(found, fields) end
+    end
+    read_wanted(fields)
   end
 
   -- Periods of budgets, by the pool's clock in UTC: the number of a period, and the ms until it ends.
@@ -112,104 +109,105 @@ do -- a chunk may have 200 locals
     return tonumber(period) == period_of(limit.per) and tonumber(spent) or 0
   end
 
-  local function encode(limit, number)
-    if limit.rate then return struct.pack('dd', number, now_us / 1000) end
-    if limit.unit == 'budget' then return period_of(limit.per) .. ' ' .. exact(number) end
-    return exact(number)
+  local function encode(limit)
+    if limit.rate then return struct.pack('dd', limit.owed, now_us / 1000) end
+    if limit.unit ~= 'budget' then return exact(limit.owed) end
+    if not limit.ends_ms or now_ms >= limit.ends_ms then
+      local period, left_ms = period_of(limit.per)
+      limit.period, limit.ends_ms = period, now_ms + left_ms
+    end
+    return limit.period .. ' ' .. exact(limit.owed)
   end
 
-  -- Add `amount` to what a limit has granted; a negative amount is a refund.
-  local changes = 0 -- how often a balance was changed in this process
-  local function take(limit, amount)
-    changes = changes + 1
-    local field = limit.field
-    local granted = balances[field] + amount
-    balances[field], changed_balances[field] = granted > 0 and granted or 0, limit
+  local changed, changed_count = {}, 0 -- the limits whose balances this call has changed
+  local function set(limit, owed)
+    limit.owed = owed > 0 and owed or 0
+    if limit.changed_in == calls then return end
+    limit.changed_in, changed_count = calls, changed_count + 1
+    changed[changed_count] = limit
   end
 
-  local NONE = {} -- no limits
-  local BUDGET, FREE = {unit = 'budget'}, {prompt = 1, cached = 1, answer = 1}
-  local function price_of(model)
+  local function store_balances()
+    for i = 1, changed_count do
+      local limit = changed[i]
+      defer_write('HSET', key.balances, limit.field, encode(limit))
+      limit.stored, limit.stored_ms, limit.changed_in = limit.owed, now_us / 1000, nil
+    end
+    changed_count = 0
+  end
+  quotas.commit = store_balances
+
+  -- Forget the nodes' settings and balances.
+  function quotas.forget()
+    store_balances()
+    tenants.forget()
+  end
+
+  local FREE = {prompt = 1, cached = 1, answer = 1}
+  local function cost_of(r, prompt, cached, answer)
     local prices = settings.tenants.prices
-    return prices and (prices[model] or prices['*']) or FREE
-  end
-
-  -- What a request takes of a limit: `prompt` and `answer` tokens, `cached` prompt tokens among them.
-  local function amount_of(limit, r, prompt, cached, answer)
-    if limit.fixed then return limit.fixed + limit.prompt * prompt + limit.answer * answer end
-    local price = price_of(r.model)
+    if not prices then return prompt + answer end
+    local price = prices[r.model] or prices['*'] or FREE
     return (prompt - cached) * (price.prompt or 1) + cached * (price.cached or price.prompt or 1)
       + answer * (price.answer or 1)
   end
 
-  -- What each request was charged: prompt and answer tokens, and when. `arrival` and `grant` say which nodes were
-  -- charged; no demoted request is charged to a node that demotes.
-  local charges, changed_charges = {}, {} -- id -> charge, or false; id -> true
-  local function parse_charge(id, text)
-    local valid, flags, prompt, answer = pcall(struct.unpack, 'Bdd', text or '')
-    charges[id] = valid and {prompt = prompt, answer = answer, arrival = flags % 2 == 1, grant = flags % 4 >= 2,
-      demoted = flags >= 4}
-    return charges[id]
+  -- What a request takes of limits, by unit: of `prompt` and `answer` tokens, `cached` prompt tokens among them.
+  local function weigh(amounts, r, prompt, cached, answer)
+    amounts.tokens, amounts.prompt_tokens, amounts.answer_tokens = prompt + answer, prompt, answer
+    amounts.budget = cost_of(r, prompt, cached, answer)
+    return amounts
   end
 
-  local function charge_of(r)
-    local charge = charges[r.id]
-    if charge ~= nil then return charge end
-    return parse_charge(r.id, read('HGET', key.charges, r.id))
-  end
+  -- What a request was charged, in its record: `charged_prompt` and `charged_answer` tokens, to the limits that charge
+  -- at its arrival, and if `at_grant` is 1 to those that charge at its start; if `demoted` is 1, to no node that
+  -- demotes. A charge is void once tenants have ceased to count: `tenancy` is then another.
+  local function tenancy() return settings.tenancy or 1 end
 
-  local function is_charged(node, charge, phase)
-    if node.over_limit == 'queue' then return phase == 'grant' end
-    return phase == 'arrival' and not (charge.demoted and node.over_limit == 'demote')
-  end
-
-  -- Whether a node has been charged for a request, in the only phase that may charge the node.
-  local function has_charged(node, charge)
-    local phase = node.over_limit == 'queue' and 'grant' or 'arrival'
-    return charge[phase] and is_charged(node, charge, phase)
+  -- The nodes of a request that was charged; nil if the request was not charged.
+  local function charged_nodes(r)
+    local found = r.tenancy == tenancy() and counting(r.flow)
+    if not found or #found == 0 then return nil end
+    prefetch(found)
+    return found
   end
 
   -- The member of an order that a node of request r's path is.
   local function member_of(node, r) return node.path == r.flow and r.flow or node.path .. INNER end
 
-  -- Read the charges and balances of the first `count` of `requests`, or the balances only, with one command each.
-  function quotas.prefetch(requests, count, are_charged)
-    local ids, fields = {}, 0
-    for i = 1, count do
-      local found = counting(requests[i].flow)
-      if #found > 0 then
-        if found.read_in ~= calls then fields, found.read_in = want(found, fields), calls end
-        if are_charged and charges[requests[i].id] == nil then ids[#ids + 1] = requests[i].id end
-      end
+  local taken, used = {requests = 1, parallel = 1}, {requests = 1, parallel = 1}
+  -- What request r was charged, by unit.
+  local function amounts_of(r) return weigh(taken, r, r.charged_prompt, 0, r.charged_answer) end
+
+  -- Charge request r to the limits of its arrival or grant; `sign` -1 refunds the charge.
+  local function charge(limits, r, sign)
+    local amounts, demoted = amounts_of(r), r.demoted == 1
+    for i = 1, #limits do
+      local limit = limits[i]
+      if not (demoted and limit.demotes) then set(limit, limit.owed + sign * amounts[limit.unit]) end
     end
-    read_wanted(fields)
-    if #ids == 0 then return end
-    local texts = read('HMGET', key.charges, unpack(ids))
-    for i = 1, #ids do parse_charge(ids[i], texts[i]) end
   end
 
-  local function take_all(r, charge, phase, sign)
-    local found, prompt, answer = counting(r.flow), charge.prompt, charge.answer
-    for i = 1, #found do
-      local node = found[i]
-      if is_charged(node, charge, phase) then
-        local limits = node.limits
-        for j = 1, #limits do take(limits[j], sign * amount_of(limits[j], r, prompt, 0, answer)) end
-      end
+  -- Whether all limits suffice for request r.
+  local function suffice(limits, r)
+    local amounts = amounts_of(r)
+    for i = 1, #limits do
+      local limit = limits[i]
+      if limit.burst - limit.owed + RESIDUE < amounts[limit.unit] then return false end
     end
-    charge[phase], changed_charges[r.id] = sign > 0, true
+    return true
   end
 
   -- Return the limit of a node that lacks the most for request r, the ms until it suffices (infinite for requests in
   -- flight), and whether the request is larger than the limit grants at once; nil if the node lacks nothing.
-  local function lack(node, r, charge)
+  local function lack(node, r)
     local worst, worst_ms
-    local limits, prompt, answer = node.limits, charge.prompt, charge.answer
+    local limits, amounts = node.limits, amounts_of(r)
     for i = 1, #limits do
       local limit = limits[i]
-      local amount = amount_of(limit, r, prompt, 0, answer)
+      local amount = amounts[limit.unit]
       if amount > limit.burst + RESIDUE then return limit, math.huge, true end
-      local left = limit.burst - balances[limit.field]
+      local left = limit.burst - limit.owed
       if left + RESIDUE < amount then
         local wait_ms = limit.rate and (amount - left) / limit.rate or math.huge
         if limit.unit == 'budget' then wait_ms = ms_left(limit.per) end
@@ -221,27 +219,20 @@ do -- a chunk may have 200 locals
 
   local function described(node, limit) return '\31' .. limit.unit .. ' ' .. limit.per .. ' ' .. node.path end
 
-  local function log_charge(event, r, phase, charge)
+  local function log_charge(event, r, phase)
     if settings.log_max == 0 then return end
-    local text = string.format('%s %.17g %.17g %.17g', phase, charge.prompt, charge.answer,
-      amount_of(BUDGET, r, charge.prompt, 0, charge.answer))
-    log_event(event, r, nil, nil, charge.demoted and text .. ' demoted' or text)
+    local prompt, answer = r.charged_prompt, r.charged_answer
+    local text = string.format('%s %.17g %.17g %.17g', phase, prompt, answer, cost_of(r, prompt, 0, answer))
+    log_event(event, r, nil, nil, r.demoted == 1 and text .. ' demoted' or text)
   end
 
-  -- Charge an arriving request to the nodes that reject or demote, and move a request that such a node demotes to the
-  -- lowest band. Return a refusal and a text that names the limit, and charge nothing, if a limit forbids the request.
   local LONGEST_RETRY_S = 31 * 86400
-  function quotas.arrive(r)
-    local found = counting(r.flow)
-    if #found == 0 then return nil end
-    prefetch(found)
-    local charge = {prompt = r.prompt_tokens, answer = r.answer_tokens, arrival = false, grant = false, demoted = false}
-    local suffices = true
+  -- The limits of an arriving request do not suffice: return a refusal, or note that the request is demoted.
+  local function exceed(found, r)
     for _, node in ipairs(found) do
-      local limit, wait_ms, is_over_burst = lack(node, r, charge)
-      if limit then suffices = false end
+      local limit, wait_ms, is_over_burst = lack(node, r)
       if limit and node.over_limit == 'demote' then
-        charge.demoted = true
+        r.demoted = 1
       elseif is_over_burst then
         return 'refused ' .. REFUSED.OVER_BURST .. ' 0' .. described(node, limit)
       elseif limit and (node.over_limit == 'reject' or settings.queue_enabled == 0) then
@@ -250,11 +241,25 @@ do -- a chunk may have 200 locals
           .. described(node, limit)
       end
     end
-    if charge.demoted then r.band = BANDS[#BANDS] end
-    charges[r.id] = charge
-    take_all(r, charge, 'arrival', 1)
-    if suffices then charge.sufficed = changes end
-    log_charge('charged', r, 'arrival', charge)
+  end
+
+  -- Charge an arriving request to the nodes that reject or demote, and move a request that such a node demotes to the
+  -- lowest band. Return a refusal and a text that names the limit, and charge nothing, if a limit forbids the request.
+  local starting -- the request that arrived last, if all its limits suffice and no balance has changed since
+  function quotas.arrive(r)
+    local found = counting(r.flow)
+    starting = nil
+    if #found == 0 then return nil end
+    prefetch(found)
+    r.charged_prompt, r.charged_answer, r.at_grant, r.demoted = r.prompt_tokens, r.answer_tokens, 0, 0
+    local suffices = suffice(found.limits, r)
+    local refusal = not suffices and exceed(found, r)
+    if refusal then return refusal end
+    if r.demoted == 1 then r.band = BANDS[#BANDS] end
+    r.tenancy = tenancy()
+    charge(found.arrival, r, 1)
+    if suffices then starting = r end
+    log_charge('charged', r, 'arrival')
   end
 
   -- The text of a refusal in the decision log: 'over-limit UNIT PER_MS PATH'.
@@ -265,107 +270,93 @@ do -- a chunk may have 200 locals
 
   -- Undo the charge of a request that is refused after `arrive`.
   function quotas.refused(r)
-    local charge = charges[r.id]
-    if not charge then return end
-    take_all(r, charge, 'arrival', -1)
-    log_charge('refunded', r, 'arrival', charge)
-    charges[r.id], changed_charges[r.id] = false, true
+    local found = charged_nodes(r)
+    if not found then return end
+    charge(found.arrival, r, -1)
+    log_charge('refunded', r, 'arrival')
   end
 
   -- Return the highest member of r's path that lacks balance for r, and the ms until it suffices (infinite until a
   -- request ends); nil if r may start.
   function quotas.lacking(r)
-    local found = counting(r.flow)
-    if #found == 0 then return nil end
-    local charge = charge_of(r)
-    if not charge or charge.sufficed == changes then return nil end -- nothing has changed since r arrived
-    prefetch(found)
+    local found = starting ~= r and charged_nodes(r)
+    if not found or suffice(found.grant, r) then return nil end
     for _, node in ipairs(found) do
       local limit, wait_ms
-      if node.over_limit == 'queue' then limit, wait_ms = lack(node, r, charge) end
+      if node.over_limit == 'queue' then limit, wait_ms = lack(node, r) end
       if limit then return member_of(node, r), wait_ms end
     end
   end
 
-  local function count_served(found, cost)
-    for _, node in ipairs(found) do
-      local field = node.served_field
-      if field then balances[field], changed_balances[field] = balances[field] + cost, SERVED end
-    end
+  -- Charge a request that starts to the nodes that queue, or undo that charge.
+  local function charge_start(r, sign)
+    local found = charged_nodes(r)
+    if not found then return end
+    charge(found.grant, r, sign)
+    r.at_grant, starting = sign > 0 and 1 or 0, nil
+    for i = 1, #found.served do set(found.served[i], found.served[i].owed + sign * r.cost) end
+    log_charge(sign > 0 and 'charged' or 'refunded', r, 'grant')
   end
 
-  -- Charge a request that starts to the nodes that queue.
-  function quotas.start(r)
-    local found = counting(r.flow)
-    local charge = #found > 0 and charge_of(r)
-    if not charge then return end
-    prefetch(found)
-    take_all(r, charge, 'grant', 1)
-    count_served(found, r.cost)
-    log_charge('charged', r, 'grant', charge)
-  end
+  function quotas.start(r) charge_start(r, 1) end
 
   -- Undo `start`: the request returns to the queue.
   function quotas.sent_back(r)
-    local found = counting(r.flow)
-    local charge = #found > 0 and charge_of(r)
-    if not (charge and charge.grant) then return end
-    prefetch(found)
-    take_all(r, charge, 'grant', -1)
-    count_served(found, -r.cost)
-    log_charge('refunded', r, 'grant', charge)
+    if r.at_grant == 1 then charge_start(r, -1) end
+  end
+
+  local function correct(limits, r)
+    local demoted = r.demoted == 1
+    for i = 1, #limits do
+      local limit = limits[i]
+      local difference = used[limit.unit] - taken[limit.unit]
+      if difference ~= 0 and not (demoted and limit.demotes) then set(limit, limit.owed + difference) end
+    end
   end
 
   -- Correct the charge of a request by its usage. Later, the request's end finds nothing to refund.
+  local corrected -- the request whose charge was corrected last
   function quotas.used(r, prompt, cached, answer)
-    local found = counting(r.flow)
-    local charge = #found > 0 and charge_of(r)
-    if not charge then return end
-    prefetch(found)
-    for i = 1, #found do
-      local limits = has_charged(found[i], charge) and found[i].limits or NONE
-      for j = 1, #limits do
-        local limit = limits[j]
-        if limit.unit ~= 'parallel' then
-          take(limit, amount_of(limit, r, prompt, cached, answer)
-            - amount_of(limit, r, charge.prompt, 0, charge.answer))
-        end
-      end
-    end
-    charge.prompt, charge.answer, charge.is_used = prompt, answer, true
+    local found = charged_nodes(r)
+    if not found then return end
+    weigh(taken, r, r.charged_prompt, 0, r.charged_answer)
+    weigh(used, r, prompt, cached, answer)
+    correct(found.arrival, r)
+    if r.at_grant == 1 then correct(found.grant, r) end
+    r.charged_prompt, r.charged_answer, corrected = prompt, answer, r
     if settings.log_max > 0 then
       log_event('used', r, nil, nil, string.format('%.17g %.17g %.17g %.17g', prompt, cached, answer,
-        amount_of(BUDGET, r, prompt, cached, answer)))
+        used.budget))
     end
   end
 
-  -- End the charge of a request. Refund it if the request ended `unserved`, unless its usage is known. Return the
-  -- members whose number of requests in flight has fallen.
-  function quotas.ended(r, unserved)
-    local found = counting(r.flow)
-    local charge = #found > 0 and charge_of(r)
-    if not charge then
-      defer_write('HDEL', key.charges, r.id) -- the node has lost its limits
-      return nil
-    end
-    prefetch(found)
-    local is_refund, freed = unserved and not charge.is_used, nil
-    for i = 1, #found do
-      local node = found[i]
-      local limits = (is_refund or node.has_parallel) and has_charged(node, charge) and node.limits or NONE
-      for j = 1, #limits do
-        local limit = limits[j]
-        if limit.unit == 'parallel' then
-          take(limit, -1)
+  -- End what `limits` have charged request r. Return `freed` with the members whose number of requests in flight falls.
+  local function release(limits, r, is_refund, freed)
+    local amounts, demoted = is_refund and amounts_of(r), r.demoted == 1
+    for i = 1, #limits do
+      local limit = limits[i]
+      local is_parallel = limit.unit == 'parallel'
+      if (is_parallel or is_refund) and not (demoted and limit.demotes) then
+        set(limit, limit.owed - (is_parallel and 1 or amounts[limit.unit]))
+        if is_parallel and pool.queued > 0 then
           freed = freed or {}
-          freed[#freed + 1] = member_of(node, r)
-        elseif is_refund then
-          take(limit, -amount_of(limit, r, charge.prompt, 0, charge.answer))
+          freed[#freed + 1] = member_of(limit.node, r)
         end
       end
     end
-    if is_refund and (charge.arrival or charge.grant) then log_charge('refunded', r, 'all', charge) end
-    charges[r.id], changed_charges[r.id] = false, true
+    return freed
+  end
+
+  -- End the charge of a request. Refund it if the request ended `unserved`, unless its usage is known. Return the
+  -- members whose number of requests in flight has fallen, if requests wait.
+  function quotas.ended(r, unserved)
+    local found = charged_nodes(r)
+    if not found then return nil end
+    local is_refund = unserved and corrected ~= r
+    local freed = release(found.arrival, r, is_refund)
+    if r.at_grant == 1 then freed = release(found.grant, r, is_refund, freed) end
+    if is_refund then log_charge('refunded', r, 'all') end
+    r.tenancy = 0
     return freed
   end
 
@@ -373,11 +364,11 @@ do -- a chunk may have 200 locals
   function quotas.describe(path, wait)
     if not settings.tenants then return {path, '', '', '', '', ''} end
     local node, text, from, is_change = tenants.node(path), tenants.settings_of(path)
-    prefetch({node})
-    local served = node.served_field and exact(balances[node.served_field]) or ''
+    prefetch(counting(path))
+    local served = node.served and exact(node.served.owed) or ''
     local told = {path, from and (is_change and 1 or 0) or '', from or '', text or '', served, wait}
     for _, limit in ipairs(node.limits) do
-      local granted = balances[limit.field]
+      local granted = limit.owed
       local reset_ms = limit.rate and granted / limit.rate or limit.unit == 'budget' and ms_left(limit.per) or 0
       local numbers = {limit.amount or limit.burst, limit.burst, limit.burst - granted, reset_ms}
       told[#told + 1], told[#told + 2] = limit.unit, limit.per
@@ -389,67 +380,45 @@ do -- a chunk may have 200 locals
   -- Give back `amount` of what a limit of a node has granted, at most all. Return what is left; nil without the limit.
   function quotas.top_up(path, unit, per, amount)
     local node = tenants.node(path)
-    prefetch({node})
+    prefetch(counting(path))
     for _, limit in ipairs(node.limits) do
       if limit.unit == unit and tostring(limit.per) == per then
-        take(limit, -amount)
-        return limit.burst - balances[limit.field]
+        set(limit, limit.owed - amount)
+        return limit.burst - limit.owed
       end
     end
   end
 
   -- The one of two limits of which more is used; `limit` if there is no other.
   local function more_used(other, limit)
-    if other and balances[other.field] / other.burst >= balances[limit.field] / limit.burst then return other end
+    if other and other.owed / other.burst >= limit.owed / limit.burst then return other end
     return limit
   end
 
   local function balance_of(limit)
-    local owed = balances[limit.field]
-    return string.format('%d,%d,%d', limit.burst, math.max(0, limit.burst - owed), math.ceil(owed / limit.rate))
+    local owed, burst = limit.owed, limit.burst
+    local left = burst > owed and burst - owed or 0
+    return string.format('%s,%d,%d', limit.shown_as, left, math.ceil(owed / limit.rate))
   end
 
   -- The balances that an answer shows: of the limits on requests and on tokens the one with the least share left, and
   -- whether the request was demoted. A text that begins with byte 31; '' without limits.
   function quotas.shown(r)
-    local found = counting(r.flow)
-    local charge = #found > 0 and charge_of(r)
-    if not charge then return '' end
-    prefetch(found)
-    local requests, tokens
-    for i = 1, #found do
-      local limits = found[i].limits
-      for j = 1, #limits do
-        local limit = limits[j]
-        if limit.unit == 'requests' then
-          requests = more_used(requests, limit)
-        elseif limit.rate then
-          tokens = more_used(tokens, limit)
-        end
+    local found = charged_nodes(r)
+    if not found then return '' end
+    local limits, requests, tokens = found.limits, nil, nil
+    for i = 1, #limits do
+      local limit = limits[i]
+      if limit.unit == 'requests' then
+        requests = more_used(requests, limit)
+      elseif limit.rate then
+        tokens = more_used(tokens, limit)
       end
     end
-    local text = requests and '\31requests=' .. balance_of(requests) or ''
-    if tokens then text = text .. (text == '' and '\31' or ';') .. 'tokens=' .. balance_of(tokens) end
-    if charge.demoted then text = text .. (text == '' and '\31' or ';') .. 'demoted=1' end
+    local text = requests and '\31' .. balance_of(requests) or ''
+    if tokens then text = text .. (requests and ';' or '\31') .. balance_of(tokens) end
+    if r.demoted == 1 then text = text .. (text == '' and '\31' or ';') .. 'demoted=1' end
     return text
-  end
-
-  function quotas.commit()
-    for field, limit in pairs(changed_balances) do
-      local number = balances[field]
-      defer_write('HSET', key.balances, field, encode(limit, number))
-      if not stored[field] then stored_count = stored_count + 1 end
-      stored[field], stored_at[field] = number, now_us / 1000
-    end
-    for id in pairs(changed_charges) do
-      local c = charges[id]
-      if c then
-        local flags = (c.arrival and 1 or 0) + (c.grant and 2 or 0) + (c.demoted and 4 or 0)
-        defer_write('HSET', key.charges, id, struct.pack('Bdd', flags, c.prompt, c.answer))
-      else
-        defer_write('HDEL', key.charges, id)
-      end
-    end
   end
 
   -- Members whose balance is short: when it will suffice. Between calls this library caches a lower bound of the
@@ -476,17 +445,15 @@ do -- a chunk may have 200 locals
     return due
   end
 
-  -- Reset the tables of a single call.
+  -- Begin a call.
   function quotas.reset()
-    if next(balances) then balances, changed_balances = {}, {} end
-    if next(charges) then charges, changed_charges = {}, {} end
-    calls = calls + 1
-    if not cache_is_valid or stored_count > MOST_KEPT then stored, stored_at, stored_count = {}, {}, 0 end
+    calls, changed_count, starting, corrected = calls + 1, 0, nil, nil
     if not cache_is_valid then next_wake_ms = nil end
   end
 
-  local function drop_counts()
-    stored, stored_at, stored_count = {}, {}, 0
+  -- Forget the requests in flight: tenants begin or cease to count.
+  function quotas.restart()
+    quotas.forget()
     local cursor = '0'
     repeat
       local scan = read('HSCAN', key.balances, cursor, 'COUNT', 1000)
@@ -497,24 +464,15 @@ do -- a chunk may have 200 locals
     until cursor == '0'
   end
 
-  -- Forget which requests were charged, and the requests in flight: tenants begin or cease to count.
-  function quotas.restart()
-    defer_unlink(key.charges)
-    drop_counts()
-    tenants.forget()
-  end
-
   -- Count the requests in flight again from the records.
   function quotas.recount(records)
-    drop_counts()
+    quotas.restart()
     for _, r in ipairs(records) do
-      local charge = charge_of(r)
-      for _, node in ipairs(charge and counting(r.flow) or {}) do
-        for _, limit in ipairs(has_charged(node, charge) and node.limits or {}) do
-          if limit.unit == 'parallel' then
-            balances[limit.field] = balances[limit.field] or 0
-            take(limit, 1)
-          end
+      local found = charged_nodes(r)
+      for _, limit in ipairs(found and found.limits or {}) do
+        local has_charged = r.at_grant == 1 or limit.node.over_limit ~= 'queue'
+        if limit.unit == 'parallel' and has_charged and not (r.demoted == 1 and limit.demotes) then
+          set(limit, limit.owed + 1)
         end
       end
     end
@@ -534,9 +492,10 @@ do -- a chunk may have 200 locals
       if looked_at < MOST_OLD and not is_recent then
         looked_at = looked_at + 1
         local node = tenants.node(path or '')
-        local is_idle = field ~= node.served_field
+        local is_idle = not (node.served and node.served.field == field)
         for _, limit in ipairs(node.limits) do
-          if limit.field == field then is_idle = (balances[field] or decode(limit, texts[i])) == 0 end
+          local owed = limit.read_in == calls and limit.owed or decode(limit, texts[i])
+          if limit.field == field then is_idle = owed == 0 end
         end
         if is_idle then defer_write('HDEL', key.balances, field) end
       end

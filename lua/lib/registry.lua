@@ -21,7 +21,7 @@ do -- a chunk may have 200 locals
       r = {}
       tables[used] = r
     end
-    r.id, r.due_ms = id, false
+    r.id, r.due_ms, r.tenancy = id, false, 0
     return r
   end
 

@@ -60,7 +60,7 @@ do -- a chunk may have 200 locals
     for _, name in ipairs({'requests', 'inflight', 'timers', 'overdue', 'limits', 'load', 'prefill_load', 'prefills',
       'endpoints', 'marks', 'metrics', 'workloads', 'flow_workloads', 'answers', 'prompts', 'replicas', 'replica_info',
       'tombstones', 'unheard', 'suspects', 'ghosts', 'log', 'blockers', 'orphan_cursors', 'outliers', 'queue_snapshot',
-      'origins', 'origin_times', 'tenants', 'tenant_changes', 'balances', 'charges', 'budget_waits', 'usage_hours'}) do
+      'origins', 'origin_times', 'tenants', 'tenant_changes', 'balances', 'budget_waits', 'usage_hours'}) do
       key[name] = base .. name
     end
     for _, kind in ipairs({'flows', 'throttled', 'finish', 'candidates', 'preempted', 'nodes'}) do

@@ -11,7 +11,7 @@ do -- a chunk may have 200 locals
   local paths, paths_known = {}, 0 -- flow -> its nodes' paths from the top, the flow last
   local parents, parents_known = {}, 0 -- member -> the inner node above; '' for the root
   local nodes, nodes_known = {}, 0 -- path -> its settings
-  local limited = {} -- flow -> the settings of its nodes that have limits, from the top
+  local counted = {} -- flow -> the result of `counting`
   local weights = {} -- member -> its weight, or false
 
   local function use_separator()
@@ -56,13 +56,7 @@ do -- a chunk may have 200 locals
   -- The settings of nodes. A node has its own settings, else those for all children of its parent (PARENT/*), else
   -- those for all nodes of its level (*/*).
   local PERIODS = {day = true, week = true, month = true}
-  -- What a request takes of a limit: `fixed` + `prompt` * prompt tokens + `answer` * answer tokens. A budget has
-  -- prices instead.
-  local UNITS = {
-    requests = {fixed = 1, prompt = 0, answer = 0}, tokens = {fixed = 0, prompt = 1, answer = 1},
-    prompt_tokens = {fixed = 0, prompt = 1, answer = 0}, answer_tokens = {fixed = 0, prompt = 0, answer = 1},
-    parallel = {fixed = 1, prompt = 0, answer = 0},
-  }
+  local UNITS = {requests = true, tokens = true, prompt_tokens = true, answer_tokens = true}
   local function parse_node(path, text)
     local node = {path = path, over_limit = 'queue', limits = {}}
     local valid, found = pcall(cjson.decode, text or '{}')
@@ -72,8 +66,8 @@ do -- a chunk may have 200 locals
     end
     node.weight, node.over_limit = tonumber(found.weight), found.over_limit or 'queue'
     local function add(limit, kind)
-      local takes = UNITS[limit.unit] or {}
-      limit.field, limit.fixed, limit.prompt, limit.answer = joined(path, kind), takes.fixed, takes.prompt, takes.answer
+      limit.field, limit.node, limit.demotes = joined(path, kind), node, node.over_limit == 'demote'
+      limit.shown_as = (limit.unit == 'requests' and 'requests=' or 'tokens=') .. string.format('%d', limit.burst)
       node.limits[#node.limits + 1] = limit
     end
     for _, each in ipairs(type(found.limits) == 'table' and found.limits or {}) do
@@ -84,7 +78,6 @@ do -- a chunk may have 200 locals
       end
     end
     local most, budget = tonumber(found.max_parallel), found.budget
-    node.has_parallel = most ~= nil
     if most then add({unit = 'parallel', per = 0, burst = most}, 'parallel') end
     if type(budget) == 'table' and PERIODS[budget.period] and tonumber(budget.units) then
       add({unit = 'budget', per = budget.period, burst = tonumber(budget.units)}, 'budget:' .. budget.period)
@@ -110,27 +103,38 @@ do -- a chunk may have 200 locals
     if node then return node end
     local text, from = tenants.settings_of(path)
     node = parse_node(path, text)
-    if from == path then node.served_field = joined(path, 'served') end
-    if nodes_known >= MOST_KNOWN then nodes, nodes_known, limited, weights = {}, 0, {}, {} end
+    if from == path then node.served = {unit = 'served', field = joined(path, 'served')} end
     nodes[path], nodes_known = node, nodes_known + 1
     return node
   end
 
-  -- The settings of the flow's nodes that count something: limits, or the cost served.
+  -- The settings of the flow's nodes that count something, limits or the cost served, from the top. Also lists of their
+  -- limits: `limits` has all, `arrival` and `grant` those that charge a request when it arrives and when it starts;
+  -- `balances` has all limits and `served` counts.
   function tenants.counting(flow)
-    local found = limited[flow]
+    local found = counted[flow]
     if found then return found end
-    found = {}
+    found = {limits = {}, arrival = {}, grant = {}, balances = {}, served = {}}
+    local function add(list, it) list[#list + 1] = it end
     for _, path in ipairs(tenants.paths(flow)) do
       local node = tenants.node(path)
-      if #node.limits > 0 or node.served_field then found[#found + 1] = node end
+      for _, limit in ipairs(node.limits) do
+        add(found.limits, limit)
+        add(found.balances, limit)
+        add(node.over_limit == 'queue' and found.grant or found.arrival, limit)
+      end
+      if node.served then
+        add(found.served, node.served)
+        add(found.balances, node.served)
+      end
+      if #node.limits > 0 or node.served then add(found, node) end
     end
-    limited[flow] = found
+    counted[flow] = found
     return found
   end
 
-  -- Forget settings of nodes, which another library may have changed.
-  function tenants.forget() nodes, nodes_known, limited, weights = {}, 0, {}, {} end
+  -- Forget the nodes' settings, which another library may have changed, and balances (lib/quotas.lua).
+  function tenants.forget() nodes, nodes_known, counted, weights = {}, 0, {}, {} end
 
   -- The weight of a member; nil if no node's settings give one.
   function tenants.weight(member)
@@ -228,6 +232,6 @@ do -- a chunk may have 200 locals
   function tenants.reset()
     if next(changed_states) then changed_states = {} end
     if not cache_is_valid or states_known > MOST_KNOWN then forget_states() end
-    if not cache_is_valid then tenants.forget() end
+    if not cache_is_valid or nodes_known > MOST_KNOWN then tenants.forget() end
   end
 end

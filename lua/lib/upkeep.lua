@@ -245,7 +245,7 @@ do
     local too_many = read('HLEN', key.requests) > MOST_FILED
     local found = too_many and read('HSCAN', key.requests, '0', 'COUNT', MOST_FILED)[2] or read('HGETALL', key.requests)
     for i = 1, #found, 2 do
-      local r = {id = found[i], due_ms = false}
+      local r = {id = found[i], due_ms = false, tenancy = 0}
       if pcall(unpack_record, r, found[i + 1]) then
         records[#records + 1] = r
         add_flow_queue(names, r.band, r.flow)

@@ -109,7 +109,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a request that fails is refunded twice", "lua/lib/quotas.lua",
-        "take(limit, -amount_of(", "take(limit, -2 * amount_of(", _TENANTS,
+        "or amounts[limit.unit]))", "or 2 * amounts[limit.unit]))", _TENANTS,
     ),
     Mutation(
         "tenants pay the estimate, not the usage", "lua/settle.lua",

@@ -61,10 +61,6 @@ class TenantPool(ClockedPool):
             served += map(self.flow_of, self.end(running))
         return served
 
-    def charged(self) -> dict[str, int]:
-        """Request id -> the sum of 1 (charged at arrival), 2 (at the grant) and 4 (demoted)."""
-        return {id.decode(): text[0] for id, text in self.client.hgetall(f"{self.prefix}charges").items()}
-
     def rebuild(self, **settings: Any) -> None:
         """Sweep, which finds what is lost, and publish again, as replicas do at the end of an epoch."""
         self.passes(1000)
@@ -112,9 +108,7 @@ def test_an_idle_tenant_saves_no_turns_and_its_order_is_forgotten(it: TenantPool
     for _ in range(4):
         it.passes(1000)
         it.call("sweep", "a", 0, 60_000, 300_000, 60_000)
-    kept = {
-        name for name in it.names() if name.partition(":")[0] in ("children", "finished", "nodes", "charges")
-    }
+    kept = {name for name in it.names() if name.partition(":")[0] in ("children", "finished", "nodes")}
     assert kept == set()
 
 
@@ -208,6 +202,16 @@ def test_tenants_can_be_switched_on_and_off_while_requests_wait(it: TenantPool) 
     it.rebuild()
     assert len(served) + len(it.serve(8)) == 11
     assert it.queued() == 0
+
+
+def test_a_charge_is_void_once_tenants_have_ceased_to_count(it: TenantPool) -> None:
+    it.start(3, {"acme": {"max_parallel": 2}})
+    it.ask("acme/a")
+    it.publish(A, upper_per=3)
+    it.publish(A, upper_per=3, tenants=TREE)
+    it.ask("acme/a")
+    it.end("r1")
+    assert it.client.hget(f"{it.prefix}balances", "acme\x1fparallel") == b"1"
 
 
 async def test_a_waiting_request_starts_as_soon_as_its_balance_suffices(fleet: OpenFleet) -> None:

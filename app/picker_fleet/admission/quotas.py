@@ -198,9 +198,9 @@ class Quotas:
         if charge is None or not self._nodes(charge.flow):
             return
         for _, limit in self._charged(charge):
-            if limit.unit != "parallel":
-                amount = self._amount(limit.unit, charge.model, usage)
-                self._take(limit, amount - self._estimate(limit.unit, charge))
+            amount = 1.0 if limit.unit == "parallel" else self._amount(limit.unit, charge.model, usage)
+            if difference := amount - self._estimate(limit.unit, charge):
+                self._take(limit, difference)
         charge.prompt, charge.answer, charge.used = usage.prompt, usage.answer, True
         self._log("used", request_id)
 

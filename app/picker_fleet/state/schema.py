@@ -69,7 +69,8 @@ PREFILL = "prefill="
 # Until the request is placed, RECORD_BYTES may follow: the size of the request's body and the epoch that
 # counts it; then, while the request waits, a byte 1 if its grant may place it on any endpoint. If neither
 # part is set, both are absent. While another endpoint computes the prompt of a placed request, its record
-# ends in one more text, the prefill endpoints, best first.
+# ends in one more text, the prefill endpoints, best first. If tenants have charged the request, all these
+# parts are present, and RECORD_CHARGE follows (lua/lib/quotas.lua); else `tenancy` is 0.
 RECORD = {
     "owner": "s", "attempt": "s", "flow": "s", "band": "B", "weight": "d", "cost": "d", "workload": "s",
     "criticality": "B", "model": "s", "arrived": "d", "deadline_ms": "d", "limit": "H",
@@ -77,6 +78,9 @@ RECORD = {
 }  # fmt: skip
 _RUNNING_ONLY = 3  # the last fields of RECORD, which only granted and placed requests have
 RECORD_BYTES = {"bytes": "I", "bytes_epoch": "I"}
+RECORD_CHARGE = {
+    "tenancy": "d", "at_grant": "B", "demoted": "B", "charged_prompt": "d", "charged_answer": "d",
+}  # fmt: skip
 MOST_BYTES = 2**32 - 1  # the largest value of format "I"
 WAITING_LAYOUT = "B" + "".join(list(RECORD.values())[:-_RUNNING_ONLY])
 RUNNING_LAYOUT = "B" + "".join(RECORD.values())
@@ -152,6 +156,7 @@ def _functions() -> Iterator[str]:
     record = [f"r.{name}" for name in RECORD]
     layouts = [WAITING_LAYOUT if n < WAITING_STATES else RUNNING_LAYOUT for n in range(len(STATES))]
     bytes, bytes_layout = ", ".join(f"r.{name}" for name in RECORD_BYTES), "".join(RECORD_BYTES.values())
+    charge, charge_layout = [f"r.{name}" for name in RECORD_CHARGE], "".join(RECORD_CHARGE.values())
     numbered = [f"{state} = {number}" for number, state in enumerate(STATES, 1)]
     yield "local unpack_record, pack_record\ndo -- a chunk may have 200 locals"
     yield f"local STATE_NAMES = {_list([_quoted(state) for state in STATES])}"
@@ -169,22 +174,34 @@ def _functions() -> Iterator[str]:
   if rest > #text then
     r.bytes, r.any_endpoint = 0, false
   elseif number == {len(STATES)} then
-    r.bytes, r.any_endpoint, r.prefillers = 0, false, struct.unpack('s', text, rest)
+    r.bytes, r.any_endpoint, r.prefillers, rest = 0, false, struct.unpack('s', text, rest)
   else
     {bytes}, rest = struct.unpack('{bytes_layout}', text, rest)
-    r.any_endpoint = rest <= #text
+    r.any_endpoint = number <= {WAITING_STATES} and string.byte(text, rest) == 1
+    if number <= {WAITING_STATES} then rest = rest + 1 end
+  end
+  if rest < #text then
+{_commas(charge)} = struct.unpack('{charge_layout}', text, rest)
   end
 end
 function pack_record(r)
   local number = STATE_NUMBERS[r.state]
   local text = struct.pack(RECORD_LAYOUTS[number], number,
 {_commas(record)})
+  local is_charged = r.tenancy > 0
   if number == {len(STATES)} then
-    return r.prefillers == '' and text or text .. struct.pack('s', r.prefillers)
+    if r.prefillers == '' and not is_charged then return text end
+    text = text .. struct.pack('s', r.prefillers)
+  else
+    if r.bytes == 0 and not r.any_endpoint and not is_charged then return text end
+    text = text .. struct.pack('{bytes_layout}', r.bytes, r.bytes_epoch or 0)
+    if number <= {WAITING_STATES} and (r.any_endpoint or is_charged) then
+      text = text .. (r.any_endpoint and '\\1' or '\\0')
+    end
   end
-  if r.bytes == 0 and not r.any_endpoint then return text end
-  text = text .. struct.pack('{bytes_layout}', r.bytes, r.bytes_epoch or 0)
-  return r.any_endpoint and number <= {WAITING_STATES} and text .. '\\1' or text
+  if not is_charged then return text end
+  return text .. struct.pack('{charge_layout}',
+{_commas(charge)})
 end
 end"""
     fields = _commas([*ACCOUNTING_TOKEN, "rest"])
