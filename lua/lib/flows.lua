@@ -640,6 +640,7 @@ local function put_settings(base, overrides)
   if base.log_max == 0 then log_change('tuned', text) end -- the log ends with this entry
   local counted = settings.token_caps
   settings, settings_text = base, nil
+  tenants.use_separator()
   bands.configure(settings)
   -- If the fleet begins or ceases to find limits in tokens, count the tokens in flight from the records.
   if (counted == nil) ~= (settings.token_caps == nil) then

@@ -146,8 +146,7 @@ do -- a chunk may have 200 locals
   local FREE = {prompt = 1, cached = 1, answer = 1}
   local function cost_of(r, prompt, cached, answer)
     local prices = settings.tenants.prices
-    if not prices then return prompt + answer end
-    local price = prices[r.model] or prices['*'] or FREE
+    local price = prices and (prices[r.model] or prices['*']) or FREE
     return (prompt - cached) * (price.prompt or 1) + cached * (price.cached or price.prompt or 1)
       + answer * (price.answer or 1)
   end
@@ -155,20 +154,17 @@ do -- a chunk may have 200 locals
   -- What a request takes of limits, by unit: of `prompt` and `answer` tokens, `cached` prompt tokens among them.
   local function weigh(amounts, r, prompt, cached, answer)
     amounts.tokens, amounts.prompt_tokens, amounts.answer_tokens = prompt + answer, prompt, answer
-    amounts.budget = cost_of(r, prompt, cached, answer)
-    return amounts
+    amounts.budget = settings.tenants.prices and cost_of(r, prompt, cached, answer) or prompt + answer
   end
 
   -- What a request was charged, in its record: `charged_prompt` and `charged_answer` tokens, to the limits that charge
   -- at its arrival, and if `at_grant` is 1 to those that charge at its start; if `demoted` is 1, to no node that
   -- demotes. A charge is void once tenants have ceased to count: `tenancy` is then another.
-  local function tenancy() return settings.tenancy or 1 end
-
   -- The nodes of a request that was charged; nil if the request was not charged.
   local function charged_nodes(r)
-    local found = r.tenancy == tenancy() and counting(r.flow)
+    local found = r.tenancy == (settings.tenancy or 1) and counting(r.flow)
     if not found or #found == 0 then return nil end
-    prefetch(found)
+    if found.read_in ~= calls then prefetch(found) end
     return found
   end
 
@@ -177,7 +173,12 @@ do -- a chunk may have 200 locals
 
   local taken, used = {requests = 1, parallel = 1}, {requests = 1, parallel = 1}
   -- What request r was charged, by unit.
-  local function amounts_of(r) return weigh(taken, r, r.charged_prompt, 0, r.charged_answer) end
+  local weighed -- the request whose amounts `taken` has
+  local function amounts_of(r)
+    if weighed ~= r then weigh(taken, r, r.charged_prompt, 0, r.charged_answer) end
+    weighed = r
+    return taken
+  end
 
   -- Charge request r to the limits of its arrival or grant; `sign` -1 refunds the charge.
   local function charge(limits, r, sign)
@@ -248,7 +249,7 @@ do -- a chunk may have 200 locals
   local starting -- the request that arrived last, if all its limits suffice and no balance has changed since
   function quotas.arrive(r)
     local found = counting(r.flow)
-    starting = nil
+    starting, weighed = nil, nil
     if #found == 0 then return nil end
     prefetch(found)
     r.charged_prompt, r.charged_answer, r.at_grant, r.demoted = r.prompt_tokens, r.answer_tokens, 0, 0
@@ -256,7 +257,7 @@ do -- a chunk may have 200 locals
     local refusal = not suffices and exceed(found, r)
     if refusal then return refusal end
     if r.demoted == 1 then r.band = BANDS[#BANDS] end
-    r.tenancy = tenancy()
+    r.tenancy = settings.tenancy or 1
     charge(found.arrival, r, 1)
     if suffices then starting = r end
     log_charge('charged', r, 'arrival')
@@ -319,11 +320,11 @@ do -- a chunk may have 200 locals
   function quotas.used(r, prompt, cached, answer)
     local found = charged_nodes(r)
     if not found then return end
-    weigh(taken, r, r.charged_prompt, 0, r.charged_answer)
+    amounts_of(r)
     weigh(used, r, prompt, cached, answer)
     correct(found.arrival, r)
     if r.at_grant == 1 then correct(found.grant, r) end
-    r.charged_prompt, r.charged_answer, corrected = prompt, answer, r
+    r.charged_prompt, r.charged_answer, corrected, weighed = prompt, answer, r, nil
     if settings.log_max > 0 then
       log_event('used', r, nil, nil, string.format('%.17g %.17g %.17g %.17g', prompt, cached, answer,
         used.budget))
@@ -447,7 +448,7 @@ do -- a chunk may have 200 locals
 
   -- Begin a call.
   function quotas.reset()
-    calls, changed_count, starting, corrected = calls + 1, 0, nil, nil
+    calls, changed_count, starting, corrected, weighed = calls + 1, 0, nil, nil, nil
     if not cache_is_valid then next_wake_ms = nil end
   end
 

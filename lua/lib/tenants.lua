@@ -14,14 +14,14 @@ do -- a chunk may have 200 locals
   local counted = {} -- flow -> the result of `counting`
   local weights = {} -- member -> its weight, or false
 
-  local function use_separator()
-    if separator == settings.tenants.separator then return end
+  -- Forget paths of another separator. Each call and each change of settings calls this function.
+  function tenants.use_separator()
+    if not settings.tenants or separator == settings.tenants.separator then return end
     separator, paths, paths_known, parents, parents_known = settings.tenants.separator, {}, 0, {}, 0
   end
 
   -- Return the paths of a flow's nodes, from the top. The last of MOST_LEVELS levels has the rest of the flow.
   function tenants.paths(flow)
-    use_separator()
     local found = paths[flow]
     if found then return found end
     found = {}
@@ -40,18 +40,17 @@ do -- a chunk may have 200 locals
 
   function tenants.is_inner(member) return string.sub(member, -1) == INNER end
 
-  -- The inner node above a member of an order: a flow queue, or an inner node.
-  function tenants.parent(member)
-    use_separator()
-    local found = parents[member]
-    if found then return found end
+  local function find_parent(member)
     local path = tenants.is_inner(member) and string.sub(member, 1, -2) or member
     local all = tenants.paths(path)
-    found = #all > 1 and all[#all - 1] .. INNER or ''
+    local found = #all > 1 and all[#all - 1] .. INNER or ''
     if parents_known >= MOST_KNOWN then parents, parents_known = {}, 0 end
     parents[member], parents_known = found, parents_known + 1
     return found
   end
+
+  -- The inner node above a member of an order: a flow queue, or an inner node.
+  function tenants.parent(member) return parents[member] or find_parent(member) end
 
   -- The settings of nodes. A node has its own settings, else those for all children of its parent (PARENT/*), else
   -- those for all nodes of its level (*/*).
@@ -230,6 +229,7 @@ do -- a chunk may have 200 locals
 
   -- Reset the tables of a single call.
   function tenants.reset()
+    tenants.use_separator()
     if next(changed_states) then changed_states = {} end
     if not cache_is_valid or states_known > MOST_KNOWN then forget_states() end
     if not cache_is_valid or nodes_known > MOST_KNOWN then tenants.forget() end
