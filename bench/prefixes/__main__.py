@@ -267,7 +267,7 @@ cache, divided by prompt tokens, in the second half of the requests. *Estimate*:
 end, divided by the engines' own, from the lowest to the highest. *Idle places*: 256 places an engine, so that
 no request waits there; then each conversation stays on its endpoint, and the capacity changes no choice.
 *Agents*: four turns after one of 150 system prompts of 15 to 36 KB, else twelve turns after one of 20 of 1 to
-4 KB; with 48 000 blocks sixty turns.
+4 KB; with 48 000 blocks sixty turns. On real servers: [vllm-prefixes.md](vllm-prefixes.md).
 """
 
 
