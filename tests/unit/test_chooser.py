@@ -223,7 +223,10 @@ async def test_replicas_share_only_successful_completions_without_the_wait_in_th
     assert [done.seconds for done in known.routes._completions] == [0.5]
 
 
-def test_a_request_goes_where_its_latency_objective_is_predicted_to_be_kept() -> None:
+def test_a_request_goes_where_its_latency_objective_is_predicted_to_be_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("random.random", lambda: 0.5)
     known = Knowledge(Endpoint(A), Endpoint(B), slo_headroom=3)
     objective = LatencyObjective(ttft_s=1.0)
     prompt = ask("r", body_bytes=40_000, latency=objective, stream=True)
@@ -257,6 +260,9 @@ def test_a_request_goes_where_its_latency_objective_is_predicted_to_be_kept() ->
     # To have its first token after 1 s of its TTL of 10 s, the request must start 0.2 s after its arrival.
     assert known.chooser.early_ms(prompt._replace(ttl_s=10.0)) == pytest.approx(9800, abs=100)
     assert known.chooser.shortfall_s(prompt, 0.9) == pytest.approx(late_s), "the wait in the queue counts"
+    monkeypatch.setattr("random.random", lambda: 0.1)
+    assert known.chooser.shortfall_s(prompt, 0.9) is None, "one stream in eight corrects the prediction"
+    assert known.chooser.shortfall_s(prompt._replace(stream=False), 0.9) == pytest.approx(late_s)
 
     assert broken_promise(known.routes.model, lambda _: LatencyObjective(ttft_s=0.5), A, 4) == ""
     why = broken_promise(known.routes.model, lambda _: LatencyObjective(ttft_s=0.2), A, 4)

@@ -53,6 +53,7 @@ _log = logging.getLogger(__name__)
 # choice. Of a sample of the endpoints, pass fewer candidates: they differ between picks, and each costs the
 # script more.
 _MAX_SCORED, _MAX_OF_A_SAMPLE = 8, 5
+_UNCHECKED = 1 / 8  # part of the streams that are not refused as too late: refused requests teach nothing
 _DRAWS = 32  # choices kept for similar requests to share; each breaks ties differently
 _ROUTE_SCORERS = frozenset({"prefix-affinity", "latency"})  # scorers that need the routes of all replicas
 _ADDRESS_BYTES = 24  # approximate length of one address in a list of candidates
@@ -360,7 +361,7 @@ class EndpointChooser:
     def shortfall_s(self, request: InferenceRequest, wait_s: float = 0.0) -> float | None:
         """Seconds by which every endpoint is predicted to miss the latency objective of `request`, after
         `wait_s` in the queue; None without an objective, or if an endpoint may keep it or is unknown."""
-        if request.latency == ANY_LATENCY:
+        if request.latency == ANY_LATENCY or (request.stream and random.random() < _UNCHECKED):
             return None
         self._forecasts.use()
         self._states.refresh()

@@ -30,8 +30,10 @@ _TERMS = 5  # terms of the linear model: a constant and the fields of `Load`
 _PREFILL, _IN_FLIGHT, _KV = 1, 2, 3  # their positions
 _FIT_EVERY = 8  # observations between two fits
 _SWEEPS = 5  # of a fit over the coefficients; a fit continues from the fit before
-_FORGET_FIT = 0.997  # an observation's weight falls by this factor with each further observation
-_FORGET_RATIOS = 0.99
+# A fit's memory in observations grows with their number (Ljung, System Identification, on recursive methods):
+# the first ones lack the prompts before their own, which are counted only once times are predicted.
+_FIRST_MEMORY, _MEMORY_GROWTH, _MOST_MEMORY = 20.0, 1 / 3, 333.0
+_FORGET_RATIOS = 0.99  # an observation's weight falls by this factor with each further observation
 _FORGET_FACTOR = 0.95
 _EVEN_ODDS = 2.0  # weight, in observations, of the assumption that an endpoint is like the others
 _MOST_GAIN = 1e9  # weights grow instead of shrinking the sums; at this weight the sums are scaled down
@@ -156,7 +158,7 @@ class _Fit:
             log = math.log(actual_s / fitted_s)
             self._factors[address] = weight * _FORGET_FACTOR + 1.0, logs * _FORGET_FACTOR + log
             self._scales.pop(address, None)
-        self._gain /= _FORGET_FIT
+        self._gain /= 1.0 - 1.0 / min(_FIRST_MEMORY + _MEMORY_GROWTH * self._count, _MOST_MEMORY)
         typical_s = actual_s / factor  # the time that a typical endpoint would have taken
         weight = self._gain / (fitted_s or typical_s) ** 2
         for row, term in enumerate(terms):

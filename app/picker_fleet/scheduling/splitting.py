@@ -5,8 +5,7 @@ Every request waits at its decode endpoint for prompts before its own and for ro
 request also waits for the prefill endpoint and for the transfer of its KV cache. The prompt of a whole
 request delays the answers that run on the decode endpoint by the time of its prefill, which is the reason to
 separate the stages (DistServe, Zhong et al. 2024). If the prefill endpoint also writes answers, a split
-delays those. `auto` takes the choice that adds less waiting time to all these requests, by the times that
-scheduling/latency_model.py predicts.
+delays those. `auto` takes the choice that is predicted to add less waiting time to all these requests.
 
 Until both choices of a model have been observed, prompts of more than `START_TOKENS` are split: the default
 of Dynamo's `max-local-prefill-length`, whose guide shows that GPUs prefill shorter prompts inefficiently. A
