@@ -398,8 +398,8 @@ do -- a chunk may have 200 locals
 
   local function balance_of(limit)
     local owed, burst = limit.owed, limit.burst
-    local left = burst > owed and burst - owed or 0
-    return string.format('%s,%d,%d', limit.shown_as, left, math.ceil(owed / limit.rate))
+    local left = burst > owed and burst - owed + RESIDUE or 0
+    return string.format('%s,%d,%d', limit.shown_as, left, math.ceil(owed / limit.rate - RESIDUE))
   end
 
   -- The balances that an answer shows: of the limits on requests and on tokens the one with the least share left, and

@@ -18,7 +18,7 @@ class EndpointCounts:
         self.counts: dict[str, int] = {}
         self.marks = marks  # (drained, down or ejected; endpoint) -> when the mark was set, ms
         self.marks_version = 0
-        self._published: set[str] = set()  # of all stages
+        self.published: set[str] = set()  # of all stages
         self._counted: set[str] = set()  # published here, even if it takes no requests
         self.listed: set[str] = set()
         self._draining: set[str] = set()
@@ -31,7 +31,7 @@ class EndpointCounts:
 
     def mark(self, what: str, on: bool, address: str, now_ms: int) -> bool:
         """Set or remove a mark (drained, down, ejected). False: no such endpoint."""
-        if address not in self._published:
+        if address not in self.published:
             return False
         before = set(self.marks)
         if on:
@@ -57,7 +57,7 @@ class EndpointCounts:
 
     def publish(self, draining: Mapping[str, bool], listed: set[str], counted: set[str]) -> None:
         """Publish all endpoints, of which `listed` are of this stage, and `counted` have a count in it."""
-        self.listed, self._published, self._counted = listed, set(draining), counted
+        self.listed, self.published, self._counted = listed, set(draining), counted
         self._draining = {address for address, drains in draining.items() if drains}
         for what, address in list(self.marks):
             if address not in draining:

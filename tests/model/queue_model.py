@@ -225,7 +225,7 @@ class QueueModel(PoolModel):
         """Publish settings and endpoints; `stages`: of those endpoints that do not only decode. The model
         never loses a key, so it has nothing to rebuild."""
         self._begin(caller)
-        for address in self.outliers.keys() - draining.keys():
+        for address in self.endpoints.published - draining.keys():
             self.outliers.pop(address, None)
         decode = {each for each in draining if "decode" in stages.get(each, "decode")}
         self.endpoints.publish(draining, decode, set(draining))

@@ -58,8 +58,9 @@ def starts(name: str) -> str:
     return f"charged {name} arrival 5 10 15, bypassed {name}, charged {name} grant 5 10 15"
 
 
-# Each case is a log of quotas and the violation in the log, or None. An entry is EVENT REQUEST [NOTE]; `+S`
-# lets S seconds pass. Requests are of the flow acme/search/k1, or acme/search/k2 if their name has a 2.
+# Each case is a log of quotas and the violation in the log, or None. An entry is EVENT REQUEST [NOTE], or
+# `tenant` PATH [SETTINGS]; `+S` lets S seconds pass. Requests are of the flow acme/search/k1, or
+# acme/search/k2 if their name has a 2.
 QUOTAS: dict[str, tuple[str, str | None]] = {
     "a correct log": (
         f"{starts('r')}, used r 5 0 4 9, completed r, +1, {starts('s')}, upstream_failed s, "
@@ -132,6 +133,15 @@ QUOTAS: dict[str, tuple[str, str | None]] = {
         f"topped_up acme/search/k2 budget day 40, +1, {starts('s2')}",
         None,
     ),
+    "nodes lose their limits while a request waits": (
+        "charged r arrival 5 10 15, queued r, tenant acme, tenant acme/*, tenant */*/*, granted r, placed r",
+        None,
+    ),
+    "a node that rejects now queues, and has charged no waiting request": (
+        "charged r arrival 1 1 2, queued r, charged s arrival 1 1 2, queued s, "
+        'tenant acme/* {"max_parallel":1}, granted r, charged r grant 1 1 2, placed r',
+        None,
+    ),
     "a new day begins a budget": (
         f"{starts('r2')}, used r2 30 0 5 35, completed r2, +86400, {starts('s2')}", None
     ),
@@ -145,6 +155,9 @@ def quota_log(events: str) -> Log:
             log.now_us += int(event[1:]) * 1_000_000
             continue
         what, name, *note = event.split()
+        if what == "tenant":
+            log.write(what, note="\x1f".join([name, "tenants", *(note or [""])]))
+            continue
         if what == "topped_up":
             log.write(what, note="\x1f".join([name, *note]))
             continue

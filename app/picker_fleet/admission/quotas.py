@@ -249,8 +249,8 @@ class Quotas:
         parts = []
         for kind, (_, limit) in sorted(worst.items()):
             left = self._left(limit)
-            reset_ms = math.ceil((limit.burst - left) / limit.rate)
-            parts.append(f"{kind}={int(limit.whole)},{int(max(left * self._live, 0.0))},{reset_ms}")
+            reset_ms = math.ceil((limit.burst - left) / limit.rate - RESIDUE)
+            parts.append(f"{kind}={int(limit.whole)},{int(max(left * self._live + RESIDUE, 0.0))},{reset_ms}")
         if charge.demoted:
             parts.append("demoted=1")
         return ";".join(parts)

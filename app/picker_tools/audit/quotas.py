@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from picker_fleet.domain.bands import NAMED
 from picker_tools.audit.checks import Check, Finding
 from picker_tools.audit.log import Entry, EntryError
 from picker_tools.audit.nodes import BETWEEN, DEMOTE, QUEUE, Limit, Node, ancestry
@@ -91,6 +92,7 @@ class Quotas(Check):
         self._most_kept = _LEAST_KEPT
         self._decision_us = 0
         self._had_tenants = False
+        self._counts_again = False  # nodes have changed since `_parallel` was counted
 
     def check(self, step: Step) -> None:
         entry, rules = step.entry, self._replay.rules
@@ -102,8 +104,11 @@ class Quotas(Check):
             self._granted.clear()
         if has_tenants and entry.event == "topped_up":
             self._top_up(entry)
+        self._counts_again |= entry.event == "tenant"
         if not has_tenants or not entry.request:
             return
+        if self._counts_again:
+            self._count_all()
         if entry.time_us != self._decision_us:
             self._decision_us = entry.time_us
             self._end_decision()
@@ -125,17 +130,16 @@ class Quotas(Check):
         charge = self._charges.get(entry.request)
         if step.before is RequestState.ABSENT and entry.event in ("queued", "bypassed"):
             self._finding.checked += 1
-            if charge is None and any(node.has_quota for _, node in self._path(entry)):
+            if charge is None and self._has_quota(entry):
                 self._finding.add(f"request {entry.request} arrives and is not charged", entry)
         if charge is None:
             return
-        if entry.event in ("granted", "bypassed") and charge.grant is None:
+        if entry.event in ("granted", "bypassed") and charge.grant is None and self._has_quota(entry):
             self._granted[entry.request] = entry
         elif step.before is not RequestState.ABSENT and step.after is RequestState.ABSENT:
             charge.end = entry
             # Nodes may have lost their limits since the charge: then there is nothing to refund.
-            has_quota = any(node.has_quota for _, node in self._path(entry))
-            self._ended.append((entry.request, charge, has_quota))
+            self._ended.append((entry.request, charge, self._has_quota(entry)))
             self._granted.pop(entry.request, None)
             for phase in charge.in_force:
                 for path, node in self._path(entry):
@@ -194,7 +198,8 @@ class Quotas(Check):
 
     def _check_demotion(self, entry: Entry, tokens: _Tokens) -> None:
         rules = self._replay.rules
-        lowest = min(band.priority for band in rules.bands) if rules else entry.priority
+        # The scripts demote to the lowest band in use. The named bands always are.
+        lowest = min(band.priority for band in rules.bands[: len(NAMED)]) if rules else entry.priority
         if entry.priority > lowest:
             what = f"request {entry.request} is demoted to priority {entry.priority}, not {lowest}"
             self._finding.add(what, entry)
@@ -303,10 +308,23 @@ class Quotas(Check):
             if (tokens is None or former is None) and charge.end is None:
                 self._count(path, 1 if former is None else -1)
 
+    def _count_all(self) -> None:
+        """Count the requests in flight of each node anew, as the scripts do after a change of nodes."""
+        self._counts_again = False
+        self._parallel.clear()
+        for charge in self._charges.values():
+            for phase in charge.in_force if charge.end is None else ():
+                for path, node in self._path(charge.first):
+                    if charge.includes(node, phase):
+                        self._parallel[path] += 1
+
     def _count(self, path: str, change: int) -> None:
         self._parallel[path] += change
         if self._parallel[path] <= 0:
             del self._parallel[path]
+
+    def _has_quota(self, entry: Entry) -> bool:
+        return any(node.has_quota for _, node in self._path(entry))
 
     def _path(self, entry: Entry) -> Iterator[tuple[str, Node]]:
         """The path and settings of each node of the entry's flow."""

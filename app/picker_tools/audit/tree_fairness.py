@@ -24,7 +24,7 @@ _KEPT_US = 10_000_000  # the scripts keep the tags of an idle node's children at
 
 @dataclass(slots=True)
 class _Level:
-    """The order of one node's children: their virtual time (None: unknown), the charge of newcomers, and the
+    """The order of one node's children: their virtual time, the charge of newcomers (None: unknown), and the
     time of the last change of either.
 
     The log does not show whether the scripts have forgotten the tag of an idle inner node. The check assumes
@@ -32,7 +32,7 @@ class _Level:
     """
 
     v: float | None
-    charged: float
+    charged: float | None
     new_tag: float | None  # the tag of a child not seen before; None: unknown
     changed_us: int = 0
     slack: float = 0.0
@@ -162,6 +162,8 @@ class TreeFairness:
                 start = shown
             elif tag > level.v:
                 start = tag
+            elif level.charged is None:
+                start = shown
             else:
                 reached = max(level.charged, level.v)
                 start = level.v
@@ -254,8 +256,9 @@ class TreeFairness:
             is_idle = not (member.is_servable or member.throttled)
             if is_idle and member.tag is not None and level.v is not None and member.tag <= level.v:
                 # The scripts may have forgotten the tag; then they correct the virtual time.
+                slack = level.v - max(member.tag, 0.0)
                 member.tag = level.v if member.tag == _FRESH else member.tag
-                self._set_slack(member, max(self._slack.get(member.key, 0.0), level.v - member.tag))
+                self._set_slack(member, max(self._slack.get(member.key, 0.0), slack))
             self._adjust(member, ratio * self._share(member, entry), entry)
         self._expect(leaf, entry)
 
@@ -302,7 +305,7 @@ class TreeFairness:
         if level is None:
             known = 0.0 if self._complete and not self._has_dropped else None
             new_tag = _FRESH if self._complete else None
-            level = self._levels[key] = _Level(known, known or 0.0, new_tag)
+            level = self._levels[key] = _Level(known, known, new_tag)
         return level
 
     def _tag(self, member: FlowQueue, level: _Level) -> float | None:
@@ -359,7 +362,7 @@ class TreeFairness:
         """Lower the tags of the band's children by `by`; the differences of tags stay the same."""
         root = self._level((band, INNER))
         root.v = None if root.v is None else root.v - by
-        root.charged = max(root.charged - by, 0.0)
+        root.charged = None if root.charged is None else max(root.charged - by, 0.0)
         for queue in self._replay.flow_queues.of(band):
             if queue.parent is not None and queue.parent.parent is None and queue.tag is not None:
                 queue.tag -= by
