@@ -53,7 +53,7 @@ _log = logging.getLogger(__name__)
 # choice. Of a sample of the endpoints, pass fewer candidates: they differ between picks, and each costs the
 # script more.
 _MAX_SCORED, _MAX_OF_A_SAMPLE = 8, 5
-_UNCHECKED = 1 / 8  # part of the streams that are not refused as too late: refused requests teach nothing
+_TRIED = 1 / 8  # part of the streams predicted to be too late, but by less than twice, that are not refused
 _DRAWS = 32  # choices kept for similar requests to share; each breaks ties differently
 _ROUTE_SCORERS = frozenset({"prefix-affinity", "latency"})  # scorers that need the routes of all replicas
 _ADDRESS_BYTES = 24  # approximate length of one address in a list of candidates
@@ -361,7 +361,7 @@ class EndpointChooser:
     def shortfall_s(self, request: InferenceRequest, wait_s: float = 0.0) -> float | None:
         """Seconds by which every endpoint is predicted to miss the latency objective of `request`, after
         `wait_s` in the queue; None without an objective, or if an endpoint may keep it or is unknown."""
-        if request.latency == ANY_LATENCY or (request.stream and random.random() < _UNCHECKED):
+        if request.latency == ANY_LATENCY:
             return None
         self._forecasts.use()
         self._states.refresh()
@@ -373,7 +373,11 @@ class EndpointChooser:
             self._prefill_states.refresh()
             prefillers = apply_filters(self._pick(request), self._prefill_states.everything()).eligible
             forecasts += self._forecasts.of_split(request, able, prefillers, matches)
-        return shortfall_s(left, forecasts)
+        late_s = shortfall_s(left, forecasts)
+        if late_s is not None and request.stream and random.random() < _TRIED:
+            # A refused request teaches nothing: try some that may be late only by a wrong prediction.
+            late_s = shortfall_s(left._replace(ttft_s=2 * left.ttft_s, tpot_s=2 * left.tpot_s), forecasts)
+        return late_s
 
     def early_ms(self, request: InferenceRequest) -> int:
         """Under the ordering `edf`: how many milliseconds before the end of its TTL the request must start to
