@@ -405,9 +405,9 @@ do -- a chunk may have 200 locals
   -- The balances that an answer shows: of the limits on requests and on tokens the one with the least share left, and
   -- whether the request was demoted. A text that begins with byte 31; '' without limits.
   function quotas.shown(r)
+    if r.tenancy ~= (settings.tenancy or 1) then return '' end
     local found = charged_nodes(r)
-    if not found then return '' end
-    local limits, requests, tokens = found.limits, nil, nil
+    local limits, requests, tokens = found and found.limits or {}, nil, nil
     for i = 1, #limits do
       local limit = limits[i]
       if limit.unit == 'requests' then

@@ -86,6 +86,10 @@ def test_a_request_over_the_limit_of_a_lenient_tenant_goes_to_the_lowest_band(si
     assert pool.end("first") == ["default"]
     assert pool.end("runs") == ["second"]
     assert pool.told["a"][-1].split("\x1f")[1].startswith("requests=1,0,1000;demoted=1")
+    pool.admit("third flow=a band=0")
+    pool.call("set_tenants", "tenants", {"a": ""})
+    assert pool.end("second") == ["third"]
+    assert pool.told["a"][-1].split("\x1f")[1].startswith("demoted=1"), "also without the limit"
 
 
 @pytest.mark.parametrize("end", ["settle", "cancel", "expire"])

@@ -342,7 +342,7 @@ def test_a_file_of_nodes_has_the_faults_of_the_configuration(tmp_path: Path) -> 
         ("- {path: a, weight: 0}", "tenants.nodes.0 (a).weight: "),
         ("", "is empty; a tree without nodes is written []"),
         ("- {", "is not YAML"),
-        ("x" * 9_000_000, "is longer than 8 MiB"),
+        ("x" * 9_000_000, "is longer than 4 MiB"),
     ):
         with pytest.raises(FileFault) as caught:
             nodes_in(text, settings)

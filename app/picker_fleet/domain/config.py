@@ -43,7 +43,7 @@ OF_PROCESS: Final = (
     "logging",
     "tracing",
 )
-_MAX_YAML_CHARS = 8 * 2**20  # this many take half a minute to parse
+_MAX_YAML_CHARS = 4 * 2**20  # this many take half a minute to parse
 SAME: Final = "same"  # in `scheduling.prefer`: the value of this replica's label
 MAX_POOLS: Final = 32  # each pool has its own Redis connections, and background work even without load
 # The keys whose values are file paths.
