@@ -196,6 +196,16 @@ def test_a_time_until_the_reset_has_openais_form(ms: int, told: str) -> None:
     assert found["x-ratelimit-reset-tokens"] == told
 
 
+@pytest.mark.parametrize(
+    ("path", "told"), [("/v1/messages", "9999-12-31T23:59:59Z"), ("/v1/completions", "277777777h46m39.999s")]
+)
+async def test_a_reset_beyond_the_calendar_is_told(path: str, told: str) -> None:
+    talk, most = Talk(settings={"tenants": {}}), 10**15 - 1
+    talk.gate.placement = PLACEMENT._replace(quota=f"requests={most},{most},{most}")
+    answers = await talk.say(headers("lean", ask=("POST", path)), body(ASK))
+    assert told in dict(answers[0].dynamic_metadata["picker"]).values()
+
+
 @pytest.mark.parametrize("text", ["", "tokens=1", "tokens=1,2,-3", "pages=1,2,3", "tokens=a,b,c;x"])
 def test_a_malformed_quota_is_not_told(text: str) -> None:
     assert quota_headers(text, is_anthropic=False, now_s=0.0) == {}

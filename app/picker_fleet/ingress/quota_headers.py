@@ -7,6 +7,7 @@ limits"). Among the limits on a request's path, the scripts report the one with 
 import math
 import re
 from datetime import UTC, datetime
+from functools import lru_cache
 from typing import Final
 
 DEMOTED: Final = "x-picker-demoted"  # the request went to the lowest band, since a tenant is over its limit
@@ -20,6 +21,8 @@ _ANTHROPIC: Final = {
 }
 # All headers of this module. With tenants, headers of these names from a model server are removed.
 NAMES: Final = (*(name for api in (_OPENAI, _ANTHROPIC) for names in api.values() for name in names), DEMOTED)
+LONGEST: Final = 32  # characters of a value; the longest are times
+_LATEST_S = 253_402_300_799  # the end of year 9999
 
 _PART = re.compile(r"(?:^|;)(requests|tokens)=(\d{1,15}),(\d{1,15}),(\d{1,15})(?=;|$)")
 
@@ -36,7 +39,7 @@ def quota_headers(quota: str, *, is_anthropic: bool, now_s: float) -> dict[str, 
         of_limit, of_remaining, of_reset = names[unit]
         reset_ms = int(digits)
         found[of_limit], found[of_remaining] = limit, remaining
-        found[of_reset] = _at(now_s + reset_ms / 1000) if is_anthropic else _duration(reset_ms)
+        found[of_reset] = _at(math.ceil(now_s + reset_ms / 1000)) if is_anthropic else _duration(reset_ms)
     if "demoted=1" in quota:
         found[DEMOTED] = "true"
     return found
@@ -54,6 +57,7 @@ def _duration(ms: int) -> str:
     return f"{hours}h{minutes}m{seconds}" if hours else f"{minutes}m{seconds}"
 
 
-def _at(time_s: float) -> str:
-    """A Unix time by RFC 3339, rounded up to a second."""
-    return datetime.fromtimestamp(math.ceil(time_s), UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+@lru_cache(maxsize=1024)
+def _at(time_s: int) -> str:
+    """A Unix time by RFC 3339."""
+    return datetime.fromtimestamp(min(time_s, _LATEST_S), UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

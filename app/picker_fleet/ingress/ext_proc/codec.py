@@ -13,7 +13,7 @@ NONE                   NONE                   lean, for session requests: header
 
 import struct
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from functools import lru_cache
+from functools import lru_cache, partial
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
@@ -131,11 +131,7 @@ def _opening(length: int, *fields: tuple[bytes, bytes]) -> bytes:
 
 def _text(key: str) -> Callable[[str], bytes]:
     """Returns a function that encodes a Struct's field `key` with a string value."""
-    name = _field(b"\x0a", key.encode())
-
-    @lru_cache(maxsize=512)
-    def opening(length: int) -> bytes:
-        return _opening(length, (b"", b"\x1a"), (name, b"\x12"), (b"", b"\x0a"))
+    opening = lru_cache(maxsize=512)(partial(_text_opening, key))
 
     def entry(value: str) -> bytes:
         data = value.encode()
@@ -144,8 +140,18 @@ def _text(key: str) -> Callable[[str], bytes]:
     return entry
 
 
+def _text_opening(key: str, length: int) -> bytes:
+    """The bytes that precede a value of `length` bytes in a Struct's field `key`."""
+    return _opening(length, (b"", b"\x1a"), (_field(b"\x0a", key.encode()), b"\x12"), (b"", b"\x0a"))
+
+
 _ID, _TOKEN, _SESSION, _TARGET = map(_text, ("id", "token", "session", "target"))
-_QUOTA_ENTRIES: Final = {name: _text(name) for name in quota_headers.NAMES}
+# Header -> what precedes its value in a Struct, by the value's length. All lengths are below 128, thus ASCII
+# characters: the headers of an answer are encoded together.
+_QUOTA_OPENINGS: Final = {
+    name: [_text_opening(name, length).decode("ascii") for length in range(quota_headers.LONGEST + 1)]
+    for name in quota_headers.NAMES
+}
 _PRESSURE_ENTRIES: Final = {value: _text("pressure")(value) for value in PRESSURES}
 _PICKER_KEY = _field(b"\x0a", PICKER.encode())
 _CLEAR_ROUTE_CACHE = b"\x28\x01"  # CommonResponse.clear_route_cache: true
@@ -211,8 +217,10 @@ def placed(
     if removes:
         set_headers += _remove_header(removes)
     account = _PRESSURE_ENTRIES[pressure]
-    for name, value in quota.items():
-        account += _QUOTA_ENTRIES[name](value)
+    if quota:
+        account += "".join(
+            [_QUOTA_OPENINGS[name][len(value)] + value for name, value in quota.items()]
+        ).encode()
     if request_id:
         account += _ID(request_id) + _TOKEN(placement.accounting_token)
         if placement.session:
