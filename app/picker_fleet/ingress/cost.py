@@ -24,16 +24,16 @@ from picker_fleet.domain.units import MOST_COST
 from picker_fleet.ingress import media
 from picker_fleet.scheduling.endpoint_history import PROMPT_MEMBERS
 
-_ANSWERS: Final = ("n", "best_of", "num_return_sequences", "candidateCount")
+_ANSWERS: Final = {"n", "best_of", "num_return_sequences", "candidateCount"}
 # Members that limit the answer's length. Engines differ in the members that they read: the largest counts.
-MAX_ANSWER: Final = (
+MAX_ANSWER: Final = {
     *("max_tokens", "max_completion_tokens", "max_output_tokens", "max_new_tokens", "num_predict"),
     *("max_tokens_to_sample", "maxOutputTokens", "maxTokens"),
-)
-_SECTIONS: Final = (
+}
+_SECTIONS: Final = {
     *("sampling_params", "parameters", "options", "generationConfig", "generation_config"),
     "inferenceConfig",
-)
+}
 PROMPTS: Final = ("messages", "prompt", "input")  # the most common members with prompts
 _MORE_PROMPTS: Final = (
     *("prompts", "inputs", "texts", "text", "text_1", "text_2", "queries", "documents"),
@@ -59,6 +59,7 @@ _ESCAPED_2, _ESCAPED_3 = re.compile(rb"\\u0[0-7][0-9a-fA-F]{2}"), re.compile(rb"
 _FIRST = re.compile(rb"\[[ \t\r\n]*(.)", re.DOTALL)
 _NUMBERS = re.compile(rb"\[[\[ \t\r\n]*+[0-9]")
 
+_JSON_TEXTS = (msgspec.Raw, memoryview)  # a union written at each use is made at each use
 Members = Mapping[str, Any]  # a body's members, each decoded or a JSON text (msgspec.Raw, memoryview)
 
 
@@ -130,10 +131,10 @@ def _apart(members: Members) -> tuple[float, int]:
     for name, value in members.items():
         if name not in _IN_PROMPT:
             others[name] = value
-        elif name in _ALL_PROMPTS and _NUMBERS.match(text := _list(name, value)):
+        elif name in _ALL_PROMPTS and (text := _list(name, value)) and _NUMBERS.match(text):
             others[name] = value
             ids += text.count(b",") + 1
-    if isinstance(next(iter(others.values()), None), msgspec.Raw | memoryview):
+    if isinstance(next(iter(others.values()), None), _JSON_TEXTS):
         return ids, sum(len(name) + len('"":,') + len(value) for name, value in others.items())
     return ids, len(orjson.dumps(others))
 
@@ -152,40 +153,40 @@ def _text_size(body: bytes, size_bytes: int, apart_bytes: int, media_bytes: int)
 
 def _size(text: bytes) -> int:
     """The size of JSON text: each byte counts 1, each digit or punctuation mark 2, each backslash 0."""
-    if b"\\u" in text:
+    backslashes = text.count(b"\\")
+    if backslashes and b"\\u" in text:
         text = _ESCAPED_3.sub(b"\xff" * 3, _ESCAPED_2.sub(b"\xff" * 2, text))
-    return len(text) - text.count(b"\\") + len(text.translate(None, _COUNTED_ONCE))
+        backslashes = text.count(b"\\")
+    return len(text) - backslashes + len(text.translate(None, _COUNTED_ONCE))
 
 
-def _largest(members: Members, names: tuple[str, ...]) -> float:
+def _largest(members: Members, names: set[str]) -> float:
     """The largest number under any of `names`, in `members` or in sections of these; 0 if there is none."""
     found = _largest_in(members, names)
-    for section in _SECTIONS:
-        if section in members:
-            value = members[section]
-            if not isinstance(value, dict | list):
-                text = _json(value)
-                if len(text) > _LONGEST_SECTION_BYTES:
-                    continue
-                value = orjson.loads(text)
-            for each in value if isinstance(value, list) else (value,):  # SGLang: a section for each prompt
-                if isinstance(each, dict):
-                    found = max(found, _largest_in(each, names))
+    for section in _SECTIONS.intersection(members):
+        value = members[section]
+        if not isinstance(value, dict | list):
+            text = _json(value)
+            if len(text) > _LONGEST_SECTION_BYTES:
+                continue
+            value = orjson.loads(text)
+        for each in value if isinstance(value, list) else (value,):  # SGLang: a section for each prompt
+            if isinstance(each, dict):
+                found = max(found, _largest_in(each, names))
     return found
 
 
-def _largest_in(members: Members, names: tuple[str, ...]) -> float:
+def _largest_in(members: Members, names: set[str]) -> float:
     found = 0.0
-    for name in names:
-        if name in members:
-            value = members[name]
-            found = max(found, value if type(value) is int else _number(value))
+    for name in names.intersection(members):
+        value = members[name]
+        found = max(found, value if type(value) is int else _number(value))
     return found
 
 
 def _number(value: object) -> float:
     """The number `value`, which may be a quoted number, as engines accept; 0 for anything else."""
-    if isinstance(value, msgspec.Raw | memoryview):
+    if isinstance(value, _JSON_TEXTS):
         if len(text := bytes(value)) > _LONGEST_NUMBER:
             return 0.0
         value = orjson.loads(text)
@@ -199,7 +200,7 @@ def _number(value: object) -> float:
 
 def _json(value: object) -> bytes:
     """The JSON text of a body's member."""
-    return bytes(value) if isinstance(value, msgspec.Raw | memoryview) else orjson.dumps(value)
+    return bytes(value) if isinstance(value, _JSON_TEXTS) else orjson.dumps(value)
 
 
 def _prompts_in(text: bytes, *, objects: bool) -> int:
