@@ -8,7 +8,6 @@ the counts since its last heartbeat; nothing else is lost. Only fleets with tena
 import asyncio
 from collections.abc import Mapping
 from itertools import islice
-from operator import add
 from typing import NamedTuple
 
 from picker_fleet.domain.request import Completion, Outcome
@@ -20,7 +19,8 @@ HOUR_MS = 3_600_000
 MOST_ROWS = 50_000  # rows kept while Redis is unavailable; usage of further leaves is summed in one row
 _BATCH_ROWS = 200  # rows in one script call, which then takes less than a millisecond
 
-_OTHERS, _ANY = ("", ""), "*"
+_OTHERS = "", ""
+_NONE = Usage(0, 0, 0, 0, 0, 0.0)
 
 
 class Batch(NamedTuple):
@@ -35,6 +35,7 @@ class UsageMeter:
 
     def __init__(self, store: Store, prices: Mapping[str, Price]) -> None:
         self._store, self._prices = store, prices
+        self._price = prices.get("*") or Price()  # of models without a price of their own
         # Hour -> (leaf, model) -> usage. The hour is 0 before the first heartbeat; no hour is empty.
         self._hours: dict[int, dict[tuple[str, str], Usage]] = {}
         self._rows = 0
@@ -44,17 +45,27 @@ class UsageMeter:
 
     def count(self, completion: Completion, leaf: str, model: str) -> None:
         """Count an ended request, unless the request used nothing: no model server has answered it."""
-        price = self._prices.get(model) or self._prices.get(_ANY) or Price()
-        usage = _usage(completion, price)
-        if usage is None:
-            return
+        prompt, answer = completion.prompt_tokens, completion.completion_tokens
+        unreported, cached, cost = 0, 0, 0.0
+        if prompt is None or answer is None:
+            if completion.outcome is Outcome.UPSTREAM_FAILED or completion.status >= 400:
+                return
+            unreported, prompt, answer = 1, 0, 0
+        else:
+            price = self._prices.get(model) or self._price
+            cached = min(completion.cached_tokens or 0, prompt)
+            of_cached = price.prompt if price.cached is None else price.cached
+            cost = (prompt - cached) * price.prompt + cached * of_cached + answer * price.answer
         counts = self._hours.setdefault(self._store.now_ms() // HOUR_MS, {})
         names = leaf, model
         if names not in counts:
             names = names if self._rows < MOST_ROWS else _OTHERS
             self._rows += names not in counts
-        former = counts.get(names)
-        counts[names] = usage if former is None else Usage(*map(add, former, usage))
+        former = counts.get(names, _NONE)
+        counts[names] = Usage(
+            former.requests + 1, former.unreported + unreported, former.prompt_tokens + prompt,
+            former.cached_tokens + cached, former.answer_tokens + answer, former.cost + cost,
+        )  # fmt: skip
 
     async def flush(self, *, leaves: bool = False) -> None:
         """Send all counts, and at least a mark that this replica has none. `leaves`: the last call.
@@ -80,14 +91,3 @@ class UsageMeter:
         if not counts:
             self._hours.pop(hour, None)
         return Batch(self._batches, hour or self._store.now_ms() // HOUR_MS, rows)
-
-
-def _usage(completion: Completion, price: Price) -> Usage | None:
-    prompt, answer = completion.prompt_tokens, completion.completion_tokens
-    if prompt is None or answer is None:
-        is_served = completion.outcome is not Outcome.UPSTREAM_FAILED and completion.status < 400
-        return Usage(1, 1, 0, 0, 0, 0.0) if is_served else None
-    cached = min(completion.cached_tokens or 0, prompt)
-    of_cached = price.prompt if price.cached is None else price.cached
-    cost = (prompt - cached) * price.prompt + cached * of_cached + answer * price.answer
-    return Usage(1, 0, prompt, cached, answer, cost)

@@ -299,13 +299,17 @@ class Store:
         """The last known epoch, and a lower bound of Redis's clock (µs); empty before the first heartbeat."""
         if self._redis_clock is None:
             return ()
-        epoch, now_us, read_s = self._redis_clock
-        return epoch, str(now_us + int((self._clock() - read_s) * 1e6))
+        return self._redis_clock[0], str(self._now_us())
 
     def now_ms(self) -> int:
         """Redis's clock, or slightly less; 0 before the first heartbeat."""
-        clock = self._now_at_least()
-        return int(clock[1]) // 1000 if clock else 0
+        return self._now_us() // 1000
+
+    def _now_us(self) -> int:
+        if self._redis_clock is None:
+            return 0
+        _, now_us, read_s = self._redis_clock
+        return now_us + int((self._clock() - read_s) * 1e6)
 
     async def notifications(self) -> list[Notification]:
         """Read this replica's inbox without removing notifications; a Placed notification becomes GRANTED."""
