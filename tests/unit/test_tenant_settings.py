@@ -31,6 +31,7 @@ LEADER = cast(HeartbeatReply, Mock(leader=True, epoch="1"))
 FOLLOWER = cast(HeartbeatReply, Mock(leader=False, epoch="1"))
 ASK = orjson.dumps({"model": "m", "prompt": "p"})
 LIMIT = {"tokens": 1000, "per": "1m"}
+BUDGET = {"units": 5, "period": "day"}
 
 
 def node(path: str = "acme", **members: Any) -> dict[str, Any]:
@@ -75,6 +76,14 @@ def tree(*nodes: dict[str, Any]) -> Tree:
     "a limit above a level's": (
         {"nodes": [node("*", limits=[LIMIT]), node("acme/a", limits=[{**LIMIT, "tokens": 1001}])]},
         "node acme/a: its limit of 1001 tokens per 1m is above the limit of acme, 1000",
+    ),
+    "more in flight than above": (
+        {"nodes": [node(max_parallel_requests=5), node("acme/a", max_parallel_requests=6)]},
+        "node acme/a: its limit of 6 max_parallel_requests is above the limit of acme, 5",
+    ),
+    "a budget above": (
+        {"nodes": [node(budget=BUDGET), node("acme/a", budget={**BUDGET, "units": 6.5})]},
+        "node acme/a: its limit of 6.5 budget units per day is above the limit of acme, 5.0",
     ),
     "a long separator": ({"separator": "::"}, "tenants.separator: "),
     "a letter as separator": ({"separator": "a"}, "tenants.separator: must be one character: no letter"),

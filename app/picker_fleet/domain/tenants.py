@@ -108,6 +108,15 @@ class Node(Section):
     def limit(self, unit: str, per_ms: int) -> Limit | None:
         return next((each for each in self.limits if (each.unit, each.per_ms) == (unit, per_ms)), None)
 
+    def amounts(self) -> dict[str, float]:
+        """The amount of each limit and of the budget, by a name such as `tokens per 1m`."""
+        found: dict[str, float] = {f"{each.unit} per {each.per}": each.amount for each in self.limits}
+        if self.max_parallel_requests is not None:
+            found["max_parallel_requests"] = self.max_parallel_requests
+        if self.budget is not None:
+            found[f"budget units per {self.budget.period}"] = self.budget.units
+        return found
+
     def shared(self) -> str:
         """The node as JSON of the shared state (docs/redis-schema.md), without path and defaults. A weight
         that is set is told even if it is 1: it replaces the weight that a leaf's requests have."""
@@ -272,11 +281,11 @@ class Tree:
 
     def limit_fault(self, node: Node) -> str:
         """Why a limit of `node` can never be reached: a node above has a lower one; '' if none has."""
-        for above in reversed(self.paths(node.path)[:-1] if node.limits else ()):
+        own = node.amounts()
+        for above in reversed(self.paths(node.path)[:-1] if own else ()):
             parent = self.node(above)
-            for own in node.limits:
-                others = parent.limit(own.unit, own.per_ms) if parent is not None else None
-                if others is not None and own.amount > others.amount:
-                    told = f"{own.amount} {own.unit} per {own.per}"
-                    return f"its limit of {told} is above the limit of {above}, {others.amount}"
+            others = {} if parent is None else parent.amounts()
+            for what, amount in own.items():
+                if amount > others.get(what, amount):
+                    return f"its limit of {amount} {what} is above the limit of {above}, {others[what]}"
         return ""
