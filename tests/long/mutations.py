@@ -117,8 +117,8 @@ MUTATIONS = (
     ),
     Mutation(
         "an outage charges a tenant's request twice", "app/picker_fleet/admission/quotas.py",
-        "if charge is None or charge.grant or not self._nodes(charge.flow):",
-        "if charge is None or not self._nodes(charge.flow):", "tests/unit/test_quotas.py",
+        "if charge is not None and not charge.grant and self._nodes",
+        "if charge is not None and self._nodes", "tests/unit/test_quotas.py",
     ),
     Mutation(
         "each replica has the whole of a tenant's limit", "app/picker_fleet/admission/quotas.py",
