@@ -45,7 +45,7 @@ class Case:
         """Assert that `check_history` finds no fault in the clients' answers and the decision log."""
         found = check_history(history, await log_of(fleet), **rules)
         self.report(f"G1–G6 over {found.entries} log entries")
-        assert found.faults == ()
+        assert found.faults == (), found.faults
         return found
 
     def with_limits(self, config: dict[str, Any]) -> dict[str, Any]:
