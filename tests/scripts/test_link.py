@@ -5,11 +5,23 @@ import asyncio
 import pytest
 from proxy import proxy_to
 from redis_servers import Server
-from script_fleet import DEADLINE_S, SETTLED, UNKNOWN_END, OpenFleet, Replica, addresses, in_turn, until
+from script_fleet import (
+    DEADLINE_S,
+    SETTLED,
+    UNKNOWN_END,
+    OpenFleet,
+    Replica,
+    addresses,
+    ask,
+    in_turn,
+    until,
+)
 
 from picker_fleet.domain.errors import ScriptFailed, StateUnavailable, WritesRefused
 from picker_fleet.domain.request import Outcome
+from picker_fleet.state import accounting_token
 from picker_fleet.state.replies import Placed
+from picker_fleet.state.scripts import load_library
 from picker_fleet.state.store import name_of
 
 E1 = addresses(1)[0]
@@ -49,16 +61,37 @@ async def test_calls_in_one_message_keep_their_order_if_the_library_is_lost(flee
             await a.admit(name)
         await a.settle("ends")
         await it.redis.function_flush()
-        # Every script is called in one loop turn, and each script answers as if the library were loaded.
+        # Every script is called in one loop turn, and each script answers as if the library were loaded, except
+        # that no renewal is sent again after its request's end.
         renewed, settled, admitted, placed, cancelled, pulse, swept = await asyncio.gather(
             in_turn(a.store.renew, "runs", 1, "", ""), in_turn(a.store.settle, "runs", Outcome.COMPLETED),
             a.admit("new"), a.place("granted"), in_turn(a.store.cancel, "new", 1, "cancelled"),
             a.beat(), a.sweep(),
         )  # fmt: skip
-        assert (renewed, settled, name_of(admitted)) == ("renewed", SETTLED, "queued")
+        assert (renewed, settled, name_of(admitted)) == ("unknown", SETTLED, "queued")
         assert (name_of(placed), cancelled) == ("placed", "ended")
         assert (pulse.stock, swept.ran) == (2, True)
         assert ("placed", "queued") in a.notifications
+
+
+async def test_a_renewal_is_not_retried_after_the_end_of_its_request(fleet: OpenFleet) -> None:
+    # The library lacks the script `renew` only, as if another replica loaded the library between two calls.
+    async with fleet("a", upper_per=2) as (it, a):
+        token = accounting_token.write(ask("ends"), E1, 1000)
+        library = load_library()
+        for name in ("runs", "ends"):
+            await a.admit(name)
+        lacking = library.source.replace(library.function("renew"), "lacking")
+        await it.redis.function_load(lacking, replace=True)
+        # The renewal of a running request is retried; the renewal sent with its request's end is not.
+        renewed, ended, settled = await asyncio.gather(
+            in_turn(a.store.renew, "runs", 1, "", ""), in_turn(a.store.renew, "ends", 1, "", token),
+            in_turn(a.store.settle, "ends", Outcome.COMPLETED),
+        )  # fmt: skip
+        assert (renewed, ended, settled) == ("renewed", "unknown", SETTLED)
+        await a.settle("runs")
+        assert await it.at_rest()
+        assert (await it.ledger()).ends == {"completed": 2}
 
 
 async def test_a_script_error_fails_its_call_and_not_the_next(fleet: OpenFleet) -> None:

@@ -114,6 +114,22 @@ class Load:
             for name, placement in list(self.running.items()):
                 self._gate_of(name).renew(Alive(name, placement.endpoints[0], placement.accounting_token))
 
+    async def pause_with(self, name: str) -> list[str]:
+        """Let no further request end. Returns the keys that the schema calls `name`. The requests that run by
+        chance may use no key that must be found: then let requests end and pause again."""
+        gone: list[str] = []
+        for _ in range(20 if name in FOUND else 1):
+            self.paused = True
+            await until(self.counts_are_right)
+            prefix = self.fleet.keys.prefix
+            keys = [each async for each in self.fleet.redis.scan_iter(prefix + "*", count=1000)]
+            gone = [each for each in keys if matching(each.removeprefix(prefix)) == [name]]
+            if gone:
+                break
+            self.paused = False
+            await self.until_served()
+        return gone
+
     async def until_served(self) -> None:
         """Wait until each client has had two further requests served, without a failure in between."""
         failed, before = self.failed, self.served.copy()
@@ -157,10 +173,7 @@ async def test_service_and_counts_recover_after_the_loss_of_a_key(
         async with load.on():
             await load.until_served()
             for name in names:
-                load.paused = True
-                await until(load.counts_are_right)
-                keys = [each async for each in it.redis.scan_iter(it.keys.prefix + "*", count=1000)]
-                gone = [each for each in keys if matching(each.removeprefix(it.keys.prefix)) == [name]]
+                gone = await load.pause_with(name)
                 assert gone or name not in FOUND
                 if not gone:
                     continue  # the load uses no such key

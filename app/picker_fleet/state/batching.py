@@ -14,7 +14,8 @@ Order, guaranteed:
 - Decisions (admit, place) wait at most `_BATCH_DELAY_S` for replies to earlier messages; then the decisions
   go out in a message of their own. All other calls wait until no exclusive message (`Message`) is in flight.
 - When a call is retried behind later messages, every end (settle, cancel) in those messages is sent again
-  after it, so that a late admission or renewal never outlives its request. Ends are idempotent.
+  after it, so that a late admission never outlives its request. Ends are idempotent.
+- No renewal is sent again after the end of its request was sent: it would restore the ended request.
 
 Failure: a message waits while Redis is slow. If a message's connection breaks, is stuck, or leads to a server
 that is not the primary, the message's unanswered calls are sent once more on a new connection (scripts are
@@ -191,13 +192,22 @@ class Message(msgspec.Struct, eq=False):
     def begin_retry(self, load: Call | None, others: Iterable["Message"]) -> None:
         """Next await replies to `load`, then to the calls in `retry`, then once more to every end of a
         request in this message and in `others`, the messages in flight."""
-        self.awaiting = deque(self.retry)
+        sent = (call for message in (self, *others) for call in message.calls)
+        ends = [call for call in sent if call.name in ENDS]
+        self.awaiting = deque(_without_ended(self.retry, ends))
         if load is not None:
             self.loads += 1
             self.awaiting.appendleft(load)
-        sent_ends = (call for message in (self, *others) for call in message.calls if call.name in ENDS)
-        self.awaiting.extend(call for call in sent_ends if call not in self.retry)
+        self.awaiting.extend(call for call in ends if call not in self.retry)
         self.retry, self.library_missing = [], False
+
+
+def _without_ended(calls: list[Call], ends: Iterable[Call]) -> list[Call]:
+    """`calls`, to be sent again, without the renewals of the requests that `ends` end."""
+    ended = {item.args[0] for call in ends for item in call.items}
+    for call in calls:
+        call.drop_renewals(ended)
+    return [each for call in calls for each in (call.split() if call.name == "renew" else [call])]
 
 
 class BatchingClient:
@@ -288,6 +298,8 @@ class BatchingClient:
         if durable and self._pending.count(name) >= MAX_DURABLE:
             answer.set_exception(StateUnavailable("too many reports wait for Redis to answer again"))
             return answer
+        if name in ENDS:
+            self._denied.drop_renewals(args[:1])
         self._pending.add(name, Item(args, answer, durable, parse))
         may_wait = name in _DELAYED or (name == "settle" and self._note_end() and not urgent)
         self._schedule(now=not may_wait)
@@ -377,7 +389,8 @@ class BatchingClient:
         unanswered = [call for message in self._in_flight for call in message.unanswered]
         if unanswered and not any(message.resent for message in self._in_flight):
             self._in_flight.clear()
-            self._send(unanswered, resent=True)
+            ends = [call for call in unanswered if call.name in ENDS]
+            self._send(_without_ended(unanswered, ends), resent=True)
         else:
             self._pending.put_back(self._drop(), self._fault, views=True)
             # Send the ends of requests only after the new server's first reply: if a server stays silent,

@@ -24,7 +24,7 @@ import enum
 import math
 import os
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import Any, Protocol, cast
 
 import hiredis
@@ -105,6 +105,13 @@ class Call(msgspec.Struct, eq=False):
             if not item.answer.done()
         ]
 
+    def drop_renewals(self, ended: Collection[Argument]) -> None:
+        """Answer the renewals of the requests `ended`, which must not be sent: after the end of its request, a
+        renewal would restore the request."""
+        for item in self.items:
+            if self.name == "renew" and item.args[0] in ended and not item.answer.done():
+                item.answer.set_result("unknown")
+
     def mark_tried(self) -> None:
         for item in self.items:
             item.tried = True
@@ -128,6 +135,10 @@ class DelayedCalls:
         self._calls += calls
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(self._delay_s, self._due)
+
+    def drop_renewals(self, ended: Collection[Argument]) -> None:
+        for call in self._calls:
+            call.drop_renewals(ended)
 
     def take(self) -> list[Call]:
         if self._timer is not None:
