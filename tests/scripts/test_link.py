@@ -61,8 +61,8 @@ async def test_calls_in_one_message_keep_their_order_if_the_library_is_lost(flee
             await a.admit(name)
         await a.settle("ends")
         await it.redis.function_flush()
-        # Every script is called in one loop turn, and each script answers as if the library were loaded, except
-        # that no renewal is sent again after its request's end.
+        # Every script is called in one loop turn, and each script answers as if the library were loaded. No
+        # renewal is sent again after its request's end.
         renewed, settled, admitted, placed, cancelled, pulse, swept = await asyncio.gather(
             in_turn(a.store.renew, "runs", 1, "", ""), in_turn(a.store.settle, "runs", Outcome.COMPLETED),
             a.admit("new"), a.place("granted"), in_turn(a.store.cancel, "new", 1, "cancelled"),

@@ -106,8 +106,8 @@ class Call(msgspec.Struct, eq=False):
         ]
 
     def drop_renewals(self, ended: Collection[Argument]) -> None:
-        """Answer the renewals of the requests `ended`, which must not be sent: after the end of its request, a
-        renewal would restore the request."""
+        """Answer the renewals of the requests `ended`, which must not be sent: a renewal after its request's
+        end would restore the request."""
         for item in self.items:
             if self.name == "renew" and item.args[0] in ended and not item.answer.done():
                 item.answer.set_result("unknown")
