@@ -13,7 +13,7 @@ LONG = export $(WITH_TESTS); exec $(DIE_WITH_MAKE) $(BIN)/python -m long
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help up demo load test redis-test kubernetes-test lint format bench bench-beside-go bench-fairness bench-benefit bench-lifecycle bench-refill bench-targets bench-limits bench-stages bench-large-pool bench-prefixes long chaos hostile compose-test vllm faults lock clean clean-cache
+.PHONY: help up demo load test redis-test kubernetes-test lint format bench bench-beside-go bench-fairness bench-benefit bench-lifecycle bench-refill bench-targets bench-limits bench-stages bench-objectives bench-large-pool bench-prefixes long chaos hostile compose-test vllm faults lock clean clean-cache
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 24
@@ -99,6 +99,9 @@ bench-stages: $(VENV)/.installed ## goodput by when requests are split between p
 
 bench-prefixes: $(VENV)/.installed ## prefix hits by learnt and fixed capacities of the engines' caches (ARGS='--only agents')
 	$(BENCH).prefixes $(ARGS)
+
+bench-objectives: $(VENV)/.installed ## requests that met their latency objectives, beside least-loaded picking
+	$(BENCH).objectives $(ARGS)
 
 bench-large-pool: $(VENV)/.installed ## what 1000 pods of an InferencePool cost, beside 10 (ARGS='--only pick')
 	$(BENCH).large_pool $(ARGS)

@@ -21,12 +21,21 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from bench.large_pool.hits import as_the_script
 from bench.limits.kinds import Sizes
 from bench.rig.report import describe_run, options_parser, percentile, table, with_section, write_page
 from picker_fleet.domain.bands import Band
 from picker_fleet.domain.config import parse
 from picker_fleet.domain.known_fleet import KnownFleet
-from picker_fleet.domain.request import Completion, Endpoint, InferenceRequest, Outcome, Workload
+from picker_fleet.domain.request import (
+    ANY_LATENCY,
+    Completion,
+    Endpoint,
+    InferenceRequest,
+    LatencyObjective,
+    Outcome,
+    Workload,
+)
 from picker_fleet.endpoints.readings import EndpointMetrics, MetricsCache
 from picker_fleet.endpoints.snapshot import Snapshot, SnapshotCell
 from picker_fleet.scheduling.chooser import EndpointChooser
@@ -104,7 +113,7 @@ class _Routes(RouteStream):
 
 
 @dataclass(slots=True)
-class _Served:
+class Served:
     """A request and its times in s: when it began, had its first token, and ended."""
 
     prompt_tokens: int
@@ -139,16 +148,25 @@ class _Server:
 
 class Pool:
     """`prefill` servers that prefill and `decode` that decode, in simulated time; with `both`, all do both.
-    `stages` is the section `scheduling.stages`, None for whole requests."""
+    `stages` is the section `scheduling.stages`, None for whole requests. `objective` gives the latency
+    objective by the tokens of the prompt: then endpoints are scored by it, and requests that no endpoint can
+    serve in time are `refused`."""
 
     def __init__(
-        self, prefill: int, decode: int, stages: dict[str, Any] | None, seed: int, *, both: bool = False
+        self,
+        prefill: int,
+        decode: int,
+        stages: dict[str, Any] | None,
+        seed: int,
+        *,
+        both: bool = False,
+        objective: Callable[[int], LatencyObjective] | None = None,
     ) -> None:
         addresses = [f"10.0.0.{number}:8000" for number in range(1, prefill + decode + 1)]
         self._prefillers = addresses if both else addresses[:prefill]
         self._decoders = addresses if both else addresses[prefill:]
         self._servers = {each: _Server() for each in addresses}
-        self.served: list[_Served] = []
+        self.served: list[Served] = []
         self.now_s = 0.0
         self._due: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = itertools.count()
@@ -161,7 +179,11 @@ class Pool:
             for each in addresses
         )
         cell.publish(Snapshot("1", tuple(endpoints)))
+        self._objective = objective
+        self.refused = 0
         scheduling = {} if stages is None else {"stages": stages}
+        if objective is not None:
+            scheduling["scorers"] = {"slo-headroom": 3}
         self._fleet = KnownFleet(parse({"scheduling": scheduling, "request_queue_controller": {}}))
         self._pages = MetricsCache(None, self._clock)
         routes = _Routes("redis://127.0.0.1:1/0", stream="s", replica="r", clock=self._clock)
@@ -175,15 +197,15 @@ class Pool:
     def _at(self, when_s: float, act: Callable[[], None]) -> None:
         heapq.heappush(self._due, (when_s, next(self._numbers), act))
 
-    def serve(self, arrivals: Iterator[tuple[float, int, int]]) -> list[_Served]:
+    def serve(self, arrivals: Iterator[tuple[float, int, int]]) -> list[Served]:
         """Serve all of `arrivals`, whose times begin now; returns the requests in order of their ends."""
-        begun_s, self.served = self.now_s, []
+        begun_s, self.served, self.refused = self.now_s, [], 0
         asked = 0
         for at_s, *sizes in arrivals:
             self._at(begun_s + at_s, lambda sizes=sizes: self._ask(*sizes))  # type: ignore[misc]
             asked += 1
         page_s = begun_s
-        while len(self.served) < asked:
+        while len(self.served) + self.refused < asked:
             self.now_s, _, act = heapq.heappop(self._due)
             if self.now_s >= page_s:
                 self._read_pages()
@@ -210,10 +232,18 @@ class Pool:
             f"{next(self._numbers)}", model="m", target_model="m", stream=True, flow="f", band=Band.DEFAULT,
             weight=1.0, workload=Workload("", 3), cost=1.0, ttl_s=30.0, subset=None,
             body_bytes=BYTES_PER_TOKEN * prompt_tokens, can_split=True,
+            latency=ANY_LATENCY if self._objective is None else self._objective(prompt_tokens),
         )  # fmt: skip
+        if self._chooser.shortfall_s(request) is not None:
+            self.refused += 1
+            return
         choice = self._chooser.choose(request)
-        served = _Served(prompt_tokens, tokens, self.now_s)
-        served.decoder = decoder = self._least(self._decoders, self._in_flight)
+        served = Served(prompt_tokens, tokens, self.now_s)
+        if self._objective is not None and "=" in choice.candidates:
+            decoder = as_the_script(choice.candidates, self._in_flight, self._chooser.live_weight)
+        else:
+            decoder = self._least(self._decoders, self._in_flight)
+        served.decoder = decoder
         self._in_flight[decoder] += 1
         if choice.prefill and (prefiller := self._least(self._prefillers, self._prefills)) != decoder:
             served.prefiller = prefiller
@@ -233,7 +263,7 @@ class Pool:
         else:
             self._submit(decoder, Generation(prompt_tokens, tokens), lambda each: self._grown(served, each))
 
-    def _prefilled(self, served: _Served, prompt: Generation) -> None:
+    def _prefilled(self, served: Served, prompt: Generation) -> None:
         def free() -> None:
             self._servers[served.prefiller].engine.free(prompt)
             self._begin_if_idle(served.prefiller)
@@ -242,7 +272,7 @@ class Pool:
         self._servers[served.decoder].arrived[answer] = free
         self._submit(served.decoder, answer, lambda each: self._grown(served, each))
 
-    def _grown(self, served: _Served, sequence: Generation) -> None:
+    def _grown(self, served: Served, sequence: Generation) -> None:
         if not served.first_s:
             served.first_s = self.now_s
             self._prefills[served.prefiller] -= 1
@@ -309,7 +339,7 @@ class Level:
 
 def level(case: Case, per_s: float, pool: Callable[[int], Pool], *, learns: bool) -> Level:
     """`learns`: before, as many requests come at half the rate."""
-    served: list[_Served] = []
+    served: list[Served] = []
     for seed in _SEEDS:
         it = pool(seed)
         if learns:
