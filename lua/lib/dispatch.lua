@@ -140,8 +140,6 @@ local function grant(r, tag, take, turn_of, picks)
   end
 end
 
--- Grant queued requests while the stock is below the lower bound; never exceed the upper bound (G1). End a request past
--- its TTL (G5). Orphan a request whose replica is silent, so that another replica can adopt it (G7).
 -- Whether a node of request r lacks balance. If so, throttle the node.
 local function is_short_of_balance(r)
   local member, wait_ms = quotas.lacking(r)
@@ -149,6 +147,8 @@ local function is_short_of_balance(r)
   return member
 end
 
+-- Grant queued requests while the stock is below the lower bound; never exceed the upper bound (G1). End a request past
+-- its TTL (G5). Orphan a request whose replica is silent, so that another replica can adopt it (G7).
 local DISPATCH_LIMIT = 24 -- requests per call; every call ends with a dispatch, so the next one continues
 local function dispatch()
   if next(live) then live = {} end

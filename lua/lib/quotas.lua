@@ -157,10 +157,12 @@ do -- a chunk may have 200 locals
     amounts.budget = settings.tenants.prices and cost_of(r, prompt, cached, answer) or prompt + answer
   end
 
-  -- What a request was charged, in its record: `charged_prompt` and `charged_answer` tokens, to the limits that charge
-  -- at its arrival, and if `at_grant` is 1 to those that charge at its start; if `demoted` is 1, to no node that
-  -- demotes. A charge is void once tenants have ceased to count: `tenancy` is then another.
-  -- The nodes of a request that was charged; nil if the request was not charged.
+  -- The record of a request says what the request was charged: `charged_prompt` and `charged_answer` tokens, by the
+  -- limits that charge it at its arrival, and if `at_grant` is 1 also by the limits that charge it at its start; if
+  -- `demoted` is 1, by no node that demotes. Once tenants have ceased to count, `settings.tenancy` differs from the
+  -- record's `tenancy`, and the charge is void.
+
+  -- Return the nodes that have charged request r, with balances read; nil if none has.
   local function charged_nodes(r)
     local found = r.tenancy == (settings.tenancy or 1) and counting(r.flow)
     if not found or #found == 0 then return nil end
@@ -172,8 +174,8 @@ do -- a chunk may have 200 locals
   local function member_of(node, r) return node.path == r.flow and r.flow or node.path .. INNER end
 
   local taken, used = {requests = 1, parallel = 1}, {requests = 1, parallel = 1}
-  -- What request r was charged, by unit.
   local weighed -- the request whose amounts `taken` has
+  -- Return what request r was charged, by unit.
   local function amounts_of(r)
     if weighed ~= r then weigh(taken, r, r.charged_prompt, 0, r.charged_answer) end
     weighed = r

@@ -73,9 +73,8 @@ class PoolModel:
         self._choose, self._choose_prefill = choose, choose_prefill
         self._base: dict[str, Any] = {}
         self._overrides: dict[str, Any] = {}
-        self._found: Mapping[
-            str, Any
-        ] = {}  # the limits that the fleet has found, by endpoint, and their `unit`
+        # The limits that the fleet has found, by endpoint, and their `unit`.
+        self._found: Mapping[str, Any] = {}
         self._versions = ("", "")
         self._swept_ms = self._swept_dispatches = 0
         self._more = self.refiling = self._timed = False
@@ -86,7 +85,6 @@ class PoolModel:
         self.tenants: dict[str, dict[str, str]] = {"tenants": {}, "tenant_changes": {}}
         self.tenants_version = 0
         self.quotas = SweptQuotas(self.moment.tree, {}, lambda: self.moment.now_us / 1000, log=self._log)
-        self.waits: dict[tuple[int, str], int] = {}  # (priority, child) -> when its balance suffices, ms
         self._states: dict[tuple[int, str], tuple[float, float, int]] = {}  # (v, newcomers, changed at ms)
         self._aged = Counter[int]()  # this call's requests with an age, by time of arrival
 
@@ -500,15 +498,15 @@ class PoolModel:
         self.queue.throttle(r, child)
         if wait_ms < math.inf:
             at_ms = math.ceil(self.moment.now_us / 1000 + wait_ms)
-            self.waits[r.priority, child] = at_ms
+            self.queue.waits[r.priority, child] = at_ms
             self._notifications.append(f"wake {max(1, at_ms - self.moment.now_ms)}")
 
     def _end_waits(self) -> None:
         """Unthrottle the nodes whose balances suffice again."""
-        ranks = {priority: rank for rank, priority in enumerate(self.queue.bands)}
-        due = [wait for wait, at_ms in self.waits.items() if at_ms <= self.moment.now_ms]
-        for priority, child in sorted(due, key=lambda wait: (self.waits[wait], ranks[wait[0]], wait[1])):
-            del self.waits[priority, child]
+        waits, ranks = self.queue.waits, {priority: rank for rank, priority in enumerate(self.queue.bands)}
+        due = [wait for wait, at_ms in waits.items() if at_ms <= self.moment.now_ms]
+        for priority, child in sorted(due, key=lambda wait: (waits[wait], ranks[wait[0]], wait[1])):
+            del waits[priority, child]
             self.queue.unthrottle(priority, child)
 
     def _grant(self, r: Request, take: float, by_guard: bool) -> None:

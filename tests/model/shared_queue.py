@@ -66,6 +66,7 @@ class SharedQueue(FairQueue[Request]):
         self.credit = 0.0  # the first publication sets this to 1
         # (priority, throttled flow queue) -> endpoint waited for -> the queue's tag at that time
         self._blocked: dict[tuple[int, str], dict[str, float]] = {}
+        self.waits: dict[tuple[int, str], int] = {}  # (priority, throttled child) -> when it may go on, ms
 
     def put_settings(self, moment: Moment) -> None:
         self._rules.policy = policy_of(moment)
@@ -118,6 +119,7 @@ class SharedQueue(FairQueue[Request]):
 
     def throttle(self, r: Request, child: str) -> None:
         super().throttle(r, child)
+        self.waits.pop((r.priority, child), None)  # of the last time that the child was throttled
         self._log("throttled", child)
 
     def wait_for_endpoints(self, r: Request, closed: Iterable[str]) -> None:
