@@ -292,6 +292,11 @@ def test_the_audit_finds_unfair_service_of_inner_nodes(queue: type[TreeQueue]) -
     assert any(f"service of 'acme{more}'" in what for what in found for more in ("", "/search")), found
 
 
+def test_the_audit_finds_a_turn_that_passes_a_tenant_with_a_lesser_tag() -> None:
+    (first, *_) = serve_tenants(StarvesATeam()).of("G2").violations
+    assert first.what == "tenant 'acme/chat' served at tag 3 while tenant 'acme/search' waits at 0.5"
+
+
 def test_a_flow_of_a_throttled_tenant_is_not_served() -> None:
     queue = TreeQueue()
     for number in range(4):

@@ -1,20 +1,26 @@
-"""The check of G2: each turn goes to the least start tag, each dispatch advances its flow's tag by its share,
-and the service gap between two flows is bounded.
+"""The check of G2: each turn goes to the least start tag, each dispatch advances the tags on its way by its
+share, and the service gap between two members of an order is bounded.
 
-The check recomputes the start tags by the rules of docs/fairness.md and compares the results with the logged
-tags. The class `Services` checks the bound on the dispatched service, and the class `TreeFairness` all levels
-of a tree of tenants. The check is independent on purpose: it shares no code with the queue under check.
+Each band is a tree whose leaves are flows. With tenants its inner nodes are tenants; without tenants, flows
+are the children of the root. The scripts use hierarchical start-time fair queueing (Goyal, Guo, Vin, OSDI
+1996). For any two siblings and any time in which both are backlogged and not throttled, the bound is the same
+as for two flows of a band (docs/fairness.md, G2).
+
+The log shows the virtual time of each band and the start tags of leaves. The check computes the tags of inner
+nodes from the dispatched service, and recomputes start tags by the rules of docs/fairness.md; the class
+`Services` checks the bound on the dispatched service. The check is independent on purpose: it shares no code
+with the queue under check.
 """
 
 import heapq
-from collections import defaultdict
+from dataclasses import dataclass, field
 
 from picker_tools.audit.checks import Check, Finding
 from picker_tools.audit.log import GUARD, Entry
+from picker_tools.audit.nodes import INNER
 from picker_tools.audit.replay import (
     RUNNING,
     FlowQueue,
-    FlowQueues,
     OpenRequest,
     Replay,
     RequestState,
@@ -22,133 +28,40 @@ from picker_tools.audit.replay import (
     Step,
     same,
 )
-from picker_tools.audit.service import FREE_STARTS, Services
-from picker_tools.audit.tree_fairness import TreeFairness
+from picker_tools.audit.service import Services
+
+_FRESH = float("-inf")  # the tag of a member that owes nothing for earlier service
+_FREE_STARTS = 100  # NEWCOMERS in lua/lib/flows.lua
+_LEAST_WEIGHT, _MOST_WEIGHT = 0.001, 1e6
+_KEPT_US = 10_000_000  # the scripts keep the tags of an idle node's children at least so long
+_NO_TURNS = frozenset({"tuned", "tenant", "topped_up", "charged", "refunded", "used"})
 
 
-class Bands:
-    """The virtual time of each band, the order of its flow queues, and the charge of its new flows.
+@dataclass(slots=True)
+class _Level:
+    """The order of one node's children: their virtual time, the charge of newcomers (None: unknown), and the
+    time of the last change of either.
 
-    A dispatch moves a band's virtual time up to the served start tag. While a band is idle, its virtual time
-    may move to the highest finish tag. A rebase lowers virtual time and tags alike. Nothing else moves the
-    virtual time.
+    Children that become backlogged and owe nothing for earlier service start at the virtual time v. Each
+    level charges such children together like one child of weight 1. When too many have started, further
+    children start one share later (docs/fairness.md, "New flows").
 
-    Flows that become backlogged and owe nothing for earlier service start at the virtual time v. Each band
-    charges such flows together like one flow of weight 1. When too many have started, further flows start one
-    share later (docs/fairness.md, "Flows").
+    The log does not show whether the scripts have forgotten the tag of an idle inner node. The check assumes
+    the lesser of both possible tags; `slack` is the largest difference of backlogged children.
     """
 
-    def __init__(self, finding: Finding, flow_queues: FlowQueues, first: float | None) -> None:
-        """`first` is the initial virtual time and charge of each band. If `first` is None, the check takes
-        the first logged virtual time, and accepts either start tag of a new flow."""
-        self._finding = finding
-        self._flow_queues = flow_queues
-        self._first_v = self._first_charge = first
-        self._knows_all = first is not None  # whether the log has shown every flow queue
-        self._v: dict[int, float | None] = {}
-        self._charged: dict[int, float | None] = {}
-        self._idle: dict[int, bool] = {}  # whether nothing has waited or run since the band's last entry
-        # Flow queues by start tag: heaps that drop outdated items when they reach the top.
-        self._heaps: defaultdict[int, list[tuple[float, str]]] = defaultdict(list)
-
-    def v(self, band: int) -> float | None:
-        return self._v.get(band, self._first_v)
-
-    def forget_flow_queues(self) -> None:
-        """Treat charges as unknown: flow queues and bands may have tags and charges that no entry showed."""
-        self._knows_all = False
-        self._first_charge = None
-        self._charged.clear()
-
-    def collect(self, band: int) -> None:
-        """Forget band number `band`, which is unused: the next band with it starts at virtual time 0."""
-        self._v[band], self._charged[band], self._idle[band] = 0.0, 0.0, False
-        for queue in self._flow_queues.of(band):
-            queue.tag = 0.0
-        self._reorder(band)
-
-    def rebase(self, band: int, by: float) -> None:
-        """Lower all tags of `band` by `by`; the differences of tags stay the same."""
-        v, charged = self.v(band), self._charged.get(band, self._first_charge)
-        self._v[band] = None if v is None else v - by
-        self._charged[band] = None if charged is None else max(charged - by, 0.0)
-        for queue in self._flow_queues.of(band):
-            if queue.tag is not None:
-                queue.tag -= by
-        self._reorder(band)
-
-    def accept(self, entry: Entry) -> None:
-        """Take the virtual time of `entry` without checking it."""
-        self._v[entry.band] = entry.v
-        idle = entry.stock == 0 and entry.queued == 0
-        for band in {*self._v, entry.band}:
-            self._idle[band] = idle or (self._idle.get(band, False) and band != entry.band)
-
-    def check(self, entry: Entry) -> float:
-        """Check the virtual time of `entry`. Returns the virtual time before the decision of `entry`."""
-        before = self.v(entry.band)
-        idle = self._idle.get(entry.band, False)
-        self.accept(entry)
-        if before is None:
-            return entry.v
-        after = before
-        if entry.event == "granted" and entry.by != GUARD and entry.tag is not None:
-            after = max(before, entry.tag)
-        if same(after, entry.v):
-            return before
-        if not (idle and entry.v > before and self._is_highest(entry)):
-            self._finding.add(f"virtual time of band {entry.band} is {entry.v:g}, expected {after:g}", entry)
-        return entry.v
-
-    def start(self, band: int, v: float, share: float, shown: float | None) -> float:
-        """The start tag of a new flow whose next request costs `share`; `shown` is the logged start tag."""
-        charged = self._charged.get(band, self._first_charge)
-        if charged is None:
-            return v + share if shown is not None and same(shown, v + share) else v
-        charged_to = max(charged, v)
-        if charged_to - v >= FREE_STARTS * share:
-            return v + share
-        self._charged[band] = charged_to + share
-        return v
-
-    def push(self, queue: FlowQueue) -> None:
-        """Record that `queue` has a new tag, or has become servable again."""
-        if queue.tag is None:
-            return
-        heap = self._heaps[queue.band]
-        heapq.heappush(heap, (queue.tag, queue.name))
-        if len(heap) > 4 * len(self._flow_queues) + 64:
-            self._reorder(queue.band)
-
-    def earlier_than(self, queue: FlowQueue, tag: float) -> FlowQueue | None:
-        """The servable flow queue that precedes `queue` with start tag `tag`; None if there is none."""
-        heap = self._heaps[queue.band]
-        while heap:
-            least, name = heap[0]
-            first = self._flow_queues.find((queue.band, name))
-            if first is None or not first.is_servable or first.tag != least:
-                heapq.heappop(heap)
-                continue
-            if first is queue or (least, name) >= (tag, queue.name) or (least != tag and same(least, tag)):
-                return None
-            return first
-        return None
-
-    def _is_highest(self, entry: Entry) -> bool:
-        """Whether the virtual time of `entry` is the band's highest tag; True if not all tags are known."""
-        tags = [queue.tag for queue in self._flow_queues.of(entry.band) if queue.tag is not None]
-        return not self._knows_all or same(max(tags, default=0.0), entry.v)
-
-    def _reorder(self, band: int) -> None:
-        """Order all flow queues of `band` by the queues' present tags."""
-        heap = self._heaps[band]
-        heap[:] = [(each.tag, each.name) for each in self._flow_queues.of(band) if each.tag is not None]
-        heapq.heapify(heap)
+    v: float | None
+    charged: float | None
+    new_tag: float | None  # the tag of a child not seen before; None: unknown
+    changed_us: int = 0
+    slack: float = 0.0
+    # Children by start tag: a heap that drops outdated items when they reach the top.
+    heap: list[tuple[float, str]] = field(default_factory=list)
 
 
 class Fairness(Check):
     """Checks G2. If a tag is unknown (the log begins midway, or the order changed), the check takes the tag
-    from the next entry that shows it. A change of settings begins a new interval for every flow.
+    from the next entry that shows it. A change of settings begins a new interval for every member.
     """
 
     PROMISE = "G2"
@@ -156,201 +69,409 @@ class Fairness(Check):
 
     def __init__(self, finding: Finding, replay: Replay) -> None:
         super().__init__(finding, replay)
-        self._rules: Rules | None = None
-        self._tree = TreeFairness(finding, replay)
-        self._had_gap = False  # whether entries were left unchecked
-        # The start tag of a flow queue not seen before; None: unknown.
-        self._new_tag = 0.0 if replay.complete else None
-        self._collected: set[int] = set()  # bands of which every flow queue is known, since all began anew
-        self._bands = Bands(finding, replay.flow_queues, self._new_tag)
-        self._services = Services(finding, replay)
-        self._tag_entries: dict[tuple[int, str], Entry] = {}  # flow queue -> the last entry with its tag
+        self._complete = replay.complete  # whether the log has shown all service so far
+        self._levels: dict[tuple[int, str], _Level] = {}
+        self._services = Services(finding, replay, self._order)
+        self._slack: dict[tuple[int, str], float] = {}  # member -> by how much its tag may be higher
+        self._tag_entries: dict[tuple[int, str], Entry] = {}  # member -> the last entry that set its tag
+        self._has_dropped = False
+        self._idle: dict[int, bool] = {}  # band -> whether nothing has waited or run since its last entry
+        self._settings: tuple[Rules | None, int] = (None, 0)
 
     def check(self, step: Step) -> None:
         entry, replay = step.entry, self._replay
-        if entry.event == "tuned":
+        if entry.event in _NO_TURNS:
             return
-        if replay.settled and replay.rules is not None and replay.rules.separator:
-            self._had_gap = True
-            self._services.clear()
-            self._tree.check(step, replay.rules)
+        if not replay.settled or replay.rules is None:
+            self._forget()
             return
-        self._tree.forget()
         if entry.event == "rebased" and entry.tag is not None:
             self._rebase(entry.band, entry.tag)
         if entry.event == "collected":
             self._collect(entry.band)
             return
-        if not replay.settled or replay.rules is None:
-            self._had_gap = True
-            self._services.clear()
-            self._bands.accept(entry)
-            return
-        if self._had_gap:
-            self._had_gap = False
-            self._forget_tags()
-        if replay.rules != self._rules:
-            self._rules = replay.rules
+        if (replay.rules, replay.nodes.version) != self._settings:
             self._restart(entry, replay.rules)
-        self._check(step, self._bands.check(entry), replay.rules)
+        self._follow_band(entry)
+        self._follow_member(step, replay.rules)
+        self._show_band(entry)
 
     def close(self) -> None:
-        """Check the service of every flow that is still backlogged."""
-        self._tree.close()
-        if self._replay.last is None:
-            return
-        for queue in self._services.open():
-            self._services.check(queue, self._replay.last, self._bands.v(queue.band))
+        """Check the service of every member that is still backlogged."""
+        if self._replay.last is not None:
+            for member in self._services.open():
+                self._services.check(member, self._replay.last)
 
-    def _check(self, step: Step, v: float, rules: Rules) -> None:
-        entry, request = step.entry, step.request
+    def _follow_member(self, step: Step, rules: Rules) -> None:
+        entry, request, flow_queues = step.entry, step.request, self._replay.flow_queues
+        key = entry.band, rules.flow_key(entry.flow)
         if entry.event == "throttled":
-            queue = self._flow_queue(entry.band, entry.flow)
-            self._services.check(queue, entry, self._bands.v(queue.band))
-            self._expect(queue, queue.tag, entry)
-            self._end_service(queue)
+            self._throttle(flow_queues.at(key), entry)
         elif entry.event == "unthrottled":
-            queue = self._flow_queue(entry.band, entry.flow)
-            self._expect(queue, None if queue.tag is None else max(v, queue.tag), entry)
-            self._services.begin(queue, entry, v)
+            self._unthrottle(flow_queues.at(key), entry)
         elif entry.event == "corrected":
-            self._correct(entry, request, v, rules)
+            self._correct(flow_queues.at(key), request, entry)
         elif request is None:
             return
         elif step.enters_queue:
-            self._enter(entry, v, rules)
+            self._enter(flow_queues.at(key), entry)
         elif step.leaves_queue:
-            queue = self._flow_queue(entry.band, request.flow_key)
+            queue = flow_queues.at(request.queue_key)
             if step.after is RequestState.GRANTED:
-                self._serve(queue, entry, v, rules)
-            else:
-                self._services.check(queue, entry, self._bands.v(queue.band))
+                self._serve(queue, entry)
             if queue.waiting == 1:
-                self._end_service(queue)
+                self._leave(queue, entry)
 
-    def _serve(self, queue: FlowQueue, entry: Entry, v: float, rules: Rules) -> None:
-        share = rules.share(entry)
-        queue.largest = max(queue.largest, share)
+    # The virtual time of a band, which each of its entries shows.
+
+    def _follow_band(self, entry: Entry) -> None:
+        """Follow a sweep of an idle pool: it sets the band's virtual time to the highest tag, so that all
+        members of the band start equal."""
+        root = self._level((entry.band, INNER))
+        was_idle = self._idle.get(entry.band, False)
+        idle = entry.stock == 0 and entry.queued == 0
+        for band in {*self._idle, entry.band}:
+            self._idle[band] = idle or (self._idle.get(band, False) and band != entry.band)
+        if root.v is None or not was_idle or entry.v <= root.v:
+            return
+        members = self._children(self._replay.flow_queues.at((entry.band, INNER)))
+        is_known = self._complete and not any(each.key in self._slack for each in members)
+        highest = max((each.tag for each in members if each.tag is not None), default=0.0)
+        if is_known and not same(highest, entry.v):
+            return  # `_show_band` reports the virtual time
+        root.v = entry.v
+        for each in members:
+            self._slack.pop(each.key, None)
+
+    def _show_band(self, entry: Entry) -> None:
+        """Check the band's virtual time after the decision of `entry`."""
+        root = self._level((entry.band, INNER))
+        expected, root.v = root.v, entry.v
+        if expected is not None and not same(expected, entry.v) and not root.slack:
+            what = f"virtual time of band {entry.band} is {entry.v:g}, expected {expected:g}"
+            self._finding.add(what, entry)
+
+    # Events of members.
+
+    def _enter(self, leaf: FlowQueue, entry: Entry) -> None:
+        for each in leaf.chain:
+            each.largest = max(each.largest, self._share(each, entry))
+        is_requeued = entry.event == "requeued"
+        if not leaf.waiting:
+            shown = entry.tag
+            if shown is None:
+                self._finding.add(f"flow {leaf.name!r} becomes backlogged and shows no tag", entry)
+            elif is_requeued:
+                shown += self._share(leaf, entry)
+            self._start(leaf, entry, shown)
+        elif entry.tag is not None and not is_requeued:
+            what = f"flow {leaf.name!r} gets a new start tag while {leaf.waiting} requests wait"
+            self._finding.add(what, *self._evidence(leaf, entry))
+        if is_requeued:  # the request returns to its position and its charge is refunded
+            for each in leaf.chain:
+                self._adjust(each, -self._share(each, entry), entry)
+            self._expect(leaf, entry)
+
+    def _start(self, member: FlowQueue, entry: Entry, shown: float | None) -> None:
+        """A request makes `member`, and perhaps ancestors, backlogged."""
+        while member.parent is not None:
+            parent = member.parent
+            level, share = self._level(parent.key), self._share(member, entry)
+            self._expire(parent, level, entry)
+            if level.v is None and level.new_tag == _FRESH:
+                level.v = level.charged = shown or 0.0
+            if shown == 0 and level.v and not parent.ordered and parent.parent is not None:
+                # The scripts have forgotten the idle node, and so the tags of its children.
+                level.v, level.charged, level.new_tag = 0.0, 0.0, _FRESH
+                for each in self._children(parent):
+                    each.tag = each.tag if each.throttled else _FRESH
+            tag = self._tag(member, level)
+            if level.v is None or tag is None:
+                start = shown
+            elif tag > level.v:
+                start = tag
+            elif level.charged is None:
+                start = shown
+                if parent.parent is None and shown is not None and not same(shown, level.v + share):
+                    start = level.v
+            else:
+                reached = max(level.charged, level.v)
+                start = level.v
+                if reached - level.v >= _FREE_STARTS * share:
+                    start = level.v + share
+                else:
+                    level.charged, level.changed_us = reached + share, entry.time_us
+            self._set_start(member, level, start, shown, entry)
+            shown = None
+            if parent.ordered or parent.throttled:
+                return
+            member = parent
+
+    def _set_start(
+        self, member: FlowQueue, level: _Level, start: float | None, shown: float | None, entry: Entry
+    ) -> None:
+        assert member.parent is not None
+        slack = 0.0
+        if member.tag is not None and start is not None:
+            slack = max(0.0, member.tag + self._slack.get(member.key, 0.0) - start)
+        self._set_slack(member, slack)
+        level.slack = max(level.slack if member.parent.ordered else 0.0, slack)
+        self._set_tag(member, start)
+        if shown is not None:
+            self._expect(member, entry, shown)
+        self._services.begin(member, entry)
+
+    def _serve(self, leaf: FlowQueue, entry: Entry) -> None:
+        blocked, is_turn = leaf.throttled_by, entry.by != GUARD
+        if blocked is not None:
+            what = f"flow {leaf.name!r} served while {blocked.name.removesuffix(INNER)!r} is throttled"
+            self._finding.add(what, *self._evidence(blocked, entry))
+        share = self._share(leaf, entry)
         if entry.note and not same(entry.number, share):
-            self._finding.add(f"flow {queue.name!r} charged {entry.note}, but its share is {share:g}", entry)
-        if queue.throttled:
-            self._finding.add(f"throttled flow {queue.name!r} served", *self._evidence(queue, entry))
-        if entry.tag is None:
-            self._finding.add("the grant shows no tag", entry)
+            self._finding.add(f"flow {leaf.name!r} charged {entry.note}, but its share is {share:g}", entry)
+        self._expect(leaf, entry)
+        for member in leaf.chain:
+            assert member.parent is not None
+            level, share = self._level(member.parent.key), self._share(member, entry)
+            member.largest = max(member.largest, share)
+            is_unsure = member.tag is None or level.slack > 0
+            if is_unsure and member.parent.parent is None and is_turn and entry.v > (level.v or 0.0):
+                member.tag = entry.v  # the band's virtual time shows the tag
+            self._services.check(member, entry)
+            if member.tag is None:
+                continue
+            if is_turn:
+                self._check_turn(member, member.tag, level, entry)
+            if is_turn and (level.v is None or member.tag > level.v):
+                level.v, level.changed_us = member.tag, entry.time_us
+            self._set_tag(member, member.tag + share, entry)
+            self._services.serve(member, share, entry)
+
+    def _check_turn(self, member: FlowQueue, tag: float, level: _Level, entry: Entry) -> None:
+        """Check that no sibling in order precedes `member`, which `entry` serves at `tag`."""
+        heap = level.heap
+        while heap and not level.slack:
+            least, name = heap[0]
+            first = self._replay.flow_queues.find((member.band, name))
+            if first is None or not first.is_servable or first.tag != least:
+                heapq.heappop(heap)
+                continue
+            is_tie = least != tag and same(least, tag)
+            if first is not member and (least, name) < (tag, member.name) and not is_tie:
+                what = f"{_named(member)} served at tag {tag:g} while {_named(first)} waits at {least:g}"
+                self._finding.add(what, *self._evidence(first, entry))
             return
-        self._services.check(queue, entry, v)
-        self._expect(queue, queue.tag, entry)
-        first = None if entry.by == GUARD else self._bands.earlier_than(queue, entry.tag)
-        if first is not None:
-            what = (
-                f"flow {queue.name!r} served at tag {entry.tag:g} while {first.name!r} waits at {first.tag:g}"
-            )
-            self._finding.add(what, *self._evidence(first, entry))
-        self._set_tag(queue, entry.tag + share, entry)
-        self._services.serve(queue, share, entry, entry.v)
 
-    def _enter(self, entry: Entry, v: float, rules: Rules) -> None:
-        queue, share = self._flow_queue(entry.band, rules.flow_key(entry.flow)), rules.share(entry)
-        queue.largest = max(queue.largest, share)
-        start = queue.tag
-        if not queue.waiting and queue.tag is not None and queue.tag <= v:
-            uncharged = share if entry.event == "requeued" else 0.0
-            shown = None if entry.tag is None else entry.tag + uncharged
-            start = self._bands.start(queue.band, v, share, shown)
-        if entry.event == "requeued":  # the request returns to its position and its charge is refunded
-            self._adjust(queue, None if start is None else start - share, -share, entry, v)
-            if not queue.waiting:
-                self._services.begin(queue, entry, v)
-        elif not queue.waiting:
-            if entry.tag is None:
-                self._finding.add(f"flow {queue.name!r} becomes backlogged and shows no tag", entry)
-            self._expect(queue, start, entry)
-            self._services.begin(queue, entry, v)
-        elif entry.tag is not None:
-            what = f"flow {queue.name!r} gets a new start tag while {queue.waiting} requests wait"
-            self._finding.add(what, *self._evidence(queue, entry))
+    def _leave(self, member: FlowQueue, entry: Entry) -> None:
+        """`member` leaves its parent's order, and so does each ancestor without another child in order."""
+        while member.parent is not None and member.is_servable:
+            self._services.check(member, entry)
+            self._services.end(member)
+            if member.parent.ordered > 1:
+                break
+            member = member.parent
+        self._drop_idle()
 
-    def _correct(self, entry: Entry, request: OpenRequest | None, v: float, rules: Rules) -> None:
-        queue, change = self._flow_queue(entry.band, rules.flow_key(entry.flow)), entry.number
-        after = None if queue.tag is None else queue.tag + change
-        if not queue.waiting and queue.tag is not None and queue.tag <= v:
-            # If the queue forgot the flow's finish tag, the correction applies to the request's own charge.
-            charged = request.grant_entry.tag if request and request.grant_entry else None
-            own = None if charged is None else min(charged + rules.share(entry), v) + change
-            if entry.tag is not None and (own is None or same(entry.tag, own)):
-                after = own
-        self._adjust(queue, after, change, entry, v)
+    def _throttle(self, member: FlowQueue, entry: Entry) -> None:
+        self._services.check(member, entry)
+        self._expect(member, entry)
+        self._leave(member, entry)
 
-    def _adjust(self, queue: FlowQueue, after: float | None, change: float, entry: Entry, v: float) -> None:
-        """Change the flow's charge by `change` and expect the tag `after` (None: unknown)."""
-        self._services.check(queue, entry, v)
-        self._expect(queue, after, entry)
-        self._services.check(queue, entry, v, share=change, is_correction=True)
+    def _unthrottle(self, throttled: FlowQueue, entry: Entry) -> None:
+        """`throttled` returns to its order, and each ancestor that had no child in order; none catches up."""
+        for member in throttled.chain:
+            assert member.parent is not None
+            level = self._level(member.parent.key)
+            tag = self._tag(member, level)
+            self._set_tag(member, None if tag is None or level.v is None else max(level.v, tag))
+            if member is throttled:
+                self._expect(member, entry)
+            self._services.begin(member, entry)
+            if member.parent.ordered or member.parent.throttled:
+                return
 
-    def _expect(self, queue: FlowQueue, tag: float | None, entry: Entry) -> None:
-        """Check that `entry` shows `tag` (None: unknown), then continue with the logged tag."""
+    def _correct(self, leaf: FlowQueue, request: OpenRequest | None, entry: Entry) -> None:
+        for member in leaf.chain:
+            assert member.parent is not None
+            level, change = self._level(member.parent.key), entry.number
+            if member is not leaf:
+                change *= self._share(member, entry) / self._share(leaf, entry)
+            self._set_tag(member, self._tag(member, level))
+            is_idle = not (member.is_servable or member.throttled)
+            if is_idle and member.tag is not None and level.v is not None and member.tag <= level.v:
+                # The scripts may have forgotten the tag; then they correct the virtual time, or a lesser tag
+                # that the request's own charge has left.
+                if member is leaf and member.parent.parent is None:
+                    charged = request.grant_entry.tag if request and request.grant_entry else None
+                    own = None if charged is None else min(charged + self._share(leaf, entry), level.v)
+                    if own is None or (entry.tag is not None and same(entry.tag, own + change)):
+                        member.tag = own
+                else:
+                    slack = level.v - max(member.tag, 0.0)
+                    self._set_slack(member, max(self._slack.get(member.key, 0.0), slack))
+                if member.tag == _FRESH:
+                    member.tag = level.v
+            self._adjust(member, change, entry)
+        self._expect(leaf, entry)
+
+    def _adjust(self, member: FlowQueue, change: float, entry: Entry) -> None:
+        """Change the tag of `member` by `change`, as its charge changes."""
+        if member.tag is None:
+            return
+        self._services.check(member, entry)
+        self._set_tag(member, member.tag + change)
+        self._services.check(member, entry, share=change, is_correction=True)
+
+    def _expect(self, member: FlowQueue, entry: Entry, shown: float | None = None) -> None:
+        """Check that `entry` shows the tag of `member` (or `shown`), then continue with the logged tag."""
         self._finding.checked += 1
-        if entry.tag is None:
+        shown = entry.tag if shown is None else shown
+        if shown is None:
+            self._finding.add(f"the entry {entry.event} of {_named(member)} shows no tag", entry)
             return
-        if tag is not None and not same(tag, entry.tag):
-            what = f"tag of flow {queue.name!r} is {entry.tag:.12g}, expected {tag:.12g}"
-            self._finding.add(what, *self._evidence(queue, entry))
-            self._services.end(queue)
-        self._set_tag(queue, entry.tag, entry)
+        slack = self._slack.pop(member.key, 0.0)
+        if member.parent is not None:
+            slack = max(slack, self._level(member.parent.key).slack)
+        if member.tag is not None and not slack and not same(member.tag, shown):
+            what = f"tag of {_named(member)} is {shown:.12g}, expected {member.tag:.12g}"
+            self._finding.add(what, *self._evidence(member, entry))
+            self._services.end(member)
+        self._set_tag(member, shown, entry)
 
-    def _set_tag(self, queue: FlowQueue, tag: float, entry: Entry) -> None:
-        queue.tag = tag
-        self._tag_entries[queue.key] = entry
-        self._bands.push(queue)
-
-    def _end_service(self, queue: FlowQueue) -> None:
-        """End the interval of a flow no longer backlogged. Drop flow queues with outdated tags."""
-        self._services.end(queue)
-        requests, flow_queues = self._replay.requests, self._replay.flow_queues
-        if len(flow_queues) <= 2 * len(requests) + 1000:
-            return
-        charged = {request.queue_key for request in requests.values() if request.state in RUNNING}
-        for each in flow_queues.all():
-            v = self._bands.v(each.band)
-            # The scripts also drop finish tags that the virtual time has passed.
-            known = each.tag is not None and v is not None and each.tag <= v
-            if each is not queue and not each.waiting and known and each.key not in charged:
-                flow_queues.drop(each)
-                self._tag_entries.pop(each.key, None)
-
-    def _evidence(self, queue: FlowQueue, entry: Entry) -> list[Entry]:
-        last = self._tag_entries.get(queue.key)
+    def _evidence(self, member: FlowQueue, entry: Entry) -> list[Entry]:
+        last = self._tag_entries.get(member.key)
         return [last, entry] if last else [entry]
 
-    def _flow_queue(self, band: int, name: str) -> FlowQueue:
-        queue = self._replay.flow_queues.find((band, name))
-        if queue is None:
-            queue = self._replay.flow_queues.at((band, name))
-            queue.tag = 0.0 if band in self._collected else self._new_tag
-        return queue
+    # Tags.
+
+    def _order(self, member: FlowQueue) -> tuple[float | None, float]:
+        """The virtual time and the slack of the order to which `member` belongs; the root belongs to none."""
+        if member.parent is None:
+            return None, 0.0
+        level = self._level(member.parent.key)
+        return level.v, level.slack
+
+    def _level(self, key: tuple[int, str]) -> _Level:
+        level = self._levels.get(key)
+        if level is None:
+            is_known = self._complete and (key[1] == INNER or not self._has_dropped)
+            known = 0.0 if is_known else None
+            level = self._levels[key] = _Level(known, known, _FRESH if self._complete else None)
+        return level
+
+    def _tag(self, member: FlowQueue, level: _Level) -> float | None:
+        return level.new_tag if member.tag is None else member.tag
+
+    def _set_tag(self, member: FlowQueue, tag: float | None, entry: Entry | None = None) -> None:
+        """Give `member` its place in its order; `entry`: the entry that shows or explains the tag."""
+        member.tag = tag
+        if entry is not None:
+            self._tag_entries[member.key] = entry
+        if tag is None or member.parent is None:
+            return
+        heap = self._level(member.parent.key).heap
+        heapq.heappush(heap, (tag, member.name))
+        if len(heap) > 4 * len(self._replay.flow_queues) + 64:
+            children = self._children(member.parent)
+            heap[:] = [(each.tag, each.name) for each in children if each.tag is not None]
+            heapq.heapify(heap)
+
+    def _set_slack(self, member: FlowQueue, slack: float) -> None:
+        if slack > 0:
+            self._slack[member.key] = slack
+        else:
+            self._slack.pop(member.key, None)
+
+    def _children(self, parent: FlowQueue) -> list[FlowQueue]:
+        return [each for each in self._replay.flow_queues.of(parent.band) if each.parent is parent]
+
+    def _expire(self, parent: FlowQueue, level: _Level, entry: Entry) -> None:
+        """A node whose children were idle for long may have lost their tags."""
+        if parent.ordered or parent.parent is None or level.v is None:
+            return
+        if entry.time_us - level.changed_us <= _KEPT_US:
+            return
+        for each in self._children(parent):
+            if each.tag is not None and each.tag > level.v and not each.throttled:
+                self._set_slack(each, self._slack.get(each.key, 0.0) + each.tag - level.v)
+                each.tag = level.v
+
+    def _share(self, member: FlowQueue, entry: Entry) -> float:
+        """The share that the request of `entry` charges to `member`."""
+        rules = self._replay.rules
+        assert rules is not None
+        if not rules.separator or rules.fairness == "round-robin":
+            return rules.share(entry)
+        weight = self._replay.nodes.find(member.name.removesuffix(INNER), rules.separator).weight
+        if weight is None:
+            return entry.cost if member.is_inner else rules.share(entry)
+        return entry.cost / min(max(weight, _LEAST_WEIGHT), _MOST_WEIGHT)
+
+    def _forget(self) -> None:
+        """Entries are not checked, or flow queues changed places: all tags are unknown from here on."""
+        if not (self._levels or self._complete):
+            return
+        self._complete = False
+        self._services.clear()
+        self._slack.clear()
+        self._levels.clear()
+        for queue in self._replay.flow_queues.all():
+            queue.tag = None
 
     def _restart(self, entry: Entry, rules: Rules) -> None:
         """Begin new backlogged intervals under new settings: earlier service used other shares."""
-        self._services.restart(lambda _, first_entry: rules.share(first_entry))
+        before, _ = self._settings
+        self._settings = rules, self._replay.nodes.version
+        if before is not None and before.separator != rules.separator:
+            self._forget()
+        self._services.restart(self._share)
         for queue in self._replay.flow_queues.all():
             if queue.is_servable:
-                self._services.begin(queue, entry, self._bands.v(queue.band))
+                self._services.begin(queue, entry)
 
     def _collect(self, band: int) -> None:
-        self._bands.collect(band)
-        self._collected.add(band)
+        """Forget band number `band`, which is unused: the next band with it starts at virtual time 0."""
         for queue in self._replay.flow_queues.of(band):
             self._services.end(queue)
+            self._slack.pop(queue.key, None)
             self._tag_entries.pop(queue.key, None)
+            queue.tag = _FRESH
+        for key in [(band, INNER), *(key for key in self._levels if key[0] == band)]:
+            self._levels[key] = _Level(0.0, 0.0, _FRESH)
+        self._idle.pop(band, None)
 
     def _rebase(self, band: int, by: float) -> None:
-        self._bands.rebase(band, by)
-        for queue in self._replay.flow_queues.of(band):
-            self._services.rebase(queue, by)
+        """Lower the tags of the band's children by `by`; the differences of tags stay the same."""
+        root = self._level((band, INNER))
+        root.v = None if root.v is None else root.v - by
+        root.charged = None if root.charged is None else max(root.charged - by, 0.0)
+        root.heap.clear()
+        for queue in self._children(self._replay.flow_queues.at((band, INNER))):
+            if queue.tag is not None:
+                self._set_tag(queue, queue.tag - by)
+                self._services.rebase(queue, by)
 
-    def _forget_tags(self) -> None:
-        self._new_tag = None
-        self._collected.clear()
-        self._bands.forget_flow_queues()
-        for queue in self._replay.flow_queues.all():
-            queue.tag = None
+    def _drop_idle(self) -> None:
+        """Drop members whose tags have no effect, if there are many: the scripts drop these tags, too."""
+        requests, flow_queues = self._replay.requests, self._replay.flow_queues
+        if len(flow_queues) <= 8 * len(requests) + 1000:
+            return
+        charged = {
+            each.key
+            for request in requests.values()
+            if request.state in RUNNING
+            for each in flow_queues.at(request.queue_key).chain
+        }
+        for each in reversed(flow_queues.all()):
+            if each.parent is None or each.waiting or each.children or each.key in charged:
+                continue
+            level = self._level(each.parent.key)
+            if level.v is not None and each.tag is not None and each.tag <= level.v:
+                flow_queues.drop(each)
+                self._has_dropped = True
+                for of_member in (self._slack, self._tag_entries, self._levels):
+                    of_member.pop(each.key, None)
+
+
+def _named(member: FlowQueue) -> str:
+    return f"{'tenant' if member.is_inner else 'flow'} {member.name.removesuffix(INNER)!r}"

@@ -54,8 +54,9 @@ class Node(msgspec.Struct, frozen=True):
 
 
 def ancestry(flow: str, separator: str) -> list[str]:
-    """The paths of the nodes of `flow`, from the top to the leaf: a, a/b and a/b/c for the flow a/b/c."""
-    names = flow.split(separator, LEVELS - 1)
+    """The paths of the nodes of `flow`, from the top to the leaf: a, a/b and a/b/c for the flow a/b/c; only
+    the flow without a separator."""
+    names = flow.split(separator, LEVELS - 1) if separator else [flow]
     return [separator.join(names[:depth]) for depth in range(1, len(names) + 1)]
 
 

@@ -245,9 +245,9 @@ class FlowQueue:
 
     `largest` is the largest share of all waiting and served requests of the flow.
 
-    With tenants, the flow queues are the leaves of a tree, which has a FlowQueue for each inner node, too:
+    The flow queues of a band are the leaves of a tree, which has a FlowQueue for each inner node, too:
     `waiting` counts the requests of all flows below, and `ordered` the children that take turns. `parent` is
-    None for the root of a band, and without tenants.
+    None for the root. Inner nodes are tenants; without tenants, the root is the parent of all flow queues.
     """
 
     band: int
@@ -275,9 +275,9 @@ class FlowQueue:
 
     @property
     def chain(self) -> Iterator["FlowQueue"]:
-        """The flow queue and its ancestors, the band's root last."""
-        each: FlowQueue | None = self
-        while each is not None:
+        """The flow queue and its ancestors below the root: all that take turns on the way to the flow."""
+        each = self
+        while each.parent is not None:
             yield each
             each = each.parent
 
@@ -315,7 +315,7 @@ class FlowQueues:
 
     def _parent(self, key: tuple[int, str]) -> FlowQueue | None:
         band, name = key
-        if not self.separator or name == INNER:
+        if name == INNER:
             return None
         paths = ancestry(name.removesuffix(INNER), self.separator)
         return self.at((band, (paths[-2] if len(paths) > 1 else "") + INNER))
@@ -544,7 +544,7 @@ class Replay:
             self.reordering = {
                 name for name, request in self.requests.items() if request.state is RequestState.QUEUED
             }
-            if self.reordering:
+            if self.reordering or rules.separator != self.flow_queues.separator:
                 self.flow_queues.clear()
         self.rules = rules
         self.flow_queues.separator = rules.separator

@@ -8,14 +8,13 @@ from picker_tools.audit.log import Entry
 from picker_tools.audit.nodes import INNER
 from picker_tools.audit.replay import FlowQueue, Replay, RequestState
 
-FREE_STARTS = 100  # NEWCOMERS in lua/lib/flows.lua
 ROUNDING = 1e-9  # tolerance for rounding errors of sums, relative to the sums
 
 
 @dataclass(slots=True)
 class Service:
     """The service of one flow since it became backlogged at `since`, measured against the virtual time of its
-    order: of its band, or in a tree of the node above.
+    order.
 
     For two flows f and g of an order and every interval [s, e] in which both are backlogged, the bound is:
 
@@ -77,13 +76,16 @@ class Service:
 class Services:
     """The service of each backlogged member of an order; reports every service beyond its bound.
 
-    In all methods `v` is the virtual time of the member's order (None: unknown, so nothing is checked), and
-    `slack` is by how much the log leaves the member's tag open.
+    `order` gives the virtual time of a member's order (None: unknown, so nothing is checked), and by how much
+    the log leaves the member's tag open.
     """
 
-    def __init__(self, finding: Finding, replay: Replay) -> None:
+    def __init__(
+        self, finding: Finding, replay: Replay, order: Callable[[FlowQueue], tuple[float | None, float]]
+    ) -> None:
         self._finding = finding
         self._replay = replay
+        self._order = order
         self._services: dict[tuple[int, str], Service] = {}
 
     def restart(self, share: Callable[[FlowQueue, Entry], float]) -> None:
@@ -99,8 +101,9 @@ class Services:
     def clear(self) -> None:
         self._services.clear()
 
-    def begin(self, member: FlowQueue, since: Entry, v: float | None, slack: float = 0.0) -> None:
+    def begin(self, member: FlowQueue, since: Entry) -> None:
         """Record that `member` became backlogged at `since`."""
+        v, slack = self._order(member)
         if v is not None and member.tag is not None:
             self._services[member.key] = Service.begin(since, member.tag, v, member.largest + slack)
 
@@ -112,18 +115,12 @@ class Services:
         return [self._replay.flow_queues.at(key) for key in self._services]
 
     def check(
-        self,
-        member: FlowQueue,
-        entry: Entry,
-        v: float | None,
-        slack: float = 0.0,
-        *,
-        share: float = 0.0,
-        is_correction: bool = False,
+        self, member: FlowQueue, entry: Entry, *, share: float = 0.0, is_correction: bool = False
     ) -> None:
         """Check the service of `member` just before `entry`, or after `entry` dispatched its `share`, or
         corrected its charge by `share`."""
         service = self._services.get(member.key)
+        v, slack = self._order(member)
         if service is None or v is None or member.tag is None:
             return
         self._finding.checked += 1
@@ -133,14 +130,12 @@ class Services:
             self._finding.add(what, service.since, entry)
             self.end(member)
 
-    def serve(
-        self, member: FlowQueue, share: float, entry: Entry, v: float | None, slack: float = 0.0
-    ) -> None:
+    def serve(self, member: FlowQueue, share: float, entry: Entry) -> None:
         """Record that `entry` dispatched `share` of `member`, whose interval may begin here."""
         if member.key in self._services:
-            self.check(member, entry, v, slack, share=share)
+            self.check(member, entry, share=share)
         else:
-            self.begin(member, entry, v, slack)
+            self.begin(member, entry)
 
     def rebase(self, member: FlowQueue, by: float) -> None:
         if member.key in self._services:
