@@ -87,11 +87,10 @@ def main() -> int:
     parser = options_parser("python -m bench.fairness", __doc__)
     about = "1 and 4 replicas, one seed, short runs: about a minute"
     parser.add_argument("--quick", action="store_true", help=about)
-    parser.add_argument("--adaptive", action="store_true", help="the fleet finds limits up to the bounds")
     options = parser.parse_args()
     plan = suite.QUICK if options.quick else suite.FULL
     try:
-        results = asyncio.run(_measure(plan, adaptive=options.adaptive))
+        results = asyncio.run(_measure(plan))
     except (PickerError, RunFailed) as fault:
         print(fault, file=sys.stderr)
         return 1
@@ -102,8 +101,8 @@ def main() -> int:
     return 0 if all(claim.met for claim in claims) else 1
 
 
-async def _measure(plan: Plan, *, adaptive: bool) -> Results:
-    async with running(max(plan.replicas), adaptive=adaptive) as fleet:
+async def _measure(plan: Plan) -> Results:
+    async with running(max(plan.replicas)) as fleet:
         return await suite.measured(plan, fleet)
 
 

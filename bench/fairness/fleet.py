@@ -27,11 +27,10 @@ class RunFailed(Exception):
 class Fleet:
     """The replica processes; each call of `run` uses as many processes as its argument `replicas` says."""
 
-    def __init__(self, port: int, redis: Redis, replicas: Sequence[Child], *, adaptive: bool) -> None:
+    def __init__(self, port: int, redis: Redis, replicas: Sequence[Child]) -> None:
         self._url = f"redis://{LOOPBACK}:{port}/0"
         self._redis = redis
         self._replicas = replicas
-        self._adaptive = adaptive
 
     async def run(
         self, scenario: Scenario, seed: int, replicas: int, *, separate: bool = False
@@ -73,7 +72,7 @@ class Fleet:
                 for source, through in zip(scenario.sources, assigned, strict=True)
                 if number in through
             )
-            config = configured(scenario.config, self._url, pool, len(set(pools)), adaptive=self._adaptive)
+            config = configured(scenario.config, self._url, pool, len(set(pools)))
             jobs.append(Job(f"replica-{number}", config, parts, scenario.service_ms, str(seed)))
         return jobs
 
@@ -97,15 +96,15 @@ class Fleet:
 
 
 @contextlib.asynccontextmanager
-async def running(replicas: int, *, adaptive: bool) -> AsyncIterator[Fleet]:
-    """Run a Valkey and `replicas` replica processes until the block ends; if `adaptive`, they find limits."""
+async def running(replicas: int) -> AsyncIterator[Fleet]:
+    """Run a Valkey and `replicas` replica processes until the block ends."""
     with server() as it:
         redis = Redis(host=LOOPBACK, port=it.port, decode_responses=True, socket_timeout=_ANSWERS_S)
         started: list[Child] = []
         try:
             for number in range(replicas):
                 started.append(await Child.started(f"replica-{number}", "bench.fairness.replica"))
-            yield Fleet(it.port, redis, started, adaptive=adaptive)
+            yield Fleet(it.port, redis, started)
         finally:
             await asyncio.gather(*(replica.end() for replica in started))
             await redis.aclose()

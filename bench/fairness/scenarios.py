@@ -173,15 +173,11 @@ def tokens(grants: int) -> Scenario:
     return Scenario("tokens", sources, _config(20_000, unit="tokens"), (4, 12), grants)
 
 
-def configured(tree: Mapping[str, Any], url: str, pool: str, pools: int, *, adaptive: bool) -> dict[str, Any]:
-    """The configuration of a replica of `pool`, one of `pools` pools that share the bounds in `tree`. If
-    `adaptive`, the fleet finds limits up to these bounds."""
+def configured(tree: Mapping[str, Any], url: str, pool: str, pools: int) -> dict[str, Any]:
+    """The configuration of a replica of `pool`, one of `pools` pools that share the bounds in `tree`."""
     controller = dict(tree["request_queue_controller"])
     for bound in ("watermark_per_backend", "lower_bound_per_backend", "upper_bound_per_backend"):
         controller[bound] /= pools
-    if adaptive:
-        most = max(1, round(controller["upper_bound_per_backend"]))
-        controller |= {"mode": "adaptive", "initial_per_backend": most, "max_per_backend": most}
     queue = dict(tree["fair_request_queue"])
     queue["total_capacity"] //= pools
     queue["flow_capacity"] //= pools

@@ -35,6 +35,8 @@ from picker_tools.local_fleet.network import free_port
 from picker_tools.local_fleet.processes import picker_command
 
 _REPLICAS = 2
+_SMALL, _LARGE = 10, 1000  # pods
+_ROUNDS = 12
 _REPLACED_S = 600.0  # seconds in which every pod is replaced: a tenth each minute
 _CONNECTIONS = 16
 _CONVERSATIONS = 300
@@ -225,8 +227,8 @@ async def measure(folder: Path, server: ApiServer, found: Found, options: argpar
     """Measure the parts that `options` select, and store the results in `found`."""
     dice = random.Random(29)
     async with AsyncExitStack() as stack:
-        small = await opened(stack, folder, server, "small", options.small, 0)
-        large = await opened(stack, folder, server, "large", options.large, options.small + 50)
+        small = await opened(stack, folder, server, "small", _SMALL, 0)
+        large = await opened(stack, folder, server, "large", _LARGE, _SMALL + 50)
         if options.only in (None, "rest"):
             for scraping in (True, False):
                 for pool in (small, large):
@@ -253,7 +255,7 @@ async def measure(folder: Path, server: ApiServer, found: Found, options: argpar
             clients = Clients(dice)
             for pool in (small, large):
                 await clients.run(pool, options.requests)
-            for number in range(options.rounds):
+            for number in range(_ROUNDS):
                 pair = {}
                 for pool in (small, large) if number % 2 else (large, small):
                     pair[pool.name] = await cost(pool, clients, options.requests, idle[pool.name])
@@ -280,10 +282,9 @@ def faults(found: Found) -> list[str]:
 
 
 def page(found: Found, about: str, options: argparse.Namespace) -> str:
-    small, large = options.small, options.large
     parts = [
-        f"# A pool of {large} pods\n\n{about}\n\nA real API server, Valkey and Envoy; pools of {small} and "
-        f"{large} pods with {_REPLICAS} replicas each, started with a chart's flags.\n\n"
+        f"# A pool of {_LARGE} pods\n\n{about}\n\nA real API server, Valkey and Envoy; pools of {_SMALL} and "
+        f"{_LARGE} pods with {_REPLICAS} replicas each, started with a chart's flags.\n\n"
         f"Wanted: a replica at rest takes at most {_MOST_AT_REST:g} % of a core without scraping while a "
         "tenth of the pods is replaced each minute; a request costs at most "
         f"{_MOST_OF_A_PICK:g} times what it costs in the small pool; at least {_LEAST_HITS:g} of the "
@@ -313,7 +314,7 @@ def page(found: Found, about: str, options: argparse.Namespace) -> str:
             f"{len(found.costs)} rounds of {options.requests} requests in each pool, in turns; "
             f"{_CONNECTIONS} connections; prompts of {len(_SHARED) + _OWN} characters that begin alike; "
             "`standard`, TLS, the scorers of a chart's flags. Ratio of a round: geometric mean, 95 % "
-            "interval.\n\n" + table(["CPU of", f"{small} pods", f"{large} pods", "ratio"], rows)
+            "interval.\n\n" + table(["CPU of", f"{_SMALL} pods", f"{_LARGE} pods", "ratio"], rows)
         )
     if found.hits:
         rows = [
@@ -330,17 +331,14 @@ def page(found: Found, about: str, options: argparse.Namespace) -> str:
 
 def main(arguments: Sequence[str]) -> int:
     parser = options_parser("make bench-large-pool")
-    parser.add_argument("--small", type=int, default=10)
-    parser.add_argument("--large", type=int, default=1000)
     parser.add_argument("--seconds", type=float, default=60.0, help="length of a measurement at rest")
     parser.add_argument("--requests", type=int, default=1500, help="for each pool and round")
-    parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--only", choices=("rest", "pick", "hits"))
     options = parser.parse_args(arguments)
     about = describe_run(" ".join(["python -m bench.large_pool", *arguments]))
     found = Found()
     if options.only in (None, "hits"):
-        found.hits = measure_hits(options.large)
+        found.hits = measure_hits(_LARGE)
     if options.only != "hits":
         with tempfile.TemporaryDirectory() as folder, started_api(Path(folder) / "cluster") as server:
             asyncio.run(measure(Path(folder), server, found, options))

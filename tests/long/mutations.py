@@ -190,7 +190,6 @@ MUTATIONS = (
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--schedules", type=int, default=50, help="fault schedules to run if the tests pass")
     parser.add_argument("--only", default="", help="only mutations whose name contains this text")
-    parser.add_argument("--without-tests", action="store_true", help="run only the fault schedules")
 
 
 def run(options: argparse.Namespace, findings: Findings) -> None:
@@ -199,9 +198,8 @@ def run(options: argparse.Namespace, findings: Findings) -> None:
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(folder) / "tree"
         shutil.copytree(ROOT, tree, ignore=_LEFT_OUT)
-        if not options.without_tests:
-            found = _by_test(tree, sorted({each.tests for each in chosen}))
-            findings.check("without a mutation the tests pass", not found, found)
+        found = _by_test(tree, sorted({each.tests for each in chosen}))
+        findings.check("without a mutation the tests pass", not found, found)
         for mutation in chosen:
             file = tree / mutation.file
             whole = file.read_text(encoding="utf-8")
@@ -209,8 +207,7 @@ def run(options: argparse.Namespace, findings: Findings) -> None:
                 findings.check(mutation.name, False, f"{mutation.file} has changed: update this mutation")
                 continue
             file.write_text(whole.replace(mutation.before, mutation.after), encoding="utf-8")
-            found = "" if options.without_tests else _by_test(tree, [mutation.tests])
-            found = found or _by_schedule(tree, options.schedules)
+            found = _by_test(tree, [mutation.tests]) or _by_schedule(tree, options.schedules)
             file.write_text(whole, encoding="utf-8")
             findings.check(mutation.name, bool(found), found)
             rows.append([mutation.name, f"`{mutation.file}`", found or "**nothing**"])

@@ -29,6 +29,7 @@ _BLOCK_TOKENS = 128  # of vLLM on the CPU; the tokenizer makes a token of each b
 _QUESTION_BYTES, _ANSWER_BYTES = (64, 160), 64
 _TIMES_WHAT_FITS = 2
 _TOKENS = 16  # of an answer
+_KV_BLOCKS, _SERVERS, _CLIENTS = 128, 2, 14
 _LONG_BYTES = 1800
 _CALL_S = 120.0
 # Replaces the methods by which the index learns; Python imports a module of this name at its start.
@@ -106,7 +107,7 @@ async def _run(
 ) -> float:
     """The share of the prompts' tokens that were hits, in the second half of the run."""
     dice = random.Random(seed)
-    count = round(_TIMES_WHAT_FITS * len(running) * options.kv_blocks * _BLOCK_TOKENS / case.mean_bytes)
+    count = round(_TIMES_WHAT_FITS * len(running) * _KV_BLOCKS * _BLOCK_TOKENS / case.mean_bytes)
     conversations = _Conversations(case, count, f"{index} {seed}", dice)
     environment = None
     if index == FIXED:
@@ -130,7 +131,7 @@ async def _run(
 
         for rest in (options.requests // 2, 0):
             before = await _hits(running)
-            await asyncio.gather(*(ask(rest) for _ in range(options.clients)))
+            await asyncio.gather(*(ask(rest) for _ in range(_CLIENTS)))
         after = await _hits(running)
     return (after[0] - before[0]) / (after[1] - before[1])
 
@@ -142,7 +143,7 @@ async def _hits(running: Sequence[Server]) -> tuple[float, float]:
     return sum(hits), sum(queries)
 
 
-async def _events_are_followed(running: Sequence[Server], kv_blocks: int, findings: Findings) -> None:
+async def _events_are_followed(running: Sequence[Server], findings: Findings) -> None:
     """Check that choices know within a second what a server has removed, and that its cache was cleared."""
     dice = random.Random(1)
 
@@ -176,7 +177,7 @@ async def _events_are_followed(running: Sequence[Server], kv_blocks: int, findin
         holds = max(first.values()) > 0.7 and max(second.values()) > 0.7
         findings.check("prompts that were served are predicted to be cached", holds, f"{first} {second}")
         for server in running:
-            for _ in range(2 * kv_blocks * _BLOCK_TOKENS // _LONG_BYTES):
+            for _ in range(2 * _KV_BLOCKS * _BLOCK_TOKENS // _LONG_BYTES):
                 await ask(prompt(), f"http://{server.address}")
         await asyncio.sleep(1)
         found = await shares(asked[2])
@@ -198,9 +199,9 @@ async def _events_are_followed(running: Sequence[Server], kv_blocks: int, findin
 
 async def _compare(options: argparse.Namespace, folder: Path, findings: Findings) -> None:
     python, model = await asyncio.to_thread(installed), made_model(folder / "model")
-    sizes = {"kv_blocks": options.kv_blocks, "with_events": True}
-    async with servers(python, model, folder, count=options.servers, **sizes) as running:
-        await _events_are_followed(running, options.kv_blocks, findings)
+    size = {"count": _SERVERS, "kv_blocks": _KV_BLOCKS}
+    async with servers(python, model, folder, **size, with_events=True) as running:
+        await _events_are_followed(running, findings)
         for case in (each for each in CASES if options.case in (None, each.name)):
             hits: dict[str, list[float]] = {FIXED: [], LEARNT: [], PRECISE: []}
             for seed in range(1, options.rounds + 1):
@@ -217,9 +218,6 @@ async def _compare(options: argparse.Namespace, folder: Path, findings: Findings
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--case", choices=[each.name for each in CASES], help="only this case")
-    parser.add_argument("--kv-blocks", type=int, default=128, metavar="N", help="blocks of 128 tokens")
-    parser.add_argument("--servers", type=int, default=2, metavar="N")
-    parser.add_argument("--clients", type=int, default=14, metavar="N")
     parser.add_argument("--requests", type=int, default=600, metavar="N", help="requests of a run")
     parser.add_argument("--rounds", type=int, default=3, metavar="N")
 
