@@ -71,12 +71,12 @@ def test_blocks_are_known_by_their_tokens_until_the_engine_removes_them(as_array
     blocks, links = EngineBlocks(), token_links(tokens(4), SIZE)
     assert len(set(links)) == 4
 
-    read = blocks.read(batch(stored([b"a", b"b"], tokens(2)), as_arrays=as_arrays))
+    [read] = blocks.read(batch(stored([b"a", b"b"], tokens(2)), as_arrays=as_arrays))
     assert read == Changes(False, dict.fromkeys(links[:2], True))
     assert blocks.block_tokens == SIZE
-    read = blocks.read(batch(stored([3, 4], tokens(4)[2 * SIZE :], b"b"), removed(4), as_arrays=as_arrays))
+    [read] = blocks.read(batch(stored([3, 4], tokens(4)[2 * SIZE :], b"b"), removed(4), as_arrays=as_arrays))
     assert read == Changes(False, {links[2]: True, links[3]: False})
-    read = blocks.read(batch(removed(b"a"), CLEARED, stored([5], tokens(1)), as_arrays=as_arrays))
+    [read] = blocks.read(batch(removed(b"a"), CLEARED, stored([5], tokens(1)), as_arrays=as_arrays))
     assert read == Changes(True, {links[0]: True})
     assert len(blocks) == 1
 
@@ -84,9 +84,9 @@ def test_blocks_are_known_by_their_tokens_until_the_engine_removes_them(as_array
 def test_a_block_that_is_stored_twice_is_there_until_it_is_removed_twice() -> None:
     blocks, (link,) = EngineBlocks(), token_links(tokens(1), SIZE)
     for _ in range(2):
-        assert blocks.read(batch(stored([1], tokens(1)))).stored == {link: True}
-    assert blocks.read(batch(removed(1))) == NONE
-    assert blocks.read(batch(removed(1))).stored == {link: False}
+        assert [*blocks.read(batch(stored([1], tokens(1))))] == [Changes(False, {link: True})]
+    assert [*blocks.read(batch(removed(1)))] == [NONE]
+    assert [*blocks.read(batch(removed(1)))] == [Changes(False, {link: False})]
 
 
 @pytest.mark.parametrize(
@@ -103,15 +103,30 @@ def test_a_block_that_is_stored_twice_is_there_until_it_is_removed_twice() -> No
 )
 def test_blocks_that_token_ids_do_not_identify_are_left_out(event: dict[str, Any]) -> None:
     blocks = EngineBlocks()
-    assert blocks.read(batch(event)) == NONE
-    assert blocks.read(batch(removed(1))) == NONE
+    assert [*blocks.read(batch(event)), *blocks.read(batch(removed(1)))] == [NONE, NONE]
 
 
 def test_an_engine_that_floods_its_reader_takes_bounded_memory() -> None:
     blocks = EngineBlocks(most=10)
     names = list(range(50))
-    blocks.read(batch(stored(names, tokens(50))))
+    list(blocks.read(batch(stored(names, tokens(50)))))
     assert len(blocks) == 10
+    with pytest.raises(ValueError, match="length <= 64"):
+        list(blocks.read(batch(stored([bytes(65)], tokens(1)))))
+
+
+@pytest.mark.parametrize("of_an_event", [1, 3000])
+def test_a_large_batch_is_read_in_pieces(of_an_event: int) -> None:
+    blocks, ids = EngineBlocks(), tokens(3000)
+    names = [range(3000)[at : at + of_an_event] for at in range(0, 3000, of_an_event)]
+    events = (
+        stored(each, ids[each[0] * SIZE : (each[-1] + 1) * SIZE], each[0] - 1 if each[0] else None)
+        for each in names
+    )
+    pieces = [piece.stored for piece in blocks.read(batch(*events))]
+    assert max(map(len, pieces)) <= 256
+    assert [link for piece in pieces for link in piece] == token_links(ids, SIZE)
+    assert [*blocks.read(batch(*[removed()] * 1000))] == [NONE] * 4
 
 
 nothing = st.none() | st.integers(-(2**63), 2**64 - 1) | st.text(max_size=3) | st.binary(max_size=3)
@@ -132,7 +147,7 @@ odd_events = st.fixed_dictionaries(
 @given(st.binary(max_size=40) | (anything | odd_events).map(lambda each: msgspec.msgpack.encode([0, [each]])))
 def test_a_malformed_batch_raises_only_value_errors(payload: bytes) -> None:
     with contextlib.suppress(ValueError):
-        EngineBlocks().read(payload)
+        list(EngineBlocks().read(payload))
 
 
 prompts = st.lists(st.tuples(st.integers(0, 8), st.integers(1, 9)), max_size=40)
@@ -186,6 +201,8 @@ def test_an_engine_may_remove_and_store_the_blocks_of_a_prompt_in_any_order(
 def test_without_pyzmq_the_configuration_names_the_extra_that_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
     configured = {"scheduling": {"kv_events_port": 5557}}
     assert parse(configured).scheduling.kv_events_port == 5557
+    with pytest.raises(ConfigError, match="kv_events_port: .* less than or equal to 65534"):
+        parse({"scheduling": {"kv_events_port": 65_535}})  # the replay port is the next one
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"kv_events_port: needs picker-fleet\[kv-events\]"):
         parse(configured)
@@ -325,6 +342,14 @@ async def test_after_missed_and_malformed_batches_and_after_a_restart_the_reader
         await until(lambda: listener.stored == {links[0]: True})
 
 
+async def test_a_reader_of_many_engines_tells_which_do_not_answer(caplog: pytest.LogCaptureFixture) -> None:
+    reader = KvEventReader(1, Listener())
+    reader.set_targets([Endpoint(f"127.0.{n // 250}.{n % 250 + 1}:8000", {}) for n in range(400)])
+    async with running(reader.run()):
+        await until(lambda: len(caplog.messages) >= 400)
+    assert {each.partition(": ")[2] for each in caplog.messages} == {"no answer on port 1"}
+
+
 def request(number: int, text: bytes) -> InferenceRequest:
     plain = InferenceRequest(
         str(number), "llama", "llama", False, "f", Band.DEFAULT, 1.0, Workload("w", 3), 1.0, 30.0, None
@@ -372,7 +397,13 @@ async def test_the_events_that_one_replica_reads_correct_the_prefix_index_of_ano
 
 
 @pytest.mark.parametrize(
-    "answer", [answered(b"{}"), answered(b"", status="404 Not Found"), b"no HTTP\r\n\r\n"]
+    "answer",
+    [
+        answered(b"{}"),
+        answered(b"", status="404 Not Found"),
+        answered(b'{"tokens": [%s]}' % b",".join([b"0"] * 40_000)),
+        b"no HTTP\r\n\r\n",
+    ],
 )
 async def test_an_engine_that_does_not_tokenize_is_asked_once_a_second(answer: bytes) -> None:
     now_s = 0.0

@@ -164,8 +164,8 @@ class Scheduling(Section):
     filters: tuple[OutsideFilter, ...] = ()  # filters from outside, which run after the built-in ones
     extension_budget: Duration = Field(0.001, gt=0, le=0.1)  # most time for one call of an extension
     session_keys: tuple[SessionKey, ...] = ()  # session keys for the scorer session-affinity
-    # Port of the engines' KV events (docs/picking.md); null: they are not read.
-    kv_events_port: Annotated[Port, AfterValidator(_with_zmq)] | None = None
+    # Port of the engines' KV events, the replay port is the next (docs/picking.md); null: they are not read.
+    kv_events_port: Annotated[Port, Field(le=65_534), AfterValidator(_with_zmq)] | None = None
     latency: Latency = Latency()
     fallbacks: Count = Field(2, ge=0, le=8)
     adapters: tuple[Name, ...] = ()  # names of LoRA adapters, besides adapters that endpoints report

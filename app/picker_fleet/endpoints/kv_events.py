@@ -13,8 +13,9 @@ import asyncio
 import logging
 import time
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple, Protocol
 
 import msgspec
@@ -30,11 +31,16 @@ if TYPE_CHECKING:
 
 MOST_BLOCKS: Final = 500_000  # of one engine: about 150 MB
 _MOST_BLOCK_TOKENS = 4096
+_MOST_NAME_BYTES = 64  # of an engine's hash
+_PIECE = 256  # blocks or events that are read at once, in about a millisecond
 _MOST_MESSAGE_BYTES = 512 * 1024  # about 70 000 tokens in one step of the engine
-_MOST_MESSAGES = 200  # waiting in ZeroMQ's queue; further ones are missed
-_PAUSES = 19.0  # pause as a multiple of the time to read a batch: a flooding engine gets 5 % of a core
+_MOST_MESSAGES = 32  # waiting in ZeroMQ's queue; further ones wait at the engine
+_PAUSES = 19.0  # pause as a multiple of the time to read: a flooding engine gets 5 % of a core
+_SKIPPED_S = 0.002  # pause after a batch that is already known
 _POLL_MS = 1000
 _REPLAY_S, _REPLAY_SILENCE_MS = 60.0, 1000
+_MOST_RECONNECT_MS = 5000  # between two attempts to connect, which begin at 100 ms
+_MOST_SOCKETS = 65_000  # of ZeroMQ, about four for each engine
 _HEARTBEAT_MS, _DEAD_MS = 2000, 6000  # ZeroMQ's heartbeats, which show a connection that is silently dead
 _PAUSES_S = (0.5, 30.0)  # shortest and longest pause between two sessions
 _SEQUENCE_BYTES = 8
@@ -42,6 +48,7 @@ _SEQUENCE_BYTES = 8
 _log = logging.getLogger(__name__)
 
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
+BlockName = int | Annotated[bytes, msgspec.Meta(max_length=_MOST_NAME_BYTES)]
 
 
 def token_links(tokens: Sequence[int], block_tokens: int, link: bytes = b"") -> list[bytes]:
@@ -55,9 +62,14 @@ def token_links(tokens: Sequence[int], block_tokens: int, link: bytes = b"") -> 
     return links
 
 
+class _Batch(msgspec.Struct, array_like=True):
+    time: Any
+    events: list[msgspec.Raw]
+
+
 class _Stored(msgspec.Struct):
-    block_hashes: list[int | bytes]
-    parent_block_hash: int | bytes | None
+    block_hashes: list[BlockName]
+    parent_block_hash: BlockName | None
     token_ids: list[TokenId]
     block_size: Annotated[int, msgspec.Meta(ge=1, le=_MOST_BLOCK_TOKENS)]
     lora_id: int | None = None
@@ -68,13 +80,14 @@ class _Stored(msgspec.Struct):
 
 
 class _Removed(msgspec.Struct):
-    block_hashes: list[int | bytes]
+    block_hashes: list[BlockName]
     medium: str | None = None
     group_idx: int | None = None
 
 
 _EVENTS: Final[dict[str, type[_Stored] | type[_Removed]]] = {"BlockStored": _Stored, "BlockRemoved": _Removed}
 _CLEARED: Final = "AllBlocksCleared"
+_ALL: Final = b"*"  # in place of a link: all blocks are removed
 
 
 class Changes(NamedTuple):
@@ -100,65 +113,72 @@ class EngineBlocks:
     def __len__(self) -> int:
         return len(self._known)
 
-    def read(self, payload: bytes) -> Changes:
-        """Apply a batch of events.
+    def read(self, payload: bytes) -> Iterator[Changes]:
+        """Apply a batch of events, in pieces of `_PIECE` blocks or events; yield the changes of each piece.
 
         Raises:
             ValueError: the batch is malformed; none of it, or only its first events, are applied.
         """
-        changes = Changes(False, {})
+        is_cleared, stored = False, dict[bytes, bool]()
         try:
-            batch = msgspec.msgpack.decode(payload)
-            for event in batch[1]:
-                changes = self._apply(event, changes)
+            batch = msgspec.msgpack.decode(payload, type=_Batch)
+            steps = chain.from_iterable(map(self._apply, batch.events))
+            for number, (link, is_stored) in enumerate(steps, 1):
+                if link == _ALL:
+                    is_cleared, stored = True, {}
+                elif link:
+                    stored[link] = is_stored
+                if number % _PIECE == 0:
+                    yield Changes(is_cleared, stored)
+                    is_cleared, stored = False, {}
         except (msgspec.MsgspecError, RecursionError, LookupError, TypeError) as fault:
             raise ValueError(f"no batch of KV events: {fault}") from None
-        return changes
+        yield Changes(is_cleared, stored)
 
-    def _apply(self, event: Any, changes: Changes) -> Changes:
+    def _apply(self, text: msgspec.Raw) -> Iterator[tuple[bytes, bool]]:
+        """Apply an event; yield its links, each with whether it is stored now, and one without meaning."""
+        yield b"", False
+        event = msgspec.msgpack.decode(text)
         kind = event["type"] if isinstance(event, dict) else event[0]
         if kind == _CLEARED:
             self._known.clear()
-            return Changes(True, {})
+            yield _ALL, False
         if kind not in _EVENTS:
-            return changes  # from a later version of the engine
+            return  # from a later version of the engine
         shape = _EVENTS[kind]
         fields = (
             event if isinstance(event, dict) else dict(zip(shape.__struct_fields__, event[1:], strict=False))
         )
         found = msgspec.convert(fields, shape)
         if found.medium in (None, "GPU") and not found.group_idx:
-            if isinstance(found, _Stored):
-                self._store(found, changes.stored)
-            else:
-                self._remove(found, changes.stored)
-        return changes
+            yield from self._store(found) if isinstance(found, _Stored) else self._remove(found)
 
-    def _store(self, event: _Stored, stored: dict[bytes, bool]) -> None:
+    def _store(self, event: _Stored) -> Iterator[tuple[bytes, bool]]:
         if event.lora_id is not None or event.lora_name or any(event.extra_keys or ()):
             return
-        self.block_tokens = self.block_tokens or event.block_size
+        self.block_tokens = size = self.block_tokens or event.block_size
         before = b""
         if event.parent_block_hash is not None:
             before, _ = self._known.get(event.parent_block_hash, (b"", 0))
             if not before:
                 return
-        if event.block_size != self.block_tokens:
+        if event.block_size != size:
             return  # a part of a block
-        links = token_links(event.token_ids, self.block_tokens, before)
-        for name, link in zip(event.block_hashes, links, strict=False):
-            _, copies = self._known.get(name, (link, 0))
-            if copies or len(self._known) < self._most:
-                self._known[name] = link, copies + 1
-                stored[link] = True
+        names = event.block_hashes
+        for at in range(0, len(names), _PIECE):
+            links = token_links(event.token_ids[at * size : (at + _PIECE) * size], size, before)
+            for name, before in zip(names[at : at + _PIECE], links, strict=False):
+                _, copies = self._known.get(name, (before, 0))
+                if copies or len(self._known) < self._most:
+                    self._known[name] = before, copies + 1
+                    yield before, True
 
-    def _remove(self, event: _Removed, stored: dict[bytes, bool]) -> None:
+    def _remove(self, event: _Removed) -> Iterator[tuple[bytes, bool]]:
         for name in event.block_hashes:
             link, copies = self._known.pop(name, (b"", 0))
             if copies > 1:
                 self._known[name] = link, copies - 1
-            elif copies:
-                stored[link] = False
+            yield (link, False) if copies == 1 else (b"", False)
 
 
 class Listener(Protocol):
@@ -202,6 +222,7 @@ class KvEventReader:
         """Read events until cancelled."""
         tasks: dict[tuple[str, int], asyncio.Task[None]] = {}
         self._context = self._zmq.asyncio.Context()
+        self._context.set(self._zmq.MAX_SOCKETS, _MOST_SOCKETS)
         try:
             while True:
                 self._changed.clear()
@@ -218,25 +239,31 @@ class KvEventReader:
             self._context.destroy(linger=0)
 
     async def _follow(self, address: str, port: int) -> None:
-        """Run one session after the other."""
+        """Run one session after the other; the pause between short ones doubles."""
         pause_s = _PAUSES_S[0]
         while True:
+            began_s = time.monotonic()
             try:
                 await self._session(address, split_host_port(address)[0], port)
-                pause_s = _PAUSES_S[0]
-            except (ValueError, TimeoutError) as fault:
+            except (ValueError, TimeoutError, self._zmq.ZMQError) as fault:
                 raise_if_cancelled()
                 _log.warning("KV events of %s cannot be read: %s", address, str(fault) or "too many")
-                pause_s = min(2 * pause_s, _PAUSES_S[1])
             finally:
                 self._listener.lost(address)
+            if time.monotonic() - began_s > _PAUSES_S[1]:
+                pause_s = _PAUSES_S[0]
             await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, _PAUSES_S[1])
 
     async def _session(self, address: str, host: str, port: int) -> None:
         """Pass changes to the listener until the connection ends or batches are missed. Raises ValueError."""
         zmq, blocks = self._zmq, EngineBlocks()
-        ended = zmq.EVENT_DISCONNECTED
-        with self._socket(zmq.SUB, host, port) as events, events.get_monitor_socket(ended) as watch:
+        watched = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+        with self._socket(zmq.SUB) as events, events.get_monitor_socket(watched) as watch:
+            events.connect(_url(host, port))
+            if not await watch.poll(_POLL_MS):
+                _log.warning("KV events of %s cannot be read: %s", address, f"no answer on port {port}")
+            await watch.recv_multipart()  # connected
             replay = partial(self._replay, address, blocks, host, port + 1)
             expected, is_complete = await replay(0), False
             events.setsockopt(zmq.SUBSCRIBE, b"")
@@ -256,7 +283,8 @@ class KvEventReader:
                 if expected is not None and sequence > expected:
                     expected = await replay(expected)
                 if expected is not None and sequence < expected:
-                    continue  # the replay had it already
+                    await asyncio.sleep(_SKIPPED_S)  # the replay had it already
+                    continue
                 if expected not in (None, sequence):
                     return
                 expected = sequence + 1
@@ -264,9 +292,10 @@ class KvEventReader:
 
     async def _apply(self, address: str, blocks: EngineBlocks, payload: bytes) -> None:
         began_s = time.perf_counter()
-        changes = blocks.read(payload)
-        self._listener.changed(address, blocks.block_tokens, changes)
-        await asyncio.sleep(_PAUSES * (time.perf_counter() - began_s))
+        for changes in blocks.read(payload):
+            self._listener.changed(address, blocks.block_tokens, changes)
+            await asyncio.sleep(_PAUSES * (time.perf_counter() - began_s))
+            began_s = time.perf_counter()
 
     async def _replay(
         self, address: str, blocks: EngineBlocks, host: str, port: int, start: int
@@ -277,7 +306,8 @@ class KvEventReader:
         The engine drops batches that its socket cannot send at once: these are asked for again.
         """
         zmq, expected = self._zmq, start or None
-        with self._socket(zmq.DEALER, host, port) as past:
+        with self._socket(zmq.DEALER) as past:
+            past.connect(_url(host, port))
             async with asyncio.timeout(_REPLAY_S):
                 asked: int | None = -1
                 while asked != expected:
@@ -287,22 +317,28 @@ class KvEventReader:
                         sequence, payload = _parts(await past.recv_multipart())
                         if not payload:
                             return expected or 0
-                        if expected in (None, sequence):
-                            expected = sequence + 1
-                            await self._apply(address, blocks, payload)
+                        if expected not in (None, sequence):
+                            await asyncio.sleep(_SKIPPED_S)
+                            continue
+                        expected = sequence + 1
+                        await self._apply(address, blocks, payload)
         return expected
 
-    def _socket(self, kind: int, host: str, port: int) -> "zmq.asyncio.Socket":
+    def _socket(self, kind: int) -> "zmq.asyncio.Socket":
         zmq = self._zmq
         socket = self._context.socket(kind)
         options = {
             zmq.LINGER: 0, zmq.IPV6: 1, zmq.RCVHWM: _MOST_MESSAGES, zmq.MAXMSGSIZE: _MOST_MESSAGE_BYTES,
             zmq.HEARTBEAT_IVL: _HEARTBEAT_MS, zmq.HEARTBEAT_TIMEOUT: _DEAD_MS,
+            zmq.RECONNECT_IVL_MAX: _MOST_RECONNECT_MS,
         }  # fmt: skip
         for option, value in options.items():
             socket.setsockopt(option, value)
-        socket.connect(f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}")
         return socket
+
+
+def _url(host: str, port: int) -> str:
+    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
 
 
 def _parts(frames: Sequence[bytes]) -> tuple[int, bytes]:

@@ -43,7 +43,9 @@ _DEADLINE_S = 1.0
 _PAUSE_S = 1.0  # without a request to an engine whose last answer was unusable
 _WORKERS, _MOST_WAITING = 2, 32
 _MOST_BODY_BYTES = 256 * 1024
-_MOST_ANSWER_BYTES = 4 * 1024 * 1024
+# Bytes of an answer for each byte of the body, and further ones for what a chat template adds.
+_ANSWER_BYTES, _FURTHER_BYTES = 8, 64 * 1024
+_PIECE = 256  # blocks that are hashed at once, in less than a millisecond
 _MOST_BLOCKS: Final = 250_000  # tokenized blocks of prompts kept, in each of two tables of about 40 MB
 _MOST_OF_A_LINK = 64 * HASH_BYTES
 _MOST_OF_A_RECORD = 4000  # more blocks than an engine stores in a step
@@ -160,7 +162,7 @@ class TokenPrefixes:
                     self._paused = {each: s for each, s in self._paused.items() if s > self._clock()}
                     self._paused[prompt.address] = self._clock() + _PAUSE_S
                 else:
-                    self._share(prompt, tokens)
+                    await self._share(prompt, tokens)
         finally:
             for connection in connections.values():
                 connection.close()
@@ -174,10 +176,10 @@ class TokenPrefixes:
             async with asyncio.timeout(_DEADLINE_S):
                 header = _HEADER + self._access.header()
                 with await connection.ask(_PATH, header, body) as answer:
-                    found = bytearray()
+                    found, most = bytearray(), _ANSWER_BYTES * len(body) + _FURTHER_BYTES
                     async for part in answer.parts():
                         found += part
-                        if len(found) > _MOST_ANSWER_BYTES:
+                        if len(found) > most:
                             return None
                     if answer.status == 200:
                         return msgspec.json.decode(found, type=_Answer).tokens
@@ -187,9 +189,13 @@ class TokenPrefixes:
             pass
         return None
 
-    def _share(self, prompt: _Prompt, tokens: Sequence[int]) -> None:
+    async def _share(self, prompt: _Prompt, tokens: Sequence[int]) -> None:
         """Share in which block of `tokens` each block of the prompt ends, from the first that is new."""
-        blocks, links = prompt.blocks, token_links(tokens, prompt.block_tokens)
+        blocks, links, step = prompt.blocks, list[bytes](), _PIECE * prompt.block_tokens
+        for at in range(0, len(tokens), step):
+            before = links[-1] if links else b""
+            links += token_links(tokens[at : at + step], prompt.block_tokens, before)
+            await asyncio.sleep(0)
         new = next((at for at in range(len(blocks), 0, -1) if blocks[at - 1] in self._ends), 0)
         end = self._ends[blocks[new - 1]] if new else 0.0
         a_block = (len(tokens) - end) / (prompt.size - new * BLOCK_BYTES) * BLOCK_BYTES
