@@ -21,7 +21,7 @@ from picker_fleet.domain.config import parse
 from picker_fleet.domain.errors import BadRequest, Unsupported
 from picker_fleet.domain.request import InferenceRequest, PromptLine, Workload
 from picker_fleet.domain.units import MOST_COST
-from picker_fleet.ingress import cost
+from picker_fleet.ingress import cost, media
 from picker_fleet.ingress.headers import HEADERS, read_subset, wanted_headers
 from picker_fleet.ingress.intake import Ask, Intake, _name_fault, read_body
 from picker_fleet.ingress.json_body import SMALL_BYTES, Body
@@ -858,3 +858,22 @@ def test_only_requests_whose_path_the_sidecar_knows_can_be_split(size: int) -> N
         found = read_body(text, way)
         assert found.can_split is can_split, path
         assert INTAKE.request(found, {}, subset=None, trusted=True).can_split is can_split
+
+
+@pytest.mark.parametrize("unit", ["requests", "tokens"])
+@pytest.mark.parametrize("has_encoders", [False, True])
+def test_a_body_is_searched_for_media_at_most_once(
+    monkeypatch: pytest.MonkeyPatch, unit: str, has_encoders: bool
+) -> None:
+    found = Mock(side_effect=media.found)
+    monkeypatch.setattr(media, "found", found)
+    part = {"type": "image_url", "image_url": {"url": "http://x/a.png"}}
+    body = {"model": "m", "messages": [{"role": "user", "content": [part, part]}]}
+    intake = intake_of(
+        parse({"request_queue_controller": {"unit": unit}}),
+        prefixes=Mock(needs_prefix_hashes=False, has_encoders=has_encoders),
+    )
+    asked = read_body(orjson.dumps(body), Way("inference", can_split=True))
+    request = intake.request(asked, {}, subset=None, trusted=False)
+    assert request.media == (2 if has_encoders else 0)
+    assert found.call_count == (unit == "tokens" or has_encoders)

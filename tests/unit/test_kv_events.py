@@ -201,7 +201,7 @@ def test_an_engine_may_remove_and_store_the_blocks_of_a_prompt_in_any_order(
 def test_without_pyzmq_the_configuration_names_the_extra_that_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
     configured = {"scheduling": {"kv_events_port": 5557}}
     assert parse(configured).scheduling.kv_events_port == 5557
-    with pytest.raises(ConfigError, match="kv_events_port: .* less than or equal to 65534"):
+    with pytest.raises(ConfigError, match=r"kv_events_port: .* less than or equal to 65534"):
         parse({"scheduling": {"kv_events_port": 65_535}})  # the replay port is the next one
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"kv_events_port: needs picker-fleet\[kv-events\]"):

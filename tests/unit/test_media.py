@@ -71,7 +71,49 @@ def test_the_header_of_a_file_tells_its_cost(file: bytes, tokens: float) -> None
             assert found == pytest.approx(tokens, rel=0.01)
             assert (count, size_bytes > len(file)) == (1, True)
     form = b"name" + file + b"--"
-    assert media.of_form(form, [(4, 4 + len(file))]) == (len(file), pytest.approx(tokens, rel=0.01))
+    assert media.of_form(form, [(4, 4 + len(file))]) == (len(file), pytest.approx(tokens, rel=0.01), 0)
+
+
+IMAGE = {"type": "image_url", "image_url": {"url": "http://x/a.png"}}
+
+
+@cases(
+    "body, count",
+    {
+        "a part of a chat": ({"messages": [{"role": "user", "content": [IMAGE]}]}, 1),
+        "null members of other kinds": (
+            {"messages": [{"content": [IMAGE | {"text": None, "input_audio": None, "video_url": ""}]}]},
+            1,
+        ),
+        "only null members": (
+            {"messages": [{"content": [{"type": "text", "text": "?", "image_url": None}]}]},
+            0,
+        ),
+        "a reference to an answer's audio": ({"messages": [{"role": "assistant", "audio": {"id": "a"}}]}, 0),
+        "an odd message beside": ({"messages": [{"content": {"an": "object"}}, {"content": [IMAGE]}]}, 1),
+        "texts beside": ({"messages": [{"content": ["?", IMAGE]}, {"content": 1, "images": None}]}, 1),
+        "an object as content": ({"messages": [{"role": "user", "content": IMAGE}]}, 1),
+        "a tool's result in a message": ({"messages": [{"role": "tool", "content": [IMAGE, IMAGE]}]}, 2),
+        "a function's output": (
+            {"input": [{"type": "function_call_output", "output": [{"image_url": "http://x/a.png"}]}]},
+            1,
+        ),
+        "a screenshot": ({"input": [{"output": {"image_url": "http://x/a.png"}}, {"output": "a text"}]}, 1),
+        "several of SGLang": ({"input": "?", "image_data": ["http://x/a.png", "http://x/b.png"]}, 2),
+        "a thousand": ({"messages": [{"role": "user", "content": [IMAGE] * 1000}]}, 1000),
+        "no images but numbers": ({"images": ["base64", *[0] * 100_000]}, 1),
+    },
+)
+def test_media_count_in_every_dialect_and_beside_odd_members(body: dict[str, object], count: int) -> None:
+    for indent in (None, 1):
+        text = json.dumps(body, indent=indent).encode()
+        assert media.found(text, json.loads(text))[2] == count
+
+
+def test_media_within_thousands_of_others_count_as_none() -> None:
+    for opening, closing in (('{"content":[', "]}"), ('{"output":', "}")):
+        text = f'{{"messages":[{opening * 2000}{json.dumps(IMAGE)}{closing * 2000}]}}'.encode()
+        assert media.found(text, {"messages": memoryview(text)}) == (0, 0.0, 0)
 
 
 @given(st.sampled_from([file[:12] for file, _ in FILES.values()]), st.binary(max_size=200))

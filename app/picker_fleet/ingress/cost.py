@@ -76,13 +76,15 @@ class Estimate(NamedTuple):
     """The estimated tokens of a request: of its prompts, and of its answers for all sequences.
 
     `lacks_answer`: `answer` is 0 and lacks the answer's tokens, so that the scripts add the mean answer.
-    `prompt_size` is the size of the prompt's text, 0 unless usage will tell this text's tokens alone.
+    `prompt_size` is the size of the prompt's text, 0 unless usage will tell this text's tokens alone. `media`
+    counts its images, audio and video, without those of a form.
     """
 
     prompt: float
     answer: float
     lacks_answer: bool
     prompt_size: int
+    media: int = 0
 
 
 def tokens(
@@ -104,15 +106,16 @@ def tokens(
     """
     answer = min(_largest(members, MAX_ANSWER), _MOST_ANSWER_TOKENS)
     ids, apart_bytes = _apart(members)
-    media_bytes, media_tokens = media.of_form(body, files) if files else media.found(body, members)[:2]
+    media_bytes, media_tokens, found = media.of_form(body, files) if files else media.found(body, members)
     size = _text_size(body, size_bytes, apart_bytes, media_bytes)
     other_tokens = ids + media_tokens
     prompt = min(max(1.0, line.tokens(size) + other_tokens), count * most, MOST_COST)
     told = round(size) if count == 1 and members and not other_tokens else 0
     if answer < 1 and count == 1:
-        return Estimate(prompt, 0.0, True, told)
+        return Estimate(prompt, 0.0, True, told, found)
     known = int(answer) if answer >= 1 else default
-    return Estimate(prompt, min(count * known, count * most - prompt, MOST_COST - prompt), False, told)
+    answer = min(count * known, count * most - prompt, MOST_COST - prompt)
+    return Estimate(prompt, answer, False, told, found)
 
 
 def _list(name: str, value: object) -> bytes:

@@ -372,7 +372,7 @@ class Intake:
         target, band, weight, limit, selector, latency = settings
         if not _SLO.isdisjoint(headers):
             latency = latency_of(headers, latency)
-        charge, learn, prompt_size, prompt_tokens, answer_tokens = self._cost(ask, model)
+        charge, learn, prompt_size, prompt_tokens, answer_tokens, found = self._cost(ask, model)
         flow = fairness_id if fairness_id and self._by_fairness_id else model
         if self._tenant_headers:
             flow = self._tenant(headers) or flow
@@ -380,15 +380,13 @@ class Intake:
             target = self._variant(model, raw_id if by_gateway else b"", flow, ask)
         prefixes = self._prefixes
         prefix = prompt_prefix(target, ask.read) if prefixes and prefixes.needs_prefix_hashes else ()
-        has_encoders = ask.can_split and prefixes is not None and prefixes.has_encoders
         # Positional arguments: keyword arguments take three times as long.
         return InferenceRequest(
             request_id, model, target, ask.stream, flow, band, weight, workload, charge, ttl_s,
             subset, limit, learn, session, prefix, selector, trace, by_client, ask.body_bytes,
             xxh3_64_hexdigest(ask.text)[:_DIGEST_CHARS], ask.refers,
             0 if ask.refers else prompt_size,  # usage then counts stored texts, too
-            "", latency, 0, prompt_tokens, answer_tokens, ask.can_split,
-            media.found(ask.text, ask.members)[2] if has_encoders else 0,
+            "", latency, 0, prompt_tokens, answer_tokens, ask.can_split, found,
         )  # fmt: skip
 
     def session_of(self, headers: Mapping[str, bytes]) -> str:
@@ -431,14 +429,16 @@ class Intake:
         """The path that the headers of tenants name, '' if none. Raises BadRequest, as `_path_of`."""
         return _path_of(tuple(map(headers.get, self._tenant_headers)), self._tenant_headers, self._separator)
 
-    def _cost(self, ask: Ask, model: str) -> tuple[float, bool, int, float, float]:
+    def _cost(self, ask: Ask, model: str) -> tuple[float, bool, int, float, float, int]:
         """The cost of `ask` in the stock's unit; whether that cost lacks the answer's tokens; the size of the
-        prompt, 0 unless usage will tell its tokens; the tokens of prompt and of answer, 0 without tenants."""
+        prompt, 0 unless usage will tell its tokens; the tokens of prompt and of answer, 0 without tenants;
+        the number of media that others may encode."""
         members = ask.members
         count = 1 if _is_one_sequence(members) else cost.sequences(members)
+        encoded = ask.can_split and self._prefixes is not None and self._prefixes.has_encoders
         if not (self._in_tokens or self._counts_quotas or self._estimate_cost):
-            return float(count), False, 0, 0.0, 0.0
-        prompt, answer, lacks_answer, size = cost.tokens(
+            return float(count), False, 0, 0.0, 0.0, media.found(ask.text, members)[2] if encoded else 0
+        prompt, answer, lacks_answer, size, found = cost.tokens(
             ask.text,
             ask.body_bytes,
             members,
@@ -455,12 +455,12 @@ class Intake:
         if estimated is not None or not self._in_tokens:
             # The scripts add the mean answer to our own cost in tokens alone: assume an answer's length here.
             answer, lacks_answer = float(self._answer_tokens) if lacks_answer else answer, False
-        quotas = (prompt, answer) if self._counts_quotas else (0.0, 0.0)
+        others = *((prompt, answer) if self._counts_quotas else (0.0, 0.0)), found if encoded else 0
         if not self._in_tokens:
-            return float(count) if estimated is None else estimated, False, 0, *quotas
+            return float(count) if estimated is None else estimated, False, 0, *others
         if estimated is not None:
-            return estimated, False, size, *quotas
-        return prompt + answer, lacks_answer, size, *quotas
+            return estimated, False, size, *others
+        return prompt + answer, lacks_answer, size, *others
 
     def _settings_of(self, model: str, objective: str) -> _ModelSettings:
         ranks, name = (self._objectives, objective) if objective else (self._models, model)

@@ -14,7 +14,7 @@ untrusted: of a body at most `_MOST_HEADERS` headers are read, each in a few sma
 import binascii
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Final, TypedDict
+from typing import Any, Final, TypeAlias, TypedDict
 
 import msgspec
 import orjson
@@ -33,6 +33,8 @@ _MOST_HEADERS = 64
 _MARKS = (b"image", b"audio", b"video", b"base64", b"inline_data", b"inlineData")
 _SHORT_BYTES = 4096
 _PICTURES = frozenset(("image", "image_url", "image_embeds", "images", "image_data"))
+_NOTHING = (b"null", b'""', b"{}")  # members without media, as some clients write them
+_REFERENCE = re.compile(rb'\{\s*+"id"\s*+:\s*+"[^"]*+"\s*+\}')  # to an answer's audio, in OpenAI's chat API
 _ENDS_BYTES = 256  # bytes at each end of a file's JSON text to search for its media type or first byte
 
 # Where the base64 text of a file begins: PNG, JPEG, GIF, RIFF (WebP, WAV), MP3 with and without tags, PDF.
@@ -58,19 +60,14 @@ def found(body: bytes, members: Mapping[str, Any]) -> tuple[int, float, int]:
     if not _may_have_media(body, members):
         return 0, 0.0, 0
     try:
-        prompted: Any = _prompted.decode(body)
+        _collect(_prompted.decode(body), media := _Media())
     except MALFORMED:
         return 0, 0.0, 0
-    media = _Media()
-    said = prompted.pop("input", ())
-    _collect((prompted, *prompted.pop("messages", ()), *prompted.pop("contents", ())), media)
-    if not isinstance(said, str):
-        _collect(said, media)
     return media.size_bytes, media.tokens, media.count
 
 
-def of_form(body: bytes, files: Sequence[tuple[int, int]]) -> tuple[int, float]:
-    """The bytes of the `files` (start, end) of a form, and their cost in tokens."""
+def of_form(body: bytes, files: Sequence[tuple[int, int]]) -> tuple[int, float, int]:
+    """The bytes of the `files` (start, end) of a form, and their cost in tokens, and 0: none is encoded."""
     size_bytes, tokens = 0, 0.0
     for number, (start, end) in enumerate(files):
         size_bytes += end - start
@@ -80,7 +77,7 @@ def of_form(body: bytes, files: Sequence[tuple[int, int]]) -> tuple[int, float]:
 
         known = _File(read, end - start).tokens() if number < _MOST_HEADERS else 0.0
         tokens += known or (end - start) / _UNKNOWN_BYTES_A_TOKEN
-    return size_bytes, tokens
+    return size_bytes, tokens, 0
 
 
 class _Media:
@@ -90,6 +87,8 @@ class _Media:
         self.count, self.size_bytes, self.tokens = 0, 0, 0.0
 
     def add(self, text: bytes, *, is_image: bool) -> None:
+        if text in _NOTHING or _REFERENCE.fullmatch(text):
+            return
         self.count += 1
         self.size_bytes += len(text)
         known = _of_base64(text) if self.count <= _MOST_HEADERS else 0.0
@@ -222,14 +221,20 @@ def _little(text: bytes) -> int:
     return int.from_bytes(text, "little")
 
 
-class _Part(TypedDict, total=False):
-    """A part of a message's content in the APIs of OpenAI, Anthropic and Gemini."""
+# What a message or part may have as its content: also other JSON values, so that media beside them count.
+_Content: TypeAlias = "_Part | list[_Part | str | None] | str | float | bool | None"
 
-    type: str
-    content: "str | list[_Part] | None"  # a part within a tool's result
+
+class _Part(TypedDict, total=False):
+    """A message, or a part of its content, in the APIs of OpenAI, Anthropic, Gemini and Ollama."""
+
+    content: _Content
+    parts: _Content  # Gemini
+    output: _Content  # results of tools in the Responses API
     image: msgspec.Raw
     image_url: msgspec.Raw
     image_embeds: msgspec.Raw
+    images: msgspec.Raw  # Ollama
     source: msgspec.Raw
     input_audio: msgspec.Raw
     audio: msgspec.Raw
@@ -242,33 +247,30 @@ class _Part(TypedDict, total=False):
     inlineData: msgspec.Raw
 
 
-class _Message(_Part, total=False):
-    parts: list[_Part]  # Gemini
-    images: list[msgspec.Raw]  # Ollama
-
-
 class _Prompted(TypedDict, total=False):
-    messages: list[_Message]
-    input: str | list[_Message]
-    contents: list[_Message]
-    images: list[msgspec.Raw]
+    messages: _Content
+    input: _Content
+    contents: _Content
+    images: msgspec.Raw
     image_data: msgspec.Raw  # SGLang
 
 
 _prompted = msgspec.json.Decoder(_Prompted)
+_listed = msgspec.json.Decoder(list[msgspec.Raw])
 
 
-def _collect(parts: Iterable[Mapping[str, Any]], media: _Media) -> None:
-    """Add the media in `parts` to `media`."""
-    for part in parts:
-        for name, value in part.items():
-            if name in ("content", "parts") and isinstance(value, list):
+def _collect(content: Any, media: _Media) -> None:
+    """Add the media in `content`, a decoded `_Content` or `_Prompted`, to `media`."""
+    for each in content[:_MOST_OBJECTS] if isinstance(content, list) else (content,):
+        if not isinstance(each, dict):
+            continue
+        for name, value in each.items():
+            if not isinstance(value, msgspec.Raw):
                 _collect(value, media)
-            elif isinstance(value, list):
-                for each in value:
-                    media.add(bytes(each), is_image=True)
-            elif isinstance(value, msgspec.Raw):
-                text = bytes(value)
+            elif (text := bytes(value)).startswith(b"[") and text.count(b",") < _MOST_OBJECTS:
+                for listed in _listed.decode(text):
+                    media.add(bytes(listed), is_image=True)
+            else:
                 ends = text[:_ENDS_BYTES] + text[-_ENDS_BYTES:]
                 if b'"text"' not in ends:  # a document may be plain text
                     media.add(text, is_image=name in _PICTURES or b"image/" in ends)
