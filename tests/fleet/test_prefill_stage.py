@@ -242,7 +242,7 @@ async def test_media_are_encoded_by_ready_servers_that_clients_cannot_name(tmp_p
         fleet_of(servers, tmp_path, mode) as (here, _),
         httpx.AsyncClient(base_url=here.url, timeout=60.0) as client,
     ):
-        forged = dict.fromkeys((ENCODERS.title(), "X-KV-Cache-Source-Host-Port"), "127.0.0.1:1")
+        forged = dict.fromkeys((ENCODERS.title(), "X-Prefiller-URL"), "127.0.0.1:1")
         for images in (0, 1, 2, 5):
             assert await show(client, images, **forged) == 200
         assert [len(each) for each in servers.named_encoders] == [0, 1, 2, 2]
@@ -287,6 +287,6 @@ async def test_the_emitted_envoy_removes_a_header_of_another_name_as_well(tmp_pa
                 async with httpx.AsyncClient(base_url=strangers.url, timeout=60.0) as client:
                     for name in (PREFILLER, "x-prefill-at", ENCODERS, "x-encode-at", *OF_SIDECAR):
                         assert await ask(client, SHORT, **{name: "127.0.0.1:1"}) == 200
-            assert servers.headers == [(SHORT, None)] * 6
-            assert servers.named_encoders == [[]] * 6
+            assert servers.headers == [(SHORT, None)] * 7
+            assert servers.named_encoders == [[]] * 7
             assert "127.0.0.1:1" not in servers.values

@@ -115,6 +115,7 @@ ROLES = {
     "": "decode", "decode": "decode", "prefill-decode": "decode prefill", "both": "decode prefill",
     "encode-prefill-decode": "decode prefill encode", "encode-decode": "decode encode", "prefill": "prefill",
     "encode-prefill": "prefill encode", "encode": "encode", "router": "", "decoder": "", "Encode": "",
+    "no-prefill": "", "decode-canary": "", "prefill-": "",
 }  # fmt: skip
 
 

@@ -329,7 +329,7 @@ SERVED: Final = "x-gateway-destination-endpoint-served"
 PREFILLER: Final = "x-prefiller-host-port"
 ENCODERS: Final = "x-encoder-hosts-ports"
 # Headers that also name hosts to llm-d's sidecar (llm-d-router, pkg/common/routing); nothing here sets them.
-OF_SIDECAR: Final = ("x-data-parallel-host-port", "x-kv-cache-source-host-port")
+OF_SIDECAR: Final = ("x-data-parallel-host-port", "x-kv-cache-source-host-port", "x-prefiller-url")
 NEVER_TRUSTED = (DESTINATION, SUBSET, SERVED, PREFILLER, ENCODERS, *OF_SIDECAR)
 # Headers that any client may set for its own request. Trusting such headers changes nothing.
 ALWAYS_KEPT = (

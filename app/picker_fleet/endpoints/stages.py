@@ -18,6 +18,7 @@ from picker_fleet.endpoints.discovery import Report
 ROLE: Final = "llm-d.ai/role"
 _ALL_ROLES: Final = ("both", "all")
 _DECODING_ROLES: Final = (*_ALL_ROLES, "flexible-decoder")
+_STAGES: Final = frozenset(("decode", "prefill", "encode"))
 
 _log = logging.getLogger(__name__)
 
@@ -30,7 +31,8 @@ def _does(stage: str, settings: Stage | Encode, endpoint: Endpoint) -> bool:
     role = endpoint.labels.get(ROLE, "")
     if stage == "decode" and (not role or role in _DECODING_ROLES):
         return True
-    return (stage == "prefill" and role in _ALL_ROLES) or stage in role.split("-")
+    named = frozenset(role.split("-"))
+    return (stage == "prefill" and role in _ALL_ROLES) or stage in named <= _STAGES
 
 
 def with_stages(endpoints: tuple[Endpoint, ...], settings: Stages) -> tuple[Endpoint, ...]:
