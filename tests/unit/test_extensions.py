@@ -343,9 +343,15 @@ def test_a_caller_goes_on_without_an_extension_that_has_not_returned() -> None:
     assert "late" in caller.faults
 
 
-def test_a_thread_survives_an_extension_that_exits() -> None:
+class Untellable(Exception):
+    def __str__(self) -> str:
+        raise SystemExit(4)
+
+
+@pytest.mark.parametrize("fault", [SystemExit(3), Untellable()])
+def test_caller_and_thread_survive_whatever_an_extension_raises(fault: BaseException) -> None:
     def leave() -> None:
-        raise SystemExit(3)
+        raise fault
 
     caller = Caller(leave)
     assert caller.call() is None
@@ -356,6 +362,8 @@ def test_a_thread_survives_an_extension_that_exits() -> None:
 
 @cases("group, body, why", {
     "too few scores": ("scorers", "return [1.0]", "1 scores for 3 candidates"),
+    "endless scores": ("scorers", "return iter(float, 1.0)", "4 scores for 3 candidates"),
+    "endless reasons": ("filters", "return iter(str, 'never')", "4 reasons for 3 endpoints"),
     "a score above 1": ("scorers", "return [0.5, 0.5, 1.5]", "a score is outside 0 to 1"),
     "no score": ("scorers", "return [0.5, 0.5, float('nan')]", "a score is outside 0 to 1"),
     "too few reasons": ("filters", "return ['bad']", "1 reasons for 3 endpoints"),

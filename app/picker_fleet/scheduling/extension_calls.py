@@ -15,7 +15,9 @@ import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
+from itertools import islice
 from queue import Empty, SimpleQueue
 from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar
 
@@ -32,6 +34,7 @@ OnFault = Callable[[str, Fault], None]
 R = TypeVar("R")
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
+_LONGEST_TEXT = 500  # of an exception or of a filter's reason
 _EARLIEST_S = -86_400.0  # an ordering may say that a request was due a day before it arrived, at most
 
 _log = logging.getLogger(__name__)
@@ -68,6 +71,18 @@ class Nonsense(ValueError):
     """An extension returned a result of another form or range than it must."""
 
 
+class _Failure(NamedTuple):
+    fault: Fault
+    why: str
+
+
+def _failure(raised: BaseException) -> _Failure:
+    why = type(raised).__name__
+    with suppress(BaseException):  # the text of an extension's exception is its code, too
+        why = f"{why}: {raised}"[:_LONGEST_TEXT]
+    return _Failure("invalid" if isinstance(raised, Nonsense) else "raised", why)
+
+
 class Calls(Generic[R]):
     """Calls one extension in a thread of its own. One event loop.
 
@@ -85,8 +100,8 @@ class Calls(Generic[R]):
         self._label, self._call, self._budget_s = label, call, budget_s
         self._on_fault, self._clock = on_fault, clock
         self._arguments: SimpleQueue[tuple[Any, ...]] = SimpleQueue()
-        # The result or the exception, and the seconds that the call took.
-        self._results: SimpleQueue[tuple[R | Exception, float]] = SimpleQueue()
+        # The result or the failure, and the seconds that the call took.
+        self._results: SimpleQueue[tuple[R | _Failure, float]] = SimpleQueue()
         self._is_late = False  # whether the result of an earlier call is still due
         self._suspended_until_s = -1.0
         self._pause_s = _FIRST_PAUSE_S
@@ -105,9 +120,8 @@ class Calls(Generic[R]):
             self._is_late = True
             self._report("late", f"no result within {self._budget_s * 1000:g} ms")
             return None
-        if isinstance(result, Exception):
-            is_invalid = isinstance(result, Nonsense)
-            self._report("invalid" if is_invalid else "raised", f"{type(result).__name__}: {result}")
+        if isinstance(result, _Failure):
+            self._report(result.fault, result.why)
             self._suspend()
             return None
         self._pause_s = _FIRST_PAUSE_S
@@ -138,13 +152,11 @@ class Calls(Generic[R]):
         while True:
             arguments = self._arguments.get()
             began_s = time.perf_counter()
-            result: R | Exception
+            result: R | _Failure
             try:
                 result = self._call(*arguments)
-            except Exception as fault:
-                result = fault
-            except BaseException as fault:  # such as SystemExit, which would end the thread
-                result = RuntimeError(f"{type(fault).__name__}: {fault}")
+            except BaseException as fault:  # also SystemExit, which would end the thread
+                result = _failure(fault)
             self._results.put((result, time.perf_counter() - began_s))
             del arguments, result  # they may be large, and the next call may be far off
 
@@ -191,7 +203,9 @@ class Extensions:
 
 def _scores(scorer: Scorer, pick: PickRequest, candidates: Sequence[EndpointState]) -> list[float]:
     # A copy: an extension that changed the list would change later picks. It need not expect an empty list.
-    scores = [float(score) for score in scorer(pick, tuple(candidates))] if candidates else []
+    # One score too many suffices to tell: a result may be endless.
+    given = scorer(pick, tuple(candidates)) if candidates else ()
+    scores = [float(score) for score in islice(given, len(candidates) + 1)]
     if len(scores) != len(candidates):
         raise Nonsense(f"{len(scores)} scores for {len(candidates)} candidates")
     if not all(0.0 <= score <= 1.0 for score in scores):
@@ -203,7 +217,8 @@ def _reasons(keep: Filter, pick: PickRequest, endpoints: Sequence[EndpointState]
     reasons = keep(pick, endpoints)
     if reasons is None:
         return None
-    found = [None if reason is None else str(reason) for reason in reasons]
+    given = islice(reasons, len(endpoints) + 1)
+    found = [None if reason is None else str(reason)[:_LONGEST_TEXT] for reason in given]
     if len(found) != len(endpoints):
         raise Nonsense(f"{len(found)} reasons for {len(endpoints)} endpoints")
     return found
