@@ -4,6 +4,7 @@ prefix indexes of two replicas through a real Valkey."""
 import asyncio
 import contextlib
 import json
+import os
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
@@ -218,8 +219,8 @@ class Engine:
 
     def start(self) -> None:
         self._events, self._asked = self._context.socket(zmq.PUB), self._context.socket(zmq.ROUTER)
-        first = self.port or 15557
-        for port in range(first, first + 2000, 2):
+        first = self.port or 10_000 + os.getpid() % 1000 * 20  # of this process: others run the same tests
+        for port in range(first, first + 20, 2):
             with contextlib.suppress(zmq.ZMQError):
                 self._events.bind(f"tcp://127.0.0.1:{port}")
                 break
