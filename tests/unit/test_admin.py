@@ -149,7 +149,7 @@ class OneHour:
         return [490_896, 490_897]
 
     async def rows(self, hour: int, *, is_followed: bool) -> list[Row]:
-        used = Row(hour, "acme/a,b", "llama", Usage(2, 0, 5, 1, 7, 12.5), "")
+        used = Row(hour, "=acme/a,b", "llama", Usage(2, 0, 5, 1, 7, 12.5), "")
         return [used, Row(hour, "", "", Usage(0, 0, 0, 0, 0, 0.0), "lost")] if is_followed else []
 
 
@@ -158,14 +158,17 @@ async def test_usage_is_exported_as_json_lines_or_csv_of_the_hours_asked_for() -
         lines = (await client.get("/api/v1/usage")).text.splitlines()
         note, first, second = map(orjson.loads, lines)
         assert note["note"] == "no usage is kept of hours before 2026-01-01T00:00:00Z"
-        assert (first["hour"], first["tenant"], first["cost"]) == ("2026-01-01T00:00:00Z", "acme/a,b", 12.5)
+        assert (first["hour"], first["tenant"], first["cost"]) == ("2026-01-01T00:00:00Z", "=acme/a,b", 12.5)
         assert (second["tenant"], second["note"]) == ("", "lost")
         since = "/api/v1/usage?from=2026-01-01T00:59:59Z"
         asked = await client.get(since, headers={"accept": "text/csv"})
         assert asked.headers["content-type"].startswith("text/csv")
         header, row, _ = asked.text.splitlines()
         named = dict(zip(header.split(","), next(csv.reader([row])), strict=True))
-        assert named == {name: str(value) for name, value in first.items()}
+        # No spreadsheet takes the name for a formula.
+        assert named == {name: str(value) for name, value in first.items()} | {"tenant": "'=acme/a,b"}
+        for time in ("to=0001-01-01T00:00:00Z", "from=0001-01-01T00:00:00%2B14:00"):
+            assert note["note"] in (await client.get(f"/api/v1/usage?{time}")).text
         early = await client.get("/api/v1/usage?format=csv&from=2025-12-31T23:00:00&to=2026-01-01T00:00:00Z")
         assert early.text.splitlines()[1:] == [f"2025-12-31T23:00:00Z,,,0,0,0,0,0,0.0,{note['note']}"]
         rest = await client.get("/api/v1/usage?from=2026-01-01T01:59:59")

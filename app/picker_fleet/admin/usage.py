@@ -94,8 +94,13 @@ def _encoded(rows: Iterable[Row], kind: str, *, header: bool = False) -> bytes:
     text = io.StringIO()
     writer = csv.writer(text)
     writer.writerows([_COLUMNS] * header)
-    writer.writerows(row.fields().values() for row in rows)
+    writer.writerows(map(_cell, row.fields().values()) for row in rows)
     return text.getvalue().encode()
+
+
+def _cell(value: Any) -> Any:
+    """`value`; a spreadsheet takes a text with an apostrophe for no formula (OWASP, "CSV Injection")."""
+    return f"'{value}" if isinstance(value, str) and value.startswith(("=", "+", "-", "@")) else value
 
 
 _ANSWERS: Responses = {
@@ -131,7 +136,7 @@ def add_routes(routes: APIRouter, export: UsageExport, deadlines: Deadlines) -> 
         """Ended requests, their tokens and costs, as JSON lines or CSV; without times the last 24 hours."""
         kept = await within(limit_s, export.hours())
         end_hour = export.now_hour() + 1 if end is None else _hour_of(end)
-        first_hour = end_hour - _DEFAULT_HOURS if first is None else _hour_of(first)
+        first_hour = max(end_hour - _DEFAULT_HOURS, 0) if first is None else _hour_of(first)
         is_csv = form == "csv" or (form is None and _CSV in request.headers.get("accept", ""))
         kind = _CSV if is_csv else _JSON_LINES
 
@@ -151,4 +156,4 @@ def add_routes(routes: APIRouter, export: UsageExport, deadlines: Deadlines) -> 
 
 def _hour_of(time: datetime) -> int:
     at = time if time.tzinfo is not None else time.replace(tzinfo=UTC)
-    return int(at.timestamp() * 1000) // HOUR_MS
+    return max(int(at.timestamp()), 0) * 1000 // HOUR_MS
