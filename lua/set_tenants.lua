@@ -2,7 +2,8 @@
 -- Change the settings of tenants' nodes, then dispatch queued requests.
 --
 -- Guarantees: balances stay, so a changed limit grants no second burst. A node that `tenant_changes` has is in force
--- instead of the same node in `tenants`.
+-- instead of the same node in `tenants`. A waiting request is charged once: if a node now charges at arrival, at once,
+-- or the request is evicted.
 --
 -- keys[1] epp:{POOL}:pool
 -- args[1] the calling replica
@@ -13,35 +14,48 @@
 
 local MOST_COUNTED = 5000 -- running requests, and as many waiting ones
 
+-- Return the requests in flight, or those that wait (`set`), the earliest first.
+local function requests_in(set)
+  local found, ids = {}, read('ZRANGE', set, 0, MOST_COUNTED - 1)
+  record.prefetch(ids, #ids)
+  for _, id in ipairs(ids) do found[#found + 1] = record.read(id) end
+  return found
+end
+
 local function set_tenants(args)
   reset_notifications(args[1])
   local hash = ({tenants = key.tenants, tenant_changes = key.tenant_changes})[args[2]]
   if not hash then error({err = 'ERR no hash of tenants: ' .. args[2]}, 0) end
-  local version, counts_running = '', false
+  local version, counts_running, moves_charges = '', false, false
   if pool.known then
     for at = 3, #args, 2 do
       -- A removed node may uncover one with a bound: the configured one, or a default for unknown children.
       local path, node = args[at], args[at + 1]
       counts_running = counts_running or node == '' or string.find(node, 'max_parallel', 1, true)
-      if node == '' then
-        defer_write('HDEL', hash, path)
-      else
-        defer_write('HSET', hash, path, node)
-      end
-      log_change('tenant', path .. '\31' .. args[2] .. '\31' .. node)
+      moves_charges = moves_charges or node == '' or string.find(node, 'over_limit', 1, true)
+        or settings.tenants and tenants.node(path).over_limit ~= 'queue'
     end
+    local waiting = settings.tenants and moves_charges and requests_in(key.timers) or {}
+    table.sort(waiting, function(a, b) return a.arrived == b.arrived and a.id < b.id or a.arrived < b.arrived end)
+    local refused = quotas.change_nodes(waiting, function()
+      for at = 3, #args, 2 do
+        if args[at + 1] == '' then
+          defer_write('HDEL', hash, args[at])
+        else
+          defer_write('HSET', hash, args[at], args[at + 1])
+        end
+      end
+    end, function()
+      for at = 3, #args, 2 do log_change('tenant', args[at] .. '\31' .. args[2] .. '\31' .. args[at + 1]) end
+    end)
+    for _, r in ipairs(refused) do end_and_notify(r, NOTIFY_EVICTED) end
     version = (tonumber(read('HGET', key.pool, 'tenants_version') or 0) or 0) + 1
     defer_write('HSET', key.pool, 'tenants_version', version)
     pool.touched = true
-    quotas.forget()
     if settings.tenants and counts_running then
       -- A new bound has not counted the requests that it was not yet charged for: their ends would lower its count.
-      local found = {}
-      for _, set in ipairs({key.inflight, key.timers}) do
-        local ids = read('ZRANGE', set, 0, MOST_COUNTED - 1)
-        record.prefetch(ids, #ids)
-        for _, id in ipairs(ids) do found[#found + 1] = record.read(id) end
-      end
+      local found = requests_in(key.inflight)
+      for _, r in ipairs(requests_in(key.timers)) do found[#found + 1] = r end
       quotas.recount(found)
     end
     if settings.tenants then

@@ -12,11 +12,6 @@
 local function top_up_tenant(args)
   reset_notifications(args[1])
   local left = pool.known and settings.tenants and quotas.top_up(args[2], args[3], args[4], tonumber(args[5]))
-  if left then
-    log_change('topped_up', table.concat({args[2], args[3], args[4], args[5]}, '\31'))
-    for _, band in ipairs(BANDS) do
-      for _, member in ipairs({args[2], args[2] .. tenants.INNER}) do queue.unthrottle(band, member) end
-    end
-  end
+  if left then log_change('topped_up', table.concat({args[2], args[3], args[4], args[5]}, '\31')) end
   return finish_call({left and exact(left) or ''})
 end

@@ -140,10 +140,14 @@ local function grant(r, tag, take, turn_of, picks)
   end
 end
 
--- Whether a node of request r lacks balance. If so, throttle the node.
+-- Whether a node of request r lacks balance. If so, throttle the node, or end r if no balance will suffice.
 local function is_short_of_balance(r)
-  local member, wait_ms = quotas.lacking(r)
-  if member then queue.wait_for_balance(r, member, wait_ms) end
+  local member, wait_ms, is_over_burst = quotas.lacking(r)
+  if is_over_burst then
+    end_and_notify(r, NOTIFY_EVICTED)
+  elseif member then
+    queue.wait_for_balance(r, member, wait_ms)
+  end
   return member
 end
 
@@ -154,8 +158,8 @@ local function dispatch()
   if next(live) then live = {} end
   local served, attempts = 0, 0
   if not timers_ran then run_timers(TIMERS_LIMIT) end
-  if settings.paused == 1 then return 0, 0 end
   if settings.tenants then queue.end_waits() end
+  if settings.paused == 1 then return 0, 0 end
   local counters, guarded = pool, settings.guard_share > 0
   local lower, upper = counters.lower, counters.upper
   if settings.queue_enabled == 0 then lower = math.huge end

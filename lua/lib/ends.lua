@@ -133,14 +133,7 @@ local function finish_request(r, event, note)
   workloads.ended(r.workload)
   pool.ended = pool.ended + 1
   if settings.log_max > 0 then log_event(event, r, nil, nil, note) end
-  local freed = settings.tenants and quotas.ended(r, REFUNDED[event])
-  if freed then
-    for _, member in ipairs(freed) do
-      for _, band in ipairs(BANDS) do
-        if pool[QUEUED[band]] > 0 then queue.unthrottle(band, member) end
-      end
-    end
-  end
+  if settings.tenants then quotas.ended(r, REFUNDED[event]) end
   if state == STATE_PLACED then
     local endpoint = endpoints.caps and endpoints.first(r.endpoints)
     if endpoint and has_free_slot(endpoint) then queue.endpoint_has_room(endpoint) end

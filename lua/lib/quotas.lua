@@ -191,12 +191,13 @@ do -- a chunk may have 200 locals
     end
   end
 
-  -- Whether all limits suffice for request r.
+  -- Whether all limits suffice for request r, except those that do not charge a demoted request.
   local function suffice(limits, r)
     local amounts = amounts_of(r)
     for i = 1, #limits do
       local limit = limits[i]
-      if limit.burst - limit.owed + RESIDUE < amounts[limit.unit] then return false end
+      local lacks = limit.burst - limit.owed + RESIDUE < amounts[limit.unit]
+      if lacks and not (r.demoted == 1 and limit.demotes) then return false end
     end
     return true
   end
@@ -279,15 +280,46 @@ do -- a chunk may have 200 locals
     log_charge('refunded', r, 'arrival')
   end
 
-  -- Return the highest member of r's path that lacks balance for r, and the ms until it suffices (infinite until a
-  -- request ends); nil if r may start.
+  -- Change nodes by `change()`, then call `log()`. `waiting` requests that are charged by other limits at their arrival
+  -- from now on are charged again. Return the requests for which these limits do not suffice, charged to none.
+  function quotas.change_nodes(waiting, change, log)
+    local former, moved, refused = {}, {}, {}
+    for _, r in ipairs(waiting) do former[r] = charged_nodes(r) end
+    change()
+    quotas.forget()
+    for _, r in ipairs(waiting) do
+      if former[r] and former[r].arrival_fields ~= counting(r.flow).arrival_fields then
+        charge(former[r].arrival, r, -1)
+        log_charge('refunded', r, 'arrival')
+        moved[#moved + 1] = r
+      end
+    end
+    store_balances()
+    log()
+    for _, r in ipairs(moved) do
+      local found = charged_nodes(r) or counting(r.flow)
+      r.tenancy = 0
+      if suffice(found.arrival, r) then
+        charge(found.arrival, r, 1)
+        r.tenancy = settings.tenancy or 1
+        log_charge('charged', r, 'arrival')
+      else
+        refused[#refused + 1] = r
+      end
+      record.put(r)
+    end
+    return refused
+  end
+
+  -- Return the highest member of r's path that lacks balance for r, the ms until it suffices (infinite until a request
+  -- ends), and whether it never will, since its limit was lowered; nil if r may start.
   function quotas.lacking(r)
     local found = starting ~= r and charged_nodes(r)
     if not found or suffice(found.grant, r) then return nil end
     for _, node in ipairs(found) do
-      local limit, wait_ms
-      if node.over_limit == 'queue' then limit, wait_ms = lack(node, r) end
-      if limit then return member_of(node, r), wait_ms end
+      local limit, wait_ms, is_over_burst
+      if node.over_limit == 'queue' then limit, wait_ms, is_over_burst = lack(node, r) end
+      if limit then return member_of(node, r), wait_ms, is_over_burst end
     end
   end
 
@@ -308,12 +340,23 @@ do -- a chunk may have 200 locals
     if r.at_grant == 1 then charge_start(r, -1) end
   end
 
+  -- Nodes that queue, and got balance back in this call, or lost a waiting request: their next request may fit now.
+  local eased, eased_count = {}, 0
+  local function ease(node)
+    if node.eased_in == calls or node.over_limit ~= 'queue' or pool.queued == 0 then return end
+    node.eased_in, eased_count = calls, eased_count + 1
+    eased[eased_count] = node
+  end
+
   local function correct(limits, r)
     local demoted = r.demoted == 1
     for i = 1, #limits do
       local limit = limits[i]
       local difference = used[limit.unit] - taken[limit.unit]
-      if difference ~= 0 and not (demoted and limit.demotes) then set(limit, limit.owed + difference) end
+      if difference ~= 0 and not (demoted and limit.demotes) then
+        set(limit, limit.owed + difference)
+        if difference < 0 then ease(limit.node) end
+      end
     end
   end
 
@@ -333,34 +376,32 @@ do -- a chunk may have 200 locals
     end
   end
 
-  -- End what `limits` have charged request r. Return `freed` with the members whose number of requests in flight falls.
-  local function release(limits, r, is_refund, freed)
+  -- End what `limits` have charged request r.
+  local function release(limits, r, is_refund)
     local amounts, demoted = is_refund and amounts_of(r), r.demoted == 1
     for i = 1, #limits do
       local limit = limits[i]
       local is_parallel = limit.unit == 'parallel'
       if (is_parallel or is_refund) and not (demoted and limit.demotes) then
         set(limit, limit.owed - (is_parallel and 1 or amounts[limit.unit]))
-        if is_parallel and pool.queued > 0 then
-          freed = freed or {}
-          freed[#freed + 1] = member_of(limit.node, r)
-        end
+        ease(limit.node)
       end
     end
-    return freed
   end
 
-  -- End the charge of a request. Refund it if the request ended `unserved`, unless its usage is known. Return the
-  -- members whose number of requests in flight has fallen, if requests wait.
+  -- End the charge of a request. Refund it if the request ended `unserved`, unless its usage is known.
   function quotas.ended(r, unserved)
     local found = charged_nodes(r)
-    if not found then return nil end
+    if not found then return end
     local is_refund = unserved and corrected ~= r
-    local freed = release(found.arrival, r, is_refund)
-    if r.at_grant == 1 then freed = release(found.grant, r, is_refund, freed) end
+    release(found.arrival, r, is_refund)
+    if r.at_grant == 1 then
+      release(found.grant, r, is_refund)
+    else
+      for i = 1, #found.grant do ease(found.grant[i].node) end -- they may have waited for the balance of this request
+    end
     if is_refund then log_charge('refunded', r, 'all') end
     r.tenancy = 0
-    return freed
   end
 
   -- For the admin API: describe a node, in the form of `view_tenants` (view.lua).
@@ -387,6 +428,7 @@ do -- a chunk may have 200 locals
     for _, limit in ipairs(node.limits) do
       if limit.unit == unit and tostring(limit.per) == per then
         set(limit, limit.owed - amount)
+        ease(node)
         return limit.burst - limit.owed
       end
     end
@@ -434,11 +476,18 @@ do -- a chunk may have 200 locals
     own[#own + 1] = 'wake ' .. math.max(1, at_ms - now_ms)
   end
 
-  -- Return a list of band and member, of members whose time has come.
+  -- Return a list of band and member: of members whose time has come, and of eased nodes.
   local MOST_DUE = 100
   function quotas.due()
-    if next_wake_ms and now_ms < next_wake_ms then return {} end
     local due = {}
+    for _, band in ipairs(eased_count > 0 and BANDS or {}) do
+      if pool[QUEUED[band]] > 0 and read('ZCARD', key.throttled[band]) > 0 then
+        for i = 1, eased_count do
+          due[#due + 1], due[#due + 2] = {band, eased[i].path}, {band, eased[i].path .. INNER}
+        end
+      end
+    end
+    if next_wake_ms and now_ms < next_wake_ms then return due end
     for _, name in ipairs(read('ZRANGEBYSCORE', key.budget_waits, '-inf', now_ms, 'LIMIT', 0, MOST_DUE)) do
       defer_write('ZREM', key.budget_waits, name)
       local band, member = string.match(name, '^(%d+)\31(.*)$')
@@ -450,7 +499,7 @@ do -- a chunk may have 200 locals
 
   -- Begin a call.
   function quotas.reset()
-    calls, changed_count, starting, corrected, weighed = calls + 1, 0, nil, nil, nil
+    calls, changed_count, eased_count, starting, corrected, weighed = calls + 1, 0, 0, nil, nil, nil
     if not cache_is_valid then next_wake_ms = nil end
   end
 
@@ -482,16 +531,17 @@ do -- a chunk may have 200 locals
   end
 
   -- For the sweep: drop some balances without effect. Looking up a node costs as much as ten commands, so look at
-  -- MOST_OLD balances at most, and at those of limits only once their period has passed.
+  -- MOST_OLD balances at most, and only once their period has passed: a removed limit may come back.
   local MOST_OLD = 32
   function quotas.drop_idle_balances(count)
     local found, texts = tenants.random_fields(key.balances, count)
     local looked_at = 0
     for i, field in ipairs(found) do
       local path, kind = string.match(field, '^(.*)\31([^\31]*)$')
-      local per_ms = tonumber(string.match(kind or '', ':(%d+)$'))
-      local valid, _, at_ms = pcall(struct.unpack, 'dd', texts[i])
+      local per = string.match(kind or '', ':(%w+)$')
+      local per_ms, valid, _, at_ms = tonumber(per), pcall(struct.unpack, 'dd', texts[i])
       local is_recent = per_ms and valid and now_ms - at_ms < per_ms
+        or string.find(kind or '', '^budget:') and tonumber(string.match(texts[i], '^%d+')) == period_of(per)
       if looked_at < MOST_OLD and not is_recent then
         looked_at = looked_at + 1
         local node = tenants.node(path or '')

@@ -113,14 +113,19 @@ do -- a chunk may have 200 locals
   function tenants.counting(flow)
     local found = counted[flow]
     if found then return found end
-    found = {limits = {}, arrival = {}, grant = {}, balances = {}, served = {}}
+    found = {limits = {}, arrival = {}, arrival_fields = '', grant = {}, balances = {}, served = {}}
     local function add(list, it) list[#list + 1] = it end
     for _, path in ipairs(tenants.paths(flow)) do
       local node = tenants.node(path)
       for _, limit in ipairs(node.limits) do
         add(found.limits, limit)
         add(found.balances, limit)
-        add(node.over_limit == 'queue' and found.grant or found.arrival, limit)
+        if node.over_limit == 'queue' then
+          add(found.grant, limit)
+        else
+          add(found.arrival, limit)
+          found.arrival_fields = joined(found.arrival_fields, limit.field)
+        end
       end
       if node.served then
         add(found.served, node.served)

@@ -420,10 +420,8 @@ class PoolModel:
         self.workloads.active(r.workload, -1)
         self.ended += 1
         self._log(event, r.id)
-        freed = self.quotas.end(r.id, unserved=event in REFUNDED) if self.has_tenants else []
-        for child in freed:
-            for priority in self.queue.bands:
-                self.queue.unthrottle(priority, child)
+        if self.has_tenants:
+            self.quotas.end(r.id, unserved=event in REFUNDED)
         if state == "placed":
             self._unblock(first(r.endpoints))
         if r.prefillers:
@@ -469,7 +467,7 @@ class PoolModel:
         s = self.moment.settings
         lower = self.lower if self.queues else math.inf
         attempts = served = 0
-        if self.has_tenants and not s["paused"]:
+        if self.has_tenants:
             self._end_waits()
         places = self.places()
         while not s["paused"] and self.stock < lower and attempts < DISPATCH_LIMIT and places > 1e-6:
@@ -486,7 +484,10 @@ class PoolModel:
             elif self.endpoints.flow_full(r):
                 self.queue.throttle(r, r.flow_queue)
             elif self.has_tenants and (lacking := self.quotas.lacking(r.id)):
-                self._wait_for_balance(r, *lacking)
+                if self.quotas.never_suffices(r.id):
+                    self._turn_away(r, "evicted")
+                else:
+                    self._wait_for_balance(r, *lacking)
             elif self.upper <= 0 or (take > 0 and self.stock + take > self.upper):
                 break
             else:
@@ -502,7 +503,11 @@ class PoolModel:
             self._notifications.append(f"wake {max(1, at_ms - self.moment.now_ms)}")
 
     def _end_waits(self) -> None:
-        """Unthrottle the nodes whose balances suffice again."""
+        """Unthrottle the nodes whose balances may suffice again."""
+        eased = self.quotas.eased()
+        for priority in self.queue.bands:
+            for child in eased:
+                self.queue.unthrottle(priority, child)
         waits, ranks = self.queue.waits, {priority: rank for rank, priority in enumerate(self.queue.bands)}
         due = [wait for wait, at_ms in waits.items() if at_ms <= self.moment.now_ms]
         for priority, child in sorted(due, key=lambda wait: (waits[wait], ranks[wait[0]], wait[1])):

@@ -263,14 +263,28 @@ class QueueModel(PoolModel):
         self._begin(caller)
         if not self._base:
             return self._conclude([""])
+        # A waiting request is charged again if other limits charge at its arrival from now on.
+        waiting = [r for r in self.requests.values() if r.state in ("queued", "orphaned")]
+        waiting = sorted(waiting, key=lambda r: (r.arrived, r.id)) if self.has_tenants else []
+        charged = [r for r in waiting if r.id in self.quotas.charges and self.quotas.counts(r.flow)]
+        former, limits = self.moment.tree, [self.quotas.arrival_limits(r.flow) for r in charged]
         for path, text in nodes.items():
             if text:
                 self.tenants[kind][path] = text
             else:
                 self.tenants[kind].pop(path, None)
-            self._log("tenant", "")
         self.tenants_version += 1
         self._put_tenants()
+        pairs = zip(charged, limits, strict=True)
+        moved = [r for r, its in pairs if its != self.quotas.arrival_limits(r.flow)]
+        self.quotas.tree, in_force = former, self.quotas.tree
+        for r in moved:
+            self.quotas.give_arrival_back(r.id)
+        self.quotas.tree = in_force
+        for _ in nodes:
+            self._log("tenant", "")
+        for r in [r for r in moved if not self.quotas.arrive_again(r.id)]:
+            self._turn_away(r, "evicted")
         if self.has_tenants:
             if any(not text or "max_parallel" in text for text in nodes.values()):
                 self.quotas.recount()

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from picker_fleet.admission.quotas import Quotas, _Settings
+from picker_fleet.admission.quotas import Quotas, _Settings, period_of
 from picker_fleet.domain.tenants import Price, Tree
 
 
@@ -13,6 +13,35 @@ class SweptQuotas(Quotas):
     def put_settings(self, tree: Tree, prices: Mapping[str, Price]) -> None:
         """Change nodes and prices. Balances stay, so a changed limit grants no second burst."""
         self.tree, self._prices = tree, prices
+
+    def counts(self, flow: str) -> bool:
+        return bool(self._nodes(flow))
+
+    def arrival_limits(self, flow: str) -> list[str]:
+        nodes = (node for node in self._nodes(flow) if node.over_limit != "queue")
+        return [limit.key for node in nodes for limit in node.limits]
+
+    def give_arrival_back(self, request_id: str) -> None:
+        """Refund what a waiting request was charged at its arrival."""
+        self._take_all(self.charges[request_id], "arrival", -1)
+        self._log("refunded", request_id)
+
+    def arrive_again(self, request_id: str) -> bool:
+        """Charge a waiting request's arrival, or forget its charge if a limit does not suffice."""
+        charge = self.charges[request_id]
+        charged = [node for node in self._nodes(charge.flow) if node.over_limit != "queue"]
+        if any(self._lack(node, charge) for node in charged if any(self._limits_for(node, charge))):
+            del self.charges[request_id]
+            return False
+        self._take_all(charge, "arrival", 1)
+        self._log("charged", request_id)
+        return True
+
+    def never_suffices(self, request_id: str) -> bool:
+        """Whether the first node that a waiting request lacks balance of grants less than it needs."""
+        charge = self.charges[request_id]
+        lacks = (self._lack(node, charge) for node in self._nodes(charge.flow) if node.over_limit == "queue")
+        return any(lack.over_burst for lack in [next(filter(None, lacks))])
 
     def count_start(self, request_id: str, cost: float) -> None:
         charge = self.charges.get(request_id)
@@ -58,8 +87,10 @@ class SweptQuotas(Quotas):
         now_ms = self._now_ms() // 1
         for key, balance in list(self.balances.items()):
             path, _, kind = key.rpartition("\x1f")
-            per = kind.partition(":")[2]
+            unit, _, per = kind.partition(":")
             if per.isdecimal() and now_ms - balance[1] < int(per):
+                continue
+            if unit == "budget" and balance[0] == period_of(per, now_ms)[0]:
                 continue
             node = self.tree.node(path)
             settings = self._settings(path, node) if node is not None else None

@@ -107,6 +107,21 @@ def test_the_end_of_a_request_frees_its_tenants_place(side: ScriptSide, end: str
     assert pool.granted[-1] == "two"
 
 
+@pytest.mark.parametrize(("how", "granted"), [("used less", "big"), ("unserved", "big"), ("left", "two")])
+def test_balance_that_comes_back_starts_the_next_request_at_once(
+    side: ScriptSide, how: str, granted: str
+) -> None:
+    pool = pool_of(side, {"a": {"budget": {"units": 30, "period": "month"}}}, **ROOMY)
+    for name, tokens in (("one", 20), ("big", 25), ("two", 10)):
+        pool.admit(f"{name} flow=a/{name} prompt_tokens={tokens}")
+    assert pool.granted == []  # one was placed; big waits for the next month, and two behind it
+    if how == "left":
+        pool.cancel("big")
+    else:
+        use(pool, "one", *[("5,0,0",), ("", "upstream_failed")][how == "unserved"])
+    assert pool.granted == [granted]
+
+
 def test_a_changed_node_applies_to_waiting_requests_and_grants_no_second_burst(side: ScriptSide) -> None:
     pool = pool_of(side, {"a/*": {"limits": [limit("requests", 60, 60_000, burst=1)]}}, **ROOMY)
     pool.admit("one flow=a/x, two flow=a/x, three flow=a/y")
@@ -121,6 +136,36 @@ def test_a_changed_node_applies_to_waiting_requests_and_grants_no_second_burst(s
     pool.passes(2001)
     pool.beat()
     assert pool.granted == ["three", "two", "four"]
+
+
+def test_a_waiting_request_is_charged_once_however_the_choice_beyond_the_limit_changes(
+    side: ScriptSide,
+) -> None:
+    queueing = {"limits": [limit("requests", 3, 60_000)]}
+    pool = pool_of(side, {"a": queueing}, upper_per=1)
+
+    def change(over_limit: str) -> float:
+        node = {"a": json.dumps(queueing | {"over_limit": over_limit})}
+        pool.call("set_tenants", "tenant_changes", node)
+        return pool.model.quotas.balances["a\x1frequests:60000"][0]
+
+    pool.admit("one flow=a/x, two flow=a/y, three flow=a/z, four flow=a/x")
+    assert change("reject") == 3  # with two and three, which wait; four is beyond the limit
+    assert "evicted four " in pool.events
+    assert change("queue") == 1
+    assert pool.end("one") == ["two"]
+    assert change("demote") == 3
+    pool.cancel("three")
+    assert change("reject") == 2
+
+
+def test_a_request_beyond_a_lowered_burst_leaves_and_others_go_on(side: ScriptSide) -> None:
+    pool = pool_of(side, {"a": {"limits": [limit("tokens", 100, 60_000)]}}, **ROOMY)
+    pool.admit("one flow=a/x prompt_tokens=30, big flow=a/y prompt_tokens=80, two flow=a/z prompt_tokens=10")
+    assert pool.granted == []
+    pool.call("set_tenants", "tenants", {"a": json.dumps({"limits": [limit("tokens", 100, 60_000, 50)]})})
+    assert pool.granted == ["two"]
+    assert "evicted big " in pool.events
 
 
 def test_a_bound_uncovered_by_a_removed_node_counts_running_requests(side: ScriptSide) -> None:

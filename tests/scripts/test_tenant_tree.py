@@ -159,9 +159,11 @@ def test_a_budget_counts_a_calendar_period_at_the_price_of_the_model(it: TenantP
     assert refused.endswith("\x1fbudget day acme")
     it.end("r1", usage="40,20,10")  # 20 + 10 + 20 units
     assert it.ask("acme/a", prompt_tokens=30) == "placed"
-    # The sweep keeps what a budget has spent until its period ends.
+    # The sweep keeps what a budget has spent until its period ends, even while the node has no budget.
+    it.set_nodes({"acme": {"weight": 2}}, "tenant_changes")
     it.passes(1000)
     it.call("sweep", "a", 0, 60_000, 1000, 60_000)
+    it.set_nodes({"acme": {}}, "tenant_changes")
     assert it.ask("acme/a", prompt_tokens=30).startswith("refused over-limit")
     it.passes(24 * 3_600_000)
     assert it.ask("acme/a", prompt_tokens=100) == "placed"

@@ -98,10 +98,14 @@ def test_a_charge_is_corrected_by_usage_and_refunded_without_service() -> None:
     assert quotas.lacking("gone") == ("acme", float("inf"))  # two requests are in flight
     assert quotas.quota("served") == "tokens=100,20,48000"
     quotas.use("served", Usage(20, 10, 5))
-    assert [quotas.end("served", unserved=False), quotas.end("served", unserved=True)] == [["acme"], []]
-    assert quotas.end("failed", unserved=True) == ["acme"]
+    assert quotas.eased() == ["acme", "acme\x1e"]
+    quotas.end("served", unserved=False)
+    assert quotas.eased() == ["acme", "acme\x1e"]
+    quotas.end("served", unserved=True)
+    assert quotas.eased() == []
+    quotas.end("failed", unserved=True)
     assert quotas.balances["acme\x1fbudget:day"] == (1, 10 + 10 * 0.1 + 15)
-    assert quotas.end("gone", unserved=True) == []  # it was never charged
+    quotas.end("gone", unserved=True)  # it was never charged
     assert quotas.balances["acme\x1ftokens:60000"] == (25, 86_400_000)
 
 
@@ -153,6 +157,19 @@ async def test_a_tenants_next_request_starts_when_one_in_flight_ends() -> None:
     gate.release(1.0)
     assert await third
     assert quotas.charges.keys() == {"a2", "a4"}
+
+
+async def test_balance_that_comes_back_starts_the_next_request_at_once() -> None:
+    gate, _ = gate_of(tree(acme={"budget": {"units": 30.0, "period": "month"}}))
+    assert await start(gate, "one", flow="acme/x", prompt_tokens=20)
+    [big] = await waiting(gate, "big", flow="acme/y", prompt_tokens=25)
+    [two] = await waiting(gate, "two", flow="acme/z", prompt_tokens=10)
+    big.cancel()
+    assert await two
+    [last] = await waiting(gate, "last", flow="acme/z", prompt_tokens=15)
+    gate.end_charge("one", unserved=False, usage=Usage(5, 0, 0))
+    gate.release(1.0)
+    assert await last
 
 
 async def test_a_request_over_the_limit_is_refused_or_demoted_as_its_tenant_chooses() -> None:

@@ -135,7 +135,8 @@ class LocalGate:
             raise
         finally:
             if not keeps_charge:
-                self._quotas.end(request.id, unserved=True)
+                self.end_charge(request.id, unserved=True)
+                self._dispatch()
 
     async def _admit(self, request: InferenceRequest, cost: float, wait: Wait, *, alone: bool) -> bool:
         former = self._waiting.get(request.id)
@@ -225,12 +226,13 @@ class LocalGate:
         if quotas is None:
             return
         if request_id not in quotas.charges:
-            freed = quotas.end_elsewhere(flow) if flow else []
+            if flow:
+                quotas.end_elsewhere(flow)
         else:
             if usage is not None:
                 quotas.use(request_id, usage)
-            freed = quotas.end(request_id, unserved=unserved)
-        for child in freed:
+            quotas.end(request_id, unserved=unserved)
+        for child in quotas.eased():
             self._queue.unthrottle(child)
 
     def acquire(self, amount: float) -> bool:

@@ -146,6 +146,7 @@ class Quotas:
         self.balances: OrderedDict[str, tuple[float, ...]] = OrderedDict()
         self._told: dict[str, tuple[float, ...]] = {}  # the balances taken over, by key
         self.charges: dict[str, Charge] = {}
+        self._eased: dict[str, None] = {}  # paths of nodes, in the order in which they got balance back
 
     # The steps of a request
 
@@ -197,40 +198,41 @@ class Quotas:
         charge = self.charges.get(request_id)
         if charge is None or not self._nodes(charge.flow):
             return
-        for _, limit in self._charged(charge):
-            amount = 1.0 if limit.unit == "parallel" else self._amount(limit.unit, charge.model, usage)
-            if difference := amount - self._estimate(limit.unit, charge):
-                self._take(limit, difference)
+        for node, limit in self._charged(charge):
+            if limit.unit not in ("requests", "parallel"):
+                amount = self._amount(limit.unit, charge.model, usage)
+                self._give_back(node, limit, self._estimate(limit.unit, charge) - amount)
         charge.prompt, charge.answer, charge.used = usage.prompt, usage.answer, True
         self._log("used", request_id)
 
-    def end(self, request_id: str, *, unserved: bool) -> list[str]:
-        """End the charge of a request. Refund it if the request is `unserved` and its usage unknown. Returns
-        the nodes with fewer requests in flight now, by their names among their siblings."""
+    def end(self, request_id: str, *, unserved: bool) -> None:
+        """End the charge of a request. Refund it if the request is `unserved` and its usage unknown."""
         charge = self.charges.pop(request_id, None)
-        if charge is None or not self._nodes(charge.flow):
-            return []
-        refunds, freed = unserved and not charge.used, []
-        for path, limit in self._charged(charge):
-            if limit.unit == "parallel":
-                self._take(limit, -1)
-                freed.append(_child(path, charge.flow))
-            elif refunds:
-                self._take(limit, -self._estimate(limit.unit, charge))
+        if charge is None or not (nodes := self._nodes(charge.flow)):
+            return
+        refunds = unserved and not charge.used
+        for node, limit in self._charged(charge):
+            if refunds or limit.unit == "parallel":
+                self._give_back(node, limit, self._estimate(limit.unit, charge))
+        if not charge.grant:  # this request may have been the one that its nodes waited for
+            self._eased |= {node.path: None for node in nodes if node.limits and node.over_limit == "queue"}
         if refunds and (charge.arrival or charge.grant):
             self._log("refunded", request_id)
-        return freed
 
-    def end_elsewhere(self, flow: str) -> list[str]:
-        """A request ended whose start another replica counted: this replica may run another in its place.
-        Returns the nodes with fewer requests in flight now, as `end` does."""
-        freed = []
+    def end_elsewhere(self, flow: str) -> None:
+        """A request ended whose start another replica counted: this replica may run another in its place."""
         for node in self._nodes(flow):
             for limit in node.limits:
                 if limit.unit == "parallel":
-                    self._take(limit, -1)
-                    freed.append(_child(node.path, flow))
-        return freed
+                    self._give_back(node, limit, 1)
+
+    def eased(self) -> list[str]:
+        """The nodes that queue and whose next request may fit: after the last call of this method they got
+        balance back, or a request stopped waiting. By their names among siblings, as a leaf and as an inner
+        node."""
+        found = [child for path in self._eased for child in (path, path + INNER)]
+        self._eased.clear()
+        return found
 
     # What replies tell
 
@@ -349,6 +351,12 @@ class Quotas:
         else:
             self._put(limit.key, max(taken, 0.0), now_ms)
 
+    def _give_back(self, node: _Settings, limit: Limit, amount: float) -> None:
+        if amount:
+            self._take(limit, -amount)
+        if amount > 0 and node.over_limit == "queue":
+            self._eased[node.path] = None
+
     def _put(self, key: str, *numbers: float) -> None:
         self.balances[key] = numbers
         self.balances.move_to_end(key)
@@ -374,8 +382,8 @@ class Quotas:
                 return (prompt - cached) * price.prompt + cached * of_cached + answer * price.answer
         return 1.0
 
-    def _charged(self, charge: Charge) -> Iterator[tuple[str, Limit]]:
-        """The limits that a request is charged, each with the path of its node."""
+    def _charged(self, charge: Charge) -> Iterator[tuple[_Settings, Limit]]:
+        """The limits that a request is charged, each with its node."""
         for node in self._nodes(charge.flow):
             if charge.grant if node.over_limit == "queue" else charge.arrival:
                 yield from self._limits_for(node, charge)
@@ -387,9 +395,9 @@ class Quotas:
                 for _, limit in self._limits_for(node, charge):
                     self._take(limit, sign * self._estimate(limit.unit, charge))
 
-    def _limits_for(self, node: _Settings, charge: Charge) -> Iterator[tuple[str, Limit]]:
+    def _limits_for(self, node: _Settings, charge: Charge) -> Iterator[tuple[_Settings, Limit]]:
         if not (charge.demoted and node.over_limit == "demote"):
-            yield from ((node.path, limit) for limit in node.limits)
+            yield from ((node, limit) for limit in node.limits)
 
 
 class ToldQuotas:

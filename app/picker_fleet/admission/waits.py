@@ -84,7 +84,7 @@ def refusal(
         case Verdict.FOREIGN:
             return RequestIdTaken()
         case Verdict.EVICTED:
-            return Evicted("an operator took it out of the queue", retry_after_s=retry_after_s)
+            return Evicted("an operator removed it, or changed a tenant's limit", retry_after_s=retry_after_s)
 
 
 def _over_limit(limit: str, wait_s: int, tenants: Tree | None) -> str:

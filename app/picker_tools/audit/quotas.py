@@ -113,7 +113,7 @@ class Quotas(Check):
             self._decision_us = entry.time_us
             self._end_decision()
         if entry.event == "charged":
-            self._charge(entry)
+            self._charge(entry, is_new=step.before is RequestState.ABSENT)
         elif entry.event == "refunded":
             self._refund(entry)
         elif entry.event == "used":
@@ -169,7 +169,7 @@ class Quotas(Check):
             }
             self._most_kept = max(_LEAST_KEPT, 2 * (len(self._owed) + len(self._spent)))
 
-    def _charge(self, entry: Entry) -> None:
+    def _charge(self, entry: Entry, *, is_new: bool) -> None:
         phase, tokens, demoted = _read(entry)
         charge = self._charges.get(entry.request)
         if phase == _GRANT:
@@ -181,7 +181,7 @@ class Quotas(Check):
             self._finding.add(f"request {entry.request} is charged twice", former, entry)
             return
         charge.tokens = tokens
-        if demoted and phase == _ARRIVAL:
+        if demoted and phase == _ARRIVAL and is_new:
             self._check_demotion(entry, tokens)
         for path, node in self._path(entry):
             if charge.includes(node, phase):
