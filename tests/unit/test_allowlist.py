@@ -17,7 +17,7 @@ from picker_fleet.domain.allowlist import (
     untrusted,
 )
 from picker_fleet.domain.config import parse
-from picker_fleet.domain.errors import ConfigError
+from picker_fleet.domain.errors import BadRequest, ConfigError
 from picker_fleet.ingress.context import AllowedPaths
 
 PATHS, PASSING = AllowedPaths(), AllowedPaths(passes=True)
@@ -180,6 +180,14 @@ def test_the_configuration_adds_allowed_paths(
 def test_a_configured_path_without_a_method_or_a_valid_path_is_refused(entry: str) -> None:
     with pytest.raises(ConfigError, match="no method and path"):
         parse({"extproc": {"paths": [entry]}})
+
+
+def test_a_model_that_two_readers_could_read_differently_is_refused() -> None:
+    for query in (b"model=a&model=b", b"model=&model=b", b"mod%65l=a&model=a"):
+        with pytest.raises(BadRequest, match="model twice"):
+            PATHS.way(b"GET", b"/v1/realtime?" + query)
+    with pytest.raises(ConfigError, match=r"extproc\.paths.*\{model\} twice"):
+        parse({"extproc": {"paths": ["POST /x/{model}/{model}"]}})
 
 
 def test_an_unknown_path_passes_if_the_configuration_says_so() -> None:

@@ -368,6 +368,15 @@ async def test_the_rate_of_reads_is_limited_over_all_exchanges(mode: str) -> Non
     assert talk.metrics.answers[-1] == (mode, "m", "ok")
 
 
+@every_mode
+async def test_a_connect_request_which_has_no_path_is_refused_like_an_unknown_path(mode: str) -> None:
+    message = headers(mode, ended=True, ask=("CONNECT", "/"))
+    fields = message.request_headers.headers.headers
+    fields.remove(next(field for field in fields if field.key == ":path"))
+    refused = await Talk().refused(message)
+    assert (refused.status, refused.code) == (404, "unknown_path")
+
+
 @pytest.mark.parametrize("missing", [":method", ":path"])
 async def test_an_envoy_that_forwards_no_path_is_refused_with_the_setting_to_change(missing: str) -> None:
     message = headers("lean")

@@ -30,10 +30,7 @@ from picker_fleet.state.accounting_token import Keyring
 
 SPLIT = {"name": "split", "target_models": [{"name": "split-a"}, {"name": "split-b", "weight": 3}]}
 SETTINGS = parse({
-    "models": [
-        {"name": "llama", "criticality": "Critical", "weight": 2.0},
-        SPLIT,
-    ],
+    "models": [{"name": "llama", "criticality": "Critical", "weight": 2.0}, SPLIT],
     "objectives": [{"name": "premium", "criticality": "Critical", "weight": 3.0}],
     "fair_request_queue": {"queue_ttl": "30s"},
 })  # fmt: skip

@@ -217,7 +217,7 @@ def api_of(text: object) -> Api:
     A path that ends in the path of a row of `APIS` is served as that row.
 
     Raises:
-        ValueError: `text` is no method and path, its path needs normalising, or it administers engines.
+        ValueError: `text` is no method and path, needs normalising, has two models, or administers engines.
     """
     if isinstance(text, Api):
         return text
@@ -225,6 +225,8 @@ def api_of(text: object) -> Api:
     if match is None:
         raise ValueError(f"{str(text)[:60]!r} is no method and path; write POST /v1/classify or GET /version")
     methods, path = match[1], match[2].rstrip("/").replace("{ref}", "{id}") or "/"
+    if path.count("{model}") > 1:
+        raise ValueError(f"{text!r} has {{model}} twice; write {{id}} for a segment that names no model")
     example = _PLACEHOLDER.sub("x", path)
     if any(administers(method, example) for method in methods.split(",")):
         raise ValueError(f"{text!r} administers the model server, which no client may do")
@@ -311,10 +313,13 @@ def model_in_query(query: str) -> str:
     """The model in a path's query, or ''.
 
     Raises:
-        ValueError: the query has too many fields.
+        ValueError: the query has too many fields, or `model` twice.
     """
-    fields = parse_qsl(query, max_num_fields=_MOST_QUERY_FIELDS)
-    return next((value for name, value in fields if name == "model"), "")
+    fields = parse_qsl(query, keep_blank_values=True, max_num_fields=_MOST_QUERY_FIELDS)
+    models = [value for name, value in fields if name == "model"]
+    if len(models) > 1:
+        raise ValueError("it has model twice")
+    return "".join(models)
 
 
 FAIRNESS_ID = ("x-gateway-inference-fairness-id", "x-llm-d-inference-fairness-id")

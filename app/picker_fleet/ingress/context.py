@@ -128,7 +128,7 @@ class AllowedPaths:
         """How a request with this `:method` and `:path` is served; None: no model server may see it.
 
         Raises:
-            BadRequest: the query, which names the model, has too many fields.
+            BadRequest: the query, which names the model, has too many fields or several models.
         """
         bare, _, query = path.partition(b"?")
         way = self._ways.get((method, bare))

@@ -23,10 +23,7 @@ import logging
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from envoy.service.ext_proc.v3.external_processor_pb2 import (
-    HttpBody,
-    ProcessingRequest,
-)
+from envoy.service.ext_proc.v3.external_processor_pb2 import HttpBody, ProcessingRequest
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped, unused-ignore]
 
 from picker_fleet.domain.allowlist import SUBSET, Way
@@ -217,6 +214,8 @@ class Exchange:
             hinted = self._subset
             self._subset = selected if hinted is None else tuple(each for each in selected if each in hinted)
         method, path = self._headers.pop(METHOD, None), self._headers.pop(PATH, None)
+        if path is None and method == b"CONNECT":  # such a request has no path, and is on no list
+            path = b""
         if method is None or path is None:
             raise Unsupported("Envoy sends no :method and :path; see forward_rules of the ext_proc filter")
         self._decision.path = path

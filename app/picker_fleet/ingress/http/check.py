@@ -14,13 +14,7 @@ from picker_fleet.domain.allowlist import DESTINATION, SUBSET
 from picker_fleet.domain.budgets import BodyBuffer
 from picker_fleet.domain.errors import RequestError, Unsupported
 from picker_fleet.ingress import quota_headers
-from picker_fleet.ingress.context import (
-    DROPPED_REASON,
-    PRESSURE,
-    SHOULD_RETRY,
-    Decision,
-    ExchangeContext,
-)
+from picker_fleet.ingress.context import DROPPED_REASON, PRESSURE, SHOULD_RETRY, Decision, ExchangeContext
 from picker_fleet.ingress.ext_proc.accesslog import (
     ID_HEADER,
     TARGET_HEADER,
@@ -28,11 +22,7 @@ from picker_fleet.ingress.ext_proc.accesslog import (
     TOKEN_MARK,
     WAITED_HEADER,
 )
-from picker_fleet.ingress.headers import (
-    FORWARDED_FOR,
-    ROUTE_TIMEOUT,
-    read_subset,
-)
+from picker_fleet.ingress.headers import FORWARDED_FOR, ROUTE_TIMEOUT, read_subset
 from picker_fleet.scheduling.sessions import SESSION_HEADER
 
 MODE: Final = "http"
