@@ -118,6 +118,8 @@ BAD_BODIES = {
     "broken": (b"{", 400, "not JSON"),
     "not-a-number": (b'{"weights": {"a": NaN}}', 400, "not JSON"),
     "nested": (b"[" * 10_000, 400, "not JSON"),
+    "nested objects": (b'{"a":' * 900 + b"1" + b"}" * 900, 400, "not JSON"),
+    "a key twice": (b'{"weights": {"a": 1}, "weights": {}}', 400, "a key is given twice"),
     "list": (b"[]", 400, "must be a JSON object"),
     "large": (b'{"pool": "%b"}' % (b"x" * 70_000), 413, "larger than 65536 bytes"),
 }

@@ -218,12 +218,7 @@ def _add_health(app: FastAPI, pools: Sequence[OperatedPool], full: Callable[[], 
         status = "ok" if ready and set(components.values()) <= {"ok"} else "degraded"
         return view.health(status, components)
 
-    @app.get(
-        "/readyz",
-        tags=["health"],
-        summary="Should this replica get traffic?",
-        responses=_UNREADY,
-    )
+    @app.get("/readyz", tags=["health"], summary="Should this replica get traffic?", responses=_UNREADY)
     async def readyz(response: Response) -> models.Health:
         """Whether this replica should get traffic (status 200) or not (503), with each component's fault."""
         ready, components = health()

@@ -3,6 +3,7 @@ its operator; `add_routes` adds the calls to the API.
 """
 
 import asyncio
+import json
 import logging
 import re
 import time
@@ -204,7 +205,6 @@ def add_routes(
         The body is a partial settings tree; null reverts a change. All of the body takes effect, or nothing.
         """
         patch = await read_object(request, deadlines.body_s)
-        request.state.detail = orjson.dumps(patch).decode()
         return await made(request, controls.change(patch))
 
     @changing.post("/pause", summary="Stop dispatching")
@@ -238,8 +238,8 @@ def add_routes(
 
 
 async def read_object(request: Request, limit_s: float) -> dict[str, Any]:
-    """The JSON object in the body. HTTPException: the body is invalid (400), slow (408), or over 64 KiB
-    (413)."""
+    """The JSON object in the body, also kept as `request.state.detail`. HTTPException: the body is invalid
+    (400), slow (408), or over 64 KiB (413)."""
     body = bytearray()
     try:
         async with asyncio.timeout(limit_s):
@@ -252,9 +252,19 @@ async def read_object(request: Request, limit_s: float) -> dict[str, Any]:
     except TimeoutError:
         raise HTTPException(408, f"the body did not come within {limit_s:g} s") from None
     try:
-        patch = orjson.loads(body)
-    except orjson.JSONDecodeError as fault:
-        raise HTTPException(400, f"the body is not JSON: {fault}") from None
+        orjson.loads(body)  # refuses NaN and lone surrogates, which Python's JSON reader accepts
+        patch = json.loads(body, object_pairs_hook=_without_repeats)
+        request.state.detail = orjson.dumps(patch).decode()
+    except (ValueError, TypeError, RecursionError) as fault:
+        raise HTTPException(400, f"the body is not JSON that can be read: {fault}") from None
     if not isinstance(patch, dict):
         raise HTTPException(400, "the body must be a JSON object of sections")
     return patch
+
+
+def _without_repeats(members: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The object of these members. Raises ValueError if a key is given twice: one value would be lost."""
+    found = dict(members)
+    if len(found) < len(members):
+        raise ValueError("a key is given twice")
+    return found

@@ -113,18 +113,10 @@ def content_security_policy(page: bytes) -> str:
         if text.strip():
             digest = base64.b64encode(hashlib.sha256(text).digest()).decode()
             hashes[kind.lower()].append(f"'sha256-{digest}'")
-    return "; ".join(
-        (
-            "default-src 'none'",
-            " ".join(("script-src 'self'", *hashes[b"script"])),
-            " ".join(("style-src 'self'", *hashes[b"style"])),
-            "img-src 'self' data:",
-            "font-src 'self'",
-            "connect-src 'self'",
-            "base-uri 'none'",
-            "form-action 'none'",
-            "frame-ancestors 'none'",
-        )
+    scripts, styles = (" ".join(("'self'", *hashes[kind])) for kind in (b"script", b"style"))
+    return (
+        f"default-src 'none'; script-src {scripts}; style-src {styles}; img-src 'self' data:; "
+        "font-src 'self'; connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     )
 
 
@@ -210,12 +202,8 @@ def _call_html(document: dict[str, Any], method: str, path: str, call: dict[str,
     parts = [f"<p>{escape(call.get('description', ''))}</p>"]
     rows = ""
     for each in call.get("parameters", ()):
-        cells = (
-            each["name"],
-            each["in"],
-            each.get("description", ""),
-            json.dumps(each["schema"]["examples"][0]),
-        )
+        example = json.dumps(each["schema"]["examples"][0])
+        cells = (each["name"], each["in"], each.get("description", ""), example)
         rows += f"<tr>{''.join(f'<td>{escape(cell)}' for cell in cells)}</tr>"
     if rows:
         parts.append(f"<table><tr><th>parameter<th>in<th>what<th>example</tr>{rows}</table>")

@@ -136,7 +136,7 @@ def add_routes(routes: APIRouter, export: UsageExport, deadlines: Deadlines) -> 
         """Ended requests, their tokens and costs, as JSON lines or CSV; without times the last 24 hours."""
         kept = await within(limit_s, export.hours())
         end_hour = export.now_hour() + 1 if end is None else _hour_of(end)
-        first_hour = max(end_hour - _DEFAULT_HOURS, 0) if first is None else _hour_of(first)
+        first_hour = max(0, end_hour - _DEFAULT_HOURS if first is None else _hour_of(first))
         is_csv = form == "csv" or (form is None and _CSV in request.headers.get("accept", ""))
         kind = _CSV if is_csv else _JSON_LINES
 
