@@ -253,6 +253,9 @@ UNFITTING: list[tuple[dict[str, object], str]] = [
     ({"scraping": {"series": {"mood": "vllm:mood"}}}, "scraping"),
     ({"discovery": {"static": [], "file": "x"}}, "discovery"),
     ({"extproc": {"listen": "0.0.0.0:8081"}}, "configuration"),
+    ({"http": {"listen": "0.0.0.0:9002"}}, "configuration"),
+    ({"extproc": {"health_listen": "0.0.0.0:8081"}}, "configuration"),
+    ({"pool": "a", "pools": {"a": {"listen": "h:1"}, "b": {"listen": "h:1"}}}, "configuration"),
     ({"extproc": {"max_body_bytes": 4096, "max_buffered_bytes": 2048}}, "extproc"),
 ]
 
@@ -314,6 +317,7 @@ BROKEN = [
     ("pool: a\npool: b", "'pool' is there twice"),
     ("[" * 1000, "is not YAML"),
     ("pool: 2026-99-99", "is not YAML"),
+    ("pool: a\0", "forbidden character at position 7"),
 ]
 
 
@@ -342,6 +346,7 @@ REPEATING: list[tuple[str, dict[str, str]]] = [
     (f"admin: {{token: *{SECRET}}}", {}),
     (f"admin: {{tokens: {SECRET}}}", {}),
     (f"tracing: {{endpoint: 'ftp://u:{SECRET}@h/?key={SECRET}'}}", {}),
+    (f"tracing: {{endpoint: 'u:{SECRET}@h:4318'}}", {}),
     ("", {"PICKER_ADMIN": f"{{token: {SECRET}"}),
     ("", {"PICKER_REDIS__URL": f"rediss://:{SECRET}@["}),
 ]

@@ -229,9 +229,19 @@ class Settings(Section):
         return self
 
     @model_validator(mode="after")
-    def _two_listeners(self) -> Self:
-        if self.extproc.listen == self.admin.listen and split_host_port(self.admin.listen)[1] != 0:
-            raise ValueError(f"extproc.listen and admin.listen are both {self.admin.listen}")
+    def _listeners_differ(self) -> Self:
+        places = {
+            "extproc.listen": self.extproc.listen,
+            "extproc.health_listen": self.extproc.health_listen,
+            "http.listen": self.http.listen,
+            "admin.listen": self.admin.listen,
+            **{f"pools.{name}.listen": pool.listen for name, pool in self.pools.items()},
+        }
+        keys: dict[str, str] = {}
+        for key, place in places.items():
+            if place is not None and split_host_port(place)[1] != 0 and place in keys:
+                raise ValueError(f"{keys[place]} and {key} are both {place}")
+            keys[place or ""] = key
         return self
 
     @property
@@ -449,6 +459,8 @@ def _is_secret(loc: Loc) -> bool:
 def _yaml_reason(fault: Exception) -> str:
     """The YAML problem and its position, without the surrounding text, which may contain a secret."""
     problem, mark = getattr(fault, "problem", None), getattr(fault, "problem_mark", None)
+    if isinstance(fault, yaml.reader.ReaderError):
+        return f"it has a forbidden character at position {fault.position}"
     if problem is None:
         return "it is nested too deeply" if isinstance(fault, RecursionError) else type(fault).__name__
     where = f" in line {mark.line + 1}, column {mark.column + 1}" if mark is not None else ""

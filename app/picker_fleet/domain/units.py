@@ -156,12 +156,13 @@ def bearer_token(text: str) -> str:
 
 
 def without_secrets(text: str) -> str:
-    """`text`; of a URL only scheme, host, port and path, since the rest may contain a password or key."""
-    scheme, mark, rest = text.partition("://")
+    """`text`; of a URL only scheme, host, port and path, since the rest may contain a password or key. A text
+    with an @ may be a URL without its scheme."""
+    scheme, mark, rest = text.partition("://") if "://" in text else ("", "", text)
     place = re.split(r"[?#]", rest, maxsplit=1)[0]
     if "@" in rest and "@" not in place:  # the URL's password contains a question mark or hash
-        return f"{scheme}://…"
-    return f"{scheme}://{place.rpartition('@')[2]}" if mark else text
+        return f"{scheme}{mark}…"
+    return f"{scheme}{mark}{place.rpartition('@')[2]}" if mark or "@" in text else text
 
 
 def has_control(text: str) -> bool:
