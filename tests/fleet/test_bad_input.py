@@ -4,6 +4,7 @@ import asyncio
 import json
 from typing import Any
 
+import httpx
 import pytest
 from fleet_load import at_rest, complete, post_while_reading
 
@@ -94,4 +95,16 @@ async def test_unknown_paths_do_not_reach_the_model_server(small: Any) -> None:
     async with small.client() as client:
         for answer in (await client.get("/no/such/path"), await client.post("/no/such/path", json=GOOD)):
             assert (answer.status_code, answer.json()["error"]["code"]) == (404, "unknown_path")
+        answer = await client.post("/team-a/v1/messages/batches", json=GOOD)
+        assert (answer.status_code, answer.json()["error"]["type"]) == (404, "not_found_error")
     await at_rest(small)
+
+
+async def test_envoys_own_refusal_reaches_the_client(small: Any) -> None:
+    at = httpx.URL(small.url)
+    for header, status in (("transfer-encoding: gzip, chunked", 501), ("content-length: -1", 400)):
+        reader, writer = await asyncio.open_connection(at.host, at.port)
+        writer.write(f"POST /v1/completions HTTP/1.1\r\nhost: x\r\n{header}\r\n\r\n".encode())
+        answer = await asyncio.wait_for(reader.read(), 30)
+        writer.close()
+        assert answer.startswith(f"HTTP/1.1 {status} ".encode()), answer

@@ -256,11 +256,7 @@ ANSWERS: dict[str, tuple[str, list[object], tuple[int, int]]] = {
     "chat": (JSON, [{"usage": {"prompt_tokens": 7, "completion_tokens": 9, "total_tokens": 16}}], (7, 9)),
     "embeddings": (JSON, [{"data": [], "usage": {"prompt_tokens": 7, "total_tokens": 7}}], (7, 0)),
     "rerank": (JSON, [{"results": [], "usage": {"total_tokens": 7}}], (7, 0)),
-    "Anthropic": (
-        JSON,
-        [{"content": [{"input": INPUT}], "usage": {**CLAUDE, "output_tokens": 9}}],
-        (900, 9),
-    ),
+    "Anthropic": (JSON, [{"content": [{"input": INPUT}], "usage": {**CLAUDE, "output_tokens": 9}}], (900, 9)),
     "Anthropic, streamed": (
         EVENTS,
         [

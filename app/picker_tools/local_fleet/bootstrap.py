@@ -36,9 +36,11 @@ from picker_fleet.domain.allowlist import (
 )
 from picker_fleet.domain.budgets import POOL_HEADER
 from picker_fleet.domain.config import Settings, pools_of
+from picker_fleet.domain.errors import UnknownPath
 from picker_fleet.domain.sections import Tls
 from picker_fleet.ingress import quota_headers
 from picker_fleet.ingress.context import PRESSURE as PRESSURE_HEADER
+from picker_fleet.ingress.context import refusal
 from picker_fleet.ingress.ext_proc.accesslog import (
     CONTENT_TYPE,
     FAULT_TAG,
@@ -443,7 +445,7 @@ class _Manager:
             forward_rules=None if is_standard else {"allowedHeaders": {"patterns": _exactly(read)}},
             attributes=[ID_ATTRIBUTE] if is_standard else None,
         )
-        return _part("without_own_4xx", filter=ext_proc) if is_standard else ext_proc
+        return _part("without_own_faults", filter=ext_proc) if is_standard else ext_proc
 
     def _host(self, pool: Settings, domains: Sequence[str]) -> Tree:
         """The virtual host that routes `domains` to `pool`."""
@@ -492,11 +494,18 @@ class _Manager:
             # The picker refuses administrative paths in any spelling. So must Envoy while no picker answers
             # (`extproc.on_failure`); Envoy does not decode paths, so it refuses every unusual spelling.
             any_spelling = {"safeRegex": {"regex": f"(?i)/(?:{ADMINISTRATION})/*|.*[%;\\\\].*"}}
-            routes.append(_part("not_found", match=any_spelling, not_listed=NOT_LISTED))
+            routes.append(_not_found(any_spelling))
             routes.append(_part("route", match={"prefix": "/"}, **plain))
         else:
-            routes.append(_part("not_found", match={"prefix": "/"}, not_listed=NOT_LISTED))
+            of_anthropic = {"safeRegex": {"regex": ".*/v1/messages(?:/.*)?"}}
+            routes += [_not_found(of_anthropic, b"/v1/messages"), _not_found({"prefix": "/"})]
         return routes
+
+
+def _not_found(match: Tree, path: bytes = b"/") -> Tree:
+    """The route that answers 404 in the error format of the API that `path` belongs to."""
+    refused = refusal(UnknownPath(NOT_LISTED), 503, 0.0, path)
+    return _part("not_found", match=match, body=refused.body.decode())
 
 
 def _access_log(only: Tree | None) -> Tree:

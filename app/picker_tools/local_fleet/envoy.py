@@ -5,14 +5,7 @@ from functools import partial
 from pathlib import Path
 
 from picker_fleet.domain.config import Settings, pools_of
-from picker_tools.local_fleet.bootstrap import (
-    PICKER,
-    PICKER_HTTP,
-    Host,
-    build_bootstrap,
-    cluster_of,
-    to_yaml,
-)
+from picker_tools.local_fleet.bootstrap import PICKER, PICKER_HTTP, Host, build_bootstrap, cluster_of, to_yaml
 from picker_tools.local_fleet.network import LOOPBACK, get
 from picker_tools.local_fleet.parts import TRUSTED_HEADERS, Mode
 from picker_tools.local_fleet.processes import READY_S, Child, envoy_binary

@@ -16,9 +16,7 @@ from picker_tools.arguments import whole_number
 from picker_tools.local_fleet.bootstrap import PickerTls, build_bootstrap, to_yaml
 from picker_tools.local_fleet.parts import MODES, mode
 
-_ORIGIN = re.compile(
-    r"[a-z][a-z0-9+.-]*://[A-Za-z0-9.-]+(:[0-9]+)?|[a-z][a-z0-9+.-]*://\[[0-9a-f:]+\](:[0-9]+)?"
-)
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://([A-Za-z0-9.-]+|\[[0-9a-f:]+\])(:[0-9]+)?")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
