@@ -75,7 +75,7 @@ class SweptQuotas(Quotas):
         for path in self.tree.paths(flow):
             if self._counts_served(path):
                 key = f"{path}\x1fserved"
-                self._put(key, self.balances.get(key, (0.0,))[0] + cost)
+                self._put(key, max(self.balances.get(key, (0.0,))[0] + cost, 0.0))
 
     def _counts_served(self, path: str) -> bool:
         node = self.tree.node(path)
