@@ -341,7 +341,7 @@ async def generate(
     simulator: Simulator | BatchSimulator, *, prompt_tokens: int, max_tokens: int, stride: int = 1
 ) -> int:
     tokens = 0
-    with simulator.begin(prompt_tokens=prompt_tokens, max_tokens=max_tokens, adapter=None) as generation:
+    with simulator.begin(Sequence(prompt_tokens, max_tokens)) as generation:
         while count := await generation.next_tokens(stride):
             tokens += count
             await asyncio.sleep(0)  # lets other tasks run, as a write to a client does
@@ -363,13 +363,14 @@ async def test_all_requests_get_their_tokens_when_memory_forces_preemption(
     )
     asks = (generate(simulator, prompt_tokens=5, max_tokens=30, stride=stride) for _ in range(6))
     assert await asyncio.gather(*asks) == [30] * 6
-    assert (simulator.load.running, simulator.load.waiting, simulator.load.kv_usage) == (0, 0, 0)
-    assert simulator.load.preemptions >= (stride == 1 or itl_s is None)
+    load = simulator.engine.load()
+    assert (load.running, load.waiting, load.kv_usage) == (0, 0, 0)
+    assert load.preemptions >= (stride == 1 or itl_s is None)
 
 
 async def test_without_simulated_delays_tokens_come_in_as_few_bursts_as_possible() -> None:
     simulator = Simulator(Limits(), ttft_s=0, itl_s=0)
-    with simulator.begin(prompt_tokens=1, max_tokens=600, adapter=None) as generation:
+    with simulator.begin(Sequence(1, 600)) as generation:
         assert [await generation.next_tokens(256) for _ in range(4)] == [256, 256, 88, 0]
 
 

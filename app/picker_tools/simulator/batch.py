@@ -8,7 +8,7 @@ next steps end earlier, so that the average pace holds.
 import asyncio
 from typing import Self
 
-from picker_tools.simulator.engine import Engine, EngineLoad, Limits, Sequence, Step
+from picker_tools.simulator.engine import Engine, Limits, Sequence, Step
 from picker_tools.simulator.transfer import Pull
 
 # A step's time in seconds: vLLM with OPT-13B on one A100-80GB, as fitted by Zhong et al., "DistServe:
@@ -41,30 +41,14 @@ class BatchSimulator:
         self._generations: dict[Sequence, BatchGeneration] = {}
         self._is_idle = True
 
-    @property
-    def load(self) -> EngineLoad:
-        return self.engine.load()
+    def begin(self, sequence: Sequence, pull: Pull | None = None) -> "BatchGeneration":
+        """Queue `sequence`; leaving the returned context manager ends the request in any state.
 
-    def begin(
-        self,
-        *,
-        prompt_tokens: int,
-        max_tokens: int,
-        adapter: str | None,
-        prompt_blocks: tuple[bytes, ...] = (),
-        keeps_blocks: bool = False,
-        pull: Pull | None = None,
-    ) -> "BatchGeneration":
-        """Queue a request; leaving the returned context manager ends the request in any state.
-
-        `pull`: transfers the prompt's KV cache from the server that computed the prompt.
+        `pull`: transfers the prompt's KV cache, if `sequence.pulls`.
 
         Raises:
             ContextTooLong: the request would not fit even if it ran alone.
         """
-        sequence = Sequence(
-            prompt_tokens, max_tokens, adapter, prompt_blocks, keeps_blocks, pulls=pull is not None
-        )
         self.engine.submit(sequence)
         self._generations[sequence] = generation = BatchGeneration(self, sequence, pull)
         self._begin_if_idle()
@@ -130,11 +114,6 @@ class BatchGeneration:
     @property
     def is_over(self) -> bool:
         return self._returned == self.sequence.max_tokens
-
-    @property
-    def cached_tokens(self) -> int:
-        """Number of prompt tokens found in the prefix cache on admission."""
-        return self.sequence.cached_tokens
 
     def start_pull(self) -> None:
         """Called when the sequence is admitted and its prompt's KV cache is at another server."""

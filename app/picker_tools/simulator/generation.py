@@ -8,7 +8,7 @@ event loop or a slow client delayed arrive together afterwards, so that the aver
 import asyncio
 from typing import Self
 
-from picker_tools.simulator.engine import Engine, EngineLoad, Limits, Phase, Sequence
+from picker_tools.simulator.engine import Engine, Limits, Phase, Sequence
 from picker_tools.simulator.transfer import Pull
 
 
@@ -21,30 +21,14 @@ class Simulator:
         self.engine = Engine(limits)
         self._admissions: dict[Sequence, asyncio.Future[None]] = {}
 
-    @property
-    def load(self) -> EngineLoad:
-        return self.engine.load()
+    def begin(self, sequence: Sequence, pull: Pull | None = None) -> "Generation":
+        """Queue `sequence`; leaving the returned context manager ends the request in any state.
 
-    def begin(
-        self,
-        *,
-        prompt_tokens: int,
-        max_tokens: int,
-        adapter: str | None,
-        prompt_blocks: tuple[bytes, ...] = (),
-        keeps_blocks: bool = False,
-        pull: Pull | None = None,
-    ) -> "Generation":
-        """Queue a request; leaving the returned context manager ends the request in any state.
-
-        `pull`: transfers the prompt's KV cache from the server that computed the prompt.
+        `pull`: transfers the prompt's KV cache, if `sequence.pulls`.
 
         Raises:
             ContextTooLong: the request would not fit even if it ran alone.
         """
-        sequence = Sequence(
-            prompt_tokens, max_tokens, adapter, prompt_blocks, keeps_blocks, pulls=pull is not None
-        )
         self.engine.submit(sequence)
         self.admit()
         return Generation(self, sequence, pull)
@@ -92,11 +76,6 @@ class Generation:
     @property
     def is_over(self) -> bool:
         return not self.sequence.remaining_tokens
-
-    @property
-    def cached_tokens(self) -> int:
-        """Number of prompt tokens found in the prefix cache on admission."""
-        return self.sequence.cached_tokens
 
     async def next_tokens(self, stride: int) -> int:
         """Wait for the next `stride` tokens, or for fewer tokens if fewer remain or fit into memory.

@@ -20,7 +20,7 @@ import orjson
 
 from picker_fleet.domain.errors import ClientGone, ConfigError
 from picker_tools.simulator.batch import BatchGeneration, BatchSimulator
-from picker_tools.simulator.engine import ContextTooLong, EngineLoad, Limits, prompt_blocks
+from picker_tools.simulator.engine import ContextTooLong, EngineLoad, Limits, Sequence, prompt_blocks
 from picker_tools.simulator.generation import Generation, Simulator
 from picker_tools.simulator.openai_api import Answer, ApiError, CompletionRequest, Words, parse
 from picker_tools.simulator.transfer import (
@@ -259,7 +259,7 @@ class ModelServer:
         if scope["method"] != allowed:
             raise ApiError(f"{path} takes {allowed}", status=405, code="method_not_allowed")
         if path == "/metrics":
-            page = _metrics_page(self._profile, self._simulator.load, self._counters, time.time())
+            page = _metrics_page(self._profile, self._simulator.engine.load(), self._counters, time.time())
             await reply.whole(200, TEXT, page)
         elif path == "/health":
             await reply.whole(200, TEXT, b"")
@@ -331,15 +331,16 @@ class ModelServer:
         adapter = request.model if request.model in self._loras else None
         blocks = prompt_blocks(request.prompt, self._profile.limits.block_size_tokens, adapter)
         kv = request.kv_transfer
+        sequence = Sequence(
+            request.prompt_tokens,
+            request.max_tokens,
+            adapter,
+            blocks,
+            keeps_blocks=kv is not None and kv.do_remote_decode and not request.stream,
+            pulls=pull is not None,
+        )
         try:
-            return self._simulator.begin(
-                prompt_tokens=request.prompt_tokens,
-                max_tokens=request.max_tokens,
-                adapter=adapter,
-                prompt_blocks=blocks,
-                keeps_blocks=kv is not None and kv.do_remote_decode and not request.stream,
-                pull=pull,
-            )
+            return self._simulator.begin(sequence, pull)
         except ContextTooLong as fault:
             raise ApiError(str(fault), code="context_length_exceeded") from None
 
@@ -360,7 +361,7 @@ class ModelServer:
             await reply.body(part + answer.events(tokens), more=True)
             part = b""
             count = await generation.next_tokens(stride)
-        ending = answer.ending(tokens[-1], generation.cached_tokens)
+        ending = answer.ending(tokens[-1], generation.sequence.cached_tokens)
         await reply.body(part + answer.events(tokens[:-1]) + ending, more=False)
         self._counters.succeeded[request.finish_reason] += 1
 
@@ -379,7 +380,7 @@ class ModelServer:
         self._counters.prompt_tokens += request.prompt_tokens
         words = Words(seed=self._profile.seed, prompt=request.prompt)
         kept = self._kept.keep(generation.sequence, *server) if generation.sequence.keeps_blocks else None
-        body = answer.whole(words.take(request.max_tokens), generation.cached_tokens, kept)
+        body = answer.whole(words.take(request.max_tokens), generation.sequence.cached_tokens, kept)
         await reply.whole(200, JSON, body)
         self._counters.succeeded[request.finish_reason] += 1
 
