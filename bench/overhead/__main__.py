@@ -21,11 +21,11 @@ from bench.rig.fleet import RunningFleet, fleet_config, picker_up, plain_envoy
 from bench.rig.passes import WrongAnswer
 from bench.rig.report import describe_run, interval, options_parser, table, write_page
 from picker_fleet.domain.errors import PickerError
+from picker_tools.local_fleet.parts import MODES
 
 _HOSTS = ("127.0.0.71", "127.0.0.72")
 _MODEL = ("--ttft", "0", "--itl", "2", "--max-num-seqs", "256", "--kv-blocks", "1000000")
 _SCORERS = ("queue-depth", "kv-cache", "prefix-affinity")
-_MODES = ("standard", "lean", "http")
 _NONE = "no picker"
 
 _HOW = """\
@@ -165,19 +165,18 @@ def main(arguments: Sequence[str]) -> int:
     """Measure, and write the page of results. The exit status is 1 only if the measurement failed."""
     parser = options_parser("python -m bench.overhead", __doc__)
     parser.add_argument("--rounds", type=int, default=5, metavar="N")
-    parser.add_argument("--mode", choices=_MODES, action="append", help="only this mode; may be repeated")
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES)
     beside = parser.add_mutually_exclusive_group()
     beside.add_argument("--go", metavar="FILE", help="the Go picker")
     beside.add_argument("--beside", type=Path, metavar="CHECKOUT", help="another version")
     args = parser.parse_args(arguments)
-    modes = args.mode or _MODES
     shown = ["--go FILE"] * bool(args.go) + ["--beside CHECKOUT"] * bool(args.beside)
     about = describe_run(" ".join(["python -m bench.overhead", *shown, f"--rounds {args.rounds}"]))
     try:
         if args.go:
             found, hundred = uvloop.run(_measure_beside_go(args.rounds, args.go))
         else:
-            found = uvloop.run(_measure(args.rounds, modes, args.beside))
+            found = uvloop.run(_measure(args.rounds, args.modes, args.beside))
     except (PickerError, WrongAnswer) as fault:
         print(fault, file=sys.stderr)
         return 1
@@ -187,7 +186,7 @@ def main(arguments: Sequence[str]) -> int:
     if args.go:
         title, parts = "# What a request costs beside the Go picker", parts + _beside_go(found, hundred)
     elif args.beside:
-        print(_figures(found), _beside_checkout(found, modes), sep="\n\n")
+        print(_figures(found), _beside_checkout(found, args.modes), sep="\n\n")
         return 0
     else:
         title = "# What a request costs"

@@ -8,7 +8,7 @@ import argparse
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager
 
 from fleet_load import answered
@@ -19,8 +19,8 @@ from bench.rig.report import table
 from long.findings import Findings
 from picker_tools.load.generator import Load, Request, closed_loop, flow_header, requests_of_flows
 from picker_tools.local_fleet.network import until
+from picker_tools.local_fleet.parts import MODES
 
-_MODES = ("lean", "http", "standard")
 _SERVICE_S = 0.3
 _CLIENTS = 50
 _MOST_SHARE, _MOST_ERRORS, _BACK_S = 0.02, 0.005, 10.0
@@ -31,30 +31,29 @@ _AT_FIRST_S, _ROLLED_S, _STUCK_S = 1.0, 8.0, 30.0
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--servers", type=int, nargs="*", default=[2, 4, 8])
-    parser.add_argument("--modes", nargs="*", choices=_MODES, default=list(_MODES))
-    parser.add_argument("--kinds", nargs="*", choices=sorted(FAILURES), default=list(FAILURES))
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES)
 
 
 def run(options: argparse.Namespace, findings: Findings) -> None:
     rows: list[list[str]] = []
     for mode in options.modes:
         for count in options.servers:
-            rows += asyncio.run(_pool(mode, count, options.kinds, findings))
+            rows += asyncio.run(_pool(mode, count, findings))
     head = ["mode", "servers", "failure", "share of the failing server", "errors", "back after, s"]
     findings.add(table(head, rows))
 
 
-async def _pool(mode: str, count: int, kinds: Sequence[str], findings: Findings) -> list[list[str]]:
+async def _pool(mode: str, count: int, findings: Findings) -> list[list[str]]:
     rows = []
     async with failing_servers(count, _SERVICE_S) as servers, _fleet(mode, servers) as fleet:
-        for name in kinds:
+        for name, failure in FAILURES.items():
             what = f"{mode}, {count} servers, {name}"
-            hits, total, errors, back_s = await _one(fleet, servers, FAILURES[name])
+            hits, total, errors, back_s = await _one(fleet, servers, failure)
             findings.check(
                 f"{what}: the failing server gets at most {_MOST_SHARE:.0%} or {_TRIES} tries",
                 hits <= max(_MOST_SHARE * total, _TRIES),
             )
-            if not FAILURES[name].cuts:
+            if not failure.cuts:
                 findings.check(f"{what}: {_MOST_ERRORS:.1%} errors at most", errors <= _MOST_ERRORS)
             findings.check(f"{what}: the recovered server serves within {_BACK_S:g} s", back_s <= _BACK_S)
             share = f"{hits} of {total}, {hits / total:.2%}"

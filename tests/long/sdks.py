@@ -26,8 +26,8 @@ from long.environments import InstallFault, cache_folder, environment
 from long.findings import Findings
 from long.sdk_server import Request, Server
 from picker_tools.local_fleet.network import until
+from picker_tools.local_fleet.parts import MODES
 
-_MODES = ("standard", "lean", "http")
 _PYTHON = (
     *("openai[aiohttp]==3.57.0", "anthropic==2.14.0", "litellm==1.110.2", "ollama==0.6.3"),
     "zstandard==0.25.0",
@@ -50,7 +50,7 @@ _FRAMING = {"host", "content-length", "transfer-encoding", "connection"}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--mode", choices=_MODES, action="append", help="only this mode; may be repeated")
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES)
     parser.add_argument("--only", metavar="REGEX", default="", help="only calls whose name matches")
     parser.add_argument("--servers", type=int, default=2, help="model servers; each stores its own responses")
 
@@ -102,7 +102,7 @@ async def _all_calls(options: argparse.Namespace, findings: Findings) -> None:
         direct = [
             dict([seen async for seen in _calls(each, url, servers, options.only)]) for each in commands
         ]
-        for mode in options.mode or _MODES:
+        for mode in options.modes:
             async with picker_up(config, "--replicas", "2", "--endpoints", "0", "--mode", mode) as fleet:
                 for command, expected in zip(commands, direct, strict=True):
                     async for name, (answer, requests) in _calls(command, fleet.url, servers, options.only):

@@ -28,6 +28,7 @@ from bench.rig.fleet import RunningFleet, picker_up
 from bench.rig.report import table
 from long.findings import Findings
 from picker_tools.load.generator import LONGEST_BODY_BYTES, Request, closed_loop, mixed_request
+from picker_tools.local_fleet.parts import MODES
 
 _INSIDE = Path(__file__).parent / "inside"
 _CALL_S = 10.0
@@ -52,7 +53,7 @@ _MIB = 1024 * 1024
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--minutes", type=float, default=60.0)
-    parser.add_argument("--modes", default="standard,lean,http", help="a fleet of each (%(default)s)")
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,11 +73,10 @@ class _Reading:
 
 
 def run(options: argparse.Namespace, findings: Findings) -> None:
-    async def soak_all(modes: list[str]) -> list[tuple[list[_Reading], dict[str, int]]]:
-        return await asyncio.gather(*(_soak(mode, options.minutes * 60) for mode in modes))
+    async def soak_all() -> list[tuple[list[_Reading], dict[str, int]]]:
+        return await asyncio.gather(*(_soak(mode, options.minutes * 60) for mode in options.modes))
 
-    modes = options.modes.split(",")
-    for mode, (readings, counts) in zip(modes, asyncio.run(soak_all(modes)), strict=True):
+    for mode, (readings, counts) in zip(options.modes, asyncio.run(soak_all()), strict=True):
         _check_growth(mode, readings, counts, findings)
 
 

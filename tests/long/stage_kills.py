@@ -20,9 +20,9 @@ from long.findings import Findings
 from picker_fleet.state.keys import Keys
 from picker_tools.load.generator import Answer, Request, closed_loop, flow_header
 from picker_tools.local_fleet.network import until
+from picker_tools.local_fleet.parts import MODES
 from picker_tools.simulator.openai_api import BYTES_PER_TOKEN
 
-_MODES = ("standard", "lean", "http")
 _PREFILL, _ENDPOINTS, _REPLICAS = 4, 8, 3
 _CLIENTS, _FLOWS = 48, 6
 _LIMIT = 6  # requests in flight of an endpoint, in each stage
@@ -34,7 +34,7 @@ _UNPICKABLE = 10**9  # added to the load of an endpoint that takes no new reques
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--modes", nargs="*", choices=_MODES, default=list(_MODES))
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES)
     parser.add_argument("--kills", type=int, default=6, help="of each stage, and of replicas")
     parser.add_argument("--seed", type=int, default=1)
 

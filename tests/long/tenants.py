@@ -27,9 +27,8 @@ from long.findings import Findings
 from long.sdk_server import Server
 from long.sdks import at_rest, sdk_python
 from picker_tools.local_fleet.network import until
-from picker_tools.local_fleet.parts import Mode
+from picker_tools.local_fleet.parts import MODES, Mode
 
-_MODES: tuple[Mode, ...] = ("standard", "lean", "http")
 _SDKS = ("openai", "anthropic")
 _LIMIT, _PER = 5, "1s"
 _SERVERS, _SERVICE_S = 2, 0.1
@@ -42,7 +41,7 @@ _OPENAI_RESET = re.compile(r"(\d+h)?(\d+m(?!s))?(\d+(\.\d+)?s)?(\d+ms)?")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--mode", choices=_MODES, action="append", help="only this mode; may be repeated")
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES)
     parser.add_argument("--seconds", type=float, default=20.0, help="of each of the three parts of a run")
 
 
@@ -71,7 +70,7 @@ class _Call:
 
 async def _all_modes(options: argparse.Namespace, findings: Findings) -> None:
     python = await asyncio.to_thread(sdk_python)
-    rows = [await _run(mode, python, options.seconds, findings) for mode in options.mode or _MODES]
+    rows = [await _run(mode, python, options.seconds, findings) for mode in options.modes]
     head = ["mode", "quiet alone, p95 ms", "ratio beside busy", "busy served", "busy refused"]
     findings.add(report.table(head, rows))
 

@@ -22,6 +22,7 @@ from long.findings import Findings
 from picker_fleet.admission import failover
 from picker_fleet.endpoints import scraper
 from picker_fleet.state import connection
+from picker_tools.local_fleet.parts import MODES
 
 _QUARTER_S = 6 * HOUR_S
 _SLOWER = 12
@@ -40,7 +41,7 @@ _SLACK_BYTES = 4 * 1024 * 1024
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--days", type=float, default=7.0)
-    parser.add_argument("--modes", nargs="+", default=["lean", "standard", "http"])
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES)
     parser.add_argument("--replicas", nargs="+", type=int, default=[1, 3])
 
 

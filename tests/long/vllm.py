@@ -24,8 +24,8 @@ from bench.rig.fleet import RunningFleet, picker_up
 from long.findings import Findings
 from long.vllm_servers import ADAPTERS, BASE, MAX_TOKENS, PLACES, Server, installed, made_model, servers
 from picker_tools.local_fleet.network import until
+from picker_tools.local_fleet.parts import MODES
 
-_MODES = ("standard", "lean", "http")
 _COMPLETIONS = "/v1/completions"
 _CALL_S, _WAIT_S = 120.0, 30.0
 _SERVED = "x-picker-served"
@@ -377,12 +377,12 @@ ADAPTER_CHECKS: Checks = (("LoRA", adapters_are_read),)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--mode", choices=_MODES, action="append", help="only this mode; may be repeated")
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES)
 
 
 def run(options: argparse.Namespace, findings: Findings) -> None:
     with tempfile.TemporaryDirectory(prefix="picker-vllm-") as name:
-        asyncio.run(_all_checks(options.mode or _MODES, Path(name), findings))
+        asyncio.run(_all_checks(options.modes, Path(name), findings))
 
 
 async def _all_checks(modes: Sequence[str], folder: Path, findings: Findings) -> None:
