@@ -52,7 +52,7 @@ async def load(fleet: Any) -> AsyncIterator[None]:
         while True:
             body = {"model": "llama", "prompt": "hi", "max_tokens": random.randint(2, 8)}
             await client.post("/v1/completions", json=body, headers=headers)
-            await asyncio.sleep(0.2)  # refusals are immediate: this pause limits their rate
+            await asyncio.sleep(1.0)  # refusals are immediate: this pause limits their rate
 
     async def leave(client: Any, after_s: float) -> None:
         body = {"model": "llama", "prompt": "hi", "max_tokens": 4}
@@ -81,7 +81,7 @@ async def load(fleet: Any) -> AsyncIterator[None]:
 
 @pytest.mark.timeout(360)
 async def test_every_query_of_rules_and_dashboards_returns_a_number(fleet: Any, tmp_path: Path) -> None:
-    options = ("--replicas", "2", "--endpoints", "2", "--sim-ttft", "40", "--sim-itl", "15")
+    options = ("--replicas", "2", "--endpoints", "2", "--sim-ttft", "200", "--sim-itl", "50")
     running = fleet(*options, config=CONFIG)
     state = running.state
     targets_of = {
@@ -123,8 +123,9 @@ async def ask_all(prometheus: Prometheus, wanted: dict[str, str]) -> dict[str, s
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(WITHIN_S):
             while len(seen) < len(wanted):
-                for where in wanted.keys() - seen.keys():
-                    answer = await prometheus.query(wanted[where])
+                missing = sorted(wanted.keys() - seen.keys())
+                answers = await asyncio.gather(*(prometheus.query(wanted[where]) for where in missing))
+                for where, answer in zip(missing, answers, strict=True):
                     if any(not math.isnan(float(each["value"][1])) for each in answer):
                         seen[where] = set.intersection(*(set(each["metric"]) for each in answer))
                 await asyncio.sleep(0.5)

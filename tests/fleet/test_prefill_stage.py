@@ -204,6 +204,7 @@ async def test_long_prompts_reach_a_decode_server_with_a_prefill_server_which_cl
         async def send(prompts: "itertools.cycle[str]") -> None:
             while not stop.is_set():
                 statuses.append(await ask(client, next(prompts)))
+                await asyncio.sleep(0.05)  # more requests would only cost CPU
 
         clients = [asyncio.create_task(send(itertools.cycle((LONG, SHORT)))) for _ in range(CLIENTS)]
 
