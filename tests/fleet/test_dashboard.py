@@ -136,38 +136,35 @@ async def test_the_captions_count_waiting_requests_and_the_evict_button_evicts(
 
 async def test_dispatch_can_be_paused_and_resumed_by_keyboard_alone(here: Any, dashboard: Any) -> None:
     async with dashboard(here) as page:  # the focus begins at the top of a new page
-        await _pauses_and_resumes_by_keyboard(page)
 
+        async def press(*names: str) -> None:
+            for name in names:
+                await page.page.keyboard.press(name)
 
-async def _pauses_and_resumes_by_keyboard(page: Dashboard) -> None:
-    async def press(*names: str) -> None:
-        for name in names:
-            await page.page.keyboard.press(name)
+        async def focused(what: str = "id || document.activeElement.className") -> str:
+            return str(await page.page.evaluate(f"document.activeElement.{what}"))
 
-    async def focused(what: str = "id || document.activeElement.className") -> str:
-        return str(await page.page.evaluate(f"document.activeElement.{what}"))
-
-    await press("Tab")
-    assert await focused() == "skip"
-    await press("Tab")
-    assert await focused() == "pause"
-    assert await page.page.evaluate("getComputedStyle(document.activeElement).outlineStyle") == "solid"
-    await press("Enter")
-    await page.page.locator("dialog#confirm[open]").wait_for()
-    assert await focused("textContent") == "Cancel"
-    await press("Escape")
-    assert await focused() == "pause"
-    await press("Enter", "Tab", "Enter")
-    await page.says("#toast", "stopped dispatching")
-    await page.until("document.activeElement.id === 'pause'")
-    await page.says("#pause", "Resume dispatch")
-    await press("Enter", "Tab", "Enter")
-    await page.says("#toast", "dispatches again")
-    button = page.page.locator("#rows-endpoints button").first
-    await button.focus()
-    at = await page.page.evaluate("document.getElementById('main').dataset.at")
-    await page.until("(at) => document.getElementById('main').dataset.at !== at", at)
-    assert await button.evaluate("(node) => node === document.activeElement")
+        await press("Tab")
+        assert await focused() == "skip"
+        await press("Tab")
+        assert await focused() == "pause"
+        assert await page.page.evaluate("getComputedStyle(document.activeElement).outlineStyle") == "solid"
+        await press("Enter")
+        await page.page.locator("dialog#confirm[open]").wait_for()
+        assert await focused("textContent") == "Cancel"
+        await press("Escape")
+        assert await focused() == "pause"
+        await press("Enter", "Tab", "Enter")
+        await page.says("#toast", "stopped dispatching")
+        await page.until("document.activeElement.id === 'pause'")
+        await page.says("#pause", "Resume dispatch")
+        await press("Enter", "Tab", "Enter")
+        await page.says("#toast", "dispatches again")
+        button = page.page.locator("#rows-endpoints button").first
+        await button.focus()
+        at = await page.page.evaluate("document.getElementById('main').dataset.at")
+        await page.until("(at) => document.getElementById('main').dataset.at !== at", at)
+        assert await button.evaluate("(node) => node === document.activeElement")
 
 
 CLICKS = """const [pause, question, yes] = ['pause', 'confirm', 'confirm-yes'].map(
