@@ -265,10 +265,10 @@ def _limit(rule: Object, where: str, types: Mapping[str, str]) -> tuple[Kind, fl
         unit = _TOKEN_TYPES[kind]
     if mapping(cost.get("request"), f"{where}: cost.request").get("number", 1) != (0 if response else 1):
         raise _NoCounterpart("this cost of a request")
-    if per == "Month" and unit == "tokens":
+    if amount and per == "Month" and unit == "tokens":
         return ("units", "month"), amount
-    if per not in _PER:
-        raise _NoCounterpart(f"the unit {per}")
+    if not amount or per not in _PER:
+        raise _NoCounterpart(f"the limit {amount:g} per {per}")
     return (unit, _PER[per]), amount
 
 
