@@ -56,6 +56,7 @@ async def test_tenants_get_their_limits_and_answers_say_what_remains(fleet: Any,
                 assert f"{SERVED} requests per 1d" in error["message"]
                 # A request's share of the day is 4.8 hours.
                 assert 0.9 < int(each.headers["retry-after"]) / (86_400 / SERVED) <= 1
+                assert each.headers["x-should-retry"] == "false"
 
             too_large = await ask("claude/key", MESSAGES, max_tokens=5_000)
             assert too_large.status_code == 429

@@ -47,13 +47,8 @@ async def test_a_node_shows_settings_balances_shares_and_how_long_its_requests_w
         for name in ("w3", "w4"):
             await a.admit(name, flow="umbra/k3")
         top, umbra = (await views.page("")).children
-        assert (top.path, top.source, top.weight, top.queued, top.fair_share) == (
-            "acme",
-            "configuration",
-            3,
-            2,
-            0.75,
-        )
+        assert (top.path, top.source, top.weight) == ("acme", "configuration", 3)
+        assert (top.queued, top.fair_share) == (2, 0.75)
         assert (umbra.path, umbra.queued, umbra.fair_share, umbra.limits) == ("umbra", 2, 0.25, [])
         tokens, month = top.limits
         assert (tokens.unit, tokens.per, tokens.amount, tokens.burst) == ("tokens", "1h", 60.0, 100.0)

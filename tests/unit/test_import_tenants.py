@@ -146,7 +146,8 @@ def test_envoy_ai_gateways_token_limits_become_nodes_by_headers() -> None:
     assert parse(result.tree).extproc.trusted_headers == (team, user)
     assert result.tree["tenants"]["headers"] == [team, user]
     assert_named(
-        result, "rule 5: the limit 0 per Year", "rule 6: the cost llm_cel of type CEL", "rule 7: the cost other of",
+        result, "rule 5: the limit 0 per Year", "rule 6: the cost llm_cel of type CEL",
+        "rule 7: the cost other of",
         "rule 8: the selector x-ai-eg-model Exact gpt-4", "rule 9: not imported, since the tree's levels are",
         "rule 10: shadowMode", "rule 11: a selector below one of type", "rule 12: a selector by sourceCIDR",
         "rule 13: a limit of all tenants", "QuotaPolicy q has no counterpart",

@@ -36,8 +36,6 @@ _NODE: dict[str, Any] = {
     "limits": [{"tokens": 1000000, "per": "1m", "burst": 200000}],
 }
 _TOP_UP: dict[str, Any] = {"unit": "tokens", "per": "1m", "amount": 50000}
-
-
 _Path = Annotated[str, Path(description="the node's path, such as acme/search", examples=["acme/search"])]
 
 

@@ -62,6 +62,7 @@ SHOULD_RETRY: Final = "x-should-retry"  # `false` keeps OpenAI's and Anthropic's
 _PRESSURE_STEPS = 100
 PRESSURES: Final = tuple(f"{step / _PRESSURE_STEPS:.2f}" for step in range(_PRESSURE_STEPS + 1))
 _RETRY_AFTER_S = 1
+_LONGEST_RETRY_S = 120  # as of OpenAI's client; Anthropic's sleeps until the next month if told to
 _REMOVED: Final = tuple((name, "") for name in OF_SIDECAR)
 _ANTHROPIC_PATH = re.compile(rb"[^?]*/v1/messages(?:[/?]|$)")
 _ANTHROPIC_KINDS: Final = {404: "not_found_error", 413: "request_too_large", 429: "rate_limit_error"}
@@ -530,7 +531,7 @@ def refusal(error: RequestError, overload_status: int, fill: float, path: bytes 
         headers["retry-after"] = str(_RETRY_AFTER_S if error.retry_after_s is None else error.retry_after_s)
     if error.reason is not None:
         headers[DROPPED_REASON] = error.reason
-    if isinstance(error, OverBurst):
+    if isinstance(error, OverBurst) or (error.retry_after_s or 0) > _LONGEST_RETRY_S:
         headers[SHOULD_RETRY] = "false"
     if _ANTHROPIC_PATH.match(path):
         kind = _ANTHROPIC_KINDS.get(status, error.kind)
