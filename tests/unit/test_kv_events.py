@@ -307,6 +307,16 @@ async def test_a_reader_that_begins_late_gets_the_past_batches_first() -> None:
     assert listener.losses == 1, "at the end"
 
 
+async def test_a_reader_needs_no_past_batches() -> None:
+    listener = Listener()
+    async with publishing() as engine, reading(engine, listener):
+        engine.forget()
+        while not listener.stored:
+            await engine.publish(batch(stored([1], tokens(1))), is_kept=False)
+            await asyncio.sleep(0.05)
+    assert listener.losses == 1, "at the end"
+
+
 async def test_after_missed_and_malformed_batches_and_after_a_restart_the_reader_begins_anew() -> None:
     links, listener = token_links(tokens(3), SIZE), Listener()
 

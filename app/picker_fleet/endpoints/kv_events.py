@@ -285,7 +285,7 @@ class KvEventReader:
                 if expected is not None and sequence < expected:
                     await asyncio.sleep(_SKIPPED_S)  # the replay had it already
                     continue
-                if expected not in (None, sequence):
+                if expected and expected != sequence:
                     return
                 expected = sequence + 1
                 await self._apply(address, blocks, payload)
