@@ -301,6 +301,10 @@ def test_each_fault_has_one_line_that_lists_the_valid_values() -> None:
     )
     same = fault({"scheduling": {"stages": {"header": "x-own", "encode": {"header": "X-Own"}}}})
     assert same == "scheduling.stages: header and encode.header are both x-own; use two names"
+    trusted = fault(
+        {"scheduling": {"stages": {"header": "x-own"}}, "extproc": {"trusted_headers": ["X-Own"]}}
+    )
+    assert trusted.endswith("scheduling.stages: extproc.trusted_headers names x-own, too; use another name")
     headers = fault({"extproc": {"trusted_headers": ["x-gateway-destination-endpoint", "x-request-id"]}})
     assert ["is never taken from a client" in line for line in headers.splitlines()] == [True, False]
     assert ["is not a steering header" in line for line in headers.splitlines()] == [False, True]

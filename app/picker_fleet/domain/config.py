@@ -219,6 +219,15 @@ class Settings(Section):
         return self
 
     @model_validator(mode="after")
+    def _stage_headers_are_not_trusted(self) -> Self:
+        stages = self.scheduling.stages
+        for name in {stages.header, stages.encode.header}.intersection(self.extproc.trusted_headers):
+            raise ValueError(
+                f"scheduling.stages: extproc.trusted_headers names {name}, too; use another name"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _silence_within_leases(self) -> Self:
         # A lease must outlast `redis.silence`: a grant that Redis answers late still belongs to its request.
         silence_s, lease_s = self.redis.silence, self.leases.inflight
