@@ -47,17 +47,17 @@ local function set_tenants(args)
       end
     end, function()
       for at = 3, #args, 2 do log_change('tenant', args[at] .. '\31' .. args[2] .. '\31' .. args[at + 1]) end
+      if settings.tenants and counts_running then
+        -- A new bound has not counted the requests that it was not yet charged for: their ends would lower its count.
+        local found = requests_in(key.inflight)
+        for _, r in ipairs(requests_in(key.timers)) do found[#found + 1] = r end
+        quotas.recount(found)
+      end
     end)
     for _, r in ipairs(refused) do end_and_notify(r, NOTIFY_EVICTED) end
     version = (tonumber(read('HGET', key.pool, 'tenants_version') or 0) or 0) + 1
     defer_write('HSET', key.pool, 'tenants_version', version)
     pool.touched = true
-    if settings.tenants and counts_running then
-      -- A new bound has not counted the requests that it was not yet charged for: their ends would lower its count.
-      local found = requests_in(key.inflight)
-      for _, r in ipairs(requests_in(key.timers)) do found[#found + 1] = r end
-      quotas.recount(found)
-    end
     if settings.tenants then
       for _, band in ipairs(BANDS) do -- a limit may have been raised
         for _, member in ipairs(read('ZRANGE', key.throttled[band], 0, 99)) do

@@ -280,9 +280,9 @@ do -- a chunk may have 200 locals
     log_charge('refunded', r, 'arrival')
   end
 
-  -- Change nodes by `change()`, then call `log()`. `waiting` requests that are charged by other limits at their arrival
-  -- from now on are charged again. Return the requests for which these limits do not suffice, charged to none.
-  function quotas.change_nodes(waiting, change, log)
+  -- Change nodes by `change()`, then call `log_and_count()`. Charge `waiting` requests again that other limits charge at
+  -- their arrival from now on. Return the requests for which these limits do not suffice, charged to none.
+  function quotas.change_nodes(waiting, change, log_and_count)
     local former, moved, refused = {}, {}, {}
     for _, r in ipairs(waiting) do former[r] = charged_nodes(r) end
     change()
@@ -291,14 +291,14 @@ do -- a chunk may have 200 locals
       if former[r] and former[r].arrival_fields ~= counting(r.flow).arrival_fields then
         charge(former[r].arrival, r, -1)
         log_charge('refunded', r, 'arrival')
-        moved[#moved + 1] = r
+        r.tenancy, moved[#moved + 1] = 0, r
       end
     end
     store_balances()
-    log()
+    log_and_count()
     for _, r in ipairs(moved) do
-      local found = charged_nodes(r) or counting(r.flow)
-      r.tenancy = 0
+      local found = counting(r.flow)
+      prefetch(found)
       if suffice(found.arrival, r) then
         charge(found.arrival, r, 1)
         r.tenancy = settings.tenancy or 1

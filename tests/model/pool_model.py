@@ -235,9 +235,6 @@ class PoolModel:
         """Whether the queue is enabled."""
         return bool(self.moment.settings.get("queue_enabled", 1))
 
-    def share_of_stock(self, r: Request) -> float:
-        return self.claim(r.cost, self.upper)
-
     def claim(self, cost: float, most: float) -> float:
         """The stock that a request of cost `cost` takes if the upper bound of the stock is `most`."""
         settings = self.moment.settings
@@ -476,7 +473,7 @@ class PoolModel:
                 break
             r, by_guard = turn
             attempts += 1
-            take = self.share_of_stock(r)
+            take = self.claim(r.cost, self.upper)
             if r.deadline_ms <= self.moment.now_ms:
                 self._turn_away(r, "expired")
             elif r.owner not in self.live(s["silence_ms"]):

@@ -283,11 +283,11 @@ class QueueModel(PoolModel):
         self.quotas.tree = in_force
         for _ in nodes:
             self._log("tenant", "")
+        if self.has_tenants and any(not text or "max_parallel" in text for text in nodes.values()):
+            self.quotas.recount()
         for r in [r for r in moved if not self.quotas.arrive_again(r.id)]:
             self._turn_away(r, "evicted")
         if self.has_tenants:
-            if any(not text or "max_parallel" in text for text in nodes.values()):
-                self.quotas.recount()
             self.queue.unthrottle_all()
         return self._conclude([self.tenants_version])
 
@@ -385,7 +385,7 @@ class QueueModel(PoolModel):
         return None
 
     def _bypass(self, r: Request, item: Arrival) -> str | None:
-        take = self.share_of_stock(r)
+        take = self.claim(r.cost, self.upper)
         no_room = take > 0 and self.stock + take > self.upper
         may_not = self.moment.settings["paused"] or not self._may_bypass(r)
         blocked = may_not or no_room or not self.endpoints.ready

@@ -23,7 +23,9 @@ class SweptQuotas(Quotas):
 
     def give_arrival_back(self, request_id: str) -> None:
         """Refund what a waiting request was charged at its arrival."""
-        self._take_all(self.charges[request_id], "arrival", -1)
+        charge = self.charges[request_id]
+        self._take_all(charge, "arrival", -1)
+        charge.arrival = False
         self._log("refunded", request_id)
 
     def arrive_again(self, request_id: str) -> bool:
@@ -34,6 +36,7 @@ class SweptQuotas(Quotas):
             del self.charges[request_id]
             return False
         self._take_all(charge, "arrival", 1)
+        charge.arrival = True
         self._log("charged", request_id)
         return True
 
