@@ -58,28 +58,20 @@ class Outliers(dict[str, Entry]):
 
     def told(self, request_id: str) -> tuple[str, list[str]] | None:
         """The endpoint and the outlier record of an earlier failure of this request, or None."""
-        return next(
-            (
-                (address, each)
-                for address, entry in self.items()
-                for each in entry.by
-                if each[0] == request_id
-            ),
-            None,
-        )
+        for address, entry in self.items():
+            for each in entry.by:
+                if each[0] == request_id:
+                    return address, each
+        return None
 
     def may_eject(self, ready: int, ejected: int) -> bool:
         return ready >= 2 and ejected < (ready + ejected) * self._moment.settings["eject_percent"] // 100
 
     def eject(self, entry: Entry) -> None:
-        goes_on = (
-            entry.trial or self._moment.now_ms - entry.returned_ms < self._moment.settings["eject_most_ms"]
-        )
+        now_ms, most_ms = self._moment.now_ms, self._moment.settings["eject_most_ms"]
+        goes_on = entry.trial or now_ms - entry.returned_ms < most_ms
         entry.times = entry.times + 1 if goes_on else 1
-        longest = self._moment.settings["eject_most_ms"]
-        entry.until_ms = self._moment.now_ms + min(
-            self._moment.settings["eject_ms"] * 2 ** (entry.times - 1), longest
-        )
+        entry.until_ms = now_ms + min(self._moment.settings["eject_ms"] * 2 ** (entry.times - 1), most_ms)
         entry.seen_ms, entry.trial, entry.cap, entry.fulls = 0, False, None, 0
 
     def limit(self, entry: Entry, cap: int, ms: int) -> None:
@@ -89,9 +81,8 @@ class Outliers(dict[str, Entry]):
         now_ms = self._moment.now_ms
         is_new = not (entry.fulls and entry.cap is not None and entry.cap_until_ms > now_ms)
         entry.fulls += is_new
-        longer_ms = min(
-            hold_ms * 2 ** (entry.fulls - 1), max(self._moment.settings["eject_most_ms"], hold_ms)
-        )
+        most_ms = max(self._moment.settings["eject_most_ms"], hold_ms)
+        longer_ms = min(hold_ms * 2 ** (entry.fulls - 1), most_ms)
         until_ms = now_ms + longer_ms if is_new else max(entry.cap_until_ms, now_ms + hold_ms)
         entry.at_ms, entry.cap, entry.cap_until_ms = now_ms, cap, until_ms
 

@@ -168,9 +168,19 @@ def test_a_request_beyond_a_lowered_burst_leaves_and_others_go_on(side: ScriptSi
     assert "evicted big " in pool.events
 
 
-def test_a_bound_uncovered_by_a_removed_node_counts_running_requests_first(side: ScriptSide) -> None:
-    pool = pool_of(side, {"*": {"max_parallel": 3, "over_limit": "reject"}, "a": {}}, upper_per=2)
-    pool.admit("one flow=a/x, two flow=a/y, three flow=a/z, four flow=a/x")
+def test_a_bound_uncovered_by_a_removed_node_counts_running_requests(side: ScriptSide) -> None:
+    pool = pool_of(side, {"*": {"max_parallel": 1, "over_limit": "reject"}, "a": {}}, **ROOMY)
+    pool.admit("one flow=a/x, two flow=a/y")
     pool.call("set_tenants", "tenants", {"a": ""})
-    assert pool.those("evicted") == ["four"]  # one and two run, three waits
-    assert pool.admit("five flow=a/z") == ["refused over-limit 1\x1fparallel 0 a"]
+    assert pool.admit("three flow=a/z") == ["refused over-limit 1\x1fparallel 0 a"]
+    pool.end("one")
+    assert pool.admit("four flow=a/z") == ["refused over-limit 1\x1fparallel 0 a"]
+    pool.end("two")
+    assert pool.admit("five flow=a/z")[0].startswith("placed")
+
+
+def test_a_new_bound_counts_running_requests_before_waiting_ones(side: ScriptSide) -> None:
+    pool = pool_of(side, {"a": {"weight": 1}}, upper_per=2)
+    pool.admit("one flow=a/x, two flow=a/y, three flow=a/z, four flow=a/x")
+    pool.call("set_tenants", "tenants", {"a": json.dumps({"max_parallel": 3, "over_limit": "reject"})})
+    assert pool.those("evicted") == ["four"]
