@@ -6,7 +6,7 @@ from typing import Any
 
 import httpx
 import pytest
-from fleet_load import at_rest, complete, post_while_reading
+from fleet_load import at_rest, complete, fresh, post_while_reading, total
 
 JSON = {"content-type": b"application/json"}
 GOOD = {"model": "llama", "prompt": "x", "max_tokens": 1}
@@ -108,3 +108,18 @@ async def test_envoys_own_refusal_reaches_the_client(small: Any) -> None:
         answer = await asyncio.wait_for(reader.read(), 30)
         writer.close()
         assert answer.startswith(f"HTTP/1.1 {status} ".encode()), answer
+
+
+async def test_a_request_whose_headers_exceed_envoys_limit_with_those_of_the_picker_gets_431(
+    small: Any,
+) -> None:
+    many = {f"x-{number}": "v" for number in range(90)}
+    async with small.client() as client:
+        answer = await client.post("/v1/completions", json={**GOOD, "model": "many"}, headers=many)
+        assert (answer.status_code, answer.text) == (431, "Request Header Fields Too Large")
+    await assert_serves(small)
+
+    async def page() -> str:
+        return str((await small.admin("/metrics")).text)
+
+    assert total(await fresh(page), "epp_completions_total", model="many", outcome="upstream_failed") == 0
