@@ -1,7 +1,6 @@
 """`python -m bench.stages CASE` compares when to split requests between prefill and decode servers.
 
-A simulation, so its figures do not depend on the machine: eight model servers with the simulator's engine,
-whose steps take the times that were measured for vLLM with OPT-13B (app/picker_tools/simulator/batch.py),
+A simulation, so its figures do not depend on the machine: eight model servers (bench/rig/simulated.py)
 either all serve whole requests, or four prefill and four decode. The choice is the product's code
 (scheduling/chooser.py); the endpoint with the fewest requests is taken, as by lua/lib/endpoints.lua. The
 network and Redis take no time, but a transfer of the KV cache does. Metrics pages are read every 0.5 s.
@@ -11,19 +10,19 @@ The figure is goodput as DistServe (Zhong et al., OSDI 2024) defines it: the hig
 run. Each case replaces its section in bench/results/stages.md.
 """
 
-import heapq
 import itertools
 import random
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from bench.large_pool.hits import as_the_script
 from bench.limits.kinds import Sizes
 from bench.rig.report import describe_run, options_parser, percentile, table, with_section, write_page
+from bench.rig.simulated import Server, Timeline
 from picker_fleet.domain.bands import Band
 from picker_fleet.domain.config import parse
 from picker_fleet.domain.known_fleet import KnownFleet
@@ -42,15 +41,12 @@ from picker_fleet.scheduling.chooser import EndpointChooser
 from picker_fleet.scheduling.route_stream import Ending, ObservationRecord, RouteStream
 from picker_fleet.state import accounting_token
 from picker_fleet.state.accounting_token import Keyring
-from picker_tools.simulator.batch import BUDGET_TOKENS, step_s
-from picker_tools.simulator.engine import Engine, Limits, Step
+from picker_tools.simulator.engine import Limits
 from picker_tools.simulator.engine import Sequence as Generation
 from picker_tools.simulator.openai_api import BYTES_PER_TOKEN
-from picker_tools.simulator.transfer import KV_BANDWIDTH_GB_S, KV_BYTES_PER_TOKEN
 
 # An A100-80GB at vLLM's default of 0.9 has 46 GB beside OPT-13B's weights: 3500 blocks of 16 tokens.
 _LIMITS = Limits(max_num_seqs=256, kv_blocks=3500)
-_TRANSFER_TOKEN_S = KV_BYTES_PER_TOKEN / (KV_BANDWIDTH_GB_S * 1e9)
 _SERVERS = 8
 _PAGE_S = 0.5  # time between two readings of a metrics page
 _ATTAINED = 0.9  # share of requests that must meet both objectives
@@ -134,18 +130,6 @@ class Served:
         return (self.ended_s - self.first_s) / max(1, self.tokens - 1)
 
 
-@dataclass(slots=True)
-class _Server:
-    """The engine of one server, and what to do with each token of a sequence and when its KV cache has
-    arrived."""
-
-    engine: Engine = field(default_factory=lambda: Engine(_LIMITS))
-    grown: dict[Generation, Callable[[Generation], None]] = field(default_factory=dict)
-    arrived: dict[Generation, Callable[[], None]] = field(default_factory=dict)
-    link_free_s: float = 0.0
-    idle: bool = True
-
-
 class Pool:
     """`prefill` servers that prefill and `decode` that decode, in simulated time; with `both`, all do both.
     `stages` is the section `scheduling.stages`, None for whole requests. `objective` gives the latency
@@ -165,10 +149,9 @@ class Pool:
         addresses = [f"10.0.0.{number}:8000" for number in range(1, prefill + decode + 1)]
         self._prefillers = addresses if both else addresses[:prefill]
         self._decoders = addresses if both else addresses[prefill:]
-        self._servers = {each: _Server() for each in addresses}
+        self._time = time = Timeline()
+        self._servers = {each: Server(time, _LIMITS) for each in addresses}
         self.served: list[Served] = []
-        self.now_s = 0.0
-        self._due: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = itertools.count()
         self._in_flight, self._prefills = Counter[str](), Counter[str]()
         self._keys, self._dice = Keyring(), random.Random(seed)
@@ -185,36 +168,30 @@ class Pool:
         if objective is not None:
             scheduling["scorers"] = {"slo-headroom": 3}
         self._fleet = KnownFleet(parse({"scheduling": scheduling, "request_queue_controller": {}}))
-        self._pages = MetricsCache(None, self._clock)
-        routes = _Routes("redis://127.0.0.1:1/0", stream="s", replica="r", clock=self._clock)
+        self._pages = MetricsCache(None, time.clock)
+        routes = _Routes("redis://127.0.0.1:1/0", stream="s", replica="r", clock=time.clock)
         self._chooser = EndpointChooser(
-            self._fleet, cell, readings=self._pages, routes=routes, keys=self._keys, clock=self._clock
+            self._fleet, cell, readings=self._pages, routes=routes, keys=self._keys, clock=time.clock
         )
-
-    def _clock(self) -> float:
-        return self.now_s
-
-    def _at(self, when_s: float, act: Callable[[], None]) -> None:
-        heapq.heappush(self._due, (when_s, next(self._numbers), act))
 
     def serve(self, arrivals: Iterator[tuple[float, int, int]]) -> list[Served]:
         """Serve all of `arrivals`, whose times begin now; returns the requests in order of their ends."""
-        begun_s, self.served, self.refused = self.now_s, [], 0
+        begun_s, self.served, self.refused = self._time.now_s, [], 0
         asked = 0
         for at_s, *sizes in arrivals:
-            self._at(begun_s + at_s, lambda sizes=sizes: self._ask(*sizes))  # type: ignore[misc]
+            self._time.at(begun_s + at_s, lambda sizes=sizes: self._ask(*sizes))  # type: ignore[misc]
             asked += 1
         page_s = begun_s
         while len(self.served) + self.refused < asked:
-            self.now_s, _, act = heapq.heappop(self._due)
-            if self.now_s >= page_s:
+            act = self._time.next()
+            if self._time.now_s >= page_s:
                 self._read_pages()
-                page_s = self.now_s + _PAGE_S
+                page_s = self._time.now_s + _PAGE_S
             act()
         return self.served
 
     def _read_pages(self) -> None:
-        at_ms = int(self.now_s * 1000)
+        at_ms = int(self._time.now_s * 1000)
         for address, server in self._servers.items():
             load = server.engine.load()
             page = EndpointMetrics(
@@ -238,7 +215,7 @@ class Pool:
             self.refused += 1
             return
         choice = self._chooser.choose(request)
-        served = Served(prompt_tokens, tokens, self.now_s)
+        served = Served(prompt_tokens, tokens, self._time.now_s)
         if self._objective is not None and "=" in choice.candidates:
             decoder = as_the_script(choice.candidates, self._in_flight, self._chooser.live_weight)
         else:
@@ -257,28 +234,23 @@ class Pool:
             ),
             request.id, self._keys,
         )  # fmt: skip
+        grown = partial(self._grown, served)
         if served.prefiller:
             prompt = Generation(prompt_tokens, 1, keeps_blocks=True)
-            self._submit(served.prefiller, prompt, lambda _: self._prefilled(served, prompt))
+            answer = Generation(prompt_tokens, tokens, pulls=True)
+            prefills, decodes = self._servers[served.prefiller], self._servers[decoder]
+            free = partial(prefills.free, prompt)
+            prefills.submit(prompt, lambda _: decodes.submit(answer, grown, free))
         else:
-            self._submit(decoder, Generation(prompt_tokens, tokens), lambda each: self._grown(served, each))
-
-    def _prefilled(self, served: Served, prompt: Generation) -> None:
-        def free() -> None:
-            self._servers[served.prefiller].engine.free(prompt)
-            self._begin_if_idle(served.prefiller)
-
-        answer = Generation(served.prompt_tokens, served.tokens, pulls=True)
-        self._servers[served.decoder].arrived[answer] = free
-        self._submit(served.decoder, answer, lambda each: self._grown(served, each))
+            self._servers[decoder].submit(Generation(prompt_tokens, tokens), grown)
 
     def _grown(self, served: Served, sequence: Generation) -> None:
         if not served.first_s:
-            served.first_s = self.now_s
+            served.first_s = self._time.now_s
             self._prefills[served.prefiller] -= 1
         if sequence.remaining_tokens:
             return
-        served.ended_s = self.now_s
+        served.ended_s = self._time.now_s
         self._in_flight[served.decoder] -= 1
         self.served.append(served)
         took_s = served.ended_s - served.began_s
@@ -289,40 +261,6 @@ class Pool:
             ),
             served.token,
         )  # fmt: skip
-
-    def _submit(self, address: str, sequence: Generation, grown: Callable[[Generation], None]) -> None:
-        server = self._servers[address]
-        server.engine.submit(sequence)
-        server.grown[sequence] = grown
-        self._begin_if_idle(address)
-
-    def _begin_if_idle(self, address: str) -> None:
-        if self._servers[address].idle:
-            self._begin_step(address)
-
-    def _begin_step(self, address: str) -> None:
-        server = self._servers[address]
-        step = server.engine.begin_step(BUDGET_TOKENS)
-        for sequence in step.pulling:
-            transfer_s = sequence.prompt_tokens * _TRANSFER_TOKEN_S
-            server.link_free_s = max(server.link_free_s, self.now_s) + transfer_s
-            self._at(server.link_free_s, lambda each=sequence: self._pulled(address, each))  # type: ignore[misc]
-        server.idle = not step.tokens
-        if step.tokens:
-            self._at(self.now_s + step_s(step), lambda: self._end_step(address, step))
-
-    def _pulled(self, address: str, sequence: Generation) -> None:
-        server = self._servers[address]
-        server.arrived.pop(sequence)()
-        server.engine.pulled(sequence, arrived=True)
-        self._begin_if_idle(address)
-
-    def _end_step(self, address: str, step: Step) -> None:
-        server = self._servers[address]
-        for sequence in server.engine.end_step(step):
-            grown = server.grown[sequence] if sequence.remaining_tokens else server.grown.pop(sequence)
-            grown(sequence)
-        self._begin_step(address)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from bench.benefit import simulation
 from bench.benefit.policies import CRITICALITY
-from bench.benefit.simulation import CHAT_LOAD, DEADLINE_S, KINDS, POLICIES, SERVERS, Figures
+from bench.benefit.simulation import CHAT_LOAD, DEADLINE_S, KINDS, KV_SLOTS, POLICIES, SERVERS, Figures
 from bench.rig.report import options_parser, percentile, table, write_page
 
 _LOADS = (0.6, 0.9, 1.2, 2.0)
@@ -22,11 +22,12 @@ _HOW = f"""\
 
 `python -m bench.benefit`; seeds {{seeds}}. The findings are in [docs/benefit.md](../../docs/benefit.md).
 
-A simulation, so its figures do not depend on the machine: {SERVERS} model servers with continuous batching, a
-full KV cache with preemption and recompute. Constants come from the vLLM paper (OPT-13B on one A100-40GB,
-ShareGPT's mean lengths) and the GPU's data sheet (see `bench/benefit/engine.py`). The queue (`LocalQueue`,
-`FairQueue`) and the scheduler are the product's code. A policy learns of a freed place 10 ms late; the
-network and Redis take no time. All policies get the same requests.
+A simulation, so its figures do not depend on the machine: {SERVERS} model servers with the simulator's
+engine, which batches continuously, and preempts and recomputes when its KV cache is full. Steps take the
+times that were measured for vLLM with OPT-13B (`app/picker_tools/simulator/batch.py`). A server has the
+{KV_SLOTS} KV slots of one A100-40GB, and requests have ShareGPT's mean lengths, both as in the vLLM paper.
+The queue (`LocalQueue`, `FairQueue`) and the scheduler are the product's code. A policy learns of a freed
+place 10 ms late; the network and Redis take no time. All policies get the same requests.
 
 Two tenants of equal weight: `chat` asks for {CHAT_LOAD:.0%} of the capacity, `bulk` for the rest of the load.
 A tenth of bulk's requests are `urgent` (criticality {CRITICALITY["urgent"]}), the others `nightly`
@@ -49,9 +50,8 @@ that preemption discarded. *Too late*: share that was computed for clients who t
 
 def main(arguments: Sequence[str]) -> int:
     parser = options_parser("python -m bench.benefit", __doc__)
-    parser.add_argument("--seeds", type=int, default=2, help="runs of each kind (default: 2)")
     args = parser.parse_args(arguments)
-    seeds = range(1, args.seeds + 1)
+    seeds = (1, 2)
     curve = {each: simulation.saturated(each, 1) for each in _IN_FLIGHT}
     capacity = max(per_s for per_s, _, _ in curve.values())
     bound = min(each for each, (per_s, _, _) in curve.items() if per_s >= _NEARLY * capacity)

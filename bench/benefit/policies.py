@@ -7,7 +7,7 @@ policy learns of a freed place only `RELEASE_S` after the answer's end.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from bench.benefit.engine import KV_SLOTS, Engine, Job
+from bench.rig.simulated import Server
 from picker_fleet.admission.local_queue import LocalQueue, Waiting, rules_of
 from picker_fleet.domain.bands import Band
 from picker_fleet.domain.config import EffectiveConfig, parse
@@ -15,6 +15,7 @@ from picker_fleet.domain.errors import RequestError
 from picker_fleet.domain.request import InferenceRequest, Workload
 from picker_fleet.scheduling.scheduler import Scheduler, with_in_flight
 from picker_fleet.scheduling.scorers import EndpointState, PickRequest
+from picker_tools.simulator.engine import Sequence as Generation
 
 RELEASE_S = 0.01
 _SCRAPE_S = 0.1
@@ -22,40 +23,56 @@ _SCORERS = {"queue-depth": 2.0, "kv-cache": 2.0}  # the scorers' weights in depl
 CRITICALITY = {"chat": 3, "urgent": 5, "nightly": 1}
 
 
+@dataclass(slots=True, eq=False)
+class Job:
+    """One request; `tokens` are its prompt and answer."""
+
+    number: int
+    tenant: str
+    kind: str
+    tokens: Generation
+    arrived_s: float
+    server: int = -1
+    first_s: float = 0.0
+    ended_s: float = 0.0
+    refused: bool = False
+    left: bool = False  # the client has left
+
+
 @dataclass(slots=True)
 class Pool:
     """What a picker knows of the servers: its count of requests in flight, and scraped metrics.
 
-    The method `place` calls the function `started` for each placed request.
+    `grown` is called with each token of a placed request.
     """
 
-    engines: Sequence[Engine]
+    servers: Sequence[Server]
     random: Callable[[], float]
-    started: Callable[[int], None] = lambda server: None
+    grown: Callable[[Job], None]
     in_flight: list[int] = field(default_factory=list)
     _seen: list[tuple[float, float, float]] = field(default_factory=list)
     _seen_s: float = -1.0
     _scheduler: Scheduler = field(default_factory=lambda: Scheduler(with_in_flight(_SCORERS)))
 
     def __post_init__(self) -> None:
-        self.in_flight = [0] * len(self.engines)
+        self.in_flight = [0] * len(self.servers)
 
     def place(self, job: Job, server: int) -> None:
         job.server = server
         self.in_flight[server] += 1
-        self.engines[server].waiting.append(job)
-        self.started(server)
+        self.servers[server].submit(job.tokens, lambda _: self.grown(job))
 
     def least_request(self) -> int:
         """The less loaded of two random servers, as Envoy's LEAST_REQUEST chooses by default."""
-        count = len(self.engines)
+        count = len(self.servers)
         first, second = int(self.random() * count), int(self.random() * count)
         return first if self.in_flight[first] <= self.in_flight[second] else second
 
     def best(self, now_s: float) -> int:
         """The server that the scheduler chooses, from metrics that are at most `_SCRAPE_S` old."""
         if now_s - self._seen_s >= _SCRAPE_S or not self._seen:
-            self._seen = [(len(e.waiting), len(e.running), e.used / KV_SLOTS) for e in self.engines]
+            loads = [server.engine.load() for server in self.servers]
+            self._seen = [(each.waiting, each.running, each.kv_usage) for each in loads]
             self._seen_s = now_s
         states = [
             EndpointState(str(at), waiting=seen[0], running=seen[1], kv_utilisation=seen[2], in_flight=load)
@@ -107,7 +124,7 @@ class Queued:
         self._ttl_s = settings.fair_request_queue.queue_ttl
         self._pool = pool
         self._queues = [LocalQueue(rules) for _ in range(queues)]
-        self._room = [bound * len(pool.engines) / queues] * queues
+        self._room = [bound * len(pool.servers) / queues] * queues
         self._waiting: dict[int, tuple[int, Waiting]] = {}
         self._jobs: dict[str, Job] = {}
         self._at: dict[int, int] = {}

@@ -1,18 +1,22 @@
 """Simulates one policy in front of four model servers, and computes the run's figures."""
 
 import functools
-import heapq
-import itertools
 import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from bench.benefit.engine import Engine, Job
-from bench.benefit.policies import RELEASE_S, Direct, Policy, Pool, Queued
+from bench.benefit.policies import RELEASE_S, Direct, Job, Policy, Pool, Queued
+from bench.rig.simulated import Server, Timeline
 from picker_tools.audit.measures import jain
+from picker_tools.simulator.engine import Limits
+from picker_tools.simulator.engine import Sequence as Generation
 
 SERVERS = 4
+# Kwon et al., "Efficient Memory Management for Large Language Model Serving with PagedAttention", SOSP 2023,
+# table 1: an A100-40GB has 15 700 KV slots beside OPT-13B's weights.
+KV_SLOTS = 15_700
+_LIMITS = Limits(max_num_seqs=256, kv_blocks=KV_SLOTS // 16)
 DEADLINE_S = 60.0  # a client leaves if its answer is not complete after this time
 _QUEUE_TTL_S = 30.0  # seconds: the default of fair_request_queue.queue_ttl
 _WARM_S, _END_S = 60.0, 300.0
@@ -61,7 +65,11 @@ class Figures:
         """Tokens served to chat and to bulk, each divided by the tenant's max-min fair share of the total."""
         asked, served = (
             [
-                sum(job.answer for job in self.jobs if job.tenant == tenant and (job.ended_s or everything))
+                sum(
+                    job.tokens.max_tokens
+                    for job in self.jobs
+                    if job.tenant == tenant and (job.ended_s or everything)
+                )
                 for tenant in ("chat", "bulk")
             ]
             for everything in (True, False)
@@ -75,123 +83,95 @@ class Figures:
         return jain(self.shares())
 
 
-def lengths(draw: random.Random) -> tuple[int, int]:
-    """Random lengths of a request's prompt and answer, in tokens."""
+def _generation(draw: random.Random) -> Generation:
+    """A request with random lengths of prompt and answer."""
 
     def one(mean: float) -> int:
         return min(max(round(draw.lognormvariate(math.log(mean) - _SIGMA**2 / 2, _SIGMA)), 1), _LONGEST)
 
-    return one(_PROMPT), one(_ANSWER)
+    return Generation(one(_PROMPT), one(_ANSWER))
 
 
-class _Events:
-    """The simulation's event queue: runs the servers' steps and other actions in order of time."""
-
-    def __init__(self, engines: Sequence[Engine]) -> None:
-        self.now_s = 0.0
-        self._engines = engines
-        self._due: list[tuple[float, int, Callable[[], None]]] = []
-        self._numbers = itertools.count()
-        self.ended: Callable[[Job], None] = lambda job: None
-
-    def at(self, time_s: float, action: Callable[[], None]) -> None:
-        heapq.heappush(self._due, (time_s, next(self._numbers), action))
-
-    def start(self, server: int) -> None:
-        """Let an idle server begin a step."""
-        if not self._engines[server].busy:
-            self._engines[server].busy = True
-            self.at(self.now_s, lambda: self._begin(server))
-
-    def _begin(self, server: int) -> None:
-        engine = self._engines[server]
-        took_s = engine.begin_step()
-        engine.busy = took_s > 0
-        if engine.busy:
-            self.at(self.now_s + took_s, lambda: self._end(server))
-
-    def _end(self, server: int) -> None:
-        for job in self._engines[server].end_step(self.now_s):
-            self.ended(job)
-        self._begin(server)
-
-    def run(self, until_s: float) -> None:
-        while self._due and self._due[0][0] <= until_s:
-            self.now_s, _, action = heapq.heappop(self._due)
-            action()
+def _recomputed(servers: Sequence[Server]) -> float:
+    """The share of all computed tokens that were computed again after a preemption."""
+    spent = sum(server.computed.total() for server in servers)
+    kept = sum(each.computed_tokens for server in servers for each in server.computed)
+    return 1 - kept / spent
 
 
 def saturated(in_flight: int, seed: int) -> tuple[float, float, float]:
     """Simulate servers that each always have `in_flight` requests. Returns answers/s of all servers, the
     share of tokens that were recomputed, and the mean time from placement to the first token."""
-    engines = [Engine() for _ in range(SERVERS)]
-    events, draw = _Events(engines), random.Random(seed)
-    ended: list[Job] = []
-    numbers = itertools.count()
-    jobs: list[Job] = []
+    time, draw = Timeline(), random.Random(seed)
+    servers = [Server(time, _LIMITS) for _ in range(SERVERS)]
+    firsts: list[float] = []  # of the answers after the warm-up
 
-    def put(server: int) -> None:
-        jobs.append(Job(next(numbers), "", "", *lengths(draw), events.now_s, server=server))
-        engines[server].waiting.append(jobs[-1])
-        events.start(server)
+    def put(server: Server) -> None:
+        placed_s, first_s = time.now_s, 0.0
 
-    def again(job: Job) -> None:
-        ended.append(job)
-        put(job.server)
+        def grown(each: Generation) -> None:
+            nonlocal first_s
+            first_s = first_s or time.now_s
+            if not each.remaining_tokens:
+                if time.now_s > _WARM_S:
+                    firsts.append(first_s - placed_s)
+                put(server)
 
-    events.ended = again
-    for server in range(SERVERS):
+        server.submit(_generation(draw), grown)
+
+    for server in servers:
         for _ in range(in_flight):
             put(server)
-    events.run(_END_S)
-    late = [job for job in ended if job.ended_s > _WARM_S]
-    firsts = [job.first_s - job.arrived_s for job in late]
-    spent = sum(job.spent for job in jobs)
-    return (
-        len(late) / (_END_S - _WARM_S),
-        sum(engine.recomputed for engine in engines) / spent,
-        sum(firsts) / len(firsts),
-    )
+    time.run(_END_S)
+    return len(firsts) / (_END_S - _WARM_S), _recomputed(servers), sum(firsts) / len(firsts)
 
 
 def run(policy: str, load: float, capacity: float, bound: float, seed: int) -> Figures:
     """Simulate `policy` at a load of `load` × `capacity` requests/s, with at most `bound` requests at each
     server. With the same seed and load, all policies get the same requests."""
-    engines = [Engine() for _ in range(SERVERS)]
-    events, draw = _Events(engines), random.Random(f"{seed}/{load}")
-    gate = POLICIES[policy](Pool(engines, random.Random(seed).random, events.start), bound)
+    time, draw = Timeline(), random.Random(f"{seed}/{load}")
+    servers = [Server(time, _LIMITS) for _ in range(SERVERS)]
+
+    def grown(job: Job) -> None:
+        job.first_s = job.first_s or time.now_s
+        if not job.tokens.remaining_tokens:
+            job.ended_s = time.now_s
+            release(job)
+
+    gate = POLICIES[policy](Pool(servers, random.Random(seed).random, grown), bound)
 
     def release(job: Job) -> None:
-        events.at(events.now_s + RELEASE_S, lambda: gate.release(job, events.now_s))
+        time.at(time.now_s + RELEASE_S, lambda: gate.release(job, time.now_s))
 
     def leave(job: Job) -> None:
         if not (job.ended_s or job.refused):
-            engines[job.server].abandon(job)
+            job.left = True
+            servers[job.server].abandon(job.tokens)
             release(job)
 
     def arrive(job: Job) -> None:
-        gate.arrive(job, events.now_s)
+        gate.arrive(job, time.now_s)
         # Expiry has no effect unless the request still waits in the queue.
-        events.at(job.arrived_s + _QUEUE_TTL_S, lambda: gate.leave(job))
-        events.at(job.arrived_s + DEADLINE_S, lambda: leave(job))
+        time.at(job.arrived_s + _QUEUE_TTL_S, lambda: gate.leave(job))
+        time.at(job.arrived_s + DEADLINE_S, lambda: leave(job))
 
-    events.ended = release
     jobs: list[Job] = []
-    time_s = 0.0
-    while (time_s := time_s + draw.expovariate(load * capacity)) < _END_S:
+    at_s = 0.0
+    while (at_s := at_s + draw.expovariate(load * capacity)) < _END_S:
         tenant = kind = "chat"
         if draw.random() >= CHAT_LOAD / load:
             tenant, kind = "bulk", "urgent" if draw.random() < _URGENT else "nightly"
-        job = Job(len(jobs), tenant, kind, *lengths(draw), time_s)
+        job = Job(len(jobs), tenant, kind, _generation(draw), at_s)
         jobs.append(job)
-        events.at(time_s, functools.partial(arrive, job))
-    events.run(_END_S + DEADLINE_S)
-    spent = sum(job.spent for job in jobs)
+        time.at(at_s, functools.partial(arrive, job))
+    time.run(_END_S + DEADLINE_S)
+    spent = sum(server.computed.total() for server in servers)
+    too_late = sum(servers[job.server].computed[job.tokens] for job in jobs if job.left)
     answered = [job for job in jobs if _WARM_S < job.ended_s <= _END_S]
     return Figures(
         [job for job in jobs if job.arrived_s > _WARM_S],
         len(answered) / (_END_S - _WARM_S),
-        sum(job.answer for job in answered) / (_END_S - _WARM_S),
-        sum(engine.recomputed for engine in engines) / spent,
-        sum(job.spent for job in jobs if job.left) / spent,
+        sum(job.tokens.max_tokens for job in answered) / (_END_S - _WARM_S),
+        _recomputed(servers),
+        too_late / spent,
     )
