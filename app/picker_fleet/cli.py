@@ -17,7 +17,7 @@ from picker_fleet.domain.errors import ConfigError, MissingExtra, PickerError
 
 if TYPE_CHECKING:
     from picker_fleet.domain.config import Settings
-    from picker_fleet.domain.sections import Discovery
+    from picker_fleet.domain.request import Endpoint
 
 _COMMANDS = {
     "up": ("picker_tools.local_fleet.up_command", "a whole fleet on this machine until Ctrl-C"),
@@ -147,13 +147,17 @@ def _summary(settings: "Settings") -> list[str]:
         )
     return [
         f"  pool: {settings.pool}",
-        f"  endpoints: {_endpoints_of(settings.discovery)}",
+        f"  endpoints: {_endpoints_of(settings)}",
         f"  limits per backend: {found}",
         f"  queue: {queue.total_capacity} requests, {queue.flow_capacity} a flow, {queue.queue_ttl:g} s each",
     ]
 
 
-def _endpoints_of(discovery: "Discovery") -> str:
+def _endpoints_of(settings: "Settings") -> str:
+    from picker_fleet.endpoints.discovery import endpoints_of
+    from picker_fleet.endpoints.stages import serving
+
+    discovery, scheduling = settings.discovery, settings.scheduling
     if discovery.file is not None:
         return f"file {discovery.file}"
     if discovery.dns is not None:
@@ -161,7 +165,17 @@ def _endpoints_of(discovery: "Discovery") -> str:
     if discovery.kubernetes is not None:
         named = discovery.kubernetes
         return f"InferencePool {named.pool}, namespace {named.namespace or 'of the credentials'}"
-    return f"static, {len(discovery.static)} listed" if discovery.static else "none"
+    listed = endpoints_of(discovery.static or ())
+    serve: list[Endpoint] = []
+    serving(scheduling.endpoint_labels, scheduling.stages, serve.extend)(listed)
+    stages = {
+        "decode": sum(each.decodes for each in serve),
+        "prefill": sum(each.prefills for each in serve),
+        "encode": sum(each.encodes for each in serve),
+        "get no requests": len(listed) - len(serve),
+    }
+    told = ", ".join(f"{count} {what}" for what, count in stages.items() if count or what == "decode")
+    return f"static, {len(listed)} listed: {told}" if listed else "none"
 
 
 class _Version(argparse.Action):

@@ -1,5 +1,6 @@
 """Configuration: the documented example, faults, environment variables, and `picker check`."""
 
+import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -466,6 +467,14 @@ def test_picker_check_prints_a_summary_of_a_valid_file_or_a_line_for_each_fault(
     assert out.out.startswith(f"{path}: valid\n")
     assert "endpoints: static, 1 listed" in out.out
     assert "lower 1.8, watermark 2, upper 2.2" in out.out
+    roles = ("decode", "prefill-decode", "prefill", "encode", "Prefill")
+    listed = [
+        {"address": f"10.0.0.{n}:80", "labels": {"llm-d.ai/role": role}} for n, role in enumerate(roles)
+    ]
+    written(tmp_path, json.dumps({"discovery": {"static": listed}}))
+    assert cli.main(["check", str(path)]) == 0
+    told = "5 listed: 2 decode, 2 prefill, 1 encode, 1 get no requests\n"
+    assert f"endpoints: static, {told}" in capsys.readouterr().out
     assert "static, since it names watermark_per_backend, percentage_deviation_for_bounds; remove" in out.out
     assert out.err == ""
     written(tmp_path, "nonsense: 1\nextproc: {max_body_bytes: 1}")
