@@ -25,8 +25,8 @@ def served(prompt: int | None, answer: int | None, cached: int = 0, **more: Any)
 async def exported(a: Replica) -> list[dict[str, Any]]:
     export = UsageExport(a.store, Leases())
     hours = await export.hours()
-    rows = [row for hour in hours for row in await export.rows(hour, is_followed=hour + 1 in hours)]
-    return [row.fields() for row in rows]
+    parts = [part for hour in hours async for part in export.rows(hour, is_followed=hour + 1 in hours)]
+    return [row.fields() for part in parts for row in part]
 
 
 async def test_a_batch_whose_reply_was_lost_is_sent_again_and_counts_once(fleet: OpenFleet) -> None:
@@ -81,6 +81,16 @@ async def test_the_export_names_each_replica_that_stopped_without_leaving(fleet:
         assert notes[0] == "the hour has not ended"
         await it.redis.hdel(it.keys.usage(hour), "\x1edead")
         assert "replica dead stopped" in (await exported(a))[0]["note"]
+
+
+async def test_a_large_hour_is_exported_in_parts_and_in_order(fleet: OpenFleet) -> None:
+    async with fleet("a") as (it, a):
+        hour = a.store.now_ms() // HOUR_MS
+        await it.redis.eval(FILL, 1, it.keys.usage(hour), 1000)
+        parts = [part async for part in UsageExport(a.store, Leases()).rows(hour, is_followed=False)]
+        assert max(map(len, parts)) <= 250
+        names = [row.tenant for part in parts for row in part if row.tenant]
+        assert names == sorted(f"t{number}" for number in range(1000))
 
 
 async def test_hours_and_rows_are_bounded_and_the_oldest_go_first(fleet: OpenFleet) -> None:

@@ -5,6 +5,7 @@ import csv
 import hashlib
 import re
 import socket
+from collections.abc import AsyncIterator
 from typing import Any, cast
 
 import orjson
@@ -148,9 +149,9 @@ class OneHour:
     async def hours(self) -> list[int]:
         return [490_896, 490_897]
 
-    async def rows(self, hour: int, *, is_followed: bool) -> list[Row]:
+    async def rows(self, hour: int, *, is_followed: bool) -> AsyncIterator[list[Row]]:
         used = Row(hour, "=acme/a,b", "llama", Usage(2, 0, 5, 1, 7, 12.5), "")
-        return [used, Row(hour, "", "", Usage(0, 0, 0, 0, 0, 0.0), "lost")] if is_followed else []
+        yield [used, Row(hour, "", "", Usage(0, 0, 0, 0, 0, 0.0), "lost")] if is_followed else []
 
 
 async def test_usage_is_exported_as_json_lines_or_csv_of_the_hours_asked_for() -> None:

@@ -4,16 +4,20 @@ Figures add up over all rows. A row without a tenant has a note that says where 
 no figures.
 """
 
+import asyncio
 import csv
+import heapq
 import io
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from datetime import UTC, datetime
+from itertools import islice
 from typing import Annotated, Any, Literal, NamedTuple
 
 import orjson
 from fastapi import APIRouter, Query, Request
 from fastapi.responses import StreamingResponse
 
+from picker_fleet.admin.fleet_state import PAUSE_S
 from picker_fleet.admin.protection import Deadlines, Responses, within
 from picker_fleet.domain.sections import Leases
 from picker_fleet.fleet.usage import HOUR_MS
@@ -21,6 +25,7 @@ from picker_fleet.state.reads import Usage, UsageMark
 from picker_fleet.state.store import Store
 
 _DEFAULT_HOURS = 24
+_AT_ONCE = 250  # rows made between two pauses
 _CSV, _JSON_LINES = "text/csv", "application/x-ndjson"
 _NONE = Usage(0, 0, 0, 0, 0, 0.0)
 _OTHERS = "the sum of tenants beyond the bound of an hour"
@@ -55,16 +60,21 @@ class UsageExport:
         """The hours of which usage is kept, the earliest first."""
         return await self._store.reads.usage_hours()
 
-    async def rows(self, hour: int, *, is_followed: bool) -> list[Row]:
-        """The rows of an hour. `is_followed`: usage of the next hour is kept, too."""
+    async def rows(self, hour: int, *, is_followed: bool) -> AsyncIterator[list[Row]]:
+        """The rows of an hour by tenant and model, a few at a time: requests must not wait while 100 000 rows
+        are made. `is_followed`: usage of the next hour is kept, too."""
         found = await self._store.reads.usage(hour)
         after = (await self._store.reads.usage(hour + 1)).marks if is_followed else {}
-        figures = [
-            Row(hour, leaf, model, usage, "" if leaf or model else _OTHERS)
-            for (leaf, model), usage in sorted(found.rows.items())
-        ]
+        names, parts = iter(found.rows), []
+        while part := sorted(islice(names, _AT_ONCE)):
+            parts.append(part)
+            await asyncio.sleep(0)
+        in_order = heapq.merge(*parts)
+        while part := list(islice(in_order, _AT_ONCE)):
+            yield [Row(hour, *each, found.rows[each], "" if any(each) else _OTHERS) for each in part]
+            await asyncio.sleep(PAUSE_S)
         unfinished = [Row(hour, "", "", _NONE, _UNFINISHED)] if hour >= self.now_hour() else []
-        return [*figures, *unfinished, *self._losses(hour, found.marks, after)]
+        yield [*unfinished, *self._losses(hour, found.marks, after)]
 
     def _losses(
         self, hour: int, marks: Mapping[str, UsageMark], after: Mapping[str, UsageMark]
@@ -148,8 +158,8 @@ def add_routes(routes: APIRouter, export: UsageExport, deadlines: Deadlines) -> 
             yield _encoded(notes, kind, header=True)
             for hour in kept:
                 if first_hour <= hour < end_hour:
-                    rows = await within(limit_s, export.rows(hour, is_followed=hour + 1 in kept))
-                    yield _encoded(rows, kind)
+                    async for rows in export.rows(hour, is_followed=hour + 1 in kept):
+                        yield _encoded(rows, kind)
 
         return StreamingResponse(lines(), media_type=kind)
 
