@@ -22,13 +22,6 @@ SMALL = ("--own", "--replicas", "2", "--endpoints", "2")
 END_S = 200.0  # on a busy machine some scenarios take more than a minute
 
 
-def run(*arguments: str) -> tuple[int, str]:
-    """Run a Python module; return the exit status and the output."""
-    command = [sys.executable, "-P", "-m", *arguments]
-    done = subprocess.run(command, stdout=PIPE, stderr=STDOUT, text=True, cwd=ROOT, timeout=END_S)
-    return done.returncode, done.stdout
-
-
 @pytest.fixture
 def load(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]:
     """Runs `picker load` in this process, with its report in `tmp_path`; returns exit status and output."""
@@ -112,12 +105,14 @@ def test_an_interrupted_load_still_writes_its_report(here: Any, tmp_path: Path) 
 def test_locust_runs_the_scenarios_of_picker_load(here: Any, tmp_path: Path) -> None:
     # Locust runs two scenarios for 4 seconds, without its web page.
     file = ROOT / "deploy" / "locust" / "locustfile.py"
-    status, said = run(
-        *("locust", "-f", str(file), "--headless", "--host", here.url, "--only-summary"),
-        *("-u", "8", "-r", "8", "-t", "4s", "--csv", str(tmp_path / "stats"), "SteadyUser", "DemoUser"),
-    )
-    assert status == 0, said
+    command = [
+        *(sys.executable, "-P", "-m", "locust", "-f", file, "--headless", "--host", here.url),
+        *("--only-summary", "-u", "8", "-r", "8", "-t", "4s", "--csv", tmp_path / "stats"),
+        *("SteadyUser", "DemoUser"),
+    ]
+    done = subprocess.run(command, stdout=PIPE, stderr=STDOUT, text=True, cwd=ROOT, timeout=END_S)
+    assert done.returncode == 0, done.stdout
     with (tmp_path / "stats_stats.csv").open() as stats:
         rows = {(row["Type"], row["Name"]): row for row in csv.DictReader(stats)}
-    assert int(rows["", "Aggregated"]["Failure Count"]) == 0, said
+    assert int(rows["", "Aggregated"]["Failure Count"]) == 0, done.stdout
     assert all(int(rows["POST", name]["Request Count"]) > 0 for name in ("client-1", "noisy"))

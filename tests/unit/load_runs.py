@@ -1,6 +1,7 @@
 """Results of load runs for tests of `picker_tools.load`: variants of a run that keeps all promises."""
 
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 from picker_tools.audit.auditor import audit
@@ -13,6 +14,7 @@ from picker_tools.load.scenarios import SCENARIOS, Plan, Scenario
 PER_SOURCE = 40
 
 
+@cache  # the tables of runs have ten thousand
 def answer(source: str, number: int = 0, **fields: Any) -> Answer:
     """The answer to a served streaming request; `fields` replace values of the answer."""
     good = Answer(
