@@ -182,7 +182,7 @@ def test_an_unreadable_charge_is_an_entry_error(entry: str) -> None:
         audit(quota_log(f"charged r arrival 1 1 2, queued r, {entry}").entries)
 
 
-INNER = "\x1e"
+INNER, ROOT = "\x1e", "\x1e\x1e"
 WEIGHTS = {"acme": 3.0, "acme/search": 2.0, "acme/search/k2": 4.0, "umbrella": 1.0}
 
 
@@ -201,14 +201,14 @@ class TreeQueue(Log):
         """Each member of a flow's path and the inner node above, from the leaf up."""
         names = flow.split("/")
         inner = ["/".join(names[:depth]) + INNER for depth in range(len(names))]
-        inner[0] = INNER
+        inner[0] = ROOT
         return list(zip([*inner[1:], flow], inner, strict=True))[::-1]
 
     def share(self, member: str, r: Request) -> float:
         return r.cost / WEIGHTS.get(member.removesuffix(INNER), 1.0)
 
     def choose(self) -> str:
-        node = INNER
+        node = ROOT
         while node.endswith(INNER):
             order = self.orders[node]
             node = min(order, key=lambda member: (order[member], member))
@@ -245,7 +245,7 @@ class TreeQueue(Log):
 
     def show(self, event: str, name: str, tag: float | None, **fields: str) -> None:
         shown = "" if tag is None else f"{tag:.17g}"
-        self.write(event, name, v=self.v.get(INNER, 0.0), tag=shown, **fields)
+        self.write(event, name, v=self.v.get(ROOT, 0.0), tag=shown, **fields)
 
 
 class SkipsInnerNodes(TreeQueue):
@@ -270,10 +270,10 @@ class StarvesATeam(TreeQueue):
 
 
 def serve_tenants(queue: TreeQueue) -> Report:
-    """Serve six flows on three levels, three of which come late. All are backlogged at the end."""
-    flows = ["acme/search/k1", "acme/search/k2", "acme/chat/k1", "umbrella/k1", "umbrella/k2", "single"]
+    """Serve seven flows on three levels, four of which come late. All are backlogged at the end."""
+    flows = ["acme/search/k1", "acme/search/k2", "acme/chat/k1", "umbrella/k1", "umbrella/k2", "alone", "/k1"]
     for number in range(300):
-        flow = flows[number % (3 if number < 60 else 6)]
+        flow = flows[number % (3 if number < 60 else 7)]
         queue.admit(f"r{number}", flow, cost=1 + number % 3)
         if number % 2:
             queue.serve()
@@ -301,10 +301,10 @@ def test_a_flow_of_a_throttled_tenant_is_not_served() -> None:
     queue = TreeQueue()
     for number in range(4):
         queue.admit(f"r{number}", "acme/search/k1" if number % 2 else "umbrella/k1", cost=1)
-    queue.throttle("acme" + INNER, INNER)
+    queue.throttle("acme" + INNER, ROOT)
     queue.serve()
     assert audit(queue.entries).of("G2").violations == []
-    queue.orders[INNER]["acme" + INNER] = -1.0
+    queue.orders[ROOT]["acme" + INNER] = -1.0
     queue.serve()
     (first, *_) = audit(queue.entries).of("G2").violations
     assert first.what == "flow 'acme/search/k1' served while 'acme' is throttled"

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 from picker_tools.audit.checks import Check, Finding
 from picker_tools.audit.log import GUARD, Entry
-from picker_tools.audit.nodes import INNER
+from picker_tools.audit.nodes import INNER, ROOT
 from picker_tools.audit.replay import (
     RUNNING,
     FlowQueue,
@@ -127,14 +127,14 @@ class Fairness(Check):
     def _follow_band(self, entry: Entry) -> None:
         """Follow a sweep of an idle pool: it sets the band's virtual time to the highest tag, so that all
         members of the band start equal."""
-        root = self._level((entry.band, INNER))
+        root = self._level((entry.band, ROOT))
         was_idle = self._idle.get(entry.band, False)
         idle = entry.stock == 0 and entry.queued == 0
         for band in {*self._idle, entry.band}:
             self._idle[band] = idle or (self._idle.get(band, False) and band != entry.band)
         if root.v is None or not was_idle or entry.v <= root.v:
             return
-        members = self._children(self._replay.flow_queues.at((entry.band, INNER)))
+        members = self._children(self._replay.flow_queues.at((entry.band, ROOT)))
         is_known = self._complete and not any(each.key in self._slack for each in members)
         highest = max((each.tag for each in members if each.tag is not None), default=0.0)
         if is_known and not same(highest, entry.v):
@@ -145,7 +145,7 @@ class Fairness(Check):
 
     def _show_band(self, entry: Entry) -> None:
         """Check the band's virtual time after the decision of `entry`."""
-        root = self._level((entry.band, INNER))
+        root = self._level((entry.band, ROOT))
         expected, root.v = root.v, entry.v
         if expected is not None and not same(expected, entry.v) and not root.slack:
             what = f"virtual time of band {entry.band} is {entry.v:g}, expected {expected:g}"
@@ -354,8 +354,7 @@ class Fairness(Check):
     def _level(self, key: tuple[int, str]) -> _Level:
         level = self._levels.get(key)
         if level is None:
-            is_known = self._complete and (key[1] == INNER or not self._has_dropped)
-            known = 0.0 if is_known else None
+            known = 0.0 if self._complete and (key[1] == ROOT or not self._has_dropped) else None
             level = self._levels[key] = _Level(known, known, _FRESH if self._complete else None)
         return level
 
@@ -436,17 +435,17 @@ class Fairness(Check):
             self._slack.pop(queue.key, None)
             self._tag_entries.pop(queue.key, None)
             queue.tag = _FRESH
-        for key in [(band, INNER), *(key for key in self._levels if key[0] == band)]:
+        for key in [(band, ROOT), *(key for key in self._levels if key[0] == band)]:
             self._levels[key] = _Level(0.0, 0.0, _FRESH)
         self._idle.pop(band, None)
 
     def _rebase(self, band: int, by: float) -> None:
         """Lower the tags of the band's children by `by`; the differences of tags stay the same."""
-        root = self._level((band, INNER))
+        root = self._level((band, ROOT))
         root.v = None if root.v is None else root.v - by
         root.charged = None if root.charged is None else max(root.charged - by, 0.0)
         root.heap.clear()
-        for queue in self._children(self._replay.flow_queues.at((band, INNER))):
+        for queue in self._children(self._replay.flow_queues.at((band, ROOT))):
             if queue.tag is not None:
                 self._set_tag(queue, queue.tag - by)
                 self._services.rebase(queue, by)

@@ -12,6 +12,7 @@ from picker_tools.audit.log import Entry, EntryError
 
 LEVELS = 8  # levels of the tree; the last has the rest of a flow's name
 INNER = "\x1e"  # ends the name of an inner node; a leaf has the name of its flow
+ROOT = 2 * INNER  # the name of the root, which is above all paths; INNER is the node of an empty name
 BETWEEN = "\x1f"
 _KINDS = ("tenant_changes", "tenants")  # nodes of operators, which are in force before configured nodes
 _MOST_CACHED = 10_000

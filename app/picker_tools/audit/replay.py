@@ -17,7 +17,7 @@ import msgspec
 from picker_fleet.domain.bands import NAMED
 from picker_fleet.domain.request import largest_claim
 from picker_tools.audit.log import CHARGES, ENDS, THROTTLING, Entry, EntryError
-from picker_tools.audit.nodes import INNER, Nodes, ancestry
+from picker_tools.audit.nodes import INNER, ROOT, Nodes, ancestry
 
 
 class BandLimits(msgspec.Struct, frozen=True):
@@ -315,10 +315,10 @@ class FlowQueues:
 
     def _parent(self, key: tuple[int, str]) -> FlowQueue | None:
         band, name = key
-        if name == INNER:
+        if name == ROOT:
             return None
         paths = ancestry(name.removesuffix(INNER), self.separator)
-        return self.at((band, (paths[-2] if len(paths) > 1 else "") + INNER))
+        return self.at((band, paths[-2] + INNER if len(paths) > 1 else ROOT))
 
     def of(self, band: int) -> list[FlowQueue]:
         return [queue for queue in self._flow_queues.values() if queue.band == band]
