@@ -41,6 +41,16 @@ class Upload:
             body = body[room:]
             await self._flush()
 
+    async def send_invalid(self) -> None:
+        """Send another request, on stream 3, with a header that HTTP/2 forbids."""
+        self._h2.send_headers(3, [*_HEAD, ("te", "gzip")], end_stream=True)
+        await self._flush()
+
+    async def end(self) -> None:
+        """End the stream of the request."""
+        self._h2.end_stream(1)
+        await self._flush()
+
     async def answered(self) -> str:
         """The response status, after the end of the answer."""
         while not self._over:
@@ -55,6 +65,8 @@ class Upload:
         data = await self._reader.read(65536)
         assert data, "Envoy closed the connection"
         for event in self._h2.receive_data(data):
+            if getattr(event, "stream_id", 1) == 3:
+                continue
             if isinstance(event, h2.events.ResponseReceived):
                 self._status = dict(event.headers)[":status"]
             if isinstance(event, h2.events.StreamReset):

@@ -7,6 +7,7 @@ from typing import Any
 import httpx
 import pytest
 from fleet_load import at_rest, complete, fresh, post_while_reading, total
+from http2_client import upload
 
 JSON = {"content-type": b"application/json"}
 GOOD = {"model": "llama", "prompt": "x", "max_tokens": 1}
@@ -123,3 +124,12 @@ async def test_a_request_whose_headers_exceed_envoys_limit_with_those_of_the_pic
         return str((await small.admin("/metrics")).text)
 
     assert total(await fresh(page), "epp_completions_total", model="many", outcome="upstream_failed") == 0
+
+
+async def test_an_invalid_http2_request_ends_no_other_request_of_its_connection(small: Any) -> None:
+    async with upload(small.url) as client:
+        await client.send_open(ASK)
+        await client.send_invalid()
+        await client.end()
+        assert await client.answered() == "200"
+    await at_rest(small)
