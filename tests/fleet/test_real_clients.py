@@ -35,12 +35,12 @@ CONFIG: dict[str, Any] = {
 
 class RecordingServer:
     """A model server that keeps the `last` request and counts requests in `served`. The server sends
-    `answer`, of content type `kind`. After an upgrade the server echoes all bytes."""
+    `answer`, of content type `kind`, and header lines. After an upgrade the server echoes all bytes."""
 
     def __init__(self) -> None:
         self.last: Received
         self.served = 0
-        self.answer, self.kind = COMPLETION, JSON
+        self.answer, self.kind, self.headers = COMPLETION, JSON, ""
 
     async def serve(self, request: Received, ends: Ends) -> bool:
         reader, writer = ends
@@ -54,7 +54,7 @@ class RecordingServer:
             while data := await reader.read(65536):
                 writer.write(data)
             return False
-        whole = http_answer(self.answer, kind=self.kind)
+        whole = http_answer(self.answer, kind=self.kind, headers=self.headers)
         writer.write(whole.removesuffix(self.answer) if request.method == "HEAD" else whole)
         return True
 
@@ -174,6 +174,14 @@ async def test_a_request_that_cannot_be_served_is_refused_with_its_reason(behind
     assert answer.status_code == status, answer.text
     assert says in answer.json()["error"]["message"]
     assert answer.headers["x-request-id"] == "its own"
+
+
+async def test_an_answer_with_too_many_headers_is_no_fault_of_the_client(behind: Behind) -> None:
+    behind.server.headers = "".join(f"x-{number}: v\r\n" for number in range(97))
+    async with behind.fleet.client() as client:
+        answer = await client.post("/v1/completions", content=ASK)
+    behind.server.headers = ""
+    assert answer.status_code == (503 if behind.mode == "standard" else 200)
 
 
 async def test_a_client_of_http_1_0_is_served(behind: Behind) -> None:

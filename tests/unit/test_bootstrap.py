@@ -142,6 +142,7 @@ def timeouts(waits_s: int) -> dict[str, Any]:
             "maxConcurrentStreams": 128,
             "initialStreamWindowSize": 256 * 1024,
             "initialConnectionWindowSize": 1024 * 1024,
+            "overrideStreamErrorOnInvalidHttpMessage": True,
         },
     }
 
