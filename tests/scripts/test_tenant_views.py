@@ -15,13 +15,16 @@ from picker_fleet.domain.errors import ConfigError
 from picker_fleet.domain.known_fleet import KnownFleet
 from picker_fleet.domain.tenants import Budget, Limit, Node, Tenants, Tree
 from picker_fleet.fleet.tenant_metrics import TenantMetrics
+from picker_fleet.state.reads import QueueSnapshots, SnapshotTimes
 
 TENANTS = {"separator": "/", "prices": {}}
 TOKENS = Limit(tokens=60, per="1h", burst=100)
 
 
 async def views_of(a: Replica, *nodes: Node) -> tuple[TenantTree, FleetStateCache]:
-    """The views of a replica that knows the configured `nodes`, which are published."""
+    """The views of a replica that knows the configured `nodes`, which are published. Each view reads anew."""
+    store, times = a.store, SnapshotTimes(max_age_per_queue_s=0.0)
+    store.queue_snapshots = QueueSnapshots(store._client, store.reads, store.keys.queue_snapshot, times)
     assert await a.store.set_tenants("tenants", {node.path: node.shared() for node in nodes})
     fleet, cache = (
         KnownFleet(Settings(tenants=Tenants(nodes=nodes))),
