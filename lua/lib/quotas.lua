@@ -280,8 +280,8 @@ do -- a chunk may have 200 locals
     log_charge('refunded', r, 'arrival')
   end
 
-  -- Change nodes by `change()`, then call `log_and_count()`. Charge those `waiting` requests again that other limits now
-  -- charge at their arrival. Return the requests for which these limits do not suffice, charged to none.
+  -- Change nodes by `change()`, then call `log_and_count()`. Charge a request of `waiting` again if other limits now
+  -- charge it at its arrival. Return the requests for which these limits do not suffice, charged to none.
   function quotas.change_nodes(waiting, change, log_and_count)
     local former, moved, refused = {}, {}, {}
     for _, r in ipairs(waiting) do former[r] = charged_nodes(r) end
