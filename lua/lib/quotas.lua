@@ -381,9 +381,9 @@ do -- a chunk may have 200 locals
     local amounts, demoted = is_refund and amounts_of(r), r.demoted == 1
     for i = 1, #limits do
       local limit = limits[i]
-      local is_parallel = limit.unit == 'parallel'
-      if (is_parallel or is_refund) and not (demoted and limit.demotes) then
-        set(limit, limit.owed - (is_parallel and 1 or amounts[limit.unit]))
+      local amount = limit.unit == 'parallel' and 1 or is_refund and amounts[limit.unit] or 0
+      if amount ~= 0 and not (demoted and limit.demotes) then
+        set(limit, limit.owed - amount)
         ease(limit.node)
       end
     end
