@@ -10,7 +10,8 @@ import math
 import random
 import statistics
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
@@ -26,9 +27,6 @@ _TOKENS, _PROMPT_BYTES = 48, (100, 200)  # the tokenizer makes a token of each b
 _GRID = (2, 4, 8, 16, 32, 64, 128)
 _SEARCHED_S = (5.0, 15.0)  # a run of the search: its first figures, its end
 _MEASURED_S = (20.0, 45.0)  # the same of a compared run
-_PLACES, _KV_BLOCKS = 32, 128  # of the vLLM server: `--max-num-seqs`, and blocks of 128 tokens
-_CLIENTS, _ROUNDS = 48, 5
-_UP = ("--replicas", "2", "--endpoints", "0")
 _ALIKE = 0.98  # bounds with this share of the most requests a second: the one with the least p95 TTFT is best
 _DRAIN_S = 60.0
 
@@ -46,19 +44,25 @@ class Figures:
         return f"{self.requests_per_s:.1f} requests/s, {ttft}{unserved}"
 
 
-async def _measure(url: str, span_s: tuple[float, float], seed: int) -> Figures:
-    """Figures of `span_s` of a closed loop."""
+async def _measure(urls: Sequence[str], clients: int, span_s: tuple[float, float], seed: int) -> Figures:
+    """Figures of `span_s` of a closed loop of `clients`, divided among `urls`."""
     from_s, to_s = span_s
-    with Client(url, exact=False) as client:
-        load = Load(client)
+    with ExitStack() as stack:
+        loads = [Load(stack.enter_context(Client(url, exact=False))) for url in urls]
         async with asyncio.TaskGroup() as tasks:
-            sending = tasks.create_task(load.send_closed(_CLIENTS, _request, seed=seed))
+            sending = [
+                tasks.create_task(load.send_closed(clients // len(urls), _request, seed=seed + number))
+                for number, load in enumerate(loads)
+            ]
             await asyncio.sleep(to_s)
-            load.finish()
-            await asyncio.wait([sending], timeout=_DRAIN_S)
-            load.stop()
-    ended = [each for each in load.history if from_s <= each.done_s - load.began_s < to_s]
-    sent = [each for each in load.history if from_s <= each.sent_s - load.began_s < to_s]
+            for load in loads:
+                load.finish()
+            await asyncio.wait(sending, timeout=_DRAIN_S)
+            for load in loads:
+                load.stop()
+        answers = [(each, load.began_s) for load in loads for each in load.history]
+    ended = [each for each, began_s in answers if from_s <= each.done_s - began_s < to_s]
+    sent = [each for each, began_s in answers if from_s <= each.sent_s - began_s < to_s]
     ttft = quantiles(each.first_s for each in sent if each.served and each.first_s is not None)
     rate = sum(each.served for each in ended) / (to_s - from_s)
     unserved = sum(each.unserved for each in ended)
@@ -71,39 +75,42 @@ def _request(dice: random.Random, number: int) -> Request:
     return Request(start, _TOKENS, True, pad_bytes, headers=flow_header(f"flow-{number % 4}"))
 
 
-def _config(server: Server, controller: Mapping[str, Any]) -> dict[str, Any]:
-    static = [{"address": server.address}]
+def _config(running: Sequence[Server], controller: Mapping[str, Any]) -> dict[str, Any]:
+    static = [{"address": server.address} for server in running]
     return {"discovery": {"static": static}, "request_queue_controller": dict(controller)}
 
 
-async def _search(server: Server) -> dict[int, Figures]:
+async def _search(running: Sequence[Server], options: argparse.Namespace) -> dict[int, Figures]:
     found = {}
-    async with picker_up(_config(server, exact_bounds(_GRID[0])), *_UP) as fleet:
-        for bound in _GRID:
+    up = ("--replicas", f"{options.replicas}", "--endpoints", "0")
+    async with picker_up(_config(running, exact_bounds(_GRID[0])), *up) as fleet:
+        for bound in (each for each in _GRID if each <= max(options.clients // len(running), _GRID[0])):
             await fleet.change({"request_queue_controller": exact_bounds(bound)})
-            found[bound] = await _measure(fleet.url, _SEARCHED_S, 0)
+            found[bound] = await _measure([fleet.url], options.clients, _SEARCHED_S, 0)
             print(f"bound {bound}: {found[bound]}", flush=True)
     return found
 
 
-async def _compare(folder: Path, findings: Findings) -> None:
+async def _compare(options: argparse.Namespace, folder: Path, findings: Findings) -> None:
     python, model = await asyncio.to_thread(installed), made_model(folder / "model")
+    sizes = {"places": options.places, "kv_blocks": options.kv_blocks}
     figures: dict[str, list[Figures]] = {"vLLM asked directly": [], "static": [], "adaptive": []}
-    async with servers(python, model, folder, count=1, places=_PLACES, kv_blocks=_KV_BLOCKS) as (server,):
-        direct = f"http://{server.address}"
-        await _measure(direct, (1.0, 5.0), 0)  # vLLM compiles at its first requests
-        searched = await _search(server)
+    up = ("--replicas", f"{options.replicas}", "--endpoints", "0")
+    async with servers(python, model, folder, count=options.servers, **sizes) as running:
+        direct = [f"http://{server.address}" for server in running]
+        await _measure(direct, options.clients, (1.0, 5.0), 0)  # vLLM compiles at its first requests
+        searched = await _search(running, options)
         most = max(each.requests_per_s for each in searched.values())
         alike = [bound for bound, each in searched.items() if each.requests_per_s >= _ALIKE * most]
         best = min(alike, key=lambda bound: searched[bound].ttft_p95_s)
         controllers: dict[str, Mapping[str, Any]] = {"static": exact_bounds(best), "adaptive": {}}
-        for seed in range(1, _ROUNDS + 1):
+        for seed in range(1, options.rounds + 1):
             for name in tuple(figures)[:: 1 if seed % 2 else -1]:
                 if name not in controllers:
-                    found = await _measure(direct, _MEASURED_S, seed)
+                    found = await _measure(direct, options.clients, _MEASURED_S, seed)
                 else:
-                    async with picker_up(_config(server, controllers[name]), *_UP) as fleet:
-                        found = await _measure(fleet.url, _MEASURED_S, seed)
+                    async with picker_up(_config(running, controllers[name]), *up) as fleet:
+                        found = await _measure([fleet.url], options.clients, _MEASURED_S, seed)
                         limits = [row.get("limit") for row in await fleet.get("endpoints")]
                 figures[name].append(found)
                 print(
@@ -114,18 +121,24 @@ async def _compare(folder: Path, findings: Findings) -> None:
         name: Figures(*map(statistics.median, zip(*map(astuple, each), strict=True)))
         for name, each in figures.items()
     }
-    findings.check("the best static bound", True, f"{best}: {median['static']}")
+    what = f"{options.servers} servers of {options.places} places, {options.clients} clients"
+    findings.check(f"{what}: the best static bound", True, f"{best}: {median['static']}")
     for other in ("static", "vLLM asked directly"):
         ratio = median["adaptive"].requests_per_s / median[other].requests_per_s
         slower = median["adaptive"].ttft_p95_s / median[other].ttft_p95_s
         seen = f"{median['adaptive']}; {other}: {median[other]}; ratios {ratio:.2f}, {slower:.2f}"
-        findings.check(f"nothing configured, beside {other}", ratio >= 0.97 and slower <= 1.05, seen)
+        findings.check(f"{what}: nothing configured, beside {other}", ratio >= 0.97 and slower <= 1.05, seen)
 
 
-def add_options(_: argparse.ArgumentParser) -> None:
-    """There are none."""
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--places", type=int, default=32, metavar="N", help="vLLM's --max-num-seqs")
+    parser.add_argument("--kv-blocks", type=int, default=128, metavar="N", help="blocks of 128 tokens")
+    parser.add_argument("--servers", type=int, default=1, metavar="N")
+    parser.add_argument("--clients", type=int, default=48, metavar="N")
+    parser.add_argument("--replicas", type=int, default=2, metavar="N")
+    parser.add_argument("--rounds", type=int, default=5, metavar="N")
 
 
-def run(_: argparse.Namespace, findings: Findings) -> None:
+def run(options: argparse.Namespace, findings: Findings) -> None:
     with tempfile.TemporaryDirectory(prefix="picker-vllm-") as name:
-        asyncio.run(_compare(Path(name), findings))
+        asyncio.run(_compare(options, Path(name), findings))
