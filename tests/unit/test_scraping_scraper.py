@@ -266,7 +266,7 @@ async def test_a_server_that_closes_its_connection_is_checked_at_once(bench: Ben
     server.act = answer_and_end
     # The next scrape is due in a minute.
     async with bench.scraping(pacing=Seldom(60.0, READING), vary=lambda: 0.0):
-        await until(lambda: bench.worked[server.address] >= 1)
+        await until(lambda: bench.worked[server.address] == 1)
         told_to_end.set()
         if stops:
             await until(lambda: bench.failed[server.address, "connection"] >= 1)
