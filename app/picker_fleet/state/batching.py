@@ -205,9 +205,12 @@ class Message(msgspec.Struct, eq=False):
 def _without_ended(calls: list[Call], ends: Iterable[Call]) -> list[Call]:
     """`calls`, to be sent again, without the renewals of the requests that `ends` end."""
     ended = {item.args[0] for call in ends for item in call.items}
+    kept: list[Call] = []
     for call in calls:
         call.drop_renewals(ended)
-    return [each for call in calls for each in (call.split() if call.name == "renew" else [call])]
+        is_cut = call.name == "renew" and any(item.answer.done() for item in call.items)
+        kept += call.split() if is_cut else [call]
+    return kept
 
 
 class BatchingClient:
