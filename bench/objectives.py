@@ -10,8 +10,9 @@ CASE all cases run. Each case replaces its section in bench/results/objectives.m
 
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 
-from bench.rig.report import describe_run, options_parser, percentile, table, with_section, write_page
+from bench.rig.report import percentile, run_cases, table
 from bench.stages import CASES as STAGES
 from bench.stages import Case, Pool, Served
 from picker_fleet.domain.request import LatencyObjective
@@ -83,16 +84,6 @@ def _compare(name: str) -> str:
 _TITLE = "# Requests that met their latency objectives, beside least-loaded picking\n"
 
 
-def main() -> int:
-    parser = options_parser("python -m bench.objectives", __doc__)
-    parser.add_argument("case", nargs="?", choices=CASES, metavar="CASE", help=", ".join(CASES))
-    options = parser.parse_args()
-    file = options.out / "objectives.md"
-    for name in [options.case] if options.case else CASES:
-        about = describe_run(f"python -m bench.objectives {name}")
-        write_page(file, with_section(file, _TITLE, name, f"{about}\n\n{_compare(name)}"))
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    cases = {name: partial(_compare, name) for name in CASES}
+    sys.exit(run_cases("bench.objectives", __doc__, _TITLE, cases))

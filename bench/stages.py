@@ -21,7 +21,7 @@ from typing import Any
 
 from bench.large_pool.hits import as_the_script
 from bench.limits.kinds import Sizes
-from bench.rig.report import describe_run, options_parser, percentile, table, with_section, write_page
+from bench.rig.report import percentile, run_cases, table
 from bench.rig.simulated import Server, Timeline
 from picker_fleet.domain.bands import Band
 from picker_fleet.domain.config import parse
@@ -349,17 +349,6 @@ def _compare(name: str, case: Case) -> str:
 _TITLE = "# Prefill and decode apart: goodput by when requests are split\n"
 
 
-def main() -> int:
-    parser = options_parser("python -m bench.stages", __doc__)
-    parser.add_argument("case", nargs="?", choices=CASES, metavar="CASE", help=", ".join(CASES))
-    options = parser.parse_args()
-    file = options.out / "stages.md"
-    for name in [options.case] if options.case else CASES:
-        text = _compare(name, CASES[name])
-        about = describe_run(f"python -m bench.stages {name}")
-        write_page(file, with_section(file, _TITLE, name, f"{about}\n\n{text}"))
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    cases = {name: partial(_compare, name, case) for name, case in CASES.items()}
+    sys.exit(run_cases("bench.stages", __doc__, _TITLE, cases))

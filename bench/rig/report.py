@@ -6,7 +6,7 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -69,6 +69,18 @@ def with_section(file: Path, title: str, name: str, text: str) -> str:
     sections = dict(each.split("\n", 1) for each in page.split("\n## ")[1:])
     sections[name] = f"\n{text.strip()}\n"
     return title + "".join(f"\n## {each}\n{sections[each]}" for each in sorted(sections))
+
+
+def run_cases(bench: str, about: str | None, title: str, cases: Mapping[str, Callable[[], str]]) -> int:
+    """The command `python -m bench.NAME [CASE]`: each case's text replaces its section in NAME.md."""
+    parser = options_parser(f"python -m {bench}", about)
+    parser.add_argument("case", nargs="?", choices=cases, metavar="CASE", help=", ".join(cases))
+    options = parser.parse_args()
+    file = options.out / f"{bench.removeprefix('bench.')}.md"
+    for name in [options.case] if options.case else cases:
+        described = describe_run(f"python -m {bench} {name}")
+        write_page(file, with_section(file, title, name, f"{described}\n\n{cases[name]()}"))
+    return 0
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
