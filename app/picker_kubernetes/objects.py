@@ -246,7 +246,8 @@ class _Followed:
         return self.item.metadata.name
 
     def log(self, what: str, remark: str) -> None:
-        _log.warning("%ss %s %s: %s", self.kind.name.lower(), self.name, what, remark)
+        # `OneASecond` limits each template, hence each object.
+        _log.warning(f"{self.kind.name.lower()}s {self.name} %s: %s", what, remark)
 
 
 class InferenceObjects:

@@ -420,9 +420,11 @@ class Seat:
             name, [envoy_binary(), "-c", str(file), "--disable-hot-restart", "--concurrency", "1"]
         )
 
-    async def ask(self, headers: Mapping[str, str] | None = None, tokens: int = 4) -> httpx.Response:
+    async def ask(
+        self, headers: Mapping[str, str] | None = None, tokens: int = 4, prompt: str = ASK["prompt"]
+    ) -> httpx.Response:
         assert self.gateway is not None
-        body = json.dumps({**ASK, "max_tokens": tokens})
+        body = json.dumps({**ASK, "max_tokens": tokens, "prompt": prompt})
         return await self.gateway.post("/v1/completions", content=body, headers=headers or {})
 
     async def until_answered(self, status: int) -> None:

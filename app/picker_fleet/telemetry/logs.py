@@ -108,7 +108,7 @@ def setup(
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level)
-    for noisy in ("uvicorn.access", "watchfiles", "asyncio", "httpx", "httpcore", "opentelemetry", "grpc"):
+    for noisy in ("uvicorn.access", "watchfiles", "asyncio", "httpx2", "httpcore2", "opentelemetry", "grpc"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # no warnings of malformed requests
     return handler
