@@ -1,6 +1,6 @@
 -- include: dispatch
--- Remove from the caller's inbox the notifications of requests that their grants have placed (lib/dispatch.lua): the
--- caller knows the endpoints of these requests.
+-- Remove notifications from the caller's inbox: the grant has placed these requests (lib/dispatch.lua), and the caller
+-- has read their endpoints.
 --
 -- Guarantees: notifications of other attempts remain. Repeating a call changes nothing.
 --

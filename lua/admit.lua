@@ -3,8 +3,8 @@
 --
 -- Guarantees: the stock never exceeds the upper bound (G1). A request with a known id keeps its position, grant or
 -- endpoint and changes its owner, so repeating a call changes nothing (G6, G7). An arrival takes over a known request
--- only if flow, model and body are the same too, since the id alone is no proof. A refused or expired request leaves no
--- record; if its call is repeated, the request counts as two arrivals of its workload.
+-- only if flow, model and body are equal too: clients choose ids, so an id alone proves nothing. A refused or expired
+-- request leaves no record; if its call is repeated, the request counts as two arrivals of its workload.
 --
 -- keys[1] epp:{POOL}:pool
 -- args[1] the calling replica; then each request, packed (picker_fleet/state/schema.py): texts, each ended by byte 0:
@@ -23,8 +23,8 @@
 --   | 'expired' | 'unknown-pool' (publish first) | 'foreign' (another request has this id; nothing was done)
 
 -- Whether an arrival with a known id is the same request r: flow, model and body digest are equal, whichever stream
--- brings it. A request r without an attempt was restored from an access log: Envoy has the placement and does not send
--- r again.
+-- brings it. A record r without an attempt was restored from an access log; Envoy already has its placement and never
+-- sends r again.
 local function is_same(r, arrival)
   return r.flow == arrival.flow and r.model == arrival.model and r.attempt ~= ''
     and string.match(r.attempt, '%..*') == string.match(arrival.attempt, '%..*')
@@ -160,7 +160,7 @@ local function arrive(r, turn, picks)
     return refuse(r, REFUSED.INSUFFICIENT_FLOW_CAPACITY)
   end
 
-  -- Each flow queue holds a request: count the flow queues only if at least max_flows requests are queued.
+  -- With fewer than max_flows queued requests there are fewer flow queues: do not count them.
   if pool.queued >= (settings.max_flows or math.huge) and not GUARANTEED[band]
     and count_flow_queues() >= settings.max_flows and queue.length(band, queue.flow_queue(r)) == 0 then
     return refuse(r, REFUSED.TOO_MANY_FLOWS)

@@ -4,12 +4,12 @@
 -- Guarantees: only the owner's current attempt can cancel, so a late cancel of a former owner never ends an adopted
 -- request (G7). A request that was placed before another stream took it over cannot be cancelled. Repeating a call
 -- changes nothing (G6). An expiry does not end a request that was granted in time (G5). The reason `unclaimed` ends
--- only a grant whose endpoint the caller does not know yet. After a failover that lost the last writes, the queue may
--- grant a request that was served before, whose stock would be blocked until the lease ends.
+-- only a grant whose endpoint the caller does not know yet. A failover may lose Redis's last writes; then the queue may
+-- grant a request again that was already served. Without `unclaimed` its stock would stay taken until the lease ends.
 --
 -- keys[1] epp:{POOL}:pool
 -- args[1] the calling replica; then for each request: id, attempt, why (cancelled | expired | withdrawn);
---   or id, '', 'unclaimed': the caller was notified of a grant, but has no stream that waits
+--   or id, '', 'unclaimed': the caller was notified of a grant, but no stream of the caller waits for it
 --
 -- Returns {epoch, notifications, attempts, served, reply...}: 'ended' | 'granted' (expiry only) | 'foreign' | 'unknown'
 

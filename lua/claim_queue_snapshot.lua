@@ -1,13 +1,13 @@
 -- include: storage
--- Return the snapshot of all flow queues that one replica makes for the fleet, or let the caller make a new snapshot.
+-- One replica stores a snapshot of all flow queues for the fleet. Return the snapshot, or let the caller make it.
 --
 -- Guarantees: while the claim of one replica is valid, no other replica gets a claim.
 --
 -- keys[1] epp:{POOL}:pool
 -- args[1] how long a claim is valid, ms
 --
--- Returns {text, ms}: the snapshot, and how long it is still valid; {'', ms}: the same for another's claim;
---   {'', 0}: the caller has the claim, reads the flow queues and stores the snapshot
+-- Returns {text, ms}: the snapshot, and how long it is still valid; {'', ms}: another replica makes the snapshot, and
+--   how long its claim is still valid; {'', 0}: the caller has the claim, reads the flow queues and stores the snapshot
 
 local function claim_queue_snapshot(args)
   if redis.call('SET', key.queue_snapshot, '', 'NX', 'PX', args[1]) then return {'', 0} end

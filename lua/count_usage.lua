@@ -1,15 +1,15 @@
 -- include: dispatch
--- Add a batch of usage that one replica has counted to the usage of an hour, by leaf (flow) and model.
+-- Add the usage that one replica has counted to the fleet's usage of an hour, by leaf (flow) and model.
 --
--- Guarantees: a batch counts once, however often its replica sends the batch. Of an hour at most MOST_ROWS rows are
--- kept, and the usage of further leaves is summed in one row with an empty leaf and model. Beyond MOST_IN_ALL rows, and
--- after KEPT_HOURS, the oldest hours are removed.
+-- Guarantees: a batch counts once, however often its replica sends the batch. An hour keeps at most MOST_ROWS rows; one
+-- more row, with an empty leaf and model, sums all other leaves. Beyond MOST_IN_ALL rows, and after KEPT_HOURS, the
+-- oldest hours are removed.
 --
 -- keys[1] epp:{POOL}:pool
 -- args[1] the calling replica
--- args[2] the batch's number; of the batches for an hour, a replica sends the next one only after a reply
+-- args[2] the batch's number: a replica sends its next batch for an hour only after the reply to the former
 -- args[3] the hour, in hours since 1970
--- args[4] 1: the replica leaves, and has nothing more to send; else 0
+-- args[4] 1: the replica stops after this batch; else 0
 -- args[5] and further: for each row leaf, model, then the figures of `Usage` (picker_fleet/state/reads.py)
 --
 -- Returns 'counted', or 'known' for a repeated batch. In both cases the replica's mark becomes `NUMBER TIME_MS LEAVES`.
@@ -26,7 +26,7 @@ local function parse_usage(text)
   return figures
 end
 
--- Add the rows in `args` to the hash `name`. Return the number of rows that this adds to the hash.
+-- Add the rows in `args` to the hash `name`. Return the number of new rows.
 local function add_usage(name, args, length)
   local fields, sums, added = {}, {}, 0
   for at = FIRST, #args, ROW do fields[#fields + 1] = joined(args[at], args[at + 1]) end

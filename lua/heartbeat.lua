@@ -2,10 +2,9 @@
 -- A replica reports that it is alive, and reads the state of the fleet: the pool's epoch, which replica publishes, the
 -- bounds, and the notifications that a lost wake-up has left in its inbox.
 --
--- Guarantees: exactly one heartbeat's reply has each notification other than a grant, even if the replica had the
--- notification before by a wake-up or another reply; no reply has it if a new request uses the id. Replies repeat the
--- notification of a grant until the request is placed or, if the grant placed it, until the replica acknowledges the
--- endpoint.
+-- Guarantees: a notification other than a grant is in exactly one heartbeat's reply, even if the replica has already
+-- read it elsewhere, and in none if a new request uses the id. Replies repeat a grant until the request is placed or,
+-- if the grant placed it, until the replica acknowledges the endpoint.
 --
 -- keys[1] epp:{POOL}:pool
 -- args[1] the calling replica
@@ -68,9 +67,9 @@ local function merge_variant_key(kept, known, fresh)
   return oldest or ''
 end
 
--- Return {count, least}: the number of live replicas and the least of their ids. The call reads the list if the number
--- has changed, if a replica joins, and once a second, since another version's library may have let a replica join.
--- In all other cases the call only counts, so its cost does not grow with the fleet.
+-- Return {count, least}: the number of live replicas and the least of their ids. The list of replicas is read if their
+-- number has changed, if a replica joins, and once a second, since a library of another version may have added a
+-- replica. Other calls only count the replicas, so their cost does not grow with the fleet.
 local READ_AFTER_MS = 1000
 local function live_replicas(joins, silence_ms)
   local known, since = key.live, '(' .. (now_ms - silence_ms)

@@ -1,7 +1,7 @@
 -- include: dispatch
 -- Choose and reserve an endpoint for each granted request of a batch, and a prefill endpoint for each request to split.
--- A request that its grant has placed keeps its endpoint, unless the endpoint stopped taking new requests before the
--- replica knew, and another endpoint takes the request.
+-- If the grant has already placed a request, the request keeps its endpoint; it moves only if the endpoint has stopped
+-- taking new requests since, and another endpoint can take it.
 --
 -- Guarantees: the load is read and reserved in one step, so two replicas never both take the same idle endpoint (G1),
 -- in either stage.

@@ -1,6 +1,5 @@
 -- include: dispatch
--- End the prefill reservations of split requests: the first token of the answer has come. Then dispatch queued
--- requests.
+-- The first tokens of split requests have come: end the requests' prefill reservations. Then dispatch queued requests.
 --
 -- Guarantees: a reservation is released once. An unknown request, one without a reservation, and a repeated call change
 -- nothing (G6).

@@ -2,8 +2,8 @@
 -- Change the published endpoints from one version of the list to the next, then dispatch queued requests. The cost
 -- grows with the number of changed endpoints; the cost of publish grows with the number of all endpoints.
 --
--- Guarantees: those of the script publish, and the same result as publish with the whole new list. If the published
--- version is not args[2], nothing changes.
+-- Guarantees: the result is the same as with the script publish and the whole new list. If the published version is not
+-- args[2], nothing changes.
 --
 -- keys[1] epp:{POOL}:pool
 -- args[1] the calling replica

@@ -5,9 +5,9 @@
 -- Guarantees: a renewed request is not reclaimed, and is counted on the endpoint that serves it. An ended request is
 -- not restored while its tombstone lasts; a later request with the same id is restored if the caller admitted it. A
 -- token restores no more stock than an admission takes, and restores only to an endpoint that the pool knows (G1). A
--- token from an access log proves less, since a client may have copied it: it restores a request only while the pool
--- may lack its record (pool.may_lack_records), or if the request was reclaimed without a report of its end, or for the
--- length of a lease after an admission without Redis.
+-- token from an access log proves less, since a client may have copied it. It restores a request only (1) while the
+-- pool may lack its record (pool.may_lack_records), (2) if the request was reclaimed without a report of its end, or
+-- (3) within a lease's length of an admission without Redis.
 --
 -- keys[1] epp:{POOL}:pool
 -- args[1] the calling replica; then for each request: id, attempt ('' when an access log reports it), serving

@@ -3,8 +3,8 @@
 -- endpoint, which Envoy tries, then dispatch queued requests.
 --
 -- Guarantees: a failure counts once, however many replicas report it and how often. Failures of one flow do not eject
--- an endpoint while other flows have requests in flight. Of a request, only its endpoint changes. A request that an
--- endpoint refuses (status 429 or 503) counts in the pool's field `endpoint_refusals`.
+-- an endpoint while other flows have requests in flight. The call changes a request's endpoint, and nothing else of the
+-- request. A request that an endpoint refuses (status 429 or 503) counts in the pool's field `endpoint_refusals`.
 --
 -- keys[1] epp:{POOL}:pool
 -- args[1] the calling replica; then for each failure: request id, endpoint, flow ('' unknown: the failure counts only
@@ -14,8 +14,8 @@
 -- Returns {epoch, notifications, attempts, served, reply...}: 'ejected' or 'down' (by this failure) | 'noted' |
 --   'unknown'
 
--- Count a refused request once: Envoy's log entry of the attempt counts if another attempt follows, else the report of
--- the request's end (which names the flow).
+-- Count a refused request once. If another attempt follows, Envoy's log entry about the refused attempt counts; else
+-- the report of the request's end, which names the flow, counts.
 local function count_refusal(address)
   local known, counts = pcall(cjson.decode, read('HGET', key.pool, 'endpoint_refusals') or '{}')
   if not known or type(counts) ~= 'table' then counts = {} end

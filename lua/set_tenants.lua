@@ -1,9 +1,9 @@
 -- include: dispatch
 -- Change the settings of tenants' nodes, then dispatch queued requests.
 --
--- Guarantees: balances stay, so a changed limit grants no second burst. A node that `tenant_changes` has is in force
--- instead of the same node in `tenants`. A waiting request is charged once: if a node now charges at arrival, at once,
--- or the request is evicted.
+-- Guarantees: balances stay, so a changed limit grants no second burst. A node in `tenant_changes` replaces the same
+-- node in `tenants`. A waiting request is charged once: if a node now charges at arrival, the request is charged now,
+-- or evicted if the limit does not suffice.
 --
 -- keys[1] epp:{POOL}:pool
 -- args[1] the calling replica
@@ -29,7 +29,7 @@ local function set_tenants(args)
   local version, counts_running, moves_charges = '', false, false
   if pool.known then
     for at = 3, #args, 2 do
-      -- A removed node may uncover one with a bound: the configured one, or a default for unknown children.
+      -- If a node is removed, the configured node or a default for its level is in force again, which may have a bound.
       local path, node = args[at], args[at + 1]
       counts_running = counts_running or node == '' or string.find(node, 'max_parallel', 1, true)
       moves_charges = moves_charges or node == '' or string.find(node, 'over_limit', 1, true)
@@ -48,7 +48,7 @@ local function set_tenants(args)
     end, function()
       for at = 3, #args, 2 do log_change('tenant', args[at] .. '\31' .. args[2] .. '\31' .. args[at + 1]) end
       if settings.tenants and counts_running then
-        -- A new bound has not counted the requests that it was not yet charged for: their ends would lower its count.
+        -- A new bound has not counted the running requests, but their ends will lower its count.
         local found = requests_in(key.inflight)
         for _, r in ipairs(requests_in(key.timers)) do found[#found + 1] = r end
         quotas.recount(found)

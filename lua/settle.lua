@@ -4,7 +4,7 @@
 -- gone.
 --
 -- Guarantees: each request is released once; an unknown or repeated id changes nothing (G6). If a metrics page showed
--- this end and the sweep reclaimed another request by mistake, the other request is restored (G1).
+-- this end, and the sweep therefore reclaimed another request by mistake, restore that request (G1).
 --
 -- keys[1] epp:{POOL}:pool
 -- args[1] the calling replica; then for each request: id, outcome (completed; answered: completed, and its endpoint
@@ -28,8 +28,8 @@ local function correct_charge(r, actual)
   log_event('corrected', r, queue.correct(r, queue.flow_queue(r), change, r.tag + share), nil, change)
 end
 
--- Return the running request that the sweep reclaimed in place of `r`, and the time of the metrics page that counted
--- one request too few; or nil. The page is newer than r's last sign of life, so it may have counted without r.
+-- If the sweep reclaimed a running request in place of `r`, return that request and the time of the metrics page that
+-- counted one request too few; else nil. The page must be newer than r's last sign of life, else it counted r.
 local function ghost_in_place_of(r)
   local address = endpoints.first(r.endpoints)
   local seen_ms = tonumber(read('ZSCORE', key.inflight, r.id) or 0) - settings.lease_ms
@@ -84,9 +84,9 @@ local function settle(args)
     local ghost, page_ms
     if has_ghosts and r.state == STATE_PLACED then ghost, page_ms = ghost_in_place_of(r) end
     finish_request(r, outcome)
-    -- The restored ghost may have ended, too, and its own end may still be reported. That report must restore the next
-    -- ghost, so a restoration is no sign of life: the lease goes on from the metrics page, but has at least half its
-    -- length left.
+    -- The restored ghost may have ended, too. The report of its end must then restore the next ghost, so this
+    -- restoration must not count as a sign of life: the lease still counts from the metrics page, but at least half of
+    -- it is left.
     if ghost then
       local seen_ms = math.max(page_ms - 1, now_ms - settings.lease_ms / 2)
       restore_placed(ghost, seen_ms + settings.lease_ms)

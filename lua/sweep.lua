@@ -21,8 +21,8 @@ local REFILED = 16 -- requests that a call moves to a new order; each costs a re
 local LIGHT = 500 -- old entries that a call drops of each kind
 local WALKS = 150 -- calls per interval that continue the scan of waiting requests
 local DOWN_MS = 10000 -- a `down` mark that no replica has confirmed for this long is removed
--- Longest time from the placement of a request until its endpoint's metrics page counts the request. The time is
--- shorter if Envoy reports the client gone, since Envoy reports no request that it still sends.
+-- Longest time from the placement of a request until its endpoint's metrics page counts the request. If Envoy reports
+-- the client gone, the time is shorter, since Envoy no longer sends that request.
 local TRANSIT_MS, REPORTED_TRANSIT_MS = 1000, 100
 local MOST_RECENT = 1000 -- recent requests to count by endpoint; with more, ghosts end with their lease
 local ORIGIN_MS = 86400000 -- how long an id of the Responses API is remembered after it was last noted
@@ -97,10 +97,10 @@ local function count_recent(since_ms)
   return recent
 end
 
--- Requests in flight that may have ended without a report, as {id, seen_ms, is_reported}: first suspects that were not
--- renewed since that report, then requests without a renewal for `unseen_ms`, the longest silent first. A suspect's
--- client has gone, as an access-log entry reports (report_client_gone.lua), or its replica fell silent before it took
--- the placement.
+-- Requests in flight that may have ended without a report, as {id, seen_ms, is_reported}: first suspects without a
+-- renewal since the suspicion, then requests without a renewal for `unseen_ms`, the longest silent first. Suspects are
+-- requests whose client has gone according to the access log (report_client_gone.lua), and requests whose replica fell
+-- silent before it read the placement.
 local function silent_requests(unseen_ms, limit)
   local found, is_found = {}, {}
   local suspects = read('ZRANGE', key.suspects, 0, limit - 1, 'WITHSCORES')
@@ -127,10 +127,11 @@ local function silent_requests(unseen_ms, limit)
   return found
 end
 
--- Reclaim ghosts: placed requests that have ended without a report. Of an endpoint's silent requests, oldest first,
--- reclaim only as many requests as neither of its last two metrics pages accounts for; both pages are newer than the
--- last renewal, so they count a running request. For a request reported gone only the last page must be newer, by
--- REPORTED_TRANSIT_MS. Return the number of reclaimed requests, and the endpoints whose pages may show more ghosts.
+-- Reclaim ghosts: placed requests that have ended without a report. The last two metrics pages of an endpoint are newer
+-- than the last renewals, so each counts every request that still runs. If the endpoint has more silent requests than
+-- the higher count allows, reclaim the excess, oldest first. For a request whose client is reported gone, only the last
+-- page must be newer, by REPORTED_TRANSIT_MS. Return the number of reclaimed requests, and the endpoints whose pages
+-- may show more ghosts.
 local function reclaim_ghosts(unseen_ms, limit)
   local found = silent_requests(unseen_ms, limit)
   if #found == 0 then return 0, {} end
@@ -250,7 +251,7 @@ local function measure_rate(swept_ms, dispatches)
   pool.rate = rate
 end
 
--- Lower times in the future to the time that a write now would have: the former primary's clock may have been ahead.
+-- Lower times that lie in the future to now: the former primary's clock may have been ahead.
 local AHEAD_MS = 1000
 local function clamp_future(moments, life_ms)
   local latest = now_ms + life_ms

@@ -2,8 +2,8 @@
 -- Store tombstones: the ends of requests. Without a tombstone, a replica that was without Redis and has missed an end
 -- would restore the request (renew), which would hold stock without running.
 --
--- Guarantees: a request last seen alive before its reported end is not restored. An existing record of the id, and a
--- later admission of the same id, do not change.
+-- Guarantees: a request last seen alive before its reported end is not restored. An existing record with the id does
+-- not change, and the id can be admitted again.
 --
 -- keys[1] epp:{POOL}:pool
 -- args[1] the calling replica; then for each end: id, how long ago it was reported, ms

@@ -1,7 +1,7 @@
 -- include: dispatch
--- Give back to a tenant's node what a limit has granted, at most all of it, then dispatch queued requests.
+-- Lower the used part of a limit of a tenant's node, at most to 0, then dispatch queued requests.
 --
--- Guarantees: the limit never holds more than its burst, or its budget.
+-- Guarantees: a tenant can never use more at once than the limit's burst or its budget.
 --
 -- keys[1] epp:{POOL}:pool
 -- args[1] the calling replica   args[2] the node's path

@@ -1,11 +1,11 @@
 -- include: storage schema
 -- The priority bands of the queue. A priority is any int32. By default the band of the highest priority that has
 -- waiting requests is served first; under the band policy `weighted`, each band gets service in proportion to its
--- weight. Records and keys hold the number of a band, which fits in a byte. The numbers 0 to 2 are the named bands:
--- Critical, Default and Sheddable, whatever their priorities. Numbers from 3 are dynamic bands. The function `bands.of`
--- creates a band when a request of a new priority arrives; the sweep removes the band when none of its requests waits
--- or runs. A dynamic band has the attributes of the nearest configured band at or below its priority, or else of the
--- lowest configured band. If all numbers are in use, a request of a new priority joins the nearest band.
+-- weight. Records and keys hold the number of a band, which fits in a byte. The named bands critical, default and
+-- sheddable have the numbers 0 to 2, whatever their priorities. Numbers from 3 are dynamic bands. The function
+-- `bands.of` creates a band when a request of a new priority arrives; the sweep removes the band when none of its
+-- requests waits or runs. A dynamic band has the attributes of the nearest configured band at or below its priority, or
+-- else of the lowest configured band. If all numbers are in use, a request of a new priority joins the nearest band.
 --
 -- The field `waiting_bytes`, written with the counters, has the total size of each band's waiting request bodies. If
 -- the field is lost, the sizes restart at 0 in a new epoch. When a request leaves the queue, its body's size is
@@ -204,8 +204,8 @@ do -- a chunk may have 200 locals
     pool[name] = math.max(pool[name] + change, 0)
   end
 
-  -- Return the dynamic bands without requests whose tag is at most bv, the virtual time across bands. In an idle pool
-  -- ignore the tags.
+  -- Return the dynamic bands that have no requests and whose tag is at most bv, the virtual time across bands. In an
+  -- idle pool ignore the tags.
   function bands.idle()
     local idle = {}
     local at_rest = pool.queued == 0 and pool.stock == 0

@@ -5,11 +5,11 @@
 -- `place_request`, `place_granted`, `run_timers`, `finish_call`, `for_each_item`, `column` and `run`.
 
 -- Choose and reserve an endpoint for request r in one step, so that two replicas never both take the same idle endpoint
--- (G1); with `split`, the candidates of its prefill ('': none), also a prefill endpoint in the same step. A request
--- without a ready prefill endpoint other than its own endpoint is served whole. Return 'placed a,b,c LOADS', with
--- prefill endpoints 'placed a,b,c>x,y LOADS'; or nil, whether only a limit prevents the placement, and the endpoints
--- that are at their own limit (prefill endpoints as `stages.blocker` names them). The caller accounts for the stock and
--- for the flow's total in flight.
+-- (G1). If `split` names candidates ('': none), also choose and reserve a prefill endpoint. If no other endpoint is
+-- ready for the prefill, the request is served whole. Return 'placed a,b,c LOADS', with prefill endpoints 'placed
+-- a,b,c>x,y LOADS'; or nil, whether only a limit prevents the placement, and the endpoints at their own limit (for
+-- prefill endpoints, the names by `stages.blocker`). The caller accounts for the stock and for the flow's total in
+-- flight.
 local function place_request(r, candidates, split, turn, picks)
   local picked, seen, endpoint = endpoints.pick(r, candidates, turn, picks)
   if not picked then return nil, seen, endpoint end

@@ -1,18 +1,18 @@
 -- include: pool
--- The live load of every endpoint, and the choice among endpoints, for each stage: `endpoints` is the stage decode,
--- which answers; `prefill` is the stage prefill, which computes the prompts of split requests. The load is the
--- endpoint's number of requests in flight, in `prefill` of prefills in flight, plus UNPICKABLE if it takes no new
+-- The live load of every endpoint, and the choice among endpoints, for each stage. The table `endpoints` is the stage
+-- decode, which generates answers; `prefill` is the stage prefill, which computes the prompts of split requests. The
+-- load is the endpoint's number of requests (in `prefill`: prefills) in flight, plus UNPICKABLE if it takes no new
 -- requests (draining, marked, or unpublished while requests still run). An endpoint of both stages has a load in each.
 -- The hash `limits` counts the requests in flight of flows that have a limit per endpoint. The table `caps` of a stage
 -- is endpoint -> limit, nil if no endpoint has a limit: the limits in the settings and, in `endpoints`, the temporary
 -- limits of endpoints that are full or on trial (lib/marks.lua). An endpoint that the table lacks has the limit
 -- `default_cap`, if set. Limits that the fleet finds in tokens are `settings.token_caps`, of the stage decode only;
--- `limits` then has each endpoint's tokens in flight: what its requests have taken of the stock. The last request may
--- pass the limit. Uses reads and writes from lib/storage.lua, settings from lib/pool.lua. Defines `endpoints` and
--- `prefill`.
+-- then the hash `limits` has each endpoint's tokens in flight, that is, the stock that its requests have taken. An
+-- endpoint below its limit accepts one more request, even one that exceeds the limit. Uses reads and writes from
+-- lib/storage.lua, settings from lib/pool.lua. Defines `endpoints` and `prefill`.
 
 -- A stage: `set` is the name of the sorted set with its loads; `caps_name` and `default_cap_name` are the settings with
--- its limits. `is_decode`: the limits may be in tokens. `described`: as below, for the stages to share.
+-- its limits. `is_decode`: the limits may be in tokens. `described`: see below; both stages share it.
 local function new_stage(name, set, caps_name, default_cap_name, described)
   local is_decode = name == 'decode'
   -- ANY: `candidates` of a request that accepts any endpoint; counts_flows: whether this library has seen a flow's
@@ -28,7 +28,7 @@ local function new_stage(name, set, caps_name, default_cap_name, described)
   local window, window_left -- the least loaded endpoints, and the number of choices for which they suffice
   local READ_AT_ONCE = 2000 -- unpack() puts its values on a stack of limited depth
   local SMALL = 8 -- fewest endpoints to read; a smaller window has all endpoints, enough for any choices
-  -- The same if endpoints have limits: the choice is then by load relative to the limit, not by load alone.
+  -- The same loads, if endpoints have limits: the choice then compares load / limit instead of load.
   local SMALL_WITH_CAPS = 16
 
   -- Return a function that caches the results of `make`, a function with one text argument.
@@ -160,8 +160,8 @@ local function new_stage(name, set, caps_name, default_cap_name, described)
   local function is_less_loaded(a, b) return loads[a] < loads[b] end
 
   -- Read the `picks` + `want` least loaded endpoints into the table `window`: enough for `picks` requests that need
-  -- `want` endpoints each. Insert the endpoints whose load this call has changed at their new places, since Redis has
-  -- only their former loads.
+  -- `want` endpoints each. Redis still has the former loads of endpoints that this call has changed: sort these
+  -- endpoints in by their new loads.
   local function read_window(picks, want)
     local small = stage.caps and SMALL_WITH_CAPS or SMALL
     local most = math.max(math.max(picks, 1) + want, small)
@@ -242,10 +242,10 @@ local function new_stage(name, set, caps_name, default_cap_name, described)
     return is_decode and settings.token_caps and stage.amounts({address})[1] + RESIDUE >= stage.token_cap(address)
   end
 
-  -- Whether a free slot is certain while the stock is below its upper bound: the bound is the sum of the limits of the
-  -- ready endpoints (`adaptive`), no temporary limit is lower, and each request in flight has taken at least 1 of the
-  -- stock. Requests that arrived while the queue was disabled have taken nothing, so compare the sums, once a call.
-  -- Amounts in tokens are what requests have taken, but limits of requests may be lower.
+  -- Whether some endpoint surely has a free slot while the stock is below its upper bound: the bound is the sum of the
+  -- ready endpoints' limits (`adaptive`), no temporary limit is lower, and each request in flight has taken at least 1
+  -- of the stock. Requests that arrived while the queue was disabled have taken no stock, so compare stock and load,
+  -- once a call. With limits in tokens no endpoint may have a limit of requests, too.
   function stage.stock_bounds_slots()
     if settings.adaptive ~= 1 or stage.caps ~= settings[caps_name] or settings.queue_enabled == 0 then return false end
     if is_decode and settings.token_caps then return next(stage.caps) == nil and pool.upper > 0 end

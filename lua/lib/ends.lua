@@ -9,8 +9,8 @@ local function has_free_slot(address)
   return (endpoints.cap(address) or settings.token_caps) and #endpoints.split_by_limit({address}) > 0
 end
 
--- The prefill of a split request: `r.prefillers` of a placed request are its prefill endpoint and fallbacks, '' if it
--- is whole or the prefill has ended. The key `prefills` has the reservations, ENDPOINT and id, with the ends of their
+-- The prefill of a split request. While a placed request's prefill runs, `r.prefillers` has its prefill endpoint and
+-- fallbacks; else ''. The key `prefills` has the reservations (endpoint and request id), scored by the ends of their
 -- leases.
 local stages = {SPLIT = '>'} -- between endpoints and prefill endpoints in replies
 do
@@ -37,7 +37,7 @@ do
     return table.concat(others, ',')
   end
 
-  -- Reserve the first of r.prefillers, with a whole lease.
+  -- Reserve a slot on the first endpoint of r.prefillers for a full lease.
   function stages.reserve_prefill(r)
     local endpoint = prefill.first(r.prefillers)
     prefill.reserve(endpoint)
@@ -49,7 +49,7 @@ do
     defer_write('ZREM', key.prefills, joined(endpoint, id))
   end
 
-  -- Let a flow queue go on that waits for room in the stage prefill of `endpoint`.
+  -- Put a flow queue back in order that waits for `endpoint` to have room for a prefill.
   function stages.prefill_has_room(endpoint)
     local has_room = prefill.caps and prefill.cap(endpoint) and #prefill.split_by_limit({endpoint}) > 0
     if has_room then queue.endpoint_has_room(stages.blocker(endpoint)) end
@@ -65,7 +65,7 @@ do
     stages.prefill_has_room(endpoint)
   end
 
-  -- The reply about a request that was placed before.
+  -- The reply for a request that is already placed.
   function stages.placed(r)
     return 'placed ' .. r.endpoints .. (r.prefillers ~= '' and stages.SPLIT .. r.prefillers or '')
   end
@@ -91,7 +91,7 @@ local function release(r)
 end
 
 -- Acquire stock, endpoint and lease for a granted or placed request whose record is kept or restored. Without
--- `lease_end_ms`, acquire a whole lease.
+-- `lease_end_ms` the lease has its full length.
 local function restore_running(r, lease_end_ms)
   if r.band > LAST_NAMED then bands.count_request(r.band, 1) end
   pool.stock = pool.stock + r.taken
@@ -105,7 +105,7 @@ local function restore_running(r, lease_end_ms)
   end
 end
 
--- Restore a placed request whose record was missing. By then its prefill has ended, and its charge.
+-- Restore a placed request whose record was missing. Its prefill has ended by then, and its charge is void.
 local function restore_placed(r, lease_end_ms)
   r.prefillers, r.tenancy = '', 0
   restore_running(r, lease_end_ms)
@@ -144,7 +144,7 @@ local function finish_request(r, event, note)
   end
 end
 
--- Count a placed request on `endpoint`, where Envoy has sent the request. `listed` has the request's new endpoints.
+-- Count a placed request on `endpoint`, to which Envoy has sent it. `listed` has the request's new endpoints.
 local function move_placed(r, endpoint, listed)
   local old = endpoints.first(r.endpoints)
   endpoints.release(old, r.taken)

@@ -92,8 +92,8 @@ do
     tenants.touch(state)
   end
 
-  -- Return the flow queue that holds request r: after a change of `fairness`, the former flow queue until the sweep has
-  -- moved r.
+  -- Return the flow queue that holds request r. After a change of `fairness` r is in its former flow queue until the
+  -- sweep moves it.
   function queue.current_flow_queue(r)
     local flow_queue, flow_queues = queue.flow_queue(r), key.queue[r.band]
     if pool.refiling == 0 or read('ZSCORE', flow_queues[flow_queue], r.id) then return flow_queue end
@@ -115,8 +115,8 @@ do
     return length
   end
 
-  -- The number of a band's backlogged flow queues. With tenants, a band that counts no preemption candidates walks its
-  -- tree, but stops at MOST_WALKED members.
+  -- The number of a band's backlogged flow queues. With tenants, walk the band's tree, at most MOST_WALKED members,
+  -- unless the preemption candidates give the number.
   local MOST_WALKED = 1000
   function queue.count_flow_queues(band)
     if not settings.tenants then return read('ZCARD', key.flows[band]) + read('ZCARD', key.throttled[band]) end
@@ -167,9 +167,9 @@ do
     if r.bytes > 0 then bands.count_bytes(r, change) end
   end
 
-  -- Return the start tag of a member that becomes backlogged, whose last finish tag is `finish` and whose next request
-  -- has `share`. If finish <= v (the virtual time), the flow queue is a newcomer and starts at v. A client that makes a
-  -- new flow for each request would thus always be served first, so all newcomers together are charged to the tag
+  -- Return the start tag of a member that becomes backlogged. `finish`: its last finish tag; `share`: the share of its
+  -- next request. If finish <= v (the virtual time), the flow queue is a newcomer and starts at v. A client that makes
+  -- a new flow for each request would thus always be served first, so all newcomers together are charged to the tag
   -- `new`, like one flow. While `new` is at least NEWCOMERS shares ahead of v, a newcomer starts one share after v, as
   -- if it had been served once.
   local NEWCOMERS = 100
@@ -189,7 +189,7 @@ do
   end
 
   -- Put a backlogged member in its parent's order, and the parent in its own. A band whose order was empty does not
-  -- catch up on missed turns. Request r, if given, makes the member backlogged; its ancestors may be newcomers.
+  -- catch up on missed turns. If r is given, r makes the member backlogged, and its ancestors may be newcomers.
   local function activate(band, member, tag, r)
     local parent = parent_of(member)
     local members, name = order_of(band, parent), BAND_TAG[band]
@@ -375,8 +375,8 @@ do
     pool[name] = pool[name] + cost / BAND_WEIGHT[r.band]
   end
 
-  -- Stop serving a member because its flow, or every endpoint that its next request may use, is at its limit, or
-  -- because its balance is short. After `unthrottle` the member does not catch up on missed turns.
+  -- Stop serving a member: its flow or every endpoint that its next request may use is at a limit, or its balance is
+  -- short. After `unthrottle` the member does not catch up on missed turns.
   function queue.throttle(band, member, tag)
     read_ahead.set_score(order_of(band, parent_of(member)), member)
     throttle.add(band, member, tag)
@@ -406,8 +406,8 @@ do
   -- The start tag of a member that is in order, else false.
   function queue.is_in_order(band, member) return read('ZSCORE', order_of(band, parent_of(member)), member) end
 
-  -- With tenants, whether request r may start before all waiting requests: if all are throttled, but not r's own flow
-  -- queue or an inner node above it.
+  -- With tenants, whether request r may start before all waiting requests: all of them are throttled, but neither r's
+  -- own flow queue nor an inner node above it is.
   function queue.may_overtake(r)
     for _, band in ipairs(BANDS) do
       if pool[QUEUED[band]] > 0 and read_ahead.first_scored(key.flows[band]) then return false end
@@ -428,7 +428,7 @@ do
     if wait_ms < math.huge then quotas.wake_at(r.band, member, math.ceil(now_us / 1000 + wait_ms)) end
   end
 
-  -- Put the members back in order whose balances suffice again.
+  -- Put throttled members back in order once their balances suffice.
   function queue.end_waits()
     for _, due in ipairs(quotas.due()) do queue.unthrottle(due[1], due[2]) end
   end
@@ -483,7 +483,7 @@ do
     end
   end
 
-  -- Append the ids of up to `count` requests that the next turns may serve to `ids`: the same number from each of the
+  -- Append to `ids` the ids of up to `count` requests that the next turns may serve: equally many from each of the
   -- first members of an order.
   local function first_requests(band, members, count, ids)
     local front = read_ahead.scored_front(members)

@@ -26,8 +26,8 @@ do
     end
   end
 
-  -- Add `change` to the numbers of published endpoints that prefill, and that do not decode: those that only prefill,
-  -- also while they drain.
+  -- Add `change` to the number of published endpoints that prefill and, if this endpoint does not decode, to the number
+  -- of endpoints that only prefill (draining ones too).
   function marks.count_stages(described, change)
     if described.prefill then pool.prefillers = pool.prefillers + change end
     if not described.decode then pool.prefill_only = pool.prefill_only + change end

@@ -1,7 +1,7 @@
 -- include: fronts registry
--- The order of requests within a flow queue. The sorted set queue:B:L holds all requests of flow queue L in band B: by
--- deadline less predicted time under the ordering `edf`, else by arrival. Under the ordering `workload-aware` the index
--- described below decides.
+-- The order of requests within a flow queue. The sorted set queue:B:L holds all requests of flow queue L in band B:
+-- under the ordering `edf` by deadline minus predicted service time, else by arrival. Under the ordering
+-- `workload-aware` the index described below decides.
 -- Uses fronts from lib/fronts.lua, records and rates from lib/registry.lua. Defines `order`.
 --
 -- workload-aware (spec 001): score = wait_weight * min(wait / wait_cap, 1) + g, highest first, where
@@ -119,8 +119,8 @@ do
   end
 
   -- Return the id that the flow queue serves next; nil if the sweep has not indexed its requests under a new ordering.
-  -- A call moves at most MOST_CAPPED heads past wait_cap to `static`, then serves the first head of `static`; the next
-  -- call continues.
+  -- First move at most MOST_CAPPED heads past wait_cap from `growing` to `static`; if more are left, serve the first
+  -- head of `static`, and the next call moves more.
   local MOST_CAPPED = 256
   function order.head(band, flow_queue)
     local growing, static = key.growing[band][flow_queue], key.static[band][flow_queue]

@@ -15,7 +15,7 @@
 local outliers = {}
 do
   local MOST_FAILURES = 8 -- failures that an entry keeps
-  -- Number of failures in a row that eject an endpoint if all requests in flight are of one flow, which others answer.
+  -- So many failures in a row eject an endpoint that has only one flow in flight, if others answer the flow.
   local MOST_ALONE = 5
   local LOOKED_AT = 32 -- requests in flight that has_pool_alone reads
   -- A trial passes if its request is answered or has not failed for this long (second value: after `stuck`).
@@ -100,7 +100,7 @@ do
   end
 
   -- Count the failure of a request on an endpoint only once. A request that fails on two endpoints counts against
-  -- neither: the request itself may make engines fail. Return whether this failure has ejected the endpoint.
+  -- neither, since the request itself may crash engines. Return whether this failure has ejected the endpoint.
   function outliers.failed(address, id, flow, why)
     if not (is_on() and endpoints.is_known(address)) then return end
     for other, entry in pairs(endpoints.outliers) do
@@ -150,9 +150,9 @@ do
     if says_nothing then drop(address) else put(address, entry) end
   end
 
-  -- Limit a full endpoint for `hold_ms` (0: unknown) to its requests in flight, less the number `mine` that it just
-  -- refused. After that time, raise the limit by one, as a trial. The time doubles with each repetition until the
-  -- endpoint answers.
+  -- A full endpoint: limit its requests in flight for `hold_ms` (0: unknown) to the present number, less `mine`, the
+  -- requests that it just refused. After that time, raise the limit by one as a test. The time doubles each time the
+  -- endpoint is full again before it answers a request.
   function outliers.full(address, mine, hold_ms)
     if not (is_on() and endpoints.is_known(address)) then return end
     local entry = entry_of(address)

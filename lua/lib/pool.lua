@@ -49,8 +49,8 @@ do
     set(us)
   end
 
-  -- The text to store in the field `clock`; nil if the stored text is recent. The caller also changes a counter, so
-  -- that other libraries read the clock.
+  -- The text to store in the field `clock`; nil if the stored text is recent. A caller that stores the text also
+  -- changes a counter, so that other libraries read the clock.
   function clock_change()
     if not (moved or now_us - saved_us >= SAVED_EVERY_US) then return nil end
     saved_us, moved = now_us, false
@@ -61,8 +61,8 @@ end
 
 -- The pool's counters are read once a call, and written once if any has changed. One field holds all counters, packed
 -- as doubles, at a tenth of the cost of a field for each counter; bands.lua packs the counters of dynamic bands in
--- another field. Settings are decoded only after a change. A pool whose format number differs or is missing fails the
--- call at once.
+-- another field. Settings are decoded only after a change. If the pool's format number differs or is missing, the call
+-- fails at once.
 local settings, settings_text -- kept between calls
 -- Whether this library's caches are valid: no other library has changed the counters or published endpoints since the
 -- last call. Each call that changes settings, endpoints, loads or the clock changes a counter (`pool.touched`). The
@@ -196,7 +196,8 @@ function pool.release(taken)
 end
 
 -- The stock that a request takes under the bound `most`: its cost, but at most the fraction `largest_claim` of the
--- bound, since a client may claim any number of sequences or tokens. This maximum is at least 1, or the bound if below
+-- bound, since clients may ask for any number of sequences or tokens. A request may take at least 1, or the whole bound
+-- if that is below
 -- 1. If the queue is off, requests are placed as they arrive and take no stock.
 function pool.stock_for(cost, most)
   if settings.queue_enabled == 0 then return 0 end
@@ -299,15 +300,15 @@ local function notify(owner, line)
 end
 
 function notifications.add(owner, id, what)
-  -- A replica that the sweep has removed would never empty its inbox. Only live replicas get grants.
+  -- Only live replicas get grants, since a removed replica would never empty its inbox.
   if what == NOTIFY_GRANTED or read('ZSCORE', key.replicas, owner) then
     defer_write('HSET', key.inbox[owner], id, what)
   end
   notify(owner, what .. ' ' .. id)
 end
 
--- Notify the owner of request r that the grant has also placed r; `reply` has the format of a reply of the script
--- `place`. The notification names the attempt, since the id may be reused before the replica reads the notification.
+-- Notify the owner that the grant has also placed r; `reply` is in the format of the script `place`. The notification
+-- names the attempt, since the id may be reused before the replica reads the notification.
 function notifications.placed_for(attempt) return NOTIFY_PLACED .. ' ' .. attempt end
 function notifications.add_placed(r, reply)
   local note = notifications.placed_for(r.attempt)

@@ -1,19 +1,18 @@
 -- include: tenants
--- What requests take of the limits of their tenants. A limit of `amount` units per `per_ms` is a leaky bucket (ITU-T
--- I.371, continuous-state leaky bucket): `owed` units leak at amount / per_ms, and a request that takes c units may
--- start while owed + c <= `burst`. Requests are charged by estimate and corrected by usage, so `owed` may pass `burst`.
--- A budget counts what a calendar period has spent. The hash `balances` has both, and requests in flight; a request's
--- record has what the request was charged.
--- Uses nodes from lib/tenants.lua, reads and writes from lib/storage.lua, the clock and settings from lib/pool.lua.
--- Defines `quotas`.
+-- Tenants' limits: charges requests to them, and says which requests must wait. A limit of `amount` units per `per_ms`
+-- is a leaky bucket (ITU-T I.371, continuous-state leaky bucket): `owed` units leak at amount / per_ms, and a request
+-- that takes c units may start while owed + c <= `burst`. Requests are charged by estimate and corrected by usage, so
+-- `owed` may pass `burst`. A budget counts what a calendar period has spent. The hash `balances` has the balances of
+-- both and the requests in flight; a request's record has its charges. Uses nodes from lib/tenants.lua, reads and
+-- writes from lib/storage.lua, the clock and settings from lib/pool.lua. Defines `quotas`.
 local quotas = {}
 do -- a chunk may have 200 locals
   local INNER, counting = tenants.INNER, tenants.counting
 
-  -- Balances, in the tables of limits (lib/tenants.lua): `owed` is what the limit has granted: units owed now, units
-  -- spent in this period, or requests in flight; of a `served` count, the cost served. Each call reads a balance once,
-  -- and writes it once. They are cached between calls while only this library changes the pool: `stored` is the number
-  -- as last written, `stored_ms` when; that of a budget is valid until `ends_ms`.
+  -- Balances, in the tables of limits (lib/tenants.lua): `owed` is the used part of the limit: units owed now, units
+  -- spent in this period, or requests in flight. For a `served` count it is the cost served. Each call reads a balance
+  -- once, and writes it once. Balances are cached between calls while only this library changes the pool. `stored` is
+  -- the number last written, `stored_ms` the time; a budget's number is valid until `ends_ms`.
   local calls = 0 -- number of this call
   local decode -- (limit, text) -> number
 
@@ -54,7 +53,7 @@ do -- a chunk may have 200 locals
     if found.read_in ~= calls then read_wanted(want(found, 0)) end
   end
 
-  -- Read the balances of the first `count` of `requests` with one command.
+  -- Read the balances for the first `count` members of `requests` with one command.
   function quotas.prefetch(requests, count)
     local fields = 0
     for i = 1, count do
@@ -151,16 +150,16 @@ do -- a chunk may have 200 locals
       + answer * (price.answer or 1)
   end
 
-  -- What a request takes of limits, by unit: of `prompt` and `answer` tokens, `cached` prompt tokens among them.
+  -- The amounts to charge for a request, by unit. `cached`: how many of its `prompt` tokens come from a cache.
   local function weigh(amounts, r, prompt, cached, answer)
     amounts.tokens, amounts.prompt_tokens, amounts.answer_tokens = prompt + answer, prompt, answer
     amounts.budget = settings.tenants.prices and cost_of(r, prompt, cached, answer) or prompt + answer
   end
 
-  -- The record of a request says what the request was charged: `charged_prompt` and `charged_answer` tokens, by the
-  -- limits that charge it at its arrival, and if `at_grant` is 1 also by the limits that charge it at its start; if
-  -- `demoted` is 1, by no node that demotes. Once tenants have ceased to count, `settings.tenancy` differs from the
-  -- record's `tenancy`, and the charge is void.
+  -- A record keeps the request's charge: `charged_prompt` and `charged_answer` tokens. The limits that charge at
+  -- arrival have charged it; with `at_grant` 1 also the limits that charge at the start; with `demoted` 1 no node that
+  -- demotes. If `settings.tenancy` differs from the record's `tenancy`, the counts were reset since, and the charge is
+  -- void.
 
   -- Return the nodes that have charged request r, with balances read; nil if none has.
   local function charged_nodes(r)
@@ -170,7 +169,7 @@ do -- a chunk may have 200 locals
     return found
   end
 
-  -- The member of an order that a node of request r's path is.
+  -- The member of an order (flow queue or inner node) for a node of r's path.
   local function member_of(node, r) return node.path == r.flow and r.flow or node.path .. INNER end
 
   local taken, used = {requests = 1, parallel = 1}, {requests = 1, parallel = 1}
@@ -182,7 +181,7 @@ do -- a chunk may have 200 locals
     return taken
   end
 
-  -- Charge request r to the limits of its arrival or grant; `sign` -1 refunds the charge.
+  -- Charge request r to the limits that charge at its arrival or grant; `sign` -1 refunds the charge.
   local function charge(limits, r, sign)
     local amounts, demoted = amounts_of(r), r.demoted == 1
     for i = 1, #limits do
@@ -202,8 +201,8 @@ do -- a chunk may have 200 locals
     return true
   end
 
-  -- Return the limit of a node that lacks the most for request r, the ms until it suffices (infinite for requests in
-  -- flight), and whether the request is larger than the limit grants at once; nil if the node lacks nothing.
+  -- Return the limit of a node for which request r must wait longest, the ms until it suffices (infinite for requests
+  -- in flight), and whether r is larger than the limit's burst; nil if all limits of the node suffice.
   local function lack(node, r)
     local worst, worst_ms
     local limits, amounts = node.limits, amounts_of(r)
@@ -231,7 +230,7 @@ do -- a chunk may have 200 locals
   end
 
   local LONGEST_RETRY_S = 31 * 86400
-  -- The limits of an arriving request do not suffice: return a refusal, or note that the request is demoted.
+  -- A limit does not suffice for an arriving request: return a refusal, or note that the request is demoted.
   local function exceed(found, r)
     for _, node in ipairs(found) do
       local limit, wait_ms, is_over_burst = lack(node, r)
@@ -281,7 +280,7 @@ do -- a chunk may have 200 locals
   end
 
   -- Change nodes by `change()`, then call `log_and_count()`. Charge a request of `waiting` again if other limits now
-  -- charge it at its arrival. Return the requests for which these limits do not suffice, charged to none.
+  -- charge it at its arrival. Return the requests for which these limits do not suffice; they are charged to no limit.
   function quotas.change_nodes(waiting, change, log_and_count)
     local former, moved, refused = {}, {}, {}
     for _, r in ipairs(waiting) do former[r] = charged_nodes(r) end
@@ -311,8 +310,8 @@ do -- a chunk may have 200 locals
     return refused
   end
 
-  -- Return the highest member of r's path that lacks balance for r, the ms until it suffices (infinite until a request
-  -- ends), and whether it never will, since its limit was lowered; nil if r may start.
+  -- Return the highest member of r's path whose balance does not suffice for r, the ms until it does (infinite: until a
+  -- request ends), and whether it never will, because the limit was lowered; nil if r may start.
   function quotas.lacking(r)
     local found = starting ~= r and charged_nodes(r)
     if not found or suffice(found.grant, r) then return nil end
@@ -340,7 +339,7 @@ do -- a chunk may have 200 locals
     if r.at_grant == 1 then charge_start(r, -1) end
   end
 
-  -- Nodes that queue, and got balance back in this call, or lost a waiting request: their next request may fit now.
+  -- Nodes that queue and in this call got balance back or lost a waiting request: their next request may fit now.
   local eased, eased_count = {}, 0
   local function ease(node)
     if node.eased_in == calls or node.over_limit ~= 'queue' or pool.queued == 0 then return end
@@ -376,7 +375,7 @@ do -- a chunk may have 200 locals
     end
   end
 
-  -- End what `limits` have charged request r.
+  -- End the charges of `limits` for request r.
   local function release(limits, r, is_refund)
     local amounts, demoted = is_refund and amounts_of(r), r.demoted == 1
     for i = 1, #limits do
@@ -421,7 +420,8 @@ do -- a chunk may have 200 locals
     return told
   end
 
-  -- Give back `amount` of what a limit of a node has granted, at most all. Return what is left; nil without the limit.
+  -- Lower the used part of a node's limit by `amount`, at most to 0. Return the free part of the limit; nil if the node
+  -- has no such limit.
   function quotas.top_up(path, unit, per, amount)
     local node = tenants.node(path)
     prefetch(counting(path))
@@ -434,7 +434,7 @@ do -- a chunk may have 200 locals
     end
   end
 
-  -- The one of two limits of which more is used; `limit` if there is no other.
+  -- The limit with the greater used fraction; `limit` if `other` is nil.
   local function more_used(other, limit)
     if other and other.owed / other.burst >= limit.owed / limit.burst then return other end
     return limit
@@ -446,7 +446,7 @@ do -- a chunk may have 200 locals
     return string.format('%s,%d,%d', limit.shown_as, left, math.ceil(owed / limit.rate - RESIDUE))
   end
 
-  -- The balances that an answer shows: of the limits on requests and on tokens the one with the least share left, and
+  -- The balances that an answer's headers show: for requests and for tokens the limit with the least fraction left, and
   -- whether the request was demoted. A text that begins with byte 31; '' without limits.
   function quotas.shown(r)
     if r.tenancy ~= (settings.tenancy or 1) then return '' end
@@ -466,8 +466,8 @@ do -- a chunk may have 200 locals
     return text
   end
 
-  -- Members whose balance is short: when it will suffice. Between calls this library caches a lower bound of the
-  -- earliest time.
+  -- The times when the balances of throttled members will suffice. Between calls this library caches a lower bound of
+  -- the earliest time.
   local next_wake_ms
   function quotas.wake_at(band, member, at_ms)
     if next_wake_ms and at_ms < next_wake_ms then next_wake_ms = at_ms end
@@ -476,7 +476,7 @@ do -- a chunk may have 200 locals
     own[#own + 1] = 'wake ' .. math.max(1, at_ms - now_ms)
   end
 
-  -- Return a list of band and member: of members whose time has come, and of eased nodes.
+  -- Return a list of band and member: members whose time has come, and eased nodes.
   local MOST_DUE = 100
   function quotas.due()
     local due = {}

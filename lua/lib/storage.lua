@@ -2,9 +2,9 @@
 -- Uses Redis's functions. Defines `key`, `read`, `flush`, `defer_write`, `drop_stray` and the other names below.
 --
 -- The function `defer_write` buffers a write until the end of the script call. At the end, one command writes all
--- values of a key; a call that fails earlier has written nothing. The function `read` first writes the buffered changes
--- of its key, so a script call sees its own writes. If a call fails, `undo_writes` restores the former values of
--- flushed keys.
+-- values of a key, so a call that fails earlier has written nothing. The function `read` first writes the buffered
+-- changes of its key, so a script call sees its own writes. If a call fails, `undo_writes` restores the former values
+-- of flushed keys.
 
 -- Copy global functions to locals: in a Redis library a lookup of a global takes three steps. While Redis loads the
 -- library, only the global `redis` exists, so the first call copies the other functions.
@@ -27,8 +27,8 @@ local read_ahead = {} -- lib/fronts.lua
 local fronts = {} -- key -> its front: the members that were read ahead
 do -- a chunk may have 200 locals
   local pools = {} -- declared key -> the keys of its pool
-  -- Return a table of ending -> `prefix` .. ending that caches MOST_NAMES names: making a name costs as much as 20
-  -- lookups.
+  -- Return a table that maps an ending to `prefix` .. ending and caches MOST_NAMES names: a concatenation costs as much
+  -- as 20 lookups.
   local MOST_NAMES = 256
   local function names_with_prefix(prefix)
     local kept = 0
@@ -43,7 +43,7 @@ do -- a chunk may have 200 locals
     end})
   end
 
-  -- Return a table of band -> `make`(band) that calls `make` at the first use of a band.
+  -- Return a table that maps a band to `make`(band), called at the band's first use.
   local function by_band(make)
     return setmetatable({}, {__index = function(made, band)
       made[band] = make(band)

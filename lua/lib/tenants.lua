@@ -1,8 +1,8 @@
 -- include: registry
 -- Tenants: a flow is a path such as acme/search/key-17, and each node of the path may have a weight and limits.
--- Says which nodes a flow has, and keeps the virtual times of inner nodes; lib/flows.lua orders the nodes, and
--- lib/quotas.lua counts what requests take of the limits.
--- Uses reads and writes from lib/storage.lua, the clock and settings from lib/pool.lua. Defines `tenants`.
+-- Finds the nodes of a flow, and keeps the virtual times of inner nodes. lib/flows.lua orders the nodes; lib/quotas.lua
+-- charges requests to the limits. Uses reads and writes from lib/storage.lua, the clock and settings from lib/pool.lua.
+-- Defines `tenants`.
 
 local tenants = {INNER = '\30'} -- the last byte of an inner node's name in orders; no flow has it
 do -- a chunk may have 200 locals
@@ -20,7 +20,7 @@ do -- a chunk may have 200 locals
     separator, paths, paths_known, parents, parents_known = settings.tenants.separator, {}, 0, {}, 0
   end
 
-  -- Return the paths of a flow's nodes, from the top. The last of MOST_LEVELS levels has the rest of the flow.
+  -- Return the paths of a flow's nodes, from the top. The last of MOST_LEVELS nodes is the whole flow.
   function tenants.paths(flow)
     local found = paths[flow]
     if found then return found end
@@ -107,9 +107,9 @@ do -- a chunk may have 200 locals
     return node
   end
 
-  -- The settings of the flow's nodes that count something, limits or the cost served, from the top. Also lists of their
-  -- limits: `limits` has all, `arrival` and `grant` those that charge a request when it arrives and when it starts;
-  -- `balances` has all limits and `served` counts.
+  -- The settings of the flow's nodes that have limits or count the cost served, from the top; also lists: `limits` has
+  -- all limits, `arrival` and `grant` the limits that charge a request when it arrives and when it starts, `balances`
+  -- all limits and `served` counts.
   function tenants.counting(flow)
     local found = counted[flow]
     if found then return found end
@@ -179,8 +179,8 @@ do -- a chunk may have 200 locals
     return found, read('HMGET', hash, unpack(found))
   end
 
-  -- For the sweep: forget some inner nodes of a band in which nobody has waited for `idle_ms`, and finish tags without
-  -- effect.
+  -- For the sweep: forget some inner nodes of a band in which no request has waited for `idle_ms`, and finish tags
+  -- without effect.
   local MOST_THROTTLED = 1000
   function tenants.drop_idle_nodes(band, count, idle_ms)
     local throttled, is_parent = read('ZRANGE', key.throttled[band], 0, MOST_THROTTLED), {}

@@ -1,6 +1,6 @@
 -- include: registry
--- The ids of requests without a record: of ended requests, and of reclaimed requests that may still run.
--- Uses records from lib/registry.lua, the clock from lib/pool.lua. Defines `tombstones`, and `drop_old` for the sweep.
+-- Keeps ids of requests whose records are gone: ended requests, and reclaimed requests that may still run. Uses records
+-- from lib/registry.lua, the clock from lib/pool.lua. Defines `tombstones`, and `drop_old` for the sweep.
 
 -- Drop at most `most` ids from the sorted set `set` (id -> time, ms): ids older than `life_ms`, and ids beyond the
 -- latest LIMIT. Also drop the ids' fields in `hash`, if given. Return whether there may be more to drop.
@@ -53,8 +53,8 @@ do
     return ended_ms and not (seen_ms and ended_ms <= seen_ms - LATE_MS)
   end
 
-  -- A metrics page shows how many requests have ended, but not which. So the sweep may reclaim a request that still
-  -- runs (a ghost), if another request on that endpoint has ended whose replica is suspended and cannot report the end.
+  -- A metrics page shows how many requests have ended, but not which. If a request ends while its replica is suspended
+  -- and cannot report it, the sweep may instead reclaim another request on that endpoint that still runs (a ghost).
   -- When that report comes, the script `settle` restores the ghost from its record. `page_ms`: the time of the metrics
   -- page.
   function tombstones.put_ghost(r, page_ms)

@@ -42,8 +42,8 @@ do
   end
 
   local MOST_IDLE = 10000 -- finish tags kept for each band; the same limit for preemption times
-  -- Remove at most `limit` of the lowest members beyond MOST_IDLE, and return how many. The caller itself removes the
-  -- first `from` members.
+  -- Remove at most `limit` of the lowest members beyond MOST_IDLE, and return how many. The first `from` members do not
+  -- count: the caller removes them.
   local function drop_lowest(set, from, limit)
     local surplus = math.min(redis.call('ZCARD', set) - from - MOST_IDLE, limit)
     if surplus > 0 then

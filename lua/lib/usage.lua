@@ -48,16 +48,16 @@ do -- a chunk may have 200 locals
     return not mean or now_ms - last_ms > idle_ms
   end
 
-  -- Prompts: a prompt of a size (ingress/cost.py) has about base + slope * size tokens. Each model has its own line, of
-  -- the least squares of the relative error: with u = 1 / size and v = tokens / size, v is about slope + base * u. An
-  -- entry has the number of requests, and moving averages of u, v, u * u and u * v.
+  -- Prompts: a prompt of a size (ingress/cost.py) has about base + slope * size tokens. Each model has its own line,
+  -- fitted by least squares of the relative error: with u = 1 / size and v = tokens / size, v is about slope + base *
+  -- u. An entry has the number of requests, and moving averages of u, v, u * u and u * v.
   local MOST_MODELS = 256 -- a further model takes the place of any other
   local LEAST_SIZE = 16 -- smaller prompts teach nothing: their base outweighs the text
   local SPAN = 50 -- requests that the averages span
   local LEAST_BASE, MOST_BASE, LEAST_SLOPE, MOST_SLOPE = -64, 2000, 0.02, 2
   local RIDGE = 0.01 -- if sizes hardly differ, the base is near 0
   local EXTREME = 2 -- tokens count as at most so many times the estimate, and at least its reciprocal
-  -- A new model's averages count as five requests, of sizes about 100 and 1000 and a quarter of the size in tokens.
+  -- A new model starts with averages as of five requests with sizes of about 100 and 1000, and size / 4 tokens.
   local NEW_N, NEW_U, NEW_V, NEW_UU, NEW_UV = 5, 0.0055, 0.25, 5.05e-5, 0.0055 * 0.25
 
   local new_prompts = {} -- model -> the entry that this call has changed

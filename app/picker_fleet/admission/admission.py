@@ -41,10 +41,10 @@ if TYPE_CHECKING:
 class Admission:
     """Admits, places and accounts for requests. All calls come from one event loop.
 
-    `Membership` (fleet/) uses two parts of `Admission`: `queue`, the requests that wait in Redis, and
-    `failover`. Each placement calls the argument `record_cost` with priority, flow and cost; each end calls
-    `record_usage` with the completion, flow ('': unknown) and model. Streams are numbered by the iterator
-    `attempts`, by default 1, 2, …
+    `Membership` (fleet/) uses two attributes of `Admission`, namely `queue` (the requests that wait in Redis)
+    and `failover`. Each placement calls the argument `record_cost` with priority, flow and cost; each end
+    calls `record_usage` with the completion, flow ('': unknown) and model. Streams are numbered by the
+    iterator `attempts`, by default 1, 2, …
     """
 
     def __init__(
@@ -140,8 +140,8 @@ class Admission:
         try:
             placement = await self._place(request, wait, stream_owned)
         except BaseException as error:
-            # A newer stream continues the wait that ClientGone ends; after RequestIdTaken the request gets
-            # another id and waits on.
+            # After ClientGone a newer stream continues the wait; after RequestIdTaken the request waits on
+            # under a new id.
             if wait.queued and not isinstance(error, ClientGone | RequestIdTaken):
                 waited_s = self._clock() - wait.arrived_s
                 self._metrics.waited(request.model, waited_s, False, request.target_model)
@@ -162,8 +162,8 @@ class Admission:
     async def confirm(self, request_id: str, placement: Placement, age_s: float) -> bool:
         """Return whether the request still has its placement, made `age_s` ago; if so, restart its lease.
 
-        Called while Envoy lacks the placement of a request without an owned stream, because no access-log
-        entry renews that lease yet.
+        Call this before Envoy gets a placement made some time ago: if no stream of this replica owns the
+        request, nothing has renewed the lease yet.
 
         Raises:
             StateUnavailable: Redis does not answer.
@@ -203,7 +203,7 @@ class Admission:
         entry, outage = self.ledger.get(completion.id), self.failover.outage
         if self._traces is not None:
             completion = self._trace_end(self._traces, completion, entry)
-        # Use the accounting token that came with the end; if none came, use the owned stream's token.
+        # Use the token that came with the end, or else the token that the ledger keeps for an owned stream.
         token = completion.accounting_token or (entry.token if entry is not None and entry.owned else "")
         is_local = self.failover.state is FailoverState.LOCAL
         ran, is_new = bool(token), True
@@ -212,7 +212,7 @@ class Admission:
         elif ran or (entry is not None and entry.running and entry.journaled):
             ran, is_new = True, outage.end(entry, completion, token)
         elif is_local:
-            return  # the request never ran: Envoy also logs refused requests
+            return  # the request never ran (Envoy also logs refused requests)
         entry = self.ledger.finish(completion, token, is_reported=not is_local) if ran else None
         if is_local:
             self._reports.note_end(completion, token)
@@ -244,7 +244,7 @@ class Admission:
         entry = self.ledger.get(alive.id)
         if entry is not None and entry.phase is Phase.ENDED:
             alive = alive._replace(accounting_token="")  # a late or repeated entry must restore no request
-        # A request in an entry written while this process was paused may have ended long ago.
+        # An entry that arrived while this process was paused is old: its request may have ended long ago.
         if self._pause_detector.resumed_recently:
             self.failover.ignored_s = self._clock()
             return
@@ -278,7 +278,7 @@ class Admission:
             self.failover.outage.gate.shut_down()
 
     async def _place(self, request: InferenceRequest, wait: Wait, stream_owned: bool) -> Placement:
-        """Admit by Redis or within the local budget; repeat that if Redis is lost or returns meanwhile."""
+        """Admit through Redis or within the local budget; retry if Redis is lost or returns meanwhile."""
         failover = self.failover
         while not self._is_shut_down:
             if failover.outage is not None:

@@ -4,7 +4,7 @@ Requests and responses are JSON objects. A request has `pool`, `nonce` and `sign
 once, and only if the fleet's key has signed it for the called replica. A repeated `Ask` whose first response
 was late gets the same response. Amounts are in the stock's unit.
 
-    Ask    least, most  {"given"}: budget that the called replica gives up, 0 if it has none to spare
+    Ask least, most {"given"}: budget that the called replica gives up, 0 if it has none to spare
     Count               {"live", "bound", "free", "running"} of `OutageCount`; {} if the replica has none
     Ended  ids          {"ended"}: the `ids` whose end the replica received before its outage; {} without one
 
@@ -42,7 +42,7 @@ Fields = Mapping[str, Any]
 
 
 def _signed_text(pool: str, to: str, nonce: str, method: str, fields: Fields) -> str:
-    """The text that a request's signature covers. The method `Ask` signs an older format."""
+    """The text that a request's signature covers. Requests of the method `Ask` use an older format."""
     if method == _ASK:
         return f"{pool}\n{to}\n{float(fields['least'])!r}\n{float(fields['most'])!r}\n{nonce}"
     ids = hashlib.blake2b("\n".join(fields.get("ids", ())).encode(), digest_size=16).hexdigest()
@@ -106,7 +106,7 @@ def handlers(
         if nonce not in transfers:
             least, most = float(fields["least"]), float(fields["most"])
             transfers[nonce] = asyncio.ensure_future(transfer(least, most))
-        # The budget transfer goes on if the caller times out: the caller repeats its call to get the result.
+        # If the caller times out, the transfer goes on, and the caller repeats its call to get the result.
         return orjson.dumps({"given": await asyncio.shield(transfers[nonce])})
 
     async def answer_count(stream: Stream) -> bytes:

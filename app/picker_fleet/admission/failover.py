@@ -104,7 +104,7 @@ _TRANSITIONS: Mapping[tuple[FailoverState, FailoverEvent], FailoverState] = {
 
 @dataclass(slots=True)
 class Stock:
-    """The reply to the last heartbeat sent while Redis was in use."""
+    """The figures in the last heartbeat's reply while Redis was in use."""
 
     pulse: HeartbeatReply
     seen_s: float
@@ -115,8 +115,7 @@ class Failover:
     loop.
 
     The callback `heartbeat_now` sends a heartbeat, which also probes Redis; with `full=False` the replica
-    need not read the whole shared state. The attribute `outage` is the current outage; None while Redis
-    decides.
+    need not read the whole shared state. The attribute `outage` is the outage; None while Redis decides.
     """
 
     def __init__(
@@ -160,7 +159,7 @@ class Failover:
         self.placed = 0.0  # cost of the requests placed through Redis since the last heartbeat
         self.prepaid = 0.0  # budget held by requests that entered the shared queue while RESYNCING
         self.is_busy = False  # whether this replica has placed or ended requests since the last tick
-        self.ignored_s = -math.inf  # when this replica last ignored a request's sign of life
+        self.ignored_s = -math.inf  # when this replica last ignored a sign of life of some request
         self._tasks: set[asyncio.Task[None]] = set()  # asyncio tasks of the current outage
         self.stock: Stock | None = None  # None until this replica has joined the pool
         self._joined_s = 0.0
@@ -185,12 +184,13 @@ class Failover:
         return await self.outage.gate.transfer_budget(minimum, maximum, TRANSFER_WAIT_S)
 
     def outage_count(self) -> OutageCount | None:
-        """The figures for `lost_budget`; None if it is unknown which requests ran as the outage began."""
+        """This replica's figures for `Peers.lost_budget`; None if it does not know which requests ran when
+        the outage began."""
         outage = self.outage
         if outage is None or outage.resync_attempted or self.state is not _LOCAL:
             return None
-        # Wait until each running request has given a new sign of life: only a replica that has left, or an
-        # access-log entry that this replica ignored, may have reported it.
+        # Wait until each running request has sent a new sign of life: the last one may have gone to a replica
+        # that has left, or this replica may have ignored it.
         since_s = max(self._peers.left_s, self._joined_s, self.ignored_s)
         if self._clock() - since_s < unseen_s(self._times.report_s):
             return None
@@ -198,7 +198,7 @@ class Failover:
         return OutageCount(len(self._peers.live), outage.bound, outage.initial_free, running)
 
     def ended_before(self, ids: Collection[str]) -> list[str] | None:
-        """Those of `ids` whose request ended, as this replica knew, before the outage; None without one."""
+        """The subset of `ids` whose ends this replica received before the outage; None without one."""
         if self.outage is None:
             return None
         return [request_id for request_id in ids if request_id in self.outage.ended_before]
@@ -255,7 +255,7 @@ class Failover:
     # steps in any order and restores saved states.
 
     def save(self) -> tuple[Any, ...]:
-        """A copy of the state that decides the next transitions, without the budget and the queue."""
+        """A copy of the state, without budget and queue, on which the next transitions depend."""
         return (
             self.state,
             self.outage is not None and self.outage.resynced,
@@ -321,8 +321,8 @@ class Failover:
         pulse, config = stock.pulse, self._fleet.config
         live = self._peers.count(pulse)
         newcomer = now_s - self._joined_s < self._times.newcomer_s
-        # Requests that have waited in the shared queue since an earlier outage hold local budget; each
-        # releases its budget on returning to the local queue.
+        # Requests in the shared queue may hold local budget from an earlier outage: they release it when they
+        # return to the local queue.
         free = (0.0 if newcomer else self._own_part(stock)) - self.prepaid
         rules = rules_of(config, live, self._fleet.tenants)
         quotas = self._quotas_of_share(live)
@@ -350,7 +350,7 @@ class Failover:
         return outage
 
     def _quotas_of_share(self, live: int) -> Quotas | None:
-        """This replica's share of the tenants' limits, with the balances that Redis told last."""
+        """This replica's share of the tenants' limits, with the last balances that Redis reported."""
         tree, settings = self._fleet.tenants, self._fleet.config.settings
         if tree is None or settings.tenants is None or settings.fair_request_queue.fairness == "none":
             return None
@@ -372,8 +372,8 @@ class Failover:
         assert stock is not None
         resync, outage.resync = outage.resync, None
         if stock.seen_s > resync.began_s:
-            # Other replicas may be SHARED already. The stock in Redis already lacks the requests whose ends
-            # this replica reported in the resync.
+            # Other replicas may be SHARED already. The stock in Redis no longer includes the requests whose
+            # ends this replica reported in the resync.
             outage.gate.limit_budget(self._own_part(stock) - self.prepaid)
         else:
             outage.gate.limit_budget(outage.gate.free - resync.released)
@@ -431,7 +431,7 @@ class Failover:
             _log.info("Redis answers again; reported %d requests in flight to it", running)
 
     def finish_resync(self, resync: Resync) -> None:
-        """Settle the requests that have ended: Redis now has every request this replica saw in flight."""
+        """Settle the ended requests, now that Redis has every request that this replica saw in flight."""
         self._queue.renew_owned_streams()
         self._tell_ends()
         resync.done = True
@@ -477,7 +477,7 @@ class Failover:
         self._heartbeat_now()
 
     async def _charge_granted(self, granted: Iterable[Granted]) -> None:
-        """Charge in Redis what this replica granted of tenants' limits without Redis."""
+        """Charge the tenants in Redis for the requests that this replica granted without Redis."""
         for path, unit, per, amount in granted:
             try:
                 await self._store.top_up_tenant(path, unit, per, -amount)

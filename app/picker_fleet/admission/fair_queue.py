@@ -1,8 +1,8 @@
-"""Start-time fair queueing: a band consists of flow queues, and a flow queue of requests. Pure.
+"""Start-time fair queueing. A band consists of flow queues; a flow queue consists of requests. Pure.
 
-The module `local_queue.py` uses this queue during an outage. The reference model in tests/model, which tests
-compare with the Lua scripts call by call, extends it with features that only the shared queue has:
-corrections and rebased tags. So comparing the model with the scripts also tests the local queue.
+The module `local_queue.py` uses this queue during an outage. Tests compare a reference model (tests/model)
+with the Lua scripts call by call. The model extends this queue by features of the shared queue only:
+corrections and rebased tags. So these tests also test the local queue.
 
 The order of service: while the starvation guard has credit, the longest overdue request comes first.
 Without credit, choose a band (`strict`: the highest; `weighted`: the least tag), then its flow queue with the
@@ -24,7 +24,7 @@ from picker_fleet.admission.tenant_tree import INNER, Level, Order, ScoredSet
 from picker_fleet.domain.bands import Bands
 from picker_fleet.domain.tenants import Tree
 
-GUARD_LOOKS_AT = 16  # most overdue requests that the guard examines: throttled flow queues' do not count
+GUARD_LOOKS_AT = 16  # most overdue requests to examine, besides requests of throttled flow queues
 _WHOLE_CREDIT = 1 - 1e-9  # a credit of 1, less rounding: ten times 0.1 adds up to less than 1
 _RELAXED = 0.9  # part of the capacity below which the queue drops the preemption history
 
@@ -73,7 +73,7 @@ class Queueable(Protocol):
 
     @property
     def early_ms(self) -> float:
-        """How long before its deadline the ordering `edf` serves the request."""
+        """Under the ordering `edf`: how long before its deadline the request is due."""
 
 
 class WorkloadMetrics(Protocol):
@@ -355,7 +355,7 @@ class FairQueue(Generic[R]):
         self._queued += 1
 
     def _start(self, band: BandQueue[R], r: R, levels: Sequence[Level]) -> None:
-        """Let a flow queue that becomes backlogged take turns, and each ancestor that had no such child."""
+        """Let a newly backlogged flow queue take turns, and also each ancestor whose children took none."""
         for (order, child, _), share in zip(levels[::-1], self.shares(r, levels)[::-1], strict=True):
             had_turns = len(order.turns) > 0
             self._take_turns(band, order, child, order.start_tag(child, share))
@@ -368,8 +368,7 @@ class FairQueue(Generic[R]):
         order.turns.put(child, tag, child)
 
     def throttle(self, r: R, child: str) -> None:
-        """Let `child`, the flow queue of waiting request r or an inner node above, take no turns, and keep
-        its tag."""
+        """Let `child`, the flow queue of waiting request r or a node above, take no turns; its tag stays."""
         levels = self.bands[r.priority].queues[r.flow_queue].levels
         depth = [level.child for level in levels].index(child)
         order = levels[depth].order
@@ -412,7 +411,8 @@ class FairQueue(Generic[R]):
             self.bands[r.priority].tag += cost / self.policy.bands.of(r.priority).weight
 
     def mark_overdue(self, r: R) -> None:
-        """Let the guard serve it. Requests that become overdue in the same ms keep their arrival order."""
+        """Let the starvation guard serve the request from now on. Requests that become overdue in the same ms
+        keep their arrival order."""
         self.overdue.put(r, r.due_ms * 1000 + r.arrived % 1000, r.id)
 
     def next_turn(self) -> tuple[R, bool] | None:

@@ -18,7 +18,7 @@ from picker_fleet.domain.request import Alive, Completion
 from picker_fleet.state import accounting_token
 
 MAX_ENTRIES = 50_000  # beyond, the oldest entries are forgotten; those requests end with their leases
-_SPARE = 5_000  # entries above MAX_ENTRIES that start a search for old entries
+_SPARE = 5_000  # a search for old entries starts with this many entries above MAX_ENTRIES
 _FORGET_S = 1.0  # seconds between searches for old entries
 METER_WINDOW_S = 10  # whole seconds summed, before the current one
 _MAX_METERED_FLOWS = 5000  # most flows counted separately in each second
@@ -36,7 +36,7 @@ class Phase(enum.Enum):
     | (unknown) | end      | ENDED     |                                                                     |
     | PLACED    | withdraw | WITHDRAWN | the placement never reached Envoy, which may send it elsewhere      |
     | PLACED    | see      | SEEN      | unless this replica owns its stream or placed it without Redis      |
-    | WITHDRAWN | see      | SEEN      | the withdrawal has released its budget, so its end releases none    |
+    | WITHDRAWN | see      | SEEN      | the withdrawal released its budget, so the end must not    |
     | any       | place    | PLACED    | a new request with the id, or Envoy's retry                         |
     | any       | end      | ENDED     | further ends and late signs of life change nothing                  |
     """
@@ -96,8 +96,8 @@ class Entry(msgspec.Struct, eq=False):
 
 
 def released_by_end(entry: Entry | None, token: str) -> float | None:
-    """The cost that the end of a request releases in an outage: None if the end is known already, or the
-    request was withdrawn here, which released its cost.
+    """The cost that a request's end releases in an outage; None if the end or this replica's withdrawal has
+    already released the cost.
 
     `entry` is the request's entry before the end, None if unknown; `token` the accounting token, '' if
     unknown.
@@ -195,7 +195,7 @@ class Ledger:
         return entry
 
     def confirm(self, entry: Entry) -> bool:
-        """Record that Redis has answered the report of an end, or never will. False if known before."""
+        """Record that Redis has answered the report of an end, or never will. False if that was known."""
         if entry.confirmed:
             return False
         entry.confirmed = True
@@ -255,7 +255,7 @@ class Ledger:
         }
 
     def save(self) -> tuple[Any, ...]:
-        """Copy the entries, to compare or restore them, without running requests that only `costs` reads."""
+        """Copy the entries, to compare or restore them; omit running requests that only `costs` reads."""
         kept = (each for each in self if each.owned or each.journaled or not each.running)
         return self.in_outage, tuple(msgspec.structs.astuple(entry) for entry in kept)
 

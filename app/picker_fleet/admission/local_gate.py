@@ -38,7 +38,7 @@ _FAILED_S = 10.0  # seconds without requests for an endpoint that refused a conn
 
 
 def part_of(free: float, *, live: int, rank: int, counts_requests: bool) -> float:
-    """The share of `free` for one of `live` replicas; `rank` replicas have lesser ids.
+    """This replica's share of `free`, divided among `live` replicas; `rank` of them have lesser ids.
 
     If the stock `counts_requests`, shares are whole requests, and the replicas with the least ids get one
     more each until the remainder is used up. If the stock counts tokens, all shares are equal.
@@ -53,7 +53,7 @@ def part_of(free: float, *, live: int, rank: int, counts_requests: bool) -> floa
 
 @dataclass(slots=True)
 class _TransferRequest:
-    """A peer's pending request for `minimum` of this replica's budget."""
+    """A peer's pending request for at least `minimum` of this replica's budget."""
 
     minimum: float
     granted: asyncio.Future[float]
@@ -88,7 +88,7 @@ class LocalGate:
         self._quotas = quotas
         self._queue = LocalQueue(rules)
         self._waiting: dict[str, Waiting] = {}  # by id
-        self._turns: deque[_TransferRequest | None] = deque([None])  # None: the local queue's turn
+        self._turns: deque[_TransferRequest | None] = deque([None])  # None stands for the local queue's turn
 
     @property
     def waiting(self) -> int:
@@ -131,7 +131,7 @@ class LocalGate:
             keeps_charge = await self._admit(request, cost, wait, alone=alone)
             return keeps_charge
         except ClientGone:
-            keeps_charge = True  # the newer stream has the charge
+            keeps_charge = True  # the charge passes to the newer stream
             raise
         finally:
             if not keeps_charge:
@@ -213,15 +213,15 @@ class LocalGate:
         return self._quotas.quota(request_id) if self._quotas is not None else ""
 
     def granted(self) -> list[Granted]:
-        """What this replica has granted of tenants' limits that Redis does not know."""
+        """The amounts of tenants' limits that this replica has granted and Redis does not know of."""
         return list(self._quotas.granted()) if self._quotas is not None else []
 
     def end_charge(
         self, request_id: str, *, unserved: bool, usage: Usage | None = None, flow: str = ""
     ) -> None:
-        """A request that started has ended: correct what its tenants were charged by its `usage` (tokens of
-        the prompt, of them cached, of the answer), or refund it if the request is `unserved`. `flow`: of a
-        request that another replica may have started in this outage, else ''."""
+        """A started request has ended: correct its tenants' charges by its `usage` (prompt, cached and answer
+        tokens), or refund them if the request is `unserved`. `flow`: its flow if another replica may have
+        started it in this outage, else ''."""
         quotas = self._quotas
         if quotas is None:
             return
@@ -291,7 +291,7 @@ class LocalGate:
         """Give the free budget to the local queue and to waiting peers, in turn."""
         if self._paused:
             return
-        unused = 0  # turns in a row that used no budget
+        unused = 0  # successive turns that used no budget
         while unused < len(self._turns):
             transfer = self._turns[0]
             if transfer is None:

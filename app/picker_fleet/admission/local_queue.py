@@ -22,7 +22,7 @@ from picker_fleet.state.schema import Refusal
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """One replica's queueing policy, and the largest part of the bound that one request may take."""
+    """One replica's queueing policy, and the largest fraction of the bound that one request may take."""
 
     policy: Policy
     claim_share: float
@@ -74,9 +74,9 @@ class _UnknownWorkloads:
 
 @dataclass(slots=True, eq=False)
 class Waiting:
-    """A queued request. Times in `_s` are seconds of the caller's clock; fields of `Queueable` have the units
-    given there. The gate resolves `turn` with True once the cost is acquired, with False if the shared queue
-    must admit the request."""
+    """A queued request. Fields ending in `_s` are seconds of the caller's clock; the fields of `Queueable`
+    have their own units. The gate resolves `turn` with True once the cost is acquired, with False if the
+    shared queue must admit the request."""
 
     request: InferenceRequest
     cost: float
@@ -168,7 +168,7 @@ class LocalQueue:
             self._left(waiting)
 
     def turn(self, now_s: float) -> tuple[Waiting, bool] | None:
-        """The request to serve next, and whether the guard selects it; None if no request waits that is not
+        """The request to serve next, and whether the guard selects it; None if all waiting requests are
         throttled."""
         self._now_us = max(self._now_us, now_s * 1e6)
         while (due := self._due.first()) is not None and due.due_ms * 1000 <= self._now_us:

@@ -1,7 +1,6 @@
 """One outage: the requests, budget and unreported ends of a replica without Redis (G8; docs/redis.md).
 
-The class `Failover` makes an `Outage` when Redis is lost, and drops the outage once every replica uses Redis
-again.
+The class `Failover` makes an `Outage` when Redis is lost, and drops it once every replica uses Redis again.
 """
 
 import contextlib
@@ -111,9 +110,9 @@ class Outage:
 
     def has_another(self, request: InferenceRequest) -> bool:
         """Whether this replica knows another running request with the same id. A request that ran before the
-        outage counts as another: Envoy never repeats a request after it has received the placement."""
+        outage counts as another one, since Envoy never repeats a request whose placement it has received."""
         if not request.digest:
-            return False  # without a body digest, two requests look the same
+            return False  # without a body digest, two requests cannot be told apart
         entry = self.ledger.get(request.id)
         if entry is None or not entry.is_local:
             seen = entry is not None and entry.running and entry.journaled

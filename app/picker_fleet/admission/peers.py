@@ -39,7 +39,7 @@ class PeerClient(Protocol):
         ...
 
     async def ended_before(self, address: str, ids: Collection[str]) -> Collection[str] | None:
-        """Those of `ids` whose end the replica received before its outage; None as for `count`."""
+        """The subset of `ids` whose ends the replica received before its outage; None as for `count`."""
         ...
 
     async def ask(self, address: str, least: float, most: float) -> float | None:
@@ -80,7 +80,7 @@ class Peers:
     def __init__(self, replica: str) -> None:
         self._replica = replica
         self.live: tuple[str, ...] = ()
-        self.left_s = -math.inf  # when this replica last found that a live replica had left
+        self.left_s = -math.inf  # when this replica last noticed that a live replica had left
         self._states: Mapping[str, PeerState] = {}
         self._addresses: dict[str, str] = {}
 
@@ -100,8 +100,7 @@ class Peers:
         return [self._addresses[name] for name in self.live if name in self._addresses]
 
     def others(self) -> list[str] | None:
-        """The addresses (host:port) of all peers; None if this replica has not the least id, or if an address
-        is unknown."""
+        """The addresses (host:port) of all peers; None if another replica has a lesser id or no address."""
         others = [name for name in self.live if name != self._replica]
         if self.live[:1] != (self._replica,) or not self._addresses.keys() >= set(others):
             return None
@@ -112,7 +111,7 @@ class Peers:
         return all(name in self._states and not self._states[name].degraded for name in self.live)
 
     def live_ones(self, holds: Callable[[str, PeerState], bool]) -> bool:
-        """Whether the predicate `holds` is true for any replica of `live` that still sends heartbeats."""
+        """Whether `holds` is true for any replica of `live` that still sends heartbeats."""
         return any(name in self.live and holds(name, said) for name, said in self._states.items())
 
     def count(self, pulse: HeartbeatReply) -> int:
@@ -130,13 +129,13 @@ class Peers:
 async def lost_budget(
     own: OutageCount, ended_before: Collection[str], client: PeerClient, others: Collection[str]
 ) -> float | None:
-    """The part of the bound that is in no replica's budget and that no running request uses: when Redis was
-    lost, ends and grants in transit held this part. None if one of the `others` has no count, or counts
+    """The part of the bound that is in no replica's budget and that no running request uses. (Reports of ends
+    and grants were in transit when Redis was lost.) None if a peer in `others` has no count, or counts
     another number of live replicas.
 
     When the outage began, the bound was the sum of the free budgets, the costs of the running requests, and
-    this part. A request can have been running only if some replica had placed it or seen it alive within an
-    access-log interval, and none had received its end. So the returned part is never too large
+    this part. Requests count as running if some replica had placed them or seen them alive within an
+    access-log interval, and no replica had received their ends. So the returned part is never too large
     (docs/redis.md).
     """
     counts = [own, *await asyncio.gather(*(client.count(address) for address in others))]
@@ -146,7 +145,7 @@ async def lost_budget(
             return None
         running.update(count.running)
     if len(running) > _COMPARED:
-        return 0.0  # with so many running requests, the lost budget is relatively small
+        return 0.0  # with more running requests, the lost budget is relatively small
     asked = await asyncio.gather(*(client.ended_before(address, list(running)) for address in others))
     for ended in (ended_before, *asked):
         if ended is None:

@@ -1,4 +1,4 @@
-"""Quotas of tenants: which limits a request meets at the nodes of its path, and what it takes of them. Pure.
+"""Quotas of tenants: finds the limits on a request's path, and charges the request to them. Pure.
 
 A `LocalGate` counts this replica's share of each limit during an outage. The reference model in tests/model,
 which tests compare with `lua/lib/quotas.lua` call by call, counts whole limits with the same class.
@@ -41,9 +41,9 @@ class Arriving(Protocol):
 
 @dataclass(slots=True)
 class Charge:
-    """What a request was charged, in tokens. `arrival`, `grant`: whether the nodes are charged that reject or
-    demote, and those that queue. A `demoted` request is not charged to nodes that demote. `used`: the charge
-    is the usage, not an estimate."""
+    """The charge of a request, in tokens. `arrival`: whether nodes that reject or demote have charged the
+    request. `grant`: whether nodes that queue have. A `demoted` request is not charged to nodes that demote.
+    `used`: the charge is the usage, not an estimate."""
 
     flow: str
     model: str
@@ -56,7 +56,7 @@ class Charge:
 
 
 class Usage(NamedTuple):
-    """The tokens of a request: of the prompt, `cached` among them, and of the answer."""
+    """The tokens of a request's prompt (`cached`: the cached ones among them) and answer."""
 
     prompt: float
     cached: float
@@ -64,7 +64,7 @@ class Usage(NamedTuple):
 
 
 class Granted(NamedTuple):
-    """Units granted of the limit of a node; `unit` and `per` as of a Limit."""
+    """An amount granted under a node's limit; `unit` and `per` are as in `Limit`."""
 
     path: str
     unit: str
@@ -75,7 +75,7 @@ class Granted(NamedTuple):
 class Limit(NamedTuple):
     """One limit of a node. `unit`: requests, tokens, prompt_tokens, answer_tokens, parallel or budget. `per`:
     ms, '0' for `parallel`, the period's name for `budget`. `burst`: the most units taken at once; `whole`:
-    that of all replicas together. `rate`: units a ms, 0 for `parallel` and `budget`."""
+    the burst of all replicas together. `rate`: units a ms, 0 for `parallel` and `budget`."""
 
     unit: str
     per: str
@@ -94,8 +94,8 @@ class _Settings(NamedTuple):
 
 
 class Lack(NamedTuple):
-    """A node's limit that a request does not fit. `wait_ms`: until it does, infinite if that depends on the
-    ends of requests. `over_burst`: the request never fits."""
+    """A node's limit that does not suffice for a request. `wait_ms`: the time until it does, infinite if
+    other requests must end first. `over_burst`: it never will."""
 
     path: str
     limit: Limit
@@ -103,7 +103,7 @@ class Lack(NamedTuple):
     over_burst: bool
 
     def __str__(self) -> str:
-        """As in replies of the scripts (lua/admit.lua)."""
+        """The limit's text in replies of the scripts (lua/admit.lua)."""
         return f"{self.limit.unit} {self.limit.per} {self.path}"
 
 
@@ -125,9 +125,9 @@ def period_of(name: str, now_ms: float) -> tuple[int, float]:
 class Quotas:
     """The balances of nodes, and the charges of requests by id.
 
-    `live`: this object counts the share of one of so many replicas: an equal part of each rate, burst and
-    budget, and of the requests in flight at least 1. A request that is larger than the share of a burst, but
-    not than the burst, is granted when the share is whole. `log` gets event and request id.
+    `live`: the number of replicas. This object counts one replica's share: an equal part of each rate, burst
+    and budget, and at least 1 request in flight. A request larger than the share of a burst, but not larger
+    than the burst, is granted once the share is full. `log` is called with event and request id.
 
     `balances` has the numbers of each field of the hash `balances` (docs/redis-schema.md): units owed and the
     time in ms; requests in flight; a budget's period and the cost units spent in it.
@@ -175,8 +175,8 @@ class Quotas:
         return charge is not None and charge.demoted
 
     def lacking(self, request_id: str) -> tuple[str, float] | None:
-        """The highest node on a waiting request's path that queues and lacks balance, by its name among its
-        siblings, and the ms until the balance suffices. None if the request may start."""
+        """The highest node on a waiting request's path that queues and whose balance is short, by its name
+        among its siblings, and the ms until the balance suffices. None if the request may start."""
         charge = self.charges.get(request_id)
         if charge is None or charge.grant:
             return None
@@ -214,22 +214,22 @@ class Quotas:
         for node, limit in self._charged(charge):
             if refunds or limit.unit == "parallel":
                 self._give_back(node, limit, self._estimate(limit.unit, charge))
-        if not charge.grant:  # this request may have been the one that its nodes waited for
+        if not charge.grant:  # its nodes may have waited for this request
             self._eased |= {node.path: None for node in nodes if node.limits and node.over_limit == "queue"}
         if refunds and (charge.arrival or charge.grant):
             self._log("refunded", request_id)
 
     def end_elsewhere(self, flow: str) -> None:
-        """A request ended whose start another replica counted: this replica may run another in its place."""
+        """A request of `flow` ended that another replica started: this replica may start one in its place."""
         for node in self._nodes(flow):
             for limit in node.limits:
                 if limit.unit == "parallel":
                     self._give_back(node, limit, 1)
 
     def eased(self) -> list[str]:
-        """The nodes that queue and whose next request may fit: after the last call of this method they got
-        balance back, or a request stopped waiting. By their names among siblings, as a leaf and as an inner
-        node."""
+        """The nodes that queue and whose next request may fit now: since the last call of this method they
+        got balance back, or a request stopped waiting. Each node has two names among its siblings, as a leaf
+        and as an inner node."""
         found = [child for path in self._eased for child in (path, path + INNER)]
         self._eased.clear()
         return found
@@ -237,8 +237,8 @@ class Quotas:
     # What replies tell
 
     def quota(self, request_id: str) -> str:
-        """The balances that an answer shows (lua/lib/quotas.lua): of the limits on requests and on tokens,
-        the one with the least share left, as if all replicas had as much left as this one."""
+        """The balances that an answer shows (lua/lib/quotas.lua), for requests and for tokens: the limit with
+        the least fraction left, assuming that all replicas have as much left as this one."""
         charge, worst = self.charges.get(request_id), dict[str, tuple[float, Limit]]()
         if charge is None:
             return ""
@@ -266,7 +266,8 @@ class Quotas:
             burst, left, reset_ms = map(float, numbers.split(","))
             for node in self._nodes(flow):
                 for limit in node.limits:
-                    # The reply does not name the limit: find it by its burst and the time until it is whole.
+                    # The reply does not name the limit: recognise it by its burst and the time until it is
+                    # full.
                     expected = max(limit.whole - reset_ms * limit.rate * self._live, 0.0)
                     tolerance = 1 + limit.rate * self._live  # both numbers are rounded
                     if _kind(limit) == kind and limit.whole == burst and abs(expected - left) <= tolerance:
@@ -274,8 +275,8 @@ class Quotas:
                         self._told[limit.key] = self.balances[limit.key]
 
     def granted(self) -> Iterator[Granted]:
-        """What was granted, beyond the balances taken over, and is still owed, or spent in this period. Does
-        not count requests in flight."""
+        """The amounts granted since the balances were taken over that are still owed, or spent in this
+        period. Does not count requests in flight."""
         for key, balance in self.balances.items():
             path = key.partition("\x1f")[0]
             node = self.tree.node(path)
@@ -308,7 +309,7 @@ class Quotas:
         return _Settings(path, node.over_limit, tuple(limits))
 
     def _lack(self, node: _Settings, charge: Charge) -> Lack | None:
-        """The limit of a node that a request fits last; None if the request fits all."""
+        """The limit of a node for which a request must wait longest; None if all suffice."""
         worst: Lack | None = None
         for limit in node.limits:
             amount = self._estimate(limit.unit, charge)
@@ -344,7 +345,7 @@ class Quotas:
     def _take(self, limit: Limit, amount: float) -> None:
         taken, now_ms = self._taken(limit) + amount, self._now_ms()
         if limit.unit == "parallel":
-            # Below 0: this replica may run others' requests, too, but at most the whole limit.
+            # A count below 0 lets this replica run other replicas' part, too, but at most the whole limit.
             self._put(limit.key, max(taken, limit.burst - limit.whole))
         elif limit.unit == "budget":
             self._put(limit.key, period_of(limit.per, now_ms)[0], max(taken, 0.0))
@@ -367,7 +368,7 @@ class Quotas:
         return self._amount(unit, charge.model, Usage(charge.prompt, 0.0, charge.answer))
 
     def _amount(self, unit: str, model: str, usage: Usage) -> float:
-        """What a request takes of a unit."""
+        """How many units a request takes."""
         prompt, cached, answer = usage
         match unit:
             case "tokens":
@@ -389,7 +390,7 @@ class Quotas:
                 yield from self._limits_for(node, charge)
 
     def _take_all(self, charge: Charge, phase: Literal["arrival", "grant"], sign: int) -> None:
-        """Take the estimate of a request at the nodes that charge it in that phase, or give it back."""
+        """Charge a request's estimate at the nodes that charge in this phase, or refund it."""
         for node in self._nodes(charge.flow):
             if (node.over_limit == "queue") == (phase == "grant"):
                 for _, limit in self._limits_for(node, charge):
@@ -401,8 +402,7 @@ class Quotas:
 
 
 class ToldQuotas:
-    """What the replies of the last requests told about balances, for the begin of an outage: the last reply
-    for each of the MOST_KEPT flows used last."""
+    """Balances from the last reply for each of the MOST_KEPT latest flows; an outage begins with them."""
 
     def __init__(self) -> None:
         self._by_flow: OrderedDict[str, tuple[str, float]] = OrderedDict()
@@ -418,12 +418,12 @@ class ToldQuotas:
 
 
 def _kind(limit: Limit) -> str:
-    """The part of `quota` that shows a limit; '' for `parallel` and `budget`."""
+    """How `quota` names a limit in replies; '' for `parallel` and `budget`."""
     if not limit.rate:
         return ""
     return "requests" if limit.unit == "requests" else "tokens"
 
 
 def _child(path: str, flow: str) -> str:
-    """The name of a node on the path of a flow among its siblings."""
+    """The name among its siblings of a node on a flow's path."""
     return flow if path == flow else path + INNER

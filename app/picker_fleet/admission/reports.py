@@ -28,7 +28,7 @@ _SUSPECT_PAUSE_S = 1.0
 
 
 def ignore_loss(answer: asyncio.Future[Any]) -> None:
-    """Ignore the failure of a call that a lease or a repetition makes up for."""
+    """Ignore the failure of a call: a lease or a repetition makes up for it."""
     answer.add_done_callback(lambda done: done.cancelled() or done.exception())
 
 
@@ -44,7 +44,7 @@ def _usage(completion: Completion) -> str:
 class Reports:
     """Sends the reports of one replica. The function `are_places_awaited` returns whether requests wait, so
     that Redis must get each end soon. If the stock `counts_tokens`, an end reports the tokens used; if there
-    are tenants with limits (`has_tenants`), an end reports what corrects their charges."""
+    are tenants with limits (`has_tenants`), an end also reports the usage that corrects their charges."""
 
     def __init__(
         self,

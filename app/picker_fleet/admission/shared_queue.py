@@ -58,8 +58,8 @@ _REBUILD_PAUSE_S = 0.1
 _ID_CHECK_S = 0.005  # seconds between checks whether another request with the same id is admitted
 _TAKEN_OVER = "taken over by a newer stream"
 _LONGEST_RETRY_S = 60
-# The age of a younger request is sent as 0, so that it does not overtake earlier requests of its message: the
-# event loop's clock counts whole ms, and another process may have had the core since the request arrived.
+# Send the age of a younger request as 0: ages are whole ms and include time in which another process had the
+# core, so a request could otherwise overtake earlier requests in its message.
 _YOUNG_S = 0.01
 
 
@@ -70,7 +70,7 @@ class Waiter(msgspec.Struct, eq=False):
     `asking`: Redis has not answered the admission yet. `placing`: the request is granted, and Redis has not
     answered the placement yet. `unacknowledged`: the grant placed the request, and Redis may lack the
     acknowledgement. `error`: why the wait ends without a verdict. `placed`: the placement, without endpoints
-    until it is made. `loads`: the loads that the request met there.
+    until it is made. `loads`: the endpoints' loads at that time.
     """
 
     request: InferenceRequest
@@ -273,8 +273,7 @@ class SharedQueue:
     async def _take_up(self, waiter: Waiter) -> Placed | Queued | None:
         """Place a granted request. Returns None if it must be admitted again; raises every refusal."""
         request = waiter.request
-        # Make the new future before the call: Redis may queue the request again and grant it before its task
-        # runs.
+        # Make the new future before the call: Redis may queue and grant the request before its task runs.
         waiter.notification, waiter.placing = self._loop.create_future(), True
         try:
             choice = self._chooser.choose(request)
@@ -289,8 +288,8 @@ class SharedQueue:
         return self._chosen(waiter, choice, answer)
 
     def _is_worth_another(self, request: InferenceRequest, choice: Choice, verdict: AnyVerdict) -> bool:
-        """Whether Redis refused `request` for lack of an endpoint, and the script may find one by its own
-        choice: endpoints may have been replaced since this replica read the list."""
+        """Whether Redis refused `request` for lack of an endpoint, but may find one if it chooses among all:
+        endpoints may have been replaced since this replica read their list."""
         none_found = isinstance(verdict, Refused) and verdict.reason is Refusal.NO_ENDPOINTS
         return none_found and self._chooser.unscored(request).candidates != choice.candidates
 
@@ -384,7 +383,7 @@ class SharedQueue:
         """Record that a call of this replica tried to dispatch queued requests of any replica."""
         self._metrics.dequeued(attempts, successes)
         if successes and not self.fleet_queued:
-            self.fleet_queued = 1  # at least one request is queued; the next heartbeat brings the number
+            self.fleet_queued = 1  # at least one request is queued; the next heartbeat has the number
 
     def notified(self, notification: Notification) -> bool:
         """Handle a notification that Redis granted, placed, expired, preempted or evicted a request. A
@@ -399,7 +398,7 @@ class SharedQueue:
             if (
                 waiter is not None
                 and waiter.attempt == notification.attempt
-                and not self.pause_detector.resumed_recently  # if not, another replica owns the request
+                and not self.pause_detector.resumed_recently  # else another replica owns the request
             ):
                 return self._on_placed(waiter, verdict)
             verdict = Verdict.GRANTED  # ask Redis for a placement, as after any grant

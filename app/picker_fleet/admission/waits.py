@@ -101,7 +101,7 @@ def _over_limit(limit: str, wait_s: int, tenants: Tree | None) -> str:
 
 
 def _over_burst(limit: str, request: InferenceRequest, tenants: Tree | None) -> str:
-    """The message for a request that needs more than `limit` ever allows."""
+    """The message for a request that is larger than `limit` can ever allow."""
     unit, per, path, node = _parsed(limit, tenants)
     prompt, answer = request.prompt_tokens, request.answer_tokens
     needs = {"requests": 1.0, "prompt_tokens": prompt, "answer_tokens": answer, "tokens": prompt + answer}

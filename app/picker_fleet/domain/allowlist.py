@@ -1,6 +1,6 @@
 """Which paths reach a model server, and which request headers a client may set (docs/security.md).
 
-The picker uses these rules for each request; the configuration and Envoy's routes follow the same rules.
+The picker applies these rules to each request; the configuration and Envoy's routes follow the same rules.
 
 `APIS` lists the APIs of engines, one a row. A row matches whole segments at the end of a path, so that a
 route may strip a prefix later. The client's path, up to the `?` and without one trailing slash, is compared
@@ -8,7 +8,7 @@ byte for byte. Model servers get the path unchanged, so a path that needs normal
 `;x=1`) matches no row. Requests that could administer an engine are refused in any spelling.
 
 Steering headers decide a request's flow, band or model. Steering headers, and the headers of `tenants`, count
-only if their sender is trusted: `extproc.trusted_headers` lists the trusted headers for the picker; the Envoy
+only if trusted. The setting `extproc.trusted_headers` lists the trusted headers for the picker; the Envoy
 that `picker envoy-config` sets up removes all of these headers but those in `--trust-headers`. A trusted
 header is trusted in both spellings, `x-gateway-…` and `x-llm-d-…`.
 """
@@ -46,8 +46,9 @@ class Api(NamedTuple):
     """Methods and path of an engine's API. `path` is the end of the path, in whole segments: `{model}` stands
     for a model's name, `{ref}` for an id of state that one server has, `{id}` for any other id.
 
-    `source` is where the request names its model: the JSON body (or else the path), a form's field, only the
-    path, or the query. If `is_whole`, `path` is the whole path, because the path's end alone is too common.
+    `source` says where the request names its model: in the JSON body (or else the path), in a form's field,
+    only in the path, or in the query. If `is_whole`, `path` is the whole path, because the path's end alone
+    is too common.
     """
 
     methods: str
@@ -239,7 +240,8 @@ def api_of(text: object) -> Api:
 
 
 def _with_ref(path: str, like: str) -> str:
-    """Rename the placeholder of `path` at the position of `{ref}` in `like` to `{ref}`; both end alike."""
+    """The paths `path` and `like` end alike: rename the placeholder of `path` that stands where `like` has
+    `{ref}` to `{ref}`."""
     ends = like.split("/")
     if "{ref}" not in ends:
         return path
@@ -333,7 +335,7 @@ SUBSET: Final = "x-gateway-destination-endpoint-subset"
 SERVED: Final = "x-gateway-destination-endpoint-served"
 PREFILLER: Final = "x-prefiller-host-port"
 ENCODERS: Final = "x-encoder-hosts-ports"
-# Headers that also name hosts to llm-d's sidecar (llm-d-router, pkg/common/routing); nothing here sets them.
+# Headers by which llm-d's sidecar also learns hosts (llm-d-router, pkg/common/routing); not set here.
 OF_SIDECAR: Final = ("x-data-parallel-host-port", "x-kv-cache-source-host-port", "x-prefiller-url")
 NEVER_TRUSTED = (DESTINATION, SUBSET, SERVED, PREFILLER, ENCODERS, *OF_SIDECAR)
 # Headers that any client may set for its own request. Trusting such headers changes nothing.

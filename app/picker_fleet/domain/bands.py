@@ -1,4 +1,4 @@
-"""Bands and policies of the queue: how the requests of each priority are treated. Pure.
+"""Bands and policies of the queue, which decide how requests of each priority are treated. Pure.
 
 A priority is any int32; the highest is served first. Three bands always exist, named after the criticalities
 of spec 003; a configuration may add others. The band of any other priority is made on first use, with the
@@ -20,7 +20,7 @@ WaitSignal = Literal["request", "workload_average"]
 
 LEAST_PRIORITY, MOST_PRIORITY = -(2**31), 2**31 - 1
 _INTEGER = re.compile(r"[+-]?[0-9]{1,10}")
-_MOST_REMEMBERED = 1000  # most bands in the cache: new objectives may use new priorities without end
+_MOST_REMEMBERED = 1000  # most bands in the cache, since objectives may use any number of priorities
 
 
 class Criticality(enum.StrEnum):

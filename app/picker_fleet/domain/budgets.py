@@ -21,7 +21,7 @@ _Other = TypeVar("_Other")
 
 
 class ByPool(Generic[_Each]):
-    """Maps pool names to the objects in `each`: no name to pool `default`, others to `unknown`."""
+    """Maps pool names to the objects in `each`: '' to pool `default`, unknown names to `unknown`."""
 
     def __init__(self, each: Mapping[str, _Each], default: str, unknown: _Each) -> None:
         self._each = {**{name.encode(): thing for name, thing in each.items()}, b"": each[default]}
@@ -70,7 +70,7 @@ class BodyBudget:
         self.held_bytes = 0
 
     def take(self, size_bytes: int, body_bytes: int) -> None:
-        """Charge `size_bytes` more of a body, which then has `body_bytes` in all.
+        """Charge the next `size_bytes` of a body, which then has `body_bytes` in all.
 
         Raises:
             BufferFull: the budget is used up; none of these bytes are charged.
@@ -157,8 +157,8 @@ class BodyBuffer:
 
 
 class _PoolBudget(BodyBudget):
-    """The budget of one of several pools: `own_bytes` are reserved for this pool; further bytes are borrowed
-    from `shared_bytes`, from which all budgets in `pools` borrow.
+    """The budget of one of several pools. The pool has `own_bytes` to itself, and borrows further bytes from
+    `shared_bytes`, as all budgets in `pools` do.
     """
 
     __slots__ = ("_own_bytes", "_pools", "_shared_bytes")
@@ -184,8 +184,8 @@ class _PoolBudget(BodyBudget):
 
 
 def body_budgets(limit_bytes: int, pools: Collection[str]) -> Mapping[str, BodyBudget]:
-    """A body budget for each of `pools`. Several pools get half of `limit_bytes` reserved in equal parts and
-    borrow from the other half, so no pool can take the bytes that another needs to make progress.
+    """A body budget for each of `pools`. Of several pools each gets an equal part of half of `limit_bytes`,
+    and all borrow from the other half, so no pool can stop another.
     """
     if len(pools) == 1:
         return {name: BodyBudget(limit_bytes) for name in pools}

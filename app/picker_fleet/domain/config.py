@@ -1,9 +1,9 @@
-"""The settings tree: a YAML file, overlaid by `PICKER_SECTION__KEY` environment variables.
+"""The settings tree, from a YAML file overlaid by environment variables `PICKER_SECTION__KEY`.
 
 Settings are frozen after loading. Unknown keys are errors. This module checks constraints between sections
 before anything starts; `sections` defines the sections. Durations are written `30s`, `500ms`, `5m` (a bare
 number means seconds) and kept as float seconds. YAML is read in its safe subset, and no key may occur twice
-in one mapping. `pools` has the settings in which pools differ; `pools_of` returns each pool's settings.
+in one mapping. `pools` has each pool's deviations; `pools_of` returns each pool's whole settings.
 """
 
 import re
@@ -43,8 +43,8 @@ OF_PROCESS: Final = (
     "logging",
     "tracing",
 )
-_MAX_YAML_CHARS = 4 * 2**20  # this many take half a minute to parse
-SAME: Final = "same"  # in `scheduling.prefer`: the value of this replica's label
+_MAX_YAML_CHARS = 4 * 2**20  # parsing so many takes half a minute
+SAME: Final = "same"  # in `scheduling.prefer`: stands for the value of this replica's label
 MAX_POOLS: Final = 32  # each pool has its own Redis connections, and background work even without load
 # The keys whose values are file paths.
 _FILES: Final = (
@@ -59,7 +59,7 @@ PoolName = Annotated[str, Field(pattern=r"\A[A-Za-z0-9._-]{1,64}\z")]
 
 
 class _PoolTree(dict[str, Any]):
-    """The section of one pool; `shared` is the tree that the section overrides."""
+    """The section of one pool; `shared` is the tree that it overrides."""
 
     def __init__(self, own: Mapping[str, Any], shared: Mapping[str, Any]) -> None:
         super().__init__(own)
@@ -255,8 +255,8 @@ class Settings(Section):
 
     @property
     def claim_share(self) -> float:
-        """The largest share of the stock's bound that one request takes. 0: each request takes 1 unit, since
-        the fleet finds how many requests an endpoint runs, whatever they cost."""
+        """The largest share of the stock's bound that one request takes. 0: each request takes 1 unit,
+        whatever its cost, since the fleet finds limits of requests."""
         controller = self.request_queue_controller
         finds_requests = controller.is_adaptive and controller.unit == "requests"
         return 0.0 if finds_requests else self.fair_request_queue.claim_share
@@ -448,7 +448,7 @@ def _explain(error: Any, variables: Mapping[Loc, str], tree: Mapping[str, Any]) 
 
 
 def _place(loc: Loc, tree: Mapping[str, Any]) -> str:
-    """The keys of `loc`, joined by dots; with a node's number goes its path."""
+    """The keys of `loc`, joined by dots; a tenant node's number is followed by its path."""
     parts: list[str] = []
     at: Any = tree
     for key in loc:
@@ -510,7 +510,8 @@ class YamlFault(ValueError):
 
 
 class _Loader(yaml.SafeLoader):
-    """Rejects duplicate keys: SafeLoader would silently drop all but the last, perhaps half a file."""
+    """Rejects duplicate keys: SafeLoader would silently keep only the last of equal keys, and so drop perhaps
+    half a file."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen: set[str] = set()

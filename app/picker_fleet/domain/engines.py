@@ -59,10 +59,10 @@ class Engine:
     counts how often the engine has interrupted a request for want of KV cache. `awake` is 0 while the engine
     sleeps. The product of the series `kv_size` is the number of tokens in the KV cache (of an info series:
     the product of its labels `num_gpu_blocks` and `block_size`). `prefix_queries` counts the prompts' tokens
-    looked up in the prefix cache, `prefix_hits` those found. `started` is when the engine's process started.
-    `aggregation` says for each label how to combine series that differ in that label. `probe_path` is cheap
-    to answer; the status `unready`, 500, 502, 503 or 504 means that the engine takes no requests. If
-    `health_path` is set, only the status of that path means so; the path is requested seldom, since SGLang
+    looked up in the prefix cache, `prefix_hits` the tokens found. `started` is when the engine's process
+    started. `aggregation` says for each label how to combine series that differ in that label. `probe_path`
+    is cheap to answer; the status `unready`, 500, 502, 503 or 504 means that the engine takes no requests. If
+    `health_path` is set, only the status of that path counts; the path is requested seldom, since SGLang
     generates a token for each request. `sleep_path` reports whether the engine sleeps if the page does not;
     `models_path` lists usable adapters ('' for a path: the engine has none)."""
 
@@ -109,7 +109,7 @@ ENGINES: Mapping[str, Engine] = {
             waiting=("sglang:num_queue_reqs",),
             running=("sglang:num_running_reqs",),
             kv_utilisation=("sglang:token_usage",),
-            # SGLang retracts requests. `sglang:num_retracted_reqs` is no counter: it has those since the last
+            # SGLang retracts requests. `sglang:num_retracted_reqs` is no counter: it starts anew at each
             # update (SGLang, python/sglang/srt/observability/metrics_collector.py).
             preemptions=("sglang:num_retracted_requests_total",),
             kv_size=("sglang:max_total_num_tokens",),

@@ -64,8 +64,8 @@ class RequestError(PickerError):
     """Ends one request with an answer from the picker.
 
     `code` is the OpenAI-style error code and the metric label; `reason` is the value of
-    `x-llm-d-request-dropped-reason`, None if the protocol defines none. `is_overload`: the setting
-    `overload_status` replaces the status; `by_queue`: `x-queue-pressure` for the client is 1.00.
+    `x-llm-d-request-dropped-reason`, None without one. `is_overload`: the setting `overload_status` replaces
+    the status; `by_queue`: `x-queue-pressure` for the client is 1.00.
     """
 
     status: ClassVar[int] = 500
@@ -112,7 +112,7 @@ class TooSlow(
 
 
 class OverLimit(RequestError, status=429, code="over_limit", kind="rate_limit_error", reason="over-limit"):
-    """A limit or budget of a tenant on the request's path is used up, and the tenant is not to wait."""
+    """A limit or budget of a tenant on the request's path is used up, and the tenant may not wait."""
 
 
 class OverBurst(OverLimit, code="over_burst", reason="over-burst"):

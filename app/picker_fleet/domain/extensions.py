@@ -13,7 +13,7 @@ from typing import Any, Final, Generic, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-VERSION: Final = 1  # of the interface: raise it if an extension that was written for it would no longer work
+VERSION: Final = 1  # of the interface: raise it if extensions for the present version would no longer work
 
 SCORERS: Final = "picker_fleet.scorers"
 FILTERS: Final = "picker_fleet.filters"
@@ -39,7 +39,7 @@ class NoParameters(BaseModel):
 
 @dataclass(frozen=True)
 class Extension(Generic[P, F]):
-    """What an entry point names: the interface `version` that the extension was written for, the function
+    """An entry point names this: the interface `version` for which the extension was written, the function
     `make`, which gets the parameters and returns the scorer (or filter, …), and the parameters' model.
 
     `make` is called once at the start of a replica for each pool whose configuration names the extension.
@@ -54,8 +54,7 @@ def find(group: str, name: str, built_in: Collection[str] = ()) -> Extension[Any
     """The extension `name` of `group`; None if `name` is one of the `built_in` names.
 
     Raises:
-        ValueError: the extension is unknown or unusable, or has the name of another; the message says what to
-            do.
+        ValueError: the extension is unknown or unusable, or two have this name; the message says what to do.
     """
     kind = KINDS[group]
     found = _installed().get(group, {})

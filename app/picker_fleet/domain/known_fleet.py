@@ -17,8 +17,8 @@ class KnownFleet:
     `config` includes the live changes. `live` has the ids of the live replicas, including this one;
     `in_flight` maps endpoints to their numbers of requests in flight, `prefills` to the numbers of prompts
     that they prefill for others; `busy` is True while any request is in flight. `prompt_lines` maps models to
-    what a prompt costs. `tenants` has the nodes of tenants that the fleet shares, None without tenants.
-    Membership replaces these objects and never changes them.
+    the lines that give a prompt's cost. `tenants` has the nodes of tenants that the fleet shares, None
+    without tenants. Membership replaces these objects and never changes them.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -32,7 +32,7 @@ class KnownFleet:
         self.tenants = None if tenants is None else Tree(tenants.nodes, tenants.separator)
 
     def prompt_line(self, model: str) -> PromptLine:
-        """What a prompt for `model` costs."""
+        """The line that gives the cost of a prompt for `model`."""
         return self.prompt_lines.get(model, UNLEARNED)
 
     @property

@@ -38,7 +38,7 @@ def requirements(text: str) -> tuple[Requirement, ...]:
     """The requirements of the selector `text`.
 
     Raises:
-        ValueError: `text` is no selector; the message says where it fails to be one.
+        ValueError: `text` is no selector; the message says where it is malformed.
     """
     found: list[Requirement] = []
     at = 0

@@ -40,12 +40,12 @@ class PromptLine(NamedTuple):
     slope: float
 
     def tokens(self, size: float) -> float:
-        """The estimate for a prompt of `size`; a base below 0 takes off two thirds at most."""
+        """The estimated tokens of a prompt of `size`; a negative base takes off at most two thirds."""
         text_tokens = self.slope * size
         return max(self.base + text_tokens, text_tokens / 3)
 
 
-UNLEARNED: Final = PromptLine(0.0, 0.25)  # of a model without usage: a token for four letters
+UNLEARNED: Final = PromptLine(0.0, 0.25)  # for a model without reported usage: a token for four letters
 
 
 class InferenceRequest(NamedTuple):
@@ -57,16 +57,16 @@ class InferenceRequest(NamedTuple):
     unchecked, or KEY_MARK and a session key, '' for none. `prefix` has the hashes of the prompt's blocks,
     empty if no scorer reads them. `limit` bounds the flow's requests in flight on one endpoint (0: no bound).
     `learn` says that `cost` lacks the answer's tokens, so that the mean of the flow's answers is added.
-    `prompt_size` is the size of the prompt's text (ingress/cost.py), 0 unless usage tells the text's tokens.
-    `trace` is the request's W3C traceparent, '' without one or without tracing. `by_client` says that `ttl_s`
-    is the client's own deadline. `body_bytes` is the body's length, 0 if unknown. `digest` identifies the
-    body; never show the digest: whoever knows it could pass for the request. `refers` are the ids of the
-    response and conversation that the request continues, and `origin` is the endpoint that stores them, '' if
-    unknown. `latency` is the objective of the client's header or of the configuration. Under the
+    `prompt_size` is the size of the prompt's text (ingress/cost.py), 0 if the engine's usage counts more than
+    this text. `trace` is the request's W3C traceparent, '' without one or without tracing. `by_client` says
+    that `ttl_s` is the client's own deadline. `body_bytes` is the body's length, 0 if unknown. `digest`
+    identifies the body; never show the digest: whoever knows it could pass for the request. `refers` are the
+    ids of the response and conversation that the request continues, and `origin` is the endpoint that stores
+    them, '' if unknown. `latency` is the objective of the client's header or of the configuration. Under the
     ordering `edf` the request is served as if its TTL ended `early_ms` sooner. `prompt_tokens` and
     `answer_tokens` are estimates for the quotas of tenants, 0 without tenants; with `learn`, `answer_tokens`
-    is 0 and lacks the answer's tokens, too. `can_split`: other endpoints may prefill the prompt and encode
-    its media, such as images: at most as many endpoints as `media`, 0 if no endpoint encodes.
+    is 0 and the answer's mean length is added, too. `can_split`: other endpoints may prefill the prompt and
+    encode its media (images …). `media` is the most endpoints that may encode, 0 for none.
     """
 
     id: str
@@ -112,8 +112,8 @@ class Placement(NamedTuple):
     Envoy returns the opaque `accounting_token` in the access log; this token suffices to account for the
     request after a loss of the shared state. `attempt` names the stream that may withdraw the placement, and
     has the body's digest. `session` is the token that the client is to send with its next request, '' for
-    none. `waited_s` is the time in the queue, None if the request bypassed the queue. `quota` has the limits
-    of the request's tenants that are nearest to their end (ingress/quota_headers.py), '' without tenants.
+    none. `waited_s` is the time in the queue, None if the request bypassed the queue. `quota` has the
+    tenants' limits of which the least is left (ingress/quota_headers.py), '' without tenants.
     """
 
     endpoints: tuple[str, ...]
@@ -199,8 +199,8 @@ class Alive(NamedTuple):
 
 
 def largest_claim(share: float, bound: float) -> float:
-    """The most stock that one request takes under `bound`: `share` of the bound, but at least 1 unit, or the
-    whole bound if it is below 1 unit. The Lua scripts compute the same amount."""
+    """The most stock that one request takes under `bound`. This is `share` of the bound, but at least 1 unit,
+    or the whole bound if it is below 1 unit. The Lua scripts compute the same amount."""
     return max(share * bound, min(1.0, bound))
 
 

@@ -17,7 +17,7 @@ from picker_fleet.domain.units import AutoCount, Count, Duration, Name, Number, 
 
 
 class ScorerUse(NamedTuple):
-    """What a scorer reads, and whether it serves the stage prefill.
+    """A scorer's inputs, and whether it serves the stage prefill.
 
     `pages`: metrics scraped from model servers. `request`: the request, so that its scores cannot be cached
     for others. `prefill`: it says where a prompt is computed soonest; other scorers are about the answer or
@@ -49,7 +49,7 @@ BUILT_IN: Final[Mapping[str, ScorerUse]] = {
 
 
 def use_of(scorer: str) -> ScorerUse:
-    """What the scorer reads; a scorer from outside may read everything."""
+    """The scorer's inputs; a scorer from outside may read everything."""
     return BUILT_IN.get(scorer, ScorerUse(pages=True, request=True))
 
 
@@ -123,7 +123,7 @@ StageHeader = Annotated[str, BeforeValidator(stage_header)]
 
 class Stage(Section):
     """One stage of a request, prefill or decode. `selector` is a Kubernetes label selector; null: the label
-    `llm-d.ai/role` decides. `scorers` null: the pool's, for prefill only those about load and prompts."""
+    `llm-d.ai/role` decides. `scorers` null: the pool's scorers; for prefill only those about prefilling."""
 
     selector: Selector | None = None
     scorers: Annotated[dict[ScorerName, ScorerWeight], BeforeValidator(weights_by_name)] | None = None
@@ -139,7 +139,7 @@ class Encode(Section):
 class Stages(Section):
     """Prefill and decode on different endpoints (docs/picking.md). A request gets a prefill endpoint, named
     in `header`, if more than `threshold` tokens of its prompt are cached on no decode endpoint; `auto`: if
-    the predicted times say that it pays."""
+    the split is predicted to save time."""
 
     prefill: Stage = Stage()
     decode: Stage = Stage()
@@ -187,7 +187,7 @@ class Scheduling(Section):
 
     @property
     def prefill_weights(self) -> dict[str, float]:
-        """The same for the stage prefill; without own scorers, the pool's that are about prefilling."""
+        """The weights for the stage prefill; without own scorers, the pool's that serve this stage."""
         own = self.stages.prefill.scorers
         shared = {name: weight for name, weight in self.scorers.items() if use_of(name).prefill}
         return self._with_topology(shared if own is None else own)

@@ -96,7 +96,7 @@ class Redis(Section):
 
 
 class Tls(Section):
-    """TLS of a port: PEM files, which are read again after a change. Without `cert` and `key` the replica
+    """TLS of a port, from PEM files that are read again after a change. Without `cert` and `key` the replica
     uses a self-signed certificate. With `client_ca`, clients need a certificate that this CA has signed."""
 
     cert: FilePath | None = None
@@ -131,7 +131,7 @@ class ExtProc(Section):
     drain_timeout: Duration = 60.0  # a drain refuses requests that still wait after this time
     # A test mode, never for production: clients may choose their endpoints (docs/conformance.md).
     conformance: Flag = False
-    # If no replica answers, Envoy refuses requests with 503 (deny), or balances them unbounded (balance).
+    # If no replica answers, Envoy refuses requests with 503 (deny) or balances without limits (balance).
     on_failure: Literal["deny", "balance"] = "deny"
 
     @model_validator(mode="after")
@@ -243,7 +243,7 @@ class Objective(Section):
     priority: Priority | None = None
     weight: Number = Field(1.0, ge=LEAST_WEIGHT, le=MOST_WEIGHT)
     max_inflight_per_endpoint: Count | None = Field(None, ge=1, le=65_535)  # limit for each of its flows
-    # The promised time to the first token and time per output token.
+    # The promised time to the first token, and time per output token.
     slo_ttft: Annotated[Duration, Field(gt=0)] | None = None
     slo_tpot: Annotated[Duration, Field(gt=0)] | None = None
 
@@ -290,7 +290,7 @@ OutsideCost = Annotated[Outside, AfterValidator(partial(_usable, extensions.COST
 
 
 BandWeight = Annotated[Number, Field(ge=LEAST_WEIGHT, le=MOST_WEIGHT)]
-MOST_BAND_BYTES = 2**50  # doubles in Lua keep sums of such numbers exact
+MOST_BAND_BYTES = 2**50  # sums of such numbers are exact in Lua's doubles
 _MOST_BANDS = 64  # the limit of lua/lib/bands.lua
 
 
@@ -453,7 +453,7 @@ class RequestQueueController(Section):
 
     @property
     def why_static(self) -> str | None:
-        """A line for operators whose configuration is static though it names no mode; None otherwise."""
+        """A hint for operators whose configuration is static although it names no mode; else None."""
         if self.mode is not None or self.is_adaptive:
             return None
         named = ", ".join(self.bounds_named)

@@ -2,8 +2,8 @@
 
 A request's flow is a path, such as `acme/search/key-17`; each prefix of the path is a node. A configured node
 gives weight, limits and budget to the node of its path. A last `*` stands for every child without a node of
-its own (`acme/*`), and a path of `*` alone for every node of its level (`*/*`). The scripts share and charge
-by these nodes (lua/lib/tenants.lua).
+its own (`acme/*`), and a path of `*` alone for every node of its level (`*/*`). The scripts divide capacity
+and charge requests by these nodes (lua/lib/tenants.lua).
 """
 
 import json
@@ -41,7 +41,7 @@ UnitPrice = Annotated[float, Field(strict=True, ge=0, le=1e6)]  # cost units a t
 
 
 class Limit(Section):
-    """At most the amount of one unit in each `per`, at most `burst` at once (leaky bucket: ITU-T I.371)."""
+    """At most one unit's amount in each `per`, at most `burst` at once (leaky bucket: ITU-T I.371)."""
 
     requests: Amount | None = None
     tokens: Amount | None = None  # of prompt and answer
@@ -118,8 +118,8 @@ class Node(Section):
         return found
 
     def shared(self) -> str:
-        """The node as JSON of the shared state (docs/redis-schema.md), without path and defaults. A weight
-        that is set is told even if it is 1: it replaces the weight that a leaf's requests have."""
+        """The node as JSON of the shared state (docs/redis-schema.md), without path and defaults. A
+        configured weight is included even if it is 1, since it replaces the weight of a leaf's requests."""
         told: dict[str, object] = {}
         if "weight" in self.model_fields_set:
             told["weight"] = self.weight
@@ -151,7 +151,7 @@ class Node(Section):
 
 
 class Price(Section):
-    """What a token of a model costs, in cost units. `cached` tokens are the prompt's from a cache."""
+    """What a token of a model costs, in cost units. `cached` is the price of prompt tokens from a cache."""
 
     prompt: UnitPrice = 1.0
     cached: UnitPrice | None = None  # null: as `prompt`
@@ -163,7 +163,8 @@ class Price(Section):
 
 
 def _few_nodes(given: object) -> object:
-    """`given`, unless it has too many nodes: checked before any node, since a million would take minutes."""
+    """Return `given`, unless it has too many nodes; called before each node is checked, which takes minutes
+    for a million."""
     if isinstance(given, list | tuple) and len(given) > MAX_NODES:
         node = given[MAX_NODES]
         path = node.get("path") if isinstance(node, Mapping) else getattr(node, "path", None)
@@ -229,7 +230,7 @@ class Tenants(Section):
 
 
 def path_fault(path: str, separator: str) -> str:
-    """Why `path` can be no node's path; '' if it can be one."""
+    """Why `path` cannot be a node's path; '' if it can."""
     segments = path.split(separator)
     if len(segments) > MAX_LEVELS:
         return f"has {len(segments)} levels; at most {MAX_LEVELS}"
@@ -260,7 +261,7 @@ class Tree:
 
     @property
     def nodes(self) -> Mapping[str, Node]:
-        """The nodes with settings by path, those with `*` included."""
+        """The nodes with settings by path, including paths with `*`."""
         return self._nodes
 
     def node(self, path: str) -> Node | None:
@@ -275,7 +276,7 @@ class Tree:
         return found or self._levels[len(parts) - 1]
 
     def paths(self, flow: str) -> tuple[str, ...]:
-        """The paths of the nodes of `flow`, from the top to the leaf. The eighth level has the rest."""
+        """The paths of the nodes of `flow`, from the top to the leaf. The eighth node is the whole flow."""
         parts = flow.split(self.separator, MAX_LEVELS - 1)
         return tuple(self.separator.join(parts[:level]) for level in range(1, len(parts) + 1))
 

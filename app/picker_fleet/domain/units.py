@@ -156,8 +156,8 @@ def bearer_token(text: str) -> str:
 
 
 def without_secrets(text: str) -> str:
-    """`text`; of a URL only scheme, host, port and path, since the rest may contain a password or key. A text
-    with an @ may be a URL without its scheme."""
+    """`text`, but only scheme, host, port and path of a URL, since the rest may contain a password or key. A
+    text with an @ may be a URL without its scheme."""
     scheme, mark, rest = text.partition("://") if "://" in text else ("", "", text)
     place = re.split(r"[?#]", rest, maxsplit=1)[0]
     if "@" in rest and "@" not in place:  # the URL's password contains a question mark or hash

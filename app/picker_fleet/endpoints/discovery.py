@@ -67,12 +67,12 @@ _SETTLE_MS = 200  # debounce: writing the file may take several steps
 
 
 class FileFault(ValueError):
-    """The file has not the expected content; the message is one line and names the place."""
+    """The file's content is not as expected; the message is one line and names the place."""
 
 
 class WatchedFile(Generic[T]):
-    """Watches the file `path`, which has `what`; reads the file every `recheck_s` seconds even without an
-    announced change. `parse` makes the content of the text, in a thread; it raises FileFault."""
+    """Watches the file `path`, which contains `what`; reads the file every `recheck_s` seconds even if no
+    change is announced. `parse` makes the content of the text, in a thread; it raises FileFault."""
 
     def __init__(self, path: Path, parse: Callable[[str], T], what: str, *, recheck_s: float = 5.0) -> None:
         self._path, self._parse, self._what = path, parse, what
@@ -111,7 +111,7 @@ class WatchedFile(Generic[T]):
                 report(known)
 
     async def _read(self) -> T:
-        # A read from a network file system can hang: then wait again for that read, without another thread.
+        # A read from a network file system can hang: keep waiting for it, and start no other thread.
         if self._reading is None or self._reading.done():
             self._reading = _in_thread(self._content)
         try:

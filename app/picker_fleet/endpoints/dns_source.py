@@ -114,7 +114,7 @@ class DnsSource:
         return tuple(record.address for record in answer)
 
     async def _from_system(self, family: Family) -> tuple[str, ...]:
-        """Look up `localhost` names by the system: these names are in the hosts file, not in DNS."""
+        """Look up `localhost` names through the system: the hosts file has them, not DNS."""
         wanted = socket.AF_INET if family == "A" else socket.AF_INET6
         loop = asyncio.get_running_loop()
         try:

@@ -1,4 +1,4 @@
-"""Reads the KV events of engines: which blocks of tokens an engine stores in its prefix cache, and removes.
+"""Reads engines' KV events, which say which blocks of tokens an engine stores in its prefix cache or removes.
 
 vLLM (`--kv-events-config`, vllm/distributed/kv_events.py) and SGLang publish the events on a ZeroMQ PUB
 socket. A message has the topic, a sequence number of 8 bytes and a batch in MessagePack: time, events, rank.
@@ -29,18 +29,18 @@ from picker_fleet.state.primary import raise_if_cancelled
 if TYPE_CHECKING:
     import zmq.asyncio
 
-MOST_BLOCKS: Final = 500_000  # of one engine: about 150 MB
+MOST_BLOCKS: Final = 500_000  # most blocks of one engine: about 150 MB
 _MOST_BLOCK_TOKENS = 4096
-_MOST_NAME_BYTES = 64  # of an engine's hash
+_MOST_NAME_BYTES = 64  # most bytes of an engine's hash
 _PIECE = 256  # blocks or events that are read at once, in about a millisecond
 _MOST_MESSAGE_BYTES = 512 * 1024  # about 70 000 tokens in one step of the engine
-_MOST_MESSAGES = 32  # waiting in ZeroMQ's queue; further ones wait at the engine
+_MOST_MESSAGES = 32  # most batches in ZeroMQ's queue; further ones wait at the engine
 _PAUSES = 19.0  # pause as a multiple of the time to read: a flooding engine gets 5 % of a core
 _SKIPPED_S = 0.002  # pause after a batch that is already known
 _POLL_MS = 1000
 _REPLAY_S, _REPLAY_SILENCE_MS = 60.0, 1000
 _MOST_RECONNECT_MS = 5000  # between two attempts to connect, which begin at 100 ms
-_MOST_SOCKETS = 65_000  # of ZeroMQ, about four for each engine
+_MOST_SOCKETS = 65_000  # most sockets of ZeroMQ, about four for each engine
 _HEARTBEAT_MS, _DEAD_MS = 2000, 6000  # ZeroMQ's heartbeats, which show a connection that is silently dead
 _PAUSES_S = (0.5, 30.0)  # shortest and longest pause between two sessions
 _SEQUENCE_BYTES = 8
@@ -52,7 +52,7 @@ BlockName = int | Annotated[bytes, msgspec.Meta(max_length=_MOST_NAME_BYTES)]
 
 
 def token_links(tokens: Sequence[int], block_tokens: int, link: bytes = b"") -> list[bytes]:
-    """The links of the whole blocks of `tokens`, first to last; `link` is that of the block before."""
+    """The links of the whole blocks of `tokens`, first to last; `link` is the previous block's link."""
     width = array("I").itemsize * block_tokens
     text = array("I", tokens).tobytes()
     links = []
@@ -87,7 +87,7 @@ class _Removed(msgspec.Struct):
 
 _EVENTS: Final[dict[str, type[_Stored] | type[_Removed]]] = {"BlockStored": _Stored, "BlockRemoved": _Removed}
 _CLEARED: Final = "AllBlocksCleared"
-_ALL: Final = b"*"  # in place of a link: all blocks are removed
+_ALL: Final = b"*"  # stands in place of a link if all blocks are removed
 
 
 class Changes(NamedTuple):
@@ -101,7 +101,7 @@ class EngineBlocks:
     """The blocks that one engine has in its prefix cache. Pure.
 
     Blocks of LoRA adapters, salted prompts and images are left out, since their token ids do not identify
-    them; so are blocks in other memory than the accelerator's, and blocks whose predecessor is unknown.
+    them; so are blocks outside the accelerator's memory, and blocks whose predecessor is unknown.
     """
 
     def __init__(self, most: int = MOST_BLOCKS) -> None:
@@ -136,7 +136,7 @@ class EngineBlocks:
         yield Changes(is_cleared, stored)
 
     def _apply(self, text: msgspec.Raw) -> Iterator[tuple[bytes, bool]]:
-        """Apply an event; yield its links, each with whether it is stored now, and one without meaning."""
+        """Apply an event; yield pairs: link, whether the block is stored now. Ignore the first pair."""
         yield b"", False
         event = msgspec.msgpack.decode(text)
         kind = event["type"] if isinstance(event, dict) else event[0]
@@ -163,7 +163,7 @@ class EngineBlocks:
             if not before:
                 return
         if event.block_size != size:
-            return  # a part of a block
+            return  # the tokens are only a part of a block
         names = event.block_hashes
         for at in range(0, len(names), _PIECE):
             links = token_links(event.token_ids[at * size : (at + _PIECE) * size], size, before)
@@ -185,11 +185,11 @@ class Listener(Protocol):
     """Receives the changes of engines' caches; no method blocks."""
 
     def changed(self, address: str, block_tokens: int, changes: Changes) -> None:
-        """The cache of the engine at `address`, whose blocks have `block_tokens` tokens, has changed, or
-        another second has passed (no changes)."""
+        """Called when the cache of the engine at `address` has changed, and each second without changes; its
+        blocks have `block_tokens` tokens."""
 
     def lost(self, address: str) -> None:
-        """Changes may have been missed; later calls of `changed` begin anew."""
+        """Called if changes may have been missed; later calls of `changed` begin anew."""
 
 
 class KvEventReader:
@@ -275,7 +275,7 @@ class KvEventReader:
                 if watch in ready:
                     return
                 if events not in ready:
-                    if expected is not None and not is_complete:  # until the subscription took effect
+                    if expected is not None and not is_complete:  # until the subscription has taken effect
                         expected, is_complete = await replay(expected), True
                     self._listener.changed(address, blocks.block_tokens, Changes(False, {}))
                     continue

@@ -50,7 +50,7 @@ class _Wire(msgspec.Struct, omit_defaults=True):
 
 
 def message_head(sender: str) -> bytes:
-    """The bytes with which every message of `sender` begins, and no message of another replica."""
+    """The bytes with which every message of `sender` begins, and only those messages."""
     return msgspec.json.encode({"from": sender})[:-1] + b","
 
 
@@ -153,9 +153,9 @@ class MetricsChannel:
         *,
         check_s: float = CHECK_S,
     ) -> None:
-        """Pass readings to `on_readings` until cancelled: those of each message with its sender and suspects,
-        and after each SUBSCRIBE the stored ones with sender None. Of this replica's own messages only the
-        sender is passed on. Reconnects after a fault (state/subscriptions.py).
+        """Pass readings to `on_readings` until cancelled: the readings of each message with its sender and
+        suspects, and after each SUBSCRIBE the stored readings with sender None. Of this replica's own
+        messages only the sender is passed on. Reconnects after a fault (state/subscriptions.py).
         """
 
         async def catch_up() -> None:

@@ -1,9 +1,8 @@
 """Extracts the few needed series from the text of an endpoint's metrics page; scraper.py calls this module.
 
 A vLLM metrics page has hundreds of lines, of which the picker needs six. An endpoint's page may be read ten
-times a second. So the page is not parsed as a whole: PageReader searches for the wanted names, and parses
-only lines that begin with a wanted name, as a full parser would. Format: Prometheus' text exposition format
-0.0.4; exemplars are ignored.
+times a second. So PageReader does not parse the whole page: it searches for the wanted names, and parses only
+the lines that begin with one. Format: Prometheus' text exposition format 0.0.4; exemplars are ignored.
 
 A page is read in parts as it arrives, one part per turn of the event loop. The length of a page is unbounded,
 but the work on it is bounded. A malformed line loses only its own metric.
@@ -106,14 +105,14 @@ def _labels(text: bytes) -> dict[str, str]:
 class PageReader:
     """Reads a page as the page arrives, from one of `engines`; `result` sets `engine` to that engine.
 
-    Of several samples with the same labels the last counts. Malformed lines are skipped and listed in
+    If several samples have the same labels, the last counts. Malformed lines are skipped and listed in
     `remark`. A last line without a line feed is truncated and does not count.
     """
 
     def __init__(self, engines: Sequence[Engine]) -> None:
         self._engines = engines
         self.engine: Engine | None = None
-        self.tells_sleep = False  # whether the page tells if the engine sleeps
+        self.tells_sleep = False  # whether the page shows if the engine sleeps
         self.cpu_s = 0.0  # CPU time for reading the page, in seconds
         counts = {
             series_of(text).name
@@ -277,8 +276,8 @@ def _total(found: Mapping[Labels, float], aggregation: Mapping[str, Aggregation]
 
 
 def _size(found: Mapping[Labels, float], aggregation: Mapping[str, Aggregation]) -> float:
-    """The total of `found`; of samples with the labels `num_gpu_blocks` and `block_size` the product of these
-    counts. 0 if the size is unknown."""
+    """The total of `found`, in which a sample with the labels `num_gpu_blocks` and `block_size` counts as
+    their product. 0 if the size is unknown."""
     sizes = {}
     for labels, value in found.items():
         named = dict(labels)

@@ -86,7 +86,7 @@ async def _decode(name: str, text: bytes, into: BodyBuffer) -> None:
         raise UnsupportedEncoding(f"content-encoding {name}: the body cannot be decoded: {fault}") from None
 
 
-_Steps = Iterator[tuple[int, bytes]]  # yields the number of bytes read, and the bytes decoded
+_Steps = Iterator[tuple[int, bytes]]  # yields how many bytes were read, and the decoded bytes
 
 
 def _inflated(text: bytes, window_bits: int) -> _Steps:
@@ -179,7 +179,7 @@ class OtherBody:
         return {}
 
     def with_model(self, name: bytes) -> bytes:
-        """The body with its model replaced by the JSON text `name` and all other bytes unchanged.
+        """The body with its model replaced by the JSON text `name`; all other bytes stay the same.
 
         Raises:
             Unsupported: the body names no model.
@@ -271,7 +271,7 @@ def _named(head: bytes) -> tuple[str, bool]:
         raise BadRequest("a part of the form needs one content-disposition")
     parameters = [(key.lower(), quoted or bare) for key, quoted, bare in _PARAMETER.findall(dispositions[0])]
     names = [value for key, value in parameters if key == b"name"]
-    # Servers differ on which of a part's several names they take, and on names encoded by RFC 2231.
+    # Servers disagree about parts with several names and about names encoded by RFC 2231.
     if len(names) != 1 or any(key.startswith(b"name*") for key, _ in parameters):
         raise BadRequest("a part of the form needs one name")
     return names[0].decode("latin-1"), any(key.startswith(b"filename") for key, _ in parameters)

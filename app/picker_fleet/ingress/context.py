@@ -46,7 +46,7 @@ from picker_fleet.telemetry.logs import DecisionLines
 from picker_fleet.telemetry.metrics import Metrics
 
 STALLED_S = 30.0  # an upload that sends nothing for this many seconds is ended
-MAX_UPLOADS = 2048  # most incomplete uploads; one more ends the upload silent for longest
+MAX_UPLOADS = 2048  # most incomplete uploads; one more ends the upload that has been silent for longest
 _CHECKS = 6  # number of checks of upload deadlines per STALLED_S
 
 _MAX_SOURCES = 10_000
@@ -62,7 +62,7 @@ SHOULD_RETRY: Final = "x-should-retry"  # `false` keeps OpenAI's and Anthropic's
 _PRESSURE_STEPS = 100
 PRESSURES: Final = tuple(f"{step / _PRESSURE_STEPS:.2f}" for step in range(_PRESSURE_STEPS + 1))
 _RETRY_AFTER_S = 1
-_LONGEST_RETRY_S = 120  # as of OpenAI's client; Anthropic's sleeps until the next month if told to
+_LONGEST_RETRY_S = 120  # OpenAI's client waits no longer; Anthropic's would wait a month
 _REMOVED: Final = tuple((name, "") for name in OF_SIDECAR)
 _ANTHROPIC_PATH = re.compile(rb"[^?]*/v1/messages(?:[/?]|$)")
 _ANTHROPIC_KINDS: Final = {404: "not_found_error", 413: "request_too_large", 429: "rate_limit_error"}
@@ -346,11 +346,11 @@ class Decision:
         self.placement: Placement | None = None
         self.pressure = ""
         self._subset: tuple[str, ...] | None = None
-        self._ask: Ask | None = None  # kept only while KV events are read
+        self._ask: Ask | None = None  # is set only while KV events are read
 
     async def route(self, way: Way, headers: Mapping[str, bytes], subset: tuple[str, ...] | None) -> None:
-        """Choose endpoints for a request without admission. The endpoint that stores the state which the
-        request names comes first, or else the endpoint of the request's session.
+        """Choose endpoints for a request without admission. First comes the endpoint that stores the state
+        named by the request, else the endpoint of its session.
 
         Raises:
             NoEndpoints: no endpoint, or no endpoint of the subset, is ready.
@@ -429,8 +429,8 @@ class Decision:
     def destinations(self, placement: Placement) -> str:
         """The picked endpoints as the value of the header `x-gateway-destination-endpoint`.
 
-        If a subset or labels restrict the request, its endpoints are repeated until the value has one for
-        each of Envoy's attempts: after the last, Envoy would try any endpoint of the pool.
+        If a subset or labels restrict the request, repeat its endpoints so that each of Envoy's attempts has
+        one: after the last, Envoy would try any endpoint of the pool.
         """
         named = placement.endpoints
         if self._subset is not None or (self.request is not None and self.request.selector):
@@ -467,7 +467,7 @@ class Decision:
         if placement.prefillers:
             context.metrics.split(self.mode, self.model, self.target_model)
             if self.mode != "standard" and placement.prefill_s is not None:
-                # Only in `standard` the picker sees the answer begin; the access log tells that late.
+                # Only in `standard` the picker sees the answer begin; else the access log reports that later.
                 asyncio.get_running_loop().call_later(
                     placement.prefill_s, context.gate.prefilled, self.request_id
                 )

@@ -2,13 +2,12 @@
 
 A prompt's text costs base + slope · size tokens, a line that lua/lib/usage.lua learns for each model from the
 usage that engines report. `_text_size` is the size: each letter, blank and non-ASCII byte of the text counts
-1, each other byte 2, since tokenizers split texts at digits and punctuation. Fields that are no part of the
-prompt do not count. A chat template's tokens for each message are about as many as those for the JSON around
-the message.
+1, each other byte 2, since tokenizers split texts at digits and punctuation. Fields outside the prompt do not
+count. The JSON around a message counts, since a chat template adds about as many tokens to each message.
 
 An engine runs one sequence for each answer to each prompt of a request. Members with prompts or numbers of
 answers count on all paths: an engine ignores an unknown member, but the picker charges for it.
-The cost is a client's claim: a request takes at most a share of the stock's bound, the model's
+The cost rests on a client's claim: a request takes at most a share of the stock's bound, the model's
 `max_model_len` bounds the cost, and `settle` corrects the cost where the engine reports its usage.
 """
 
@@ -25,7 +24,7 @@ from picker_fleet.ingress import media
 from picker_fleet.scheduling.endpoint_history import PROMPT_MEMBERS
 
 _ANSWERS: Final = {"n", "best_of", "num_return_sequences", "candidateCount"}
-# Members that limit the answer's length. Engines differ in the members that they read: the largest counts.
+# Members that limit the answer's length. Engines read different members: the largest number counts.
 MAX_ANSWER: Final = {
     *("max_tokens", "max_completion_tokens", "max_output_tokens", "max_new_tokens", "num_predict"),
     *("max_tokens_to_sample", "maxOutputTokens", "maxTokens"),
@@ -40,7 +39,7 @@ _MORE_PROMPTS: Final = (
     *("input_ids", "prompt_ids", "prompt_token_ids", "token_ids", "tokens"),
 )
 _ALL_PROMPTS: Final = (*PROMPTS, *_MORE_PROMPTS)
-_OBJECTS_ARE_PROMPTS: Final = ("documents", "queries")  # elsewhere objects are parts of one prompt
+_OBJECTS_ARE_PROMPTS: Final = ("documents", "queries")  # under other names objects are parts of one prompt
 SEVERAL: Final = frozenset((*_ANSWERS, *_SECTIONS, *_MORE_PROMPTS))  # members that may request more sequences
 
 _MOST_SEQUENCES = 1_000_000
@@ -50,16 +49,16 @@ _LONGEST_NUMBER = 400  # bytes of JSON: the longest finite number written out
 _LONGEST_SECTION_BYTES = 64 * 1024
 
 _IN_PROMPT = frozenset((*PROMPT_MEMBERS, *_ALL_PROMPTS, *media.MEMBERS, "query"))
-_SAMPLE_BYTES = 1024  # of a longer body this many bytes, from its middle, are examined
+_SAMPLE_BYTES = 1024  # a longer body is judged by this many bytes from its middle
 _COUNTED_ONCE = b"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ \\" + bytes(range(128, 256))
-_SIZE_OF_A_FIELD_BYTE = 1.3  # of fields such as `"temperature":0.7,`
-# Escaped characters that have two bytes in UTF-8, and other ones, most of which have three.
+_SIZE_OF_A_FIELD_BYTE = 1.3  # bytes of fields such as `"temperature":0.7,`
+# Escaped characters that take two bytes in UTF-8, and escaped characters that mostly take three.
 _ESCAPED_2, _ESCAPED_3 = re.compile(rb"\\u0[0-7][0-9a-fA-F]{2}"), re.compile(rb"\\u[0-9a-fA-F]{4}")
 
 _FIRST = re.compile(rb"\[[ \t\r\n]*(.)", re.DOTALL)
 _NUMBERS = re.compile(rb"\[[\[ \t\r\n]*+[0-9]")
 
-_JSON_TEXTS = (msgspec.Raw, memoryview)  # a union written at each use is made at each use
+_JSON_TEXTS = (msgspec.Raw, memoryview)  # Python makes a union anew wherever the code spells it out
 Members = Mapping[str, Any]  # a body's members, each decoded or a JSON text (msgspec.Raw, memoryview)
 
 
@@ -76,8 +75,8 @@ class Estimate(NamedTuple):
     """The estimated tokens of a request: of its prompts, and of its answers for all sequences.
 
     `lacks_answer`: `answer` is 0 and lacks the answer's tokens, so that the scripts add the mean answer.
-    `prompt_size` is the size of the prompt's text, 0 unless usage will tell this text's tokens alone. `media`
-    counts its images, audio and video, without those of a form.
+    `prompt_size` is the size of the prompt's text; 0 if the engine's usage will count more than this text.
+    `media` counts its images, audio and video, except files in a form.
     """
 
     prompt: float
@@ -129,7 +128,7 @@ def _list(name: str, value: object) -> bytes:
 
 
 def _apart(members: Members) -> tuple[float, int]:
-    """The number of token ids in the prompts, and the bytes of all that is no text of a prompt."""
+    """The number of token ids in the prompts, and the number of bytes outside the prompts' text."""
     others, ids = {}, 0.0
     for name, value in members.items():
         if name not in _IN_PROMPT:
@@ -143,8 +142,8 @@ def _apart(members: Members) -> tuple[float, int]:
 
 
 def _text_size(body: bytes, size_bytes: int, apart_bytes: int, media_bytes: int) -> float:
-    """The size of the prompt's text in `body`, of which `apart_bytes` are fields that are no prompt, and
-    `media_bytes` are media."""
+    """The size of the prompt's text in `body`, without the `apart_bytes` of other fields and the
+    `media_bytes` of media."""
     if not body:
         return max(size_bytes - media_bytes, 0)
     if len(body) <= _SAMPLE_BYTES:

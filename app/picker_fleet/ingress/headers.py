@@ -28,8 +28,8 @@ CONTENT_TYPE, CONTENT_ENCODING = "content-type", "content-encoding"
 OF_BODY = (CONTENT_LENGTH, CONTENT_TYPE, CONTENT_ENCODING)
 FORWARDED_FOR = "x-forwarded-for"
 TTL = "x-llm-d-inference-ttl"
-# The headers with a client's own deadline. Another Envoy before this one sets ROUTE_TIMEOUT; an Envoy passes
-# this header on only from internal peers.
+# The headers with a client's own deadline. Another Envoy in front of this one sets ROUTE_TIMEOUT; Envoy
+# accepts this header only from internal peers.
 REQUEST_TIMEOUT = "x-request-timeout"
 GRPC_TIMEOUT = "grpc-timeout"
 ROUTE_TIMEOUT = "x-envoy-expected-rq-timeout-ms"

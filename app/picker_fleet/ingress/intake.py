@@ -67,7 +67,7 @@ _NAMES = frozenset((*FAIRNESS_ID, *OBJECTIVE, *REWRITE))
 _SLO = frozenset(SLO)
 _MAX_MODEL_SETTINGS = 1000  # most cached pairs of model and objective
 
-UNNAMED = "unnamed"  # the model name of a request that names no model and needs none
+UNNAMED = "unnamed"  # stands for the model of a request that names and needs none
 _NO_NAMES = (b"null", b'""')
 _JSON_TYPE = b"application/json"
 # Content types under which clients send JSON, curl's default among them; a server may or may not read JSON.
@@ -80,7 +80,7 @@ _MOST_KEY_CHARS = 512  # most characters of a session key, or of the id of a res
 _ANYWHERE: Mapping[str, str] = {}
 _NO_MEMBERS: cost.Members = {}
 
-# Length of a body's hexadecimal digest. A digest need not resist attackers, who know neither digest nor body.
+# Length of a body's hexadecimal digest. Attackers know neither digest nor body, so a short digest suffices.
 _DIGEST_CHARS = 12
 _TRUSTED_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 
@@ -91,7 +91,7 @@ class Ask(NamedTuple):
     `model` is '' if the body names none; `needs_model` is False on a path of no known API. `read` is the
     parsed body, or the bytes of a simple body (`_simple_members`), whose `members` are already decoded.
     `body_bytes` counts the bytes of the whole body; `files` has the byte ranges of a form's files. `refers`
-    are the ids of stored state that the request continues. `can_split` is that of the `Way`.
+    are the ids of stored state that the request continues. `can_split` is copied from the `Way`.
     """
 
     model: str
@@ -176,7 +176,7 @@ def bodiless(way: Way) -> Ask:
 
 def _read_otherwise(text: bytes, way: Way, content_type: bytes, fault: BadRequest) -> Ask:
     """Parse a body that is not a JSON object in UTF-8; raise `fault` unless the model may be named elsewhere.
-    If a model server could read the body as an object, and so take its model from it, do so here, too."""
+    If a model server could read the body as a JSON object with a model, do so here, too."""
     plain = as_utf8(text)
     whole = without_half_pairs(plain)
     if whole != text:
@@ -203,7 +203,7 @@ def _read_otherwise(text: bytes, way: Way, content_type: bytes, fault: BadReques
 
 
 def _read_object(text: bytes, can_split: bool = False) -> Ask:
-    """Parse a body that is a JSON object; `can_split` is that of the `Way`.
+    """Parse a body that is a JSON object; `can_split` is copied from the `Way`.
 
     Raises:
         BadRequest: the body is empty, no JSON object, or repeats a used key; or its model is unusable.
@@ -229,12 +229,12 @@ def _read_object(text: bytes, can_split: bool = False) -> Ask:
 
 
 def _simple_members(text: bytes) -> dict[str, Any] | None:
-    """The decoded members of a small body without duplicate keys at any depth; None if in doubt.
+    """The decoded members of a small body; None if it may have duplicate keys at some depth.
 
     `Body` makes msgspec call `Enum._missing_` for every key. This call takes 1 µs a key, most of the time for
-    a small body, so small bodies are decoded whole (docs/decisions.md, 21). Decoding drops a duplicate member
-    with the quotes of its key, so the body encoded again has fewer quotes. Only a `\\u` escape can spell a
-    quote or a key in another way.
+    a small body, so small bodies are decoded whole (docs/decisions.md, 21). Decoding drops a duplicate
+    member, so the body encoded again has fewer quotes. Only a `\\u` escape can spell a quote or a key in
+    another way.
     """
     if len(text) > SMALL_BYTES or (b"\\" in text and b"\\u" in text):
         return None
@@ -264,7 +264,7 @@ class Intake:
 
     `new_id` makes unique ids (UUIDs); `keys` has the key that chooses variants; `prefixes` says whether a
     scorer reads prompt hashes (None: never); `served_models` lists models that endpoints report;
-    `prompt_line` tells what a prompt for a model costs; `estimate_cost` is a cost estimator from outside.
+    `prompt_line` returns the line of a model's prompts; `estimate_cost` is a cost estimator from outside.
     """
 
     def __init__(
@@ -315,7 +315,7 @@ class Intake:
         self._configured = self._objectives
         self._rewrites: Mapping[str, Split] = {}
         self._any_rewrite: Split | None = None
-        self._model_settings: dict[tuple[str, str], _ModelSettings] = {}  # a cache by model and objective
+        self._model_settings: dict[tuple[str, str], _ModelSettings] = {}  # cached by model and objective
 
     def use_live(
         self, priorities: Mapping[str, int], rewrites: Mapping[str, Split], anything: Split | None
@@ -385,7 +385,7 @@ class Intake:
             request_id, model, target, ask.stream, flow, band, weight, workload, charge, ttl_s,
             subset, limit, learn, session, prefix, selector, trace, by_client, ask.body_bytes,
             xxh3_64_hexdigest(ask.text)[:_DIGEST_CHARS], ask.refers,
-            0 if ask.refers else prompt_size,  # usage then counts stored texts, too
+            0 if ask.refers else prompt_size,  # the engine's usage then counts stored texts, too
             "", latency, 0, prompt_tokens, answer_tokens, ask.can_split, found,
         )  # fmt: skip
 
@@ -430,9 +430,9 @@ class Intake:
         return _path_of(tuple(map(headers.get, self._tenant_headers)), self._tenant_headers, self._separator)
 
     def _cost(self, ask: Ask, model: str) -> tuple[float, bool, int, float, float, int]:
-        """The cost of `ask` in the stock's unit; whether that cost lacks the answer's tokens; the size of the
-        prompt, 0 unless usage will tell its tokens; the tokens of prompt and of answer, 0 without tenants;
-        the number of media that others may encode."""
+        """The cost of `ask` in the stock's unit; whether it lacks the answer's tokens; the prompt's size, 0
+        if usage will not show its tokens; the tokens of prompt and of answer, 0 without tenants; the number
+        of media that others may encode."""
         members = ask.members
         count = 1 if _is_one_sequence(members) else cost.sequences(members)
         encoded = ask.can_split and self._prefixes is not None and self._prefixes.has_encoders
@@ -453,7 +453,8 @@ class Intake:
             facts = CostFacts(model, ask.body_bytes, count, prompt, answer, members)
             estimated = self._estimate_cost(facts)
         if estimated is not None or not self._in_tokens:
-            # The scripts add the mean answer to our own cost in tokens alone: assume an answer's length here.
+            # The scripts add the mean answer only to the picker's own estimate in tokens: for other costs
+            # assume an answer's length here.
             answer, lacks_answer = float(self._answer_tokens) if lacks_answer else answer, False
         others = *((prompt, answer) if self._counts_quotas else (0.0, 0.0)), found if encoded else 0
         if not self._in_tokens:
@@ -489,8 +490,8 @@ class Intake:
         return self._rewrites.get(model, self._any_rewrite) or self._targets.get(model)
 
     def _variant(self, model: str, gateway_id: bytes, flow: str, ask: Ask) -> str:
-        """Choose one of the several variants of `model`. `gateway_id` is empty if the gateway has set no id:
-        a client could try ids until one leads to the variant that it wants, and keep that id."""
+        """Choose one of the several variants of `model`. `gateway_id` is empty unless the gateway has set the
+        id: a client that chooses ids could choose its variant."""
         split, key = self._split_of(model), self._keys.variant_key
         assert split is not None, "a model without variants has its target in its settings"
         return split.variant(key, gateway_id or identity_of_body(key, flow, ask.text))

@@ -29,7 +29,7 @@ _SALT_BYTES = 1024
 _BACKSLASH = ord("\\")
 _FEW_MARKS = 32  # number of quotation marks to examine in every body
 _BYTES_A_MARK = 512  # examine more quotation marks only while their mean distance is above this many bytes
-_PLACEHOLDER = b"x" * (LONGEST_NAME + 1)  # replaces a long string; no valid name is so long
+_PLACEHOLDER = b"x" * (LONGEST_NAME + 1)  # replaces a long string; longer than any valid name
 _ASCII_ONLY = bytes(range(128)) + b"?" * 128
 _KEY = re.compile(rb'[ \t\n\r]*[{,][ \t\n\r]*"[^"\\]*(?:\\.[^"\\]*)*"[ \t\n\r]*:[ \t\n\r]*')
 
@@ -77,9 +77,9 @@ _decoder = msgspec.json.Decoder(dict[type(_NTH[0]), msgspec.Raw])  # type: ignor
 def without_long_strings(text: bytes) -> bytes:
     """The JSON `text` with its long strings replaced by a placeholder; `text` itself if it has none.
 
-    Intake needs only the short values. A parser takes 250 µs for a prompt of 400 KB; to find the end of that
-    string takes 4 µs. To examine a quotation mark takes about as long as to parse 500 bytes, so if the marks
-    are denser, the rest of the text is kept.
+    Intake needs only the short values. A parser takes 250 µs for a prompt of 400 KB; finding the end of that
+    string takes 4 µs. Examining a quotation mark takes as long as parsing 500 bytes, so the rest of the text
+    is kept if the marks are denser.
     """
     kept: list[bytes] = []
     copied, marks, in_string = 0, 0, True
@@ -122,7 +122,7 @@ class Body:
 
     The decoder reports each key of the outermost object in order and returns each value as its raw bytes;
     nested values are validated and skipped, so parsing takes about the body's size in memory at any depth. A
-    body that repeats a key which the picker reads is refused: a server that takes the key's other value could
+    body that repeats a key which the picker reads is refused: the server might use the key's other value and
     run another model. A body of `large_bytes` or more is parsed from an ASCII-only copy: a single non-ASCII
     character can make Python store a huge key with four bytes a character.
     """

@@ -4,11 +4,11 @@ Called by cost.py. Engines differ; this module applies one rule to each kind, an
 
 - An image costs a token for each 28 × 28 pixels, as in Qwen2-VL (arXiv 2409.12191), from 4 to 16 384.
 - Audio costs 25 tokens a second, as in Qwen2-Audio (arXiv 2407.10759), at least 4.
-- A page of a PDF costs 1500 tokens; 50 KB are a page if the file does not tell.
+- A page of a PDF costs 1500 tokens; 50 KB count as a page if the file does not say.
 
-The header of a PNG, JPEG, WebP, GIF, WAV or MP3 file tells the pixels or seconds. All else costs 1500
-tokens, and, if it is no image, a token more for each 1000 bytes; in a form only the latter. Bodies are
-untrusted: of a body at most `_MOST_HEADERS` headers are read, each in a few small pieces.
+The header of a PNG, JPEG, WebP, GIF, WAV or MP3 file gives the pixels or seconds. Any other image costs 1500
+tokens, any other file a token more for each 1000 bytes; in a form only the latter. Bodies are untrusted: at
+most `_MOST_HEADERS` file headers of a body are read, in small pieces.
 """
 
 import binascii
@@ -34,12 +34,12 @@ _MARKS = (b"image", b"audio", b"video", b"base64", b"inline_data", b"inlineData"
 _SHORT_BYTES = 4096
 _PICTURES = frozenset(("image", "image_url", "image_embeds", "images", "image_data"))
 _NOTHING = (b"null", b'""', b"{}")  # members without media, as some clients write them
-_REFERENCE = re.compile(rb'\{\s*+"id"\s*+:\s*+"[^"]*+"\s*+\}')  # to an answer's audio, in OpenAI's chat API
+_REFERENCE = re.compile(rb'\{\s*+"id"\s*+:\s*+"[^"]*+"\s*+\}')  # refers to an answer's audio (OpenAI)
 _ENDS_BYTES = 256  # bytes at each end of a file's JSON text to search for its media type or first byte
 
 # Where the base64 text of a file begins: PNG, JPEG, GIF, RIFF (WebP, WAV), MP3 with and without tags, PDF.
 _BASE64 = re.compile(rb'[",](?=iVBORw0KGg|\\?/9j\\?/|R0lGOD|UklGR|SUQz|\\?/\\?/[I-Po-v]|JVBERi)')
-_ESCAPED_BYTES = 65_536  # of base64 text with escaped slashes only so many bytes are read
+_ESCAPED_BYTES = 65_536  # most bytes to read of base64 text with escaped slashes
 _HEAD_BYTES = 48
 _MOST_SEGMENTS = 32  # most segments of a JPEG before the one with its size
 _SIZE_SEGMENTS = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}  # JPEG's SOF markers (ITU-T T.81, B.1)
@@ -56,7 +56,8 @@ def only(names: Iterable[str]) -> Any:
 
 
 def found(body: bytes, members: Mapping[str, Any]) -> tuple[int, float, int]:
-    """The bytes that media take in a body, their cost in tokens, and their number; 0 in an unknown form."""
+    """The bytes that media take in a body, their cost in tokens, and their number; 0 if they are in an
+    unknown form."""
     if not _may_have_media(body, members):
         return 0, 0.0, 0
     try:
@@ -67,7 +68,8 @@ def found(body: bytes, members: Mapping[str, Any]) -> tuple[int, float, int]:
 
 
 def of_form(body: bytes, files: Sequence[tuple[int, int]]) -> tuple[int, float, int]:
-    """The bytes of the `files` (start, end) of a form, and their cost in tokens, and 0: none is encoded."""
+    """The bytes of a form's `files` (start, end), their cost in tokens, and 0, since no other endpoint
+    encodes them."""
     size_bytes, tokens = 0, 0.0
     for number, (start, end) in enumerate(files):
         size_bytes += end - start
@@ -92,7 +94,7 @@ class _Media:
         self.count += 1
         self.size_bytes += len(text)
         known = _of_base64(text) if self.count <= _MOST_HEADERS else 0.0
-        if known:  # a header may tell of any rate
+        if known:  # a header may claim any rate
             self.tokens += max(known, _LEAST_TOKENS)
         else:
             self.tokens += _UNKNOWN_TOKENS + (0 if is_image else len(text) / _UNKNOWN_BYTES_A_TOKEN)
@@ -128,7 +130,7 @@ class _File:
         self._bytes, self._size_bytes = read, size_bytes
 
     def tokens(self) -> float:
-        """The tokens of the file; 0 if its header does not tell."""
+        """The tokens of the file; 0 if its header does not show the size."""
         head = self._bytes(0, _HEAD_BYTES)
         if len(head) < _HEAD_BYTES:
             return 0.0
@@ -182,7 +184,7 @@ def _of_base64(text: bytes) -> float:
     if begun is None:
         return 0.0
     start, size_bytes = begun.end(), (len(text) - begun.end()) * 3 // 4
-    if text.find(b"\\", start, start + _ESCAPED_BYTES) >= 0:  # to find one byte takes 2 µs, "\\/" 70 µs
+    if text.find(b"\\", start, start + _ESCAPED_BYTES) >= 0:  # finding one byte takes 2 µs, "\\/" 70 µs
         text, start = text[start : start + _ESCAPED_BYTES].replace(b"\\/", b"/"), 0
 
     def read(at: int, count: int) -> bytes:
@@ -221,7 +223,7 @@ def _little(text: bytes) -> int:
     return int.from_bytes(text, "little")
 
 
-# What a message or part may have as its content: also other JSON values, so that media beside them count.
+# The content of a message or part. It may be any JSON value, so that media beside an unknown value count.
 _Content: TypeAlias = "_Part | list[_Part | str | None] | str | float | bool | None"
 
 

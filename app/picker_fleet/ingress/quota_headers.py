@@ -19,7 +19,7 @@ _ANTHROPIC: Final = {
     unit: tuple(f"anthropic-ratelimit-{unit}-{what}" for what in ("limit", "remaining", "reset"))
     for unit in ("requests", "tokens")
 }
-# All headers of this module. With tenants, headers of these names from a model server are removed.
+# All headers of this module. With tenants, the picker removes a model server's headers of these names.
 NAMES: Final = (*(name for api in (_OPENAI, _ANTHROPIC) for names in api.values() for name in names), DEMOTED)
 LONGEST: Final = 32  # characters of a value; the longest are times
 _LATEST_S = 253_402_300_799  # the end of year 9999
@@ -31,7 +31,7 @@ def quota_headers(quota: str, *, is_anthropic: bool, now_s: float) -> dict[str, 
     """The headers for `quota`, a text such as `requests=LIMIT,REMAINING,RESET_MS;demoted=1` (state/store.py).
 
     `is_anthropic`: the request's path is of Anthropic's API, whose headers give the time of the reset, not
-    the time until then. `now_s` is the Unix time.
+    the time left. `now_s` is the Unix time.
     """
     found: dict[str, str] = {}
     names = _ANTHROPIC if is_anthropic else _OPENAI

@@ -3,8 +3,8 @@
 The identity is the request's id if the gateway has set it, else its flow and body (intake.py). Every replica
 has the pool's key (state/accounting_token.py), so all replicas choose the same variant for an identity, also
 for a retry, without calls to Redis. A client without the key cannot predict the variant of an identity. The
-shares hold on average: of n requests a variant whose share is p gets n p, with a standard
-deviation of sqrt(n p (1 - p)) (docs/decisions.md, 26).
+shares hold on average: a variant with share p gets n p of n requests, with a standard deviation of sqrt(n p
+(1 - p)) (docs/decisions.md, 26).
 """
 
 from bisect import bisect_right

@@ -1,11 +1,11 @@
-"""Compares the prefix index with what engines tell of their caches, and shares the corrections.
+"""Compares the prefix index with the caches that engines report, and shares the corrections.
 
 Answers are the best source: the placing replica keeps the ranks of a prompt's blocks until the request ends,
-and compares the answer's cached tokens (`PrefixFeedback`). In modes in which another replica learns of the
-end, the request teaches nothing; so a fleet learns from a part of its requests, which is enough. Where
-answers do not tell cached tokens, the counters on the engine's page do, less precisely (`CacheWatch`). The
-watch also notices that an engine has restarted. Both share only corrections, through the stream of routes, so
-that all replicas correct their index alike.
+and compares the answer's cached tokens (`PrefixFeedback`). In some modes the end of a request may reach
+another replica; such a request teaches nothing. So a fleet learns from a part of its requests, which is
+enough. Where answers do not report cached tokens, the counters on the engine's page show them, less precisely
+(`CacheWatch`). The watch also notices that an engine has restarted. Both classes share their corrections
+through the stream of routes, so that all replicas correct their indexes alike.
 """
 
 from collections.abc import Callable
@@ -18,13 +18,13 @@ from picker_fleet.scheduling.endpoint_history import BLOCK_BYTES, MAX_PROMPT_BYT
 from picker_fleet.scheduling.engine_cache import Expectation, evidence_of
 from picker_fleet.scheduling.route_stream import EvidenceRecord, LossRecord, RouteStream
 
-# Most requests a second whose answers one replica compares. Each costs about 50 µs.
+# Most requests a second whose answers one replica compares, at a cost of about 50 µs each.
 _ANSWERS_A_SECOND: Final = 50.0
-_MOST_PENDING = 4096  # requests whose answers are awaited; the oldest are given up first
-_BYTES_PER_TOKEN = (1.0, 16.0)  # outside this range a prompt has images or token ids: its tokens tell nothing
+_MOST_PENDING = 4096  # most requests whose answers are awaited; beyond, the oldest are dropped
+_BYTES_PER_TOKEN = (1.0, 16.0)  # outside this range a prompt has images or token ids: ignore its tokens
 _LEAST_QUERIES = 50_000.0  # tokens looked up between two comparisons of an engine's counters
-_UNEQUAL = 0.1  # the shares of hits that differ by less, as a part of the predicted share, agree
-_LEAST_RATIO = 0.6  # a lower one would count as a cleared cache (engine_cache.py)
+_UNEQUAL = 0.1  # measured and predicted shares of hits agree if they differ by a smaller fraction
+_LEAST_RATIO = 0.6  # a lower capacity would count as a cleared cache (engine_cache.py)
 _SAME_START_S = 1.0
 
 
@@ -44,8 +44,8 @@ class PrefixFeedback:
         self._pending: dict[str, _Pending] = {}  # by request id, oldest first
 
     def placed(self, request: InferenceRequest, address: str) -> None:
-        """Remember what the index knows of a request that is placed on `address`, before the index records
-        the placement."""
+        """A request is placed on `address`: remember what the index predicts for its prompt, before the index
+        records the placement."""
         if self._rates.take():
             return
         expected = self._routes.index.expect(address, request.prefix)
@@ -67,7 +67,7 @@ class PrefixFeedback:
         if completion.served not in (None, address):
             return
         cached = completion.cached_tokens
-        if cached is None:  # vLLM leaves out the number 0
+        if cached is None:  # vLLM leaves the number out if it is 0
             if not self._routes.index.predicted(address).tells:
                 return
             cached = 0

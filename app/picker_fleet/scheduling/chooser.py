@@ -50,10 +50,9 @@ from picker_fleet.state.accounting_token import Keyring
 _log = logging.getLogger(__name__)
 
 # The most candidates with scores passed to the script: more would cost the script more than they improve the
-# choice. Of a sample of the endpoints, pass fewer candidates: they differ between picks, and each costs the
-# script more.
+# choice. A sample of endpoints gives fewer: they differ between picks, which costs the script more.
 _MAX_SCORED, _MAX_OF_A_SAMPLE = 8, 5
-_TRIED = 1 / 8  # part of the streams predicted to be too late, but by less than twice, that are not refused
+_TRIED = 1 / 8  # fraction of streams that are admitted although predicted to be late, by a factor below two
 _DRAWS = 32  # choices kept for similar requests to share; each breaks ties differently
 _ROUTE_SCORERS = frozenset({"prefix-affinity", "latency"})  # scorers that need the routes of all replicas
 _ADDRESS_BYTES = 24  # approximate length of one address in a list of candidates
@@ -63,8 +62,8 @@ _MOST_ENCODERS = 8
 
 class Choice(NamedTuple):
     """The candidates in the form that the script `lua/place.lua` takes, and the basis of the choice.
-    `prefill`: the candidates of the stage prefill in the same form; '': serve the request whole. `split` says
-    why, None if no endpoint may prefill for others."""
+    `prefill`: the candidates of the stage prefill in the same form; '': serve the request whole. `split` is
+    the reason for splitting the request or not; None if no endpoint may prefill for others."""
 
     candidates: str
     basis: PickBasis
@@ -134,7 +133,7 @@ class EndpointChooser:
     Scorers read this replica's data: the attribute `fleet` has the requests in flight as last read from
     Redis, `readings` has the scraped metrics, `routes` has the prompt prefixes and latencies of endpoints,
     and gets those that this replica observes. `live_weight` is the weight with which the script adds the live
-    load to the candidates' scores. `extensions` are the pool's, by default made here.
+    load to the candidates' scores. `extensions` are the pool's extensions; by default they are made here.
     """
 
     def __init__(
@@ -174,8 +173,7 @@ class EndpointChooser:
             for stage in get_args(StageName)
         )
         self._encode_scheduler = Scheduler({"queue-depth": 1.0, "running-requests": 1.0})
-        # The basis of choices for requests that any endpoint may serve, until endpoints or loads are read
-        # again.
+        # The states for requests that any endpoint may serve; valid until endpoints or loads are read again.
         self._any = LeastLoadedPick((), {}, None, {}, ANY_ENDPOINT)
         # Choices made from the states `_drawn_from`, at most `_DRAWS` per kind of request (`_drawn_for`).
         self._drawn: dict[tuple[object, ...], list[Choice]] = {}
@@ -219,9 +217,9 @@ class EndpointChooser:
         """The endpoints that encode the media of `request`, at most one for each of them; none if its
         endpoint or prefill endpoint encodes, too.
 
-        Nothing tells when they have encoded, so no count in Redis would be right. Of twice as many random
-        endpoints take those with the least scraped load: to choose the least loaded of all would crowd them
-        while loads are out of date ("How Useful Is Old Information?", Mitzenmacher 2000).
+        Redis does not count them, since nobody reports when an encoder is done. Draw twice as many endpoints
+        at random, and take the less loaded half: all replicas would crowd the least loaded endpoints while
+        scraped loads are out of date ("How Useful Is Old Information?", Mitzenmacher 2000).
         """
         states = self._encode_states
         states.refresh()
@@ -281,7 +279,7 @@ class EndpointChooser:
             if len(drawn) == _DRAWS:
                 return drawn[int(random.random() * _DRAWS)]
         if request.limit:
-            limit = len(looked_at)  # the flow may be at its limit on all but low-ranking endpoints
+            limit = len(looked_at)  # every endpoint with a high score may be at the flow's limit
         else:
             limit = max(_MAX_OF_A_SAMPLE if states.samples else _MAX_SCORED, 1 + self._fallbacks)
         ranking = self._scheduler.rank(pick, looked_at, limit=limit)
@@ -322,7 +320,7 @@ class EndpointChooser:
         if prefiller is None:
             return choice
         cached = 0
-        if self._scores_prefixes:  # only then a request goes where its prompt is cached
+        if self._scores_prefixes:  # only with this scorer a request goes where its prompt is cached
             on_decoders = (n for address, n in matches.items() if self._states.state(address) is not None)
             cached = max(on_decoders, default=0)
         times = StageTimes()
@@ -330,7 +328,7 @@ class EndpointChooser:
             times = self._forecasts.stage_times(
                 request, decoder, prefiller, self._states.state(prefiller.address), matches
             )
-        draw = random.random if request.stream else None  # only streams tell the time to the first token
+        draw = random.random if request.stream else None  # only streams show the time to the first token
         split = decide(self._uncached_tokens(request, cached), self._threshold, times, draw)
         return choice._replace(prefill=prefill if split.is_split else "", split=split)
 
@@ -349,7 +347,7 @@ class EndpointChooser:
         return tokens * max(1.0 - cached, 0.0)
 
     def _pick(self, request: InferenceRequest) -> PickRequest:
-        """What the filters read of `request`."""
+        """The fields of `request` that the filters read."""
         return PickRequest(
             subset=None if request.subset is None else frozenset(request.subset),
             adapter=request.target_model if request.target_model in self._states.adapters else "",
@@ -359,8 +357,8 @@ class EndpointChooser:
         )
 
     def shortfall_s(self, request: InferenceRequest, wait_s: float = 0.0) -> float | None:
-        """Seconds by which every endpoint is predicted to miss the latency objective of `request`, after
-        `wait_s` in the queue; None without an objective, or if an endpoint may keep it or is unknown."""
+        """Seconds by which even the fastest endpoint is predicted to miss the latency objective of `request`,
+        after `wait_s` in the queue; None without one, or if some endpoint may meet it or is unknown."""
         if request.latency == ANY_LATENCY:
             return None
         self._forecasts.use()
@@ -375,13 +373,13 @@ class EndpointChooser:
             forecasts += self._forecasts.of_split(request, able, prefillers, matches)
         late_s = shortfall_s(left, forecasts)
         if late_s is not None and request.stream and random.random() < _TRIED:
-            # A refused request teaches nothing: try some that may be late only by a wrong prediction.
+            # A refused request teaches nothing: admit some requests whose predicted delay may be wrong.
             late_s = shortfall_s(left._replace(ttft_s=2 * left.ttft_s, tpot_s=2 * left.tpot_s), forecasts)
         return late_s
 
     def early_ms(self, request: InferenceRequest) -> int:
-        """Under the ordering `edf`: how many milliseconds before the end of its TTL the request must start to
-        keep its TTL and its latency objective, by the prediction for the fastest endpoint; else 0."""
+        """Under the ordering `edf`, how many milliseconds before the end of its TTL `request` must start in
+        order to meet its TTL and its latency objective on the fastest endpoint, by prediction; else 0."""
         if not self._orders_by_deadline:
             return 0
         if self._extensions.due is not None:
@@ -418,7 +416,7 @@ class EndpointChooser:
         return self._sessions.endpoint_of(session)
 
     def _drawn_for(self, pick: PickRequest, looked_at: Sequence[EndpointState]) -> list[Choice]:
-        """The choices already made from the states `looked_at` for requests that score like `pick`."""
+        """The choices made so far from the states `looked_at` for requests with the same scores as `pick`."""
         if looked_at is not self._drawn_from:
             self._drawn, self._drawn_from = {}, looked_at
         matches = pick.prefix_matches
@@ -463,7 +461,7 @@ class EndpointChooser:
     ) -> MetLoads:
         """Record that `request` was placed on the first of `endpoints`, and its prefill, if the request is
         split, on the first of `prefillers`; `live` are the loads that the script compared (lua/place.lua).
-        Returns the loads that the request met."""
+        Returns the endpoints' loads at that time."""
         self._explanations.add(request.id, choice.basis, endpoints, live, choice.split, prefillers)
         loads = MetLoads()
         placed_on = (endpoints[0], *prefillers[:1])
@@ -471,7 +469,7 @@ class EndpointChooser:
             seen = live_loads(choice.basis, endpoints, live)
             loads = self._forecast_placed(request, placed_on, seen)
         if request.prefix and (self._shares_routes or self._forecasts.used):
-            if not prefillers:  # of a split request the cached tokens are those of the prefill endpoint
+            if not prefillers:  # a split request's cached tokens are on the prefill endpoint
                 self._feedback.placed(request, endpoints[0])
             for address in placed_on:
                 self._routes.add_route(address, request.prefix)

@@ -37,17 +37,17 @@ BYTES_PER_BLOCK: Final = 250
 HOLDER_BYTES_PER_BLOCK: Final = 150  # additional bytes per block if the index keeps holders
 _MOST_HOLDERS: Final = 4  # most endpoints kept per hash, the latest ones
 _WITH_EVICTED = 1.5  # hashes kept per endpoint, as a multiple of the blocks that its engine keeps
-_BYTES_PER_TOKEN = 4.0  # of prompts' JSON, until answers tell; then a moving mean:
+_BYTES_PER_TOKEN = 4.0  # JSON bytes a token, until answers show a moving mean
 _NEW_SHARE = 0.05
-_FOLLOWED_S = 5.0  # after the last sign that an engine's KV events are read
+_FOLLOWED_S = 5.0  # for how long after the last sign an engine's KV events count as read
 LATENCY_WINDOW: Final = 100  # completions kept per endpoint (spec 004)
 
 # Members of the body that chat templates put before the first message, such as Anthropic's system prompt.
 _BEFORE_MESSAGES = ("tools", "functions", "instructions", "system", "systemInstruction")
 _PROMPT_FIELDS = ("messages", "prompt", "input", "contents", "inputs")
 PROMPT_MEMBERS: Final = (*_BEFORE_MESSAGES, *_PROMPT_FIELDS)
-# Anthropic's mark of the end of a cached prefix, which moves on with each turn. Only a message content that
-# is a list of blocks can carry the mark, so a list of one text block is hashed like the plain text.
+# Anthropic's mark of the end of a cached prefix, which moves in each turn of a chat. Only a message content
+# that is a list of blocks can carry the mark, so a list of one text block is hashed like the plain text.
 _MARK = b'"cache_control"'
 _MARKS = re.compile(
     rb',\s*+"cache_control"\s*+:\s*+(?:\{[^{}]*+\}|null)|"cache_control"\s*+:\s*+(?:\{[^{}]*+\}|null)\s*+,?+'
@@ -111,8 +111,8 @@ def block_hashes(
 
 
 class Predicted(NamedTuple):
-    """`asked` blocks were sent to an endpoint, of these `hits` were predicted to be cached, by a `capacity`
-    in blocks; its answers tell their cached tokens if `tells`."""
+    """`asked` blocks were sent to an endpoint; `hits` of them were predicted to be cached, given a `capacity`
+    in blocks. `tells`: the endpoint's answers report cached tokens."""
 
     asked: int
     hits: int
@@ -126,14 +126,14 @@ _NOTHING = Predicted(0, 0, 0.0, False)
 class PrefixIndex:
     """The prompt prefixes that each endpoint has served, as block hashes. One event loop; no I/O.
 
-    An endpoint's `EngineCache` predicts which of its blocks the engine still has; the other methods see only
-    these. Until pages or answers tell otherwise, an engine has `per_endpoint` blocks. The index keeps at most
-    `in_total` hashes in all, in equal shares: 500 000 hashes take at most 125 MB (`BYTES_PER_BLOCK` each),
-    and up to 10 endpoints have their full 31 250 hashes and half as many evicted ones.
+    An endpoint's `EngineCache` predicts which of its blocks the engine still has; the other methods use only
+    the blocks predicted to be kept. Until pages or answers show another number, an engine has `per_endpoint`
+    blocks. The index keeps at most `in_total` hashes in all, in equal shares: 500 000 hashes take at most 125
+    MB (`BYTES_PER_BLOCK` each), and up to 10 endpoints have their full 31 250 hashes and half as many evicted
+    ones.
 
-    The least recently served hashes are dropped first, and of a chain the later blocks before the earlier
-    ones. So if a hash is in the index, all hashes before it are, too; the binary search of `match` relies on
-    that.
+    The least recently served hashes are dropped first, and later blocks of a chain before earlier ones. So if
+    a hash is in the index, so are all hashes before it in its chain; `match` searches by halves.
 
     For pools too large for a pick to look at each endpoint, the index also keeps the holders of each hash
     (`name_holders`): the last few endpoints that served it and still have it in the index.
@@ -148,7 +148,7 @@ class PrefixIndex:
     ) -> None:
         self._per_endpoint, self._in_total, self._clock = per_endpoint, in_total, clock
         self._caches: dict[str, EngineCache] = {}
-        self._kv_tokens: dict[str, float] = {}  # by the engines' pages
+        self._kv_tokens: dict[str, float] = {}  # as reported by the engines' pages
         self._bytes_per_token = _BYTES_PER_TOKEN
         self._followed: dict[str, tuple[int, float]] = {}  # address -> tokens of a block, until when
         self._holders: dict[bytes, tuple[str, ...]] | None = None
@@ -166,7 +166,7 @@ class PrefixIndex:
         return round(min(self._told(address) if cache is None else cache.capacity, self._share))
 
     def report_size(self, address: str, kv_tokens: float) -> None:
-        """Record that the engine's page tells a KV cache of `kv_tokens` tokens."""
+        """Record that the engine's page reports a KV cache of `kv_tokens` tokens."""
         if self._kv_tokens.get(address) != kv_tokens:
             self._kv_tokens[address] = kv_tokens
             if address in self._caches:
@@ -189,7 +189,7 @@ class PrefixIndex:
         self._let_go(address, gone)
 
     def match(self, hashes: Sequence[bytes], among: Iterable[str] | None = None) -> dict[str, int]:
-        """Endpoint -> how many of `hashes`, counted from the first, it has served and still has; without
+        """Endpoint -> how many of `hashes`, counted from the first, it has served and still has. Leaves out
         endpoints that have none or are not in `among` (if given).
 
         Takes one lookup per endpoint, and log2(len(hashes)) more per endpoint that has the first block.
@@ -210,14 +210,14 @@ class PrefixIndex:
         return expected if expected is not None and expected.steps else None
 
     def teaches(self, address: str, evidence: Evidence, life: int | None = None) -> bool:
-        """Whether `learn` would change anything. False if the cache was cleared since its life `life`."""
+        """Whether `learn` would change anything. False if the cache was cleared after its life `life`."""
         cache = self._caches.get(address)
         return (
             cache is not None and life in (None, cache.life) and not cache.follows and cache.teaches(evidence)
         )
 
     def learn(self, address: str, evidence: Evidence, bytes_per_token: float) -> None:
-        """Correct the capacity of the engine at `address` by the evidence of an answer, whose prompt had
+        """Correct the capacity of the engine at `address` by an answer's evidence; its prompt had
         `bytes_per_token` (0: unknown)."""
         if bytes_per_token:
             self._bytes_per_token += _NEW_SHARE * (bytes_per_token - self._bytes_per_token)
@@ -232,7 +232,7 @@ class PrefixIndex:
 
     def follow(self, address: str, block_tokens: int) -> None:
         """Record that a replica reads the KV events of the engine at `address`, whose blocks have
-        `block_tokens` tokens; 0: it does not, so the capacity alone tells what is evicted."""
+        `block_tokens` tokens; 0: no replica does, so the capacity alone predicts evictions."""
         self._followed[address] = block_tokens, self._clock() + _FOLLOWED_S
 
     def followed(self, address: str) -> int:
@@ -254,7 +254,7 @@ class PrefixIndex:
             self._let_go(address, cache.remove(hashes))
 
     def predicted(self, address: str) -> Predicted:
-        """The blocks of all prompts sent to `address` so far, and what was predicted of these."""
+        """The blocks of all prompts sent to `address` so far, and the predictions for them."""
         cache = self._caches.get(address)
         return _NOTHING if cache is None else Predicted(cache.asked, cache.hits, cache.capacity, cache.tells)
 
@@ -303,7 +303,7 @@ class PrefixIndex:
         return min(round(_WITH_EVICTED * cache.capacity) + 1, self._share)
 
     def _told(self, address: str) -> float:
-        """The capacity in blocks, before answers have taught another."""
+        """The initial capacity in blocks, before answers correct it."""
         tokens = self._kv_tokens.get(address)
         if tokens is None:
             return float(self._per_endpoint)
@@ -311,7 +311,7 @@ class PrefixIndex:
 
     @staticmethod
     def _hold(known: dict[bytes, tuple[str, ...]], address: str, links: Iterable[bytes]) -> None:
-        alone = (address,)  # shared by all hashes whose only holder is this endpoint
+        alone = (address,)  # one tuple for all hashes whose only holder is this endpoint
         for link in links:
             holders = known.get(link)
             if holders is None:
@@ -332,7 +332,7 @@ class PrefixIndex:
 
 
 def _matched(hashes: Sequence[bytes], served: Container[bytes]) -> int:
-    """The number of `hashes`, counted from the first, that are in `served`, which must have the first."""
+    """How many of `hashes`, counted from the first, are in `served`; the first must be."""
     low, high = 1, len(hashes)
     while low < high:
         middle = (low + high) // 2

@@ -21,7 +21,7 @@ from picker_fleet.scheduling.scorers import EndpointState
 REFRESH_S = 0.1  # greatest age of a state, in seconds; endpoints are scraped at this interval
 ALL_LOOKED_AT = 64
 SAMPLED = 16
-_PICKS_OF_A_SAMPLE = 64  # more picks by one sample would crowd its endpoints while others are idle
+_PICKS_OF_A_SAMPLE = 64  # with more picks of one sample its endpoints would be crowded while others are idle
 _NAMED = 8  # most endpoints added to a pick for its prompt, and as many for its adapter
 _MOST_SELECTORS = 64  # most label selectors whose endpoints are cached
 
@@ -85,7 +85,7 @@ class EndpointStates:
             return
         if snapshot.version != self._version:
             self._take(snapshot)
-        self._index.retain(self._all_addresses)  # routes to endpoints that have left may still arrive
+        self._index.retain(self._all_addresses)  # late routes may name endpoints that have left
         self._refreshed_s = now_s
         self._readings = self._cache.snapshot()
         self._in_flight = self._fleet.prefills if self._stage == "prefill" else self._fleet.in_flight
@@ -94,7 +94,7 @@ class EndpointStates:
         drawn = self._draw()
         ready = [address for address in drawn if self._by_address[address].ready]
         # If most readings are stale, scraping is late, and the few endpoints with fresh readings would get
-        # all requests. So compare requests in flight only, not scraped loads.
+        # all requests. So compare only requests in flight, not scraped loads.
         fresh = sum(self._is_fresh(address) for address in ready)
         self._compare_loads = 2 * fresh >= len(ready)
         self._use(drawn)

@@ -8,14 +8,15 @@ docs/design/prefix_caching.md; SGLang's radix tree evicts leaves first). So a bl
 the capacity, as ARC keeps ghosts (Megiddo and Modha, FAST 2003): a hit on one of them shows that the capacity
 is larger.
 
-The capacity is estimated from answers that tell their cached tokens. The ranks of the prompt's blocks when it
-was placed, and the number of blocks that were cached, give the highest rank that was kept and the lowest rank
-that was evicted (`Evidence`). If the estimate contradicts one of them, it moves by a part of the distance on
-a logarithmic scale, at most `_MOST_STEP` (stochastic approximation, Robbins and Monro 1951). Answers and
-running requests take blocks that no prompt shows, so the estimate settles below the configured capacity.
+The capacity is estimated from answers that report their cached tokens. The ranks of the prompt's blocks when
+it was placed, and the number of blocks that were cached, give the highest rank that was kept and the lowest
+rank that was evicted (`Evidence`). If the estimate contradicts one of them, it moves by a part of the
+distance on a logarithmic scale, at most `_MOST_STEP` (stochastic approximation, Robbins and Monro 1951).
+Answers and running requests take blocks that no prompt shows, so the estimate settles below the configured
+capacity.
 
-While a replica reads the engine's KV events, these say what is evicted, and the capacity is only a bound: not
-below the capacity told, since the engine has no more.
+While a replica reads the engine's KV events, these say which blocks are evicted; the capacity is then only a
+bound, not below the capacity that the engine's page reports.
 """
 
 import math
@@ -25,8 +26,8 @@ from itertools import islice
 from typing import Final, NamedTuple
 
 _GAIN = 0.2
-_LEAST_STEP, _MOST_STEP = 0.01, 0.15  # of the capacity's logarithm, for one piece of evidence
-_MOST_FACTOR: Final = math.log(64.0)  # the estimate stays within 1/64 to 64 times the capacity told
+_LEAST_STEP, _MOST_STEP = 0.01, 0.15  # step of the capacity's logarithm for one piece of evidence
+_MOST_FACTOR: Final = math.log(64.0)  # the estimate stays within 1/64 to 64 times the reported capacity
 _SLACK_BLOCKS, _SLACK = 2, 0.1  # cached tokens are converted to blocks with this error
 _SETTLED_S = 2.0  # an engine may still compute blocks that were sent a shorter time ago
 _MOST_STEPS = 8
@@ -34,8 +35,7 @@ _STRIKES = 3  # answers in a row that show a cleared cache
 
 
 class Step(NamedTuple):
-    """The prompt's blocks up to the number `blocks` have at most the rank `rank`; the newest were used
-    `age_s` ago."""
+    """The prompt's first `blocks` blocks have ranks of at most `rank`; the newest was used `age_s` ago."""
 
     blocks: int
     rank: int
@@ -43,7 +43,8 @@ class Step(NamedTuple):
 
 
 class Expectation(NamedTuple):
-    """The ranks of a prompt's blocks when the prompt was placed; `life` numbers the cache's clearings."""
+    """The ranks of a prompt's blocks when the prompt was placed; `life` says how often the cache had been
+    cleared by then."""
 
     life: int
     steps: tuple[Step, ...]
@@ -73,8 +74,8 @@ def evidence_of(expected: Expectation, cached_blocks: float) -> Evidence:
 
 
 class EngineCache:
-    """The blocks that one endpoint was sent, in the order of their last use: `cached` has those predicted to
-    be cached, `evicted` has older ones. Each has the number of the last request that used it."""
+    """The blocks that one endpoint was sent, in the order of their last use. `cached` has the blocks
+    predicted to be cached, `evicted` the older ones, each with its last request's number."""
 
     __slots__ = (
         "_has_holes", "_left", "_log_factor", "_number", "_since_s", "_strikes", "_told",
@@ -84,10 +85,10 @@ class EngineCache:
     def __init__(self, told: float) -> None:
         self._told = told
         self._log_factor = 0.0  # of the estimate to `_told`
-        self.tells = False  # whether answers of the endpoint tell their cached tokens
+        self.tells = False  # whether answers of the endpoint report their cached tokens
         self.follows = False  # whether the engine's KV events are read
-        self.life = 0  # number of the cache's clearings
-        self.asked = self.hits = 0  # blocks of all prompts, and those predicted to be cached
+        self.life = 0  # how often the cache was cleared
+        self.asked = self.hits = 0  # blocks of all prompts, and how many of them were predicted to be cached
         self.clear()
 
     def __len__(self) -> int:
@@ -112,7 +113,7 @@ class EngineCache:
         return self._told * math.exp(max(self._log_factor, 0.0) if self.follows else self._log_factor)
 
     def report_size(self, capacity: float) -> None:
-        """Use the `capacity` in blocks that the engine's page tells; what answers have taught stays."""
+        """Use the `capacity` in blocks that the engine's page reports; corrections from answers stay."""
         self._told = capacity
 
     def add(self, links: Sequence[bytes], most: int, now_s: float) -> list[bytes]:
@@ -179,7 +180,7 @@ class EngineCache:
         return gone
 
     def _less(self, number: int, count: int) -> None:
-        """Record that `count` blocks of the request `number` were used again or dropped."""
+        """Record that `count` blocks last used by request `number` were used again or dropped."""
         self._left[number] -= count
         if not self._left[number]:
             del self._left[number], self._since_s[number]
@@ -211,8 +212,8 @@ class EngineCache:
 
     def learn(self, evidence: Evidence, most: int, *, of_answer: bool) -> list[bytes]:
         """Move the estimate, to at most `most` blocks. Clears the cache if several answers in a row had
-        nothing cached of blocks used lately. Returns the blocks that were dropped. `of_answer`: an answer
-        told its cached tokens."""
+        nothing cached of blocks used lately. Returns the blocks that were dropped. `of_answer`: the evidence
+        comes from an answer's cached tokens."""
         self.tells = self.tells or of_answer
         kept, evicted = evidence
         capacity = self.capacity

@@ -30,7 +30,7 @@ class LeastLoadedPick(NamedTuple):
     subset: tuple[str, ...] | None
     selector: Mapping[str, str]
     candidates: str
-    has_state: bool = False  # the only candidate has the state of the id that the request names
+    has_state: bool = False  # the request names an id, and the only candidate has its state
     excluded: Mapping[str, str] = MappingProxyType({})  # by filters from outside: address -> reason
 
 

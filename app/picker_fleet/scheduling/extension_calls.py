@@ -34,7 +34,7 @@ OnFault = Callable[[str, Fault], None]
 R = TypeVar("R")
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
-_LONGEST_TEXT = 500  # of an exception or of a filter's reason
+_LONGEST_TEXT = 500  # most characters of an exception or of a filter's reason
 _EARLIEST_S = -86_400.0  # an ordering may say that a request was due a day before it arrived, at most
 
 _log = logging.getLogger(__name__)
@@ -59,7 +59,7 @@ class CostFacts(NamedTuple):
 class Ordering(Protocol):
     def __call__(self, request: InferenceRequest, /) -> float:
         """Seconds after its arrival by which `request` is due: of each flow, the request that is due first is
-        served first (ordering `edf`). A time after the end of the request's TTL counts as that end."""
+        served first (ordering `edf`). A time after the TTL's end counts as the TTL's end."""
 
 
 class CostEstimator(Protocol):
@@ -68,7 +68,7 @@ class CostEstimator(Protocol):
 
 
 class Nonsense(ValueError):
-    """An extension returned a result of another form or range than it must."""
+    """An extension returned a result of a wrong form or range."""
 
 
 class _Failure(NamedTuple):
@@ -78,7 +78,7 @@ class _Failure(NamedTuple):
 
 def _failure(raised: BaseException) -> _Failure:
     why = type(raised).__name__
-    with suppress(BaseException):  # the text of an extension's exception is its code, too
+    with suppress(BaseException):  # computing an exception's text runs the extension's code, too
         why = f"{why}: {raised}"[:_LONGEST_TEXT]
     return _Failure("invalid" if isinstance(raised, Nonsense) else "raised", why)
 
@@ -135,7 +135,7 @@ class Calls(Generic[R]):
             except Empty:
                 return False
             self._is_late = False
-            # A call that was quick itself waited for a CPU: that is no fault of the extension's.
+            # A call that itself was quick has waited for a CPU, which is not the extension's fault.
             if took_s > self._budget_s:
                 self._suspend()
         return self._clock() >= self._suspended_until_s
@@ -158,7 +158,7 @@ class Calls(Generic[R]):
             except BaseException as fault:  # also SystemExit, which would end the thread
                 result = _failure(fault)
             self._results.put((result, time.perf_counter() - began_s))
-            del arguments, result  # they may be large, and the next call may be far off
+            del arguments, result  # arguments may be large, and the next call may be far off
 
 
 class Extensions:
@@ -202,8 +202,8 @@ class Extensions:
 
 
 def _scores(scorer: Scorer, pick: PickRequest, candidates: Sequence[EndpointState]) -> list[float]:
-    # A copy: an extension that changed the list would change later picks. It need not expect an empty list.
-    # One score too many suffices to tell: a result may be endless.
+    # A copy: an extension that changed the list would change later picks. Nor does it get an empty list. Read
+    # only one score too many, since its result may be endless.
     given = scorer(pick, tuple(candidates)) if candidates else ()
     scores = [float(score) for score in islice(given, len(candidates) + 1)]
     if len(scores) != len(candidates):

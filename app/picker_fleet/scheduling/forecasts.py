@@ -18,19 +18,19 @@ from picker_fleet.scheduling.splitting import StageTimes
 from picker_fleet.state import accounting_token
 
 _BYTES_A_TOKEN = 4  # the fit corrects this estimate, so only its ratio between requests matters
-# Put before a model's name, which has no control characters: split requests of the model. Their times to the
-# first token are learnt without the predicted wait at the decode endpoint.
+# A model's name with this prefix stands for the model's split requests; real names have no control
+# characters. Their times to the first token are learnt without the predicted wait at the decode endpoint.
 _SPLIT: Final = "\x1f"
-_SHORTEST_PREFILL_S = 1e-3  # of a split request, whose predicted wait may exceed its time to the first token
+_SHORTEST_PREFILL_S = 1e-3  # taken if the predicted wait exceeds the time to the first token
 _FEWEST_TOKENS = 8  # a shorter answer says little about the time per token
-# Most observations a second that one replica shares. Each costs every replica about 25 µs.
+# Most observations a second that one replica shares, each at a cost of about 25 µs for every replica.
 _OBSERVATIONS_A_SECOND: Final = 50.0
 
 
 class MetLoads(NamedTuple):
-    """The loads that a placed request met on its endpoint and on its prefill endpoint, for the latency model;
-    None if nothing is to be learnt. Nine in ten requests like a split one have their first token within
-    `prefill_s`, None if unknown."""
+    """The loads of a placed request's endpoint and prefill endpoint at the placement, for the latency model;
+    None if its times are not to be learnt. Nine in ten requests like a split one have their first token
+    within `prefill_s`, None if unknown."""
 
     decode: Load | None = None
     prefill: Load | None = None
@@ -65,8 +65,8 @@ class Forecasts:
         }
 
     def placed(self, request: InferenceRequest, state: EndpointState, matches: Mapping[str, int]) -> MetLoads:
-        """Count the prompt of `request`, which was placed on the endpoint in `state`. Returns the load that
-        the request met; no load if its times say nothing, because its answer is not streamed."""
+        """Count the prompt of `request`, which was placed on the endpoint in `state`. Returns the endpoint's
+        load at that time, or no load if the answer is not streamed, since its times are of no use."""
         load, _ = self._place(request.model, request, state, matches)
         return MetLoads(load) if request.stream else MetLoads()
 
@@ -100,8 +100,8 @@ class Forecasts:
         prefiller_decodes: EndpointState | None,
         matches: Mapping[str, int],
     ) -> StageTimes:
-        """The predicted times of `request` on the endpoint of `decoder`, without and with `prefiller`, whose
-        state in the decode stage is `prefiller_decodes`, None if it writes no answers."""
+        """The predicted times of `request` on the endpoint of `decoder`, without and with `prefiller`.
+        `prefiller_decodes` is the prefiller's state in the stage decode, None if it writes no answers."""
         whole, split = request.model, _SPLIT + request.model
         whole_s = _ttft_s(self._forecast(whole, decoder, _own_tokens(request, decoder, matches)))
         wait_s = _ttft_s(self._forecast(whole, decoder))
@@ -119,7 +119,7 @@ class Forecasts:
         prefiller: EndpointState,
         matches: Mapping[str, int],
     ) -> MetLoads:
-        """As `placed`, of a split request."""
+        """As `placed`, for a split request."""
         load, prefill = self._place(_SPLIT + request.model, request, prefiller, matches)
         prefill_s = prefill and prefill.p90_s + _ttft_s(self._forecast(request.model, decoder))
         met = MetLoads(prefill_s=prefill_s)
@@ -128,8 +128,8 @@ class Forecasts:
     def _place(
         self, model: str, request: InferenceRequest, state: EndpointState, matches: Mapping[str, int]
     ) -> tuple[Load, Prediction | None]:
-        """Count the prompt of `request` on the endpoint in `state`. Returns the load that the request met and
-        its predicted time to the first token."""
+        """Count the prompt of `request` on the endpoint in `state`. Returns the endpoint's load at that time,
+        and the request's predicted time to the first token."""
         own_tokens = _own_tokens(request, state, matches)
         load = self._load(state, own_tokens)
         ttft = self._routes.model.forecast(model, state.address, load).ttft
@@ -164,7 +164,7 @@ class Forecasts:
         return self._routes.model.forecast(model, state.address, self._load(state, own_tokens))
 
     def _load(self, state: EndpointState, own_tokens: float = 0.0) -> Load:
-        """The load that a request meets of whose prompt the endpoint in `state` computes `own_tokens`."""
+        """The load of the endpoint in `state` for a request of whose prompt it computes `own_tokens`."""
         return Load(
             own_tokens + self._routes.backlogs.tokens(state.address, self._clock()),
             state.in_flight,
@@ -185,9 +185,9 @@ def _ttft_s(forecast: Forecast) -> float:
 
 
 def _delayed(state: EndpointState) -> float:
-    """How many answers a prompt's whole prefill on the endpoint in `state` delays by its time. The engine's
-    page tells how many run; other requests in flight wait for their prefill elsewhere, and arrive on average
-    in the middle of this one: two of them count as one."""
+    """How many answers are delayed if the endpoint in `state` prefills a whole prompt, each by the prefill's
+    time. The engine's page shows how many answers run. The other requests in flight wait for their prefill
+    elsewhere, and on average arrive in the middle of this prefill: two of them count as one."""
     running = state.in_flight if state.running is None else min(state.running, state.in_flight)
     return (running + state.in_flight) / 2
 
@@ -216,9 +216,9 @@ def broken_promise(
     *,
     prefill: bool = False,
 ) -> str:
-    """Why the endpoint `address` would break a latency objective with `in_flight` requests in flight, or, if
-    `prefill`, with as many prompts to prefill for others: for some model, one request in ten would take
-    longer than `promised` for it. '' if the endpoint keeps all objectives, or too little is known."""
+    """Why the endpoint `address` would break a latency objective with `in_flight` requests in flight (with
+    `prefill`: with so many prompts to prefill for others), that is, for some model one request in ten would
+    take longer than `promised`. '' if the endpoint keeps all objectives, or too little is known."""
     for model in latencies.models:
         if model.startswith(_SPLIT) is not prefill:
             continue

@@ -29,30 +29,30 @@ MAX_MODELS: Final = 64  # most models kept, the latest ones
 _TERMS = 5  # terms of the linear model: a constant and the fields of `Load`
 _PREFILL, _IN_FLIGHT, _KV = 1, 2, 3  # their positions
 _FIT_EVERY = 8  # observations between two fits
-_SWEEPS = 5  # of a fit over the coefficients; a fit continues from the fit before
-# A fit's memory in observations grows with their number (Ljung, System Identification, on recursive methods):
-# the first ones lack the prompts before their own, which are counted only once times are predicted.
+_SWEEPS = 5  # most passes of a fit over the coefficients; a fit continues from the previous one
+# The number of observations that a fit remembers grows (Ljung, System Identification, on recursive methods):
+# the first ones are inexact, since waiting prompts are counted only once times are predicted.
 _FIRST_MEMORY, _MEMORY_GROWTH, _MOST_MEMORY = 20.0, 1 / 3, 333.0
 _FORGET_RATIOS = 0.99  # an observation's weight falls by this factor with each further observation
 _FORGET_FACTOR = 0.95
-_EVEN_ODDS = 2.0  # weight, in observations, of the assumption that an endpoint is like the others
+_EVEN_ODDS = 2.0  # weight, in observations, of the assumption that an endpoint is as fast as the others
 _MOST_GAIN = 1e9  # weights grow instead of shrinking the sums; at this weight the sums are scaled down
-_MOST_RATIO = 8.0  # a ratio of actual to predicted time beyond this counts as this
+_MOST_RATIO = 8.0  # ratios of actual to predicted time are capped at this
 _BINS_A_DOUBLING = 16
 _ZERO_BIN = round(math.log2(_MOST_RATIO)) * _BINS_A_DOUBLING  # the bin of ratio 1
 _MOST_TERM = 1e9
-_LEAST_VARIANCE = 0.01  # of the number in flight; below, rounding errors would make the slope
+_LEAST_VARIANCE = 0.01  # least variance of the number in flight; below, the slope would be a rounding error
 _SHORTEST_S, _LONGEST_S = 1e-5, 1e5
 _MOST_PENDING = 4096
 
 
 class Load(NamedTuple):
-    """The load that a request meets on an endpoint when it is placed.
+    """An endpoint's load when a request is placed there.
 
-    `prefill_tokens` are the prompt tokens that the endpoint computes until the request's first token: the
-    request's own without the cached prefix, and those of requests placed before whose first token is due
-    later. `in_flight` counts the fleet's requests on the endpoint. `kv_utilisation` (0 to 1) and `waiting`,
-    the requests in the engine's own queue, are the last scraped figures, 0 if unknown.
+    `prefill_tokens` are the prompt tokens that the endpoint computes until the request's first token: its own
+    without the cached prefix, and the tokens of earlier requests whose first token is still due. `in_flight`
+    counts the fleet's requests on the endpoint. `kv_utilisation` (0 to 1) and `waiting`, the requests in the
+    engine's own queue, are the last scraped figures, 0 if unknown.
     """
 
     prefill_tokens: float
@@ -62,7 +62,7 @@ class Load(NamedTuple):
 
 
 class Prediction(NamedTuple):
-    """A predicted time: half of such requests are faster than `median_s`, nine in ten than `p90_s`."""
+    """A predicted time: half of such requests take less than `median_s`, nine in ten less than `p90_s`."""
 
     median_s: float
     p90_s: float
@@ -107,9 +107,8 @@ class LatencyModel:
         return Forecast(*(fit.predict(address, terms) for fit in fits))
 
     def forecast_at(self, model: str, address: str, in_flight: float) -> Forecast:
-        """The times of a request of `model`, if `address` had `in_flight` requests in flight, this one
-        included, and none in its own queue. Prompts in prefill and use of the KV cache are as recent requests
-        met them at that number in flight."""
+        """The times of a request of `model` if `address` had `in_flight` requests in flight, this one
+        included, and none in its own queue. Prefill and KV cache are assumed as usual with so many."""
         fits = self._models.get(model)
         if fits is None:
             return UNKNOWN
@@ -131,8 +130,8 @@ class LatencyModel:
 class _Fit:
     """One of the two times of one model.
 
-    The sums are over all observations, each weighted by `_gain` at the time: `_gain` grows by 1/forgetting
-    with each observation, which forgets old observations without touching every sum.
+    Each observation adds to the sums with the weight `_gain`, which grows by 1/forgetting each time. So the
+    sums need not be scaled down to forget old observations.
     """
 
     def __init__(self) -> None:
@@ -146,7 +145,7 @@ class _Fit:
         self._ratios = [0.0] * (2 * _ZERO_BIN + 1)  # weights of log ratios of actual to predicted times
         self._ratio_gain = 1.0
         self._median = self._p90 = 1.0  # quantiles of the ratios
-        self._scales: dict[str, tuple[float, float]] = {}  # address -> factor times each quantile; a cache
+        self._scales: dict[str, tuple[float, float]] = {}  # cache: address -> factor times each quantile
 
     def add(self, address: str, terms: tuple[float, ...], actual_s: float) -> None:
         fitted_s, factor = self._fitted_s(terms), self._factor(address)
@@ -242,7 +241,8 @@ def _log_factor(sums: tuple[float, float] | None) -> float:
 
 
 class PrefillBacklogs:
-    """The prompt tokens placed on each endpoint whose first output token is due later. Times are seconds."""
+    """For each endpoint, the tokens of placed prompts whose requests have no first token yet. Times are
+    seconds."""
 
     def __init__(self) -> None:
         self._backlogs: dict[str, _Backlog] = {}
@@ -267,8 +267,8 @@ class PrefillBacklogs:
 class _Backlog:
     """The backlog of one endpoint.
 
-    An engine prefills prompts in the order of their arrival. A prompt's prefill is assumed to begin when the
-    prefill before ends, and to end at the predicted time of the request's first token.
+    An engine prefills prompts in the order of their arrival. A prefill is assumed to begin when the previous
+    one ends, and to end at the predicted time of the request's first token.
     """
 
     def __init__(self) -> None:

@@ -5,10 +5,10 @@ replica appends to the stream and follows the stream, on two connections of its 
 not a ledger: a lost record (trimmed before it was read, or not written) costs a cache hit or a latency
 sample. No request waits for the stream.
 
-A replica adds its own routes and placements at once, and those of other replicas from the stream. All
-replicas take the other records from the stream, and so in the same order. If such a record cannot
-be written at the second try, only the replica that made it counts it, so each replica keeps its own latencies
-up to date without Redis (G8).
+A replica adds its own routes and placements at once, and other replicas' routes and placements from the
+stream. All other records a replica takes from the stream, its own included, so all replicas see them in the
+same order. If such a record cannot be written at the second try, only the replica that made it counts it, so
+each replica keeps its own latencies up to date without Redis (G8).
 
 The body of an entry is a sequence of records. Numbers are big-endian. Record of a route: `R`, length
 of the address (2 bytes), number of hashes (2 bytes), address, hashes (8 bytes each); the same with `S`
@@ -40,7 +40,7 @@ from picker_fleet.state.subscriptions import Command, CommandClient
 FLUSH_S: Final = 0.02  # the shortest interval between two writes
 MAX_ENTRIES: Final = 4096
 MAX_ENTRY_BYTES: Final = 32 * 1024  # with MAX_ENTRIES entries, the stream takes at most about 128 MB
-MAX_ROUTES: Final = 2000  # most unwritten routes kept, the newest; with default prompt cap 7 MB
+MAX_ROUTES: Final = 2000  # most unwritten routes kept, the newest; 7 MB with the default prompt cap
 MAX_COMPLETIONS: Final = 10_000
 LOOK_BACK_S: Final = 600.0  # seconds of the stream that a replica reads when it starts
 
@@ -63,8 +63,8 @@ class RouteRecord(NamedTuple):
 
 
 class PlacementRecord(NamedTuple):
-    """A prompt of which `tokens` are not cached was placed on `address`; the request's first token is due
-    after `ttft_s`."""
+    """A prompt with `tokens` uncached tokens was placed on `address`; the request's first token is due after
+    `ttft_s`."""
 
     address: str
     tokens: float
@@ -79,8 +79,8 @@ class CompletionRecord(NamedTuple):
 
 
 class ObservationRecord(NamedTuple):
-    """A request of `model` that met `load` on `address` took `ttft_s` to its first token, and `tpot_s` for
-    each further token (0: unknown)."""
+    """A request of `model`, placed on `address` under `load`, took `ttft_s` to its first token, and `tpot_s`
+    for each further token (0: unknown)."""
 
     address: str
     model: str
@@ -106,14 +106,14 @@ class LossRecord(NamedTuple):
 
 
 class StoredRecord(NamedTuple):
-    """By its KV events, the engine at `address` has these blocks of prompts again."""
+    """The engine at `address` has stored these blocks of prompts, by its KV events."""
 
     address: str
     hashes: tuple[bytes, ...]
 
 
 class RemovedRecord(NamedTuple):
-    """By its KV events, the engine at `address` has removed these blocks of prompts."""
+    """The engine at `address` has removed these blocks of prompts, by its KV events."""
 
     address: str
     hashes: tuple[bytes, ...]
@@ -178,7 +178,7 @@ class RouteStream:
         self._clock = clock
         self.index, self.latencies = PrefixIndex(clock=clock), LatencyTracker()
         self.model, self.backlogs = LatencyModel(), PrefillBacklogs()
-        self.on_tokens: Callable[[Sequence[bytes]], None] = lambda hashes: None  # gets those of TokensRecords
+        self.on_tokens: Callable[[Sequence[bytes]], None] = lambda hashes: None  # gets a TokensRecord's pairs
         self._shared = asyncio.Event()
         self._routes: deque[bytes] = deque(maxlen=MAX_ROUTES)  # packed records
         self._completions: deque[Ending] = deque(maxlen=MAX_COMPLETIONS)

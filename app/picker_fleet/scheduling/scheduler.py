@@ -28,7 +28,7 @@ class Filter(Protocol):
         """For each endpoint the reason to exclude it, or None; a single None keeps all."""
 
 
-# As `Scorer`; one from outside returns None if it is left out (scheduling/extension_calls.py).
+# As `Scorer`; a suspended scorer from outside returns None (scheduling/extension_calls.py).
 AnyScorer = Callable[[PickRequest, Sequence[EndpointState]], Sequence[float] | None]
 
 
@@ -190,8 +190,8 @@ class Scheduler:
         self._scorers = [(name, known[name]) for name in self.weights]
         self._filters = {**FILTERS, **filters} if filters else FILTERS
         self._has_outside = bool(filters) or not self.weights.keys() <= SCORERS.keys()
-        # Cached for the endpoints `_known`: the result of the filters for a request without preferences; for
-        # `_eligible`: the scores that do not depend on the request, and their weighted sums.
+        # Caches: for the endpoints `_known` the filters' result for a request without preferences; for
+        # `_eligible` the scores that do not depend on the request, and their weighted sums.
         self._known: Sequence[EndpointState] = ()
         self._plain = Filtered([], {}, ())
         self._eligible: Sequence[EndpointState] = ()
@@ -200,7 +200,7 @@ class Scheduler:
 
     def can_share(self, pick: PickRequest) -> bool:
         """Whether other requests with the same inputs for all scorers may reuse the ranking for `pick`."""
-        if self._has_outside:  # they may read anything of the request
+        if self._has_outside:  # scorers from outside may read anything of the request
             return False
         return pick.subset is None and not pick.selector and not pick.forecasts and not self._is_random
 

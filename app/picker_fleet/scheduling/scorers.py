@@ -1,4 +1,4 @@
-"""Scorers, which rate the candidate endpoints for one request, and their inputs: `PickRequest` and
+"""Scorers, which rate the candidate endpoints for one request, and their inputs. `PickRequest` and
 `EndpointState`.
 
 A scorer is a pure function. A scorer takes the pick request and the candidates, and returns one score in [0,
@@ -45,14 +45,13 @@ _NO_REQUEST: Final = InferenceRequest(
 class PickRequest(NamedTuple):
     """One request as filters and scorers see it.
 
-    `request` is the whole request; scores that no request asked for (metrics) are those of an empty one.
-    Only addresses in `subset` may be picked (None: any). `adapter` is the target model if it is a LoRA
-    adapter, '' for a base model. An endpoint must have the labels in `selector`. `session_endpoint` is the
-    address of the request's session, '' for none. The prompt has `prefix_blocks` blocks; `prefix_matches`
-    has the number of these blocks, counted from the first, that each address has served. `objective` is the
-    request's latency objective; `forecasts` has its predicted times on each address, empty if no scorer reads
-    them. An endpoint should have the labels in `preferred`. `random` returns numbers in [0, 1), for ties and
-    for the scorer `random`.
+    `request` is the whole request; metrics show the scores for an empty request. Only addresses in `subset`
+    may be picked (None: any). `adapter` is the target model if it is a LoRA adapter, '' for a base model. An
+    endpoint must have the labels in `selector`. `session_endpoint` is the address of the request's session,
+    '' for none. The prompt has `prefix_blocks` blocks; `prefix_matches` has the number of these blocks,
+    counted from the first, that each address has served. `objective` is the request's latency objective;
+    `forecasts` has its predicted times on each address, empty if no scorer reads them. An endpoint should
+    have the labels in `preferred`. `random` returns numbers in [0, 1), for ties and for the scorer `random`.
     """
 
     subset: frozenset[str] | None = None
@@ -116,7 +115,7 @@ _ADAPTER_LOADED = 1.0
 _ADAPTER_SLOT = 0.8
 _ADAPTER_WAITING = 0.6
 
-_STEEPNESS = 4.0  # of the scorer `slo-headroom`: 0.94 at half of the objective, 0.06 at twice the objective
+_STEEPNESS = 4.0  # slope of `slo-headroom`: score 0.94 at half of the objective, 0.06 at twice the objective
 
 
 def queue_depth(pick: PickRequest, candidates: Sequence[EndpointState]) -> list[float]:
@@ -200,7 +199,8 @@ def session_affinity(pick: PickRequest, candidates: Sequence[EndpointState]) -> 
 
 def slo_headroom(pick: PickRequest, candidates: Sequence[EndpointState]) -> list[float]:
     """Score near 1 if the predicted p90 is far below the latency objective, 0.5 at the objective, near 0 far
-    above; the mean score if unknown. The worse of TTFT and TPOT counts. Without objective all score 0."""
+    above; the mean score if unknown. The worse of TTFT and TPOT counts. Without an objective all score 0.
+    """
     forecasts, objective = pick.forecasts, pick.objective
     if not forecasts or objective == ANY_LATENCY:
         return [0.0] * len(candidates)

@@ -54,11 +54,10 @@ class SessionKeys:
 
     Multi-probe consistent hashing (Appleton and O'Reilly 2015): each endpoint that takes requests has one
     point on a ring, each key has several, and the key gets the endpoint that follows one of its points most
-    closely. So when endpoints join or leave, only the keys of endpoints that join or leave move. One event
-    loop.
+    closely. So when an endpoint joins or leaves, only its own keys move. One event loop.
     """
 
-    _PROBES = 21  # the endpoint with most session keys then has 1.05 times the mean
+    _PROBES = 21  # with so many, the endpoint with most session keys has 1.05 times the mean
     _ROUND = 2**64
 
     def __init__(self, endpoints: SnapshotCell) -> None:

@@ -1,11 +1,11 @@
-"""Decides whether to split a request: whether another endpoint than its decode endpoint computes its prompt.
-Pure.
+"""Decides whether to split a request, that is, whether an endpoint other than its decode endpoint computes
+its prompt. Pure.
 
-Every request waits at its decode endpoint for prompts before its own and for room in the KV cache. A split
-request also waits for the prefill endpoint and for the transfer of its KV cache. The prompt of a whole
-request delays the answers that run on the decode endpoint by the time of its prefill, which is the reason to
-separate the stages (DistServe, Zhong et al. 2024). If the prefill endpoint also writes answers, a split
-delays those. `auto` takes the choice that is predicted to add less waiting time to all these requests.
+Every request waits at its decode endpoint for earlier prompts and for room in the KV cache. A split request
+also waits for the prefill endpoint and for the transfer of its KV cache. The prompt of a whole request delays
+the answers that run on the decode endpoint by the time of its prefill, which is the reason to separate the
+stages (DistServe, Zhong et al. 2024). If the prefill endpoint also writes answers, a split delays its
+answers. `auto` takes the choice that adds less predicted waiting time, over all these requests.
 
 Until both choices of a model have been observed, prompts of more than `START_TOKENS` are split: the default
 of Dynamo's `max-local-prefill-length`, whose guide shows that GPUs prefill shorter prompts inefficiently. A
@@ -20,12 +20,12 @@ LEAST_TOKENS: Final = 16  # a shorter prompt fills no block of vLLM's KV cache: 
 # Part of the requests that take the slower choice if it is hardly slower. If it is predicted to cost n times
 # as much, an n-th of this part takes it: exploring adds at most this part to the time.
 _EXPLORED: Final = 1 / 64
-_EXPLORED_UNKNOWN: Final = 1 / 8  # the same part until some fifty such requests have made that time known
+_EXPLORED_UNKNOWN: Final = 1 / 8  # the same, until some fifty requests have shown that choice's time
 
 
 class StageTimes(NamedTuple):
-    """The predicted times (s) to the first token of one request, None if unknown: `whole_s` on its decode
-    endpoint, `split_s` with its prefill endpoint. `own_s` is the time of its prompt alone in `whole_s`. The
+    """Predicted times (s) to one request's first token, None if unknown: `whole_s` on its decode endpoint
+    alone, `split_s` with its prefill endpoint. `own_s` is the time of its prompt alone in `whole_s`. The
     prompt would delay `delayed` answers on its decode endpoint, `delayed_split` on its prefill endpoint."""
 
     whole_s: float | None = None
@@ -36,8 +36,8 @@ class StageTimes(NamedTuple):
 
 
 class SplitDecision(NamedTuple):
-    """`tokens` of the prompt are cached on no decode endpoint. `explores`: the other choice was expected to
-    be better."""
+    """`tokens`: how many tokens of the prompt are cached on no decode endpoint. `explores`: the other choice
+    was expected to be better."""
 
     is_split: bool
     tokens: float
@@ -61,7 +61,7 @@ def _delay(own_s: float, answers: float) -> str:
 def decide(
     tokens: float, threshold: int | None, times: StageTimes, draw: Callable[[], float] | None
 ) -> SplitDecision:
-    """Whether to split a request of which `tokens` are uncached; a `threshold` of None is `auto`. `draw`
+    """Whether to split a request with `tokens` uncached tokens; a `threshold` of None is `auto`. `draw`
     returns random numbers in [0, 1); None: the request's times will not be known, so never explore."""
     if threshold is not None:
         return SplitDecision(tokens > threshold, tokens)

@@ -1,12 +1,12 @@
-"""Corrects the prefix index by what engines store and remove, as their KV events tell.
+"""Corrects the prefix index by engines' KV events, which say which blocks an engine stores and removes.
 
-The index knows prompts by hashes of their bytes, the events by links of blocks of tokens
+The index identifies prompts by hashes of their bytes; the events identify blocks of tokens by links
 (`kv_events.token_links`). After a prompt is placed, the placing replica has the engine tokenize it
 (`/tokenize` of vLLM), off the request's path, and shares which block of the prompt ends in which block of
 tokens. The one replica that reads an engine's events translates them and shares blocks of prompts, through
 the stream of routes, so that all replicas correct their index alike.
 
-Within the new part of a prompt, tokens are taken to be spread evenly over its bytes. Prompts that are not
+Within the new part of a prompt, tokens are assumed to be spread evenly over its bytes. Prompts that are not
 tokenized (other APIs, a salt, a busy engine) stay in the index until its bound drops them.
 """
 
@@ -36,20 +36,20 @@ from picker_fleet.scheduling.route_stream import (
 )
 from picker_fleet.state.primary import raise_if_cancelled
 
-TOKENIZED: Final = ("/chat/completions", "/completions")  # ends of the paths whose bodies /tokenize takes
+TOKENIZED: Final = ("/chat/completions", "/completions")  # path ends with bodies that /tokenize accepts
 _PATH = "/tokenize"
 _HEADER = b"Content-Type: application/json\r\n"
 _DEADLINE_S = 1.0
 _PAUSE_S = 1.0  # without a request to an engine whose last answer was unusable
 _WORKERS, _MOST_WAITING = 2, 32
 _MOST_BODY_BYTES = 256 * 1024
-# Bytes of an answer for each byte of the body, and further ones for what a chat template adds.
+# Most bytes of an answer: so many for each byte of the body, plus some for a chat template.
 _ANSWER_BYTES, _FURTHER_BYTES = 8, 64 * 1024
-_PIECE = 256  # blocks that are hashed at once, in less than a millisecond
+_PIECE = 256  # most blocks hashed at once, in less than a millisecond
 _MOST_BLOCKS: Final = 250_000  # tokenized blocks of prompts kept, in each of two tables of about 40 MB
 _MOST_OF_A_LINK = 64 * HASH_BYTES
 _MOST_OF_A_RECORD = 4000  # more blocks than an engine stores in a step
-_SIGN_S = 1.0  # between two records that the events of an engine are read
+_SIGN_S = 1.0  # seconds between two records that say that an engine's events are read
 
 _log = logging.getLogger(__name__)
 
@@ -81,7 +81,7 @@ class TokenPrefixes:
         self._signed_s: dict[str, float] = {}
         routes.on_tokens = self._learn
 
-    # What the events of this replica's endpoints tell.
+    # Handlers of the KV events of the endpoints that this replica reads.
 
     def changed(self, address: str, block_tokens: int, changes: Changes) -> None:
         if changes.is_cleared:
@@ -119,11 +119,11 @@ class TokenPrefixes:
         while len(self._by_link) > _MOST_BLOCKS:
             self._by_link.popitem(last=False)
 
-    # What this replica's prompts are in tokens.
+    # The tokens of this replica's prompts.
 
     def placed(self, request: InferenceRequest, address: str, path: bytes, body: Callable[[], bytes]) -> None:
-        """Have the prompt of a request that was placed on `address` tokenized, if that tells anything new and
-        few prompts wait. `body` returns the request's body as the engine gets it. Returns at once."""
+        """A request was placed on `address`: have its prompt tokenized, if the prompt is new and few prompts
+        wait. `body` returns the request's body as the engine gets it. Returns at once."""
         block_tokens, blocks = self._routes.index.followed(address), request.prefix
         if block_tokens != self._block_tokens and block_tokens:
             self._block_tokens = block_tokens
@@ -171,7 +171,7 @@ class TokenPrefixes:
         return self._paused.get(address, -math.inf) > self._clock()
 
     async def _tokenized(self, connection: Connection, body: bytes) -> list[int] | None:
-        """The token ids of the prompt in `body`; None if the engine does not tell them."""
+        """The token ids of the prompt in `body`; None if the engine does not return them."""
         try:
             async with asyncio.timeout(_DEADLINE_S):
                 header = _HEADER + self._access.header()

@@ -4,9 +4,9 @@ Envoy carries the token in dynamic metadata and returns it with each access-log 
 fields, in the order of state/schema.py; no field can contain a tab, since the picker refuses control
 characters in requests. Optional fields follow: the time, if the request was placed without Redis; the
 priority, if the band is not a named one; the load of the endpoint, if latencies are predicted; the prefill
-endpoint of a split request, with its load; the size of the prompt, if usage will tell the prompt's tokens.
-The last field is the fleet's signature over the request's id and all fields before it; a traceparent may
-follow.
+endpoint of a split request, with its load; the size of the prompt, if the engine's usage will show the
+prompt's own tokens. The last field is the fleet's signature over the request's id and all fields before it; a
+traceparent may follow.
 
 The fleet's signing keys are kept in Redis; they also sign session tokens and requests between replicas. Each
 heartbeat offers the keys that this replica holds and gets the keys in force (lua/heartbeat.lua), so the keys
@@ -100,7 +100,7 @@ class Keyring:
         return [self._signature(name, purpose, text) for name in self._macs]
 
     def fault(self, purpose: str, text: str, signature: str) -> str:
-        """The code of why `signature` is not a valid signature of `text`; '' if it is valid."""
+        """The code of the reason why `signature` is not valid for `text`; '' if it is valid."""
         if len(signature) != LENGTH:
             return BAD_SIGNATURE if signature else UNSIGNED
         name = signature[:_NAME]
@@ -128,9 +128,9 @@ def write(
 
     `alone_ms` is the time by Redis's clock, if the request was placed without Redis. `answer_tokens` is
     added to a cost that lacks the answer: when Redis needs the token, it has also lost the flow's mean answer
-    length. `load` is the load that the request met, for the latency model; empty if the model needs none.
-    `prefiller` is the endpoint that computes the prompt of a split request, and `prefill_load` the load that
-    the request met there.
+    length. `load` is the endpoint's load at the placement, for the latency model; empty if the model needs
+    none. `prefiller` is the endpoint that computes the prompt of a split request, and `prefill_load` its load
+    at that time.
     """
     workload, band = request.workload, request.band
     cost = request.cost + answer_tokens if request.learn else request.cost
@@ -169,7 +169,7 @@ def is_read(token: str) -> bool:
 
 
 def fault_of(token: str, request_id: str, keys: Keyring) -> str:
-    """The code of why `token` is not the fleet's token for `request_id`; '' if it is."""
+    """The code of the reason why `token` is not the fleet's token for `request_id`; '' if it is."""
     own, _ = split_trace(token)
     token_fields, _, signature = own.rpartition("\t")
     if own.count("\t") < _FIELDS:
@@ -209,12 +209,12 @@ def model_of(token: str) -> str:
 
 
 def load_of(token: str) -> tuple[float, ...]:
-    """The load that the request met when it was placed; empty if the token has none."""
+    """The endpoint's load when the request was placed; empty if the token has none."""
     return _numbers(_optional(token, PLACED_LOAD).split(","))
 
 
 def prefill_of(token: str) -> tuple[str, tuple[float, ...]]:
-    """The prefill endpoint of a split request, '' of a whole one, and the load that the request met there."""
+    """The prefill endpoint of a split request, and its load at the placement; '' for a whole request."""
     prefiller, *load = _optional(token, PREFILL).split(",")
     return prefiller, _numbers(load)
 
@@ -237,7 +237,7 @@ def cost_of(token: str) -> float:
 
 
 def prompt_size_of(token: str) -> int | None:
-    """The size of the prompt's text (ingress/cost.py); None if usage does not tell the text's tokens."""
+    """The size of the prompt's text (ingress/cost.py); None if usage does not show this text's tokens."""
     digits = _optional(token, PROMPT_SIZE)
     return int(digits) if digits.isdecimal() else None
 
@@ -257,7 +257,7 @@ def _field(token: str, at: int) -> str:
 
 
 def with_trace(token: str, parent: str) -> str:
-    """The `token` with `parent` appended, the traceparent for spans after the request's decision."""
+    """The `token` with the traceparent `parent` appended, for spans after the request's decision."""
     return f"{token}\t{parent}"
 
 

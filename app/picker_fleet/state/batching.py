@@ -1,21 +1,21 @@
 """Sends every script call of a replica over one Redis connection, in batches; state/store.py calls it.
 
 Calls submitted while a message is in flight go out together in the next message; with no message in flight, a
-call goes out at the end of the event loop's turn. So load makes batches larger rather than messages more
-numerous. For the same reason, the end of a request that is not urgent waits up to `_BATCH_DELAY_S` for an
-admission to share a message with, while the mean interval between ends is shorter than `_BATCH_DELAY_S`.
+call goes out at the end of the event loop's turn. So under load batches grow, not the number of messages. For
+the same reason, while ends come at intervals shorter than `_BATCH_DELAY_S` on average, an end that is not
+urgent waits up to `_BATCH_DELAY_S` to share a message with an admission.
 
 Order, guaranteed:
 - Within a message, scripts run in the order of `scripts.NAMES`: a lease is renewed before the same request is
-  settled, an end frees its place before the next request is admitted, and a request is admitted before it is
+  settled, an end frees capacity before the next request is admitted, and a request is admitted before it is
   cancelled.
 - Redis runs messages in the order in which they were written, and items of one script in the order in which
   they were submitted, except items that Redis denied or refused, which are retried later.
 - Decisions (admit, place) wait at most `_BATCH_DELAY_S` for replies to earlier messages; then the decisions
   go out in a message of their own. All other calls wait until no exclusive message (`Message`) is in flight.
-- When a call is retried behind later messages, every end (settle, cancel) in those messages is sent again
-  after it, so that a late admission never outlives its request. Ends are idempotent.
-- No renewal is sent again after the end of its request was sent: it would restore the ended request.
+- When a call is retried behind later messages, the ends (settle, cancel) in those messages are sent again
+after it, so that a late admission never outlives its request. Ends are idempotent.
+- A renewal is not sent again once the end of its request was sent: it would restore the ended request.
 
 Failure: a message waits while Redis is slow. If a message's connection breaks, is stuck, or leads to a server
 that is not the primary, the message's unanswered calls are sent once more on a new connection (scripts are
@@ -65,8 +65,8 @@ from picker_fleet.state.scripts import ENDS, NAMES, load_library
 MAX_BATCH = 16  # most items per script call: sixteen preemptions take well below 5 ms
 MAX_DURABLE = 50_000
 _MAX_IN_FLIGHT = 64
-_BATCH_DELAY_S = 0.002  # longest wait of decisions for earlier replies, and of others for decisions
-_LONGEST_INTERVALS = 10  # in batch delays: cap of an interval between ends before averaging
+_BATCH_DELAY_S = 0.002  # longest wait of decisions for earlier replies, and of ends for decisions
+_LONGEST_INTERVALS = 10  # cap of an interval between ends before averaging, in batch delays
 _END_ALPHA = 0.1
 _RANK = {name: rank for rank, name in enumerate(NAMES)}
 _DELAYED = ("renew", "acknowledge", "prefilled")  # scripts for whose replies no caller waits
@@ -118,7 +118,7 @@ class Pending:
         return len(self._batched.get(name, ()))
 
     def unsent(self, name: str) -> list[tuple[Argument, ...]]:
-        """The arguments of those items of script `name` that Redis cannot have received."""
+        """The arguments of the items of script `name` that Redis cannot have received."""
         return [item.args for item in self._batched.get(name, ()) if not item.tried]
 
     def take(self, names: Collection[str] = NAMES, *, single: bool = True) -> list[Call]:
@@ -361,7 +361,7 @@ class BatchingClient:
                 self._lost.clear()
                 await self._reconnect()
             except BaseException:
-                self._lost.set()  # so that the next turn of the loop connects again
+                self._lost.set()  # the next turn of the loop connects again
                 raise
 
     async def _reconnect(self) -> None:
@@ -396,8 +396,8 @@ class BatchingClient:
             self._send(_without_ended(unanswered, ends), resent=True)
         else:
             self._pending.put_back(self._drop(), self._fault, views=True)
-            # Send the ends of requests only after the new server's first reply: if a server stays silent,
-            # nobody knows whether it has received them. Send all other calls at once.
+            # Send the ends of requests only after the new server's first reply: if it stayed silent, it would
+            # be unknown whether it has received them. Send all other calls at once.
             others = [name for name in NAMES if name not in ENDS]
             self._send(self._pending.take(others) or [Call("ping", ("PING",), [])])
             self._schedule(now=False)
@@ -455,7 +455,7 @@ class BatchingClient:
         message, now_s = self._in_flight[0], self._loop.time()
         self.last_reply_s = now_s
         if now_s - message.sent_s > LONG_PAUSE_S and self._paused_s(message, now_s) > LONG_PAUSE_S:
-            # Leases may have ended in the pause, so another replica may own requests granted here.
+            # During the pause leases may have ended, so another replica may own requests granted here.
             self._pause_detector.mark_resumed()
             why = "this replica was paused"
             self._count_errors()

@@ -124,7 +124,7 @@ class Call(msgspec.Struct, eq=False):
 
 
 class DelayedCalls:
-    """Collects calls. `delay_s` after the first call, passes the calls that lack an answer to `on_due`."""
+    """Collects calls. Collects calls; `delay_s` after the first, passes the unanswered ones to `on_due`."""
 
     def __init__(self, delay_s: float, on_due: Callable[[list[Call]], None]) -> None:
         self._delay_s, self._on_due = delay_s, on_due
@@ -302,7 +302,7 @@ class PauseDetector:
 
 
 class KernelDelay:
-    """Reads how long this thread was ready to run but did not run, as Linux tells; 0 elsewhere."""
+    """Reads how long this thread was ready to run but did not run, by Linux's counters; else 0."""
 
     def __init__(self, schedstat: str = "/proc/thread-self/schedstat", stat: str = "/proc/stat") -> None:
         self._schedstat, self._stat = schedstat, stat
@@ -385,7 +385,7 @@ class FailureDetector:
         self._silent_s = 0.0
         self._unanswered_s: float | None = None  # awake seconds since the first probe, if any
         self._answered_s: float | None = None  # awake seconds since the first answered probe
-        self._due = False  # time was up at the last `observe`; act at the next, once the socket is read
+        self._due = False  # time was up at the last `observe`; act at the next one, after the socket is read
 
     @property
     def suspected(self) -> bool:

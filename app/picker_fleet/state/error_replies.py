@@ -90,8 +90,8 @@ _ADVICE = (  # error's prefix -> remedy, for causes that an operator must remove
 
 
 def meaning_of(error: str) -> Meaning:
-    """The meaning of the error reply `error`, by the cause that follows any wrapping prefixes. ITEM if
-    ERROR_REPLIES does not list the cause."""
+    """The meaning of the error reply `error`, found by its cause after any wrapping prefixes; ITEM for an
+    unlisted cause."""
     found = _first(error, ERROR_REPLIES)
     return Meaning(found) if found else Meaning.ITEM
 

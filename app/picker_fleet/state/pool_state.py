@@ -33,8 +33,8 @@ class PoolState:
     began; 0: unknown. `about`: the replica info of each of the live `replicas`, as its heartbeats report it.
     `endpoint_refusals` counts the requests that each endpoint has refused with status 429 or 503; an endpoint
     without refusals is missing, and the counts begin at 0 again when Redis loses the pool.
-    `prompt_lines` has the models of which usage is known. `prefill_in_flight` and `prefill_limits` are of the
-    stage prefill, as `in_flight` and `limits`.
+    `prompt_lines` has the lines of models whose usage is known. `prefill_in_flight` and `prefill_limits` are
+    `in_flight` and `limits` for the stage prefill.
     """
 
     born_us: int
@@ -133,8 +133,8 @@ def _limits(load: Sequence[str], limits: Sequence[str]) -> Mapping[str, int]:
 class FoundLimit(msgspec.Struct, frozen=True):
     """The limit that the fleet has found for one endpoint, and why it last moved (fleet/limit_controller.py).
 
-    The limit is in `unit` (requests or tokens). `changed_ms` is by Redis's clock. The other fields let a new
-    leader go on.
+    The limit is in `unit` (requests or tokens). `changed_ms` is by Redis's clock. A new leader continues from
+    the other fields.
     """
 
     limit: int
@@ -203,7 +203,7 @@ def describe(endpoint: Endpoint) -> str:
     if endpoint.prefills and endpoint.decodes:
         about["stages"] = "decode prefill"
     elif not endpoint.decodes:
-        # An older version, which does not know stages, must not let the endpoint decode.
+        # A replica of an older version does not know stages, and must not let the endpoint decode.
         prefill = "" if endpoint.draining else "prefill"
         about |= {"stages": prefill if endpoint.prefills else "encode", "draining": True}
     if endpoint.encodes:

@@ -21,7 +21,7 @@ CHUNK = VIEW_LIMIT  # rows per call
 MAX_REPLICAS = 256
 THROTTLED = 2**32  # added to a flow queue's group while the flow is throttled
 _MAX_SCANS = 10  # most Redis calls for one page of workloads
-_SHARED_PART = 0.7  # part of a snapshot's maximum age after which a replica reads a new one
+_SHARED_PART = 0.7  # fraction of a snapshot's maximum age after which a replica reads a new one
 _POLL_S = 0.02  # interval at which a replica looks for the snapshot that another replica is making
 _USAGE_ROWS = 500  # rows of usage in one call; they take less than a millisecond to read
 _MARK = "\x1e"  # first byte of the field with a replica's mark; no flow has this byte
@@ -66,8 +66,8 @@ class Score(NamedTuple):
 
 
 class RequestRow(NamedTuple):
-    """A request that waits or runs. The `endpoints` are best first, none until it is placed; the `prefillers`
-    are endpoints of the stage prefill, while its first computes the prompt."""
+    """A request that waits or runs. The `endpoints` are best first, empty until the request is placed. The
+    `prefillers` are endpoints of the stage prefill, set while the first of them computes the prompt."""
 
     id: str
     state: str  # one of queued, orphaned, granted, placed
@@ -89,9 +89,9 @@ class RequestRow(NamedTuple):
 
 
 class Usage(NamedTuple):
-    """The usage of ended requests. `unreported`: served requests whose usage the model server did not report,
-    which count in no other figure but `requests`. `prompt_tokens` include `cached_tokens`. `cost` is in the
-    units of `tenants.prices`."""
+    """The usage of ended requests. `unreported`: served requests whose usage the model server did not report;
+    of the other figures only `requests` counts them. `prompt_tokens` include `cached_tokens`. `cost` is in
+    the units of `tenants.prices`."""
 
     requests: int
     unreported: int
@@ -107,7 +107,7 @@ class Usage(NamedTuple):
 
 
 class UsageMark(NamedTuple):
-    """The last batch of usage that a replica sent for an hour. `left`: the replica then left the fleet."""
+    """The last batch of usage that a replica sent for an hour. `left`: the replica has since left."""
 
     sent_ms: int
     left: bool
@@ -124,7 +124,7 @@ class UsageHour:
 
 class LimitRow(NamedTuple):
     """A limit of a tenant's node. `per`: ms as text; the period of a budget; `0` for requests in flight.
-    `reset_s`: seconds until the limit is whole again, or until the period of the budget ends."""
+    `reset_s`: seconds until the whole limit is free again, or until the budget's period ends."""
 
     unit: str
     per: str
@@ -135,9 +135,9 @@ class LimitRow(NamedTuple):
 
 
 class TenantRow(NamedTuple):
-    """A node's settings in force (JSON; lua/lib/tenants.lua) and balances. `of`: the path that has the
-    settings, '' without settings. `waits_s`: how long its requests wait for the balance, 0 until a request
-    ends; None: they do not wait. `served`: the cost served; None: not counted."""
+    """A node's settings in force (JSON; lua/lib/tenants.lua) and balances. `of`: the path to which the
+    settings belong, '' without settings. `waits_s`: how long its requests wait for the balance (0: until a
+    request ends); None: they do not wait. `served`: the cost served; None: not counted."""
 
     path: str
     is_live: bool
@@ -404,7 +404,7 @@ class Reads:
         return found
 
     async def usage_hours(self) -> list[int]:
-        """The hours of which usage is kept, in hours since 1970, the earliest first."""
+        """The hours that have usage, in hours since 1970, the earliest first."""
         return sorted(map(int, await self._client.command("HKEYS", self._keys.usage_hours)))
 
     async def usage(self, hour: int) -> UsageHour:
@@ -475,7 +475,7 @@ _FIELDS = list(FlowQueueRow._fields)
 
 @dataclass(frozen=True, slots=True)
 class QueueSnapshot:
-    """`fresh_s`: how long no replica reads a newer snapshot; `good_s`: how long this snapshot may be used."""
+    """`fresh_s`: for how long no replica reads a newer snapshot; `good_s`: how long this one may be used."""
 
     page: FlowQueuePage
     fresh_s: float

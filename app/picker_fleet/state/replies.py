@@ -13,7 +13,7 @@ from typing import Any, Literal
 from picker_fleet.state.schema import Refusal
 
 
-@dataclass(slots=True)  # not frozen: each request makes one, and making a frozen one takes thrice as long
+@dataclass(slots=True)  # not frozen: each request makes one, and a frozen one takes thrice as long
 class Placed:
     """The request runs on the first endpoint. The field `loads` has the loads that the script compared, in
     the form of `lua/place.lua`; '' if the request was placed before. The field `quota` has the balances of
@@ -57,7 +57,7 @@ AnyVerdict = Placed | Queued | Refused | Verdict
 
 @dataclass(slots=True)
 class Notification:
-    """The queue's verdict on a waiting request of this replica. `attempt`: only if it is Placed."""
+    """The queue's verdict on a waiting request of this replica. `attempt`: set only if Placed."""
 
     request_id: str
     verdict: AnyVerdict
@@ -77,7 +77,8 @@ EndKind = Literal["settled", "left", "unknown"]
 
 @dataclass(slots=True)
 class SettleReply:
-    """`left`: the request was queued. `model`: the request's model; '' if Redis did not know the request."""
+    """`left`: the request was still queued, and has left the queue. `model`: the request's model; '' if Redis
+    did not know the request."""
 
     kind: EndKind
     model: str = ""
@@ -85,7 +86,7 @@ class SettleReply:
 
 @dataclass(frozen=True, slots=True)
 class HeartbeatReply:
-    """The reply to a heartbeat. `epoch` identifies a lifetime of the shared state; 0: Redis has no pool."""
+    """The reply to a heartbeat. `epoch` identifies a lifetime of the shared state; 0: there is none."""
 
     epoch: str
     was_known: bool
@@ -123,7 +124,7 @@ class Rebuilt:
 
 @dataclass(frozen=True, slots=True)
 class LiveConfig:
-    """The live changes in force: the settings they override, and the changes in the operator's words
+    """The live changes in force: the settings that they override, and the operator's text
     (fleet/live_config.py). `version` is '' until the first live change."""
 
     version: str = ""

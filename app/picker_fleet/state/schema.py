@@ -44,7 +44,7 @@ WAITING_STATES = 2  # the first two states: such a record has no endpoints, stoc
 
 # UNPICKABLE is added to the load of an endpoint that takes no new requests.
 UNPICKABLE = 10**9
-# Rows that one call returns: a page of fifty, and one row more to show whether another page follows.
+# Rows that one call returns: a page of fifty, and one more that shows whether another page follows.
 VIEW_LIMIT = 51
 
 # The layout of an arrival, packed by `store.pack_arrival`: texts that end in byte 0, then doubles.
@@ -61,16 +61,16 @@ ADMITTED_ALONE = "alone="  # prefix of an optional field: time of an admission w
 PROMPT_SIZE = "prompt="  # prefix of an optional field: the size of the prompt's text (ingress/cost.py)
 # Prefix of an optional field: the band's priority, if the band is not a named one; `band` has the nearest.
 OTHER_PRIORITY = "priority="
-# Prefix of an optional field: the load that a streamed request met, for the latency model; Lua ignores it.
+# Prefix of an optional field: the endpoint's load when a streamed request was placed; Lua ignores it.
 PLACED_LOAD = "load="
-# Prefix of an optional field of a split request: its prefill endpoint, and the load that it met there.
+# Prefix of an optional field of a split request: its prefill endpoint, and the load there.
 PREFILL = "prefill="
 # A request's record: field -> format in `struct`. A waiting request has only the fields before `endpoints`.
 # Until the request is placed, RECORD_BYTES may follow: the size of the request's body and the epoch that
-# counts it; then, while the request waits, a byte 1 if its grant may place it on any endpoint. If neither
-# part is set, both are absent. While another endpoint computes the prompt of a placed request, its record
-# ends in one more text, the prefill endpoints, best first. If tenants have charged the request, all these
-# parts are present, and RECORD_CHARGE follows (lua/lib/quotas.lua); else `tenancy` is 0.
+# counts it; then, while the request waits, a byte 1 if its grant may place it on any endpoint. If neither is
+# set, both are absent. While another endpoint computes the prompt of a placed request, its record ends in one
+# more text, the prefill endpoints, best first. If tenants have charged the request, all these parts are
+# present, and RECORD_CHARGE follows (lua/lib/quotas.lua); else `tenancy` is 0.
 RECORD = {
     "owner": "s", "attempt": "s", "flow": "s", "band": "B", "weight": "d", "cost": "d", "workload": "s",
     "criticality": "B", "model": "s", "arrived": "d", "deadline_ms": "d", "limit": "H",

@@ -59,8 +59,8 @@ from picker_fleet.state.schema import ARRIVAL_NUMBERS, ARRIVAL_TEXTS, Refusal
 
 _PACKED_NUMBERS = struct.Struct(f"<{len(ARRIVAL_NUMBERS)}d")
 _KEPT_CHANGES = 200
-_ANSWERED = "answered"  # like the outcome `completed`; also, the request's endpoint is healthy
-_ADOPTED = " adopted"  # word after the verdict on a request that Redis already knew
+_ANSWERED = "answered"  # as `completed`, and the request's endpoint is healthy
+_ADOPTED = " adopted"  # follows the verdict on a request that Redis already knew
 
 
 def name_of(verdict: AnyVerdict) -> str:
@@ -119,8 +119,8 @@ class Store:
 
     Every event goes to `on_event`, which the store's owner sets before `run`. The attribute `reads` serves
     the admin API; `queue_snapshots` reads all flow queues once for the fleet. Heartbeats keep `signing` in
-    step with the fleet's keys. `bands` are the configured bands. Every method raises StateFault:
-    StateUnavailable without Redis, other subclasses if Redis answers with an error (state/batching.py).
+    step with the fleet's keys. `bands` are the configured bands. Every method raises a StateFault, which is
+    StateUnavailable without Redis, or another subclass if Redis answers with an error (state/batching.py).
     """
 
     def __init__(
@@ -232,9 +232,9 @@ class Store:
         `actual` is the request's real cost, in the unit of its charge. The length of the answer,
         `answer_tokens`, and the size of the prompt's text, `prompt_size`, improve later estimates; give the
         size only if `actual` is the tokens of that text and of the answer. None: unknown. `usage` corrects
-        what the request's tenants were charged: `PROMPT,CACHED,ANSWER` tokens, '' if unknown. `answered`: the
-        answer shows that the endpoint is healthy. `urgent`: send the call at once, since another request may
-        wait for the freed capacity.
+        the charges of the request's tenants; it is `PROMPT,CACHED,ANSWER` in tokens, '' if unknown.
+        `answered`: the answer shows that the endpoint is healthy. `urgent`: send the call at once, since
+        another request may wait for the freed capacity.
         """
         known = ("" if each is None else each for each in (actual, answer_tokens, prompt_size))
         args = (request_id, _ANSWERED if answered else outcome.value, *known, usage)
@@ -433,8 +433,8 @@ class Store:
         return configured or "", changed or ""
 
     async def top_up_tenant(self, path: str, unit: str, per: str, amount: float) -> float | None:
-        """Give back `amount` of what a limit of a tenant's node has granted, at most all; `per` as of a
-        LimitRow. Returns what is left; None if the node has no such limit."""
+        """Lower the used part of a tenant's limit by `amount`, at most to 0; `per` is as in LimitRow. Returns
+        the free part of the limit; None if the node has no such limit."""
         (left,) = await self._call("top_up_tenant", path, unit, per, amount)
         return float(left) if left else None
 

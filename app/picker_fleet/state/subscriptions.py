@@ -178,7 +178,7 @@ class CommandClient:
             self._connection.write(b"".join([hiredis.pack_command(command) for command in commands]))
             await self._answer
         except BaseException:
-            # Close: late replies on this connection would be taken for replies to the next commands.
+            # Close the connection: its late replies would be taken for replies to the next commands.
             await self.close()
             raise
         finally:

@@ -3,9 +3,10 @@
 In the modes `lean` and `http` the picker sees nothing of a request after the decision; access-log entries
 release the request's stock (G6) and renew its lease. Each Envoy worker sends batches on one long stream to
 one replica, which handles a stream's entries in order. A malformed entry is counted and dropped; the other
-entries of the batch are handled (G10). Without the fleet's signature for its request, an entry cannot end,
-renew or restore a request, whoever reaches this port. A stream carries entries of all pools; each pool signs
-with its own keys, so the signature identifies the pool. The replica's gRPC server runs this service.
+entries of the batch are handled (G10). Anyone may reach this port: an entry can end, renew or restore a
+request only if the fleet has signed its token for that request. A stream carries entries of all pools; each
+pool signs with its own keys, so the signature identifies the pool. The replica's gRPC server runs this
+service.
 """
 
 import contextlib
@@ -140,7 +141,7 @@ class Collector:
                 accounts[0].metrics.access_log("failed")
                 continue
             account, fault = accounts[0], NO_TOKEN
-            if item.accounting_token:  # an entry without a token is about a request that waits or was refused
+            if item.accounting_token:  # an entry without a token concerns a request that waits or was refused
                 account, fault = self._owner(item.accounting_token, item.id)
             if fault:
                 account.metrics.access_log_rejected(fault)
@@ -341,7 +342,7 @@ def _counts(usage: Any) -> tuple[int | None, int | None]:
         if prompt is None:
             prompt = max(total - (answer or 0), 0)
         return prompt, max(total - prompt, 0) if answer is None else answer
-    # Skip the search if there are only counts of the prompt and the answer, as in OpenAI's API.
+    # Skip the search if the entry only has the counts of prompt and answer, as in OpenAI's API.
     for source in () if prompt is not None and len(usage) == 2 else PROMPT_SOURCES:
         told = [count for key in source if (count := _tokens(usage, key)) is not None]
         if told:

@@ -3,7 +3,7 @@
 Answers are bytes. On the request path answers are assembled field by field from cached pieces (`_field`),
 which takes a fifth of the time of building and serialising a message. Tests parse the answers with protobuf.
 
-The first message's `protocol_config` tells which parts of a request and its response Envoy sends:
+The first message's `protocol_config` says which parts of a request and its response Envoy sends:
 
 request body           response body          mode
 FULL_DUPLEX_STREAMED   FULL_DUPLEX_STREAMED   standard (also if Envoy says nothing)
@@ -72,7 +72,7 @@ def mode_of(message: ProcessingRequest) -> str:
 
 
 def read_headers(message: Any, wanted: Collection[str]) -> dict[str, bytes]:
-    """Raw values of an HttpHeaders' headers that are in `wanted` (lower case); of each name the first."""
+    """The raw first value of each header in an HttpHeaders whose name is in `wanted` (lower case)."""
     found: dict[str, bytes] = {}
     for field in message.headers.headers:
         name = field.key
@@ -119,7 +119,7 @@ def _entry(key: str, value: bytes) -> bytes:
 
 
 def _opening(length: int, *fields: tuple[bytes, bytes]) -> bytes:
-    """The bytes that precede `length` bytes of data within nested `fields`, given with the innermost first.
+    """The bytes that precede `length` bytes of data within nested `fields`, innermost first.
 
     Each field is a tuple: the encoded fields that precede the field in the message, and the field's tag.
     """
@@ -146,8 +146,8 @@ def _text_opening(key: str, length: int) -> bytes:
 
 
 _ID, _TOKEN, _SESSION, _TARGET = map(_text, ("id", "token", "session", "target"))
-# Header -> what precedes its value in a Struct, by the value's length. All lengths are below 128, thus ASCII
-# characters: the headers of an answer are encoded together.
+# Header -> the bytes that precede its value in a Struct, by the value's length. All lengths are below 128 and
+# so take one byte, an ASCII character: an answer's headers are encoded as one text.
 _QUOTA_OPENINGS: Final = {
     name: [_text_opening(name, length).decode("ascii") for length in range(quota_headers.LONGEST + 1)]
     for name in quota_headers.NAMES

@@ -58,12 +58,12 @@ class Step(enum.Enum):
     DONE = enum.auto()
 
 
-_OPEN, _BODY, _RESPONSE, _DONE = Step  # to read an enum member through its class takes twice as long
+_OPEN, _BODY, _RESPONSE, _DONE = Step  # reading an enum member through its class takes twice as long
 
 
 class _Forwarded(NamedTuple):
-    """The body to send a placed request with (None: no body). `length` is the new content-length, None to
-    keep that header; if `is_decoded`, the content-encoding is removed."""
+    """The body that is sent with a placed request (None: no body). `length` is the new content-length, None
+    to keep that header; if `is_decoded`, the content-encoding is removed."""
 
     body: bytes | None = None
     length: int | None = None
@@ -104,7 +104,7 @@ class Exchange:
 
     @property
     def upload_began_s(self) -> float:
-        """When the request began to arrive; after an early placement, the time of that placement."""
+        """When the request began to arrive; after an early placement, when that placement was made."""
         return self._decision.began_s if self._forwarded is None else self._decision.placed_s
 
     @property
@@ -175,7 +175,7 @@ class Exchange:
         return codec.refused(self._decision.refuse(error), error.code)
 
     def close(self) -> None:
-        """Release everything that the exchange still holds, since the stream has ended for some reason."""
+        """The stream has ended, for whatever reason: release everything that the exchange still holds."""
         if self._step is _DONE:
             return
         if self._response is not None:
@@ -214,7 +214,7 @@ class Exchange:
             hinted = self._subset
             self._subset = selected if hinted is None else tuple(each for each in selected if each in hinted)
         method, path = self._headers.pop(METHOD, None), self._headers.pop(PATH, None)
-        if path is None and method == b"CONNECT":  # such a request has no path, and is on no list
+        if path is None and method == b"CONNECT":  # a request without a path cannot be allowed
             path = b""
         if method is None or path is None:
             raise Unsupported("Envoy sends no :method and :path; see forward_rules of the ext_proc filter")
@@ -299,9 +299,8 @@ class Exchange:
         """Answer a complete body; `trailers` says that trailers follow the body.
 
         With trailers, headers and body go back in one message, in every mode, and Envoy forwards the
-        trailers. In chunks, the body would reach the model server twice on routes with retries: Envoy's
-        router keeps a copy of the chunks and sends the copy, too, once the trailers are answered
-        (docs/decisions.md, 15).
+        trailers. In chunks, the body would reach the model server twice on routes with retries, since Envoy's
+        router also sends its copy of the chunks once the trailers are answered (docs/decisions.md, 15).
         """
         decision, forwarded = self._decision, self._forwarded
         if forwarded is None:
@@ -321,8 +320,8 @@ class Exchange:
         return self._decision.mode == "lean" and size_bytes <= codec.WHOLE_BYTES
 
     def _answers(self, forwarded: _Forwarded, *, in_one: bool) -> Iterator[bytes]:
-        """The answer for the placed request, in one message or in several messages. The placement is counted
-        just before the last message: Envoy may end the stream before the write of that message returns."""
+        """The answer for the placed request, in one message or in several messages. Count the placement just
+        before the last message, since Envoy may end the stream before the write of that message returns."""
         decision, (body, length, is_decoded, _) = self._decision, forwarded
         placement, request = decision.placement, decision.request
         assert placement is not None, "the request is placed"

@@ -29,17 +29,18 @@ _TAIL_BYTES = 16_384  # bytes kept from the end of a streamed answer
 _WHOLE_BYTES = 65_536  # bytes kept from the end of a plain JSON answer
 _USAGE_BYTES = 4096  # bytes to read of each usage object in an answer that was not kept whole
 _FEW = 8  # most usage members to try, last first
-_MOST_INFLATED_BYTES = 2 * 1024 * 1024  # bytes; if a chunk decompresses to more, stop reading usage
+_MOST_INFLATED_BYTES = 2 * 1024 * 1024  # bytes; stop reading usage if a chunk decompresses to more
 _MAX_TOKENS, _MOST_DIGITS = 1e9, 10  # ignore higher numbers, which cannot be token counts
 
 # A string (group 1: its closing quote, unset if cut off), brackets, or the blank line after an event.
 _TOKEN = re.compile(rb'"[^"\\\n]*+(?:\\.[^"\\\n]*+)*+(")?|[{\[]++|[}\]]++|\n(?:\r?\n)++')
 _NO_BRACKETS = re.compile(rb'(?:[^"{}\[\]\n]++|"[^"\\\n]*+(?:\\.[^"\\\n]*+)*+")*+')
 _REST_OF_STRING = re.compile(rb'[^"\\\n]*+(?:\\.[^"\\\n]*+)*+(")?')
-_CUT = (b"", b"\\")  # the rest of a chunk that ends within a string: nothing, or half an escape
+_CUT = (b"", b"\\")  # end of a chunk that ends within a string: nothing, or half an escape
 _MODEL = b'"model"'
 _INNER = (b'"message"', b'"response"')  # events of two APIs nest the model in these members
-# Matches an error member and captures its numeric code. A text never matches: JSON escapes its quotes.
+# Matches an error member and captures its numeric code. Text within a string never matches, since JSON
+# escapes its quotes.
 _ERROR = re.compile(r'"error"\s*:\s*(?:"|\{(?:[^{}]*?"code"\s*:\s*"?(\d{3})\b)?)')
 
 
@@ -164,7 +165,7 @@ _NAMES: Final = {
 }  # fmt: skip
 _KINDS: Final = {name: kind for kind, names in _NAMES.items() for name in names}
 _MOST_NESTED = 3  # Cohere: {"usage": {"tokens": {…}}}; Responses: {"response": {"usage": {…}}}
-# Member names to search a text for to find usage, the most frequent first.
+# Names of members that contain usage, the most frequent first.
 _MARKS: Final = tuple(b'"%s"' % name.encode() for name in (
     "usage", "usageMetadata", "meta_info", "details", "meta", "eval_count", "tokens_predicted",
 ))  # fmt: skip
@@ -184,7 +185,7 @@ class UsageReader:
     """Reads the token counts that an answer reports.
 
     The reader keeps the answer's end (and at most one chunk more), which usually has the usage, and the
-    answer's first 4 KiB, for servers that report usage before a long text. Of plain JSON, the reader also
+    answer's first 4 KiB, for servers that report usage before a long text. In plain JSON, the reader also
     keeps the last usage between these two parts. The reader parses only after the answer's end, at most once,
     so the cost does not grow with the number of chunks. If the reader has not kept the whole answer, it
     parses only a few excerpts of a few KiB.
@@ -232,7 +233,7 @@ class UsageReader:
         return bool(errors) and not (errors[-1][1] or "").startswith("4")
 
     def tokens(self) -> Counts:
-        """The answer's prompt, completion and cached tokens: of a stream the highest counts in its events."""
+        """The answer's prompt, completion and cached tokens: for a stream, its highest counts."""
         kept = b"".join(self._chunks)
         if self._is_json and (found := _of_answer(kept)) != _UNKNOWN:
             return found

@@ -21,7 +21,7 @@ Transport = NativeTransport | GrpcioTransport
 SERVICE = "envoy.service.ext_proc.v3.ExternalProcessor"
 PROCESS = f"/{SERVICE}/Process"
 
-# Helm charts of standalone pickers check the last of these names.
+# The Helm charts of standalone pickers check the last of these names.
 _READY = ("", SERVICE, "readiness", "inference-extension")
 _ALIVE = ("liveness",)
 
@@ -33,8 +33,8 @@ _STOP_S = 0.25
 class Server:
     """Serves exchanges, health and the handlers of `services` on `settings.listen`.
 
-    `own_listeners` are further addresses by pool: requests at a pool's address that name no pool belong to
-    that pool. The server is not ready until `set_ready(True)`.
+    `own_listeners` are further addresses by pool: a request that names no pool belongs to the pool at whose
+    address it arrives. The server is not ready until `set_ready(True)`.
     """
 
     def __init__(
@@ -93,9 +93,9 @@ class Server:
         return self._transports[0][1].full
 
     def set_ready(self, ready: bool) -> None:
-        """Report readiness to Envoy's health checks; a draining server stays not ready. A server that is not
-        ready refuses exchanges and access logs, so that Envoy uses another replica: completions that an
-        unready replica reads release no budget (G8)."""
+        """Report readiness to Envoy's health checks; a draining server stays not ready. An unready server
+        refuses exchanges and access logs, so that Envoy uses another replica: an unready replica could not
+        release the budget of the completions that it reads (G8)."""
         self._health.set(_READY, ready and not self._draining)
         if not self._draining:
             for _, transport in self._transports:

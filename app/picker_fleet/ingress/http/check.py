@@ -1,4 +1,4 @@
-"""Decides on one request about which Envoy's `ext_authz` filter asks over HTTP.
+"""Envoy's `ext_authz` filter asks about a request over HTTP: this module decides the request.
 
 Envoy's request (mode `http`) has the client's method, path and body, and the headers that the picker reads.
 The answer is 200 with the endpoint and the fields that the access log returns (docs/protocol.md), or the
@@ -30,7 +30,7 @@ REMOVED_HEADERS: Final = "x-envoy-auth-headers-to-remove"  # Envoy removes these
 # Headers of a placement and of a refusal that Envoy passes on to the client.
 CLIENT_HEADERS: Final = (SESSION_HEADER, PRESSURE)
 REFUSAL_HEADERS: Final = ("content-type", "retry-after", PRESSURE, DROPPED_REASON)
-# The same of placements and refusals with tenants.
+# The headers of placements and refusals, with tenants.
 TENANT_HEADERS: Final = (*quota_headers.NAMES, SHOULD_RETRY)
 # Envoy takes a 5xx from its authorisation server as a failure of that server, and hides the answer from the
 # client. So a 5xx refusal is sent with an otherwise unused 4xx status, which Envoy's configuration maps back.

@@ -1,4 +1,4 @@
-"""The HTTP/1.1 server of mode `http`: Envoy's `ext_authz` filter asks the server about each request.
+"""The HTTP/1.1 server of mode `http`, which Envoy's `ext_authz` filter asks about each request.
 
     GET /healthz            200 while the replica takes requests, else 503; for health checks
     ANY /check/PATH         the check of a client's request for PATH, with its body (check.py)
@@ -230,7 +230,7 @@ class _Connection(asyncio.Protocol):
         except httptools.HttpParserError as fault:
             self._refuse(self._failed or BadRequest(f"no HTTP/1.1 request: {fault}"))
         else:
-            # Catches an unfinished header of any length, and a body in tiny chunks.
+            # This limit also covers an unfinished header of any length, and a body in tiny chunks.
             if self._arriving and self._rest_bytes > _MAX_HEAD_BYTES + self._body.size_bytes:
                 self._refuse(_head_too_large())
 
