@@ -2,7 +2,7 @@
 
 A place is empty from an answer's last byte until the next request's first byte reaches the model server.
 The page compares this time with the time that a picker adds to a request that does not wait. One model server
-has few places and a deep queue. Client and model server run in this process, so that one clock times both.
+has few slots and a deep queue. Client and model server run in this process, so that one clock times both.
 Writes bench/results/refill.md.
 """
 
@@ -104,7 +104,7 @@ async def _load(url: str, times: Times, connections: int, requests: int) -> None
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """In µs: how long each request took from client to server, and how long each freed place stayed empty."""
+    """In µs: how long each request took from client to server, and how long each freed slot stayed empty."""
 
     way_us: list[int]
     refill_us: list[int]
@@ -121,7 +121,7 @@ async def _reading(url: str, times: Times, *, refill: bool) -> Reading:
         times.arrived_us.clear()
         times.ended_us.clear()
         await _load(url, times, _PLACES + _WAITING, _REFILLS)
-        # The server is full except during the measured gaps: the end of request n frees the place for request
+        # The server is full except during the measured gaps: the end of request n frees the slot for request
         # n + _PLACES.
         pairs = zip(times.ended_us[: _REFILLS - _PLACES], times.arrived_us[_PLACES:], strict=False)
         refill_us = [arrived - ended for ended, arrived in pairs][_WARM_UP:]
@@ -151,7 +151,7 @@ async def measure(rounds: int, modes: Sequence[str], replicas: Sequence[int]) ->
 
 
 def rows(found: dict[str, list[Reading]]) -> list[list[str]]:
-    """Rows of the table, one per variant: medians of the rounds in ms, and of the rounds' ratios."""
+    """Rows of the table, one per variant: medians over the rounds of times in ms and of ratios."""
 
     def of(values: list[int], share: float) -> float:
         return percentile(values, share) / 1000

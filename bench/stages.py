@@ -1,13 +1,13 @@
-"""`python -m bench.stages CASE` compares when to split requests between prefill and decode servers.
+"""`python -m bench.stages CASE` compares rules for splitting requests between prefill and decode servers.
 
 A simulation, so its figures do not depend on the machine: eight model servers (bench/rig/simulated.py)
 either all serve whole requests, or four prefill and four decode. The choice is the product's code
 (scheduling/chooser.py); the endpoint with the fewest requests is taken, as by lua/lib/endpoints.lua. The
 network and Redis take no time, but a transfer of the KV cache does. Metrics pages are read every 0.5 s.
 
-The figure is goodput as DistServe (Zhong et al., OSDI 2024) defines it: the highest rate of requests of which
-90 % meet both objectives, time to the first token and mean time per further token. Without CASE all cases
-run. Each case replaces its section in bench/results/stages.md.
+The figure is goodput as DistServe (Zhong et al., OSDI 2024) defines it: the highest request rate at which 90
+% of the requests meet both objectives, time to the first token and mean time per further token. Without CASE
+all cases run. Each case replaces its section in bench/results/stages.md.
 """
 
 import itertools
@@ -48,17 +48,17 @@ from picker_tools.simulator.openai_api import BYTES_PER_TOKEN
 # An A100-80GB at vLLM's default of 0.9 has 46 GB beside OPT-13B's weights: 3500 blocks of 16 tokens.
 _LIMITS = Limits(max_num_seqs=256, kv_blocks=3500)
 _SERVERS = 8
-_PAGE_S = 0.5  # time between two readings of a metrics page
+_PAGE_S = 0.5  # seconds between two readings of a metrics page
 _ATTAINED = 0.9  # share of requests that must meet both objectives
 _SEEDS = (1, 2, 3)
-_STEP, _HALVINGS = 1.15, 6  # ratio of two neighbouring rates of the search, and how often it halves the last
+_STEP, _HALVINGS = 1.15, 6  # ratio of neighbouring rates of the search; halvings of the last interval
 _NEVER = 1_000_000  # a threshold that no prompt exceeds
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """Requests of `sizes`, and the objectives in s: `ttft_s` to the first token, `pace_s` for each further
-    one. The search begins at `per_s` requests a second. `thresholds` of tokens. A run has `requests`."""
+    """Requests of `sizes`, and their objectives in s, `ttft_s` to the first token and `pace_s` for each
+    further one. The search begins at `per_s` requests a second; a run has `requests`."""
 
     sizes: Sizes
     ttft_s: float
@@ -89,8 +89,8 @@ def _mixed(dice: random.Random) -> tuple[int, int]:
 
 
 # A long prompt alone takes 0.63 s, and each further token 0.022 s. The strict objectives are 3 and 1.5 times
-# that, as those of Splitwise for 90 % of requests (Patel et al., ISCA 2024, table VI). The relaxed ones are
-# DistServe's for summarization, those of `short` for a chatbot with OPT-13B (table 1).
+# as long, as Splitwise has for 90 % of requests (Patel et al., ISCA 2024, table VI). The relaxed ones are
+# DistServe's for summarization; `short` has DistServe's for a chatbot with OPT-13B (table 1).
 _STRICT_S = 1.9, 0.033
 CASES = {
     "long-strict": Case(_long, *_STRICT_S, per_s=3.3, thresholds=(0, _NEVER)),
@@ -131,9 +131,9 @@ class Served:
 
 
 class Pool:
-    """`prefill` servers that prefill and `decode` that decode, in simulated time; with `both`, all do both.
+    """Simulated servers: `prefill` of them prefill and `decode` of them decode; with `both`, all do both.
     `stages` is the section `scheduling.stages`, None for whole requests. `objective` gives the latency
-    objective by the tokens of the prompt: then endpoints are scored by it, and requests that no endpoint can
+    objective by the prompt's tokens; if set, endpoints are scored by it, and requests that no endpoint can
     serve in time are `refused`."""
 
     def __init__(
@@ -155,7 +155,7 @@ class Pool:
         self._numbers = itertools.count()
         self._in_flight, self._prefills = Counter[str](), Counter[str]()
         self._keys, self._dice = Keyring(), random.Random(seed)
-        random.seed(seed)  # the chooser draws which requests take the other choice
+        random.seed(seed)  # for the chooser: which requests explore
         cell = SnapshotCell()
         endpoints = (
             Endpoint(each, prefills=each in self._prefillers, decodes=each in self._decoders)
@@ -200,7 +200,7 @@ class Pool:
             self._pages.update({address: page})
 
     def _least(self, among: Sequence[str], counts: Counter[str]) -> str:
-        """The one with the fewest requests, equal ones in random order."""
+        """The server with the fewest requests, equal ones in random order."""
         return min(among, key=lambda each: (counts[each], self._dice.random()))
 
     def _ask(self, prompt_tokens: int, tokens: int) -> None:
@@ -276,7 +276,7 @@ class Level:
 
 
 def level(case: Case, per_s: float, pool: Callable[[int], Pool], *, learns: bool) -> Level:
-    """`learns`: before, as many requests come at half the rate."""
+    """`learns`: as many requests at half the rate come first."""
     served: list[Served] = []
     for seed in _SEEDS:
         it = pool(seed)

@@ -30,8 +30,8 @@ def count_failures(count: Callable[[str], object]) -> None:
 async def keep(task: str, work: Work) -> None:
     """Run `work`, and again a second after each failure of `work`, until `work` returns or is cancelled.
 
-    Each failure is counted (`epp_background_failures_total`); of failures with the same type and traceback
-    lines, only the first is logged.
+    Each failure is counted (`epp_background_failures_total`); failures with the same type and traceback lines
+    are logged once.
 
     Raises:
         StartupError: the task `work` cannot start, and only another configuration or environment would help.

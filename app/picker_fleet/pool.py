@@ -294,7 +294,7 @@ class Pool:
 
     def start(self, start: Start) -> None:
         """Start each background task of this pool by calling `start`."""
-        contextvars.copy_context().run(self._start, start)  # so that log lines of the tasks name the pool
+        contextvars.copy_context().run(self._start, start)  # makes the tasks' log lines name the pool
 
     def _start(self, start: Start) -> None:
         if self._labels:
@@ -325,7 +325,7 @@ class Pool:
         """Keep the request intake up to date with the objectives and model rewrites in the Kubernetes API."""
         from picker_kubernetes.objects import InferenceObjects  # only with the extra [kubernetes]
 
-        at = urlsplit(self.settings.redis.url)  # the URL's user and password are left out below
+        at = urlsplit(self.settings.redis.url)  # without the URL's user and password
         await InferenceObjects(
             named.pool,
             named.namespace,

@@ -263,13 +263,13 @@ def _settings(args: argparse.Namespace) -> tuple[Settings, Sequence[str]]:
 
 
 def _give_large_blocks_back() -> None:
-    """Have the C library return large blocks to the system as soon as they are freed.
+    """Make the C library return large blocks to the system as soon as they are freed.
 
     By default glibc, once it has freed a large block (up to 32 MiB), keeps blocks of that size in the heap of
     the allocating thread. A replica with 120 MiB of bodies then uses up to 280 MiB more memory than an idle
     replica; with this setting, 130 MiB more.
     """
-    with contextlib.suppress(OSError, AttributeError):  # C libraries other than glibc have no mallopt
+    with contextlib.suppress(OSError, AttributeError):  # only glibc has mallopt
         library = ctypes.CDLL(None)
         library.mallopt(_M_MMAP_THRESHOLD, _LARGE_BLOCK_BYTES)
         # Setting M_MMAP_THRESHOLD alone would lower M_TRIM_THRESHOLD to 128 KiB. Each large prompt would then

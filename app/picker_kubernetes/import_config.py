@@ -194,7 +194,7 @@ def _plugins(tree: Mapping[str, Any]) -> Plugins:
 
 
 def _scheduling(tree: Mapping[str, Any], plugins: Plugins, result: Imported) -> None:
-    """Import the first profile, or with a handler of stages the profiles of the stages."""
+    """Import the first profile or, if a plugin handles stages, the stages' profiles."""
     profiles = {
         str(each.get("name")): mappings(each, "plugins", "schedulingProfiles.plugins")
         for each in mappings(tree, "schedulingProfiles", "schedulingProfiles")

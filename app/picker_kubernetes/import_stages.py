@@ -19,17 +19,17 @@ Plugins = Mapping[str, tuple[str, Mapping[str, Any]]]  # plugin's name -> its ty
 
 @dataclass(frozen=True, slots=True)
 class Handler:
-    """The handler of a file with stages: the names of its profiles, and from how many uncached tokens on it
-    splits requests, as `scheduling.stages.threshold` (None: the file does not say)."""
+    """The plugin that handles a file's stages: the names of its profiles, and its threshold in uncached
+    tokens as `scheduling.stages.threshold` (None: the file does not say)."""
 
     decode: str
     prefill: str
     threshold: int | None
-    encode: str = ""  # '': no request is encoded apart
+    encode: str = ""  # '': no encode profile
 
 
 def handler(plugins: Plugins, result: Imported) -> Handler | None:
-    """The handler of prefill and decode profiles; None if there is none."""
+    """The plugin that handles prefill and decode profiles; None without one."""
     for name, (kind, parameters) in plugins.items():
         if kind == "disagg-profile-handler":
             profiles = mapping(parameters.get("profiles"), f"plugins: {name}.profiles")
@@ -60,7 +60,7 @@ def _old(parameters: Mapping[str, Any], plugins: Plugins, result: Imported) -> i
 
 
 def _decided(name: object, plugins: Plugins, result: Imported) -> int | None:
-    """The threshold of the decider `name`; no decider never splits."""
+    """The threshold of the decider `name`; without a decider no request is split."""
     if name and str(name) not in plugins:
         raise ConfigError(f"plugins: no decider is named {str(name)[:60]!r}")
     kind, parameters = plugins[str(name)] if name else ("", {})
@@ -71,7 +71,7 @@ def _decided(name: object, plugins: Plugins, result: Imported) -> int | None:
             f"plugins: the decider {name} (type {kind}) has no counterpart; threshold is auto"
         )
         return None
-    # The decider splits from `nonCachedTokens` on, this picker above its threshold.
+    # The decider splits at `nonCachedTokens` or more tokens; this picker splits above its threshold.
     least = _tokens(parameters.get("nonCachedTokens") or 0, "nonCachedTokens")
     if least:
         return least - 1

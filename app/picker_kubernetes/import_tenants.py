@@ -2,7 +2,7 @@
 
 From LiteLLM (1.110) it reads config.yaml and the answers of /team/list and /key/list, from Envoy AI Gateway
 (v1.0) BackendTrafficPolicy, AIGatewayRoute and GatewayConfig. A remark names each limit without a
-counterpart; docs/migration.md has the mapping. Both products refuse requests beyond a limit: so do the nodes.
+counterpart; docs/migration.md has the mapping. Both products refuse requests beyond a limit, as the nodes do.
 """
 
 import contextlib
@@ -77,7 +77,7 @@ def _members(path: str, amounts: Mapping[Kind, float]) -> dict[str, Any]:
 
 
 def _lowered_to_parents(nodes: Nodes) -> Iterator[str]:
-    """Lower amounts that exceed the same limit of a node above, as no configuration may; yields the paths."""
+    """Lower amounts that exceed the same limit of a node above; yields the paths."""
     for path, node in nodes.items():
         parts = path.split("/")
         for above in ("/".join(parts[:level]) for level in range(1, len(parts))):
@@ -102,7 +102,7 @@ def _some(names: Iterable[str]) -> str:
 
 
 class _LiteLlm:
-    """Converts config.yaml, teams and keys. A limit without a counterpart gets one remark for all nodes."""
+    """Converts config.yaml, teams and keys. A limit without a counterpart causes one remark for all nodes."""
 
     def __init__(self, trees: Sequence[object], result: Imported) -> None:
         config: dict[str, Any] = {}
@@ -130,7 +130,7 @@ class _LiteLlm:
             path = paths[identity] = _path("", team.get("team_alias"), identity, nodes)
             nodes[path] = self._node(team, path, "teams")
             self._keys += [each for each in listed(team, "keys") if isinstance(each, Mapping)]
-        # A key may be in both answers.
+        # Both answers may contain the same key.
         for token, key in {str(key.get("token") or at): key for at, key in enumerate(self._keys)}.items():
             team_id = str(key.get("team_id") or "")
             above = paths.setdefault(team_id, _path("", None, team_id, nodes))
@@ -273,7 +273,7 @@ def _limit(rule: Object, where: str, types: Mapping[str, str]) -> tuple[Kind, fl
 
 
 def _tree_of(rules: Sequence[Rule], result: Imported) -> Nodes:
-    """The nodes for `rules`. The headers are the levels: a rule with fewer headers has the upper levels."""
+    """The nodes for `rules`. The headers are the levels; rules with fewer headers set upper levels."""
     headers: list[str] = []
     nodes: Nodes = {}
     for where, selects, kind, amount in sorted(rules, key=lambda rule: len(rule[1])):

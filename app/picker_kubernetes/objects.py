@@ -41,7 +41,7 @@ POOL_GROUP: Final = "inference.networking.k8s.io"
 _NO_POOL = "PoolNotFound"
 _TAKE_OVER_S = 30.0  # time for an owner to update a condition for an object's new version
 _WRITE_S = 1.0  # time for writing conditions while changes wait; one slow API call takes up to 10 s
-_MOST_CYCLES = 8  # one takes about 2 ms among a thousand rewrites
+_MOST_CYCLES = 8  # finding one takes about 2 ms among a thousand rewrites
 
 
 class _PoolRef(msgspec.Struct, frozen=True):
@@ -121,7 +121,7 @@ class _Names(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class LiveObjects:
-    """Priorities and splits computed from the objects. `anything` is the split of models without rule."""
+    """Priorities and splits computed from the objects. `anything` is the split for models without a rule."""
 
     priorities: Mapping[str, int] = field(default_factory=dict)  # objective's name -> priority
     splits: Mapping[str, Split] = field(default_factory=dict)  # model -> split
@@ -163,7 +163,7 @@ def cycles(rewrites: Iterable[Rewrite]) -> dict[str, str]:
     again. Finds `_MOST_CYCLES` cycles at most."""
     rewrites = list(rewrites)
     targets = {
-        model: [name for name in dict.fromkeys(split.names) if name != model]  # a model may be its own target
+        model: [name for name in dict.fromkeys(split.names) if name != model]  # a rule may keep its model
         for model, split in live_objects((), rewrites).splits.items()
     }
     found: dict[str, str] = {}
@@ -174,7 +174,7 @@ def cycles(rewrites: Iterable[Rewrite]) -> dict[str, str]:
             cycle: list[str] = fault.args[1][::-1]  # from each model to one of its targets
         else:
             break
-        targets[cycle[0]].remove(cycle[1])  # the next turn finds another cycle
+        targets[cycle[0]].remove(cycle[1])  # finds another cycle in the next turn
         models = frozenset(cycle)
         for rewrite in rewrites:
             matches = (match.model.value for rule in rewrite.spec.rules or () for match in rule.matches or ())
@@ -189,7 +189,7 @@ def _is_model(name: str) -> bool:
 
 def live_objects(objectives: Iterable[Objective], rewrites: Iterable[Rewrite]) -> LiveObjects:
     """Compute priorities and splits from usable objects. If two rules match one model, the older object's
-    rule applies; if both are equally old, that of the lesser name; in one object, the first rule."""
+    rule applies; if equally old, the rule of the lesser name; within one object, the first rule."""
     priorities = {each.metadata.name: each.spec.priority for each in objectives}
     splits: dict[str, Split] = {}
     anything: Split | None = None

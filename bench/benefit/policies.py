@@ -1,7 +1,7 @@
 """The compared policies, which use the product's queue (`LocalQueue`, `FairQueue`) and scheduler.
 
 The caller passes the time to each policy. The network is not simulated: a decision takes no time, but a
-policy learns of a freed place only `RELEASE_S` after the answer's end.
+policy learns of a freed slot only `RELEASE_S` after the answer's end.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -41,7 +41,7 @@ class Job:
 
 @dataclass(slots=True)
 class Pool:
-    """What a picker knows of the servers: its count of requests in flight, and scraped metrics.
+    """A picker's knowledge of the servers: its count of requests in flight, and scraped metrics.
 
     `grown` is called with each token of a placed request.
     """

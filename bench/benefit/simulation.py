@@ -100,11 +100,11 @@ def _recomputed(servers: Sequence[Server]) -> float:
 
 
 def saturated(in_flight: int, seed: int) -> tuple[float, float, float]:
-    """Simulate servers that each always have `in_flight` requests. Returns answers/s of all servers, the
+    """Simulate servers that always have `in_flight` requests each. Returns answers/s of all servers, the
     share of tokens that were recomputed, and the mean time from placement to the first token."""
     time, draw = Timeline(), random.Random(seed)
     servers = [Server(time, _LIMITS) for _ in range(SERVERS)]
-    firsts: list[float] = []  # of the answers after the warm-up
+    firsts: list[float] = []  # times of the answers after the warm-up
 
     def put(server: Server) -> None:
         placed_s, first_s = time.now_s, 0.0
@@ -151,7 +151,7 @@ def run(policy: str, load: float, capacity: float, bound: float, seed: int) -> F
 
     def arrive(job: Job) -> None:
         gate.arrive(job, time.now_s)
-        # Expiry has no effect unless the request still waits in the queue.
+        # The event of expiry has no effect unless the request still waits in the queue.
         time.at(job.arrived_s + _QUEUE_TTL_S, lambda: gate.leave(job))
         time.at(job.arrived_s + DEADLINE_S, lambda: leave(job))
 

@@ -35,8 +35,7 @@ class Fleet:
     async def run(
         self, scenario: Scenario, seed: int, replicas: int, *, separate: bool = False
     ) -> list[Entry]:
-        """Run a scenario. Returns the decision logs of all pools by time. `separate`: each replica has a
-        pool.
+        """Run a scenario. Returns all pools' decision logs by time. `separate`: each replica has a pool.
 
         Raises:
             RunFailed: raised if a replica reports an error or the run takes too long.

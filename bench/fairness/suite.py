@@ -89,7 +89,7 @@ _COMPARE = {"≥": operator.ge, "≤": operator.le, "<": operator.lt, ">": opera
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """A claim, met if comparing `measured` with `limit` by `sign` (a key of _COMPARE) gives true."""
+    """A claim; met if `measured` `sign` `limit` is true, where `sign` is a key of _COMPARE."""
 
     what: str
     measured: float

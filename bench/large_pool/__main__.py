@@ -37,10 +37,10 @@ from picker_tools.local_fleet.processes import picker_command
 _REPLICAS = 2
 _SMALL, _LARGE = 10, 1000  # pods
 _ROUNDS = 12
-_REPLACED_S = 600.0  # seconds in which every pod is replaced: a tenth each minute
+_REPLACED_S = 600.0  # every pod is replaced within so many seconds, a tenth each minute
 _CONNECTIONS = 16
 _CONVERSATIONS = 300
-_SHARED, _OWN = "You are a helpful assistant. " * 70, 1500  # common text; own characters of a prompt
+_SHARED, _OWN = "You are a helpful assistant. " * 70, 1500  # common text; a prompt's own characters
 _READY_S = 120.0
 _NUMBERS = itertools.count(1)
 _MOST_AT_REST, _MOST_OF_A_PICK, _LEAST_HITS = 2.0, 1.2, 0.98
@@ -218,9 +218,9 @@ def calls_seen(server: ApiServer, account: str) -> dict[str, int]:
 @dataclass(slots=True)
 class Found:
     rest: dict[str, Rest] = field(default_factory=dict)
-    costs: list[tuple[Cost, Cost]] = field(default_factory=list)  # per round: small pool, large pool
+    costs: list[tuple[Cost, Cost]] = field(default_factory=list)  # by round: small and large pool
     calls: dict[str, int] = field(default_factory=dict)  # number of API calls by a key such as `list pods`
-    hits: tuple[Hits, Hits] | None = None  # hits if a pick looks at a part of the endpoints; at all endpoints
+    hits: tuple[Hits, Hits] | None = None  # looking at a part; at all
 
 
 async def measure(folder: Path, server: ApiServer, found: Found, options: argparse.Namespace) -> None:
@@ -268,7 +268,7 @@ def ratios(costs: Sequence[tuple[Cost, Cost]], of: str) -> tuple[float, float, f
 
 
 def faults(found: Found) -> list[str]:
-    """A text for each limit that the measurement missed."""
+    """A text for each limit that the measurement broke."""
     missed = []
     for name, at_rest in found.rest.items():
         if "no scraping" in name and max(at_rest.replicas) > _MOST_AT_REST:

@@ -36,7 +36,7 @@ _ALL = 10**9
 @dataclass(frozen=True, slots=True)
 class Hits:
     """`share`: share of the prompts' blocks that the chosen endpoint had cached. `load`, `load_p99`: mean and
-    99th percentile of the number of requests that the chosen endpoint already had."""
+    99th percentile of the chosen endpoint's requests before the choice."""
 
     share: float
     load: float

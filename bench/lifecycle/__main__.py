@@ -17,8 +17,8 @@ from picker_fleet.state.batching import MAX_BATCH
 
 _ROUNDS = 3
 _ROUNDS_BESIDE_BASELINE = 30
-# A request may cost Redis as much CPU as this many calls of the baseline script. The last full run missed
-# this limit: 3.1 calls; 3.7 with `place` and `acknowledge` (bench/results/lifecycle.md).
+# A request may cost Redis at most as much CPU as this many calls of the baseline script. The last full run
+# missed this limit: 3.1 calls; 3.7 with `place` and `acknowledge` (bench/results/lifecycle.md).
 _BASELINES = 3.0
 _GROWTH = 1.7
 _LONGEST_US = 5000

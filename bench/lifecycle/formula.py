@@ -17,8 +17,8 @@ _MAX_BATCH = 16
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
-    """Size and load of a fleet. If `queued`, every request waits in the queue. `dashboards`: number of open
-    ones."""
+    """Size and load of a fleet. If `queued`, every request waits in the queue. `dashboards`: how many are
+    open."""
 
     replicas: int
     requests_per_s: float
@@ -37,9 +37,9 @@ class Point:
 @dataclass(frozen=True, slots=True)
 class Formula:
     """The parameters (µs). `direct`, `waiting`: cost of a request, fixed and per call, when Valkey is busy.
-    `dashboard`: cost of a dashboard per second, fixed and per replica in the reply. `told`: cost of reading
-    the state, per replica in the reply. Fitted: `replica`, cost of a replica per second; `wake`, extra cost
-    of a message to an idle Valkey; `calm`, the message rate at which half of them meet it idle."""
+    `dashboard`: cost of a dashboard per second, fixed and per replica in the reply. `told`: extra cost of
+    reading the state, per replica in the reply. Fitted: `replica`, cost of a replica per second; `wake`,
+    extra cost of a message to an idle Valkey; `calm`, the message rate at which half find it idle."""
 
     direct: tuple[float, float]
     waiting: tuple[float, float]
@@ -86,7 +86,7 @@ _CALM = (15.0, 30.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1920.0)
 
 
 def _woken(fleet: Fleet, calm: float) -> float:
-    """The number of messages per second that arrive at an idle Valkey."""
+    """The number of messages per second that find Valkey idle."""
     count = messages(fleet)
     return count / (1 + count / calm)
 

@@ -23,7 +23,7 @@ redis.call('ZPOPMIN', KEYS[1])
 @dataclass(frozen=True, slots=True)
 class LifecycleCost:
     """The cost of one request: server CPU in µs, script calls, and bytes while queued (`registry_bytes`: in
-    the workload registry). `longest_us`: the longest call for requests; `upkeep_us`: of each kind of upkeep.
+    the workload registry). `longest_us`: the longest call for requests; `upkeep_us`: for each kind of upkeep.
     """
 
     us: float
@@ -38,7 +38,7 @@ def measure_lifecycle(
     server: Server, size: Size, requests: int, seed: int, *, with_upkeep: bool = False, placed: bool = True
 ) -> LifecycleCost:
     """Measure requests at `size` in two rounds (three for large sizes). Each call's shortest time counts,
-    because the machine causes delays that occur in only one round.
+    because delays by the machine occur in only one round.
 
     With the policy `fcfs`, later rounds replay the recorded commands. With other policies a replay could
     serve other requests, so later rounds make the calls anew. `with_upkeep`: whether to measure upkeep.

@@ -26,10 +26,10 @@ from bench.rig.fleet import RunningFleet
 from bench.rig.report import describe_run, options_parser, table, with_section, write_page
 
 _GRID = (8, 16, 32, 64)
-_SETTLED_S, _SEARCHED_S = 6.0, 18.0  # a run of the search: its first figures, its end
-_WARM_S, _END_S = 20.0, 50.0  # the same of a compared run
+_SETTLED_S, _SEARCHED_S = 6.0, 18.0  # seconds into a run of the search: figures begin, run ends
+_WARM_S, _END_S = 20.0, 50.0  # the same for a compared run
 _EVENT_S, _EVENT_END_S = 25.0, 55.0
-_ALIKE = 0.98  # bounds with this share of the highest throughput: the one with the least p95 TTFT is best
+_ALIKE = 0.98  # best: of the bounds with this share of the highest throughput the least p95 TTFT
 _CHATS = KINDS["short-chats"]
 _ADAPTIVE: Mapping[str, Any] = {}  # nothing configured
 _HEAD = ("", "requests/s", "tokens/s", "TTFT p50, s", "p95, s", "unserved")
@@ -156,7 +156,7 @@ def _cells(found: Figures) -> list[str]:
 
 
 def _ratios(pairs: Sequence[tuple[Figures, Figures]]) -> list[str]:
-    """Ratios of all figures but the last."""
+    """Ratios of all figures except the last one."""
     of_rounds = [
         [a / b if b else math.nan for a, b in zip(astuple(one)[:-1], astuple(two)[:-1], strict=True)]
         for one, two in pairs

@@ -1,4 +1,4 @@
-"""The kinds of load. Sizes are in tokens. Rates are for one server of `SLOTS` places (`servers.py`).
+"""The kinds of load. Sizes are in tokens. Rates are for one server with `SLOTS` slots (`servers.py`).
 
 All requests are of one flow, for which the fleet's queue is first come, first served, as an engine's is.
 """
@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from picker_tools.load.generator import Load, Planned, Request
 from picker_tools.simulator.openai_api import BYTES_PER_TOKEN
 
-_CLIENTS = 24  # of a closed loop: half as many again as a server has places
-_LONG_SHARE = 0.2  # of the mixed requests
-_BURST_S, _CALM_S = 3.0, 4.5  # a burst leaves fewer requests in the queue than a flow may have
+_CLIENTS = 24  # clients of a closed loop: one and a half times a server's slots
+_LONG_SHARE = 0.2  # fraction of long prompts in mixed requests
+_BURST_S, _CALM_S = 3.0, 4.5  # short enough that a burst does not exceed a flow's capacity in the queue
 
 Sizes = Callable[[random.Random], tuple[int, int]]
 
@@ -57,7 +57,7 @@ class Kind:
 
     def _request(self, dice: random.Random, _: int) -> Request:
         prompt_tokens, tokens = self.sizes(dice)
-        start = f"{dice.getrandbits(48):012x} "  # no two prompts begin alike, so no prompt is cached
+        start = f"{dice.getrandbits(48):012x} "  # prompts begin differently, so none is cached
         return Request(
             start,
             tokens,
@@ -66,7 +66,7 @@ class Kind:
         )
 
 
-# The rates come to 0.85 (mixed) and 0.9 (bursts, in the mean) of the best static throughput.
+# The rates are 0.85 (mixed) and 0.9 (bursts, on average) of the best static throughput.
 KINDS = {
     "short-chats": Kind(_short),
     "long-prompts": Kind(_long),

@@ -23,7 +23,7 @@ from picker_tools.local_fleet.processes import picker_command
 
 SLOTS = 16  # sequences that a server runs at once
 SLOWDOWN = 2.0  # steps of 40 ms and more, so that servers, fleet and load fit on two cores
-_KV_BLOCKS = 600  # of such a server: 16 short chats fit, but only 7 long prompts
+_KV_BLOCKS = 600  # KV blocks of such a server: 16 short chats fit, but only 7 long prompts
 _READY_S, _DRAIN_S, _SAMPLE_S = 30.0, 10.0, 0.5
 
 
@@ -127,7 +127,7 @@ class Record:
     limits: Sequence[tuple[float, Sequence[int]]]
 
     def between(self, from_s: float, to_s: float) -> Figures:
-        """Figures of a part of the run. Times to first token: of the requests sent in that part."""
+        """Figures of a part of the run. Times to first token are from requests sent in that part."""
         ended = [each for each in self.answers if from_s <= each.done_s - self.began_s < to_s]
         sent = [each for each in self.answers if from_s <= each.sent_s - self.began_s < to_s]
         ttft = quantiles(each.first_s for each in sent if each.served and each.first_s is not None)

@@ -88,12 +88,13 @@ class Readings:
                 self.by_case[case.name].setdefault(name, []).append(reading)
 
     def ratios(self, case: str, own: str, other: str, of: Callable[[Reading], float]) -> list[float]:
-        """For each round: the figure `of` of target `own`, divided by that of target `other`."""
+        """For each round: the figure `of` of target `own`, divided by that figure of target `other`."""
         pairs = zip(self.by_case[case][own], self.by_case[case][other], strict=True)
         return [of(a) / of(b) for a, b in pairs]
 
     def rows(self, case: str, none: str) -> list[list[str]]:
-        """Rows of the table, one per target: medians of the rounds; latency minus that of target `none`."""
+        """Rows of the table, one per target: medians of the rounds; latencies minus those of target
+        `none`."""
         found = []
         for name, readings in self.by_case[case].items():
             row = [case, name]

@@ -33,7 +33,7 @@ from picker_tools.simulator.openai_api import BYTES_PER_TOKEN
 _TOKENS_A_BLOCK = BLOCK_BYTES // BYTES_PER_TOKEN
 _ENGINE_BLOCK_TOKENS = 16
 _QUESTION_BLOCKS = (1, 5)
-_TIMES_WHAT_FITS = 2  # conversations, as a multiple of those that fit into all caches
+_TIMES_WHAT_FITS = 2  # number of conversations, as a multiple of the number that fits into all caches
 _RUNNING = 112  # requests at a time on all engines
 _SECONDS_A_REQUEST, _SCRAPE_EACH = 0.03, 3  # time between requests; requests between two scrapes
 
@@ -42,9 +42,9 @@ FIXED, LEARNT, PRECISE = "fixed", "learnt", "precise"
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """Engines that keep `capacities` blocks, and run `places` requests at a time. A conversation begins with
+    """Engines that keep `capacities` blocks, and run `places` requests at once. A conversation begins with
     one of `systems` system prompts of `system_blocks` blocks, and has `turns`, each with an answer of
-    `answer_blocks`. `usage`: answers tell cached tokens; `page`: pages tell the KV cache's size."""
+    `answer_blocks`. `usage`: answers report cached tokens; `page`: pages report the KV cache's size."""
 
     name: str
     capacities: tuple[int, ...]

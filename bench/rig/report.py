@@ -21,7 +21,7 @@ T_95 = {
 
 
 def describe_run(command: str) -> str:
-    """Text about a run: command, date, versions, and the machine's processor and load, but not its name."""
+    """Text about a run: command, date, versions, and the machine's processor and load (not its name)."""
     versions = ", ".join(f"{name} {version(name)}" for name in _PACKAGES)
     return (
         f"`{command}`, {datetime.now(UTC):%Y-%m-%d %H:%M} UTC, {os.cpu_count()} cores ({_processor()}), load "

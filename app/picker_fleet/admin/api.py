@@ -100,7 +100,7 @@ _WorkloadId = Annotated[str, Path(description="the workload's id", examples=["ch
 
 @dataclass(frozen=True, slots=True)
 class OperatedPool:
-    """One pool's views, controls, events and metrics for operators."""
+    """One pool's views, controls, events and metrics, for operators."""
 
     name: str
     view: FleetView

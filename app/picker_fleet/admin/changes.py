@@ -1,5 +1,5 @@
-"""The module for operators' fleet-wide changes: `FleetControls` writes each change to the shared state with
-its operator; `add_routes` adds the calls to the API.
+"""Operators' fleet-wide changes. `FleetControls` writes each change to the shared state with its operator;
+`add_routes` adds the calls to the API.
 """
 
 import asyncio
@@ -99,8 +99,8 @@ class FleetControls:
         return await self.config()
 
     async def noted(self, request: Request, change: Awaitable[_T]) -> _T:
-        """Make a change, and record the change with its operator in the log and in `changes`. A
-        refused change is not recorded. If Redis does not reply, the recorded outcome is `unknown`.
+        """Make a change; record it and its operator in the log and in `changes`. A refused change is not
+        recorded. If Redis does not reply, the recorded outcome is `unknown`.
         """
         outcome = "unknown"
         try:

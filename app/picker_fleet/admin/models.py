@@ -87,7 +87,7 @@ class State(_Open):
 
 
 class Config(BaseModel):
-    """The configuration in force: that of the answering replica with the fleet's live changes applied."""
+    """The configuration in force: the answering replica's, with the fleet's live changes applied."""
 
     config: dict[str, Any] = Field(description="every section; durations in seconds, secrets left out")
     weights: dict[str, float] = Field(description="live weights by flow, which override the requests' own")
@@ -445,7 +445,7 @@ class Workloads(_Open):
 
 
 class Replica(_Open):
-    """A replica, as its last heartbeat described it; null if the heartbeat lacked the value."""
+    """A replica, as its last heartbeat described it; a value that the heartbeat lacked is null."""
 
     id: str = Field(description="the replica's id, which is new at each start")
     live: bool = Field(description="its last heartbeat is younger than `leases.replica_silence`")

@@ -2,7 +2,7 @@
 are pure; the views (views.py) call them.
 
 Start-time fair queueing serves the flow with the smallest start tag; serving a request raises the flow's tag
-by cost / weight, the flow's share. If all requests of a flow cost as much as the oldest, request n is served
+by cost / weight, the flow's share. If all requests of a flow have the oldest one's cost, request n is served
 at the tag start + n * share. A request's tag stays the same while the queue is served. So a page can continue
 at any depth, and a position is a count over flow queues. The order changes with arrivals, dispatches of the
 starvation guard, unequal costs in a flow, and, under `band_policy: weighted`, the turns between bands.
@@ -17,7 +17,7 @@ from picker_fleet.domain.request import largest_claim
 from picker_fleet.state.pool_state import PoolState
 from picker_fleet.state.reads import FlowQueueRow, RequestStatus
 
-_SLACK = 1e-6  # tolerance for rounding errors of tags, as a part of a flow's share
+_SLACK = 1e-6  # tolerance for rounding errors of tags, as a fraction of a flow's share
 _MIN_SHARE = 1e-12
 
 

@@ -30,7 +30,7 @@ class ConnectionLimits:
     """Limits for clients' connections. The server checks the time limits once a second."""
 
     connections: int = 256  # most open connections; one address may have half of them
-    request_s: float = 15.0  # longest wait for a whole request since the last answer or the start
+    request_s: float = 15.0  # longest time from the last answer, or the start, to a whole request
     stalled_s: float = 15.0  # longest time that a client may leave an answer unread
     overhead_bytes: int = 64 * 1024  # largest size of a request without its body
     pipelined: int = 8  # most requests on one connection that wait for an earlier answer

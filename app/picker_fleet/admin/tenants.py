@@ -41,14 +41,14 @@ _Path = Annotated[str, Path(description="the node's path, such as acme/search", 
 
 @dataclass(slots=True)
 class _Activity:
-    """The waiting requests of the flows below a node, and the cost a second served for them over 10 s."""
+    """The waiting requests of the flows below a node, and their served cost per second, over 10 s."""
 
     above: str = ""  # the parent's path
     queued: int = 0
     oldest_s: float = 0.0
     cost_per_s: float = 0.0
-    weight: float = 1.0  # of the leaf's requests
-    can_run: bool = False  # some flow waits that is not throttled
+    weight: float = 1.0  # weight of the leaf's requests
+    can_run: bool = False  # whether some flow waits without being throttled
 
 
 class TenantTree:
@@ -56,7 +56,7 @@ class TenantTree:
 
     def __init__(self, store: Store, cache: FleetStateCache, fleet: KnownFleet) -> None:
         self._store, self._cache, self._fleet = store, cache, fleet
-        # The tree whose children are listed, and the children by path: those with settings below them.
+        # The tree whose children are listed, and by path the children with settings (own, or of nodes below).
         self._listed: tuple[Tree | None, dict[str, set[str]]] = None, {}
         self._summed: tuple[FleetState, dict[str, _Activity]] = FleetState(), {}
 
@@ -95,8 +95,8 @@ class TenantTree:
             cursor=encode_cursor("tenants", shown[PAGE - 1]) if len(shown) > PAGE else None,
         )
 
-    # Changes return the former and the new value, and also note them in `request.state.detail`, for the
-    # record of the change. They raise StateFault if Redis does not answer.
+    # Changes return the former and the new value, and note both in `request.state.detail`, for the record of
+    # the change. They raise StateFault if Redis does not answer.
 
     async def put(self, request: Request, path: str, body: Mapping[str, Any]) -> models.TenantChange:
         """Replace the node at `path`. Raises ConfigError if the node is invalid."""
@@ -121,7 +121,7 @@ class TenantTree:
     async def _set(
         self, request: Request, path: str, old: str, text: str, *, then: str = ""
     ) -> models.TenantChange:
-        """Store the live change `text`; '' removes the change, and the settings `then` are in force."""
+        """Store the live change `text`; '' removes the change, which puts the settings `then` in force."""
         now = text or then
         change = models.TenantChange(
             path=path, old=orjson.loads(old) if old else None, new=orjson.loads(now) if now else None
@@ -132,7 +132,7 @@ class TenantTree:
         return change
 
     async def top_up(self, request: Request, path: str, asked: models.TopUp) -> models.TenantChange:
-        """Give back what a limit has granted. Raises Refused (404) if the node has no such limit."""
+        """Lower the used part of a limit. Raises Refused (404) if the node has no such limit."""
         self.tree()
         kind = asked.unit, next((ms for ms, name in PERIODS.items() if name == asked.per), asked.per)
         (row,) = await self._store.reads.tenants([path])
@@ -158,7 +158,7 @@ class TenantTree:
         return self._listed[1].get(above, set())
 
     async def _activities(self, tree: Tree) -> tuple[FleetState, dict[str, _Activity]]:
-        """The activity of each node with requests, of the fleet state that is at most a second old."""
+        """The activity of each node with requests, from a fleet state that is at most a second old."""
         fleet = await self._cache.get()
         if fleet is self._summed[0]:
             return self._summed
@@ -248,12 +248,12 @@ def add_routes(
 
     @reading.get("/tenants", summary="The tenants", responses=faults(400, 404))
     async def tenants(cursor: models.Cursor = None) -> models.Tenants:
-        """The tenants at the top of the tree: those with settings, and those with requests."""
+        """The tenants at the top of the tree that have settings or requests."""
         return await within(deadlines.read_s, tree.page("", cursor))
 
     @reading.get("/tenants/{tenant:path}", summary="One tenant", responses=faults(400, 404))
     async def tenant(tenant: _Path, cursor: models.Cursor = None) -> models.Tenants:
-        """One node of the tree, and a page of its children: those with settings, and those with requests."""
+        """One node of the tree, and a page of its children that have settings or requests."""
         return await within(deadlines.read_s, tree.page(tenant, cursor))
 
     @changing.put(
@@ -279,7 +279,7 @@ def add_routes(
         openapi_extra=json_body(_TOP_UP),
     )
     async def top_up(request: Request, tenant: _Path) -> models.TenantChange:
-        """Give back what one limit or budget of a node has granted, at most all of it."""
+        """Lower the used part of one limit or budget of a node, at most to 0."""
         body = await read_object(request, deadlines.body_s)
         try:
             asked = models.TopUp.model_validate(body)

@@ -1,7 +1,6 @@
 """The export of usage by hour, leaf and model, from which bills are made; fleet/usage.py counts it.
 
-Figures add up over all rows. A row without a tenant has a note that says where usage may be missing, and has
-no figures.
+Figures add up over all rows. A row without a tenant has no figures, but a note where usage may be missing.
 """
 
 import asyncio
@@ -57,12 +56,12 @@ class UsageExport:
         return self._store.now_ms() // HOUR_MS
 
     async def hours(self) -> list[int]:
-        """The hours of which usage is kept, the earliest first."""
+        """The hours that have usage, the earliest first."""
         return await self._store.reads.usage_hours()
 
     async def rows(self, hour: int, *, is_followed: bool) -> AsyncIterator[list[Row]]:
         """The rows of an hour by tenant and model, a few at a time: requests must not wait while 100 000 rows
-        are made. `is_followed`: usage of the next hour is kept, too."""
+        are made. `is_followed`: the next hour has usage, too."""
         found = await self._store.reads.usage(hour)
         after = (await self._store.reads.usage(hour + 1)).marks if is_followed else {}
         names, parts = iter(found.rows), []
@@ -109,7 +108,8 @@ def _encoded(rows: Iterable[Row], kind: str, *, header: bool = False) -> bytes:
 
 
 def _cell(value: Any) -> Any:
-    """`value`; a spreadsheet takes a text with an apostrophe for no formula (OWASP, "CSV Injection")."""
+    """`value`, after an apostrophe if a spreadsheet could take the text for a formula (OWASP, "CSV
+    Injection")."""
     return f"'{value}" if isinstance(value, str) and value.startswith(("=", "+", "-", "@")) else value
 
 

@@ -55,14 +55,14 @@ _ORDER_IN_FLOW = {
 
 
 class BadBand(BadRequest):
-    """The error that no band has the given name or priority."""
+    """Raised if no band has the given name or priority."""
 
     status = 422
     code = "bad_band"
 
 
 class BadCursor(BadRequest):
-    """The error that the given cursor was not returned by this list."""
+    """Raised if another list, or none, returned the given cursor."""
 
     code = "bad_cursor"
 
@@ -78,8 +78,7 @@ def encode_cursor(name: str, *parts: str | int | float) -> str:
 
 
 def decode_cursor(text: str, form: TypeAdapter[_Parts]) -> _Parts:
-    """The parts that `encode_cursor` put into the cursor `text`. Raises BadCursor for text of another
-    `form`."""
+    """The parts that `encode_cursor` put into the cursor `text`. Raises BadCursor for another `form`."""
     with contextlib.suppress(ValueError):  # the text is no base64, no UTF-8 or no JSON
         if len(text) <= _MAX_CURSOR_CHARS:
             packed = text.encode() + b"=" * (-len(text) % 4)
@@ -142,7 +141,7 @@ class FleetView:
         self._latencies = latencies
         self._cache = cache
         self._identity = {"replica": replica, "pool": pool}
-        self._found: Mapping[str, FoundLimit] = {}  # as last read; empty in mode `static`
+        self._found: Mapping[str, FoundLimit] = {}  # the limits as last read; empty in mode `static`
 
     async def state(self) -> models.State:
         """The shared state at one moment; while Redis is unavailable, the state last read."""
@@ -170,7 +169,7 @@ class FleetView:
         ]
         fields = asdict(pool)
         for name in ("about", "limits", "prefill_in_flight", "prefill_limits"):
-            del fields[name]  # the endpoints' rows have these
+            del fields[name]  # the endpoints' rows show these
         bounds = models.Bounds(
             lower=fields.pop("lower"), watermark=state.watermark, upper=fields.pop("upper")
         )
@@ -275,7 +274,7 @@ class FleetView:
 def _moved(
     endpoint: Endpoint, limit: int | None, found: FoundLimit | None, now_us: int
 ) -> tuple[str | None, float | None]:
-    """Why the limit in force is `limit`, and the seconds since the fleet moved the limit to that number."""
+    """Why the limit in force is `limit`, and the seconds since the fleet set the limit to that number."""
     if limit is None or found is None:
         return None, None
     if limit < found.limit:

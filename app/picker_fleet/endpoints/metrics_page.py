@@ -33,10 +33,10 @@ _MOST_SERIES = 4000  # most series kept per page
 _MOST_LINE_BYTES = 256 * 1024
 _MOST_ADAPTER_BYTES = 128 * 1024  # most bytes of adapter names per page; all replicas get these names
 _MOST_WORK = 32 * 1024 * 1024  # most work per page, in bytes searched
-_SAMPLE_WORK = 256  # to parse a sample takes about as long as to search this many bytes
+_SAMPLE_WORK = 256  # parsing a sample takes about as long as searching this many bytes
 _MOST_FAULTS = 3  # most faults listed per page
 _MOST_DIGITS = 9
-_OVERSHOOT = 1.05  # rounding may lift a share above 1; a higher value is not a share
+_OVERSHOOT = 1.05  # rounding may raise a share to this; a higher value is not a share
 _MODEL_LABELS = frozenset({"model_name", "model"})
 _MOST_MODELS = 16
 _SIZE_LABELS = ("num_gpu_blocks", "block_size")
@@ -64,7 +64,7 @@ def samples(lines: bytes, name: bytes, bad: Callable[[str], None]) -> Iterator[S
         begin, after = start + len(name), lines.find(b"\n", start)
         line_start = lines.rfind(b"\n", 0, start) + 1
         if lines[begin : begin + 1] in _NAME_GOES_ON or lines[line_start:start].strip(_BLANK):
-            continue  # not a sample of this series: the sample's name is longer, or does not begin the line
+            continue  # no sample of this series: its name is longer, or does not begin the line
         try:
             yield _sample(lines[begin:after])
         except BadPage as fault:

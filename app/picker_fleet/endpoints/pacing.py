@@ -17,8 +17,8 @@ _LIMITS_S = 0.5  # seconds between pages whose metrics decide the endpoints' lim
 _SHOWN_S = 5.0  # seconds between pages whose metrics only views and health checks use
 _SUSPECT_S = 0.1  # seconds between pages while requests in flight at the endpoint may be gone
 _LONGEST_S = 30.0
-_SHARE = 0.01  # largest part of the server's, and of this replica's, time that pages take
-_FETCH_CPU_S = 0.0002  # CPU seconds of this replica to fetch a page, without reading the page
+_SHARE = 0.01  # largest fraction of the server's, and of this replica's, time that pages take
+_FETCH_CPU_S = 0.0002  # this replica's CPU seconds to fetch a page, without parsing
 _PROBE_CPU_S = 0.0001
 _KEPT = 8
 _LONGEST_PAUSE_S = 5.0
@@ -34,7 +34,7 @@ class ScrapeCost:
         self._read_s: deque[float] = deque(maxlen=_KEPT)
 
     def add_page(self, answered_s: float, read_s: float) -> None:
-        """Record a page: `answered_s` from request to response, `read_s` of this replica's CPU."""
+        """Record a page: `answered_s` from request to response, then `read_s` of this replica's CPU time."""
         self._pages.append(answered_s)
         self._read_s.append(read_s)
 
@@ -56,8 +56,8 @@ class ScrapeCost:
 
 @dataclass(frozen=True, slots=True)
 class IntervalPolicy:
-    """Computes scrape intervals from the use that the fleet `fleet` makes of metrics pages. `fixed_s` is the
-    configured interval, None for `auto`."""
+    """Computes scrape intervals from the fleet's use of metrics pages. `fixed_s` is the configured interval,
+    None for `auto`."""
 
     fixed_s: float | None
     fleet: KnownFleet

@@ -51,11 +51,11 @@ class EndpointMetrics(
     `fault` is None and `failures` 0. `remark` names the unreadable parts of the page. `unready` is the reason
     why the endpoint takes no requests although it answers. `kv_utilisation` is between 0 and 1. `preemptions`
     counts the requests that the engine has interrupted for want of KV cache, from 0 again after a restart; so
-    `prefix_queries` counts the prompts' tokens looked up in the prefix cache, and `prefix_hits` those found.
-    The KV cache has `kv_tokens` tokens. `started_s` is when the engine's process started, by the engine's
-    clock. Adapters are names of LoRA adapters: those in `active` have running requests, those in `waiting`
-    only waiting requests, those in `idle` are loaded but have no requests; at most `max_adapters` adapters
-    are active at once.
+    `prefix_queries` counts the prompts' tokens looked up in the prefix cache, and `prefix_hits` the tokens
+    found. The KV cache has `kv_tokens` tokens. `started_s` is when the engine's process started, by the
+    engine's clock. Adapters are names of LoRA adapters: `active` ones have running requests, `waiting` ones
+    only waiting requests, `idle` ones are loaded but have no requests; at most `max_adapters` adapters are
+    active at once.
     `models` has the model names in the labels of the series, adapters excluded.
 
     `interval_ms` is the endpoint's current scrape interval, None if unknown. `before_ms` and `before_load`
@@ -115,7 +115,7 @@ def decode_reading(text: bytes | str | msgspec.Raw, shift_ms: int) -> EndpointMe
     """Decode the reading in `text`; adds `shift_ms` to its times.
 
     Raises:
-        BadReading: `text` is not JSON or no object, or has a value of the wrong type.
+        BadReading: `text` is not a JSON object, or has a value of the wrong type.
     """
     try:
         return _shifted(msgspec.json.decode(text, type=EndpointMetrics), shift_ms)
@@ -137,7 +137,7 @@ class Reading:
     """The newest `metrics` of an endpoint, `age_s` seconds old.
 
     After a failed scrape `metrics` are from the last successful scrape, but have the new `fault` and
-    `failures`. If not `known`, `metrics` are missing or stale; stale ones have no amounts and no adapters.
+    `failures`. If not `known`, `metrics` are missing or stale; stale metrics have no amounts and no adapters.
     """
 
     metrics: EndpointMetrics

@@ -40,7 +40,7 @@ _UNREACHED = 2  # after this many connect timeouts in a row the endpoint counts 
 # for 3.5 s. An overloaded server can take longer (half a minute has been reported of vLLM), but then all its
 # tokens are late, too, and new requests should go elsewhere until it answers again.
 _SILENT = 3
-SILENCE = "no page within"  # first words of the fault that says that a request got no answer
+SILENCE = "no page within"  # the first words of the fault of a request without an answer
 _DEADLINE_S = 1.0
 _RETRY_S = 0.05  # first pause after a fault, in seconds; the pause then doubles
 _SUSPECTED_S = 3.0  # seconds for which one call of `Scraper.suspect` has effect
@@ -84,9 +84,9 @@ class Meter(Protocol):
 class Scraper:
     """Scrapes a set of endpoints, which `set_targets` changes, at the intervals of `pacing`. One event loop.
 
-    Each endpoint has its own task and connection, so a slow endpoint delays no other, and a phase of its own,
-    so that scrapes spread over time. The scraper probes an endpoint between pages, so that it detects a
-    hanging server even if the page is read seldom or fails, and once when the server closes an idle
+    Each endpoint has a task and a connection of its own, so a slow endpoint delays no other, and its own
+    phase, so that scrapes spread over time. The scraper probes an endpoint between pages, so that it detects
+    a hanging server even if the page is read seldom or fails, and once when the server closes an idle
     connection. A request times out after `deadline_s`; a timeout noticed more than `late_s` later means that
     this replica was paused. After each failure the pause before the next request to the endpoint, or for its
     page, doubles, up to 5 s.
@@ -226,7 +226,7 @@ class Scraper:
         due_s = target.paged_s + (target.pause_s or interval_s)
         is_due = not target.missed and now_s >= due_s - tick_s / 2
         if target.paged_s > -math.inf and now_s - target.probed_s >= _HEALTH_S:
-            is_due = False  # probe now: pages do not tell whether the server takes requests
+            is_due = False  # probe now: pages do not show whether the server takes requests
         reading = await (self._scrape(target, interval_s) if is_due else self._probe(target))
         if is_due:
             bad = reading is not None and reading.failures
@@ -283,7 +283,7 @@ class Scraper:
             return metrics
         target.asleep = metrics.unready is not None
         if target.asks_sleep:
-            # Its page does not tell. An engine that gives no usable answer is not asked again.
+            # The page does not show it. An engine that gives no usable answer is not asked again.
             sleep = await self._ask_aside(target, target.engine.sleep_path, _Sleep)
             target.asks_sleep, target.asleep = sleep is not None, sleep is not None and sleep.is_sleeping
         metrics = target.with_idle_adapters(metrics)
@@ -374,7 +374,7 @@ class Scraper:
         except BadPage as fault:
             kind, why = "page", str(fault)
         if connection is not target.server:
-            kind = "page"  # the page has its own port: a fault of that port is not the server's
+            kind = "page"  # the page has its own port, whose faults do not concern the server
         if kind in _NO_ANSWER:
             target.missed += 1
         if kind == "connection":
@@ -423,8 +423,8 @@ class _Models(msgspec.Struct):
 
 
 class _Target:
-    """The scraping state of one endpoint. `_page` is None until a page has been read; so is `_engine`, if the
-    endpoint may run one of several engines."""
+    """The scraping state of one endpoint. `_page` is None until a page has been read. So is `_engine`, if
+    several engines are possible."""
 
     def __init__(self, place: Place, access: Access, last_read: EndpointMetrics | None) -> None:
         self.address, self.is_one, self._candidates = place.address, place.is_one, place.engines
@@ -438,7 +438,7 @@ class _Target:
         self._page: Page | None = None
         self._engine: Engine | None = place.engines[0] if len(place.engines) == 1 else None
         self.asleep = False
-        self.asks_sleep = False  # ask the engine whether the engine sleeps, since its page does not tell
+        self.asks_sleep = False  # ask the engine whether it sleeps, since its page does not show that
         self.refusal: str | None = None  # the last probe's answer, if that refuses requests
         # Adapters that were loaded and may still be loaded, in the order of their last use.
         loaded = last_read.active_adapters | last_read.idle_adapters if last_read is not None else ()

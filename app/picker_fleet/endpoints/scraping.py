@@ -1,4 +1,4 @@
-"""Divides scraping among the fleet: one replica reads each endpoint's metrics page, and tells the others.
+"""Divides scraping among the fleet: one replica reads an endpoint's metrics page, and publishes the reading.
 
 Endpoints are assigned by rendezvous hashing (Thaler and Ravishankar, 1998): every replica hashes each pair of
 endpoint and replica, and the replica with the greatest hash scrapes the endpoint. No table is shared:
@@ -112,7 +112,7 @@ class Scrapers:
 
 _log = logging.getLogger(__name__)
 _LOOKS_A_HEARTBEAT = 5
-_SILENT_LOOKS = 3  # a scraper that has not published for this many looks is silent; it publishes once a look
+_SILENT_LOOKS = 3  # after so many looks without publishing a scraper is silent; it publishes once a look
 # A replica spends 1 % of a core on scraping (endpoints/scraper.py), enough for about 16 endpoints whose pages
 # take their servers 8 ms each.
 _ENDPOINTS_A_SCRAPER = 16
@@ -219,8 +219,7 @@ class ScrapingTask:
         self._meter.scrape_ages(len(self._scraper.targets), self._readings.ages_s)
 
     async def _forget_gone(self) -> None:
-        """Forget endpoints that have left; the replica that would scrape such an endpoint also removes its
-        reading from Redis."""
+        """Forget endpoints that have left; their assigned replica also removes their readings from Redis."""
         snapshot = self._endpoints.current
         addresses = frozenset(endpoint.address for endpoint in snapshot.endpoints)
         gone = self._readings.addresses - addresses

@@ -53,7 +53,7 @@ class SnapshotCell:
         self._clock, self._on_acknowledged = clock, on_acknowledged
         self.current = Snapshot(version="", endpoints=())  # the current snapshot, which only `publish` sets
         self._changed = asyncio.Event()
-        self._removed: dict[str, float] = {}  # address of a removed endpoint -> listing's end; oldest first
+        self._removed: dict[str, float] = {}  # address of a removed endpoint -> listed until; oldest first
         self._acknowledged: dict[object, str] = {}  # Envoy with a stream -> its version of the endpoints
 
     def acknowledge(self, envoy: object, version: str | None) -> None:
@@ -93,7 +93,7 @@ class SnapshotCell:
         """The snapshot for Envoys: the current endpoints, and as draining each endpoint removed less than
         `REMOVED_S` ago. The version's mark changes when an endpoint is removed, returns or expires.
 
-        Without these, Envoy might answer 503 to a request placed just before the removal.
+        Without them, Envoy might answer 503 to a request placed just before the removal.
         """
         self._forget_expired()
         if not self._removed or not self.current.version:

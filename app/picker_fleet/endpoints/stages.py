@@ -38,9 +38,9 @@ def _does(stage: str, settings: Stage | Encode, endpoint: Endpoint) -> bool:
 def with_stages(endpoints: tuple[Endpoint, ...], settings: Stages) -> tuple[Endpoint, ...]:
     """`endpoints` with their stages; an endpoint of no stage is left out.
 
-    Without a selector the label `ROLE` decides. Endpoints whose role also names `decode` then prefill (or
-    encode) only while another endpoint does so without decoding: in a pool without such servers charts give
-    every server such a role.
+    Without a selector the label `ROLE` decides. An endpoint whose role also names `decode` prefills (or
+    encodes) only while another endpoint does so without decoding: charts may give this role to every server
+    of a pool without stages.
     """
     found = []
     for each in endpoints:

@@ -17,7 +17,7 @@ _WELL_AGAIN = 3  # successful probes or scrapes in a row that remove the mark `d
 _UNANSWERED = ("timeout", "silent")
 _SERVER_FAULTS = (*_UNANSWERED, "connection")  # other failed scrapes concern only the metrics page
 _STANDS_STILL_S = 5.0  # an endpoint is stuck if its metrics stay the same for this long under load
-_NO_SUCH_PAGE = (404, 405)  # such a status means that the engine has no health page: healthy
+_NO_SUCH_PAGE = (404, 405)  # such a status means that the engine has no health page, so it counts as healthy
 _STUCK = "stuck"
 
 _log = logging.getLogger(__name__)

@@ -37,7 +37,7 @@ from picker_fleet.state.store import Store
 from picker_fleet.telemetry.metrics import Metrics
 
 _log = logging.getLogger(__name__)
-_RENEWALS = 3  # how often a replica renews a lease within the lease's duration
+_RENEWALS = 3  # number of renewals of a lease within its duration
 _OTHERS_PUBLISH_S = 0.2  # longest time that another replica should need to publish a change
 _LOOKS = 5  # most extra heartbeats that look for a change published by another replica
 _ACKNOWLEDGED_LOOK_S = 0.1  # interval of checks whether Envoys have acknowledged new endpoints
@@ -53,7 +53,7 @@ _SUSPECTS_S = 0.05  # interval of sweeps while requests may have ended without a
 
 class HeartbeatTrigger:
     """Called to ask for a heartbeat before the interval ends. With `full=False` the replica then reads the
-    whole shared state only if it last followed that state at least one heartbeat interval ago."""
+    whole shared state only if its last read is an interval old."""
 
     def __init__(self) -> None:
         self._asked = asyncio.Event()
@@ -75,7 +75,7 @@ class HeartbeatTrigger:
 
 @dataclass(frozen=True, slots=True)
 class SharedState:
-    """The pool's state, with values that depend on this replica's configuration. `queue_fill` is the occupied
+    """The pool's state, and values that depend on this replica's configuration. `queue_fill` is the occupied
     part (0 to 1) of the queue. If `outage` is set, the state was read before that outage."""
 
     pool: PoolState
@@ -191,7 +191,7 @@ class Membership:
         self._envoy_limits = EnvoyLimits(self._clock)
         # The last heartbeat's reply; None before the first reply, and while the pool has another format.
         self.pulse: HeartbeatReply | None = None
-        self.refusal = ""  # why this replica may not join the pool, and the remedy; '': may join
+        self.refusal = ""  # why this replica may not join the pool, and the remedy; '' if it may
         self.live_config = LiveConfig()  # the configuration's live changes, as of the last heartbeat
         self._followed = ("", "")  # (epoch of the shared state, version) of the live changes last applied
         self._joined = asyncio.Event()  # set once this replica has joined a known pool
@@ -203,7 +203,7 @@ class Membership:
         self._stored_info = ""  # the replica info that the shared state has; '': unknown
         self._lost = False  # whether the shared state may lack this replica's requests
         self._state: SharedState | None = None  # the shared state read last
-        self._followed_s = -math.inf  # time of the read that all parts of the replica follow
+        self._followed_s = -math.inf  # time of the last read passed to all parts of the replica
         self._follow_up: asyncio.TimerHandle | None = None
 
     def leads(self) -> bool:
@@ -243,7 +243,7 @@ class Membership:
             try:
                 return await self._read()
             except StateUnavailable:
-                if (outage := self._failover.status()) is None:  # else an outage began during the read
+                if (outage := self._failover.status()) is None:  # if not, an outage began during the read
                     raise
         if self._state is None:
             raise StateUnavailable("the shared state has not been read yet", retry_after_s=1)
@@ -254,7 +254,7 @@ class Membership:
         await self._joined.wait()
 
     def discovered(self, endpoints: Sequence[Endpoint]) -> None:
-        """Take the endpoints that discovery reports. The leader publishes these endpoints at once. Any other
+        """Use the endpoints that discovery reports. The leader publishes these endpoints at once. Any other
         replica reads the published endpoints when the leader should have published the same change."""
         self._publisher.discovered(endpoints)
         if self.pulse is None or self.pulse.leader:
@@ -264,7 +264,7 @@ class Membership:
         self._look_later(_LOOKS)
 
     def tenants_found(self, nodes: Sequence[Node]) -> None:
-        """Take the nodes of tenants in the watched file. The leader publishes the nodes at once."""
+        """Use the nodes of tenants from the watched file. The leader publishes the nodes at once."""
         self._tenants.found(nodes)
         self.heartbeat_now(full=False)
 
@@ -331,7 +331,7 @@ class Membership:
                     await self.heartbeat_now.wait()
 
     def _stay_out(self, fault: OtherFormat) -> None:
-        """Drop all knowledge of the pool: another software version wrote the pool in another format."""
+        """Forget the pool: another software version has written the pool in another format."""
         refusal = (
             f"{fault}: stop the replicas that use it and delete the keys epp:{{{self._settings.pool}}}:*, "
             "or set another pool (docs/upgrading.md)"
@@ -386,7 +386,7 @@ class Membership:
                     await self._usage.flush()
 
     async def _endpoints_of(self, pulse: HeartbeatReply) -> tuple[Endpoint, ...]:
-        """The published endpoints. If this replica discovered the same endpoints, read only their marks."""
+        """The published endpoints. If this replica has discovered them itself, read only their marks."""
         listed = self._publisher.endpoints_of(pulse.endpoints_version)
         if listed is None:
             return await self._store.endpoints()

@@ -7,18 +7,18 @@ has to find the number at which an engine's batch is full and nothing waits behi
   what it gets: first by doubling (slow start), after the first signal of a full engine by small steps
   (Jacobson, "Congestion avoidance and control", 1988).
 - A limit falls as soon as the engine queues requests that it does not start, or preempts or refuses requests.
-  The engine's running requests then say how many fit, so the limit falls to them at once. After a fall,
-  growth pauses; the pause doubles each time the same number turns out to be too many. A KV cache that nears
-  its end only ends the doubling: once it is full, the engine queues or preempts.
-- A limit at which a configured latency objective would be missed falls, and no limit grows to one.
-- Limits of endpoints without a usable page move together: up by a part, and back unless the pool then
-  completes more requests a second; at times down, and back unless it completes as many (hill climbing).
+  The number of running requests then shows how many fit, so the limit falls to that number at once. After a
+  fall, growth pauses; the pause doubles each time the same number turns out to be too many. A KV cache that
+  nears its end only ends the doubling: once it is full, the engine queues or preempts.
+- A limit at which a configured latency objective would be missed falls, and no limit grows that far.
+- Limits of endpoints without a usable page move together (hill climbing): up by a fraction, and back unless
+the pool then completes more requests a second; at times down, and back unless the rate holds.
 
-Limits count requests, or tokens: what the fleet has charged for the requests in flight. The part of an
-endpoint's requests that its page shows running then says how many tokens run.
+Limits count requests, or tokens: what the fleet has charged for the requests in flight. In tokens, the page's
+fraction of running requests gives the number of running tokens.
 
-A load below the limit moves nothing. Compare AIMD batching (Clipper, NSDI 2017) and the gradient limits of
-Netflix's concurrency-limits, which see only latency and so cannot tell a full batch from a larger one.
+A load below the limit moves nothing. Related: AIMD batching (Clipper, NSDI 2017) and the gradient limits of
+Netflix's concurrency-limits see only latency, and so cannot distinguish a full batch from a larger one.
 """
 
 import math
@@ -26,31 +26,32 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-# How much may wait in the engine, so that its batch never runs dry: a part of the batch, or the requests that
-# end within a time. A freed place is filled within a few ms on a calm host, within some 100 ms on a busy one.
+# How much may wait in the engine, so that its batch stays full: a fraction of the batch, or the requests that
+# end within a time. The fleet fills a freed slot in a few ms on a calm host, in some 100 ms on a busy one.
 _SLACK: Final = 1 / 16
 _SLACK_S: Final = 0.1
 _KV_NEAR: Final = 0.9  # KV cache in use at which a limit ceases to double
-_PREEMPTED: Final = 1 / 16  # part of a batch that must be preempted between two pages
-_CONFIRMED: Final = 2  # pages in a row that must show a queue in the engine
-_DEEPEST_CUT: Final = 0.5  # a limit falls to no less than this part at once
-_CUT: Final = 0.93  # part that is left of a limit at which requests were preempted or refused
+_PREEMPTED: Final = 1 / 16  # least fraction of a batch preempted between two pages that counts as a signal
+_CONFIRMED: Final = 2  # so many pages in a row with a queue in the engine count as a signal
+_DEEPEST_CUT: Final = 0.5  # a limit falls at most to this fraction at once
+_CUT: Final = 0.93  # factor for a limit at which requests were preempted or refused
 _FIRST_PAUSE_S: Final = 4.0
 _LONGEST_PAUSE_S: Final = 32.0
-_SAME: Final = 0.15  # two limits that differ by less than this part count as the same
-_SETTLED_S: Final = 0.5  # a page older than this after a change may show the former limit
+_SAME: Final = 0.15  # two limits that differ by a smaller fraction count as the same
+_SETTLED_S: Final = 0.5  # a page read sooner after a change may still show the former limit
 _KEPT: Final = 8  # figures of pages kept since the last change
-# Trials without pages: each lasts until enough requests have ended to compare rates, or for the longest time.
+# Trials without pages: each lasts until enough requests have ended to compare rates, or the longest time is
+# over.
 _TRIAL_S: Final = 3.0
 _TRIAL_REQUESTS: Final = 40
 _LONGEST_TRIAL_S: Final = 20.0
 _UP: Final = 1.25
 _DOWN: Final = 0.8
-_WORTH_IT: Final = 0.4  # part of a limit's growth by which the rate must grow
-_AS_GOOD: Final = 0.97  # part of the rate that a lower limit must keep
+_WORTH_IT: Final = 0.4  # the rate must grow by this fraction of the limits' growth
+_AS_GOOD: Final = 0.97  # a lower limit must keep this fraction of the rate
 
 
-# Address, limit -> why a latency objective would be missed at this limit; '' if not.
+# Address, limit -> why the limit would make a latency objective be missed; '' if it would not.
 Misses = Callable[[str, int], str]
 
 
@@ -67,7 +68,7 @@ class Page:
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """What the fleet knows of one endpoint now. `page` is None if it is missing, stale or unreadable.
+    """The fleet's present figures of one endpoint. `page` is None if it is missing, stale or unreadable.
 
     `requests` and `tokens` are in flight; `tokens` is None if limits count requests. `refusals` counts the
     requests that the endpoint has refused with status 429 or 503 so far.
@@ -80,7 +81,7 @@ class Observation:
 
     @property
     def in_flight(self) -> int:
-        """What is in flight, in the unit of the limits."""
+        """The load in flight, in the unit of the limits."""
         return self.requests if self.tokens is None else self.tokens
 
     @property
@@ -103,22 +104,22 @@ class EndpointLimit:
     grows_fast: bool = True  # whether the limit doubles: no signal of a full engine has come yet
     pause_s: float = _FIRST_PAUSE_S
     resumes_s: float = -math.inf  # growth pauses until then
-    full_at: int = 0  # the limit to which the last signal of a full engine led; 0: none
+    full_at: int = 0  # the limit after the last signal of a full engine; 0: none
     page_s: float = -math.inf  # time of the last page that was taken into account
     queued_pages: int = 0  # pages in a row that showed a queue in the engine
     preemptions: float | None = None
     refusals: int | None = None
     running: list[float] = field(
         default_factory=list
-    )  # requests that ran, by each page since the last change
+    )  # the running requests on each page since the last change
 
 
 @dataclass(slots=True)
 class _Trial:
     """A measurement of the rate of completions, for endpoints without pages.
 
-    `factor` is the change of the limits that is on trial, 1.0 for none; `former` has the limits before it,
-    and `base` the rate at those limits (requests/s; 0: unknown).
+    `factor` is the change of the limits on trial, 1.0 for none; `former` has the limits before the trial, and
+    `base` the rate under those limits (requests/s; 0: unknown).
     """
 
     began_s: float
@@ -138,7 +139,7 @@ class _Trial:
 
 
 class LimitController:
-    """The limits of a pool's endpoints: from `least` to `most`, of a new endpoint `initial`."""
+    """The limits of a pool's endpoints, between `least` and `most`; a new endpoint begins with `initial`."""
 
     def __init__(self, *, least: int, most: int, initial: int) -> None:
         self._least, self._most, self._initial = least, most, initial
@@ -146,8 +147,8 @@ class LimitController:
         self._misses: Misses = _misses_none
         self._trial: _Trial | None = None
         self._ended: tuple[float, int] | None = None  # time and count of completed requests at the last look
-        self._rate = 0.0  # requests that end each second for each request in flight
-        self._next_factor = 2.0  # of the next trial: doubling at first
+        self._rate = 0.0  # ends a second for each request in flight
+        self._next_factor = 2.0  # factor of the next trial: doubling at first
         self._trial_pause_s = _FIRST_PAUSE_S
 
     def configure(self, *, least: int, most: int, initial: int) -> None:

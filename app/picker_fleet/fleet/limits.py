@@ -1,7 +1,7 @@
 """Keeps the endpoints' limits: the leader feeds the controller and stores its decisions for the scripts.
 
 fleet/heartbeat.py calls `look` after each read of the shared state. Each stage has a controller. The
-controllers' state is in Redis: a new leader goes on from it, and so does a leader that another replica may
+controllers' state is in Redis: a new leader continues from it, and so does a leader that another replica may
 have replaced for a while.
 """
 
@@ -20,7 +20,7 @@ from picker_fleet.state.pool_state import PREFILL, FoundLimit, PoolState
 from picker_fleet.state.store import Store
 from picker_fleet.telemetry.metrics import Metrics
 
-# The stages, by what precedes an endpoint's address in the name of its limit there.
+# The stages, by the prefix of an endpoint's address in the name of its limit.
 _DECODE = ""
 _STAGES = (_DECODE, PREFILL)
 
@@ -44,12 +44,12 @@ class LimitKeeper:
     ) -> None:
         self._store, self._fleet, self._clock, self._metrics = store, fleet, clock, metrics
         self._readings, self._latencies = readings, latencies
-        # The controller of each stage; empty: the limits are unknown, or not this replica's task.
+        # The controller of each stage; empty if the limits are unknown or another replica leads.
         self._controllers: dict[str, LimitController] = {}
-        self._stored: Mapping[str, FoundLimit] = {}  # what Redis has, as far as this replica knows
+        self._stored: Mapping[str, FoundLimit] = {}  # the limits in Redis, as far as this replica knows
         self._epoch_us = 0  # the epoch of the pool that has these limits
         self._connection, self._looked_s = 0, 0.0  # the connection to Redis and the time of the last look
-        self._dispatched = 0  # grants so far, as of the last look
+        self._dispatched = 0  # grants so far, at the last look
 
     async def look(self, pool: PoolState, snapshot: Snapshot, *, leads: bool) -> None:
         """Take the state `pool` and the newest pages into account. `snapshot` has the published endpoints.
@@ -131,18 +131,18 @@ class LimitKeeper:
         return lambda address, limit: promise(address, limit / observed[address].mean_request)
 
     def _knows_the_limits(self, now_s: float) -> bool:
-        """Whether Redis still has what this replica stored. After a while another replica may have led, and
-        after a reconnection the server may be another primary, which lacks the last writes."""
+        """Whether Redis still has the limits that this replica stored last. After a while another replica may
+        have led, and after a reconnection the server may be another primary, which lacks the last writes."""
         silence_s = self._fleet.config.settings.leases.replica_silence
         is_recent = now_s - self._looked_s < silence_s
         return bool(self._controllers) and is_recent and self._connection == self._store.connection_epoch
 
     def _found(self, name: str, each: EndpointLimit, now_us: int, now_s: float) -> FoundLimit:
-        """What a new leader has to know of the limit `name`."""
+        """The state of the limit `name` for a new leader."""
         changed_ms = int(now_us / 1000 - (now_s - each.changed_s) * 1000)
         former = self._stored.get(name)
         if former is not None and (former.limit, former.reason) == (each.limit, each.reason):
-            changed_ms = former.changed_ms  # the limit has not moved; the two clocks may have
+            changed_ms = former.changed_ms  # the limit has not moved, though the two clocks may differ by now
         return FoundLimit(
             each.limit,
             each.reason,
@@ -157,7 +157,7 @@ class LimitKeeper:
     def _resume(
         controller: LimitController, found: Mapping[str, FoundLimit], now_us: int, now_s: float
     ) -> None:
-        """Go on from the limits `found` that an earlier leader stored."""
+        """Continue from the limits `found` that an earlier leader stored."""
         for address, each in found.items():
             age_s = max(0.0, (now_us / 1000 - each.changed_ms) / 1000)
             controller.endpoints[address] = EndpointLimit(
@@ -172,7 +172,7 @@ class LimitKeeper:
 
 
 def _of_stage(stage: str, found: Mapping[str, FoundLimit]) -> dict[str, FoundLimit]:
-    """The limits of one stage among those of both, by address."""
+    """The limits of one stage, from the limits of both, by address."""
     return {
         name.removeprefix(stage): each
         for name, each in found.items()

@@ -73,7 +73,7 @@ class Publisher:
         )
 
     def in_force(self, snapshot: Snapshot) -> None:
-        """Stop draining new endpoints that `snapshot`, the published endpoints, does not drain."""
+        """Stop draining new endpoints that do not drain in `snapshot`, the published endpoints."""
         self._no_longer_new({each.address for each in snapshot.endpoints if not each.draining})
 
     def _no_longer_new(self, addresses: set[str]) -> None:
@@ -82,7 +82,7 @@ class Publisher:
             self._prepare()
 
     def _prepare(self) -> None:
-        """Compute the endpoints to publish: the discovered endpoints, of which new endpoints drain."""
+        """Compute the endpoints to publish: the discovered endpoints, new ones marked as draining."""
         assert self._listed is not None
         self._discovered = tuple(
             replace(each, draining=True) if each.address in self._new else each for each in self._listed
@@ -107,7 +107,7 @@ class Publisher:
         if known is not None and (known[0] is endpoint or known[0] == endpoint):
             return known[1]
         facts: list[object] = [endpoint.address, endpoint.labels, endpoint.draining, endpoint.max_inflight]
-        if endpoint.prefills:  # without stages the digests stay those of earlier versions
+        if endpoint.prefills:  # without stages the digests equal earlier versions' digests
             facts.append(endpoint.decodes)
         if endpoint.encodes:
             facts += ["encodes", endpoint.decodes]
@@ -147,7 +147,7 @@ class Publisher:
         changes |= {
             address: each
             for address, each in after.items()
-            if (former := before.get(address)) is not each and former != each  # identity is cheap to test
+            if (former := before.get(address)) is not each and former != each  # comparing identities is cheap
         }
         if any(each.max_inflight is not None for some in (before, after) for each in some.values()):
             return False  # endpoints' limits are settings, which only a full publish writes
@@ -162,7 +162,7 @@ class Publisher:
             config_version=self._config_version,
             endpoints_version=self._discovered_version,
         )
-        # The same live change may yield other overrides under this configuration than under the former.
+        # Under this configuration the same live change may yield other overrides than under the former one.
         current = await self._store.live_config()
         with contextlib.suppress(ConfigError):
             wanted = live_config.overrides(self._settings, current.changes)

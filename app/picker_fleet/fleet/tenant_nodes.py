@@ -17,7 +17,7 @@ _AT_A_TIME = 500  # nodes that one call changes
 
 
 class TenantNodes:
-    """The nodes of tenants in this replica's configuration or in the file that it names, and the nodes in
+    """The nodes of tenants from this replica's configuration, or the file named there, and the nodes in
     force. Without tenants nothing is read or written."""
 
     def __init__(self, store: Store, settings: Settings) -> None:

@@ -16,7 +16,7 @@ from picker_fleet.state.reads import Usage
 from picker_fleet.state.store import Store
 
 HOUR_MS = 3_600_000
-MOST_ROWS = 50_000  # rows kept while Redis is unavailable; usage of further leaves is summed in one row
+MOST_ROWS = 50_000  # most rows kept while Redis is unavailable; usage of further leaves is summed in one row
 _BATCH_ROWS = 200  # rows in one script call, which then takes less than a millisecond
 
 _OTHERS = "", ""
@@ -35,7 +35,7 @@ class UsageMeter:
 
     def __init__(self, store: Store, prices: Mapping[str, Price]) -> None:
         self._store, self._prices = store, prices
-        self._price = prices.get("*") or Price()  # of models without a price of their own
+        self._price = prices.get("*") or Price()  # price of models without a price of their own
         # Hour -> (leaf, model) -> usage. The hour is 0 before the first heartbeat; no hour is empty.
         self._hours: dict[int, dict[tuple[str, str], Usage]] = {}
         self._rows = 0
@@ -44,7 +44,7 @@ class UsageMeter:
         self._sending = asyncio.Lock()
 
     def count(self, completion: Completion, leaf: str, model: str) -> None:
-        """Count an ended request, unless the request used nothing: no model server has answered it."""
+        """Count an ended request, unless no model server has answered it, so that it used nothing."""
         prompt, answer = completion.prompt_tokens, completion.completion_tokens
         unreported, cached, cost = 0, 0, 0.0
         if prompt is None or answer is None:
@@ -68,7 +68,7 @@ class UsageMeter:
         )  # fmt: skip
 
     async def flush(self, *, leaves: bool = False) -> None:
-        """Send all counts, and at least a mark that this replica has none. `leaves`: the last call.
+        """Send all counts, or else a mark that this replica has none. `leaves`: this is the last call.
 
         Raises:
             StateFault: Redis has not taken all counts; the next call sends the others.

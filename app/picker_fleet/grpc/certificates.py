@@ -1,10 +1,9 @@
 """The TLS certificate of a port (`extproc.tls`, `http.tls`), reloaded when the certificate's files change.
 
-`serve.py` makes a `Certificates` for each TLS port. Files are checked every `RELOAD_S`: Kubernetes mounts a
-Secret through symbolic links, which file notifications do not follow. New connections get the new
-certificate; open connections keep the old one. Unusable files leave the certificate in use and are logged
-once. Without files the replica signs its own certificate, which clients cannot verify: such clients must
-accept any certificate.
+`serve.py` makes a `Certificates` for each TLS port. Files are checked every `RELOAD_S`: notifications do not
+follow symbolic links, which Kubernetes uses for Secrets. New connections get the new certificate; open
+connections keep the old one. Unusable files leave the certificate in use and are logged once. Without files
+the replica signs its own certificate, which clients cannot verify: such clients must accept any certificate.
 """
 
 import asyncio
@@ -283,7 +282,8 @@ def _reason(fault: Exception) -> str:
 
 @contextmanager
 def _as_file(text: bytes) -> Iterator[str]:
-    """A path from which `text`, which has a private key, can be read; in memory if the system allows that."""
+    """A path from which `text`, which contains a private key, can be read; in memory if the system allows
+    that."""
     if hasattr(os, "memfd_create"):
         number = os.memfd_create("certificate")
         try:

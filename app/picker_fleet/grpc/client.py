@@ -1,7 +1,7 @@
 """One gRPC call to another replica, which budget transfers make (admission/budget_transfer.py).
 
-Their requests are signed, so TLS goes without a check of the replica's certificate, which grpcio's client
-cannot leave out. Each connection carries a single call. The request fits into one frame, so no window limits
+The requests are signed, so TLS need not check the replica's certificate; grpcio's client cannot leave this
+check out. Each connection carries one call. The request fits into one frame, so no flow-control window limits
 it; the receive window, opened once, limits the response.
 """
 

@@ -10,8 +10,8 @@ each stream charges data that its handler has not read to a byte budget. A strea
 its handler has read every complete message.
 
 A gateway's connection carries many clients, so one client's resets, many streams or half-sent requests do not
-end the connection; `Peers` bounds the work of all connections instead. Only the peer itself sends frames
-without effect; a peer that sends too many loses its connection (docs/security.md, "Rapid resets").
+end the connection; `Peers` bounds the work of all connections instead. Frames without effect, though, come
+from the peer itself: a peer that sends too many loses its connection (docs/security.md, "Rapid resets").
 """
 
 import asyncio
@@ -32,10 +32,10 @@ _FLUSH_BYTES: Final = 64 * 1024
 _CLOSE_S: Final = 5.0  # seconds to send a closing connection's last bytes
 
 # Costs of frames without effect, charged to the allowance `Limits.idle_frames`, and additions to it.
-_SETTINGS_COST: Final = 20  # cost of a SETTINGS frame, which may update every stream
+_SETTINGS_COST: Final = 20  # cost of a SETTINGS frame, which may change every stream
 _RESIZE_COST: Final = 20  # cost of a resize of the HPACK table
 _PER_STREAM: Final = 4  # frames without effect allowed for each stream opened
-_BYTES_SENT: Final = 1024  # bytes sent to the peer that allow one more frame
+_BYTES_SENT: Final = 1024  # one more frame is allowed for so many bytes sent to the peer
 _PER_S: Final = 50  # frames allowed for each second of the connection's age
 _DECODE_COST: Final = 32  # decoding uncached headers counts as this many frames of `Limits.step_frames`
 _DECODE_BYTES: Final = 16  # each so many encoded header bytes count as one frame more
@@ -282,8 +282,8 @@ class Connection(asyncio.Protocol):
         self._cancel(stream_id)
 
     def wake_next(self) -> None:
-        """Wake the first writer that waits for the connection's window, if the window is open. Each writer
-        wakes the next one after writing, so a window update wakes no more writers than it serves."""
+        """If the connection's window is open, wake the first writer that waits for it. After writing it wakes
+        the next one, so a window update wakes no more writers than it serves."""
         if self.blocked and self.send_window > 0 and not self.paused:
             next(iter(self.blocked.values())).wake_writer()
 

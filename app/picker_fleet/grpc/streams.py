@@ -231,7 +231,7 @@ class GrpcStream:
     def _end(self) -> None:
         """Remove the stream from its connection, after the end of the response."""
         if not self.remote_ended:
-            # RST_STREAM with NO_ERROR tells the client to stop sending, as gRPC's own servers do.
+            # RST_STREAM with NO_ERROR asks the client to stop sending, as gRPC's own servers do.
             self.connection.write(b"".join((_STOP, self._sid, frames.NO_ERROR_CODE)))
         self.connection.finished(self)
 

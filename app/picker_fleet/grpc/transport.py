@@ -213,7 +213,7 @@ class _GrpcioStream:
 class GrpcioTransport:
     """A transport on the library grpc.aio; `handlers` maps paths to handlers.
 
-    A handler that calls `read` and `write` costs about 60 µs less a request than an async generator. Handlers
+    A handler that calls `read` and `write` takes about 60 µs less a request than an async generator. Handlers
     that return a last message are registered as `stream_unary`: gRPC then sends this message with the
     stream's end, another 60 µs less. In a `stream_unary` method `write` takes bytes and serialises nothing.
     """
@@ -304,7 +304,7 @@ def _metadata(context: Any) -> Mapping[bytes, bytes]:
 
 
 def _let_loop_run() -> None:
-    """Keep gRPC's threads, when they wake, from preempting the event loop's thread.
+    """Keep gRPC's waking threads from preempting the event loop's thread.
 
     gRPC polls and reads in its own threads, which wake ten times a request. In the scheduling class
     SCHED_BATCH (sched(7)) these threads wait for a free core, get the same share of CPU, and find more work

@@ -146,7 +146,7 @@ class Metrics:
             self.waited(model, completion.waited_s, success, completion.target_model)
 
     def _labels_of_end(self, model: str, outcome: Outcome, status: int) -> tuple[Labels, Labels, Labels]:
-        """The labels of a series by model, outcome and status; cached, since they have few combinations."""
+        """The labels of a series by model, outcome and status: few combinations, and so cached."""
         name = self._model(model)
         text = str(status) if status == 0 or 100 <= status < 600 else OTHER
         if status == 0 and outcome is Outcome.CLIENT_GONE:
@@ -158,7 +158,7 @@ class Metrics:
         return labels
 
     def waited(self, model: str, seconds: float, success: bool, target_model: str = "") -> None:
-        """Record the queue time of a request that has ended, in `success` or not (answered in full)."""
+        """Record the queue time of an ended request; `success`: it was answered in full."""
         labels = (*self._variant(model, target_model), "true" if success else "false")
         self.histograms["epp_queue_latency_seconds"].observe(seconds, labels)
 
@@ -330,12 +330,12 @@ class Metrics:
 
 
 def _class_of(why: str) -> str:
-    """The fault's reason as a label with few values: an HTTP status becomes a class, such as `5xx`."""
+    """The fault's reason as a label with few values: HTTP statuses become classes such as `5xx`."""
     return f"{why[0]}xx" if why.isdecimal() else why
 
 
 def _by_endpoint(values: Mapping[str, float]) -> dict[Labels, float]:
-    """Sum `values` by endpoint label. A new LabelCap each time counts only the endpoints of now."""
+    """Sum `values` by endpoint label. A new LabelCap each time counts only the present endpoints."""
     name = LabelCap()
     found: dict[Labels, float] = {}
     for address, value in values.items():
@@ -345,8 +345,8 @@ def _by_endpoint(values: Mapping[str, float]) -> dict[Labels, float]:
 
 
 def label_value(text: str) -> str:
-    """The string `text` as a label value: cut to 128 characters, those that UTF-8 cannot encode replaced. One
-    bad name must not make the whole metrics page fail."""
+    """The string `text` as a label value: cut to 128 characters that UTF-8 can encode. One bad name must not
+    make the whole metrics page fail."""
     return text[:_MAX_VALUE_CHARS].encode("utf-8", "replace").decode("utf-8")
 
 

@@ -62,7 +62,7 @@ class Auditor:
         self._last: Entry | None = None  # the last entry; the next entry must follow without a gap
         self._remarks: list[str] = []
         self._replay = Replay(Rules.parse(settings) if settings else None)
-        self._checks: list[Check] = []  # made when the first entry shows whether the log is complete
+        self._checks: list[Check] = []  # created once the first entry shows whether the log is complete
 
     def take(self, raw: Mapping[str, str]) -> Entry:
         """Check the next entry, given as the fields in the stream. Returns it.
@@ -99,7 +99,7 @@ class Auditor:
         return self._last.seq if self._last else None
 
     def report(self) -> Report:
-        """The findings on all entries taken. Do not call `take` after this call."""
+        """The findings on all entries so far. Do not call `take` after this call."""
         self._close()
         remarks = list(self._remarks)
         if self._first is not None and not self._from_start:
@@ -123,7 +123,7 @@ class Auditor:
 
 
 def _is_shown(finding: Finding) -> bool:
-    """Whether a report has the finding: without tenants it has none on quotas."""
+    """Whether a report has this finding; without tenants there is none on quotas."""
     return finding.promise != Quotas.PROMISE or finding.checked > 0 or finding.broken > 0
 
 

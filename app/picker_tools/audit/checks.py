@@ -18,7 +18,7 @@ from picker_tools.audit.replay import (
     same,
 )
 
-KEPT = 50  # a finding keeps so many violations, but counts all violations
+KEPT = 50  # most violations that a finding keeps; it counts all
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +67,8 @@ class Check:
 
 
 class Capacity(Check):
-    """Checks G1 whenever a request takes stock or an endpoint: no other event raises these counts, so the
-    bounds hold at all times.
+    """Checks G1 whenever a request takes stock or an endpoint. No other event raises these counts, so the
+    check covers all times.
 
     A limit that the fleet has found counts from its `tuned` entry on. Requests that run already may exceed
     this limit, but then no request may be admitted.
@@ -119,8 +119,8 @@ class Capacity(Check):
         self._check_prefill(step, request.prefill)
 
     def _check_prefill(self, step: Step, reserved: str) -> None:
-        """Check the reservation of a prefill endpoint; `reserved`: as of before the entry. Every entry of a
-        placed request names it until the prefill or the request ends."""
+        """Check the reservation of a prefill endpoint; `reserved`: the reservation before the entry. Every
+        entry of a placed request names the prefill endpoint until the prefill or the request ends."""
         entry = step.entry
         if step.before is not RequestState.PLACED:
             if step.after is RequestState.PLACED and entry.prefill:
@@ -155,7 +155,7 @@ class Capacity(Check):
         replay, finding = self._replay, self._finding
         finding.checked += 1
         before = replay.stock
-        queues = replay.rules is None or replay.rules.queues  # if not, requests take no stock
+        queues = replay.rules is None or replay.rules.queues  # without the queue, requests take no stock
         if queues and entry.stock > entry.upper and not same(entry.stock, entry.upper):
             finding.add(f"over-admission: stock {entry.stock:g} past the bound {entry.upper:g}", entry)
         if queues and entry.event == "granted" and before is not None and before >= entry.lower:
@@ -222,8 +222,8 @@ _Queue = list[tuple[int, str]]  # a heap of rank and request id; may include req
 
 
 class Order(Check):
-    """Checks G4: the ordering `fcfs` by arrival, `edf` by deadline less predicted time. The log has no rates,
-    so for `workload-aware` the check covers only the order of arrival within one workload of a flow.
+    """Checks G4: the ordering `fcfs` by arrival, `edf` by deadline minus predicted time. The log has no
+    rates, so for `workload-aware` the check covers only the order of arrival within one workload of a flow.
 
     The guard serves requests out of turn by design (G3), so its dispatches are exempt.
     """
@@ -235,8 +235,8 @@ class Order(Check):
         super().__init__(finding, replay)
         self._rules = replay.rules
         self._queues: dict[_Key, _Queue] = {}
-        # Request -> its rank when it entered the queue. A newer stream may bring another prediction, which
-        # does not move a request that waits.
+        # Request -> its rank when it entered the queue. A newer stream may bring another prediction, but a
+        # waiting request keeps its rank.
         self._ranks: dict[str, int] = {}
 
     def check(self, step: Step) -> None:
@@ -258,7 +258,7 @@ class Order(Check):
             self._check_turn(entry)
 
     def _may_overtake(self, entry: Entry) -> bool:
-        """With tenants, whether all waiting requests are throttled, but not the flow of `entry`."""
+        """With tenants, whether all waiting requests are throttled, and the flow of `entry` is not."""
         replay = self._replay
         if replay.rules is None or not replay.rules.separator:
             return False
@@ -340,8 +340,8 @@ _WAITING = (RequestState.QUEUED, RequestState.ORPHANED)
 
 
 class Deadline(Check):
-    """Checks G5. A request breaks G5 if it is dispatched after its deadline, or still waits after a decision
-    more than a second past its deadline. Only a decision can expire a request.
+    """Checks G5. A request breaks G5 if it is dispatched after its deadline, or still waits when a decision
+    is made more than a second after its deadline. Only a decision can expire a request.
     """
 
     PROMISE = "G5"
@@ -431,7 +431,7 @@ class Conservation(Check):
             self._finding.add(f"{entry.queued} are queued, expected {queued}", *self._with_previous(entry))
 
     def _check_largest_bound(self, entry: Entry) -> None:
-        """Check that a restored request was limited by the upper bound of all endpoints, ready or not."""
+        """Check that a restored request respected the upper bound for all endpoints, ready or not."""
         bound, rules = largest_bound(entry), self._replay.rules
         per_endpoint = rules.upper_per if rules else 0.0
         endpoints = round(bound / per_endpoint) if per_endpoint > 0 else 0

@@ -1,4 +1,4 @@
-"""The command `picker audit`: did the fleet keep its promises? The command replays the decision log."""
+"""The command `picker audit` replays the decision log and tells whether the fleet kept its promises."""
 
 import argparse
 import sys

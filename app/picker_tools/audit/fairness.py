@@ -33,7 +33,7 @@ from picker_tools.audit.service import Services
 _FRESH = float("-inf")  # the tag of a member that owes nothing for earlier service
 _FREE_STARTS = 100  # NEWCOMERS in lua/lib/flows.lua
 _LEAST_WEIGHT, _MOST_WEIGHT = 0.001, 1e6
-_KEPT_US = 10_000_000  # the scripts keep the tags of an idle node's children at least so long
+_KEPT_US = 10_000_000  # the scripts keep the tags of an idle node's children for at least this long
 _NO_TURNS = frozenset({"tuned", "tenant", "topped_up", "charged", "refunded", "used"})
 
 
@@ -42,9 +42,9 @@ class _Level:
     """The order of one node's children: their virtual time, the charge of newcomers (None: unknown), and the
     time of the last change of either.
 
-    Children that become backlogged and owe nothing for earlier service start at the virtual time v. Each
-    level charges such children together like one child of weight 1. When too many have started, further
-    children start one share later (docs/fairness.md, "New flows").
+    Children that become backlogged and owe nothing for earlier service start at the virtual time v. On each
+    level all such newcomers together are charged like one child of weight 1. When too many have started,
+    further children start one share later (docs/fairness.md, "New flows").
 
     The log does not show whether the scripts have forgotten the tag of an idle inner node. The check assumes
     the lesser of both possible tags; `slack` is the largest difference of backlogged children.
@@ -167,7 +167,7 @@ class Fairness(Check):
         elif entry.tag is not None and not is_requeued:
             what = f"flow {leaf.name!r} gets a new start tag while {leaf.waiting} requests wait"
             self._finding.add(what, *self._evidence(leaf, entry))
-        if is_requeued:  # the request returns to its position and its charge is refunded
+        if is_requeued:  # the request returns to its position, and its charge is refunded
             for each in leaf.chain:
                 self._adjust(each, -self._share(each, entry), entry)
             self._expect(leaf, entry)
@@ -315,7 +315,7 @@ class Fairness(Check):
         self._expect(leaf, entry)
 
     def _adjust(self, member: FlowQueue, change: float, entry: Entry) -> None:
-        """Change the tag of `member` by `change`, as its charge changes."""
+        """Change the tag of `member` by `change`: its charge has changed."""
         if member.tag is None:
             return
         self._services.check(member, entry)

@@ -40,7 +40,7 @@ _FIELD = re.compile(r"(?:\$\.|field `)(\w+)")  # the field's name in an error me
 
 
 class EntryError(ValueError):
-    """The error that an entry cannot be parsed; the message names the entry and the field."""
+    """Raised if an entry cannot be parsed; the message names the entry and the field."""
 
 
 class Entry(msgspec.Struct, frozen=True):
@@ -50,9 +50,8 @@ class Entry(msgspec.Struct, frozen=True):
     orders bands, the highest first. `tag` is the flow's start tag; in `rebased` entries, the amount by which
     all tags of the band fall. `due_ms` is the time at which the request becomes overdue. `tag` and `due_ms`
     are None if the log omits the field. `limit` is the flow's limit on each endpoint (0: none). `endpoint` is
-    '' while the request has no endpoint; `prefill` is the endpoint that computes the prompt of a placed
-    request, '' if that is `endpoint` or the prompt is computed. `body_bytes` is 0 if unknown, and also once
-    the request is placed.
+    '' while the request has no endpoint; `prefill` is another endpoint that computes the prompt of a placed
+    request, '' if none does or it is done. `body_bytes` is 0 if unknown, and also once the request is placed.
     """
 
     seq: int
@@ -81,7 +80,7 @@ class Entry(msgspec.Struct, frozen=True):
     note: str
     body_bytes: int = msgspec.field(name="bytes")
     prefill: str = ""
-    early_ms: int = 0  # how long before its deadline the ordering `edf` serves the request
+    early_ms: int = 0  # ordering `edf`: how long before its deadline the request is due
 
     @classmethod
     def parse(cls, raw: Mapping[str, str]) -> "Entry":
@@ -146,7 +145,7 @@ TIMEOUT_S = 10.0  # timeout of each call to Redis
 
 
 class LogUnreadable(PickerError):
-    """The error that Redis cannot be reached, or has no decision log of this pool."""
+    """Raised if Redis cannot be reached, or has no decision log of this pool."""
 
 
 @dataclass(frozen=True, slots=True)

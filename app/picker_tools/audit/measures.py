@@ -118,7 +118,7 @@ def window(
     source_of: SourceOf,
     size: Callable[[Entry], float] = lambda entry: entry.cost,
 ) -> Window:
-    """The interval with most dispatches in which all `flows` are backlogged. `size`: service of a request."""
+    """The interval with most dispatches in which all `flows` are backlogged, by the requests' `size`."""
     best, now = Window(), Window()
     backlog = Backlog()
     backlogged: set[str] = set()

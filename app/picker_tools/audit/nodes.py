@@ -10,9 +10,9 @@ import msgspec
 
 from picker_tools.audit.log import Entry, EntryError
 
-LEVELS = 8  # levels of the tree; the last has the rest of a flow's name
+LEVELS = 8  # levels of the tree; the last has the whole flow's name
 INNER = "\x1e"  # ends the name of an inner node; a leaf has the name of its flow
-ROOT = 2 * INNER  # the name of the root, which is above all paths; INNER is the node of an empty name
+ROOT = 2 * INNER  # the root's name, which is above all paths; INNER alone is the node with an empty name
 BETWEEN = "\x1f"
 _KINDS = ("tenant_changes", "tenants")  # nodes of operators, which are in force before configured nodes
 _MOST_CACHED = 10_000
@@ -41,7 +41,7 @@ class Budget(msgspec.Struct, frozen=True):
 
 
 class Node(msgspec.Struct, frozen=True):
-    """The settings of a node. `weight` None: 1 for an inner node, for a leaf the weight of its flow."""
+    """The settings of a node. `weight` None: 1 for an inner node, the flow's weight for a leaf."""
 
     weight: float | None = None
     over_limit: str = QUEUE
@@ -92,7 +92,7 @@ class Nodes:
         self.version += 1
 
     def find(self, path: str, separator: str) -> Node:
-        """The settings of `path`: its own, else those of its parent's children, else of its level."""
+        """The settings of `path`: its own, else its parent's for all children, else its level's."""
         found = self._found.get(path)
         if found is None:
             if len(self._found) >= _MOST_CACHED:

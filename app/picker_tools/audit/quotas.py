@@ -1,14 +1,14 @@
 """The check of tenants' quotas: no node of a path grants more than its limits and budget allow.
 
 A limit of `amount` units in `per_ms` is a leaky bucket (ITU-T I.371): the units owed leak at amount / per_ms,
-and a request may start if they are at most `burst` with its own. The check computes all buckets from the log:
+and a request may start if its units and they are at most `burst`. All buckets are computed from the log:
 
 - `charged`: a request was charged its estimate, at its arrival to nodes that reject or demote, at its grant
-  to nodes that queue. Each charged node must have had as much left. A demoted request is not charged to nodes
+  to nodes that queue. Each charged node must have had so much left. A demoted request is not charged to nodes
   that demote.
 - `used`: the usage replaces the estimate. The tokens are used, so the units owed may pass `burst`.
 - `refunded`: a request was not served, or returned to the queue.
-- `topped_up`: an operator gave back what a limit or budget had granted.
+- `topped_up`: an operator lowered the used part of a limit or budget.
 
 A request counts once, however often it is retried or adopted: a second charge, refund or usage is a
 violation, and so is a request that starts without a charge. If the log begins midway, nothing is owed at its
@@ -37,7 +37,7 @@ _LEAST_KEPT = 1000  # balances
 
 @dataclass(frozen=True, slots=True)
 class _Tokens:
-    """What a request is charged in each unit; `units`: in units of budgets."""
+    """A request's charge in each unit; `units`: in units of budgets."""
 
     prompt: float
     answer: float
@@ -138,7 +138,7 @@ class Quotas(Check):
             self._granted[entry.request] = entry
         elif step.before is not RequestState.ABSENT and step.after is RequestState.ABSENT:
             charge.end = entry
-            # Nodes may have lost their limits since the charge: then there is nothing to refund.
+            # Nodes may have lost their limits since the charge, which leaves nothing to refund.
             self._ended.append((entry.request, charge, self._has_quota(entry)))
             self._granted.pop(entry.request, None)
             for phase in charge.in_force:
@@ -198,7 +198,7 @@ class Quotas(Check):
 
     def _check_demotion(self, entry: Entry, tokens: _Tokens) -> None:
         rules = self._replay.rules
-        # The scripts demote to the lowest band in use. The named bands always are.
+        # The scripts demote to the lowest band in use; the named bands are always in use.
         lowest = min(band.priority for band in rules.bands[: len(NAMED)]) if rules else entry.priority
         if entry.priority > lowest:
             what = f"request {entry.request} is demoted to priority {entry.priority}, not {lowest}"
@@ -215,7 +215,7 @@ class Quotas(Check):
     def _balances(
         self, path: str, node: Node, entry: Entry, tokens: _Tokens
     ) -> Iterator[tuple[str, float, float, float]]:
-        """Of each limit of a node: its name, the amount for `tokens`, what is left, and the most at once."""
+        """For each limit of a node: name, amount for `tokens`, rest, most at once."""
         for limit in node.limits:
             left = limit.most - self._owed_now(path, limit, entry)
             yield f"{limit.unit} (in {limit.per_ms:g} ms)", tokens.of(limit.unit), left, limit.most
@@ -265,14 +265,14 @@ class Quotas(Check):
         else:
             (per_ms,) = _numbers(entry, [per], 1)
             units, at_ms, empty_ms = self._owed.get((path, unit, per_ms), (0.0, 0.0, 0.0))
-            # What has leaked since `at_ms` is subtracted later, with the same result.
+            # The leak since `at_ms` is subtracted later, with the same result.
             self._owed[path, unit, per_ms] = max(0.0, units - by), at_ms, empty_ms
 
     def _use(self, entry: Entry) -> None:
         prompt, cached, answer, units = _numbers(entry, entry.note.split(), 4)
         charge = self._charges.get(entry.request)
         if charge is None:
-            return  # charged before the log, or restored without a charge
+            return  # charged before the log, or restored uncharged
         self._finding.checked += 1
         if charge.used is not None:
             self._finding.add(f"the usage of request {entry.request} is charged twice", charge.used, entry)
@@ -287,7 +287,7 @@ class Quotas(Check):
     def _take(
         self, entry: Entry, phase: str, charge: _Charge, tokens: _Tokens | None, former: _Tokens | None
     ) -> None:
-        """Replace what a request takes at `phase`, `former`, by `tokens`; None: nothing."""
+        """Replace the charge `former` at `phase` by `tokens`; None: no charge."""
 
         def change(unit: str) -> float:
             return (tokens.of(unit) if tokens else 0.0) - (former.of(unit) if former else 0.0)

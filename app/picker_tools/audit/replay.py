@@ -50,7 +50,7 @@ class Rules(msgspec.Struct, frozen=True):
     adaptive: bool = False  # both bounds are the sum of the ready endpoints' limits
     caps: dict[str, int] = {}  # endpoint -> its limit of requests
     default_cap: float = math.inf  # the limit of all other endpoints
-    prefill_caps: dict[str, int] = {}  # the same limits of the stage prefill
+    prefill_caps: dict[str, int] = {}  # the same for the stage prefill
     default_prefill_cap: float = math.inf
     token_caps: dict[str, int] = {}  # the same limits in tokens, if the fleet finds these
     default_token_cap: float = math.inf
@@ -58,7 +58,7 @@ class Rules(msgspec.Struct, frozen=True):
     paused: bool = False
     # The largest part of the stock's upper bound that one request takes.
     claim_share: float = msgspec.field(default=1.0, name="largest_claim")
-    queues: bool = msgspec.field(default=True, name="queue_enabled")  # if False, requests take no stock
+    queues: bool = msgspec.field(default=True, name="queue_enabled")  # False: requests take no stock
     log_max: float = 1  # most log entries; 0: no log from here on
     tenants: Tenants | None = None
 
@@ -101,7 +101,7 @@ class Rules(msgspec.Struct, frozen=True):
         return min(arrived_ms + patience_ms, entry.deadline_ms)
 
     def ready(self, upper: float) -> int | None:
-        """The number of ready endpoints that yields the upper bound `upper`; None if unknown.
+        """The number of ready endpoints for which the upper bound is `upper`; None if unknown.
 
         If endpoints have different limits, the largest number that may yield `upper`.
         """
@@ -199,7 +199,7 @@ class OpenRequest:
     flow_key: str
     stock_taken: float | None = 0.0
     endpoint: str = ""
-    prefill: str = ""  # the endpoint that computes the prompt; '' if there is none, or once it has
+    prefill: str = ""  # the endpoint that computes the prompt; '' if there is none, or it is done
     grant_entry: Entry | None = None
 
     @property
@@ -373,7 +373,7 @@ class FlowQueues:
         return len(self._flow_queues)
 
     def _take_turns(self, queue: FlowQueue, was_servable: bool) -> None:
-        """Count a flow queue that begins or ceases to take turns, and ancestors that therefore do."""
+        """Count a flow queue that begins or ceases to take turns, and its ancestors that do so with it."""
         while (change := queue.is_servable - was_servable) and queue.parent is not None:
             was_servable = queue.parent.is_servable
             queue = queue.parent

@@ -52,7 +52,7 @@ class Service:
         self.served += share
         claim = max(0.0, v - tag)
         # If the virtual time v passes the flow's tag, the flow missed its turn. A missed turn adds no claim,
-        # so the check reports it.
+        # so the bound is broken and reported.
         self.claim = claim if is_correction else min(self.claim, claim)
         return self._check_service(tag, v, largest)
 

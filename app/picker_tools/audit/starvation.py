@@ -4,7 +4,7 @@ The guard's share of dispatches is the setting `guard_share`. At every dispatch 
 
 - The guard serves the request with the least due time whose flow queue is not throttled.
 - Of any n successive dispatches, the guard makes at most share·n + 1. If the guard sees an overdue request at
-  each of the n, it makes at least ⌊share·n⌋ − 1.
+each of the n dispatches, it makes at least ⌊share·n⌋ − 1 of them.
 - A request behind k longer overdue requests is served, or ends, within ⌈(k + 1)/share⌉ dispatches at which
   the guard sees an overdue request. The count of dispatches restarts when the throttling of the request's
   flow ends. After a change of the share, each dispatch counts with the share in force at the dispatch before.
@@ -23,7 +23,7 @@ from picker_tools.audit.replay import OpenRequest, Replay, Step
 _LOOKS_AT = 16
 _ROUNDING = 1e-9
 
-_Key = tuple[int, str]  # due time (µs; its last three digits are those of the arrival), request id
+_Key = tuple[int, str]  # due time (µs, with the last three digits of the arrival), request id
 
 
 class Starvation(Check):
@@ -101,7 +101,7 @@ class Starvation(Check):
                 continue
             self._overdue.insert(at, key)
             self._overdue_of.setdefault(request.queue_key, set()).add(request_id)
-            for _, behind in self._overdue[at + 1 :]:  # one more request precedes the requests behind
+            for _, behind in self._overdue[at + 1 :]:  # now one more request precedes the requests behind it
                 if behind in self._limits:
                     self._set_limit(behind, self._limits[behind] + 1)
             if self._can_be_served(request_id):
@@ -112,8 +112,8 @@ class Starvation(Check):
         heapq.heappush(self._limit_heap, (limit, request_id))
 
     def _apply_throttling(self, entry: Entry) -> None:
-        """Except the overdue requests of a flow queue that is throttled, or of a tenant's flow queues, and
-        restart their counts when the throttling ends."""
+        """Leave out the overdue requests of a throttled flow queue, or of a throttled tenant's flow queues,
+        and restart their counts when the throttling ends."""
         flow_queues = self._replay.flow_queues
         subject = flow_queues.find((entry.band, entry.flow))
         keys = list(self._overdue_of) if subject and subject.is_inner else [(entry.band, entry.flow)]

@@ -68,7 +68,7 @@ def unknown(why: str) -> Finding:
 EXPIRED = "rejected-ttl-expired"
 _LATE_S = 1.0  # a client gets an answer within this time after the request's TTL (G5)
 RECOUNTED_S = 10.0  # two access-log intervals: a Redis back empty then counts all running requests
-_LATENESS_S = 0.25  # seconds of late sending above which the load differs from the plan
+_LATENESS_S = 0.25  # requests sent later than this, in seconds, make the load differ from the plan
 _FEW = 20  # fewest answers with which an objective is checked
 
 
@@ -202,11 +202,11 @@ def _overlaps_outage(run: RunResult, answer: Answer) -> bool:
     return run.disturbed(answer.sent_s + answer.took_s, RECOUNTED_S)
 
 
-_NEAR = 0.9  # a flow must get this part of its fair share, less _EDGE requests
+_NEAR = 0.9  # a flow must get this fraction of its fair share, less _EDGE requests
 _EDGE = 3  # requests missing in a count because they wait when counting begins or ends
-_SHORTER = 0.25  # a client within its share waits at most this part of the other client's mean wait
+_SHORTER = 0.25  # a client within its share waits at most this fraction of the other client's mean wait
 _AT_ONCE_S = 1.0  # a refusal after this time means that the request was admitted and then preempted
-_GOES_ON = 0.5  # part of its throughput that the fleet keeps without Redis (G8)
+_GOES_ON = 0.5  # fraction of its throughput that the fleet must keep without Redis (G8)
 _OVER_S = 1.0  # after this time of an outage, all calls to Redis in flight have failed
 
 
@@ -273,7 +273,7 @@ def not_refused(name: str, run: RunResult) -> Finding:
 
 
 def low_not_starved(run: RunResult) -> Finding:
-    """G3: the queue serves every admitted low-ranking request within its TTL."""
+    """G3: every admitted request of low priority is served within its TTL."""
     low = [each for each in run.sources if each.band is Band.SHEDDABLE or each.criticality == 1]
     cases: list[object] = []
     text: list[str] = []
@@ -319,7 +319,7 @@ def outage_serves(run: RunResult) -> Finding:
 
 
 def _served_per_s(run: RunResult, from_s: float, to_s: float) -> float | None:
-    """Served answers a second that began in an interval; None if no request was sent in the interval."""
+    """Served answers a second, of requests sent in an interval; None if none was sent."""
     if not any(from_s <= each.sent_s < to_s for each in run.answers):
         return None
     served = [each for each in run.answers if each.served]

@@ -308,7 +308,7 @@ class Client:
         self._idle: list[_Connection] = []
         self._all: set[_Connection] = set()
         self._hung_up = False
-        self.surplus_answers = 0  # answers in excess of one per request
+        self.surplus_answers = 0  # answers beyond one per request
 
     def __enter__(self) -> Self:
         return self
@@ -335,7 +335,7 @@ class Client:
 
         Closes the connection after `within_s` seconds, or when the client hangs up.
         """
-        exchange = _Exchange()  # starts the clock: times include connecting
+        exchange = _Exchange()  # starts the clock here: times include connecting
         await self._exchange(request, exchange, within_s)
         return exchange.answer(request, source, number, due_s, exact=self._exact)
 
@@ -579,7 +579,7 @@ async def _during_block(
 
 
 def quantile(values: Sequence[float], part: float) -> float:
-    """The quantile `part` of sorted `values` by nearest rank; NaN if `values` is empty."""
+    """The quantile `part` (0 to 1) of sorted `values` by nearest rank; NaN if `values` is empty."""
     if not values:
         return math.nan
     return values[max(0, math.ceil(part * len(values)) - 1)]

@@ -39,7 +39,7 @@ class Dispatch:
 
 @dataclass(frozen=True, slots=True)
 class LogAudit:
-    """The audit of a decision log. `why` tells why the report is missing; '' if there is one."""
+    """The audit of a decision log. `why` is the reason why the report is missing; '' if there is a report."""
 
     report: Report | None
     dispatches: tuple[Dispatch, ...] = ()
@@ -139,7 +139,7 @@ class FaultsInjected:
     log_audits: list[LogAudit] = field(default_factory=list)  # one audit for each log that an outage deleted
 
 
-_SETTLING = 0.25  # part of the load's duration after which the queue is steady and shares are counted
+_SETTLING = 0.25  # after this fraction of the load's duration the queue is steady, and shares are counted
 SHARED_AGAIN_S = 5.0  # the fleet shares one queue again within this time after Redis is back (G8)
 
 
@@ -238,7 +238,7 @@ class RunResult:
         )
 
     def _is_settled(self, at_s: float) -> bool:
-        """Whether at `at_s` load was steady and the queue shared: the decision log omits local dispatches."""
+        """Whether at `at_s` the load was steady and the queue shared: local dispatches are not logged."""
         is_steady = _SETTLING * self.plan.duration_s <= at_s <= self.plan.duration_s
         return is_steady and not self.disturbed(at_s, SHARED_AGAIN_S)
 

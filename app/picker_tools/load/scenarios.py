@@ -17,7 +17,7 @@ from picker_fleet.domain.bands import Band
 from picker_tools.load.generator import Planned, Request
 
 _PROMPT_BYTES = (200, 400)
-_STREAMED = 0.8  # part of the requests that ask for a stream
+_STREAMED = 0.8  # fraction of the requests that ask for a stream
 _WORDS = ("alpha", "bravo", "charlie", "delta", "echo", "foxtrot", "golf", "hotel", "india", "juliett")
 
 TTFT_MS, ITL_MS = 60.0, 12.0  # settings of the simulators in a fleet that the run starts
@@ -163,7 +163,7 @@ _ALL = (
         promises=("overloaded", "urgent-first", "seldom-first"),
         config={
             "fair_request_queue": {"ordering": "workload-aware", "flow_capacity": 400},
-            # The run is short and small: a short rate window and a low cap make rates count sooner and more.
+            # A short rate window and a low cap let rates count in a short, small run.
             "workloads": {"rate_window": "10s", "rate_cap": 20},
         },
         needs=_BY_WORKLOAD,

@@ -172,8 +172,8 @@ class Session:
             )
 
     async def _capacity_per_s(self) -> float:
-        """The requests a second that the fleet can serve. Dispatch stops once the stock reaches the lower
-        bound, so at most as many requests as the lower bound run at once.
+        """The fleet's capacity in requests a second. Dispatch stops once the stock reaches the lower bound,
+        so at most as many requests as the lower bound run at once.
         """
         plan = self._plan
         if plan.rate_per_s is not None:

@@ -334,8 +334,8 @@ class _Manager:
             # In the mode `standard` the picker replaces these headers of model servers.
             replaced_headers=quota_headers.NAMES if self._has_tenants and mode != "standard" else None,
             filters=self._filters(pool),
-            # In the mode `standard` the picker reads the answer, but cannot tell a cut-off answer from a
-            # client that left.
+            # In the mode `standard` the picker reads the answer, but cannot distinguish a cut-off answer from
+            # a client that left.
             access_log=_access_log(_part("only_cut") if mode == "standard" else None),
             access_log_options=None if mode == "standard" else {"accessLogFlushInterval": flush_interval},
             carried=[
@@ -519,8 +519,8 @@ def _access_log(only: Tree | None) -> Tree:
 
 
 def _rules(usage: str, ids: Sequence[str]) -> list[Tree]:
-    """Rules that store JSON values of the expected type in metadata: at each path in the part `usage`, and
-    at `ids`, the paths of the STATE_IDS (picker_fleet/ingress/ext_proc/accesslog.py)."""
+    """Rules that store JSON values of the expected type in metadata: at each path in the part `usage`, and at
+    `ids`, which are the paths of the STATE_IDS (picker_fleet/ingress/ext_proc/accesslog.py)."""
     rules = _numbers(usage)
     rules += [_rule(path, key, {"type": "STRING"}) for key, path in zip(STATE_IDS, ids, strict=True)]
     # Record only that the answer is an error, not its text, which may be long.

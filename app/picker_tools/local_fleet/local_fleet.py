@@ -30,7 +30,7 @@ from picker_tools.local_fleet.processes import Part, Report, Supervisor, envoy_b
 
 _SERVES_S = 30.0
 _ENVOY_GRACE_S = 3.0
-_REPLICA_GRACE_S = 10.0  # for replicas to leave the pool; they have no requests without Envoy
+_REPLICA_GRACE_S = 10.0  # time for replicas to leave the pool; without Envoy they have no requests
 _REST_GRACE_S = 4.0
 _STARTED_TOGETHER = 10  # most replicas that start at once: with more, some start too slowly and fail
 _VALKEY_ATTEMPTS = 3  # tries, as another process may take the chosen port before Valkey
@@ -40,7 +40,7 @@ _VALKEY_ATTEMPTS = 3  # tries, as another process may take the chosen port befor
 class UpOptions:
     """Options of `picker up`. Ports are on the loopback; 0 is any free port. `redis` None embeds a Valkey.
 
-    `prefill` of the `endpoints` prefill for the others, which decode; 0: the endpoints have no roles.
+    `prefill`: how many of the `endpoints` prefill for the others, which decode; 0: no roles.
     """
 
     replicas: int

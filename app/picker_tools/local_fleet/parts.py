@@ -30,7 +30,7 @@ def mode(text: str) -> str:
     return text
 
 
-# Trust these headers: a local fleet's user is tenant and operator. The workload header needs no trust.
+# Trust these headers, since a local fleet's user is tenant and operator. The workload header needs no trust.
 TRUSTED_HEADERS = (FAIRNESS_ID[0], OBJECTIVE[0])
 
 
@@ -179,7 +179,7 @@ def overlaid(
 
 
 def served_models(settings: Settings) -> tuple[str, ...]:
-    """The models that model servers must serve under `settings`, base models first; if empty, any."""
+    """The models that model servers must serve under `settings`, base models first; empty: any model."""
     names = [target.name for model in settings.models for target in (model.target_models or (model,))]
     return tuple(dict.fromkeys((*names, *settings.scheduling.adapters))) if names else ()
 

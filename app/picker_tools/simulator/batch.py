@@ -17,8 +17,8 @@ from picker_tools.simulator.transfer import Pull
 # `decoding_smallbs` and `prefill`. Left out: the second base time of a step that also computes prompts, and
 # the square of a prompt's length (6 % of a prompt of 1000 tokens).
 BASE_S = 19.56e-3
-SEQUENCE_S = 50.6e-6  # for each sequence that decodes
-KV_TOKEN_S = 0.494e-6  # for each token of their contexts
+SEQUENCE_S = 50.6e-6  # added for each sequence that decodes
+KV_TOKEN_S = 0.494e-6  # added for each token of their contexts
 PREFILL_TOKEN_S = 150.5e-6
 BUDGET_TOKENS = 2048  # vLLM's default of --max-num-batched-tokens for online serving
 
@@ -109,7 +109,7 @@ class BatchGeneration:
             self._pulling.cancel()
         self._simulator.end(self.sequence)
         if fault is not None:
-            self._simulator.free(self.sequence)  # the answer that names the kept blocks is lost
+            self._simulator.free(self.sequence)  # the answer that would name the kept blocks is lost
 
     @property
     def is_over(self) -> bool:

@@ -25,7 +25,7 @@ from picker_tools.simulator.openai_api import BYTES_PER_TOKEN
 
 
 def prompt_blocks(prompt: bytes, block_size_tokens: int, adapter: str | None) -> tuple[bytes, ...]:
-    """A chained hash for each whole block of `prompt` less the last token, which is always computed."""
+    """A chained hash for each whole block of `prompt`, without its last token, which is always computed."""
     size = block_size_tokens * BYTES_PER_TOKEN
     link = xxh64_digest((adapter or "").encode())
     links = []
@@ -325,7 +325,7 @@ class Engine:
             return
         blocks = sequence.prompt_blocks
         found_tokens = self._prefixes.cached(blocks) * self.limits.block_size_tokens
-        # Blocks are of bytes: the last one may end in the last token, which is always computed.
+        # Blocks are of bytes, so the last one may end in the last token, which is always computed.
         sequence.cached_tokens = min(found_tokens, sequence.prompt_tokens - 1)
         self._prefixes.use(blocks)
         sequence.computed_tokens = sequence.cached_tokens

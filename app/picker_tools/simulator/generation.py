@@ -71,7 +71,7 @@ class Generation:
     def __exit__(self, fault: object, *_: object) -> None:
         self._release()
         if fault is not None:
-            self._simulator.free(self.sequence)  # the answer that names the kept blocks is lost
+            self._simulator.free(self.sequence)  # the answer that would name the kept blocks is lost
 
     @property
     def is_over(self) -> bool:

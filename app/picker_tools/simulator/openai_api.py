@@ -1,8 +1,8 @@
 """OpenAI's formats of the simulated model server: bodies of completions, answers and errors. Pure.
 
-A stream has one event for each token, of which the last has the finish reason, then `[DONE]`. If the client
-asked for usage (`stream_options.include_usage`), usage has its own event, with empty `choices`. Without that
-option the last token's event includes usage: a client may then read `choices[0]` of every event.
+A stream has one event for each token (the last one has the finish reason), then `[DONE]`. If the client asked
+for usage (`stream_options.include_usage`), usage has its own event, with empty `choices`. Without that option
+the last token's event includes usage: a client may then read `choices[0]` of every event.
 """
 
 import hashlib
@@ -218,7 +218,7 @@ class Answer:
     """Encodes one answer. `created_s` is a Unix time.
 
     `cached_tokens` is the number of prompt tokens found in the prefix cache. If another server computed the
-    prompt, its number is `prefill_cached_tokens`, which the client is told, as llm-d's sidecar does.
+    prompt, `prefill_cached_tokens` is its number, which the client gets, as from llm-d's sidecar.
     """
 
     def __init__(self, request: CompletionRequest, *, answer_id: str, created_s: int) -> None:

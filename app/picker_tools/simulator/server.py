@@ -116,9 +116,9 @@ class Profile:
     `ttft_ms` is the time from admission to the first token, reduced by the cached share of the prompt;
     `itl_ms` is the time between tokens. With a `slowdown` both times are unused: the server
     computes its batch in steps, each `slowdown` times as long as measured (`batch.py`).
-    `kv_bandwidth_gb_s` is the speed at which the KV cache of a prompt arrives that another server computed.
-    `failure_rate` is the part of valid requests (1: all) that get status 500 instead of an answer. `seed`
-    determines which requests fail, and the generated words.
+    `kv_bandwidth_gb_s` is the transfer speed of a KV cache that another server computed. `failure_rate` is
+    the fraction of valid requests that get status 500 instead of an answer. `seed` determines which requests
+    fail, and the generated words.
     """
 
     model: str = "llama"
@@ -200,7 +200,7 @@ def _escaped(value: str) -> str:
 
 
 AnyGeneration = Generation | BatchGeneration
-BURST_TOKENS = 256  # events that one write of a stream has if `itl_ms` is 0
+BURST_TOKENS = 256  # events per write of a stream if `itl_ms` is 0
 _MAX_ID_CHARS = 128
 _STOPPING = ApiError("the server is stopping", status=503, code="shutting_down", kind="server_error")
 _METHODS = {

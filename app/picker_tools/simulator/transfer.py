@@ -1,11 +1,11 @@
 """Prefill on one server and decode on another: the messages, the transfer of the KV cache, and the sidecar.
 
-A request with the header `x-prefiller-host-port` goes to a decode server. The sidecar of that server, whose
-work this module does, first has the named server compute the prompt (`max_tokens: 1`, no stream,
+A request with the header `x-prefiller-host-port` goes to a decode server. The decode server's sidecar, whose
+work this module does, first makes the named server compute the prompt (`max_tokens: 1`, no stream,
 `kv_transfer_params` with `do_remote_decode`). The prefill server keeps the prompt's KV blocks and names them
-in `kv_transfer_params` of its answer. The decode server pulls the blocks once it has room for them, and then
-tells the prefill server, which frees them. If the prefill server does not answer 200, or has lost the blocks,
-the decode server computes the prompt itself.
+in `kv_transfer_params` of its answer. Once the decode server has room, it pulls the blocks and then notifies
+the prefill server, which frees them. If the prefill server does not answer 200, or has lost the blocks, the
+decode server computes the prompt itself.
 
 Sources: llm-d's sidecar (github.com/llm-d/llm-d-router, pkg/sidecar/proxy, connector nixlv2; its fallback to
 the decode server was in versions up to 0.8 and is an error in later ones), and vLLM's NixlConnector, which
@@ -108,7 +108,7 @@ class Pull:
 
 
 async def prefilled(prefiller: str, path: str, body: bytes, request_id: str) -> tuple[KvTransfer, int] | None:
-    """Have the server at `prefiller` (`host:port`) compute the prompt of the valid request `body`.
+    """Make the server at `prefiller` (`host:port`) compute the prompt of the valid request `body`.
 
     Returns where the prompt's KV cache is, and the number of prompt tokens that were cached there; None if
     the server did not compute the prompt.

@@ -27,7 +27,7 @@ from picker_tools.top.client import AdminClient, AdminError, Event
 Row = Any  # a row of one of the API's lists (admin/models.py)
 _HIDDEN = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
 _MAX_CELLS = 48  # most characters in a cell of a table
-_LOW_SHARE = 0.8  # a flow below this part of its fair share is highlighted
+_LOW_SHARE = 0.8  # a flow below this fraction of its fair share is highlighted
 _GOOD, _FAIR, _BAD = "green", "yellow", "bold red"
 _STYLES = {
     "ready": _GOOD, "live": _GOOD, "draining": _FAIR, "drained": _FAIR, "at its limit": _FAIR,
@@ -38,7 +38,7 @@ _QUEUE_ROWS = 200
 _RECONNECT_S = 1.0
 _HISTORY = 300  # most snapshots kept, one a second
 _MAX_DECISIONS = 200
-_VIEW_OF = {"drain": "endpoints", "evict": "queue"}  # the view in which an action is available
+_VIEW_OF = {"drain": "endpoints", "evict": "queue"}  # action -> the view in which it is available
 
 
 def plain(text: object) -> str:
