@@ -33,7 +33,7 @@ def pool() -> str:
 
 @pytest.fixture
 async def patient(redis7: Server, between: Proxy, pool: str) -> AsyncIterator[Fleet]:
-    """One replica that reaches Redis through the proxy and tolerates HANGS_S of silence."""
+    """One replica that reaches Redis through the proxy and tolerates a silence of HANGS_S."""
     through = {"a": between.url}
     async with running(redis7.url, pool, "a", upper_per=8, through=through, silence_s=HANGS_S) as it:
         yield it

@@ -64,7 +64,7 @@ def _flow_by_api_key(keys: Path, bootstrap: str) -> str:
 
 
 def limit_mib(name: str) -> int | None:
-    """The memory limit in MiB of process `name`; None if the process is not part of the product."""
+    """The memory limit in MiB of process `name`; None for a process that is not part of the product."""
     return next((limit for kind, limit in LIMITS_MIB.items() if name.startswith(kind)), None)
 
 

@@ -229,8 +229,8 @@ _READY_S, _GRACE_S = 60.0, 10.0
 
 @contextlib.asynccontextmanager
 async def process_at(url: str, command: Sequence[str]) -> AsyncIterator[Child]:
-    """Run a process, ready once `url` answers 200, until the block ends. Raises StartupError if it does not
-    start."""
+    """Run a process, ready once `url` answers 200, until the block ends. Raises StartupError if it never
+    is."""
     with tempfile.TemporaryDirectory() as folder:
         child = await Child.start(command[0], command, Path(folder) / "log")
 

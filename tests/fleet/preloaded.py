@@ -2,7 +2,7 @@
 
 import gc
 
-gc.disable()  # a run during the imports, or in a fork, would scan all that is loaded here
+gc.disable()  # a garbage collection during the imports, or in a fork, would scan everything loaded here
 
 import pydantic.v1  # noqa: E402, F401 - FastAPI imports it for its first route
 

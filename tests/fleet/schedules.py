@@ -91,7 +91,7 @@ class Schedule(NamedTuple):
 
     @property
     def bounds(self) -> dict[str, Any]:
-        """The settings `request_queue_controller`. The fleet finds its limits from the least one."""
+        """The settings `request_queue_controller`. The fleet begins with the least limit."""
         if self.adaptive:
             return {"mode": "adaptive", "initial_per_backend": 1}
         return exact_bounds(BOUND / ENDPOINTS)
@@ -354,9 +354,9 @@ class World:
         return int(entries[0][b"seq"]) if entries else 0, self._last_bound
 
     def _most_running(self, seen: Sequence[Running]) -> float:
-        """The bound (G1, G8) at the last admission of `seen`, which found all others in flight. It is doubled
-        if a new primary lacks the last writes, and while only some replicas use Redis and afterwards until
-        the bound holds again (docs/redis.md, limits)."""
+        """The bound (G1, G8) at the last admission of the requests `seen`, all of which were in flight then.
+        It is doubled if a new primary lacks the last writes, and while only some replicas use Redis and
+        afterwards until the bound holds again (docs/redis.md, limits)."""
         bound = max(seen, key=lambda each: each.seq).bound
         live = (each.pool for each in self.nodes if not each.dead.is_set())
         uses = {pool.admission.failover.outage is None for pool in live}

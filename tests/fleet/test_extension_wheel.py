@@ -25,7 +25,7 @@ BAD = {
     "raises": "raise RuntimeError('no such rack')",
 }
 
-# A filter that keeps the endpoints of one rack, and an ordering: each byte of the body takes a millisecond.
+# A filter that keeps one rack's endpoints, and an ordering: each byte of a body takes a millisecond.
 ORDER = (
     IMPORTS
     + """
@@ -67,7 +67,7 @@ def run(environment: Mapping[str, str], *arguments: str | Path, folder: Path) ->
 
 def test_the_examples_own_test_passes_on_its_wheel(environment: Mapping[str, str], tmp_path: Path) -> None:
     shutil.copy(EXAMPLE / "tests" / "test_by_price.py", tmp_path)
-    alone = {**environment, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # the plugins take most of the time
+    alone = {**environment, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # plugins take most of the time
     status, output = run(alone, "pytest", "-q", "-p", "no:cacheprovider", ".", folder=tmp_path)
     assert (status, "2 passed" in output) == (0, True), output
 
@@ -87,7 +87,7 @@ def test_the_command_check_knows_the_extension_and_its_parameters(
         assert told in output
 
 
-async def test_a_fleet_serves_by_the_extension_and_without_those_that_sleep_or_raise(
+async def test_a_fleet_uses_an_extension_and_leaves_out_those_that_sleep_or_raise(
     fleet: Any, environment: Mapping[str, str]
 ) -> None:
     async with failing_servers(3, service_s=0.0) as servers:

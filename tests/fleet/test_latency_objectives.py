@@ -12,7 +12,7 @@ ASK = {"model": "llama", "prompt": "Hello.", "max_tokens": 12, "stream": True}
 
 
 @pytest.mark.parametrize("mode", ["http", "standard"])
-async def test_sheddable_requests_are_refused_once_their_objective_is_known_to_be_missed(
+async def test_sheddable_requests_are_refused_once_their_objective_is_predicted_to_be_missed(
     mode: str, shared_fleet: Any
 ) -> None:
     here = shared_fleet(

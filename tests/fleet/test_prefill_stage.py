@@ -1,4 +1,4 @@
-"""Endpoints that prefill or encode for others, behind a real Envoy: headers, counts, a stage that goes."""
+"""Endpoints that prefill or encode for others, behind a real Envoy: headers, counts, a lost stage."""
 
 import asyncio
 import contextlib
@@ -30,21 +30,19 @@ CLIENTS = 8
 class Servers:
     """Two servers that decode, as behind llm-d's sidecar, two that only prefill, and two that only encode.
 
-    The sidecar has the prefill server of the header compute the prompt. If that fails, its own engine does:
-    one of `fallbacks`. The sidecar has the encoders of the header encode images in turn; if one fails, the
-    client gets 502.
+    The sidecar makes the prefill server of the header compute the prompt. If that fails, its own engine
+    computes the prompt, counted in `fallbacks`. The sidecar makes the encoders of the header encode the
+    images in turn; if one fails, the client gets 502.
     """
 
     def __init__(self) -> None:
         self.decoders: list[str] = []
         self.prefillers: list[str] = []
         self.encoders: list[str] = []
-        self.named_encoders: list[list[str]] = []  # of each request to a decode server, by its header
+        self.named_encoders: list[list[str]] = []  # of each request to a decode server
         self.encoded = 0  # images
-        self.values: set[str] = set()  # of headers of requests to decode servers
-        self.headers: list[
-            tuple[str, str | None]
-        ] = []  # prompt and header of each request to a decode server
+        self.values: set[str] = set()  # header values that reached decode servers
+        self.headers: list[tuple[str, str | None]] = []  # of each request to a decode server
         self.prefilled = self.fallbacks = 0
         self.prefill_s = 0.01
         self._http = httpx.AsyncClient(timeout=5.0)
@@ -257,7 +255,7 @@ async def test_media_are_encoded_by_ready_servers_that_clients_cannot_name(tmp_p
                 shown = await page.page.locator("#rows-endpoints").inner_text()
                 assert [shown.count(stage) for stage in ("decode", "prefill", "encode")] == [2, 4, 2]
 
-        # Encoders that fail are named no longer; without any, the server that decodes encodes.
+        # Failed encoders are no longer named; without encoders the decode server encodes itself.
         for left, killed in ((1, servers.encoders[0]), (0, servers.encoders[1])):
             await servers.kill(killed)
             async with asyncio.timeout(60):
@@ -270,7 +268,7 @@ async def test_media_are_encoded_by_ready_servers_that_clients_cannot_name(tmp_p
         assert {row["in_flight"] for row in await here.get("endpoints")} == {0}
 
 
-async def test_the_emitted_envoy_removes_a_header_of_another_name_as_well(tmp_path: Path) -> None:
+async def test_the_bootstrap_removes_a_prefill_header_of_another_name_as_well(tmp_path: Path) -> None:
     own = {
         "scheduling": {
             "stages": {"threshold": 100, "header": "x-prefill-at", "encode": {"header": "x-encode-at"}}

@@ -1,5 +1,5 @@
-"""The fleet's prefix index follows the caches of its model servers: answers teach it in each mode, and no
-replica sends a prompt to a restarted server for a prefix that is gone."""
+"""The fleet's prefix index follows the caches of its model servers: answers correct the index in each mode,
+and no replica sends a prompt to a restarted server for a lost prefix."""
 
 import asyncio
 from functools import partial
@@ -20,7 +20,7 @@ def prompt(number: int) -> str:
 
 async def shares(fleet: Any, number: int) -> tuple[int, dict[str, float]]:
     """Send the conversation's next turn. Returns the replica that placed it, and by endpoint the share of the
-    prompt that this replica took to be cached."""
+    prompt that this replica assumed to be cached."""
     assert (await complete(fleet.url, prompt(number) + "And then?", 2)).served
     entry = [entry for entry in await decisions(fleet) if entry.event == "bypassed"][-1]
     for replica in range(3):
@@ -33,7 +33,7 @@ async def shares(fleet: Any, number: int) -> tuple[int, dict[str, float]]:
 
 
 @pytest.mark.parametrize("mode", ["standard", "http"])
-async def test_answers_teach_the_index_how_much_a_server_has_cached(fleet: Any, mode: str) -> None:
+async def test_answers_show_the_index_how_much_a_server_has_cached(fleet: Any, mode: str) -> None:
     here = fleet("--replicas", "2", "--endpoints", "2", "--mode", mode, "--sim-ttft", "50", config=CONFIG)
 
     async def evidence() -> list[EvidenceRecord]:
@@ -49,7 +49,7 @@ async def test_answers_teach_the_index_how_much_a_server_has_cached(fleet: Any, 
     await at_rest(here)
 
 
-async def test_a_restarted_server_loses_its_prefixes_in_the_index_of_every_replica(fleet: Any) -> None:
+async def test_every_replica_forgets_the_prefixes_of_a_restarted_server(fleet: Any) -> None:
     here = fleet("--endpoints", "2", "--sim-ttft", "5", "--sim-itl", "1", config=CONFIG)
     address = here.state["endpoints"][0]["address"]
     served = [(await complete(here.url, prompt(number), 2)).endpoint for number in range(PROMPTS)]

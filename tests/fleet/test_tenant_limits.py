@@ -12,7 +12,7 @@ from model_servers import counting_servers, static
 
 from picker_tools.load.generator import flow_header
 
-SENT, SERVED = 12, 5  # the limits are per day, so that none grows by a request while the test runs
+SENT, SERVED = 12, 5  # the limits are per day, so that none regains a whole request while the test runs
 LIMITS = [{"requests": SERVED, "per": "1d"}, {"tokens": 10_000, "per": "1d", "burst": 2_000}]
 NODES: list[dict[str, Any]] = [
     {"path": "acme", "over_limit": "reject", "limits": LIMITS},
@@ -54,7 +54,7 @@ async def test_tenants_get_their_limits_and_answers_say_what_remains(fleet: Any,
                 assert (error["type"], error["code"]) == ("rate_limit_error", "over_limit")
                 assert "acme" in error["message"]
                 assert f"{SERVED} requests per 1d" in error["message"]
-                # A request's share of the day is 4.8 hours.
+                # One request of the daily limit comes back in 4.8 hours.
                 assert 0.9 < int(each.headers["retry-after"]) / (86_400 / SERVED) <= 1
                 assert each.headers["x-should-retry"] == "false"
 

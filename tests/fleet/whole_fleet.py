@@ -183,8 +183,7 @@ class Fleet:
     async def until(
         self, path: str, holds: Callable[[Any], object], *, replica: int = 0, pool: str = "", **more: Any
     ) -> Any:
-        """Read /api/v1/`path` from one replica until the function `holds` accepts the answer; return this
-        answer."""
+        """Read /api/v1/`path` from one replica until the function `holds` accepts the answer; return it."""
         return await self.eventually(lambda: self.get(path, replica, pool=pool), holds, **more)
 
     async def until_state(
@@ -199,8 +198,8 @@ class Fleet:
         await self.until("state", has_them, replica=replica, pool=pool, within_s=within_s, what=what)
 
     async def until_counted(self) -> None:
-        """Wait until every replica has been in the pool long enough to get a share of the bound if Redis is
-        lost."""
+        """Wait until every replica is in the pool for long enough to get a share of the bound without
+        Redis."""
 
         def are_listed(found: dict[str, Any]) -> bool:
             return len(found["replicas"]) == len(self.state["replicas"])

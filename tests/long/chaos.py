@@ -80,7 +80,7 @@ def _run_schedules(seeds: range, findings: Findings) -> None:
     failed = []
     # Python 3.11's ProcessPoolExecutor may hang when a process reaches its maximum number of tasks.
     with multiprocessing.get_context("spawn").Pool(
-        initializer=logging.disable,  # silences the replicas' logs of injected faults
+        initializer=logging.disable,  # silences the replicas' log lines about injected faults
         maxtasksperchild=_SCHEDULES_A_PROCESS,
     ) as processes:
         for seed, found in zip(seeds, processes.imap(report_of, seeds), strict=True):

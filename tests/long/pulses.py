@@ -1,9 +1,9 @@
 """Stops and continues replicas and Valkey at random under load, as a host with busy cores does.
 
 The fleet has two replicas, two simulators, Envoy in `lean` and a Valkey; clients send their next request at
-once. A simulator runs six requests at once; the fleet finds or is told this. Again and again each process
-runs for 0.1 to 1.5 s and is then stopped (SIGSTOP) for 50 to 600 ms. The first run stops no process, for
-comparison.
+once. A simulator runs six requests at once; the fleet finds this limit, or its configuration gives it. Again
+and again each process runs for 0.1 to 1.5 s and is then stopped (SIGSTOP) for 50 to 600 ms. The first run
+stops no process, for comparison.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from long.findings import Findings
 from picker_tools.audit.log import LogStream
 from picker_tools.load.generator import Request, closed_loop
 
-_PAUSE_S = (0.1, 1.5)  # a process runs for so long between two stops
+_PAUSE_S = (0.1, 1.5)  # time for which a process runs between two stops
 _STOP_S = (0.05, 0.6)
 _CLIENTS, _TOKENS = 24, 16
 _WARM_S, _REST_S, _LOOK_S = 3.0, 2.0, 0.1
@@ -54,9 +54,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 class _Run:
     """Figures of one run. `rate`: answers a second. `failed`: unserved requests whose clients did not leave.
 
-    `most_at_engines`: maximum number of requests on the simulators' metrics pages; `most_of_bound`: the same,
-    relative to the bound then in force. `left_over`: the fleet's counts two seconds after the last answer.
-    `departures`: failovers to local admission. `stopped_s`: mean total time for which a process was stopped.
+    `most_at_engines`: maximum number of requests on the simulators' metrics pages; `most_of_bound`: this
+    number relative to the bound then in force. `left_over`: the fleet's counts two seconds after the last
+    answer. `departures`: failovers to local admission. `stopped_s`: mean total time for which a process was
+    stopped.
     """
 
     rate: float
@@ -182,7 +183,8 @@ async def _pulses(seed: int, processes: Mapping[str, psutil.Process]) -> AsyncIt
 
 
 def _most_of_bound(looks: Sequence[tuple[float, int]], redis_url: str) -> float:
-    """The maximum of `looks` (time, requests at the engines) relative to the largest bound shortly before."""
+    """The maximum of the readings `looks` (time, requests at the engines), each relative to the largest bound
+    shortly before."""
     with LogStream(redis_url, "default") as log:
         entries = [entry for page in log.pages() for entry in page.entries]
     times_s = [int(entry["time_us"]) / 1e6 for entry in entries]

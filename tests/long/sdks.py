@@ -118,7 +118,7 @@ async def at_rest(fleet: RunningFleet) -> bool:
     return not any(counts(await fleet.get("state")))
 
 
-_Seen = tuple[Any, list[Request]]  # a call's return value, and the requests that the server got from the call
+_Seen = tuple[Any, list[Request]]  # a call's return value, and its requests as the server got them
 
 
 async def _calls(

@@ -3,7 +3,7 @@
 Eight whole replicas run in this process on a clock that jumps to the next event (tests/fleet/time_lapse.py).
 An organisation's requests enter at two replicas only. Every minute one replica is killed, and clients retry
 its requests at the next replica. Estimates of tokens are wrong by a random factor of up to 2. The audit
-checks each decision. Shares are tokens that requests used after the first minute, by weight.
+checks each decision. Shares are the tokens used after the first minute, divided by weights.
 """
 
 import argparse
@@ -54,7 +54,7 @@ _NODES: Sequence[Mapping[str, Any]] = (
     {"path": _REJECTING, "over_limit": "reject", "limits": [{"requests": 30, "per": "1m"}]},
 )  # fmt: skip
 _WEIGHTS = {node["path"]: node["weight"] for node in _NODES if "weight" in node}
-# Siblings that no limit of their own stops: they share their parent's service by weight.
+# Siblings without limits of their own: they share their parent's service by weight.
 _SIBLINGS: Mapping[str, Sequence[Sequence[str]]] = {
     "organisations": [["north", "south", "crowd"]],
     "teams": [
@@ -137,7 +137,7 @@ def _check(log: "_Log", seconds: float, findings: Findings) -> None:
 
 
 def _widest(log: "_Log", siblings: Sequence[str]) -> float:
-    """The largest relative difference of a sibling's service by weight from the mean."""
+    """The largest relative difference between a sibling's service by weight and the siblings' mean."""
     by_weight = [log.tokens[path] / _WEIGHTS.get(path, 1) for path in siblings]
     mean = sum(by_weight) / len(by_weight)
     return max(abs(each / mean - 1) for each in by_weight)
@@ -260,7 +260,7 @@ def _clients(fleet: _Fleet, log: _Log, dice: random.Random) -> Iterator[Any]:
 
 
 async def _call(fleet: _Fleet, log: _Log, flows: Sequence[str], replica: int, dice: random.Random) -> None:
-    """Send one request after the other, of one flow after the other."""
+    """Send requests one after the other, of each flow in turn."""
     while True:
         for flow in flows:
             prompt, answer = dice.randint(50, 100), dice.randint(100, 300)

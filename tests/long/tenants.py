@@ -1,4 +1,4 @@
-"""Two tenants with API keys and official SDKs: one is far over its limit, the other is as alone.
+"""Two tenants with API keys and official SDKs: one is far over its limit, and the other must not notice.
 
 The tenant `busy` sends many times its limit of requests: it gets 429 with the headers that SDKs read, and
 each SDK waits as long as `retry-after` says before it sends the request again. The tenant `quiet` sends the
@@ -34,7 +34,7 @@ _LIMIT, _PER = 5, "1s"
 _SERVERS, _SERVICE_S = 2, 0.1
 _QUIET, _BUSY = 2, 8  # workers of each SDK
 _MOST_RATIO, _LEAST_USED = 1.2, 0.8
-_SLACK_S = 0.05  # a retry's answer comes at most so much sooner than the first answer and its wait
+_SLACK_S = 0.05  # tolerance: a retry's answer may come so much sooner than the first answer plus the wait
 _REST_S = 20.0
 _CLIENT = Path(__file__).parent / "sdk_tenant.py"
 _OPENAI_RESET = re.compile(r"(\d+h)?(\d+m(?!s))?(\d+(\.\d+)?s)?(\d+ms)?")
@@ -114,7 +114,7 @@ def _config(servers: Iterable[Server]) -> dict[str, Any]:
     return {
         "discovery": {"static": [{"address": each.address} for each in servers]},
         "extproc": {"trusted_headers": ["x-gateway-inference-fairness-id"]},
-        # 8 requests at once: without its limit, `busy` would fill the places.
+        # 8 requests at once: without its limit, `busy` would fill all slots.
         "request_queue_controller": {"watermark_per_backend": 4},
         "tenants": {"nodes": [{"path": "busy", "over_limit": "reject", "limits": limits}, {"path": "quiet"}]},
     }
@@ -211,7 +211,7 @@ def _check_busy(what: str, sdk: str, calls: list[_Call], findings: Findings) -> 
 
 
 def _early_retries(calls: Iterable[_Call]) -> Iterator[float]:
-    """The seconds by which a call was sent again too early."""
+    """The seconds by which a call was repeated too early."""
     for call in calls:
         for first, second in zip(call.attempts, call.attempts[1:], strict=False):
             early_s = first.at_s + float(first.headers.get("retry-after", "inf")) - second.at_s
@@ -229,7 +229,7 @@ def _faults_of_body(sdk: str, body: str) -> Iterator[str]:
 
 
 def _faults_of_headers(sdk: str, headers: dict[str, str]) -> Iterator[str]:
-    """What an SDK's user would miss in the quota headers of a served answer."""
+    """The faults of a served answer's quota headers for an SDK's user."""
     for unit, limit in (("requests", _LIMIT), ("tokens", 1_000_000)):
         names = (
             [f"x-ratelimit-{part}-{unit}" for part in ("limit", "remaining", "reset")]

@@ -1,4 +1,4 @@
-"""Simulates a week of a fleet with quiet days, light load and bursts that queue.
+"""Simulates a week of a fleet with quiet days, light load, and bursts whose requests queue.
 
 Whole replicas run in this process on a clock that jumps to the next event (tests/fleet/time_lapse.py). All
 intervals are 12 times the defaults, so a week has as many heartbeats and sweeps as half a day by default.

@@ -61,7 +61,7 @@ class Fleet(RunningFleet):
         return {place: count for place, count in (await self.get("state"))["in_flight"].items() if count}
 
     async def weigh(self, **weights: float) -> None:
-        """Set the weights of the named scorers, and set the weights of all other scorers to 0."""
+        """Set the weights of the named scorers, and the weights of all other scorers to 0."""
         await self.change({"scheduling": {"scorers": dict.fromkeys(SCORERS, 0.0) | weights}})
 
     async def is_idle(self) -> bool:

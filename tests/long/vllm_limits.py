@@ -1,7 +1,7 @@
-"""Limits that the fleet finds for real vLLM servers, beside the best static bound and vLLM asked directly.
+"""Compares limits that the fleet finds for real vLLM servers with the best static bound and with vLLM alone.
 
-A search finds the static bound with the most requests a second. Then each round measures vLLM asked directly,
-a fleet with this bound, and a new fleet with nothing configured, from the 20th second of its load on.
+A search finds the static bound with the most requests a second. Then each round measures vLLM alone, a fleet
+with this bound, and a new fleet with nothing configured, from the 20th second of its load on.
 """
 
 import argparse
@@ -25,9 +25,9 @@ from picker_tools.load.generator import Client, Load, Request, flow_header, quan
 
 _TOKENS, _PROMPT_BYTES = 48, (100, 200)  # the tokenizer makes a token of each byte
 _GRID = (2, 4, 8, 16, 32, 64, 128)
-_SEARCHED_S = (5.0, 15.0)  # a run of the search: its first figures, its end
-_MEASURED_S = (20.0, 45.0)  # the same of a compared run
-_ALIKE = 0.98  # bounds with this share of the most requests a second: the one with the least p95 TTFT is best
+_SEARCHED_S = (5.0, 15.0)  # seconds into a run of the search: figures begin, run ends
+_MEASURED_S = (20.0, 45.0)  # the same for a compared run
+_ALIKE = 0.98  # best: of the bounds with this share of the most requests a second the least p95 TTFT
 _DRAIN_S = 60.0
 
 

@@ -1,8 +1,10 @@
-"""Prefix hits of real vLLM servers by a fixed and a learnt capacity of their caches, and by their KV events.
+"""Compares prefix hits of real vLLM servers with a fixed and a learnt capacity of their caches, and with KV
+events.
 
-Twice the conversations that fit into the servers' caches; a client sends the next turn of a random one. Each
-round starts a new fleet for each index in turn. Hits are by vLLM's own counters, in the second half of a run.
-*Fixed*: the index assumes 31 250 blocks for each server. First, two checks of the KV events on their own.
+There are twice as many conversations as fit into the servers' caches; a client sends the next turn of a
+random one. Each round starts a new fleet for each index in turn. Hits are by vLLM's own counters, in the
+second half of a run. *Fixed*: the index assumes 31 250 blocks for each server. First, two checks of the KV
+events on their own.
 """
 
 import argparse
@@ -25,7 +27,7 @@ from long.vllm_servers import BASE, Server, installed, made_model, servers
 
 FIXED, LEARNT, PRECISE = "fixed", "learnt", "precise"
 _SCORERS = {"queue-depth": 2, "kv-cache": 2, "prefix-affinity": 3}
-_BLOCK_TOKENS = 128  # of vLLM on the CPU; the tokenizer makes a token of each byte
+_BLOCK_TOKENS = 128  # block size of vLLM on the CPU; the tokenizer makes a token of each byte
 _QUESTION_BYTES, _ANSWER_BYTES = (64, 160), 64
 _TIMES_WHAT_FITS = 2
 _TOKENS = 16  # of an answer
@@ -53,12 +55,12 @@ class Case(NamedTuple):
         return sum(self.system_bytes) / 2 + self.turns / 2 * turn_bytes
 
 
-# Of agents the system prompts alone fill the caches of two servers once.
+# With agents, the system prompts alone fill the caches of two servers once.
 CASES = (Case("chats", 4, (256, 512), 6), Case("agents", 32, (800, 1200), 3))
 
 
 class _Conversations:
-    """Makes prompts of random conversations, of which a prompt takes one until its answer has come."""
+    """Makes prompts of random conversations; a conversation waits for its answer before its next prompt."""
 
     def __init__(self, case: Case, count: int, mark: str, dice: random.Random) -> None:
         self._case, self._dice = case, dice
@@ -137,14 +139,15 @@ async def _run(
 
 
 async def _hits(running: Sequence[Server]) -> tuple[float, float]:
-    """The tokens that were found in the servers' caches, and those looked up, so far."""
+    """The numbers of tokens found in the servers' caches and looked up there, so far."""
     hits = [await server.counted("vllm:prefix_cache_hits_total") for server in running]
     queries = [await server.counted("vllm:prefix_cache_queries_total") for server in running]
     return sum(hits), sum(queries)
 
 
 async def _events_are_followed(running: Sequence[Server], findings: Findings) -> None:
-    """Check that choices know within a second what a server has removed, and that its cache was cleared."""
+    """Check that choices take into account within a second that a server has removed blocks or cleared its
+    cache."""
     dice = random.Random(1)
 
     def prompt() -> str:
@@ -158,7 +161,7 @@ async def _events_are_followed(running: Sequence[Server], findings: Findings) ->
             (await client.post(f"{url}/v1/completions", json=_body(text, 1))).raise_for_status()
 
         async def shares(text: str) -> dict[str, float]:
-            """By server the share of `text` that the choice for `text` took to be cached."""
+            """By server, the share of `text` that the choice for `text` assumed to be cached."""
             await ask(text)
             entry = [entry for entry in await decisions(fleet) if entry.event == "bypassed"][-1]
             for replica in range(2):
@@ -170,7 +173,7 @@ async def _events_are_followed(running: Sequence[Server], findings: Findings) ->
             raise KeyError(entry.request)
 
         asked = [prompt() for _ in range(8)]
-        for text in asked + asked:  # a server's first event tells the size of its blocks
+        for text in asked + asked:  # a server's first event gives the size of its blocks
             await ask(text)
             await asyncio.sleep(0.3)
         first, second = [await shares(text) for text in asked[:2]]

@@ -203,8 +203,8 @@ async def servers(
 
 
 def _events_ports(first: int) -> tuple[int, int]:
-    """Two free ports, the second one higher: of the KV events and of their replay. Clients' connections take
-    no ports of this range while a server starts."""
+    """Two free ports, the second one higher by 1: for the KV events and for their replay. Clients'
+    connections take no ports of this range while a server starts."""
     for port in range(first, first + 1000, 20):
         with contextlib.suppress(OSError), socket.socket() as one, socket.socket() as next_one:
             one.bind(("", port))

@@ -56,7 +56,7 @@ class EndpointCounts:
         return len(self.open)
 
     def publish(self, draining: Mapping[str, bool], listed: set[str], counted: set[str]) -> None:
-        """Publish all endpoints, of which `listed` are of this stage, and `counted` have a count in it."""
+        """Publish all endpoints: `listed` are of this stage, and `counted` have a count in this stage."""
         self.listed, self.published, self._counted = listed, set(draining), counted
         self._draining = {address for address, drains in draining.items() if drains}
         for what, address in list(self.marks):
@@ -89,9 +89,9 @@ class EndpointCounts:
         caps: Mapping[str, float],
         last_resort: bool = True,
     ) -> tuple[dict[str, int], bool, list[str]]:
-        """Return the endpoints among `named` (None: all) that may take r, with their counts; if none, whether
-        only limits prevent it; the endpoints at their `caps`. Named ejected endpoints may be a last
-        resort."""
+        """Return three values: the endpoints among `named` (None: all) that may take r, with their counts; if
+        none, whether only limits prevent it; the endpoints at their `caps`. Named ejected endpoints may be a
+        last resort."""
         if named is None:
             return self._options(r, self.open, caps)
         found = self._options(r, self.open.intersection(named), caps)

@@ -30,7 +30,7 @@ class Entry:
         return [flow for _, flow in self.by if flow]
 
     def forget_one(self) -> None:
-        """Forget the oldest failure with no flow or the newest failure's flow, else the oldest one."""
+        """Forget the oldest failure with no flow or with the newest failure's flow, else the oldest one."""
         *former, (_, newest) = self.by
         alike = [at for at, (_, flow) in enumerate(former) if flow in ("", newest)]
         del self.by[alike[0] if alike else 0]

@@ -95,8 +95,8 @@ class PoolModel:
         return [r for r in self.requests.values() if r.state in ("granted", "placed")]
 
     def mean_answer(self, flow: str, model: str) -> float:
-        """The smoothed mean of the answers' tokens: of the flow and model, else of the model, else the
-        default. The first answer sets a mean."""
+        """The smoothed mean of answers' tokens, for the flow and model, else for the model, else the default.
+        The first answer sets a mean."""
         default = float(self.moment.settings["default_answer"]), 0
         return self.means.get((flow, model), self.means.get((model, model), default))[0]
 
@@ -275,7 +275,7 @@ class PoolModel:
 
     @property
     def prefill_caps(self) -> dict[str, float]:
-        """The limits of the stage prefill. The fleet finds none in tokens."""
+        """The limits of the stage prefill. The fleet finds no such limits in tokens."""
         caps = self.moment.settings.get("prefill_caps") or {}
         if not self.finds_limits or self.in_tokens:
             return dict(caps)
@@ -288,13 +288,13 @@ class PoolModel:
         return {each: self._found_limit(each) for each in self.endpoints.counts}
 
     def _caps_of_requests(self) -> dict[str, int]:
-        """The limits of requests from discovery, and those of full endpoints."""
+        """The limits of requests from discovery, and the limits of full endpoints."""
         return self.outliers.lower(self.moment.settings.get("caps") or {})
 
     @property
     def caps(self) -> dict[str, float]:
-        """The limits of requests, by endpoint. With limits in tokens every endpoint has one: an endpoint at
-        its limit of tokens may run only as many requests as it runs."""
+        """The limits of requests, by endpoint. With limits in tokens every endpoint has one: at its limit of
+        tokens an endpoint may run no more requests than it runs now."""
         if not self.in_tokens:
             return self.outliers.lower(self.found) if self.finds_limits else self._caps_of_requests()
         caps = dict.fromkeys(self.endpoints.counts, math.inf) | self._caps_of_requests()
@@ -308,7 +308,7 @@ class PoolModel:
             return (
                 self.endpoints.places(self.caps, len(granted)) if self.caps or self.finds_limits else math.inf
             )
-        # A limit of requests leaves as many tokens as the mean request takes for each.
+        # Convert a limit of requests to tokens by the mean request's tokens.
         mean = max(self.stock / max(len(self.in_flight()), 1), 1)
         counts, caps, amounts = self.endpoints.counts, self._caps_of_requests(), self.amounts
         room = {
@@ -353,8 +353,8 @@ class PoolModel:
         return f"{placed(r)} {','.join(loads)}{told}", False, closed
 
     def _weigh_prefills(self, r: Request, candidates: str) -> dict[str, Burden] | list[str]:
-        """The burdens of the prefill endpoints that r may use, empty if none is ready; the full endpoints if
-        all ready ones are full."""
+        """The burdens of the prefill endpoints that r may use, empty if none is ready; and the full
+        endpoints, if all ready ones are full."""
         named, scores = read_candidates(candidates)
         caps, finds = self.prefill_caps, self.finds_limits and not self.in_tokens
         among = self.prefill.open if named is None else named
@@ -367,7 +367,7 @@ class PoolModel:
         return burdens(counts | fallbacks, scores, self.moment.settings["live_weight"], limits, shares)
 
     def _shares_of_limits(self) -> dict[str, float]:
-        """The part of its limit that each endpoint has in flight."""
+        """For each endpoint the fraction of its limit that is in flight."""
         if self.in_tokens:
             return {each: self.amounts[each] / limit for each, limit in self.found.items()}
         return {each: self.endpoints.counts[each] / max(cap, 1) for each, cap in self.caps.items()}
@@ -693,7 +693,7 @@ def placed(r: Request) -> str:
 
 
 def reservation(r: Request) -> str:
-    """The member of the key `prefills` for r."""
+    """The member for r in the sorted set `prefills`."""
     return f"{first(r.prefillers)}\x1f{r.id}"
 
 

@@ -187,7 +187,8 @@ class QueueModel(PoolModel):
         return "evicted"
 
     def heartbeat(self, caller: str, silence_ms: int) -> Reply:
-        """Notifications: the inbox, then those of this call. The answers are as in lua/heartbeat.lua."""
+        """The notifications are the inbox and then the notifications of this call. The answers are as in
+        lua/heartbeat.lua."""
         self._begin(caller)
         was_known = caller in self.live(silence_ms)
         self.replicas[caller] = self.moment.now_ms
@@ -222,8 +223,8 @@ class QueueModel(PoolModel):
         draining: Mapping[str, bool],
         stages: Mapping[str, str] = MappingProxyType({}),
     ) -> Reply:
-        """Publish settings and endpoints; `stages`: of those endpoints that do not only decode. The model
-        never loses a key, so it has nothing to rebuild."""
+        """Publish settings and endpoints; `stages` names the stages of endpoints that do not only decode. The
+        model never loses a key, so it has nothing to rebuild."""
         self._begin(caller)
         for address in self.endpoints.published - draining.keys():
             self.outliers.pop(address, None)
@@ -407,8 +408,8 @@ class QueueModel(PoolModel):
         return reply
 
     def _may_bypass(self, r: Request) -> bool:
-        """Whether r may start before all waiting requests: with tenants, if all are throttled, but not r's
-        flow queue or a node above."""
+        """Whether r may start before all waiting requests: with tenants, if they are throttled, but neither
+        r's flow queue nor a node above."""
         if not len(self.queue) or not self.has_tenants:
             return not len(self.queue)
         return not any(band.turns for band in self.queue.bands.values()) and not self.queue.is_throttled(r)
@@ -451,7 +452,7 @@ class QueueModel(PoolModel):
             if r.state == "orphaned":
                 self.queue.insert(r)
             r.any_endpoint = item.candidates == "*" and not item.prefill
-            self._withdraw_notification(r)  # left by an earlier request with this id
+            self._withdraw_notification(r)  # an earlier request with this id left it
             self._log("adopted", r.id)
             return f"queued {r.deadline_ms - self.moment.now_ms} adopted"
         self._log("adopted", r.id)

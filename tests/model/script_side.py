@@ -44,7 +44,7 @@ class Seen:
     orders: dict[str, dict[str, float]]  # the scores by member of every sorted set, by name without prefix
     balances: dict[str, tuple[float, ...]]  # the numbers of each field of the hash `balances`
     placed: dict[str, str]  # the endpoints of each placed request, best first
-    prefillers: dict[str, str]  # in the same way, of each request whose prompt another endpoint computes
+    prefillers: dict[str, str]  # the prefill endpoints of each request whose prompt another endpoint computes
 
 
 class ScriptSide:
@@ -189,7 +189,7 @@ def arguments(name: str, caller: str, *rest: Any) -> list[Any]:
     if name == "place":
         rest = ([(*item, "")[:4] for item in rest[0]],)
     if name == "settle":
-        # no prompt sizes: the model learns no lines
+        # no prompt sizes, since the model does not estimate prompts
         rest = ([(*item[:4], None, *(item[4:] or ("",))) for item in rest[0]],)
     if name in (
         "place",

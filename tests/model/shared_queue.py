@@ -119,7 +119,7 @@ class SharedQueue(FairQueue[Request]):
 
     def throttle(self, r: Request, child: str) -> None:
         super().throttle(r, child)
-        self.waits.pop((r.priority, child), None)  # of the last time that the child was throttled
+        self.waits.pop((r.priority, child), None)  # left from an earlier throttling
         self._log("throttled", child)
 
     def wait_for_endpoints(self, r: Request, closed: Iterable[str]) -> None:

@@ -1,4 +1,4 @@
-"""The balances of tenants in the model: as in an outage, and what only the scripts do."""
+"""The balances of tenants in the model: the local quotas, extended by the scripts' further rules."""
 
 from collections.abc import Mapping
 
@@ -41,7 +41,7 @@ class SweptQuotas(Quotas):
         return True
 
     def never_suffices(self, request_id: str) -> bool:
-        """Whether the first node that a waiting request lacks balance of grants less than it needs."""
+        """Whether the first node whose balance a waiting request lacks can never grant the request."""
         charge = self.charges[request_id]
         lacks = (self._lack(node, charge) for node in self._nodes(charge.flow) if node.over_limit == "queue")
         return any(lack.over_burst for lack in [next(filter(None, lacks))])
@@ -85,8 +85,8 @@ class SweptQuotas(Quotas):
         return node is not None and node.path == path
 
     def drop_idle(self) -> None:
-        """Forget balances without effect, as the sweep does: of nodes that are gone, and of limits of which
-        nothing is taken. The balance of a limit is kept for the limit's period after its last change."""
+        """Forget balances without effect, as the sweep does: balances of removed nodes, and of unused limits.
+        The balance of a limit is kept for the limit's period after its last change."""
         now_ms = self._now_ms() // 1
         for key, balance in list(self.balances.items()):
             path, _, kind = key.rpartition("\x1f")
@@ -103,7 +103,7 @@ class SweptQuotas(Quotas):
                 del self.balances[key]
 
     def recount(self) -> None:
-        """Count the requests in flight again: a node may have got a bound while its requests ran."""
+        """Count the requests in flight again, since a node may have got a bound while its requests ran."""
         for key in [key for key in self.balances if key.endswith("\x1fparallel")]:
             del self.balances[key]
         for charge in self.charges.values():

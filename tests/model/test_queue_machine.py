@@ -524,7 +524,7 @@ class QueueMachine(RuleBasedStateMachine):
             assert finding.violations == []
             self.audited[finding.promise] += finding.checked
         kept = self.side.key_names()
-        # The entries of waits are removed when their time comes, and those of budgets at the ends of periods.
+        # Entries of waits are removed when their time comes, entries of budgets when their periods end.
         assert all("\x1fbudget:" in key for key in self.model.quotas.balances)
         kept -= {"budget_waits", "balances"}
         assert kept == {"pool", "endpoints", "load", "log"}, kept

@@ -648,7 +648,7 @@ def test_the_examples_of_specification_001_hold(side: ScriptSide) -> None:
     assert pool.serve() == ["interactive-user-456", "batch-job-123", "low-priority-789"]
 
 
-def test_a_draining_prefill_endpoint_adds_nothing_to_a_restored_requests_claim(side: ScriptSide) -> None:
+def test_a_draining_prefill_endpoint_does_not_raise_a_restored_requests_claim(side: ScriptSide) -> None:
     pool = Pool(side, endpoints=2, upper_per=2)
     pool.call("publish", ("2", "2"), pool.model.moment.settings, {"e1": False, "p1": True}, {"p1": "prefill"})
     token = Request("lost", "a", "1", "f", 0, 1.0, 100.0, "", 3, "m", 0, endpoints="e1")

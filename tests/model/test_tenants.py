@@ -35,7 +35,7 @@ def test_tenants_share_first_then_their_teams(side: ScriptSide) -> None:
     assert {flow: order.count(flow) for flow in order} == {"b/z": 8, "a/y/1": 12, "a/x/1": 2, "a/x/2": 2}
 
 
-def test_a_tenant_over_its_limit_waits_in_its_place_while_others_pass(side: ScriptSide) -> None:
+def test_a_tenant_over_its_limit_keeps_its_position_while_others_pass(side: ScriptSide) -> None:
     pool = pool_of(side, {"a": {"limits": [limit("tokens", 100, burst=20)]}}, **ROOMY, guard_share=1.0)
     text = "{flow}{n} flow={flow} prompt_tokens=9 answer_tokens=1 ttl_ms=600"
     pool.admit(many(text.replace("{flow}", "a/x"), 4))
@@ -108,13 +108,11 @@ def test_the_end_of_a_request_frees_its_tenants_place(side: ScriptSide, end: str
 
 
 @pytest.mark.parametrize(("how", "granted"), [("used less", "big"), ("unserved", "big"), ("left", "two")])
-def test_balance_that_comes_back_starts_the_next_request_at_once(
-    side: ScriptSide, how: str, granted: str
-) -> None:
+def test_released_balance_starts_the_next_request_at_once(side: ScriptSide, how: str, granted: str) -> None:
     pool = pool_of(side, {"a": {"budget": {"units": 30, "period": "month"}}}, **ROOMY)
     for name, tokens in (("one", 20), ("big", 25), ("two", 10)):
         pool.admit(f"{name} flow=a/{name} prompt_tokens={tokens}")
-    assert pool.granted == []  # one was placed; big waits for the next month, and two behind it
+    assert pool.granted == []  # one was placed; big waits for the next month, and two waits behind it
     if how == "left":
         pool.cancel("big")
     else:
@@ -138,7 +136,7 @@ def test_a_changed_node_applies_to_waiting_requests_and_grants_no_second_burst(s
     assert pool.granted == ["three", "two", "four"]
 
 
-def test_a_waiting_request_is_charged_once_however_the_choice_beyond_the_limit_changes(
+def test_a_waiting_request_is_charged_once_through_changes_of_over_limit(
     side: ScriptSide,
 ) -> None:
     queueing = {"limits": [limit("requests", 3, 60_000)]}
@@ -150,7 +148,7 @@ def test_a_waiting_request_is_charged_once_however_the_choice_beyond_the_limit_c
         return pool.model.quotas.balances["a\x1frequests:60000"][0]
 
     pool.admit("one flow=a/x, two flow=a/y, three flow=a/z, four flow=a/x")
-    assert change("reject") == 3  # with two and three, which wait; four is beyond the limit
+    assert change("reject") == 3  # counts two and three, which wait; four exceeds the limit
     assert "evicted four " in pool.events
     assert change("queue") == 1
     assert pool.end("one") == ["two"]
@@ -168,7 +166,7 @@ def test_a_request_beyond_a_lowered_burst_leaves_and_others_go_on(side: ScriptSi
     assert "evicted big " in pool.events
 
 
-def test_a_bound_uncovered_by_a_removed_node_counts_running_requests(side: ScriptSide) -> None:
+def test_a_bound_that_a_removed_node_had_replaced_counts_running_requests(side: ScriptSide) -> None:
     pool = pool_of(side, {"*": {"max_parallel": 1, "over_limit": "reject"}, "a": {}}, **ROOMY)
     pool.admit("one flow=a/x, two flow=a/y")
     pool.call("set_tenants", "tenants", {"a": ""})

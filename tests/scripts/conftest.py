@@ -35,7 +35,7 @@ def direct(client: redis.Redis, pool: str) -> DirectPool:
 
 @pytest.fixture
 def splitting(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every request asks for any prefill endpoint."""
+    """Makes every request ask for a prefill endpoint, any of them."""
     choose = EndpointChooser.choose
     monkeypatch.setattr(
         EndpointChooser, "choose", lambda chooser, request: choose(chooser, request)._replace(prefill="*")

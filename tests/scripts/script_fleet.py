@@ -356,8 +356,7 @@ async def running(
     with `settings`, and each replica sends a heartbeat. With `listening`, all replicas receive wake-ups.
     `through` gives replicas another Redis URL by name; only these replicas use `silence_s`; the others stay
     patient on a busy machine. If `full`, the last replica has placed a request, `runs`, which fills the only
-    place. If `checked`, the decision log is audited at the end: each guarantee (G1 to G6) must have been
-    kept.
+    place. If `checked`, the decision log is audited at the end: each guarantee (G1 to G6) must hold.
     """
     if full:
         settings = {"upper_per": 1, **settings}

@@ -119,7 +119,7 @@ def test_a_token_with_an_invalid_priority_restores_nothing(full: DirectPool, pri
 
 
 def counted_anew(pool: DirectPool) -> dict[int, int]:
-    """Bytes of the waiting requests' bodies, as a newly loaded library reads these counts."""
+    """Bytes of the waiting requests' bodies, read from Redis by a newly loaded library."""
     pool.load(pool.library)
     return bytes_of(pool)
 

@@ -170,8 +170,7 @@ def test_a_call_that_failed_at_any_redis_command_has_its_usual_effect_when_repea
             assert library.everything() == at_first, number
             failures += 1
             library.call(script, *args)
-        # The repeated call gives the usual state. If a last write failed, the script itself repeated the
-        # write.
+        # The repeated call gives the usual state. If a last write failed, the script itself repeated it.
         assert library.everything() == due, number
     assert failures > 0
 

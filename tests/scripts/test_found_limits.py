@@ -114,7 +114,7 @@ async def test_a_pool_is_static_under_the_settings_of_an_older_version(fleet: Op
         settings = json.loads(await it.redis.hget(it.keys.pool, "settings"))
         del settings["caps"], settings["default_cap"]
         await it.redis.hset(it.keys.pool, "settings", json.dumps(settings))
-        await it.redis.function_load(load_library().source, replace=True)  # forgets what it has read
+        await it.redis.function_load(load_library().source, replace=True)  # drops cached state
         await a.admit("r1")
         assert await it.counts() == (1, 0, [1])
 

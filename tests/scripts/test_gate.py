@@ -94,7 +94,7 @@ async def test_a_client_that_disconnects_during_placement_leaves_no_state(
 
         monkeypatch.setattr(a.store, "place", stopped)
         await a.admit("runs")
-        task = await waiting(it, a, "q", subset=(E1,))  # with candidates `*` the grant would place q
+        task = await waiting(it, a, "q", subset=(E1,))  # with candidates `*` the grant would also place q
         await a.settle("runs")
         await placing.wait()
         # The client disconnects, and the stock and the endpoint of the request are released.

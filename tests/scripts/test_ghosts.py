@@ -139,7 +139,7 @@ async def test_a_renewed_request_is_no_longer_suspected_to_have_ended(fleet: Ope
         (["settle y"], {"x", "new"}),  # the metrics page lacked request y
         (["settle x", "settle y"], {"new"}),  # requests x and y had both ended
         (["renew y", "settle y"], {"new"}),  # y ran after the page, so the page lacked the ended x
-        (["renew x", "settle y"], {"x", "new"}),  # before, a renewal has restored request x
+        (["renew x", "settle y"], {"x", "new"}),  # a renewal has restored request x before
         (["settle y", "settle x"], {"new"}),
     ],
 )
@@ -187,7 +187,7 @@ async def test_an_unacknowledged_placement_of_a_silent_replica_is_reclaimed_firs
         await a.admit("first")
         await a.admit("runs")
         await b.admit("never taken")
-        await a.settle("first")  # grants and places the request of replica b, which does not acknowledge this
+        await a.settle("first")  # grants and places the request of replica b, which acknowledges nothing
         assert await counted(it) == {"runs", "never taken"}
         silent_ms = await it.now_ms() - SETTINGS["silence_ms"] - 1
         (name,) = [n for n in await it.redis.zrange(it.keys.prefix + "replicas", 0, -1) if n.startswith("b")]

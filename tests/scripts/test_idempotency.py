@@ -113,7 +113,7 @@ def _workload(dump: dict[str, Any]) -> list[float]:
 
 
 def _counts(dump: dict[str, Any]) -> dict[str, Any]:
-    """The parts of a dump that must be exact: all but epochs, versions, and records and tags with times."""
+    """The parts of a dump that must be equal: all but epochs, versions, and records and tags with times."""
     exact = ("stock", "queued", "queued:0", "queued:1", "queued:2", "ready", "dispatches", "ended")
     counted: dict[str, Any] = {name: dump["pool"]["counters"][name] for name in exact}
     counted["load"] = sum(dump["load"].values())  # endpoints take turns

@@ -115,8 +115,8 @@ class Load:
                 self._gate_of(name).renew(Alive(name, placement.endpoints[0], placement.accounting_token))
 
     async def pause_with(self, name: str) -> list[str]:
-        """Let no further request end. Returns the keys that the schema calls `name`. The requests that run by
-        chance may use no key that must be found: then let requests end and pause again."""
+        """Let no further request end. Returns the keys that the schema calls `name`. By chance the running
+        requests may not use the wanted key: then let requests end and pause again."""
         gone: list[str] = []
         for _ in range(20 if name in FOUND else 1):
             self.paused = True
@@ -181,7 +181,7 @@ async def test_service_and_counts_recover_after_the_loss_of_a_key(
                 if name in FOUND:
                     await until(lambda: is_told(a, b), SERVICE_S)
                 await until(load.counts_are_right)
-                if name != "requests":  # a restored request is past its prefill
+                if name != "requests":  # a restored request has no prefill any more
                     await until(load.prefills_are_right)
                 load.paused = False
                 await load.until_served()

@@ -20,7 +20,7 @@ from picker_fleet.state.accounting_token import Keyring
 CONFIG = {"request_queue_controller": {"unit": "tokens", "watermark_per_backend": 1e6}}
 TABLE = Path(__file__).parents[1] / "data" / "prompt_tokens.csv"
 ROWS = list(csv.DictReader(TABLE.read_text(encoding="utf-8").splitlines()))
-TEMPLATE_TOKENS = 12  # a chat template's, for one message
+TEMPLATE_TOKENS = 12  # tokens that a chat template adds to a message
 
 
 def chat(row: dict[str, str]) -> bytes:
@@ -43,7 +43,7 @@ async def test_estimates_of_prompts_are_good_to_15_percent_after_200_requests(
         names = map("r{}".format, range(len(rows)))
 
         async def requests() -> list[InferenceRequest]:
-            """The requests as a replica reads them that has just started."""
+            """The requests as a newly started replica reads them."""
             lines = (await it.state()).prompt_lines
             intake = Intake(
                 parse(CONFIG),
@@ -54,7 +54,7 @@ async def test_estimates_of_prompts_are_good_to_15_percent_after_200_requests(
             return [intake.request(each, {}, subset=None, trusted=False) for each in asks]
 
         def error(estimated: list[InferenceRequest]) -> float:
-            assert all(each.learn for each in estimated)  # the cost is the prompt's alone
+            assert all(each.learn for each in estimated)  # the cost includes no answer
             return median(abs(each.cost / tokens - 1) for each, tokens in zip(estimated, real, strict=True))
 
         first = await requests()
@@ -68,7 +68,7 @@ async def test_estimates_of_prompts_are_good_to_15_percent_after_200_requests(
         assert error(await requests()) < 0.15
 
 
-def test_a_few_wrong_figures_hardly_change_what_a_prompt_costs(direct: DirectPool) -> None:
+def test_a_few_wrong_figures_hardly_change_the_estimated_cost_of_a_prompt(direct: DirectPool) -> None:
     direct.publish("e1:1")
 
     def learn(size: int, tokens: int, model: str = "m") -> None:

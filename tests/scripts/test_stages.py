@@ -35,7 +35,7 @@ class StagedPool(DirectPool):
         return {address.decode(): count for address, count in found}
 
     def counts(self) -> dict[str, float]:
-        """The requests in flight by endpoint, without closed idle endpoints."""
+        """The requests in flight by endpoint, without idle endpoints that take no requests."""
         found = self.client.zrange(f"{self.prefix}load", 0, -1, withscores=True)
         return {address.decode(): count for address, count in found if count != CLOSED}
 
@@ -77,7 +77,7 @@ def test_an_endpoint_that_only_prefills_is_never_asked_to_decode(staged: StagedP
         assert staged.split(f"r{n}")[0] == "d:1"
     assert staged.admit("picky", candidates="p:1")[:2] == ["refused", "no-endpoints"]
     state = staged.call("state", 60_000)
-    assert (state[6], float(state[4])) == (1, 10)  # one ready endpoint; the upper bound is its share
+    assert (state[6], float(state[4])) == (1, 10)  # the upper bound of one ready endpoint
 
 
 @pytest.mark.parametrize("end", ["the first token", "the end", "a cancel"])
@@ -135,7 +135,7 @@ def test_an_endpoint_that_only_encodes_gets_no_request_and_adds_nothing_to_the_b
     encoder = describe(Endpoint("e:1", encodes=True, decodes=False))
     staged.stages({"d:1": DECODE, "p:1": PREFILL, "e:1": encoder}, upper_per=2)
     assert staged.split("r1", candidates="e:1=1,d:1=0.1", prefill="e:1=1,p:1=0.1") == ("d:1", "p:1")
-    for on in (1, 0):  # a mark that ends does not let the endpoint decode
+    for on in (1, 0):  # the end of a mark does not let the endpoint decode
         staged.call("mark_endpoint", "a", "e:1", "down", on)
         assert staged.call("state", 60_000)[6] == 1
     assert staged.split("r2") == ("d:1", "p:1")
@@ -150,7 +150,7 @@ def test_an_older_version_sees_an_endpoint_that_does_not_decode_as_draining(does
 
 
 @pytest.mark.parametrize("by", ["publish", "publish_changes"])
-def test_an_endpoint_that_leaves_a_stage_finishes_what_it_runs_there(staged: StagedPool, by: str) -> None:
+def test_an_endpoint_that_leaves_a_stage_finishes_its_requests_there(staged: StagedPool, by: str) -> None:
     def becomes(description: str, former: str, version: str) -> None:
         if by == "publish":
             staged.stages({"d:1": DECODE, "x:1": description}, version=version, upper_per=10)
@@ -186,9 +186,7 @@ def test_a_reservation_without_a_record_ends_with_its_lease(staged: StagedPool, 
     assert client.zcard(f"{staged.prefix}prefills") == 0
 
 
-def test_a_request_restored_after_a_flushall_is_past_its_prefill(
-    staged: StagedPool, client: redis.Redis
-) -> None:
+def test_a_request_restored_after_a_flushall_has_no_prefill(staged: StagedPool, client: redis.Redis) -> None:
     staged.stages(upper_per=10)
     staged.split("r1")
     for key in client.scan_iter(f"{staged.prefix}*"):

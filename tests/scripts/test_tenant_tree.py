@@ -62,7 +62,7 @@ class TenantPool(ClockedPool):
         return served
 
     def rebuild(self, **settings: Any) -> None:
-        """Sweep, which finds what is lost, and publish again, as replicas do at the end of an epoch."""
+        """Sweep, which detects the loss, and publish again, as replicas do at the end of an epoch."""
         self.passes(1000)
         self.call("sweep", "a", 0, 60_000, 300_000, 60_000)
         self.publish(A, upper_per=1, **settings)
@@ -113,7 +113,7 @@ def test_an_idle_tenant_saves_no_turns_and_its_order_is_forgotten(it: TenantPool
 
 
 @pytest.mark.parametrize("leave", ["cancel", "expire", "evict"])
-def test_a_tenant_whose_requests_leave_unserved_comes_back_in_its_order(it: TenantPool, leave: str) -> None:
+def test_a_tenant_whose_requests_left_unserved_returns_to_its_position(it: TenantPool, leave: str) -> None:
     it.start(1, {})
     it.ask("acme/a")
     it.ask("zeta/a")
@@ -159,7 +159,7 @@ def test_a_budget_counts_a_calendar_period_at_the_price_of_the_model(it: TenantP
     assert refused.endswith("\x1fbudget day acme")
     it.end("r1", usage="40,20,10")  # 20 + 10 + 20 units
     assert it.ask("acme/a", prompt_tokens=30) == "placed"
-    # The sweep keeps what a budget has spent until its period ends, even while the node has no budget.
+    # The sweep keeps a budget's spent amount until its period ends, even while the node has no budget.
     it.set_nodes({"acme": {"weight": 2}}, "tenant_changes")
     it.passes(1000)
     it.call("sweep", "a", 0, 60_000, 1000, 60_000)
@@ -178,7 +178,7 @@ def test_all_nodes_of_a_path_must_agree_and_a_refused_request_is_charged_to_none
     assert _remaining(it, "acme", "requests", 10, 60_000) == pytest.approx(9)
 
 
-def test_a_pool_that_lost_its_counters_rebuilds_the_tree_and_what_runs_in_it(it: TenantPool) -> None:
+def test_a_pool_that_lost_its_counters_rebuilds_the_tree_and_its_running_requests(it: TenantPool) -> None:
     it.start(2, {"acme": {"max_parallel": 5}})
     flows = ("acme/a/x", "acme/b/x", "zeta/a")
     for flow in flows * 3:
@@ -238,7 +238,7 @@ async def test_the_predicted_order_of_the_queue_is_the_order_of_service(fleet: O
         rows = (await a.store.reads.flow_queues(1000)).queues
         assert sorted(row.name for row in rows) == sorted(flows)
         predicted = Counter(each.queue.name for each in predicted_order(rows, None, 16))
-        # acme has 12 of 16 turns, of which search has 8.
+        # acme has 12 of 16 turns; search has 8 of these 12.
         assert predicted == {"acme/search/x": 8, "acme/ads/x": 2, "acme/ads/y": 2, "zeta/x": 2, "zeta/y": 2}
         page = (await a.store.reads.flow_queues(2)).queues
         behind = (repr(page[-1].start), page[-1].name)

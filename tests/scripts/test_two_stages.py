@@ -43,7 +43,7 @@ async def test_a_thousand_simultaneous_splits_pass_no_limit_of_either_stage(
             await asyncio.sleep(dice.uniform(0, 0.01))
             prefilling[prefiller] -= 1
             if number % 3:
-                replica.gate.prefilled(name)  # else the reservation ends with the request
+                replica.gate.prefilled(name)  # otherwise the reservation ends with the request
             await asyncio.sleep(dice.uniform(0, 0.01))
             decoding[endpoint] -= 1
             replica.gate.settle(ended(name))

@@ -34,8 +34,7 @@ PLACEMENT = Placement(endpoints=("10.0.0.1:8000", "[fd00::2]:8000"), accounting_
 
 
 class ScriptedGate:
-    """A gate that places every request at `placement` or raises `error`; requests wait until `open` is
-    set."""
+    """A gate that places each request at `placement` or raises `error`; requests wait until `open` is set."""
 
     def __init__(self, error: BaseException | None = None) -> None:
         self.error = error
@@ -325,8 +324,7 @@ class Talk:
         return answer
 
     async def leave(self, *messages: ProcessingRequest, once: asyncio.Event) -> None:
-        """Send `messages`; when the event `once` is set, cancel the handling of messages and end the
-        stream."""
+        """Send `messages`; when the event `once` is set, cancel their handling and end the stream."""
         async with running(self.say(*messages)):
             await once.wait()
         self.close()

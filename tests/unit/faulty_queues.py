@@ -117,8 +117,8 @@ class NeverGuards(QueueSimulator):
 
 
 class LosesGuardCredit(QueueSimulator):
-    """A queue that cuts the starvation guard's credit to 1 after each grant: the guard gets less than its
-    share."""
+    """A queue that cuts the starvation guard's credit to 1 after each grant, so the guard is served too
+    little."""
 
     def __init__(self) -> None:
         super().__init__(guard_share=0.4)

@@ -45,8 +45,7 @@ def rest(at_s: float) -> Sample:
 
 
 def run(scenario: str | Scenario = "steady", **fields: Any) -> RunResult:
-    """A run of 20 s that keeps all promises and serves all requests; `fields` replace values of the
-    result."""
+    """A run of 20 s that keeps all promises and serves all requests; `fields` replace its values."""
     found = SCENARIOS[scenario] if isinstance(scenario, str) else scenario
     answers = tuple(answer(source.name, number) for source in found.sources for number in range(PER_SOURCE))
     good = RunResult(

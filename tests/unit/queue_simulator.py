@@ -70,8 +70,7 @@ def raw_entry(
 
 
 class QueueSimulator:
-    """The list `log` has the entries as the Redis stream holds them. Only the method `advance_ms` moves the
-    clock."""
+    """The list `log` has the entries as the Redis stream holds them. Only `advance_ms` moves the clock."""
 
     fair_queue: type[FairQueue[Request]] = FairQueue
 

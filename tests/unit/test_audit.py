@@ -163,7 +163,7 @@ def test_dispatch_order_is_checked_once_requests_from_before_the_log_have_left()
     assert report.of("G2").checked > 15
 
 
-def test_all_new_flows_of_a_collected_band_are_charged_whatever_the_log_lacks_before() -> None:
+def test_all_new_flows_of_a_collected_band_are_charged_even_if_the_log_begins_late() -> None:
     queue = QueueSimulator(total_capacity=200)
     queue.admit("first")
     queue.run_dry()
@@ -298,7 +298,7 @@ def ignored_endpoint_limit(queue: QueueSimulator) -> None:
 
 def ignored_found_limits(queue: QueueSimulator) -> None:
     """Let the fleet find limits, and lower the first endpoint's limit while requests run there. The simulated
-    queue exceeds these limits, which the audit must report."""
+    queue exceeds the limits, and the audit must say so."""
     first = queue.endpoints[0]
     queue.change_settings(adaptive=1, upper_per=3, default_cap=2, caps={first: 3})
     queue.admit_many("r", 6)
@@ -308,8 +308,8 @@ def ignored_found_limits(queue: QueueSimulator) -> None:
 
 
 def ignored_limits_in_tokens(queue: QueueSimulator) -> None:
-    """Let the fleet find limits in tokens. The simulated queue exceeds these limits, which the audit must
-    report."""
+    """Let the fleet find limits in tokens. The simulated queue exceeds the limits, and the audit must say
+    so."""
     found = {"default_token_cap": 9, "token_caps": {queue.endpoints[0]: 3}}
     queue.change_settings(adaptive=1, upper_per=6, lower_per=6, **found)
     queue.admit_many("r", 4, cost=3)
@@ -317,7 +317,7 @@ def ignored_limits_in_tokens(queue: QueueSimulator) -> None:
 
 
 def ignored_band_limits(queue: QueueSimulator) -> None:
-    """Give each band limits. The simulated queue exceeds these limits, which the audit must report."""
+    """Give each band limits. The simulated queue exceeds the limits, and the audit must say so."""
     bands = [{"priority": band.priority, "capacity": 3, "bytes": 1000} for band in NAMED]
     queue.change_settings(bands=bands, paused=1)
     for i in range(8):

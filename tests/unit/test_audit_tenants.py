@@ -270,7 +270,7 @@ class StarvesATeam(TreeQueue):
 
 
 def serve_tenants(queue: TreeQueue) -> Report:
-    """Serve seven flows on three levels, four of which come late. All are backlogged at the end."""
+    """Serve seven flows on three levels; four of the flows come late, and all are backlogged at the end."""
     flows = ["acme/search/k1", "acme/search/k2", "acme/chat/k1", "umbrella/k1", "umbrella/k2", "alone", "/k1"]
     for number in range(300):
         flow = flows[number % (3 if number < 60 else 7)]

@@ -344,9 +344,7 @@ def test_envoy_reads_cached_tokens_if_the_prefix_index_needs_them(mode: str) -> 
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_with_tenants_envoy_takes_their_headers_from_clients_and_tells_limits(
-    mode: Mode, tmp_path: Path
-) -> None:
+def test_with_tenants_envoy_removes_untrusted_headers_and_sends_limits(mode: Mode, tmp_path: Path) -> None:
     named = {"tenants": {"headers": ["x-tenant"]}, "extproc": {"trusted_headers": ["x-tenant"]}}
     with_tenants = built(mode, named)
     found, plain = parts(with_tenants), parts(built(mode))

@@ -20,7 +20,7 @@ TOKENS = 64 * BLOCKS + 32  # four bytes a token
 
 
 class Replica:
-    """A replica with a chooser and a watch; the test gives answers and pages."""
+    """A replica with a chooser and a watch; the test supplies answers and pages."""
 
     def __init__(self) -> None:
         self.now_s, cell = 100.0, SnapshotCell()
@@ -90,7 +90,7 @@ def test_an_answer_that_contradicts_the_index_teaches_and_others_do_not() -> Non
     assert missed.evicted == BLOCKS
 
 
-def test_a_missing_number_counts_as_zero_once_the_engine_has_told_one() -> None:
+def test_a_missing_number_counts_as_0_once_the_engine_has_reported_one() -> None:
     replica = Replica()
     replica.answer(None)
     assert replica.shared() == [], "vLLM without --enable-prompt-tokens-details tells nothing"
@@ -150,7 +150,9 @@ def test_a_page_shows_that_an_engine_has_lost_its_cache(
     "the network was away, but the counters went on": ({"preemptions": 3.0}, {"preemptions": 3.0}, True),
     "a page without the counters": ({"prefix_queries": 50.0}, {}, False),
 })  # fmt: skip
-def test_a_cache_that_lives_on_is_kept(before: dict[str, Any], after: dict[str, Any], refused: bool) -> None:
+def test_the_index_keeps_a_cache_that_an_engine_keeps(
+    before: dict[str, Any], after: dict[str, Any], refused: bool
+) -> None:
     replica = Replica()
     replica.watch.read(A, page(1, **before))
     if refused:
@@ -174,7 +176,7 @@ def test_a_replica_that_takes_over_compares_with_the_page_that_another_has_read(
     "half of the predicted hits": (0.5, (0, 0.6)),
     "as many hits as predicted": (1.0, None),
 })  # fmt: skip
-def test_where_answers_tell_nothing_the_counters_of_the_page_do(
+def test_without_cached_tokens_in_answers_page_counters_count(
     hits: float, expected: tuple[float, float] | None
 ) -> None:
     replica = Replica()

@@ -107,7 +107,8 @@ def test_only_endpoints_with_the_selected_labels_are_candidates() -> None:
 
 
 def in_zones(prefer: Mapping[str, str], own: Mapping[str, str]) -> EndpointChooser:
-    """A chooser without scorers over A in zone a, B in zone b, C in none, at a replica with labels `own`."""
+    """A chooser without scorers over A in zone a, B in zone b, C without zone; its replica has labels
+    `own`."""
     cell = SnapshotCell()
     zones = {A: {"zone": "a"}, B: {"zone": "b"}, C: {}}
     cell.publish(Snapshot("1", tuple(Endpoint(address, labels=labels) for address, labels in zones.items())))
@@ -250,7 +251,7 @@ def test_a_request_goes_where_its_latency_objective_is_predicted_to_be_kept(
 
     assert list(known.choose(latency=objective, body_bytes=40_000)) == [A, B]
     place(prompt, A)
-    place(prompt, A)  # A now computes two prompts before the next
+    place(prompt, A)  # A now computes two prompts before the next one
     assert list(known.choose(latency=objective, body_bytes=40_000)) == [B, A]
     assert known.chooser.shortfall_s(prompt) is None
     late_s = known.chooser.shortfall_s(prompt._replace(latency=LatencyObjective(ttft_s=0.1)))
@@ -489,7 +490,7 @@ MANY = [f"10.0.{n // 250}.{n % 250}:8000" for n in range(300)]
 
 
 def many(**changed: Endpoint) -> list[Endpoint]:
-    """A pool of 300 endpoints, of which `at_N` replaces number N."""
+    """A pool of 300 endpoints; the argument `at_N` replaces endpoint number N."""
     return [changed.get(f"at_{n}", Endpoint(address)) for n, address in enumerate(MANY)]
 
 

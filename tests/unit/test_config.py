@@ -142,7 +142,7 @@ def test_with_unit_tokens_bounds_are_in_tokens_and_a_static_pool_requires_a_wate
     found = parse({"request_queue_controller": {"unit": "tokens"}})
     assert found.request_queue_controller.is_adaptive
     assert found.request_queue_controller.upper_per_backend == 4096
-    assert found.claim_share == 0.25  # a request takes its cost, not 1 as where limits count requests
+    assert found.claim_share == 0.25  # a request takes its cost, not 1 as if limits counted requests
     message = fault({"request_queue_controller": {"unit": "tokens", "mode": "static"}})
     assert message.startswith("request_queue_controller: unit tokens needs watermark_per_backend")
     assert "in tokens" in message
@@ -377,7 +377,7 @@ def test_environment_variables_override_the_configuration_file(tmp_path: Path) -
     path = written(tmp_path, "pool: one\nredis: {url: redis://a:1}\nadmin:\n")
     variables = {
         "PICKER_REDIS__URL": "redis://b:2",
-        "PICKER_ADMIN__TOKEN": "123456\n",  # stays a text, though YAML would read a number
+        "PICKER_ADMIN__TOKEN": "123456\n",  # stays a text, although YAML would read a number
         "PICKER_FAIR_REQUEST_QUEUE__QUEUE_TTL": "5s",
         "PICKER_MODELS": "[{name: llama}]",
         "PATH": "/bin",

@@ -162,7 +162,7 @@ def test_selectors_of_stages_take_the_place_of_roles() -> None:
     assert reported_by(endpoints[1:], everywhere) == {"decode": "decode prefill", "fast": "decode prefill"}
 
 
-def test_the_log_tells_the_stages_once_and_after_each_change(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_log_names_the_stages_once_and_after_each_change(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     report = serving({}, parse({}).scheduling.stages, lambda endpoints: None)
     for roles in ([""], ["", "prefill"], ["", "prefill"], [""]):
@@ -245,11 +245,11 @@ def test_an_invalid_endpoint_list_is_refused_and_the_place_of_the_fault_named(te
 
 
 class Zone(asyncio.DatagramProtocol):
-    """A name server for one name. In `records`, None for a type is a server failure, a missing type an empty
-    answer."""
+    """A name server for one name. In `records` the value None of a type causes a server failure, and a
+    missing type an empty answer."""
 
     records: Mapping[str, list[str] | None] = {}
-    forgets = 0  # how many of the next answers to A queries are empty
+    forgets = 0  # number of next answers to A queries that are empty
 
     def connection_made(self, transport: Any) -> None:
         self._transport = transport

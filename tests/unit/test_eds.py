@@ -73,8 +73,7 @@ def snapshot(version: str, *addresses: str, draining: str = "") -> Snapshot:
 
 
 def filled(*addresses: str, clock: Clock | None = None) -> SnapshotCell:
-    """A snapshot cell with version v1 of the endpoints `addresses`. By default the cell's clock stands
-    still."""
+    """A snapshot cell with version v1 of the endpoints `addresses`. By default its clock stands still."""
     cell = SnapshotCell(clock or Clock())
     cell.publish(snapshot("v1", *addresses))
     return cell

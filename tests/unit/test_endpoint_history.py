@@ -212,7 +212,7 @@ def test_the_holders_of_the_longest_prefix_are_named_first() -> None:
 
 @pytest.mark.parametrize("names_holders", [False, True])
 def test_memory_of_the_prefix_index_stays_within_the_stated_bound(names_holders: bool) -> None:
-    numbers, blocks = count(), 22_000  # just above a power of two: the index needs most memory per block
+    numbers, blocks = count(), 22_000  # just above a power of two: most memory per block
     gc.collect()
     tracemalloc.start()
     try:

@@ -76,7 +76,7 @@ def test_blocks_that_the_engine_may_still_compute_are_no_evidence_of_eviction() 
 
 
 class Engine:
-    """An engine with room for `capacity` blocks, which gets random prompts and tells what was cached."""
+    """An engine with room for `capacity` blocks, which gets random prompts and reports cached blocks."""
 
     def __init__(self, capacity: int, index: PrefixIndex, clock: list[float]) -> None:
         self.cache, self.index, self.clock = PrefixCache(capacity), index, clock

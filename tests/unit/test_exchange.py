@@ -410,7 +410,7 @@ async def test_a_malformed_header_is_refused_by_name_if_it_is_trusted(mode: str)
 
 
 class Teapot(RequestError):
-    """An exception that the picker has no rule for."""
+    """An exception for which the picker has no rule."""
 
     status, code = 418, "teapot"
 

@@ -181,7 +181,7 @@ def test_an_extension_that_cannot_be_made_keeps_the_replica_from_starting(
         Extensions(settings_with(scheduling("racks")))
 
 
-def test_settings_survive_the_way_through_a_pools_section_and_live_changes(
+def test_settings_of_extensions_survive_pool_sections_and_live_changes(
     installed: Callable[..., None],
 ) -> None:
     installed(PARAMETERS, {"racks": "EXTENSION"})
@@ -230,7 +230,7 @@ def test_requests_share_no_ranking_while_a_scorer_may_read_the_request(
     body = "return [float(pick.request.model in each.address) for each in candidates]"
     installed(scorers({"own": body}), {"own": "EXTENSION_own"})
     chooser = chooser_with(scheduling("own"))
-    for address in (A, B, C) * 12:  # more than the draws that are kept for requests alike
+    for address in (A, B, C) * 12:  # more than the choices that are kept for similar requests
         assert candidates(chooser, model=address)[0] == address
 
 
@@ -338,7 +338,7 @@ def test_a_caller_goes_on_without_an_extension_that_has_not_returned() -> None:
     assert began.acquire(timeout=60), "the one call"
     assert not began.acquire(blocking=False), "a second call"
     released.set()
-    while caller.call() is None:  # its late return suspends it for a second; the clock goes on
+    while caller.call() is None:  # its late return suspends it for a second; the clock advances
         caller.now_s += 0.5
     assert "late" in caller.faults
 

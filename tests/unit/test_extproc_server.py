@@ -214,7 +214,7 @@ async def test_the_wait_in_the_queue_does_not_count_as_upload_time() -> None:
 
 
 @pytest.mark.parametrize("mode", ["standard", "lean"])
-async def test_every_kind_of_end_of_a_stream_releases_the_body_of_it(fleet: Replica, mode: str) -> None:
+async def test_a_streams_end_of_any_kind_releases_its_body(fleet: Replica, mode: str) -> None:
     long = ASK.ljust(2 * WHOLE_BYTES)
     chunks = [body(long[at : at + WHOLE_BYTES], ended=False) for at in range(0, len(long), WHOLE_BYTES)]
     fleet.gate.open.clear()

@@ -138,7 +138,7 @@ def test_envoy_ai_gateways_token_limits_become_nodes_by_headers() -> None:
     every = [{"answer_tokens": 100, "per": "1h"}, {"requests": 5, "per": "1m"}]
     assert nodes(result) == {
         "*": {"over_limit": "reject", "limits": every},
-        # All of Envoy's rules apply that match: the team ads has the limits of each team, too.
+        # Every matching rule applies in Envoy, so team ads also has the limits of the rule for any team.
         "ads": {"over_limit": "reject", "budget": {"units": 900, "period": "month"},
                 "limits": [{"requests": 2, "per": "1m"}, {"answer_tokens": 100, "per": "1h"}]},
         "*/*": {"over_limit": "reject", "limits": [{"prompt_tokens": 10, "per": "1h"}]},

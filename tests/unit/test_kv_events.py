@@ -1,5 +1,5 @@
-"""KV events of engines: what they say of the blocks, read from a real ZeroMQ socket, and how they correct the
-prefix indexes of two replicas through a real Valkey."""
+"""KV events of engines, read from a real ZeroMQ socket, correct the prefix indexes of two replicas through a
+real Valkey."""
 
 import asyncio
 import contextlib
@@ -62,7 +62,7 @@ CLEARED: dict[str, Any] = {"type": "AllBlocksCleared"}
 
 
 def batch(*events: dict[str, Any], as_arrays: bool = False) -> bytes:
-    """A batch as vLLM 0.32 publishes it or, `as_arrays`, SGLang."""
+    """A batch in the form of vLLM 0.32 or, with `as_arrays`, of SGLang."""
     written: list[Any] = [list(event.values()) for event in events] if as_arrays else list(events)
     return msgspec.msgpack.encode([1.5, written, 0])
 
@@ -199,7 +199,9 @@ def test_an_engine_may_remove_and_store_the_blocks_of_a_prompt_in_any_order(
         assert cache._since_s.keys() == last_users.keys()
 
 
-def test_without_pyzmq_the_configuration_names_the_extra_that_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_pyzmq_the_configuration_error_names_the_extra(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     configured = {"scheduling": {"kv_events_port": 5557}}
     assert parse(configured).scheduling.kv_events_port == 5557
     with pytest.raises(ConfigError, match=r"kv_events_port: .* less than or equal to 65534"):
@@ -219,7 +221,7 @@ class Engine:
 
     def start(self) -> None:
         self._events, self._asked = self._context.socket(zmq.PUB), self._context.socket(zmq.ROUTER)
-        first = self.port or 10_000 + os.getpid() % 1000 * 20  # of this process: others run the same tests
+        first = self.port or 10_000 + os.getpid() % 1000 * 20  # of this process only
         for port in range(first, first + 20, 2):
             with contextlib.suppress(zmq.ZMQError):
                 self._events.bind(f"tcp://127.0.0.1:{port}")
@@ -234,7 +236,7 @@ class Engine:
         self.sequence, self._past = 0, []
 
     async def publish(self, payload: bytes, *, is_sent: bool = True, is_kept: bool = True) -> None:
-        """Publish a batch; not `is_sent`: readers miss it; not `is_kept`: it cannot be sent again."""
+        """Publish a batch; without `is_sent` readers miss it, without `is_kept` it cannot be sent again."""
         if is_kept:
             self._past.append((self.sequence, payload))
         if is_sent:
@@ -337,7 +339,7 @@ async def test_after_missed_and_malformed_batches_and_after_a_restart_the_reader
         await engine.publish(block(2))
         await until(lambda: listener.losses == 1)
 
-        while listener.losses < 2:  # no subscriber, no message
+        while listener.losses < 2:  # ZeroMQ drops messages without a subscriber
             await engine.publish(b"no batch", is_kept=False)
             await asyncio.sleep(0.05)
         listener.stored.clear()
@@ -353,7 +355,7 @@ async def test_after_missed_and_malformed_batches_and_after_a_restart_the_reader
         await until(lambda: listener.stored == {links[0]: True})
 
 
-async def test_a_reader_of_many_engines_tells_which_do_not_answer(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_reader_of_many_engines_logs_which_do_not_answer(caplog: pytest.LogCaptureFixture) -> None:
     reader = KvEventReader(1, Listener())
     reader.set_targets([Endpoint(f"127.0.{n // 250}.{n % 250 + 1}:8000", {}) for n in range(400)])
     async with running(reader.run()):
@@ -369,8 +371,8 @@ def request(number: int, text: bytes) -> InferenceRequest:
 
 
 async def test_the_events_that_one_replica_reads_correct_the_prefix_index_of_another(tmp_path: Path) -> None:
-    """By the engine's tokenizer the prompt, of eight blocks and a half, has 34 blocks of the engine, so each
-    block has four. The engine removes the last seven of its blocks: two whole blocks of the prompt."""
+    """The prompt has eight and a half blocks in the index and 34 in the engine, four for each block of the
+    index. The engine removes the last seven of its blocks: two whole blocks of the prompt."""
     prompt, ids = b"x" * (8 * BLOCK_BYTES + BLOCK_BYTES // 2), tokens(34)
     names = list(range(1, 35))
     async with publishing() as engine, serving() as server:

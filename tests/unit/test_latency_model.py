@@ -109,7 +109,7 @@ observations = st.tuples(st.sampled_from((*FAST, SLOW)), loads | impossible, st.
 
 
 @given(st.lists(observations, max_size=30), loads)
-def test_whatever_is_observed_a_prediction_is_positive_and_grows_with_the_load(
+def test_after_any_observations_a_prediction_is_positive_and_grows_with_the_load(
     observed: list[tuple[str, Load, float, float]], load: Load
 ) -> None:
     models = LatencyModel(), LatencyModel()
@@ -130,8 +130,8 @@ def test_whatever_is_observed_a_prediction_is_positive_and_grows_with_the_load(
             assert found.median_s <= more.median_s
 
 
-def test_few_in_flight_are_predicted_to_meet_few_prompts_in_prefill() -> None:
-    # In an overload many prompts wait for their prefill; at a lower limit they would not be there.
+def test_with_few_requests_in_flight_few_prompts_in_prefill_are_predicted() -> None:
+    # In an overload many prompts wait for their prefill; under a lower limit they would wait elsewhere.
     model, draw = LatencyModel(), random.Random(1)
     assert model.forecast_at(MODEL, SLOW, 2) == UNKNOWN
     for _ in range(400):

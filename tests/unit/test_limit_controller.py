@@ -12,13 +12,13 @@ A, B = "10.0.0.1:8000", "10.0.0.2:8000"
 
 @dataclass
 class Engine:
-    """Runs at most `slots` requests, or as many as `kv_tokens` hold at `tokens` each; the rest waits."""
+    """Runs at most `slots` requests, and as many as fit into `kv_tokens` at `tokens` each; the rest wait."""
 
     slots: int
     kv_tokens: float = 1e9
     tokens: float = 100.0
     preemptions: float = 0.0
-    sequences: int = 1  # sequences of each request
+    sequences: int = 1  # number of sequences of a request
     has_page: bool = True
 
     def running(self, in_flight: int) -> int:
@@ -38,7 +38,7 @@ class Pool:
 
     engines: dict[str, Engine]
     demand: int = 1000
-    tokens: int | None = None  # of each request, if limits are in tokens
+    tokens: int | None = None  # tokens of a request, if limits are in tokens
     controller: LimitController = field(
         default_factory=lambda: LimitController(least=1, most=1_000_000, initial=8)
     )
@@ -167,13 +167,13 @@ def test_a_single_page_with_a_queue_moves_nothing() -> None:
     assert pool.controller.limits() == before
 
 
-def test_a_page_from_before_the_last_change_counts_for_nothing() -> None:
+def test_a_page_from_before_the_last_change_is_ignored() -> None:
     pool = Pool({A: Engine(32)})
     pool.run(5, age_s=0.9)
     assert pool.run(20, age_s=0.9)[-1][A] == pool.controller.limits()[A] <= 36
 
 
-def test_no_limit_grows_to_one_that_misses_a_latency_objective() -> None:
+def test_no_limit_grows_until_a_latency_objective_is_missed() -> None:
     most = {A: 20, B: 1000}
 
     def misses(address: str, limit: int) -> str:

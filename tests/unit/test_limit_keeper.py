@@ -1,4 +1,4 @@
-"""What Redis has of the endpoints' limits, and what the leader knows, stay the same."""
+"""The limits in Redis and the leader's limits stay equal."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -108,7 +108,7 @@ async def test_limits_of_the_former_unit_are_not_used() -> None:
 @pytest.mark.parametrize(
     ("away_s", "connections", "stored"), [(10.0, 0, 64), (1.0, 1, 4)], ids=["another leader", "older primary"]
 )
-async def test_a_leader_goes_on_from_what_redis_has(away_s: float, connections: int, stored: int) -> None:
+async def test_a_leader_continues_from_limits_in_redis(away_s: float, connections: int, stored: int) -> None:
     leader = Leader(storing(8))
     assert await leader.look() == 16
     leader.store.found = storing(stored).found

@@ -154,7 +154,7 @@ def test_the_journal_has_all_running_and_all_ended_requests() -> None:
     end(ledger, "over", token)
     end(ledger, "over-too", token)
     ledger.see(Alive("over-too", E3, token))  # a late sign that the request runs
-    # Another replica may have received the end of a request that this one has not lately seen running.
+    # If this replica has not seen a request running lately, another one may have received the end.
     assert [(it.id, it.attempt, it.served, it.token, it.seen_s) for it in ledger.in_flight(7.0)] == [
         ("new", "9", "", token, 8.0),
         ("theirs", None, E3, token, 9.0),

@@ -61,7 +61,7 @@ def parts(data: str) -> list[dict[str, object]]:
 
 
 @cases("file, tokens", FILES)
-def test_the_header_of_a_file_tells_its_cost(file: bytes, tokens: float) -> None:
+def test_the_header_of_a_file_gives_its_cost(file: bytes, tokens: float) -> None:
     for part in parts(base64.b64encode(file).decode()):
         message = {"role": "user", "content": [{"type": "text", "text": "p"}, part]}
         for escape in (False, True):  # some JSON writers escape slashes
@@ -104,20 +104,20 @@ IMAGE = {"type": "image_url", "image_url": {"url": "http://x/a.png"}}
         "no images but numbers": ({"images": ["base64", *[0] * 100_000]}, 1),
     },
 )
-def test_media_count_in_every_dialect_and_beside_odd_members(body: dict[str, object], count: int) -> None:
+def test_media_count_in_every_form_and_beside_unusual_members(body: dict[str, object], count: int) -> None:
     for indent in (None, 1):
         text = json.dumps(body, indent=indent).encode()
         assert media.found(text, json.loads(text))[2] == count
 
 
-def test_media_within_thousands_of_others_count_as_none() -> None:
+def test_media_among_thousands_of_objects_are_not_searched_for() -> None:
     for opening, closing in (('{"content":[', "]}"), ('{"output":', "}")):
         text = f'{{"messages":[{opening * 2000}{json.dumps(IMAGE)}{closing * 2000}]}}'.encode()
         assert media.found(text, {"messages": memoryview(text)}) == (0, 0.0, 0)
 
 
 @given(st.sampled_from([file[:12] for file, _ in FILES.values()]), st.binary(max_size=200))
-def test_any_file_has_a_cost(head: bytes, rest: bytes) -> None:
+def test_any_random_file_has_a_valid_cost(head: bytes, rest: bytes) -> None:
     for data in (
         base64.b64encode(head + rest).decode(),
         base64.b64encode(head).decode() + "=?ü" + repr(rest),

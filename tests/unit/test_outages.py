@@ -88,7 +88,7 @@ async def test_without_redis_a_disabled_queue_places_every_request() -> None:
     assert bench.free == 3.0
 
 
-async def test_without_redis_a_replica_grants_its_share_of_what_a_tenant_had_left() -> None:
+async def test_without_redis_a_replica_grants_its_share_of_a_tenants_remaining_limit() -> None:
     limit = {"requests": 8, "per": "1h"}
     acme = {"path": "acme", "over_limit": "reject", "limits": [limit]}
     bench = Bench(config={"tenants": {"nodes": [acme]}})
@@ -101,7 +101,7 @@ async def test_without_redis_a_replica_grants_its_share_of_what_a_tenant_had_lef
     with pytest.raises(OverLimit) as refused:
         await bench.place("more", flow="acme/y")
     assert refused.value.retry_after_s == 900
-    # A request that no server answered is refunded; one that came from before the outage is not.
+    # A request that no server answered is refunded, unless it began before the outage.
     bench.end("from before", placed[0]._replace(accounting_token=accounting_token.write(ask(), E1)))
     bench.end("1", placed[1], outcome=Outcome.UPSTREAM_FAILED, prompt_tokens=None, completion_tokens=None)
     await bench.place("next", flow="acme/y")
@@ -363,7 +363,7 @@ async def test_a_replica_that_lost_its_core_for_a_moment_sends_no_age() -> None:
     bench = Bench(clock=lambda: 100.0)
     for age_s in (0.009, 0.02):
         await bench.gate.admit(ask(f"after {age_s} s"), stream_owned=False, age_s=age_s)
-    # Only the second has an age. The first must not overtake earlier requests of its message (G4).
+    # Only the second gets an age: the first must not overtake earlier requests in its message (G4).
     assert bench.store.ages_s == [0.0, pytest.approx(0.02)]
 
 

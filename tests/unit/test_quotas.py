@@ -45,7 +45,7 @@ def test_siblings_share_by_weight_at_each_level_of_the_tree(
             queue.offer(ask(f"r{next(numbers)}", flow=flow), cost, 0.0)
     served = Counter[str]()
     most = max(costs)
-    for _ in range(30):  # so every flow has requests left
+    for _ in range(30):  # so many that every flow still has requests
         turn = queue.turn(0.0)
         assert turn is not None
         queue.serve(*turn)
@@ -105,7 +105,7 @@ def test_a_charge_is_corrected_by_usage_and_refunded_without_service() -> None:
     assert quotas.eased() == []
     quotas.end("failed", unserved=True)
     assert quotas.balances["acme\x1fbudget:day"] == (1, 10 + 10 * 0.1 + 15)
-    quotas.end("gone", unserved=True)  # it was never charged
+    quotas.end("gone", unserved=True)  # the request was never charged
     assert quotas.balances["acme\x1ftokens:60000"] == (25, 86_400_000)
 
 
@@ -152,14 +152,14 @@ async def test_a_tenants_next_request_starts_when_one_in_flight_ends() -> None:
     gate.release(1.0)
     assert await second
     [third] = await waiting(gate, "a4", flow="acme/z")
-    # Another replica started the request that ends here: its place is free, too.
+    # A request that another replica started ends here, which also frees a slot.
     gate.end_charge("elsewhere", unserved=False, flow="acme/key")
     gate.release(1.0)
     assert await third
     assert quotas.charges.keys() == {"a2", "a4"}
 
 
-async def test_balance_that_comes_back_starts_the_next_request_at_once() -> None:
+async def test_released_balance_starts_the_next_request_at_once() -> None:
     gate, _ = gate_of(tree(acme={"budget": {"units": 30.0, "period": "month"}}))
     assert await start(gate, "one", flow="acme/x", prompt_tokens=20)
     [big] = await waiting(gate, "big", flow="acme/y", prompt_tokens=25)
@@ -194,7 +194,7 @@ async def test_a_request_over_the_limit_is_refused_or_demoted_as_its_tenant_choo
     assert await demoted
 
 
-async def test_an_outage_begins_with_the_balances_that_redis_told() -> None:
+async def test_an_outage_begins_with_the_balances_that_redis_reported() -> None:
     now_ms = 1_000_000.0
     found = tree(
         acme={"limits": [{"tokens": 600, "per": "1m"}, {"requests": 600, "per": "1m"}]},
@@ -211,7 +211,7 @@ async def test_an_outage_begins_with_the_balances_that_redis_told() -> None:
     assert share.lacking("a") is None
     assert share.arrive(ask("b", flow="acme/y", prompt_tokens=41)) is None
     assert share.lacking("b") == ("acme\x1e", pytest.approx(1 / 600 * 60_000 * 3))
-    # Nothing is known of another tenant: this replica has a third of the burst.
+    # The balances of another tenant are unknown, so this replica has a third of the burst.
     for n in range(20):
         assert share.arrive(ask(f"o{n}", flow="other/x")) is None
         assert share.lacking(f"o{n}") is None

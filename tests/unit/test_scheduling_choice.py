@@ -56,7 +56,7 @@ ADAPTERS = [
     )
 ]  # fmt: skip
 SEVERAL = PickRequest(prefix_blocks=8, prefix_matches={"10.0.0.0:80": 8, "10.0.0.1:80": 2, "elsewhere": 8})
-# The worse p90 equals the objective (0.2 s and 0.05 s), then twice, then half of the objective, then unknown.
+# The worse p90 equals the objective (0.2 s and 0.05 s), is twice it, is half of it, is unknown.
 FORECASTS = {
     "10.0.0.0:80": Forecast(Prediction(0.1, 0.2), Prediction(0.01, 0.02)),
     "10.0.0.1:80": Forecast(Prediction(0.1, 0.1), Prediction(0.05, 0.1)),

@@ -296,8 +296,7 @@ async def test_usage_and_the_metrics_page_count_the_prompt_tokens_that_were_cach
     async with sim(*AT_ONCE) as client:
         body = ask(prompt="x" * 400, max_tokens=1, stream=stream)
         texts = [(await client.post("/v1/completions", json=body)).text for _ in range(2)]
-        # For the second request all whole blocks of the prompt are cached, except the block of the last
-        # token.
+        # For the second request all whole blocks of the prompt are cached, except the last token's block.
         assert '"prompt_tokens_details":{"cached_tokens":0}' in texts[0]
         assert '"prompt_tokens_details":{"cached_tokens":96}' in texts[1]
         page = await metrics(client)

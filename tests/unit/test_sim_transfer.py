@@ -31,7 +31,7 @@ async def until_kv_usage(client: httpx.AsyncClient, usage: float) -> None:
 
 
 @pytest.mark.parametrize(("pace", "stream"), [(AT_ONCE, False), (("--slowdown", "0.001"), True)])
-async def test_a_split_request_has_the_answer_of_a_whole_one_and_frees_both_servers(
+async def test_a_split_request_gets_the_same_answer_as_a_whole_one_and_frees_both_servers(
     pace: tuple[str, ...], stream: bool
 ) -> None:
     async with sim(*pace) as prefiller, sim(*pace) as decoder:
@@ -39,7 +39,7 @@ async def test_a_split_request_has_the_answer_of_a_whole_one_and_frees_both_serv
         url, headers = "/v1/completions", {"x-request-id": "r"}
         split = await decoder.post(url, json=body, headers={**headers, **prefiller_header(prefiller)})
         assert split.headers["x-served-by"] == decoder.base_url.netloc.decode()
-        # The prefill server generates one token, and the decode server the others and the first one again.
+        # The prefill server generates one token; the decode server generates this token again and the others.
         pages = [await metrics(prefiller), await metrics(decoder)]
         assert [page["generation_tokens_total"] for page in pages] == [1, 7]
         await until_kv_usage(prefiller, 0)
@@ -47,7 +47,7 @@ async def test_a_split_request_has_the_answer_of_a_whole_one_and_frees_both_serv
         async with sim(*pace) as alone:
             whole = await alone.post(url, json=body, headers=headers)
         assert words(split) == words(whole) != []
-        # The prompt is now cached at the prefill server, whose count the client is told.
+        # The prompt is now cached at the prefill server; the client gets that server's count.
         again = await decoder.post(url, json=body, headers=prefiller_header(prefiller))
         assert '"cached_tokens":96' in again.text
 
@@ -125,7 +125,7 @@ def test_a_complete_sequence_keeps_its_blocks_until_they_are_freed() -> None:
 
 
 @pytest.mark.parametrize("arrived", [False, True])
-def test_a_sequence_waits_for_its_kv_cache_and_then_computes_what_is_missing(arrived: bool) -> None:
+def test_a_sequence_waits_for_its_kv_cache_and_then_computes_the_missing_tokens(arrived: bool) -> None:
     engine = Engine(Limits(kv_blocks=8, block_size_tokens=4))
     sequence, other = Sequence(8, 2, pulls=True), Sequence(8, 2)
     for each in (sequence, other):

@@ -1,4 +1,4 @@
-"""Whether a request is split: by a threshold, or by the predicted times of both choices."""
+"""Requests are split by a threshold, or by the predicted times of both choices."""
 
 import random
 from collections import Counter
@@ -77,7 +77,7 @@ def test_a_few_requests_take_the_other_choice_more_while_its_time_is_unknown(
     assert not decide(2000, None, times, None).explores, "an answer that is no stream teaches nothing"
 
 
-def test_the_decision_is_told_in_words() -> None:
+def test_the_decision_is_explained_in_words() -> None:
     assert str(decide(3100, None, KNOWN, never)) == (
         "split: 3100 uncached tokens, whole 1.00 s and 0.90 s for each of 4 answers, split 0.80 s"
     )
@@ -119,7 +119,7 @@ def test_only_prompts_beyond_the_threshold_and_on_paths_that_can_be_split_get_pr
     assert staged.prefill(can_split=False) == ""
     assert staged.prefill(origin=A) == "", "the endpoint that stores the state prefills itself"
     assert staged.prefill(prompt_tokens=50.0) == "", "an estimate of tokens counts before the body's size"
-    # A hint, or labels, restrict the prefill as well.
+    # A subset hint or labels also restrict the prefill endpoints.
     assert staged.prefill(subset=(A, D)) == D
     assert staged.prefill(subset=(A, B)) == ""
     assert staged.prefill(selector={"gpu": "h100"}) == ""
@@ -253,7 +253,7 @@ SPLIT, WHOLE = {"threshold": 0}, {"threshold": 10**6}
 def test_auto_has_nearly_the_goodput_of_the_best_threshold(
     prefill: int, decode: int, both: bool, case: str, rate: float, fixed: dict[str, int]
 ) -> None:
-    """On simulated engines, whose steps take the times measured for vLLM with OPT-13B."""
+    """Uses simulated engines whose steps take the times measured for vLLM with OPT-13B."""
 
     def attained(rate: float, stages: dict[str, int]) -> float:
         pool = partial(Pool, prefill, decode, stages, both=both)
@@ -263,7 +263,7 @@ def test_auto_has_nearly_the_goodput_of_the_best_threshold(
     assert attained(0.95 * rate, {}) >= 0.9
 
 
-def test_media_are_encoded_by_as_many_endpoints_as_able_to_and_little_loaded() -> None:
+def test_media_are_encoded_by_several_endpoints_with_little_load() -> None:
     encoders = [
         Endpoint(f"10.0.1.{n}:8000", {"gpu": "ab"[n % 2]}, encodes=True, decodes=False) for n in range(6)
     ]

@@ -1,4 +1,4 @@
-"""Tenants: their configuration, the flows that headers name, and what clients are told of limits."""
+"""Tenants: their configuration, the flows that headers name, and the limits that clients are shown."""
 
 import time
 from collections import defaultdict
@@ -122,14 +122,14 @@ def test_a_million_nodes_are_refused_before_they_are_read() -> None:
     "none": ("acme/search/key", None),
     "the eighth level has the rest": ("1/2/3/4/5/6/7/8/9", "1/2/3/4/5/6/7/*"),
 })  # fmt: skip
-def test_a_node_has_the_settings_of_its_path_else_of_its_parents_children_else_of_its_level(
+def test_a_node_has_its_own_settings_else_its_parents_for_children_else_its_levels(
     path: str, expected: str | None
 ) -> None:
     found = tree(*map(node, ("acme/search", "acme/*", "*/*", "*", "1/2/3/4/5/6/7/*"))).node(path)
     assert (found and found.path) == expected
 
 
-def test_a_node_has_the_same_settings_after_the_shared_state() -> None:
+def test_a_node_read_back_from_the_shared_state_has_the_same_settings() -> None:
     budget = {"units": 500.5, "period": "month"}
     given = node(weight=3, over_limit="reject", max_parallel_requests=10, limits=[LIMIT], budget=budget)
     (read,) = Tenants.model_validate({"nodes": [given]}).nodes
@@ -193,7 +193,7 @@ OF_ANTHROPIC = {
 }  # fmt: skip
 
 
-def test_limits_are_told_as_the_clients_of_each_vendor_read_them() -> None:
+def test_limits_are_shown_in_the_form_that_each_vendors_clients_read() -> None:
     assert quota_headers(QUOTA, is_anthropic=False, now_s=1.0) == OF_OPENAI
     assert quota_headers(QUOTA, is_anthropic=True, now_s=1.0) == OF_ANTHROPIC
     assert {*OF_OPENAI, *OF_ANTHROPIC} == {*NAMES}
@@ -208,7 +208,7 @@ def test_a_time_until_the_reset_has_openais_form(ms: int, told: str) -> None:
 @pytest.mark.parametrize(
     ("path", "told"), [("/v1/messages", "9999-12-31T23:59:59Z"), ("/v1/completions", "277777777h46m39.999s")]
 )
-async def test_a_reset_beyond_the_calendar_is_told(path: str, told: str) -> None:
+async def test_a_reset_beyond_the_calendar_is_still_shown(path: str, told: str) -> None:
     talk, most = Talk(settings={"tenants": {}}), 10**15 - 1
     talk.gate.placement = PLACEMENT._replace(quota=f"requests={most},{most},{most}")
     answers = await talk.say(headers("lean", ask=("POST", path)), body(ASK))
@@ -216,7 +216,7 @@ async def test_a_reset_beyond_the_calendar_is_told(path: str, told: str) -> None
 
 
 @pytest.mark.parametrize("text", ["", "tokens=1", "tokens=1,2,-3", "pages=1,2,3", "tokens=a,b,c;x"])
-def test_a_malformed_quota_is_not_told(text: str) -> None:
+def test_a_malformed_quota_is_not_shown(text: str) -> None:
     assert quota_headers(text, is_anthropic=False, now_s=0.0) == {}
 
 
@@ -226,7 +226,7 @@ async def test_a_client_receives_its_limits_in_every_mode_in_place_of_the_model_
     talk.gate.placement = PLACEMENT._replace(quota=QUOTA)
     answers = await talk.say(headers(mode), body(ASK))
     if mode == "lean":
-        # Envoy makes headers of these.
+        # Envoy makes headers of these values.
         told = dict(answers[0].dynamic_metadata["picker"])
         assert {name: told.get(name) for name in OF_OPENAI} == OF_OPENAI
         return
@@ -263,7 +263,7 @@ def test_a_refusal_over_a_limit_names_node_and_limit_and_the_wait(limit: str, to
     "budget": ("budget day acme", "needs more than the budget of acme, which allows 20.5 at once"),
     "unknown": ("tokens 1000 b", "needs about 1300 tokens; b has a lower limit"),
 })  # fmt: skip
-def test_a_refusal_of_a_request_above_a_burst_says_what_it_needs(limit: str, told: str) -> None:
+def test_a_refusal_of_a_request_above_a_burst_names_the_needed_burst(limit: str, told: str) -> None:
     request = asked()._replace(prompt_tokens=799.5, answer_tokens=500)
     error = refusal(Refused(Refusal.OVER_BURST, 0, limit), request, 1, NODES)
     assert type(error) is OverBurst
@@ -354,7 +354,7 @@ async def test_replicas_follow_live_changes_and_restore_them_after_a_loss() -> N
     assert restored.node("b") == found.node("b")
 
 
-def test_a_file_of_nodes_has_the_faults_of_the_configuration(tmp_path: Path) -> None:
+def test_a_file_of_nodes_has_the_same_faults_as_the_configuration(tmp_path: Path) -> None:
     settings = parse({"tenants": {"separator": ":", "file": str(tmp_path / "nodes.yaml")}})
     assert [each.path for each in nodes_in("- {path: 'a:b', weight: 2}", settings)] == ["a:b"]
     for text, told in (

@@ -38,7 +38,7 @@ class Case:
         self.figures.append(figure)
 
     def size(self, short: int, full: int) -> int:
-        """The form of the suite: `short` under `make test`, `full` under `make faults`."""
+        """The form of the suite, `short` under `make test` and `full` under `make faults`."""
         return full if FULL else short
 
     async def check(self, fleet: Fleet, history: Sequence[Answer] = (), **rules: Any) -> HistoryCheck:

@@ -122,7 +122,8 @@ async def _converge(
 
 
 async def _full(here: Any, servers: CountingServers) -> bool:
-    """Whether requests in flight are within the bound and above its half, and every replica counts right.
+    """Whether the requests in flight are between half of the bound and the bound, and every replica counts
+    right.
 
     On a slow machine Redis may seem slow while all clients start, so that replicas fail over to their local
     budgets (docs/redis.md).

@@ -74,7 +74,8 @@ Stretch = list[Answer]  # consecutive answers
 
 
 async def _stretch(load: Load, count: int) -> Stretch:
-    """The next `count` answers and the answer before, once all requests of the last period have ended."""
+    """The next `count` answers and the answer before them, once all requests of the last period have
+    ended."""
     await load.wait_for_served(2 * CLIENTS)
     first = len(load.history)
     await load.wait_for_served(count)
