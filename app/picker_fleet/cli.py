@@ -1,5 +1,4 @@
-"""The command `picker`. A subcommand's module is imported only when the subcommand runs; `check` is defined
-here."""
+"""The command `picker`. A subcommand's module is imported only when it runs; `check` is defined here."""
 
 import argparse
 import contextlib

@@ -99,8 +99,7 @@ class Pool:
         is_alone: bool = True,
     ) -> None:
         """`bodies` is the pool's budget for request bodies; `open_requests` counts the process's open
-        requests; replicas use `certificates` for TLS between each other; `is_alone` says that the process has
-        one pool.
+        requests; replicas use `certificates` among each other; `is_alone` says that the process has one pool.
 
         Raises:
             StartupError: tracing is configured but not installed, or an extension cannot be made.

@@ -192,7 +192,7 @@ def _flags(args: argparse.Namespace, remarks: list[str]) -> dict[str, Any]:
 
 
 def _key_of(name: str) -> str:
-    """The pool's name in keys of Redis: `name`, or of a long name the beginning and a hash."""
+    """The pool's name in keys of Redis, which is `name`, or the beginning and a hash of a long name."""
     if len(name) <= _POOL_CHARACTERS:
         return name
     return f"{name[: _POOL_CHARACTERS - 9]}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"

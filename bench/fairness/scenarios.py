@@ -13,7 +13,7 @@ import msgspec
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Clients of one kind: `callers` with one request at a time each, or random arrivals at `rate_per_s`.
+    """Clients of one kind, `callers` with one request at a time each or random arrivals at `rate_per_s`.
 
     The fairness id is `fairness_id`, or else `name`. The clients' requests use `ids` fairness ids and
     `workloads` workload ids (0: none) in turn. `tokens`: a request's actual number of tokens (0: requests are

@@ -50,8 +50,8 @@ class Target(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """Figures of one target in one round: CPU in µs per request of the busy pass, and milliseconds to the
-    answer's headers in the calm pass (0 without a calm pass)."""
+    """Figures of one target in one round, namely CPU in µs per request of the busy pass, and milliseconds to
+    the answer's headers in the calm pass (0 without a calm pass)."""
 
     requests_per_s: float
     picker_us: float

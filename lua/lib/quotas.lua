@@ -156,7 +156,7 @@ do -- a chunk may have 200 locals
     amounts.budget = settings.tenants.prices and cost_of(r, prompt, cached, answer) or prompt + answer
   end
 
-  -- A record keeps the request's charge: `charged_prompt` and `charged_answer` tokens. The limits that charge at
+  -- A record keeps the request's charge, `charged_prompt` and `charged_answer` tokens. The limits that charge at
   -- arrival have charged it; with `at_grant` 1 also the limits that charge at the start; with `demoted` 1 no node that
   -- demotes. If `settings.tenancy` differs from the record's `tenancy`, the counts were reset since, and the charge is
   -- void.

@@ -150,7 +150,7 @@ do -- a chunk may have 200 locals
     return entry
   end
 
-  -- Write at the end of the call: ZADD (score, member), ZREM (member), HSET (field, value) or HDEL (field). Writes to
+  -- At the end of the call write by ZADD (score, member), ZREM (member), HSET (field, value) or HDEL (field). Writes to
   -- the same key keep their order.
   function defer_write(command, name, a, b)
     local entry = deferred[name]

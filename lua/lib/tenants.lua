@@ -107,9 +107,9 @@ do -- a chunk may have 200 locals
     return node
   end
 
-  -- The settings of the flow's nodes that have limits or count the cost served, from the top; also lists: `limits` has
-  -- all limits, `arrival` and `grant` the limits that charge a request when it arrives and when it starts, `balances`
-  -- all limits and `served` counts.
+  -- The settings of the flow's nodes that have limits or count the cost served, from the top; also lists, where
+  -- `limits` has all limits, `arrival` and `grant` the limits that charge a request when it arrives and when it starts,
+  -- `balances` all limits and `served` counts.
   function tenants.counting(flow)
     local found = counted[flow]
     if found then return found end

@@ -1,4 +1,4 @@
-"""Fixtures of the fault tests: Debian's Redis, a pool for each test, and a proxy in front of Redis."""
+"""Fixtures of the fault tests, namely Debian's Redis, a pool for each test, and a proxy in front of Redis."""
 
 import itertools
 from collections.abc import AsyncIterator, Iterator

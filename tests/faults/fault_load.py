@@ -36,7 +36,7 @@ _NUMBERS = itertools.count(1)
 
 @dataclass(slots=True)
 class Load:
-    """Counts of the clients' requests: `running` (placed, not settled), the peak `highest` of `running`."""
+    """Counts of the clients' requests. `running` (placed, not settled), the peak `highest` of `running`."""
 
     running: int = 0
     highest: int = 0

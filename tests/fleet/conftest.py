@@ -1,4 +1,4 @@
-"""Whole fleets for tests: `picker up` as users run it, and fixtures to inspect the fleets.
+"""Whole fleets for tests, run by `picker up` as users run it, and fixtures to inspect the fleets.
 
 `fleet` starts fleets for one test; `shared_fleet` gives the same fleet to all tests that pass the same
 arguments, and keeps one fleet alive at a time. When a fleet ends, its decision log must pass the audit, its

@@ -1,4 +1,4 @@
-"""A fleet whose replicas use TLS: Envoy connects in each mode, also after certificates are replaced."""
+"""A fleet whose replicas use TLS; Envoy connects in each mode, also after certificates are replaced."""
 
 import asyncio
 import os

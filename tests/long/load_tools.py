@@ -1,6 +1,6 @@
 """Runs Locust, GuideLLM, AIPerf and inference-perf against a running fleet, with two tenants at once.
 
-Headers name the tenant: `bulk` has 12 concurrent requests, `chat` has 4 with the objective `premium`. Each
+Headers name the tenant. `bulk` has 12 concurrent requests, `chat` has 4 with the objective `premium`. Each
 tool must report answers and no error, and the admin API must show exactly the tenants' flows and bands. All
 tools but Locust are installed once in the user's cache folder; inference-perf needs Python 3.12.
 """

@@ -493,7 +493,7 @@ def test_an_adopted_request_keeps_its_position_and_belongs_to_its_adopter(side: 
     # A granted request is placed for its adopter, and the former owner cannot place the request.
     assert pool.admit("q0") == ["placed e1 0 adopted"]
     assert pool.place("q0", by="b") == "gone"
-    # Neither replica can cancel a placed request: Envoy may listen to either replica's stream.
+    # Neither replica can cancel a placed request, since Envoy may listen to either replica's stream.
     assert pool.admit("q0", by="b") == ["placed e1 adopted"]
     assert [pool.cancel("q0", by=by) for by in "ab"] == ["foreign"] * 2
     assert pool.serve() == ["q1", "q2"]

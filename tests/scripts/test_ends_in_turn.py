@@ -42,7 +42,7 @@ async def test_a_requests_end_counts_before_an_admission_in_the_same_loop_turn(f
         other = await a.gate.admit(ask("other"), stream_owned=False)
         last = await a.gate.admit(ask("last"), stream_owned=False)
         assert {other.endpoints[0], last.endpoints[0]} == {E1, E2}
-        # `last` ends in the loop turn in which `following` arrives: `following` gets this endpoint.
+        # `last` ends in the loop turn in which `following` arrives, so `following` gets this endpoint.
         logged_end(a, "last", last)
         following = await a.gate.admit(ask("following"), stream_owned=False)
         assert following.endpoints[0] == last.endpoints[0]

@@ -71,7 +71,7 @@ async def test_a_running_request_is_restored_from_its_accounting_token_after_a_l
         await it.redis.flushall()
         assert await a.store.renew("r", 1, "", token) == "unknown"
         await a.publish(E1, E2)
-        # Two replicas report the request: Redis counts the request once, with its cost and workload.
+        # Two replicas report the request, but Redis counts the request once, with its cost and workload.
         assert await a.store.renew("r", None, E2, token) == "restored"
         assert await b.store.renew("r", None, E2, token) == "renewed"
         state = await it.state()

@@ -32,7 +32,7 @@ QUEUED = parse_verdict("queued 30000")
 
 
 class FickleStore(ScriptedStore):
-    """A store with faults: `away` fails admissions, `silent` leaves admissions unanswered, `deaf` fails
+    """A store with faults, where `away` fails admissions, `silent` leaves admissions unanswered, `deaf` fails
     renewals."""
 
     def __init__(self) -> None:

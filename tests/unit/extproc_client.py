@@ -203,7 +203,7 @@ def headers(
     """The first message of an exchange. `mode` is a name in MODES or two body modes; with None, the message
     has no `protocol_config`.
 
-    `ask` is method and path; default: GET /v1/models if the headers end the request, else POST
+    `ask` is method and path, by default GET /v1/models if the headers end the request, else POST
     /v1/completions.
     """
     message = ProcessingRequest(request_headers={"end_of_stream": ended})

@@ -101,7 +101,7 @@ def policy(*rules: dict[str, Any]) -> dict[str, Any]:
 
 
 def rule(amount: int, unit: str, *headers: str, key: str = "", **more: Any) -> dict[str, Any]:
-    """A rule by `headers`: `name` is of type Distinct, `name=value` is of type Exact."""
+    """A rule by `headers`, where `name` is of type Distinct, `name=value` is of type Exact."""
     split = [each.partition("=") for each in headers]
     selects = [{"name": n, "value": v} if sep else {"name": n, "type": "Distinct"} for n, sep, v in split]
     metadata = {"namespace": "io.envoy.ai_gateway", "key": key}

@@ -1,5 +1,5 @@
-"""The load generator `picker load`: The parts tested are the HTTP client, open and closed loops, planned
-requests and the report."""
+"""The load generator `picker load`, namely its HTTP client, open and closed loops, planned requests and
+report."""
 
 import asyncio
 import contextlib

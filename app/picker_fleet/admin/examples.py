@@ -7,7 +7,7 @@ from typing import Any
 
 from fastapi import FastAPI
 
-_CURSOR = "WyJmbG93cyIsMjE0NzQ4MzY0NywiNDEuNSIsImdvbGQiXQ"  # of the list of flows
+_CURSOR = "WyJmbG93cyIsMjE0NzQ4MzY0NywiNDEuNSIsImdvbGQiXQ"  # a cursor of the list of flows
 _BANDS: list[dict[str, Any]] = [
     {
         "band": band, "priority": priority, "queued": queued, "queued_bytes": 900 * queued,

@@ -32,7 +32,7 @@ _UNFINISHED = "the hour has not ended"
 
 
 class Row(NamedTuple):
-    hour: int  # in hours since 1970
+    hour: int  # number of the hour since 1970
     tenant: str
     model: str
     usage: Usage

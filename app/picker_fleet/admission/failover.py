@@ -143,7 +143,7 @@ class Failover:
         self._heartbeat_now, self._peer_client = heartbeat_now, peer_client
         self._times, self._clock = times, clock
         self._peers = Peers(replica)
-        self.told = ToldQuotas()  # of the requests placed through Redis
+        self.told = ToldQuotas()  # balances in Redis's replies
         self.tombstones = Tombstones(
             store,
             replica,

@@ -2,8 +2,7 @@
 
 Model servers keep this state in memory. So a request that continues, reads or deletes a response must go to
 the endpoint whose answer had its id. In the mode `standard`, a replica learns the id from the answer; in the
-other modes, from Envoy's access log. The replica stores id and endpoint in Redis, for requests at any
-replica.
+other modes, from Envoy's access log. The replica stores id and endpoint in Redis, for all replicas.
 """
 
 import asyncio

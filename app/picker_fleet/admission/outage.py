@@ -83,7 +83,7 @@ class Outage:
     initial_free: float = 0.0
     resync: Resync | None = None
     resync_attempted: bool = False
-    placed: int = 0  # requests placed during the outage
+    placed: int = 0  # number of requests placed during the outage
 
     def __post_init__(self) -> None:
         self.began_s = self.clock()

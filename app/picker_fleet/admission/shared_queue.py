@@ -58,8 +58,8 @@ _REBUILD_PAUSE_S = 0.1
 _ID_CHECK_S = 0.005  # seconds between checks whether another request with the same id is admitted
 _TAKEN_OVER = "taken over by a newer stream"
 _LONGEST_RETRY_S = 60
-# Send the age of a younger request as 0: ages are whole ms and include time in which another process had the
-# core, so a request could otherwise overtake earlier requests in its message.
+# Send the age of a younger request as 0. Ages are whole ms, and another process may have had the core since
+# the arrival, so a tiny age could let a request overtake earlier requests in its message.
 _YOUNG_S = 0.01
 
 

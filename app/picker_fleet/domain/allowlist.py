@@ -36,15 +36,15 @@ _PLACEHOLDER = re.compile(r"(\{[a-z]+\})")
 _GROUP = re.compile(r"\?P<[a-z]+>")
 ANY_METHOD: Final = "*"
 
-# How a request is served: `inference` needs admission and a body, `session` needs admission and has no body
-# (a WebSocket, in flight while it is open), `read` needs no admission.
+# How a request is served. An `inference` request needs admission and a body, a `session` needs admission and
+# has no body (a WebSocket, in flight while it is open), a `read` needs no admission.
 Kind = Literal["inference", "session", "read"]
 Source = Literal["body", "form", "path", "query"]
 
 
 class Api(NamedTuple):
-    """Methods and path of an engine's API. `path` is the end of the path, in whole segments: `{model}` stands
-    for a model's name, `{ref}` for an id of state that one server has, `{id}` for any other id.
+    """Methods and path of an engine's API. `path` is the end of the path, in whole segments, where `{model}`
+    stands for a model's name, `{ref}` for an id of state that one server has, `{id}` for any other id.
 
     `source` says where the request names its model: in the JSON body (or else the path), in a form's field,
     only in the path, or in the query. If `is_whole`, `path` is the whole path, because the path's end alone
@@ -213,7 +213,8 @@ def has_state(path: str) -> bool:
 
 
 def api_of(text: object) -> Api:
-    """Parse an entry of `extproc.paths`: `POST /v1/classify`, `GET,PUT /adapters/{id}/state` or `* /v1/x:y`.
+    """Parse an entry of `extproc.paths`, such as `POST /v1/classify`, `GET,PUT /adapters/{id}/state` or `*
+    /v1/x:y`.
 
     A path that ends in the path of a row of `APIS` is served as that row.
 

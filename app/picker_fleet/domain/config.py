@@ -424,7 +424,7 @@ def _overlay(tree: dict[str, Any], environ: Mapping[str, str]) -> dict[Loc, str]
 
 
 def _explain(error: Any, variables: Mapping[Loc, str], tree: Mapping[str, Any]) -> str:
-    """Format a validation error on one line: `section.key: fault (got value)`."""
+    """Format a validation error on one line, as `section.key: fault (got value)`."""
     loc: Loc = error["loc"]
     where = _place(loc, tree)
     for length in range(len(loc), 0, -1):

@@ -24,7 +24,7 @@ _SELECTED = re.compile(r'[ ]*([a-zA-Z_][a-zA-Z0-9_]*)[ ]*=[ ]*(?:"([^"\\]*)"|([^
 
 @lru_cache(maxsize=1000)
 def series_of(text: str) -> Series:
-    """The series that `text` selects: `name` or `name{label="value",...}`; the quotes are optional.
+    """The series that `text` selects, of the form `name` or `name{label="value",...}`; quotes are optional.
 
     Raises:
         ValueError: `text` has another form.

@@ -65,7 +65,7 @@ class RequestError(PickerError):
 
     `code` is the OpenAI-style error code and the metric label; `reason` is the value of
     `x-llm-d-request-dropped-reason`, None without one. `is_overload`: the setting `overload_status` replaces
-    the status; `by_queue`: `x-queue-pressure` for the client is 1.00.
+    the status; `by_queue`: the client gets `x-queue-pressure` 1.00.
     """
 
     status: ClassVar[int] = 500

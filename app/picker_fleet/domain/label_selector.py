@@ -1,8 +1,9 @@
 """Parses label selectors as Kubernetes spells them ("Labels and Selectors" in its documentation).
 
-A selector is a comma-separated list of requirements, all of which must hold: `a=b` (or `a==b`), `a!=b`,
-`a in (b,c)`, `a notin (b,c)`, `a` (the label is set) and `!a` (the label is not set). `!=` and `notin` also
-hold if the label is not set. domain/scheduling.py checks selectors, endpoints/stages.py applies them.
+A selector is a comma-separated list of requirements, all of which must hold, such as `a=b` (or `a==b`),
+`a!=b`, `a in (b,c)`, `a notin (b,c)`, `a` (the label is set) and `!a` (the label is not set). `!=` and
+`notin` also hold if the label is not set. domain/scheduling.py checks selectors, endpoints/stages.py applies
+them.
 """
 
 import re

@@ -206,7 +206,7 @@ def largest_claim(share: float, bound: float) -> float:
 
 _STREAM = "text/event-stream"
 _REDIRECTS = range(300, 400)  # HTTP statuses that no working model server sends
-_EMPTY_STREAM_BYTES = 16  # a stream without an answer is no longer than this: nothing, or only `data: [DONE]`
+_EMPTY_STREAM_BYTES = 16  # longest stream without an answer, for example only `data: [DONE]`
 _LONGEST_HOLD_S = 3600.0
 ERROR_IN_200: Final = "error in 200"
 

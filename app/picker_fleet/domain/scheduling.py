@@ -20,8 +20,7 @@ class ScorerUse(NamedTuple):
     """A scorer's inputs, and whether it serves the stage prefill.
 
     `pages`: metrics scraped from model servers. `request`: the request, so that its scores cannot be cached
-    for others. `prefill`: it says where a prompt is computed soonest; other scorers are about the answer or
-    its client.
+    for others. `prefill`: it says where a prompt is computed soonest, not where the answer is.
     """
 
     pages: bool = False
@@ -64,7 +63,7 @@ def _scorer_name(value: str) -> str:
 
 
 def weights_by_name(value: Any) -> dict[Any, Any]:
-    """Parse scorers and their weights, unchecked, from either of two forms: `[{name, weight}]`, weight 1 by
+    """Parse scorers and their weights, unchecked, from one of two forms, `[{name, weight}]`, weight 1 by
     default, or `{name: weight}`.
 
     Raises:
@@ -180,8 +179,7 @@ class Scheduling(Section):
 
     @property
     def weights(self) -> dict[str, float]:
-        """The scorers' weights for the stage decode, with the scorer `topology` added if labels are
-        preferred."""
+        """The scorers' weights for the stage decode, with scorer `topology` added if labels are preferred."""
         own = self.stages.decode.scorers
         return self._with_topology(self.scorers if own is None else own)
 

@@ -30,7 +30,7 @@ class Scraping(Section):
     # How to fetch metrics pages; `port` must be set if the pages are not on the port of requests.
     port: Port | None = None
     scheme: Scheme = "http"
-    probe_scheme: Scheme | None = None  # scheme of probes, which go to the port of requests; null: `scheme`
+    probe_scheme: Scheme | None = None  # for probes (at the port of requests); null means `scheme`
     ca: FilePath | None = None  # CA file for certificates of `https` pages; null: accept any certificate
     token_file: FilePath | None = None  # bearer token sent with each scrape
 

@@ -322,7 +322,8 @@ class PriorityBand(Section):
 
 
 def _configured(given: Iterable[PriorityBand]) -> dict[str, Band]:
-    """The bands by name: Critical, Default, Sheddable, then other `given` bands by descending priority."""
+    """The bands by name, first Critical, Default, Sheddable, then other `given` bands by descending
+    priority."""
     by_name = {band.label: band for band in given}
     named = {band.name: by_name.pop(band.name).over(band) if band.name in by_name else band for band in NAMED}
     others = sorted(by_name.values(), key=lambda band: -band.priority)

@@ -41,7 +41,7 @@ UnitPrice = Annotated[float, Field(strict=True, ge=0, le=1e6)]  # cost units a t
 
 
 class Limit(Section):
-    """At most one unit's amount in each `per`, at most `burst` at once (leaky bucket: ITU-T I.371)."""
+    """At most one unit's amount in each `per`, at most `burst` at once (a leaky bucket, ITU-T I.371)."""
 
     requests: Amount | None = None
     tokens: Amount | None = None  # of prompt and answer

@@ -36,8 +36,8 @@ _REREAD_S = 5.0  # seconds after which the CA and token files are read again
 
 
 class FetchError(PickerError):
-    """The page could not be fetched; `kind` says why: `connection`, `status` or `page`. `connection` means
-    that the server accepts no new connections, or closes connections without a byte."""
+    """The page could not be fetched; the reason `kind` is `connection`, `status` or `page`. `connection`
+    means that the server accepts no new connections, or closes connections without a byte."""
 
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(message)

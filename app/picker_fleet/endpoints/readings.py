@@ -53,7 +53,7 @@ class EndpointMetrics(
     counts the requests that the engine has interrupted for want of KV cache, from 0 again after a restart; so
     `prefix_queries` counts the prompts' tokens looked up in the prefix cache, and `prefix_hits` the tokens
     found. The KV cache has `kv_tokens` tokens. `started_s` is when the engine's process started, by the
-    engine's clock. Adapters are names of LoRA adapters: `active` ones have running requests, `waiting` ones
+    engine's clock. Adapters are names of LoRA adapters; `active` ones have running requests, `waiting` ones
     only waiting requests, `idle` ones are loaded but have no requests; at most `max_adapters` adapters are
     active at once.
     `models` has the model names in the labels of the series, adapters excluded.

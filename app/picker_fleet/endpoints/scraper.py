@@ -1,7 +1,6 @@
 """Fetches the metrics pages of this replica's endpoints, each at its own interval (pacing.py).
 
-Probes detect servers that have stopped answering: a probe requests a path that costs the server almost
-nothing.
+Probes detect servers that have stopped answering: a probe requests a path that costs the server little.
 """
 
 import asyncio

@@ -36,7 +36,7 @@ class ReplicaInfo:
         self._streams_by_peer: Callable[[], Mapping[str, int]] = dict
 
     def reached(self, *, admin: str, grpc: str) -> None:
-        """Set the addresses at which this replica listens for requests: `admin` is the admin API's URL,
+        """Set the addresses at which this replica listens for requests. `admin` is the admin API's URL,
         `grpc` is `host:port`. This host's own address replaces a wildcard."""
         self._reached = {"admin": self._named(admin), "grpc": self._named(grpc)}
 

@@ -183,7 +183,7 @@ def replacing(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
 def nested(changes: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Convert `changes` to the equivalent partial settings tree."""
     tree: dict[str, dict[str, Any]] = {}
-    # Sort, so that a mapping's own key precedes its entries' keys: `applied` then finds a wrong type there.
+    # Sort, so that a mapping's own key precedes its entries' keys, and `applied` finds a wrong type there.
     for key, value in sorted(changes.items()):
         section, _, name = key.partition(".")
         keys = tree.setdefault(section, {})

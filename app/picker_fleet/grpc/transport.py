@@ -127,7 +127,7 @@ class ByMetadata(NamedTuple):
 
 
 class Health:
-    """The gRPC health service: `Check` and `Watch` report whether a named service is serving."""
+    """The gRPC health service; `Check` and `Watch` report whether a named service is serving."""
 
     def __init__(self) -> None:
         self._serving: dict[str, bool] = {}

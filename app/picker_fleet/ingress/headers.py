@@ -57,7 +57,7 @@ _MS = re.compile(r"[0-9]{1,9}(?:\.[0-9]{1,9})?")
 
 
 def read_subset(hint: object) -> tuple[str, ...]:
-    """The endpoints (`ip:port`, canonical) of a subset hint: `hint` is a list or a comma-separated string.
+    """The endpoints (`ip:port`, canonical) of a subset hint. `hint` is a list or a comma-separated string.
 
     Entries that are no addresses are left out; a hint of any other type gives no endpoints.
     """

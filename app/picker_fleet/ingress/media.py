@@ -44,7 +44,7 @@ _HEAD_BYTES = 48
 _MOST_SEGMENTS = 32  # most segments of a JPEG before the one with its size
 _SIZE_SEGMENTS = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}  # JPEG's SOF markers (ITU-T T.81, B.1)
 _LINEARIZED = re.compile(rb"/Linearized[^>]{0,256}/N (\d{1,4})\b")  # PDF (ISO 32000-1, F.2)
-# kbit/s of an MP3 frame by the number in its header (ISO 11172-3, 13818-3): MPEG-1, and MPEG-2 and 2.5
+# kbit/s of MP3 frames by the number in the frame's header (ISO 11172-3 and 13818-3), for MPEG-1 and MPEG-2
 _MPEG_1 = (0, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 0)
 _MPEG_2 = (0, 8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 144, 160, 0)
 

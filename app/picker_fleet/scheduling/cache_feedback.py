@@ -41,7 +41,7 @@ class PrefixFeedback:
     def __init__(self, routes: RouteStream, clock: Callable[[], float]) -> None:
         self._routes = routes
         self._rates = Rates(_ANSWERS_A_SECOND, 2 * _ANSWERS_A_SECOND, 1, clock)
-        self._pending: dict[str, _Pending] = {}  # by request id, oldest first
+        self._pending: dict[str, _Pending] = {}  # request id -> its placement; oldest first
 
     def placed(self, request: InferenceRequest, address: str) -> None:
         """A request is placed on `address`: remember what the index predicts for its prompt, before the index
@@ -92,7 +92,7 @@ class CacheWatch:
     def __init__(self, routes: RouteStream, readings: MetricsCache) -> None:
         self._routes, self._readings = routes, readings
         self._last: dict[str, EndpointMetrics] = {}
-        self._counted: dict[str, _Counted] = {}  # at the last comparison
+        self._counted: dict[str, _Counted] = {}  # the counters at the last comparison
         self._refused: set[str] = set()  # endpoints that refused a connection since their last page
 
     def refused(self, address: str) -> None:

@@ -84,7 +84,7 @@ class EngineCache:
 
     def __init__(self, told: float) -> None:
         self._told = told
-        self._log_factor = 0.0  # of the estimate to `_told`
+        self._log_factor = 0.0  # logarithm of estimate / `_told`
         self.tells = False  # whether answers of the endpoint report their cached tokens
         self.follows = False  # whether the engine's KV events are read
         self.life = 0  # how often the cache was cleared

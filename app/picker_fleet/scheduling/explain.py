@@ -31,7 +31,7 @@ class LeastLoadedPick(NamedTuple):
     selector: Mapping[str, str]
     candidates: str
     has_state: bool = False  # the request names an id, and the only candidate has its state
-    excluded: Mapping[str, str] = MappingProxyType({})  # by filters from outside: address -> reason
+    excluded: Mapping[str, str] = MappingProxyType({})  # address -> reason of a filter from outside
 
 
 PickBasis = Ranking | LeastLoadedPick
@@ -80,8 +80,7 @@ class Explanation:
         return {name: _rounded(value) for name, value in asdict(self).items()}
 
     def summary(self) -> dict[str, str]:
-        """Fields of a log line: each candidate as `address score/live`, and excluded endpoints with
-        reasons."""
+        """Fields of a log line: candidates as `address score/live`, and excluded endpoints with reasons."""
         stages = {"stages": self.stages, "prefillers": ", ".join(self.prefillers)}
         return {
             "candidates": ", ".join(

@@ -71,7 +71,7 @@ class PickRequest(NamedTuple):
 class EndpointState(msgspec.Struct, frozen=True):
     """The state of one endpoint at the time of a pick; `address` is its `ip:port`.
 
-    Scraped fields, None if unknown: `waiting` and `running` requests, `kv_utilisation` (0 to 1),
+    The scraped fields are (None if unknown) `waiting` and `running` requests, `kv_utilisation` (0 to 1),
     `max_adapters` (slots for LoRA adapters, shared by running and waiting adapters; idle adapters give up
     their slots). All scraped fields are unknown if the endpoint is `stale`. Fields from the fleet: requests
     `in_flight` as last read (the script that reserves has the live number), and `latency` of the last

@@ -24,7 +24,7 @@ _EXPLORED_UNKNOWN: Final = 1 / 8  # the same, until some fifty requests have sho
 
 
 class StageTimes(NamedTuple):
-    """Predicted times (s) to one request's first token, None if unknown: `whole_s` on its decode endpoint
+    """Predicted times (s) to one request's first token, None if unknown, `whole_s` on its decode endpoint
     alone, `split_s` with its prefill endpoint. `own_s` is the time of its prompt alone in `whole_s`. The
     prompt would delay `delayed` answers on its decode endpoint, `delayed_split` on its prefill endpoint."""
 

@@ -20,8 +20,7 @@ _UNKNOWN_EJECTION = Ejection("unknown", 0)
 
 @dataclass(frozen=True, slots=True)
 class PoolState:
-    """The pool's state at one moment; fields are named as in the admin API. The keys of `in_flight` are
-    endpoints.
+    """The pool's state at one moment, with names as in the admin API. The keys of `in_flight` are endpoints.
 
     `limits` has the endpoints' limits of requests in flight: configured, found by the fleet, or temporary; an
     endpoint without a limit is missing. If the fleet finds limits in tokens, `limits` has these limits, and

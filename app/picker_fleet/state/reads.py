@@ -425,8 +425,7 @@ class Reads:
                 return found
 
     async def decisions(self, limit: int) -> list[dict[str, str]]:
-        """The last `limit` entries of the decision log, oldest first; docs/redis-schema.md lists the
-        fields."""
+        """The last `limit` entries of the decision log, oldest first (docs/redis-schema.md lists fields)."""
         page = await self._client.command("XREVRANGE", self._keys.log, "+", "-", "COUNT", limit)
         return [dict(zip(fields[::2], fields[1::2], strict=True)) for _, fields in reversed(page)]
 

@@ -115,7 +115,7 @@ class SweepReply:
 
 @dataclass(frozen=True, slots=True)
 class Rebuilt:
-    """The result of rebuilding an unknown pool: `records` is the number of requests indexed again, `lost` the
+    """The result of rebuilding an unknown pool. `records` is the number of requests indexed again, `lost` the
     name of the missing key ('': the key `pool`)."""
 
     records: int

@@ -204,7 +204,7 @@ class Store:
     def place(
         self, request_id: str, attempt: str, candidates: str, prefill: str = ""
     ) -> asyncio.Future[AnyVerdict]:
-        """Place a granted request: Placed, Queued (put back), Refused, EXPIRED or GONE."""
+        """Place a granted request; the answer is Placed, Queued (put back), Refused, EXPIRED or GONE."""
         return self._client.submit("place", (request_id, attempt, candidates, prefill), parse_verdict)
 
     def prefilled(self, request_id: str) -> asyncio.Future[PrefilledReply]:
@@ -274,7 +274,8 @@ class Store:
     def renew(
         self, request_id: str, attempt: str | None, served: str, accounting_token: str, ago_s: float = 0.0
     ) -> asyncio.Future[Renewal]:
-        """Renew the lease of a request that ran `ago_s` ago. `attempt`: None if an access log tells."""
+        """Renew the lease of a request that ran `ago_s` ago. `attempt` is None in reports of the access
+        log."""
         mine = "" if attempt is None else attempt
         args = (request_id, mine, served, accounting_token, _milliseconds(ago_s))
         return self._client.submit("renew", args)
@@ -352,7 +353,7 @@ class Store:
         caps = {each.address: each.max_inflight for each in limited if each.decodes}
         prefill_caps = {each.address: each.max_inflight for each in limited if each.prefills}
         if caps:
-            settings = {**settings, "caps": caps}  # limits, read for each placement
+            settings = {**settings, "caps": caps}  # cached: each placement reads the limits
         if prefill_caps:
             settings = {**settings, "prefill_caps": prefill_caps}
         pairs = [text for each in endpoints for text in (each.address, describe(each))]
@@ -547,7 +548,7 @@ class Store:
 
     def _dispatch(self) -> None:
         def finish(call: "asyncio.Future[Any]") -> None:
-            if not call.cancelled() and call.exception() is None:  # else the next call dispatches
+            if not call.cancelled() and call.exception() is None:  # if it failed, the next call dispatches
                 self._take_head(call.result())
 
         self._client.call("cancel", self._replica).add_done_callback(finish)

@@ -330,7 +330,7 @@ class Metrics:
 
 
 def _class_of(why: str) -> str:
-    """The fault's reason as a label with few values: HTTP statuses become classes such as `5xx`."""
+    """The fault's reason as a label with few values, in which HTTP statuses become classes such as `5xx`."""
     return f"{why[0]}xx" if why.isdecimal() else why
 
 

@@ -245,7 +245,7 @@ class FlowQueue:
 
     `largest` is the largest share of all waiting and served requests of the flow.
 
-    The flow queues of a band are the leaves of a tree, which has a FlowQueue for each inner node, too:
+    The flow queues of a band are the leaves of a tree, which has a FlowQueue for each inner node, too. There
     `waiting` counts the requests of all flows below, and `ordered` the children that take turns. `parent` is
     None for the root. Inner nodes are tenants; without tenants, the root is the parent of all flow queues.
     """

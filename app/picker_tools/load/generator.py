@@ -79,8 +79,8 @@ class Kind(StrEnum):
 @dataclass(frozen=True, slots=True)
 class Answer:
     """A request and its answer as the client saw them. The fields `sent_s` and `due_s` (the planned time) are
-    readings of the monotonic clock. Other times are seconds since the request was sent: `head_s` to the
-    answer's head, `first_s` to the first byte of its body (None: never), `took_s` to its end.
+    readings of the monotonic clock. Other times are seconds since the request was sent, namely `head_s` to
+    the answer's head, `first_s` to the first byte of its body (None: never), `took_s` to its end.
 
     The sender sets `source` and `number`. `status` is 0 if no answer began. `fault` describes why an answer
     is not whole. `text` is the beginning of the body. The other fields come from the answer's headers and

@@ -1,4 +1,4 @@
-"""Writes the report of a run: `report.md`, plots (SVG) and `summary.json` in a folder, verdicts on stdout."""
+"""Writes a run's report (`report.md`, SVG plots and `summary.json` in a folder) and prints the verdicts."""
 
 import io
 import json

@@ -3,8 +3,8 @@
 The modes (docs/protocol.md): in the mode `standard` Envoy sends the picker requests and answers, in `lean`
 only requests. In the mode `http` Envoy asks by ext_authz, not by ext_proc.
 
-If the fleet serves several pools (docs/protocol.md), a request's host names its pool: Envoy passes the pool
-to the picker as metadata of the matched route.
+If the fleet serves several pools (docs/protocol.md), a request's host names its pool, and Envoy passes the
+pool to the picker as metadata of the matched route.
 
 An optional operators' listener leads to the admin API and dashboard of any ready replica. A fleet whose
 replicas come and go has no other fixed address for the admin API. Envoy checks no access on the operators'

@@ -1,4 +1,4 @@
-"""Runs a command that is signalled when its parent dies: `die_with_parent.py PARENT_PID SIGNAL COMMAND…`.
+"""`die_with_parent.py PARENT_PID SIGNAL COMMAND…` runs a command that gets the signal when its parent dies.
 
 `picker up` starts its parts through this program, so that no part survives even if `picker up` is killed. The
 Makefile starts `picker up` through this program, so that the fleet stops with `make`. Linux sends the signal

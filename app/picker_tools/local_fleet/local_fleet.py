@@ -1,4 +1,4 @@
-"""The local fleet of `picker up`: Valkey, simulators, replicas and Envoy as children of this process.
+"""The local fleet of `picker up` (Valkey, simulators, replicas and Envoy as children of this process).
 
 Valkey and the simulators start first, then the replicas, which need the addresses of both, then Envoy, which
 needs the replicas' addresses. The parts stop in reverse order, so that a stopping part gets no new requests.

@@ -1,4 +1,4 @@
-"""Finds and checks ports of the loopback, and calls parts with a deadline: HTTP GET, Redis PING."""
+"""Finds and checks ports of the loopback, and calls parts by HTTP GET or Redis PING with a deadline."""
 
 import asyncio
 import contextlib
@@ -29,7 +29,7 @@ def free_port() -> int:
 def ensure_free(wanted: Mapping[int, str]) -> None:
     """Check that each port in `wanted` is free; a port's value in `wanted` names its purpose and option.
 
-    Parts do not check their ports themselves: Envoy would share a port with another Envoy.
+    Parts do not check their ports themselves; Envoy, for example, would share a port with another Envoy.
 
     Raises:
         StartupError: ports are in use or not allowed; the message has a line for each such port.

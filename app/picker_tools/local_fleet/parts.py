@@ -50,7 +50,7 @@ VALKEY_SETTINGS = (
     *("--zset-max-listpack-entries", "32"),
 )
 
-_LONGEST_SOCKET_PATH = 100  # bytes of a path: Linux allows 108, other systems 104
+_LONGEST_SOCKET_PATH = 100  # most bytes of a path, as Linux allows 108 and other systems 104
 
 
 def write_private(path: Path, text: str) -> None:
@@ -199,7 +199,7 @@ def _plain(value: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Announcement:
-    """The JSON line that a replica prints once its listeners are bound: `{"ready": true, "id", …}`."""
+    """The JSON line `{"ready": true, "id", …}` that a replica prints once its listeners are bound."""
 
     id: str
     grpc: str  # host:port

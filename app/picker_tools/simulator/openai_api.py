@@ -19,7 +19,7 @@ from picker_fleet.domain.errors import PickerError
 
 
 class ApiError(PickerError):
-    """An error in OpenAI's format: HTTP status, error type, error code, and the invalid parameter."""
+    """An error in OpenAI's format, with HTTP status, error type, error code, and the invalid parameter."""
 
     def __init__(
         self,

@@ -272,7 +272,7 @@ class ModelServer:
             await self._complete(scope, receive, reply, chat=path == "/v1/chat/completions")
 
     def _change(self, body: bytes) -> None:
-        """Change slowdown or batch size: `{"slowdown": 3, "max_num_seqs": 8}`. Running sequences go on.
+        """Change slowdown or batch size, by `{"slowdown": 3, "max_num_seqs": 8}`. Running sequences go on.
         `{"pulled": ID}` frees KV blocks kept for a decode server.
 
         Raises:

@@ -149,7 +149,7 @@ async def _miscounted(here: Any, servers: CountingServers) -> float:
 
 
 def _serving(redis: Watched | Cluster, former: Server | None = None) -> Server:
-    """The Redis server that has the fleet's state: `former`, until another server has been promoted."""
+    """The Redis server that has the fleet's state; `former` has it until another server is promoted."""
     if isinstance(redis, Watched):
         return redis.primary()
     found = redis.owner("default", but=[former] if former else [])

@@ -1,4 +1,4 @@
-"""Drives this machine's container engine: Docker with its compose plugin, or podman with podman-compose.
+"""Drives this machine's container engine, Docker (compose plugin) or podman (podman-compose).
 
 `deploy/compose/podman.yml` and `no-cgroups.yml` remove settings of docker-compose.yml that podman does not
 support. For podman this module itself runs health checks and removes surplus containers.
