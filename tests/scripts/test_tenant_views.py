@@ -1,5 +1,7 @@
 """The admin API shows and changes the tree of tenants, as the scripts see the tree."""
 
+from typing import Any
+
 import orjson
 import pytest
 from metrics_page import samples
@@ -119,14 +121,17 @@ async def test_a_change_of_a_node_and_a_top_up_are_in_force_at_once_and_name_bot
         with pytest.raises(Refused, match="no limit of requests per 1h"):
             await views.top_up(call, "acme", models.TopUp(unit="requests", per="1h", amount=1))
 
-        body = {"over_limit": "reject", "limits": [{"tokens": 10, "per": "1m"}]}
+        body: Any = {"over_limit": "reject", "limits": [{"tokens": 10, "per": "1m"}]}
         put = await views.put(call, "acme/k", body)
-        changes = await a.store.nodes_of("tenant_changes")
-        assert (put.old, put.new) == (None, orjson.loads(changes["acme/k"]))
+        assert (put.old, put.new) == (None, {**body, "limits": [{**body["limits"][0], "burst": 10}]})
         assert (await node(views, "acme/k")).source == "operator"
-        for bad in ({"limits": [{"tokens": 61, "per": "1m"}]}, {"wait": 1}, {"limits": [{"per": "1m"}]}):
+        above, below = ({"limits": [{"tokens": tokens, "per": "1m"}]} for tokens in (61, 9))
+        for path, bad in (
+            *(("acme/k", each) for each in (above, {"wait": 1}, {"limits": [{"per": "1m"}]}, {"path": "b"})),
+            ("acme", below),
+        ):
             with pytest.raises(ConfigError, match="acme/k"):
-                await views.put(call, "acme/k", bad)
+                await views.put(call, path, bad)
         undone = await views.undo(call, "acme/k")
         assert (undone.old, undone.new) == (put.new, None)
         with pytest.raises(Refused, match="no settings"):

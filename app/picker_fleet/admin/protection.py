@@ -112,7 +112,8 @@ def add_problem_documents(app: FastAPI) -> None:
     @app.exception_handler(ConfigError)
     async def invalid_config(request: Request, fault: ConfigError) -> JSONResponse:
         faults = str(fault).splitlines()
-        return _problem(request, 422, "bad_config", str(fault), faults=faults, live=list(LIVE))
+        live = {"live": list(LIVE)} if request.url.path.endswith("/config") else {}
+        return _problem(request, 422, "bad_config", str(fault), faults=faults, **live)
 
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, fault: HTTPException) -> JSONResponse:

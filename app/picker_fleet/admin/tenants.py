@@ -23,7 +23,7 @@ from picker_fleet.admin.views import decode_cursor, encode_cursor
 from picker_fleet.domain.config import parse
 from picker_fleet.domain.errors import ConfigError, StateUnavailable
 from picker_fleet.domain.known_fleet import KnownFleet
-from picker_fleet.domain.tenants import PERIODS, Tree
+from picker_fleet.domain.tenants import PERIODS, Node, Tree
 from picker_fleet.state.reads import LimitRow, TenantRow
 from picker_fleet.state.store import Store
 
@@ -99,19 +99,19 @@ class TenantTree:
     # the change. They raise StateFault if Redis does not answer.
 
     async def put(self, request: Request, path: str, body: Mapping[str, Any]) -> models.TenantChange:
-        """Replace the node at `path`. Raises ConfigError if the node is invalid."""
-        tree = self.tree()
-        section = {"separator": tree.separator, "nodes": [{**body, "path": path}]}
+        """Replace the node at `path`. Raises ConfigError if the node is invalid, or its limits do not fit
+        those of nodes above and below."""
+        if body.get("path", path) != path:
+            raise ConfigError(f"path: this call changes the node {path}; leave `path` out of the body")
+        section = {"separator": self.tree().separator, "nodes": [{**body, "path": path}]}
         tenants = parse({"tenants": section}).tenants
         assert tenants is not None
-        (node,) = tenants.nodes
-        if fault := tree.limit_fault(node):
-            raise ConfigError(f"node {path}: {fault}")
         configured, live = await self._store.tenant_settings(path)
-        return await self._set(request, path, live or configured, node.shared())
+        return await self._set(request, path, live or configured, tenants.nodes[0].shared())
 
     async def undo(self, request: Request, path: str) -> models.TenantChange:
-        """Undo the live change of the node at `path`. Raises Refused (404) if there is none."""
+        """Undo the live change of the node at `path`. Raises Refused (404) if there is none, ConfigError if
+        the configured limits do not fit those of nodes above and below."""
         self.tree()
         configured, live = await self._store.tenant_settings(path)
         if not live:
@@ -122,13 +122,15 @@ class TenantTree:
         self, request: Request, path: str, old: str, text: str, *, then: str = ""
     ) -> models.TenantChange:
         """Store the live change `text`; '' removes the change, which puts the settings `then` in force."""
-        now = text or then
-        change = models.TenantChange(
-            path=path, old=orjson.loads(old) if old else None, new=orjson.loads(now) if now else None
-        )
+        former, node = (Node.of_shared(path, each) if each else None for each in (old, text or then))
+        tree = self.tree().changed(path, node)
+        if node is not None and (fault := await asyncio.to_thread(tree.fault_by, node)):
+            raise ConfigError(fault)
+        change = models.TenantChange(path=path, old=_told(former), new=_told(node))
         request.state.detail = change.model_dump_json()
         if not await self._store.set_tenants("tenant_changes", {path: text}):
             raise StateUnavailable("the pool is not known yet: no replica has published its settings")
+        self._fleet.tenants = tree  # the next change may come before the next heartbeat has read the tree
         return change
 
     async def top_up(self, request: Request, path: str, asked: models.TopUp) -> models.TenantChange:
@@ -177,6 +179,11 @@ class TenantTree:
                 found.setdefault(path, _Activity(above)).cost_per_s += cost
         self._summed = fleet, found
         return self._summed
+
+
+def _told(node: Node | None) -> dict[str, Any] | None:
+    """The settings of a node in the form of a call that sets them."""
+    return None if node is None else node.model_dump(mode="json", exclude_unset=True, exclude={"path"})
 
 
 def _siblings(active: Mapping[str, _Activity], above: str) -> list[str]:

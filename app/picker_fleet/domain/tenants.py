@@ -141,13 +141,14 @@ class Node(Section):
         """The node of `path` from the JSON that `shared` returns. Raises ValueError if it is malformed."""
         told: dict[str, Any] = json.loads(text)
         pers = {per_ms: per for per, per_ms in _PER_MS.items()}
-        limits = [
-            {each["unit"]: each["amount"], "per": pers.get(each["per_ms"]), "burst": each["burst"]}
-            for each in told.pop("limits", ())
-        ]
+        if "limits" in told:
+            told["limits"] = [
+                {each["unit"]: each["amount"], "per": pers.get(each["per_ms"]), "burst": each["burst"]}
+                for each in told["limits"]
+            ]
         if "max_parallel" in told:
             told["max_parallel_requests"] = told.pop("max_parallel")
-        return cls.model_validate({**told, "path": path, "limits": limits})
+        return cls.model_validate({**told, "path": path})
 
 
 class Price(Section):
@@ -220,7 +221,7 @@ class Tenants(Section):
         tree = Tree(self.nodes, self.separator)
         for node in self.nodes:
             if fault := tree.limit_fault(node):
-                raise ValueError(f"node {node.path}: {fault}")
+                raise ValueError(fault)
         return self
 
     def shared(self) -> dict[str, object]:
@@ -280,13 +281,27 @@ class Tree:
         parts = flow.split(self.separator, MAX_LEVELS - 1)
         return tuple(self.separator.join(parts[:level]) for level in range(1, len(parts) + 1))
 
+    def changed(self, path: str, node: Node | None) -> "Tree":
+        """This tree with `node` as the settings of `path`; None removes the settings of `path`."""
+        others = [each for each in self._nodes.values() if each.path != path]
+        return Tree(others if node is None else (*others, node), self.separator)
+
+    def fault_by(self, node: Node) -> str:
+        """As `limit_fault`, for `node` and all nodes below that have it above them."""
+        near = (each for each in self._nodes.values() if each.path.startswith(node.path.partition(_ANY)[0]))
+        below = (
+            each for each in near if any(self.node(above) is node for above in self.paths(each.path)[:-1])
+        )
+        return next(filter(None, map(self.limit_fault, (node, *below))), "")
+
     def limit_fault(self, node: Node) -> str:
-        """Why a limit of `node` can never be reached: a node above has a lower one; '' if none has."""
+        """Which limit of `node` can never be reached, since a node above has a lower one; '' if none."""
         own = node.amounts()
         for above in reversed(self.paths(node.path)[:-1] if own else ()):
             parent = self.node(above)
             others = {} if parent is None else parent.amounts()
             for what, amount in own.items():
                 if amount > others.get(what, amount):
-                    return f"its limit of {amount} {what} is above the limit of {above}, {others[what]}"
+                    told = f"its limit of {amount} {what} is above the limit of {above}, {others[what]}"
+                    return f"node {node.path}: {told}"
         return ""
