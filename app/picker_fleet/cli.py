@@ -124,6 +124,8 @@ def _check(args: argparse.Namespace) -> int:
 
     try:
         settings = load(args.file, os.environ)
+        if faults := [fault for each in pools_of(settings).values() for fault in _faults_of_files(each)]:
+            raise ConfigError("\n".join(faults))
     except ConfigError as fault:
         print(fault, file=sys.stderr)
         return 2
@@ -131,6 +133,17 @@ def _check(args: argparse.Namespace) -> int:
     for each in pools_of(settings).values():
         print("\n".join(_summary(each)))
     return 0
+
+
+def _faults_of_files(settings: "Settings") -> Iterator[str]:
+    """What is wrong with the files of endpoints and tenants that `settings` name."""
+    from picker_fleet.endpoints.discovery import WatchedFile, source_of
+    from picker_fleet.fleet.tenant_nodes import nodes_file
+
+    endpoints = None if settings.discovery.file is None else source_of(settings.discovery)
+    for source in (endpoints, nodes_file(settings)):
+        if isinstance(source, WatchedFile) and (fault := source.fault()):
+            yield fault
 
 
 def _summary(settings: "Settings") -> list[str]:

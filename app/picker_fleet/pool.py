@@ -31,7 +31,7 @@ from picker_fleet.domain.config import Settings
 from picker_fleet.domain.errors import StartupError
 from picker_fleet.domain.known_fleet import KnownFleet
 from picker_fleet.domain.sections import Kubernetes as KubernetesPool
-from picker_fleet.endpoints.discovery import WatchedFile, source_of
+from picker_fleet.endpoints.discovery import source_of
 from picker_fleet.endpoints.kv_events import KvEventReader
 from picker_fleet.endpoints.readings import MetricsCache
 from picker_fleet.endpoints.scraping import ScrapingTask
@@ -41,7 +41,7 @@ from picker_fleet.fleet.endpoint_health import Probes
 from picker_fleet.fleet.heartbeat import HeartbeatTrigger, Membership
 from picker_fleet.fleet.info import ReplicaInfo
 from picker_fleet.fleet.limits import LimitKeeper
-from picker_fleet.fleet.tenant_nodes import nodes_in
+from picker_fleet.fleet.tenant_nodes import nodes_file
 from picker_fleet.fleet.usage import UsageMeter
 from picker_fleet.grpc.certificates import Certificates
 from picker_fleet.grpc.transport import Handler
@@ -306,8 +306,7 @@ class Pool:
         scheduling = settings.scheduling
         report = serving(scheduling.endpoint_labels, scheduling.stages, self.membership.discovered)
         start(partial(self._source.watch, report), "discovery")
-        if settings.tenants is not None and settings.tenants.file is not None:
-            nodes = WatchedFile(settings.tenants.file, partial(nodes_in, settings=settings), "tenants")
+        if (nodes := nodes_file(settings)) is not None:
             start(partial(nodes.watch, self.membership.tenants_found), "tenants")
         if settings.discovery.kubernetes is not None:
             start(partial(self._follow_objects, settings.discovery.kubernetes), "objects")

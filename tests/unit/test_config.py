@@ -481,3 +481,10 @@ def test_picker_check_prints_a_summary_of_a_valid_file_or_a_line_for_each_fault(
     assert cli.main(["check", str(path)]) == 2
     out = capsys.readouterr()
     assert (out.out, len(out.err.splitlines())) == ("", 2)
+    nodes = tmp_path / "nodes.yaml"
+    nodes.write_text("- {path: acme, weight: 0}")
+    written(tmp_path, "tenants: {file: nodes.yaml}\ndiscovery: {file: endpoints.yaml}")
+    assert cli.main(["check", str(path)]) == 2
+    missing, wrong = capsys.readouterr().err.splitlines()
+    assert missing == f"endpoints file {tmp_path}/endpoints.yaml: cannot be read: No such file or directory"
+    assert wrong.startswith(f"tenants file {nodes}: tenants.nodes.0 (acme).weight: ")

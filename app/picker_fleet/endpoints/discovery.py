@@ -85,7 +85,7 @@ class WatchedFile(Generic[T]):
         try:
             known = await self._read()
         except FileFault as fault:
-            raise StartupError(f"{self._what} file {self._path}: {fault}") from fault
+            raise StartupError(self._told(fault)) from fault
         report(known)
         trouble = ""
         async for _ in awatch(
@@ -101,9 +101,7 @@ class WatchedFile(Generic[T]):
             except FileFault as fault:
                 if str(fault) != trouble:
                     trouble = str(fault)
-                    _log.warning(
-                        "%s file %s: %s; the last good list stays in use", self._what, self._path, fault
-                    )
+                    _log.warning("%s; the last good list stays in use", self._told(fault))
                 continue
             trouble = ""
             if found != known:
@@ -117,13 +115,27 @@ class WatchedFile(Generic[T]):
         try:
             async with asyncio.timeout(_READ_S):
                 return await asyncio.shield(self._reading)
-        except OSError as fault:  # includes TimeoutError
-            raise FileFault(f"cannot be read: {fault.strerror or 'no answer in time'}") from fault
-        except UnicodeDecodeError as fault:
-            raise FileFault(f"is not UTF-8 at byte {fault.start}") from fault
+        except TimeoutError as fault:
+            raise FileFault("cannot be read: no answer in time") from fault
+
+    def fault(self) -> str:
+        """What is wrong with the file now; '' if nothing is."""
+        try:
+            self._content()
+        except FileFault as fault:
+            return self._told(fault)
+        return ""
+
+    def _told(self, fault: FileFault) -> str:
+        return f"{self._what} file {self._path}: {fault}"
 
     def _content(self) -> T:
-        text = self._path.read_text(encoding="utf-8")
+        try:
+            text = self._path.read_text(encoding="utf-8")
+        except OSError as fault:
+            raise FileFault(f"cannot be read: {fault.strerror}") from fault
+        except UnicodeDecodeError as fault:
+            raise FileFault(f"is not UTF-8 at byte {fault.start}") from fault
         if self._parsed is None or self._parsed[0] != text:
             self._parsed = text, self._parse(text)
         return self._parsed[1]

@@ -5,11 +5,12 @@ live changes of operators, which win. Each replica follows both.
 """
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 from picker_fleet.domain.config import Settings, YamlFault, parse, read_yaml
 from picker_fleet.domain.errors import ConfigError
 from picker_fleet.domain.tenants import Node, Tree
-from picker_fleet.endpoints.discovery import FileFault
+from picker_fleet.endpoints.discovery import FileFault, WatchedFile
 from picker_fleet.state.replies import HeartbeatReply
 from picker_fleet.state.store import Store
 
@@ -73,6 +74,13 @@ class TenantNodes:
             known = former.get(path)
             self._parsed[path] = known if known and known[0] == text else (text, Node.of_shared(path, text))
         return Tree((node for _, node in self._parsed.values()), self._separator)
+
+
+def nodes_file(settings: Settings) -> WatchedFile[tuple[Node, ...]] | None:
+    """The file of nodes that `settings` name; None if they name none."""
+    if settings.tenants is None or settings.tenants.file is None:
+        return None
+    return WatchedFile(settings.tenants.file, partial(nodes_in, settings=settings), "tenants")
 
 
 def nodes_in(text: str, settings: Settings) -> tuple[Node, ...]:
