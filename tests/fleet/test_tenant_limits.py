@@ -30,7 +30,8 @@ async def test_tenants_get_their_limits_and_answers_say_what_remains(fleet: Any,
         config = {
             "discovery": static(servers.addresses),
             "default_model": "llama",
-            "tenants": {"nodes": NODES},
+            "tenants": {"headers": ["x-tenant"], "nodes": NODES},
+            "extproc": {"trusted_headers": ["x-tenant"]},
         }
         here = fleet("--mode", mode, "--replicas", "2", "--endpoints", "0", config=config)
         async with here.client() as client:
@@ -57,6 +58,8 @@ async def test_tenants_get_their_limits_and_answers_say_what_remains(fleet: Any,
                 # One request of the daily limit comes back in 4.8 hours.
                 assert 0.9 < int(each.headers["retry-after"]) / (86_400 / SERVED) <= 1
                 assert each.headers["x-should-retry"] == "false"
+            by_header = await client.post(CHAT, json=ASK, headers={"x-tenant": "acme"})
+            assert by_header.status_code == 429
 
             too_large = await ask("claude/key", MESSAGES, max_tokens=5_000)
             assert too_large.status_code == 429

@@ -7,7 +7,7 @@ from pathlib import Path
 from picker_fleet.domain.config import Settings, pools_of
 from picker_tools.local_fleet.bootstrap import PICKER, PICKER_HTTP, Host, build_bootstrap, cluster_of, to_yaml
 from picker_tools.local_fleet.network import LOOPBACK, get
-from picker_tools.local_fleet.parts import TRUSTED_HEADERS, Mode
+from picker_tools.local_fleet.parts import Mode, trusted_headers
 from picker_tools.local_fleet.processes import READY_S, Child, envoy_binary
 
 _CONCURRENCY = 2
@@ -42,7 +42,7 @@ class Envoy:
             mode=mode,
             pickers=pickers,
             http_pickers=http_pickers,
-            trusted=TRUSTED_HEADERS,
+            trusted=trusted_headers(settings),
             debug_headers=debug_headers,
         )
 

@@ -30,8 +30,10 @@ def mode(text: str) -> str:
     return text
 
 
-# Trust these headers, since a local fleet's user is tenant and operator. The workload header needs no trust.
-TRUSTED_HEADERS = (FAIRNESS_ID[0], OBJECTIVE[0])
+def trusted_headers(settings: Settings) -> tuple[str, ...]:
+    """The headers that a local fleet trusts, besides those that `settings` name, since its user is tenant
+    and operator. The workload header needs no trust."""
+    return tuple(dict.fromkeys((FAIRNESS_ID[0], OBJECTIVE[0], *settings.extproc.trusted_headers)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,9 +167,7 @@ def overlaid(
         ConfigError: the resulting configuration is not valid.
     """
     tree: dict[str, Any] = _plain(settings.model_dump(exclude_unset=True))
-    extproc = tree.get("extproc", {})
-    trusts = dict.fromkeys((*extproc.get("trusted_headers", ()), *TRUSTED_HEADERS))
-    tree["extproc"] = {**extproc, "trusted_headers": list(trusts)}
+    tree["extproc"] = {**tree.get("extproc", {}), "trusted_headers": list(trusted_headers(settings))}
     tree["redis"] = {**tree.get("redis", {}), "url": redis_url}
     if settings.pools:
         tree["pools"] = {name: _plain(pool.own) for name, pool in settings.pools.items()}

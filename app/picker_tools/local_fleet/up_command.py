@@ -6,11 +6,10 @@ import os
 from pathlib import Path
 
 from picker_fleet.domain import config
-from picker_fleet.domain.allowlist import FAIRNESS_ID, OBJECTIVE
 from picker_fleet.domain.errors import ConfigError
 from picker_tools.arguments import milliseconds, port, whole_number
 from picker_tools.local_fleet.local_fleet import LocalFleet, UpOptions
-from picker_tools.local_fleet.parts import MODES, SimOptions, mode
+from picker_tools.local_fleet.parts import MODES, SimOptions, mode, trusted_headers
 from picker_tools.local_fleet.processes import Report, logs_folder, on_signal
 
 
@@ -69,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
 async def _up(options: UpOptions, settings: config.Settings, folder: Path) -> None:
     report = Report()
     fleet = LocalFleet(options, settings, folder, report)
-    work = asyncio.create_task(_run(fleet, report, folder))
+    work = asyncio.create_task(_run(fleet, settings, report, folder))
     on_signal(work.cancel)
     try:
         await work
@@ -80,7 +79,7 @@ async def _up(options: UpOptions, settings: config.Settings, folder: Path) -> No
         await fleet.stop()
 
 
-async def _run(fleet: LocalFleet, report: Report, folder: Path) -> None:
+async def _run(fleet: LocalFleet, settings: config.Settings, report: Report, folder: Path) -> None:
     loop = asyncio.get_running_loop()
     since = loop.time()
     await fleet.start()
@@ -88,8 +87,8 @@ async def _run(fleet: LocalFleet, report: Report, folder: Path) -> None:
     report.text(
         f"the fleet is ready after {loop.time() - since:.1f} s; logs in {folder}; Ctrl-C ends it\n"
         f"try:\n  curl {fleet.envoy_url}/v1/completions -H 'content-type: application/json' -d '{body}'\n"
-        f"trusted: clients may name their flow ({FAIRNESS_ID[0]}), objective ({OBJECTIVE[0]})\n"
-        f"  and workload (x-workload-context); elsewhere, let no untrusted client name flow or objective\n"
+        f"trusted: clients may set {', '.join(trusted_headers(settings))}\n"
+        f"  and x-workload-context; elsewhere, let no untrusted client name flow or objective\n"
         f"dashboard: {fleet.dashboard}"
     )
     for pool in fleet.other_pools:
