@@ -23,7 +23,7 @@ from picker_fleet.fleet.tenant_nodes import TenantNodes, nodes_in
 from picker_fleet.ingress.intake import Intake, read_body
 from picker_fleet.ingress.quota_headers import NAMES, quota_headers
 from picker_fleet.state.accounting_token import Keyring
-from picker_fleet.state.replies import HeartbeatReply, Refused
+from picker_fleet.state.replies import HeartbeatReply, Refused, Verdict
 from picker_fleet.state.schema import Refusal
 from picker_fleet.state.store import Store
 
@@ -255,6 +255,14 @@ def test_a_refusal_over_a_limit_names_node_and_limit_and_the_wait(limit: str, to
     error = refusal(Refused(Refusal.OVER_LIMIT, 12, limit), asked(), 1, NODES)
     assert type(error) is OverLimit
     assert (str(error), error.retry_after_s, error.reason) == (told, 12, "over-limit")
+
+
+def test_a_request_that_expires_names_the_nodes_for_whose_limits_it_may_have_waited() -> None:
+    told = {
+        flow: str(refusal(Verdict.EXPIRED, asked()._replace(flow=flow), 1, NODES)) for flow in ("acme/x", "b")
+    }
+    waited = f"waited longer than {asked().ttl_s:g} s"
+    assert told == {"acme/x": f"{waited}, for its turn or for a limit of acme or acme/x", "b": waited}
 
 
 @cases("limit, told", {

@@ -52,11 +52,15 @@ class Wait(msgspec.Struct, eq=False):
     queued: bool = False
 
 
-def time_up(request: InferenceRequest, retry_after_s: int) -> RequestError:
-    """The error of a request that expired in the queue: 504 for the client's deadline, 503 for the TTL."""
+def time_up(request: InferenceRequest, retry_after_s: int, tenants: Tree | None = None) -> RequestError:
+    """The error of a request that expired in the queue: 504 for the client's deadline, 503 for the TTL. The
+    message names the nodes of `tenants` for whose limits the request may have waited."""
     if request.by_client:
         return DeadlineExceeded(f"the client's deadline of {request.ttl_s:g} s passed in the queue")
-    return ExpiredTtl(f"waited longer than {request.ttl_s:g} s", retry_after_s=retry_after_s)
+    nodes = {path: tenants.node(path) for path in tenants.paths(request.flow)} if tenants else {}
+    limited = [path for path, node in nodes.items() if node and node.over_limit == "queue" and node.amounts()]
+    told = f", for its turn or for a limit of {' or '.join(limited)}" if limited else ""
+    return ExpiredTtl(f"waited longer than {request.ttl_s:g} s{told}", retry_after_s=retry_after_s)
 
 
 def refusal(
@@ -78,7 +82,7 @@ def refusal(
             error, message = REFUSALS[reason]
             return error(message, retry_after_s=refused_s)
         case Verdict.EXPIRED:
-            return time_up(request, retry_after_s)
+            return time_up(request, retry_after_s, tenants)
         case Verdict.PREEMPTED:
             return Preempted("preempted by a request of a higher band", retry_after_s=retry_after_s)
         case Verdict.FOREIGN:
