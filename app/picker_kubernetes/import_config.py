@@ -49,7 +49,10 @@ _PARAMETERS: Mapping[str, tuple[str, ...]] = {
     "weighted-random-picker": ("maxNumOfEndpoints",),
     "label-selector-filter": ("matchLabels", "matchExpressions"),
     "by-label-selector": ("matchLabels", "matchExpressions"),
-    "disagg-profile-handler": ("profiles", "deciders"),
+    "disagg-profile-handler": (
+        *("profiles", "decodeProfile", "prefillProfile", "encodeProfile", "deciders"),
+        *("deciderPluginName", "prefillDeciderPluginName", "encodeDeciderPluginName"),
+    ),
     "pd-profile-handler": ("decodeProfile", "prefillProfile", "deciderPluginName", "threshold"),
     "prefix-based-pd-decider": ("nonCachedTokens",),
     "disagg-headers-handler": ("prefillProfile", "encodeProfile"),
@@ -450,20 +453,39 @@ def _duration_s(value: object, where: str) -> float:
 
 
 def read(paths: Sequence[Path]) -> Imported:
-    """Convert the files at `paths`: one `EndpointPickerConfig`, or files with limits of tenants.
+    """Convert the files at `paths`: one `EndpointPickerConfig`, alone or in a ConfigMap or a chart's values,
+    or files with limits of tenants.
 
     Raises:
         ConfigError: the message names the file, or all files.
     """
     try:
         trees = [tree for path in paths for tree in _trees(path)]
-        if not any(map(is_foreign, trees)):
+        if not (configs := list(_configs(trees, set()))):
             return import_tenants.imported(trees)
-        if len(trees) > 1:
+        if len(trees) > 1 or len(configs) > 1:
             raise ConfigError(f"import an {KIND} alone")
-        return imported(trees[0])
+        result = imported(configs[0])
+        if configs != trees:
+            result.remarks.append(f"only the {KIND} in it is imported")
+        return result
     except (OSError, UnicodeDecodeError, YamlFault, ConfigError) as fault:
         raise ConfigError(f"{', '.join(map(str, paths))}: {fault}") from fault
+
+
+def _configs(tree: object, seen: set[int]) -> Iterator[Mapping[str, Any]]:
+    """Each EndpointPickerConfig in `tree`, also in its texts. `seen` has the ids of the objects visited,
+    since an alias in YAML may repeat an object within itself."""
+    if id(tree) in seen:
+        return
+    seen.add(id(tree))
+    if isinstance(tree, Mapping) and is_foreign(tree):
+        yield tree
+    elif isinstance(tree, str) and f"kind: {KIND}" in tree:
+        yield from _configs(read_yaml(tree), set())
+    elif isinstance(tree, Mapping | list):
+        for each in tree.values() if isinstance(tree, Mapping) else tree:
+            yield from _configs(each, seen)
 
 
 def _trees(path: Path) -> list[Any]:

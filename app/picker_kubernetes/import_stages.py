@@ -32,8 +32,14 @@ def handler(plugins: Plugins, result: Imported) -> Handler | None:
     """The plugin that handles prefill and decode profiles; None without one."""
     for name, (kind, parameters) in plugins.items():
         if kind == "disagg-profile-handler":
-            profiles = mapping(parameters.get("profiles"), f"plugins: {name}.profiles")
-            deciders = mapping(parameters.get("deciders"), f"plugins: {name}.deciders")
+            # Until v0.10 these parameters also had flat names, which llm-d's guides still use.
+            named = parameters.get("prefillDeciderPluginName") or parameters.get("deciderPluginName")
+            flat = {"prefill": named, "encode": parameters.get("encodeDeciderPluginName")}
+            deciders = {**flat, **mapping(parameters.get("deciders"), f"plugins: {name}.deciders")}
+            profiles = {
+                **{stage: parameters.get(f"{stage}Profile") for stage in ("decode", "prefill", "encode")},
+                **mapping(parameters.get("profiles"), f"plugins: {name}.profiles"),
+            }
             return Handler(
                 str(profiles.get("decode") or "decode"),
                 str(profiles.get("prefill") or "prefill"),

@@ -199,8 +199,12 @@ def plugin(kind: str, name: str = "d", **parameters: object) -> dict[str, Any]:
     return {"type": kind, "name": name, "parameters": parameters}
 
 
+def flat(**parameters: object) -> dict[str, Any]:
+    return {"type": "disagg-profile-handler", "parameters": parameters}
+
+
 def disagg(**deciders: str) -> dict[str, Any]:
-    return {"type": "disagg-profile-handler", "parameters": {"deciders": deciders}}
+    return flat(deciders=deciders)
 
 
 def test_the_guide_of_llm_d_for_prefill_and_decode_is_imported_with_one_remark() -> None:
@@ -226,6 +230,8 @@ def test_the_guide_of_llm_d_for_prefill_and_decode_is_imported_with_one_remark()
     "no tokens, which never splits": ([disagg(prefill="d"), plugin(BY_PREFIX)], 10**9),
     "no decider, which never splits": ([disagg()], 10**9),
     "a decider of another kind": ([disagg(prefill="d"), plugin("own-decider")], None),
+    "a flat name": ([flat(prefillDeciderPluginName="d"), plugin(BY_PREFIX, nonCachedTokens=16)], 15),
+    "an older flat name": ([flat(deciderPluginName="d", decodeProfile="decode"), plugin(ALWAYS)], 0),
     "the old handler, always": ([plugin(OLD, threshold=0)], 0),
     "the old handler, from ten tokens on": ([plugin(OLD, threshold=10)], 9),
     "the old handler with a decider": ([plugin(OLD, "pd", deciderPluginName="d"), plugin(ALWAYS)], 0),
@@ -316,6 +322,15 @@ def test_the_command_prints_a_valid_configuration(tmp_path: Path, capsys: pytest
     out, err = capsys.readouterr()
     assert parse(yaml.safe_load(out)).scheduling.scorers["queue-depth"]
     assert "mystery" in err
+    whole = file.read_text()
+    file.write_text(yaml.safe_dump({"router": {"epp": {"pluginsCustomConfig": {"a.yaml": whole}}}}))
+    assert cli.main(["import-config", str(file)]) == 0
+    from_values = capsys.readouterr()
+    assert from_values.out == out
+    assert from_values.err == err + f"{file.name}: only the EndpointPickerConfig in it is imported\n"
+    file.write_text("configs: &again [*again, {kind: EndpointPickerConfig}, {kind: EndpointPickerConfig}]")
+    assert cli.main(["import-config", str(file)]) == 2
+    assert "import an EndpointPickerConfig alone" in capsys.readouterr().err
     assert cli.main(["import-config", str(tmp_path / "absent")]) == 2
 
 
